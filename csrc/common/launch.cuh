@@ -1,0 +1,71 @@
+// The one way a kernel is launched: limits are checked first, and the kernel is named in the error.
+// Torch-free, so that a .cu file that includes only this compiles in seconds.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace weft {
+
+inline void cuda_check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) {
+    throw std::runtime_error(std::string("weft: ") + what + ": " + cudaGetErrorString(status));
+  }
+}
+
+// Properties of the current device, read once per device. The values do not change while a process lives.
+struct DeviceLimits {
+  int sm_count;
+  int max_shared_per_block;  // opt-in limit, bytes
+  int compute_capability;    // 90 for sm_90
+};
+
+inline const DeviceLimits& device_limits() {
+  static thread_local DeviceLimits cache[64];
+  static thread_local bool known[64] = {};
+  int device = 0;
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device < 0 || device >= 64) throw std::runtime_error("weft: device index " + std::to_string(device) + " above 63");
+  if (!known[device]) {
+    auto attribute = [device](cudaDeviceAttr a) {
+      int value = 0;
+      cuda_check(cudaDeviceGetAttribute(&value, a, device), "cudaDeviceGetAttribute");
+      return value;
+    };
+    cache[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                     10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
+    known[device] = true;
+  }
+  return cache[device];
+}
+
+// Launches `kernel` on `stream`. Call it only from the file that defines the kernel: CUDA 13 makes kernel stubs
+// file-local. A grid with an empty dimension is an empty problem and launches nothing.
+template <typename... Params, typename... Args>
+void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+            cudaStream_t stream, Args&&... args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  auto refuse = [&](const std::string& why) {
+    throw std::runtime_error(std::string("weft: kernel ") + name + ": " + why);
+  };
+  if (grid.y > 65535 || grid.z > 65535 || grid.x > 2147483647u) {
+    refuse("grid (" + std::to_string(grid.x) + ", " + std::to_string(grid.y) + ", " + std::to_string(grid.z) +
+           ") above the device's limit");
+  }
+  if (size_t(block.x) * block.y * block.z > 1024) {
+    refuse("block of " + std::to_string(size_t(block.x) * block.y * block.z) + " threads above 1024");
+  }
+  if (shared_bytes > size_t(device_limits().max_shared_per_block)) {
+    refuse(std::to_string(shared_bytes) + " bytes of shared memory, the device has " +
+           std::to_string(device_limits().max_shared_per_block));
+  }
+  if (shared_bytes > 48 * 1024) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), name);
+  }
+  kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Params>(args)...);
+  cuda_check(cudaGetLastError(), name);
+}
+
+}  // namespace weft

@@ -1,0 +1,25 @@
+// The table of contents: every operator of torch.ops.weft, one block per engine.
+// Shapes, dtypes, aliasing and errors are in the header of each op, shape rules for fake tensors in python/weft/_fake.py.
+#include <torch/library.h>
+
+TORCH_LIBRARY(weft, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+  // scan: csrc/scan/
+  m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor", tags);
+  m.def(
+      "linear_scan_backward(Tensor grad, Tensor A, Tensor x, Tensor? x0, bool reverse, bool transpose, "
+      "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);
+  m.def(
+      "scan_rnn(Tensor input, Tensor h0, Tensor? c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, *, "
+      "str cell, bool reverse=False, bool save=False) "
+      "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)",
+      tags);
+  m.def(
+      "scan_rnn_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor input, Tensor h0, Tensor? c0, "
+      "Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor output, Tensor gates, Tensor cells, *, str cell, "
+      "bool reverse, bool[7] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      tags);
+}

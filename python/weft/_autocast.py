@@ -1,0 +1,1 @@
+"""Autocast rules: the dtype each op runs in under torch.autocast."""

@@ -1,0 +1,1 @@
+"""Shape rules: what each op returns for fake tensors, symbolic shapes included."""

@@ -1,0 +1,31 @@
+"""Loads the compiled library, and says in one sentence what went wrong where it cannot."""
+
+from __future__ import annotations
+
+import torch
+
+_BUILD = "pip install . --no-build-isolation"
+
+try:
+    from . import _build_info
+except ImportError as error:
+    raise ImportError(f"weft: the compiled library is missing; run `{_BUILD}` in Weft's source folder") from error
+
+if _build_info.TORCH != torch.__version__:
+    raise ImportError(
+        f"weft: built for torch {_build_info.TORCH}, found torch {torch.__version__}; "
+        f"run `{_BUILD}` in Weft's source folder again"
+    )
+
+try:
+    from . import _C
+except ImportError as error:
+    raise ImportError(f"weft: the compiled library does not load ({error}); run `{_BUILD}` again") from error
+
+from . import _autocast, _fake  # noqa: E402
+
+WITH_CUDA: bool = _C.with_cuda
+"""Whether the CUDA kernels were built."""
+
+__all__ = ["WITH_CUDA"]
+_ = (_autocast, _fake)
