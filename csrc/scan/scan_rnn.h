@@ -37,22 +37,12 @@
 #include <optional>
 #include <tuple>
 
-namespace weft {
+#include "scan/cell.h"
 
-enum class Cell { kRnnTanh, kRnnRelu, kGru, kLstm };
+namespace weft {
 
 // ValueError that lists the known names, for any other name.
 Cell parse_cell(c10::string_view name);
-
-// G: blocks of H rows in w_ih and w_hh.
-constexpr int gate_blocks(Cell cell) {
-  return cell == Cell::kGru ? 3 : cell == Cell::kLstm ? 4 : 1;
-}
-
-// K: blocks of H columns in dgates, see scan_rnn_parameter_grads.
-constexpr int chain_blocks(Cell cell) {
-  return cell == Cell::kGru || cell == Cell::kLstm ? 4 : 1;
-}
 
 // float32 for float16, bfloat16 and float32; float64 for float64.
 at::ScalarType accumulate_type(at::ScalarType type);
