@@ -7,6 +7,9 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <string>
 #include <utility>
 
 #include "common/check.h"
@@ -121,6 +124,8 @@ ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor
                                       const at::Tensor& w_hh, const std::optional<at::Tensor>& b_ih,
                                       const std::optional<at::Tensor>& b_hh, Cell cell, const std::array<bool, 7>& mask,
                                       const at::Tensor& grad_h0, const at::Tensor& grad_c0) {
+  // A backward called inside an autocast region must not round these products to half types.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const int64_t T = input.size(0), B = input.size(1), I = input.size(2), H = h0.size(1);
   const int64_t rows = gate_blocks(cell) * H;
   const auto type = input.scalar_type();

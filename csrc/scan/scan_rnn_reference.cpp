@@ -12,6 +12,8 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include <vector>
 
 namespace weft {
@@ -38,6 +40,8 @@ ScanRnnGrads scan_rnn_backward_reference(const std::optional<at::Tensor>& grad_o
                                          const at::Tensor& w_ih, const at::Tensor& w_hh,
                                          const std::optional<at::Tensor>& b_ih, const std::optional<at::Tensor>& b_hh,
                                          Cell cell, bool reverse, const std::array<bool, 7>& mask) {
+  // Under autocast the products here would round to half types.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = input.scalar_type(), compute = accumulate_type(type);
   const auto cast = [&](const std::optional<at::Tensor>& t) { return t ? t->to(compute) : at::Tensor(); };
   const at::Tensor x = input.to(compute), wi = w_ih.to(compute), wh = w_hh.to(compute), bi = cast(b_ih),

@@ -1,0 +1,811 @@
+"""weft::scan_rnn and its backward: one table of samples against a plain fp64 loop and against torch.nn."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import weft  # noqa: F401  registers torch.ops.weft
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+scan_rnn = torch.ops.weft.scan_rnn
+scan_rnn_backward = torch.ops.weft.scan_rnn_backward
+
+CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
+BLOCKS = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+ARGUMENTS = ("input", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh")
+
+# Norm of the difference over the norm. fp32 and fp64: rounding of some tens of steps. Half types: what is read and
+# written is rounded (2^-11, 2^-8), and the gradient multiplies rounded activations once per step.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+@dataclass(frozen=True)
+class Sample:
+    cell: str
+    T: int
+    B: int
+    I: int
+    H: int
+    reverse: bool = False
+    bias: bool = True
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        flags = ("-reverse" if self.reverse else "") + ("" if self.bias else "-nobias")
+        return f"{self.cell}-T{self.T}-B{self.B}-I{self.I}-H{self.H}{flags}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def keywords(self) -> dict:
+        return {"cell": self.cell, "reverse": self.reverse}
+
+
+# T, B, I, H: one of everything; odd sizes on both sides of the vector widths; every row count of a register block;
+# several chunks of the input projection; sizes where tensor cores or BLAS may take over; and each size 0.
+SIZES = (
+    (1, 1, 1, 1),
+    (5, 3, 4, 7),
+    (2, 9, 1, 8),
+    (67, 16, 1, 20),
+    (33, 5, 3, 33),
+    (12, 7, 40, 49),
+    (17, 2, 5, 64),
+    (9, 13, 16, 130),
+)
+EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (0, 0, 0, 4))
+
+SAMPLES = [
+    Sample(cell, *size, reverse=reverse, bias=(index + reverse) % 3 != 0)
+    for cell, (index, size), reverse in itertools.product(CELLS, enumerate(SIZES, 1), (False, True))
+]
+SAMPLES += [
+    Sample(cell, *size, reverse=reverse, dtype=dtype)
+    for cell, size, reverse, dtype in itertools.product(
+        CELLS, ((5, 3, 4, 7), (31, 9, 2, 20)), (False, True), (torch.float64, torch.float16, torch.bfloat16)
+    )
+]
+SMALL = [Sample(cell, 4, 3, 2, 5, reverse=reverse) for cell in CELLS for reverse in (False, True)]
+
+
+def arguments(sample: Sample, device: str, scale: float = 1.0, requires_grad: bool = False) -> list[Tensor | None]:
+    """Fresh inputs, uniform as torch.nn initialises; `scale` multiplies the recurrent weights."""
+    generator = torch.Generator().manual_seed(hash((sample.T, sample.B, sample.I, sample.H)) % 2**31)
+    rows, bound = BLOCKS[sample.cell] * sample.H, max(sample.H, 1) ** -0.5
+
+    def make(*shape: int, uniform: bool = False, factor: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if uniform:
+            values = (torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound * factor
+        return values.to(device, sample.dtype).requires_grad_(requires_grad)
+
+    return [
+        make(sample.T, sample.B, sample.I),
+        make(sample.B, sample.H),
+        make(sample.B, sample.H) if sample.cell == "lstm" else None,
+        make(rows, sample.I, uniform=True),
+        make(rows, sample.H, uniform=True, factor=scale),
+        make(rows, uniform=True) if sample.bias else None,
+        make(rows, uniform=True) if sample.bias else None,
+    ]
+
+
+def gradients(sample: Sample, device: str) -> list[Tensor | None]:
+    """Random gradients for output, h_n and, for an lstm, c_n."""
+    shapes = [(sample.T, sample.B, sample.H), (sample.B, sample.H), (sample.B, sample.H)]
+    grads = [torch.randn(shape, dtype=torch.float64).to(device, sample.dtype) for shape in shapes]
+    return grads if sample.cell == "lstm" else [*grads[:2], None]
+
+
+def reference(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False):
+    """One step after another in plain torch: output, h_n, c_n (None except for lstm), gates, cells."""
+    h, c = h0, c0
+    outputs, gates, cells = {}, {}, {}
+    zero = torch.zeros((), dtype=input.dtype, device=input.device)
+    steps = range(input.shape[0])
+    for t in reversed(steps) if reverse else steps:
+        a = input[t] @ w_ih.T + (zero if b_ih is None else b_ih)
+        b = h @ w_hh.T + (zero if b_hh is None else b_hh)
+        if cell == "gru":
+            (ar, az, an), (br, bz, m) = a.chunk(3, 1), b.chunk(3, 1)
+            r, z = torch.sigmoid(ar + br), torch.sigmoid(az + bz)
+            n = torch.tanh(an + r * m)
+            h = (1 - z) * n + z * h
+            gates[t] = torch.cat([r, z, n, m], 1)
+        elif cell == "lstm":
+            i, f, g, o = (a + b).chunk(4, 1)
+            i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
+            c = f * c + i * g
+            h = o * torch.tanh(c)
+            gates[t], cells[t] = torch.cat([i, f, g, o], 1), c
+        else:
+            h = (torch.tanh if cell == "rnn_tanh" else torch.relu)(a + b)
+        outputs[t] = h
+
+    def stacked(parts: dict[int, Tensor], width: int) -> Tensor:
+        return torch.stack([parts[t] for t in steps]) if parts else input.new_empty(0, h0.shape[0], width)
+
+    hidden = h0.shape[1]
+    return stacked(outputs, hidden), h, c, stacked(gates, 4 * hidden), stacked(cells, hidden)
+
+
+def reference_chain(grad_output, grad_h_n, grad_c_n, args, output, gates, cells, *, cell, reverse=False):
+    """The backward chain, one step after another, from the saved activations: grad_input, grad_h0, grad_c0."""
+    input, h0, c0, w_ih, w_hh, _, _ = args
+    dh = torch.zeros_like(h0) if grad_h_n is None else grad_h_n
+    dc = torch.zeros_like(h0) if grad_c_n is None else grad_c_n
+    steps = range(input.shape[0])
+    order = list(reversed(steps) if reverse else steps)
+    grad_input = torch.zeros_like(input)
+    for index in reversed(range(len(order))):
+        t, before = order[index], order[index - 1]
+        if grad_output is not None:
+            dh = dh + grad_output[t]
+        h = output[t]
+        if cell == "gru":
+            r, z, n, m = gates[t].chunk(4, 1)
+            previous = output[before] if index else h0
+            dn = dh * (1 - z) * (1 - n * n)
+            dz = dh * (previous - n) * z * (1 - z)
+            dr = dn * m * r * (1 - r)
+            grad_input[t] = torch.cat([dr, dz, dn], 1) @ w_ih
+            dh = torch.cat([dr, dz, dn * r], 1) @ w_hh + dh * z
+            continue
+        if cell == "lstm":
+            i, f, g, o = gates[t].chunk(4, 1)
+            previous = cells[before] if index else c0
+            squashed = torch.tanh(cells[t])
+            d = dc + dh * o * (1 - squashed * squashed)
+            pre = torch.cat(
+                [d * g * i * (1 - i), d * previous * f * (1 - f), d * i * (1 - g * g), dh * squashed * o * (1 - o)], 1
+            )
+            dc = d * f
+        else:
+            pre = dh * (1 - h * h) if cell == "rnn_tanh" else torch.where(h > 0, dh, torch.zeros_like(dh))
+        grad_input[t] = pre @ w_ih
+        dh = pre @ w_hh
+    return grad_input, dh, dc if cell == "lstm" else None
+
+
+def doubles(tensors):
+    return [None if t is None else t.detach().double().cpu() for t in tensors]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    expected = expected.detach().double().cpu()
+    difference = (found.detach().double().cpu() - expected).norm()
+    return float(difference / expected.norm().clamp_min(1e-300)) if difference != 0 else 0.0
+
+
+def check_close(names, found, expected, bound: float) -> None:
+    """`names` may go on past the end of the others."""
+    for name, (f, e) in zip(names, zip(found, expected, strict=True), strict=False):
+        if e is None:
+            assert f is None, f"{name} should be None"
+            continue
+        assert f.shape == e.shape, f"{name}: {f.shape} instead of {e.shape}"
+        assert error(f, e) <= bound, f"{name}: error {error(f, e):.2e} above {bound:.0e}"
+
+
+@contextmanager
+def poisoned():
+    """Every allocation is filled with NaN, so that a result that nobody writes is seen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def differentiate(outputs, inputs, grads):
+    """The gradients of the outputs that a gradient arrives at; None for an input that is None."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+    wanted = [i for i in inputs if i is not None]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return [None if i is None else next(found) for i in inputs]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_matches_reference(sample: Sample, device: str):
+    args = arguments(sample, device, requires_grad=True)
+    exact = [None if a is None else a.requires_grad_() for a in doubles(args)]
+    grads = gradients(sample, device)
+    expected = reference(*exact, **sample.keywords)
+    with poisoned():
+        found = scan_rnn(*args, **sample.keywords)
+        found_grads = differentiate(found[:3], args, grads)
+    bound = BOUNDS[sample.dtype]
+    states = 3 if sample.cell == "lstm" else 2
+    assert all(f.dtype == sample.dtype for f in found[:3])
+    check_close(("output", "h_n", "c_n"), found[:states], expected[:states], bound)
+    expected_grads = differentiate(expected[:3] if states == 3 else (*expected[:2], exact[1]), exact, doubles(grads))
+    check_close(ARGUMENTS, found_grads, expected_grads, bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", [replace(s, dtype=torch.float64) for s in SMALL], ids=str)
+def test_saved_activations(sample: Sample, device: str):
+    args = arguments(sample, device)
+    expected = reference(*doubles(args), **sample.keywords)
+    for save in (False, True):
+        found = scan_rnn(*args, **sample.keywords, save=save)
+        has_gates, has_cells = sample.cell in ("gru", "lstm"), sample.cell == "lstm"
+        assert has_cells or found[2].shape == (0,)
+        for f, e, there in zip(found[3:], expected[3:], (has_gates, has_cells), strict=True):
+            assert f.shape == (e.shape if save and there else (0,))
+            if save and there:
+                assert error(f, e) < 1e-13
+
+
+@pytest.mark.parametrize("reverse", (False, True))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_matches_torch_nn(cell: str, device: str, reverse: bool):
+    T, B, I, H = 40, 6, 3, 20
+    kinds = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
+    module = kinds[cell](I, H) if cell in kinds else torch.nn.RNN(I, H, nonlinearity=cell.removeprefix("rnn_"))
+    module = module.to(device, torch.float64)
+    x, h0, c0 = (torch.randn(*s, device=device, dtype=torch.float64) for s in ((T, B, I), (1, B, H), (1, B, H)))
+    flip = (lambda t: t.flip(0)) if reverse else (lambda t: t)
+    output, state = module(flip(x), (h0, c0) if cell == "lstm" else h0)
+    state = state if cell == "lstm" else (state,)
+    c = c0[0] if cell == "lstm" else None
+    found = scan_rnn(x, h0[0], c, *(p.detach() for p in module.parameters()), cell=cell, reverse=reverse)
+    check_close(("output", "h_n"), (found[0], found[1]), (flip(output), state[0][0]), 1e-12)
+    if cell == "lstm":
+        check_close(("c_n",), (found[2],), (state[1][0],), 1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", [Sample(c, 23, 4, 3, 20, reverse=r) for c in CELLS for r in (False, True)], ids=str)
+def test_gradients_of_some_outputs(sample: Sample, device: str):
+    args = arguments(sample, device, requires_grad=True)
+    exact = [None if a is None else a.requires_grad_() for a in doubles(args)]
+    expected = reference(*exact, **sample.keywords)[:3]
+    found = scan_rnn(*args, **sample.keywords)[:3]
+    grads = gradients(sample, device)
+    for only in range(3 if sample.cell == "lstm" else 2):
+        some = [g if i == only else None for i, g in enumerate(grads)]
+        f = torch.autograd.grad(found[only], [a for a in args if a is not None], some[only], retain_graph=True)
+        e = torch.autograd.grad(
+            expected[only], [a for a in exact if a is not None], doubles(some)[only], retain_graph=True
+        )
+        check_close([n for n, a in zip(ARGUMENTS, args, strict=True) if a is not None], f, e, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_gradients_of_some_inputs(sample: Sample, device: str):
+    """Each argument alone asks for a gradient, and the others cost nothing and get none."""
+    all_args = arguments(sample, device, requires_grad=True)
+    grads = gradients(sample, device)
+    expected = differentiate(scan_rnn(*all_args, **sample.keywords)[:3], all_args, grads)
+    for index, argument in enumerate(all_args):
+        if argument is None:
+            continue
+        args = [a if a is None else a.detach().requires_grad_(i == index) for i, a in enumerate(all_args)]
+        found = scan_rnn(*args, **sample.keywords)
+        pairs = [(o, g) for o, g in zip(found[:3], grads, strict=True) if g is not None]
+        (grad,) = torch.autograd.grad([o for o, _ in pairs], [args[index]], [g for _, g in pairs])
+        check_close((ARGUMENTS[index],), (grad,), (expected[index],), 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", EMPTY_SIZES, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_empty(cell: str, size: tuple[int, ...], device: str):
+    for reverse in (False, True):
+        sample = Sample(cell, *size, reverse=reverse)
+        args = arguments(sample, device, requires_grad=True)
+        exact = [None if a is None else a.requires_grad_() for a in doubles(args)]
+        expected, found = reference(*exact, **sample.keywords), scan_rnn(*args, **sample.keywords)
+        states = 3 if cell == "lstm" else 2
+        check_close(("output", "h_n", "c_n"), found[:states], expected[:states], 1e-6)
+        if sample.T == 0:
+            assert torch.equal(found[1], args[1])
+        grads = gradients(sample, device)
+        found_grads = differentiate(found[:3], args, grads)
+        total = sum((o * g).sum() for o, g in zip(expected[:states], doubles(grads), strict=False))
+        wanted = [a for a in exact if a is not None]
+        expected_grads = iter(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
+        check_close(ARGUMENTS, found_grads, [None if a is None else next(expected_grads) for a in exact], 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_layouts(sample: Sample, device: str):
+    """Transposed, strided, expanded and offset arguments and gradients."""
+    args = arguments(sample, device)
+    grads = gradients(sample, device)
+    grads[0] = grads[0][:1].expand_as(grads[0])
+
+    def strided(t: Tensor | None) -> Tensor | None:
+        if t is None:
+            return None
+        wide = torch.full([2 * s + 1 for s in t.shape], float("nan"), dtype=t.dtype, device=t.device)
+        view = wide[tuple(slice(1, None, 2) for _ in t.shape)]
+        view.copy_(t)
+        return view
+
+    def transposed(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.movedim(0, -1).contiguous().movedim(-1, 0)
+
+    def run(change):
+        inputs = [None if a is None else change(a).detach().requires_grad_() for a in args]
+        outputs = scan_rnn(*inputs, **sample.keywords)[:3]
+        some = [g if i == 0 else change(g) for i, g in enumerate(grads)]
+        return [*outputs, *differentiate(outputs, inputs, some)]
+
+    expected = run(lambda t: t)
+    for change in (strided, transposed):
+        for f, e in zip(run(change), expected, strict=True):
+            assert (f is None and e is None) or error(f, e) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("cell", CELLS)
+def test_opcheck(cell: str, bias: bool, device: str):
+    sample = Sample(cell, 3, 2, 2, 4, bias=bias, reverse=bias)
+    args = arguments(sample, device, requires_grad=True)
+    torch.library.opcheck(scan_rnn.default, tuple(args), sample.keywords)
+    plain = [None if a is None else a.detach() for a in args]
+    torch.library.opcheck(scan_rnn.default, tuple(plain), {**sample.keywords, "save": True})
+    output, _, _, gates, cells = scan_rnn(*plain, **sample.keywords, save=True)
+    for inputs, mask in (
+        (plain, [True] * 7),
+        (plain, [True, False, True, False, True, False, True]),
+        (args, [True] * 7),
+    ):
+        torch.library.opcheck(
+            scan_rnn_backward.default,
+            (*gradients(sample, device), *inputs, output, gates, cells),
+            {**sample.keywords, "output_mask": mask},
+        )
+
+
+GRADCHECK = [
+    Sample(cell, 3, 2, 2, 3, reverse=reverse, bias=not reverse, dtype=torch.float64)
+    for cell, reverse in itertools.product(CELLS, (False, True))
+]
+
+
+def as_function(sample: Sample):
+    """The op as a function of those of its arguments that are tensors, with its differentiable results."""
+    present = [name != "c0" or sample.cell == "lstm" for name in ARGUMENTS]
+    present[5:] = [sample.bias] * 2
+
+    def function(*tensors):
+        rest = iter(tensors)
+        outputs = scan_rnn(*(next(rest) if there else None for there in present), **sample.keywords)
+        return outputs[: 3 if sample.cell == "lstm" else 2]
+
+    return function
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", GRADCHECK, ids=str)
+def test_gradcheck(sample: Sample, device: str):
+    tensors = [a for a in arguments(sample, device, requires_grad=True) if a is not None]
+    assert gradcheck(as_function(sample), tensors)
+    assert gradgradcheck(as_function(sample), tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", GRADCHECK, ids=str)
+def test_third_order(sample: Sample, device: str):
+    def third(outputs, inputs):
+        value = sum((o * o).sum() for o in outputs)
+        for _ in range(2):
+            grads = torch.autograd.grad(value, inputs, create_graph=True)
+            value = sum((g * g * g).sum() for g in grads)
+        return torch.autograd.grad(value, inputs)
+
+    args = [a for a in arguments(sample, device, requires_grad=True) if a is not None]
+    exact = [None if a is None else a.requires_grad_() for a in doubles(arguments(sample, device))]
+    states = 3 if sample.cell == "lstm" else 2
+    expected = third(reference(*exact, **sample.keywords)[:states], [a for a in exact if a is not None])
+    found = third(as_function(sample)(*args), args)
+    check_close(itertools.repeat("gradient"), found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", GRADCHECK, ids=str)
+def test_backward_op_is_differentiable(sample: Sample, device: str):
+    """Called by hand with arguments that require a gradient, the backward op answers with the right one."""
+    args = arguments(sample, device, requires_grad=True)
+    grads = [None if g is None else g.requires_grad_() for g in gradients(sample, device)]
+    tensors = [a for a in args if a is not None]
+    outputs = scan_rnn(*args, **sample.keywords)
+    direct = scan_rnn_backward(
+        *grads, *args, *(outputs[i].detach() for i in (0, 3, 4)), **sample.keywords, output_mask=[True] * 7
+    )
+    direct = [d for d, a in zip(direct, args, strict=True) if a is not None]
+    through = torch.autograd.grad(
+        outputs[: 3 if sample.cell == "lstm" else 2], tensors, [g for g in grads if g is not None], create_graph=True
+    )
+    check_close(itertools.repeat("gradient"), direct, through, 1e-12)
+    wanted = tensors + [g for g in grads if g is not None]
+    second = [torch.autograd.grad(sum((g * g).sum() for g in first), wanted) for first in (direct, through)]
+    check_close(itertools.repeat("gradient"), *second, 1e-12)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_compile(cell: str, device: str, dynamic: bool):
+    # Inductor itself compiles C++ for minutes on a CPU; what is of interest here ends where it starts.
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    torch._dynamo.reset()
+
+    def function(*args):
+        output, h_n, c_n, _, _ = scan_rnn(*args, cell=cell)
+        return output.sin(), h_n, c_n
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    for T in (4, 7) if dynamic else (4,):
+        sample = Sample(cell, T, 3, 2, 8)
+        args, grads = arguments(sample, device, requires_grad=True), gradients(sample, device)
+        expected, found = function(*args), compiled(*args)
+        check_close(("output", "h_n", "c_n"), found, expected, 1e-6)
+        check_close(ARGUMENTS, differentiate(found, args, grads), differentiate(expected, args, grads), 1e-5)
+        with torch.no_grad():
+            check_close(("output", "h_n", "c_n"), compiled(*args), expected, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_autocast(cell: str, device: str, dtype: torch.dtype):
+    if device == "cpu" and dtype == torch.float16:
+        dtype = torch.float32  # fp16 autocast on a CPU is not what torch.nn's layers support: nothing enabled instead
+    sample = Sample(cell, 9, 3, 4, 8)
+    args = arguments(sample, device, requires_grad=True)
+    kinds = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
+    module = (kinds[cell](4, 8) if cell in kinds else torch.nn.RNN(4, 8, nonlinearity=cell[4:])).to(device)
+    grads = gradients(sample, device)
+    expected = scan_rnn(*args, **sample.keywords)
+    expected_grads = differentiate(expected[:3], args, grads)
+    with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+        theirs, _ = module(args[0].detach())
+        found = scan_rnn(*args, **sample.keywords)
+        assert found[0].dtype == found[1].dtype == theirs.dtype
+        some = [None if g is None else g.to(theirs.dtype) for g in grads]
+        found_grads = differentiate(found[:3], args, some)
+    assert all(g is None or g.dtype == torch.float32 for g in found_grads)
+    check_close(ARGUMENTS, found_grads, expected_grads, BOUNDS[torch.bfloat16])
+    with torch.autocast(device, dtype=torch.bfloat16):
+        exact = scan_rnn(*(None if a is None else a.double() for a in args), **sample.keywords)
+        assert exact[0].dtype == torch.float64
+    assert error(exact[0], expected[0]) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_vmap(cell: str, device: str):
+    sample = Sample(cell, 5, 3, 2, 4)
+    many = [arguments(sample, device) for _ in range(3)]
+    shared = many[0]
+    for index, other in enumerate(many):
+        for name, argument in enumerate(other):
+            if argument is not None and name >= 3:
+                other[name] = argument + index
+
+    def run(*tensors):
+        return scan_rnn(*tensors, **sample.keywords)[: 3 if cell == "lstm" else 2]
+
+    def stacked(index: int, dim: int) -> Tensor | None:
+        return None if shared[index] is None else torch.stack([m[index] * (1 + i) for i, m in enumerate(many)], dim)
+
+    # Mapped: input and states over shared weights; only h0; everything, weights included.
+    for dims in ((0, 1, 0, None, None, None, None), (None, 0, None, None, None, None, None), (2, 0, 1, 0, 1, 0, 1)):
+        dims = [None if shared[i] is None else d for i, d in enumerate(dims)]
+        batched = [shared[i] if d is None else stacked(i, d) for i, d in enumerate(dims)]
+        found = torch.func.vmap(run, in_dims=tuple(dims))(*batched)
+        for i in range(3):
+            each = run(*(b if d is None else b.select(d, i) for b, d in zip(batched, dims, strict=True)))
+            check_close(("output", "h_n", "c_n")[: len(each)], [f[i] for f in found], each, 1e-6)
+
+
+def test_vmap_of_the_backward():
+    """torch.autograd.grad(is_grads_batched=True) maps the backward op over the gradients."""
+    sample = Sample("gru", 4, 3, 2, 5)
+    args = [a for a in arguments(sample, "cpu", requires_grad=True) if a is not None]
+    output = as_function(sample)(*args)[0]
+    grads = torch.randn(3, *output.shape)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = torch.autograd.grad(output, args, grads, is_grads_batched=True, retain_graph=True)
+    for i in range(3):
+        each = torch.autograd.grad(output, args, grads[i], retain_graph=True)
+        check_close(itertools.repeat("gradient"), [f[i] for f in found], each, 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", [Sample(c, 200, 17, 3, 20) for c in CELLS], ids=str)
+def test_repeats_bit_for_bit(sample: Sample, device: str):
+    args, grads = arguments(sample, device, requires_grad=True), gradients(sample, device)
+
+    def run():
+        outputs = scan_rnn(*args, **sample.keywords)[:3]
+        return [*outputs, *(g for g in differentiate(outputs, args, grads) if g is not None)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", [Sample(c, 12, 6, 3, h) for c in CELLS for h in (7, 20, 40)], ids=str)
+def test_bad_row_touches_no_other(sample: Sample, device: str, value: float):
+    grads = gradients(sample, device)
+    row, others = 2, [0, 1, 3, 4, 5]
+
+    def run(change_input: bool, change_grad: bool):
+        args = arguments(sample, device)
+        if change_input:
+            args[0][4, row] = value
+        args = [None if a is None else a.requires_grad_() for a in args]
+        changed = [None if g is None else g.clone() for g in grads]
+        if change_grad:
+            changed[0][7, row] = value
+        outputs = scan_rnn(*args, **sample.keywords)[:3]
+        return outputs, differentiate(outputs, args, changed)
+
+    clean, clean_grads = run(False, False)
+    for change_input, change_grad in ((True, False), (False, True)):
+        found, found_grads = run(change_input, change_grad)
+        assert torch.equal(found[0][:, others], clean[0][:, others])
+        assert torch.equal(found[0][:4, row], clean[0][:4, row])
+        assert torch.equal(found_grads[0][:, others], clean_grads[0][:, others])
+        assert torch.equal(found_grads[1][others], clean_grads[1][others])
+        if change_input and value != value:
+            assert found[0][4:, row].isnan().all()
+        if change_grad:
+            assert not found_grads[0][7, row].isfinite().all()
+            assert torch.equal(found_grads[0][8:, row], clean_grads[0][8:, row])
+
+
+@pytest.mark.parametrize("reverse", (False, True))
+@pytest.mark.parametrize("scale", (3.0, 10.0))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_chaotic_weights(cell: str, device: str, scale: float, reverse: bool):
+    """Recurrent weights that make the state chaotic and products of Jacobians overflow.
+
+    Two runs of a chaotic map part after some tens of steps whatever the precision, so the forward is compared one step
+    at a time, from the op's own state before. Given the saved activations the backward is linear: it is compared with a
+    sequential loop over the same activations, and has to be finite wherever that loop is in the same precision.
+    """
+    sample = Sample(cell, 10000 if not reverse else 1000, 3, 2, 20, reverse=reverse)
+    args = arguments(sample, device, scale=scale)
+    output, _, _, gates, cells = scan_rnn(*args, **sample.keywords, save=True)
+
+    # All steps at once: each is a sequence of one step in the batch.
+    def before(states: Tensor, first: Tensor) -> Tensor:
+        return torch.cat([states[1:], first[None]] if reverse else [first[None], states[:-1]]).flatten(0, 1)
+
+    state = before(output, args[1])
+    cell_state = before(cells, args[2]) if cell == "lstm" else None
+    step = doubles([args[0].flatten(0, 1)[None], state, cell_state, *args[3:]])
+    expected = reference(*step, cell=cell)[0][0].view(output.shape)
+    usable = (expected.abs() < 1e37) & state.view(output.shape).isfinite().all(-1, keepdim=True).cpu()
+    assert usable.all() or cell == "rnn_relu"
+    magnitude = 1 if cell != "rnn_relu" else expected.abs().amax(-1, keepdim=True).clamp_min(1)
+    assert (((output.cpu() - expected).abs() / magnitude)[usable] < 1e-4).all()
+    finite_steps = output.isfinite().all(-1).all(-1)
+    if not finite_steps.all():  # a ReLU net's state overflows, and then its gradient means nothing
+        kept = int(finite_steps.long().argmin()) if not reverse else int(finite_steps.flip(0).long().argmin())
+        args[0] = args[0][:kept] if not reverse else args[0][-kept:]
+        sample = replace(sample, T=kept)
+        output, _, _, gates, cells = scan_rnn(*args, **sample.keywords, save=True)
+        assert kept > 5 and output.isfinite().all()
+
+    everywhere = gradients(sample, device)
+    for grads in (everywhere, [None, *everywhere[1:]]):
+        found = scan_rnn_backward(
+            *grads, *args, output, gates, cells, **sample.keywords, output_mask=[True, True, True, *[False] * 4]
+        )
+        cpu = [None if t is None else t.cpu() for t in (*grads, *args, output, gates, cells)]
+        loop = reference_chain(*cpu[:3], cpu[3:10], *cpu[10:], **sample.keywords)
+        exact = doubles(cpu)
+        exact_loop = reference_chain(*exact[:3], exact[3:10], *exact[10:], **sample.keywords)
+        for f, single, double in zip(found, loop, exact_loop, strict=False):
+            if single is None:
+                continue
+            f = f.cpu()
+            finite = single.isfinite().all(-1)
+            assert f.isfinite().all(-1)[finite].all()
+            size = double.norm(dim=-1).clamp_min(1e-30)
+            # What fp32 loses in a step by cancellation stays in the vector: the loop in fp32 says how much that is.
+            allowed = 1e-3 + 10 * ((single - double).norm(dim=-1) / size)
+            assert ((f - double).norm(dim=-1) / size <= allowed)[finite].all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sample", [Sample(c, 64, 5, 3, h) for c in CELLS for h in (20, 64)], ids=str)
+def test_side_stream(sample: Sample):
+    """On a stream of its own, behind work that is still running there."""
+    args, grads = arguments(sample, "cuda"), gradients(sample, "cuda")
+    plain = [None if a is None else a.clone().requires_grad_() for a in args]
+    outputs = scan_rnn(*plain, **sample.keywords)[:3]
+    expected = [*outputs, *differentiate(outputs, plain, grads)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = [None if a is None else torch.full_like(a, float("nan")) for a in args]
+        torch.cuda._sleep(20_000_000)
+        for to, a in zip(late, args, strict=True):
+            if a is not None:
+                to.copy_(a).requires_grad_()
+        outputs = scan_rnn(*late, **sample.keywords)[:3]
+        found = [*outputs, *differentiate(outputs, late, grads)]
+    torch.cuda.current_stream().wait_stream(stream)
+    for f, e in zip(found, expected, strict=True):
+        assert (f is None and e is None) or torch.equal(f, e)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sample", [Sample(c, 64, 5, 3, h) for c in CELLS for h in (20, 64)], ids=str)
+def test_cuda_graph(sample: Sample):
+    """Captured once, replayed on other data: forward and backward."""
+    static = arguments(sample, "cuda", requires_grad=True)
+    grads = gradients(sample, "cuda")
+
+    def step():
+        outputs = scan_rnn(*static, **sample.keywords)[:3]
+        return [*outputs, *differentiate(outputs, static, grads)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for tensor in static[:1] + static[3:]:
+            if tensor is not None:
+                tensor.normal_().mul_(0.3)
+    graph.replay()
+    torch.cuda.synchronize()
+    found = [None if c is None else c.clone() for c in captured]
+    for f, e in zip(found, step(), strict=True):
+        assert (f is None and e is None) or torch.equal(f, e)
+
+
+@pytest.mark.cuda
+def test_last_device():
+    """Runs where its arguments are, whatever the current device."""
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    sample = Sample("gru", 30, 4, 2, 20)
+    args = arguments(sample, device, requires_grad=True)
+    with torch.cuda.device(0):
+        output = scan_rnn(*args, **sample.keywords)[0]
+        grads = torch.autograd.grad(output.sum(), [a for a in args if a is not None])
+    assert all(t.device == torch.device(device) for t in (output, *grads))
+    exact = doubles(args)
+    assert error(output, reference(*exact, **sample.keywords)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("capability", ("default", "avx2"))
+def test_lower_instruction_sets(capability: str):
+    """The kernels for older processors, chosen by torch's own switch, in a process of their own."""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            __file__,
+            "-k",
+            "test_matches_reference and cpu",
+        ],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def bad(name: str, **change):
+    return pytest.param(change, id=name)
+
+
+GOOD = Sample("gru", 4, 3, 2, 5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("cell", "change", "exception", "message"),
+    [
+        (
+            "gru",
+            {"cell": "elman"},
+            ValueError,
+            r"cell must be one of 'rnn_tanh', 'rnn_relu', 'gru', 'lstm', got 'elman'",
+        ),
+        ("gru", {"input": lambda t: t[0]}, ValueError, r"scan_rnn: input must be \(T, B, I\), got 2 dimensions"),
+        ("gru", {"h0": lambda t: t[None]}, ValueError, r"h0 must be \(B, H\), got 3 dimensions"),
+        ("gru", {"h0": lambda t: t[:2]}, ValueError, r"h0 must be \(B, H\) = \[3, 5\], got \[2, 5\]"),
+        ("gru", {"w_ih": lambda t: t[0]}, ValueError, r"w_ih must be \(G\*H, I\), got 1 dimension"),
+        ("gru", {"w_ih": lambda t: t[:, :1]}, ValueError, r"w_ih must be \(G\*H, I\) = \[15, 2\], got \[15, 1\]"),
+        ("lstm", {"w_hh": lambda t: t[:15]}, ValueError, r"w_hh must be \(G\*H, H\) = \[20, 5\], got \[15, 5\]"),
+        ("gru", {"b_ih": lambda t: t[:-1]}, ValueError, r"b_ih must be \(G\*H\) = \[15\], got \[14\]"),
+        ("gru", {"b_hh": lambda t: t[None]}, ValueError, r"b_hh must be \(G\*H\) = \[15\], got \[1, 15\]"),
+        (
+            "gru",
+            {"b_hh": lambda t: None},
+            ValueError,
+            r"b_ih and b_hh must both be given or both be None, got only b_ih",
+        ),
+        ("gru", {"b_ih": lambda t: None}, ValueError, r"both be None, got only b_hh"),
+        ("lstm", {"c0": lambda t: None}, ValueError, r"c0 must be \(B, H\) for lstm, got None"),
+        ("lstm", {"c0": lambda t: t[:, :2]}, ValueError, r"c0 must be \(B, H\) = \[3, 5\], got \[3, 2\]"),
+        ("gru", {"c0": lambda t: torch.zeros(3, 5)}, ValueError, r"c0 must be None except for lstm, got a tensor"),
+        (
+            "gru",
+            {"input": lambda t: t.int()},
+            TypeError,
+            r"input must be float16, bfloat16, float32 or float64, got Int",
+        ),
+        ("gru", {"w_hh": lambda t: t.double()}, TypeError, r"w_hh must have the dtype of input, Float, got Double"),
+        ("lstm", {"c0": lambda t: t.half()}, TypeError, r"c0 must have the dtype of input, Float, got Half"),
+    ],
+)
+def test_bad_arguments(cell: str, change: dict, exception: type, message: str, device: str):
+    sample = replace(GOOD, cell=cell)
+    args = dict(zip(ARGUMENTS, arguments(sample, device), strict=True))
+    good = scan_rnn(*args.values(), cell=cell)[0]
+    changed = {name: change[name](a) if name in change else a for name, a in args.items()}
+    changed = {name: None if a is None else a.to(device) for name, a in changed.items()}
+    with pytest.raises(exception, match=message):
+        scan_rnn(*changed.values(), cell=change.get("cell", cell))
+    assert torch.equal(scan_rnn(*args.values(), cell=cell)[0], good)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bad_arguments_of_the_backward(device: str):
+    for cell in ("gru", "lstm"):
+        sample = replace(GOOD, cell=cell)
+        args, grads = arguments(sample, device), gradients(sample, device)
+        output, _, _, gates, cells = scan_rnn(*args, **sample.keywords, save=True)
+        keywords = {**sample.keywords, "output_mask": [True] * 7}
+        with pytest.raises(ValueError, match=r"scan_rnn_backward: grad_output must be \(T, B, H\) = \[4, 3, 5\], got"):
+            scan_rnn_backward(grads[0][1:], *grads[1:], *args, output, gates, cells, **keywords)
+        with pytest.raises(ValueError, match=r"gates must be \(T, B, 4H\) as a forward with save=True returns it"):
+            scan_rnn_backward(*grads, *args, output, gates[:0], cells, **keywords)
+        with pytest.raises(TypeError, match=r"gates must be Float for Float inputs, got Double"):
+            scan_rnn_backward(*grads, *args, output, gates.double(), cells, **keywords)
+        with pytest.raises(TypeError, match=r"grad_h_n must have the dtype of input"):
+            scan_rnn_backward(grads[0], grads[1].double(), grads[2], *args, output, gates, cells, **keywords)
+    with pytest.raises(ValueError, match=r"grad_c_n must be None except for lstm"):
+        sample = replace(GOOD, cell="rnn_tanh")
+        args, grads = arguments(sample, device), gradients(sample, device)
+        output, _, _, gates, cells = scan_rnn(*args, **sample.keywords, save=True)
+        scan_rnn_backward(grads[0], grads[1], grads[1], *args, output, gates, cells, **sample.keywords,
+                          output_mask=[True] * 7)  # fmt: skip
+
+
+@pytest.mark.cuda
+def test_mixed_devices():
+    args = arguments(GOOD, "cuda")
+    for index in (1, 3, 4, 5, 6):
+        mixed = [a.cpu() if i == index else a for i, a in enumerate(args)]
+        with pytest.raises(RuntimeError, match=rf"{ARGUMENTS[index]} must be on the device of input, cuda:0, got cpu"):
+            scan_rnn(*mixed, **GOOD.keywords)
+    assert scan_rnn(*args, **GOOD.keywords)[0].isfinite().all()
