@@ -10,6 +10,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy
 import pytest
 import torch
 import weft  # noqa: F401  registers torch.ops.weft
@@ -138,41 +139,45 @@ def reference(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False):
 
 
 def reference_chain(grad_output, grad_h_n, grad_c_n, args, output, gates, cells, *, cell, reverse=False):
-    """The backward chain, one step after another, from the saved activations: grad_input, grad_h0, grad_c0."""
-    input, h0, c0, w_ih, w_hh, _, _ = args
-    dh = torch.zeros_like(h0) if grad_h_n is None else grad_h_n
-    dc = torch.zeros_like(h0) if grad_c_n is None else grad_c_n
-    steps = range(input.shape[0])
-    order = list(reversed(steps) if reverse else steps)
-    grad_input = torch.zeros_like(input)
-    for index in reversed(range(len(order))):
-        t, before = order[index], order[index - 1]
-        if grad_output is not None:
-            dh = dh + grad_output[t]
-        h = output[t]
-        if cell == "gru":
-            r, z, n, m = gates[t].chunk(4, 1)
-            previous = output[before] if index else h0
-            dn = dh * (1 - z) * (1 - n * n)
-            dz = dh * (previous - n) * z * (1 - z)
-            dr = dn * m * r * (1 - r)
-            grad_input[t] = torch.cat([dr, dz, dn], 1) @ w_ih
-            dh = torch.cat([dr, dz, dn * r], 1) @ w_hh + dh * z
-            continue
-        if cell == "lstm":
-            i, f, g, o = gates[t].chunk(4, 1)
-            previous = cells[before] if index else c0
-            squashed = torch.tanh(cells[t])
-            d = dc + dh * o * (1 - squashed * squashed)
-            pre = torch.cat(
-                [d * g * i * (1 - i), d * previous * f * (1 - f), d * i * (1 - g * g), dh * squashed * o * (1 - o)], 1
-            )
-            dc = d * f
-        else:
-            pre = dh * (1 - h * h) if cell == "rnn_tanh" else torch.where(h > 0, dh, torch.zeros_like(dh))
-        grad_input[t] = pre @ w_ih
-        dh = pre @ w_hh
-    return grad_input, dh, dc if cell == "lstm" else None
+    """The backward chain, one step after another, from the saved activations: grad_input, grad_h0, grad_c0.
+
+    In numpy, whose small products cost a tenth of torch's, in the dtype of its arguments.
+    """
+    input, h0, c0, w_ih, w_hh = (None if t is None else t.numpy() for t in args[:5])
+    output, gates, cells = output.numpy(), gates.numpy(), cells.numpy()
+    dh = numpy.zeros_like(h0) if grad_h_n is None else grad_h_n.numpy()
+    dc = numpy.zeros_like(h0) if grad_c_n is None else grad_c_n.numpy()
+    order = range(len(input))[::-1] if reverse else range(len(input))
+    grad_input = numpy.zeros_like(input)
+    with numpy.errstate(all="ignore"):
+        for index in reversed(range(len(order))):
+            t, before = order[index], order[index - 1]
+            if grad_output is not None:
+                dh = dh + grad_output[t].numpy()
+            h = output[t]
+            if cell == "gru":
+                r, z, n, m = numpy.split(gates[t], 4, 1)
+                previous = output[before] if index else h0
+                dn = dh * (1 - z) * (1 - n * n)
+                dz = dh * (previous - n) * z * (1 - z)
+                dr = dn * m * r * (1 - r)
+                grad_input[t] = numpy.concatenate([dr, dz, dn], 1) @ w_ih
+                dh = numpy.concatenate([dr, dz, dn * r], 1) @ w_hh + dh * z
+                continue
+            if cell == "lstm":
+                i, f, g, o = numpy.split(gates[t], 4, 1)
+                previous = cells[before] if index else c0
+                squashed = numpy.tanh(cells[t])
+                d = dc + dh * o * (1 - squashed * squashed)
+                di, df, dg = d * g * i * (1 - i), d * previous * f * (1 - f), d * i * (1 - g * g)
+                pre = numpy.concatenate([di, df, dg, dh * squashed * o * (1 - o)], 1)
+                dc = d * f
+            else:
+                pre = dh * (1 - h * h) if cell == "rnn_tanh" else numpy.where(h > 0, dh, 0).astype(dh.dtype)
+            grad_input[t] = pre @ w_ih
+            dh = pre @ w_hh
+    found = (grad_input, dh, dc if cell == "lstm" else None)
+    return tuple(None if f is None else torch.from_numpy(f) for f in found)
 
 
 def doubles(tensors):
@@ -599,9 +604,12 @@ def test_chaotic_weights(cell: str, device: str, scale: float, reverse: bool):
     cell_state = before(cells, args[2]) if cell == "lstm" else None
     step = doubles([args[0].flatten(0, 1)[None], state, cell_state, *args[3:]])
     expected = reference(*step, cell=cell)[0][0].view(output.shape)
-    usable = (expected.abs() < 1e37) & state.view(output.shape).isfinite().all(-1, keepdim=True).cpu()
+    # Close to the largest number of fp32 the order of a sum decides whether it overflows.
+    usable = (expected.abs().amax(-1) < 1e35) & state.view(output.shape).isfinite().all(-1).cpu()
     assert usable.all() or cell == "rnn_relu"
-    magnitude = 1 if cell != "rnn_relu" else expected.abs().amax(-1, keepdim=True).clamp_min(1)
+    # A ReLU net's state is not bounded: its rounding error is that of the sum before the cancellation.
+    size = step[1].abs() @ step[4].abs().T + 1
+    magnitude = size.view(output.shape) if cell == "rnn_relu" else 1
     assert (((output.cpu() - expected).abs() / magnitude)[usable] < 1e-4).all()
     finite_steps = output.isfinite().all(-1).all(-1)
     if not finite_steps.all():  # a ReLU net's state overflows, and then its gradient means nothing
@@ -620,16 +628,23 @@ def test_chaotic_weights(cell: str, device: str, scale: float, reverse: bool):
         loop = reference_chain(*cpu[:3], cpu[3:10], *cpu[10:], **sample.keywords)
         exact = doubles(cpu)
         exact_loop = reference_chain(*exact[:3], exact[3:10], *exact[10:], **sample.keywords)
-        for f, single, double in zip(found, loop, exact_loop, strict=False):
-            if single is None:
+        # As above, and once a state has overflowed, everything earlier in the chain has.
+        largest = exact_loop[0].abs().amax((-1, -2)).nan_to_num(nan=torch.inf)
+        largest = (largest if reverse else largest.flip(0)).cummax(0).values
+        usable = largest < 1e34
+        usable = usable if reverse else usable.flip(0)
+        assert usable.sum() > 5
+        ends = usable.all()
+        for f, single, double, rows in zip(found, loop, exact_loop, (usable, ends, ends), strict=False):
+            if single is None or not rows.any():
                 continue
-            f = f.cpu()
-            finite = single.isfinite().all(-1)
-            assert f.isfinite().all(-1)[finite].all()
+            f, single, double = f.cpu()[rows], single[rows], double[rows]
+            assert single.isfinite().all()
+            assert f.isfinite().all()
             size = double.norm(dim=-1).clamp_min(1e-30)
-            # What fp32 loses in a step by cancellation stays in the vector: the loop in fp32 says how much that is.
-            allowed = 1e-3 + 10 * ((single - double).norm(dim=-1) / size)
-            assert ((f - double).norm(dim=-1) / size <= allowed)[finite].all()
+            # What fp32 loses by cancellation stays in the vector: the loop in fp32 says how much that is.
+            lost = ((single - double).norm(dim=-1) / size).max()
+            assert ((f - double).norm(dim=-1) / size).max() <= 1e-4 + 10 * lost
 
 
 @pytest.mark.cuda

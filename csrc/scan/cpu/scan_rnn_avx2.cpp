@@ -1,5 +1,7 @@
 // weft::scan_rnn's CPU kernels for x86-64 with AVX2 and FMA.
 #ifdef __x86_64__
+#include <immintrin.h>
+
 #include <cstdint>
 
 #include "scan/cpu/scan_rnn_kernels.h"

@@ -42,12 +42,22 @@ struct Simd {
   static WEFT_INLINE Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
   static WEFT_INLINE void store(T* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
 
+#if WEFT_VECTOR_BYTES == 32
+  static WEFT_INLINE Int first_lanes(int64_t n) {
+    if constexpr (sizeof(T) == 4) return Int{0, 1, 2, 3, 4, 5, 6, 7} < int32_t(n);
+    if constexpr (sizeof(T) == 8) return Int{0, 1, 2, 3} < n;
+  }
+#endif
+
   // The first n lanes, n >= 1, from and to memory of any alignment; the other lanes are zero, or left alone.
   static WEFT_INLINE Vec load(const T* p, int64_t n) {
     if (n >= kLanes) return *reinterpret_cast<const Unaligned*>(p);
 #if WEFT_VECTOR_BYTES == 64
     if constexpr (sizeof(T) == 4) return (Vec)_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
     if constexpr (sizeof(T) == 8) return (Vec)_mm512_maskz_loadu_pd(__mmask8((1u << n) - 1), p);
+#elif WEFT_VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) return (Vec)_mm256_maskload_ps(p, (__m256i)first_lanes(n));
+    if constexpr (sizeof(T) == 8) return (Vec)_mm256_maskload_pd(p, (__m256i)first_lanes(n));
 #else
     Vec v{};
     for (int64_t i = 0; i < n; ++i) v[i] = p[i];
@@ -62,6 +72,9 @@ struct Simd {
 #if WEFT_VECTOR_BYTES == 64
     if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), (__m512)v);
     if constexpr (sizeof(T) == 8) _mm512_mask_storeu_pd(p, __mmask8((1u << n) - 1), (__m512d)v);
+#elif WEFT_VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(p, (__m256i)first_lanes(n), (__m256)v);
+    if constexpr (sizeof(T) == 8) _mm256_maskstore_pd(p, (__m256i)first_lanes(n), (__m256d)v);
 #else
     for (int64_t i = 0; i < n; ++i) p[i] = v[i];
 #endif
@@ -183,7 +196,9 @@ WEFT_INLINE void multiply_add(typename Simd<T>::Vec (&acc)[MR][NV], const T* lef
 }
 
 // out[r][v] = start(r, v) + sum over k < depth of left[r][k] w[k][v] + the same over a second piece of each row.
-template <typename T, int MR, int NV, typename Start>
+// With ADD the result is added to out at the end: a sum that begins with a value far larger than its terms would round
+// that value once per term.
+template <typename T, int MR, int NV, bool ADD = false, typename Start>
 WEFT_INLINE void product(const T* left, int64_t left_stride, int64_t depth, int64_t second_offset, int64_t second_depth,
                          const T* w, Start start, T* out, int64_t out_stride) {
   using S = Simd<T>;
@@ -200,7 +215,10 @@ WEFT_INLINE void product(const T* left, int64_t left_stride, int64_t depth, int6
 #pragma GCC unroll 8
   for (int r = 0; r < MR; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) S::store(out + r * out_stride + v * S::kLanes, acc[r][v]);
+    for (int v = 0; v < NV; ++v) {
+      T* const to = out + r * out_stride + v * S::kLanes;
+      S::store(to, ADD ? S::load(to) + acc[r][v] : acc[r][v]);
+    }
   }
 }
 
@@ -518,9 +536,9 @@ void backward(const ScanRnnBackwardArgs<T>& a, int64_t b0, int64_t b1, T* scratc
       row_blocks<max_rows(NP)>(rows, [&]<int MR>(int64_t first) {
         const T* d = a.dgates + (t * a.B + b0 + first) * K * H;
         T* const to = dh + first * width + panel * kLanes;
-        auto start = [&](int r, int v) { return C == Cell::kGru ? S::load(to + r * width + v * kLanes) : Vec{}; };
+        auto start = [&](int, int) { return Vec{}; };
         if constexpr (C == Cell::kGru) {
-          product<T, MR, NP>(d, K * H, 2 * H, 3 * H, H, w, start, to, width);  // dr, dz and, past dn, dm
+          product<T, MR, NP, true>(d, K * H, 2 * H, 3 * H, H, w, start, to, width);  // dr, dz and, past dn, dm
         } else {
           product<T, MR, NP>(d, K * H, K * H, 0, 0, w, start, to, width);
         }
