@@ -7,7 +7,7 @@
 // shape
 //        of b is diagonal, also where B = H.
 // b      (T, B, H)
-// x0     (B, H), or none for zeros: A at the first step is then not read
+// x0     (B, H), or none for zeros: A at the first step is then not used
 // x      (T, B, H), new and contiguous; aliases nothing
 // dtypes float16, bfloat16, float32, float64, one for all. The state is carried in float32 (float64 for float64) and
 //        rounded once when it is written; float32 never uses TF32.
@@ -17,44 +17,52 @@
 // Errors: TypeError for dtypes, ValueError for shapes, RuntimeError for devices; each names the argument.
 //
 // linear_scan_backward(grad, A, x, x0, reverse, transpose, output_mask) -> (grad_A, grad_b, grad_x0), undefined where
-// masked out. It is a linear_scan over A shifted by one step with both flags flipped,
-//   lambda[t] = A[t+1]^T lambda[t+1] + grad[t],  grad_b = lambda,  grad_A[t] = lambda[t] x[t-1]^T,  grad_x0 = A[0]^T
-//   lambda[0].
-// Under autograd it is made of differentiable ops, so gradients of any order are scans again.
+// masked out; x may be none where grad_A is. It is a linear_scan over A shifted by one step with both flags flipped,
+//   lambda[t] = A[t+1]^T lambda[t+1] + grad[t]
+//   grad_b = lambda,  grad_A[t] = lambda[t] x[t-1]^T,  grad_x0 = A[0]^T lambda[0].
+// Under create_graph it is made of differentiable ops, so gradients of any order are scans again.
 //
-// Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020); Martin and Cundy, "Parallelizing linear recurrent neural nets over
-// sequence length" (ICLR 2018), for the diagonal case.
+// Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020); for the diagonal case also Martin and Cundy, "Parallelizing linear
+// recurrent neural nets over sequence length" (ICLR 2018).
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <optional>
+#include <tuple>
+
+#include "scan/linear_scan_args.h"
 
 namespace weft::scan {
 
-enum class Layout { dense, shared, diagonal };
-
-// Checks every argument and says how to read A.
-Layout check_linear_scan(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0);
-
-// One scan into `out` (T, B, H), which has unit stride in h. A is (T, B, H, H), (T, 1, H, H) or, with `diagonal`,
-// (T, B, H). Arguments are checked already and T, B and H are not 0.
+// One checked problem of which no size is 0. A is (T, B, H, H) or (T, 1, H, H) or, with `diagonal`, (T, B, H).
 struct Problem {
   at::Tensor A, b, x0;  // x0 undefined: zeros
   bool diagonal, reverse, transpose;
 };
+
+// A problem as the kernels want it. Tensors whose strides LinearScan cannot express are copied; `problem` keeps the
+// copies alive.
+struct Described {
+  Problem problem;
+  LinearScan args;
+};
+Described describe(Problem problem, const at::Tensor& out);
+
+// One scan into `out` (T, B, H), which has unit stride in h and overlaps no input.
 void linear_scan_cpu(const Problem& problem, const at::Tensor& out);
 void linear_scan_cuda(const Problem& problem, const at::Tensor& out);
 
-// The dense scan for H > kMiddleMaxH by levels of batched GEMMs (cuBLAS through ATen); CUDA tensors.
+// The dense scan for H > kMiddleMaxH by levels of batched GEMMs (cuBLAS through ATen), CUDA tensors.
 void linear_scan_large_cuda(const Problem& problem, const at::Tensor& out);
 
-// Allocates and checks for either device; `scan` is one of the two above.
+// The two operators on either device: checks and allocation around one of the functions above.
 using ScanInto = void (*)(const Problem&, const at::Tensor&);
 at::Tensor linear_scan_forward(ScanInto scan, const at::Tensor& A, const at::Tensor& b,
                                const std::optional<at::Tensor>& x0, bool reverse, bool transpose);
-std::tuple<at::Tensor, at::Tensor, at::Tensor> linear_scan_backward(ScanInto scan, const at::Tensor& grad,
-                                                                    const at::Tensor& A, const at::Tensor& x,
-                                                                    const std::optional<at::Tensor>& x0, bool reverse,
-                                                                    bool transpose, std::array<bool, 3> output_mask);
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+Gradients linear_scan_gradients(ScanInto scan, const at::Tensor& grad, const at::Tensor& A,
+                                const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& x0, bool reverse,
+                                bool transpose, std::array<bool, 3> output_mask);
 
 }  // namespace weft::scan
