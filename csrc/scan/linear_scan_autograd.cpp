@@ -84,8 +84,8 @@ struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
                             const Optional& x0, bool reverse, bool transpose) {
     at::AutoDispatchBelowADInplaceOrView below;
     at::Tensor x = call_forward(A, b, x0, reverse, transpose);
-    // Only the gradient of A looks at x.
-    ctx->save_for_backward({A, ctx->needs_input_grad(0) ? x : at::Tensor(), x0.value_or(at::Tensor())});
+    // Only the gradient of A looks at x. Within a backward of its own, needs_input_grad would speak of that one.
+    ctx->save_for_backward({A, A.requires_grad() ? x : at::Tensor(), x0.value_or(at::Tensor())});
     ctx->saved_data["reverse"] = reverse;
     ctx->saved_data["transpose"] = transpose;
     return x;
