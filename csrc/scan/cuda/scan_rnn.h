@@ -1,0 +1,82 @@
+// Launchers of the CUDA kernels of scan_rnn: pointers, sizes and a stream. Torch-free.
+//
+// Every array is contiguous, in the accumulate type (float or double). Steps are counted in processing order s = 0..T-1;
+// the row of step s and batch b is t(s) * B + b with t(s) = s, or T-1-s where `reverse`. H <= kScanRnnMaxHidden.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "scan/cell.h"
+
+namespace weft {
+
+constexpr int kScanRnnMaxHidden = 32;
+
+struct ScanRnnShape {
+  Cell cell;
+  int64_t T, B;
+  int H;
+  bool reverse;
+};
+
+template <typename scalar>
+struct ScanRnnForward {
+  const scalar* projected;  // (T, B, G H): W_ih x + b_ih
+  const scalar* w_hh;       // (G H, H)
+  const scalar* b_hh;       // (G H), or null
+  const scalar* h0;         // (B, H)
+  const scalar* c0;         // (B, H), lstm only
+  scalar* output;           // (T, B, H)
+  scalar* h_n;              // (B, H)
+  scalar* c_n;              // (B, H), lstm only
+  scalar* gates;            // (T, B, 4 H), or null to save nothing
+  scalar* cells;            // (T, B, H), lstm only, or null
+};
+
+template <typename scalar>
+struct ScanRnnChain {
+  const scalar* grad_output;  // (T, B, H), or null for zeros
+  const scalar* grad_h_n;     // (B, H), or null for zeros
+  const scalar* grad_c_n;     // (B, H), or null for zeros
+  const scalar* w_hh;         // (G H, H)
+  const scalar* h0;           // (B, H)
+  const scalar* c0;           // (B, H), lstm only
+  const scalar* output;       // (T, B, H)
+  const scalar* gates;        // (T, B, 4 H)
+  const scalar* cells;        // (T, B, H), lstm only
+  scalar* dgates;             // (T, B, K H), K = chain_blocks(cell)
+  scalar* grad_h0;            // (B, H)
+  scalar* grad_c0;            // (B, H), lstm only
+  void* workspace;            // scan_rnn_chain_workspace() bytes, 16-byte aligned
+};
+
+// dW = [h_prev | x | 1]^T dgates, all parameters in one pass over the rows. Any output may be null.
+template <typename scalar>
+struct ScanRnnWeightGrad {
+  const scalar* dgates;  // (T, B, K H)
+  const scalar* input;   // (T, B, I)
+  const scalar* h0;      // (B, H)
+  const scalar* output;  // (T, B, H)
+  int I;
+  scalar* w_ih;     // (G H, I)
+  scalar* w_hh;     // (G H, H)
+  scalar* b_ih;     // (G H)
+  scalar* b_hh;     // (G H)
+  void* workspace;  // scan_rnn_weight_grad_workspace() bytes
+};
+
+void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<float>& args, cudaStream_t stream);
+void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<double>& args, cudaStream_t stream);
+
+// `chunks` <= 0 lets the cost model choose; 1 is the sequential recurrence. double always runs as one chunk.
+int scan_rnn_chunks(const ScanRnnShape& shape);
+int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks);
+void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int chunks, cudaStream_t stream);
+void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<double>& args, int chunks, cudaStream_t stream);
+
+// Partial sums per slab of rows, added in a fixed order.
+int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I);
+void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<float>& args, cudaStream_t stream);
+
+}  // namespace weft

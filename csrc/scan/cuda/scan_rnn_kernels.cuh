@@ -1,0 +1,919 @@
+// Kernels of scan_rnn for H <= 32: one layer, one direction, forward and the chain of its backward pass.
+//
+// The backward pass of a recurrent net is the chain g[s-1] = J[s]^T (g[s] + e[s]), e the gradient arriving at the output
+// of step s (BPPSA, MLSys 2020, section 3). It is cut into chunks of L steps:
+//
+//   1. chunk_products: for every (chunk, batch) the affine map of the chunk, a matrix P and an offset v. A column of P is
+//      an independent vector, so a thread keeps COLS whole columns in registers for all L steps; M[s] = J[s]^T is formed
+//      once per step in shared memory (a GRU's three and an LSTM's first three weight blocks are merged there with
+//      their gate derivatives; an RNN's is W itself, and the derivative scales the column). J is never stored.
+//      Cost per step and chunk: H^2 (H + 1) FMA (LSTM 2 H^2 (2 H + 1)), H^2 / COLS shared-memory words per FMA lane, which
+//      bounds it: COLS is as large as the registers allow.
+//   2. chunk_boundaries: one warp per batch row carries g through the chunks, g <- P g + v: about 0.1 us per chunk.
+//   3. replay: one warp per (chunk, batch), lane i owns unit i, W in registers, the gate gradients exchanged through
+//      shared memory: matrix-vector products only, and the only stage that writes per-step results. With one chunk it is
+//      the plain sequential backward pass.
+//
+// Products can overflow or underflow where the product with the vector does not. Every column therefore carries a power of
+// two (rescaling a column is exact), and a chunk whose result is not finite, or that lost a column to underflow which
+// still matters, is replayed inside stage 2.
+#pragma once
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "scan/cuda/math.cuh"
+#include "scan/cuda/scan_rnn.h"
+
+namespace weft {
+namespace scan_rnn {
+namespace {
+
+constexpr int kWarp = 32;
+// A column is rescaled when its largest entry leaves [2^-40, 2^40], looked at every kRescaleSteps steps.
+constexpr int kRescaleSteps = 8;
+constexpr float kRescaleLow = 0x1p-40f, kRescaleHigh = 0x1p40f;
+// Below this, entries of the column may have been flushed to zero between two looks.
+constexpr float kLostBelow = 0x1p-100f;
+
+template <Cell cell>
+constexpr int vectors_per_step = cell == Cell::kGru ? 3 : cell == Cell::kLstm ? 4 : 1;
+
+__device__ __forceinline__ void load4(const float* p, float (&v)[4]) {
+  const float4 q = *reinterpret_cast<const float4*>(p);
+  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+}
+
+__device__ __forceinline__ void load4(const double* p, double (&v)[4]) {
+  const double2 q = reinterpret_cast<const double2*>(p)[0], r = reinterpret_cast<const double2*>(p)[1];
+  v[0] = q.x, v[1] = q.y, v[2] = r.x, v[3] = r.y;
+}
+
+// Asynchronous copies to shared memory. Loads into registers cannot run as far ahead: a warp has six scoreboards, and
+// waiting for one load then waits for younger ones too.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  const unsigned address = unsigned(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes));
+  }
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------------- forward
+// One warp per sequence, lane i owns unit i and its rows of W_hh; h is exchanged through shared memory. The input of
+// kAhead steps is in flight: a step takes about 0.1 us, a load from memory 0.7. A step is one dependent chain: the
+// exchange (60 cycles), the products (25), the nonlinearity (100).
+template <Cell cell, int HP, typename scalar>
+__global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, ScanRnnForward<scalar> a) {
+  constexpr int G = gate_blocks(cell);
+  constexpr int kAhead = 16;
+  constexpr int kChains = G == 1 ? 4 : 2;  // independent sums per gate, to hide the latency of the FMA
+  const int lane = threadIdx.x;
+  const int64_t b = blockIdx.x;
+  const int H = shape.H;
+  const int unit = min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
+
+  __shared__ alignas(32) scalar exchange[2][HP];
+  __shared__ scalar ring[kAhead][G][kWarp];
+  scalar w[G][HP], bias[G];
+#pragma unroll
+  for (int g = 0; g < G; ++g) {
+    bias[g] = a.b_hh ? a.b_hh[g * H + unit] : scalar(0);
+#pragma unroll
+    for (int k = 0; k < HP; ++k) w[g][k] = k < H ? a.w_hh[(g * H + unit) * H + k] : scalar(0);
+  }
+  scalar h = a.h0[b * H + unit];
+  scalar c = cell == Cell::kLstm ? a.c0[b * H + unit] : scalar(0);
+  if (lane < HP) exchange[0][lane] = exchange[1][lane] = scalar(0);  // the padding stays zero
+  __syncwarp();
+  exchange[0][unit] = h;
+
+  const int64_t step = shape.reverse ? -shape.B : shape.B;  // rows from one step to the next
+  const int64_t row = (shape.reverse ? shape.T - 1 : 0) * shape.B + b;
+  const scalar* ahead = a.projected + row * G * H + unit;
+  scalar* output = a.output + row * H + unit;
+  scalar* gates = a.gates ? a.gates + row * 4 * H + unit : nullptr;
+  scalar* cells = a.gates ? a.cells + row * H + unit : nullptr;
+  int64_t fetched = 0;
+  auto fetch = [&]() {
+    if (fetched < shape.T) {
+#pragma unroll
+      for (int g = 0; g < G; ++g) copy_async<sizeof(scalar)>(&ring[unsigned(fetched) % kAhead][g][lane], ahead + g * H);
+    }
+    copy_commit();
+    ++fetched;
+    ahead += step * G * H;
+  };
+  for (int d = 0; d < kAhead - 1; ++d) fetch();
+  __syncwarp();
+
+#pragma unroll 1
+  for (int64_t s = 0; s < shape.T; ++s) {
+    copy_wait<kAhead - 2>();
+    scalar in[G];
+#pragma unroll
+    for (int g = 0; g < G; ++g) in[g] = ring[unsigned(s) % kAhead][g][lane];
+    fetch();
+    scalar sum[G][kChains];
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+#pragma unroll
+      for (int j = 0; j < kChains; ++j) sum[g][j] = j == 0 ? bias[g] : scalar(0);
+#pragma unroll
+    for (int k = 0; k < HP; k += 4) {
+      scalar v[4];
+      load4(&exchange[s & 1][k], v);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int g = 0; g < G; ++g) sum[g][j % kChains] += w[g][k + j] * v[j];
+    }
+    scalar u[G];
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+      u[g] = kChains == 4 ? (sum[g][0] + sum[g][1]) + (sum[g][2] + sum[g][kChains - 1]) : sum[g][0] + sum[g][1];
+
+    if constexpr (cell == Cell::kGru) {
+      const scalar r = sigmoid(in[0] + u[0]), z = sigmoid(in[1] + u[1]), n = hyperbolic_tangent(in[2] + r * u[2]);
+      h = n + z * (h - n);
+      exchange[(s + 1) & 1][unit] = h;
+      if (gates) gates[0] = r, gates[H] = z, gates[2 * H] = n, gates[3 * H] = u[2];
+    } else if constexpr (cell == Cell::kLstm) {
+      const scalar i = sigmoid(in[0] + u[0]), f = sigmoid(in[1] + u[1]), g = hyperbolic_tangent(in[2] + u[2]),
+                   o = sigmoid(in[3] + u[3]);
+      c = f * c + i * g;
+      h = o * hyperbolic_tangent(c);
+      exchange[(s + 1) & 1][unit] = h;
+      if (gates) gates[0] = i, gates[H] = f, gates[2 * H] = g, gates[3 * H] = o, cells[0] = c;
+      cells += step * H;
+    } else {
+      const scalar x = in[0] + u[0];
+      // The comparison is false for NaN, which then passes.
+      h = cell == Cell::kRnnRelu ? (x <= scalar(0) ? scalar(0) : x) : hyperbolic_tangent(x);
+      exchange[(s + 1) & 1][unit] = h;
+    }
+    output[0] = h;
+    output += step * H;
+    if constexpr (cell == Cell::kGru || cell == Cell::kLstm)
+      if (gates) gates += step * 4 * H;
+    __syncwarp();
+  }
+  copy_wait<0>();
+  a.h_n[b * H + unit] = h;
+  if constexpr (cell == Cell::kLstm) a.c_n[b * H + unit] = c;
+}
+
+// -------------------------------------------------------------------------------------- one step of the chain, shared
+// What a step's Jacobian needs of one unit's saved activations: rnn y; gru r, z, n, m, h_prev; lstm i, f, g, o, c, c_prev.
+template <Cell cell>
+constexpr int kSaved = cell == Cell::kGru ? 5 : cell == Cell::kLstm ? 6 : 1;
+
+template <typename scalar>
+__device__ __forceinline__ int64_t row_of(const ScanRnnShape& shape, int64_t s, int64_t b) {
+  return (shape.reverse ? shape.T - 1 - s : s) * shape.B + b;
+}
+
+// Walks down the steps of one unit of one batch row: where the saved activations of the present step are, and the gradient
+// arriving at its output. Pointers move by constants: computing them anew from (s, b, unit) cost half of a step's
+// instructions.
+template <Cell cell, typename scalar>
+struct Cursor {
+  const scalar *gates, *state, *first_previous, *gradient;
+  int64_t state_step;  // elements of an (T, B, H) array from one step to the one before
+  int H;
+
+  Cursor() = default;
+  __device__ __forceinline__ Cursor(const ScanRnnShape& shape, const ScanRnnChain<scalar>& a, int64_t s, int64_t b,
+                                    int unit) {
+    const int64_t row = row_of<scalar>(shape, s, b);
+    H = shape.H;
+    state_step = (shape.reverse ? shape.B : -shape.B) * H;
+    gates = a.gates + row * 4 * H + unit;
+    state = (cell == Cell::kLstm ? a.cells : a.output) + row * H + unit + (cell == Cell::kGru ? state_step : 0);
+    first_previous = (cell == Cell::kLstm ? a.c0 : a.h0) + b * H + unit;
+    gradient = a.grad_output ? a.grad_output + row * H + unit : nullptr;
+  }
+
+  // `first`: the present step is 0, whose previous state is not in the array.
+  __device__ __forceinline__ void sources(bool first, const scalar* (&from)[kSaved<cell>]) const {
+    if constexpr (cell == Cell::kGru || cell == Cell::kLstm) {
+#pragma unroll
+      for (int g = 0; g < 4; ++g) from[g] = gates + g * H;
+    }
+    if constexpr (cell == Cell::kGru) {
+      from[4] = first ? first_previous : state;
+    } else if constexpr (cell == Cell::kLstm) {
+      from[4] = state;
+      from[5] = first ? first_previous : state + state_step;
+    } else {
+      from[0] = state;
+    }
+  }
+
+  __device__ __forceinline__ void down() {
+    state += state_step;
+    if constexpr (cell == Cell::kGru || cell == Cell::kLstm) gates += 4 * state_step;
+    if (gradient) gradient += state_step;
+  }
+};
+
+// Derivatives of the gates of one unit: with dh the gradient at h[s] and, in an LSTM, q at c[s].
+template <Cell cell, typename scalar>
+struct Derivative;
+template <typename scalar>
+struct Derivative<Cell::kRnnTanh, scalar> {
+  scalar d;  // da = d dh
+  __device__ Derivative(const scalar (&y)[1]) : d(scalar(1) - y[0] * y[0]) {}
+};
+template <typename scalar>
+struct Derivative<Cell::kRnnRelu, scalar> {
+  scalar d;
+  __device__ Derivative(const scalar (&y)[1]) : d(y[0] > scalar(0) ? scalar(1) : scalar(0)) {}
+};
+template <typename scalar>
+struct Derivative<Cell::kGru, scalar> {
+  scalar r, z, n, m, carry;  // dr = r dh, dz = z dh, dn = n dh, dm = m dh, and carry dh flows on directly
+  __device__ Derivative(const scalar (&saved)[5]) {
+    const auto [r_, z_, n_, m_, h_prev] = saved;
+    n = (scalar(1) - z_) * (scalar(1) - n_ * n_);
+    r = n * m_ * r_ * (scalar(1) - r_);
+    z = (h_prev - n_) * z_ * (scalar(1) - z_);
+    m = n * r_;
+    carry = z_;
+  }
+};
+template <typename scalar>
+struct Derivative<Cell::kLstm, scalar> {
+  scalar i, f, g, o, to_cell, carry;  // q = dc + to_cell dh; di = i q, df = f q, dg = g q, do = o dh; dc <- carry q
+  __device__ Derivative(const scalar (&saved)[6]) {
+    const auto [i_, f_, g_, o_, c, c_prev] = saved;
+    const scalar y = hyperbolic_tangent(c);
+    i = g_ * i_ * (scalar(1) - i_);
+    f = c_prev * f_ * (scalar(1) - f_);
+    g = i_ * (scalar(1) - g_ * g_);
+    o = y * o_ * (scalar(1) - o_);
+    to_cell = o_ * (scalar(1) - y * y);
+    carry = f_;
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ 3. replay
+// Runs the chain over steps [low, high) of batch row b, downwards; lane i enters and leaves with the gradient of unit i.
+template <Cell cell, int HP>
+struct ReplayLayout {
+  static constexpr int kAhead = 8;
+  static constexpr int kVectors = vectors_per_step<cell>;
+  static constexpr int kRing = kAhead * (kSaved<cell> + 1) * kWarp, kExchange = 2 * kVectors * HP;
+  static constexpr int kElements = kRing + kExchange;  // of shared memory, per warp
+};
+
+template <Cell cell, int HP, bool kWrite, typename scalar>
+__device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const ScanRnnChain<scalar>& a, int64_t b,
+                                             int64_t low, int64_t high, scalar& gh, scalar& gc, scalar* shared) {
+  using Layout = ReplayLayout<cell, HP>;
+  constexpr int R = Layout::kVectors, kAhead = Layout::kAhead, N = kSaved<cell> + 1;
+  constexpr int K = chain_blocks(cell);
+  const int lane = threadIdx.x % kWarp;
+  const int H = shape.H;
+  const int unit = min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
+
+  scalar w[R][HP];
+#pragma unroll
+  for (int g = 0; g < R; ++g)
+#pragma unroll
+    for (int k = 0; k < HP; ++k) w[g][k] = k < H ? a.w_hh[(g * H + k) * H + unit] : scalar(0);
+  for (int k = lane; k < Layout::kExchange; k += kWarp) shared[k] = scalar(0);  // the padding stays zero
+
+  scalar* const ring = shared + Layout::kExchange + lane;
+  const int steps = int(high - low);
+  Cursor<cell, scalar> cursor(shape, a, high - 1, b, unit);
+  int fetched = 0;
+  auto fetch = [&]() {
+    if (fetched < steps) {
+      const scalar* from[kSaved<cell>];
+      cursor.sources(low == 0 && fetched == steps - 1, from);
+      scalar* to = ring + fetched % kAhead * (N * kWarp);
+#pragma unroll
+      for (int n = 0; n < N - 1; ++n) copy_async<sizeof(scalar)>(to + n * kWarp, from[n]);
+      if (cursor.gradient) copy_async<sizeof(scalar)>(to + (N - 1) * kWarp, cursor.gradient);
+      cursor.down();
+    }
+    copy_commit();
+    ++fetched;
+  };
+  for (int d = 0; d < kAhead - 1; ++d) fetch();
+  const bool arriving = a.grad_output != nullptr;
+  const int64_t out_step = (shape.reverse ? shape.B : -shape.B) * K * H;
+  [[maybe_unused]] scalar* out = kWrite ? a.dgates + row_of<scalar>(shape, high - 1, b) * K * H + unit : nullptr;
+  scalar* exchange = shared;
+  __syncwarp();
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    copy_wait<kAhead - 2>();
+    const scalar* slot = ring + step % kAhead * (N * kWarp);
+    scalar saved[kSaved<cell>];
+#pragma unroll
+    for (int n = 0; n < N - 1; ++n) saved[n] = slot[n * kWarp];
+    const scalar e = arriving ? slot[(N - 1) * kWarp] : scalar(0);
+    fetch();
+    const Derivative<cell, scalar> j(saved);
+    const scalar dh = gh + e;
+    scalar direct = scalar(0);
+    auto publish = [&](int vector, scalar value) { exchange[vector * HP + unit] = value; };
+    auto write = [&](int block, scalar value) {
+      if (kWrite) out[block * H] = value;
+    };
+    if constexpr (cell == Cell::kGru) {
+      const scalar dr = j.r * dh, dz = j.z * dh, dn = j.n * dh, dm = j.m * dh;
+      direct = j.carry * dh;
+      publish(0, dr), publish(1, dz), publish(2, dm);
+      write(0, dr), write(1, dz), write(2, dn), write(3, dm);
+    } else if constexpr (cell == Cell::kLstm) {
+      const scalar q = gc + j.to_cell * dh;
+      const scalar di = j.i * q, df = j.f * q, dg = j.g * q, d_o = j.o * dh;
+      gc = j.carry * q;
+      publish(0, di), publish(1, df), publish(2, dg), publish(3, d_o);
+      write(0, di), write(1, df), write(2, dg), write(3, d_o);
+    } else {
+      const scalar da = j.d * dh;
+      publish(0, da);
+      write(0, da);
+    }
+    __syncwarp();
+    scalar sum[4] = {direct, scalar(0), scalar(0), scalar(0)};
+#pragma unroll
+    for (int g = 0; g < R; ++g)
+#pragma unroll
+      for (int k = 0; k < HP; k += 4) {
+        scalar v[4];
+        load4(exchange + g * HP + k, v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] += w[g][k + i] * v[i];
+      }
+    gh = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    if (kWrite) out += out_step;
+    exchange = exchange == shared ? shared + R * HP : shared;
+  }
+  copy_wait<0>();
+  __syncwarp();
+}
+
+// Chunks are cut from the end, so that all but chunk 0, whose map is not needed, have the same length.
+struct Chunks {
+  int count;
+  int64_t length;
+  __device__ int64_t low(int64_t chunk, int64_t T) const { return max(T - (count - chunk) * length, int64_t(0)); }
+  __device__ int64_t high(int64_t chunk, int64_t T) const { return T - (count - 1 - chunk) * length; }
+};
+
+// Workspace of the chain, for S = HP states (LSTM 2 HP), padded with zeros. Per (chunk, batch): P column by column
+// (S, S), v (S), and the columns' factors (S), powers of two: negative where the column lost entries to underflow.
+template <Cell cell, int HP>
+struct MapLayout {
+  static constexpr int kParts = cell == Cell::kLstm ? 2 : 1;
+  static constexpr int kStates = kParts * HP;
+  static constexpr int kOffset = kStates * kStates, kFactors = kOffset + kStates;
+  static constexpr int kStride = kFactors + kStates;
+};
+
+struct Workspace {
+  float* maps;    // (chunks, B, MapLayout::kStride)
+  float* starts;  // (chunks, B, S): the gradient entering the chunk
+};
+
+template <Cell cell, int HP, typename scalar>
+__global__ void __launch_bounds__(128) replay_kernel(ScanRnnShape shape, ScanRnnChain<scalar> a, Chunks chunks,
+                                                     Workspace workspace) {
+  extern __shared__ float4 dynamic4[];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
+  if (id >= chunks.count * shape.B) return;
+  const int64_t chunk = id / shape.B, b = id % shape.B;
+  const int H = shape.H, unit = min(lane, H - 1);
+
+  scalar gh, gc;
+  if (chunks.count == 1) {
+    gh = a.grad_h_n ? a.grad_h_n[b * H + unit] : scalar(0);
+    gc = a.grad_c_n ? a.grad_c_n[b * H + unit] : scalar(0);
+  } else {
+    const float* start = workspace.starts + id * MapLayout<cell, HP>::kStates + unit;
+    gh = start[0];
+    gc = cell == Cell::kLstm ? start[HP] : 0.0f;
+  }
+  replay_steps<cell, HP, true>(shape, a, b, chunks.low(chunk, shape.T), chunks.high(chunk, shape.T), gh, gc,
+                               reinterpret_cast<scalar*>(dynamic4) + warp * ReplayLayout<cell, HP>::kElements);
+  if (chunk == 0) {
+    a.grad_h0[b * H + unit] = gh;
+    if (cell == Cell::kLstm) a.grad_c0[b * H + unit] = gc;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- 2. chunk_boundaries
+template <Cell cell, int HP>
+__device__ __noinline__ float2 redo_chunk(const ScanRnnShape& shape, const ScanRnnChain<float>& a, int64_t b, int64_t low,
+                                          int64_t high, float gh, float gc, float* shared) {
+  replay_steps<cell, HP, false>(shape, a, b, low, high, gh, gc, shared);
+  return make_float2(gh, gc);
+}
+
+template <Cell cell, int HP>
+struct BoundaryLayout {
+  static constexpr int kStages = 4;
+  static constexpr size_t kSharedBytes =
+      sizeof(float) * (kStages * MapLayout<cell, HP>::kStride + ReplayLayout<cell, HP>::kElements);
+};
+
+template <Cell cell, int HP>
+__global__ void __launch_bounds__(kWarp)
+    boundary_kernel(ScanRnnShape shape, ScanRnnChain<float> a, Chunks chunks, Workspace workspace) {
+  using Map = MapLayout<cell, HP>;
+  constexpr int kParts = Map::kParts, S = Map::kStates, kStages = BoundaryLayout<cell, HP>::kStages;
+  const int lane = threadIdx.x;
+  const int64_t b = blockIdx.x;
+  const int H = shape.H;
+  const int unit = min(lane, H - 1);  // a spare lane repeats the last unit: no divergence
+  extern __shared__ float4 dynamic4[];
+  float* const stages = reinterpret_cast<float*>(dynamic4);
+  float* const redo_shared = stages + kStages * Map::kStride;
+  __shared__ alignas(16) float scaled[2][S];
+  for (int k = lane; k < 2 * S; k += kWarp) scaled[k / S][k % S] = 0.0f;
+
+  const float* from = workspace.maps + ((chunks.count - 1) * shape.B + b) * Map::kStride + 4 * lane;
+  unsigned fetched = 0;
+  auto fetch = [&]() {
+    if (int(fetched) < chunks.count - 1) {
+      float* to = stages + fetched % kStages * Map::kStride + 4 * lane;
+#pragma unroll
+      for (int k = 0; k < Map::kStride / 4; k += kWarp)
+        if (k + lane < Map::kStride / 4) copy_async<16>(to + 4 * k, from + 4 * k);
+    }
+    copy_commit();
+    from -= shape.B * Map::kStride;
+    ++fetched;
+  };
+
+  float gh = a.grad_h_n ? a.grad_h_n[b * H + unit] : 0.0f;
+  float gc = kParts == 2 && a.grad_c_n ? a.grad_c_n[b * H + unit] : 0.0f;
+  for (int d = 1; d < kStages; ++d) fetch();
+  float* start = workspace.starts + (int64_t(chunks.count - 1) * shape.B + b) * S + unit;
+#pragma unroll 1
+  for (unsigned done = 0; done < unsigned(chunks.count - 1); ++done, start -= shape.B * S) {
+    start[0] = gh;
+    if constexpr (kParts == 2) start[HP] = gc;
+    copy_wait<kStages - 2>();
+    __syncwarp();
+    const float* map = stages + done % kStages * Map::kStride + unit;
+    const float factor_h = map[Map::kFactors], factor_c = kParts == 2 ? map[Map::kFactors + S - HP] : 0.0f;
+    const float scaled_h = gh * fabsf(factor_h), scaled_c = gc * fabsf(factor_c);
+    float* exchange = scaled[done & 1];
+    exchange[unit] = scaled_h;
+    if constexpr (kParts == 2) exchange[HP + unit] = scaled_c;
+    float sum[kParts][4] = {};
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) sum[p][0] = map[Map::kOffset + p * HP];
+    float column[kParts][S];  // read before the barrier that the exchange waits for
+#pragma unroll
+    for (int k = 0; k < S; ++k)
+#pragma unroll
+      for (int p = 0; p < kParts; ++p) column[p][k] = map[k * S + p * HP];
+    __syncwarp();
+    fetch();  // its stage was read before the barrier
+#pragma unroll
+    for (int k = 0; k < S; k += 4) {
+      float v[4];
+      load4(exchange + k, v);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) sum[p][i] = fmaf(column[p][k + i], v[i], sum[p][i]);
+    }
+    const float next_h = (sum[0][0] + sum[0][1]) + (sum[0][2] + sum[0][3]);
+    float next_c = 0.0f;
+    if constexpr (kParts == 2) next_c = (sum[1][0] + sum[1][1]) + (sum[1][2] + sum[1][3]);
+
+    // The sign bit of a factor is also set for -0. A sum is finite only if its terms are (or it overflows by a hair, and
+    // the chunk is redone for nothing).
+    const bool lost_h = signbit(factor_h), lost_c = kParts == 2 && signbit(factor_c);
+    bool redo = false;
+    if (__any_sync(~0u, !isfinite(next_h + next_c) || lost_h || lost_c)) {
+      redo = !__all_sync(~0u, isfinite(next_h) && isfinite(next_c));
+      // Entries below 2^-100 of their column's scale are gone; a factor of 0 stands for less than 2^-126.
+      float at_stake = fmaxf(lost_h ? fabsf(gh) * fmaxf(fabsf(factor_h), 0x1p-126f) : 0.0f,
+                             lost_c ? fabsf(gc) * fmaxf(fabsf(factor_c), 0x1p-126f) : 0.0f);
+      float largest = fmaxf(fabsf(next_h), fabsf(next_c));
+      for (int offset = 16; offset > 0; offset /= 2) {
+        at_stake = fmaxf(at_stake, __shfl_xor_sync(~0u, at_stake, offset));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
+      }
+      redo |= at_stake * 0x1p-90f > 0x1p-126f && at_stake * 0x1p-90f > 0x1p-23f * largest;
+      redo &= __all_sync(~0u, isfinite(gh) && isfinite(gc));
+    }
+    if (redo) {
+      const int64_t high = shape.T - done * chunks.length;
+      const float2 g = redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc, redo_shared);
+      gh = g.x, gc = g.y;
+    } else {
+      gh = next_h, gc = next_c;
+    }
+  }
+  start[0] = gh;
+  if constexpr (kParts == 2) start[HP] = gc;
+}
+
+// ----------------------------------------------------------------------------------------------- 1. chunk_products
+// D += A B for 16 x 8 and 8 x 8 blocks on the tensor cores.
+__device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11. An
+// inf or NaN survives in low.
+__device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
+  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  low = __float_as_uint(x - __uint_as_float(high));
+}
+
+template <Cell cell, int HP>
+struct ProductLayout {
+  static constexpr bool kRnn = cell == Cell::kRnnTanh || cell == Cell::kRnnRelu;
+  static constexpr int kParts = cell == Cell::kLstm ? 2 : 1;
+  static constexpr int kColumns = kParts * HP + 1;  // of P, and v
+  static constexpr int kBlocks = (HP + 7) / 8;      // of 8 units
+  static constexpr int kPadded = 8 * kBlocks;
+  // An RNN's matrix is the same everywhere, so its warps pack the columns of several (chunk, batch) pairs into tiles of
+  // 16; the others take one pair, or a part of its tiles where the registers hold no more.
+  static constexpr int kPairs = !kRnn || HP > 20 ? 1 : HP <= 8 ? 7 : 3;
+  static constexpr int kAllTiles = (kPairs * kColumns + 15) / 16;
+  static constexpr int kTiles = cell == Cell::kLstm && HP > 20 ? 2 : kAllTiles;
+  static constexpr int kSplits = (kAllTiles + kTiles - 1) / kTiles;
+  static constexpr int kTilesAtOnce = kTiles % 3 == 0 ? 3 : kTiles % 2 == 0 ? 2 : 1;
+  // Whether one of rows 16 t + 8 u .. + 7 is some pair's offset column.
+  static constexpr bool may_hold_offset(int t, int u) {
+    if (kSplits > 1) return true;
+    for (int row = 16 * t + 8 * u; row < 16 * t + 8 * u + 8; ++row)
+      if (row % kColumns == kColumns - 1) return true;
+    return false;
+  }
+  static constexpr int kCoefficients = cell == Cell::kGru ? 5 : cell == Cell::kLstm ? 7 : 2;
+  static constexpr int kWeightStride = kPadded + 4;  // a fragment's 32 words lie in 32 banks
+  static constexpr bool kWeightsInRegisters = cell == Cell::kGru && HP <= 24;
+  static constexpr int kWeightWords = gate_blocks(cell) * kPadded * kWeightStride;
+  static constexpr int kPairWords = kCoefficients * kPadded;
+};
+
+// One warp: kTiles tiles of 16 columns, transposed (a column of P is a row of the tile), so that the accumulator of one step
+// is the left operand of the next: m16n8k8 hands out columns 2 j and 2 j + 1 of the result to the lane that holds k = j and
+// j + 4 of the operand, and k may be numbered at will as long as both operands agree.
+template <Cell cell, int HP>
+__global__ void __launch_bounds__(kWarp)
+    product_kernel(ScanRnnShape shape, ScanRnnChain<float> a, Chunks chunks, Workspace workspace) {
+  using Layout = ProductLayout<cell, HP>;
+  constexpr int NB = Layout::kBlocks, NC = Layout::kCoefficients, kParts = Layout::kParts, G = gate_blocks(cell);
+  constexpr int kPadded = Layout::kPadded, kStride = Layout::kWeightStride, kTiles = Layout::kTiles;
+  constexpr int kUnits = (Layout::kPairs * kPadded + kWarp - 1) / kWarp;  // a lane prepares per step
+  __shared__ alignas(16) float weights[Layout::kWeightWords];            // (G, k, i), row k: what unit k sends to all i
+  __shared__ alignas(16) float coefficients[2][Layout::kPairs][NC][kPadded];
+  const int H = shape.H, lane = threadIdx.x, quad = lane / 4, j = lane % 4;
+#pragma unroll 8
+  for (int at = lane; at < Layout::kWeightWords; at += kWarp) {
+    const int g = at / (kPadded * kStride), k = at / kStride % kPadded, i = at % kStride;
+    weights[at] = k < H && i < H ? a.w_hh[(g * H + k) * H + i] : 0.0f;
+  }
+  __syncwarp();
+  auto weight = [&](int g, int kb, int nb, int half) {
+    return weights[(g * kPadded + kb * 8 + 2 * j + half) * kStride + nb * 8 + quad];
+  };
+
+  // The constant right operands: an RNN's W, split; a GRU's three blocks, as they are.
+  unsigned high_w[Layout::kRnn ? NB : 1][NB][2], low_w[Layout::kRnn ? NB : 1][NB][2];
+  float w[Layout::kWeightsInRegisters ? 3 : 1][NB][NB][2];
+#pragma unroll
+  for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (Layout::kRnn) split_tf32(weight(0, kb, nb, half), high_w[kb][nb][half], low_w[kb][nb][half]);
+        if constexpr (Layout::kWeightsInRegisters) {
+#pragma unroll
+          for (int g = 0; g < 3; ++g) w[g][kb][nb][half] = weight(g, kb, nb, half);
+        }
+      }
+  auto gate_weight = [&](int g, int kb, int nb, int half) {
+    if constexpr (Layout::kWeightsInRegisters) {
+      return w[g][kb][nb][half];
+    } else {
+      return weight(g, kb, nb, half);
+    }
+  };
+
+  // Pairs are numbered chunk by chunk, from chunk 1: the map of chunk 0 is not needed.
+  const int64_t count = int64_t(chunks.count - 1) * shape.B;
+  const int64_t first_pair = int64_t(blockIdx.x) / Layout::kSplits * Layout::kPairs;
+  const int first_tile = int(blockIdx.x % Layout::kSplits) * kTiles;
+
+  // Tile rows: row 16 t + 8 u + quad is column `column` of pair `pair`; the last column of a pair is v.
+  float ph[kTiles][NB][4], pc[kParts == 2 ? kTiles : 1][NB][4];
+  int exponent[kTiles][2], pair_at[kTiles][2];
+  unsigned lost = 0, offsets = 0;  // a bit per (tile, u)
+  auto pair_of = [&](int t, int u) { return ((first_tile + t) * 16 + u * 8 + quad) / Layout::kColumns; };
+  auto column_of = [&](int t, int u) { return ((first_tile + t) * 16 + u * 8 + quad) % Layout::kColumns; };
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int column = column_of(t, u);
+      exponent[t][u] = 0;
+      pair_at[t][u] = min(pair_of(t, u), Layout::kPairs - 1);
+      if (column == Layout::kColumns - 1) offsets |= 1u << (2 * t + u);
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int k = kb * 8 + 2 * j + half;
+          ph[t][kb][2 * u + half] = column == k && k < HP ? 1.0f : 0.0f;
+          if constexpr (kParts == 2) pc[t][kb][2 * u + half] = column == HP + k && k < HP ? 1.0f : 0.0f;
+        }
+    }
+
+  // What this lane prepares of every step: some units of the warp's pairs. Lanes without one repeat the last.
+  const int length = int(chunks.length);
+  Cursor<cell, float> cursor[kUnits];
+  float saved[kUnits][kSaved<cell>], arriving[kUnits];
+  bool reaches_start[kUnits];
+#pragma unroll
+  for (int r = 0; r < kUnits; ++r) {
+    const int at = min(lane + r * kWarp, Layout::kPairs * kPadded - 1);
+    const int64_t pair = min(first_pair + at / kPadded, count - 1), chunk = 1 + pair / shape.B;
+    reaches_start[r] = chunks.low(chunk, shape.T) == 0;
+    cursor[r] = {shape, a, chunks.high(chunk, shape.T) - 1, pair % shape.B, min(at % kPadded, H - 1)};
+  }
+  int fetched = 0;
+  auto fetch = [&]() {
+    if (fetched == length) return;
+    ++fetched;
+#pragma unroll
+    for (int r = 0; r < kUnits; ++r) {
+      const float* from[kSaved<cell>];
+      cursor[r].sources(reaches_start[r] && fetched == length, from);
+#pragma unroll
+      for (int n = 0; n < kSaved<cell>; ++n) saved[r][n] = *from[n];
+      arriving[r] = cursor[r].gradient ? *cursor[r].gradient : 0.0f;
+      cursor[r].down();
+    }
+  };
+  fetch();
+
+#pragma unroll 1
+  for (int it = 0; it < length; ++it) {
+    auto& coefficient = coefficients[it & 1];
+#pragma unroll
+    for (int r = 0; r < kUnits; ++r) {
+      const int at = lane + r * kWarp;
+      if (kUnits * kWarp == Layout::kPairs * kPadded || at < Layout::kPairs * kPadded) {
+        const int pair = at / kPadded, unit = at % kPadded;
+        const Derivative<cell, float> d(saved[r]);
+        const bool on = unit < H;
+        auto put = [&](int n, float value) { coefficient[pair][n][unit] = on ? value : 0.0f; };
+        put(0, arriving[r]);
+        if constexpr (cell == Cell::kGru) {
+          put(1, d.r), put(2, d.z), put(3, d.m), put(4, d.carry);
+        } else if constexpr (cell == Cell::kLstm) {
+          put(1, d.i), put(2, d.f), put(3, d.g), put(4, d.o), put(5, d.to_cell), put(6, d.carry);
+        } else {
+          put(1, d.d);
+        }
+      }
+    }
+    __syncwarp();
+    fetch();
+
+    // The right operand of a GRU, or of an LSTM's cell path: the gates' blocks merged with their derivatives.
+    unsigned high_m[Layout::kRnn ? 1 : NB][NB][2], low_m[Layout::kRnn ? 1 : NB][NB][2];
+    if constexpr (!Layout::kRnn) {
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb) {
+        const float2 c1 = *reinterpret_cast<const float2*>(&coefficient[0][1][kb * 8 + 2 * j]);
+        const float2 c2 = *reinterpret_cast<const float2*>(&coefficient[0][2][kb * 8 + 2 * j]);
+        const float2 c3 = *reinterpret_cast<const float2*>(&coefficient[0][3][kb * 8 + 2 * j]);
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float m = (half ? c1.y : c1.x) * gate_weight(0, kb, nb, half) +
+                      (half ? c2.y : c2.x) * gate_weight(1, kb, nb, half) +
+                      (half ? c3.y : c3.x) * gate_weight(2, kb, nb, half);
+            if (cell == Cell::kGru && kb == nb && 2 * j + half == quad) m += coefficient[0][4][kb * 8 + 2 * j + half];
+            split_tf32(m, high_m[kb][nb][half], low_m[kb][nb][half]);
+          }
+      }
+    }
+
+    // Some tiles at once: their sums are independent, and a product takes 30 cycles to come back.
+#pragma unroll
+    for (int t0 = 0; t0 < kTiles; t0 += Layout::kTilesAtOnce) {
+      float sum[Layout::kTilesAtOnce][NB][4] = {};
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb) {
+        unsigned high_o[cell == Cell::kLstm ? NB : 1][2], low_o[cell == Cell::kLstm ? NB : 1][2];
+        if constexpr (cell == Cell::kLstm) {
+#pragma unroll
+          for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+              split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
+        }
+        // sum += rows * right in three products, the small parts first.
+        auto accumulate = [&](const float (&rows)[Layout::kTilesAtOnce][4], const unsigned (&high)[NB][2],
+                              const unsigned (&low)[NB][2]) {
+          unsigned ah[Layout::kTilesAtOnce][4], al[Layout::kTilesAtOnce][4];
+#pragma unroll
+          for (int t = 0; t < Layout::kTilesAtOnce; ++t) {
+            // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
+            split_tf32(rows[t][0], ah[t][0], al[t][0]);
+            split_tf32(rows[t][2], ah[t][1], al[t][1]);
+            split_tf32(rows[t][1], ah[t][2], al[t][2]);
+            split_tf32(rows[t][3], ah[t][3], al[t][3]);
+          }
+#pragma unroll
+          for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+            for (int t = 0; t < Layout::kTilesAtOnce; ++t) multiply_tf32(sum[t][nb], al[t], high[nb]);
+#pragma unroll
+          for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+            for (int t = 0; t < Layout::kTilesAtOnce; ++t) multiply_tf32(sum[t][nb], ah[t], low[nb]);
+#pragma unroll
+          for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+            for (int t = 0; t < Layout::kTilesAtOnce; ++t) multiply_tf32(sum[t][nb], ah[t], high[nb]);
+        };
+        float rows[Layout::kTilesAtOnce][4], through_output[cell == Cell::kLstm ? Layout::kTilesAtOnce : 1][4];
+#pragma unroll
+        for (int x = 0; x < Layout::kTilesAtOnce; ++x)
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            const int t = t0 + x;
+            auto at = [&](int pair, int n) {
+              return *reinterpret_cast<const float2*>(&coefficient[pair][n][kb * 8 + 2 * j]);
+            };
+            const int pair = Layout::kPairs == 1 ? 0 : pair_at[t][u];
+            float2 dh = make_float2(ph[t][kb][2 * u], ph[t][kb][2 * u + 1]);
+            if (Layout::may_hold_offset(t, u)) {
+              const float2 e = at(pair, 0);
+              const bool is_offset = offsets >> (2 * t + u) & 1;
+              dh.x += is_offset ? e.x : 0.0f, dh.y += is_offset ? e.y : 0.0f;
+            }
+            if constexpr (cell == Cell::kLstm) {
+              const float2 o = at(0, 4), to_cell = at(0, 5), carry = at(0, 6);
+              float(&c)[4] = pc[t][kb];
+              const float q0 = fmaf(to_cell.x, dh.x, c[2 * u]), q1 = fmaf(to_cell.y, dh.y, c[2 * u + 1]);
+              rows[x][2 * u] = q0, rows[x][2 * u + 1] = q1;
+              c[2 * u] = q0 * carry.x, c[2 * u + 1] = q1 * carry.y;
+              through_output[x][2 * u] = o.x * dh.x, through_output[x][2 * u + 1] = o.y * dh.y;
+            } else if constexpr (cell == Cell::kGru) {
+              rows[x][2 * u] = dh.x, rows[x][2 * u + 1] = dh.y;
+            } else {
+              const float2 d = at(pair, 1);
+              rows[x][2 * u] = d.x * dh.x, rows[x][2 * u + 1] = d.y * dh.y;
+            }
+          }
+        if constexpr (Layout::kRnn) {
+          accumulate(rows, high_w[kb], low_w[kb]);
+        } else {
+          accumulate(rows, high_m[kb], low_m[kb]);
+        }
+        if constexpr (cell == Cell::kLstm) accumulate(through_output, high_o, low_o);
+      }
+#pragma unroll
+      for (int x = 0; x < Layout::kTilesAtOnce; ++x)
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) ph[t0 + x][nb][i] = sum[x][nb][i];
+    }
+
+    if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) {
+          float largest = 0.0f;
+#pragma unroll
+          for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              largest = fmaxf(largest, fabsf(ph[t][kb][2 * u + half]));
+              if constexpr (kParts == 2) largest = fmaxf(largest, fabsf(pc[t][kb][2 * u + half]));
+            }
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+          const bool is_offset = offsets >> (2 * t + u) & 1;
+          if (!is_offset && largest < kLostBelow) lost |= 1u << (2 * t + u);
+          const bool outside = largest < kRescaleLow || largest > kRescaleHigh || it == length - 1;
+          if (!is_offset && outside && largest >= 0x1p-126f && largest < 0x1p127f) {
+            const int e = binary_exponent(largest);
+            const float factor = __int_as_float((127 - e) << 23);
+            exponent[t][u] += e;
+#pragma unroll
+            for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+              for (int half = 0; half < 2; ++half) {
+                ph[t][kb][2 * u + half] *= factor;
+                if constexpr (kParts == 2) pc[t][kb][2 * u + half] *= factor;
+              }
+          }
+        }
+    }
+  }
+
+  using Map = MapLayout<cell, HP>;
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int64_t pair = first_pair + pair_of(t, u);
+      if (pair_of(t, u) >= Layout::kPairs || pair >= count) continue;
+      const int column = column_of(t, u);  // v is column kStates and lies behind P's
+      float* map = workspace.maps + (shape.B + pair) * Map::kStride;
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb) {
+        const int k = kb * 8 + 2 * j;
+        if (k >= HP) continue;
+        float* to = map + column * Map::kStates + k;
+        *reinterpret_cast<float2*>(to) = make_float2(ph[t][kb][2 * u], ph[t][kb][2 * u + 1]);
+        if constexpr (kParts == 2)
+          *reinterpret_cast<float2*>(to + HP) = make_float2(pc[t][kb][2 * u], pc[t][kb][2 * u + 1]);
+      }
+      if (j == 0 && column < Map::kStates) {
+        // Beyond float's range the factor is inf or 0, and the boundary kernel redoes the chunk where that matters.
+        const int e = exponent[t][u];
+        const float factor = e > 127 ? INFINITY : e < -126 ? 0.0f : __int_as_float((e + 127) << 23);
+        const bool is_lost = (lost >> (2 * t + u) & 1) || e < -126;
+        map[Map::kFactors + column] = is_lost ? -factor : factor;
+      }
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- launchers
+template <template <int> class Launch, typename... Args>
+void dispatch_hidden(int H, Args&&... args) {
+  if (H <= 8) return Launch<8>::run(args...);
+  if (H <= 16) return Launch<16>::run(args...);
+  if (H <= 20) return Launch<20>::run(args...);
+  if (H <= 24) return Launch<24>::run(args...);
+  return Launch<32>::run(args...);
+}
+
+template <Cell cell>
+struct ForCell {
+  template <int HP>
+  struct Forward {
+    template <typename scalar>
+    static void run(const ScanRnnShape& shape, const ScanRnnForward<scalar>& a, cudaStream_t stream) {
+      launch("scan_rnn_forward", forward_kernel<cell, HP, scalar>, dim3(shape.B), dim3(kWarp), 0, stream, shape, a);
+    }
+  };
+
+  template <int HP>
+  struct Chain {
+    template <typename scalar>
+    static void run(const ScanRnnShape& shape, const ScanRnnChain<scalar>& a, int count, cudaStream_t stream) {
+      const int64_t length = std::max<int64_t>(1, (shape.T + count - 1) / count);
+      count = int(std::max<int64_t>(1, (shape.T + length - 1) / length));  // none is empty
+      const Chunks chunks{count, length};
+      Workspace workspace{};
+      if constexpr (sizeof(scalar) == sizeof(float)) {
+        if (count > 1) {
+          using Layout = ProductLayout<cell, HP>;
+          workspace.maps = static_cast<float*>(a.workspace);
+          workspace.starts = workspace.maps + count * shape.B * MapLayout<cell, HP>::kStride;
+          const int64_t pairs = (count - 1) * shape.B;
+          launch("scan_rnn_chunk_products", product_kernel<cell, HP>,
+                 dim3((pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits), dim3(kWarp), 0, stream, shape, a,
+                 chunks, workspace);
+          launch("scan_rnn_chunk_boundaries", boundary_kernel<cell, HP>, dim3(shape.B), dim3(kWarp),
+                 BoundaryLayout<cell, HP>::kSharedBytes, stream, shape, a, chunks, workspace);
+        }
+      }
+      // One warp per block spreads few warps over all multiprocessors.
+      const int64_t warps = count * shape.B;
+      const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
+      launch("scan_rnn_replay", replay_kernel<cell, HP, scalar>, dim3((warps + per_block - 1) / per_block),
+             dim3(per_block * kWarp), per_block * ReplayLayout<cell, HP>::kElements * sizeof(scalar), stream, shape, a,
+             chunks, workspace);
+    }
+  };
+};
+
+}  // namespace
+}  // namespace scan_rnn
+}  // namespace weft

@@ -1,0 +1,271 @@
+// weft::scan_rnn on CUDA: types, allocation, choice of the kernels.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/tanh.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "scan/cuda/scan_rnn.h"
+#include "scan/scan_rnn.h"
+
+namespace weft {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Inputs up to this width share the weight-gradient kernel with the recurrent side; wider ones are GEMMs of their own.
+constexpr int64_t kMaxFusedInputs = 128;
+
+Tensor in_type(const Tensor& t, at::ScalarType type) {
+  return t.to(type).contiguous();
+}
+Tensor in_type(const OptionalTensor& t, at::ScalarType type) {
+  return t ? in_type(*t, type) : Tensor();
+}
+
+template <typename scalar>
+const scalar* pointer(const Tensor& t) {
+  return t.defined() && t.numel() > 0 ? t.const_data_ptr<scalar>() : nullptr;
+}
+template <typename scalar>
+scalar* mutable_pointer(const Tensor& t) {
+  return t.defined() && t.numel() > 0 ? t.mutable_data_ptr<scalar>() : nullptr;
+}
+
+ScanRnnShape shape_of(const char* op, Cell cell, const ScanRnnSizes& s, bool reverse) {
+  TORCH_CHECK(s.T < std::numeric_limits<int>::max(), op, ": input may have at most 2^31 - 2 time steps, got ", s.T);
+  return {cell, s.T, s.B, static_cast<int>(s.H), reverse};
+}
+
+// The kernels hold H <= kScanRnnMaxHidden. Beyond, and for no unit at all, the same recurrences step by step in ATen.
+bool has_kernel(const ScanRnnSizes& s) {
+  return s.H > 0 && s.H <= kScanRnnMaxHidden;
+}
+
+void forward_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& projected, const Tensor& w_hh,
+                   const Tensor& b_hh, const Tensor& h0, const Tensor& c0, const ScanRnnResults& results) {
+  const int64_t H = s.H;
+  const bool save = results.gates.dim() == 3;
+  const Tensor w = w_hh.t();
+  const Tensor bias = b_hh.defined() ? b_hh : at::zeros({s.gates * H}, w_hh.options());
+  Tensor h = h0, c = c0;
+  for (int64_t step = 0; step < s.T; ++step) {
+    const int64_t t = reverse ? s.T - 1 - step : step;
+    const Tensor in = projected[t], u = at::addmm(bias, h, w);
+    auto block = [&](const Tensor& x, int64_t g) { return x.narrow(1, g * H, H); };
+    auto keep = [&](int64_t g, const Tensor& value) {
+      if (save) block(results.gates[t], g).copy_(value);
+    };
+    if (cell == Cell::kGru) {
+      const Tensor r = at::sigmoid(block(in, 0) + block(u, 0)), z = at::sigmoid(block(in, 1) + block(u, 1));
+      const Tensor m = block(u, 2), n = at::tanh(block(in, 2) + r * m);
+      h = n + z * (h - n);
+      keep(0, r), keep(1, z), keep(2, n), keep(3, m);
+    } else if (cell == Cell::kLstm) {
+      const Tensor a = in + u;
+      const Tensor i = at::sigmoid(block(a, 0)), f = at::sigmoid(block(a, 1)), g = at::tanh(block(a, 2)),
+                   o = at::sigmoid(block(a, 3));
+      c = f * c + i * g;
+      h = o * at::tanh(c);
+      keep(0, i), keep(1, f), keep(2, g), keep(3, o);
+      if (save) results.cells[t].copy_(c);
+    } else {
+      h = cell == Cell::kRnnRelu ? (in + u).clamp_min(0) : at::tanh(in + u);
+    }
+    results.output[t].copy_(h);
+  }
+  results.h_n.copy_(h);
+  if (cell == Cell::kLstm) results.c_n.copy_(c);
+}
+
+void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& grad_output, const Tensor& grad_h_n,
+                 const Tensor& grad_c_n, const Tensor& w_hh, const Tensor& h0, const Tensor& c0, const Tensor& output,
+                 const Tensor& gates, const Tensor& cells, const Tensor& dgates, const Tensor& grad_h0,
+                 const Tensor& grad_c0) {
+  const int64_t H = s.H;
+  Tensor gh = grad_h_n.defined() ? grad_h_n : at::zeros_like(h0), gc = grad_c_n;
+  if (cell == Cell::kLstm && !gc.defined()) gc = at::zeros_like(h0);
+  for (int64_t step = s.T - 1; step >= 0; --step) {
+    const int64_t t = reverse ? s.T - 1 - step : step, before = reverse ? t + 1 : t - 1;
+    const Tensor dh = grad_output.defined() ? gh + grad_output[t] : gh;
+    const Tensor d = dgates[t];
+    auto block = [&](const Tensor& x, int64_t g) { return x.narrow(1, g * H, H); };
+    if (cell == Cell::kGru) {
+      const Tensor r = block(gates[t], 0), z = block(gates[t], 1), n = block(gates[t], 2), m = block(gates[t], 3);
+      const Tensor h_prev = step > 0 ? output[before] : h0;
+      const Tensor dn = dh * (1 - z) * (1 - n * n);
+      block(d, 0).copy_(dn * m * r * (1 - r));
+      block(d, 1).copy_(dh * (h_prev - n) * z * (1 - z));
+      block(d, 2).copy_(dn);
+      block(d, 3).copy_(dn * r);
+      gh = (z * dh).addmm(d.narrow(1, 0, 2 * H), w_hh.narrow(0, 0, 2 * H)).addmm(block(d, 3), w_hh.narrow(0, 2 * H, H));
+    } else if (cell == Cell::kLstm) {
+      const Tensor i = block(gates[t], 0), f = block(gates[t], 1), g = block(gates[t], 2), o = block(gates[t], 3);
+      const Tensor y = at::tanh(cells[t]), c_prev = step > 0 ? cells[before] : c0;
+      const Tensor q = gc + dh * o * (1 - y * y);
+      block(d, 0).copy_(q * g * i * (1 - i));
+      block(d, 1).copy_(q * c_prev * f * (1 - f));
+      block(d, 2).copy_(q * i * (1 - g * g));
+      block(d, 3).copy_(dh * y * o * (1 - o));
+      gc = q * f;
+      gh = at::mm(d, w_hh);
+    } else {
+      const Tensor y = output[t];
+      d.copy_(cell == Cell::kRnnRelu ? dh * (y > 0) : dh * (1 - y * y));
+      gh = at::mm(d, w_hh);
+    }
+  }
+  grad_h0.copy_(gh);
+  if (cell == Cell::kLstm) grad_c0.copy_(gc);
+}
+
+template <typename scalar>
+void forward_kernel(const ScanRnnShape& shape, const Tensor& projected, const Tensor& w_hh, const Tensor& b_hh,
+                    const Tensor& h0, const Tensor& c0, const ScanRnnResults& r) {
+  const ScanRnnForward<scalar> args{pointer<scalar>(projected),      pointer<scalar>(w_hh),
+                                    pointer<scalar>(b_hh),           pointer<scalar>(h0),
+                                    pointer<scalar>(c0),             mutable_pointer<scalar>(r.output),
+                                    mutable_pointer<scalar>(r.h_n),  mutable_pointer<scalar>(r.c_n),
+                                    mutable_pointer<scalar>(r.gates), mutable_pointer<scalar>(r.cells)};
+  scan_rnn_forward(shape, args, c10::cuda::getCurrentCUDAStream());
+}
+
+template <typename scalar>
+void chain_kernel(const ScanRnnShape& shape, const Tensor& grad_output, const Tensor& grad_h_n, const Tensor& grad_c_n,
+                  const Tensor& w_hh, const Tensor& h0, const Tensor& c0, const Tensor& output, const Tensor& gates,
+                  const Tensor& cells, const Tensor& dgates, const Tensor& grad_h0, const Tensor& grad_c0) {
+  const int chunks = std::is_same_v<scalar, float> ? scan_rnn_chunks(shape) : 1;
+  const Tensor workspace =
+      at::empty({scan_rnn_chain_workspace(shape, chunks)}, dgates.options().dtype(at::kByte));
+  const ScanRnnChain<scalar> args{pointer<scalar>(grad_output),
+                                  pointer<scalar>(grad_h_n),
+                                  pointer<scalar>(grad_c_n),
+                                  pointer<scalar>(w_hh),
+                                  pointer<scalar>(h0),
+                                  pointer<scalar>(c0),
+                                  pointer<scalar>(output),
+                                  pointer<scalar>(gates),
+                                  pointer<scalar>(cells),
+                                  mutable_pointer<scalar>(dgates),
+                                  mutable_pointer<scalar>(grad_h0),
+                                  mutable_pointer<scalar>(grad_c0),
+                                  workspace.mutable_data_ptr()};
+  scan_rnn_chain(shape, args, chunks, c10::cuda::getCurrentCUDAStream());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(
+    const Tensor& input, const Tensor& h0, const OptionalTensor& c0, const Tensor& w_ih, const Tensor& w_hh,
+    const OptionalTensor& b_ih, const OptionalTensor& b_hh, c10::string_view cell_name, bool reverse, bool save) {
+  const char* op = "weft::scan_rnn";
+  const Cell cell = parse_cell(cell_name);
+  const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
+  const ScanRnnShape shape = shape_of(op, cell, s, reverse);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto type = input.scalar_type(), compute = accumulate_type(type);
+
+  const Tensor x = in_type(input, compute), w = in_type(w_hh, compute), bias = in_type(b_hh, compute),
+               state = in_type(h0, compute), cell_state = in_type(c0, compute);
+  const Tensor rows = x.view({s.T * s.B, s.I}), w_in = in_type(w_ih, compute).t();
+  const Tensor projected =
+      (b_ih ? at::addmm(in_type(b_ih, compute), rows, w_in) : at::mm(rows, w_in)).view({s.T, s.B, s.gates * s.H});
+  ScanRnnResults results = allocate_scan_rnn(cell, s, x, save);
+  if (!has_kernel(s)) {
+    forward_steps(cell, reverse, s, projected, w, bias, state, cell_state, results);
+  } else if (compute == at::kFloat) {
+    forward_kernel<float>(shape, projected, w, bias, state, cell_state, results);
+  } else {
+    forward_kernel<double>(shape, projected, w, bias, state, cell_state, results);
+  }
+  results.output = results.output.to(type);
+  results.h_n = results.h_n.to(type);
+  results.c_n = results.c_n.to(type);
+  return results.tuple();
+}
+
+ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
+                                    const OptionalTensor& grad_c_n, const Tensor& input, const Tensor& h0,
+                                    const OptionalTensor& c0, const Tensor& w_ih, const Tensor& w_hh,
+                                    const OptionalTensor& b_ih, const OptionalTensor& b_hh, const Tensor& output,
+                                    const Tensor& gates, const Tensor& cells, c10::string_view cell_name, bool reverse,
+                                    std::array<bool, 7> mask) {
+  const char* op = "weft::scan_rnn_backward";
+  const Cell cell = parse_cell(cell_name);
+  const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
+  check_scan_rnn_saved(op, cell, s, input, grad_output, grad_h_n, grad_c_n, output, gates, cells);
+  const ScanRnnShape shape = shape_of(op, cell, s, reverse);
+  const c10::cuda::CUDAGuard guard(input.device());
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto type = input.scalar_type(), compute = accumulate_type(type);
+
+  const Tensor state = in_type(h0, compute), cell_state = in_type(c0, compute), w = in_type(w_hh, compute),
+               saved_output = in_type(output, compute), saved_gates = gates.contiguous(),
+               saved_cells = cells.contiguous(), arriving = in_type(grad_output, compute),
+               arriving_h = in_type(grad_h_n, compute), arriving_c = in_type(grad_c_n, compute);
+  const auto options = state.options();
+  const Tensor dgates = at::empty({s.T, s.B, chain_blocks(cell) * s.H}, options);
+  Tensor grad_h0 = at::empty({s.B, s.H}, options);
+  Tensor grad_c0 = cell == Cell::kLstm ? at::empty({s.B, s.H}, options) : Tensor();
+  if (!has_kernel(s)) {
+    chain_steps(cell, reverse, s, arriving, arriving_h, arriving_c, w, state, cell_state, saved_output, saved_gates,
+                saved_cells, dgates, grad_h0, grad_c0);
+  } else if (compute == at::kFloat) {
+    chain_kernel<float>(shape, arriving, arriving_h, arriving_c, w, state, cell_state, saved_output, saved_gates,
+                        saved_cells, dgates, grad_h0, grad_c0);
+  } else {
+    chain_kernel<double>(shape, arriving, arriving_h, arriving_c, w, state, cell_state, saved_output, saved_gates,
+                         saved_cells, dgates, grad_h0, grad_c0);
+  }
+
+  std::array<bool, 7> by_gemm = mask;
+  const bool fused = has_kernel(s) && compute == at::kFloat && (mask[3] || mask[4] || mask[5] || mask[6]);
+  if (fused) by_gemm[4] = by_gemm[5] = by_gemm[6] = false;
+  const bool fused_input = fused && mask[3] && s.I <= kMaxFusedInputs;
+  if (fused_input) by_gemm[3] = false;
+  ScanRnnGrads grads = scan_rnn_parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih, b_hh, cell,
+                                                by_gemm, grad_h0, grad_c0);
+  if (fused) {
+    const int I = fused_input ? static_cast<int>(s.I) : 0;
+    const Tensor x = fused_input ? in_type(input, compute) : Tensor();
+    const int64_t rows = s.gates * s.H;
+    auto wanted = [&](bool asked, at::IntArrayRef sizes) { return asked ? at::empty(sizes, options) : Tensor(); };
+    const Tensor d_w_ih = wanted(fused_input, {rows, s.I}), d_w_hh = wanted(mask[4], {rows, s.H}),
+                 d_b_ih = wanted(mask[5] && b_ih, {rows}), d_b_hh = wanted(mask[6] && b_hh, {rows});
+    const Tensor workspace =
+        at::empty({scan_rnn_weight_grad_workspace(shape, I)}, options.dtype(at::kByte));
+    const ScanRnnWeightGrad<float> args{pointer<float>(dgates),
+                                        pointer<float>(x),
+                                        pointer<float>(state),
+                                        pointer<float>(saved_output),
+                                        I,
+                                        mutable_pointer<float>(d_w_ih),
+                                        mutable_pointer<float>(d_w_hh),
+                                        mutable_pointer<float>(d_b_ih),
+                                        mutable_pointer<float>(d_b_hh),
+                                        workspace.mutable_data_ptr()};
+    scan_rnn_weight_grad(shape, args, c10::cuda::getCurrentCUDAStream());
+    if (fused_input) std::get<3>(grads) = d_w_ih.to(type);
+    if (d_w_hh.defined()) std::get<4>(grads) = d_w_hh.to(type);
+    if (d_b_ih.defined()) std::get<5>(grads) = d_b_ih.to(type);
+    if (d_b_hh.defined()) std::get<6>(grads) = d_b_hh.to(type);
+  }
+  return grads;
+}
+
+TORCH_LIBRARY_IMPL(weft, CUDA, m) {
+  m.impl("scan_rnn", &scan_rnn_cuda);
+  m.impl("scan_rnn_backward", &scan_rnn_backward_cuda);
+}
+
+}  // namespace
+}  // namespace weft
