@@ -1,15 +1,56 @@
 """Autocast rules: the dtype each op runs in under torch.autocast."""
 
+from __future__ import annotations
+
 import functools
 
 import torch
+from torch import Tensor
 
-# ---- scan_rnn --------------------------------------------------------------------------------------------------------
-
-_scan_rnn_library = torch.library.Library("weft", "IMPL")
+_LIBRARY = torch.library.Library("weft", "IMPL")
 
 
-def _scan_rnn_autocast(device: str, keys: torch._C.DispatchKeySet, *args, cell: str, **kwargs):
+def _below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys.add(torch._C.DispatchKey.AutocastCUDA))
+
+
+def _widest(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The floating tensors in the widest dtype among them: a recurrence is no place for autocast's narrow one."""
+    floating = [t for t in tensors if t is not None and t.is_floating_point()]
+    if not floating:
+        return list(tensors)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in floating))
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def _linear_scan(A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False):
+    with _below_autocast():
+        A, b, x0 = _widest(A, b, x0)
+        return torch.ops.weft.linear_scan(A, b, x0, reverse=reverse, transpose=transpose)
+
+
+def _chain_backward(grad: Tensor, jacobians: list[Tensor], levels: int = -1):
+    with _below_autocast():
+        grad, *jacobians = _widest(grad, *jacobians)
+        return torch.ops.weft.chain_backward(grad, jacobians, levels)
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    _LIBRARY.impl("linear_scan", _linear_scan, _key)
+    _LIBRARY.impl("chain_backward", _chain_backward, _key)
+
+
+# scan_rnn -----------------------------------------------------------------------------------------------------------
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _scan_rnn(device: str, *args: Tensor | None, cell: str, **flags: bool):
     """Runs in the autocast dtype, as torch.nn's layers do, and like every autocast rule leaves float64 alone.
 
     One exception, torch's own: on the CPU torch.nn.GRU mixes the autocast dtype with h0's and returns the wider one.
@@ -17,13 +58,12 @@ def _scan_rnn_autocast(device: str, keys: torch._C.DispatchKeySet, *args, cell: 
     dtype = torch.get_autocast_dtype(device)
     if device == "cpu" and cell == "gru":
         dtype = torch.promote_types(dtype, args[1].dtype)
-    with torch._C._ExcludeDispatchKeyGuard(keys):
-        args = [
+    with _below_autocast():
+        cast = [
             a.to(dtype) if a is not None and a.is_floating_point() and a.dtype != torch.float64 else a for a in args
         ]
-        return torch.ops.weft.scan_rnn(*args, cell=cell, **kwargs)
+        return torch.ops.weft.scan_rnn(*cast, cell=cell, **flags)
 
 
 for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-    _keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
-    _scan_rnn_library.impl("scan_rnn", functools.partial(_scan_rnn_autocast, _device, _keys), _key)
+    _LIBRARY.impl("scan_rnn", functools.partial(_scan_rnn, _device), _key)
