@@ -43,10 +43,10 @@ void check_chain(const at::Tensor& grad, at::TensorList jacobians, int64_t level
   }
 }
 
-// Headroom: normalised columns reach up to 2^kTop, so that a product of two of them is still in range and as much as
+// Normalised columns reach up to 2^top, so that sums of 2^15 products of two of them are still in range, and as much as
 // possible lies between the largest and the smallest number that are kept.
 int64_t top(const at::Tensor& t) {
-  return t.scalar_type() == at::kDouble ? 400 : 50;
+  return t.scalar_type() == at::kDouble ? 500 : 56;
 }
 
 constexpr int64_t kNever = -(1 << 20);  // the exponent of a zero: below every sum of real ones

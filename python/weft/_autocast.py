@@ -41,7 +41,16 @@ for _key in ("AutocastCPU", "AutocastCUDA"):
     _LIBRARY.impl("chain_backward", _chain_backward, _key)
 
 
-def _scan_rnn(device: str, *args: Tensor | None, cell: str, **kwargs):
+# scan_rnn -----------------------------------------------------------------------------------------------------------
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _scan_rnn(device: str, *args: Tensor | None, cell: str, **flags: bool):
     """Runs in the autocast dtype, as torch.nn's layers do, and like every autocast rule leaves float64 alone.
 
     One exception, torch's own: on the CPU torch.nn.GRU mixes the autocast dtype with h0's and returns the wider one.
@@ -50,10 +59,10 @@ def _scan_rnn(device: str, *args: Tensor | None, cell: str, **kwargs):
     if device == "cpu" and cell == "gru":
         dtype = torch.promote_types(dtype, args[1].dtype)
     with _below_autocast():
-        args = [
+        cast = [
             a.to(dtype) if a is not None and a.is_floating_point() and a.dtype != torch.float64 else a for a in args
         ]
-        return torch.ops.weft.scan_rnn(*args, cell=cell, **kwargs)
+        return torch.ops.weft.scan_rnn(*cast, cell=cell, **flags)
 
 
 for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):

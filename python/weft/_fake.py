@@ -73,7 +73,7 @@ def _linear_scan_vmap(
 torch.library.register_vmap("weft::linear_scan", _linear_scan_vmap)
 
 
-# ---- scan_rnn: fake kernels and the batching rule --------------------------------------------------------------------
+# scan_rnn -----------------------------------------------------------------------------------------------------------
 
 _GATE_BLOCKS = {"rnn_tanh": 0, "rnn_relu": 0, "gru": 4, "lstm": 4}  # blocks of H columns in `gates`
 

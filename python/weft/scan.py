@@ -115,7 +115,10 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
     jacobians = list(jacobians)
     for position, jacobian in enumerate(jacobians):
         _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
-    return [grad, *torch.ops.weft.chain_backward(grad, jacobians, _levels(schedule))]
+    levels = _levels(schedule)
+    if levels == _SCHEDULES["auto"] and _differentiated_by_transform(grad, *jacobians):
+        levels = _SCHEDULES["linear"]  # "auto" may take linear_scan
+    return [grad, *torch.ops.weft.chain_backward(grad, jacobians, levels)]
 
 
 def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor]) -> list[Tensor]:

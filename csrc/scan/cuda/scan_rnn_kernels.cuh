@@ -15,8 +15,8 @@
 //      the plain sequential backward pass.
 //
 // Products can overflow or underflow where the product with the vector does not. Every column therefore carries a power of
-// two (rescaling a column is exact), and a chunk whose result is not finite, or that lost a column to underflow which
-// still matters, is replayed inside stage 2.
+// two (rescaling a column is exact), and a chunk whose result is not finite, is the small difference of large terms, or
+// lost a column to underflow which still matters, is replayed inside stage 2.
 #pragma once
 #include <algorithm>
 
@@ -32,6 +32,8 @@ constexpr int kWarp = 32;
 // A column is rescaled when its largest entry leaves [2^-40, 2^40], looked at every kRescaleSteps steps.
 constexpr int kRescaleSteps = 8;
 constexpr float kRescaleLow = 0x1p-40f, kRescaleHigh = 0x1p40f;
+// A chunk is redone where the terms of P g are this much larger than P g + v.
+constexpr float kCancellation = 64.0f;
 // Below this, entries of the column may have been flushed to zero between two looks.
 constexpr float kLostBelow = 0x1p-100f;
 
@@ -474,7 +476,7 @@ __global__ void __launch_bounds__(kWarp)
     float* exchange = scaled[done & 1];
     exchange[unit] = scaled_h;
     if constexpr (kParts == 2) exchange[HP + unit] = scaled_c;
-    float sum[kParts][4] = {};
+    float sum[kParts][4] = {}, magnitude[kParts] = {};
 #pragma unroll
     for (int p = 0; p < kParts; ++p) sum[p][0] = map[Map::kOffset + p * HP];
     float column[kParts][S];  // read before the barrier that the exchange waits for
@@ -491,29 +493,29 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) sum[p][i] = fmaf(column[p][k + i], v[i], sum[p][i]);
+        for (int p = 0; p < kParts; ++p) {
+          sum[p][i] = fmaf(column[p][k + i], v[i], sum[p][i]);
+          magnitude[p] += fabsf(column[p][k + i] * v[i]);
+        }
     }
     const float next_h = (sum[0][0] + sum[0][1]) + (sum[0][2] + sum[0][3]);
     float next_c = 0.0f;
     if constexpr (kParts == 2) next_c = (sum[1][0] + sum[1][1]) + (sum[1][2] + sum[1][3]);
 
-    // The sign bit of a factor is also set for -0. A sum is finite only if its terms are (or it overflows by a hair, and
-    // the chunk is redone for nothing).
-    const bool lost_h = signbit(factor_h), lost_c = kParts == 2 && signbit(factor_c);
-    bool redo = false;
-    if (__any_sync(~0u, !isfinite(next_h + next_c) || lost_h || lost_c)) {
-      redo = !__all_sync(~0u, isfinite(next_h) && isfinite(next_c));
-      // Entries below 2^-100 of their column's scale are gone; a factor of 0 stands for less than 2^-126.
-      float at_stake = fmaxf(lost_h ? fabsf(gh) * fmaxf(fabsf(factor_h), 0x1p-126f) : 0.0f,
-                             lost_c ? fabsf(gc) * fmaxf(fabsf(factor_c), 0x1p-126f) : 0.0f);
-      float largest = fmaxf(fabsf(next_h), fabsf(next_c));
-      for (int offset = 16; offset > 0; offset /= 2) {
-        at_stake = fmaxf(at_stake, __shfl_xor_sync(~0u, at_stake, offset));
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, offset));
-      }
-      redo |= at_stake * 0x1p-90f > 0x1p-126f && at_stake * 0x1p-90f > 0x1p-23f * largest;
-      redo &= __all_sync(~0u, isfinite(gh) && isfinite(gc));
-    }
+    // Redo the chunk where the product says less than the chain itself would: it is not finite; its terms cancel so far
+    // that the error of P, relative to them, shows; or a column lost entries below 2^-100 of its scale (the sign bit of
+    // its factor; a factor of 0 stands for less than 2^-126) that could still be seen.
+    auto at_stake = [](float g, float factor) {
+      const float lost = signbit(factor) ? fabsf(g) * fmaxf(fabsf(factor), 0x1p-126f) * 0x1p-90f : 0.0f;
+      return lost > 0x1p-126f ? lost * (kCancellation * 0x1p23f) : 0.0f;
+    };
+    float terms = magnitude[0] + at_stake(gh, factor_h);
+    if constexpr (kParts == 2) terms = fmaxf(terms, magnitude[1] + at_stake(gc, factor_c));
+    // Non-negative floats order as their bits do, inf and NaN above all.
+    const unsigned bits = max(__float_as_uint(fabsf(next_h)), __float_as_uint(fabsf(next_c)));
+    const unsigned largest = __reduce_max_sync(~0u, bits), largest_terms = __reduce_max_sync(~0u, __float_as_uint(terms));
+    const bool redo = (largest >= 0x7f800000u || __uint_as_float(largest_terms) > kCancellation * __uint_as_float(largest)) &&
+                      __all_sync(~0u, isfinite(gh) && isfinite(gc));
     if (redo) {
       const int64_t high = shape.T - done * chunks.length;
       const float2 g = redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc, redo_shared);
@@ -534,11 +536,12 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11. An
-// inf or NaN survives in low.
+// x = high + low to 2^-24, each with TF32's 11 significant bits, rounded to nearest (the tensor core cuts off what lies
+// below them). An inf or NaN survives in low.
 __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
   high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  low = __float_as_uint(x - __uint_as_float(high));
+  const float rest = x - __uint_as_float(high);
+  low = isfinite(rest) ? __float_as_uint(rest) + 0x1000u : __float_as_uint(rest);
 }
 
 template <Cell cell, int HP>
