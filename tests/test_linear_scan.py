@@ -112,7 +112,7 @@ def test_agrees_with_reference(sample: Sample, dtype: torch.dtype, device: str) 
 
 @device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.T <= 300], ids=str)
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.T <= 300 and s.H <= 300], ids=str)
 def test_gradients_agree_with_reference(sample: Sample, dtype: torch.dtype, device: str) -> None:
     inputs = sample.inputs(dtype, device)
     weight = torch.randn(inputs[1].shape, dtype=torch.float64).to(device=device, dtype=dtype)

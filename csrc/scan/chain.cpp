@@ -241,8 +241,16 @@ std::vector<at::Tensor> chain_backward(const at::Tensor& grad, at::TensorList ja
   return gradients;
 }
 
+// Under vmap every schedule is linear, with the same numbers: making powers of two from bits has no batching rule.
+std::vector<at::Tensor> chain_backward_mapped(const at::Tensor& grad, at::TensorList jacobians, int64_t levels) {
+  return chain_backward(grad, jacobians, std::min<int64_t>(levels, 0));
+}
+
 TORCH_LIBRARY_IMPL(weft, CompositeImplicitAutograd, m) {
   m.impl("chain_backward", chain_backward);
+}
+TORCH_LIBRARY_IMPL(weft, FuncTorchBatchedDecomposition, m) {
+  m.impl("chain_backward", chain_backward_mapped);
 }
 
 }  // namespace weft::scan

@@ -64,19 +64,19 @@ def linear_scan_reference(
     The same arguments, shapes and result, in the dtype of the inputs throughout; differentiable to any order, in
     forward mode and under ``torch.func`` too.
     """
-    T = b.shape[0]
     diagonal = A.dim() == 3 and A.shape == b.shape
     if not diagonal and A.dim() == 3:
         A = A.unsqueeze(1)
+    # unbind rather than indices: its backward is one stack, where T indices would fill T tensors of zeros.
+    steps = list(zip(A.unbind(), b.unbind(), strict=True))
     x, states = x0, []
-    for t in reversed(range(T)) if reverse else range(T):
+    for A_t, b_t in reversed(steps) if reverse else steps:
         if x is None:
-            x = b[t]
+            x = b_t
         elif diagonal:
-            x = A[t] * x + b[t]
+            x = A_t * x + b_t
         else:
-            matrix = A[t].mT if transpose else A[t]
-            x = (matrix @ x.unsqueeze(-1)).squeeze(-1) + b[t]
+            x = ((A_t.mT if transpose else A_t) @ x.unsqueeze(-1)).squeeze(-1) + b_t
         states.append(x)
     if not states:
         return b.clone()  # (0, B, H)
