@@ -68,7 +68,7 @@ def explain(
     """
     if not isinstance(layer, (nn.RNN, nn.GRU, nn.LSTM)):
         raise TypeError(f"explain: layer must be a weft.nn.RNN, GRU or LSTM, got {type(layer).__name__}")
-    case = layer._inspect(x, hx)
+    case = layer._prepare(x, hx if hx is None or isinstance(layer, nn.LSTM) else (hx,)).case
     algorithm, reason = _algorithms.choose(layer.algorithm, case)
     candidates = tuple(
         _candidate(name, algorithm, reason, layer.algorithm, case) for name in _algorithms.ALGORITHMS[1:]

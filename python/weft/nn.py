@@ -19,7 +19,7 @@ Under ``torch.func`` transforms and in forward-mode AD the reference runs.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, TypeAlias, overload
+from typing import Any, NamedTuple, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -36,8 +36,25 @@ Device: TypeAlias = torch.device | str | int | None
 _scan_rnn = torch.ops.weft.scan_rnn.default
 
 
+class _Call(NamedTuple):
+    """One call of a layer, checked."""
+
+    case: _algorithms.Case
+    input: Tensor
+    """(T, B, I), (B, T, I) with batch_first, or packed data (N, I)."""
+    state: tuple[Tensor, ...] | None
+    """(h,), for an LSTM (h, c); None for zeros."""
+    batch: int | torch.SymInt | Tensor
+    batch_sizes: Tensor | None
+    weights: list[Tensor]
+    autocast: torch.dtype | None
+    """The dtype of the autocast region, or None outside of one."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of output and h_n, and of c_n."""
+
+
 class _Layer(torch.nn.RNNBase):
-    """What the three layers share. A state is a tuple: (h,), for an LSTM (h, c)."""
+    """What the three layers share."""
 
     _algorithm: str
 
@@ -58,67 +75,98 @@ class _Layer(torch.nn.RNNBase):
         text = super().extra_repr()
         return text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
 
-    def _refresh_weights(self) -> None:
-        """Make _flat_weights what the attributes are now. torch asks two weak references and two attributes per weight;
-        here unchanged parameters cost a dictionary look-up each, and everything else goes torch's way."""
+    def _current_weights(self) -> list[Tensor]:
+        """The weights as the attributes are now. torch asks a weak reference and two attributes per weight; here an
+        unchanged parameter costs one look-up in a dictionary, and only a changed one goes torch's way."""
         parameters = self._parameters
         for name, weight in zip(self._flat_weights_names, self._flat_weights, strict=False):
             if parameters.get(name) is not weight:
-                self._update_flat_weights()
-                return
+                break
+        else:
+            return self._flat_weights
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            # Tensors of a trace or a transform must not stay behind in the module.
+            return [getattr(self, name) for name in self._flat_weights_names]
+        self._update_flat_weights()
+        return self._flat_weights
 
-    # Checks: torch's, in torch's order, so that the exception types agree.
+    # Checks: in torch's order, so that the exception types agree.
 
-    def _check_sizes(self, input: Tensor, state: tuple[Tensor, ...] | None, batch_sizes: Tensor | None) -> None:
-        self.check_input(input, batch_sizes)
-        if state is not None:
-            self.check_hidden_size(state[0], self.get_expected_hidden_size(input, batch_sizes))
-
-    def _fail_dim(self, input: Tensor) -> NoReturn:
-        kind = type(self).__name__
-        raise ValueError(
-            f"{kind}: input must be (T, B, {self.input_size}) or unbatched (T, {self.input_size}), "
-            f"(B, T, {self.input_size}) with batch_first; got a {input.dim()}D tensor"
-        )
-
-    def _fail_state_dim(self, state: tuple[Tensor, ...], dim: int) -> NoReturn:
-        kind, got = type(self).__name__, ", ".join(f"{s.dim()}D" for s in state)
-        raise RuntimeError(
-            f"{kind}: hx must be {dim}D tensors beside {'batched 3D' if dim == 3 else 'unbatched 2D'} input, got {got}"
-        )
-
-    def _check_operands(self, input: Tensor, state: tuple[Tensor, ...] | None, autocast: bool) -> None:
-        """Dtypes and devices, which torch's kernels look at themselves."""
-        device = self._flat_weights[0].device
-        if input.device != device:
-            raise RuntimeError(f"{type(self).__name__}: input is on {input.device}, the weights are on {device}")
-        if state is None:
-            return
-        for s in state:
-            if s.device != device:
-                raise RuntimeError(f"{type(self).__name__}: hx is on {s.device}, the weights are on {device}")
-            if s.dtype != input.dtype and not autocast:
-                raise RuntimeError(
-                    f"{type(self).__name__}: hx must have the input's dtype, {input.dtype}, got {s.dtype}"
+    def _prepare(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> _Call:
+        """Check the arguments of forward and look at what the choice depends on."""
+        weights = self._current_weights()
+        if isinstance(input, PackedSequence):
+            input, batch_sizes, sorted_indices, _ = input
+            if state is not None and sorted_indices is not None:
+                state = tuple(s.index_select(1, sorted_indices) for s in state)
+            self._check_input(input, weights[0], 2)
+            batch = self._packed_batch(state, batch_sizes)
+        else:
+            batch_sizes = None
+            dim = input.dim()
+            if dim != 2 and dim != 3:
+                size = self.input_size
+                self._fail(
+                    ValueError,
+                    f"input must be (T, B, {size}), (B, T, {size}) with batch_first, or unbatched (T, {size}); "
+                    f"got {dim} dimensions",
                 )
-
-    def _padded(self, input: Tensor, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """Check a padded input and its state, and give an unbatched one a batch of 1."""
-        dim = input.dim()
-        if dim == 2:
-            input = input.unsqueeze(0 if self.batch_first else 1)
-        elif dim != 3:
-            self._fail_dim(input)
-        if state is not None:
-            for s in state:
-                if s.dim() != dim:
-                    self._fail_state_dim(state, dim)
+            if state is not None and any(s.dim() != dim for s in state):
+                got = " and ".join(str(s.dim()) for s in state)
+                self._fail(RuntimeError, f"hx must have {dim} dimensions as the input has, got {got}")
             if dim == 2:
-                state = tuple(s.unsqueeze(1) for s in state)
-        self._check_sizes(input, state, None)
-        return input, state
+                input = input.unsqueeze(0 if self.batch_first else 1)
+                state = None if state is None else tuple(s.unsqueeze(1) for s in state)
+            self._check_input(input, weights[0], 3)
+            batch = input.size(0 if self.batch_first else 1)
+        device = input.device.type
+        autocast = None
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+            autocast = torch.get_autocast_dtype(device)
+        if state is not None:
+            self._check_state(input, state, batch, autocast is not None)
+        packed = batch_sizes is not None
+        dtypes = self._result_dtypes(input, state, packed, autocast)
+        sizes = None, None
+        if not packed and not torch.compiler.is_compiling():
+            sizes = batch, input.size(1 if self.batch_first else 0)
+            if sizes[1] == 0:
+                self._fail(RuntimeError, "input must have at least one time step, got none")
+        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        cell, projected = self.mode.lower(), self.proj_size > 0
+        case = _algorithms.Case(cell, device, dtypes[0], self.hidden_size, *sizes, packed, projected, transformed)
+        return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
 
-    # The run.
+    def _fail(self, error: type[Exception], message: str) -> NoReturn:
+        raise error(f"{type(self).__name__}: {message}")
+
+    def _check_input(self, input: Tensor, weight: Tensor, dim: int) -> None:
+        if input.dtype != weight.dtype and not torch._C._is_any_autocast_enabled():
+            self._fail(ValueError, f"input must have the weights' dtype, {weight.dtype}, got {input.dtype}")
+        if input.dim() != dim:
+            self._fail(RuntimeError, f"packed input must have {dim} dimensions, got {input.dim()}")
+        if input.size(-1) != self.input_size:
+            self._fail(RuntimeError, f"input must have input_size = {self.input_size} features, got {input.size(-1)}")
+        if input.device != weight.device:
+            self._fail(RuntimeError, f"input must be on the weights' device, {weight.device}, got {input.device}")
+
+    def _check_state(self, input: Tensor, state: tuple[Tensor, ...], batch: Any, autocast: bool) -> None:
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        names = ("hx[0]", "hx[1]") if self.mode == "LSTM" else ("hx",)
+        for name, s, width in zip(names, state, (self.proj_size or self.hidden_size, self.hidden_size), strict=False):
+            if s.shape != (count, batch, width):
+                expected = f"(layers * directions, B, features) = ({count}, {batch}, {width})"
+                self._fail(RuntimeError, f"{name} must be {expected}, got {tuple(s.shape)}")
+            if s.device != input.device:
+                self._fail(RuntimeError, f"{name} must be on the input's device, {input.device}, got {s.device}")
+            if s.dtype != input.dtype and not autocast:
+                self._fail(RuntimeError, f"{name} must have the input's dtype, {input.dtype}, got {s.dtype}")
+
+    def _packed_batch(self, state: tuple[Tensor, ...] | None, batch_sizes: Tensor) -> Any:
+        # Read from the data, a size would be unknown to a compiled graph, and a state's could not be compared with it.
+        if torch.compiler.is_compiling() and state is not None:
+            return state[0].size(1)
+        return int(batch_sizes[0])
 
     def _result_dtypes(
         self, input: Tensor, state: tuple[Tensor, ...] | None, packed: bool, autocast: torch.dtype | None
@@ -135,148 +183,61 @@ class _Layer(torch.nn.RNNBase):
             return carried, carried
         return autocast, carried if self.proj_size > 0 else autocast
 
-    def _case(
-        self, input: Tensor, state: tuple[Tensor, ...] | None, packed: bool
-    ) -> tuple[_algorithms.Case, torch.dtype | None, tuple[torch.dtype, torch.dtype]]:
-        """What the choice looks at; autocast's dtype or None; the result dtypes."""
-        device = input.device.type
-        autocast = None
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
-            autocast = torch.get_autocast_dtype(device)
-        self._check_operands(input, state, autocast is not None)
-        dtypes = self._result_dtypes(input, state, packed, autocast)
-        steps = batch = None
-        if not (packed or torch.compiler.is_compiling()):
-            steps, batch = input.shape[:2]
-            if self.batch_first:
-                steps, batch = batch, steps
-            if steps == 0:
-                raise RuntimeError(f"{type(self).__name__}: input must have at least one time step, got none")
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        case = _algorithms.Case(
-            self.mode.lower(),
-            device,
-            dtypes[0],
-            self.hidden_size,
-            batch,
-            steps,
-            packed,
-            self.proj_size > 0,
-            transformed,
-        )
-        return case, autocast, dtypes
+    # The run.
 
-    def _run(
-        self, input: Tensor, state: tuple[Tensor, ...] | None, batch_sizes: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Input (T, B, I), (B, T, I) with batch_first, or packed data (N, I), all checked: output and final state."""
-        case, autocast, dtypes = self._case(input, state, batch_sizes is not None)
-        name, _ = _algorithms.choose(self._algorithm, case)
-        if name == "scan":
-            return self._run_scan(case.cell, input, state, dtypes[0] if autocast is not None else None)
-        if state is None:
-            state = self._zero_state(input, batch_sizes)
+    def _forward(
+        self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, ...]]:
+        call = self._prepare(input, state)
+        output, final = self._run(call)
+        if isinstance(input, PackedSequence):
+            _, batch_sizes, sorted_indices, unsorted_indices = input
+            if unsorted_indices is not None:
+                final = tuple(s.index_select(1, unsorted_indices) for s in final)
+            return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), final
+        if input.dim() == 2:
+            return output.squeeze(0 if self.batch_first else 1), tuple(s.squeeze(1) for s in final)
+        return output, final
+
+    def _run(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        name, _ = _algorithms.choose(self._algorithm, call.case)
         if name == "torch" and not torch.compiler.is_compiling():
-            output, *final = _torch_rnn.call(
-                case.cell,
-                input,
-                state,
-                self._flat_weights,
-                self.bias,
-                self.num_layers,
-                self.dropout,
-                self.training,
-                self.bidirectional,
-                self.batch_first,
-                batch_sizes,
-            )
-            return output, tuple(final)
-        transpose = self.batch_first and batch_sizes is None
+            return self._run_torch(call)
+        transpose = self.batch_first and call.batch_sizes is None
         if transpose:
-            input = input.transpose(0, 1)
-        if name == "torch":
-            output, final = self._run_torch_compiled(case.cell, input, state, batch_sizes, autocast, dtypes)
-        else:
-            output, final = self._run_reference(case.cell, input, state, batch_sizes, autocast, dtypes)
+            call = call._replace(input=call.input.transpose(0, 1))
+        run = self._run_torch_compiled if name == "torch" else self._run_scan if name == "scan" else self._run_reference
+        output, final = run(call)
         return output.transpose(0, 1) if transpose else output, final
 
-    def _inspect(self, input: Tensor | PackedSequence, hx: Any) -> _algorithms.Case:
-        """What the choice would look at in ``self(input, hx)``, after the same checks."""
-        self._refresh_weights()
-        state = hx if hx is None or self.mode == "LSTM" else (hx,)
-        if isinstance(input, PackedSequence):
-            self._check_sizes(input.data, state, input.batch_sizes)
-            return self._case(input.data, state, True)[0]
-        return self._case(*self._padded(input, state), False)[0]
-
-    def _zero_state(self, input: Tensor, batch_sizes: Tensor | None) -> tuple[Tensor, ...]:
-        if batch_sizes is None:
-            batch = input.size(0 if self.batch_first else 1)
-        else:
-            batch = batch_sizes[0]
+    def _zero_state(self, call: _Call) -> tuple[Tensor, ...]:
         count = self.num_layers * (2 if self.bidirectional else 1)
-        h0 = torch.zeros(count, batch, self.proj_size or self.hidden_size, dtype=input.dtype, device=input.device)
+        h0 = call.input.new_zeros(count, call.batch, self.proj_size or self.hidden_size)
         if self.mode != "LSTM":
             return (h0,)
-        if self.proj_size == 0:
-            return h0, h0
-        return h0, torch.zeros(count, batch, self.hidden_size, dtype=input.dtype, device=input.device)
+        return h0, h0 if self.proj_size == 0 else call.input.new_zeros(count, call.batch, self.hidden_size)
 
-    def _run_scan(
-        self, cell: str, input: Tensor, state: tuple[Tensor, ...] | None, dtype: torch.dtype | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        weights = self._flat_weights
-        if dtype is not None:
-            input = input.to(dtype)
-            weights = [w.to(dtype) for w in weights]
-            state = None if state is None else tuple(s.to(dtype) for s in state)
-        if self.batch_first:
-            input = input.transpose(0, 1)
-        lstm = cell == "lstm"
-        directions = 2 if self.bidirectional else 1
-        if state is None:
-            zeros = input.new_zeros(input.size(1), self.hidden_size)
-            h0 = c0 = (zeros,) * (self.num_layers * directions)
-        else:
-            h0 = state[0].unbind(0)
-            c0 = state[1].unbind(0) if lstm else h0
-        stride = 4 if self.bias else 2
-        h_n, c_n = [], []
-        for layer in range(self.num_layers):
-            outputs = []
-            for index in range(layer * directions, (layer + 1) * directions):
-                w_ih, w_hh, *biases = weights[index * stride : (index + 1) * stride]
-                b_ih, b_hh = biases or (None, None)
-                output, h, c, _, _ = _scan_rnn(
-                    input,
-                    h0[index],
-                    c0[index] if lstm else None,
-                    w_ih,
-                    w_hh,
-                    b_ih,
-                    b_hh,
-                    cell=cell,
-                    reverse=len(outputs) == 1,
-                )
-                outputs.append(output)
-                h_n.append(h)
-                c_n.append(c)
-            input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-            if self.dropout > 0 and self.training and layer + 1 < self.num_layers:
-                input = F.dropout(input, self.dropout, True)
-        final = (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),)
-        return input.transpose(0, 1) if self.batch_first else input, final
+    def _run_torch(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output, *final = _torch_rnn.call(
+            call.case.cell,
+            call.input,
+            call.state or self._zero_state(call),
+            call.weights,
+            self.bias,
+            self.num_layers,
+            self.dropout,
+            self.training,
+            self.bidirectional,
+            self.batch_first,
+            call.batch_sizes,
+        )
+        return output, tuple(final)
 
-    def _run_torch_compiled(
-        self,
-        cell: str,
-        input: Tensor,
-        state: tuple[Tensor, ...],
-        batch_sizes: Tensor | None,
-        autocast: torch.dtype | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        weights = self._flat_weights
+    # From here on padded input is (T, B, I).
+
+    def _run_torch_compiled(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input, weights = call.input, call.weights
+        state = call.state or self._zero_state(call)
         dropout = self.dropout if self.training else 0.0
         # The op runs its forward again in backward, so that a dropout mask may not be drawn inside it.
         layers = self.num_layers if dropout == 0 else 1
@@ -288,66 +249,76 @@ class _Layer(torch.nn.RNNBase):
                 input,
                 [s[group * rows : (group + 1) * rows] for s in state],
                 weights[group * stride : (group + 1) * stride],
-                batch_sizes,
-                cell,
+                call.batch_sizes,
+                call.case.cell,
                 self.bias,
                 layers,
                 self.bidirectional,
-                autocast,
-                *dtypes,
+                call.autocast,
+                *call.dtypes,
             )
             finals.append(final)
             if dropout > 0 and group + 1 < self.num_layers:
                 input = F.dropout(input, dropout, True)
-        if len(finals) == 1:
-            return input, tuple(finals[0])
-        return input, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+        return input, tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*finals, strict=True))
 
-    def _run_reference(
-        self,
-        cell: str,
-        input: Tensor,
-        state: tuple[Tensor, ...],
-        batch_sizes: Tensor | None,
-        autocast: torch.dtype | None,
-        dtypes: tuple[torch.dtype, torch.dtype],
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        arguments = dict(
-            cell=cell,
-            bias=self.bias,
-            num_layers=self.num_layers,
-            bidirectional=self.bidirectional,
-            dropout=self.dropout,
-            training=self.training,
-            batch_sizes=batch_sizes,
-        )
-        if autocast is None:
-            return reference.rnn(input, state, self._flat_weights, **arguments)
+    def _run_scan(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input, state, weights, cell = call.input, call.state, call.weights, call.case.cell
+        if call.autocast is not None:
+            dtype = call.dtypes[0]
+            input = input.to(dtype)
+            weights = [w.to(dtype) for w in weights]
+            state = None if state is None else tuple(s.to(dtype) for s in state)
+        lstm = cell == "lstm"
+        directions = 2 if self.bidirectional else 1
+        if state is None:
+            h0 = c0 = (input.new_zeros(call.batch, self.hidden_size),) * (self.num_layers * directions)
+        else:
+            h0, c0 = state[0].unbind(0), state[-1].unbind(0)
+        stride = 4 if self.bias else 2
+        h_n, c_n = [], []
+        for layer in range(self.num_layers):
+            outputs = []
+            for direction in range(directions):
+                index = layer * directions + direction
+                w_ih, w_hh, *biases = weights[index * stride : (index + 1) * stride]
+                b_ih, b_hh = biases or (None, None)
+                output, h, c, _, _ = _scan_rnn(
+                    input,
+                    h0[index],
+                    c0[index] if lstm else None,
+                    w_ih,
+                    w_hh,
+                    b_ih,
+                    b_hh,
+                    cell=cell,
+                    reverse=direction == 1,
+                )
+                outputs.append(output)
+                h_n.append(h)
+                c_n.append(c)
+            input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            if self.dropout > 0 and self.training and layer + 1 < self.num_layers:
+                input = F.dropout(input, self.dropout, True)
+        return input, (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),)
+
+    def _run_reference(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input, state = call.input, call.state or self._zero_state(call)
+        options: dict[str, Any] = {
+            "cell": call.case.cell,
+            "bias": self.bias,
+            "num_layers": self.num_layers,
+            "bidirectional": self.bidirectional,
+            "dropout": self.dropout,
+            "training": self.training,
+            "batch_sizes": call.batch_sizes,
+        }
+        if call.autocast is None:
+            return reference.rnn(input, state, call.weights, **options)
         with torch.autocast(input.device.type, enabled=False):
-            # Rounded where autocast would round: the widest result dtype first, each result then in its own.
-            wide = input.to(torch.promote_types(*dtypes))
-            output, final = reference.rnn(wide, state, self._flat_weights, **arguments)
-            return output.to(dtypes[0]), tuple(s.to(d) for s, d in zip(final, dtypes, strict=False))
-
-    def _forward(self, input: Tensor, state: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        batched = input.dim() != 2
-        input, state = self._padded(input, state)
-        output, final = self._run(input, state)
-        if batched:
-            return output, final
-        return output.squeeze(0 if self.batch_first else 1), tuple(s.squeeze(1) for s in final)
-
-    def _forward_packed(
-        self, packed: PackedSequence, state: tuple[Tensor, ...] | None
-    ) -> tuple[PackedSequence, tuple[Tensor, ...]]:
-        input, batch_sizes, sorted_indices, unsorted_indices = packed
-        if state is not None and sorted_indices is not None:
-            state = tuple(s.index_select(1, sorted_indices) for s in state)
-        self._check_sizes(input, state, batch_sizes)
-        output, final = self._run(input, state, batch_sizes)
-        if unsorted_indices is not None:
-            final = tuple(s.index_select(1, unsorted_indices) for s in final)
-        return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), final
+            wide = input.to(torch.promote_types(*call.dtypes))
+            output, final = reference.rnn(wide, state, call.weights, **options)
+            return output.to(call.dtypes[0]), tuple(s.to(d) for s, d in zip(final, call.dtypes, strict=False))
 
 
 def _stack(states: list[Tensor]) -> Tensor:
@@ -379,9 +350,7 @@ class _OneState(_Layer):
             ValueError: the input's rank or dtype does not fit.
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
-        self._refresh_weights()
-        run = self._forward_packed if isinstance(input, PackedSequence) else self._forward
-        output, final = run(input, None if hx is None else (hx,))
+        output, final = self._forward(input, None if hx is None else (hx,))
         return output, final[0]
 
 
@@ -554,12 +523,6 @@ class LSTM(_Layer):
     def __init__(self, *args, algorithm="auto", **kwargs):
         super().__init__("LSTM", *args, algorithm=algorithm, **kwargs)
 
-    def _check_sizes(self, input: Tensor, state: tuple[Tensor, ...] | None, batch_sizes: Tensor | None) -> None:
-        if state is None:
-            self.check_input(input, batch_sizes)
-        else:
-            self.check_forward_args(input, state, batch_sizes)
-
     @overload
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
@@ -587,10 +550,10 @@ class LSTM(_Layer):
             ValueError: the input's rank or dtype does not fit.
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
-        self._refresh_weights()
-        if isinstance(hx, (tuple, list)) and len(hx) > 2:
-            raise RuntimeError(f"LSTM: hx must be (h0, c0), got {len(hx)} tensors")
-        return self._forward_packed(input, hx) if isinstance(input, PackedSequence) else self._forward(input, hx)
+        if hx is not None and len(hx) != 2:
+            error = IndexError if len(hx) < 2 and not isinstance(hx, Tensor) else RuntimeError
+            self._fail(error, f"hx must be (h0, c0), got {len(hx)} tensors")
+        return self._forward(input, hx)
 
 
 def _refuse_projection(kwargs: dict[str, Any]) -> None:
