@@ -1,0 +1,555 @@
+// The CPU kernels of weft::scan_rnn, in GCC's vector extensions: included once per instruction set, with
+//   WEFT_ISA            a namespace of its own, so that no two instruction sets share a symbol
+//   WEFT_VECTOR_BYTES   16, 32 or 64
+//   WEFT_REGISTERS      how many vector registers there are: 16 or 32
+// No function template of the standard library is used below: one that is not inlined would be emitted with this
+// instruction set under a name that the linker merges with everybody else's.
+#include "scan/cpu/scan_rnn_kernels.h"
+
+namespace weft::cpu::WEFT_ISA {
+namespace {
+
+template <typename T>
+struct Types;
+
+template <>
+struct Types<float> {
+  using Bits = int32_t;
+  typedef float Vec __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+  typedef float Unaligned __attribute__((vector_size(WEFT_VECTOR_BYTES), aligned(4), may_alias));
+  typedef int32_t Int __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+};
+
+template <>
+struct Types<double> {
+  using Bits = int64_t;
+  typedef double Vec __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+  typedef double Unaligned __attribute__((vector_size(WEFT_VECTOR_BYTES), aligned(8), may_alias));
+  typedef int64_t Int __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+};
+
+#define WEFT_INLINE inline __attribute__((always_inline))
+
+template <typename T>
+struct Simd {
+  using Vec = typename Types<T>::Vec;
+  using Int = typename Types<T>::Int;
+  using Unaligned = typename Types<T>::Unaligned;
+  static constexpr int kLanes = WEFT_VECTOR_BYTES / sizeof(T);
+
+  // x - 0 is x for every x, -0 and NaN included, and compiles to a broadcast.
+  static WEFT_INLINE Vec broadcast(T x) { return x - Vec{}; }
+  static WEFT_INLINE Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
+  static WEFT_INLINE void store(T* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+
+  // The first n lanes, n >= 1, from and to memory of any alignment; the other lanes are zero, or left alone.
+  static WEFT_INLINE Vec load(const T* p, int64_t n) {
+    if (n >= kLanes) return *reinterpret_cast<const Unaligned*>(p);
+#if WEFT_VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) return (Vec)_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
+    if constexpr (sizeof(T) == 8) return (Vec)_mm512_maskz_loadu_pd(__mmask8((1u << n) - 1), p);
+#else
+    Vec v{};
+    for (int64_t i = 0; i < n; ++i) v[i] = p[i];
+    return v;
+#endif
+  }
+  static WEFT_INLINE void store(T* p, Vec v, int64_t n) {
+    if (n >= kLanes) {
+      *reinterpret_cast<Unaligned*>(p) = v;
+      return;
+    }
+#if WEFT_VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), (__m512)v);
+    if constexpr (sizeof(T) == 8) _mm512_mask_storeu_pd(p, __mmask8((1u << n) - 1), (__m512d)v);
+#else
+    for (int64_t i = 0; i < n; ++i) p[i] = v[i];
+#endif
+  }
+
+  // exp to about one unit in the last place; inf above the range, the smallest normal number below it. Cody and Waite's
+  // reduction x = n ln 2 + r, then Cephes' approximations on |r| <= ln(2)/2. Every comparison is false for NaN, so NaN
+  // reaches r and stays.
+  static WEFT_INLINE Vec exp(Vec x) {
+    constexpr bool single = sizeof(T) == 4;
+    constexpr T low = single ? T(-87.3) : T(-708.3), high = single ? T(88.8) : T(709.8);
+    x = x < low ? broadcast(low) : x;
+    x = x > high ? broadcast(high) : x;
+    // Adding 1.5 * 2^(mantissa bits) leaves round(x / ln 2) in the low bits.
+    constexpr T magic = single ? T(12582912.0) : T(6755399441055744.0);
+    const Vec shifted = x * T(1.44269504088896340736) + magic;
+    const Vec n = shifted - magic;
+    constexpr int mantissa = single ? 23 : 52;
+    constexpr typename Types<T>::Bits bias = single ? 127 : 1023;
+    const Vec power = (Vec)(((Int)shifted + bias) << mantissa);
+    if constexpr (single) {
+      const Vec r = (x - n * T(0.693359375)) + n * T(2.12194440e-4);
+      Vec p = r * T(1.9875691500e-4) + T(1.3981999507e-3);
+      p = p * r + T(8.3334519073e-3);
+      p = p * r + T(4.1665795894e-2);
+      p = p * r + T(1.6666665459e-1);
+      p = p * r + T(5.0000001201e-1);
+      return (p * (r * r) + r + T(1)) * power;
+    } else {
+      const Vec r = (x - n * T(6.93145751953125e-1)) - n * T(1.42860682030941723212e-6);
+      const Vec rr = r * r;
+      const Vec p =
+          r * ((rr * T(1.26177193074810590878e-4) + T(3.02994407707441961300e-2)) * rr + T(9.99999999999999999910e-1));
+      const Vec q =
+          ((rr * T(3.00198505138664455042e-6) + T(2.52448340349684104192e-3)) * rr + T(2.27265548208155028766e-1)) *
+              rr +
+          T(2);
+      return (T(1) + T(2) * (p / (q - p))) * power;
+    }
+  }
+
+  static WEFT_INLINE Vec sigmoid(Vec x) {
+    return T(1) / (T(1) + exp(-x));
+  }
+
+  // Near 0 a polynomial, because 1 - 2 / (exp(2x) + 1) cancels there and would lose the relative accuracy.
+  static WEFT_INLINE Vec tanh(Vec x) {
+    const Vec size = x < T(0) ? -x : x;
+    const Vec large = T(1) - T(2) / (exp(size + size) + T(1));
+    const Vec z = x * x;
+    Vec small;
+    if constexpr (sizeof(T) == 4) {
+      Vec p = z * T(-5.70498872745e-3) + T(2.06390887954e-2);
+      p = p * z - T(5.37397155531e-2);
+      p = p * z + T(1.33314422036e-1);
+      p = p * z - T(3.33332819422e-1);
+      small = (p * z) * x + x;
+    } else {
+      const Vec p = (z * T(-9.64399179425052238628e-1) - T(9.92877231001918586564e1)) * z - T(1.61468768441708447952e3);
+      const Vec q =
+          ((z + T(1.12811678491632931402e2)) * z + T(2.23548839060100448583e3)) * z + T(4.84406305325125486048e3);
+      small = (p / q) * z * x + x;
+    }
+    return size < T(0.625) ? small : x < T(0) ? -large : large;
+  }
+
+  // As torch: NaN stays NaN.
+  static WEFT_INLINE Vec relu(Vec x) {
+    return x < T(0) ? Vec{} : x;
+  }
+};
+
+WEFT_INLINE int64_t smaller(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+WEFT_INLINE int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// ---- The recurrent product
+// -------------------------------------------------------------------------------------------
+//
+// Packed weights: the H columns of a result are cut into panels of kLanes; up to kMaxPanels of them form a group whose
+// NV = panels * blocks vectors are produced together: [group][depth][panel][block][lane], zero beyond H.
+
+// Rows of the register block for NV vectors per row: NV * rows accumulators, the NV weights and a broadcast must fit.
+constexpr int max_rows(int nv) {
+#if WEFT_REGISTERS == 32
+  return nv <= 3 ? 8 : 6;
+#else
+  return nv == 1 ? 8 : nv == 2 ? 6 : nv == 3 ? 4 : 3;
+#endif
+}
+
+constexpr int max_panels(int blocks) {
+  return blocks == 1 ? 3 : 1;
+}
+
+template <typename T>
+WEFT_INLINE int64_t panels_of(int64_t H) {
+  return ceil_div(H, Simd<T>::kLanes);
+}
+
+template <typename T, int MR, int NV>
+WEFT_INLINE void multiply_add(typename Simd<T>::Vec (&acc)[MR][NV], const T* left, int64_t left_stride, const T* w,
+                              int64_t depth) {
+  using S = Simd<T>;
+  for (int64_t k = 0; k < depth; ++k, w += NV * S::kLanes) {
+    typename S::Vec weight[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) weight[v] = S::load(w + v * S::kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      const typename S::Vec x = S::broadcast(left[r * left_stride + k]);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) acc[r][v] += x * weight[v];
+    }
+  }
+}
+
+// out[r][v] = start(r, v) + sum over k < depth of left[r][k] w[k][v] + the same over a second piece of each row.
+template <typename T, int MR, int NV, typename Start>
+WEFT_INLINE void product(const T* left, int64_t left_stride, int64_t depth, int64_t second_offset, int64_t second_depth,
+                         const T* w, Start start, T* out, int64_t out_stride) {
+  using S = Simd<T>;
+  typename S::Vec acc[MR][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) acc[r][v] = start(r, v);
+  }
+  multiply_add<T, MR, NV>(acc, left, left_stride, w, depth);
+  if (second_depth > 0) {
+    multiply_add<T, MR, NV>(acc, left + second_offset, left_stride, w + depth * NV * S::kLanes, second_depth);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) S::store(out + r * out_stride + v * S::kLanes, acc[r][v]);
+  }
+}
+
+// Calls f.template operator()<rows>(first_row) for equal blocks of at most MAX rows.
+template <int MAX, typename F>
+WEFT_INLINE void dispatch_rows(int64_t rows, int64_t first, F& f) {
+  if constexpr (MAX == 1) {
+    f.template operator()<1>(first);
+  } else if (rows == MAX) {
+    f.template operator()<MAX>(first);
+  } else {
+    dispatch_rows<MAX - 1>(rows, first, f);
+  }
+}
+
+template <int MAX, typename F>
+WEFT_INLINE void row_blocks(int64_t rows, F f) {
+  const int64_t blocks = ceil_div(rows, MAX);
+  for (int64_t i = 0, first = 0; i < blocks; ++i) {
+    const int64_t count = ceil_div(rows - first, blocks - i);
+    dispatch_rows<MAX>(count, first, f);
+    first += count;
+  }
+}
+
+// Calls f.template operator()<panels>(first_panel) for each group of panels.
+template <int BLOCKS, typename F>
+WEFT_INLINE void panel_groups(int64_t panels, F f) {
+  constexpr int kMax = max_panels(BLOCKS);
+  int64_t first = 0;
+  for (; first + kMax <= panels; first += kMax) f.template operator()<kMax>(first);
+  if constexpr (kMax > 1) {
+    if (panels - first == 2) f.template operator()<2>(first);
+    if (panels - first == 1) f.template operator()<1>(first);
+  }
+}
+
+template <typename T>
+int64_t packed_size(int blocks, int64_t H, int64_t depth) {
+  return panels_of<T>(H) * blocks * depth * Simd<T>::kLanes;
+}
+
+// Element (k, block, column) of the matrix to pack is w[k * depth_stride + (block * H + column) * column_stride].
+template <typename T, int BLOCKS>
+void pack(const T* w, int64_t depth_stride, int64_t column_stride, int64_t H, int64_t depth, T* packed) {
+  constexpr int kLanes = Simd<T>::kLanes;
+  panel_groups<BLOCKS>(panels_of<T>(H), [&]<int NP>(int64_t panel) {
+    for (int64_t k = 0; k < depth; ++k) {
+      for (int p = 0; p < NP; ++p) {
+        for (int g = 0; g < BLOCKS; ++g) {
+          for (int lane = 0; lane < kLanes; ++lane) {
+            const int64_t column = (panel + p) * kLanes + lane;
+            *packed++ = column < H ? w[k * depth_stride + (g * H + column) * column_stride] : T(0);
+          }
+        }
+      }
+    }
+  });
+}
+
+template <typename T>
+void pack_forward(Cell cell, const T* w, int64_t H, int64_t depth, T* packed) {
+  switch (gate_blocks(cell)) {
+    case 1:
+      return pack<T, 1>(w, 1, depth, H, depth, packed);
+    case 3:
+      return pack<T, 3>(w, 1, depth, H, depth, packed);
+    default:
+      return pack<T, 4>(w, 1, depth, H, depth, packed);
+  }
+}
+
+template <typename T>
+void pack_backward(const T* w, int64_t H, int64_t depth, T* packed) {
+  pack<T, 1>(w, H, 1, H, depth, packed);
+}
+
+template <typename T>
+void pad_bias(int blocks, const T* bias, int64_t H, T* padded) {
+  for (int64_t panel = 0; panel < panels_of<T>(H); ++panel) {
+    for (int g = 0; g < blocks; ++g) {
+      for (int lane = 0; lane < Simd<T>::kLanes; ++lane) {
+        const int64_t column = panel * Simd<T>::kLanes + lane;
+        *padded++ = bias != nullptr && column < H ? bias[g * H + column] : T(0);
+      }
+    }
+  }
+}
+
+// A row of a (rows, H) matrix to and from a padded row.
+template <typename T>
+WEFT_INLINE void copy_rows(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t count) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t j = 0; j < count; ++j) to[r * to_stride + j] = from[r * from_stride + j];
+  }
+}
+
+template <typename T>
+WEFT_INLINE void fill_zero(T* p, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) p[i] = T(0);
+}
+
+// ---- Forward
+// ---------------------------------------------------------------------------------------------------------
+
+// Steps whose input projection is computed at once: enough rows for the micro-kernel, few enough to stay in L2.
+template <typename T>
+WEFT_INLINE int64_t chunk_steps(const ScanRnnForwardArgs<T>& a, int64_t rows) {
+  const int64_t step = rows * gate_blocks(a.cell) * panels_of<T>(a.H) * Simd<T>::kLanes;
+  const int64_t fit = step > 0 ? int64_t(131072 / sizeof(T)) / step : 1;
+  return smaller(a.steps, fit < 8 ? 8 : fit / 8 * 8);
+}
+
+template <typename T>
+int64_t forward_scratch(const ScanRnnForwardArgs<T>& a, int64_t rows) {
+  const int64_t width = panels_of<T>(a.H) * Simd<T>::kLanes;
+  return rows * width * (3 + chunk_steps(a, rows) * gate_blocks(a.cell));
+}
+
+template <typename T, Cell C>
+void forward(const ScanRnnForwardArgs<T>& a, int64_t b0, int64_t b1, T* scratch) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr int G = gate_blocks(C);
+  constexpr int kLanes = S::kLanes;
+  const int64_t rows = b1 - b0, H = a.H, panels = panels_of<T>(H), width = panels * kLanes,
+                chunk = chunk_steps(a, rows);
+  T* h = scratch;                      // (rows, width): state before the step
+  T* h_next = h + rows * width;        // (rows, width): state after it; apart, because all of h is read for each panel
+  T* const c = h_next + rows * width;  // (rows, width): lstm's cell state
+  T* const projected = c + rows * width;  // (chunk, rows, panels, G, lanes): W_ih x + bias
+  fill_zero(scratch, 3 * rows * width);
+  copy_rows(a.h0 + b0 * H, H, h, width, rows, H);
+  if constexpr (C == Cell::kLstm) copy_rows(a.c0 + b0 * H, H, c, width, rows, H);
+
+  for (int64_t chunk_start = 0; chunk_start < a.steps; chunk_start += chunk) {
+    const int64_t chunk_end = smaller(chunk_start + chunk, a.steps);
+    auto time_of = [&](int64_t step) { return a.reverse ? a.steps - 1 - step : step; };
+
+    // Blocks of rows here are steps of one sequence, so that a batch of one row fills the register block, too.
+    panel_groups<G>(panels, [&]<int NP>(int64_t panel) {
+      constexpr int NV = NP * G;
+      const T* w = a.w_ih + panel * G * kLanes * a.I;
+      const T* bias = a.bias + panel * G * kLanes;
+      auto start = [&](int, int v) { return S::load(bias + v * kLanes); };
+      for (int64_t r = 0; r < rows; ++r) {
+        row_blocks<max_rows(NV)>(chunk_end - chunk_start, [&]<int MR>(int64_t step) {
+          const T* x = a.input + (time_of(chunk_start + step) * a.B + b0 + r) * a.I;
+          T* out = projected + (step * rows + r) * width * G + panel * G * kLanes;
+          product<T, MR, NV>(x, a.reverse ? -a.B * a.I : a.B * a.I, a.I, 0, 0, w, start, out, rows * width * G);
+        });
+      }
+    });
+
+    for (int64_t step = chunk_start; step < chunk_end; ++step) {
+      const int64_t t = time_of(step);
+      panel_groups<G>(panels, [&]<int NP>(int64_t panel) {
+        constexpr int NV = NP * G;
+        const T* w = a.w_hh + panel * G * kLanes * H;
+        row_blocks<max_rows(NV)>(rows, [&]<int MR>(int64_t first) {
+          const T* x = projected + ((step - chunk_start) * rows + first) * width * G + panel * G * kLanes;
+          alignas(64) T pre[MR * NV * kLanes];
+          auto start = [&](int r, int v) {
+            // r multiplies gru's W_hn h + b_hn before the input side is added, so that product starts from b_hn.
+            if (C == Cell::kGru && v == 2) return S::load(a.bias_m + panel * kLanes);
+            return S::load(x + r * width * G + v * kLanes);
+          };
+          product<T, MR, NV>(h + first * width, width, H, 0, 0, w, start, pre, NV * kLanes);
+
+#pragma GCC unroll 1
+          for (int r = 0; r < MR; ++r) {
+            const int64_t row = t * a.B + b0 + first + r;
+            for (int p = 0; p < NP; ++p) {
+              const int64_t j = (panel + p) * kLanes, lanes = H - j;
+              const T* gate = pre + (r * NV + p * G) * kLanes;
+              T* const state = h_next + (first + r) * width + j;
+              Vec next;
+              if constexpr (C == Cell::kRnnTanh) {
+                next = S::tanh(S::load(gate));
+              } else if constexpr (C == Cell::kRnnRelu) {
+                next = S::relu(S::load(gate));
+              } else if constexpr (C == Cell::kGru) {
+                const Vec reset = S::sigmoid(S::load(gate));
+                const Vec update = S::sigmoid(S::load(gate + kLanes));
+                const Vec m = S::load(gate + 2 * kLanes);
+                const Vec n = S::tanh(S::load(x + r * width * G + 2 * kLanes) + reset * m);
+                next = n + update * (S::load(h + (first + r) * width + j) - n);
+                if (a.gates != nullptr) {
+                  T* const saved = a.gates + row * 4 * H + j;
+                  S::store(saved, reset, lanes);
+                  S::store(saved + H, update, lanes);
+                  S::store(saved + 2 * H, n, lanes);
+                  S::store(saved + 3 * H, m, lanes);
+                }
+              } else {
+                T* const cell = c + (first + r) * width + j;
+                const Vec in = S::sigmoid(S::load(gate));
+                const Vec forget = S::sigmoid(S::load(gate + kLanes));
+                const Vec g = S::tanh(S::load(gate + 2 * kLanes));
+                const Vec out = S::sigmoid(S::load(gate + 3 * kLanes));
+                const Vec cell_next = forget * S::load(cell) + in * g;
+                S::store(cell, cell_next);
+                next = out * S::tanh(cell_next);
+                if (a.gates != nullptr) {
+                  T* const saved = a.gates + row * 4 * H + j;
+                  S::store(saved, in, lanes);
+                  S::store(saved + H, forget, lanes);
+                  S::store(saved + 2 * H, g, lanes);
+                  S::store(saved + 3 * H, out, lanes);
+                  S::store(a.cells + row * H + j, cell_next, lanes);
+                }
+              }
+              S::store(state, next);
+              S::store(a.output + row * H + j, next, lanes);
+            }
+          }
+        });
+      });
+      T* const last = h;
+      h = h_next;
+      h_next = last;
+    }
+  }
+  copy_rows(h, width, a.h_n + b0 * H, H, rows, H);
+  if constexpr (C == Cell::kLstm) copy_rows(c, width, a.c_n + b0 * H, H, rows, H);
+}
+
+template <typename T>
+void forward(const ScanRnnForwardArgs<T>& a, int64_t b0, int64_t b1, T* scratch) {
+  switch (a.cell) {
+    case Cell::kRnnTanh:
+      return forward<T, Cell::kRnnTanh>(a, b0, b1, scratch);
+    case Cell::kRnnRelu:
+      return forward<T, Cell::kRnnRelu>(a, b0, b1, scratch);
+    case Cell::kGru:
+      return forward<T, Cell::kGru>(a, b0, b1, scratch);
+    case Cell::kLstm:
+      return forward<T, Cell::kLstm>(a, b0, b1, scratch);
+  }
+}
+
+// ---- Backward
+// --------------------------------------------------------------------------------------------------------
+//
+// Sequential: on a CPU a scan would do H times the work for a parallelism that the batch already has. A step first
+// turns the gradient of the state into the gradients before the nonlinearities (dgates) and then multiplies those by
+// W_hh.
+
+template <typename T>
+int64_t backward_scratch(const ScanRnnBackwardArgs<T>& a, int64_t rows) {
+  return 2 * rows * panels_of<T>(a.H) * Simd<T>::kLanes;
+}
+
+template <typename T, Cell C>
+void backward(const ScanRnnBackwardArgs<T>& a, int64_t b0, int64_t b1, T* scratch) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr int K = chain_blocks(C);
+  constexpr int kLanes = S::kLanes;
+  const int64_t rows = b1 - b0, H = a.H, panels = panels_of<T>(H), width = panels * kLanes;
+  T* const dh = scratch;            // (rows, width): what has arrived at the state from later steps
+  T* const dc = dh + rows * width;  // (rows, width): the same for lstm's cell state
+  fill_zero(scratch, 2 * rows * width);
+  if (a.grad_h_n != nullptr) copy_rows(a.grad_h_n + b0 * H, H, dh, width, rows, H);
+  if (a.grad_c_n != nullptr) copy_rows(a.grad_c_n + b0 * H, H, dc, width, rows, H);
+
+  for (int64_t step = a.steps - 1; step >= 0; --step) {
+    const int64_t t = a.reverse ? a.steps - 1 - step : step;
+    const int64_t t_before = a.reverse ? t + 1 : t - 1;
+    const T* const h_before = step > 0 ? a.output + t_before * a.B * H : a.h0;
+    const T* const c_before = step > 0 ? a.cells + t_before * a.B * H : a.c0;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t b = b0 + r, row = t * a.B + b;
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const int64_t j = panel * kLanes, lanes = H - j;
+        T* const carried = dh + r * width + j;
+        T* const d = a.dgates + row * K * H + j;
+        Vec grad = S::load(carried);
+        if (a.grad_output != nullptr) grad += S::load(a.grad_output + row * H + j, lanes);
+        if constexpr (C == Cell::kRnnTanh) {
+          const Vec y = S::load(a.output + row * H + j, lanes);
+          S::store(d, grad * (T(1) - y * y), lanes);
+        } else if constexpr (C == Cell::kRnnRelu) {
+          const Vec y = S::load(a.output + row * H + j, lanes);
+          S::store(d, y <= T(0) ? Vec{} : grad, lanes);
+        } else if constexpr (C == Cell::kGru) {
+          const T* const gate = a.gates + row * 4 * H + j;
+          const Vec reset = S::load(gate, lanes), update = S::load(gate + H, lanes), n = S::load(gate + 2 * H, lanes),
+                    m = S::load(gate + 3 * H, lanes), before = S::load(h_before + b * H + j, lanes);
+          const Vec dn = grad * (T(1) - update) * (T(1) - n * n);
+          const Vec dm = dn * reset;
+          S::store(d, dn * m * reset * (T(1) - reset), lanes);
+          S::store(d + H, grad * (before - n) * update * (T(1) - update), lanes);
+          S::store(d + 2 * H, dn, lanes);
+          S::store(d + 3 * H, dm, lanes);
+          S::store(carried, grad * update);
+        } else {
+          const T* const gate = a.gates + row * 4 * H + j;
+          const Vec in = S::load(gate, lanes), forget = S::load(gate + H, lanes), g = S::load(gate + 2 * H, lanes),
+                    out = S::load(gate + 3 * H, lanes), before = S::load(c_before + b * H + j, lanes);
+          const Vec squashed = S::tanh(S::load(a.cells + row * H + j, lanes));
+          T* const carried_cell = dc + r * width + j;
+          const Vec grad_cell = S::load(carried_cell) + grad * out * (T(1) - squashed * squashed);
+          S::store(d, grad_cell * g * in * (T(1) - in), lanes);
+          S::store(d + H, grad_cell * before * forget * (T(1) - forget), lanes);
+          S::store(d + 2 * H, grad_cell * in * (T(1) - g * g), lanes);
+          S::store(d + 3 * H, grad * squashed * out * (T(1) - out), lanes);
+          S::store(carried_cell, grad_cell * forget);
+        }
+      }
+    }
+
+    panel_groups<1>(panels, [&]<int NP>(int64_t panel) {
+      const T* w = a.w_hh + panel * kLanes * gate_blocks(C) * H;
+      row_blocks<max_rows(NP)>(rows, [&]<int MR>(int64_t first) {
+        const T* d = a.dgates + (t * a.B + b0 + first) * K * H;
+        T* const to = dh + first * width + panel * kLanes;
+        auto start = [&](int r, int v) { return C == Cell::kGru ? S::load(to + r * width + v * kLanes) : Vec{}; };
+        if constexpr (C == Cell::kGru) {
+          product<T, MR, NP>(d, K * H, 2 * H, 3 * H, H, w, start, to, width);  // dr, dz and, past dn, dm
+        } else {
+          product<T, MR, NP>(d, K * H, K * H, 0, 0, w, start, to, width);
+        }
+      });
+    });
+  }
+  copy_rows(dh, width, a.grad_h0 + b0 * H, H, rows, H);
+  if constexpr (C == Cell::kLstm) copy_rows(dc, width, a.grad_c0 + b0 * H, H, rows, H);
+}
+
+template <typename T>
+void backward(const ScanRnnBackwardArgs<T>& a, int64_t b0, int64_t b1, T* scratch) {
+  switch (a.cell) {
+    case Cell::kRnnTanh:
+      return backward<T, Cell::kRnnTanh>(a, b0, b1, scratch);
+    case Cell::kRnnRelu:
+      return backward<T, Cell::kRnnRelu>(a, b0, b1, scratch);
+    case Cell::kGru:
+      return backward<T, Cell::kGru>(a, b0, b1, scratch);
+    case Cell::kLstm:
+      return backward<T, Cell::kLstm>(a, b0, b1, scratch);
+  }
+}
+
+template <typename T>
+constexpr ScanRnnKernels<T> kKernels = {packed_size<T>,     pack_forward<T>,     pack_backward<T>, pad_bias<T>,
+                                        forward_scratch<T>, backward_scratch<T>, forward<T>,       backward<T>};
+
+constexpr ScanRnnTables kTables = {kKernels<float>, kKernels<double>};
+
+}  // namespace
+}  // namespace weft::cpu::WEFT_ISA

@@ -1,0 +1,188 @@
+// weft::scan_rnn: argument checks, allocation, the GEMM stage of the backward.
+#include "scan/scan_rnn.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "common/check.h"
+
+namespace weft {
+namespace {
+
+constexpr std::pair<const char*, Cell> kCells[] = {
+    {"rnn_tanh", Cell::kRnnTanh}, {"rnn_relu", Cell::kRnnRelu}, {"gru", Cell::kGru}, {"lstm", Cell::kLstm}};
+
+void check_rank(const char* op, const char* name, const at::Tensor& t, int64_t rank, const char* layout) {
+  WEFT_CHECK_VALUE(t.dim() == rank, op, ": ", name, " must be ", layout, ", got ", t.dim(), " dimensions: ", t.sizes());
+}
+
+// out (M,N) = left (R,M)^T right (R,N)
+void transposed_product(at::Tensor out, const at::Tensor& left, const at::Tensor& right) {
+  at::mm_out(out, left.t(), right);
+}
+
+}  // namespace
+
+Cell parse_cell(c10::string_view name) {
+  std::string known;
+  for (const auto& [known_name, cell] : kCells) {
+    if (name == known_name) return cell;
+    known += (known.empty() ? "'" : ", '") + std::string(known_name) + "'";
+  }
+  WEFT_CHECK_VALUE(false, "weft::scan_rnn: cell must be one of ", known, ", got '", name, "'");
+}
+
+at::ScalarType accumulate_type(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+ScanRnnSizes check_scan_rnn(const char* op, Cell cell, const at::Tensor& input, const at::Tensor& h0,
+                            const std::optional<at::Tensor>& c0, const at::Tensor& w_ih, const at::Tensor& w_hh,
+                            const std::optional<at::Tensor>& b_ih, const std::optional<at::Tensor>& b_hh) {
+  const bool lstm = cell == Cell::kLstm;
+  check_rank(op, "input", input, 3, "(T, B, I)");
+  check_rank(op, "h0", h0, 2, "(B, H)");
+  check_rank(op, "w_ih", w_ih, 2, "(G*H, I)");
+  const ScanRnnSizes s{input.size(0), input.size(1), input.size(2), h0.size(1), gate_blocks(cell)};
+  const int64_t rows = s.gates * s.H;
+  check_shape(op, "h0", h0, {s.B, s.H}, "(B, H)");
+  check_shape(op, "w_ih", w_ih, {rows, s.I}, "(G*H, I)");
+  check_shape(op, "w_hh", w_hh, {rows, s.H}, "(G*H, H)");
+  WEFT_CHECK_VALUE(c0.has_value() == lstm, op, ": c0 must be ", lstm ? "(B, H) for" : "None except for", " lstm, got ",
+                   lstm ? "None" : "a tensor");
+  WEFT_CHECK_VALUE(b_ih.has_value() == b_hh.has_value(), op, ": b_ih and b_hh must both be given or both be None, got ",
+                   b_ih.has_value() ? "only b_ih" : "only b_hh");
+  if (c0) check_shape(op, "c0", *c0, {s.B, s.H}, "(B, H)");
+  if (b_ih) {
+    check_shape(op, "b_ih", *b_ih, {rows}, "(G*H)");
+    check_shape(op, "b_hh", *b_hh, {rows}, "(G*H)");
+  }
+  check_floating(op, "input", input);
+  check_like(op, "h0", h0, "input", input);
+  if (c0) check_like(op, "c0", *c0, "input", input);
+  check_like(op, "w_ih", w_ih, "input", input);
+  check_like(op, "w_hh", w_hh, "input", input);
+  if (b_ih) {
+    check_like(op, "b_ih", *b_ih, "input", input);
+    check_like(op, "b_hh", *b_hh, "input", input);
+  }
+  return s;
+}
+
+void check_scan_rnn_saved(const char* op, Cell cell, const ScanRnnSizes& s, const at::Tensor& input,
+                          const std::optional<at::Tensor>& grad_output, const std::optional<at::Tensor>& grad_h_n,
+                          const std::optional<at::Tensor>& grad_c_n, const at::Tensor& output, const at::Tensor& gates,
+                          const at::Tensor& cells) {
+  const bool lstm = cell == Cell::kLstm;
+  auto check = [&](const char* name, const at::Tensor& t, at::IntArrayRef shape, const char* layout) {
+    check_shape(op, name, t, shape, layout);
+    check_like(op, name, t, "input", input);
+  };
+  if (grad_output) check("grad_output", *grad_output, {s.T, s.B, s.H}, "(T, B, H)");
+  if (grad_h_n) check("grad_h_n", *grad_h_n, {s.B, s.H}, "(B, H)");
+  WEFT_CHECK_VALUE(lstm || !grad_c_n, op, ": grad_c_n must be None except for lstm, got a tensor");
+  if (grad_c_n) check("grad_c_n", *grad_c_n, {s.B, s.H}, "(B, H)");
+  check("output", output, {s.T, s.B, s.H}, "(T, B, H)");
+
+  const auto accumulate = accumulate_type(input.scalar_type());
+  auto check_saved = [&](const char* name, const at::Tensor& t, at::IntArrayRef shape, const char* layout) {
+    check_shape(op, name, t, shape, layout);
+    WEFT_CHECK_TYPE(t.scalar_type() == accumulate, op, ": ", name, " must be ", accumulate, " for ",
+                    input.scalar_type(), " inputs, got ", t.scalar_type());
+    TORCH_CHECK(t.device() == input.device(), op, ": ", name, " must be on the device of input, ", input.device(),
+                ", got ", t.device());
+  };
+  if (cell == Cell::kGru || lstm) {
+    check_saved("gates", gates, {s.T, s.B, 4 * s.H}, "(T, B, 4H) as a forward with save=True returns it");
+  }
+  if (lstm) check_saved("cells", cells, {s.T, s.B, s.H}, "(T, B, H) as a forward with save=True returns it");
+}
+
+ScanRnnResults allocate_scan_rnn(Cell cell, const ScanRnnSizes& s, const at::Tensor& input, bool save) {
+  const bool lstm = cell == Cell::kLstm;
+  const auto options = input.options();
+  const auto saved = options.dtype(accumulate_type(input.scalar_type()));
+  ScanRnnResults r;
+  r.output = at::empty({s.T, s.B, s.H}, options);
+  r.h_n = at::empty({s.B, s.H}, options);
+  r.c_n = lstm ? at::empty({s.B, s.H}, options) : at::empty({0}, options);
+  r.gates = save && (lstm || cell == Cell::kGru) ? at::empty({s.T, s.B, 4 * s.H}, saved) : at::empty({0}, saved);
+  r.cells = save && lstm ? at::empty({s.T, s.B, s.H}, saved) : at::empty({0}, saved);
+  return r;
+}
+
+ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor& input, const at::Tensor& h0,
+                                      const at::Tensor& output, bool reverse, const at::Tensor& w_ih,
+                                      const at::Tensor& w_hh, const std::optional<at::Tensor>& b_ih,
+                                      const std::optional<at::Tensor>& b_hh, Cell cell, const std::array<bool, 7>& mask,
+                                      const at::Tensor& grad_h0, const at::Tensor& grad_c0) {
+  const int64_t T = input.size(0), B = input.size(1), I = input.size(2), H = h0.size(1);
+  const int64_t rows = gate_blocks(cell) * H;
+  const auto type = input.scalar_type();
+  const bool gru = cell == Cell::kGru;
+  // Half types: on a CUDA device their matrix products are the fast ones and accumulate in float32; on a CPU they are
+  // not.
+  const auto compute = dgates.is_cuda() ? type : dgates.scalar_type();
+  const auto absent = [&] { return at::empty({0}, input.options()); };
+
+  at::Tensor grad_input = absent(), grad_w_ih = absent(), grad_w_hh = absent(), grad_b_ih = absent(),
+             grad_b_hh = absent();
+  const bool products = mask[0] || mask[3] || mask[4];
+  const at::Tensor d = products ? dgates.to(compute) : dgates;  // (T, B, K*H)
+  const at::Tensor d_in = d.view({T * B, d.size(2)}).narrow(1, 0, rows);
+
+  if (mask[0]) grad_input = at::mm(d_in, w_ih.to(compute)).view({T, B, I}).to(type);
+  if (mask[3]) {
+    grad_w_ih = at::empty({rows, I}, input.options().dtype(compute));
+    transposed_product(grad_w_ih, d_in, input.reshape({T * B, I}).to(compute));
+    grad_w_ih = grad_w_ih.to(type);
+  }
+  if (mask[4]) {
+    if (T == 0) {
+      grad_w_hh = at::zeros({rows, H}, w_hh.options());
+    } else {
+      // The state before each step is h0 and then the output shifted by one: two products instead of a shifted copy.
+      const int64_t n = (T - 1) * B;
+      const at::Tensor later = d.narrow(0, reverse ? 0 : 1, T - 1).reshape({n, d.size(2)});
+      const at::Tensor before = output.narrow(0, reverse ? 1 : 0, T - 1).reshape({n, H}).to(compute);
+      const at::Tensor first = d.select(0, reverse ? T - 1 : 0);  // (B, K*H)
+      const at::Tensor state0 = h0.to(compute);
+      grad_w_hh = at::empty({rows, H}, input.options().dtype(compute));
+      auto part = [&](int64_t row, int64_t column, int64_t count) {
+        at::Tensor out = grad_w_hh.narrow(0, row, count);
+        transposed_product(out, later.narrow(1, column, count), before);
+        out.addmm_(first.narrow(1, column, count).t(), state0);
+      };
+      if (gru) {
+        part(0, 0, 2 * H);
+        part(2 * H, 3 * H, H);
+      } else {
+        part(0, 0, rows);
+      }
+      grad_w_hh = grad_w_hh.to(type);
+    }
+  }
+  if (b_ih && (mask[5] || mask[6])) {
+    const at::Tensor sums = dgates.sum(at::IntArrayRef{0, 1});  // (K*H)
+    // A fresh copy each: results of an op must not share memory.
+    if (mask[5]) grad_b_ih = sums.narrow(0, 0, rows).to(type, /*non_blocking=*/false, /*copy=*/true);
+    if (mask[6]) {
+      grad_b_hh =
+          gru ? at::cat({sums.narrow(0, 0, 2 * H), sums.narrow(0, 3 * H, H)}).to(type) : sums.to(type, false, true);
+    }
+  }
+  return {grad_input,
+          mask[1] ? grad_h0.to(type) : absent(),
+          mask[2] && cell == Cell::kLstm ? grad_c0.to(type) : absent(),
+          grad_w_ih,
+          grad_w_hh,
+          grad_b_ih,
+          grad_b_hh};
+}
+
+}  // namespace weft

@@ -1,0 +1,91 @@
+// weft::scan_rnn: one layer, one direction of a tanh RNN, ReLU RNN, GRU or LSTM whose backward pass is a linear scan.
+//
+//   rnn    h[t] = f(W_ih x[t] + b_ih + W_hh h[t-1] + b_hh)                         f = tanh or relu
+//   gru    r = s(..), z = s(..), m = W_hn h[t-1] + b_hn, n = tanh(W_in x[t] + b_in + r m),  h[t] = n + z (h[t-1] - n)
+//   lstm   i = s(..), f = s(..), g = tanh(..), o = s(..),  c[t] = f c[t-1] + i g,  h[t] = o tanh(c[t])
+//
+// T steps, B sequences, I inputs, H hidden units, G = 1, 1, 3, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm, in
+// torch's order (gru: r, z, n; lstm: i, f, g, o). Any of T, B, I, H may be 0; T = 0 gives h_n = h0.
+//
+// scan_rnn(input (T,B,I), h0 (B,H), c0 (B,H) | None, w_ih (G*H,I), w_hh (G*H,H), b_ih (G*H) | None, b_hh (G*H) | None;
+//          cell, reverse, save)
+//   output (T,B,H)   h[t]; with reverse, time runs from T-1 down to 0 and output[t] stays at its own t
+//   h_n    (B,H)     the state after the last step taken
+//   c_n    (B,H)     lstm; else (0)
+//   gates            with save: gru (T,B,4H) = r, z, n, m; lstm (T,B,4H) = i, f, g, o, all after their nonlinearity;
+//                    accumulate type. Without save, and for the rnns: (0)
+//   cells            with save: lstm (T,B,H) = c[t], accumulate type; else (0)
+//   save is switched on by the autograd kernel where a gradient is needed.
+//
+// scan_rnn_backward(grad_output (T,B,H) | None, grad_h_n (B,H) | None, grad_c_n (B,H) | None, the seven tensors above,
+//                   output, gates, cells; cell, reverse, output_mask[7])
+//   the gradients of the seven tensor arguments in their order; (0) where masked out or absent. None means zeros.
+//
+// Dtypes: float16, bfloat16, float32, float64, one for all arguments. float16 and bfloat16 accumulate, and carry the
+// state, in float32 (the accumulate type), and round where a result is written.
+// Aliasing: no result shares memory with an argument or with another result.
+// Determinism: two runs give the same bits.
+// NaN and inf in one sequence of the batch stay in that sequence's rows (and reach the sums over the batch, i.e. the
+// gradients of weights and biases).
+// Errors: ValueError for shapes and names, TypeError for dtypes, RuntimeError for devices.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/string_view.h>
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+#include "scan/cell.h"
+
+namespace weft {
+
+// ValueError that lists the known names, for any other name.
+Cell parse_cell(c10::string_view name);
+
+// float32 for float16, bfloat16 and float32; float64 for float64.
+at::ScalarType accumulate_type(at::ScalarType type);
+
+struct ScanRnnSizes {
+  int64_t T, B, I, H;
+  int gates;  // G
+};
+
+// Rank, sizes, dtype and device of the arguments of the forward op; c0 exactly for an lstm; both biases or none.
+ScanRnnSizes check_scan_rnn(const char* op, Cell cell, const at::Tensor& input, const at::Tensor& h0,
+                            const std::optional<at::Tensor>& c0, const at::Tensor& w_ih, const at::Tensor& w_hh,
+                            const std::optional<at::Tensor>& b_ih, const std::optional<at::Tensor>& b_hh);
+
+// What the backward op takes besides: the incoming gradients and what a forward with save=True returned.
+void check_scan_rnn_saved(const char* op, Cell cell, const ScanRnnSizes& sizes, const at::Tensor& input,
+                          const std::optional<at::Tensor>& grad_output, const std::optional<at::Tensor>& grad_h_n,
+                          const std::optional<at::Tensor>& grad_c_n, const at::Tensor& output, const at::Tensor& gates,
+                          const at::Tensor& cells);
+
+// The results of a forward, uninitialised: output, h_n, c_n and, with save, gates and cells.
+struct ScanRnnResults {
+  at::Tensor output, h_n, c_n, gates, cells;
+  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> tuple() const {
+    return {output, h_n, c_n, gates, cells};
+  }
+};
+ScanRnnResults allocate_scan_rnn(Cell cell, const ScanRnnSizes& sizes, const at::Tensor& input, bool save);
+
+using ScanRnnGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// The second stage of the backward: from the gradient before every nonlinearity to the gradients of input and
+// parameters, all of them matrix products over T*B rows, in ATen on any device.
+//
+// dgates (T,B,K*H), accumulate type, contiguous: rnn: d(pre-activation); gru: dr, dz, dn, dm with dm = dn * r, so that
+// columns [0, 3H) belong to the input side and columns [0, 2H) and [3H, 4H) to the recurrent side; lstm: di, df, dg,
+// do. grad_h0 and grad_c0 (B,H) in any floating dtype are passed through, cast to h0's dtype; they may be undefined
+// where output_mask does not ask for them.
+ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor& input, const at::Tensor& h0,
+                                      const at::Tensor& output, bool reverse, const at::Tensor& w_ih,
+                                      const at::Tensor& w_hh, const std::optional<at::Tensor>& b_ih,
+                                      const std::optional<at::Tensor>& b_hh, Cell cell,
+                                      const std::array<bool, 7>& output_mask, const at::Tensor& grad_h0,
+                                      const at::Tensor& grad_c0);
+
+}  // namespace weft
