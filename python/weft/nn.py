@@ -106,14 +106,11 @@ class _Layer(torch.nn.RNNBase):
             dim = input.dim()
             if dim != 2 and dim != 3:
                 size = self.input_size
-                self._fail(
-                    ValueError,
-                    f"input must be (T, B, {size}), (B, T, {size}) with batch_first, or unbatched (T, {size}); "
-                    f"got {dim} dimensions",
-                )
+                layout = f"(T, B, {size}), (B, T, {size}) with batch_first, or unbatched (T, {size})"
+                self._fail(ValueError, f"Expected input to be 2D or 3D, {layout}; got {dim}D tensor instead")
             if state is not None and any(s.dim() != dim for s in state):
-                got = " and ".join(str(s.dim()) for s in state)
-                self._fail(RuntimeError, f"hx must have {dim} dimensions as the input has, got {got}")
+                kind, got = "unbatched 2-D" if dim == 2 else "batched 3-D", " and ".join(f"{s.dim()}-D" for s in state)
+                self._fail(RuntimeError, f"For {kind} input, hx should also be {dim}-D but got {got}")
             if dim == 2:
                 input = input.unsqueeze(0 if self.batch_first else 1)
                 state = None if state is None else tuple(s.unsqueeze(1) for s in state)
@@ -142,21 +139,28 @@ class _Layer(torch.nn.RNNBase):
 
     def _check_input(self, input: Tensor, weight: Tensor, dim: int) -> None:
         if input.dtype != weight.dtype and not torch._C._is_any_autocast_enabled():
-            self._fail(ValueError, f"input must have the weights' dtype, {weight.dtype}, got {input.dtype}")
+            # torch.nn.LSTM leaves packed input to its kernel. The words are torch's, whose tests look for them.
+            error = RuntimeError if dim == 2 and self.mode == "LSTM" else ValueError
+            raise error(
+                f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}). "
+                f"Convert input: input.to({weight.dtype}), or convert model: model.to({input.dtype})"
+            )
         if input.dim() != dim:
             self._fail(RuntimeError, f"packed input must have {dim} dimensions, got {input.dim()}")
         if input.size(-1) != self.input_size:
-            self._fail(RuntimeError, f"input must have input_size = {self.input_size} features, got {input.size(-1)}")
+            expected = f"Expected {self.input_size}, got {input.size(-1)}"
+            self._fail(RuntimeError, f"input.size(-1) must be equal to input_size. {expected}")
         if input.device != weight.device:
             self._fail(RuntimeError, f"input must be on the weights' device, {weight.device}, got {input.device}")
 
     def _check_state(self, input: Tensor, state: tuple[Tensor, ...], batch: Any, autocast: bool) -> None:
         count = self.num_layers * (2 if self.bidirectional else 1)
-        names = ("hx[0]", "hx[1]") if self.mode == "LSTM" else ("hx",)
+        names = ("hidden[0]", "hidden[1]") if self.mode == "LSTM" else ("hidden",)
         for name, s, width in zip(names, state, (self.proj_size or self.hidden_size, self.hidden_size), strict=False):
-            if s.shape != (count, batch, width):
-                expected = f"(layers * directions, B, features) = ({count}, {batch}, {width})"
-                self._fail(RuntimeError, f"{name} must be {expected}, got {tuple(s.shape)}")
+            expected = (count, batch, width)
+            if s.shape != expected:
+                layout = "(layers * directions, B, features)"
+                self._fail(RuntimeError, f"Expected {name} size {expected} = {layout}, got {list(s.shape)}")
             if s.device != input.device:
                 self._fail(RuntimeError, f"{name} must be on the input's device, {input.device}, got {s.device}")
             if s.dtype != input.dtype and not autocast:
@@ -551,7 +555,7 @@ class LSTM(_Layer):
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
         if hx is not None and len(hx) != 2:
-            error = IndexError if len(hx) < 2 and not isinstance(hx, Tensor) else RuntimeError
+            error = IndexError if len(hx) < 2 else RuntimeError
             self._fail(error, f"hx must be (h0, c0), got {len(hx)} tensors")
         return self._forward(input, hx)
 
