@@ -8,7 +8,7 @@ TORCH_LIBRARY(weft, m) {
   // scan: csrc/scan/
   m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor", tags);
   m.def(
-      "linear_scan_backward(Tensor grad, Tensor A, Tensor x, Tensor? x0, bool reverse, bool transpose, "
+      "linear_scan_backward(Tensor grad, Tensor A, Tensor? x, Tensor? x0, bool reverse, bool transpose, "
       "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       tags);
   m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);

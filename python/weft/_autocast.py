@@ -1,1 +1,41 @@
 """Autocast rules: the dtype each op runs in under torch.autocast."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("weft", "IMPL")
+
+
+def _below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys.add(torch._C.DispatchKey.AutocastCUDA))
+
+
+def _widest(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The floating tensors in the widest dtype among them: a recurrence is no place for autocast's narrow one."""
+    floating = [t for t in tensors if t is not None and t.is_floating_point()]
+    if not floating:
+        return list(tensors)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in floating))
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def _linear_scan(A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False):
+    with _below_autocast():
+        A, b, x0 = _widest(A, b, x0)
+        return torch.ops.weft.linear_scan(A, b, x0, reverse=reverse, transpose=transpose)
+
+
+def _chain_backward(grad: Tensor, jacobians: list[Tensor], levels: int = -1):
+    with _below_autocast():
+        grad, *jacobians = _widest(grad, *jacobians)
+        return torch.ops.weft.chain_backward(grad, jacobians, levels)
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    _LIBRARY.impl("linear_scan", _linear_scan, _key)
+    _LIBRARY.impl("chain_backward", _chain_backward, _key)

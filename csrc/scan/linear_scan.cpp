@@ -1,0 +1,201 @@
+// Checks, allocation and the gradients of linear_scan, for both devices; CPU registration.
+#include "scan/linear_scan.h"
+
+#include <ATen/Context.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/library.h>
+
+#include "common/check.h"
+
+namespace weft::scan {
+namespace {
+
+constexpr const char* kOp = "linear_scan";
+
+enum class Layout { dense, shared, diagonal };
+
+Layout check_sizes(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {
+  WEFT_CHECK_VALUE(b.dim() == 3, kOp, ": b must be (T, B, H), got ", b.sizes());
+  const int64_t T = b.size(0), B = b.size(1), H = b.size(2);
+  if (x0.defined()) check_shape(kOp, "x0", x0, {B, H}, "(B, H)");
+  if (A.dim() == 3 && A.sizes() == b.sizes()) return Layout::diagonal;
+  if (A.dim() == 4 && A.sizes() == at::IntArrayRef({T, B, H, H})) return Layout::dense;
+  if (A.dim() == 4 && A.sizes() == at::IntArrayRef({T, 1, H, H})) return Layout::shared;
+  if (A.dim() == 3 && A.sizes() == at::IntArrayRef({T, H, H})) return Layout::shared;
+  WEFT_CHECK_VALUE(false, kOp, ": A must be (T, B, H, H) = [", T, ", ", B, ", ", H, ", ", H,
+                   "], (T, H, H) or (T, 1, H, H) ", "shared by the batch, or (T, B, H) diagonal, to go with b ",
+                   b.sizes(), "; got ", A.sizes());
+}
+
+Layout check(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {
+  check_floating(kOp, "A", A);
+  check_like(kOp, "b", b, "A", A);
+  if (x0.defined()) check_like(kOp, "x0", x0, "A", A);
+  return check_sizes(A, b, x0);
+}
+
+at::Tensor per_batch(const at::Tensor& A, Layout layout) {
+  return layout == Layout::shared && A.dim() == 3 ? A.unsqueeze(1) : A;
+}
+
+// The stride of a dimension of size 1 is never used, and torch allows any number there: an honest one lets kernels
+// merge dimensions and see alignment.
+int64_t stride(const at::Tensor& t, int64_t dim, int64_t if_single) {
+  return t.size(dim) == 1 ? if_single : t.stride(dim);
+}
+
+}  // namespace
+
+Described describe(Problem p, const at::Tensor& out) {
+  const int64_t T = p.b.size(0), B = p.b.size(1), H = p.b.size(2);
+  // A 1 x 1 matrix is a diagonal, and the diagonal kernel reads it once.
+  if (!p.diagonal && H == 1) {
+    p.A = p.A.squeeze(-1).expand({T, B, 1});
+    p.diagonal = true;
+  }
+  auto unit = [](const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 || t.stride(dim) == 1; };
+  if (!(unit(p.A, -1) || (!p.diagonal && unit(p.A, -2)))) p.A = p.A.contiguous();
+  if (!unit(p.b, -1)) p.b = p.b.contiguous();
+  if (p.x0.defined() && !unit(p.x0, -1)) p.x0 = p.x0.contiguous();
+
+  LinearScan s{};
+  s.T = T, s.B = B, s.H = H;
+  const auto type = p.b.scalar_type();
+  s.dtype = type == at::kHalf       ? DType::f16
+            : type == at::kBFloat16 ? DType::bf16
+            : type == at::kFloat    ? DType::f32
+                                    : DType::f64;
+  const int64_t matrix = p.diagonal ? H : H * H;
+  s.A_b = p.A.size(1) == B ? stride(p.A, 1, matrix) : 0;
+  s.A_t = stride(p.A, 0, p.A.size(1) * matrix);
+  if (p.diagonal) {
+    s.A_row = 1, s.A_col = 0;
+  } else {
+    s.A_row = p.A.stride(2), s.A_col = p.A.stride(3);
+    if (p.transpose) std::swap(s.A_row, s.A_col);
+  }
+  s.b_t = stride(p.b, 0, B * H), s.b_b = stride(p.b, 1, H);
+  s.out_t = stride(out, 0, B * H), s.out_b = stride(out, 1, H);
+  const int64_t size = p.b.element_size();
+  auto start = [&](const at::Tensor& t, int64_t& t_stride) {
+    auto* base = static_cast<char*>(t.data_ptr());
+    if (!p.reverse) return base;
+    base += (T - 1) * t_stride * size;
+    t_stride = -t_stride;
+    return base;
+  };
+  s.A = start(p.A, s.A_t);
+  s.b = start(p.b, s.b_t);
+  s.out = start(out, s.out_t);
+  if (p.x0.defined()) {
+    s.x0 = p.x0.data_ptr();
+    s.x0_b = stride(p.x0, 0, H);
+  }
+  return {std::move(p), s};
+}
+
+at::Tensor linear_scan_forward(ScanInto scan, const at::Tensor& A, const at::Tensor& b,
+                               const std::optional<at::Tensor>& x0, bool reverse, bool transpose) {
+  const at::Tensor start = x0.value_or(at::Tensor());
+  const Layout layout = check(A, b, start);
+  at::Tensor out = at::empty(b.sizes(), b.options());
+  if (out.numel() == 0) return out;
+  scan({per_batch(A, layout), b, start, layout == Layout::diagonal, reverse, transpose}, out);
+  return out;
+}
+
+Gradients linear_scan_gradients(ScanInto scan, const at::Tensor& grad, const at::Tensor& A,
+                                const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& x0, bool reverse,
+                                bool transpose, std::array<bool, 3> output_mask) {
+  const at::Tensor start = x0.value_or(at::Tensor());
+  const Layout layout = check(A, grad, start);
+  const bool want_A = output_mask[0], want_x0 = output_mask[2] && start.defined();
+  WEFT_CHECK_VALUE(!want_A || x.has_value(), "linear_scan_backward: x is needed for the gradient of A");
+  if (x.has_value()) {
+    check_like("linear_scan_backward", "x", *x, "A", A);
+    check_shape("linear_scan_backward", "x", *x, grad.sizes(), "(T, B, H)");
+  }
+
+  at::Tensor grad_A, grad_x0;
+  at::Tensor lambda = at::empty(grad.sizes(), grad.options());
+  if (lambda.numel() == 0) {
+    if (want_A) grad_A = at::zeros_like(A, at::MemoryFormat::Contiguous);
+    if (want_x0) grad_x0 = at::zeros_like(start, at::MemoryFormat::Contiguous);
+    return {grad_A, output_mask[1] ? lambda : at::Tensor(), grad_x0};
+  }
+  // Products below are gradients of fp32 products, which never use TF32.
+  const at::NoTF32Guard no_tf32;
+
+  // `first` is the step that x0 enters. lambda starts at the other end, `last`, with the gradient itself, and its scan
+  // writes straight into the remaining steps.
+  const int64_t n = grad.size(0) - 1, first = reverse ? n : 0, last = n - first;
+  const int64_t early = reverse ? 1 : 0, late = 1 - early;  // where the n steps without `last`, without `first` begin
+  const at::Tensor matrices = per_batch(A, layout);
+  lambda.select(0, last).copy_(grad.select(0, last));
+  if (n > 0) {
+    scan({matrices.narrow(0, late, n), grad.narrow(0, early, n), grad.select(0, last), layout == Layout::diagonal,
+          !reverse, !transpose},
+         lambda.narrow(0, early, n));
+  }
+
+  if (want_A) {
+    grad_A = at::empty(A.sizes(), A.options());
+    at::Tensor all = per_batch(grad_A, layout);
+    auto outer = [&](at::Tensor into, const at::Tensor& rows, const at::Tensor& columns) {
+      if (layout == Layout::diagonal) {
+        at::mul_out(into, rows, columns);
+      } else if (layout == Layout::dense) {
+        at::mul_out(into, rows.unsqueeze(-1), columns.unsqueeze(-2));
+      } else {
+        into.squeeze(1).copy_(at::bmm(rows.transpose(1, 2), columns));
+      }
+    };
+    auto product = [&](int64_t begin, int64_t length, const at::Tensor& previous) {
+      const at::Tensor l = lambda.narrow(0, begin, length);
+      const bool flip = transpose && layout != Layout::diagonal;
+      outer(all.narrow(0, begin, length), flip ? previous : l, flip ? l : previous);
+    };
+    if (n > 0) product(late, n, x->narrow(0, early, n));
+    if (start.defined()) {
+      product(first, 1, start.unsqueeze(0));
+    } else {
+      all.select(0, first).zero_();
+    }
+  }
+  if (want_x0) {
+    const at::Tensor l = lambda.select(0, first), m = matrices.select(0, first);
+    if (layout == Layout::diagonal) {
+      grad_x0 = at::mul(m, l);
+    } else {
+      grad_x0 = at::bmm((transpose ? m : m.transpose(1, 2)).expand({l.size(0), l.size(1), l.size(1)}), l.unsqueeze(-1))
+                    .squeeze(-1);
+    }
+  }
+  return {grad_A, output_mask[1] ? lambda : at::Tensor(), grad_x0};
+}
+
+namespace {
+
+at::Tensor forward_cpu(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, bool reverse,
+                       bool transpose) {
+  return linear_scan_forward(linear_scan_cpu, A, b, x0, reverse, transpose);
+}
+
+Gradients backward_cpu(const at::Tensor& grad, const at::Tensor& A, const std::optional<at::Tensor>& x,
+                       const std::optional<at::Tensor>& x0, bool reverse, bool transpose,
+                       std::array<bool, 3> output_mask) {
+  return linear_scan_gradients(linear_scan_cpu, grad, A, x, x0, reverse, transpose, output_mask);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CPU, m) {
+  m.impl("linear_scan", forward_cpu);
+  m.impl("linear_scan_backward", backward_cpu);
+}
+
+}  // namespace weft::scan

@@ -1,0 +1,160 @@
+"""Back-propagation as a parallel scan: linear recurrences and chains of Jacobians.
+
+Source: BPPSA (Wang, Bai, Pekhimenko, "Scaling back-propagation by parallel scan algorithm", MLSys 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _ops  # noqa: F401  loads torch.ops.weft
+
+__all__ = ["chain_backward", "chain_backward_reference", "linear_scan", "linear_scan_reference"]
+
+_SCHEDULES = {"auto": -1, "linear": 0, "blelloch": 63}
+
+
+def linear_scan(
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
+) -> Tensor:
+    """Runs the linear recurrence ``x[t] = A[t] @ x[t-1] + b[t]`` over all t, in parallel where that pays.
+
+    Gradients for ``A``, ``b`` and ``x0``, of any order, are linear scans themselves.
+
+    Args:
+        A: ``(T, B, H, H)``; ``(T, H, H)`` or ``(T, 1, H, H)``, shared by the batch; or ``(T, B, H)``, diagonal. A 3-D
+            ``A`` with the shape of ``b`` is diagonal, also where B = H: pass a shared one as ``(T, 1, H, H)`` there.
+        b: ``(T, B, H)``.
+        x0: ``(B, H)``, the state before the first step; None is zeros, and ``A`` of the first step is then not used.
+        reverse: ``x[t] = A[t] @ x[t+1] + b[t]`` instead, with ``x[T] = x0``.
+        transpose: takes ``A[t].mT`` in the place of ``A[t]``.
+
+    Returns:
+        x ``(T, B, H)``. T, B and H may be 0. The dtype is that of the inputs, float16, bfloat16, float32 or float64,
+        one for all; under autocast they are cast to the widest of theirs. The state is carried in float32 (float64
+        for float64), never in TF32.
+
+    Raises:
+        TypeError: an argument is no tensor, has another dtype, or dtypes differ.
+        ValueError: shapes do not fit.
+        RuntimeError: devices differ.
+
+    Two runs give the same bits. NaN or inf in one row of the batch touches no other. Wherever the recurrence, step by
+    step, gives finite numbers, so does the scan, although products of ``A`` may overflow or underflow.
+
+    Source: BPPSA, MLSys 2020; for diagonal ``A`` also Martin and Cundy, ICLR 2018.
+    """
+    _check_tensor("linear_scan", "A", A)
+    _check_tensor("linear_scan", "b", b)
+    if x0 is not None:
+        _check_tensor("linear_scan", "x0", x0)
+    if _differentiated_by_transform(A, b, x0):
+        return linear_scan_reference(A, b, x0, reverse=reverse, transpose=transpose)
+    return torch.ops.weft.linear_scan(A, b, x0, reverse=reverse, transpose=transpose)
+
+
+def linear_scan_reference(
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
+) -> Tensor:
+    """:func:`linear_scan`, one step after the other in plain torch: what the fast paths are measured against.
+
+    The same arguments, shapes and result, in the dtype of the inputs throughout; differentiable to any order, in
+    forward mode and under ``torch.func`` too.
+    """
+    T = b.shape[0]
+    diagonal = A.dim() == 3 and A.shape == b.shape
+    if not diagonal and A.dim() == 3:
+        A = A.unsqueeze(1)
+    x, states = x0, []
+    for t in reversed(range(T)) if reverse else range(T):
+        if x is None:
+            x = b[t]
+        elif diagonal:
+            x = A[t] * x + b[t]
+        else:
+            matrix = A[t].mT if transpose else A[t]
+            x = (matrix @ x.unsqueeze(-1)).squeeze(-1) + b[t]
+        states.append(x)
+    if not states:
+        return b.clone()  # (0, B, H)
+    return torch.stack(states[::-1] if reverse else states)
+
+
+def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | int = "auto") -> list[Tensor]:
+    """Back-propagates ``grad`` through a chain of Jacobians: every gradient along the chain.
+
+    ``g[0] = grad`` and ``g[k] = jacobians[k-1] @ g[k-1]``, for each row of the batch. Differentiable to any order.
+
+    Args:
+        grad: ``(B, n_0)``, the gradient of the loss by the chain's output.
+        jacobians: transposed Jacobians, the last layer's first: each ``(B, n_k, n_{k-1})``, or ``(n_k, n_{k-1})`` for
+            the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it. Sizes may differ from
+            layer to layer; the list may be empty.
+        schedule: ``"linear"``, one product of a matrix and a vector after the other; ``"blelloch"``, the modified
+            Blelloch scan in O(log n) levels (operator A <> B = B A, operands reversed in the down-sweep); an int, that
+            many levels of the up-sweep before the middle is done linearly (0 is linear); or ``"auto"``, linear
+            products, fused into one :func:`linear_scan` where all Jacobians have one square shape.
+
+    Returns:
+        n + 1 gradients, ``grad`` itself first, then g[k] ``(B, n_k)``. float16 and bfloat16 are computed in float32.
+
+    Raises:
+        TypeError: dtypes are not floating, or differ; ``schedule`` is neither a string nor an int.
+        ValueError: a Jacobian does not chain (named by its position), shapes do not fit, an unknown schedule.
+        RuntimeError: devices differ.
+
+    Wherever ``"linear"`` gives finite numbers, every schedule gives the same ones, although products of Jacobians may
+    overflow or underflow.
+
+    Source: BPPSA, section 3, MLSys 2020.
+    """
+    _check_tensor("chain_backward", "grad", grad)
+    jacobians = list(jacobians)
+    for position, jacobian in enumerate(jacobians):
+        _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
+    return [grad, *torch.ops.weft.chain_backward(grad, jacobians, _levels(schedule))]
+
+
+def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor]) -> list[Tensor]:
+    """:func:`chain_backward` in plain torch, one product after the other; differentiable to any order."""
+    gradients = [grad]
+    for jacobian in jacobians:
+        gradients.append((jacobian @ gradients[-1].unsqueeze(-1)).squeeze(-1))
+    return gradients
+
+
+def _levels(schedule: str | int) -> int:
+    if isinstance(schedule, bool) or not isinstance(schedule, (str, int)):
+        raise TypeError(f"chain_backward: schedule must be a str or an int, got {type(schedule).__name__} {schedule!r}")
+    if isinstance(schedule, str):
+        if schedule not in _SCHEDULES:
+            known = ", ".join(f'"{name}"' for name in _SCHEDULES)
+            raise ValueError(f"chain_backward: schedule must be {known} or a number of levels, got {schedule!r}")
+        return _SCHEDULES[schedule]
+    if schedule < 0:
+        raise ValueError(f"chain_backward: schedule as a number of levels must not be negative, got {schedule}")
+    return min(schedule, _SCHEDULES["blelloch"])
+
+
+def _check_tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
+
+
+def _differentiated_by_transform(*tensors: Tensor | None) -> bool:
+    """Whether torch.func.grad, jvp, vjp or forward-mode AD sees these tensors: they refuse C++ autograd functions."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
+        from torch._C._functorch import TransformType
+        from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+        transforms = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
+        if transforms & {TransformType.Grad, TransformType.Jvp}:
+            return True
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    return any(t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors)

@@ -1,0 +1,53 @@
+"""What the tests of every op use: devices, error bounds, poisoned memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+BOUNDS = {
+    # Unit roundoff 1e-16 and 6e-8, times a few for sums of up to some hundred terms in any order.
+    torch.float64: 1e-14,
+    torch.float32: 2e-6,
+    # One rounding of the result, at most half a unit in the last of 11 and of 8 bits: 4.9e-4 and 3.9e-3.
+    torch.float16: 5e-4,
+    torch.bfloat16: 4e-3,
+}
+"""Relative error of the norm against fp64 on the same (rounded) inputs."""
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm, in fp64 on the CPU: 0 for two empty tensors, NaN where there is one."""
+    assert got.shape == want.shape, f"shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    got, want = got.detach().cpu().double(), want.detach().cpu().double()
+    difference, size = (got - want).norm().item(), want.norm().item()
+    return difference / size if size else difference
+
+
+def assert_close(got: Tensor, want: Tensor, bound: float | None = None) -> None:
+    """`got` agrees with an fp64 `want` to `bound`, by default that of got's dtype."""
+    limit = BOUNDS[got.dtype] if bound is None else bound
+    error = relative_error(got, want)
+    assert error <= limit, f"relative error {error:.3g} above {limit:.3g}"  # a NaN fails, too
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """Every tensor that is allocated but not written holds NaN (integers their largest value)."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

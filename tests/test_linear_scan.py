@@ -1,0 +1,663 @@
+"""linear_scan against its step-by-step twin in fp64, on every device, layout and dtype."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned, relative_error
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+from weft.scan import linear_scan, linear_scan_reference
+
+LAYOUTS = ["dense", "shared", "shared_4d", "diagonal"]
+
+
+class Sample(NamedTuple):
+    """One problem: sizes, what A is, and the flags. A's spectral radius is about 0.7, so that x stays of order 1."""
+
+    T: int
+    B: int
+    H: int
+    layout: str = "dense"
+    x0: bool = True
+    reverse: bool = False
+    transpose: bool = False
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {"reverse": self.reverse, "transpose": self.transpose}
+
+    def inputs(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None]:
+        T, B, H = self.T, self.B, self.H
+        shape = {"dense": (T, B, H, H), "shared": (T, H, H), "shared_4d": (T, 1, H, H), "diagonal": (T, B, H)}
+        scale = 0.7 if self.layout == "diagonal" else 0.7 / max(H, 1) ** 0.5
+        A = scale * torch.randn(shape[self.layout], dtype=torch.float64)
+        b = torch.randn(T, B, H, dtype=torch.float64)
+        x0 = torch.randn(B, H, dtype=torch.float64)
+        if not self.x0 and T:
+            A[T - 1 if self.reverse else 0] = torch.nan
+        A, b, x0 = (t.to(device=device, dtype=dtype) for t in (A, b, x0))
+        return A, b, x0 if self.x0 else None
+
+    def __str__(self) -> str:
+        flags = [name for name in ("x0", "reverse", "transpose") if getattr(self, name)]
+        return "-".join([f"T{self.T}", f"B{self.B}", f"H{self.H}", self.layout, *flags])
+
+
+SAMPLES = [
+    # Every layout and flag.
+    *(Sample(9, 3, 5, *rest) for rest in itertools.product(LAYOUTS, [False, True], [False, True], [False, True])),
+    # B = H, where a 3-D A is diagonal; H = 1; one step; one row; empty in each dimension.
+    *(Sample(6, 4, 4, layout) for layout in ("dense", "shared_4d", "diagonal")),
+    *(Sample(T, B, H, layout) for layout in LAYOUTS for T, B, H in [(7, 3, 1), (1, 3, 5), (11, 1, 4)]),
+    *(Sample(1, 3, 5, layout, x0=False, reverse=True) for layout in LAYOUTS),
+    *(Sample(T, B, H, layout) for layout in LAYOUTS for T, B, H in [(0, 3, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0)]),
+    # Sizes around the edges of vectors, tiles and chunks.
+    *(Sample(300, 2, H, "dense", reverse=H % 2 == 0, transpose=H % 3 == 0) for H in (2, 7, 8, 17, 20, 31, 32)),
+    *(Sample(40, 3, H, layout, transpose=H % 2 == 1) for H in (33, 64, 65, 128, 129) for layout in ("dense", "shared")),
+    *(Sample(T, 2, H, "diagonal", reverse=T % 2 == 0) for T in (15, 16, 17, 257) for H in (31, 32, 64, 300, 2051)),
+    Sample(5001, 1, 3, "diagonal"),
+    Sample(5001, 2, 20, "diagonal", x0=False, reverse=True),
+    Sample(5001, 1, 20),
+    Sample(2500, 2, 4, x0=False, reverse=True, transpose=True),
+]
+
+SMALL = [s for s in SAMPLES if s.T * s.B * s.H <= 9 * 3 * 5]
+FEW = [Sample(9, 3, 5, layout, x0, reverse=x0) for layout in LAYOUTS for x0 in (False, True)]
+
+sample = pytest.mark.parametrize("sample", SAMPLES, ids=str)
+small = pytest.mark.parametrize("sample", SMALL, ids=str)
+few = pytest.mark.parametrize("sample", FEW, ids=str)
+device = pytest.mark.parametrize("device", DEVICES)
+
+
+def wide(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same numbers in fp64 on the CPU, detached."""
+    return [None if t is None else t.detach().cpu().double() for t in tensors]
+
+
+def run(inputs: tuple, flags: dict, weight: Tensor, op=linear_scan) -> tuple[Tensor, list[Tensor]]:
+    """x and the gradients of (x * weight).sum() by A, b and x0."""
+    inputs = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    x = op(*inputs, **flags)
+    present = [t for t in inputs if t is not None]
+    # One reference step without x0 does not use A at all.
+    return x, list(torch.autograd.grad((x * weight).sum(), present, allow_unused=True, materialize_grads=True))
+
+
+def gradients_agree(sample: Sample, got: list[Tensor], want: list[Tensor], bound: float) -> None:
+    if not sample.x0 and sample.T:
+        first = sample.T - 1 if sample.reverse else 0
+        assert (got[0][first] == 0).all(), "A of the first step has no influence"
+        want[0][first] = 0
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w, bound)
+
+
+@device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@sample
+def test_agrees_with_reference(sample: Sample, dtype: torch.dtype, device: str) -> None:
+    inputs = sample.inputs(dtype, device)
+    with poisoned():
+        x = linear_scan(*inputs, **sample.flags)
+    assert x.dtype == dtype and x.device == inputs[1].device and x.is_contiguous()
+    assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
+
+
+@device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.T <= 300], ids=str)
+def test_gradients_agree_with_reference(sample: Sample, dtype: torch.dtype, device: str) -> None:
+    inputs = sample.inputs(dtype, device)
+    weight = torch.randn(inputs[1].shape, dtype=torch.float64).to(device=device, dtype=dtype)
+    with poisoned():
+        _, got = run(inputs, sample.flags, weight)
+    # The reference differentiates its own A[0] only where there is an x0, and gives it zeros otherwise.
+    _, want = run(wide(*inputs), sample.flags, weight.cpu().double(), linear_scan_reference)
+    # The gradient of A is a product of two tensors that were each rounded to the dtype.
+    gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
+
+
+@device
+@given(
+    T=st.integers(0, 40),
+    B=st.integers(0, 5),
+    H=st.integers(0, 24),
+    layout=st.sampled_from(LAYOUTS),
+    x0=st.booleans(),
+    reverse=st.booleans(),
+    transpose=st.booleans(),
+)
+def test_any_shape(device: str, T, B, H, layout, x0, reverse, transpose) -> None:
+    if layout == "shared" and B == H:
+        layout = "shared_4d"
+    sample = Sample(T, B, H, layout, x0, reverse, transpose)
+    inputs = sample.inputs(torch.float32, device)
+    with poisoned():
+        x = linear_scan(*inputs, **sample.flags)
+    assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
+
+
+def _every_second(t: Tensor) -> Tensor:
+    spread = torch.full((*t.shape[:-1], 2 * t.shape[-1]), torch.nan, dtype=t.dtype, device=t.device)
+    spread[..., ::2] = t
+    return spread[..., ::2]
+
+
+def _batch_first(t: Tensor) -> Tensor:
+    return t.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _off_by_one(t: Tensor) -> Tensor:
+    """Contiguous, but one element off any wider alignment."""
+    storage = torch.full((t.numel() + 1,), torch.nan, dtype=t.dtype, device=t.device)
+    view = storage[1:].view(t.shape)
+    view.copy_(t)
+    return view
+
+
+def _inner(t: Tensor) -> Tensor:
+    """A window of a larger tensor whose border is NaN."""
+    padded = torch.full([n + 2 for n in t.shape], torch.nan, dtype=t.dtype, device=t.device)
+    window = padded[tuple(slice(1, 1 + n) for n in t.shape)]
+    window.copy_(t)
+    return window
+
+
+def _matrices_by_columns(t: Tensor) -> Tensor:
+    return t.mT.contiguous().mT if t.dim() == 4 else t
+
+
+@device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("view", [_every_second, _batch_first, _off_by_one, _inner, _matrices_by_columns])
+@pytest.mark.parametrize("layout", ["dense", "shared_4d", "diagonal"])
+def test_strides(view, layout: str, dtype: torch.dtype, device: str) -> None:
+    for H, reverse, transpose in [(5, False, True), (20, True, False), (64, True, True)]:
+        sample = Sample(37, 3, H, layout, True, reverse, transpose)
+        inputs = sample.inputs(dtype, device)
+        viewed = [view(t) for t in inputs]
+        with poisoned():
+            x = linear_scan(*viewed, **sample.flags)
+        assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
+        weight = torch.ones_like(x)
+        _, got = run(tuple(viewed), sample.flags, view(weight))
+        _, want = run(wide(*inputs), sample.flags, weight.cpu().double(), linear_scan_reference)
+        gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
+
+
+@device
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_broadcast_inputs(layout: str, device: str) -> None:
+    sample = Sample(19, 3, 6, layout)
+    A, b, x0 = sample.inputs(torch.float64, device)
+    A, b, x0 = A[:1].expand_as(A), b[:, :1].expand_as(b), x0[:1].expand_as(x0)
+    assert_close(linear_scan(A, b, x0), linear_scan_reference(*wide(A, b, x0)))
+
+
+@device
+@few
+def test_gradcheck(sample: Sample, device: str) -> None:
+    for reverse, transpose in itertools.product([False, True], repeat=2):
+        tiny = sample._replace(T=3, B=2, H=3, reverse=reverse, transpose=transpose)
+        inputs = tiny.inputs(torch.float64, device)
+        if inputs[2] is None:  # finite differences need a finite A everywhere
+            inputs = (torch.nan_to_num(inputs[0]), *inputs[1:])
+        inputs = tuple(None if t is None else t.requires_grad_() for t in inputs)
+
+        def f(*args, flags=tiny.flags):
+            return linear_scan(*args, **flags)
+
+        assert torch.autograd.gradcheck(f, inputs)
+        assert torch.autograd.gradgradcheck(f, inputs)
+
+
+@device
+@pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3))[1:], ids=str)
+def test_only_the_needed_gradients(needed: tuple, device: str) -> None:
+    sample = Sample(9, 3, 5)
+    inputs = sample.inputs(torch.float64, device)
+    leaves = [t.requires_grad_(n) for t, n in zip(inputs, needed, strict=True)]
+    wanted = [t for t in leaves if t.requires_grad]
+    got = torch.autograd.grad(linear_scan(*leaves).square().sum(), wanted, create_graph=True)
+    want = torch.autograd.grad(linear_scan_reference(*leaves).square().sum(), wanted, create_graph=True)
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w)
+    got = torch.autograd.grad(sum(g.square().sum() for g in got), wanted)
+    want = torch.autograd.grad(sum(g.square().sum() for g in want), wanted)
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w)
+
+
+@device
+@few
+def test_opcheck(sample: Sample, device: str) -> None:
+    A, b, x0 = sample.inputs(torch.float32, device)
+    A = torch.nan_to_num(A)
+    leaves = [None if t is None else t.clone().requires_grad_() for t in (A, b, x0)]
+    opcheck(torch.ops.weft.linear_scan, tuple(leaves), sample.flags)
+    x = linear_scan(A, b, x0, **sample.flags)
+    mask = [True, True, x0 is not None]
+    opcheck(torch.ops.weft.linear_scan_backward, (torch.randn_like(b), leaves[0], x, x0, *sample.flags.values(), mask))
+
+
+@device
+def test_opcheck_of_masked_gradients(device: str) -> None:
+    A, b, x0 = Sample(9, 3, 5).inputs(torch.float32, device)
+    for mask in ([False, True, False], [False, False, True]):
+        opcheck(torch.ops.weft.linear_scan_backward, (b, A, None, x0, False, False, mask))
+
+
+@device
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiles(layout: str, device: str) -> None:
+    torch._dynamo.reset()
+    forward = torch.compile(
+        lambda A, b, x0: linear_scan(A, b, x0).sin().sum(), fullgraph=True, backend="aot_eager", dynamic=True
+    )
+    for T, B, H in [(7, 3, 5), (12, 2, 6), (5, 4, 3)]:
+        inputs = Sample(T, B, H, layout).inputs(torch.float64, device)
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        got = torch.autograd.grad(forward(*leaves), leaves)
+        want = torch.autograd.grad(linear_scan(*leaves).sin().sum(), leaves)
+        for g, w in zip(got, want, strict=True):
+            assert_close(g, w)
+
+
+@device
+def test_compiles_with_the_default_backend(device: str) -> None:
+    torch._dynamo.reset()
+    leaves = [t.requires_grad_() for t in Sample(7, 3, 5).inputs(torch.float32, device)]
+    x = torch.compile(linear_scan, fullgraph=True)(*leaves)
+    want = linear_scan(*leaves)
+    assert torch.equal(x, want)
+    weight = torch.randn_like(x)
+    for g, w in zip(torch.autograd.grad(x, leaves, weight), torch.autograd.grad(want, leaves, weight), strict=True):
+        assert torch.equal(g, w)
+
+
+@device
+@few
+def test_autocast_takes_the_widest_dtype(sample: Sample, device: str) -> None:
+    A, b, x0 = sample.inputs(torch.bfloat16, device)
+    b = b.float()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        x = linear_scan(A, b, x0, **sample.flags)
+        assert linear_scan(A, b.bfloat16(), x0, **sample.flags).dtype == torch.bfloat16
+    assert x.dtype == torch.float32
+    assert_close(x, linear_scan_reference(*wide(A, b, x0), **sample.flags))
+
+
+@device
+def test_autocast_gradients_have_the_dtypes_of_their_inputs(device: str) -> None:
+    A, b, x0 = Sample(9, 3, 5).inputs(torch.bfloat16, device)
+    leaves = [A.requires_grad_(), b.float().requires_grad_(), x0.requires_grad_()]
+    with torch.autocast(device, dtype=torch.bfloat16):
+        x = linear_scan(*leaves)
+    got = torch.autograd.grad(x.sum(), leaves)
+    assert [g.dtype for g in got] == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+@device
+@sample
+def test_two_runs_give_the_same_bits(sample: Sample, device: str) -> None:
+    inputs = sample.inputs(torch.float32, device)
+    weight = torch.randn(inputs[1].shape).to(device)
+    first = run(inputs, sample.flags, weight)
+    second = run(inputs, sample.flags, weight)
+    for a, b in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@device
+@pytest.mark.parametrize("layout", ["dense", "diagonal"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["A", "b", "x0"])
+def test_a_bad_row_stays_alone(where: str, bad: float, layout: str, device: str) -> None:
+    for T, H in [(50, 6), (50, 40), (600, 20), (5000, 3)]:
+        A, b, x0 = Sample(T, 3, H, layout).inputs(torch.float32, device)
+        clean = linear_scan(A, b, x0)
+        {"A": A[T // 2], "b": b[T // 2], "x0": x0}[where][1] = bad
+        x = linear_scan(A, b, x0)
+        assert torch.equal(x[:, [0, 2]], clean[:, [0, 2]])
+        at = 0 if where == "x0" else T // 2
+        assert torch.equal(x[:at, 1], clean[:at, 1])
+        assert not x[at:, 1].isfinite().any(dim=-1).all(), "it flows through its own row"
+        if bad != bad:
+            assert x[at:, 1].isnan().all()
+        weight = torch.ones_like(x)
+        _, gradients = run((A, b, x0), {}, weight)
+        assert gradients[1][:, [0, 2]].isfinite().all() and gradients[0][:, [0, 2]].isfinite().all()
+
+
+# Chains that overflow or underflow as products of matrices, but not as a state that is carried through them. ----------
+
+
+def _orthogonal(T: int, B: int, H: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(T, B, H, H, dtype=torch.float64)).Q
+
+
+def _swing(T: int, period: int, factor: float) -> Tensor:
+    """Factors that grow for a period and shrink for the next: 8 ** 60 = 1.5e54 up, then down again."""
+    growing = (torch.arange(T) // period) % 2 == 0
+    return torch.where(growing, factor, 1 / factor).double()
+
+
+def chaotic(kind: str, T: int, B: int, H: int, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A, b and x0 in fp64, the states in the range of fp32."""
+    A = (
+        _orthogonal(T, B, H)
+        if layout == "dense"
+        else torch.rand(T, B, H, dtype=torch.float64).add(0.5).log().mul(0.1).exp()
+    )
+    shape = (T, 1, 1, 1) if layout == "dense" else (T, 1, 1)
+    b, x0 = torch.zeros(T, B, H, dtype=torch.float64), torch.randn(B, H, dtype=torch.float64)
+    if layout != "dense":
+        # Factors whose products stay near 1: each step takes back what the step before it did.
+        A[1::2] = 1 / A[: T - T % 2 : 2]
+    if kind == "up":
+        A *= _swing(T, 60, 8).view(shape)
+        x0 *= 1e-27
+        b[::7] = 1e-28 * torch.randn(len(range(0, T, 7)), B, H, dtype=torch.float64)
+        b[T % 120 :] = 0
+    elif kind == "down":
+        A /= _swing(T, 60, 8).view(shape)
+        x0 *= 1e27
+    elif kind == "both":
+        # Half of the state goes up while the other half goes down.
+        half = H // 2
+        swing = _swing(T, 60, 8)
+        if layout == "dense":
+            A[..., :half, half:] = 0
+            A[..., half:, :half] = 0
+            A[..., :half, :half] = _orthogonal(T, B, half) * swing.view(shape)
+            A[..., half:, half:] = _orthogonal(T, B, H - half) / swing.view(shape)
+        else:
+            A[..., :half] *= swing.view(shape)
+            A[..., half:] /= swing.view(shape)
+        x0[:, :half] *= 1e-27
+        x0[:, half:] *= 1e27
+    elif kind == "zeros":
+        # Nothing but zeros meets an enormous product, until the last steps.
+        A *= 10
+        x0.zero_()
+        b[-5:] = torch.randn(5, B, H, dtype=torch.float64)
+    elif kind == "resets":
+        # A grows by 10 a step and is zero at every 30th: a product is zero where a running sum was enormous.
+        A *= 10
+        A[29::30] = 0
+        b[:] = 1e-3 * torch.randn(T, B, H, dtype=torch.float64)
+    return A, b, x0
+
+
+CHAOS = ["up", "down", "both", "zeros", "resets"]
+
+
+def chaotic_error(got: Tensor, want: Tensor) -> float:
+    """The largest relative error of one half of one state: each has its own size."""
+    half = got.shape[-1] // 2
+    worst = 0.0
+    for part in (slice(None, half), slice(half, None)):
+        g, w = got[..., part].double(), want[..., part]
+        size = w.norm(dim=-1)
+        error = (g - w).norm(dim=-1) / size.where(size > 0, 1)
+        worst = max(worst, error.max().item())
+        assert g.isfinite().all()
+    return worst
+
+
+def chaotic_bound(T: int) -> float:
+    """Every step adds some units of roundoff, 6e-8, which orthogonal steps carry along undiminished."""
+    return 3e-7 * T
+
+
+@device
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", ["dense", "diagonal"])
+@pytest.mark.parametrize("kind", CHAOS)
+@pytest.mark.parametrize(("T", "B", "H"), [(10_000, 2, 6), (3_000, 1, 20), (700, 2, 40), (300, 1, 130)])
+def test_chaotic_states(T, B, H, kind: str, layout: str, reverse: bool, device: str) -> None:
+    A, b, x0 = (t.float() for t in chaotic(kind, T, B, H, layout))
+    if reverse:
+        A, b = A.flip(0), b.flip(0)
+    want = linear_scan_reference(*wide(A, b, x0), reverse=reverse)
+    x = linear_scan(*(t.to(device) for t in (A, b, x0)), reverse=reverse).cpu()
+    assert chaotic_error(x, want) < chaotic_bound(T)
+
+
+@device
+@pytest.mark.parametrize("layout", ["dense", "diagonal"])
+@pytest.mark.parametrize("kind", ["up", "down", "both", "zeros"])
+@pytest.mark.parametrize(("T", "B", "H"), [(10_000, 1, 6), (600, 2, 40)])
+def test_chaotic_gradients(T, B, H, kind: str, layout: str, device: str) -> None:
+    """The gradient runs back through the same products; by the last x, it starts where x0 does in the states."""
+    A, _, start = (t.float() for t in chaotic(kind, T, B, H, layout))
+    A = A.flip(0).to(device)
+    b = torch.zeros(T, B, H, device=device, requires_grad=True)
+    x0 = torch.zeros(B, H, device=device, requires_grad=True)
+    if kind == "zeros":
+        start = torch.zeros_like(start)
+    x = linear_scan(A, b, x0)
+    got_b, got_x0 = torch.autograd.grad(x[-1], [b, x0], start.to(device))
+    # lambda[t] = A[t+1]^T lambda[t+1]
+    want = linear_scan_reference(
+        A.cpu().double(), torch.zeros(T, B, H).double(), start.double(), reverse=True, transpose=True
+    )
+    assert chaotic_error(got_b.cpu()[:-1], want[1:]) < chaotic_bound(T)
+    assert chaotic_error(got_x0.cpu(), want[0]) < chaotic_bound(T)
+
+
+# torch.func -----------------------------------------------------------------------------------------------------------
+
+
+@device
+@pytest.mark.parametrize("mapped", list(itertools.product([None, 0, 1, -1], [None, 0, 2], [None, 1])), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vmap(layout: str, mapped: tuple, device: str) -> None:
+    if mapped == (None, None, None):
+        mapped = (0, 0, 0)
+    N = 4
+    inputs = [Sample(6, 3, 5, layout).inputs(torch.float64, device) for _ in range(N)]
+    stacked, single = [], []
+    for position, dim in enumerate(mapped):
+        each = [i[position] for i in inputs]
+        stacked.append(each[0] if dim is None else torch.stack(each, dim))
+        single.append([each[0]] * N if dim is None else each)
+    got = torch.func.vmap(linear_scan, mapped)(*stacked)
+    want = torch.stack([linear_scan(A, b, x0) for A, b, x0 in zip(*single, strict=True)])
+    assert torch.equal(got, want)
+
+
+@device
+def test_vmap_without_x0(device: str) -> None:
+    b = torch.randn(4, 6, 3, 5, dtype=torch.float64, device=device)
+    A = Sample(6, 3, 5).inputs(torch.float64, device)[0]
+    got = torch.func.vmap(lambda b: linear_scan(A, b, reverse=True, transpose=True))(b)
+    assert torch.equal(got, torch.stack([linear_scan(A, x, reverse=True, transpose=True) for x in b]))
+
+
+@device
+def test_function_transforms(device: str) -> None:
+    inputs = Sample(6, 3, 5).inputs(torch.float64, device)
+
+    def loss(op):
+        return lambda A, b, x0: op(A, b, x0).sin().sum()
+
+    for transform in (torch.func.grad, torch.func.jacrev, torch.func.jacfwd):
+        got = transform(loss(linear_scan), (0, 1, 2))(*inputs)
+        want = transform(loss(linear_scan_reference), (0, 1, 2))(*inputs)
+        for g, w in zip(got, want, strict=True):
+            assert_close(g, w)
+    _, tangent = torch.func.jvp(loss(linear_scan), inputs, inputs)
+    _, want = torch.func.jvp(loss(linear_scan_reference), inputs, inputs)
+    assert_close(tangent, want)
+
+
+@device
+def test_forward_mode(device: str) -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    A, b, x0 = Sample(6, 3, 5).inputs(torch.float64, device)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(b, torch.ones_like(b))
+        tangent = forward_ad.unpack_dual(linear_scan(A, dual, x0)).tangent
+        assert_close(tangent, linear_scan(A, torch.ones_like(b), torch.zeros_like(x0)))
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+BAD = {
+    "b is no tensor": ((f32(4, 2, 3), [1.0]), TypeError, "b must be a Tensor, got list"),
+    "A is integer": ((f32(4, 2, 3).int(), f32(4, 2, 3)), TypeError, "A must be float16.*got Int"),
+    "A is complex": ((f32(4, 2, 3).cfloat(), f32(4, 2, 3)), TypeError, "A must be float16.*got ComplexFloat"),
+    "b is integer": ((f32(4, 2, 3), f32(4, 2, 3).long()), TypeError, "b must have the dtype of A.*got Long"),
+    "mixed dtypes": ((f32(4, 2, 3), f32(4, 2, 3).double()), TypeError, "b must have the dtype of A.*got Double"),
+    "mixed x0": ((f32(4, 2, 3), f32(4, 2, 3), f32(2, 3).half()), TypeError, "x0 must have the dtype of A.*got Half"),
+    "b has rank 2": ((f32(4, 2, 3), f32(4, 6)), ValueError, r"b must be \(T, B, H\), got \[4, 6\]"),
+    "A has rank 2": ((f32(4, 3), f32(4, 2, 3)), ValueError, r"A must be \(T, B, H, H\).*got \[4, 3\]"),
+    "A has rank 5": ((f32(4, 2, 3, 3, 1), f32(4, 2, 3)), ValueError, r"got \[4, 2, 3, 3, 1\]"),
+    "wrong T": ((f32(5, 2, 3, 3), f32(4, 2, 3)), ValueError, r"got \[5, 2, 3, 3\]"),
+    "wrong T, diagonal": ((f32(5, 2, 3), f32(4, 2, 3)), ValueError, r"got \[5, 2, 3\]"),
+    "wrong B": ((f32(4, 7, 3, 3), f32(4, 2, 3)), ValueError, r"got \[4, 7, 3, 3\]"),
+    "wrong H": ((f32(4, 2, 5, 5), f32(4, 2, 3)), ValueError, r"got \[4, 2, 5, 5\]"),
+    "A is not square": ((f32(4, 2, 3, 4), f32(4, 2, 3)), ValueError, r"got \[4, 2, 3, 4\]"),
+    "x0 has rank 3": ((f32(4, 2, 3), f32(4, 2, 3), f32(1, 2, 3)), ValueError, r"x0 must be \(B, H\).*got \[1, 2, 3\]"),
+    "x0 has the wrong B": ((f32(4, 2, 3), f32(4, 2, 3), f32(1, 3)), ValueError, r"x0 must be \(B, H\).*got \[1, 3\]"),
+}
+
+
+@device
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str, device: str) -> None:
+    arguments, error, message = BAD[case]
+    arguments = [t.to(device) if isinstance(t, Tensor) else t for t in arguments]
+    with pytest.raises(error, match=f"linear_scan: .*{message}"):
+        linear_scan(*arguments)
+    sample = Sample(5, 2, 3)
+    inputs = sample.inputs(torch.float32, device)
+    assert_close(linear_scan(*inputs), linear_scan_reference(*wide(*inputs)))
+
+
+@pytest.mark.cuda
+def test_mixed_devices() -> None:
+    with pytest.raises(RuntimeError, match="linear_scan: b must be on the device of A, cpu, got cuda"):
+        linear_scan(f32(4, 2, 3), f32(4, 2, 3).cuda())
+    with pytest.raises(RuntimeError, match="linear_scan: x0 must be on the device of A, cuda"):
+        linear_scan(f32(4, 2, 3).cuda(), f32(4, 2, 3).cuda(), f32(2, 3))
+
+
+# CUDA only ------------------------------------------------------------------------------------------------------------
+
+CUDA_SAMPLES = [
+    Sample(9, 3, 5),
+    Sample(400, 4, 20, reverse=True),
+    Sample(90, 2, 64),
+    Sample(90, 2, 150),
+    Sample(300, 8, 700, "diagonal"),
+    Sample(6000, 2, 20, "diagonal", reverse=True),
+]
+on_cuda = pytest.mark.parametrize("sample", CUDA_SAMPLES, ids=str)
+
+
+@pytest.mark.cuda
+@on_cuda
+def test_side_stream(sample: Sample) -> None:
+    inputs = sample.inputs(torch.float32, "cuda")
+    weight = torch.randn_like(inputs[1])
+    want = run(inputs, sample.flags, weight)
+    late = [torch.zeros_like(t) for t in inputs]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        # Work on any other stream would see the zeros.
+        torch.cuda._sleep(50_000_000)
+        for t, source in zip(late, inputs, strict=True):
+            t.copy_(source)
+        got = run(tuple(late), sample.flags, weight)
+    stream.synchronize()
+    for g, w in zip([got[0], *got[1]], [want[0], *want[1]], strict=True):
+        assert torch.equal(g, w)
+
+
+@pytest.mark.cuda
+@on_cuda
+def test_second_device(sample: Sample) -> None:
+    if torch.cuda.device_count() < 2:
+        # One device leaves this to machines with two; it is no skip, which `make test-cuda` would refuse.
+        return
+    inputs = sample.inputs(torch.float32, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    x = linear_scan(*inputs, **sample.flags)
+    assert x.device == torch.device("cuda:1")
+    assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.cuda
+@on_cuda
+def test_graph_capture_and_replay(sample: Sample) -> None:
+    static = [t.clone() for t in sample.inputs(torch.float32, "cuda")]
+    weight = torch.randn_like(static[1])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(tuple(static), sample.flags, weight)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(tuple(static), sample.flags, weight)
+    for _ in range(2):
+        fresh = sample.inputs(torch.float32, "cuda")
+        for t, source in zip(static, fresh, strict=True):
+            t.copy_(source)
+        graph.replay()
+        want = run(fresh, sample.flags, weight)
+        for g, w in zip([captured[0], *captured[1]], [want[0], *want[1]], strict=True):
+            assert torch.equal(g, w)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["dense", "diagonal"])
+def test_graph_replay_of_chaotic_states(layout: str) -> None:
+    """Captured on tame inputs, replayed on chaotic ones: what has to be done again is decided on the device."""
+    T, B, H = 6000, 2, 6
+    static = [t.cuda() for t in Sample(T, B, H, layout).inputs(torch.float32)]
+    linear_scan(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = linear_scan(*static)
+    for kind in CHAOS:
+        chaos = [t.float() for t in chaotic(kind, T, B, H, layout)]
+        for t, source in zip(static, chaos, strict=True):
+            t.copy_(source)
+        graph.replay()
+        assert chaotic_error(x.cpu(), linear_scan_reference(*wide(*chaos))) < chaotic_bound(T)
+
+
+@pytest.mark.cuda
+def test_tf32_is_never_used() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        for H in (20, 64, 128, 160):
+            for layout in ("dense", "shared"):
+                sample = Sample(70, 16, H, layout)
+                inputs = sample.inputs(torch.float32, "cuda")
+                weight = torch.randn_like(inputs[1])
+                x, got = run(inputs, sample.flags, weight)
+                want = run(wide(*inputs), sample.flags, weight.cpu().double(), linear_scan_reference)
+                assert relative_error(x, want[0]) < BOUNDS[torch.float32]
+                gradients_agree(sample, got, want[1], 3 * BOUNDS[torch.float32])
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
