@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
-from . import _ops  # noqa: F401  loads the library; everything below calls torch.ops.weft
+from . import _ops, data, nn, scan
+from .accelerate import accelerate
+from .explain import explain
 
 __version__ = "0.1.0"
+
+__all__ = ["__version__", "accelerate", "data", "explain", "nn", "scan"]
+_ = _ops  # loads the library, which everything above calls

@@ -1,0 +1,141 @@
+"""torch's own recurrent kernels as one opaque op, for compiled and exported graphs.
+
+Left to itself, torch.compile takes `aten.gru` and its kin apart into one copy of the cell per time step: compilation
+takes minutes at a hundred steps, the graph is tied to one T, and cuDNN is not used. Eager code does not come here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import _VF, Tensor
+
+KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
+
+
+def call(
+    cell: str,
+    input: Tensor,
+    state: tuple[Tensor, ...] | list[Tensor],
+    weights: list[Tensor],
+    bias: bool,
+    num_layers: int,
+    dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool = False,
+    batch_sizes: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """torch's kernel for the cell: output, h_n and, for an LSTM, c_n."""
+    hx = state if cell == "lstm" else state[0]
+    kernel = KERNELS[cell]
+    if batch_sizes is None:
+        return kernel(input, hx, weights, bias, num_layers, dropout, training, bidirectional, batch_first)
+    return kernel(input, batch_sizes, hx, weights, bias, num_layers, dropout, training, bidirectional)
+
+
+def _autograd_inside_an_op():
+    """An op's kernel runs below autograd; this guard lets autograd in again, for a computation that stays inside."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+@torch.library.custom_op("weft::torch_rnn", mutates_args=())
+def torch_rnn(
+    input: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    batch_sizes: Tensor | None,
+    cell: str,
+    bias: bool,
+    num_layers: int,
+    bidirectional: bool,
+    autocast: torch.dtype | None,
+    dtype: torch.dtype,
+    cell_dtype: torch.dtype,
+) -> list[Tensor]:
+    """output, h_n[, c_n] of torch's kernel, without dropout; `autocast` is the dtype of the autocast region that the
+    call stands in, `dtype` and `cell_dtype` are those of output and h_n, and of c_n."""
+    with torch.autocast(input.device.type, autocast, enabled=autocast is not None):
+        result = call(cell, input, state, weights, bias, num_layers, 0.0, True, bidirectional, False, batch_sizes)
+    return [r.to(d).contiguous() for r, d in zip(result, (dtype, dtype, cell_dtype), strict=False)]
+
+
+@torch_rnn.register_fake
+def _(input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast, dtype, cell_dtype):
+    width = state[0].size(-1) * (2 if bidirectional else 1)
+    shapes = [(*input.shape[:-1], width), *(s.shape for s in state)]
+    return [input.new_empty(s, dtype=d) for s, d in zip(shapes, (dtype, dtype, cell_dtype), strict=False)]
+
+
+@torch.library.custom_op("weft::torch_rnn_backward", mutates_args=())
+def torch_rnn_backward(
+    grads: list[Tensor],
+    needed: list[bool],
+    input: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    batch_sizes: Tensor | None,
+    cell: str,
+    bias: bool,
+    num_layers: int,
+    bidirectional: bool,
+    autocast: torch.dtype | None,
+) -> list[Tensor]:
+    """Gradients of input, state and weights where `needed`, else an empty tensor.
+
+    It runs the forward again: what cuDNN and oneDNN keep for backward has no form that a graph could carry."""
+    split = 1 + len(state)
+    autocast_region = torch.autocast(input.device.type, autocast, enabled=autocast is not None)
+    with _autograd_inside_an_op(), torch.enable_grad():
+        operands = [t.detach().requires_grad_(n) for t, n in zip([input, *state, *weights], needed, strict=True)]
+        with autocast_region:
+            result = call(
+                cell,
+                operands[0],
+                operands[1:split],
+                operands[split:],
+                bias,
+                num_layers,
+                0.0,
+                True,
+                bidirectional,
+                False,
+                batch_sizes,
+            )
+        wanted = [t for t in operands if t.requires_grad]
+        grads = [g.to(r.dtype) for g, r in zip(grads, result, strict=True)]
+        found = iter(torch.autograd.grad(result, wanted, grads, materialize_grads=True))
+    return [next(found).contiguous() if n else t.new_empty(0) for t, n in zip(operands, needed, strict=True)]
+
+
+@torch_rnn_backward.register_fake
+def _(grads, needed, input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast):
+    operands = [input, *state, *weights]
+    return [t.new_empty(t.shape) if n else t.new_empty(0) for t, n in zip(operands, needed, strict=True)]
+
+
+def _setup(ctx, inputs, output):
+    input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast, _, _ = inputs
+    ctx.save_for_backward(input, *state, *weights, batch_sizes)
+    ctx.states = len(state)
+    ctx.rest = (cell, bias, num_layers, bidirectional, autocast)
+    ctx.like = [(o.shape, o.dtype) for o in output]
+
+
+def _backward(ctx, grads):
+    input, *operands, batch_sizes = ctx.saved_tensors
+    state, weights = operands[: ctx.states], operands[ctx.states :]
+    grads = [
+        input.new_zeros(shape, dtype=dtype) if g is None else g
+        for g, (shape, dtype) in zip(grads, ctx.like, strict=True)
+    ]
+    needs_input, needs_state, needs_weights = ctx.needs_input_grad[:3]
+    needed = [needs_input, *needs_state, *needs_weights]
+    found = torch_rnn_backward(grads, needed, input, state, weights, batch_sizes, *ctx.rest)
+    masked = [g if n else None for g, n in zip(found, needed, strict=True)]
+    return masked[0], masked[1 : 1 + ctx.states], masked[1 + ctx.states :], *[None] * 8
+
+
+torch_rnn.register_autograd(_backward, setup_context=_setup)

@@ -1,0 +1,565 @@
+"""Drop-in recurrent layers: :class:`torch.nn.RNN`, :class:`~torch.nn.GRU` and :class:`~torch.nn.LSTM` with a choice of
+algorithm.
+
+They take the same arguments, hold the same parameters under the same names, return the same results and refuse the same
+input with the same exception types. They are subclasses of :class:`torch.nn.RNNBase`, not of torch's three layers,
+because ``torch.compile`` refuses every instance of those.
+
+The keyword ``algorithm`` says what runs:
+
+- ``"auto"`` (default): the fastest for each input, by limits measured per device and cell;
+- ``"scan"``: Weft's operators, whose backward pass is a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);
+- ``"torch"``: torch's own kernel (cuDNN on a GPU);
+- ``"reference"``: :mod:`weft.reference`, a slow loop in plain torch, differentiable to any order;
+- ``"persistent"`` and ``"newton"`` are reserved and raise NotImplementedError.
+
+An algorithm that does not fit an input runs as another, never as an error; :func:`weft.explain` says which and why.
+Under ``torch.func`` transforms and in forward-mode AD the reference runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn, TypeAlias, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from . import _algorithms, _torch_rnn, reference
+
+__all__ = ["GRU", "LSTM", "RNN"]
+
+Device: TypeAlias = torch.device | str | int | None
+
+_scan_rnn = torch.ops.weft.scan_rnn.default
+
+
+class _Call(NamedTuple):
+    """One call of a layer, checked."""
+
+    case: _algorithms.Case
+    input: Tensor
+    """(T, B, I), (B, T, I) with batch_first, or packed data (N, I)."""
+    state: tuple[Tensor, ...] | None
+    """(h,), for an LSTM (h, c); None for zeros."""
+    batch: int | torch.SymInt | Tensor
+    batch_sizes: Tensor | None
+    weights: list[Tensor]
+    autocast: torch.dtype | None
+    """The dtype of the autocast region, or None outside of one."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of output and h_n, and of c_n."""
+
+
+class _Layer(torch.nn.RNNBase):
+    """What the three layers share."""
+
+    _algorithm: str
+
+    def __init__(self, mode: str, *args: Any, algorithm: str, **kwargs: Any) -> None:
+        self.algorithm = algorithm
+        super().__init__(mode, *args, **kwargs)
+
+    @property
+    def algorithm(self) -> str:
+        """The algorithm asked for; may be set at any time."""
+        return self._algorithm
+
+    @algorithm.setter
+    def algorithm(self, name: str) -> None:
+        self._algorithm = _algorithms.check_algorithm(name)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
+
+    def _current_weights(self) -> list[Tensor]:
+        """The weights as the attributes are now. torch asks a weak reference and two attributes per weight; here an
+        unchanged parameter costs one look-up in a dictionary, and only a changed one goes torch's way."""
+        parameters = self._parameters
+        for name, weight in zip(self._flat_weights_names, self._flat_weights, strict=False):
+            if parameters.get(name) is not weight:
+                break
+        else:
+            return self._flat_weights
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            # Tensors of a trace or a transform must not stay behind in the module.
+            return [getattr(self, name) for name in self._flat_weights_names]
+        self._update_flat_weights()
+        return self._flat_weights
+
+    # Checks: in torch's order, so that the exception types agree.
+
+    def _prepare(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> _Call:
+        """Check the arguments of forward and look at what the choice depends on."""
+        weights = self._current_weights()
+        if isinstance(input, PackedSequence):
+            input, batch_sizes, sorted_indices, _ = input
+            if state is not None and sorted_indices is not None:
+                state = tuple(s.index_select(1, sorted_indices) for s in state)
+            self._check_input(input, weights[0], 2)
+            batch = self._packed_batch(state, batch_sizes)
+        else:
+            batch_sizes = None
+            dim = input.dim()
+            if dim != 2 and dim != 3:
+                size = self.input_size
+                layout = f"(T, B, {size}), (B, T, {size}) with batch_first, or unbatched (T, {size})"
+                self._fail(ValueError, f"Expected input to be 2D or 3D, {layout}; got {dim}D tensor instead")
+            if state is not None and any(s.dim() != dim for s in state):
+                kind, got = "unbatched 2-D" if dim == 2 else "batched 3-D", " and ".join(f"{s.dim()}-D" for s in state)
+                self._fail(RuntimeError, f"For {kind} input, hx should also be {dim}-D but got {got}")
+            if dim == 2:
+                input = input.unsqueeze(0 if self.batch_first else 1)
+                state = None if state is None else tuple(s.unsqueeze(1) for s in state)
+            self._check_input(input, weights[0], 3)
+            batch = input.size(0 if self.batch_first else 1)
+        device = input.device.type
+        autocast = None
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device):
+            autocast = torch.get_autocast_dtype(device)
+        if state is not None:
+            self._check_state(input, state, batch, autocast is not None)
+        packed = batch_sizes is not None
+        dtypes = self._result_dtypes(input, state, packed, autocast)
+        sizes = None, None
+        if not packed and not torch.compiler.is_compiling():
+            sizes = batch, input.size(1 if self.batch_first else 0)
+            if sizes[1] == 0:
+                self._fail(RuntimeError, "input must have at least one time step, got none")
+        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        cell, projected = self.mode.lower(), self.proj_size > 0
+        case = _algorithms.Case(cell, device, dtypes[0], self.hidden_size, *sizes, packed, projected, transformed)
+        return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
+
+    def _fail(self, error: type[Exception], message: str) -> NoReturn:
+        raise error(f"{type(self).__name__}: {message}")
+
+    def _check_input(self, input: Tensor, weight: Tensor, dim: int) -> None:
+        if input.dtype != weight.dtype and not torch._C._is_any_autocast_enabled():
+            # torch.nn.LSTM leaves packed input to its kernel. The words are torch's, whose tests look for them.
+            error = RuntimeError if dim == 2 and self.mode == "LSTM" else ValueError
+            raise error(
+                f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}). "
+                f"Convert input: input.to({weight.dtype}), or convert model: model.to({input.dtype})"
+            )
+        if input.dim() != dim:
+            self._fail(RuntimeError, f"packed input must have {dim} dimensions, got {input.dim()}")
+        if input.size(-1) != self.input_size:
+            expected = f"Expected {self.input_size}, got {input.size(-1)}"
+            self._fail(RuntimeError, f"input.size(-1) must be equal to input_size. {expected}")
+        if input.device != weight.device:
+            self._fail(RuntimeError, f"input must be on the weights' device, {weight.device}, got {input.device}")
+
+    def _check_state(self, input: Tensor, state: tuple[Tensor, ...], batch: Any, autocast: bool) -> None:
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        names = ("hidden[0]", "hidden[1]") if self.mode == "LSTM" else ("hidden",)
+        for name, s, width in zip(names, state, (self.proj_size or self.hidden_size, self.hidden_size), strict=False):
+            expected = (count, batch, width)
+            if s.shape != expected:
+                layout = "(layers * directions, B, features)"
+                self._fail(RuntimeError, f"Expected {name} size {expected} = {layout}, got {list(s.shape)}")
+            if s.device != input.device:
+                self._fail(RuntimeError, f"{name} must be on the input's device, {input.device}, got {s.device}")
+            if s.dtype != input.dtype and not autocast:
+                self._fail(RuntimeError, f"{name} must have the input's dtype, {input.dtype}, got {s.dtype}")
+
+    def _packed_batch(self, state: tuple[Tensor, ...] | None, batch_sizes: Tensor) -> Any:
+        # Read from the data, a size would be unknown to a compiled graph, and a state's could not be compared with it.
+        if torch.compiler.is_compiling() and state is not None:
+            return state[0].size(1)
+        return int(batch_sizes[0])
+
+    def _result_dtypes(
+        self, input: Tensor, state: tuple[Tensor, ...] | None, packed: bool, autocast: torch.dtype | None
+    ) -> tuple[torch.dtype, torch.dtype]:
+        """Dtypes of output and h_n, and of c_n: the input's, under autocast what torch's layers return there."""
+        if autocast is None or input.dtype == torch.float64 or not input.dtype.is_floating_point:
+            return input.dtype, input.dtype
+        if input.device.type != "cpu" or self.mode in ("RNN_TANH", "RNN_RELU"):
+            return autocast, autocast
+        # The CPU's step loops mix autocast's matrix products with the state as it came.
+        carried = input.dtype if state is None else state[-1].dtype
+        carried = torch.promote_types(carried, autocast)
+        if self.mode == "GRU" or (packed and self.proj_size == 0):
+            return carried, carried
+        return autocast, carried if self.proj_size > 0 else autocast
+
+    # The run.
+
+    def _forward(
+        self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, ...]]:
+        call = self._prepare(input, state)
+        output, final = self._run(call)
+        if isinstance(input, PackedSequence):
+            _, batch_sizes, sorted_indices, unsorted_indices = input
+            if unsorted_indices is not None:
+                final = tuple(s.index_select(1, unsorted_indices) for s in final)
+            return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), final
+        if input.dim() == 2:
+            return output.squeeze(0 if self.batch_first else 1), tuple(s.squeeze(1) for s in final)
+        return output, final
+
+    def _run(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        name, _ = _algorithms.choose(self._algorithm, call.case)
+        if name == "torch" and not torch.compiler.is_compiling():
+            return self._run_torch(call)
+        transpose = self.batch_first and call.batch_sizes is None
+        if transpose:
+            call = call._replace(input=call.input.transpose(0, 1))
+        run = self._run_torch_compiled if name == "torch" else self._run_scan if name == "scan" else self._run_reference
+        output, final = run(call)
+        return output.transpose(0, 1) if transpose else output, final
+
+    def _zero_state(self, call: _Call) -> tuple[Tensor, ...]:
+        count = self.num_layers * (2 if self.bidirectional else 1)
+        h0 = call.input.new_zeros(count, call.batch, self.proj_size or self.hidden_size)
+        if self.mode != "LSTM":
+            return (h0,)
+        return h0, h0 if self.proj_size == 0 else call.input.new_zeros(count, call.batch, self.hidden_size)
+
+    def _run_torch(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        output, *final = _torch_rnn.call(
+            call.case.cell,
+            call.input,
+            call.state or self._zero_state(call),
+            call.weights,
+            self.bias,
+            self.num_layers,
+            self.dropout,
+            self.training,
+            self.bidirectional,
+            self.batch_first,
+            call.batch_sizes,
+        )
+        return output, tuple(final)
+
+    # From here on padded input is (T, B, I).
+
+    def _run_torch_compiled(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input, weights = call.input, call.weights
+        state = call.state or self._zero_state(call)
+        dropout = self.dropout if self.training else 0.0
+        # The op runs its forward again in backward, so that a dropout mask may not be drawn inside it.
+        layers = self.num_layers if dropout == 0 else 1
+        rows = layers * (2 if self.bidirectional else 1)
+        stride = len(weights) // self.num_layers * layers
+        finals = []
+        for group in range(self.num_layers // layers):
+            input, *final = torch.ops.weft.torch_rnn(
+                input,
+                [s[group * rows : (group + 1) * rows] for s in state],
+                weights[group * stride : (group + 1) * stride],
+                call.batch_sizes,
+                call.case.cell,
+                self.bias,
+                layers,
+                self.bidirectional,
+                call.autocast,
+                *call.dtypes,
+            )
+            finals.append(final)
+            if dropout > 0 and group + 1 < self.num_layers:
+                input = F.dropout(input, dropout, True)
+        return input, tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*finals, strict=True))
+
+    def _run_scan(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input, state, weights, cell = call.input, call.state, call.weights, call.case.cell
+        if call.autocast is not None:
+            dtype = call.dtypes[0]
+            input = input.to(dtype)
+            weights = [w.to(dtype) for w in weights]
+            state = None if state is None else tuple(s.to(dtype) for s in state)
+        lstm = cell == "lstm"
+        directions = 2 if self.bidirectional else 1
+        if state is None:
+            h0 = c0 = (input.new_zeros(call.batch, self.hidden_size),) * (self.num_layers * directions)
+        else:
+            h0, c0 = state[0].unbind(0), state[-1].unbind(0)
+        stride = 4 if self.bias else 2
+        h_n, c_n = [], []
+        for layer in range(self.num_layers):
+            outputs = []
+            for direction in range(directions):
+                index = layer * directions + direction
+                w_ih, w_hh, *biases = weights[index * stride : (index + 1) * stride]
+                b_ih, b_hh = biases or (None, None)
+                output, h, c, _, _ = _scan_rnn(
+                    input,
+                    h0[index],
+                    c0[index] if lstm else None,
+                    w_ih,
+                    w_hh,
+                    b_ih,
+                    b_hh,
+                    cell=cell,
+                    reverse=direction == 1,
+                )
+                outputs.append(output)
+                h_n.append(h)
+                c_n.append(c)
+            input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+            if self.dropout > 0 and self.training and layer + 1 < self.num_layers:
+                input = F.dropout(input, self.dropout, True)
+        return input, (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),)
+
+    def _run_reference(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        input, state = call.input, call.state or self._zero_state(call)
+        options: dict[str, Any] = {
+            "cell": call.case.cell,
+            "bias": self.bias,
+            "num_layers": self.num_layers,
+            "bidirectional": self.bidirectional,
+            "dropout": self.dropout,
+            "training": self.training,
+            "batch_sizes": call.batch_sizes,
+        }
+        if call.autocast is None:
+            return reference.rnn(input, state, call.weights, **options)
+        with torch.autocast(input.device.type, enabled=False):
+            wide = input.to(torch.promote_types(*call.dtypes))
+            output, final = reference.rnn(wide, state, call.weights, **options)
+            return output.to(call.dtypes[0]), tuple(s.to(d) for s, d in zip(final, call.dtypes, strict=False))
+
+
+def _stack(states: list[Tensor]) -> Tensor:
+    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)
+
+
+class _OneState(_Layer):
+    """RNN and GRU: hx and h_n are tensors."""
+
+    @overload
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(self, input: PackedSequence, hx: Tensor | None = None) -> tuple[PackedSequence, Tensor]: ...
+
+    def forward(self, input, hx=None):
+        """Run the layer.
+
+        Args:
+            input: ``(T, B, input_size)``; ``(B, T, input_size)`` with `batch_first`; ``(T, input_size)`` unbatched;
+                or a PackedSequence.
+            hx: initial state ``(layers * directions, B, hidden_size)``, without the B unbatched; None for zeros.
+
+        Returns:
+            ``output``, the last layer's states, laid out like the input and ``directions * hidden_size`` wide (a
+            PackedSequence for a PackedSequence); and ``h_n``, laid out like `hx`.
+
+        Raises:
+            ValueError: the input's rank or dtype does not fit.
+            RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
+        """
+        output, final = self._forward(input, None if hx is None else (hx,))
+        return output, final[0]
+
+
+class RNN(_OneState):
+    """:class:`torch.nn.RNN` with a choice of algorithm: h[t] = tanh(W_ih x[t] + b_ih + W_hh h[t-1] + b_hh), or ReLU.
+
+    Args:
+        input_size: features of the input.
+        hidden_size: H, features of the state.
+        num_layers: layers on top of each other. Default: 1.
+        nonlinearity: "tanh" (default) or "relu".
+        bias: with b_ih and b_hh. Default: True.
+        batch_first: padded input and output are ``(B, T, features)``; states are not. Default: False.
+        dropout: probability of dropping an output between layers while training. Default: 0.
+        bidirectional: a second direction, from the last step to the first. Default: False.
+        device, dtype: of the parameters.
+        algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+
+    The parameters, their names and their initialisation are those of :class:`torch.nn.RNN`, so a state_dict goes both
+    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
+    NotImplementedError.
+
+    Example:
+        >>> layer = weft.nn.RNN(10, 20, num_layers=2)
+        >>> output, h_n = layer(torch.randn(500, 3, 10))
+        >>> output.shape, h_n.shape
+        (torch.Size([500, 3, 20]), torch.Size([2, 3, 20]))
+    """
+
+    nonlinearity: str
+
+    @overload
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        algorithm: str = "auto",
+    ) -> None: ...
+
+    @overload
+    def __init__(self, *args: Any, algorithm: str = "auto", **kwargs: Any) -> None: ...
+
+    def __init__(self, *args, algorithm="auto", **kwargs):
+        _refuse_projection(kwargs)
+        if len(args) > 3:
+            self.nonlinearity = args[3]
+            args = args[:3] + args[4:]
+        else:
+            self.nonlinearity = kwargs.pop("nonlinearity", "tanh")
+        if self.nonlinearity not in ("tanh", "relu"):
+            raise ValueError(f"RNN: nonlinearity must be 'tanh' or 'relu', got {self.nonlinearity!r}")
+        super().__init__(f"RNN_{self.nonlinearity.upper()}", *args, algorithm=algorithm, **kwargs)
+
+
+class GRU(_OneState):
+    """:class:`torch.nn.GRU` with a choice of algorithm. Gates in torch's order:
+
+    r = sigmoid(W_ir x[t] + b_ir + W_hr h[t-1] + b_hr), z likewise, n = tanh(W_in x[t] + b_in + r (W_hn h[t-1] + b_hn)),
+    h[t] = (1 - z) n + z h[t-1].
+
+    Args:
+        input_size: features of the input.
+        hidden_size: H, features of the state.
+        num_layers: layers on top of each other. Default: 1.
+        bias: with b_ih and b_hh. Default: True.
+        batch_first: padded input and output are ``(B, T, features)``; states are not. Default: False.
+        dropout: probability of dropping an output between layers while training. Default: 0.
+        bidirectional: a second direction, from the last step to the first. Default: False.
+        device, dtype: of the parameters.
+        algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+
+    The parameters, their names and their initialisation are those of :class:`torch.nn.GRU`, so a state_dict goes both
+    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
+    NotImplementedError.
+
+    Example:
+        >>> layer = weft.nn.GRU(128, 32)
+        >>> output, h_n = layer(torch.randn(1000, 16, 128))
+        >>> output.shape, h_n.shape
+        (torch.Size([1000, 16, 32]), torch.Size([1, 16, 32]))
+    """
+
+    @overload
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        algorithm: str = "auto",
+    ) -> None: ...
+
+    @overload
+    def __init__(self, *args: Any, algorithm: str = "auto", **kwargs: Any) -> None: ...
+
+    def __init__(self, *args, algorithm="auto", **kwargs):
+        _refuse_projection(kwargs)
+        super().__init__("GRU", *args, algorithm=algorithm, **kwargs)
+
+
+class LSTM(_Layer):
+    """:class:`torch.nn.LSTM` with a choice of algorithm. Gates i, f, g, o in torch's order:
+
+    c[t] = f c[t-1] + i g and h[t] = o tanh(c[t]), with i, f, o sigmoids and g a tanh of
+    W_i* x[t] + b_i* + W_h* h[t-1] + b_h*. With `proj_size`, h[t] = W_hr (o tanh(c[t])).
+
+    Args:
+        input_size: features of the input.
+        hidden_size: H, features of the cell state.
+        num_layers: layers on top of each other. Default: 1.
+        bias: with b_ih and b_hh. Default: True.
+        batch_first: padded input and output are ``(B, T, features)``; states are not. Default: False.
+        dropout: probability of dropping an output between layers while training. Default: 0.
+        bidirectional: a second direction, from the last step to the first. Default: False.
+        proj_size: P, features of a projected h; 0 (default) for none.
+        device, dtype: of the parameters.
+        algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+
+    The parameters, their names and their initialisation are those of :class:`torch.nn.LSTM`, so a state_dict goes both
+    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
+    NotImplementedError.
+
+    Example:
+        >>> layer = weft.nn.LSTM(128, 32, bidirectional=True)
+        >>> output, (h_n, c_n) = layer(torch.randn(1000, 16, 128))
+        >>> output.shape, h_n.shape, c_n.shape
+        (torch.Size([1000, 16, 64]), torch.Size([2, 16, 32]), torch.Size([2, 16, 32]))
+    """
+
+    # Part of torch.nn.LSTM's interface, and plain functions of what RNNBase has.
+    get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
+    check_forward_args = torch.nn.LSTM.check_forward_args
+    permute_hidden = torch.nn.LSTM.permute_hidden
+
+    @overload
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        algorithm: str = "auto",
+    ) -> None: ...
+
+    @overload
+    def __init__(self, *args: Any, algorithm: str = "auto", **kwargs: Any) -> None: ...
+
+    def __init__(self, *args, algorithm="auto", **kwargs):
+        super().__init__("LSTM", *args, algorithm=algorithm, **kwargs)
+
+    @overload
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[PackedSequence, tuple[Tensor, Tensor]]: ...
+
+    def forward(self, input, hx=None):
+        """Run the layer.
+
+        Args:
+            input: ``(T, B, input_size)``; ``(B, T, input_size)`` with `batch_first`; ``(T, input_size)`` unbatched;
+                or a PackedSequence.
+            hx: ``(h0, c0)``, h0 ``(layers * directions, B, proj_size or hidden_size)``, c0
+                ``(layers * directions, B, hidden_size)``, without the B unbatched; None for zeros.
+
+        Returns:
+            ``output``, the last layer's h, laid out like the input and ``directions * (proj_size or hidden_size)`` wide
+            (a PackedSequence for a PackedSequence); and ``(h_n, c_n)``, laid out like `hx`.
+
+        Raises:
+            ValueError: the input's rank or dtype does not fit.
+            RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
+        """
+        if hx is not None and len(hx) != 2:
+            error = IndexError if len(hx) < 2 else RuntimeError
+            self._fail(error, f"hx must be (h0, c0), got {len(hx)} tensors")
+        return self._forward(input, hx)
+
+
+def _refuse_projection(kwargs: dict[str, Any]) -> None:
+    if "proj_size" in kwargs:
+        raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")

@@ -1,0 +1,150 @@
+"""The choice of an algorithm, and weft.explain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import weft
+from torch.nn.utils import rnn
+from weft import _algorithms
+from weft._algorithms import AUTO_SCAN, Case, choose
+
+CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, False, False)
+
+
+@pytest.mark.parametrize(("device", "cell"), AUTO_SCAN)
+def test_auto_follows_the_table(device, cell, monkeypatch):
+    monkeypatch.setattr(_algorithms, "_SCAN_DEVICES", ("cpu", "cuda"))
+    limits = AUTO_SCAN[device, cell]
+    case = CASE._replace(device=device, cell=cell, hidden_size=limits.max_hidden, steps=limits.min_steps)
+    assert choose("auto", case)[0] == "scan"
+    assert choose("auto", case._replace(hidden_size=limits.max_hidden + 1))[0] == "torch"
+    assert choose("auto", case._replace(steps=limits.min_steps - 1))[0] == "torch"
+    assert choose("auto", case._replace(dtype=torch.int64))[0] == "torch"
+    # A compiled graph does not know its sizes.
+    assert choose("auto", case._replace(steps=None, batch=None))[0] == "scan"
+    # Asked for by name, it runs at any size.
+    assert choose("scan", case._replace(hidden_size=10_000, steps=1))[0] == "scan"
+
+
+def test_every_device_and_cell_has_limits():
+    cells = ("rnn_tanh", "rnn_relu", "gru", "lstm")
+    assert set(AUTO_SCAN) == {(device, cell) for device in ("cpu", "cuda") for cell in cells}
+
+
+@pytest.mark.parametrize("asked", ["auto", "scan"])
+def test_what_does_not_fit_runs_as_torch(asked):
+    misfits = {
+        "PackedSequence": {"packed": True},
+        "proj_size": {"projected": True},
+        "meta": {"device": "meta"},
+        "int64": {"dtype": torch.int64},
+    }
+    for word, change in misfits.items():
+        name, reason = choose(asked, CASE._replace(**change))
+        assert name == "torch" and word in reason
+
+
+def test_names_are_obeyed():
+    for asked in ("scan", "torch", "reference"):
+        assert choose(asked, CASE) == (asked, "asked for by name")
+        assert choose(asked, CASE._replace(transformed=True))[0] == "reference"
+    assert choose("reference", CASE._replace(packed=True))[0] == "reference"
+
+
+def by_name(explanation):
+    return {c.name: c for c in explanation.candidates}
+
+
+def test_explanation():
+    layer = weft.nn.GRU(3, 16)
+    answer = weft.explain(layer, torch.randn(100, 4, 3))
+    assert answer.algorithm == "scan" and answer.asked == "auto"
+    candidates = by_name(answer)
+    assert list(candidates) == ["persistent", "scan", "newton", "torch", "reference"]
+    assert [c.name for c in answer.candidates if not c.eligible] == ["persistent", "newton"]
+    assert "rnn engine" in candidates["persistent"].reason
+    assert all(c.reason for c in answer.candidates)
+    text = str(answer)
+    assert "GRU(3, 16) on T=100 B=4 float32 input on cpu" in text and "runs as 'scan'" in text
+    for c in answer.candidates:
+        (line,) = (line for line in text.splitlines() if line.strip().startswith(c.name + " "))
+        assert c.reason in line and ("taken" in line) == (c.name == "scan")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        answer.algorithm = "torch"
+
+
+def test_it_tells_why_auto_leaves_the_scan():
+    layer = weft.nn.LSTM(3, AUTO_SCAN["cpu", "lstm"].max_hidden + 1)
+    answer = weft.explain(layer, torch.randn(5, 2, 3))
+    scan = by_name(answer)["scan"]
+    assert answer.algorithm == "torch" and scan.eligible and "hidden_size" in scan.reason
+    assert scan.reason in answer.reason
+
+
+def test_it_tells_what_does_not_fit():
+    x = torch.randn(5, 2, 3)
+    packed = weft.explain(weft.nn.GRU(3, 4, algorithm="scan"), rnn.pack_padded_sequence(x, [5, 2]))
+    assert packed.algorithm == "torch" and not by_name(packed)["scan"].eligible
+    assert "packed float32 input" in str(packed)
+    projected = weft.explain(weft.nn.LSTM(3, 4, proj_size=2), x)
+    assert projected.algorithm == "torch" and "proj_size" in by_name(projected)["scan"].reason
+    forced = weft.explain(weft.nn.GRU(3, 4, algorithm="reference"), x)
+    assert forced.algorithm == "reference" and by_name(forced)["torch"].eligible
+
+
+def test_it_sees_the_context():
+    layer, answers = weft.nn.GRU(3, 4), []
+
+    def call(x):
+        answers.append(weft.explain(layer, x))
+        return x.sum()
+
+    torch.func.grad(call)(torch.randn(50, 2, 3))
+    assert answers[0].algorithm == "reference" and not by_name(answers[0])["torch"].eligible
+    with torch.autograd.forward_ad.dual_level():
+        assert weft.explain(layer, torch.randn(50, 2, 3)).algorithm == "reference"
+    assert weft.explain(layer, torch.randn(50, 2, 3)).algorithm == "scan"
+
+
+@pytest.mark.parametrize("layer", [weft.nn.RNN(3, 4), weft.nn.GRU(3, 4), weft.nn.LSTM(3, 4)])
+def test_arguments_are_checked_as_in_forward(layer):
+    x = torch.randn(5, 2, 3)
+    h = torch.zeros(1, 2, 4)
+    hx = (h, h) if isinstance(layer, weft.nn.LSTM) else h
+    assert weft.explain(layer, x, hx).algorithm == weft.explain(layer, x[:, 0]).algorithm
+    for arguments in ((torch.randn(5, 2, 4),), (x[None],), (x.double(),), (x[:, :1], hx)):
+        with pytest.raises((ValueError, RuntimeError)) as expected:
+            layer(*arguments)
+        with pytest.raises(type(expected.value)):
+            weft.explain(layer, *arguments)
+
+
+def test_only_wefts_layers():
+    for other in (torch.nn.GRU(3, 4), torch.nn.Linear(3, 4), None):
+        with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU or LSTM, got"):
+            weft.explain(other, torch.randn(5, 2, 3))
+
+
+def test_nothing_runs():
+    layer = weft.nn.GRU(3, 4)
+    layer.register_forward_hook(lambda *_: pytest.fail("the layer ran"))
+    weft.explain(layer, torch.randn(5, 2, 3))
+
+
+def test_the_algorithm_that_is_told_is_the_one_that_runs(monkeypatch):
+    ran = []
+    for name in ("_run_scan", "_run_torch", "_run_reference"):
+        original = getattr(weft.nn.GRU, name)
+        monkeypatch.setattr(weft.nn.GRU, name, lambda *a, f=original, n=name: (ran.append(n), f(*a))[1])
+    x = torch.randn(5, 2, 3)
+    inputs = (x, x[:, 0], rnn.pack_padded_sequence(x, [5, 2]))
+    for asked in ("auto", "scan", "torch", "reference"):
+        for hidden in (4, 200):
+            layer = weft.nn.GRU(3, hidden, algorithm=asked)
+            for each in inputs:
+                told = weft.explain(layer, each).algorithm
+                layer(each)
+                assert ran.pop() == f"_run_{told}" and not ran

@@ -1,0 +1,988 @@
+"""weft.nn.RNN, GRU and LSTM beside torch.nn's, for every algorithm."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import weft
+from common import DEVICES, relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.nn.utils import parametrize, rnn
+from torch.utils.checkpoint import checkpoint
+
+CELLS = {
+    "tanh": (weft.nn.RNN, torch.nn.RNN, {}),
+    "relu": (weft.nn.RNN, torch.nn.RNN, {"nonlinearity": "relu"}),
+    "gru": (weft.nn.GRU, torch.nn.GRU, {}),
+    "lstm": (weft.nn.LSTM, torch.nn.LSTM, {}),
+}
+ALGORITHMS = ["auto", "scan", "torch", "reference"]
+I, H = 3, 4
+# Relative error of the norm. fp64: rounding of a few hundred operations. fp32: the same at 1e9 times its epsilon.
+BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+devices = pytest.mark.parametrize("device", DEVICES)
+cells = pytest.mark.parametrize("cell", CELLS)
+algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+@pytest.fixture(autouse=True)
+def _exact_fp32():
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """Hundreds of tiny problems: a second thread only waits for the first."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def layers(cell, device, dtype=torch.float64, algorithm="auto", sizes=(I, H), **options):
+    """Weft's layer and torch's, with the same weights."""
+    ours, theirs, extra = CELLS[cell]
+    theirs = theirs(*sizes, device=device, dtype=dtype, **extra, **options)
+    ours = ours(*sizes, device=device, dtype=dtype, algorithm=algorithm, **extra, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return ours, theirs
+
+
+def states(layer, batch, dtype=None):
+    """A random initial state, (h0,) or (h0, c0), without B for batch None."""
+    weight = layer.weight_ih_l0
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    widths = [layer.proj_size or layer.hidden_size, layer.hidden_size][: 2 if layer.mode == "LSTM" else 1]
+    shape = (count,) if batch is None else (count, batch)
+    return tuple(torch.randn(*shape, w, dtype=dtype or weight.dtype, device=weight.device) for w in widths)
+
+
+def hx_of(layer, state):
+    return None if state is None else state if layer.mode == "LSTM" else state[0]
+
+
+def flat(result):
+    """Every tensor of a layer's result."""
+    output, final = result
+    output = output.data if isinstance(output, rnn.PackedSequence) else output
+    return [output, *(final if isinstance(final, tuple) else (final,))]
+
+
+def assert_same(ours, theirs, dtype=torch.float64, same_dtypes=True):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.device == b.device
+        assert a.dtype == b.dtype or not same_dtypes
+        assert relative_error(a, b) <= BOUNDS[dtype]
+
+
+def assert_layers_agree(ours, theirs, x, state=None, *, dtype=torch.float64, run=None):
+    """Results and the gradients of input, state and every parameter. `x` is a tensor, `run(layer, x, hx)` calls."""
+    run = run or (lambda layer, x, hx: layer(x, hx))
+    results, grads, outgoing = [], [], None
+    for layer in (ours, theirs):
+        inputs = [t.detach().clone().requires_grad_() for t in (x, *(state or ()))]
+        result = flat(run(layer, inputs[0], hx_of(layer, tuple(inputs[1:]) or None)))
+        outgoing = outgoing or [torch.randn_like(r) for r in result]
+        results.append(result)
+        grads.append(torch.autograd.grad(result, [*inputs, *layer.parameters()], outgoing))
+    assert_same(*results, dtype)
+    assert_same(*grads, dtype)
+
+
+# Results and gradients ------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "batch first": {"batch_first": True},
+    "two directions": {"bidirectional": True},
+    "two layers": {"num_layers": 2, "batch_first": True, "bias": False},
+    "three layers, two directions": {"num_layers": 3, "bidirectional": True},
+}
+
+
+@devices
+@cells
+@algorithms
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("given_state", [False, True])
+def test_padded_fp64(device, cell, algorithm, options, given_state):
+    ours, theirs = layers(cell, device, algorithm=algorithm, **OPTIONS[options])
+    x = torch.randn(6, 5, I, dtype=torch.float64, device=device)
+    batch = 6 if ours.batch_first else 5
+    assert_layers_agree(ours, theirs, x, states(ours, batch) if given_state else None)
+
+
+@devices
+@cells
+@algorithms
+def test_padded_fp32(device, cell, algorithm):
+    ours, theirs = layers(cell, device, torch.float32, algorithm, sizes=(7, 20), num_layers=2, bidirectional=True)
+    exact = copy.deepcopy(theirs).double()
+    x, state = torch.randn(30, 3, 7, device=device), states(ours, 3)
+    results, grads, outgoing = [], [], None
+    for layer, kind in ((ours, torch.float32), (exact, torch.float64)):
+        inputs = [t.to(kind).requires_grad_() for t in (x, *state)]
+        result = flat(layer(inputs[0], hx_of(layer, tuple(inputs[1:]))))
+        outgoing = outgoing or [torch.randn_like(r) for r in result]
+        results.append(result)
+        grads.append(torch.autograd.grad(result, [*inputs, *layer.parameters()], [g.to(kind) for g in outgoing]))
+    assert_same(*results, torch.float32, same_dtypes=False)
+    assert_same(*grads, torch.float32, same_dtypes=False)
+
+
+def _assert_half(algorithm, cell, device, dtype):
+    ours, theirs = layers(cell, device, torch.float32, algorithm, sizes=(5, 8), num_layers=2)
+    ours = ours.to(dtype)
+    x, state = torch.randn(40, 3, 5, device=device), states(theirs, 3)
+    result = flat(ours(x.to(dtype), hx_of(ours, tuple(s.to(dtype) for s in state))))
+    expected = flat(theirs(x, hx_of(theirs, state)))
+    for a, b in zip(result, expected, strict=True):
+        assert a.dtype == dtype
+        assert relative_error(a, b) <= BOUNDS[dtype]
+    sum(r.float().sum() for r in result).backward()
+    sum(r.sum() for r in expected).backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.grad.dtype == dtype
+        assert relative_error(a.grad, b.grad) <= 2 * BOUNDS[dtype]
+
+
+@devices
+@cells
+@pytest.mark.parametrize("algorithm", ["scan", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(device, cell, algorithm, dtype):
+    _assert_half(algorithm, cell, device, dtype)
+
+
+@devices
+@cells
+@algorithms
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_unbatched(device, cell, algorithm, batch_first):
+    ours, theirs = layers(cell, device, algorithm=algorithm, batch_first=batch_first, bidirectional=True)
+    x = torch.randn(6, I, dtype=torch.float64, device=device)
+    assert_layers_agree(ours, theirs, x)
+    assert_layers_agree(ours, theirs, x, states(ours, None))
+
+
+@devices
+@cells
+@algorithms
+@pytest.mark.parametrize("options", ["plain", "no bias", "three layers, two directions"])
+@pytest.mark.parametrize("enforce_sorted", [True, False])
+def test_packed(device, cell, algorithm, options, enforce_sorted):
+    ours, theirs = layers(cell, device, algorithm=algorithm, **OPTIONS[options])
+    x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
+    lengths = [6, 4, 4, 1] if enforce_sorted else [4, 1, 6, 4]
+
+    def run(layer, x, hx):
+        return layer(rnn.pack_padded_sequence(x, lengths, enforce_sorted=enforce_sorted), hx)
+
+    assert_layers_agree(ours, theirs, x, run=run)
+    assert_layers_agree(ours, theirs, x, states(ours, 4), run=run)
+    mine, torchs = (run(layer, x, None)[0] for layer in (ours, theirs))
+    for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+        a, b = getattr(mine, field), getattr(torchs, field)
+        assert a is b is None or torch.equal(a, b)
+
+
+@devices
+@algorithms
+@pytest.mark.parametrize("packed", [False, True])
+def test_projection(device, algorithm, packed):
+    ours, theirs = layers("lstm", device, algorithm=algorithm, proj_size=2, num_layers=2, bidirectional=True)
+    x = torch.randn(6, 3, I, dtype=torch.float64, device=device)
+
+    def run(layer, x, hx):
+        return layer(rnn.pack_padded_sequence(x, [6, 5, 2]) if packed else x, hx)
+
+    assert_layers_agree(ours, theirs, x, run=run)
+    assert_layers_agree(ours, theirs, x, states(ours, 3), run=run)
+
+
+@devices
+@cells
+@algorithms
+def test_strided_input(device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm, num_layers=2)
+    wide = torch.randn(2 * I, 5, 12, dtype=torch.float64, device=device)
+    x = wide.permute(2, 1, 0)[::2, :, ::2]
+    state = tuple(torch.randn(H, 5, 2, dtype=torch.float64, device=device).permute(2, 1, 0) for _ in states(ours, 5))
+    assert not x.is_contiguous() and not state[0].is_contiguous()
+    results = [layer(x, hx_of(layer, state)) for layer in (ours, theirs)]
+    assert_same(*map(flat, results))
+
+
+@devices
+@cells
+@algorithms
+def test_one_step_and_one_sequence(device, cell, algorithm):
+    for steps, batch in ((1, 1), (1, 5), (5, 1)):
+        ours, theirs = layers(cell, device, algorithm=algorithm)
+        assert_layers_agree(ours, theirs, torch.randn(steps, batch, I, dtype=torch.float64, device=device))
+
+
+@cells
+@algorithms
+def test_empty_batch(cell, algorithm):
+    ours, theirs = layers(cell, "cpu", algorithm=algorithm)
+    assert_same(*(flat(layer(torch.randn(5, 0, I, dtype=torch.float64))) for layer in (ours, theirs)))
+
+
+@settings(max_examples=30)
+@given(
+    cell=st.sampled_from(sorted(CELLS)),
+    algorithm=st.sampled_from(ALGORITHMS),
+    sizes=st.tuples(*[st.integers(1, 20)] * 4),
+    layer_count=st.integers(1, 3),
+    flags=st.tuples(*[st.booleans()] * 4),
+)
+def test_any_shape(cell, algorithm, sizes, layer_count, flags):
+    steps, batch, features, hidden = sizes
+    bias, batch_first, bidirectional, given_state = flags
+    ours, theirs = layers(
+        cell, "cpu", algorithm=algorithm, sizes=(features, hidden), num_layers=layer_count, bias=bias,
+        batch_first=batch_first, bidirectional=bidirectional,
+    )  # fmt: skip
+    x = torch.randn(*((batch, steps) if batch_first else (steps, batch)), features, dtype=torch.float64)
+    assert_layers_agree(ours, theirs, x, states(ours, batch) if given_state else None)
+
+
+@devices
+@cells
+@algorithms
+def test_a_bad_row_stays_alone(device, cell, algorithm):
+    ours, _ = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(8, 4, I, dtype=torch.float64, device=device)
+    clean = ours(x)[0]
+    x[3, 2, 1] = float("nan")
+    output = ours(x)[0]
+    assert output[3:, 2].isnan().any(dim=-1).all()
+    keep = [0, 1, 3]
+    assert torch.equal(output[:, keep], clean[:, keep])
+
+
+# Dropout --------------------------------------------------------------------------------------------------------------
+
+
+@devices
+@cells
+@algorithms
+def test_dropout_only_while_training(device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm, num_layers=2, dropout=0.5)
+    x = torch.randn(6, 5, I, dtype=torch.float64, device=device)
+    assert_layers_agree(ours.eval(), theirs.eval(), x)
+    runs = [ours.train()(x)[0] for _ in range(2)]
+    assert not torch.equal(*runs)
+    seeded = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        seeded.append(ours(x)[0])
+    if algorithm != "torch" or device == "cpu":  # cuDNN keeps a generator of its own
+        assert torch.equal(*seeded)
+
+
+@devices
+@cells
+@algorithms
+def test_dropout_of_everything(device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm, num_layers=2, dropout=1.0)
+    x = torch.randn(6, 5, I, dtype=torch.float64, device=device)
+    assert_layers_agree(ours, theirs, x)
+
+
+@devices
+@algorithms
+def test_dropout_rate(device, algorithm):
+    layer = weft.nn.RNN(1, 1, 2, "relu", False, dropout=0.3, device=device, algorithm=algorithm)
+    for name, parameter in layer.named_parameters():
+        torch.nn.init.constant_(parameter, float("ih" in name))
+    output = layer(torch.ones(200, 100, 1, device=device))[0]
+    kept = output != 0
+    torch.testing.assert_close(output[kept], torch.full_like(output[kept], 1 / 0.7))
+    # 20,000 draws: five standard deviations are 0.016.
+    assert abs(kept.float().mean().item() - 0.7) < 0.016
+
+
+# What surrounds a module ----------------------------------------------------------------------------------------------
+
+
+@cells
+def test_constructor_is_torchs(cell):
+    ours, theirs, extra = CELLS[cell]
+    for options in (*OPTIONS.values(), {"dropout": 0.2, "num_layers": 2}):
+        torch.manual_seed(3)
+        a = ours(I, H, **extra, **options)
+        torch.manual_seed(3)
+        b = theirs(I, H, **extra, **options)
+        assert repr(a) == repr(b)
+        assert list(a.state_dict()) == list(b.state_dict())
+        for name, value in a.state_dict().items():
+            assert torch.equal(value, b.state_dict()[name])
+        ours_only = {"_algorithm"}
+        assert vars(a).keys() - ours_only == vars(b).keys()
+        for name in ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "proj_size"):
+            assert getattr(a, name) == getattr(b, name)
+        assert [[p.shape for p in w] for w in a.all_weights] == [[p.shape for p in w] for w in b.all_weights]
+        public = {n for n in dir(b) if not n.startswith("_")}
+        assert public <= {n for n in dir(a)}
+    assert isinstance(a, torch.nn.RNNBase) and not isinstance(a, theirs)
+
+
+@cells
+def test_positional_arguments(cell):
+    ours, theirs, _ = CELLS[cell]
+    middle = ("relu",) if "rnn" in ours.__name__.lower() else ()
+    arguments = (I, H, 2, *middle, False, True, 0.5, True)
+    assert repr(ours(*arguments)) == repr(theirs(*arguments))
+
+
+def test_algorithm_is_shown_and_may_be_set():
+    layer = weft.nn.GRU(I, H, algorithm="scan")
+    assert repr(layer) == "GRU(3, 4, algorithm='scan')"
+    layer.algorithm = "torch"
+    assert layer.algorithm == "torch" and weft.explain(layer, torch.randn(100, 2, I)).algorithm == "torch"
+    with pytest.raises(ValueError, match=r"auto.*persistent.*scan.*newton.*torch.*reference"):
+        layer.algorithm = "blelloch"
+    assert layer.algorithm == "torch"
+
+
+@cells
+def test_unknown_and_reserved_algorithms(cell):
+    ours, _, extra = CELLS[cell]
+    with pytest.raises(ValueError, match=r"'cudnn'.*'auto', 'persistent', 'scan', 'newton', 'torch', 'reference'"):
+        ours(I, H, algorithm="cudnn", **extra)
+    with pytest.raises(NotImplementedError, match="rnn engine"):
+        ours(I, H, algorithm="persistent", **extra)
+    with pytest.raises(NotImplementedError, match="newton"):
+        ours(I, H, algorithm="newton", **extra)
+
+
+@devices
+@cells
+def test_state_dict_goes_both_ways(device, cell):
+    ours, theirs, extra = CELLS[cell]
+    ours, theirs = (c(I, H, 2, bidirectional=True, device=device, **extra) for c in (ours, theirs))
+    x = torch.randn(5, 2, I, device=device)
+    assert not torch.equal(ours(x)[0], theirs(x)[0])
+    theirs.load_state_dict(ours.state_dict())
+    assert_same(flat(ours(x)), flat(theirs(x)), torch.float32)
+    torch.nn.init.uniform_(theirs.weight_hh_l1)
+    ours.load_state_dict(theirs.state_dict())
+    assert_same(flat(ours(x)), flat(theirs(x)), torch.float32)
+
+
+def _pickled(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+def _saved(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@devices
+@cells
+@pytest.mark.parametrize("duplicate", [_pickled, _saved, copy.deepcopy])
+def test_copies(device, cell, duplicate):
+    ours, _ = layers(cell, device, algorithm="scan", num_layers=2)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+    before = flat(ours(x))
+    twin = duplicate(ours)
+    assert twin.algorithm == "scan" and type(twin) is type(ours)
+    assert all(torch.equal(a, b) for a, b in zip(before, flat(twin(x)), strict=True))
+    with torch.no_grad():
+        twin.weight_hh_l1.mul_(2)
+    assert not torch.equal(twin(x)[0], before[0])
+    assert torch.equal(ours(x)[0], before[0])
+
+
+@devices
+@cells
+@algorithms
+def test_changed_weights_are_seen(device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm, num_layers=2)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+
+    def in_place(layer):
+        with torch.no_grad():
+            layer.weight_hh_l0.mul_(2)
+
+    def data(layer):
+        layer.weight_ih_l1.data = layer.weight_ih_l1.data * 2
+
+    def replaced(layer):
+        layer.bias_ih_l0 = torch.nn.Parameter(layer.bias_ih_l0.detach() + 1)
+
+    def behind(layer):
+        layer._parameters["weight_hh_l1"] = torch.nn.Parameter(layer.weight_hh_l1.detach() * 2)
+
+    def loaded(layer):
+        layer.load_state_dict({k: v * 0.5 for k, v in layer.state_dict().items()})
+
+    def moved(layer):
+        layer.float().double()
+
+    def parametrized(layer):
+        parametrize.register_parametrization(layer, "weight_hh_l0", _Doubled())
+
+    def behind_parametrized(layer):
+        with torch.no_grad():
+            layer.parametrizations.weight_hh_l0.original.mul_(-1)
+
+    for change in (in_place, data, replaced, behind, loaded, moved, parametrized, behind_parametrized):
+        ours(x), theirs(x)
+        change(ours), change(theirs)
+        assert_layers_agree(ours, theirs, x)
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@devices
+@cells
+@algorithms
+def test_weight_norm(device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+    with pytest.warns(FutureWarning):
+        for layer in (ours, theirs):
+            torch.nn.utils.weight_norm(layer, "weight_hh_l0")
+    assert_layers_agree(ours, theirs, x)
+    with torch.no_grad():
+        ours.weight_hh_l0_g.mul_(3), theirs.weight_hh_l0_g.mul_(3)
+    assert_layers_agree(ours, theirs, x)
+
+
+@devices
+@cells
+@algorithms
+def test_functional_call(device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+    own = flat(ours(x))
+    parameters = {k: torch.randn_like(v) for k, v in ours.named_parameters()}
+    results = [flat(torch.func.functional_call(layer, parameters, (x,))) for layer in (ours, theirs)]
+    assert_same(*results)
+    assert all(torch.equal(a, b) for a, b in zip(own, flat(ours(x)), strict=True))
+
+
+@devices
+@cells
+@algorithms
+def test_gradients_only_where_asked(device, cell, algorithm):
+    ours, _ = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+    ours.weight_hh_l0.requires_grad_(False)
+    ours(x)[0].sum().backward()
+    assert ours.weight_hh_l0.grad is None and ours.weight_ih_l0.grad is not None
+    with torch.no_grad():
+        assert not any(t.requires_grad for t in flat(ours(x)))
+    ours.requires_grad_(False)
+    assert not any(t.requires_grad for t in flat(ours(x)))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(ours(x)[0].sum(), x)
+    assert grad.shape == x.shape
+
+
+@devices
+@cells
+@algorithms
+def test_repetition_is_bit_equal(device, cell, algorithm):
+    ours, _ = layers(cell, device, torch.float32, algorithm, sizes=(5, 16), num_layers=2, bidirectional=True)
+    x = torch.randn(64, 3, 5, device=device)
+    runs = []
+    for _ in range(2):
+        result = flat(ours(x))
+        runs.append([*result, *torch.autograd.grad(sum(r.sum() for r in result), list(ours.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@devices
+@cells
+@algorithms
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(device, cell, algorithm, reentrant):
+    ours, theirs = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+
+    def run(layer, x, hx):
+        result = flat(checkpoint(layer, x, use_reentrant=reentrant) if layer is ours else layer(x))
+        return result[0], tuple(result[1:])
+
+    if not reentrant:
+        assert_layers_agree(ours, theirs, x, run=run)
+        return
+    # Reentrant checkpointing forbids torch.autograd.grad.
+    for layer in (ours, theirs):
+        run(layer, x.requires_grad_(), None)[0].pow(2).sum().backward()
+    grads = [[p.grad for p in layer.parameters()] for layer in (ours, theirs)]
+    assert_same(*grads)
+
+
+# Derivatives beyond the first backward --------------------------------------------------------------------------------
+
+
+@devices
+@cells
+@pytest.mark.parametrize("algorithm", ["scan", "torch", "reference"])
+def test_gradcheck(device, cell, algorithm):
+    ours, _ = layers(cell, device, algorithm=algorithm, sizes=(2, 3), bidirectional=True)
+    names = [n for n, _ in ours.named_parameters()]
+
+    def call(x, *tensors):
+        state, weights = tensors[: -len(names)], tensors[-len(names) :]
+        hx = hx_of(ours, state)
+        return tuple(flat(torch.func.functional_call(ours, dict(zip(names, weights, strict=True)), (x, hx))))
+
+    x = torch.randn(3, 2, 2, dtype=torch.float64, device=device)
+    inputs = [t.detach().clone().requires_grad_() for t in (x, *states(ours, 2), *ours.parameters())]
+    nondet = 1e-7 if device == "cuda" else 0.0
+    assert gradcheck(call, inputs, nondet_tol=nondet, fast_mode=True)
+    if algorithm != "torch":
+        assert gradgradcheck(call, inputs, nondet_tol=nondet, fast_mode=True)
+
+
+def _loss(layer, x, parameters, hx=None):
+    return sum(r.pow(2).sum() for r in flat(torch.func.functional_call(layer, parameters, (x, hx))))
+
+
+@devices
+@cells
+@algorithms
+def test_func_grad(device, cell, algorithm):
+    ours, _ = layers(cell, device, algorithm=algorithm, num_layers=2)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+    parameters = {k: v.detach() for k, v in ours.named_parameters()}
+    found = torch.func.grad(functools.partial(_loss, ours, x))(parameters)
+    expected = torch.autograd.grad(_loss(ours, x, dict(ours.named_parameters())), list(ours.parameters()))
+    assert_same(list(found.values()), list(expected))
+
+
+@devices
+@cells
+@algorithms
+@pytest.mark.parametrize("packed", [False, True])
+def test_func_vmap(device, cell, algorithm, packed):
+    ours, _ = layers(cell, device, algorithm=algorithm, bidirectional=True)
+    xs = torch.randn(4, 5, 2, I, dtype=torch.float64, device=device)
+
+    def call(x):
+        if packed:
+            data = x.reshape(10, I)
+            x = rnn.PackedSequence(data, torch.tensor([2] * 5))
+        return tuple(flat(ours(x)))
+
+    assert_same(torch.func.vmap(call)(xs), [torch.stack(r) for r in zip(*map(call, xs), strict=True)])
+
+
+@devices
+@cells
+@algorithms
+def test_func_per_sample_gradients(device, cell, algorithm):
+    ours, _ = layers(cell, device, algorithm=algorithm)
+    xs = torch.randn(3, 5, I, dtype=torch.float64, device=device)
+    parameters = {k: v.detach() for k, v in ours.named_parameters()}
+    gradient = torch.func.grad(lambda p, x: _loss(ours, x, p))
+    found = torch.func.vmap(gradient, (None, 0))(parameters, xs)
+    expected = [gradient(parameters, x) for x in xs]
+    assert_same(list(found.values()), [torch.stack([e[k] for e in expected]) for k in found])
+
+
+@devices
+@cells
+@algorithms
+def test_forward_mode(device, cell, algorithm):
+    """The tangent by jvp and by dual tensors; against <g, J v> = <J^T g, v>."""
+    ours, _ = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device, requires_grad=True)
+    v = torch.randn_like(x)
+    output = ours(x)[0]
+    g = torch.randn_like(output)
+    (pulled,) = torch.autograd.grad(output, x, g)
+    value, tangent = torch.func.jvp(lambda x: ours(x)[0], (x,), (v,))
+    assert_same([value, (g * tangent).sum()], [output, (pulled * v).sum()])
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(ours(forward_ad.make_dual(x, v))[0])
+    assert_same([dual.primal, dual.tangent], [value, tangent])
+
+
+@devices
+@cells
+def test_hessian_vector_product(device, cell):
+    ours, _ = layers(cell, device, algorithm="scan")
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device, requires_grad=True)
+    v = torch.randn_like(x)
+    (first,) = torch.autograd.grad(ours(x)[0].pow(3).sum(), x, create_graph=True)
+    (backward,) = torch.autograd.grad(first, x, v)
+    forward = torch.func.jvp(torch.func.grad(lambda x: ours(x)[0].pow(3).sum()), (x.detach(),), (v,))[1]
+    assert_same([backward], [forward])
+
+
+# Compilation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@devices
+@pytest.mark.parametrize("cell", ["relu", "gru", "lstm"])
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [("auto", "plain"), ("scan", "two layers"), ("torch", "plain"), ("torch", "two layers"), ("reference", "plain")],
+)
+def test_compile(fresh_dynamo, device, cell, algorithm, options):
+    ours, theirs = layers(cell, device, algorithm=algorithm, **OPTIONS[options])
+    dynamic = algorithm != "reference"  # which is unrolled over time
+    compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for steps, batch in ((6, 5), (8, 7)) if dynamic else ((4, 5),):
+        x = torch.randn(
+            *((batch, steps) if ours.batch_first else (steps, batch)), I, dtype=torch.float64, device=device
+        )
+        run = lambda layer, x, hx: compiled(x, hx) if layer is ours else layer(x, hx)  # noqa: E731
+        assert_layers_agree(ours, theirs, x, run=run)
+        assert_layers_agree(ours, theirs, x, states(ours, batch), run=run)
+
+
+@devices
+@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+def test_compile_does_not_specialise_sizes(fresh_dynamo, device, algorithm):
+    import torch._dynamo.testing
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    ours, _ = layers("gru", device, algorithm=algorithm)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend=counter)
+    compiled(torch.randn(6, 5, I, dtype=torch.float64, device=device))
+    graphs = counter.frame_count
+    for steps, batch in ((9, 8), (40, 11), (100, 2)):
+        compiled(torch.randn(steps, batch, I, dtype=torch.float64, device=device))
+    assert counter.frame_count == graphs
+
+
+@devices
+@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+def test_compile_inductor(fresh_dynamo, device, algorithm):
+    """One case through code generation; and a long sequence does not unroll."""
+    ours, theirs = layers("gru", device, algorithm=algorithm, num_layers=2)
+    compiled = torch.compile(ours, fullgraph=True)
+    x = torch.randn(500, 2, I, dtype=torch.float64, device=device)
+    assert_layers_agree(ours, theirs, x, run=lambda layer, x, hx: compiled(x, hx) if layer is ours else layer(x, hx))
+
+
+@devices
+@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+def test_compile_dropout(fresh_dynamo, device, algorithm):
+    ours, theirs = layers("gru", device, algorithm=algorithm, num_layers=2, dropout=0.5)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, 5, I, dtype=torch.float64, device=device)
+    assert not torch.equal(compiled(x)[0], compiled(x)[0])
+    ours.eval(), theirs.eval()
+    assert_layers_agree(ours, theirs, x, run=lambda layer, x, hx: compiled(x, hx) if layer is ours else layer(x, hx))
+    rate = weft.nn.RNN(1, 1, 2, "relu", False, dropout=0.3, device=device, algorithm=algorithm)
+    for name, parameter in rate.named_parameters():
+        torch.nn.init.constant_(parameter, float("ih" in name))
+    output = torch.compile(rate, fullgraph=True, backend="aot_eager")(torch.ones(5, 4000, 1, device=device))[0]
+    assert abs((output != 0).float().mean().item() - 0.7) < 0.016
+
+
+@devices
+@cells
+def test_compile_packed(fresh_dynamo, device, cell):
+    ours, theirs = layers(cell, device)
+    x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
+
+    def call(layer, data, batch_sizes, hx):
+        return layer(rnn.PackedSequence(data, batch_sizes), hx)
+
+    compiled = torch.compile(functools.partial(call, ours), fullgraph=True, backend="aot_eager")
+
+    def run(layer, x, hx):
+        packed = rnn.pack_padded_sequence(x, [6, 4, 4, 1])
+        arguments = packed.data, packed.batch_sizes, hx
+        return compiled(*arguments) if layer is ours else call(layer, *arguments)
+
+    assert_layers_agree(ours, theirs, x, states(ours, 4), run=run)
+
+
+@devices
+@cells
+def test_compile_functional_call(fresh_dynamo, device, cell):
+    ours, _ = layers(cell, device, algorithm="scan")
+    x = torch.randn(4, 2, I, dtype=torch.float64, device=device)
+    parameters = {k: torch.randn_like(v) for k, v in ours.named_parameters()}
+    gradient = torch.func.grad(functools.partial(_loss, ours, x))
+    found = torch.compile(gradient, fullgraph=True, backend="aot_eager")(parameters)
+    assert_same(list(found.values()), list(gradient(parameters).values()))
+    assert all(w is p for w, p in zip(ours._flat_weights, ours.parameters(), strict=True))
+
+
+@devices
+@cells
+@pytest.mark.parametrize("algorithm", ["auto", "scan", "torch"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(fresh_dynamo, device, cell, algorithm, strict):
+    ours, _ = layers(cell, device, algorithm=algorithm, num_layers=2, bidirectional=True)
+    ours.eval()
+    example = torch.randn(6, 5, I, dtype=torch.float64, device=device)
+    sizes = {0: torch.export.Dim("T"), 1: torch.export.Dim("B")}
+    program = torch.export.export(ours, (example,), dynamic_shapes=(sizes,), strict=strict)
+    x = torch.randn(70, 2, I, dtype=torch.float64, device=device)
+    assert_same(flat(program.module()(x)), flat(ours(x)))
+
+
+@devices
+@cells
+def test_torch_op_check(device, cell):
+    ours, _ = layers(cell, device, num_layers=2, bidirectional=True)
+    x = torch.randn(4, 2, I, dtype=torch.float64, device=device, requires_grad=True)
+    state = [s.requires_grad_() for s in states(ours, 2)]
+    weights = list(ours.parameters())
+    arguments = x, state, weights, None, ours.mode.lower(), True, 2, True, None, torch.float64, torch.float64
+    torch.library.opcheck(torch.ops.weft.torch_rnn.default, arguments)
+
+
+# Autocast -------------------------------------------------------------------------------------------------------------
+
+AUTOCAST_CASES = [(cell, kind) for cell in CELLS for kind in ("padded", "packed")]
+AUTOCAST_CASES += [("lstm", "projected"), ("lstm", "packed projected")]
+
+
+@devices
+@algorithms
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("cell", "kind"), AUTOCAST_CASES)
+def test_autocast(device, cell, algorithm, x_dtype, state_dtype, kind):
+    options = {"proj_size": 2} if "projected" in kind else {}
+    ours, theirs = layers(cell, device, torch.float32, algorithm, num_layers=2, **options)
+    x = torch.randn(6, 3, I, dtype=x_dtype, device=device)
+    state = None if state_dtype is None else states(ours, 3, state_dtype)
+    if "packed" in kind:
+        x = rnn.pack_padded_sequence(x, [6, 4, 1])
+    results = []
+    for layer in (ours, theirs):
+        with torch.autocast(device, torch.bfloat16):
+            results.append(flat(layer(x, hx_of(layer, state))))
+        results[-1][0].sum().backward()
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        assert relative_error(a, b) <= BOUNDS[torch.bfloat16]
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.grad.dtype == b.grad.dtype == torch.float32
+        # A ReLU near zero may be on in one and off in the other.
+        assert cell == "relu" or relative_error(a.grad, b.grad) <= 2 * BOUNDS[torch.bfloat16]
+
+
+@devices
+@cells
+@algorithms
+def test_autocast_leaves_fp64(device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(6, 3, I, dtype=torch.float64, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        assert_layers_agree(ours, theirs, x)
+
+
+@devices
+@cells
+@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+def test_autocast_compiled(fresh_dynamo, device, cell, algorithm):
+    ours, theirs = layers(cell, device, torch.float32, algorithm)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    x = torch.randn(6, 3, I, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        found, expected = flat(compiled(x)), flat(theirs(x))
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert relative_error(a, b) <= BOUNDS[torch.bfloat16]
+    found[0].sum().backward()
+    assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+BAD_CONSTRUCTIONS = {
+    "negative input_size": ((-1, 4), {}),
+    "negative hidden_size": ((3, -4), {}),
+    "no layers": ((3, 4), {"num_layers": 0}),
+    "negative layers": ((3, 4), {"num_layers": -1}),
+    "hidden_size is not an int": ((3, 4.0), {}),
+    "input_size is not an int": (("3", 4), {}),
+    "bias is not a bool": ((3, 4), {"bias": 1}),
+    "batch_first is not a bool": ((3, 4), {"batch_first": "yes"}),
+    "dropout above 1": ((3, 4), {"dropout": 1.5}),
+    "negative dropout": ((3, 4), {"dropout": -0.5}),
+    "dropout is a bool": ((3, 4), {"dropout": True}),
+    "unknown keyword": ((3, 4), {"hidden": 4}),
+    "integer dtype": ((3, 4), {"dtype": torch.int64}),
+    "nothing": ((), {}),
+    "negative projection": ((3, 4), {"proj_size": -1}),
+    "projection too wide": ((3, 4), {"proj_size": 4}),
+    "unknown nonlinearity": ((3, 4), {"nonlinearity": "sigmoid"}),
+}
+
+
+@cells
+@pytest.mark.parametrize("bad", BAD_CONSTRUCTIONS)
+def test_bad_construction(cell, bad):
+    ours, theirs, extra = CELLS[cell]
+    arguments, options = BAD_CONSTRUCTIONS[bad]
+    with pytest.raises(Exception) as expected:
+        theirs(*arguments, **{**extra, **options})
+    with pytest.raises(type(expected.value)) as found:
+        ours(*arguments, **{**extra, **options})
+    assert type(found.value) is type(expected.value)
+
+
+def _bad_calls(layer):
+    """Name -> arguments that torch's layer (3 inputs, H 4, fp32, CPU, one layer) refuses."""
+    x, lstm = torch.randn(5, 2, 3), layer.mode == "LSTM"
+
+    def hx(*shape, **kwargs):
+        h = torch.zeros(*shape, **kwargs)
+        return (h, h) if lstm else h
+
+    def pack(x):
+        return rnn.pack_padded_sequence(x, [5, 3])
+
+    calls = {
+        "1D input": (torch.randn(3),),
+        "4D input": (torch.randn(1, 5, 2, 3),),
+        "wrong features": (torch.randn(5, 2, 4),),
+        "wrong features, unbatched": (torch.randn(5, 4),),
+        "no steps": (torch.randn(0, 2, 3),),
+        "fp64 input": (x.double(),),
+        "fp16 input": (x.half(),),
+        "integer input": (x.long(),),
+        "complex input": (x.to(torch.complex64),),
+        "not a tensor": ([[1.0]],),
+        "None": (None,),
+        "2D hx for a batch": (x, hx(2, 4)),
+        "3D hx without a batch": (x[:, 0], hx(1, 1, 4)),
+        "wrong B": (x, hx(1, 3, 4)),
+        "wrong layers": (x, hx(2, 2, 4)),
+        "wrong H": (x, hx(1, 2, 5)),
+        "fp64 hx": (x, hx(1, 2, 4, dtype=torch.float64)),
+        "integer hx": (x, hx(1, 2, 4, dtype=torch.int64)),
+        "hx of the other kind": (x, torch.zeros(1, 2, 4) if lstm else (torch.zeros(1, 2, 4),) * 2),
+        "packed, wrong features": (pack(torch.randn(5, 2, 4)),),
+        "packed, wrong rank": (pack(torch.randn(5, 2, 3, 1)),),
+        "packed, wrong B": (pack(x), hx(1, 3, 4)),
+        "packed, fp64": (pack(x.double()),),
+    }
+    if lstm:
+        h = torch.zeros(1, 2, 4)
+        calls |= {
+            "one state": (x, (h,)),
+            "three states": (x, (h, h, h)),
+            "wrong c0": (x, (h, torch.zeros(1, 2, 5))),
+            "c0 of another rank": (x, (h, torch.zeros(2, 4))),
+        }
+    return calls
+
+
+BAD_CALLS = [(cell, bad) for cell, (kind, _, _) in CELLS.items() for bad in _bad_calls(kind(I, H))]
+
+
+@algorithms
+@pytest.mark.parametrize(("cell", "bad"), BAD_CALLS)
+def test_bad_call(cell, algorithm, bad):
+    ours, theirs = layers(cell, "cpu", torch.float32, algorithm)
+    calls = _bad_calls(ours)
+    with pytest.raises(Exception) as expected:
+        theirs(*calls[bad])
+    with pytest.raises(type(expected.value)) as found:
+        ours(*calls[bad])
+    assert type(found.value) is type(expected.value)
+    x = torch.randn(5, 2, I)
+    assert_layers_agree(ours, theirs, x, dtype=torch.float32)
+
+
+@pytest.mark.cuda
+@cells
+@algorithms
+def test_bad_devices(cell, algorithm):
+    ours, theirs = layers(cell, "cuda", torch.float32, algorithm)
+    x = torch.randn(5, 2, I, device="cuda")
+    for arguments in ((x.cpu(),), (x, hx_of(ours, tuple(s.cpu() for s in states(ours, 2))))):
+        for layer in (theirs, ours):
+            with pytest.raises(RuntimeError):
+                layer(*arguments)
+    assert_layers_agree(ours, theirs, x, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("algorithm", ["scan", "torch", "reference"])
+def test_messages_name_the_layer(algorithm):
+    layer = weft.nn.GRU(3, 4, algorithm=algorithm)
+    x = torch.randn(5, 2, 3)
+    with pytest.raises(ValueError, match=r"GRU: .*2D or 3D.*\(T, B, 3\).*got 4D"):
+        layer(x[None])
+    with pytest.raises(RuntimeError, match=r"GRU: .*Expected 3, got 4"):
+        layer(torch.randn(5, 2, 4))
+    with pytest.raises(RuntimeError, match=r"GRU: Expected hidden size \(1, 2, 4\).*got \[1, 3, 4\]"):
+        layer(x, torch.zeros(1, 3, 4))
+    with pytest.raises(RuntimeError, match=r"GRU: hidden must have the input's dtype.*float32.*float64"):
+        layer(x, torch.zeros(1, 2, 4, dtype=torch.float64))
+
+
+def test_signature_is_documented():
+    for layer in (weft.nn.RNN, weft.nn.GRU, weft.nn.LSTM):
+        doc = inspect.getdoc(layer)
+        for argument in ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "algorithm"):
+            assert f"{argument}:" in doc
+        assert "Raises" in inspect.getdoc(layer.forward)
+
+
+# CUDA graphs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@cells
+@algorithms
+def test_cuda_graph(cell, algorithm):
+    ours, theirs = layers(cell, "cuda", torch.float32, algorithm, num_layers=2)
+    x = torch.randn(40, 3, I, device="cuda", requires_grad=True)
+
+    def step():
+        result = flat(ours(x))
+        return [*result, *torch.autograd.grad(sum(r.pow(2).sum() for r in result), [x, *ours.parameters()])]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        ours.weight_hh_l0.mul_(0.5)
+        theirs.weight_hh_l0.mul_(0.5)
+    for t in captured:
+        t.detach().fill_(float("nan"))
+    graph.replay()
+    result = flat(theirs(x))
+    expected = [*result, *torch.autograd.grad(sum(r.pow(2).sum() for r in result), [x, *theirs.parameters()])]
+    assert_same(captured, expected, torch.float32)
