@@ -46,7 +46,6 @@ format: $(call requirements,lint)
 	$(BIN)clang-format -i $(CXX_SOURCES)
 
 docs: $(call requirements,docs) build
-	$(PY) -m benchmarks.plot --docs docs/_figures
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
 # Always asks ninja, which knows the headers, the flags and the torch of every object; with nothing to do it only links.

@@ -18,7 +18,7 @@ import torch
 import weft
 from weft import _build_info
 
-__all__ = ["cache_dir", "collect", "main"]
+__all__ = ["cache_dir", "collect", "cpu_name", "main"]
 
 
 def cache_dir() -> Path:
@@ -26,7 +26,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -112,7 +113,7 @@ def collect() -> dict[str, Any]:
             "cuda": _build_info.CUDA,
             "architectures": list(_build_info.ARCHITECTURES),
         },
-        "machine": {"cpu": _cpu_name(), "cores": _cores(), "gpus": gpus},
+        "machine": {"cpu": cpu_name(), "cores": _cores(), "gpus": gpus},
         "engines": {
             "scan": {"cpu": "runs", "cuda": _engine_on_cuda(gpus)},
             "rnn": dict(absent),
@@ -135,7 +136,9 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
     rows.append(("machine", "CPU", f"{machine['cpu']}, {machine['cores']} cores"))
     for index, gpu in enumerate(machine["gpus"]):
         memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
-        rows.append(("machine", f"GPU {index}", f"{gpu['name']}, sm_{gpu['compute_capability']}, {memory}"))
+        rows.append(
+            ("machine", f"GPU {index}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}")
+        )
     if not machine["gpus"]:
         rows.append(("machine", "GPU", "none"))
     for engine, devices in facts["engines"].items():
