@@ -29,7 +29,7 @@ test: $(call requirements,test) build
 	$(PY) -m pytest $(PYTEST)
 
 test-cuda: $(call requirements,test) build
-	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest $(PYTEST)
+	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda $(PYTEST)
 
 bench: build
 	$(PY) -m benchmarks.scan $(BENCH)
