@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
 
 import weft  # noqa: E402
+
 from benchmarks import plot  # noqa: E402
 
 plot.write_docs(ROOT / "docs" / "_figures")
