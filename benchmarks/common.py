@@ -151,7 +151,7 @@ class Candidate:
 
 
 def measure(
-    candidates: Mapping[str, Candidate], device: str, *, warmup: int = 3, repeats: int = 10, at_most: float = 2.0
+    candidates: Mapping[str, Candidate], device: str, *, warmup: int = 3, repeats: int = 10, at_most: float = 1.0
 ) -> dict[str, float]:
     """Median time of each candidate in milliseconds, the candidates taking turns.
 

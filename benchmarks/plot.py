@@ -7,7 +7,7 @@ Without rows both say so.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -31,6 +31,7 @@ METRICS = {
     "memory_beyond_torch": "memory beyond torch's",
     "error": "error against fp64",
 }
+TIMES = ("backward", "forward_backward")
 PEERS = {"gate_activations": "bytes of the gates' activations", "floor": "floor of the bandwidth"}
 
 # The same rows give the same file, so that a figure changes only with what it shows.
@@ -64,8 +65,11 @@ def cells_of(row: Row) -> list[str]:
     """One line of a table."""
     peer = PEERS.get(row["peer"], row["peer"])
     measured = [quantity(row["weft"], row["unit"]), f"{peer}: {quantity(row['peer_value'], row['unit'])}"]
-    ratio = f"{significant(float(row['ratio']), 3)}x" if row["ratio"] else ""
-    return [describe(row["case"]), METRICS.get(row["metric"], row["metric"]), *measured, ratio]
+    return [describe(row["case"]), METRICS.get(row["metric"], row["metric"]), *measured, _ratio(row)]
+
+
+def _ratio(row: Row) -> str:
+    return f"{significant(float(row['ratio']), 3)}x" if row["ratio"] else ""
 
 
 HEADER = ["case", "what", "Weft", "peer", "ratio"]
@@ -90,11 +94,41 @@ def in_readme(row: Row) -> bool:
 
 
 def markdown_tables(rows: Sequence[Row]) -> str:
+    """For each hardware a table of the layers' times, a line per case, and one of everything else."""
     parts = []
     for hardware, group in by_hardware(rows).items():
-        lines = [HEADER, ["---"] * 4 + ["---:"], *map(cells_of, group)]
-        parts.append(f"On {hardware}:\n\n" + "\n".join("| " + " | ".join(line) + " |" for line in lines))
+        times: dict[str, dict[str, Row]] = {}
+        others = []
+        for row in group:
+            if row["peer"] == "torch.nn" and row["metric"] in TIMES:
+                times.setdefault(row["case"], {})[row["metric"]] = row
+            else:
+                others.append(row)
+        parts.append(f"On {hardware}:")
+        if times:
+            parts.append(_markdown_times(times))
+        if others:
+            parts.append(_markdown(HEADER, map(cells_of, others), "lllrr"))
     return "\n\n".join(parts)
+
+
+def _markdown_times(times: Mapping[str, Mapping[str, Row]]) -> str:
+    header = ["layer"]
+    for metric in TIMES:
+        header += [f"{METRICS[metric]}, ms: Weft", "torch.nn", "ratio"]
+    lines = []
+    for case, by_metric in times.items():
+        line = [describe(case)]
+        for metric in TIMES:
+            row = by_metric.get(metric)
+            line += [row["weft"], row["peer_value"], _ratio(row)] if row else ["", "", ""]
+        lines.append(line)
+    return _markdown(header, lines, "l" + "r" * (len(header) - 1))
+
+
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: str) -> str:
+    rule = ["---:" if side == "r" else "---" for side in alignment]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
 
 
 def rst_tables(rows: Sequence[Row]) -> str:

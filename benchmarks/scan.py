@@ -329,7 +329,7 @@ def _measure_grid_point(case: LayerCase, results: Results) -> None:
     if case.device == "cuda":
         torch.cuda.synchronize()
     # A long step hardly varies, and a grid of ten of each would not fit into a few minutes.
-    long = time.perf_counter() - start > 0.05
+    long = time.perf_counter() - start > 0.02
     rounds = {"warmup": 1, "repeats": 3, "at_most": 0.0} if long else {"at_most": 0.15}
     times = measure(step.candidates("forward_backward"), case.device, **rounds)
     results.put(case.name, "forward_backward", "ms", times["weft"], "torch.nn", times["torch.nn"])

@@ -151,7 +151,7 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):
         )
     )
     block = plot.readme_block(rows)
-    assert "| tanh RNN, H 20, B 16, T 30000, fp32, 1 input | backward | 1.0 ms | torch.nn: 300.0 ms | 300x |" in block
+    assert "| tanh RNN, H 20, B 16, T 30000, fp32, 1 input | 1.0 | 300.0 | 300x |  |  |  |" in block
     assert "-1.00 MB | bytes of the gates' activations: 154 MB |  |" in block
     assert "error" not in block
     assert block.startswith("![")

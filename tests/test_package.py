@@ -66,6 +66,16 @@ def test_version_and_hints():
     assert (Path(weft.__file__).parent / "py.typed").exists()
 
 
+def test_the_readmes_examples_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 4
+    namespace: dict = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert [tuple(g.shape) for g in namespace["grads"]] == [(4, 5), (4, 10), (4, 20)]
+    assert isinstance(namespace["model"][1], weft.nn.GRU)
+
+
 def test_readme_shows_what_was_measured_and_nothing_else():
     from benchmarks import plot  # here, because it alone needs matplotlib
 
