@@ -108,7 +108,7 @@ def markdown_tables(rows: Sequence[Row]) -> str:
         if times:
             parts.append(_markdown_times(times))
         if others:
-            parts.append(_markdown(HEADER, map(cells_of, others), "lllrr"))
+            parts.append(_markdown(HEADER, map(cells_of, others), "llrrr"))
     return "\n\n".join(parts)
 
 
@@ -167,6 +167,9 @@ def draw_backward(rows: Sequence[Row], path: Path) -> None:
     keys = parse_case(points[0][1]["case"])
     axes.set(xlabel="sequence length T", ylabel="backward pass, ms")
     axes.margins(0.1, 0.2)
+    axes.set_xticks(steps, steps)
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_title(f"tanh RNN, H {keys['H']}, B {keys['B']}, {keys['dtype']}, {points[0][1]['gpu']}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False)
@@ -197,7 +200,9 @@ def draw_grid(rows: Sequence[Row], path: Path) -> None:
             axes.set_yticks(range(len(GRID_B)), GRID_B)
     figure.supxlabel("T")
     figure.supylabel("B")
-    figure.colorbar(image, ax=panels, label="time of torch.nn / time of Weft", ticks=[1 / 32, 1 / 4, 1, 4, 32])
+    figure.colorbar(
+        image, ax=panels, label="time of torch.nn / time of Weft", ticks=[1 / 32, 1 / 4, 1, 4, 32], format="{x:g}"
+    )
     _save(figure, path)
 
 
