@@ -82,12 +82,13 @@ def train(name: str, model: Classifier, bits: Tensor, classes: Tensor, options: 
         optimizer.step()
         losses.append(loss.detach())
         curve.steps = step + 1
-        if len(losses) == options.every or step + 1 == total:
+        out_of_time = time.perf_counter() - start > options.seconds
+        if len(losses) == options.every or step + 1 == total or out_of_time:
             curve.loss.append(torch.stack(losses).mean().item())  # waits for the device
             curve.seconds.append(time.perf_counter() - start)
             losses = []
-            if curve.seconds[-1] > options.seconds:
-                break
+        if out_of_time:
+            break
     return curve
 
 
