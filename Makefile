@@ -1,19 +1,73 @@
-# Two commands matter: `make demo` and `make test`. Both set up .venv themselves; VENV= uses the current interpreter
-# and installs nothing.
+# `make demo` and `make test` do all set-up themselves: .venv, the pinned requirements, the build in place.
+# A second call reuses all of it. VENV= takes the current interpreter and installs nothing.
 PYTHON ?= python3
 VENV ?= .venv
+BENCH ?=
 
-ifeq ($(VENV),)
+ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
+BIN :=
+requirements = $(if $(1),)
 else
 PY := $(VENV)/bin/python
+BIN := $(VENV)/bin/
+requirements = $(VENV)/.installed-$(1)
 endif
 
-export PYTHONPATH := python:$(PYTHONPATH)
+export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
+CXX_SOURCES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test
-build:
+.PHONY: demo test test-cuda bench lint format docs build wheel sdist clean
+.DEFAULT_GOAL := test
+# Two pips in one environment would trip over each other under `make -j`; ninja is parallel by itself.
+.NOTPARALLEL:
+
+demo: build
+	$(PY) examples/char_lm.py $(DEMO)
+
+test: $(call requirements,test) build
+	$(PY) -m pytest $(PYTEST)
+
+test-cuda: $(call requirements,test) build
+	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda $(PYTEST)
+
+bench: build
+	$(PY) -m benchmarks.scan $(BENCH)
+	$(PY) -m benchmarks.plot
+
+lint: $(call requirements,lint)
+	$(BIN)ruff check
+	$(BIN)ruff format --check
+	$(BIN)clang-format --dry-run -Werror $(CXX_SOURCES)
+
+format: $(call requirements,lint)
+	$(BIN)ruff check --fix
+	$(BIN)ruff format
+	$(BIN)clang-format -i $(CXX_SOURCES)
+
+docs: $(call requirements,docs) build
+	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
+
+# Always asks ninja, which knows the headers, the flags and the torch of every object; with nothing to do it only links.
+build: $(call requirements,demo)
 	$(PY) setup.py -q build_ext --inplace
 
-test: build
-	$(PY) -m pytest
+wheel: $(call requirements,build)
+	$(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
+
+sdist: $(call requirements,dist)
+	$(PY) -m build --sdist --no-isolation
+
+clean:
+	rm -rf build dist docs/_build docs/_figures python/weft/_build_info.py python/weft/_C*.so python/*.egg-info *.egg-info
+
+ifneq ($(strip $(VENV)),)
+$(VENV)/bin/pip:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Weft needs Python 3.10 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+# The requirements include each other, so a change in one of them checks all.
+$(VENV)/.installed-%: requirements/%.txt $(wildcard requirements/*.txt) | $(VENV)/bin/pip
+	$(PY) -m pip install --disable-pip-version-check -q -r $<
+	touch $@
+endif

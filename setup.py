@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -34,18 +35,16 @@ def sources(cuda: bool) -> list[str]:
     return [str(p.relative_to(ROOT)) for p in found]
 
 
-def write_build_info(cuda: bool) -> None:
-    """What `weft._ops` compares with the torch it finds, before it loads the library."""
-    info = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None,
-        "architectures": os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if cuda else [],
-    }
-    lines = [f"{key.upper()} = {value!r}" for key, value in info.items()]
-    text = '"""Written by setup.py."""\n\n' + "\n".join(lines) + "\n"
-    path = ROOT / "python" / "weft" / "_build_info.py"
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+def use_ccache() -> None:
+    """ccache in front of both compilers where it is installed, unless the caller has chosen compilers."""
+    if shutil.which("ccache") is None:
+        return
+    if "CXX" not in os.environ:
+        os.environ["CXX"] = "ccache c++"
+        # torch looks at the command's first word and warns that "ccache" is no g++.
+        os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
+    if CUDA_HOME is not None:
+        os.environ.setdefault("PYTORCH_NVCC", f"ccache {CUDA_HOME}/bin/nvcc")
 
 
 def extension(cuda: bool):
@@ -60,7 +59,21 @@ def extension(cuda: bool):
     return CUDAExtension("weft._C", sources(cuda), extra_compile_args={"cxx": cxx, "nvcc": nvcc}, **common)
 
 
+class BuildWeft(BuildExtension):
+    """Compiles, and leaves weft/_build_info.py beside the library: `weft._ops` compares it with the torch it finds."""
+
+    def run(self) -> None:
+        super().run()
+        package = ROOT / "python" / "weft" if self.inplace else Path(self.build_lib) / "weft"
+        architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if CUDA else []
+        (package / "_build_info.py").write_text(
+            '"""Written by setup.py."""\n\n'
+            f"TORCH = {torch.__version__!r}\n"
+            f"CUDA = {torch.version.cuda if CUDA else None!r}\n"
+            f"ARCHITECTURES = {architectures!r}\n"
+        )
+
+
+use_ccache()
 CUDA = with_cuda()
-EXTENSION = extension(CUDA)
-write_build_info(CUDA)
-setup(ext_modules=[EXTENSION], cmdclass={"build_ext": BuildExtension})
+setup(ext_modules=[extension(CUDA)], cmdclass={"build_ext": BuildWeft})

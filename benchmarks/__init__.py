@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m benchmarks.<engine>`` measures, ``python -m benchmarks.plot`` draws what was measured."""

@@ -1,0 +1,266 @@
+"""Draws the figures and tables of the README and the docs from benchmarks/results, and from nothing else.
+
+``python -m benchmarks.plot`` rewrites the README's block of results and its figure; the docs' build calls `write_docs`.
+Without rows both say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from benchmarks.common import RESULTS, ROOT, parse_case, read_rows, significant
+from benchmarks.scan import GRID_B, GRID_CELLS, GRID_H, GRID_T
+
+README = ROOT / "README.md"
+README_FIGURE = ROOT / "docs" / "images" / "scan_backward.svg"
+BEGIN, END = "<!-- results: begin, written by `python -m benchmarks.plot` -->", "<!-- results: end -->"
+NO_ROWS = "Rows appear here as they are measured; there are none yet."
+NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
+METRICS = {
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward + backward",
+    "peak_memory": "peak memory of a step",
+    "memory_beyond_torch": "memory beyond torch's",
+    "error": "error against fp64",
+}
+TIMES = ("backward", "forward_backward")
+PEERS = {"gate_activations": "bytes of the gates' activations", "floor": "floor of the bandwidth"}
+
+# The same rows give the same file, so that a figure changes only with what it shows.
+plt.rcParams.update({"svg.hashsalt": "weft", "svg.fonttype": "none", "figure.dpi": 100, "font.size": 10})
+
+Row = Mapping[str, str]
+
+
+def describe(case: str) -> str:
+    """A case in words: ``tanh RNN, H 20, B 16, T 1000, fp32, 1 input``."""
+    keys = parse_case(case)
+    words = [NAMES.get(name, name) for name in (keys.get("cell"), keys.get("op"), keys.get("model")) if name]
+    words += [keys["layout"]] if "layout" in keys else []
+    words += [f"{key} {keys[key]}" for key in ("H", "B", "T") if key in keys]
+    words += [keys["dtype"]]
+    if "inputs" in keys:
+        words.append("1 input" if keys["inputs"] == "1" else f"{keys['inputs']} inputs")
+    words += [f"{keys['threads']} threads"] if "threads" in keys else []
+    words += [f'algorithm "{keys["algorithm"]}"'] if "algorithm" in keys else []
+    return ", ".join(words)
+
+
+def quantity(value: str, unit: str) -> str:
+    """A value with its unit, bytes in MB."""
+    if unit == "bytes":
+        return f"{significant(float(value) / 1e6, 3)} MB"
+    return value if unit == "relative" else f"{value} {unit}"
+
+
+def cells_of(row: Row) -> list[str]:
+    """One line of a table."""
+    peer = PEERS.get(row["peer"], row["peer"])
+    measured = [quantity(row["weft"], row["unit"]), f"{peer}: {quantity(row['peer_value'], row['unit'])}"]
+    return [describe(row["case"]), METRICS.get(row["metric"], row["metric"]), *measured, _ratio(row)]
+
+
+def _ratio(row: Row) -> str:
+    return f"{significant(float(row['ratio']), 3)}x" if row["ratio"] else ""
+
+
+HEADER = ["case", "what", "Weft", "peer", "ratio"]
+
+
+def by_hardware(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows under the name of what they were measured on, GPUs first."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: parse_case(row["case"])["device"] != "cuda"):
+        on_gpu = parse_case(row["case"])["device"] == "cuda"
+        software = f"torch {row['torch']}" + (f", CUDA {row['cuda']}" if on_gpu else "")
+        groups.setdefault(f"{row['gpu']}, {software}", []).append(row)
+    return groups
+
+
+def in_readme(row: Row) -> bool:
+    """The README shows what "auto" does: times of the backward pass and of the step, the scans, the memory."""
+    keys = parse_case(row["case"])
+    if "algorithm" in keys or row["metric"] in ("error", "peak_memory"):
+        return False
+    return row["metric"] != "forward" or "op" in keys
+
+
+def markdown_tables(rows: Sequence[Row]) -> str:
+    """For each hardware a table of the layers' times, a line per case, and one of everything else."""
+    parts = []
+    for hardware, group in by_hardware(rows).items():
+        times: dict[str, dict[str, Row]] = {}
+        others = []
+        for row in group:
+            if row["peer"] == "torch.nn" and row["metric"] in TIMES:
+                times.setdefault(row["case"], {})[row["metric"]] = row
+            else:
+                others.append(row)
+        parts.append(f"On {hardware}:")
+        if times:
+            parts.append(_markdown_times(times))
+        if others:
+            parts.append(_markdown(HEADER, map(cells_of, others), "llrrr"))
+    return "\n\n".join(parts)
+
+
+def _markdown_times(times: Mapping[str, Mapping[str, Row]]) -> str:
+    header = ["layer"]
+    for metric in TIMES:
+        header += [f"{METRICS[metric]}, ms: Weft", "torch.nn", "ratio"]
+    lines = []
+    for case, by_metric in times.items():
+        line = [describe(case)]
+        for metric in TIMES:
+            row = by_metric.get(metric)
+            line += [row["weft"], row["peer_value"], _ratio(row)] if row else ["", "", ""]
+        lines.append(line)
+    return _markdown(header, lines, "l" + "r" * (len(header) - 1))
+
+
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: str) -> str:
+    rule = ["---:" if side == "r" else "---" for side in alignment]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
+
+
+def rst_tables(rows: Sequence[Row]) -> str:
+    parts = []
+    for hardware, group in by_hardware(rows).items():
+        lines = [f".. list-table:: {hardware}", "   :header-rows: 1", ""]
+        for line in [HEADER, *map(cells_of, group)]:
+            lines += [("   * - " if i == 0 else "     - ") + cell for i, cell in enumerate(line)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def backward_points(rows: Sequence[Row]) -> list[Row]:
+    """The tanh RNN's backward pass over growing T on a GPU, at one size."""
+    found = []
+    for row in rows:
+        keys = parse_case(row["case"])
+        same = keys.get("cell") == "rnn_tanh" and keys["device"] == "cuda" and "algorithm" not in keys
+        if same and row["metric"] == "backward" and row["peer"] == "torch.nn":
+            found.append(row)
+    gpus = [row["gpu"] for row in found]
+    return [row for row in found if row["gpu"] == max(gpus, key=gpus.count)]
+
+
+def draw_backward(rows: Sequence[Row], path: Path) -> None:
+    """Time of the backward pass against the sequence length, Weft beside torch.nn."""
+    points = sorted((int(parse_case(row["case"])["T"]), row) for row in backward_points(rows))
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    steps = [T for T, _ in points]
+    axes.loglog(steps, [float(row["peer_value"]) for _, row in points], "o-", color="#888888", label="torch.nn (cuDNN)")
+    axes.loglog(steps, [float(row["weft"]) for _, row in points], "o-", color="#c2410c", label="Weft")
+    for T, row in points:
+        axes.annotate(
+            f"{float(row['ratio']):.3g}x", (T, float(row["weft"])), (0, -14), textcoords="offset points", ha="center"
+        )
+    keys = parse_case(points[0][1]["case"])
+    axes.set(xlabel="sequence length T", ylabel="backward pass, ms")
+    axes.margins(0.1, 0.2)
+    axes.set_xticks(steps, steps)
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title(f"tanh RNN, H {keys['H']}, B {keys['B']}, {keys['dtype']}, {points[0][1]['gpu']}", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_grid(rows: Sequence[Row], path: Path) -> None:
+    """How many times faster than torch.nn a training step of "auto" is, over T and B, a panel per cell and H."""
+    ratios = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        if keys["device"] == "cuda" and "algorithm" not in keys:
+            ratios[keys["cell"], int(keys["H"]), int(keys["B"]), int(keys["T"])] = float(row["ratio"])
+    figure, panels = plt.subplots(
+        len(GRID_CELLS), len(GRID_H), figsize=(13, 8), sharex=True, sharey=True, layout="constrained"
+    )
+    norm = matplotlib.colors.LogNorm(1 / 32, 32)
+    for line, cell in zip(panels, GRID_CELLS, strict=True):
+        for axes, H in zip(line, GRID_H, strict=True):
+            values = [[ratios.get((cell, H, B, T), float("nan")) for T in GRID_T] for B in GRID_B]
+            image = axes.imshow(values, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
+            for i, row_values in enumerate(values):
+                for j, value in enumerate(row_values):
+                    if value == value:
+                        axes.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6)
+            axes.set_title(f"{NAMES[cell]}, H {H}", fontsize=9)
+            axes.set_xticks(range(len(GRID_T)), GRID_T, rotation=90)
+            axes.set_yticks(range(len(GRID_B)), GRID_B)
+    figure.supxlabel("T")
+    figure.supylabel("B")
+    figure.colorbar(
+        image, ax=panels, label="time of torch.nn / time of Weft", ticks=[1 / 32, 1 / 4, 1, 4, 32], format="{x:g}"
+    )
+    _save(figure, path)
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+
+
+def readme_block(rows: Sequence[Row]) -> str:
+    """What stands between the README's markers."""
+    shown = [row for row in rows if in_readme(row)]
+    if not shown:
+        return NO_ROWS
+    parts = [markdown_tables(shown)]
+    if backward_points(rows):
+        alt = "Time of a tanh RNN's backward pass against the sequence length, Weft and torch.nn"
+        parts.insert(0, f"![{alt}]({README_FIGURE.relative_to(ROOT).as_posix()})")
+    return "\n\n".join(parts)
+
+
+def with_block(readme: str, block: str) -> str:
+    """The README with `block` between its markers."""
+    before, rest = readme.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def write_readme() -> None:
+    rows = read_rows(RESULTS / "scan.csv")
+    README.write_text(with_block(README.read_text(), readme_block(rows)))
+    if backward_points(rows):
+        draw_backward(rows, README_FIGURE)
+
+
+def write_docs(folder: Path) -> None:
+    """Figures, and ``scan.rst`` that shows them; the page that includes it lies beside `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows, grid = read_rows(RESULTS / "scan.csv"), read_rows(RESULTS / "scan_auto.csv")
+    parts = []
+
+    def figure(present: bool, draw: Callable[[Sequence[Row], Path], None], data: Sequence[Row], name: str) -> None:
+        if present:
+            draw(data, folder / f"{name}.svg")
+            parts.append(f".. image:: {folder.name}/{name}.svg")
+
+    figure(bool(rows and backward_points(rows)), draw_backward, rows, "scan_backward")
+    if rows:
+        parts.append(rst_tables(rows))
+    figure(any(parse_case(row["case"])["device"] == "cuda" for row in grid), draw_grid, grid, "scan_auto")
+    (folder / "scan.rst").write_text("\n\n".join(parts or [NO_ROWS]) + "\n")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
+    parser.parse_args(arguments)
+    write_readme()
+
+
+if __name__ == "__main__":
+    main()

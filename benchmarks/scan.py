@@ -1,0 +1,379 @@
+"""The scan engine against torch.nn and against the bandwidth of the memory.
+
+``python -m benchmarks.scan [FILTER]`` measures the table into results/scan.csv: layers with a random gradient at every
+output and gradients for input, h0, c0 and all parameters; `linear_scan` against the bytes it must move; peak memory;
+errors against fp64. FILTER is a substring of the case or the metric.
+
+``python -m benchmarks.scan grid`` measures the training step of ``algorithm="auto"`` against torch.nn over sequence
+length, batch and hidden size into results/scan_auto.csv, in random order within ``--minutes``, what this commit has
+not measured first; ``--algorithm scan`` forces that algorithm, to see where it starts to pay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import weft
+from torch import Tensor, nn
+
+from benchmarks.common import (
+    DTYPES,
+    RESULTS,
+    Candidate,
+    Results,
+    case_name,
+    check_agreement,
+    copy_bandwidth,
+    hardware,
+    measure,
+    parse_case,
+    peak_memory,
+    read_rows,
+    relative_error,
+    show,
+)
+
+GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+GRID_T = (10, 30, 100, 300, 1000, 3000, 10000, 30000)
+GRID_B = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+GRID_H = (8, 20, 32, 64, 128)
+GRID_CELLS = ("rnn_tanh", "gru", "lstm")
+CPU_THREADS = 2
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One layer, one direction; `algorithm` is Weft's."""
+
+    cell: str
+    H: int
+    B: int
+    T: int
+    inputs: int = 1
+    dtype: str = "fp32"
+    device: str = "cuda"
+    algorithm: str = "auto"
+
+    @property
+    def name(self) -> str:
+        keys = dict(cell=self.cell, device=self.device, dtype=self.dtype, H=self.H, B=self.B, T=self.T)
+        keys["inputs"] = self.inputs
+        if self.device == "cpu":
+            keys["threads"] = torch.get_num_threads()
+        if self.algorithm != "auto":
+            keys["algorithm"] = self.algorithm
+        return case_name(**keys)
+
+
+class LayerStep:
+    """A layer of Weft's and one of torch's with the same weights, and the tensors they both train on."""
+
+    def __init__(self, case: LayerCase, dtype: torch.dtype | None = None) -> None:
+        self.case = case
+        options = {"device": case.device, "dtype": DTYPES[case.dtype]}
+        torch.manual_seed(0)
+        kind, extra = _layer_class(case.cell)
+        self.peer = getattr(nn, kind)(case.inputs, case.H, **extra, **options)
+        self.weft = getattr(weft.nn, kind)(case.inputs, case.H, algorithm=case.algorithm, **extra, **options)
+        self.weft.load_state_dict(self.peer.state_dict())
+        self.x = torch.randn(case.T, case.B, case.inputs, **options).requires_grad_()
+        states = 2 if case.cell == "lstm" else 1
+        self.state = [(0.5 * torch.randn(1, case.B, case.H, **options)).requires_grad_() for _ in range(states)]
+        self.grad = torch.randn(case.T, case.B, case.H, **options)
+
+    def forward(self, layer: nn.Module) -> Tensor:
+        state = tuple(self.state) if len(self.state) == 2 else self.state[0]
+        return layer(self.x, state)[0]
+
+    def backward(self, layer: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, [self.x, *self.state, *layer.parameters()], self.grad)
+
+    def forward_backward(self, layer: nn.Module) -> tuple[Tensor, ...]:
+        return self.backward(layer, self.forward(layer))
+
+    def results(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The output and every gradient, by name."""
+        output = self.forward(layer)
+        states = ["grad_h0", "grad_c0"][: len(self.state)]
+        names = ["grad_input", *states, *(f"grad_{name}" for name, _ in layer.named_parameters())]
+        return {"output": output.detach(), **dict(zip(names, self.backward(layer, output), strict=True))}
+
+    def candidates(self, metric: str) -> dict[str, Candidate]:
+        return {"weft": self._candidate(self.weft, metric), "torch.nn": self._candidate(self.peer, metric)}
+
+    def _candidate(self, layer: nn.Module, metric: str) -> Candidate:
+        if metric == "forward":
+            return Candidate(lambda _: self.forward(layer))
+        if metric == "backward":
+            return Candidate(lambda output: self.backward(layer, output), lambda: self.forward(layer))
+        return Candidate(lambda _: self.forward_backward(layer))
+
+    def reference(self) -> dict[str, Tensor]:
+        """What torch.nn gives in fp64 for exactly the same numbers."""
+        exact = LayerStep(LayerCase(**{**vars(self.case), "dtype": "fp64", "algorithm": "auto"}))
+        exact.peer.load_state_dict(self.peer.state_dict())
+        exact.x = self.x.detach().double().requires_grad_()
+        exact.state = [s.detach().double().requires_grad_() for s in self.state]
+        exact.grad = self.grad.double()
+        return exact.results(exact.peer)
+
+
+def _layer_class(cell: str) -> tuple[str, dict[str, str]]:
+    if cell.startswith("rnn_"):
+        return "RNN", {"nonlinearity": cell.removeprefix("rnn_")}
+    return cell.upper(), {}
+
+
+def _errors(values: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    return {name: relative_error(values[name], reference[name]) for name in reference}
+
+
+def _check(step: LayerStep) -> None:
+    """Both layers compute the same, as far as the dtype goes; torch's own fp32 layers use TF32 by default on a GPU."""
+    case = step.case
+    tf32 = case.device == "cuda" and torch.backends.cudnn.allow_tf32
+    bound = {"fp64": 1e-9, "fp32": 2e-2 if tf32 else 1e-4, "fp16": 5e-2, "bf16": 2e-1}[case.dtype]
+    check_agreement(case.name, _errors(step.results(step.weft), step.results(step.peer)), bound)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table: its name and metrics for the filter, and the function that adds its rows."""
+
+    name: str
+    metrics: tuple[str, ...]
+    run: Callable[[Results], list[dict[str, str]]]
+
+
+def _layer_entry(case: LayerCase, metrics: tuple[str, ...] = ("forward", "backward", "forward_backward")) -> Entry:
+    def run(results: Results) -> list[dict[str, str]]:
+        step = LayerStep(case)
+        _check(step)
+        rows = []
+        for metric in metrics:
+            times = measure(step.candidates(metric), case.device)
+            rows.append(results.put(case.name, metric, "ms", times["weft"], "torch.nn", times["torch.nn"]))
+        return rows
+
+    return Entry(case.name, metrics, run)
+
+
+def _memory_entry(case: LayerCase) -> Entry:
+    """Peak memory of a step beside torch's, and what Weft needs beyond torch beside the gates' activations."""
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = LayerStep(case)
+        for layer in (step.weft, step.peer):
+            step.forward_backward(layer)
+        mine = peak_memory(lambda: step.forward_backward(step.weft))
+        peers = peak_memory(lambda: step.forward_backward(step.peer))
+        gates = 4 * case.T * case.B * case.H * GATES[case.cell]
+        return [
+            results.put(case.name, "peak_memory", "bytes", mine, "torch.nn", peers),
+            results.put(case.name, "memory_beyond_torch", "bytes", mine - peers, "gate_activations", gates),
+        ]
+
+    return Entry(case.name, ("peak_memory", "memory_beyond_torch"), run)
+
+
+def _error_entry(case: LayerCase) -> Entry:
+    """The largest error of the output and the gradients against fp64, Weft's and torch's, without TF32."""
+
+    def run(results: Results) -> list[dict[str, str]]:
+        allowed = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = False
+        try:
+            step = LayerStep(case)
+            reference = step.reference()
+            mine = max(_errors(step.results(step.weft), reference).values())
+            peers = max(_errors(step.results(step.peer), reference).values())
+        finally:
+            torch.backends.cudnn.allow_tf32 = allowed
+        return [results.put(case.name, "error", "relative", mine, "torch.nn", peers)]
+
+    return Entry(case.name, ("error",), run)
+
+
+def _linear_scan_entry(layout: str, H: int, B: int, T: int, device: str = "cuda") -> Entry:
+    """`linear_scan` against its floor: diagonal reads A and b and writes x once; dense cannot do with less than two
+    reads of A, one to form the chunks' products and one to replay them."""
+    name = case_name(op="linear_scan", device=device, dtype="fp32", layout=layout, H=H, B=B, T=T)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        b = torch.randn(T, B, H, device=device)
+        if layout == "diagonal":
+            A = torch.rand(T, B, H, device=device)
+        else:
+            A = torch.randn(T, B, H, H, device=device).mul_(0.5 / H**0.5)
+        x0 = torch.randn(B, H, device=device)
+        x = weft.scan.linear_scan(A, b, x0)
+        check_agreement(name, {"x": _residual(A, b, x0, x)}, 1e-5)
+        bytes_moved = 3 * b.nbytes if layout == "diagonal" else 2 * A.nbytes
+        del x
+        times = measure({"weft": Candidate(lambda _: weft.scan.linear_scan(A, b, x0))}, device)
+        floor = bytes_moved / copy_bandwidth() * 1e3
+        return [results.put(name, "forward", "ms", times["weft"], "floor", floor)]
+
+    return Entry(name, ("forward",), run)
+
+
+def _residual(A: Tensor, b: Tensor, x0: Tensor, x: Tensor) -> float:
+    """How far x is from satisfying x[t] = A[t] x[t-1] + b[t], step by step; A contracts, so errors do not grow.
+
+    In slices of time, so that the check needs no second copy of A.
+    """
+    worst = 0.0
+    slices = max(1, A.nbytes // 2**28)
+    for part in torch.arange(x.shape[0], device="cpu").chunk(slices):
+        start, stop = int(part[0]), int(part[-1]) + 1
+        before = torch.cat([x0[None] if start == 0 else x[start - 1 : start], x[start : stop - 1]])
+        a = A[start:stop]
+        product = a * before if a.dim() == 3 else (a @ before.unsqueeze(-1)).squeeze(-1)
+        worst = max(worst, relative_error(x[start:stop], product + b[start:stop]))
+    return worst
+
+
+def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
+    """Every entry of the table that runs on this device."""
+    if device == "cpu":
+        for cell in ("rnn_tanh", "gru"):
+            yield _layer_entry(LayerCase(cell, 20, 16, 1000, device="cpu", algorithm=algorithm))
+            yield _error_entry(LayerCase(cell, 20, 16, 1000, device="cpu", algorithm=algorithm))
+        return
+    for T in (1000, 3000, 10000, 30000):
+        yield _layer_entry(LayerCase("rnn_tanh", 20, 16, T, algorithm=algorithm))
+    for T, inputs in ((259, 38), (517, 24), (1034, 12)):
+        for B in (16, 32, 64):
+            yield _layer_entry(LayerCase("gru", 20, B, T, inputs, algorithm=algorithm))
+    for T in (1000, 10000):
+        yield _layer_entry(LayerCase("lstm", 20, 16, T, algorithm=algorithm))
+    yield _linear_scan_entry("diagonal", 1536, 8, 65536)
+    yield _linear_scan_entry("dense", 20, 16, 30000)
+    for cell in GATES:
+        yield _memory_entry(LayerCase(cell, 20, 16, 30000, algorithm=algorithm))
+    for dtype in ("fp32", "fp16", "bf16"):
+        for cell in GATES:
+            yield _error_entry(LayerCase(cell, 20, 16, 1000, dtype=dtype, algorithm=algorithm))
+
+
+def run_table(options: argparse.Namespace) -> None:
+    results = Results(options.output or RESULTS / "scan.csv")
+    failures = []
+    for device in options.devices:
+        for entry in table(device, options.algorithm):
+            if options.filter not in entry.name and not any(options.filter in metric for metric in entry.metrics):
+                continue
+            try:
+                show(entry.run(results))
+            except (RuntimeError, NotImplementedError) as error:
+                # One entry that disagrees or does not fit must not cost the others; the exit status says it.
+                failures.append(f"{entry.name}: {error}")
+                print(f"FAILED {failures[-1]}", flush=True)
+            results.save()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+    if failures:
+        raise SystemExit("\n".join([f"{len(failures)} entries failed:", *failures]))
+
+
+def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
+    return [
+        LayerCase(cell, H, B, T, inputs=H, device=device, algorithm=options.algorithm)
+        for device in options.devices
+        for cell in options.cells
+        for T in options.T
+        for B in options.B
+        for H in options.H
+    ]
+
+
+def run_grid(options: argparse.Namespace) -> None:
+    results = Results(options.output or RESULTS / "scan_auto.csv")
+    cases = grid_cases(options)
+    random.Random(time.time_ns()).shuffle(cases)
+    # Stable: within the missing ones and within the present ones the order stays random.
+    cases.sort(key=lambda c: results.measured(c.name, "forward_backward", "torch.nn", hardware(c.device)))
+    deadline = time.monotonic() + 60 * options.minutes
+    done, skipped = 0, []
+    for case in cases:
+        if time.monotonic() > deadline:
+            break
+        try:
+            _measure_grid_point(case, results)
+            done += 1
+        except torch.OutOfMemoryError:
+            skipped.append(f"{case.name}: does not fit into memory")
+        except (RuntimeError, NotImplementedError) as error:
+            skipped.append(f"{case.name}: {error}")
+        if case.device == "cuda" and case.T * case.B * case.H > 2**24:
+            torch.cuda.empty_cache()
+    results.save()
+    print("\n".join([f"{done} of {len(cases)} points measured, {len(skipped)} skipped", *skipped]))
+    slower = slower_than_torch(list(results.rows.values()))
+    print(f"slower than torch.nn by more than the bound: {len(slower)}")
+    show(slower)
+
+
+def _measure_grid_point(case: LayerCase, results: Results) -> None:
+    step = LayerStep(case)
+    _check(step)
+    start = time.perf_counter()
+    step.forward_backward(step.peer)
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+    # A long step hardly varies, and a grid of ten of each would not fit into a few minutes.
+    long = time.perf_counter() - start > 0.02
+    rounds = {"warmup": 1, "repeats": 3, "at_most": 0.0} if long else {"at_most": 0.15}
+    times = measure(step.candidates("forward_backward"), case.device, **rounds)
+    results.put(case.name, "forward_backward", "ms", times["weft"], "torch.nn", times["torch.nn"])
+
+
+def slower_than_torch(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Rows of "auto" that lose to torch.nn by more than 5% (below 0.5 ms: by more than 0.02 ms), worst first."""
+
+    def loses(row: dict[str, str]) -> bool:
+        mine, peers = float(row["weft"]), float(row["peer_value"])
+        return mine > (peers + 0.02 if peers < 0.5 else 1.05 * peers)
+
+    auto = [row for row in rows if "algorithm" not in parse_case(row["case"])]
+    return sorted(filter(loses, auto), key=lambda row: float(row["ratio"]))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric; `grid`: the grid")
+    parser.add_argument("--algorithm", default="auto", help='of Weft\'s layers (default "auto")')
+    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
+    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
+    grid = parser.add_argument_group("grid")
+    grid.add_argument("--minutes", type=float, default=8.0, help="budget of wall clock (default 8)")
+    grid.add_argument("--cells", nargs="+", choices=tuple(GATES), default=GRID_CELLS)
+    grid.add_argument("--T", nargs="+", type=int, default=GRID_T)
+    grid.add_argument("--B", nargs="+", type=int, default=GRID_B)
+    grid.add_argument("--H", nargs="+", type=int, default=GRID_H)
+    grid.add_argument("--report", action="store_true", help="only list the grid's rows that lose to torch.nn")
+    options = parser.parse_args(arguments)
+    # The CPU rows are for two cores wherever they are measured.
+    torch.set_num_threads(CPU_THREADS)
+    if options.report:
+        show(slower_than_torch(read_rows(options.output or RESULTS / "scan_auto.csv")))
+        return
+    on_grid = options.filter == "grid"
+    if options.devices is None:
+        options.devices = ["cuda"] if torch.cuda.is_available() else ["cpu"]
+        if not on_grid and torch.cuda.is_available():
+            options.devices = ["cuda", "cpu"]
+    (run_grid if on_grid else run_table)(options)
+
+
+if __name__ == "__main__":
+    main()

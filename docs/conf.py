@@ -1,0 +1,29 @@
+"""Sphinx configuration. The tables and figures of measurements are drawn first, from benchmarks/results alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
+
+import weft  # noqa: E402
+
+from benchmarks import plot  # noqa: E402
+
+plot.write_docs(ROOT / "docs" / "_figures")
+
+project = "Weft"
+author = "the Weft authors"
+copyright = f"2026, {author}"
+version = release = weft.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+exclude_patterns = ["_build", "_figures"]
+html_theme = "furo"
+html_title = f"Weft {release}"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_inherit_docstrings = False
+napoleon_numpy_docstring = False

@@ -1,0 +1,187 @@
+"""What was built, what is installed, which engines run here: ``python -m weft.info [--json]``.
+
+Needs no GPU and no driver; `collect` returns the same facts as a dictionary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import weft
+from weft import _build_info
+
+__all__ = ["cache_dir", "collect", "cpu_name", "main"]
+
+
+def cache_dir() -> Path:
+    """Folder of what Weft keeps between runs: ``$WEFT_CACHE_DIR``, or ``~/.cache/weft``. It may not exist yet."""
+    return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
+
+
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    """Cores this process may use, which a container or taskset can make fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
+    """Whether code built for `architectures` (e.g. ``["8.0+PTX", "9.0a"]``) runs on a device of this capability.
+
+    Binary code runs on later minor versions of its major version, PTX on everything later, and code with an ``a``
+    suffix only on exactly its own version.
+    """
+    for architecture in architectures:
+        match = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
+        if match is None:
+            continue
+        built = (int(match[1]), int(match[2]))
+        if match[3]:
+            if built == capability:
+                return True
+        elif capability >= built and (match[4] or capability[0] == built[0]):
+            return True
+    return False
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    return found
+
+
+def _engine_on_cuda(gpus: list[dict[str, Any]]) -> str:
+    if _build_info.CUDA is None:
+        return "not built"
+    if not gpus:
+        return "built; no CUDA device here"
+    capabilities = {tuple(int(part) for part in gpu["compute_capability"].split(".")) for gpu in gpus}
+    missing = [c for c in sorted(capabilities) if not _runs_on(_build_info.ARCHITECTURES, c)]
+    if missing:
+        return "not built for sm_" + ", sm_".join(f"{major}{minor}" for major, minor in missing)
+    return "runs"
+
+
+def collect() -> dict[str, Any]:
+    """The facts as a dictionary that `json` can write.
+
+    Keys: ``versions`` (weft, python, torch, cuda, cudnn: those torch brings, None without), ``build`` (what the
+    library was compiled against and for), ``machine`` (cpu, cores this process may use, gpus), ``engines`` (engine to
+    device to state) and ``cache`` (a path).
+    """
+    gpus = _gpus()
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    absent = {"cpu": "not in this version", "cuda": "not in this version"}
+    return {
+        "versions": {
+            "weft": weft.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": None if cudnn is None else f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
+        },
+        "build": {
+            "torch": _build_info.TORCH,
+            "cpu": True,
+            "cuda": _build_info.CUDA,
+            "architectures": list(_build_info.ARCHITECTURES),
+        },
+        "machine": {"cpu": cpu_name(), "cores": _cores(), "gpus": gpus},
+        "engines": {
+            "scan": {"cpu": "runs", "cuda": _engine_on_cuda(gpus)},
+            "rnn": dict(absent),
+            "vertex": dict(absent),
+            "offload": dict(absent),
+        },
+        "cache": str(cache_dir()),
+    }
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """(section, name, value) for people."""
+    build, machine = facts["build"], facts["machine"]
+    rows = [("versions", name, value or "none") for name, value in facts["versions"].items()]
+    rows.append(("built", "for torch", build["torch"]))
+    rows.append(("built", "CPU", "yes"))
+    rows.append(("built", "CUDA", build["cuda"] or "no"))
+    if build["cuda"]:
+        rows.append(("built", "architectures", ", ".join(build["architectures"])))
+    rows.append(("machine", "CPU", f"{machine['cpu']}, {machine['cores']} cores"))
+    for index, gpu in enumerate(machine["gpus"]):
+        memory = f"{gpu['memory_bytes'] / 2**30:.0f} GiB"
+        rows.append(
+            ("machine", f"GPU {index}", f"{gpu['name']}, compute capability {gpu['compute_capability']}, {memory}")
+        )
+    if not machine["gpus"]:
+        rows.append(("machine", "GPU", "none"))
+    for engine, devices in facts["engines"].items():
+        states = set(devices.values())
+        value = states.pop() if len(states) == 1 else "; ".join(f"{name}: {state}" for name, state in devices.items())
+        rows.append(("engines", engine, value))
+    rows.append(("cache", "folder", facts["cache"]))
+    return rows
+
+
+def _print(facts: dict[str, Any]) -> None:
+    rows = _rows(facts)
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        width = max(len(name) for _, name, _ in rows)
+        section = None
+        for group, name, value in rows:
+            if group != section:
+                section = group
+                print(group)
+            print(f"  {name:<{width}}  {value}")
+        return
+    table = Table(show_header=False, box=None)
+    section = None
+    for group, name, value in rows:
+        table.add_row(f"[bold]{group}[/bold]" if group != section else "", name, value)
+        section = group
+    Console().print(table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line; `arguments` default to ``sys.argv[1:]``."""
+    parser = argparse.ArgumentParser(prog="python -m weft.info", description="What was built and what runs here.")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    facts = collect()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _print(facts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""The benchmarks' bookkeeping, and a small run of each kind on the CPU."""
+
+from __future__ import annotations
+
+import csv
+
+import pytest
+import torch
+
+from benchmarks import common, scan
+
+
+def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
+    values = dict(date="2026-01-01", commit="abc", gpu="GPU", torch="2.11.0", cuda="13.0", unit="ms", peer="torch.nn")
+    ratio = str(peers / mine) if mine > 0 else ""
+    return {
+        **values,
+        "case": case,
+        "metric": metric,
+        "weft": str(mine),
+        "peer_value": str(peers),
+        "ratio": ratio,
+        **other,
+    }
+
+
+def test_case_names_have_one_order():
+    name = common.case_name(T=10, inputs=3, B=2, H=4, dtype="fp32", device="cpu", cell="gru")
+    assert name == "cell=gru device=cpu dtype=fp32 H=4 B=2 T=10 inputs=3"
+    assert common.parse_case(name)["inputs"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1234.567, "1235"), (0.6, "0.6000"), (0.0012345, "0.001234"), (1e-7, "1.000e-07"), (0.0, "0.0")]
+)
+def test_significant_digits(value, text):
+    assert common.significant(value) == text
+
+
+def test_measuring_again_replaces_the_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_COMMIT", "first")
+    case = "cell=gru device=cpu dtype=fp32 H=4 B=2 T={}"
+    results = common.Results(tmp_path / "results.csv")
+    for steps in (100, 20):
+        results.put(case.format(steps), "backward", "ms", 2.0, "torch.nn", 3.0)
+    results.save()
+    monkeypatch.setenv("WEFT_COMMIT", "second")
+    results = common.Results(tmp_path / "results.csv")
+    assert not results.measured(case.format(20), "backward", "torch.nn", common.hardware("cpu"))
+    results.put(case.format(20), "backward", "ms", 1.0, "torch.nn", 3.0)
+    results.put(case.format(20), "memory_beyond_torch", "bytes", -8.0, "gate_activations", 16.0)
+    assert results.measured(case.format(20), "backward", "torch.nn", common.hardware("cpu"))
+    results.save()
+    with (tmp_path / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == common.COLUMNS
+    assert [(r["case"][-4:], r["commit"], r["ratio"]) for r in rows] == [
+        ("T=20", "second", "3.000"),
+        ("T=20", "second", ""),
+        ("=100", "first", "1.500"),
+    ]
+
+
+def test_a_disagreement_is_not_timed():
+    common.check_agreement("case", {"x": 1e-7}, 1e-6)
+    for error in (1e-5, float("nan"), float("inf")):
+        with pytest.raises(RuntimeError, match="case: x differs"):
+            common.check_agreement("case", {"x": error}, 1e-6)
+    assert common.relative_error(torch.tensor([1.0, float("nan")]), torch.ones(2)) == float("inf")
+
+
+def test_candidates_take_turns():
+    order = []
+    candidates = {
+        n: common.Candidate(lambda _, n=n: order.append(n), lambda n=n: order.append(n.upper())) for n in "ab"
+    }
+    times = common.measure(candidates, "cpu", warmup=1, repeats=2, at_most=0.0)
+    assert order[:8] == ["A", "a", "B", "b"] * 2
+    assert len(order) >= 12
+    assert set(times) == {"a", "b"}
+
+
+def test_bound_on_auto():
+    case = "cell=gru device=cuda dtype=fp32 H=8 B=1 T={}"
+    rows = [
+        row(case.format(1), mine=0.519, peers=0.5001),
+        row(case.format(2), mine=1.06, peers=1.0),
+        row(case.format(3), mine=0.111, peers=0.1),
+        row(case.format(4), mine=0.125, peers=0.1),
+        row(case.format(5) + " algorithm=scan", mine=9.0, peers=1.0),
+    ]
+    assert [r["case"][-1] for r in scan.slower_than_torch(rows)] == ["4", "2"]
+
+
+@pytest.mark.parametrize("contraction", ["diagonal", "dense"])
+def test_residual_finds_a_wrong_step(contraction):
+    T, B, H = 7, 2, 3
+    b, x0 = torch.randn(T, B, H), torch.randn(B, H)
+    A = torch.rand(T, B, H) if contraction == "diagonal" else 0.3 * torch.randn(T, B, H, H)
+    x, steps = x0, []
+    for t in range(T):
+        x = (A[t] * x if contraction == "diagonal" else (A[t] @ x[..., None])[..., 0]) + b[t]
+        steps.append(x)
+    x = torch.stack(steps)
+    assert scan._residual(A, b, x0, x) < 1e-6
+    x[3, 1, 2] += 0.1
+    assert scan._residual(A, b, x0, x) > 1e-3
+
+
+def test_grid_measures_what_is_missing_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WEFT_COMMIT", "abc")
+    threads = torch.get_num_threads()
+    output = tmp_path / "grid.csv"
+    arguments = ["grid", "--devices", "cpu", "--cells", "gru", "lstm", "--B", "2", "--H", "4", "--output", str(output)]
+    try:
+        scan.main([*arguments, "--T", "5"])
+        scan.main([*arguments, "--T", "5", "9"])
+    finally:
+        torch.set_num_threads(threads)
+    assert "4 of 4 points measured, 0 skipped" in capsys.readouterr().out
+    rows = common.read_rows(output)
+    assert [common.parse_case(r["case"])["T"] for r in rows] == ["5", "9", "5", "9"]
+    assert all(float(r["weft"]) > 0 and float(r["peer_value"]) > 0 for r in rows)
+
+
+@pytest.mark.parametrize("cell", scan.GATES)
+def test_layer_entries(cell, tmp_path):
+    results = common.Results(tmp_path / "results.csv")
+    case = scan.LayerCase(cell, 4, 2, 6, inputs=3, device="cpu")
+    rows = scan._layer_entry(case).run(results) + scan._error_entry(case).run(results)
+    assert [r["metric"] for r in rows] == ["forward", "backward", "forward_backward", "error"]
+    assert float(rows[-1]["weft"]) < 1e-5
+
+
+def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):
+    from benchmarks import plot  # here, because it alone needs matplotlib
+
+    rows = [
+        row(f"cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T={T} inputs=1", "backward", 1.0, T / 100)
+        for T in (1000, 30000)
+    ]
+    rows.append(row("cell=gru device=cuda dtype=fp32 H=20 B=16 T=1000 inputs=1", "error", 1e-7, 2e-7, unit="relative"))
+    rows.append(
+        row(
+            "cell=lstm device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1",
+            "memory_beyond_torch",
+            -1e6,
+            1.536e8,
+            unit="bytes",
+            peer="gate_activations",
+        )
+    )
+    block = plot.readme_block(rows)
+    assert "| tanh RNN, H 20, B 16, T 30000, fp32, 1 input | 1.0 | 300.0 | 300x |  |  |  |" in block
+    assert "-1.00 MB | bytes of the gates' activations: 154 MB |  |" in block
+    assert "error" not in block
+    assert block.startswith("![")
+    assert plot.readme_block([]) == plot.NO_ROWS
+    readme = f"a\n{plot.BEGIN}\nold\n{plot.END}\nb"
+    assert plot.with_block(plot.with_block(readme, "new"), "newer") == f"a\n{plot.BEGIN}\n\nnewer\n\n{plot.END}\nb"
+
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    plot.write_docs(tmp_path / "empty")
+    assert (tmp_path / "empty" / "scan.rst").read_text() == plot.NO_ROWS + "\n"
+    for name, content in (("scan", rows), ("scan_auto", [row("cell=gru device=cuda dtype=fp32 H=8 B=2 T=30")])):
+        results = common.Results(tmp_path / f"{name}.csv")
+        results.rows = {results._key(r): r for r in content}
+        results.save()
+    plot.write_docs(tmp_path / "full")
+    text = (tmp_path / "full" / "scan.rst").read_text()
+    assert "list-table:: GPU, torch 2.11.0, CUDA 13.0" in text
+    for name in ("scan_backward", "scan_auto"):
+        assert f"full/{name}.svg" in text
+        first = (tmp_path / "full" / f"{name}.svg").read_bytes()
+        assert first.startswith(b"<?xml")
+        plot.write_docs(tmp_path / "full")
+        assert (tmp_path / "full" / f"{name}.svg").read_bytes() == first

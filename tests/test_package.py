@@ -1,0 +1,84 @@
+"""The package itself: what importing needs, what it says when it cannot, and that its documents follow the results."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import weft
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+
+
+def test_import_touches_no_gpu():
+    done = python("import weft, torch; assert not torch.cuda.is_initialized()", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["tqdm", "rich", "matplotlib", "pytest"])
+def test_import_needs_only_torch_and_numpy(module):
+    done = python(f"import sys; sys.modules[{module!r}] = None; import weft, weft.info, weft.data")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_library_for_another_torch_says_so_in_one_sentence():
+    done = python(
+        "import sys, types\n"
+        "info = types.ModuleType('weft._build_info'); info.TORCH = '1.2.3'\n"
+        "sys.modules['weft._build_info'] = info\n"
+        "import weft"
+    )
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.match(r"ImportError: weft: built for torch 1\.2\.3, found torch .*; run `pip install ", last), last
+
+
+def test_a_missing_library_says_how_to_build_it():
+    done = python("import sys; sys.modules['weft._build_info'] = None; import weft")
+    assert done.returncode != 0
+    assert "pip install . --no-build-isolation" in done.stderr.strip().splitlines()[-1]
+
+
+def test_every_operator_of_the_registry_is_there():
+    import torch
+
+    declared = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "registry.cpp").read_text())
+    assert "linear_scan" in declared
+    for name in declared:
+        assert hasattr(torch.ops.weft, name), name
+
+
+def test_version_and_hints():
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    assert version[1] == weft.__version__
+    assert f"## [{weft.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert (Path(weft.__file__).parent / "py.typed").exists()
+
+
+def test_the_readmes_examples_run():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 4
+    namespace: dict = {}
+    for block in blocks:
+        exec(block, namespace)
+    assert [tuple(g.shape) for g in namespace["grads"]] == [(4, 5), (4, 10), (4, 20)]
+    assert isinstance(namespace["model"][1], weft.nn.GRU)
+
+
+def test_readme_shows_what_was_measured_and_nothing_else():
+    from benchmarks import plot  # here, because it alone needs matplotlib
+
+    readme = (ROOT / "README.md").read_text()
+    rows = plot.read_rows(plot.RESULTS / "scan.csv")
+    assert readme == plot.with_block(readme, plot.readme_block(rows)), "run `python -m benchmarks.plot`"
