@@ -33,7 +33,7 @@ constexpr int kWarp = 32;
 constexpr int kRescaleSteps = 8;
 constexpr float kRescaleLow = 0x1p-40f, kRescaleHigh = 0x1p40f;
 // A chunk is redone where the terms of P g are this much larger than P g + v.
-constexpr float kCancellation = 64.0f;
+constexpr float kCancellation = 16.0f;
 // Below this, entries of the column may have been flushed to zero between two looks.
 constexpr float kLostBelow = 0x1p-100f;
 
@@ -536,12 +536,11 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x = high + low to 2^-24, each with TF32's 11 significant bits, rounded to nearest (the tensor core cuts off what lies
-// below them). An inf or NaN survives in low.
+// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11, so
+// 22 remain. An inf or NaN survives in low.
 __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
   high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  const float rest = x - __uint_as_float(high);
-  low = isfinite(rest) ? __float_as_uint(rest) + 0x1000u : __float_as_uint(rest);
+  low = __float_as_uint(x - __uint_as_float(high));
 }
 
 template <Cell cell, int HP>
