@@ -67,11 +67,9 @@ SAMPLES = [
     Sample(2500, 2, 4, x0=False, reverse=True, transpose=True),
 ]
 
-SMALL = [s for s in SAMPLES if s.T * s.B * s.H <= 9 * 3 * 5]
 FEW = [Sample(9, 3, 5, layout, x0, reverse=x0) for layout in LAYOUTS for x0 in (False, True)]
 
 sample = pytest.mark.parametrize("sample", SAMPLES, ids=str)
-small = pytest.mark.parametrize("sample", SMALL, ids=str)
 few = pytest.mark.parametrize("sample", FEW, ids=str)
 device = pytest.mark.parametrize("device", DEVICES)
 

@@ -24,13 +24,15 @@ def _widest(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
 
 
-def _linear_scan(A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False):
+def _linear_scan(
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
+) -> Tensor:
     with _below_autocast():
         A, b, x0 = _widest(A, b, x0)
         return torch.ops.weft.linear_scan(A, b, x0, reverse=reverse, transpose=transpose)
 
 
-def _chain_backward(grad: Tensor, jacobians: list[Tensor], levels: int = -1):
+def _chain_backward(grad: Tensor, jacobians: list[Tensor], levels: int = -1) -> list[Tensor]:
     with _below_autocast():
         grad, *jacobians = _widest(grad, *jacobians)
         return torch.ops.weft.chain_backward(grad, jacobians, levels)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 @torch.library.register_fake("weft::linear_scan")
-def _linear_scan(A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False):
+def _linear_scan(
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
+) -> Tensor:
     torch._check_value(b.dim() == 3, lambda: f"linear_scan: b must be (T, B, H), got {tuple(b.shape)}")
     torch._check_value(
         A.dim() in (3, 4), lambda: f"linear_scan: A must be (T, B, H, H), (T, H, H) or (T, B, H), got {tuple(A.shape)}"
@@ -28,7 +30,7 @@ def _linear_scan_backward(
     reverse: bool,
     transpose: bool,
     output_mask: list[bool],
-):
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return (
         A.new_empty(A.shape) if output_mask[0] else None,
         grad.new_empty(grad.shape) if output_mask[1] else None,

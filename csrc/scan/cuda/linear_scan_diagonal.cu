@@ -28,8 +28,12 @@
 namespace weft::scan {
 namespace {
 
-// Thresholds and shapes. The widest slab that still leaves one slab per SM is taken: long rows are kind to DRAM pages.
 constexpr int kWarp = 32;
+
+// Thresholds. The widest slab that still leaves so many slabs per SM is taken: long rows are kind to DRAM pages.
+constexpr int64_t kWideSlabsPerSm = 1;
+// T is cut where fewer than one in this many SMs would have a slab.
+constexpr int64_t kChunkedBelow = 2;
 constexpr int64_t kMinChunkedT = 4096;  // below, three launches cost more than the steps of one
 constexpr int64_t kMinChunk = 256;      // steps; shorter chunks only move work into the chain
 constexpr int64_t kChunkWarpsPerSm = 4;
@@ -444,11 +448,11 @@ Plan make_plan(const LinearScan& scan) {
     cut(int(size));
   } else {
     cut(16);
-    if (p.slabs < sms) cut(8);
-    if (p.slabs < sms && size < 8) cut(4);
+    if (p.slabs < kWideSlabsPerSm * sms) cut(8);
+    if (p.slabs < kWideSlabsPerSm * sms && size < 8) cut(4);
   }
   p.chunk = s.T;
-  if (2 * p.slabs < sms && s.T >= kMinChunkedT) {
+  if (kChunkedBelow * p.slabs < sms && s.T >= kMinChunkedT) {
     const int64_t wanted = std::max<int64_t>(1, kChunkWarpsPerSm * sms / p.slabs);
     p.chunk = std::max(kMinChunk, (s.T + wanted - 1) / wanted);
     p.chunks = (s.T + p.chunk - 1) / p.chunk;
