@@ -62,7 +62,7 @@ SIZES = (
     (17, 2, 5, 64),
     (9, 13, 16, 130),
 )
-EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (0, 0, 0, 4))
+EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (3, 2, 4, 0), (0, 0, 0, 0))
 
 SAMPLES = [
     Sample(cell, *size, reverse=reverse, bias=(index + reverse) % 3 != 0)
