@@ -62,7 +62,7 @@ SIZES = (
     (17, 2, 5, 64),
     (9, 13, 16, 130),
 )
-EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (0, 0, 0, 4))
+EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (3, 2, 4, 0), (0, 0, 0, 0))
 
 SAMPLES = [
     Sample(cell, *size, reverse=reverse, bias=(index + reverse) % 3 != 0)
@@ -270,6 +270,27 @@ def test_matches_torch_nn(cell: str, device: str, reverse: bool):
     check_close(("output", "h_n"), (found[0], found[1]), (flip(output), state[0][0]), 1e-12)
     if cell == "lstm":
         check_close(("c_n",), (found[2],), (state[1][0],), 1e-12)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("device", DEVICES)
+def test_activations_are_accurate(device: str, dtype: torch.dtype):
+    """tanh and sigmoid to a few units in the last place everywhere, relative to values that are tiny themselves."""
+    size = torch.logspace(-30, 1.9, 2000, dtype=torch.float64).to(dtype).double()  # exp(-80) is still a normal float
+    x = torch.cat([size, -size, torch.zeros(1), torch.full((1,), torch.inf), torch.full((1,), -torch.inf)])
+    ones = torch.ones(4, 1, dtype=dtype, device=device)
+    args = (x.to(device, dtype).view(1, -1, 1), torch.zeros(len(x), 1, dtype=dtype, device=device))
+
+    def close(found: Tensor, expected: Tensor) -> None:
+        found = found.double().cpu()
+        exact = found == expected
+        assert (((found - expected) / expected).abs()[~exact] < 8 * torch.finfo(dtype).eps).all()
+
+    output = scan_rnn(*args, None, ones[:1], 0 * ones[:1], None, None, cell="rnn_tanh")[0]
+    close(output.flatten(), torch.tanh(x))
+    gates = scan_rnn(*args, args[1], ones, 0 * ones, None, None, cell="lstm", save=True)[3]
+    close(gates[0, :, 0], torch.sigmoid(x))
+    close(gates[0, :, 2], torch.tanh(x))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -20,6 +20,8 @@
 // scan_rnn_backward(grad_output (T,B,H) | None, grad_h_n (B,H) | None, grad_c_n (B,H) | None, the seven tensors above,
 //                   output, gates, cells; cell, reverse, output_mask[7])
 //   the gradients of the seven tensor arguments in their order; (0) where masked out or absent. None means zeros.
+//   It is differentiable to any order, step by step through scan_rnn_reference.h, in everything but output, gates and
+//   cells, which it takes for the functions of the other arguments that they are.
 //
 // Dtypes: float16, bfloat16, float32, float64, one for all arguments. float16 and bfloat16 accumulate, and carry the
 // state, in float32 (the accumulate type), and round where a result is written.

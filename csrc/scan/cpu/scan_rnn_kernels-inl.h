@@ -80,14 +80,33 @@ struct Simd {
 #endif
   }
 
+  // NaN for NaN: x is the operand that the instructions return then.
+  static WEFT_INLINE Vec clamp(Vec x, Vec low, Vec high) {
+#if WEFT_VECTOR_BYTES == 64
+    // The forms without a mask draw a false warning from GCC 12's header.
+    if constexpr (sizeof(T) == 4) {
+      return (Vec)_mm512_maskz_min_ps(0xFFFF, (__m512)high, _mm512_maskz_max_ps(0xFFFF, (__m512)low, (__m512)x));
+    } else {
+      return (Vec)_mm512_maskz_min_pd(0xFF, (__m512d)high, _mm512_maskz_max_pd(0xFF, (__m512d)low, (__m512d)x));
+    }
+#elif WEFT_VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) {
+      return (Vec)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
+    } else {
+      return (Vec)_mm256_min_pd((__m256d)high, _mm256_max_pd((__m256d)low, (__m256d)x));
+    }
+#else
+    x = x < low ? low : x;
+    return x > high ? high : x;
+#endif
+  }
+
   // exp to about one unit in the last place; inf above the range, the smallest normal number below it. Cody and Waite's
-  // reduction x = n ln 2 + r, then Cephes' approximations on |r| <= ln(2)/2. Every comparison is false for NaN, so NaN
-  // reaches r and stays.
+  // reduction x = n ln 2 + r, then Cephes' approximations on |r| <= ln(2)/2. NaN passes the clamp, reaches r and stays.
   static WEFT_INLINE Vec exp(Vec x) {
     constexpr bool single = sizeof(T) == 4;
     constexpr T low = single ? T(-87.3) : T(-708.3), high = single ? T(88.8) : T(709.8);
-    x = x < low ? broadcast(low) : x;
-    x = x > high ? broadcast(high) : x;
+    x = clamp(x, broadcast(low), broadcast(high));
     // Adding 1.5 * 2^(mantissa bits) leaves round(x / ln 2) in the low bits.
     constexpr T magic = single ? T(12582912.0) : T(6755399441055744.0);
     const Vec shifted = x * T(1.44269504088896340736) + magic;
@@ -122,8 +141,9 @@ struct Simd {
 
   // Near 0 a polynomial, because 1 - 2 / (exp(2x) + 1) cancels there and would lose the relative accuracy.
   static WEFT_INLINE Vec tanh(Vec x) {
-    const Vec size = x < T(0) ? -x : x;
-    const Vec large = T(1) - T(2) / (exp(size + size) + T(1));
+    const Int sign = (Int)x & (Int)broadcast(T(-0.0));
+    const Vec size = (Vec)((Int)x ^ sign);
+    const Vec large = (Vec)((Int)(T(1) - T(2) / (exp(size + size) + T(1))) | sign);
     const Vec z = x * x;
     Vec small;
     if constexpr (sizeof(T) == 4) {
@@ -138,7 +158,7 @@ struct Simd {
           ((z + T(1.12811678491632931402e2)) * z + T(2.23548839060100448583e3)) * z + T(4.84406305325125486048e3);
       small = (p / q) * z * x + x;
     }
-    return size < T(0.625) ? small : x < T(0) ? -large : large;
+    return size < T(0.625) ? small : large;
   }
 
   // As torch: NaN stays NaN.
