@@ -1,7 +1,8 @@
 """torch's own recurrent kernels as one opaque op, for compiled and exported graphs.
 
 Left to itself, torch.compile takes `aten.gru` and its kin apart into one copy of the cell per time step: compilation
-takes minutes at a hundred steps, the graph is tied to one T, and cuDNN is not used. Eager code goes to the kernels directly, by `call`.
+takes minutes at a hundred steps, the graph is tied to one T, and cuDNN is not used.
+Eager code goes to the kernels directly, by `call`.
 """
 
 from __future__ import annotations
