@@ -107,6 +107,8 @@ def test_gradients(info, device, algorithm, order):
     nondet = info.gradcheck_nondet_tol if torch.device(device).type == "cuda" else 0.0
     check = gradcheck if order == 1 else gradgradcheck
     for layer, sample, _ in samples(info, device, requires_grad=True, algorithm=algorithm):
+        if order == 2 and not (layer.bias and layer.bidirectional):
+            continue  # the same formulas with less in them
         if order == 2 and weft.explain(layer, *sample.forward_input.args).algorithm == "torch" and device == "cuda":
             continue  # cuDNN's backward has no derivative
         arguments = leaves(sample.forward_input.args)

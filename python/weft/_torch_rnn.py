@@ -1,7 +1,8 @@
 """torch's own recurrent kernels as one opaque op, for compiled and exported graphs.
 
 Left to itself, torch.compile takes `aten.gru` and its kin apart into one copy of the cell per time step: compilation
-takes minutes at a hundred steps, the graph is tied to one T, and cuDNN is not used. Eager code does not come here.
+takes minutes at a hundred steps, the graph is tied to one T, and cuDNN is not used.
+Eager code goes to the kernels directly, by `call`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def call(
     batch_sizes: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """torch's kernel for the cell: output, h_n and, for an LSTM, c_n."""
+    state = [s.contiguous() for s in state]  # cuDNN refuses any other
     hx = state if cell == "lstm" else state[0]
     kernel = KERNELS[cell]
     if batch_sizes is None:
