@@ -6,12 +6,13 @@
 //   (3) replay:   per (chunk, row of the batch), matrix-vector products from that state, which write the output.
 // (1) costs H times the arithmetic of (3), on tensor cores; (3) is bound by reading A.
 //
-// (1) keeps P in registers for the whole chunk. Every warp owns 16 columns of P (fp64: 8), which need nothing from the
-// other warps, and computes the transposed product P^T A^T: the accumulator layout of mma (a lane holds columns 2c and
-// 2c+1) then is the layout of the left operand of the next step, if k slots c and c+4 stand for rows 2c and 2c+1 of P.
-// Only A goes through shared memory. fp32 operands are split into two TF32 numbers, and three of the four products
-// are summed; fp16 and bf16 A are TF32 numbers already, so only P is split. The sums over 16 k leave the tensor core,
-// which truncates, and are added up in fp32, which rounds. One more warp advances v by fused multiply-adds.
+// (1) keeps P in registers for the whole chunk. Every warp owns 16 columns of P, which need nothing from the other
+// warps, and computes the transposed product P^T A^T: the accumulator layout of mma then is the layout of the left
+// operand of the next step, and only A goes through shared memory. Four more warps, the feeders, bring A[t + 1] there
+// while A[t] is multiplied, and advance v by fused multiply-adds on the way. fp32 numbers are sums of three bf16
+// numbers (fp16 of two, bf16 is one), and the products down to 2^-16 of the largest are summed, six for fp32: as exact
+// as an fp32 product, and on Hopper the same number of mma instructions as three TF32 products, which would leave the
+// split of A to every warp. The sums over 16 k leave the tensor core, which truncates, and are added up in fp32.
 //
 // Every column of P carries an exponent, so that P neither overflows nor underflows where P x does not. A column that
 // shrinks too much in one step has lost digits: (1) leaves a bound of what that can mean at the chunk's end, and (2)
@@ -37,7 +38,7 @@ struct Range;
 template <>
 struct Range<float> {
   static constexpr float kSmall = 0x1p-12f, kLarge = 0x1p12f;
-  // Numbers below 2^-126 may be flushed to 0 (in A's low half, before it meets a column of at most 2^12, in at most
+  // Numbers below 2^-126 may be flushed to 0 (in A's low parts, before they meet a column of at most 2^12, in at most
   // 2^7 rows): an error of at most 2^kLossBound in units of the column. A column that stays above kLost has it below
   // half an ulp.
   static constexpr float kLost = 0x1p-78f, kLossBound = -107.f;
@@ -214,139 +215,201 @@ __device__ inline S rescale(Column<S>& column, S top, bool first, float growth) 
   return scaled(S(1), -shift);
 }
 
-// log2 of the largest row sum of |A|, for the warp that holds the sums.
-template <typename S>
-__device__ inline float log2_norm(S sum) {
-  for (int d = 16; d > 0; d /= 2) sum = larger(sum, __shfl_xor_sync(~0u, sum, d));
-  if (sum == S(0)) return 2 * kZeroGrowth;
-  return float(log2(sum));
-}
-
-__device__ inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+__device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x = high + low, high rounded to TF32; the tensor core truncates low, whose sign is as good as random.
-__device__ inline void split_tf32(float x, uint32_t& high, uint32_t& low) {
-  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  low = __float_as_uint(x - __uint_as_float(high));
+// Takes the bf16 part of x and y and leaves their rests, which are exact.
+__device__ inline uint32_t take_bf16(float& x, float& y) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  x -= __uint_as_float(pair << 16);
+  y -= __uint_as_float(pair & 0xffff0000u);
+  return pair;
 }
 
-// The right operand A^T of four neighbouring 8-column tiles from column 32 * ng, in the k tile kt: b[j] = {row 2c, 2c+1}.
-template <typename E, int kPitch, bool kTransposed>
-struct Fragments {
-  const E* base;
-  __device__ Fragments(const E* tile, int lane) {
-    const int g = lane / 4, c = lane % 4;
-    if constexpr (sizeof(E) == 2) {
-      const int matrix = lane / 8, row = lane % 8;
-      base = kTransposed ? tile + row * kPitch + 8 * matrix : tile + (8 * matrix + row) * kPitch;
-    } else {
-      base = kTransposed ? tile + 2 * c * kPitch + g : tile + g * kPitch + 2 * c;
-    }
-  }
-  __device__ void load(int kt, int ng, float (&b)[4][2]) const {
-    if constexpr (sizeof(E) == 2) {
-      uint32_t r[4];
-      if constexpr (kTransposed) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(shared_address(base + 8 * kt * kPitch + 32 * ng))
-                     : "memory");
-      } else {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(shared_address(base + 32 * ng * kPitch + 8 * kt))
-                     : "memory");
-      }
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (std::is_same_v<E, __half>) {
-          const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&r[j]));
-          b[j][0] = f.x;
-          b[j][1] = f.y;
-        } else {
-          b[j][0] = __uint_as_float(r[j] << 16);
-          b[j][1] = __uint_as_float(r[j] & 0xffff0000u);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (kTransposed) {
-          b[j][0] = base[8 * kt * kPitch + 8 * (4 * ng + j)];
-          b[j][1] = base[(8 * kt + 1) * kPitch + 8 * (4 * ng + j)];
-        } else {
-          const float2 f = *reinterpret_cast<const float2*>(base + 8 * (4 * ng + j) * kPitch + 8 * kt);
-          b[j][0] = f.x;
-          b[j][1] = f.y;
-        }
-      }
-    }
+// How many bf16 numbers make one element.
+template <typename E>
+constexpr int kPlanes = std::is_same_v<E, float> ? 3 : std::is_same_v<E, __half> ? 2 : 1;
+
+constexpr int kFeeders = 4;    // warps that feed A
+constexpr int kAhead = 3;      // steps between the prefetch of A to L2 and its use
+constexpr int kBatch = 8;      // loads of a feeder under way
+
+// Shared memory of (1): A's planes twice, then in floats v twice, the feeders' sums and maxima, and the growth.
+template <typename E, int kPadded>
+struct ProductMemory {
+  // 16 bytes more than a multiple of 32 banks: the eight rows that ldmatrix reads lie in different banks.
+  static constexpr int kPitch = kPadded + 8, kPlane = kPadded * kPitch, kTile = kPlanes<E> * kPlane;
+  static constexpr int kRowsAtOnce = kPadded == 64 ? 2 : 1;  // of one feeder's load of 4 elements per lane
+  static constexpr size_t kBytes =
+      2 * kTile * sizeof(uint16_t) + (2 * kPadded + kFeeders * kRowsAtOnce * kPadded + kFeeders + 4) * sizeof(float);
+  uint16_t* tile[2];
+  float *v[2], *sums, *tops, *growth;
+  __device__ explicit ProductMemory(unsigned char* shared) {
+    tile[0] = reinterpret_cast<uint16_t*>(shared);
+    tile[1] = tile[0] + kTile;
+    v[0] = reinterpret_cast<float*>(tile[1] + kTile);
+    v[1] = v[0] + kPadded;
+    sums = v[1] + kPadded;
+    tops = sums + kFeeders * kRowsAtOnce * kPadded;
+    growth = tops + kFeeders;
   }
 };
 
-// Row pitch of A's tile in (1), chosen so that the fragment loads have no bank conflict.
-template <typename E, int kPadded, bool kTransposed>
-constexpr int kProductPitch = kPadded + (sizeof(E) == 2 ? 8 : kTransposed ? 4 : 8);
+__device__ inline void feeders_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kFeeders) : "memory"); }
 
-template <typename E, int kPadded, bool kTransposed>
-constexpr size_t product_shared_bytes() {
-  return 2 * size_t(kPadded) * kProductPitch<E, kPadded, kTransposed> * sizeof(E) + (2 * kPadded + 4) * sizeof(float);
+// Four neighbouring elements of A, or zeros beyond H.
+template <typename E>
+__device__ inline void load_four(const E* from, int left, bool vector, float (&x)[4]) {
+  struct alignas(4 * sizeof(E)) Four {
+    E at[4];
+  };
+  if (vector && left >= 4) {
+    const Four four = *reinterpret_cast<const Four*>(from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = to_state(four.at[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = i < left ? to_state(from[i]) : 0.f;
+  }
 }
 
-// The whole-warp part of (1) that advances v: sums of A v and of |A|, for rows lane, lane + 32, ...
-template <typename E, int kPadded, int kPitch, bool kTransposed>
-__device__ inline void advance_offset(const E* tile, const float* v, int lane, float (&sum)[kPadded / 32],
-                                      float (&norm)[kPadded / 32]) {
-  constexpr int kRows = kPadded / 32;
-#pragma unroll
-  for (int m = 0; m < kRows; ++m) sum[m] = norm[m] = 0.f;
-  constexpr int kStep = kTransposed ? 4 : Pack<E>::kSize;
-#pragma unroll 2
-  for (int k = 0; k < kPadded; k += kStep) {
-    float x[kStep];
-#pragma unroll
-    for (int i = 0; i < kStep; i += 4) {
-      const float4 f = *reinterpret_cast<const float4*>(v + k + i);
-      x[i] = f.x, x[i + 1] = f.y, x[i + 2] = f.z, x[i + 3] = f.w;
+// One step of the feeders: A's planes into `tile`, and v_new = A v + b (b alone at the first step), growth_new.
+template <typename E, int kPadded, bool kTransposed>
+__device__ inline void feed(const Arguments& p, const ProductMemory<E, kPadded>& memory, const E* A, const E* b,
+                            bool first, bool prefetch, uint16_t* tile, const float* v, float* v_new, float growth,
+                            float* growth_new) {
+  using Memory = ProductMemory<E, kPadded>;
+  constexpr int kRowsAtOnce = Memory::kRowsAtOnce, kLanes = kPadded / 4, kStride = kFeeders * kRowsAtOnce;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - (blockDim.x / 32 - kFeeders), H = p.H;
+  const int unit = lane % kLanes, row0 = warp * kRowsAtOnce + lane / kLanes;  // lanes 24 to 31 idle where kLanes is 24
+  const bool idle = kPadded == 96 && lane >= kLanes, vector = p.piece >= 4 * int(sizeof(E));
+  if (prefetch) {
+    const char* const ahead = reinterpret_cast<const char*>(A + kAhead * p.A_t);
+    const int64_t row_bytes = p.A_ld * int64_t(sizeof(E));
+    constexpr int kLines = kPadded * int(sizeof(E)) / 128;
+    for (int i = threadIdx.x % (32 * kFeeders); i < H * kLines; i += 32 * kFeeders) {
+      if (i % kLines * 128 < H * int(sizeof(E))) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(ahead + i / kLines * row_bytes + i % kLines * 128));
+      }
     }
+  }
+  const int own = threadIdx.x % (32 * kFeeders);
+  const float offset = own < H ? to_state(b[own]) : 0.f;
+  float4 x{};
+  if constexpr (!kTransposed) x = idle ? x : *reinterpret_cast<const float4*>(v + 4 * unit);
+  float columns[4] = {}, top = 0.f;
+
+  for (int r0 = 0; r0 < H; r0 += kBatch * kStride) {
+    float a[kBatch][4];
 #pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-      const int row = lane + 32 * m;
-      float a[kStep];
+    for (int i = 0; i < kBatch; ++i) {
+      const int r = r0 + i * kStride + row0;
+      load_four(A + r * p.A_ld + 4 * unit, idle || r >= H ? 0 : H - 4 * unit, vector, a[i]);
+    }
+    float dot[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int r = r0 + i * kStride + row0;
+      top = fmaxf(top, fmaxf(fmaxf(fabsf(a[i][0]), fabsf(a[i][1])), fmaxf(fabsf(a[i][2]), fabsf(a[i][3]))));
       if constexpr (kTransposed) {
+        const float xr = r < kPadded ? v[r] : 0.f;
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) a[i] = to_state(tile[(k + i) * kPitch + row]);
+        for (int e = 0; e < 4; ++e) columns[e] = fmaf(a[i][e], xr, columns[e]);
       } else {
-        const auto pack = *reinterpret_cast<const Pack<E>*>(tile + row * kPitch + k);
+        dot[i] = fmaf(a[i][0], x.x, fmaf(a[i][1], x.y, fmaf(a[i][2], x.z, a[i][3] * x.w)));
+      }
+      if (r < kPadded && !idle) {
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) a[i] = to_state(pack.at[i]);
+        for (int plane = 0; plane < kPlanes<E>; ++plane) {
+          uint2 pairs;
+          pairs.x = take_bf16(a[i][0], a[i][1]);
+          pairs.y = take_bf16(a[i][2], a[i][3]);
+          *reinterpret_cast<uint2*>(tile + plane * Memory::kPlane + r * Memory::kPitch + 4 * unit) = pairs;
+        }
+      }
+    }
+    if constexpr (!kTransposed) {
+      // Three exchanges leave a lane with one row of the eight, the others finish its sum.
+      constexpr int kTop = kLanes == 16 ? 8 : 16;
+      int which = 0;
+#pragma unroll
+      for (int d = kTop, n = kBatch / 2; n > 0; d /= 2, n /= 2) {
+        const bool upper = lane & d;
+        which += upper ? n : 0;
+#pragma unroll
+        for (int i = 0; i < n; ++i) {
+          const float keep = upper ? dot[i + n] : dot[i], give = upper ? dot[i] : dot[i + n];
+          dot[i] = keep + __shfl_xor_sync(~0u, give, d);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < kStep; ++i) {
-        sum[m] = fmaf(a[i], x[i], sum[m]);
-        norm[m] += fabsf(a[i]);
-      }
+      for (int d = kTop / 8; d > 0; d /= 2) dot[0] += __shfl_xor_sync(~0u, dot[0], d);
+      const int r = r0 + which * kStride + warp * kRowsAtOnce + (kRowsAtOnce == 2 ? lane / 16 : 0);
+      if (r < kPadded && lane % (kTop / 4) == 0) memory.sums[r] = dot[0];
+    }
+  }
+  if constexpr (kTransposed) {
+    if (!idle) {
+      *reinterpret_cast<float4*>(memory.sums + row0 * kPadded + 4 * unit) =
+          make_float4(columns[0], columns[1], columns[2], columns[3]);
+    }
+  }
+  for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  if (lane == 0) memory.tops[warp] = top;
+  feeders_sync();
+  if (own < H) {
+    float sum = 0.f;
+    if constexpr (kTransposed) {
+#pragma unroll
+      for (int i = 0; i < kStride; ++i) sum += memory.sums[i * kPadded + own];
+    } else {
+      sum = memory.sums[own];
+    }
+    v_new[own] = first ? offset : sum + offset;
+  }
+  if (own == 0) {
+    for (int i = 0; i < kFeeders; ++i) top = fmaxf(top, memory.tops[i]);
+    // H times the largest element bounds the norm.
+    *growth_new = first ? 0.f : growth + (top == 0.f ? 2 * kZeroGrowth : log2f(top) + log2f(float(H)));
+  }
+  feeders_sync();
+}
+
+// The right operand A^T of four neighbouring 8-column tiles, from tile 4 * ng, and 16 rows, from 16 * kk.
+template <int kPitch, bool kTransposed>
+__device__ inline void load_fragments(const uint16_t* plane, int kk, int ng, int lane, uint32_t (&b)[4][2]) {
+  const int matrix = lane / 8, row = lane % 8, k = 16 * kk + 8 * (matrix % 2), n = 32 * ng + 8 * (matrix / 2);
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    if constexpr (kTransposed) {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b[j][0]), "=r"(b[j][1]), "=r"(b[j + 1][0]), "=r"(b[j + 1][1])
+                   : "r"(shared_address(plane + (k + row) * kPitch + n + 8 * j))
+                   : "memory");
+    } else {
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(b[j][0]), "=r"(b[j][1]), "=r"(b[j + 1][0]), "=r"(b[j + 1][1])
+                   : "r"(shared_address(plane + (n + 8 * j + row) * kPitch + k))
+                   : "memory");
     }
   }
 }
 
 // (1) for fp32, fp16 and bf16. Grid: (splits, chunks - 1, B) flattened, split fastest; a split has its own columns.
 template <typename E, int kPadded, bool kTransposed>
-__global__ void __launch_bounds__(32 * (kPadded / 16 + 1), kPadded == 128 ? 1 : kPadded == 96 ? 2 : 3)
+__global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 ? 2 : 1)
     products_kernel(const Arguments p) {
-  constexpr int kPitch = kProductPitch<E, kPadded, kTransposed>, kTiles = kPadded / 8, kRows = kPadded / 32;
-  constexpr int kTileSize = kPadded * kPitch;
+  using Memory = ProductMemory<E, kPadded>;
+  constexpr int kTiles = kPadded / 8, kPitch = Memory::kPitch;
   extern __shared__ __align__(16) unsigned char shared[];
-  E* const tiles = reinterpret_cast<E*>(shared);
-  float* const v = reinterpret_cast<float*>(tiles + 2 * kTileSize);
-  float* const growth = v + 2 * kPadded;
+  const Memory memory(shared);
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, workers = blockDim.x / 32 - 1;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, workers = blockDim.x / 32 - kFeeders;
   const int split = blockIdx.x % p.splits;
   const int64_t rest = blockIdx.x / p.splits, chunk = rest % (p.chunks - 1), row = rest / (p.chunks - 1);
   const int64_t start = p.first + chunk * p.length;
@@ -355,10 +418,24 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + 1), kPadded == 128 ? 1 : 
   const int H = p.H, length = int(p.length);
   const Totals<float> totals(p, row, chunk);
 
-  clear_shared(shared, int(product_shared_bytes<E, kPadded, kTransposed>()));
+  clear_shared(shared, int(Memory::kBytes));
   __syncthreads();
-  copy_rows(tiles, kPitch, A, p.A_ld, H, H, p.piece);
-  copy_commit();
+
+  if (warp >= workers) {
+    for (int step = 0; step < length; ++step) {
+      feed<E, kPadded, kTransposed>(p, memory, A + step * p.A_t, b + step * p.b_t, step == 0, step + kAhead < length,
+                                    memory.tile[step % 2], memory.v[(step + 1) % 2], memory.v[step % 2],
+                                    memory.growth[(step + 3) % 4], memory.growth + step % 4);
+      __syncthreads();
+    }
+    __syncthreads();
+    if (split == 0) {
+      const int own = threadIdx.x - 32 * workers;
+      if (own < H) totals.offset[own] = memory.v[(length + 1) % 2][own];
+      if (own == 0) *totals.growth = memory.growth[(length + 3) % 4];
+    }
+    return;
+  }
 
   const int g = lane / 4, c = lane % 4, column0 = 16 * (split * workers + warp);
   float P[kTiles][4];  // P^T: columns column0 + g and + 8 of P, rows 8 q + 2 c and + 1
@@ -387,124 +464,72 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + 1), kPadded == 128 ? 1 : 
     }
   };
 
-  float next[kRows];  // b of the step that comes
-  auto load_offset = [&](int step) {
-#pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-      next[m] = step < length && lane + 32 * m < H ? to_state(b[step * p.b_t + lane + 32 * m]) : 0.f;
-    }
-  };
-  if (warp == workers) load_offset(0);
-
   for (int step = 0; step < length; ++step) {
-    copy_wait<0>();
     __syncthreads();
-    const E* const tile = tiles + step % 2 * kTileSize;
-    if (step + 1 < length) {
-      copy_rows(tiles + (step + 1) % 2 * kTileSize, kPitch, A + (step + 1) * p.A_t, p.A_ld, H, H, p.piece);
-      copy_commit();
-    }
-    if (warp == workers) {
-      float sum[kRows], norm[kRows], offset[kRows];
-#pragma unroll
-      for (int m = 0; m < kRows; ++m) offset[m] = next[m];
-      load_offset(step + 1);
-      advance_offset<E, kPadded, kPitch, kTransposed>(tile, v + (step + 1) % 2 * kPadded, lane, sum, norm);
-      float top = 0.f;
-#pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-        v[step % 2 * kPadded + lane + 32 * m] = step == 0 ? offset[m] : sum[m] + offset[m];
-        top = fmaxf(top, norm[m]);
-      }
-      top = log2_norm(top);
-      if (lane == 0) growth[step % 2] = step == 0 ? 0.f : growth[(step + 1) % 2] + top;
-      __syncwarp();
-    } else if (column0 < H) {
-      if (step == 0) {
-#pragma unroll
-        for (int q = 0; q < kTiles; ++q) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int r = 8 * q + 2 * c + i % 2, j = column0 + g + i / 2 * 8;
-            P[q][i] = to_state(kTransposed ? tile[j * kPitch + r] : tile[r * kPitch + j]);
-          }
-        }
-        continue;
-      }
-      check(step == 1, growth[(step + 1) % 2]);
-      const Fragments<E, kPitch, kTransposed> fragments(tile, lane);
-      float Q[kTiles][4];
-#pragma unroll
-      for (int q = 0; q < kTiles; ++q) Q[q][0] = Q[q][1] = Q[q][2] = Q[q][3] = 0.f;
-#pragma unroll
-      for (int kg = 0; kg < kTiles / 2; ++kg) {
-        if (16 * kg < H) {
-          uint32_t high[2][4], low[2][4];
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            split_tf32(P[2 * kg + k][0], high[k][0], low[k][0]);
-            split_tf32(P[2 * kg + k][2], high[k][1], low[k][1]);
-            split_tf32(P[2 * kg + k][1], high[k][2], low[k][2]);
-            split_tf32(P[2 * kg + k][3], high[k][3], low[k][3]);
-          }
-#pragma unroll
-          for (int ng = 0; ng < kTiles / 4; ++ng) {
-            if (32 * ng < H) {
-              // Small products first; four independent accumulators in turn hide the latency of mma.
-              float sum[4][4] = {};
-#pragma unroll
-              for (int k = 0; k < 2; ++k) {
-                float f[4][2];
-                uint32_t b_high[4][2], b_low[4][2];
-                fragments.load(2 * kg + k, ng, f);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) {
-#pragma unroll
-                  for (int i = 0; i < 2; ++i) {
-                    if constexpr (sizeof(E) == 2) {
-                      b_high[j][i] = __float_as_uint(f[j][i]);
-                    } else {
-                      split_tf32(f[j][i], b_high[j][i], b_low[j][i]);
-                    }
-                  }
-                }
-#pragma unroll
-                for (int j = 0; j < 4; ++j) mma_tf32(sum[j], low[k], b_high[j]);
-                if constexpr (sizeof(E) == 4) {
-#pragma unroll
-                  for (int j = 0; j < 4; ++j) mma_tf32(sum[j], high[k], b_low[j]);
-                }
-#pragma unroll
-                for (int j = 0; j < 4; ++j) mma_tf32(sum[j], high[k], b_high[j]);
-              }
-#pragma unroll
-              for (int j = 0; j < 4; ++j) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) Q[4 * ng + j][i] += sum[j][i];
-              }
-            }
-          }
-        }
-      }
+    if (column0 >= H) continue;
+    const uint16_t* const tile = memory.tile[step % 2];
+    if (step == 0) {
 #pragma unroll
       for (int q = 0; q < kTiles; ++q) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) P[q][i] = Q[q][i];
+        for (int i = 0; i < 4; ++i) {
+          const int r = 8 * q + 2 * c + i % 2, j = column0 + g + i / 2 * 8;
+          P[q][i] = 0.f;
+#pragma unroll
+          for (int plane = kPlanes<E> - 1; plane >= 0; --plane) {
+            P[q][i] += __uint_as_float(
+                uint32_t(tile[plane * Memory::kPlane + (kTransposed ? j * kPitch + r : r * kPitch + j)]) << 16);
+          }
+        }
       }
+      continue;
+    }
+    check(step == 1, memory.growth[(step + 3) % 4]);
+    float Q[kTiles][4];
+#pragma unroll
+    for (int q = 0; q < kTiles; ++q) Q[q][0] = Q[q][1] = Q[q][2] = Q[q][3] = 0.f;
+#pragma unroll
+    for (int kk = 0; kk < kTiles / 2; ++kk) {
+      if (16 * kk >= H) continue;
+      uint32_t part[3][4];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        part[i][0] = take_bf16(P[2 * kk][0], P[2 * kk][1]);
+        part[i][1] = take_bf16(P[2 * kk][2], P[2 * kk][3]);
+        part[i][2] = take_bf16(P[2 * kk + 1][0], P[2 * kk + 1][1]);
+        part[i][3] = take_bf16(P[2 * kk + 1][2], P[2 * kk + 1][3]);
+      }
+#pragma unroll
+      for (int ng = 0; ng < kTiles / 4; ++ng) {
+        if (32 * ng >= H) continue;
+        float sum[4][4] = {};
+        // Small parts of A first, and of P within one part of A. Four accumulators in turn hide the latency of mma.
+#pragma unroll
+        for (int plane = kPlanes<E> - 1; plane >= 0; --plane) {
+          uint32_t f[4][2];
+          load_fragments<kPitch, kTransposed>(tile + plane * Memory::kPlane, kk, ng, lane, f);
+#pragma unroll
+          for (int i = 2 - plane; i >= 0; --i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) mma_bf16(sum[j], part[i], f[j]);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) Q[4 * ng + j][i] += sum[j][i];
+        }
+      }
+    }
+#pragma unroll
+    for (int q = 0; q < kTiles; ++q) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) P[q][i] = Q[q][i];
     }
   }
   __syncthreads();
-
-  const float total_growth = growth[(length + 1) % 2];
-  if (warp == workers) {
-    if (split == 0) {
-      for (int i = lane; i < H; i += 32) totals.offset[i] = v[(length + 1) % 2 * kPadded + i];
-      if (lane == 0) *totals.growth = total_growth;
-    }
-    return;
-  }
   if (column0 >= H) return;
-  check(length == 1, total_growth);
+  check(length == 1, memory.growth[(length + 3) % 4]);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int j = column0 + g + 8 * h;
@@ -522,7 +547,6 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + 1), kPadded == 128 ? 1 : 
     }
   }
 }
-
 
 // The state and the ring of stages of replay and totals, in shared memory.
 template <typename E>
@@ -847,7 +871,7 @@ void launch_padded(const Arguments& p, cudaStream_t stream) {
     if constexpr (!std::is_same_v<E, double>) {
       const int64_t blocks = p.batch * (p.chunks - 1) * p.splits;
       launch("linear_scan_middle products", products_kernel<E, kPadded, kTransposed>, dim3(unsigned(blocks)),
-             dim3(32 * (kPadded / 16 / p.splits + 1)), product_shared_bytes<E, kPadded, kTransposed>(), stream, p);
+             dim3(32 * (kPadded / 16 / p.splits + kFeeders)), ProductMemory<E, kPadded>::kBytes, stream, p);
     }
     const int bytes = totals_shared_bytes<E>(p);
     launch("linear_scan_middle totals", totals_kernel<E, kPadded, kTransposed>, dim3(unsigned(p.batch)),
