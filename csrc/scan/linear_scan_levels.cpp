@@ -29,17 +29,17 @@ namespace weft::scan {
 namespace {
 
 // Costs in us, of an H200 and its host. They only have to be right to a factor: at the border both ways cost the same.
-constexpr double kLaunch = 6;                   // one ATen operation on a small tensor
-constexpr double kStepLaunches = 1.5;           // operations per sequential step
-constexpr double kProductLaunches = 6;          // per step of products, rescaling included
-constexpr double kTotalLaunches = 4;            // per chunk
-constexpr double kReplayLaunches = 4;           // per step of replay
-constexpr double kFp64FlopsPerUs = 45e6;        // batched products
-constexpr double kBytesPerUs = 3e6;             // matrix-vector products and conversions
-constexpr double kConversionBytes = 28;         // per element of A in products: read 4, write 8, read by bmm, read and
-                                                // write P
+constexpr double kLaunch = 6;             // one ATen operation on a small tensor
+constexpr double kStepLaunches = 1.5;     // operations per sequential step
+constexpr double kProductLaunches = 6;    // per step of products, rescaling included
+constexpr double kTotalLaunches = 4;      // per chunk
+constexpr double kReplayLaunches = 4;     // per step of replay
+constexpr double kFp64FlopsPerUs = 45e6;  // batched products
+constexpr double kBytesPerUs = 3e6;       // matrix-vector products and conversions
+constexpr double kConversionBytes = 28;   // per element of A in products: read 4, write 8, read by bmm, read and
+                                          // write P
 constexpr int64_t kRescale = 4;
-constexpr double kMostProductBytes = 2e9;       // what the products of all chunks may take
+constexpr double kMostProductBytes = 2e9;  // what the products of all chunks may take
 // Elements of A that are widened at once in the sequential loop.
 constexpr int64_t kWidenedElements = int64_t(1) << 24;
 
@@ -49,8 +49,8 @@ double steps_time(double T, double B, double H) {
 
 double scan_time(double T, double B, double H, double chunks) {
   const double L = T / chunks, matrices = chunks * B, elements = matrices * H * H;
-  const double product = kProductLaunches * kLaunch + 2 * elements * H / kFp64FlopsPerUs +
-                         kConversionBytes * elements / kBytesPerUs;
+  const double product =
+      kProductLaunches * kLaunch + 2 * elements * H / kFp64FlopsPerUs + kConversionBytes * elements / kBytesPerUs;
   const double replay = std::max(kReplayLaunches * kLaunch, 8 * elements / kBytesPerUs);
   return L * (product + replay) + chunks * kTotalLaunches * kLaunch;
 }
@@ -113,8 +113,7 @@ at::Tensor run_chunks(const Problem& p, at::Tensor state, int64_t begin, int64_t
   const int64_t first = p.reverse ? 1 : 0;
   at::Tensor both, exponent;
   for (int64_t l = 0; l < length; ++l) {
-    const at::Tensor At =
-        batched(p.oriented(A.select(1, step(l)).narrow(0, first, chunks - 1).to(at::kDouble)));
+    const at::Tensor At = batched(p.oriented(A.select(1, step(l)).narrow(0, first, chunks - 1).to(at::kDouble)));
     const at::Tensor bt = batched(x.select(1, step(l)).narrow(0, first, chunks - 1).to(at::kDouble));
     if (l == 0) {
       both = at::cat({At, bt}, 2);
@@ -159,7 +158,9 @@ at::Tensor run_chunks(const Problem& p, at::Tensor state, int64_t begin, int64_t
 
 }  // namespace
 
-bool linear_scan_levels_pays(int64_t T, int64_t B, int64_t H) { return T > 1 && choose_chunks(T, B, H) > 1; }
+bool linear_scan_levels_pays(int64_t T, int64_t B, int64_t H) {
+  return T > 1 && choose_chunks(T, B, H) > 1;
+}
 
 namespace levels {
 

@@ -11,19 +11,20 @@ namespace {
 
 // Measured on an H200; all times in ns. The model only has to rank the numbers of chunks, of which times near the best
 // one are flat.
-constexpr double kMemoryBytesPerNs = 3800;    // reading A in replay, all SMs
-constexpr double kReplayStep = 300;           // one step of one block beside what its bytes cost
-constexpr double kReplayBytesPerNs = 90;      // that one SM can pull
-constexpr double kProductFlopsPerNs = 1000;   // TF32 multiply-adds of one SM
-constexpr double kProductStep = 600;          // one step of (1) beside its arithmetic
-constexpr double kTotalStep = 1500;           // one chunk in (2)
-constexpr double kLaunches = 8000;            // two more kernels
+constexpr double kMemoryBytesPerNs = 3800;   // reading A in replay, all SMs
+constexpr double kReplayStep = 300;          // one step of one block beside what its bytes cost
+constexpr double kReplayBytesPerNs = 90;     // that one SM can pull
+constexpr double kProductFlopsPerNs = 1000;  // TF32 multiply-adds of one SM
+constexpr double kProductStep = 600;         // one step of (1) beside its arithmetic
+constexpr double kTotalStep = 1500;          // one chunk in (2)
+constexpr double kLaunches = 8000;           // two more kernels
 constexpr int64_t kShortestChunk = 4;
 
-constexpr int64_t kMaxStages = 8;
 constexpr int64_t kReserved = 1024;  // shared memory that the device keeps per block
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 struct Shape {
   int64_t batch, steps, H;
@@ -78,7 +79,7 @@ void choose_chunks(const Shape& s, Arguments& p) {
 // Shared memory of replay beside its ring, as ReplayMemory lays it out.
 int64_t replay_fixed_bytes(int64_t padded, size_t element, int64_t stages) {
   const int64_t state = element == 8 ? 8 : 4;
-  return 2 * padded * state + kReplayThreads * (16 / int64_t(element)) * state +
+  return 2 * padded * state + kReplayThreads * (16 / int64_t(element)) * state + kMaxStages * 8 +
          stages * (padded * int64_t(element) + 16);
 }
 
@@ -133,6 +134,12 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
   int64_t stages = 3;
   while (stages < kMaxStages && bytes(stages + 1, p.tile_rows) <= (budget + kReserved) / blocks - kReserved) ++stages;
   p.stages = int(stages);
+  p.bulk = p.flat && limits.compute_capability >= 90;
+  // Few blocks wait for memory, not for its bandwidth.
+  p.ahead = p.batch * p.chunks <= limits.sm_count ? p.stages + 2 : 0;
+  const int64_t state = scan.dtype == DType::f64 ? 8 : 4;
+  const int64_t product = int64_t(p.H) * p.padded * state, beside = bytes(stages, 0) + 2 * p.padded * state + 256;
+  p.totals_stages = 3 * product + beside <= budget ? 3 : 2;
   return p;
 }
 

@@ -55,10 +55,18 @@ struct Range<double> {
 template <typename E>
 using State = std::conditional_t<std::is_same_v<E, double>, double, float>;
 
-__device__ inline float to_state(float x) { return x; }
-__device__ inline float to_state(__half x) { return __half2float(x); }
-__device__ inline float to_state(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ inline double to_state(double x) { return x; }
+__device__ inline float to_state(float x) {
+  return x;
+}
+__device__ inline float to_state(__half x) {
+  return __half2float(x);
+}
+__device__ inline float to_state(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ inline double to_state(double x) {
+  return x;
+}
 template <typename E>
 __device__ inline E from_state(State<E> x) {
   if constexpr (std::is_same_v<E, __half>) {
@@ -77,7 +85,9 @@ struct alignas(16) Pack {
   E at[kSize];
 };
 
-__device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+__device__ inline uint32_t shared_address(const void* p) {
+  return uint32_t(__cvta_generic_to_shared(p));
+}
 
 template <int kBytes>
 __device__ inline void copy_async(void* to, const void* from) {
@@ -88,7 +98,9 @@ __device__ inline void copy_async(void* to, const void* from) {
                  : "memory");
   }
 }
-__device__ inline void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ inline void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -150,20 +162,85 @@ __device__ inline void copy_flat(void* to, const void* from, int bytes) {
   }
 }
 
+// Hopper's copy engine: one thread asks for a whole block, the barrier opens when its bytes have come. Elsewhere these
+// are never called.
+__device__ inline void bulk_init(uint64_t* barriers, int count) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < count; ++i) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + i)) : "memory");
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+__device__ inline void bulk_end(uint64_t* barriers, int count) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < count; ++i) {
+      asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barriers + i)) : "memory");
+    }
+  }
+#endif
+}
+__device__ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+#endif
+}
+__device__ inline void bulk_prefetch(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+__device__ inline void bulk_wait(uint64_t* barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+  }
+#endif
+}
+
 __device__ inline void clear_shared(void* p, int bytes) {
   for (int i = 4 * threadIdx.x; i < bytes; i += 4 * blockDim.x) {
     *reinterpret_cast<uint32_t*>(static_cast<char*>(p) + i) = 0;
   }
 }
 
-__device__ inline float magnitude(float x) { return fabsf(x); }
-__device__ inline double magnitude(double x) { return fabs(x); }
-__device__ inline float larger(float a, float b) { return fmaxf(a, b); }
-__device__ inline double larger(double a, double b) { return fmax(a, b); }
-__device__ inline float scaled(float x, int e) { return ldexpf(x, e); }
-__device__ inline double scaled(double x, int e) { return ldexp(x, e); }
-__device__ inline int exponent(float x) { return ilogbf(x); }
-__device__ inline int exponent(double x) { return ilogb(x); }
+__device__ inline float magnitude(float x) {
+  return fabsf(x);
+}
+__device__ inline double magnitude(double x) {
+  return fabs(x);
+}
+__device__ inline float larger(float a, float b) {
+  return fmaxf(a, b);
+}
+__device__ inline double larger(double a, double b) {
+  return fmax(a, b);
+}
+__device__ inline float scaled(float x, int e) {
+  return ldexpf(x, e);
+}
+__device__ inline double scaled(double x, int e) {
+  return ldexp(x, e);
+}
+__device__ inline int exponent(float x) {
+  return ilogbf(x);
+}
+__device__ inline int exponent(double x) {
+  return ilogb(x);
+}
 
 // Where the totals of one chunk lie, and the states at the chunks' starts.
 template <typename S>
@@ -233,11 +310,13 @@ __device__ inline uint32_t take_bf16(float& x, float& y) {
 
 // How many bf16 numbers make one element.
 template <typename E>
-constexpr int kPlanes = std::is_same_v<E, float> ? 3 : std::is_same_v<E, __half> ? 2 : 1;
+constexpr int kPlanes = std::is_same_v<E, float>    ? 3
+                        : std::is_same_v<E, __half> ? 2
+                                                    : 1;
 
-constexpr int kFeeders = 4;    // warps that feed A
-constexpr int kAhead = 3;      // steps between the prefetch of A to L2 and its use
-constexpr int kBatch = 8;      // loads of a feeder under way
+constexpr int kFeeders = 4;  // warps that feed A
+constexpr int kAhead = 3;    // steps between the prefetch of A to L2 and its use
+constexpr int kBatch = 8;    // loads of a feeder under way
 
 // Shared memory of (1): A's planes twice, then in floats v twice, the feeders' sums and maxima, and the growth.
 template <typename E, int kPadded>
@@ -260,7 +339,9 @@ struct ProductMemory {
   }
 };
 
-__device__ inline void feeders_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * kFeeders) : "memory"); }
+__device__ inline void feeders_sync() {
+  asm volatile("bar.sync 1, %0;" ::"n"(32 * kFeeders) : "memory");
+}
 
 // Four neighbouring elements of A, or zeros beyond H.
 template <typename E>
@@ -553,7 +634,8 @@ template <typename E>
 struct ReplayMemory {
   using S = State<E>;
   S* x[2];
-  S* partial;  // one pack of sums per thread, for transposed A
+  S* partial;          // one pack of sums per thread, for transposed A
+  uint64_t* barriers;  // one per stage
   unsigned char* offsets;
   unsigned char* ring;
   int offset_bytes, stage_bytes;
@@ -567,7 +649,7 @@ struct ReplayMemory {
   __host__ __device__ static int stage(const Arguments& p) { return p.tile_rows * pitch(p) * int(sizeof(E)); }
   // Everything but the ring.
   __host__ __device__ static int fixed_bytes(const Arguments& p) {
-    return 2 * p.padded * int(sizeof(S)) + kPartialBytes + p.stages * offset_stage(p);
+    return 2 * p.padded * int(sizeof(S)) + kPartialBytes + kMaxStages * 8 + p.stages * offset_stage(p);
   }
   static int bytes(const Arguments& p) { return fixed_bytes(p) + p.stages * stage(p); }
 
@@ -575,7 +657,8 @@ struct ReplayMemory {
     x[0] = reinterpret_cast<S*>(shared);
     x[1] = x[0] + p.padded;
     partial = x[1] + p.padded;
-    offsets = reinterpret_cast<unsigned char*>(partial) + kPartialBytes;
+    barriers = reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(partial) + kPartialBytes);
+    offsets = reinterpret_cast<unsigned char*>(barriers + kMaxStages);
     offset_bytes = offset_stage(p);
     ring = shared + fixed_bytes(p);
     stage_bytes = stage(p);
@@ -622,10 +705,18 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
       const int r0 = next_tile * tile_rows, rows = min(tile_rows, H - r0);
       E* const stage = reinterpret_cast<E*>(memory.ring + next_stage * memory.stage_bytes);
       const E* const from = A + next_step * p.A_t + r0 * p.A_ld;
-      if (p.flat) {
-        copy_flat(stage, from, rows * pitch * int(sizeof(E)));
+      if (p.bulk) {
+        if (threadIdx.x == 0) {
+          const int bytes = rows * pitch * int(sizeof(E));
+          bulk_copy(stage, from, bytes, memory.barriers + next_stage);
+          if (p.ahead > 0 && next_step + p.ahead < end) bulk_prefetch(from + p.ahead * p.A_t, bytes);
+        }
       } else {
-        copy_rows(stage, pitch, from, p.A_ld, rows, H, p.piece);
+        if (p.flat) {
+          copy_flat(stage, from, rows * pitch * int(sizeof(E)));
+        } else {
+          copy_rows(stage, pitch, from, p.A_ld, rows, H, p.piece);
+        }
       }
       if (next_tile == 0) {
         const uintptr_t at = b_words(next_step);
@@ -646,12 +737,14 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
   };
 
   if (!p.flat) clear_shared(memory.ring, p.stages * memory.stage_bytes);  // the end of every row
+  if (p.bulk) bulk_init(memory.barriers, p.stages);
   __syncthreads();
   for (int i = 0; i + 1 < p.stages; ++i) issue();
 
   S* x = memory.x[0];
   S* y = memory.x[1];
   int stage_index = 0, slot = 0;
+  uint32_t parity = 0;
   for (int64_t t = begin; t < end; ++t) {
     const E* const bt = reinterpret_cast<const E*>(memory.offsets + slot * memory.offset_bytes + b_words(t) % 4);
     S sums[kPack] = {};
@@ -660,7 +753,11 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
       __syncthreads();
       issue();
       const E* const tile = reinterpret_cast<const E*>(memory.ring + stage_index * memory.stage_bytes);
-      stage_index = stage_index + 1 == p.stages ? 0 : stage_index + 1;
+      if (p.bulk) bulk_wait(memory.barriers + stage_index, parity);
+      if (++stage_index == p.stages) {
+        stage_index = 0;
+        parity ^= 1;
+      }
       const int r0 = tile_index * tile_rows, rows = min(tile_rows, H - r0);
       if constexpr (kTransposed) {
         if (part < parts) accumulate_columns<E, S>(tile, pitch, rows, x + r0, part, parts, pack, sums);
@@ -721,6 +818,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
   }
   copy_wait<0>();
   __syncthreads();
+  if (p.bulk) bulk_end(memory.barriers, p.stages);
   if (x != memory.x[0]) {
     for (int i = threadIdx.x; i < H; i += kReplayThreads) memory.x[0][i] = memory.x[1][i];
     __syncthreads();
@@ -733,8 +831,8 @@ __device__ void load_start(const Arguments& p, const ReplayMemory<E>& memory, in
   for (int i = threadIdx.x; i < p.padded; i += kReplayThreads) {
     State<E> value = 0;
     if (i < p.H) {
-      value = to_state(p.x0 ? static_cast<const E*>(p.x0)[row * p.x0_b + i]
-                            : static_cast<const E*>(p.b)[row * p.b_b + i]);
+      value =
+          to_state(p.x0 ? static_cast<const E*>(p.x0)[row * p.x0_b + i] : static_cast<const E*>(p.b)[row * p.b_b + i]);
     }
     memory.x[0][i] = value;
     memory.x[1][i] = 0;
@@ -772,12 +870,11 @@ __device__ inline V block_max(V value, V* scratch) {
   return value;
 }
 
-constexpr int kTotalsStages = 2;
 constexpr int kScratchBytes = 3 * (kReplayThreads / 32) * sizeof(float);
 
 template <typename E>
 int totals_shared_bytes(const Arguments& p) {
-  const int products = kTotalsStages * p.H * p.padded * int(sizeof(State<E>));
+  const int products = p.totals_stages * p.H * p.padded * int(sizeof(State<E>));
   return ReplayMemory<E>::fixed_bytes(p) + std::max(products, p.stages * ReplayMemory<E>::stage(p)) + kScratchBytes +
          2 * p.padded * int(sizeof(State<E>));
 }
@@ -804,25 +901,35 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
 
   auto issue = [&](int64_t chunk) {
     if (chunk < p.chunks - 1) {
-      copy_flat(memory.ring + chunk % kTotalsStages * product_bytes, Totals<S>(p, row, chunk).product, product_bytes);
+      copy_flat(memory.ring + chunk % p.totals_stages * product_bytes, Totals<S>(p, row, chunk).product, product_bytes);
     }
     copy_commit();
   };
-  issue(0);
-  for (int64_t chunk = 0; chunk + 1 < p.chunks; ++chunk) {
+  // What a thread needs of the next chunk comes while the chunk before it is applied.
+  int next_shift = 0;
+  float next_loss = -INFINITY, next_growth = 0;
+  S next_offset = 0;
+  auto fetch = [&](int64_t chunk) {
+    if (chunk == p.chunks - 1) return;
     const Totals<S> totals(p, row, chunk);
-    int shift = 0;
-    float loss = -INFINITY;
-    S offset = 0;
     if (i < H) {
-      shift = totals.exponent[i];
-      loss = totals.loss[i];
-      offset = totals.offset[i];
+      next_shift = totals.exponent[i];
+      next_loss = totals.loss[i];
+      next_offset = totals.offset[i];
     }
-    const float growth = *totals.growth;
-    copy_wait<0>();
+    next_growth = *totals.growth;
+  };
+  const int lead = p.totals_stages - 1;
+  fetch(0);
+  for (int k = 0; k < lead; ++k) issue(k);
+  for (int64_t chunk = 0; chunk + 1 < p.chunks; ++chunk) {
+    const int shift = next_shift;
+    const float loss = next_loss, growth = next_growth;
+    const S offset = next_offset;
+    fetch(chunk + 1);
+    copy_wait_dynamic(lead - 1);
     __syncthreads();
-    issue(chunk + 1);
+    issue(chunk + lead);
 
     // The largest term sets the unit in which the product is summed.
     const S mine = i < H ? x[i] : S(0);
@@ -834,8 +941,8 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
 
     S sums[kPack] = {};
     if (part < parts) {
-      accumulate_columns<S, S>(reinterpret_cast<const S*>(memory.ring + chunk % kTotalsStages * product_bytes), p.padded,
-                               H, z, part, parts, pack, sums);
+      accumulate_columns<S, S>(reinterpret_cast<const S*>(memory.ring + chunk % p.totals_stages * product_bytes),
+                               p.padded, H, z, part, parts, pack, sums);
     }
 #pragma unroll
     for (int e = 0; e < kPack; ++e) partial[i * kPack + e] = sums[e];
@@ -857,7 +964,7 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
       __syncthreads();
       const int64_t begin = p.first + chunk * p.length;
       replay<E, kPadded, kTransposed>(p, memory, row, begin, begin + p.length, false);
-      issue(chunk + 1);
+      for (int k = 1; k <= lead; ++k) issue(chunk + k);
     } else if (i < H) {
       x[i] = value;
     }

@@ -5,6 +5,7 @@
 namespace weft::scan::middle {
 
 constexpr int kReplayThreads = 256;
+constexpr int kMaxStages = 8;
 // log2 of a norm of 0, far below every sum of logarithms.
 constexpr float kZeroGrowth = -1e30f;
 
@@ -14,16 +15,19 @@ struct Arguments {
   const void* x0;
   void* out;
   int64_t A_t, A_b, A_ld, b_t, b_b, x0_b, out_t, out_b;  // A_ld: between rows of A as it lies in memory
-  int H, padded;       // padded: 64, 96 or 128
-  int piece;           // bytes that divide every address and row of A: 16, 8, 4 or 2
-  bool flat;           // A[t] is contiguous and 16-byte aligned
+  int H, padded;                                         // padded: 64, 96 or 128
+  int piece;                                             // bytes that divide every address and row of A: 16, 8, 4 or 2
+  bool flat;                                             // A[t] is contiguous and 16-byte aligned
   int64_t batch;
-  int64_t first;       // the first step that reads A: 1 without x0
-  int64_t steps;       // from `first` on
+  int64_t first;  // the first step that reads A: 1 without x0
+  int64_t steps;  // from `first` on
   int64_t chunks, length;
-  int splits;          // of the columns of a chunk's product over blocks
-  int stages;          // of the ring that A passes through in replay
-  int tile_rows;       // rows of A in one stage
+  int splits;         // of the columns of a chunk's product over blocks
+  bool bulk;          // flat, and the device has a copy engine for shared memory
+  int stages;         // of the ring that A passes through in replay
+  int ahead;          // steps between the prefetch of A to L2 and its copy to the ring, 0 for none
+  int totals_stages;  // of the ring of chunk products
+  int tile_rows;      // rows of A in one stage
   void* workspace;
 
   // The totals of one chunk, in states: product (by columns), then offset, exponent, loss and growth, which are
@@ -32,7 +36,8 @@ struct Arguments {
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-  int64_t total_size() const {
+      int64_t
+      total_size() const {
     return int64_t(padded) * padded + 3 * padded + kTail;
   }
 };

@@ -2,6 +2,8 @@
 
 namespace weft::scan::middle {
 
-void run_bf16(const Arguments& p, bool transposed, cudaStream_t stream) { launch_all<__nv_bfloat16>(p, transposed, stream); }
+void run_bf16(const Arguments& p, bool transposed, cudaStream_t stream) {
+  launch_all<__nv_bfloat16>(p, transposed, stream);
+}
 
 }  // namespace weft::scan::middle

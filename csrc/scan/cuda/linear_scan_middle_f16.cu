@@ -2,6 +2,8 @@
 
 namespace weft::scan::middle {
 
-void run_f16(const Arguments& p, bool transposed, cudaStream_t stream) { launch_all<__half>(p, transposed, stream); }
+void run_f16(const Arguments& p, bool transposed, cudaStream_t stream) {
+  launch_all<__half>(p, transposed, stream);
+}
 
 }  // namespace weft::scan::middle

@@ -2,6 +2,8 @@
 
 namespace weft::scan::middle {
 
-void run_f32(const Arguments& p, bool transposed, cudaStream_t stream) { launch_all<float>(p, transposed, stream); }
+void run_f32(const Arguments& p, bool transposed, cudaStream_t stream) {
+  launch_all<float>(p, transposed, stream);
+}
 
 }  // namespace weft::scan::middle

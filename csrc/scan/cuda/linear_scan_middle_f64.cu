@@ -2,6 +2,8 @@
 
 namespace weft::scan::middle {
 
-void run_f64(const Arguments& p, bool transposed, cudaStream_t stream) { launch_all<double>(p, transposed, stream); }
+void run_f64(const Arguments& p, bool transposed, cudaStream_t stream) {
+  launch_all<double>(p, transposed, stream);
+}
 
 }  // namespace weft::scan::middle
