@@ -11,13 +11,14 @@ namespace {
 
 // Measured on an H200; all times in ns. The model only has to rank the numbers of chunks, of which times near the best
 // one are flat.
-constexpr double kMemoryBytesPerNs = 3800;   // reading A in replay, all SMs
-constexpr double kReplayStep = 300;          // one step of one block beside what its bytes cost
-constexpr double kReplayBytesPerNs = 90;     // that one SM can pull
-constexpr double kProductFlopsPerNs = 1000;  // TF32 multiply-adds of one SM
-constexpr double kProductStep = 600;         // one step of (1) beside its arithmetic
-constexpr double kTotalStep = 1500;          // one chunk in (2)
-constexpr double kLaunches = 8000;           // two more kernels
+constexpr double kMemoryBytesPerNs = 3800;  // reading A in replay, all SMs
+constexpr double kReplayStep = 600;         // one step of one block beside what its bytes cost
+constexpr double kReplayBytesPerNs = 110;   // that one SM can pull alone
+constexpr double kProductFmasPerNs = 1750;  // bf16 multiply-adds of one SM
+constexpr double kProductStep = 800;        // one step of (1) beside its arithmetic
+constexpr double kTotalStep = 700;          // one chunk in (2) beside what the bytes of P cost
+constexpr double kTotalBytesPerNs = 60;
+constexpr double kLaunches = 8000;  // two more kernels
 constexpr int64_t kShortestChunk = 4;
 
 constexpr int64_t kReserved = 1024;  // shared memory that the device keeps per block
@@ -28,28 +29,31 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 struct Shape {
   int64_t batch, steps, H;
-  size_t element;
+  DType dtype;
   int sm_count;
+  int64_t shared;  // per SM
 };
 
 double replay_time(const Shape& s, int64_t chunks) {
-  const double bytes = double(s.H) * s.H * s.element;
+  const double bytes = double(s.H) * s.H * element_size(s.dtype);
   const double all = double(s.batch) * s.steps * bytes / kMemoryBytesPerNs;
-  const int64_t per_sm = ceil_div(s.batch * chunks, s.sm_count);
-  const double one = kReplayStep + bytes / kReplayBytesPerNs * std::min<double>(double(per_sm), 2);
-  return std::max(all, one * ceil_div(s.steps, chunks) * ceil_div(per_sm, 2));
+  const int64_t at_once = std::clamp<int64_t>(int64_t(s.shared / (3 * bytes)), 1, 3);
+  const int64_t rounds = ceil_div(ceil_div(s.batch * chunks, s.sm_count), at_once);
+  return std::max(all, (kReplayStep + bytes / kReplayBytesPerNs) * ceil_div(s.steps, chunks) * rounds);
 }
 
 double products_time(const Shape& s, int64_t chunks, int splits) {
-  const int64_t k = ceil_div(s.H, 16) * 16, n = ceil_div(s.H, 32) * 32;
-  const double products = s.element == 2 ? 2 : 3;
-  const double one = products * k * n * std::max<double>(double(k) / splits, 64) / kProductFlopsPerNs;
-  const int64_t per_sm = ceil_div(s.batch * (chunks - 1) * splits, s.sm_count);
-  return ceil_div(s.steps, chunks) * (kProductStep + one * per_sm);
+  // Four warps of 16 columns keep an SM's four tensor cores busy, fewer take as long.
+  const int64_t k = ceil_div(s.H, 16) * 16, n = ceil_div(s.H, 32) * 32, columns = ceil_div(k, 64 * splits) * 64;
+  const double products = s.dtype == DType::f32 ? 6 : s.dtype == DType::f16 ? 5 : 3;
+  const int64_t per_sm = ceil_div(s.batch * (chunks - 1) * splits, s.sm_count), at_once = s.H <= 64 ? 2 : 1;
+  return ceil_div(s.steps, chunks) *
+         (kProductStep * ceil_div(per_sm, at_once) + products * k * n * columns / kProductFmasPerNs * per_sm);
 }
 
 double scan_time(const Shape& s, int64_t chunks, int splits) {
-  return kLaunches + products_time(s, chunks, splits) + (chunks - 1) * kTotalStep * ceil_div(s.batch, s.sm_count) +
+  const double total = kTotalStep + 4. * s.H * s.H / kTotalBytesPerNs;
+  return kLaunches + products_time(s, chunks, splits) + (chunks - 1) * total * ceil_div(s.batch, s.sm_count) +
          replay_time(s, chunks);
 }
 
@@ -83,6 +87,12 @@ int64_t replay_fixed_bytes(int64_t padded, size_t element, int64_t stages) {
          stages * (padded * int64_t(element) + 16);
 }
 
+// Shared memory of (1), as ProductMemory lays it out.
+int64_t product_shared_bytes(int64_t padded, DType dtype) {
+  const int64_t planes = dtype == DType::f32 ? 3 : dtype == DType::f16 ? 2 : 1, at_once = padded == 64 ? 2 : 1;
+  return 4 * planes * padded * (padded + 8) + 4 * (2 * padded + 4 * at_once * padded + 8);
+}
+
 }  // namespace
 
 Arguments plan(const LinearScan& scan, int64_t chunks) {
@@ -109,11 +119,11 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
   p.flat = p.piece == 16 && p.A_ld == p.H;
 
   p.splits = 1;
-  const Shape shape{p.batch, p.steps, p.H, element, limits.sm_count};
+  const Shape shape{p.batch, p.steps, p.H, scan.dtype, limits.sm_count, limits.max_shared_per_block};
   if (chunks > 0) {
     p.chunks = chunks;
-  } else if (scan.dtype == DType::f64) {
-    p.chunks = 1;
+  } else if (scan.dtype == DType::f64 || product_shared_bytes(p.padded, scan.dtype) > limits.max_shared_per_block) {
+    p.chunks = 1;  // (1) has no fp64 kernel; for fp32 and H > 96 it needs Hopper's shared memory
   } else {
     choose_chunks(shape, p);
   }
@@ -134,9 +144,8 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
   int64_t stages = 3;
   while (stages < kMaxStages && bytes(stages + 1, p.tile_rows) <= (budget + kReserved) / blocks - kReserved) ++stages;
   p.stages = int(stages);
-  p.bulk = p.flat && limits.compute_capability >= 90;
-  // Few blocks wait for memory, not for its bandwidth.
-  p.ahead = p.batch * p.chunks <= limits.sm_count ? p.stages + 2 : 0;
+  p.copy_engine = limits.compute_capability >= 90;
+  p.bulk = p.flat && p.copy_engine;
   const int64_t state = scan.dtype == DType::f64 ? 8 : 4;
   const int64_t product = int64_t(p.H) * p.padded * state, beside = bytes(stages, 0) + 2 * p.padded * state + 256;
   p.totals_stages = 3 * product + beside <= budget ? 3 : 2;

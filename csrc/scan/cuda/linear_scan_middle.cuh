@@ -194,11 +194,6 @@ __device__ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t
                : "memory");
 #endif
 }
-__device__ inline void bulk_prefetch(const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-#endif
-}
 __device__ inline void bulk_wait(uint64_t* barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done = 0;
@@ -315,8 +310,7 @@ constexpr int kPlanes = std::is_same_v<E, float>    ? 3
                                                     : 1;
 
 constexpr int kFeeders = 4;  // warps that feed A
-constexpr int kAhead = 3;    // steps between the prefetch of A to L2 and its use
-constexpr int kBatch = 8;    // loads of a feeder under way
+constexpr int kBatch = 8;    // loads of a feeder that are under way together
 
 // Shared memory of (1): A's planes twice, then in floats v twice, the feeders' sums and maxima, and the growth.
 template <typename E, int kPadded>
@@ -326,140 +320,164 @@ struct ProductMemory {
   static constexpr int kRowsAtOnce = kPadded == 64 ? 2 : 1;  // of one feeder's load of 4 elements per lane
   static constexpr size_t kBytes =
       2 * kTile * sizeof(uint16_t) + (2 * kPadded + kFeeders * kRowsAtOnce * kPadded + kFeeders + 4) * sizeof(float);
-  uint16_t* tile[2];
-  float *v[2], *sums, *tops, *growth;
+  uint16_t* tiles;
+  float *offsets, *sums, *tops, *growths;
   __device__ explicit ProductMemory(unsigned char* shared) {
-    tile[0] = reinterpret_cast<uint16_t*>(shared);
-    tile[1] = tile[0] + kTile;
-    v[0] = reinterpret_cast<float*>(tile[1] + kTile);
-    v[1] = v[0] + kPadded;
-    sums = v[1] + kPadded;
+    tiles = reinterpret_cast<uint16_t*>(shared);
+    offsets = reinterpret_cast<float*>(tiles + 2 * kTile);
+    sums = offsets + 2 * kPadded;
     tops = sums + kFeeders * kRowsAtOnce * kPadded;
-    growth = tops + kFeeders;
+    growths = tops + kFeeders;
   }
+  // What step t leaves, t = -1 included.
+  __device__ uint16_t* tile(int step) const { return tiles + step % 2 * kTile; }
+  __device__ float* v(int step) const { return offsets + (step + 2) % 2 * kPadded; }
+  __device__ float* growth(int step) const { return growths + (step + 4) % 4; }
 };
 
 __device__ inline void feeders_sync() {
   asm volatile("bar.sync 1, %0;" ::"n"(32 * kFeeders) : "memory");
 }
 
-// Four neighbouring elements of A, or zeros beyond H.
-template <typename E>
-__device__ inline void load_four(const E* from, int left, bool vector, float (&x)[4]) {
+// What a feeder keeps between steps: its place, and the elements that it has asked for.
+template <typename E, int kPadded, bool kTransposed>
+struct Feeder {
+  using Memory = ProductMemory<E, kPadded>;
+  static constexpr int kRowsAtOnce = Memory::kRowsAtOnce, kLanes = kPadded / 4, kStride = kFeeders * kRowsAtOnce;
+  static constexpr int kBatches = kPadded / (kBatch * kStride);
   struct alignas(4 * sizeof(E)) Four {
     E at[4];
   };
-  if (vector && left >= 4) {
-    const Four four = *reinterpret_cast<const Four*>(from);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = to_state(four.at[i]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = i < left ? to_state(from[i]) : 0.f;
-  }
-}
+  using Raw = std::conditional_t<sizeof(E) == 4, uint4, uint2>;
+  static_assert(sizeof(Raw) == sizeof(Four));
 
-// One step of the feeders: A's planes into `tile`, and v_new = A v + b (b alone at the first step), growth_new.
-template <typename E, int kPadded, bool kTransposed>
-__device__ inline void feed(const Arguments& p, const ProductMemory<E, kPadded>& memory, const E* A, const E* b,
-                            bool first, bool prefetch, uint16_t* tile, const float* v, float* v_new, float growth,
-                            float* growth_new) {
-  using Memory = ProductMemory<E, kPadded>;
-  constexpr int kRowsAtOnce = Memory::kRowsAtOnce, kLanes = kPadded / 4, kStride = kFeeders * kRowsAtOnce;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - (blockDim.x / 32 - kFeeders), H = p.H;
-  const int unit = lane % kLanes, row0 = warp * kRowsAtOnce + lane / kLanes;  // lanes 24 to 31 idle where kLanes is 24
-  const bool idle = kPadded == 96 && lane >= kLanes, vector = p.piece >= 4 * int(sizeof(E));
-  if (prefetch) {
-    const char* const ahead = reinterpret_cast<const char*>(A + kAhead * p.A_t);
-    const int64_t row_bytes = p.A_ld * int64_t(sizeof(E));
-    constexpr int kLines = kPadded * int(sizeof(E)) / 128;
-    for (int i = threadIdx.x % (32 * kFeeders); i < H * kLines; i += 32 * kFeeders) {
-      if (i % kLines * 128 < H * int(sizeof(E))) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(ahead + i / kLines * row_bytes + i % kLines * 128));
-      }
-    }
-  }
-  const int own = threadIdx.x % (32 * kFeeders);
-  const float offset = own < H ? to_state(b[own]) : 0.f;
-  float4 x{};
-  if constexpr (!kTransposed) x = idle ? x : *reinterpret_cast<const float4*>(v + 4 * unit);
-  float columns[4] = {}, top = 0.f;
+  const Arguments& p;
+  const Memory& memory;
+  const int lane, warp, own, unit, row0;
+  const bool vector, inside;  // by 4 elements; has columns below H
+  Raw raw[kBatch];
 
-  for (int r0 = 0; r0 < H; r0 += kBatch * kStride) {
-    float a[kBatch][4];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int r = r0 + i * kStride + row0;
-      load_four(A + r * p.A_ld + 4 * unit, idle || r >= H ? 0 : H - 4 * unit, vector, a[i]);
-    }
-    float dot[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int r = r0 + i * kStride + row0;
-      top = fmaxf(top, fmaxf(fmaxf(fabsf(a[i][0]), fabsf(a[i][1])), fmaxf(fabsf(a[i][2]), fabsf(a[i][3]))));
-      if constexpr (kTransposed) {
-        const float xr = r < kPadded ? v[r] : 0.f;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) columns[e] = fmaf(a[i][e], xr, columns[e]);
-      } else {
-        dot[i] = fmaf(a[i][0], x.x, fmaf(a[i][1], x.y, fmaf(a[i][2], x.z, a[i][3] * x.w)));
-      }
-      if (r < kPadded && !idle) {
-#pragma unroll
-        for (int plane = 0; plane < kPlanes<E>; ++plane) {
-          uint2 pairs;
-          pairs.x = take_bf16(a[i][0], a[i][1]);
-          pairs.y = take_bf16(a[i][2], a[i][3]);
-          *reinterpret_cast<uint2*>(tile + plane * Memory::kPlane + r * Memory::kPitch + 4 * unit) = pairs;
-        }
-      }
-    }
-    if constexpr (!kTransposed) {
-      // Three exchanges leave a lane with one row of the eight, the others finish its sum.
-      constexpr int kTop = kLanes == 16 ? 8 : 16;
-      int which = 0;
-#pragma unroll
-      for (int d = kTop, n = kBatch / 2; n > 0; d /= 2, n /= 2) {
-        const bool upper = lane & d;
-        which += upper ? n : 0;
-#pragma unroll
-        for (int i = 0; i < n; ++i) {
-          const float keep = upper ? dot[i + n] : dot[i], give = upper ? dot[i] : dot[i + n];
-          dot[i] = keep + __shfl_xor_sync(~0u, give, d);
-        }
-      }
-#pragma unroll
-      for (int d = kTop / 8; d > 0; d /= 2) dot[0] += __shfl_xor_sync(~0u, dot[0], d);
-      const int r = r0 + which * kStride + warp * kRowsAtOnce + (kRowsAtOnce == 2 ? lane / 16 : 0);
-      if (r < kPadded && lane % (kTop / 4) == 0) memory.sums[r] = dot[0];
-    }
-  }
-  if constexpr (kTransposed) {
-    if (!idle) {
-      *reinterpret_cast<float4*>(memory.sums + row0 * kPadded + 4 * unit) =
-          make_float4(columns[0], columns[1], columns[2], columns[3]);
-    }
-  }
-  for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-  if (lane == 0) memory.tops[warp] = top;
-  feeders_sync();
-  if (own < H) {
-    float sum = 0.f;
-    if constexpr (kTransposed) {
-#pragma unroll
-      for (int i = 0; i < kStride; ++i) sum += memory.sums[i * kPadded + own];
+  __device__ Feeder(const Arguments& p, const Memory& memory, int index)
+      : p(p),
+        memory(memory),
+        lane(index % 32),
+        warp(index / 32),
+        own(index),
+        unit(lane % kLanes),
+        row0(warp * kRowsAtOnce + lane / kLanes),
+        vector(p.piece >= int(sizeof(Four))),
+        inside(lane < kLanes * kRowsAtOnce && 4 * unit < p.H) {}
+
+  __device__ int row(int batch, int i) const { return (batch * kBatch + i) * kStride + row0; }
+
+  // Asks for the elements of one row without waiting for them.
+  __device__ void load(const E* A, int batch, int i) {
+    const int r = row(batch, i);
+    const E* const from = A + r * p.A_ld + 4 * unit;
+    raw[i] = Raw{};
+    if (!inside || r >= p.H) return;
+    if (vector) {
+      raw[i] = *reinterpret_cast<const Raw*>(from);
     } else {
-      sum = memory.sums[own];
+      Four four{};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (4 * unit + e < p.H) four.at[e] = from[e];
+      }
+      raw[i] = *reinterpret_cast<const Raw*>(&four);
     }
-    v_new[own] = first ? offset : sum + offset;
   }
-  if (own == 0) {
-    for (int i = 0; i < kFeeders; ++i) top = fmaxf(top, memory.tops[i]);
-    // H times the largest element bounds the norm.
-    *growth_new = first ? 0.f : growth + (top == 0.f ? 2 * kZeroGrowth : log2f(top) + log2f(float(H)));
+
+  // One step: A's planes into `tile`, and v_new = A v + b (b alone at the first step), growth_new. The first batch has
+  // been asked for; the first of the next step, at A_next unless that is null, is when this returns.
+  __device__ void feed(const E* A, const E* A_next, const E* b, bool first, uint16_t* tile, const float* v,
+                       float* v_new, float growth, float* growth_new) {
+    const float offset = own < p.H ? to_state(b[own]) : 0.f;
+    float4 x{};
+    if constexpr (!kTransposed) {
+      if (inside) x = *reinterpret_cast<const float4*>(v + 4 * unit);
+    }
+    float columns[4] = {}, top = 0.f;
+#pragma unroll
+    for (int batch = 0; batch < kBatches; ++batch) {
+      float dot[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int r = row(batch, i);
+        float a[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = to_state(reinterpret_cast<const E*>(&raw[i])[e]);
+        if (batch + 1 < kBatches) {
+          load(A, batch + 1, i);
+        } else if (A_next) {
+          load(A_next, 0, i);
+        }
+        top = fmaxf(top, fmaxf(fmaxf(fabsf(a[0]), fabsf(a[1])), fmaxf(fabsf(a[2]), fabsf(a[3]))));
+        if constexpr (kTransposed) {
+          const float xr = v[r];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) columns[e] = fmaf(a[e], xr, columns[e]);
+        } else {
+          dot[i] = fmaf(a[0], x.x, fmaf(a[1], x.y, fmaf(a[2], x.z, a[3] * x.w)));
+        }
+        if (inside) {
+#pragma unroll
+          for (int plane = 0; plane < kPlanes<E>; ++plane) {
+            uint2 pairs;
+            pairs.x = take_bf16(a[0], a[1]);
+            pairs.y = take_bf16(a[2], a[3]);
+            *reinterpret_cast<uint2*>(tile + plane * Memory::kPlane + r * Memory::kPitch + 4 * unit) = pairs;
+          }
+        }
+      }
+      if constexpr (!kTransposed) {
+        // Three exchanges leave a lane with one row of the eight, the others finish its sum.
+        constexpr int kTop = kLanes == 16 ? 8 : 16;
+        int which = 0;
+#pragma unroll
+        for (int d = kTop, n = kBatch / 2; n > 0; d /= 2, n /= 2) {
+          const bool upper = lane & d;
+          which += upper ? n : 0;
+#pragma unroll
+          for (int i = 0; i < n; ++i) {
+            const float keep = upper ? dot[i + n] : dot[i], give = upper ? dot[i] : dot[i + n];
+            dot[i] = keep + __shfl_xor_sync(~0u, give, d);
+          }
+        }
+#pragma unroll
+        for (int d = kTop / 8; d > 0; d /= 2) dot[0] += __shfl_xor_sync(~0u, dot[0], d);
+        const int r = (batch * kBatch + which) * kStride + warp * kRowsAtOnce + (kRowsAtOnce == 2 ? lane / 16 : 0);
+        if (lane % (kTop / 4) == 0) memory.sums[r] = dot[0];
+      }
+    }
+    if constexpr (kTransposed) {
+      if (lane < kLanes * kRowsAtOnce) {
+        *reinterpret_cast<float4*>(memory.sums + row0 * kPadded + 4 * unit) =
+            make_float4(columns[0], columns[1], columns[2], columns[3]);
+      }
+    }
+    // Magnitudes are ordered as their bits.
+    const float warp_top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top)));
+    if (lane == 0) memory.tops[warp] = warp_top;
+    feeders_sync();
+    if (own < p.H) {
+      float sum = 0.f;
+      if constexpr (kTransposed) {
+#pragma unroll
+        for (int i = 0; i < kStride; ++i) sum += memory.sums[i * kPadded + own];
+      } else {
+        sum = memory.sums[own];
+      }
+      v_new[own] = first ? offset : sum + offset;
+    }
+    if (own == 0) {
+      for (int i = 0; i < kFeeders; ++i) top = fmaxf(top, memory.tops[i]);
+      // H times the largest element bounds the norm.
+      *growth_new = first ? 0.f : growth + (top == 0.f ? 2 * kZeroGrowth : log2f(top) + log2f(float(p.H)));
+    }
+    feeders_sync();
   }
-  feeders_sync();
-}
+};
 
 // The right operand A^T of four neighbouring 8-column tiles, from tile 4 * ng, and 16 rows, from 16 * kk.
 template <int kPitch, bool kTransposed>
@@ -503,17 +521,20 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
   __syncthreads();
 
   if (warp >= workers) {
+    Feeder<E, kPadded, kTransposed> feeder(p, memory, int(threadIdx.x) - 32 * workers);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) feeder.load(A, 0, i);
     for (int step = 0; step < length; ++step) {
-      feed<E, kPadded, kTransposed>(p, memory, A + step * p.A_t, b + step * p.b_t, step == 0, step + kAhead < length,
-                                    memory.tile[step % 2], memory.v[(step + 1) % 2], memory.v[step % 2],
-                                    memory.growth[(step + 3) % 4], memory.growth + step % 4);
+      const E* const now = A + step * p.A_t;
+      feeder.feed(now, step + 1 < length ? now + p.A_t : nullptr, b + step * p.b_t, step == 0, memory.tile(step),
+                  memory.v(step - 1), memory.v(step), *memory.growth(step - 1), memory.growth(step));
       __syncthreads();
     }
     __syncthreads();
     if (split == 0) {
       const int own = threadIdx.x - 32 * workers;
-      if (own < H) totals.offset[own] = memory.v[(length + 1) % 2][own];
-      if (own == 0) *totals.growth = memory.growth[(length + 3) % 4];
+      if (own < H) totals.offset[own] = memory.v(length - 1)[own];
+      if (own == 0) *totals.growth = *memory.growth(length - 1);
     }
     return;
   }
@@ -548,7 +569,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
   for (int step = 0; step < length; ++step) {
     __syncthreads();
     if (column0 >= H) continue;
-    const uint16_t* const tile = memory.tile[step % 2];
+    const uint16_t* const tile = memory.tile(step);
     if (step == 0) {
 #pragma unroll
       for (int q = 0; q < kTiles; ++q) {
@@ -565,7 +586,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
       }
       continue;
     }
-    check(step == 1, memory.growth[(step + 3) % 4]);
+    check(step == 1, *memory.growth(step - 1));
     float Q[kTiles][4];
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) Q[q][0] = Q[q][1] = Q[q][2] = Q[q][3] = 0.f;
@@ -610,7 +631,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
   }
   __syncthreads();
   if (column0 >= H) return;
-  check(length == 1, memory.growth[(length + 3) % 4]);
+  check(length == 1, *memory.growth(length - 1));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int j = column0 + g + 8 * h;
@@ -665,6 +686,17 @@ struct ReplayMemory {
   }
 };
 
+// As many states as there are elements in a pack, from a 16-byte aligned place.
+template <typename S, int kCount>
+__device__ inline void load_states(const S* from, S (&to)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += Pack<S>::kSize) {
+    const auto pack = *reinterpret_cast<const Pack<S>*>(from + i);
+#pragma unroll
+    for (int e = 0; e < Pack<S>::kSize; ++e) to[i + e] = pack.at[e];
+  }
+}
+
 // Sums of column packs: the thread's part of y[i] = sum over k of M[k][i] x[k] for M's rows k in one tile.
 template <typename E, typename S>
 __device__ inline void accumulate_columns(const E* tile, int pitch, int rows, const S* x, int part, int parts, int pack,
@@ -696,8 +728,8 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
   const E* const b = static_cast<const E*>(p.b) + row * p.b_b;
   E* const out = static_cast<E*>(p.out) + row * p.out_b;
 
-  // b[t] comes by 4-byte words, of which the first and the last may reach over its ends by one 16-bit element.
-  auto b_words = [&](int64_t t) { return reinterpret_cast<uintptr_t>(b + t * p.b_t); };
+  // 16-bit rows of b that do not consist of words are copied by ordinary loads.
+  const bool words = sizeof(E) >= 4 || (reinterpret_cast<uintptr_t>(b) % 4 == 0 && p.b_t % 2 == 0 && H % 2 == 0);
   int64_t next_step = begin;
   int next_tile = 0, next_stage = 0, next_slot = 0;
   auto issue = [&]() {
@@ -709,7 +741,6 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
         if (threadIdx.x == 0) {
           const int bytes = rows * pitch * int(sizeof(E));
           bulk_copy(stage, from, bytes, memory.barriers + next_stage);
-          if (p.ahead > 0 && next_step + p.ahead < end) bulk_prefetch(from + p.ahead * p.A_t, bytes);
         }
       } else {
         if (p.flat) {
@@ -719,11 +750,13 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
         }
       }
       if (next_tile == 0) {
-        const uintptr_t at = b_words(next_step);
-        const int words = (int(at % 4) + H * int(sizeof(E)) + 3) / 4;
-        for (int w = threadIdx.x; w < words; w += kReplayThreads) {
-          copy_async<4>(memory.offsets + next_slot * memory.offset_bytes + 4 * w,
-                        reinterpret_cast<const void*>(at - at % 4 + 4 * w));
+        const E* const bt = b + next_step * p.b_t;
+        E* const slot = reinterpret_cast<E*>(memory.offsets + next_slot * memory.offset_bytes);
+        if (words) {
+          constexpr int kWord = sizeof(E) == 2 ? 2 : 1, kBytes = sizeof(E) == 8 ? 8 : 4;
+          for (int i = threadIdx.x * kWord; i < H; i += kReplayThreads * kWord) copy_async<kBytes>(slot + i, bt + i);
+        } else {
+          for (int i = threadIdx.x; i < H; i += kReplayThreads) slot[i] = bt[i];
         }
         next_slot = next_slot + 1 == p.stages ? 0 : next_slot + 1;
       }
@@ -746,7 +779,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
   int stage_index = 0, slot = 0;
   uint32_t parity = 0;
   for (int64_t t = begin; t < end; ++t) {
-    const E* const bt = reinterpret_cast<const E*>(memory.offsets + slot * memory.offset_bytes + b_words(t) % 4);
+    const E* const bt = reinterpret_cast<const E*>(memory.offsets + slot * memory.offset_bytes);
     S sums[kPack] = {};
     for (int tile_index = 0; tile_index < tiles; ++tile_index) {
       copy_wait_dynamic(p.stages - 2);
@@ -763,23 +796,28 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
         if (part < parts) accumulate_columns<E, S>(tile, pitch, rows, x + r0, part, parts, pack, sums);
       } else {
         S sum[4] = {};
+        // Rows beyond the last are summed for nothing, so that no load waits for a branch.
+        auto multiply = [&](auto whole) {
 #pragma unroll
-        for (int i = 0; i < kPacks; ++i) {
-          const int at = lane + kLanes * i;
-          if (at < packs) {
-            S xs[kPack];
+          for (int i = 0; i < kPacks; ++i) {
+            const int at = lane + kLanes * i;
+            if (whole() || at < packs) {
+              S xs[kPack];
+              load_states(x + at * kPack, xs);
 #pragma unroll
-            for (int e = 0; e < kPack; ++e) xs[e] = x[at * kPack + e];
-#pragma unroll
-            for (int m = 0; m < kRows; ++m) {
-              const int r = group + kGroups * m;
-              if (r < rows) {
+              for (int m = 0; m < kRows; ++m) {
+                const int r = min(group + kGroups * m, rows - 1);
                 const auto a = *reinterpret_cast<const Pack<E>*>(tile + r * pitch + at * kPack);
 #pragma unroll
                 for (int e = 0; e < kPack; ++e) sum[m] += to_state(a.at[e]) * xs[e];
               }
             }
           }
+        };
+        if (packs == kLanes * kPacks) {
+          multiply(std::true_type());
+        } else {
+          multiply(std::false_type());
         }
         // Each exchange sums over two lanes and shares the rows between them; the last leaves both with the sum.
         const bool upper = lane & 4, odd = lane & 2;
@@ -805,6 +843,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
       __syncthreads();
       if (threadIdx.x < H) {
         S value = 0;
+#pragma unroll 8
         for (int i = 0; i < parts; ++i) value += memory.partial[i * packs * kPack + threadIdx.x];
         value += to_state(bt[threadIdx.x]);
         y[threadIdx.x] = value;
@@ -860,23 +899,28 @@ __global__ void __launch_bounds__(kReplayThreads) replay_kernel(const Arguments 
 }
 
 // The largest value over the block, for all its threads. `scratch`: one value per warp.
-template <typename V>
-__device__ inline V block_max(V value, V* scratch) {
-  for (int d = 16; d > 0; d /= 2) value = max(value, __shfl_xor_sync(~0u, value, d));
+__device__ inline int block_max(int value, int* scratch) {
+  value = __reduce_max_sync(~0u, value);
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
   __syncthreads();
-  value = scratch[0];
-  for (int w = 1; w < kReplayThreads / 32; ++w) value = max(value, scratch[w]);
+#pragma unroll
+  for (int w = 0; w < kReplayThreads / 32; ++w) value = max(value, scratch[w]);
   return value;
 }
 
-constexpr int kScratchBytes = 3 * (kReplayThreads / 32) * sizeof(float);
+// What (2) orders by: above all where not finite, below all where 0.
+template <typename S>
+__device__ inline int order(S value, int shift) {
+  return !isfinite(value) ? INT_MAX : value == S(0) ? INT_MIN : exponent(value) + shift;
+}
+
+constexpr int kScratchBytes = 2 * (kReplayThreads / 32) * sizeof(int) + 4 * sizeof(uint64_t);
 
 template <typename E>
 int totals_shared_bytes(const Arguments& p) {
   const int products = p.totals_stages * p.H * p.padded * int(sizeof(State<E>));
   return ReplayMemory<E>::fixed_bytes(p) + std::max(products, p.stages * ReplayMemory<E>::stage(p)) + kScratchBytes +
-         2 * p.padded * int(sizeof(State<E>));
+         p.padded * int(sizeof(State<E>));
 }
 
 // (2). Grid: B.
@@ -887,10 +931,10 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
   constexpr int kPack = Pack<S>::kSize;
   extern __shared__ __align__(16) unsigned char shared[];
   const ReplayMemory<E> memory(p, shared);
-  S* const z = reinterpret_cast<S*>(shared + shared_bytes - kScratchBytes) - 2 * p.padded;
-  S* const y = z + p.padded;
-  int* const scratch_exponent = reinterpret_cast<int*>(shared + shared_bytes - kScratchBytes);
-  float* const scratch_log = reinterpret_cast<float*>(scratch_exponent + kReplayThreads / 32);
+  S* const z = reinterpret_cast<S*>(shared + shared_bytes - kScratchBytes) - p.padded;
+  uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + shared_bytes - kScratchBytes);
+  int* const scratch_unit = reinterpret_cast<int*>(barriers + 4);
+  int* const scratch_top = scratch_unit + kReplayThreads / 32;
   S* const partial = memory.partial;
   const int64_t row = blockIdx.x;
   const int H = p.H, i = threadIdx.x;
@@ -899,12 +943,31 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
   load_start(p, memory, row);
   S* const x = memory.x[0];
 
+  // The ring of products starts anew, at `base`, after a chunk that was redone.
+  const int stages = p.totals_stages, lead = stages - 1;
+  int64_t base = 0;
+  auto product = [&](int64_t chunk) { return memory.ring + (chunk - base) % stages * product_bytes; };
   auto issue = [&](int64_t chunk) {
     if (chunk < p.chunks - 1) {
-      copy_flat(memory.ring + chunk % p.totals_stages * product_bytes, Totals<S>(p, row, chunk).product, product_bytes);
+      const S* const from = Totals<S>(p, row, chunk).product;
+      if (!p.copy_engine) {
+        copy_flat(product(chunk), from, product_bytes);
+      } else if (i == 0) {
+        bulk_copy(product(chunk), from, product_bytes, barriers + (chunk - base) % stages);
+      }
     }
     copy_commit();
   };
+  auto wait = [&](int64_t chunk) {
+    if (p.copy_engine) bulk_wait(barriers + (chunk - base) % stages, (chunk - base) / stages % 2);
+  };
+  auto start_ring = [&](int64_t chunk) {
+    base = chunk;
+    if (p.copy_engine) bulk_init(barriers, stages);
+    __syncthreads();
+    for (int k = 0; k < lead; ++k) issue(chunk + k);
+  };
+
   // What a thread needs of the next chunk comes while the chunk before it is applied.
   int next_shift = 0;
   float next_loss = -INFINITY, next_growth = 0;
@@ -919,9 +982,8 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
     }
     next_growth = *totals.growth;
   };
-  const int lead = p.totals_stages - 1;
   fetch(0);
-  for (int k = 0; k < lead; ++k) issue(k);
+  start_ring(0);
   for (int64_t chunk = 0; chunk + 1 < p.chunks; ++chunk) {
     const int shift = next_shift;
     const float loss = next_loss, growth = next_growth;
@@ -933,38 +995,40 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
 
     // The largest term sets the unit in which the product is summed.
     const S mine = i < H ? x[i] : S(0);
-    const bool scale = mine != S(0) && isfinite(mine);
-    int unit = block_max(scale ? exponent(mine) + shift : INT_MIN, scratch_exponent);
-    if (unit == INT_MIN) unit = 0;
-    if (i < H) z[i] = scale ? scaled(mine, shift - unit) : mine;
-    const bool came_finite = !__syncthreads_or(!isfinite(mine));
+    int unit = block_max(order(mine, shift), scratch_unit);
+    const bool came_finite = unit != INT_MAX;
+    if (!came_finite || unit == INT_MIN) unit = 0;
+    if (i < H) z[i] = came_finite ? scaled(mine, shift - unit) : mine;
+    wait(chunk);
+    __syncthreads();
 
     S sums[kPack] = {};
     if (part < parts) {
-      accumulate_columns<S, S>(reinterpret_cast<const S*>(memory.ring + chunk % p.totals_stages * product_bytes),
-                               p.padded, H, z, part, parts, pack, sums);
+      accumulate_columns<S, S>(reinterpret_cast<const S*>(product(chunk)), p.padded, H, z, part, parts, pack, sums);
     }
 #pragma unroll
     for (int e = 0; e < kPack; ++e) partial[i * kPack + e] = sums[e];
     __syncthreads();
     S value = 0;
     if (i < H) {
+#pragma unroll 8
       for (int k = 0; k < parts; ++k) value += partial[k * packs * kPack + i];
       value = scaled(value, unit) + offset;
-      y[i] = value;
     }
-    const float top = block_max(value != S(0) ? float(log2(magnitude(value))) : -INFINITY, scratch_log);
+    const int top = block_max(order(value, 0), scratch_top);
     // Negated, so that NaN asks for the redo.
-    const bool harmless = mine == S(0) || loss == -INFINITY ||
-                          loss + growth + R::kLossBound + float(log2(magnitude(mine))) <=
-                              fmaxf(top + R::kTolerance, R::kTiniest + R::kTolerance);
-    const bool redo = __syncthreads_or(!harmless || !isfinite(value)) && came_finite;
+    const bool harmless =
+        mine == S(0) || loss == -INFINITY ||
+        loss + growth + R::kLossBound + float(exponent(mine) + 1) <= fmaxf(float(top), R::kTiniest) + R::kTolerance;
+    const bool redo = (__syncthreads_or(!harmless) || top == INT_MAX) && came_finite;
     if (redo) {
+      for (int64_t k = chunk + 1; k <= chunk + lead && k < p.chunks - 1; ++k) wait(k);
       copy_wait<0>();
       __syncthreads();
+      if (p.copy_engine) bulk_end(barriers, stages);
       const int64_t begin = p.first + chunk * p.length;
       replay<E, kPadded, kTransposed>(p, memory, row, begin, begin + p.length, false);
-      for (int k = 1; k <= lead; ++k) issue(chunk + k);
+      start_ring(chunk + 1);
     } else if (i < H) {
       x[i] = value;
     }

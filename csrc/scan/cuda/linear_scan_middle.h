@@ -23,9 +23,9 @@ struct Arguments {
   int64_t steps;  // from `first` on
   int64_t chunks, length;
   int splits;         // of the columns of a chunk's product over blocks
-  bool bulk;          // flat, and the device has a copy engine for shared memory
+  bool copy_engine;   // the device has one for shared memory
+  bool bulk;          // A[t] passes through it: flat
   int stages;         // of the ring that A passes through in replay
-  int ahead;          // steps between the prefetch of A to L2 and its copy to the ring, 0 for none
   int totals_stages;  // of the ring of chunk products
   int tile_rows;      // rows of A in one stage
   void* workspace;
