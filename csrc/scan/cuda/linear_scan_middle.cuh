@@ -4,7 +4,9 @@
 //   (1) products: per (chunk, row of the batch) the product P = A[last] ... A[first] and the offset v of y = P x + v;
 //   (2) totals:   per row of the batch, sequential over chunks: the state at every chunk's start;
 //   (3) replay:   per (chunk, row of the batch), matrix-vector products from that state, which write the output.
-// (1) costs H times the arithmetic of (3), on tensor cores; (3) is bound by reading A.
+// Per step, (1) reads A once and takes 6 H^3 bf16 multiply-adds (fp16 5, bf16 3) on one SM; (3) reads A once, and is
+// bound by that where there are blocks enough, else by 0.7 to 1.2 us of latency. (2) reads a P of H^2 per chunk.
+// Registers hold P (1); shared memory holds the planes of A (1), rings of P (2) and of A (3), and the states.
 //
 // (1) keeps P in registers for the whole chunk. Every warp owns 16 columns of P, which need nothing from the other
 // warps, and computes the transposed product P^T A^T: the accumulator layout of mma then is the layout of the left
@@ -212,18 +214,6 @@ __device__ inline void clear_shared(void* p, int bytes) {
   }
 }
 
-__device__ inline float magnitude(float x) {
-  return fabsf(x);
-}
-__device__ inline double magnitude(double x) {
-  return fabs(x);
-}
-__device__ inline float larger(float a, float b) {
-  return fmaxf(a, b);
-}
-__device__ inline double larger(double a, double b) {
-  return fmax(a, b);
-}
 __device__ inline float scaled(float x, int e) {
   return ldexpf(x, e);
 }

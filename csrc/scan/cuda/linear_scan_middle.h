@@ -33,13 +33,7 @@ struct Arguments {
   // The totals of one chunk, in states: product (by columns), then offset, exponent, loss and growth, which are
   // addressed in states as well so that every piece is 16-byte aligned.
   static constexpr int64_t kTail = 16;
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      int64_t
-      total_size() const {
-    return int64_t(padded) * padded + 3 * padded + kTail;
-  }
+  constexpr int64_t total_size() const { return int64_t(padded) * padded + 3 * padded + kTail; }
 };
 
 // What the kernels need to know, `chunks` chosen by the cost model if it is 0. The workspace is not set.
