@@ -133,10 +133,7 @@ ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor
   // Half types: on a CUDA device their matrix products are the fast ones and accumulate in float32; on a CPU they are
   // not.
   const auto compute = dgates.is_cuda() ? type : dgates.scalar_type();
-  const auto absent = [&] { return at::empty({0}, input.options()); };
-
-  at::Tensor grad_input = absent(), grad_w_ih = absent(), grad_w_hh = absent(), grad_b_ih = absent(),
-             grad_b_hh = absent();
+  at::Tensor grad_input, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh;
   const bool products = mask[0] || mask[3] || mask[4];
   const at::Tensor d = products ? dgates.to(compute) : dgates;  // (T, B, K*H)
   const at::Tensor d_in = d.view({T * B, d.size(2)}).narrow(1, 0, rows);
@@ -182,12 +179,18 @@ ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor
     }
   }
   return {grad_input,
-          mask[1] ? grad_h0.to(type) : absent(),
-          mask[2] && cell == Cell::kLstm ? grad_c0.to(type) : absent(),
+          mask[1] ? grad_h0.to(type) : at::Tensor(),
+          mask[2] && cell == Cell::kLstm ? grad_c0.to(type) : at::Tensor(),
           grad_w_ih,
           grad_w_hh,
           grad_b_ih,
           grad_b_hh};
+}
+
+ScanRnnGrads without_undefined(const ScanRnnGrads& grads, const at::Tensor& like) {
+  // An op's results are tensors; empty ones are only made for those that are missing, each costs two microseconds.
+  auto filled = [&](const at::Tensor& t) { return t.defined() ? t : at::empty({0}, like.options()); };
+  return std::apply([&](const auto&... g) { return ScanRnnGrads{filled(g)...}; }, grads);
 }
 
 }  // namespace weft

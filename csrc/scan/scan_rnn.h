@@ -82,12 +82,15 @@ using ScanRnnGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, 
 // dgates (T,B,K*H), accumulate type, contiguous: rnn: d(pre-activation); gru: dr, dz, dn, dm with dm = dn * r, so that
 // columns [0, 3H) belong to the input side and columns [0, 2H) and [3H, 4H) to the recurrent side; lstm: di, df, dg,
 // do. grad_h0 and grad_c0 (B,H) in any floating dtype are passed through, cast to h0's dtype; they may be undefined
-// where output_mask does not ask for them.
+// where output_mask does not ask for them. Gradients that output_mask does not ask for come back undefined.
 ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor& input, const at::Tensor& h0,
                                       const at::Tensor& output, bool reverse, const at::Tensor& w_ih,
                                       const at::Tensor& w_hh, const std::optional<at::Tensor>& b_ih,
                                       const std::optional<at::Tensor>& b_hh, Cell cell,
                                       const std::array<bool, 7>& output_mask, const at::Tensor& grad_h0,
                                       const at::Tensor& grad_c0);
+
+// Undefined gradients as empty tensors (0) of `like`'s dtype and device: what the op returns.
+ScanRnnGrads without_undefined(const ScanRnnGrads& grads, const at::Tensor& like);
 
 }  // namespace weft

@@ -12,6 +12,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "scan/cuda/scan_rnn.h"
@@ -143,10 +144,8 @@ void forward_kernel(const ScanRnnShape& shape, const Tensor& projected, const Te
 template <typename scalar>
 void chain_kernel(const ScanRnnShape& shape, const Tensor& grad_output, const Tensor& grad_h_n, const Tensor& grad_c_n,
                   const Tensor& w_hh, const Tensor& h0, const Tensor& c0, const Tensor& output, const Tensor& gates,
-                  const Tensor& cells, const Tensor& dgates, const Tensor& grad_h0, const Tensor& grad_c0) {
-  const int chunks = std::is_same_v<scalar, float> ? scan_rnn_chunks(shape) : 1;
-  const Tensor workspace =
-      at::empty({scan_rnn_chain_workspace(shape, chunks)}, dgates.options().dtype(at::kByte));
+                  const Tensor& cells, const Tensor& dgates, const Tensor& grad_h0, const Tensor& grad_c0, int chunks,
+                  const Tensor& workspace) {
   const ScanRnnChain<scalar> args{pointer<scalar>(grad_output),
                                   pointer<scalar>(grad_h_n),
                                   pointer<scalar>(grad_c_n),
@@ -159,7 +158,7 @@ void chain_kernel(const ScanRnnShape& shape, const Tensor& grad_output, const Te
                                   mutable_pointer<scalar>(dgates),
                                   mutable_pointer<scalar>(grad_h0),
                                   mutable_pointer<scalar>(grad_c0),
-                                  workspace.mutable_data_ptr()};
+                                  workspace.data_ptr()};
   scan_rnn_chain(shape, args, chunks, c10::cuda::getCurrentCUDAStream());
 }
 
@@ -213,6 +212,17 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                saved_cells = cells.contiguous(), arriving = in_type(grad_output, compute),
                arriving_h = in_type(grad_h_n, compute), arriving_c = in_type(grad_c_n, compute);
   const auto options = state.options();
+  std::array<bool, 7> by_gemm = mask;
+  const bool fused = has_kernel(s) && compute == at::kFloat && (mask[3] || mask[4] || mask[5] || mask[6]);
+  if (fused) by_gemm[4] = by_gemm[5] = by_gemm[6] = false;
+  const bool fused_input = fused && mask[3] && s.I <= kMaxFusedInputs;
+  if (fused_input) by_gemm[3] = false;
+  // One workspace: the weight gradients start when the chain is through.
+  const int chunks = has_kernel(s) && compute == at::kFloat ? scan_rnn_chunks(shape) : 1;
+  const int fused_inputs = fused_input ? static_cast<int>(s.I) : 0;
+  const Tensor workspace = at::empty(
+      {std::max(scan_rnn_chain_workspace(shape, chunks), fused ? scan_rnn_weight_grad_workspace(shape, fused_inputs) : 0)},
+      options.dtype(at::kByte));
   const Tensor dgates = at::empty({s.T, s.B, chain_blocks(cell) * s.H}, options);
   Tensor grad_h0 = at::empty({s.B, s.H}, options);
   Tensor grad_c0 = cell == Cell::kLstm ? at::empty({s.B, s.H}, options) : Tensor();
@@ -221,45 +231,37 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                 saved_cells, dgates, grad_h0, grad_c0);
   } else if (compute == at::kFloat) {
     chain_kernel<float>(shape, arriving, arriving_h, arriving_c, w, state, cell_state, saved_output, saved_gates,
-                        saved_cells, dgates, grad_h0, grad_c0);
+                        saved_cells, dgates, grad_h0, grad_c0, chunks, workspace);
   } else {
     chain_kernel<double>(shape, arriving, arriving_h, arriving_c, w, state, cell_state, saved_output, saved_gates,
-                         saved_cells, dgates, grad_h0, grad_c0);
+                         saved_cells, dgates, grad_h0, grad_c0, chunks, workspace);
   }
 
-  std::array<bool, 7> by_gemm = mask;
-  const bool fused = has_kernel(s) && compute == at::kFloat && (mask[3] || mask[4] || mask[5] || mask[6]);
-  if (fused) by_gemm[4] = by_gemm[5] = by_gemm[6] = false;
-  const bool fused_input = fused && mask[3] && s.I <= kMaxFusedInputs;
-  if (fused_input) by_gemm[3] = false;
   ScanRnnGrads grads = scan_rnn_parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih, b_hh, cell,
                                                 by_gemm, grad_h0, grad_c0);
   if (fused) {
-    const int I = fused_input ? static_cast<int>(s.I) : 0;
     const Tensor x = fused_input ? in_type(input, compute) : Tensor();
     const int64_t rows = s.gates * s.H;
     auto wanted = [&](bool asked, at::IntArrayRef sizes) { return asked ? at::empty(sizes, options) : Tensor(); };
     const Tensor d_w_ih = wanted(fused_input, {rows, s.I}), d_w_hh = wanted(mask[4], {rows, s.H}),
                  d_b_ih = wanted(mask[5] && b_ih, {rows}), d_b_hh = wanted(mask[6] && b_hh, {rows});
-    const Tensor workspace =
-        at::empty({scan_rnn_weight_grad_workspace(shape, I)}, options.dtype(at::kByte));
     const ScanRnnWeightGrad<float> args{pointer<float>(dgates),
                                         pointer<float>(x),
                                         pointer<float>(state),
                                         pointer<float>(saved_output),
-                                        I,
+                                        fused_inputs,
                                         mutable_pointer<float>(d_w_ih),
                                         mutable_pointer<float>(d_w_hh),
                                         mutable_pointer<float>(d_b_ih),
                                         mutable_pointer<float>(d_b_hh),
-                                        workspace.mutable_data_ptr()};
+                                        workspace.data_ptr()};
     scan_rnn_weight_grad(shape, args, c10::cuda::getCurrentCUDAStream());
     if (fused_input) std::get<3>(grads) = d_w_ih.to(type);
     if (d_w_hh.defined()) std::get<4>(grads) = d_w_hh.to(type);
     if (d_b_ih.defined()) std::get<5>(grads) = d_b_ih.to(type);
     if (d_b_hh.defined()) std::get<6>(grads) = d_b_hh.to(type);
   }
-  return grads;
+  return without_undefined(grads, input);
 }
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {

@@ -278,7 +278,7 @@ class _Layer(torch.nn.RNNBase):
         if state is None:
             h0 = c0 = (input.new_zeros(call.batch, self.hidden_size),) * (self.num_layers * directions)
         else:
-            h0, c0 = state[0].unbind(0), state[-1].unbind(0)
+            h0, c0 = _unstack(state[0]), _unstack(state[-1]) if lstm else ()
         stride = 4 if self.bias else 2
         h_n, c_n = [], []
         for layer in range(self.num_layers):
@@ -323,6 +323,11 @@ class _Layer(torch.nn.RNNBase):
             wide = input.to(torch.promote_types(*call.dtypes))
             output, final = reference.rnn(wide, state, call.weights, **options)
             return output.to(call.dtypes[0]), tuple(s.to(d) for s, d in zip(final, call.dtypes, strict=False))
+
+
+def _unstack(state: Tensor) -> tuple[Tensor, ...]:
+    # The gradient of unbind is a copy, that of squeeze is a view.
+    return (state.squeeze(0),) if state.shape[0] == 1 else state.unbind(0)
 
 
 def _stack(states: list[Tensor]) -> Tensor:

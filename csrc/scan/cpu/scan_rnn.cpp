@@ -179,8 +179,9 @@ ScanRnnGrads scan_rnn_backward_cpu(const std::optional<at::Tensor>& grad_output,
       compute_copy(grad_c_n, compute), compute_copy(h0, compute), compute_copy(c0, compute),
       compute_copy(w_hh, compute), states, compute_copy(gates, compute), compute_copy(cells, compute), dgates, grad_h0,
       grad_c0);
-  return scan_rnn_parameter_grads(dgates, input, h0, states, reverse, w_ih, w_hh, b_ih, b_hh, cell, output_mask,
-                                  grad_h0, grad_c0);
+  return without_undefined(scan_rnn_parameter_grads(dgates, input, h0, states, reverse, w_ih, w_hh, b_ih, b_hh, cell,
+                                                    output_mask, grad_h0, grad_c0),
+                           input);
 }
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {

@@ -21,6 +21,7 @@
 #include <algorithm>
 
 #include "common/launch.cuh"
+#include "scan/cuda/chunk.cuh"
 #include "scan/cuda/math.cuh"
 #include "scan/cuda/scan_rnn.h"
 
@@ -28,44 +29,10 @@ namespace weft {
 namespace scan_rnn {
 namespace {
 
-constexpr int kWarp = 32;
-// A column is rescaled when its largest entry leaves [2^-40, 2^40], looked at every kRescaleSteps steps.
-constexpr int kRescaleSteps = 8;
-constexpr float kRescaleLow = 0x1p-40f, kRescaleHigh = 0x1p40f;
-// A chunk is redone where the terms of P g are this much larger than P g + v.
-constexpr float kCancellation = 16.0f;
-// Below this, entries of the column may have been flushed to zero between two looks.
-constexpr float kLostBelow = 0x1p-100f;
+using namespace chunk;
 
 template <Cell cell>
 constexpr int vectors_per_step = cell == Cell::kGru ? 3 : cell == Cell::kLstm ? 4 : 1;
-
-__device__ __forceinline__ void load4(const float* p, float (&v)[4]) {
-  const float4 q = *reinterpret_cast<const float4*>(p);
-  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
-}
-
-__device__ __forceinline__ void load4(const double* p, double (&v)[4]) {
-  const double2 q = reinterpret_cast<const double2*>(p)[0], r = reinterpret_cast<const double2*>(p)[1];
-  v[0] = q.x, v[1] = q.y, v[2] = r.x, v[3] = r.y;
-}
-
-// Asynchronous copies to shared memory. Loads into registers cannot run as far ahead: a warp has six scoreboards, and
-// waiting for one load then waits for younger ones too.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  const unsigned address = unsigned(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes));
-  }
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 // ------------------------------------------------------------------------------------------------------- forward
 // One warp per sequence, lane i owns unit i and its rows of W_hh; h is exchanged through shared memory. The input of
@@ -348,7 +315,7 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
       write(0, da);
     }
     __syncwarp();
-    scalar sum[4] = {direct, scalar(0), scalar(0), scalar(0)};
+    scalar sum[4] = {};
 #pragma unroll
     for (int g = 0; g < R; ++g)
 #pragma unroll
@@ -358,7 +325,8 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[i] += w[g][k + i] * v[i];
       }
-    gh = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+    // What flows on directly comes last: with saturated gates it is nearly all, and would absorb the rest.
+    gh = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + direct;
     if (kWrite) out += out_step;
     exchange = exchange == shared ? shared + R * HP : shared;
   }
@@ -374,18 +342,11 @@ struct Chunks {
   __device__ int64_t high(int64_t chunk, int64_t T) const { return T - (count - 1 - chunk) * length; }
 };
 
-// Workspace of the chain, for S = HP states (LSTM 2 HP), padded with zeros. Per (chunk, batch): P column by column
-// (S, S), v (S), and the columns' factors (S), powers of two: negative where the column lost entries to underflow.
 template <Cell cell, int HP>
-struct MapLayout {
-  static constexpr int kParts = cell == Cell::kLstm ? 2 : 1;
-  static constexpr int kStates = kParts * HP;
-  static constexpr int kOffset = kStates * kStates, kFactors = kOffset + kStates;
-  static constexpr int kStride = kFactors + kStates;
-};
+using Map = MapLayout<cell == Cell::kLstm ? 2 : 1, HP>;
 
 struct Workspace {
-  float* maps;    // (chunks, B, MapLayout::kStride)
+  float* maps;    // (chunks, B, Map::kStride)
   float* starts;  // (chunks, B, S): the gradient entering the chunk
 };
 
@@ -404,7 +365,7 @@ __global__ void __launch_bounds__(128) replay_kernel(ScanRnnShape shape, ScanRnn
     gh = a.grad_h_n ? a.grad_h_n[b * H + unit] : scalar(0);
     gc = a.grad_c_n ? a.grad_c_n[b * H + unit] : scalar(0);
   } else {
-    const float* start = workspace.starts + id * MapLayout<cell, HP>::kStates + unit;
+    const float* start = workspace.starts + id * Map<cell, HP>::kStates + unit;
     gh = start[0];
     gc = cell == Cell::kLstm ? start[HP] : 0.0f;
   }
@@ -425,124 +386,27 @@ __device__ __noinline__ float2 redo_chunk(const ScanRnnShape& shape, const ScanR
 }
 
 template <Cell cell, int HP>
-struct BoundaryLayout {
-  static constexpr int kStages = 4;
-  static constexpr size_t kSharedBytes =
-      sizeof(float) * (kStages * MapLayout<cell, HP>::kStride + ReplayLayout<cell, HP>::kElements);
-};
-
-template <Cell cell, int HP>
 __global__ void __launch_bounds__(kWarp)
     boundary_kernel(ScanRnnShape shape, ScanRnnChain<float> a, Chunks chunks, Workspace workspace) {
-  using Map = MapLayout<cell, HP>;
-  constexpr int kParts = Map::kParts, S = Map::kStates, kStages = BoundaryLayout<cell, HP>::kStages;
-  const int lane = threadIdx.x;
+  using M = Map<cell, HP>;
   const int64_t b = blockIdx.x;
-  const int H = shape.H;
-  const int unit = min(lane, H - 1);  // a spare lane repeats the last unit: no divergence
+  const int unit = min(int(threadIdx.x), shape.H - 1);
   extern __shared__ float4 dynamic4[];
-  float* const stages = reinterpret_cast<float*>(dynamic4);
-  float* const redo_shared = stages + kStages * Map::kStride;
-  __shared__ alignas(16) float scaled[2][S];
-  for (int k = lane; k < 2 * S; k += kWarp) scaled[k / S][k % S] = 0.0f;
-
-  const float* from = workspace.maps + ((chunks.count - 1) * shape.B + b) * Map::kStride + 4 * lane;
-  unsigned fetched = 0;
-  auto fetch = [&]() {
-    if (int(fetched) < chunks.count - 1) {
-      float* to = stages + fetched % kStages * Map::kStride + 4 * lane;
-#pragma unroll
-      for (int k = 0; k < Map::kStride / 4; k += kWarp)
-        if (k + lane < Map::kStride / 4) copy_async<16>(to + 4 * k, from + 4 * k);
-    }
-    copy_commit();
-    from -= shape.B * Map::kStride;
-    ++fetched;
-  };
-
-  float gh = a.grad_h_n ? a.grad_h_n[b * H + unit] : 0.0f;
-  float gc = kParts == 2 && a.grad_c_n ? a.grad_c_n[b * H + unit] : 0.0f;
-  for (int d = 1; d < kStages; ++d) fetch();
-  float* start = workspace.starts + (int64_t(chunks.count - 1) * shape.B + b) * S + unit;
-#pragma unroll 1
-  for (unsigned done = 0; done < unsigned(chunks.count - 1); ++done, start -= shape.B * S) {
-    start[0] = gh;
-    if constexpr (kParts == 2) start[HP] = gc;
-    copy_wait<kStages - 2>();
-    __syncwarp();
-    const float* map = stages + done % kStages * Map::kStride + unit;
-    const float factor_h = map[Map::kFactors], factor_c = kParts == 2 ? map[Map::kFactors + S - HP] : 0.0f;
-    const float scaled_h = gh * fabsf(factor_h), scaled_c = gc * fabsf(factor_c);
-    float* exchange = scaled[done & 1];
-    exchange[unit] = scaled_h;
-    if constexpr (kParts == 2) exchange[HP + unit] = scaled_c;
-    float sum[kParts][4] = {}, magnitude[kParts] = {};
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) sum[p][0] = map[Map::kOffset + p * HP];
-    float column[kParts][S];  // read before the barrier that the exchange waits for
-#pragma unroll
-    for (int k = 0; k < S; ++k)
-#pragma unroll
-      for (int p = 0; p < kParts; ++p) column[p][k] = map[k * S + p * HP];
-    __syncwarp();
-    fetch();  // its stage was read before the barrier
-#pragma unroll
-    for (int k = 0; k < S; k += 4) {
-      float v[4];
-      load4(exchange + k, v);
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-          sum[p][i] = fmaf(column[p][k + i], v[i], sum[p][i]);
-          magnitude[p] += fabsf(column[p][k + i] * v[i]);
-        }
-    }
-    const float next_h = (sum[0][0] + sum[0][1]) + (sum[0][2] + sum[0][3]);
-    float next_c = 0.0f;
-    if constexpr (kParts == 2) next_c = (sum[1][0] + sum[1][1]) + (sum[1][2] + sum[1][3]);
-
-    // Redo the chunk where the product says less than the chain itself would: it is not finite; its terms cancel so far
-    // that the error of P, relative to them, shows; or a column lost entries below 2^-100 of its scale (the sign bit of
-    // its factor; a factor of 0 stands for less than 2^-126) that could still be seen.
-    auto at_stake = [](float g, float factor) {
-      const float lost = signbit(factor) ? fabsf(g) * fmaxf(fabsf(factor), 0x1p-126f) * 0x1p-90f : 0.0f;
-      return lost > 0x1p-126f ? lost * (kCancellation * 0x1p23f) : 0.0f;
-    };
-    float terms = magnitude[0] + at_stake(gh, factor_h);
-    if constexpr (kParts == 2) terms = fmaxf(terms, magnitude[1] + at_stake(gc, factor_c));
-    // Non-negative floats order as their bits do, inf and NaN above all.
-    const unsigned bits = max(__float_as_uint(fabsf(next_h)), __float_as_uint(fabsf(next_c)));
-    const unsigned largest = __reduce_max_sync(~0u, bits), largest_terms = __reduce_max_sync(~0u, __float_as_uint(terms));
-    const bool redo = (largest >= 0x7f800000u || __uint_as_float(largest_terms) > kCancellation * __uint_as_float(largest)) &&
-                      __all_sync(~0u, isfinite(gh) && isfinite(gc));
-    if (redo) {
-      const int64_t high = shape.T - done * chunks.length;
-      const float2 g = redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc, redo_shared);
-      gh = g.x, gc = g.y;
-    } else {
-      gh = next_h, gc = next_c;
-    }
-  }
-  start[0] = gh;
-  if constexpr (kParts == 2) start[HP] = gc;
+  float* const shared = reinterpret_cast<float*>(dynamic4);
+  float gh = a.grad_h_n ? a.grad_h_n[b * shape.H + unit] : 0.0f;
+  float gc = M::kParts == 2 && a.grad_c_n ? a.grad_c_n[b * shape.H + unit] : 0.0f;
+  const int64_t last = (chunks.count - 1) * shape.B + b;
+  carry_through_chunks<M>(
+      chunks.count - 1, workspace.maps + last * M::kStride, -shape.B * M::kStride, workspace.starts + last * M::kStates,
+      -shape.B * M::kStates, shape.H, gh, gc, shared, [&](int done) {
+        const int64_t high = shape.T - done * chunks.length;
+        const float2 g = redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc,
+                                              shared + kBoundaryElements<M>);
+        gh = g.x, gc = g.y;
+      });
 }
 
 // ----------------------------------------------------------------------------------------------- 1. chunk_products
-// D += A B for 16 x 8 and 8 x 8 blocks on the tensor cores.
-__device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11, so
-// 22 remain. An inf or NaN survives in low.
-__device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
-  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  low = __float_as_uint(x - __uint_as_float(high));
-}
-
 template <Cell cell, int HP>
 struct ProductLayout {
   static constexpr bool kRnn = cell == Cell::kRnnTanh || cell == Cell::kRnnRelu;
@@ -623,9 +487,10 @@ __global__ void __launch_bounds__(kWarp)
   const int first_tile = int(blockIdx.x % Layout::kSplits) * kTiles;
 
   // Tile rows: row 16 t + 8 u + quad is column `column` of pair `pair`; the last column of a pair is v.
-  float ph[kTiles][NB][4], pc[kParts == 2 ? kTiles : 1][NB][4];
-  int exponent[kTiles][2], pair_at[kTiles][2];
-  unsigned lost = 0, offsets = 0;  // a bit per (tile, u)
+  ColumnTiles<kParts, kTiles, NB> tiles;
+  auto& ph = tiles.part[0];
+  auto& pc = tiles.part[kParts - 1];
+  int pair_at[kTiles][2];
   auto pair_of = [&](int t, int u) { return ((first_tile + t) * 16 + u * 8 + quad) / Layout::kColumns; };
   auto column_of = [&](int t, int u) { return ((first_tile + t) * 16 + u * 8 + quad) % Layout::kColumns; };
 #pragma unroll
@@ -633,17 +498,8 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int column = column_of(t, u);
-      exponent[t][u] = 0;
       pair_at[t][u] = min(pair_of(t, u), Layout::kPairs - 1);
-      if (column == Layout::kColumns - 1) offsets |= 1u << (2 * t + u);
-#pragma unroll
-      for (int kb = 0; kb < NB; ++kb)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int k = kb * 8 + 2 * j + half;
-          ph[t][kb][2 * u + half] = column == k && k < HP ? 1.0f : 0.0f;
-          if constexpr (kParts == 2) pc[t][kb][2 * u + half] = column == HP + k && k < HP ? 1.0f : 0.0f;
-        }
+      tiles.template start<HP>(t, u, column);
     }
 
   // What this lane prepares of every step: some units of the warp's pairs. Lanes without one repeat the last.
@@ -710,10 +566,9 @@ __global__ void __launch_bounds__(kWarp)
         for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float m = (half ? c1.y : c1.x) * gate_weight(0, kb, nb, half) +
-                      (half ? c2.y : c2.x) * gate_weight(1, kb, nb, half) +
-                      (half ? c3.y : c3.x) * gate_weight(2, kb, nb, half);
-            if (cell == Cell::kGru && kb == nb && 2 * j + half == quad) m += coefficient[0][4][kb * 8 + 2 * j + half];
+            const float m = (half ? c1.y : c1.x) * gate_weight(0, kb, nb, half) +
+                            (half ? c2.y : c2.x) * gate_weight(1, kb, nb, half) +
+                            (half ? c3.y : c3.x) * gate_weight(2, kb, nb, half);
             split_tf32(m, high_m[kb][nb][half], low_m[kb][nb][half]);
           }
       }
@@ -733,31 +588,8 @@ __global__ void __launch_bounds__(kWarp)
             for (int half = 0; half < 2; ++half)
               split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
         }
-        // sum += rows * right in three products, the small parts first.
         auto accumulate = [&](const float (&rows)[Layout::kTilesAtOnce][4], const unsigned (&high)[NB][2],
-                              const unsigned (&low)[NB][2]) {
-          unsigned ah[Layout::kTilesAtOnce][4], al[Layout::kTilesAtOnce][4];
-#pragma unroll
-          for (int t = 0; t < Layout::kTilesAtOnce; ++t) {
-            // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
-            split_tf32(rows[t][0], ah[t][0], al[t][0]);
-            split_tf32(rows[t][2], ah[t][1], al[t][1]);
-            split_tf32(rows[t][1], ah[t][2], al[t][2]);
-            split_tf32(rows[t][3], ah[t][3], al[t][3]);
-          }
-#pragma unroll
-          for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-            for (int t = 0; t < Layout::kTilesAtOnce; ++t) multiply_tf32(sum[t][nb], al[t], high[nb]);
-#pragma unroll
-          for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-            for (int t = 0; t < Layout::kTilesAtOnce; ++t) multiply_tf32(sum[t][nb], ah[t], low[nb]);
-#pragma unroll
-          for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-            for (int t = 0; t < Layout::kTilesAtOnce; ++t) multiply_tf32(sum[t][nb], ah[t], high[nb]);
-        };
+                              const unsigned (&low)[NB][2]) { add_product(sum, rows, high, low); };
         float rows[Layout::kTilesAtOnce][4], through_output[cell == Cell::kLstm ? Layout::kTilesAtOnce : 1][4];
 #pragma unroll
         for (int x = 0; x < Layout::kTilesAtOnce; ++x)
@@ -771,7 +603,7 @@ __global__ void __launch_bounds__(kWarp)
             float2 dh = make_float2(ph[t][kb][2 * u], ph[t][kb][2 * u + 1]);
             if (Layout::may_hold_offset(t, u)) {
               const float2 e = at(pair, 0);
-              const bool is_offset = offsets >> (2 * t + u) & 1;
+              const bool is_offset = tiles.is_offset(t, u);
               dh.x += is_offset ? e.x : 0.0f, dh.y += is_offset ? e.y : 0.0f;
             }
             if constexpr (cell == Cell::kLstm) {
@@ -783,6 +615,9 @@ __global__ void __launch_bounds__(kWarp)
               through_output[x][2 * u] = o.x * dh.x, through_output[x][2 * u + 1] = o.y * dh.y;
             } else if constexpr (cell == Cell::kGru) {
               rows[x][2 * u] = dh.x, rows[x][2 * u + 1] = dh.y;
+              // What flows on directly is added last and in full precision: with saturated gates it is nearly all.
+              const float2 carry = at(0, 4);
+              ph[t][kb][2 * u] = carry.x * dh.x, ph[t][kb][2 * u + 1] = carry.y * dh.y;
             } else {
               const float2 d = at(pair, 1);
               rows[x][2 * u] = d.x * dh.x, rows[x][2 * u + 1] = d.y * dh.y;
@@ -800,68 +635,20 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) ph[t0 + x][nb][i] = sum[x][nb][i];
+          for (int i = 0; i < 4; ++i)
+            ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum[x][nb][i] : sum[x][nb][i];
     }
 
-    if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t)
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          float largest = 0.0f;
-#pragma unroll
-          for (int kb = 0; kb < NB; ++kb)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              largest = fmaxf(largest, fabsf(ph[t][kb][2 * u + half]));
-              if constexpr (kParts == 2) largest = fmaxf(largest, fabsf(pc[t][kb][2 * u + half]));
-            }
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-          const bool is_offset = offsets >> (2 * t + u) & 1;
-          if (!is_offset && largest < kLostBelow) lost |= 1u << (2 * t + u);
-          const bool outside = largest < kRescaleLow || largest > kRescaleHigh || it == length - 1;
-          if (!is_offset && outside && largest >= 0x1p-126f && largest < 0x1p127f) {
-            const int e = binary_exponent(largest);
-            const float factor = __int_as_float((127 - e) << 23);
-            exponent[t][u] += e;
-#pragma unroll
-            for (int kb = 0; kb < NB; ++kb)
-#pragma unroll
-              for (int half = 0; half < 2; ++half) {
-                ph[t][kb][2 * u + half] *= factor;
-                if constexpr (kParts == 2) pc[t][kb][2 * u + half] *= factor;
-              }
-          }
-        }
-    }
+    if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) tiles.rescale(it == length - 1);
   }
 
-  using Map = MapLayout<cell, HP>;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t)
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       const int64_t pair = first_pair + pair_of(t, u);
-      if (pair_of(t, u) >= Layout::kPairs || pair >= count) continue;
-      const int column = column_of(t, u);  // v is column kStates and lies behind P's
-      float* map = workspace.maps + (shape.B + pair) * Map::kStride;
-#pragma unroll
-      for (int kb = 0; kb < NB; ++kb) {
-        const int k = kb * 8 + 2 * j;
-        if (k >= HP) continue;
-        float* to = map + column * Map::kStates + k;
-        *reinterpret_cast<float2*>(to) = make_float2(ph[t][kb][2 * u], ph[t][kb][2 * u + 1]);
-        if constexpr (kParts == 2)
-          *reinterpret_cast<float2*>(to + HP) = make_float2(pc[t][kb][2 * u], pc[t][kb][2 * u + 1]);
-      }
-      if (j == 0 && column < Map::kStates) {
-        // Beyond float's range the factor is inf or 0, and the boundary kernel redoes the chunk where that matters.
-        const int e = exponent[t][u];
-        const float factor = e > 127 ? INFINITY : e < -126 ? 0.0f : __int_as_float((e + 127) << 23);
-        const bool is_lost = (lost >> (2 * t + u) & 1) || e < -126;
-        map[Map::kFactors + column] = is_lost ? -factor : factor;
-      }
+      if (pair_of(t, u) < Layout::kPairs && pair < count)
+        tiles.template store<HP>(t, u, column_of(t, u), workspace.maps + (shape.B + pair) * Map<cell, HP>::kStride);
     }
 }
 
@@ -897,13 +684,13 @@ struct ForCell {
         if (count > 1) {
           using Layout = ProductLayout<cell, HP>;
           workspace.maps = static_cast<float*>(a.workspace);
-          workspace.starts = workspace.maps + count * shape.B * MapLayout<cell, HP>::kStride;
+          workspace.starts = workspace.maps + count * shape.B * Map<cell, HP>::kStride;
           const int64_t pairs = (count - 1) * shape.B;
           launch("scan_rnn_chunk_products", product_kernel<cell, HP>,
                  dim3((pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits), dim3(kWarp), 0, stream, shape, a,
                  chunks, workspace);
           launch("scan_rnn_chunk_boundaries", boundary_kernel<cell, HP>, dim3(shape.B), dim3(kWarp),
-                 BoundaryLayout<cell, HP>::kSharedBytes, stream, shape, a, chunks, workspace);
+                 sizeof(float) * (kBoundaryElements<Map<cell, HP>> + ReplayLayout<cell, HP>::kElements), stream, shape, a, chunks, workspace);
         }
       }
       // One warp per block spreads few warps over all multiprocessors.

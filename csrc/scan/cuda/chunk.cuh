@@ -1,0 +1,298 @@
+// What the chunked scans of the small recurrences share (scan_rnn and dense linear_scan, H <= 32).
+//
+// A chunk of a linear recurrence is an affine map, x -> P x + v. The columns of P are independent vectors that all pass
+// through the same steps, v is one more vector that also receives the inhomogeneity. Columns are kept transposed in tiles
+// of 16 (ColumnTiles) and multiplied by each step's matrix on the tensor cores in split TF32; carry_through_chunks then
+// takes one vector through all maps.
+//
+// Products can overflow or underflow where the product with the vector does not. Every column therefore carries a power of
+// two (rescaling a column is exact), and carry_through_chunks asks for a chunk to be redone, step by step, where its map
+// says less than the steps would.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "scan/cuda/math.cuh"
+
+namespace weft {
+namespace chunk {
+namespace {
+
+constexpr int kWarp = 32;
+// A column is rescaled when its largest entry leaves [2^-40, 2^40], looked at every kRescaleSteps steps.
+constexpr int kRescaleSteps = 8;
+constexpr float kRescaleLow = 0x1p-40f, kRescaleHigh = 0x1p40f;
+// A chunk is redone where the terms of P g are this much larger than P g + v.
+constexpr float kCancellation = 16.0f;
+// Below this, entries of the column may have been flushed to zero between two looks.
+constexpr float kLostBelow = 0x1p-100f;
+
+__device__ __forceinline__ void load4(const float* p, float (&v)[4]) {
+  const float4 q = *reinterpret_cast<const float4*>(p);
+  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+}
+
+__device__ __forceinline__ void load4(const double* p, double (&v)[4]) {
+  const double2 q = reinterpret_cast<const double2*>(p)[0], r = reinterpret_cast<const double2*>(p)[1];
+  v[0] = q.x, v[1] = q.y, v[2] = r.x, v[3] = r.y;
+}
+
+// Asynchronous copies to shared memory. Loads into registers cannot run as far ahead: a warp has six scoreboards, and
+// waiting for one load then waits for younger ones too.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  const unsigned address = unsigned(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes));
+  }
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------- tensor cores
+// D += A B for 16 x 8 and 8 x 8 blocks on the tensor cores.
+__device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11, so
+// 22 remain. An inf or NaN survives in low.
+__device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
+  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  low = __float_as_uint(x - __uint_as_float(high));
+}
+
+// sum += rows * right for tiles of 16 rows and NB x NB blocks of which `right` is one row of blocks: al bh + ah bl + ah bh.
+// The tensor core cuts its sums off instead of rounding them: three products at most share an accumulator, and the rest
+// is added in fp32.
+template <int kTiles, int NB>
+__device__ __forceinline__ void add_product(float (&sum)[kTiles][NB][4], const float (&rows)[kTiles][4],
+                                            const unsigned (&high)[NB][2], const unsigned (&low)[NB][2]) {
+  unsigned ah[kTiles][4], al[kTiles][4];
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
+    split_tf32(rows[t][0], ah[t][0], al[t][0]);
+    split_tf32(rows[t][2], ah[t][1], al[t][1]);
+    split_tf32(rows[t][1], ah[t][2], al[t][2]);
+    split_tf32(rows[t][3], ah[t][3], al[t][3]);
+  }
+  float part[kTiles][NB][4] = {};
+#pragma unroll
+  for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], al[t], high[nb]);
+#pragma unroll
+  for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], ah[t], low[nb]);
+#pragma unroll
+  for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], ah[t], high[nb]);
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[t][nb][i] += part[t][nb][i];
+}
+
+// ------------------------------------------------------------------------------------------------- maps of chunks
+// A map in memory, for kParts * HP states, padded with zeros: P column by column, v, and the columns' factors, powers of
+// two, negative where the column lost entries to underflow.
+template <int kParts_, int HP_>
+struct MapLayout {
+  static constexpr int kParts = kParts_, HP = HP_;
+  static constexpr int kStates = kParts * HP;
+  static constexpr int kOffset = kStates * kStates, kFactors = kOffset + kStates;
+  static constexpr int kStride = kFactors + kStates;
+};
+
+// kTiles tiles of 16 columns, transposed: row 16 t + 8 u + lane / 4 is a column, its elements 8 kb + 2 (lane % 4) + half
+// are in part[p][t][kb][2 u + half]. That is the accumulator of m16n8k8, and also its left operand: the accumulator's
+// columns 2 j and 2 j + 1 are with the lane that holds k = j and j + 4 of the operand, and k may be numbered at will as
+// long as the right operand agrees.
+template <int kParts, int kTiles, int NB>
+struct ColumnTiles {
+  float part[kParts][kTiles][NB][4];
+  int exponent[kTiles][2];
+  unsigned lost = 0, offsets = 0;  // a bit per (t, u)
+
+  __device__ __forceinline__ bool is_offset(int t, int u) const { return offsets >> (2 * t + u) & 1; }
+
+  // The identity's column; column kParts * HP is v and starts as zero.
+  template <int HP>
+  __device__ __forceinline__ void start(int t, int u, int column) {
+    exponent[t][u] = 0;
+    if (column == kParts * HP) offsets |= 1u << (2 * t + u);
+#pragma unroll
+    for (int p = 0; p < kParts; ++p)
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int k = kb * 8 + 2 * (int(threadIdx.x) % 4) + half;
+          part[p][t][kb][2 * u + half] = column == p * HP + k && k < HP ? 1.0f : 0.0f;
+        }
+  }
+
+  // `last`: every column is brought to [1, 2), so that what overflows later has really overflowed.
+  __device__ __forceinline__ void rescale(bool last) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int u = 0; u < 2; ++u) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int p = 0; p < kParts; ++p)
+#pragma unroll
+          for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) largest = fmaxf(largest, fabsf(part[p][t][kb][2 * u + half]));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+        if (is_offset(t, u)) continue;
+        if (largest < kLostBelow) lost |= 1u << (2 * t + u);
+        const bool outside = largest < kRescaleLow || largest > kRescaleHigh || last;
+        if (outside && largest >= 0x1p-126f && largest < 0x1p127f) {
+          const int e = binary_exponent(largest);
+          const float factor = __int_as_float((127 - e) << 23);
+          exponent[t][u] += e;
+#pragma unroll
+          for (int p = 0; p < kParts; ++p)
+#pragma unroll
+            for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+              for (int half = 0; half < 2; ++half) part[p][t][kb][2 * u + half] *= factor;
+        }
+      }
+  }
+
+  template <int HP>
+  __device__ __forceinline__ void store(int t, int u, int column, float* map) const {
+    using Map = MapLayout<kParts, HP>;
+    const int j = threadIdx.x % 4;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p)
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb) {
+        const int k = kb * 8 + 2 * j;
+        if (k < HP)  // v lies right behind P's columns
+          *reinterpret_cast<float2*>(map + column * Map::kStates + p * HP + k) =
+              make_float2(part[p][t][kb][2 * u], part[p][t][kb][2 * u + 1]);
+      }
+    if (j == 0 && column < Map::kStates) {
+      // Beyond float's range the factor is inf or 0, and the chunk is redone where that matters.
+      const int e = exponent[t][u];
+      const float factor = e > 127 ? INFINITY : e < -126 ? 0.0f : __int_as_float((e + 127) << 23);
+      map[Map::kFactors + column] = (lost >> (2 * t + u) & 1) || e < -126 ? -factor : factor;
+    }
+  }
+};
+
+constexpr int kBoundaryStages = 4;
+template <typename Map>
+constexpr int kBoundaryElements = kBoundaryStages * Map::kStride + 2 * Map::kStates;  // of shared memory
+
+// One warp takes a vector through `count` maps, x <- P x + v, and stores it before each and after the last. Lane i holds
+// element i (xh), and element HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps arrive three
+// ahead of their use by asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk make of them.
+template <typename Map, typename Redo>
+__device__ __forceinline__ void carry_through_chunks(int count, const float* from, int64_t map_step, float* start,
+                                                     int64_t start_step, int H, float& xh, float& xc, float* shared,
+                                                     const Redo& redo) {
+  constexpr int kParts = Map::kParts, HP = Map::HP, S = Map::kStates, kStages = kBoundaryStages;
+  const int lane = threadIdx.x % kWarp, unit = min(lane, H - 1);
+  float* const stages = shared;
+  float* exchange = shared + kStages * Map::kStride;
+  for (int k = lane; k < 2 * S; k += kWarp) exchange[k] = 0.0f;  // the padding stays zero
+
+  from += 4 * lane;
+  start += unit;
+  int fetched = 0;
+  auto fetch = [&]() {
+    if (fetched < count) {
+      float* to = stages + fetched % kStages * Map::kStride + 4 * lane;
+#pragma unroll
+      for (int k = 0; k < Map::kStride / 4; k += kWarp)
+        if (k + lane < Map::kStride / 4) copy_async<16>(to + 4 * k, from + 4 * k);
+    }
+    copy_commit();
+    from += map_step;
+    ++fetched;
+  };
+  for (int d = 1; d < kStages; ++d) fetch();
+#pragma unroll 1
+  for (int done = 0; done < count; ++done, start += start_step) {
+    start[0] = xh;
+    if constexpr (kParts == 2) start[HP] = xc;
+    copy_wait<kStages - 2>();
+    __syncwarp();
+    const float* map = stages + done % kStages * Map::kStride + unit;
+    const float factor_h = map[Map::kFactors], factor_c = kParts == 2 ? map[Map::kFactors + S - HP] : 0.0f;
+    exchange[unit] = xh * fabsf(factor_h);
+    if constexpr (kParts == 2) exchange[HP + unit] = xc * fabsf(factor_c);
+    float sum[kParts][4] = {}, magnitude[kParts] = {};
+    float column[kParts][S];  // read before the barrier that the exchange waits for
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      sum[p][0] = map[Map::kOffset + p * HP];
+#pragma unroll
+      for (int k = 0; k < S; ++k) column[p][k] = map[k * S + p * HP];
+    }
+    __syncwarp();
+    fetch();  // into a stage that was read before the barrier
+#pragma unroll
+    for (int k = 0; k < S; k += 4) {
+      float v[4];
+      load4(exchange + k, v);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int p = 0; p < kParts; ++p) {
+          sum[p][i] = fmaf(column[p][k + i], v[i], sum[p][i]);
+          magnitude[p] += fabsf(column[p][k + i] * v[i]);
+        }
+    }
+    const float next_h = (sum[0][0] + sum[0][1]) + (sum[0][2] + sum[0][3]);
+    float next_c = 0.0f;
+    if constexpr (kParts == 2) next_c = (sum[1][0] + sum[1][1]) + (sum[1][2] + sum[1][3]);
+
+    // Redo the chunk where the map says less than the steps would: the result is not finite; its terms cancel so far
+    // that the error of P, relative to them, shows; or a column lost entries below 2^-100 of its scale (the sign bit of
+    // its factor; a factor of 0 stands for less than 2^-126) that could still be seen.
+    auto at_stake = [](float x, float factor) {
+      const float lost = signbit(factor) ? fabsf(x) * fmaxf(fabsf(factor), 0x1p-126f) * 0x1p-90f : 0.0f;
+      return lost > 0x1p-126f ? lost * (kCancellation * 0x1p23f) : 0.0f;
+    };
+    float terms = magnitude[0] + at_stake(xh, factor_h);
+    if constexpr (kParts == 2) terms = fmaxf(terms, magnitude[1] + at_stake(xc, factor_c));
+    // Non-negative floats order as their bits do, inf and NaN above all.
+    const unsigned bits = max(__float_as_uint(fabsf(next_h)), __float_as_uint(fabsf(next_c)));
+    const unsigned largest = __reduce_max_sync(~0u, bits);
+    const float largest_terms = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(terms)));
+    if ((largest >= 0x7f800000u || largest_terms > kCancellation * __uint_as_float(largest)) &&
+        __all_sync(~0u, isfinite(xh) && isfinite(xc))) {
+      redo(done);
+    } else {
+      xh = next_h, xc = next_c;
+    }
+    exchange = shared + kStages * Map::kStride + (done & 1 ? 0 : S);
+  }
+  copy_wait<0>();
+  start[0] = xh;
+  if constexpr (kParts == 2) start[HP] = xc;
+}
+
+}  // namespace
+}  // namespace chunk
+}  // namespace weft

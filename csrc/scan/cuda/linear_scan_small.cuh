@@ -1,0 +1,367 @@
+// Kernels of the dense linear_scan for H <= 32, x[t] = A[t] x[t-1] + b[t].
+//
+// T is cut into chunks of L steps (see chunk.cuh):
+//
+//   1. products: one warp per (chunk, batch) multiplies the chunk's map, P and v, by A[t] on the tensor cores in split
+//      TF32. H^2 (H + 1) FMA per step; A is read once.
+//   2. boundaries: one warp per batch row takes x through the maps, about 0.25 us per chunk.
+//   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
+//      element i, x is exchanged through shared memory. A is read a second time.
+//
+// With one chunk, the replay is all there is: the sequential recurrence, about 0.15 us per step. A[t] and b[t] arrive by
+// asynchronous copies, three steps before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160.
+// Floor: two reads of A (one read where one chunk is enough).
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "common/launch.cuh"
+#include "scan/cuda/chunk.cuh"
+#include "scan/cuda/linear_scan_small.h"
+
+namespace weft::scan {
+
+namespace {
+
+using namespace weft::chunk;
+
+template <typename T>
+using State = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ __forceinline__ float to_state(float x) { return x; }
+__device__ __forceinline__ double to_state(double x) { return x; }
+__device__ __forceinline__ float to_state(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_state(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <typename T>
+__device__ __forceinline__ T from_state(State<T> x) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+
+// A ring of kStages steps of one batch row in shared memory: A[t] as it lies in memory, `lines` of H contiguous elements,
+// and b[t]. Copies are as wide as pointers and strides allow; a width below 4 bytes has no asynchronous copy.
+template <typename T, int HP, int kStride_, int kStages>
+struct StepRing {
+  static constexpr int kStride = kStride_;
+  // The widest copy whose destinations are aligned.
+  static constexpr int kMaxWidth = kStride * sizeof(T) % 16 == 0 ? 16 : kStride * sizeof(T) % 8 == 0 ? 8 : 4;
+  static constexpr int kElements = (HP * kStride + HP + 15) / 16 * 16;
+  static constexpr int kBytes = kStages * kElements * int(sizeof(T));
+
+  T* stages;
+  const char *A, *b;
+  int64_t A_step, b_step, line_step;  // bytes
+  int lane, H, width, ahead = 0, steps;
+
+  __device__ __forceinline__ StepRing(const LinearScan& scan, T* shared, int64_t batch, int64_t first, int steps_)
+      : stages(shared), steps(steps_) {
+    lane = threadIdx.x % kWarp;
+    H = int(scan.H);
+    const int64_t size = sizeof(T);
+    A_step = scan.A_t * size, b_step = scan.b_t * size;
+    line_step = (scan.A_col == 1 ? scan.A_row : scan.A_col) * size;
+    A = static_cast<const char*>(scan.A) + (first * scan.A_t + batch * scan.A_b) * size;
+    b = static_cast<const char*>(scan.b) + (first * scan.b_t + batch * scan.b_b) * size;
+    // Anything that must be a multiple of the width.
+    const uint64_t odd = uint64_t(A) | uint64_t(A_step) | uint64_t(line_step) | uint64_t(H * size) | uint64_t(b) |
+                         uint64_t(b_step);
+    width = min(odd % 16 == 0 ? 16 : odd % 8 == 0 ? 8 : odd % 4 == 0 ? 4 : 2, kMaxWidth);
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void copy(T* to) {
+    constexpr int kPer = kWidth / int(sizeof(T));  // elements
+    if constexpr (kPer > 0) {
+      const int per_line = H / kPer;
+      for (int at = lane; at < H * per_line; at += kWarp) {
+        const int line = at / per_line, place = at % per_line;
+        copy_one<kWidth>(to + line * kStride + place * kPer, A + line * line_step + place * kWidth);
+      }
+      for (int at = lane; at < per_line; at += kWarp) copy_one<kWidth>(to + HP * kStride + at * kPer, b + at * kWidth);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void copy_one(T* to, const char* from) {
+    if constexpr (kWidth >= 4) {
+      copy_async<kWidth>(to, from);
+    } else {
+      *to = *reinterpret_cast<const T*>(from);
+    }
+  }
+
+  __device__ __forceinline__ void fetch() {
+    if (ahead < steps) {
+      T* to = stages + ahead % kStages * kElements;
+      if (width == 16) {
+        copy<16>(to);
+      } else if (width == 8) {
+        copy<8>(to);
+      } else if (width == 4) {
+        copy<4>(to);
+      } else {
+        copy<2>(to);
+      }
+      A += A_step, b += b_step;
+    }
+    copy_commit();
+    ++ahead;
+  }
+
+  // The padding of lines and of lines' ends must read as zero.
+  __device__ __forceinline__ void start() {
+    for (int at = lane; at < kStages * kElements; at += kWarp) stages[at] = from_state<T>(0);
+    __syncwarp();
+    for (int d = 0; d < kStages - 1; ++d) fetch();
+  }
+
+  __device__ __forceinline__ const T* wait(int step) {
+    copy_wait<kStages - 2>();
+    __syncwarp();
+    return stages + step % kStages * kElements;
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void load_state4(const T* p, State<T> (&v)[4]) {
+  if constexpr (sizeof(T) == 2) {
+    const uint2 raw = *reinterpret_cast<const uint2*>(p);
+    const T* q = reinterpret_cast<const T*>(&raw);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = to_state(q[i]);
+  } else {
+    load4(p, v);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------ 3. replay
+// Lines of 4 (4-byte) or 2 (2-byte elements) times an odd number of banks: a lane per line reads four elements at a time
+// without conflict.
+template <typename T, int HP>
+using ReplayRing = StepRing<T, HP, HP == 20 ? 20 : HP + 4, 4>;
+
+template <typename T, int HP, bool kTransposed, bool kWrite>
+__device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t batch, int64_t first, int steps,
+                                             State<T>& x, char* shared) {
+  using Ring = ReplayRing<T, HP>;
+  const int lane = threadIdx.x % kWarp, unit = min(lane, int(scan.H) - 1);
+  Ring ring(scan, reinterpret_cast<T*>(shared), batch, first, steps);
+  State<T>* exchange = reinterpret_cast<State<T>*>(shared + Ring::kBytes);
+  for (int k = lane; k < 2 * HP; k += kWarp) exchange[k] = State<T>(0);
+  ring.start();
+  T* out = static_cast<T*>(const_cast<void*>(static_cast<const void*>(scan.out))) + first * scan.out_t +
+           batch * scan.out_b + unit;
+  const bool from_nothing = first == 0 && !scan.x0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    exchange[unit] = x;
+    const T* A = ring.wait(step);  // its barrier also shows x
+    State<T> sum[4] = {};
+    if (!(from_nothing && step == 0)) {
+#pragma unroll
+      for (int k = 0; k < HP; k += 4) {
+        State<T> a[4], v[4];
+        load4(exchange + k, v);
+        if constexpr (kTransposed) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = to_state(A[(k + i) * Ring::kStride + unit]);
+        } else {
+          load_state4(A + unit * Ring::kStride + k, a);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] += a[i] * v[i];
+      }
+    }
+    x = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + to_state(A[HP * Ring::kStride + unit]);
+    ring.fetch();  // into the stage of the step before
+    if (kWrite) {
+      *out = from_state<T>(x);
+      out += scan.out_t;
+    }
+    exchange = reinterpret_cast<State<T>*>(shared + Ring::kBytes) + (step & 1 ? 0 : HP);
+  }
+  copy_wait<0>();
+  __syncwarp();
+}
+
+template <typename T, int HP>
+constexpr int kReplayBytes = ReplayRing<T, HP>::kBytes + 2 * HP * int(sizeof(State<T>));
+
+template <typename T, int HP, bool kTransposed>
+__global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, SmallPlan plan, const float* starts) {
+  extern __shared__ float4 dynamic4[];
+  const int warp = threadIdx.x / kWarp;
+  const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
+  if (id >= plan.chunks * scan.B) return;
+  const int64_t chunk = id / scan.B, batch = id % scan.B;
+  const int unit = min(int(threadIdx.x) % kWarp, int(scan.H) - 1);
+  State<T> x = State<T>(0);
+  if (chunk > 0) {
+    x = starts[id * HP + unit];
+  } else if (scan.x0) {
+    x = to_state(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]);
+  }
+  const int64_t first = chunk * plan.length;
+  replay_steps<T, HP, kTransposed, true>(scan, batch, first, int(min(plan.length, scan.T - first)), x,
+                                         reinterpret_cast<char*>(dynamic4) + warp * kReplayBytes<T, HP>);
+}
+
+// -------------------------------------------------------------------------------------------------- 2. boundaries
+template <typename T, int HP, bool kTransposed>
+__device__ __noinline__ float redo_chunk(const LinearScan& scan, int64_t batch, int64_t first, int steps, float x,
+                                         char* shared) {
+  replay_steps<T, HP, kTransposed, false>(scan, batch, first, steps, x, shared);
+  return x;
+}
+
+template <typename T, int HP, bool kTransposed>
+__global__ void __launch_bounds__(kWarp)
+    boundary_kernel(LinearScan scan, SmallPlan plan, const float* maps, float* starts) {
+  using Map = MapLayout<1, HP>;
+  extern __shared__ float4 dynamic4[];
+  float* const shared = reinterpret_cast<float*>(dynamic4);
+  const int64_t batch = blockIdx.x;
+  const int H = int(scan.H), unit = min(int(threadIdx.x), H - 1);
+  float x = scan.x0 ? to_state(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]) : 0.0f, none = 0.0f;
+  carry_through_chunks<Map>(int(plan.chunks - 1), maps + batch * Map::kStride, scan.B * Map::kStride,
+                            starts + batch * HP, scan.B * HP, H, x, none, shared, [&](int done) {
+                              x = redo_chunk<T, HP, kTransposed>(
+                                  scan, batch, done * plan.length, int(plan.length), x,
+                                  reinterpret_cast<char*>(shared + kBoundaryElements<Map>));
+                            });
+}
+
+// ---------------------------------------------------------------------------------------------------- 1. products
+// Lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of elements at 8
+// lines by 4 places, meet no conflict.
+template <typename T, int HP>
+using ProductRing = StepRing<T, HP, HP == 8 ? 8 : HP == 32 ? 40 : 24, 4>;
+
+template <typename T, int HP, bool kTransposed>
+__global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
+  using Ring = ProductRing<T, HP>;
+  constexpr int NB = (HP + 7) / 8, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
+  __shared__ alignas(16) T shared[Ring::kBytes / sizeof(T)];
+  const int lane = threadIdx.x, quad = lane / 4, j = lane % 4;
+  const int64_t chunk = int64_t(blockIdx.x) / scan.B, batch = int64_t(blockIdx.x) % scan.B;
+  const int64_t first = chunk * plan.length;
+  const int steps = int(plan.length);
+  Ring ring(scan, shared, batch, first, steps);
+  ring.start();
+
+  ColumnTiles<1, kTiles, NB> tiles;
+  auto column_of = [&](int t, int u) { return 16 * t + 8 * u + quad; };
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) tiles.template start<HP>(t, u, column_of(t, u));
+  auto& p = tiles.part[0];
+  const bool from_nothing = first == 0 && !scan.x0;
+
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    const T* A = ring.wait(step);
+    float sum[kTiles][NB][4] = {};
+    // A row of blocks of the right operand, A^T: element (k, n) is A[n][k].
+#pragma unroll
+    for (int kb = 0; kb < NB; ++kb) {
+      unsigned high[NB][2], low[NB][2];
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb) {
+        float a[2];
+        const int k = kb * 8 + 2 * j, n = nb * 8 + quad;
+        // HP = 20 has blocks that reach over its end.
+        const bool inside = HP % 8 == 0 || (k < HP && n < HP);
+        if constexpr (kTransposed) {
+          a[0] = inside ? to_state(A[k * Ring::kStride + n]) : 0.0f;
+          a[1] = inside ? to_state(A[(k + 1) * Ring::kStride + n]) : 0.0f;
+        } else {
+          a[0] = inside ? to_state(A[n * Ring::kStride + k]) : 0.0f;
+          a[1] = inside ? to_state(A[n * Ring::kStride + k + 1]) : 0.0f;
+        }
+        split_tf32(a[0], high[nb][0], low[nb][0]);
+        split_tf32(a[1], high[nb][1], low[nb][1]);
+      }
+      float rows[kTiles][4];
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) rows[t][i] = p[t][kb][i];
+      add_product(sum, rows, high, low);
+    }
+    const T* b = A + HP * Ring::kStride;
+    // The first step without x0 does not look at A: P and v forget what they were.
+    const bool forget = from_nothing && step == 0;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int k = nb * 8 + 2 * j + i % 2;
+          float next = forget ? 0.0f : sum[t][nb][i];
+          // v is column HP, in the last tile.
+          if (t == kTiles - 1 && tiles.is_offset(t, i / 2) && k < HP) next += to_state(b[k]);
+          p[t][nb][i] = next;
+        }
+    ring.fetch();
+    if (step % kRescaleSteps == kRescaleSteps - 1 || step == steps - 1) tiles.rescale(step == steps - 1);
+  }
+  copy_wait<0>();
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int u = 0; u < 2; ++u)
+      if (column_of(t, u) <= HP)
+        tiles.template store<HP>(t, u, column_of(t, u), maps + int64_t(blockIdx.x) * MapLayout<1, HP>::kStride);
+}
+
+// ------------------------------------------------------------------------------------------------------- launchers
+template <typename T, int HP, bool kTransposed>
+void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
+  float *maps = static_cast<float*>(workspace), *starts = nullptr;
+  if constexpr (!std::is_same_v<T, double>) {
+    if (plan.chunks > 1) {
+      using Map = MapLayout<1, HP>;
+      starts = maps + (plan.chunks - 1) * scan.B * Map::kStride;
+      launch("linear_scan_products", product_kernel<T, HP, kTransposed>, dim3((plan.chunks - 1) * scan.B),
+             dim3(kWarp), 0, stream, scan, plan, maps);
+      launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed>, dim3(scan.B), dim3(kWarp),
+             sizeof(float) * kBoundaryElements<Map> + kReplayBytes<T, HP>, stream, scan, plan, maps, starts);
+    }
+  }
+  const int64_t warps = plan.chunks * scan.B;
+  const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
+  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed>, dim3((warps + per_block - 1) / per_block),
+         dim3(per_block * kWarp), per_block * kReplayBytes<T, HP>, stream, scan, plan, starts);
+}
+
+template <typename T, int HP>
+void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
+  if (scan.A_col == 1) {
+    run<T, HP, false>(scan, plan, workspace, stream);
+  } else {
+    run<T, HP, true>(scan, plan, workspace, stream);
+  }
+}
+
+}  // namespace
+
+template <typename T>
+void run_linear_scan_small(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
+  if (scan.H <= 8) return run<T, 8>(scan, plan, workspace, stream);
+  if (scan.H <= 16) return run<T, 16>(scan, plan, workspace, stream);
+  if (scan.H <= 20) return run<T, 20>(scan, plan, workspace, stream);
+  if (scan.H <= 24) return run<T, 24>(scan, plan, workspace, stream);
+  return run<T, 32>(scan, plan, workspace, stream);
+}
+
+}  // namespace weft::scan

@@ -1,0 +1,15 @@
+// What the files of the dense linear_scan for H <= 32 share: a plan, and one instance of the kernels per dtype.
+#pragma once
+#include "scan/cuda/linear_scan.h"
+
+namespace weft::scan {
+
+// Chunk c holds steps [c L, (c + 1) L), the last what remains; its map is not needed.
+struct SmallPlan {
+  int64_t chunks, length;
+};
+
+template <typename T>
+void run_linear_scan_small(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream);
+
+}  // namespace weft::scan
