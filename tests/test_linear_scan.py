@@ -643,6 +643,98 @@ def test_graph_replay_of_chaotic_states(layout: str) -> None:
         assert chaotic_error(x.cpu(), linear_scan_reference(*wide(*chaos))) < chaotic_bound(T)
 
 
+# Sizes of the kernels for middle H and of the levels above it, of which SAMPLES has a few short ones. Most of those
+# with B = 1 are cut into chunks.
+TALL = [
+    *(Sample(T, B, H, reverse=T > 40, transpose=H % 2 == 0) for H in (33, 64, 75) for T, B in [(40, 4), (300, 1)]),
+    *(Sample(T, B, H, reverse=T < 300, transpose=H % 3 == 1) for H in (100, 128) for T, B in [(41, 2), (300, 1)]),
+    *(Sample(300, 1, H, x0=False, transpose=H == 128) for H in (33, 64, 96, 128)),
+    *(Sample(300, 3, H, "shared", x0=H > 75, reverse=H > 64, transpose=H == 75) for H in (33, 64, 75, 128)),
+    *(Sample(T, B, 160, transpose=T == 41, reverse=B == 1) for T, B in [(41, 4), (300, 1)]),
+    Sample(300, 4, 160, "shared", x0=False, transpose=True),
+    Sample(1000, 1, 64, reverse=True),
+    Sample(1000, 1, 128, transpose=True),
+    Sample(1000, 1, 160, x0=False),
+]
+tall = pytest.mark.parametrize("sample", TALL, ids=str)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@tall
+def test_tall_states_and_gradients(sample: Sample, dtype: torch.dtype) -> None:
+    inputs = sample.inputs(dtype, "cuda")
+    weight = torch.randn(inputs[1].shape, dtype=torch.float64).to(device="cuda", dtype=dtype)
+    with poisoned():
+        x, got = run(inputs, sample.flags, weight)
+        again = run(inputs, sample.flags, weight)
+    x_want, want = run(wide(*inputs), sample.flags, weight.cpu().double(), linear_scan_reference)
+    assert_close(x, x_want)
+    assert torch.equal(x, again[0])
+    for g, other in zip(got, again[1], strict=True):
+        assert torch.equal(g, other)
+    gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("view", [_batch_first, _off_by_one, _inner, _matrices_by_columns])
+@pytest.mark.parametrize("H", [64, 75, 128])
+def test_tall_strides(view, H: int, dtype: torch.dtype) -> None:
+    sample = Sample(300, 1, H, reverse=H == 75)
+    inputs = sample.inputs(dtype, "cuda")
+    with poisoned():
+        x = linear_scan(*(view(t) for t in inputs), **sample.flags)
+    assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", CHAOS)
+@pytest.mark.parametrize(("T", "B", "H"), [(900, 1, 33), (900, 1, 64), (500, 2, 100), (900, 1, 128), (900, 1, 160)])
+def test_tall_chaotic_states(T, B, H, kind: str, reverse: bool, transpose: bool) -> None:
+    A, b, x0 = (t.float() for t in chaotic(kind, T, B, H, "dense"))
+    if reverse:
+        A, b = A.flip(0), b.flip(0)
+    want = linear_scan_reference(*wide(A, b, x0), reverse=reverse, transpose=transpose)
+    x = linear_scan(*(t.cuda() for t in (A, b, x0)), reverse=reverse, transpose=transpose).cpu()
+    assert chaotic_error(x, want) < chaotic_bound(T)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["A", "b", "x0"])
+@pytest.mark.parametrize("H", [40, 64, 96, 128, 160])
+def test_a_bad_tall_row_stays_alone(H: int, where: str, bad: float) -> None:
+    A, b, x0 = Sample(800, 2, H).inputs(torch.float32, "cuda")
+    clean = linear_scan(A, b, x0)
+    at = 0 if where == "x0" else 400
+    {"A": A[at], "b": b[at], "x0": x0}[where][1] = bad
+    x = linear_scan(A, b, x0)
+    assert torch.equal(x[:, 0], clean[:, 0])
+    assert torch.equal(x[:at, 1], clean[:at, 1])
+    assert not x[at:, 1].isfinite().any(dim=-1).all(), "it flows through its own row"
+    if bad != bad:
+        assert x[at:, 1].isnan().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("H", [64, 128, 160])
+def test_graph_replay_of_tall_chaotic_states(H: int) -> None:
+    static = [t.cuda() for t in Sample(600, 1, H).inputs(torch.float32)]
+    linear_scan(*static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = linear_scan(*static)
+    for kind in CHAOS:
+        chaos = [t.float() for t in chaotic(kind, 600, 1, H, "dense")]
+        for t, source in zip(static, chaos, strict=True):
+            t.copy_(source)
+        graph.replay()
+        assert chaotic_error(x.cpu(), linear_scan_reference(*wide(*chaos))) < chaotic_bound(600)
+
+
 @pytest.mark.cuda
 def test_tf32_is_never_used() -> None:
     before = torch.backends.cuda.matmul.allow_tf32

@@ -53,9 +53,6 @@ Described describe(Problem problem, const at::Tensor& out);
 void linear_scan_cpu(const Problem& problem, const at::Tensor& out);
 void linear_scan_cuda(const Problem& problem, const at::Tensor& out);
 
-// The dense scan for H > kMiddleMaxH by levels of batched GEMMs (cuBLAS through ATen), CUDA tensors.
-void linear_scan_large_cuda(const Problem& problem, const at::Tensor& out);
-
 // The two operators on either device: checks and allocation around one of the functions above.
 using ScanInto = void (*)(const Problem&, const at::Tensor&);
 at::Tensor linear_scan_forward(ScanInto scan, const at::Tensor& A, const at::Tensor& b,

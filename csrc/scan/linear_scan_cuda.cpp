@@ -1,50 +1,22 @@
-// linear_scan on CUDA: choice of algorithm, workspace, registration. The dense step loop at the end is the readable
-// fallback; every other route is a kernel under cuda/.
-#include <ATen/Context.h>
+// linear_scan on CUDA: choice of algorithm, workspace, registration.
 #include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/baddbmm.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "scan/cuda/linear_scan.h"
 #include "scan/linear_scan.h"
+#include "scan/linear_scan_levels.h"
 
 namespace weft::scan {
 namespace {
 
-enum class Algorithm { diagonal, small, middle, large, sequential };
-
-// A scan over dense matrices costs about H times the work of the recurrence. Below these lengths the steps one after
-// the other are as fast.
-constexpr int64_t kLargeMinT = 64;
+enum class Algorithm { diagonal, small, middle, large };
 
 Algorithm choose(const Described& d) {
   if (d.problem.diagonal) return Algorithm::diagonal;
   if (d.args.H <= kSmallMaxH) return Algorithm::small;
-  if (d.args.H <= kMiddleMaxH) return Algorithm::middle;
-  return d.args.T >= kLargeMinT ? Algorithm::large : Algorithm::sequential;
-}
-
-// x[t] = A[t] x[t-1] + b[t] by one batched product per step.
-void sequential(const Problem& p, const at::Tensor& out) {
-  const int64_t T = p.b.size(0), B = p.b.size(1), H = p.b.size(2);
-  // The state is carried in fp32 for fp16 and bf16; their matrices are widened step by step.
-  const auto accumulate = p.b.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const at::NoTF32Guard no_tf32;
-  at::Tensor x;
-  if (p.x0.defined()) x = p.x0.to(accumulate).unsqueeze(-1);
-  for (int64_t i = 0; i < T; ++i) {
-    const int64_t t = p.reverse ? T - 1 - i : i;
-    const at::Tensor b = p.b.select(0, t).to(accumulate).unsqueeze(-1);
-    if (x.defined()) {
-      const at::Tensor A = p.A.select(0, t).to(accumulate);
-      x = at::baddbmm(b, (p.transpose ? A.transpose(1, 2) : A).expand({B, H, H}), x);
-    } else {
-      x = b;
-    }
-    out.select(0, t).copy_(x.squeeze(-1));
-  }
+  return d.args.H <= kMiddleMaxH ? Algorithm::middle : Algorithm::large;
 }
 
 template <typename Size, typename Launch>
@@ -79,16 +51,13 @@ void linear_scan_cuda(const Problem& problem, const at::Tensor& out) {
     case Algorithm::small:
       return run_kernel(d.args, out, linear_scan_small_workspace_bytes, linear_scan_small);
 #endif
-#if __has_include("scan/cuda/linear_scan_middle.cu")
     case Algorithm::middle:
       return run_kernel(d.args, out, linear_scan_middle_workspace_bytes, linear_scan_middle);
-#endif
-#if __has_include("scan/linear_scan_large_cuda.cpp")
-    case Algorithm::large:
-      return linear_scan_large_cuda(problem, out);
-#endif
-    default:
-      return sequential(problem, out);
+    default: {
+      const Problem& p = d.problem;
+      const auto x0 = p.x0.defined() ? std::optional(p.x0) : std::nullopt;
+      out.copy_(linear_scan_levels(p.A, p.b, x0, p.reverse, p.transpose));
+    }
   }
 }
 

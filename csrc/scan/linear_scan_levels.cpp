@@ -158,10 +158,6 @@ at::Tensor run_chunks(const Problem& p, at::Tensor state, int64_t begin, int64_t
 
 }  // namespace
 
-bool linear_scan_levels_pays(int64_t T, int64_t B, int64_t H) {
-  return T > 1 && choose_chunks(T, B, H) > 1;
-}
-
 namespace levels {
 
 at::Tensor linear_scan_levels(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,

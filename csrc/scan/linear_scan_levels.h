@@ -7,13 +7,11 @@
 
 namespace weft::scan {
 
-// Whether the scan beats one small product per step. It costs H times the arithmetic of the steps, in fp64, so it can
-// pay only where the steps are bound by launches: small B, long T, H of a few hundred.
-bool linear_scan_levels_pays(int64_t T, int64_t B, int64_t H);
-
 // A: (T, B, H, H), or (T, 1, H, H) shared by the batch; b: (T, B, H); x0: (B, H) or nothing for zeros, A[0] (with
 // `reverse` A[T-1]) is then not read. Checked by the caller. Returns x (T, B, H), contiguous, in b's dtype. Any device,
-// no host synchronisation. Scans where that pays, steps otherwise and always in fp64 (see the source for why).
+// no host synchronisation. A scan costs H times the arithmetic of the steps, in fp64, so it can pay only where the
+// steps are bound by launches: small B, long T, H of a few hundred. Elsewhere, and always for fp64, this runs step by
+// step.
 at::Tensor linear_scan_levels(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,
                               bool reverse, bool transpose);
 

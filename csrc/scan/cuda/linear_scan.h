@@ -25,7 +25,7 @@ constexpr int64_t kSmallMaxH = 32;
 size_t linear_scan_small_workspace_bytes(const LinearScan& scan);
 void linear_scan_small(const LinearScan& scan, void* workspace, cudaStream_t stream);
 
-// Dense A, kSmallMaxH < H <= kMiddleMaxH: tensor cores, three TF32 products for one fp32 product.
+// Dense A, kSmallMaxH < H <= kMiddleMaxH: tensor cores, an fp32 number being the sum of three bf16 numbers.
 constexpr int64_t kMiddleMaxH = 128;
 size_t linear_scan_middle_workspace_bytes(const LinearScan& scan);
 void linear_scan_middle(const LinearScan& scan, void* workspace, cudaStream_t stream);
