@@ -8,14 +8,11 @@
 
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan_small.h"
+#include "scan/cuda/padding.h"
 
 namespace weft::scan {
 
 namespace {
-
-int64_t padded(int64_t H) {
-  return H <= 8 ? 8 : H <= 16 ? 16 : H <= 20 ? 20 : H <= 24 ? 24 : 32;
-}
 
 // Microseconds on an H200 at H = 20: a step of a replaying warp alone; a chunk at the boundary; a step of the product,
 // alone and per (chunk, batch) where the chip is full; two more launches.
@@ -49,8 +46,8 @@ size_t linear_scan_small_workspace_bytes(const LinearScan& scan) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return 0;
   const SmallPlan plan = plan_of(scan);
   if (plan.chunks == 1) return 0;
-  const int64_t H = padded(scan.H), map = H * H + 2 * H;
-  return size_t((plan.chunks - 1) * scan.B * map + plan.chunks * scan.B * H) * sizeof(float);
+  const int64_t H = padded_hidden(scan.H);
+  return size_t((plan.chunks - 1) * scan.B * map_floats(H) + plan.chunks * scan.B * H) * sizeof(float);
 }
 
 void linear_scan_small(const LinearScan& scan, void* workspace, cudaStream_t stream) {

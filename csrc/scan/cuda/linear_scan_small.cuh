@@ -8,8 +8,8 @@
 //   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
 //      element i, x is exchanged through shared memory. A is read a second time.
 //
-// With one chunk, the replay is all there is: the sequential recurrence, about 0.15 us per step. A[t] and b[t] arrive by
-// asynchronous copies, three steps before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160.
+// With one chunk, the replay is all there is: the sequential recurrence, about 0.15 us per step. A[t] and b[t] arrive
+// by asynchronous copies, three steps before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160.
 // Floor: two reads of A (one read where one chunk is enough).
 #pragma once
 #include <cuda_bf16.h>
@@ -31,10 +31,18 @@ using namespace weft::chunk;
 template <typename T>
 using State = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-__device__ __forceinline__ float to_state(float x) { return x; }
-__device__ __forceinline__ double to_state(double x) { return x; }
-__device__ __forceinline__ float to_state(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_state(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_state(float x) {
+  return x;
+}
+__device__ __forceinline__ double to_state(double x) {
+  return x;
+}
+__device__ __forceinline__ float to_state(__half x) {
+  return __half2float(x);
+}
+__device__ __forceinline__ float to_state(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
 template <typename T>
 __device__ __forceinline__ T from_state(State<T> x) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -46,8 +54,8 @@ __device__ __forceinline__ T from_state(State<T> x) {
   }
 }
 
-// A ring of kStages steps of one batch row in shared memory: A[t] as it lies in memory, `lines` of H contiguous elements,
-// and b[t]. Copies are as wide as pointers and strides allow; a width below 4 bytes has no asynchronous copy.
+// A ring of kStages steps of one batch row in shared memory: A[t] as it lies in memory, `lines` of H contiguous
+// elements, and b[t]. Copies are as wide as pointers and strides allow; a width below 4 bytes has no asynchronous copy.
 template <typename T, int HP, int kStride_, int kStages>
 struct StepRing {
   static constexpr int kStride = kStride_;
@@ -71,8 +79,8 @@ struct StepRing {
     A = static_cast<const char*>(scan.A) + (first * scan.A_t + batch * scan.A_b) * size;
     b = static_cast<const char*>(scan.b) + (first * scan.b_t + batch * scan.b_b) * size;
     // Anything that must be a multiple of the width.
-    const uint64_t odd = uint64_t(A) | uint64_t(A_step) | uint64_t(line_step) | uint64_t(H * size) | uint64_t(b) |
-                         uint64_t(b_step);
+    const uint64_t odd =
+        uint64_t(A) | uint64_t(A_step) | uint64_t(line_step) | uint64_t(H * size) | uint64_t(b) | uint64_t(b_step);
     width = min(odd % 16 == 0 ? 16 : odd % 8 == 0 ? 8 : odd % 4 == 0 ? 4 : 2, kMaxWidth);
   }
 
@@ -143,8 +151,8 @@ __device__ __forceinline__ void load_state4(const T* p, State<T> (&v)[4]) {
 }
 
 // ------------------------------------------------------------------------------------------------------ 3. replay
-// Lines of 4 (4-byte) or 2 (2-byte elements) times an odd number of banks: a lane per line reads four elements at a time
-// without conflict.
+// Lines of 4 (4-byte) or 2 (2-byte elements) times an odd number of banks: a lane per line reads four elements at a
+// time without conflict.
 template <typename T, int HP>
 using ReplayRing = StepRing<T, HP, HP == 20 ? 20 : HP + 4, 4>;
 
@@ -193,7 +201,7 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
 }
 
 template <typename T, int HP>
-constexpr int kReplayBytes = ReplayRing<T, HP>::kBytes + 2 * HP * int(sizeof(State<T>));
+constexpr int kReplayBytes = ReplayRing<T, HP>::kBytes + 2 * HP* int(sizeof(State<T>));
 
 template <typename T, int HP, bool kTransposed>
 __global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, SmallPlan plan, const float* starts) {
@@ -240,10 +248,14 @@ __global__ void __launch_bounds__(kWarp)
 }
 
 // ---------------------------------------------------------------------------------------------------- 1. products
-// Lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of elements at 8
-// lines by 4 places, meet no conflict.
+// Lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of elements
+// at 8 lines by 4 places, meet no conflict.
 template <typename T, int HP>
-using ProductRing = StepRing<T, HP, HP == 8 ? 8 : HP == 32 ? 40 : 24, 4>;
+using ProductRing = StepRing<T, HP,
+                             HP == 8    ? 8
+                             : HP == 32 ? 40
+                                        : 24,
+                             4>;
 
 template <typename T, int HP, bool kTransposed>
 __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
@@ -332,15 +344,15 @@ void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStr
     if (plan.chunks > 1) {
       using Map = MapLayout<1, HP>;
       starts = maps + (plan.chunks - 1) * scan.B * Map::kStride;
-      launch("linear_scan_products", product_kernel<T, HP, kTransposed>, dim3((plan.chunks - 1) * scan.B),
-             dim3(kWarp), 0, stream, scan, plan, maps);
-      launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed>, dim3(scan.B), dim3(kWarp),
+      launch("linear_scan_products", product_kernel<T, HP, kTransposed>, (plan.chunks - 1) * scan.B, dim3(kWarp), 0,
+             stream, scan, plan, maps);
+      launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed>, scan.B, dim3(kWarp),
              sizeof(float) * kBoundaryElements<Map> + kReplayBytes<T, HP>, stream, scan, plan, maps, starts);
     }
   }
   const int64_t warps = plan.chunks * scan.B;
   const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
-  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed>, dim3((warps + per_block - 1) / per_block),
+  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed>, (warps + per_block - 1) / per_block,
          dim3(per_block * kWarp), per_block * kReplayBytes<T, HP>, stream, scan, plan, starts);
 }
 
@@ -357,11 +369,18 @@ void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStr
 
 template <typename T>
 void run_linear_scan_small(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
-  if (scan.H <= 8) return run<T, 8>(scan, plan, workspace, stream);
-  if (scan.H <= 16) return run<T, 16>(scan, plan, workspace, stream);
-  if (scan.H <= 20) return run<T, 20>(scan, plan, workspace, stream);
-  if (scan.H <= 24) return run<T, 24>(scan, plan, workspace, stream);
-  return run<T, 32>(scan, plan, workspace, stream);
+  switch (padded_hidden(scan.H)) {
+    case 8:
+      return run<T, 8>(scan, plan, workspace, stream);
+    case 16:
+      return run<T, 16>(scan, plan, workspace, stream);
+    case 20:
+      return run<T, 20>(scan, plan, workspace, stream);
+    case 24:
+      return run<T, 24>(scan, plan, workspace, stream);
+    default:
+      return run<T, 32>(scan, plan, workspace, stream);
+  }
 }
 
 }  // namespace weft::scan

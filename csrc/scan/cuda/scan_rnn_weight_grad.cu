@@ -1,9 +1,9 @@
 // Weight and bias gradients of scan_rnn: dgates^T [h_prev | x | 1], one pass over T B rows.
 //
-// A product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most of the chip idle.
-// The rows are cut into slabs; a block takes a 32 x 32 tile of the result over one slab: 4 groups of 64 threads share the
-// rows, a thread owns 4 x 4 results, rows pass through shared memory. Partial sums are added by a second kernel, in
-// the order of the slabs, so two runs give the same bits. Cost: 16 shared-memory cycles per row and tile.
+// A product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most of the chip
+// idle. The rows are cut into slabs; a block takes a 32 x 32 tile of the result over one slab: 4 groups of 64 threads
+// share the rows, a thread owns 4 x 4 results, rows pass through shared memory. Partial sums are added by a second
+// kernel, in the order of the slabs, so two runs give the same bits. Cost: 16 shared-memory cycles per row and tile.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(ScanRnnShape shape, S
     }
   }
   __syncthreads();
-  float* partial = static_cast<float*>(a.workspace) +
-                   (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * (kTile * kTile);
+  float* partial = static_cast<float*>(a.workspace) + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * (kTile * kTile);
   for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) partial[i] = total[i];
 }
 
@@ -154,7 +153,8 @@ void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<flo
   const Plan p = plan(shape, args.I);
   const unsigned tiles = unsigned(p.tiles_m * p.tiles_n);
   launch("scan_rnn_weight_grad", partial_kernel, dim3(tiles, p.slabs), dim3(kThreads), 0, stream, shape, args, p);
-  launch("scan_rnn_weight_grad_sum", sum_kernel, dim3(tiles * kTile * kTile / 32), dim3(256), 0, stream, shape, args, p);
+  launch("scan_rnn_weight_grad_sum", sum_kernel, dim3(tiles * kTile * kTile / 32), dim3(256), 0, stream, shape, args,
+         p);
 }
 
 }  // namespace weft
