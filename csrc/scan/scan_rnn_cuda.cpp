@@ -26,7 +26,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Inputs up to this width share the weight-gradient kernel with the recurrent side; wider ones are GEMMs of their own.
+// Inputs up to this width share the weight-gradient kernel with the recurrent side, and have a kernel for their own
+// gradient; wider ones are GEMMs.
 constexpr int64_t kMaxFusedInputs = 128;
 
 Tensor in_type(const Tensor& t, at::ScalarType type) {
@@ -252,8 +253,16 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                          saved_cells, dgates, grad_h0, grad_c0, chunks, workspace);
   }
 
+  const bool narrow_input = mask[0] && has_kernel(s) && compute == at::kFloat && s.I > 0 && s.I <= kMaxFusedInputs;
+  if (narrow_input) by_gemm[0] = false;
   ScanRnnGrads grads = scan_rnn_parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih, b_hh, cell,
                                                 by_gemm, grad_h0, grad_c0);
+  if (narrow_input) {
+    const Tensor grad_input = at::empty({s.T, s.B, s.I}, options);
+    scan_rnn_input_grad(shape, static_cast<int>(s.I), pointer<float>(dgates), pointer<float>(in_type(w_ih, compute)),
+                        mutable_pointer<float>(grad_input), c10::cuda::getCurrentCUDAStream());
+    std::get<0>(grads) = grad_input.to(type);
+  }
   if (fused) {
     const Tensor x = fused_input ? in_type(input, compute) : Tensor();
     const int64_t rows = s.gates * s.H;

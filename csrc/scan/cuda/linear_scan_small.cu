@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <stdexcept>
 
@@ -53,6 +54,10 @@ size_t linear_scan_small_workspace_bytes(const LinearScan& scan) {
 void linear_scan_small(const LinearScan& scan, void* workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
   const SmallPlan plan = plan_of(scan);
+  const int64_t line = (scan.A_col == 1 ? scan.A_row : scan.A_col) * int64_t(element_size(scan.dtype));
+  if (std::abs(line) * scan.H > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("weft: linear_scan: the rows of one A[t] lie more than 2 GiB apart");
+  }
   if (plan.length >= std::numeric_limits<int>::max()) {
     throw std::runtime_error("weft: linear_scan: more than 2^31 - 2 steps in one chunk");
   }

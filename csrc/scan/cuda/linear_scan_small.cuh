@@ -64,10 +64,16 @@ struct StepRing {
   static constexpr int kElements = (HP * kStride + HP + 15) / 16 * 16;
   static constexpr int kBytes = kStages * kElements * int(sizeof(T));
 
+  // Pieces of A whose places a lane keeps in registers: all of them in copies of 16 bytes.
+  static constexpr int kMaxPieces = (HP * HP * int(sizeof(T)) / 16 + kWarp - 1) / kWarp;
+
   T* stages;
   const char *A, *b;
-  int64_t A_step, b_step, line_step;  // bytes
-  int lane, H, width, ahead = 0, steps;
+  int64_t A_step, b_step;  // bytes
+  // Where the lane's pieces lie, and where they go, in bytes from A[t] and from the stage: computed once, because a
+  // division per piece and step took longer than the step's arithmetic.
+  int from[kMaxPieces], to[kMaxPieces];
+  int lane, H, width, pieces, b_pieces, line_step, ahead = 0, steps;
 
   __device__ __forceinline__ StepRing(const LinearScan& scan, T* shared, int64_t batch, int64_t first, int steps_)
       : stages(shared), steps(steps_) {
@@ -75,48 +81,60 @@ struct StepRing {
     H = int(scan.H);
     const int64_t size = sizeof(T);
     A_step = scan.A_t * size, b_step = scan.b_t * size;
-    line_step = (scan.A_col == 1 ? scan.A_row : scan.A_col) * size;
+    line_step = int((scan.A_col == 1 ? scan.A_row : scan.A_col) * size);
     A = static_cast<const char*>(scan.A) + (first * scan.A_t + batch * scan.A_b) * size;
     b = static_cast<const char*>(scan.b) + (first * scan.b_t + batch * scan.b_b) * size;
     // Anything that must be a multiple of the width.
     const uint64_t odd =
         uint64_t(A) | uint64_t(A_step) | uint64_t(line_step) | uint64_t(H * size) | uint64_t(b) | uint64_t(b_step);
     width = min(odd % 16 == 0 ? 16 : odd % 8 == 0 ? 8 : odd % 4 == 0 ? 4 : 2, kMaxWidth);
-  }
-
-  template <int kWidth>
-  __device__ __forceinline__ void copy(T* to) {
-    constexpr int kPer = kWidth / int(sizeof(T));  // elements
-    if constexpr (kPer > 0) {
-      const int per_line = H / kPer;
-      for (int at = lane; at < H * per_line; at += kWarp) {
-        const int line = at / per_line, place = at % per_line;
-        copy_one<kWidth>(to + line * kStride + place * kPer, A + line * line_step + place * kWidth);
-      }
-      for (int at = lane; at < per_line; at += kWarp) copy_one<kWidth>(to + HP * kStride + at * kPer, b + at * kWidth);
+    b_pieces = H * int(size) / width;
+    pieces = H * b_pieces;
+#pragma unroll
+    for (int p = 0; p < kMaxPieces; ++p) {
+      const int at = lane + p * kWarp, line = at / b_pieces, place = at % b_pieces;
+      from[p] = line * line_step + place * width;
+      to[p] = line * kStride * int(size) + place * width;
     }
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void copy_one(T* to, const char* from) {
+  __device__ __forceinline__ void copy_one(char* to_, const char* from_) {
     if constexpr (kWidth >= 4) {
-      copy_async<kWidth>(to, from);
+      copy_async<kWidth>(to_, from_);
     } else {
-      *to = *reinterpret_cast<const T*>(from);
+      *reinterpret_cast<T*>(to_) = *reinterpret_cast<const T*>(from_);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void copy(char* stage) {
+    if constexpr (kWidth >= int(sizeof(T))) {
+#pragma unroll
+      for (int p = 0; p < kMaxPieces; ++p)
+        if (lane + p * kWarp < pieces) copy_one<kWidth>(stage + to[p], A + from[p]);
+      // Narrow copies of a large H have more pieces than a lane keeps places for.
+      for (int at = lane + kMaxPieces * kWarp; at < pieces; at += kWarp) {
+        const int line = at / b_pieces, place = at % b_pieces;
+        copy_one<kWidth>(stage + line * kStride * int(sizeof(T)) + place * kWidth,
+                         A + line * line_step + place * kWidth);
+      }
+      for (int at = lane; at < b_pieces; at += kWarp)
+        copy_one<kWidth>(stage + HP * kStride * int(sizeof(T)) + at * kWidth, b + at * kWidth);
     }
   }
 
   __device__ __forceinline__ void fetch() {
     if (ahead < steps) {
-      T* to = stages + ahead % kStages * kElements;
+      char* stage = reinterpret_cast<char*>(stages + ahead % kStages * kElements);
       if (width == 16) {
-        copy<16>(to);
+        copy<16>(stage);
       } else if (width == 8) {
-        copy<8>(to);
+        copy<8>(stage);
       } else if (width == 4) {
-        copy<4>(to);
+        copy<4>(stage);
       } else {
-        copy<2>(to);
+        copy<2>(stage);
       }
       A += A_step, b += b_step;
     }

@@ -81,4 +81,8 @@ void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<double>& args,
 int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I);
 void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<float>& args, cudaStream_t stream);
 
+// grad_input (T, B, I) = dgates' first G H columns times w_ih (G H, I), for I small.
+void scan_rnn_input_grad(const ScanRnnShape& shape, int I, const float* dgates, const float* w_ih, float* grad_input,
+                         cudaStream_t stream);
+
 }  // namespace weft

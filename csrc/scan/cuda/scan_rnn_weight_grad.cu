@@ -142,7 +142,57 @@ __global__ void __launch_bounds__(256) sum_kernel(ScanRnnShape shape, ScanRnnWei
   }
 }
 
+// grad_input = dgates W_ih for a narrow input: a block takes 64 rows by 32 inputs, a thread one input of eight rows.
+// cuBLAS does it as fast; what it takes on the host to choose a kernel is as long as the product.
+constexpr int kInputRows = 64, kInputTile = 32;
+
+__global__ void __launch_bounds__(256)
+    input_kernel(int64_t rows, int M, int depth, int I, const float* dgates, const float* w_ih, float* grad_input) {
+  extern __shared__ float4 dynamic4[];
+  const int stride = (depth + 3) / 4 * 4;
+  float* left = reinterpret_cast<float*>(dynamic4);  // (64, stride)
+  float* right = left + kInputRows * stride;         // (stride, 32)
+  const int64_t low = int64_t(blockIdx.x) * kInputRows;
+  const int i0 = blockIdx.y * kInputTile, column = threadIdx.x % 32, group = threadIdx.x / 32;
+  for (int at = threadIdx.x; at < stride * kInputTile; at += 256) {
+    const int k = at / kInputTile, i = i0 + at % kInputTile;
+    right[at] = k < depth && i < I ? w_ih[k * I + i] : 0.0f;
+  }
+  for (int at = threadIdx.x; at < kInputRows * stride; at += 256) {
+    const int64_t row = low + at / stride;
+    const int k = at % stride;
+    left[at] = k < depth && row < rows ? dgates[row * M + k] : 0.0f;
+  }
+  __syncthreads();
+  float sum[8] = {};
+  for (int k = 0; k < stride; k += 4) {
+    float w[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) w[x] = right[(k + x) * kInputTile + column];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const float4 d = *reinterpret_cast<const float4*>(left + (group * 8 + r) * stride + k);
+      sum[r] = fmaf(d.x, w[0], fmaf(d.y, w[1], fmaf(d.z, w[2], fmaf(d.w, w[3], sum[r]))));
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+    const int64_t row = low + group * 8 + r;
+    if (row < rows && i0 + column < I) grad_input[row * I + i0 + column] = sum[r];
+  }
+}
+
 }  // namespace
+
+void scan_rnn_input_grad(const ScanRnnShape& shape, int I, const float* dgates, const float* w_ih, float* grad_input,
+                         cudaStream_t stream) {
+  const int64_t rows = shape.T * shape.B;
+  const int depth = gate_blocks(shape.cell) * shape.H, stride = (depth + 3) / 4 * 4;
+  launch("scan_rnn_input_grad", input_kernel,
+         Grid((rows + kInputRows - 1) / kInputRows, (I + kInputTile - 1) / kInputTile), dim3(256),
+         (kInputRows + kInputTile) * stride * sizeof(float), stream, rows, chain_blocks(shape.cell) * shape.H, depth, I,
+         dgates, w_ih, grad_input);
+}
 
 int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I) {
   const Plan p = plan(shape, I);
