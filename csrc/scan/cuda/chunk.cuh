@@ -73,41 +73,41 @@ __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& lo
   low = __float_as_uint(x - __uint_as_float(high));
 }
 
-// sum += rows * right for tiles of 16 rows and NB x NB blocks of which `right` is one row of blocks: al bh + ah bl + ah
-// bh. The tensor core cuts its sums off instead of rounding them: three products at most share an accumulator, and the
-// rest is added in fp32.
+// rows * right for tiles of 16 rows and one row of blocks of `right` at a time: al bh + ah bl in `small`, ah bh in
+// `large`. The tensor core cuts its sums off instead of rounding them: with the small products apart, few sums are cut
+// where it counts, and the two chains of products run side by side.
 template <int kTiles, int NB>
-__device__ __forceinline__ void add_product(float (&sum)[kTiles][NB][4], const float (&rows)[kTiles][4],
-                                            const unsigned (&high)[NB][2], const unsigned (&low)[NB][2]) {
-  unsigned ah[kTiles][4], al[kTiles][4];
+struct SplitSum {
+  float small[kTiles][NB][4] = {}, large[kTiles][NB][4] = {};
+
+  __device__ __forceinline__ void add(const float (&rows)[kTiles][4], const unsigned (&high)[NB][2],
+                                      const unsigned (&low)[NB][2]) {
+    unsigned ah[kTiles][4], al[kTiles][4];
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-    // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
-    split_tf32(rows[t][0], ah[t][0], al[t][0]);
-    split_tf32(rows[t][2], ah[t][1], al[t][1]);
-    split_tf32(rows[t][1], ah[t][2], al[t][2]);
-    split_tf32(rows[t][3], ah[t][3], al[t][3]);
-  }
-  float part[kTiles][NB][4] = {};
-#pragma unroll
-  for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], al[t], high[nb]);
-#pragma unroll
-  for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], ah[t], low[nb]);
-#pragma unroll
-  for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], ah[t], high[nb]);
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t)
+    for (int t = 0; t < kTiles; ++t) {
+      // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
+      split_tf32(rows[t][0], ah[t][0], al[t][0]);
+      split_tf32(rows[t][2], ah[t][1], al[t][1]);
+      split_tf32(rows[t][1], ah[t][2], al[t][2]);
+      split_tf32(rows[t][3], ah[t][3], al[t][3]);
+    }
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[t][nb][i] += part[t][nb][i];
-}
+      for (int t = 0; t < kTiles; ++t) {
+        multiply_tf32(large[t][nb], ah[t], high[nb]);
+        multiply_tf32(small[t][nb], al[t], high[nb]);
+      }
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) multiply_tf32(small[t][nb], ah[t], low[nb]);
+  }
+
+  __device__ __forceinline__ float at(int t, int nb, int i) const {
+    return large[t][nb][i] + small[t][nb][i];
+  }
+};
 
 // ------------------------------------------------------------------------------------------------- maps of chunks
 // A map in memory, for kParts * HP states, padded with zeros: P column by column, v, and the columns' factors, powers

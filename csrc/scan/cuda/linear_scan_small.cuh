@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const T* A = ring.wait(step);
-    float sum[kTiles][NB][4] = {};
+    SplitSum<kTiles, NB> sum;
     // A row of blocks of the right operand, A^T: element (k, n) is A[n][k].
 #pragma unroll
     for (int kb = 0; kb < NB; ++kb) {
@@ -325,7 +325,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
       for (int t = 0; t < kTiles; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) rows[t][i] = p[t][kb][i];
-      add_product(sum, rows, high, low);
+      sum.add(rows, high, low);
     }
     const T* b = A + HP * Ring::kStride;
     // The first step without x0 does not look at A: P and v forget what they were.
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int k = nb * 8 + 2 * j + i % 2;
-          float next = forget ? 0.0f : sum[t][nb][i];
+          float next = forget ? 0.0f : sum.at(t, nb, i);
           // v is column HP, in the last tile.
           if (t == kTiles - 1 && tiles.is_offset(t, i / 2) && k < HP) next += to_state(b[k]);
           p[t][nb][i] = next;

@@ -585,7 +585,7 @@ __global__ void __launch_bounds__(kWarp)
     // Some tiles at once: their sums are independent, and a product takes 30 cycles to come back.
 #pragma unroll
     for (int t0 = 0; t0 < kTiles; t0 += Layout::kTilesAtOnce) {
-      float sum[Layout::kTilesAtOnce][NB][4] = {};
+      SplitSum<Layout::kTilesAtOnce, NB> sum;
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb) {
         unsigned high_o[cell == Cell::kLstm ? NB : 1][2], low_o[cell == Cell::kLstm ? NB : 1][2];
@@ -595,8 +595,6 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
             for (int half = 0; half < 2; ++half) split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
         }
-        auto accumulate = [&](const float(&rows)[Layout::kTilesAtOnce][4], const unsigned(&high)[NB][2],
-                              const unsigned(&low)[NB][2]) { add_product(sum, rows, high, low); };
         float rows[Layout::kTilesAtOnce][4], through_output[cell == Cell::kLstm ? Layout::kTilesAtOnce : 1][4];
 #pragma unroll
         for (int x = 0; x < Layout::kTilesAtOnce; ++x)
@@ -631,11 +629,11 @@ __global__ void __launch_bounds__(kWarp)
             }
           }
         if constexpr (Layout::kRnn) {
-          accumulate(rows, high_w[kb], low_w[kb]);
+          sum.add(rows, high_w[kb], low_w[kb]);
         } else {
-          accumulate(rows, high_m[kb], low_m[kb]);
+          sum.add(rows, high_m[kb], low_m[kb]);
         }
-        if constexpr (cell == Cell::kLstm) accumulate(through_output, high_o, low_o);
+        if constexpr (cell == Cell::kLstm) sum.add(through_output, high_o, low_o);
       }
 #pragma unroll
       for (int x = 0; x < Layout::kTilesAtOnce; ++x)
@@ -643,7 +641,7 @@ __global__ void __launch_bounds__(kWarp)
         for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum[x][nb][i] : sum[x][nb][i];
+            ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum.at(x, nb, i) : sum.at(x, nb, i);
     }
 
     if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) tiles.rescale(it == length - 1);

@@ -182,12 +182,44 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// The same for up to four inputs: a thread per element of grad_input. A warp's rows lie side by side, so what a thread
+// leaves of a line the others take from the cache.
+constexpr int kFewInputs = 4;
+
+__global__ void __launch_bounds__(256) few_inputs_kernel(int64_t rows, int M, int depth, int I, const float* dgates,
+                                                         const float* w_ih, float* grad_input) {
+  __shared__ float w[128 * kFewInputs];
+  for (int at = threadIdx.x; at < depth * I; at += 256) w[at] = w_ih[at];
+  __syncthreads();
+  const int64_t at = int64_t(blockIdx.x) * 256 + threadIdx.x, row = at / I;
+  if (row >= rows) return;
+  const int i = int(at % I);
+  const float* d = dgates + row * M;
+  float sum[4] = {};
+  int k = 0;
+  if (M % 4 == 0) {
+    for (; k + 4 <= depth; k += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(d + k);
+      sum[0] = fmaf(v.x, w[k * I + i], sum[0]);
+      sum[1] = fmaf(v.y, w[(k + 1) * I + i], sum[1]);
+      sum[2] = fmaf(v.z, w[(k + 2) * I + i], sum[2]);
+      sum[3] = fmaf(v.w, w[(k + 3) * I + i], sum[3]);
+    }
+  }
+  for (; k < depth; ++k) sum[0] = fmaf(d[k], w[k * I + i], sum[0]);
+  grad_input[at] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 }  // namespace
 
 void scan_rnn_input_grad(const ScanRnnShape& shape, int I, const float* dgates, const float* w_ih, float* grad_input,
                          cudaStream_t stream) {
   const int64_t rows = shape.T * shape.B;
   const int depth = gate_blocks(shape.cell) * shape.H, stride = (depth + 3) / 4 * 4;
+  if (I <= kFewInputs) {
+    return launch("scan_rnn_input_grad", few_inputs_kernel, (rows * I + 255) / 256, dim3(256), 0, stream, rows,
+                  chain_blocks(shape.cell) * shape.H, depth, I, dgates, w_ih, grad_input);
+  }
   launch("scan_rnn_input_grad", input_kernel,
          Grid((rows + kInputRows - 1) / kInputRows, (I + kInputTile - 1) / kInputTile), dim3(256),
          (kInputRows + kInputTile) * stride * sizeof(float), stream, rows, chain_blocks(shape.cell) * shape.H, depth, I,
