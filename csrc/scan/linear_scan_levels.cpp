@@ -34,7 +34,7 @@ constexpr double kStepLaunches = 1.25;    // operations per sequential step
 constexpr double kProductLaunches = 7.5;  // per step of products, rescaling included
 constexpr double kTotalLaunches = 5;      // per chunk
 constexpr double kReplayLaunches = 4;     // per step of replay
-constexpr double kFp64FlopsPerUs = 45e6;  // batched products
+constexpr double kFp64FlopsPerUs = 40e6;  // batched products
 constexpr double kBytesPerUs = 3e6;       // matrix-vector products and conversions
 constexpr double kConversionBytes = 28;   // per element of A in products: read 4, write 8, read by bmm, read and
                                           // write P

@@ -11,11 +11,12 @@ namespace {
 
 // Fitted to times measured on an H200, in ns. The model only has to rank the numbers of chunks, of which times near the
 // best one are flat.
-constexpr double kMemoryBytesPerNs = 3600;  // reading A in replay, all SMs
-constexpr double kReplayStep = 700;         // one step of one block beside what its bytes cost
-constexpr double kReplayBytesPerNs = 350;
-constexpr double kPieceTime = 85;           // of one round of the block's copies in pieces of less than 16 bytes
-constexpr double kReplayShare = 0.45;       // of a step that blocks on one SM do not overlap
+constexpr double kMemoryBytesPerNs = 3600;   // reading A in replay, all SMs
+constexpr double kReplayStep = 700;          // one step of one block beside its arithmetic
+constexpr double kReplayElementsPerNs = 87;  // that one block multiplies
+constexpr double kTransposedReplay = 1.25;   // against the matrix as it lies in memory
+constexpr double kPieceTime = 85;            // of one round of the block's copies in pieces of less than 16 bytes
+constexpr double kReplayShare = 0.45;        // of a step that blocks on one SM do not overlap
 constexpr double kProductStep = 750;        // one step of (1) for H <= 64 beside its arithmetic, of two blocks together
 constexpr double kProductFmasPerNs = 1500;  // bf16 multiply-adds of one SM for H <= 64
 constexpr double kWideProductStep = 2300;   // for H > 64, where a block has an SM for itself
@@ -23,7 +24,7 @@ constexpr double kWideProductByte = 525;    // for every byte of an element: the
 constexpr double kWideProductFmasPerNs = 2400;
 constexpr double kTotalStep = 1600;  // one chunk in (2) beside what the bytes of P cost
 constexpr double kTotalBytesPerNs = 200;
-constexpr double kLaunches = 8000;  // two more kernels
+constexpr double kLaunches = 17000;  // two more kernels, and the start of a chunk in each
 constexpr int64_t kShortestChunk = 4;
 
 constexpr int64_t kReserved = 1024;  // shared memory that the device keeps per block
@@ -35,13 +36,15 @@ int64_t ceil_div(int64_t a, int64_t b) {
 struct Shape {
   int64_t batch, steps, H;
   DType dtype;
+  bool transposed;
   int piece, sm_count;
 };
 
 double replay_time(const Shape& s, int64_t chunks) {
   const double bytes = double(s.H) * s.H * element_size(s.dtype);
   const double all = double(s.batch) * s.steps * bytes / kMemoryBytesPerNs;
-  double step = kReplayStep + bytes / kReplayBytesPerNs;
+  double step = kReplayStep + double(s.H) * s.H / kReplayElementsPerNs;
+  if (s.transposed) step *= kTransposedReplay;
   if (s.piece < 16) step += kPieceTime * bytes / (s.piece * kReplayThreads);
   const double blocks = double(ceil_div(s.batch * chunks, s.sm_count));
   return std::max(all, step * (1 + kReplayShare * (blocks - 1)) * ceil_div(s.steps, chunks));
@@ -130,7 +133,7 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
   p.flat = p.piece == 16 && p.A_ld == p.H;
 
   p.splits = 1;
-  const Shape shape{p.batch, p.steps, p.H, scan.dtype, p.piece, limits.sm_count};
+  const Shape shape{p.batch, p.steps, p.H, scan.dtype, transposed, p.piece, limits.sm_count};
   if (chunks > 0) {
     p.chunks = chunks;
   } else if (scan.dtype == DType::f64 || product_shared_bytes(p.padded, scan.dtype) > limits.max_shared_per_block) {

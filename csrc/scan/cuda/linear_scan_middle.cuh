@@ -12,13 +12,16 @@
 // warps, and computes the transposed product P^T A^T: the accumulator layout of mma then is the layout of the left
 // operand of the next step, and only A goes through shared memory. Four more warps, the feeders, bring A[t + 1] there
 // while A[t] is multiplied, and advance v by fused multiply-adds on the way. fp32 numbers are sums of three bf16
-// numbers (fp16 of two, bf16 is one), and the products down to 2^-16 of the largest are summed, six for fp32: as exact
-// as an fp32 product, and on Hopper the same number of mma instructions as three TF32 products, which would leave the
-// split of A to every warp. The sums over 16 k leave the tensor core, which truncates, and are added up in fp32.
+// numbers (fp16 of two, bf16 is one), and the products down to 2^-16 of the largest are summed, six for fp32: on
+// Hopper the same number of mma instructions as three TF32 products, which would leave the split of A to every warp.
+// The sums over 16 k leave the tensor core, which truncates, and are added up in fp32. Truncation errs to one side:
+// after 2000 steps of random matrices of spectral radius 1 and H = 128 the states are off by 7e-6, those of replay
+// alone by 1e-6 (measured on an H200).
 //
 // Every column of P carries an exponent, so that P neither overflows nor underflows where P x does not. A column that
 // shrinks too much in one step has lost digits: (1) leaves a bound of what that can mean at the chunk's end, and (2)
-// redoes the chunk step by step where the bound is not negligible or the result is not finite.
+// redoes the chunk step by step where the bound is not negligible, where the result is not finite, or where terms that
+// underflow beside the largest one may be all there is to an element of the result.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
