@@ -1,4 +1,7 @@
-"""What all tests share: CUDA tests are skipped, loudly, where there is no device; every test starts from one seed."""
+"""What all tests share: CUDA tests are skipped, loudly, where there is no device; every test starts from one seed.
+
+Tests marked cuda(devices=2) are for machines with that many devices: elsewhere they are deselected, which pytest counts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def needed(item: pytest.Item) -> int:
+        return max((mark.kwargs.get("devices", 1) for mark in item.iter_markers("cuda")), default=0)
+
+    beyond = [item for item in items if needed(item) > max(devices, 1)]
+    if beyond:
+        config.hook.pytest_deselected(items=beyond)
+        items[:] = [item for item in items if needed(item) <= max(devices, 1)]
+    if devices:
         return
     for item in items:
         if "cuda" in item.keywords:

@@ -588,12 +588,9 @@ def test_side_stream(sample: Sample) -> None:
         assert torch.equal(g, w)
 
 
-@pytest.mark.cuda
+@pytest.mark.cuda(devices=2)
 @on_cuda
 def test_second_device(sample: Sample) -> None:
-    if torch.cuda.device_count() < 2:
-        # One device leaves this to machines with two; it is no skip, which `make test-cuda` would refuse.
-        return
     inputs = sample.inputs(torch.float32, "cuda:1")
     assert torch.cuda.current_device() == 0
     x = linear_scan(*inputs, **sample.flags)

@@ -1,4 +1,9 @@
 // chain_backward, of ATen operations only, so that autograd, fake tensors and every device follow from them.
+//
+// A product of Jacobians may cancel where product-with-vector does not: with eigenvalues 2 and 1/2, forty factors turn
+// a gradient on the decaying direction into the difference of two numbers 2^80 times its size. No precision is enough
+// for every chain, and without asking the host the device cannot leave out work it turns out not to need. So the tree
+// is always held against the linear products, and gradients on which the two differ are the linear ones.
 #include "scan/chain.h"
 
 #include <ATen/Context.h>
@@ -6,6 +11,7 @@
 #include <ATen/ops/abs.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/frexp.h>
+#include <ATen/ops/le.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
@@ -13,6 +19,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -51,11 +59,10 @@ int64_t top(const at::Tensor& t) {
 
 constexpr int64_t kNever = -(1 << 20);  // the exponent of a zero: below every sum of real ones
 
-// The exponents of frexp, constants for autograd; kNever where there is none.
+// The exponents of frexp; kNever where there is none.
 at::Tensor exponents(const at::Tensor& t) {
-  const at::Tensor values = t.detach();
-  const at::Tensor usable = values.ne(0).logical_and(values.abs().lt(std::numeric_limits<double>::infinity()));
-  return at::where(usable, std::get<1>(at::frexp(values)), kNever);
+  const at::Tensor usable = t.ne(0).logical_and(t.abs().lt(std::numeric_limits<double>::infinity()));
+  return at::where(usable, std::get<1>(at::frexp(t)), kNever);
 }
 
 // 2^e, exactly, for e within the exponents of the dtype: made from bits.
@@ -160,8 +167,8 @@ std::vector<at::Tensor> apply_all(const std::vector<Node>& nodes, const std::vec
   return results;
 }
 
-// The gradients as columns (B, n_k, 1), all but the given one.
-std::vector<at::Tensor> scan(const at::Tensor& start, std::vector<Node> leaves, int64_t levels) {
+// The gradients as columns (B, n_k, 1), all but the given one, by `levels` levels of the tree.
+std::vector<at::Tensor> by_tree(const at::Tensor& start, std::vector<Node> leaves, int64_t levels) {
   std::vector<std::vector<Node>> tree = {std::move(leaves)};
   // Up-sweep. The last node of a level leads to nothing that lies after it: its product is never formed.
   for (int64_t level = 0; level < levels && tree.back().size() > 1; ++level) {
@@ -221,23 +228,60 @@ std::vector<at::Tensor> by_linear_scan(const at::Tensor& grad, at::TensorList ja
   return linear_scan.call(A, b, grad, false, false).unbind();
 }
 
+// Half precision is computed in float.
+at::ScalarType accumulate(const at::Tensor& t) {
+  return t.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+std::vector<at::Tensor> step_by_step(const at::Tensor& grad, at::TensorList jacobians) {
+  std::vector<at::Tensor> gradients;
+  at::Tensor g = grad.to(accumulate(grad)).unsqueeze(-1);
+  for (const at::Tensor& J : jacobians) {
+    g = at::matmul(J.to(g.scalar_type()), g);
+    gradients.push_back(g.squeeze(-1).to(grad.scalar_type()));
+  }
+  return gradients;
+}
+
+std::vector<at::Tensor> by_tree_of(const at::Tensor& grad, at::TensorList jacobians, int64_t levels) {
+  std::vector<Node> leaves;
+  for (const at::Tensor& J : jacobians) {
+    leaves.push_back({(J.dim() == 2 ? J.unsqueeze(0) : J).detach().to(accumulate(grad)), at::Tensor()});
+  }
+  auto gradients = by_tree(grad.detach().to(accumulate(grad)).unsqueeze(-1), std::move(leaves), levels);
+  for (at::Tensor& g : gradients) g = g.squeeze(-1).to(grad.scalar_type());
+  return gradients;
+}
+
+// How far, in units of the dtype's epsilon, the two may differ in any element of a gradient that is the tree's.
+constexpr double kUnits = 4;
+
+// The tree's value where it is the linear one up to rounding. The derivative is that of the linear products, because
+// going back through the tree would multiply the same Jacobians, and cancel on other vectors.
+at::Tensor agreed(const at::Tensor& tree, const at::Tensor& linear) {
+  const int digits = linear.scalar_type() == at::kDouble     ? 52
+                     : linear.scalar_type() == at::kFloat    ? 23
+                     : linear.scalar_type() == at::kBFloat16 ? 7
+                                                             : 10;
+  const at::Tensor value = linear.detach(), difference = tree.sub(value);
+  const at::Tensor close = difference.abs().le(value.abs().mul(std::ldexp(kUnits, -digits))).all(-1, true);
+  return linear.add(at::where(close, difference, 0));
+}
+
 }  // namespace
 
 std::vector<at::Tensor> chain_backward(const at::Tensor& grad, at::TensorList jacobians, int64_t levels) {
   check_chain(grad, jacobians, levels);
   if (jacobians.empty()) return {};
-  if (levels == -1 && can_stack(jacobians)) return by_linear_scan(grad, jacobians);
-  // Columns of no entries have no largest one to scale by, and no number to save.
-  if (std::any_of(jacobians.begin(), jacobians.end(), [](const at::Tensor& J) { return J.sym_numel() == 0; }))
-    levels = 0;
   const at::NoTF32Guard no_tf32;
-  const auto dtype = grad.scalar_type(), accumulate = dtype == at::kDouble ? at::kDouble : at::kFloat;
-  std::vector<Node> leaves;
-  for (const at::Tensor& J : jacobians) {
-    leaves.push_back({(J.dim() == 2 ? J.unsqueeze(0) : J).to(accumulate), at::Tensor()});
-  }
-  auto gradients = scan(grad.to(accumulate).unsqueeze(-1), std::move(leaves), std::max<int64_t>(levels, 0));
-  for (at::Tensor& g : gradients) g = g.squeeze(-1).to(dtype);
+  if (levels == 0) return step_by_step(grad, jacobians);
+  auto gradients = can_stack(jacobians) ? by_linear_scan(grad, jacobians) : step_by_step(grad, jacobians);
+  // Columns of no entries have no largest one to scale by, and no number to save.
+  const bool empty =
+      std::any_of(jacobians.begin(), jacobians.end(), [](const at::Tensor& J) { return J.sym_numel() == 0; });
+  if (levels == -1 || empty) return gradients;
+  const auto tree = by_tree_of(grad, jacobians, levels);
+  for (size_t k = 0; k < gradients.size(); ++k) gradients[k] = agreed(tree[k], gradients[k]);
   return gradients;
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include "common/check.h"
@@ -100,6 +101,8 @@ Described describe(Problem p, const at::Tensor& out) {
 
 at::Tensor linear_scan_forward(ScanInto scan, const at::Tensor& A, const at::Tensor& b,
                                const std::optional<at::Tensor>& x0, bool reverse, bool transpose) {
+  // A backward pass may run inside autocast, which would narrow what ATen operations of the kernels are given.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::Tensor start = x0.value_or(at::Tensor());
   const Layout layout = check(A, b, start);
   at::Tensor out = at::empty(b.sizes(), b.options());
@@ -111,6 +114,7 @@ at::Tensor linear_scan_forward(ScanInto scan, const at::Tensor& A, const at::Ten
 Gradients linear_scan_gradients(ScanInto scan, const at::Tensor& grad, const at::Tensor& A,
                                 const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& x0, bool reverse,
                                 bool transpose, std::array<bool, 3> output_mask) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::Tensor start = x0.value_or(at::Tensor());
   const Layout layout = check(A, grad, start);
   const bool want_A = output_mask[0], want_x0 = output_mask[2] && start.defined();
@@ -129,6 +133,8 @@ Gradients linear_scan_gradients(ScanInto scan, const at::Tensor& grad, const at:
   }
   // Products below are gradients of fp32 products, which never use TF32.
   const at::NoTF32Guard no_tf32;
+  // Sums of half-precision products are float sums throughout: at::bmm may split a sum and round its parts.
+  const auto accumulate = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 
   // `first` is the step that x0 enters. lambda starts at the other end, `last`, with the gradient itself, and its scan
   // writes straight into the remaining steps.
@@ -151,7 +157,7 @@ Gradients linear_scan_gradients(ScanInto scan, const at::Tensor& grad, const at:
       } else if (layout == Layout::dense) {
         at::mul_out(into, rows.unsqueeze(-1), columns.unsqueeze(-2));
       } else {
-        into.squeeze(1).copy_(at::bmm(rows.transpose(1, 2), columns));
+        into.squeeze(1).copy_(at::bmm(rows.transpose(1, 2).to(accumulate), columns.to(accumulate)));
       }
     };
     auto product = [&](int64_t begin, int64_t length, const at::Tensor& previous) {
@@ -171,8 +177,10 @@ Gradients linear_scan_gradients(ScanInto scan, const at::Tensor& grad, const at:
     if (layout == Layout::diagonal) {
       grad_x0 = at::mul(m, l);
     } else {
-      grad_x0 = at::bmm((transpose ? m : m.transpose(1, 2)).expand({l.size(0), l.size(1), l.size(1)}), l.unsqueeze(-1))
-                    .squeeze(-1);
+      const at::Tensor step = (transpose ? m : m.transpose(1, 2)).to(accumulate);
+      grad_x0 = at::bmm(step.expand({l.size(0), l.size(1), l.size(1)}), l.to(accumulate).unsqueeze(-1))
+                    .squeeze(-1)
+                    .to(l.scalar_type());
     }
   }
   return {grad_A, output_mask[1] ? lambda : at::Tensor(), grad_x0};

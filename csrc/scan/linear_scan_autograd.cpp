@@ -6,6 +6,7 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -34,6 +35,12 @@ Gradients call_backward(const at::Tensor& grad, const at::Tensor& A, const Optio
 
 Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, const Optional& x, const Optional& x0,
                                   bool reverse, bool transpose, std::array<bool, 3> output_mask) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // As in the kernels, sums of half-precision products are float sums.
+  const auto accumulate = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  auto product = [&](const at::Tensor& left, const at::Tensor& right) {
+    return at::matmul(left.to(accumulate), right.to(accumulate)).to(grad.scalar_type());
+  };
   const auto T = grad.sym_size(0);
   const bool diagonal = A.dim() == 3 && A.sym_sizes() == grad.sym_sizes();
   const bool shared = !diagonal && (A.dim() == 3 || (A.sym_size(1) == 1 && grad.sym_size(1) != 1));
@@ -65,7 +72,7 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
     if (diagonal) {
       grad_A = at::mul(rows, columns);
     } else if (shared) {
-      grad_A = at::matmul(rows.transpose(1, 2), columns);
+      grad_A = product(rows.transpose(1, 2), columns);
       if (A.dim() == 4) grad_A = grad_A.unsqueeze(1);
     } else {
       grad_A = at::mul(rows.unsqueeze(-1), columns.unsqueeze(-2));
@@ -73,7 +80,7 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
   }
   if (output_mask[2] && x0.has_value()) {
     const at::Tensor l = steps(lambda, first, 1).squeeze(0), m = steps(A, first, 1).squeeze(0);
-    grad_x0 = diagonal ? at::mul(m, l) : at::matmul(transpose ? m : m.transpose(-1, -2), l.unsqueeze(-1)).squeeze(-1);
+    grad_x0 = diagonal ? at::mul(m, l) : product(transpose ? m : m.transpose(-1, -2), l.unsqueeze(-1)).squeeze(-1);
   }
   if (output_mask[1]) grad_b = lambda;
   return {grad_A, grad_b, grad_x0};

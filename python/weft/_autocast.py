@@ -62,10 +62,7 @@ def _scan_rnn(device: str, *args: Tensor | None, cell: str, **flags: bool):
     if device == "cpu" and cell == "gru":
         dtype = torch.promote_types(dtype, args[1].dtype)
     with _below_autocast():
-        cast = [
-            a.to(dtype) if a is not None and a.is_floating_point() and a.dtype != torch.float64 else a for a in args
-        ]
-        return torch.ops.weft.scan_rnn(*cast, cell=cell, **flags)
+        return torch.ops.weft.scan_rnn(*(_cast(a, dtype) for a in args), cell=cell, **flags)
 
 
 for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):

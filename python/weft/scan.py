@@ -93,10 +93,10 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
         jacobians: transposed Jacobians, the last layer's first: each ``(B, n_k, n_{k-1})``, or ``(n_k, n_{k-1})`` for
             the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it. Sizes may differ from
             layer to layer; the list may be empty.
-        schedule: ``"linear"``, one product of a matrix and a vector after the other; ``"blelloch"``, the modified
-            Blelloch scan in O(log n) levels (operator A <> B = B A, operands reversed in the down-sweep); an int, that
-            many levels of the up-sweep before the middle is done linearly (0 is linear); or ``"auto"``, linear
-            products, fused into one :func:`linear_scan` where all Jacobians have one square shape.
+        schedule: ``"auto"``, the fast one: products of a matrix and a vector, fused into one :func:`linear_scan` where
+            all Jacobians have one square shape; ``"linear"``, one product after the other; ``"blelloch"``, the
+            modified Blelloch scan in O(log n) levels (operator A <> B = B A, operands reversed in the down-sweep); or
+            an int, that many levels of the up-sweep before the middle is done linearly (0 is linear).
 
     Returns:
         n + 1 gradients, ``grad`` itself first, then g[k] ``(B, n_k)``. float16 and bfloat16 are computed in float32.
@@ -106,8 +106,12 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
         ValueError: a Jacobian does not chain (named by its position), shapes do not fit, an unknown schedule.
         RuntimeError: devices differ.
 
-    Wherever ``"linear"`` gives finite numbers, every schedule gives the same ones, although products of Jacobians may
-    overflow or underflow.
+    Wherever ``"linear"`` gives finite numbers, every schedule gives the same ones up to rounding, although products of
+    Jacobians may overflow, underflow or cancel. Against overflow and underflow, products carry exponents of their own.
+    Cancellation no precision prevents, and to leave work out when there is none would need the host. So ``"blelloch"``
+    and a number of levels also compute what ``"auto"`` does, and return that for every gradient, of one row, on which
+    the two differ by more than a few units in the last place. They cost more than ``"auto"``, in time as in memory,
+    and are there to compare schedules. Their derivatives are those of the linear products.
 
     Source: BPPSA, section 3, MLSys 2020.
     """
@@ -116,8 +120,8 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
     for position, jacobian in enumerate(jacobians):
         _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
     levels = _levels(schedule)
-    if levels == _SCHEDULES["auto"] and _differentiated_by_transform(grad, *jacobians):
-        levels = _SCHEDULES["linear"]  # "auto" may take linear_scan
+    if levels != _SCHEDULES["linear"] and _differentiated_by_transform(grad, *jacobians):
+        levels = _SCHEDULES["linear"]  # every other one may take linear_scan
     return [grad, *torch.ops.weft.chain_backward(grad, jacobians, levels)]
 
 

@@ -14,9 +14,11 @@
 //   totals   every chunk's product of A and its value from a zero state, all chunks in parallel;
 //   chain    every chunk's start, in order, one warp per 32 channels;
 //   replay   the one-pass kernel from those starts, all chunks in parallel.
-// A product overflows or underflows where the recurrence itself does not. So it is kept as a double in [0.5, 1) and a
-// 64-bit power of two, exactly; values are summed in double; and a chunk that maps a finite state to one that is not
-// finite is run again by the chain kernel, step by step.
+// A product overflows or underflows where the recurrence itself does not, and a chunk's product and value may cancel to
+// something far smaller than either. So totals have at least twice the digits of the state (double for float, a pair of
+// doubles for double), a product has a 64-bit power of two of its own, and a value comes with a bound of the terms that
+// make it up. The chain kernel runs a chunk again, step by step, where a finite state leads to one that is not finite
+// or that is too small, beside the terms, to have all its digits.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -37,7 +39,7 @@ constexpr int64_t kChunkedBelow = 2;
 constexpr int64_t kMinChunkedT = 4096;  // below, three launches cost more than the steps of one
 constexpr int64_t kMinChunk = 256;      // steps; shorter chunks only move work into the chain
 constexpr int64_t kChunkWarpsPerSm = 4;
-constexpr int kChainBatch = 16;  // chunk totals in flight per lane of the chain kernel
+constexpr int kChainBatch = 16;  // chunk totals in flight per lane of the chain kernel, in fp32; half of it in fp64
 constexpr int kRedoBatch = 16;   // steps in flight per lane when a chunk is run again
 
 template <typename T>
@@ -183,53 +185,141 @@ class Source {
   int first_row_, bytes_, offset_;
 };
 
-// m * 2^e with |m| in [0.5, 1), or m zero, inf or NaN.
+// A number with at least twice the digits of Acc. A sum or a product of two of them is off by 2^-kDigits of the terms.
+template <typename Acc>
+struct Wide;
+template <>
+struct Wide<float> {
+  static constexpr double kDigits = 53;
+  double hi;
+};
+template <>
+struct Wide<double> {
+  static constexpr double kDigits = 103;
+  double hi, lo;  // |lo| is at most half a unit in the last place of hi
+};
+
+// How far a state may be off, in units of its size or of its dtype's least normal number: a quarter of its own
+// rounding.
+template <typename Acc>
+struct Kept;
+template <>
+struct Kept<float> {
+  static constexpr double kDigits = 26, kLeast = 0x1p-126;
+};
+template <>
+struct Kept<double> {
+  static constexpr double kDigits = 55, kLeast = 0x1p-1022;
+};
+
+// a + b exactly, and as a pair, for |a| >= |b|.
+__device__ Wide<double> ordered_sum(double a, double b) {
+  const double sum = __dadd_rn(a, b);
+  return {sum, __dadd_rn(b, -__dadd_rn(sum, -a))};
+}
+
+// The same for any order.
+__device__ Wide<double> exact_sum(double a, double b) {
+  const double sum = __dadd_rn(a, b), b_part = __dadd_rn(sum, -a), a_part = __dadd_rn(sum, -b_part);
+  return {sum, __dadd_rn(__dadd_rn(a, -a_part), __dadd_rn(b, -b_part))};
+}
+
+__device__ Wide<float> product(const Wide<float>& w, double factor) {
+  return {__dmul_rn(w.hi, factor)};
+}
+__device__ Wide<double> product(const Wide<double>& w, double factor) {
+  const double main = __dmul_rn(w.hi, factor);
+  return ordered_sum(main, fma(w.lo, factor, fma(w.hi, factor, -main)));
+}
+
+__device__ Wide<float> sum(const Wide<float>& a, const Wide<float>& b) {
+  return {__dadd_rn(a.hi, b.hi)};
+}
+__device__ Wide<double> sum(const Wide<double>& a, const Wide<double>& b) {
+  const Wide<double> high = exact_sum(a.hi, b.hi), low = exact_sum(a.lo, b.lo);
+  const Wide<double> part = ordered_sum(high.hi, __dadd_rn(high.lo, low.hi));
+  return ordered_sum(part.hi, __dadd_rn(part.lo, low.lo));
+}
+
+__device__ Wide<float> multiply_add(float a, const Wide<float>& w, float b) {
+  return {fma(double(a), w.hi, double(b))};
+}
+__device__ Wide<double> multiply_add(double a, const Wide<double>& w, double b) {
+  return sum(product(w, a), Wide<double>{b, 0});
+}
+
+__device__ void scale(Wide<float>& w, int e) {
+  w.hi = scalbn(w.hi, e);
+}
+__device__ void scale(Wide<double>& w, int e) {
+  w.hi = scalbn(w.hi, e);
+  w.lo = scalbn(w.lo, e);
+}
+
+// The power of two that brings a normal number into [0.5, 1); 0 for zero, inf and NaN.
+__device__ int exponent(double v) {
+  const int field = int(__double_as_longlong(v) >> 52) & 0x7ff;
+  return field == 0 || field == 0x7ff ? 0 : field - 1022;
+}
+
+// 2^e for |e| <= 1022
+__device__ double power_of_two(int e) {
+  return __longlong_as_double(int64_t(1023 + e) << 52);
+}
+
+// A factor as m * 2^e with |m| in [0.5, 1). A float is one as it is: four of them stay far inside the range of a
+// double.
+struct Factor {
+  double m;
+  int e;
+};
+__device__ Factor split(float a) {
+  return {a, 0};
+}
+__device__ Factor split(double a) {
+  const bool tiny = fabs(a) < 0x1p-1000;
+  const double m = tiny ? a * 0x1p200 : a;
+  const int e = exponent(m);
+  // Two factors, because 2^-e alone may be subnormal.
+  return {m * power_of_two(-e / 2) * power_of_two(-e - -e / 2), e - (tiny ? 200 : 0)};
+}
+
+// m * 2^e with |m.hi| in [0.5, 1) after normalise(), or m zero, inf or NaN.
+template <typename Acc>
 struct Product {
-  double m = 1;
+  Wide<Acc> m{1};
   int64_t e = 0;
 
+  __device__ void multiply(Acc a) {
+    const Factor f = split(a);
+    m = product(m, f.m);
+    e += f.e;
+  }
   __device__ void normalise() {
-    const long long bits = __double_as_longlong(m);
-    const int field = int(bits >> 52) & 0x7ff;
-    if (field == 0 || field == 0x7ff) return;
-    m = __longlong_as_double((bits & ~(0x7ffLL << 52)) | (1022LL << 52));
-    e += field - 1022;
+    const int by = exponent(m.hi);
+    e += by;
+    const double factor = power_of_two(-by);
+    m.hi *= factor;
+    if constexpr (sizeof(Acc) == 8) m.lo *= factor;
+  }
+  __device__ Wide<Acc> apply(Acc x) const {
+    const Factor f = split(x);
+    Wide<Acc> result = product(m, f.m);
+    const int64_t shift = e + f.e;
+    scale(result, int(shift > 100000 ? 100000 : shift < -100000 ? -100000 : shift));
+    return result;
   }
 };
 
-// A double that may be subnormal, as a Product.
-__device__ Product split(double a) {
-  Product p;
-  const bool tiny = fabs(a) < 0x1p-1000 && a != 0;
-  p.m = tiny ? a * 0x1p200 : a;
-  p.e = tiny ? -200 : 0;
-  p.normalise();
-  return p;
-}
-
-__device__ void multiply(Product& p, float a) {
-  p.m *= a;
-}
-__device__ void multiply(Product& p, double a) {
-  const Product f = split(a);
-  p.m *= f.m;
-  p.e += f.e;
-}
-
-// Four fp32 factors cannot leave the range of a double, and neither can four mantissas in [0.5, 1).
+// Between two calls of normalise() the mantissa cannot leave the range of a double.
 constexpr int kFactorsPerNormalise = 4;
-
-__device__ double apply(const Product& p, double x) {
-  const Product f = split(x);
-  const int64_t e = p.e + f.e;
-  return scalbn(p.m * f.m, int(e > 100000 ? 100000 : e < -100000 ? -100000 : e));
-}
 
 // What the chunks leave for each other: (chunk, channel), channel fastest.
 struct Chunks {
   int64_t count, length;  // chunks, steps in each but the last
-  double* mantissa;       // count - 1 chunks
-  double* value;
+  void* mantissa;         // Wide, count - 1 chunks
+  void* value;            // Wide
+  double* magnitude;      // what value would be if every a and b were positive: a bound of all terms it is made of
   int64_t* exponent;
   void* start;  // in the accumulation dtype, count chunks; null where T is one chunk
 };
@@ -269,12 +359,14 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
   // With no x0 the first A is not used, whatever it holds: a zero in its place leaves b.
   const bool no_start = first == 0 && s.x0 == nullptr;
   Acc x[kChannels];
-  double value[kChannels];
-  Product product[kChannels];
+  Wide<Acc> value[kChannels];
+  double magnitude[kChannels];
+  Product<Acc> product[kChannels];
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
     x[c] = 0;
-    value[c] = 0;
+    value[c] = {0};
+    magnitude[c] = 0;
     if (!kTotals && c < owned) {
       if (chunks.start != nullptr) {
         x[c] = static_cast<const Acc*>(chunks.start)[slot + c];
@@ -293,8 +385,10 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
     for (int c = 0; c < kChannels; ++c) {
       const Acc factor = skip ? Acc(0) : Type<T>::read(a[c]);
       if constexpr (kTotals) {
-        value[c] = fma(double(factor), value[c], double(Type<T>::read(v[c])));
-        multiply(product[c], factor);
+        const Acc offset = Type<T>::read(v[c]);
+        value[c] = multiply_add(factor, value[c], offset);
+        magnitude[c] = fma(fabs(double(factor)), magnitude[c], fabs(double(offset)));
+        product[c].multiply(factor);
         if (i % kFactorsPerNormalise == kFactorsPerNormalise - 1) product[c].normalise();
       } else {
         x[c] = fused(factor, x[c], Type<T>::read(v[c]));
@@ -346,9 +440,10 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
     for (int c = 0; c < kChannels; ++c) {
       if (c >= owned) continue;
       product[c].normalise();
-      chunks.mantissa[slot + c] = product[c].m;
+      static_cast<Wide<Acc>*>(chunks.mantissa)[slot + c] = product[c].m;
+      static_cast<Wide<Acc>*>(chunks.value)[slot + c] = value[c];
+      chunks.magnitude[slot + c] = magnitude[c];
       chunks.exponent[slot + c] = product[c].e;
-      chunks.value[slot + c] = value[c];
     }
   }
 }
@@ -387,25 +482,34 @@ __global__ void __launch_bounds__(kWarp) chain_kernel(LinearScan s, Chunks chunk
   Acc* start = static_cast<Acc*>(chunks.start) + channel;
   Acc x = s.x0 ? Type<T>::read(static_cast<const T*>(s.x0)[row * s.x0_b + h]) : Acc(0);
   start[0] = x;
-  for (int64_t k0 = 0; k0 < chunks.count - 1; k0 += kChainBatch) {
-    Product product[kChainBatch];
-    double value[kChainBatch];
+  // Every step of a chunk rounds once, and so does the sum of product and value.
+  const double lost = double(chunks.length + 2) * exp2(Kept<Acc>::kDigits - Wide<Acc>::kDigits);
+  constexpr int kBatch = kChainBatch * 4 / int(sizeof(Acc));
+  for (int64_t k0 = 0; k0 < chunks.count - 1; k0 += kBatch) {
+    Product<Acc> product[kBatch];
+    Wide<Acc> value[kBatch];
+    double magnitude[kBatch];
 #pragma unroll
-    for (int i = 0; i < kChainBatch; ++i) {
+    for (int i = 0; i < kBatch; ++i) {
       if (k0 + i < chunks.count - 1) {
         const int64_t at = (k0 + i) * channels + channel;
-        product[i].m = chunks.mantissa[at];
+        product[i].m = static_cast<const Wide<Acc>*>(chunks.mantissa)[at];
         product[i].e = chunks.exponent[at];
-        value[i] = chunks.value[at];
+        value[i] = static_cast<const Wide<Acc>*>(chunks.value)[at];
+        magnitude[i] = chunks.magnitude[at];
       }
     }
 #pragma unroll
-    for (int i = 0; i < kChainBatch; ++i) {
+    for (int i = 0; i < kBatch; ++i) {
       const int64_t k = k0 + i;
       if (k < chunks.count - 1) {
-        Acc next = Acc(apply(product[i], x) + value[i]);
+        const Wide<Acc> moved = product[i].apply(x);
+        const double total = sum(moved, value[i]).hi;
+        Acc next = Acc(total);
+        const bool digits_left =
+            (fabs(moved.hi) + magnitude[i]) * lost <= fmax(fabs(total), Kept<Acc>::kLeast);  // not with a NaN
         // Once a channel is not finite it stays so, and nothing is left to save.
-        if (!isfinite(next) && isfinite(x)) {
+        if (!(digits_left && isfinite(next)) && isfinite(x)) {
           next = redo<T>(A + k * chunks.length * s.A_t, s.A_t, b + k * chunks.length * s.b_t, s.b_t, chunks.length,
                          k == 0 && s.x0 == nullptr, x);
         }
@@ -462,7 +566,9 @@ Plan make_plan(const LinearScan& scan) {
 }
 
 size_t workspace_bytes(const Plan& p) {
-  return p.chunks == 1 ? 0 : size_t(8 * p.scan.B * p.scan.H * (4 * p.chunks - 3));
+  // Mantissa, value, magnitude, exponent; the starts take 8 bytes each for any dtype.
+  const int64_t words = p.scan.dtype == DType::f64 ? 6 : 4;
+  return p.chunks == 1 ? 0 : size_t(8 * p.scan.B * p.scan.H * (words * (p.chunks - 1) + p.chunks));
 }
 
 template <typename T, int kLaneBytes, Fill kFill>
@@ -509,12 +615,15 @@ size_t linear_scan_diagonal_workspace_bytes(const LinearScan& scan) {
 void linear_scan_diagonal(const LinearScan& scan, void* workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
   const Plan p = make_plan(scan);
-  Chunks chunks{p.chunks, p.chunk, nullptr, nullptr, nullptr, nullptr};
+  Chunks chunks{p.chunks, p.chunk, nullptr, nullptr, nullptr, nullptr, nullptr};
   if (p.chunks > 1) {
     const int64_t totals = (p.chunks - 1) * p.scan.B * p.scan.H;
-    chunks.mantissa = static_cast<double*>(workspace);
-    chunks.value = chunks.mantissa + totals;
-    chunks.exponent = reinterpret_cast<int64_t*>(chunks.value + totals);
+    const int64_t wide = scan.dtype == DType::f64 ? 2 : 1;
+    auto* words = static_cast<double*>(workspace);
+    chunks.mantissa = words;
+    chunks.value = words + wide * totals;
+    chunks.magnitude = words + 2 * wide * totals;
+    chunks.exponent = reinterpret_cast<int64_t*>(chunks.magnitude + totals);
     chunks.start = chunks.exponent + totals;
   }
   switch (scan.dtype) {
