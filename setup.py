@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -16,15 +19,38 @@ CSRC = ROOT / "csrc"
 DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"
 
 
+def nvcc_version() -> tuple[int, int] | None:
+    """(major, minor) of the nvcc that torch would run, None where there is none."""
+    if CUDA_HOME is None:
+        return None
+    try:
+        done = subprocess.run([f"{CUDA_HOME}/bin/nvcc", "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    release = re.search(r"release (\d+)\.(\d+)", done.stdout)
+    return None if release is None else (int(release[1]), int(release[2]))
+
+
 def with_cuda() -> bool:
-    """CUDA is built where nvcc and a CUDA torch are found; WEFT_CUDA=0/1 overrides."""
+    """CUDA is built where nvcc and torch are of one major version of CUDA; WEFT_CUDA=0/1 overrides."""
     choice = os.environ.get("WEFT_CUDA")
     if choice not in (None, "", "0", "1"):
         raise SystemExit(f"WEFT_CUDA must be 0 or 1, got {choice!r}")
-    found = CUDA_HOME is not None and torch.version.cuda is not None
-    if choice == "1" and not found:
-        raise SystemExit("WEFT_CUDA=1 needs nvcc (CUDA_HOME) and a CUDA build of torch; found neither or only one")
-    return found if choice in (None, "") else choice == "1"
+    if choice == "0" or (choice != "1" and torch.version.cuda is None):
+        return False
+    nvcc = nvcc_version()
+    if torch.version.cuda is None:
+        obstacle = "torch is built without CUDA"
+    elif nvcc is None:
+        obstacle = "there is no nvcc (CUDA_HOME)"
+    elif nvcc[0] != int(torch.version.cuda.split(".")[0]):
+        obstacle = f"nvcc is of CUDA {nvcc[0]}.{nvcc[1]} and torch of CUDA {torch.version.cuda}"
+    else:
+        return True
+    if choice == "1":
+        raise SystemExit(f"WEFT_CUDA=1: the CUDA kernels cannot be built, {obstacle}")
+    print(f"weft: building for the CPU alone, {obstacle}", file=sys.stderr)
+    return False
 
 
 def sources(cuda: bool) -> list[str]:
@@ -56,6 +82,8 @@ def extension(cuda: bool):
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
     nvcc = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "-Xcompiler", "-fvisibility=hidden"]
     nvcc += ["--threads", "1"]
+    if nvcc_version() >= (13, 0):  # a fifth of the size; what it writes needs a driver that every CUDA 13 has
+        nvcc.append("--compress-mode=size")
     return CUDAExtension("weft._C", sources(cuda), extra_compile_args={"cxx": cxx, "nvcc": nvcc}, **common)
 
 

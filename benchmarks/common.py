@@ -153,27 +153,31 @@ class Candidate:
 def measure(
     candidates: Mapping[str, Candidate], device: str, *, warmup: int = 3, repeats: int = 10, at_most: float = 1.0
 ) -> dict[str, float]:
-    """Median time of each candidate in milliseconds, the candidates taking turns.
+    """Median time of each candidate in milliseconds, warm: as in a training loop, a step follows its like.
+
+    Each candidate has two blocks of rounds, in turns, so that a drift of the machine meets all of them; every block
+    starts with its own warm-up.
 
     Args:
         candidates: by name.
         device: ``"cuda"`` (events on the current stream) or ``"cpu"`` (wall clock).
-        warmup: rounds that are not counted.
-        repeats: the least number of counted rounds; short candidates get up to five times as many.
-        at_most: seconds after which no round beyond `repeats` is started.
+        warmup: rounds at the start of a block that are not counted.
+        repeats: the least number of counted rounds of a candidate; short ones get up to five times as many.
+        at_most: seconds of counted rounds of a candidate after which no round beyond `repeats` is started.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     enabled = gc.isenabled()
     gc.disable()  # a collection in the middle of one candidate's run would be charged to it
     try:
-        start = time.perf_counter()
-        for round_ in range(warmup + 5 * repeats):
-            if round_ >= warmup + repeats and time.perf_counter() - start > at_most:
-                break
+        for block in (1, 2):
             for name, candidate in candidates.items():
-                elapsed = _time_once(candidate, device)
-                if round_ >= warmup:
-                    times[name].append(elapsed)
+                for _ in range(warmup):
+                    _time_once(candidate, device)
+                start, least, most = time.perf_counter(), block * repeats / 2, block * 5 * repeats / 2
+                while len(times[name]) < least or (
+                    len(times[name]) < most and time.perf_counter() - start < at_most / 2
+                ):
+                    times[name].append(_time_once(candidate, device))
     finally:
         if enabled:
             gc.enable()

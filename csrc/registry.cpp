@@ -24,4 +24,16 @@ TORCH_LIBRARY(weft, m) {
       "Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor output, Tensor gates, Tensor cells, *, str cell, "
       "bool reverse, bool[7] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
+
+  // scan, in Python: python/weft/_torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold
+  m.def(
+      "torch_rnn(Tensor input, Tensor[] state, Tensor[] weights, Tensor? batch_sizes, str cell, bool bias, "
+      "SymInt num_layers, bool bidirectional, ScalarType? autocast, ScalarType dtype, ScalarType cell_dtype) "
+      "-> Tensor[]",
+      tags);
+  m.def(
+      "torch_rnn_backward(Tensor[] grads, bool[] needed, Tensor input, Tensor[] state, Tensor[] weights, "
+      "Tensor? batch_sizes, str cell, bool bias, SymInt num_layers, bool bidirectional, ScalarType? autocast) "
+      "-> Tensor[]",
+      tags);
 }

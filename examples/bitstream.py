@@ -67,6 +67,8 @@ def train(name: str, model: Classifier, bits: Tensor, classes: Tensor, options: 
     curve = Curve()
     model(bits[: options.batch].t()[..., None].float()).sum().backward()  # warm-up: not part of the training
     optimizer.zero_grad()
+    if bits.is_cuda:
+        torch.cuda.synchronize(bits.device)  # or the clock would start while the warm-up still runs
     total = min(options.steps, options.epochs * len(bits) // options.batch)
     batches: list[Tensor] = []
     losses: list[Tensor] = []

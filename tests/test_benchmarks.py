@@ -92,6 +92,12 @@ def test_bound_on_auto():
     assert [r["case"][-1] for r in scan.slower_than_torch(rows)] == ["4", "2"]
 
 
+def test_auto_was_measured_not_to_lose():
+    """Every point of the grid that is written down keeps the bound that "auto" promises."""
+    rows = common.read_rows(common.RESULTS / "scan_auto.csv")
+    assert not [(r["case"], r["ratio"]) for r in scan.slower_than_torch(rows)]
+
+
 @pytest.mark.parametrize("contraction", ["diagonal", "dense"])
 def test_residual_finds_a_wrong_step(contraction):
     T, B, H = 7, 2, 3

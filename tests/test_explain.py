@@ -3,30 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from pathlib import Path
 
 import pytest
 import torch
 import weft
 from torch.nn.utils import rnn
 from weft import _algorithms
-from weft._algorithms import AUTO_SCAN, Case, choose
+from weft._algorithms import AUTO_SCAN, CUDA_MAX_HIDDEN, Case, Limits, Table, choose
 
 CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, False, False)
 
 
-@pytest.mark.parametrize(("device", "cell"), AUTO_SCAN)
-def test_auto_follows_the_table(device, cell, monkeypatch):
+@pytest.fixture
+def both_devices(monkeypatch):
+    """The choice as in a build with CUDA, whatever this build is."""
     monkeypatch.setattr(_algorithms, "_SCAN_DEVICES", ("cpu", "cuda"))
-    limits = AUTO_SCAN[device, cell]
-    case = CASE._replace(device=device, cell=cell, hidden_size=limits.max_hidden, steps=limits.min_steps)
-    assert choose("auto", case)[0] == "scan"
-    assert choose("auto", case._replace(hidden_size=limits.max_hidden + 1))[0] == "torch"
-    assert choose("auto", case._replace(steps=limits.min_steps - 1))[0] == "torch"
-    assert choose("auto", case._replace(dtype=torch.int64))[0] == "torch"
-    # A compiled graph does not know its sizes.
-    assert choose("auto", case._replace(steps=None, batch=None))[0] == "scan"
-    # Asked for by name, it runs at any size.
-    assert choose("scan", case._replace(hidden_size=10_000, steps=1))[0] == "scan"
+
+
+@pytest.mark.parametrize(("device", "cell"), AUTO_SCAN)
+def test_auto_follows_the_table(device, cell, both_devices):
+    dtypes, buckets = AUTO_SCAN[device, cell]
+    assert list(buckets) == sorted(buckets)
+    above = 0
+    for hidden, (min_steps, max_batch) in buckets.items():
+        batch = 10**9 if max_batch == math.inf else max_batch
+        for size in (above + 1, hidden):
+            case = CASE._replace(device=device, cell=cell, hidden_size=size, steps=min_steps, batch=batch)
+            assert all(choose("auto", case._replace(dtype=dtype))[0] == "scan" for dtype in dtypes)
+            assert choose("auto", case._replace(steps=min_steps - 1))[0] == "torch"
+            assert choose("auto", case._replace(batch=batch + 1))[0] == ("scan" if max_batch == math.inf else "torch")
+            assert choose("auto", case._replace(dtype=torch.int64))[0] == "torch"
+            # A compiled graph does not know its sizes.
+            assert choose("auto", case._replace(steps=None, batch=None))[0] == "scan"
+        above = hidden
+    assert choose("auto", case._replace(hidden_size=above + 1))[0] == "torch"
+
+
+def test_limits_of_a_bucket(monkeypatch):
+    """A table with limits of every kind, whatever the measured one holds."""
+    buckets = {8: Limits(), 20: Limits(min_steps=100), 32: Limits(min_steps=30, max_batch=16)}
+    monkeypatch.setitem(AUTO_SCAN, ("cpu", "gru"), Table(frozenset((torch.float32,)), buckets))
+    taken = {(1, 1, 10**6): True, (8, 1, 1): True, (9, 99, 1): False, (9, 100, 10**6): True, (20, 99, 1): False,
+             (21, 29, 16): False, (21, 30, 16): True, (32, 30, 17): False, (33, 10**6, 1): False}  # fmt: skip
+    words = {(9, 99, 1): "100 steps", (32, 30, 17): "batch of 16", (33, 10**6, 1): "hidden_size 32"}
+    for (hidden, steps, batch), scans in taken.items():
+        name, reason = choose("auto", CASE._replace(hidden_size=hidden, steps=steps, batch=batch))
+        assert name == ("scan" if scans else "torch")
+        assert words.get((hidden, steps, batch), "") in reason
+
+
+def test_asked_for_by_name_scan_runs_at_any_size(both_devices):
+    for case in (CASE._replace(hidden_size=10_000, steps=1), CASE._replace(device="cuda", hidden_size=32, batch=10**6)):
+        assert choose("scan", case) == ("scan", "asked for by name")
+
+
+def test_what_the_cuda_kernels_do_not_hold_runs_as_torch(both_devices):
+    header = (Path(__file__).parents[1] / "csrc" / "scan" / "cuda" / "scan_rnn.h").read_text()
+    assert f"kScanRnnMaxHidden = {CUDA_MAX_HIDDEN};" in header
+    case = CASE._replace(device="cuda", hidden_size=CUDA_MAX_HIDDEN + 1)
+    for asked in ("auto", "scan"):
+        name, reason = choose(asked, case)
+        assert name == "torch" and "the kernels hold 32 hidden units, got 33" in reason
+    # fp64 runs as one chunk there, one step after the other.
+    assert choose("auto", case._replace(hidden_size=8, dtype=torch.float64))[0] == "torch"
+    assert choose("scan", case._replace(hidden_size=8, dtype=torch.float64))[0] == "scan"
 
 
 def test_every_device_and_cell_has_limits():
@@ -77,7 +119,7 @@ def test_explanation():
 
 
 def test_it_tells_why_auto_leaves_the_scan():
-    layer = weft.nn.LSTM(3, AUTO_SCAN["cpu", "lstm"].max_hidden + 1)
+    layer = weft.nn.LSTM(3, max(AUTO_SCAN["cpu", "lstm"].buckets) + 1)
     answer = weft.explain(layer, torch.randn(5, 2, 3))
     scan = by_name(answer)["scan"]
     assert answer.algorithm == "torch" and scan.eligible and "hidden_size" in scan.reason

@@ -14,6 +14,7 @@ import weft
 from common import DEVICES, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sequential import check_chain, reference_chain
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn.utils import parametrize, rnn
 from torch.utils.checkpoint import checkpoint
@@ -272,6 +273,62 @@ def test_a_bad_row_stays_alone(device, cell, algorithm):
     assert output[3:, 2].isnan().any(dim=-1).all()
     keep = [0, 1, 3]
     assert torch.equal(output[:, keep], clean[:, keep])
+
+
+# Chaotic weights ------------------------------------------------------------------------------------------------------
+
+
+@devices
+@cells
+@pytest.mark.parametrize(("steps", "scale"), [(20, 3.0), (20, 10.0), (1000, 3.0), (10_000, 10.0)])
+def test_chaotic_weights(device, cell, steps, scale):
+    """Recurrent weights so large that products of Jacobians overflow: every gradient is the sequential loop's.
+
+    Two runs of a chaotic map part after some tens of steps, whatever the precision, so torch's layer is no measure. The
+    loop gets the activations that the layer's own forward leaves; from there on everything is linear.
+    """
+    layer, _ = layers(cell, device, torch.float32, "scan", sizes=(2, 20))
+    with torch.no_grad():
+        layer.weight_hh_l0.mul_(scale)
+    x, state = torch.randn(steps, 3, 2, device=device), states(layer, 3)
+    weights = [p.detach() for p in layer.parameters()]
+    name = layer.mode.lower()
+
+    def op(x):
+        arguments = x, state[0][0], state[1][0] if cell == "lstm" else None, *weights
+        return arguments, torch.ops.weft.scan_rnn(*arguments, cell=name, save=True)
+
+    finite = op(x)[1][0].isfinite().flatten(1).all(1)
+    if not finite.all():  # a ReLU net's state overflows, and then its gradient means nothing
+        assert cell == "relu"
+        x = x[: int(finite.long().argmin())]
+    arguments, (output, h_n, c_n, gates, cell_states) = op(x)
+    assert len(x) > 5
+
+    inputs = [t.clone().requires_grad_() for t in (x, *state)]
+    result = flat(layer(inputs[0], hx_of(layer, tuple(inputs[1:]))))
+    for mine, ops in zip(result, (output, h_n[None], c_n[None]), strict=False):
+        assert torch.equal(mine, ops)
+    outgoing = [torch.randn_like(r) for r in result]
+    grads = torch.autograd.grad(result, [*inputs, *layer.parameters()], outgoing)
+    arriving = [outgoing[0], *(g[0] for g in outgoing[1:]), None][:3]
+    count = len(inputs)
+    found = [grads[0], *(g[0] for g in grads[1:count])]
+    whole = check_chain(found, arriving, arguments, (output, gates, cell_states), cell=name)
+    assert whole or steps > 20 or cell == "relu"
+    if not whole:
+        return
+    # No step overflows, so neither do the sums over the steps.
+    before = torch.cat([state[0], output[:-1]])
+    sums = []
+    for kind in (torch.float32, torch.float64):
+        tensors = [None if t is None else t.cpu().to(kind) for t in (*arriving, *arguments, output, gates, cell_states)]
+        *_, entering, recurrent = reference_chain(*tensors[:3], tensors[3:10], *tensors[10:], cell=name)
+        einsum = functools.partial(torch.einsum, "tbg,tbi->gi")
+        products = [einsum(entering, x.cpu().to(kind)), einsum(recurrent, before.cpu().to(kind))]
+        sums.append([*products, entering.sum((0, 1)), recurrent.sum((0, 1))])
+    for mine, single, double in zip(grads[count:], *sums, strict=True):
+        assert relative_error(mine, double) <= 1e-4 + 10 * relative_error(single, double)
 
 
 # Dropout --------------------------------------------------------------------------------------------------------------
@@ -760,6 +817,10 @@ def test_torch_op_check(device, cell):
     weights = list(ours.parameters())
     arguments = x, state, weights, None, ours.mode.lower(), True, 2, True, None, torch.float64, torch.float64
     torch.library.opcheck(torch.ops.weft.torch_rnn.default, arguments)
+    output = torch.ops.weft.torch_rnn(*arguments)[0]
+    (first,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        first.sum().backward()
 
 
 # Autocast -------------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from ._ops import WITH_CUDA
 
-__all__ = ["ALGORITHMS", "AUTO_SCAN", "Case", "Limits", "check_algorithm", "choose"]
+__all__ = ["ALGORITHMS", "AUTO_SCAN", "CUDA_MAX_HIDDEN", "Case", "Limits", "Table", "check_algorithm", "choose"]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
 
@@ -20,29 +21,40 @@ MISSING = {
 
 
 class Limits(NamedTuple):
-    """Where "auto" takes "scan". At hidden size H, sequences of T steps: H <= max_hidden and T >= min_steps."""
+    """Where "auto" takes "scan": in a bucket of hidden sizes, T >= min_steps and B <= max_batch."""
 
-    max_hidden: int
-    min_steps: int
+    min_steps: int = 1
+    max_batch: float = math.inf
+
+
+class Table(NamedTuple):
+    """Limits of one cell on one device."""
+
     dtypes: frozenset[torch.dtype]
+    buckets: dict[int, Limits]
+    """Largest hidden size of a bucket -> its limits, ascending; no scan above the last."""
 
 
 _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _CPU_DTYPES = frozenset((torch.float32, torch.float64))
 
-# A scan costs H times the arithmetic of the sequential chain and wins by its depth, log T for T: so small H and long T
-# on a GPU. On the CPU the same operator is sequential in time; it wins by one call for all steps, until a step's
-# matrix product is large enough to hide torch's calls.
-AUTO_SCAN: dict[tuple[str, str], Limits] = {
-    ("cuda", "rnn_tanh"): Limits(32, 32, _CUDA_DTYPES),
-    ("cuda", "rnn_relu"): Limits(32, 32, _CUDA_DTYPES),
-    ("cuda", "gru"): Limits(32, 32, _CUDA_DTYPES),
-    ("cuda", "lstm"): Limits(32, 32, _CUDA_DTYPES),
-    ("cpu", "rnn_tanh"): Limits(128, 1, _CPU_DTYPES),
-    ("cpu", "rnn_relu"): Limits(128, 1, _CPU_DTYPES),
-    ("cpu", "gru"): Limits(128, 1, _CPU_DTYPES),
-    ("cpu", "lstm"): Limits(128, 1, _CPU_DTYPES),
+# On CUDA a scan costs H times the arithmetic of the sequential chain and wins by its depth: three stages (products
+# within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
+# of T. So it is for small H, long T and batches that leave the device idle. On the CPU the same operator is sequential
+# in time; it wins by one call for all steps, until a step's matrix product is large enough to hide torch's calls.
+AUTO_SCAN: dict[tuple[str, str], Table] = {
+    ("cuda", "rnn_tanh"): Table(_CUDA_DTYPES, {32: Limits()}),
+    ("cuda", "rnn_relu"): Table(_CUDA_DTYPES, {32: Limits()}),
+    ("cuda", "gru"): Table(_CUDA_DTYPES, {32: Limits()}),
+    ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits()}),
+    ("cpu", "rnn_tanh"): Table(_CPU_DTYPES, {128: Limits()}),
+    ("cpu", "rnn_relu"): Table(_CPU_DTYPES, {128: Limits()}),
+    ("cpu", "gru"): Table(_CPU_DTYPES, {128: Limits()}),
+    ("cpu", "lstm"): Table(_CPU_DTYPES, {128: Limits()}),
 }
+
+CUDA_MAX_HIDDEN = 32
+"""H that the CUDA kernels hold (kScanRnnMaxHidden); beyond, the operator is a slow loop over the steps."""
 
 _SCAN_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SCAN_DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
@@ -59,7 +71,8 @@ class Case(NamedTuple):
     hidden_size: int
     batch: int | None
     steps: int | None
-    """T. None, like `batch`, in a compiled graph: looking at it would tie the graph to a range of sizes."""
+    """T. None, like `batch`, in a compiled graph, where looking at it would tie the graph to a range of sizes: "auto"
+    then goes by hidden size and dtype alone."""
     packed: bool
     projected: bool
     transformed: bool
@@ -92,18 +105,25 @@ def why_not_scan(case: Case) -> str | None:
         return f"built for {' and '.join(_SCAN_DEVICES)}, not for {case.device}"
     if case.dtype not in _SCAN_DTYPES:
         return f"no kernel for {case.dtype}"
+    if case.device == "cuda" and case.hidden_size > CUDA_MAX_HIDDEN:
+        return f"the kernels hold {CUDA_MAX_HIDDEN} hidden units, got {case.hidden_size}"
     return None
 
 
 def why_auto_skips_scan(case: Case) -> str | None:
     """Why "auto" prefers "torch" to an eligible "scan", or None."""
-    limits = AUTO_SCAN[case.device, case.cell]
-    if case.hidden_size > limits.max_hidden:
-        return f"slower than torch above hidden_size {limits.max_hidden} on {case.device}"
+    dtypes, buckets = AUTO_SCAN[case.device, case.cell]
+    if case.dtype not in dtypes:
+        return f"auto takes torch in {case.dtype} on {case.device}"
+    largest = next((h for h in buckets if case.hidden_size <= h), None)
+    if largest is None:
+        return f"auto takes torch above hidden_size {max(buckets)} on {case.device}"
+    limits = buckets[largest]
+    where = f"at hidden_size {case.hidden_size} on {case.device}"
     if case.steps is not None and case.steps < limits.min_steps:
-        return f"slower than torch below {limits.min_steps} steps on {case.device}"
-    if case.dtype not in limits.dtypes:
-        return f"slower than torch in {case.dtype} on {case.device}"
+        return f"auto takes torch below {limits.min_steps} steps {where}"
+    if case.batch is not None and case.batch > limits.max_batch:
+        return f"auto takes torch above a batch of {limits.max_batch} {where}"
     return None
 
 
@@ -122,4 +142,4 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
     reason = why_auto_skips_scan(case)
     if reason is not None:
         return "torch", f"scan: {reason}"
-    return "scan", "the fastest here"
+    return "scan", "within auto's limits"

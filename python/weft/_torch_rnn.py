@@ -2,7 +2,7 @@
 
 Left to itself, torch.compile takes `aten.gru` and its kin apart into one copy of the cell per time step: compilation
 takes minutes at a hundred steps, the graph is tied to one T, and cuDNN is not used.
-Eager code goes to the kernels directly, by `call`.
+Eager code goes to the kernels directly, by `call`. The schemas of the two ops are in csrc/registry.cpp.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _autograd_inside_an_op():
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
-@torch.library.custom_op("weft::torch_rnn", mutates_args=())
-def torch_rnn(
+@torch.library.register_kernel("weft::torch_rnn", None)
+def _torch_rnn(
     input: Tensor,
     state: list[Tensor],
     weights: list[Tensor],
@@ -64,15 +64,17 @@ def torch_rnn(
     return [r.to(d).contiguous() for r, d in zip(result, (dtype, dtype, cell_dtype), strict=False)]
 
 
-@torch_rnn.register_fake
-def _(input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast, dtype, cell_dtype):
+@torch.library.register_fake("weft::torch_rnn")
+def _torch_rnn_fake(
+    input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast, dtype, cell_dtype
+):
     width = state[0].size(-1) * (2 if bidirectional else 1)
     shapes = [(*input.shape[:-1], width), *(s.shape for s in state)]
     return [input.new_empty(s, dtype=d) for s, d in zip(shapes, (dtype, dtype, cell_dtype), strict=False)]
 
 
-@torch.library.custom_op("weft::torch_rnn_backward", mutates_args=())
-def torch_rnn_backward(
+@torch.library.register_kernel("weft::torch_rnn_backward", None)
+def _torch_rnn_backward(
     grads: list[Tensor],
     needed: list[bool],
     input: Tensor,
@@ -116,8 +118,10 @@ def torch_rnn_backward(
     ]
 
 
-@torch_rnn_backward.register_fake
-def _(grads, needed, input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast):
+@torch.library.register_fake("weft::torch_rnn_backward")
+def _torch_rnn_backward_fake(
+    grads, needed, input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast
+):
     operands = [input, *state, *weights]
     return [t.new_empty(t.shape) if n else t.new_empty(0) for t, n in zip(operands, needed, strict=True)]
 
@@ -139,9 +143,16 @@ def _backward(ctx, grads):
     ]
     needs_input, needs_state, needs_weights = ctx.needs_input_grad[:3]
     needed = [needs_input, *needs_state, *needs_weights]
-    found = torch_rnn_backward(grads, needed, input, state, weights, batch_sizes, *ctx.rest)
+    found = torch.ops.weft.torch_rnn_backward(grads, needed, input, state, weights, batch_sizes, *ctx.rest)
     masked = [g if n else None for g, n in zip(found, needed, strict=True)]
     return masked[0], masked[1 : 1 + ctx.states], masked[1 + ctx.states :], *[None] * 8
 
 
-torch_rnn.register_autograd(_backward, setup_context=_setup)
+def _no_second_derivative(ctx, grads):
+    raise NotImplementedError(
+        'weft: torch\'s kernels are differentiable once in a compiled graph; algorithm="reference" is to any order'
+    )
+
+
+torch.library.register_autograd("weft::torch_rnn", _backward, setup_context=_setup)
+torch.library.register_autograd("weft::torch_rnn_backward", _no_second_derivative)

@@ -88,7 +88,7 @@ def _candidate(name: str, taken: str, why: str, asked: str, case: _algorithms.Ca
         return Candidate(name, True, f'algorithm="{asked}" was asked for')
     if name == "scan":
         return Candidate(name, True, _algorithms.why_auto_skips_scan(case) or "")
-    slower = "slow, differentiable to any order" if name == "reference" else f"{taken} is faster here"
+    slower = "slow, differentiable to any order" if name == "reference" else f"auto takes {taken} here"
     return Candidate(name, True, slower)
 
 

@@ -7,7 +7,8 @@ because ``torch.compile`` refuses every instance of those.
 
 The keyword ``algorithm`` says what runs:
 
-- ``"auto"`` (default): the fastest for each input, by limits measured per device and cell;
+- ``"auto"`` (default): "scan" within limits of length and batch per device, cell and hidden size, else "torch"; in a
+  compiled graph, where length and batch are unknown, hidden size and dtype alone decide;
 - ``"scan"``: Weft's operators, whose backward pass is a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);
 - ``"torch"``: torch's own kernel (cuDNN on a GPU);
 - ``"reference"``: :mod:`weft.reference`, a slow loop in plain torch, differentiable to any order;

@@ -17,7 +17,7 @@ namespace {
 
 // Microseconds on an H200 at H = 20: a step of a replaying warp alone; a chunk at the boundary; a step of the product,
 // alone and per (chunk, batch) where the chip is full; two more launches.
-constexpr double kReplay = 0.16, kBoundary = 0.25, kProduct = 0.9, kProductFull = 6.5e-4, kChunkedOverhead = 6;
+constexpr double kReplay = 0.16, kBoundary = 0.25, kProduct = 0.9, kProductFull = 4.1e-4, kChunkedOverhead = 6;
 constexpr double kBytesPerMicrosecond = 4.2e6;
 
 SmallPlan plan_of(const LinearScan& scan) {
