@@ -20,11 +20,15 @@ def _may_be_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None) -> None:
     """The checks of csrc/scan/linear_scan.cpp, on sizes that may be symbols."""
-    for name, t in (("b", b), ("x0", x0)):
-        if t is not None:
-            torch._check_type(
-                t.dtype == A.dtype, lambda: f"linear_scan: {name} must have the dtype of A, {A.dtype}, got {t.dtype}"
-            )
+    torch._check_type(
+        A.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        lambda: f"linear_scan: A must be float16, bfloat16, float32 or float64, got {A.dtype}",
+    )
+    torch._check_type(b.dtype == A.dtype, lambda: f"linear_scan: b must have the dtype of A, {A.dtype}, got {b.dtype}")
+    torch._check_type(
+        x0 is None or x0.dtype == A.dtype,
+        lambda: f"linear_scan: x0 must have the dtype of A, {A.dtype}, got {x0.dtype}",
+    )
     torch._check_value(b.dim() == 3, lambda: f"linear_scan: b must be (T, B, H), got {tuple(b.shape)}")
     T, B, H = b.shape
     torch._check_value(
