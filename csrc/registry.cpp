@@ -1,12 +1,14 @@
 // The table of contents: every operator of torch.ops.weft, one block per engine.
-// Shapes, dtypes, aliasing and errors are in the header of each op, shape rules for fake tensors in python/weft/_fake.py.
+// Shapes, dtypes, aliasing and errors are in the header of each op, shape rules for fake tensors in
+// python/weft/_fake.py.
 #include <torch/library.h>
 
 TORCH_LIBRARY(weft, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
   // scan: csrc/scan/
-  m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor", tags);
+  m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",
+        tags);
   m.def(
       "linear_scan_backward(Tensor grad, Tensor A, Tensor? x, Tensor? x0, bool reverse, bool transpose, "
       "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",

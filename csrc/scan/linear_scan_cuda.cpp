@@ -47,10 +47,8 @@ void linear_scan_cuda(const Problem& problem, const at::Tensor& out) {
   switch (choose(d)) {
     case Algorithm::diagonal:
       return run_kernel(d.args, out, linear_scan_diagonal_workspace_bytes, linear_scan_diagonal);
-#if __has_include("scan/cuda/linear_scan_small.cu")
     case Algorithm::small:
       return run_kernel(d.args, out, linear_scan_small_workspace_bytes, linear_scan_small);
-#endif
     case Algorithm::middle:
       return run_kernel(d.args, out, linear_scan_middle_workspace_bytes, linear_scan_middle);
     default: {

@@ -136,7 +136,7 @@ ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor
   at::Tensor grad_input, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh;
   const bool products = mask[0] || mask[3] || mask[4];
   const at::Tensor d = products ? dgates.to(compute) : dgates;  // (T, B, K*H)
-  const at::Tensor d_in = d.view({T * B, d.size(2)}).narrow(1, 0, rows);
+  const at::Tensor d_in = mask[0] || mask[3] ? d.view({T * B, d.size(2)}).narrow(1, 0, rows) : at::Tensor();
 
   if (mask[0]) grad_input = at::mm(d_in, w_ih.to(compute)).view({T, B, I}).to(type);
   if (mask[3]) {

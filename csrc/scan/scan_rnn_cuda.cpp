@@ -1,10 +1,12 @@
 // weft::scan_rnn on CUDA: types, allocation, choice of the kernels.
+#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/tanh.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -24,7 +26,8 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Inputs up to this width share the weight-gradient kernel with the recurrent side; wider ones are GEMMs of their own.
+// Inputs up to this width share the weight-gradient kernel with the recurrent side, and have a kernel for their own
+// gradient; wider ones are GEMMs.
 constexpr int64_t kMaxFusedInputs = 128;
 
 Tensor in_type(const Tensor& t, at::ScalarType type) {
@@ -122,7 +125,7 @@ void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& g
       gh = at::mm(d, w_hh);
     } else {
       const Tensor y = output[t];
-      d.copy_(cell == Cell::kRnnRelu ? dh * (y > 0) : dh * (1 - y * y));
+      d.copy_(cell == Cell::kRnnRelu ? at::where(y <= 0, at::zeros({}, y.options()), dh) : dh * (1 - y * y));
       gh = at::mm(d, w_hh);
     }
   }
@@ -133,11 +136,16 @@ void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& g
 template <typename scalar>
 void forward_kernel(const ScanRnnShape& shape, const Tensor& projected, const Tensor& w_hh, const Tensor& b_hh,
                     const Tensor& h0, const Tensor& c0, const ScanRnnResults& r) {
-  const ScanRnnForward<scalar> args{pointer<scalar>(projected),      pointer<scalar>(w_hh),
-                                    pointer<scalar>(b_hh),           pointer<scalar>(h0),
-                                    pointer<scalar>(c0),             mutable_pointer<scalar>(r.output),
-                                    mutable_pointer<scalar>(r.h_n),  mutable_pointer<scalar>(r.c_n),
-                                    mutable_pointer<scalar>(r.gates), mutable_pointer<scalar>(r.cells)};
+  const ScanRnnForward<scalar> args{pointer<scalar>(projected),
+                                    pointer<scalar>(w_hh),
+                                    pointer<scalar>(b_hh),
+                                    pointer<scalar>(h0),
+                                    pointer<scalar>(c0),
+                                    mutable_pointer<scalar>(r.output),
+                                    mutable_pointer<scalar>(r.h_n),
+                                    mutable_pointer<scalar>(r.c_n),
+                                    mutable_pointer<scalar>(r.gates),
+                                    mutable_pointer<scalar>(r.cells)};
   scan_rnn_forward(shape, args, c10::cuda::getCurrentCUDAStream());
 }
 
@@ -162,15 +170,20 @@ void chain_kernel(const ScanRnnShape& shape, const Tensor& grad_output, const Te
   scan_rnn_chain(shape, args, chunks, c10::cuda::getCurrentCUDAStream());
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(
-    const Tensor& input, const Tensor& h0, const OptionalTensor& c0, const Tensor& w_ih, const Tensor& w_hh,
-    const OptionalTensor& b_ih, const OptionalTensor& b_hh, c10::string_view cell_name, bool reverse, bool save) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& input, const Tensor& h0,
+                                                                 const OptionalTensor& c0, const Tensor& w_ih,
+                                                                 const Tensor& w_hh, const OptionalTensor& b_ih,
+                                                                 const OptionalTensor& b_hh, c10::string_view cell_name,
+                                                                 bool reverse, bool save) {
   const char* op = "weft::scan_rnn";
   const Cell cell = parse_cell(cell_name);
   const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);
   const c10::cuda::CUDAGuard guard(input.device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // The kernels are fp32 throughout, and so are the matrix products around them: TF32 would lose more than it gains
+  // here.
+  const at::NoTF32Guard no_tf32;
   const auto type = input.scalar_type(), compute = accumulate_type(type);
 
   const Tensor x = in_type(input, compute), w = in_type(w_hh, compute), bias = in_type(b_hh, compute),
@@ -205,6 +218,9 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);
   const c10::cuda::CUDAGuard guard(input.device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  // The kernels are fp32 throughout, and so are the matrix products around them: TF32 would lose more than it gains
+  // here.
+  const at::NoTF32Guard no_tf32;
   const auto type = input.scalar_type(), compute = accumulate_type(type);
 
   const Tensor state = in_type(h0, compute), cell_state = in_type(c0, compute), w = in_type(w_hh, compute),
@@ -220,9 +236,9 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
   // One workspace: the weight gradients start when the chain is through.
   const int chunks = has_kernel(s) && compute == at::kFloat ? scan_rnn_chunks(shape) : 1;
   const int fused_inputs = fused_input ? static_cast<int>(s.I) : 0;
-  const Tensor workspace = at::empty(
-      {std::max(scan_rnn_chain_workspace(shape, chunks), fused ? scan_rnn_weight_grad_workspace(shape, fused_inputs) : 0)},
-      options.dtype(at::kByte));
+  const Tensor workspace = at::empty({std::max(scan_rnn_chain_workspace(shape, chunks),
+                                               fused ? scan_rnn_weight_grad_workspace(shape, fused_inputs) : 0)},
+                                     options.dtype(at::kByte));
   const Tensor dgates = at::empty({s.T, s.B, chain_blocks(cell) * s.H}, options);
   Tensor grad_h0 = at::empty({s.B, s.H}, options);
   Tensor grad_c0 = cell == Cell::kLstm ? at::empty({s.B, s.H}, options) : Tensor();
@@ -237,8 +253,16 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                          saved_cells, dgates, grad_h0, grad_c0, chunks, workspace);
   }
 
+  const bool narrow_input = mask[0] && has_kernel(s) && compute == at::kFloat && s.I > 0 && s.I <= kMaxFusedInputs;
+  if (narrow_input) by_gemm[0] = false;
   ScanRnnGrads grads = scan_rnn_parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih, b_hh, cell,
                                                 by_gemm, grad_h0, grad_c0);
+  if (narrow_input) {
+    const Tensor grad_input = at::empty({s.T, s.B, s.I}, options);
+    scan_rnn_input_grad(shape, static_cast<int>(s.I), pointer<float>(dgates), pointer<float>(in_type(w_ih, compute)),
+                        mutable_pointer<float>(grad_input), c10::cuda::getCurrentCUDAStream());
+    std::get<0>(grads) = grad_input.to(type);
+  }
   if (fused) {
     const Tensor x = fused_input ? in_type(input, compute) : Tensor();
     const int64_t rows = s.gates * s.H;

@@ -109,7 +109,11 @@ def torch_rnn_backward(
         wanted = [t for t in operands if t.requires_grad]
         grads = [g.to(r.dtype) for g, r in zip(grads, result, strict=True)]
         found = iter(torch.autograd.grad(result, wanted, grads, materialize_grads=True))
-    return [next(found).contiguous() if n else t.new_empty(0) for t, n in zip(operands, needed, strict=True)]
+    # cuDNN's gradients of the weights share one buffer; results of an op must not.
+    return [
+        next(found).clone(memory_format=torch.contiguous_format) if n else t.new_empty(0)
+        for t, n in zip(operands, needed, strict=True)
+    ]
 
 
 @torch_rnn_backward.register_fake

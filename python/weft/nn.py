@@ -178,6 +178,8 @@ class _Layer(torch.nn.RNNBase):
         """Dtypes of output and h_n, and of c_n: the input's, under autocast what torch's layers return there."""
         if autocast is None or input.dtype == torch.float64 or not input.dtype.is_floating_point:
             return input.dtype, input.dtype
+        if input.device.type == "cuda":  # cuDNN's rule is to run in half, whatever autocast's dtype
+            return torch.float16, torch.float16
         if input.device.type != "cpu" or self.mode in ("RNN_TANH", "RNN_RELU"):
             return autocast, autocast
         # The CPU's step loops mix autocast's matrix products with the state as it came.

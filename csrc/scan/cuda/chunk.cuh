@@ -1,19 +1,20 @@
 // What the chunked scans of the small recurrences share (scan_rnn and dense linear_scan, H <= 32).
 //
 // A chunk of a linear recurrence is an affine map, x -> P x + v. The columns of P are independent vectors that all pass
-// through the same steps, v is one more vector that also receives the inhomogeneity. Columns are kept transposed in tiles
-// of 16 (ColumnTiles) and multiplied by each step's matrix on the tensor cores in split TF32; carry_through_chunks then
-// takes one vector through all maps.
+// through the same steps, v is one more vector that also receives the inhomogeneity. Columns are kept transposed in
+// tiles of 16 (ColumnTiles) and multiplied by each step's matrix on the tensor cores in split TF32;
+// carry_through_chunks then takes one vector through all maps.
 //
-// Products can overflow or underflow where the product with the vector does not. Every column therefore carries a power of
-// two (rescaling a column is exact), and carry_through_chunks asks for a chunk to be redone, step by step, where its map
-// says less than the steps would.
+// Products can overflow or underflow where the product with the vector does not. Every column therefore carries a power
+// of two (rescaling a column is exact), and carry_through_chunks asks for a chunk to be redone, step by step, where its
+// map says less than the steps would.
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
 #include "scan/cuda/math.cuh"
+#include "scan/cuda/padding.h"
 
 namespace weft {
 namespace chunk {
@@ -44,12 +45,14 @@ template <int kBytes>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   const unsigned address = unsigned(__cvta_generic_to_shared(to));
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes) : "memory");
   }
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -63,64 +66,65 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11, so
-// 22 remain. An inf or NaN survives in low.
+// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11,
+// so 22 remain. An inf or NaN survives in low.
 __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
   high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
   low = __float_as_uint(x - __uint_as_float(high));
 }
 
-// sum += rows * right for tiles of 16 rows and NB x NB blocks of which `right` is one row of blocks: al bh + ah bl + ah bh.
-// The tensor core cuts its sums off instead of rounding them: three products at most share an accumulator, and the rest
-// is added in fp32.
+// rows * right for tiles of 16 rows and one row of blocks of `right` at a time: al bh + ah bl in `small`, ah bh in
+// `large`. The tensor core cuts its sums off instead of rounding them: with the small products apart, few sums are cut
+// where it counts, and the two chains of products run side by side.
 template <int kTiles, int NB>
-__device__ __forceinline__ void add_product(float (&sum)[kTiles][NB][4], const float (&rows)[kTiles][4],
-                                            const unsigned (&high)[NB][2], const unsigned (&low)[NB][2]) {
-  unsigned ah[kTiles][4], al[kTiles][4];
+struct SplitSum {
+  float small[kTiles][NB][4] = {}, large[kTiles][NB][4] = {};
+
+  __device__ __forceinline__ void add(const float (&rows)[kTiles][4], const unsigned (&high)[NB][2],
+                                      const unsigned (&low)[NB][2]) {
+    unsigned ah[kTiles][4], al[kTiles][4];
 #pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-    // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
-    split_tf32(rows[t][0], ah[t][0], al[t][0]);
-    split_tf32(rows[t][2], ah[t][1], al[t][1]);
-    split_tf32(rows[t][1], ah[t][2], al[t][2]);
-    split_tf32(rows[t][3], ah[t][3], al[t][3]);
-  }
-  float part[kTiles][NB][4] = {};
-#pragma unroll
-  for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], al[t], high[nb]);
-#pragma unroll
-  for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], ah[t], low[nb]);
-#pragma unroll
-  for (int nb = 0; nb < NB; ++nb)
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) multiply_tf32(part[t][nb], ah[t], high[nb]);
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t)
+    for (int t = 0; t < kTiles; ++t) {
+      // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
+      split_tf32(rows[t][0], ah[t][0], al[t][0]);
+      split_tf32(rows[t][2], ah[t][1], al[t][1]);
+      split_tf32(rows[t][1], ah[t][2], al[t][2]);
+      split_tf32(rows[t][3], ah[t][3], al[t][3]);
+    }
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[t][nb][i] += part[t][nb][i];
-}
+      for (int t = 0; t < kTiles; ++t) {
+        multiply_tf32(large[t][nb], ah[t], high[nb]);
+        multiply_tf32(small[t][nb], al[t], high[nb]);
+      }
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) multiply_tf32(small[t][nb], ah[t], low[nb]);
+  }
+
+  __device__ __forceinline__ float at(int t, int nb, int i) const {
+    return large[t][nb][i] + small[t][nb][i];
+  }
+};
 
 // ------------------------------------------------------------------------------------------------- maps of chunks
-// A map in memory, for kParts * HP states, padded with zeros: P column by column, v, and the columns' factors, powers of
-// two, negative where the column lost entries to underflow.
+// A map in memory, for kParts * HP states, padded with zeros: P column by column, v, and the columns' factors, powers
+// of two, negative where the column lost entries to underflow.
 template <int kParts_, int HP_>
 struct MapLayout {
   static constexpr int kParts = kParts_, HP = HP_;
   static constexpr int kStates = kParts * HP;
   static constexpr int kOffset = kStates * kStates, kFactors = kOffset + kStates;
   static constexpr int kStride = kFactors + kStates;
+  static_assert(kStride == map_floats(kStates));
 };
 
-// kTiles tiles of 16 columns, transposed: row 16 t + 8 u + lane / 4 is a column, its elements 8 kb + 2 (lane % 4) + half
-// are in part[p][t][kb][2 u + half]. That is the accumulator of m16n8k8, and also its left operand: the accumulator's
-// columns 2 j and 2 j + 1 are with the lane that holds k = j and j + 4 of the operand, and k may be numbered at will as
-// long as the right operand agrees.
+// kTiles tiles of 16 columns, transposed: row 16 t + 8 u + lane / 4 is a column, its elements 8 kb + 2 (lane % 4) +
+// half are in part[p][t][kb][2 u + half]. That is the accumulator of m16n8k8, and also its left operand: the
+// accumulator's columns 2 j and 2 j + 1 are with the lane that holds k = j and j + 4 of the operand, and k may be
+// numbered at will as long as the right operand agrees.
 template <int kParts, int kTiles, int NB>
 struct ColumnTiles {
   float part[kParts][kTiles][NB][4];
@@ -201,11 +205,12 @@ struct ColumnTiles {
 
 constexpr int kBoundaryStages = 4;
 template <typename Map>
-constexpr int kBoundaryElements = kBoundaryStages * Map::kStride + 2 * Map::kStates;  // of shared memory
+constexpr int kBoundaryElements = kBoundaryStages* Map::kStride + 2 * Map::kStates;  // of shared memory
 
-// One warp takes a vector through `count` maps, x <- P x + v, and stores it before each and after the last. Lane i holds
-// element i (xh), and element HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps arrive three
-// ahead of their use by asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk make of them.
+// One warp takes a vector through `count` maps, x <- P x + v, and stores it before each and after the last. Lane i
+// holds element i (xh), and element HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps
+// arrive three ahead of their use by asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk
+// make of them.
 template <typename Map, typename Redo>
 __device__ __forceinline__ void carry_through_chunks(int count, const float* from, int64_t map_step, float* start,
                                                      int64_t start_step, int H, float& xh, float& xc, float* shared,

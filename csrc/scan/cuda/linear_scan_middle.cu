@@ -9,16 +9,22 @@ namespace weft::scan {
 namespace middle {
 namespace {
 
-// Measured on an H200; all times in ns. The model only has to rank the numbers of chunks, of which times near the best
-// one are flat.
-constexpr double kMemoryBytesPerNs = 3800;  // reading A in replay, all SMs
-constexpr double kReplayStep = 600;         // one step of one block beside what its bytes cost
-constexpr double kReplayBytesPerNs = 110;   // that one SM can pull alone
-constexpr double kProductFmasPerNs = 1750;  // bf16 multiply-adds of one SM
-constexpr double kProductStep = 800;        // one step of (1) beside its arithmetic
-constexpr double kTotalStep = 700;          // one chunk in (2) beside what the bytes of P cost
-constexpr double kTotalBytesPerNs = 60;
-constexpr double kLaunches = 8000;  // two more kernels
+// Fitted to times measured on an H200, in ns. The model only has to rank the numbers of chunks, of which times near the
+// best one are flat.
+constexpr double kMemoryBytesPerNs = 3600;   // reading A in replay, all SMs
+constexpr double kReplayStep = 700;          // one step of one block beside its arithmetic
+constexpr double kReplayElementsPerNs = 87;  // that one block multiplies
+constexpr double kTransposedReplay = 1.25;   // against the matrix as it lies in memory
+constexpr double kPieceTime = 85;            // of one round of the block's copies in pieces of less than 16 bytes
+constexpr double kReplayShare = 0.45;        // of a step that blocks on one SM do not overlap
+constexpr double kProductStep = 750;        // one step of (1) for H <= 64 beside its arithmetic, of two blocks together
+constexpr double kProductFmasPerNs = 1500;  // bf16 multiply-adds of one SM for H <= 64
+constexpr double kWideProductStep = 2300;   // for H > 64, where a block has an SM for itself
+constexpr double kWideProductByte = 525;    // for every byte of an element: the feeders wait for the step's A
+constexpr double kWideProductFmasPerNs = 2400;
+constexpr double kTotalStep = 1600;  // one chunk in (2) beside what the bytes of P cost
+constexpr double kTotalBytesPerNs = 200;
+constexpr double kLaunches = 17000;  // two more kernels, and the start of a chunk in each
 constexpr int64_t kShortestChunk = 4;
 
 constexpr int64_t kReserved = 1024;  // shared memory that the device keeps per block
@@ -30,25 +36,31 @@ int64_t ceil_div(int64_t a, int64_t b) {
 struct Shape {
   int64_t batch, steps, H;
   DType dtype;
-  int sm_count;
-  int64_t shared;  // per SM
+  bool transposed;
+  int piece, sm_count;
 };
 
 double replay_time(const Shape& s, int64_t chunks) {
   const double bytes = double(s.H) * s.H * element_size(s.dtype);
   const double all = double(s.batch) * s.steps * bytes / kMemoryBytesPerNs;
-  const int64_t at_once = std::clamp<int64_t>(int64_t(s.shared / (3 * bytes)), 1, 3);
-  const int64_t rounds = ceil_div(ceil_div(s.batch * chunks, s.sm_count), at_once);
-  return std::max(all, (kReplayStep + bytes / kReplayBytesPerNs) * ceil_div(s.steps, chunks) * rounds);
+  double step = kReplayStep + double(s.H) * s.H / kReplayElementsPerNs;
+  if (s.transposed) step *= kTransposedReplay;
+  if (s.piece < 16) step += kPieceTime * bytes / (s.piece * kReplayThreads);
+  const double blocks = double(ceil_div(s.batch * chunks, s.sm_count));
+  return std::max(all, step * (1 + kReplayShare * (blocks - 1)) * ceil_div(s.steps, chunks));
 }
 
 double products_time(const Shape& s, int64_t chunks, int splits) {
-  // Four warps of 16 columns keep an SM's four tensor cores busy, fewer take as long.
-  const int64_t k = ceil_div(s.H, 16) * 16, n = ceil_div(s.H, 32) * 32, columns = ceil_div(k, 64 * splits) * 64;
+  const int64_t k = ceil_div(s.H, 16) * 16, n = ceil_div(s.H, 32) * 32;
   const double products = s.dtype == DType::f32 ? 6 : s.dtype == DType::f16 ? 5 : 3;
-  const int64_t per_sm = ceil_div(s.batch * (chunks - 1) * splits, s.sm_count), at_once = s.H <= 64 ? 2 : 1;
-  return ceil_div(s.steps, chunks) *
-         (kProductStep * ceil_div(per_sm, at_once) + products * k * n * columns / kProductFmasPerNs * per_sm);
+  const int64_t per_sm = ceil_div(s.batch * (chunks - 1) * splits, s.sm_count);
+  // For H <= 64 four warps of 16 columns keep an SM's four tensor cores busy, fewer take as long.
+  const double step = s.H <= 64
+                          ? kProductStep * ceil_div(per_sm, 2) + products * k * n * 64 / kProductFmasPerNs * per_sm
+                          : (kWideProductStep + kWideProductByte * element_size(s.dtype) +
+                             products * k * n * k / splits / kWideProductFmasPerNs) *
+                                per_sm;
+  return ceil_div(s.steps, chunks) * step;
 }
 
 double scan_time(const Shape& s, int64_t chunks, int splits) {
@@ -64,6 +76,7 @@ void choose_chunks(const Shape& s, Arguments& p) {
   const int64_t most = s.steps / kShortestChunk;
   auto consider = [&](int64_t chunks) {
     if (chunks < 2 || chunks > most) return;
+    chunks = ceil_div(s.steps, ceil_div(s.steps, chunks));
     for (int splits = 1; splits <= 2; ++splits) {
       const double time = scan_time(s, chunks, splits);
       if (time < best) {
@@ -74,6 +87,7 @@ void choose_chunks(const Shape& s, Arguments& p) {
     }
   };
   for (int64_t waves = 1; waves <= 16; ++waves) {
+    consider(waves * s.sm_count / s.batch);
     consider(waves * s.sm_count / s.batch + 1);
     consider(waves * s.sm_count / s.batch / 2 + 1);
   }
@@ -119,7 +133,7 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
   p.flat = p.piece == 16 && p.A_ld == p.H;
 
   p.splits = 1;
-  const Shape shape{p.batch, p.steps, p.H, scan.dtype, limits.sm_count, limits.max_shared_per_block};
+  const Shape shape{p.batch, p.steps, p.H, scan.dtype, transposed, p.piece, limits.sm_count};
   if (chunks > 0) {
     p.chunks = chunks;
   } else if (scan.dtype == DType::f64 || product_shared_bytes(p.padded, scan.dtype) > limits.max_shared_per_block) {

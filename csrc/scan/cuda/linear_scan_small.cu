@@ -3,23 +3,21 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <stdexcept>
 
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan_small.h"
+#include "scan/cuda/padding.h"
 
 namespace weft::scan {
 
 namespace {
 
-int64_t padded(int64_t H) {
-  return H <= 8 ? 8 : H <= 16 ? 16 : H <= 20 ? 20 : H <= 24 ? 24 : 32;
-}
-
 // Microseconds on an H200 at H = 20: a step of a replaying warp alone; a chunk at the boundary; a step of the product,
 // alone and per (chunk, batch) where the chip is full; two more launches.
-constexpr double kReplay = 0.16, kBoundary = 0.25, kProduct = 0.6, kProductFull = 9e-4, kChunkedOverhead = 6;
+constexpr double kReplay = 0.16, kBoundary = 0.25, kProduct = 0.9, kProductFull = 6.5e-4, kChunkedOverhead = 6;
 constexpr double kBytesPerMicrosecond = 4.2e6;
 
 SmallPlan plan_of(const LinearScan& scan) {
@@ -49,13 +47,17 @@ size_t linear_scan_small_workspace_bytes(const LinearScan& scan) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return 0;
   const SmallPlan plan = plan_of(scan);
   if (plan.chunks == 1) return 0;
-  const int64_t H = padded(scan.H), map = H * H + 2 * H;
-  return size_t((plan.chunks - 1) * scan.B * map + plan.chunks * scan.B * H) * sizeof(float);
+  const int64_t H = padded_hidden(scan.H);
+  return size_t((plan.chunks - 1) * scan.B * map_floats(H) + plan.chunks * scan.B * H) * sizeof(float);
 }
 
 void linear_scan_small(const LinearScan& scan, void* workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
   const SmallPlan plan = plan_of(scan);
+  const int64_t line = (scan.A_col == 1 ? scan.A_row : scan.A_col) * int64_t(element_size(scan.dtype));
+  if (std::abs(line) * scan.H > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("weft: linear_scan: the rows of one A[t] lie more than 2 GiB apart");
+  }
   if (plan.length >= std::numeric_limits<int>::max()) {
     throw std::runtime_error("weft: linear_scan: more than 2^31 - 2 steps in one chunk");
   }

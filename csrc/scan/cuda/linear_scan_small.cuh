@@ -8,8 +8,8 @@
 //   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
 //      element i, x is exchanged through shared memory. A is read a second time.
 //
-// With one chunk, the replay is all there is: the sequential recurrence, about 0.15 us per step. A[t] and b[t] arrive by
-// asynchronous copies, three steps before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160.
+// With one chunk, the replay is all there is: the sequential recurrence, about 0.15 us per step. A[t] and b[t] arrive
+// by asynchronous copies, three steps before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160.
 // Floor: two reads of A (one read where one chunk is enough).
 #pragma once
 #include <cuda_bf16.h>
@@ -31,10 +31,18 @@ using namespace weft::chunk;
 template <typename T>
 using State = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-__device__ __forceinline__ float to_state(float x) { return x; }
-__device__ __forceinline__ double to_state(double x) { return x; }
-__device__ __forceinline__ float to_state(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_state(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_state(float x) {
+  return x;
+}
+__device__ __forceinline__ double to_state(double x) {
+  return x;
+}
+__device__ __forceinline__ float to_state(__half x) {
+  return __half2float(x);
+}
+__device__ __forceinline__ float to_state(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
 template <typename T>
 __device__ __forceinline__ T from_state(State<T> x) {
   if constexpr (std::is_same_v<T, __half>) {
@@ -46,8 +54,8 @@ __device__ __forceinline__ T from_state(State<T> x) {
   }
 }
 
-// A ring of kStages steps of one batch row in shared memory: A[t] as it lies in memory, `lines` of H contiguous elements,
-// and b[t]. Copies are as wide as pointers and strides allow; a width below 4 bytes has no asynchronous copy.
+// A ring of kStages steps of one batch row in shared memory: A[t] as it lies in memory, `lines` of H contiguous
+// elements, and b[t]. Copies are as wide as pointers and strides allow; a width below 4 bytes has no asynchronous copy.
 template <typename T, int HP, int kStride_, int kStages>
 struct StepRing {
   static constexpr int kStride = kStride_;
@@ -56,10 +64,16 @@ struct StepRing {
   static constexpr int kElements = (HP * kStride + HP + 15) / 16 * 16;
   static constexpr int kBytes = kStages * kElements * int(sizeof(T));
 
+  // Pieces of A whose places a lane keeps in registers: all of them in copies of 16 bytes.
+  static constexpr int kMaxPieces = (HP * HP * int(sizeof(T)) / 16 + kWarp - 1) / kWarp;
+
   T* stages;
   const char *A, *b;
-  int64_t A_step, b_step, line_step;  // bytes
-  int lane, H, width, ahead = 0, steps;
+  int64_t A_step, b_step;  // bytes
+  // Where the lane's pieces lie, and where they go, in bytes from A[t] and from the stage: computed once, because a
+  // division per piece and step took longer than the step's arithmetic.
+  int from[kMaxPieces], to[kMaxPieces];
+  int lane, H, width, pieces, b_pieces, line_step, ahead = 0, steps;
 
   __device__ __forceinline__ StepRing(const LinearScan& scan, T* shared, int64_t batch, int64_t first, int steps_)
       : stages(shared), steps(steps_) {
@@ -67,48 +81,60 @@ struct StepRing {
     H = int(scan.H);
     const int64_t size = sizeof(T);
     A_step = scan.A_t * size, b_step = scan.b_t * size;
-    line_step = (scan.A_col == 1 ? scan.A_row : scan.A_col) * size;
+    line_step = int((scan.A_col == 1 ? scan.A_row : scan.A_col) * size);
     A = static_cast<const char*>(scan.A) + (first * scan.A_t + batch * scan.A_b) * size;
     b = static_cast<const char*>(scan.b) + (first * scan.b_t + batch * scan.b_b) * size;
     // Anything that must be a multiple of the width.
-    const uint64_t odd = uint64_t(A) | uint64_t(A_step) | uint64_t(line_step) | uint64_t(H * size) | uint64_t(b) |
-                         uint64_t(b_step);
+    const uint64_t odd =
+        uint64_t(A) | uint64_t(A_step) | uint64_t(line_step) | uint64_t(H * size) | uint64_t(b) | uint64_t(b_step);
     width = min(odd % 16 == 0 ? 16 : odd % 8 == 0 ? 8 : odd % 4 == 0 ? 4 : 2, kMaxWidth);
-  }
-
-  template <int kWidth>
-  __device__ __forceinline__ void copy(T* to) {
-    constexpr int kPer = kWidth / int(sizeof(T));  // elements
-    if constexpr (kPer > 0) {
-      const int per_line = H / kPer;
-      for (int at = lane; at < H * per_line; at += kWarp) {
-        const int line = at / per_line, place = at % per_line;
-        copy_one<kWidth>(to + line * kStride + place * kPer, A + line * line_step + place * kWidth);
-      }
-      for (int at = lane; at < per_line; at += kWarp) copy_one<kWidth>(to + HP * kStride + at * kPer, b + at * kWidth);
+    b_pieces = H * int(size) / width;
+    pieces = H * b_pieces;
+#pragma unroll
+    for (int p = 0; p < kMaxPieces; ++p) {
+      const int at = lane + p * kWarp, line = at / b_pieces, place = at % b_pieces;
+      from[p] = line * line_step + place * width;
+      to[p] = line * kStride * int(size) + place * width;
     }
   }
 
   template <int kWidth>
-  __device__ __forceinline__ void copy_one(T* to, const char* from) {
+  __device__ __forceinline__ void copy_one(char* to_, const char* from_) {
     if constexpr (kWidth >= 4) {
-      copy_async<kWidth>(to, from);
+      copy_async<kWidth>(to_, from_);
     } else {
-      *to = *reinterpret_cast<const T*>(from);
+      *reinterpret_cast<T*>(to_) = *reinterpret_cast<const T*>(from_);
+    }
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void copy(char* stage) {
+    if constexpr (kWidth >= int(sizeof(T))) {
+#pragma unroll
+      for (int p = 0; p < kMaxPieces; ++p)
+        if (lane + p * kWarp < pieces) copy_one<kWidth>(stage + to[p], A + from[p]);
+      // Narrow copies of a large H have more pieces than a lane keeps places for.
+      for (int at = lane + kMaxPieces * kWarp; at < pieces; at += kWarp) {
+        const int line = at / b_pieces, place = at % b_pieces;
+        copy_one<kWidth>(stage + line * kStride * int(sizeof(T)) + place * kWidth,
+                         A + line * line_step + place * kWidth);
+      }
+      for (int at = lane; at < b_pieces; at += kWarp)
+        copy_one<kWidth>(stage + HP * kStride * int(sizeof(T)) + at * kWidth, b + at * kWidth);
     }
   }
 
   __device__ __forceinline__ void fetch() {
     if (ahead < steps) {
-      T* to = stages + ahead % kStages * kElements;
+      char* stage = reinterpret_cast<char*>(stages + ahead % kStages * kElements);
       if (width == 16) {
-        copy<16>(to);
+        copy<16>(stage);
       } else if (width == 8) {
-        copy<8>(to);
+        copy<8>(stage);
       } else if (width == 4) {
-        copy<4>(to);
+        copy<4>(stage);
       } else {
-        copy<2>(to);
+        copy<2>(stage);
       }
       A += A_step, b += b_step;
     }
@@ -143,8 +169,8 @@ __device__ __forceinline__ void load_state4(const T* p, State<T> (&v)[4]) {
 }
 
 // ------------------------------------------------------------------------------------------------------ 3. replay
-// Lines of 4 (4-byte) or 2 (2-byte elements) times an odd number of banks: a lane per line reads four elements at a time
-// without conflict.
+// Lines of 4 (4-byte) or 2 (2-byte elements) times an odd number of banks: a lane per line reads four elements at a
+// time without conflict.
 template <typename T, int HP>
 using ReplayRing = StepRing<T, HP, HP == 20 ? 20 : HP + 4, 4>;
 
@@ -193,7 +219,7 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
 }
 
 template <typename T, int HP>
-constexpr int kReplayBytes = ReplayRing<T, HP>::kBytes + 2 * HP * int(sizeof(State<T>));
+constexpr int kReplayBytes = ReplayRing<T, HP>::kBytes + 2 * HP* int(sizeof(State<T>));
 
 template <typename T, int HP, bool kTransposed>
 __global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, SmallPlan plan, const float* starts) {
@@ -240,10 +266,14 @@ __global__ void __launch_bounds__(kWarp)
 }
 
 // ---------------------------------------------------------------------------------------------------- 1. products
-// Lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of elements at 8
-// lines by 4 places, meet no conflict.
+// Lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of elements
+// at 8 lines by 4 places, meet no conflict.
 template <typename T, int HP>
-using ProductRing = StepRing<T, HP, HP == 8 ? 8 : HP == 32 ? 40 : 24, 4>;
+using ProductRing = StepRing<T, HP,
+                             HP == 8    ? 8
+                             : HP == 32 ? 40
+                                        : 24,
+                             4>;
 
 template <typename T, int HP, bool kTransposed>
 __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
@@ -269,7 +299,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const T* A = ring.wait(step);
-    float sum[kTiles][NB][4] = {};
+    SplitSum<kTiles, NB> sum;
     // A row of blocks of the right operand, A^T: element (k, n) is A[n][k].
 #pragma unroll
     for (int kb = 0; kb < NB; ++kb) {
@@ -295,7 +325,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
       for (int t = 0; t < kTiles; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) rows[t][i] = p[t][kb][i];
-      add_product(sum, rows, high, low);
+      sum.add(rows, high, low);
     }
     const T* b = A + HP * Ring::kStride;
     // The first step without x0 does not look at A: P and v forget what they were.
@@ -307,7 +337,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int k = nb * 8 + 2 * j + i % 2;
-          float next = forget ? 0.0f : sum[t][nb][i];
+          float next = forget ? 0.0f : sum.at(t, nb, i);
           // v is column HP, in the last tile.
           if (t == kTiles - 1 && tiles.is_offset(t, i / 2) && k < HP) next += to_state(b[k]);
           p[t][nb][i] = next;
@@ -332,15 +362,15 @@ void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStr
     if (plan.chunks > 1) {
       using Map = MapLayout<1, HP>;
       starts = maps + (plan.chunks - 1) * scan.B * Map::kStride;
-      launch("linear_scan_products", product_kernel<T, HP, kTransposed>, dim3((plan.chunks - 1) * scan.B),
-             dim3(kWarp), 0, stream, scan, plan, maps);
-      launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed>, dim3(scan.B), dim3(kWarp),
+      launch("linear_scan_products", product_kernel<T, HP, kTransposed>, (plan.chunks - 1) * scan.B, dim3(kWarp), 0,
+             stream, scan, plan, maps);
+      launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed>, scan.B, dim3(kWarp),
              sizeof(float) * kBoundaryElements<Map> + kReplayBytes<T, HP>, stream, scan, plan, maps, starts);
     }
   }
   const int64_t warps = plan.chunks * scan.B;
   const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
-  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed>, dim3((warps + per_block - 1) / per_block),
+  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed>, (warps + per_block - 1) / per_block,
          dim3(per_block * kWarp), per_block * kReplayBytes<T, HP>, stream, scan, plan, starts);
 }
 
@@ -357,11 +387,18 @@ void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStr
 
 template <typename T>
 void run_linear_scan_small(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
-  if (scan.H <= 8) return run<T, 8>(scan, plan, workspace, stream);
-  if (scan.H <= 16) return run<T, 16>(scan, plan, workspace, stream);
-  if (scan.H <= 20) return run<T, 20>(scan, plan, workspace, stream);
-  if (scan.H <= 24) return run<T, 24>(scan, plan, workspace, stream);
-  return run<T, 32>(scan, plan, workspace, stream);
+  switch (padded_hidden(scan.H)) {
+    case 8:
+      return run<T, 8>(scan, plan, workspace, stream);
+    case 16:
+      return run<T, 16>(scan, plan, workspace, stream);
+    case 20:
+      return run<T, 20>(scan, plan, workspace, stream);
+    case 24:
+      return run<T, 24>(scan, plan, workspace, stream);
+    default:
+      return run<T, 32>(scan, plan, workspace, stream);
+  }
 }
 
 }  // namespace weft::scan

@@ -4,8 +4,12 @@
 
 namespace weft {
 
-__device__ __forceinline__ double sigmoid(double x) { return 1.0 / (1.0 + exp(-x)); }
-__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
+__device__ __forceinline__ double sigmoid(double x) {
+  return 1.0 / (1.0 + exp(-x));
+}
+__device__ __forceinline__ double hyperbolic_tangent(double x) {
+  return tanh(x);
+}
 
 __device__ __forceinline__ float fast_exp2(float x) {
   float y;
@@ -37,6 +41,8 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
 }
 
 // e with |x| in [2^e, 2^(e+1)), for normal x.
-__device__ __forceinline__ int binary_exponent(float x) { return int((__float_as_uint(x) >> 23) & 255u) - 127; }
+__device__ __forceinline__ int binary_exponent(float x) {
+  return int((__float_as_uint(x) >> 23) & 255u) - 127;
+}
 
 }  // namespace weft

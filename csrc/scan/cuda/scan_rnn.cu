@@ -3,15 +3,16 @@
 #include <cmath>
 
 #include "common/launch.cuh"
+#include "scan/cuda/padding.h"
 #include "scan/cuda/scan_rnn.h"
 
 namespace weft {
 namespace scan_rnn {
 
-#define WEFT_DECLARE_CELL(name)                                                                      \
-  template <typename scalar>                                                                         \
-  void name##_forward(const ScanRnnShape&, const ScanRnnForward<scalar>&, cudaStream_t);             \
-  template <typename scalar>                                                                         \
+#define WEFT_DECLARE_CELL(name)                                                          \
+  template <typename scalar>                                                             \
+  void name##_forward(const ScanRnnShape&, const ScanRnnForward<scalar>&, cudaStream_t); \
+  template <typename scalar>                                                             \
   void name##_chain(const ScanRnnShape&, const ScanRnnChain<scalar>&, int, cudaStream_t);
 WEFT_DECLARE_CELL(tanh)
 WEFT_DECLARE_CELL(relu)
@@ -92,10 +93,9 @@ int scan_rnn_chunks(const ScanRnnShape& shape) {
 
 int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks) {
   if (chunks <= 1) return 0;
-  // H padded as the kernels pad it; per chunk and batch P, v, the exponents and the gradient entering.
-  const int64_t padded = shape.H <= 8 ? 8 : shape.H <= 16 ? 16 : shape.H <= 20 ? 20 : shape.H <= 24 ? 24 : 32;
-  const int64_t S = shape.cell == Cell::kLstm ? 2 * padded : padded;
-  const int64_t floats = S * S + 3 * S;
+  // Per chunk and batch a map and the gradient entering it.
+  const int64_t S = (shape.cell == Cell::kLstm ? 2 : 1) * padded_hidden(shape.H);
+  const int64_t floats = map_floats(S) + S;
   return int64_t(chunks) * shape.B * floats * int64_t(sizeof(float));
 }
 

@@ -1,7 +1,8 @@
 // Launchers of the CUDA kernels of scan_rnn: pointers, sizes and a stream. Torch-free.
 //
-// Every array is contiguous, in the accumulate type (float or double). Steps are counted in processing order s = 0..T-1;
-// the row of step s and batch b is t(s) * B + b with t(s) = s, or T-1-s where `reverse`. H <= kScanRnnMaxHidden.
+// Every array is contiguous, in the accumulate type (float or double). Steps are counted in processing order s =
+// 0..T-1; the row of step s and batch b is t(s) * B + b with t(s) = s, or T-1-s where `reverse`. H <=
+// kScanRnnMaxHidden.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -69,7 +70,8 @@ struct ScanRnnWeightGrad {
 void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<float>& args, cudaStream_t stream);
 void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<double>& args, cudaStream_t stream);
 
-// `chunks` <= 0 lets the cost model choose; 1 is the sequential recurrence. double always runs as one chunk.
+// The number of chunks that a cost model expects to be fastest; 1 is the sequential recurrence. double always runs as
+// one.
 int scan_rnn_chunks(const ScanRnnShape& shape);
 int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks);
 void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int chunks, cudaStream_t stream);
@@ -78,5 +80,9 @@ void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<double>& args,
 // Partial sums per slab of rows, added in a fixed order.
 int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I);
 void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<float>& args, cudaStream_t stream);
+
+// grad_input (T, B, I) = dgates' first G H columns times w_ih (G H, I), for I small.
+void scan_rnn_input_grad(const ScanRnnShape& shape, int I, const float* dgates, const float* w_ih, float* grad_input,
+                         cudaStream_t stream);
 
 }  // namespace weft

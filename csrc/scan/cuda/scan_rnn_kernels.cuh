@@ -1,22 +1,23 @@
 // Kernels of scan_rnn for H <= 32: one layer, one direction, forward and the chain of its backward pass.
 //
-// The backward pass of a recurrent net is the chain g[s-1] = J[s]^T (g[s] + e[s]), e the gradient arriving at the output
-// of step s (BPPSA, MLSys 2020, section 3). It is cut into chunks of L steps:
+// The backward pass of a recurrent net is the chain g[s-1] = J[s]^T (g[s] + e[s]), e the gradient arriving at the
+// output of step s (BPPSA, MLSys 2020, section 3). It is cut into chunks of L steps (see chunk.cuh):
 //
-//   1. chunk_products: for every (chunk, batch) the affine map of the chunk, a matrix P and an offset v. A column of P is
-//      an independent vector, so a thread keeps COLS whole columns in registers for all L steps; M[s] = J[s]^T is formed
-//      once per step in shared memory (a GRU's three and an LSTM's first three weight blocks are merged there with
-//      their gate derivatives; an RNN's is W itself, and the derivative scales the column). J is never stored.
-//      Cost per step and chunk: H^2 (H + 1) FMA (LSTM 2 H^2 (2 H + 1)), H^2 / COLS shared-memory words per FMA lane, which
-//      bounds it: COLS is as large as the registers allow.
-//   2. chunk_boundaries: one warp per batch row carries g through the chunks, g <- P g + v: about 0.1 us per chunk.
+//   1. products: for every (chunk, batch) the affine map of the chunk, P and v, on the tensor cores in split TF32. One
+//   warp
+//      holds the columns in registers for all L steps. J is never stored: an RNN's columns are scaled by the derivative
+//      and multiplied by W, which is split once; a GRU's three and an LSTM's first three weight blocks are merged with
+//      their derivatives into the operand of the step, shared by all columns; an LSTM's state is (dh, dc) and only the
+//      blocks of its Jacobian that are not diagonal are multiplied. H^2 (H + 1) FMA per step and pair, an LSTM 4 H^3.
+//   2. boundaries: one warp per batch row carries g through the chunks, 0.25 us each (LSTM 0.44).
 //   3. replay: one warp per (chunk, batch), lane i owns unit i, W in registers, the gate gradients exchanged through
-//      shared memory: matrix-vector products only, and the only stage that writes per-step results. With one chunk it is
-//      the plain sequential backward pass.
+//      shared memory: matrix-vector products only, and the only stage that writes per-step results. With one chunk it
+//      is the plain sequential backward pass, 0.12 us per step (GRU 0.2, LSTM 0.24).
 //
-// Products can overflow or underflow where the product with the vector does not. Every column therefore carries a power of
-// two (rescaling a column is exact), and a chunk whose result is not finite, is the small difference of large terms, or
-// lost a column to underflow which still matters, is replayed inside stage 2.
+// What was learnt: columns in fp32 FMAs, whole columns per thread, ran at 60% of the issue rate and took 1.2 (RNN) to 5
+// (LSTM) times as long as three TF32 products; sums of more than three products on the tensor core lose a digit over a
+// long chunk, because it cuts off instead of rounding; loads into registers cannot run four steps ahead (six
+// scoreboards a warp), asynchronous copies can, which halved the time of a step.
 #pragma once
 #include <algorithm>
 
@@ -32,7 +33,9 @@ namespace {
 using namespace chunk;
 
 template <Cell cell>
-constexpr int vectors_per_step = cell == Cell::kGru ? 3 : cell == Cell::kLstm ? 4 : 1;
+constexpr int vectors_per_step = cell == Cell::kGru    ? 3
+                                 : cell == Cell::kLstm ? 4
+                                                       : 1;
 
 // ------------------------------------------------------------------------------------------------------- forward
 // One warp per sequence, lane i owns unit i and its rows of W_hh; h is exchanged through shared memory. The input of
@@ -46,7 +49,8 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, Scan
   const int lane = threadIdx.x;
   const int64_t b = blockIdx.x;
   const int H = shape.H;
-  const int unit = min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
+  const int unit =
+      min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
 
   __shared__ alignas(32) scalar exchange[2][HP];
   __shared__ scalar ring[kAhead][G][kWarp];
@@ -139,18 +143,21 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, Scan
 }
 
 // -------------------------------------------------------------------------------------- one step of the chain, shared
-// What a step's Jacobian needs of one unit's saved activations: rnn y; gru r, z, n, m, h_prev; lstm i, f, g, o, c, c_prev.
+// What a step's Jacobian needs of one unit's saved activations: rnn y; gru r, z, n, m, h_prev; lstm i, f, g, o, c,
+// c_prev.
 template <Cell cell>
-constexpr int kSaved = cell == Cell::kGru ? 5 : cell == Cell::kLstm ? 6 : 1;
+constexpr int kSaved = cell == Cell::kGru    ? 5
+                       : cell == Cell::kLstm ? 6
+                                             : 1;
 
 template <typename scalar>
 __device__ __forceinline__ int64_t row_of(const ScanRnnShape& shape, int64_t s, int64_t b) {
   return (shape.reverse ? shape.T - 1 - s : s) * shape.B + b;
 }
 
-// Walks down the steps of one unit of one batch row: where the saved activations of the present step are, and the gradient
-// arriving at its output. Pointers move by constants: computing them anew from (s, b, unit) cost half of a step's
-// instructions.
+// Walks down the steps of one unit of one batch row: where the saved activations of the present step are, and the
+// gradient arriving at its output. Pointers move by constants: computing them anew from (s, b, unit) cost half of a
+// step's instructions.
 template <Cell cell, typename scalar>
 struct Cursor {
   const scalar *gates, *state, *first_previous, *gradient;
@@ -203,7 +210,7 @@ struct Derivative<Cell::kRnnTanh, scalar> {
 template <typename scalar>
 struct Derivative<Cell::kRnnRelu, scalar> {
   scalar d;
-  __device__ Derivative(const scalar (&y)[1]) : d(y[0] > scalar(0) ? scalar(1) : scalar(0)) {}
+  __device__ Derivative(const scalar (&y)[1]) : d(y[0] <= scalar(0) ? scalar(0) : scalar(1)) {}
 };
 template <typename scalar>
 struct Derivative<Cell::kGru, scalar> {
@@ -233,7 +240,8 @@ struct Derivative<Cell::kLstm, scalar> {
 };
 
 // ------------------------------------------------------------------------------------------------------ 3. replay
-// Runs the chain over steps [low, high) of batch row b, downwards; lane i enters and leaves with the gradient of unit i.
+// Runs the chain over steps [low, high) of batch row b, downwards; lane i enters and leaves with the gradient of unit
+// i.
 template <Cell cell, int HP>
 struct ReplayLayout {
   static constexpr int kAhead = 8;
@@ -250,7 +258,8 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
   constexpr int K = chain_blocks(cell);
   const int lane = threadIdx.x % kWarp;
   const int H = shape.H;
-  const int unit = min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
+  const int unit =
+      min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
 
   scalar w[R][HP];
 #pragma unroll
@@ -310,7 +319,8 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
       publish(0, di), publish(1, df), publish(2, dg), publish(3, d_o);
       write(0, di), write(1, df), write(2, dg), write(3, d_o);
     } else {
-      const scalar da = j.d * dh;
+      // ReLU selects: what arrives at a unit that is off is dropped even where it is inf.
+      const scalar da = cell == Cell::kRnnRelu ? (j.d == scalar(0) ? scalar(0) : dh) : j.d * dh;
       publish(0, da);
       write(0, da);
     }
@@ -351,8 +361,8 @@ struct Workspace {
 };
 
 template <Cell cell, int HP, typename scalar>
-__global__ void __launch_bounds__(128) replay_kernel(ScanRnnShape shape, ScanRnnChain<scalar> a, Chunks chunks,
-                                                     Workspace workspace) {
+__global__ void __launch_bounds__(128)
+    replay_kernel(ScanRnnShape shape, ScanRnnChain<scalar> a, Chunks chunks, Workspace workspace) {
   extern __shared__ float4 dynamic4[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
@@ -379,8 +389,8 @@ __global__ void __launch_bounds__(128) replay_kernel(ScanRnnShape shape, ScanRnn
 
 // ---------------------------------------------------------------------------------------------- 2. chunk_boundaries
 template <Cell cell, int HP>
-__device__ __noinline__ float2 redo_chunk(const ScanRnnShape& shape, const ScanRnnChain<float>& a, int64_t b, int64_t low,
-                                          int64_t high, float gh, float gc, float* shared) {
+__device__ __noinline__ float2 redo_chunk(const ScanRnnShape& shape, const ScanRnnChain<float>& a, int64_t b,
+                                          int64_t low, int64_t high, float gh, float gc, float* shared) {
   replay_steps<cell, HP, false>(shape, a, b, low, high, gh, gc, shared);
   return make_float2(gh, gc);
 }
@@ -400,8 +410,8 @@ __global__ void __launch_bounds__(kWarp)
       chunks.count - 1, workspace.maps + last * M::kStride, -shape.B * M::kStride, workspace.starts + last * M::kStates,
       -shape.B * M::kStates, shape.H, gh, gc, shared, [&](int done) {
         const int64_t high = shape.T - done * chunks.length;
-        const float2 g = redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc,
-                                              shared + kBoundaryElements<M>);
+        const float2 g =
+            redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc, shared + kBoundaryElements<M>);
         gh = g.x, gc = g.y;
       });
 }
@@ -435,9 +445,9 @@ struct ProductLayout {
   static constexpr int kPairWords = kCoefficients * kPadded;
 };
 
-// One warp: kTiles tiles of 16 columns, transposed (a column of P is a row of the tile), so that the accumulator of one step
-// is the left operand of the next: m16n8k8 hands out columns 2 j and 2 j + 1 of the result to the lane that holds k = j and
-// j + 4 of the operand, and k may be numbered at will as long as both operands agree.
+// One warp: kTiles tiles of 16 columns, transposed (a column of P is a row of the tile), so that the accumulator of one
+// step is the left operand of the next: m16n8k8 hands out columns 2 j and 2 j + 1 of the result to the lane that holds
+// k = j and j + 4 of the operand, and k may be numbered at will as long as both operands agree.
 template <Cell cell, int HP>
 __global__ void __launch_bounds__(kWarp)
     product_kernel(ScanRnnShape shape, ScanRnnChain<float> a, Chunks chunks, Workspace workspace) {
@@ -445,7 +455,7 @@ __global__ void __launch_bounds__(kWarp)
   constexpr int NB = Layout::kBlocks, NC = Layout::kCoefficients, kParts = Layout::kParts, G = gate_blocks(cell);
   constexpr int kPadded = Layout::kPadded, kStride = Layout::kWeightStride, kTiles = Layout::kTiles;
   constexpr int kUnits = (Layout::kPairs * kPadded + kWarp - 1) / kWarp;  // a lane prepares per step
-  __shared__ alignas(16) float weights[Layout::kWeightWords];            // (G, k, i), row k: what unit k sends to all i
+  __shared__ alignas(16) float weights[Layout::kWeightWords];  // (G, k, i), row k: what unit k sends to all i
   __shared__ alignas(16) float coefficients[2][Layout::kPairs][NC][kPadded];
   const int H = shape.H, lane = threadIdx.x, quad = lane / 4, j = lane % 4;
 #pragma unroll 8
@@ -506,12 +516,10 @@ __global__ void __launch_bounds__(kWarp)
   const int length = int(chunks.length);
   Cursor<cell, float> cursor[kUnits];
   float saved[kUnits][kSaved<cell>], arriving[kUnits];
-  bool reaches_start[kUnits];
 #pragma unroll
   for (int r = 0; r < kUnits; ++r) {
     const int at = min(lane + r * kWarp, Layout::kPairs * kPadded - 1);
     const int64_t pair = min(first_pair + at / kPadded, count - 1), chunk = 1 + pair / shape.B;
-    reaches_start[r] = chunks.low(chunk, shape.T) == 0;
     cursor[r] = {shape, a, chunks.high(chunk, shape.T) - 1, pair % shape.B, min(at % kPadded, H - 1)};
   }
   int fetched = 0;
@@ -521,7 +529,7 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
     for (int r = 0; r < kUnits; ++r) {
       const float* from[kSaved<cell>];
-      cursor[r].sources(reaches_start[r] && fetched == length, from);
+      cursor[r].sources(false, from);  // step 0 is in chunk 0
 #pragma unroll
       for (int n = 0; n < kSaved<cell>; ++n) saved[r][n] = *from[n];
       arriving[r] = cursor[r].gradient ? *cursor[r].gradient : 0.0f;
@@ -577,7 +585,7 @@ __global__ void __launch_bounds__(kWarp)
     // Some tiles at once: their sums are independent, and a product takes 30 cycles to come back.
 #pragma unroll
     for (int t0 = 0; t0 < kTiles; t0 += Layout::kTilesAtOnce) {
-      float sum[Layout::kTilesAtOnce][NB][4] = {};
+      SplitSum<Layout::kTilesAtOnce, NB> sum;
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb) {
         unsigned high_o[cell == Cell::kLstm ? NB : 1][2], low_o[cell == Cell::kLstm ? NB : 1][2];
@@ -585,11 +593,8 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
           for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-              split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
+            for (int half = 0; half < 2; ++half) split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
         }
-        auto accumulate = [&](const float (&rows)[Layout::kTilesAtOnce][4], const unsigned (&high)[NB][2],
-                              const unsigned (&low)[NB][2]) { add_product(sum, rows, high, low); };
         float rows[Layout::kTilesAtOnce][4], through_output[cell == Cell::kLstm ? Layout::kTilesAtOnce : 1][4];
 #pragma unroll
         for (int x = 0; x < Layout::kTilesAtOnce; ++x)
@@ -624,11 +629,11 @@ __global__ void __launch_bounds__(kWarp)
             }
           }
         if constexpr (Layout::kRnn) {
-          accumulate(rows, high_w[kb], low_w[kb]);
+          sum.add(rows, high_w[kb], low_w[kb]);
         } else {
-          accumulate(rows, high_m[kb], low_m[kb]);
+          sum.add(rows, high_m[kb], low_m[kb]);
         }
-        if constexpr (cell == Cell::kLstm) accumulate(through_output, high_o, low_o);
+        if constexpr (cell == Cell::kLstm) sum.add(through_output, high_o, low_o);
       }
 #pragma unroll
       for (int x = 0; x < Layout::kTilesAtOnce; ++x)
@@ -636,7 +641,7 @@ __global__ void __launch_bounds__(kWarp)
         for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum[x][nb][i] : sum[x][nb][i];
+            ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum.at(x, nb, i) : sum.at(x, nb, i);
     }
 
     if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) tiles.rescale(it == length - 1);
@@ -655,11 +660,18 @@ __global__ void __launch_bounds__(kWarp)
 // --------------------------------------------------------------------------------------------------------- launchers
 template <template <int> class Launch, typename... Args>
 void dispatch_hidden(int H, Args&&... args) {
-  if (H <= 8) return Launch<8>::run(args...);
-  if (H <= 16) return Launch<16>::run(args...);
-  if (H <= 20) return Launch<20>::run(args...);
-  if (H <= 24) return Launch<24>::run(args...);
-  return Launch<32>::run(args...);
+  switch (padded_hidden(H)) {
+    case 8:
+      return Launch<8>::run(args...);
+    case 16:
+      return Launch<16>::run(args...);
+    case 20:
+      return Launch<20>::run(args...);
+    case 24:
+      return Launch<24>::run(args...);
+    default:
+      return Launch<32>::run(args...);
+  }
 }
 
 template <Cell cell>
@@ -668,7 +680,7 @@ struct ForCell {
   struct Forward {
     template <typename scalar>
     static void run(const ScanRnnShape& shape, const ScanRnnForward<scalar>& a, cudaStream_t stream) {
-      launch("scan_rnn_forward", forward_kernel<cell, HP, scalar>, dim3(shape.B), dim3(kWarp), 0, stream, shape, a);
+      launch("scan_rnn_forward", forward_kernel<cell, HP, scalar>, shape.B, dim3(kWarp), 0, stream, shape, a);
     }
   };
 
@@ -687,16 +699,17 @@ struct ForCell {
           workspace.starts = workspace.maps + count * shape.B * Map<cell, HP>::kStride;
           const int64_t pairs = (count - 1) * shape.B;
           launch("scan_rnn_chunk_products", product_kernel<cell, HP>,
-                 dim3((pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits), dim3(kWarp), 0, stream, shape, a,
+                 (pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits, dim3(kWarp), 0, stream, shape, a,
                  chunks, workspace);
-          launch("scan_rnn_chunk_boundaries", boundary_kernel<cell, HP>, dim3(shape.B), dim3(kWarp),
-                 sizeof(float) * (kBoundaryElements<Map<cell, HP>> + ReplayLayout<cell, HP>::kElements), stream, shape, a, chunks, workspace);
+          launch("scan_rnn_chunk_boundaries", boundary_kernel<cell, HP>, shape.B, dim3(kWarp),
+                 sizeof(float) * (kBoundaryElements<Map<cell, HP>> + ReplayLayout<cell, HP>::kElements), stream, shape,
+                 a, chunks, workspace);
         }
       }
       // One warp per block spreads few warps over all multiprocessors.
       const int64_t warps = count * shape.B;
       const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
-      launch("scan_rnn_replay", replay_kernel<cell, HP, scalar>, dim3((warps + per_block - 1) / per_block),
+      launch("scan_rnn_replay", replay_kernel<cell, HP, scalar>, (warps + per_block - 1) / per_block,
              dim3(per_block * kWarp), per_block * ReplayLayout<cell, HP>::kElements * sizeof(scalar), stream, shape, a,
              chunks, workspace);
     }

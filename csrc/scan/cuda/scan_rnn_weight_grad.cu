@@ -1,9 +1,9 @@
 // Weight and bias gradients of scan_rnn: dgates^T [h_prev | x | 1], one pass over T B rows.
 //
-// A product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most of the chip idle.
-// The rows are cut into slabs; a block takes a 32 x 32 tile of the result over one slab: 4 groups of 64 threads share the
-// rows, a thread owns 4 x 4 results, rows pass through shared memory. Partial sums are added by a second kernel, in
-// the order of the slabs, so two runs give the same bits. Cost: 16 shared-memory cycles per row and tile.
+// A product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most of the chip
+// idle. The rows are cut into slabs; a block takes a 32 x 32 tile of the result over one slab: 4 groups of 64 threads
+// share the rows, a thread owns 4 x 4 results, rows pass through shared memory. Partial sums are added by a second
+// kernel, in the order of the slabs, so two runs give the same bits. Cost: 16 shared-memory cycles per row and tile.
 #include <algorithm>
 
 #include "common/launch.cuh"
@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(ScanRnnShape shape, S
     }
   }
   __syncthreads();
-  float* partial = static_cast<float*>(a.workspace) +
-                   (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * (kTile * kTile);
+  float* partial = static_cast<float*>(a.workspace) + (int64_t(blockIdx.y) * gridDim.x + blockIdx.x) * (kTile * kTile);
   for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) partial[i] = total[i];
 }
 
@@ -143,7 +142,89 @@ __global__ void __launch_bounds__(256) sum_kernel(ScanRnnShape shape, ScanRnnWei
   }
 }
 
+// grad_input = dgates W_ih for a narrow input: a block takes 64 rows by 32 inputs, a thread one input of eight rows.
+// cuBLAS does it as fast; what it takes on the host to choose a kernel is as long as the product.
+constexpr int kInputRows = 64, kInputTile = 32;
+
+__global__ void __launch_bounds__(256)
+    input_kernel(int64_t rows, int M, int depth, int I, const float* dgates, const float* w_ih, float* grad_input) {
+  extern __shared__ float4 dynamic4[];
+  const int stride = (depth + 3) / 4 * 4;
+  float* left = reinterpret_cast<float*>(dynamic4);  // (64, stride)
+  float* right = left + kInputRows * stride;         // (stride, 32)
+  const int64_t low = int64_t(blockIdx.x) * kInputRows;
+  const int i0 = blockIdx.y * kInputTile, column = threadIdx.x % 32, group = threadIdx.x / 32;
+  for (int at = threadIdx.x; at < stride * kInputTile; at += 256) {
+    const int k = at / kInputTile, i = i0 + at % kInputTile;
+    right[at] = k < depth && i < I ? w_ih[k * I + i] : 0.0f;
+  }
+  for (int at = threadIdx.x; at < kInputRows * stride; at += 256) {
+    const int64_t row = low + at / stride;
+    const int k = at % stride;
+    left[at] = k < depth && row < rows ? dgates[row * M + k] : 0.0f;
+  }
+  __syncthreads();
+  float sum[8] = {};
+  for (int k = 0; k < stride; k += 4) {
+    float w[4];
+#pragma unroll
+    for (int x = 0; x < 4; ++x) w[x] = right[(k + x) * kInputTile + column];
+#pragma unroll
+    for (int r = 0; r < 8; ++r) {
+      const float4 d = *reinterpret_cast<const float4*>(left + (group * 8 + r) * stride + k);
+      sum[r] = fmaf(d.x, w[0], fmaf(d.y, w[1], fmaf(d.z, w[2], fmaf(d.w, w[3], sum[r]))));
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 8; ++r) {
+    const int64_t row = low + group * 8 + r;
+    if (row < rows && i0 + column < I) grad_input[row * I + i0 + column] = sum[r];
+  }
+}
+
+// The same for up to four inputs: a thread per element of grad_input. A warp's rows lie side by side, so what a thread
+// leaves of a line the others take from the cache.
+constexpr int kFewInputs = 4;
+
+__global__ void __launch_bounds__(256) few_inputs_kernel(int64_t rows, int M, int depth, int I, const float* dgates,
+                                                         const float* w_ih, float* grad_input) {
+  __shared__ float w[128 * kFewInputs];
+  for (int at = threadIdx.x; at < depth * I; at += 256) w[at] = w_ih[at];
+  __syncthreads();
+  const int64_t at = int64_t(blockIdx.x) * 256 + threadIdx.x, row = at / I;
+  if (row >= rows) return;
+  const int i = int(at % I);
+  const float* d = dgates + row * M;
+  float sum[4] = {};
+  int k = 0;
+  if (M % 4 == 0) {
+    for (; k + 4 <= depth; k += 4) {
+      const float4 v = *reinterpret_cast<const float4*>(d + k);
+      sum[0] = fmaf(v.x, w[k * I + i], sum[0]);
+      sum[1] = fmaf(v.y, w[(k + 1) * I + i], sum[1]);
+      sum[2] = fmaf(v.z, w[(k + 2) * I + i], sum[2]);
+      sum[3] = fmaf(v.w, w[(k + 3) * I + i], sum[3]);
+    }
+  }
+  for (; k < depth; ++k) sum[0] = fmaf(d[k], w[k * I + i], sum[0]);
+  grad_input[at] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
 }  // namespace
+
+void scan_rnn_input_grad(const ScanRnnShape& shape, int I, const float* dgates, const float* w_ih, float* grad_input,
+                         cudaStream_t stream) {
+  const int64_t rows = shape.T * shape.B;
+  const int depth = gate_blocks(shape.cell) * shape.H, stride = (depth + 3) / 4 * 4;
+  if (I <= kFewInputs) {
+    return launch("scan_rnn_input_grad", few_inputs_kernel, (rows * I + 255) / 256, dim3(256), 0, stream, rows,
+                  chain_blocks(shape.cell) * shape.H, depth, I, dgates, w_ih, grad_input);
+  }
+  launch("scan_rnn_input_grad", input_kernel,
+         Grid((rows + kInputRows - 1) / kInputRows, (I + kInputTile - 1) / kInputTile), dim3(256),
+         (kInputRows + kInputTile) * stride * sizeof(float), stream, rows, chain_blocks(shape.cell) * shape.H, depth, I,
+         dgates, w_ih, grad_input);
+}
 
 int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I) {
   const Plan p = plan(shape, I);
@@ -154,7 +235,8 @@ void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<flo
   const Plan p = plan(shape, args.I);
   const unsigned tiles = unsigned(p.tiles_m * p.tiles_n);
   launch("scan_rnn_weight_grad", partial_kernel, dim3(tiles, p.slabs), dim3(kThreads), 0, stream, shape, args, p);
-  launch("scan_rnn_weight_grad_sum", sum_kernel, dim3(tiles * kTile * kTile / 32), dim3(256), 0, stream, shape, args, p);
+  launch("scan_rnn_weight_grad_sum", sum_kernel, dim3(tiles * kTile * kTile / 32), dim3(256), 0, stream, shape, args,
+         p);
 }
 
 }  // namespace weft
