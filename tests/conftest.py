@@ -1,6 +1,7 @@
 """What all tests share: CUDA tests are skipped, loudly, where there is no device; every test starts from one seed.
 
-Tests marked cuda(devices=2) are for machines with that many devices: elsewhere they are deselected, which pytest counts.
+Tests marked cuda(devices=2) need that many devices. Where there are fewer they are deselected, which pytest counts: one
+GPU is a complete machine, where nothing should be skipped, nor pass without a test.
 """
 
 from __future__ import annotations

@@ -227,6 +227,55 @@ def test_a_long_chaotic_chain(schedule, device: str) -> None:
     assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).max() < 3e-3
 
 
+def hyperbolic(n: int, dtype: torch.dtype, device: str) -> tuple[Tensor, list[Tensor]]:
+    """Eigenvalues 2 and 1/2. The gradients lie on the direction of 1/2, in row 1 at half the size, exactly."""
+    J = torch.tensor([[1.25, 0.75], [0.75, 1.25]], dtype=dtype, device=device)
+    return torch.tensor([[1.0, -1.0], [0.5, -0.5]], dtype=dtype, device=device), [J.clone() for _ in range(n)]
+
+
+@device
+@schedules
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_chains_that_cancel(dtype: torch.dtype, schedule, device: str) -> None:
+    grad, jacobians = hyperbolic(40, dtype, device)
+    if dtype == torch.float16:
+        grad = grad * 2**15  # 2^-24 is the smallest float16
+        jacobians = jacobians[:38]
+    for k, g in enumerate(chain_backward(grad, jacobians, schedule)):
+        assert torch.equal(g, grad / 2**k)
+
+
+@device
+@schedules
+def test_gradients_of_chains_that_cancel(schedule, device: str) -> None:
+    """Backwards, the other direction is the one that decays: what a tree would multiply cancels on the way back."""
+    grad, jacobians = hyperbolic(40, torch.float32, device)
+    leaves = [t.requires_grad_() for t in (torch.ones_like(grad), *jacobians)]
+    last = chain_backward(leaves[0], leaves[1:], schedule)[-1]
+    grad_0, *grad_J = torch.autograd.grad(last, leaves, grad)
+    assert torch.equal(grad_0, grad / 2**40)
+    # d/dJ_k = c_k g_(k-1)^T, c the vector that goes back, summed over the batch
+    c = torch.stack([torch.tensor([1.0, -1.0]), torch.tensor([0.5, -0.5])])
+    for k, got in enumerate(grad_J):
+        assert torch.equal(got.cpu(), (c / 2 ** (39 - k)).mT @ torch.full((2, 2), 2.0**k))
+
+
+@device
+@pytest.mark.parametrize("schedule", ["blelloch", 1, 2, 3])
+@pytest.mark.parametrize("sizes", [(5,) * 17, (5, 4, 3, 6) * 4], ids=str)
+def test_the_tree_is_what_one_gets(sizes: tuple, schedule, device: str) -> None:
+    """Factors that cannot cancel: the tree's own roundings are there to see, in every part of the chain."""
+    grad, jacobians = (t for t in Sample(16, sizes).inputs(torch.float64, device))
+    grad, jacobians = grad.abs().float(), [J.abs().float() for J in jacobians]
+    differs = [
+        not torch.equal(g, w)
+        for g, w in zip(chain_backward(grad, jacobians, schedule), chain_backward(grad, jacobians), strict=True)
+    ]
+    quarter = len(differs) // 4
+    assert not differs[0]
+    assert all(any(differs[i : i + quarter]) for i in range(2, len(differs) - quarter, quarter))
+
+
 @device
 @schedules
 def test_vmap(schedule, device: str) -> None:
@@ -335,6 +384,12 @@ def test_graph_capture_and_replay(schedule) -> None:
     graph.replay()
     for g, w in zip(captured, chain_backward(grad, jacobians, schedule), strict=True):
         assert torch.equal(g, w)
+    pair = torch.tensor([[2.5, 1.5], [1.5, 2.5]], device="cuda")
+    for J in jacobians:
+        J.copy_(torch.kron(torch.eye(3, device="cuda"), pair))
+    grad.copy_(torch.tensor([1.0, -1.0] * 3))
+    graph.replay()
+    assert all(torch.equal(g, grad) for g in captured)
 
 
 @pytest.mark.cuda

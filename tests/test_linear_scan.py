@@ -11,6 +11,7 @@ from common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned, relative_err
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from weft.scan import linear_scan, linear_scan_reference
 
@@ -451,6 +452,145 @@ def test_chaotic_gradients(T, B, H, kind: str, layout: str, device: str) -> None
     assert chaotic_error(got_x0.cpu(), want[0]) < chaotic_bound(T)
 
 
+# Chains whose products and offsets cancel: the state is far smaller than the terms it would be the sum of. ------------
+
+
+class Cancelling(NamedTuple):
+    """A problem, a gradient of x, and the x, lambda and gradient of x0 that they lead to, all exact in every dtype."""
+
+    A: Tensor
+    b: Tensor
+    x0: Tensor
+    grad: Tensor
+    x: Tensor
+    grad_b: Tensor
+    grad_x0: Tensor
+
+
+def cancelling(kind: str, T: int, B: int, H: int, layout: str, reverse: bool = False) -> Cancelling:
+    """In the order of processing, and turned round with `reverse`.
+
+    fixed: x = 2 x - 1 from 1. The product of n steps is 2^n, and what they add is 1 - 2^n.
+    hyperbolic: eigenvalues 4 and 1, and x on the direction of 1. The product of n steps maps x to a difference of 4^n.
+    Both are their own transposes, so that the gradients run back over the same chain.
+    """
+    A, b = 2 * torch.eye(H, dtype=torch.float64).expand(T, B, H, H), -torch.ones(T, B, H, dtype=torch.float64)
+    x0, factor = torch.ones(B, H, dtype=torch.float64), 2
+    if layout == "diagonal":
+        A = torch.full((T, B, H), 2.0, dtype=torch.float64)
+    elif kind == "hyperbolic":
+        pair = torch.tensor([[2.5, 1.5], [1.5, 2.5]], dtype=torch.float64)
+        A, b = torch.kron(torch.eye(H // 2, dtype=torch.float64), pair).expand(T, B, H, H), torch.zeros_like(b)
+        x0[:, 1::2], factor = -1, 1
+    grad = b.clone()
+    grad[-1] = x0
+    x = x0.expand(T, B, H)
+    if reverse:
+        grad = grad.flip(0)
+    return Cancelling(A.contiguous(), b, x0, grad, x, x, factor * x0)
+
+
+def assert_exact(problem: Cancelling, x: Tensor, gradients: list[Tensor]) -> None:
+    before = problem.x0 if problem.A.dim() == 3 else problem.x0.unsqueeze(-2)
+    grad_A = (problem.x if problem.A.dim() == 3 else problem.x.unsqueeze(-1)) * before
+    for got, want in zip([x, *gradients], [problem.x, grad_A, problem.grad_b, problem.grad_x0], strict=True):
+        assert torch.equal(got.cpu().double(), want)
+
+
+CANCELLING = [
+    *(("fixed", T, B, H, "diagonal") for T, B, H in [(8192, 1, 3), (8192, 2, 40), (700, 3, 5)]),
+    *((kind, T, 1, H, "dense") for kind in ("fixed", "hyperbolic") for T, H in [(3000, 2), (3000, 20), (600, 64)]),
+    *((kind, 300, 2, H, "dense") for kind in ("fixed", "hyperbolic") for H in (128, 160)),
+]
+
+
+@device
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CANCELLING, ids=lambda case: "-".join(map(str, case)))
+def test_states_and_gradients_that_cancel(case: tuple, dtype: torch.dtype, reverse: bool, device: str) -> None:
+    problem = cancelling(*case, reverse=reverse)
+    A, b, x0, grad = (t.to(device=device, dtype=dtype) for t in problem[:4])
+    assert_exact(problem, *run((A, b, x0), {"reverse": reverse}, grad))
+
+
+# Gradients inside autocast, and mapped --------------------------------------------------------------------------------
+
+
+@device
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("H", [5, 160])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_inside_autocast(layout: str, H: int, dtype: torch.dtype, device: str) -> None:
+    inputs = Sample(9, 3, H, layout).inputs(dtype, device)
+    leaves = [t.requires_grad_() for t in inputs]
+    weight = torch.randn_like(inputs[1])
+    x = linear_scan(*leaves)
+    want = torch.autograd.grad(x, leaves, weight, retain_graph=True)
+    masks = (inputs[0].detach(), x.detach(), inputs[2].detach(), False, False, [True] * 3)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        inside = torch.autograd.grad(x, leaves, weight, retain_graph=True)
+        differentiable = torch.autograd.grad(x, leaves, weight, create_graph=True)
+        called = torch.ops.weft.linear_scan_backward(weight, *masks)
+    for w, *others in zip(want, inside, called, strict=True):
+        assert all(g.dtype == dtype and torch.equal(g, w) for g in others)
+    for g, w in zip(differentiable, want, strict=True):
+        assert g.dtype == dtype
+        assert_close(g, w)
+
+
+@device
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("layout", ["shared", "shared_4d"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_gradients_of_a_shared_matrix_round_once(dtype, layout: str, create_graph: bool, device: str) -> None:
+    A, b, x0 = Sample(1, 4096, 6, layout).inputs(dtype, device)
+    weight = torch.randn_like(b)
+    grad_A, _ = torch.autograd.grad(
+        linear_scan(A.requires_grad_(), b, x0.requires_grad_()), [A, x0], weight, create_graph=create_graph
+    )
+    # One step: nothing is rounded before the sum over the batch.
+    assert_close(grad_A.squeeze(), weight[0].cpu().double().mT @ x0.detach().cpu().double())
+
+
+@device
+@pytest.mark.parametrize("needed", [(0, 1, 2), (0,), (1,), (2,)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batched_gradients(layout: str, needed: tuple, device: str) -> None:
+    leaves = [t.requires_grad_() for t in Sample(6, 3, 5, layout, True, True, True).inputs(torch.float64, device)]
+    wanted = [leaves[i] for i in needed]
+    x = linear_scan(*leaves, reverse=True, transpose=True)
+    weights = torch.randn(4, *x.shape, dtype=x.dtype, device=device)
+    got = torch.autograd.grad(x, wanted, weights, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(x, wanted, weight, retain_graph=True) for weight in weights]
+    for g, w in zip(got, zip(*each, strict=True), strict=True):
+        assert_close(g, torch.stack(w))
+
+
+@device
+@pytest.mark.parametrize("mapped", list(itertools.product([None, 0, 1], [None, 0, 2], [None, 1], [None, 1])), ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_vmap_of_the_backward(layout: str, mapped: tuple, device: str) -> None:
+    if mapped == (None,) * 4:
+        mapped = (0,) * 4
+    N, backward = 4, torch.ops.weft.linear_scan_backward
+    stacked, single = [], []
+    samples = [Sample(6, 3, 5, layout).inputs(torch.float64, device) for _ in range(N)]
+    for position, dim in enumerate(mapped):  # grad, A, x, x0
+        each = [torch.randn_like(i[1]) if position in (0, 2) else i[0 if position == 1 else 2] for i in samples]
+        stacked.append(each[0] if dim is None else torch.stack(each, dim))
+        single.append([each[0]] * N if dim is None else each)
+    flags = (False, False, [True] * 3)
+    torch._C._functorch._set_vmap_fallback_enabled(False)  # torch would loop where there is no rule
+    try:
+        got = torch.func.vmap(lambda *t: backward(*t, *flags), mapped)(*stacked)
+    finally:
+        torch._C._functorch._set_vmap_fallback_enabled(True)
+    want = zip(*(backward(*t, *flags) for t in zip(*single, strict=True)), strict=True)
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, torch.stack(w))
+
+
 # torch.func -----------------------------------------------------------------------------------------------------------
 
 
@@ -547,6 +687,13 @@ def test_bad_input(case: str, device: str) -> None:
     assert_close(linear_scan(*inputs), linear_scan_reference(*wide(*inputs)))
 
 
+@pytest.mark.parametrize("case", [case for case in BAD if "no tensor" not in case])
+def test_bad_fake_input(case: str) -> None:
+    arguments, error, message = BAD[case]
+    with FakeTensorMode() as mode, pytest.raises(error, match="linear_scan: .*" + message.split(" ")[0]):
+        linear_scan(*(mode.from_tensor(t) for t in arguments))
+
+
 @pytest.mark.cuda
 def test_mixed_devices() -> None:
     with pytest.raises(RuntimeError, match="linear_scan: b must be on the device of A, cpu, got cuda"):
@@ -638,6 +785,27 @@ def test_graph_replay_of_chaotic_states(layout: str) -> None:
             t.copy_(source)
         graph.replay()
         assert chaotic_error(x.cpu(), linear_scan_reference(*wide(*chaos))) < chaotic_bound(T)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", [case for case in CANCELLING if case[1] != 700], ids=lambda c: "-".join(map(str, c)))
+def test_graph_replay_of_states_and_gradients_that_cancel(case: tuple) -> None:
+    _, T, B, H, layout = case
+    static = [t.cuda() for t in Sample(T, B, H, layout).inputs(torch.float32)]
+    weight = torch.randn_like(static[1])
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(tuple(static), {}, weight)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(tuple(static), {}, weight)
+    problem = cancelling(*case)
+    for t, source in zip([*static, weight], problem[:4], strict=True):
+        t.copy_(source)
+    graph.replay()
+    assert_exact(problem, *captured)
 
 
 # Sizes of the kernels for middle H and of the levels above it, of which SAMPLES has a few short ones. Most of those

@@ -13,8 +13,9 @@
 // independent. A product of Jacobians can overflow or underflow where the gradients do not, so each of its columns,
 // which is one vector carried through the chain, has its own power of two. It can cancel, too, beyond any precision: so
 // with k > 0 the products of -1 are computed as well, and a gradient of one row in which the tree differs from them by
-// more than a few units in the last place of any element is theirs. Derivatives are always those of the linear products.
-// So every schedule has the numbers of `linear` up to rounding, and k > 0 costs more than -1: it is for comparison.
+// more than a few units in the last place of any element is theirs. Derivatives are always those of the linear
+// products. So every schedule has the numbers of `linear` up to rounding, and k > 0 costs more than -1: it is for
+// comparison.
 //
 // Errors: TypeError for dtypes, ValueError for shapes (the Jacobian is named by its position in the list) and levels,
 // RuntimeError for devices.

@@ -39,7 +39,7 @@ constexpr int64_t kChunkedBelow = 2;
 constexpr int64_t kMinChunkedT = 4096;  // below, three launches cost more than the steps of one
 constexpr int64_t kMinChunk = 256;      // steps; shorter chunks only move work into the chain
 constexpr int64_t kChunkWarpsPerSm = 4;
-constexpr int kChainBatch = 16;  // chunk totals in flight per lane of the chain kernel, in fp32; half of it in fp64
+constexpr int kChainBatch = 12;  // chunk totals in flight per lane of the chain kernel, in fp32; half of it in fp64
 constexpr int kRedoBatch = 16;   // steps in flight per lane when a chunk is run again
 
 template <typename T>
