@@ -154,7 +154,7 @@ __device__ inline void copy_rows(E* to, int to_pitch, const E* from, int64_t fro
     copy_rows_by<8>(to, to_pitch, from, from_pitch, rows, columns);
   } else if (bytes == 4) {
     if constexpr (sizeof(E) <= 4) copy_rows_by<4>(to, to_pitch, from, from_pitch, rows, columns);
-  } else {
+  } else if constexpr (sizeof(E) == 2) {
     // 16-bit elements at odd addresses: cp.async has no such piece, so many loads have to be under way together.
     constexpr int kRows = 4, kColumns = 4;  // of one lane at a time; there are no more than 128 columns
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -1013,13 +1013,14 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
 
     // The largest term sets the unit in which the product is summed.
     const S mine = i < H ? x[i] : S(0);
-    int unit = block_max(order(mine, shift), scratch_unit);
+    const int rank = order(mine, shift);
+    int unit = block_max(rank, scratch_unit);
     const bool came_finite = unit != INT_MAX;
     if (!came_finite || unit == INT_MIN) unit = 0;
     if (i < H) z[i] = came_finite ? scaled(mine, shift - unit) : mine;
     wait(chunk);
     // Terms that the unit makes subnormal, which matter where nothing larger is added to them.
-    const bool subnormal = __syncthreads_or(mine != S(0) && order(mine, shift) < unit + R::kSumBound + 30);
+    const bool subnormal = __syncthreads_or(mine != S(0) && rank < unit + R::kSumBound + 30);
 
     S sums[kPack] = {};
     if (part < parts) {
@@ -1034,9 +1035,9 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
       for (int k = 0; k < parts; ++k) value += partial[k * packs * kPack + i];
       value = scaled(value, unit) + offset;
     }
-    const int top = block_max(order(value, 0), scratch_top);
+    const int size = order(value, 0), top = block_max(size, scratch_top);
     const bool kept = !subnormal || i >= H || float(unit + R::kSumBound) <= R::kTiniest + R::kTolerance ||
-                      float(order(value, 0)) + R::kTolerance >= float(unit + R::kSumBound);
+                      float(size) + R::kTolerance >= float(unit + R::kSumBound);
     // Negated, so that NaN asks for the redo.
     const bool harmless =
         mine == S(0) || loss == -INFINITY ||
