@@ -984,13 +984,13 @@ def test_bad_call(cell, algorithm, bad):
 @cells
 @algorithms
 def test_bad_devices(cell, algorithm):
-    ours, theirs = layers(cell, "cuda", torch.float32, algorithm)
-    x = torch.randn(5, 2, I, device="cuda")
+    ours, theirs = layers(cell, "cuda", algorithm=algorithm)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device="cuda")
     for arguments in ((x.cpu(),), (x, hx_of(ours, tuple(s.cpu() for s in states(ours, 2))))):
         for layer in (theirs, ours):
             with pytest.raises(RuntimeError):
                 layer(*arguments)
-    assert_layers_agree(ours, theirs, x, dtype=torch.float32)
+    assert_layers_agree(ours, theirs, x)
 
 
 @pytest.mark.parametrize("algorithm", ["scan", "torch", "reference"])

@@ -55,8 +55,8 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def _scan_rnn(device: str, *args: Tensor | None, cell: str, **flags: bool):
     """Runs in the autocast dtype, as torch.nn's layers do, and like every autocast rule leaves float64 alone.
 
-    Two exceptions, torch's own: on CUDA its rule is float16 whatever the region's dtype, and on the CPU torch.nn.GRU mixes
-    the autocast dtype with h0's and returns the wider one.
+    Two exceptions, torch's own: on CUDA its rule is float16 whatever the region's dtype, and on the CPU torch.nn.GRU
+    mixes the autocast dtype with h0's and returns the wider one.
     """
     dtype = torch.float16 if device == "cuda" else torch.get_autocast_dtype(device)
     if device == "cpu" and cell == "gru":

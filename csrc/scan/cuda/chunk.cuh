@@ -78,7 +78,7 @@ __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& lo
 // where it counts, and the two chains of products run side by side.
 template <int kTiles, int NB>
 struct SplitSum {
-  float small[kTiles][NB][4] = {}, large[kTiles][NB][4] = {};
+  float small[kTiles][NB][4] = {}, large[kTiles][NB][4] = {}, rounded[kTiles][NB][4] = {};
 
   __device__ __forceinline__ void add(const float (&rows)[kTiles][4], const unsigned (&high)[NB][2],
                                       const unsigned (&low)[NB][2]) {

@@ -282,11 +282,12 @@ struct Column {
 };
 
 // What to multiply the column by after a step that left it with the largest magnitude `top`. `growth` is log2 of the
-// product of the norms of A so far: later norms bound what becomes of a loss.
+// product of the norms of A so far: later norms bound what becomes of a loss. The last step leaves every column in [1,
+// 2), so that its exponent is the order of the terms it contributes.
 template <typename S>
-__device__ inline S rescale(Column<S>& column, S top, bool first, float growth) {
+__device__ inline S rescale(Column<S>& column, S top, bool first, bool last, float growth) {
   using R = Range<S>;
-  if (column.zero || (top >= R::kSmall && top <= R::kLarge) || isinf(top)) return S(1);
+  if (column.zero || (!last && top >= R::kSmall && top <= R::kLarge) || isinf(top)) return S(1);
   // The first product is A itself: nothing is lost there, and a column of zeros stays one.
   if (!first && top < R::kLost && growth > kZeroGrowth) {
     column.loss = fmaxf(column.loss, float(column.exponent) - growth);
@@ -560,7 +561,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
   const int g = lane / 4, c = lane % 4, column0 = 16 * (split * workers + warp);
   float P[kTiles][4];  // P^T: columns column0 + g and + 8 of P, rows 8 q + 2 c and + 1
   Column<float> left, right;
-  auto check = [&](bool first, float now) {
+  auto check = [&](bool first, bool last, float now) {
     float top_left = 0.f, top_right = 0.f;
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
@@ -572,7 +573,8 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
       top_left = fmaxf(top_left, __shfl_xor_sync(~0u, top_left, d));
       top_right = fmaxf(top_right, __shfl_xor_sync(~0u, top_right, d));
     }
-    const float by_left = rescale(left, top_left, first, now), by_right = rescale(right, top_right, first, now);
+    const float by_left = rescale(left, top_left, first, last, now),
+                by_right = rescale(right, top_right, first, last, now);
     if (__any_sync(~0u, by_left != 1.f || by_right != 1.f)) {
 #pragma unroll
       for (int q = 0; q < kTiles; ++q) {
@@ -604,7 +606,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
       }
       continue;
     }
-    check(step == 1, *memory.growth(step - 1));
+    check(step == 1, false, *memory.growth(step - 1));
     float Q[kTiles][4];
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) Q[q][0] = Q[q][1] = Q[q][2] = Q[q][3] = 0.f;
@@ -649,7 +651,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
   }
   step_sync();
   if (column0 >= H) return;
-  check(length == 1, *memory.growth(length - 1));
+  check(length == 1, true, *memory.growth(length - 1));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int j = column0 + g + 8 * h;
@@ -932,6 +934,8 @@ __device__ inline int order(S value, int shift) {
   return !isfinite(value) ? INT_MAX : value == S(0) ? INT_MIN : exponent(value) + shift;
 }
 
+constexpr int kCancellation = 4;  // log2 of how much larger than the result its terms may be
+
 constexpr int kScratchBytes = 2 * (kReplayThreads / 32) * sizeof(int) + 4 * sizeof(uint64_t);
 
 template <typename E>
@@ -1016,6 +1020,7 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
     const int rank = order(mine, shift);
     int unit = block_max(rank, scratch_unit);
     const bool came_finite = unit != INT_MAX;
+    const int product_order = unit;
     if (!came_finite || unit == INT_MIN) unit = 0;
     if (i < H) z[i] = came_finite ? scaled(mine, shift - unit) : mine;
     wait(chunk);
@@ -1038,11 +1043,14 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
     const int size = order(value, 0), top = block_max(size, scratch_top);
     const bool kept = !subnormal || i >= H || float(unit + R::kSumBound) <= R::kTiniest + R::kTolerance ||
                       float(size) + R::kTolerance >= float(unit + R::kSumBound);
+    // Terms that cancel so far that the error of P and v, relative to them, shows.
+    const int terms = max(product_order, block_max(i < H ? order(offset, 0) : INT_MIN, scratch_unit));
+    const bool cancels = terms != INT_MIN && terms - kCancellation > top;
     // Negated, so that NaN asks for the redo.
     const bool harmless =
         mine == S(0) || loss == -INFINITY ||
         loss + growth + R::kLossBound + float(exponent(mine) + 1) <= fmaxf(float(top), R::kTiniest) + R::kTolerance;
-    const bool redo = (__syncthreads_or(!harmless || !kept) || top == INT_MAX) && came_finite;
+    const bool redo = (__syncthreads_or(!harmless || !kept) || top == INT_MAX || cancels) && came_finite;
     if (redo) {
       for (int64_t k = chunk + 1; k <= chunk + lead && k < p.chunks - 1; ++k) wait(k);
       copy_wait<0>();

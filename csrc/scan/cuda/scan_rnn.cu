@@ -64,7 +64,7 @@ Costs costs(const ScanRnnShape& shape) {
     case Cell::kLstm:
       return {0.24, 6.5e-4, 0.44, 1.45 * h * h, 2.1e-3 * h * h * h};
     default:
-      return {0.12, 2.0e-4, 0.25, 1.0 * h * h, 5.0e-4 * h * h * h};
+      return {0.12, 2.0e-4, 0.25, 1.35 * h * h, 5.5e-4 * h * h * h};
   }
 }
 

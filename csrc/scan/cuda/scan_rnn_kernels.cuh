@@ -633,7 +633,11 @@ __global__ void __launch_bounds__(kWarp)
         } else {
           sum.add(rows, high_m[kb], low_m[kb]);
         }
-        if constexpr (cell == Cell::kLstm) sum.add(through_output, high_o, low_o);
+        if constexpr (cell == Cell::kLstm) {
+          sum.flush();
+          sum.add(through_output, high_o, low_o);
+          sum.flush();
+        }
       }
 #pragma unroll
       for (int x = 0; x < Layout::kTilesAtOnce; ++x)
