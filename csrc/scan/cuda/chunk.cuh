@@ -104,8 +104,21 @@ struct SplitSum {
       for (int t = 0; t < kTiles; ++t) multiply_tf32(small[t][nb], ah[t], low[nb]);
   }
 
+  // Takes the large products out of the tensor core's sum, for chains so long that even few cut sums show.
+  __device__ __forceinline__ void flush() {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          rounded[t][nb][i] += large[t][nb][i];
+          large[t][nb][i] = 0.0f;
+        }
+  }
+
   __device__ __forceinline__ float at(int t, int nb, int i) const {
-    return large[t][nb][i] + small[t][nb][i];
+    return rounded[t][nb][i] + (large[t][nb][i] + small[t][nb][i]);
   }
 };
 
