@@ -48,7 +48,8 @@ format: $(call requirements,lint)
 docs: $(call requirements,docs) build
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
-# Always asks ninja, which knows the headers, the flags and the torch of every object; with nothing to do it only links.
+# Always asks ninja, which knows the headers, the flags and the torch of every object; with nothing to do it takes two
+# seconds. Another TORCH_CUDA_ARCH_LIST than the last build's (.ci/run has one architecture) compiles every kernel again.
 build: $(call requirements,demo)
 	$(PY) setup.py -q build_ext --inplace
 

@@ -64,6 +64,31 @@ def test_the_registry_names_every_operator():
         assert torch._C._dispatch_has_kernel(f"weft::{name}"), name
 
 
+def test_the_build_says_why_it_leaves_cuda_out(tmp_path):
+    import torch
+
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 9.1, V9.1.85'\n")
+    nvcc.chmod(0o755)
+
+    def setup(choice: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "CUDA_HOME": str(tmp_path), "WEFT_CUDA": choice}
+        return subprocess.run(
+            [sys.executable, "setup.py", "-q", "--version"], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+
+    reason = f"nvcc is of CUDA 9.1 and torch of CUDA {torch.version.cuda}"
+    free, forced = setup(""), setup("1")
+    assert free.returncode == 0 and forced.returncode != 0
+    if torch.version.cuda is None:
+        assert "building for the CPU alone" not in free.stderr
+        reason = "torch is built without CUDA"
+    else:
+        assert f"building for the CPU alone, {reason}" in free.stderr
+    assert reason in forced.stderr
+
+
 def test_version_and_hints():
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
