@@ -186,15 +186,11 @@ def _error_entry(case: LayerCase) -> Entry:
     """The largest error of the output and the gradients against fp64, Weft's and torch's, without TF32."""
 
     def run(results: Results) -> list[dict[str, str]]:
-        allowed = torch.backends.cudnn.allow_tf32
-        torch.backends.cudnn.allow_tf32 = False
-        try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             step = LayerStep(case)
             reference = step.reference()
             mine = max(_errors(step.results(step.weft), reference).values())
             peers = max(_errors(step.results(step.peer), reference).values())
-        finally:
-            torch.backends.cudnn.allow_tf32 = allowed
         return [results.put(case.name, "error", "relative", mine, "torch.nn", peers)]
 
     return Entry(case.name, ("error",), run)

@@ -92,9 +92,12 @@ def test_bound_on_auto():
 
 
 def test_auto_was_measured_not_to_lose():
-    """Every point of the grid that is written down keeps the bound that "auto" promises."""
+    """Every point of the grid where "auto" takes the scan keeps the bound that it promises. Above the kernels' hidden
+    size both sides run torch's kernel, and a difference is the host's."""
     rows = common.read_rows(common.RESULTS / "scan_auto.csv")
-    assert not [(r["case"], r["ratio"]) for r in scan.slower_than_torch(rows)]
+    scanned = [r for r in rows if int(common.parse_case(r["case"])["H"]) <= CUDA_MAX_HIDDEN]
+    assert len(scanned) > 100
+    assert not [(r["case"], r["ratio"]) for r in scan.slower_than_torch(scanned)]
 
 
 @pytest.mark.parametrize("contraction", ["diagonal", "dense"])

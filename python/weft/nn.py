@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _algorithms, _torch_rnn, reference
+from ._algorithms import CUDA_MAX_HIDDEN
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -195,6 +196,14 @@ class _Layer(torch.nn.RNNBase):
     def _forward(
         self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None
     ) -> tuple[Tensor | PackedSequence, tuple[Tensor, ...]]:
+        if self._takes_torch_at_once(input, state):
+            hx = state if self.mode == "LSTM" else state[0]
+            kernel = _torch_rnn.KERNELS[self.mode.lower()]
+            output, *final = kernel(
+                input, hx, self._flat_weights, self.bias, self.num_layers, self.dropout, self.training,
+                self.bidirectional, self.batch_first,
+            )  # fmt: skip
+            return output, tuple(final)
         call = self._prepare(input, state)
         output, final = self._run(call)
         if isinstance(input, PackedSequence):
@@ -205,6 +214,37 @@ class _Layer(torch.nn.RNNBase):
         if input.dim() == 2:
             return output.squeeze(0 if self.batch_first else 1), tuple(s.squeeze(1) for s in final)
         return output, final
+
+    def _takes_torch_at_once(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> bool:
+        """Whether a call on CUDA is one that ends in torch's kernel whatever else is looked at, and in good order.
+
+        Small steps are bound by the host: this asks less than torch.nn does. Anything else goes the long way, which
+        also finds the words for what is wrong."""
+        if state is None or isinstance(input, PackedSequence) or input.device.type != "cuda":
+            return False
+        if self._algorithm != "torch" and (self._algorithm != "auto" or self.hidden_size <= CUDA_MAX_HIDDEN):
+            return False
+        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
+            return False
+        if torch._C._are_functorch_transforms_active() or input.dim() != 3 or input.shape[2] != self.input_size:
+            return False
+        weight, steps, batch = self._current_weights()[0], *input.shape[:2]
+        if self.batch_first:
+            steps, batch = batch, steps
+        rows = self.num_layers * (2 if self.bidirectional else 1)
+        widths = (self.proj_size or self.hidden_size, self.hidden_size)
+        return (
+            steps > 0
+            and input.dtype == weight.dtype
+            and input.device == weight.device
+            and all(
+                s.shape == (rows, batch, width)
+                and s.dtype == input.dtype
+                and s.device == input.device
+                and s.is_contiguous()
+                for s, width in zip(state, widths, strict=False)
+            )
+        )
 
     def _run(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         name, _ = _algorithms.choose(self._algorithm, call.case)
