@@ -6,6 +6,7 @@ import csv
 
 import pytest
 import torch
+from weft._algorithms import CUDA_MAX_HIDDEN
 
 from benchmarks import common, scan
 
