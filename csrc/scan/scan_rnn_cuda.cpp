@@ -181,8 +181,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& i
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);
   const c10::cuda::CUDAGuard guard(input.device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // The kernels are fp32 throughout, and so are the matrix products around them: TF32 would lose more than it gains
-  // here.
+  // The kernels keep fp32's digits, and so do the matrix products around them: they are too small to gain by TF32.
   const at::NoTF32Guard no_tf32;
   const auto type = input.scalar_type(), compute = accumulate_type(type);
 
@@ -218,8 +217,7 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);
   const c10::cuda::CUDAGuard guard(input.device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // The kernels are fp32 throughout, and so are the matrix products around them: TF32 would lose more than it gains
-  // here.
+  // The kernels keep fp32's digits, and so do the matrix products around them: they are too small to gain by TF32.
   const at::NoTF32Guard no_tf32;
   const auto type = input.scalar_type(), compute = accumulate_type(type);
 

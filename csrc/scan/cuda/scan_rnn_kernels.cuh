@@ -3,20 +3,20 @@
 // The backward pass of a recurrent net is the chain g[s-1] = J[s]^T (g[s] + e[s]), e the gradient arriving at the
 // output of step s (BPPSA, MLSys 2020, section 3). It is cut into chunks of L steps (see chunk.cuh):
 //
-//   1. products: for every (chunk, batch) the affine map of the chunk, P and v, on the tensor cores in split TF32. One
-//   warp
-//      holds the columns in registers for all L steps. J is never stored: an RNN's columns are scaled by the derivative
-//      and multiplied by W, which is split once; a GRU's three and an LSTM's first three weight blocks are merged with
-//      their derivatives into the operand of the step, shared by all columns; an LSTM's state is (dh, dc) and only the
-//      blocks of its Jacobian that are not diagonal are multiplied. H^2 (H + 1) FMA per step and pair, an LSTM 4 H^3.
+//   1. products: for every (chunk, batch) the affine map of the chunk, P and v, on the tensor cores in split TF32; one
+//      warp holds the columns in registers for all L steps. J is never stored: an RNN's columns are scaled by the
+//      derivative and multiplied by W, which is split once; a GRU's three and an LSTM's first three weight blocks are
+//      merged with their derivatives into the operand of the step, shared by all columns; an LSTM's state is (dh, dc)
+//      and only the blocks of its Jacobian that are not diagonal are multiplied. H^2 (H + 1) FMA per step and pair, an
+//      LSTM 4 H^3.
 //   2. boundaries: one warp per batch row carries g through the chunks, 0.25 us each (LSTM 0.44).
 //   3. replay: one warp per (chunk, batch), lane i owns unit i, W in registers, the gate gradients exchanged through
 //      shared memory: matrix-vector products only, and the only stage that writes per-step results. With one chunk it
 //      is the plain sequential backward pass, 0.12 us per step (GRU 0.2, LSTM 0.24).
 //
 // What was learnt: columns in fp32 FMAs, whole columns per thread, ran at 60% of the issue rate and took 1.2 (RNN) to 5
-// (LSTM) times as long as three TF32 products; sums of more than three products on the tensor core lose a digit over a
-// long chunk, because it cuts off instead of rounding; loads into registers cannot run four steps ahead (six
+// (LSTM) times as long as three TF32 products; the sum of a whole step left to the tensor core loses digits over a long
+// chunk, because it cuts off instead of rounding; loads into registers cannot run four steps ahead (six
 // scoreboards a warp), asynchronous copies can, which halved the time of a step.
 #pragma once
 #include <algorithm>

@@ -1,4 +1,5 @@
-// Weight and bias gradients of scan_rnn: dgates^T [h_prev | x | 1], one pass over T B rows.
+// Weight and bias gradients of scan_rnn, dgates^T [h_prev | x | 1] in one pass over T B rows, and the gradient of a
+// narrow input.
 //
 // A product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most of the chip
 // idle. The rows are cut into slabs; a block takes a 32 x 32 tile of the result over one slab: 4 groups of 64 threads
