@@ -59,11 +59,35 @@ __device__ __forceinline__ void copy_wait() {
 }
 
 // ------------------------------------------------------------------------------------------------- tensor cores
-// D += A B for 16 x 8 and 8 x 8 blocks on the tensor cores.
+// How HP units lie in blocks of 8 positions. Half a block at the end is padded, or spread over the even positions: then
+// every lane holds one unit of it, and the products over it are half as deep.
+template <int HP, bool kSpread>
+struct Blocks {
+  static constexpr int kCount = (HP + 7) / 8, kPadded = 8 * kCount, kLast = 8 * (kCount - 1);
+  static constexpr bool kHalfAtEnd = kSpread && HP % 8 == 4;
+  static_assert(HP % 4 == 0);
+  static constexpr bool is_half(int block) { return kHalfAtEnd && block == kCount - 1; }
+  static constexpr int halves(int block) { return is_half(block) ? 1 : 2; }  // units of a block that a lane holds
+  // The unit at a position, HP where there is none.
+  static constexpr int unit(int position) {
+    if (!kHalfAtEnd || position < kLast) return position < HP ? position : HP;
+    return position % 2 == 0 ? kLast + (position - kLast) / 2 : HP;
+  }
+  static constexpr int position(int unit) { return kHalfAtEnd && unit >= kLast ? 2 * unit - kLast : unit; }
+};
+
+// D += A B for 16 x 8 and 8 x 8 blocks on the tensor cores, and for 16 x 4 and 4 x 8.
 __device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void multiply_half_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
 // x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11,
@@ -75,37 +99,46 @@ __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& lo
 
 // rows * right for tiles of 16 rows and one row of blocks of `right` at a time: al bh + ah bl in `small`, ah bh in
 // `large`. The tensor core cuts its sums off instead of rounding them: with the small products apart, few sums are cut
-// where it counts, and the two chains of products run side by side.
-template <int kTiles, int NB>
+// where it counts, and the two chains of products run side by side. kFlushes: flush() is used.
+template <int kTiles, typename B, bool kFlushes = false>
 struct SplitSum {
-  float small[kTiles][NB][4] = {}, large[kTiles][NB][4] = {}, rounded[kTiles][NB][4] = {};
+  static constexpr int NB = B::kCount;
+  float small[kTiles][NB][4] = {}, large[kTiles][NB][4] = {}, rounded[kFlushes ? kTiles : 1][NB][4] = {};
 
-  __device__ __forceinline__ void add(const float (&rows)[kTiles][4], const unsigned (&high)[NB][2],
+  __device__ __forceinline__ void add(int kb, const float (&rows)[kTiles][4], const unsigned (&high)[NB][2],
                                       const unsigned (&low)[NB][2]) {
+    const bool half_deep = B::is_half(kb);
+    auto multiply = [&](float(&d)[4], const unsigned(&a)[4], const unsigned(&b)[2]) {
+      if (half_deep) {
+        multiply_half_tf32(d, a, b);
+      } else {
+        multiply_tf32(d, a, b);
+      }
+    };
     unsigned ah[kTiles][4], al[kTiles][4];
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
-      split_tf32(rows[t][0], ah[t][0], al[t][0]);
-      split_tf32(rows[t][2], ah[t][1], al[t][1]);
-      split_tf32(rows[t][1], ah[t][2], al[t][2]);
-      split_tf32(rows[t][3], ah[t][3], al[t][3]);
-    }
+    for (int t = 0; t < kTiles; ++t)
+    // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
+#pragma unroll
+      for (int half = 0; half < B::halves(kb); ++half)
+#pragma unroll
+        for (int u = 0; u < 2; ++u) split_tf32(rows[t][2 * u + half], ah[t][2 * half + u], al[t][2 * half + u]);
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
-        multiply_tf32(large[t][nb], ah[t], high[nb]);
-        multiply_tf32(small[t][nb], al[t], high[nb]);
+        multiply(large[t][nb], ah[t], high[nb]);
+        multiply(small[t][nb], al[t], high[nb]);
       }
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) multiply_tf32(small[t][nb], ah[t], low[nb]);
+      for (int t = 0; t < kTiles; ++t) multiply(small[t][nb], ah[t], low[nb]);
   }
 
   // Takes the large products out of the tensor core's sum, for chains so long that even few cut sums show.
   __device__ __forceinline__ void flush() {
+    static_assert(kFlushes);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -118,7 +151,9 @@ struct SplitSum {
   }
 
   __device__ __forceinline__ float at(int t, int nb, int i) const {
-    return rounded[t][nb][i] + (large[t][nb][i] + small[t][nb][i]);
+    const float sum = large[t][nb][i] + small[t][nb][i];
+    if constexpr (kFlushes) return rounded[t][nb][i] + sum;
+    return sum;
   }
 };
 
@@ -134,12 +169,13 @@ struct MapLayout {
   static_assert(kStride == map_floats(kStates));
 };
 
-// kTiles tiles of 16 columns, transposed: row 16 t + 8 u + lane / 4 is a column, its elements 8 kb + 2 (lane % 4) +
-// half are in part[p][t][kb][2 u + half]. That is the accumulator of m16n8k8, and also its left operand: the
-// accumulator's columns 2 j and 2 j + 1 are with the lane that holds k = j and j + 4 of the operand, and k may be
-// numbered at will as long as the right operand agrees.
-template <int kParts, int kTiles, int NB>
+// kTiles tiles of 16 columns, transposed: row 16 t + 8 u + lane / 4 is a column, its elements at positions (see Blocks)
+// 8 kb + 2 (lane % 4) + half are in part[p][t][kb][2 u + half]. That is the accumulator of m16n8k8, and also its left
+// operand: the accumulator's columns 2 j and 2 j + 1 are with the lane that holds k = j and j + 4 of the operand, and k
+// may be numbered at will as long as the right operand agrees.
+template <int kParts, int kTiles, int HP, typename B>
 struct ColumnTiles {
+  static constexpr int NB = B::kCount;
   float part[kParts][kTiles][NB][4];
   int exponent[kTiles][2];
   unsigned lost = 0, offsets = 0;  // a bit per (t, u)
@@ -147,7 +183,6 @@ struct ColumnTiles {
   __device__ __forceinline__ bool is_offset(int t, int u) const { return offsets >> (2 * t + u) & 1; }
 
   // The identity's column; column kParts * HP is v and starts as zero.
-  template <int HP>
   __device__ __forceinline__ void start(int t, int u, int column) {
     exponent[t][u] = 0;
     if (column == kParts * HP) offsets |= 1u << (2 * t + u);
@@ -156,9 +191,9 @@ struct ColumnTiles {
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int k = kb * 8 + 2 * (int(threadIdx.x) % 4) + half;
-          part[p][t][kb][2 * u + half] = column == p * HP + k && k < HP ? 1.0f : 0.0f;
+        for (int half = 0; half < B::halves(kb); ++half) {
+          const int k = B::unit(kb * 8 + 2 * (int(threadIdx.x) % 4) + half);
+          part[p][t][kb][2 * u + half] = k < HP && column == p * HP + k ? 1.0f : 0.0f;
         }
   }
 
@@ -174,7 +209,8 @@ struct ColumnTiles {
 #pragma unroll
           for (int kb = 0; kb < NB; ++kb)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) largest = fmaxf(largest, fabsf(part[p][t][kb][2 * u + half]));
+            for (int half = 0; half < B::halves(kb); ++half)
+              largest = fmaxf(largest, fabsf(part[p][t][kb][2 * u + half]));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
         if (is_offset(t, u)) continue;
@@ -189,12 +225,11 @@ struct ColumnTiles {
 #pragma unroll
             for (int kb = 0; kb < NB; ++kb)
 #pragma unroll
-              for (int half = 0; half < 2; ++half) part[p][t][kb][2 * u + half] *= factor;
+              for (int half = 0; half < B::halves(kb); ++half) part[p][t][kb][2 * u + half] *= factor;
         }
       }
   }
 
-  template <int HP>
   __device__ __forceinline__ void store(int t, int u, int column, float* map) const {
     using Map = MapLayout<kParts, HP>;
     const int j = threadIdx.x % 4;
@@ -202,10 +237,14 @@ struct ColumnTiles {
     for (int p = 0; p < kParts; ++p)
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb) {
-        const int k = kb * 8 + 2 * j;
-        if (k < HP)  // v lies right behind P's columns
-          *reinterpret_cast<float2*>(map + column * Map::kStates + p * HP + k) =
-              make_float2(part[p][t][kb][2 * u], part[p][t][kb][2 * u + 1]);
+        const int k = B::unit(kb * 8 + 2 * j);
+        float* to = map + column * Map::kStates + p * HP + k;  // v lies right behind P's columns
+        if (k == HP) continue;
+        if (B::is_half(kb)) {
+          *to = part[p][t][kb][2 * u];
+        } else {
+          *reinterpret_cast<float2*>(to) = make_float2(part[p][t][kb][2 * u], part[p][t][kb][2 * u + 1]);
+        }
       }
     if (j == 0 && column < Map::kStates) {
       // Beyond float's range the factor is inf or 0, and the chunk is redone where that matters.
@@ -230,6 +269,7 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
                                                      const Redo& redo) {
   constexpr int kParts = Map::kParts, HP = Map::HP, S = Map::kStates, kStages = kBoundaryStages;
   const int lane = threadIdx.x % kWarp, unit = min(lane, H - 1);
+  const bool own = lane == unit;  // a spare lane repeats the last unit, but stores nothing
   float* const stages = shared;
   float* exchange = shared + kStages * Map::kStride;
   for (int k = lane; k < 2 * S; k += kWarp) exchange[k] = 0.0f;  // the padding stays zero
@@ -251,14 +291,18 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
   for (int d = 1; d < kStages; ++d) fetch();
 #pragma unroll 1
   for (int done = 0; done < count; ++done, start += start_step) {
-    start[0] = xh;
-    if constexpr (kParts == 2) start[HP] = xc;
+    if (own) {
+      start[0] = xh;
+      if constexpr (kParts == 2) start[HP] = xc;
+    }
     copy_wait<kStages - 2>();
     __syncwarp();
     const float* map = stages + done % kStages * Map::kStride + unit;
     const float factor_h = map[Map::kFactors], factor_c = kParts == 2 ? map[Map::kFactors + S - HP] : 0.0f;
-    exchange[unit] = xh * fabsf(factor_h);
-    if constexpr (kParts == 2) exchange[HP + unit] = xc * fabsf(factor_c);
+    if (own) {
+      exchange[unit] = xh * fabsf(factor_h);
+      if constexpr (kParts == 2) exchange[HP + unit] = xc * fabsf(factor_c);
+    }
     float sum[kParts][4] = {}, magnitude[kParts] = {};
     float column[kParts][S];  // read before the barrier that the exchange waits for
 #pragma unroll
@@ -307,6 +351,7 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     exchange = shared + kStages * Map::kStride + (done & 1 ? 0 : S);
   }
   copy_wait<0>();
+  if (!own) return;
   start[0] = xh;
   if constexpr (kParts == 2) start[HP] = xc;
 }

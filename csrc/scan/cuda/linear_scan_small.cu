@@ -3,6 +3,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
@@ -15,28 +16,56 @@ namespace weft::scan {
 
 namespace {
 
-// Microseconds on an H200 at H = 20: a step of a replaying warp alone; a chunk at the boundary; a step of the product,
-// alone and per (chunk, batch) where the chip is full; two more launches. The full product is set
-// by what it asks for, four warps per scheduler at T = 30000, B = 16; measured, it is 8e-4 to 9e-4 with three or four.
-constexpr double kReplay = 0.16, kBoundary = 0.25, kProduct = 0.9, kProductFull = 4.1e-4, kChunkedOverhead = 6;
+// Microseconds on an H200: a chunk at the boundary; a step of the product where a scheduler has one warp, and for each
+// of several; how many of them it holds at once.
+struct Costs {
+  double boundary, product, product_each;
+  int resident;
+};
+
+const Costs& costs(int64_t H) {
+  // By padded H: 8, 16, 20, 24, 32.
+  static constexpr Costs kCosts[] = {{0.15, 0.33, 0.10, 8},
+                                     {0.23, 0.44, 0.24, 5},
+                                     {0.26, 0.60, 0.365, 4},
+                                     {0.27, 0.66, 0.40, 4},
+                                     {0.31, 1.15, 0.87, 2}};
+  const int padded = padded_hidden(H);
+  return kCosts[padded == 8 ? 0 : padded == 16 ? 1 : padded == 20 ? 2 : padded == 24 ? 3 : 4];
+}
+
+// A step of the replay alone; two more launches.
+constexpr double kReplay = 0.16, kChunkedOverhead = 6;
 constexpr double kBytesPerMicrosecond = 4.2e6;
 
 SmallPlan plan_of(const LinearScan& scan) {
   if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
-  const double h = scan.H / 20.0, full = 132.0 / device_limits().sm_count;
+  const auto& cost = costs(scan.H);
   const double bytes = double(scan.H) * scan.H * element_size(scan.dtype);
+  // Warps take turns on a scheduler, so the time of a product's step goes up in stairs.
+  const double schedulers = 4.0 * device_limits().sm_count;
   auto time = [&](int64_t chunks) {
     const double length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
     const double memory = pairs * bytes / kBytesPerMicrosecond;
     const double replay = length * std::max(kReplay, memory);
     if (chunks == 1) return replay;
-    const double product = std::max(kProduct * h * h, pairs * kProductFull * full * h * h * h);
-    return kChunkedOverhead + replay + chunks * kBoundary + length * std::max(product, memory);
+    const double n = std::ceil((pairs - scan.B) / schedulers);
+    const double product = n <= cost.resident ? std::max(cost.product, n * cost.product_each)
+                                              : std::ceil(n / cost.resident) * cost.resident * cost.product_each;
+    return kChunkedOverhead + replay + chunks * cost.boundary + length * std::max(product, memory);
   };
-  int64_t best = 1;
   const int64_t most = std::min<int64_t>(scan.T / 4, 8192);
-  for (int64_t chunks = 2; chunks <= most; chunks += std::max<int64_t>(1, chunks / 8)) {
-    if (time(chunks) < time(best)) best = chunks;
+  int64_t best = 1;
+  double best_time = time(1);
+  auto consider = [&](int64_t chunks) {
+    if (chunks < 2 || chunks > most) return;
+    const double t = time(chunks);
+    if (t < best_time) best = chunks, best_time = t;
+  };
+  for (int64_t chunks = 2; chunks <= most; chunks += std::max<int64_t>(1, chunks / 8)) consider(chunks);
+  for (int n = 1; n <= 8; ++n) {  // the edges of the stairs, of the replay too
+    consider(int64_t(n * schedulers / scan.B) + 1);
+    consider(int64_t(n * schedulers / scan.B));
   }
   const int64_t length = (scan.T + best - 1) / best;
   return {(scan.T + length - 1) / length, length};

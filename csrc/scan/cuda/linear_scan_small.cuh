@@ -179,6 +179,7 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
                                              State<T>& x, char* shared) {
   using Ring = ReplayRing<T, HP>;
   const int lane = threadIdx.x % kWarp, unit = min(lane, int(scan.H) - 1);
+  const bool own = lane == unit;  // a spare lane repeats the last unit, but stores nothing
   Ring ring(scan, reinterpret_cast<T*>(shared), batch, first, steps);
   State<T>* exchange = reinterpret_cast<State<T>*>(shared + Ring::kBytes);
   for (int k = lane; k < 2 * HP; k += kWarp) exchange[k] = State<T>(0);
@@ -188,7 +189,7 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
   const bool from_nothing = first == 0 && !scan.x0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
-    exchange[unit] = x;
+    if (own) exchange[unit] = x;
     const T* A = ring.wait(step);  // its barrier also shows x
     State<T> sum[4] = {};
     if (!(from_nothing && step == 0)) {
@@ -209,7 +210,7 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
     x = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + to_state(A[HP * Ring::kStride + unit]);
     ring.fetch();  // into the stage of the step before
     if (kWrite) {
-      *out = from_state<T>(x);
+      if (own) *out = from_state<T>(x);
       out += scan.out_t;
     }
     exchange = reinterpret_cast<State<T>*>(shared + Ring::kBytes) + (step & 1 ? 0 : HP);
@@ -278,7 +279,8 @@ using ProductRing = StepRing<T, HP,
 template <typename T, int HP, bool kTransposed>
 __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
   using Ring = ProductRing<T, HP>;
-  constexpr int NB = (HP + 7) / 8, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
+  using B = Blocks<HP, true>;
+  constexpr int NB = B::kCount, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
   __shared__ alignas(16) T shared[Ring::kBytes / sizeof(T)];
   const int lane = threadIdx.x, quad = lane / 4, j = lane % 4;
   const int64_t chunk = int64_t(blockIdx.x) / scan.B, batch = int64_t(blockIdx.x) % scan.B;
@@ -287,45 +289,39 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
   Ring ring(scan, shared, batch, first, steps);
   ring.start();
 
-  ColumnTiles<1, kTiles, NB> tiles;
+  ColumnTiles<1, kTiles, HP, B> tiles;
   auto column_of = [&](int t, int u) { return 16 * t + 8 * u + quad; };
 #pragma unroll
   for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-    for (int u = 0; u < 2; ++u) tiles.template start<HP>(t, u, column_of(t, u));
+    for (int u = 0; u < 2; ++u) tiles.start(t, u, column_of(t, u));
   auto& p = tiles.part[0];
   const bool from_nothing = first == 0 && !scan.x0;
 
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     const T* A = ring.wait(step);
-    SplitSum<kTiles, NB> sum;
+    SplitSum<kTiles, B> sum;
     // A row of blocks of the right operand, A^T: element (k, n) is A[n][k].
 #pragma unroll
     for (int kb = 0; kb < NB; ++kb) {
       unsigned high[NB][2], low[NB][2];
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb) {
-        float a[2];
-        const int k = kb * 8 + 2 * j, n = nb * 8 + quad;
-        // HP = 20 has blocks that reach over its end.
-        const bool inside = HP % 8 == 0 || (k < HP && n < HP);
-        if constexpr (kTransposed) {
-          a[0] = inside ? to_state(A[k * Ring::kStride + n]) : 0.0f;
-          a[1] = inside ? to_state(A[(k + 1) * Ring::kStride + n]) : 0.0f;
-        } else {
-          a[0] = inside ? to_state(A[n * Ring::kStride + k]) : 0.0f;
-          a[1] = inside ? to_state(A[n * Ring::kStride + k + 1]) : 0.0f;
+        const int n = B::unit(nb * 8 + quad);
+#pragma unroll
+        for (int half = 0; half < B::halves(kb); ++half) {
+          const int k = B::unit(kb * 8 + 2 * j + half);
+          const T* at = A + (kTransposed ? k * Ring::kStride + n : n * Ring::kStride + k);
+          split_tf32(!B::is_half(nb) || n < HP ? to_state(*at) : 0.0f, high[nb][half], low[nb][half]);
         }
-        split_tf32(a[0], high[nb][0], low[nb][0]);
-        split_tf32(a[1], high[nb][1], low[nb][1]);
       }
       float rows[kTiles][4];
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) rows[t][i] = p[t][kb][i];
-      sum.add(rows, high, low);
+      sum.add(kb, rows, high, low);
     }
     const T* b = A + HP * Ring::kStride;
     // The first step without x0 does not look at A: P and v forget what they were.
@@ -336,10 +332,10 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
       for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int k = nb * 8 + 2 * j + i % 2;
+          if (i % 2 >= B::halves(nb)) continue;
           float next = forget ? 0.0f : sum.at(t, nb, i);
           // v is column HP, in the last tile.
-          if (t == kTiles - 1 && tiles.is_offset(t, i / 2) && k < HP) next += to_state(b[k]);
+          if (t == kTiles - 1 && tiles.is_offset(t, i / 2)) next += to_state(b[B::unit(nb * 8 + 2 * j + i % 2)]);
           p[t][nb][i] = next;
         }
     ring.fetch();
@@ -351,7 +347,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
 #pragma unroll
     for (int u = 0; u < 2; ++u)
       if (column_of(t, u) <= HP)
-        tiles.template store<HP>(t, u, column_of(t, u), maps + int64_t(blockIdx.x) * MapLayout<1, HP>::kStride);
+        tiles.store(t, u, column_of(t, u), maps + int64_t(blockIdx.x) * MapLayout<1, HP>::kStride);
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers

@@ -50,22 +50,33 @@ void chain(const ScanRnnShape& shape, const ScanRnnChain<scalar>& args, int chun
   }
 }
 
-// Microseconds on an H200 at H = 20: a step of a replaying warp, alone and per (chunk, batch) where the chip is full; a
-// chunk at the boundary; a step of the chunk product, likewise.
+// Microseconds on an H200: a chunk at the boundary; a step of the product where a scheduler has one block, and for each
+// of several; a step of the replay, likewise; blocks of the product per (chunk, batch), and how many of them a
+// scheduler holds at once.
 struct Costs {
-  double replay, replay_full, boundary, product, product_full;
+  double boundary, product, product_each, replay, replay_each, blocks_per_pair;
+  int resident;
 };
 
-Costs costs(const ScanRnnShape& shape) {
-  const double h = shape.H / 20.0;
-  switch (shape.cell) {
-    case Cell::kGru:
-      return {0.20, 6.2e-4, 0.25, 0.75 * h * h, 1.1e-3 * h * h * h};
-    case Cell::kLstm:
-      return {0.24, 6.5e-4, 0.44, 1.45 * h * h, 2.1e-3 * h * h * h};
-    default:
-      return {0.12, 2.0e-4, 0.25, 1.35 * h * h, 5.5e-4 * h * h * h};
-  }
+const Costs& costs(const ScanRnnShape& shape) {
+  // By padded H: 8, 16, 20, 24, 32.
+  static constexpr Costs kRnn[] = {{0.15, 0.67, 0.28, 0.12, 0.050, 1 / 7.0, 4},
+                                   {0.21, 0.83, 0.52, 0.13, 0.060, 1 / 3.0, 3},
+                                   {0.24, 0.92, 0.67, 0.14, 0.062, 1 / 3.0, 2},
+                                   {0.26, 0.52, 0.35, 0.20, 0.070, 1, 4},
+                                   {0.31, 0.83, 0.75, 0.24, 0.083, 1, 2}};
+  static constexpr Costs kGru[] = {{0.15, 0.28, 0.12, 0.27, 0.11, 1, 8},
+                                   {0.22, 0.46, 0.28, 0.33, 0.14, 1, 4},
+                                   {0.24, 0.60, 0.46, 0.25, 0.16, 1, 2},
+                                   {0.26, 0.63, 0.48, 0.33, 0.18, 1, 2},
+                                   {0.31, 1.12, 0.98, 0.40, 0.20, 1, 2}};
+  static constexpr Costs kLstm[] = {{0.29, 0.46, 0.23, 0.27, 0.13, 1, 6},
+                                    {0.44, 0.88, 0.66, 0.33, 0.17, 1, 3},
+                                    {0.52, 1.30, 1.10, 0.29, 0.20, 1, 2},
+                                    {0.58, 1.05, 0.87, 0.33, 0.23, 2, 2},
+                                    {0.75, 1.62, 1.40, 0.35, 0.27, 3, 2}};
+  const int H = padded_hidden(shape.H), size = H == 8 ? 0 : H == 16 ? 1 : H == 20 ? 2 : H == 24 ? 3 : 4;
+  return shape.cell == Cell::kGru ? kGru[size] : shape.cell == Cell::kLstm ? kLstm[size] : kRnn[size];
 }
 
 // What the two further launches of a chunked chain cost where nothing hides them.
@@ -75,18 +86,35 @@ constexpr double kChunkedOverhead = 6;
 }  // namespace scan_rnn
 
 int scan_rnn_chunks(const ScanRnnShape& shape) {
-  const auto cost = scan_rnn::costs(shape);
-  const double full = 132.0 / device_limits().sm_count;
+  const auto& cost = scan_rnn::costs(shape);
+  // Warps take turns on a scheduler, so the time of a step goes up in stairs.
+  const double schedulers = 4.0 * device_limits().sm_count;
+  auto step = [&](double blocks, double one, double each, int resident) {
+    const double n = std::ceil(blocks / schedulers);
+    if (n <= resident) return std::max(one, n * each);
+    return std::ceil(n / resident) * std::max(one, resident * each);
+  };
   auto time = [&](int64_t count) {
     const double length = double((shape.T + count - 1) / count), pairs = double(count) * shape.B;
-    const double replay = length * std::max(cost.replay, pairs * cost.replay_full * full);
+    const double replay = length * step(pairs, cost.replay, cost.replay_each, 16);
     if (count == 1) return replay;
+    const double blocks = std::ceil((pairs - shape.B) * cost.blocks_per_pair);
     return scan_rnn::kChunkedOverhead + replay + count * cost.boundary +
-           length * std::max(cost.product, pairs * cost.product_full * full);
+           length * step(blocks, cost.product, cost.product_each, cost.resident);
   };
+  const int64_t most = std::min<int64_t>(shape.T / 4, 4096);
   int64_t best = 1;
-  for (int64_t count = 2; count <= std::min<int64_t>(shape.T / 4, 4096); count += std::max<int64_t>(1, count / 8)) {
-    if (time(count) < time(best)) best = count;
+  double best_time = time(1);
+  auto consider = [&](int64_t count) {
+    if (count < 2 || count > most) return;
+    const double t = time(count);
+    if (t < best_time) best = count, best_time = t;
+  };
+  for (int64_t count = 2; count <= most; count += std::max<int64_t>(1, count / 8)) consider(count);
+  // The edges of the stairs.
+  for (int n = 1; n <= 8; ++n) {
+    consider(int64_t(n * schedulers / shape.B));
+    consider(int64_t(n * schedulers / cost.blocks_per_pair / shape.B) + 1);
   }
   return int(best);
 }

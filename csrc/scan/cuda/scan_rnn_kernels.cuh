@@ -9,15 +9,18 @@
 //      merged with their derivatives into the operand of the step, shared by all columns; an LSTM's state is (dh, dc)
 //      and only the blocks of its Jacobian that are not diagonal are multiplied. H^2 (H + 1) FMA per step and pair, an
 //      LSTM 4 H^3.
-//   2. boundaries: one warp per batch row carries g through the chunks, 0.25 us each (LSTM 0.44).
+//   2. boundaries: one warp per batch row carries g through the chunks, 0.15 to 0.3 us each (LSTM 0.3 to 0.75).
 //   3. replay: one warp per (chunk, batch), lane i owns unit i, W in registers, the gate gradients exchanged through
 //      shared memory: matrix-vector products only, and the only stage that writes per-step results. With one chunk it
-//      is the plain sequential backward pass, 0.12 us per step (GRU 0.2, LSTM 0.24).
+//      is the plain sequential backward pass, 0.14 us per step (GRU 0.25, LSTM 0.29).
 //
 // What was learnt: columns in fp32 FMAs, whole columns per thread, ran at 60% of the issue rate and took 1.2 (RNN) to 5
 // (LSTM) times as long as three TF32 products; the sum of a whole step left to the tensor core loses digits over a long
 // chunk, because it cuts off instead of rounding; loads into registers cannot run four steps ahead (six
-// scoreboards a warp), asynchronous copies can, which halved the time of a step.
+// scoreboards a warp), asynchronous copies can, which halved the time of a step; lanes without a unit must not repeat
+// the last unit's loads and stores, which take turns: without them replay takes 0.6 of the time at H = 20, a third at H
+// = 8; replay as tiles of 16 pairs on the tensor cores takes 0.65 us a step, more than the many warps it stands for;
+// the time of a product goes up in stairs, with the number of warps that share a scheduler.
 #pragma once
 #include <algorithm>
 
@@ -49,8 +52,10 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, Scan
   const int lane = threadIdx.x;
   const int64_t b = blockIdx.x;
   const int H = shape.H;
-  const int unit =
-      min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
+  // A spare lane computes with the last unit's numbers, but loads and writes nothing: stores of several lanes to one
+  // address take turns.
+  const bool own = lane < H;
+  const int unit = own ? lane : H - 1;
 
   __shared__ alignas(32) scalar exchange[2][HP];
   __shared__ scalar ring[kAhead][G][kWarp];
@@ -65,7 +70,7 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, Scan
   scalar c = cell == Cell::kLstm ? a.c0[b * H + unit] : scalar(0);
   if (lane < HP) exchange[0][lane] = exchange[1][lane] = scalar(0);  // the padding stays zero
   __syncwarp();
-  exchange[0][unit] = h;
+  if (own) exchange[0][unit] = h;
 
   const int64_t step = shape.reverse ? -shape.B : shape.B;  // rows from one step to the next
   const int64_t row = (shape.reverse ? shape.T - 1 : 0) * shape.B + b;
@@ -75,7 +80,7 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, Scan
   scalar* cells = a.gates ? a.cells + row * H + unit : nullptr;
   int64_t fetched = 0;
   auto fetch = [&]() {
-    if (fetched < shape.T) {
+    if (own && fetched < shape.T) {
 #pragma unroll
       for (int g = 0; g < G; ++g) copy_async<sizeof(scalar)>(&ring[unsigned(fetched) % kAhead][g][lane], ahead + g * H);
     }
@@ -115,29 +120,30 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, Scan
     if constexpr (cell == Cell::kGru) {
       const scalar r = sigmoid(in[0] + u[0]), z = sigmoid(in[1] + u[1]), n = hyperbolic_tangent(in[2] + r * u[2]);
       h = n + z * (h - n);
-      exchange[(s + 1) & 1][unit] = h;
-      if (gates) gates[0] = r, gates[H] = z, gates[2 * H] = n, gates[3 * H] = u[2];
+      if (own && gates) gates[0] = r, gates[H] = z, gates[2 * H] = n, gates[3 * H] = u[2];
     } else if constexpr (cell == Cell::kLstm) {
       const scalar i = sigmoid(in[0] + u[0]), f = sigmoid(in[1] + u[1]), g = hyperbolic_tangent(in[2] + u[2]),
                    o = sigmoid(in[3] + u[3]);
       c = f * c + i * g;
       h = o * hyperbolic_tangent(c);
-      exchange[(s + 1) & 1][unit] = h;
-      if (gates) gates[0] = i, gates[H] = f, gates[2 * H] = g, gates[3 * H] = o, cells[0] = c;
+      if (own && gates) gates[0] = i, gates[H] = f, gates[2 * H] = g, gates[3 * H] = o, cells[0] = c;
       cells += step * H;
     } else {
       const scalar x = in[0] + u[0];
       // The comparison is false for NaN, which then passes.
       h = cell == Cell::kRnnRelu ? (x <= scalar(0) ? scalar(0) : x) : hyperbolic_tangent(x);
-      exchange[(s + 1) & 1][unit] = h;
     }
-    output[0] = h;
+    if (own) {
+      exchange[(s + 1) & 1][unit] = h;
+      output[0] = h;
+    }
     output += step * H;
     if constexpr (cell == Cell::kGru || cell == Cell::kLstm)
       if (gates) gates += step * 4 * H;
     __syncwarp();
   }
   copy_wait<0>();
+  if (!own) return;
   a.h_n[b * H + unit] = h;
   if constexpr (cell == Cell::kLstm) a.c_n[b * H + unit] = c;
 }
@@ -258,8 +264,10 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
   constexpr int K = chain_blocks(cell);
   const int lane = threadIdx.x % kWarp;
   const int H = shape.H;
-  const int unit =
-      min(lane, H - 1);  // a spare lane repeats the last unit: it writes the same values, without divergence
+  // A spare lane computes with the last unit's weights and numbers of no meaning, and loads and writes nothing: stores
+  // of several lanes to one address take turns.
+  const bool own = lane < H;
+  const int unit = own ? lane : H - 1;
 
   scalar w[R][HP];
 #pragma unroll
@@ -273,7 +281,7 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
   Cursor<cell, scalar> cursor(shape, a, high - 1, b, unit);
   int fetched = 0;
   auto fetch = [&]() {
-    if (fetched < steps) {
+    if (own && fetched < steps) {
       const scalar* from[kSaved<cell>];
       cursor.sources(low == 0 && fetched == steps - 1, from);
       scalar* to = ring + fetched % kAhead * (N * kWarp);
@@ -303,9 +311,11 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
     const Derivative<cell, scalar> j(saved);
     const scalar dh = gh + e;
     scalar direct = scalar(0);
-    auto publish = [&](int vector, scalar value) { exchange[vector * HP + unit] = value; };
+    auto publish = [&](int vector, scalar value) {
+      if (own) exchange[vector * HP + unit] = value;
+    };
     auto write = [&](int block, scalar value) {
-      if (kWrite) out[block * H] = value;
+      if (kWrite && own) out[block * H] = value;
     };
     if constexpr (cell == Cell::kGru) {
       const scalar dr = j.r * dh, dz = j.z * dh, dn = j.n * dh, dm = j.m * dh;
@@ -342,6 +352,9 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
   }
   copy_wait<0>();
   __syncwarp();
+  // Spare lanes leave with the last unit's gradient, as they came.
+  gh = __shfl_sync(~0u, gh, unit);
+  if constexpr (cell == Cell::kLstm) gc = __shfl_sync(~0u, gc, unit);
 }
 
 // Chunks are cut from the end, so that all but chunk 0, whose map is not needed, have the same length.
@@ -422,15 +435,18 @@ struct ProductLayout {
   static constexpr bool kRnn = cell == Cell::kRnnTanh || cell == Cell::kRnnRelu;
   static constexpr int kParts = cell == Cell::kLstm ? 2 : 1;
   static constexpr int kColumns = kParts * HP + 1;  // of P, and v
-  static constexpr int kBlocks = (HP + 7) / 8;      // of 8 units
-  static constexpr int kPadded = 8 * kBlocks;
+  // A GRU's step is one chain, from the merged weights to the sum: with few columns, products half as deep made it a
+  // half longer.
+  using Positions = Blocks<HP, cell != Cell::kGru>;
+  static constexpr int kPadded = Positions::kPadded;
   // An RNN's matrix is the same everywhere, so its warps pack the columns of several (chunk, batch) pairs into tiles of
   // 16; the others take one pair, or a part of its tiles where the registers hold no more.
   static constexpr int kPairs = !kRnn || HP > 20 ? 1 : HP <= 8 ? 7 : 3;
   static constexpr int kAllTiles = (kPairs * kColumns + 15) / 16;
   static constexpr int kTiles = cell == Cell::kLstm && HP > 20 ? 2 : kAllTiles;
   static constexpr int kSplits = (kAllTiles + kTiles - 1) / kTiles;
-  static constexpr int kTilesAtOnce = kTiles % 3 == 0 ? 3 : kTiles % 2 == 0 ? 2 : 1;
+
+  static constexpr int kTilesAtOnce = kTiles % 3 == 0 ? 3 : kTiles;
   // Whether one of rows 16 t + 8 u .. + 7 is some pair's offset column.
   static constexpr bool may_hold_offset(int t, int u) {
     if (kSplits > 1) return true;
@@ -452,17 +468,23 @@ template <Cell cell, int HP>
 __global__ void __launch_bounds__(kWarp)
     product_kernel(ScanRnnShape shape, ScanRnnChain<float> a, Chunks chunks, Workspace workspace) {
   using Layout = ProductLayout<cell, HP>;
-  constexpr int NB = Layout::kBlocks, NC = Layout::kCoefficients, kParts = Layout::kParts, G = gate_blocks(cell);
+  using B = typename Layout::Positions;
+  constexpr int NB = B::kCount, NC = Layout::kCoefficients, kParts = Layout::kParts, G = gate_blocks(cell);
   constexpr int kPadded = Layout::kPadded, kStride = Layout::kWeightStride, kTiles = Layout::kTiles;
-  constexpr int kUnits = (Layout::kPairs * kPadded + kWarp - 1) / kWarp;  // a lane prepares per step
-  __shared__ alignas(16) float weights[Layout::kWeightWords];  // (G, k, i), row k: what unit k sends to all i
+  constexpr int kUnits = (Layout::kPairs * HP + kWarp - 1) / kWarp;  // a lane prepares per step
+  // Units by position (see Blocks). Weights are (G, k, i), row k: what unit k sends to all i.
+  __shared__ alignas(16) float weights[Layout::kWeightWords];
   __shared__ alignas(16) float coefficients[2][Layout::kPairs][NC][kPadded];
   const int H = shape.H, lane = threadIdx.x, quad = lane / 4, j = lane % 4;
 #pragma unroll 8
   for (int at = lane; at < Layout::kWeightWords; at += kWarp) {
-    const int g = at / (kPadded * kStride), k = at / kStride % kPadded, i = at % kStride;
+    const int g = at / (kPadded * kStride), k = B::unit(at / kStride % kPadded);
+    const int i = at % kStride < kPadded ? B::unit(at % kStride) : H;
     weights[at] = k < H && i < H ? a.w_hh[(g * H + k) * H + i] : 0.0f;
   }
+  // What is no unit's position stays zero.
+  for (int at = lane; at < int(sizeof(coefficients) / sizeof(float)); at += kWarp)
+    (&coefficients[0][0][0][0])[at] = 0.0f;
   __syncwarp();
   auto weight = [&](int g, int kb, int nb, int half) {
     return weights[(g * kPadded + kb * 8 + 2 * j + half) * kStride + nb * 8 + quad];
@@ -476,11 +498,14 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < B::halves(kb); ++half) {
         if constexpr (Layout::kRnn) split_tf32(weight(0, kb, nb, half), high_w[kb][nb][half], low_w[kb][nb][half]);
         if constexpr (Layout::kWeightsInRegisters) {
 #pragma unroll
-          for (int g = 0; g < 3; ++g) w[g][kb][nb][half] = weight(g, kb, nb, half);
+          for (int g = 0; g < 3; ++g) {
+            w[g][kb][nb][half] = weight(g, kb, nb, half);
+            asm volatile("" : "+f"(w[g][kb][nb][half]));  // to be kept, not to be read again in every step
+          }
         }
       }
   auto gate_weight = [&](int g, int kb, int nb, int half) {
@@ -497,7 +522,7 @@ __global__ void __launch_bounds__(kWarp)
   const int first_tile = int(blockIdx.x % Layout::kSplits) * kTiles;
 
   // Tile rows: row 16 t + 8 u + quad is column `column` of pair `pair`; the last column of a pair is v.
-  ColumnTiles<kParts, kTiles, NB> tiles;
+  ColumnTiles<kParts, kTiles, HP, B> tiles;
   auto& ph = tiles.part[0];
   auto& pc = tiles.part[kParts - 1];
   int pair_at[kTiles][2];
@@ -509,7 +534,7 @@ __global__ void __launch_bounds__(kWarp)
     for (int u = 0; u < 2; ++u) {
       const int column = column_of(t, u);
       pair_at[t][u] = min(pair_of(t, u), Layout::kPairs - 1);
-      tiles.template start<HP>(t, u, column);
+      tiles.start(t, u, column);
     }
 
   // What this lane prepares of every step: some units of the warp's pairs. Lanes without one repeat the last.
@@ -518,9 +543,9 @@ __global__ void __launch_bounds__(kWarp)
   float saved[kUnits][kSaved<cell>], arriving[kUnits];
 #pragma unroll
   for (int r = 0; r < kUnits; ++r) {
-    const int at = min(lane + r * kWarp, Layout::kPairs * kPadded - 1);
-    const int64_t pair = min(first_pair + at / kPadded, count - 1), chunk = 1 + pair / shape.B;
-    cursor[r] = {shape, a, chunks.high(chunk, shape.T) - 1, pair % shape.B, min(at % kPadded, H - 1)};
+    const int at = min(lane + r * kWarp, Layout::kPairs * HP - 1);
+    const int64_t pair = min(first_pair + at / HP, count - 1), chunk = 1 + pair / shape.B;
+    cursor[r] = {shape, a, chunks.high(chunk, shape.T) - 1, pair % shape.B, min(at % HP, H - 1)};
   }
   int fetched = 0;
   auto fetch = [&]() {
@@ -544,11 +569,11 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
     for (int r = 0; r < kUnits; ++r) {
       const int at = lane + r * kWarp;
-      if (kUnits * kWarp == Layout::kPairs * kPadded || at < Layout::kPairs * kPadded) {
-        const int pair = at / kPadded, unit = at % kPadded;
+      if (kUnits * kWarp == Layout::kPairs * HP || at < Layout::kPairs * HP) {
+        const int pair = at / HP, unit = at % HP;
         const Derivative<cell, float> d(saved[r]);
         const bool on = unit < H;
-        auto put = [&](int n, float value) { coefficient[pair][n][unit] = on ? value : 0.0f; };
+        auto put = [&](int n, float value) { coefficient[pair][n][B::position(unit)] = on ? value : 0.0f; };
         put(0, arriving[r]);
         if constexpr (cell == Cell::kGru) {
           put(1, d.r), put(2, d.z), put(3, d.m), put(4, d.carry);
@@ -573,7 +598,7 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          for (int half = 0; half < B::halves(kb); ++half) {
             const float m = (half ? c1.y : c1.x) * gate_weight(0, kb, nb, half) +
                             (half ? c2.y : c2.x) * gate_weight(1, kb, nb, half) +
                             (half ? c3.y : c3.x) * gate_weight(2, kb, nb, half);
@@ -585,7 +610,7 @@ __global__ void __launch_bounds__(kWarp)
     // Some tiles at once: their sums are independent, and a product takes 30 cycles to come back.
 #pragma unroll
     for (int t0 = 0; t0 < kTiles; t0 += Layout::kTilesAtOnce) {
-      SplitSum<Layout::kTilesAtOnce, NB> sum;
+      SplitSum<Layout::kTilesAtOnce, B, cell == Cell::kLstm> sum;
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb) {
         unsigned high_o[cell == Cell::kLstm ? NB : 1][2], low_o[cell == Cell::kLstm ? NB : 1][2];
@@ -593,7 +618,8 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
           for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
+            for (int half = 0; half < B::halves(kb); ++half)
+              split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
         }
         float rows[Layout::kTilesAtOnce][4], through_output[cell == Cell::kLstm ? Layout::kTilesAtOnce : 1][4];
 #pragma unroll
@@ -629,13 +655,13 @@ __global__ void __launch_bounds__(kWarp)
             }
           }
         if constexpr (Layout::kRnn) {
-          sum.add(rows, high_w[kb], low_w[kb]);
+          sum.add(kb, rows, high_w[kb], low_w[kb]);
         } else {
-          sum.add(rows, high_m[kb], low_m[kb]);
+          sum.add(kb, rows, high_m[kb], low_m[kb]);
         }
         if constexpr (cell == Cell::kLstm) {
           sum.flush();
-          sum.add(through_output, high_o, low_o);
+          sum.add(kb, through_output, high_o, low_o);
           sum.flush();
         }
       }
@@ -645,7 +671,8 @@ __global__ void __launch_bounds__(kWarp)
         for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum.at(x, nb, i) : sum.at(x, nb, i);
+            if (i % 2 < B::halves(nb))
+              ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum.at(x, nb, i) : sum.at(x, nb, i);
     }
 
     if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) tiles.rescale(it == length - 1);
@@ -657,7 +684,7 @@ __global__ void __launch_bounds__(kWarp)
     for (int u = 0; u < 2; ++u) {
       const int64_t pair = first_pair + pair_of(t, u);
       if (pair_of(t, u) < Layout::kPairs && pair < count)
-        tiles.template store<HP>(t, u, column_of(t, u), workspace.maps + (shape.B + pair) * Map<cell, HP>::kStride);
+        tiles.store(t, u, column_of(t, u), workspace.maps + (shape.B + pair) * Map<cell, HP>::kStride);
     }
 }
 
