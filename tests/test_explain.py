@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import weft
 from torch.nn.utils import rnn
 from weft import _algorithms
-from weft._algorithms import AUTO_SCAN, CUDA_MAX_HIDDEN, Case, Limits, Table, choose
+from weft._algorithms import AUTO_SCAN, CUDA_MAX_HIDDEN, CUDA_MAX_HIDDEN_FP64, Case, Limits, Table, choose
 
 CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, False, False)
 
@@ -61,12 +62,21 @@ def test_asked_for_by_name_scan_runs_at_any_size(both_devices):
 
 def test_what_the_cuda_kernels_do_not_hold_runs_as_torch(both_devices):
     header = (Path(__file__).parents[1] / "csrc" / "scan" / "cuda" / "scan_rnn.h").read_text()
-    assert f"kScanRnnMaxHidden = {CUDA_MAX_HIDDEN};" in header
-    case = CASE._replace(device="cuda", hidden_size=CUDA_MAX_HIDDEN + 1)
-    for asked in ("auto", "scan"):
-        name, reason = choose(asked, case)
-        assert name == "torch" and "the kernels hold 32 hidden units, got 33" in reason
-    # fp64 runs as one chunk there, one step after the other.
+    assert f"kScanRnnSmallHidden = {CUDA_MAX_HIDDEN_FP64};" in header
+    lstm, others = re.search(r"cell == Cell::kLstm \? (\d+) : (\d+);", header).groups()
+    for cell, largest in CUDA_MAX_HIDDEN.items():
+        assert largest == int(lstm if cell == "lstm" else others)
+        case = CASE._replace(cell=cell, device="cuda")
+        assert choose("scan", case._replace(hidden_size=largest))[0] == "scan"
+        for asked in ("auto", "scan"):
+            name, reason = choose(asked, case._replace(hidden_size=largest + 1))
+            words = f"the kernels of {cell} hold {largest} hidden units, got {largest + 1}"
+            assert name == "torch" and words in reason
+    case = CASE._replace(device="cuda", hidden_size=33)
+    assert "float64 hold 32 hidden units, got 33" in choose("scan", case._replace(dtype=torch.float64))[1]
+    # Above its table "auto" takes torch where the kernels would do.
+    assert choose("scan", case)[0] == "scan" and choose("auto", case)[0] == "torch"
+    # fp64 runs as one chunk, one step after the other.
     assert choose("auto", case._replace(hidden_size=8, dtype=torch.float64))[0] == "torch"
     assert choose("scan", case._replace(hidden_size=8, dtype=torch.float64))[0] == "scan"
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -72,6 +73,8 @@ LONG = [
 ]
 LONG += [Sample(cell, 1000, 3, 2, 20, dtype=dtype) for cell in CELLS for dtype in (torch.float16, torch.bfloat16)]
 LONG_ON_CPU = [s for s in LONG if (s.H, s.T, s.reverse, s.dtype) == (13, 1000, True, torch.float32)]
+# The kernels above 32 hidden units: every size that is padded to and odd ones in between.
+MIDDLE_SIZES = {cell: (33, 48, 64) if cell == "lstm" else (33, 48, 64, 65, 96, 100, 128) for cell in CELLS}
 EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (3, 2, 4, 0), (0, 0, 0, 0))
 
 SAMPLES = [
@@ -85,6 +88,24 @@ SAMPLES += [
     )
 ]
 SMALL = [Sample(cell, 4, 3, 2, 5, reverse=reverse) for cell in CELLS for reverse in (False, True)]
+
+
+@pytest.fixture(autouse=True)
+def _exact_fp32():
+    """On CUDA the forward pass above 32 hidden units is torch's."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+def with_devices(samples: list[Sample], on_cuda: Sequence[Sample] = ()) -> list:
+    """(sample, device) for all devices, and more samples for CUDA."""
+    cuda = [pytest.param(s, "cuda", marks=pytest.mark.cuda) for s in (*samples, *on_cuda)]
+    return [(s, "cpu") for s in samples] + cuda
+
+
+def force_chunks(monkeypatch, chunks: int) -> None:
+    """The number of chunks of the CUDA kernels, whatever their model of costs says."""
+    monkeypatch.setenv("WEFT_SCAN_RNN_CHUNKS", str(chunks))
 
 
 def arguments(sample: Sample, device: str, scale: float = 1.0, requires_grad: bool = False) -> list[Tensor | None]:
@@ -196,11 +217,7 @@ def test_matches_reference(sample: Sample, device: str):
     check_close(ARGUMENTS, found_grads, expected_grads, bound)
 
 
-@pytest.mark.parametrize(
-    ("sample", "device"),
-    [pytest.param(s, "cuda", marks=pytest.mark.cuda) for s in LONG] + [(s, "cpu") for s in LONG_ON_CPU],
-    ids=str,
-)
+@pytest.mark.parametrize(("sample", "device"), with_devices(LONG_ON_CPU, LONG), ids=str)
 def test_long_sequences(sample: Sample, device: str):
     args, grads = arguments(sample, device, requires_grad=True), gradients(sample, device)
     exact = [None if a is None else a.detach().double().requires_grad_() for a in args]
@@ -212,6 +229,33 @@ def test_long_sequences(sample: Sample, device: str):
     check_close(("output", "h_n", "c_n"), found[:states], expected, BOUNDS[sample.dtype])
     expected_grads = differentiate(expected, exact, [g.double() for g in grads[:states]])
     check_close(ARGUMENTS, found_grads, expected_grads, BOUNDS[sample.dtype])
+
+
+# One chunk; chunks that divide the steps and that do not; more products than half of the device's SMs, below which each
+# is split over two blocks; and as many chunks as the model of costs says.
+@pytest.mark.cuda
+@pytest.mark.parametrize(("T", "B", "chunks"), [(50, 2, 1), (50, 1, 5), (203, 3, 4), (400, 5, 40), (1001, 1, 0)])
+@pytest.mark.parametrize(("cell", "H"), [(cell, H) for cell, sizes in MIDDLE_SIZES.items() for H in sizes])
+def test_middle_sizes(cell: str, H: int, T: int, B: int, chunks: int, monkeypatch):
+    if chunks:
+        force_chunks(monkeypatch, chunks)
+    for reverse in (False, True):
+        test_long_sequences(Sample(cell, T, B, 3, H, reverse=reverse, bias=B % 2 == 0), "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("cell", CELLS)
+def test_middle_sizes_in_half(cell: str, dtype: torch.dtype, monkeypatch):
+    force_chunks(monkeypatch, 7)
+    for H in MIDDLE_SIZES[cell][::2]:
+        test_long_sequences(Sample(cell, 200, 3, 2, H, reverse=H == 48, dtype=dtype), "cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cell", CELLS)
+def test_middle_sizes_on_very_long_sequences(cell: str):
+    test_long_sequences(Sample(cell, 5000, 2, 2, MIDDLE_SIZES[cell][-1]), "cuda")
 
 
 def samples(longest: int) -> strategies.SearchStrategy[Sample]:
@@ -240,7 +284,7 @@ def test_any_shape_on_cuda(sample: Sample):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", [replace(s, dtype=torch.float64) for s in SMALL], ids=str)
+@pytest.mark.parametrize("sample", [replace(s, H=h, dtype=torch.float64) for s in SMALL for h in (5, 40)], ids=str)
 def test_saved_activations(sample: Sample, device: str):
     args = arguments(sample, device)
     expected = reference(*doubles(args), **sample.keywords)
@@ -296,9 +340,17 @@ def test_activations_are_accurate(device: str, dtype: torch.dtype):
     close(gates[0, :, 2], torch.tanh(x))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", [Sample(c, 23, 4, 3, 20, reverse=r) for c in CELLS for r in (False, True)], ids=str)
-def test_gradients_of_some_outputs(sample: Sample, device: str):
+@pytest.mark.parametrize(
+    ("sample", "device"),
+    with_devices(
+        [Sample(c, 23, 4, 3, 20, reverse=r) for c in CELLS for r in (False, True)],
+        [Sample(c, 60, 3, 3, MIDDLE_SIZES[c][-1]) for c in CELLS],
+    ),
+    ids=str,
+)
+def test_gradients_of_some_outputs(sample: Sample, device: str, monkeypatch):
+    if sample.H > 32:
+        force_chunks(monkeypatch, 4)
     args = arguments(sample, device, requires_grad=True)
     exact = [None if a is None else a.requires_grad_() for a in doubles(args)]
     expected = reference(*exact, **sample.keywords)[:3]
@@ -352,7 +404,7 @@ def test_empty(cell: str, size: tuple[int, ...], device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", SMALL, ids=str)
+@pytest.mark.parametrize("sample", [replace(s, H=h) for s in SMALL for h in (5, 40)], ids=str)
 def test_layouts(sample: Sample, device: str):
     """Transposed, strided, expanded and offset arguments and gradients."""
     args = arguments(sample, device)
@@ -386,7 +438,7 @@ def test_layouts(sample: Sample, device: str):
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("cell", CELLS)
 def test_opcheck(cell: str, bias: bool, device: str):
-    sample = Sample(cell, 3, 2, 2, 4, bias=bias, reverse=bias)
+    sample = Sample(cell, 3, 2, 2, 40 if bias else 4, bias=bias, reverse=bias)
     args = arguments(sample, device, requires_grad=True)
     torch.library.opcheck(scan_rnn.default, tuple(args), sample.keywords)
     plain = [None if a is None else a.detach() for a in args]
@@ -561,9 +613,17 @@ def test_vmap_of_the_backward():
         check_close(itertools.repeat("gradient"), [f[i] for f in found], each, 1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", [Sample(c, 200, 17, 3, 20) for c in CELLS], ids=str)
-def test_repeats_bit_for_bit(sample: Sample, device: str):
+@pytest.mark.parametrize(
+    ("sample", "device"),
+    with_devices(
+        [Sample(c, 200, 17, 3, 20) for c in CELLS],
+        [Sample(c, 300, 5, 3, h) for c in CELLS for h in MIDDLE_SIZES[c][2::2]],
+    ),
+    ids=str,
+)
+def test_repeats_bit_for_bit(sample: Sample, device: str, monkeypatch):
+    if sample.H > 32:
+        force_chunks(monkeypatch, 20)
     args, grads = arguments(sample, device, requires_grad=True), gradients(sample, device)
 
     def run():
@@ -574,9 +634,17 @@ def test_repeats_bit_for_bit(sample: Sample, device: str):
 
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", [Sample(c, 12, 6, 3, h) for c in CELLS for h in (7, 20, 40)], ids=str)
-def test_bad_row_touches_no_other(sample: Sample, device: str, value: float):
+@pytest.mark.parametrize(
+    ("sample", "device"),
+    with_devices(
+        [Sample(c, 12, 6, 3, h) for c in CELLS for h in (7, 20, 40)],
+        [Sample(c, 60, 6, 3, MIDDLE_SIZES[c][-1]) for c in CELLS],
+    ),
+    ids=str,
+)
+def test_bad_row_touches_no_other(sample: Sample, device: str, value: float, monkeypatch):
+    if sample.T == 60:
+        force_chunks(monkeypatch, 5)
     grads = gradients(sample, device)
     row, others = 2, [0, 1, 3, 4, 5]
 
@@ -616,7 +684,19 @@ def test_chaotic_weights(cell: str, device: str, scale: float, reverse: bool):
     at a time, from the op's own state before. Given the saved activations the backward is linear: it is compared with a
     sequential loop over the same activations, and has to be finite wherever that loop is in the same precision.
     """
-    sample = Sample(cell, 10000 if not reverse else 1000, 3, 2, 20, reverse=reverse)
+    check_chaotic(Sample(cell, 10000 if not reverse else 1000, 3, 2, 20, reverse=reverse), device, scale)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scale", (3.0, 10.0))
+@pytest.mark.parametrize(("cell", "H"), [(cell, H) for cell, sizes in MIDDLE_SIZES.items() for H in sizes[::2]])
+def test_chaotic_weights_at_middle_sizes(cell: str, H: int, scale: float, monkeypatch):
+    force_chunks(monkeypatch, 1 if H == 33 else 24)
+    check_chaotic(Sample(cell, 2000 if H == 64 else 500, 2, 2, H, reverse=H == 96), "cuda", scale)
+
+
+def check_chaotic(sample: Sample, device: str, scale: float) -> None:
+    cell, reverse = sample.cell, sample.reverse
     args = arguments(sample, device, scale=scale)
     output, _, _, gates, cells = scan_rnn(*args, **sample.keywords, save=True)
 
@@ -676,8 +756,10 @@ def test_side_stream(sample: Sample):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("sample", [Sample(c, 64, 5, 3, h) for c in CELLS for h in (20, 64)], ids=str)
-def test_cuda_graph(sample: Sample):
+def test_cuda_graph(sample: Sample, monkeypatch):
     """Captured once, replayed on other data: forward and backward."""
+    if sample.H > 32:
+        force_chunks(monkeypatch, 6)
     static = arguments(sample, "cuda", requires_grad=True)
     grads = gradients(sample, "cuda")
 
@@ -707,10 +789,13 @@ def test_cuda_graph(sample: Sample):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("scale", (3.0, 10.0))
+@pytest.mark.parametrize("H", (20, 64))
 @pytest.mark.parametrize("cell", CELLS)
-def test_cuda_graph_with_chaotic_weights(cell: str, scale: float):
+def test_cuda_graph_with_chaotic_weights(cell: str, H: int, scale: float, monkeypatch):
     """Captured with tame weights, replayed with chaotic ones: the replay decides which chunks are computed again."""
-    sample = Sample(cell, 3001, 3, 2, 20)
+    sample = Sample(cell, 3001 if H == 20 else 600, 3, 2, H)
+    if H > 32:
+        force_chunks(monkeypatch, 12)
     static, grads = arguments(sample, "cuda"), gradients(sample, "cuda")
     mask = [True] * 7
 

@@ -23,6 +23,10 @@
 //   It is differentiable to any order, step by step through scan_rnn_reference.h, in everything but output, gates and
 //   cells, which it takes for the functions of the other arguments that they are.
 //
+// On CUDA the forward pass for H > 32 is torch's kernel in the accumulate type (cuDNN, with TF32 where
+// torch.backends.cudnn.allow_tf32 has it); gates and cells are computed from its output, without TF32. The backward
+// pass has kernels for H <= 128, an lstm's H <= 64, in float64 for H <= 32; beyond, it is a slow loop over the steps.
+//
 // Dtypes: float16, bfloat16, float32, float64, one for all arguments. float16 and bfloat16 accumulate, and carry the
 // state, in float32 (the accumulate type), and round where a result is written.
 // Aliasing: no result shares memory with an argument or with another result.

@@ -1,10 +1,16 @@
 // weft::scan_rnn on CUDA: types, allocation, choice of the kernels.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_cudnn_rnn.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/cudnn_is_acceptable.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/gru.h>
+#include <ATen/ops/lstm.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/sigmoid.h>
+#include <ATen/ops/rnn_relu.h>
+#include <ATen/ops/rnn_tanh.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -16,8 +22,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <tuple>
+#include <vector>
 
 #include "scan/cuda/scan_rnn.h"
+#include "scan/linear_scan.h"
 #include "scan/scan_rnn.h"
 
 namespace weft {
@@ -51,45 +60,99 @@ ScanRnnShape shape_of(const char* op, Cell cell, const ScanRnnSizes& s, bool rev
   return {cell, s.T, s.B, static_cast<int>(s.H), reverse};
 }
 
-// The kernels hold H <= kScanRnnMaxHidden. Beyond, and for no unit at all, the same recurrences step by step in ATen.
-bool has_kernel(const ScanRnnSizes& s) {
-  return s.H > 0 && s.H <= kScanRnnMaxHidden;
+// The forward kernels, and those of the weights' gradients, hold H <= kScanRnnSmallHidden.
+bool is_small(const ScanRnnSizes& s) {
+  return s.H > 0 && s.H <= kScanRnnSmallHidden;
 }
 
-void forward_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& projected, const Tensor& w_hh,
-                   const Tensor& b_hh, const Tensor& h0, const Tensor& c0, const ScanRnnResults& results) {
-  const int64_t H = s.H;
-  const bool save = results.gates.dim() == 3;
-  const Tensor w = w_hh.t();
-  const Tensor bias = b_hh.defined() ? b_hh : at::zeros({s.gates * H}, w_hh.options());
-  Tensor h = h0, c = c0;
-  for (int64_t step = 0; step < s.T; ++step) {
-    const int64_t t = reverse ? s.T - 1 - step : step;
-    const Tensor in = projected[t], u = at::addmm(bias, h, w);
-    auto block = [&](const Tensor& x, int64_t g) { return x.narrow(1, g * H, H); };
-    auto keep = [&](int64_t g, const Tensor& value) {
-      if (save) block(results.gates[t], g).copy_(value);
-    };
-    if (cell == Cell::kGru) {
-      const Tensor r = at::sigmoid(block(in, 0) + block(u, 0)), z = at::sigmoid(block(in, 1) + block(u, 1));
-      const Tensor m = block(u, 2), n = at::tanh(block(in, 2) + r * m);
-      h = n + z * (h - n);
-      keep(0, r), keep(1, z), keep(2, n), keep(3, m);
-    } else if (cell == Cell::kLstm) {
-      const Tensor a = in + u;
-      const Tensor i = at::sigmoid(block(a, 0)), f = at::sigmoid(block(a, 1)), g = at::tanh(block(a, 2)),
-                   o = at::sigmoid(block(a, 3));
-      c = f * c + i * g;
-      h = o * at::tanh(c);
-      keep(0, i), keep(1, f), keep(2, g), keep(3, o);
-      if (save) results.cells[t].copy_(c);
-    } else {
-      h = cell == Cell::kRnnRelu ? (in + u).clamp_min(0) : at::tanh(in + u);
-    }
-    results.output[t].copy_(h);
+// Whether the chain has a kernel. Where it has none, it runs step by step in ATen.
+bool has_chain_kernel(Cell cell, const ScanRnnSizes& s, at::ScalarType compute) {
+  return is_small(s) || (s.H > 0 && s.H <= scan_rnn_max_hidden(cell) && compute == at::kFloat);
+}
+
+// torch's kernel for one layer and one direction: cuDNN, or what torch has where the user or the sizes forbid that.
+void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor& h0, const Tensor& c0,
+                      const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
+                      ScanRnnResults& results) {
+  const bool bias = b_ih.defined(), lstm = cell == Cell::kLstm;
+  const Tensor steps = reverse ? input.flip(0) : input, h = h0.unsqueeze(0), c = lstm ? c0.unsqueeze(0) : Tensor();
+  std::vector<Tensor> weights = {w_ih, w_hh};
+  if (bias) weights.insert(weights.end(), {b_ih, b_hh});
+  results.output.reset();  // torch allocates its own
+  Tensor output, h_n, c_n;
+  if (at::cudnn_is_acceptable(steps)) {
+    // at::lstm and its kin end here, too, and warn of weights that do not lie in one piece of memory.
+    const int64_t mode = cell == Cell::kRnnRelu ? 0 : cell == Cell::kRnnTanh ? 1 : lstm ? 2 : 3;  // cudnnRNNMode_t
+    std::tie(output, h_n, c_n, std::ignore, std::ignore) = at::_cudnn_rnn(
+        steps, weights, int64_t(weights.size()), /*weight_buf=*/std::nullopt, h,
+        lstm ? OptionalTensor(c) : std::nullopt, mode, h0.size(1), /*proj_size=*/0, /*num_layers=*/1,
+        /*batch_first=*/false, /*dropout=*/0.0, /*train=*/false, /*bidirectional=*/false, {}, std::nullopt);
+  } else if (lstm) {
+    std::tie(output, h_n, c_n) = at::lstm(steps, {h, c}, weights, bias, 1, 0.0, false, false, false);
+  } else if (cell == Cell::kGru) {
+    std::tie(output, h_n) = at::gru(steps, h, weights, bias, 1, 0.0, false, false, false);
+  } else if (cell == Cell::kRnnRelu) {
+    std::tie(output, h_n) = at::rnn_relu(steps, h, weights, bias, 1, 0.0, false, false, false);
+  } else {
+    std::tie(output, h_n) = at::rnn_tanh(steps, h, weights, bias, 1, 0.0, false, false, false);
   }
-  results.h_n.copy_(h);
-  if (cell == Cell::kLstm) results.c_n.copy_(c);
+  results.output = reverse ? output.flip(0) : output.contiguous();
+  results.h_n = h_n.squeeze(0);
+  if (lstm) results.c_n = c_n.squeeze(0);
+}
+
+// The gates that torch's kernel keeps to itself, from its output: two matrix products over all steps and a pointwise
+// kernel; the cells of an lstm are a diagonal scan over them.
+void recover_gates(const ScanRnnShape& shape, const Tensor& input, const Tensor& h0, const Tensor& c0,
+                   const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
+                   const ScanRnnResults& results) {
+  const int64_t T = shape.T, B = shape.B, H = shape.H, later = (T - 1) * B;
+  const bool gru = shape.cell == Cell::kGru, bias = b_ih.defined();
+  const Tensor gates = results.gates.view({T * B, 4 * H}), output = results.output.view({T * B, H});
+  // The rows of all steps but the first, and those of the states before them.
+  const Tensor after = gates.narrow(0, shape.reverse ? 0 : B, later),
+               first = gates.narrow(0, shape.reverse ? later : 0, B),
+               before = output.narrow(0, shape.reverse ? B : 0, later);
+  const int64_t summed = gru ? 2 * H : 4 * H;  // columns where both sides are added
+
+  Tensor entering = gates.narrow(1, 0, w_ih.size(0));
+  const Tensor rows = input.view({T * B, input.size(2)});
+  if (bias) {
+    Tensor sum = b_ih.clone();
+    sum.narrow(0, 0, summed).add_(b_hh.narrow(0, 0, summed));
+    at::addmm_out(entering, sum, rows, w_ih.t());
+  } else {
+    at::mm_out(entering, rows, w_ih.t());
+  }
+  const Tensor w_summed = w_hh.narrow(0, 0, summed).t();
+  after.narrow(1, 0, summed).addmm_(before, w_summed);
+  first.narrow(1, 0, summed).addmm_(h0, w_summed);
+  if (gru) {
+    const Tensor w_n = w_hh.narrow(0, 2 * H, H).t();
+    Tensor m = after.narrow(1, 3 * H, H), m_first = first.narrow(1, 3 * H, H);
+    if (bias) {
+      const Tensor b_n = b_hh.narrow(0, 2 * H, H);
+      at::addmm_out(m, b_n, before, w_n);
+      at::addmm_out(m_first, b_n, h0, w_n);
+    } else {
+      at::mm_out(m, before, w_n);
+      at::mm_out(m_first, h0, w_n);
+    }
+  }
+
+  const Tensor into_cells = gru ? Tensor() : at::empty_like(results.cells);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (gates.scalar_type() == at::kFloat) {
+    scan_rnn_gates(shape, mutable_pointer<float>(gates), mutable_pointer<float>(into_cells), stream);
+  } else {
+    scan_rnn_gates(shape, mutable_pointer<double>(gates), mutable_pointer<double>(into_cells), stream);
+  }
+  if (!gru) {
+    // c[t] = f c[t-1] + i g
+    scan::linear_scan_cuda({results.gates.narrow(2, H, H), into_cells, c0, /*diagonal=*/true, shape.reverse,
+                            /*transpose=*/false},
+                           results.cells);
+  }
 }
 
 void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& grad_output, const Tensor& grad_h_n,
@@ -181,22 +244,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& i
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);
   const c10::cuda::CUDAGuard guard(input.device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // The kernels keep fp32's digits, and so do the matrix products around them: they are too small to gain by TF32.
-  const at::NoTF32Guard no_tf32;
   const auto type = input.scalar_type(), compute = accumulate_type(type);
 
-  const Tensor x = in_type(input, compute), w = in_type(w_hh, compute), bias = in_type(b_hh, compute),
-               state = in_type(h0, compute), cell_state = in_type(c0, compute);
-  const Tensor rows = x.view({s.T * s.B, s.I}), w_in = in_type(w_ih, compute).t();
-  const Tensor projected =
-      (b_ih ? at::addmm(in_type(b_ih, compute), rows, w_in) : at::mm(rows, w_in)).view({s.T, s.B, s.gates * s.H});
+  const Tensor x = in_type(input, compute), w = in_type(w_hh, compute), w_in = in_type(w_ih, compute),
+               bias_in = in_type(b_ih, compute), bias = in_type(b_hh, compute), state = in_type(h0, compute),
+               cell_state = in_type(c0, compute);
   ScanRnnResults results = allocate_scan_rnn(cell, s, x, save);
-  if (!has_kernel(s)) {
-    forward_steps(cell, reverse, s, projected, w, bias, state, cell_state, results);
-  } else if (compute == at::kFloat) {
-    forward_kernel<float>(shape, projected, w, bias, state, cell_state, results);
+  if (results.output.numel() == 0) {
+    results.h_n.copy_(state);
+    if (cell == Cell::kLstm) results.c_n.copy_(cell_state);
+  } else if (is_small(s)) {
+    // The kernels keep fp32's digits, and so do the matrix products around them: they are too small to gain by TF32.
+    const at::NoTF32Guard no_tf32;
+    const Tensor rows = x.view({s.T * s.B, s.I}), right = w_in.t();
+    const Tensor projected = bias.defined() ? at::addmm(bias_in, rows, right) : at::mm(rows, right);
+    if (compute == at::kFloat) {
+      forward_kernel<float>(shape, projected, w, bias, state, cell_state, results);
+    } else {
+      forward_kernel<double>(shape, projected, w, bias, state, cell_state, results);
+    }
   } else {
-    forward_kernel<double>(shape, projected, w, bias, state, cell_state, results);
+    forward_by_torch(cell, reverse, x, state, cell_state, w_in, w, bias_in, bias, results);
+    if (results.gates.dim() == 3) {
+      const at::NoTF32Guard no_tf32;
+      recover_gates(shape, x, state, cell_state, w_in, w, bias_in, bias, results);
+    }
   }
   results.output = results.output.to(type);
   results.h_n = results.h_n.to(type);
@@ -227,20 +299,21 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                arriving_h = in_type(grad_h_n, compute), arriving_c = in_type(grad_c_n, compute);
   const auto options = state.options();
   std::array<bool, 7> by_gemm = mask;
-  const bool fused = has_kernel(s) && compute == at::kFloat && (mask[3] || mask[4] || mask[5] || mask[6]);
+  const bool fused = is_small(s) && compute == at::kFloat && (mask[3] || mask[4] || mask[5] || mask[6]);
   if (fused) by_gemm[4] = by_gemm[5] = by_gemm[6] = false;
   const bool fused_input = fused && mask[3] && s.I <= kMaxFusedInputs;
   if (fused_input) by_gemm[3] = false;
   // One workspace: the weight gradients start when the chain is through.
-  const int chunks = has_kernel(s) && compute == at::kFloat ? scan_rnn_chunks(shape) : 1;
+  const bool in_kernel = has_chain_kernel(cell, s, compute);
+  const int chunks = in_kernel && compute == at::kFloat ? scan_rnn_chunks(shape) : 1;
   const int fused_inputs = fused_input ? static_cast<int>(s.I) : 0;
-  const Tensor workspace = at::empty({std::max(scan_rnn_chain_workspace(shape, chunks),
+  const Tensor workspace = at::empty({std::max(in_kernel ? scan_rnn_chain_workspace(shape, chunks) : 0,
                                                fused ? scan_rnn_weight_grad_workspace(shape, fused_inputs) : 0)},
                                      options.dtype(at::kByte));
   const Tensor dgates = at::empty({s.T, s.B, chain_blocks(cell) * s.H}, options);
   Tensor grad_h0 = at::empty({s.B, s.H}, options);
   Tensor grad_c0 = cell == Cell::kLstm ? at::empty({s.B, s.H}, options) : Tensor();
-  if (!has_kernel(s)) {
+  if (!in_kernel) {
     chain_steps(cell, reverse, s, arriving, arriving_h, arriving_c, w, state, cell_state, saved_output, saved_gates,
                 saved_cells, dgates, grad_h0, grad_c0);
   } else if (compute == at::kFloat) {
@@ -251,7 +324,7 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                          saved_cells, dgates, grad_h0, grad_c0, chunks, workspace);
   }
 
-  const bool narrow_input = mask[0] && has_kernel(s) && compute == at::kFloat && s.I > 0 && s.I <= kMaxFusedInputs;
+  const bool narrow_input = mask[0] && is_small(s) && compute == at::kFloat && s.I > 0 && s.I <= kMaxFusedInputs;
   if (narrow_input) by_gemm[0] = false;
   ScanRnnGrads grads = scan_rnn_parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih, b_hh, cell,
                                                 by_gemm, grad_h0, grad_c0);

@@ -9,7 +9,18 @@ import torch
 
 from ._ops import WITH_CUDA
 
-__all__ = ["ALGORITHMS", "AUTO_SCAN", "CUDA_MAX_HIDDEN", "Case", "Limits", "Table", "check_algorithm", "choose"]
+__all__ = [
+    "ALGORITHMS",
+    "AUTO_SCAN",
+    "CUDA_MAX_HIDDEN",
+    "CUDA_MAX_HIDDEN_FP64",
+    "Case",
+    "Limits",
+    "Table",
+    "auto_max_hidden",
+    "check_algorithm",
+    "choose",
+]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
 
@@ -53,8 +64,11 @@ AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cpu", "lstm"): Table(_CPU_DTYPES, {128: Limits()}),
 }
 
-CUDA_MAX_HIDDEN = 32
-"""H that the CUDA kernels hold (kScanRnnMaxHidden); beyond, the operator is a slow loop over the steps."""
+CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
+"""H that the CUDA kernels of the backward pass hold (scan_rnn_max_hidden); beyond, it is a slow loop over the steps."""
+
+CUDA_MAX_HIDDEN_FP64 = 32
+"""The same in float64 (kScanRnnSmallHidden)."""
 
 _SCAN_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _SCAN_DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
@@ -105,8 +119,12 @@ def why_not_scan(case: Case) -> str | None:
         return f"built for {' and '.join(_SCAN_DEVICES)}, not for {case.device}"
     if case.dtype not in _SCAN_DTYPES:
         return f"no kernel for {case.dtype}"
-    if case.device == "cuda" and case.hidden_size > CUDA_MAX_HIDDEN:
-        return f"the kernels hold {CUDA_MAX_HIDDEN} hidden units, got {case.hidden_size}"
+    if case.device == "cuda":
+        double = case.dtype == torch.float64
+        largest = CUDA_MAX_HIDDEN_FP64 if double else CUDA_MAX_HIDDEN[case.cell]
+        if case.hidden_size > largest:
+            kernels = f"the kernels of {case.cell}{' in float64' if double else ''}"
+            return f"{kernels} hold {largest} hidden units, got {case.hidden_size}"
     return None
 
 
@@ -117,7 +135,7 @@ def why_auto_skips_scan(case: Case) -> str | None:
         return f"auto takes torch in {case.dtype} on {case.device}"
     largest = next((h for h in buckets if case.hidden_size <= h), None)
     if largest is None:
-        return f"auto takes torch above hidden_size {max(buckets)} on {case.device}"
+        return f"auto takes torch above hidden_size {auto_max_hidden(case.device, case.cell)} on {case.device}"
     limits = buckets[largest]
     where = f"at hidden_size {case.hidden_size} on {case.device}"
     if case.steps is not None and case.steps < limits.min_steps:
@@ -125,6 +143,11 @@ def why_auto_skips_scan(case: Case) -> str | None:
     if case.batch is not None and case.batch > limits.max_batch:
         return f"auto takes torch above a batch of {limits.max_batch} {where}"
     return None
+
+
+def auto_max_hidden(device: str, cell: str) -> int:
+    """The hidden size above which "auto" never takes "scan"."""
+    return max(AUTO_SCAN[device, cell].buckets)
 
 
 def choose(algorithm: str, case: Case) -> tuple[str, str]:

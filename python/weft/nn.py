@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _algorithms, _torch_rnn, reference
-from ._algorithms import CUDA_MAX_HIDDEN
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -222,8 +221,10 @@ class _Layer(torch.nn.RNNBase):
         also finds the words for what is wrong."""
         if state is None or isinstance(input, PackedSequence) or input.device.type != "cuda":
             return False
-        if self._algorithm != "torch" and (self._algorithm != "auto" or self.hidden_size <= CUDA_MAX_HIDDEN):
-            return False
+        if self._algorithm != "torch":
+            scans = self.hidden_size <= _algorithms.auto_max_hidden("cuda", self.mode.lower())
+            if scans or self._algorithm != "auto":
+                return False
         if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
             return False
         if torch._C._are_functorch_transforms_active() or input.dim() != 3 or input.shape[2] != self.input_size:

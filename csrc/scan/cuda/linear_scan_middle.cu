@@ -171,7 +171,7 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
 size_t linear_scan_middle_workspace_bytes(const LinearScan& scan) {
   if (scan.T == 0 || scan.B == 0) return 0;
   const middle::Arguments p = middle::plan(scan);
-  return size_t(p.batch) * (p.chunks - 1) * (p.total_size() + p.padded) * (scan.dtype == DType::f64 ? 8 : 4);
+  return size_t(p.workspace_size()) * (scan.dtype == DType::f64 ? 8 : 4);
 }
 
 void linear_scan_middle(const LinearScan& scan, void* workspace, cudaStream_t stream) {

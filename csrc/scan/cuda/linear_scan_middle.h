@@ -1,39 +1,25 @@
 // What the files of linear_scan_middle share: the arguments of its kernels and one entry per element type.
 #pragma once
 #include "scan/cuda/linear_scan.h"
+#include "scan/cuda/middle.h"
 
 namespace weft::scan::middle {
 
-constexpr int kReplayThreads = 256;
 constexpr int kMaxStages = 8;
-// log2 of a norm of 0, far below every sum of logarithms.
-constexpr float kZeroGrowth = -1e30f;
 
-struct Arguments {
+struct Arguments : Chunked {
   const void* A;
   const void* b;
   const void* x0;
   void* out;
   int64_t A_t, A_b, A_ld, b_t, b_b, x0_b, out_t, out_b;  // A_ld: between rows of A as it lies in memory
-  int H, padded;                                         // padded: 64, 96 or 128
   int piece;                                             // bytes that divide every address and row of A: 16, 8, 4 or 2
   bool flat;                                             // A[t] is contiguous and 16-byte aligned
-  int64_t batch;
-  int64_t first;  // the first step that reads A: 1 without x0
-  int64_t steps;  // from `first` on
-  int64_t chunks, length;
-  int splits;         // of the columns of a chunk's product over blocks
-  bool copy_engine;   // the device has one for shared memory
-  bool bulk;          // A[t] passes through it: flat
-  int stages;         // of the ring that A passes through in replay
-  int totals_stages;  // of the ring of chunk products
-  int tile_rows;      // rows of A in one stage
-  void* workspace;
-
-  // The totals of one chunk, in states: product (by columns), then offset, exponent, loss and growth, which are
-  // addressed in states as well so that every piece is 16-byte aligned.
-  static constexpr int64_t kTail = 16;
-  constexpr int64_t total_size() const { return int64_t(padded) * padded + 3 * padded + kTail; }
+  int64_t first;                                         // the first step that reads A: 1 without x0
+  int64_t steps;                                         // from `first` on
+  bool bulk;                                             // A[t] passes through the copy engine: flat
+  int stages;                                            // of the ring that A passes through in replay
+  int tile_rows;                                         // rows of A in one stage
 };
 
 // What the kernels need to know, `chunks` chosen by the cost model if it is 0. The workspace is not set.

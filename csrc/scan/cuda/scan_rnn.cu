@@ -1,10 +1,12 @@
 // Entry points of scan_rnn's CUDA kernels: the number of chunks, the workspace, and the way to the cell's own file.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "common/launch.cuh"
 #include "scan/cuda/padding.h"
 #include "scan/cuda/scan_rnn.h"
+#include "scan/cuda/scan_rnn_middle.h"
 
 namespace weft {
 namespace scan_rnn {
@@ -86,6 +88,14 @@ constexpr double kChunkedOverhead = 6;
 }  // namespace scan_rnn
 
 int scan_rnn_chunks(const ScanRnnShape& shape) {
+  const bool small = shape.H <= kScanRnnSmallHidden;
+  // For tests: this many, whatever the model says.
+  if (const char* forced = std::getenv("WEFT_SCAN_RNN_CHUNKS")) {
+    const int64_t most = small || scan_rnn::middle_fits(shape) ? std::max<int64_t>(shape.T, 1) : 1;
+    return int(std::clamp<int64_t>(std::atoi(forced), 1, most));
+  }
+  if (shape.T == 0 || shape.B == 0) return 1;
+  if (!small) return scan_rnn::middle_chunks(shape);
   const auto& cost = scan_rnn::costs(shape);
   // Warps take turns on a scheduler, so the time of a step goes up in stairs.
   const double schedulers = 4.0 * device_limits().sm_count;
@@ -120,6 +130,7 @@ int scan_rnn_chunks(const ScanRnnShape& shape) {
 }
 
 int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks) {
+  if (shape.H > kScanRnnSmallHidden) return scan_rnn::middle_workspace(shape, chunks);
   if (chunks <= 1) return 0;
   // Per chunk and batch a map and the gradient entering it.
   const int64_t S = (shape.cell == Cell::kLstm ? 2 : 1) * padded_hidden(shape.H);
@@ -136,6 +147,7 @@ void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<double>& a
 }
 
 void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int chunks, cudaStream_t stream) {
+  if (shape.H > kScanRnnSmallHidden) return scan_rnn::middle_chain(shape, args, chunks, stream);
   scan_rnn::chain(shape, args, chunks, stream);
 }
 

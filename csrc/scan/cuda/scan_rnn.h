@@ -1,8 +1,7 @@
 // Launchers of the CUDA kernels of scan_rnn: pointers, sizes and a stream. Torch-free.
 //
 // Every array is contiguous, in the accumulate type (float or double). Steps are counted in processing order s =
-// 0..T-1; the row of step s and batch b is t(s) * B + b with t(s) = s, or T-1-s where `reverse`. H <=
-// kScanRnnMaxHidden.
+// 0..T-1; the row of step s and batch b is t(s) * B + b with t(s) = s, or T-1-s where `reverse`.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -12,7 +11,12 @@
 
 namespace weft {
 
-constexpr int kScanRnnMaxHidden = 32;
+// H of the forward kernels, and of the chain in double.
+constexpr int kScanRnnSmallHidden = 32;
+// H of the chain in float.
+constexpr int scan_rnn_max_hidden(Cell cell) {
+  return cell == Cell::kLstm ? 64 : 128;
+}
 
 struct ScanRnnShape {
   Cell cell;
@@ -67,17 +71,24 @@ struct ScanRnnWeightGrad {
   void* workspace;  // scan_rnn_weight_grad_workspace() bytes
 };
 
+// For H <= kScanRnnSmallHidden.
 void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<float>& args, cudaStream_t stream);
 void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<double>& args, cudaStream_t stream);
 
+// Beyond, where the gates are recovered from the output: `gates` (T, B, 4 H) from what enters the nonlinearities to
+// what comes out of them. An lstm's four blocks are sums of both sides; a gru's r and z are, n holds the input's side
+// alone and m is as it stays. `entering` (T, B, H), lstm only: i g, what enters the cells.
+void scan_rnn_gates(const ScanRnnShape& shape, float* gates, float* entering, cudaStream_t stream);
+void scan_rnn_gates(const ScanRnnShape& shape, double* gates, double* entering, cudaStream_t stream);
+
 // The number of chunks that a cost model expects to be fastest; 1 is the sequential recurrence. double always runs as
-// one.
+// one, and holds H <= kScanRnnSmallHidden; float holds scan_rnn_max_hidden.
 int scan_rnn_chunks(const ScanRnnShape& shape);
 int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks);
 void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int chunks, cudaStream_t stream);
 void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<double>& args, int chunks, cudaStream_t stream);
 
-// Partial sums per slab of rows, added in a fixed order.
+// For H <= kScanRnnSmallHidden. Partial sums per slab of rows, added in a fixed order.
 int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I);
 void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<float>& args, cudaStream_t stream);
 

@@ -28,17 +28,13 @@
 #include "scan/cuda/chunk.cuh"
 #include "scan/cuda/math.cuh"
 #include "scan/cuda/scan_rnn.h"
+#include "scan/cuda/scan_rnn_chain.cuh"
 
 namespace weft {
 namespace scan_rnn {
 namespace {
 
 using namespace chunk;
-
-template <Cell cell>
-constexpr int vectors_per_step = cell == Cell::kGru    ? 3
-                                 : cell == Cell::kLstm ? 4
-                                                       : 1;
 
 // ------------------------------------------------------------------------------------------------------- forward
 // One warp per sequence, lane i owns unit i and its rows of W_hh; h is exchanged through shared memory. The input of
@@ -147,103 +143,6 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, Scan
   a.h_n[b * H + unit] = h;
   if constexpr (cell == Cell::kLstm) a.c_n[b * H + unit] = c;
 }
-
-// -------------------------------------------------------------------------------------- one step of the chain, shared
-// What a step's Jacobian needs of one unit's saved activations: rnn y; gru r, z, n, m, h_prev; lstm i, f, g, o, c,
-// c_prev.
-template <Cell cell>
-constexpr int kSaved = cell == Cell::kGru    ? 5
-                       : cell == Cell::kLstm ? 6
-                                             : 1;
-
-template <typename scalar>
-__device__ __forceinline__ int64_t row_of(const ScanRnnShape& shape, int64_t s, int64_t b) {
-  return (shape.reverse ? shape.T - 1 - s : s) * shape.B + b;
-}
-
-// Walks down the steps of one unit of one batch row: where the saved activations of the present step are, and the
-// gradient arriving at its output. Pointers move by constants: computing them anew from (s, b, unit) cost half of a
-// step's instructions.
-template <Cell cell, typename scalar>
-struct Cursor {
-  const scalar *gates, *state, *first_previous, *gradient;
-  int64_t state_step;  // elements of an (T, B, H) array from one step to the one before
-  int H;
-
-  Cursor() = default;
-  __device__ __forceinline__ Cursor(const ScanRnnShape& shape, const ScanRnnChain<scalar>& a, int64_t s, int64_t b,
-                                    int unit) {
-    const int64_t row = row_of<scalar>(shape, s, b);
-    H = shape.H;
-    state_step = (shape.reverse ? shape.B : -shape.B) * H;
-    gates = a.gates + row * 4 * H + unit;
-    state = (cell == Cell::kLstm ? a.cells : a.output) + row * H + unit + (cell == Cell::kGru ? state_step : 0);
-    first_previous = (cell == Cell::kLstm ? a.c0 : a.h0) + b * H + unit;
-    gradient = a.grad_output ? a.grad_output + row * H + unit : nullptr;
-  }
-
-  // `first`: the present step is 0, whose previous state is not in the array.
-  __device__ __forceinline__ void sources(bool first, const scalar* (&from)[kSaved<cell>]) const {
-    if constexpr (cell == Cell::kGru || cell == Cell::kLstm) {
-#pragma unroll
-      for (int g = 0; g < 4; ++g) from[g] = gates + g * H;
-    }
-    if constexpr (cell == Cell::kGru) {
-      from[4] = first ? first_previous : state;
-    } else if constexpr (cell == Cell::kLstm) {
-      from[4] = state;
-      from[5] = first ? first_previous : state + state_step;
-    } else {
-      from[0] = state;
-    }
-  }
-
-  __device__ __forceinline__ void down() {
-    state += state_step;
-    if constexpr (cell == Cell::kGru || cell == Cell::kLstm) gates += 4 * state_step;
-    if (gradient) gradient += state_step;
-  }
-};
-
-// Derivatives of the gates of one unit: with dh the gradient at h[s] and, in an LSTM, q at c[s].
-template <Cell cell, typename scalar>
-struct Derivative;
-template <typename scalar>
-struct Derivative<Cell::kRnnTanh, scalar> {
-  scalar d;  // da = d dh
-  __device__ Derivative(const scalar (&y)[1]) : d(scalar(1) - y[0] * y[0]) {}
-};
-template <typename scalar>
-struct Derivative<Cell::kRnnRelu, scalar> {
-  scalar d;
-  __device__ Derivative(const scalar (&y)[1]) : d(y[0] <= scalar(0) ? scalar(0) : scalar(1)) {}
-};
-template <typename scalar>
-struct Derivative<Cell::kGru, scalar> {
-  scalar r, z, n, m, carry;  // dr = r dh, dz = z dh, dn = n dh, dm = m dh, and carry dh flows on directly
-  __device__ Derivative(const scalar (&saved)[5]) {
-    const auto [r_, z_, n_, m_, h_prev] = saved;
-    n = (scalar(1) - z_) * (scalar(1) - n_ * n_);
-    r = n * m_ * r_ * (scalar(1) - r_);
-    z = (h_prev - n_) * z_ * (scalar(1) - z_);
-    m = n * r_;
-    carry = z_;
-  }
-};
-template <typename scalar>
-struct Derivative<Cell::kLstm, scalar> {
-  scalar i, f, g, o, to_cell, carry;  // q = dc + to_cell dh; di = i q, df = f q, dg = g q, do = o dh; dc <- carry q
-  __device__ Derivative(const scalar (&saved)[6]) {
-    const auto [i_, f_, g_, o_, c, c_prev] = saved;
-    const scalar y = hyperbolic_tangent(c);
-    i = g_ * i_ * (scalar(1) - i_);
-    f = c_prev * f_ * (scalar(1) - f_);
-    g = i_ * (scalar(1) - g_ * g_);
-    o = y * o_ * (scalar(1) - o_);
-    to_cell = o_ * (scalar(1) - y * y);
-    carry = f_;
-  }
-};
 
 // ------------------------------------------------------------------------------------------------------ 3. replay
 // Runs the chain over steps [low, high) of batch row b, downwards; lane i enters and leaves with the gradient of unit
