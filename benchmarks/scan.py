@@ -280,6 +280,8 @@ def run_table(options: argparse.Namespace) -> None:
 
 
 def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
+    """The grid, but for the points where torch's own layer fails: GRU and LSTM (torch 2.11, cuDNN) end in an
+    illegal memory access where the gates' activations have 2^31 elements or more."""
     return [
         LayerCase(cell, H, B, T, inputs=H, device=device, algorithm=options.algorithm)
         for device in options.devices
@@ -287,6 +289,7 @@ def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
         for T in options.T
         for B in options.B
         for H in options.H
+        if T * B * H * GATES[cell] < 2**31
     ]
 
 

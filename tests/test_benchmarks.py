@@ -6,7 +6,6 @@ import csv
 
 import pytest
 import torch
-from weft._algorithms import auto_max_hidden
 
 from benchmarks import common, scan
 
@@ -93,13 +92,10 @@ def test_bound_on_auto():
 
 
 def test_auto_was_measured_not_to_lose():
-    """Every point of the grid where "auto" takes the scan keeps the bound that it promises. Above its largest hidden
-    size both sides run torch's kernel, and a difference is the host's."""
+    """Every point of the grid keeps the bound that "auto" promises."""
     rows = common.read_rows(common.RESULTS / "scan_auto.csv")
-    cases = [common.parse_case(r["case"]) for r in rows]
-    scanned = [r for r, c in zip(rows, cases, strict=True) if int(c["H"]) <= auto_max_hidden(c["device"], c["cell"])]
-    assert len(scanned) > 100
-    assert not [(r["case"], r["ratio"]) for r in scan.slower_than_torch(scanned)]
+    assert len(rows) > 100
+    assert not [(r["case"], r["ratio"]) for r in scan.slower_than_torch(rows)]
 
 
 @pytest.mark.parametrize("contraction", ["diagonal", "dense"])

@@ -2,7 +2,9 @@
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_cudnn_rnn.h>
+#include <ATen/ops/_cudnn_rnn_flatten_weight.h>
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/cudnn_is_acceptable.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -81,11 +83,16 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
   results.output.reset();  // torch allocates its own
   Tensor output, h_n, c_n;
   if (at::cudnn_is_acceptable(steps)) {
-    // at::lstm and its kin end here, too, and warn of weights that do not lie in one piece of memory.
+    // at::lstm and its kin end here, too, and warn of weights that do not lie in one piece of memory. These are moved
+    // into one; the aliases follow them there, the caller's tensors stay where they are.
     const int64_t mode = cell == Cell::kRnnRelu ? 0 : cell == Cell::kRnnTanh ? 1 : lstm ? 2 : 3;  // cudnnRNNMode_t
+    for (Tensor& w : weights) w = at::alias(w);
+    const Tensor buffer = at::_cudnn_rnn_flatten_weight(
+        weights, int64_t(weights.size()), input.size(2), mode, h0.size(1),
+        /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*bidirectional=*/false);
     std::tie(output, h_n, c_n, std::ignore, std::ignore) = at::_cudnn_rnn(
-        steps, weights, int64_t(weights.size()), /*weight_buf=*/std::nullopt, h,
-        lstm ? OptionalTensor(c) : std::nullopt, mode, h0.size(1), /*proj_size=*/0, /*num_layers=*/1,
+        steps, weights, int64_t(weights.size()), buffer, h, lstm ? OptionalTensor(c) : std::nullopt, mode, h0.size(1),
+        /*proj_size=*/0, /*num_layers=*/1,
         /*batch_first=*/false, /*dropout=*/0.0, /*train=*/false, /*bidirectional=*/false, {}, std::nullopt);
   } else if (lstm) {
     std::tie(output, h_n, c_n) = at::lstm(steps, {h, c}, weights, bias, 1, 0.0, false, false, false);

@@ -17,7 +17,6 @@ __all__ = [
     "Case",
     "Limits",
     "Table",
-    "auto_max_hidden",
     "check_algorithm",
     "choose",
 ]
@@ -36,6 +35,8 @@ class Limits(NamedTuple):
 
     min_steps: int = 1
     max_batch: float = math.inf
+    dtypes: frozenset[torch.dtype] | None = None
+    """None for those of the table."""
 
 
 class Table(NamedTuple):
@@ -53,11 +54,14 @@ _CPU_DTYPES = frozenset((torch.float32, torch.float64))
 # within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
 # of T. So it is for small H, long T and batches that leave the device idle. On the CPU the same operator is sequential
 # in time; it wins by one call for all steps, until a step's matrix product is large enough to hide torch's calls.
+# Above 32 hidden units on CUDA the forward pass is cuDNN's, in fp32, and a step does more on the host: on an H200 it pays
+# from a few thousand steps on, for an LSTM from more.
+_LONG = Limits(min_steps=3000, max_batch=64, dtypes=frozenset((torch.float32,)))
 AUTO_SCAN: dict[tuple[str, str], Table] = {
-    ("cuda", "rnn_tanh"): Table(_CUDA_DTYPES, {32: Limits()}),
-    ("cuda", "rnn_relu"): Table(_CUDA_DTYPES, {32: Limits()}),
-    ("cuda", "gru"): Table(_CUDA_DTYPES, {32: Limits()}),
-    ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits()}),
+    ("cuda", "rnn_tanh"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
+    ("cuda", "rnn_relu"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
+    ("cuda", "gru"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
+    ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG._replace(min_steps=6000)}),
     ("cpu", "rnn_tanh"): Table(_CPU_DTYPES, {128: Limits()}),
     ("cpu", "rnn_relu"): Table(_CPU_DTYPES, {128: Limits()}),
     ("cpu", "gru"): Table(_CPU_DTYPES, {128: Limits()}),
@@ -86,7 +90,7 @@ class Case(NamedTuple):
     batch: int | None
     steps: int | None
     """T. None, like `batch`, in a compiled graph, where looking at it would tie the graph to a range of sizes: "auto"
-    then goes by hidden size and dtype alone."""
+    then takes "scan" only where neither matters."""
     packed: bool
     projected: bool
     transformed: bool
@@ -131,23 +135,21 @@ def why_not_scan(case: Case) -> str | None:
 def why_auto_skips_scan(case: Case) -> str | None:
     """Why "auto" prefers "torch" to an eligible "scan", or None."""
     dtypes, buckets = AUTO_SCAN[case.device, case.cell]
-    if case.dtype not in dtypes:
-        return f"auto takes torch in {case.dtype} on {case.device}"
     largest = next((h for h in buckets if case.hidden_size <= h), None)
     if largest is None:
-        return f"auto takes torch above hidden_size {auto_max_hidden(case.device, case.cell)} on {case.device}"
+        return f"auto takes torch above hidden_size {max(buckets)} on {case.device}"
     limits = buckets[largest]
     where = f"at hidden_size {case.hidden_size} on {case.device}"
-    if case.steps is not None and case.steps < limits.min_steps:
+    if case.dtype not in (limits.dtypes or dtypes):
+        return f"auto takes torch in {case.dtype} {where}"
+    if case.steps is None or case.batch is None:
+        known = limits.min_steps <= 1 and limits.max_batch == math.inf
+        return None if known else f"auto takes torch where the length is unknown {where}"
+    if case.steps < limits.min_steps:
         return f"auto takes torch below {limits.min_steps} steps {where}"
-    if case.batch is not None and case.batch > limits.max_batch:
+    if case.batch > limits.max_batch:
         return f"auto takes torch above a batch of {limits.max_batch} {where}"
     return None
-
-
-def auto_max_hidden(device: str, cell: str) -> int:
-    """The hidden size above which "auto" never takes "scan"."""
-    return max(AUTO_SCAN[device, cell].buckets)
 
 
 def choose(algorithm: str, case: Case) -> tuple[str, str]:

@@ -8,7 +8,7 @@ because ``torch.compile`` refuses every instance of those.
 The keyword ``algorithm`` says what runs:
 
 - ``"auto"`` (default): "scan" within limits of length and batch per device, cell and hidden size, else "torch"; in a
-  compiled graph, where length and batch are unknown, hidden size and dtype alone decide;
+  compiled graph, where length and batch are unknown, "scan" where neither matters;
 - ``"scan"``: Weft's operators, whose backward pass is a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);
 - ``"torch"``: torch's own kernel (cuDNN on a GPU);
 - ``"reference"``: :mod:`weft.reference`, a slow loop in plain torch, differentiable to any order;
@@ -221,10 +221,8 @@ class _Layer(torch.nn.RNNBase):
         also finds the words for what is wrong."""
         if state is None or isinstance(input, PackedSequence) or input.device.type != "cuda":
             return False
-        if self._algorithm != "torch":
-            scans = self.hidden_size <= _algorithms.auto_max_hidden("cuda", self.mode.lower())
-            if scans or self._algorithm != "auto":
-                return False
+        if self._algorithm != "torch" and self._algorithm != "auto":
+            return False
         if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
             return False
         if torch._C._are_functorch_transforms_active() or input.dim() != 3 or input.shape[2] != self.input_size:
@@ -232,10 +230,13 @@ class _Layer(torch.nn.RNNBase):
         weight, steps, batch = self._current_weights()[0], *input.shape[:2]
         if self.batch_first:
             steps, batch = batch, steps
+        cell, projected = self.mode.lower(), self.proj_size > 0
+        case = _algorithms.Case(cell, "cuda", input.dtype, self.hidden_size, batch, steps, False, projected, False)
         rows = self.num_layers * (2 if self.bidirectional else 1)
         widths = (self.proj_size or self.hidden_size, self.hidden_size)
         return (
-            steps > 0
+            _algorithms.choose(self._algorithm, case)[0] == "torch"
+            and steps > 0
             and input.dtype == weight.dtype
             and input.device == weight.device
             and all(

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "common/async_copy.cuh"
 #include "scan/cuda/math.cuh"
 #include "scan/cuda/padding.h"
 
@@ -37,25 +38,6 @@ __device__ __forceinline__ void load4(const float* p, float (&v)[4]) {
 __device__ __forceinline__ void load4(const double* p, double (&v)[4]) {
   const double2 q = reinterpret_cast<const double2*>(p)[0], r = reinterpret_cast<const double2*>(p)[1];
   v[0] = q.x, v[1] = q.y, v[2] = r.x, v[3] = r.y;
-}
-
-// Asynchronous copies to shared memory. Loads into registers cannot run as far ahead: a warp has six scoreboards, and
-// waiting for one load then waits for younger ones too.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(void* to, const void* from) {
-  const unsigned address = unsigned(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes) : "memory");
-  }
-}
-__device__ __forceinline__ void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------- tensor cores

@@ -19,11 +19,10 @@
 // doubles for double), a product has a 64-bit power of two of its own, and a value comes with a bound of the terms that
 // make it up. The chain kernel runs a chunk again, step by step, where a finite state leads to one that is not finite
 // or that is too small, beside the terms, to have all its digits.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
+#include "common/async_copy.cuh"
+#include "common/element.cuh"
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan.h"
 
@@ -41,33 +40,6 @@ constexpr int64_t kMinChunk = 256;      // steps; shorter chunks only move work 
 constexpr int64_t kChunkWarpsPerSm = 4;
 constexpr int kChainBatch = 12;  // chunk totals in flight per lane of the chain kernel, in fp32; half of it in fp64
 constexpr int kRedoBatch = 16;   // steps in flight per lane when a chunk is run again
-
-template <typename T>
-struct Type;
-template <>
-struct Type<float> {
-  using Acc = float;
-  static __device__ float read(float v) { return v; }
-  static __device__ float write(float v) { return v; }
-};
-template <>
-struct Type<double> {
-  using Acc = double;
-  static __device__ double read(double v) { return v; }
-  static __device__ double write(double v) { return v; }
-};
-template <>
-struct Type<__half> {
-  using Acc = float;
-  static __device__ float read(__half v) { return __half2float(v); }
-  static __device__ __half write(float v) { return __float2half_rn(v); }
-};
-template <>
-struct Type<__nv_bfloat16> {
-  using Acc = float;
-  static __device__ float read(__nv_bfloat16 v) { return __bfloat162float(v); }
-  static __device__ __nv_bfloat16 write(float v) { return __float2bfloat16_rn(v); }
-};
 
 __device__ float fused(float a, float x, float b) {
   return fmaf(a, x, b);
@@ -110,29 +82,14 @@ struct Shape {
   static constexpr int kSharedBytes = 2 * kHalfBytes * kStages;
 };
 
-// Copies 16 bytes, of which the last 16 - `bytes` are zeros that are not read.
-__device__ void copy_piece(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 template <int kBytes>
 __device__ void copy_element(unsigned char* to, const void* from) {
   if constexpr (kBytes >= 4) {
-    const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes) : "memory");
+    copy_async<kBytes>(to, from);
   } else {
     // cp.async has no 2-byte form.
     *reinterpret_cast<uint16_t*>(to) = *static_cast<const uint16_t*>(from);
   }
-}
-
-__device__ void commit_stage() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int kPending>
-__device__ void wait_stages() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // One of the two inputs, as one lane fills it.
@@ -169,7 +126,7 @@ class Source {
       if (r + first_row_ < steps_left) {
         unsigned char* to = half + r * S::kRowBytes + offset_;
         if constexpr (kFill == Fill::pieces) {
-          copy_piece(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from, bytes_);
+          copy_async_padded(to, from, bytes_);
         } else if (bytes_) {
           copy_element<kLaneBytes>(to, from);
         }
@@ -328,7 +285,7 @@ struct Chunks {
 template <typename T, int kLaneBytes, Fill kFill, bool kTotals>
 __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs_per_row, Chunks chunks) {
   using S = Shape<T, kLaneBytes>;
-  using Acc = typename Type<T>::Acc;
+  using Acc = State<T>;
   using Packed = typename Word<kLaneBytes>::type;
   constexpr int kChannels = S::kChannels, kSteps = S::kSteps, kStages = S::kStages;
   extern __shared__ __align__(128) unsigned char ring[];
@@ -352,7 +309,7 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
       from_b.fill(at + S::kHalfBytes, steps - stage * kSteps);
     }
     // An empty group keeps the count of groups equal to the count of stages.
-    commit_stage();
+    copy_commit();
   };
   for (int i = 0; i < kStages - 1; ++i) fill(i, i);
 
@@ -371,7 +328,7 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
       if (chunks.start != nullptr) {
         x[c] = static_cast<const Acc*>(chunks.start)[slot + c];
       } else if (s.x0 != nullptr) {
-        x[c] = Type<T>::read(static_cast<const T*>(s.x0)[row * s.x0_b + h + c]);
+        x[c] = to_state(static_cast<const T*>(s.x0)[row * s.x0_b + h + c]);
       }
     }
   }
@@ -383,16 +340,16 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
     *reinterpret_cast<Packed*>(v) = packed_b;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      const Acc factor = skip ? Acc(0) : Type<T>::read(a[c]);
+      const Acc factor = skip ? Acc(0) : to_state(a[c]);
       if constexpr (kTotals) {
-        const Acc offset = Type<T>::read(v[c]);
+        const Acc offset = to_state(v[c]);
         value[c] = multiply_add(factor, value[c], offset);
         magnitude[c] = fma(fabs(double(factor)), magnitude[c], fabs(double(offset)));
         product[c].multiply(factor);
         if (i % kFactorsPerNormalise == kFactorsPerNormalise - 1) product[c].normalise();
       } else {
-        x[c] = fused(factor, x[c], Type<T>::read(v[c]));
-        v[c] = Type<T>::write(x[c]);
+        x[c] = fused(factor, x[c], to_state(v[c]));
+        v[c] = from_state<T>(x[c]);
       }
     }
     if constexpr (!kTotals) {
@@ -410,7 +367,7 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
 
   int place = 0;
   for (int64_t stage = 0; stage < stages; ++stage) {
-    wait_stages<kStages - 2>();
+    copy_wait<kStages - 2>();
     // Makes the copies of the other lanes visible, and says that all lanes are done with the place filled next.
     __syncwarp();
     fill(stage + kStages - 1, place == 0 ? kStages - 1 : place - 1);
@@ -451,16 +408,16 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
 // The state after `steps` steps from x, one channel per lane, straight from global memory. Not inlined: the chain's own
 // registers are worth more than the call, which is rare.
 template <typename T>
-__device__ __noinline__ typename Type<T>::Acc redo(const T* A, int64_t A_t, const T* b, int64_t b_t, int64_t steps,
-                                                   bool no_start, typename Type<T>::Acc x) {
-  using Acc = typename Type<T>::Acc;
+__device__ __noinline__ State<T> redo(const T* A, int64_t A_t, const T* b, int64_t b_t, int64_t steps, bool no_start,
+                                      State<T> x) {
+  using Acc = State<T>;
   for (int64_t t = 0; t < steps; t += kRedoBatch) {
     Acc a[kRedoBatch], v[kRedoBatch];
 #pragma unroll
     for (int i = 0; i < kRedoBatch; ++i) {
       const bool exists = t + i < steps;
-      a[i] = exists && !(no_start && t + i == 0) ? Type<T>::read(A[(t + i) * A_t]) : Acc(0);
-      v[i] = exists ? Type<T>::read(b[(t + i) * b_t]) : Acc(0);
+      a[i] = exists && !(no_start && t + i == 0) ? to_state(A[(t + i) * A_t]) : Acc(0);
+      v[i] = exists ? to_state(b[(t + i) * b_t]) : Acc(0);
     }
 #pragma unroll
     for (int i = 0; i < kRedoBatch; ++i) {
@@ -473,14 +430,14 @@ __device__ __noinline__ typename Type<T>::Acc redo(const T* A, int64_t A_t, cons
 // The start of every chunk, from the chunk totals, in order. One lane per channel.
 template <typename T>
 __global__ void __launch_bounds__(kWarp) chain_kernel(LinearScan s, Chunks chunks) {
-  using Acc = typename Type<T>::Acc;
+  using Acc = State<T>;
   const int64_t channels = s.B * s.H, channel = int64_t(blockIdx.x) * kWarp + threadIdx.x;
   if (channel >= channels) return;
   const int64_t row = channel / s.H, h = channel % s.H;
   const T* A = static_cast<const T*>(s.A) + row * s.A_b + h;
   const T* b = static_cast<const T*>(s.b) + row * s.b_b + h;
   Acc* start = static_cast<Acc*>(chunks.start) + channel;
-  Acc x = s.x0 ? Type<T>::read(static_cast<const T*>(s.x0)[row * s.x0_b + h]) : Acc(0);
+  Acc x = s.x0 ? to_state(static_cast<const T*>(s.x0)[row * s.x0_b + h]) : Acc(0);
   start[0] = x;
   // Every step of a chunk rounds once, and so does the sum of product and value.
   const double lost = double(chunks.length + 2) * exp2(Kept<Acc>::kDigits - Wide<Acc>::kDigits);

@@ -30,17 +30,6 @@
 
 namespace weft::scan::middle {
 
-template <typename E>
-__device__ inline E from_state(State<E> x) {
-  if constexpr (std::is_same_v<E, __half>) {
-    return __float2half_rn(x);
-  } else if constexpr (std::is_same_v<E, __nv_bfloat16>) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return x;
-  }
-}
-
 template <int kBytes, typename E>
 __device__ inline void copy_rows_by(E* to, int to_pitch, const E* from, int64_t from_pitch, int rows, int columns) {
   constexpr int kStep = kBytes / int(sizeof(E));

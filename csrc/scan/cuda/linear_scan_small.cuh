@@ -12,12 +12,10 @@
 // by asynchronous copies, three steps before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160.
 // Floor: two reads of A (one read where one chunk is enough).
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <type_traits>
 
+#include "common/element.cuh"
 #include "common/launch.cuh"
 #include "scan/cuda/chunk.cuh"
 #include "scan/cuda/linear_scan_small.h"
@@ -27,32 +25,6 @@ namespace weft::scan {
 namespace {
 
 using namespace weft::chunk;
-
-template <typename T>
-using State = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-__device__ __forceinline__ float to_state(float x) {
-  return x;
-}
-__device__ __forceinline__ double to_state(double x) {
-  return x;
-}
-__device__ __forceinline__ float to_state(__half x) {
-  return __half2float(x);
-}
-__device__ __forceinline__ float to_state(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-template <typename T>
-__device__ __forceinline__ T from_state(State<T> x) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return x;
-  }
-}
 
 // A ring of kStages steps of one batch row in shared memory: A[t] as it lies in memory, `lines` of H contiguous
 // elements, and b[t]. Copies are as wide as pointers and strides allow; a width below 4 bytes has no asynchronous copy.

@@ -11,14 +11,13 @@
 // carry_totals has the chunk done again step by step where that is not negligible, where the result is not finite, or
 // where terms that underflow beside the largest one may be all there is to an element of the result.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <climits>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
+#include "common/async_copy.cuh"
+#include "common/element.cuh"
 #include "scan/cuda/middle.h"
 
 namespace weft::scan::middle {
@@ -46,21 +45,6 @@ struct Range<double> {
   static constexpr int kMaxShift = 1000;
 };
 
-template <typename E>
-using State = std::conditional_t<std::is_same_v<E, double>, double, float>;
-
-__device__ inline float to_state(float x) {
-  return x;
-}
-__device__ inline float to_state(__half x) {
-  return __half2float(x);
-}
-__device__ inline float to_state(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-__device__ inline double to_state(double x) {
-  return x;
-}
 // 16 bytes of elements as they lie in memory.
 template <typename E>
 struct alignas(16) Pack {
@@ -68,26 +52,6 @@ struct alignas(16) Pack {
   E at[kSize];
 };
 
-__device__ inline uint32_t shared_address(const void* p) {
-  return uint32_t(__cvta_generic_to_shared(p));
-}
-
-template <int kBytes>
-__device__ inline void copy_async(void* to, const void* from) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes)
-                 : "memory");
-  }
-}
-__device__ inline void copy_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ inline void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 // Until at most `pending` of the latest groups are under way.
 __device__ inline void copy_wait_dynamic(int pending) {
   switch (pending) {
