@@ -54,8 +54,8 @@ _CPU_DTYPES = frozenset((torch.float32, torch.float64))
 # within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
 # of T. So it is for small H, long T and batches that leave the device idle. On the CPU the same operator is sequential
 # in time; it wins by one call for all steps, until a step's matrix product is large enough to hide torch's calls.
-# Above 32 hidden units on CUDA the forward pass is cuDNN's, in fp32, and a step does more on the host: on an H200 it pays
-# from a few thousand steps on, for an LSTM from more.
+# Above 32 hidden units on CUDA the forward pass is cuDNN's, in fp32, and a step does more on the host: on an H200 it
+# pays from a few thousand steps on, for an LSTM from more.
 _LONG = Limits(min_steps=3000, max_batch=64, dtypes=frozenset((torch.float32,)))
 AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cuda", "rnn_tanh"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),

@@ -75,7 +75,7 @@ __device__ __forceinline__ void multiply_half_tf32(float (&d)[4], const unsigned
 // x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11,
 // so 22 remain. An inf or NaN survives in low.
 __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
-  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high) : "f"(x));
   low = __float_as_uint(x - __uint_as_float(high));
 }
 
@@ -140,14 +140,15 @@ struct SplitSum {
 };
 
 // ------------------------------------------------------------------------------------------------- maps of chunks
-// A map in memory, for kParts * HP states, padded with zeros: P column by column, v, and the columns' factors, powers
-// of two, negative where the column lost entries to underflow.
+// A map in memory, for kParts * HP states, padded with zeros: P column by column, v, and of every column twice the
+// exponent of its power of two, plus one where entries were lost to underflow. (The power itself need not be a float
+// where its product with the state is one.)
 template <int kParts_, int HP_>
 struct MapLayout {
   static constexpr int kParts = kParts_, HP = HP_;
   static constexpr int kStates = kParts * HP;
-  static constexpr int kOffset = kStates * kStates, kFactors = kOffset + kStates;
-  static constexpr int kStride = kFactors + kStates;
+  static constexpr int kOffset = kStates * kStates, kExponents = kOffset + kStates;
+  static constexpr int kStride = kExponents + kStates;
   static_assert(kStride == map_floats(kStates));
 };
 
@@ -228,18 +229,27 @@ struct ColumnTiles {
           *reinterpret_cast<float2*>(to) = make_float2(part[p][t][kb][2 * u], part[p][t][kb][2 * u + 1]);
         }
       }
-    if (j == 0 && column < Map::kStates) {
-      // Beyond float's range the factor is inf or 0, and the chunk is redone where that matters.
-      const int e = exponent[t][u];
-      const float factor = e > 127 ? INFINITY : e < -126 ? 0.0f : __int_as_float((e + 127) << 23);
-      map[Map::kFactors + column] = (lost >> (2 * t + u) & 1) || e < -126 ? -factor : factor;
-    }
+    if (j == 0 && column < Map::kStates)
+      map[Map::kExponents + column] = __int_as_float(2 * exponent[t][u] + int(lost >> (2 * t + u) & 1));
   }
 };
 
 constexpr int kBoundaryStages = 4;
 template <typename Map>
 constexpr int kBoundaryElements = kBoundaryStages* Map::kStride + 2 * Map::kStates;  // of shared memory
+
+// A column's power of two, in two factors that are floats where the exponent is in [-252, 254]. Beyond, no state that
+// is a float gives a product that is one.
+struct Power {
+  float first, second;
+  bool lost;
+  __device__ __forceinline__ explicit Power(float stored) {
+    const int bits = __float_as_int(stored), exponent = min(max(bits >> 1, -252), 254), half = exponent >> 1;
+    first = __int_as_float((half + 127) << 23), second = __int_as_float((exponent - half + 127) << 23);
+    lost = bits & 1;
+  }
+  __device__ __forceinline__ float operator*(float x) const { return x * first * second; }
+};
 
 // One warp takes a vector through `count` maps, x <- P x + v, and stores it before each and after the last. Lane i
 // holds element i (xh), and element HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps
@@ -280,10 +290,11 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     copy_wait<kStages - 2>();
     __syncwarp();
     const float* map = stages + done % kStages * Map::kStride + unit;
-    const float factor_h = map[Map::kFactors], factor_c = kParts == 2 ? map[Map::kFactors + S - HP] : 0.0f;
+    const Power power_h(map[Map::kExponents]), power_c(map[Map::kExponents + (kParts == 2 ? S - HP : 0)]);
+    const float scaled_h = power_h * xh, scaled_c = power_c * xc;
     if (own) {
-      exchange[unit] = xh * fabsf(factor_h);
-      if constexpr (kParts == 2) exchange[HP + unit] = xc * fabsf(factor_c);
+      exchange[unit] = scaled_h;
+      if constexpr (kParts == 2) exchange[HP + unit] = scaled_c;
     }
     float sum[kParts][4] = {}, magnitude[kParts] = {};
     float column[kParts][S];  // read before the barrier that the exchange waits for
@@ -312,14 +323,14 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     if constexpr (kParts == 2) next_c = (sum[1][0] + sum[1][1]) + (sum[1][2] + sum[1][3]);
 
     // Redo the chunk where the map says less than the steps would: the result is not finite; its terms cancel so far
-    // that the error of P, relative to them, shows; or a column lost entries below 2^-100 of its scale (the sign bit of
-    // its factor; a factor of 0 stands for less than 2^-126) that could still be seen.
-    auto at_stake = [](float x, float factor) {
-      const float lost = signbit(factor) ? fabsf(x) * fmaxf(fabsf(factor), 0x1p-126f) * 0x1p-90f : 0.0f;
+    // that the error of P, relative to them, shows; or a column lost entries below 2^-100 of its scale that could still
+    // be seen.
+    auto at_stake = [](float scaled, const Power& power) {
+      const float lost = power.lost ? fabsf(scaled) * 0x1p-90f : 0.0f;
       return lost > 0x1p-126f ? lost * (kCancellation * 0x1p23f) : 0.0f;
     };
-    float terms = magnitude[0] + at_stake(xh, factor_h);
-    if constexpr (kParts == 2) terms = fmaxf(terms, magnitude[1] + at_stake(xc, factor_c));
+    float terms = magnitude[0] + at_stake(scaled_h, power_h);
+    if constexpr (kParts == 2) terms = fmaxf(terms, magnitude[1] + at_stake(scaled_c, power_c));
     // Non-negative floats order as their bits do, inf and NaN above all.
     const unsigned bits = max(__float_as_uint(fabsf(next_h)), __float_as_uint(fabsf(next_c)));
     const unsigned largest = __reduce_max_sync(~0u, bits);

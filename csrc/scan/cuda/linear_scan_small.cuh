@@ -268,10 +268,25 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
 #pragma unroll
     for (int u = 0; u < 2; ++u) tiles.start(t, u, column_of(t, u));
   auto& p = tiles.part[0];
-  const bool from_nothing = first == 0 && !scan.x0;
+  int start = 0;
+  if (first == 0 && !scan.x0) {
+    // The first step without x0 does not look at A: P and v forget what they were.
+    const T* b = ring.wait(0) + HP * Ring::kStride;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+      for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (i % 2 < B::halves(nb))
+            p[t][nb][i] = tiles.is_offset(t, i / 2) ? to_state(b[B::unit(nb * 8 + 2 * j + i % 2)]) : 0.0f;
+    ring.fetch();
+    if (steps == 1) tiles.rescale(true);
+    start = 1;
+  }
 
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
+  for (int step = start; step < steps; ++step) {
     const T* A = ring.wait(step);
     SplitSum<kTiles, B> sum;
     // A row of blocks of the right operand, A^T: element (k, n) is A[n][k].
@@ -296,8 +311,6 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
       sum.add(kb, rows, high, low);
     }
     const T* b = A + HP * Ring::kStride;
-    // The first step without x0 does not look at A: P and v forget what they were.
-    const bool forget = from_nothing && step == 0;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -305,7 +318,7 @@ __global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPl
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (i % 2 >= B::halves(nb)) continue;
-          float next = forget ? 0.0f : sum.at(t, nb, i);
+          float next = sum.at(t, nb, i);
           // v is column HP, in the last tile.
           if (t == kTiles - 1 && tiles.is_offset(t, i / 2)) next += to_state(b[B::unit(nb * 8 + 2 * j + i % 2)]);
           p[t][nb][i] = next;

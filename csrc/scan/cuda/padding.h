@@ -9,7 +9,7 @@ constexpr int padded_hidden(int64_t H) {
   return H <= 8 ? 8 : H <= 16 ? 16 : H <= 20 ? 20 : H <= 24 ? 24 : 32;
 }
 
-// Floats of a chunk's map of S states, see MapLayout in chunk.cuh: P, v and the columns' factors.
+// Floats of a chunk's map of S states, see MapLayout in chunk.cuh: P, v and the columns' exponents.
 constexpr int64_t map_floats(int64_t S) {
   return S * S + 2 * S;
 }
