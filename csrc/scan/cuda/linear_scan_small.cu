@@ -62,7 +62,7 @@ SmallPlan plan_of(const LinearScan& scan) {
     const double t = time(chunks);
     if (t < best_time) best = chunks, best_time = t;
   };
-  for (int64_t chunks = 2; chunks <= most; chunks += std::max<int64_t>(1, chunks / 8)) consider(chunks);
+  for (int64_t chunks = 2; chunks <= most; chunks += std::max<int64_t>(1, chunks / 4)) consider(chunks);
   for (int n = 1; n <= 8; ++n) {  // the edges of the stairs, of the replay too
     consider(int64_t(n * schedulers / scan.B) + 1);
     consider(int64_t(n * schedulers / scan.B));

@@ -120,7 +120,7 @@ int scan_rnn_chunks(const ScanRnnShape& shape) {
     const double t = time(count);
     if (t < best_time) best = count, best_time = t;
   };
-  for (int64_t count = 2; count <= most; count += std::max<int64_t>(1, count / 8)) consider(count);
+  for (int64_t count = 2; count <= most; count += std::max<int64_t>(1, count / 4)) consider(count);
   // The edges of the stairs.
   for (int n = 1; n <= 8; ++n) {
     consider(int64_t(n * schedulers / shape.B));
