@@ -28,15 +28,19 @@ def test_auto_follows_the_table(device, cell, both_devices):
     dtypes, buckets = AUTO_SCAN[device, cell]
     assert list(buckets) == sorted(buckets)
     above = 0
-    for hidden, (min_steps, max_batch, bucket_dtypes) in buckets.items():
+    for hidden, limits in buckets.items():
+        min_steps, max_batch = limits.min_steps, limits.max_batch
         batch = 10**9 if max_batch == math.inf else max_batch
         for size in (above + 1, hidden):
             case = CASE._replace(device=device, cell=cell, hidden_size=size, steps=min_steps, batch=batch)
+            case = case._replace(capability=(9, 0))
             taken = {dtype for dtype in dtypes if choose("auto", case._replace(dtype=dtype))[0] == "scan"}
-            assert taken == (bucket_dtypes or dtypes)
+            assert taken == (limits.dtypes or dtypes)
             assert choose("auto", case._replace(steps=min_steps - 1))[0] == "torch"
             assert choose("auto", case._replace(batch=batch + 1))[0] == ("scan" if max_batch == math.inf else "torch")
             assert choose("auto", case._replace(dtype=torch.int64))[0] == "torch"
+            for other in ({"chains": 2}, {"trains": False}, {"capability": (8, 9)}, {"capability": None}):
+                assert choose("auto", case._replace(**other))[0] == ("torch" if limits.alone else "scan")
             # A compiled graph does not know its sizes.
             anywhere = min_steps <= 1 and max_batch == math.inf
             assert choose("auto", case._replace(steps=None, batch=None))[0] == ("scan" if anywhere else "torch")

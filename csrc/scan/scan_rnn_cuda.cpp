@@ -5,6 +5,7 @@
 #include <ATen/ops/_cudnn_rnn_flatten_weight.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/alias.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/cudnn_is_acceptable.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -72,40 +73,60 @@ bool has_chain_kernel(Cell cell, const ScanRnnSizes& s, at::ScalarType compute) 
   return is_small(s) || (s.H > 0 && s.H <= scan_rnn_max_hidden(cell) && compute == at::kFloat);
 }
 
-// torch's kernel for one layer and one direction: cuDNN, or what torch has where the user or the sizes forbid that.
+// torch's kernel for one layer and one direction: cuDNN, or what torch has where the user or the sizes forbid that. Its
+// GRU and LSTM end in an illegal memory access (torch 2.11) where the gates' activations of one call have 2^31
+// elements; longer sequences run in parts, the state handed on.
 void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor& h0, const Tensor& c0,
                       const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
                       ScanRnnResults& results) {
   const bool bias = b_ih.defined(), lstm = cell == Cell::kLstm;
-  const Tensor steps = reverse ? input.flip(0) : input, h = h0.unsqueeze(0), c = lstm ? c0.unsqueeze(0) : Tensor();
+  const Tensor steps = reverse ? input.flip(0) : input;
+  Tensor h = h0.unsqueeze(0), c = lstm ? c0.unsqueeze(0) : Tensor();
   std::vector<Tensor> weights = {w_ih, w_hh};
   if (bias) weights.insert(weights.end(), {b_ih, b_hh});
-  results.output.reset();  // torch allocates its own
-  Tensor output, h_n, c_n;
-  if (at::cudnn_is_acceptable(steps)) {
-    // at::lstm and its kin end here, too, and warn of weights that do not lie in one piece of memory. These are moved
-    // into one; the aliases follow them there, the caller's tensors stay where they are.
-    const int64_t mode = cell == Cell::kRnnRelu ? 0 : cell == Cell::kRnnTanh ? 1 : lstm ? 2 : 3;  // cudnnRNNMode_t
+  const bool cudnn = at::cudnn_is_acceptable(steps);
+  const int64_t mode = cell == Cell::kRnnRelu ? 0 : cell == Cell::kRnnTanh ? 1 : lstm ? 2 : 3;  // cudnnRNNMode_t
+  Tensor buffer;
+  if (cudnn) {
+    // at::lstm and its kin end in the same kernel, and warn of weights that do not lie in one piece of memory. These
+    // are moved into one; the aliases follow them there, the caller's tensors stay where they are.
     for (Tensor& w : weights) w = at::alias(w);
-    const Tensor buffer = at::_cudnn_rnn_flatten_weight(
-        weights, int64_t(weights.size()), input.size(2), mode, h0.size(1),
-        /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*bidirectional=*/false);
-    std::tie(output, h_n, c_n, std::ignore, std::ignore) = at::_cudnn_rnn(
-        steps, weights, int64_t(weights.size()), buffer, h, lstm ? OptionalTensor(c) : std::nullopt, mode, h0.size(1),
-        /*proj_size=*/0, /*num_layers=*/1,
-        /*batch_first=*/false, /*dropout=*/0.0, /*train=*/false, /*bidirectional=*/false, {}, std::nullopt);
-  } else if (lstm) {
-    std::tie(output, h_n, c_n) = at::lstm(steps, {h, c}, weights, bias, 1, 0.0, false, false, false);
-  } else if (cell == Cell::kGru) {
-    std::tie(output, h_n) = at::gru(steps, h, weights, bias, 1, 0.0, false, false, false);
-  } else if (cell == Cell::kRnnRelu) {
-    std::tie(output, h_n) = at::rnn_relu(steps, h, weights, bias, 1, 0.0, false, false, false);
+    buffer = at::_cudnn_rnn_flatten_weight(weights, int64_t(weights.size()), input.size(2), mode, h0.size(1),
+                                           /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false,
+                                           /*bidirectional=*/false);
+  }
+  auto run = [&](const Tensor& part) {
+    Tensor output;
+    if (cudnn) {
+      std::tie(output, h, c, std::ignore, std::ignore) =
+          at::_cudnn_rnn(part, weights, int64_t(weights.size()), buffer, h, lstm ? OptionalTensor(c) : std::nullopt,
+                         mode, h0.size(1), /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*dropout=*/0.0,
+                         /*train=*/false, /*bidirectional=*/false, {}, std::nullopt);
+    } else if (lstm) {
+      std::tie(output, h, c) = at::lstm(part, {h, c}, weights, bias, 1, 0.0, false, false, false);
+    } else if (cell == Cell::kGru) {
+      std::tie(output, h) = at::gru(part, h, weights, bias, 1, 0.0, false, false, false);
+    } else if (cell == Cell::kRnnRelu) {
+      std::tie(output, h) = at::rnn_relu(part, h, weights, bias, 1, 0.0, false, false, false);
+    } else {
+      std::tie(output, h) = at::rnn_tanh(part, h, weights, bias, 1, 0.0, false, false, false);
+    }
+    return output;
+  };
+  results.output.reset();  // torch allocates its own
+  const int64_t most =
+      std::max<int64_t>(1, std::numeric_limits<int>::max() / std::max<int64_t>(1, input.size(1) * w_hh.size(0)));
+  Tensor output;
+  if (steps.size(0) <= most) {
+    output = run(steps);
   } else {
-    std::tie(output, h_n) = at::rnn_tanh(steps, h, weights, bias, 1, 0.0, false, false, false);
+    std::vector<Tensor> parts;
+    for (const Tensor& part : steps.split(most)) parts.push_back(run(part));
+    output = at::cat(parts);
   }
   results.output = reverse ? output.flip(0) : output.contiguous();
-  results.h_n = h_n.squeeze(0);
-  if (lstm) results.c_n = c_n.squeeze(0);
+  results.h_n = h.squeeze(0);
+  if (lstm) results.c_n = c.squeeze(0);
 }
 
 // The gates that torch's kernel keeps to itself, from its output: two matrix products over all steps and a pointwise
@@ -261,7 +282,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& i
     results.h_n.copy_(state);
     if (cell == Cell::kLstm) results.c_n.copy_(cell_state);
   } else if (is_small(s)) {
-    // The kernels keep fp32's digits, and so do the matrix products around them: they are too small to gain by TF32.
+    // The kernels keep fp32's digits, and so do the matrix products around them.
     const at::NoTF32Guard no_tf32;
     const Tensor rows = x.view({s.T * s.B, s.I}), right = w_in.t();
     const Tensor projected = bias.defined() ? at::addmm(bias_in, rows, right) : at::mm(rows, right);
@@ -296,7 +317,7 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);
   const c10::cuda::CUDAGuard guard(input.device());
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // The kernels keep fp32's digits, and so do the matrix products around them: they are too small to gain by TF32.
+  // The kernels keep fp32's digits, and so do the matrix products around them.
   const at::NoTF32Guard no_tf32;
   const auto type = input.scalar_type(), compute = accumulate_type(type);
 

@@ -37,6 +37,8 @@ class Limits(NamedTuple):
     max_batch: float = math.inf
     dtypes: frozenset[torch.dtype] | None = None
     """None for those of the table."""
+    alone: bool = False
+    """Only one layer in one direction that a gradient will pass, on a GPU of compute capability 9.0 or more."""
 
 
 class Table(NamedTuple):
@@ -56,7 +58,7 @@ _CPU_DTYPES = frozenset((torch.float32, torch.float64))
 # in time; it wins by one call for all steps, until a step's matrix product is large enough to hide torch's calls.
 # Above 32 hidden units on CUDA the forward pass is cuDNN's, in fp32, and a step does more on the host: on an H200 it
 # pays from a few thousand steps on, for an LSTM from more.
-_LONG = Limits(min_steps=3000, max_batch=64, dtypes=frozenset((torch.float32,)))
+_LONG = Limits(min_steps=3000, max_batch=64, dtypes=frozenset((torch.float32,)), alone=True)
 AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cuda", "rnn_tanh"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
     ("cuda", "rnn_relu"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
@@ -95,6 +97,12 @@ class Case(NamedTuple):
     projected: bool
     transformed: bool
     """Under a torch.func transform or in a forward-mode AD level."""
+    chains: int = 1
+    """Layers times directions."""
+    trains: bool = True
+    """Whether anything asks for a gradient."""
+    capability: tuple[int, int] | None = None
+    """The GPU's compute capability, None on a CPU and in a compiled graph."""
 
 
 def check_algorithm(name: str) -> str:
@@ -149,6 +157,13 @@ def why_auto_skips_scan(case: Case) -> str | None:
         return f"auto takes torch below {limits.min_steps} steps {where}"
     if case.batch > limits.max_batch:
         return f"auto takes torch above a batch of {limits.max_batch} {where}"
+    if limits.alone:
+        if case.chains > 1:
+            return f"auto takes torch for several layers or directions {where}"
+        if not case.trains:
+            return f"auto takes torch where nothing asks for a gradient {where}"
+        if case.capability is None or case.capability < (9, 0):
+            return f"auto takes torch below compute capability 9.0 {where}"
     return None
 
 

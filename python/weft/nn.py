@@ -20,6 +20,7 @@ Under ``torch.func`` transforms and in forward-mode AD the reference runs.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, NoReturn, TypeAlias, overload
 
 import torch
@@ -35,6 +36,7 @@ __all__ = ["GRU", "LSTM", "RNN"]
 Device: TypeAlias = torch.device | str | int | None
 
 _scan_rnn = torch.ops.weft.scan_rnn.default
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 class _Call(NamedTuple):
@@ -132,8 +134,18 @@ class _Layer(torch.nn.RNNBase):
                 self._fail(RuntimeError, "input must have at least one time step, got none")
         transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
         cell, projected = self.mode.lower(), self.proj_size > 0
-        case = _algorithms.Case(cell, device, dtypes[0], self.hidden_size, *sizes, packed, projected, transformed)
+        case = _algorithms.Case(
+            cell, device, dtypes[0], self.hidden_size, *sizes, packed, projected, transformed,
+            *self._circumstances(input, weights),
+        )  # fmt: skip
         return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
+
+    def _circumstances(self, input: Tensor, weights: list[Tensor]) -> tuple[int, bool, tuple[int, int] | None]:
+        """The last fields of a Case: chains, trains, capability."""
+        trains = torch.is_grad_enabled() and (input.requires_grad or any(w.requires_grad for w in weights))
+        known = input.device.type == "cuda" and not torch.compiler.is_compiling()
+        capability = _capability(input.device.index) if known else None
+        return self.num_layers * (2 if self.bidirectional else 1), trains, capability
 
     def _fail(self, error: type[Exception], message: str) -> NoReturn:
         raise error(f"{type(self).__name__}: {message}")
@@ -227,18 +239,15 @@ class _Layer(torch.nn.RNNBase):
             return False
         if torch._C._are_functorch_transforms_active() or input.dim() != 3 or input.shape[2] != self.input_size:
             return False
-        weight, steps, batch = self._current_weights()[0], *input.shape[:2]
+        weights, steps, batch = self._current_weights(), *input.shape[:2]
         if self.batch_first:
             steps, batch = batch, steps
-        cell, projected = self.mode.lower(), self.proj_size > 0
-        case = _algorithms.Case(cell, "cuda", input.dtype, self.hidden_size, batch, steps, False, projected, False)
         rows = self.num_layers * (2 if self.bidirectional else 1)
         widths = (self.proj_size or self.hidden_size, self.hidden_size)
-        return (
-            _algorithms.choose(self._algorithm, case)[0] == "torch"
-            and steps > 0
-            and input.dtype == weight.dtype
-            and input.device == weight.device
+        if not (
+            steps > 0
+            and input.dtype == weights[0].dtype
+            and input.device == weights[0].device
             and all(
                 s.shape == (rows, batch, width)
                 and s.dtype == input.dtype
@@ -246,7 +255,15 @@ class _Layer(torch.nn.RNNBase):
                 and s.is_contiguous()
                 for s, width in zip(state, widths, strict=False)
             )
-        )
+        ):
+            return False
+        if self._algorithm == "torch":
+            return True
+        case = _algorithms.Case(
+            self.mode.lower(), "cuda", input.dtype, self.hidden_size, batch, steps, False, self.proj_size > 0, False,
+            *self._circumstances(input, weights),
+        )  # fmt: skip
+        return _algorithms.choose("auto", case)[0] == "torch"
 
     def _run(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         name, _ = _algorithms.choose(self._algorithm, call.case)

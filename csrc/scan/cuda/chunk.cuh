@@ -141,14 +141,15 @@ struct SplitSum {
 };
 
 // ------------------------------------------------------------------------------------------------- maps of chunks
-// A map in memory, for kParts * HP states, padded with zeros: P column by column, v, and of every column twice the
+// A map in memory, for kParts * HP states, padded with zeros: P row by row, v, and of every column of P twice the
 // exponent of its power of two, plus one where entries were lost to underflow. (The power itself need not be a float
 // where its product with the state is one.)
 template <int kParts_, int HP_>
 struct MapLayout {
   static constexpr int kParts = kParts_, HP = HP_;
   static constexpr int kStates = kParts * HP;
-  static constexpr int kOffset = kStates * kStates, kExponents = kOffset + kStates;
+  static constexpr int kRow = int(map_row(kStates));
+  static constexpr int kOffset = kStates * kRow, kExponents = kOffset + kStates;
   static constexpr int kStride = kExponents + kStates;
   static_assert(kStride == map_floats(kStates));
 };
@@ -222,13 +223,11 @@ struct ColumnTiles {
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb) {
         const int k = B::unit(kb * 8 + 2 * j);
-        float* to = map + column * Map::kStates + p * HP + k;  // v lies right behind P's columns
         if (k == HP) continue;
-        if (B::is_half(kb)) {
-          *to = part[p][t][kb][2 * u];
-        } else {
-          *reinterpret_cast<float2*>(to) = make_float2(part[p][t][kb][2 * u], part[p][t][kb][2 * u + 1]);
-        }
+        const bool is_v = column == Map::kStates;
+        float* to = map + (is_v ? Map::kOffset + p * HP + k : (p * HP + k) * Map::kRow + column);
+        to[0] = part[p][t][kb][2 * u];
+        if (!B::is_half(kb)) to[is_v ? 1 : Map::kRow] = part[p][t][kb][2 * u + 1];
       }
     if (j == 0 && column < Map::kStates)
       map[Map::kExponents + column] = __int_as_float(2 * exponent[t][u] + int(lost >> (2 * t + u) & 1));
@@ -239,24 +238,24 @@ constexpr int kBoundaryStages = 4;
 template <typename Map>
 constexpr int kBoundaryElements = kBoundaryStages* Map::kStride + 2 * Map::kStates;  // of shared memory
 
-// A column's power of two, in two factors that are floats where the exponent is in [-252, 254]. Beyond, no state that
-// is a float gives a product that is one.
+// A column's power of two, in three factors. Beyond 2^-279 .. 2^279 no state that is a float gives a product that is
+// one.
 struct Power {
-  float first, second;
+  float third, rest;
   bool lost;
   __device__ __forceinline__ explicit Power(float stored) {
-    const int bits = __float_as_int(stored), exponent = min(max(bits >> 1, -252), 254), half = exponent >> 1;
-    first = __int_as_float((half + 127) << 23), second = __int_as_float((exponent - half + 127) << 23);
+    const int bits = __float_as_int(stored), exponent = min(max(bits >> 1, -279), 279), part = exponent / 3;
+    third = __int_as_float((part + 127) << 23), rest = __int_as_float((exponent - 2 * part + 127) << 23);
     lost = bits & 1;
   }
-  __device__ __forceinline__ float operator*(float x) const { return x * first * second; }
+  __device__ __forceinline__ float operator*(float x) const { return x * third * third * rest; }
 };
 
 // One warp takes a vector through `count` maps, x <- P x + v, and stores it before each and after the last. Lane i
 // holds element i (xh), and element HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps
 // arrive three ahead of their use by asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk
-// make of them.
-template <typename Map, typename Redo>
+// make of them. kSelects: the steps may drop what is not finite, where P multiplies it by zero.
+template <typename Map, bool kSelects, typename Redo>
 __device__ __forceinline__ void carry_through_chunks(int count, const float* from, int64_t map_step, float* start,
                                                      int64_t start_step, int H, float& xh, float& xc, float* shared,
                                                      const Redo& redo) {
@@ -290,57 +289,67 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     }
     copy_wait<kStages - 2>();
     __syncwarp();
-    const float* map = stages + done % kStages * Map::kStride + unit;
-    const Power power_h(map[Map::kExponents]), power_c(map[Map::kExponents + (kParts == 2 ? S - HP : 0)]);
-    const float scaled_h = power_h * xh, scaled_c = power_c * xc;
+    const float* map = stages + done % kStages * Map::kStride;
+    const Power power_h(map[Map::kExponents + unit]), power_c(map[Map::kExponents + (kParts - 1) * HP + unit]);
+    const float scaled_h = power_h * xh, scaled_c = kParts == 2 ? power_c * xc : 0.0f;
     if (own) {
       exchange[unit] = scaled_h;
       if constexpr (kParts == 2) exchange[HP + unit] = scaled_c;
     }
-    float sum[kParts][4] = {}, magnitude[kParts] = {};
-    float column[kParts][S];  // read before the barrier that the exchange waits for
+    // Non-negative floats order as their bits do, inf and NaN above all.
+    auto largest_of = [](float h, float c) {
+      return __reduce_max_sync(~0u, max(__float_as_uint(fabsf(h)), __float_as_uint(fabsf(c))));
+    };
+    const float largest_scaled = __uint_as_float(largest_of(scaled_h, scaled_c));
+    float offset[kParts], row[kParts][S];  // read before the barrier that the exchange waits for
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      sum[p][0] = map[Map::kOffset + p * HP];
+      offset[p] = map[Map::kOffset + p * HP + unit];
 #pragma unroll
-      for (int k = 0; k < S; ++k) column[p][k] = map[k * S + p * HP];
+      for (int k = 0; k < S; k += 4)
+        load4(map + (p * HP + unit) * Map::kRow + k, *reinterpret_cast<float(*)[4]>(row[p] + k));
     }
     __syncwarp();
     fetch();  // into a stage that was read before the barrier
+    float next[2] = {};
 #pragma unroll
-    for (int k = 0; k < S; k += 4) {
-      float v[4];
-      load4(exchange + k, v);
+    for (int p = 0; p < kParts; ++p) {
+      float sum[4] = {offset[p]};
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < S; k += 4) {
+        float v[4];
+        load4(exchange + k, v);
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-          sum[p][i] = fmaf(column[p][k + i], v[i], sum[p][i]);
-          magnitude[p] += fabsf(column[p][k + i] * v[i]);
-        }
+        for (int i = 0; i < 4; ++i) sum[i] = fmaf(row[p][k + i], v[i], sum[i]);
+      }
+      next[p] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
     }
-    const float next_h = (sum[0][0] + sum[0][1]) + (sum[0][2] + sum[0][3]);
-    float next_c = 0.0f;
-    if constexpr (kParts == 2) next_c = (sum[1][0] + sum[1][1]) + (sum[1][2] + sum[1][3]);
 
     // Redo the chunk where the map says less than the steps would: the result is not finite; its terms cancel so far
     // that the error of P, relative to them, shows; or a column lost entries below 2^-100 of its scale that could still
-    // be seen.
-    auto at_stake = [](float scaled, const Power& power) {
-      const float lost = power.lost ? fabsf(scaled) * 0x1p-90f : 0.0f;
-      return lost > 0x1p-126f ? lost * (kCancellation * 0x1p23f) : 0.0f;
-    };
-    float terms = magnitude[0] + at_stake(scaled_h, power_h);
-    if constexpr (kParts == 2) terms = fmaxf(terms, magnitude[1] + at_stake(scaled_c, power_c));
-    // Non-negative floats order as their bits do, inf and NaN above all.
-    const unsigned bits = max(__float_as_uint(fabsf(next_h)), __float_as_uint(fabsf(next_c)));
-    const unsigned largest = __reduce_max_sync(~0u, bits);
-    const float largest_terms = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(terms)));
-    if ((largest >= 0x7f800000u || largest_terms > kCancellation * __uint_as_float(largest)) &&
-        __all_sync(~0u, isfinite(xh) && isfinite(xc))) {
+    // be seen. P's entries are below 2, so most chunks need no look at the terms.
+    const unsigned largest = largest_of(next[0], next[1]);
+    const float bound = kCancellation * __uint_as_float(largest);
+    bool doubtful = largest >= 0x7f800000u;
+    if (doubtful || !(2.5f * S * largest_scaled <= bound)) {
+      auto at_stake = [](float scaled, const Power& power) {
+        const float lost = power.lost ? fabsf(scaled) * 0x1p-90f : 0.0f;
+        return lost > 0x1p-126f ? lost * (kCancellation * 0x1p23f) : 0.0f;
+      };
+      float terms = at_stake(scaled_h, power_h);
+      if constexpr (kParts == 2) terms = fmaxf(terms, at_stake(scaled_c, power_c));
+      float magnitude[2] = {};
+#pragma unroll
+      for (int p = 0; p < kParts; ++p)
+#pragma unroll
+        for (int k = 0; k < S; ++k) magnitude[p] += fabsf(row[p][k] * exchange[k]);
+      terms += fmaxf(magnitude[0], magnitude[1]);
+      doubtful = doubtful || __uint_as_float(largest_of(terms, 0.0f)) > bound;
+    }
+    if (doubtful && (kSelects || __all_sync(~0u, isfinite(xh) && isfinite(xc)))) {
       redo(done);
     } else {
-      xh = next_h, xc = next_c;
+      xh = next[0], xc = next[1];
     }
     exchange = shared + kStages * Map::kStride + (done & 1 ? 0 : S);
   }

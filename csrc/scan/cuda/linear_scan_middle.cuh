@@ -609,11 +609,12 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + shared_bytes - kScratchBytes);
   const int64_t row = blockIdx.x;
   load_start(p, memory, row);
-  carry_totals<S>(p, row, {memory.x[0], z, memory.partial, memory.ring, barriers, reinterpret_cast<int*>(barriers + 4)},
-                  [&](int64_t chunk) {
-                    const int64_t begin = p.first + chunk * p.length;
-                    replay<E, kPadded, kTransposed>(p, memory, row, begin, begin + p.length, false);
-                  });
+  carry_totals<S, false>(p, row,
+                         {memory.x[0], z, memory.partial, memory.ring, barriers, reinterpret_cast<int*>(barriers + 4)},
+                         [&](int64_t chunk) {
+                           const int64_t begin = p.first + chunk * p.length;
+                           replay<E, kPadded, kTransposed>(p, memory, row, begin, begin + p.length, false);
+                         });
 }
 
 template <typename E, int kPadded, bool kTransposed>

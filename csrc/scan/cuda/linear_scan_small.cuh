@@ -230,12 +230,12 @@ __global__ void __launch_bounds__(kWarp)
   const int64_t batch = blockIdx.x;
   const int H = int(scan.H), unit = min(int(threadIdx.x), H - 1);
   float x = scan.x0 ? to_state(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]) : 0.0f, none = 0.0f;
-  carry_through_chunks<Map>(int(plan.chunks - 1), maps + batch * Map::kStride, scan.B * Map::kStride,
-                            starts + batch * HP, scan.B * HP, H, x, none, shared, [&](int done) {
-                              x = redo_chunk<T, HP, kTransposed>(
-                                  scan, batch, done * plan.length, int(plan.length), x,
-                                  reinterpret_cast<char*>(shared + kBoundaryElements<Map>));
-                            });
+  carry_through_chunks<Map, false>(int(plan.chunks - 1), maps + batch * Map::kStride, scan.B * Map::kStride,
+                                   starts + batch * HP, scan.B * HP, H, x, none, shared, [&](int done) {
+                                     x = redo_chunk<T, HP, kTransposed>(
+                                         scan, batch, done * plan.length, int(plan.length), x,
+                                         reinterpret_cast<char*>(shared + kBoundaryElements<Map>));
+                                   });
 }
 
 // ---------------------------------------------------------------------------------------------------- 1. products

@@ -351,8 +351,9 @@ struct TotalsMemory {
 };
 
 // Takes x through the maps of all chunks but the last, and stores it before each but the first. redo(chunk) replaces x
-// by what the steps of the chunk make of it; the ring is its own in the meantime.
-template <typename S, typename Redo>
+// by what the steps of the chunk make of it; the ring is its own in the meantime. kSelects: the steps may drop what is
+// not finite, where P multiplies it by zero.
+template <typename S, bool kSelects, typename Redo>
 __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, const TotalsMemory<S>& memory,
                                              const Redo& redo_steps) {
   using R = Range<S>;
@@ -452,7 +453,8 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
     const bool harmless =
         mine == S(0) || loss == -INFINITY ||
         loss + growth + R::kLossBound + float(exponent(mine) + 1) <= fmaxf(float(top), R::kTiniest) + R::kTolerance;
-    const bool redo = (__syncthreads_or(!harmless || !kept) || top == INT_MAX || cancels) && came_finite;
+    const bool doubtful = __syncthreads_or(!harmless || !kept) || top == INT_MAX || cancels;
+    const bool redo = came_finite ? doubtful : kSelects;
     if (redo) {
       for (int64_t k = chunk + 1; k <= chunk + lead && k < p.chunks - 1; ++k) wait(k);
       copy_wait<0>();

@@ -9,9 +9,15 @@ constexpr int padded_hidden(int64_t H) {
   return H <= 8 ? 8 : H <= 16 ? 16 : H <= 20 ? 20 : H <= 24 ? 24 : 32;
 }
 
-// Floats of a chunk's map of S states, see MapLayout in chunk.cuh: P, v and the columns' exponents.
+// Floats of a row of a chunk's map of S states, S a multiple of 4: an odd number of 16 bytes, so that eight lanes that
+// read 16 bytes of a row each meet no bank conflict.
+constexpr int64_t map_row(int64_t S) {
+  return S % 8 == 4 ? S : S + 4;
+}
+
+// Floats of the map, see MapLayout in chunk.cuh: P, v and the columns' exponents.
 constexpr int64_t map_floats(int64_t S) {
-  return S * S + 2 * S;
+  return S * map_row(S) + 2 * S;
 }
 
 }  // namespace weft

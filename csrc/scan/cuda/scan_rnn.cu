@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <stdexcept>
 
 #include "common/launch.cuh"
 #include "scan/cuda/padding.h"
@@ -87,12 +88,17 @@ constexpr double kChunkedOverhead = 6;
 }  // namespace
 }  // namespace scan_rnn
 
+constexpr int64_t kMostChunks = 4096;
+
 int scan_rnn_chunks(const ScanRnnShape& shape) {
   const bool small = shape.H <= kScanRnnSmallHidden;
-  // For tests: this many, whatever the model says.
-  if (const char* forced = std::getenv("WEFT_SCAN_RNN_CHUNKS")) {
-    const int64_t most = small || scan_rnn::middle_fits(shape) ? std::max<int64_t>(shape.T, 1) : 1;
-    return int(std::clamp<int64_t>(std::atoi(forced), 1, most));
+  // For experiments and tests: this many, whatever the model says.
+  if (const char* forced = std::getenv("WEFT_SCAN_RNN_CHUNKS"); forced && *forced) {
+    char* end = nullptr;
+    const long chunks = std::strtol(forced, &end, 10);
+    if (*end != 0 || chunks < 1) throw std::runtime_error("weft: WEFT_SCAN_RNN_CHUNKS must be a positive number");
+    const int64_t most = small || scan_rnn::middle_fits(shape) ? std::clamp<int64_t>(shape.T, 1, kMostChunks) : 1;
+    return int(std::min<int64_t>(chunks, most));
   }
   if (shape.T == 0 || shape.B == 0) return 1;
   if (!small) return scan_rnn::middle_chunks(shape);
@@ -112,7 +118,7 @@ int scan_rnn_chunks(const ScanRnnShape& shape) {
     return scan_rnn::kChunkedOverhead + replay + count * cost.boundary +
            length * step(blocks, cost.product, cost.product_each, cost.resident);
   };
-  const int64_t most = std::min<int64_t>(shape.T / 4, 4096);
+  const int64_t most = std::min<int64_t>(shape.T / 4, kMostChunks);
   int64_t best = 1;
   double best_time = time(1);
   auto consider = [&](int64_t count) {

@@ -88,7 +88,8 @@ int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks);
 void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int chunks, cudaStream_t stream);
 void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<double>& args, int chunks, cudaStream_t stream);
 
-// For H <= kScanRnnSmallHidden. Partial sums per slab of rows, added in a fixed order.
+// For H <= kScanRnnSmallHidden. Partial sums per slab of rows, added in a fixed order. A gate gradient or a state that
+// is inf makes NaN of the sums it enters, whatever the sign of the others.
 int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I);
 void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<float>& args, cudaStream_t stream);
 

@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kWarp)
   float gh = a.grad_h_n ? a.grad_h_n[b * shape.H + unit] : 0.0f;
   float gc = M::kParts == 2 && a.grad_c_n ? a.grad_c_n[b * shape.H + unit] : 0.0f;
   const int64_t last = (chunks.count - 1) * shape.B + b;
-  carry_through_chunks<M>(
+  carry_through_chunks<M, cell == Cell::kRnnRelu>(
       chunks.count - 1, workspace.maps + last * M::kStride, -shape.B * M::kStride, workspace.starts + last * M::kStates,
       -shape.B * M::kStates, shape.H, gh, gc, shared, [&](int done) {
         const int64_t high = shape.T - done * chunks.length;

@@ -613,7 +613,7 @@ __global__ void __launch_bounds__(kReplayThreads)
     x[own] = g.x;
     if constexpr (kParts<cell> == 2) x[kUnits + own] = g.y;
   }
-  carry_totals<float>(p, row, {x, z, partial, ring, barriers, scratch}, [&](int64_t chunk) {
+  carry_totals<float, cell == Cell::kRnnRelu>(p, row, {x, z, partial, ring, barriers, scratch}, [&](int64_t chunk) {
     const bool on = own < shape.H;
     const float gh = on ? x[own] : 0.f, gc = on && kParts<cell> == 2 ? x[kUnits + own] : 0.f;
     const int64_t begin = chunk * p.length;
