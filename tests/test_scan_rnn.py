@@ -747,7 +747,7 @@ def test_middle_sizes_with_torchs_defaults(cell: str, monkeypatch):
 
 @pytest.mark.cuda
 def test_a_sequence_longer_than_cudnn_takes():
-    """2^31 activations of gates in one call would end in an illegal memory access."""
+    """2^31 activations of gates, and more steps than cuDNN takes in one call."""
     sample = Sample("gru", 90000, 64, 1, 128)
     args = arguments(sample, "cpu")
     args = [None if a is None else a.cuda() for a in args]

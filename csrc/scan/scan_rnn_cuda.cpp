@@ -73,9 +73,14 @@ bool has_chain_kernel(Cell cell, const ScanRnnSizes& s, at::ScalarType compute) 
   return is_small(s) || (s.H > 0 && s.H <= scan_rnn_max_hidden(cell) && compute == at::kFloat);
 }
 
-// torch's kernel for one layer and one direction: cuDNN, or what torch has where the user or the sizes forbid that. Its
-// GRU and LSTM end in an illegal memory access (torch 2.11) where the gates' activations of one call have 2^31
-// elements; longer sequences run in parts, the state handed on.
+// cuDNN refuses very long sequences (a GRU's of 87,381 steps), and GRU and LSTM end in an illegal memory access where
+// the gates' activations of one call have 2^31 elements (torch 2.11). So many steps at a time are well within both.
+int64_t steps_at_a_time(int64_t gates_of_a_step) {
+  return std::clamp<int64_t>(std::numeric_limits<int>::max() / std::max<int64_t>(1, gates_of_a_step), 1, 32768);
+}
+
+// torch's kernel for one layer and one direction: cuDNN, or what torch has where the user or the sizes forbid that.
+// Longer sequences than it takes run in parts, the state handed on.
 void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor& h0, const Tensor& c0,
                       const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
                       ScanRnnResults& results) {
@@ -114,8 +119,7 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
     return output;
   };
   results.output.reset();  // torch allocates its own
-  const int64_t most =
-      std::max<int64_t>(1, std::numeric_limits<int>::max() / std::max<int64_t>(1, input.size(1) * w_hh.size(0)));
+  const int64_t most = steps_at_a_time(input.size(1) * w_hh.size(0));
   Tensor output;
   if (steps.size(0) <= most) {
     output = run(steps);
