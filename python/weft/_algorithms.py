@@ -17,6 +17,7 @@ __all__ = [
     "Case",
     "Limits",
     "Table",
+    "auto_limits",
     "check_algorithm",
     "choose",
 ]
@@ -140,13 +141,20 @@ def why_not_scan(case: Case) -> str | None:
     return None
 
 
+def auto_limits(device: str, cell: str, hidden_size: int) -> Limits | None:
+    """The limits of the bucket that holds this hidden size; None where none does."""
+    for largest, limits in AUTO_SCAN[device, cell].buckets.items():
+        if hidden_size <= largest:
+            return limits
+    return None
+
+
 def why_auto_skips_scan(case: Case) -> str | None:
     """Why "auto" prefers "torch" to an eligible "scan", or None."""
     dtypes, buckets = AUTO_SCAN[case.device, case.cell]
-    largest = next((h for h in buckets if case.hidden_size <= h), None)
-    if largest is None:
+    limits = auto_limits(case.device, case.cell, case.hidden_size)
+    if limits is None:
         return f"auto takes torch above hidden_size {max(buckets)} on {case.device}"
-    limits = buckets[largest]
     where = f"at hidden_size {case.hidden_size} on {case.device}"
     if case.dtype not in (limits.dtypes or dtypes):
         return f"auto takes torch in {case.dtype} {where}"

@@ -227,7 +227,7 @@ class _Layer(torch.nn.RNNBase):
         return output, final
 
     def _takes_torch_at_once(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> bool:
-        """Whether a call on CUDA is one that ends in torch's kernel whatever else is looked at, and in good order.
+        """Whether a call on CUDA ends in torch's kernel for its sizes, whatever else is looked at, and is in order.
 
         Small steps are bound by the host: this asks less than torch.nn does. Anything else goes the long way, which
         also finds the words for what is wrong."""
@@ -239,15 +239,19 @@ class _Layer(torch.nn.RNNBase):
             return False
         if torch._C._are_functorch_transforms_active() or input.dim() != 3 or input.shape[2] != self.input_size:
             return False
-        weights, steps, batch = self._current_weights(), *input.shape[:2]
+        weight, steps, batch = self._current_weights()[0], *input.shape[:2]
         if self.batch_first:
             steps, batch = batch, steps
+        if self._algorithm == "auto":
+            limits = _algorithms.auto_limits("cuda", self.mode.lower(), self.hidden_size)
+            if limits is not None and steps >= limits.min_steps and batch <= limits.max_batch:
+                return False
         rows = self.num_layers * (2 if self.bidirectional else 1)
         widths = (self.proj_size or self.hidden_size, self.hidden_size)
-        if not (
+        return (
             steps > 0
-            and input.dtype == weights[0].dtype
-            and input.device == weights[0].device
+            and input.dtype == weight.dtype
+            and input.device == weight.device
             and all(
                 s.shape == (rows, batch, width)
                 and s.dtype == input.dtype
@@ -255,15 +259,7 @@ class _Layer(torch.nn.RNNBase):
                 and s.is_contiguous()
                 for s, width in zip(state, widths, strict=False)
             )
-        ):
-            return False
-        if self._algorithm == "torch":
-            return True
-        case = _algorithms.Case(
-            self.mode.lower(), "cuda", input.dtype, self.hidden_size, batch, steps, False, self.proj_size > 0, False,
-            *self._circumstances(input, weights),
-        )  # fmt: skip
-        return _algorithms.choose("auto", case)[0] == "torch"
+        )
 
     def _run(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         name, _ = _algorithms.choose(self._algorithm, call.case)
