@@ -250,10 +250,14 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
             yield _layer_entry(LayerCase("gru", 20, B, T, inputs, algorithm=algorithm))
     for T in (1000, 10000):
         yield _layer_entry(LayerCase("lstm", 20, 16, T, algorithm=algorithm))
+    for cell, H in (("rnn_tanh", 64), ("rnn_tanh", 128), ("gru", 64), ("gru", 128), ("lstm", 64)):
+        yield _layer_entry(LayerCase(cell, H, 16, 10000, algorithm=algorithm))
+        yield _error_entry(LayerCase(cell, H, 16, 1000, algorithm="scan"))
     yield _linear_scan_entry("diagonal", 1536, 8, 65536)
     yield _linear_scan_entry("dense", 20, 16, 30000)
     for cell in GATES:
         yield _memory_entry(LayerCase(cell, 20, 16, 30000, algorithm=algorithm))
+        yield _memory_entry(LayerCase(cell, 64, 16, 30000, algorithm="scan"))
     for dtype in ("fp32", "fp16", "bf16"):
         for cell in GATES:
             yield _error_entry(LayerCase(cell, 20, 16, 1000, dtype=dtype, algorithm=algorithm))
