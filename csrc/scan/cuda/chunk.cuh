@@ -60,16 +60,15 @@ struct Blocks {
 
 // D += A B for 16 x 8 and 8 x 8 blocks on the tensor cores, and for 16 x 4 and 4 x 8.
 __device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 __device__ __forceinline__ void multiply_half_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(b[0]));
+  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
 // x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11,
@@ -99,9 +98,9 @@ struct SplitSum {
       }
     };
     unsigned ah[kTiles][4], al[kTiles][4];
+    // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
-    // Operand registers: (row, 2 j), (row + 8, 2 j), (row, 2 j + 1), (row + 8, 2 j + 1).
 #pragma unroll
       for (int half = 0; half < B::halves(kb); ++half)
 #pragma unroll

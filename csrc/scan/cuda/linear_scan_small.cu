@@ -3,7 +3,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <stdexcept>
@@ -11,6 +10,7 @@
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan_small.h"
 #include "scan/cuda/padding.h"
+#include "scan/cuda/small_chunks.h"
 
 namespace weft::scan {
 
@@ -30,43 +30,26 @@ const Costs& costs(int64_t H) {
                                      {0.26, 0.60, 0.365, 4},
                                      {0.27, 0.66, 0.40, 4},
                                      {0.31, 1.15, 0.87, 2}};
-  const int padded = padded_hidden(H);
-  return kCosts[padded == 8 ? 0 : padded == 16 ? 1 : padded == 20 ? 2 : padded == 24 ? 3 : 4];
+  return kCosts[hidden_size_index(H)];
 }
 
-// A step of the replay alone; two more launches.
-constexpr double kReplay = 0.16, kChunkedOverhead = 6;
+constexpr double kReplay = 0.16;  // a step of the replay alone
 constexpr double kBytesPerMicrosecond = 4.2e6;
 
 SmallPlan plan_of(const LinearScan& scan) {
   if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
   const auto& cost = costs(scan.H);
   const double bytes = double(scan.H) * scan.H * element_size(scan.dtype);
-  // Warps take turns on a scheduler, so the time of a product's step goes up in stairs.
-  const double schedulers = 4.0 * device_limits().sm_count;
+  const double warps = schedulers();
   auto time = [&](int64_t chunks) {
     const double length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
     const double memory = pairs * bytes / kBytesPerMicrosecond;
     const double replay = length * std::max(kReplay, memory);
     if (chunks == 1) return replay;
-    const double n = std::ceil((pairs - scan.B) / schedulers);
-    const double product = n <= cost.resident ? std::max(cost.product, n * cost.product_each)
-                                              : std::ceil(n / cost.resident) * cost.resident * cost.product_each;
+    const double product = step_time(pairs - scan.B, warps, cost.product, cost.product_each, cost.resident);
     return kChunkedOverhead + replay + chunks * cost.boundary + length * std::max(product, memory);
   };
-  const int64_t most = std::min<int64_t>(scan.T / 4, 8192);
-  int64_t best = 1;
-  double best_time = time(1);
-  auto consider = [&](int64_t chunks) {
-    if (chunks < 2 || chunks > most) return;
-    const double t = time(chunks);
-    if (t < best_time) best = chunks, best_time = t;
-  };
-  for (int64_t chunks = 2; chunks <= most; chunks += std::max<int64_t>(1, chunks / 4)) consider(chunks);
-  for (int n = 1; n <= 8; ++n) {  // the edges of the stairs, of the replay too
-    consider(int64_t(n * schedulers / scan.B) + 1);
-    consider(int64_t(n * schedulers / scan.B));
-  }
+  const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, warps, 1, time);
   const int64_t length = (scan.T + best - 1) / best;
   return {(scan.T + length - 1) / length, length};
 }

@@ -9,6 +9,11 @@ constexpr int padded_hidden(int64_t H) {
   return H <= 8 ? 8 : H <= 16 ? 16 : H <= 20 ? 20 : H <= 24 ? 24 : 32;
 }
 
+// Which of these sizes, from 0, to look up a table by.
+constexpr int hidden_size_index(int64_t H) {
+  return H <= 8 ? 0 : H <= 16 ? 1 : H <= 20 ? 2 : H <= 24 ? 3 : 4;
+}
+
 // Floats of a row of a chunk's map of S states, S a multiple of 4: an odd number of 16 bytes, so that eight lanes that
 // read 16 bytes of a row each meet no bank conflict.
 constexpr int64_t map_row(int64_t S) {

@@ -8,6 +8,7 @@
 #include "scan/cuda/padding.h"
 #include "scan/cuda/scan_rnn.h"
 #include "scan/cuda/scan_rnn_middle.h"
+#include "scan/cuda/small_chunks.h"
 
 namespace weft {
 namespace scan_rnn {
@@ -78,17 +79,14 @@ const Costs& costs(const ScanRnnShape& shape) {
                                     {0.52, 1.30, 1.10, 0.29, 0.20, 1, 2},
                                     {0.58, 1.05, 0.87, 0.33, 0.23, 2, 2},
                                     {0.75, 1.62, 1.40, 0.35, 0.27, 3, 2}};
-  const int H = padded_hidden(shape.H), size = H == 8 ? 0 : H == 16 ? 1 : H == 20 ? 2 : H == 24 ? 3 : 4;
+  const int size = hidden_size_index(shape.H);
   return shape.cell == Cell::kGru ? kGru[size] : shape.cell == Cell::kLstm ? kLstm[size] : kRnn[size];
 }
 
-// What the two further launches of a chunked chain cost where nothing hides them.
-constexpr double kChunkedOverhead = 6;
+constexpr int64_t kMostChunks = 4096;
 
 }  // namespace
 }  // namespace scan_rnn
-
-constexpr int64_t kMostChunks = 4096;
 
 int scan_rnn_chunks(const ScanRnnShape& shape) {
   const bool small = shape.H <= kScanRnnSmallHidden;
@@ -97,42 +95,24 @@ int scan_rnn_chunks(const ScanRnnShape& shape) {
     char* end = nullptr;
     const long chunks = std::strtol(forced, &end, 10);
     if (*end != 0 || chunks < 1) throw std::runtime_error("weft: WEFT_SCAN_RNN_CHUNKS must be a positive number");
-    const int64_t most = small || scan_rnn::middle_fits(shape) ? std::clamp<int64_t>(shape.T, 1, kMostChunks) : 1;
+    const int64_t most =
+        small || scan_rnn::middle_fits(shape) ? std::clamp<int64_t>(shape.T, 1, scan_rnn::kMostChunks) : 1;
     return int(std::min<int64_t>(chunks, most));
   }
   if (shape.T == 0 || shape.B == 0) return 1;
   if (!small) return scan_rnn::middle_chunks(shape);
   const auto& cost = scan_rnn::costs(shape);
-  // Warps take turns on a scheduler, so the time of a step goes up in stairs.
-  const double schedulers = 4.0 * device_limits().sm_count;
-  auto step = [&](double blocks, double one, double each, int resident) {
-    const double n = std::ceil(blocks / schedulers);
-    if (n <= resident) return std::max(one, n * each);
-    return std::ceil(n / resident) * std::max(one, resident * each);
-  };
+  const double warps = schedulers();
   auto time = [&](int64_t count) {
     const double length = double((shape.T + count - 1) / count), pairs = double(count) * shape.B;
-    const double replay = length * step(pairs, cost.replay, cost.replay_each, 16);
+    const double replay = length * step_time(pairs, warps, cost.replay, cost.replay_each, 16);
     if (count == 1) return replay;
     const double blocks = std::ceil((pairs - shape.B) * cost.blocks_per_pair);
-    return scan_rnn::kChunkedOverhead + replay + count * cost.boundary +
-           length * step(blocks, cost.product, cost.product_each, cost.resident);
+    return kChunkedOverhead + replay + count * cost.boundary +
+           length * step_time(blocks, warps, cost.product, cost.product_each, cost.resident);
   };
-  const int64_t most = std::min<int64_t>(shape.T / 4, kMostChunks);
-  int64_t best = 1;
-  double best_time = time(1);
-  auto consider = [&](int64_t count) {
-    if (count < 2 || count > most) return;
-    const double t = time(count);
-    if (t < best_time) best = count, best_time = t;
-  };
-  for (int64_t count = 2; count <= most; count += std::max<int64_t>(1, count / 4)) consider(count);
-  // The edges of the stairs.
-  for (int n = 1; n <= 8; ++n) {
-    consider(int64_t(n * schedulers / shape.B));
-    consider(int64_t(n * schedulers / cost.blocks_per_pair / shape.B) + 1);
-  }
-  return int(best);
+  const int64_t most = std::min<int64_t>(shape.T / 4, scan_rnn::kMostChunks);
+  return int(cheapest_chunks(most, shape.B, warps, cost.blocks_per_pair, time));
 }
 
 int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks) {

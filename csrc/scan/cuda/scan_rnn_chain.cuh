@@ -111,6 +111,33 @@ struct Derivative<Cell::kLstm, scalar> {
   }
 };
 
+// What the gradient dh at h[s] of one unit makes of its gates: publish(n, x) takes the n-th vector that W_hh is
+// multiplied by, write(n, x) the n-th block of dgates. gc, lstm only: the gradient at c[s], then at c[s-1]. Returns
+// what flows to h[s-1] directly.
+template <Cell cell, typename scalar, typename Publish, typename Write>
+__device__ __forceinline__ scalar send(const Derivative<cell, scalar>& j, scalar dh, scalar& gc, const Publish& publish,
+                                       const Write& write) {
+  scalar direct = scalar(0);
+  if constexpr (cell == Cell::kGru) {
+    const scalar dr = j.r * dh, dz = j.z * dh, dn = j.n * dh, dm = j.m * dh;
+    direct = j.carry * dh;
+    publish(0, dr), publish(1, dz), publish(2, dm);
+    write(0, dr), write(1, dz), write(2, dn), write(3, dm);
+  } else if constexpr (cell == Cell::kLstm) {
+    const scalar q = gc + j.to_cell * dh;
+    const scalar di = j.i * q, df = j.f * q, dg = j.g * q, d_o = j.o * dh;
+    gc = j.carry * q;
+    publish(0, di), publish(1, df), publish(2, dg), publish(3, d_o);
+    write(0, di), write(1, df), write(2, dg), write(3, d_o);
+  } else {
+    // ReLU selects: what arrives at a unit that is off is dropped even where it is inf.
+    const scalar da = cell == Cell::kRnnRelu ? (j.d == scalar(0) ? scalar(0) : dh) : j.d * dh;
+    publish(0, da);
+    write(0, da);
+  }
+  return direct;
+}
+
 }  // namespace
 }  // namespace scan_rnn
 }  // namespace weft

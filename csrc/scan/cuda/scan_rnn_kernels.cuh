@@ -209,30 +209,13 @@ __device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const Sc
     fetch();
     const Derivative<cell, scalar> j(saved);
     const scalar dh = gh + e;
-    scalar direct = scalar(0);
     auto publish = [&](int vector, scalar value) {
       if (own) exchange[vector * HP + unit] = value;
     };
     auto write = [&](int block, scalar value) {
       if (kWrite && own) out[block * H] = value;
     };
-    if constexpr (cell == Cell::kGru) {
-      const scalar dr = j.r * dh, dz = j.z * dh, dn = j.n * dh, dm = j.m * dh;
-      direct = j.carry * dh;
-      publish(0, dr), publish(1, dz), publish(2, dm);
-      write(0, dr), write(1, dz), write(2, dn), write(3, dm);
-    } else if constexpr (cell == Cell::kLstm) {
-      const scalar q = gc + j.to_cell * dh;
-      const scalar di = j.i * q, df = j.f * q, dg = j.g * q, d_o = j.o * dh;
-      gc = j.carry * q;
-      publish(0, di), publish(1, df), publish(2, dg), publish(3, d_o);
-      write(0, di), write(1, df), write(2, dg), write(3, d_o);
-    } else {
-      // ReLU selects: what arrives at a unit that is off is dropped even where it is inf.
-      const scalar da = cell == Cell::kRnnRelu ? (j.d == scalar(0) ? scalar(0) : dh) : j.d * dh;
-      publish(0, da);
-      write(0, da);
-    }
+    const scalar direct = send(j, dh, gc, publish, write);
     __syncwarp();
     scalar sum[4] = {};
 #pragma unroll
@@ -401,10 +384,7 @@ __global__ void __launch_bounds__(kWarp)
         if constexpr (Layout::kRnn) split_tf32(weight(0, kb, nb, half), high_w[kb][nb][half], low_w[kb][nb][half]);
         if constexpr (Layout::kWeightsInRegisters) {
 #pragma unroll
-          for (int g = 0; g < 3; ++g) {
-            w[g][kb][nb][half] = weight(g, kb, nb, half);
-            asm volatile("" : "+f"(w[g][kb][nb][half]));  // to be kept, not to be read again in every step
-          }
+          for (int g = 0; g < 3; ++g) w[g][kb][nb][half] = weight(g, kb, nb, half);
         }
       }
   auto gate_weight = [&](int g, int kb, int nb, int half) {

@@ -495,23 +495,7 @@ struct Replay {
         auto write = [&](int block, float value) {
           if (kWrite) out[block * H] = value;
         };
-        if constexpr (cell == Cell::kGru) {
-          const float dr = j.r * dh, dz = j.z * dh, dn = j.n * dh, dm = j.m * dh;
-          direct = j.carry * dh;
-          publish(0, dr), publish(1, dz), publish(2, dm);
-          write(0, dr), write(1, dz), write(2, dn), write(3, dm);
-        } else if constexpr (cell == Cell::kLstm) {
-          const float q = gc + j.to_cell * dh;
-          const float di = j.i * q, df = j.f * q, dg = j.g * q, d_o = j.o * dh;
-          gc = j.carry * q;
-          publish(0, di), publish(1, df), publish(2, dg), publish(3, d_o);
-          write(0, di), write(1, df), write(2, dg), write(3, d_o);
-        } else {
-          // ReLU selects: what arrives at a unit that is off is dropped even where it is inf.
-          const float da = cell == Cell::kRnnRelu ? (j.d == 0.f ? 0.f : dh) : j.d * dh;
-          publish(0, da);
-          write(0, da);
-        }
+        direct = send(j, dh, gc, publish, write);
         if (kWrite) out += out_step;
       }
       __syncthreads();
