@@ -143,6 +143,19 @@ def test_it_tells_why_auto_leaves_the_scan():
     assert scan.reason in answer.reason
 
 
+def test_the_choice_sees_chains_and_gradients():
+    x, h = torch.randn(5, 2, 3), torch.zeros(4, 2, 6)
+    layer = weft.nn.GRU(3, 6, num_layers=2, bidirectional=True)
+    assert layer._prepare(x, (h,)).case[-3:] == (4, True, None)
+    layer.requires_grad_(False)
+    assert not layer._prepare(x, (h,)).case.trains
+    assert layer._prepare(x.clone().requires_grad_(), None).case.trains
+    h.requires_grad_()
+    assert layer._prepare(x, (h,)).case.trains
+    with torch.no_grad():
+        assert not layer._prepare(x, (h,)).case.trains
+
+
 def test_it_tells_what_does_not_fit():
     x = torch.randn(5, 2, 3)
     packed = weft.explain(weft.nn.GRU(3, 4, algorithm="scan"), rnn.pack_padded_sequence(x, [5, 2]))

@@ -217,7 +217,9 @@ def test_matches_reference(sample: Sample, device: str):
     check_close(ARGUMENTS, found_grads, expected_grads, bound)
 
 
-@pytest.mark.parametrize(("sample", "device"), with_devices(LONG_ON_CPU, LONG), ids=str)
+@pytest.mark.parametrize(
+    ("sample", "device"), with_devices(LONG_ON_CPU, [s for s in LONG if s not in LONG_ON_CPU]), ids=str
+)
 def test_long_sequences(sample: Sample, device: str):
     args, grads = arguments(sample, device, requires_grad=True), gradients(sample, device)
     exact = [None if a is None else a.detach().double().requires_grad_() for a in args]

@@ -159,8 +159,8 @@ def why_auto_skips_scan(case: Case) -> str | None:
     if case.dtype not in (limits.dtypes or dtypes):
         return f"auto takes torch in {case.dtype} {where}"
     if case.steps is None or case.batch is None:
-        known = limits.min_steps <= 1 and limits.max_batch == math.inf
-        return None if known else f"auto takes torch where the length is unknown {where}"
+        anywhere = limits.min_steps <= 1 and limits.max_batch == math.inf
+        return None if anywhere else f"auto takes torch where the length is unknown {where}"
     if case.steps < limits.min_steps:
         return f"auto takes torch below {limits.min_steps} steps {where}"
     if case.batch > limits.max_batch:

@@ -136,13 +136,15 @@ class _Layer(torch.nn.RNNBase):
         cell, projected = self.mode.lower(), self.proj_size > 0
         case = _algorithms.Case(
             cell, device, dtypes[0], self.hidden_size, *sizes, packed, projected, transformed,
-            *self._circumstances(input, weights),
+            *self._circumstances(input, state, weights),
         )  # fmt: skip
         return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
 
-    def _circumstances(self, input: Tensor, weights: list[Tensor]) -> tuple[int, bool, tuple[int, int] | None]:
+    def _circumstances(
+        self, input: Tensor, state: tuple[Tensor, ...] | None, weights: list[Tensor]
+    ) -> tuple[int, bool, tuple[int, int] | None]:
         """The last fields of a Case: chains, trains, capability."""
-        trains = torch.is_grad_enabled() and (input.requires_grad or any(w.requires_grad for w in weights))
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
         known = input.device.type == "cuda" and not torch.compiler.is_compiling()
         capability = _capability(input.device.index) if known else None
         return self.num_layers * (2 if self.bidirectional else 1), trains, capability
