@@ -4,11 +4,9 @@
 #include <pwd.h>
 #include <unistd.h>
 
-#include <atomic>
+#include <algorithm>
+#include <cerrno>
 #include <cstdlib>
-#include <cstring>
-#include <fstream>
-#include <iterator>
 #include <string>
 #include <string_view>
 
@@ -24,6 +22,19 @@ constexpr size_t kTrailer = sizeof(Sha256::Digest) + kMark.size();
 std::string trailer(std::string_view content) {
   const Sha256::Digest digest = Sha256().update(content).finish();
   return std::string(digest.begin(), digest.end()).append(kMark);
+}
+
+std::optional<std::vector<char>> read_all(int file) {
+  std::vector<char> bytes;
+  constexpr size_t kStep = 1 << 16;
+  for (;;) {
+    const size_t size = bytes.size();
+    bytes.resize(size + kStep);
+    const ssize_t got = ::read(file, bytes.data() + size, kStep);
+    bytes.resize(size + static_cast<size_t>(std::max<ssize_t>(got, 0)));
+    if (got == 0) return bytes;
+    if (got < 0 && errno != EINTR) return std::nullopt;
+  }
 }
 
 bool write_all(int file, std::string_view bytes) {
@@ -50,18 +61,19 @@ std::filesystem::path cache_root() {
 }
 
 std::optional<std::vector<char>> read_entry(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return std::nullopt;
-  std::vector<char> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  if (!file.bad() && bytes.size() > kTrailer) {
-    const std::string_view content(bytes.data(), bytes.size() - kTrailer);
-    if (trailer(content) == std::string_view(bytes.data() + content.size(), kTrailer)) {
-      bytes.resize(content.size());
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (file < 0) return std::nullopt;
+  auto bytes = read_all(file);
+  ::close(file);
+  if (!bytes) return std::nullopt;
+  if (bytes->size() > kTrailer) {
+    const std::string_view content(bytes->data(), bytes->size() - kTrailer);
+    if (trailer(content) == std::string_view(bytes->data() + content.size(), kTrailer)) {
+      bytes->resize(content.size());
       return bytes;
     }
   }
-  std::error_code ignored;
-  std::filesystem::remove(path, ignored);
+  ::unlink(path.c_str());
   return std::nullopt;
 }
 

@@ -6,6 +6,7 @@
 
 #include "jit/digest.h"
 #include "jit/jit.h"
+#include "jit/sources.h"
 
 namespace py = pybind11;
 
@@ -45,6 +46,14 @@ void bind_jit(py::module_& m) {
         py::arg("arch") = 0);
   m.def("jit_version", &jit::nvrtc_version, NoGil(), "NVRTC's version; only where jit_why_unavailable() is None.");
   m.def("jit_cache_dir", &jit::cache_dir, "Folder of the compiled kernels, '' where there is no place for one.");
+  m.def(
+      "jit_sources",
+      [] {
+        py::dict sources;
+        for (const auto& [name, text] : jit::kSources) sources[py::str(name)] = py::bytes(text.data(), text.size());
+        return sources;
+      },
+      "Name to text of every embedded source.");
   m.def(
       "jit_sha256", [](const std::string& bytes) { return jit::hex(jit::Sha256().update(bytes).finish()); },
       "For the tests.", py::arg("bytes"));
