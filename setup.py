@@ -54,11 +54,36 @@ def with_cuda() -> bool:
 
 
 def sources(cuda: bool) -> list[str]:
-    """Every .cpp, and with CUDA every .cu and *_cuda.cpp, as paths relative to the root (an sdist needs them so)."""
-    found = [p for p in sorted(CSRC.rglob("*.cpp")) if cuda or not p.stem.endswith("_cuda")]
+    """Every .cpp, and with CUDA every .cu and *_cuda.cpp, as paths relative to the root (an sdist needs them so).
+
+    csrc/jit serves CUDA kernels alone; *.jit.cu are not compiled here but embedded.
+    """
+    found = [
+        p for p in sorted(CSRC.rglob("*.cpp")) if cuda or not (p.stem.endswith("_cuda") or CSRC / "jit" in p.parents)
+    ]
     if cuda:
-        found += sorted(CSRC.rglob("*.cu"))
+        found += [p for p in sorted(CSRC.rglob("*.cu")) if not p.name.endswith(".jit.cu")]
     return [str(p.relative_to(ROOT)) for p in found]
+
+
+def embedded_sources(version: str) -> str:
+    """C++ definitions of what csrc/jit/sources.h declares: the bytes of every .jit.cu and .jit.cuh, and the version."""
+
+    def literal(line: bytes) -> str:
+        # Three octal digits end by themselves whatever comes next; a question mark could begin a trigraph.
+        return "".join(chr(b) if 32 <= b < 127 and b not in b'"\\?' else f"\\{b:03o}" for b in line)
+
+    entries = []
+    for path in sorted(p for p in CSRC.rglob("*.jit.*") if p.suffix in (".cu", ".cuh")):
+        data = path.read_bytes()
+        text = "\n     ".join(f'"{literal(line)}"' for line in data.splitlines(keepends=True)) or '""'
+        entries.append(f'    {{"{path.relative_to(CSRC).as_posix()}",\n     {{{text}, {len(data)}}}}},\n')
+    return (
+        '// Written by setup.py.\n#include "jit/sources.h"\n\nnamespace weft::jit {\n\n'
+        f"static const Source sources[] = {{\n{''.join(entries)}}};\n"
+        "const std::span<const Source> kSources(sources);\n"
+        f'const std::string_view kVersion = "{version}";\n\n}}  // namespace weft::jit\n'
+    )
 
 
 def use_ccache() -> None:
@@ -91,6 +116,14 @@ class BuildWeft(BuildExtension):
     """Compiles, and leaves weft/_build_info.py beside the library: `weft._ops` compares it with the torch it finds."""
 
     def run(self) -> None:
+        if CUDA:
+            # Only now, because what `setup` is told becomes part of an sdist. Unchanged text keeps its time, for ninja.
+            generated = Path(self.build_temp) / "jit_sources.cpp"
+            text = embedded_sources(self.distribution.get_version())
+            if not generated.exists() or generated.read_text() != text:
+                generated.parent.mkdir(parents=True, exist_ok=True)
+                generated.write_text(text)
+            self.extensions[0].sources.append(str(generated))
         super().run()
         package = ROOT / "python" / "weft" if self.inplace else Path(self.build_lib) / "weft"
         architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if CUDA else []

@@ -38,6 +38,7 @@ def test_json_says_what_this_machine_has():
     assert len(facts["machine"]["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert set(facts["engines"]) == {"scan", "rnn", "vertex", "offload"}
     assert facts["engines"]["scan"]["cpu"] == "runs"
+    assert (facts["compiler"]["nvrtc"] is None) != (facts["compiler"]["obstacle"] is None)
 
 
 def test_hidden_gpus_are_not_needed():
@@ -52,14 +53,17 @@ def test_for_people(rich, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "rich.console", None)
     info.main([])
     printed = capsys.readouterr().out
-    for word in ("versions", weft.__version__, torch.__version__, "engines", "scan", "cache"):
+    for word in ("versions", weft.__version__, torch.__version__, "engines", "scan", "NVRTC", "cache"):
         assert word in printed
 
 
 def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / "elsewhere"))
     assert info.cache_dir() == tmp_path / "elsewhere"
-    assert info.collect()["cache"] == str(tmp_path / "elsewhere")
+    facts = info.collect()
+    assert facts["cache"] == str(tmp_path / "elsewhere")
+    if _build_info.CUDA is not None:
+        assert facts["compiler"]["cubins"] == str(tmp_path / "elsewhere" / weft.__version__)
     monkeypatch.delenv("WEFT_CACHE_DIR")
     assert info.cache_dir() == Path.home() / ".cache" / "weft"
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import weft
-from weft import _build_info
+from weft import _build_info, _ops
 
 __all__ = ["cache_dir", "collect", "cpu_name", "main"]
 
@@ -89,12 +89,27 @@ def _engine_on_cuda(gpus: list[dict[str, Any]]) -> str:
     return "runs"
 
 
+def _compiler() -> dict[str, str | None]:
+    """What compiles kernels at run time: NVRTC's version or why there is none, and where the results are kept."""
+    if not _ops.WITH_CUDA:
+        return {"nvrtc": None, "obstacle": "CUDA is not built", "cubins": None}
+    from weft import _C
+
+    obstacle = _C.jit_why_unavailable()
+    return {
+        "nvrtc": _C.jit_version() if obstacle is None else None,
+        "obstacle": obstacle,
+        "cubins": _C.jit_cache_dir() or None,
+    }
+
+
 def collect() -> dict[str, Any]:
     """The facts as a dictionary that `json` can write.
 
     Keys: ``versions`` (weft, python, torch, cuda, cudnn: those torch brings, None without), ``build`` (what the
     library was compiled against and for), ``machine`` (cpu, cores this process may use, gpus), ``engines`` (engine to
-    device to state) and ``cache`` (a path).
+    device to state), ``compiler`` (of kernels that are compiled at run time: version of nvrtc, obstacle where there is
+    none, folder of the cubins) and ``cache`` (a path).
     """
     gpus = _gpus()
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -120,6 +135,7 @@ def collect() -> dict[str, Any]:
             "vertex": dict(absent),
             "offload": dict(absent),
         },
+        "compiler": _compiler(),
         "cache": str(cache_dir()),
     }
 
@@ -145,7 +161,11 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str, str]]:
         states = set(devices.values())
         value = states.pop() if len(states) == 1 else "; ".join(f"{name}: {state}" for name, state in devices.items())
         rows.append(("engines", engine, value))
+    compiler = facts["compiler"]
+    rows.append(("compiler", "NVRTC", compiler["nvrtc"] or f"none: {compiler['obstacle']}"))
     rows.append(("cache", "folder", facts["cache"]))
+    if compiler["cubins"]:
+        rows.append(("cache", "kernels", compiler["cubins"]))
     return rows
 
 

@@ -1,0 +1,230 @@
+#include <shared_mutex>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "jit/jit.h"
+
+namespace weft::jit {
+namespace {
+
+// Loading a module is refused to a thread that captures a graph, although it adds nothing to the graph.
+class Uncaptured {
+ public:
+  Uncaptured() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~Uncaptured() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value = 0;
+  if (const cudaError_t status = cudaDeviceGetAttribute(&value, which, device); status != cudaSuccess) {
+    cudaGetLastError();
+    throw std::runtime_error(std::string("weft: cudaDeviceGetAttribute: ") + cudaGetErrorString(status));
+  }
+  return value;
+}
+
+int capability(int device) {
+  return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
+         attribute(cudaDevAttrComputeCapabilityMinor, device);
+}
+
+std::string text_of(dim3 d) {
+  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
+}
+
+size_t threads(dim3 block) {
+  return size_t(block.x) * block.y * block.z;
+}
+
+cudaLaunchAttribute cluster_attribute(unsigned cluster_size) {
+  cudaLaunchAttribute a{};
+  a.id = cudaLaunchAttributeClusterDimension;
+  a.val.clusterDim.x = cluster_size;
+  a.val.clusterDim.y = a.val.clusterDim.z = 1;
+  return a;
+}
+
+}  // namespace
+
+void Kernel::refuse(const std::string& why) const {
+  throw std::runtime_error("weft: kernel " + name_ + ": " + why);
+}
+
+void Kernel::check(cudaError_t status, const char* what) const {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next one who asks takes it for theirs
+  refuse(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+Kernel::Kernel(std::string name, const Cubin& code, const char* entry, int device)
+    : name_(std::move(name)),
+      device_(device),
+      capability_(capability(device)),
+      sm_count_(attribute(cudaDevAttrMultiProcessorCount, device)),
+      max_shared_per_block_(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+#if CUDART_VERSION < 12080
+  refuse("loading it needs a build with CUDA 12.8");
+#else
+  const Uncaptured uncaptured;
+  // Never unloaded: the driver may be gone when the process's objects are destroyed.
+  cudaLibrary_t library = nullptr;
+  check(cudaLibraryLoadData(&library, code->data(), nullptr, nullptr, 0, nullptr, nullptr, 0), "cudaLibraryLoadData");
+  cudaKernel_t kernel = nullptr;
+  check(cudaLibraryGetKernel(&kernel, library, entry), "cudaLibraryGetKernel");
+  function_ = kernel;
+  // Asking for the attributes also brings the code to the device, so that a launch under capture finds it there.
+  cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, function_), "cudaFuncGetAttributes");
+  registers_ = attributes.numRegs;
+  local_bytes_ = int(attributes.localSizeBytes);
+  static_shared_bytes_ = int(attributes.sharedSizeBytes);
+  max_threads_ = attributes.maxThreadsPerBlock;
+  allowed_shared_ = unsigned(attributes.maxDynamicSharedSizeBytes);
+#endif
+}
+
+std::string Kernel::obstacle(dim3 block, unsigned shared_bytes, unsigned cluster_size) const {
+  if (threads(block) == 0 || threads(block) > size_t(max_threads_)) {
+    return "block of " + std::to_string(threads(block)) + " threads, the kernel (" + std::to_string(registers_) +
+           " registers) takes 1 to " + std::to_string(max_threads_);
+  }
+  if (size_t(shared_bytes) + size_t(static_shared_bytes_) > size_t(max_shared_per_block_)) {
+    return std::to_string(shared_bytes) + " + " + std::to_string(static_shared_bytes_) +
+           " bytes of shared memory, a block of the device has " + std::to_string(max_shared_per_block_);
+  }
+  if (cluster_size > 1 && capability_ < 90) {
+    return "clusters of " + std::to_string(cluster_size) + " blocks need compute capability 9.0, the device has " +
+           std::to_string(capability_ / 10) + "." + std::to_string(capability_ % 10);
+  }
+  if (cluster_size > 16) return "clusters of " + std::to_string(cluster_size) + " blocks, the device takes up to 16";
+  return {};
+}
+
+void Kernel::allow(unsigned shared_bytes, unsigned cluster_size) {
+  if (shared_bytes <= allowed_shared_ && (cluster_size <= 8 || allowed_cluster_)) return;
+  std::lock_guard lock(attributes_);  // so that nobody's larger size is overwritten
+  if (shared_bytes > allowed_shared_) {
+    check(cudaFuncSetAttribute(function_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
+          "cudaFuncAttributeMaxDynamicSharedMemorySize");
+    allowed_shared_ = shared_bytes;
+  }
+  if (cluster_size > 8 && !allowed_cluster_) {
+    check(cudaFuncSetAttribute(function_, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+          "cudaFuncAttributeNonPortableClusterSizeAllowed");
+    allowed_cluster_ = true;
+  }
+}
+
+void Kernel::launch(dim3 grid, dim3 block, unsigned shared_bytes, unsigned cluster_size, bool cooperative,
+                    cudaStream_t stream, void** args) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  if (device != device_) {
+    refuse("loaded for device " + std::to_string(device_) + ", the current one is " + std::to_string(device));
+  }
+  if (grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535) {
+    refuse("grid " + text_of(grid) + " above the device's limit (2147483647, 65535, 65535)");
+  }
+  if (const std::string why = obstacle(block, shared_bytes, cluster_size); !why.empty()) refuse(why);
+  if (cluster_size > 1 && grid.x % cluster_size != 0) {
+    refuse("grid " + text_of(grid) + " is not made of clusters of " + std::to_string(cluster_size) + " blocks");
+  }
+  allow(shared_bytes, cluster_size);
+
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (cluster_size > 1) attributes[config.numAttrs++] = cluster_attribute(cluster_size);
+  if (cooperative) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeCooperative;
+    attributes[config.numAttrs++].val.cooperative = 1;
+  }
+  const cudaError_t status = cudaLaunchKernelExC(&config, function_, args);
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  std::string shape = "grid " + text_of(grid) + ", block " + text_of(block) + ", " + std::to_string(shared_bytes) +
+                      " bytes of shared memory";
+  if (cluster_size > 1) shape += ", clusters of " + std::to_string(cluster_size);
+  if (cooperative) shape += ", cooperative";
+  std::string fits;
+  if (status == cudaErrorCooperativeLaunchTooLarge) {
+    fits = "; " + std::to_string(max_active_blocks_per_sm(block, shared_bytes)) + " blocks fit on each of " +
+           std::to_string(sm_count_) + " multiprocessors";
+  }
+  refuse(shape + ": " + cudaGetErrorString(status) + fits);
+}
+
+int Kernel::max_active_clusters(dim3 block, unsigned shared_bytes, unsigned cluster_size) {
+  if (!obstacle(block, shared_bytes, cluster_size).empty()) return 0;
+  if (cluster_size <= 1) return max_active_blocks_per_sm(block, shared_bytes) * sm_count_;
+  allow(shared_bytes, cluster_size);
+  cudaLaunchAttribute attribute = cluster_attribute(cluster_size);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(cluster_size);
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  const cudaError_t status = cudaOccupancyMaxActiveClusters(&count, function_, &config);
+  if (status == cudaErrorInvalidClusterSize) {
+    cudaGetLastError();
+    return 0;
+  }
+  check(status, "cudaOccupancyMaxActiveClusters");
+  return count;
+}
+
+int Kernel::max_active_blocks_per_sm(dim3 block, unsigned shared_bytes) {
+  if (!obstacle(block, shared_bytes, 1).empty()) return 0;
+  allow(shared_bytes, 1);
+  int count = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, function_, int(threads(block)), shared_bytes),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return count;
+}
+
+Kernel& kernel(std::string_view source, const Defines& defines, const char* entry) {
+  struct Slot {
+    std::mutex mutex;  // held while its kernel is loaded
+    std::atomic<Kernel*> kernel{nullptr};
+  };
+  static std::shared_mutex& mutex = *new std::shared_mutex;
+  static auto& slots = *new std::unordered_map<std::string, Slot>;  // nodes stay where they are
+  thread_local std::string key;                                     // no allocation for a kernel that is there
+
+  int device = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) {
+    cudaGetLastError();
+    throw std::runtime_error("weft: kernel " + std::string(source) + ":" + entry +
+                             ": cudaGetDevice: " + cudaGetErrorString(status));
+  }
+  key.assign(1, char(device)).append(1, char(device >> 8)).append(source).append(1, '\0').append(entry);
+  for (const std::string& define : defines) key.append(1, '\0').append(define);
+  Slot* slot = nullptr;
+  {
+    std::shared_lock lock(mutex);
+    if (auto found = slots.find(key); found != slots.end()) slot = &found->second;
+  }
+  if (slot == nullptr) {
+    std::lock_guard lock(mutex);
+    slot = &slots[key];
+  }
+  if (Kernel* known = slot->kernel.load(std::memory_order_acquire)) return *known;
+  std::lock_guard lock(slot->mutex);
+  if (Kernel* known = slot->kernel.load(std::memory_order_relaxed)) return *known;
+  auto made = std::make_unique<Kernel>(std::string(source) + ":" + entry, cubin(source, defines, capability(device)),
+                                       entry, device);
+  slot->kernel.store(made.get(), std::memory_order_release);
+  return *made.release();
+}
+
+}  // namespace weft::jit
