@@ -1,12 +1,26 @@
-// weft::rnn on CUDA.
+// weft::rnn on CUDA: the products over all steps by cuBLAS, the recurrence in one kernel.
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/cuda/Exceptions.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <optional>
 #include <tuple>
 #include <vector>
 
+#include "rnn/cuda/recurrence.h"
 #include "rnn/rnn.h"
+#include "rnn/rnn_cuda.h"
 #include "rnn/rnn_reference.h"
 #include "scan/scan_rnn.h"
 
@@ -16,6 +30,142 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// torch's effective precision of cuDNN's RNNs, whichever of its settings set it.
+bool takes_tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN) ==
+         at::Float32Precision::TF32;
+}
+
+std::optional<RecurrenceType> type_of(at::ScalarType type) {
+  if (type == at::kHalf) return RecurrenceType::kHalf;
+  if (type == at::kBFloat16) return RecurrenceType::kBFloat16;
+  if (type == at::kFloat) return takes_tf32() ? RecurrenceType::kTF32 : RecurrenceType::kFloat;
+  return std::nullopt;
+}
+
+// out (m, n) = left (m, k) right (k, n) [+ out], row-major matrices with any row stride, or transposed.
+struct Matrix {
+  const void* data;
+  int64_t stride;
+  bool transposed = false;
+};
+
+void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left, Matrix right, void* out,
+              int64_t out_stride, bool accumulate) {
+  if (m == 0 || n == 0 || (k == 0 && accumulate)) return;
+  const auto element = type == RecurrenceType::kHalf       ? CUDA_R_16F
+                       : type == RecurrenceType::kBFloat16 ? CUDA_R_16BF
+                                                           : CUDA_R_32F;
+  const auto compute = type == RecurrenceType::kTF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
+  // torch sets the mode again whenever it takes the handle.
+  TORCH_CUDABLAS_CHECK(cublasSetMathMode(handle, CUBLAS_DEFAULT_MATH));
+  const float one = 1, scale = accumulate ? 1 : 0;
+  // cuBLAS is column-major, in which a row-major matrix is its transpose.
+  TORCH_CUDABLAS_CHECK(cublasGemmEx_64(handle, right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
+                                       left.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, right.data, element,
+                                       right.stride, left.data, element, left.stride, &scale, out, element, out_stride,
+                                       compute, CUBLAS_GEMM_DEFAULT));
+}
+
+const void* pointer(const OptionalTensor& t) {
+  return t && t->defined() && t->numel() > 0 ? t->const_data_ptr() : nullptr;
+}
+void* mutable_pointer(const Tensor& t) {
+  return t.defined() && t.numel() > 0 ? t.mutable_data_ptr() : nullptr;
+}
+OptionalTensor contiguous(const OptionalTensor& t) {
+  return t ? OptionalTensor(t->contiguous()) : std::nullopt;
+}
+
+// Integers on the device. The pinned memory is torch's, so that the copy needs no synchronisation.
+Tensor to_device(const Tensor& host, at::Device device) {
+  return host.to(at::TensorOptions().device(device), /*non_blocking=*/true);
+}
+Tensor pinned(int64_t count, at::ScalarType type) {
+  return at::empty({count}, at::TensorOptions().dtype(type).pinned_memory(true));
+}
+
+// The rows of a packed batch on the device.
+struct PackedRows {
+  Tensor lengths, offsets;  // (B) int, (T) long
+};
+PackedRows packed_rows(const RnnSteps& steps, const RnnSizes& s, at::Device device) {
+  const Tensor lengths = pinned(s.B, at::kInt), offsets = pinned(s.T, at::kLong);
+  std::copy(steps.lengths.begin(), steps.lengths.end(), lengths.mutable_data_ptr<int>());
+  std::copy_n(steps.offsets.begin(), s.T, offsets.mutable_data_ptr<int64_t>());
+  return {to_device(lengths, device), to_device(offsets, device)};
+}
+
+RecurrenceProblem problem_of(Cell cell, RecurrenceType type, bool backward, const RnnSizes& s) {
+  return {cell, type, backward, static_cast<int>(s.H), s.D, s.B};
+}
+
+// The plan, or nothing where the reference has to run.
+const RecurrencePlan* plan_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
+  const auto type = type_of(args.input.scalar_type());
+  if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.T > std::numeric_limits<int>::max() || s.H > 16384) return nullptr;
+  const RecurrencePlan& plan = recurrence_plan(problem_of(args.cell, *type, backward, s));
+  return plan.geometry ? &plan : nullptr;
+}
+
+// The arguments that forward and backward share, and what keeps their memory alive.
+struct Launch {
+  RecurrenceArgs args{};
+  std::vector<Tensor> alive;
+
+  const void* keep(const OptionalTensor& t) {
+    if (!t || !t->defined()) return nullptr;
+    alive.push_back(t->contiguous());
+    return pointer(alive.back());
+  }
+
+  Launch(const RnnArgs& a, const RnnSizes& s) {
+    for (int d = 0; d < s.D; ++d) {
+      const RnnWeights w = rnn_weights(a, s, d);
+      args.w_hh[d] = keep(w.w_hh);
+      args.b_ih[d] = keep(w.b_ih);
+      args.b_hh[d] = keep(w.b_hh);
+    }
+    args.h0 = keep(a.h0);
+    args.c0 = keep(a.c0);
+    args.output_stride = s.D * s.H;
+    args.steps = s.T;
+    args.batch = s.B;
+    args.directions = s.D;
+  }
+
+  void set_packed(const PackedRows& rows) {
+    alive.push_back(rows.lengths);
+    alive.push_back(rows.offsets);
+    args.lengths = rows.lengths.const_data_ptr<int>();
+    args.offsets = rows.offsets.const_data_ptr<int64_t>();
+  }
+
+  // The tensor through which the blocks of a grid exchange: `result` itself where its rows are aligned to 16 bytes,
+  // else one with padded rows. Filled with ones bits.
+  void set_exchange(const Tensor& result, int64_t stride, int64_t direction, int values, bool gru_backward,
+                    const RnnSizes& s) {
+    const int per_chunk = 16 / int(result.element_size());
+    const int64_t padded = (s.H + per_chunk - 1) / per_chunk * per_chunk;
+    Tensor tensor = result;
+    args.exchange_stride = stride;
+    args.exchange_direction = direction;
+    for (int v = 0; v < values; ++v) args.exchange_value[v] = int((gru_backward && v == 2 ? 3 : v) * s.H);
+    args.publishes_result = padded == s.H && stride % per_chunk == 0;
+    if (!args.publishes_result) {
+      tensor = at::empty({s.D, s.R, values * padded}, result.options());
+      alive.push_back(tensor);
+      args.exchange_stride = values * padded;
+      args.exchange_direction = s.R * values * padded;
+      for (int v = 0; v < values; ++v) args.exchange_value[v] = int(v * padded);
+    }
+    args.exchange = tensor.mutable_data_ptr();
+    C10_CUDA_CHECK(
+        cudaMemsetAsync(args.exchange, 0xff, tensor.nbytes(), c10::cuda::getCurrentCUDAStream(tensor.get_device())));
+  }
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input, const OptionalTensor& h0,
                                                             const OptionalTensor& c0, at::TensorList weights,
                                                             const OptionalTensor& batch_sizes,
@@ -23,9 +173,55 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input,
                                                             bool keep_cells, bool save) {
   const char* op = "weft::rnn";
   const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
-  const RnnSizes sizes = check_rnn(op, args);
+  const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
-  return rnn_reference(args, sizes, keep_cells, save).tuple();
+  const RecurrencePlan* plan = plan_of(args, s, /*backward=*/false);
+  if (!plan) return rnn_reference(args, s, keep_cells, save).tuple();
+  const RecurrenceType type = *type_of(input.scalar_type());
+
+  const RnnResults r = allocate_rnn(args, s, keep_cells, save);
+  Launch launch(args, s);
+  const bool keeps_gates = r.gates.numel() > 0;
+  const int64_t columns = s.G * s.H, stride = keeps_gates ? 4 * s.H : columns;
+  const Tensor x = keeps_gates ? r.gates : at::empty({s.D, s.R, columns}, input.options());
+  const Tensor rows = input.contiguous();
+  for (int d = 0; d < s.D; ++d) {
+    const Tensor w_ih = rnn_weights(args, s, d).w_ih.contiguous();
+    launch.alive.push_back(w_ih);
+    char* const out = static_cast<char*>(x.mutable_data_ptr()) + d * s.R * stride * x.element_size();
+    multiply(type, s.R, columns, s.I, {rows.const_data_ptr(), s.I}, {w_ih.const_data_ptr(), s.I, true}, out, stride,
+             false);
+  }
+  RecurrenceArgs& a = launch.args;
+  a.x = x.mutable_data_ptr();
+  a.x_stride = stride;
+  a.x_direction = s.R * stride;
+  a.output = r.output.mutable_data_ptr();
+  a.cells = mutable_pointer(r.cells);
+  a.h_n = r.h_n.mutable_data_ptr();
+  a.c_n = mutable_pointer(r.c_n);
+  a.save = keeps_gates;
+  if (s.packed) launch.set_packed(packed_rows(rnn_steps(args, s), s, input.device()));
+  if (plan->geometry->tier == Tier::kGrid) launch.set_exchange(r.output, s.D * s.H, s.H, 1, false, s);
+  launch_recurrence(problem_of(args.cell, type, false, s), *plan, a, c10::cuda::getCurrentCUDAStream());
+  return r.tuple();
+}
+
+// The hidden state before each step, (R, H), of packed input.
+Tensor states_before(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, const Tensor& output,
+                     const Tensor& h0, int d) {
+  const Tensor index = pinned(s.R, at::kLong);
+  int64_t* const from = index.mutable_data_ptr<int64_t>();
+  for (int64_t t = 0; t < s.T; ++t) {
+    const int64_t running = steps.offsets[t + 1] - steps.offsets[t];
+    const int64_t before = d == 0 ? t - 1 : t + 1;
+    for (int64_t b = 0; b < running; ++b) {
+      const bool first = d == 0 ? t == 0 : t + 1 == steps.lengths[b];
+      from[steps.offsets[t] + b] = first ? s.R + b : steps.offsets[before] + b;
+    }
+  }
+  const Tensor states = at::cat({output.narrow(1, d * s.H, s.H), h0}, 0);
+  return at::index_select(states, 0, to_device(index, output.device()));
 }
 
 std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
@@ -37,10 +233,114 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
   const char* op = "weft::rnn_backward";
   const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
-  const RnnSizes sizes = check_rnn(op, args);
+  const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
-  check_rnn_saved(op, args, sizes, grads, output, cells, gates, output_mask);
-  return rnn_backward_reference(grads, args, sizes, output_mask);
+  check_rnn_saved(op, args, s, grads, output, cells, gates, output_mask);
+  const RecurrencePlan* plan = plan_of(args, s, /*backward=*/true);
+  if (!plan) return rnn_backward_reference(grads, args, s, output_mask);
+  // A backward called inside an autocast region must not round its sums to half types.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const RecurrenceType type = *type_of(input.scalar_type());
+  const auto options = input.options();
+  const int64_t bytes = input.element_size(), H = s.H;
+  const auto none = [&] { return at::empty({0}, options); };
+
+  std::vector<Tensor> result(output_mask.size());
+  if (output_mask[1] && h0) result[1] = at::empty({s.D, s.B, H}, options);
+  if (output_mask[2] && c0) result[2] = at::empty({s.D, s.B, H}, options);
+  Launch launch(args, s);
+  const int64_t blocks = chain_blocks(args.cell), stride = blocks * H;
+  const Tensor dgates = at::empty({s.D, s.R, stride}, options);
+  RecurrenceArgs& a = launch.args;
+  a.x = const_cast<void*>(launch.keep(gates));
+  a.x_stride = 4 * H;
+  a.x_direction = s.R * 4 * H;
+  const Tensor states = output.contiguous();
+  a.output = const_cast<void*>(states.const_data_ptr());
+  a.cells = const_cast<void*>(launch.keep(cells));
+  a.h_n = mutable_pointer(result[1]);
+  a.c_n = mutable_pointer(result[2]);
+  a.grad_output = launch.keep(grad_output);
+  a.grad_cells = launch.keep(grad_cells);
+  a.grad_h_n = launch.keep(grad_h_n);
+  a.grad_c_n = launch.keep(grad_c_n);
+  a.dgates = dgates.mutable_data_ptr();
+  a.dgates_stride = stride;
+  a.dgates_direction = s.R * stride;
+  std::optional<RnnSteps> steps;
+  if (s.packed) {
+    steps = rnn_steps(args, s);
+    launch.set_packed(packed_rows(*steps, s, input.device()));
+  }
+  if (plan->geometry->tier == Tier::kGrid) {
+    launch.set_exchange(dgates, stride, s.R * stride, s.G, args.cell == Cell::kGru, s);
+  }
+  launch_recurrence(problem_of(args.cell, type, true, s), *plan, a, c10::cuda::getCurrentCUDAStream());
+
+  const Tensor rows = input.contiguous();
+  const int64_t columns = s.G * H;
+  const bool gru = args.cell == Cell::kGru;
+  if (output_mask[0]) result[0] = at::empty(input.sizes(), options);
+  for (int d = 0; d < s.D; ++d) {
+    const RnnWeights w = rnn_weights(args, s, d);
+    const size_t first = rnn_first_weight(s, d);
+    const char* const dg = static_cast<const char*>(dgates.const_data_ptr()) + d * s.R * stride * bytes;
+    if (output_mask[0]) {
+      const Tensor w_ih = w.w_ih.contiguous();
+      multiply(type, s.R, s.I, columns, {dg, stride}, {w_ih.const_data_ptr(), s.I}, result[0].mutable_data_ptr(), s.I,
+               d > 0);
+    }
+    if (output_mask[first]) {
+      result[first] = at::empty({columns, s.I}, options);
+      multiply(type, columns, s.I, s.R, {dg, stride, true}, {rows.const_data_ptr(), s.I},
+               result[first].mutable_data_ptr(), s.I, false);
+    }
+    if (output_mask[first + 1]) {
+      Tensor& out = result[first + 1];
+      out = at::empty({columns, H}, options);
+      const char* const initial = h0 ? static_cast<const char*>(a.h0) + d * s.B * H * bytes : nullptr;
+      // Rows [row, row + count) of the gradient, from columns [column, column + count) of dgates.
+      const auto part = [&](int64_t row, int64_t column, int64_t count, const auto& term) {
+        char* const to = static_cast<char*>(out.mutable_data_ptr()) + row * H * bytes;
+        term(dg + column * bytes, count, to);
+      };
+      const auto all_parts = [&](const auto& term) {
+        part(0, 0, gru ? 2 * H : columns, term);
+        if (gru) part(2 * H, 3 * H, H, term);
+      };
+      if (s.packed) {
+        const Tensor zero = h0 ? Tensor() : at::zeros({s.B, H}, options);
+        const Tensor before = states_before(args, s, *steps, states, h0 ? h0->select(0, d) : zero, d);
+        all_parts([&](const char* left, int64_t count, char* to) {
+          multiply(type, count, H, s.R, {left, stride, true}, {before.const_data_ptr(), H}, to, H, false);
+        });
+      } else {
+        // The state before each step is h0 and then the output shifted by one: two products instead of a copy.
+        const int64_t later = (s.T - 1) * s.B;
+        const char* const y = static_cast<const char*>(states.const_data_ptr()) + d * H * bytes;
+        all_parts([&](const char* left, int64_t count, char* to) {
+          multiply(type, count, H, later, {left + (d == 0 ? s.B * stride * bytes : 0), stride, true},
+                   {y + (d == 0 ? 0 : s.B * s.D * H * bytes), s.D * H}, to, H, false);
+          if (initial) {
+            multiply(type, count, H, s.B, {left + (d == 0 ? 0 : later * stride * bytes), stride, true}, {initial, H},
+                     to, H, true);
+          }
+        });
+      }
+    }
+    if (s.bias && (output_mask[first + 2] || output_mask[first + 3])) {
+      const Tensor sums = dgates.select(0, d).sum(at::IntArrayRef{0}, false, at::kFloat);
+      if (output_mask[first + 2]) result[first + 2] = sums.narrow(0, 0, columns).to(options.dtype(), false, true);
+      if (output_mask[first + 3]) {
+        result[first + 3] = (gru ? at::cat({sums.narrow(0, 0, 2 * H), sums.narrow(0, 3 * H, H)}) : sums)
+                                .to(options.dtype(), false, true);
+      }
+    }
+  }
+  for (Tensor& t : result) {
+    if (!t.defined()) t = none();
+  }
+  return result;
 }
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
@@ -49,4 +349,38 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
 }
 
 }  // namespace
+
+RnnPlanReport rnn_plan_report(int device, std::string_view cell_name, std::string_view dtype, const RnnPlanSizes& z,
+                              bool trains) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  RnnPlanReport report;
+  const auto type = type_of(dtype == "float16"    ? at::kHalf
+                            : dtype == "bfloat16" ? at::kBFloat16
+                            : dtype == "float32"  ? at::kFloat
+                                                  : at::kDouble);
+  if (!type) {
+    report.why_not = "no kernel for " + std::string(dtype);
+    return report;
+  }
+  if (z.H > 16384) {
+    report.why_not = "its weights do not fit on the chip";
+    return report;
+  }
+  const Cell cell = parse_cell("weft::rnn", c10::string_view(cell_name.data(), cell_name.size()));
+  for (const bool backward : {false, true}) {
+    if (backward && !trains) break;
+    const RecurrencePlan& plan = recurrence_plan({cell, *type, backward, int(z.H), z.D, z.B});
+    if (!plan.geometry) {
+      report.why_not = plan.why_not;
+      return report;
+    }
+    const RecurrenceGeometry& g = *plan.geometry;
+    std::string& text = backward ? report.backward : report.forward;
+    text = std::string(tier_name(g.tier)) + ", " + std::to_string(g.groups * z.D) + " x " + std::to_string(g.group) +
+           " blocks of " + std::to_string(32 * g.warps) + " threads, " + std::to_string(g.columns) + " sequences each";
+    report.step_us += g.step_us;
+  }
+  return report;
+}
+
 }  // namespace weft

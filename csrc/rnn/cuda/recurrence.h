@@ -1,0 +1,90 @@
+// The recurrence kernel of one layer (recurrence.jit.cu) as the host sees it: arguments, geometry, launch.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "scan/cell.h"
+
+namespace weft {
+
+// How elements are stored and multiplied; the numbers are those of the kernel's TYPE.
+enum class RecurrenceType { kHalf = 0, kBFloat16 = 1, kTF32 = 2, kFloat = 3 };
+
+inline int element_bytes(RecurrenceType type) {
+  return type == RecurrenceType::kHalf || type == RecurrenceType::kBFloat16 ? 2 : 4;
+}
+
+// The kernel's Args, field by field; what each one is stands there.
+struct RecurrenceArgs {
+  const void* w_hh[2];
+  const void* b_ih[2];
+  const void* b_hh[2];
+  void* x;
+  int64_t x_stride, x_direction;
+  const void* h0;
+  const void* c0;
+  void* output;
+  void* cells;
+  int64_t output_stride;
+  void* h_n;
+  void* c_n;
+  const void* grad_output;
+  const void* grad_cells;
+  const void* grad_h_n;
+  const void* grad_c_n;
+  void* dgates;
+  int64_t dgates_stride, dgates_direction;
+  void* exchange;
+  int64_t exchange_stride, exchange_direction;
+  int exchange_value[4];
+  const int* lengths;
+  const int64_t* offsets;
+  int64_t steps, batch, first_sequence;
+  int directions;
+  int save;
+  int publishes_result;
+};
+
+// What the choice of a geometry depends on.
+struct RecurrenceProblem {
+  Cell cell;
+  RecurrenceType type;
+  bool backward;
+  int hidden, directions;
+  int64_t batch;
+  bool operator==(const RecurrenceProblem&) const = default;
+};
+
+enum class Tier { kSmall, kCluster, kGrid };
+const char* tier_name(Tier tier);
+
+// One way to lay a problem out on the device; the capitalised names are the kernel's macros.
+struct RecurrenceGeometry {
+  Tier tier;
+  int group, columns, units, warps, split, resident;  // GROUP, COLUMNS, UNITS, WARPS, SPLIT, RESIDENT
+  int shared_bytes;
+  int64_t groups;    // of one direction
+  int64_t at_once;   // groups of one direction that a launch may have; a grid's blocks must all be resident
+  double step_us;    // expected, of all sequences
+};
+
+// Geometries that fit on the current device, the fastest expected first. Empty where the weights do not fit on the chip.
+std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& problem);
+
+// The geometry that runs a problem on the current device: the first of the above whose kernel is resident as planned.
+// Compiles it at first use. Nothing, and why, where there is none.
+struct RecurrencePlan {
+  std::optional<RecurrenceGeometry> geometry;
+  std::string why_not;
+};
+const RecurrencePlan& recurrence_plan(const RecurrenceProblem& problem);
+
+// Runs all steps. With Tier::kGrid the exchanged tensor must have been filled with ones bits.
+void launch_recurrence(const RecurrenceProblem& problem, const RecurrencePlan& plan, RecurrenceArgs args,
+                       cudaStream_t stream);
+
+}  // namespace weft

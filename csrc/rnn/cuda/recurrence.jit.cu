@@ -1,0 +1,781 @@
+// The recurrence of one layer, both directions, in one launch: all T steps with the recurrent weights on the chip.
+// Compiled at run time for one size; the macros are documented at their use below and set by recurrence.cpp.
+//
+// Decomposition. A group of GROUP blocks runs COLUMNS sequences of one direction. Block p owns UNITS hidden units, i.e.
+// their rows of the recurrent weights, their gates and their state. A step is a product of the block's weight rows with
+// the vector that all blocks of the group share (forward: h[t-1], backward: the gate gradients of step t+1), then gate
+// arithmetic on the block's own units, then the exchange of the block's slice of the next vector.
+//
+//   forward   rows (gate, unit): G * UNITS, vector: H values of every sequence
+//   backward  rows (unit): UNITS, vector: G * H values of every sequence, weights transposed
+//
+// What lives where. Weights: fragments of mma.sync in registers (RESIDENT blocks of 64 bytes along the vector per warp),
+// the rest in shared memory in the same order. The vector: EXCHANGE 0: two buffers in the shared memory of each block,
+// filled by st.async from all blocks of a cluster (GROUP 1: by the block itself); EXCHANGE 1: rows of a tensor in global
+// memory (output or gate gradients), read through L2 by whoever needs them. State, bias, gate arithmetic: fp32
+// registers, one thread per (unit, sequence).
+//
+// Exchange through L2 without flags: the tensor is filled with all-ones words beforehand, a pattern that no arithmetic
+// result has (a NaN from arithmetic has another payload), and a reader repeats its load until none is left. Every step
+// has its own rows, so that nothing is overwritten and no barrier is needed.
+//
+// Exchange through distributed shared memory: two buffers suffice. A block sends step s+1 into the buffer of step s-1
+// only after it has received all of step s, and every block sends its part of s after it has read s-1.
+//
+// Order of the vector in a fragment: the reduction index may be permuted freely as long as weights and vector agree, so
+// a lane takes 16 contiguous bytes of a row, which serve two mma instructions, and no ldmatrix is needed.
+//
+// Cost per step: products 2 * rows * vector * columns / (mma rate), one read of the vector's buffer per WARPS / SPLIT
+// warps, SPLIT partial sums through shared memory, two block barriers, and one exchange (0.4 to 1 us in a cluster,
+// 0.7 to 2 us through L2, nothing where a block is alone).
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// CELL: 0 tanh, 1 relu, 2 gru, 3 lstm. TYPE: 0 fp16, 1 bf16, 2 fp32 with products in TF32, 3 fp32 with products of
+// fp32 accuracy (three TF32 products of halves of the mantissa).
+constexpr bool kBackward = BACKWARD;
+constexpr bool kGru = CELL == 2, kLstm = CELL == 3;
+constexpr int kGates = kGru ? 3 : kLstm ? 4 : 1;
+constexpr int kSaved = kGru || kLstm ? 4 : 0;        // values of a unit and step that the forward leaves
+constexpr int kRowsOfUnit = kBackward ? 1 : kGates;  // of a unit in the product
+constexpr int kValues = kBackward ? kGates : 1;      // of a unit in the vector
+constexpr bool kShared = EXCHANGE == 0;
+
+#if TYPE == 0 || TYPE == 1
+typedef unsigned short Element;
+#else
+typedef float Element;
+#endif
+constexpr int kBytes = sizeof(Element);
+constexpr int kPerChunk = 16 / kBytes;  // elements of a lane's 16 bytes
+
+__host__ __device__ constexpr int ceil_div(int a, int b) {
+  return (a + b - 1) / b;
+}
+
+constexpr int kThreads = 32 * WARPS;
+constexpr int kSplitRows = WARPS / SPLIT;  // warps along the rows; SPLIT warps along the vector
+constexpr int kPaddedHidden = ceil_div(HIDDEN, kPerChunk) * kPerChunk;
+constexpr int kSlice = UNITS * kValues;  // of a block in the vector
+constexpr int kVector = kShared ? GROUP * kSlice : kPaddedHidden * kValues;
+constexpr int kBlocks = ceil_div(ceil_div(kVector * kBytes, 64), SPLIT);  // 64 bytes along the vector, of a warp
+constexpr int kRowTiles = ceil_div(ceil_div(kRowsOfUnit * UNITS, 16), kSplitRows);  // 16 rows, of a warp
+constexpr int kRows = kRowTiles * kSplitRows * 16;
+constexpr int kColumnTiles = ceil_div(COLUMNS, 8);
+constexpr int kResident = RESIDENT < kBlocks ? RESIDENT : kBlocks;
+constexpr int kInShared = kBlocks - kResident;
+constexpr int kPairs = ceil_div(UNITS * COLUMNS, kThreads);  // (unit, sequence) of a thread
+// Independent sums, so that products do not wait for each other.
+constexpr int kSums = kRowTiles * kColumnTiles >= 4 ? 1 : 2;
+
+// Shared memory. A row of the vector is padded so that two rows lie in different banks, a row of partial sums likewise.
+constexpr int kVectorBytes = kBlocks * SPLIT * 64;
+constexpr int kPitch = kVectorBytes + (kVectorBytes % 128 == 0 ? 64 : 0);
+constexpr int kPartialPitch = kRows + 4;
+constexpr int kWeightsBytes = WARPS * kInShared * kRowTiles * 1024;
+constexpr int kBufferBytes = kShared ? COLUMNS * kPitch : 0;
+constexpr int kPartialsBytes = SPLIT * COLUMNS * kPartialPitch * 4;
+constexpr int kStageBytes = ceil_div(COLUMNS * kSlice * kBytes, 16) * 16;
+
+struct Args {
+  const Element* w_hh[2];  // of each direction, (G*H, H)
+  const Element* b_ih[2];  // (G*H) or null
+  const Element* b_hh[2];
+  // Forward: W_ih x on entry, gates on exit where `save`; (directions, rows, x_stride). Backward: gates.
+  Element* x;
+  i64 x_stride, x_direction;
+  const Element* h0;  // (directions, B, H) or null for zeros
+  const Element* c0;
+  Element* output;  // (rows, output_stride), direction d in columns [d * H, (d + 1) * H)
+  Element* cells;   // the same, or null
+  i64 output_stride;
+  // Forward: (directions, B, H), written. Backward: the gradients of the initial state, or null.
+  Element* h_n;
+  Element* c_n;
+  // Backward.
+  const Element* grad_output;  // (rows, directions * H) or null, as the following
+  const Element* grad_cells;
+  const Element* grad_h_n;  // (directions, B, H)
+  const Element* grad_c_n;
+  Element* dgates;  // (directions, rows, dgates_stride): rnn d(pre-activation); gru dr, dz, dn, dn r; lstm di, df, dg, do
+  i64 dgates_stride, dgates_direction;
+  // EXCHANGE 1: the vectors, (directions, rows, exchange_stride) with kPaddedHidden columns for each of kValues, of
+  // which value e is at exchange_value[e].
+  Element* exchange;
+  i64 exchange_stride, exchange_direction;
+  int exchange_value[4];
+  const int* lengths;  // of the sequences, descending; null where all are T
+  const i64* offsets;  // packed: row of sequence b at step t is offsets[t] + b; null: t * B + b
+  i64 steps, batch, first_sequence;
+  int directions;
+  int save;              // forward: leave the gates
+  int publishes_result;  // the exchanged tensor is output or dgates itself
+};
+
+#if TYPE == 0
+__device__ __forceinline__ float widen(Element x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+}
+__device__ __forceinline__ Element narrow(float x) {
+  Element y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+#elif TYPE == 1
+__device__ __forceinline__ float widen(Element x) {
+  return __uint_as_float(u32(x) << 16);
+}
+__device__ __forceinline__ Element narrow(float x) {
+  Element y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+  return y;
+}
+#else
+__device__ __forceinline__ float widen(Element x) {
+  return x;
+}
+__device__ __forceinline__ Element narrow(float x) {
+  return x;
+}
+#endif
+
+// Gate arithmetic: absolute error about 1e-7, and the tanh of a small number keeps its digits.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float sigmoid(float x) {
+  return reciprocal(1.0f + exp2_fast(-1.442695041f * x));
+}
+__device__ __forceinline__ float tanh_of(float x) {
+  const float s = x * x;
+  const float small = x + x * s * (-0.333333333f + s * (0.133333333f + s * (-0.053968254f + s * 0.021869489f)));
+  const float large = 1.0f - 2.0f * reciprocal(1.0f + exp2_fast(2.885390082f * x));
+  return s < 0.0625f ? small : large;  // NaN takes the second
+}
+
+// Shared memory, barriers, clusters.
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return u32(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+#if EXCHANGE == 0 && GROUP > 1
+__device__ __forceinline__ u32 block_of_cluster() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_init(u32 barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "WAIT:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@done bra DONE;\n\tbra WAIT;\n"
+      "DONE:\n\t}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ u32 remote_address(u32 address, u32 block) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+  return remote;
+}
+__device__ __forceinline__ void send(u32 address, uint4 v, u32 barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
+}
+#endif
+
+// Global memory that other blocks write while this kernel runs.
+__device__ __forceinline__ uint4 load_published(const Element* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void publish(Element* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ bool is_missing(uint4 v) {
+  return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
+}
+
+// One mma.sync on half of a chunk: 16 rows, 8 columns, 16 or 8 of the vector.
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
+#if TYPE == 0
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#elif TYPE == 1
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 round_tf32(u32 x) {
+  u32 y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
+  return y;
+}
+__device__ __forceinline__ u32 upper_part(u32 x) {
+  return x & 0xffffe000u;
+}
+// What the upper part leaves; of an infinity nothing, where the difference would be NaN.
+__device__ __forceinline__ u32 lower_part(u32 x) {
+  const u32 rest = __float_as_uint(__uint_as_float(x) - __uint_as_float(upper_part(x)));
+  return (x & 0x7fffffffu) == 0x7f800000u ? 0u : rest;
+}
+
+// The product of a row tile with 16 bytes per lane of the vector. `a` holds both halves.
+__device__ __forceinline__ void multiply_chunk(float (&sum)[kSums][4], const u32 (&a)[8], const uint4& b) {
+  const u32 words[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float(&s)[4] = sum[half % kSums];
+    const u32* left = a + 4 * half;
+    const u32 b0 = words[2 * half], b1 = words[2 * half + 1];
+#if TYPE == 3
+    u32 upper[4], lower[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      upper[i] = upper_part(left[i]);
+      lower[i] = lower_part(left[i]);
+    }
+    multiply_add(s, lower, upper_part(b0), upper_part(b1));
+    multiply_add(s, upper, lower_part(b0), lower_part(b1));
+    multiply_add(s, upper, upper_part(b0), upper_part(b1));
+#else
+    multiply_add(s, left, b0, b1);
+#endif
+  }
+}
+
+__device__ __forceinline__ uint4 rounded(uint4 v) {
+#if TYPE == 2
+  return {round_tf32(v.x), round_tf32(v.y), round_tf32(v.z), round_tf32(v.w)};
+#else
+  return v;
+#endif
+}
+
+// Unit and value at an index of the vector; a unit of HIDDEN or more is padding.
+struct Place {
+  int unit, value;
+};
+__device__ __forceinline__ Place place_of(int index) {
+  if (index >= kVector) return {HIDDEN, 0};
+  if (kShared) return {index / kSlice * UNITS + index % UNITS, index % kSlice / UNITS};
+  return {index % kPaddedHidden, index / kPaddedHidden};
+}
+
+__device__ __forceinline__ uint4 pack(const Element (&e)[kPerChunk]) {
+#if TYPE == 0 || TYPE == 1
+  return {u32(e[0]) | u32(e[1]) << 16, u32(e[2]) | u32(e[3]) << 16, u32(e[4]) | u32(e[5]) << 16,
+          u32(e[6]) | u32(e[7]) << 16};
+#else
+  return {__float_as_uint(e[0]), __float_as_uint(e[1]), __float_as_uint(e[2]), __float_as_uint(e[3])};
+#endif
+}
+
+// 16 bytes of a row of the block's weights.
+__device__ uint4 weights_chunk(const Element* w, int block, int row, int index) {
+  const int unit_out = block * UNITS + row % UNITS;
+  const bool inside = row < kRowsOfUnit * UNITS && unit_out < HIDDEN;
+  const Place first = place_of(index);
+  if (!inside || first.unit >= HIDDEN) return {0, 0, 0, 0};
+  if (!kBackward && HIDDEN % kPerChunk == 0 && (u64(w) & 15) == 0) {
+    return *reinterpret_cast<const uint4*>(w + i64(row / UNITS * HIDDEN + unit_out) * HIDDEN + first.unit);
+  }
+  Element e[kPerChunk];
+#pragma unroll
+  for (int i = 0; i < kPerChunk; ++i) {
+    const Place in = place_of(index + i);
+    const i64 at = kBackward ? i64(in.value * HIDDEN + in.unit) * HIDDEN + unit_out
+                             : i64(row / UNITS * HIDDEN + unit_out) * HIDDEN + in.unit;
+    e[i] = in.unit < HIDDEN ? w[at] : Element(0);
+  }
+  return pack(e);
+}
+
+// What a thread keeps of one of its (unit, sequence) pairs.
+struct Pair {
+  int unit, column;  // of the layer, of the group
+  int length;        // steps of the sequence, 0 where there is no such pair
+  i64 sequence;
+  float bias[kGates + (kGru ? 1 : 0)];
+  float carried;       // forward: h of a gru. Backward: the part of dh that does not come through the weights
+  float carried_cell;  // forward: c. Backward: dc
+  float cell;          // backward: c of the step at hand
+};
+
+// Loaded a step ahead.
+struct Ahead {
+  i64 row;
+  float x[kBackward ? (kSaved > 0 ? kSaved : 1) : kGates];  // backward: gates, of an rnn its output
+  float grad, grad_cell;                                    // of output and cells
+  float before;                                             // h (gru) or c (lstm) before the step
+};
+
+__device__ __forceinline__ float load(const Element* p, i64 at) {
+  return p ? widen(p[at]) : 0.0f;
+}
+
+// The row of a sequence at a step, counted from the sequence's own beginning in its own direction.
+__device__ __forceinline__ i64 row_of(const Args& args, int direction, i64 sequence, int length, i64 step) {
+  const i64 t = direction ? length - 1 - step : step;
+  return (args.offsets ? args.offsets[t] : t * args.batch) + sequence;
+}
+
+__device__ __forceinline__ int length_of(const Args& args, i64 sequence) {
+  return sequence >= args.batch ? 0 : args.lengths ? args.lengths[sequence] : int(args.steps);
+}
+
+__device__ __forceinline__ Ahead load_ahead(const Args& args, int direction, const Pair& pair, i64 step) {
+  Ahead a = {};
+  if (step < 0 || step >= pair.length) return a;
+  a.row = row_of(args, direction, pair.sequence, pair.length, step);
+  const Element* x = args.x + direction * args.x_direction + a.row * args.x_stride + pair.unit;
+  if constexpr (!kBackward) {
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) a.x[g] = widen(x[g * HIDDEN]);
+  } else {
+    const i64 at = a.row * args.output_stride + direction * HIDDEN + pair.unit;
+    a.grad = load(args.grad_output, at);
+    if constexpr (kSaved > 0) {
+#pragma unroll
+      for (int g = 0; g < kSaved; ++g) a.x[g] = widen(x[g * HIDDEN]);
+      const i64 initial = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
+      i64 before = 0;
+      if (step > 0) {
+        before = row_of(args, direction, pair.sequence, pair.length, step - 1) * args.output_stride +
+                 direction * HIDDEN + pair.unit;
+      }
+      if (kGru) a.before = step > 0 ? widen(args.output[before]) : load(args.h0, initial);
+      if (kLstm) {
+        a.before = step > 0 ? widen(args.cells[before]) : load(args.c0, initial);
+        a.grad_cell = load(args.grad_cells, at);
+      }
+    } else {
+      a.x[0] = widen(args.output[at]);
+    }
+  }
+  return a;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __grid_constant__ Args args) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const u32 weights = shared_address(memory), stage = weights + kWeightsBytes, buffers = stage + kStageBytes;
+  Element* const stage_pointer = reinterpret_cast<Element*>(memory + kWeightsBytes);
+  unsigned char* const buffers_pointer = memory + kWeightsBytes + kStageBytes;
+  float* const partials = reinterpret_cast<float*>(buffers_pointer + 2 * kBufferBytes);
+  const u32 barriers = shared_address(partials) + kPartialsBytes;
+  (void)barriers;
+
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int warp_row = warp / SPLIT, warp_part = warp % SPLIT;
+  const int block = blockIdx.x % GROUP, direction = blockIdx.x / GROUP % args.directions;
+  const i64 first_sequence = args.first_sequence + i64(blockIdx.x / GROUP / args.directions) * COLUMNS;
+  const i64 steps = length_of(args, first_sequence);  // of the longest sequence of the group
+
+  // Weights. A lane's chunk of row r and of row r + 8 are the eight words of two mma instructions.
+  u32 resident[kResident > 0 ? kResident : 1][kRowTiles][8];
+  const int first_row = warp_row * kRowTiles * 16 + lane / 4;
+  const int first_index = warp_part * kBlocks * 4 * kPerChunk + lane % 4 * kPerChunk;
+  const auto weights_of = [&](int b, int tile, u32(&words)[8]) {
+    const int index = first_index + b * 4 * kPerChunk;
+    const uint4 upper = rounded(weights_chunk(args.w_hh[direction], block, first_row + tile * 16, index));
+    const uint4 lower = rounded(weights_chunk(args.w_hh[direction], block, first_row + tile * 16 + 8, index));
+    words[0] = upper.x, words[1] = lower.x, words[2] = upper.y, words[3] = lower.y;
+    words[4] = upper.z, words[5] = lower.z, words[6] = upper.w, words[7] = lower.w;
+  };
+  const u32 own_weights = weights + warp * (kInShared * kRowTiles * 1024) + lane * 16;
+#pragma unroll
+  for (int b = 0; b < kResident; ++b) {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) weights_of(b, tile, resident[b][tile]);
+  }
+  for (int b = 0; b < kInShared; ++b) {
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      u32 w[8];
+      weights_of(kResident + b, tile, w);
+      const u32 to = own_weights + (b * kRowTiles + tile) * 1024;
+      store_shared(to, {w[0], w[1], w[2], w[3]});
+      store_shared(to + 512, {w[4], w[5], w[6], w[7]});
+    }
+  }
+
+  // State.
+  Pair pairs[kPairs];
+  Ahead ahead[kPairs];
+  const i64 start = kBackward ? steps - 1 : 0;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    Pair& pair = pairs[i];
+    const int index = thread + i * kThreads;
+    pair.column = index / UNITS;
+    pair.unit = block * UNITS + index % UNITS;
+    pair.sequence = first_sequence + pair.column;
+    pair.length = pair.column < COLUMNS && pair.unit < HIDDEN ? length_of(args, pair.sequence) : 0;
+    pair.carried = pair.carried_cell = pair.cell = 0.0f;
+    if (pair.length > 0) {
+      const i64 at = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
+      if constexpr (!kBackward) {
+        const Element *bi = args.b_ih[direction], *bh = args.b_hh[direction];
+#pragma unroll
+        for (int g = 0; g < kGates; ++g) {
+          pair.bias[g] = load(bi, g * HIDDEN + pair.unit);
+          if (!(kGru && g == 2)) pair.bias[g] += load(bh, g * HIDDEN + pair.unit);
+        }
+        if constexpr (kGru) pair.bias[3] = load(bh, 2 * HIDDEN + pair.unit);
+        if (kGru) pair.carried = load(args.h0, at);
+        if (kLstm) pair.carried_cell = load(args.c0, at);
+      } else {
+        pair.carried = load(args.grad_h_n, at);
+        if constexpr (kLstm) {
+          pair.carried_cell = load(args.grad_c_n, at);
+          pair.cell = widen(args.cells[row_of(args, direction, pair.sequence, pair.length, pair.length - 1) *
+                                           args.output_stride +
+                                       direction * HIDDEN + pair.unit]);
+        }
+      }
+    }
+    ahead[i] = load_ahead(args, direction, pair, start);
+  }
+
+  // The vector before the first step.
+  if constexpr (kShared) {
+    for (int i = thread * 16; i < 2 * kBufferBytes; i += kThreads * 16) store_shared(buffers + i, {0, 0, 0, 0});
+    if (!kBackward && args.h0) {
+      __syncthreads();
+      for (int i = thread; i < COLUMNS * GROUP * kSlice; i += kThreads) {
+        const int column = i / (GROUP * kSlice), index = i % (GROUP * kSlice), unit = place_of(index).unit;
+        if (unit < HIDDEN && first_sequence + column < args.batch) {
+          *reinterpret_cast<Element*>(buffers_pointer + column * kPitch + index * kBytes) =
+              args.h0[(direction * args.batch + first_sequence + column) * HIDDEN + unit];
+        }
+      }
+    }
+#if EXCHANGE == 0 && GROUP > 1
+    if (thread == 0) {
+      for (int i = 0; i < 2; ++i) {
+        barrier_init(barriers + 8 * i);
+        barrier_expect(barriers + 8 * i, GROUP * COLUMNS * kSlice * kBytes);
+      }
+    }
+    __syncthreads();
+    cluster_barrier();
+#endif
+  }
+  __syncthreads();
+
+#if EXCHANGE == 1
+  // Where this lane's chunks of the vector lie in a row of the exchanged tensor; -1 for padding.
+  int chunk_at[kBlocks];
+#pragma unroll
+  for (int b = 0; b < kBlocks; ++b) {
+    const Place place = place_of(first_index + b * 4 * kPerChunk);
+    chunk_at[b] = place.unit < kPaddedHidden && first_index + b * 4 * kPerChunk < kVector
+                      ? args.exchange_value[place.value] + place.unit
+                      : -1;
+  }
+#endif
+
+  const bool wants_initial = kBackward && (args.h_n || args.c_n);
+  const i64 iterations = kBackward ? steps + (wants_initial ? 1 : 0) : steps;
+  for (i64 k = 0; k < iterations; ++k) {
+    const i64 step = kBackward ? steps - 1 - k : k;
+
+    // The product, of the first step only where there is a state before it.
+    const bool multiplies = k > 0 || (!kBackward && args.h0);
+    if (multiplies) {
+      float sums[kRowTiles][kColumnTiles][kSums][4] = {};
+      const auto multiply_block = [&](int b, const uint4(&chunks)[kColumnTiles]) {
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+          u32 w[8];
+          if (b < kResident) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) w[i] = resident[b < kResident ? b : 0][tile][i];
+          } else {
+            const u32 from = own_weights + ((b - kResident) * kRowTiles + tile) * 1024;
+            const uint4 x = load_shared(from), y = load_shared(from + 512);
+            w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
+          }
+#pragma unroll
+          for (int c = 0; c < kColumnTiles; ++c) multiply_chunk(sums[tile][c], w, chunks[c]);
+        }
+      };
+#if EXCHANGE == 0
+      const u32 buffer = buffers + u32(k & 1) * kBufferBytes;
+#if GROUP > 1
+      if (k > 0) {
+        barrier_wait(barriers + u32(k & 1) * 8, u32((k - 1) >> 1) & 1);
+        if (thread == 0) barrier_expect(barriers + u32(k & 1) * 8, GROUP * COLUMNS * kSlice * kBytes);
+      }
+#endif
+      u32 from[kColumnTiles];
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c) {
+        // Columns beyond the last read it once more; nobody looks at their sums.
+        const int column = c * 8 + lane / 4 < COLUMNS ? c * 8 + lane / 4 : COLUMNS - 1;
+        from[c] = buffer + column * kPitch + warp_part * kBlocks * 64 + lane % 4 * 16;
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        uint4 chunks[kColumnTiles];
+#pragma unroll
+        for (int c = 0; c < kColumnTiles; ++c) chunks[c] = rounded(load_shared(from[c] + b * 64));
+        multiply_block(b, chunks);
+      }
+#else
+      const Element* from[kColumnTiles];
+      const i64 last = kBackward ? step + 1 : step - 1;
+#pragma unroll
+      for (int c = 0; c < kColumnTiles; ++c) {
+        const i64 sequence = first_sequence + c * 8 + lane / 4;
+        const int length = c * 8 + lane / 4 < COLUMNS ? length_of(args, sequence) : 0;
+        from[c] = nullptr;
+        if (k == 0) {
+          if (length > 0) from[c] = args.h0 + (direction * args.batch + sequence) * HIDDEN;
+        } else if (last < length) {
+          from[c] = args.exchange + direction * args.exchange_direction +
+                    row_of(args, direction, sequence, length, last) * args.exchange_stride;
+        }
+      }
+      const auto load_chunk = [&](int b, int c) -> uint4 {
+        if (!from[c] || chunk_at[b] < 0) return {0, 0, 0, 0};
+        if (k > 0) return load_published(from[c] + chunk_at[b]);
+        Element e[kPerChunk];
+#pragma unroll
+        for (int i = 0; i < kPerChunk; ++i) {
+          const int unit = place_of(first_index + b * 4 * kPerChunk + i).unit;
+          e[i] = unit < HIDDEN ? from[c][unit] : Element(0);
+        }
+        return pack(e);
+      };
+      constexpr int kAhead = kColumnTiles >= 8 ? 1 : 8 / kColumnTiles < kBlocks ? 8 / kColumnTiles : kBlocks;
+      uint4 coming[kAhead][kColumnTiles];
+#pragma unroll
+      for (int b = 0; b < kAhead; ++b) {
+#pragma unroll
+        for (int c = 0; c < kColumnTiles; ++c) coming[b][c] = load_chunk(b, c);
+      }
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        uint4 chunks[kColumnTiles];
+#pragma unroll
+        for (int c = 0; c < kColumnTiles; ++c) {
+          chunks[c] = coming[b % kAhead][c];
+          if (k > 0) {
+            while (__any_sync(~0u, is_missing(chunks[c]))) {
+              if (is_missing(chunks[c])) chunks[c] = load_chunk(b, c);
+            }
+          }
+          chunks[c] = rounded(chunks[c]);
+          if (b + kAhead < kBlocks) coming[b % kAhead][c] = load_chunk(b + kAhead, c);
+        }
+        multiply_block(b, chunks);
+      }
+#endif
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+        for (int c = 0; c < kColumnTiles; ++c) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int row = first_row + tile * 16 + i / 2 * 8, column = c * 8 + lane % 4 * 2 + i % 2;
+            float sum = sums[tile][c][0][i];
+            if constexpr (kSums == 2) sum += sums[tile][c][1][i];
+            if (column < COLUMNS) partials[(warp_part * COLUMNS + column) * kPartialPitch + row] = sum;
+          }
+        }
+      }
+      __syncthreads();
+    }
+
+    // Gates and state of the block's own units.
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      Pair& pair = pairs[i];
+      const Ahead now = ahead[i];
+      const int index = thread + i * kThreads, unit_of_block = index % UNITS;
+      if (index >= UNITS * COLUMNS) continue;
+      float product[kRowsOfUnit] = {};
+      if (multiplies) {
+#pragma unroll
+        for (int part = 0; part < SPLIT; ++part) {
+#pragma unroll
+          for (int r = 0; r < kRowsOfUnit; ++r) {
+            product[r] += partials[(part * COLUMNS + pair.column) * kPartialPitch + r * UNITS + unit_of_block];
+          }
+        }
+      }
+      const bool active = step >= 0 && step < pair.length;
+      Element next[kValues] = {};
+      if constexpr (!kBackward) {
+        if (active) {
+          Element* const gates =
+              args.save ? args.x + direction * args.x_direction + now.row * args.x_stride + pair.unit : nullptr;
+          float h;
+          if constexpr (kGru) {
+            const float r = sigmoid(now.x[0] + pair.bias[0] + product[0]);
+            const float z = sigmoid(now.x[1] + pair.bias[1] + product[1]);
+            const float m = pair.bias[3] + product[2];
+            const float n = tanh_of(now.x[2] + pair.bias[2] + r * m);
+            h = n + z * (pair.carried - n);
+            pair.carried = h;
+            if (gates) {
+              gates[0] = narrow(r), gates[HIDDEN] = narrow(z), gates[2 * HIDDEN] = narrow(n);
+              gates[3 * HIDDEN] = narrow(m);
+            }
+          } else if constexpr (kLstm) {
+            const float in = sigmoid(now.x[0] + pair.bias[0] + product[0]);
+            const float f = sigmoid(now.x[1] + pair.bias[1] + product[1]);
+            const float g = tanh_of(now.x[2] + pair.bias[2] + product[2]);
+            const float o = sigmoid(now.x[3] + pair.bias[3] + product[3]);
+            const float c = f * pair.carried_cell + in * g;
+            pair.carried_cell = c;
+            h = o * tanh_of(c);
+            if (gates) {
+              gates[0] = narrow(in), gates[HIDDEN] = narrow(f), gates[2 * HIDDEN] = narrow(g);
+              gates[3 * HIDDEN] = narrow(o);
+            }
+          } else {
+            const float pre = now.x[0] + pair.bias[0] + product[0];
+            h = CELL == 0 ? tanh_of(pre) : pre <= 0.0f ? 0.0f : pre;
+          }
+          next[0] = narrow(h);
+          const i64 at = now.row * args.output_stride + direction * HIDDEN + pair.unit;
+          if (kShared || !args.publishes_result) args.output[at] = next[0];
+          if (kLstm && args.cells) args.cells[at] = narrow(pair.carried_cell);
+          if (step == pair.length - 1) {
+            const i64 end = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
+            args.h_n[end] = next[0];
+            if (kLstm) args.c_n[end] = narrow(pair.carried_cell);
+          }
+        }
+      } else if (step < 0) {
+        if (pair.length > 0) {
+          const i64 at = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
+          if (args.h_n) args.h_n[at] = narrow(product[0] + pair.carried);
+          if (kLstm && args.c_n) args.c_n[at] = narrow(pair.carried_cell);
+        }
+      } else if (active) {
+        const float dh = product[0] + pair.carried + now.grad;
+        Element* const dgates =
+            args.dgates + direction * args.dgates_direction + now.row * args.dgates_stride + pair.unit;
+        const bool stores = kShared || !args.publishes_result;
+        if constexpr (kGru) {
+          const float r = now.x[0], z = now.x[1], n = now.x[2], m = now.x[3];
+          const float dn = dh * (1.0f - z) * (1.0f - n * n), dz = dh * (now.before - n) * z * (1.0f - z);
+          const float dr = dn * m * r * (1.0f - r);
+          pair.carried = dh * z;
+          next[0] = narrow(dr), next[1] = narrow(dz), next[2] = narrow(dn * r);
+          dgates[2 * HIDDEN] = narrow(dn);
+          if (stores) dgates[0] = next[0], dgates[HIDDEN] = next[1], dgates[3 * HIDDEN] = next[2];
+        } else if constexpr (kLstm) {
+          const float in = now.x[0], f = now.x[1], g = now.x[2], o = now.x[3];
+          const float squashed = tanh_of(pair.cell);
+          const float dc = pair.carried_cell + now.grad_cell + dh * o * (1.0f - squashed * squashed);
+          next[0] = narrow(dc * g * in * (1.0f - in)), next[1] = narrow(dc * now.before * f * (1.0f - f));
+          next[2] = narrow(dc * in * (1.0f - g * g)), next[3] = narrow(dh * squashed * o * (1.0f - o));
+          pair.carried = 0.0f;
+          pair.carried_cell = dc * f;
+          pair.cell = now.before;
+          if (stores) {
+#pragma unroll
+            for (int g4 = 0; g4 < 4; ++g4) dgates[g4 * HIDDEN] = next[g4];
+          }
+        } else {
+          const float y = now.x[0];
+          next[0] = narrow(CELL == 0 ? dh * (1.0f - y * y) : y <= 0.0f ? 0.0f : dh);
+          pair.carried = 0.0f;
+          if (stores) dgates[0] = next[0];
+        }
+      }
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) {
+        const int at = v * UNITS + unit_of_block;
+        if (kShared && GROUP == 1) {
+          *reinterpret_cast<Element*>(buffers_pointer + ((k + 1) & 1) * kBufferBytes + pair.column * kPitch +
+                                      at * kBytes) = next[v];
+        } else {
+          stage_pointer[pair.column * kSlice + at] = next[v];
+        }
+      }
+    }
+    __syncthreads();
+    const bool last_exchange = k + 1 >= iterations;
+    constexpr int kChunksOfSlice = kSlice / kPerChunk, kChunks = COLUMNS * kChunksOfSlice;
+#if EXCHANGE == 0 && GROUP > 1
+    if (!last_exchange) {
+      const u32 next_buffer = buffers + u32((k + 1) & 1) * kBufferBytes + block * (kSlice * kBytes);
+      const u32 next_barrier = barriers + u32((k + 1) & 1) * 8;
+#pragma unroll
+      for (int i = 0; i < ceil_div(kChunks * GROUP, kThreads); ++i) {
+        const int index = thread + i * kThreads, to = index / kChunks, chunk = index % kChunks;
+        if (index < kChunks * GROUP) {
+          const u32 at = next_buffer + chunk / kChunksOfSlice * kPitch + chunk % kChunksOfSlice * 16;
+          send(remote_address(at, to), load_shared(stage + chunk * 16), remote_address(next_barrier, to));
+        }
+      }
+    }
+#elif EXCHANGE == 1
+    if (!last_exchange || args.publishes_result) {
+      constexpr int kChunksOfValue = UNITS / kPerChunk;
+      for (int index = thread; index < kChunks; index += kThreads) {
+        const int column = index / kChunksOfSlice, value = index % kChunksOfSlice / kChunksOfValue;
+        const int unit = block * UNITS + index % kChunksOfValue * kPerChunk;
+        const int length = length_of(args, first_sequence + column);
+        if (unit < kPaddedHidden && step >= 0 && step < length) {
+          Element* const to = args.exchange + direction * args.exchange_direction +
+                              row_of(args, direction, first_sequence + column, length, step) * args.exchange_stride;
+          publish(to + args.exchange_value[value] + unit, load_shared(stage + index * 16));
+        }
+      }
+    }
+#endif
+    if (k + 1 < iterations) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) ahead[i] = load_ahead(args, direction, pairs[i], kBackward ? step - 1 : step + 1);
+    }
+  }
+#if EXCHANGE == 0 && GROUP > 1
+  cluster_barrier();
+#endif
+}

@@ -1,0 +1,243 @@
+// Geometries of the recurrence kernel: which fit, what a step of each is expected to cost, and the launch.
+//
+// WEFT_RNN_GEOMETRY="tier:group:columns:warps:split" restricts the choice, for tests and measurements: tier is small,
+// cluster or grid; a missing or empty field is free. It is read at every call.
+#include "rnn/cuda/recurrence.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <mutex>
+#include <sstream>
+#include <unordered_map>
+
+#include "common/device.h"
+#include "jit/jit.h"
+
+namespace weft {
+namespace {
+
+constexpr const char* kSource = "rnn/cuda/recurrence.jit.cu";
+
+int ceil_div(int64_t a, int64_t b) {
+  return int((a + b - 1) / b);
+}
+
+// The kernel's constants, as it computes them.
+struct Layout {
+  int per_chunk, rows_of_unit, values, vector, blocks, row_tiles, rows, column_tiles, pairs, sums;
+  bool shared;
+
+  Layout(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
+    const int bytes = element_bytes(p.type), gates = gate_blocks(p.cell);
+    shared = g.tier != Tier::kGrid;
+    per_chunk = 16 / bytes;
+    rows_of_unit = p.backward ? 1 : gates;
+    values = p.backward ? gates : 1;
+    vector = shared ? g.group * g.units * values : ceil_div(p.hidden, per_chunk) * per_chunk * values;
+    blocks = ceil_div(ceil_div(int64_t(vector) * bytes, 64), g.split);
+    row_tiles = ceil_div(ceil_div(rows_of_unit * g.units, 16), g.warps / g.split);
+    rows = row_tiles * (g.warps / g.split) * 16;
+    column_tiles = ceil_div(g.columns, 8);
+    pairs = ceil_div(int64_t(g.units) * g.columns, 32 * g.warps);
+    sums = row_tiles * column_tiles >= 4 ? 1 : 2;
+  }
+
+  // Registers of a thread besides resident weights: estimated, with room for the compiler.
+  int other_registers(const RecurrenceProblem& p) const {
+    int count = 64 + row_tiles * column_tiles * sums * 4 + pairs * (p.backward ? 22 : 18);
+    if (!shared) count += 32 + blocks + 4 * column_tiles;
+    if (p.type == RecurrenceType::kFloat) count += 16;
+    return count;
+  }
+
+  int shared_bytes(const RecurrenceProblem& p, const RecurrenceGeometry& g) const {
+    const int bytes = element_bytes(p.type);
+    const int weights = g.warps * std::max(0, blocks - g.resident) * row_tiles * 1024;
+    const int stage = ceil_div(g.columns * g.units * values * bytes, 16) * 16;
+    const int vector_bytes = blocks * g.split * 64, pitch = vector_bytes + (vector_bytes % 128 == 0 ? 64 : 0);
+    const int buffers = shared ? 2 * g.columns * pitch : 0;
+    return weights + stage + buffers + g.split * g.columns * (rows + 4) * 4 + 16;
+  }
+};
+
+// Microseconds of a step, all sequences. Clock cycles at 1.755 GHz; the exchange as measured on an H200.
+double step_cost(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& l, int sm_count) {
+  const int bytes = element_bytes(p.type);
+  const int products = l.blocks * 2 * l.row_tiles * l.column_tiles * (p.type == RecurrenceType::kFloat ? 3 : 1);
+  double cycles = 500 + 60 * (l.pairs - 1);
+  cycles += double(ceil_div(g.warps, 4)) * products * (p.type == RecurrenceType::kFloat ? 12 : 8);
+  cycles += double(g.warps) * std::max(0, l.blocks - g.resident) * l.row_tiles * 1024 / 128;
+  const double read = double(g.warps) * l.blocks * 64 * std::min(g.columns, 8 * l.column_tiles);
+  if (l.shared) cycles += read / 128;
+  cycles += 2.0 * g.split * l.rows * g.columns * 4 / 128;
+  double us = cycles / 1755;
+  const double kilobytes = double(l.vector) * g.columns * bytes / 1024;
+  if (g.tier == Tier::kCluster) us += 0.30 + 0.034 * kilobytes;
+  if (g.tier == Tier::kGrid) us += 0.70 + 0.035 * kilobytes * (g.warps / g.split);
+  return us * ceil_div(g.groups, std::max<int64_t>(1, g.at_once));
+}
+
+struct Restriction {
+  std::string tier;
+  int numbers[4] = {0, 0, 0, 0};  // group, columns, warps, split; 0 for any
+};
+
+std::string restriction_text() {
+  const char* text = std::getenv("WEFT_RNN_GEOMETRY");
+  return text == nullptr ? "" : text;
+}
+
+Restriction restriction() {
+  Restriction r;
+  std::stringstream fields(restriction_text());
+  std::getline(fields, r.tier, ':');
+  std::string field;
+  for (int i = 0; i < 4 && std::getline(fields, field, ':'); ++i) r.numbers[i] = std::atoi(field.c_str());
+  return r;
+}
+
+jit::Defines defines(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
+  const auto define = [](const char* name, int value) { return std::string(name) + "=" + std::to_string(value); };
+  return {define("CELL", int(p.cell)),        define("TYPE", int(p.type)),
+          define("BACKWARD", p.backward),     define("HIDDEN", p.hidden),
+          define("GROUP", g.group),           define("COLUMNS", g.columns),
+          define("UNITS", g.units),           define("WARPS", g.warps),
+          define("SPLIT", g.split),           define("RESIDENT", g.resident),
+          define("EXCHANGE", g.tier == Tier::kGrid)};
+}
+
+jit::Kernel& kernel_of(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
+  return jit::kernel(kSource, defines(p, g), "recurrence");
+}
+
+// Plans are asked for at every call and live as long as the process.
+struct Planned {
+  RecurrencePlan plan;
+  jit::Kernel* kernel = nullptr;
+};
+
+Planned make_plan(const RecurrenceProblem& p) {
+  if (const auto reason = jit::why_unavailable(device_limits().compute_capability)) return {{std::nullopt, *reason}};
+  std::string why = "its weights do not fit on the chip";
+  for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
+    jit::Kernel& kernel = kernel_of(p, g);
+    const dim3 threads(32 * g.warps);
+    const int resident = g.tier == Tier::kCluster
+                             ? kernel.max_active_clusters(threads, g.shared_bytes, g.group)
+                             : kernel.max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
+    const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * p.directions : 1;
+    if (resident >= needed) return {{g, {}}, &kernel};
+    why = "the device cannot hold its blocks at the same time";
+  }
+  return {{std::nullopt, why}};
+}
+
+struct Key {
+  int device;
+  RecurrenceProblem problem;
+  std::string restriction;
+  bool operator==(const Key&) const = default;
+};
+struct KeyHash {
+  size_t operator()(const Key& k) const {
+    size_t hash = std::hash<std::string>()(k.restriction);
+    for (const int64_t part : {int64_t(k.device), int64_t(k.problem.cell), int64_t(k.problem.type),
+                               int64_t(k.problem.backward), int64_t(k.problem.hidden), int64_t(k.problem.directions),
+                               k.problem.batch}) {
+      hash = hash * 1000003 + std::hash<int64_t>()(part);
+    }
+    return hash;
+  }
+};
+
+const Planned& planned(const RecurrenceProblem& p) {
+  static std::mutex mutex;
+  static std::unordered_map<Key, Planned, KeyHash> plans;
+  Key key{0, p, restriction_text()};
+  cuda_check(cudaGetDevice(&key.device), "cudaGetDevice");
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = plans.find(key); found != plans.end()) return found->second;
+  }
+  Planned plan = make_plan(p);  // may compile: others need not wait
+  const std::lock_guard lock(mutex);
+  return plans.try_emplace(key, std::move(plan)).first->second;
+}
+
+}  // namespace
+
+const char* tier_name(Tier tier) {
+  return tier == Tier::kSmall ? "small" : tier == Tier::kCluster ? "cluster" : "grid";
+}
+
+std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p) {
+  const DeviceLimits& device = device_limits();
+  const Restriction only = restriction();
+  const int per_chunk = 16 / element_bytes(p.type);
+  std::vector<RecurrenceGeometry> found;
+  const auto consider = [&](Tier tier, int group, int columns, int warps, int split) {
+    if (!only.tier.empty() && only.tier != tier_name(tier)) return;
+    const int numbers[] = {group, columns, warps, split};
+    for (int i = 0; i < 4; ++i) {
+      if (only.numbers[i] != 0 && only.numbers[i] != numbers[i]) return;
+    }
+    RecurrenceGeometry g{tier, group, columns, 0, warps, split, 0, 0, ceil_div(p.batch, columns), 0, 0};
+    g.units = ceil_div(ceil_div(p.hidden, group), per_chunk) * per_chunk;
+    // Clusters lie within a processing cluster of the device, whose size they do not divide: an H200 with 132
+    // multiprocessors holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16 blocks.
+    const int usable = tier != Tier::kCluster || group == 2 ? device.sm_count
+                       : group < 16                         ? device.sm_count * 10 / 11
+                                                            : device.sm_count * 8 / 9;
+    g.at_once = std::max(1, usable / group / p.directions);
+    if (tier == Tier::kGrid && group * p.directions > device.sm_count) return;
+    // A block without units would only wait for the others.
+    if (group > 1 && g.units * (group - 1) >= p.hidden) return;
+    const Layout layout(p, g);
+    if (layout.pairs > 8 || layout.row_tiles * layout.column_tiles > 16) return;
+    const int room = std::min(248, 65536 / (32 * warps)) - layout.other_registers(p);
+    if (room < 0) return;
+    g.resident = std::min(layout.blocks, room / (layout.row_tiles * 8));
+    g.shared_bytes = layout.shared_bytes(p, g);
+    if (g.shared_bytes > device.max_shared_per_block) return;
+    g.step_us = step_cost(p, g, layout, device.sm_count);
+    found.push_back(g);
+  };
+  for (const int columns : {1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64}) {
+    // More columns than sequences waste exchange, except that few sizes mean few compilations.
+    if (columns >= 2 * p.batch && columns > 1) break;
+    for (const int warps : {4, 8, 16}) {
+      for (int split = 1; split <= warps; split *= 2) {
+        consider(Tier::kSmall, 1, columns, warps, split);
+        if (device.compute_capability >= 90) {
+          for (const int group : {2, 4, 8, 16}) consider(Tier::kCluster, group, columns, warps, split);
+        }
+        if (split == warps) {
+          for (const int group : {16, 32, 64, 128}) consider(Tier::kGrid, group, columns, warps, split);
+        }
+      }
+    }
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step_us < b.step_us; });
+  return found;
+}
+
+const RecurrencePlan& recurrence_plan(const RecurrenceProblem& problem) {
+  return planned(problem).plan;
+}
+
+void launch_recurrence(const RecurrenceProblem& problem, const RecurrencePlan& plan, RecurrenceArgs args,
+                       cudaStream_t stream) {
+  const RecurrenceGeometry& g = *plan.geometry;
+  jit::Kernel& kernel = *planned(problem).kernel;
+  const bool grid = g.tier == Tier::kGrid;
+  void* arguments[] = {&args};
+  const int64_t slice = grid ? g.at_once : g.groups;  // clusters and single blocks need not be resident together
+  for (int64_t first = 0; first < g.groups; first += slice) {
+    args.first_sequence = first * g.columns;
+    const int64_t blocks = g.group * std::min(slice, g.groups - first) * problem.directions;
+    kernel.launch(dim3(unsigned(blocks)), dim3(32 * g.warps), g.shared_bytes, g.tier == Tier::kCluster ? g.group : 1,
+                  grid, stream, arguments);
+  }
+}
+
+}  // namespace weft
