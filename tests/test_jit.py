@@ -20,10 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROBE = "jit/probe.jit.cu"
 ARCH = 90
 
-if not _ops.WITH_CUDA:
-    pytest.skip("built for the CPU alone", allow_module_level=True)
-
-needs_nvrtc = pytest.mark.skipif(_C.jit_why_unavailable() is not None, reason=str(_C.jit_why_unavailable()))
+pytestmark = pytest.mark.skipif(not _ops.WITH_CUDA, reason="built for the CPU alone")
+OBSTACLE = _C.jit_why_unavailable() if _ops.WITH_CUDA else None
+needs_nvrtc = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 # What a process has compiled once it keeps: every test takes constants of its own.
 _factors = itertools.count(1000 * os.getpid())

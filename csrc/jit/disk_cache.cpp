@@ -53,11 +53,13 @@ std::filesystem::path cache_root() {
   if (const char* chosen = std::getenv("WEFT_CACHE_DIR"); chosen != nullptr && *chosen != '\0') return chosen;
   const char* home = std::getenv("HOME");
   if (home == nullptr || *home == '\0') {
-    const passwd* user = ::getpwuid(::getuid());
-    home = user == nullptr ? nullptr : user->pw_dir;
+    static const std::string account = [] {  // once, because getpwuid is not for several threads
+      const passwd* user = ::getpwuid(::getuid());
+      return std::string(user == nullptr || user->pw_dir == nullptr ? "" : user->pw_dir);
+    }();
+    home = account.c_str();
   }
-  if (home == nullptr || *home == '\0') return {};
-  return std::filesystem::path(home) / ".cache" / "weft";
+  return *home == '\0' ? std::filesystem::path() : std::filesystem::path(home) / ".cache" / "weft";
 }
 
 std::optional<std::vector<char>> read_entry(const std::filesystem::path& path) {
