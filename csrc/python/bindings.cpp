@@ -7,6 +7,7 @@
 #include "jit/digest.h"
 #include "jit/jit.h"
 #include "jit/sources.h"
+#include "rnn/rnn_cuda.h"
 
 namespace py = pybind11;
 
@@ -92,6 +93,28 @@ void bind_jit(py::module_& m) {
       py::arg("defines"), py::arg("entry"), py::arg("block"), py::arg("shared_bytes"), py::arg("cluster_size"));
 }
 
+void bind_rnn(py::module_& m) {
+  m.def(
+      "rnn_plan",
+      [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
+         bool trains) {
+        weft::RnnPlanReport report;
+        {
+          py::gil_scoped_release release;
+          report = weft::rnn_plan_report(device, cell, dtype, {batch, hidden, directions}, trains);
+        }
+        py::dict facts;
+        facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);
+        facts["forward"] = report.forward;
+        facts["backward"] = report.backward;
+        facts["step_us"] = report.step_us;
+        return facts;
+      },
+      "How weft::rnn runs on a GPU, or why it does not, and the expected microseconds of a step.", py::arg("device"),
+      py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
+      py::arg("trains"));
+}
+
 }  // namespace
 #endif
 
@@ -100,6 +123,7 @@ PYBIND11_MODULE(_C, m) {
 #ifdef WEFT_WITH_CUDA
   m.attr("with_cuda") = true;
   bind_jit(m);
+  bind_rnn(m);
 #else
   m.attr("with_cuda") = false;
 #endif
