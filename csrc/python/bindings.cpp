@@ -97,11 +97,11 @@ void bind_rnn(py::module_& m) {
   m.def(
       "rnn_plan",
       [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
-         bool trains) {
+         bool packed, bool trains) {
         weft::RnnPlanReport report;
         {
           py::gil_scoped_release release;
-          report = weft::rnn_plan_report(device, cell, dtype, {batch, hidden, directions}, trains);
+          report = weft::rnn_plan_report(device, cell, dtype, {batch, hidden, directions, packed}, trains);
         }
         py::dict facts;
         facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);
@@ -112,7 +112,20 @@ void bind_rnn(py::module_& m) {
       },
       "How weft::rnn runs on a GPU, or why it does not, and the expected microseconds of a step.", py::arg("device"),
       py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
-      py::arg("trains"));
+      py::arg("packed"), py::arg("trains"));
+  m.def(
+      "rnn_geometries",
+      [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
+         bool packed, bool backward) {
+        py::list list;
+        for (const auto& g : weft::rnn_geometries(device, cell, dtype, {batch, hidden, directions, packed}, backward)) {
+          list.append(py::make_tuple(g.text, g.defines, g.step_us));
+        }
+        return list;
+      },
+      "(text for WEFT_RNN_GEOMETRY, macros, expected microseconds of a step) of each geometry that fits.",
+      py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
+      py::arg("packed"), py::arg("backward"));
 }
 
 }  // namespace

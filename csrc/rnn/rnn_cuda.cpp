@@ -30,6 +30,9 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Far above what fits on any chip; strides in elements fit in an int.
+constexpr int64_t kMaxHidden = 16384;
+
 // torch's effective precision of cuDNN's RNNs, whichever of its settings set it.
 bool takes_tf32() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN) ==
@@ -98,13 +101,15 @@ PackedRows packed_rows(const RnnSteps& steps, const RnnSizes& s, at::Device devi
 }
 
 RecurrenceProblem problem_of(Cell cell, RecurrenceType type, bool backward, const RnnSizes& s) {
-  return {cell, type, backward, static_cast<int>(s.H), s.D, s.B};
+  return {cell, type, backward, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)};
 }
 
 // The plan, or nothing where the reference has to run.
 const RecurrencePlan* plan_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
   const auto type = type_of(args.input.scalar_type());
-  if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.T > std::numeric_limits<int>::max() || s.H > 16384) return nullptr;
+  if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.H > kMaxHidden) return nullptr;
+  constexpr int64_t kMax = std::numeric_limits<int>::max() / 4;  // of steps, of sequences in both directions
+  if (s.T > kMax || s.B > kMax) return nullptr;
   const RecurrencePlan& plan = recurrence_plan(problem_of(args.cell, *type, backward, s));
   return plan.geometry ? &plan : nullptr;
 }
@@ -129,9 +134,9 @@ struct Launch {
     }
     args.h0 = keep(a.h0);
     args.c0 = keep(a.c0);
-    args.output_stride = s.D * s.H;
-    args.steps = s.T;
-    args.batch = s.B;
+    args.output_stride = static_cast<int>(s.D * s.H);
+    args.steps = static_cast<int>(s.T);
+    args.batch = static_cast<int>(s.B);
     args.directions = s.D;
   }
 
@@ -149,14 +154,14 @@ struct Launch {
     const int per_chunk = 16 / int(result.element_size());
     const int64_t padded = (s.H + per_chunk - 1) / per_chunk * per_chunk;
     Tensor tensor = result;
-    args.exchange_stride = stride;
+    args.exchange_stride = static_cast<int>(stride);
     args.exchange_direction = direction;
     for (int v = 0; v < values; ++v) args.exchange_value[v] = int((gru_backward && v == 2 ? 3 : v) * s.H);
     args.publishes_result = padded == s.H && stride % per_chunk == 0;
     if (!args.publishes_result) {
       tensor = at::empty({s.D, s.R, values * padded}, result.options());
       alive.push_back(tensor);
-      args.exchange_stride = values * padded;
+      args.exchange_stride = static_cast<int>(values * padded);
       args.exchange_direction = s.R * values * padded;
       for (int v = 0; v < values; ++v) args.exchange_value[v] = int(v * padded);
     }
@@ -194,7 +199,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input,
   }
   RecurrenceArgs& a = launch.args;
   a.x = x.mutable_data_ptr();
-  a.x_stride = stride;
+  a.x_stride = static_cast<int>(stride);
   a.x_direction = s.R * stride;
   a.output = r.output.mutable_data_ptr();
   a.cells = mutable_pointer(r.cells);
@@ -253,7 +258,7 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
   const Tensor dgates = at::empty({s.D, s.R, stride}, options);
   RecurrenceArgs& a = launch.args;
   a.x = const_cast<void*>(launch.keep(gates));
-  a.x_stride = 4 * H;
+  a.x_stride = static_cast<int>(4 * H);
   a.x_direction = s.R * 4 * H;
   const Tensor states = output.contiguous();
   a.output = const_cast<void*>(states.const_data_ptr());
@@ -265,7 +270,7 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
   a.grad_h_n = launch.keep(grad_h_n);
   a.grad_c_n = launch.keep(grad_c_n);
   a.dgates = dgates.mutable_data_ptr();
-  a.dgates_stride = stride;
+  a.dgates_stride = static_cast<int>(stride);
   a.dgates_direction = s.R * stride;
   std::optional<RnnSteps> steps;
   if (s.packed) {
@@ -350,26 +355,51 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
 
 }  // namespace
 
+namespace {
+
+std::optional<RecurrenceType> type_of(std::string_view dtype) {
+  return type_of(dtype == "float16"    ? at::kHalf
+                 : dtype == "bfloat16" ? at::kBFloat16
+                 : dtype == "float32"  ? at::kFloat
+                                       : at::kDouble);
+}
+
+Cell cell_of(std::string_view name) {
+  return parse_cell("weft::rnn", c10::string_view(name.data(), name.size()));
+}
+
+}  // namespace
+
+std::vector<RnnGeometry> rnn_geometries(int device, std::string_view cell, std::string_view dtype,
+                                        const RnnPlanSizes& z, bool backward) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  std::vector<RnnGeometry> result;
+  const auto type = type_of(dtype);
+  if (!type || z.H > kMaxHidden) return result;
+  const RecurrenceProblem problem{cell_of(cell), *type, backward, z.packed, int(z.H), z.D, int(z.B)};
+  for (const RecurrenceGeometry& g : recurrence_geometries(problem)) {
+    result.push_back({geometry_text(g), geometry_defines(problem, g), g.step_us});
+  }
+  return result;
+}
+
 RnnPlanReport rnn_plan_report(int device, std::string_view cell_name, std::string_view dtype, const RnnPlanSizes& z,
                               bool trains) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   RnnPlanReport report;
-  const auto type = type_of(dtype == "float16"    ? at::kHalf
-                            : dtype == "bfloat16" ? at::kBFloat16
-                            : dtype == "float32"  ? at::kFloat
-                                                  : at::kDouble);
+  const auto type = type_of(dtype);
   if (!type) {
     report.why_not = "no kernel for " + std::string(dtype);
     return report;
   }
-  if (z.H > 16384) {
+  if (z.H > kMaxHidden) {
     report.why_not = "its weights do not fit on the chip";
     return report;
   }
-  const Cell cell = parse_cell("weft::rnn", c10::string_view(cell_name.data(), cell_name.size()));
+  const Cell cell = cell_of(cell_name);
   for (const bool backward : {false, true}) {
     if (backward && !trains) break;
-    const RecurrencePlan& plan = recurrence_plan({cell, *type, backward, int(z.H), z.D, z.B});
+    const RecurrencePlan& plan = recurrence_plan({cell, *type, backward, z.packed, int(z.H), z.D, int(z.B)});
     if (!plan.geometry) {
       report.why_not = plan.why_not;
       return report;

@@ -24,12 +24,13 @@ struct RecurrenceArgs {
   const void* b_ih[2];
   const void* b_hh[2];
   void* x;
-  int64_t x_stride, x_direction;
+  int x_stride;
+  int64_t x_direction;
   const void* h0;
   const void* c0;
   void* output;
   void* cells;
-  int64_t output_stride;
+  int output_stride;
   void* h_n;
   void* c_n;
   const void* grad_output;
@@ -37,14 +38,15 @@ struct RecurrenceArgs {
   const void* grad_h_n;
   const void* grad_c_n;
   void* dgates;
-  int64_t dgates_stride, dgates_direction;
+  int dgates_stride;
+  int64_t dgates_direction;
   void* exchange;
-  int64_t exchange_stride, exchange_direction;
+  int exchange_stride;
+  int64_t exchange_direction;
   int exchange_value[4];
   const int* lengths;
   const int64_t* offsets;
-  int64_t steps, batch, first_sequence;
-  int directions;
+  int steps, batch, first_sequence, directions;
   int save;
   int publishes_result;
 };
@@ -53,9 +55,8 @@ struct RecurrenceArgs {
 struct RecurrenceProblem {
   Cell cell;
   RecurrenceType type;
-  bool backward;
-  int hidden, directions;
-  int64_t batch;
+  bool backward, packed;
+  int hidden, directions, batch;
   bool operator==(const RecurrenceProblem&) const = default;
 };
 
@@ -74,6 +75,10 @@ struct RecurrenceGeometry {
 
 // Geometries that fit on the current device, the fastest expected first. Empty where the weights do not fit on the chip.
 std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& problem);
+
+// What recurrence_plan's restriction to one geometry looks like, and what compiles its kernel.
+std::string geometry_text(const RecurrenceGeometry& geometry);
+std::vector<std::string> geometry_defines(const RecurrenceProblem& problem, const RecurrenceGeometry& geometry);
 
 // The geometry that runs a problem on the current device: the first of the above whose kernel is resident as planned.
 // Compiles it at first use. Nothing, and why, where there is none.

@@ -85,12 +85,13 @@ struct Args {
   const Element* b_hh[2];
   // Forward: W_ih x on entry, gates on exit where `save`; (directions, rows, x_stride). Backward: gates.
   Element* x;
-  i64 x_stride, x_direction;
+  int x_stride;
+  i64 x_direction;
   const Element* h0;  // (directions, B, H) or null for zeros
   const Element* c0;
   Element* output;  // (rows, output_stride), direction d in columns [d * H, (d + 1) * H)
   Element* cells;   // the same, or null
-  i64 output_stride;
+  int output_stride;
   // Forward: (directions, B, H), written. Backward: the gradients of the initial state, or null.
   Element* h_n;
   Element* c_n;
@@ -100,16 +101,17 @@ struct Args {
   const Element* grad_h_n;  // (directions, B, H)
   const Element* grad_c_n;
   Element* dgates;  // (directions, rows, dgates_stride): rnn d(pre-activation); gru dr, dz, dn, dn r; lstm di, df, dg, do
-  i64 dgates_stride, dgates_direction;
+  int dgates_stride;
+  i64 dgates_direction;
   // EXCHANGE 1: the vectors, (directions, rows, exchange_stride) with kPaddedHidden columns for each of kValues, of
   // which value e is at exchange_value[e].
   Element* exchange;
-  i64 exchange_stride, exchange_direction;
+  int exchange_stride;
+  i64 exchange_direction;
   int exchange_value[4];
   const int* lengths;  // of the sequences, descending; null where all are T
   const i64* offsets;  // packed: row of sequence b at step t is offsets[t] + b; null: t * B + b
-  i64 steps, batch, first_sequence;
-  int directions;
+  int steps, batch, first_sequence, directions;
   int save;              // forward: leave the gates
   int publishes_result;  // the exchanged tensor is output or dgates itself
 };
@@ -336,66 +338,161 @@ __device__ uint4 weights_chunk(const Element* w, int block, int row, int index) 
 struct Pair {
   int unit, column;  // of the layer, of the group
   int length;        // steps of the sequence, 0 where there is no such pair
-  i64 sequence;
+  int sequence;
   float bias[kGates + (kGru ? 1 : 0)];
   float carried;       // forward: h of a gru. Backward: the part of dh that does not come through the weights
   float carried_cell;  // forward: c. Backward: dc
   float cell;          // backward: c of the step at hand
 };
 
-// Loaded a step ahead.
+// Loaded a step ahead, and not looked at before: a conversion would wait for the load.
 struct Ahead {
   i64 row;
-  float x[kBackward ? (kSaved > 0 ? kSaved : 1) : kGates];  // backward: gates, of an rnn its output
-  float grad, grad_cell;                                    // of output and cells
-  float before;                                             // h (gru) or c (lstm) before the step
+  Element x[kBackward ? (kSaved > 0 ? kSaved : 1) : kGates];  // backward: gates, of an rnn its output
+  Element grad, grad_cell;                                    // of output and cells
+  Element before;                                             // h (gru) or c (lstm) before the step
 };
 
-__device__ __forceinline__ float load(const Element* p, i64 at) {
-  return p ? widen(p[at]) : 0.0f;
+__device__ __forceinline__ Element load(const Element* p, i64 at) {
+  return p ? p[at] : Element(0);
 }
 
 // The row of a sequence at a step, counted from the sequence's own beginning in its own direction.
-__device__ __forceinline__ i64 row_of(const Args& args, int direction, i64 sequence, int length, i64 step) {
-  const i64 t = direction ? length - 1 - step : step;
-  return (args.offsets ? args.offsets[t] : t * args.batch) + sequence;
+__device__ __forceinline__ i64 row_of(const Args& args, int direction, int sequence, int length, int step) {
+  const int t = direction ? length - 1 - step : step;
+  return PACKED ? args.offsets[t] + sequence : i64(t) * args.batch + sequence;
 }
 
-__device__ __forceinline__ int length_of(const Args& args, i64 sequence) {
-  return sequence >= args.batch ? 0 : args.lengths ? args.lengths[sequence] : int(args.steps);
+__device__ __forceinline__ int length_of(const Args& args, int sequence) {
+  return sequence >= args.batch ? 0 : PACKED ? args.lengths[sequence] : args.steps;
 }
 
-__device__ __forceinline__ Ahead load_ahead(const Args& args, int direction, const Pair& pair, i64 step) {
-  Ahead a = {};
-  if (step < 0 || step >= pair.length) return a;
+__device__ __forceinline__ void load_ahead(Ahead& a, const Args& args, int direction, const Pair& pair, int step) {
+  if (step < 0 || step >= pair.length) return;
   a.row = row_of(args, direction, pair.sequence, pair.length, step);
   const Element* x = args.x + direction * args.x_direction + a.row * args.x_stride + pair.unit;
   if constexpr (!kBackward) {
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) a.x[g] = widen(x[g * HIDDEN]);
+    for (int g = 0; g < kGates; ++g) a.x[g] = x[g * HIDDEN];
   } else {
     const i64 at = a.row * args.output_stride + direction * HIDDEN + pair.unit;
     a.grad = load(args.grad_output, at);
     if constexpr (kSaved > 0) {
 #pragma unroll
-      for (int g = 0; g < kSaved; ++g) a.x[g] = widen(x[g * HIDDEN]);
-      const i64 initial = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
-      i64 before = 0;
+      for (int g = 0; g < kSaved; ++g) a.x[g] = x[g * HIDDEN];
+      if (kLstm) a.grad_cell = load(args.grad_cells, at);
+      const Element* const states = kLstm ? args.cells : args.output;
       if (step > 0) {
-        before = row_of(args, direction, pair.sequence, pair.length, step - 1) * args.output_stride +
-                 direction * HIDDEN + pair.unit;
-      }
-      if (kGru) a.before = step > 0 ? widen(args.output[before]) : load(args.h0, initial);
-      if (kLstm) {
-        a.before = step > 0 ? widen(args.cells[before]) : load(args.c0, initial);
-        a.grad_cell = load(args.grad_cells, at);
+        const i64 row = row_of(args, direction, pair.sequence, pair.length, step - 1);
+        a.before = states[row * args.output_stride + direction * HIDDEN + pair.unit];
+      } else {
+        a.before = load(kLstm ? args.c0 : args.h0, i64(direction * args.batch + pair.sequence) * HIDDEN + pair.unit);
       }
     } else {
-      a.x[0] = widen(args.output[at]);
+      a.x[0] = args.output[at];
     }
   }
-  return a;
 }
+
+// What a step makes of a pair; zeros in the vector where its sequence does not run.
+struct Results {
+  Element next[kValues];  // its part of the next vector
+  Element gates[4];       // forward: what is saved. Backward: gates[2] is dn of a gru
+  Element cell;
+};
+
+__device__ __forceinline__ Results step_forward(Pair& pair, const Ahead& now, const float (&product)[kRowsOfUnit],
+                                                bool active) {
+  Results result = {};
+  float pre[kGates];
+#pragma unroll
+  for (int g = 0; g < kGates; ++g) pre[g] = widen(now.x[g]) + pair.bias[g];
+  float h;
+  if constexpr (kGru) {
+    const float r = sigmoid(pre[0] + product[0]), z = sigmoid(pre[1] + product[1]), m = pair.bias[3] + product[2];
+    const float n = tanh_of(pre[2] + r * m);
+    h = n + z * (pair.carried - n);
+    pair.carried = active ? h : pair.carried;
+    result.gates[0] = narrow(r), result.gates[1] = narrow(z), result.gates[2] = narrow(n), result.gates[3] = narrow(m);
+  } else if constexpr (kLstm) {
+    const float in = sigmoid(pre[0] + product[0]), f = sigmoid(pre[1] + product[1]);
+    const float g = tanh_of(pre[2] + product[2]), o = sigmoid(pre[3] + product[3]);
+    const float c = f * pair.carried_cell + in * g;
+    h = o * tanh_of(c);
+    pair.carried_cell = active ? c : pair.carried_cell;
+    result.gates[0] = narrow(in), result.gates[1] = narrow(f), result.gates[2] = narrow(g), result.gates[3] = narrow(o);
+    result.cell = narrow(pair.carried_cell);
+  } else {
+    h = pre[0] + product[0];
+    h = CELL == 0 ? tanh_of(h) : h <= 0.0f ? 0.0f : h;
+  }
+  result.next[0] = active ? narrow(h) : Element(0);
+  return result;
+}
+
+__device__ __forceinline__ Results step_backward(Pair& pair, const Ahead& now, const float (&product)[kRowsOfUnit],
+                                                 bool active) {
+  Results result = {};
+  const float dh = product[0] + pair.carried + widen(now.grad);
+  if constexpr (kGru) {
+    const float r = widen(now.x[0]), z = widen(now.x[1]), n = widen(now.x[2]), m = widen(now.x[3]);
+    const float dn = dh * (1.0f - z) * (1.0f - n * n);
+    pair.carried = active ? dh * z : pair.carried;
+    result.next[0] = narrow(dn * m * r * (1.0f - r));
+    result.next[1] = narrow(dh * (widen(now.before) - n) * z * (1.0f - z));
+    result.next[2] = narrow(dn * r);
+    result.gates[2] = narrow(dn);
+  } else if constexpr (kLstm) {
+    const float in = widen(now.x[0]), f = widen(now.x[1]), g = widen(now.x[2]), o = widen(now.x[3]);
+    const float before = widen(now.before), squashed = tanh_of(pair.cell);
+    const float dc = pair.carried_cell + widen(now.grad_cell) + dh * o * (1.0f - squashed * squashed);
+    result.next[0] = narrow(dc * g * in * (1.0f - in));
+    result.next[1] = narrow(dc * before * f * (1.0f - f));
+    result.next[2] = narrow(dc * in * (1.0f - g * g));
+    result.next[3] = narrow(dh * squashed * o * (1.0f - o));
+    pair.carried = active ? 0.0f : pair.carried;
+    pair.carried_cell = active ? dc * f : pair.carried_cell;
+    pair.cell = active ? before : pair.cell;
+  } else {
+    const float y = widen(now.x[0]);
+    result.next[0] = narrow(CELL == 0 ? dh * (1.0f - y * y) : y <= 0.0f ? 0.0f : dh);
+    pair.carried = active ? 0.0f : pair.carried;
+  }
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) result.next[v] = active ? result.next[v] : Element(0);
+  return result;
+}
+
+__device__ __forceinline__ void store_results(const Args& args, int direction, const Pair& pair, i64 row, int step,
+                                              const Results& result) {
+  if (step < 0 || step >= pair.length) return;
+  const bool stores = kShared || !args.publishes_result;
+  if constexpr (!kBackward) {
+    const i64 at = row * args.output_stride + direction * HIDDEN + pair.unit;
+    if (stores) args.output[at] = result.next[0];
+    if (kLstm && args.cells) args.cells[at] = result.cell;
+    if (kSaved > 0 && args.save) {
+      Element* const gates = args.x + direction * args.x_direction + row * args.x_stride + pair.unit;
+#pragma unroll
+      for (int g = 0; g < kSaved; ++g) gates[g * HIDDEN] = result.gates[g];
+    }
+    if (step == pair.length - 1) {
+      const i64 end = i64(direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
+      args.h_n[end] = result.next[0];
+      if (kLstm) args.c_n[end] = result.cell;
+    }
+  } else {
+    Element* const dgates = args.dgates + direction * args.dgates_direction + row * args.dgates_stride + pair.unit;
+    if (kGru) dgates[2 * HIDDEN] = result.gates[2];
+    if (stores) {
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) dgates[(kGru && v == 2 ? 3 : v) * HIDDEN] = result.next[v];
+    }
+  }
+}
+
+// Results are stored after the exchange where there are few of them to keep until then.
+constexpr bool kDefers = kPairs <= 2;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __grid_constant__ Args args) {
   extern __shared__ __align__(128) unsigned char memory[];
@@ -409,8 +506,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int warp_row = warp / SPLIT, warp_part = warp % SPLIT;
   const int block = blockIdx.x % GROUP, direction = blockIdx.x / GROUP % args.directions;
-  const i64 first_sequence = args.first_sequence + i64(blockIdx.x / GROUP / args.directions) * COLUMNS;
-  const i64 steps = length_of(args, first_sequence);  // of the longest sequence of the group
+  const int first_sequence = args.first_sequence + blockIdx.x / GROUP / args.directions * COLUMNS;
+  const int steps = length_of(args, first_sequence);  // of the longest sequence of the group
 
   // Weights. A lane's chunk of row r and of row r + 8 are the eight words of two mma instructions.
   u32 resident[kResident > 0 ? kResident : 1][kRowTiles][8];
@@ -442,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
   // State.
   Pair pairs[kPairs];
   Ahead ahead[kPairs];
-  const i64 start = kBackward ? steps - 1 : 0;
+  const int start = kBackward ? steps - 1 : 0;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     Pair& pair = pairs[i];
@@ -453,28 +550,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
     pair.length = pair.column < COLUMNS && pair.unit < HIDDEN ? length_of(args, pair.sequence) : 0;
     pair.carried = pair.carried_cell = pair.cell = 0.0f;
     if (pair.length > 0) {
-      const i64 at = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
+      const i64 at = i64(direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
       if constexpr (!kBackward) {
         const Element *bi = args.b_ih[direction], *bh = args.b_hh[direction];
 #pragma unroll
         for (int g = 0; g < kGates; ++g) {
-          pair.bias[g] = load(bi, g * HIDDEN + pair.unit);
-          if (!(kGru && g == 2)) pair.bias[g] += load(bh, g * HIDDEN + pair.unit);
+          pair.bias[g] = widen(load(bi, g * HIDDEN + pair.unit));
+          if (!(kGru && g == 2)) pair.bias[g] += widen(load(bh, g * HIDDEN + pair.unit));
         }
-        if constexpr (kGru) pair.bias[3] = load(bh, 2 * HIDDEN + pair.unit);
-        if (kGru) pair.carried = load(args.h0, at);
-        if (kLstm) pair.carried_cell = load(args.c0, at);
+        if constexpr (kGru) pair.bias[3] = widen(load(bh, 2 * HIDDEN + pair.unit));
+        if (kGru) pair.carried = widen(load(args.h0, at));
+        if (kLstm) pair.carried_cell = widen(load(args.c0, at));
       } else {
-        pair.carried = load(args.grad_h_n, at);
+        pair.carried = widen(load(args.grad_h_n, at));
         if constexpr (kLstm) {
-          pair.carried_cell = load(args.grad_c_n, at);
+          pair.carried_cell = widen(load(args.grad_c_n, at));
           pair.cell = widen(args.cells[row_of(args, direction, pair.sequence, pair.length, pair.length - 1) *
                                            args.output_stride +
                                        direction * HIDDEN + pair.unit]);
         }
       }
     }
-    ahead[i] = load_ahead(args, direction, pair, start);
+    ahead[i] = {};
+    load_ahead(ahead[i], args, direction, pair, start);
   }
 
   // The vector before the first step.
@@ -486,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         const int column = i / (GROUP * kSlice), index = i % (GROUP * kSlice), unit = place_of(index).unit;
         if (unit < HIDDEN && first_sequence + column < args.batch) {
           *reinterpret_cast<Element*>(buffers_pointer + column * kPitch + index * kBytes) =
-              args.h0[(direction * args.batch + first_sequence + column) * HIDDEN + unit];
+              args.h0[i64(direction * args.batch + first_sequence + column) * HIDDEN + unit];
         }
       }
     }
@@ -516,9 +614,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
 #endif
 
   const bool wants_initial = kBackward && (args.h_n || args.c_n);
-  const i64 iterations = kBackward ? steps + (wants_initial ? 1 : 0) : steps;
-  for (i64 k = 0; k < iterations; ++k) {
-    const i64 step = kBackward ? steps - 1 - k : k;
+  const int iterations = kBackward ? steps + (wants_initial ? 1 : 0) : steps;
+  for (int k = 0; k < iterations; ++k) {
+    const int step = kBackward ? steps - 1 - k : k;
 
     // The product, of the first step only where there is a state before it.
     const bool multiplies = k > 0 || (!kBackward && args.h0);
@@ -564,14 +662,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
       }
 #else
       const Element* from[kColumnTiles];
-      const i64 last = kBackward ? step + 1 : step - 1;
+      const int last = kBackward ? step + 1 : step - 1;
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c) {
-        const i64 sequence = first_sequence + c * 8 + lane / 4;
+        const int sequence = first_sequence + c * 8 + lane / 4;
         const int length = c * 8 + lane / 4 < COLUMNS ? length_of(args, sequence) : 0;
         from[c] = nullptr;
         if (k == 0) {
-          if (length > 0) from[c] = args.h0 + (direction * args.batch + sequence) * HIDDEN;
+          if (length > 0) from[c] = args.h0 + i64(direction * args.batch + sequence) * HIDDEN;
         } else if (last < length) {
           from[c] = args.exchange + direction * args.exchange_direction +
                     row_of(args, direction, sequence, length, last) * args.exchange_stride;
@@ -588,28 +686,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         }
         return pack(e);
       };
-      constexpr int kAhead = kColumnTiles >= 8 ? 1 : 8 / kColumnTiles < kBlocks ? 8 / kColumnTiles : kBlocks;
-      uint4 coming[kAhead][kColumnTiles];
+      // All chunks of a batch are in flight together, those of the next batch during the products of this one.
+      constexpr int kBatch = kColumnTiles >= 8 ? 1 : 8 / kColumnTiles < kBlocks ? 8 / kColumnTiles : kBlocks;
+      uint4 coming[kBatch][kColumnTiles];
+      const auto load_batch = [&](int first, bool repeat) {
 #pragma unroll
-      for (int b = 0; b < kAhead; ++b) {
+        for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-        for (int c = 0; c < kColumnTiles; ++c) coming[b][c] = load_chunk(b, c);
-      }
+          for (int c = 0; c < kColumnTiles; ++c) {
+            if (first + b < kBlocks && (!repeat || is_missing(coming[b][c]))) coming[b][c] = load_chunk(first + b, c);
+          }
+        }
+      };
+      load_batch(0, false);
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        uint4 chunks[kColumnTiles];
+      for (int first = 0; first < kBlocks; first += kBatch) {
+        while (k > 0) {
+          bool missing = false;
 #pragma unroll
-        for (int c = 0; c < kColumnTiles; ++c) {
-          chunks[c] = coming[b % kAhead][c];
-          if (k > 0) {
-            while (__any_sync(~0u, is_missing(chunks[c]))) {
-              if (is_missing(chunks[c])) chunks[c] = load_chunk(b, c);
+          for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+            for (int c = 0; c < kColumnTiles; ++c) {
+              if (first + b < kBlocks) missing |= is_missing(coming[b][c]);
             }
           }
-          chunks[c] = rounded(chunks[c]);
-          if (b + kAhead < kBlocks) coming[b % kAhead][c] = load_chunk(b + kAhead, c);
+          if (!__any_sync(~0u, missing)) break;
+          load_batch(first, true);
         }
-        multiply_block(b, chunks);
+        uint4 here[kBatch][kColumnTiles];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+          for (int c = 0; c < kColumnTiles; ++c) here[b][c] = rounded(coming[b][c]);
+        }
+        if (first + kBatch < kBlocks) load_batch(first + kBatch, false);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (first + b < kBlocks) multiply_block(first + b, here[b]);
+        }
       }
 #endif
 #pragma unroll
@@ -627,121 +741,78 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
       }
       __syncthreads();
     }
-
-    // Gates and state of the block's own units.
+    const auto product_of_pairs = [&](float(&products)[kPairs][kRowsOfUnit]) {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      Pair& pair = pairs[i];
-      const Ahead now = ahead[i];
-      const int index = thread + i * kThreads, unit_of_block = index % UNITS;
-      if (index >= UNITS * COLUMNS) continue;
-      float product[kRowsOfUnit] = {};
-      if (multiplies) {
+      for (int i = 0; i < kPairs; ++i) {
+        const int index = thread + i * kThreads < UNITS * COLUMNS ? thread + i * kThreads : 0;
+        const float* const from = partials + index / UNITS * kPartialPitch + index % UNITS;
+#pragma unroll
+        for (int r = 0; r < kRowsOfUnit; ++r) products[i][r] = 0.0f;
+        if (!multiplies) continue;
 #pragma unroll
         for (int part = 0; part < SPLIT; ++part) {
 #pragma unroll
           for (int r = 0; r < kRowsOfUnit; ++r) {
-            product[r] += partials[(part * COLUMNS + pair.column) * kPartialPitch + r * UNITS + unit_of_block];
+            products[i][r] += from[part * (COLUMNS * kPartialPitch) + r * UNITS];
           }
         }
       }
-      const bool active = step >= 0 && step < pair.length;
-      Element next[kValues] = {};
-      if constexpr (!kBackward) {
-        if (active) {
-          Element* const gates =
-              args.save ? args.x + direction * args.x_direction + now.row * args.x_stride + pair.unit : nullptr;
-          float h;
-          if constexpr (kGru) {
-            const float r = sigmoid(now.x[0] + pair.bias[0] + product[0]);
-            const float z = sigmoid(now.x[1] + pair.bias[1] + product[1]);
-            const float m = pair.bias[3] + product[2];
-            const float n = tanh_of(now.x[2] + pair.bias[2] + r * m);
-            h = n + z * (pair.carried - n);
-            pair.carried = h;
-            if (gates) {
-              gates[0] = narrow(r), gates[HIDDEN] = narrow(z), gates[2 * HIDDEN] = narrow(n);
-              gates[3 * HIDDEN] = narrow(m);
-            }
-          } else if constexpr (kLstm) {
-            const float in = sigmoid(now.x[0] + pair.bias[0] + product[0]);
-            const float f = sigmoid(now.x[1] + pair.bias[1] + product[1]);
-            const float g = tanh_of(now.x[2] + pair.bias[2] + product[2]);
-            const float o = sigmoid(now.x[3] + pair.bias[3] + product[3]);
-            const float c = f * pair.carried_cell + in * g;
-            pair.carried_cell = c;
-            h = o * tanh_of(c);
-            if (gates) {
-              gates[0] = narrow(in), gates[HIDDEN] = narrow(f), gates[2 * HIDDEN] = narrow(g);
-              gates[3 * HIDDEN] = narrow(o);
-            }
+    };
+
+    // Gates and state of the block's own units: no branch that depends on the pair, so that a thread's pairs overlap.
+    Results results[kPairs] = {};
+    if (step >= 0) {
+      float products[kPairs][kRowsOfUnit];
+      product_of_pairs(products);
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const bool active = step < pairs[i].length;
+        results[i] = kBackward ? step_backward(pairs[i], ahead[i], products[i], active)
+                               : step_forward(pairs[i], ahead[i], products[i], active);
+      }
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        const int index = thread + i * kThreads;
+        if (index >= UNITS * COLUMNS) continue;
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) {
+          const int at = v * UNITS + index % UNITS;
+          if (kShared && GROUP == 1) {
+            *reinterpret_cast<Element*>(buffers_pointer + ((k + 1) & 1) * kBufferBytes + pairs[i].column * kPitch +
+                                        at * kBytes) = results[i].next[v];
           } else {
-            const float pre = now.x[0] + pair.bias[0] + product[0];
-            h = CELL == 0 ? tanh_of(pre) : pre <= 0.0f ? 0.0f : pre;
+            stage_pointer[pairs[i].column * kSlice + at] = results[i].next[v];
           }
-          next[0] = narrow(h);
-          const i64 at = now.row * args.output_stride + direction * HIDDEN + pair.unit;
-          if (kShared || !args.publishes_result) args.output[at] = next[0];
-          if (kLstm && args.cells) args.cells[at] = narrow(pair.carried_cell);
-          if (step == pair.length - 1) {
-            const i64 end = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
-            args.h_n[end] = next[0];
-            if (kLstm) args.c_n[end] = narrow(pair.carried_cell);
-          }
-        }
-      } else if (step < 0) {
-        if (pair.length > 0) {
-          const i64 at = (direction * args.batch + pair.sequence) * HIDDEN + pair.unit;
-          if (args.h_n) args.h_n[at] = narrow(product[0] + pair.carried);
-          if (kLstm && args.c_n) args.c_n[at] = narrow(pair.carried_cell);
-        }
-      } else if (active) {
-        const float dh = product[0] + pair.carried + now.grad;
-        Element* const dgates =
-            args.dgates + direction * args.dgates_direction + now.row * args.dgates_stride + pair.unit;
-        const bool stores = kShared || !args.publishes_result;
-        if constexpr (kGru) {
-          const float r = now.x[0], z = now.x[1], n = now.x[2], m = now.x[3];
-          const float dn = dh * (1.0f - z) * (1.0f - n * n), dz = dh * (now.before - n) * z * (1.0f - z);
-          const float dr = dn * m * r * (1.0f - r);
-          pair.carried = dh * z;
-          next[0] = narrow(dr), next[1] = narrow(dz), next[2] = narrow(dn * r);
-          dgates[2 * HIDDEN] = narrow(dn);
-          if (stores) dgates[0] = next[0], dgates[HIDDEN] = next[1], dgates[3 * HIDDEN] = next[2];
-        } else if constexpr (kLstm) {
-          const float in = now.x[0], f = now.x[1], g = now.x[2], o = now.x[3];
-          const float squashed = tanh_of(pair.cell);
-          const float dc = pair.carried_cell + now.grad_cell + dh * o * (1.0f - squashed * squashed);
-          next[0] = narrow(dc * g * in * (1.0f - in)), next[1] = narrow(dc * now.before * f * (1.0f - f));
-          next[2] = narrow(dc * in * (1.0f - g * g)), next[3] = narrow(dh * squashed * o * (1.0f - o));
-          pair.carried = 0.0f;
-          pair.carried_cell = dc * f;
-          pair.cell = now.before;
-          if (stores) {
-#pragma unroll
-            for (int g4 = 0; g4 < 4; ++g4) dgates[g4 * HIDDEN] = next[g4];
-          }
-        } else {
-          const float y = now.x[0];
-          next[0] = narrow(CELL == 0 ? dh * (1.0f - y * y) : y <= 0.0f ? 0.0f : dh);
-          pair.carried = 0.0f;
-          if (stores) dgates[0] = next[0];
         }
       }
+      if (!kDefers) {
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) {
-        const int at = v * UNITS + unit_of_block;
-        if (kShared && GROUP == 1) {
-          *reinterpret_cast<Element*>(buffers_pointer + ((k + 1) & 1) * kBufferBytes + pair.column * kPitch +
-                                      at * kBytes) = next[v];
-        } else {
-          stage_pointer[pair.column * kSlice + at] = next[v];
-        }
+        for (int i = 0; i < kPairs; ++i) store_results(args, direction, pairs[i], ahead[i].row, step, results[i]);
       }
+    } else if (kBackward) {
+      float products[kPairs][kRowsOfUnit];
+      product_of_pairs(products);
+      for (int i = 0; i < kPairs; ++i) {
+        if (pairs[i].length == 0) continue;
+        const i64 at = i64(direction * args.batch + pairs[i].sequence) * HIDDEN + pairs[i].unit;
+        if (args.h_n) args.h_n[at] = narrow(products[i][0] + pairs[i].carried);
+        if (kLstm && args.c_n) args.c_n[at] = narrow(pairs[i].carried_cell);
+      }
+      break;
     }
+    // The others wait for the exchange: what can be done after it is.
+    i64 rows[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) rows[i] = ahead[i].row;
+    const auto prefetch = [&] {
+      if (k + 1 >= iterations) return;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) load_ahead(ahead[i], args, direction, pairs[i], kBackward ? step - 1 : step + 1);
+    };
+    if (GROUP == 1) prefetch();
     __syncthreads();
-    const bool last_exchange = k + 1 >= iterations;
-    constexpr int kChunksOfSlice = kSlice / kPerChunk, kChunks = COLUMNS * kChunksOfSlice;
+    [[maybe_unused]] const bool last_exchange = k + 1 >= iterations;
+    [[maybe_unused]] constexpr int kChunksOfSlice = kSlice / kPerChunk, kChunks = COLUMNS * kChunksOfSlice;
 #if EXCHANGE == 0 && GROUP > 1
     if (!last_exchange) {
       const u32 next_buffer = buffers + u32((k + 1) & 1) * kBufferBytes + block * (kSlice * kBytes);
@@ -770,9 +841,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
       }
     }
 #endif
-    if (k + 1 < iterations) {
+    if (GROUP > 1) prefetch();
+    if (kDefers) {
 #pragma unroll
-      for (int i = 0; i < kPairs; ++i) ahead[i] = load_ahead(args, direction, pairs[i], kBackward ? step - 1 : step + 1);
+      for (int i = 0; i < kPairs; ++i) store_results(args, direction, pairs[i], rows[i], step, results[i]);
     }
   }
 #if EXCHANGE == 0 && GROUP > 1

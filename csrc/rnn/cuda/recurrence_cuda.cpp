@@ -96,18 +96,8 @@ Restriction restriction() {
   return r;
 }
 
-jit::Defines defines(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
-  const auto define = [](const char* name, int value) { return std::string(name) + "=" + std::to_string(value); };
-  return {define("CELL", int(p.cell)),        define("TYPE", int(p.type)),
-          define("BACKWARD", p.backward),     define("HIDDEN", p.hidden),
-          define("GROUP", g.group),           define("COLUMNS", g.columns),
-          define("UNITS", g.units),           define("WARPS", g.warps),
-          define("SPLIT", g.split),           define("RESIDENT", g.resident),
-          define("EXCHANGE", g.tier == Tier::kGrid)};
-}
-
 jit::Kernel& kernel_of(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
-  return jit::kernel(kSource, defines(p, g), "recurrence");
+  return jit::kernel(kSource, geometry_defines(p, g), "recurrence");
 }
 
 // Plans are asked for at every call and live as long as the process.
@@ -142,8 +132,8 @@ struct KeyHash {
   size_t operator()(const Key& k) const {
     size_t hash = std::hash<std::string>()(k.restriction);
     for (const int64_t part : {int64_t(k.device), int64_t(k.problem.cell), int64_t(k.problem.type),
-                               int64_t(k.problem.backward), int64_t(k.problem.hidden), int64_t(k.problem.directions),
-                               k.problem.batch}) {
+                               int64_t(k.problem.backward), int64_t(k.problem.packed), int64_t(k.problem.hidden),
+                               int64_t(k.problem.directions), int64_t(k.problem.batch)}) {
       hash = hash * 1000003 + std::hash<int64_t>()(part);
     }
     return hash;
@@ -168,6 +158,22 @@ const Planned& planned(const RecurrenceProblem& p) {
 
 const char* tier_name(Tier tier) {
   return tier == Tier::kSmall ? "small" : tier == Tier::kCluster ? "cluster" : "grid";
+}
+
+std::vector<std::string> geometry_defines(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
+  const auto define = [](const char* name, int value) { return std::string(name) + "=" + std::to_string(value); };
+  return {define("CELL", int(p.cell)),        define("TYPE", int(p.type)),
+          define("BACKWARD", p.backward),     define("HIDDEN", p.hidden),
+          define("GROUP", g.group),           define("COLUMNS", g.columns),
+          define("UNITS", g.units),           define("WARPS", g.warps),
+          define("SPLIT", g.split),           define("RESIDENT", g.resident),     define("EXCHANGE", g.tier == Tier::kGrid),
+          define("PACKED", p.packed)};
+}
+
+std::string geometry_text(const RecurrenceGeometry& g) {
+  std::stringstream text;
+  text << tier_name(g.tier) << ':' << g.group << ':' << g.columns << ':' << g.warps << ':' << g.split;
+  return text.str();
 }
 
 std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p) {
@@ -233,7 +239,7 @@ void launch_recurrence(const RecurrenceProblem& problem, const RecurrencePlan& p
   void* arguments[] = {&args};
   const int64_t slice = grid ? g.at_once : g.groups;  // clusters and single blocks need not be resident together
   for (int64_t first = 0; first < g.groups; first += slice) {
-    args.first_sequence = first * g.columns;
+    args.first_sequence = int(first * g.columns);
     const int64_t blocks = g.group * std::min(slice, g.groups - first) * problem.directions;
     kernel.launch(dim3(unsigned(blocks)), dim3(32 * g.warps), g.shared_bytes, g.tier == Tier::kCluster ? g.group : 1,
                   grid, stream, arguments);
