@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sequential import check_chain, reference_chain
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn.utils import parametrize, rnn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 CELLS = {
@@ -25,7 +26,7 @@ CELLS = {
     "gru": (weft.nn.GRU, torch.nn.GRU, {}),
     "lstm": (weft.nn.LSTM, torch.nn.LSTM, {}),
 }
-ALGORITHMS = ["auto", "scan", "torch", "reference"]
+ALGORITHMS = ["auto", "persistent", "scan", "torch", "reference"]
 I, H = 3, 4
 # Relative error of the norm. fp64: rounding of a few hundred operations. fp32: the same at 1e9 times its epsilon.
 BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -50,10 +51,18 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def layers(cell, device, dtype=torch.float64, algorithm="auto", sizes=(I, H), **options):
     """Weft's layer and torch's, with the same weights."""
     ours, theirs, extra = CELLS[cell]
-    theirs = theirs(*sizes, device=device, dtype=dtype, **extra, **options)
+    torchs_own = {name: value for name, value in options.items() if name != "return_cells"}
+    theirs = theirs(*sizes, device=device, dtype=dtype, **extra, **torchs_own)
     ours = ours(*sizes, device=device, dtype=dtype, algorithm=algorithm, **extra, **options)
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
@@ -161,7 +170,7 @@ def _assert_half(algorithm, cell, device, dtype):
 
 @devices
 @cells
-@pytest.mark.parametrize("algorithm", ["scan", "reference"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(device, cell, algorithm, dtype):
     _assert_half(algorithm, cell, device, dtype)
@@ -273,6 +282,225 @@ def test_a_bad_row_stays_alone(device, cell, algorithm):
     assert output[3:, 2].isnan().any(dim=-1).all()
     keep = [0, 1, 3]
     assert torch.equal(output[:, keep], clean[:, keep])
+
+
+# Packed by hand -------------------------------------------------------------------------------------------------------
+
+HAND_MADE = {
+    "one sequence": [1, 1, 1, 1, 1, 1],
+    "one step": [6],
+    "falling by several": [4, 1, 1],
+    "rising": [1, 2, 3],
+    "rising at the end": [3, 1, 2],
+    "a step without rows": [4, 0, 2],
+    "ends without rows": [4, 2, 0],
+    "too few": [3, 2],
+    "too many": [4, 4],
+    "negative": [4, -1, 3],
+    "none": [],
+}
+
+
+@devices
+@cells
+@algorithms
+@pytest.mark.parametrize("batch_sizes", HAND_MADE)
+@pytest.mark.parametrize("given_state", [False, True])
+def test_hand_made_packed_sequence(device, cell, algorithm, batch_sizes, given_state):
+    """torch's result, or a RuntimeError where torch has none; an IndexError as torch's for no step at all."""
+    sizes = HAND_MADE[batch_sizes]
+    ours, theirs = layers(cell, device, torch.float32, algorithm, bidirectional=True)
+    data = torch.randn(6, I)
+    hx = hx_of(ours, states(ours, max(sizes[:1], default=1))) if given_state else None
+    mine = rnn.PackedSequence(data.to(device), torch.tensor(sizes, dtype=torch.int64)), hx
+    if device == "cuda" and sizes and weft.explain(ours, *mine).algorithm == "torch":
+        return  # what cuDNN makes of such sizes is not for us to try
+    on_cpu = [None if hx is None else tuple(h.cpu() for h in hx) if isinstance(hx, tuple) else hx.cpu()]
+    try:
+        expected = flat(theirs.cpu()(rnn.PackedSequence(data, mine[0].batch_sizes), *on_cpu))
+    except (RuntimeError, IndexError) as error:
+        with pytest.raises(type(error)):
+            ours(*mine)
+        return
+    try:
+        found = flat(ours(*mine))
+    except RuntimeError as error:
+        assert "batch_sizes" in str(error)
+    else:
+        assert_same([f.cpu() for f in found], expected, torch.float32)
+
+
+# The rnn engine -------------------------------------------------------------------------------------------------------
+
+
+class _Ops(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@devices
+@cells
+def test_one_operator_per_layer(device, cell):
+    """No state that is not given, no padding, no step by step."""
+    x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
+    for count in (1, 3):
+        ours, _ = layers(cell, device, algorithm="persistent", num_layers=count, bidirectional=True)
+        for each in (x, rnn.pack_padded_sequence(x, [6, 4, 4, 1])):
+            with torch.no_grad(), _Ops() as ops:
+                ours(each)
+            reads_the_batch = ["aten.select.int", "aten._local_scalar_dense.default"]
+            names = [name for name in ops.names if each is x or name not in reads_the_batch]
+            states_joined = ["aten.cat.default"] * (0 if count == 1 else 2 if cell == "lstm" else 1)
+            assert names == ["weft.rnn.default"] * count + states_joined
+
+
+@devices
+@cells
+@algorithms
+def test_steps_one_by_one(device, cell, algorithm):
+    """A sequence, one step per call from the state of the call before, is the same as in one call."""
+    for batch_first in (False, True):
+        ours, _ = layers(cell, device, algorithm=algorithm, batch_first=batch_first)
+        x = torch.randn(5, 5, I, dtype=torch.float64, device=device)
+        with torch.no_grad():
+            expected, last = ours(x)
+            state, outputs = None, []
+            for t in range(5):
+                output, state = ours(x.narrow(1 if batch_first else 0, t, 1), state)
+                outputs.append(output)
+        assert_same([torch.cat(outputs, 1 if batch_first else 0)], [expected])
+        assert_same(flat((expected, state)), flat((expected, last)))
+
+
+@devices
+@cells
+def test_vmap_runs_on_the_engine(device, cell):
+    ours, _ = layers(cell, device, algorithm="persistent", num_layers=2, bidirectional=True)
+    xs = torch.randn(4, 5, 2, I, dtype=torch.float64, device=device)
+    hs = [torch.randn(4, 4, 2, H, dtype=torch.float64, device=device) for _ in states(ours, 2)]
+    told = []
+
+    def call(x, *state):
+        told.append(weft.explain(ours, x, hx_of(ours, state)).algorithm)
+        return tuple(flat(ours(x, hx_of(ours, state))))
+
+    found = torch.func.vmap(call)(xs, *hs)
+    assert told == ["persistent"] or device == "cuda"  # fp64 has no kernel there
+    expected = [call(*(t[i] for t in (xs, *hs))) for i in range(4)]
+    assert_same(found, [torch.stack(parts) for parts in zip(*expected, strict=True)])
+    weights = list(ours.parameters())
+    grads = [torch.autograd.grad(sum(r.pow(2).sum() for r in flat), weights) for flat in (found, sum(expected, ()))]
+    assert_same(*grads)
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def cells_of(theirs, x, state=None):
+    """c at every step from torch's layer: the last of every beginning, in the other direction of every end."""
+    steps = range(1, len(x) + 1)
+    found = [torch.stack([theirs(x[:t], state)[1][1][-theirs.bidirectional - 1] for t in steps])]
+    if theirs.bidirectional:
+        found.append(torch.stack([theirs(x[t - 1 :], state)[1][1][-1] for t in steps]))
+    return torch.cat(found, -1)
+
+
+CELL_OPTIONS = {
+    "plain": {},
+    "two directions": {"bidirectional": True},
+    "two layers": {"num_layers": 2, "bias": False},
+    "projected": {"proj_size": 2, "bidirectional": True},
+}
+
+
+@devices
+@algorithms
+@pytest.mark.parametrize("options", CELL_OPTIONS)
+@pytest.mark.parametrize("given_state", [False, True])
+def test_cells(device, algorithm, options, given_state):
+    ours, theirs = layers("lstm", device, algorithm=algorithm, return_cells=True, **CELL_OPTIONS[options])
+    x = torch.randn(6, 5, I, dtype=torch.float64, device=device, requires_grad=True)
+    state = states(ours, 5) if given_state else None
+    output, final, cells = ours(x, state)
+    expected_output, expected_final = theirs(x, state)
+    expected = cells_of(theirs, x, state)
+    assert_same([output, *final, cells], [expected_output, *expected_final, expected])
+    width = ours.hidden_size
+    assert torch.equal(cells[-1, :, :width], final[1][-ours.bidirectional - 1])
+    arriving = torch.randn_like(cells)
+    grads = [
+        torch.autograd.grad(c, [x, *layer.parameters()], arriving, allow_unused=True, materialize_grads=True)
+        for layer, c in ((ours, cells), (theirs, expected))
+    ]
+    assert_same(*grads)
+
+
+@devices
+@algorithms
+def test_cells_are_laid_out_like_the_output(device, algorithm):
+    plain, _ = layers("lstm", device, algorithm=algorithm, return_cells=True, bidirectional=True)
+    first, _ = layers(
+        "lstm", device, algorithm=algorithm, return_cells=True, bidirectional=True, batch_first=True, dropout=0.0
+    )
+    first.load_state_dict(plain.state_dict())
+    x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
+    cells = plain(x)[2]
+    assert_same([first(x.transpose(0, 1))[2].transpose(0, 1)], [cells])
+    for layer in (plain, first):
+        assert_same([layer(x[:, 1])[2]], [cells[:, 1]])  # unbatched
+    lengths = [4, 1, 6, 4]
+    packed = rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    output, _, packed_cells = plain(packed)
+    assert isinstance(packed_cells, rnn.PackedSequence)
+    for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+        assert torch.equal(getattr(packed_cells, field), getattr(output, field))
+    padded, _ = rnn.pad_packed_sequence(packed_cells)
+    for row, length in enumerate(lengths):
+        assert_same([padded[:length, row]], [plain(x[:length, row])[2]])
+
+
+@devices
+def test_cells_everywhere(fresh_dynamo, device):
+    """Compiled, under autocast, mapped, differentiated by torch.func, twice differentiated, copied."""
+    ours, _ = layers("lstm", device, return_cells=True, num_layers=2)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+    cells = ours(x)[2]
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert_same([compiled(x)[2]], [cells])
+    assert_same([torch.func.vmap(lambda x: ours(x)[2])(x[None])[0]], [cells])
+    tangent = torch.func.jvp(lambda x: ours(x)[2], (x,), (torch.zeros_like(x),))[0]
+    assert_same([tangent], [cells])
+    assert gradgradcheck(lambda x: ours(x)[2], (x[:3].clone().requires_grad_(),), fast_mode=True)
+    twin = _pickled(ours)
+    assert twin.return_cells and torch.equal(twin(x)[2], cells)
+    single = copy.deepcopy(ours).float()
+    with torch.autocast(device, torch.bfloat16):
+        output, (_, c_n), narrow = single(x.float())
+    assert narrow.dtype == c_n.dtype == output.dtype
+    assert relative_error(narrow, cells) <= BOUNDS[torch.bfloat16]
+
+
+def test_return_cells_is_a_keyword_of_lstm():
+    layer = weft.nn.LSTM(I, H, return_cells=True)
+    assert repr(layer) == "LSTM(3, 4, return_cells=True)"
+    layer.return_cells = False
+    assert len(layer(torch.randn(5, 2, I))) == 2
+    for kind in (weft.nn.RNN, weft.nn.GRU):
+        with pytest.raises(TypeError):
+            kind(I, H, return_cells=True)
+    with pytest.raises(TypeError, match="return_cells must be a bool, got str"):
+        weft.nn.LSTM(I, H, return_cells="yes")
+    swapped = weft.accelerate(torch.nn.LSTM(I, H))
+    assert len(swapped(torch.randn(5, 2, I))) == 2
+    swapped.return_cells = True
+    assert swapped(torch.randn(5, 2, I))[2].shape == (5, 2, H)
 
 
 # Chaotic weights ------------------------------------------------------------------------------------------------------
@@ -389,7 +617,7 @@ def test_constructor_is_torchs(cell):
         assert list(a.state_dict()) == list(b.state_dict())
         for name, value in a.state_dict().items():
             assert torch.equal(value, b.state_dict()[name])
-        ours_only = {"_algorithm"}
+        ours_only = {"_algorithm", "return_cells"}
         assert vars(a).keys() - ours_only == vars(b).keys()
         for name in ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "proj_size"):
             assert getattr(a, name) == getattr(b, name)
@@ -422,8 +650,6 @@ def test_unknown_and_reserved_algorithms(cell):
     ours, _, extra = CELLS[cell]
     with pytest.raises(ValueError, match=r"'cudnn'.*'auto', 'persistent', 'scan', 'newton', 'torch', 'reference'"):
         ours(I, H, algorithm="cudnn", **extra)
-    with pytest.raises(NotImplementedError, match="rnn engine"):
-        ours(I, H, algorithm="persistent", **extra)
     with pytest.raises(NotImplementedError, match="newton"):
         ours(I, H, algorithm="newton", **extra)
 
@@ -599,7 +825,7 @@ def test_checkpointing(device, cell, algorithm, reentrant):
 
 @devices
 @cells
-@pytest.mark.parametrize("algorithm", ["scan", "torch", "reference"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch", "reference"])
 def test_gradcheck(device, cell, algorithm):
     ours, _ = layers(cell, device, algorithm=algorithm, sizes=(2, 3), bidirectional=True)
     names = [n for n, _ in ours.named_parameters()]
@@ -696,13 +922,6 @@ def test_hessian_vector_product(device, cell):
 # Compilation ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @devices
 @pytest.mark.parametrize(
     ("cell", "algorithm", "options"),
@@ -713,6 +932,9 @@ def fresh_dynamo():
         ("gru", "torch", "two layers"),
         ("gru", "reference", "plain"),
         ("lstm", "scan", "two layers"),
+        ("tanh", "persistent", "three layers, two directions"),
+        ("gru", "persistent", "two layers"),
+        ("lstm", "persistent", "two layers"),
         ("lstm", "torch", "two layers"),
     ],
 )
@@ -730,7 +952,7 @@ def test_compile(fresh_dynamo, device, cell, algorithm, options):
 
 
 @devices
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 def test_compile_does_not_specialise_sizes(fresh_dynamo, device, algorithm):
     import torch._dynamo.testing
 
@@ -747,7 +969,7 @@ def test_compile_does_not_specialise_sizes(fresh_dynamo, device, algorithm):
 # On the CPU a C++ compiler runs for each: both are one opaque op there, so one of them stands for the other.
 @pytest.mark.parametrize(
     ("device", "algorithm"),
-    [("cpu", "scan"), *(pytest.param("cuda", a, marks=pytest.mark.cuda) for a in ("scan", "torch"))],
+    [("cpu", "scan"), *(pytest.param("cuda", a, marks=pytest.mark.cuda) for a in ("persistent", "scan", "torch"))],
 )
 def test_compile_inductor(fresh_dynamo, device, algorithm):
     """One case through code generation; and a long sequence does not unroll."""
@@ -758,7 +980,7 @@ def test_compile_inductor(fresh_dynamo, device, algorithm):
 
 
 @devices
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 def test_compile_dropout(fresh_dynamo, device, algorithm):
     ours, theirs = layers("gru", device, algorithm=algorithm, num_layers=2, dropout=0.5)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -774,9 +996,10 @@ def test_compile_dropout(fresh_dynamo, device, algorithm):
 
 
 @devices
+@pytest.mark.parametrize("algorithm", ["persistent", "auto"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_compile_packed(fresh_dynamo, device, cell):
-    ours, theirs = layers(cell, device)
+def test_compile_packed(fresh_dynamo, device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm, num_layers=2, bidirectional=True)
     x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
 
     def call(layer, data, batch_sizes, hx):
@@ -805,7 +1028,7 @@ def test_compile_functional_call(fresh_dynamo, device, cell):
 
 
 @devices
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 @pytest.mark.parametrize(("cell", "strict"), [(cell, False) for cell in CELLS] + [("gru", True)])
 def test_export(fresh_dynamo, device, cell, algorithm, strict):
     ours, _ = layers(cell, device, algorithm=algorithm, num_layers=2, bidirectional=True)
@@ -876,7 +1099,7 @@ def test_autocast_leaves_fp64(device, cell, algorithm):
 
 @devices
 @cells
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 def test_autocast_compiled(fresh_dynamo, device, cell, algorithm):
     ours, theirs = layers(cell, device, torch.float32, algorithm)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -1002,7 +1225,7 @@ def test_bad_devices(cell, algorithm):
     assert_layers_agree(ours, theirs, x)
 
 
-@pytest.mark.parametrize("algorithm", ["scan", "torch", "reference"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch", "reference"])
 def test_messages_name_the_layer(algorithm):
     layer = weft.nn.GRU(3, 4, algorithm=algorithm)
     x = torch.randn(5, 2, 3)
