@@ -25,6 +25,18 @@ TORCH_LIBRARY(weft, m) {
       "bool reverse, bool[7] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
       tags);
 
+  // rnn: csrc/rnn/
+  m.def(
+      "rnn(Tensor input, Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes=None, *, str cell, "
+      "bool bidirectional=False, bool keep_cells=False, bool save=False) "
+      "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor cells, Tensor gates)",
+      tags);
+  m.def(
+      "rnn_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor input, "
+      "Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, Tensor output, Tensor cells, Tensor gates, *, "
+      "str cell, bool bidirectional, bool[] output_mask) -> Tensor[]",
+      tags);
+
   // scan, in Python: python/weft/_torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold
   m.def(
       "torch_rnn(Tensor input, Tensor[] state, Tensor[] weights, Tensor? batch_sizes, str cell, bool bias, "

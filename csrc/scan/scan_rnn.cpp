@@ -31,13 +31,13 @@ void transposed_product(at::Tensor out, const at::Tensor& left, const at::Tensor
 
 }  // namespace
 
-Cell parse_cell(c10::string_view name) {
+Cell parse_cell(const char* op, c10::string_view name) {
   std::string known;
   for (const auto& [known_name, cell] : kCells) {
     if (name == known_name) return cell;
     known += (known.empty() ? "'" : ", '") + std::string(known_name) + "'";
   }
-  WEFT_CHECK_VALUE(false, "weft::scan_rnn: cell must be one of ", known, ", got '", name, "'");
+  WEFT_CHECK_VALUE(false, op, ": cell must be one of ", known, ", got '", name, "'");
 }
 
 at::ScalarType accumulate_type(at::ScalarType type) {

@@ -47,8 +47,8 @@
 
 namespace weft {
 
-// ValueError that lists the known names, for any other name.
-Cell parse_cell(c10::string_view name);
+// ValueError that names the op and lists the known cells, for any other name.
+Cell parse_cell(const char* op, c10::string_view name);
 
 // float32 for float16, bfloat16 and float32; float64 for float64.
 at::ScalarType accumulate_type(at::ScalarType type);

@@ -124,7 +124,7 @@ ScanRnnGrads scan_rnn_backward_autograd(const OptionalTensor& grad_output, const
                               cells, cell_name, reverse, output_mask);
   }
   const char* op = "weft::scan_rnn_backward";
-  const Cell cell = parse_cell(cell_name);
+  const Cell cell = parse_cell(op, cell_name);
   const auto sizes = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   check_scan_rnn_saved(op, cell, sizes, input, grad_output, grad_h_n, grad_c_n, output, gates, cells);
   // output, gates and cells are functions of the other arguments and are computed again from them: their part of the

@@ -271,7 +271,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& i
                                                                  const OptionalTensor& b_hh, c10::string_view cell_name,
                                                                  bool reverse, bool save) {
   const char* op = "weft::scan_rnn";
-  const Cell cell = parse_cell(cell_name);
+  const Cell cell = parse_cell(op, cell_name);
   const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);
   const c10::cuda::CUDAGuard guard(input.device());
@@ -315,7 +315,7 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                                     const Tensor& gates, const Tensor& cells, c10::string_view cell_name, bool reverse,
                                     std::array<bool, 7> mask) {
   const char* op = "weft::scan_rnn_backward";
-  const Cell cell = parse_cell(cell_name);
+  const Cell cell = parse_cell(op, cell_name);
   const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   check_scan_rnn_saved(op, cell, s, input, grad_output, grad_h_n, grad_c_n, output, gates, cells);
   const ScanRnnShape shape = shape_of(op, cell, s, reverse);

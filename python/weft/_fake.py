@@ -229,3 +229,42 @@ def _scan_rnn_vmap(info, in_dims, *args, **kwargs):
 
     tensors, out_dims = zip(*map(unfolded, results), strict=True)
     return tensors, out_dims
+
+
+# rnn ----------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("weft::rnn")
+def _rnn_fake(
+    input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False, keep_cells=False, save=False
+):  # fmt: skip
+    directions, hidden = 2 if bidirectional else 1, weights[1].shape[1]
+    if batch_sizes is None:
+        batch, rows = input.shape[1], input.shape[0] * input.shape[1]
+    else:
+        # Without a state, the number of sequences is known to the data of batch_sizes alone.
+        batch = torch.library.get_ctx().new_dynamic_size() if h0 is None else h0.shape[1]
+        rows = input.shape[0]
+    lstm = cell == "lstm"
+    width = directions * hidden
+    blocks = _GATE_BLOCKS.get(cell, 0) if save else 0
+    return (
+        input.new_empty((*input.shape[:-1], width)),
+        input.new_empty((directions, batch, hidden)),
+        input.new_empty((directions, batch, hidden) if lstm else (0,)),
+        input.new_empty((*input.shape[:-1], width) if lstm and (save or keep_cells) else (0,)),
+        input.new_empty((directions, rows, blocks * hidden) if blocks else (0,)),
+    )
+
+
+@torch.library.register_fake("weft::rnn_backward")
+def _rnn_backward_fake(
+    grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output, cells, gates, *, cell,
+    bidirectional, output_mask,
+):  # fmt: skip
+    return [
+        torch.empty_like(argument, memory_format=torch.contiguous_format)
+        if wanted and argument is not None
+        else input.new_empty((0,))
+        for argument, wanted in zip((input, h0, c0, *weights), output_mask, strict=True)
+    ]

@@ -143,8 +143,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> scan_rnn_
     const at::Tensor& input, const at::Tensor& h0, const std::optional<at::Tensor>& c0, const at::Tensor& w_ih,
     const at::Tensor& w_hh, const std::optional<at::Tensor>& b_ih, const std::optional<at::Tensor>& b_hh,
     c10::string_view cell_name, bool reverse, bool save) {
-  const Cell cell = parse_cell(cell_name);
-  const auto s = check_scan_rnn("weft::scan_rnn", cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
+  const char* op = "weft::scan_rnn";
+  const Cell cell = parse_cell(op, cell_name);
+  const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   const auto type = input.scalar_type(), compute = accumulate_type(type);
   const at::Tensor x = compute_copy(input, compute);
   ScanRnnResults results = allocate_scan_rnn(cell, s, x, save);
@@ -165,7 +166,7 @@ ScanRnnGrads scan_rnn_backward_cpu(const std::optional<at::Tensor>& grad_output,
                                    const at::Tensor& output, const at::Tensor& gates, const at::Tensor& cells,
                                    c10::string_view cell_name, bool reverse, std::array<bool, 7> output_mask) {
   const char* op = "weft::scan_rnn_backward";
-  const Cell cell = parse_cell(cell_name);
+  const Cell cell = parse_cell(op, cell_name);
   const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   check_scan_rnn_saved(op, cell, s, input, grad_output, grad_h_n, grad_c_n, output, gates, cells);
   const auto compute = accumulate_type(input.scalar_type());

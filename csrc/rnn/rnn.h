@@ -1,0 +1,117 @@
+// weft::rnn: one layer of a tanh RNN, ReLU RNN, GRU or LSTM over all its time steps, in one or two directions, padded
+// or packed. The equations of the cells are in scan/scan_rnn.h.
+//
+// T steps, B sequences, I inputs, H hidden units, G = 1, 1, 3, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm, in
+// torch's order; D = 2 directions if bidirectional, else 1; R rows of input: T*B, packed N = sum of batch_sizes. Any of
+// T, B, I, H may be 0; T = 0 gives h_n = h0.
+//
+// rnn(input (T,B,I) or packed (N,I), h0 (D,B,H) | None, c0 (D,B,H) | None, weights, batch_sizes (T) | None;
+//     cell, bidirectional, keep_cells, save)
+//   h0, c0       None for zeros; c0 for an lstm alone, and there exactly where h0 is given
+//   weights      for each direction w_ih (G*H,I), w_hh (G*H,H) and, in both directions or in none, b_ih (G*H), b_hh
+//   (G*H) batch_sizes  packed: sequences running at each step, int64 on the CPU, each at least 1, none above the one
+//   before,
+//                their sum N. B is the first. Step t has the rows after those of the steps before it; sequence b is row
+//                b of every step that it runs in, so that sequences are ordered from the longest to the shortest.
+//   output (T,B,D*H) or (N,D*H)  h at every step; direction d in columns [d*H, (d+1)*H). Direction 1 runs from each
+//                                sequence's own last step to its first; its h at step t stays at step t.
+//   h_n    (D,B,H)  the state after the last step that each sequence takes: its own last one, in direction 1 step 0
+//   c_n    (D,B,H)  lstm; else (0)
+//   cells  like output  lstm with save or keep_cells: c at every step, rounded to input's dtype; else (0)
+//   gates  (D,R,4*H)  with save: gru r, z, n, m with m = W_hn h + b_hn; lstm i, f, g, o; after their nonlinearity,
+//                     rounded to input's dtype. Without save, and for the rnns: (0)
+//   save is switched on by the autograd kernel where a gradient is needed. output, h_n, c_n and cells are
+//   differentiable, gates is not.
+//
+// rnn_backward(grad_output, grad_h_n, grad_c_n, grad_cells: each like its result | None, the five tensor arguments
+//              above, output, cells, gates; cell, bidirectional, output_mask)
+//   one gradient for each of input, h0, c0, *weights, in this order, which is that of output_mask; (0) where masked out
+//   or where the argument is None. A gradient that is not asked for costs no matrix product. None means zeros.
+//   It is differentiable to any order, step by step through rnn_reference.h, in everything but output, cells and gates,
+//   which it takes for the functions of the other arguments that they are.
+//
+// Dtypes: float16, bfloat16, float32, float64, one for all arguments but batch_sizes. float16 and bfloat16 accumulate,
+// carry the state and compute the gates in float32 (the accumulate type), and round where a result is written.
+// Aliasing: no result shares memory with an argument or with another result. Results are contiguous.
+// Determinism: two runs give the same bits.
+// NaN and inf in one sequence of the batch stay in that sequence's rows (and reach the sums over the batch, i.e. the
+// gradients of weights and biases).
+// Errors: ValueError for shapes, names and counts, TypeError for dtypes, RuntimeError for devices and for batch_sizes.
+#pragma once
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <c10/util/string_view.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "scan/cell.h"
+
+namespace weft {
+
+// The arguments of the forward op. It refers to the caller's tensors: for the length of a call.
+struct RnnArgs {
+  const at::Tensor& input;
+  const std::optional<at::Tensor>& h0;
+  const std::optional<at::Tensor>& c0;
+  at::TensorList weights;
+  const std::optional<at::Tensor>& batch_sizes;
+  Cell cell;
+  bool bidirectional;
+};
+
+// The gradients that arrive at the backward op, likewise.
+struct RnnGrads {
+  const std::optional<at::Tensor>& output;
+  const std::optional<at::Tensor>& h_n;
+  const std::optional<at::Tensor>& c_n;
+  const std::optional<at::Tensor>& cells;
+};
+
+struct RnnSizes {
+  int64_t T, B, I, H;
+  int64_t R;  // rows: T*B, packed N
+  int D, G;   // directions, gate blocks
+  bool packed, bias;
+};
+
+// Every argument of the forward op: number, rank, sizes, dtype, device, and the values of batch_sizes.
+RnnSizes check_rnn(const char* op, const RnnArgs& args);
+
+// What the backward op takes besides.
+void check_rnn_saved(const char* op, const RnnArgs& args, const RnnSizes& sizes, const RnnGrads& grads,
+                     const at::Tensor& output, const at::Tensor& cells, const at::Tensor& gates,
+                     const c10::List<bool>& output_mask);
+
+// The weights of one direction; the biases are undefined where there are none.
+struct RnnWeights {
+  at::Tensor w_ih, w_hh, b_ih, b_hh;
+};
+RnnWeights rnn_weights(const RnnArgs& args, const RnnSizes& sizes, int direction);
+
+// Where w_ih of a direction stands in output_mask and among the gradients; w_hh, b_ih and b_hh follow it.
+inline int rnn_first_weight(const RnnSizes& sizes, int direction) {
+  return 3 + direction * (sizes.bias ? 4 : 2);
+}
+
+// Where the steps lie among the rows of input, output, cells and gates; for padded input, too.
+struct RnnSteps {
+  std::vector<int64_t> offsets;  // (T+1): step t has the rows [offsets[t], offsets[t+1]), one for each running sequence
+  std::vector<int64_t> lengths;  // (B), descending: the steps of each sequence
+};
+RnnSteps rnn_steps(const RnnArgs& args, const RnnSizes& sizes);
+
+// The results of a forward.
+struct RnnResults {
+  at::Tensor output, h_n, c_n, cells, gates;
+  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> tuple() const {
+    return {output, h_n, c_n, cells, gates};
+  }
+};
+
+// Uninitialised, in input's dtype; those that are not asked for are (0).
+RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save);
+
+}  // namespace weft

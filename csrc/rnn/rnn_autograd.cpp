@@ -1,0 +1,155 @@
+// The gradient of weft::rnn is weft::rnn_backward, whose own gradient goes through the reference.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "rnn/rnn.h"
+#include "rnn/rnn_reference.h"
+#include "scan/scan_rnn.h"
+
+namespace weft {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using OptionalTensor = std::optional<Tensor>;
+
+using ForwardSignature = Results(const Tensor&, const OptionalTensor&, const OptionalTensor&, at::TensorList,
+                                 const OptionalTensor&, c10::string_view, bool, bool, bool);
+using BackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                              const OptionalTensor&, const Tensor&, const OptionalTensor&,
+                                              const OptionalTensor&, at::TensorList, const OptionalTensor&,
+                                              const Tensor&, const Tensor&, const Tensor&, c10::string_view, bool,
+                                              c10::List<bool>);
+
+const c10::TypedOperatorHandle<ForwardSignature>& forward_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn", "").typed<ForwardSignature>();
+  return op;
+}
+
+const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_backward", "").typed<BackwardSignature>();
+  return op;
+}
+
+bool requires_grad(const Tensor& t) {
+  return t.defined() && t.requires_grad();
+}
+bool requires_grad(const OptionalTensor& t) {
+  return t && requires_grad(*t);
+}
+bool requires_grad(at::TensorList list) {
+  return std::any_of(list.begin(), list.end(), [](const Tensor& t) { return requires_grad(t); });
+}
+
+template <typename... Tensors>
+bool needs_grad(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
+
+Tensor or_undefined(const OptionalTensor& t) {
+  return t ? *t : Tensor();
+}
+OptionalTensor optional(const Tensor& t) {
+  return t.defined() ? OptionalTensor(t) : std::nullopt;
+}
+
+class Rnn : public torch::autograd::Function<Rnn> {
+ public:
+  static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& h0,
+                               const OptionalTensor& c0, const at::TensorList& weights,
+                               const OptionalTensor& batch_sizes, const std::string& cell, bool bidirectional) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [output, h_n, c_n, cells, gates] = forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional,
+                                                              /*keep_cells=*/true, /*save=*/true);
+    variable_list saved{input, or_undefined(h0), or_undefined(c0)};
+    saved.insert(saved.end(), weights.begin(), weights.end());
+    saved.insert(saved.end(), {or_undefined(batch_sizes), output, cells, gates});
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["cell"] = cell;
+    ctx->saved_data["bidirectional"] = bidirectional;
+    ctx->set_materialize_grads(false);
+    if (cell == "lstm") {
+      ctx->mark_non_differentiable({gates});
+    } else {
+      ctx->mark_non_differentiable({c_n, cells, gates});
+    }
+    return {output, h_n, c_n, cells, gates};
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto saved = ctx->get_saved_variables();
+    const size_t operands = saved.size() - 4;  // input, h0, c0 and the weights
+    // One gradient per argument of forward; those after the weights have none.
+    variable_list result(operands + 3);
+    if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); })) return result;
+    c10::List<bool> mask;
+    mask.reserve(operands);
+    // needs_input_grad counts the tensors that were there.
+    for (size_t i = 0, edge = 0; i < operands; ++i) {
+      mask.push_back(saved[i].defined() && ctx->needs_input_grad(edge++));
+    }
+    const std::string cell = ctx->saved_data["cell"].toStringRef();
+    // With create_graph, grad mode is on here and the op's own autograd kernel answers with the reference.
+    const auto found =
+        backward_op().call(optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0],
+                           optional(saved[1]), optional(saved[2]), at::TensorList(saved).slice(3, operands - 3),
+                           optional(saved[operands]), saved[operands + 1], saved[operands + 2], saved[operands + 3],
+                           cell, ctx->saved_data["bidirectional"].toBool(), mask);
+    for (size_t i = 0; i < operands; ++i) {
+      if (mask[i]) result[i] = found[i];
+    }
+    return result;
+  }
+};
+
+Results rnn_autograd(const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0, at::TensorList weights,
+                     const OptionalTensor& batch_sizes, c10::string_view cell, bool bidirectional, bool keep_cells,
+                     bool save) {
+  if (!needs_grad(input, h0, c0, weights)) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save);
+  }
+  const auto r = Rnn::apply(input, h0, c0, weights, batch_sizes, std::string(cell), bidirectional);
+  return {r[0], r[1], r[2], r[3], r[4]};
+}
+
+std::vector<Tensor> rnn_backward_autograd(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
+                                          const OptionalTensor& grad_c_n, const OptionalTensor& grad_cells,
+                                          const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+                                          at::TensorList weights, const OptionalTensor& batch_sizes,
+                                          const Tensor& output, const Tensor& cells, const Tensor& gates,
+                                          c10::string_view cell_name, bool bidirectional, c10::List<bool> output_mask) {
+  if (!needs_grad(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, output, cells, gates)) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return backward_op().call(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output,
+                              cells, gates, cell_name, bidirectional, output_mask);
+  }
+  const char* op = "weft::rnn_backward";
+  const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
+  const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
+  const RnnSizes sizes = check_rnn(op, args);
+  check_rnn_saved(op, args, sizes, grads, output, cells, gates, output_mask);
+  // output, cells and gates are functions of the other arguments and are computed again from them: their part of the
+  // gradient arrives there.
+  return rnn_backward_reference(grads, args, sizes, output_mask);
+}
+
+TORCH_LIBRARY_IMPL(weft, Autograd, m) {
+  m.impl("rnn", &rnn_autograd);
+  m.impl("rnn_backward", &rnn_backward_autograd);
+}
+
+}  // namespace
+}  // namespace weft
