@@ -4,6 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <sched.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #include <torch/library.h>
 
 #include <algorithm>
@@ -82,6 +85,18 @@ T* mutable_pointer(const Tensor& t, int64_t offset = 0) {
   return t.defined() && t.numel() > 0 ? t.mutable_data_ptr<T>() + offset : nullptr;
 }
 
+// Asks for huge pages for fresh memory: touching a page for the first time takes longer than filling it, and large
+// tensors are returned to the system when they are freed.
+void prefer_huge_pages(const Tensor& t) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 2 << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + t.nbytes()) / kPage * kPage;
+  // Where the system has none to give nothing changes.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 // A line of the cache between what different threads write.
 int64_t padded(int64_t count) {
   return (count + 31) / 16 * 16;
@@ -96,16 +111,21 @@ struct Grid {
 double step_cycles(double rows, int64_t panels, int64_t depth, int64_t vector_bytes, int slices) {
   // Weights come from L1, L2 or L3; a row of them is loaded once per block of rows.
   const int64_t bytes = panels * depth * vector_bytes;
-  const double bandwidth = bytes < 32 << 10 ? 64 : bytes < 700 << 10 ? 32 : 12;
+  const double bandwidth = bytes < 32 << 10 ? 64 : bytes < 700 << 10 ? 24 : 8;
   const double product = double(panels * depth) * std::max(rows / 2, vector_bytes / bandwidth);
   const double nonlinearities = rows * double(panels) * 100;
-  const double meeting = slices > 1 ? 500 + 50 * slices : 0;
+  const double meeting = slices > 1 ? 200 + 40 * slices : 0;
   return product + nonlinearities + meeting;
 }
 
 Grid choose_grid(const RnnSizes& s, int64_t depth, int64_t lanes, int64_t element_bytes, int threads) {
   const int64_t panels = (s.H + lanes - 1) / lanes;
   const double batch = double(s.R) / double(s.T);  // of packed data: sequences that run on average
+  if (const char* e = getenv("WEFT_GRID")) {
+    Grid g;
+    sscanf(e, "%d,%d", &g.groups, &g.slices);
+    if (g.groups * g.slices <= threads && g.slices <= panels && g.groups <= s.B) return g;
+  }
   Grid best;
   double least = 0;
   for (int slices = 1; slices <= std::min<int64_t>({threads, panels, 16}); ++slices) {
@@ -197,6 +217,7 @@ Memory allocate(const std::vector<int64_t>& counts, const at::TensorOptions& opt
     total += padded(count);
   }
   memory.data = at::empty({total}, options);
+  prefer_huge_pages(memory.data);
   return memory;
 }
 
@@ -316,6 +337,8 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       want(rnn_first_weight(s, d) + i, args.weights[rnn_first_weight(s, d) - 3 + i].sizes());
     }
   }
+
+  if (result[0].defined()) prefer_huge_pages(result[0]);
 
   const bool gru = args.cell == Cell::kGru;
   const int64_t states = s.B * s.H, M = s.G * s.H;
@@ -438,6 +461,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, 
     return type == compute ? t : at::empty(t.sizes(), t.options().dtype(compute));
   };
   const RnnResults computed{results(r.output), results(r.h_n), results(r.c_n), results(r.cells), results(r.gates)};
+  for (const Tensor& t : {computed.output, computed.cells, computed.gates}) prefer_huge_pages(t);
   (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, computed);
   if (type != compute) {
     r = {computed.output.to(type), computed.h_n.to(type), computed.c_n.to(type), computed.cells.to(type),

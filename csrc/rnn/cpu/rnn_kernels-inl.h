@@ -311,6 +311,54 @@ void forward_begin(const RnnForwardArgs<T>& a, const RnnPart& part, T* state) {
   }
 }
 
+// Where step t's rows begin in the projection of a chunk that begins at t0.
+WEFT_INLINE int64_t projected_row(const RnnSequence& s, const RnnPart& part, int64_t t0, int64_t t) {
+  const int64_t rows = part.b1 - part.b0;
+  return rows == s.B ? s.offsets[t] - s.offsets[t0] : (t - t0) * rows;
+}
+
+// projected (rows, panels, G, lanes) = W_ih x + bias for the steps [t0, t1).
+template <typename T, int G>
+__attribute__((noinline)) void project(const RnnForwardArgs<T>& a, const RnnPart& part, int64_t t0, int64_t t1,
+                                       const T* w_ih, const T* bias, T* projected) {
+  using S = Simd<T>;
+  constexpr int kLanes = S::kLanes;
+  const RnnSequence& s = a.sequence;
+  const int64_t I = s.I, rows = part.b1 - part.b0, panels = part.p1 - part.p0, stride = panels * G * kLanes;
+  for (int64_t k0 = 0; k0 < I; k0 += kDepthBlock) {
+    const int64_t depth = smaller(kDepthBlock, I - k0);
+    slice_groups<G>(0, panels, [&]<int NP>(int64_t panel) {
+      constexpr int NV = NP * G;
+      const T* const w = w_ih + (k0 * panels + panel * depth) * G * kLanes;
+      const T* const first_sum = bias + panel * G * kLanes;
+      // `count` rows of input, `step` apart from x on, to rows of projected, out_step apart.
+      auto block = [&](const T* x, int64_t step, T* out, int64_t out_step, int64_t count) {
+        row_blocks<max_rows(NV)>(count, [&]<int MR>(int64_t r0) {
+          T* const to = out + r0 * out_step;
+          const T* const from = k0 > 0 ? to : first_sum;
+          const int64_t from_step = k0 > 0 ? out_step : 0;
+          auto start = [&](int r, int v) { return S::load(from + r * from_step + v * kLanes); };
+          auto finish = [&](int r, int v, typename S::Vec sum) { S::store(to + r * out_step + v * kLanes, sum); };
+          block_product<T, MR, NV>(x + r0 * step + k0, step, depth, w, start, finish);
+        });
+      };
+      T* const out = projected + panel * G * kLanes;
+      // A product at each step; blocks of steps of one sequence, so that few rows fill the register block, too; or all
+      // rows of the chunk at once.
+      const bool all = rows == s.B, by_sequence = !all && !s.packed && rows < 6;
+      const int64_t products = all ? 1 : by_sequence ? rows : t1 - t0;
+      for (int64_t i = 0; i < products; ++i) {
+        const int64_t t = all || by_sequence ? t0 : t0 + i, b = by_sequence ? i : 0;
+        const int64_t count = all           ? s.offsets[t1] - s.offsets[t0]
+                              : by_sequence ? t1 - t0
+                                            : s.running(t, part.b0, part.b1);
+        block(a.input + (s.offsets[t] + part.b0 + b) * I, by_sequence ? s.B * I : I,
+              out + (projected_row(s, part, t0, t) + b) * stride, by_sequence ? rows * stride : stride, count);
+      }
+    });
+  }
+}
+
 template <typename T, Cell C>
 void forward(const RnnForwardArgs<T>& a, const RnnPart& part, T* state, T* scratch) {
   using S = Simd<T>;
@@ -318,7 +366,7 @@ void forward(const RnnForwardArgs<T>& a, const RnnPart& part, T* state, T* scrat
   constexpr int G = gate_blocks(C);
   constexpr int kLanes = S::kLanes;
   const RnnSequence& s = a.sequence;
-  const int64_t H = s.H, I = s.I, rows = part.b1 - part.b0, j0 = part.p0 * kLanes, panels = part.p1 - part.p0,
+  const int64_t H = s.H, rows = part.b1 - part.b0, j0 = part.p0 * kLanes, panels = part.p1 - part.p0,
                 own = panels * kLanes, columns = smaller(H - j0, own), chunk = chunk_steps<T>(s, part),
                 stride = state_stride<T>(H), projected_stride = own * G;
   T* const bias = scratch;              // (panels, G, lanes): what the input side adds
@@ -344,54 +392,17 @@ void forward(const RnnForwardArgs<T>& a, const RnnPart& part, T* state, T* scrat
     if (a.c0 != nullptr) copy_rows(a.c0 + part.b0 * H + j0, H, c, own, rows, columns);
   }
 
-  const T* const w_ih = a.w_ih + part.p0 * G * kLanes * I;
+  const T* const w_ih = a.w_ih + part.p0 * G * kLanes * s.I;
   const T* const w_hh = a.w_hh + part.p0 * G * kLanes * H;
-  const bool flat = rows == s.B;
   for (int64_t chunk_start = 0; chunk_start < s.steps; chunk_start += chunk) {
     const int64_t chunk_end = smaller(chunk_start + chunk, s.steps);
     const int64_t t0 = s.reverse ? s.steps - chunk_end : chunk_start, t1 = t0 + chunk_end - chunk_start;
-    auto projected_row = [&](int64_t t) { return flat ? s.offsets[t] - s.offsets[t0] : (t - t0) * rows; };
-
-    for (int64_t k0 = 0; k0 < I; k0 += kDepthBlock) {
-      const int64_t depth = smaller(kDepthBlock, I - k0);
-      slice_groups<G>(part.p0, part.p1, [&]<int NP>(int64_t panel) {
-        constexpr int NV = NP * G;
-        const T* const w = w_ih + (k0 * panels + (panel - part.p0) * depth) * G * kLanes;
-        const T* const first_sum = bias + (panel - part.p0) * G * kLanes;
-        // `count` rows of input, `step` apart from x on, to rows of projected, out_step apart.
-        auto project = [&](const T* x, int64_t step, T* out, int64_t out_step, int64_t count) {
-          row_blocks<max_rows(NV)>(count, [&]<int MR>(int64_t r0) {
-            T* const to = out + r0 * out_step;
-            auto start = [&](int r, int v) {
-              return k0 > 0 ? S::load(to + r * out_step + v * kLanes) : S::load(first_sum + v * kLanes);
-            };
-            auto finish = [&](int r, int v, Vec sum) { S::store(to + r * out_step + v * kLanes, sum); };
-            block_product<T, MR, NV>(x + r0 * step + k0, step, depth, w, start, finish);
-          });
-        };
-        T* const out = projected + (panel - part.p0) * G * kLanes;
-        if (flat) {
-          project(a.input + s.offsets[t0] * I, I, out, projected_stride, s.offsets[t1] - s.offsets[t0]);
-        } else if (!s.packed && rows < 6) {
-          // Blocks of steps of one sequence, so that few rows fill the register block, too.
-          for (int64_t r = 0; r < rows; ++r) {
-            project(a.input + (s.offsets[t0] + part.b0 + r) * I, s.B * I, out + r * projected_stride,
-                    rows * projected_stride, t1 - t0);
-          }
-        } else {
-          for (int64_t t = t0; t < t1; ++t) {
-            project(a.input + (s.offsets[t] + part.b0) * I, I, out + projected_row(t) * projected_stride,
-                    projected_stride, s.running(t, part.b0, part.b1));
-          }
-        }
-      });
-    }
-
+    project<T, G>(a, part, t0, t1, w_ih, bias, projected);
     for (int64_t step = chunk_start; step < chunk_end; ++step) {
       const int64_t t = s.reverse ? s.steps - 1 - step : step;
       const int64_t running = s.running(t, part.b0, part.b1);
       if (running == 0) continue;
-      const T* const x_step = projected + projected_row(t) * projected_stride;
+      const T* const x_step = projected + projected_row(s, part, t0, t) * projected_stride;
       const int64_t row0 = s.offsets[t] + part.b0;
       slice_groups<G>(part.p0, part.p1, [&]<int NP>(int64_t panel) {
         constexpr int NV = NP * G;
@@ -498,6 +509,26 @@ int64_t backward_scratch(const RnnBackwardArgs<T>&, const RnnPart& part) {
   return 2 * (part.b1 - part.b0) * (part.p1 - part.p0) * Simd<T>::kLanes;
 }
 
+// dh (rows, own) [+]= d (rows, depth) times the slice's weights.
+template <typename T>
+__attribute__((noinline)) void propagate(const T* d, int64_t d_stride, int64_t depth, const T* weights, T* dh,
+                                         int64_t own, int64_t rows, bool add) {
+  using S = Simd<T>;
+  slice_groups<1>(0, own / S::kLanes, [&]<int NP>(int64_t panel) {
+    const T* const w = weights + panel * S::kLanes * depth;
+    row_blocks<max_rows(NP)>(rows, [&]<int MR>(int64_t first) {
+      T* const to = dh + first * own + panel * S::kLanes;
+      auto start = [&](int, int) { return typename S::Vec{}; };
+      auto finish = [&](int r, int v, typename S::Vec sum) {
+        T* const at = to + r * own + v * S::kLanes;
+        // A sum that began with a value far larger than its terms would round that value once per term.
+        S::store(at, add ? S::load(at) + sum : sum);
+      };
+      block_product<T, MR, NP>(d + first * d_stride, d_stride, depth, w, start, finish);
+    });
+  });
+}
+
 template <typename T, Cell C>
 void backward(const RnnBackwardArgs<T>& a, const RnnPart& part, T* scratch) {
   using S = Simd<T>;
@@ -575,20 +606,8 @@ void backward(const RnnBackwardArgs<T>& a, const RnnPart& part, T* scratch) {
     if (step == 0 && a.grad_h0 == nullptr) break;
 
     part.slices.wait(part.slice);
-    slice_groups<1>(part.p0, part.p1, [&]<int NP>(int64_t panel) {
-      const T* const w = w_hh + (panel - part.p0) * kLanes * G * H;
-      row_blocks<max_rows(NP)>(running, [&]<int MR>(int64_t first) {
-        const T* const d = a.dgates + (row0 + first) * a.d_stride + recurrent_column(C, H);
-        T* const to = dh + first * own + (panel - part.p0) * kLanes;
-        auto start = [&](int, int) { return Vec{}; };
-        auto finish = [&](int r, int v, Vec sum) {
-          T* const at = to + r * own + v * kLanes;
-          // A sum that began with a value far larger than its terms would round that value once per term.
-          S::store(at, C == Cell::kGru ? S::load(at) + sum : sum);
-        };
-        block_product<T, MR, NP>(d, a.d_stride, G * H, w, start, finish);
-      });
-    });
+    propagate(a.dgates + row0 * a.d_stride + recurrent_column(C, H), a.d_stride, G * H, w_hh, dh, own, running,
+              C == Cell::kGru);
   }
   if (a.grad_h0 != nullptr) copy_rows(dh, own, a.grad_h0 + part.b0 * H + j0, H, rows, columns);
   if (C == Cell::kLstm && a.grad_c0 != nullptr) copy_rows(dc, own, a.grad_c0 + part.b0 * H + j0, H, rows, columns);
