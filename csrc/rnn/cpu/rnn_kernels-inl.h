@@ -95,6 +95,41 @@ WEFT_INLINE void slice_groups(int64_t p0, int64_t p1, F f) {
 // ---- Packing
 // -------------------------------------------------------------------------------------------------------
 
+// Vectors of 16 bytes, which every instruction set has, and square tiles of them.
+template <typename T>
+struct Tile;
+template <>
+struct Tile<float> {
+  static constexpr int kSize = 4;
+  typedef float Row __attribute__((vector_size(16), aligned(4), may_alias));
+};
+template <>
+struct Tile<double> {
+  static constexpr int kSize = 2;
+  typedef double Row __attribute__((vector_size(16), aligned(8), may_alias));
+};
+
+// to[i][j] = from[j][i]
+template <typename T>
+WEFT_INLINE void transpose_tile(const T* from, int64_t from_stride, T* to, int64_t to_stride) {
+  using Row = typename Tile<T>::Row;
+  auto in = [&](int i) { return *reinterpret_cast<const Row*>(from + i * from_stride); };
+  auto out = [&](int i) -> Row& { return *reinterpret_cast<Row*>(to + i * to_stride); };
+  const Row a = in(0), b = in(1);
+  if constexpr (Tile<T>::kSize == 2) {
+    out(0) = Row{a[0], b[0]};
+    out(1) = Row{a[1], b[1]};
+  } else {
+    const Row c = in(2), d = in(3);
+    const Row ab_low{a[0], b[0], a[1], b[1]}, ab_high{a[2], b[2], a[3], b[3]}, cd_low{c[0], d[0], c[1], d[1]},
+        cd_high{c[2], d[2], c[3], d[3]};
+    out(0) = Row{ab_low[0], ab_low[1], cd_low[0], cd_low[1]};
+    out(1) = Row{ab_low[2], ab_low[3], cd_low[2], cd_low[3]};
+    out(2) = Row{ab_high[0], ab_high[1], cd_high[0], cd_high[1]};
+    out(3) = Row{ab_high[2], ab_high[3], cd_high[2], cd_high[3]};
+  }
+}
+
 template <typename T>
 int64_t packed_size(const PackArgs<T>& a) {
   return panels_of<T>(a.columns) * a.blocks * a.depth * Simd<T>::kLanes;
@@ -127,19 +162,25 @@ void pack(const PackArgs<T>& a, int member, int members) {
         }
         // A transposition: short runs along k keep both sides in L1.
         constexpr int64_t kRun = 16;
+        constexpr int kTile = Tile<T>::kSize;
         for (int64_t run = k0; run < k1; run += kRun) {
-          const int64_t count = smaller(kRun, k1 - run);
+          const int64_t count = smaller(kRun, k1 - run), tiled = count / kTile * kTile;
           for (int v = 0; v < NV; ++v) {
-            for (int lane = 0; lane < kLanes; ++lane) {
+            for (int lane = 0; lane < kLanes; lane += kTile) {
               const int64_t column = (panel + v / BLOCKS) * kLanes + lane;
+              const T* const from = a.data + run + ((v % BLOCKS) * a.columns + column) * a.column_stride;
               T* const to = group + ((run - k0) * NV + v) * kLanes + lane;
-              if (column >= a.columns) {
-                for (int64_t k = 0; k < count; ++k) to[k * NV * kLanes] = T(0);
-                continue;
+              int64_t k = 0;
+              if (column + kTile <= a.columns) {
+                for (; k < tiled; k += kTile) {
+                  transpose_tile(from + k, a.column_stride, to + k * NV * kLanes, NV * kLanes);
+                }
               }
-              const T* const from =
-                  a.data + run * a.depth_stride + ((v % BLOCKS) * a.columns + column) * a.column_stride;
-              for (int64_t k = 0; k < count; ++k) to[k * NV * kLanes] = from[k * a.depth_stride];
+              for (; k < count; ++k) {
+                for (int i = 0; i < kTile; ++i) {
+                  to[k * NV * kLanes + i] = column + i < a.columns ? from[k + i * a.column_stride] : T(0);
+                }
+              }
             }
           }
         }

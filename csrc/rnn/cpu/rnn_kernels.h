@@ -83,7 +83,8 @@ constexpr int64_t recurrent_column(Cell cell, int64_t H) {
 }
 
 // A (depth, blocks * columns) matrix to pack, element (k, j) at data[k' * depth_stride + j * column_stride] with
-// k' = (k + rotate) % depth. Packed: [slice][depth block][group of panels][k][panel][block][lane], zero beyond columns.
+// k' = (k + rotate) % depth; one of the strides is 1, without rotate if it is depth_stride. Packed: [slice][depth
+// block][group of panels][k][panel][block][lane], zero beyond columns.
 template <typename T>
 struct PackArgs {
   const T* data;
