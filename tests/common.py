@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -51,3 +51,29 @@ def poisoned() -> Iterator[None]:
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def with_devices(samples: list, on_cuda: Sequence = ()) -> list:
+    """(sample, device) for all devices, and more samples for CUDA."""
+    cuda = [pytest.param(s, "cuda", marks=pytest.mark.cuda) for s in (*samples, *on_cuda)]
+    return [(s, "cpu") for s in samples] + cuda
+
+
+def check_close(names: Iterable[str], found: Sequence, expected: Sequence, bound: float) -> None:
+    """Tensors and Nones agree in shape and to a relative error; `names` may go on past the end of the others."""
+    for name, (f, e) in zip(names, zip(found, expected, strict=True), strict=False):
+        if e is None:
+            assert f is None, f"{name} should be None"
+            continue
+        assert f.shape == e.shape, f"{name}: {f.shape} instead of {e.shape}"
+        assert relative_error(f, e) <= bound, f"{name}: error {relative_error(f, e):.2e} above {bound:.0e}"
+
+
+def differentiate(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients that arrive when some of the outputs have one; None for an input that is None."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+    wanted = [i for i in inputs if i is not None]
+    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True))
+    return [None if i is None else next(found) for i in inputs]

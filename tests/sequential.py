@@ -10,6 +10,22 @@ def doubles(tensors):
     return [None if t is None else t.detach().double().cpu() for t in tensors]
 
 
+def cell_step(cell, a, b, h, c):
+    """One step in plain torch from a = W_ih x + b_ih and b = W_hh h + b_hh: h, c (None except for an lstm) and the
+    gates after their nonlinearity, (B, 4H), as Weft's operators save them (None for the rnns)."""
+    if cell == "gru":
+        (ar, az, an), (br, bz, m) = a.chunk(3, 1), b.chunk(3, 1)
+        r, z = torch.sigmoid(ar + br), torch.sigmoid(az + bz)
+        n = torch.tanh(an + r * m)
+        return (1 - z) * n + z * h, None, torch.cat([r, z, n, m], 1)
+    if cell == "lstm":
+        i, f, g, o = (a + b).chunk(4, 1)
+        i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
+        c = f * c + i * g
+        return o * torch.tanh(c), c, torch.cat([i, f, g, o], 1)
+    return (torch.tanh if cell == "rnn_tanh" else torch.relu)(a + b), None, None
+
+
 def reference_chain(grad_output, grad_h_n, grad_c_n, args, output, gates, cells, *, cell, reverse=False):
     """The backward chain, one step after another, from the saved activations of weft::scan_rnn: grad_input, grad_h0,
     grad_c0, and the gradients (T, B, G*H) of W_ih x + b_ih and of W_hh h + b_hh.

@@ -80,7 +80,6 @@ def test_refusals_leave_the_model_alone():
     model = Model(torch.nn.GRU)
     for error, arguments in (
         (ValueError, {"algorithm": "fast"}),
-        (NotImplementedError, {"algorithm": "persistent"}),
         (NotImplementedError, {"algorithm": "newton"}),
     ):
         with pytest.raises(error):

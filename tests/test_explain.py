@@ -11,16 +11,35 @@ import pytest
 import torch
 import weft
 from torch.nn.utils import rnn
-from weft import _algorithms
-from weft._algorithms import AUTO_SCAN, CUDA_MAX_HIDDEN, CUDA_MAX_HIDDEN_FP64, Case, Limits, Table, choose
+from weft import _algorithms, _tuned
+from weft._algorithms import (
+    AUTO_PERSISTENT,
+    AUTO_SCAN,
+    CUDA_MAX_HIDDEN,
+    CUDA_MAX_HIDDEN_FP64,
+    Case,
+    Limits,
+    Table,
+    choose,
+)
 
 CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, False, False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_measured(monkeypatch, tmp_path):
+    """The choice as on a machine where weft.tune has not run."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(_tuned, "_entries", None)
+    _algorithms.choose_cached.cache_clear()
+    yield
+    _algorithms.choose_cached.cache_clear()
 
 
 @pytest.fixture
 def both_devices(monkeypatch):
     """The choice as in a build with CUDA, whatever this build is."""
-    monkeypatch.setattr(_algorithms, "_SCAN_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
 
 
 @pytest.mark.parametrize(("device", "cell"), AUTO_SCAN)
@@ -39,7 +58,13 @@ def test_auto_follows_the_table(device, cell, both_devices):
             assert choose("auto", case._replace(steps=min_steps - 1))[0] == "torch"
             assert choose("auto", case._replace(batch=batch + 1))[0] == ("scan" if max_batch == math.inf else "torch")
             assert choose("auto", case._replace(dtype=torch.int64))[0] == "torch"
-            for other in ({"chains": 2}, {"trains": False}, {"capability": (8, 9)}, {"capability": None}):
+            for other in (
+                {"layers": 2},
+                {"directions": 2},
+                {"trains": False},
+                {"capability": (8, 9)},
+                {"capability": None},
+            ):
                 assert choose("auto", case._replace(**other))[0] == ("torch" if limits.alone else "scan")
             # A compiled graph does not know its sizes.
             anywhere = min_steps <= 1 and max_batch == math.inf
@@ -107,10 +132,99 @@ def test_what_does_not_fit_runs_as_torch(asked):
 
 
 def test_names_are_obeyed():
-    for asked in ("scan", "torch", "reference"):
+    for asked in ("persistent", "scan", "torch", "reference"):
         assert choose(asked, CASE) == (asked, "asked for by name")
         assert choose(asked, CASE._replace(transformed=True))[0] == "reference"
     assert choose("reference", CASE._replace(packed=True))[0] == "reference"
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """A build in which the CUDA kernels of the rnn engine answer as the test says; what they were asked."""
+    asked = []
+
+    class Plan:
+        answer = (None, None)
+
+        def __call__(self, **sizes):
+            asked.append(sizes)
+            return self.answer
+
+    plan = Plan()
+    plan.asked = asked
+    monkeypatch.setattr(_algorithms._C, "rnn_plan", plan, raising=False)
+    monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
+    return plan
+
+
+ON_CUDA = CASE._replace(device="cuda", hidden_size=512, index=0, capability=(9, 0), input_size=64)
+
+
+def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
+    plan.answer = (None, 120.0)
+    assert choose("auto", ON_CUDA) == ("persistent", "auto's model of costs")
+    assert plan.asked[-1] == {
+        "device": 0, "cell": "gru", "dtype": "float32", "input_size": 64, "hidden_size": 512, "layers": 1,
+        "directions": 1, "steps": 100, "batch": 4, "packed": False, "trains": True, "keeps_cells": False,
+    }  # fmt: skip
+    choose("auto", ON_CUDA._replace(steps=None, batch=None))
+    assert plan.asked[-1]["steps"] == plan.asked[-1]["batch"] == 0
+    assert _algorithms.expected_time("persistent", ON_CUDA) == 120.0
+    # The scan's table was measured, and comes first.
+    assert choose("auto", ON_CUDA._replace(hidden_size=16))[0] == "scan"
+    plan.answer = (None, None)
+    assert choose("auto", ON_CUDA)[0] == "torch" and choose("persistent", ON_CUDA)[0] == "persistent"
+    plan.answer = ("it needs 300 KiB of shared memory, the device has 227", None)
+    for asked in ("auto", "persistent"):
+        name, reason = choose(asked, ON_CUDA)
+        assert name == "torch" and "227" in reason
+    assert _algorithms.expected_time("persistent", ON_CUDA) is None
+    assert choose("persistent", ON_CUDA._replace(keeps_cells=True))[0] == "reference"
+
+
+def test_persistent_kernels_that_are_not_built(both_devices, monkeypatch):
+    monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
+    name, reason = choose("persistent", ON_CUDA)
+    assert name == "torch" and "not built" in reason
+
+
+def test_the_plan_is_a_constant_of_a_compiled_graph(plan):
+    plan.answer = (None, 3.0)
+
+    def function(x):
+        case = ON_CUDA._replace(steps=None, batch=None, index=0)
+        return x + (2 if _algorithms.choose("auto", case)[0] == "persistent" else 1)
+
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(())) == 2
+
+
+def test_auto_takes_persistent_on_the_cpu_by_its_table(monkeypatch):
+    table = Table(frozenset((torch.float32,)), {64: Limits(min_steps=50)})
+    monkeypatch.setitem(AUTO_PERSISTENT, ("cpu", "gru"), table)
+    assert choose("auto", CASE)[0] == "persistent"
+    assert choose("auto", CASE._replace(packed=True))[0] == "persistent"
+    assert choose("auto", CASE._replace(steps=49))[0] == "scan"
+    assert choose("auto", CASE._replace(dtype=torch.float64))[0] == "scan"
+    name, reason = choose("auto", CASE._replace(hidden_size=200))
+    assert name == "torch" and "persistent: " in reason and "hidden_size 64" in reason and "scan: " in reason
+
+
+def test_the_table_of_persistent_is_in_order():
+    for (device, cell), (dtypes, buckets) in AUTO_PERSISTENT.items():
+        assert (device, cell) in AUTO_SCAN and device == "cpu"
+        assert dtypes and buckets and list(buckets) == sorted(buckets)
+
+
+def test_what_only_some_algorithms_do():
+    """Mapped by vmap, torch's kernels do not run; cells come from the rnn engine and the reference."""
+    for change in ({"mapped": True}, {"keeps_cells": True}):
+        case = CASE._replace(**change)
+        assert choose("torch", case)[0] == "persistent" and choose("persistent", case)[0] == "persistent"
+        assert choose("torch", case._replace(projected=True))[0] == "reference"
+        assert choose("reference", case)[0] == "reference"
+    assert choose("scan", CASE._replace(mapped=True))[0] == "scan"
+    assert choose("scan", CASE._replace(keeps_cells=True))[0] == "persistent"
 
 
 def by_name(explanation):
@@ -123,8 +237,8 @@ def test_explanation():
     assert answer.algorithm == "scan" and answer.asked == "auto"
     candidates = by_name(answer)
     assert list(candidates) == ["persistent", "scan", "newton", "torch", "reference"]
-    assert [c.name for c in answer.candidates if not c.eligible] == ["persistent", "newton"]
-    assert "rnn engine" in candidates["persistent"].reason
+    assert [c.name for c in answer.candidates if not c.eligible] == ["newton"]
+    assert "auto" in candidates["persistent"].reason
     assert all(c.reason for c in answer.candidates)
     text = str(answer)
     assert "GRU(3, 16) on T=100 B=4 float32 input on cpu" in text and "runs as 'scan'" in text
@@ -146,7 +260,9 @@ def test_it_tells_why_auto_leaves_the_scan():
 def test_the_choice_sees_chains_and_gradients():
     x, h = torch.randn(5, 2, 3), torch.zeros(4, 2, 6)
     layer = weft.nn.GRU(3, 6, num_layers=2, bidirectional=True)
-    assert layer._prepare(x, (h,)).case[-3:] == (4, True, None)
+    case = layer._prepare(x, (h,)).case
+    assert (case.layers, case.directions, case.trains, case.input_size) == (2, 2, True, 3)
+    assert case.index is case.capability is None
     layer.requires_grad_(False)
     assert not layer._prepare(x, (h,)).case.trains
     assert layer._prepare(x.clone().requires_grad_(), None).case.trains
@@ -160,7 +276,7 @@ def test_it_tells_what_does_not_fit():
     x = torch.randn(5, 2, 3)
     packed = weft.explain(weft.nn.GRU(3, 4, algorithm="scan"), rnn.pack_padded_sequence(x, [5, 2]))
     assert packed.algorithm == "torch" and not by_name(packed)["scan"].eligible
-    assert "packed float32 input" in str(packed)
+    assert "T=5 B=2 packed float32 input" in str(packed)
     projected = weft.explain(weft.nn.LSTM(3, 4, proj_size=2), x)
     assert projected.algorithm == "torch" and "proj_size" in by_name(projected)["scan"].reason
     forced = weft.explain(weft.nn.GRU(3, 4, algorithm="reference"), x)
@@ -208,14 +324,14 @@ def test_nothing_runs():
 
 def test_the_algorithm_that_is_told_is_the_one_that_runs(monkeypatch):
     ran = []
-    for name in ("_run_scan", "_run_torch", "_run_reference"):
+    for name in ("_run_persistent", "_run_scan", "_run_torch", "_run_reference"):
         original = getattr(weft.nn.GRU, name)
         monkeypatch.setattr(weft.nn.GRU, name, lambda *a, f=original, n=name: (ran.append(n), f(*a))[1])
     x = torch.randn(5, 2, 3)
     inputs = (x, x[:, 0], rnn.pack_padded_sequence(x, [5, 2]))
-    for asked in ("auto", "scan", "torch", "reference"):
+    for asked in ("auto", "persistent", "scan", "torch", "reference"):
         for hidden in (4, 200):
-            layer = weft.nn.GRU(3, hidden, algorithm=asked)
+            layer = weft.nn.GRU(3, hidden, num_layers=2, algorithm=asked)
             for each in inputs:
                 told = weft.explain(layer, each).algorithm
                 layer(each)

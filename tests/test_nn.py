@@ -25,7 +25,7 @@ CELLS = {
     "gru": (weft.nn.GRU, torch.nn.GRU, {}),
     "lstm": (weft.nn.LSTM, torch.nn.LSTM, {}),
 }
-ALGORITHMS = ["auto", "scan", "torch", "reference"]
+ALGORITHMS = ["auto", "persistent", "scan", "torch", "reference"]
 I, H = 3, 4
 # Relative error of the norm. fp64: rounding of a few hundred operations. fp32: the same at 1e9 times its epsilon.
 BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -161,7 +161,7 @@ def _assert_half(algorithm, cell, device, dtype):
 
 @devices
 @cells
-@pytest.mark.parametrize("algorithm", ["scan", "reference"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(device, cell, algorithm, dtype):
     _assert_half(algorithm, cell, device, dtype)
@@ -389,7 +389,7 @@ def test_constructor_is_torchs(cell):
         assert list(a.state_dict()) == list(b.state_dict())
         for name, value in a.state_dict().items():
             assert torch.equal(value, b.state_dict()[name])
-        ours_only = {"_algorithm"}
+        ours_only = {"_algorithm", "return_cells"}
         assert vars(a).keys() - ours_only == vars(b).keys()
         for name in ("mode", "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "proj_size"):
             assert getattr(a, name) == getattr(b, name)
@@ -422,8 +422,6 @@ def test_unknown_and_reserved_algorithms(cell):
     ours, _, extra = CELLS[cell]
     with pytest.raises(ValueError, match=r"'cudnn'.*'auto', 'persistent', 'scan', 'newton', 'torch', 'reference'"):
         ours(I, H, algorithm="cudnn", **extra)
-    with pytest.raises(NotImplementedError, match="rnn engine"):
-        ours(I, H, algorithm="persistent", **extra)
     with pytest.raises(NotImplementedError, match="newton"):
         ours(I, H, algorithm="newton", **extra)
 
@@ -599,7 +597,7 @@ def test_checkpointing(device, cell, algorithm, reentrant):
 
 @devices
 @cells
-@pytest.mark.parametrize("algorithm", ["scan", "torch", "reference"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch", "reference"])
 def test_gradcheck(device, cell, algorithm):
     ours, _ = layers(cell, device, algorithm=algorithm, sizes=(2, 3), bidirectional=True)
     names = [n for n, _ in ours.named_parameters()]
@@ -713,6 +711,9 @@ def fresh_dynamo():
         ("gru", "torch", "two layers"),
         ("gru", "reference", "plain"),
         ("lstm", "scan", "two layers"),
+        ("tanh", "persistent", "three layers, two directions"),
+        ("gru", "persistent", "two layers"),
+        ("lstm", "persistent", "two layers"),
         ("lstm", "torch", "two layers"),
     ],
 )
@@ -730,7 +731,7 @@ def test_compile(fresh_dynamo, device, cell, algorithm, options):
 
 
 @devices
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 def test_compile_does_not_specialise_sizes(fresh_dynamo, device, algorithm):
     import torch._dynamo.testing
 
@@ -747,7 +748,7 @@ def test_compile_does_not_specialise_sizes(fresh_dynamo, device, algorithm):
 # On the CPU a C++ compiler runs for each: both are one opaque op there, so one of them stands for the other.
 @pytest.mark.parametrize(
     ("device", "algorithm"),
-    [("cpu", "scan"), *(pytest.param("cuda", a, marks=pytest.mark.cuda) for a in ("scan", "torch"))],
+    [("cpu", "scan"), *(pytest.param("cuda", a, marks=pytest.mark.cuda) for a in ("persistent", "scan", "torch"))],
 )
 def test_compile_inductor(fresh_dynamo, device, algorithm):
     """One case through code generation; and a long sequence does not unroll."""
@@ -758,7 +759,7 @@ def test_compile_inductor(fresh_dynamo, device, algorithm):
 
 
 @devices
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 def test_compile_dropout(fresh_dynamo, device, algorithm):
     ours, theirs = layers("gru", device, algorithm=algorithm, num_layers=2, dropout=0.5)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -774,9 +775,10 @@ def test_compile_dropout(fresh_dynamo, device, algorithm):
 
 
 @devices
+@pytest.mark.parametrize("algorithm", ["persistent", "auto"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_compile_packed(fresh_dynamo, device, cell):
-    ours, theirs = layers(cell, device)
+def test_compile_packed(fresh_dynamo, device, cell, algorithm):
+    ours, theirs = layers(cell, device, algorithm=algorithm, num_layers=2, bidirectional=True)
     x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
 
     def call(layer, data, batch_sizes, hx):
@@ -805,7 +807,7 @@ def test_compile_functional_call(fresh_dynamo, device, cell):
 
 
 @devices
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 @pytest.mark.parametrize(("cell", "strict"), [(cell, False) for cell in CELLS] + [("gru", True)])
 def test_export(fresh_dynamo, device, cell, algorithm, strict):
     ours, _ = layers(cell, device, algorithm=algorithm, num_layers=2, bidirectional=True)
@@ -876,7 +878,7 @@ def test_autocast_leaves_fp64(device, cell, algorithm):
 
 @devices
 @cells
-@pytest.mark.parametrize("algorithm", ["scan", "torch"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 def test_autocast_compiled(fresh_dynamo, device, cell, algorithm):
     ours, theirs = layers(cell, device, torch.float32, algorithm)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
@@ -1002,7 +1004,7 @@ def test_bad_devices(cell, algorithm):
     assert_layers_agree(ours, theirs, x)
 
 
-@pytest.mark.parametrize("algorithm", ["scan", "torch", "reference"])
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch", "reference"])
 def test_messages_name_the_layer(algorithm):
     layer = weft.nn.GRU(3, 4, algorithm=algorithm)
     x = torch.randn(5, 2, 3)

@@ -7,15 +7,14 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import weft  # noqa: F401  registers torch.ops.weft
-from common import DEVICES, poisoned, relative_error
+from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
 from hypothesis import given, strategies
-from sequential import check_chain, doubles
+from sequential import cell_step, check_chain, doubles
 from torch import _VF, Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -97,12 +96,6 @@ def _exact_fp32():
         yield
 
 
-def with_devices(samples: list[Sample], on_cuda: Sequence[Sample] = ()) -> list:
-    """(sample, device) for all devices, and more samples for CUDA."""
-    cuda = [pytest.param(s, "cuda", marks=pytest.mark.cuda) for s in (*samples, *on_cuda)]
-    return [(s, "cpu") for s in samples] + cuda
-
-
 def force_chunks(monkeypatch, chunks: int) -> None:
     """The number of chunks of the CUDA kernels, whatever their model of costs says."""
     monkeypatch.setenv("WEFT_SCAN_RNN_CHUNKS", str(chunks))
@@ -146,24 +139,13 @@ def reference(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False):
     for t in reversed(steps) if reverse else steps:
         a = input[t] @ w_ih.T + (zero if b_ih is None else b_ih)
         b = h @ w_hh.T + (zero if b_hh is None else b_hh)
-        if cell == "gru":
-            (ar, az, an), (br, bz, m) = a.chunk(3, 1), b.chunk(3, 1)
-            r, z = torch.sigmoid(ar + br), torch.sigmoid(az + bz)
-            n = torch.tanh(an + r * m)
-            h = (1 - z) * n + z * h
-            gates[t] = torch.cat([r, z, n, m], 1)
-        elif cell == "lstm":
-            i, f, g, o = (a + b).chunk(4, 1)
-            i, f, g, o = torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
-            c = f * c + i * g
-            h = o * torch.tanh(c)
-            gates[t], cells[t] = torch.cat([i, f, g, o], 1), c
-        else:
-            h = (torch.tanh if cell == "rnn_tanh" else torch.relu)(a + b)
+        h, c, gates[t] = cell_step(cell, a, b, h, c)
+        cells[t] = c
         outputs[t] = h
 
-    def stacked(parts: dict[int, Tensor], width: int) -> Tensor:
-        return torch.stack([parts[t] for t in steps]) if parts else input.new_empty(0, h0.shape[0], width)
+    def stacked(parts: dict[int, Tensor | None], width: int) -> Tensor:
+        there = parts and parts[0] is not None
+        return torch.stack([parts[t] for t in steps]) if there else input.new_empty(0, h0.shape[0], width)
 
     hidden = h0.shape[1]
     return stacked(outputs, hidden), h, c, stacked(gates, 4 * hidden), stacked(cells, hidden)
@@ -179,24 +161,6 @@ def torchs(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False):
     steps = input.flip(0) if reverse else input
     output, *states = KERNELS[cell](steps, hx, weights, b_ih is not None, 1, 0.0, True, False, False)
     return output.flip(0) if reverse else output, *(s[0] for s in states)
-
-
-def check_close(names, found, expected, bound: float) -> None:
-    """`names` may go on past the end of the others."""
-    for name, (f, e) in zip(names, zip(found, expected, strict=True), strict=False):
-        if e is None:
-            assert f is None, f"{name} should be None"
-            continue
-        assert f.shape == e.shape, f"{name}: {f.shape} instead of {e.shape}"
-        assert relative_error(f, e) <= bound, f"{name}: error {relative_error(f, e):.2e} above {bound:.0e}"
-
-
-def differentiate(outputs, inputs, grads):
-    """The gradients that arrive when some of the outputs have one; None for an input that is None."""
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-    wanted = [i for i in inputs if i is not None]
-    found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True))
-    return [None if i is None else next(found) for i in inputs]
 
 
 @pytest.mark.parametrize("device", DEVICES)

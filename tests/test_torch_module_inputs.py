@@ -20,7 +20,7 @@ INFOS = [info for info in module_db if info.module_cls in LAYERS]
 
 devices = pytest.mark.parametrize("device", DEVICES)
 infos = pytest.mark.parametrize("info", INFOS, ids=lambda info: info.module_cls.__name__)
-algorithms = pytest.mark.parametrize("algorithm", ["auto", "scan", "torch", "reference"])
+algorithms = pytest.mark.parametrize("algorithm", ["auto", "persistent", "scan", "torch", "reference"])
 trainings = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
@@ -102,7 +102,10 @@ def test_non_contiguous(info, device, algorithm):
 @devices
 @infos
 # The second derivatives of the others are autograd's own; test_nn.py has one check of the reference's.
-@pytest.mark.parametrize(("algorithm", "order"), [("scan", 1), ("torch", 1), ("reference", 1), ("scan", 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "order"),
+    [("persistent", 1), ("scan", 1), ("torch", 1), ("reference", 1), ("persistent", 2), ("scan", 2)],
+)
 def test_gradients(info, device, algorithm, order):
     nondet = info.gradcheck_nondet_tol if torch.device(device).type == "cuda" else 0.0
     check = gradcheck if order == 1 else gradgradcheck

@@ -137,6 +137,9 @@ std::vector<Tensor> rnn_backward_autograd(const OptionalTensor& grad_output, con
                               cells, gates, cell_name, bidirectional, output_mask);
   }
   const char* op = "weft::rnn_backward";
+  TORCH_CHECK(
+      !batch_sizes || !batch_sizes->unsafeGetTensorImpl()->is_python_dispatch(), op,
+      ": in a compiled graph, where the values of batch_sizes are unknown, packed input is differentiable once");
   const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
   const RnnSizes sizes = check_rnn(op, args);

@@ -5,8 +5,9 @@ from __future__ import annotations
 from . import _ops, data, nn, scan
 from .accelerate import accelerate
 from .explain import explain
+from .tune import tune
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "accelerate", "data", "explain", "nn", "scan"]
+__all__ = ["__version__", "accelerate", "data", "explain", "nn", "scan", "tune"]
 _ = _ops  # loads the library, which everything above calls

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
+from . import _C, _tuned
 from ._ops import WITH_CUDA
 
 __all__ = [
     "ALGORITHMS",
+    "AUTO_PERSISTENT",
     "AUTO_SCAN",
     "CUDA_MAX_HIDDEN",
     "CUDA_MAX_HIDDEN_FP64",
@@ -20,19 +23,18 @@ __all__ = [
     "auto_limits",
     "check_algorithm",
     "choose",
+    "choose_cached",
+    "persistent_plan",
 ]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
 
-MISSING = {
-    "persistent": "it arrives with the rnn engine",
-    "newton": "it is not implemented yet",
-}
+MISSING = {"newton": "it is not implemented yet"}
 """Reserved names, and why each does not run."""
 
 
 class Limits(NamedTuple):
-    """Where "auto" takes "scan": in a bucket of hidden sizes, T >= min_steps and B <= max_batch."""
+    """Where "auto" takes an algorithm: in a bucket of hidden sizes, T >= min_steps and B <= max_batch."""
 
     min_steps: int = 1
     max_batch: float = math.inf
@@ -47,7 +49,7 @@ class Table(NamedTuple):
 
     dtypes: frozenset[torch.dtype]
     buckets: dict[int, Limits]
-    """Largest hidden size of a bucket -> its limits, ascending; no scan above the last."""
+    """Largest hidden size of a bucket -> its limits, ascending; above the last, the algorithm is not taken."""
 
 
 _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -71,14 +73,18 @@ AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cpu", "lstm"): Table(_CPU_DTYPES, {128: Limits()}),
 }
 
+# On the CPU "persistent" is taken before "scan": what stands here was faster than both others. On CUDA a model of costs
+# decides, see persistent_plan.
+AUTO_PERSISTENT: dict[tuple[str, str], Table] = {}
+
 CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
 """H that the CUDA kernels of the backward pass hold (scan_rnn_max_hidden); beyond, it is a slow loop over the steps."""
 
 CUDA_MAX_HIDDEN_FP64 = 32
 """The same in float64 (kScanRnnSmallHidden)."""
 
-_SCAN_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-_SCAN_DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
 
 
 class Case(NamedTuple):
@@ -93,17 +99,24 @@ class Case(NamedTuple):
     batch: int | None
     steps: int | None
     """T. None, like `batch`, in a compiled graph, where looking at it would tie the graph to a range of sizes: "auto"
-    then takes "scan" only where neither matters."""
+    then takes only what it takes at every size."""
     packed: bool
     projected: bool
     transformed: bool
-    """Under a torch.func transform or in a forward-mode AD level."""
-    chains: int = 1
-    """Layers times directions."""
+    """Under a torch.func transform that differentiates, or in a forward-mode AD level."""
+    mapped: bool = False
+    """Under torch.func.vmap alone."""
+    layers: int = 1
+    directions: int = 1
     trains: bool = True
     """Whether anything asks for a gradient."""
+    keeps_cells: bool = False
+    """Whether the cell state of every step is a result."""
+    input_size: int = 1
+    index: int | None = None
+    """The GPU's, None on a CPU and in a compiled graph."""
     capability: tuple[int, int] | None = None
-    """The GPU's compute capability, None on a CPU and in a compiled graph."""
+    """The GPU's compute capability, None likewise."""
 
 
 def check_algorithm(name: str) -> str:
@@ -122,16 +135,24 @@ def why_only_reference(case: Case) -> str | None:
     return None
 
 
+def why_not_torch(case: Case) -> str | None:
+    """Why torch's kernel cannot run this case, or None."""
+    if case.mapped:
+        return "torch.func.vmap has no rule for torch's kernels"
+    if case.keeps_cells:
+        return "torch's kernels do not return the cells of every step"
+    return None
+
+
 def why_not_scan(case: Case) -> str | None:
     """Why "scan" cannot run this case, or None."""
     if case.packed:
-        return "a PackedSequence runs as torch"
-    if case.projected:
-        return "proj_size runs as torch"
-    if case.device not in _SCAN_DEVICES:
-        return f"built for {' and '.join(_SCAN_DEVICES)}, not for {case.device}"
-    if case.dtype not in _SCAN_DTYPES:
-        return f"no kernel for {case.dtype}"
+        return "it takes no PackedSequence"
+    if case.keeps_cells:
+        return "it does not return the cells of every step"
+    obstacle = _why_not_ours(case)
+    if obstacle is not None:
+        return obstacle
     if case.device == "cuda":
         double = case.dtype == torch.float64
         largest = CUDA_MAX_HIDDEN_FP64 if double else CUDA_MAX_HIDDEN[case.cell]
@@ -141,53 +162,162 @@ def why_not_scan(case: Case) -> str | None:
     return None
 
 
-def auto_limits(device: str, cell: str, hidden_size: int) -> Limits | None:
+def why_not_persistent(case: Case) -> str | None:
+    """Why "persistent" cannot run this case, or None."""
+    return _why_not_ours(case) or (persistent_plan(case)[0] if case.device == "cuda" else None)
+
+
+def _why_not_ours(case: Case) -> str | None:
+    """What stands in the way of every operator of Weft's, or None."""
+    if case.projected:
+        return "it has no projection (proj_size)"
+    if case.device not in _DEVICES:
+        return f"built for {' and '.join(_DEVICES)}, not for {case.device}"
+    if case.dtype not in _DTYPES:
+        return f"no kernel for {case.dtype}"
+    return None
+
+
+def persistent_plan(case: Case) -> tuple[str | None, float | None]:
+    """Why the persistent kernels do not run this case on CUDA, or None; and the time that they are expected to take, in
+    microseconds, for all layers, backward included where anything asks for a gradient. Without an expected time "auto"
+    does not take them. Sizes that a compiled graph does not know are passed as 0."""
+    return _plan(
+        case.index, case.cell, case.dtype, case.input_size, case.hidden_size, case.layers, case.directions,
+        case.steps or 0, case.batch or 0, case.packed, case.trains, case.keeps_cells,
+    )  # fmt: skip
+
+
+@torch.compiler.assume_constant_result
+def _plan(
+    index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
+    steps: int, batch: int, packed: bool, trains: bool, keeps_cells: bool,
+) -> tuple[str | None, float | None]:  # fmt: skip
+    plan = getattr(_C, "rnn_plan", None)
+    if plan is None:
+        return "its CUDA kernels are not built", None
+    return plan(
+        device=torch.cuda.current_device() if index is None else index,
+        cell=cell,
+        dtype=str(dtype).removeprefix("torch."),
+        input_size=input_size,
+        hidden_size=hidden_size,
+        layers=layers,
+        directions=directions,
+        steps=steps,
+        batch=batch,
+        packed=packed,
+        trains=trains,
+        keeps_cells=keeps_cells,
+    )
+
+
+def auto_limits(table: Table, hidden_size: int) -> Limits | None:
     """The limits of the bucket that holds this hidden size; None where none does."""
-    for largest, limits in AUTO_SCAN[device, cell].buckets.items():
+    for largest, limits in table.buckets.items():
         if hidden_size <= largest:
             return limits
     return None
 
 
 def why_auto_skips_scan(case: Case) -> str | None:
-    """Why "auto" prefers "torch" to an eligible "scan", or None."""
-    dtypes, buckets = AUTO_SCAN[case.device, case.cell]
-    limits = auto_limits(case.device, case.cell, case.hidden_size)
+    """Why "auto" prefers another to an eligible "scan", or None."""
+    return _beyond_limits(case, AUTO_SCAN[case.device, case.cell])
+
+
+def why_auto_skips_persistent(case: Case) -> str | None:
+    """Why "auto" prefers another to an eligible "persistent", or None."""
+    if case.device == "cuda":
+        return "auto takes it where its time is known" if persistent_plan(case)[1] is None else None
+    table = AUTO_PERSISTENT.get((case.device, case.cell))
+    return f"auto does not take it on {case.device}" if table is None else _beyond_limits(case, table)
+
+
+def _beyond_limits(case: Case, table: Table) -> str | None:
+    limits = auto_limits(table, case.hidden_size)
     if limits is None:
-        return f"auto takes torch above hidden_size {max(buckets)} on {case.device}"
+        return f"auto does not take it above hidden_size {max(table.buckets)} on {case.device}"
     where = f"at hidden_size {case.hidden_size} on {case.device}"
-    if case.dtype not in (limits.dtypes or dtypes):
-        return f"auto takes torch in {case.dtype} {where}"
+    if case.dtype not in (limits.dtypes or table.dtypes):
+        return f"auto does not take it in {case.dtype} {where}"
     if case.steps is None or case.batch is None:
         anywhere = limits.min_steps <= 1 and limits.max_batch == math.inf
-        return None if anywhere else f"auto takes torch where the length is unknown {where}"
+        return None if anywhere else f"auto does not take it where the length is unknown {where}"
     if case.steps < limits.min_steps:
-        return f"auto takes torch below {limits.min_steps} steps {where}"
+        return f"auto does not take it below {limits.min_steps} steps {where}"
     if case.batch > limits.max_batch:
-        return f"auto takes torch above a batch of {limits.max_batch} {where}"
+        return f"auto does not take it above a batch of {limits.max_batch} {where}"
     if limits.alone:
-        if case.chains > 1:
-            return f"auto takes torch for several layers or directions {where}"
+        if case.layers * case.directions > 1:
+            return f"auto does not take it for several layers or directions {where}"
         if not case.trains:
-            return f"auto takes torch where nothing asks for a gradient {where}"
+            return f"auto does not take it where nothing asks for a gradient {where}"
         if case.capability is None or case.capability < (9, 0):
-            return f"auto takes torch below compute capability 9.0 {where}"
+            return f"auto does not take it below compute capability 9.0 {where}"
+    return None
+
+
+_OBSTACLES = {"persistent": why_not_persistent, "scan": why_not_scan, "torch": why_not_torch}
+_PREFERENCES = {"persistent": why_auto_skips_persistent, "scan": why_auto_skips_scan}
+
+
+def obstacle(name: str, case: Case) -> str | None:
+    """Why the algorithm cannot run this case, or None."""
+    if name == "reference":
+        return None
+    if name in MISSING:
+        return MISSING[name]
+    return why_only_reference(case) or _OBSTACLES[name](case)
+
+
+def why_auto_skips(name: str, case: Case) -> str | None:
+    """Why "auto" prefers another to this eligible algorithm, or None."""
+    return _PREFERENCES[name](case) if name in _PREFERENCES else None
+
+
+def measured(case: Case) -> _tuned.Entry | None:
+    """What weft.tune found for cases like this one."""
+    if case.steps is None or case.batch is None:
+        return None
+    return _tuned.look_up(case)
+
+
+def expected_time(name: str, case: Case) -> float | None:
+    """Microseconds, where they are measured or modelled."""
+    entry = measured(case)
+    if entry is not None and name in entry.microseconds:
+        return entry.microseconds[name]
+    if name == "persistent" and case.device == "cuda" and obstacle(name, case) is None:
+        return persistent_plan(case)[1]
     return None
 
 
 def choose(algorithm: str, case: Case) -> tuple[str, str]:
-    """The algorithm that runs, and why: "scan", "torch" or "reference"."""
+    """The algorithm that runs, and why: "persistent", "scan", "torch" or "reference"."""
     reason = why_only_reference(case)
     if reason is not None:
         return "reference", reason
-    if algorithm in ("torch", "reference"):
-        return algorithm, "asked for by name"
-    reason = why_not_scan(case)
-    if reason is not None:
-        return "torch", f"scan: {reason}"
-    if algorithm == "scan":
-        return "scan", "asked for by name"
-    reason = why_auto_skips_scan(case)
-    if reason is not None:
-        return "torch", f"scan: {reason}"
-    return "scan", "within auto's limits"
+    if algorithm != "auto":
+        reason = obstacle(algorithm, case)
+        if reason is None:
+            return algorithm, "asked for by name"
+        return _fallback(case), f"{algorithm}: {reason}"
+    entry = measured(case)
+    if entry is not None and obstacle(entry.algorithm, case) is None:
+        return entry.algorithm, "the fastest that weft.tune measured"
+    # On the CPU what is in AUTO_PERSISTENT was measured to be faster than the scan.
+    order = ("persistent", "scan") if case.device == "cpu" else ("scan", "persistent")
+    reasons = {name: obstacle(name, case) or why_auto_skips(name, case) for name in order}
+    for name in order:
+        if reasons[name] is None:
+            return name, "within auto's limits" if name == "scan" or case.device == "cpu" else "auto's model of costs"
+    return _fallback(case), "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
+
+
+def _fallback(case: Case) -> str:
+    """What runs where nothing else was chosen: torch's kernel if it can."""
+    return next(name for name in ("torch", "persistent", "reference") if obstacle(name, case) is None)
+
+
+choose_cached = functools.lru_cache(maxsize=4096)(choose)
+"""`choose` for code that runs in every call; weft.tune clears it."""

@@ -52,18 +52,31 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return tensor.to(dtype)
 
 
-def _scan_rnn(device: str, *args: Tensor | None, cell: str, **flags: bool):
-    """Runs in the autocast dtype, as torch.nn's layers do, and like every autocast rule leaves float64 alone.
-
-    Two exceptions, torch's own: on CUDA its rule is float16 whatever the region's dtype, and on the CPU torch.nn.GRU
-    mixes the autocast dtype with h0's and returns the wider one.
-    """
+def _recurrent_dtype(device: str, cell: str, state: Tensor) -> torch.dtype:
+    """The autocast dtype, with two exceptions, torch's own: on CUDA its rule is float16 whatever the region's dtype,
+    and on the CPU torch.nn.GRU mixes the autocast dtype with the state's and returns the wider one."""
     dtype = torch.float16 if device == "cuda" else torch.get_autocast_dtype(device)
-    if device == "cpu" and cell == "gru":
-        dtype = torch.promote_types(dtype, args[1].dtype)
+    return torch.promote_types(dtype, state.dtype) if device == "cpu" and cell == "gru" else dtype
+
+
+def _scan_rnn(device: str, *args: Tensor | None, cell: str, **flags: bool):
+    """Runs in the dtype that torch.nn's layers run in, and like every autocast rule leaves float64 alone."""
+    dtype = _recurrent_dtype(device, cell, args[1])
     with _below_autocast():
         return torch.ops.weft.scan_rnn(*(_cast(a, dtype) for a in args), cell=cell, **flags)
 
 
+# rnn ----------------------------------------------------------------------------------------------------------------
+
+
+def _rnn(device: str, input, h0, c0, weights, batch_sizes=None, *, cell: str, **flags: bool):
+    """As scan_rnn; torch.nn's zeros in the place of a missing state have the input's dtype."""
+    dtype = _recurrent_dtype(device, cell, input if h0 is None else h0)
+    tensors = (_cast(t, dtype) for t in (input, h0, c0))
+    with _below_autocast():
+        return torch.ops.weft.rnn(*tensors, [_cast(w, dtype) for w in weights], batch_sizes, cell=cell, **flags)
+
+
 for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
     _LIBRARY.impl("scan_rnn", functools.partial(_scan_rnn, _device), _key)
+    _LIBRARY.impl("rnn", functools.partial(_rnn, _device), _key)

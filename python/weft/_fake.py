@@ -161,6 +161,18 @@ def _linear_scan_backward_vmap(
     return results, tuple(None if t is None else dim for t, dim in zip(results, (1, 1, 0), strict=True))
 
 
+def _one_by_one(op, size: int, in_dims: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The results of one call for each index of the mapped dimension, stacked."""
+
+    def select(argument: Any, dim: Any, index: int) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [select(a, d, index) for a, d in zip(argument, dim, strict=True)]
+        return argument if dim is None else argument.select(dim, index)
+
+    runs = [op(*(select(a, d, i) for a, d in zip(args, in_dims, strict=True)), **kwargs) for i in range(size)]
+    return [torch.stack(results) for results in zip(*runs, strict=True)]
+
+
 # scan_rnn -----------------------------------------------------------------------------------------------------------
 
 _GATE_BLOCKS = {"rnn_tanh": 0, "rnn_relu": 0, "gru": 4, "lstm": 4}  # blocks of H columns in `gates`
@@ -202,13 +214,7 @@ def _scan_rnn_vmap(info, in_dims, *args, **kwargs):
     dims = tuple(in_dims[: len(args)])
     size = info.batch_size
     if any(dim is not None for dim in dims[3:]):
-        runs = [
-            torch.ops.weft.scan_rnn(
-                *(a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)), **kwargs
-            )
-            for i in range(size)
-        ]
-        return tuple(torch.stack(results) for results in zip(*runs, strict=True)), (0,) * 5
+        return tuple(_one_by_one(torch.ops.weft.scan_rnn, size, dims, args, kwargs)), (0,) * 5
 
     def folded(tensor: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
         if tensor is None:
@@ -268,3 +274,67 @@ def _rnn_backward_fake(
         else input.new_empty((0,))
         for argument, wanted in zip((input, h0, c0, *weights), output_mask, strict=True)
     ]
+
+
+class _Folding:
+    """A mapped dimension as the inner part of the batch, so that the sequences of a packed step stay together."""
+
+    def __init__(self, size: int, batch_sizes: Tensor | None) -> None:
+        self.size = size
+        self.batch_sizes = None if batch_sizes is None else batch_sizes * size
+        self.rows = 1 if batch_sizes is None else 0  # where the batch is in input and output
+
+    def fold(self, tensor: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
+        if tensor is None:
+            return None
+        mapped = tensor.unsqueeze(batch + 1) if dim is None else tensor.movedim(dim, batch + 1)
+        return mapped.expand(*mapped.shape[: batch + 1], self.size, *mapped.shape[batch + 2 :]).flatten(
+            batch, batch + 1
+        )
+
+    def unfold(self, tensor: Tensor, batch: int) -> tuple[Tensor, int | None]:
+        """A result and its mapped dimension; one that was not asked for has none."""
+        if tensor.dim() == 1:
+            return tensor, None
+        return tensor.unflatten(batch, (tensor.shape[batch] // self.size, self.size)), batch + 1
+
+
+@torch.library.register_vmap("weft::rnn")
+def _rnn_vmap(info, in_dims, input, h0, c0, weights, batch_sizes=None, **kwargs):
+    """Folds the mapped dimension into the batch where it is on input, h0 or c0; mapped weights are run one by one."""
+    args = (input, h0, c0, weights, batch_sizes)
+    dims = (*in_dims, None)[:5]  # batch_sizes may have been left out
+    if any(dim is not None for dim in (*dims[3], dims[4])):
+        return tuple(_one_by_one(torch.ops.weft.rnn, info.batch_size, dims, args, kwargs)), (0,) * 5
+    folding = _Folding(info.batch_size, batch_sizes)
+    results = torch.ops.weft.rnn(
+        *(folding.fold(t, d, b) for t, d, b in zip(args[:3], dims, (folding.rows, 1, 1), strict=False)),
+        weights,
+        folding.batch_sizes,
+        **kwargs,
+    )
+    batches = (folding.rows, 1, 1, folding.rows, 1)
+    tensors, out_dims = zip(*(folding.unfold(r, b) for r, b in zip(results, batches, strict=True)), strict=True)
+    return tensors, out_dims
+
+
+@torch.library.register_vmap("weft::rnn_backward")
+def _rnn_backward_vmap(info, in_dims, *args, output_mask, **kwargs):
+    """Folds likewise; the gradients of the weights are sums over the batch but not over what is mapped, so that where
+    one is wanted the calls are made one by one."""
+    op = torch.ops.weft.rnn_backward
+    kwargs["output_mask"] = output_mask
+    if any(output_mask[3:]) or any(dim is not None for dim in (*in_dims[7], in_dims[8])):
+        results = _one_by_one(op, info.batch_size, in_dims, args, kwargs)
+        return results, [0] * len(results)
+    folding = _Folding(info.batch_size, args[8])
+    rows, blocks = folding.rows, _GATE_BLOCKS.get(kwargs["cell"])
+    # Four gradients, input, h0, c0; output, and cells and gates where the cell has them.
+    batches = (rows, 1, 1, rows, rows, 1, 1, None, None, rows, rows if kwargs["cell"] == "lstm" else None)
+    batches = (*batches, 1 if blocks else None)
+    folded = [a if b is None else folding.fold(a, d, b) for a, d, b in zip(args, in_dims, batches, strict=True)]
+    folded[8] = folding.batch_sizes
+    results = op(*folded, **kwargs)
+    batches = (rows, *(1 for _ in results[1:]))
+    tensors, out_dims = zip(*(folding.unfold(r, b) for r, b in zip(results, batches, strict=True)), strict=True)
+    return list(tensors), list(out_dims)

@@ -20,6 +20,9 @@ class Candidate:
     eligible: bool
     reason: str
     """Why it is not eligible or not taken; for the one taken, why it is."""
+    expected_us: float | None = None
+    """Microseconds for the input, measured by :func:`weft.tune` or expected by a model of costs; None if unknown. With
+    the backward pass where anything asks for a gradient."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Explanation:
         ]
         for c in self.candidates:
             mark = "taken" if c.name == self.algorithm else "eligible" if c.eligible else "no"
-            lines.append(f"  {c.name:<10} {mark:<8}  {c.reason}")
+            time = "" if c.expected_us is None else f"{c.expected_us:.3g} us"
+            lines.append(f"  {c.name:<10} {mark:<8} {time:>11}  {c.reason}")
         return "\n".join(lines)
 
 
@@ -59,8 +63,9 @@ def explain(
         hx: the initial state, as the layer takes it.
 
     Returns:
-        An :class:`Explanation`: fields ``algorithm``, ``reason`` and ``candidates``; printable. It holds for the
-        context of the call: autocast and ``torch.func`` transforms count.
+        An :class:`Explanation`: fields ``algorithm``, ``reason`` and ``candidates``, each of these with its time where
+        that is known; printable. It holds for the context of the call: autocast, ``torch.no_grad`` and ``torch.func``
+        transforms count.
 
     Raises:
         TypeError: `layer` is not one of Weft's layers.
@@ -77,23 +82,22 @@ def explain(
 
 
 def _candidate(name: str, taken: str, why: str, asked: str, case: _algorithms.Case) -> Candidate:
+    expected = _algorithms.expected_time(name, case)
     if name == taken:
-        return Candidate(name, True, why)
-    obstacle = _algorithms.MISSING.get(name) or (name != "reference" and _algorithms.why_only_reference(case))
-    if not obstacle and name == "scan":
-        obstacle = _algorithms.why_not_scan(case)
-    if obstacle:
+        return Candidate(name, True, why, expected)
+    obstacle = _algorithms.obstacle(name, case)
+    if obstacle is not None:
         return Candidate(name, False, obstacle)
     if asked == taken:
-        return Candidate(name, True, f'algorithm="{asked}" was asked for')
-    if name == "scan":
-        return Candidate(name, True, _algorithms.why_auto_skips_scan(case) or "")
-    slower = "slow, differentiable to any order" if name == "reference" else f"auto takes {taken} here"
-    return Candidate(name, True, slower)
+        return Candidate(name, True, f'algorithm="{asked}" was asked for', expected)
+    if name == "reference":
+        return Candidate(name, True, "slow, differentiable to any order", expected)
+    tuned = _algorithms.measured(case) is not None
+    reason = None if tuned or asked != "auto" else _algorithms.why_auto_skips(name, case)
+    return Candidate(name, True, reason or f"{asked} takes {taken} here", expected)
 
 
 def _describe(case: _algorithms.Case) -> str:
     dtype = str(case.dtype).removeprefix("torch.")
-    if case.packed:
-        return f"packed {dtype} input on {case.device}"
-    return f"T={case.steps} B={case.batch} {dtype} input on {case.device}"
+    sizes = f"T={case.steps} B={case.batch} " if case.steps is not None else ""
+    return f"{sizes}{'packed ' if case.packed else ''}{dtype} input on {case.device}"

@@ -7,20 +7,24 @@ because ``torch.compile`` refuses every instance of those.
 
 The keyword ``algorithm`` says what runs:
 
-- ``"auto"`` (default): "scan" within limits of length and batch per device, cell and hidden size, else "torch"; in a
-  compiled graph, where length and batch are unknown, "scan" where neither matters;
+- ``"auto"`` (default): what :func:`weft.tune` measured to be the fastest for such inputs; else "scan" or "persistent"
+  where they are expected to be faster than "torch", which runs everything else. In a compiled graph, where length and
+  batch are unknown, another than "torch" only where neither matters;
+- ``"persistent"``: one operator per layer for all time steps and both directions, packed sequences without padding
+  included; on a GPU one kernel that keeps the weights on the chip (Persistent RNN, ICML 2016);
 - ``"scan"``: Weft's operators, whose backward pass is a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);
 - ``"torch"``: torch's own kernel (cuDNN on a GPU);
 - ``"reference"``: :mod:`weft.reference`, a slow loop in plain torch, differentiable to any order;
-- ``"persistent"`` and ``"newton"`` are reserved and raise NotImplementedError.
+- ``"newton"`` is reserved and raises NotImplementedError.
 
 An algorithm that does not fit an input runs as another, never as an error; :func:`weft.explain` says which and why.
-Under ``torch.func`` transforms and in forward-mode AD the reference runs.
+Under ``torch.func`` transforms that differentiate and in forward-mode AD the reference runs.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias, overload
 
 import torch
@@ -35,8 +39,10 @@ __all__ = ["GRU", "LSTM", "RNN"]
 
 Device: TypeAlias = torch.device | str | int | None
 
+_rnn = torch.ops.weft.rnn.default
 _scan_rnn = torch.ops.weft.scan_rnn.default
 _capability = functools.cache(torch.cuda.get_device_capability)
+_CELLS = {"RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu", "GRU": "gru", "LSTM": "lstm"}
 
 
 class _Call(NamedTuple):
@@ -56,10 +62,21 @@ class _Call(NamedTuple):
     """Of output and h_n, and of c_n."""
 
 
+class _Result(NamedTuple):
+    """What a run returns: output (T, B, features) or as the input is laid out; (h_n,), for an LSTM (h_n, c_n); the last
+    layer's c at every step, where it is asked for."""
+
+    output: Tensor
+    final: tuple[Tensor, ...]
+    cells: Tensor | None = None
+
+
 class _Layer(torch.nn.RNNBase):
     """What the three layers share."""
 
     _algorithm: str
+    # An attribute of the class, so that layers which accelerate made and older pickles have it.
+    return_cells: bool = False
 
     def __init__(self, mode: str, *args: Any, algorithm: str, **kwargs: Any) -> None:
         self.algorithm = algorithm
@@ -128,26 +145,33 @@ class _Layer(torch.nn.RNNBase):
         packed = batch_sizes is not None
         dtypes = self._result_dtypes(input, state, packed, autocast)
         sizes = None, None
-        if not packed and not torch.compiler.is_compiling():
-            sizes = batch, input.size(1 if self.batch_first else 0)
+        if not torch.compiler.is_compiling():
+            sizes = batch, batch_sizes.size(0) if packed else input.size(1 if self.batch_first else 0)
             if sizes[1] == 0:
                 self._fail(RuntimeError, "input must have at least one time step, got none")
-        transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-        cell, projected = self.mode.lower(), self.proj_size > 0
-        case = _algorithms.Case(
-            cell, device, dtypes[0], self.hidden_size, *sizes, packed, projected, transformed,
-            *self._circumstances(input, state, weights),
-        )  # fmt: skip
+        case = self._case(input, state, weights, dtypes[0], *sizes, packed, *_transforms())
         return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
 
-    def _circumstances(
-        self, input: Tensor, state: tuple[Tensor, ...] | None, weights: list[Tensor]
-    ) -> tuple[int, bool, tuple[int, int] | None]:
-        """The last fields of a Case: chains, trains, capability."""
+    def _case(
+        self,
+        input: Tensor,
+        state: tuple[Tensor, ...] | None,
+        weights: list[Tensor],
+        dtype: torch.dtype,
+        batch: int | None,
+        steps: int | None,
+        packed: bool = False,
+        transformed: bool = False,
+        mapped: bool = False,
+    ) -> _algorithms.Case:
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
-        known = input.device.type == "cuda" and not torch.compiler.is_compiling()
-        capability = _capability(input.device.index) if known else None
-        return self.num_layers * (2 if self.bidirectional else 1), trains, capability
+        device = input.device
+        index = device.index if device.type == "cuda" and not torch.compiler.is_compiling() else None
+        return _algorithms.Case(
+            _CELLS[self.mode], device.type, dtype, self.hidden_size, batch, steps, packed, self.proj_size > 0,
+            transformed, mapped, self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells,
+            self.input_size, index, None if index is None else _capability(index),
+        )  # fmt: skip
 
     def _fail(self, error: type[Exception], message: str) -> NoReturn:
         raise error(f"{type(self).__name__}: {message}")
@@ -206,73 +230,89 @@ class _Layer(torch.nn.RNNBase):
 
     # The run.
 
-    def _forward(
-        self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None
-    ) -> tuple[Tensor | PackedSequence, tuple[Tensor, ...]]:
-        if self._takes_torch_at_once(input, state):
-            hx = state if self.mode == "LSTM" else state[0]
-            kernel = _torch_rnn.KERNELS[self.mode.lower()]
-            output, *final = kernel(
-                input, hx, self._flat_weights, self.bias, self.num_layers, self.dropout, self.training,
-                self.bidirectional, self.batch_first,
-            )  # fmt: skip
-            return output, tuple(final)
+    def _forward(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
+        """``output, final`` or, with return_cells, ``output, final, cells``."""
+        name = self._choice_at_once(input, state)
+        if name is not None:
+            return self._run_at_once(name, input, state)
         call = self._prepare(input, state)
-        output, final = self._run(call)
+        choose = _algorithms.choose if torch.compiler.is_compiling() else _algorithms.choose_cached
+        output, final, cells = self._run(choose(self._algorithm, call.case)[0], call)
         if isinstance(input, PackedSequence):
             _, batch_sizes, sorted_indices, unsorted_indices = input
             if unsorted_indices is not None:
                 final = tuple(s.index_select(1, unsorted_indices) for s in final)
-            return PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices), final
-        if input.dim() == 2:
-            return output.squeeze(0 if self.batch_first else 1), tuple(s.squeeze(1) for s in final)
-        return output, final
+            output = PackedSequence(output, batch_sizes, sorted_indices, unsorted_indices)
+            if cells is not None:
+                cells = PackedSequence(cells, batch_sizes, sorted_indices, unsorted_indices)
+        elif input.dim() == 2:
+            batch = 0 if self.batch_first else 1
+            output, final = output.squeeze(batch), tuple(s.squeeze(1) for s in final)
+            cells = None if cells is None else cells.squeeze(batch)
+        return (output, final) if cells is None else (output, final, cells)
 
-    def _takes_torch_at_once(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> bool:
-        """Whether a call on CUDA ends in torch's kernel for its sizes, whatever else is looked at, and is in order.
+    def _choice_at_once(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> str | None:
+        """The algorithm for an eager call that is in order and ends in one call of torch's kernel or of the rnn engine;
+        None for every other.
 
         Small steps are bound by the host: this asks less than torch.nn does. Anything else goes the long way, which
         also finds the words for what is wrong."""
-        if state is None or isinstance(input, PackedSequence) or input.device.type != "cuda":
-            return False
-        if self._algorithm != "torch" and self._algorithm != "auto":
-            return False
-        if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled() or forward_ad._current_level >= 0:
-            return False
-        if torch._C._are_functorch_transforms_active() or input.dim() != 3 or input.shape[2] != self.input_size:
-            return False
-        weight, steps, batch = self._current_weights()[0], *input.shape[:2]
+        if isinstance(input, PackedSequence) or self.return_cells or torch.compiler.is_compiling():
+            return None
+        if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
+            return None
+        if forward_ad._current_level >= 0 or input.dim() != 3 or input.shape[2] != self.input_size:
+            return None
+        weights, (steps, batch) = self._current_weights(), input.shape[:2]
         if self.batch_first:
             steps, batch = batch, steps
-        if self._algorithm == "auto":
-            limits = _algorithms.auto_limits("cuda", self.mode.lower(), self.hidden_size)
-            if limits is not None and steps >= limits.min_steps and batch <= limits.max_batch:
-                return False
-        rows = self.num_layers * (2 if self.bidirectional else 1)
-        widths = (self.proj_size or self.hidden_size, self.hidden_size)
-        return (
-            steps > 0
-            and input.dtype == weight.dtype
-            and input.device == weight.device
-            and all(
-                s.shape == (rows, batch, width)
-                and s.dtype == input.dtype
-                and s.device == input.device
-                and s.is_contiguous()
-                for s, width in zip(state, widths, strict=False)
-            )
-        )
+        dtype, device = input.dtype, input.device
+        if steps == 0 or dtype != weights[0].dtype or device != weights[0].device:
+            return None
+        if state is not None:
+            rows = self.num_layers * (2 if self.bidirectional else 1)
+            for s, width in zip(state, (self.proj_size or self.hidden_size, self.hidden_size), strict=False):
+                if s.shape != (rows, batch, width) or s.dtype != dtype or s.device != device:
+                    return None
+        case = self._case(input, state, weights, dtype, batch, steps)
+        name, _ = _algorithms.choose_cached(self._algorithm, case)
+        if name == "persistent":
+            return name if self.num_layers == 1 else None
+        return name if name == "torch" and state is not None and all(s.is_contiguous() for s in state) else None
 
-    def _run(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-        name, _ = _algorithms.choose(self._algorithm, call.case)
+    def _run_at_once(self, name: str, input: Tensor, state: tuple[Tensor, ...] | None) -> Any:
+        lstm = self.mode == "LSTM"
+        if name == "torch":
+            kernel = _torch_rnn.KERNELS[_CELLS[self.mode]]
+            output, *final = kernel(
+                input, state if lstm else state[0], self._flat_weights, self.bias, self.num_layers, self.dropout,
+                self.training, self.bidirectional, self.batch_first,
+            )  # fmt: skip
+            return output, tuple(final)
+        h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
+        output, h_n, c_n, _, _ = _rnn(
+            input.transpose(0, 1) if self.batch_first else input, h0, c0, self._flat_weights, None,
+            cell=_CELLS[self.mode], bidirectional=self.bidirectional,
+        )  # fmt: skip
+        return output.transpose(0, 1) if self.batch_first else output, (h_n, c_n) if lstm else (h_n,)
+
+    def _run(self, name: str, call: _Call) -> _Result:
+        """Run a call by an algorithm that can."""
         if name == "torch" and not torch.compiler.is_compiling():
             return self._run_torch(call)
         transpose = self.batch_first and call.batch_sizes is None
         if transpose:
             call = call._replace(input=call.input.transpose(0, 1))
-        run = self._run_torch_compiled if name == "torch" else self._run_scan if name == "scan" else self._run_reference
-        output, final = run(call)
-        return output.transpose(0, 1) if transpose else output, final
+        if name == "torch":
+            result = self._run_torch_compiled(call)
+        elif name == "persistent":
+            result = self._run_persistent(call)
+        else:
+            result = self._run_scan(call) if name == "scan" else self._run_reference(call)
+        if not transpose:
+            return result
+        cells = None if result.cells is None else result.cells.transpose(0, 1)
+        return _Result(result.output.transpose(0, 1), result.final, cells)
 
     def _zero_state(self, call: _Call) -> tuple[Tensor, ...]:
         count = self.num_layers * (2 if self.bidirectional else 1)
@@ -281,7 +321,7 @@ class _Layer(torch.nn.RNNBase):
             return (h0,)
         return h0, h0 if self.proj_size == 0 else call.input.new_zeros(count, call.batch, self.hidden_size)
 
-    def _run_torch(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _run_torch(self, call: _Call) -> _Result:
         output, *final = _torch_rnn.call(
             call.case.cell,
             call.input,
@@ -295,11 +335,11 @@ class _Layer(torch.nn.RNNBase):
             self.batch_first,
             call.batch_sizes,
         )
-        return output, tuple(final)
+        return _Result(output, tuple(final))
 
     # From here on padded input is (T, B, I).
 
-    def _run_torch_compiled(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _run_torch_compiled(self, call: _Call) -> _Result:
         input, weights = call.input, call.weights
         state = call.state or self._zero_state(call)
         dropout = self.dropout if self.training else 0.0
@@ -324,15 +364,57 @@ class _Layer(torch.nn.RNNBase):
             finals.append(final)
             if dropout > 0 and group + 1 < self.num_layers:
                 input = F.dropout(input, dropout, True)
-        return input, tuple(parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*finals, strict=True))
+        return _Result(input, tuple(_joined(parts) for parts in zip(*finals, strict=True)))
 
-    def _run_scan(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-        input, state, weights, cell = call.input, call.state, call.weights, call.case.cell
+    def _run_persistent(self, call: _Call) -> _Result:
+        if call.autocast is None:
+            return self._run_layers(call)
+        # What autocast would cast the op's arguments to is not always what torch's layers compute in.
+        with torch.autocast(call.input.device.type, enabled=False):
+            return self._run_layers(call)
+
+    def _run_layers(self, call: _Call) -> _Result:
+        input, state, weights, cell = self._in_one_dtype(call)
+        if state is None and call.batch_sizes is not None and torch.compiler.is_compiling():
+            # The op reads the number of sequences from the data of batch_sizes, which a graph does not have.
+            state = self._zero_state(call._replace(input=input))
+        lstm = cell == "lstm"
+        rows = 2 if self.bidirectional else 1
+        stride = len(weights) // self.num_layers
+        cells, finals = None, []
+        for layer in range(self.num_layers):
+            last = layer + 1 == self.num_layers
+            h0, c0 = None, None
+            if state is not None:
+                h0, c0, *_ = (*(s.narrow(0, layer * rows, rows) for s in state), None)
+            input, h_n, c_n, cells, _ = _rnn(
+                input,
+                h0,
+                c0,
+                weights[layer * stride : (layer + 1) * stride],
+                call.batch_sizes,
+                cell=cell,
+                bidirectional=self.bidirectional,
+                keep_cells=last and self.return_cells,
+            )
+            finals.append((h_n, c_n) if lstm else (h_n,))
+            if self.dropout > 0 and self.training and not last:
+                input = F.dropout(input, self.dropout, True)
+        final = tuple(_joined(parts) for parts in zip(*finals, strict=True))
+        return _Result(input, final, cells if self.return_cells else None)
+
+    def _in_one_dtype(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...] | None, list[Tensor], str]:
+        """Input, state and weights in the dtype that torch's layer runs in here, and the cell."""
+        input, state, weights = call.input, call.state, call.weights
         if call.autocast is not None:
             dtype = call.dtypes[0]
             input = input.to(dtype)
             weights = [w.to(dtype) for w in weights]
             state = None if state is None else tuple(s.to(dtype) for s in state)
+        return input, state, weights, call.case.cell
+
+    def _run_scan(self, call: _Call) -> _Result:
+        input, state, weights, cell = self._in_one_dtype(call)
         lstm = cell == "lstm"
         directions = 2 if self.bidirectional else 1
         if state is None:
@@ -364,9 +446,9 @@ class _Layer(torch.nn.RNNBase):
             input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
             if self.dropout > 0 and self.training and layer + 1 < self.num_layers:
                 input = F.dropout(input, self.dropout, True)
-        return input, (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),)
+        return _Result(input, (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),))
 
-    def _run_reference(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _run_reference(self, call: _Call) -> _Result:
         input, state = call.input, call.state or self._zero_state(call)
         options: dict[str, Any] = {
             "cell": call.case.cell,
@@ -376,13 +458,34 @@ class _Layer(torch.nn.RNNBase):
             "dropout": self.dropout,
             "training": self.training,
             "batch_sizes": call.batch_sizes,
+            "return_cells": self.return_cells,
         }
         if call.autocast is None:
-            return reference.rnn(input, state, call.weights, **options)
+            return _Result(*reference.rnn(input, state, call.weights, **options))
         with torch.autocast(input.device.type, enabled=False):
             wide = input.to(torch.promote_types(*call.dtypes))
-            output, final = reference.rnn(wide, state, call.weights, **options)
-            return output.to(call.dtypes[0]), tuple(s.to(d) for s, d in zip(final, call.dtypes, strict=False))
+            output, final, *cells = reference.rnn(wide, state, call.weights, **options)
+            final = tuple(s.to(d) for s, d in zip(final, call.dtypes, strict=False))
+            return _Result(output.to(call.dtypes[0]), final, *(c.to(call.dtypes[1]) for c in cells))
+
+
+def _transforms() -> tuple[bool, bool]:
+    """Whether a torch.func transform or forward-mode AD differentiates here; and whether torch.func.vmap alone maps."""
+    if forward_ad._current_level >= 0:
+        return True, False
+    if not torch._C._are_functorch_transforms_active():
+        return False, False
+    if torch.compiler.is_compiling():  # which cannot trace what follows
+        return True, False
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+
+    kinds = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
+    mapped = kinds == {torch._C._functorch.TransformType.Vmap}
+    return not mapped, mapped
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _unstack(state: Tensor) -> tuple[Tensor, ...]:
@@ -419,8 +522,8 @@ class _OneState(_Layer):
             ValueError: the input's rank or dtype does not fit.
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
-        output, final = self._forward(input, None if hx is None else (hx,))
-        return output, final[0]
+        output, (h_n,) = self._forward(input, None if hx is None else (hx,))
+        return output, h_n
 
 
 class RNN(_OneState):
@@ -552,6 +655,7 @@ class LSTM(_Layer):
         proj_size: P, features of a projected h; 0 (default) for none.
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+        return_cells: also return the last layer's c at every step. Default: False.
 
     The parameters, their names and their initialisation are those of :class:`torch.nn.LSTM`, so a state_dict goes both
     ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
@@ -584,13 +688,20 @@ class LSTM(_Layer):
         dtype: torch.dtype | None = None,
         *,
         algorithm: str = "auto",
+        return_cells: bool = False,
     ) -> None: ...
 
     @overload
-    def __init__(self, *args: Any, algorithm: str = "auto", **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, algorithm: str = "auto", return_cells: bool = False, **kwargs: Any) -> None: ...
 
-    def __init__(self, *args, algorithm="auto", **kwargs):
+    def __init__(self, *args, algorithm="auto", return_cells=False, **kwargs):
+        if not isinstance(return_cells, bool):
+            raise TypeError(f"LSTM: return_cells must be a bool, got {type(return_cells).__name__}")
         super().__init__("LSTM", *args, algorithm=algorithm, **kwargs)
+        self.return_cells = return_cells
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", return_cells=True" if self.return_cells else "")
 
     @overload
     def forward(
@@ -613,7 +724,9 @@ class LSTM(_Layer):
 
         Returns:
             ``output``, the last layer's h, laid out like the input and ``directions * (proj_size or hidden_size)`` wide
-            (a PackedSequence for a PackedSequence); and ``(h_n, c_n)``, laid out like `hx`.
+            (a PackedSequence for a PackedSequence); and ``(h_n, c_n)``, laid out like `hx`. With `return_cells` then
+            ``cells``, the last layer's c, laid out like the input and ``directions * hidden_size`` wide (a
+            PackedSequence for a PackedSequence).
 
         Raises:
             ValueError: the input's rank or dtype does not fit.

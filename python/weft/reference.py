@@ -49,18 +49,19 @@ _STEPS: dict[str, Step] = {"rnn_tanh": _tanh_step, "rnn_relu": _relu_step, "gru"
 
 def _direction(
     step: Step, gates: Sequence[Tensor], state: tuple[Tensor, ...], weights: Sequence[Tensor], bias: bool, reverse: bool
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """One layer in one direction. ``gates[t]`` holds the rows that are running at step t; the others keep their state:
-    finished rows (forward) their last one, rows that have not begun (reverse) their initial one."""
+) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    """One layer in one direction: the states after every step, and the last ones. ``gates[t]`` holds the rows that are
+    running at step t; the others keep their state: finished rows (forward) their last one, rows that have not begun
+    (reverse) their initial one."""
     recurrent, recurrent_bias = weights[1], weights[3] if bias else None
     projection = weights[-1] if len(weights) == (5 if bias else 3) else None
-    outputs = []
+    states = []
     for x in reversed(gates) if reverse else gates:
         rows = x.size(0)
         new = step(x, tuple(s[:rows] for s in state), recurrent, recurrent_bias, projection)
         state = tuple(torch.cat([n, s[rows:]]) if rows < s.size(0) else n for n, s in zip(new, state, strict=True))
-        outputs.append(new[0])
-    return outputs[::-1] if reverse else outputs, state
+        states.append(new)
+    return states[::-1] if reverse else states, state
 
 
 def rnn(
@@ -75,7 +76,8 @@ def rnn(
     dropout: float = 0.0,
     training: bool = False,
     batch_sizes: Tensor | None = None,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return_cells: bool = False,
+) -> tuple[Tensor, tuple[Tensor, ...]] | tuple[Tensor, tuple[Tensor, ...], Tensor]:
     """Run a stack of recurrent layers, step by step.
 
     fp16 and bf16 compute in fp32, the carried state included, and round once where a layer's result is written.
@@ -89,10 +91,11 @@ def rnn(
         bias: whether ``weights`` holds biases.
         num_layers, bidirectional, dropout, training: as in :class:`torch.nn.RNNBase`.
         batch_sizes: rows running at each step, ``(T,)``, on the CPU; None for a padded input.
+        return_cells: for an LSTM, return the last layer's c at every step, too.
 
     Returns:
         The output, in the input's dtype, laid out like the input, directions x H (or P) wide; and the final state, laid
-        out as ``state``.
+        out as ``state``. With ``return_cells`` then the cells, laid out like the input, directions x H wide.
     """
     dtype = input.dtype
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -102,17 +105,19 @@ def rnn(
     rows = None if batch_sizes is None else batch_sizes.tolist()
     final: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
-        outputs = []
+        outputs: list[tuple[Tensor, ...]] = []
         for direction in range(directions):
             index = layer * directions + direction
             w = [p.to(accumulate) for p in weights[index * per_direction : (index + 1) * per_direction]]
             gates = F.linear(input.to(accumulate), w[0], w[2] if bias else None)
             steps = gates.unbind(0) if rows is None else gates.split(rows)
             start = tuple(s[index].to(accumulate) for s in state)
-            output, end = _direction(step, steps, start, w, bias, direction == 1)
-            outputs.append((torch.stack(output) if rows is None else torch.cat(output)).to(dtype))
+            reached, end = _direction(step, steps, start, w, bias, direction == 1)
+            join = torch.stack if rows is None else torch.cat
+            wanted = 2 if return_cells and layer + 1 == num_layers else 1
+            outputs.append(tuple(join(parts).to(dtype) for parts in list(zip(*reached, strict=True))[:wanted]))
             final.append(tuple(s.to(dtype) for s in end))
-        input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        input, *cells = (p[0] if directions == 1 else torch.cat(p, -1) for p in zip(*outputs, strict=True))
         if dropout > 0 and training and layer + 1 < num_layers:
             input = F.dropout(input, dropout, True)
-    return input, tuple(torch.stack(parts) for parts in zip(*final, strict=True))
+    return input, tuple(torch.stack(parts) for parts in zip(*final, strict=True)), *cells

@@ -1,0 +1,144 @@
+"""What weft.tune has measured: remembered in a file, read once per process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ._algorithms import Case
+
+__all__ = ["Entry", "look_up", "path", "remember"]
+
+
+class Entry(NamedTuple):
+    """The measurement of one kind of case."""
+
+    algorithm: str
+    """The fastest."""
+    microseconds: dict[str, float]
+    """Of every algorithm that was measured."""
+
+
+_entries: dict[str, Entry] | None = None
+
+
+def path() -> Path:
+    """``$WEFT_CACHE_DIR/tune.json`` or ``~/.cache/weft/<version>/tune.json``."""
+    from . import __version__
+
+    chosen = os.environ.get("WEFT_CACHE_DIR")
+    return (Path(chosen) if chosen else Path.home() / ".cache" / "weft" / __version__) / "tune.json"
+
+
+def look_up(case: Case) -> Entry | None:
+    """What was measured for cases of this kind, or None. Nothing in the file can make this fail."""
+    global _entries
+    if _entries is None:
+        _entries = _read()
+    return _entries.get(_key(case)) if _entries else None
+
+
+def remember(case: Case, entry: Entry) -> None:
+    """Keep an entry in this process and in the file; a file that cannot be written is a warning."""
+    global _entries
+    # What other processes have written since is kept; where two have measured the same, the last one counts.
+    _entries = {**(_entries or {}), **_read(), _key(case): entry}
+    text = json.dumps({key: e._asdict() for key, e in _entries.items()}, indent=1, sort_keys=True)
+    try:
+        _replace(path(), text)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        warnings.warn(f"weft.tune: the measurement is kept in this process alone: {error}", stacklevel=3)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file such that others see the old one or the new one and nothing between."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".tmp", text=True)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as written:
+            written.write(text)
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _read() -> dict[str, Entry]:
+    """The file's entries; those that are not well formed are left out, as is a file that is none."""
+    try:
+        found = json.loads(path().read_text(encoding="utf-8"))
+        return {key: entry for key, value in found.items() if (entry := _entry(value)) is not None}
+    except (OSError, RuntimeError, ValueError, AttributeError):
+        return {}
+
+
+def _entry(value: Any) -> Entry | None:
+    if not isinstance(value, dict) or not isinstance(value.get("microseconds"), dict):
+        return None
+    times = value["microseconds"]
+    known = {"persistent", "scan", "torch", "reference"}
+    if not times.keys() <= known or value.get("algorithm") not in times:
+        return None
+    if not all(isinstance(t, float) and math.isfinite(t) and t >= 0 for t in times.values()):
+        return None
+    return Entry(value["algorithm"], times)
+
+
+def _key(case: Case) -> str:
+    """What decides between algorithms, lengths and batches rounded up to powers of two."""
+    parts = {
+        "weft": _version(),
+        "torch": torch.__version__,
+        "device": _device_name(case),
+        "cell": case.cell,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "I": case.input_size,
+        "H": case.hidden_size,
+        "layers": case.layers,
+        "directions": case.directions,
+        "T": _bucket(case.steps or 0),
+        "B": _bucket(case.batch or 0),
+        "packed": int(case.packed),
+        "projected": int(case.projected),
+        "mapped": int(case.mapped),
+        "cells": int(case.keeps_cells),
+        "trains": int(case.trains),
+    }
+    return " ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def _bucket(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def _version() -> str:
+    from . import __version__
+
+    return __version__
+
+
+def _device_name(case: Case) -> str:
+    if case.device == "cuda":
+        return torch.cuda.get_device_name(case.index).replace(" ", "_")
+    return f"{_processor()}:{torch.get_num_threads()}" if case.device == "cpu" else case.device
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's name; on Linux, platform.processor() does not know it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next(line.split(":", 1)[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration, IndexError):
+        name = platform.processor() or platform.machine()
+    return "_".join(name.split())

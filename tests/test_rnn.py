@@ -1,0 +1,905 @@
+"""weft::rnn and its backward: one table of samples against a plain fp64 loop and against torch.nn."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import weft  # noqa: F401  registers torch.ops.weft
+from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
+from hypothesis import given, strategies
+from sequential import cell_step, doubles
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+rnn = torch.ops.weft.rnn
+rnn_backward = torch.ops.weft.rnn_backward
+
+CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
+BLOCKS = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+RESULTS = ("output", "h_n", "c_n", "cells", "gates")
+
+# Norm of the difference over the norm. fp32 and fp64: rounding of some tens of steps. Half types: what is read, written
+# and saved is rounded (2^-11, 2^-8), and the gradient multiplies rounded activations once per step.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+
+@dataclass(frozen=True)
+class Sample:
+    cell: str
+    T: int
+    B: int
+    I: int
+    H: int
+    bidirectional: bool = False
+    bias: bool = True
+    state: bool = True
+    lengths: tuple[int, ...] | None = None
+    """Packed: the steps of each sequence, descending; T and B follow from them."""
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        flags = ("-both" if self.bidirectional else "") + ("" if self.bias else "-nobias")
+        flags += ("" if self.state else "-nostate") + ("" if self.lengths is None else "-packed")
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.cell}-T{self.T}-B{self.B}-I{self.I}-H{self.H}{flags}-{dtype}"
+
+    @property
+    def keywords(self) -> dict:
+        return {"cell": self.cell, "bidirectional": self.bidirectional}
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """Which results have a gradient."""
+        return (0, 1, 2, 3) if self.cell == "lstm" else (0, 1)
+
+
+def packed(cell: str, lengths: tuple[int, ...], I: int, H: int, **options) -> Sample:
+    return Sample(cell, lengths[0], len(lengths), I, H, lengths=lengths, **options)
+
+
+# T, B, I, H: one of everything; odd sizes on both sides of vector widths and tiles; many steps; and each size 0.
+SIZES = (
+    (1, 1, 1, 1),
+    (5, 3, 4, 7),
+    (2, 9, 1, 8),
+    (40, 16, 1, 20),
+    (3, 17, 33, 32),
+    (21, 5, 3, 33),
+    (9, 2, 5, 64),
+    (4, 13, 16, 130),
+)
+EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (3, 2, 4, 0), (0, 0, 0, 0))
+# All of one length; every length another; runs of equal ones; sequences of one step; one long sequence left at the end.
+LENGTHS = ((6, 6, 6), (9, 7, 6, 4, 1), (7, 7, 3, 3, 3, 2, 1, 1), (1, 1, 1), (25, 3), (11,))
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+SAMPLES = [
+    Sample(cell, *size, bidirectional=both, bias=(index + both) % 3 != 0, state=(index + both) % 4 != 1)
+    for cell, (index, size), both in itertools.product(CELLS, enumerate(SIZES, 1), (False, True))
+]
+SAMPLES += [
+    packed(cell, lengths, 3, 5 + 4 * index, bidirectional=both, bias=index != 2, state=(index + both) % 3 != 1)
+    for cell, (index, lengths), both in itertools.product(CELLS, enumerate(LENGTHS), (False, True))
+]
+SAMPLES += [
+    replace(sample, bidirectional=both, dtype=dtype)
+    for cell, both, dtype in itertools.product(CELLS, (False, True), (torch.float64, *HALF_TYPES))
+    for sample in (Sample(cell, 31, 9, 2, 20), packed(cell, (12, 9, 9, 5, 2), 4, 7))
+]
+# Hidden sizes of every tier of the CUDA kernels, batches on both sides of a tile, in the types that have kernels.
+ON_CUDA = [
+    Sample(cell, 24, B, 40, H, bidirectional=(index % 3 == 0), state=index % 2 == 0, dtype=dtype)
+    for cell in CELLS
+    for index, (H, B, dtype) in enumerate(
+        itertools.product((24, 100, 128, 256, 512, 1000, 1024), (1, 3, 16, 40), (torch.float32, *HALF_TYPES))
+    )
+]
+ON_CUDA += [
+    packed(
+        cell, tuple(sorted((1 + 7 * i % 37 for i in range(B)), reverse=True)), 16, H, bidirectional=True, dtype=dtype
+    )
+    for cell, H, B, dtype in itertools.product(CELLS, (20, 129, 512), (5, 33), (torch.float32, torch.bfloat16))
+]
+SMALL = [
+    sample
+    for cell, both in itertools.product(CELLS, (False, True))
+    for sample in (
+        Sample(cell, 4, 3, 2, 5, bidirectional=both),
+        packed(cell, (5, 3, 3, 1), 2, 4, bidirectional=both, bias=not both),
+    )
+]
+GRADCHECK = [
+    sample
+    for cell, both in itertools.product(CELLS, (False, True))
+    for sample in (
+        Sample(cell, 3, 2, 2, 3, bidirectional=both, bias=not both, dtype=torch.float64),
+        packed(cell, (3, 2, 1), 2, 2, bidirectional=both, state=not both, dtype=torch.float64),
+    )
+]
+
+
+@pytest.fixture(autouse=True)
+def _exact_fp32():
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
+class Arguments:
+    """The arguments of one call."""
+
+    def __init__(self, input, h0, c0, weights, batch_sizes) -> None:
+        self.input, self.h0, self.c0, self.weights, self.batch_sizes = input, h0, c0, list(weights), batch_sizes
+
+    @property
+    def operands(self) -> list[Tensor | None]:
+        """Everything that may have a gradient, in the order of output_mask."""
+        return [self.input, self.h0, self.c0, *self.weights]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [t for t in self.operands if t is not None]
+
+    def replaced(self, operands) -> Arguments:
+        input, h0, c0, *weights = operands
+        return Arguments(input, h0, c0, weights, self.batch_sizes)
+
+    def map(self, change) -> Arguments:
+        return self.replaced([None if t is None else change(t) for t in self.operands])
+
+    def from_tensors(self, tensors) -> Arguments:
+        rest = iter(tensors)
+        return self.replaced([None if t is None else next(rest) for t in self.operands])
+
+    def __iter__(self):
+        return iter((self.input, self.h0, self.c0, self.weights, self.batch_sizes))
+
+
+def arguments(sample: Sample, device: str, requires_grad: bool = False, factor: float = 1.0) -> Arguments:
+    """Fresh inputs, uniform as torch.nn initialises."""
+    generator = torch.Generator().manual_seed(hash((sample.T, sample.B, sample.I, sample.H)) % 2**31)
+    rows, bound = BLOCKS[sample.cell] * sample.H, factor * max(sample.H, 1) ** -0.5
+
+    def make(*shape: int, uniform: bool = False) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if uniform:
+            values = (torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1) * bound
+        return values.to(device, sample.dtype).requires_grad_(requires_grad)
+
+    batch_sizes, leading = None, (sample.T, sample.B)
+    if sample.lengths is not None:
+        lengths = torch.tensor(sample.lengths, dtype=torch.int64)
+        batch_sizes = (torch.arange(sample.T)[:, None] < lengths).sum(1)
+        leading = (int(batch_sizes.sum()),)
+    states = (sample.directions, sample.B, sample.H)
+    weights = []
+    for _ in range(sample.directions):
+        weights += [make(rows, sample.I, uniform=True), make(rows, sample.H, uniform=True)]
+        if sample.bias:
+            weights += [make(rows, uniform=True), make(rows, uniform=True)]
+    return Arguments(
+        make(*leading, sample.I),
+        make(*states) if sample.state else None,
+        make(*states) if sample.state and sample.cell == "lstm" else None,
+        weights,
+        batch_sizes,
+    )
+
+
+def gradients(sample: Sample, args: Arguments) -> list[Tensor]:
+    """Random gradients for the differentiable results."""
+    like_output = (*args.input.shape[:-1], sample.directions * sample.H)
+    states = (sample.directions, sample.B, sample.H)
+    shapes = (like_output, states, states, like_output)
+    return [
+        torch.randn(shapes[i], dtype=torch.float64).to(args.input.device, sample.dtype) for i in sample.differentiable
+    ]
+
+
+def exact_arguments(args: Arguments) -> Arguments:
+    return args.replaced(t if t is None else t.requires_grad_() for t in doubles(args.operands))
+
+
+def reference(input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False):
+    """One step after another in plain torch, on padded data where a sequence that does not run keeps its state: output,
+    h_n, c_n and cells (None except for lstm), gates (None for the rnns)."""
+    hidden, directions = weights[1].shape[1], 2 if bidirectional else 1
+    if batch_sizes is None:
+        running = torch.ones(input.shape[:2], dtype=torch.bool)
+        x = input
+    else:
+        batch = int(batch_sizes[0]) if len(batch_sizes) else 0
+        running = torch.arange(batch) < batch_sizes[:, None]  # (T, B), True in the order of the packed rows
+        x = input.new_zeros(*running.shape, input.shape[1]).index_put((running,), input)
+    steps = range(running.shape[0])
+    zeros = input.new_zeros(directions, running.shape[1], hidden)
+    stride = len(weights) // directions
+    found = []
+    for direction in range(directions):
+        w_ih, w_hh, *biases = weights[direction * stride : (direction + 1) * stride]
+        b_ih, b_hh = biases or (0, 0)
+        h, c = (zeros if s is None else s for s in (h0, c0))
+        h, c = h[direction], c[direction]
+        outputs, cells, gates = {}, {}, {}
+        for t in steps if direction == 0 else reversed(steps):
+            outputs[t], cells[t], gates[t] = cell_step(cell, x[t] @ w_ih.T + b_ih, h @ w_hh.T + b_hh, h, c)
+            kept = running[t][:, None]
+            h = torch.where(kept, outputs[t], h)
+            c = torch.where(kept, cells[t], c) if cell == "lstm" else c
+
+        def rows(parts: dict[int, Tensor], width: int) -> Tensor:
+            stacked = torch.stack([parts[t] for t in steps]) if parts else x.new_zeros(0, x.shape[1], width)
+            return stacked if batch_sizes is None else stacked[running]
+
+        lstm = cell == "lstm"
+        found.append((
+            rows(outputs, hidden),
+            h,
+            c if lstm else None,
+            rows(cells, hidden) if lstm else None,
+            rows(gates, 4 * hidden).flatten(0, -2) if lstm or cell == "gru" else None,
+        ))  # fmt: skip
+    joins = (lambda t: torch.cat(t, -1), torch.stack, torch.stack, lambda t: torch.cat(t, -1), torch.stack)
+    return tuple(None if p[0] is None else j(p) for j, p in zip(joins, zip(*found, strict=True), strict=True))
+
+
+def names(args: Arguments) -> list[str]:
+    return ["input", "h0", "c0", *(f"weights[{i}]" for i in range(len(args.weights)))]
+
+
+@pytest.mark.parametrize(("sample", "device"), with_devices(SAMPLES, ON_CUDA), ids=str)
+def test_matches_reference(sample: Sample, device: str):
+    args = arguments(sample, device, requires_grad=True)
+    exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
+    expected = reference(*exact, **sample.keywords)
+    with poisoned():
+        found = rnn(*args, **sample.keywords, keep_cells=True)
+        found_grads = differentiate([found[i] for i in which], args.operands, grads)
+        with torch.no_grad():
+            inference = rnn(*args, **sample.keywords)
+    bound = BOUNDS[sample.dtype]
+    assert all(f.dtype == sample.dtype and f.is_contiguous() for f in (*found, *inference))
+    check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], bound)
+    check_close(RESULTS, inference[: 3 if sample.cell == "lstm" else 2], [expected[i] for i in which][:3], bound)
+    expected_grads = differentiate([expected[i] for i in which], exact.operands, doubles(grads))
+    check_close(names(args), found_grads, expected_grads, bound)
+
+
+def samples(longest: int) -> strategies.SearchStrategy[Sample]:
+    options = {
+        "cell": strategies.sampled_from(CELLS),
+        "I": strategies.integers(0, 6),
+        "H": strategies.integers(1, 70),
+        "bidirectional": strategies.booleans(),
+        "bias": strategies.booleans(),
+        "state": strategies.booleans(),
+        "dtype": strategies.sampled_from([torch.float32, torch.float64]),
+    }
+    padded = strategies.builds(Sample, T=strategies.integers(0, longest), B=strategies.integers(0, 20), **options)
+    lengths = strategies.lists(strategies.integers(1, longest), min_size=1, max_size=12)
+    lengths = lengths.map(lambda found: tuple(sorted(found, reverse=True)))
+    return padded | strategies.builds(packed, lengths=lengths, **options)
+
+
+@given(sample=samples(9))
+def test_any_shape(sample: Sample):
+    test_matches_reference(sample, "cpu")
+
+
+@pytest.mark.cuda
+@given(sample=samples(60))
+def test_any_shape_on_cuda(sample: Sample):
+    test_matches_reference(sample, "cuda")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_saved_activations(sample: Sample, device: str):
+    """cells and gates are there where they are asked for, and without a gradient only there."""
+    sample = replace(sample, dtype=torch.float64)
+    args = arguments(sample, device)
+    expected = reference(*doubles(args.operands)[:3], doubles(args.weights), args.batch_sizes, **sample.keywords)
+    for keep_cells, save in itertools.product((False, True), repeat=2):
+        with poisoned():
+            found = rnn(*args, **sample.keywords, keep_cells=keep_cells, save=save)
+        there = [True, True, True, keep_cells or save, save]
+        for name, f, e, wanted in zip(RESULTS, found, expected, there, strict=True):
+            if wanted and e is not None:
+                check_close((name,), (f,), (e,), 1e-12)
+            else:
+                assert f.shape == (0,)
+    with torch.no_grad():
+        assert rnn(*args.map(lambda t: t.requires_grad_()), **sample.keywords)[4].shape == (0,)
+
+
+@pytest.mark.parametrize("both", (False, True))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_matches_torch_nn(cell: str, device: str, both: bool):
+    B, I, H = 6, 3, 20
+    kinds = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
+    options = {"bidirectional": both, "device": device, "dtype": torch.float64}
+    if cell in kinds:
+        module = kinds[cell](I, H, **options)
+    else:
+        module = torch.nn.RNN(I, H, nonlinearity=cell.removeprefix("rnn_"), **options)
+    directions = 2 if both else 1
+    h0, c0 = (torch.randn(directions, B, H, device=device, dtype=torch.float64) for _ in range(2))
+    x = torch.randn(40, B, I, device=device, dtype=torch.float64)
+    for lengths in (None, [40, 33, 33, 12, 5, 1]):
+        steps = x if lengths is None else torch.nn.utils.rnn.pack_padded_sequence(x, lengths)
+        output, state = module(steps, (h0, c0) if cell == "lstm" else h0)
+        data, batch_sizes = (x, None) if lengths is None else (steps.data, steps.batch_sizes)
+        output = output if lengths is None else output.data
+        found = rnn(data, h0, c0 if cell == "lstm" else None, module._flat_weights, batch_sizes, cell=cell,
+                    bidirectional=both)  # fmt: skip
+        expected = (output, *state) if cell == "lstm" else (output, state)
+        check_close(RESULTS, found[: len(expected)], expected, 1e-12)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_gradients_of_some_outputs(sample: Sample, device: str):
+    args = arguments(sample, device, requires_grad=True)
+    exact, grads = exact_arguments(args), gradients(sample, args)
+    expected = reference(*exact, **sample.keywords)
+    found = rnn(*args, **sample.keywords, keep_cells=True)
+    for index, grad in zip(sample.differentiable, grads, strict=True):
+        f = torch.autograd.grad(found[index], args.tensors, grad, retain_graph=True)
+        e = torch.autograd.grad(
+            expected[index], exact.tensors, grad.double().cpu(), retain_graph=True, materialize_grads=True
+        )
+        check_close(itertools.repeat(f"gradient of {RESULTS[index]}"), f, e, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_gradients_of_some_inputs(sample: Sample, device: str):
+    """Each argument alone asks for a gradient, and the others get none."""
+    full = arguments(sample, device, requires_grad=True)
+    grads, which = gradients(sample, full), sample.differentiable
+    outputs = rnn(*full, **sample.keywords, keep_cells=True)
+    expected = differentiate([outputs[i] for i in which], full.operands, grads)
+    saved = rnn(*full.map(Tensor.detach), **sample.keywords, save=True)
+    arriving = [None if i not in which else grads[which.index(i)] for i in range(4)]
+    for index, operand in enumerate(full.operands):
+        if operand is None:
+            continue
+        args = full.replaced(
+            None if t is None else t.detach().requires_grad_(i == index) for i, t in enumerate(full.operands)
+        )
+        outputs = rnn(*args, **sample.keywords, keep_cells=True)
+        (grad,) = torch.autograd.grad([outputs[i] for i in which], [args.operands[index]], grads)
+        check_close((names(full)[index],), (grad,), (expected[index],), 1e-6)
+        mask = [i == index for i in range(len(full.operands))]
+        with poisoned(), torch.no_grad():
+            results = rnn_backward(*arriving, *args, saved[0], saved[3], saved[4], **sample.keywords, output_mask=mask)
+        assert all(r.shape == (0,) for r, wanted in zip(results, mask, strict=True) if not wanted)
+        check_close((names(full)[index],), (results[index],), (expected[index],), 1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", EMPTY_SIZES, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_empty(cell: str, size: tuple[int, ...], device: str):
+    for both, state in itertools.product((False, True), repeat=2):
+        sample = Sample(cell, *size, bidirectional=both, state=state)
+        args = arguments(sample, device, requires_grad=True)
+        exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
+        expected, found = reference(*exact, **sample.keywords), rnn(*args, **sample.keywords, keep_cells=True)
+        check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], 1e-6)
+        if sample.T == 0 and state:
+            assert torch.equal(found[1], args.h0)
+        found_grads = differentiate([found[i] for i in which], args.operands, grads)
+        total = sum((expected[i] * g).sum() for i, g in zip(which, doubles(grads), strict=True))
+        wanted = exact.tensors
+        if total.requires_grad:
+            expected_grads = torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True)
+        else:
+            expected_grads = [torch.zeros_like(t) for t in wanted]
+        check_close(itertools.repeat("gradient"), [g for g in found_grads if g is not None], expected_grads, 1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_packed_without_a_step(cell: str, device: str):
+    sample = Sample(cell, 0, 2, 3, 4, bidirectional=True)
+    input, h0, c0, weights, _ = arguments(sample, device)
+    found = rnn(input[:, 0], h0, c0, weights, torch.zeros(0, dtype=torch.int64), **sample.keywords)
+    assert found[0].shape == (0, 8)
+    assert torch.equal(found[1], h0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", [replace(s, H=h) for s in SMALL for h in (5, 40)], ids=str)
+def test_layouts(sample: Sample, device: str):
+    """Transposed, strided, expanded and offset arguments and gradients."""
+    args = arguments(sample, device)
+    grads, which = gradients(sample, args), sample.differentiable
+    grads[0] = grads[0][:1].expand_as(grads[0])
+
+    def strided(t: Tensor) -> Tensor:
+        wide = torch.full([2 * s + 1 for s in t.shape], float("nan"), dtype=t.dtype, device=t.device)
+        view = wide[tuple(slice(1, None, 2) for _ in t.shape)]
+        view.copy_(t)
+        return view
+
+    def transposed(t: Tensor) -> Tensor:
+        return t.movedim(0, -1).contiguous().movedim(-1, 0)
+
+    def run(change):
+        changed = args.map(lambda t: change(t).detach().requires_grad_())
+        if changed.batch_sizes is not None:
+            changed.batch_sizes = changed.batch_sizes.repeat_interleave(2)[::2]
+        outputs = rnn(*changed, **sample.keywords, keep_cells=True)
+        some = [g if i == 0 else change(g) for i, g in enumerate(grads)]
+        found = [outputs[i] for i in which]
+        return [*found, *differentiate(found, changed.operands, some)]
+
+    expected = run(lambda t: t)
+    for change in (strided, transposed):
+        for f, e in zip(run(change), expected, strict=True):
+            assert (f is None and e is None) or relative_error(f, e) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_opcheck(sample: Sample, device: str):
+    args = arguments(sample, device, requires_grad=True)
+    torch.library.opcheck(rnn.default, tuple(args), {**sample.keywords, "keep_cells": True})
+    plain = args.map(Tensor.detach)
+    torch.library.opcheck(rnn.default, tuple(plain), {**sample.keywords, "save": True})
+    saved = rnn(*plain, **sample.keywords, save=True)
+    grads, which = gradients(sample, args), sample.differentiable
+    arriving = [None if i not in which else grads[which.index(i)] for i in range(4)]
+    count = len(args.operands)
+    for inputs, mask in ((plain, [i % 3 != 0 for i in range(count)]), (args, [True] * count)):
+        call = (*arriving, *inputs, saved[0], saved[3], saved[4]), {**sample.keywords, "output_mask": mask}
+        if inputs is plain or sample.lengths is None:
+            torch.library.opcheck(rnn_backward.default, *call)
+        else:
+            with pytest.raises(
+                torch.testing._internal.optests.OpCheckError, match="packed input is differentiable once"
+            ):
+                torch.library.opcheck(rnn_backward.default, *call)
+
+
+def as_function(sample: Sample, args: Arguments):
+    """The op as a function of its operands, with its differentiable results."""
+
+    def function(*tensors):
+        outputs = rnn(*args.from_tensors(tensors), **sample.keywords, keep_cells=True)
+        return tuple(outputs[i] for i in sample.differentiable)
+
+    return function
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", GRADCHECK, ids=str)
+def test_gradcheck(sample: Sample, device: str):
+    args = arguments(sample, device, requires_grad=True)
+    function = as_function(sample, args)
+    assert gradcheck(function, args.tensors)
+    assert gradgradcheck(function, args.tensors)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", GRADCHECK, ids=str)
+def test_third_order(sample: Sample, device: str):
+    def third(outputs, inputs):
+        value = sum((o * o).sum() for o in outputs)
+        for _ in range(2):
+            grads = torch.autograd.grad(value, inputs, create_graph=True)
+            value = sum((g * g * g).sum() for g in grads)
+        return torch.autograd.grad(value, inputs)
+
+    args = arguments(sample, device, requires_grad=True)
+    exact = exact_arguments(args)
+    outputs = reference(*exact, **sample.keywords)
+    expected = third([outputs[i] for i in sample.differentiable], exact.tensors)
+    found = third(as_function(sample, args)(*args.tensors), args.tensors)
+    check_close(itertools.repeat("gradient"), found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", GRADCHECK, ids=str)
+def test_backward_op_is_differentiable(sample: Sample, device: str):
+    """Called by hand with arguments that require a gradient, the backward op answers with the right one."""
+    args = arguments(sample, device, requires_grad=True)
+    grads, which = [g.requires_grad_() for g in gradients(sample, args)], sample.differentiable
+    arriving = [None if i not in which else grads[which.index(i)] for i in range(4)]
+    outputs = rnn(*args, **sample.keywords)
+    direct = rnn_backward(
+        *arriving, *args, *(outputs[i].detach() for i in (0, 3, 4)), **sample.keywords,
+        output_mask=[True] * len(args.operands),
+    )  # fmt: skip
+    direct = [d for d, t in zip(direct, args.operands, strict=True) if t is not None]
+    through = torch.autograd.grad([outputs[i] for i in which], args.tensors, grads, create_graph=True)
+    check_close(itertools.repeat("gradient"), direct, through, 1e-12)
+    wanted = args.tensors + grads
+    second = [torch.autograd.grad(sum((g * g).sum() for g in first), wanted) for first in (direct, through)]
+    check_close(itertools.repeat("gradient"), *second, 1e-12)
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_compile(cell: str, device: str, dynamic: bool):
+    # Inductor itself compiles C++ for minutes on a CPU; what is of interest here ends where it starts.
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    torch._dynamo.reset()
+
+    def function(input, h0, c0, weights, batch_sizes):
+        output, h_n, c_n, cells, _ = rnn(
+            input, h0, c0, weights, batch_sizes, cell=cell, bidirectional=True, keep_cells=True
+        )
+        return output.sin(), h_n, c_n, cells
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+    kinds = [Sample(cell, 4, 3, 2, 8, bidirectional=True), packed(cell, (5, 3, 1), 2, 8, bidirectional=True)]
+    if dynamic:
+        kinds += [replace(kinds[0], T=7, B=5), packed(cell, (9, 3, 2, 2), 2, 8, bidirectional=True)]
+    for sample in kinds:
+        args, which = arguments(sample, device, requires_grad=True), sample.differentiable
+        grads = gradients(sample, args)
+        expected, found = function(*args), compiled(*args)
+        check_close(RESULTS, found, expected, 1e-6)
+        pairs = ([f[i] for i in which] for f in (found, expected))
+        check_close(names(args), *(differentiate(outputs, args.operands, grads) for outputs in pairs), 1e-5)
+        with torch.no_grad():
+            check_close(RESULTS, compiled(*args), expected, 1e-6)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_autocast(cell: str, device: str, dtype: torch.dtype):
+    if device == "cpu" and dtype == torch.float16:
+        dtype = torch.float32  # fp16 autocast on a CPU is not what torch.nn's layers support: nothing enabled instead
+    for sample in (Sample(cell, 9, 3, 4, 8), Sample(cell, 9, 3, 4, 8, state=False)):
+        args = arguments(sample, device, requires_grad=True)
+        kinds = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
+        module = (kinds[cell](4, 8) if cell in kinds else torch.nn.RNN(4, 8, nonlinearity=cell[4:])).to(device)
+        grads, which = gradients(sample, args), sample.differentiable
+        expected = rnn(*args, **sample.keywords)
+        expected_grads = differentiate([expected[i] for i in which], args.operands, grads)
+        with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
+            theirs, _ = module(args.input.detach())
+            found = rnn(*args, **sample.keywords)
+            assert found[0].dtype == found[1].dtype == theirs.dtype
+            some = [g.to(theirs.dtype) for g in grads]
+            found_grads = differentiate([found[i] for i in which], args.operands, some)
+        assert all(g is None or g.dtype == torch.float32 for g in found_grads)
+        check_close(names(args), found_grads, expected_grads, BOUNDS[torch.bfloat16])
+        with torch.autocast(device, dtype=torch.bfloat16):
+            exact = rnn(*args.map(Tensor.double), **sample.keywords)
+            assert exact[0].dtype == torch.float64
+        assert relative_error(exact[0], expected[0]) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_vmap(sample: Sample, device: str):
+    size, args = 3, arguments(sample, device)
+    operands = args.operands
+
+    def stacked(index: int, dim: int) -> Tensor:
+        return torch.stack([operands[index] * (1 + i) for i in range(size)], dim)
+
+    def run(*given):
+        outputs = rnn(*args.replaced(given), **sample.keywords, keep_cells=True)
+        return tuple(outputs[i] for i in sample.differentiable)
+
+    # Mapped: input and states over shared weights; h0 alone; everything, weights included.
+    count = len(args.weights)
+    for dims in ([1, 0, 2] + [None] * count, [None, 1, None] + [None] * count, [0, 2, 1] + [0, 1, 0, 1][:count] * 2):
+        dims = [None if t is None else d for t, d in zip(operands, dims, strict=False)]
+        batched = [t if d is None else stacked(i, d) for i, (t, d) in enumerate(zip(operands, dims, strict=True))]
+        found = torch.func.vmap(run, in_dims=tuple(dims))(*batched)
+        for i in range(size):
+            each = run(*(b if d is None else b.select(d, i) for b, d in zip(batched, dims, strict=True)))
+            check_close(RESULTS, [f[i] for f in found], each, 1e-6)
+
+
+@pytest.mark.parametrize("wanted", ("states", "all"))
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_vmap_of_the_backward(sample: Sample, wanted: str):
+    """A vmap over torch.autograd.grad maps the backward op over the gradients that arrive."""
+    args = arguments(sample, "cpu", requires_grad=wanted == "all")
+    inputs = args.tensors if wanted == "all" else [t.requires_grad_() for t in args.operands[:3] if t is not None]
+    outputs = as_function(sample, args)(*args.tensors)
+    grads = [torch.randn(3, *o.shape) for o in outputs]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = torch.func.vmap(lambda *g: torch.autograd.grad(outputs, inputs, g, retain_graph=True))(*grads)
+    for i in range(3):
+        each = torch.autograd.grad(outputs, inputs, [g[i] for g in grads], retain_graph=True)
+        check_close(itertools.repeat("gradient"), [f[i] for f in found], each, 1e-6)
+
+
+REPEATED = [Sample(c, 60, 17, 3, 20, bidirectional=True) for c in CELLS]
+REPEATED += [packed(c, tuple(range(40, 0, -3)), 3, 20, bidirectional=True) for c in CELLS]
+REPEATED_ON_CUDA = [
+    Sample(c, 60, B, 8, H, dtype=dtype)
+    for c, B, H, dtype in itertools.product(CELLS, (1, 20), (128, 512), (torch.float32, torch.bfloat16))
+]
+
+
+@pytest.mark.parametrize(("sample", "device"), with_devices(REPEATED, REPEATED_ON_CUDA), ids=str)
+def test_repeats_bit_for_bit(sample: Sample, device: str):
+    args = arguments(sample, device, requires_grad=True)
+    grads, which = gradients(sample, args), sample.differentiable
+
+    def run():
+        outputs = rnn(*args, **sample.keywords, keep_cells=True)
+        found = [outputs[i] for i in which]
+        return [*found, *(g for g in differentiate(found, args.operands, grads) if g is not None)]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize(
+    ("sample", "device"),
+    with_devices([Sample(c, 12, 6, 3, h) for c in CELLS for h in (7, 40)], [Sample(c, 12, 6, 3, 256) for c in CELLS]),
+    ids=str,
+)
+def test_bad_row_touches_no_other(sample: Sample, device: str, value: float):
+    row, others, which = 2, [0, 1, 3, 4, 5], sample.differentiable
+    clean_args = arguments(sample, device)
+    grads = gradients(sample, clean_args)
+
+    def run(change_input: bool, change_grad: bool):
+        args = clean_args.map(Tensor.clone)
+        if change_input:
+            args.input[4, row] = value
+        args = args.map(lambda t: t.requires_grad_())
+        changed = [g.clone() for g in grads]
+        if change_grad:
+            changed[0][7, row] = value
+        outputs = rnn(*args, **sample.keywords, keep_cells=True)
+        return outputs, differentiate([outputs[i] for i in which], args.operands, changed)
+
+    clean, clean_grads = run(False, False)
+    for change_input, change_grad in ((True, False), (False, True)):
+        found, found_grads = run(change_input, change_grad)
+        assert torch.equal(found[0][:, others], clean[0][:, others])
+        assert torch.equal(found[0][:4, row], clean[0][:4, row])
+        assert torch.equal(found_grads[0][:, others], clean_grads[0][:, others])
+        assert torch.equal(found_grads[1][:, others], clean_grads[1][:, others])
+        if change_input and value != value:
+            assert found[0][4:, row].isnan().all()
+        if change_grad:
+            assert not found_grads[0][7, row].isfinite().all()
+            assert torch.equal(found_grads[0][8:, row], clean_grads[0][8:, row])
+
+
+ON_A_STREAM = [Sample(c, 64, 5, 3, h) for c in CELLS for h in (20, 512)]
+ON_A_STREAM += [packed(c, (30, 12, 12, 5), 3, 128, bidirectional=True) for c in CELLS]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sample", ON_A_STREAM, ids=str)
+def test_side_stream(sample: Sample):
+    """On a stream of its own, behind work that is still running there."""
+    args, which = arguments(sample, "cuda"), sample.differentiable
+    grads = gradients(sample, args)
+
+    def run(given):
+        outputs = rnn(*given, **sample.keywords, keep_cells=True)
+        found = [outputs[i] for i in which]
+        return [*found, *differentiate(found, given.operands, grads)]
+
+    expected = run(args.map(lambda t: t.clone().requires_grad_()))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = args.map(lambda t: torch.full_like(t, float("nan")))
+        torch.cuda._sleep(20_000_000)
+        for to, t in zip(late.tensors, args.tensors, strict=True):
+            to.copy_(t).requires_grad_()
+        found = run(late)
+    torch.cuda.current_stream().wait_stream(stream)
+    for f, e in zip(found, expected, strict=True):
+        assert (f is None and e is None) or torch.equal(f, e)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sample", [Sample(c, 200, 16, 8, 256) for c in CELLS], ids=str)
+def test_two_streams_at_once(sample: Sample):
+    """Calls that share the device neither wait for each other for ever nor mix their results."""
+    args = [arguments(sample, "cuda").map(lambda t, i=i: t * (1 + i)) for i in range(2)]
+    with torch.no_grad():
+        expected = [rnn(*a, **sample.keywords)[0] for a in args]
+        streams = [torch.cuda.Stream() for _ in args]
+        torch.cuda.synchronize()
+        found = [[], []]
+        for _ in range(5):
+            for results, a, stream in zip(found, args, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(rnn(*a, **sample.keywords)[0])
+        torch.cuda.synchronize()
+    for results, e in zip(found, expected, strict=True):
+        assert all(torch.equal(f, e) for f in results)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sample", ON_A_STREAM, ids=str)
+def test_cuda_graph(sample: Sample):
+    """Captured once, replayed on other data: forward and backward."""
+    static, which = arguments(sample, "cuda", requires_grad=True), sample.differentiable
+    grads = gradients(sample, static)
+
+    def step():
+        outputs = rnn(*static, **sample.keywords, keep_cells=True)
+        found = [outputs[i] for i in which]
+        return [*found, *differentiate(found, static.operands, grads)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for tensor in (static.input, *static.weights):
+            tensor.mul_(0.5)
+    graph.replay()
+    torch.cuda.synchronize()
+    found = [None if c is None else c.clone() for c in captured]
+    for f, e in zip(found, step(), strict=True):
+        assert (f is None and e is None) or torch.equal(f, e)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cell", CELLS)
+def test_more_steps_than_cudnn_takes(cell: str):
+    sample = Sample(cell, 70000, 2, 1, 24)
+    args = arguments(sample, "cuda")
+    half = sample.T // 2
+    with torch.no_grad():
+        output, h_n, *_ = rnn(*args, **sample.keywords)
+        first, middle, cell_state, *_ = rnn(args.input[:half], *list(args)[1:], **sample.keywords)
+        state = (middle, cell_state if cell == "lstm" else None)
+        second, last, *_ = rnn(args.input[half:], *state, *list(args)[3:], **sample.keywords)
+    bound = BOUNDS[torch.float32]
+    check_close(("first", "second", "h_n"), (first, second, last), (output[:half], output[half:], h_n), bound)
+
+
+@pytest.mark.cuda(devices=2)
+def test_second_device():
+    """Runs where its arguments are, whatever the current device."""
+    device = "cuda:1"
+    sample = Sample("gru", 30, 4, 2, 20)
+    args = arguments(sample, device, requires_grad=True)
+    with torch.cuda.device(0):
+        output = rnn(*args, **sample.keywords)[0]
+        grads = torch.autograd.grad(output.sum(), args.tensors)
+    assert all(t.device == torch.device(device) for t in (output, *grads))
+    assert relative_error(output, reference(*exact_arguments(args), **sample.keywords)[0]) < 1e-5
+
+
+def _with(position: int, change):
+    """Replaces one of the arguments."""
+    return lambda args: [change(a) if i == position else a for i, a in enumerate(args)]
+
+
+def _weight(position: int, change):
+    return _with(3, lambda weights: [change(w) if i == position else w for i, w in enumerate(weights)])
+
+
+BAD = {
+    "2-D input": ("gru", _with(0, lambda t: t[0]), ValueError, r"rnn: input must be \(T, B, I\), got 2 dimensions"),
+    "integers": ("gru", _with(0, Tensor.int), TypeError, r"input must be float16, .* or float64, got Int"),
+    "2-D h0": ("gru", _with(1, lambda t: t[0]), ValueError, r"h0 must be \(D, B, H\) = \[2, 3, 5\], got \[3, 5\]"),
+    "batch of h0": ("gru", _with(1, lambda t: t[:, :2]), ValueError, r"h0 must be \(D, B, H\) = .*, got \[2, 2, 5\]"),
+    "dtype of h0": ("gru", _with(1, Tensor.double), TypeError, r"h0 must have the dtype of input, Float, got Double"),
+    "c0 of a gru": ("gru", _with(2, lambda t: torch.zeros(2, 3, 5)), ValueError, r"c0 must be None except for lstm"),
+    "only h0": ("lstm", _with(2, lambda t: None), ValueError, r"h0 and c0 must both be given .*, got only h0"),
+    "only c0": ("lstm", _with(1, lambda t: None), ValueError, r"h0 and c0 must both be given .*, got only c0"),
+    "sizes of c0": ("lstm", _with(2, lambda t: t[..., :2]), ValueError, r"c0 must be \(D, B, H\) = .*got \[2, 3, 2\]"),
+    "dtype of c0": ("lstm", _with(2, Tensor.half), TypeError, r"c0 must have the dtype of input, Float, got Half"),
+    "no weights": ("gru", _with(3, lambda w: []), ValueError, r"for each of 2 directions, got 0 tensors"),
+    "one direction": ("gru", _with(3, lambda w: w[:4]), ValueError, r"h0 must|b_ih|w_ih of direction 1 must"),
+    "a bias missing": ("gru", _with(3, lambda w: w[:7]), ValueError, r"for each of 2 directions, got 7 tensors"),
+    "w_ih": ("gru", _weight(0, lambda w: w[:, :1]), ValueError, r"w_ih must be \(G\*H, I\) = \[15, 2\], got \[15, 1\]"),
+    "w_hh": ("lstm", _weight(1, lambda w: w[:15]), ValueError, r"w_hh must be \(G\*H, H\) = \[20, 5\], got \[15, 5\]"),
+    "1-D w_hh": ("lstm", _weight(1, lambda w: w[0]), ValueError, r"w_hh must be \(G\*H, H\), got 1 dimension"),
+    "b_hh": ("gru", _weight(3, lambda w: w[None]), ValueError, r"b_hh must be \(G\*H\) = \[15\], got \[1, 15\]"),
+    "second w_hh": ("gru", _weight(5, lambda w: w[1:]), ValueError, r"w_hh of direction 1 must be \(G\*H, H\)"),
+    "dtype of b_ih": ("gru", _weight(2, Tensor.double), TypeError, r"b_ih must have the dtype of input, Float, got"),
+}
+BAD_BATCH_SIZES = {
+    "increase": (torch.tensor([3, 2, 3]), r"batch_sizes must not increase, got 3 at step 2 after 2"),
+    "zero": (torch.tensor([3, 3, 2, 0]), r"batch_sizes must be at least 1 at every step, got 0 at step 3"),
+    "negative": (torch.tensor([4, 5, -1]), r"batch_sizes must not increase|at least 1"),
+    "sum": (torch.tensor([3, 3, 1]), r"batch_sizes must sum to the rows of the packed input, 8, got 7"),
+    "dtype": (torch.tensor([3, 3, 2], dtype=torch.int32), r"batch_sizes must be \(T\), int64, on the CPU, got .* Int"),
+    "rank": (torch.tensor([[3, 3, 2]]), r"batch_sizes must be \(T\), int64, on the CPU, got \[1, 3\]"),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str, device: str):
+    cell, change, exception, message = BAD[name]
+    args = arguments(Sample(cell, 4, 3, 2, 5, bidirectional=True), device)
+    good = rnn(*args, cell=cell, bidirectional=True)[0]
+    changed = [a.to(device) if isinstance(a, Tensor) else a for a in change(list(args))]
+    with pytest.raises(exception, match=message):
+        rnn(*changed, cell=cell, bidirectional=True)
+    assert torch.equal(rnn(*args, cell=cell, bidirectional=True)[0], good)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BAD_BATCH_SIZES)
+def test_bad_batch_sizes(name: str, device: str):
+    batch_sizes, message = BAD_BATCH_SIZES[name]
+    sample = packed("gru", (3, 3, 2), 2, 5)
+    args = arguments(sample, device)
+    with pytest.raises(RuntimeError, match=message):
+        rnn(args.input, args.h0, None, args.weights, batch_sizes, cell="gru")
+    with pytest.raises(ValueError, match=r"input must be \(N, I\) with batch_sizes, got 3 dimensions"):
+        rnn(args.input[None], args.h0, None, args.weights, args.batch_sizes, cell="gru")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_unknown_cell(device: str):
+    args = arguments(Sample("gru", 4, 3, 2, 5), device)
+    with pytest.raises(ValueError, match=r"weft::rnn: cell must be one of 'rnn_tanh', .*, 'lstm', got 'elman'"):
+        rnn(*args, cell="elman")
+
+
+@pytest.mark.cuda
+def test_other_devices():
+    args = arguments(Sample("lstm", 4, 3, 2, 5), "cuda")
+    with pytest.raises(RuntimeError, match=r"w_hh must be on the device of input, cuda:0, got cpu"):
+        weights = [w.cpu() if i == 1 else w for i, w in enumerate(args.weights)]
+        rnn(args.input, args.h0, args.c0, weights, cell="lstm")
+    with pytest.raises(RuntimeError, match=r"c0 must be on the device of input, cuda:0, got cpu"):
+        rnn(args.input, args.h0, args.c0.cpu(), args.weights, cell="lstm")
+    sample = packed("gru", (3, 3, 2), 2, 5)
+    args = arguments(sample, "cuda")
+    with pytest.raises(RuntimeError, match=r"batch_sizes must be \(T\), int64, on the CPU"):
+        rnn(args.input, args.h0, None, args.weights, args.batch_sizes.cuda(), cell="gru")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cell", ("gru", "lstm"))
+def test_bad_arguments_of_the_backward(cell: str, device: str):
+    sample = Sample(cell, 4, 3, 2, 5)
+    args = arguments(sample, device)
+    output, _, _, cells, gates = rnn(*args, **sample.keywords, save=True)
+    grads, mask = gradients(sample, args), [True] * len(args.operands)
+    arriving = grads if cell == "lstm" else [*grads, None, None]
+
+    def run(arriving=arriving, saved=(output, cells, gates), mask=mask):
+        return rnn_backward(*arriving, *args, *saved, **sample.keywords, output_mask=mask)
+
+    run()
+    with pytest.raises(ValueError, match=r"grad_output must be \(T, B, D\*H\) = \[4, 3, 5\], got \[3, 3, 5\]"):
+        run([arriving[0][1:], *arriving[1:]])
+    with pytest.raises(TypeError, match=r"grad_h_n must have the dtype of input, Float, got Double"):
+        run([arriving[0], arriving[1].double(), *arriving[2:]])
+    with pytest.raises(ValueError, match=r"gates must be \(D, R, 4H\) as a forward with save=True returns it"):
+        run(saved=(output, cells, gates[:0]))
+    with pytest.raises(ValueError, match=r"output_mask must have one entry for each of .*, 7, got 6"):
+        run(mask=mask[1:])
+    if cell == "gru":
+        with pytest.raises(ValueError, match=r"grad_c_n must be None except for lstm"):
+            run([*arriving[:2], arriving[1], None])
+        with pytest.raises(ValueError, match=r"grad_cells must be None except for lstm"):
+            run([*arriving[:3], arriving[0]])
+    else:
+        with pytest.raises(ValueError, match=r"cells must be \(T, B, D\*H\) = \[4, 3, 5\], got \[0\]"):
+            run(saved=(output, cells[:0, 0, 0], gates))
