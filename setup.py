@@ -100,8 +100,11 @@ def use_ccache() -> None:
 
 def extension(cuda: bool):
     cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+    # torch's parallel_for is a template: without this flag it runs on one thread. Linux: torch brings its libgomp along.
+    openmp = ["-fopenmp"] if sys.platform == "linux" else []
+    cxx += openmp
     macros = [("WEFT_WITH_CUDA", "1")] if cuda else []
-    common = dict(include_dirs=[str(CSRC)], define_macros=macros, extra_link_args=["-Wl,--strip-all"])
+    common = dict(include_dirs=[str(CSRC)], define_macros=macros, extra_link_args=["-Wl,--strip-all", *openmp])
     if not cuda:
         return CppExtension("weft._C", sources(cuda), extra_compile_args={"cxx": cxx}, **common)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)

@@ -1,19 +1,449 @@
-// weft::rnn on the CPU.
+// weft::rnn on the CPU: types, the team's plan, packing. The arithmetic is in rnn_kernels-inl.h.
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <sched.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <optional>
+#include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
+#include "rnn/cpu/rnn_kernels.h"
+#include "rnn/cpu/team.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_reference.h"
 #include "scan/scan_rnn.h"
 
 namespace weft {
+
+void cpu::Barrier::wait(int member) const {
+  if (size == 1) return;
+  const int64_t meeting = __atomic_load_n(&members[member].count, __ATOMIC_RELAXED) + 1;
+  __atomic_store_n(&members[member].count, meeting, __ATOMIC_RELEASE);
+  for (int other = 0; other < size; ++other) {
+    for (int spins = 0; __atomic_load_n(&members[other].count, __ATOMIC_ACQUIRE) < meeting;) {
+      if (++spins < 1000) {
+#ifdef __x86_64__
+        __builtin_ia32_pause();
+#endif
+      } else {
+        sched_yield();
+      }
+    }
+  }
+}
+
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+
+// The instruction set that torch itself uses (ATEN_CPU_CAPABILITY lowers it).
+const cpu::RnnTables& tables() {
+#ifdef __x86_64__
+  static const std::string capability = at::get_cpu_capability();
+  if (capability == "AVX512") return cpu::rnn_avx512();
+  if (capability == "AVX2") return cpu::rnn_avx2();
+#endif
+  return cpu::rnn_baseline();
+}
+
+template <typename T>
+const cpu::RnnKernels<T>& kernels() {
+  if constexpr (std::is_same_v<T, float>) {
+    return tables().f32;
+  } else {
+    return tables().f64;
+  }
+}
+
+Tensor compute_copy(const Tensor& t, at::ScalarType type) {
+  return t.defined() ? t.to(type).contiguous() : t;
+}
+
+Tensor compute_copy(const OptionalTensor& t, at::ScalarType type) {
+  return t ? compute_copy(*t, type) : Tensor();
+}
+
+// Data of a tensor from `offset` on; null for one that is not there.
+template <typename T>
+const T* pointer(const Tensor& t, int64_t offset = 0) {
+  return t.defined() ? t.const_data_ptr<T>() + offset : nullptr;
+}
+
+template <typename T>
+T* mutable_pointer(const Tensor& t, int64_t offset = 0) {
+  return t.defined() && t.numel() > 0 ? t.mutable_data_ptr<T>() + offset : nullptr;
+}
+
+// Asks for huge pages for fresh memory: touching a page for the first time takes longer than filling it, and large
+// tensors are returned to the system when they are freed.
+void prefer_huge_pages(const Tensor& t) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = 2 << 20;
+  const auto begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage, last = (begin + t.nbytes()) / kPage * kPage;
+  // Where the system has none to give nothing changes.
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+// A line of the cache between what different threads write.
+int64_t padded(int64_t count) {
+  return (count + 31) / 16 * 16;
+}
+
+// Threads of a direction: batch groups times slices of the hidden units.
+struct Grid {
+  int groups = 1, slices = 1;
+};
+
+// Cycles of a step on the thread that has most to do. `depth`: vector multiply-adds per row and panel.
+double step_cycles(double rows, int64_t panels, int64_t depth, int64_t vector_bytes, int slices) {
+  // Weights come from L1, L2 or L3; a row of them is loaded once per block of rows.
+  const int64_t bytes = panels * depth * vector_bytes;
+  const double bandwidth = bytes < 32 << 10 ? 64 : bytes < 700 << 10 ? 24 : 8;
+  const double product = double(panels * depth) * std::max(rows / 2, vector_bytes / bandwidth);
+  const double nonlinearities = rows * double(panels) * 100;
+  const double meeting = slices > 1 ? 200 + 40 * slices : 0;
+  return product + nonlinearities + meeting;
+}
+
+Grid choose_grid(const RnnSizes& s, int64_t depth, int64_t lanes, int64_t element_bytes, int threads) {
+  const int64_t panels = (s.H + lanes - 1) / lanes;
+  const double batch = double(s.R) / double(s.T);  // of packed data: sequences that run on average
+  if (const char* e = getenv("WEFT_GRID")) {
+    Grid g;
+    sscanf(e, "%d,%d", &g.groups, &g.slices);
+    if (g.groups * g.slices <= threads && g.slices <= panels && g.groups <= s.B) return g;
+  }
+  Grid best;
+  double least = 0;
+  for (int slices = 1; slices <= std::min<int64_t>({threads, panels, 16}); ++slices) {
+    const int groups = static_cast<int>(std::min<int64_t>(threads / slices, s.B));
+    const double rows = std::max(1.0, s.packed ? batch / groups : double((s.B + groups - 1) / groups));
+    const double cycles = step_cycles(rows, (panels + slices - 1) / slices, depth, lanes * element_bytes, slices);
+    if (slices == 1 || cycles < least) {
+      best = {groups, slices};
+      least = cycles;
+    }
+  }
+  return best;
+}
+
+// Who does what. Members [0, directions at once * grid) run the recurrences; all share what has no recurrence.
+struct Plan {
+  int members, at_once;
+  std::vector<cpu::RnnPart> parts;  // of one direction
+  std::vector<cpu::Barrier::Arrivals> arrivals;
+  cpu::Barrier everyone;
+
+  Plan(const RnnSizes& s, const RnnSteps& steps, int64_t depth, int64_t lanes, int64_t element_bytes, int team)
+      : members(team), at_once(std::min(team, s.D)) {
+    const Grid grid = choose_grid(s, depth, lanes, element_bytes, team / at_once);
+    const int per_direction = grid.groups * grid.slices;
+    arrivals.resize(team + at_once * per_direction);
+    everyone = {arrivals.data(), team};
+    const int64_t panels = (s.H + lanes - 1) / lanes;
+    slices = grid.slices;
+    int64_t b = 0, rows = 0;
+    for (int group = 0; group < grid.groups; ++group) {
+      // Groups of equal work: the lengths of a group's sequences add up to its share of all rows.
+      const int64_t begin = b, share = s.R * (group + 1) / grid.groups;
+      const int64_t most = s.B - (grid.groups - 1 - group);
+      while (b < most && (b == begin || rows + steps.lengths[b] / 2 < share)) rows += steps.lengths[b++];
+      if (group + 1 == grid.groups) b = s.B;
+      for (int slice = 0; slice < grid.slices; ++slice) {
+        const cpu::Range own = cpu::split(panels, grid.slices, slice);
+        parts.push_back({begin, b, own.begin, own.end, {nullptr, grid.slices}, slice});
+      }
+    }
+  }
+
+  // Calls f(direction, part, index among all directions' parts) for what a member runs.
+  template <typename F>
+  void run(int D, int member, F f) {
+    const int count = static_cast<int>(parts.size());
+    for (int d = 0; d < D; ++d) {
+      const int first = at_once > 1 ? d * count : 0;
+      if (member < first || member >= first + count) continue;
+      const int index = member - first;
+      cpu::RnnPart part = parts[index];
+      part.slices.members = arrivals.data() + members + first + index / slices * slices;
+      f(d, part);
+    }
+  }
+
+  int slices;
+};
+
+// A team is worth waking for about 10 us of work, two multiply-adds a cycle.
+int wanted_members(const RnnSizes& s, int64_t depth, int64_t lanes) {
+  const int64_t panels = (s.H + lanes - 1) / lanes;
+  const double cycles = double(s.D) * double(s.R) * double(panels) * (double(depth) / 2 + 100);
+  return static_cast<int>(std::clamp<double>(cycles / 30000, 1, cpu::team_limit()));
+}
+
+// Runs work(plan, member) on a team, or alone where there are fewer threads than the plan counts on.
+template <typename Prepare, typename Work>
+void run_planned(const RnnSizes& s, const RnnSteps& steps, int64_t depth, int64_t lanes, int64_t element_bytes,
+                 Prepare prepare, Work work) {
+  for (int members = wanted_members(s, depth, lanes);; members = 1) {
+    Plan plan(s, steps, depth, lanes, element_bytes, members);
+    const auto memory = prepare(plan);
+    if (cpu::run_team(members, [&](int member) { work(plan, memory, member); })) return;
+  }
+}
+
+// Pieces of one allocation.
+struct Memory {
+  Tensor data;
+  std::vector<int64_t> offsets;
+};
+Memory allocate(const std::vector<int64_t>& counts, const at::TensorOptions& options) {
+  Memory memory;
+  int64_t total = 0;
+  for (const int64_t count : counts) {
+    memory.offsets.push_back(total);
+    total += padded(count);
+  }
+  memory.data = at::empty({total}, options);
+  prefer_huge_pages(memory.data);
+  return memory;
+}
+
+template <typename T>
+void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, const RnnResults& results) {
+  const auto& k = kernels<T>();
+  const auto type = c10::CppTypeToScalarType<T>::value;
+  const Tensor input = compute_copy(args.input, type), h0 = compute_copy(args.h0, type),
+               c0 = compute_copy(args.c0, type);
+  std::array<RnnWeights, 2> weights;
+  for (int d = 0; d < s.D; ++d) {
+    const RnnWeights w = rnn_weights(args, s, d);
+    weights[d] = {compute_copy(w.w_ih, type), compute_copy(w.w_hh, type), compute_copy(w.b_ih, type),
+                  compute_copy(w.b_hh, type)};
+  }
+  const int64_t states = s.B * s.H, stride = k.state_stride(s.H);
+  const auto arguments = [&](int d) {
+    return cpu::RnnForwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
+                                  pointer<T>(input),
+                                  pointer<T>(h0, d * states),
+                                  pointer<T>(c0, d * states),
+                                  nullptr,
+                                  nullptr,
+                                  pointer<T>(weights[d].b_ih),
+                                  pointer<T>(weights[d].b_hh),
+                                  results.output.mutable_data_ptr<T>() + d * s.H,
+                                  results.h_n.mutable_data_ptr<T>() + d * states,
+                                  mutable_pointer<T>(results.c_n, d * states),
+                                  mutable_pointer<T>(results.gates, d * s.R * 4 * s.H),
+                                  mutable_pointer<T>(results.cells, d * s.H)};
+  };
+  const auto packing = [&](int d, bool recurrent, int slices) {
+    const Tensor& w = recurrent ? weights[d].w_hh : weights[d].w_ih;
+    const int64_t depth = w.size(1);
+    return cpu::PackArgs<T>{
+        w.const_data_ptr<T>(), depth, 1, depth, 0, recurrent ? depth : cpu::kDepthBlock, s.G, s.H, slices, nullptr};
+  };
+
+  // Memory: for each direction w_ih, w_hh and the state; then each member's scratch.
+  const auto prepare = [&](Plan& plan) {
+    std::vector<int64_t> counts;
+    for (int d = 0; d < s.D; ++d) {
+      counts.push_back(k.packed_size(packing(d, false, plan.slices)));
+      counts.push_back(k.packed_size(packing(d, true, plan.slices)));
+      counts.push_back(2 * s.B * stride);
+    }
+    for (int member = 0; member < plan.members; ++member) {
+      int64_t most = 0;
+      plan.run(s.D, member,
+               [&](int d, const cpu::RnnPart& part) { most = std::max(most, k.forward_scratch(arguments(d), part)); });
+      counts.push_back(most);
+    }
+    return allocate(counts, input.options());
+  };
+  const auto work = [&](Plan& plan, const Memory& memory, int member) {
+    T* const base = static_cast<T*>(memory.data.mutable_data_ptr());
+    const auto at = [&](int index) { return base + memory.offsets[index]; };
+    for (int d = 0; d < s.D; ++d) {
+      for (int which = 0; which < 2; ++which) {
+        auto pack = packing(d, which == 1, plan.slices);
+        pack.packed = at(3 * d + which);
+        k.pack(pack, member, plan.members);
+      }
+    }
+    plan.run(s.D, member, [&](int d, const cpu::RnnPart& part) { k.forward_begin(arguments(d), part, at(3 * d + 2)); });
+    plan.everyone.wait(member);
+    plan.run(s.D, member, [&](int d, const cpu::RnnPart& part) {
+      auto own = arguments(d);
+      own.w_ih = at(3 * d);
+      own.w_hh = at(3 * d + 1);
+      k.forward(own, part, at(3 * d + 2), at(3 * s.D + member));
+    });
+  };
+  run_planned(s, steps, s.G * (s.H + s.I), k.lanes, sizeof(T), prepare, work);
+}
+
+// The rows before each row of a direction, pointers to its states: null where the state is zero.
+template <typename T>
+std::vector<const T*> states_before(const RnnSizes& s, const RnnSteps& steps, int d, const T* output, const T* h0) {
+  std::vector<const T*> rows(s.R);
+  for (int64_t t = 0; t < s.T; ++t) {
+    const int64_t before = d == 0 ? t - 1 : t + 1, count = steps.offsets[t + 1] - steps.offsets[t];
+    const int64_t running =
+        before < 0 || before == s.T ? 0 : std::min(count, steps.offsets[before + 1] - steps.offsets[before]);
+    for (int64_t b = 0; b < count; ++b) {
+      const T* const first = h0 == nullptr ? nullptr : h0 + b * s.H;
+      rows[steps.offsets[t] + b] = b < running ? output + (steps.offsets[before] + b) * s.D * s.H : first;
+    }
+  }
+  return rows;
+}
+
+template <typename T>
+std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps,
+                             const Tensor& output_, const Tensor& cells_, const Tensor& gates_,
+                             const c10::List<bool>& mask) {
+  const auto& k = kernels<T>();
+  const auto type = c10::CppTypeToScalarType<T>::value;
+  const Tensor input = compute_copy(args.input, type), h0 = compute_copy(args.h0, type),
+               c0 = compute_copy(args.c0, type), output = compute_copy(output_, type),
+               cells = compute_copy(cells_, type), gates = compute_copy(gates_, type),
+               grad_output = compute_copy(grads.output, type), grad_h_n = compute_copy(grads.h_n, type),
+               grad_c_n = compute_copy(grads.c_n, type), grad_cells = compute_copy(grads.cells, type);
+  const auto options = input.options();
+  std::vector<Tensor> result(mask.size());
+  const auto want = [&](size_t index, at::IntArrayRef shape) {
+    if (mask[index]) result[index] = at::empty(shape, options);
+  };
+  want(0, input.sizes());
+  if (h0.defined()) want(1, h0.sizes());
+  if (c0.defined()) want(2, c0.sizes());
+  std::array<RnnWeights, 2> weights;
+  for (int d = 0; d < s.D; ++d) {
+    const RnnWeights w = rnn_weights(args, s, d);
+    weights[d] = {result[0].defined() ? compute_copy(w.w_ih, type) : Tensor(), compute_copy(w.w_hh, type), {}, {}};
+    for (int i = 0; i < (s.bias ? 4 : 2); ++i) {
+      want(rnn_first_weight(s, d) + i, args.weights[rnn_first_weight(s, d) - 3 + i].sizes());
+    }
+  }
+
+  if (result[0].defined()) prefer_huge_pages(result[0]);
+
+  const bool gru = args.cell == Cell::kGru;
+  const int64_t states = s.B * s.H, M = s.G * s.H;
+  const int64_t d_columns = (gru ? 4 : s.G) * s.H;
+  // Rows a power of two apart would share few sets of L1.
+  const int64_t d_stride = padded(d_columns);
+  std::array<std::vector<const T*>, 2> before;
+  for (int d = 0; d < s.D; ++d) {
+    if (result[rnn_first_weight(s, d) + 1].defined()) {
+      before[d] = states_before<T>(s, steps, d, pointer<T>(output, d * s.H), pointer<T>(h0, d * states));
+    }
+  }
+  const auto arguments = [&](int d) {
+    return cpu::RnnBackwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
+                                   pointer<T>(grad_output, d * s.H),
+                                   pointer<T>(grad_h_n, d * states),
+                                   pointer<T>(grad_c_n, d * states),
+                                   pointer<T>(grad_cells, d * s.H),
+                                   pointer<T>(h0, d * states),
+                                   pointer<T>(c0, d * states),
+                                   pointer<T>(output, d * s.H),
+                                   gates.numel() > 0 ? pointer<T>(gates, d * s.R * 4 * s.H) : nullptr,
+                                   cells.numel() > 0 ? pointer<T>(cells, d * s.H) : nullptr,
+                                   nullptr,
+                                   nullptr,
+                                   d_stride,
+                                   mutable_pointer<T>(result[1], d * states),
+                                   mutable_pointer<T>(result[2], d * states)};
+  };
+  // The input side's columns of dgates begin with gru's n, the last block of w_ih.
+  const int64_t rotate = gru ? 2 * s.H : 0;
+  const auto packing = [&](int d, bool recurrent, int slices) {
+    const Tensor& w = recurrent ? weights[d].w_hh : weights[d].w_ih;
+    return recurrent ? cpu::PackArgs<T>{w.const_data_ptr<T>(), M, s.H, 1, 0, M, 1, s.H, slices, nullptr}
+                     : cpu::PackArgs<T>{w.const_data_ptr<T>(), M, s.I, 1, rotate, cpu::kDepthBlock, 1, s.I, 1, nullptr};
+  };
+
+  // Memory: for each direction w_ih, w_hh and dgates; then each member's scratch.
+  const auto prepare = [&](Plan& plan) {
+    std::vector<int64_t> counts;
+    for (int d = 0; d < s.D; ++d) {
+      counts.push_back(result[0].defined() ? k.packed_size(packing(d, false, 1)) : 0);
+      counts.push_back(k.packed_size(packing(d, true, plan.slices)));
+      counts.push_back(s.R * d_stride);
+    }
+    for (int member = 0; member < plan.members; ++member) {
+      int64_t most = k.transposed_scratch();
+      plan.run(s.D, member,
+               [&](int d, const cpu::RnnPart& part) { most = std::max(most, k.backward_scratch(arguments(d), part)); });
+      counts.push_back(most);
+    }
+    return allocate(counts, options);
+  };
+  const auto work = [&](Plan& plan, const Memory& memory, int member) {
+    T* const base = static_cast<T*>(memory.data.mutable_data_ptr());
+    const auto at = [&](int index) { return base + memory.offsets[index]; };
+    T* const scratch = at(3 * s.D + member);
+    for (int d = 0; d < s.D; ++d) {
+      for (int which = result[0].defined() ? 0 : 1; which < 2; ++which) {
+        auto pack = packing(d, which == 1, plan.slices);
+        pack.packed = at(3 * d + which);
+        k.pack(pack, member, plan.members);
+      }
+    }
+    plan.everyone.wait(member);
+    plan.run(s.D, member, [&](int d, const cpu::RnnPart& part) {
+      auto own = arguments(d);
+      own.w_hh = at(3 * d + 1);
+      own.dgates = at(3 * d + 2);
+      k.backward(own, part, scratch);
+    });
+    plan.everyone.wait(member);
+    for (int d = 0; d < s.D; ++d) {
+      const T* const dgates = at(3 * d + 2);
+      if (result[0].defined()) {
+        const cpu::Range rows = cpu::split(s.R, plan.members, member);
+        k.multiply({dgates, d_stride, M, cpu::kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
+                   rows.begin, rows.end);
+      }
+      const int first = rnn_first_weight(s, d);
+      const auto grad = [&](int which) {
+        return which < (s.bias ? 4 : 2) ? mutable_pointer<T>(result[first + which]) : nullptr;
+      };
+      if (grad(0) != nullptr || grad(2) != nullptr) {
+        k.transposed({dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)}, member,
+                     plan.members, scratch);
+      }
+      if (grad(1) != nullptr || grad(3) != nullptr) {
+        k.transposed({dgates + cpu::recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr, before[d].data(), 0,
+                      s.H, grad(1), grad(3)},
+                     member, plan.members, scratch);
+      }
+    }
+  };
+  run_planned(s, steps, s.G * s.H, k.lanes, sizeof(T), prepare, work);
+
+  for (Tensor& t : result) {
+    t = t.defined() ? t.to(args.input.scalar_type()) : at::empty({0}, args.input.options());
+  }
+  return result;
+}
+
+bool has_work(const RnnSizes& s) {
+  return s.R > 0 && s.I > 0 && s.H > 0;
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, const OptionalTensor& h0,
                                                            const OptionalTensor& c0, at::TensorList weights,
@@ -23,7 +453,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, 
   const char* op = "weft::rnn";
   const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
   const RnnSizes sizes = check_rnn(op, args);
-  return rnn_reference(args, sizes, keep_cells, save).tuple();
+  if (!has_work(sizes)) return rnn_reference(args, sizes, keep_cells, save).tuple();
+  const RnnSteps steps = rnn_steps(args, sizes);
+  RnnResults r = allocate_rnn(args, sizes, keep_cells, save);
+  const auto type = input.scalar_type(), compute = accumulate_type(type);
+  const auto results = [&](const Tensor& t) {
+    return type == compute ? t : at::empty(t.sizes(), t.options().dtype(compute));
+  };
+  const RnnResults computed{results(r.output), results(r.h_n), results(r.c_n), results(r.cells), results(r.gates)};
+  for (const Tensor& t : {computed.output, computed.cells, computed.gates}) prefer_huge_pages(t);
+  (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, computed);
+  if (type != compute) {
+    r = {computed.output.to(type), computed.h_n.to(type), computed.c_n.to(type), computed.cells.to(type),
+         computed.gates.to(type)};
+  }
+  return r.tuple();
 }
 
 std::vector<Tensor> rnn_backward_cpu(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
@@ -37,7 +481,10 @@ std::vector<Tensor> rnn_backward_cpu(const OptionalTensor& grad_output, const Op
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
   const RnnSizes sizes = check_rnn(op, args);
   check_rnn_saved(op, args, sizes, grads, output, cells, gates, output_mask);
-  return rnn_backward_reference(grads, args, sizes, output_mask);
+  if (!has_work(sizes)) return rnn_backward_reference(grads, args, sizes, output_mask);
+  const RnnSteps steps = rnn_steps(args, sizes);
+  const auto run = accumulate_type(input.scalar_type()) == at::kDouble ? backward<double> : backward<float>;
+  return run(grads, args, sizes, steps, output, cells, gates, output_mask);
 }
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {

@@ -1,0 +1,276 @@
+// SIMD vectors, their elementary functions and the register-blocked matrix product that the CPU kernels share, in GCC's
+// vector extensions: included once per instruction set, with
+//   WEFT_ISA            a namespace of its own, so that no two instruction sets share a symbol
+//   WEFT_VECTOR_BYTES   16, 32 or 64
+//   WEFT_REGISTERS      how many vector registers there are: 16 or 32
+// No function template of the standard library is used here, nor in what includes it: one that is not inlined would be
+// emitted with this instruction set under a name that the linker merges with everybody else's.
+#pragma once
+#include <cstdint>
+
+namespace weft::cpu::WEFT_ISA {
+namespace {
+
+template <typename T>
+struct Types;
+
+template <>
+struct Types<float> {
+  using Bits = int32_t;
+  typedef float Vec __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+  typedef float Unaligned __attribute__((vector_size(WEFT_VECTOR_BYTES), aligned(4), may_alias));
+  typedef int32_t Int __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+};
+
+template <>
+struct Types<double> {
+  using Bits = int64_t;
+  typedef double Vec __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+  typedef double Unaligned __attribute__((vector_size(WEFT_VECTOR_BYTES), aligned(8), may_alias));
+  typedef int64_t Int __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+};
+
+#define WEFT_INLINE inline __attribute__((always_inline))
+
+template <typename T>
+struct Simd {
+  using Vec = typename Types<T>::Vec;
+  using Int = typename Types<T>::Int;
+  using Unaligned = typename Types<T>::Unaligned;
+  static constexpr int kLanes = WEFT_VECTOR_BYTES / sizeof(T);
+
+  // x - 0 is x for every x, -0 and NaN included, and compiles to a broadcast.
+  static WEFT_INLINE Vec broadcast(T x) { return x - Vec{}; }
+  static WEFT_INLINE Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
+  static WEFT_INLINE void store(T* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+
+#if WEFT_VECTOR_BYTES == 32
+  static WEFT_INLINE Int first_lanes(int64_t n) {
+    if constexpr (sizeof(T) == 4) return Int{0, 1, 2, 3, 4, 5, 6, 7} < int32_t(n);
+    if constexpr (sizeof(T) == 8) return Int{0, 1, 2, 3} < n;
+  }
+#endif
+
+  // The first n lanes, n >= 1, from and to memory of any alignment; the other lanes are zero, or left alone.
+  static WEFT_INLINE Vec load(const T* p, int64_t n) {
+    if (n >= kLanes) return *reinterpret_cast<const Unaligned*>(p);
+#if WEFT_VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) return (Vec)_mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p);
+    if constexpr (sizeof(T) == 8) return (Vec)_mm512_maskz_loadu_pd(__mmask8((1u << n) - 1), p);
+#elif WEFT_VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) return (Vec)_mm256_maskload_ps(p, (__m256i)first_lanes(n));
+    if constexpr (sizeof(T) == 8) return (Vec)_mm256_maskload_pd(p, (__m256i)first_lanes(n));
+#else
+    Vec v{};
+    for (int64_t i = 0; i < n; ++i) v[i] = p[i];
+    return v;
+#endif
+  }
+  static WEFT_INLINE void store(T* p, Vec v, int64_t n) {
+    if (n >= kLanes) {
+      *reinterpret_cast<Unaligned*>(p) = v;
+      return;
+    }
+#if WEFT_VECTOR_BYTES == 64
+    if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, __mmask16((1u << n) - 1), (__m512)v);
+    if constexpr (sizeof(T) == 8) _mm512_mask_storeu_pd(p, __mmask8((1u << n) - 1), (__m512d)v);
+#elif WEFT_VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(p, (__m256i)first_lanes(n), (__m256)v);
+    if constexpr (sizeof(T) == 8) _mm256_maskstore_pd(p, (__m256i)first_lanes(n), (__m256d)v);
+#else
+    for (int64_t i = 0; i < n; ++i) p[i] = v[i];
+#endif
+  }
+
+  // NaN for NaN: x is the operand that the instructions return then.
+  static WEFT_INLINE Vec clamp(Vec x, Vec low, Vec high) {
+#if WEFT_VECTOR_BYTES == 64
+    // The forms without a mask draw a false warning from GCC 12's header.
+    if constexpr (sizeof(T) == 4) {
+      return (Vec)_mm512_maskz_min_ps(0xFFFF, (__m512)high, _mm512_maskz_max_ps(0xFFFF, (__m512)low, (__m512)x));
+    } else {
+      return (Vec)_mm512_maskz_min_pd(0xFF, (__m512d)high, _mm512_maskz_max_pd(0xFF, (__m512d)low, (__m512d)x));
+    }
+#elif WEFT_VECTOR_BYTES == 32
+    if constexpr (sizeof(T) == 4) {
+      return (Vec)_mm256_min_ps((__m256)high, _mm256_max_ps((__m256)low, (__m256)x));
+    } else {
+      return (Vec)_mm256_min_pd((__m256d)high, _mm256_max_pd((__m256d)low, (__m256d)x));
+    }
+#else
+    x = x < low ? low : x;
+    return x > high ? high : x;
+#endif
+  }
+
+  // exp to about one unit in the last place; inf above the range, the smallest normal number below it. Cody and Waite's
+  // reduction x = n ln 2 + r, then Cephes' approximations on |r| <= ln(2)/2. NaN passes the clamp, reaches r and stays.
+  static WEFT_INLINE Vec exp(Vec x) {
+    constexpr bool single = sizeof(T) == 4;
+    constexpr T low = single ? T(-87.3) : T(-708.3), high = single ? T(88.8) : T(709.8);
+    x = clamp(x, broadcast(low), broadcast(high));
+    // Adding 1.5 * 2^(mantissa bits) leaves round(x / ln 2) in the low bits.
+    constexpr T magic = single ? T(12582912.0) : T(6755399441055744.0);
+    const Vec shifted = x * T(1.44269504088896340736) + magic;
+    const Vec n = shifted - magic;
+    constexpr int mantissa = single ? 23 : 52;
+    constexpr typename Types<T>::Bits bias = single ? 127 : 1023;
+    const Vec power = (Vec)(((Int)shifted + bias) << mantissa);
+    if constexpr (single) {
+      const Vec r = (x - n * T(0.693359375)) + n * T(2.12194440e-4);
+      Vec p = r * T(1.9875691500e-4) + T(1.3981999507e-3);
+      p = p * r + T(8.3334519073e-3);
+      p = p * r + T(4.1665795894e-2);
+      p = p * r + T(1.6666665459e-1);
+      p = p * r + T(5.0000001201e-1);
+      return (p * (r * r) + r + T(1)) * power;
+    } else {
+      const Vec r = (x - n * T(6.93145751953125e-1)) - n * T(1.42860682030941723212e-6);
+      const Vec rr = r * r;
+      const Vec p =
+          r * ((rr * T(1.26177193074810590878e-4) + T(3.02994407707441961300e-2)) * rr + T(9.99999999999999999910e-1));
+      const Vec q =
+          ((rr * T(3.00198505138664455042e-6) + T(2.52448340349684104192e-3)) * rr + T(2.27265548208155028766e-1)) *
+              rr +
+          T(2);
+      return (T(1) + T(2) * (p / (q - p))) * power;
+    }
+  }
+
+  static WEFT_INLINE Vec sigmoid(Vec x) {
+    return T(1) / (T(1) + exp(-x));
+  }
+
+  // Near 0 a polynomial, because 1 - 2 / (exp(2x) + 1) cancels there and would lose the relative accuracy.
+  static WEFT_INLINE Vec tanh(Vec x) {
+    const Int sign = (Int)x & (Int)broadcast(T(-0.0));
+    const Vec size = (Vec)((Int)x ^ sign);
+    const Vec large = (Vec)((Int)(T(1) - T(2) / (exp(size + size) + T(1))) | sign);
+    const Vec z = x * x;
+    Vec small;
+    if constexpr (sizeof(T) == 4) {
+      Vec p = z * T(-5.70498872745e-3) + T(2.06390887954e-2);
+      p = p * z - T(5.37397155531e-2);
+      p = p * z + T(1.33314422036e-1);
+      p = p * z - T(3.33332819422e-1);
+      small = (p * z) * x + x;
+    } else {
+      const Vec p = (z * T(-9.64399179425052238628e-1) - T(9.92877231001918586564e1)) * z - T(1.61468768441708447952e3);
+      const Vec q =
+          ((z + T(1.12811678491632931402e2)) * z + T(2.23548839060100448583e3)) * z + T(4.84406305325125486048e3);
+      small = (p / q) * z * x + x;
+    }
+    return size < T(0.625) ? small : large;
+  }
+
+  // As torch: NaN stays NaN.
+  static WEFT_INLINE Vec relu(Vec x) {
+    return x < T(0) ? Vec{} : x;
+  }
+};
+
+WEFT_INLINE int64_t smaller(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+WEFT_INLINE int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// ---- The register block
+// -------------------------------------------------------------------------------------------
+
+// Rows of the register block for NV vectors per row: NV * rows accumulators, the NV weights and a broadcast must fit.
+constexpr int max_rows(int nv) {
+#if WEFT_REGISTERS == 32
+  return nv <= 3 ? 8 : 6;
+#else
+  return nv == 1 ? 8 : nv == 2 ? 6 : nv == 3 ? 4 : 3;
+#endif
+}
+
+template <typename T>
+WEFT_INLINE int64_t panels_of(int64_t H) {
+  return ceil_div(H, Simd<T>::kLanes);
+}
+
+template <typename T, int MR, int NV>
+WEFT_INLINE void multiply_add(typename Simd<T>::Vec (&acc)[MR][NV], const T* left, int64_t left_stride, const T* w,
+                              int64_t depth) {
+  using S = Simd<T>;
+  for (int64_t k = 0; k < depth; ++k, w += NV * S::kLanes) {
+    typename S::Vec weight[NV];
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) weight[v] = S::load(w + v * S::kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; ++r) {
+      const typename S::Vec x = S::broadcast(left[r * left_stride + k]);
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; ++v) acc[r][v] += x * weight[v];
+    }
+  }
+}
+
+// out[r][v] = start(r, v) + sum over k < depth of left[r][k] w[k][v] + the same over a second piece of each row.
+// With ADD the result is added to out at the end: a sum that begins with a value far larger than its terms would round
+// that value once per term.
+template <typename T, int MR, int NV, bool ADD = false, typename Start>
+WEFT_INLINE void product(const T* left, int64_t left_stride, int64_t depth, int64_t second_offset, int64_t second_depth,
+                         const T* w, Start start, T* out, int64_t out_stride) {
+  using S = Simd<T>;
+  typename S::Vec acc[MR][NV];
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) acc[r][v] = start(r, v);
+  }
+  multiply_add<T, MR, NV>(acc, left, left_stride, w, depth);
+  if (second_depth > 0) {
+    multiply_add<T, MR, NV>(acc, left + second_offset, left_stride, w + depth * NV * S::kLanes, second_depth);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < MR; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < NV; ++v) {
+      T* const to = out + r * out_stride + v * S::kLanes;
+      S::store(to, ADD ? S::load(to) + acc[r][v] : acc[r][v]);
+    }
+  }
+}
+
+// Calls f.template operator()<rows>(first_row) for equal blocks of at most MAX rows.
+template <int MAX, typename F>
+WEFT_INLINE void dispatch_rows(int64_t rows, int64_t first, F& f) {
+  if constexpr (MAX == 1) {
+    f.template operator()<1>(first);
+  } else if (rows == MAX) {
+    f.template operator()<MAX>(first);
+  } else {
+    dispatch_rows<MAX - 1>(rows, first, f);
+  }
+}
+
+template <int MAX, typename F>
+WEFT_INLINE void row_blocks(int64_t rows, F f) {
+  const int64_t blocks = ceil_div(rows, MAX);
+  for (int64_t i = 0, first = 0; i < blocks; ++i) {
+    const int64_t count = ceil_div(rows - first, blocks - i);
+    dispatch_rows<MAX>(count, first, f);
+    first += count;
+  }
+}
+
+// A row of a (rows, H) matrix to and from a padded row.
+template <typename T>
+WEFT_INLINE void copy_rows(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t rows, int64_t count) {
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t j = 0; j < count; ++j) to[r * to_stride + j] = from[r * from_stride + j];
+  }
+}
+
+template <typename T>
+WEFT_INLINE void fill_zero(T* p, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) p[i] = T(0);
+}
+
+}  // namespace
+}  // namespace weft::cpu::WEFT_ISA

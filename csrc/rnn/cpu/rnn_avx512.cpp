@@ -1,0 +1,29 @@
+// weft::rnn's CPU kernels for x86-64 with AVX-512 (F, VL, BW, DQ).
+#ifdef __x86_64__
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "rnn/cpu/rnn_kernels.h"
+
+// After every other header: what they define is shared with code that runs on any processor.
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), \
+                             apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
+#endif
+#define WEFT_ISA avx512
+#define WEFT_VECTOR_BYTES 64
+#define WEFT_REGISTERS 32
+#include "rnn/cpu/rnn_kernels-inl.h"
+
+namespace weft::cpu {
+const RnnTables& rnn_avx512() {
+  return avx512::kRnnTables;
+}
+}  // namespace weft::cpu
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,11 @@
+// weft::rnn's CPU kernels for what every processor of the architecture has (SSE2 on x86-64, NEON on arm64).
+#define WEFT_ISA baseline
+#define WEFT_VECTOR_BYTES 16
+#define WEFT_REGISTERS 16
+#include "rnn/cpu/rnn_kernels-inl.h"
+
+namespace weft::cpu {
+const RnnTables& rnn_baseline() {
+  return baseline::kRnnTables;
+}
+}  // namespace weft::cpu

@@ -1,0 +1,156 @@
+// The CPU kernels of weft::rnn, one table per instruction set. No torch header.
+//
+// Decomposition. One team of threads runs the whole op in one parallel region. A direction's threads form a grid of
+// batch groups times slices of the hidden units. A batch group is independent of the others; the slices of a group hand
+// each other the state (forward) or the gate gradients (backward) once per step, through a barrier. Each thread packs
+// nothing twice: recurrent weights are packed once per call, panel by panel, and stay in the L2 cache of the thread
+// that owns the slice, or stream from L3 where they do not fit.
+//
+// Work per step and thread: rows * panels * G * H vector multiply-adds in a register block of up to 8 rows by 3
+// vectors, for which a row of weights is loaded once per block of rows, then the nonlinearities on the block while it
+// is in L1. The input projection runs over a chunk of steps at a time, so that its result is still in cache when the
+// steps read it and no (R, G*H) matrix goes through memory. The gradients of input and weights are products over all
+// steps behind the recurrence.
+//
+// Floor: multiply-adds over the peak of the vector units; 1.2 GFLOP for forward and backward of a GRU with H = I = 128,
+// B = 8, T = 256. The register block reaches 85 % of it from L2. What it replaces: one call of a BLAS per step is bound
+// by the call's overhead at such sizes, and packs the same weights again at every step.
+#pragma once
+#include <cstdint>
+
+#include "scan/cell.h"
+
+namespace weft::cpu {
+
+// Threads that run at the same time meet here. Deadlock-free as long as every member is a thread of its own: a waiting
+// one gives its processor away after a short spin.
+struct Barrier {
+  struct alignas(64) Arrivals {
+    int64_t count;
+  };
+  Arrivals* members;  // zero before the first meeting
+  int size;
+  void wait(int member) const;
+};
+
+// What all members know about a direction. offsets as in RnnSteps; rows of output and cells lie `stride` apart.
+struct RnnSequence {
+  Cell cell;
+  bool reverse, packed;
+  int64_t steps, B, I, H, stride;
+  const int64_t* offsets;
+  // Sequences of batch group [b0, b1) that run at step t.
+  int64_t running(int64_t t, int64_t b0, int64_t b1) const {
+    const int64_t count = offsets[t + 1] - offsets[t];
+    return count <= b0 ? 0 : count < b1 ? count - b0 : b1 - b0;
+  }
+};
+
+// One thread's part: sequences [b0, b1), hidden units of the panels [p0, p1). A panel is one vector wide.
+struct RnnPart {
+  int64_t b0, b1, p0, p1;
+  Barrier slices;  // of the batch group
+  int slice;
+};
+
+// Depth of a block of packed input weights: a group of panels of it stays in L2.
+constexpr int64_t kDepthBlock = 512;
+
+// Null pointers: states are zero, results are not wanted.
+template <typename T>
+struct RnnForwardArgs {
+  RnnSequence sequence;
+  const T *input, *h0, *c0;
+  const T *w_ih, *w_hh;  // packed for the slices
+  const T *b_ih, *b_hh;
+  T *output, *h_n, *c_n, *gates, *cells;
+};
+
+template <typename T>
+struct RnnBackwardArgs {
+  RnnSequence sequence;
+  const T *grad_output, *grad_h_n, *grad_c_n, *grad_cells;
+  const T *h0, *c0, *output, *gates, *cells;
+  const T* w_hh;     // packed for the slices
+  T* dgates;         // (R, dgates_stride): gru n, r, z, m, so that both sides' columns are contiguous; lstm i, f, g, o
+  int64_t d_stride;  // elements between its rows
+  T *grad_h0, *grad_c0;
+};
+
+// Columns of dgates that belong to the recurrent side begin here; the input side's begin at 0.
+constexpr int64_t recurrent_column(Cell cell, int64_t H) {
+  return cell == Cell::kGru ? H : 0;
+}
+
+// A (depth, blocks * columns) matrix to pack, element (k, j) at data[k' * depth_stride + j * column_stride] with
+// k' = (k + rotate) % depth; one of the strides is 1, without rotate if it is depth_stride. Packed: [slice][depth
+// block][group of panels][k][panel][block][lane], zero beyond columns.
+template <typename T>
+struct PackArgs {
+  const T* data;
+  int64_t depth, depth_stride, column_stride, rotate;
+  int64_t depth_block;
+  int blocks;
+  int64_t columns;
+  int slices;
+  T* packed;
+};
+
+// out (rows, N) [+]= left (rows, depth) times a matrix packed with blocks = slices = 1.
+template <typename T>
+struct MultiplyArgs {
+  const T* left;
+  int64_t left_stride, depth, depth_block;
+  const T* packed;
+  T* out;
+  int64_t columns;
+  bool add;
+};
+
+// out (blocks * H, N) = left (rows, blocks * H)^T right (rows, N), column j of left giving row (j + rotate) % M of out;
+// sums (M) = the columns' sums. Rows of right lie at right_rows[k], null for zeros, or at right + k * right_stride.
+template <typename T>
+struct TransposedArgs {
+  const T* left;
+  int64_t left_stride, rows, M, rotate;
+  const T* right;
+  const T* const* right_rows;
+  int64_t right_stride, N;
+  T *out, *sums;  // each may be null
+};
+
+template <typename T>
+struct RnnKernels {
+  int64_t lanes;
+  int64_t (*packed_size)(const PackArgs<T>& args);
+  void (*pack)(const PackArgs<T>& args, int member, int members);  // a member's share
+  int64_t (*forward_scratch)(const RnnForwardArgs<T>& args, const RnnPart& part);
+  int64_t (*backward_scratch)(const RnnBackwardArgs<T>& args, const RnnPart& part);
+  // state: (2, B, state_stride) shared by the members of a direction.
+  int64_t (*state_stride)(int64_t H);
+  void (*forward_begin)(const RnnForwardArgs<T>& args, const RnnPart& part, T* state);  // before a barrier of all
+  void (*forward)(const RnnForwardArgs<T>& args, const RnnPart& part, T* state, T* scratch);
+  void (*backward)(const RnnBackwardArgs<T>& args, const RnnPart& part, T* scratch);
+  void (*multiply)(const MultiplyArgs<T>& args, int64_t row0, int64_t row1);
+  int64_t (*transposed_scratch)();
+  void (*transposed)(const TransposedArgs<T>& args, int member, int members, T* scratch);  // a member's share
+};
+
+// One source, rnn_kernels-inl.h, compiled three times. The AVX2 and AVX-512 tables exist on x86-64 only.
+struct RnnTables {
+  RnnKernels<float> f32;
+  RnnKernels<double> f64;
+};
+const RnnTables& rnn_baseline();
+const RnnTables& rnn_avx2();
+const RnnTables& rnn_avx512();
+
+// [begin, end) of the i-th of n nearly equal parts of count.
+struct Range {
+  int64_t begin, end;
+};
+inline __attribute__((always_inline)) Range split(int64_t count, int64_t n, int64_t i) {
+  return {count * i / n, count * (i + 1) / n};
+}
+
+}  // namespace weft::cpu
