@@ -96,29 +96,31 @@ void bind_jit(py::module_& m) {
 void bind_rnn(py::module_& m) {
   m.def(
       "rnn_plan",
-      [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
-         bool packed, bool trains) {
+      [](int device, const std::string& cell, const std::string& dtype, int64_t input_size, int64_t hidden_size,
+         int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains, bool explain) {
         weft::RnnPlanReport report;
         {
           py::gil_scoped_release release;
-          report = weft::rnn_plan_report(device, cell, dtype, {batch, hidden, directions, packed}, trains);
+          report = weft::rnn_plan_report(
+              device, {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains});
         }
-        py::dict facts;
-        facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);
-        facts["forward"] = report.forward;
-        facts["backward"] = report.backward;
-        facts["step_us"] = report.step_us;
-        return facts;
+        const auto fits = report.why_not.empty();
+        const py::object reason = fits ? py::object(py::none()) : py::str(report.why_not);
+        const py::object time = fits ? py::object(py::float_(report.microseconds)) : py::object(py::none());
+        return explain ? py::make_tuple(reason, time, report.forward, report.backward) : py::make_tuple(reason, time);
       },
-      "How weft::rnn runs on a GPU, or why it does not, and the expected microseconds of a step.", py::arg("device"),
-      py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
-      py::arg("packed"), py::arg("trains"));
+      "(why weft::rnn has no kernel for it or None, expected microseconds or None[, how the forward and the backward "
+      "recurrence are laid out]).",
+      py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("input_size"), py::arg("hidden_size"),
+      py::arg("layers"), py::arg("directions"), py::arg("steps"), py::arg("batch"), py::arg("packed"),
+      py::arg("trains"), py::arg("explain") = false);
   m.def(
       "rnn_geometries",
       [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
          bool packed, bool backward) {
         py::list list;
-        for (const auto& g : weft::rnn_geometries(device, cell, dtype, {batch, hidden, directions, packed}, backward)) {
+        for (const auto& g :
+             weft::rnn_geometries(device, {cell, dtype, 1, batch, 1, hidden, 1, directions, packed, true}, backward)) {
           list.append(py::make_tuple(g.text, g.defines, g.step_us));
         }
         return list;

@@ -13,6 +13,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -32,6 +33,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Far above what fits on any chip; strides in elements fit in an int.
 constexpr int64_t kMaxHidden = 16384;
+// Steps, and sequences in both directions, are counted in an int.
+constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 4;
 
 // torch's effective precision of cuDNN's RNNs, whichever of its settings set it.
 bool takes_tf32() {
@@ -108,8 +111,7 @@ RecurrenceProblem problem_of(Cell cell, RecurrenceType type, bool backward, cons
 const RecurrencePlan* plan_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
   const auto type = type_of(args.input.scalar_type());
   if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.H > kMaxHidden) return nullptr;
-  constexpr int64_t kMax = std::numeric_limits<int>::max() / 4;  // of steps, of sequences in both directions
-  if (s.T > kMax || s.B > kMax) return nullptr;
+  if (s.T > kMaxRows || s.B > kMaxRows) return nullptr;
   const RecurrencePlan& plan = recurrence_plan(problem_of(args.cell, *type, backward, s));
   return plan.geometry ? &plan : nullptr;
 }
@@ -357,58 +359,66 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
 
 namespace {
 
-std::optional<RecurrenceType> type_of(std::string_view dtype) {
-  return type_of(dtype == "float16"    ? at::kHalf
-                 : dtype == "bfloat16" ? at::kBFloat16
-                 : dtype == "float32"  ? at::kFloat
-                                       : at::kDouble);
+std::optional<RecurrenceProblem> problem_of(const RnnCase& c, int64_t hidden, bool backward) {
+  const auto type = type_of(c.dtype == "float16"    ? at::kHalf
+                            : c.dtype == "bfloat16" ? at::kBFloat16
+                            : c.dtype == "float32"  ? at::kFloat
+                                                    : at::kDouble);
+  if (!type || hidden > kMaxHidden || c.B > kMaxRows) return std::nullopt;
+  return RecurrenceProblem{parse_cell("weft::rnn", c10::string_view(c.cell.data(), c.cell.size())), *type, backward,
+                           c.packed, static_cast<int>(hidden), c.directions,
+                           static_cast<int>(std::max<int64_t>(1, c.B))};
 }
 
-Cell cell_of(std::string_view name) {
-  return parse_cell("weft::rnn", c10::string_view(name.data(), name.size()));
+// Microseconds of the products over all steps: what large products of each type reach on an H200, and a launch each.
+double products_us(const RecurrenceProblem& p, const RnnCase& c) {
+  const double rows = double(std::max<int64_t>(1, c.T)) * p.batch, gates = double(gate_blocks(p.cell)) * p.hidden;
+  const double rate = p.type == RecurrenceType::kTF32 ? 250e6 : p.type == RecurrenceType::kFloat ? 40e6 : 500e6;
+  double flops = 0;
+  int launches = 0;
+  for (int layer = 0; layer < c.layers; ++layer) {
+    const double inputs = layer == 0 ? c.I : double(p.hidden) * p.directions;
+    flops += 2 * rows * gates * (c.trains ? 3 * inputs + p.hidden : inputs) * p.directions;
+    launches += c.trains ? 12 : 4;
+  }
+  return flops / rate + 5.0 * launches;
 }
 
 }  // namespace
 
-std::vector<RnnGeometry> rnn_geometries(int device, std::string_view cell, std::string_view dtype,
-                                        const RnnPlanSizes& z, bool backward) {
+std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& c, bool backward) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   std::vector<RnnGeometry> result;
-  const auto type = type_of(dtype);
-  if (!type || z.H > kMaxHidden) return result;
-  const RecurrenceProblem problem{cell_of(cell), *type, backward, z.packed, int(z.H), z.D, int(z.B)};
-  for (const RecurrenceGeometry& g : recurrence_geometries(problem)) {
-    result.push_back({geometry_text(g), geometry_defines(problem, g), g.step_us});
+  const auto problem = problem_of(c, c.H, backward);
+  if (!problem) return result;
+  for (const RecurrenceGeometry& g : recurrence_geometries(*problem)) {
+    result.push_back({geometry_text(g), geometry_defines(*problem, g), g.step_us});
   }
   return result;
 }
 
-RnnPlanReport rnn_plan_report(int device, std::string_view cell_name, std::string_view dtype, const RnnPlanSizes& z,
-                              bool trains) {
+RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   RnnPlanReport report;
-  const auto type = type_of(dtype);
-  if (!type) {
-    report.why_not = "no kernel for " + std::string(dtype);
-    return report;
-  }
-  if (z.H > kMaxHidden) {
-    report.why_not = "its weights do not fit on the chip";
-    return report;
-  }
-  const Cell cell = cell_of(cell_name);
   for (const bool backward : {false, true}) {
-    if (backward && !trains) break;
-    const RecurrencePlan& plan = recurrence_plan({cell, *type, backward, z.packed, int(z.H), z.D, int(z.B)});
+    if (backward && !c.trains) break;
+    const auto problem = problem_of(c, c.H, backward);
+    if (!problem) {
+      report.why_not = c.dtype == "float64" ? "its kernels have no float64" : "its weights do not fit on the chip";
+      return report;
+    }
+    const RecurrencePlan& plan = recurrence_plan(*problem);
     if (!plan.geometry) {
       report.why_not = plan.why_not;
       return report;
     }
     const RecurrenceGeometry& g = *plan.geometry;
     std::string& text = backward ? report.backward : report.forward;
-    text = std::string(tier_name(g.tier)) + ", " + std::to_string(g.groups * z.D) + " x " + std::to_string(g.group) +
-           " blocks of " + std::to_string(32 * g.warps) + " threads, " + std::to_string(g.columns) + " sequences each";
-    report.step_us += g.step_us;
+    text = std::string(tier_name(g.tier)) + " tier, " + std::to_string(g.groups * c.directions) + " x " +
+           std::to_string(g.group) + " blocks of " + std::to_string(32 * g.warps) + " threads, " +
+           std::to_string(g.columns) + " sequences each";
+    report.microseconds += g.step_us * double(std::max<int64_t>(1, c.T)) * c.layers;
+    if (!backward) report.microseconds += products_us(*problem, c);
   }
   return report;
 }

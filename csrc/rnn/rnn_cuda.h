@@ -2,26 +2,26 @@
 #pragma once
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace weft {
 
-struct RnnPlanSizes {
-  int64_t B, H;
-  int D;
-  bool packed;
+// A layer's call. T or B may be 0 for unknown: only the weights are looked at, and one step is what takes time.
+struct RnnCase {
+  std::string cell, dtype;  // dtype as torch prints it without "torch."
+  int64_t T, B, I, H;
+  int layers, directions;
+  bool packed, trains;
 };
 
 struct RnnPlanReport {
   std::string why_not;            // empty where the kernel runs
   std::string forward, backward;  // how, in words
-  double step_us = 0;             // expected time of a step, forward and, if trained, backward
+  double microseconds = 0;        // expected, of all layers, with the backward pass if trained
 };
 
-// May compile the kernels. `dtype` as torch prints it without "torch.".
-RnnPlanReport rnn_plan_report(int device, std::string_view cell, std::string_view dtype, const RnnPlanSizes& sizes,
-                              bool trains);
+// Compiles the kernels where they are not yet.
+RnnPlanReport rnn_plan_report(int device, const RnnCase& layer);
 
 // Every geometry that fits, the fastest expected first: the text for WEFT_RNN_GEOMETRY, what compiles it, the expected
 // microseconds of a step.
@@ -30,7 +30,6 @@ struct RnnGeometry {
   std::vector<std::string> defines;
   double step_us;
 };
-std::vector<RnnGeometry> rnn_geometries(int device, std::string_view cell, std::string_view dtype,
-                                        const RnnPlanSizes& sizes, bool backward);
+std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& layer, bool backward);
 
 }  // namespace weft

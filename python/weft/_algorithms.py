@@ -184,14 +184,14 @@ def persistent_plan(case: Case) -> tuple[str | None, float | None]:
     does not take them. Sizes that a compiled graph does not know are passed as 0."""
     return _plan(
         case.index, case.cell, case.dtype, case.input_size, case.hidden_size, case.layers, case.directions,
-        case.steps or 0, case.batch or 0, case.packed, case.trains, case.keeps_cells,
+        case.steps or 0, case.batch or 0, case.packed, case.trains,
     )  # fmt: skip
 
 
 @torch.compiler.assume_constant_result
 def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
-    steps: int, batch: int, packed: bool, trains: bool, keeps_cells: bool,
+    steps: int, batch: int, packed: bool, trains: bool,
 ) -> tuple[str | None, float | None]:  # fmt: skip
     plan = getattr(_C, "rnn_plan", None)
     if plan is None:
@@ -208,7 +208,6 @@ def _plan(
         batch=batch,
         packed=packed,
         trains=trains,
-        keeps_cells=keeps_cells,
     )
 
 

@@ -217,7 +217,7 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
         if (device.compute_capability >= 90) {
           for (const int group : {2, 4, 8, 16}) consider(Tier::kCluster, group, columns, warps, split);
         }
-        if (split == warps) {
+        if (split == warps && warps == 8) {
           for (const int group : {16, 32, 64, 128}) consider(Tier::kGrid, group, columns, warps, split);
         }
       }
