@@ -106,7 +106,8 @@ void bind_rnn(py::module_& m) {
         }
         const auto fits = report.why_not.empty();
         const py::object reason = fits ? py::object(py::none()) : py::str(report.why_not);
-        const py::object time = fits ? py::object(py::float_(report.microseconds)) : py::object(py::none());
+        const py::object time =
+            report.microseconds > 0 ? py::object(py::float_(report.microseconds)) : py::object(py::none());
         return explain ? py::make_tuple(reason, time, report.forward, report.backward) : py::make_tuple(reason, time);
       },
       "(why weft::rnn has no kernel for it or None, expected microseconds or None[, how the forward and the backward "

@@ -365,8 +365,12 @@ std::optional<RecurrenceProblem> problem_of(const RnnCase& c, int64_t hidden, bo
                             : c.dtype == "float32"  ? at::kFloat
                                                     : at::kDouble);
   if (!type || hidden > kMaxHidden || c.B > kMaxRows) return std::nullopt;
-  return RecurrenceProblem{parse_cell("weft::rnn", c10::string_view(c.cell.data(), c.cell.size())), *type, backward,
-                           c.packed, static_cast<int>(hidden), c.directions,
+  return RecurrenceProblem{parse_cell("weft::rnn", c10::string_view(c.cell.data(), c.cell.size())),
+                           *type,
+                           backward,
+                           c.packed,
+                           static_cast<int>(hidden),
+                           c.directions,
                            static_cast<int>(std::max<int64_t>(1, c.B))};
 }
 
@@ -404,7 +408,8 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
     if (backward && !c.trains) break;
     const auto problem = problem_of(c, c.H, backward);
     if (!problem) {
-      report.why_not = c.dtype == "float64" ? "its kernels have no float64" : "its weights do not fit on the chip";
+      // float64 runs step by step: right, and nothing to choose for its speed.
+      if (c.dtype != "float64") report.why_not = "its weights do not fit on the chip";
       return report;
     }
     const RecurrencePlan& plan = recurrence_plan(*problem);
