@@ -323,11 +323,13 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
         return entry.algorithm, "the fastest that weft.tune measured"
     # On the CPU what is in AUTO_PERSISTENT was measured to be faster than the scan.
     order = ("persistent", "scan") if case.device == "cpu" else ("scan", "persistent")
-    reasons = {name: obstacle(name, case) or why_auto_skips(name, case) for name in order}
+    reasons = []
     for name in order:
-        if reasons[name] is None:
+        reason = obstacle(name, case) or why_auto_skips(name, case)
+        if reason is None:
             return name, "within auto's limits" if name == "scan" or case.device == "cpu" else "auto's model of costs"
-    return _fallback(case), "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
+        reasons.append(f"{name}: {reason}")
+    return _fallback(case), "; ".join(reasons)
 
 
 def _fallback(case: Case) -> str:
