@@ -1041,6 +1041,7 @@ def test_compile_packed(fresh_dynamo, device, cell, algorithm):
         arguments = packed.data, packed.batch_sizes, hx
         return compiled(*arguments) if layer is ours else call(layer, *arguments)
 
+    assert_layers_agree(ours, theirs, x, run=run)
     assert_layers_agree(ours, theirs, x, states(ours, 4), run=run)
 
 

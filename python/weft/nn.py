@@ -375,9 +375,6 @@ class _Layer(torch.nn.RNNBase):
 
     def _run_layers(self, call: _Call) -> _Result:
         input, state, weights, cell = self._in_one_dtype(call)
-        if state is None and call.batch_sizes is not None and torch.compiler.is_compiling():
-            # The op reads the number of sequences from the data of batch_sizes, which a graph does not have.
-            state = self._zero_state(call._replace(input=input))
         lstm = cell == "lstm"
         rows = 2 if self.bidirectional else 1
         stride = len(weights) // self.num_layers
