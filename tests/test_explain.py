@@ -38,8 +38,9 @@ def _nothing_measured(monkeypatch, tmp_path):
 
 @pytest.fixture
 def both_devices(monkeypatch):
-    """The choice as in a build with CUDA, whatever this build is."""
+    """The choice as in a build with CUDA but for the rnn engine, whatever this build and this machine are."""
     monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
 
 
 @pytest.mark.parametrize(("device", "cell"), AUTO_SCAN)
@@ -192,8 +193,7 @@ def test_persistent_in_float64_on_cuda(plan):
     assert not plan.asked
 
 
-def test_persistent_kernels_that_are_not_built(both_devices, monkeypatch):
-    monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
+def test_persistent_kernels_that_are_not_built(both_devices):
     name, reason = choose("persistent", ON_CUDA)
     assert name == "torch" and "not built" in reason
 

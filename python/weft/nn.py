@@ -166,7 +166,7 @@ class _Layer(torch.nn.RNNBase):
     ) -> _algorithms.Case:
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
         device = input.device
-        index = device.index if device.type == "cuda" and not torch.compiler.is_compiling() else None
+        index = device.index if input.is_cuda and not torch.compiler.is_compiling() else None
         return _algorithms.Case(
             _CELLS[self.mode], device.type, dtype, self.hidden_size, batch, steps, packed, self.proj_size > 0,
             transformed, mapped, self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells,
