@@ -166,7 +166,7 @@ class _Layer(torch.nn.RNNBase):
     ) -> _algorithms.Case:
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
         device = input.device
-        index = device.index if device.type == "cuda" and not torch.compiler.is_compiling() else None
+        index = device.index if input.is_cuda and not torch.compiler.is_compiling() else None
         return _algorithms.Case(
             _CELLS[self.mode], device.type, dtype, self.hidden_size, batch, steps, packed, self.proj_size > 0,
             transformed, mapped, self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells,
@@ -375,9 +375,6 @@ class _Layer(torch.nn.RNNBase):
 
     def _run_layers(self, call: _Call) -> _Result:
         input, state, weights, cell = self._in_one_dtype(call)
-        if state is None and call.batch_sizes is not None and torch.compiler.is_compiling():
-            # The op reads the number of sequences from the data of batch_sizes, which a graph does not have.
-            state = self._zero_state(call._replace(input=input))
         lstm = cell == "lstm"
         rows = 2 if self.bidirectional else 1
         stride = len(weights) // self.num_layers
