@@ -31,9 +31,9 @@ def _nothing_measured(monkeypatch, tmp_path):
     """The choice as on a machine where weft.tune has not run."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_tuned, "_entries", None)
-    _algorithms.choose_cached.cache_clear()
+    _algorithms.forget_choices()
     yield
-    _algorithms.choose_cached.cache_clear()
+    _algorithms.forget_choices()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sequential import check_chain, reference_chain
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -1068,6 +1069,17 @@ def test_export(fresh_dynamo, device, cell, algorithm, strict):
     program = torch.export.export(ours, (example,), dynamic_shapes=(sizes,), strict=strict)
     x = torch.randn(70, 2, I, dtype=torch.float64, device=device)
     assert_same(flat(program.module()(x)), flat(ours(x)))
+
+
+@devices
+@algorithms
+def test_symbolic_tracing(device, algorithm):
+    """Sizes that are symbols outside of torch.compile."""
+    ours, _ = layers("gru", device, torch.float32, algorithm)
+    x = torch.randn(6, 5, I, device=device)
+    with torch.no_grad():
+        traced = make_fx(lambda x: ours(x)[0], tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        assert relative_error(traced(x), ours(x)[0]) <= BOUNDS[torch.float32]
 
 
 @devices

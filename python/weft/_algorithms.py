@@ -25,7 +25,9 @@ __all__ = [
     "check_algorithm",
     "choose",
     "choose_cached",
+    "forget_choices",
     "persistent_plan",
+    "remember_choices",
 ]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
@@ -350,5 +352,29 @@ def _fallback(case: Case) -> str:
     return next(name for name in ("torch", "persistent", "reference") if obstacle(name, case) is None)
 
 
-choose_cached = functools.lru_cache(maxsize=4096)(choose)
-"""`choose` for code that runs in every call; weft.tune clears it."""
+_remembered: list[functools._lru_cache_wrapper] = []
+
+
+def remember_choices(function):
+    """A decorator for functions that choose in every call of a layer: equal arguments have one answer until weft.tune
+    has measured something new. Sizes that are symbols are a TypeError."""
+    _remembered.append(functools.lru_cache(maxsize=4096)(function))
+    return _remembered[-1]
+
+
+def forget_choices() -> None:
+    for function in _remembered:
+        function.cache_clear()
+
+
+_choose_cached = remember_choices(choose)
+
+
+def choose_cached(algorithm: str, case: Case) -> tuple[str, str]:
+    """`choose`, for code that runs in every call."""
+    if torch.compiler.is_compiling():
+        return choose(algorithm, case)
+    try:
+        return _choose_cached(algorithm, case)
+    except TypeError:  # sizes that are symbols
+        return choose(algorithm, case)

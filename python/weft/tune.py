@@ -66,7 +66,7 @@ def tune(
             times = {name: _measure(layer, name, call) for name in names}
         best = min(times, key=times.__getitem__)
         _tuned.remember(case, _tuned.Entry(best, times))
-        _algorithms.choose_cached.cache_clear()
+        _algorithms.forget_choices()
     return explain(layer, x, hx)
 
 
