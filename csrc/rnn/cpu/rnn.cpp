@@ -112,20 +112,16 @@ double step_cycles(double rows, int64_t panels, int64_t depth, int64_t vector_by
   // Weights come from L1, L2 or L3; a row of them is loaded once per block of rows.
   const int64_t bytes = panels * depth * vector_bytes;
   const double bandwidth = bytes < 32 << 10 ? 64 : bytes < 700 << 10 ? 24 : 8;
-  const double product = double(panels * depth) * std::max(rows / 2, vector_bytes / bandwidth);
-  const double nonlinearities = rows * double(panels) * 100;
-  const double meeting = slices > 1 ? 200 + 40 * slices : 0;
-  return product + nonlinearities + meeting;
+  const double product = double(panels * depth) * std::max(rows / 2, double(vector_bytes) / bandwidth);
+  const double cycles = product + rows * double(panels) * 100;
+  // Slices meet at every step: beside the meeting itself, a thread that loses its processor holds up all of them.
+  // Groups of sequences never wait, so that slices must win by a margin.
+  return slices > 1 ? 1.2 * cycles + 200 + 40 * slices : cycles;
 }
 
 Grid choose_grid(const RnnSizes& s, int64_t depth, int64_t lanes, int64_t element_bytes, int threads) {
   const int64_t panels = (s.H + lanes - 1) / lanes;
   const double batch = double(s.R) / double(s.T);  // of packed data: sequences that run on average
-  if (const char* e = getenv("WEFT_GRID")) {
-    Grid g;
-    sscanf(e, "%d,%d", &g.groups, &g.slices);
-    if (g.groups * g.slices <= threads && g.slices <= panels && g.groups <= s.B) return g;
-  }
   Grid best;
   double least = 0;
   for (int slices = 1; slices <= std::min<int64_t>({threads, panels, 16}); ++slices) {
