@@ -136,12 +136,16 @@ Grid choose_grid(const RnnSizes& s, int64_t depth, int64_t lanes, int64_t elemen
   return best;
 }
 
+// Rows of a task of a product over all steps, at most.
+constexpr int64_t kTaskRows = 128;
+
 // Who does what. Members [0, directions at once * grid) run the recurrences; all share what has no recurrence.
 struct Plan {
   int members, at_once;
   std::vector<cpu::RnnPart> parts;  // of one direction
   std::vector<cpu::Barrier::Arrivals> arrivals;
   cpu::Barrier everyone;
+  int64_t handed_out[5] = {};  // tasks of each product over all steps, which members take as they get free
 
   Plan(const RnnSizes& s, const RnnSteps& steps, int64_t depth, int64_t lanes, int64_t element_bytes, int team)
       : members(team), at_once(std::min(team, s.D)) {
@@ -165,7 +169,10 @@ struct Plan {
     }
   }
 
-  // Calls f(direction, part, index among all directions' parts) for what a member runs.
+  // The next task of a product.
+  int64_t take(int product) { return __atomic_fetch_add(&handed_out[product], 1, __ATOMIC_RELAXED); }
+
+  // Calls f(direction, part) for what a member runs.
   template <typename F>
   void run(int D, int member, F f) {
     const int count = static_cast<int>(parts.size());
@@ -407,26 +414,34 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       k.backward(own, part, scratch);
     });
     plan.everyone.wait(member);
+    if (result[0].defined()) {
+      const int64_t share = (s.R + plan.members - 1) / plan.members;
+      const int64_t rows = std::min(kTaskRows, (share + 7) / 8 * 8), tasks = (s.R + rows - 1) / rows;
+      for (int64_t task; (task = plan.take(0)) < tasks;) {
+        for (int d = 0; d < s.D; ++d) {
+          k.multiply(
+              {at(3 * d + 2), d_stride, M, cpu::kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
+              task * rows, std::min(s.R, (task + 1) * rows));
+        }
+      }
+    }
     for (int d = 0; d < s.D; ++d) {
       const T* const dgates = at(3 * d + 2);
-      if (result[0].defined()) {
-        const cpu::Range rows = cpu::split(s.R, plan.members, member);
-        k.multiply({dgates, d_stride, M, cpu::kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
-                   rows.begin, rows.end);
-      }
       const int first = rnn_first_weight(s, d);
       const auto grad = [&](int which) {
         return which < (s.bias ? 4 : 2) ? mutable_pointer<T>(result[first + which]) : nullptr;
       };
-      if (grad(0) != nullptr || grad(2) != nullptr) {
-        k.transposed({dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)}, member,
-                     plan.members, scratch);
-      }
-      if (grad(1) != nullptr || grad(3) != nullptr) {
-        k.transposed({dgates + cpu::recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr, before[d].data(), 0,
-                      s.H, grad(1), grad(3)},
-                     member, plan.members, scratch);
-      }
+      // Each task packs all of the right side: not more of them than what the packing is small beside.
+      const int tasks = static_cast<int>(std::clamp<int64_t>(M / 256, plan.members, 4 * plan.members));
+      const auto transposed = [&](int product, const cpu::TransposedArgs<T>& product_args) {
+        if (product_args.out == nullptr && product_args.sums == nullptr) return;
+        for (int64_t task; (task = plan.take(product)) < tasks;) {
+          k.transposed(product_args, static_cast<int>(task), tasks, scratch);
+        }
+      };
+      transposed(1 + 2 * d, {dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)});
+      transposed(2 + 2 * d, {dgates + cpu::recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr,
+                             before[d].data(), 0, s.H, grad(1), grad(3)});
     }
   };
   run_planned(s, steps, s.G * s.H, k.lanes, sizeof(T), prepare, work);

@@ -244,18 +244,18 @@ int64_t transposed_scratch() {
 }
 
 template <typename T>
-void transposed(const TransposedArgs<T>& a, int member, int members, T* scratch) {
+void transposed(const TransposedArgs<T>& a, int task, int tasks, T* scratch) {
   using S = Simd<T>;
   constexpr int kLanes = S::kLanes;
   // The columns of left that wrap around under `rotate` go apart, so that a strip's rows of out are contiguous.
   const int64_t wrapped = a.M - a.rotate, strips0 = ceil_div(wrapped, kStrip),
                 strips = strips0 + ceil_div(a.M - wrapped, kStrip);
   const int64_t panels = a.out == nullptr ? 0 : panels_of<T>(a.N);
-  const int64_t along_m = smaller(members, strips), along_n = smaller(members / along_m, panels > 1 ? panels : 1);
-  if (member >= along_m * along_n) return;
-  const Range mine = split(strips, along_m, member / along_n);
-  const Range my_panels = split(panels, along_n, member % along_n);
-  const bool sum = a.sums != nullptr && member % along_n == 0;
+  const int64_t along_m = smaller(tasks, strips), along_n = smaller(tasks / along_m, panels > 1 ? panels : 1);
+  if (task >= along_m * along_n) return;
+  const Range mine = split(strips, along_m, task / along_n);
+  const Range my_panels = split(panels, along_n, task % along_n);
+  const bool sum = a.sums != nullptr && task % along_n == 0;
   T* const right = scratch;
   T* const left = scratch + kSumRows * kRightPanels * kLanes;
 

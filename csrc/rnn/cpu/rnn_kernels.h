@@ -138,7 +138,7 @@ struct RnnKernels {
   void (*backward)(const RnnBackwardArgs<T>& args, const RnnPart& part, T* scratch);
   void (*multiply)(const MultiplyArgs<T>& args, int64_t row0, int64_t row1);
   int64_t (*transposed_scratch)();
-  void (*transposed)(const TransposedArgs<T>& args, int member, int members, T* scratch);  // a member's share
+  void (*transposed)(const TransposedArgs<T>& args, int task, int tasks, T* scratch);  // a part of out
 };
 
 // One source, rnn_kernels-inl.h, compiled three times. The AVX2 and AVX-512 tables exist on x86-64 only.
