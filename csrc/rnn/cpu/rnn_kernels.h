@@ -7,9 +7,9 @@
 // of the cache bandwidth. Elsewhere groups are as fast, and a thread that loses its processor does not hold up others.
 //
 // Where things live. Weights are packed once per call, panel by panel. A slice's recurrent weights stay in the L2 cache
-// of its thread, or stream from L3; the state, a row of accumulators per sequence and the gates of a register block are
-// in L1. The input projection runs over a chunk of steps at a time: its result is still in L2 when the steps read it,
-// and no (R, G*H) matrix goes through memory.
+// of its thread, or stream from L3; the state and the gates of a register block are in L1. The input projection runs
+// over a chunk of steps at a time: its result is still in L2 when the steps read it, and no (R, G*H) matrix goes
+// through memory.
 //
 // Work per step and thread: rows * panels * G * H vector multiply-adds in register blocks of up to 8 rows by 3 vectors,
 // for which a row of weights is loaded once per block, then the nonlinearities of the block. A block of a single vector
@@ -112,8 +112,9 @@ struct MultiplyArgs {
   bool add;
 };
 
-// out (blocks * H, N) = left (rows, blocks * H)^T right (rows, N), column j of left giving row (j + rotate) % M of out;
-// sums (M) = the columns' sums. Rows of right lie at right_rows[k], null for zeros, or at right + k * right_stride.
+// out (M, N) = left (rows, M)^T right (rows, N), column j of left giving row (j + rotate) % M of out; sums (M) = the
+// sums of left's columns in the same order. Rows of right lie at right_rows[k], null for zeros, or at right + k *
+// right_stride.
 template <typename T>
 struct TransposedArgs {
   const T* left;
