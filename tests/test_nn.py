@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sequential import check_chain, reference_chain
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 CELLS = {
@@ -50,10 +52,18 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def layers(cell, device, dtype=torch.float64, algorithm="auto", sizes=(I, H), **options):
     """Weft's layer and torch's, with the same weights."""
     ours, theirs, extra = CELLS[cell]
-    theirs = theirs(*sizes, device=device, dtype=dtype, **extra, **options)
+    torchs_own = {name: value for name, value in options.items() if name != "return_cells"}
+    theirs = theirs(*sizes, device=device, dtype=dtype, **extra, **torchs_own)
     ours = ours(*sizes, device=device, dtype=dtype, algorithm=algorithm, **extra, **options)
     ours.load_state_dict(theirs.state_dict())
     return ours, theirs
@@ -273,6 +283,254 @@ def test_a_bad_row_stays_alone(device, cell, algorithm):
     assert output[3:, 2].isnan().any(dim=-1).all()
     keep = [0, 1, 3]
     assert torch.equal(output[:, keep], clean[:, keep])
+
+
+# Packed by hand -------------------------------------------------------------------------------------------------------
+
+HAND_MADE = {
+    "one sequence": [1, 1, 1, 1, 1, 1],
+    "one step": [6],
+    "falling by several": [4, 1, 1],
+    "rising": [1, 2, 3],
+    "rising at the end": [3, 1, 2],
+    "a step without rows": [4, 0, 2],
+    "ends without rows": [4, 2, 0],
+    "too few": [3, 2],
+    "too many": [4, 4],
+    "negative": [4, -1, 3],
+    "none": [],
+}
+
+
+@devices
+@cells
+@algorithms
+@pytest.mark.parametrize("batch_sizes", HAND_MADE)
+@pytest.mark.parametrize("given_state", [False, True])
+def test_hand_made_packed_sequence(device, cell, algorithm, batch_sizes, given_state):
+    """torch's result, or a RuntimeError where torch has none; an IndexError as torch's for no step at all."""
+    sizes = HAND_MADE[batch_sizes]
+    ours, theirs = layers(cell, device, torch.float32, algorithm, bidirectional=True)
+    data = torch.randn(6, I)
+    hx = hx_of(ours, states(ours, max(sizes[:1], default=1))) if given_state else None
+    mine = rnn.PackedSequence(data.to(device), torch.tensor(sizes, dtype=torch.int64)), hx
+    if device == "cuda" and sizes and weft.explain(ours, *mine).algorithm == "torch":
+        return  # what cuDNN makes of such sizes is not for us to try
+    on_cpu = [None if hx is None else tuple(h.cpu() for h in hx) if isinstance(hx, tuple) else hx.cpu()]
+    try:
+        expected = flat(theirs.cpu()(rnn.PackedSequence(data, mine[0].batch_sizes), *on_cpu))
+    except (RuntimeError, IndexError) as error:
+        with pytest.raises(type(error)):
+            ours(*mine)
+        return
+    try:
+        found = flat(ours(*mine))
+    except RuntimeError as error:
+        assert "batch_sizes" in str(error)
+    else:
+        assert_same([f.cpu() for f in found], expected, torch.float32)
+
+
+# The rnn engine -------------------------------------------------------------------------------------------------------
+
+
+class _Ops(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@devices
+@cells
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_combination(device, cell, dtype, count, both, packed):
+    """Results and gradients beside torch's in fp64 on the CPU, from the same rounded numbers."""
+    kind, theirs, extra = CELLS[cell]
+    options = {**extra, "num_layers": count, "bidirectional": both}
+    ours = kind(7, 24, device=device, dtype=dtype, algorithm="persistent", **options)
+    theirs = theirs(7, 24, dtype=torch.float64, **options)
+    theirs.load_state_dict(ours.state_dict())
+    x, state = torch.randn(12, 5, 7, device=device, dtype=dtype), states(ours, 5)
+    found, outgoing = [], None
+    for layer in (ours, theirs):
+        like = layer.weight_ih_l0
+        inputs = [t.detach().to(like.device, like.dtype).requires_grad_() for t in (x, *state)]
+        each = rnn.pack_padded_sequence(inputs[0], [12, 7, 7, 4, 1]) if packed else inputs[0]
+        result = flat(layer(each, hx_of(layer, tuple(inputs[1:]))))
+        outgoing = outgoing or [torch.randn_like(r) for r in result]
+        grads = torch.autograd.grad(result, [*inputs, *layer.parameters()], [g.to(like) for g in outgoing])
+        found.append([*result, *grads])
+    for mine, expected in zip(*found, strict=True):
+        assert mine.dtype == dtype
+        # A ReLU near zero may be on in one and off in the other.
+        assert relative_error(mine, expected) <= (2 if cell == "relu" else 1) * BOUNDS[dtype]
+
+
+@devices
+@cells
+def test_one_operator_per_layer(device, cell):
+    """No state that is not given, no padding, no step by step."""
+    x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
+    for count in (1, 3):
+        ours, _ = layers(cell, device, algorithm="persistent", num_layers=count, bidirectional=True)
+        for each in (x, rnn.pack_padded_sequence(x, [6, 4, 4, 1])):
+            with torch.no_grad(), _Ops() as ops:
+                ours(each)
+            reads_the_batch = ["aten.select.int", "aten._local_scalar_dense.default"]
+            names = [name for name in ops.names if each is x or name not in reads_the_batch]
+            states_joined = ["aten.cat.default"] * (0 if count == 1 else 2 if cell == "lstm" else 1)
+            assert names == ["weft.rnn.default"] * count + states_joined
+
+
+@devices
+@cells
+@algorithms
+def test_steps_one_by_one(device, cell, algorithm):
+    """A sequence, one step per call from the state of the call before, is the same as in one call."""
+    for batch_first in (False, True):
+        ours, _ = layers(cell, device, algorithm=algorithm, batch_first=batch_first)
+        x = torch.randn(5, 5, I, dtype=torch.float64, device=device)
+        with torch.no_grad():
+            expected, last = ours(x)
+            state, outputs = None, []
+            for t in range(5):
+                output, state = ours(x.narrow(1 if batch_first else 0, t, 1), state)
+                outputs.append(output)
+        assert_same([torch.cat(outputs, 1 if batch_first else 0)], [expected])
+        assert_same(flat((expected, state)), flat((expected, last)))
+
+
+@devices
+@cells
+def test_vmap_runs_on_the_engine(device, cell):
+    ours, _ = layers(cell, device, algorithm="persistent", num_layers=2, bidirectional=True)
+    xs = torch.randn(4, 5, 2, I, dtype=torch.float64, device=device)
+    hs = [torch.randn(4, 4, 2, H, dtype=torch.float64, device=device) for _ in states(ours, 2)]
+    told = []
+
+    def call(x, *state):
+        told.append(weft.explain(ours, x, hx_of(ours, state)).algorithm)
+        return tuple(flat(ours(x, hx_of(ours, state))))
+
+    found = torch.func.vmap(call)(xs, *hs)
+    assert told == ["persistent"]
+    expected = [call(*(t[i] for t in (xs, *hs))) for i in range(4)]
+    assert_same(found, [torch.stack(parts) for parts in zip(*expected, strict=True)])
+    weights = list(ours.parameters())
+    grads = [torch.autograd.grad(sum(r.pow(2).sum() for r in flat), weights) for flat in (found, sum(expected, ()))]
+    assert_same(*grads)
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def cells_of(theirs, x, state=None):
+    """c at every step from torch's layer: the last of every beginning, in the other direction of every end."""
+    steps = range(1, len(x) + 1)
+    found = [torch.stack([theirs(x[:t], state)[1][1][-theirs.bidirectional - 1] for t in steps])]
+    if theirs.bidirectional:
+        found.append(torch.stack([theirs(x[t - 1 :], state)[1][1][-1] for t in steps]))
+    return torch.cat(found, -1)
+
+
+CELL_OPTIONS = {
+    "plain": {},
+    "two directions": {"bidirectional": True},
+    "two layers": {"num_layers": 2, "bias": False},
+    "projected": {"proj_size": 2, "bidirectional": True},
+}
+
+
+@devices
+@algorithms
+@pytest.mark.parametrize("options", CELL_OPTIONS)
+@pytest.mark.parametrize("given_state", [False, True])
+def test_cells(device, algorithm, options, given_state):
+    ours, theirs = layers("lstm", device, algorithm=algorithm, return_cells=True, **CELL_OPTIONS[options])
+    x = torch.randn(6, 5, I, dtype=torch.float64, device=device, requires_grad=True)
+    state = states(ours, 5) if given_state else None
+    output, final, cells = ours(x, state)
+    expected_output, expected_final = theirs(x, state)
+    expected = cells_of(theirs, x, state)
+    assert_same([output, *final, cells], [expected_output, *expected_final, expected])
+    width = ours.hidden_size
+    assert torch.equal(cells[-1, :, :width], final[1][-ours.bidirectional - 1])
+    arriving = torch.randn_like(cells)
+    grads = [
+        torch.autograd.grad(c, [x, *layer.parameters()], arriving, allow_unused=True, materialize_grads=True)
+        for layer, c in ((ours, cells), (theirs, expected))
+    ]
+    assert_same(*grads)
+
+
+@devices
+@algorithms
+def test_cells_are_laid_out_like_the_output(device, algorithm):
+    plain, _ = layers("lstm", device, algorithm=algorithm, return_cells=True, bidirectional=True)
+    first, _ = layers(
+        "lstm", device, algorithm=algorithm, return_cells=True, bidirectional=True, batch_first=True, dropout=0.0
+    )
+    first.load_state_dict(plain.state_dict())
+    x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
+    cells = plain(x)[2]
+    assert_same([first(x.transpose(0, 1))[2].transpose(0, 1)], [cells])
+    for layer in (plain, first):
+        assert_same([layer(x[:, 1])[2]], [cells[:, 1]])  # unbatched
+    lengths = [4, 1, 6, 4]
+    packed = rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    output, _, packed_cells = plain(packed)
+    assert isinstance(packed_cells, rnn.PackedSequence)
+    for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+        assert torch.equal(getattr(packed_cells, field), getattr(output, field))
+    padded, _ = rnn.pad_packed_sequence(packed_cells)
+    for row, length in enumerate(lengths):
+        assert_same([padded[:length, row]], [plain(x[:length, row])[2]])
+
+
+@devices
+def test_cells_everywhere(fresh_dynamo, device):
+    """Compiled, under autocast, mapped, differentiated by torch.func, twice differentiated, copied."""
+    ours, _ = layers("lstm", device, return_cells=True, num_layers=2)
+    x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+    cells = ours(x)[2]
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert_same([compiled(x)[2]], [cells])
+    assert_same([torch.func.vmap(lambda x: ours(x)[2])(x[None])[0]], [cells])
+    tangent = torch.func.jvp(lambda x: ours(x)[2], (x,), (torch.zeros_like(x),))[0]
+    assert_same([tangent], [cells])
+    assert gradgradcheck(lambda x: ours(x)[2], (x[:3].clone().requires_grad_(),), fast_mode=True)
+    twin = _pickled(ours)
+    assert twin.return_cells and torch.equal(twin(x)[2], cells)
+    single = copy.deepcopy(ours).float()
+    with torch.autocast(device, torch.bfloat16):
+        output, (_, c_n), narrow = single(x.float())
+    assert narrow.dtype == c_n.dtype == output.dtype
+    assert relative_error(narrow, cells) <= BOUNDS[torch.bfloat16]
+
+
+def test_return_cells_is_a_keyword_of_lstm():
+    layer = weft.nn.LSTM(I, H, return_cells=True)
+    assert repr(layer) == "LSTM(3, 4, return_cells=True)"
+    layer.return_cells = False
+    assert len(layer(torch.randn(5, 2, I))) == 2
+    for kind in (weft.nn.RNN, weft.nn.GRU):
+        with pytest.raises(TypeError):
+            kind(I, H, return_cells=True)
+    with pytest.raises(TypeError, match="return_cells must be a bool, got str"):
+        weft.nn.LSTM(I, H, return_cells="yes")
+    swapped = weft.accelerate(torch.nn.LSTM(I, H))
+    assert len(swapped(torch.randn(5, 2, I))) == 2
+    swapped.return_cells = True
+    assert swapped(torch.randn(5, 2, I))[2].shape == (5, 2, H)
 
 
 # Chaotic weights ------------------------------------------------------------------------------------------------------
@@ -694,13 +952,6 @@ def test_hessian_vector_product(device, cell):
 # Compilation ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @devices
 @pytest.mark.parametrize(
     ("cell", "algorithm", "options"),
@@ -791,6 +1042,7 @@ def test_compile_packed(fresh_dynamo, device, cell, algorithm):
         arguments = packed.data, packed.batch_sizes, hx
         return compiled(*arguments) if layer is ours else call(layer, *arguments)
 
+    assert_layers_agree(ours, theirs, x, run=run)
     assert_layers_agree(ours, theirs, x, states(ours, 4), run=run)
 
 
@@ -817,6 +1069,17 @@ def test_export(fresh_dynamo, device, cell, algorithm, strict):
     program = torch.export.export(ours, (example,), dynamic_shapes=(sizes,), strict=strict)
     x = torch.randn(70, 2, I, dtype=torch.float64, device=device)
     assert_same(flat(program.module()(x)), flat(ours(x)))
+
+
+@devices
+@algorithms
+def test_symbolic_tracing(device, algorithm):
+    """Sizes that are symbols outside of torch.compile."""
+    ours, _ = layers("gru", device, torch.float32, algorithm)
+    x = torch.randn(6, 5, I, device=device)
+    with torch.no_grad():
+        traced = make_fx(lambda x: ours(x)[0], tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        assert relative_error(traced(x), ours(x)[0]) <= BOUNDS[torch.float32]
 
 
 @devices

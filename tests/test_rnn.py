@@ -113,7 +113,7 @@ SMALL = [
     for cell, both in itertools.product(CELLS, (False, True))
     for sample in (
         Sample(cell, 4, 3, 2, 5, bidirectional=both),
-        packed(cell, (5, 3, 3, 1), 2, 4, bidirectional=both, bias=not both),
+        packed(cell, (5, 3, 3, 1), 2, 4, bidirectional=both, bias=not both, state=not both),
     )
 ]
 GRADCHECK = [
@@ -486,7 +486,7 @@ def as_function(sample: Sample, args: Arguments):
 def test_gradcheck(sample: Sample, device: str):
     args = arguments(sample, device, requires_grad=True)
     function = as_function(sample, args)
-    assert gradcheck(function, args.tensors)
+    assert gradcheck(function, args.tensors, check_batched_grad=True)
     assert gradgradcheck(function, args.tensors)
 
 
@@ -601,6 +601,8 @@ def test_vmap(sample: Sample, device: str):
     count = len(args.weights)
     for dims in ([1, 0, 2] + [None] * count, [None, 1, None] + [None] * count, [0, 2, 1] + [0, 1, 0, 1][:count] * 2):
         dims = [None if t is None else d for t, d in zip(operands, dims, strict=False)]
+        if all(d is None for d in dims):
+            continue
         batched = [t if d is None else stacked(i, d) for i, (t, d) in enumerate(zip(operands, dims, strict=True))]
         found = torch.func.vmap(run, in_dims=tuple(dims))(*batched)
         for i in range(size):
@@ -611,17 +613,20 @@ def test_vmap(sample: Sample, device: str):
 @pytest.mark.parametrize("wanted", ("states", "all"))
 @pytest.mark.parametrize("sample", SMALL, ids=str)
 def test_vmap_of_the_backward(sample: Sample, wanted: str):
-    """A vmap over torch.autograd.grad maps the backward op over the gradients that arrive."""
+    """A vmap over torch.autograd.grad maps the backward op over the gradients that arrive, and so does its own
+    is_grads_batched, in another way."""
     args = arguments(sample, "cpu", requires_grad=wanted == "all")
     inputs = args.tensors if wanted == "all" else [t.requires_grad_() for t in args.operands[:3] if t is not None]
     outputs = as_function(sample, args)(*args.tensors)
     grads = [torch.randn(3, *o.shape) for o in outputs]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = torch.func.vmap(lambda *g: torch.autograd.grad(outputs, inputs, g, retain_graph=True))(*grads)
+        mapped = torch.func.vmap(lambda *g: torch.autograd.grad(outputs, inputs, g, retain_graph=True))(*grads)
+        batched = torch.autograd.grad(outputs, inputs, grads, is_grads_batched=True, retain_graph=True)
     for i in range(3):
         each = torch.autograd.grad(outputs, inputs, [g[i] for g in grads], retain_graph=True)
-        check_close(itertools.repeat("gradient"), [f[i] for f in found], each, 1e-6)
+        for found in (mapped, batched):
+            check_close(itertools.repeat("gradient"), [f[i] for f in found], each, 1e-6)
 
 
 REPEATED = [Sample(c, 60, 17, 3, 20, bidirectional=True) for c in CELLS]

@@ -90,12 +90,15 @@ def rnn(
         cell: "rnn_tanh", "rnn_relu", "gru" or "lstm".
         bias: whether ``weights`` holds biases.
         num_layers, bidirectional, dropout, training: as in :class:`torch.nn.RNNBase`.
-        batch_sizes: rows running at each step, ``(T,)``, on the CPU; None for a padded input.
+        batch_sizes: rows running at each step, ``(T,)``, on the CPU, not increasing; None for a padded input.
         return_cells: for an LSTM, return the last layer's c at every step, too.
 
     Returns:
         The output, in the input's dtype, laid out like the input, directions x H (or P) wide; and the final state, laid
         out as ``state``. With ``return_cells`` then the cells, laid out like the input, directions x H wide.
+
+    Raises:
+        RuntimeError: ``batch_sizes`` do not describe the input.
     """
     dtype = input.dtype
     accumulate = torch.float64 if dtype == torch.float64 else torch.float32
@@ -103,6 +106,11 @@ def rnn(
     directions = 2 if bidirectional else 1
     per_direction = len(weights) // (num_layers * directions)
     rows = None if batch_sizes is None else batch_sizes.tolist()
+    if rows is not None and (rows != sorted(rows, reverse=True) or rows[-1] < 1 or sum(rows) != len(input)):
+        raise RuntimeError(
+            f"reference.rnn: batch_sizes must not increase, be at least 1 and sum to the rows of the input, "
+            f"{len(input)}, got {rows}"
+        )
     final: list[tuple[Tensor, ...]] = []
     for layer in range(num_layers):
         outputs: list[tuple[Tensor, ...]] = []

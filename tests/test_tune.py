@@ -1,0 +1,271 @@
+"""weft.tune: what is measured, what is remembered, and who looks at it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import weft
+from common import DEVICES
+from torch.nn.utils import rnn
+from weft import _algorithms, _tuned
+
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """A directory of the test's own, and a process that has read nothing."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    before = _tuned._entries
+    _forget()
+    yield tmp_path
+    _forget()
+    _tuned._entries = before
+
+
+def _forget() -> None:
+    """As if the process had just started."""
+    _tuned._entries = None
+    _algorithms.forget_choices()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Measured times as the test sets them; what was measured."""
+    times = {"persistent": 3.0, "scan": 2.0, "torch": 1.0}
+    measured = []
+    # weft.tune is the function; the module is found by its name.
+    monkeypatch.setattr(
+        sys.modules["weft.tune"], "_measure", lambda layer, name, call: (measured.append(name), times[name])[1]
+    )
+    return times, measured
+
+
+def by_name(explanation):
+    return {c.name: c for c in explanation.candidates}
+
+
+def written(cache):
+    return json.loads((cache / "tune.json").read_text())
+
+
+@devices
+@pytest.mark.parametrize("kind", [weft.nn.RNN, weft.nn.GRU, weft.nn.LSTM])
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_measures_and_auto_follows(device, kind, packed, cache):
+    layer = kind(3, 8, num_layers=2, device=device)
+    x = torch.randn(20, 4, 3, device=device)
+    x = rnn.pack_padded_sequence(x, [20, 9, 9, 2]) if packed else x
+    before = layer(x)
+    answer = weft.tune(layer, x)
+    candidates = by_name(answer)
+    names = {c.name for c in answer.candidates if c.eligible} - {"reference"}
+    assert names == {c.name for c in answer.candidates if c.expected_us is not None}
+    assert names >= ({"torch"} if packed else {"torch", "scan"})
+    assert all(candidates[name].expected_us > 0 for name in names)
+    assert answer.algorithm == min(names, key=lambda name: candidates[name].expected_us)
+    assert "weft.tune measured" in answer.reason and f"{candidates['torch'].expected_us:.3g} us" in str(answer)
+    (entry,) = written(cache).values()
+    assert entry["algorithm"] == answer.algorithm and set(entry["microseconds"]) == names
+    torch.testing.assert_close(layer(x)[1], before[1], rtol=1e-4, atol=1e-5)
+
+
+def test_auto_takes_the_fastest(clock):
+    times, measured = clock
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 4, 3)
+    assert weft.explain(layer, x).algorithm == "scan"
+    for best in ("torch", "persistent", "scan"):
+        times[best] = min(times.values()) / 2
+        answer = weft.tune(layer, x)
+        assert answer.algorithm == weft.explain(layer, x).algorithm == best
+        assert sorted(measured) == ["persistent", "scan", "torch"]
+        measured.clear()
+        ran = []
+        layer._run = lambda name, call: (ran.append(name), weft.nn.GRU._run(layer, name, call))[1]  # noqa: B023
+        layer(x)
+        assert best == "persistent" or ran == [best]  # which runs at once
+        del layer._run
+    # An algorithm asked for by name is not overruled.
+    layer.algorithm = "torch"
+    assert weft.tune(layer, x).algorithm == "torch"
+
+
+def test_it_holds_for_inputs_of_the_same_kind(clock):
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    assert weft.tune(layer, x).algorithm == "torch"
+
+    def takes(layer, x):
+        return weft.explain(layer, x).algorithm
+
+    other = weft.nn.GRU(3, 8)
+    for steps, batch in ((17, 5), (32, 8)):
+        assert takes(other, torch.randn(steps, batch, 3)) == "torch"
+    for steps, batch in ((16, 5), (33, 5), (20, 4), (20, 9)):
+        assert takes(other, torch.randn(steps, batch, 3)) == "scan"
+    for kind in (
+        weft.nn.GRU(3, 9),
+        weft.nn.GRU(3, 8, num_layers=2),
+        weft.nn.GRU(3, 8, bidirectional=True),
+        weft.nn.RNN(3, 8),
+        weft.nn.GRU(3, 8).requires_grad_(False),
+    ):
+        assert takes(kind, x) == "scan"
+    assert takes(weft.nn.GRU(4, 8), torch.randn(20, 5, 4)) == "scan"
+    assert takes(weft.nn.GRU(3, 8, dtype=torch.float64), x.double()) == "scan"
+    with torch.no_grad():
+        assert takes(layer, x) == "scan"
+
+
+def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch):
+    _, measured = clock
+    x = torch.randn(20, 5, 3)
+    weft.tune(weft.nn.LSTM(3, 8, return_cells=True), x)
+    assert measured == ["persistent"]
+    measured.clear()
+    weft.tune(weft.nn.LSTM(3, 8, proj_size=2), x)
+    assert measured == ["torch"]
+    # A build without what was measured with takes something else.
+    layer = weft.nn.GRU(3, 8)
+    times, _ = clock
+    times["persistent"] = 0.5
+    assert weft.tune(layer, x).algorithm == "persistent"
+    monkeypatch.setitem(_algorithms._OBSTACLES, "persistent", lambda case: "it is not built")
+    _forget()
+    assert weft.explain(layer, x).algorithm == "scan"
+
+
+def test_other_processes_read_it(clock, cache):
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    assert weft.tune(layer, x).algorithm == "torch"
+    code = (
+        f"import torch, weft; torch.set_num_threads({torch.get_num_threads()}); "
+        "print(weft.explain(weft.nn.GRU(3, 8), torch.randn(20, 5, 3)).algorithm)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["torch"]
+    assert [f.name for f in cache.iterdir()] == ["tune.json"]
+
+
+def test_the_file_is_read_once(clock, cache, monkeypatch):
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    weft.explain(layer, x)
+    monkeypatch.setattr(_tuned, "_read", lambda: pytest.fail("the file was read again"))
+    weft.explain(layer, x), layer(x)
+
+
+def test_entries_of_others_are_kept(clock, cache):
+    x = torch.randn(20, 5, 3)
+    weft.tune(weft.nn.GRU(3, 8), x)
+    first = written(cache)
+    _tuned._entries = {}  # another process, which read before the first one wrote
+    weft.tune(weft.nn.GRU(3, 9), x)
+    assert len(written(cache)) == 2 and first.items() <= written(cache).items()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"a": 1}',
+        '{"a": {"algorithm": "torch"}}',
+        '{"a": {"algorithm": "torch", "microseconds": {"scan": 1.0}}}',
+        '{"a": {"algorithm": "torch", "microseconds": {"torch": NaN}}}',
+        '{"a": {"algorithm": "torch", "microseconds": {"torch": "1"}}}',
+        '{"a": {"algorithm": "fast", "microseconds": {"fast": 1.0}}}',
+        "\xff\xfe",
+    ],
+)
+def test_a_corrupt_file_is_ignored(clock, cache, text):
+    (cache / "tune.json").write_text(text, encoding="latin-1")
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    assert weft.explain(layer, x).algorithm == "scan"
+    assert weft.tune(layer, x).algorithm == "torch"
+    assert len(written(cache)) == 1
+
+
+def test_a_wrong_entry_for_this_very_key_is_ignored(clock, cache):
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    weft.tune(layer, x)
+    (key,) = written(cache)
+    (cache / "tune.json").write_text(json.dumps({key: {"algorithm": "torch", "microseconds": []}}))
+    _forget()
+    assert weft.explain(layer, x).algorithm == "scan"
+
+
+def test_a_directory_that_cannot_be_written_is_a_warning(clock, cache, monkeypatch):
+    (cache / "file").write_text("")
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(cache / "file"))
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    with pytest.warns(UserWarning, match="in this process alone"):
+        answer = weft.tune(layer, x)
+    assert answer.algorithm == weft.explain(layer, x).algorithm == "torch"
+
+
+def test_the_default_place(monkeypatch, cache):
+    monkeypatch.delenv("WEFT_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(cache))
+    assert _tuned.path() == cache / ".cache" / "weft" / weft.__version__ / "tune.json"
+
+
+@devices
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_left_behind(device, training):
+    """Gradients, generators, hooks and the graph of the input stay as they are."""
+    layer = weft.nn.LSTM(3, 8, num_layers=2, dropout=0.5, device=device).train(training)
+    leaf = torch.randn(20, 4, 3, device=device, requires_grad=True)
+    leaf.register_hook(lambda grad: pytest.fail("a gradient left the layer"))
+    layer.register_forward_hook(lambda *_: pytest.fail("the hook ran"))
+    state = torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+    h = torch.zeros(2, 4, 8, device=device)
+    weft.tune(layer, leaf * 2, (h, h))
+    assert all(p.grad is None for p in layer.parameters()) and leaf.grad is None and h.grad is None
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert device == "cpu" or torch.equal(torch.cuda.get_rng_state(), state[1])
+    assert layer.training is training
+
+
+@devices
+def test_inference_is_measured_without_a_backward_pass(device, monkeypatch):
+    monkeypatch.setattr(torch.autograd, "grad", lambda *_, **__: pytest.fail("a backward pass ran"))
+    layer, x = weft.nn.GRU(3, 8, device=device), torch.randn(20, 4, 3, device=device)
+    with torch.no_grad():
+        weft.tune(layer, x)
+    weft.tune(layer.requires_grad_(False), x)
+
+
+def test_under_autocast(cache):
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 4, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        weft.tune(weft.nn.RNN(3, 8), x)
+        weft.tune(layer, x)
+    kinds = sorted(key.split("dtype=")[1].split()[0] for key in written(cache))
+    assert kinds == ["bfloat16", "float32"]  # torch.nn.GRU returns the wider dtype there
+
+
+def test_refusals(cache):
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 4, 3)
+    with pytest.raises(TypeError, match=r"layer must be a weft.nn.RNN, GRU or LSTM, got GRU"):
+        weft.tune(torch.nn.GRU(3, 8), x)
+    with pytest.raises(RuntimeError, match=r"Expected 3, got 4"):
+        weft.tune(layer, torch.randn(20, 4, 4))
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.vmap(lambda x: weft.tune(layer, x))(x[None])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        weft.tune(layer, x)
+    assert not (cache / "tune.json").exists()
+
+
+@pytest.mark.cuda
+def test_not_while_a_graph_is_captured():
+    layer, x = weft.nn.GRU(3, 8, device="cuda"), torch.randn(20, 4, 3, device="cuda")
+    layer(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="captured"):
+        weft.tune(layer, x)
