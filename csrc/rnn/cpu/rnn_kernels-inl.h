@@ -328,7 +328,7 @@ template <typename T>
 WEFT_INLINE int64_t chunk_steps(const RnnSequence& s, const RnnPart& part) {
   const int64_t rows = part.b1 - part.b0;
   const int64_t row_bytes = (part.p1 - part.p0) * gate_blocks(s.cell) * Simd<T>::kLanes * sizeof(T);
-  const int64_t fit = 262144 / (row_bytes > 0 ? row_bytes : 1);
+  const int64_t fit = 65536 / (row_bytes > 0 ? row_bytes : 1);
   const int64_t steps = (fit < 96 ? 96 : fit) / rows;
   return smaller(s.steps, steps < 8 ? 8 : steps / 8 * 8);
 }
@@ -384,9 +384,9 @@ __attribute__((noinline)) void project(const RnnForwardArgs<T>& a, const RnnPart
         });
       };
       T* const out = projected + panel * G * kLanes;
-      // A product at each step; blocks of steps of one sequence, so that few rows fill the register block, too; or all
-      // rows of the chunk at once.
-      const bool all = rows == s.B, by_sequence = !all && !s.packed && rows < 6;
+      // All rows of the chunk at once; blocks of steps of one sequence, so that few rows fill the register block, too,
+      // and which was the faster way for many; or a product at each step.
+      const bool all = rows == s.B, by_sequence = !all && !s.packed && (t1 - t0 >= 8 || t1 - t0 >= rows);
       const int64_t products = all ? 1 : by_sequence ? rows : t1 - t0;
       for (int64_t i = 0; i < products; ++i) {
         const int64_t t = all || by_sequence ? t0 : t0 + i, b = by_sequence ? i : 0;
