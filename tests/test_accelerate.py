@@ -42,14 +42,15 @@ class Own(torch.nn.GRU):
 
 @devices
 @pairs
-def test_model(theirs, ours, device):
+@pytest.mark.parametrize("algorithm", ["auto", "persistent"])
+def test_model(theirs, ours, device, algorithm):
     model = Model(theirs).to(device, torch.float64)
     x = torch.randn(6, 2, 3, dtype=torch.float64, device=device)
     before = model(x)
     grads = torch.autograd.grad(before.sum(), list(model.parameters()))
     names = list(model.state_dict())
     parameters = list(model.parameters())
-    assert weft.accelerate(model) is model
+    assert weft.accelerate(model, algorithm=algorithm) is model
     assert type(model.first) is type(model.stack[0]) is type(model.stack[1]["deep"]) is ours
     assert model.again is model.first and model.absent is None and type(model.embed) is torch.nn.Linear
     assert list(model.state_dict()) == names

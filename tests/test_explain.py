@@ -31,15 +31,16 @@ def _nothing_measured(monkeypatch, tmp_path):
     """The choice as on a machine where weft.tune has not run."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_tuned, "_entries", None)
-    _algorithms.choose_cached.cache_clear()
+    _algorithms.forget_choices()
     yield
-    _algorithms.choose_cached.cache_clear()
+    _algorithms.forget_choices()
 
 
 @pytest.fixture
 def both_devices(monkeypatch):
-    """The choice as in a build with CUDA, whatever this build is."""
+    """The choice as in a build with CUDA but for the rnn engine, whatever this build and this machine are."""
     monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
 
 
 @pytest.mark.parametrize(("device", "cell"), AUTO_SCAN)
@@ -141,40 +142,55 @@ def test_names_are_obeyed():
 @pytest.fixture
 def plan(monkeypatch):
     """A build in which the CUDA kernels of the rnn engine answer as the test says; what they were asked."""
-    asked = []
 
     class Plan:
-        answer = (None, None)
+        why_not, microseconds, torch_microseconds = None, 300.0, None
+
+        def __init__(self):
+            self.asked = []
 
         def __call__(self, **sizes):
-            asked.append(sizes)
-            return self.answer
+            self.asked.append(sizes)
+            layout = {"forward": "one CTA", "backward": "two CTAs"}
+            times = {"microseconds": self.microseconds, "torch_microseconds": self.torch_microseconds}
+            return {"why_not": self.why_not, **layout, **times}
 
     plan = Plan()
-    plan.asked = asked
     monkeypatch.setattr(_algorithms._C, "rnn_plan", plan, raising=False)
     monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
     return plan
 
 
-ON_CUDA = CASE._replace(device="cuda", hidden_size=512, index=0, capability=(9, 0), input_size=64)
+ON_CUDA = CASE._replace(device="cuda", hidden_size=512, index=0, capability=(9, 0), layers=2)
 
 
 def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
-    plan.answer = (None, 120.0)
     assert choose("auto", ON_CUDA) == ("persistent", "auto's model of costs")
     assert plan.asked[-1] == {
-        "device": 0, "cell": "gru", "dtype": "float32", "input_size": 64, "hidden_size": 512, "layers": 1,
-        "directions": 1, "steps": 100, "batch": 4, "packed": False, "trains": True, "keeps_cells": False,
+        "device": 0, "cell": "gru", "dtype": "float32", "input_size": CASE.input_size, "hidden_size": 512, "layers": 2,
+        "directions": 1, "steps": 100, "batch": 4, "packed": False, "trains": True,
     }  # fmt: skip
-    choose("auto", ON_CUDA._replace(steps=None, batch=None))
-    assert plan.asked[-1]["steps"] == plan.asked[-1]["batch"] == 0
-    assert _algorithms.expected_time("persistent", ON_CUDA) == 120.0
+    assert _algorithms.expected_time("persistent", ON_CUDA) == 300
+    assert _algorithms.how("persistent", ON_CUDA) == "forward: one CTA; backward: two CTAs"
     # The scan's table was measured, and comes first.
     assert choose("auto", ON_CUDA._replace(hidden_size=16))[0] == "scan"
-    plan.answer = (None, None)
-    assert choose("auto", ON_CUDA)[0] == "torch" and choose("persistent", ON_CUDA)[0] == "persistent"
-    plan.answer = ("it needs 300 KiB of shared memory, the device has 227", None)
+    # A compiled graph knows neither length nor batch.
+    unknown = ON_CUDA._replace(steps=None, batch=None)
+    assert choose("auto", unknown)[0] == "persistent" and choose("persistent", unknown)[0] == "persistent"
+    assert plan.asked[-1]["batch"] == plan.asked[-1]["steps"] == 1
+
+
+def test_auto_leaves_large_batches_to_torch(plan):
+    plan.torch_microseconds = 400.0
+    assert choose("auto", ON_CUDA)[0] == "persistent"
+    plan.torch_microseconds = 200.0
+    name, reason = choose("auto", ON_CUDA)
+    assert name == "torch" and "expected to take 200 us, it 300" in reason
+    assert choose("persistent", ON_CUDA)[0] == "persistent"
+
+
+def test_persistent_kernels_that_do_not_fit(plan):
+    plan.why_not = "it needs 300 KiB of shared memory, the device has 227"
     for asked in ("auto", "persistent"):
         name, reason = choose(asked, ON_CUDA)
         assert name == "torch" and "227" in reason
@@ -182,18 +198,22 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
     assert choose("persistent", ON_CUDA._replace(keeps_cells=True))[0] == "reference"
 
 
-def test_persistent_kernels_that_are_not_built(both_devices, monkeypatch):
-    monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
+def test_persistent_in_float64_on_cuda(plan):
+    """Without a kernel; by name it runs all the same, because torch's has no second derivative there."""
+    case = ON_CUDA._replace(dtype=torch.float64)
+    assert choose("auto", case)[0] == "torch" and choose("persistent", case)[0] == "persistent"
+    assert not plan.asked
+
+
+def test_persistent_kernels_that_are_not_built(both_devices):
     name, reason = choose("persistent", ON_CUDA)
     assert name == "torch" and "not built" in reason
 
 
 def test_the_plan_is_a_constant_of_a_compiled_graph(plan):
-    plan.answer = (None, 3.0)
-
     def function(x):
-        case = ON_CUDA._replace(steps=None, batch=None, index=0)
-        return x + (2 if _algorithms.choose("auto", case)[0] == "persistent" else 1)
+        case = ON_CUDA._replace(steps=None, batch=None)
+        return x + (2 if _algorithms.choose("persistent", case)[0] == "persistent" else 1)
 
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(())) == 2

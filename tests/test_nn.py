@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sequential import check_chain, reference_chain
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -347,6 +348,35 @@ class _Ops(TorchDispatchMode):
 
 @devices
 @cells
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_combination(device, cell, dtype, count, both, packed):
+    """Results and gradients beside torch's in fp64 on the CPU, from the same rounded numbers."""
+    kind, theirs, extra = CELLS[cell]
+    options = {**extra, "num_layers": count, "bidirectional": both}
+    ours = kind(7, 24, device=device, dtype=dtype, algorithm="persistent", **options)
+    theirs = theirs(7, 24, dtype=torch.float64, **options)
+    theirs.load_state_dict(ours.state_dict())
+    x, state = torch.randn(12, 5, 7, device=device, dtype=dtype), states(ours, 5)
+    found, outgoing = [], None
+    for layer in (ours, theirs):
+        like = layer.weight_ih_l0
+        inputs = [t.detach().to(like.device, like.dtype).requires_grad_() for t in (x, *state)]
+        each = rnn.pack_padded_sequence(inputs[0], [12, 7, 7, 4, 1]) if packed else inputs[0]
+        result = flat(layer(each, hx_of(layer, tuple(inputs[1:]))))
+        outgoing = outgoing or [torch.randn_like(r) for r in result]
+        grads = torch.autograd.grad(result, [*inputs, *layer.parameters()], [g.to(like) for g in outgoing])
+        found.append([*result, *grads])
+    for mine, expected in zip(*found, strict=True):
+        assert mine.dtype == dtype
+        # A ReLU near zero may be on in one and off in the other.
+        assert relative_error(mine, expected) <= (2 if cell == "relu" else 1) * BOUNDS[dtype]
+
+
+@devices
+@cells
 def test_one_operator_per_layer(device, cell):
     """No state that is not given, no padding, no step by step."""
     x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
@@ -392,7 +422,7 @@ def test_vmap_runs_on_the_engine(device, cell):
         return tuple(flat(ours(x, hx_of(ours, state))))
 
     found = torch.func.vmap(call)(xs, *hs)
-    assert told == ["persistent"] or device == "cuda"  # fp64 has no kernel there
+    assert told == ["persistent"]
     expected = [call(*(t[i] for t in (xs, *hs))) for i in range(4)]
     assert_same(found, [torch.stack(parts) for parts in zip(*expected, strict=True)])
     weights = list(ours.parameters())
@@ -1012,6 +1042,7 @@ def test_compile_packed(fresh_dynamo, device, cell, algorithm):
         arguments = packed.data, packed.batch_sizes, hx
         return compiled(*arguments) if layer is ours else call(layer, *arguments)
 
+    assert_layers_agree(ours, theirs, x, run=run)
     assert_layers_agree(ours, theirs, x, states(ours, 4), run=run)
 
 
@@ -1038,6 +1069,17 @@ def test_export(fresh_dynamo, device, cell, algorithm, strict):
     program = torch.export.export(ours, (example,), dynamic_shapes=(sizes,), strict=strict)
     x = torch.randn(70, 2, I, dtype=torch.float64, device=device)
     assert_same(flat(program.module()(x)), flat(ours(x)))
+
+
+@devices
+@algorithms
+def test_symbolic_tracing(device, algorithm):
+    """Sizes that are symbols outside of torch.compile."""
+    ours, _ = layers("gru", device, torch.float32, algorithm)
+    x = torch.randn(6, 5, I, device=device)
+    with torch.no_grad():
+        traced = make_fx(lambda x: ours(x)[0], tracing_mode="symbolic", _allow_non_fake_inputs=True)(x)
+        assert relative_error(traced(x), ours(x)[0]) <= BOUNDS[torch.float32]
 
 
 @devices

@@ -97,7 +97,9 @@ def test_version_and_hints():
     assert (Path(weft.__file__).parent / "py.typed").exists()
 
 
-def test_the_readmes_examples_run():
+def test_the_readmes_examples_run(monkeypatch, tmp_path):
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # where weft.tune writes
+    monkeypatch.setattr(weft._tuned, "_entries", {})
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 4
     namespace: dict = {}

@@ -113,7 +113,7 @@ SMALL = [
     for cell, both in itertools.product(CELLS, (False, True))
     for sample in (
         Sample(cell, 4, 3, 2, 5, bidirectional=both),
-        packed(cell, (5, 3, 3, 1), 2, 4, bidirectional=both, bias=not both),
+        packed(cell, (5, 3, 3, 1), 2, 4, bidirectional=both, bias=not both, state=not both),
     )
 ]
 GRADCHECK = [
@@ -269,7 +269,9 @@ def test_matches_reference(sample: Sample, device: str):
     check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], bound)
     check_close(RESULTS, inference[: 3 if sample.cell == "lstm" else 2], [expected[i] for i in which][:3], bound)
     expected_grads = differentiate([expected[i] for i in which], exact.operands, doubles(grads))
-    check_close(names(args), found_grads, expected_grads, bound)
+    # A ReLU unit whose sum is within its rounding of zero has the other derivative.
+    kinks = 4 if sample.cell == "rnn_relu" and sample.dtype in (torch.float16, torch.bfloat16) else 1
+    check_close(names(args), found_grads, expected_grads, kinks * bound)
 
 
 def samples(longest: int) -> strategies.SearchStrategy[Sample]:
@@ -601,6 +603,8 @@ def test_vmap(sample: Sample, device: str):
     count = len(args.weights)
     for dims in ([1, 0, 2] + [None] * count, [None, 1, None] + [None] * count, [0, 2, 1] + [0, 1, 0, 1][:count] * 2):
         dims = [None if t is None else d for t, d in zip(operands, dims, strict=False)]
+        if all(d is None for d in dims):
+            continue
         batched = [t if d is None else stacked(i, d) for i, (t, d) in enumerate(zip(operands, dims, strict=True))]
         found = torch.func.vmap(run, in_dims=tuple(dims))(*batched)
         for i in range(size):

@@ -30,7 +30,7 @@ def cache(monkeypatch, tmp_path):
 def _forget() -> None:
     """As if the process had just started."""
     _tuned._entries = None
-    _algorithms.choose_cached.cache_clear()
+    _algorithms.forget_choices()
 
 
 @pytest.fixture

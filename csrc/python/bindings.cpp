@@ -97,23 +97,27 @@ void bind_rnn(py::module_& m) {
   m.def(
       "rnn_plan",
       [](int device, const std::string& cell, const std::string& dtype, int64_t input_size, int64_t hidden_size,
-         int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains, bool explain) {
+         int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains) {
         weft::RnnPlanReport report;
         {
           py::gil_scoped_release release;
           report = weft::rnn_plan_report(
               device, {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains});
         }
-        const auto fits = report.why_not.empty();
-        const py::object reason = fits ? py::object(py::none()) : py::str(report.why_not);
-        const py::object time = fits ? py::object(py::float_(report.microseconds)) : py::object(py::none());
-        return explain ? py::make_tuple(reason, time, report.forward, report.backward) : py::make_tuple(reason, time);
+        const auto known = [](double us) { return us > 0 ? py::object(py::float_(us)) : py::object(py::none()); };
+        py::dict facts;
+        facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);
+        facts["forward"] = report.forward;
+        facts["backward"] = report.backward;
+        facts["microseconds"] = known(report.microseconds);
+        facts["torch_microseconds"] = known(report.torch_microseconds);
+        return facts;
       },
-      "(why weft::rnn has no kernel for it or None, expected microseconds or None[, how the forward and the backward "
-      "recurrence are laid out]).",
+      "How weft::rnn runs on a GPU: why it has no kernel, or None; how the recurrences are laid out; the microseconds "
+      "expected, and those of torch's kernels where they may be fewer.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("input_size"), py::arg("hidden_size"),
       py::arg("layers"), py::arg("directions"), py::arg("steps"), py::arg("batch"), py::arg("packed"),
-      py::arg("trains"), py::arg("explain") = false);
+      py::arg("trains"));
   m.def(
       "rnn_geometries",
       [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,

@@ -19,12 +19,15 @@ __all__ = [
     "CUDA_MAX_HIDDEN_FP64",
     "Case",
     "Limits",
+    "Plan",
     "Table",
     "auto_limits",
     "check_algorithm",
     "choose",
     "choose_cached",
+    "forget_choices",
     "persistent_plan",
+    "remember_choices",
 ]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
@@ -164,7 +167,7 @@ def why_not_scan(case: Case) -> str | None:
 
 def why_not_persistent(case: Case) -> str | None:
     """Why "persistent" cannot run this case, or None."""
-    return _why_not_ours(case) or (persistent_plan(case)[0] if case.device == "cuda" else None)
+    return _why_not_ours(case) or (persistent_plan(case).why_not if case.device == "cuda" else None)
 
 
 def _why_not_ours(case: Case) -> str | None:
@@ -178,13 +181,28 @@ def _why_not_ours(case: Case) -> str | None:
     return None
 
 
-def persistent_plan(case: Case) -> tuple[str | None, float | None]:
-    """Why the persistent kernels do not run this case on CUDA, or None; and the time that they are expected to take, in
-    microseconds, for all layers, backward included where anything asks for a gradient. Without an expected time "auto"
-    does not take them. Sizes that a compiled graph does not know are passed as 0."""
+class Plan(NamedTuple):
+    """What the rnn engine would do on a GPU."""
+
+    why_not: str | None
+    """Why its kernels do not run, or None."""
+    expected_us: float | None = None
+    """Microseconds of all layers, forward and, where anything asks for a gradient, backward. None where there is no
+    kernel: "auto" then does not take it."""
+    torch_us: float | None = None
+    """What torch's kernels take at the least, where that may be less."""
+    how: str = ""
+    """In words."""
+
+
+def persistent_plan(case: Case) -> Plan:
+    """How "persistent" runs this case on CUDA. A compiled graph does not know T and B, and asks about one step of one
+    sequence: whether the weights fit on the chip."""
+    if case.dtype == torch.float64:
+        return Plan(None, how="one step after another, without a kernel")
     return _plan(
         case.index, case.cell, case.dtype, case.input_size, case.hidden_size, case.layers, case.directions,
-        case.steps or 0, case.batch or 0, case.packed, case.trains,
+        case.steps or 1, case.batch or 1, case.packed, case.trains,
     )  # fmt: skip
 
 
@@ -192,11 +210,11 @@ def persistent_plan(case: Case) -> tuple[str | None, float | None]:
 def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
     steps: int, batch: int, packed: bool, trains: bool,
-) -> tuple[str | None, float | None]:  # fmt: skip
+) -> Plan:  # fmt: skip
     plan = getattr(_C, "rnn_plan", None)
     if plan is None:
-        return "its CUDA kernels are not built", None
-    return plan(
+        return Plan("its CUDA kernels are not built")
+    facts = plan(
         device=torch.cuda.current_device() if index is None else index,
         cell=cell,
         dtype=str(dtype).removeprefix("torch."),
@@ -209,6 +227,10 @@ def _plan(
         packed=packed,
         trains=trains,
     )
+    if facts["why_not"] is not None:
+        return Plan(facts["why_not"])
+    how = [f"{name}: {facts[name]}" for name in ("forward", "backward") if facts[name]]
+    return Plan(None, facts["microseconds"], facts["torch_microseconds"], "; ".join(how))
 
 
 def auto_limits(table: Table, hidden_size: int) -> Limits | None:
@@ -227,7 +249,12 @@ def why_auto_skips_scan(case: Case) -> str | None:
 def why_auto_skips_persistent(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "persistent", or None."""
     if case.device == "cuda":
-        return "auto takes it where its time is known" if persistent_plan(case)[1] is None else None
+        plan = persistent_plan(case)
+        if plan.expected_us is None:
+            return "auto takes it where it has a kernel"
+        if plan.torch_us is not None and plan.torch_us < plan.expected_us:
+            return f"torch is expected to take {plan.torch_us:.0f} us, it {plan.expected_us:.0f}"
+        return None
     table = AUTO_PERSISTENT.get((case.device, case.cell))
     return f"auto does not take it on {case.device}" if table is None else _beyond_limits(case, table)
 
@@ -281,13 +308,18 @@ def measured(case: Case) -> _tuned.Entry | None:
     return _tuned.look_up(case)
 
 
+def how(name: str, case: Case) -> str:
+    """More on how an eligible algorithm runs this case, or nothing."""
+    return persistent_plan(case).how if name == "persistent" and case.device == "cuda" else ""
+
+
 def expected_time(name: str, case: Case) -> float | None:
     """Microseconds, where they are measured or modelled."""
     entry = measured(case)
     if entry is not None and name in entry.microseconds:
         return entry.microseconds[name]
     if name == "persistent" and case.device == "cuda" and obstacle(name, case) is None:
-        return persistent_plan(case)[1]
+        return persistent_plan(case).expected_us
     return None
 
 
@@ -306,11 +338,13 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
         return entry.algorithm, "the fastest that weft.tune measured"
     # On the CPU what is in AUTO_PERSISTENT was measured to be faster than the scan.
     order = ("persistent", "scan") if case.device == "cpu" else ("scan", "persistent")
-    reasons = {name: obstacle(name, case) or why_auto_skips(name, case) for name in order}
+    reasons = []
     for name in order:
-        if reasons[name] is None:
+        reason = obstacle(name, case) or why_auto_skips(name, case)
+        if reason is None:
             return name, "within auto's limits" if name == "scan" or case.device == "cpu" else "auto's model of costs"
-    return _fallback(case), "; ".join(f"{name}: {reason}" for name, reason in sorted(reasons.items()))
+        reasons.append(f"{name}: {reason}")
+    return _fallback(case), "; ".join(reasons)
 
 
 def _fallback(case: Case) -> str:
@@ -318,5 +352,29 @@ def _fallback(case: Case) -> str:
     return next(name for name in ("torch", "persistent", "reference") if obstacle(name, case) is None)
 
 
-choose_cached = functools.lru_cache(maxsize=4096)(choose)
-"""`choose` for code that runs in every call; weft.tune clears it."""
+_remembered: list[functools._lru_cache_wrapper] = []
+
+
+def remember_choices(function):
+    """A decorator for functions that choose in every call of a layer: equal arguments have one answer until weft.tune
+    has measured something new. Sizes that are symbols are a TypeError."""
+    _remembered.append(functools.lru_cache(maxsize=4096)(function))
+    return _remembered[-1]
+
+
+def forget_choices() -> None:
+    for function in _remembered:
+        function.cache_clear()
+
+
+_choose_cached = remember_choices(choose)
+
+
+def choose_cached(algorithm: str, case: Case) -> tuple[str, str]:
+    """`choose`, for code that runs in every call."""
+    if torch.compiler.is_compiling():
+        return choose(algorithm, case)
+    try:
+        return _choose_cached(algorithm, case)
+    except TypeError:  # sizes that are symbols
+        return choose(algorithm, case)

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import platform
 import tempfile
 import warnings
 from pathlib import Path
@@ -135,10 +134,6 @@ def _device_name(case: Case) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """The processor's name; on Linux, platform.processor() does not know it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next(line.split(":", 1)[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        name = platform.processor() or platform.machine()
-    return "_".join(name.split())
+    from .info import cpu_name
+
+    return "_".join(cpu_name().split())

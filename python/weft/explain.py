@@ -84,7 +84,7 @@ def explain(
 def _candidate(name: str, taken: str, why: str, asked: str, case: _algorithms.Case) -> Candidate:
     expected = _algorithms.expected_time(name, case)
     if name == taken:
-        return Candidate(name, True, why, expected)
+        return Candidate(name, True, "; ".join(filter(None, (why, _algorithms.how(name, case)))), expected)
     obstacle = _algorithms.obstacle(name, case)
     if obstacle is not None:
         return Candidate(name, False, obstacle)

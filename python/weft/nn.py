@@ -149,29 +149,14 @@ class _Layer(torch.nn.RNNBase):
             sizes = batch, batch_sizes.size(0) if packed else input.size(1 if self.batch_first else 0)
             if sizes[1] == 0:
                 self._fail(RuntimeError, "input must have at least one time step, got none")
-        case = self._case(input, state, weights, dtypes[0], *sizes, packed, *_transforms())
-        return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
-
-    def _case(
-        self,
-        input: Tensor,
-        state: tuple[Tensor, ...] | None,
-        weights: list[Tensor],
-        dtype: torch.dtype,
-        batch: int | None,
-        steps: int | None,
-        packed: bool = False,
-        transformed: bool = False,
-        mapped: bool = False,
-    ) -> _algorithms.Case:
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
-        device = input.device
-        index = device.index if device.type == "cuda" and not torch.compiler.is_compiling() else None
-        return _algorithms.Case(
-            _CELLS[self.mode], device.type, dtype, self.hidden_size, batch, steps, packed, self.proj_size > 0,
-            transformed, mapped, self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells,
-            self.input_size, index, None if index is None else _capability(index),
+        index = input.device.index if device == "cuda" and not torch.compiler.is_compiling() else None
+        case = _algorithms.Case(
+            _CELLS[self.mode], device, dtypes[0], self.hidden_size, *sizes, packed, self.proj_size > 0, *_transforms(),
+            self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells, self.input_size, index,
+            None if index is None else _capability(index),
         )  # fmt: skip
+        return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
 
     def _fail(self, error: type[Exception], message: str) -> NoReturn:
         raise error(f"{type(self).__name__}: {message}")
@@ -236,8 +221,7 @@ class _Layer(torch.nn.RNNBase):
         if name is not None:
             return self._run_at_once(name, input, state)
         call = self._prepare(input, state)
-        choose = _algorithms.choose if torch.compiler.is_compiling() else _algorithms.choose_cached
-        output, final, cells = self._run(choose(self._algorithm, call.case)[0], call)
+        output, final, cells = self._run(_algorithms.choose_cached(self._algorithm, call.case)[0], call)
         if isinstance(input, PackedSequence):
             _, batch_sizes, sorted_indices, unsorted_indices = input
             if unsorted_indices is not None:
@@ -261,24 +245,29 @@ class _Layer(torch.nn.RNNBase):
             return None
         if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        if forward_ad._current_level >= 0 or input.dim() != 3 or input.shape[2] != self.input_size:
+        if forward_ad._current_level >= 0:
             return None
-        weights, (steps, batch) = self._current_weights(), input.shape[:2]
-        if self.batch_first:
-            steps, batch = batch, steps
+        weights = self._current_weights()
         dtype, device = input.dtype, input.device
-        if steps == 0 or dtype != weights[0].dtype or device != weights[0].device:
+        if dtype != weights[0].dtype or device != weights[0].device:
             return None
+        shapes = None
         if state is not None:
-            rows = self.num_layers * (2 if self.bidirectional else 1)
-            for s, width in zip(state, (self.proj_size or self.hidden_size, self.hidden_size), strict=False):
-                if s.shape != (rows, batch, width) or s.dtype != dtype or s.device != device:
+            for s in state:
+                if s.dtype != dtype or s.device != device:
                     return None
-        case = self._case(input, state, weights, dtype, batch, steps)
-        name, _ = _algorithms.choose_cached(self._algorithm, case)
-        if name == "persistent":
-            return name if self.num_layers == 1 else None
-        return name if name == "torch" and state is not None and all(s.is_contiguous() for s in state) else None
+            shapes = state[0].shape if len(state) == 1 else (state[0].shape, state[1].shape)
+        trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
+        try:
+            name = _choice_for_shapes(
+                self._algorithm, self.mode, input.shape, shapes, dtype, device, self.batch_first, self.input_size,
+                self.hidden_size, self.proj_size, self.num_layers, self.bidirectional, trains,
+            )  # fmt: skip
+        except TypeError:  # make_fx gives sizes that are symbols, which have no hash
+            return None
+        if name == "torch" and not all(s.is_contiguous() for s in state or ()):
+            return None
+        return name
 
     def _run_at_once(self, name: str, input: Tensor, state: tuple[Tensor, ...] | None) -> Any:
         lstm = self.mode == "LSTM"
@@ -375,9 +364,6 @@ class _Layer(torch.nn.RNNBase):
 
     def _run_layers(self, call: _Call) -> _Result:
         input, state, weights, cell = self._in_one_dtype(call)
-        if state is None and call.batch_sizes is not None and torch.compiler.is_compiling():
-            # The op reads the number of sequences from the data of batch_sizes, which a graph does not have.
-            state = self._zero_state(call._replace(input=input))
         lstm = cell == "lstm"
         rows = 2 if self.bidirectional else 1
         stride = len(weights) // self.num_layers
@@ -467,6 +453,30 @@ class _Layer(torch.nn.RNNBase):
             output, final, *cells = reference.rnn(wide, state, call.weights, **options)
             final = tuple(s.to(d) for s, d in zip(final, call.dtypes, strict=False))
             return _Result(output.to(call.dtypes[0]), final, *(c.to(call.dtypes[1]) for c in cells))
+
+
+@_algorithms.remember_choices
+def _choice_for_shapes(
+    algorithm: str, mode: str, input: torch.Size, state: Any, dtype: torch.dtype, device: torch.device,
+    batch_first: bool, input_size: int, hidden_size: int, proj_size: int, layers: int, bidirectional: bool,
+    trains: bool,
+) -> str | None:  # fmt: skip
+    """What `_choice_at_once` returns for tensors of these shapes; `state` is that of h0, or those of h0 and c0."""
+    if len(input) != 3 or input[2] != input_size:
+        return None
+    batch, steps = input[:2] if batch_first else (input[1], input[0])
+    directions = 2 if bidirectional else 1
+    hidden = (layers * directions, batch, proj_size or hidden_size)
+    if steps == 0 or state not in (None, hidden if mode != "LSTM" else (hidden, (*hidden[:2], hidden_size))):
+        return None
+    index = device.index if device.type == "cuda" else None
+    case = _algorithms.Case(
+        _CELLS[mode], device.type, dtype, hidden_size, batch, steps, False, proj_size > 0, False, False, layers,
+        directions, trains, False, input_size, index, None if index is None else _capability(index),
+    )  # fmt: skip
+    name, _ = _algorithms.choose(algorithm, case)
+    at_once = layers == 1 if name == "persistent" else name == "torch" and state is not None
+    return name if at_once else None
 
 
 def _transforms() -> tuple[bool, bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -62,12 +62,23 @@ def tune(
         raise RuntimeError("tune: nothing can be measured while a CUDA graph is captured")
     names = [c.name for c in explanation.candidates if c.eligible and c.name != "reference"]
     if names:
-        with torch.random.fork_rng([call.input.device] if on_cuda else []):
+        with torch.random.fork_rng([call.input.device] if on_cuda else []), _in_training(layer, case.trains):
             times = {name: _measure(layer, name, call) for name in names}
         best = min(times, key=times.__getitem__)
         _tuned.remember(case, _tuned.Entry(best, times))
-        _algorithms.choose_cached.cache_clear()
+        _algorithms.forget_choices()
     return explain(layer, x, hx)
+
+
+@contextlib.contextmanager
+def _in_training(layer: torch.nn.Module, wanted: bool) -> Iterator[None]:
+    """The layer in training mode where it is wanted: cuDNN has no backward pass in evaluation mode."""
+    before = layer.training
+    layer.training = before or wanted
+    try:
+        yield
+    finally:
+        layer.training = before
 
 
 def _measure(layer: nn.RNN | nn.GRU | nn.LSTM, name: str, call: nn._Call) -> float:
@@ -78,12 +89,10 @@ def _measure(layer: nn.RNN | nn.GRU | nn.LSTM, name: str, call: nn._Call) -> flo
     wanted = [t for t in (*own, *call.weights) if t.requires_grad]
     outgoing: list[Tensor] = []
     on_cuda = call.case.device == "cuda"
-    # cuDNN has no backward pass in evaluation mode.
-    with_backward = call.case.trains and (layer.training or not on_cuda)
 
     def run() -> None:
         output, final, cells = layer._run(name, call)
-        if not with_backward:
+        if not call.case.trains:
             return
         results = [output, *final, *([] if cells is None else [cells])]
         if not outgoing:

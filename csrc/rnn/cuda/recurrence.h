@@ -68,12 +68,13 @@ struct RecurrenceGeometry {
   Tier tier;
   int group, columns, units, warps, split, resident;  // GROUP, COLUMNS, UNITS, WARPS, SPLIT, RESIDENT
   int shared_bytes;
-  int64_t groups;    // of one direction
-  int64_t at_once;   // groups of one direction that a launch may have; a grid's blocks must all be resident
-  double step_us;    // expected, of all sequences
+  int64_t groups;   // of one direction
+  int64_t at_once;  // groups of one direction that a launch may have; a grid's blocks must all be resident
+  double step_us;   // expected, of all sequences
 };
 
-// Geometries that fit on the current device, the fastest expected first. Empty where the weights do not fit on the chip.
+// Geometries that fit on the current device, the fastest expected first. Empty where the weights do not fit on the
+// chip.
 std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& problem);
 
 // What recurrence_plan's restriction to one geometry looks like, and what compiles its kernel.

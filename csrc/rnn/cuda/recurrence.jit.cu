@@ -9,11 +9,11 @@
 //   forward   rows (gate, unit): G * UNITS, vector: H values of every sequence
 //   backward  rows (unit): UNITS, vector: G * H values of every sequence, weights transposed
 //
-// What lives where. Weights: fragments of mma.sync in registers (RESIDENT blocks of 64 bytes along the vector per warp),
-// the rest in shared memory in the same order. The vector: EXCHANGE 0: two buffers in the shared memory of each block,
-// filled by st.async from all blocks of a cluster (GROUP 1: by the block itself); EXCHANGE 1: rows of a tensor in global
-// memory (output or gate gradients), read through L2 by whoever needs them. State, bias, gate arithmetic: fp32
-// registers, one thread per (unit, sequence).
+// What lives where. Weights: fragments of mma.sync in registers (RESIDENT blocks of 64 bytes along the vector per
+// warp), the rest in shared memory in the same order. The vector: EXCHANGE 0: two buffers in the shared memory of each
+// block, filled by st.async from all blocks of a cluster (GROUP 1: by the block itself); EXCHANGE 1: rows of a tensor
+// in global memory (output or gate gradients), read through L2 by whoever needs them. State, bias, gate arithmetic:
+// fp32 registers, one thread per (unit, sequence).
 //
 // Exchange through L2 without flags: the tensor is filled with all-ones words beforehand, a pattern that no arithmetic
 // result has (a NaN from arithmetic has another payload), and a reader repeats its load until none is left. Every step
@@ -100,7 +100,8 @@ struct Args {
   const Element* grad_cells;
   const Element* grad_h_n;  // (directions, B, H)
   const Element* grad_c_n;
-  Element* dgates;  // (directions, rows, dgates_stride): rnn d(pre-activation); gru dr, dz, dn, dn r; lstm di, df, dg, do
+  Element*
+      dgates;  // (directions, rows, dgates_stride): rnn d(pre-activation); gru dr, dz, dn, dn r; lstm di, df, dg, do
   int dgates_stride;
   i64 dgates_direction;
   // EXCHANGE 1: the vectors, (directions, rows, exchange_stride) with kPaddedHidden columns for each of kValues, of
@@ -201,7 +202,8 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n\t.reg .pred done;\n"
-      "WAIT:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@done bra DONE;\n\tbra WAIT;\n"
+      "WAIT:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@done bra DONE;\n\tbra "
+      "WAIT;\n"
       "DONE:\n\t}" ::"r"(barrier),
       "r"(parity)
       : "memory");
@@ -565,9 +567,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         pair.carried = widen(load(args.grad_h_n, at));
         if constexpr (kLstm) {
           pair.carried_cell = widen(load(args.grad_c_n, at));
-          pair.cell = widen(args.cells[row_of(args, direction, pair.sequence, pair.length, pair.length - 1) *
-                                           args.output_stride +
-                                       direction * HIDDEN + pair.unit]);
+          pair.cell = widen(
+              args.cells[row_of(args, direction, pair.sequence, pair.length, pair.length - 1) * args.output_stride +
+                         direction * HIDDEN + pair.unit]);
         }
       }
     }

@@ -1,0 +1,220 @@
+"""The recurrence kernel of weft::rnn on CUDA: every tier on small sizes, its precision, and what it does when it cannot
+run. That it compiles is tested without a GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import weft
+from common import check_close, differentiate, poisoned
+from hypothesis import HealthCheck, given, settings, strategies
+from sequential import doubles
+from test_rnn import BOUNDS, CELLS, RESULTS, Sample, arguments, exact_arguments, gradients, names, reference, rnn
+from weft import _C, _ops
+
+SOURCE = "rnn/cuda/recurrence.jit.cu"
+ROOT = Path(__file__).resolve().parent.parent
+GEOMETRY = "WEFT_RNN_GEOMETRY"
+TIERS = (
+    "small",
+    "small:1:3:8:2",
+    "cluster:2",
+    "cluster:4:3",
+    "cluster:8",
+    "cluster:16:1",
+    "grid:16",
+    "grid:16:2",
+    "grid:32",
+)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+OBSTACLE = _C.jit_why_unavailable() if _ops.WITH_CUDA else "built for the CPU alone"
+
+
+@pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+@pytest.mark.parametrize("group", (1, 4, 16))
+@pytest.mark.parametrize("cell", range(4))
+def test_compiles(cell: int, group: int):
+    """Sizes that fill no tile, every type, products from registers and from shared memory, both passes."""
+    requests = []
+    for kind in range(4):
+        for backward in (0, 1):
+            columns, resident = (3, 99) if kind % 2 else (9, 1)
+            exchange = int(group == 16 and kind % 2)
+            constants = {
+                "CELL": cell, "TYPE": kind, "BACKWARD": backward, "HIDDEN": 61, "GROUP": group, "COLUMNS": columns,
+                "UNITS": math.ceil(math.ceil(61 / group) / 8) * 8, "WARPS": 8, "SPLIT": 8 if exchange else 4,
+                "RESIDENT": resident, "EXCHANGE": exchange, "PACKED": (kind + backward) % 2,
+            }  # fmt: skip
+            requests.append((SOURCE, [f"{k}={v}" for k, v in constants.items()], 90))
+    _C.jit_compile_many(requests)
+    if group == 1:  # below 9.0 there are no clusters
+        _C.jit_compile_many([(source, defines, 80) for source, defines, _ in requests[:2]])
+
+
+def tier_samples(cell: str) -> list[Sample]:
+    odd = Sample(cell, 7, 5, 3, 203, bidirectional=True)
+    lengths = (6, 4, 4, 1, 1)
+    return [
+        odd,
+        Sample(cell, 6, 5, 3, 200, lengths=lengths, bidirectional=True, state=False),
+        Sample(cell, 5, 1, 2, 136),
+    ]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_tiers_match_the_reference(cell: str, dtype: torch.dtype, tier: str, monkeypatch):
+    monkeypatch.setenv(GEOMETRY, tier)
+    for wide in tier_samples(cell):
+        # One block holds less.
+        hidden = wide.H // 4 if tier.startswith("small") else wide.H // 2 if tier == "cluster:2" else wide.H
+        sample = Sample(**{**vars(wide), "dtype": dtype, "H": hidden})
+        for backward in (False, True):
+            sizes = {"cell": cell, "dtype": str(dtype)[6:], "hidden": hidden, "batch": sample.B}
+            sizes |= {"directions": sample.directions, "packed": sample.lengths is not None, "backward": backward}
+            assert _C.rnn_geometries(device=0, **sizes), "the tier does not hold this sample"
+        args = arguments(sample, "cuda", requires_grad=True)
+        exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
+        expected = reference(*exact, **sample.keywords)
+        expected_grads = differentiate([expected[i] for i in which], exact.operands, doubles(grads))
+        runs = []
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            for _ in range(2):
+                with poisoned():
+                    found = rnn(*args, **sample.keywords, keep_cells=True)
+                    runs.append([*found, *differentiate([found[i] for i in which], args.operands, grads)])
+        found, found_grads = runs[0][:5], runs[0][5:]
+        check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], BOUNDS[dtype])
+        # A ReLU unit whose sum is within its rounding of zero has the other derivative.
+        kinks = 6 if cell == "rnn_relu" and dtype != torch.float32 else 1
+        check_close(names(args), found_grads, expected_grads, kinks * BOUNDS[dtype])
+        assert all(a is b or torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("value", (float("nan"), float("inf")))
+@pytest.mark.parametrize("tier", ("cluster:4:3", "grid:16:2"))
+@pytest.mark.parametrize("cell", CELLS)
+def test_bad_values_do_not_stop_an_exchange(cell: str, tier: str, value: float, monkeypatch):
+    """The exchange through L2 waits for values that are not a certain NaN; no arithmetic makes that one."""
+    monkeypatch.setenv(GEOMETRY, tier)
+    for dtype in DTYPES:
+        sample = Sample(cell, 6, 4, 3, 200, dtype=dtype)
+        args = arguments(sample, "cuda", requires_grad=True)
+        clean = rnn(*args, **sample.keywords)[0].detach()
+        with torch.no_grad():
+            args.input[2, 1] = value
+            # All ones bits, the pattern itself, as an initial state.
+            args.h0[0, 3] = torch.full((), -1, dtype=torch.int16 if dtype.itemsize == 2 else torch.int32).view(dtype)
+        output = rnn(*args, **sample.keywords)[0]
+        output.sum().backward()
+        assert torch.equal(output[:, [0, 2]], clean[:, [0, 2]])
+        assert output[:, 3].isnan().all()
+        if value != value:
+            assert output[2:, 1].isnan().all()
+
+
+@pytest.mark.cuda
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(strategies.data())
+def test_any_shape_in_any_tier(data):
+    draw = data.draw
+    cell, dtype = draw(strategies.sampled_from(CELLS)), draw(strategies.sampled_from(DTYPES))
+    hidden = draw(strategies.sampled_from((1, 9, 33, 64, 150, 256, 520)))
+    steps = draw(strategies.lists(strategies.integers(1, 20), min_size=1, max_size=33))
+    packed = draw(strategies.booleans())
+    lengths = tuple(sorted(steps, reverse=True)) if packed else None
+    sample = Sample(
+        cell, max(steps), len(steps), draw(strategies.integers(1, 9)), hidden, draw(strategies.booleans()),
+        state=draw(strategies.booleans()), lengths=lengths, dtype=dtype,
+    )  # fmt: skip
+    args = arguments(sample, "cuda")
+    expected = reference(*doubles(args.operands)[:3], doubles(args.weights), args.batch_sizes, **sample.keywords)
+    with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        found = rnn(*args, **sample.keywords)
+    check_close(RESULTS, found[:2], expected[:2], BOUNDS[dtype])
+
+
+@pytest.mark.cuda
+def test_precision_follows_torch():
+    """TF32 where torch's own layers would use it, whichever setting says so."""
+    sample = Sample("lstm", 30, 4, 8, 128)
+    args = arguments(sample, "cuda")
+    exact = reference(*doubles(args.operands)[:3], doubles(args.weights), **sample.keywords)[0]
+
+    def error() -> float:
+        return ((rnn(*args, **sample.keywords)[0].double() - exact.cuda()).norm() / exact.norm()).item()
+
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = True
+        assert 1e-5 < error() < 1e-2
+        torch.backends.cudnn.allow_tf32 = False
+        assert error() < 2e-6
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    # The newer setting forbids reading the older one, so that it is for a process of its own.
+    code = (
+        "import torch, weft; torch.backends.cudnn.rnn.fp32_precision = 'ieee'; torch.manual_seed(0)\n"
+        "l = weft.nn.LSTM(8, 128, algorithm='persistent').cuda(); x = torch.randn(30, 4, 8, device='cuda')\n"
+        "exact = weft.nn.LSTM(8, 128, algorithm='reference').cuda().double(); exact.load_state_dict(l.state_dict())\n"
+        "error = lambda: ((l(x)[0].double() - exact(x.double())[0]).norm() / exact(x.double())[0].norm()).item()\n"
+        "assert error() < 2e-6, error()\n"
+        "torch.backends.cudnn.rnn.fp32_precision = 'tf32'\n"
+        "assert 1e-5 < error() < 1e-2, error()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.cuda
+def test_falls_back_where_nothing_fits(monkeypatch):
+    layer = weft.nn.GRU(8, 48, algorithm="persistent").cuda()
+    x = torch.randn(5, 3, 8, device="cuda")
+    expected = layer(x)[0]
+    monkeypatch.setenv(GEOMETRY, "grid:128:1:8:1")
+    assert "do not fit" in str(weft.explain(layer, x))
+    assert torch.allclose(layer(x)[0], expected, atol=2e-3)
+    huge = {"device": 0, "cell": "lstm", "dtype": "float32", "input_size": 8, "hidden_size": 8192, "layers": 1}
+    plan = _C.rnn_plan(**huge, directions=1, steps=10, batch=4, packed=False, trains=True)
+    assert "do not fit" in plan["why_not"] and plan["microseconds"] is None
+
+
+@pytest.mark.cuda
+def test_without_nvrtc():
+    code = (
+        "import torch, weft\n"
+        "l = weft.nn.GRU(8, 64, algorithm='persistent').cuda(); x = torch.randn(5, 3, 8, device='cuda')\n"
+        "text = str(weft.explain(l, x)); assert 'nvrtc' in text.lower(), text\n"
+        "l(x)[0].sum().backward()\n"
+        "torch.ops.weft.rnn(x, None, None, list(l.parameters()), cell='gru')\n"
+    )
+    environment = {**os.environ, "WEFT_NVRTC": "/nonexistent/libnvrtc.so"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.cuda
+def test_second_process_on_the_device():
+    """Two processes whose kernels both want the whole device."""
+    code = (
+        "import torch, weft; torch.manual_seed(0)\n"
+        "l = weft.nn.LSTM(16, 1024, algorithm='persistent', dtype=torch.bfloat16).cuda()\n"
+        "x = torch.randn(200, 4, 16, device='cuda', dtype=torch.bfloat16)\n"
+        "first = l(x)[0]\n"
+        "for _ in range(20): assert torch.equal(l(x)[0], first)\n"
+        "torch.cuda.synchronize()\n"
+    )
+    runs = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE) for _ in range(2)]
+    for run in runs:
+        _, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors.decode()
