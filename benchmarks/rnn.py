@@ -146,8 +146,8 @@ class Layout(NamedTuple):
         return exchange_floor(self.tier, case.H * self.sequences * DTYPES[case.dtype].itemsize)
 
 
-def plan(case: LayerCase, trains: bool) -> tuple[str | None, float | None, str, str]:
-    """What weft::rnn does with a case: why not, expected microseconds, layout of the forward and of the backward.
+def plan(case: LayerCase, trains: bool) -> dict[str, Any]:
+    """How weft::rnn runs a case: ``why_not`` or None; the layouts of ``forward`` and ``backward``, in words.
 
     Compiles the kernels where they are not yet, without holding Python's lock.
     """
@@ -163,18 +163,17 @@ def plan(case: LayerCase, trains: bool) -> tuple[str | None, float | None, str, 
         batch=case.B,
         packed=case.layout == "packed",
         trains=trains,
-        explain=True,
     )
 
 
 def compile_kernels(cases: Iterable[tuple[LayerCase, bool]]) -> None:
     """Compiles what the cases (and whether they train) will run, in as many threads as there are cores."""
-    start, torch_device = time.perf_counter(), torch.cuda.current_device()
+    start, device = time.perf_counter(), torch.cuda.current_device()
 
     def compile_one(case: LayerCase, trains: bool) -> str | None:
-        torch.cuda.set_device(torch_device)
+        torch.cuda.set_device(device)
         try:
-            return plan(case, trains)[0]
+            return plan(case, trains)["why_not"]
         except Exception as error:  # the case itself will fail, and say so
             return str(error)
 
@@ -250,17 +249,18 @@ def _step_entry(case: LayerCase) -> Entry:
     """A forward step beside the exchange that it cannot do without."""
 
     def run(results: Results) -> list[dict[str, str]]:
-        reason, _, words, _ = plan(case, trains=True)
-        if reason:
-            raise RuntimeError(f"no kernel: {reason}")
-        floor = Layout.parse(words).floor(case)
+        facts = plan(case, trains=True)
+        if facts["why_not"]:
+            raise RuntimeError(f"no kernel: {facts['why_not']}")
+        floor = Layout.parse(facts["forward"]).floor(case)
         shorter = replace(case, T=case.T // 2)
         steps = {c.T: LayerStep(replace(c, algorithm="persistent")) for c in (case, shorter)}
+        check_layers(steps[case.T])
         times = measure(
             {str(T): step.candidates("forward")["weft"] for T, step in steps.items()}, case.device, at_most=0.5
         )
         each = 1e3 * (times[str(case.T)] - times[str(shorter.T)]) / (case.T - shorter.T)
-        print(f"{case.name}: {words}", flush=True)
+        print(f"{case.name}: {facts['forward']}", flush=True)
         return [results.put(case.name, "step_forward", "us", each, "exchange_floor", floor)]
 
     return Entry(case.name, ("step_forward",), run)
