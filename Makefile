@@ -33,6 +33,7 @@ test-cuda: $(call requirements,test) build
 
 bench: build
 	$(PY) -m benchmarks.scan $(BENCH)
+	$(PY) -m benchmarks.rnn $(BENCH)
 	$(PY) -m benchmarks.plot
 
 lint: $(call requirements,lint)

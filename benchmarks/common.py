@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, the table of results, and the names in it.
+"""What every benchmark shares: timing, the table of results and the names in it, recurrent layers beside torch's.
 
 A row of ``benchmarks/results/<engine>.csv`` is one case and one metric on one device against one peer; measuring it
 again replaces it. Times are CUDA events (wall clock on the CPU), in milliseconds, medians of at least ten runs after
@@ -15,14 +15,17 @@ import math
 import os
 import statistics
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import weft
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from weft.info import cpu_name
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +33,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = ("date", "commit", "gpu", "torch", "cuda", "case", "metric", "unit", "weft", "peer", "peer_value", "ratio")
 CASE_KEYS = ("cell", "op", "model", "device", "dtype", "layout", "H", "B", "T", "layers", "directions")
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+CPU_THREADS = 2
+"""The CPU rows are for two cores wherever they are measured."""
 
 
 def case_name(**keys: Any) -> str:
@@ -133,6 +138,14 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def of_one_gpu(rows: Iterable[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """The rows of the GPU that most of them are from, and those of CPUs."""
+    rows = list(rows)
+    gpus = [row["gpu"] for row in rows if parse_case(row["case"])["device"] == "cuda"]
+    most = max(gpus, key=gpus.count) if gpus else None
+    return [row for row in rows if parse_case(row["case"])["device"] != "cuda" or row["gpu"] == most]
 
 
 def _order(row: Mapping[str, str]) -> tuple:
@@ -249,3 +262,221 @@ def show(rows: Iterable[Mapping[str, str]]) -> None:
             f"{row['peer']:>16} {row['peer_value']:>10}  ratio {row['ratio']}",
             flush=True,
         )
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """Recurrent layers of one kind and one input; `algorithm` is Weft's."""
+
+    cell: str
+    H: int
+    B: int
+    T: int
+    inputs: int = 1
+    dtype: str = "fp32"
+    device: str = "cuda"
+    algorithm: str = "auto"
+    layers: int = 1
+    directions: int = 1
+    layout: str = ""
+    """ "packed": B sequences, their lengths uniform in T / 16 to T; else all of them have T steps."""
+    initial_state: bool = True
+    """Whether an initial state is passed, and a gradient taken for it."""
+    threads: int | None = None
+    """Of the CPU; None for as many as torch has when the case is named."""
+
+    def keys(self) -> dict[str, Any]:
+        keys: dict[str, Any] = {"cell": self.cell, "device": self.device, "dtype": self.dtype}
+        if self.layout:
+            keys["layout"] = self.layout
+        keys.update(H=self.H, B=self.B, T=self.T)
+        if self.layers > 1:
+            keys["layers"] = self.layers
+        if self.directions > 1:
+            keys["directions"] = self.directions
+        keys["inputs"] = self.inputs
+        if self.device == "cpu":
+            keys["threads"] = self.threads or torch.get_num_threads()
+        if self.algorithm != "auto":
+            keys["algorithm"] = self.algorithm
+        return keys
+
+    @property
+    def name(self) -> str:
+        return case_name(**self.keys())
+
+
+class LayerStep:
+    """A layer of Weft's and one of torch's with the same weights, and the tensors they both train on."""
+
+    def __init__(self, case: LayerCase) -> None:
+        self.case = case
+        options = {"device": case.device, "dtype": DTYPES[case.dtype]}
+        torch.manual_seed(0)
+        kind, extra = _layer_class(case.cell)
+        extra.update(num_layers=case.layers, bidirectional=case.directions == 2)
+        self.peer = getattr(nn, kind)(case.inputs, case.H, **extra, **options)
+        self.weft = getattr(weft.nn, kind)(case.inputs, case.H, algorithm=case.algorithm, **extra, **options)
+        self.weft.load_state_dict(self.peer.state_dict())
+        self.batch_sizes = _batch_sizes(case) if case.layout == "packed" else None
+        rows = (case.T, case.B) if self.batch_sizes is None else (int(self.batch_sizes.sum()),)
+        self.x = torch.randn(*rows, case.inputs, **options).requires_grad_()
+        states = (2 if case.cell == "lstm" else 1) if case.initial_state else 0
+        shape = (case.layers * case.directions, case.B, case.H)
+        self.state = [(0.5 * torch.randn(shape, **options)).requires_grad_() for _ in range(states)]
+        self.grad = torch.randn(*rows, case.directions * case.H, **options)
+
+    def input(self) -> Tensor | PackedSequence:
+        return self.x if self.batch_sizes is None else PackedSequence(self.x, self.batch_sizes)
+
+    def forward(self, layer: nn.Module) -> Tensor:
+        state = (tuple(self.state) if len(self.state) == 2 else self.state[0]) if self.state else None
+        output = layer(self.input(), state)[0]
+        return output if self.batch_sizes is None else output.data
+
+    def inference(self, layer: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return self.forward(layer)
+
+    def backward(self, layer: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, [self.x, *self.state, *layer.parameters()], self.grad)
+
+    def forward_backward(self, layer: nn.Module) -> tuple[Tensor, ...]:
+        return self.backward(layer, self.forward(layer))
+
+    def results(self, layer: nn.Module) -> dict[str, Tensor]:
+        """The output and every gradient, by name."""
+        output = self.forward(layer)
+        states = ["grad_h0", "grad_c0"][: len(self.state)]
+        names = ["grad_input", *states, *(f"grad_{name}" for name, _ in layer.named_parameters())]
+        return {"output": output.detach(), **dict(zip(names, self.backward(layer, output), strict=True))}
+
+    def candidates(self, metric: str) -> dict[str, Candidate]:
+        return {"weft": self._candidate(self.weft, metric), "torch.nn": self._candidate(self.peer, metric)}
+
+    def _candidate(self, layer: nn.Module, metric: str) -> Candidate:
+        if metric == "forward":
+            return Candidate(lambda _: self.forward(layer))
+        if metric == "inference":
+            layer.eval()
+            return Candidate(lambda _: self.inference(layer))
+        if metric == "backward":
+            return Candidate(lambda output: self.backward(layer, output), lambda: self.forward(layer))
+        return Candidate(lambda _: self.forward_backward(layer))
+
+    def reference(self) -> dict[str, Tensor]:
+        """What torch.nn gives in fp64 for exactly the same numbers."""
+        exact = LayerStep(replace(self.case, dtype="fp64", algorithm="auto"))
+        exact.peer.load_state_dict(self.peer.state_dict())
+        exact.x = self.x.detach().double().requires_grad_()
+        exact.state = [s.detach().double().requires_grad_() for s in self.state]
+        exact.grad = self.grad.double()
+        return exact.results(exact.peer)
+
+
+def _layer_class(cell: str) -> tuple[str, dict[str, Any]]:
+    if cell.startswith("rnn_"):
+        return "RNN", {"nonlinearity": cell.removeprefix("rnn_")}
+    return cell.upper(), {}
+
+
+def _batch_sizes(case: LayerCase) -> Tensor:
+    """Sequences at each step, (steps of the longest) on the CPU: the same lengths in every run."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(max(1, case.T // 16), case.T + 1, (case.B,), generator=generator)
+    return (lengths > torch.arange(int(lengths.max()))[:, None]).sum(1)
+
+
+def relative_errors(values: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative error of each tensor, by name."""
+    return {name: relative_error(values[name], reference[name]) for name in reference}
+
+
+def agreement_bound(case: LayerCase) -> float:
+    """How far two right results may lie apart; torch's own fp32 layers use TF32 by default on a GPU."""
+    tf32 = case.device == "cuda" and torch.backends.cudnn.allow_tf32
+    return {"fp64": 1e-9, "fp32": 2e-2 if tf32 else 1e-4, "fp16": 5e-2, "bf16": 2e-1}[case.dtype]
+
+
+def check_layers(step: LayerStep, *, inference: bool = False) -> None:
+    """Both layers compute the same, as far as the dtype goes.
+
+    Args:
+        step: the layers.
+        inference: compare what they return without gradients, not the training step.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    if inference:
+        errors = {"output": relative_error(step.inference(step.weft), step.inference(step.peer))}
+    else:
+        errors = relative_errors(step.results(step.weft), step.results(step.peer))
+    check_agreement(step.case.name, errors, agreement_bound(step.case))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a table: its name and metrics for the filter, and the function that adds its rows."""
+
+    name: str
+    metrics: tuple[str, ...]
+    run: Callable[[Results], list[dict[str, str]]]
+
+    def matches(self, text: str) -> bool:
+        """Whether `text` is a part of the name or of a metric."""
+        return text in self.name or any(text in metric for metric in self.metrics)
+
+
+def run_entries(
+    entries: Sequence[Entry], results: Results, *, minutes: float = math.inf, patience: float | None = None
+) -> list[str]:
+    """Measures entries, shows their rows and writes them as they come.
+
+    Args:
+        entries: what to measure, in this order.
+        results: what the rows go into.
+        minutes: of wall clock, after which no entry is started.
+        patience: seconds after which an entry is taken for a kernel that does not end, and the process is left.
+
+    Returns:
+        The entries that failed, and why: one that disagrees or does not fit must not cost the others.
+    """
+    failures: list[str] = []
+    deadline = time.monotonic() + 60 * minutes
+    for done, entry in enumerate(entries):
+        if time.monotonic() > deadline:
+            print(f"out of time: {len(entries) - done} of {len(entries)} entries left out", flush=True)
+            break
+        watch = threading.Timer(patience, _leave, [entry.name, patience]) if patience else None
+        if watch:
+            watch.start()
+        try:
+            show(entry.run(results))
+        except Exception as error:
+            failures.append(f"{entry.name}: {error}")
+            print(f"FAILED {failures[-1]}", flush=True)
+        finally:
+            if watch:
+                watch.cancel()
+        results.save()
+        if torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+            except RuntimeError as error:
+                failures.append(f"after {entry.name} the GPU is lost to this process: {error}")
+                break
+    return failures
+
+
+def _leave(name: str, patience: float) -> None:
+    # Nothing else ends a process that waits for its GPU; every row until here is on disk.
+    print(f"GIVEN UP {name}: not done after {patience:g} s", flush=True)
+    os._exit(1)
+
+
+def exit_with(failures: Sequence[str]) -> None:
+    """Ends the process with a status that says that entries failed, if any did."""
+    if failures:
+        raise SystemExit("\n".join([f"{len(failures)} entries failed:", *failures]))

@@ -14,28 +14,34 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import weft
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.common import (
-    DTYPES,
+    CPU_THREADS,
     RESULTS,
     Candidate,
+    Entry,
+    LayerCase,
+    LayerStep,
     Results,
     case_name,
     check_agreement,
+    check_layers,
     copy_bandwidth,
+    exit_with,
     hardware,
     measure,
     parse_case,
     peak_memory,
     read_rows,
     relative_error,
+    relative_errors,
+    run_entries,
     show,
 )
 
@@ -44,117 +50,12 @@ GRID_T = (10, 30, 100, 300, 1000, 3000, 10000, 30000)
 GRID_B = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GRID_H = (8, 20, 32, 64, 128)
 GRID_CELLS = ("rnn_tanh", "gru", "lstm")
-CPU_THREADS = 2
-
-
-@dataclass(frozen=True)
-class LayerCase:
-    """One layer, one direction; `algorithm` is Weft's."""
-
-    cell: str
-    H: int
-    B: int
-    T: int
-    inputs: int = 1
-    dtype: str = "fp32"
-    device: str = "cuda"
-    algorithm: str = "auto"
-
-    @property
-    def name(self) -> str:
-        keys = dict(cell=self.cell, device=self.device, dtype=self.dtype, H=self.H, B=self.B, T=self.T)
-        keys["inputs"] = self.inputs
-        if self.device == "cpu":
-            keys["threads"] = torch.get_num_threads()
-        if self.algorithm != "auto":
-            keys["algorithm"] = self.algorithm
-        return case_name(**keys)
-
-
-class LayerStep:
-    """A layer of Weft's and one of torch's with the same weights, and the tensors they both train on."""
-
-    def __init__(self, case: LayerCase, dtype: torch.dtype | None = None) -> None:
-        self.case = case
-        options = {"device": case.device, "dtype": DTYPES[case.dtype]}
-        torch.manual_seed(0)
-        kind, extra = _layer_class(case.cell)
-        self.peer = getattr(nn, kind)(case.inputs, case.H, **extra, **options)
-        self.weft = getattr(weft.nn, kind)(case.inputs, case.H, algorithm=case.algorithm, **extra, **options)
-        self.weft.load_state_dict(self.peer.state_dict())
-        self.x = torch.randn(case.T, case.B, case.inputs, **options).requires_grad_()
-        states = 2 if case.cell == "lstm" else 1
-        self.state = [(0.5 * torch.randn(1, case.B, case.H, **options)).requires_grad_() for _ in range(states)]
-        self.grad = torch.randn(case.T, case.B, case.H, **options)
-
-    def forward(self, layer: nn.Module) -> Tensor:
-        state = tuple(self.state) if len(self.state) == 2 else self.state[0]
-        return layer(self.x, state)[0]
-
-    def backward(self, layer: nn.Module, output: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(output, [self.x, *self.state, *layer.parameters()], self.grad)
-
-    def forward_backward(self, layer: nn.Module) -> tuple[Tensor, ...]:
-        return self.backward(layer, self.forward(layer))
-
-    def results(self, layer: nn.Module) -> dict[str, Tensor]:
-        """The output and every gradient, by name."""
-        output = self.forward(layer)
-        states = ["grad_h0", "grad_c0"][: len(self.state)]
-        names = ["grad_input", *states, *(f"grad_{name}" for name, _ in layer.named_parameters())]
-        return {"output": output.detach(), **dict(zip(names, self.backward(layer, output), strict=True))}
-
-    def candidates(self, metric: str) -> dict[str, Candidate]:
-        return {"weft": self._candidate(self.weft, metric), "torch.nn": self._candidate(self.peer, metric)}
-
-    def _candidate(self, layer: nn.Module, metric: str) -> Candidate:
-        if metric == "forward":
-            return Candidate(lambda _: self.forward(layer))
-        if metric == "backward":
-            return Candidate(lambda output: self.backward(layer, output), lambda: self.forward(layer))
-        return Candidate(lambda _: self.forward_backward(layer))
-
-    def reference(self) -> dict[str, Tensor]:
-        """What torch.nn gives in fp64 for exactly the same numbers."""
-        exact = LayerStep(LayerCase(**{**vars(self.case), "dtype": "fp64", "algorithm": "auto"}))
-        exact.peer.load_state_dict(self.peer.state_dict())
-        exact.x = self.x.detach().double().requires_grad_()
-        exact.state = [s.detach().double().requires_grad_() for s in self.state]
-        exact.grad = self.grad.double()
-        return exact.results(exact.peer)
-
-
-def _layer_class(cell: str) -> tuple[str, dict[str, str]]:
-    if cell.startswith("rnn_"):
-        return "RNN", {"nonlinearity": cell.removeprefix("rnn_")}
-    return cell.upper(), {}
-
-
-def _errors(values: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    return {name: relative_error(values[name], reference[name]) for name in reference}
-
-
-def _check(step: LayerStep) -> None:
-    """Both layers compute the same, as far as the dtype goes; torch's own fp32 layers use TF32 by default on a GPU."""
-    case = step.case
-    tf32 = case.device == "cuda" and torch.backends.cudnn.allow_tf32
-    bound = {"fp64": 1e-9, "fp32": 2e-2 if tf32 else 1e-4, "fp16": 5e-2, "bf16": 2e-1}[case.dtype]
-    check_agreement(case.name, _errors(step.results(step.weft), step.results(step.peer)), bound)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One line of the table: its name and metrics for the filter, and the function that adds its rows."""
-
-    name: str
-    metrics: tuple[str, ...]
-    run: Callable[[Results], list[dict[str, str]]]
 
 
 def _layer_entry(case: LayerCase, metrics: tuple[str, ...] = ("forward", "backward", "forward_backward")) -> Entry:
     def run(results: Results) -> list[dict[str, str]]:
         step = LayerStep(case)
-        _check(step)
+        check_layers(step)
         rows = []
         for metric in metrics:
             times = measure(step.candidates(metric), case.device)
@@ -189,8 +90,8 @@ def _error_entry(case: LayerCase) -> Entry:
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             step = LayerStep(case)
             reference = step.reference()
-            mine = max(_errors(step.results(step.weft), reference).values())
-            peers = max(_errors(step.results(step.peer), reference).values())
+            mine = max(relative_errors(step.results(step.weft), reference).values())
+            peers = max(relative_errors(step.results(step.peer), reference).values())
         return [results.put(case.name, "error", "relative", mine, "torch.nn", peers)]
 
     return Entry(case.name, ("error",), run)
@@ -265,22 +166,11 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
 
 def run_table(options: argparse.Namespace) -> None:
     results = Results(options.output or RESULTS / "scan.csv")
-    failures = []
+    failures: list[str] = []
     for device in options.devices:
-        for entry in table(device, options.algorithm):
-            if options.filter not in entry.name and not any(options.filter in metric for metric in entry.metrics):
-                continue
-            try:
-                show(entry.run(results))
-            except (RuntimeError, NotImplementedError) as error:
-                # One entry that disagrees or does not fit must not cost the others; the exit status says it.
-                failures.append(f"{entry.name}: {error}")
-                print(f"FAILED {failures[-1]}", flush=True)
-            results.save()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-    if failures:
-        raise SystemExit("\n".join([f"{len(failures)} entries failed:", *failures]))
+        entries = [entry for entry in table(device, options.algorithm) if entry.matches(options.filter)]
+        failures += run_entries(entries, results)
+    exit_with(failures)
 
 
 def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
@@ -326,7 +216,7 @@ def run_grid(options: argparse.Namespace) -> None:
 
 def _measure_grid_point(case: LayerCase, results: Results) -> None:
     step = LayerStep(case)
-    _check(step)
+    check_layers(step)
     start = time.perf_counter()
     step.forward_backward(step.peer)
     if case.device == "cuda":
@@ -365,7 +255,6 @@ def main(arguments: list[str] | None = None) -> None:
     grid.add_argument("--H", nargs="+", type=int, default=GRID_H)
     grid.add_argument("--report", action="store_true", help="only list the grid's rows that lose to torch.nn")
     options = parser.parse_args(arguments)
-    # The CPU rows are for two cores wherever they are measured.
     torch.set_num_threads(CPU_THREADS)
     if options.report:
         show(slower_than_torch(read_rows(options.output or RESULTS / "scan_auto.csv")))

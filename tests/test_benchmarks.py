@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import csv
+import time
+from dataclasses import replace
 
 import pytest
 import torch
 from weft import _algorithms
 
-from benchmarks import common, scan
+from benchmarks import common, rnn, scan
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -153,6 +155,170 @@ def test_layer_entries(cell, tmp_path):
     rows = scan._layer_entry(case).run(results) + scan._error_entry(case).run(results)
     assert [r["metric"] for r in rows] == ["forward", "backward", "forward_backward", "error"]
     assert float(rows[-1]["weft"]) < 1e-5
+
+
+def test_names_of_rnn_cases():
+    assert rnn.RnnCase("gru", 512, 16, 1024, dtype="bf16").name == "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024"
+    packed = "cell=lstm device=cuda dtype=bf16 layout=packed H=512 B=32 T=1024 layers=2 directions=2"
+    assert packed == rnn.PACKED.name
+    assert rnn.LONG.name == "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1"
+    assert rnn.CPU[0].name == "cell=gru device=cpu dtype=fp32 H=128 B=8 T=256 threads=2"
+    assert len({case.name for case in rnn.grid_cases()}) == 108
+    assert {target.case.name for target in rnn.TARGETS} <= {
+        entry.name for device in ("cuda", "cpu") for _, entry in rnn.table(device)
+    }
+
+
+def test_packed_lengths():
+    case = rnn.RnnCase("gru", 4, 8, 64, device="cpu", layout="packed")
+    sizes = common._batch_sizes(case)
+    assert int(sizes[0]) == int(sizes[3]) == 8 and len(sizes) <= 64  # the shortest has T / 16 steps
+    assert torch.equal(sizes, common._batch_sizes(replace(case, cell="lstm")))
+
+
+def test_floor_of_the_exchange():
+    cluster = rnn.Layout.parse("cluster tier, 6 x 16 blocks of 256 threads, 3 sequences each")
+    assert cluster == ("cluster", 6, 16, 3)
+    assert cluster.floor(rnn.RnnCase("gru", 512, 16, 1024, dtype="bf16")) == pytest.approx(0.47)  # 3 KiB
+    assert rnn.exchange_floor("cluster", 1) == 0.40
+    assert rnn.exchange_floor("cluster", 8 * 1024) == 0.61
+    assert rnn.exchange_floor("grid", 2**30) == 2.2
+    for sizes in rnn.EXCHANGE_FLOOR.values():
+        assert list(sizes) == sorted(sizes)
+        assert [us for _, us in sizes] == sorted(us for _, us in sizes)
+    alone = rnn.Layout.parse("small tier, 16 x 1 blocks of 512 threads, 1 sequences each")
+    with pytest.raises(RuntimeError, match="exchanges nothing"):
+        alone.floor(rnn.LONG)
+    with pytest.raises(RuntimeError, match="no layout"):
+        rnn.Layout.parse("otherwise")
+
+
+def _on_a_small_cpu(monkeypatch) -> None:
+    """The table of the GPU with small sizes on the CPU."""
+
+    def small(case: rnn.RnnCase) -> rnn.RnnCase:
+        inputs = 4 if case.inputs == case.H else case.inputs
+        return replace(case, H=4, inputs=inputs, B=case.B if case.B <= 16 else 3, T=min(case.T, 16), device="cpu")
+
+    for name in ("LARGE", "PACKED", "LONG", "INFERENCE"):
+        monkeypatch.setattr(rnn, name, small(getattr(rnn, name)))
+    for name in ("DECODE", "STEPS"):
+        monkeypatch.setattr(rnn, name, tuple(map(small, getattr(rnn, name))))
+    grid = [small(case) for case in rnn.grid_cases() if case.H == 128 and case.B == 16]
+    monkeypatch.setattr(rnn, "grid_cases", lambda: iter(grid))
+    facts = {"why_not": None, "forward": "cluster tier, 1 x 16 blocks of 64 threads, 3 sequences each"}
+    monkeypatch.setattr(rnn, "plan", lambda case, trains: facts)
+    quick = {"warmup": 1, "repeats": 2, "at_most": 0.0}
+    monkeypatch.setattr(rnn, "measure", lambda candidates, device, at_most: common.measure(candidates, device, **quick))
+
+
+def test_every_kind_of_rnn_entry_runs(tmp_path, monkeypatch, capsys):
+    _on_a_small_cpu(monkeypatch)
+    results = common.Results(tmp_path / "rnn.csv")
+    entries = [entry for _, entry in rnn.table("cuda")]
+    assert common.run_entries(entries, results, minutes=5, patience=60) == []
+    found = {(r["metric"], r["unit"], r["peer"]) for r in common.read_rows(tmp_path / "rnn.csv")}
+    assert found == {
+        ("forward", "ms", "torch.nn"),
+        ("forward_backward", "ms", "torch.nn"),
+        ("inference", "ms", "torch.nn"),
+        ("decode", "us", "torch.nn"),
+        ("step_forward", "us", "exchange_floor"),
+    }
+    rows = list(results.rows.values())
+    assert len(rows) == 3 + 4 + 4 + 2 * 9
+    rnn.report(rows)
+    printed = capsys.readouterr().out
+    assert "9 points of the grid: geometric mean" in printed
+    assert "-              geometric mean" not in printed
+
+
+def test_rnn_benchmark_on_the_command_line(tmp_path, monkeypatch, capsys):
+    threads = torch.get_num_threads()
+    output = tmp_path / "rnn.csv"
+    case = rnn.RnnCase("gru", 4, 2, 8, device="cpu", threads=2)
+    monkeypatch.setattr(rnn, "CPU", (case, replace(case, cell="lstm")))
+    try:
+        rnn.main(["cell=gru", "--devices", "cpu", "--output", str(output)])
+        assert [r["case"] for r in common.read_rows(output)] == [case.name]
+        rnn.main(["--devices", "cpu", "--output", str(output), "--minutes", "0"])
+        assert "out of time: 2 of 2 entries left out" in capsys.readouterr().out
+        rnn.main(["forward_backward", "--devices", "cpu", "--output", str(output)])
+    finally:
+        torch.set_num_threads(threads)
+    assert [common.parse_case(r["case"])["cell"] for r in common.read_rows(output)] == ["gru", "lstm"]
+    rnn.main(["--report", "--output", str(output)])
+    assert "targets:" in capsys.readouterr().out
+
+
+def test_an_entry_that_fails_costs_no_other(tmp_path, capsys):
+    def fails(results: common.Results) -> list[dict[str, str]]:
+        raise ValueError("too odd")
+
+    def works(results: common.Results) -> list[dict[str, str]]:
+        return [results.put("cell=gru device=cpu dtype=fp32 H=1 B=1 T=1", "forward", "ms", 1.0, "torch.nn", 2.0)]
+
+    entries = [common.Entry("odd", ("forward",), fails), common.Entry("even", ("forward",), works)]
+    results = common.Results(tmp_path / "results.csv")
+    failures = common.run_entries(entries, results)
+    assert failures == ["odd: too odd"]
+    assert "FAILED odd: too odd" in capsys.readouterr().out
+    assert len(common.read_rows(tmp_path / "results.csv")) == 1
+    with pytest.raises(SystemExit, match="1 entries failed"):
+        common.exit_with(failures)
+
+
+def test_an_entry_that_hangs_ends_the_process(tmp_path, monkeypatch, capsys):
+    left = []
+    monkeypatch.setattr(common.os, "_exit", left.append)
+    entry = common.Entry("stuck", ("forward",), lambda results: time.sleep(0.5) or [])
+    common.run_entries([entry], common.Results(tmp_path / "results.csv"), patience=0.1)
+    assert left == [1]
+    assert "GIVEN UP stuck: not done after 0.1 s" in capsys.readouterr().out
+
+
+def _rnn_rows(ratio: float = 8.0) -> list[dict]:
+    """Invented rows for every case of the table."""
+    rows = []
+    for device in ("cuda", "cpu"):
+        for _, entry in rnn.table(device):
+            for metric in entry.metrics:
+                floor = metric == "step_forward"
+                peer = {"peer": "exchange_floor", "unit": "us"} if floor else {}
+                rows.append(row(entry.name, metric, 1.0, 0.5 if floor else ratio, **peer))
+    return rows
+
+
+def test_verdicts():
+    rows = _rnn_rows()
+    assert all(verdict.holds for verdict in rnn.verdicts(rows))
+    assert all(verdict.holds is None for verdict in rnn.verdicts([]))
+    grid = [r for r in rows if r["case"] in rnn.grid_rows(rows)]
+    rows.remove(next(r for r in grid if r["metric"] == "forward_backward"))
+    assert [v.words for v in rnn.verdicts(rows) if v.holds is None][:2] == [
+        "geometric mean of the grid, at least 5x",
+        "worst case of the grid, at least 1x",
+    ]
+    slow = rnn.verdicts(_rnn_rows(ratio=1.25))
+    failed = [v.words for v in slow if not v.holds]
+    assert failed[0].startswith("geometric mean") and "at least 1.2x" not in " ".join(failed)
+    assert any("at most 3 us per step" in v.words and v.holds for v in slow)
+    late = [{**r, "weft": "3.2"} for r in _rnn_rows()]
+    assert [v.value for v in rnn.verdicts(late) if not v.holds] == [3.125, 3.125]
+
+
+NOT_REACHED: frozenset[str] = frozenset()
+"""Targets of the rnn engine, in the words of their verdicts, that the committed rows do not reach."""
+
+
+def test_targets_that_were_reached_are_held():
+    rows = common.read_rows(common.RESULTS / "rnn.csv")
+    if not rows:
+        pytest.skip("results/rnn.csv is not there yet")
+    found = rnn.verdicts(rows)
+    assert not [v.words for v in found if v.holds is None]
+    assert {v.words for v in found if not v.holds} == NOT_REACHED
+    assert {r["case"] for r in rows if r["metric"] == "step_forward"} == {case.name for case in rnn.STEPS}
 
 
 def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):

@@ -1,0 +1,420 @@
+"""The rnn engine against torch.nn, and against what one exchange of the hidden state costs.
+
+``python -m benchmarks.rnn [FILTER]`` measures into results/rnn.csv: the training step of ``algorithm="auto"`` over a
+grid of cells, dtypes, hidden sizes and batches at T = 1024, with as many inputs as hidden units; single cases beyond
+it; on a CPU three cases with two threads. A layer runs as users call it, without an initial state; a random gradient
+arrives at every output, and gradients are taken for the input and all parameters. FILTER is a substring of the case or
+the metric. What this commit has not measured comes first, so that the next run goes on where one was out of time.
+
+``step_forward`` is the time of a forward step without what a call costs once: the difference between 1024 and 512
+steps, divided by 512. Its peer ``exchange_floor`` is what the exchange of h alone takes in the layout that runs.
+
+At the end stand the geometric mean and the worst case of the grid, and every target with what was reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import itertools
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import weft
+from torch import Tensor, nn
+
+from benchmarks.common import (
+    CPU_THREADS,
+    DTYPES,
+    RESULTS,
+    Candidate,
+    Entry,
+    LayerCase,
+    LayerStep,
+    Results,
+    agreement_bound,
+    check_agreement,
+    check_layers,
+    exit_with,
+    hardware,
+    measure,
+    of_one_gpu,
+    read_rows,
+    relative_error,
+    run_entries,
+    significant,
+)
+
+GRID_CELLS = ("rnn_tanh", "gru", "lstm")
+GRID_DTYPES = ("fp16", "bf16", "fp32")
+GRID_H = (128, 256, 512, 1024)
+GRID_B = (1, 16, 64)
+GRID_T = 1024
+FORWARD_B = 16
+TOKENS = 200
+"""Decode steps between two looks at the clock."""
+PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class RnnCase(LayerCase):
+    """Layers with as many inputs as hidden units, which the name then leaves out, and no initial state."""
+
+    inputs: int = 0
+    initial_state: bool = False
+
+    def __post_init__(self) -> None:
+        if self.inputs == 0:
+            object.__setattr__(self, "inputs", self.H)
+
+    def keys(self) -> dict[str, Any]:
+        keys = super().keys()
+        if self.inputs == self.H:
+            del keys["inputs"]
+        return keys
+
+
+def grid_cases() -> Iterator[RnnCase]:
+    for cell, dtype, H, B in itertools.product(GRID_CELLS, GRID_DTYPES, GRID_H, GRID_B):
+        yield RnnCase(cell, H, B, GRID_T, dtype=dtype)
+
+
+LARGE = RnnCase("gru", 2048, 32, 1024, dtype="bf16")
+PACKED = RnnCase("lstm", 512, 32, 1024, dtype="bf16", layers=2, directions=2, layout="packed")
+LONG = RnnCase("rnn_tanh", 20, 16, 30000, inputs=1)
+INFERENCE = RnnCase("gru", 512, 1, 1024, dtype="bf16")
+DECODE = tuple(RnnCase(cell, 128, 1, 1, dtype=dtype) for cell in ("gru", "lstm") for dtype in ("fp32", "bf16"))
+STEPS = (
+    RnnCase("gru", 512, 16, 1024, dtype="bf16"),
+    RnnCase("lstm", 512, 16, 1024, dtype="fp16"),
+    RnnCase("lstm", 1024, 16, 1024, dtype="bf16"),
+)
+CPU = tuple(
+    RnnCase(cell, H, B, 256, device="cpu", threads=CPU_THREADS)
+    for cell, H, B in (("gru", 128, 8), ("lstm", 128, 8), ("gru", 512, 32))
+)
+
+EXCHANGE_FLOOR = {
+    "cluster": ((1, 0.40), (2, 0.44), (4, 0.50), (8, 0.61), (16, 0.96), (32, 1.45), (64, 2.5)),
+    "grid": ((1, 0.69), (4, 0.86), (8, 1.10), (16, 1.50), (32, 1.72), (64, 2.2)),
+}
+"""KiB of h -> microseconds in which every block publishes its part of h and reads all of it, without arithmetic, on an
+H200; the best method of each tier. In a cluster of 8 or 16 blocks: ``st.async`` and the transaction count of an
+mbarrier. In a grid of 128 blocks: up to 8 KiB words that carry data and flag, then one barrier in L2. Measured by
+kernels that do nothing else, back to back, medians of warm runs; where 8 and 16 blocks differ, the faster."""
+
+
+def exchange_floor(tier: str, size: float) -> float:
+    """Microseconds of one exchange of `size` bytes: between the measured sizes linear, beyond them the nearest."""
+    table = EXCHANGE_FLOOR[tier]
+    sizes, times = [1024 * kilobytes for kilobytes, _ in table], [time for _, time in table]
+    above = bisect.bisect_left(sizes, size)
+    if above == 0 or above == len(sizes):
+        return times[min(above, len(sizes) - 1)]
+    share = (size - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+    return times[above - 1] + share * (times[above] - times[above - 1])
+
+
+class Layout(NamedTuple):
+    """How the blocks of a forward recurrence are arranged, from the words of the plan."""
+
+    tier: str
+    groups: int
+    blocks: int
+    """Of a group, which exchanges the h of its sequences."""
+    sequences: int
+
+    @classmethod
+    def parse(cls, words: str) -> Layout:
+        found = re.search(r"(\w+) tier, (\d+) x (\d+) blocks of \d+ threads, (\d+) sequences each", words)
+        if not found:
+            raise RuntimeError(f"no layout in {words!r}")
+        return cls(found[1], int(found[2]), int(found[3]), int(found[4]))
+
+    def floor(self, case: LayerCase) -> float:
+        """Microseconds of the exchange of one step; groups run at the same time, each at this price."""
+        if self.blocks == 1:
+            raise RuntimeError(f"{case.name}: one block holds everything and exchanges nothing")
+        return exchange_floor(self.tier, case.H * self.sequences * DTYPES[case.dtype].itemsize)
+
+
+def plan(case: LayerCase, trains: bool) -> dict[str, Any]:
+    """How weft::rnn runs a case: ``why_not`` or None; the layouts of ``forward`` and ``backward``, in words.
+
+    Compiles the kernels where they are not yet, without holding Python's lock.
+    """
+    return weft._C.rnn_plan(
+        device=torch.cuda.current_device(),
+        cell=case.cell,
+        dtype=str(DTYPES[case.dtype]).removeprefix("torch."),
+        input_size=case.inputs,
+        hidden_size=case.H,
+        layers=case.layers,
+        directions=case.directions,
+        steps=case.T,
+        batch=case.B,
+        packed=case.layout == "packed",
+        trains=trains,
+    )
+
+
+def compile_kernels(cases: Iterable[tuple[LayerCase, bool]]) -> None:
+    """Compiles what the cases (and whether they train) will run, in as many threads as there are cores."""
+    start, device = time.perf_counter(), torch.cuda.current_device()
+
+    def compile_one(case: LayerCase, trains: bool) -> str | None:
+        torch.cuda.set_device(device)
+        try:
+            return plan(case, trains)["why_not"]
+        except Exception as error:  # the case itself will fail, and say so
+            return str(error)
+
+    cases = list(cases)
+    workers = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(workers) as pool:
+        reasons = list(pool.map(compile_one, *zip(*cases, strict=True))) if cases else []
+    seconds = time.perf_counter() - start
+    print(f"compiled the kernels of {len(cases)} cases in {seconds:.1f} s with {workers} threads", flush=True)
+    for (case, _), reason in zip(cases, reasons, strict=True):
+        if reason:
+            print(f"  not {case.name}: {reason}", flush=True)
+
+
+def _say_algorithm(step: LayerStep) -> None:
+    """A row is about what "auto" takes; here is what that was, where it is not this engine."""
+    with torch.set_grad_enabled(step.weft.training):
+        taken = weft.explain(step.weft, step.input())
+    if taken.algorithm != "persistent":
+        print(f"{step.case.name}: auto takes {taken.algorithm} ({taken.reason})", flush=True)
+
+
+def _layer_entry(case: LayerCase, metrics: tuple[str, ...] = ("forward_backward",)) -> Entry:
+    """Times of one case, in ms; "inference" is alone, because layers in evaluation mode do not train."""
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = LayerStep(case)
+        inference = metrics == ("inference",)
+        step.weft.train(not inference)
+        step.peer.train(not inference)
+        _say_algorithm(step)
+        check_layers(step, inference=inference)
+        rows = []
+        for metric in metrics:
+            times = measure(step.candidates(metric), case.device, at_most=0.15)
+            rows.append(results.put(case.name, metric, "ms", times["weft"], "torch.nn", times["torch.nn"]))
+        return rows
+
+    return Entry(case.name, metrics, run)
+
+
+def _decode_entry(case: LayerCase, tokens: int = TOKENS) -> Entry:
+    """Time per token where each step is a call of its own: by the clock of the host, which is what limits it."""
+
+    @torch.no_grad()
+    def decode(layer: nn.Module, x: Tensor) -> Tensor:
+        state = None
+        for _ in range(tokens):
+            output, state = layer(x, state)
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+        return output
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = LayerStep(case)
+        x = step.x.detach()
+        step.weft.eval()
+        step.peer.eval()
+        _say_algorithm(step)
+        check_agreement(
+            case.name, {"output": relative_error(decode(step.weft, x), decode(step.peer, x))}, agreement_bound(case)
+        )
+        layers = {"weft": step.weft, "torch.nn": step.peer}
+        candidates = {name: Candidate(lambda _, layer=layer: decode(layer, x)) for name, layer in layers.items()}
+        times = measure(candidates, "cpu", at_most=0.5)
+        each = {name: 1e3 * elapsed / tokens for name, elapsed in times.items()}
+        return [results.put(case.name, "decode", "us", each["weft"], "torch.nn", each["torch.nn"])]
+
+    return Entry(case.name, ("decode",), run)
+
+
+def _step_entry(case: LayerCase) -> Entry:
+    """A forward step beside the exchange that it cannot do without."""
+
+    def run(results: Results) -> list[dict[str, str]]:
+        facts = plan(case, trains=True)
+        if facts["why_not"]:
+            raise RuntimeError(f"no kernel: {facts['why_not']}")
+        floor = Layout.parse(facts["forward"]).floor(case)
+        shorter = replace(case, T=case.T // 2)
+        steps = {c.T: LayerStep(replace(c, algorithm="persistent")) for c in (case, shorter)}
+        check_layers(steps[case.T])
+        times = measure(
+            {str(T): step.candidates("forward")["weft"] for T, step in steps.items()}, case.device, at_most=0.5
+        )
+        each = 1e3 * (times[str(case.T)] - times[str(shorter.T)]) / (case.T - shorter.T)
+        print(f"{case.name}: {facts['forward']}", flush=True)
+        return [results.put(case.name, "step_forward", "us", each, "exchange_floor", floor)]
+
+    return Entry(case.name, ("step_forward",), run)
+
+
+def table(device: str) -> Iterator[tuple[LayerCase, Entry]]:
+    """Every entry that runs on this device, and its case."""
+    if device == "cpu":
+        for case in CPU:
+            yield case, _layer_entry(case)
+        return
+    for case in STEPS:
+        yield case, _step_entry(case)
+    yield LARGE, _layer_entry(LARGE)
+    yield PACKED, _layer_entry(PACKED)
+    yield LONG, _layer_entry(LONG, ("forward",))
+    yield INFERENCE, _layer_entry(INFERENCE, ("inference",))
+    for case in DECODE:
+        yield case, _decode_entry(case)
+    for case in grid_cases():
+        yield (
+            case,
+            _layer_entry(case, ("forward", "forward_backward") if case.B == FORWARD_B else ("forward_backward",)),
+        )
+
+
+class Target(NamedTuple):
+    """A row and what it has to reach: a least ratio, or most microseconds per time step."""
+
+    case: LayerCase
+    metric: str
+    least: float
+    per_step: bool = False
+    """`least` is not a ratio but the most microseconds per step."""
+
+
+_LSTM_HALF = {H: RnnCase("lstm", H, 16, 1024, dtype="fp16") for H in (512, 1024)}
+_BF16 = {cell: RnnCase(cell, 512, 16, 1024, dtype="bf16") for cell in ("lstm", "gru")}
+TARGETS = (
+    Target(_LSTM_HALF[512], "forward_backward", 1.8),
+    Target(_LSTM_HALF[1024], "forward_backward", 1.2),
+    *(Target(case, "forward_backward", 7.0) for case in _BF16.values()),
+    *(Target(case, "forward_backward", 3.0, per_step=True) for case in _BF16.values()),
+    Target(RnnCase("gru", 256, 16, 1024), "forward_backward", 8.0),
+    Target(LARGE, "forward_backward", 2.0),
+    Target(PACKED, "forward_backward", 8.0),
+    Target(LONG, "forward", 3.0),
+    Target(INFERENCE, "inference", 8.0),
+    *(Target(case, "decode", {"fp32": 1.3, "bf16": 4.0}[case.dtype]) for case in DECODE),
+    *(Target(case, "forward_backward", least) for case, least in zip(CPU, (4.0, 1.1, 1.2), strict=True)),
+)
+GRID_MEAN, GRID_WORST = 5.0, 1.0
+
+
+def grid_rows(rows: Iterable[Mapping[str, str]]) -> dict[str, Mapping[str, str]]:
+    """The training steps of the grid, by case, on the GPU that most of the rows are from."""
+    names = {case.name for case in grid_cases()}
+    return {
+        row["case"]: row
+        for row in of_one_gpu(rows)
+        if row["case"] in names and row["metric"] == "forward_backward" and row["peer"] == "torch.nn"
+    }
+
+
+def geometric_mean(rows: Iterable[Mapping[str, str]]) -> float:
+    """Of the ratios."""
+    ratios = [float(row["ratio"]) for row in rows]
+    return math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
+
+
+class Verdict(NamedTuple):
+    """A target and what was measured; None where there is no row."""
+
+    words: str
+    value: float | None
+    holds: bool | None
+
+
+def verdicts(rows: Sequence[Mapping[str, str]]) -> list[Verdict]:
+    """Every target against the rows; the grid's only where all of it was measured."""
+    grid = list(grid_rows(rows).values())
+    complete = len(grid) == sum(1 for _ in grid_cases())
+    mean = geometric_mean(grid) if complete else None
+    worst = min(float(row["ratio"]) for row in grid) if complete else None
+    found = [
+        Verdict(f"geometric mean of the grid, at least {GRID_MEAN:g}x", mean, mean and mean >= GRID_MEAN),
+        Verdict(f"worst case of the grid, at least {GRID_WORST:g}x", worst, worst and worst >= GRID_WORST),
+    ]
+    present = {(row["case"], row["metric"]): row for row in of_one_gpu(rows) if row["peer"] == "torch.nn"}
+    for target in TARGETS:
+        words = f"{target.case.name} {target.metric}"
+        row = present.get((target.case.name, target.metric))
+        if target.per_step:
+            value = 1e3 * float(row["weft"]) / target.case.T if row else None
+            words += f", at most {target.least:g} us per step"
+            found.append(Verdict(words, value, None if value is None else value <= target.least))
+        else:
+            value = float(row["ratio"]) if row else None
+            words += f", at least {target.least:g}x"
+            found.append(Verdict(words, value, None if value is None else value >= target.least))
+    return found
+
+
+def report(rows: Sequence[Mapping[str, str]]) -> None:
+    """Prints how the grid is spread and every target."""
+    grid = sorted(grid_rows(rows).values(), key=lambda row: float(row["ratio"]))
+    if grid:
+        print(f"\n{len(grid)} points of the grid: geometric mean {geometric_mean(grid):.2f}x, the worst:")
+        for row in grid[:8]:
+            print(f"  {row['ratio']:>7}x  {row['weft']:>8} ms  {row['case']}")
+    print("\ntargets:")
+    for words, value, holds in verdicts(rows):
+        mark = "-" if holds is None else "pass" if holds else "FAIL"
+        print(f"  {mark:<4}  {'' if value is None else significant(value, 3):>7}  {words}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rnn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric")
+    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
+    parser.add_argument("--minutes", type=float, default=8.0, help="budget of wall clock (default 8)")
+    parser.add_argument("--output", type=Path, help="CSV file (default: results/rnn.csv)")
+    parser.add_argument("--report", action="store_true", help="only print what the rows say about the targets")
+    options = parser.parse_args(arguments)
+    output = options.output or RESULTS / "rnn.csv"
+    if options.report:
+        report(read_rows(output))
+        return
+    start = time.monotonic()
+    torch.set_num_threads(CPU_THREADS)
+    results = Results(output)
+    failures: list[str] = []
+    for device in options.devices or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]):
+        chosen = [(case, entry) for case, entry in table(device) if entry.matches(options.filter)]
+        # Stable: the table's order within what is missing and within what is there.
+        chosen.sort(key=lambda pair: _is_measured(results, *pair))
+        if device == "cuda":
+            compile_kernels((case, not {"inference", "decode"} & set(entry.metrics)) for case, entry in chosen)
+        left = options.minutes - (time.monotonic() - start) / 60
+        failures += run_entries([entry for _, entry in chosen], results, minutes=left, patience=PATIENCE)
+    report(list(results.rows.values()))
+    print(f"\n{(time.monotonic() - start) / 60:.1f} minutes, {output}")
+    exit_with(failures)
+
+
+def _is_measured(results: Results, case: LayerCase, entry: Entry) -> bool:
+    return all(
+        results.measured(case.name, metric, "exchange_floor" if metric == "step_forward" else "torch.nn",
+                         hardware(case.device))
+        for metric in entry.metrics
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
