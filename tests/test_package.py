@@ -113,5 +113,5 @@ def test_readme_shows_what_was_measured_and_nothing_else():
     from benchmarks import plot  # here, because it alone needs matplotlib
 
     readme = (ROOT / "README.md").read_text()
-    rows = plot.read_rows(plot.RESULTS / "scan.csv")
-    assert readme == plot.with_block(readme, plot.readme_block(rows)), "run `python -m benchmarks.plot`"
+    rows = [plot.read_rows(plot.RESULTS / f"{engine}.csv") for engine in ("scan", "rnn")]
+    assert readme == plot.with_block(readme, plot.readme_block(*rows)), "run `python -m benchmarks.plot`"
