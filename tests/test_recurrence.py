@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,13 +59,13 @@ def test_compiles(cell: int, group: int):
         _C.jit_compile_many([(source, defines, 80) for source, defines, _ in requests[:2]])
 
 
-def tier_samples(cell: str) -> list[Sample]:
-    odd = Sample(cell, 7, 5, 3, 203, bidirectional=True)
-    lengths = (6, 4, 4, 1, 1)
+def tier_samples(cell: str, tier: str) -> list[Sample]:
+    """Sizes of which every block of a group has a part: odd, packed, and fewer sequences than a group takes."""
+    part = 4 if tier.startswith("small") else 2 if tier.startswith(("cluster:2", "cluster:4")) else 1
     return [
-        odd,
-        Sample(cell, 6, 5, 3, 200, lengths=lengths, bidirectional=True, state=False),
-        Sample(cell, 5, 1, 2, 136),
+        Sample(cell, 7, 5, 3, 253 // part, bidirectional=True),
+        Sample(cell, 6, 5, 3, 256 // part, bidirectional=True, state=False, lengths=(6, 4, 4, 1, 1)),
+        Sample(cell, 5, 2, 2, 256 // part),
     ]
 
 
@@ -74,12 +75,10 @@ def tier_samples(cell: str) -> list[Sample]:
 @pytest.mark.parametrize("cell", CELLS)
 def test_tiers_match_the_reference(cell: str, dtype: torch.dtype, tier: str, monkeypatch):
     monkeypatch.setenv(GEOMETRY, tier)
-    for wide in tier_samples(cell):
-        # One block holds less.
-        hidden = wide.H // 4 if tier.startswith("small") else wide.H // 2 if tier == "cluster:2" else wide.H
-        sample = Sample(**{**vars(wide), "dtype": dtype, "H": hidden})
+    for sample in tier_samples(cell, tier):
+        sample = replace(sample, dtype=dtype)
         for backward in (False, True):
-            sizes = {"cell": cell, "dtype": str(dtype)[6:], "hidden": hidden, "batch": sample.B}
+            sizes = {"cell": cell, "dtype": str(dtype)[6:], "hidden": sample.H, "batch": sample.B}
             sizes |= {"directions": sample.directions, "packed": sample.lengths is not None, "backward": backward}
             assert _C.rnn_geometries(device=0, **sizes), "the tier does not hold this sample"
         args = arguments(sample, "cuda", requires_grad=True)

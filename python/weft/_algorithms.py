@@ -62,14 +62,15 @@ _CPU_DTYPES = frozenset((torch.float32, torch.float64))
 # within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
 # of T. So it is for small H, long T and batches that leave the device idle. On the CPU the same operator is sequential
 # in time; it wins by one call for all steps, until a step's matrix product is large enough to hide torch's calls.
-# Above 32 hidden units on CUDA the forward pass is cuDNN's, in fp32, and a step does more on the host: on an H200 it
-# pays from a few thousand steps on, for an LSTM from more.
-_LONG = Limits(min_steps=3000, max_batch=64, dtypes=frozenset((torch.float32,)), alone=True)
+# Above 32 hidden units on CUDA its forward pass is cuDNN's, in fp32, and the persistent kernels are the ones to beat:
+# they win by their forward pass unless the sequence is long and the batch small, on an H200 from about 5000 steps on.
+_LONG = Limits(min_steps=5000, max_batch=64, dtypes=frozenset((torch.float32,)), alone=True)
+_LONG_ALONE = _LONG._replace(min_steps=8000, max_batch=4)
 AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cuda", "rnn_tanh"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
     ("cuda", "rnn_relu"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
-    ("cuda", "gru"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
-    ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG._replace(min_steps=6000)}),
+    ("cuda", "gru"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG._replace(max_batch=16), 128: _LONG_ALONE}),
+    ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG_ALONE}),
     ("cpu", "rnn_tanh"): Table(_CPU_DTYPES, {128: Limits()}),
     ("cpu", "rnn_relu"): Table(_CPU_DTYPES, {128: Limits()}),
     ("cpu", "gru"): Table(_CPU_DTYPES, {128: Limits()}),

@@ -107,25 +107,28 @@ struct Grid {
   int groups = 1, slices = 1;
 };
 
-// Cycles of a step on the thread that has most to do. `depth`: vector multiply-adds per row and panel.
-double step_cycles(double rows, int64_t panels, int64_t depth, int64_t vector_bytes, int slices) {
+// What a step of one sequence costs: vector multiply-adds per panel, by the weights that are read again at each step
+// and by those that serve all steps of a chunk.
+struct StepDepth {
+  int64_t recurrent, input;
+};
+
+// Cycles of a step on the thread that has most to do.
+double step_cycles(double rows, int64_t panels, StepDepth depth, int64_t vector_bytes, int slices) {
   // Weights come from L1, L2 or L3; a row of them is loaded once per block of rows.
-  const int64_t bytes = panels * depth * vector_bytes;
-  const double bandwidth = bytes < 32 << 10 ? 64 : bytes < 700 << 10 ? 24 : 8;
-  const double product = double(panels * depth) * std::max(rows / 2, vector_bytes / bandwidth);
-  const double nonlinearities = rows * double(panels) * 100;
-  const double meeting = slices > 1 ? 200 + 40 * slices : 0;
-  return product + nonlinearities + meeting;
+  const int64_t bytes = panels * depth.recurrent * vector_bytes;
+  const double bandwidth = bytes < 32 << 10 ? 64 : bytes < 700 << 10 ? 24 : 10;
+  const double products =
+      double(depth.recurrent) * std::max(rows / 2, double(vector_bytes) / bandwidth) + double(depth.input) * rows / 2;
+  const double cycles = double(panels) * (products + rows * 100);
+  // Slices meet at every step: beside the meeting itself, a thread that loses its processor holds up all of them.
+  // Groups of sequences never wait, so that slices must win by a margin.
+  return slices > 1 ? 1.2 * cycles + 200 + 40 * slices : cycles;
 }
 
-Grid choose_grid(const RnnSizes& s, int64_t depth, int64_t lanes, int64_t element_bytes, int threads) {
+Grid choose_grid(const RnnSizes& s, StepDepth depth, int64_t lanes, int64_t element_bytes, int threads) {
   const int64_t panels = (s.H + lanes - 1) / lanes;
   const double batch = double(s.R) / double(s.T);  // of packed data: sequences that run on average
-  if (const char* e = getenv("WEFT_GRID")) {
-    Grid g;
-    sscanf(e, "%d,%d", &g.groups, &g.slices);
-    if (g.groups * g.slices <= threads && g.slices <= panels && g.groups <= s.B) return g;
-  }
   Grid best;
   double least = 0;
   for (int slices = 1; slices <= std::min<int64_t>({threads, panels, 16}); ++slices) {
@@ -140,14 +143,19 @@ Grid choose_grid(const RnnSizes& s, int64_t depth, int64_t lanes, int64_t elemen
   return best;
 }
 
+// Rows of a task of a product over all steps, at most.
+constexpr int64_t kTaskRows = 128;
+
 // Who does what. Members [0, directions at once * grid) run the recurrences; all share what has no recurrence.
 struct Plan {
-  int members, at_once;
-  std::vector<cpu::RnnPart> parts;  // of one direction
+  int members, at_once;             // threads of the team, directions that run side by side
+  int slices;                       // of each batch group
+  std::vector<cpu::RnnPart> parts;  // of one direction, a group's slices next to each other
   std::vector<cpu::Barrier::Arrivals> arrivals;
   cpu::Barrier everyone;
+  int64_t handed_out[5] = {};  // tasks of each product over all steps, which members take as they get free
 
-  Plan(const RnnSizes& s, const RnnSteps& steps, int64_t depth, int64_t lanes, int64_t element_bytes, int team)
+  Plan(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes, int team)
       : members(team), at_once(std::min(team, s.D)) {
     const Grid grid = choose_grid(s, depth, lanes, element_bytes, team / at_once);
     const int per_direction = grid.groups * grid.slices;
@@ -169,7 +177,10 @@ struct Plan {
     }
   }
 
-  // Calls f(direction, part, index among all directions' parts) for what a member runs.
+  // The next task of a product.
+  int64_t take(int product) { return __atomic_fetch_add(&handed_out[product], 1, __ATOMIC_RELAXED); }
+
+  // Calls f(direction, part) for what a member runs.
   template <typename F>
   void run(int D, int member, F f) {
     const int count = static_cast<int>(parts.size());
@@ -182,20 +193,18 @@ struct Plan {
       f(d, part);
     }
   }
-
-  int slices;
 };
 
 // A team is worth waking for about 10 us of work, two multiply-adds a cycle.
-int wanted_members(const RnnSizes& s, int64_t depth, int64_t lanes) {
+int wanted_members(const RnnSizes& s, StepDepth depth, int64_t lanes) {
   const int64_t panels = (s.H + lanes - 1) / lanes;
-  const double cycles = double(s.D) * double(s.R) * double(panels) * (double(depth) / 2 + 100);
+  const double cycles = double(s.D) * double(s.R) * double(panels) * (double(depth.recurrent + depth.input) / 2 + 100);
   return static_cast<int>(std::clamp<double>(cycles / 30000, 1, cpu::team_limit()));
 }
 
 // Runs work(plan, member) on a team, or alone where there are fewer threads than the plan counts on.
 template <typename Prepare, typename Work>
-void run_planned(const RnnSizes& s, const RnnSteps& steps, int64_t depth, int64_t lanes, int64_t element_bytes,
+void run_planned(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes,
                  Prepare prepare, Work work) {
   for (int members = wanted_members(s, depth, lanes);; members = 1) {
     Plan plan(s, steps, depth, lanes, element_bytes, members);
@@ -291,7 +300,7 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
       k.forward(own, part, at(3 * d + 2), at(3 * s.D + member));
     });
   };
-  run_planned(s, steps, s.G * (s.H + s.I), k.lanes, sizeof(T), prepare, work);
+  run_planned(s, steps, {s.G * s.H, s.G * s.I}, k.lanes, sizeof(T), prepare, work);
 }
 
 // The rows before each row of a direction, pointers to its states: null where the state is zero.
@@ -411,29 +420,37 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       k.backward(own, part, scratch);
     });
     plan.everyone.wait(member);
+    if (result[0].defined()) {
+      const int64_t share = (s.R + plan.members - 1) / plan.members;
+      const int64_t rows = std::min(kTaskRows, (share + 7) / 8 * 8), tasks = (s.R + rows - 1) / rows;
+      for (int64_t task; (task = plan.take(0)) < tasks;) {
+        for (int d = 0; d < s.D; ++d) {
+          k.multiply(
+              {at(3 * d + 2), d_stride, M, cpu::kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
+              task * rows, std::min(s.R, (task + 1) * rows));
+        }
+      }
+    }
     for (int d = 0; d < s.D; ++d) {
       const T* const dgates = at(3 * d + 2);
-      if (result[0].defined()) {
-        const cpu::Range rows = cpu::split(s.R, plan.members, member);
-        k.multiply({dgates, d_stride, M, cpu::kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
-                   rows.begin, rows.end);
-      }
       const int first = rnn_first_weight(s, d);
       const auto grad = [&](int which) {
         return which < (s.bias ? 4 : 2) ? mutable_pointer<T>(result[first + which]) : nullptr;
       };
-      if (grad(0) != nullptr || grad(2) != nullptr) {
-        k.transposed({dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)}, member,
-                     plan.members, scratch);
-      }
-      if (grad(1) != nullptr || grad(3) != nullptr) {
-        k.transposed({dgates + cpu::recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr, before[d].data(), 0,
-                      s.H, grad(1), grad(3)},
-                     member, plan.members, scratch);
-      }
+      // Each task packs all of the right side: not more of them than what the packing is small beside.
+      const int tasks = static_cast<int>(std::clamp<int64_t>(M / 256, plan.members, 4 * plan.members));
+      const auto transposed = [&](int product, const cpu::TransposedArgs<T>& product_args) {
+        if (product_args.out == nullptr && product_args.sums == nullptr) return;  // nobody asks
+        for (int64_t task; (task = plan.take(product)) < tasks;) {
+          k.transposed(product_args, static_cast<int>(task), tasks, scratch);
+        }
+      };
+      transposed(1 + 2 * d, {dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)});
+      transposed(2 + 2 * d, {dgates + cpu::recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr,
+                             before[d].data(), 0, s.H, grad(1), grad(3)});
     }
   };
-  run_planned(s, steps, s.G * s.H, k.lanes, sizeof(T), prepare, work);
+  run_planned(s, steps, {s.G * s.H, 0}, k.lanes, sizeof(T), prepare, work);
 
   for (Tensor& t : result) {
     t = t.defined() ? t.to(args.input.scalar_type()) : at::empty({0}, args.input.options());

@@ -244,18 +244,18 @@ int64_t transposed_scratch() {
 }
 
 template <typename T>
-void transposed(const TransposedArgs<T>& a, int member, int members, T* scratch) {
+void transposed(const TransposedArgs<T>& a, int task, int tasks, T* scratch) {
   using S = Simd<T>;
   constexpr int kLanes = S::kLanes;
   // The columns of left that wrap around under `rotate` go apart, so that a strip's rows of out are contiguous.
   const int64_t wrapped = a.M - a.rotate, strips0 = ceil_div(wrapped, kStrip),
                 strips = strips0 + ceil_div(a.M - wrapped, kStrip);
   const int64_t panels = a.out == nullptr ? 0 : panels_of<T>(a.N);
-  const int64_t along_m = smaller(members, strips), along_n = smaller(members / along_m, panels > 1 ? panels : 1);
-  if (member >= along_m * along_n) return;
-  const Range mine = split(strips, along_m, member / along_n);
-  const Range my_panels = split(panels, along_n, member % along_n);
-  const bool sum = a.sums != nullptr && member % along_n == 0;
+  const int64_t along_m = smaller(tasks, strips), along_n = smaller(tasks / along_m, panels > 1 ? panels : 1);
+  if (task >= along_m * along_n) return;
+  const Range mine = split(strips, along_m, task / along_n);
+  const Range my_panels = split(panels, along_n, task % along_n);
+  const bool sum = a.sums != nullptr && task % along_n == 0;
   T* const right = scratch;
   T* const left = scratch + kSumRows * kRightPanels * kLanes;
 
@@ -328,7 +328,7 @@ template <typename T>
 WEFT_INLINE int64_t chunk_steps(const RnnSequence& s, const RnnPart& part) {
   const int64_t rows = part.b1 - part.b0;
   const int64_t row_bytes = (part.p1 - part.p0) * gate_blocks(s.cell) * Simd<T>::kLanes * sizeof(T);
-  const int64_t fit = 262144 / (row_bytes > 0 ? row_bytes : 1);
+  const int64_t fit = 65536 / (row_bytes > 0 ? row_bytes : 1);
   const int64_t steps = (fit < 96 ? 96 : fit) / rows;
   return smaller(s.steps, steps < 8 ? 8 : steps / 8 * 8);
 }
@@ -384,9 +384,9 @@ __attribute__((noinline)) void project(const RnnForwardArgs<T>& a, const RnnPart
         });
       };
       T* const out = projected + panel * G * kLanes;
-      // A product at each step; blocks of steps of one sequence, so that few rows fill the register block, too; or all
-      // rows of the chunk at once.
-      const bool all = rows == s.B, by_sequence = !all && !s.packed && rows < 6;
+      // All rows of the chunk at once; blocks of steps of one sequence, so that few rows fill the register block, too,
+      // and which was the faster way for many; or a product at each step.
+      const bool all = rows == s.B, by_sequence = !all && !s.packed && (t1 - t0 >= 8 || t1 - t0 >= rows);
       const int64_t products = all ? 1 : by_sequence ? rows : t1 - t0;
       for (int64_t i = 0; i < products; ++i) {
         const int64_t t = all || by_sequence ? t0 : t0 + i, b = by_sequence ? i : 0;

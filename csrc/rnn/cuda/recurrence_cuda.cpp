@@ -114,10 +114,6 @@ Restriction restriction() {
   return r;
 }
 
-jit::Kernel& kernel_of(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
-  return jit::kernel(kSource, geometry_defines(p, g), "recurrence");
-}
-
 // Plans are asked for at every call and live as long as the process.
 struct Planned {
   RecurrencePlan plan;
@@ -128,13 +124,19 @@ Planned make_plan(const RecurrenceProblem& p) {
   if (const auto reason = jit::why_unavailable(device_limits().compute_capability)) return {{std::nullopt, *reason}};
   std::string why = "its weights do not fit on the chip";
   for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
-    jit::Kernel& kernel = kernel_of(p, g);
+    jit::Kernel* kernel = nullptr;
+    try {
+      kernel = &jit::kernel(kSource, geometry_defines(p, g), "recurrence");
+    } catch (const std::runtime_error& error) {
+      why = error.what();
+      break;  // what stops one compilation stops the others
+    }
     const dim3 threads(32 * g.warps);
     const int resident = g.tier == Tier::kCluster
-                             ? kernel.max_active_clusters(threads, g.shared_bytes, g.group)
-                             : kernel.max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
+                             ? kernel->max_active_clusters(threads, g.shared_bytes, g.group)
+                             : kernel->max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
     const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * p.directions : 1;
-    if (resident >= needed) return {{g, {}}, &kernel};
+    if (resident >= needed) return {{g, {}}, kernel};
     why = "the device cannot hold its blocks at the same time";
   }
   return {{std::nullopt, why}};
