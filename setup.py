@@ -100,7 +100,7 @@ def use_ccache() -> None:
 
 def extension(cuda: bool):
     cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
-    # torch's parallel_for is a template: without this flag it runs on one thread. Linux: torch brings its libgomp along.
+    # torch's parallel_for is a template: without this flag it runs on one thread. On Linux torch brings its libgomp.
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
     cxx += openmp
     macros = [("WEFT_WITH_CUDA", "1")] if cuda else []
