@@ -103,6 +103,18 @@ def _compiler() -> dict[str, str | None]:
     }
 
 
+def _rnn_on_cuda(gpus: list[dict[str, Any]], compiler: dict[str, str | None]) -> str:
+    """The rnn engine brings no compiled kernels: it needs the compiler, and a GPU that it knows."""
+    if _build_info.CUDA is None:
+        return "not built"
+    if not gpus:
+        return "built; no CUDA device here"
+    if compiler["obstacle"] is not None:
+        return f"layers run as torch: {compiler['obstacle']}"
+    old = [gpu["compute_capability"] for gpu in gpus if tuple(map(int, gpu["compute_capability"].split("."))) < (8, 0)]
+    return f"not below compute capability 8.0, here is {old[0]}" if old else "runs"
+
+
 def collect() -> dict[str, Any]:
     """The facts as a dictionary that `json` can write.
 
@@ -111,7 +123,7 @@ def collect() -> dict[str, Any]:
     device to state), ``compiler`` (of kernels that are compiled at run time: version of nvrtc, obstacle where there is
     none, folder of the cubins) and ``cache`` (a path).
     """
-    gpus = _gpus()
+    gpus, compiler = _gpus(), _compiler()
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     absent = {"cpu": "not in this version", "cuda": "not in this version"}
     return {
@@ -131,11 +143,11 @@ def collect() -> dict[str, Any]:
         "machine": {"cpu": cpu_name(), "cores": _cores(), "gpus": gpus},
         "engines": {
             "scan": {"cpu": "runs", "cuda": _engine_on_cuda(gpus)},
-            "rnn": dict(absent),
+            "rnn": {"cpu": "runs", "cuda": _rnn_on_cuda(gpus, compiler)},
             "vertex": dict(absent),
             "offload": dict(absent),
         },
-        "compiler": _compiler(),
+        "compiler": compiler,
         "cache": str(cache_dir()),
     }
 

@@ -121,7 +121,9 @@ struct Planned {
 };
 
 Planned make_plan(const RecurrenceProblem& p) {
-  if (const auto reason = jit::why_unavailable(device_limits().compute_capability)) return {{std::nullopt, *reason}};
+  const int capability = device_limits().compute_capability;
+  if (capability < 80) return {{std::nullopt, "its kernels need compute capability 8.0"}};
+  if (const auto reason = jit::why_unavailable(capability)) return {{std::nullopt, *reason}};
   std::string why = "its weights do not fit on the chip";
   for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
     jit::Kernel* kernel = nullptr;
