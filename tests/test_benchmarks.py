@@ -316,8 +316,11 @@ def test_targets_that_were_reached_are_held():
     if not rows:
         pytest.skip("results/rnn.csv is not there yet")
     found = rnn.verdicts(rows)
-    assert not [v.words for v in found if v.holds is None]
-    assert {v.words for v in found if not v.holds} == NOT_REACHED
+    assert {v.words for v in found if v.holds is False} == NOT_REACHED
+    devices = {common.parse_case(r["case"])["device"] for r in rows}
+    missing = [v.words for v in found if v.holds is None]
+    assert not [words for words in missing if any(f"device={device}" in words for device in devices)]
+    assert not [words for words in missing if "grid" in words]
     assert {r["case"] for r in rows if r["metric"] == "step_forward"} == {case.name for case in rnn.STEPS}
 
 
