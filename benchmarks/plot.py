@@ -1,7 +1,7 @@
 """Draws the figures and tables of the README and the docs from benchmarks/results, and from nothing else.
 
-``python -m benchmarks.plot`` rewrites the README's block of results and its figure; the docs' build calls `write_docs`.
-Without rows both say so.
+``python -m benchmarks.plot`` rewrites the README's block of results and its figures; the docs' build calls
+`write_docs`. Without rows both say so.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
+from benchmarks import rnn
 from benchmarks.common import RESULTS, ROOT, parse_case, read_rows, significant
 from benchmarks.scan import GRID_B, GRID_CELLS, GRID_H, GRID_T
 
 README = ROOT / "README.md"
 README_FIGURE = ROOT / "docs" / "images" / "scan_backward.svg"
+RNN_FIGURE = ROOT / "docs" / "images" / "rnn_speedup.svg"
 BEGIN, END = "<!-- results: begin, written by `python -m benchmarks.plot` -->", "<!-- results: end -->"
 NO_ROWS = "Rows appear here as they are measured; there are none yet."
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
@@ -30,9 +32,17 @@ METRICS = {
     "peak_memory": "peak memory of a step",
     "memory_beyond_torch": "memory beyond torch's",
     "error": "error against fp64",
+    "inference": "forward without gradients",
+    "decode": "one step per call",
+    "step_forward": "a step of the forward pass",
 }
 TIMES = ("backward", "forward_backward")
-PEERS = {"gate_activations": "bytes of the gates' activations", "floor": "floor of the bandwidth"}
+PEERS = {
+    "gate_activations": "bytes of the gates' activations",
+    "floor": "floor of the bandwidth",
+    "exchange_floor": "floor of the exchange",
+}
+DTYPE_COLORS = {"fp16": "#2563eb", "bf16": "#c2410c", "fp32": "#15803d"}
 
 # The same rows give the same file, so that a figure changes only with what it shows.
 plt.rcParams.update({"svg.hashsalt": "weft", "svg.fonttype": "none", "figure.dpi": 100, "font.size": 10})
@@ -47,6 +57,8 @@ def describe(case: str) -> str:
     words += [keys["layout"]] if "layout" in keys else []
     words += [f"{key} {keys[key]}" for key in ("H", "B", "T") if key in keys]
     words += [keys["dtype"]]
+    words += [f"{keys['layers']} layers"] if "layers" in keys else []
+    words += ["both directions"] if keys.get("directions") == "2" else []
     if "inputs" in keys:
         words.append("1 input" if keys["inputs"] == "1" else f"{keys['inputs']} inputs")
     words += [f"{keys['threads']} threads"] if "threads" in keys else []
@@ -206,22 +218,103 @@ def draw_grid(rows: Sequence[Row], path: Path) -> None:
     _save(figure, path)
 
 
+def draw_speedup(rows: Sequence[Row], path: Path) -> None:
+    """How many times faster than torch.nn a training step of the rnn engine's grid is: over H, a line per dtype, a
+    panel per cell and batch."""
+    ratios = {}
+    for row in rnn.grid_rows(rows).values():
+        keys = parse_case(row["case"])
+        ratios[keys["cell"], keys["dtype"], int(keys["H"]), int(keys["B"])] = float(row["ratio"])
+    figure, panels = plt.subplots(
+        len(rnn.GRID_B), len(rnn.GRID_CELLS), figsize=(8.6, 7), sharex=True, sharey=True, layout="constrained"
+    )
+    positions = range(len(rnn.GRID_H))
+    for line, B in zip(panels, rnn.GRID_B, strict=True):
+        for axes, cell in zip(line, rnn.GRID_CELLS, strict=True):
+            axes.axhline(1, color="#888888", linewidth=1)
+            for dtype in rnn.GRID_DTYPES:
+                values = [ratios.get((cell, dtype, H, B), float("nan")) for H in rnn.GRID_H]
+                axes.plot(positions, values, "o-", color=DTYPE_COLORS[dtype], markersize=4, label=dtype)
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_xticks(positions, rnn.GRID_H)
+            axes.set_title(f"{NAMES[cell]}, B {B}", fontsize=9)
+            axes.grid(True, which="major", alpha=0.3)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.supxlabel("hidden units H")
+    figure.supylabel("time of torch.nn / time of Weft")
+    gpu = next(iter(rnn.grid_rows(rows).values()))["gpu"]
+    figure.suptitle(f"training step, T {rnn.GRID_T}, {gpu}", fontsize=10)
+    _save(figure, path)
+
+
+def grid_summary(rows: Sequence[Row]) -> str:
+    """How the rnn engine's grid is spread, in a sentence."""
+    grid = sorted(rnn.grid_rows(rows).values(), key=lambda row: float(row["ratio"]))
+    ends = [f"{_ratio(row)} ({describe(row['case'])})" for row in (grid[0], grid[-1])]
+    return (
+        f"Training step, {len(grid)} cases on {grid[0]['gpu']}: torch.nn takes {rnn.geometric_mean(grid):.3g} times as "
+        f"long in the geometric mean, from {ends[0]} to {ends[1]}."
+    )
+
+
+def rnn_highlights(rows: Sequence[Row]) -> list[Row]:
+    """The rows that a target of the rnn engine is about, and the steps beside their floor."""
+    wanted = {(target.case.name, target.metric): None for target in rnn.TARGETS}
+    wanted.update({(case.name, "step_forward"): None for case in rnn.STEPS})
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["case"], row["metric"]), []).append(row)
+    return [row for key in wanted for row in found.get(key, [])]
+
+
+def rnn_grid_table(rows: Sequence[Row]) -> str:
+    """The grid as reStructuredText: Weft's milliseconds and the ratio, a line per cell, dtype and batch."""
+    grid = rnn.grid_rows(rows)
+    lines = [f".. list-table:: {next(iter(grid.values()))['gpu']}: forward + backward, ms (torch.nn's time over it)"]
+    lines += ["   :header-rows: 1", ""]
+    table = [["layer", *(f"H {H}" for H in rnn.GRID_H)]]
+    groups: dict[tuple[str, str, int], dict[int, str]] = {}
+    for case in rnn.grid_cases():
+        row = grid.get(case.name)
+        if row:
+            groups.setdefault((case.cell, case.dtype, case.B), {})[case.H] = f"{row['weft']} ({_ratio(row)})"
+    for (cell, dtype, B), values in groups.items():
+        table.append([f"{NAMES[cell]}, {dtype}, B {B}", *(values.get(H, "") for H in rnn.GRID_H)])
+    for line in table:
+        lines += [f"{'   * -' if i == 0 else '     -'} {cell}".rstrip() for i, cell in enumerate(line)]
+    return "\n".join(lines)
+
+
 def _save(figure: plt.Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
     plt.close(figure)
 
 
-def readme_block(rows: Sequence[Row]) -> str:
-    """What stands between the README's markers."""
+def readme_block(rows: Sequence[Row], rnn_rows: Sequence[Row] = ()) -> str:
+    """What stands between the README's markers: the rows of the scan engine and those of the rnn engine."""
+    parts = []
+    highlights = rnn_highlights(rnn_rows)
+    if highlights:
+        parts.append("### Layers as one kernel")
+        if rnn.grid_rows(rnn_rows):
+            alt = "Speed-up of a training step over torch.nn by cell, dtype, hidden size and batch"
+            parts += [_markdown_image(alt, RNN_FIGURE), grid_summary(rnn_rows)]
+        for hardware, group in by_hardware(highlights).items():
+            parts += [f"On {hardware}:", _markdown(HEADER, map(cells_of, group), "llrrr")]
     shown = [row for row in rows if in_readme(row)]
-    if not shown:
-        return NO_ROWS
-    parts = [markdown_tables(shown)]
-    if backward_points(rows):
-        alt = "Time of a tanh RNN's backward pass against the sequence length, Weft and torch.nn"
-        parts.insert(0, f"![{alt}]({README_FIGURE.relative_to(ROOT).as_posix()})")
-    return "\n\n".join(parts)
+    if shown:
+        parts += ["### Backward passes as scans"] if highlights else []
+        if backward_points(rows):
+            alt = "Time of a tanh RNN's backward pass against the sequence length, Weft and torch.nn"
+            parts.append(_markdown_image(alt, README_FIGURE))
+        parts.append(markdown_tables(shown))
+    return "\n\n".join(parts or [NO_ROWS])
+
+
+def _markdown_image(alt: str, path: Path) -> str:
+    return f"![{alt}]({path.relative_to(ROOT).as_posix()})"
 
 
 def with_block(readme: str, block: str) -> str:
@@ -232,14 +325,16 @@ def with_block(readme: str, block: str) -> str:
 
 
 def write_readme() -> None:
-    rows = read_rows(RESULTS / "scan.csv")
-    README.write_text(with_block(README.read_text(), readme_block(rows)))
+    rows, rnn_rows = read_rows(RESULTS / "scan.csv"), read_rows(RESULTS / "rnn.csv")
+    README.write_text(with_block(README.read_text(), readme_block(rows, rnn_rows)))
     if backward_points(rows):
         draw_backward(rows, README_FIGURE)
+    if rnn.grid_rows(rnn_rows):
+        draw_speedup(rnn_rows, RNN_FIGURE)
 
 
 def write_docs(folder: Path) -> None:
-    """Figures, and ``scan.rst`` that shows them; the page that includes it lies beside `folder`."""
+    """Figures, and ``scan.rst`` and ``rnn.rst`` that show them; the page that includes these lies beside `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     rows, grid = read_rows(RESULTS / "scan.csv"), read_rows(RESULTS / "scan_auto.csv")
     parts = []
@@ -254,6 +349,15 @@ def write_docs(folder: Path) -> None:
         parts.append(rst_tables(rows))
     figure(any(parse_case(row["case"])["device"] == "cuda" for row in grid), draw_grid, grid, "scan_auto")
     (folder / "scan.rst").write_text("\n\n".join(parts or [NO_ROWS]) + "\n")
+
+    rows, parts = read_rows(RESULTS / "rnn.csv"), []
+    if rnn.grid_rows(rows):
+        figure(True, draw_speedup, rows, "rnn_speedup")
+        parts += [grid_summary(rows), rnn_grid_table(rows)]
+    others = [row for row in rows if row["case"] not in rnn.grid_rows(rows) or row["metric"] != "forward_backward"]
+    if others:
+        parts.append(rst_tables(others))
+    (folder / "rnn.rst").write_text("\n\n".join(parts or [NO_ROWS]) + "\n")
 
 
 def main(arguments: list[str] | None = None) -> None:

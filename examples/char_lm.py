@@ -4,7 +4,8 @@
     python examples/char_lm.py --text my_book.txt --hidden 512 --seconds 600
 
 At the end it prints the bits per character on the last tenth of the text, which it has not trained on, a sample, and
-what one training step costs with Weft's GRU and with torch.nn.GRU, which must agree on every gradient.
+what one training step costs with Weft's GRU and with torch.nn.GRU, which must agree on every gradient, and by which
+algorithm Weft's ran.
 """
 
 from __future__ import annotations
@@ -152,6 +153,7 @@ def compare(model: CharLM, tokens: Tensor, options: argparse.Namespace, repeats:
     table.add_row("time, ms (median)", f"{mine:.2f}", f"{theirs:.2f}")
     table.add_row("torch's time / this", f"{theirs / mine:.2f}", "1.00")
     table.add_row("largest relative gradient difference", f"{difference:.1e}", "")
+    table.add_row("algorithm", weft.explain(model.gru, model.embedding(piece[:-1])).algorithm, "torch")
     return table
 
 

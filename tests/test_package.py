@@ -113,5 +113,18 @@ def test_readme_shows_what_was_measured_and_nothing_else():
     from benchmarks import plot  # here, because it alone needs matplotlib
 
     readme = (ROOT / "README.md").read_text()
-    rows = plot.read_rows(plot.RESULTS / "scan.csv")
-    assert readme == plot.with_block(readme, plot.readme_block(rows)), "run `python -m benchmarks.plot`"
+    rows = [plot.read_rows(plot.RESULTS / f"{engine}.csv") for engine in ("scan", "rnn")]
+    assert readme == plot.with_block(readme, plot.readme_block(*rows)), "run `python -m benchmarks.plot`"
+
+
+def test_prose_quotes_no_measurement():
+    """A ratio or a time that was measured is a row, and stands where the rows are drawn."""
+    from benchmarks import plot
+
+    readme = (ROOT / "README.md").read_text()
+    texts = {"README.md": plot.with_block(readme, "")}
+    texts.update({str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "docs").glob("[!_]*/*.rst")})
+    texts.update({path.name: path.read_text() for path in (ROOT / "docs").glob("*.rst")})
+    assert "docs/guide/rnn.rst" in texts and "performance.rst" in texts
+    for name, text in texts.items():
+        assert not re.findall(r"\d[\d.,]*(?:x\b| ?us\b| times (?:faster|slower|as))", text), name

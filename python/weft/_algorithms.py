@@ -55,6 +55,7 @@ class Table(NamedTuple):
     """Largest hidden size of a bucket -> its limits, ascending; above the last, the algorithm is not taken."""
 
 
+_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _CPU_DTYPES = frozenset((torch.float32, torch.float64))
 
@@ -77,9 +78,19 @@ AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cpu", "lstm"): Table(_CPU_DTYPES, {128: Limits()}),
 }
 
-# On the CPU "persistent" is taken before "scan": what stands here was faster than both others. On CUDA a model of costs
-# decides, see persistent_plan.
-AUTO_PERSISTENT: dict[tuple[str, str], Table] = {}
+# On the CPU "persistent" is taken before "scan": what stands here was faster than both others on two cores, forward
+# alone and with the backward pass. A single step of a large layer pays for the packing of the weights; oneDNN's LSTM is
+# fast in bfloat16 and as fast at H = 1024. On CUDA a model of costs decides, see persistent_plan.
+_CPU_WIDE = Table(_DTYPES, {256: Limits(), 1024: Limits(min_steps=2)})
+_NOT_BFLOAT16 = _DTYPES - {torch.bfloat16}
+AUTO_PERSISTENT: dict[tuple[str, str], Table] = {
+    ("cpu", "rnn_tanh"): _CPU_WIDE,
+    ("cpu", "rnn_relu"): _CPU_WIDE,
+    ("cpu", "gru"): _CPU_WIDE,
+    ("cpu", "lstm"): Table(
+        _DTYPES, {64: Limits(), 256: Limits(dtypes=_NOT_BFLOAT16), 512: Limits(min_steps=2, dtypes=_NOT_BFLOAT16)}
+    ),
+}
 
 CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
 """H that the CUDA kernels of the backward pass hold (scan_rnn_max_hidden); beyond, it is a slow loop over the steps."""
@@ -87,7 +98,6 @@ CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
 CUDA_MAX_HIDDEN_FP64 = 32
 """The same in float64 (kScanRnnSmallHidden)."""
 
-_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
 
 
