@@ -43,9 +43,13 @@ def both_devices(monkeypatch):
     monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
 
 
-@pytest.mark.parametrize(("device", "cell"), AUTO_SCAN)
-def test_auto_follows_the_table(device, cell, both_devices):
-    dtypes, buckets = AUTO_SCAN[device, cell]
+TABLES = [("scan", *key, table) for key, table in AUTO_SCAN.items()]
+TABLES += [("persistent", *key, table) for key, table in AUTO_PERSISTENT.items()]
+
+
+@pytest.mark.parametrize(("name", "device", "cell", "table"), TABLES)
+def test_auto_follows_the_table(name, device, cell, table, both_devices):
+    dtypes, buckets = table
     assert list(buckets) == sorted(buckets)
     above = 0
     for hidden, limits in buckets.items():
@@ -54,10 +58,10 @@ def test_auto_follows_the_table(device, cell, both_devices):
         for size in (above + 1, hidden):
             case = CASE._replace(device=device, cell=cell, hidden_size=size, steps=min_steps, batch=batch)
             case = case._replace(capability=(9, 0))
-            taken = {dtype for dtype in dtypes if choose("auto", case._replace(dtype=dtype))[0] == "scan"}
+            taken = {dtype for dtype in dtypes if choose("auto", case._replace(dtype=dtype))[0] == name}
             assert taken == (limits.dtypes or dtypes)
             assert choose("auto", case._replace(steps=min_steps - 1))[0] == "torch"
-            assert choose("auto", case._replace(batch=batch + 1))[0] == ("scan" if max_batch == math.inf else "torch")
+            assert choose("auto", case._replace(batch=batch + 1))[0] == (name if max_batch == math.inf else "torch")
             assert choose("auto", case._replace(dtype=torch.int64))[0] == "torch"
             for other in (
                 {"layers": 2},
@@ -66,10 +70,10 @@ def test_auto_follows_the_table(device, cell, both_devices):
                 {"capability": (8, 9)},
                 {"capability": None},
             ):
-                assert choose("auto", case._replace(**other))[0] == ("torch" if limits.alone else "scan")
+                assert choose("auto", case._replace(**other))[0] == ("torch" if limits.alone else name)
             # A compiled graph does not know its sizes.
             anywhere = min_steps <= 1 and max_batch == math.inf
-            assert choose("auto", case._replace(steps=None, batch=None))[0] == ("scan" if anywhere else "torch")
+            assert choose("auto", case._replace(steps=None, batch=None))[0] == (name if anywhere else "torch")
         above = hidden
     assert choose("auto", case._replace(hidden_size=above + 1))[0] == "torch"
 
@@ -77,13 +81,13 @@ def test_auto_follows_the_table(device, cell, both_devices):
 def test_limits_of_a_bucket(monkeypatch):
     """A table with limits of every kind, whatever the measured one holds."""
     buckets = {8: Limits(), 20: Limits(min_steps=100), 32: Limits(min_steps=30, max_batch=16)}
-    monkeypatch.setitem(AUTO_SCAN, ("cpu", "gru"), Table(frozenset((torch.float32,)), buckets))
+    monkeypatch.setitem(AUTO_PERSISTENT, ("cpu", "gru"), Table(frozenset((torch.float32,)), buckets))
     taken = {(1, 1, 10**6): True, (8, 1, 1): True, (9, 99, 1): False, (9, 100, 10**6): True, (20, 99, 1): False,
              (21, 29, 16): False, (21, 30, 16): True, (32, 30, 17): False, (33, 10**6, 1): False}  # fmt: skip
     words = {(9, 99, 1): "100 steps", (32, 30, 17): "batch of 16", (33, 10**6, 1): "hidden_size 32"}
-    for (hidden, steps, batch), scans in taken.items():
+    for (hidden, steps, batch), holds in taken.items():
         name, reason = choose("auto", CASE._replace(hidden_size=hidden, steps=steps, batch=batch))
-        assert name == ("scan" if scans else "torch")
+        assert name == ("persistent" if holds else "torch")
         assert words.get((hidden, steps, batch), "") in reason
 
 
@@ -116,7 +120,8 @@ def test_what_the_cuda_kernels_do_not_hold_runs_as_torch(both_devices):
 
 def test_every_device_and_cell_has_limits():
     cells = ("rnn_tanh", "rnn_relu", "gru", "lstm")
-    assert set(AUTO_SCAN) == {(device, cell) for device in ("cpu", "cuda") for cell in cells}
+    assert set(AUTO_SCAN) == {("cuda", cell) for cell in cells}
+    assert set(AUTO_PERSISTENT) == {("cpu", cell) for cell in cells}
 
 
 @pytest.mark.parametrize("asked", ["auto", "scan"])
@@ -127,6 +132,8 @@ def test_what_does_not_fit_runs_as_torch(asked):
         "meta": {"device": "meta"},
         "int64": {"dtype": torch.int64},
     }
+    if asked == "auto":  # which has the persistent kernels for it
+        del misfits["PackedSequence"]
     for word, change in misfits.items():
         name, reason = choose(asked, CASE._replace(**change))
         assert name == "torch" and word in reason
@@ -224,16 +231,10 @@ def test_auto_takes_persistent_on_the_cpu_by_its_table(monkeypatch):
     monkeypatch.setitem(AUTO_PERSISTENT, ("cpu", "gru"), table)
     assert choose("auto", CASE)[0] == "persistent"
     assert choose("auto", CASE._replace(packed=True))[0] == "persistent"
-    assert choose("auto", CASE._replace(steps=49))[0] == "scan"
-    assert choose("auto", CASE._replace(dtype=torch.float64))[0] == "scan"
+    assert choose("auto", CASE._replace(steps=49))[0] == "torch"
+    assert choose("auto", CASE._replace(dtype=torch.float64))[0] == "torch"
     name, reason = choose("auto", CASE._replace(hidden_size=200))
     assert name == "torch" and "persistent: " in reason and "hidden_size 64" in reason and "scan: " in reason
-
-
-def test_the_table_of_persistent_is_in_order():
-    for (device, cell), (dtypes, buckets) in AUTO_PERSISTENT.items():
-        assert (device, cell) in AUTO_SCAN and device == "cpu"
-        assert dtypes and buckets and list(buckets) == sorted(buckets)
 
 
 def test_what_only_some_algorithms_do():
@@ -254,27 +255,27 @@ def by_name(explanation):
 def test_explanation():
     layer = weft.nn.GRU(3, 16)
     answer = weft.explain(layer, torch.randn(100, 4, 3))
-    assert answer.algorithm == "scan" and answer.asked == "auto"
+    assert answer.algorithm == "persistent" and answer.asked == "auto"
     candidates = by_name(answer)
     assert list(candidates) == ["persistent", "scan", "newton", "torch", "reference"]
     assert [c.name for c in answer.candidates if not c.eligible] == ["newton"]
-    assert "auto" in candidates["persistent"].reason
+    assert "auto" in candidates["scan"].reason
     assert all(c.reason for c in answer.candidates)
     text = str(answer)
-    assert "GRU(3, 16) on T=100 B=4 float32 input on cpu" in text and "runs as 'scan'" in text
+    assert "GRU(3, 16) on T=100 B=4 float32 input on cpu" in text and "runs as 'persistent'" in text
     for c in answer.candidates:
         (line,) = (line for line in text.splitlines() if line.strip().startswith(c.name + " "))
-        assert c.reason in line and ("taken" in line) == (c.name == "scan")
+        assert c.reason in line and ("taken" in line) == (c.name == "persistent")
     with pytest.raises(dataclasses.FrozenInstanceError):
         answer.algorithm = "torch"
 
 
-def test_it_tells_why_auto_leaves_the_scan():
-    layer = weft.nn.LSTM(3, max(AUTO_SCAN["cpu", "lstm"].buckets) + 1)
+def test_it_tells_why_auto_leaves_the_persistent_kernels():
+    layer = weft.nn.LSTM(3, max(AUTO_PERSISTENT["cpu", "lstm"].buckets) + 1)
     answer = weft.explain(layer, torch.randn(5, 2, 3))
-    scan = by_name(answer)["scan"]
-    assert answer.algorithm == "torch" and scan.eligible and "hidden_size" in scan.reason
-    assert scan.reason in answer.reason
+    persistent = by_name(answer)["persistent"]
+    assert answer.algorithm == "torch" and persistent.eligible and "hidden_size" in persistent.reason
+    assert persistent.reason in answer.reason
 
 
 def test_the_choice_sees_chains_and_gradients():
@@ -314,7 +315,7 @@ def test_it_sees_the_context():
     assert answers[0].algorithm == "reference" and not by_name(answers[0])["torch"].eligible
     with torch.autograd.forward_ad.dual_level():
         assert weft.explain(layer, torch.randn(50, 2, 3)).algorithm == "reference"
-    assert weft.explain(layer, torch.randn(50, 2, 3)).algorithm == "scan"
+    assert weft.explain(layer, torch.randn(50, 2, 3)).algorithm == "persistent"
 
 
 @pytest.mark.parametrize("layer", [weft.nn.RNN(3, 4), weft.nn.GRU(3, 4), weft.nn.LSTM(3, 4)])

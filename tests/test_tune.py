@@ -77,7 +77,7 @@ def test_it_measures_and_auto_follows(device, kind, packed, cache):
 def test_auto_takes_the_fastest(clock):
     times, measured = clock
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 4, 3)
-    assert weft.explain(layer, x).algorithm == "scan"
+    assert weft.explain(layer, x).algorithm == "persistent"
     for best in ("torch", "persistent", "scan"):
         times[best] = min(times.values()) / 2
         answer = weft.tune(layer, x)
@@ -105,7 +105,7 @@ def test_it_holds_for_inputs_of_the_same_kind(clock):
     for steps, batch in ((17, 5), (32, 8)):
         assert takes(other, torch.randn(steps, batch, 3)) == "torch"
     for steps, batch in ((16, 5), (33, 5), (20, 4), (20, 9)):
-        assert takes(other, torch.randn(steps, batch, 3)) == "scan"
+        assert takes(other, torch.randn(steps, batch, 3)) == "persistent"
     for kind in (
         weft.nn.GRU(3, 9),
         weft.nn.GRU(3, 8, num_layers=2),
@@ -113,11 +113,11 @@ def test_it_holds_for_inputs_of_the_same_kind(clock):
         weft.nn.RNN(3, 8),
         weft.nn.GRU(3, 8).requires_grad_(False),
     ):
-        assert takes(kind, x) == "scan"
-    assert takes(weft.nn.GRU(4, 8), torch.randn(20, 5, 4)) == "scan"
-    assert takes(weft.nn.GRU(3, 8, dtype=torch.float64), x.double()) == "scan"
+        assert takes(kind, x) == "persistent"
+    assert takes(weft.nn.GRU(4, 8), torch.randn(20, 5, 4)) == "persistent"
+    assert takes(weft.nn.GRU(3, 8, dtype=torch.float64), x.double()) == "persistent"
     with torch.no_grad():
-        assert takes(layer, x) == "scan"
+        assert takes(layer, x) == "persistent"
 
 
 def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch):
@@ -135,7 +135,7 @@ def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch
     assert weft.tune(layer, x).algorithm == "persistent"
     monkeypatch.setitem(_algorithms._OBSTACLES, "persistent", lambda case: "it is not built")
     _forget()
-    assert weft.explain(layer, x).algorithm == "scan"
+    assert weft.explain(layer, x).algorithm == "persistent"
 
 
 def test_other_processes_read_it(clock, cache):
@@ -185,7 +185,7 @@ def test_entries_of_others_are_kept(clock, cache):
 def test_a_corrupt_file_is_ignored(clock, cache, text):
     (cache / "tune.json").write_text(text, encoding="latin-1")
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
-    assert weft.explain(layer, x).algorithm == "scan"
+    assert weft.explain(layer, x).algorithm == "persistent"
     assert weft.tune(layer, x).algorithm == "torch"
     assert len(written(cache)) == 1
 
@@ -196,7 +196,7 @@ def test_a_wrong_entry_for_this_very_key_is_ignored(clock, cache):
     (key,) = written(cache)
     (cache / "tune.json").write_text(json.dumps({key: {"algorithm": "torch", "microseconds": []}}))
     _forget()
-    assert weft.explain(layer, x).algorithm == "scan"
+    assert weft.explain(layer, x).algorithm == "persistent"
 
 
 def test_a_directory_that_cannot_be_written_is_a_warning(clock, cache, monkeypatch):

@@ -57,7 +57,6 @@ class Table(NamedTuple):
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
-_CPU_DTYPES = frozenset((torch.float32, torch.float64))
 
 # On CUDA a scan costs H times the arithmetic of the sequential chain and wins by its depth: three stages (products
 # within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
@@ -72,10 +71,6 @@ AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cuda", "rnn_relu"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
     ("cuda", "gru"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG._replace(max_batch=16), 128: _LONG_ALONE}),
     ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG_ALONE}),
-    ("cpu", "rnn_tanh"): Table(_CPU_DTYPES, {128: Limits()}),
-    ("cpu", "rnn_relu"): Table(_CPU_DTYPES, {128: Limits()}),
-    ("cpu", "gru"): Table(_CPU_DTYPES, {128: Limits()}),
-    ("cpu", "lstm"): Table(_CPU_DTYPES, {128: Limits()}),
 }
 
 # On the CPU "persistent" is taken before "scan": what stands here was faster than both others on two cores, forward
@@ -254,7 +249,7 @@ def auto_limits(table: Table, hidden_size: int) -> Limits | None:
 
 def why_auto_skips_scan(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "scan", or None."""
-    return _beyond_limits(case, AUTO_SCAN[case.device, case.cell])
+    return _beyond_limits(case, AUTO_SCAN)
 
 
 def why_auto_skips_persistent(case: Case) -> str | None:
@@ -266,11 +261,13 @@ def why_auto_skips_persistent(case: Case) -> str | None:
         if plan.torch_us is not None and plan.torch_us < plan.expected_us:
             return f"torch is expected to take {plan.torch_us:.0f} us, it {plan.expected_us:.0f}"
         return None
-    table = AUTO_PERSISTENT.get((case.device, case.cell))
-    return f"auto does not take it on {case.device}" if table is None else _beyond_limits(case, table)
+    return _beyond_limits(case, AUTO_PERSISTENT)
 
 
-def _beyond_limits(case: Case, table: Table) -> str | None:
+def _beyond_limits(case: Case, tables: dict[tuple[str, str], Table]) -> str | None:
+    table = tables.get((case.device, case.cell))
+    if table is None:
+        return f"auto does not take it on {case.device}"
     limits = auto_limits(table, case.hidden_size)
     if limits is None:
         return f"auto does not take it above hidden_size {max(table.buckets)} on {case.device}"
