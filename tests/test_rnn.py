@@ -719,9 +719,11 @@ def test_side_stream(sample: Sample):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("tier", ("", "grid:16"))
 @pytest.mark.parametrize("sample", [Sample(c, 200, 16, 8, 256) for c in CELLS], ids=str)
-def test_two_streams_at_once(sample: Sample):
+def test_two_streams_at_once(sample: Sample, tier: str, monkeypatch):
     """Calls that share the device neither wait for each other for ever nor mix their results."""
+    monkeypatch.setenv("WEFT_RNN_GEOMETRY", tier)
     args = [arguments(sample, "cuda").map(lambda t, i=i: t * (1 + i)) for i in range(2)]
     with torch.no_grad():
         expected = [rnn(*a, **sample.keywords)[0] for a in args]

@@ -135,7 +135,7 @@ def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch
     assert weft.tune(layer, x).algorithm == "persistent"
     monkeypatch.setitem(_algorithms._OBSTACLES, "persistent", lambda case: "it is not built")
     _forget()
-    assert weft.explain(layer, x).algorithm == "persistent"
+    assert weft.explain(layer, x).algorithm == "torch"
 
 
 def test_other_processes_read_it(clock, cache):

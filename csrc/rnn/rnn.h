@@ -8,9 +8,9 @@
 // rnn(input (T,B,I) or packed (N,I), h0 (D,B,H) | None, c0 (D,B,H) | None, weights, batch_sizes (T) | None;
 //     cell, bidirectional, keep_cells, save)
 //   h0, c0       None for zeros; c0 for an lstm alone, and there exactly where h0 is given
-//   weights      for each direction w_ih (G*H,I), w_hh (G*H,H) and, in both directions or in none, b_ih (G*H), b_hh
-//   (G*H) batch_sizes  packed: sequences running at each step, int64 on the CPU, each at least 1, none above the one
-//   before,
+//   weights      for each direction w_ih (G*H,I), w_hh (G*H,H) and, in both directions or in none,
+//                b_ih (G*H), b_hh (G*H)
+//   batch_sizes  packed: sequences running at each step, int64 on the CPU, each at least 1, none above the one before,
 //                their sum N. B is the first. Step t has the rows after those of the steps before it; sequence b is row
 //                b of every step that it runs in, so that sequences are ordered from the longest to the shortest.
 //   output (T,B,D*H) or (N,D*H)  h at every step; direction d in columns [d*H, (d+1)*H). Direction 1 runs from each

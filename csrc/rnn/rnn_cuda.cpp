@@ -65,8 +65,12 @@ void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left,
                                                            : CUDA_R_32F;
   const auto compute = type == RecurrenceType::kTF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
   const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
-  // torch sets the mode again whenever it takes the handle.
-  TORCH_CUDABLAS_CHECK(cublasSetMathMode(handle, CUBLAS_DEFAULT_MATH));
+  // torch sets the mode again whenever it takes the handle. Sums in half precision only where the user allows them.
+  const auto allows = [](auto option) { return option == at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK; };
+  const bool reduced = type == RecurrenceType::kHalf ? allows(at::globalContext().allowFP16ReductionCuBLAS())
+                                                     : allows(at::globalContext().allowBF16ReductionCuBLAS());
+  TORCH_CUDABLAS_CHECK(
+      cublasSetMathMode(handle, reduced ? CUBLAS_DEFAULT_MATH : CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
   const float one = 1, scale = accumulate ? 1 : 0;
   // cuBLAS is column-major, in which a row-major matrix is its transpose.
   TORCH_CUDABLAS_CHECK(cublasGemmEx_64(handle, right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
@@ -399,16 +403,19 @@ double products_us(const RecurrenceProblem& p, const RnnCase& c) {
   return flops / rate + 5.0 * launches;
 }
 
-// The same of torch's kernels for large batches: launches of every step, and products at the rate of large ones. On an
-// H200 with B = 256 and 1024, H = 256 to 1024; hosts differ in the first by a factor of two, this is a quick one.
+// The same of torch's kernels, without cuDNN's persistent ones: a call, launches of every step, and products at the
+// rate of large ones. On an H200 with B = 16 to 1024, H = 256 to 1024; hosts differ in the launches by a factor of two,
+// this is a quick one. It matters for large layers and batches; for others these kernels are expected to be faster
+// anyway.
 double torch_us(const RecurrenceProblem& p, const RnnCase& c) {
-  if (c.B < 128 || c.packed) return 0;
+  if (c.packed) return 0;
   const double rate = p.type == RecurrenceType::kTF32 ? 235e6 : p.type == RecurrenceType::kFloat ? 40e6 : 500e6;
   double flops = 0;
   for (int layer = 0; layer < c.layers; ++layer) {
     flops += 2.0 * c.B * gate_blocks(p.cell) * p.hidden * ((layer == 0 ? c.I : p.hidden * p.directions) + p.hidden);
   }
-  return double(c.T) * p.directions * (c.layers * (c.trains ? 30 : 12) + flops * (c.trains ? 3 : 1) / rate);
+  const double step = c.layers * (c.trains ? 30 : 12) + flops * (c.trains ? 3 : 1) / rate;
+  return 50 + double(std::max<int64_t>(1, c.T)) * p.directions * step;
 }
 
 }  // namespace

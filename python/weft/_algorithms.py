@@ -108,7 +108,7 @@ class Case(NamedTuple):
     batch: int | None
     steps: int | None
     """T. None, like `batch`, in a compiled graph, where looking at it would tie the graph to a range of sizes: "auto"
-    then takes only what it takes at every size."""
+    then takes from its tables only what it takes at every size, and on CUDA "persistent" where the weights fit."""
     packed: bool
     projected: bool
     transformed: bool

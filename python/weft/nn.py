@@ -9,7 +9,7 @@ The keyword ``algorithm`` says what runs:
 
 - ``"auto"`` (default): what :func:`weft.tune` measured to be the fastest for such inputs; else "scan" or "persistent"
   where they are expected to be faster than "torch", which runs everything else. In a compiled graph, where length and
-  batch are unknown, another than "torch" only where neither matters;
+  batch are unknown, what it takes for short sequences and small batches;
 - ``"persistent"``: one operator per layer for all time steps and both directions, packed sequences without padding
   included; on a GPU one kernel that keeps the weights on the chip (Persistent RNN, ICML 2016);
 - ``"scan"``: Weft's operators, whose backward pass is a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);

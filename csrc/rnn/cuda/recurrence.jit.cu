@@ -1,5 +1,5 @@
 // The recurrence of one layer, both directions, in one launch: all T steps with the recurrent weights on the chip.
-// Compiled at run time for one size; the macros are documented at their use below and set by recurrence.cpp.
+// Compiled at run time for one size; the macros are documented at their use below and set by recurrence_cuda.cpp.
 //
 // Decomposition. A group of GROUP blocks runs COLUMNS sequences of one direction. Block p owns UNITS hidden units, i.e.
 // their rows of the recurrent weights, their gates and their state. A step is a product of the block's weight rows with
@@ -185,11 +185,6 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
 }
 
 #if EXCHANGE == 0 && GROUP > 1
-__device__ __forceinline__ u32 block_of_cluster() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
@@ -259,7 +254,8 @@ __device__ __forceinline__ u32 round_tf32(u32 x) {
 __device__ __forceinline__ u32 upper_part(u32 x) {
   return x & 0xffffe000u;
 }
-// What the upper part leaves; of an infinity nothing, where the difference would be NaN.
+// What the upper part leaves; of an infinity nothing, where the difference would be NaN. Infinite times the lower part
+// of a weight that has none is still NaN: a ReLU state that overflows ends as NaN where one product would be infinite.
 __device__ __forceinline__ u32 lower_part(u32 x) {
   const u32 rest = __float_as_uint(__uint_as_float(x) - __uint_as_float(upper_part(x)));
   return (x & 0x7fffffffu) == 0x7f800000u ? 0u : rest;

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <unordered_map>
 
@@ -125,21 +126,22 @@ Planned make_plan(const RecurrenceProblem& p) {
   if (capability < 80) return {{std::nullopt, "its kernels need compute capability 8.0"}};
   if (const auto reason = jit::why_unavailable(capability)) return {{std::nullopt, *reason}};
   std::string why = "its weights do not fit on the chip";
+  std::set<std::pair<Tier, int>> refused;  // what the device does not hold with one layout it does not with another
   for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
-    jit::Kernel* kernel = nullptr;
+    if (refused.contains({g.tier, g.group})) continue;
     try {
-      kernel = &jit::kernel(kSource, geometry_defines(p, g), "recurrence");
+      jit::Kernel& kernel = jit::kernel(kSource, geometry_defines(p, g), "recurrence");
+      const dim3 threads(32 * g.warps);
+      const int resident = g.tier == Tier::kCluster
+                               ? kernel.max_active_clusters(threads, g.shared_bytes, g.group)
+                               : kernel.max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
+      const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * p.directions : 1;
+      if (resident >= needed) return {{g, {}}, &kernel};
     } catch (const std::runtime_error& error) {
-      why = error.what();
-      break;  // what stops one compilation stops the others
+      return {{std::nullopt, error.what()}};  // what stops one compilation stops the others
     }
-    const dim3 threads(32 * g.warps);
-    const int resident = g.tier == Tier::kCluster
-                             ? kernel->max_active_clusters(threads, g.shared_bytes, g.group)
-                             : kernel->max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
-    const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * p.directions : 1;
-    if (resident >= needed) return {{g, {}}, kernel};
     why = "the device cannot hold its blocks at the same time";
+    refused.insert({g.tier, g.group});
   }
   return {{std::nullopt, why}};
 }
@@ -207,10 +209,14 @@ std::string geometry_text(const RecurrenceGeometry& g) {
 std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p) {
   const DeviceLimits& device = device_limits();
   const Restriction only = restriction();
+  int index = 0, cooperative = 0;
+  cuda_check(cudaGetDevice(&index), "cudaGetDevice");
+  cuda_check(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, index), "cudaDeviceGetAttribute");
   const int per_chunk = 16 / element_bytes(p.type);
   std::vector<RecurrenceGeometry> found;
   const auto consider = [&](Tier tier, int group, int columns, int warps, int split) {
     if (!only.tier.empty() && only.tier != tier_name(tier)) return;
+    if (tier == Tier::kGrid && !cooperative) return;
     const int numbers[] = {group, columns, warps, split};
     for (int i = 0; i < 4; ++i) {
       if (only.numbers[i] != 0 && only.numbers[i] != numbers[i]) return;
@@ -223,9 +229,10 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
                        : group < 16                         ? device.sm_count * 10 / 11
                                                             : device.sm_count * 8 / 9;
     g.at_once = std::max(1, usable / group / p.directions);
-    if (tier == Tier::kGrid && group * p.directions > device.sm_count) return;
-    // A block without units would only wait for the others.
-    if (group > 1 && g.units * (group - 1) >= p.hidden) return;
+    if (group * (tier == Tier::kGrid ? p.directions : 1) > usable) return;
+    // Units come in chunks of 16 bytes, so that the last blocks of a group may have none: they only wait for the
+    // others.
+    if (group > 1 && 4 * ceil_div(p.hidden, g.units) < 3 * group) return;
     const Layout layout(p, g);
     if (layout.pairs > 8 || layout.row_tiles * layout.column_tiles > 16) return;
     const int room = std::min(248, 65536 / (32 * warps)) - layout.other_registers(p);
@@ -236,20 +243,31 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
     g.step_us = step_cost(p, g, layout);
     found.push_back(g);
   };
-  for (const int columns : {1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64}) {
-    // More columns than sequences waste exchange, except that few sizes mean few compilations.
-    if (columns >= 2 * p.batch && columns > 1) break;
+  const auto each_columns = [&](const auto& consider_columns) {
+    for (const int columns : {1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64}) {
+      // More columns than sequences waste exchange, except that few sizes mean few compilations.
+      if (columns >= 2 * p.batch && columns > 1) break;
+      consider_columns(columns);
+    }
+  };
+  each_columns([&](int columns) {
     for (const int warps : {4, 8, 16}) {
       for (int split = 1; split <= warps; split *= 2) {
         consider(Tier::kSmall, 1, columns, warps, split);
         if (device.compute_capability >= 90) {
           for (const int group : {2, 4, 8, 16}) consider(Tier::kCluster, group, columns, warps, split);
         }
-        if (split == warps && warps == 8) {
-          for (const int group : {16, 32, 64, 128}) consider(Tier::kGrid, group, columns, warps, split);
-        }
       }
     }
+    for (const int group : {16, 32, 64, 128}) consider(Tier::kGrid, group, columns, 8, 8);
+  });
+  if (found.empty()) {
+    // Large layers of other sizes than these groups divide well.
+    each_columns([&](int columns) {
+      for (int chunks = 1; chunks <= 16; ++chunks) {
+        consider(Tier::kGrid, ceil_div(p.hidden, chunks * per_chunk), columns, 8, 8);
+      }
+    });
   }
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step_us < b.step_us; });
   return found;
