@@ -105,7 +105,7 @@ def test_tiers_match_the_reference(cell: str, dtype: torch.dtype, tf32: bool, ti
         found, found_grads = runs[0][:5], runs[0][5:]
         check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], bound)
         # A ReLU unit whose sum is within its rounding of zero has the other derivative.
-        kinks = 10 if cell == "rnn_relu" and (tf32 or dtype != torch.float32) else 1
+        kinks = 20 if cell == "rnn_relu" and (tf32 or dtype != torch.float32) else 1
         check_close(names(args), found_grads, expected_grads, kinks * bound)
         assert all(a is b or torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
 
@@ -207,14 +207,10 @@ def test_precision_follows_torch():
     def error() -> float:
         return ((rnn(*args, **sample.keywords)[0].double() - exact.cuda()).norm() / exact.norm()).item()
 
-    before = torch.backends.cudnn.allow_tf32
-    try:
-        torch.backends.cudnn.allow_tf32 = True
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         assert 1e-5 < error() < 1e-2
-        torch.backends.cudnn.allow_tf32 = False
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         assert error() < 2e-6
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
     # The newer setting forbids reading the older one, so that it is for a process of its own.
     code = (
         "import torch, weft; torch.backends.cudnn.rnn.fp32_precision = 'ieee'; torch.manual_seed(0)\n"

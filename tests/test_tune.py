@@ -138,6 +138,25 @@ def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch
     assert weft.explain(layer, x).algorithm == "torch"
 
 
+def test_what_raises_is_left_out(clock, monkeypatch):
+    """As cuDNN does for some lengths."""
+    _, measured = clock
+    layer, x, module = weft.nn.GRU(3, 8), torch.randn(20, 5, 3), sys.modules["weft.tune"]
+    measure = module._measure
+
+    def refusing(layer, name, call):
+        if name in refused:
+            raise RuntimeError(f"{name} refuses")
+        return measure(layer, name, call)
+
+    monkeypatch.setattr(module, "_measure", refusing)
+    refused = {"torch"}
+    assert weft.tune(layer, x).algorithm == "scan" and sorted(measured) == ["persistent", "scan"]
+    refused |= {"persistent", "scan"}
+    with pytest.raises(RuntimeError, match="refuses"):
+        weft.tune(layer, x)
+
+
 def test_other_processes_read_it(clock, cache):
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
     assert weft.tune(layer, x).algorithm == "torch"

@@ -296,7 +296,7 @@ class _Folding:
         """A result and its mapped dimension; one that was not asked for has none."""
         if tensor.dim() == 1:
             return tensor, None
-        return tensor.unflatten(batch, (tensor.shape[batch] // self.size, self.size)), batch + 1
+        return tensor.unflatten(batch, (tensor.shape[batch] // max(self.size, 1), self.size)), batch + 1
 
 
 @torch.library.register_vmap("weft::rnn")

@@ -48,7 +48,7 @@ def tune(
     Raises:
         TypeError: `layer` is not one of Weft's layers.
         RuntimeError: inside ``torch.compile``, a ``torch.func`` transform, forward-mode AD or the capture of a graph.
-        Otherwise what the layer itself raises for this input.
+        Otherwise what the layer itself raises for this input, whichever algorithm runs.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("tune: a compiled graph cannot measure; call weft.tune before torch.compile")
@@ -63,7 +63,7 @@ def tune(
     names = [c.name for c in explanation.candidates if c.eligible and c.name != "reference"]
     if names:
         with torch.random.fork_rng([call.input.device] if on_cuda else []), _in_training(layer, case.trains):
-            times = {name: _measure(layer, name, call) for name in names}
+            times = _measure_all(layer, names, call)
         best = min(times, key=times.__getitem__)
         _tuned.remember(case, _tuned.Entry(best, times))
         _algorithms.forget_choices()
@@ -79,6 +79,20 @@ def _in_training(layer: torch.nn.Module, wanted: bool) -> Iterator[None]:
         yield
     finally:
         layer.training = before
+
+
+def _measure_all(layer: nn.RNN | nn.GRU | nn.LSTM, names: list[str], call: nn._Call) -> dict[str, float]:
+    """Microseconds by algorithm, of those that run: cuDNN refuses some lengths, memory may not do for all."""
+    times: dict[str, float] = {}
+    failure: RuntimeError | None = None
+    for name in names:
+        try:
+            times[name] = _measure(layer, name, call)
+        except RuntimeError as error:
+            failure = error
+    if not times and failure is not None:
+        raise failure
+    return times
 
 
 def _measure(layer: nn.RNN | nn.GRU | nn.LSTM, name: str, call: nn._Call) -> float:
