@@ -25,19 +25,24 @@ __device__ inline unsigned size() {
 // All threads of all blocks meet; what they wrote before, to shared memory of any block too, is seen after.
 __device__ inline void barrier() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
 #endif
 }
 
 // Shared-window address of the same variable in the block of another rank.
-__device__ inline unsigned shared_address(const void* shared, unsigned of_rank) {
-  unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+__device__ inline unsigned shared_address(unsigned own_address, unsigned of_rank) {
 #if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(of_rank));
-#endif
+  unsigned address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own_address), "r"(of_rank));
   return address;
+#else
+  return own_address;
+#endif
+}
+__device__ inline unsigned shared_address(const void* shared, unsigned of_rank) {
+  return shared_address(static_cast<unsigned>(__cvta_generic_to_shared(shared)), of_rank);
 }
 
 // Reads 32 bits at such an address.
@@ -50,5 +55,34 @@ __device__ inline unsigned load(unsigned address) {
 #endif
   return value;
 }
+
+#if __CUDA_ARCH__ >= 900
+// A barrier in shared memory (mbarrier, 8 bytes) whose phase ends when one thread has said how many bytes to expect and
+// as many have been sent.
+__device__ inline void arrivals_init(unsigned barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+__device__ inline void arrivals_expect(unsigned barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+// Waits for the phase of this parity; what was sent in it is seen after.
+__device__ inline void arrivals_wait(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "WAIT:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@done bra DONE;\n\tbra "
+      "WAIT;\n"
+      "DONE:\n\t}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Stores 16 bytes in another block, and tells its barrier when they are there. Both addresses are of that block.
+__device__ inline void send(unsigned address, uint4 v, unsigned barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
+}
+#endif
 
 }  // namespace weft::cluster

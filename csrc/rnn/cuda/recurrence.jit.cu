@@ -39,6 +39,10 @@
 // warps, SPLIT partial sums through shared memory, two block barriers, and one exchange (0.4 to 1 us in a cluster,
 // 0.7 to 2 us through L2, nothing where a block is alone).
 
+#include "jit/cluster.jit.cuh"
+
+namespace cluster = weft::cluster;
+
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -179,7 +183,7 @@ __device__ __forceinline__ float tanh_of(float x) {
   return s < 0.0625f ? small : large;  // NaN takes the second
 }
 
-// Shared memory, barriers, clusters.
+// Shared memory.
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return u32(__cvta_generic_to_shared(p));
 }
@@ -195,38 +199,6 @@ __device__ __forceinline__ void store_shared(u32 address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
-
-#if EXCHANGE == 0 && GROUP > 1
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_init(u32 barrier) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n\t.reg .pred done;\n"
-      "WAIT:\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t@done bra DONE;\n\tbra "
-      "WAIT;\n"
-      "DONE:\n\t}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-__device__ __forceinline__ u32 remote_address(u32 address, u32 block) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
-  return remote;
-}
-__device__ __forceinline__ void send(u32 address, uint4 v, u32 barrier) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
-      : "memory");
-}
-#endif
 
 // Global memory that other blocks write while this kernel runs.
 __device__ __forceinline__ uint4 load_published(const Element* p) {
@@ -601,12 +573,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
 #if EXCHANGE == 0 && GROUP > 1
     if (thread == 0) {
       for (int i = 0; i < 2; ++i) {
-        barrier_init(barriers + 8 * i);
-        barrier_expect(barriers + 8 * i, GROUP * COLUMNS * kSlice * kBytes);
+        cluster::arrivals_init(barriers + 8 * i);
+        cluster::arrivals_expect(barriers + 8 * i, GROUP * COLUMNS * kSlice * kBytes);
       }
     }
     __syncthreads();
-    cluster_barrier();
+    cluster::barrier();
 #endif
   }
   __syncthreads();
@@ -652,8 +624,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
       const u32 buffer = buffers + u32(k & 1) * kBufferBytes;
 #if GROUP > 1
       if (k > 0) {
-        barrier_wait(barriers + u32(k & 1) * 8, u32((k - 1) >> 1) & 1);
-        if (thread == 0) barrier_expect(barriers + u32(k & 1) * 8, GROUP * COLUMNS * kSlice * kBytes);
+        cluster::arrivals_wait(barriers + u32(k & 1) * 8, u32((k - 1) >> 1) & 1);
+        if (thread == 0) cluster::arrivals_expect(barriers + u32(k & 1) * 8, GROUP * COLUMNS * kSlice * kBytes);
       }
 #endif
       u32 from[kColumnTiles];
@@ -832,7 +804,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         const int index = thread + i * kThreads, to = index / kChunks, chunk = index % kChunks;
         if (index < kChunks * GROUP) {
           const u32 at = next_buffer + chunk / kChunksOfSlice * kPitch + chunk % kChunksOfSlice * 16;
-          send(remote_address(at, to), load_shared(stage + chunk * 16), remote_address(next_barrier, to));
+          cluster::send(cluster::shared_address(at, to), load_shared(stage + chunk * 16),
+                        cluster::shared_address(next_barrier, to));
         }
       }
     }
@@ -858,6 +831,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
     }
   }
 #if EXCHANGE == 0 && GROUP > 1
-  cluster_barrier();
+  cluster::barrier();
 #endif
 }
