@@ -6,15 +6,8 @@
 
 #include "scan/cpu/scan_rnn_kernels.h"
 
-// After every other header: what they define is shared with code that runs on any processor.
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC target("avx2,fma")
-#endif
-#define WEFT_ISA avx2
-#define WEFT_VECTOR_BYTES 32
-#define WEFT_REGISTERS 16
+// After the other headers, see there.
+#include "common/cpu/avx2-begin-inl.h"
 #include "scan/cpu/scan_rnn_kernels-inl.h"
 
 namespace weft::cpu {
@@ -22,7 +15,5 @@ const ScanRnnTables& scan_rnn_avx2() {
   return avx2::kTables;
 }
 }  // namespace weft::cpu
-#ifdef __clang__
-#pragma clang attribute pop
-#endif
+#include "common/cpu/simd-end-inl.h"
 #endif

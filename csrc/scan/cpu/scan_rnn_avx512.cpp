@@ -6,16 +6,8 @@
 
 #include "scan/cpu/scan_rnn_kernels.h"
 
-// After every other header: what they define is shared with code that runs on any processor.
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma"))), \
-                             apply_to = function)
-#else
-#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx2,fma")
-#endif
-#define WEFT_ISA avx512
-#define WEFT_VECTOR_BYTES 64
-#define WEFT_REGISTERS 32
+// After the other headers, see there.
+#include "common/cpu/avx512-begin-inl.h"
 #include "scan/cpu/scan_rnn_kernels-inl.h"
 
 namespace weft::cpu {
@@ -23,7 +15,5 @@ const ScanRnnTables& scan_rnn_avx512() {
   return avx512::kTables;
 }
 }  // namespace weft::cpu
-#ifdef __clang__
-#pragma clang attribute pop
-#endif
+#include "common/cpu/simd-end-inl.h"
 #endif
