@@ -2,6 +2,7 @@
 // on the standard library's templates holds here, too.
 #include "common/cpu/simd-inl.h"
 #include "rnn/cpu/rnn_kernels.h"
+#include "scan/cpu/cell-inl.h"
 
 namespace weft::cpu::WEFT_ISA {
 namespace {
@@ -466,42 +467,11 @@ void forward(const RnnForwardArgs<T>& a, const RnnPart& part, T* state, T* scrat
             for (int p = 0; p < NP; ++p) {
               const int64_t j = (panel + p) * kLanes, lanes = H - j;
               const T* gate = pre + (r * NV + p * G) * kLanes;
-              Vec next;
-              if constexpr (C == Cell::kRnnTanh) {
-                next = S::tanh(S::load(gate));
-              } else if constexpr (C == Cell::kRnnRelu) {
-                next = S::relu(S::load(gate));
-              } else if constexpr (C == Cell::kGru) {
-                const Vec reset = S::sigmoid(S::load(gate));
-                const Vec update = S::sigmoid(S::load(gate + kLanes));
-                const Vec m = S::load(gate + 2 * kLanes);
-                const Vec n = S::tanh(S::load(x + r * projected_stride + 2 * kLanes) + reset * m);
-                next = n + update * (S::load(h + (first + r) * stride + j) - n);
-                if (a.gates != nullptr) {
-                  T* const saved = a.gates + row * 4 * H + j;
-                  S::store(saved, reset, lanes);
-                  S::store(saved + H, update, lanes);
-                  S::store(saved + 2 * H, n, lanes);
-                  S::store(saved + 3 * H, m, lanes);
-                }
-              } else {
-                T* const cell = c + (first + r) * own + local;
-                const Vec in = S::sigmoid(S::load(gate));
-                const Vec forget = S::sigmoid(S::load(gate + kLanes));
-                const Vec g = S::tanh(S::load(gate + 2 * kLanes));
-                const Vec out = S::sigmoid(S::load(gate + 3 * kLanes));
-                const Vec cell_next = forget * S::load(cell) + in * g;
-                S::store(cell, cell_next);
-                next = out * S::tanh(cell_next);
-                if (a.gates != nullptr) {
-                  T* const saved = a.gates + row * 4 * H + j;
-                  S::store(saved, in, lanes);
-                  S::store(saved + H, forget, lanes);
-                  S::store(saved + 2 * H, g, lanes);
-                  S::store(saved + 3 * H, out, lanes);
-                }
-                if (a.cells != nullptr) S::store(a.cells + row * s.stride + j, cell_next, lanes);
-              }
+              T* const cell = c + (first + r) * own + local;
+              const Vec next =
+                  cell_forward<T, C>(gate, x + r * projected_stride + 2 * kLanes, h + (first + r) * stride + j, cell,
+                                     a.gates == nullptr ? nullptr : a.gates + row * 4 * H + j, H, lanes);
+              if (C == Cell::kLstm && a.cells != nullptr) S::store(a.cells + row * s.stride + j, S::load(cell), lanes);
               S::store(h_next + (first + r) * stride + j, next);
               S::store(a.output + row * s.stride + j, next, lanes);
             }
@@ -610,37 +580,15 @@ void backward(const RnnBackwardArgs<T>& a, const RnnPart& part, T* scratch) {
         T* const d = a.dgates + row * a.d_stride + j;
         Vec grad = S::load(carried);
         if (a.grad_output != nullptr) grad += S::load(a.grad_output + row * s.stride + j, lanes);
-        if constexpr (C == Cell::kRnnTanh) {
-          const Vec y = S::load(a.output + row * s.stride + j, lanes);
-          S::store(d, grad * (T(1) - y * y), lanes);
-        } else if constexpr (C == Cell::kRnnRelu) {
-          const Vec y = S::load(a.output + row * s.stride + j, lanes);
-          S::store(d, y <= T(0) ? Vec{} : grad, lanes);
-        } else if constexpr (C == Cell::kGru) {
-          const T* const gate = a.gates + row * 4 * H + j;
-          const Vec reset = S::load(gate, lanes), update = S::load(gate + H, lanes), n = S::load(gate + 2 * H, lanes),
-                    m = S::load(gate + 3 * H, lanes),
-                    before = h_before != nullptr ? S::load(h_before + j, lanes) : Vec{};
-          const Vec dn = grad * (T(1) - update) * (T(1) - n * n);
-          S::store(d, dn, lanes);
-          S::store(d + H, dn * m * reset * (T(1) - reset), lanes);
-          S::store(d + 2 * H, grad * (before - n) * update * (T(1) - update), lanes);
-          S::store(d + 3 * H, dn * reset, lanes);
-          S::store(carried, grad * update);
-        } else {
-          const T* const gate = a.gates + row * 4 * H + j;
-          const Vec in = S::load(gate, lanes), forget = S::load(gate + H, lanes), g = S::load(gate + 2 * H, lanes),
-                    out = S::load(gate + 3 * H, lanes),
-                    before = c_before != nullptr ? S::load(c_before + j, lanes) : Vec{};
-          const Vec squashed = S::tanh(S::load(a.cells + row * s.stride + j, lanes));
-          T* const carried_cell = dc + r * own + panel * kLanes;
-          Vec grad_cell = S::load(carried_cell) + grad * out * (T(1) - squashed * squashed);
-          if (a.grad_cells != nullptr) grad_cell += S::load(a.grad_cells + row * s.stride + j, lanes);
-          S::store(d, grad_cell * g * in * (T(1) - in), lanes);
-          S::store(d + H, grad_cell * before * forget * (T(1) - forget), lanes);
-          S::store(d + 2 * H, grad_cell * in * (T(1) - g * g), lanes);
-          S::store(d + 3 * H, grad * squashed * out * (T(1) - out), lanes);
-          S::store(carried_cell, grad_cell * forget);
+        const T* const state_before = C == Cell::kGru ? h_before : C == Cell::kLstm ? c_before : nullptr;
+        const CellGrads<T, C> grads = cell_backward<T, C>(
+            grad, a.output + row * s.stride + j, a.gates + row * 4 * H + j, H,
+            state_before != nullptr ? S::load(state_before + j, lanes) : Vec{}, a.cells + row * s.stride + j,
+            a.grad_cells == nullptr ? nullptr : a.grad_cells + row * s.stride + j, carried,
+            dc + r * own + panel * kLanes, lanes);
+        for (int block = 0; block < chain_blocks(C); ++block) {
+          // gru: n, r, z, m.
+          S::store(d + block * H, grads.d[C == Cell::kGru && block < 3 ? (block + 2) % 3 : block], lanes);
         }
       }
     }

@@ -1,6 +1,7 @@
 // The CPU kernels of weft::scan_rnn: included once per instruction set, with the macros of common/cpu/simd-inl.h, whose
 // rule on the standard library's templates holds here, too.
 #include "common/cpu/simd-inl.h"
+#include "scan/cpu/cell-inl.h"
 #include "scan/cpu/scan_rnn_kernels.h"
 
 namespace weft::cpu::WEFT_ISA {
@@ -154,42 +155,11 @@ void forward(const ScanRnnForwardArgs<T>& a, int64_t b0, int64_t b1, T* scratch)
               const int64_t j = (panel + p) * kLanes, lanes = H - j;
               const T* gate = pre + (r * NV + p * G) * kLanes;
               T* const state = h_next + (first + r) * width + j;
-              Vec next;
-              if constexpr (C == Cell::kRnnTanh) {
-                next = S::tanh(S::load(gate));
-              } else if constexpr (C == Cell::kRnnRelu) {
-                next = S::relu(S::load(gate));
-              } else if constexpr (C == Cell::kGru) {
-                const Vec reset = S::sigmoid(S::load(gate));
-                const Vec update = S::sigmoid(S::load(gate + kLanes));
-                const Vec m = S::load(gate + 2 * kLanes);
-                const Vec n = S::tanh(S::load(x + r * width * G + 2 * kLanes) + reset * m);
-                next = n + update * (S::load(h + (first + r) * width + j) - n);
-                if (a.gates != nullptr) {
-                  T* const saved = a.gates + row * 4 * H + j;
-                  S::store(saved, reset, lanes);
-                  S::store(saved + H, update, lanes);
-                  S::store(saved + 2 * H, n, lanes);
-                  S::store(saved + 3 * H, m, lanes);
-                }
-              } else {
-                T* const cell = c + (first + r) * width + j;
-                const Vec in = S::sigmoid(S::load(gate));
-                const Vec forget = S::sigmoid(S::load(gate + kLanes));
-                const Vec g = S::tanh(S::load(gate + 2 * kLanes));
-                const Vec out = S::sigmoid(S::load(gate + 3 * kLanes));
-                const Vec cell_next = forget * S::load(cell) + in * g;
-                S::store(cell, cell_next);
-                next = out * S::tanh(cell_next);
-                if (a.gates != nullptr) {
-                  T* const saved = a.gates + row * 4 * H + j;
-                  S::store(saved, in, lanes);
-                  S::store(saved + H, forget, lanes);
-                  S::store(saved + 2 * H, g, lanes);
-                  S::store(saved + 3 * H, out, lanes);
-                  S::store(a.cells + row * H + j, cell_next, lanes);
-                }
-              }
+              T* const cell = c + (first + r) * width + j;
+              const Vec next =
+                  cell_forward<T, C>(gate, x + r * width * G + 2 * kLanes, h + (first + r) * width + j, cell,
+                                     a.gates == nullptr ? nullptr : a.gates + row * 4 * H + j, H, lanes);
+              if (C == Cell::kLstm && a.gates != nullptr) S::store(a.cells + row * H + j, S::load(cell), lanes);
               S::store(state, next);
               S::store(a.output + row * H + j, next, lanes);
             }
@@ -257,36 +227,12 @@ void backward(const ScanRnnBackwardArgs<T>& a, int64_t b0, int64_t b1, T* scratc
         T* const d = a.dgates + row * K * H + j;
         Vec grad = S::load(carried);
         if (a.grad_output != nullptr) grad += S::load(a.grad_output + row * H + j, lanes);
-        if constexpr (C == Cell::kRnnTanh) {
-          const Vec y = S::load(a.output + row * H + j, lanes);
-          S::store(d, grad * (T(1) - y * y), lanes);
-        } else if constexpr (C == Cell::kRnnRelu) {
-          const Vec y = S::load(a.output + row * H + j, lanes);
-          S::store(d, y <= T(0) ? Vec{} : grad, lanes);
-        } else if constexpr (C == Cell::kGru) {
-          const T* const gate = a.gates + row * 4 * H + j;
-          const Vec reset = S::load(gate, lanes), update = S::load(gate + H, lanes), n = S::load(gate + 2 * H, lanes),
-                    m = S::load(gate + 3 * H, lanes), before = S::load(h_before + b * H + j, lanes);
-          const Vec dn = grad * (T(1) - update) * (T(1) - n * n);
-          const Vec dm = dn * reset;
-          S::store(d, dn * m * reset * (T(1) - reset), lanes);
-          S::store(d + H, grad * (before - n) * update * (T(1) - update), lanes);
-          S::store(d + 2 * H, dn, lanes);
-          S::store(d + 3 * H, dm, lanes);
-          S::store(carried, grad * update);
-        } else {
-          const T* const gate = a.gates + row * 4 * H + j;
-          const Vec in = S::load(gate, lanes), forget = S::load(gate + H, lanes), g = S::load(gate + 2 * H, lanes),
-                    out = S::load(gate + 3 * H, lanes), before = S::load(c_before + b * H + j, lanes);
-          const Vec squashed = S::tanh(S::load(a.cells + row * H + j, lanes));
-          T* const carried_cell = dc + r * width + j;
-          const Vec grad_cell = S::load(carried_cell) + grad * out * (T(1) - squashed * squashed);
-          S::store(d, grad_cell * g * in * (T(1) - in), lanes);
-          S::store(d + H, grad_cell * before * forget * (T(1) - forget), lanes);
-          S::store(d + 2 * H, grad_cell * in * (T(1) - g * g), lanes);
-          S::store(d + 3 * H, grad * squashed * out * (T(1) - out), lanes);
-          S::store(carried_cell, grad_cell * forget);
-        }
+        const T* const state_before = C == Cell::kGru ? h_before : C == Cell::kLstm ? c_before : nullptr;
+        const CellGrads<T, C> grads =
+            cell_backward<T, C>(grad, a.output + row * H + j, a.gates + row * 4 * H + j, H,
+                                state_before != nullptr ? S::load(state_before + b * H + j, lanes) : Vec{},
+                                a.cells + row * H + j, nullptr, carried, dc + r * width + j, lanes);
+        for (int block = 0; block < K; ++block) S::store(d + block * H, grads.d[block], lanes);
       }
     }
 
