@@ -9,6 +9,7 @@ namespace weft {
 
 inline void cuda_check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) {
+    cudaGetLastError();  // or the next one who asks takes it for theirs
     throw std::runtime_error(std::string("weft: ") + what + ": " + cudaGetErrorString(status));
   }
 }
@@ -18,6 +19,7 @@ struct DeviceLimits {
   int sm_count;
   int max_shared_per_block;  // opt-in limit, bytes
   int compute_capability;    // 90 for sm_90
+  bool cooperative_launch;
 };
 
 inline const DeviceLimits& device_limits() {
@@ -34,7 +36,8 @@ inline const DeviceLimits& device_limits() {
       return value;
     };
     cache[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                     10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
+                     10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor),
+                     attribute(cudaDevAttrCooperativeLaunch) != 0};
     known[device] = true;
   }
   return cache[device];

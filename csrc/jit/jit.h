@@ -59,7 +59,7 @@ std::string cache_dir();
 // process, so a reference to it may be kept.
 class Kernel {
  public:
-  Kernel(std::string name, const Cubin& code, const char* entry, int device);
+  Kernel(std::string name, const Cubin& code, const char* entry);  // on the current device
   Kernel(const Kernel&) = delete;
   Kernel& operator=(const Kernel&) = delete;
 

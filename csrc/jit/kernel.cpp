@@ -2,6 +2,7 @@
 #include <stdexcept>
 #include <unordered_map>
 
+#include "common/device.h"
 #include "jit/jit.h"
 
 namespace weft::jit {
@@ -16,20 +17,6 @@ class Uncaptured {
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
-
-int attribute(cudaDeviceAttr which, int device) {
-  int value = 0;
-  if (const cudaError_t status = cudaDeviceGetAttribute(&value, which, device); status != cudaSuccess) {
-    cudaGetLastError();
-    throw std::runtime_error(std::string("weft: cudaDeviceGetAttribute: ") + cudaGetErrorString(status));
-  }
-  return value;
-}
-
-int capability(int device) {
-  return 10 * attribute(cudaDevAttrComputeCapabilityMajor, device) +
-         attribute(cudaDevAttrComputeCapabilityMinor, device);
-}
 
 std::string text_of(dim3 d) {
   return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
@@ -59,12 +46,12 @@ void Kernel::check(cudaError_t status, const char* what) const {
   refuse(std::string(what) + ": " + cudaGetErrorString(status));
 }
 
-Kernel::Kernel(std::string name, const Cubin& code, const char* entry, int device)
-    : name_(std::move(name)),
-      device_(device),
-      capability_(capability(device)),
-      sm_count_(attribute(cudaDevAttrMultiProcessorCount, device)),
-      max_shared_per_block_(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+Kernel::Kernel(std::string name, const Cubin& code, const char* entry) : name_(std::move(name)) {
+  const DeviceLimits& limits = device_limits();
+  check(cudaGetDevice(&device_), "cudaGetDevice");
+  capability_ = limits.compute_capability;
+  sm_count_ = limits.sm_count;
+  max_shared_per_block_ = limits.max_shared_per_block;
 #if CUDART_VERSION < 12080
   refuse("loading it needs a build with CUDA 12.8");
 #else
@@ -202,11 +189,7 @@ Kernel& kernel(std::string_view source, const Defines& defines, const char* entr
   thread_local std::string key;                                     // no allocation for a kernel that is there
 
   int device = 0;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) {
-    cudaGetLastError();
-    throw std::runtime_error("weft: kernel " + std::string(source) + ":" + entry +
-                             ": cudaGetDevice: " + cudaGetErrorString(status));
-  }
+  cuda_check(cudaGetDevice(&device), "cudaGetDevice");
   key.assign(1, char(device)).append(1, char(device >> 8)).append(source).append(1, '\0').append(entry);
   for (const std::string& define : defines) key.append(1, '\0').append(define);
   Slot* slot = nullptr;
@@ -221,8 +204,8 @@ Kernel& kernel(std::string_view source, const Defines& defines, const char* entr
   if (Kernel* known = slot->kernel.load(std::memory_order_acquire)) return *known;
   std::lock_guard lock(slot->mutex);
   if (Kernel* known = slot->kernel.load(std::memory_order_relaxed)) return *known;
-  auto made = std::make_unique<Kernel>(std::string(source) + ":" + entry, cubin(source, defines, capability(device)),
-                                       entry, device);
+  const Cubin code = cubin(source, defines, device_limits().compute_capability);
+  auto made = std::make_unique<Kernel>(std::string(source) + ":" + entry, code, entry);
   slot->kernel.store(made.get(), std::memory_order_release);
   return *made.release();
 }

@@ -103,6 +103,20 @@ struct RnnSteps {
 };
 RnnSteps rnn_steps(const RnnArgs& args, const RnnSizes& sizes);
 
+// Calls f(row, before, sequence) for every row, where `before` is the row of the step that the direction takes before
+// this one, -1 at the sequence's first.
+template <typename F>
+void for_each_row(const RnnSizes& sizes, const RnnSteps& steps, int direction, const F& f) {
+  for (int64_t t = 0; t < sizes.T; ++t) {
+    const int64_t count = steps.offsets[t + 1] - steps.offsets[t], t_before = direction == 0 ? t - 1 : t + 1;
+    const bool inside = t_before >= 0 && t_before < sizes.T;
+    const int64_t running = inside ? steps.offsets[t_before + 1] - steps.offsets[t_before] : 0;
+    for (int64_t b = 0; b < count; ++b) {
+      f(steps.offsets[t] + b, b < running ? steps.offsets[t_before] + b : -1, b);
+    }
+  }
+}
+
 // The results of a forward.
 struct RnnResults {
   at::Tensor output, h_n, c_n, cells, gates;

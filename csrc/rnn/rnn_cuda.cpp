@@ -65,7 +65,8 @@ void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left,
                                                            : CUDA_R_32F;
   const auto compute = type == RecurrenceType::kTF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
   const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
-  // torch sets the mode again whenever it takes the handle. Sums in half precision only where the user allows them.
+  // torch sets the mode again whenever it takes the handle. Sums in half precision only where the user allows them;
+  // products of floats have none.
   const auto allows = [](auto option) { return option == at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK; };
   const bool reduced = type == RecurrenceType::kHalf ? allows(at::globalContext().allowFP16ReductionCuBLAS())
                                                      : allows(at::globalContext().allowBF16ReductionCuBLAS());
@@ -84,9 +85,6 @@ const void* pointer(const OptionalTensor& t) {
 }
 void* mutable_pointer(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? t.mutable_data_ptr() : nullptr;
-}
-OptionalTensor contiguous(const OptionalTensor& t) {
-  return t ? OptionalTensor(t->contiguous()) : std::nullopt;
 }
 
 Tensor pinned(int64_t count, at::ScalarType type) {
@@ -118,17 +116,18 @@ PackedRows packed_rows(const RnnSteps& steps, const RnnSizes& s, at::Device devi
   return {to_device(lengths, device), to_device(offsets, device)};
 }
 
-RecurrenceProblem problem_of(Cell cell, RecurrenceType type, bool backward, const RnnSizes& s) {
-  return {cell, type, backward, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)};
-}
-
-// The plan, or nothing where the reference has to run.
-const RecurrencePlan* plan_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
+// What a call multiplies in, and the plan of its recurrence; no plan where the reference has to run.
+struct Way {
+  RecurrenceType type{};
+  const RecurrencePlan* plan = nullptr;
+};
+Way way_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
   const auto type = type_of(args.input.scalar_type());
-  if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.H > kMaxHidden) return nullptr;
-  if (s.T > kMaxRows || s.B > kMaxRows) return nullptr;
-  const RecurrencePlan& plan = recurrence_plan(problem_of(args.cell, *type, backward, s));
-  return plan.geometry ? &plan : nullptr;
+  if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.H > kMaxHidden) return {};
+  if (s.T > kMaxRows || s.B > kMaxRows) return {};
+  const RecurrencePlan& plan =
+      recurrence_plan({args.cell, *type, backward, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)});
+  return {*type, plan.geometry ? &plan : nullptr};
 }
 
 // The arguments that forward and backward share, and what keeps their memory alive.
@@ -197,9 +196,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input,
   const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
   const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
-  const RecurrencePlan* plan = plan_of(args, s, /*backward=*/false);
+  const auto [type, plan] = way_of(args, s, /*backward=*/false);
   if (!plan) return rnn_reference(args, s, keep_cells, save).tuple();
-  const RecurrenceType type = *type_of(input.scalar_type());
 
   const RnnResults r = allocate_rnn(args, s, keep_cells, save);
   Launch launch(args, s);
@@ -225,7 +223,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input,
   a.save = keeps_gates;
   if (s.packed) launch.set_packed(packed_rows(rnn_steps(args, s), s, input.device()));
   if (plan->geometry->tier == Tier::kGrid) launch.set_exchange(r.output, s.D * s.H, s.H, 1, false, s);
-  launch_recurrence(problem_of(args.cell, type, false, s), *plan, a, c10::cuda::getCurrentCUDAStream());
+  launch_recurrence(*plan, a, c10::cuda::getCurrentCUDAStream());
   return r.tuple();
 }
 
@@ -234,14 +232,7 @@ Tensor states_before(const RnnArgs& args, const RnnSizes& s, const RnnSteps& ste
                      const Tensor& h0, int d) {
   const Tensor index = pinned(s.R, at::kLong);
   int64_t* const from = index.mutable_data_ptr<int64_t>();
-  for (int64_t t = 0; t < s.T; ++t) {
-    const int64_t running = steps.offsets[t + 1] - steps.offsets[t];
-    const int64_t before = d == 0 ? t - 1 : t + 1;
-    for (int64_t b = 0; b < running; ++b) {
-      const bool first = d == 0 ? t == 0 : t + 1 == steps.lengths[b];
-      from[steps.offsets[t] + b] = first ? s.R + b : steps.offsets[before] + b;
-    }
-  }
+  for_each_row(s, steps, d, [&](int64_t row, int64_t before, int64_t b) { from[row] = before < 0 ? s.R + b : before; });
   const Tensor states = at::cat({output.narrow(1, d * s.H, s.H), h0}, 0);
   return at::index_select(states, 0, to_device(index, output.device()));
 }
@@ -258,11 +249,10 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
   const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
   check_rnn_saved(op, args, s, grads, output, cells, gates, output_mask);
-  const RecurrencePlan* plan = plan_of(args, s, /*backward=*/true);
+  const auto [type, plan] = way_of(args, s, /*backward=*/true);
   if (!plan) return rnn_backward_reference(grads, args, s, output_mask);
   // A backward called inside an autocast region must not round its sums to half types.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const RecurrenceType type = *type_of(input.scalar_type());
   const auto options = input.options();
   const int64_t bytes = input.element_size(), H = s.H;
   const auto none = [&] { return at::empty({0}, options); };
@@ -297,7 +287,7 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
   if (plan->geometry->tier == Tier::kGrid) {
     launch.set_exchange(dgates, stride, s.R * stride, s.G, args.cell == Cell::kGru, s);
   }
-  launch_recurrence(problem_of(args.cell, type, true, s), *plan, a, c10::cuda::getCurrentCUDAStream());
+  launch_recurrence(*plan, a, c10::cuda::getCurrentCUDAStream());
 
   const Tensor rows = input.contiguous();
   const int64_t columns = s.G * H;
@@ -370,21 +360,17 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
   m.impl("rnn_backward", &rnn_backward_cuda);
 }
 
-}  // namespace
-
-namespace {
-
-std::optional<RecurrenceProblem> problem_of(const RnnCase& c, int64_t hidden, bool backward) {
+std::optional<RecurrenceProblem> problem_of(const RnnCase& c, bool backward) {
   const auto type = type_of(c.dtype == "float16"    ? at::kHalf
                             : c.dtype == "bfloat16" ? at::kBFloat16
                             : c.dtype == "float32"  ? at::kFloat
                                                     : at::kDouble);
-  if (!type || hidden > kMaxHidden || c.B > kMaxRows) return std::nullopt;
+  if (!type || c.H > kMaxHidden || c.B > kMaxRows) return std::nullopt;
   return RecurrenceProblem{parse_cell("weft::rnn", c10::string_view(c.cell.data(), c.cell.size())),
                            *type,
                            backward,
                            c.packed,
-                           static_cast<int>(hidden),
+                           static_cast<int>(c.H),
                            c.directions,
                            static_cast<int>(std::max<int64_t>(1, c.B))};
 }
@@ -423,7 +409,7 @@ double torch_us(const RecurrenceProblem& p, const RnnCase& c) {
 std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& c, bool backward) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
   std::vector<RnnGeometry> result;
-  const auto problem = problem_of(c, c.H, backward);
+  const auto problem = problem_of(c, backward);
   if (!problem) return result;
   for (const RecurrenceGeometry& g : recurrence_geometries(*problem)) {
     result.push_back({geometry_text(g), geometry_defines(*problem, g), g.step_us});
@@ -436,7 +422,7 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
   RnnPlanReport report;
   for (const bool backward : {false, true}) {
     if (backward && !c.trains) break;
-    const auto problem = problem_of(c, c.H, backward);
+    const auto problem = problem_of(c, backward);
     if (!problem) {
       // float64 runs step by step: right, and nothing to choose for its speed.
       if (c.dtype != "float64") report.why_not = "its weights do not fit on the chip";

@@ -4,10 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <sched.h>
+#include <torch/library.h>
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -307,15 +307,10 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
 template <typename T>
 std::vector<const T*> states_before(const RnnSizes& s, const RnnSteps& steps, int d, const T* output, const T* h0) {
   std::vector<const T*> rows(s.R);
-  for (int64_t t = 0; t < s.T; ++t) {
-    const int64_t before = d == 0 ? t - 1 : t + 1, count = steps.offsets[t + 1] - steps.offsets[t];
-    const int64_t running =
-        before < 0 || before == s.T ? 0 : std::min(count, steps.offsets[before + 1] - steps.offsets[before]);
-    for (int64_t b = 0; b < count; ++b) {
-      const T* const first = h0 == nullptr ? nullptr : h0 + b * s.H;
-      rows[steps.offsets[t] + b] = b < running ? output + (steps.offsets[before] + b) * s.D * s.H : first;
-    }
-  }
+  for_each_row(s, steps, d, [&](int64_t row, int64_t before, int64_t b) {
+    const T* const first = h0 == nullptr ? nullptr : h0 + b * s.H;
+    rows[row] = before < 0 ? first : output + before * s.D * s.H;
+  });
   return rows;
 }
 

@@ -11,6 +11,10 @@
 
 namespace weft {
 
+namespace jit {
+class Kernel;
+}
+
 // How elements are stored and multiplied; the numbers are those of the kernel's TYPE.
 enum class RecurrenceType { kHalf = 0, kBFloat16 = 1, kTF32 = 2, kFloat = 3 };
 
@@ -82,15 +86,16 @@ std::string geometry_text(const RecurrenceGeometry& geometry);
 std::vector<std::string> geometry_defines(const RecurrenceProblem& problem, const RecurrenceGeometry& geometry);
 
 // The geometry that runs a problem on the current device: the first of the above whose kernel is resident as planned.
-// Compiles it at first use. Nothing, and why, where there is none.
+// Compiles it at first use, and lives as long as the process. Nothing, and why, where there is none.
 struct RecurrencePlan {
   std::optional<RecurrenceGeometry> geometry;
   std::string why_not;
+  jit::Kernel* kernel = nullptr;
 };
 const RecurrencePlan& recurrence_plan(const RecurrenceProblem& problem);
 
-// Runs all steps. With Tier::kGrid the exchanged tensor must have been filled with ones bits.
-void launch_recurrence(const RecurrenceProblem& problem, const RecurrencePlan& plan, RecurrenceArgs args,
-                       cudaStream_t stream);
+// Runs all steps; the plan has a geometry, and that of args.directions. With Tier::kGrid the exchanged tensor must have
+// been filled with ones bits.
+void launch_recurrence(const RecurrencePlan& plan, RecurrenceArgs args, cudaStream_t stream);
 
 }  // namespace weft

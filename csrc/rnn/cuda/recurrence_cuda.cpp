@@ -115,16 +115,10 @@ Restriction restriction() {
   return r;
 }
 
-// Plans are asked for at every call and live as long as the process.
-struct Planned {
-  RecurrencePlan plan;
-  jit::Kernel* kernel = nullptr;
-};
-
-Planned make_plan(const RecurrenceProblem& p) {
+RecurrencePlan make_plan(const RecurrenceProblem& p) {
   const int capability = device_limits().compute_capability;
-  if (capability < 80) return {{std::nullopt, "its kernels need compute capability 8.0"}};
-  if (const auto reason = jit::why_unavailable(capability)) return {{std::nullopt, *reason}};
+  if (capability < 80) return {std::nullopt, "its kernels need compute capability 8.0"};
+  if (const auto reason = jit::why_unavailable(capability)) return {std::nullopt, *reason};
   std::string why = "its weights do not fit on the chip";
   std::set<std::pair<Tier, int>> refused;  // what the device does not hold with one layout it does not with another
   for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
@@ -136,14 +130,14 @@ Planned make_plan(const RecurrenceProblem& p) {
                                ? kernel.max_active_clusters(threads, g.shared_bytes, g.group)
                                : kernel.max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
       const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * p.directions : 1;
-      if (resident >= needed) return {{g, {}}, &kernel};
+      if (resident >= needed) return {g, {}, &kernel};
     } catch (const std::runtime_error& error) {
-      return {{std::nullopt, error.what()}};  // what stops one compilation stops the others
+      return {std::nullopt, error.what()};  // what stops one compilation stops the others
     }
     why = "the device cannot hold its blocks at the same time";
     refused.insert({g.tier, g.group});
   }
-  return {{std::nullopt, why}};
+  return {std::nullopt, why};
 }
 
 struct Key {
@@ -163,20 +157,6 @@ struct KeyHash {
     return hash;
   }
 };
-
-const Planned& planned(const RecurrenceProblem& p) {
-  static std::mutex mutex;
-  static std::unordered_map<Key, Planned, KeyHash> plans;
-  Key key{0, p, restriction_text()};
-  cuda_check(cudaGetDevice(&key.device), "cudaGetDevice");
-  {
-    const std::lock_guard lock(mutex);
-    if (const auto found = plans.find(key); found != plans.end()) return found->second;
-  }
-  Planned plan = make_plan(p);  // may compile: others need not wait
-  const std::lock_guard lock(mutex);
-  return plans.try_emplace(key, std::move(plan)).first->second;
-}
 
 }  // namespace
 
@@ -209,14 +189,11 @@ std::string geometry_text(const RecurrenceGeometry& g) {
 std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p) {
   const DeviceLimits& device = device_limits();
   const Restriction only = restriction();
-  int index = 0, cooperative = 0;
-  cuda_check(cudaGetDevice(&index), "cudaGetDevice");
-  cuda_check(cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, index), "cudaDeviceGetAttribute");
   const int per_chunk = 16 / element_bytes(p.type);
   std::vector<RecurrenceGeometry> found;
   const auto consider = [&](Tier tier, int group, int columns, int warps, int split) {
     if (!only.tier.empty() && only.tier != tier_name(tier)) return;
-    if (tier == Tier::kGrid && !cooperative) return;
+    if (tier == Tier::kGrid && !device.cooperative_launch) return;
     const int numbers[] = {group, columns, warps, split};
     for (int i = 0; i < 4; ++i) {
       if (only.numbers[i] != 0 && only.numbers[i] != numbers[i]) return;
@@ -274,21 +251,29 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
 }
 
 const RecurrencePlan& recurrence_plan(const RecurrenceProblem& problem) {
-  return planned(problem).plan;
+  static std::mutex mutex;
+  static std::unordered_map<Key, RecurrencePlan, KeyHash> plans;  // nodes stay where they are
+  Key key{0, problem, restriction_text()};
+  cuda_check(cudaGetDevice(&key.device), "cudaGetDevice");
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = plans.find(key); found != plans.end()) return found->second;
+  }
+  RecurrencePlan plan = make_plan(problem);  // may compile: others need not wait
+  const std::lock_guard lock(mutex);
+  return plans.try_emplace(key, std::move(plan)).first->second;
 }
 
-void launch_recurrence(const RecurrenceProblem& problem, const RecurrencePlan& plan, RecurrenceArgs args,
-                       cudaStream_t stream) {
+void launch_recurrence(const RecurrencePlan& plan, RecurrenceArgs args, cudaStream_t stream) {
   const RecurrenceGeometry& g = *plan.geometry;
-  jit::Kernel& kernel = *planned(problem).kernel;
   const bool grid = g.tier == Tier::kGrid;
   void* arguments[] = {&args};
   const int64_t slice = grid ? g.at_once : g.groups;  // clusters and single blocks need not be resident together
   for (int64_t first = 0; first < g.groups; first += slice) {
     args.first_sequence = int(first * g.columns);
-    const int64_t blocks = g.group * std::min(slice, g.groups - first) * problem.directions;
-    kernel.launch(dim3(unsigned(blocks)), dim3(32 * g.warps), g.shared_bytes, g.tier == Tier::kCluster ? g.group : 1,
-                  grid, stream, arguments);
+    const int64_t blocks = g.group * std::min(slice, g.groups - first) * args.directions;
+    plan.kernel->launch(dim3(unsigned(blocks)), dim3(32 * g.warps), g.shared_bytes,
+                        g.tier == Tier::kCluster ? g.group : 1, grid, stream, arguments);
   }
 }
 
