@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
@@ -77,3 +80,15 @@ def differentiate(
     wanted = [i for i in inputs if i is not None]
     found = iter(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True))
     return [None if i is None else next(found) for i in inputs]
+
+
+def with_instructions(capability: str, file: str, tests: str) -> None:
+    """Runs `tests` of a file, as pytest's -k has it, with the kernels for older processors, chosen by torch's own
+    switch, in a process of their own."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", tests],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]

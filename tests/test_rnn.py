@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import weft  # noqa: F401  registers torch.ops.weft
-from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
+from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices, with_instructions
 from hypothesis import given, strategies
 from sequential import cell_step, doubles
 from torch import Tensor
@@ -783,6 +783,12 @@ def test_more_steps_than_cudnn_takes(cell: str):
         second, last, *_ = rnn(args.input[half:], *state, *list(args)[3:], **sample.keywords)
     bound = BOUNDS[torch.float32]
     check_close(("first", "second", "h_n"), (first, second, last), (output[:half], output[half:], h_n), bound)
+
+
+@pytest.mark.parametrize("capability", ("default", "avx2"))
+def test_lower_instruction_sets(capability: str):
+    """The kernels for older processors, with every sample of the table."""
+    with_instructions(capability, __file__, "test_matches_reference and cpu")
 
 
 @pytest.mark.cuda(devices=2)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import warnings
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import weft  # noqa: F401  registers torch.ops.weft
-from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
+from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices, with_instructions
 from hypothesis import given, strategies
 from sequential import cell_step, check_chain, doubles
 from torch import _VF, Tensor
@@ -882,23 +879,7 @@ def test_second_device():
 @pytest.mark.parametrize("capability", ("default", "avx2"))
 def test_lower_instruction_sets(capability: str):
     """The kernels for older processors, chosen by torch's own switch, in a process of their own."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            __file__,
-            "-k",
-            "test_matches_reference and cpu",
-        ],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-3000:]
+    with_instructions(capability, __file__, "test_matches_reference and cpu")
 
 
 def bad(name: str, **change):
