@@ -60,8 +60,8 @@ _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 # On CUDA a scan costs H times the arithmetic of the sequential chain and wins by its depth: three stages (products
 # within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
-# of T. So it is for small H, long T and batches that leave the device idle. On the CPU the same operator is sequential
-# in time; it wins by one call for all steps, until a step's matrix product is large enough to hide torch's calls.
+# of T. So it is for small H, long T and batches that leave the device idle. On the CPU it has no table: the same
+# operator is sequential in time there, and "persistent" does the same arithmetic with more threads.
 # Above 32 hidden units on CUDA its forward pass is cuDNN's, in fp32, and the persistent kernels are the ones to beat:
 # they win by their forward pass unless the sequence is long and the batch small, on an H200 from about 5000 steps on.
 _LONG = Limits(min_steps=5000, max_batch=64, dtypes=frozenset((torch.float32,)), alone=True)

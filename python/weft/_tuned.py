@@ -33,10 +33,9 @@ _entries: dict[str, Entry] | None = None
 
 def path() -> Path:
     """``$WEFT_CACHE_DIR/tune.json`` or ``~/.cache/weft/<version>/tune.json``."""
-    from . import __version__
+    from .info import cache_dir
 
-    chosen = os.environ.get("WEFT_CACHE_DIR")
-    return (Path(chosen) if chosen else Path.home() / ".cache" / "weft" / __version__) / "tune.json"
+    return (cache_dir() if os.environ.get("WEFT_CACHE_DIR") else cache_dir() / _version()) / "tune.json"
 
 
 def look_up(case: Case) -> Entry | None:
