@@ -39,9 +39,12 @@
 // warps, SPLIT partial sums through shared memory, two block barriers, and one exchange (0.4 to 1 us in a cluster,
 // 0.7 to 2 us through L2, nothing where a block is alone).
 
+#include "common/math.jit.cuh"
 #include "jit/cluster.jit.cuh"
 
 namespace cluster = weft::cluster;
+using weft::hyperbolic_tangent;
+using weft::sigmoid;
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -161,27 +164,6 @@ __device__ __forceinline__ Element narrow(float x) {
   return x;
 }
 #endif
-
-// Gate arithmetic: absolute error about 1e-7, and the tanh of a small number keeps its digits.
-__device__ __forceinline__ float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float sigmoid(float x) {
-  return reciprocal(1.0f + exp2_fast(-1.442695041f * x));
-}
-__device__ __forceinline__ float tanh_of(float x) {
-  const float s = x * x;
-  const float small = x + x * s * (-0.333333333f + s * (0.133333333f + s * (-0.053968254f + s * 0.021869489f)));
-  const float large = 1.0f - 2.0f * reciprocal(1.0f + exp2_fast(2.885390082f * x));
-  return s < 0.0625f ? small : large;  // NaN takes the second
-}
 
 // Shared memory.
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -392,21 +374,21 @@ __device__ __forceinline__ Results step_forward(Pair& pair, const Ahead& now, co
   float h;
   if constexpr (kGru) {
     const float r = sigmoid(pre[0] + product[0]), z = sigmoid(pre[1] + product[1]), m = pair.bias[3] + product[2];
-    const float n = tanh_of(pre[2] + r * m);
+    const float n = hyperbolic_tangent(pre[2] + r * m);
     h = n + z * (pair.carried - n);
     pair.carried = active ? h : pair.carried;
     result.gates[0] = narrow(r), result.gates[1] = narrow(z), result.gates[2] = narrow(n), result.gates[3] = narrow(m);
   } else if constexpr (kLstm) {
     const float in = sigmoid(pre[0] + product[0]), f = sigmoid(pre[1] + product[1]);
-    const float g = tanh_of(pre[2] + product[2]), o = sigmoid(pre[3] + product[3]);
+    const float g = hyperbolic_tangent(pre[2] + product[2]), o = sigmoid(pre[3] + product[3]);
     const float c = f * pair.carried_cell + in * g;
-    h = o * tanh_of(c);
+    h = o * hyperbolic_tangent(c);
     pair.carried_cell = active ? c : pair.carried_cell;
     result.gates[0] = narrow(in), result.gates[1] = narrow(f), result.gates[2] = narrow(g), result.gates[3] = narrow(o);
     result.cell = narrow(pair.carried_cell);
   } else {
     h = pre[0] + product[0];
-    h = CELL == 0 ? tanh_of(h) : h <= 0.0f ? 0.0f : h;
+    h = CELL == 0 ? hyperbolic_tangent(h) : h <= 0.0f ? 0.0f : h;
   }
   result.next[0] = active ? narrow(h) : Element(0);
   return result;
@@ -426,7 +408,7 @@ __device__ __forceinline__ Results step_backward(Pair& pair, const Ahead& now, c
     result.gates[2] = narrow(dn);
   } else if constexpr (kLstm) {
     const float in = widen(now.x[0]), f = widen(now.x[1]), g = widen(now.x[2]), o = widen(now.x[3]);
-    const float before = widen(now.before), squashed = tanh_of(pair.cell);
+    const float before = widen(now.before), squashed = hyperbolic_tangent(pair.cell);
     const float dc = pair.carried_cell + widen(now.grad_cell) + dh * o * (1.0f - squashed * squashed);
     result.next[0] = narrow(dc * g * in * (1.0f - in));
     result.next[1] = narrow(dc * before * f * (1.0f - f));

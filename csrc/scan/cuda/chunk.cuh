@@ -14,7 +14,7 @@
 #include <cstdint>
 
 #include "common/async_copy.cuh"
-#include "scan/cuda/math.cuh"
+#include "common/math.jit.cuh"
 #include "scan/cuda/padding.h"
 
 namespace weft {

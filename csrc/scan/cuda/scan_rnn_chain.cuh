@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "scan/cuda/math.cuh"
+#include "common/math.jit.cuh"
 #include "scan/cuda/scan_rnn.h"
 
 namespace weft {

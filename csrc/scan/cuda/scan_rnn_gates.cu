@@ -2,7 +2,7 @@
 //
 // In place, a thread per unit of one step and sequence: bound by the bytes of the gates, read and written once.
 #include "common/launch.cuh"
-#include "scan/cuda/math.cuh"
+#include "common/math.jit.cuh"
 #include "scan/cuda/scan_rnn.h"
 
 namespace weft {

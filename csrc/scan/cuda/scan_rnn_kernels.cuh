@@ -25,8 +25,8 @@
 #include <algorithm>
 
 #include "common/launch.cuh"
+#include "common/math.jit.cuh"
 #include "scan/cuda/chunk.cuh"
-#include "scan/cuda/math.cuh"
 #include "scan/cuda/scan_rnn.h"
 #include "scan/cuda/scan_rnn_chain.cuh"
 

@@ -1,6 +1,5 @@
-// Nonlinearities and exact power-of-two scaling for the recurrent kernels.
+// Nonlinearities and exact power-of-two scaling for the recurrent kernels, those that NVRTC compiles among them.
 #pragma once
-#include <cuda_runtime.h>
 
 namespace weft {
 
