@@ -32,10 +32,16 @@ TIERS = (
     "grid:16",
     "grid:16:2",
     "grid:32",
+    "grid:32:3::::1",
 )
+FMA_TIERS = ("small:1:1:::fma", "small:1:3:8:2:fma", "cluster:4:3:::fma", "cluster:16:1:::fma", "grid:32:2:::fma")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TF32 = 5e-3
 """Bound where products are in TF32, of 11 bits like float16."""
+
+PRODUCTS = [(tier, dtype, False) for tier in TIERS for dtype in DTYPES]
+PRODUCTS += [(tier, torch.float32, True) for tier in TIERS] + [(tier, torch.float32, False) for tier in FMA_TIERS]
+"""Tier, dtype, and whether in TF32."""
 
 OBSTACLE = _C.jit_why_unavailable() if _ops.WITH_CUDA else "built for the CPU alone"
 
@@ -53,12 +59,14 @@ def test_compiles(cell: int, group: int):
             constants = {
                 "CELL": cell, "TYPE": kind, "BACKWARD": backward, "HIDDEN": 61, "GROUP": group, "COLUMNS": columns,
                 "UNITS": math.ceil(math.ceil(61 / group) / 8) * 8, "WARPS": 8, "SPLIT": 8 if exchange else 4,
-                "RESIDENT": resident, "EXCHANGE": exchange, "PACKED": (kind + backward) % 2,
+                "RESIDENT": resident, "EXCHANGE": exchange, "PACKED": (kind + backward) % 2, "FMA": 0,
             }  # fmt: skip
             requests.append((SOURCE, [f"{k}={v}" for k, v in constants.items()], 90))
+    with_fma = [{"FMA=0": "FMA=1"}.get(d, d) for d in requests[-1][1]]
+    requests.append((SOURCE, with_fma, 90))
     _C.jit_compile_many(requests)
     if group == 1:  # below 9.0 there are no clusters
-        alone = [defines for _, defines, _ in requests]
+        alone = [defines for _, defines, _ in requests[:8]]
         grids = [[{"GROUP=1": "GROUP=16", "UNITS=64": "UNITS=8", "EXCHANGE=0": "EXCHANGE=1"}.get(d, d) for d in each]
                  for each in alone[2:5]]  # fmt: skip
         _C.jit_compile_many([(SOURCE, defines, 80) for defines in (*alone[:2], *grids)])
@@ -83,10 +91,9 @@ def assert_geometry(sample: Sample) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize(("dtype", "tf32"), [*((d, False) for d in DTYPES), (torch.float32, True)], ids=str)
+@pytest.mark.parametrize(("tier", "dtype", "tf32"), PRODUCTS, ids=str)
 @pytest.mark.parametrize("cell", CELLS)
-def test_tiers_match_the_reference(cell: str, dtype: torch.dtype, tf32: bool, tier: str, monkeypatch):
+def test_tiers_match_the_reference(cell: str, tier: str, dtype: torch.dtype, tf32: bool, monkeypatch):
     monkeypatch.setenv(GEOMETRY, tier)
     bound = TF32 if tf32 else BOUNDS[dtype]
     for sample in tier_samples(cell, tier):
@@ -198,8 +205,9 @@ def test_any_shape_in_any_tier(data):
 
 
 @pytest.mark.cuda
-def test_precision_follows_torch():
-    """TF32 where torch's own layers would use it, whichever setting says so."""
+def test_precision_follows_torch(monkeypatch):
+    """TF32 on tensor cores where torch's own layers would use it, whichever setting says so."""
+    monkeypatch.setenv(GEOMETRY, ":::::mma")
     sample = Sample("lstm", 30, 4, 8, 128)
     args = arguments(sample, "cuda")
     exact = reference(*doubles(args.operands)[:3], doubles(args.weights), **sample.keywords)[0]
@@ -207,6 +215,7 @@ def test_precision_follows_torch():
     def error() -> float:
         return ((rnn(*args, **sample.keywords)[0].double() - exact.cuda()).norm() / exact.norm()).item()
 
+    assert_geometry(sample)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
         assert 1e-5 < error() < 1e-2
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -223,6 +232,22 @@ def test_precision_follows_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.cuda
+def test_directions_that_do_not_fit_together():
+    """They run one after the other, packed too."""
+    sample = Sample("lstm", 4, 3, 3, 2048, bidirectional=True, lengths=(4, 3, 1), dtype=torch.bfloat16)
+    sizes = {"cell": "lstm", "dtype": "bfloat16", "input_size": 3, "hidden_size": 2048, "layers": 1, "directions": 2}
+    plan = _C.rnn_plan(device=0, **sizes, steps=4, batch=3, packed=True, trains=True)
+    assert "one direction after the other" in plan["forward"] and "one direction after the other" in plan["backward"]
+    args = arguments(sample, "cuda", requires_grad=True)
+    exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
+    expected, found = reference(*exact, **sample.keywords), rnn(*args, **sample.keywords, keep_cells=True)
+    check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], BOUNDS[sample.dtype])
+    found_grads = differentiate([found[i] for i in which], args.operands, grads)
+    expected_grads = differentiate([expected[i] for i in which], exact.operands, doubles(grads))
+    check_close(names(args), found_grads, expected_grads, BOUNDS[sample.dtype])
 
 
 @pytest.mark.cuda

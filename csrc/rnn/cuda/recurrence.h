@@ -50,7 +50,8 @@ struct RecurrenceArgs {
   int exchange_value[4];
   const int* lengths;
   const int64_t* offsets;
-  int steps, batch, first_sequence, directions;
+  int steps, batch, first_sequence;
+  int first_direction, directions;
   int save;
   int publishes_result;
 };
@@ -71,6 +72,8 @@ const char* tier_name(Tier tier);
 struct RecurrenceGeometry {
   Tier tier;
   int group, columns, units, warps, split, resident;  // GROUP, COLUMNS, UNITS, WARPS, SPLIT, RESIDENT
+  bool fma;                                           // FMA
+  int directions;                                     // that run at the same time
   int shared_bytes;
   int64_t groups;   // of one direction
   int64_t at_once;  // groups of one direction that a launch may have; a grid's blocks must all be resident
@@ -94,8 +97,8 @@ struct RecurrencePlan {
 };
 const RecurrencePlan& recurrence_plan(const RecurrenceProblem& problem);
 
-// Runs all steps; the plan has a geometry, and that of args.directions. With Tier::kGrid the exchanged tensor must have
-// been filled with ones bits.
+// Runs all steps; the plan has a geometry, and that of args.directions directions. With Tier::kGrid the exchanged
+// tensor must have been filled with ones bits.
 void launch_recurrence(const RecurrencePlan& plan, RecurrenceArgs args, cudaStream_t stream);
 
 }  // namespace weft

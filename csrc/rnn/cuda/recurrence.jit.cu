@@ -27,13 +27,13 @@
 //
 // What was learnt (LSTM, H 512, B 16, bf16, us per step forward and backward):
 // - What is loaded a step ahead stays as it was loaded until it is used: a conversion waits for its load, and the wait
-// is
-//   the step (3.3 to 2.3, with the next item).
+//   is the step (3.3 to 2.3, with the next item).
 // - Results are stored, and the next loads issued, after the exchange has been sent.
 // - Readers of the exchange through L2 ask for all missing chunks at once; one after the other costs a round trip each.
 // - A branch per (unit, sequence) keeps a thread's pairs from overlapping: 0.3 to 0.5 us for every further pair,
-// without
-//   branches 0.03 to 0.13.
+//   without branches 0.03 to 0.13.
+// - For one sequence in exact fp32, FMA takes 0.72 us per forward step of H 256 and 1.9 of H 1024, mma 2.0 and 5.3:
+//   seven of eight columns are wasted, and both operands are split at every step.
 //
 // Cost per step: products 2 * rows * vector * columns / (mma rate), one read of the vector's buffer per WARPS / SPLIT
 // warps, SPLIT partial sums through shared memory, two block barriers, and one exchange (0.4 to 1 us in a cluster,
@@ -51,9 +51,10 @@ typedef unsigned long long u64;
 typedef long long i64;
 
 // The macros. CELL: 0 tanh, 1 relu, 2 gru, 3 lstm. TYPE: 0 fp16, 1 bf16, 2 fp32 with products in TF32, 3 fp32 with
-// products of fp32 accuracy (three TF32 products of halves of the mantissa). BACKWARD, PACKED (rows and lengths come
-// from the batch sizes): 0 or 1. HIDDEN: H. GROUP, COLUMNS, UNITS, RESIDENT, EXCHANGE: above. WARPS of a block; SPLIT
-// of them share a row of weights, each with its part of the vector.
+// products of fp32 accuracy (three TF32 products of halves of the mantissa, or FMA). BACKWARD, PACKED (rows and lengths
+// come from the batch sizes): 0 or 1. HIDDEN: H. GROUP, COLUMNS, UNITS, RESIDENT, EXCHANGE: above. WARPS of a block;
+// SPLIT of them share a row of weights, each with its part of the vector. FMA: 1 multiplies fp32 by fused multiply-add,
+// one sequence after another, where mma.sync would spend 8 columns on few.
 constexpr bool kBackward = BACKWARD;
 constexpr bool kGru = CELL == 2, kLstm = CELL == 3;
 constexpr int kGates = kGru ? 3 : kLstm ? 4 : 1;
@@ -82,12 +83,14 @@ constexpr int kVector = kShared ? GROUP * kSlice : kPaddedHidden * kValues;
 constexpr int kBlocks = ceil_div(ceil_div(kVector * kBytes, 64), SPLIT);  // 64 bytes along the vector, of a warp
 constexpr int kRowTiles = ceil_div(ceil_div(kRowsOfUnit * UNITS, 16), kSplitRows);  // 16 rows, of a warp
 constexpr int kRows = kRowTiles * kSplitRows * 16;
-constexpr int kColumnTiles = ceil_div(COLUMNS, 8);
+// Chunks of the vector that a lane multiplies at a time. With mma, lane / 4 has one of 8 sequences; with FMA, all lanes
+// have the same.
+constexpr int kVectors = FMA ? COLUMNS : ceil_div(COLUMNS, 8);
 constexpr int kResident = RESIDENT < kBlocks ? RESIDENT : kBlocks;
 constexpr int kInShared = kBlocks - kResident;
 constexpr int kPairs = ceil_div(UNITS * COLUMNS, kThreads);  // (unit, sequence) of a thread
-// Independent sums, so that products do not wait for each other.
-constexpr int kSums = kRowTiles * kColumnTiles >= 4 ? 1 : 2;
+// Independent sums, so that products do not wait for each other; with FMA the four of a tile are.
+constexpr int kSums = FMA || kRowTiles * kVectors >= 4 ? 1 : 2;
 
 // Shared memory. A row of the vector is padded so that two rows lie in different banks, a row of partial sums likewise.
 constexpr int kVectorBytes = kBlocks * SPLIT * 64;
@@ -131,9 +134,10 @@ struct Args {
   int exchange_value[4];
   const int* lengths;  // of the sequences, descending; null where all are T
   const i64* offsets;  // packed: row of sequence b at step t is offsets[t] + b; null: t * B + b
-  int steps, batch, first_sequence, directions;
-  int save;              // forward: leave the gates
-  int publishes_result;  // the exchanged tensor is output or dgates itself
+  int steps, batch, first_sequence;
+  int first_direction, directions;  // of this launch
+  int save;                         // forward: leave the gates
+  int publishes_result;             // the exchanged tensor is output or dgates itself
 };
 
 #if TYPE == 0
@@ -230,6 +234,14 @@ __device__ __forceinline__ u32 lower_part(u32 x) {
 // The product of a row tile with 16 bytes per lane of the vector. `a` holds both halves.
 __device__ __forceinline__ void multiply_chunk(float (&sum)[kSums][4], const u32 (&a)[8], const uint4& b) {
   const u32 words[4] = {b.x, b.y, b.z, b.w};
+#if FMA
+  // Two rows, each with the sums of two halves of the chunk.
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float& s = sum[0][i % 2 * 2 + i / 4];
+    s = fmaf(__uint_as_float(a[i]), __uint_as_float(words[i / 2]), s);
+  }
+#else
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float(&s)[4] = sum[half % kSums];
@@ -249,6 +261,7 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[kSums][4], const u32
     multiply_add(s, left, b0, b1);
 #endif
   }
+#endif
 }
 
 __device__ __forceinline__ uint4 rounded(uint4 v) {
@@ -469,9 +482,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
 
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int warp_row = warp / SPLIT, warp_part = warp % SPLIT;
-  const int block = blockIdx.x % GROUP, direction = blockIdx.x / GROUP % args.directions;
+  const int block = blockIdx.x % GROUP, direction = args.first_direction + blockIdx.x / GROUP % args.directions;
   const int first_sequence = args.first_sequence + blockIdx.x / GROUP / args.directions * COLUMNS;
   const int steps = length_of(args, first_sequence);  // of the longest sequence of the group
+
+  // The sequence of the group whose chunk of the vector a lane has.
+  const auto column_of = [&](int c) { return FMA ? c : c * 8 + lane / 4; };
 
   // Weights. A lane's chunk of row r and of row r + 8 are the eight words of two mma instructions.
   u32 resident[kResident > 0 ? kResident : 1][kRowTiles][8];
@@ -585,8 +601,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
     // The product, of the first step only where there is a state before it.
     const bool multiplies = k > 0 || (!kBackward && args.h0);
     if (multiplies) {
-      float sums[kRowTiles][kColumnTiles][kSums][4] = {};
-      const auto multiply_block = [&](int b, const uint4(&chunks)[kColumnTiles]) {
+      float sums[kRowTiles][kVectors][kSums][4] = {};
+      const auto multiply_block = [&](int b, const uint4(&chunks)[kVectors]) {
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; ++tile) {
           u32 w[8];
@@ -599,7 +615,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
             w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w, w[4] = y.x, w[5] = y.y, w[6] = y.z, w[7] = y.w;
           }
 #pragma unroll
-          for (int c = 0; c < kColumnTiles; ++c) multiply_chunk(sums[tile][c], w, chunks[c]);
+          for (int c = 0; c < kVectors; ++c) multiply_chunk(sums[tile][c], w, chunks[c]);
         }
       };
 #if EXCHANGE == 0
@@ -610,27 +626,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         if (thread == 0) cluster::arrivals_expect(barriers + u32(k & 1) * 8, GROUP * COLUMNS * kSlice * kBytes);
       }
 #endif
-      u32 from[kColumnTiles];
+      u32 from[kVectors];
 #pragma unroll
-      for (int c = 0; c < kColumnTiles; ++c) {
+      for (int c = 0; c < kVectors; ++c) {
         // Columns beyond the last read it once more; nobody looks at their sums.
-        const int column = c * 8 + lane / 4 < COLUMNS ? c * 8 + lane / 4 : COLUMNS - 1;
+        const int column = min(column_of(c), COLUMNS - 1);
         from[c] = buffer + column * kPitch + warp_part * kBlocks * 64 + lane % 4 * 16;
       }
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        uint4 chunks[kColumnTiles];
+        uint4 chunks[kVectors];
 #pragma unroll
-        for (int c = 0; c < kColumnTiles; ++c) chunks[c] = rounded(load_shared(from[c] + b * 64));
+        for (int c = 0; c < kVectors; ++c) chunks[c] = rounded(load_shared(from[c] + b * 64));
         multiply_block(b, chunks);
       }
 #else
-      const Element* from[kColumnTiles];
+      const Element* from[kVectors];
       const int last = kBackward ? step + 1 : step - 1;
 #pragma unroll
-      for (int c = 0; c < kColumnTiles; ++c) {
-        const int sequence = first_sequence + c * 8 + lane / 4;
-        const int length = c * 8 + lane / 4 < COLUMNS ? length_of(args, sequence) : 0;
+      for (int c = 0; c < kVectors; ++c) {
+        const int sequence = first_sequence + column_of(c);
+        const int length = column_of(c) < COLUMNS ? length_of(args, sequence) : 0;
         from[c] = nullptr;
         if (k == 0) {
           if (length > 0) from[c] = args.h0 + i64(direction * args.batch + sequence) * HIDDEN;
@@ -651,13 +667,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         return pack(e);
       };
       // All chunks of a batch are in flight together, those of the next batch during the products of this one.
-      constexpr int kBatch = kColumnTiles >= 8 ? 1 : 8 / kColumnTiles < kBlocks ? 8 / kColumnTiles : kBlocks;
-      uint4 coming[kBatch][kColumnTiles];
+      constexpr int kBatch = kVectors >= 8 ? 1 : 8 / kVectors < kBlocks ? 8 / kVectors : kBlocks;
+      uint4 coming[kBatch][kVectors];
       const auto load_batch = [&](int first, bool repeat) {
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-          for (int c = 0; c < kColumnTiles; ++c) {
+          for (int c = 0; c < kVectors; ++c) {
             if (first + b < kBlocks && (!repeat || is_missing(coming[b][c]))) coming[b][c] = load_chunk(first + b, c);
           }
         }
@@ -670,18 +686,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
 #pragma unroll
           for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-            for (int c = 0; c < kColumnTiles; ++c) {
+            for (int c = 0; c < kVectors; ++c) {
               if (first + b < kBlocks) missing |= is_missing(coming[b][c]);
             }
           }
           if (!__any_sync(~0u, missing)) break;
           load_batch(first, true);
         }
-        uint4 here[kBatch][kColumnTiles];
+        uint4 here[kBatch][kVectors];
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-          for (int c = 0; c < kColumnTiles; ++c) here[b][c] = rounded(coming[b][c]);
+          for (int c = 0; c < kVectors; ++c) here[b][c] = rounded(coming[b][c]);
         }
         if (first + kBatch < kBlocks) load_batch(first + kBatch, false);
 #pragma unroll
@@ -693,7 +709,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
 #pragma unroll
       for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
-        for (int c = 0; c < kColumnTiles; ++c) {
+        for (int c = 0; c < kVectors; ++c) {
+#if FMA
+          // Lanes 0 and 1 of each four end with the sums of rows r and r + 8 over the chunks of all four.
+          const float(&s)[4] = sums[tile][c][0];
+          const bool second = lane % 2;
+          float sum = second ? s[2] + s[3] : s[0] + s[1];
+          sum += __shfl_xor_sync(~0u, second ? s[0] + s[1] : s[2] + s[3], 1);
+          sum += __shfl_xor_sync(~0u, sum, 2);
+          if (lane % 4 < 2) {
+            partials[(warp_part * COLUMNS + c) * kPartialPitch + first_row + tile * 16 + lane % 4 * 8] = sum;
+          }
+#else
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const int row = first_row + tile * 16 + i / 2 * 8, column = c * 8 + lane % 4 * 2 + i % 2;
@@ -701,6 +728,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
             if constexpr (kSums == 2) sum += sums[tile][c][1][i];
             if (column < COLUMNS) partials[(warp_part * COLUMNS + column) * kPartialPitch + row] = sum;
           }
+#endif
         }
       }
       __syncthreads();

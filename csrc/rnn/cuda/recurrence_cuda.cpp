@@ -1,7 +1,8 @@
 // Geometries of the recurrence kernel: which fit, what a step of each is expected to cost, and the launch.
 //
-// WEFT_RNN_GEOMETRY="tier:group:columns:warps:split" restricts the choice, for tests and measurements: tier is small,
-// cluster or grid; a missing or empty field is free. It is read at every call.
+// WEFT_RNN_GEOMETRY="tier:group:columns:warps:split:product:directions" restricts the choice, for tests and
+// measurements: tier is small, cluster or grid, product mma or fma, directions how many run at the same time; a missing
+// or empty field is free. It is read at every call.
 #include "rnn/cuda/recurrence.h"
 
 #include <algorithm>
@@ -10,6 +11,7 @@
 #include <mutex>
 #include <set>
 #include <sstream>
+#include <tuple>
 #include <unordered_map>
 
 #include "common/device.h"
@@ -26,7 +28,7 @@ int ceil_div(int64_t a, int64_t b) {
 
 // The kernel's constants, as it computes them.
 struct Layout {
-  int per_chunk, rows_of_unit, values, vector, blocks, row_tiles, rows, column_tiles, pairs, sums;
+  int per_chunk, rows_of_unit, values, vector, blocks, row_tiles, rows, vectors, pairs, sums, batches;
   bool shared;
 
   Layout(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
@@ -39,16 +41,17 @@ struct Layout {
     blocks = ceil_div(ceil_div(int64_t(vector) * bytes, 64), g.split);
     row_tiles = ceil_div(ceil_div(rows_of_unit * g.units, 16), g.warps / g.split);
     rows = row_tiles * (g.warps / g.split) * 16;
-    column_tiles = ceil_div(g.columns, 8);
+    vectors = g.fma ? g.columns : ceil_div(g.columns, 8);
     pairs = ceil_div(int64_t(g.units) * g.columns, 32 * g.warps);
-    sums = row_tiles * column_tiles >= 4 ? 1 : 2;
+    sums = g.fma || row_tiles * vectors >= 4 ? 1 : 2;
+    batches = ceil_div(blocks, std::max(1, 8 / vectors));
   }
 
   // Registers of a thread besides resident weights: estimated, with room for the compiler.
-  int other_registers(const RecurrenceProblem& p) const {
-    int count = 64 + row_tiles * column_tiles * sums * 4 + pairs * (p.backward ? 22 : 18);
-    if (!shared) count += 32 + blocks + 4 * column_tiles;
-    if (p.type == RecurrenceType::kFloat) count += 16;
+  int other_registers(const RecurrenceProblem& p, const RecurrenceGeometry& g) const {
+    int count = 64 + row_tiles * vectors * sums * 4 + pairs * (p.backward ? 22 : 18);
+    if (!shared) count += 32 + blocks + 4 * vectors;
+    if (p.type == RecurrenceType::kFloat && !g.fma) count += 16;
     return count;
   }
 
@@ -79,26 +82,36 @@ constexpr Costs kCosts[3][2] = {
      {0.05, 0.158, 0.05, 3.8, 0.33, 0, 2.48, 0, 0.114, 0.146}},
 };
 
-// Of a step, all sequences.
+// Three products of fp32 accuracy, with the splitting of both operands, in products of TF32.
+constexpr double kExact = 6.5;
+// Instead of products, with FMA (7 to 13%): a thousand of a scheduler; in a grid, each batch of loads after the first.
+constexpr double kFma = 0.6, kFmaBatch = 0.3;
+constexpr int kMaxFmaColumns = 4;
+
+// Of a step, all sequences and directions.
 double step_cost(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& l) {
   const Costs& c = kCosts[int(g.tier)][p.backward];
   const int bytes = element_bytes(p.type);
   const int64_t waves = ceil_div(g.groups, std::max<int64_t>(1, g.at_once));
-  const double products = double(l.blocks) * 2 * l.row_tiles * l.column_tiles * ceil_div(g.warps, 4);
+  const double tiles = double(l.blocks) * l.row_tiles * l.vectors * ceil_div(g.warps, 4);
   const double vector = double(l.vector) * g.columns * bytes / 1024;
   double us = c.base + c.gate * gate_blocks(p.cell) + c.pair * (l.pairs - 1);
-  us += c.product * products / 1000 * (p.type == RecurrenceType::kFloat ? 4 : 1);
+  if (g.fma) {
+    us += kFma * 8 * tiles / 1000 + (l.shared ? 0 : kFmaBatch * (l.batches - 1));
+  } else {
+    us += c.product * 2 * tiles / 1000 * (p.type == RecurrenceType::kFloat ? kExact : 1);
+  }
   us += c.weights * g.warps * std::max(0, l.blocks - g.resident) * l.row_tiles * 1024 / 128e3;
-  us += c.vector * g.warps * l.blocks * 64 * std::min(g.columns, 8 * l.column_tiles) / 128e3;
+  us += c.vector * g.warps * l.blocks * 64 * g.columns / 128e3;
   us += c.partials * 2 * g.split * l.rows * g.columns * 4 / 128e3;
   us += c.kilobyte * vector + c.megabyte * vector / 1024 * g.group * double(g.groups) / waves;
   us += c.doubling * std::log2(double(g.group));
-  return us * double(waves);
+  return us * double(waves) * (p.directions / g.directions);
 }
 
 struct Restriction {
-  std::string tier;
-  int numbers[4] = {0, 0, 0, 0};  // group, columns, warps, split; 0 for any
+  std::string tier, product;
+  int numbers[5] = {0, 0, 0, 0, 0};  // group, columns, warps, split, directions; 0 for any
 };
 
 std::string restriction_text() {
@@ -112,6 +125,8 @@ Restriction restriction() {
   std::getline(fields, r.tier, ':');
   std::string field;
   for (int i = 0; i < 4 && std::getline(fields, field, ':'); ++i) r.numbers[i] = std::atoi(field.c_str());
+  std::getline(fields, r.product, ':');
+  if (std::getline(fields, field, ':')) r.numbers[4] = std::atoi(field.c_str());
   return r;
 }
 
@@ -120,22 +135,23 @@ RecurrencePlan make_plan(const RecurrenceProblem& p) {
   if (capability < 80) return {std::nullopt, "its kernels need compute capability 8.0"};
   if (const auto reason = jit::why_unavailable(capability)) return {std::nullopt, *reason};
   std::string why = "its weights do not fit on the chip";
-  std::set<std::pair<Tier, int>> refused;  // what the device does not hold with one layout it does not with another
+  std::set<std::tuple<Tier, int, int>>
+      refused;  // what the device does not hold with one layout it does not with another
   for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
-    if (refused.contains({g.tier, g.group})) continue;
+    if (refused.contains({g.tier, g.group, g.directions})) continue;
     try {
       jit::Kernel& kernel = jit::kernel(kSource, geometry_defines(p, g), "recurrence");
       const dim3 threads(32 * g.warps);
       const int resident = g.tier == Tier::kCluster
                                ? kernel.max_active_clusters(threads, g.shared_bytes, g.group)
                                : kernel.max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
-      const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * p.directions : 1;
+      const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * g.directions : 1;
       if (resident >= needed) return {g, {}, &kernel};
     } catch (const std::runtime_error& error) {
       return {std::nullopt, error.what()};  // what stops one compilation stops the others
     }
     why = "the device cannot hold its blocks at the same time";
-    refused.insert({g.tier, g.group});
+    refused.insert({g.tier, g.group, g.directions});
   }
   return {std::nullopt, why};
 }
@@ -166,23 +182,18 @@ const char* tier_name(Tier tier) {
 
 std::vector<std::string> geometry_defines(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
   const auto define = [](const char* name, int value) { return std::string(name) + "=" + std::to_string(value); };
-  return {define("CELL", int(p.cell)),
-          define("TYPE", int(p.type)),
-          define("BACKWARD", p.backward),
-          define("HIDDEN", p.hidden),
-          define("GROUP", g.group),
-          define("COLUMNS", g.columns),
-          define("UNITS", g.units),
-          define("WARPS", g.warps),
-          define("SPLIT", g.split),
-          define("RESIDENT", g.resident),
-          define("EXCHANGE", g.tier == Tier::kGrid),
+  const RecurrenceType type = g.fma ? RecurrenceType::kFloat : p.type;  // one kernel for both precisions
+  return {define("CELL", int(p.cell)),    define("TYPE", int(type)), define("BACKWARD", p.backward),
+          define("HIDDEN", p.hidden),     define("GROUP", g.group),  define("COLUMNS", g.columns),
+          define("UNITS", g.units),       define("WARPS", g.warps),  define("SPLIT", g.split),
+          define("RESIDENT", g.resident), define("FMA", g.fma),      define("EXCHANGE", g.tier == Tier::kGrid),
           define("PACKED", p.packed)};
 }
 
 std::string geometry_text(const RecurrenceGeometry& g) {
   std::stringstream text;
-  text << tier_name(g.tier) << ':' << g.group << ':' << g.columns << ':' << g.warps << ':' << g.split;
+  text << tier_name(g.tier) << ':' << g.group << ':' << g.columns << ':' << g.warps << ':' << g.split << ':'
+       << (g.fma ? "fma" : "mma") << ':' << g.directions;
   return text.str();
 }
 
@@ -191,34 +202,46 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
   const Restriction only = restriction();
   const int per_chunk = 16 / element_bytes(p.type);
   std::vector<RecurrenceGeometry> found;
-  const auto consider = [&](Tier tier, int group, int columns, int warps, int split) {
+  const auto consider_product = [&](Tier tier, int group, int columns, int warps, int split, int directions, bool fma) {
     if (!only.tier.empty() && only.tier != tier_name(tier)) return;
+    if (!only.product.empty() && only.product != (fma ? "fma" : "mma")) return;
     if (tier == Tier::kGrid && !device.cooperative_launch) return;
-    const int numbers[] = {group, columns, warps, split};
-    for (int i = 0; i < 4; ++i) {
+    const int numbers[] = {group, columns, warps, split, directions};
+    for (int i = 0; i < 5; ++i) {
       if (only.numbers[i] != 0 && only.numbers[i] != numbers[i]) return;
     }
-    RecurrenceGeometry g{tier, group, columns, 0, warps, split, 0, 0, ceil_div(p.batch, columns), 0, 0};
+    RecurrenceGeometry g{tier, group, columns, 0, warps, split, 0, fma, directions, 0, ceil_div(p.batch, columns),
+                         0,    0};
     g.units = ceil_div(ceil_div(p.hidden, group), per_chunk) * per_chunk;
     // Clusters lie within a processing cluster of the device, whose size they do not divide: an H200 with 132
     // multiprocessors holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16 blocks.
     const int usable = tier != Tier::kCluster || group == 2 ? device.sm_count
                        : group < 16                         ? device.sm_count * 10 / 11
                                                             : device.sm_count * 8 / 9;
-    g.at_once = std::max(1, usable / group / p.directions);
-    if (group * (tier == Tier::kGrid ? p.directions : 1) > usable) return;
+    g.at_once = std::max(1, usable / group / directions);
+    if (group * (tier == Tier::kGrid ? directions : 1) > usable) return;
     // Units come in chunks of 16 bytes, so that the last blocks of a group may have none: they only wait for the
     // others.
     if (group > 1 && 4 * ceil_div(p.hidden, g.units) < 3 * group) return;
     const Layout layout(p, g);
-    if (layout.pairs > 8 || layout.row_tiles * layout.column_tiles > 16) return;
-    const int room = std::min(248, 65536 / (32 * warps)) - layout.other_registers(p);
+    if (layout.pairs > 8 || layout.row_tiles * layout.vectors > 16) return;
+    const int room = std::min(248, 65536 / (32 * warps)) - layout.other_registers(p, g);
     if (room < 0) return;
     g.resident = std::min(layout.blocks, room / (layout.row_tiles * 8));
     g.shared_bytes = layout.shared_bytes(p, g);
     if (g.shared_bytes > device.max_shared_per_block) return;
     g.step_us = step_cost(p, g, layout);
     found.push_back(g);
+  };
+  const auto consider = [&](Tier tier, int group, int columns, int warps, int split) {
+    // A grid that does not hold both directions runs one after the other; blocks that need not be resident together
+    // take turns by themselves.
+    for (int directions = p.directions; directions >= (tier == Tier::kGrid ? 1 : p.directions); --directions) {
+      consider_product(tier, group, columns, warps, split, directions, false);
+      if (element_bytes(p.type) == 4 && columns <= kMaxFmaColumns) {
+        consider_product(tier, group, columns, warps, split, directions, true);
+      }
+    }
   };
   const auto each_columns = [&](const auto& consider_columns) {
     for (const int columns : {1, 2, 3, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64}) {
@@ -269,11 +292,15 @@ void launch_recurrence(const RecurrencePlan& plan, RecurrenceArgs args, cudaStre
   const bool grid = g.tier == Tier::kGrid;
   void* arguments[] = {&args};
   const int64_t slice = grid ? g.at_once : g.groups;  // clusters and single blocks need not be resident together
-  for (int64_t first = 0; first < g.groups; first += slice) {
-    args.first_sequence = int(first * g.columns);
-    const int64_t blocks = g.group * std::min(slice, g.groups - first) * args.directions;
-    plan.kernel->launch(dim3(unsigned(blocks)), dim3(32 * g.warps), g.shared_bytes,
-                        g.tier == Tier::kCluster ? g.group : 1, grid, stream, arguments);
+  const int directions = args.directions;
+  args.directions = std::min(directions, g.directions);
+  for (args.first_direction = 0; args.first_direction < directions; args.first_direction += args.directions) {
+    for (int64_t first = 0; first < g.groups; first += slice) {
+      args.first_sequence = int(first * g.columns);
+      const int64_t blocks = g.group * std::min(slice, g.groups - first) * args.directions;
+      plan.kernel->launch(dim3(unsigned(blocks)), dim3(32 * g.warps), g.shared_bytes,
+                          g.tier == Tier::kCluster ? g.group : 1, grid, stream, arguments);
+    }
   }
 }
 
