@@ -33,8 +33,18 @@ TIERS = (
     "grid:16:2",
     "grid:32",
     "grid:32:3::::1",
+    "grid:32:3:::::2",
+    "grid:32:3:::::4",
+    "grid:16:1:::::8",
 )
-FMA_TIERS = ("small:1:1:::fma", "small:1:3:8:2:fma", "cluster:4:3:::fma", "cluster:16:1:::fma", "grid:32:2:::fma")
+FMA_TIERS = (
+    "small:1:1:::fma",
+    "small:1:3:8:2:fma",
+    "cluster:4:3:::fma",
+    "cluster:16:1:::fma",
+    "grid:32:2:::fma",
+    "grid:32:4:::fma::4",
+)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TF32 = 5e-3
 """Bound where products are in TF32, of 11 bits like float16."""
@@ -60,6 +70,7 @@ def test_compiles(cell: int, group: int):
                 "CELL": cell, "TYPE": kind, "BACKWARD": backward, "HIDDEN": 61, "GROUP": group, "COLUMNS": columns,
                 "UNITS": math.ceil(math.ceil(61 / group) / 8) * 8, "WARPS": 8, "SPLIT": 8 if exchange else 4,
                 "RESIDENT": resident, "EXCHANGE": exchange, "PACKED": (kind + backward) % 2, "FMA": 0,
+                "CLUSTER": 1 + 3 * exchange,
             }  # fmt: skip
             requests.append((SOURCE, [f"{k}={v}" for k, v in constants.items()], 90))
     with_fma = [{"FMA=0": "FMA=1"}.get(d, d) for d in requests[-1][1]]

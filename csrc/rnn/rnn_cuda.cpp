@@ -438,6 +438,7 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
     text = std::string(tier_name(g.tier)) + " tier, " + std::to_string(g.groups * c.directions) + " x " +
            std::to_string(g.group) + " blocks of " + std::to_string(32 * g.warps) + " threads, " +
            std::to_string(g.columns) + " sequences each" + (g.fma ? ", FMA" : "") +
+           (g.cluster > 1 ? ", pooled by " + std::to_string(g.cluster) : "") +
            (g.directions < c.directions ? ", one direction after the other" : "");
     report.microseconds += g.step_us * double(std::max<int64_t>(1, c.T)) * c.layers;
     if (backward) continue;

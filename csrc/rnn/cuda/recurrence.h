@@ -71,9 +71,10 @@ const char* tier_name(Tier tier);
 // One way to lay a problem out on the device; the capitalised names are the kernel's macros.
 struct RecurrenceGeometry {
   Tier tier;
-  int group, columns, units, warps, split, resident;  // GROUP, COLUMNS, UNITS, WARPS, SPLIT, RESIDENT
-  bool fma;                                           // FMA
-  int directions;                                     // that run at the same time
+  int group, columns, units, warps, split, cluster;  // GROUP, COLUMNS, UNITS, WARPS, SPLIT, CLUSTER
+  int resident;                                      // RESIDENT
+  bool fma;                                          // FMA
+  int directions;                                    // that run at the same time
   int shared_bytes;
   int64_t groups;   // of one direction
   int64_t at_once;  // groups of one direction that a launch may have; a grid's blocks must all be resident

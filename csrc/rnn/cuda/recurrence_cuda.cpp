@@ -1,8 +1,8 @@
 // Geometries of the recurrence kernel: which fit, what a step of each is expected to cost, and the launch.
 //
-// WEFT_RNN_GEOMETRY="tier:group:columns:warps:split:product:directions" restricts the choice, for tests and
-// measurements: tier is small, cluster or grid, product mma or fma, directions how many run at the same time; a missing
-// or empty field is free. It is read at every call.
+// WEFT_RNN_GEOMETRY="tier:group:columns:warps:split:product:directions:cluster" restricts the choice, for tests and
+// measurements: tier is small, cluster or grid, product mma or fma, directions how many run at the same time, cluster
+// how many blocks of a grid pool their rows; a missing or empty field is free. It is read at every call.
 #include "rnn/cuda/recurrence.h"
 
 #include <algorithm>
@@ -38,8 +38,8 @@ struct Layout {
     rows_of_unit = p.backward ? 1 : gates;
     values = p.backward ? gates : 1;
     vector = shared ? g.group * g.units * values : ceil_div(p.hidden, per_chunk) * per_chunk * values;
-    blocks = ceil_div(ceil_div(int64_t(vector) * bytes, 64), g.split);
-    row_tiles = ceil_div(ceil_div(rows_of_unit * g.units, 16), g.warps / g.split);
+    blocks = ceil_div(ceil_div(int64_t(vector) * bytes, 64), g.split * g.cluster);
+    row_tiles = ceil_div(ceil_div(rows_of_unit * g.units * g.cluster, 16), g.warps / g.split);
     rows = row_tiles * (g.warps / g.split) * 16;
     vectors = g.fma ? g.columns : ceil_div(g.columns, 8);
     pairs = ceil_div(int64_t(g.units) * g.columns, 32 * g.warps);
@@ -61,11 +61,13 @@ struct Layout {
     const int stage = ceil_div(g.columns * g.units * values * bytes, 16) * 16;
     const int vector_bytes = blocks * g.split * 64, pitch = vector_bytes + (vector_bytes % 128 == 0 ? 64 : 0);
     const int buffers = shared ? 2 * g.columns * pitch : 0;
-    return weights + stage + buffers + g.split * g.columns * (rows + 4) * 4 + 16;
+    const int received = g.cluster > 1 ? 2 * g.cluster * g.columns * (rows_of_unit * g.units + 4) * 4 : 0;
+    return weights + stage + buffers + g.split * g.columns * (rows + 4) * 4 + received + 16;
   }
 };
 
-// Microseconds, fitted to 1100 geometries of 72 problems on an H200 (relative error of a step 7 to 12% in the mean).
+// Microseconds, fitted on an H200 to 1100 geometries of 72 problems, those of a grid to 1250 of 57 (relative error of a
+// step 7 to 12% in the mean).
 struct Costs {
   double base, gate, pair;           // a step; each gate block; each further pair of a thread
   double product;                    // a thousand mma of a scheduler
@@ -73,18 +75,19 @@ struct Costs {
   double kilobyte;                   // of the vector, exchanged in a cluster
   double megabyte;                   // of all vectors, read through L2 by all blocks
   double doubling;                   // of the group
+  double pooled;                     // a thousand cycles of shared memory for the sums that a cluster exchanges
 };
 constexpr Costs kCosts[3][2] = {
-    {{0.37, 0.051, 0.13, 3.1, 0.5, 0.83, 1.44, 0, 0, 0}, {0.19, 0.059, 0.07, 4.1, 0.66, 1.59, 1.12, 0, 0, 0}},
-    {{0.40, 0.056, 0.12, 4.1, 0.41, 0.40, 0.71, 0.028, 0, 0.005},
-     {0.29, 0.046, 0.03, 3.8, 0.52, 0.38, 0.84, 0.033, 0, 0}},
-    {{0.54, 0.074, 0.05, 4.9, 0.40, 0, 0.42, 0, 0.187, 0.096},
-     {0.05, 0.158, 0.05, 3.8, 0.33, 0, 2.48, 0, 0.114, 0.146}},
+    {{0.37, 0.051, 0.13, 3.1, 0.5, 0.83, 1.44, 0, 0, 0, 0}, {0.19, 0.059, 0.07, 4.1, 0.66, 1.59, 1.12, 0, 0, 0, 0}},
+    {{0.40, 0.056, 0.12, 4.1, 0.41, 0.40, 0.71, 0.028, 0, 0.005, 0},
+     {0.29, 0.046, 0.03, 3.8, 0.52, 0.38, 0.84, 0.033, 0, 0, 0}},
+    {{0.58, 0.067, 0.04, 5.1, 0.33, 0, 0.53, 0, 0.184, 0.067, 3.2},
+     {0.22, 0.135, 0, 2.35, 0.33, 0, 1.5, 0, 0.136, 0.113, 0}},
 };
-
-// Three products of fp32 accuracy, with the splitting of both operands, in products of TF32.
-constexpr double kExact = 6.5;
-// Instead of products, with FMA (7 to 13%): a thousand of a scheduler; in a grid, each batch of loads after the first.
+// In the place of `product`: three products of fp32 accuracy, with the splitting of both operands.
+constexpr double kExact = 27;
+// With FMA: a thousand of a scheduler; in a grid, each batch of loads after the first (fitted to 370 geometries of 32
+// problems, 7 to 13%).
 constexpr double kFma = 0.6, kFmaBatch = 0.3;
 constexpr int kMaxFmaColumns = 4;
 
@@ -99,19 +102,20 @@ double step_cost(const RecurrenceProblem& p, const RecurrenceGeometry& g, const 
   if (g.fma) {
     us += kFma * 8 * tiles / 1000 + (l.shared ? 0 : kFmaBatch * (l.batches - 1));
   } else {
-    us += c.product * 2 * tiles / 1000 * (p.type == RecurrenceType::kFloat ? kExact : 1);
+    us += (p.type == RecurrenceType::kFloat ? kExact : c.product) * 2 * tiles / 1000;
   }
   us += c.weights * g.warps * std::max(0, l.blocks - g.resident) * l.row_tiles * 1024 / 128e3;
   us += c.vector * g.warps * l.blocks * 64 * g.columns / 128e3;
   us += c.partials * 2 * g.split * l.rows * g.columns * 4 / 128e3;
-  us += c.kilobyte * vector + c.megabyte * vector / 1024 * g.group * double(g.groups) / waves;
+  us += c.kilobyte * vector + c.megabyte * vector / 1024 * g.group * double(g.groups) / waves / g.cluster;
+  if (g.cluster > 1) us += c.pooled * 2 * g.cluster * l.rows_of_unit * g.units * g.columns * 4 / 128e3;
   us += c.doubling * std::log2(double(g.group));
   return us * double(waves) * (p.directions / g.directions);
 }
 
 struct Restriction {
   std::string tier, product;
-  int numbers[5] = {0, 0, 0, 0, 0};  // group, columns, warps, split, directions; 0 for any
+  int numbers[6] = {0, 0, 0, 0, 0, 0};  // group, columns, warps, split, directions, cluster; 0 for any
 };
 
 std::string restriction_text() {
@@ -126,7 +130,7 @@ Restriction restriction() {
   std::string field;
   for (int i = 0; i < 4 && std::getline(fields, field, ':'); ++i) r.numbers[i] = std::atoi(field.c_str());
   std::getline(fields, r.product, ':');
-  if (std::getline(fields, field, ':')) r.numbers[4] = std::atoi(field.c_str());
+  for (int i = 4; i < 6 && std::getline(fields, field, ':'); ++i) r.numbers[i] = std::atoi(field.c_str());
   return r;
 }
 
@@ -135,23 +139,23 @@ RecurrencePlan make_plan(const RecurrenceProblem& p) {
   if (capability < 80) return {std::nullopt, "its kernels need compute capability 8.0"};
   if (const auto reason = jit::why_unavailable(capability)) return {std::nullopt, *reason};
   std::string why = "its weights do not fit on the chip";
-  std::set<std::tuple<Tier, int, int>>
+  std::set<std::tuple<Tier, int, int, int>>
       refused;  // what the device does not hold with one layout it does not with another
   for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
-    if (refused.contains({g.tier, g.group, g.directions})) continue;
+    if (refused.contains({g.tier, g.group, g.directions, g.cluster})) continue;
     try {
       jit::Kernel& kernel = jit::kernel(kSource, geometry_defines(p, g), "recurrence");
       const dim3 threads(32 * g.warps);
       const int resident = g.tier == Tier::kCluster
                                ? kernel.max_active_clusters(threads, g.shared_bytes, g.group)
-                               : kernel.max_active_blocks_per_sm(threads, g.shared_bytes) * device_limits().sm_count;
+                               : kernel.max_active_clusters(threads, g.shared_bytes, g.cluster) * g.cluster;
       const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * g.directions : 1;
       if (resident >= needed) return {g, {}, &kernel};
     } catch (const std::runtime_error& error) {
       return {std::nullopt, error.what()};  // what stops one compilation stops the others
     }
     why = "the device cannot hold its blocks at the same time";
-    refused.insert({g.tier, g.group, g.directions});
+    refused.insert({g.tier, g.group, g.directions, g.cluster});
   }
   return {std::nullopt, why};
 }
@@ -183,17 +187,26 @@ const char* tier_name(Tier tier) {
 std::vector<std::string> geometry_defines(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
   const auto define = [](const char* name, int value) { return std::string(name) + "=" + std::to_string(value); };
   const RecurrenceType type = g.fma ? RecurrenceType::kFloat : p.type;  // one kernel for both precisions
-  return {define("CELL", int(p.cell)),    define("TYPE", int(type)), define("BACKWARD", p.backward),
-          define("HIDDEN", p.hidden),     define("GROUP", g.group),  define("COLUMNS", g.columns),
-          define("UNITS", g.units),       define("WARPS", g.warps),  define("SPLIT", g.split),
-          define("RESIDENT", g.resident), define("FMA", g.fma),      define("EXCHANGE", g.tier == Tier::kGrid),
+  return {define("CELL", int(p.cell)),
+          define("TYPE", int(type)),
+          define("BACKWARD", p.backward),
+          define("HIDDEN", p.hidden),
+          define("GROUP", g.group),
+          define("COLUMNS", g.columns),
+          define("UNITS", g.units),
+          define("WARPS", g.warps),
+          define("SPLIT", g.split),
+          define("RESIDENT", g.resident),
+          define("CLUSTER", g.cluster),
+          define("FMA", g.fma),
+          define("EXCHANGE", g.tier == Tier::kGrid),
           define("PACKED", p.packed)};
 }
 
 std::string geometry_text(const RecurrenceGeometry& g) {
   std::stringstream text;
   text << tier_name(g.tier) << ':' << g.group << ':' << g.columns << ':' << g.warps << ':' << g.split << ':'
-       << (g.fma ? "fma" : "mma") << ':' << g.directions;
+       << (g.fma ? "fma" : "mma") << ':' << g.directions << ':' << g.cluster;
   return text.str();
 }
 
@@ -202,30 +215,30 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
   const Restriction only = restriction();
   const int per_chunk = 16 / element_bytes(p.type);
   std::vector<RecurrenceGeometry> found;
-  const auto consider_product = [&](Tier tier, int group, int columns, int warps, int split, int directions, bool fma) {
-    if (!only.tier.empty() && only.tier != tier_name(tier)) return;
-    if (!only.product.empty() && only.product != (fma ? "fma" : "mma")) return;
-    if (tier == Tier::kGrid && !device.cooperative_launch) return;
-    const int numbers[] = {group, columns, warps, split, directions};
-    for (int i = 0; i < 5; ++i) {
+  const auto consider = [&](RecurrenceGeometry g) {
+    if (!only.tier.empty() && only.tier != tier_name(g.tier)) return;
+    if (!only.product.empty() && only.product != (g.fma ? "fma" : "mma")) return;
+    if (g.tier == Tier::kGrid && !device.cooperative_launch) return;
+    const int numbers[] = {g.group, g.columns, g.warps, g.split, g.directions, g.cluster};
+    for (int i = 0; i < 6; ++i) {
       if (only.numbers[i] != 0 && only.numbers[i] != numbers[i]) return;
     }
-    RecurrenceGeometry g{tier, group, columns, 0, warps, split, 0, fma, directions, 0, ceil_div(p.batch, columns),
-                         0,    0};
-    g.units = ceil_div(ceil_div(p.hidden, group), per_chunk) * per_chunk;
+    g.groups = ceil_div(p.batch, g.columns);
+    g.units = ceil_div(ceil_div(p.hidden, g.group), per_chunk) * per_chunk;
     // Clusters lie within a processing cluster of the device, whose size they do not divide: an H200 with 132
     // multiprocessors holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16 blocks.
-    const int usable = tier != Tier::kCluster || group == 2 ? device.sm_count
-                       : group < 16                         ? device.sm_count * 10 / 11
-                                                            : device.sm_count * 8 / 9;
-    g.at_once = std::max(1, usable / group / directions);
-    if (group * (tier == Tier::kGrid ? directions : 1) > usable) return;
+    const int cluster = g.tier == Tier::kCluster ? g.group : g.cluster;
+    const int usable = cluster <= 2   ? device.sm_count
+                       : cluster < 16 ? device.sm_count * 10 / 11
+                                      : device.sm_count * 8 / 9;
+    g.at_once = std::max(1, usable / g.group / g.directions);
+    if (g.group * (g.tier == Tier::kGrid ? g.directions : 1) > usable) return;
     // Units come in chunks of 16 bytes, so that the last blocks of a group may have none: they only wait for the
     // others.
-    if (group > 1 && 4 * ceil_div(p.hidden, g.units) < 3 * group) return;
+    if (g.group > 1 && 4 * ceil_div(p.hidden, g.units) < 3 * g.group) return;
     const Layout layout(p, g);
     if (layout.pairs > 8 || layout.row_tiles * layout.vectors > 16) return;
-    const int room = std::min(248, 65536 / (32 * warps)) - layout.other_registers(p, g);
+    const int room = std::min(248, 65536 / (32 * g.warps)) - layout.other_registers(p, g);
     if (room < 0) return;
     g.resident = std::min(layout.blocks, room / (layout.row_tiles * 8));
     g.shared_bytes = layout.shared_bytes(p, g);
@@ -233,13 +246,24 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
     g.step_us = step_cost(p, g, layout);
     found.push_back(g);
   };
-  const auto consider = [&](Tier tier, int group, int columns, int warps, int split) {
-    // A grid that does not hold both directions runs one after the other; blocks that need not be resident together
-    // take turns by themselves.
-    for (int directions = p.directions; directions >= (tier == Tier::kGrid ? 1 : p.directions); --directions) {
-      consider_product(tier, group, columns, warps, split, directions, false);
-      if (element_bytes(p.type) == 4 && columns <= kMaxFmaColumns) {
-        consider_product(tier, group, columns, warps, split, directions, true);
+  const auto each_product = [&](RecurrenceGeometry g) {
+    consider(g);
+    g.fma = element_bytes(p.type) == 4 && g.columns <= kMaxFmaColumns;
+    if (g.fma) consider(g);
+  };
+  const auto each_grid = [&](int group, int columns, int min_cluster = 1) {
+    for (int cluster = min_cluster; cluster <= (device.compute_capability >= 90 ? 8 : 1); cluster *= 2) {
+      if (group % cluster != 0) break;
+      // A grid that does not hold both directions runs one after the other; blocks that need not be resident together
+      // take turns by themselves.
+      for (int directions = p.directions; directions >= 1; --directions) {
+        each_product({.tier = Tier::kGrid,
+                      .group = group,
+                      .columns = columns,
+                      .warps = 8,
+                      .split = 8,
+                      .cluster = cluster,
+                      .directions = directions});
       }
     }
   };
@@ -250,23 +274,38 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
       consider_columns(columns);
     }
   };
+  // Blocks of a grid of clusters of 4 or 8, which leave some multiprocessors out.
+  int in_clusters = 0;
+  for (int chunks = 1; chunks <= 64; ++chunks) {
+    in_clusters = ceil_div(ceil_div(p.hidden, chunks * per_chunk), 8) * 8;
+    if (in_clusters <= device.sm_count * 10 / 11) break;
+  }
   each_columns([&](int columns) {
     for (const int warps : {4, 8, 16}) {
       for (int split = 1; split <= warps; split *= 2) {
-        consider(Tier::kSmall, 1, columns, warps, split);
-        if (device.compute_capability >= 90) {
-          for (const int group : {2, 4, 8, 16}) consider(Tier::kCluster, group, columns, warps, split);
+        RecurrenceGeometry g{.tier = Tier::kSmall,
+                             .group = 1,
+                             .columns = columns,
+                             .warps = warps,
+                             .split = split,
+                             .cluster = 1,
+                             .directions = p.directions};
+        each_product(g);
+        if (device.compute_capability < 90) continue;
+        g.tier = Tier::kCluster;
+        for (const int group : {2, 4, 8, 16}) {
+          g.group = group;
+          each_product(g);
         }
       }
     }
-    for (const int group : {16, 32, 64, 128}) consider(Tier::kGrid, group, columns, 8, 8);
+    for (const int group : {16, 32, 64, 128}) each_grid(group, columns);
+    if (in_clusters > 64) each_grid(in_clusters, columns, 2);
   });
   if (found.empty()) {
     // Large layers of other sizes than these groups divide well.
     each_columns([&](int columns) {
-      for (int chunks = 1; chunks <= 16; ++chunks) {
-        consider(Tier::kGrid, ceil_div(p.hidden, chunks * per_chunk), columns, 8, 8);
-      }
+      for (int chunks = 1; chunks <= 16; ++chunks) each_grid(ceil_div(p.hidden, chunks * per_chunk), columns);
     });
   }
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step_us < b.step_us; });
@@ -299,7 +338,7 @@ void launch_recurrence(const RecurrencePlan& plan, RecurrenceArgs args, cudaStre
       args.first_sequence = int(first * g.columns);
       const int64_t blocks = g.group * std::min(slice, g.groups - first) * args.directions;
       plan.kernel->launch(dim3(unsigned(blocks)), dim3(32 * g.warps), g.shared_bytes,
-                          g.tier == Tier::kCluster ? g.group : 1, grid, stream, arguments);
+                          g.tier == Tier::kCluster ? g.group : g.cluster, grid, stream, arguments);
     }
   }
 }
