@@ -35,7 +35,7 @@ TIERS = (
     "grid:32:3::::1",
     "grid:32:3:::::2",
     "grid:32:3:::::4",
-    "grid:16:1:::::8",
+    "grid:32:1:::::8",
 )
 FMA_TIERS = (
     "small:1:1:::fma",
@@ -43,7 +43,7 @@ FMA_TIERS = (
     "cluster:4:3:::fma",
     "cluster:16:1:::fma",
     "grid:32:2:::fma",
-    "grid:32:4:::fma::4",
+    "grid:32:2:::fma::4",
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TF32 = 5e-3

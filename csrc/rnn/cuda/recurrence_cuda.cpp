@@ -67,28 +67,28 @@ struct Layout {
 };
 
 // Microseconds, fitted on an H200 to 1100 geometries of 72 problems, those of a grid to 1250 of 57 (relative error of a
-// step 7 to 12% in the mean).
+// step 7 to 12% in the mean), where sequences are so long that what is exchanged does not stay in the L2 cache.
 struct Costs {
   double base, gate, pair;           // a step; each gate block; each further pair of a thread
   double product;                    // a thousand mma of a scheduler
   double weights, vector, partials;  // a thousand cycles of shared memory
   double kilobyte;                   // of the vector, exchanged in a cluster
   double megabyte;                   // of all vectors, read through L2 by all blocks
-  double doubling;                   // of the group
+  double doubling;                   // of a group's blocks or sequences
   double pooled;                     // a thousand cycles of shared memory for the sums that a cluster exchanges
 };
 constexpr Costs kCosts[3][2] = {
-    {{0.37, 0.051, 0.13, 3.1, 0.5, 0.83, 1.44, 0, 0, 0, 0}, {0.19, 0.059, 0.07, 4.1, 0.66, 1.59, 1.12, 0, 0, 0, 0}},
-    {{0.40, 0.056, 0.12, 4.1, 0.41, 0.40, 0.71, 0.028, 0, 0.005, 0},
-     {0.29, 0.046, 0.03, 3.8, 0.52, 0.38, 0.84, 0.033, 0, 0, 0}},
-    {{0.58, 0.067, 0.04, 5.1, 0.33, 0, 0.53, 0, 0.184, 0.067, 3.2},
-     {0.22, 0.135, 0, 2.35, 0.33, 0, 1.5, 0, 0.136, 0.113, 0}},
+    {{0.33, 0.046, 0.12, 2.8, 0.45, 0.75, 1.3, 0, 0, 0, 0}, {0.18, 0.056, 0.067, 3.9, 0.63, 1.51, 1.06, 0, 0, 0, 0}},
+    {{0.36, 0.050, 0.11, 3.7, 0.37, 0.36, 0.64, 0.025, 0, 0, 0},
+     {0.28, 0.044, 0.03, 3.6, 0.49, 0.36, 0.80, 0.031, 0, 0, 0}},
+    {{0.80, 0.052, 0, 3.4, 0.37, 0, 0.37, 0, 0.189, 0.038, 3.4},
+     {0.09, 0.13, 0, 2.0, 0.32, 0, 0.78, 0, 0.104, 0.137, 0}},
 };
 // In the place of `product`: three products of fp32 accuracy, with the splitting of both operands.
-constexpr double kExact = 27;
+constexpr double kExact = 25;
 // With FMA: a thousand of a scheduler; in a grid, each batch of loads after the first (fitted to 370 geometries of 32
 // problems, 7 to 13%).
-constexpr double kFma = 0.6, kFmaBatch = 0.3;
+constexpr double kFma = 0.57, kFmaBatch = 0.3;
 constexpr int kMaxFmaColumns = 4;
 
 // Of a step, all sequences and directions.
@@ -109,7 +109,7 @@ double step_cost(const RecurrenceProblem& p, const RecurrenceGeometry& g, const 
   us += c.partials * 2 * g.split * l.rows * g.columns * 4 / 128e3;
   us += c.kilobyte * vector + c.megabyte * vector / 1024 * g.group * double(g.groups) / waves / g.cluster;
   if (g.cluster > 1) us += c.pooled * 2 * g.cluster * l.rows_of_unit * g.units * g.columns * 4 / 128e3;
-  us += c.doubling * std::log2(double(g.group));
+  us += c.doubling * std::log2(double(g.group) * g.columns);
   return us * double(waves) * (p.directions / g.directions);
 }
 
@@ -248,7 +248,8 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
   };
   const auto each_product = [&](RecurrenceGeometry g) {
     consider(g);
-    g.fma = element_bytes(p.type) == 4 && g.columns <= kMaxFmaColumns;
+    g.fma = p.type == RecurrenceType::kFloat ? g.columns <= kMaxFmaColumns
+                                             : p.type == RecurrenceType::kTF32 && p.batch <= kMaxFmaColumns;
     if (g.fma) consider(g);
   };
   const auto each_grid = [&](int group, int columns, int min_cluster = 1) {
