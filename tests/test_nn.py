@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from weft import _algorithms, _torch_rnn
 
 CELLS = {
     "tanh": (weft.nn.RNN, torch.nn.RNN, {}),
@@ -598,7 +601,6 @@ def test_chaotic_weights(device, cell, steps, scale):
 def test_dropout_only_while_training(device, cell, algorithm):
     ours, theirs = layers(cell, device, algorithm=algorithm, num_layers=2, dropout=0.5)
     x = torch.randn(6, 5, I, dtype=torch.float64, device=device)
-    # Results alone: cuDNN has no backward in evaluation mode.
     assert_same(flat(ours.eval()(x)), flat(theirs.eval()(x)))
     runs = [ours.train()(x)[0] for _ in range(2)]
     assert not torch.equal(*runs)
@@ -606,8 +608,7 @@ def test_dropout_only_while_training(device, cell, algorithm):
     for _ in range(2):
         torch.manual_seed(7)
         seeded.append(ours(x)[0])
-    if weft.explain(ours, x).algorithm != "torch" or device == "cpu":  # cuDNN keeps a generator of its own
-        assert torch.equal(*seeded)
+    assert torch.equal(*seeded)
 
 
 @devices
@@ -855,7 +856,7 @@ def test_checkpointing(device, cell, algorithm, reentrant):
 
 @devices
 @cells
-@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch", "reference"])
+@algorithms
 def test_gradcheck(device, cell, algorithm):
     ours, _ = layers(cell, device, algorithm=algorithm, sizes=(2, 3), bidirectional=True)
     names = [n for n, _ in ours.named_parameters()]
@@ -869,8 +870,172 @@ def test_gradcheck(device, cell, algorithm):
     inputs = [t.detach().clone().requires_grad_() for t in (x, *states(ours, 2), *ours.parameters())]
     nondet = 1e-7 if device == "cuda" else 0.0
     assert gradcheck(call, inputs, nondet_tol=nondet, fast_mode=True)
-    if algorithm != "torch":
-        assert gradgradcheck(call, inputs, nondet_tol=nondet, fast_mode=True)
+    assert gradgradcheck(call, inputs, nondet_tol=nondet, fast_mode=True)
+
+
+@pytest.fixture
+def any_derivative(monkeypatch):
+    """torch's kernel runs on every device as in float64 on CUDA."""
+    monkeypatch.setattr(_torch_rnn, "needs_any_derivative", lambda case: case.trains)
+    _algorithms.forget_choices()
+    yield
+    _algorithms.forget_choices()
+
+
+def test_where_torch_needs_any_derivative():
+    case = _algorithms.Case("gru", "cuda", torch.float64, 16, 4, 100, False, False, False)
+    assert _torch_rnn.needs_any_derivative(case)
+    for change in ({"device": "cpu"}, {"dtype": torch.float32}, {"trains": False}):
+        assert not _torch_rnn.needs_any_derivative(case._replace(**change))
+
+
+TWICE = {
+    "plain": {},
+    "batch first": {"batch_first": True},
+    "one layer, two directions": {"bidirectional": True, "bias": False},
+    "two layers, two directions": {"num_layers": 2, "bidirectional": True},
+    "projected": {"proj_size": 2, "num_layers": 2, "bidirectional": True},
+}
+TWICE_CASES = [(cell, options) for cell in CELLS for options in TWICE if options != "projected" or cell == "lstm"]
+
+
+@devices
+@pytest.mark.parametrize("algorithm", ["auto", "torch"])
+@pytest.mark.parametrize(("cell", "options"), TWICE_CASES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("given_state", [False, True])
+def test_two_derivatives(any_derivative, device, algorithm, cell, options, packed, given_state):
+    """Beside torch's layer on the CPU, where it is differentiable twice."""
+    ours, theirs = layers(cell, "cpu", algorithm=algorithm, **TWICE[options])
+    ours.to(device)
+    x = torch.randn(4, 3, I, dtype=torch.float64)
+    batch = 4 if ours.batch_first and not packed else 3
+    tensors = [x, *(states(theirs, batch) if given_state else ())]
+    outgoing = directions = None
+    found = []
+    for layer in (ours, theirs):
+        to = layer.weight_ih_l0.device
+        inputs = [t.detach().to(to).requires_grad_() for t in tensors]
+        wanted = [*inputs, *layer.parameters()]
+        each = rnn.pack_padded_sequence(inputs[0], [4, 2, 1]) if packed else inputs[0]
+        result = flat(layer(each, hx_of(layer, tuple(inputs[1:]) or None)))
+        if layer is ours and algorithm == "torch" and not ours.batch_first:
+            assert result[0].grad_fn.name() == "_AnyDerivativeBackward"
+        outgoing = outgoing or [torch.randn_like(r, device="cpu") for r in result]
+        arriving = [g.to(to).requires_grad_() for g in outgoing]
+        first = torch.autograd.grad(result, wanted, arriving, retain_graph=True)
+        differentiable = torch.autograd.grad(result, wanted, arriving, create_graph=True)
+        directions = directions or [torch.randn_like(g, device="cpu") for g in first]
+        along = [v.to(to) for v in directions]
+        second = torch.autograd.grad(differentiable, [*wanted, *arriving], along)
+        found.append([t.cpu() for t in (*result, *first, *differentiable, *second)])
+    assert_same(*found)
+
+
+@devices
+@cells
+@algorithms
+def test_every_derivative_has_the_mask_of_the_forward_pass(any_derivative, device, cell, algorithm):
+    ours, _ = layers(cell, device, algorithm=algorithm, num_layers=3, dropout=0.5)
+    x = torch.randn(3, 2, I, dtype=torch.float64, device=device, requires_grad=True)
+
+    def call(*tensors):
+        torch.manual_seed(7)
+        return tuple(flat(ours(tensors[0])))
+
+    nondet = 1e-7 if device == "cuda" else 0.0
+    assert gradcheck(call, (x, *ours.parameters()), nondet_tol=nondet, fast_mode=True)
+    assert gradgradcheck(call, (x, *ours.parameters()), nondet_tol=nondet, fast_mode=True)
+
+
+@devices
+@cells
+@algorithms
+def test_gradients_in_evaluation_mode(any_derivative, device, cell, algorithm):
+    """Which cuDNN's own layers do not have."""
+    ours, theirs = layers(cell, "cpu", algorithm=algorithm, num_layers=2, dropout=0.5)
+    x = torch.randn(6, 5, I, dtype=torch.float64)
+    results = [flat(layer.eval()(x.to(layer.weight_ih_l0.device))) for layer in (ours.to(device), theirs)]
+    grads = [
+        torch.autograd.grad(sum(r.pow(2).sum() for r in result), list(layer.parameters()))
+        for layer, result in zip((ours, theirs), results, strict=True)
+    ]
+    assert_same([g.cpu() for g in grads[0]], grads[1])
+
+
+@devices
+def test_operands_that_depend_on_each_other(any_derivative, device):
+    """The state is a function of the input, and h0 and c0 are one tensor."""
+    ours, theirs = layers("lstm", "cpu", algorithm="torch", num_layers=2)
+    x = torch.randn(4, 3, I, dtype=torch.float64)
+    found = []
+    for layer in (ours.to(device), theirs):
+        inner = x.to(layer.weight_ih_l0.device).requires_grad_()
+        h = inner.sum((0, 2)).view(1, 3, 1).expand(2, 3, H)
+        loss = sum(r.pow(2).sum() for r in flat(layer(inner, (h, h))))
+        (first,) = torch.autograd.grad(loss, inner, create_graph=True)
+        second = torch.autograd.grad(first.pow(2).sum(), [inner, *layer.parameters()])
+        found.append([t.cpu() for t in (first, *second)])
+    assert_same(*found)
+
+
+@devices
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_backward_twice(any_derivative, device, create_graph):
+    ours, _ = layers("gru", device, algorithm="torch")
+    x = torch.randn(4, 3, I, dtype=torch.float64, device=device, requires_grad=True)
+    output = ours(x)[0].sum()
+    grads = [
+        torch.autograd.grad(output, x, retain_graph=keep, create_graph=create_graph)[0] for keep in (True, True, False)
+    ]
+    assert_same(grads, [grads[0]] * 3)
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(output, x)
+
+
+@devices
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_operands_changed_in_place(any_derivative, device, create_graph):
+    ours, _ = layers("lstm", device, algorithm="torch")
+    x = torch.randn(4, 3, I, dtype=torch.float64, device=device)
+    state = states(ours, 3)
+    for changed in (x, state[0], ours.weight_hh_l0, ours.weight_ih_l0):
+        output = ours(x, state)[0]
+        with torch.no_grad():
+            changed.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(output.sum(), ours.weight_ih_l0, create_graph=create_graph)
+
+
+@devices
+def test_nothing_is_kept_for_a_backward_pass_that_will_not_come(any_derivative, device, monkeypatch):
+    kept = []
+
+    def call(*args, original=_torch_rnn.call, **kwargs):
+        result = original(*args, **kwargs)
+        kept.append([weakref.ref(t) for t in result])
+        return result
+
+    monkeypatch.setattr(_torch_rnn, "call", call)
+    ours, _ = layers("lstm", device, algorithm="torch")
+    x = torch.randn(4, 3, I, dtype=torch.float64, device=device)
+
+    def alive():
+        return [ref() is not None for ref in kept.pop()]
+
+    gc.disable()  # a cycle would show
+    try:
+        output = ours(x)[0]
+        output.sum().backward(retain_graph=True)
+        assert all(ref() is not None for ref in kept[0])
+        output.sum().backward()
+        assert not any(alive())
+        assert output.grad_fn is not None
+        output = ours(x)[0]
+        del output
+        assert not any(alive())
+    finally:
+        gc.enable()
 
 
 def _loss(layer, x, parameters, hx=None):

@@ -1,8 +1,8 @@
 """torch's own module tests of RNN, GRU and LSTM, on Weft's layers: its samples and error samples, its checks.
 
-Of those that torch expects to fail with cuDNN, test_non_contiguous_tensors (cuDNN refuses a strided state) passes with
-every algorithm; test_grad (vmap over the backward pass) and test_gradgrad pass wherever another algorithm than "torch"
-runs.
+Of those that torch expects to fail with cuDNN, test_non_contiguous_tensors (cuDNN refuses a strided state) and
+test_gradgrad pass with every algorithm; test_grad (vmap over the backward pass) passes wherever another algorithm than
+"torch" runs.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ def test_non_contiguous(info, device, algorithm):
 
 @devices
 @infos
-# The second derivatives of the others are autograd's own; test_nn.py has one check of the reference's.
+# The second derivatives of the reference are autograd's own; test_nn.py has one check of them.
 @pytest.mark.parametrize(
     ("algorithm", "order"),
-    [("persistent", 1), ("scan", 1), ("torch", 1), ("reference", 1), ("persistent", 2), ("scan", 2)],
+    [(name, order) for order in (1, 2) for name in ("persistent", "scan", "torch")] + [("reference", 1)],
 )
 def test_gradients(info, device, algorithm, order):
     nondet = info.gradcheck_nondet_tol if device == "cuda" else 0.0
@@ -120,8 +120,6 @@ def test_gradients(info, device, algorithm, order):
         if order == 2 and not (layer.bias and layer.bidirectional):
             continue  # the same formulas with less in them
         by_cudnn = device == "cuda" and weft.explain(layer, *sample.forward_input.args).algorithm == "torch"
-        if order == 2 and by_cudnn:
-            continue  # cuDNN's backward has no derivative
         arguments = leaves(sample.forward_input.args)
         parameters = list(layer.parameters())
 
@@ -133,7 +131,8 @@ def test_gradients(info, device, algorithm, order):
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop")  # vmap without a rule is a loop
-            assert check(call, (*arguments, *parameters), nondet_tol=nondet, check_batched_grad=not by_cudnn)
+            batched = order == 2 or not by_cudnn  # vmap has no rule for cuDNN's backward pass
+            assert check(call, (*arguments, *parameters), nondet_tol=nondet, check_batched_grad=batched)
 
 
 @devices

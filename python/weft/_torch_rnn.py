@@ -2,13 +2,19 @@
 
 Left to itself, torch.compile takes `aten.gru` and its kin apart into one copy of the cell per time step: compilation
 takes minutes at a hundred steps, the graph is tied to one T, and cuDNN is not used.
-Eager code goes to the kernels directly, by `call`. The schemas of the two ops are in csrc/registry.cpp.
+Eager code goes to the kernels directly, by `call`, or by `call_with_any_derivative` where cuDNN's single derivative is
+not enough. The schemas of the two ops are in csrc/registry.cpp.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import _VF, Tensor
+
+from . import reference
+from ._algorithms import Case
 
 KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 
@@ -33,6 +39,73 @@ def call(
     if batch_sizes is None:
         return kernel(input, hx, weights, bias, num_layers, dropout, training, bidirectional, batch_first)
     return kernel(input, batch_sizes, hx, weights, bias, num_layers, dropout, training, bidirectional)
+
+
+def needs_any_derivative(case: Case) -> bool:
+    """Whether torch's kernel runs by `call_with_any_derivative`: in float64 on CUDA, where "auto" takes cuDNN, whose
+    backward pass has no derivative. In narrower dtypes its time on the host would show."""
+    return case.device == "cuda" and case.dtype == torch.float64 and case.trains
+
+
+def call_with_any_derivative(
+    input: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    batch_sizes: Tensor | None,
+    cell: str,
+    bias: bool,
+    num_layers: int,
+    bidirectional: bool,
+) -> tuple[Tensor, ...]:
+    """output, h_n[, c_n] of torch's kernel, without dropout, for (T, B, I) or packed data; differentiable to any order,
+    also where the kernel is differentiable once and, like cuDNN, while training alone."""
+    options = {"cell": cell, "bias": bias, "num_layers": num_layers, "bidirectional": bidirectional}
+    return _AnyDerivative.apply(options, batch_sizes, len(state), input, *state, *weights)
+
+
+class _AnyDerivative(torch.autograd.Function):
+    """The backward pass is that of torch's kernel; one that is to be differentiated itself is the reference's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: dict[str, Any], batch_sizes: Tensor | None, states: int, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        # Detached, a tensor has the graph of its own and the version of the original: changes in place are noticed.
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_(n) for t, n in zip(operands, ctx.needs_input_grad[3:], strict=True)]
+            input, state, weights = leaves[0], leaves[1 : 1 + states], leaves[1 + states :]
+            results = call(
+                **options, input=input, state=state, weights=weights, dropout=0.0, training=True,
+                batch_sizes=batch_sizes,
+            )  # fmt: skip
+        ctx.save_for_backward(batch_sizes, *operands)
+        ctx.options, ctx.states = options, states
+        ctx.graph = results, [t for t in leaves if t.requires_grad]
+        # The graph may not lead back to ctx, which holds it.
+        return tuple(r.detach() for r in results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        batch_sizes, *operands = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        create_graph = torch.is_grad_enabled()
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        if create_graph:
+            # The caller's operands may depend on each other, which is not for this function to differentiate.
+            operands = [t.view_as(t) if n else t for t, n in zip(operands, needed, strict=True)]
+            state, weights = operands[1 : 1 + ctx.states], operands[1 + ctx.states :]
+            output, final = reference.rnn(operands[0], state, weights, batch_sizes=batch_sizes, **ctx.options)
+            results, wanted = (output, *final), [t for t, n in zip(operands, needed, strict=True) if n]
+        else:
+            results, wanted = ctx.graph
+        if not keep_graph:
+            ctx.graph = None
+        found = iter(
+            torch.autograd.grad(
+                results, wanted, grads, retain_graph=create_graph or keep_graph, create_graph=create_graph
+            )
+        )
+        return None, None, None, *(next(found) if n else None for n in needed)
 
 
 def _autograd_inside_an_op():

@@ -287,13 +287,14 @@ class _Layer(torch.nn.RNNBase):
 
     def _run(self, name: str, call: _Call) -> _Result:
         """Run a call by an algorithm that can."""
-        if name == "torch" and not torch.compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        if name == "torch" and not compiling and not _torch_rnn.needs_any_derivative(call.case):
             return self._run_torch(call)
         transpose = self.batch_first and call.batch_sizes is None
         if transpose:
             call = call._replace(input=call.input.transpose(0, 1))
         if name == "torch":
-            result = self._run_torch_compiled(call)
+            result = self._run_torch_without_dropout(call, compiling)
         elif name == "persistent":
             result = self._run_persistent(call)
         else:
@@ -328,17 +329,18 @@ class _Layer(torch.nn.RNNBase):
 
     # From here on padded input is (T, B, I).
 
-    def _run_torch_compiled(self, call: _Call) -> _Result:
+    def _run_torch_without_dropout(self, call: _Call, compiling: bool) -> _Result:
+        """torch's kernel where its backward pass computes the forward pass again, so that no dropout mask may be drawn
+        inside it."""
         input, weights = call.input, call.weights
         state = call.state or self._zero_state(call)
         dropout = self.dropout if self.training else 0.0
-        # The op runs its forward again in backward, so that a dropout mask may not be drawn inside it.
         layers = self.num_layers if dropout == 0 else 1
         rows = layers * (2 if self.bidirectional else 1)
         stride = len(weights) // self.num_layers * layers
         finals = []
         for group in range(self.num_layers // layers):
-            input, *final = torch.ops.weft.torch_rnn(
+            arguments = (
                 input,
                 [s[group * rows : (group + 1) * rows] for s in state],
                 weights[group * stride : (group + 1) * stride],
@@ -347,9 +349,11 @@ class _Layer(torch.nn.RNNBase):
                 self.bias,
                 layers,
                 self.bidirectional,
-                call.autocast,
-                *call.dtypes,
             )
+            if compiling:
+                input, *final = torch.ops.weft.torch_rnn(*arguments, call.autocast, *call.dtypes)
+            else:
+                input, *final = _torch_rnn.call_with_any_derivative(*arguments)
             finals.append(final)
             if dropout > 0 and group + 1 < self.num_layers:
                 input = F.dropout(input, dropout, True)
@@ -475,7 +479,9 @@ def _choice_for_shapes(
         directions, trains, False, input_size, index, None if index is None else _capability(index),
     )  # fmt: skip
     name, _ = _algorithms.choose(algorithm, case)
-    at_once = layers == 1 if name == "persistent" else name == "torch" and state is not None
+    if name == "persistent":
+        return name if layers == 1 else None
+    at_once = name == "torch" and state is not None and not _torch_rnn.needs_any_derivative(case)
     return name if at_once else None
 
 
