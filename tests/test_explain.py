@@ -17,6 +17,7 @@ from weft._algorithms import (
     AUTO_SCAN,
     CUDA_MAX_HIDDEN,
     CUDA_MAX_HIDDEN_FP64,
+    CUDNN_MAX_STEPS,
     Case,
     Limits,
     Table,
@@ -202,7 +203,31 @@ def test_persistent_kernels_that_do_not_fit(plan):
         name, reason = choose(asked, ON_CUDA)
         assert name == "torch" and "227" in reason
     assert _algorithms.expected_time("persistent", ON_CUDA) is None
-    assert choose("persistent", ON_CUDA._replace(keeps_cells=True))[0] == "reference"
+    # What torch's kernel cannot do the operator does without one.
+    for change in ({"keeps_cells": True}, {"mapped": True}, {"steps": CUDNN_MAX_STEPS + 1}):
+        case = ON_CUDA._replace(**change)
+        for asked in ("auto", "persistent", "torch"):
+            assert choose(asked, case)[0] == "persistent"
+        assert _algorithms.how("persistent", case) == f"one step after another, without a kernel: {plan.why_not}"
+        assert _algorithms.expected_time("persistent", case) is None
+
+
+def test_sequences_longer_than_cudnn_takes(plan):
+    for name, case in (
+        ("persistent", ON_CUDA),
+        ("persistent", ON_CUDA._replace(packed=True)),
+        ("persistent", ON_CUDA._replace(dtype=torch.float64)),
+        ("reference", ON_CUDA._replace(projected=True)),
+        ("torch", ON_CUDA._replace(device="cpu")),
+    ):
+        assert choose("torch", case._replace(steps=CUDNN_MAX_STEPS))[0] == "torch"
+        assert choose("torch", case._replace(steps=None))[0] == "torch"
+        taken, reason = choose("torch", case._replace(steps=CUDNN_MAX_STEPS + 1))
+        assert taken == name
+        assert taken == "torch" or "cuDNN takes at most 65,535 steps, got 65,536" in reason
+    # "auto" tells it, too, where it would have taken torch.
+    name, reason = choose("auto", ON_CUDA._replace(dtype=torch.float64, steps=10**6))
+    assert name == "persistent" and "torch: cuDNN takes at most 65,535 steps, got 1,000,000" in reason
 
 
 def test_persistent_in_float64_on_cuda(plan):

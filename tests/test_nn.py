@@ -1262,6 +1262,29 @@ def test_torch_op_check(device, cell):
         first.sum().backward()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("cell", "dtype", "algorithm"), [("tanh", torch.float64, "auto"), ("gru", torch.float32, "torch")]
+)
+def test_more_steps_than_cudnn_takes(cell, dtype, algorithm):
+    steps = _algorithms.CUDNN_MAX_STEPS + 1
+    expected, _ = layers(cell, "cpu", torch.float64, "persistent")
+    ours = copy.deepcopy(expected).to("cuda", dtype)
+    ours.algorithm = algorithm
+    assert weft.explain(ours, torch.empty(steps, 1, I, dtype=dtype, device="cuda")).algorithm == "persistent"
+    x = torch.randn(steps, 1, I, dtype=torch.float64)
+    outgoing = torch.randn(steps, 1, H, dtype=torch.float64)
+    found = []
+    for layer in (ours, expected):
+        like = layer.weight_ih_l0
+        inner = x.to(like).requires_grad_()
+        output, final = layer(inner)
+        grads = torch.autograd.grad([output, final], [inner, *layer.parameters()], [outgoing.to(like), 2 * final])
+        found.append([output, final, *grads])
+    for a, b in zip(*found, strict=True):
+        assert relative_error(a, b) <= 10 * BOUNDS[dtype]  # sums over all steps
+
+
 # Autocast -------------------------------------------------------------------------------------------------------------
 
 AUTOCAST_CASES = [(cell, kind) for cell in CELLS for kind in ("padded", "packed")]

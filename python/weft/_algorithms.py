@@ -17,6 +17,7 @@ __all__ = [
     "AUTO_SCAN",
     "CUDA_MAX_HIDDEN",
     "CUDA_MAX_HIDDEN_FP64",
+    "CUDNN_MAX_STEPS",
     "Case",
     "Limits",
     "Plan",
@@ -28,6 +29,7 @@ __all__ = [
     "forget_choices",
     "persistent_plan",
     "remember_choices",
+    "too_long_for_cudnn",
 ]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
@@ -93,6 +95,9 @@ CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
 CUDA_MAX_HIDDEN_FP64 = 32
 """The same in float64 (kScanRnnSmallHidden)."""
 
+CUDNN_MAX_STEPS = 65_535
+"""T above which cuDNN refuses a sequence, whatever the cell and the dtype, with CUDNN_STATUS_NOT_SUPPORTED."""
+
 _DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
 
 
@@ -144,12 +149,19 @@ def why_only_reference(case: Case) -> str | None:
     return None
 
 
+def too_long_for_cudnn(device: str, steps: int | None) -> bool:
+    """Whether torch's kernel on this device refuses T steps; None for an unknown T."""
+    return device == "cuda" and steps is not None and steps > CUDNN_MAX_STEPS
+
+
 def why_not_torch(case: Case) -> str | None:
     """Why torch's kernel cannot run this case, or None."""
     if case.mapped:
         return "torch.func.vmap has no rule for torch's kernels"
     if case.keeps_cells:
         return "torch's kernels do not return the cells of every step"
+    if too_long_for_cudnn(case.device, case.steps):
+        return f"cuDNN takes at most {CUDNN_MAX_STEPS:,} steps, got {case.steps:,}"
     return None
 
 
@@ -173,7 +185,12 @@ def why_not_scan(case: Case) -> str | None:
 
 def why_not_persistent(case: Case) -> str | None:
     """Why "persistent" cannot run this case, or None."""
-    return _why_not_ours(case) or (persistent_plan(case).why_not if case.device == "cuda" else None)
+    obstacle = _why_not_ours(case)
+    if obstacle is not None or case.device != "cuda":
+        return obstacle
+    if not hasattr(_C, "rnn_plan"):
+        return "its CUDA kernels are not built"
+    return persistent_plan(case).why_not
 
 
 def _why_not_ours(case: Case) -> str | None:
@@ -191,7 +208,7 @@ class Plan(NamedTuple):
     """What the rnn engine would do on a GPU."""
 
     why_not: str | None
-    """Why its kernels do not run, or None."""
+    """Why it leaves the case to others, or None."""
     expected_us: float | None = None
     """Microseconds of all layers, forward and, where anything asks for a gradient, backward. None where there is no
     kernel: "auto" then does not take it."""
@@ -201,15 +218,23 @@ class Plan(NamedTuple):
     """In words."""
 
 
+_WITHOUT_A_KERNEL = "one step after another, without a kernel"
+
+
 def persistent_plan(case: Case) -> Plan:
     """How "persistent" runs this case on CUDA. A compiled graph does not know T and B, and asks about one step of one
-    sequence: whether the weights fit on the chip."""
+    sequence: whether the weights fit on the chip.
+
+    The operator runs everything. Where it has no kernel, torch's is faster and runs what it can."""
     if case.dtype == torch.float64:
-        return Plan(None, how="one step after another, without a kernel")
-    return _plan(
+        return Plan(None, how=_WITHOUT_A_KERNEL)
+    plan = _plan(
         case.index, case.cell, case.dtype, case.input_size, case.hidden_size, case.layers, case.directions,
         case.steps or 1, case.batch or 1, case.packed, case.trains,
     )  # fmt: skip
+    if plan.why_not is None or why_not_torch(case) is None:
+        return plan
+    return Plan(None, how=f"{_WITHOUT_A_KERNEL}: {plan.why_not}")
 
 
 @torch.compiler.assume_constant_result
@@ -217,10 +242,7 @@ def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
     steps: int, batch: int, packed: bool, trains: bool,
 ) -> Plan:  # fmt: skip
-    plan = getattr(_C, "rnn_plan", None)
-    if plan is None:
-        return Plan("its CUDA kernels are not built")
-    facts = plan(
+    facts = _C.rnn_plan(
         device=torch.cuda.current_device() if index is None else index,
         cell=cell,
         dtype=str(dtype).removeprefix("torch."),
@@ -352,7 +374,10 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
         if reason is None:
             return name, "within auto's limits" if name == "scan" or case.device == "cpu" else "auto's model of costs"
         reasons.append(f"{name}: {reason}")
-    return _fallback(case), "; ".join(reasons)
+    name = _fallback(case)
+    if name != "torch":
+        reasons.append(f"torch: {obstacle('torch', case)}")
+    return name, "; ".join(reasons)
 
 
 def _fallback(case: Case) -> str:

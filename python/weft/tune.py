@@ -82,7 +82,7 @@ def _in_training(layer: torch.nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def _measure_all(layer: nn.RNN | nn.GRU | nn.LSTM, names: list[str], call: nn._Call) -> dict[str, float]:
-    """Microseconds by algorithm, of those that run: cuDNN refuses some lengths, memory may not do for all."""
+    """Microseconds by algorithm, of those that run: memory may not do for all."""
     times: dict[str, float] = {}
     failure: RuntimeError | None = None
     for name in names:
