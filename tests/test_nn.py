@@ -1262,23 +1262,54 @@ def test_torch_op_check(device, cell):
         first.sum().backward()
 
 
+@devices
+@pytest.mark.parametrize(("cell", "options"), [*((cell, {}) for cell in CELLS), ("lstm", {"proj_size": 2})])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_torch_op_by_the_reference(monkeypatch, device, cell, options, packed, autocast):
+    """What a compiled graph does with more steps than cuDNN takes is what it does with fewer."""
+    dtype = torch.float64 if autocast is None else torch.float32
+    ours, _ = layers(cell, device, dtype, num_layers=2, bidirectional=True, **options)
+    x = torch.randn(6, 3, I, dtype=dtype, device=device)
+    if packed:
+        x, batch_sizes, _, _ = rnn.pack_padded_sequence(x, [6, 4, 1])
+    x.requires_grad_()
+    state = [s.requires_grad_() for s in states(ours, 3)]
+    weights = list(ours.parameters())
+    with torch.autocast(device, autocast, enabled=autocast is not None):
+        dtypes = ours._prepare(rnn.PackedSequence(x, batch_sizes) if packed else x, tuple(state)).dtypes
+    rest = batch_sizes if packed else None, ours.mode.lower(), True, 2, True, autocast, *dtypes
+    found = []
+    for too_long in (True, False):
+        monkeypatch.setattr(_torch_rnn, "too_long_for_cudnn", lambda device, steps, answer=too_long: answer)
+        result = torch.ops.weft.torch_rnn(x, state, weights, *rest)
+        grads = torch.autograd.grad(sum(r.pow(2).sum() for r in result), [x, *state, *weights])
+        found.append([*result, *grads])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype
+        # A ReLU near zero may be on in one and off in the other.
+        assert relative_error(a, b) <= (2 if cell == "relu" else 1) * BOUNDS[autocast or dtype]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    ("cell", "dtype", "algorithm"), [("tanh", torch.float64, "auto"), ("gru", torch.float32, "torch")]
+    ("cell", "dtype", "algorithm"),
+    [("tanh", torch.float64, "auto"), ("tanh", torch.float64, "compiled"), ("gru", torch.float32, "torch")],
 )
-def test_more_steps_than_cudnn_takes(cell, dtype, algorithm):
+def test_more_steps_than_cudnn_takes(fresh_dynamo, cell, dtype, algorithm):
     steps = _algorithms.CUDNN_MAX_STEPS + 1
     expected, _ = layers(cell, "cpu", torch.float64, "persistent")
     ours = copy.deepcopy(expected).to("cuda", dtype)
-    ours.algorithm = algorithm
+    ours.algorithm = "torch" if algorithm == "compiled" else algorithm
     assert weft.explain(ours, torch.empty(steps, 1, I, dtype=dtype, device="cuda")).algorithm == "persistent"
+    run = torch.compile(ours, fullgraph=True, backend="aot_eager") if algorithm == "compiled" else ours
     x = torch.randn(steps, 1, I, dtype=torch.float64)
     outgoing = torch.randn(steps, 1, H, dtype=torch.float64)
     found = []
-    for layer in (ours, expected):
+    for call, layer in ((run, ours), (expected, expected)):
         like = layer.weight_ih_l0
         inner = x.to(like).requires_grad_()
-        output, final = layer(inner)
+        output, final = call(inner)
         grads = torch.autograd.grad([output, final], [inner, *layer.parameters()], [outgoing.to(like), 2 * final])
         found.append([output, final, *grads])
     for a, b in zip(*found, strict=True):

@@ -14,7 +14,7 @@ import torch
 from torch import _VF, Tensor
 
 from . import reference
-from ._algorithms import Case
+from ._algorithms import Case, too_long_for_cudnn
 
 KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 
@@ -116,6 +116,32 @@ def _autograd_inside_an_op():
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
+def _run(
+    input: Tensor,
+    state: list[Tensor],
+    weights: list[Tensor],
+    batch_sizes: Tensor | None,
+    cell: str,
+    bias: bool,
+    num_layers: int,
+    bidirectional: bool,
+    autocast: torch.dtype | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """output, h_n[, c_n] of torch's kernel in its dtypes; of a sequence longer than cuDNN takes, which shows only when
+    a compiled graph runs, the reference's, rounded to `dtype`."""
+    steps = input.size(0) if batch_sizes is None else batch_sizes.size(0)
+    options = {"cell": cell, "bias": bias, "num_layers": num_layers, "bidirectional": bidirectional}
+    if too_long_for_cudnn(input.device.type, steps):
+        with torch.autocast(input.device.type, enabled=False):
+            output, final = reference.rnn(input.to(dtype), state, weights, batch_sizes=batch_sizes, **options)
+        return output, *final
+    with torch.autocast(input.device.type, autocast, enabled=autocast is not None):
+        return call(
+            **options, input=input, state=state, weights=weights, dropout=0.0, training=True, batch_sizes=batch_sizes
+        )
+
+
 @torch.library.register_kernel("weft::torch_rnn", None)
 def _torch_rnn(
     input: Tensor,
@@ -132,8 +158,8 @@ def _torch_rnn(
 ) -> list[Tensor]:
     """output, h_n[, c_n] of torch's kernel, without dropout; `autocast` is the dtype of the autocast region that the
     call stands in, `dtype` and `cell_dtype` are those of output and h_n, and of c_n."""
-    with torch.autocast(input.device.type, autocast, enabled=autocast is not None):
-        result = call(cell, input, state, weights, bias, num_layers, 0.0, True, bidirectional, False, batch_sizes)
+    widest = torch.promote_types(dtype, cell_dtype)
+    result = _run(input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast, widest)
     return [r.to(d).contiguous() for r, d in zip(result, (dtype, dtype, cell_dtype), strict=False)]
 
 
@@ -164,23 +190,21 @@ def _torch_rnn_backward(
 
     It runs the forward again: what cuDNN and oneDNN keep for backward has no form that a graph could carry."""
     split = 1 + len(state)
-    autocast_region = torch.autocast(input.device.type, autocast, enabled=autocast is not None)
+    widest = torch.promote_types(grads[0].dtype, grads[-1].dtype)
     with _autograd_inside_an_op(), torch.enable_grad():
         operands = [t.detach().requires_grad_(n) for t, n in zip([input, *state, *weights], needed, strict=True)]
-        with autocast_region:
-            result = call(
-                cell,
-                operands[0],
-                operands[1:split],
-                operands[split:],
-                bias,
-                num_layers,
-                0.0,
-                True,
-                bidirectional,
-                False,
-                batch_sizes,
-            )
+        result = _run(
+            operands[0],
+            operands[1:split],
+            operands[split:],
+            batch_sizes,
+            cell,
+            bias,
+            num_layers,
+            bidirectional,
+            autocast,
+            widest,
+        )
         wanted = [t for t in operands if t.requires_grad]
         grads = [g.to(r.dtype) for g, r in zip(grads, result, strict=True)]
         found = iter(torch.autograd.grad(result, wanted, grads, materialize_grads=True))
