@@ -24,7 +24,7 @@ from weft._algorithms import (
     choose,
 )
 
-CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, False, False)
+CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, 0, False)
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +129,7 @@ def test_every_device_and_cell_has_limits():
 def test_what_does_not_fit_runs_as_torch(asked):
     misfits = {
         "PackedSequence": {"packed": True},
-        "proj_size": {"projected": True},
+        "proj_size": {"proj_size": 2},
         "meta": {"device": "meta"},
         "int64": {"dtype": torch.int64},
     }
@@ -267,7 +267,7 @@ def test_what_only_some_algorithms_do():
     for change in ({"mapped": True}, {"keeps_cells": True}):
         case = CASE._replace(**change)
         assert choose("torch", case)[0] == "persistent" and choose("persistent", case)[0] == "persistent"
-        assert choose("torch", case._replace(projected=True))[0] == "reference"
+        assert choose("torch", case._replace(proj_size=2))[0] == "reference"
         assert choose("reference", case)[0] == "reference"
     assert choose("scan", CASE._replace(mapped=True))[0] == "scan"
     assert choose("scan", CASE._replace(keeps_cells=True))[0] == "persistent"

@@ -120,6 +120,13 @@ def test_it_holds_for_inputs_of_the_same_kind(clock):
         assert takes(layer, x) == "persistent"
 
 
+def test_projections_of_several_sizes(clock):
+    x = torch.randn(20, 5, 3)
+    weft.tune(weft.nn.LSTM(3, 8, proj_size=2), x)
+    answers = {size: weft.explain(weft.nn.LSTM(3, 8, proj_size=size), x) for size in (2, 3)}
+    assert {size: by_name(a)["torch"].expected_us for size, a in answers.items()} == {2: 1.0, 3: None}
+
+
 def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch):
     _, measured = clock
     x = torch.randn(20, 5, 3)

@@ -115,7 +115,8 @@ class Case(NamedTuple):
     """T. None, like `batch`, in a compiled graph, where looking at it would tie the graph to a range of sizes: "auto"
     then takes from its tables only what it takes at every size, and on CUDA "persistent" where the weights fit."""
     packed: bool
-    projected: bool
+    proj_size: int
+    """P of an LSTM with projection, else 0."""
     transformed: bool
     """Under a torch.func transform that differentiates, or in a forward-mode AD level."""
     mapped: bool = False
@@ -131,6 +132,10 @@ class Case(NamedTuple):
     """The GPU's, None on a CPU and in a compiled graph."""
     capability: tuple[int, int] | None = None
     """The GPU's compute capability, None likewise."""
+
+    @property
+    def projected(self) -> bool:
+        return self.proj_size > 0
 
 
 def check_algorithm(name: str) -> str:

@@ -107,7 +107,7 @@ def _key(case: Case) -> str:
         "T": _bucket(case.steps or 0),
         "B": _bucket(case.batch or 0),
         "packed": int(case.packed),
-        "projected": int(case.projected),
+        "P": case.proj_size,
         "mapped": int(case.mapped),
         "cells": int(case.keeps_cells),
         "trains": int(case.trains),

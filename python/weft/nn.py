@@ -152,7 +152,7 @@ class _Layer(torch.nn.RNNBase):
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
         index = input.device.index if device == "cuda" and not torch.compiler.is_compiling() else None
         case = _algorithms.Case(
-            _CELLS[self.mode], device, dtypes[0], self.hidden_size, *sizes, packed, self.proj_size > 0, *_transforms(),
+            _CELLS[self.mode], device, dtypes[0], self.hidden_size, *sizes, packed, self.proj_size, *_transforms(),
             self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells, self.input_size, index,
             None if index is None else _capability(index),
         )  # fmt: skip
@@ -475,7 +475,7 @@ def _choice_for_shapes(
         return None
     index = device.index if device.type == "cuda" else None
     case = _algorithms.Case(
-        _CELLS[mode], device.type, dtype, hidden_size, batch, steps, False, proj_size > 0, False, False, layers,
+        _CELLS[mode], device.type, dtype, hidden_size, batch, steps, False, proj_size, False, False, layers,
         directions, trains, False, input_size, index, None if index is None else _capability(index),
     )  # fmt: skip
     name, _ = _algorithms.choose(algorithm, case)
