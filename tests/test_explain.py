@@ -14,6 +14,7 @@ from torch.nn.utils import rnn
 from weft import _algorithms, _tuned
 from weft._algorithms import (
     AUTO_PERSISTENT,
+    AUTO_PROJECTED,
     AUTO_SCAN,
     CUDA_MAX_HIDDEN,
     CUDA_MAX_HIDDEN_FP64,
@@ -44,12 +45,13 @@ def both_devices(monkeypatch):
     monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
 
 
-TABLES = [("scan", *key, table) for key, table in AUTO_SCAN.items()]
-TABLES += [("persistent", *key, table) for key, table in AUTO_PERSISTENT.items()]
+TABLES = [("scan", *key, 0, table) for key, table in AUTO_SCAN.items()]
+TABLES += [("persistent", *key, 0, table) for key, table in AUTO_PERSISTENT.items()]
+TABLES += [("persistent", *key, 1, table) for key, table in AUTO_PROJECTED.items()]
 
 
-@pytest.mark.parametrize(("name", "device", "cell", "table"), TABLES)
-def test_auto_follows_the_table(name, device, cell, table, both_devices):
+@pytest.mark.parametrize(("name", "device", "cell", "proj_size", "table"), TABLES)
+def test_auto_follows_the_table(name, device, cell, proj_size, table, both_devices):
     dtypes, buckets = table
     assert list(buckets) == sorted(buckets)
     above = 0
@@ -58,7 +60,7 @@ def test_auto_follows_the_table(name, device, cell, table, both_devices):
         batch = 10**9 if max_batch == math.inf else max_batch
         for size in (above + 1, hidden):
             case = CASE._replace(device=device, cell=cell, hidden_size=size, steps=min_steps, batch=batch)
-            case = case._replace(capability=(9, 0))
+            case = case._replace(capability=(9, 0), proj_size=proj_size)
             taken = {dtype for dtype in dtypes if choose("auto", case._replace(dtype=dtype))[0] == name}
             assert taken == (limits.dtypes or dtypes)
             assert choose("auto", case._replace(steps=min_steps - 1))[0] == "torch"
@@ -123,6 +125,7 @@ def test_every_device_and_cell_has_limits():
     cells = ("rnn_tanh", "rnn_relu", "gru", "lstm")
     assert set(AUTO_SCAN) == {("cuda", cell) for cell in cells}
     assert set(AUTO_PERSISTENT) == {("cpu", cell) for cell in cells}
+    assert set(AUTO_PROJECTED) == {("cpu", "lstm")}
 
 
 @pytest.mark.parametrize("asked", ["auto", "scan"])
@@ -133,8 +136,8 @@ def test_what_does_not_fit_runs_as_torch(asked):
         "meta": {"device": "meta"},
         "int64": {"dtype": torch.int64},
     }
-    if asked == "auto":  # which has the persistent kernels for it
-        del misfits["PackedSequence"]
+    if asked == "auto":  # which has the rnn engine for them
+        del misfits["PackedSequence"], misfits["proj_size"]
     for word, change in misfits.items():
         name, reason = choose(asked, CASE._replace(**change))
         assert name == "torch" and word in reason
@@ -180,6 +183,9 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
     }  # fmt: skip
     assert _algorithms.expected_time("persistent", ON_CUDA) == 300
     assert _algorithms.how("persistent", ON_CUDA) == "forward: one CTA; backward: two CTAs"
+    projected = ON_CUDA._replace(cell="lstm", proj_size=128)
+    assert choose("auto", projected)[0] == "persistent"
+    assert _algorithms.how("persistent", projected).endswith("; forward: one CTA; backward: two CTAs")
     # The scan's table was measured, and comes first.
     assert choose("auto", ON_CUDA._replace(hidden_size=16))[0] == "scan"
     # A compiled graph knows neither length nor batch.
@@ -217,7 +223,7 @@ def test_sequences_longer_than_cudnn_takes(plan):
         ("persistent", ON_CUDA),
         ("persistent", ON_CUDA._replace(packed=True)),
         ("persistent", ON_CUDA._replace(dtype=torch.float64)),
-        ("reference", ON_CUDA._replace(projected=True)),
+        ("persistent", ON_CUDA._replace(cell="lstm", proj_size=128)),
         ("torch", ON_CUDA._replace(device="cpu")),
     ):
         assert choose("torch", case._replace(steps=CUDNN_MAX_STEPS))[0] == "torch"
@@ -267,7 +273,7 @@ def test_what_only_some_algorithms_do():
     for change in ({"mapped": True}, {"keeps_cells": True}):
         case = CASE._replace(**change)
         assert choose("torch", case)[0] == "persistent" and choose("persistent", case)[0] == "persistent"
-        assert choose("torch", case._replace(proj_size=2))[0] == "reference"
+        assert choose("torch", case._replace(proj_size=2))[0] == "persistent"
         assert choose("reference", case)[0] == "reference"
     assert choose("scan", CASE._replace(mapped=True))[0] == "scan"
     assert choose("scan", CASE._replace(keeps_cells=True))[0] == "persistent"
@@ -323,10 +329,19 @@ def test_it_tells_what_does_not_fit():
     packed = weft.explain(weft.nn.GRU(3, 4, algorithm="scan"), rnn.pack_padded_sequence(x, [5, 2]))
     assert packed.algorithm == "torch" and not by_name(packed)["scan"].eligible
     assert "T=5 B=2 packed float32 input" in str(packed)
-    projected = weft.explain(weft.nn.LSTM(3, 4, proj_size=2), x)
+    projected = weft.explain(weft.nn.LSTM(3, 4, proj_size=2, algorithm="scan"), x)
     assert projected.algorithm == "torch" and "proj_size" in by_name(projected)["scan"].reason
+    assert by_name(projected)["persistent"].eligible
     forced = weft.explain(weft.nn.GRU(3, 4, algorithm="reference"), x)
     assert forced.algorithm == "reference" and by_name(forced)["torch"].eligible
+
+
+def test_it_tells_how_a_projection_runs():
+    layer = weft.nn.LSTM(3, 4, proj_size=2)
+    assert "steps" in by_name(weft.explain(layer, torch.randn(5, 2, 3)))["persistent"].reason
+    answer = weft.explain(layer, torch.randn(100, 2, 3))
+    assert answer.algorithm == "persistent"
+    assert "projection multiplied into the recurrent weights" in by_name(answer)["persistent"].reason
 
 
 def test_it_sees_the_context():

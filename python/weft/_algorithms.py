@@ -14,6 +14,7 @@ from ._ops import WITH_CUDA
 __all__ = [
     "ALGORITHMS",
     "AUTO_PERSISTENT",
+    "AUTO_PROJECTED",
     "AUTO_SCAN",
     "CUDA_MAX_HIDDEN",
     "CUDA_MAX_HIDDEN_FP64",
@@ -86,6 +87,21 @@ AUTO_PERSISTENT: dict[tuple[str, str], Table] = {
     ("cpu", "gru"): _CPU_WIDE,
     ("cpu", "lstm"): Table(
         _DTYPES, {64: Limits(), 256: Limits(dtypes=_NOT_BFLOAT16), 512: Limits(min_steps=2, dtypes=_NOT_BFLOAT16)}
+    ),
+}
+
+# An LSTM with projection has two products of weights before its first step and a larger one in each than torch's, which
+# takes several calls for a step. The lengths are those from which a single sequence was faster without gradients;
+# larger batches and training gain earlier.
+AUTO_PROJECTED: dict[tuple[str, str], Table] = {
+    ("cpu", "lstm"): Table(
+        _DTYPES,
+        {
+            64: Limits(min_steps=20),
+            128: Limits(min_steps=50, dtypes=_DTYPES - {torch.float16}),
+            256: Limits(min_steps=100, dtypes=frozenset((torch.float32, torch.float64))),
+            512: Limits(min_steps=200, dtypes=frozenset((torch.float32,))),
+        },
     ),
 }
 
@@ -176,6 +192,8 @@ def why_not_scan(case: Case) -> str | None:
         return "it takes no PackedSequence"
     if case.keeps_cells:
         return "it does not return the cells of every step"
+    if case.projected:
+        return "it has no projection (proj_size)"
     obstacle = _why_not_ours(case)
     if obstacle is not None:
         return obstacle
@@ -200,8 +218,6 @@ def why_not_persistent(case: Case) -> str | None:
 
 def _why_not_ours(case: Case) -> str | None:
     """What stands in the way of every operator of Weft's, or None."""
-    if case.projected:
-        return "it has no projection (proj_size)"
     if case.device not in _DEVICES:
         return f"built for {' and '.join(_DEVICES)}, not for {case.device}"
     if case.dtype not in _DTYPES:
@@ -288,7 +304,7 @@ def why_auto_skips_persistent(case: Case) -> str | None:
         if plan.torch_us is not None and plan.torch_us < plan.expected_us:
             return f"torch is expected to take {plan.torch_us:.0f} us, it {plan.expected_us:.0f}"
         return None
-    return _beyond_limits(case, AUTO_PERSISTENT)
+    return _beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
 
 
 def _beyond_limits(case: Case, tables: dict[tuple[str, str], Table]) -> str | None:
@@ -345,7 +361,10 @@ def measured(case: Case) -> _tuned.Entry | None:
 
 def how(name: str, case: Case) -> str:
     """More on how an eligible algorithm runs this case, or nothing."""
-    return persistent_plan(case).how if name == "persistent" and case.device == "cuda" else ""
+    if name != "persistent":
+        return ""
+    projection = "the projection multiplied into the recurrent weights" if case.projected else ""
+    return "; ".join(filter(None, (projection, persistent_plan(case).how if case.device == "cuda" else "")))
 
 
 def expected_time(name: str, case: Case) -> float | None:

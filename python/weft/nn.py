@@ -33,7 +33,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _algorithms, _torch_rnn, reference
+from . import _algorithms, _projection, _torch_rnn, reference
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -377,21 +377,18 @@ class _Layer(torch.nn.RNNBase):
             h0, c0 = None, None
             if state is not None:
                 h0, c0, *_ = (*(s.narrow(0, layer * rows, rows) for s in state), None)
-            input, h_n, c_n, cells, _ = _rnn(
-                input,
-                h0,
-                c0,
-                weights[layer * stride : (layer + 1) * stride],
-                call.batch_sizes,
-                cell=cell,
-                bidirectional=self.bidirectional,
-                keep_cells=last and self.return_cells,
-            )
+            operands = input, h0, c0, weights[layer * stride : (layer + 1) * stride], call.batch_sizes
+            flags = {"bidirectional": self.bidirectional, "keep_cells": last and self.return_cells}
+            if self.proj_size > 0:
+                input, h_n, c_n, cells = _projection.lstm(*operands, **flags)
+            else:
+                input, h_n, c_n, cells, _ = _rnn(*operands, cell=cell, **flags)
             finals.append((h_n, c_n) if lstm else (h_n,))
             if self.dropout > 0 and self.training and not last:
                 input = F.dropout(input, self.dropout, True)
-        final = tuple(_joined(parts) for parts in zip(*finals, strict=True))
-        return _Result(input, final, cells if self.return_cells else None)
+        # Under autocast on a CPU torch keeps the c of a projected LSTM wider than the rest.
+        final = tuple(_joined(p).to(dtype) for p, dtype in zip(zip(*finals, strict=True), call.dtypes, strict=False))
+        return _Result(input, final, cells.to(call.dtypes[1]) if self.return_cells else None)
 
     def _in_one_dtype(self, call: _Call) -> tuple[Tensor, tuple[Tensor, ...] | None, list[Tensor], str]:
         """Input, state and weights in the dtype that torch's layer runs in here, and the cell."""
@@ -480,7 +477,7 @@ def _choice_for_shapes(
     )  # fmt: skip
     name, _ = _algorithms.choose(algorithm, case)
     if name == "persistent":
-        return name if layers == 1 else None
+        return name if layers == 1 and proj_size == 0 else None
     at_once = name == "torch" and state is not None and not _torch_rnn.needs_any_derivative(case)
     return name if at_once else None
 
@@ -668,7 +665,8 @@ class LSTM(_Layer):
         batch_first: padded input and output are ``(B, T, features)``; states are not. Default: False.
         dropout: probability of dropping an output between layers while training. Default: 0.
         bidirectional: a second direction, from the last step to the first. Default: False.
-        proj_size: P, features of a projected h; 0 (default) for none.
+        proj_size: P < H, features of a projected h; 0 (default) for none. "persistent" multiplies the projection into
+            the recurrent weights.
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
         return_cells: also return the last layer's c at every step. Default: False.
