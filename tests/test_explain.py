@@ -203,6 +203,49 @@ def test_auto_leaves_large_batches_to_torch(plan):
     assert choose("persistent", ON_CUDA)[0] == "persistent"
 
 
+@pytest.fixture
+def precisions():
+    """torch's settings of float32's precision as they are; afterwards as they were. By the functions behind
+    torch.backends, which torch.testing forbids to set."""
+    kinds = (("generic", "all"), ("cuda", "all"), ("cuda", "rnn"), ("cuda", "conv"))
+    allowed, before = torch._C._get_cudnn_allow_tf32(), [torch._C._get_fp32_precision_getter(*kind) for kind in kinds]
+    yield
+    torch._C._set_cudnn_allow_tf32(allowed)
+    for kind, precision in zip(kinds, before, strict=True):
+        torch._C._set_fp32_precision_setter(*kind, precision)
+
+
+def test_tf32_is_what_torch_takes_for_its_rnns(precisions):
+    def takes():
+        return _algorithms.takes_tf32("cuda", torch.float32)
+
+    for allowed in (True, False):
+        torch._C._set_cudnn_allow_tf32(allowed)
+        assert takes() == allowed
+    torch._C._set_fp32_precision_setter("cuda", "rnn", "tf32")
+    assert takes()
+    assert not _algorithms.takes_tf32("cpu", torch.float32) and not _algorithms.takes_tf32("cuda", torch.float16)
+    torch._C._set_fp32_precision_setter("cuda", "rnn", "none")  # as all of CUDA
+    for precision in ("ieee", "tf32"):
+        torch._C._set_fp32_precision_setter("cuda", "all", precision)
+        assert takes() == (precision == "tf32")
+    torch._C._set_fp32_precision_setter("cuda", "rnn", "ieee")
+    with pytest.raises(RuntimeError):  # which the older setting cannot say
+        torch._C._get_cudnn_allow_tf32()
+    assert not takes()
+
+
+@pytest.mark.cuda
+def test_the_choice_sees_tf32():
+    layer, x = weft.nn.GRU(3, 16, device="cuda"), torch.randn(5, 2, 3, device="cuda")
+    for allowed in (True, False):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+            assert layer._prepare(x, None).case.tf32 == allowed
+            half = layer.half()._prepare(x.half(), None)
+            layer.float()
+        assert not half.case.tf32
+
+
 def test_persistent_kernels_that_do_not_fit(plan):
     plan.why_not = "it needs 300 KiB of shared memory, the device has 227"
     for asked in ("auto", "persistent"):
@@ -314,7 +357,7 @@ def test_the_choice_sees_chains_and_gradients():
     layer = weft.nn.GRU(3, 6, num_layers=2, bidirectional=True)
     case = layer._prepare(x, (h,)).case
     assert (case.layers, case.directions, case.trains, case.input_size) == (2, 2, True, 3)
-    assert case.index is case.capability is None
+    assert case.index is case.capability is None and not case.tf32
     layer.requires_grad_(False)
     assert not layer._prepare(x, (h,)).case.trains
     assert layer._prepare(x.clone().requires_grad_(), None).case.trains

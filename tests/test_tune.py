@@ -127,6 +127,28 @@ def test_projections_of_several_sizes(clock):
     assert {size: by_name(a)["torch"].expected_us for size, a in answers.items()} == {2: 1.0, 3: None}
 
 
+@pytest.mark.cuda
+def test_what_holds_in_tf32_does_not_hold_without_it(clock):
+    layer, x = weft.nn.GRU(3, 200, device="cuda"), torch.randn(20, 5, 3, device="cuda")
+    h = torch.zeros(1, 5, 200, device="cuda")
+    taken = {}
+    for allowed in (True, False, True):
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
+            if not taken:
+                weft.tune(layer, x)
+            answer = weft.explain(layer, x)
+            assert (by_name(answer)["torch"].expected_us is not None) == allowed
+            taken[allowed] = answer.algorithm, layer._choice_at_once(x, (h,))
+    assert taken == {True: ("torch", "torch"), False: ("persistent", "persistent")}
+
+
+def test_the_key_of_what_is_remembered():
+    case = _algorithms.Case("gru", "cpu", torch.float32, 8, 5, 20, False, 0, False)
+    assert _tuned._key(case) == _tuned._key(case._replace(steps=32, batch=8))
+    for change in ({"tf32": True}, {"dtype": torch.float64}, {"packed": True}, {"keeps_cells": True}, {"mapped": True}):
+        assert _tuned._key(case) != _tuned._key(case._replace(**change))
+
+
 def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch):
     _, measured = clock
     x = torch.randn(20, 5, 3)

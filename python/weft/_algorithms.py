@@ -30,6 +30,7 @@ __all__ = [
     "forget_choices",
     "persistent_plan",
     "remember_choices",
+    "takes_tf32",
     "too_long_for_cudnn",
 ]
 
@@ -148,10 +149,21 @@ class Case(NamedTuple):
     """The GPU's, None on a CPU and in a compiled graph."""
     capability: tuple[int, int] | None = None
     """The GPU's compute capability, None likewise."""
+    tf32: bool = False
+    """Whether torch's RNNs multiply in TF32: in float32 on a GPU alone, and not in a compiled graph."""
 
     @property
     def projected(self) -> bool:
         return self.proj_size > 0
+
+
+_fp32_precision = torch._C._get_fp32_precision_getter
+
+
+def takes_tf32(device: str, dtype: torch.dtype) -> bool:
+    """Whether torch's RNNs multiply in TF32 on this device, whichever of torch's settings says so:
+    `torch.backends.cudnn.allow_tf32` cannot be read once the newer ones are in use."""
+    return device == "cuda" and dtype == torch.float32 and _fp32_precision("cuda", "rnn") == "tf32"
 
 
 def check_algorithm(name: str) -> str:

@@ -100,6 +100,7 @@ def _key(case: Case) -> str:
         "device": _device_name(case),
         "cell": case.cell,
         "dtype": str(case.dtype).removeprefix("torch."),
+        "tf32": int(case.tf32),
         "I": case.input_size,
         "H": case.hidden_size,
         "layers": case.layers,

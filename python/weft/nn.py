@@ -150,11 +150,13 @@ class _Layer(torch.nn.RNNBase):
             if sizes[1] == 0:
                 self._fail(RuntimeError, "input must have at least one time step, got none")
         trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
-        index = input.device.index if device == "cuda" and not torch.compiler.is_compiling() else None
+        index, tf32 = None, False
+        if device == "cuda" and not torch.compiler.is_compiling():
+            index, tf32 = input.device.index, _algorithms.takes_tf32(device, dtypes[0])
         case = _algorithms.Case(
             _CELLS[self.mode], device, dtypes[0], self.hidden_size, *sizes, packed, self.proj_size, *_transforms(),
             self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells, self.input_size, index,
-            None if index is None else _capability(index),
+            None if index is None else _capability(index), tf32,
         )  # fmt: skip
         return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
 
@@ -262,6 +264,7 @@ class _Layer(torch.nn.RNNBase):
             name = _choice_for_shapes(
                 self._algorithm, self.mode, input.shape, shapes, dtype, device, self.batch_first, self.input_size,
                 self.hidden_size, self.proj_size, self.num_layers, self.bidirectional, trains,
+                _algorithms.takes_tf32(device.type, dtype),
             )  # fmt: skip
         except TypeError:  # make_fx gives sizes that are symbols, which have no hash
             return None
@@ -460,7 +463,7 @@ class _Layer(torch.nn.RNNBase):
 def _choice_for_shapes(
     algorithm: str, mode: str, input: torch.Size, state: Any, dtype: torch.dtype, device: torch.device,
     batch_first: bool, input_size: int, hidden_size: int, proj_size: int, layers: int, bidirectional: bool,
-    trains: bool,
+    trains: bool, tf32: bool,
 ) -> str | None:  # fmt: skip
     """What `_choice_at_once` returns for tensors of these shapes; `state` is that of h0, or those of h0 and c0."""
     if len(input) != 3 or input[2] != input_size:
@@ -473,7 +476,7 @@ def _choice_for_shapes(
     index = device.index if device.type == "cuda" else None
     case = _algorithms.Case(
         _CELLS[mode], device.type, dtype, hidden_size, batch, steps, False, proj_size, False, False, layers,
-        directions, trains, False, input_size, index, None if index is None else _capability(index),
+        directions, trains, False, input_size, index, None if index is None else _capability(index), tf32,
     )  # fmt: skip
     name, _ = _algorithms.choose(algorithm, case)
     if name == "persistent":

@@ -30,8 +30,9 @@ def tune(
     """Measure every algorithm that can run ``layer(x, hx)``, and let ``algorithm="auto"`` take the fastest from now on.
 
     The result holds for all layers of the same kind and sizes on this device, for lengths and batches in the same
-    interval between powers of two, in the same dtype, packed or not, with or without gradients. It is kept in
-    ``$WEFT_CACHE_DIR/tune.json`` or ``~/.cache/weft/<version>/tune.json``, which other processes read when they start.
+    interval between powers of two, in the same dtype, with or without TF32, packed or not, with or without gradients.
+    It is kept in ``$WEFT_CACHE_DIR/tune.json`` or ``~/.cache/weft/<version>/tune.json``, which other processes read
+    when they start.
 
     Measured is the forward pass, and the backward pass where anything asks for a gradient: call it under
     ``torch.no_grad`` to tune for inference. Gradients, the random number generators and the layer stay as they are; the
