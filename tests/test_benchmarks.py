@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weft import _algorithms
+from weft import _algorithms, _costs
 
-from benchmarks import common, rnn, scan
+from benchmarks import common, fit_costs, rnn, scan
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -322,6 +322,66 @@ def test_targets_that_were_reached_are_held():
     assert not [words for words in missing if any(f"device={device}" in words for device in devices)]
     assert not [words for words in missing if "grid" in words]
     assert {r["case"] for r in rows if r["metric"] == "step_forward"} == {case.name for case in rnn.STEPS}
+
+
+@pytest.fixture
+def costed_rows():
+    found = list(fit_costs.rows())
+    if not found:
+        pytest.skip("there are no results yet")
+    return found
+
+
+def test_auto_takes_what_the_rows_say_is_faster(costed_rows, monkeypatch):
+    """With the measured time in the place of the expected one, torch's kernel is taken nowhere: it won at no row."""
+    monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
+    some = [r for r in costed_rows if r.file == "rnn" and r.metric in ("forward_backward", "inference", "decode")]
+    assert len(some) > 108
+    for r in some:
+        facts = {"why_not": None, "forward": "", "backward": "", "microseconds": r.weft}
+        monkeypatch.setattr(_algorithms._C, "rnn_plan", lambda facts=facts, **_: facts, raising=False)
+        assert _algorithms.choose("auto", r.case)[0] == "persistent", r
+
+
+def test_costs_are_near_the_rows(costed_rows):
+    def rms(pairs) -> float:
+        errors = [expected / measured - 1 for expected, measured in pairs]
+        return (sum(e * e for e in errors) / len(errors)) ** 0.5
+
+    training = [r for r in costed_rows if r.metric == "forward_backward"]
+    long = [r for r in training if r.steps >= fit_costs.LONG]
+    for kernel in ("small", "persistent", "standard"):
+        assert rms((_costs.torch_us(r.case), r.torch) for r in long if r.kernel == kernel) < 0.2
+    scans = [r for r in long if fit_costs.ran_as_scan(r)]
+    assert rms((_costs.scan_us(r.case), r.weft) for r in scans) < 0.2
+    forward = [r for r in costed_rows if r.metric == "forward" and r.file == "scan"]
+    without = [(_costs.scan_us(r.case._replace(trains=False)), r.weft) for r in forward]
+    assert without and rms(without) < 0.2
+    # A few steps are the host's, whose times vary.
+    short = [r for r in training if r.steps < fit_costs.LONG]
+    assert rms((_costs.torch_us(r.case), r.torch) for r in short) < 0.35
+    assert rms((_costs.scan_us(r.case), r.weft) for r in short if fit_costs.ran_as_scan(r)) < 0.35
+
+
+def test_the_fit_prints_every_constant(costed_rows, capsys):
+    fit_costs.main([])
+    printed = capsys.readouterr().out
+    for name in ("CUDNN", "FORWARD_SHARE", "LAUNCHES", "SCAN", "WEFT_HOST", "TORCH_HOST", "TORCH_HOST_STANDARD"):
+        assert name in printed and hasattr(_costs, name)
+
+
+def test_a_fit_finds_the_constants_again():
+    line = _costs.Line(step=2.0, unit=0.5, sequence=3.0)
+    base = fit_costs.case_of(common.parse_case("cell=gru device=cuda dtype=fp32 H=8 B=4 T=100"), "forward_backward")
+    cases = [
+        base._replace(hidden_size=H, batch=B, steps=T, layers=layers)
+        for H, B, T, layers in ((8, 1, 10, 1), (20, 4, 99, 1), (8, 16, 500, 2), (64, 2, 1000, 1), (32, 9, 77, 3))
+    ]
+    # What would be negative is left out.
+    names = ("start", "step", "unit", "sequence")
+    assert fit_costs.fit_line(cases, [line.us(case) for case in cases], names) == line
+    slower = [line.us(case) - 50 for case in cases]
+    assert fit_costs.fit_line(cases, slower, names).start == 0
 
 
 def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import weft
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
 from weft import _algorithms, _tuned
 from weft._algorithms import (
@@ -155,7 +156,7 @@ def plan(monkeypatch):
     """A build in which the CUDA kernels of the rnn engine answer as the test says; what they were asked."""
 
     class Plan:
-        why_not, microseconds, torch_microseconds = None, 300.0, None
+        why_not, microseconds = None, 3000.0
 
         def __init__(self):
             self.asked = []
@@ -163,8 +164,7 @@ def plan(monkeypatch):
         def __call__(self, **sizes):
             self.asked.append(sizes)
             layout = {"forward": "one CTA", "backward": "two CTAs"}
-            times = {"microseconds": self.microseconds, "torch_microseconds": self.torch_microseconds}
-            return {"why_not": self.why_not, **layout, **times}
+            return {"why_not": self.why_not, **layout, "microseconds": self.microseconds}
 
     plan = Plan()
     monkeypatch.setattr(_algorithms._C, "rnn_plan", plan, raising=False)
@@ -181,12 +181,12 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
         "device": 0, "cell": "gru", "dtype": "float32", "input_size": CASE.input_size, "hidden_size": 512, "layers": 2,
         "directions": 1, "steps": 100, "batch": 4, "packed": False, "trains": True,
     }  # fmt: skip
-    assert _algorithms.expected_time("persistent", ON_CUDA) == 300
+    assert _algorithms.expected_time("persistent", ON_CUDA) == 3000
     assert _algorithms.how("persistent", ON_CUDA) == "forward: one CTA; backward: two CTAs"
     projected = ON_CUDA._replace(cell="lstm", proj_size=128)
     assert choose("auto", projected)[0] == "persistent"
     assert _algorithms.how("persistent", projected).endswith("; forward: one CTA; backward: two CTAs")
-    # The scan's table was measured, and comes first.
+    # For a small state the scan is expected to be faster.
     assert choose("auto", ON_CUDA._replace(hidden_size=16))[0] == "scan"
     # A compiled graph knows neither length nor batch.
     unknown = ON_CUDA._replace(steps=None, batch=None)
@@ -195,12 +195,84 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
 
 
 def test_auto_leaves_large_batches_to_torch(plan):
-    plan.torch_microseconds = 400.0
+    torch_us = _algorithms.expected_time("torch", ON_CUDA)
+    plan.microseconds = 0.9 * torch_us
     assert choose("auto", ON_CUDA)[0] == "persistent"
-    plan.torch_microseconds = 200.0
+    plan.microseconds = 1.1 * torch_us
     name, reason = choose("auto", ON_CUDA)
-    assert name == "torch" and "expected to take 200 us, it 300" in reason
+    assert name == "torch" and f"torch is expected to take {torch_us:.0f} us, it {plan.microseconds:.0f}" in reason
     assert choose("persistent", ON_CUDA)[0] == "persistent"
+    # Not where cuDNN has one kernel for all steps, nor packed: there nothing was measured to be faster than this one.
+    plan.microseconds = 1e9
+    for change in ({"packed": True}, {"hidden_size": 128}, {"hidden_size": 128, "dtype": torch.float16}):
+        assert choose("auto", ON_CUDA._replace(**change))[0] == "persistent"
+
+
+SMALL_ON_CUDA = ON_CUDA._replace(hidden_size=20, layers=1, steps=1000, batch=16, tf32=True)
+
+
+def test_auto_takes_the_faster_of_scan_and_persistent(plan):
+    assert choose("auto", SMALL_ON_CUDA) == ("scan", "within auto's limits")
+    assert not plan.asked  # which would compile kernels
+    large = SMALL_ON_CUDA._replace(batch=4096)
+    scan_us = _algorithms.expected_time("scan", large)
+    assert scan_us > 3000
+    name, reason = choose("auto", large)
+    assert (name, reason) == ("persistent", "auto's model of costs")
+    assert _algorithms.why_auto_skips("scan", large) == f"persistent is expected to take 3000 us, it {scan_us:.0f}"
+    # Where the host is what takes the time, they are expected to be equal, but for the forward pass alone.
+    plan.microseconds = 10.0
+    few = SMALL_ON_CUDA._replace(steps=10)
+    assert choose("auto", few)[0] == "scan" and choose("auto", few._replace(trains=False))[0] == "persistent"
+    # A compiled graph does not know its sizes; the limits of larger states were measured beside the persistent kernels.
+    assert choose("auto", large._replace(steps=None, batch=None))[0] == "scan"
+    assert choose("auto", SMALL_ON_CUDA._replace(hidden_size=64, steps=10_000, batch=4))[0] == "scan"
+    plan.why_not = "there is no compiler"
+    assert choose("auto", large)[0] == "scan"
+
+
+def test_every_candidate_has_an_expected_time_on_cuda(plan):
+    for case in (SMALL_ON_CUDA, SMALL_ON_CUDA._replace(trains=False), SMALL_ON_CUDA._replace(dtype=torch.bfloat16)):
+        for name in ("persistent", "scan", "torch"):
+            shorter, longer = (_algorithms.expected_time(name, case._replace(steps=steps)) for steps in (10, 30_000))
+            assert 0 < shorter < longer or (name == "persistent" and shorter == longer == plan.microseconds)
+            assert _algorithms.measured_time(name, case) is None
+    # One layer after the other.
+    twice = SMALL_ON_CUDA._replace(steps=30_000, layers=2, input_size=20)
+    once = twice._replace(layers=1)
+    for name in ("scan", "torch"):
+        one, two = (_algorithms.expected_time(name, case) for case in (once, twice))
+        assert 1.8 * one < two <= 2 * one
+
+
+def test_what_was_not_measured_has_no_expected_time(plan):
+    for change in ({"dtype": torch.float64}, {"steps": None, "batch": None}, {"device": "cpu"}):
+        for name in ("scan", "torch"):
+            assert _algorithms.expected_time(name, SMALL_ON_CUDA._replace(**change)) is None
+    assert _algorithms.expected_time("torch", ON_CUDA._replace(cell="lstm", proj_size=128)) is None
+    assert _algorithms.expected_time("scan", SMALL_ON_CUDA._replace(packed=True)) is None
+    assert _algorithms.expected_time("reference", SMALL_ON_CUDA) is None
+    # Without TF32 only the rate of large products is known.
+    for change, known in (({"hidden_size": 128}, False), ({"hidden_size": 512}, True)):
+        case = ON_CUDA._replace(batch=512, **change)
+        times = [_algorithms.expected_time("torch", case._replace(tf32=tf32)) for tf32 in (False, True)]
+        assert times[1] is not None and (times[0] is not None) == known
+        assert not known or times[0] > times[1]
+
+
+def test_sizes_that_are_symbols(plan):
+    """As make_fx has them. The costs are compared, and stand in the reason."""
+    plan.microseconds, reasons = 150.0, []
+
+    def choose_for(x):
+        case = SMALL_ON_CUDA._replace(steps=x.size(0), batch=x.size(1), trains=False)
+        assert not isinstance(case.steps, int)
+        reasons.append(choose("auto", case)[1])
+        reasons.append(_algorithms.why_auto_skips("scan", case))
+        return x
+
+    make_fx(choose_for, tracing_mode="symbolic")(torch.empty(400, 70))
+    assert reasons[0] == "auto's model of costs" and "persistent is expected to take" in reasons[1]
 
 
 @pytest.fixture
@@ -342,6 +414,19 @@ def test_explanation():
         assert c.reason in line and ("taken" in line) == (c.name == "persistent")
     with pytest.raises(dataclasses.FrozenInstanceError):
         answer.algorithm = "torch"
+
+
+def test_expected_times_are_told_from_measured_ones():
+    from weft.explain import Candidate, Explanation
+
+    candidates = (
+        Candidate("persistent", True, "a", 12345.6),
+        Candidate("scan", True, "b", 0.98765, measured=True),
+        Candidate("torch", True, "c"),
+    )
+    _, _, persistent, scan, other = str(Explanation("", "", "auto", "scan", "", candidates)).splitlines()
+    assert "~12300 us  a" in persistent and " 0.988 us  b" in scan and "us" not in other
+    assert persistent.index(" a") == scan.index(" b") == other.index(" c")
 
 
 def test_it_tells_why_auto_leaves_the_persistent_kernels():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _C, _tuned
+from . import _C, _costs, _tuned
 from ._ops import WITH_CUDA
 
 __all__ = [
@@ -245,8 +245,6 @@ class Plan(NamedTuple):
     expected_us: float | None = None
     """Microseconds of all layers, forward and, where anything asks for a gradient, backward. None where there is no
     kernel: "auto" then does not take it."""
-    torch_us: float | None = None
-    """What torch's kernels take at the least, where that may be less."""
     how: str = ""
     """In words."""
 
@@ -291,7 +289,7 @@ def _plan(
     if facts["why_not"] is not None:
         return Plan(facts["why_not"])
     how = [f"{name}: {facts[name]}" for name in ("forward", "backward") if facts[name]]
-    return Plan(None, facts["microseconds"], facts["torch_microseconds"], "; ".join(how))
+    return Plan(None, facts["microseconds"], "; ".join(how))
 
 
 def auto_limits(table: Table, hidden_size: int) -> Limits | None:
@@ -304,19 +302,40 @@ def auto_limits(table: Table, hidden_size: int) -> Limits | None:
 
 def why_auto_skips_scan(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "scan", or None."""
-    return _beyond_limits(case, AUTO_SCAN)
+    reason = _beyond_limits(case, AUTO_SCAN)
+    if reason is not None or case.device != "cuda":
+        return reason
+    # Limits for one layer alone were measured beside the persistent kernels. The others were beside torch's, and leave
+    # to the costs where the persistent kernels are faster: in large batches, and in a few steps without gradients.
+    limits = auto_limits(AUTO_SCAN[case.device, case.cell], case.hidden_size)
+    us = modelled_time("scan", case)
+    if limits is None or limits.alone or us is None:
+        return None
+    # A plan compiles kernels: not where the scan is as fast as any could be.
+    if us <= _costs.persistent_at_least_us(case) or why_not_persistent(case) is not None:
+        return None
+    return _why_slower(case, "scan", "persistent")
 
 
 def why_auto_skips_persistent(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "persistent", or None."""
-    if case.device == "cuda":
-        plan = persistent_plan(case)
-        if plan.expected_us is None:
-            return "auto takes it where it has a kernel"
-        if plan.torch_us is not None and plan.torch_us < plan.expected_us:
-            return f"torch is expected to take {plan.torch_us:.0f} us, it {plan.expected_us:.0f}"
+    if case.device != "cuda":
+        return _beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
+    if persistent_plan(case).expected_us is None:
+        return "auto takes it where it has a kernel"
+    # Against cuDNN's kernels for all steps, and for packed input, it was faster wherever it was measured, by less in
+    # places than the errors of the two models.
+    if case.packed or _costs.cudnn_kernel(case) != "standard":
         return None
-    return _beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
+    return _why_slower(case, "persistent", "torch")
+
+
+def _why_slower(case: Case, name: str, other: str) -> str | None:
+    """That `other` is expected to take less time, or None."""
+    us, other_us = modelled_time(name, case), modelled_time(other, case)
+    if us is None or other_us is None or us <= other_us:
+        return None
+    return f"{other} is expected to take {other_us:.0f} us, it {us:.0f}"
 
 
 def _beyond_limits(case: Case, tables: dict[tuple[str, str], Table]) -> str | None:
@@ -380,13 +399,31 @@ def how(name: str, case: Case) -> str:
 
 
 def expected_time(name: str, case: Case) -> float | None:
-    """Microseconds, where they are measured or modelled."""
+    """Microseconds where the algorithm can run: what weft.tune measured, or else what a model of costs expects."""
+    measured_us = measured_time(name, case)
+    if measured_us is not None:
+        return measured_us
+    return modelled_time(name, case) if obstacle(name, case) is None else None
+
+
+def measured_time(name: str, case: Case) -> float | None:
+    """Microseconds that weft.tune measured in cases like this one."""
     entry = measured(case)
-    if entry is not None and name in entry.microseconds:
-        return entry.microseconds[name]
-    if name == "persistent" and case.device == "cuda" and obstacle(name, case) is None:
-        return persistent_plan(case).expected_us
-    return None
+    return None if entry is None else entry.microseconds.get(name)
+
+
+def modelled_time(name: str, case: Case) -> float | None:
+    """Microseconds that an algorithm which can run is expected to take on a GPU like the one that the models were
+    fitted on, an H200. On a CPU there is no model."""
+    if case.device != "cuda" or case.steps is None or case.batch is None:
+        return None
+    us = None
+    if name == "persistent":
+        us = persistent_plan(case).expected_us
+        us = None if us is None else max(us, _costs.host_us(case))
+    elif name in ("scan", "torch"):
+        us = (_costs.scan_us if name == "scan" else _costs.torch_us)(case)
+    return None if us is None else float(us)  # of sizes that are symbols, a symbol
 
 
 def choose(algorithm: str, case: Case) -> tuple[str, str]:

@@ -21,8 +21,10 @@ class Candidate:
     reason: str
     """Why it is not eligible or not taken; for the one taken, why it is."""
     expected_us: float | None = None
-    """Microseconds for the input, measured by :func:`weft.tune` or expected by a model of costs; None if unknown. With
-    the backward pass where anything asks for a gradient."""
+    """Microseconds for the input, measured by :func:`weft.tune` or, on a GPU, expected by a model of costs fitted on an
+    H200; None if unknown. With the backward pass where anything asks for a gradient."""
+    measured: bool = False
+    """Whether `expected_us` was measured."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Explanation:
         ]
         for c in self.candidates:
             mark = "taken" if c.name == self.algorithm else "eligible" if c.eligible else "no"
-            time = "" if c.expected_us is None else f"{c.expected_us:.3g} us"
+            time = "" if c.expected_us is None else f"{'' if c.measured else '~'}{_three_digits(c.expected_us)} us"
             lines.append(f"  {c.name:<10} {mark:<8} {time:>11}  {c.reason}")
         return "\n".join(lines)
 
@@ -64,8 +66,9 @@ def explain(
 
     Returns:
         An :class:`Explanation`: fields ``algorithm``, ``reason`` and ``candidates``, each of these with its time where
-        that is known; printable. It holds for the context of the call: autocast, ``torch.no_grad`` and ``torch.func``
-        transforms count.
+        that is known; printable, with ``~`` before a time that is expected and was not measured. On a CPU only
+        :func:`weft.tune` finds times, and what ``"auto"`` prefers comes from tables. It holds for the context of the
+        call: autocast, ``torch.no_grad`` and ``torch.func`` transforms count.
 
     Raises:
         TypeError: `layer` is not one of Weft's layers.
@@ -82,19 +85,23 @@ def explain(
 
 
 def _candidate(name: str, taken: str, why: str, asked: str, case: _algorithms.Case) -> Candidate:
-    expected = _algorithms.expected_time(name, case)
+    times = _algorithms.expected_time(name, case), _algorithms.measured_time(name, case) is not None
     if name == taken:
-        return Candidate(name, True, "; ".join(filter(None, (why, _algorithms.how(name, case)))), expected)
+        return Candidate(name, True, "; ".join(filter(None, (why, _algorithms.how(name, case)))), *times)
     obstacle = _algorithms.obstacle(name, case)
     if obstacle is not None:
         return Candidate(name, False, obstacle)
     if asked == taken:
-        return Candidate(name, True, f'algorithm="{asked}" was asked for', expected)
+        return Candidate(name, True, f'algorithm="{asked}" was asked for', *times)
     if name == "reference":
-        return Candidate(name, True, "slow, differentiable to any order", expected)
+        return Candidate(name, True, "slow, differentiable to any order", *times)
     tuned = _algorithms.measured(case) is not None
     reason = None if tuned or asked != "auto" else _algorithms.why_auto_skips(name, case)
-    return Candidate(name, True, reason or f"{asked} takes {taken} here", expected)
+    return Candidate(name, True, reason or f"{asked} takes {taken} here", *times)
+
+
+def _three_digits(number: float) -> str:
+    return f"{float(f'{number:.3g}'):.10g}"
 
 
 def _describe(case: _algorithms.Case) -> str:

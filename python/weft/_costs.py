@@ -1,0 +1,162 @@
+"""What torch's kernels and the scan are expected to take on a GPU, in microseconds.
+
+The constants were fitted to rows of benchmarks/results from an H200 by ``python -m benchmarks.fit_costs``, which prints
+them again. Beside each stands how far it is off, the relative rms over those rows. None of these is shorter than 1000
+steps: below that the host is most of the time, and varies by a quarter. In float32 torch's kernels took TF32.
+
+The costs of the persistent kernels follow from how they are laid out on the device, see _algorithms.persistent_plan.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ._algorithms import Case
+
+__all__ = ["Line", "cudnn_kernel", "host_us", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
+
+
+class Line(NamedTuple):
+    """start + T (step + unit H + square H^2 + sequence B + volume B H) microseconds, the steps of all layers and
+    directions one after the other."""
+
+    start: float = 0.0
+    step: float = 0.0
+    unit: float = 0.0
+    square: float = 0.0
+    sequence: float = 0.0
+    volume: float = 0.0
+
+    def us(self, case: Case) -> float:
+        H, B = case.hidden_size, case.batch or 0
+        step = self.step + self.unit * H + self.square * H * H + (self.sequence + self.volume * H) * B
+        return self.start + _steps(case) * step
+
+
+# Training steps. "small": H 8 to 256; rms 13%, 12%, 15%. "persistent": float16, H 256 to 1024, B 16 and 64; rms 2% of
+# four rows, 6% of six.
+CUDNN: dict[str, dict[str, Line]] = {
+    "small": {
+        "rnn_tanh": Line(start=107, step=0.8, square=3.27e-05, sequence=0.00583, volume=8.04e-06),
+        "gru": Line(step=1, square=4.67e-05, sequence=0.0336, volume=0.00015),
+        "lstm": Line(start=114, step=0.835, square=0.000163, sequence=0.00973, volume=5.2e-05),
+    },
+    "persistent": {
+        "rnn_tanh": Line(step=8.17, unit=0.00112, sequence=0.0239),
+        "lstm": Line(step=0.866, unit=0.00267, sequence=0.262),
+    },
+}
+FORWARD_SHARE = {"small": 0.447, "persistent": 0.338}
+"""Of a training step; the median, rms 34% and 15%. In large batches it is less."""
+
+LAUNCHES = {True: 33.5, False: 15.2}
+"""A step of the standard kernels, training or not, without the products; rms 11% and 12%. They follow the host: another
+took 20 in the place of 33.5."""
+
+RATES = {torch.float16: 5e8, torch.bfloat16: 5e8, torch.float32: 2.35e8}
+"""Operations per microsecond of the standard kernels' products in large batches; float32 in TF32. Set, not fitted: the
+rows end where the launches are most of the time."""
+RATE_WITHOUT_TF32 = 4e7
+
+# Training steps of the scan, by cell and largest H. Up to 32 in float32, which is what the half types are computed in:
+# rms 16%, 10%, 11%. Above, in TF32, T from 3000 on and B up to 64: rms 14%, 13%, 17%.
+SCAN: dict[tuple[str, int], Line] = {
+    ("rnn_tanh", 32): Line(start=349, step=0.071, unit=0.00236, volume=4.33e-05),
+    ("gru", 32): Line(start=283, step=0.187, unit=0.00182, volume=9.24e-05),
+    ("lstm", 32): Line(start=310, step=0.193, unit=0.0043, volume=0.000111),
+    ("rnn_tanh", 128): Line(start=280, step=0.296, unit=0.00351, volume=7.36e-05),
+    ("gru", 128): Line(start=320, step=0.34, unit=0.00574, volume=0.000206),
+    ("lstm", 64): Line(step=0.705, volume=0.000209),
+}
+SCAN_FORWARD_START = 101.0
+"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 12%."""
+
+WEFT_HOST = {True: 591.0, False: 33.7}
+"""The least that a layer of Weft takes, training or not: the median of the scan's steps of T up to 100, and of the
+persistent kernels' of T 1."""
+TORCH_HOST = {True: 967.0, False: 64.1}
+"""The same of torch's, where cuDNN has one kernel for all steps."""
+TORCH_HOST_STANDARD = {True: 967.0, False: 324.0}
+"""The same elsewhere."""
+
+PERSISTENT_STEP = {True: 0.67, False: 0.42}
+"""Below what any plan of the persistent kernels expects of a step, training or not: a tanh RNN's in one block."""
+
+GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+
+
+def host_us(case: Case) -> float:
+    """The least that a layer of Weft takes: what the host does, alike for the scan and the persistent kernels."""
+    return WEFT_HOST[case.trains]
+
+
+def persistent_at_least_us(case: Case) -> float:
+    """A bound from below of what a plan of the persistent kernels may expect, without planning."""
+    return max(host_us(case), PERSISTENT_STEP[case.trains] * (case.steps or 0) * case.layers)
+
+
+def cudnn_kernel(case: Case) -> str:
+    """Which of its kernels cuDNN takes under torch: "small" or "persistent", one launch for all steps; or "standard".
+
+    What torch asks for, as far as it was measured: it asks for "small" at larger H in a forward pass alone, and in
+    bfloat16, where cuDNN does not take it.
+    """
+    H, B, rnn = case.hidden_size, case.batch or 0, case.cell.startswith("rnn")
+    if case.packed or case.dtype not in (torch.float16, torch.float32):
+        return "standard"
+    if H <= (256 if rnn else 128):
+        return "small"
+    alone = case.layers == case.directions == 1 and case.cell != "gru" and case.dtype == torch.float16
+    sizes = H <= 1024 and H % 128 == case.input_size % 128 == 0
+    batch = B <= 128 and B % 8 == 0 and (B < 96 or H < 896 or not rnn)
+    return "persistent" if alone and sizes and batch else "standard"
+
+
+def torch_us(case: Case) -> float | None:
+    """Of torch's kernel on a GPU; None where nothing like it was measured."""
+    if case.steps is None or case.batch is None or case.projected or case.dtype not in RATES:
+        return None
+    kernel = cudnn_kernel(case)
+    if kernel == "standard":
+        us = LAUNCHES[case.trains] * _steps(case) + products_us(case)
+        return max(TORCH_HOST_STANDARD[case.trains], us)
+    if case.dtype == torch.float32 and not case.tf32:
+        return None
+    us = CUDNN[kernel][_fitted(case.cell)].us(case) * (1 if case.trains else FORWARD_SHARE[kernel])
+    return max(TORCH_HOST[case.trains], us)
+
+
+def products_us(case: Case) -> float:
+    """The standard kernels' matrix products, at the rate of large ones."""
+    rate = RATES[case.dtype] if case.dtype != torch.float32 or case.tf32 else RATE_WITHOUT_TF32
+    inputs = case.input_size + (case.layers - 1) * case.hidden_size * case.directions + case.layers * case.hidden_size
+    flops = 2 * GATES[case.cell] * case.hidden_size * inputs * (case.batch or 0) * (case.steps or 0) * case.directions
+    return flops * (3 if case.trains else 1) / rate
+
+
+def scan_us(case: Case) -> float | None:
+    """Of the scan on a GPU; None where nothing like it was measured."""
+    if case.steps is None or case.batch is None or case.dtype not in RATES:
+        return None
+    cell = _fitted(case.cell)
+    if case.hidden_size <= 32:
+        line = SCAN[cell, 32]
+        if not case.trains:
+            # The chunks of the backward pass are what grows with the batch.
+            return line._replace(start=SCAN_FORWARD_START, volume=0.0).us(case)
+        return max(WEFT_HOST[True], line.us(case))
+    # Above, its forward pass is torch's.
+    if case.dtype != torch.float32 or not case.tf32:
+        return None
+    return max(WEFT_HOST[True], SCAN[cell, 64 if cell == "lstm" else 128].us(case)) if case.trains else torch_us(case)
+
+
+def _steps(case: Case) -> int:
+    return (case.steps or 0) * case.layers * case.directions
+
+
+def _fitted(cell: str) -> str:
+    return "rnn_tanh" if cell == "rnn_relu" else cell
