@@ -104,17 +104,16 @@ void bind_rnn(py::module_& m) {
           report = weft::rnn_plan_report(
               device, {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains});
         }
-        const auto known = [](double us) { return us > 0 ? py::object(py::float_(us)) : py::object(py::none()); };
         py::dict facts;
         facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);
         facts["forward"] = report.forward;
         facts["backward"] = report.backward;
-        facts["microseconds"] = known(report.microseconds);
-        facts["torch_microseconds"] = known(report.torch_microseconds);
+        facts["microseconds"] =
+            report.microseconds > 0 ? py::object(py::float_(report.microseconds)) : py::object(py::none());
         return facts;
       },
       "How weft::rnn runs on a GPU: why it has no kernel, or None; how the recurrences are laid out; the microseconds "
-      "expected, and those of torch's kernels where they may be fewer.",
+      "expected.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("input_size"), py::arg("hidden_size"),
       py::arg("layers"), py::arg("directions"), py::arg("steps"), py::arg("batch"), py::arg("packed"),
       py::arg("trains"));

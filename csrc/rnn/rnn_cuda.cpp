@@ -389,21 +389,6 @@ double products_us(const RecurrenceProblem& p, const RnnCase& c) {
   return flops / rate + 5.0 * launches;
 }
 
-// The same of torch's kernels, without cuDNN's persistent ones: a call, launches of every step, and products at the
-// rate of large ones. On an H200 with B = 16 to 1024, H = 256 to 1024; hosts differ in the launches by a factor of two,
-// this is a quick one. It matters for large layers and batches; for others these kernels are expected to be faster
-// anyway.
-double torch_us(const RecurrenceProblem& p, const RnnCase& c) {
-  if (c.packed) return 0;
-  const double rate = p.type == RecurrenceType::kTF32 ? 235e6 : p.type == RecurrenceType::kFloat ? 40e6 : 500e6;
-  double flops = 0;
-  for (int layer = 0; layer < c.layers; ++layer) {
-    flops += 2.0 * c.B * gate_blocks(p.cell) * p.hidden * ((layer == 0 ? c.I : p.hidden * p.directions) + p.hidden);
-  }
-  const double step = c.layers * (c.trains ? 30 : 12) + flops * (c.trains ? 3 : 1) / rate;
-  return 50 + double(std::max<int64_t>(1, c.T)) * p.directions * step;
-}
-
 }  // namespace
 
 std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& c, bool backward) {
@@ -443,7 +428,6 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
     report.microseconds += g.step_us * double(std::max<int64_t>(1, c.T)) * c.layers;
     if (backward) continue;
     report.microseconds += products_us(*problem, c);
-    report.torch_microseconds = torch_us(*problem, c);
   }
   return report;
 }

@@ -18,8 +18,6 @@ struct RnnPlanReport {
   std::string why_not;            // empty where the kernel runs
   std::string forward, backward;  // how, in words
   double microseconds = 0;        // expected, of all layers, with the backward pass if trained; 0: step by step
-  // What torch's kernels are expected to take at the least; 0 for packed input, where they are never faster.
-  double torch_microseconds = 0;
 };
 
 // Compiles the kernels where they are not yet.
