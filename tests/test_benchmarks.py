@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
+import random
 import time
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from weft import _algorithms, _costs
 
-from benchmarks import common, fit_costs, rnn, scan
+from benchmarks import common, fit_costs, geometries, rnn, scan
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -468,3 +470,44 @@ def test_the_rnn_engines_tables_and_figure(tmp_path, monkeypatch):
     rest = [r for r in rows if r["case"] not in grid]
     assert "image" not in docs_of(rest)
     assert "Speed-up" not in plot.readme_block([], rest)
+
+
+def _timed(costs: dict[str, float]) -> list[geometries.Timed]:
+    """Geometries of every cell and size whose times are these costs'."""
+    generator = random.Random(0)
+    found = []
+    for problem in geometries.problems((128, 512), (1, 16)):
+        for groups in (1, 2, 4):
+            amounts = {name: generator.uniform(0, 10) for name in costs}
+            us = sum(cost * amounts[name] for name, cost in costs.items())
+            geometry = geometries.Geometry(f"grid:{groups}:1:8:8:mma:1:1", [], 1.0, groups, amounts)
+            found.append(geometries.Timed(problem, geometry, groups * us))
+    return found
+
+
+def test_geometries_are_fitted_and_kept(tmp_path, capsys):
+    costs = {"base": 0.5, "product": 3.0, "megabyte": 0.2}
+    timed = _timed(costs)
+    geometries.write(tmp_path / "times.csv", timed)
+    kept = list(geometries.read(tmp_path / "times.csv"))
+    assert [(t.problem, t.geometry) for t in kept] == [(t.problem, t.geometry) for t in timed]
+    fitted = geometries.fit_tiers(kept)
+    assert set(fitted) == {("grid", False), ("grid", True)}
+    for constants in fitted.values():
+        assert all(constants[name] == pytest.approx(cost, rel=1e-2) for name, cost in costs.items())
+    geometries.main(["--input", str(tmp_path / "times.csv")])
+    printed = capsys.readouterr().out
+    assert "0.0% by these constants" in printed and "0.0% as it is" not in printed
+
+
+@pytest.mark.cuda
+def test_geometries_are_measured():
+    problem = geometries.Problem("gru", "exact", 64, 4, True)
+    found = geometries.geometries(problem)
+    assert {"mma", "fma"} <= {g.text.split(":")[5] for g in found}
+    for g in found[:50]:
+        costs = [*g.amounts.values()]
+        assert g.expected_us > 0 and g.launches >= 1 and costs[0] == 1 and min(costs) >= 0
+    timed = list(geometries.measure([problem], 2, 60.0, steps=64))
+    assert len(timed) >= 4 and all(0 < t.us < 1e3 for t in timed)
+    assert geometries.VARIABLE not in os.environ

@@ -124,11 +124,15 @@ void bind_rnn(py::module_& m) {
         py::list list;
         for (const auto& g :
              weft::rnn_geometries(device, {cell, dtype, 1, batch, 1, hidden, 1, directions, packed, true}, backward)) {
-          list.append(py::make_tuple(g.text, g.defines, g.step_us));
+          py::dict amounts;
+          for (const auto& [name, amount] : g.amounts) amounts[py::str(name)] = amount;
+          list.append(py::make_tuple(g.text, g.defines, g.step_us, g.launches, amounts));
         }
         return list;
       },
-      "(text for WEFT_RNN_GEOMETRY, macros, expected microseconds of a step) of each geometry that fits.",
+      "(text for WEFT_RNN_GEOMETRY, macros, expected microseconds of a step, launches of the kernel, amount of each "
+      "cost "
+      "in a step of one) of each geometry that fits.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
       py::arg("packed"), py::arg("backward"));
 }

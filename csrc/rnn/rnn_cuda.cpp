@@ -397,7 +397,12 @@ std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& c, bool backw
   const auto problem = problem_of(c, backward);
   if (!problem) return result;
   for (const RecurrenceGeometry& g : recurrence_geometries(*problem)) {
-    result.push_back({geometry_text(g), geometry_defines(*problem, g), g.step_us});
+    const RecurrenceAmounts amounts = geometry_amounts(*problem, g);
+    RnnGeometry& each = result.emplace_back(
+        RnnGeometry{geometry_text(g), geometry_defines(*problem, g), g.step_us, amounts.launches, {}});
+    for (int i = 0; i < kRecurrenceCosts; ++i) {
+      each.amounts.emplace_back(recurrence_cost_names()[i], amounts.amounts[i]);
+    }
   }
   return result;
 }

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace weft {
@@ -24,11 +25,12 @@ struct RnnPlanReport {
 RnnPlanReport rnn_plan_report(int device, const RnnCase& layer);
 
 // Every geometry that fits, the fastest expected first: the text for WEFT_RNN_GEOMETRY, what compiles it, the expected
-// microseconds of a step.
+// microseconds of a step, and how much of what they are made of.
 struct RnnGeometry {
   std::string text;
   std::vector<std::string> defines;
-  double step_us;
+  double step_us, launches;
+  std::vector<std::pair<std::string, double>> amounts;
 };
 std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& layer, bool backward);
 

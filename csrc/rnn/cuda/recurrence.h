@@ -85,6 +85,15 @@ struct RecurrenceGeometry {
 // chip.
 std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& problem);
 
+// What the expected time of a step is the sum of: an amount of each cost, in one of `launches`.
+constexpr int kRecurrenceCosts = 14;
+struct RecurrenceAmounts {
+  double amounts[kRecurrenceCosts];
+  double launches;
+};
+RecurrenceAmounts geometry_amounts(const RecurrenceProblem& problem, const RecurrenceGeometry& geometry);
+const char* const* recurrence_cost_names();
+
 // What recurrence_plan's restriction to one geometry looks like, and what compiles its kernel.
 std::string geometry_text(const RecurrenceGeometry& geometry);
 std::vector<std::string> geometry_defines(const RecurrenceProblem& problem, const RecurrenceGeometry& geometry);

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <sstream>
 #include <tuple>
@@ -66,51 +67,52 @@ struct Layout {
   }
 };
 
-// Microseconds, fitted on an H200 to 1100 geometries of 72 problems, those of a grid to 1250 of 57 (relative error of a
-// step 7 to 12% in the mean), where sequences are so long that what is exchanged does not stay in the L2 cache.
-struct Costs {
-  double base, gate, pair;           // a step; each gate block; each further pair of a thread
-  double product;                    // a thousand mma of a scheduler
-  double weights, vector, partials;  // a thousand cycles of shared memory
-  double kilobyte;                   // of the vector, exchanged in a cluster
-  double megabyte;                   // of all vectors, read through L2 by all blocks
-  double doubling;                   // of a group's blocks or sequences
-  double pooled;                     // a thousand cycles of shared memory for the sums that a cluster exchanges
+// What a step costs, in microseconds of an H200, and of how much. `python -m benchmarks.geometries` measures geometries
+// and fits the constants: here to 1100 geometries of 72 problems, those of a grid to 1250 of 57, those of FMA to 370 of
+// 32 (relative error of a step 7 to 13% in the mean), where sequences are so long that what is exchanged does not stay
+// in the L2 cache.
+constexpr const char* kCostNames[kRecurrenceCosts] = {
+    "base",     "gate",   "pair",      // a step; a gate block; a further pair of a thread
+    "product",  "exact",  "fma",       // a thousand mma, exact ones, FMA of a scheduler
+    "weights",  "vector", "partials",  // a thousand cycles of shared memory
+    "kilobyte",                        // of the vector, exchanged in a cluster
+    "megabyte",                        // of all vectors, read through L2 by all blocks
+    "doubling",                        // of a group's blocks or sequences
+    "pooled",                          // a thousand cycles for the sums a cluster exchanges
+    "batch",                           // of loads with FMA in a grid, after the first
 };
-constexpr Costs kCosts[3][2] = {
-    {{0.33, 0.046, 0.12, 2.8, 0.45, 0.75, 1.3, 0, 0, 0, 0}, {0.18, 0.056, 0.067, 3.9, 0.63, 1.51, 1.06, 0, 0, 0, 0}},
-    {{0.36, 0.050, 0.11, 3.7, 0.37, 0.36, 0.64, 0.025, 0, 0, 0},
-     {0.28, 0.044, 0.03, 3.6, 0.49, 0.36, 0.80, 0.031, 0, 0, 0}},
-    {{0.80, 0.052, 0, 3.4, 0.37, 0, 0.37, 0, 0.189, 0.038, 3.4},
-     {0.09, 0.13, 0, 2.0, 0.32, 0, 0.78, 0, 0.104, 0.137, 0}},
+constexpr double kCosts[3][2][kRecurrenceCosts] = {
+    {{0.33, 0.046, 0.12, 2.8, 25, 0.57, 0.45, 0.75, 1.3, 0, 0, 0, 0, 0},
+     {0.18, 0.056, 0.067, 3.9, 25, 0.57, 0.63, 1.51, 1.06, 0, 0, 0, 0, 0}},
+    {{0.36, 0.050, 0.11, 3.7, 25, 0.57, 0.37, 0.36, 0.64, 0.025, 0, 0, 0, 0},
+     {0.28, 0.044, 0.03, 3.6, 25, 0.57, 0.49, 0.36, 0.80, 0.031, 0, 0, 0, 0}},
+    {{0.80, 0.052, 0, 3.4, 25, 0.57, 0.37, 0, 0.37, 0, 0.189, 0.038, 3.4, 0.3},
+     {0.09, 0.13, 0, 2.0, 25, 0.57, 0.32, 0, 0.78, 0, 0.104, 0.137, 0, 0.3}},
 };
-// In the place of `product`: three products of fp32 accuracy, with the splitting of both operands.
-constexpr double kExact = 25;
-// With FMA: a thousand of a scheduler; in a grid, each batch of loads after the first (fitted to 370 geometries of 32
-// problems, 7 to 13%).
-constexpr double kFma = 0.57, kFmaBatch = 0.3;
 constexpr int kMaxFmaColumns = 4;
 
-// Of a step, all sequences and directions.
-double step_cost(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& l) {
-  const Costs& c = kCosts[int(g.tier)][p.backward];
+// Of one launch and step, and how many launches there are.
+RecurrenceAmounts amounts_of(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& l) {
   const int bytes = element_bytes(p.type);
   const int64_t waves = ceil_div(g.groups, std::max<int64_t>(1, g.at_once));
-  const double tiles = double(l.blocks) * l.row_tiles * l.vectors * ceil_div(g.warps, 4);
-  const double vector = double(l.vector) * g.columns * bytes / 1024;
-  double us = c.base + c.gate * gate_blocks(p.cell) + c.pair * (l.pairs - 1);
-  if (g.fma) {
-    us += kFma * 8 * tiles / 1000 + (l.shared ? 0 : kFmaBatch * (l.batches - 1));
-  } else {
-    us += (p.type == RecurrenceType::kFloat ? kExact : c.product) * 2 * tiles / 1000;
-  }
-  us += c.weights * g.warps * std::max(0, l.blocks - g.resident) * l.row_tiles * 1024 / 128e3;
-  us += c.vector * g.warps * l.blocks * 64 * g.columns / 128e3;
-  us += c.partials * 2 * g.split * l.rows * g.columns * 4 / 128e3;
-  us += c.kilobyte * vector + c.megabyte * vector / 1024 * g.group * double(g.groups) / waves / g.cluster;
-  if (g.cluster > 1) us += c.pooled * 2 * g.cluster * l.rows_of_unit * g.units * g.columns * 4 / 128e3;
-  us += c.doubling * std::log2(double(g.group) * g.columns);
-  return us * double(waves) * (p.directions / g.directions);
+  const bool grid = !l.shared, exact = p.type == RecurrenceType::kFloat;
+  const double tiles = double(l.blocks) * l.row_tiles * l.vectors * ceil_div(g.warps, 4) / 1000;
+  const double vector = double(l.vector) * g.columns * bytes / 1024, cycle = 1 / 128e3;
+  const double launches = double(waves) * (p.directions / g.directions);
+  return {
+      {1, double(gate_blocks(p.cell)), double(l.pairs - 1), g.fma || exact ? 0 : 2 * tiles,
+       !g.fma && exact ? 2 * tiles : 0, g.fma ? 8 * tiles : 0,
+       cycle * g.warps * std::max(0, l.blocks - g.resident) * l.row_tiles * 1024,
+       cycle * g.warps * l.blocks * 64 * g.columns, cycle * 2 * g.split * l.rows * g.columns * 4, vector,
+       vector / 1024 * g.group * double(g.groups) / double(waves) / g.cluster, std::log2(double(g.group) * g.columns),
+       g.cluster > 1 ? cycle * 2 * g.cluster * l.rows_of_unit * g.units * g.columns * 4 : 0,
+       g.fma && grid ? double(l.batches - 1) : 0},
+      launches};
+}
+
+double step_us(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& layout) {
+  const RecurrenceAmounts a = amounts_of(p, g, layout);
+  return a.launches * std::inner_product(a.amounts, a.amounts + kRecurrenceCosts, kCosts[int(g.tier)][p.backward], 0.0);
 }
 
 struct Restriction {
@@ -203,6 +205,14 @@ std::vector<std::string> geometry_defines(const RecurrenceProblem& p, const Recu
           define("PACKED", p.packed)};
 }
 
+RecurrenceAmounts geometry_amounts(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
+  return amounts_of(p, g, Layout(p, g));
+}
+
+const char* const* recurrence_cost_names() {
+  return kCostNames;
+}
+
 std::string geometry_text(const RecurrenceGeometry& g) {
   std::stringstream text;
   text << tier_name(g.tier) << ':' << g.group << ':' << g.columns << ':' << g.warps << ':' << g.split << ':'
@@ -243,7 +253,7 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
     g.resident = std::min(layout.blocks, room / (layout.row_tiles * 8));
     g.shared_bytes = layout.shared_bytes(p, g);
     if (g.shared_bytes > device.max_shared_per_block) return;
-    g.step_us = step_cost(p, g, layout);
+    g.step_us = step_us(p, g, layout);
     found.push_back(g);
   };
   const auto each_product = [&](RecurrenceGeometry g) {
