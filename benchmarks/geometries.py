@@ -97,8 +97,23 @@ def worth_timing(found: Sequence[Geometry], count: int) -> list[Geometry]:
     return [*found[:count], *others[: 2 * count]]
 
 
+def runs(problem: Problem, geometry: Geometry) -> bool:
+    """Whether the device holds its blocks: what does not fit would be timed step by step."""
+    os.environ[VARIABLE] = geometry.text
+    try:
+        with precision(problem):
+            plan = weft._C.rnn_plan(
+                device=torch.cuda.current_device(), cell=problem.cell, input_size=8, hidden_size=problem.H, layers=1,
+                dtype=str(torch_dtype(problem)).removeprefix("torch."), directions=1, steps=1, batch=problem.B,
+                packed=False, trains=problem.backward,
+            )  # fmt: skip
+    finally:
+        del os.environ[VARIABLE]
+    return bool(plan["backward" if problem.backward else "forward"])
+
+
 def step_us(problem: Problem, geometry: Geometry, steps: int) -> float:
-    """Microseconds of a step of the recurrence alone."""
+    """Microseconds of a step, with its part of a small input projection and of what the call fills."""
     cell, _, H, B, backward = problem
     dtype, bound, inputs = torch_dtype(problem), problem.H**-0.5, 8
     shapes = (GATES[cell] * H, inputs), (GATES[cell] * H, H), (GATES[cell] * H,), (GATES[cell] * H,)
@@ -139,7 +154,7 @@ def measure(of: Iterable[Problem], count: int, seconds: float, steps: int = 1024
     deadline = time.perf_counter() + seconds
     architecture = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
     for problem in of:
-        chosen = worth_timing(geometries(problem), count)
+        chosen = [geometry for geometry in worth_timing(geometries(problem), count) if runs(problem, geometry)]
         weft._C.jit_compile_many([(SOURCE, geometry.defines, architecture) for geometry in chosen])
         for geometry in chosen:
             if time.perf_counter() > deadline:

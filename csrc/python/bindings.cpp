@@ -131,8 +131,7 @@ void bind_rnn(py::module_& m) {
         return list;
       },
       "(text for WEFT_RNN_GEOMETRY, macros, expected microseconds of a step, launches of the kernel, amount of each "
-      "cost "
-      "in a step of one) of each geometry that fits.",
+      "cost in a step of one) of each geometry that fits.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
       py::arg("packed"), py::arg("backward"));
 }

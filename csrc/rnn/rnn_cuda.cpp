@@ -421,7 +421,7 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
     const RecurrencePlan& plan = recurrence_plan(*problem);
     if (!plan.geometry) {
       report.why_not = plan.why_not;
-      return report;
+      continue;
     }
     const RecurrenceGeometry& g = *plan.geometry;
     std::string& text = backward ? report.backward : report.forward;
@@ -434,6 +434,7 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
     if (backward) continue;
     report.microseconds += products_us(*problem, c);
   }
+  if (!report.why_not.empty()) report.microseconds = 0;
   return report;
 }
 

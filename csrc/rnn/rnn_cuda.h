@@ -17,7 +17,7 @@ struct RnnCase {
 
 struct RnnPlanReport {
   std::string why_not;            // empty where the kernel runs
-  std::string forward, backward;  // how, in words
+  std::string forward, backward;  // how, in words; empty for a pass without a kernel
   double microseconds = 0;        // expected, of all layers, with the backward pass if trained; 0: step by step
 };
 

@@ -30,7 +30,7 @@
 // Order of the vector in a fragment: the reduction index may be permuted freely as long as weights and vector agree, so
 // a lane takes 16 contiguous bytes of a row, which serve two mma instructions, and no ldmatrix is needed.
 //
-// What was learnt (LSTM, H 512, B 16, bf16, us per step forward and backward):
+// What was learnt (us per step on an H200; where nothing else is said of an LSTM of H 512, B 16, bf16, both passes):
 // - What is loaded a step ahead stays as it was loaded until it is used: a conversion waits for its load, and the wait
 //   is the step (3.3 to 2.3, with the next item).
 // - Results are stored, and the next loads issued, after the exchange has been sent.
@@ -90,7 +90,8 @@ constexpr int kPaddedHidden = ceil_div(HIDDEN, kPerChunk) * kPerChunk;
 constexpr int kSlice = UNITS * kValues;  // of a block in the vector
 constexpr int kVector = kShared ? GROUP * kSlice : kPaddedHidden * kValues;
 constexpr int kRowUnits = CLUSTER * UNITS;  // of the rows that a block multiplies
-constexpr int kBlocks = ceil_div(ceil_div(kVector * kBytes, 64), SPLIT* CLUSTER);  // 64 bytes of the vector, of a warp
+constexpr int kBlocks =
+    ceil_div(ceil_div(kVector * kBytes, 64), (SPLIT) * (CLUSTER));  // 64 bytes of the vector, of a warp
 constexpr int kRowTiles = ceil_div(ceil_div(kRowsOfUnit * kRowUnits, 16), kSplitRows);  // 16 rows, of a warp
 constexpr int kRows = kRowTiles * kSplitRows * 16;
 // Chunks of the vector that a lane multiplies at a time. With mma, lane / 4 has one of 8 sequences; with FMA, all lanes
@@ -111,8 +112,17 @@ constexpr int kBufferBytes = kShared ? COLUMNS * kPitch : 0;
 constexpr int kPartialsBytes = SPLIT * COLUMNS * kPartialPitch * 4;
 // Sums that a block receives from one of its cluster, a row for each sequence; twice all of them.
 constexpr int kReceivedPitch = kRowsOfUnit * UNITS + 4;
-constexpr int kReceivedBytes = CLUSTER > 1 ? 2 * CLUSTER* COLUMNS* kReceivedPitch * 4 : 0;
+constexpr int kReceivedBytes = CLUSTER > 1 ? 2 * kReceivedPitch * 4 * (CLUSTER) * (COLUMNS) : 0;
+constexpr int kBarriersBytes = 16;
 constexpr int kStageBytes = ceil_div(COLUMNS * kSlice * kBytes, 16) * 16;
+
+static_assert(UNITS % kPerChunk == 0 && UNITS % 4 == 0 && WARPS % SPLIT == 0);
+static_assert(CLUSTER == 1 || (EXCHANGE == 1 && GROUP % CLUSTER == 0));
+static_assert(!FMA || TYPE == 3);
+#ifdef SHARED_BYTES  // what the host allocates
+static_assert(SHARED_BYTES >=
+              kWeightsBytes + kStageBytes + 2 * kBufferBytes + kPartialsBytes + kReceivedBytes + kBarriersBytes);
+#endif
 
 struct Args {
   const Element* w_hh[2];  // of each direction, (G*H, H)
@@ -588,27 +598,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         }
       }
     }
-#if EXCHANGE == 0 && GROUP > 1
-    if (thread == 0) {
-      for (int i = 0; i < 2; ++i) {
-        cluster::arrivals_init(barriers + 8 * i);
-        cluster::arrivals_expect(barriers + 8 * i, GROUP * COLUMNS * kSlice * kBytes);
-      }
-    }
-    __syncthreads();
-    cluster::barrier();
-#endif
   }
-#if CLUSTER > 1
-  constexpr int kSumsBytes = CLUSTER * COLUMNS * kRowsOfUnit * UNITS * 4;
+#if EXCHANGE == 0 && GROUP > 1
+  constexpr int kExpectedBytes = GROUP * COLUMNS * kSlice * kBytes;  // of a step, the vector
+#elif CLUSTER > 1
+  constexpr int kExpectedBytes = CLUSTER * COLUMNS * kRowsOfUnit * UNITS * 4;  // of a step, the sums of own rows
+  int turn = 0;                                                                // products so far
+#endif
+#if CLUSTER > 1 || (EXCHANGE == 0 && GROUP > 1)
   if (thread == 0) {
     for (int i = 0; i < 2; ++i) {
       cluster::arrivals_init(barriers + 8 * i);
-      cluster::arrivals_expect(barriers + 8 * i, kSumsBytes);
+      cluster::arrivals_expect(barriers + 8 * i, kExpectedBytes);
     }
   }
+  __syncthreads();
   cluster::barrier();
-  int turn = 0;  // products so far
 #endif
   __syncthreads();
 
@@ -654,7 +659,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
 #if GROUP > 1
       if (k > 0) {
         cluster::arrivals_wait(barriers + u32(k & 1) * 8, u32((k - 1) >> 1) & 1);
-        if (thread == 0) cluster::arrivals_expect(barriers + u32(k & 1) * 8, GROUP * COLUMNS * kSlice * kBytes);
+        if (thread == 0) cluster::arrivals_expect(barriers + u32(k & 1) * 8, kExpectedBytes);
       }
 #endif
       u32 from[kVectors];
@@ -784,7 +789,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
                       cluster::shared_address(at_turn, to));
       }
       cluster::arrivals_wait(at_turn, u32(turn >> 1) & 1);
-      if (thread == 0) cluster::arrivals_expect(at_turn, kSumsBytes);
+      if (thread == 0) cluster::arrivals_expect(at_turn, kExpectedBytes);
       ++turn;
 #endif
     }

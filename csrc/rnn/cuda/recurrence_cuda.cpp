@@ -141,18 +141,20 @@ RecurrencePlan make_plan(const RecurrenceProblem& p) {
   if (capability < 80) return {std::nullopt, "its kernels need compute capability 8.0"};
   if (const auto reason = jit::why_unavailable(capability)) return {std::nullopt, *reason};
   std::string why = "its weights do not fit on the chip";
-  std::set<std::tuple<Tier, int, int, int>>
-      refused;  // what the device does not hold with one layout it does not with another
-  for (const RecurrenceGeometry& g : recurrence_geometries(p)) {
+  // Where the blocks of a group cannot be resident, those of another layout rarely can: each costs a compilation.
+  std::set<std::tuple<Tier, int, int, int>> refused;
+  for (RecurrenceGeometry g : recurrence_geometries(p)) {
     if (refused.contains({g.tier, g.group, g.directions, g.cluster})) continue;
     try {
       jit::Kernel& kernel = jit::kernel(kSource, geometry_defines(p, g), "recurrence");
       const dim3 threads(32 * g.warps);
-      const int resident = g.tier == Tier::kCluster
-                               ? kernel.max_active_clusters(threads, g.shared_bytes, g.group)
-                               : kernel.max_active_clusters(threads, g.shared_bytes, g.cluster) * g.cluster;
-      const int64_t needed = g.tier == Tier::kGrid ? g.group * std::min(g.groups, g.at_once) * g.directions : 1;
-      if (resident >= needed) return {g, {}, &kernel};
+      const int cluster = g.tier == Tier::kCluster ? g.group : g.cluster;
+      const int resident = kernel.max_active_clusters(threads, g.shared_bytes, cluster) * cluster;
+      const int needed = g.tier == Tier::kGrid ? g.group * g.directions : cluster;
+      if (resident >= needed) {
+        if (g.tier == Tier::kGrid) g.at_once = std::min<int64_t>(g.at_once, resident / needed);
+        return {g, {}, &kernel};
+      }
     } catch (const std::runtime_error& error) {
       return {std::nullopt, error.what()};  // what stops one compilation stops the others
     }
@@ -199,6 +201,7 @@ std::vector<std::string> geometry_defines(const RecurrenceProblem& p, const Recu
           define("WARPS", g.warps),
           define("SPLIT", g.split),
           define("RESIDENT", g.resident),
+          define("SHARED_BYTES", g.shared_bytes),
           define("CLUSTER", g.cluster),
           define("FMA", g.fma),
           define("EXCHANGE", g.tier == Tier::kGrid),
@@ -258,8 +261,9 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
   };
   const auto each_product = [&](RecurrenceGeometry g) {
     consider(g);
-    g.fma = p.type == RecurrenceType::kFloat ? g.columns <= kMaxFmaColumns
-                                             : p.type == RecurrenceType::kTF32 && p.batch <= kMaxFmaColumns;
+    // In TF32, mma is as fast for more sequences.
+    g.fma = element_bytes(p.type) == 4 && g.columns <= kMaxFmaColumns &&
+            (p.type == RecurrenceType::kFloat || p.batch <= kMaxFmaColumns);
     if (g.fma) consider(g);
   };
   const auto each_grid = [&](int group, int columns, int min_cluster = 1) {
