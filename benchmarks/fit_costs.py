@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from weft import _costs
+from weft import _algorithms, _costs
 from weft._algorithms import Case
 from weft._costs import Line
 
@@ -20,10 +20,8 @@ from benchmarks.common import DTYPES, RESULTS, of_one_gpu, parse_case, read_rows
 
 SHORT, LONG = 100, 1000
 """Steps up to which the host is most of the time, and from which on the device is."""
-GRID_SCAN_STEPS = {"rnn_tanh": 3000, "gru": 3000, "lstm": 6000}
-GRID_SCAN_BATCH = 64
-"""From how many steps on, and up to which batch, "auto" took the scan above 32 hidden units when scan_auto.csv was
-measured."""
+SCAN_BATCH = 64
+"""Up to 32 hidden units "auto" may take the persistent kernels for larger batches than this."""
 LINES = {
     "small": ("start", "step", "square", "sequence", "volume"),
     "persistent": ("step", "unit", "sequence"),
@@ -68,7 +66,7 @@ def case_of(keys: dict[str, str], metric: str) -> Case:
     hidden = int(keys["H"])
     return Case(
         keys["cell"], keys["device"], DTYPES[keys["dtype"]], hidden, int(keys["B"]), int(keys["T"]),
-        keys.get("layout") == "packed", False, False, layers=int(keys.get("layers", 1)),
+        keys.get("layout") == "packed", 0, False, layers=int(keys.get("layers", 1)),
         directions=int(keys.get("directions", 1)), trains=metric in ("backward", "forward_backward"),
         input_size=int(keys.get("inputs", hidden)), index=0, capability=(9, 0), tf32=keys["dtype"] == "fp32",
     )  # fmt: skip
@@ -152,12 +150,10 @@ def fit_scan(long: Sequence[Row]) -> None:
 
 
 def ran_as_scan(row: Row) -> bool:
-    """Whether it was the scan that "auto" took."""
+    """Whether it was certainly the scan that "auto" took."""
     if row.case.hidden_size <= 32:
-        return row.file != "rnn"
-    largest = 64 if row.case.cell == "lstm" else 128
-    fits = row.case.hidden_size <= largest and (row.case.batch or 0) <= GRID_SCAN_BATCH
-    return row.file == "scan_auto" and fits and row.steps >= GRID_SCAN_STEPS[row.case.cell]
+        return row.file == "scan" or row.file == "scan_auto" and (row.case.batch or 0) <= SCAN_BATCH
+    return row.file == "scan_auto" and _algorithms.why_auto_skips_scan(row.case) is None
 
 
 def show_host(all_rows: Sequence[Row]) -> None:

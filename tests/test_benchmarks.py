@@ -111,7 +111,7 @@ def test_auto_was_measured_not_to_lose(monkeypatch):
 
     def scans(case: scan.LayerCase) -> bool:
         dtype = common.DTYPES[case.dtype]
-        asked = _algorithms.Case(case.cell, "cuda", dtype, case.H, case.B, case.T, False, False, False)
+        asked = _algorithms.Case(case.cell, "cuda", dtype, case.H, case.B, case.T, False, 0, False)
         return _algorithms.choose("auto", asked._replace(capability=(9, 0)))[0] == "scan"
 
     scanned = [row for row in rows if row["case"] in grid and scans(grid[row["case"]])]

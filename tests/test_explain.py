@@ -12,7 +12,7 @@ import torch
 import weft
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
-from weft import _algorithms, _tuned
+from weft import _algorithms, _costs, _tuned
 from weft._algorithms import (
     AUTO_PERSISTENT,
     AUTO_PROJECTED,
@@ -249,7 +249,6 @@ def test_what_was_not_measured_has_no_expected_time(plan):
     for change in ({"dtype": torch.float64}, {"steps": None, "batch": None}, {"device": "cpu"}):
         for name in ("scan", "torch"):
             assert _algorithms.expected_time(name, SMALL_ON_CUDA._replace(**change)) is None
-    assert _algorithms.expected_time("torch", ON_CUDA._replace(cell="lstm", proj_size=128)) is None
     assert _algorithms.expected_time("scan", SMALL_ON_CUDA._replace(packed=True)) is None
     assert _algorithms.expected_time("reference", SMALL_ON_CUDA) is None
     # Without TF32 only the rate of large products is known.
@@ -258,6 +257,27 @@ def test_what_was_not_measured_has_no_expected_time(plan):
         times = [_algorithms.expected_time("torch", case._replace(tf32=tf32)) for tf32 in (False, True)]
         assert times[1] is not None and (times[0] is not None) == known
         assert not known or times[0] > times[1]
+
+
+def test_costs_of_a_projection(plan):
+    """torch multiplies narrower states; the rnn engine multiplies the projection into the weights once."""
+    plain = ON_CUDA._replace(cell="lstm", batch=2048, steps=500)
+    narrow = plain._replace(proj_size=64)
+    torch_us = [_algorithms.expected_time("torch", case) for case in (plain, narrow)]
+    assert torch_us[0] > 2 * torch_us[1]
+    ours = [_algorithms.expected_time("persistent", case) for case in (plain, narrow)]
+    assert ours[0] == plan.microseconds < ours[1]
+    assert _costs.projection_us(narrow._replace(trains=False)) == pytest.approx(_costs.projection_us(narrow) / 3)
+    plan.microseconds = 1e6
+    assert choose("auto", narrow)[0] == "torch"
+    plan.microseconds = 1e3
+    assert choose("auto", narrow)[0] == "persistent"
+
+
+def test_auto_does_not_compare_with_what_cannot_run(plan):
+    plan.microseconds = 1e6
+    name, reason = choose("auto", ON_CUDA._replace(cell="lstm", keeps_cells=True))
+    assert name == "persistent" and "is expected" not in reason
 
 
 def test_sizes_that_are_symbols(plan):

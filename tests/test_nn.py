@@ -1017,7 +1017,7 @@ def any_derivative(monkeypatch):
 
 
 def test_where_torch_needs_any_derivative():
-    case = _algorithms.Case("gru", "cuda", torch.float64, 16, 4, 100, False, False, False)
+    case = _algorithms.Case("gru", "cuda", torch.float64, 16, 4, 100, False, 0, False)
     assert _torch_rnn.needs_any_derivative(case)
     for change in ({"device": "cpu"}, {"dtype": torch.float32}, {"trains": False}):
         assert not _torch_rnn.needs_any_derivative(case._replace(**change))
@@ -1679,6 +1679,18 @@ def test_cuda_graph(cell, algorithm):
     result = flat(theirs(x))
     expected = [*result, *torch.autograd.grad(sum(r.pow(2).sum() for r in result), [x, *theirs.parameters()])]
     assert_same(captured, expected, torch.float32)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_projection_under_a_default_device(packed):
+    ours, theirs = layers("projected", "cpu", algorithm="persistent", bidirectional=True)
+    x = torch.randn(4, 3, I, dtype=torch.float64)
+    x = rnn.pack_padded_sequence(x, [4, 2, 1]) if packed else x
+    state = states(ours, 3)
+    expected = flat(theirs(x, state))
+    with torch.device("meta"):
+        found = flat(ours(x, state))
+    assert_same(found, expected)
 
 
 @pytest.mark.cuda

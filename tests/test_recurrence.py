@@ -17,7 +17,7 @@ from common import check_close, differentiate, poisoned
 from hypothesis import HealthCheck, given, settings, strategies
 from sequential import doubles
 from test_rnn import BOUNDS, CELLS, RESULTS, Sample, arguments, exact_arguments, gradients, names, reference, rnn
-from weft import _C, _ops
+from weft import _C, _costs, _ops
 
 SOURCE = "rnn/cuda/recurrence.jit.cu"
 ROOT = Path(__file__).resolve().parent.parent
@@ -73,8 +73,8 @@ def test_compiles(cell: int, group: int):
                 "CLUSTER": 1 + 3 * exchange,
             }  # fmt: skip
             requests.append((SOURCE, [f"{k}={v}" for k, v in constants.items()], 90))
-    with_fma = [{"FMA=0": "FMA=1"}.get(d, d) for d in requests[-1][1]]
-    requests.append((SOURCE, with_fma, 90))
+    for _, defines, _ in requests[-2:]:
+        requests.append((SOURCE, [{"FMA=0": "FMA=1"}.get(d, d) for d in defines], 90))
     _C.jit_compile_many(requests)
     if group == 1:  # below 9.0 there are no clusters
         alone = [defines for _, defines, _ in requests[:8]]
@@ -129,11 +129,11 @@ def test_tiers_match_the_reference(cell: str, tier: str, dtype: torch.dtype, tf3
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("both", (False, True))
+@pytest.mark.parametrize(("tier", "both"), (("grid:32:1", False), ("grid:32:1", True), ("grid:32:1:::mma:1:4", True)))
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_grid_in_slices(cell: str, both: bool, monkeypatch):
+def test_a_grid_in_slices(cell: str, tier: str, both: bool, monkeypatch):
     """More groups than the device holds at once: several launches."""
-    monkeypatch.setenv(GEOMETRY, "grid:32:1")
+    monkeypatch.setenv(GEOMETRY, tier)
     sample = Sample(cell, 6, 9, 3, 256, bidirectional=both, dtype=torch.bfloat16)
     assert_geometry(sample)
     args = arguments(sample, "cuda", requires_grad=True)
@@ -148,12 +148,12 @@ def test_a_grid_in_slices(cell: str, both: bool, monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
-@pytest.mark.parametrize("tier", ("cluster:4:3", "grid:16:2"))
+@pytest.mark.parametrize("tier", ("cluster:4:3", "cluster:4:3:::fma", "grid:16:2", "grid:32:3:::::4"))
 @pytest.mark.parametrize("cell", CELLS)
 def test_bad_values_do_not_stop_an_exchange(cell: str, tier: str, value: float, monkeypatch):
     """The exchange through L2 waits for values that are not a certain NaN; no arithmetic makes that one."""
     monkeypatch.setenv(GEOMETRY, tier)
-    for dtype in DTYPES:
+    for dtype in DTYPES[:1] if "fma" in tier else DTYPES:
         for hidden in (253, 256) if tier.startswith("grid") else (125,):
             sample = Sample(cell, 6, 4, 3, hidden, dtype=dtype)
             assert_geometry(sample)
@@ -175,6 +175,42 @@ def test_bad_values_do_not_stop_an_exchange(cell: str, tier: str, value: float, 
             assert cell == "rnn_relu" or grad[:, 3].isnan().any()  # whose derivative is 0 or 1
             if value != value:
                 assert output[2:, 1].isnan().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tier", ("grid:16:2", "grid:16:2:::::2", "grid:32:3:::::8", "grid:16:2:::fma::4"))
+@pytest.mark.parametrize("cell", CELLS)
+def test_many_steps_of_a_grid(cell: str, tier: str, monkeypatch):
+    """Buffers and barriers are used many times over, rows are fetched ahead, and in places blocks or whole clusters
+    have no unit."""
+    monkeypatch.setenv(GEOMETRY, tier)
+    for hidden, packed in ((100 if tier.startswith("grid:32") else 52, False), (128, True)):
+        lengths = (301, 300, 7, 1) if packed else None
+        sample = Sample(cell, 301, 4, 3, hidden, bidirectional=True, lengths=lengths)
+        args = arguments(sample, "cuda", requires_grad=True)
+        exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
+        expected = reference(*exact, **sample.keywords)
+        expected_grads = differentiate([expected[i] for i in which], exact.operands, doubles(grads))
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            assert_geometry(sample)
+            found = rnn(*args, **sample.keywords, keep_cells=True)
+            found_grads = differentiate([found[i] for i in which], args.operands, grads)
+        bound = 10 * BOUNDS[sample.dtype]
+        check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], bound)
+        check_close(names(args), found_grads, expected_grads, (20 if cell == "rnn_relu" else 1) * bound)
+
+
+@pytest.mark.cuda
+def test_no_plan_is_cheaper_than_the_bound():
+    """Below which "auto" does not ask for a plan, whose kernels would be compiled."""
+    sizes = {"cell": "rnn_tanh", "batch": 1, "directions": 1, "packed": False}
+    for dtype in DTYPES:
+        for hidden in (1, 8, 32, 64):
+            passes = [
+                _C.rnn_geometries(device=0, dtype=str(dtype)[6:], hidden=hidden, backward=backward, **sizes)[0][2]
+                for backward in (False, True)
+            ]
+            assert passes[0] >= _costs.PERSISTENT_STEP[False] and sum(passes) >= _costs.PERSISTENT_STEP[True]
 
 
 @pytest.mark.cuda

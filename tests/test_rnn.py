@@ -719,7 +719,7 @@ def test_side_stream(sample: Sample):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tier", ("", "grid:16"))
+@pytest.mark.parametrize("tier", ("", "grid:16", "grid:64::::::2"))
 @pytest.mark.parametrize("sample", [Sample(c, 200, 16, 8, 256) for c in CELLS], ids=str)
 def test_two_streams_at_once(sample: Sample, tier: str, monkeypatch):
     """Calls that share the device neither wait for each other for ever nor mix their results."""

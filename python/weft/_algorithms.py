@@ -331,7 +331,9 @@ def why_auto_skips_persistent(case: Case) -> str | None:
 
 
 def _why_slower(case: Case, name: str, other: str) -> str | None:
-    """That `other` is expected to take less time, or None."""
+    """That `other`, which can run, is expected to take less time, or None."""
+    if obstacle(other, case) is not None:
+        return None
     us, other_us = modelled_time(name, case), modelled_time(other, case)
     if us is None or other_us is None or us <= other_us:
         return None
@@ -420,7 +422,7 @@ def modelled_time(name: str, case: Case) -> float | None:
     us = None
     if name == "persistent":
         us = persistent_plan(case).expected_us
-        us = None if us is None else max(us, _costs.host_us(case))
+        us = None if us is None else max(us + _costs.projection_us(case), _costs.host_us(case))
     elif name in ("scan", "torch"):
         us = (_costs.scan_us if name == "scan" else _costs.torch_us)(case)
     return None if us is None else float(us)  # of sizes that are symbols, a symbol

@@ -1,8 +1,9 @@
 """What torch's kernels and the scan are expected to take on a GPU, in microseconds.
 
 The constants were fitted to rows of benchmarks/results from an H200 by ``python -m benchmarks.fit_costs``, which prints
-them again. Beside each stands how far it is off, the relative rms over those rows. None of these is shorter than 1000
-steps: below that the host is most of the time, and varies by a quarter. In float32 torch's kernels took TF32.
+them again. Beside each stands how far it is off, the relative rms over those rows, which have 1000 steps or more unless
+it is said otherwise: below that the host is most of the time, and varies by a quarter. In float32 torch's kernels took
+TF32.
 
 The costs of the persistent kernels follow from how they are laid out on the device, see _algorithms.persistent_plan.
 """
@@ -60,6 +61,7 @@ RATES = {torch.float16: 5e8, torch.bfloat16: 5e8, torch.float32: 2.35e8}
 """Operations per microsecond of the standard kernels' products in large batches; float32 in TF32. Set, not fitted: the
 rows end where the launches are most of the time."""
 RATE_WITHOUT_TF32 = 4e7
+LAUNCH_US = 5.0
 
 # Training steps of the scan, by cell and largest H. Up to 32 in float32, which is what the half types are computed in:
 # rms 16%, 10%, 11%. Above, in TF32, T from 3000 on and B up to 64: rms 14%, 13%, 17%.
@@ -82,7 +84,7 @@ TORCH_HOST = {True: 967.0, False: 64.1}
 TORCH_HOST_STANDARD = {True: 967.0, False: 324.0}
 """The same elsewhere."""
 
-PERSISTENT_STEP = {True: 0.67, False: 0.42}
+PERSISTENT_STEP = {True: 0.6, False: 0.37}
 """Below what any plan of the persistent kernels expects of a step, training or not: a tanh RNN's in one block."""
 
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
@@ -105,7 +107,7 @@ def cudnn_kernel(case: Case) -> str:
     bfloat16, where cuDNN does not take it.
     """
     H, B, rnn = case.hidden_size, case.batch or 0, case.cell.startswith("rnn")
-    if case.packed or case.dtype not in (torch.float16, torch.float32):
+    if case.packed or case.projected or case.dtype not in (torch.float16, torch.float32):
         return "standard"
     if H <= (256 if rnn else 128):
         return "small"
@@ -116,8 +118,9 @@ def cudnn_kernel(case: Case) -> str:
 
 
 def torch_us(case: Case) -> float | None:
-    """Of torch's kernel on a GPU; None where nothing like it was measured."""
-    if case.steps is None or case.batch is None or case.projected or case.dtype not in RATES:
+    """Of torch's kernel on a GPU; None where nothing like it was measured. With a projection, whose launches were not
+    measured, the least."""
+    if case.steps is None or case.batch is None or case.dtype not in RATES:
         return None
     kernel = cudnn_kernel(case)
     if kernel == "standard":
@@ -131,10 +134,26 @@ def torch_us(case: Case) -> float | None:
 
 def products_us(case: Case) -> float:
     """The standard kernels' matrix products, at the rate of large ones."""
-    rate = RATES[case.dtype] if case.dtype != torch.float32 or case.tf32 else RATE_WITHOUT_TF32
-    inputs = case.input_size + (case.layers - 1) * case.hidden_size * case.directions + case.layers * case.hidden_size
-    flops = 2 * GATES[case.cell] * case.hidden_size * inputs * (case.batch or 0) * (case.steps or 0) * case.directions
-    return flops * (3 if case.trains else 1) / rate
+    state = case.proj_size or case.hidden_size
+    inputs = case.input_size + (case.layers - 1) * state * case.directions + case.layers * state
+    columns = GATES[case.cell] * inputs + case.layers * case.proj_size
+    flops = 2 * case.hidden_size * columns * (case.batch or 0) * (case.steps or 0) * case.directions
+    return flops * (3 if case.trains else 1) / _rate(case, case.tf32)
+
+
+def projection_us(case: Case) -> float:
+    """What a projection adds to the persistent kernels: the product of two weights and one for all outputs, for each
+    layer and direction, at the rate of large ones, and LAUNCH_US for each of some launches. Set, not fitted."""
+    if not case.projected:
+        return 0.0
+    rows = GATES[case.cell] * case.hidden_size + (case.batch or 0) * (case.steps or 0)
+    times = case.layers * case.directions * (3 if case.trains else 1)
+    flops = 2 * rows * case.hidden_size * case.proj_size
+    return times * (flops / _rate(case, False) + 4 * LAUNCH_US)
+
+
+def _rate(case: Case, tf32: bool) -> float:
+    return RATES[case.dtype] if case.dtype != torch.float32 or tf32 else RATE_WITHOUT_TF32
 
 
 def scan_us(case: Case) -> float | None:

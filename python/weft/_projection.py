@@ -8,7 +8,10 @@ output and what the next step reads:
 
 This is an LSTM without projection that has the output m and the recurrent weight W_hh W_hr (4H, H); r is one product
 over all its steps. An initial state r[-1] = h0 is the projection of no m: it enters the first step through P more
-inputs with the weight W_hh, which are zeros at all others.
+inputs with the weight W_hh, which are zeros at all others. With two directions each has the other's, too, with the
+weight zero: what is infinite there is NaN here.
+
+The two products with W_hr are torch's matrix products, in their precision (torch.backends.cuda.matmul).
 """
 
 from __future__ import annotations
@@ -60,47 +63,52 @@ def lstm(
             blocks = [w_hh if d == direction else torch.zeros_like(w_hh) for d in range(directions)]
             w_ih = torch.cat([w_ih, *blocks], 1)
         composed += [w_ih, w_hh @ w_hr, *biases]
+    ends = None
     if h0 is not None and c0 is not None:
-        input = torch.cat([input, *_at_first_steps(h0, input, batch_sizes)], -1)
+        ends = _last_rows(batch_sizes, h0.size(1), input.device)
+        input = torch.cat([input, *_at_first_steps(h0, input, ends)], -1)
         h0 = torch.zeros_like(c0)
     states, _, c_n, cells, _ = _rnn(
         input, h0, c0, composed, batch_sizes, cell="lstm", bidirectional=bidirectional, keep_cells=keep_cells
     )
+    if ends is None:
+        ends = _last_rows(batch_sizes, c_n.size(1), input.device)
     outputs = [F.linear(m, w_hr) for m, w_hr in zip(states.chunk(directions, -1), projections, strict=True)]
-    h_n = torch.stack(_at_last_steps(outputs, c_n.size(1), batch_sizes))
+    h_n = torch.stack(_at_last_steps(outputs, ends))
     return outputs[0] if directions == 1 else torch.cat(outputs, -1), h_n, c_n, cells
 
 
-def _at_first_steps(h0: Tensor, input: Tensor, batch_sizes: Tensor | None) -> list[Tensor]:
-    """For each direction h0 at each sequence's first step, and zeros elsewhere: like the input, P wide."""
-    more = input.size(0) - (1 if batch_sizes is None else h0.size(1))
-    first = h0[:1] if batch_sizes is None else h0[0]
+def _at_first_steps(h0: Tensor, input: Tensor, ends: Tensor | None) -> list[Tensor]:
+    """For each direction h0 at each sequence's first step, and zeros elsewhere: like the input, P wide. `ends` are the
+    rows of packed sequences' last steps."""
+    more = input.size(0) - (1 if ends is None else h0.size(1))
+    first = h0[:1] if ends is None else h0[0]
     after = (0, 0) * (first.dim() - 1)
     entering = [F.pad(first, (*after, 0, more))]
     if h0.size(0) == 1:
         return entering
-    if batch_sizes is None:
+    if ends is None:
         return [*entering, F.pad(h0[1:], (*after, more, 0))]
     # One row more than there are takes what wrong batch_sizes would write outside; the operator then refuses them.
     rows = input.size(0)
-    ends = _last_rows(batch_sizes, h0.size(1), input.device).clamp(0, rows)
     spare = h0.new_zeros(rows + 1, h0.size(2))
-    return [*entering, spare.index_copy(0, ends, h0[1])[:rows]]
+    return [*entering, spare.index_copy(0, ends.clamp(0, rows), h0[1])[:rows]]
 
 
-def _at_last_steps(outputs: list[Tensor], batch: int, batch_sizes: Tensor | None) -> list[Tensor]:
+def _at_last_steps(outputs: list[Tensor], ends: Tensor | None) -> list[Tensor]:
     """For each direction the output (B, P) at the step that it takes last."""
-    if batch_sizes is None:
+    if ends is None:
         return [output[last] for output, last in zip(outputs, (-1, 0), strict=False)]
-    device = outputs[0].device
     # The second direction's are the first B rows. Where B is unknown, a compiled graph cannot differentiate a slice.
-    rows = _last_rows(batch_sizes, batch, device), torch.arange(batch, device=device)
+    rows = ends, torch.arange(ends.size(0), device=ends.device)
     return [output.index_select(0, last) for output, last in zip(outputs, rows, strict=False)]
 
 
-def _last_rows(batch_sizes: Tensor, batch: int, device: torch.device) -> Tensor:
-    """The row (B,) of each sequence's last step in packed data."""
-    sequences = torch.arange(batch)
+def _last_rows(batch_sizes: Tensor | None, batch: int, device: torch.device) -> Tensor | None:
+    """The row (B,) of each sequence's last step in packed data; None for padded."""
+    if batch_sizes is None:
+        return None
+    sequences = torch.arange(batch, device=batch_sizes.device)
     lengths = batch_sizes.size(0) - torch.searchsorted(batch_sizes.flip(0), sequences, right=True)
     offsets = batch_sizes.cumsum(0) - batch_sizes
     rows = offsets[lengths - 1] + sequences
