@@ -152,7 +152,7 @@ def fit_scan(long: Sequence[Row]) -> None:
 def ran_as_scan(row: Row) -> bool:
     """Whether it was certainly the scan that "auto" took."""
     if row.case.hidden_size <= 32:
-        return row.file == "scan" or row.file == "scan_auto" and (row.case.batch or 0) <= SCAN_BATCH
+        return row.file == "scan" or (row.file == "scan_auto" and (row.case.batch or 0) <= SCAN_BATCH)
     return row.file == "scan_auto" and _algorithms.why_auto_skips_scan(row.case) is None
 
 

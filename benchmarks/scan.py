@@ -194,7 +194,7 @@ def run_grid(options: argparse.Namespace) -> None:
     # Stable: within the missing ones and within the present ones the order stays random.
     cases.sort(key=lambda c: results.measured(c.name, "forward_backward", "torch.nn", hardware(c.device)))
     deadline = time.monotonic() + 60 * options.minutes
-    done, skipped = 0, []
+    done, skipped, lost = 0, [], []
     for case in cases:
         if time.monotonic() > deadline:
             break
@@ -203,6 +203,9 @@ def run_grid(options: argparse.Namespace) -> None:
             done += 1
         except torch.OutOfMemoryError:
             skipped.append(f"{case.name}: does not fit into memory")
+        except torch.AcceleratorError as error:
+            lost.append(f"{case.name}: the GPU is lost to this process: {error}")
+            break
         except (RuntimeError, NotImplementedError) as error:
             skipped.append(f"{case.name}: {error}")
         if case.device == "cuda" and case.T * case.B * case.H > 2**24:
@@ -212,6 +215,8 @@ def run_grid(options: argparse.Namespace) -> None:
     slower = slower_than_torch(list(results.rows.values()))
     print(f"slower than torch.nn by more than the bound: {len(slower)}")
     show(slower)
+    if lost:
+        exit_with(lost)
 
 
 def _measure_grid_point(case: LayerCase, results: Results) -> None:

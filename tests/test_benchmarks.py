@@ -150,6 +150,27 @@ def test_grid_measures_what_is_missing_first(tmp_path, capsys, monkeypatch):
     assert all(float(r["weft"]) > 0 and float(r["peer_value"]) > 0 for r in rows)
 
 
+def test_a_lost_gpu_ends_the_grid(tmp_path, capsys, monkeypatch):
+    """What was measured before is kept, and the case that lost it is named."""
+    output = tmp_path / "grid.csv"
+    arguments = ["grid", "--devices", "cpu", "--cells", "gru", "--T", "2", "3", "4", "--B", "2", "--H", "4"]
+    measured = []
+
+    def measure(case, results):
+        if measured:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+        measured.append(case.name)
+        results.put(case.name, "forward_backward", "ms", 1.0, "torch.nn", 2.0)
+
+    monkeypatch.setattr(scan, "_measure_grid_point", measure)
+    with pytest.raises(SystemExit) as ended:
+        scan.main([*arguments, "--output", str(output)])
+    assert ended.value.code
+    assert [row["case"] for row in common.read_rows(output)] == measured
+    printed = capsys.readouterr()
+    assert "the GPU is lost" in printed.out + printed.err + str(ended.value.code)
+
+
 @pytest.mark.parametrize("cell", scan.GATES)
 def test_layer_entries(cell, tmp_path):
     results = common.Results(tmp_path / "results.csv")
