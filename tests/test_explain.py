@@ -58,7 +58,7 @@ def test_auto_follows_the_table(name, device, cell, proj_size, table, both_devic
     above = 0
     for hidden, limits in buckets.items():
         min_steps, max_batch = limits.min_steps, limits.max_batch
-        batch = 10**9 if max_batch == math.inf else max_batch
+        batch = 10**6 if max_batch == math.inf else max_batch
         for size in (above + 1, hidden):
             case = CASE._replace(device=device, cell=cell, hidden_size=size, steps=min_steps, batch=batch)
             case = case._replace(capability=(9, 0), proj_size=proj_size)
@@ -369,6 +369,13 @@ def test_sequences_longer_than_cudnn_takes(plan):
     # "auto" tells it, too, where it would have taken torch.
     name, reason = choose("auto", ON_CUDA._replace(dtype=torch.float64, steps=10**6))
     assert name == "persistent" and "torch: cuDNN takes at most 65,535 steps, got 1,000,000" in reason
+
+
+def test_more_gates_than_cudnn_takes(plan):
+    case = ON_CUDA._replace(steps=2**14, batch=2**8)  # 3 gates of 512 units: three times 2^31
+    assert choose("torch", case)[0] == "persistent" and "illegal memory access" in choose("torch", case)[1]
+    for change in ({"cell": "rnn_tanh"}, {"device": "cpu"}, {"batch": 2**6}, {"packed": True}):
+        assert choose("torch", case._replace(**change))[0] == "torch"
 
 
 def test_persistent_in_float64_on_cuda(plan):

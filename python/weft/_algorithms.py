@@ -195,6 +195,10 @@ def why_not_torch(case: Case) -> str | None:
         return "torch's kernels do not return the cells of every step"
     if too_long_for_cudnn(case.device, case.steps):
         return f"cuDNN takes at most {CUDNN_MAX_STEPS:,} steps, got {case.steps:,}"
+    if case.device == "cuda" and not case.packed and case.steps is not None and case.batch is not None:
+        gates = _costs.GATES[case.cell] * case.steps * case.batch * case.hidden_size
+        if gates >= 2**31 and case.cell in ("gru", "lstm"):
+            return f"cuDNN ends in an illegal memory access at 2^31 gate activations, got {gates:,}"
     return None
 
 
