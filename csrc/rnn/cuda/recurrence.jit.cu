@@ -50,14 +50,11 @@
 
 #include "common/math.jit.cuh"
 #include "jit/cluster.jit.cuh"
+#include "rnn/cuda/primitives.jit.cuh"
 
 namespace cluster = weft::cluster;
 using weft::hyperbolic_tangent;
 using weft::sigmoid;
-
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
 
 // The macros. CELL: 0 tanh, 1 relu, 2 gru, 3 lstm. TYPE: 0 fp16, 1 bf16, 2 fp32 with products in TF32, 3 fp32 with
 // products of fp32 accuracy (three TF32 products of halves of the mantissa, or FMA). BACKWARD, PACKED (rows and lengths
@@ -72,11 +69,6 @@ constexpr int kRowsOfUnit = kBackward ? 1 : kGates;  // of a unit in the product
 constexpr int kValues = kBackward ? kGates : 1;      // of a unit in the vector
 constexpr bool kShared = EXCHANGE == 0;
 
-#if TYPE == 0 || TYPE == 1
-typedef unsigned short Element;
-#else
-typedef float Element;
-#endif
 constexpr int kBytes = sizeof(Element);
 constexpr int kPerChunk = 16 / kBytes;  // elements of a lane's 16 bytes
 
@@ -163,90 +155,10 @@ struct Args {
   int publishes_result;             // the exchanged tensor is output or dgates itself
 };
 
-#if TYPE == 0
-__device__ __forceinline__ float widen(Element x) {
-  float y;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-  return y;
-}
-__device__ __forceinline__ Element narrow(float x) {
-  Element y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-  return y;
-}
-#elif TYPE == 1
-__device__ __forceinline__ float widen(Element x) {
-  return __uint_as_float(u32(x) << 16);
-}
-__device__ __forceinline__ Element narrow(float x) {
-  Element y;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-  return y;
-}
-#else
-__device__ __forceinline__ float widen(Element x) {
-  return x;
-}
-__device__ __forceinline__ Element narrow(float x) {
-  return x;
-}
-#endif
-
-// Shared memory.
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return u32(__cvta_generic_to_shared(p));
-}
-__device__ __forceinline__ uint4 load_shared(u32 address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-// Global memory that other blocks write while this kernel runs.
-__device__ __forceinline__ uint4 load_published(const Element* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
-               : "memory");
-  return v;
-}
-__device__ __forceinline__ void publish(Element* p, uint4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-__device__ __forceinline__ void prefetch_published(const Element* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
 __device__ __forceinline__ bool is_missing(uint4 v) {
   return v.x == ~0u || v.y == ~0u || v.z == ~0u || v.w == ~0u;
 }
 
-// One mma.sync on half of a chunk: 16 rows, 8 columns, 16 or 8 of the vector.
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
-#if TYPE == 0
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#elif TYPE == 1
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#else
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-#endif
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 round_tf32(u32 x) {
-  u32 y;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(__uint_as_float(x)));
-  return y;
-}
 __device__ __forceinline__ u32 upper_part(u32 x) {
   return x & 0xffffe000u;
 }
@@ -500,7 +412,7 @@ constexpr int kFetchedAhead = 6;  // steps
 constexpr bool kDefers = kPairs <= 2;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __grid_constant__ Args args) {
-  extern __shared__ __align__(128) unsigned char memory[];
+  unsigned char* const memory = dynamic_shared_memory();
   const u32 weights = shared_address(memory), stage = weights + kWeightsBytes, buffers = stage + kStageBytes;
   Element* const stage_pointer = reinterpret_cast<Element*>(memory + kWeightsBytes);
   unsigned char* const buffers_pointer = memory + kWeightsBytes + kStageBytes;
