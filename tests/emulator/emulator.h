@@ -1,0 +1,247 @@
+// Runs a CUDA kernel on a processor, to test it where there is no GPU: every CUDA thread is a fiber, and a scheduler
+// that wants to break things chooses which runs. Blocks run at speeds that differ by a factor of a hundred; what one
+// sends another, or publishes in global memory, arrives late and in any order. Accesses to shared memory, barriers in
+// shared memory and messages to other blocks are checked; a deadlock, like everything that is wrong, ends the process.
+//
+// Warps are not in lockstep; their collective operations wait for all 32 lanes.
+#pragma once
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+namespace emulator {
+
+[[noreturn]] inline void fail(const char* why) {
+  std::fprintf(stderr, "emulator: %s\n", why);
+  std::abort();
+}
+
+struct Index {
+  unsigned x;
+};
+struct Fiber;
+
+// Where `expected` fibers meet.
+struct Meeting {
+  int expected = 0, arrived = 0;
+  std::vector<Fiber*> waiting;
+};
+
+constexpr int kWords = 8;  // that a lane brings to a collective operation
+struct Warp {
+  Meeting meeting;
+  uint32_t brought[2][32][kWords];  // two, so that the next operation does not wait for the readers of this one
+  int turn[32] = {};
+};
+
+// An mbarrier whose phase ends when one arrival and all expected bytes are there.
+struct Arrivals {
+  bool initialised = false;
+  int pending = 1;
+  long bytes = 0;
+  unsigned phase = 0;
+  void advance() {
+    if (pending == 0 && bytes == 0) ++phase, pending = 1;
+  }
+};
+
+struct Block;
+struct Cluster {
+  Meeting meeting;
+  std::vector<Block*> blocks;
+};
+
+struct Block {
+  Cluster* cluster = nullptr;
+  std::vector<unsigned char> storage;
+  unsigned char* shared = nullptr;
+  size_t shared_bytes = 0;
+  uint32_t arrivals_at = 0;  // of the first of two, 0 before it is initialised
+  Arrivals arrivals[2];
+  Meeting meeting;
+  std::vector<std::unique_ptr<Warp>> warps;
+  int running = 0;
+  double speed = 1;
+};
+
+struct Fiber {
+  ucontext_t context;
+  Index thread, block_index;
+  Block* block;
+  Warp* warp;
+  int lane;
+  bool done = false;
+};
+
+inline Fiber* current = nullptr;
+inline ucontext_t scheduler;
+inline std::vector<Fiber*> runnable;
+inline std::vector<std::function<void()>> messages;  // on their way
+
+inline void leave() {
+  swapcontext(&current->context, &scheduler);
+}
+inline void yield() {
+  runnable.push_back(current);
+  leave();
+}
+inline void meet(Meeting& m) {
+  if (++m.arrived < m.expected) {
+    m.waiting.push_back(current);
+    return leave();
+  }
+  m.arrived = 0;
+  runnable.insert(runnable.end(), m.waiting.begin(), m.waiting.end());
+  m.waiting.clear();
+  yield();
+}
+
+using Brought = const uint32_t (*)[kWords];
+// What every lane of the warp has brought.
+inline Brought gather(const uint32_t* mine, int count) {
+  Warp& warp = *current->warp;
+  const int turn = warp.turn[current->lane]++ & 1;
+  std::copy_n(mine, count, warp.brought[turn][current->lane]);
+  meet(warp.meeting);
+  return warp.brought[turn];
+}
+
+// Shared memory is addressed from 0; in the block of rank r of a cluster, from (r + 1) << kRankBits.
+constexpr int kRankBits = 26;
+inline unsigned char* shared_at(Block& block, uint32_t address, uint32_t bytes) {
+  if (address % bytes != 0) fail("misaligned access to shared memory");
+  if (address + bytes > block.shared_bytes) fail("access beyond shared memory");
+  return block.shared + address;
+}
+inline unsigned char* shared_at(uint32_t address, uint32_t bytes) {
+  if (address >> kRankBits) fail("address of another block in an access to the own one");
+  return shared_at(*current->block, address, bytes);
+}
+inline Block& block_at(uint32_t address) {
+  const auto& blocks = current->block->cluster->blocks;
+  const uint32_t rank = address >> kRankBits;
+  if (rank == 0 || rank > blocks.size()) fail("address of no block of the cluster");
+  return *blocks[rank - 1];
+}
+inline Arrivals& arrivals_at(Block& block, uint32_t address) {
+  const uint32_t offset = address & ((1u << kRankBits) - 1);
+  if (block.arrivals_at != 0 && offset == block.arrivals_at) return block.arrivals[0];
+  if (block.arrivals_at != 0 && offset == block.arrivals_at + 8) return block.arrivals[1];
+  fail("no barrier at this address");
+}
+
+// Runs `kernel` in blocks of `threads`, `cluster` of which are a cluster.
+inline void launch(void (*kernel)(), int blocks, int threads, int cluster, size_t shared_bytes, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<std::unique_ptr<Block>> all_blocks;
+  std::vector<std::unique_ptr<Cluster>> clusters;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  constexpr size_t kStack = 96 << 10;
+  const std::unique_ptr<char[]> stacks(new char[kStack * blocks * threads]);  // not touched where it is not used
+  static void (*entered)();
+  entered = kernel;
+  const auto enter = +[] {
+    entered();
+    current->done = true;
+    --current->block->running;
+    leave();
+  };
+  for (int b = 0; b < blocks; ++b) {
+    if (b % cluster == 0) clusters.emplace_back(std::make_unique<Cluster>())->meeting.expected = cluster * threads;
+    Block& block = *all_blocks.emplace_back(std::make_unique<Block>());
+    block.cluster = clusters.back().get();
+    block.cluster->blocks.push_back(&block);
+    block.storage.assign(shared_bytes + 128, 0xcd);
+    block.shared =
+        reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(block.storage.data()) + 127) / 128 * 128);
+    block.shared_bytes = shared_bytes;
+    block.meeting.expected = block.running = threads;
+    block.speed = std::pow(10.0, -2.0 * (random() % 1000) / 1000);
+    for (int t = 0; t < threads; ++t) {
+      if (t % 32 == 0) block.warps.emplace_back(std::make_unique<Warp>())->meeting.expected = 32;
+      Fiber& fiber = *fibers.emplace_back(std::make_unique<Fiber>());
+      fiber.thread.x = t, fiber.block_index.x = b, fiber.lane = t % 32;
+      fiber.block = &block, fiber.warp = block.warps.back().get();
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = stacks.get() + kStack * (size_t(b) * threads + t);
+      fiber.context.uc_stack.ss_size = kStack;
+      fiber.context.uc_link = nullptr;
+      makecontext(&fiber.context, enter, 0);
+      runnable.push_back(&fiber);
+    }
+  }
+  const auto deliver = [&] {
+    std::swap(messages[random() % messages.size()], messages.back());
+    const auto message = std::move(messages.back());
+    messages.pop_back();
+    message();
+  };
+  for (size_t done = 0; done < fibers.size();) {
+    while (!messages.empty() && (runnable.empty() || random() % 64 == 0)) deliver();
+    if (runnable.empty()) fail("deadlock");
+    const auto pick = [&] { return random() % runnable.size(); };
+    size_t next = pick();
+    for (int i = 0; i < 3 && random() % 1000 > 1000 * runnable[next]->block->speed; ++i) next = pick();
+    std::swap(runnable[next], runnable.back());
+    current = runnable.back();
+    runnable.pop_back();
+    swapcontext(&scheduler, &current->context);
+    done += current->done;
+  }
+  while (!messages.empty()) deliver();
+}
+
+}  // namespace emulator
+
+// CUDA, as far as the kernels use it.
+#define __device__
+#define __host__
+#define __global__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define threadIdx (emulator::current->thread)
+#define blockIdx (emulator::current->block_index)
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+using std::min;
+
+inline unsigned __float_as_uint(float x) {
+  unsigned y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline float __uint_as_float(unsigned x) {
+  float y;
+  std::memcpy(&y, &x, 4);
+  return y;
+}
+inline void __syncthreads() {
+  emulator::meet(emulator::current->block->meeting);
+}
+inline float __shfl_xor_sync(unsigned, float x, int lanes) {
+  const unsigned mine = __float_as_uint(x);
+  return __uint_as_float(emulator::gather(&mine, 1)[emulator::current->lane ^ lanes][0]);
+}
+// Whoever polls asks this in a loop: true lets others run.
+inline bool __any_sync(unsigned, bool x) {
+  const unsigned mine = x;
+  const emulator::Brought all = emulator::gather(&mine, 1);
+  const bool any = std::any_of(all, all + 32, [](const auto& lane) { return lane[0] != 0; });
+  if (any) emulator::yield();
+  return any;
+}
