@@ -719,6 +719,32 @@ def test_side_stream(sample: Sample):
 
 
 @pytest.mark.cuda
+@pytest.mark.slow
+def test_operands_of_more_elements_than_one_product_takes():
+    """1.1e9 gates: the products over all steps are cut along the steps. The halves of the batch are not."""
+    T, B, H = 70_000, 64, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.empty(shape, device="cuda").uniform_(-(H**-0.5), H**-0.5, generator=generator)
+
+    weights = [w.requires_grad_() for w in (random(4 * H, 3), random(4 * H, H), random(4 * H), random(4 * H))]
+    x, grad = random(T, B, 3), random(T, B, H)
+
+    def step(half: slice) -> list[Tensor]:
+        part = x[:, half].contiguous().requires_grad_()
+        output = rnn(part, None, None, weights, None, cell="lstm")[0]
+        return [output.detach(), *torch.autograd.grad(output, [part, *weights], grad[:, half].contiguous())]
+
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        whole, *halves = (step(half) for half in (slice(None), slice(0, B // 2), slice(B // 2, None)))
+    for i, found in enumerate(whole):
+        parts = [half[i] for half in halves]
+        expected = torch.cat(parts, 1) if i < 2 else sum(parts)
+        assert (found - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("tier", ("", "grid:16", "grid:64::::::2"))
 @pytest.mark.parametrize("sample", [Sample(c, 200, 16, 8, 256) for c in CELLS], ids=str)
 def test_two_streams_at_once(sample: Sample, tier: str, monkeypatch):

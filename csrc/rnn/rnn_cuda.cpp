@@ -37,6 +37,9 @@ constexpr int64_t kMaxHidden = 16384;
 // Steps, and sequences in both directions, are counted in an int.
 constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 4;
 
+// Of an operand of one product.
+constexpr int64_t kMaxElements = int64_t{1} << 30;
+
 // torch's effective precision of cuDNN's RNNs, whichever of its settings set it.
 bool takes_tf32() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN) ==
@@ -60,6 +63,28 @@ struct Matrix {
 void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left, Matrix right, void* out,
               int64_t out_stride, bool accumulate) {
   if (m == 0 || n == 0 || (k == 0 && accumulate)) return;
+  // Operands of 2^31 elements have ended in illegal memory accesses in several versions of cuBLAS. What is long here
+  // are the rows of all steps: those of left, and with them those of out, or of right where left is transposed.
+  const int64_t rows = left.transposed ? k : m;
+  const int64_t slice = kMaxElements / std::max({left.stride, left.transposed ? right.stride : out_stride, int64_t{1}});
+  if (rows > slice) {
+    const int64_t bytes = element_bytes(type);
+    const auto advanced = [&](Matrix matrix, int64_t first) {
+      matrix.data = static_cast<const char*>(matrix.data) + first * matrix.stride * bytes;
+      return matrix;
+    };
+    for (int64_t first = 0; first < rows; first += slice) {
+      const int64_t count = std::min(slice, rows - first);
+      if (left.transposed) {
+        multiply(type, m, n, count, advanced(left, first), advanced(right, first), out, out_stride,
+                 accumulate || first > 0);
+      } else {
+        multiply(type, count, n, k, advanced(left, first), right, static_cast<char*>(out) + first * out_stride * bytes,
+                 out_stride, accumulate);
+      }
+    }
+    return;
+  }
   const auto element = type == RecurrenceType::kHalf       ? CUDA_R_16F
                        : type == RecurrenceType::kBFloat16 ? CUDA_R_16BF
                                                            : CUDA_R_32F;
