@@ -22,13 +22,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import weft
+from weft._costs import GATES
 
 from benchmarks.common import DTYPES
 from benchmarks.fit_costs import fit
+from benchmarks.scan import GRID_CELLS
 
 VARIABLE = "WEFT_RNN_GEOMETRY"
 SOURCE = "rnn/cuda/recurrence.jit.cu"
-GATES = {"rnn_tanh": 1, "gru": 3, "lstm": 4}
 CALL_US = 15.0
 """Of a call with few steps, which is not the geometry's."""
 
@@ -63,7 +64,7 @@ class Timed(NamedTuple):
 
 
 def problems(sizes: Sequence[int], batches: Sequence[int]) -> Iterator[Problem]:
-    for cell, dtype, H, B in itertools.product(GATES, ("fp16", "fp32", "exact"), sizes, batches):
+    for cell, dtype, H, B in itertools.product(GRID_CELLS, ("fp16", "fp32", "exact"), sizes, batches):
         for backward in (False, True):
             yield Problem(cell, dtype, H, B, backward)
 

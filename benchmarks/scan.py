@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import weft
 from torch import Tensor
+from weft._costs import GATES
 
 from benchmarks.common import (
     CPU_THREADS,
@@ -45,7 +46,6 @@ from benchmarks.common import (
     show,
 )
 
-GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
 GRID_T = (10, 30, 100, 300, 1000, 3000, 10000, 30000)
 GRID_B = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 GRID_H = (8, 20, 32, 64, 128)

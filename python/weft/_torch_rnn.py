@@ -117,21 +117,12 @@ def _autograd_inside_an_op():
 
 
 def _run(
-    input: Tensor,
-    state: list[Tensor],
-    weights: list[Tensor],
-    batch_sizes: Tensor | None,
-    cell: str,
-    bias: bool,
-    num_layers: int,
-    bidirectional: bool,
-    autocast: torch.dtype | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, ...]:
+    input: Tensor, state: list[Tensor], weights: list[Tensor], batch_sizes: Tensor | None, options: dict[str, Any],
+    autocast: torch.dtype | None, dtype: torch.dtype,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """output, h_n[, c_n] of torch's kernel in its dtypes; of a sequence longer than cuDNN takes, which shows only when
     a compiled graph runs, the reference's, rounded to `dtype`."""
     steps = input.size(0) if batch_sizes is None else batch_sizes.size(0)
-    options = {"cell": cell, "bias": bias, "num_layers": num_layers, "bidirectional": bidirectional}
     if too_long_for_cudnn(input.device.type, steps):
         with torch.autocast(input.device.type, enabled=False):
             output, final = reference.rnn(input.to(dtype), state, weights, batch_sizes=batch_sizes, **options)
@@ -159,7 +150,8 @@ def _torch_rnn(
     """output, h_n[, c_n] of torch's kernel, without dropout; `autocast` is the dtype of the autocast region that the
     call stands in, `dtype` and `cell_dtype` are those of output and h_n, and of c_n."""
     widest = torch.promote_types(dtype, cell_dtype)
-    result = _run(input, state, weights, batch_sizes, cell, bias, num_layers, bidirectional, autocast, widest)
+    options = {"cell": cell, "bias": bias, "num_layers": num_layers, "bidirectional": bidirectional}
+    result = _run(input, state, weights, batch_sizes, options, autocast, widest)
     return [r.to(d).contiguous() for r, d in zip(result, (dtype, dtype, cell_dtype), strict=False)]
 
 
@@ -191,20 +183,10 @@ def _torch_rnn_backward(
     It runs the forward again: what cuDNN and oneDNN keep for backward has no form that a graph could carry."""
     split = 1 + len(state)
     widest = torch.promote_types(grads[0].dtype, grads[-1].dtype)
+    options = {"cell": cell, "bias": bias, "num_layers": num_layers, "bidirectional": bidirectional}
     with _autograd_inside_an_op(), torch.enable_grad():
         operands = [t.detach().requires_grad_(n) for t, n in zip([input, *state, *weights], needed, strict=True)]
-        result = _run(
-            operands[0],
-            operands[1:split],
-            operands[split:],
-            batch_sizes,
-            cell,
-            bias,
-            num_layers,
-            bidirectional,
-            autocast,
-            widest,
-        )
+        result = _run(operands[0], operands[1:split], operands[split:], batch_sizes, options, autocast, widest)
         wanted = [t for t in operands if t.requires_grad]
         grads = [g.to(r.dtype) for g, r in zip(grads, result, strict=True)]
         found = iter(torch.autograd.grad(result, wanted, grads, materialize_grads=True))
