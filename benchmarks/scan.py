@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import weft
 from torch import Tensor
+from weft._algorithms import why_not_cudnn
 from weft._costs import GATES
 
 from benchmarks.common import (
@@ -174,8 +175,7 @@ def run_table(options: argparse.Namespace) -> None:
 
 
 def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
-    """The grid, but for the points where torch's own layer fails: GRU and LSTM (torch 2.11, cuDNN) end in an
-    illegal memory access where the gates' activations have 2^31 elements or more."""
+    """The grid, but for the points where torch's own layer ends in an illegal memory access."""
     return [
         LayerCase(cell, H, B, T, inputs=H, device=device, algorithm=options.algorithm)
         for device in options.devices
@@ -183,7 +183,7 @@ def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
         for T in options.T
         for B in options.B
         for H in options.H
-        if T * B * H * GATES[cell] < 2**31
+        if why_not_cudnn("cuda", cell, H, T, T * B) is None
     ]
 
 

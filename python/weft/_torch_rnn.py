@@ -14,7 +14,7 @@ import torch
 from torch import _VF, Tensor
 
 from . import reference
-from ._algorithms import Case, too_long_for_cudnn
+from ._algorithms import Case, why_not_cudnn
 
 KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 
@@ -120,10 +120,11 @@ def _run(
     input: Tensor, state: list[Tensor], weights: list[Tensor], batch_sizes: Tensor | None, options: dict[str, Any],
     autocast: torch.dtype | None, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """output, h_n[, c_n] of torch's kernel in its dtypes; of a sequence longer than cuDNN takes, which shows only when
-    a compiled graph runs, the reference's, rounded to `dtype`."""
+    """output, h_n[, c_n] of torch's kernel in its dtypes; of more than cuDNN takes, which shows only when a compiled
+    graph runs, the reference's, rounded to `dtype`."""
     steps = input.size(0) if batch_sizes is None else batch_sizes.size(0)
-    if too_long_for_cudnn(input.device.type, steps):
+    rows = input.shape[:-1].numel()
+    if why_not_cudnn(input.device.type, options["cell"], weights[1].size(1), steps, rows) is not None:
         with torch.autocast(input.device.type, enabled=False):
             output, final = reference.rnn(input.to(dtype), state, weights, batch_sizes=batch_sizes, **options)
         return output, *final
