@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BENCH ?=
+SANITIZER ?= compute-sanitizer
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -17,7 +18,7 @@ endif
 export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
 CXX_SOURCES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-cuda bench lint format docs build wheel sdist clean
+.PHONY: demo test test-cuda sanitize bench lint format docs build wheel sdist clean
 .DEFAULT_GOAL := test
 # Two pips in one environment would trip over each other under `make -j`; ninja is parallel by itself.
 .NOTPARALLEL:
@@ -30,6 +31,14 @@ test: $(call requirements,test) build
 
 test-cuda: $(call requirements,test) build
 	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda $(PYTEST)
+
+# Weft's kernels alone, on small cases. compute-sanitizer 2025.3 (CUDA 13.0) crashes in racecheck on some of them, 2026.4
+# (PyPI's nvidia-cuda-sanitizer-api 13.5) does not.
+sanitize: build
+	for tool in memcheck racecheck synccheck; do \
+	  echo $$tool && $(SANITIZER) --tool $$tool --error-exitcode 1 --kernel-name kernel_substring=weft \
+	    --kernel-name kernel_substring=recurrence $(PY) tests/sanitized.py || exit 1; \
+	done
 
 bench: build
 	$(PY) -m benchmarks.scan $(BENCH)

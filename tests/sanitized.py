@@ -1,0 +1,107 @@
+"""Every CUDA kernel on a small case, for `make sanitize`, which runs this under the tools of compute-sanitizer.
+
+What the kernels give is for the tests; here they only have to run, each tier and each way of the recurrence kernel
+where it is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import weft
+from torch import Tensor
+
+GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+SCAN_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
+
+half, bfloat16, single = torch.float16, torch.bfloat16, torch.float32
+
+# WEFT_RNN_GEOMETRY, dtype, TF32, H, B, T, directions, packed. A grid fetches what it exchanges six steps ahead.
+RECURRENCES = [
+    ("small", single, True, 33, 5, 5, 2, False),
+    ("small:::::fma", single, False, 33, 2, 5, 1, True),
+    ("cluster:4:3", bfloat16, True, 100, 5, 5, 2, True),
+    ("cluster:4:3:::mma", single, False, 100, 5, 5, 1, False),
+    ("cluster:4:3:::fma", single, False, 100, 5, 5, 2, True),
+    ("grid:16:2::::1:1", half, True, 200, 5, 9, 1, True),
+    ("grid:16:2::::2:1", single, True, 179, 3, 9, 2, False),
+    ("grid:16:2:::fma:1:1", single, False, 179, 3, 9, 1, False),
+    ("grid:32:2:::::4", half, True, 256, 5, 9, 1, True),
+    ("grid:16:2::::1:2", single, False, 179, 3, 9, 2, False),
+]
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = single, scale: float = 0.3) -> list[Tensor]:
+    return [(scale * torch.randn(shape, device="cuda")).to(dtype).requires_grad_() for shape in shapes]
+
+
+def recurrence(
+    cell: str, geometry: str, dtype: torch.dtype, tf32: bool, H: int, B: int, T: int, directions: int, packed: bool
+) -> None:
+    inputs, gates = 3, GATES[cell]
+    os.environ["WEFT_RNN_GEOMETRY"] = geometry
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
+        plan = weft._C.rnn_plan(
+            device=0, cell=cell, input_size=inputs, hidden_size=H, layers=1, dtype=str(dtype).removeprefix("torch."),
+            directions=directions, steps=T, batch=B, packed=packed, trains=True,
+        )  # fmt: skip
+        tier = geometry.split(":")[0]
+        assert plan["forward"].startswith(tier) and plan["backward"].startswith(tier), (cell, geometry, plan)
+        sizes = torch.tensor([B] * (T - 2) + [max(1, B - 2)] * 2) if packed else None
+        x, h = tensors((int(sizes.sum()), inputs) if packed else (T, B, inputs), (directions, B, H), dtype=dtype)
+        shapes = [(gates * H, inputs), (gates * H, H), (gates * H,), (gates * H,)] * directions
+        weights = tensors(*shapes, dtype=dtype, scale=H**-0.5)
+        output, h_n, *_ = torch.ops.weft.rnn(
+            x, h, h if cell == "lstm" else None, weights, sizes, cell=cell, bidirectional=directions == 2
+        )
+        torch.autograd.grad(output.float().sum() + h_n.float().sum(), [x, h, *weights])
+    torch.cuda.synchronize()
+
+
+def layer_scan(
+    cell: str, H: int, T: int, B: int, inputs: int, chunks: int, scale: float = 1.0, reverse: bool = False,
+    dtype: torch.dtype = single,
+) -> None:  # fmt: skip
+    os.environ["WEFT_SCAN_RNN_CHUNKS"] = str(chunks)
+    rows = GATES[cell] * H
+    x, h, w_ih, b_ih, b_hh = tensors((T, B, inputs), (B, H), (rows, inputs), (rows,), (rows,), dtype=dtype)
+    (w_hh,) = tensors((rows, H), dtype=dtype, scale=scale * H**-0.5)
+    output, h_n, *_ = torch.ops.weft.scan_rnn(
+        x, h, h if cell == "lstm" else None, w_ih, w_hh, b_ih, b_hh, cell=cell, reverse=reverse, save=True
+    )
+    torch.autograd.grad(output.float().square().sum() + h_n.float().sum(), [x, h, w_ih, w_hh, b_ih, b_hh])
+    torch.cuda.synchronize()
+
+
+def linear_scan(T: int, B: int, H: int, diagonal: bool, transpose: bool = False, dtype: torch.dtype = single) -> None:
+    A, b, x0 = tensors((T, B, H) if diagonal else (T, B, H, H), (T, B, H), (B, H), dtype=dtype, scale=H**-0.5)
+    weft.scan.linear_scan(A, b, x0, transpose=transpose).float().sum().backward()
+    weft.scan.linear_scan(A, b, reverse=True)
+    torch.cuda.synchronize()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for cell in GATES:
+        for case in RECURRENCES:
+            recurrence(cell, *case)
+    for cell, most in SCAN_MAX_HIDDEN.items():
+        for H in (5, 20, 31):
+            layer_scan(cell, H, T=61, B=3, inputs=2, chunks=6)
+            layer_scan(cell, H, T=37, B=2, inputs=7, chunks=1, reverse=True)
+        layer_scan(cell, 20, T=61, B=3, inputs=40, chunks=6, scale=9.0)  # chunks that are computed again
+        layer_scan(cell, 41, T=33, B=2, inputs=3, chunks=5)
+        layer_scan(cell, 64, T=33, B=2, inputs=3, chunks=5, scale=9.0)
+        layer_scan(cell, most, T=21, B=1, inputs=3, chunks=3)
+    layer_scan("gru", 20, T=40, B=2, inputs=3, chunks=4, dtype=half)
+    for H in (3, 64):
+        linear_scan(5000, 3, H, diagonal=True)
+    for H in (4, 20, 32, 48):
+        linear_scan(400, 3, H, diagonal=False)
+        linear_scan(100, 2, H, diagonal=False, transpose=True, dtype=half)
+    print("all kernels ran")
+
+
+if __name__ == "__main__":
+    main()
