@@ -475,6 +475,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
     S sums[kPack] = {};
     for (int tile_index = 0; tile_index < tiles; ++tile_index) {
       copy_wait_dynamic(p.stages - 2);
+      if (p.bulk) bulk_release();
       __syncthreads();
       issue();
       const E* const tile = reinterpret_cast<const E*>(memory.ring + stage_index * memory.stage_bytes);

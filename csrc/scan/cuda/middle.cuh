@@ -79,8 +79,13 @@ __device__ inline void copy_flat(void* to, const void* from, int bytes) {
   }
 }
 
-// Hopper's copy engine: one thread asks for a whole block, the barrier opens when its bytes have come. Elsewhere these
-// are never called.
+// Hopper's copy engine: one thread asks for a whole block, the barrier opens when its bytes have come. It may replace
+// what threads have read before their bulk_release and a __syncthreads. Elsewhere these are never called.
+__device__ inline void bulk_release() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 __device__ inline void bulk_init(uint64_t* barriers, int count) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
@@ -89,7 +94,7 @@ __device__ inline void bulk_init(uint64_t* barriers, int count) {
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  bulk_release();
 #endif
 }
 __device__ inline void bulk_end(uint64_t* barriers, int count) {
@@ -415,6 +420,7 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
     const S offset = next_offset;
     fetch(chunk + 1);
     copy_wait_dynamic(lead - 1);
+    if (p.copy_engine) bulk_release();
     __syncthreads();
     issue(chunk + lead);
 
