@@ -32,8 +32,8 @@ test: $(call requirements,test) build
 test-cuda: $(call requirements,test) build
 	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda $(PYTEST)
 
-# Weft's kernels alone, on small cases. compute-sanitizer 2025.3 (CUDA 13.0) crashes in racecheck on some of them, 2026.4
-# (PyPI's nvidia-cuda-sanitizer-api 13.5) does not.
+# Weft's kernels alone, on small cases. Needs compute-sanitizer 2026.4 (PyPI's nvidia-cuda-sanitizer-api 13.5 has it): that of
+# CUDA 13.0 crashes in racecheck on some of them.
 sanitize: build
 	for tool in memcheck racecheck synccheck; do \
 	  echo $$tool && $(SANITIZER) --tool $$tool --error-exitcode 1 --kernel-name kernel_substring=weft \
