@@ -154,15 +154,15 @@ def rst_tables(rows: Sequence[Row]) -> str:
 
 
 def backward_points(rows: Sequence[Row]) -> list[Row]:
-    """The tanh RNN's backward pass over growing T on a GPU, at one size."""
+    """The tanh RNN's backward pass over growing T on a GPU: of the device and the size that most rows have."""
     found = []
     for row in rows:
         keys = parse_case(row["case"])
         same = keys.get("cell") == "rnn_tanh" and keys["device"] == "cuda" and "algorithm" not in keys
         if same and row["metric"] == "backward" and row["peer"] == "torch.nn":
-            found.append(row)
-    gpus = [row["gpu"] for row in found]
-    return [row for row in found if row["gpu"] == max(gpus, key=gpus.count)]
+            found.append(((row["gpu"], keys["H"], keys["B"]), row))
+    kinds = [kind for kind, _ in found]
+    return [row for kind, row in found if kind == max(kinds, key=kinds.count)]
 
 
 def draw_backward(rows: Sequence[Row], path: Path) -> None:
