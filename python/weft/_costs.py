@@ -37,25 +37,25 @@ class Line(NamedTuple):
         return self.start + _steps(case) * step
 
 
-# Training steps. "small": H 8 to 256; rms 13%, 12%, 15%. "persistent": float16, H 256 to 1024, B 16 and 64; rms 2% of
+# Training steps. "small": H 8 to 256; rms 13%, 12%, 14%. "persistent": float16, H 256 to 1024, B 16 and 64; rms 2% of
 # four rows, 6% of six.
 CUDNN: dict[str, dict[str, Line]] = {
     "small": {
-        "rnn_tanh": Line(start=107, step=0.8, square=3.27e-05, sequence=0.00583, volume=8.04e-06),
-        "gru": Line(step=1, square=4.67e-05, sequence=0.0336, volume=0.00015),
-        "lstm": Line(start=114, step=0.835, square=0.000163, sequence=0.00973, volume=5.2e-05),
+        "rnn_tanh": Line(start=44.1, step=0.81, square=3.32e-05, sequence=0.00582, volume=9.31e-06),
+        "gru": Line(step=0.981, square=4.76e-05, sequence=0.0343, volume=0.000156),
+        "lstm": Line(start=80.1, step=0.838, square=0.000164, sequence=0.00995, volume=5.77e-05),
     },
     "persistent": {
-        "rnn_tanh": Line(step=8.17, unit=0.00112, sequence=0.0239),
-        "lstm": Line(step=0.866, unit=0.00267, sequence=0.262),
+        "rnn_tanh": Line(step=8.32, unit=0.000823, sequence=0.0233),
+        "lstm": Line(step=0.575, unit=0.00292, sequence=0.264),
     },
 }
-FORWARD_SHARE = {"small": 0.447, "persistent": 0.338}
-"""Of a training step; the median, rms 34% and 15%. In large batches it is less."""
+FORWARD_SHARE = {"small": 0.407, "persistent": 0.33}
+"""Of a training step; the median, rms 23% and 17%. In large batches it is less."""
 
-LAUNCHES = {True: 33.5, False: 15.2}
-"""A step of the standard kernels, training or not, without the products; rms 11% and 12%. They follow the host: another
-took 20 in the place of 33.5."""
+LAUNCHES = {True: 27.7, False: 12.3}
+"""A step of the standard kernels, training or not, without the products; rms 13% and 9%. They follow the host: others
+took 20 and 33.5 in the place of 27.7."""
 
 RATES = {torch.float16: 5e8, torch.bfloat16: 5e8, torch.float32: 2.35e8}
 """Operations per microsecond of the standard kernels' products in large batches; float32 in TF32. Set, not fitted: the
@@ -64,24 +64,24 @@ RATE_WITHOUT_TF32 = 4e7
 LAUNCH_US = 5.0
 
 # Training steps of the scan, by cell and largest H. Up to 32 in float32, which is what the half types are computed in:
-# rms 16%, 10%, 11%. Above, in TF32, T from 3000 on and B up to 64: rms 14%, 13%, 17%.
+# rms 16%, 11%, 10%. Above, in TF32, T from 10,000 on and B up to 64: rms 16%, 6%, 5%.
 SCAN: dict[tuple[str, int], Line] = {
-    ("rnn_tanh", 32): Line(start=349, step=0.071, unit=0.00236, volume=4.33e-05),
-    ("gru", 32): Line(start=283, step=0.187, unit=0.00182, volume=9.24e-05),
-    ("lstm", 32): Line(start=310, step=0.193, unit=0.0043, volume=0.000111),
-    ("rnn_tanh", 128): Line(start=280, step=0.296, unit=0.00351, volume=7.36e-05),
-    ("gru", 128): Line(start=320, step=0.34, unit=0.00574, volume=0.000206),
-    ("lstm", 64): Line(step=0.705, volume=0.000209),
+    ("rnn_tanh", 32): Line(start=319, step=0.0744, unit=0.0021, volume=4.49e-05),
+    ("gru", 32): Line(start=228, step=0.187, unit=0.00184, volume=0.000107),
+    ("lstm", 32): Line(start=277, step=0.185, unit=0.00399, volume=0.000178),
+    ("rnn_tanh", 128): Line(step=0.318, unit=0.00341, volume=7.51e-05),
+    ("gru", 128): Line(step=0.29, unit=0.00516, volume=0.000497),
+    ("lstm", 64): Line(step=0.608, volume=0.000658),
 }
-SCAN_FORWARD_START = 101.0
-"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 12%."""
+SCAN_FORWARD_START = 156.0
+"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 17%."""
 
-WEFT_HOST = {True: 591.0, False: 33.7}
+WEFT_HOST = {True: 497.0, False: 29.8}
 """The least that a layer of Weft takes, training or not: the median of the scan's steps of T up to 100, and of the
 persistent kernels' of T 1."""
-TORCH_HOST = {True: 967.0, False: 64.1}
+TORCH_HOST = {True: 874.0, False: 45.8}
 """The same of torch's, where cuDNN has one kernel for all steps."""
-TORCH_HOST_STANDARD = {True: 967.0, False: 324.0}
+TORCH_HOST_STANDARD = {True: 874.0, False: 281.0}
 """The same elsewhere."""
 
 PERSISTENT_STEP = {True: 0.6, False: 0.37}
