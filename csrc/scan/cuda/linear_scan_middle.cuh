@@ -429,7 +429,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
       const int r0 = next_tile * tile_rows, rows = min(tile_rows, H - r0);
       E* const stage = reinterpret_cast<E*>(memory.ring + next_stage * memory.stage_bytes);
       const E* const from = A + next_step * p.A_t + r0 * p.A_ld;
-      if (p.bulk) {
+      if (kCopyEngine && p.bulk) {
         if (threadIdx.x == 0) {
           const int bytes = rows * pitch * int(sizeof(E));
           bulk_copy(stage, from, bytes, memory.barriers + next_stage);
@@ -462,7 +462,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
   };
 
   if (!p.flat) clear_shared(memory.ring, p.stages * memory.stage_bytes);  // the end of every row
-  if (p.bulk) bulk_init(memory.barriers, p.stages);
+  if (kCopyEngine && p.bulk) bulk_init(memory.barriers, p.stages);
   __syncthreads();
   for (int i = 0; i + 1 < p.stages; ++i) issue();
 
@@ -475,11 +475,11 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
     S sums[kPack] = {};
     for (int tile_index = 0; tile_index < tiles; ++tile_index) {
       copy_wait_dynamic(p.stages - 2);
-      if (p.bulk) bulk_release();
+      if (kCopyEngine && p.bulk) bulk_release();
       __syncthreads();
       issue();
       const E* const tile = reinterpret_cast<const E*>(memory.ring + stage_index * memory.stage_bytes);
-      if (p.bulk) bulk_wait(memory.barriers + stage_index, parity);
+      if (kCopyEngine && p.bulk) bulk_wait(memory.barriers + stage_index, parity);
       if (++stage_index == p.stages) {
         stage_index = 0;
         parity ^= 1;
@@ -550,7 +550,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
   }
   copy_wait<0>();
   __syncthreads();
-  if (p.bulk) bulk_end(memory.barriers, p.stages);
+  if (kCopyEngine && p.bulk) bulk_end(memory.barriers, p.stages);
   if (x != memory.x[0]) {
     for (int i = threadIdx.x; i < H; i += kReplayThreads) memory.x[0][i] = memory.x[1][i];
     __syncthreads();

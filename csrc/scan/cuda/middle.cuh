@@ -80,7 +80,13 @@ __device__ inline void copy_flat(void* to, const void* from, int bytes) {
 }
 
 // Hopper's copy engine: one thread asks for a whole block, the barrier opens when its bytes have come. It may replace
-// what threads have read before their bulk_release and a __syncthreads. Elsewhere these are never called.
+// what threads have read before their bulk_release and a __syncthreads. Code for older devices, which newer ones may be
+// given, has none of these and never calls them.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kCopyEngine = true;
+#else
+constexpr bool kCopyEngine = false;
+#endif
 __device__ inline void bulk_release() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -380,7 +386,7 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
   auto issue = [&](int64_t chunk) {
     if (chunk < p.chunks - 1) {
       const S* const from = Totals<S>(p, row, chunk).product;
-      if (!p.copy_engine) {
+      if (!(kCopyEngine && p.copy_engine)) {
         copy_flat(product(chunk), from, product_bytes);
       } else if (i == 0) {
         bulk_copy(product(chunk), from, product_bytes, barriers + (chunk - base) % stages);
@@ -389,11 +395,11 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
     copy_commit();
   };
   auto wait = [&](int64_t chunk) {
-    if (p.copy_engine) bulk_wait(barriers + (chunk - base) % stages, (chunk - base) / stages % 2);
+    if (kCopyEngine && p.copy_engine) bulk_wait(barriers + (chunk - base) % stages, (chunk - base) / stages % 2);
   };
   auto start_ring = [&](int64_t chunk) {
     base = chunk;
-    if (p.copy_engine) bulk_init(barriers, stages);
+    if (kCopyEngine && p.copy_engine) bulk_init(barriers, stages);
     __syncthreads();
     for (int k = 0; k < lead; ++k) issue(chunk + k);
   };
@@ -420,7 +426,7 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
     const S offset = next_offset;
     fetch(chunk + 1);
     copy_wait_dynamic(lead - 1);
-    if (p.copy_engine) bulk_release();
+    if (kCopyEngine && p.copy_engine) bulk_release();
     __syncthreads();
     issue(chunk + lead);
 
@@ -465,7 +471,7 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
       for (int64_t k = chunk + 1; k <= chunk + lead && k < p.chunks - 1; ++k) wait(k);
       copy_wait<0>();
       __syncthreads();
-      if (p.copy_engine) bulk_end(barriers, stages);
+      if (kCopyEngine && p.copy_engine) bulk_end(barriers, stages);
       redo_steps(chunk);
       start_ring(chunk + 1);
     } else if (i < H) {
