@@ -238,8 +238,8 @@ class _Layer(torch.nn.RNNBase):
         return (output, final) if cells is None else (output, final, cells)
 
     def _choice_at_once(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> str | None:
-        """The algorithm for an eager call that is in order and ends in one call of torch's kernel or of the rnn engine;
-        None for every other.
+        """The algorithm for an eager call that is in order and ends in one call of torch's kernel or of an engine; None
+        for every other.
 
         Small steps are bound by the host: this asks less than torch.nn does. Anything else goes the long way, which
         also finds the words for what is wrong."""
@@ -281,12 +281,25 @@ class _Layer(torch.nn.RNNBase):
                 self.training, self.bidirectional, self.batch_first,
             )  # fmt: skip
             return output, tuple(final)
+        steps = input.transpose(0, 1) if self.batch_first else input
         h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
-        output, h_n, c_n, _, _ = _rnn(
-            input.transpose(0, 1) if self.batch_first else input, h0, c0, self._flat_weights, None,
-            cell=_CELLS[self.mode], bidirectional=self.bidirectional,
-        )  # fmt: skip
-        return output.transpose(0, 1) if self.batch_first else output, (h_n, c_n) if lstm else (h_n,)
+        if name == "persistent":
+            output, h_n, c_n, _, _ = _rnn(
+                steps, h0, c0, self._flat_weights, None, cell=_CELLS[self.mode], bidirectional=self.bidirectional
+            )
+            final = (h_n, c_n) if lstm else (h_n,)
+        else:
+            if state is None:
+                h0 = c0 = steps.new_zeros(steps.shape[1], self.hidden_size)
+            else:
+                h0, c0 = h0.squeeze(0), None if c0 is None else c0.squeeze(0)
+            w_ih, w_hh, *biases = self._flat_weights
+            b_ih, b_hh = biases or (None, None)
+            output, h_n, c_n, _, _ = _scan_rnn(
+                steps, h0, c0 if lstm else None, w_ih, w_hh, b_ih, b_hh, cell=_CELLS[self.mode]
+            )
+            final = (h_n.unsqueeze(0), c_n.unsqueeze(0)) if lstm else (h_n.unsqueeze(0),)
+        return output.transpose(0, 1) if self.batch_first else output, final
 
     def _run(self, name: str, call: _Call) -> _Result:
         """Run a call by an algorithm that can."""
@@ -481,6 +494,8 @@ def _choice_for_shapes(
     name, _ = _algorithms.choose(algorithm, case)
     if name == "persistent":
         return name if layers == 1 and proj_size == 0 else None
+    if name == "scan":
+        return name if layers == directions == 1 else None
     at_once = name == "torch" and state is not None and not _torch_rnn.needs_any_derivative(case)
     return name if at_once else None
 
