@@ -175,7 +175,7 @@ def run_table(options: argparse.Namespace) -> None:
 
 
 def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
-    """The grid, but for the points where torch's own layer ends in an illegal memory access."""
+    """The grid, but for the points that torch's own layer cannot run."""
     return [
         LayerCase(cell, H, B, T, inputs=H, device=device, algorithm=options.algorithm)
         for device in options.devices
@@ -183,7 +183,7 @@ def grid_cases(options: argparse.Namespace) -> list[LayerCase]:
         for T in options.T
         for B in options.B
         for H in options.H
-        if why_not_cudnn("cuda", cell, H, T, T * B) is None
+        if why_not_cudnn(device, cell, H, T, T * B) is None
     ]
 
 

@@ -281,6 +281,38 @@ def test_a_bad_row_stays_alone(device, cell, algorithm):
     assert torch.equal(output[:, keep], clean[:, keep])
 
 
+# The short way --------------------------------------------------------------------------------------------------------
+
+
+@devices
+@pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bias": False}], ids=["", "batch_first", "no_bias"])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("cell", CELLS)
+def test_calls_that_go_the_short_way(monkeypatch, cell, with_state, options, algorithm, device):
+    """What needs no more than one call of an op gives what the long way gives."""
+    ours, _ = layers(cell, device, torch.float32, algorithm, **options)
+    shape = (2, 5, I) if ours.batch_first else (5, 2, I)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    state = [s.requires_grad_() for s in states(ours, 2)] if with_state else None
+    short = ours._choice_at_once(x, None if state is None else tuple(state))
+    assert short == (None if algorithm == "torch" and not with_state else algorithm)
+    wanted = [x, *(state or ()), *ours.parameters()]
+    found = []
+    for way in (short, None):
+        monkeypatch.setattr(ours, "_choice_at_once", lambda *_, way=way: way)
+        result = flat(ours(x, hx_of(ours, state)))
+        found.append([*result, *torch.autograd.grad(sum(r.square().sum() for r in result), wanted)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride() and a.requires_grad == b.requires_grad
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=["layers", "directions"])
+def test_a_scan_of_several_calls_goes_the_long_way(options):
+    ours, _ = layers("gru", "cpu", torch.float32, "scan", **options)
+    assert ours._choice_at_once(torch.randn(5, 2, I), None) is None
+
+
 # Packed by hand -------------------------------------------------------------------------------------------------------
 
 HAND_MADE = {
@@ -1417,12 +1449,18 @@ def test_torch_op_by_the_reference(monkeypatch, device, cell, options, packed, a
     with torch.autocast(device, autocast, enabled=autocast is not None):
         dtypes = ours._prepare(rnn.PackedSequence(x, batch_sizes) if packed else x, tuple(state)).dtypes
     rest = batch_sizes if packed else None, ours.mode.lower(), True, 2, True, autocast, *dtypes
-    found = []
+    found, asked = [], set()
     for too_long in (True, False):
-        monkeypatch.setattr(_torch_rnn, "why_not_cudnn", lambda *_, answer=too_long: "too long" if answer else None)
+
+        def answer(*size, too_long=too_long):
+            asked.add(size)
+            return "too long" if too_long else None
+
+        monkeypatch.setattr(_torch_rnn, "why_not_cudnn", answer)
         result = torch.ops.weft.torch_rnn(x, state, weights, *rest)
         grads = torch.autograd.grad(sum(r.pow(2).sum() for r in result), [x, *state, *weights])
         found.append([*result, *grads])
+    assert asked == {(device, ours.mode.lower(), 2 * ours.hidden_size, 6, 11 if packed else 18)}
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype
         # A ReLU near zero may be on in one and off in the other.

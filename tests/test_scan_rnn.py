@@ -709,9 +709,10 @@ def test_middle_sizes_with_torchs_defaults(cell: str, monkeypatch):
 
 
 @pytest.mark.cuda
-def test_a_sequence_longer_than_cudnn_takes():
-    """2^31 activations of gates, and more steps than cuDNN takes in one call."""
-    sample = Sample("gru", 90000, 64, 1, 128)
+@pytest.mark.parametrize(("T", "B"), [(90000, 64), (24000, 128)])
+def test_a_sequence_longer_than_cudnn_takes(T, B):
+    """More steps than cuDNN takes in one call, and 2^31 activations of gates; and more values than it takes alone."""
+    sample = Sample("gru", T, B, 1, 128)
     args = arguments(sample, "cpu")
     args = [None if a is None else a.cuda() for a in args]
     half = sample.T // 2

@@ -73,11 +73,10 @@ bool has_chain_kernel(Cell cell, const ScanRnnSizes& s, at::ScalarType compute) 
   return is_small(s) || (s.H > 0 && s.H <= scan_rnn_max_hidden(cell) && compute == at::kFloat);
 }
 
-// cuDNN refuses very long sequences (a GRU's of 87,381 steps), and GRU and LSTM end in an illegal memory access where
-// a call has 2^31 values, of which a GRU has twice as many as gates (torch 2.11). So many steps at a time are well
-// within both.
+// cuDNN refuses sequences of more than 65,535 steps, and leaves its memory where a call has more than 2^31 values, of
+// which a GRU has twice as many as gates (torch 2.11). So many steps at a time are well within both.
 int64_t steps_at_a_time(int64_t gates_of_a_step) {
-  return std::clamp<int64_t>(std::numeric_limits<int>::max() / 2 / std::max<int64_t>(1, gates_of_a_step), 1, 32768);
+  return std::clamp<int64_t>(std::numeric_limits<int>::max() / 4 / std::max<int64_t>(1, gates_of_a_step), 1, 32768);
 }
 
 // torch's kernel for one layer and one direction: cuDNN, or what torch has where the user or the sizes forbid that.

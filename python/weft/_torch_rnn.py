@@ -123,8 +123,9 @@ def _run(
     """output, h_n[, c_n] of torch's kernel in its dtypes; of more than cuDNN takes, which shows only when a compiled
     graph runs, the reference's, rounded to `dtype`."""
     steps = input.size(0) if batch_sizes is None else batch_sizes.size(0)
-    rows = input.shape[:-1].numel()
-    if why_not_cudnn(input.device.type, options["cell"], weights[1].size(1), steps, rows) is not None:
+    # The last of the states is as wide as the hidden units, with a projection too.
+    units = state[-1].size(-1) * (2 if options["bidirectional"] else 1)
+    if why_not_cudnn(input.device.type, options["cell"], units, steps, input.shape[:-1].numel()) is not None:
         with torch.autocast(input.device.type, enabled=False):
             output, final = reference.rnn(input.to(dtype), state, weights, batch_sizes=batch_sizes, **options)
         return output, *final
