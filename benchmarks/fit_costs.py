@@ -103,9 +103,12 @@ def show(name: str, value: object, expected: Iterable[float], times: Sequence[fl
 def show_line(name: str, of: Sequence[Row], time: Callable[[Row], float], names: Sequence[str]) -> Line:
     cases, times = [row.case for row in of], [time(row) for row in of]
     line = fit_line(cases, times, names)
-    words = ", ".join(f"{n}={c:g}" for n, c in line._asdict().items() if c)
-    show(name, f"Line({words})", (line.us(case) for case in cases), times)
+    show(name, text_of(line), (line.us(case) for case in cases), times)
     return line
+
+
+def text_of(line: Line) -> str:
+    return f"Line({', '.join(f'{name}={constant:g}' for name, constant in line._asdict().items() if constant)})"
 
 
 def fit_torch(long: Sequence[Row]) -> None:

@@ -154,15 +154,15 @@ def rst_tables(rows: Sequence[Row]) -> str:
 
 
 def backward_points(rows: Sequence[Row]) -> list[Row]:
-    """The tanh RNN's backward pass over growing T on a GPU: of the device and the size that most rows have."""
-    found = []
+    """The tanh RNN's backward pass over growing T on a GPU; all else as most of its rows have it."""
+    alike: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         keys = parse_case(row["case"])
         same = keys.get("cell") == "rnn_tanh" and keys["device"] == "cuda" and "algorithm" not in keys
         if same and row["metric"] == "backward" and row["peer"] == "torch.nn":
-            found.append(((row["gpu"], keys["H"], keys["B"]), row))
-    kinds = [kind for kind, _ in found]
-    return [row for kind, row in found if kind == max(kinds, key=kinds.count)]
+            keys.pop("T")
+            alike.setdefault((row["gpu"], *map("=".join, keys.items())), []).append(row)
+    return max(alike.values(), key=len, default=[])
 
 
 def draw_backward(rows: Sequence[Row], path: Path) -> None:

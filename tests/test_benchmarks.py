@@ -386,11 +386,25 @@ def test_costs_are_near_the_rows(costed_rows):
     assert rms((_costs.scan_us(r.case), r.weft) for r in short if fit_costs.ran_as_scan(r)) < 0.35
 
 
-def test_the_fit_prints_every_constant(costed_rows, capsys):
+def test_the_constants_are_those_of_the_rows(costed_rows, capsys):
+    """What the fit prints, constant by constant."""
+    lines = {f"CUDNN {kernel} {cell}": line for kernel, cells in _costs.CUDNN.items() for cell, line in cells.items()}
+    lines |= {f"SCAN {cell} {largest}": line for (cell, largest), line in _costs.SCAN.items()}
+    numbers = {
+        **{f"FORWARD_SHARE {kernel}": [share] for kernel, share in _costs.FORWARD_SHARE.items()},
+        **{f"LAUNCHES {trains}": [us] for trains, us in _costs.LAUNCHES.items()},
+        "SCAN_FORWARD_START": [_costs.SCAN_FORWARD_START],
+        "WEFT_HOST": _costs.WEFT_HOST.values(),
+        "TORCH_HOST": _costs.TORCH_HOST.values(),
+        "TORCH_HOST_STANDARD": [_costs.TORCH_HOST_STANDARD[False]],
+    }
     fit_costs.main([])
-    printed = capsys.readouterr().out
-    for name in ("CUDNN", "FORWARD_SHARE", "LAUNCHES", "SCAN", "WEFT_HOST", "TORCH_HOST", "TORCH_HOST_STANDARD"):
-        assert name in printed and hasattr(_costs, name)
+    printed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if not line.startswith(" "))
+    for name, line in lines.items():
+        assert printed.pop(name) == fit_costs.text_of(line)
+    for name, values in numbers.items():
+        assert printed.pop(name) == ", ".join(f"{value:.3g}" for value in values)
+    assert not printed
 
 
 def test_a_fit_finds_the_constants_again():
@@ -450,6 +464,19 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):
         assert first.startswith(b"<?xml")
         plot.write_docs(tmp_path / "full")
         assert (tmp_path / "full" / f"{name}.svg").read_bytes() == first
+
+
+def test_the_figure_of_the_backward_pass_is_of_one_size():
+    from benchmarks import plot  # here, because it alone needs matplotlib
+
+    def rows_of(H, inputs, steps, gpu="GPU"):
+        case = "cell=rnn_tanh device=cuda dtype=fp32 H={} B=16 T={} inputs={}"
+        return [row(case.format(H, T, inputs), "backward", 1.0, 2.0) | {"gpu": gpu} for T in steps]
+
+    wanted = rows_of(20, 1, (1000, 3000, 10000))
+    others = rows_of(64, 1, (1000, 10000)) + rows_of(20, 2, (10000,)) + rows_of(20, 1, (30000,), "another")
+    assert plot.backward_points(others[:2] + wanted + others[2:]) == wanted
+    assert plot.backward_points([]) == []
 
 
 def test_the_rnn_engines_tables_and_figure(tmp_path, monkeypatch):

@@ -117,9 +117,9 @@ CUDNN_MAX_STEPS = 65_535
 
 CUDNN_MAX_VALUES = 2**31 - 1
 CUDNN_VALUES = {"gru": 6, "lstm": 4}
-"""Values of a unit and step; where a layer has more of them, cuDNN leaves the memory that it was given, which ends in an
-illegal memory access or in wrong numbers. Measured with torch 2.11 on an H200, every tensor in an allocation of its own:
-a training step in float32 of a GRU with one direction and H up to 128 runs at T B H = 3.53e8 and fails at 3.76e8, an
+"""Values of a unit and step; where a layer has more of them, cuDNN leaves the memory that it was given, which ends in
+an illegal access or in wrong numbers. Measured with torch 2.11 on an H200, every tensor in an allocation of its own: a
+training step in float32 of a GRU with one direction and H up to 128 runs at T B H = 3.53e8 and fails at 3.76e8, an
 LSTM's at 4.9e8 and 5.4e8. Taken for the limit of all others, too, of both directions together."""
 
 _DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
