@@ -1,7 +1,7 @@
-"""Every CUDA kernel on a small case, for `make sanitize`, which runs this under the tools of compute-sanitizer.
+"""The CUDA kernels on small cases, for `make sanitize`, which runs this under the tools of compute-sanitizer.
 
-What the kernels give is for the tests; here they only have to run, each tier and each way of the recurrence kernel
-where it is asked for.
+What the kernels give is for the tests; here they only have to run: every kind of kernel, chunks that are computed
+again, each tier and each way of the recurrence kernel where it is asked for.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 import torch
 import weft
 from torch import Tensor
+from weft._algorithms import CUDA_MAX_HIDDEN
+from weft._costs import GATES
 
-GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
-SCAN_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
-
-half, bfloat16, single = torch.float16, torch.bfloat16, torch.float32
+half, bfloat16, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 # WEFT_RNN_GEOMETRY, dtype, TF32, H, B, T, directions, packed. A grid fetches what it exchanges six steps ahead.
 RECURRENCES = [
@@ -78,6 +77,8 @@ def linear_scan(T: int, B: int, H: int, diagonal: bool, transpose: bool = False,
     A, b, x0 = tensors((T, B, H) if diagonal else (T, B, H, H), (T, B, H), (B, H), dtype=dtype, scale=H**-0.5)
     weft.scan.linear_scan(A, b, x0, transpose=transpose).float().sum().backward()
     weft.scan.linear_scan(A, b, reverse=True)
+    # The chunk in which the state overflows is computed again.
+    weft.scan.linear_scan(10 * A, b, x0, transpose=transpose)
     torch.cuda.synchronize()
 
 
@@ -86,20 +87,21 @@ def main() -> None:
     for cell in GATES:
         for case in RECURRENCES:
             recurrence(cell, *case)
-    for cell, most in SCAN_MAX_HIDDEN.items():
+    for cell, most in CUDA_MAX_HIDDEN.items():
         for H in (5, 20, 31):
             layer_scan(cell, H, T=61, B=3, inputs=2, chunks=6)
             layer_scan(cell, H, T=37, B=2, inputs=7, chunks=1, reverse=True)
         layer_scan(cell, 20, T=61, B=3, inputs=40, chunks=6, scale=9.0)  # chunks that are computed again
+        layer_scan(cell, 20, T=40, B=2, inputs=3, chunks=1, dtype=double)
         layer_scan(cell, 41, T=33, B=2, inputs=3, chunks=5)
         layer_scan(cell, 64, T=33, B=2, inputs=3, chunks=5, scale=9.0)
         layer_scan(cell, most, T=21, B=1, inputs=3, chunks=3)
-    layer_scan("gru", 20, T=40, B=2, inputs=3, chunks=4, dtype=half)
-    for H in (3, 64):
-        linear_scan(5000, 3, H, diagonal=True)
-    for H in (4, 20, 32, 48):
-        linear_scan(400, 3, H, diagonal=False)
-        linear_scan(100, 2, H, diagonal=False, transpose=True, dtype=half)
+        layer_scan(cell, 20, T=40, B=2, inputs=3, chunks=4, dtype=half)
+    for dtype in (single, half, bfloat16, double):
+        for H in (3, 64):
+            linear_scan(2000, 3, H, diagonal=True, dtype=dtype)
+        for H in (4, 20, 32, 41, 48, 96, 128):
+            linear_scan(200, 2, H, diagonal=False, transpose=H % 32 == 0, dtype=dtype)
     print("all kernels ran")
 
 
