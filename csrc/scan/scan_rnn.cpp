@@ -1,13 +1,7 @@
-// weft::scan_rnn: argument checks, allocation, the GEMM stage of the backward.
+// weft::scan_rnn: argument checks, allocation.
 #include "scan/scan_rnn.h"
 
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
-#include <ATen/ops/zeros.h>
-
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <string>
 #include <utility>
@@ -22,11 +16,6 @@ constexpr std::pair<const char*, Cell> kCells[] = {
 
 void check_rank(const char* op, const char* name, const at::Tensor& t, int64_t rank, const char* layout) {
   WEFT_CHECK_VALUE(t.dim() == rank, op, ": ", name, " must be ", layout, ", got ", t.dim(), " dimensions: ", t.sizes());
-}
-
-// out (M,N) = left (R,M)^T right (R,N)
-void transposed_product(at::Tensor out, const at::Tensor& left, const at::Tensor& right) {
-  at::mm_out(out, left.t(), right);
 }
 
 }  // namespace
@@ -117,74 +106,6 @@ ScanRnnResults allocate_scan_rnn(Cell cell, const ScanRnnSizes& s, const at::Ten
   r.gates = save && (lstm || cell == Cell::kGru) ? at::empty({s.T, s.B, 4 * s.H}, saved) : at::empty({0}, saved);
   r.cells = save && lstm ? at::empty({s.T, s.B, s.H}, saved) : at::empty({0}, saved);
   return r;
-}
-
-ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor& input, const at::Tensor& h0,
-                                      const at::Tensor& output, bool reverse, const at::Tensor& w_ih,
-                                      const at::Tensor& w_hh, const std::optional<at::Tensor>& b_ih,
-                                      const std::optional<at::Tensor>& b_hh, Cell cell, const std::array<bool, 7>& mask,
-                                      const at::Tensor& grad_h0, const at::Tensor& grad_c0) {
-  // A backward called inside an autocast region must not round these products to half types.
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const int64_t T = input.size(0), B = input.size(1), I = input.size(2), H = h0.size(1);
-  const int64_t rows = gate_blocks(cell) * H;
-  const auto type = input.scalar_type();
-  const bool gru = cell == Cell::kGru;
-  // Half types: on a CUDA device their matrix products are the fast ones and accumulate in float32; on a CPU they are
-  // not.
-  const auto compute = dgates.is_cuda() ? type : dgates.scalar_type();
-  at::Tensor grad_input, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh;
-  const bool products = mask[0] || mask[3] || mask[4];
-  const at::Tensor d = products ? dgates.to(compute) : dgates;  // (T, B, K*H)
-  const at::Tensor d_in = mask[0] || mask[3] ? d.view({T * B, d.size(2)}).narrow(1, 0, rows) : at::Tensor();
-
-  if (mask[0]) grad_input = at::mm(d_in, w_ih.to(compute)).view({T, B, I}).to(type);
-  if (mask[3]) {
-    grad_w_ih = at::empty({rows, I}, input.options().dtype(compute));
-    transposed_product(grad_w_ih, d_in, input.reshape({T * B, I}).to(compute));
-    grad_w_ih = grad_w_ih.to(type);
-  }
-  if (mask[4]) {
-    if (T == 0) {
-      grad_w_hh = at::zeros({rows, H}, w_hh.options());
-    } else {
-      // The state before each step is h0 and then the output shifted by one: two products instead of a shifted copy.
-      const int64_t n = (T - 1) * B;
-      const at::Tensor later = d.narrow(0, reverse ? 0 : 1, T - 1).reshape({n, d.size(2)});
-      const at::Tensor before = output.narrow(0, reverse ? 1 : 0, T - 1).reshape({n, H}).to(compute);
-      const at::Tensor first = d.select(0, reverse ? T - 1 : 0);  // (B, K*H)
-      const at::Tensor state0 = h0.to(compute);
-      grad_w_hh = at::empty({rows, H}, input.options().dtype(compute));
-      auto part = [&](int64_t row, int64_t column, int64_t count) {
-        at::Tensor out = grad_w_hh.narrow(0, row, count);
-        transposed_product(out, later.narrow(1, column, count), before);
-        out.addmm_(first.narrow(1, column, count).t(), state0);
-      };
-      if (gru) {
-        part(0, 0, 2 * H);
-        part(2 * H, 3 * H, H);
-      } else {
-        part(0, 0, rows);
-      }
-      grad_w_hh = grad_w_hh.to(type);
-    }
-  }
-  if (b_ih && (mask[5] || mask[6])) {
-    const at::Tensor sums = dgates.sum(at::IntArrayRef{0, 1});  // (K*H)
-    // A fresh copy each: results of an op must not share memory.
-    if (mask[5]) grad_b_ih = sums.narrow(0, 0, rows).to(type, /*non_blocking=*/false, /*copy=*/true);
-    if (mask[6]) {
-      grad_b_hh =
-          gru ? at::cat({sums.narrow(0, 0, 2 * H), sums.narrow(0, 3 * H, H)}).to(type) : sums.to(type, false, true);
-    }
-  }
-  return {grad_input,
-          mask[1] ? grad_h0.to(type) : at::Tensor(),
-          mask[2] && cell == Cell::kLstm ? grad_c0.to(type) : at::Tensor(),
-          grad_w_ih,
-          grad_w_hh,
-          grad_b_ih,
-          grad_b_hh};
 }
 
 ScanRnnGrads without_undefined(const ScanRnnGrads& grads, const at::Tensor& like) {

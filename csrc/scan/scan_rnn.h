@@ -23,6 +23,7 @@
 //   It is differentiable to any order, step by step through scan_rnn_reference.h, in everything but output, gates and
 //   cells, which it takes for the functions of the other arguments that they are.
 //
+// On a CPU it is weft::rnn in the accumulate type.
 // On CUDA the forward pass for H > 32 is torch's kernel in the accumulate type (cuDNN, with TF32 where
 // torch.backends.cudnn.allow_tf32 has it); gates and cells are computed from its output, without TF32. The backward
 // pass has kernels for H <= 128, an lstm's H <= 64, in float64 for H <= 32; beyond, it is a slow loop over the steps.
@@ -79,20 +80,6 @@ struct ScanRnnResults {
 ScanRnnResults allocate_scan_rnn(Cell cell, const ScanRnnSizes& sizes, const at::Tensor& input, bool save);
 
 using ScanRnnGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
-// The second stage of the backward: from the gradient before every nonlinearity to the gradients of input and
-// parameters, all of them matrix products over T*B rows, in ATen on any device.
-//
-// dgates (T,B,K*H), accumulate type, contiguous: rnn: d(pre-activation); gru: dr, dz, dn, dm with dm = dn * r, so that
-// columns [0, 3H) belong to the input side and columns [0, 2H) and [3H, 4H) to the recurrent side; lstm: di, df, dg,
-// do. grad_h0 and grad_c0 (B,H) in any floating dtype are passed through, cast to h0's dtype; they may be undefined
-// where output_mask does not ask for them. Gradients that output_mask does not ask for come back undefined.
-ScanRnnGrads scan_rnn_parameter_grads(const at::Tensor& dgates, const at::Tensor& input, const at::Tensor& h0,
-                                      const at::Tensor& output, bool reverse, const at::Tensor& w_ih,
-                                      const at::Tensor& w_hh, const std::optional<at::Tensor>& b_ih,
-                                      const std::optional<at::Tensor>& b_hh, Cell cell,
-                                      const std::array<bool, 7>& output_mask, const at::Tensor& grad_h0,
-                                      const at::Tensor& grad_c0);
 
 // Undefined gradients as empty tensors (0) of `like`'s dtype and device: what the op returns.
 ScanRnnGrads without_undefined(const ScanRnnGrads& grads, const at::Tensor& like);

@@ -14,6 +14,7 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rnn_relu.h>
 #include <ATen/ops/rnn_tanh.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -265,6 +266,77 @@ void chain_kernel(const ScanRnnShape& shape, const Tensor& grad_output, const Te
   scan_rnn_chain(shape, args, chunks, c10::cuda::getCurrentCUDAStream());
 }
 
+// out (M,N) = left (R,M)^T right (R,N)
+void transposed_product(Tensor out, const Tensor& left, const Tensor& right) {
+  at::mm_out(out, left.t(), right);
+}
+
+// The second stage of the backward: from the gradient before every nonlinearity to the gradients of input and
+// parameters, matrix products over T*B rows in the dtype of input: those of the half types are the fast ones, and
+// accumulate in float32.
+//
+// dgates (T,B,K*H), accumulate type, contiguous: rnn: d(pre-activation); gru: dr, dz, dn, dm with dm = dn * r, so that
+// columns [0, 3H) belong to the input side and columns [0, 2H) and [3H, 4H) to the recurrent side; lstm: di, df, dg,
+// do. grad_h0 and grad_c0 (B,H) are passed through, cast to h0's dtype; they may be undefined where the mask does not
+// ask for them. Gradients that the mask does not ask for come back undefined.
+ScanRnnGrads parameter_grads(const Tensor& dgates, const Tensor& input, const Tensor& h0, const Tensor& output,
+                             bool reverse, const Tensor& w_ih, const Tensor& w_hh, bool bias, Cell cell,
+                             const std::array<bool, 7>& mask, const Tensor& grad_h0, const Tensor& grad_c0) {
+  const int64_t T = input.size(0), B = input.size(1), I = input.size(2), H = h0.size(1);
+  const int64_t rows = gate_blocks(cell) * H;
+  const auto type = input.scalar_type();
+  const bool gru = cell == Cell::kGru;
+  Tensor grad_input, grad_w_ih, grad_w_hh, grad_b_ih, grad_b_hh;
+  const bool products = mask[0] || mask[3] || mask[4];
+  const Tensor d = products ? dgates.to(type) : dgates;  // (T, B, K*H)
+  const Tensor d_in = mask[0] || mask[3] ? d.view({T * B, d.size(2)}).narrow(1, 0, rows) : Tensor();
+
+  if (mask[0]) grad_input = at::mm(d_in, w_ih).view({T, B, I});
+  if (mask[3]) {
+    grad_w_ih = at::empty({rows, I}, input.options());
+    transposed_product(grad_w_ih, d_in, input.reshape({T * B, I}));
+  }
+  if (mask[4]) {
+    if (T == 0) {
+      grad_w_hh = at::zeros({rows, H}, w_hh.options());
+    } else {
+      // The state before each step is h0 and then the output shifted by one: two products instead of a shifted copy.
+      const int64_t n = (T - 1) * B;
+      const Tensor later = d.narrow(0, reverse ? 0 : 1, T - 1).reshape({n, d.size(2)});
+      const Tensor before = output.narrow(0, reverse ? 1 : 0, T - 1).reshape({n, H});
+      const Tensor first = d.select(0, reverse ? T - 1 : 0);  // (B, K*H)
+      grad_w_hh = at::empty({rows, H}, input.options());
+      auto part = [&](int64_t row, int64_t column, int64_t count) {
+        Tensor out = grad_w_hh.narrow(0, row, count);
+        transposed_product(out, later.narrow(1, column, count), before);
+        out.addmm_(first.narrow(1, column, count).t(), h0);
+      };
+      if (gru) {
+        part(0, 0, 2 * H);
+        part(2 * H, 3 * H, H);
+      } else {
+        part(0, 0, rows);
+      }
+    }
+  }
+  if (bias && (mask[5] || mask[6])) {
+    const Tensor sums = dgates.sum(at::IntArrayRef{0, 1});  // (K*H)
+    // A fresh copy each: results of an op must not share memory.
+    if (mask[5]) grad_b_ih = sums.narrow(0, 0, rows).to(type, /*non_blocking=*/false, /*copy=*/true);
+    if (mask[6]) {
+      grad_b_hh =
+          gru ? at::cat({sums.narrow(0, 0, 2 * H), sums.narrow(0, 3 * H, H)}).to(type) : sums.to(type, false, true);
+    }
+  }
+  return {grad_input,
+          mask[1] ? grad_h0.to(type) : Tensor(),
+          mask[2] && cell == Cell::kLstm ? grad_c0.to(type) : Tensor(),
+          grad_w_ih,
+          grad_w_hh,
+          grad_b_ih,
+          grad_b_hh};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& input, const Tensor& h0,
                                                                  const OptionalTensor& c0, const Tensor& w_ih,
                                                                  const Tensor& w_hh, const OptionalTensor& b_ih,
@@ -358,8 +430,8 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
 
   const bool narrow_input = mask[0] && is_small(s) && compute == at::kFloat && s.I > 0 && s.I <= kMaxFusedInputs;
   if (narrow_input) by_gemm[0] = false;
-  ScanRnnGrads grads = scan_rnn_parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih, b_hh, cell,
-                                                by_gemm, grad_h0, grad_c0);
+  ScanRnnGrads grads = parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih.has_value(), cell, by_gemm,
+                                       grad_h0, grad_c0);
   if (narrow_input) {
     const Tensor grad_input = at::empty({s.T, s.B, s.I}, options);
     scan_rnn_input_grad(shape, static_cast<int>(s.I), pointer<float>(dgates), pointer<float>(in_type(w_ih, compute)),

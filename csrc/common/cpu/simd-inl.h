@@ -1,5 +1,5 @@
-// SIMD vectors, their elementary functions and the register-blocked matrix product that the CPU kernels share, in GCC's
-// vector extensions: included once per instruction set, with
+// SIMD vectors, their elementary functions and the register block of CPU kernels, in GCC's vector extensions: included
+// once per instruction set, with
 //   WEFT_ISA            a namespace of its own, so that no two instruction sets share a symbol
 //   WEFT_VECTOR_BYTES   16, 32 or 64
 //   WEFT_REGISTERS      how many vector registers there are: 16 or 32
@@ -191,50 +191,6 @@ constexpr int max_rows(int nv) {
 template <typename T>
 WEFT_INLINE int64_t panels_of(int64_t H) {
   return ceil_div(H, Simd<T>::kLanes);
-}
-
-template <typename T, int MR, int NV>
-WEFT_INLINE void multiply_add(typename Simd<T>::Vec (&acc)[MR][NV], const T* left, int64_t left_stride, const T* w,
-                              int64_t depth) {
-  using S = Simd<T>;
-  for (int64_t k = 0; k < depth; ++k, w += NV * S::kLanes) {
-    typename S::Vec weight[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) weight[v] = S::load(w + v * S::kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < MR; ++r) {
-      const typename S::Vec x = S::broadcast(left[r * left_stride + k]);
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) acc[r][v] += x * weight[v];
-    }
-  }
-}
-
-// out[r][v] = start(r, v) + sum over k < depth of left[r][k] w[k][v] + the same over a second piece of each row.
-// With ADD the result is added to out at the end: a sum that begins with a value far larger than its terms would round
-// that value once per term.
-template <typename T, int MR, int NV, bool ADD = false, typename Start>
-WEFT_INLINE void product(const T* left, int64_t left_stride, int64_t depth, int64_t second_offset, int64_t second_depth,
-                         const T* w, Start start, T* out, int64_t out_stride) {
-  using S = Simd<T>;
-  typename S::Vec acc[MR][NV];
-#pragma GCC unroll 8
-  for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) acc[r][v] = start(r, v);
-  }
-  multiply_add<T, MR, NV>(acc, left, left_stride, w, depth);
-  if (second_depth > 0) {
-    multiply_add<T, MR, NV>(acc, left + second_offset, left_stride, w + depth * NV * S::kLanes, second_depth);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < MR; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) {
-      T* const to = out + r * out_stride + v * S::kLanes;
-      S::store(to, ADD ? S::load(to) + acc[r][v] : acc[r][v]);
-    }
-  }
 }
 
 // Calls f.template operator()<rows>(first_row) for equal blocks of at most MAX rows.

@@ -1,8 +1,8 @@
 // The CPU kernels of weft::rnn: included once per instruction set, with the macros of common/cpu/simd-inl.h, whose rule
 // on the standard library's templates holds here, too.
 #include "common/cpu/simd-inl.h"
+#include "rnn/cpu/cell-inl.h"
 #include "rnn/cpu/rnn_kernels.h"
-#include "scan/cpu/cell-inl.h"
 
 namespace weft::cpu::WEFT_ISA {
 namespace {

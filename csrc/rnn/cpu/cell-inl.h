@@ -1,6 +1,6 @@
-// A time step of a cell for one vector of hidden units, past the matrix product: what the CPU kernels of weft::scan_rnn
-// and weft::rnn share. Included like common/cpu/simd-inl.h, whose rule on the standard library's templates holds here,
-// too. `lanes` is how many units of the vector there are, at most; beyond, what is read is zero and nothing is written.
+// A time step of a cell for one vector of hidden units, past the matrix product. Included like common/cpu/simd-inl.h,
+// whose rule on the standard library's templates holds here, too. `lanes` is how many units of the vector there are, at
+// most; beyond, what is read is zero and nothing is written.
 #pragma once
 #include "common/cpu/simd-inl.h"
 #include "scan/cell.h"
