@@ -78,7 +78,7 @@ def linear_scan(T: int, B: int, H: int, diagonal: bool, transpose: bool = False,
     weft.scan.linear_scan(A, b, x0, transpose=transpose).float().sum().backward()
     weft.scan.linear_scan(A, b, reverse=True)
     # The chunk in which the state overflows is computed again.
-    weft.scan.linear_scan(10 * A, b, x0, transpose=transpose)
+    weft.scan.linear_scan(1000 * A, b, x0, transpose=transpose)
     torch.cuda.synchronize()
 
 
@@ -101,7 +101,8 @@ def main() -> None:
         for H in (3, 64):
             linear_scan(2000, 3, H, diagonal=True, dtype=dtype)
         for H in (4, 20, 32, 41, 48, 96, 128):
-            linear_scan(200, 2, H, diagonal=False, transpose=H % 32 == 0, dtype=dtype)
+            for transpose in (False, True):
+                linear_scan(200, 2, H, diagonal=False, transpose=transpose, dtype=dtype)
     print("all kernels ran")
 
 

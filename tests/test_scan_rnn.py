@@ -398,6 +398,23 @@ def test_layouts(sample: Sample, device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reverse", (False, True))
+@pytest.mark.parametrize("cell", CELLS)
+def test_saved_tensors_of_any_layout(cell: str, reverse: bool, device: str):
+    """What was saved may come back from a hook, moved to the CPU and back, say, in another layout."""
+    sample = Sample(cell, 7, 3, 2, 5, reverse=reverse)
+    found = []
+    for unpack in (lambda t: t, lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0)):
+        inputs = arguments(sample, device, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            outputs = scan_rnn(*inputs, **sample.keywords)
+            wanted = [a for a in inputs if a is not None]
+            found.append(torch.autograd.grad(outputs[0].square().sum() + outputs[1].sum(), wanted))
+    for a, b in zip(*found, strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("cell", CELLS)
 def test_opcheck(cell: str, bias: bool, device: str):

@@ -12,10 +12,6 @@ constexpr const char* kWeightNames[2][4] = {
     {"w_ih", "w_hh", "b_ih", "b_hh"},
     {"w_ih of direction 1", "w_hh of direction 1", "b_ih of direction 1", "b_hh of direction 1"}};
 
-bool has_gates(Cell cell) {
-  return cell == Cell::kGru || cell == Cell::kLstm;
-}
-
 // The number of sequences; torch's kernels refuse the same batch_sizes, with the same exception type.
 int64_t check_batch_sizes(const char* op, const at::Tensor& batch_sizes, int64_t rows,
                           const std::optional<at::Tensor>& h0) {

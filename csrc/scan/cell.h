@@ -10,9 +10,16 @@ constexpr int gate_blocks(Cell cell) {
   return cell == Cell::kGru ? 3 : cell == Cell::kLstm ? 4 : 1;
 }
 
-// K: blocks of H columns in dgates, see scan_rnn_parameter_grads.
+// Whether a forward that saves leaves four values of every unit and step: gru r, z, n, m; lstm i, f, g, o.
+constexpr bool has_gates(Cell cell) {
+  return cell == Cell::kGru || cell == Cell::kLstm;
+}
+
+// K: blocks of H columns in dgates, the gradients before the nonlinearities. rnn: one; gru: dr, dz, dn, dm with dm =
+// dn * r, so that columns [0, 3H) belong to the input side and [0, 2H) and [3H, 4H) to the recurrent side; lstm: di,
+// df, dg, do.
 constexpr int chain_blocks(Cell cell) {
-  return cell == Cell::kGru || cell == Cell::kLstm ? 4 : 1;
+  return has_gates(cell) ? 4 : 1;
 }
 
 }  // namespace weft

@@ -1,4 +1,4 @@
-// weft::scan_rnn: argument checks, allocation.
+// weft::scan_rnn: argument checks.
 #include "scan/scan_rnn.h"
 
 #include <ATen/ops/empty.h>
@@ -89,23 +89,10 @@ void check_scan_rnn_saved(const char* op, Cell cell, const ScanRnnSizes& s, cons
     TORCH_CHECK(t.device() == input.device(), op, ": ", name, " must be on the device of input, ", input.device(),
                 ", got ", t.device());
   };
-  if (cell == Cell::kGru || lstm) {
+  if (has_gates(cell)) {
     check_saved("gates", gates, {s.T, s.B, 4 * s.H}, "(T, B, 4H) as a forward with save=True returns it");
   }
   if (lstm) check_saved("cells", cells, {s.T, s.B, s.H}, "(T, B, H) as a forward with save=True returns it");
-}
-
-ScanRnnResults allocate_scan_rnn(Cell cell, const ScanRnnSizes& s, const at::Tensor& input, bool save) {
-  const bool lstm = cell == Cell::kLstm;
-  const auto options = input.options();
-  const auto saved = options.dtype(accumulate_type(input.scalar_type()));
-  ScanRnnResults r;
-  r.output = at::empty({s.T, s.B, s.H}, options);
-  r.h_n = at::empty({s.B, s.H}, options);
-  r.c_n = lstm ? at::empty({s.B, s.H}, options) : at::empty({0}, options);
-  r.gates = save && (lstm || cell == Cell::kGru) ? at::empty({s.T, s.B, 4 * s.H}, saved) : at::empty({0}, saved);
-  r.cells = save && lstm ? at::empty({s.T, s.B, s.H}, saved) : at::empty({0}, saved);
-  return r;
 }
 
 ScanRnnGrads without_undefined(const ScanRnnGrads& grads, const at::Tensor& like) {

@@ -70,15 +70,6 @@ void check_scan_rnn_saved(const char* op, Cell cell, const ScanRnnSizes& sizes, 
                           const std::optional<at::Tensor>& grad_c_n, const at::Tensor& output, const at::Tensor& gates,
                           const at::Tensor& cells);
 
-// The results of a forward, uninitialised: output, h_n, c_n and, with save, gates and cells.
-struct ScanRnnResults {
-  at::Tensor output, h_n, c_n, gates, cells;
-  std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> tuple() const {
-    return {output, h_n, c_n, gates, cells};
-  }
-};
-ScanRnnResults allocate_scan_rnn(Cell cell, const ScanRnnSizes& sizes, const at::Tensor& input, bool save);
-
 using ScanRnnGrads = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Undefined gradients as empty tensors (0) of `like`'s dtype and device: what the op returns.

@@ -59,6 +59,25 @@ scalar* mutable_pointer(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? t.mutable_data_ptr<scalar>() : nullptr;
 }
 
+// The results of a forward: output, h_n, c_n and, with save, gates and cells.
+struct Results {
+  Tensor output, h_n, c_n, gates, cells;
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> tuple() const { return {output, h_n, c_n, gates, cells}; }
+};
+
+Results allocate(Cell cell, const ScanRnnSizes& s, const Tensor& input, bool save) {
+  const bool lstm = cell == Cell::kLstm;
+  const auto options = input.options();
+  const auto saved = options.dtype(accumulate_type(input.scalar_type()));
+  Results r;
+  r.output = at::empty({s.T, s.B, s.H}, options);
+  r.h_n = at::empty({s.B, s.H}, options);
+  r.c_n = lstm ? at::empty({s.B, s.H}, options) : at::empty({0}, options);
+  r.gates = save && has_gates(cell) ? at::empty({s.T, s.B, 4 * s.H}, saved) : at::empty({0}, saved);
+  r.cells = save && lstm ? at::empty({s.T, s.B, s.H}, saved) : at::empty({0}, saved);
+  return r;
+}
+
 ScanRnnShape shape_of(const char* op, Cell cell, const ScanRnnSizes& s, bool reverse) {
   TORCH_CHECK(s.T < std::numeric_limits<int>::max(), op, ": input may have at most 2^31 - 2 time steps, got ", s.T);
   return {cell, s.T, s.B, static_cast<int>(s.H), reverse};
@@ -84,7 +103,7 @@ int64_t steps_at_a_time(int64_t gates_of_a_step) {
 // Longer sequences than it takes run in parts, the state handed on.
 void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor& h0, const Tensor& c0,
                       const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
-                      ScanRnnResults& results) {
+                      Results& results) {
   const bool bias = b_ih.defined(), lstm = cell == Cell::kLstm;
   const Tensor steps = reverse ? input.flip(0) : input;
   Tensor h = h0.unsqueeze(0), c = lstm ? c0.unsqueeze(0) : Tensor();
@@ -138,7 +157,7 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
 // kernel; the cells of an lstm are a diagonal scan over them.
 void recover_gates(const ScanRnnShape& shape, const Tensor& input, const Tensor& h0, const Tensor& c0,
                    const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
-                   const ScanRnnResults& results) {
+                   const Results& results) {
   const int64_t T = shape.T, B = shape.B, H = shape.H, later = (T - 1) * B;
   const bool gru = shape.cell == Cell::kGru, bias = b_ih.defined();
   const Tensor gates = results.gates.view({T * B, 4 * H}), output = results.output.view({T * B, H});
@@ -231,7 +250,7 @@ void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& g
 
 template <typename scalar>
 void forward_kernel(const ScanRnnShape& shape, const Tensor& projected, const Tensor& w_hh, const Tensor& b_hh,
-                    const Tensor& h0, const Tensor& c0, const ScanRnnResults& r) {
+                    const Tensor& h0, const Tensor& c0, const Results& r) {
   const ScanRnnForward<scalar> args{pointer<scalar>(projected),
                                     pointer<scalar>(w_hh),
                                     pointer<scalar>(b_hh),
@@ -275,10 +294,9 @@ void transposed_product(Tensor out, const Tensor& left, const Tensor& right) {
 // parameters, matrix products over T*B rows in the dtype of input: those of the half types are the fast ones, and
 // accumulate in float32.
 //
-// dgates (T,B,K*H), accumulate type, contiguous: rnn: d(pre-activation); gru: dr, dz, dn, dm with dm = dn * r, so that
-// columns [0, 3H) belong to the input side and columns [0, 2H) and [3H, 4H) to the recurrent side; lstm: di, df, dg,
-// do. grad_h0 and grad_c0 (B,H) are passed through, cast to h0's dtype; they may be undefined where the mask does not
-// ask for them. Gradients that the mask does not ask for come back undefined.
+// dgates (T,B,K*H) as chain_blocks describes it, accumulate type, contiguous. grad_h0 and grad_c0 (B,H) are passed
+// through, cast to h0's dtype; they may be undefined where the mask does not ask for them. Gradients that the mask does
+// not ask for come back undefined.
 ScanRnnGrads parameter_grads(const Tensor& dgates, const Tensor& input, const Tensor& h0, const Tensor& output,
                              bool reverse, const Tensor& w_ih, const Tensor& w_hh, bool bias, Cell cell,
                              const std::array<bool, 7>& mask, const Tensor& grad_h0, const Tensor& grad_c0) {
@@ -353,7 +371,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& i
   const Tensor x = in_type(input, compute), w = in_type(w_hh, compute), w_in = in_type(w_ih, compute),
                bias_in = in_type(b_ih, compute), bias = in_type(b_hh, compute), state = in_type(h0, compute),
                cell_state = in_type(c0, compute);
-  ScanRnnResults results = allocate_scan_rnn(cell, s, x, save);
+  Results results = allocate(cell, s, x, save);
   if (results.output.numel() == 0) {
     results.h_n.copy_(state);
     if (cell == Cell::kLstm) results.c_n.copy_(cell_state);

@@ -64,8 +64,8 @@ _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 # On CUDA a scan costs H times the arithmetic of the sequential chain and wins by its depth: three stages (products
 # within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
-# of T. So it is for small H, long T and batches that leave the device idle. On the CPU it has no table: the same
-# operator is sequential in time there, and "persistent" does the same arithmetic with more threads.
+# of T. So it is for small H, long T and batches that leave the device idle. On the CPU it has no table: there its
+# operator is that of "persistent".
 # Above 32 hidden units on CUDA its forward pass is cuDNN's, in fp32, and the persistent kernels are the ones to beat:
 # they win by their forward pass unless the sequence is long and the batch small, on an H200 from about 5000 steps on.
 _LONG = Limits(min_steps=5000, max_batch=64, dtypes=frozenset((torch.float32,)), alone=True)
@@ -77,7 +77,7 @@ AUTO_SCAN: dict[tuple[str, str], Table] = {
     ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG_ALONE}),
 }
 
-# On the CPU "persistent" is taken before "scan": what stands here was faster than both others on two cores, forward
+# On the CPU "persistent" is taken before "scan": what stands here was faster than torch's layer on two cores, forward
 # alone and with the backward pass. A single step of a large layer pays for the packing of the weights; oneDNN's LSTM is
 # fast in bfloat16 and as fast at H = 1024. On CUDA a model of costs decides, see persistent_plan.
 _CPU_WIDE = Table(_DTYPES, {256: Limits(), 1024: Limits(min_steps=2)})

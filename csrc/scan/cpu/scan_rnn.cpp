@@ -2,6 +2,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <array>
@@ -45,7 +46,7 @@ struct Operands {
 
   Tensor steps(const Tensor& t) const {
     const Tensor wide = t.to(type);
-    return reverse && wide.dim() == 3 ? wide.flip(0) : wide;  // what is not there has one dimension
+    return reverse ? wide.flip(0) : wide;
   }
   OptionalTensor steps(const OptionalTensor& t) const { return t ? OptionalTensor(steps(*t)) : std::nullopt; }
   OptionalTensor state(const OptionalTensor& t) const {
@@ -68,15 +69,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cpu(const Tensor& in
   const Cell cell = parse_cell(op, cell_name);
   const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = input.scalar_type();
   const Operands as{accumulate_type(type), reverse};
   auto [output, h_n, c_n, cells, gates] =
       rnn_op().call(as.steps(input), as.state(h0), as.state(c0), as.weights(w_ih, w_hh, b_ih, b_hh), std::nullopt,
                     cell_name, /*bidirectional=*/false, /*keep_cells=*/false, save);
-  if (gates.dim() == 3) gates = gates.view({s.T, s.B, 4 * s.H});
   const bool lstm = cell == Cell::kLstm;
-  return {as.steps(output).to(type), h_n.squeeze(0).to(type), lstm ? c_n.squeeze(0).to(type) : c_n.to(type),
-          as.steps(gates), as.steps(cells)};
+  if (save && has_gates(cell)) gates = as.steps(gates.view({s.T, s.B, 4 * s.H}));
+  if (save && lstm) cells = as.steps(cells);
+  return {as.steps(output).to(type), h_n.squeeze(0).to(type), lstm ? c_n.squeeze(0).to(type) : c_n.to(type), gates,
+          cells};
 }
 
 ScanRnnGrads scan_rnn_backward_cpu(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
@@ -90,16 +93,16 @@ ScanRnnGrads scan_rnn_backward_cpu(const OptionalTensor& grad_output, const Opti
   const auto s = check_scan_rnn(op, cell, input, h0, c0, w_ih, w_hh, b_ih, b_hh);
   check_scan_rnn_saved(op, cell, s, input, grad_output, grad_h_n, grad_c_n, output, gates, cells);
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = input.scalar_type();
   const Operands as{accumulate_type(type), reverse};
-  Tensor rows = as.steps(gates);
-  if (rows.dim() == 3) rows = rows.view({1, s.T * s.B, 4 * s.H});
+  const Tensor rows = has_gates(cell) ? as.steps(gates).reshape({1, s.T * s.B, 4 * s.H}) : gates;
   c10::List<bool> wanted;
   for (size_t i = 0; i < (b_ih ? 7 : 5); ++i) wanted.push_back(mask[i]);
   const std::vector<Tensor> found = rnn_backward_op().call(
       as.steps(grad_output), as.state(grad_h_n), as.state(grad_c_n), std::nullopt, as.steps(input), as.state(h0),
-      as.state(c0), as.weights(w_ih, w_hh, b_ih, b_hh), std::nullopt, as.steps(output), as.steps(cells), rows,
-      cell_name, /*bidirectional=*/false, wanted);
+      as.state(c0), as.weights(w_ih, w_hh, b_ih, b_hh), std::nullopt, as.steps(output),
+      cell == Cell::kLstm ? as.steps(cells) : cells, rows, cell_name, /*bidirectional=*/false, wanted);
   const auto result = [&](size_t index) {
     if (!mask[index] || index >= found.size()) return Tensor();
     const Tensor& grad = found[index];
