@@ -1,5 +1,4 @@
 // The gradient of weft::rnn is weft::rnn_backward, whose own gradient goes through the reference.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -11,10 +10,23 @@
 #include <vector>
 
 #include "rnn/rnn.h"
+#include "rnn/rnn_op.h"
 #include "rnn/rnn_reference.h"
 #include "scan/scan_rnn.h"
 
 namespace weft {
+
+const c10::TypedOperatorHandle<RnnSignature>& rnn_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn", "").typed<RnnSignature>();
+  return op;
+}
+
+const c10::TypedOperatorHandle<RnnBackwardSignature>& rnn_backward_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_backward", "").typed<RnnBackwardSignature>();
+  return op;
+}
+
 namespace {
 
 using at::Tensor;
@@ -23,25 +35,6 @@ using torch::autograd::variable_list;
 
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using OptionalTensor = std::optional<Tensor>;
-
-using ForwardSignature = Results(const Tensor&, const OptionalTensor&, const OptionalTensor&, at::TensorList,
-                                 const OptionalTensor&, c10::string_view, bool, bool, bool);
-using BackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                              const OptionalTensor&, const Tensor&, const OptionalTensor&,
-                                              const OptionalTensor&, at::TensorList, const OptionalTensor&,
-                                              const Tensor&, const Tensor&, const Tensor&, c10::string_view, bool,
-                                              c10::List<bool>);
-
-const c10::TypedOperatorHandle<ForwardSignature>& forward_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn", "").typed<ForwardSignature>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_backward", "").typed<BackwardSignature>();
-  return op;
-}
 
 bool requires_grad(const Tensor& t) {
   return t.defined() && t.requires_grad();
@@ -71,8 +64,8 @@ class Rnn : public torch::autograd::Function<Rnn> {
                                const OptionalTensor& c0, const at::TensorList& weights,
                                const OptionalTensor& batch_sizes, const std::string& cell, bool bidirectional) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [output, h_n, c_n, cells, gates] = forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional,
-                                                              /*keep_cells=*/true, /*save=*/true);
+    auto [output, h_n, c_n, cells, gates] = rnn_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional,
+                                                          /*keep_cells=*/true, /*save=*/true);
     variable_list saved{input, or_undefined(h0), or_undefined(c0)};
     saved.insert(saved.end(), weights.begin(), weights.end());
     saved.insert(saved.end(), {or_undefined(batch_sizes), output, cells, gates});
@@ -103,10 +96,10 @@ class Rnn : public torch::autograd::Function<Rnn> {
     const std::string cell = ctx->saved_data["cell"].toStringRef();
     // With create_graph, grad mode is on here and the op's own autograd kernel answers with the reference.
     const auto found =
-        backward_op().call(optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0],
-                           optional(saved[1]), optional(saved[2]), at::TensorList(saved).slice(3, operands - 3),
-                           optional(saved[operands]), saved[operands + 1], saved[operands + 2], saved[operands + 3],
-                           cell, ctx->saved_data["bidirectional"].toBool(), mask);
+        rnn_backward_op().call(optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0],
+                               optional(saved[1]), optional(saved[2]), at::TensorList(saved).slice(3, operands - 3),
+                               optional(saved[operands]), saved[operands + 1], saved[operands + 2], saved[operands + 3],
+                               cell, ctx->saved_data["bidirectional"].toBool(), mask);
     for (size_t i = 0; i < operands; ++i) {
       if (mask[i]) result[i] = found[i];
     }
@@ -119,7 +112,7 @@ Results rnn_autograd(const Tensor& input, const OptionalTensor& h0, const Option
                      bool save) {
   if (!needs_grad(input, h0, c0, weights)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save);
+    return rnn_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save);
   }
   const auto r = Rnn::apply(input, h0, c0, weights, batch_sizes, std::string(cell), bidirectional);
   return {r[0], r[1], r[2], r[3], r[4]};
@@ -133,8 +126,8 @@ std::vector<Tensor> rnn_backward_autograd(const OptionalTensor& grad_output, con
                                           c10::string_view cell_name, bool bidirectional, c10::List<bool> output_mask) {
   if (!needs_grad(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, output, cells, gates)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return backward_op().call(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output,
-                              cells, gates, cell_name, bidirectional, output_mask);
+    return rnn_backward_op().call(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes,
+                                  output, cells, gates, cell_name, bidirectional, output_mask);
   }
   const char* op = "weft::rnn_backward";
   TORCH_CHECK(

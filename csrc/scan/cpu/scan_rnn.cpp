@@ -1,7 +1,5 @@
 // weft::scan_rnn on the CPU, which has few cores to fill: weft::rnn, step by step in time, in the accumulate type.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/List.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -10,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "rnn/rnn_op.h"
 #include "scan/scan_rnn.h"
 
 namespace weft {
@@ -17,26 +16,6 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-using RnnSignature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&,
-                                                                        const OptionalTensor&, at::TensorList,
-                                                                        const OptionalTensor&, c10::string_view, bool,
-                                                                        bool, bool);
-using RnnBackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                                 const OptionalTensor&, const Tensor&, const OptionalTensor&,
-                                                 const OptionalTensor&, at::TensorList, const OptionalTensor&,
-                                                 const Tensor&, const Tensor&, const Tensor&, c10::string_view, bool,
-                                                 c10::List<bool>);
-
-const c10::TypedOperatorHandle<RnnSignature>& rnn_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn", "").typed<RnnSignature>();
-  return op;
-}
-const c10::TypedOperatorHandle<RnnBackwardSignature>& rnn_backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_backward", "").typed<RnnBackwardSignature>();
-  return op;
-}
 
 // The operands as weft::rnn takes them: in the accumulate type, the state with a dimension of one direction, and time
 // in the order in which it runs.
