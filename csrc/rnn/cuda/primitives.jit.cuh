@@ -2,16 +2,7 @@
 // the same names for a processor.
 #pragma once
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-// TYPE: 0 fp16, 1 bf16, else fp32.
-#if TYPE == 0 || TYPE == 1
-typedef unsigned short Element;
-#else
-typedef float Element;
-#endif
+#include "rnn/cuda/types.jit.cuh"
 
 #if TYPE == 0
 __device__ __forceinline__ float widen(Element x) {

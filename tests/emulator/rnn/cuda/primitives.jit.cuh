@@ -1,15 +1,6 @@
 #pragma once
 #include "emulator.h"
-
-typedef unsigned int u32;
-typedef unsigned long u64;
-typedef long i64;
-
-#if TYPE == 0 || TYPE == 1
-typedef unsigned short Element;
-#else
-typedef float Element;
-#endif
+#include "rnn/cuda/types.jit.cuh"
 
 #if TYPE == 0
 inline float widen(Element x) {
