@@ -282,23 +282,14 @@ class _Layer(torch.nn.RNNBase):
             )  # fmt: skip
             return output, tuple(final)
         steps = input.transpose(0, 1) if self.batch_first else input
-        h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
         if name == "persistent":
+            h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
             output, h_n, c_n, _, _ = _rnn(
                 steps, h0, c0, self._flat_weights, None, cell=_CELLS[self.mode], bidirectional=self.bidirectional
             )
             final = (h_n, c_n) if lstm else (h_n,)
         else:
-            if state is None:
-                h0 = c0 = steps.new_zeros(steps.shape[1], self.hidden_size)
-            else:
-                h0, c0 = h0.squeeze(0), None if c0 is None else c0.squeeze(0)
-            w_ih, w_hh, *biases = self._flat_weights
-            b_ih, b_hh = biases or (None, None)
-            output, h_n, c_n, _, _ = _scan_rnn(
-                steps, h0, c0 if lstm else None, w_ih, w_hh, b_ih, b_hh, cell=_CELLS[self.mode]
-            )
-            final = (h_n.unsqueeze(0), c_n.unsqueeze(0)) if lstm else (h_n.unsqueeze(0),)
+            output, final = self._scan_layers(steps, state, steps.shape[1], self._flat_weights, _CELLS[self.mode])
         return output.transpose(0, 1) if self.batch_first else output, final
 
     def _run(self, name: str, call: _Call) -> _Result:
@@ -418,10 +409,16 @@ class _Layer(torch.nn.RNNBase):
 
     def _run_scan(self, call: _Call) -> _Result:
         input, state, weights, cell = self._in_one_dtype(call)
+        return _Result(*self._scan_layers(input, state, call.batch, weights, cell))
+
+    def _scan_layers(
+        self, input: Tensor, state: tuple[Tensor, ...] | None, batch: Any, weights: list[Tensor], cell: str
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Output and final state of all layers by the scan, time first."""
         lstm = cell == "lstm"
         directions = 2 if self.bidirectional else 1
         if state is None:
-            h0 = c0 = (input.new_zeros(call.batch, self.hidden_size),) * (self.num_layers * directions)
+            h0 = c0 = (input.new_zeros(batch, self.hidden_size),) * (self.num_layers * directions)
         else:
             h0, c0 = _unstack(state[0]), _unstack(state[-1]) if lstm else ()
         stride = 4 if self.bias else 2
@@ -449,7 +446,7 @@ class _Layer(torch.nn.RNNBase):
             input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
             if self.dropout > 0 and self.training and layer + 1 < self.num_layers:
                 input = F.dropout(input, self.dropout, True)
-        return _Result(input, (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),))
+        return input, (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),)
 
     def _run_reference(self, call: _Call) -> _Result:
         input, state = call.input, call.state or self._zero_state(call)
