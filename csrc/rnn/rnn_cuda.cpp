@@ -66,7 +66,8 @@ void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left,
   // Operands of 2^31 elements have ended in illegal memory accesses in several versions of cuBLAS. What is long here
   // are the rows of all steps: those of left, and with them those of out, or of right where left is transposed.
   const int64_t rows = left.transposed ? k : m;
-  const int64_t slice = kMaxElements / std::max({left.stride, left.transposed ? right.stride : out_stride, int64_t{1}});
+  const int64_t widest = std::max({left.stride, left.transposed ? right.stride : out_stride, int64_t{1}});
+  const int64_t slice = std::max<int64_t>(1, kMaxElements / widest);
   if (rows > slice) {
     const int64_t bytes = element_bytes(type);
     const auto advanced = [&](Matrix matrix, int64_t first) {
