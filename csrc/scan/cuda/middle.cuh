@@ -379,29 +379,24 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
   int* const scratch_unit = memory.scratch;
   int* const scratch_top = scratch_unit + kReplayThreads / 32;
 
-  // The ring of products starts anew, at `base`, after a chunk that was redone.
+  // Copies of products go round the ring. A redo overwrites those under way, which are asked for again.
   const int stages = p.totals_stages, lead = stages - 1;
-  int64_t base = 0;
-  auto product = [&](int64_t chunk) { return memory.ring + (chunk - base) % stages * product_bytes; };
+  int64_t repeated = 0;
+  auto stage = [&](int64_t chunk) { return (chunk + repeated) % stages; };
+  auto product = [&](int64_t chunk) { return memory.ring + stage(chunk) * product_bytes; };
   auto issue = [&](int64_t chunk) {
     if (chunk < p.chunks - 1) {
       const S* const from = Totals<S>(p, row, chunk).product;
       if (!(kCopyEngine && p.copy_engine)) {
         copy_flat(product(chunk), from, product_bytes);
       } else if (i == 0) {
-        bulk_copy(product(chunk), from, product_bytes, barriers + (chunk - base) % stages);
+        bulk_copy(product(chunk), from, product_bytes, barriers + stage(chunk));
       }
     }
     copy_commit();
   };
   auto wait = [&](int64_t chunk) {
-    if (kCopyEngine && p.copy_engine) bulk_wait(barriers + (chunk - base) % stages, (chunk - base) / stages % 2);
-  };
-  auto start_ring = [&](int64_t chunk) {
-    base = chunk;
-    if (kCopyEngine && p.copy_engine) bulk_init(barriers, stages);
-    __syncthreads();
-    for (int k = 0; k < lead; ++k) issue(chunk + k);
+    if (kCopyEngine && p.copy_engine) bulk_wait(barriers + stage(chunk), (chunk + repeated) / stages % 2);
   };
 
   // What a thread needs of the next chunk comes while the chunk before it is applied.
@@ -419,7 +414,9 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
     next_growth = *totals.growth;
   };
   fetch(0);
-  start_ring(0);
+  if (kCopyEngine && p.copy_engine) bulk_init(barriers, stages);
+  __syncthreads();
+  for (int k = 0; k < lead; ++k) issue(k);
   for (int64_t chunk = 0; chunk + 1 < p.chunks; ++chunk) {
     const int shift = next_shift;
     const float loss = next_loss, growth = next_growth;
@@ -471,9 +468,11 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
       for (int64_t k = chunk + 1; k <= chunk + lead && k < p.chunks - 1; ++k) wait(k);
       copy_wait<0>();
       __syncthreads();
-      if (kCopyEngine && p.copy_engine) bulk_end(barriers, stages);
       redo_steps(chunk);
-      start_ring(chunk + 1);
+      if (kCopyEngine && p.copy_engine) bulk_release();
+      __syncthreads();
+      repeated += lead;
+      for (int k = 1; k <= lead; ++k) issue(chunk + k);
     } else if (i < H) {
       x[i] = value;
     }
