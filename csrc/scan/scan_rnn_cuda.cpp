@@ -39,12 +39,12 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Inputs up to this width share the weight-gradient kernel with the recurrent side, and have a kernel for their own
-// gradient; wider ones are GEMMs.
+// Inputs up to this width share the kernels of the gradients with the recurrent side; wider ones are GEMMs.
 constexpr int64_t kMaxFusedInputs = 128;
 
+// A tensor that is as it should be does not go through the dispatcher.
 Tensor in_type(const Tensor& t, at::ScalarType type) {
-  return t.to(type).contiguous();
+  return t.scalar_type() == type ? t.contiguous() : t.to(type).contiguous();
 }
 Tensor in_type(const OptionalTensor& t, at::ScalarType type) {
   return t ? in_type(*t, type) : Tensor();
@@ -347,8 +347,8 @@ ScanRnnGrads parameter_grads(const Tensor& dgates, const Tensor& input, const Te
     }
   }
   return {grad_input,
-          mask[1] ? grad_h0.to(type) : Tensor(),
-          mask[2] && cell == Cell::kLstm ? grad_c0.to(type) : Tensor(),
+          mask[1] ? in_type(grad_h0, type) : Tensor(),
+          mask[2] && cell == Cell::kLstm ? in_type(grad_c0, type) : Tensor(),
           grad_w_ih,
           grad_w_hh,
           grad_b_ih,
@@ -392,9 +392,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cuda(const Tensor& i
       recover_gates(shape, x, state, cell_state, w_in, w, bias_in, bias, results);
     }
   }
-  results.output = results.output.to(type);
-  results.h_n = results.h_n.to(type);
-  results.c_n = results.c_n.to(type);
+  results.output = in_type(results.output, type);
+  results.h_n = in_type(results.h_n, type);
+  results.c_n = in_type(results.c_n, type);
   return results.tuple();
 }
 
@@ -420,18 +420,22 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                saved_cells = cells.contiguous(), arriving = in_type(grad_output, compute),
                arriving_h = in_type(grad_h_n, compute), arriving_c = in_type(grad_c_n, compute);
   const auto options = state.options();
+  // What the kernels make of dgates. The rest are GEMMs.
+  const bool small = is_small(s) && compute == at::kFloat, narrow = s.I > 0 && s.I <= kMaxFusedInputs;
+  const bool input_here = small && narrow && mask[0], w_ih_here = small && narrow && mask[3],
+             parameters_here = small && (w_ih_here || mask[4] || mask[5] || mask[6]);
   std::array<bool, 7> by_gemm = mask;
-  const bool fused = is_small(s) && compute == at::kFloat && (mask[3] || mask[4] || mask[5] || mask[6]);
-  if (fused) by_gemm[4] = by_gemm[5] = by_gemm[6] = false;
-  const bool fused_input = fused && mask[3] && s.I <= kMaxFusedInputs;
-  if (fused_input) by_gemm[3] = false;
-  // One workspace: the weight gradients start when the chain is through.
+  if (input_here) by_gemm[0] = false;
+  if (w_ih_here) by_gemm[3] = false;
+  if (small) by_gemm[4] = by_gemm[5] = by_gemm[6] = false;
+  // One workspace: the gradients of the parameters start when the chain is through.
   const bool in_kernel = has_chain_kernel(cell, s, compute);
   const int chunks = in_kernel && compute == at::kFloat ? scan_rnn_chunks(shape) : 1;
-  const int fused_inputs = fused_input ? static_cast<int>(s.I) : 0;
-  const Tensor workspace = at::empty({std::max(in_kernel ? scan_rnn_chain_workspace(shape, chunks) : 0,
-                                               fused ? scan_rnn_weight_grad_workspace(shape, fused_inputs) : 0)},
-                                     options.dtype(at::kByte));
+  const int inputs = static_cast<int>(narrow ? s.I : 0);
+  const Tensor workspace =
+      at::empty({std::max(in_kernel ? scan_rnn_chain_workspace(shape, chunks) : 0,
+                          parameters_here ? scan_rnn_gradients_workspace(shape, w_ih_here ? inputs : 0) : 0)},
+                options.dtype(at::kByte));
   const Tensor dgates = at::empty({s.T, s.B, chain_blocks(cell) * s.H}, options);
   Tensor grad_h0 = at::empty({s.B, s.H}, options);
   Tensor grad_c0 = cell == Cell::kLstm ? at::empty({s.B, s.H}, options) : Tensor();
@@ -446,37 +450,38 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                          saved_cells, dgates, grad_h0, grad_c0, chunks, workspace);
   }
 
-  const bool narrow_input = mask[0] && is_small(s) && compute == at::kFloat && s.I > 0 && s.I <= kMaxFusedInputs;
-  if (narrow_input) by_gemm[0] = false;
   ScanRnnGrads grads = parameter_grads(dgates, input, h0, output, reverse, w_ih, w_hh, b_ih.has_value(), cell, by_gemm,
                                        grad_h0, grad_c0);
-  if (narrow_input) {
-    const Tensor grad_input = at::empty({s.T, s.B, s.I}, options);
-    scan_rnn_input_grad(shape, static_cast<int>(s.I), pointer<float>(dgates), pointer<float>(in_type(w_ih, compute)),
-                        mutable_pointer<float>(grad_input), c10::cuda::getCurrentCUDAStream());
-    std::get<0>(grads) = grad_input.to(type);
-  }
-  if (fused) {
-    const Tensor x = fused_input ? in_type(input, compute) : Tensor();
+  if (input_here || parameters_here) {
     const int64_t rows = s.gates * s.H;
+    const bool bias = b_ih.has_value();
     auto wanted = [&](bool asked, at::IntArrayRef sizes) { return asked ? at::empty(sizes, options) : Tensor(); };
-    const Tensor d_w_ih = wanted(fused_input, {rows, s.I}), d_w_hh = wanted(mask[4], {rows, s.H}),
-                 d_b_ih = wanted(mask[5] && b_ih, {rows}), d_b_hh = wanted(mask[6] && b_hh, {rows});
-    const ScanRnnWeightGrad<float> args{pointer<float>(dgates),
-                                        pointer<float>(x),
-                                        pointer<float>(state),
-                                        pointer<float>(saved_output),
-                                        fused_inputs,
-                                        mutable_pointer<float>(d_w_ih),
-                                        mutable_pointer<float>(d_w_hh),
-                                        mutable_pointer<float>(d_b_ih),
-                                        mutable_pointer<float>(d_b_hh),
-                                        workspace.data_ptr()};
-    scan_rnn_weight_grad(shape, args, c10::cuda::getCurrentCUDAStream());
-    if (fused_input) std::get<3>(grads) = d_w_ih.to(type);
-    if (d_w_hh.defined()) std::get<4>(grads) = d_w_hh.to(type);
-    if (d_b_ih.defined()) std::get<5>(grads) = d_b_ih.to(type);
-    if (d_b_hh.defined()) std::get<6>(grads) = d_b_hh.to(type);
+    const Tensor x = w_ih_here ? in_type(input, compute) : Tensor(),
+                 w_in = input_here ? in_type(w_ih, compute) : Tensor();
+    const Tensor d_input = wanted(input_here, {s.T, s.B, s.I}), d_w_ih = wanted(w_ih_here, {rows, s.I}),
+                 d_w_hh = wanted(small && mask[4], {rows, s.H}), d_b_ih = wanted(small && bias && mask[5], {rows}),
+                 d_b_hh = wanted(small && bias && mask[6], {rows});
+    const ScanRnnGradients<float> args{inputs,
+                                       pointer<float>(dgates),
+                                       pointer<float>(state),
+                                       pointer<float>(saved_output),
+                                       pointer<float>(x),
+                                       pointer<float>(w_in),
+                                       mutable_pointer<float>(d_input),
+                                       mutable_pointer<float>(d_w_ih),
+                                       mutable_pointer<float>(d_w_hh),
+                                       mutable_pointer<float>(d_b_ih),
+                                       mutable_pointer<float>(d_b_hh),
+                                       workspace.data_ptr()};
+    scan_rnn_gradients(shape, args, c10::cuda::getCurrentCUDAStream());
+    auto put = [&](Tensor& grad, const Tensor& found) {
+      if (found.defined()) grad = in_type(found, type);
+    };
+    put(std::get<0>(grads), d_input);
+    put(std::get<3>(grads), d_w_ih);
+    put(std::get<4>(grads), d_w_hh);
+    put(std::get<5>(grads), d_b_ih);
+    put(std::get<6>(grads), d_b_hh);
   }
   return without_undefined(grads, input);
 }

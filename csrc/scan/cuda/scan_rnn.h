@@ -56,19 +56,22 @@ struct ScanRnnChain {
   void* workspace;            // scan_rnn_chain_workspace() bytes, 16-byte aligned
 };
 
-// dW = [h_prev | x | 1]^T dgates, all parameters in one pass over the rows. Any output may be null.
+// dW = [h_prev | x | 1]^T dgates, all parameters in one pass over the rows, and grad_input = dgates' first G H columns
+// times W_ih, for I small. Any gradient may be null, and what only it needs.
 template <typename scalar>
-struct ScanRnnWeightGrad {
+struct ScanRnnGradients {
+  int I;
   const scalar* dgates;  // (T, B, K H)
-  const scalar* input;   // (T, B, I)
   const scalar* h0;      // (B, H)
   const scalar* output;  // (T, B, H)
-  int I;
-  scalar* w_ih;     // (G H, I)
-  scalar* w_hh;     // (G H, H)
-  scalar* b_ih;     // (G H)
-  scalar* b_hh;     // (G H)
-  void* workspace;  // scan_rnn_weight_grad_workspace() bytes
+  const scalar* input;   // (T, B, I), for grad_w_ih
+  const scalar* w_ih;    // (G H, I), for grad_input
+  scalar* grad_input;    // (T, B, I)
+  scalar* grad_w_ih;     // (G H, I)
+  scalar* grad_w_hh;     // (G H, H)
+  scalar* grad_b_ih;     // (G H)
+  scalar* grad_b_hh;     // (G H)
+  void* workspace;       // scan_rnn_gradients_workspace() bytes
 };
 
 // For H <= kScanRnnSmallHidden.
@@ -89,12 +92,9 @@ void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, 
 void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<double>& args, int chunks, cudaStream_t stream);
 
 // For H <= kScanRnnSmallHidden. Partial sums per slab of rows, added in a fixed order. A gate gradient or a state that
-// is inf makes NaN of the sums it enters, whatever the sign of the others.
-int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I);
-void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<float>& args, cudaStream_t stream);
-
-// grad_input (T, B, I) = dgates' first G H columns times w_ih (G H, I), for I small.
-void scan_rnn_input_grad(const ScanRnnShape& shape, int I, const float* dgates, const float* w_ih, float* grad_input,
-                         cudaStream_t stream);
+// is inf makes NaN of the sums it enters, whatever the sign of the others. The workspace is for the gradients of the
+// parameters, of w_ih's where `inputs` is I and not 0.
+int64_t scan_rnn_gradients_workspace(const ScanRnnShape& shape, int inputs);
+void scan_rnn_gradients(const ScanRnnShape& shape, const ScanRnnGradients<float>& args, cudaStream_t stream);
 
 }  // namespace weft

@@ -1,11 +1,12 @@
-// Weight and bias gradients of scan_rnn, dgates^T [h_prev | x | 1] in one pass over T B rows, and the gradient of a
-// narrow input.
+// What the gate gradients of scan_rnn become: those of weights and biases, dgates^T [h_prev | x | 1] in one pass over
+// T B rows, and that of a narrow input, dgates W_ih.
 //
-// A product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most of the chip
-// idle. The floor is one read of the rows. They are cut into slabs; a warp takes a 32 x 32 tile of the result over its
-// share of a slab, on the tensor cores in split TF32, with operands straight from memory: eight lanes read 32 bytes of
-// a row, 16 rows are under way at once. Every 16 rows the sum leaves the tensor core, which cuts off instead of
-// rounding. Partial sums are added by a second kernel, in the order of the slabs, so two runs give the same bits.
+// The first is a product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most
+// of the chip idle. The floor is one read of the rows. They are cut into slabs; a warp takes a 32 x 32 tile of the
+// result over its share of a slab, on the tensor cores in split TF32, with operands straight from memory: eight lanes
+// read 32 bytes of a row, 16 rows are under way at once. Every 16 rows the sum leaves the tensor core, which cuts off
+// instead of rounding. Partial sums are added by a second kernel, in the order of the slabs, so two runs give the same
+// bits. Other blocks of that kernel make the gradient of the input: short sequences wait for the host's launches.
 //
 // At 480,000 rows of a tanh RNN with H = 20 it takes 2.3 times the floor. With the rows through shared memory it took 4
 // times, by these products as by fp32 FMAs; a second set of operands in registers costs more in warps than it hides.
@@ -21,16 +22,17 @@ namespace {
 constexpr int kTile = 32, kWarpRows = 16, kMaxWarps = 4;
 
 struct Plan {
-  int M, N;  // result: M = K H rows of dgates' columns, N = H + I + 1
+  int M, N, inputs;  // result: M = K H rows of dgates' columns, N = H + inputs + 1
   int tiles_m, tiles_n, slabs;
   int block_tiles, shares;  // a block's warps: tiles by shares of the slab's rows
   int64_t rows_per_slab;
 };
 
-Plan plan(const ScanRnnShape& shape, int I) {
+Plan plan(const ScanRnnShape& shape, int inputs) {
   Plan p;
   p.M = chain_blocks(shape.cell) * shape.H;
-  p.N = shape.H + I + 1;
+  p.inputs = inputs;
+  p.N = shape.H + inputs + 1;
   p.tiles_m = (p.M + kTile - 1) / kTile;
   p.tiles_n = (p.N + kTile - 1) / kTile;
   const int tiles = p.tiles_m * p.tiles_n;
@@ -47,7 +49,7 @@ Plan plan(const ScanRnnShape& shape, int I) {
 }
 
 __global__ void __launch_bounds__(kMaxWarps* chunk::kWarp, 3)
-    partial_kernel(ScanRnnShape shape, ScanRnnWeightGrad<float> a, Plan p) {
+    partial_kernel(ScanRnnShape shape, ScanRnnGradients<float> a, Plan p) {
   __shared__ float total[kMaxWarps][kTile][kTile];
   const int warp = threadIdx.x / chunk::kWarp, lane = threadIdx.x % chunk::kWarp, quad = lane / 4, j = lane % 4;
   const int slot = warp % p.block_tiles, share = warp / p.block_tiles, tiles = p.tiles_m * p.tiles_n;
@@ -64,7 +66,7 @@ __global__ void __launch_bounds__(kMaxWarps* chunk::kWarp, 3)
   for (int i = 0; i < 4; ++i) {
     const int n = n0 + 8 * i + quad;
     has_m[i] = m0 + 8 * i + quad < p.M;
-    column[i] = n < H ? a.output + previous * H + n : n < H + a.I ? a.input + n - H : nullptr;
+    column[i] = n < H ? a.output + previous * H + n : n < H + p.inputs ? a.input + n - H : nullptr;
     stride[i] = n < H ? H : a.I;
   }
 
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kMaxWarps* chunk::kWarp, 3)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* x = column[i] + (base + j) * stride[i];
-        const float otherwise = n0 + 8 * i + quad == H + a.I ? 1.0f : 0.0f;
+        const float otherwise = n0 + 8 * i + quad == H + p.inputs ? 1.0f : 0.0f;
 #pragma unroll
         for (int r = 0; r < kSteps; ++r) right[r][i] = column[i] ? x[4 * r * stride[i]] : otherwise;
       }
@@ -97,11 +99,11 @@ __global__ void __launch_bounds__(kMaxWarps* chunk::kWarp, 3)
           const bool on = row < high;
           const bool first = n < H && (row + previous < 0 || row + previous >= rows);
           left[r][i] = on && has_m[i] ? a.dgates[row * p.M + m0 + 8 * i + quad] : 0.0f;
-          right[r][i] = !on            ? 0.0f
-                        : first        ? a.h0[row % shape.B * H + n]
-                        : column[i]    ? column[i][row * stride[i]]
-                        : n == H + a.I ? 1.0f
-                                       : 0.0f;
+          right[r][i] = !on                 ? 0.0f
+                        : first             ? a.h0[row % shape.B * H + n]
+                        : column[i]         ? column[i][row * stride[i]]
+                        : n == H + p.inputs ? 1.0f
+                                            : 0.0f;
         }
     }
     float part[2][4][4] = {};
@@ -155,15 +157,17 @@ __global__ void __launch_bounds__(kMaxWarps* chunk::kWarp, 3)
   for (int i = threadIdx.x; i < written; i += blockDim.x) partial[i] = (&total[0][0][0])[i];
 }
 
-// One row of a tile by 32 shares of the slabs per block: few enough slabs each that their loads are under way together.
-constexpr int kSumShares = 32;
+constexpr int kThreads = 256;  // of finish_kernel
 
-__global__ void __launch_bounds__(kTile* kSumShares)
-    sum_kernel(ScanRnnShape shape, ScanRnnWeightGrad<float> a, Plan p) {
-  __shared__ float shares[kSumShares][kTile];
-  const int lane = threadIdx.x % kTile, share = threadIdx.x / kTile;
+// Eight elements of a tile by 32 shares of the slabs per block: few enough slabs each that their loads are under way
+// together.
+constexpr int kSumElements = 8, kSumShares = kThreads / kSumElements;
+
+__device__ void add_slabs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, const Plan& p, int block) {
+  __shared__ float shares[kSumShares][kSumElements];
+  const int lane = threadIdx.x % kSumElements, share = threadIdx.x / kSumElements;
   const int tiles = p.tiles_m * p.tiles_n;
-  const int at = blockIdx.x * kTile + lane;  // tile, row and column within it
+  const int at = block * kSumElements + lane;  // tile, row and column within it
   const int tile = at / (kTile * kTile), m = tile % p.tiles_m * kTile + at / kTile % kTile,
             n = tile / p.tiles_m * kTile + at % kTile, H = shape.H;
   if (m >= p.M) return;
@@ -178,39 +182,39 @@ __global__ void __launch_bounds__(kTile* kSumShares)
   for (int s = 1; s < kSumShares; ++s) sum += shares[s][lane];
   // GRU's columns are dr, dz, dn, dm: the input side takes the first three, the recurrent side all but dn.
   const bool gru = shape.cell == Cell::kGru;
-  const int block = m / H;
-  const bool input_side = !gru || block != 3, recurrent_side = !gru || block != 2;
-  const int recurrent_row = gru && block == 3 ? m - H : m;
+  const int gate = m / H;
+  const bool input_side = !gru || gate != 3, recurrent_side = !gru || gate != 2;
+  const int recurrent_row = gru && gate == 3 ? m - H : m;
   if (n < H) {
-    if (a.w_hh && recurrent_side) a.w_hh[recurrent_row * H + n] = sum;
-  } else if (n < H + a.I) {
-    if (a.w_ih && input_side) a.w_ih[m * a.I + n - H] = sum;
+    if (a.grad_w_hh && recurrent_side) a.grad_w_hh[recurrent_row * H + n] = sum;
+  } else if (n < H + p.inputs) {
+    if (input_side) a.grad_w_ih[m * p.inputs + n - H] = sum;
   } else {
-    if (a.b_ih && input_side) a.b_ih[m] = sum;
-    if (a.b_hh && recurrent_side) a.b_hh[recurrent_row] = sum;
+    if (a.grad_b_ih && input_side) a.grad_b_ih[m] = sum;
+    if (a.grad_b_hh && recurrent_side) a.grad_b_hh[recurrent_row] = sum;
   }
 }
 
-// grad_input = dgates W_ih for a narrow input: a block takes 64 rows by 32 inputs, a thread one input of eight rows.
-// cuBLAS does it as fast; what it takes on the host to choose a kernel is as long as the product.
+// A block takes 64 rows by 32 inputs, a thread one input of eight rows. cuBLAS does it as fast; what it takes on the
+// host to choose a kernel is as long as the product.
 constexpr int kInputRows = 64, kInputTile = 32;
 
-__global__ void __launch_bounds__(256)
-    input_kernel(int64_t rows, int M, int depth, int I, const float* dgates, const float* w_ih, float* grad_input) {
+__device__ void input_tile(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block) {
   extern __shared__ float4 dynamic4[];
-  const int stride = (depth + 3) / 4 * 4;
+  const int stride = (depth + 3) / 4 * 4, M = chain_blocks(shape.cell) * shape.H, I = a.I;
+  const int tiles = (I + kInputTile - 1) / kInputTile;
   float* left = reinterpret_cast<float*>(dynamic4);  // (64, stride)
   float* right = left + kInputRows * stride;         // (stride, 32)
-  const int64_t low = int64_t(blockIdx.x) * kInputRows;
-  const int i0 = blockIdx.y * kInputTile, column = threadIdx.x % 32, group = threadIdx.x / 32;
-  for (int at = threadIdx.x; at < stride * kInputTile; at += 256) {
+  const int64_t rows = shape.T * shape.B, low = block / tiles * kInputRows;
+  const int i0 = int(block % tiles) * kInputTile, column = threadIdx.x % 32, group = threadIdx.x / 32;
+  for (int at = threadIdx.x; at < stride * kInputTile; at += kThreads) {
     const int k = at / kInputTile, i = i0 + at % kInputTile;
-    right[at] = k < depth && i < I ? w_ih[k * I + i] : 0.0f;
+    right[at] = k < depth && i < I ? a.w_ih[k * I + i] : 0.0f;
   }
-  for (int at = threadIdx.x; at < kInputRows * stride; at += 256) {
+  for (int at = threadIdx.x; at < kInputRows * stride; at += kThreads) {
     const int64_t row = low + at / stride;
     const int k = at % stride;
-    left[at] = k < depth && row < rows ? dgates[row * M + k] : 0.0f;
+    left[at] = k < depth && row < rows ? a.dgates[row * M + k] : 0.0f;
   }
   __syncthreads();
   float sum[8] = {};
@@ -227,7 +231,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
     const int64_t row = low + group * 8 + r;
-    if (row < rows && i0 + column < I) grad_input[row * I + i0 + column] = sum[r];
+    if (row < rows && i0 + column < I) a.grad_input[row * I + i0 + column] = sum[r];
   }
 }
 
@@ -235,15 +239,15 @@ __global__ void __launch_bounds__(256)
 // leaves of a line the others take from the cache.
 constexpr int kFewInputs = 4;
 
-__global__ void __launch_bounds__(256) few_inputs_kernel(int64_t rows, int M, int depth, int I, const float* dgates,
-                                                         const float* w_ih, float* grad_input) {
-  __shared__ float w[128 * kFewInputs];
-  for (int at = threadIdx.x; at < depth * I; at += 256) w[at] = w_ih[at];
+__device__ void few_inputs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block) {
+  __shared__ float w[4 * kScanRnnSmallHidden * kFewInputs];
+  const int M = chain_blocks(shape.cell) * shape.H, I = a.I;
+  for (int at = threadIdx.x; at < depth * I; at += kThreads) w[at] = a.w_ih[at];
   __syncthreads();
-  const int64_t at = int64_t(blockIdx.x) * 256 + threadIdx.x, row = at / I;
-  if (row >= rows) return;
+  const int64_t at = block * kThreads + threadIdx.x, row = at / I;
+  if (row >= shape.T * shape.B) return;
   const int i = int(at % I);
-  const float* d = dgates + row * M;
+  const float* d = a.dgates + row * M;
   float sum[4] = {};
   int k = 0;
   if (M % 4 == 0) {
@@ -256,37 +260,52 @@ __global__ void __launch_bounds__(256) few_inputs_kernel(int64_t rows, int M, in
     }
   }
   for (; k < depth; ++k) sum[0] = fmaf(d[k], w[k * I + i], sum[0]);
-  grad_input[at] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  a.grad_input[at] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+// The first `sums` blocks add partial sums, the others make grad_input.
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(ScanRnnShape shape, ScanRnnGradients<float> a, Plan p, int sums) {
+  const int depth = gate_blocks(shape.cell) * shape.H;
+  if (int64_t(blockIdx.x) < sums) {
+    add_slabs(shape, a, p, int(blockIdx.x));
+  } else if (a.I <= kFewInputs) {
+    few_inputs(shape, a, depth, blockIdx.x - sums);
+  } else {
+    input_tile(shape, a, depth, blockIdx.x - sums);
+  }
 }
 
 }  // namespace
 
-void scan_rnn_input_grad(const ScanRnnShape& shape, int I, const float* dgates, const float* w_ih, float* grad_input,
-                         cudaStream_t stream) {
-  const int64_t rows = shape.T * shape.B;
-  const int depth = gate_blocks(shape.cell) * shape.H, stride = (depth + 3) / 4 * 4;
-  if (I <= kFewInputs) {
-    return launch("scan_rnn_input_grad", few_inputs_kernel, (rows * I + 255) / 256, dim3(256), 0, stream, rows,
-                  chain_blocks(shape.cell) * shape.H, depth, I, dgates, w_ih, grad_input);
-  }
-  launch("scan_rnn_input_grad", input_kernel,
-         Grid((rows + kInputRows - 1) / kInputRows, (I + kInputTile - 1) / kInputTile), dim3(256),
-         (kInputRows + kInputTile) * stride * sizeof(float), stream, rows, chain_blocks(shape.cell) * shape.H, depth, I,
-         dgates, w_ih, grad_input);
-}
-
-int64_t scan_rnn_weight_grad_workspace(const ScanRnnShape& shape, int I) {
-  const Plan p = plan(shape, I);
+int64_t scan_rnn_gradients_workspace(const ScanRnnShape& shape, int inputs) {
+  const Plan p = plan(shape, inputs);
   return int64_t(p.slabs) * p.tiles_m * p.tiles_n * kTile * kTile * int64_t(sizeof(float));
 }
 
-void scan_rnn_weight_grad(const ScanRnnShape& shape, const ScanRnnWeightGrad<float>& args, cudaStream_t stream) {
-  const Plan p = plan(shape, args.I);
-  const unsigned tiles = unsigned(p.tiles_m * p.tiles_n);
-  launch("scan_rnn_weight_grad", partial_kernel, dim3((tiles + p.block_tiles - 1) / p.block_tiles, p.slabs),
-         dim3(p.block_tiles * p.shares * chunk::kWarp), 0, stream, shape, args, p);
-  launch("scan_rnn_weight_grad_sum", sum_kernel, dim3(tiles * kTile), dim3(kTile * kSumShares), 0, stream, shape, args,
-         p);
+void scan_rnn_gradients(const ScanRnnShape& shape, const ScanRnnGradients<float>& args, cudaStream_t stream) {
+  const Plan p = plan(shape, args.grad_w_ih ? args.I : 0);
+  int sums = 0;
+  if (args.grad_w_ih || args.grad_w_hh || args.grad_b_ih || args.grad_b_hh) {
+    const int tiles = p.tiles_m * p.tiles_n;
+    launch("scan_rnn_weight_grad", partial_kernel, dim3((tiles + p.block_tiles - 1) / p.block_tiles, p.slabs),
+           dim3(p.block_tiles * p.shares * chunk::kWarp), 0, stream, shape, args, p);
+    sums = tiles * kTile * kTile / kSumElements;
+  }
+  int64_t blocks = 0;
+  size_t shared_bytes = 0;
+  if (args.grad_input) {
+    const int64_t rows = shape.T * shape.B;
+    const int depth = gate_blocks(shape.cell) * shape.H, stride = (depth + 3) / 4 * 4;
+    if (args.I <= kFewInputs) {
+      blocks = (rows * args.I + kThreads - 1) / kThreads;
+    } else {
+      blocks = (rows + kInputRows - 1) / kInputRows * ((args.I + kInputTile - 1) / kInputTile);
+      shared_bytes = (kInputRows + kInputTile) * stride * sizeof(float);
+    }
+  }
+  launch("scan_rnn_gradients", finish_kernel, sums + blocks, dim3(kThreads), shared_bytes, stream, shape, args, p,
+         sums);
 }
 
 }  // namespace weft
