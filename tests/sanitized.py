@@ -64,7 +64,7 @@ def layer_scan(
 ) -> None:  # fmt: skip
     os.environ["WEFT_SCAN_RNN_CHUNKS"] = str(chunks)
     rows = GATES[cell] * H
-    x, h, w_ih, b_ih, b_hh = tensors((T, B, inputs), (B, H), (rows, inputs), (rows,), (rows,), dtype=dtype)
+    x, h, w_ih, b_ih, b_hh = tensors((T, B, inputs), (1, B, H), (rows, inputs), (rows,), (rows,), dtype=dtype)
     (w_hh,) = tensors((rows, H), dtype=dtype, scale=scale * H**-0.5)
     output, h_n, *_ = torch.ops.weft.scan_rnn(
         x, h, h if cell == "lstm" else None, w_ih, w_hh, b_ih, b_hh, cell=cell, reverse=reverse, save=True

@@ -34,8 +34,9 @@ def reference_chain(grad_output, grad_h_n, grad_c_n, args, output, gates, cells,
     """
     input, h0, c0, w_ih, w_hh = (None if t is None else t.numpy() for t in args[:5])
     output, gates, cells = output.numpy(), gates.numpy(), cells.numpy()
-    dh = numpy.zeros_like(h0) if grad_h_n is None else grad_h_n.numpy()
-    dc = numpy.zeros_like(h0) if grad_c_n is None else grad_c_n.numpy()
+    h0, c0 = h0[0], None if c0 is None else c0[0]
+    dh = numpy.zeros_like(h0) if grad_h_n is None else grad_h_n[0].numpy()
+    dc = numpy.zeros_like(h0) if grad_c_n is None else grad_c_n[0].numpy()
     order = range(len(input))[::-1] if reverse else range(len(input))
     entering, recurrent = (numpy.zeros((*input.shape[:2], len(w_hh)), input.dtype) for _ in range(2))
     with numpy.errstate(all="ignore"):
@@ -66,7 +67,7 @@ def reference_chain(grad_output, grad_h_n, grad_c_n, args, output, gates, cells,
                 pre = dh * (1 - h * h) if cell == "rnn_tanh" else numpy.where(h > 0, dh, 0).astype(dh.dtype)
             entering[t] = recurrent[t] = pre
             dh = pre @ w_hh
-        found = (entering @ w_ih, dh, dc if cell == "lstm" else None, entering, recurrent)
+        found = (entering @ w_ih, dh[None], dc[None] if cell == "lstm" else None, entering, recurrent)
     return tuple(None if f is None else torch.from_numpy(f) for f in found)
 
 

@@ -111,8 +111,8 @@ def arguments(sample: Sample, device: str, scale: float = 1.0, requires_grad: bo
 
     return [
         make(sample.T, sample.B, sample.I),
-        make(sample.B, sample.H),
-        make(sample.B, sample.H) if sample.cell == "lstm" else None,
+        make(1, sample.B, sample.H),
+        make(1, sample.B, sample.H) if sample.cell == "lstm" else None,
         make(rows, sample.I, uniform=True),
         make(rows, sample.H, uniform=True, factor=scale),
         make(rows, uniform=True) if sample.bias else None,
@@ -122,14 +122,14 @@ def arguments(sample: Sample, device: str, scale: float = 1.0, requires_grad: bo
 
 def gradients(sample: Sample, device: str) -> list[Tensor | None]:
     """Random gradients for output, h_n and, for an lstm, c_n."""
-    shapes = [(sample.T, sample.B, sample.H), (sample.B, sample.H), (sample.B, sample.H)]
+    shapes = [(sample.T, sample.B, sample.H), *[(1, sample.B, sample.H)] * 2]
     grads = [torch.randn(shape, dtype=torch.float64).to(device, sample.dtype) for shape in shapes]
     return grads if sample.cell == "lstm" else [*grads[:2], None]
 
 
 def reference(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False):
     """One step after another in plain torch: output, h_n, c_n (None except for lstm), gates, cells."""
-    h, c = h0, c0
+    h, c = h0[0], None if c0 is None else c0[0]
     outputs, gates, cells = {}, {}, {}
     zero = torch.zeros((), dtype=input.dtype, device=input.device)
     steps = range(input.shape[0])
@@ -142,10 +142,11 @@ def reference(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False):
 
     def stacked(parts: dict[int, Tensor | None], width: int) -> Tensor:
         there = parts and parts[0] is not None
-        return torch.stack([parts[t] for t in steps]) if there else input.new_empty(0, h0.shape[0], width)
+        return torch.stack([parts[t] for t in steps]) if there else input.new_empty(0, h0.shape[1], width)
 
-    hidden = h0.shape[1]
-    return stacked(outputs, hidden), h, c, stacked(gates, 4 * hidden), stacked(cells, hidden)
+    hidden = h0.shape[2]
+    final = h[None], None if c is None else c[None]
+    return stacked(outputs, hidden), *final, stacked(gates, 4 * hidden), stacked(cells, hidden)
 
 
 KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
@@ -153,11 +154,11 @@ KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "
 
 def torchs(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False):
     """output, h_n[, c_n] of torch's own kernel, which takes far less time than the reference on long sequences."""
-    hx = (h0[None], c0[None]) if cell == "lstm" else h0[None]
+    hx = (h0, c0) if cell == "lstm" else h0
     weights = [w_ih, w_hh] if b_ih is None else [w_ih, w_hh, b_ih, b_hh]
     steps = input.flip(0) if reverse else input
     output, *states = KERNELS[cell](steps, hx, weights, b_ih is not None, 1, 0.0, True, False, False)
-    return output.flip(0) if reverse else output, *(s[0] for s in states)
+    return output.flip(0) if reverse else output, *states
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -273,11 +274,9 @@ def test_matches_torch_nn(cell: str, device: str, reverse: bool):
     flip = (lambda t: t.flip(0)) if reverse else (lambda t: t)
     output, state = module(flip(x), (h0, c0) if cell == "lstm" else h0)
     state = state if cell == "lstm" else (state,)
-    c = c0[0] if cell == "lstm" else None
-    found = scan_rnn(x, h0[0], c, *(p.detach() for p in module.parameters()), cell=cell, reverse=reverse)
-    check_close(("output", "h_n"), (found[0], found[1]), (flip(output), state[0][0]), 1e-12)
-    if cell == "lstm":
-        check_close(("c_n",), (found[2],), (state[1][0],), 1e-12)
+    c = c0 if cell == "lstm" else None
+    found = scan_rnn(x, h0, c, *(p.detach() for p in module.parameters()), cell=cell, reverse=reverse)
+    check_close(("output", "h_n", "c_n"), found[: 1 + len(state)], (flip(output), *state), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
@@ -287,7 +286,7 @@ def test_activations_are_accurate(device: str, dtype: torch.dtype):
     size = torch.logspace(-30, 1.9, 2000, dtype=torch.float64).to(dtype).double()  # exp(-80) is still a normal float
     x = torch.cat([size, -size, torch.zeros(1), torch.full((1,), torch.inf), torch.full((1,), -torch.inf)])
     ones = torch.ones(4, 1, dtype=dtype, device=device)
-    args = (x.to(device, dtype).view(1, -1, 1), torch.zeros(len(x), 1, dtype=dtype, device=device))
+    args = (x.to(device, dtype).view(1, -1, 1), torch.zeros(1, len(x), 1, dtype=dtype, device=device))
 
     def close(found: Tensor, expected: Tensor) -> None:
         found = found.double().cpu()
@@ -645,7 +644,7 @@ def test_bad_row_touches_no_other(sample: Sample, device: str, value: float, mon
         assert torch.equal(found[0][:, others], clean[0][:, others])
         assert torch.equal(found[0][:4, row], clean[0][:4, row])
         assert torch.equal(found_grads[0][:, others], clean_grads[0][:, others])
-        assert torch.equal(found_grads[1][others], clean_grads[1][others])
+        assert torch.equal(found_grads[1][:, others], clean_grads[1][:, others])
         if change_input and value != value:
             assert found[0][4:, row].isnan().all()
         if change_grad:
@@ -701,9 +700,9 @@ def test_relu_drops_what_is_not_finite(H: int, chunks: int, monkeypatch):
     w_hh.mul_(0.1)
     leaves = [t.requires_grad_() for t in (x, h0, w_ih)]
     _, h_n, *_ = scan_rnn(x, h0, None, w_ih, w_hh, None, None, **sample.keywords, save=True)
-    assert (h_n[:, 0] == 0).all()
+    assert (h_n[..., 0] == 0).all()
     grad = torch.ones_like(h_n)
-    grad[:, 0] = torch.inf
+    grad[..., 0] = torch.inf
     for found in torch.autograd.grad(h_n, leaves, grad):
         assert found.isfinite().all()
 
@@ -755,7 +754,7 @@ def check_chaotic(sample: Sample, device: str, scale: float) -> None:
 
     # All steps at once: each is a sequence of one step in the batch.
     def before(states: Tensor, first: Tensor) -> Tensor:
-        return torch.cat([states[1:], first[None]] if reverse else [first[None], states[:-1]]).flatten(0, 1)
+        return torch.cat([states[1:], first] if reverse else [first, states[:-1]]).flatten(0, 1)[None]
 
     state = before(output, args[1])
     cell_state = before(cells, args[2]) if cell == "lstm" else None
@@ -918,8 +917,8 @@ GOOD = Sample("gru", 4, 3, 2, 5)
             r"cell must be one of 'rnn_tanh', 'rnn_relu', 'gru', 'lstm', got 'elman'",
         ),
         ("gru", {"input": lambda t: t[0]}, ValueError, r"scan_rnn: input must be \(T, B, I\), got 2 dimensions"),
-        ("gru", {"h0": lambda t: t[None]}, ValueError, r"h0 must be \(B, H\), got 3 dimensions"),
-        ("gru", {"h0": lambda t: t[:2]}, ValueError, r"h0 must be \(B, H\) = \[3, 5\], got \[2, 5\]"),
+        ("gru", {"h0": lambda t: t[0]}, ValueError, r"h0 must be \(1, B, H\), got 2 dimensions"),
+        ("gru", {"h0": lambda t: t[:, :2]}, ValueError, r"h0 must be \(1, B, H\) = \[1, 3, 5\], got \[1, 2, 5\]"),
         ("gru", {"w_ih": lambda t: t[0]}, ValueError, r"w_ih must be \(G\*H, I\), got 1 dimension"),
         ("gru", {"w_ih": lambda t: t[:, :1]}, ValueError, r"w_ih must be \(G\*H, I\) = \[15, 2\], got \[15, 1\]"),
         ("lstm", {"w_hh": lambda t: t[:15]}, ValueError, r"w_hh must be \(G\*H, H\) = \[20, 5\], got \[15, 5\]"),
@@ -932,9 +931,9 @@ GOOD = Sample("gru", 4, 3, 2, 5)
             r"b_ih and b_hh must both be given or both be None, got only b_ih",
         ),
         ("gru", {"b_ih": lambda t: None}, ValueError, r"both be None, got only b_hh"),
-        ("lstm", {"c0": lambda t: None}, ValueError, r"c0 must be \(B, H\) for lstm, got None"),
-        ("lstm", {"c0": lambda t: t[:, :2]}, ValueError, r"c0 must be \(B, H\) = \[3, 5\], got \[3, 2\]"),
-        ("gru", {"c0": lambda t: torch.zeros(3, 5)}, ValueError, r"c0 must be None except for lstm, got a tensor"),
+        ("lstm", {"c0": lambda t: None}, ValueError, r"c0 must be \(1, B, H\) for lstm, got None"),
+        ("lstm", {"c0": lambda t: t[..., :2]}, ValueError, r"c0 must be \(1, B, H\) = \[1, 3, 5\], got \[1, 3, 2\]"),
+        ("gru", {"c0": lambda t: torch.zeros(1, 3, 5)}, ValueError, r"c0 must be None except for lstm, got a tensor"),
         (
             "gru",
             {"input": lambda t: t.int()},

@@ -38,18 +38,18 @@ ScanRnnSizes check_scan_rnn(const char* op, Cell cell, const at::Tensor& input, 
                             const std::optional<at::Tensor>& b_ih, const std::optional<at::Tensor>& b_hh) {
   const bool lstm = cell == Cell::kLstm;
   check_rank(op, "input", input, 3, "(T, B, I)");
-  check_rank(op, "h0", h0, 2, "(B, H)");
+  check_rank(op, "h0", h0, 3, "(1, B, H)");
   check_rank(op, "w_ih", w_ih, 2, "(G*H, I)");
-  const ScanRnnSizes s{input.size(0), input.size(1), input.size(2), h0.size(1), gate_blocks(cell)};
+  const ScanRnnSizes s{input.size(0), input.size(1), input.size(2), h0.size(2), gate_blocks(cell)};
   const int64_t rows = s.gates * s.H;
-  check_shape(op, "h0", h0, {s.B, s.H}, "(B, H)");
+  check_shape(op, "h0", h0, {1, s.B, s.H}, "(1, B, H)");
   check_shape(op, "w_ih", w_ih, {rows, s.I}, "(G*H, I)");
   check_shape(op, "w_hh", w_hh, {rows, s.H}, "(G*H, H)");
-  WEFT_CHECK_VALUE(c0.has_value() == lstm, op, ": c0 must be ", lstm ? "(B, H) for" : "None except for", " lstm, got ",
-                   lstm ? "None" : "a tensor");
+  WEFT_CHECK_VALUE(c0.has_value() == lstm, op, ": c0 must be ", lstm ? "(1, B, H) for" : "None except for",
+                   " lstm, got ", lstm ? "None" : "a tensor");
   WEFT_CHECK_VALUE(b_ih.has_value() == b_hh.has_value(), op, ": b_ih and b_hh must both be given or both be None, got ",
                    b_ih.has_value() ? "only b_ih" : "only b_hh");
-  if (c0) check_shape(op, "c0", *c0, {s.B, s.H}, "(B, H)");
+  if (c0) check_shape(op, "c0", *c0, {1, s.B, s.H}, "(1, B, H)");
   if (b_ih) {
     check_shape(op, "b_ih", *b_ih, {rows}, "(G*H)");
     check_shape(op, "b_hh", *b_hh, {rows}, "(G*H)");
@@ -76,9 +76,9 @@ void check_scan_rnn_saved(const char* op, Cell cell, const ScanRnnSizes& s, cons
     check_like(op, name, t, "input", input);
   };
   if (grad_output) check("grad_output", *grad_output, {s.T, s.B, s.H}, "(T, B, H)");
-  if (grad_h_n) check("grad_h_n", *grad_h_n, {s.B, s.H}, "(B, H)");
+  if (grad_h_n) check("grad_h_n", *grad_h_n, {1, s.B, s.H}, "(1, B, H)");
   WEFT_CHECK_VALUE(lstm || !grad_c_n, op, ": grad_c_n must be None except for lstm, got a tensor");
-  if (grad_c_n) check("grad_c_n", *grad_c_n, {s.B, s.H}, "(B, H)");
+  if (grad_c_n) check("grad_c_n", *grad_c_n, {1, s.B, s.H}, "(1, B, H)");
   check("output", output, {s.T, s.B, s.H}, "(T, B, H)");
 
   const auto accumulate = accumulate_type(input.scalar_type());

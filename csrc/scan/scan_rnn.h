@@ -7,18 +7,20 @@
 // T steps, B sequences, I inputs, H hidden units, G = 1, 1, 3, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm, in
 // torch's order (gru: r, z, n; lstm: i, f, g, o). Any of T, B, I, H may be 0; T = 0 gives h_n = h0.
 //
-// scan_rnn(input (T,B,I), h0 (B,H), c0 (B,H) | None, w_ih (G*H,I), w_hh (G*H,H), b_ih (G*H) | None, b_hh (G*H) | None;
-//          cell, reverse, save)
+// The state has a leading dimension of 1, as torch has it for one layer and direction.
+//
+// scan_rnn(input (T,B,I), h0 (1,B,H), c0 (1,B,H) | None, w_ih (G*H,I), w_hh (G*H,H), b_ih (G*H) | None,
+//          b_hh (G*H) | None; cell, reverse, save)
 //   output (T,B,H)   h[t]; with reverse, time runs from T-1 down to 0 and output[t] stays at its own t
-//   h_n    (B,H)     the state after the last step taken
-//   c_n    (B,H)     lstm; else (0)
+//   h_n    (1,B,H)   the state after the last step taken
+//   c_n    (1,B,H)   lstm; else (0)
 //   gates            with save: gru (T,B,4H) = r, z, n, m; lstm (T,B,4H) = i, f, g, o, all after their nonlinearity;
 //                    accumulate type. Without save, and for the rnns: (0)
 //   cells            with save: lstm (T,B,H) = c[t], accumulate type; else (0)
 //   save is switched on by the autograd kernel where a gradient is needed.
 //
-// scan_rnn_backward(grad_output (T,B,H) | None, grad_h_n (B,H) | None, grad_c_n (B,H) | None, the seven tensors above,
-//                   output, gates, cells; cell, reverse, output_mask[7])
+// scan_rnn_backward(grad_output (T,B,H) | None, grad_h_n (1,B,H) | None, grad_c_n (1,B,H) | None, the seven tensors
+//                   above, output, gates, cells; cell, reverse, output_mask[7])
 //   the gradients of the seven tensor arguments in their order; (0) where masked out or absent. None means zeros.
 //   It is differentiable to any order, step by step through scan_rnn_reference.h, in everything but output, gates and
 //   cells, which it takes for the functions of the other arguments that they are.

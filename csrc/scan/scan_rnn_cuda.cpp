@@ -71,8 +71,8 @@ Results allocate(Cell cell, const ScanRnnSizes& s, const Tensor& input, bool sav
   const auto saved = options.dtype(accumulate_type(input.scalar_type()));
   Results r;
   r.output = at::empty({s.T, s.B, s.H}, options);
-  r.h_n = at::empty({s.B, s.H}, options);
-  r.c_n = lstm ? at::empty({s.B, s.H}, options) : at::empty({0}, options);
+  r.h_n = at::empty({1, s.B, s.H}, options);
+  r.c_n = lstm ? at::empty({1, s.B, s.H}, options) : at::empty({0}, options);
   r.gates = save && has_gates(cell) ? at::empty({s.T, s.B, 4 * s.H}, saved) : at::empty({0}, saved);
   r.cells = save && lstm ? at::empty({s.T, s.B, s.H}, saved) : at::empty({0}, saved);
   return r;
@@ -106,7 +106,7 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
                       Results& results) {
   const bool bias = b_ih.defined(), lstm = cell == Cell::kLstm;
   const Tensor steps = reverse ? input.flip(0) : input;
-  Tensor h = h0.unsqueeze(0), c = lstm ? c0.unsqueeze(0) : Tensor();
+  Tensor h = h0, c = c0;
   std::vector<Tensor> weights = {w_ih, w_hh};
   if (bias) weights.insert(weights.end(), {b_ih, b_hh});
   const bool cudnn = at::cudnn_is_acceptable(steps);
@@ -116,7 +116,7 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
     // at::lstm and its kin end in the same kernel, and warn of weights that do not lie in one piece of memory. These
     // are moved into one; the aliases follow them there, the caller's tensors stay where they are.
     for (Tensor& w : weights) w = at::alias(w);
-    buffer = at::_cudnn_rnn_flatten_weight(weights, int64_t(weights.size()), input.size(2), mode, h0.size(1),
+    buffer = at::_cudnn_rnn_flatten_weight(weights, int64_t(weights.size()), input.size(2), mode, h0.size(2),
                                            /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false,
                                            /*bidirectional=*/false);
   }
@@ -125,7 +125,7 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
     if (cudnn) {
       std::tie(output, h, c, std::ignore, std::ignore) =
           at::_cudnn_rnn(part, weights, int64_t(weights.size()), buffer, h, lstm ? OptionalTensor(c) : std::nullopt,
-                         mode, h0.size(1), /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*dropout=*/0.0,
+                         mode, h0.size(2), /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*dropout=*/0.0,
                          /*train=*/false, /*bidirectional=*/false, {}, std::nullopt);
     } else if (lstm) {
       std::tie(output, h, c) = at::lstm(part, {h, c}, weights, bias, 1, 0.0, false, false, false);
@@ -149,8 +149,8 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
     output = at::cat(parts);
   }
   results.output = reverse ? output.flip(0) : output.contiguous();
-  results.h_n = h.squeeze(0);
-  if (lstm) results.c_n = c.squeeze(0);
+  results.h_n = h;
+  if (lstm) results.c_n = c;
 }
 
 // The gates that torch's kernel keeps to itself, from its output: two matrix products over all steps and a pointwise
@@ -164,7 +164,7 @@ void recover_gates(const ScanRnnShape& shape, const Tensor& input, const Tensor&
   // The rows of all steps but the first, and those of the states before them.
   const Tensor after = gates.narrow(0, shape.reverse ? 0 : B, later),
                first = gates.narrow(0, shape.reverse ? later : 0, B),
-               before = output.narrow(0, shape.reverse ? B : 0, later);
+               before = output.narrow(0, shape.reverse ? B : 0, later), start = h0.squeeze(0);
   const int64_t summed = gru ? 2 * H : 4 * H;  // columns where both sides are added
 
   Tensor entering = gates.narrow(1, 0, w_ih.size(0));
@@ -178,17 +178,17 @@ void recover_gates(const ScanRnnShape& shape, const Tensor& input, const Tensor&
   }
   const Tensor w_summed = w_hh.narrow(0, 0, summed).t();
   after.narrow(1, 0, summed).addmm_(before, w_summed);
-  first.narrow(1, 0, summed).addmm_(h0, w_summed);
+  first.narrow(1, 0, summed).addmm_(start, w_summed);
   if (gru) {
     const Tensor w_n = w_hh.narrow(0, 2 * H, H).t();
     Tensor m = after.narrow(1, 3 * H, H), m_first = first.narrow(1, 3 * H, H);
     if (bias) {
       const Tensor b_n = b_hh.narrow(0, 2 * H, H);
       at::addmm_out(m, b_n, before, w_n);
-      at::addmm_out(m_first, b_n, h0, w_n);
+      at::addmm_out(m_first, b_n, start, w_n);
     } else {
       at::mm_out(m, before, w_n);
-      at::mm_out(m_first, h0, w_n);
+      at::mm_out(m_first, start, w_n);
     }
   }
 
@@ -201,7 +201,7 @@ void recover_gates(const ScanRnnShape& shape, const Tensor& input, const Tensor&
   }
   if (!gru) {
     // c[t] = f c[t-1] + i g
-    scan::linear_scan_cuda({results.gates.narrow(2, H, H), into_cells, c0, /*diagonal=*/true, shape.reverse,
+    scan::linear_scan_cuda({results.gates.narrow(2, H, H), into_cells, c0.squeeze(0), /*diagonal=*/true, shape.reverse,
                             /*transpose=*/false},
                            results.cells);
   }
@@ -212,8 +212,9 @@ void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& g
                  const Tensor& gates, const Tensor& cells, const Tensor& dgates, const Tensor& grad_h0,
                  const Tensor& grad_c0) {
   const int64_t H = s.H;
-  Tensor gh = grad_h_n.defined() ? grad_h_n : at::zeros_like(h0), gc = grad_c_n;
-  if (cell == Cell::kLstm && !gc.defined()) gc = at::zeros_like(h0);
+  const Tensor start = h0.squeeze(0);
+  Tensor gh = grad_h_n.defined() ? grad_h_n.squeeze(0) : at::zeros_like(start), gc;
+  if (cell == Cell::kLstm) gc = grad_c_n.defined() ? grad_c_n.squeeze(0) : at::zeros_like(start);
   for (int64_t step = s.T - 1; step >= 0; --step) {
     const int64_t t = reverse ? s.T - 1 - step : step, before = reverse ? t + 1 : t - 1;
     const Tensor dh = grad_output.defined() ? gh + grad_output[t] : gh;
@@ -221,7 +222,7 @@ void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& g
     auto block = [&](const Tensor& x, int64_t g) { return x.narrow(1, g * H, H); };
     if (cell == Cell::kGru) {
       const Tensor r = block(gates[t], 0), z = block(gates[t], 1), n = block(gates[t], 2), m = block(gates[t], 3);
-      const Tensor h_prev = step > 0 ? output[before] : h0;
+      const Tensor h_prev = step > 0 ? output[before] : start;
       const Tensor dn = dh * (1 - z) * (1 - n * n);
       block(d, 0).copy_(dn * m * r * (1 - r));
       block(d, 1).copy_(dh * (h_prev - n) * z * (1 - z));
@@ -230,7 +231,7 @@ void chain_steps(Cell cell, bool reverse, const ScanRnnSizes& s, const Tensor& g
       gh = (z * dh).addmm(d.narrow(1, 0, 2 * H), w_hh.narrow(0, 0, 2 * H)).addmm(block(d, 3), w_hh.narrow(0, 2 * H, H));
     } else if (cell == Cell::kLstm) {
       const Tensor i = block(gates[t], 0), f = block(gates[t], 1), g = block(gates[t], 2), o = block(gates[t], 3);
-      const Tensor y = at::tanh(cells[t]), c_prev = step > 0 ? cells[before] : c0;
+      const Tensor y = at::tanh(cells[t]), c_prev = step > 0 ? cells[before] : c0[0];
       const Tensor q = gc + dh * o * (1 - y * y);
       block(d, 0).copy_(q * g * i * (1 - i));
       block(d, 1).copy_(q * c_prev * f * (1 - f));
@@ -294,13 +295,13 @@ void transposed_product(Tensor out, const Tensor& left, const Tensor& right) {
 // parameters, matrix products over T*B rows in the dtype of input: those of the half types are the fast ones, and
 // accumulate in float32.
 //
-// dgates (T,B,K*H) as chain_blocks describes it, accumulate type, contiguous. grad_h0 and grad_c0 (B,H) are passed
+// dgates (T,B,K*H) as chain_blocks describes it, accumulate type, contiguous. grad_h0 and grad_c0 (1,B,H) are passed
 // through, cast to h0's dtype; they may be undefined where the mask does not ask for them. Gradients that the mask does
 // not ask for come back undefined.
 ScanRnnGrads parameter_grads(const Tensor& dgates, const Tensor& input, const Tensor& h0, const Tensor& output,
                              bool reverse, const Tensor& w_ih, const Tensor& w_hh, bool bias, Cell cell,
                              const std::array<bool, 7>& mask, const Tensor& grad_h0, const Tensor& grad_c0) {
-  const int64_t T = input.size(0), B = input.size(1), I = input.size(2), H = h0.size(1);
+  const int64_t T = input.size(0), B = input.size(1), I = input.size(2), H = h0.size(2);
   const int64_t rows = gate_blocks(cell) * H;
   const auto type = input.scalar_type();
   const bool gru = cell == Cell::kGru;
@@ -327,7 +328,7 @@ ScanRnnGrads parameter_grads(const Tensor& dgates, const Tensor& input, const Te
       auto part = [&](int64_t row, int64_t column, int64_t count) {
         Tensor out = grad_w_hh.narrow(0, row, count);
         transposed_product(out, later.narrow(1, column, count), before);
-        out.addmm_(first.narrow(1, column, count).t(), h0);
+        out.addmm_(first.narrow(1, column, count).t(), h0[0]);
       };
       if (gru) {
         part(0, 0, 2 * H);
@@ -437,8 +438,8 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
                           parameters_here ? scan_rnn_gradients_workspace(shape, w_ih_here ? inputs : 0) : 0)},
                 options.dtype(at::kByte));
   const Tensor dgates = at::empty({s.T, s.B, chain_blocks(cell) * s.H}, options);
-  Tensor grad_h0 = at::empty({s.B, s.H}, options);
-  Tensor grad_c0 = cell == Cell::kLstm ? at::empty({s.B, s.H}, options) : Tensor();
+  Tensor grad_h0 = at::empty({1, s.B, s.H}, options);
+  Tensor grad_c0 = cell == Cell::kLstm ? at::empty({1, s.B, s.H}, options) : Tensor();
   if (!in_kernel) {
     chain_steps(cell, reverse, s, arriving, arriving_h, arriving_c, w, state, cell_state, saved_output, saved_gates,
                 saved_cells, dgates, grad_h0, grad_c0);

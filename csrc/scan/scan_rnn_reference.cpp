@@ -36,7 +36,8 @@ ScanRnnGrads scan_rnn_backward_reference(const std::optional<at::Tensor>& grad_o
   };
 
   std::vector<CellStep> steps(T);
-  at::Tensor h = h0.to(compute), c = cast(c0);
+  const auto rows = [](const at::Tensor& state) { return state.defined() ? state.squeeze(0) : state; };  // (B, H)
+  at::Tensor h = rows(h0.to(compute)), c = rows(cast(c0));
   for (int64_t step = 0; step < T; ++step) {
     CellStep& s = steps[step];
     s = cell_step(cell, affine(x.select(0, time_of(step)), wi, bi), affine(h, wh, bh), h, c);
@@ -44,8 +45,8 @@ ScanRnnGrads scan_rnn_backward_reference(const std::optional<at::Tensor>& grad_o
     c = s.c;
   }
 
-  at::Tensor dh = gh.defined() ? gh : at::zeros_like(h);
-  at::Tensor dc = cell != Cell::kLstm ? at::Tensor() : gc.defined() ? gc : at::zeros_like(c);
+  at::Tensor dh = gh.defined() ? rows(gh) : at::zeros_like(h);
+  at::Tensor dc = cell != Cell::kLstm ? at::Tensor() : gc.defined() ? rows(gc) : at::zeros_like(c);
   std::vector<at::Tensor> grad_x(T);
   at::Tensor grad_wi = at::zeros_like(wi), grad_wh = at::zeros_like(wh), grad_bi, grad_bh;
   if (bi.defined()) {
@@ -71,8 +72,9 @@ ScanRnnGrads scan_rnn_backward_reference(const std::optional<at::Tensor>& grad_o
     return mask[index] && grad.defined() ? grad.to(type) : at::empty({0}, input.options());
   };
   const at::Tensor grad_input = !mask[0] ? at::Tensor() : T > 0 ? at::stack(grad_x) : at::zeros_like(x);
-  return {result(0, grad_input), result(1, dh),      result(2, dc),     result(3, grad_wi),
-          result(4, grad_wh),    result(5, grad_bi), result(6, grad_bh)};
+  const auto state = [](const at::Tensor& grad) { return grad.defined() ? grad.unsqueeze(0) : grad; };
+  return {result(0, grad_input), result(1, state(dh)), result(2, state(dc)), result(3, grad_wi),
+          result(4, grad_wh),    result(5, grad_bi),   result(6, grad_bh)};
 }
 
 }  // namespace weft

@@ -181,14 +181,14 @@ _GATE_BLOCKS = {"rnn_tanh": 0, "rnn_relu": 0, "gru": 4, "lstm": 4}  # blocks of 
 @torch.library.register_fake("weft::scan_rnn")
 def _scan_rnn_fake(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False, save=False):
     steps, batch, _ = input.shape
-    hidden = h0.shape[1]
+    hidden = h0.shape[2]
     lstm = cell == "lstm"
     accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
     blocks = _GATE_BLOCKS.get(cell, 0) if save else 0
     return (
         input.new_empty((steps, batch, hidden)),
-        input.new_empty((batch, hidden)),
-        input.new_empty((batch, hidden) if lstm else (0,)),
+        input.new_empty((1, batch, hidden)),
+        input.new_empty((1, batch, hidden) if lstm else (0,)),
         input.new_empty((steps, batch, blocks * hidden) if blocks else (0,), dtype=accumulate),
         input.new_empty((steps, batch, hidden) if blocks and lstm else (0,), dtype=accumulate),
     )
@@ -216,22 +216,19 @@ def _scan_rnn_vmap(info, in_dims, *args, **kwargs):
     if any(dim is not None for dim in dims[3:]):
         return tuple(_one_by_one(torch.ops.weft.scan_rnn, size, dims, args, kwargs)), (0,) * 5
 
-    def folded(tensor: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
+    def folded(tensor: Tensor | None, dim: int | None) -> Tensor | None:
         if tensor is None:
             return None
-        mapped = tensor.movedim(dim, batch) if dim is not None else tensor.unsqueeze(batch)
-        mapped = mapped.expand(*mapped.shape[:batch], size, *mapped.shape[batch + 1 :])
-        return mapped.flatten(batch, batch + 1)
+        mapped = tensor.movedim(dim, 1) if dim is not None else tensor.unsqueeze(1)
+        return mapped.expand(mapped.shape[0], size, *mapped.shape[2:]).flatten(1, 2)
 
-    batches = (1, 0, 0)  # where input, h0 and c0 have their batch
-    states = [folded(a, d, b) for a, d, b in zip(args[:3], dims[:3], batches, strict=True)]
+    states = [folded(a, d) for a, d in zip(args[:3], dims[:3], strict=True)]
     results = torch.ops.weft.scan_rnn(*states, *args[3:], **kwargs)
 
     def unfolded(tensor: Tensor) -> tuple[Tensor, int | None]:
         if tensor.dim() == 1:
             return tensor, None
-        batch = tensor.dim() - 2
-        return tensor.unflatten(batch, (size, tensor.shape[batch] // max(size, 1))), batch
+        return tensor.unflatten(1, (size, tensor.shape[1] // max(size, 1))), 1
 
     tensors, out_dims = zip(*map(unfolded, results), strict=True)
     return tensors, out_dims

@@ -418,9 +418,9 @@ class _Layer(torch.nn.RNNBase):
         lstm = cell == "lstm"
         directions = 2 if self.bidirectional else 1
         if state is None:
-            h0 = c0 = (input.new_zeros(batch, self.hidden_size),) * (self.num_layers * directions)
+            h0 = c0 = (input.new_zeros(1, batch, self.hidden_size),) * (self.num_layers * directions)
         else:
-            h0, c0 = _unstack(state[0]), _unstack(state[-1]) if lstm else ()
+            h0, c0 = _apart(state[0]), _apart(state[-1]) if lstm else ()
         stride = 4 if self.bias else 2
         h_n, c_n = [], []
         for layer in range(self.num_layers):
@@ -446,7 +446,7 @@ class _Layer(torch.nn.RNNBase):
             input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
             if self.dropout > 0 and self.training and layer + 1 < self.num_layers:
                 input = F.dropout(input, self.dropout, True)
-        return input, (_stack(h_n), _stack(c_n)) if lstm else (_stack(h_n),)
+        return input, (_joined(h_n), _joined(c_n)) if lstm else (_joined(h_n),)
 
     def _run_reference(self, call: _Call) -> _Result:
         input, state = call.input, call.state or self._zero_state(call)
@@ -516,13 +516,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _unstack(state: Tensor) -> tuple[Tensor, ...]:
-    # The gradient of unbind is a copy, that of squeeze is a view.
-    return (state.squeeze(0),) if state.shape[0] == 1 else state.unbind(0)
-
-
-def _stack(states: list[Tensor]) -> Tensor:
-    return states[0].unsqueeze(0) if len(states) == 1 else torch.stack(states)
+def _apart(state: Tensor) -> tuple[Tensor, ...]:
+    # Short sequences wait for the host, for which a node of autograd is much.
+    return (state,) if state.shape[0] == 1 else state.split(1)
 
 
 class _OneState(_Layer):

@@ -17,8 +17,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The operands as weft::rnn takes them: in the accumulate type, the state with a dimension of one direction, and time
-// in the order in which it runs.
+// The operands as weft::rnn takes them: in the accumulate type, and time in the order in which it runs.
 struct Operands {
   at::ScalarType type;
   bool reverse;
@@ -28,9 +27,7 @@ struct Operands {
     return reverse ? wide.flip(0) : wide;
   }
   OptionalTensor steps(const OptionalTensor& t) const { return t ? OptionalTensor(steps(*t)) : std::nullopt; }
-  OptionalTensor state(const OptionalTensor& t) const {
-    return t ? OptionalTensor(t->to(type).unsqueeze(0)) : std::nullopt;
-  }
+  OptionalTensor state(const OptionalTensor& t) const { return t ? OptionalTensor(t->to(type)) : std::nullopt; }
   std::vector<Tensor> weights(const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
                               const OptionalTensor& b_hh) const {
     std::vector<Tensor> all = {w_ih.to(type), w_hh.to(type)};
@@ -57,8 +54,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> scan_rnn_cpu(const Tensor& in
   const bool lstm = cell == Cell::kLstm;
   if (save && has_gates(cell)) gates = as.steps(gates.view({s.T, s.B, 4 * s.H}));
   if (save && lstm) cells = as.steps(cells);
-  return {as.steps(output).to(type), h_n.squeeze(0).to(type), lstm ? c_n.squeeze(0).to(type) : c_n.to(type), gates,
-          cells};
+  return {as.steps(output).to(type), h_n.to(type), c_n.to(type), gates, cells};
 }
 
 ScanRnnGrads scan_rnn_backward_cpu(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
@@ -85,8 +81,7 @@ ScanRnnGrads scan_rnn_backward_cpu(const OptionalTensor& grad_output, const Opti
   const auto result = [&](size_t index) {
     if (!mask[index] || index >= found.size()) return Tensor();
     const Tensor& grad = found[index];
-    if (index == 0) return as.steps(grad).to(type);
-    return (index <= 2 && grad.dim() == 3 ? grad.squeeze(0) : grad).to(type);
+    return (index == 0 ? as.steps(grad) : grad).to(type);
   };
   return without_undefined({result(0), result(1), result(2), result(3), result(4), result(5), result(6)}, input);
 }
