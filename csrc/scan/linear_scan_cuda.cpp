@@ -19,12 +19,14 @@ Algorithm choose(const Described& d) {
   return d.args.H <= kMiddleMaxH ? Algorithm::middle : Algorithm::large;
 }
 
-template <typename Size, typename Launch>
-void run_kernel(const LinearScan& args, const at::Tensor& out, Size workspace_bytes, Launch launch) {
-  const auto bytes = int64_t(workspace_bytes(args));
+template <typename Launch>
+void run_kernel(const LinearScan& args, const at::Tensor& out, Launch launch) {
   at::Tensor workspace;
-  if (bytes > 0) workspace = at::empty({bytes}, out.options().dtype(at::kByte));
-  launch(args, bytes > 0 ? workspace.data_ptr() : nullptr, at::cuda::getCurrentCUDAStream());
+  const auto allocate = [&](size_t bytes) {
+    workspace = at::empty({int64_t(bytes)}, out.options().dtype(at::kByte));
+    return workspace.data_ptr();
+  };
+  launch(args, allocate, at::cuda::getCurrentCUDAStream());
 }
 
 at::Tensor forward_cuda(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, bool reverse,
@@ -46,11 +48,11 @@ void linear_scan_cuda(const Problem& problem, const at::Tensor& out) {
   const Described d = describe(problem, out);
   switch (choose(d)) {
     case Algorithm::diagonal:
-      return run_kernel(d.args, out, linear_scan_diagonal_workspace_bytes, linear_scan_diagonal);
+      return run_kernel(d.args, out, linear_scan_diagonal);
     case Algorithm::small:
-      return run_kernel(d.args, out, linear_scan_small_workspace_bytes, linear_scan_small);
+      return run_kernel(d.args, out, linear_scan_small);
     case Algorithm::middle:
-      return run_kernel(d.args, out, linear_scan_middle_workspace_bytes, linear_scan_middle);
+      return run_kernel(d.args, out, linear_scan_middle);
     default: {
       const Problem& p = d.problem;
       const auto x0 = p.x0.defined() ? std::optional(p.x0) : std::nullopt;

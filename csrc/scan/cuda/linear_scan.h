@@ -6,28 +6,30 @@
 //   - carries the state in fp32 (f16, bf16, f32) or fp64 (f64), rounds once when it writes, never uses TF32 alone;
 //   - gives the numbers of the sequential recurrence wherever those are finite, without host synchronisation;
 //   - gives the same bits in every run, and keeps the rows of the batch apart (NaN in one touches no other);
-//   - allocates nothing: `workspace` holds what its *_workspace_bytes asked for (256-byte aligned, uninitialised, null
-//     where that is 0), and is free again when the stream has run past the call.
+//   - takes the memory it works in from `workspace`, at most once.
 // They throw std::runtime_error where a launch fails.
 #pragma once
 #include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <functional>
 
 #include "scan/linear_scan_args.h"
 
 namespace weft::scan {
 
+// So many bytes of the device, uninitialised, 256-byte aligned, until the stream has run past the call.
+using Workspace = std::function<void*(size_t bytes)>;
+
 // Diagonal A, any H.
-size_t linear_scan_diagonal_workspace_bytes(const LinearScan& scan);
-void linear_scan_diagonal(const LinearScan& scan, void* workspace, cudaStream_t stream);
+void linear_scan_diagonal(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
 
 // Dense A, H <= kSmallMaxH.
 constexpr int64_t kSmallMaxH = 32;
-size_t linear_scan_small_workspace_bytes(const LinearScan& scan);
-void linear_scan_small(const LinearScan& scan, void* workspace, cudaStream_t stream);
+void linear_scan_small(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
 
 // Dense A, kSmallMaxH < H <= kMiddleMaxH: tensor cores, an fp32 number being the sum of three bf16 numbers.
 constexpr int64_t kMiddleMaxH = 128;
-size_t linear_scan_middle_workspace_bytes(const LinearScan& scan);
-void linear_scan_middle(const LinearScan& scan, void* workspace, cudaStream_t stream);
+void linear_scan_middle(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
 
 }  // namespace weft::scan

@@ -525,7 +525,7 @@ Plan make_plan(const LinearScan& scan) {
 size_t workspace_bytes(const Plan& p) {
   // Mantissa, value, magnitude, exponent; the starts take 8 bytes each for any dtype.
   const int64_t words = p.scan.dtype == DType::f64 ? 6 : 4;
-  return p.chunks == 1 ? 0 : size_t(8 * p.scan.B * p.scan.H * (words * (p.chunks - 1) + p.chunks));
+  return size_t(8 * p.scan.B * p.scan.H * (words * (p.chunks - 1) + p.chunks));
 }
 
 template <typename T, int kLaneBytes, Fill kFill>
@@ -564,19 +564,14 @@ void run(const Plan& p, const Chunks& chunks, cudaStream_t stream) {
 
 }  // namespace
 
-size_t linear_scan_diagonal_workspace_bytes(const LinearScan& scan) {
-  if (scan.T == 0 || scan.B == 0 || scan.H == 0) return 0;
-  return workspace_bytes(make_plan(scan));
-}
-
-void linear_scan_diagonal(const LinearScan& scan, void* workspace, cudaStream_t stream) {
+void linear_scan_diagonal(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
   const Plan p = make_plan(scan);
   Chunks chunks{p.chunks, p.chunk, nullptr, nullptr, nullptr, nullptr, nullptr};
   if (p.chunks > 1) {
     const int64_t totals = (p.chunks - 1) * p.scan.B * p.scan.H;
     const int64_t wide = scan.dtype == DType::f64 ? 2 : 1;
-    auto* words = static_cast<double*>(workspace);
+    auto* words = static_cast<double*>(workspace(workspace_bytes(p)));
     chunks.mantissa = words;
     chunks.value = words + wide * totals;
     chunks.magnitude = words + 2 * wide * totals;

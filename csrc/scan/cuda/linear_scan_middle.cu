@@ -168,16 +168,10 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
 
 }  // namespace middle
 
-size_t linear_scan_middle_workspace_bytes(const LinearScan& scan) {
-  if (scan.T == 0 || scan.B == 0) return 0;
-  const middle::Arguments p = middle::plan(scan);
-  return size_t(p.workspace_size()) * (scan.dtype == DType::f64 ? 8 : 4);
-}
-
-void linear_scan_middle(const LinearScan& scan, void* workspace, cudaStream_t stream) {
+void linear_scan_middle(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0) return;
   middle::Arguments p = middle::plan(scan);
-  p.workspace = workspace;
+  if (p.chunks > 1) p.workspace = workspace(size_t(p.workspace_size()) * (scan.dtype == DType::f64 ? 8 : 4));
   const bool transposed = scan.A_col != 1;
   switch (scan.dtype) {
     case DType::f16:

@@ -56,15 +56,7 @@ SmallPlan plan_of(const LinearScan& scan) {
 
 }  // namespace
 
-size_t linear_scan_small_workspace_bytes(const LinearScan& scan) {
-  if (scan.T == 0 || scan.B == 0 || scan.H == 0) return 0;
-  const SmallPlan plan = plan_of(scan);
-  if (plan.chunks == 1) return 0;
-  const int64_t H = padded_hidden(scan.H);
-  return size_t((plan.chunks - 1) * scan.B * map_floats(H) + plan.chunks * scan.B * H) * sizeof(float);
-}
-
-void linear_scan_small(const LinearScan& scan, void* workspace, cudaStream_t stream) {
+void linear_scan_small(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
   const SmallPlan plan = plan_of(scan);
   const int64_t line = (scan.A_col == 1 ? scan.A_row : scan.A_col) * int64_t(element_size(scan.dtype));
@@ -74,15 +66,18 @@ void linear_scan_small(const LinearScan& scan, void* workspace, cudaStream_t str
   if (plan.length >= std::numeric_limits<int>::max()) {
     throw std::runtime_error("weft: linear_scan: more than 2^31 - 2 steps in one chunk");
   }
+  const int64_t H = padded_hidden(scan.H);
+  const int64_t floats = (plan.chunks - 1) * scan.B * map_floats(H) + plan.chunks * scan.B * H;
+  void* const memory = plan.chunks > 1 ? workspace(size_t(floats) * sizeof(float)) : nullptr;
   switch (scan.dtype) {
     case DType::f16:
-      return run_linear_scan_small<__half>(scan, plan, workspace, stream);
+      return run_linear_scan_small<__half>(scan, plan, memory, stream);
     case DType::bf16:
-      return run_linear_scan_small<__nv_bfloat16>(scan, plan, workspace, stream);
+      return run_linear_scan_small<__nv_bfloat16>(scan, plan, memory, stream);
     case DType::f32:
-      return run_linear_scan_small<float>(scan, plan, workspace, stream);
+      return run_linear_scan_small<float>(scan, plan, memory, stream);
     case DType::f64:
-      return run_linear_scan_small<double>(scan, plan, workspace, stream);
+      return run_linear_scan_small<double>(scan, plan, memory, stream);
   }
 }
 

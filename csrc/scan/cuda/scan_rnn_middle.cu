@@ -34,22 +34,22 @@ int parts(Cell cell) {
 }
 
 // Two blocks for every product while that leaves no SM with two of them.
-int choose_splits(int64_t products) {
-  return 2 * products <= device_limits().sm_count ? 2 : 1;
+int choose_splits(int64_t products, int sm_count) {
+  return 2 * products <= sm_count ? 2 : 1;
 }
 
-double replay_time(const ScanRnnShape& shape, int64_t chunks) {
+double replay_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
   const double matrices = shape.cell == Cell::kGru ? 3 : gate_blocks(shape.cell);
   const double fmas = matrices * shape.H * shape.H / kReplayFmasPerNs;
-  const double blocks = double(ceil_div(shape.B * chunks, device_limits().sm_count));
+  const double blocks = double(ceil_div(shape.B * chunks, sm_count));
   return ceil_div(shape.T, chunks) * (kReplayStep * std::max(1., blocks / kReplayResident) + fmas * blocks);
 }
 
-double products_time(const ScanRnnShape& shape, int64_t chunks) {
+double products_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
   const int64_t H = shape.H, k = ceil_div(H, 16) * 16, n = ceil_div(H, 32) * 32, products = shape.B * (chunks - 1);
   const bool lstm = shape.cell == Cell::kLstm, gru = shape.cell == Cell::kGru, wide = lstm || H > 64;
-  const int splits = choose_splits(products);
-  const double blocks = double(ceil_div(products * splits, device_limits().sm_count));
+  const int splits = choose_splits(products, sm_count);
+  const double blocks = double(ceil_div(products * splits, sm_count));
   const double multiply = 6. * k * n * k * (lstm ? 4 : 1) / splits / (wide ? kWideProductFmasPerNs : kProductFmasPerNs);
   const double feed = lstm   ? kFeedLstm
                       : !gru ? kFeedRnn
@@ -60,12 +60,12 @@ double products_time(const ScanRnnShape& shape, int64_t chunks) {
          (kProductStep + std::max(multiply * blocks, feed * std::max(1., blocks / resident)));
 }
 
-double chain_time(const ScanRnnShape& shape, int64_t chunks) {
-  if (chunks == 1) return replay_time(shape, 1);
+double chain_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
+  if (chunks == 1) return replay_time(shape, 1, sm_count);
   const double states = double(parts(shape.cell)) * shape.H;
   const double total = kTotalStep + 4. * states * states / kTotalBytesPerNs;
-  return kLaunches + products_time(shape, chunks) + (chunks - 1) * total * ceil_div(shape.B, device_limits().sm_count) +
-         replay_time(shape, chunks);
+  return kLaunches + products_time(shape, chunks, sm_count) + (chunks - 1) * total * ceil_div(shape.B, sm_count) +
+         replay_time(shape, chunks, sm_count);
 }
 
 // What TotalsLayout lays out beside its ring, rounded up.
@@ -78,6 +78,7 @@ int64_t ring_bytes(const scan::middle::Chunked& p, int stages) {
 }  // namespace
 
 Middle plan_middle(const ScanRnnShape& shape, int64_t chunks) {
+  const DeviceLimits& limits = device_limits();
   Middle p{};
   p.units = padded_units(shape.H);
   p.padded = parts(shape.cell) * p.units;
@@ -85,9 +86,9 @@ Middle plan_middle(const ScanRnnShape& shape, int64_t chunks) {
   p.batch = shape.B;
   p.length = std::max<int64_t>(ceil_div(shape.T, std::max<int64_t>(chunks, 1)), 1);
   p.chunks = std::max<int64_t>(ceil_div(shape.T, p.length), 1);
-  p.splits = choose_splits(shape.B * (p.chunks - 1));
-  p.copy_engine = device_limits().compute_capability >= 90;
-  p.totals_stages = ring_bytes(p, 3) + kTotalsFixed <= device_limits().max_shared_per_block ? 3 : 2;
+  p.splits = choose_splits(shape.B * (p.chunks - 1), limits.sm_count);
+  p.copy_engine = limits.compute_capability >= 90;
+  p.totals_stages = ring_bytes(p, 3) + kTotalsFixed <= limits.max_shared_per_block ? 3 : 2;
   return p;
 }
 
@@ -105,12 +106,12 @@ int middle_chunks(const ScanRnnShape& shape) {
   const double map = 4. * shape.B * (p.total_size() + p.padded);
   const int64_t most = std::min<int64_t>(shape.T / kShortestChunk, 1 + int64_t(std::max(kMapBytes, gates / 2) / map));
   int64_t best = 1;
-  double best_time = chain_time(shape, 1);
+  double best_time = chain_time(shape, 1, sm_count);
   // The best number fills the SMs a whole number of times, or is small because (2) is sequential in it.
   auto consider = [&](int64_t chunks) {
     if (chunks < 2 || chunks > most) return;
     chunks = ceil_div(shape.T, ceil_div(shape.T, chunks));
-    const double time = chain_time(shape, chunks);
+    const double time = chain_time(shape, chunks, sm_count);
     if (time < best_time) {
       best_time = time;
       best = chunks;
