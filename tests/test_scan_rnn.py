@@ -48,7 +48,7 @@ class Sample:
 
 
 # T, B, I, H: one of everything; odd sizes on both sides of the vector widths; every row count of a register block;
-# several chunks of the input projection; sizes where tensor cores or BLAS may take over; and each size 0.
+# several chunks of the input projection; more inputs than a kernel takes; sizes where tensor cores or BLAS may take over; and each size 0.
 SIZES = (
     (1, 1, 1, 1),
     (5, 3, 4, 7),
@@ -57,6 +57,8 @@ SIZES = (
     (33, 5, 3, 33),
     (12, 7, 40, 49),
     (17, 2, 5, 64),
+    (40, 6, 70, 32),
+    (5, 4, 130, 20),
     (9, 13, 16, 130),
 )
 # Long enough for many chunks on CUDA, a number of steps that divides by the chunks' length and one that does not; every

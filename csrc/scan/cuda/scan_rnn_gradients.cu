@@ -163,8 +163,9 @@ constexpr int kThreads = 256;  // of finish_kernel
 // together.
 constexpr int kSumElements = 8, kSumShares = kThreads / kSumElements;
 
-__device__ void add_slabs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, const Plan& p, int block) {
-  __shared__ float shares[kSumShares][kSumElements];
+// `shares`: a value per thread.
+__device__ void add_slabs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, const Plan& p, int block,
+                          float* shares) {
   const int lane = threadIdx.x % kSumElements, share = threadIdx.x / kSumElements;
   const int tiles = p.tiles_m * p.tiles_n;
   const int at = block * kSumElements + lane;  // tile, row and column within it
@@ -175,11 +176,11 @@ __device__ void add_slabs(const ScanRnnShape& shape, const ScanRnnGradients<floa
   float sum = 0.0f;
 #pragma unroll 8
   for (int s = share; s < p.slabs; s += kSumShares) sum += partial[int64_t(s) * tiles * kTile * kTile];
-  shares[share][lane] = sum;
+  shares[threadIdx.x] = sum;
   __syncthreads();
   if (share != 0 || n >= p.N) return;
 #pragma unroll
-  for (int s = 1; s < kSumShares; ++s) sum += shares[s][lane];
+  for (int s = 1; s < kSumShares; ++s) sum += shares[s * kSumElements + lane];
   // GRU's columns are dr, dz, dn, dm: the input side takes the first three, the recurrent side all but dn.
   const bool gru = shape.cell == Cell::kGru;
   const int gate = m / H;
@@ -199,12 +200,12 @@ __device__ void add_slabs(const ScanRnnShape& shape, const ScanRnnGradients<floa
 // host to choose a kernel is as long as the product.
 constexpr int kInputRows = 64, kInputTile = 32;
 
-__device__ void input_tile(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block) {
-  extern __shared__ float4 dynamic4[];
+// left: (64, stride), right: (stride, 32), the stride being the depth in whole vectors of four.
+__device__ void input_tile(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block,
+                           float* left) {
   const int stride = (depth + 3) / 4 * 4, M = chain_blocks(shape.cell) * shape.H, I = a.I;
   const int tiles = (I + kInputTile - 1) / kInputTile;
-  float* left = reinterpret_cast<float*>(dynamic4);  // (64, stride)
-  float* right = left + kInputRows * stride;         // (stride, 32)
+  float* const right = left + kInputRows * stride;
   const int64_t rows = shape.T * shape.B, low = block / tiles * kInputRows;
   const int i0 = int(block % tiles) * kInputTile, column = threadIdx.x % 32, group = threadIdx.x / 32;
   for (int at = threadIdx.x; at < stride * kInputTile; at += kThreads) {
@@ -239,8 +240,9 @@ __device__ void input_tile(const ScanRnnShape& shape, const ScanRnnGradients<flo
 // leaves of a line the others take from the cache.
 constexpr int kFewInputs = 4;
 
-__device__ void few_inputs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block) {
-  __shared__ float w[4 * kScanRnnSmallHidden * kFewInputs];
+// `w`: as many as W_ih has.
+__device__ void few_inputs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block,
+                           float* w) {
   const int M = chain_blocks(shape.cell) * shape.H, I = a.I;
   for (int at = threadIdx.x; at < depth * I; at += kThreads) w[at] = a.w_ih[at];
   __syncthreads();
@@ -266,13 +268,15 @@ __device__ void few_inputs(const ScanRnnShape& shape, const ScanRnnGradients<flo
 // The first `sums` blocks add partial sums, the others make grad_input.
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(ScanRnnShape shape, ScanRnnGradients<float> a, Plan p, int sums) {
+  extern __shared__ float4 dynamic4[];
+  float* const shared = reinterpret_cast<float*>(dynamic4);
   const int depth = gate_blocks(shape.cell) * shape.H;
   if (int64_t(blockIdx.x) < sums) {
-    add_slabs(shape, a, p, int(blockIdx.x));
+    add_slabs(shape, a, p, int(blockIdx.x), shared);
   } else if (a.I <= kFewInputs) {
-    few_inputs(shape, a, depth, blockIdx.x - sums);
+    few_inputs(shape, a, depth, blockIdx.x - sums, shared);
   } else {
-    input_tile(shape, a, depth, blockIdx.x - sums);
+    input_tile(shape, a, depth, blockIdx.x - sums, shared);
   }
 }
 
@@ -293,19 +297,20 @@ void scan_rnn_gradients(const ScanRnnShape& shape, const ScanRnnGradients<float>
     sums = tiles * kTile * kTile / kSumElements;
   }
   int64_t blocks = 0;
-  size_t shared_bytes = 0;
+  int shared = kThreads;  // floats
   if (args.grad_input) {
     const int64_t rows = shape.T * shape.B;
     const int depth = gate_blocks(shape.cell) * shape.H, stride = (depth + 3) / 4 * 4;
     if (args.I <= kFewInputs) {
       blocks = (rows * args.I + kThreads - 1) / kThreads;
+      shared = std::max(shared, depth * args.I);
     } else {
       blocks = (rows + kInputRows - 1) / kInputRows * ((args.I + kInputTile - 1) / kInputTile);
-      shared_bytes = (kInputRows + kInputTile) * stride * sizeof(float);
+      shared = std::max(shared, (kInputRows + kInputTile) * stride);
     }
   }
-  launch("scan_rnn_gradients", finish_kernel, sums + blocks, dim3(kThreads), shared_bytes, stream, shape, args, p,
-         sums);
+  launch("scan_rnn_gradients", finish_kernel, sums + blocks, dim3(kThreads), shared * sizeof(float), stream, shape,
+         args, p, sums);
 }
 
 }  // namespace weft
