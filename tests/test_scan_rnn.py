@@ -48,7 +48,8 @@ class Sample:
 
 
 # T, B, I, H: one of everything; odd sizes on both sides of the vector widths; every row count of a register block;
-# several chunks of the input projection; more inputs than a kernel takes; sizes where tensor cores or BLAS may take over; and each size 0.
+# several chunks of the input projection; more inputs than a kernel takes; sizes where tensor cores or BLAS may take
+# over; and each size 0.
 SIZES = (
     (1, 1, 1, 1),
     (5, 3, 4, 7),
@@ -359,12 +360,24 @@ def test_empty(cell: str, size: tuple[int, ...], device: str):
         check_close(("output", "h_n", "c_n"), found[:states], expected[:states], 1e-6)
         if sample.T == 0:
             assert torch.equal(found[1], args[1])
+            check_no_sharing(sample, args)
         grads = gradients(sample, device)
         found_grads = differentiate(found[:3], args, grads)
         total = sum((o * g).sum() for o, g in zip(expected[:states], doubles(grads), strict=False))
         wanted = [a for a in exact if a is not None]
         expected_grads = iter(torch.autograd.grad(total, wanted, allow_unused=True, materialize_grads=True))
         check_close(ARGUMENTS, found_grads, [None if a is None else next(expected_grads) for a in exact], 1e-5)
+
+
+def check_no_sharing(sample: Sample, args: list[Tensor | None]) -> None:
+    """No result of the backward op has the memory of an argument, differentiable or not."""
+    grads = gradients(sample, args[0].device.type)
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            output, _, _, gates, cells = (t.detach() for t in scan_rnn(*args, **sample.keywords, save=True))
+            found = scan_rnn_backward(*grads, *args, output, gates, cells, **sample.keywords, output_mask=[True] * 7)
+        given = {t.data_ptr() for t in (*grads, *args) if t is not None and t.numel() > 0}
+        assert not given & {t.data_ptr() for t in found if t.numel() > 0}
 
 
 @pytest.mark.parametrize("device", DEVICES)

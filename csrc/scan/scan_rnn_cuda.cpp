@@ -83,7 +83,7 @@ ScanRnnShape shape_of(const char* op, Cell cell, const ScanRnnSizes& s, bool rev
   return {cell, s.T, s.B, static_cast<int>(s.H), reverse};
 }
 
-// The forward kernels, and those of the weights' gradients, hold H <= kScanRnnSmallHidden.
+// The forward kernels, and those of what the gate gradients become, hold H <= kScanRnnSmallHidden.
 bool is_small(const ScanRnnSizes& s) {
   return s.H > 0 && s.H <= kScanRnnSmallHidden;
 }

@@ -47,6 +47,10 @@ ScanRnnGrads scan_rnn_backward_reference(const std::optional<at::Tensor>& grad_o
 
   at::Tensor dh = gh.defined() ? rows(gh) : at::zeros_like(h);
   at::Tensor dc = cell != Cell::kLstm ? at::Tensor() : gc.defined() ? rows(gc) : at::zeros_like(c);
+  if (T == 0) {  // no step makes a new tensor of them, and results share no memory with arguments
+    dh = dh.clone();
+    if (dc.defined()) dc = dc.clone();
+  }
   std::vector<at::Tensor> grad_x(T);
   at::Tensor grad_wi = at::zeros_like(wi), grad_wh = at::zeros_like(wh), grad_bi, grad_bh;
   if (bi.defined()) {
