@@ -8,8 +8,9 @@
 //   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
 //      element i, x is exchanged through shared memory. A is read a second time.
 //
-// With one chunk, the replay is all there is: the sequential recurrence, about 0.15 us per step. A[t] and b[t] arrive
-// by asynchronous copies, three steps before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160.
+// With one chunk, the replay is all there is: the sequential recurrence, 0.24 us per step (H 8, fp32) to 0.56 (H 32,
+// half types). A[t] and b[t] arrive by asynchronous copies, three steps before their use: a warp has about 5 KB in
+// flight, a multiprocessor 80 to 160. Half types of odd H have no such copies and take microseconds per step.
 // Floor: two reads of A (one read where one chunk is enough).
 #pragma once
 #include <algorithm>
@@ -79,17 +80,39 @@ struct StepRing {
     }
   }
 
+  // The lane's piece of every line.
+  template <int kWidth>
+  __device__ __forceinline__ void copy_lines(char* to_, const char* from_) {
+    constexpr int kLine = kStride * int(sizeof(T));
+    if constexpr (kWidth >= 4) {
+#pragma unroll 1
+      for (int line = 0; line < H; ++line) copy_one<kWidth>(to_ + line * kLine, from_ + line * int64_t(line_step));
+    } else {
+      // Ordinary loads, many of them under way together.
+      constexpr int kTogether = 8;  // more would take registers from the products
+#pragma unroll 1
+      for (int first = 0; first < H; first += kTogether) {
+        T held[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          if (first + i < H) held[i] = *reinterpret_cast<const T*>(from_ + (first + i) * int64_t(line_step));
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          if (first + i < H) *reinterpret_cast<T*>(to_ + (first + i) * kLine) = held[i];
+      }
+    }
+  }
+
   template <int kWidth>
   __device__ __forceinline__ void copy(char* stage) {
     if constexpr (kWidth >= int(sizeof(T))) {
+      if (pieces <= kMaxPieces * kWarp) {
 #pragma unroll
-      for (int p = 0; p < kMaxPieces; ++p)
-        if (lane + p * kWarp < pieces) copy_one<kWidth>(stage + to[p], A + from[p]);
-      // Narrow copies of a large H have more pieces than a lane keeps places for.
-      for (int at = lane + kMaxPieces * kWarp; at < pieces; at += kWarp) {
-        const int line = at / b_pieces, place = at % b_pieces;
-        copy_one<kWidth>(stage + line * kStride * int(sizeof(T)) + place * kWidth,
-                         A + line * line_step + place * kWidth);
+        for (int p = 0; p < kMaxPieces; ++p)
+          if (lane + p * kWarp < pieces) copy_one<kWidth>(stage + to[p], A + from[p]);
+      } else if (lane < b_pieces) {
+        // Narrow copies of a large H have more pieces than a lane keeps places for: a line at a time.
+        copy_lines<kWidth>(stage + lane * kWidth, A + lane * kWidth);
       }
       for (int at = lane; at < b_pieces; at += kWarp)
         copy_one<kWidth>(stage + HP * kStride * int(sizeof(T)) + at * kWidth, b + at * kWidth);
@@ -249,7 +272,8 @@ using ProductRing = StepRing<T, HP,
                              4>;
 
 template <typename T, int HP, bool kTransposed>
-__global__ void __launch_bounds__(kWarp) product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
+__global__ void __launch_bounds__(kWarp, HP <= 24 ? 16 : 8)
+    product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
   using Ring = ProductRing<T, HP>;
   using B = Blocks<HP, true>;
   constexpr int NB = B::kCount, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
