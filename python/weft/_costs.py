@@ -38,23 +38,23 @@ class Line(NamedTuple):
 
 
 # Training steps. "small": H 8 to 256; rms 13%, 12%, 14%. "persistent": float16, H 256 to 1024, B 16 and 64; rms 2% of
-# four rows, 6% of six.
+# four rows, 5% of six.
 CUDNN: dict[str, dict[str, Line]] = {
     "small": {
-        "rnn_tanh": Line(start=44.1, step=0.81, square=3.32e-05, sequence=0.00582, volume=9.31e-06),
-        "gru": Line(step=0.982, square=4.72e-05, sequence=0.0341, volume=0.000164),
-        "lstm": Line(start=80.1, step=0.838, square=0.000164, sequence=0.00995, volume=5.77e-05),
+        "rnn_tanh": Line(start=49.1, step=0.805, square=3.45e-05, sequence=0.00583, volume=9.14e-06),
+        "gru": Line(step=0.981, square=4.71e-05, sequence=0.0341, volume=0.000167),
+        "lstm": Line(start=90.6, step=0.836, square=0.000164, sequence=0.00994, volume=5.79e-05),
     },
     "persistent": {
-        "rnn_tanh": Line(step=8.32, unit=0.000823, sequence=0.0233),
-        "lstm": Line(step=0.575, unit=0.00292, sequence=0.264),
+        "rnn_tanh": Line(step=8.16, unit=0.00105, sequence=0.0268),
+        "lstm": Line(step=0.904, unit=0.00261, sequence=0.261),
     },
 }
-FORWARD_SHARE = {"small": 0.407, "persistent": 0.33}
-"""Of a training step; the median, rms 23% and 17%. In large batches it is less."""
+FORWARD_SHARE = {"small": 0.413, "persistent": 0.349}
+"""Of a training step; the median, rms 32% and 16%. In large batches it is less."""
 
-LAUNCHES = {True: 27.7, False: 12.3}
-"""A step of the standard kernels, training or not, without the products; rms 13% and 9%. They follow the host: others
+LAUNCHES = {True: 30.5, False: 13.5}
+"""A step of the standard kernels, training or not, without the products; rms 13% and 14%. They follow the host: others
 take 20 to 34."""
 
 RATES = {torch.float16: 5e8, torch.bfloat16: 5e8, torch.float32: 2.35e8}
@@ -64,24 +64,24 @@ RATE_WITHOUT_TF32 = 4e7
 LAUNCH_US = 5.0
 
 # Training steps of the scan, by cell and largest H. Up to 32 in float32, which is what the half types are computed in:
-# rms 16%, 11%, 10%. Above, in TF32, T from 10,000 on and B up to 64, 16 and 4: rms 16%, 6%, 5%.
+# rms 16%, 10%, 10%. Above, in TF32, T from 10,000 on and B up to 64, 16 and 4: rms 16%, 6%, 5%.
 SCAN: dict[tuple[str, int], Line] = {
-    ("rnn_tanh", 32): Line(start=319, step=0.0744, unit=0.0021, volume=4.49e-05),
-    ("gru", 32): Line(start=228, step=0.187, unit=0.00184, volume=0.000107),
-    ("lstm", 32): Line(start=277, step=0.185, unit=0.00399, volume=0.000178),
+    ("rnn_tanh", 32): Line(start=313, step=0.0747, unit=0.00208, volume=4.47e-05),
+    ("gru", 32): Line(start=215, step=0.189, unit=0.00186, volume=0.000104),
+    ("lstm", 32): Line(start=282, step=0.184, unit=0.004, volume=0.000178),
     ("rnn_tanh", 128): Line(step=0.318, unit=0.00341, volume=7.51e-05),
     ("gru", 128): Line(step=0.29, unit=0.00516, volume=0.000497),
     ("lstm", 64): Line(step=0.608, volume=0.000658),
 }
-SCAN_FORWARD_START = 156.0
-"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 17%."""
+SCAN_FORWARD_START = 77.5
+"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 6%."""
 
-WEFT_HOST = {True: 497.0, False: 29.8}
+WEFT_HOST = {True: 497.0, False: 34.8}
 """The least that a layer of Weft takes, training or not: the median of the scan's steps of T up to 100, and of the
 persistent kernels' of T 1."""
-TORCH_HOST = {True: 874.0, False: 45.8}
+TORCH_HOST = {True: 874.0, False: 54.7}
 """The same of torch's, where cuDNN has one kernel for all steps."""
-TORCH_HOST_STANDARD = {True: 874.0, False: 281.0}
+TORCH_HOST_STANDARD = {True: 874.0, False: 320.0}
 """The same elsewhere."""
 
 PERSISTENT_STEP = {True: 0.6, False: 0.37}
