@@ -41,7 +41,8 @@ constexpr double kUneven = 0.12;  // of the share by which some schedulers have 
 // The stairs of step_time with rounded edges: two warps on a scheduler hide some of each other's latency, not all.
 double product_step(double warps, double schedulers, const Costs& cost) {
   const double n = std::ceil(warps / schedulers), at_once = std::min<double>(n, cost.resident);
-  const double both = std::pow(cost.product, 4) + std::pow(at_once * cost.product_each, 4);
+  auto fourth_power = [](double x) { return x * x * x * x; };
+  const double both = fourth_power(cost.product) + fourth_power(at_once * cost.product_each);
   return std::ceil(n / cost.resident) * std::sqrt(std::sqrt(both));
 }
 
