@@ -10,7 +10,8 @@
 //
 // With one chunk, the replay is all there is: the sequential recurrence, 0.24 us per step (H 8, fp32) to 0.56 (H 32,
 // half types). A[t] and b[t] arrive by asynchronous copies, three steps before their use: a warp has about 5 KB in
-// flight, a multiprocessor 80 to 160. Half types of odd H have no such copies and take microseconds per step.
+// flight, a multiprocessor 80 to 160. Half types of odd H, or at odd addresses, have no such copies and take
+// microseconds per step.
 // Floor: two reads of A (one read where one chunk is enough).
 #pragma once
 #include <algorithm>
@@ -47,6 +48,7 @@ struct StepRing {
   // division per piece and step took longer than the step's arithmetic.
   int from[kMaxPieces], to[kMaxPieces];
   int lane, H, width, pieces, b_pieces, line_step, ahead = 0, steps;
+  int first_line, lines_at_once;  // in copies of lines: the lane's first, H where it has none; of the warp
 
   __device__ __forceinline__ StepRing(const LinearScan& scan, T* shared, int64_t batch, int64_t first, int steps_)
       : stages(shared), steps(steps_) {
@@ -69,6 +71,8 @@ struct StepRing {
       from[p] = line * line_step + place * width;
       to[p] = line * kStride * int(size) + place * width;
     }
+    lines_at_once = kWarp / b_pieces;
+    first_line = lane < lines_at_once * b_pieces ? lane / b_pieces : H;
   }
 
   template <int kWidth>
@@ -80,26 +84,27 @@ struct StepRing {
     }
   }
 
-  // The lane's piece of every line.
   template <int kWidth>
-  __device__ __forceinline__ void copy_lines(char* to_, const char* from_) {
-    constexpr int kLine = kStride * int(sizeof(T));
-    if constexpr (kWidth >= 4) {
+  __device__ __forceinline__ void copy_lines(char* stage) {
+    char* to_ = stage + to[0];
+    const char* from_ = A + from[0];
+    const int to_step = lines_at_once * kStride * int(sizeof(T)), from_step = lines_at_once * line_step;
+    // Copies below 4 bytes are ordinary loads, some of which are under way together; more would take registers.
+    constexpr int kTogether = kWidth >= 4 ? 1 : 4;
 #pragma unroll 1
-      for (int line = 0; line < H; ++line) copy_one<kWidth>(to_ + line * kLine, from_ + line * int64_t(line_step));
-    } else {
-      // Ordinary loads, many of them under way together.
-      constexpr int kTogether = 8;  // more would take registers from the products
-#pragma unroll 1
-      for (int first = 0; first < H; first += kTogether) {
+    for (int at = first_line; at < H; at += kTogether * lines_at_once) {
+      if constexpr (kWidth >= 4) {
+        copy_one<kWidth>(to_, from_);
+      } else {
         T held[kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i)
-          if (first + i < H) held[i] = *reinterpret_cast<const T*>(from_ + (first + i) * int64_t(line_step));
+          if (at + i * lines_at_once < H) held[i] = *reinterpret_cast<const T*>(from_ + i * from_step);
 #pragma unroll
         for (int i = 0; i < kTogether; ++i)
-          if (first + i < H) *reinterpret_cast<T*>(to_ + (first + i) * kLine) = held[i];
+          if (at + i * lines_at_once < H) *reinterpret_cast<T*>(to_ + i * to_step) = held[i];
       }
+      to_ += kTogether * to_step, from_ += kTogether * int64_t(from_step);
     }
   }
 
@@ -110,12 +115,11 @@ struct StepRing {
 #pragma unroll
         for (int p = 0; p < kMaxPieces; ++p)
           if (lane + p * kWarp < pieces) copy_one<kWidth>(stage + to[p], A + from[p]);
-      } else if (lane < b_pieces) {
-        // Narrow copies of a large H have more pieces than a lane keeps places for: a line at a time.
-        copy_lines<kWidth>(stage + lane * kWidth, A + lane * kWidth);
+      } else {
+        copy_lines<kWidth>(stage);  // copies of less than 16 bytes have more pieces than a lane keeps places for
       }
-      for (int at = lane; at < b_pieces; at += kWarp)
-        copy_one<kWidth>(stage + HP * kStride * int(sizeof(T)) + at * kWidth, b + at * kWidth);
+      if (lane < b_pieces)  // of which there are no more than H
+        copy_one<kWidth>(stage + HP * kStride * int(sizeof(T)) + lane * kWidth, b + lane * kWidth);
     }
   }
 
@@ -271,8 +275,15 @@ using ProductRing = StepRing<T, HP,
                                         : 24,
                              4>;
 
+// On a multiprocessor; four of them are on each scheduler.
+template <int HP>
+constexpr int kProductBlocks = HP == 8    ? 32
+                               : HP == 16 ? 20
+                               : HP <= 24 ? 16
+                                          : 8;
+
 template <typename T, int HP, bool kTransposed>
-__global__ void __launch_bounds__(kWarp, HP <= 24 ? 16 : 8)
+__global__ void __launch_bounds__(kWarp, kProductBlocks<HP>)
     product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
   using Ring = ProductRing<T, HP>;
   using B = Blocks<HP, true>;
