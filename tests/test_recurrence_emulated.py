@@ -4,37 +4,25 @@ that run at very different speeds, messages that come late and in any order, and
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import math
 import mmap
-import os
-import shutil
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import emulated
 import pytest
 import torch
 import weft  # noqa: F401  registers torch.ops.weft
 from common import relative_error
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 3}
 BOUNDS = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 2e-5}
 PAGE = mmap.PAGESIZE
-COMPILER = shutil.which(os.environ.get("CXX", "c++").split()[-1])
 
-pytestmark = [
-    pytest.mark.skipif(
-        COMPILER is None or sys.platform != "linux", reason="the emulator needs a C++ compiler and Linux"
-    ),
-    # Whose other threads the child does not miss: it calls one function and ends.
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
+pytestmark = emulated.MARKS
 
 
 @dataclass(frozen=True)
@@ -145,23 +133,13 @@ def build(sample: Sample, folder: Path) -> ctypes.CDLL:
         "UNITS": units, "WARPS": 8, "SPLIT": sample.split, "RESIDENT": sample.resident, "CLUSTER": sample.cluster,
         "FMA": sample.fma, "EXCHANGE": sample.tier == "grid", "PACKED": sample.lengths is not None,
     }  # fmt: skip
-    library = folder / "recurrence.so"
-    defines = [f"-D{name}={int(value)}" for name, value in constants.items()]
-    folders = [f"-I{path}" for path in (folder, ROOT / "tests/emulator", ROOT / "csrc")]
-    command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", *folders, *defines]
-    subprocess.run([*command, str(ROOT / "tests/emulator/recurrence.cpp"), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
+    return emulated.build("recurrence", folder, **constants)
 
 
 def launch(library: ctypes.CDLL, a: Arguments, blocks: int, cluster: int, exchanged: Tensor, seed: int) -> None:
-    """In a process of its own: what the emulator refuses ends it."""
     place = ctypes.c_void_p(exchanged.data_ptr()), ctypes.c_long(exchanged.nbytes)
-    child = os.fork()
-    if child == 0:
-        faulthandler.disable()  # that a flawed kernel ends the process is what a test asks for
-        library.run(ctypes.byref(a), blocks, cluster, *place, seed)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0, "the emulator refuses what the kernel does"
+    ended_well = emulated.ends_well(lambda: library.run(ctypes.byref(a), blocks, cluster, *place, seed))
+    assert ended_well, "the emulator refuses what the kernel does"
 
 
 def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
@@ -298,12 +276,7 @@ FLAWS = {
 def test_the_emulator_notices(flaw: str, tmp_path):
     """A kernel with a flaw that tests on a GPU may well pass."""
     sample, right, wrong = FLAWS[flaw]
-    source = (ROOT / "csrc/rnn/cuda/recurrence.jit.cu").read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    changed = tmp_path / "rnn/cuda/recurrence.jit.cu"
-    changed.parent.mkdir(parents=True)
-    changed.write_text(source.replace(right, wrong), encoding="utf-8")
-    library = build(sample, tmp_path)
+    library = build(sample, emulated.with_flaw("rnn/cuda/recurrence.jit.cu", right, wrong, tmp_path))
     with pytest.raises(AssertionError):
         for seed in range(3):
             emulate(sample, library, seed)

@@ -1,0 +1,58 @@
+"""What the tests share that run CUDA code on a processor, by tests/emulator."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILER = shutil.which(os.environ.get("CXX", "c++").split()[-1])
+
+MARKS = [
+    pytest.mark.skipif(
+        COMPILER is None or sys.platform != "linux", reason="the emulator needs a C++ compiler and Linux"
+    ),
+    # Whose other threads the child does not miss: it calls one function and ends.
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+def build(name: str, folder: Path, **macros: int) -> ctypes.CDLL:
+    """The library of tests/emulator/`name`.cpp; what lies in `folder` goes before what csrc has."""
+    library = folder / f"{name}.so"
+    folders = [f"-I{path}" for path in (folder, ROOT / "tests/emulator", ROOT / "csrc")]
+    defines = [f"-D{macro}={int(value)}" for macro, value in macros.items()]
+    command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", *folders, *defines]
+    subprocess.run([*command, str(ROOT / f"tests/emulator/{name}.cpp"), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def ends_well(function: Callable[[], None]) -> bool:
+    """Whether the function returns, in a process of its own: what the emulator refuses ends it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            faulthandler.disable()  # that a flawed kernel ends the process is what a test asks for
+            function()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def with_flaw(source: str, right: str, wrong: str, folder: Path) -> Path:
+    """`folder`, with a copy of csrc/`source` in it that is wrong in one place."""
+    text = (ROOT / "csrc" / source).read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    changed = folder / source
+    changed.parent.mkdir(parents=True)
+    changed.write_text(text.replace(right, wrong), encoding="utf-8")
+    return folder
