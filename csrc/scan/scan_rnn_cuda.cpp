@@ -460,8 +460,8 @@ ScanRnnGrads scan_rnn_backward_cuda(const OptionalTensor& grad_output, const Opt
     const Tensor x = w_ih_here ? in_type(input, compute) : Tensor(),
                  w_in = input_here ? in_type(w_ih, compute) : Tensor();
     const Tensor d_input = wanted(input_here, {s.T, s.B, s.I}), d_w_ih = wanted(w_ih_here, {rows, s.I}),
-                 d_w_hh = wanted(small && mask[4], {rows, s.H}), d_b_ih = wanted(small && bias && mask[5], {rows}),
-                 d_b_hh = wanted(small && bias && mask[6], {rows});
+                 d_w_hh = wanted(mask[4], {rows, s.H}), d_b_ih = wanted(bias && mask[5], {rows}),
+                 d_b_hh = wanted(bias && mask[6], {rows});
     const ScanRnnGradients<float> args{inputs,
                                        pointer<float>(dgates),
                                        pointer<float>(state),
