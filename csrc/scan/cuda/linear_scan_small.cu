@@ -18,20 +18,18 @@ namespace weft::scan {
 namespace {
 
 // Microseconds on an H200: a chunk at the boundary; a step of the replay of a warp alone, in fp32 and in the half
-// types; a step of the product where a scheduler has one warp, and for each of several; how many of them it holds at
-// once.
+// types; a step of the product where a scheduler has one warp, and for each of several.
 struct Costs {
   double boundary, replay, replay_half, product, product_each;
-  int resident;
 };
 
 const Costs& costs(int64_t H) {
   // By padded H: 8, 16, 20, 24, 32.
-  static constexpr Costs kCosts[] = {{0.15, 0.24, 0.25, 0.33, 0.10, 8},
-                                     {0.23, 0.26, 0.38, 0.44, 0.24, 5},
-                                     {0.25, 0.29, 0.45, 0.60, 0.36, 4},
-                                     {0.27, 0.30, 0.52, 0.66, 0.40, 4},
-                                     {0.31, 0.36, 0.56, 1.15, 0.87, 2}};
+  static constexpr Costs kCosts[] = {{0.15, 0.24, 0.25, 0.33, 0.10},
+                                     {0.23, 0.26, 0.38, 0.44, 0.24},
+                                     {0.25, 0.29, 0.45, 0.60, 0.36},
+                                     {0.27, 0.30, 0.52, 0.66, 0.40},
+                                     {0.31, 0.36, 0.56, 1.15, 0.87}};
   return kCosts[hidden_size_index(H)];
 }
 
@@ -39,11 +37,11 @@ constexpr double kBytesPerMicrosecond = 4.2e6;
 constexpr double kUneven = 0.12;  // of the share by which some schedulers have more warps than others
 
 // The stairs of step_time with rounded edges: two warps on a scheduler hide some of each other's latency, not all.
-double product_step(double warps, double schedulers, const Costs& cost) {
-  const double n = std::ceil(warps / schedulers), at_once = std::min<double>(n, cost.resident);
+double product_step(double warps, double schedulers, int resident, const Costs& cost) {
+  const double n = std::ceil(warps / schedulers), at_once = std::min<double>(n, resident);
   auto fourth_power = [](double x) { return x * x * x * x; };
   const double both = fourth_power(cost.product) + fourth_power(at_once * cost.product_each);
-  return std::ceil(n / cost.resident) * std::sqrt(std::sqrt(both));
+  return std::ceil(n / resident) * std::sqrt(std::sqrt(both));
 }
 
 SmallPlan plan_of(const LinearScan& scan) {
@@ -51,6 +49,7 @@ SmallPlan plan_of(const LinearScan& scan) {
   const auto& cost = costs(scan.H);
   const double bytes = double(scan.H) * scan.H * element_size(scan.dtype);
   const bool half = element_size(scan.dtype) == 2;
+  const int resident = products_at_once(padded_hidden(scan.H));
   const double warps = schedulers();
   auto time = [&](int64_t chunks) {
     const double length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
@@ -58,7 +57,7 @@ SmallPlan plan_of(const LinearScan& scan) {
     const double uneven = std::ceil(pairs / warps) * warps / pairs - 1;
     const double replay = length * std::max(half ? cost.replay_half : cost.replay, memory * (1 + kUneven * uneven));
     if (chunks == 1) return replay;
-    const double product = product_step(pairs - scan.B, warps, cost);
+    const double product = product_step(pairs - scan.B, warps, resident, cost);
     return kChunkedOverhead + replay + chunks * cost.boundary + length * std::max(product, memory);
   };
   const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, warps, 1, time);

@@ -149,15 +149,8 @@ using ProductRing = StepRing<T, HP,
                                         : 24,
                              4>;
 
-// On a multiprocessor; four of them are on each scheduler.
-template <int HP>
-constexpr int kProductBlocks = HP == 8    ? 32
-                               : HP == 16 ? 20
-                               : HP <= 24 ? 16
-                                          : 8;
-
 template <typename T, int HP, bool kTransposed>
-__global__ void __launch_bounds__(kWarp, kProductBlocks<HP>)
+__global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
     product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
   using Ring = ProductRing<T, HP>;
   using B = Blocks<HP, true>;

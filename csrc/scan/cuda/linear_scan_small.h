@@ -9,6 +9,11 @@ struct SmallPlan {
   int64_t chunks, length;
 };
 
+// Warps of the product kernel that a scheduler holds at once, by padded H. A multiprocessor has four schedulers.
+constexpr int products_at_once(int64_t padded) {
+  return padded == 8 ? 8 : padded == 16 ? 5 : padded <= 24 ? 4 : 2;
+}
+
 template <typename T>
 void run_linear_scan_small(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream);
 

@@ -28,7 +28,8 @@ struct StepRing {
   // division per piece and step took longer than the step's arithmetic.
   int from[kMaxPieces], to[kMaxPieces];
   int lane, H, width, pieces, b_pieces, line_step, ahead = 0, steps;
-  int first_line, lines_at_once;  // in copies of lines: the lane's first, H where it has none; of the warp
+  // Where A is copied by lines: the lane's first line, H if it has none, and how many lines the warp takes together.
+  int first_line, lines_at_once;
 
   __device__ __forceinline__ StepRing(const LinearScan& scan, T* shared, int64_t batch, int64_t first, int steps_)
       : stages(shared), steps(steps_) {
@@ -96,7 +97,7 @@ struct StepRing {
         for (int p = 0; p < kMaxPieces; ++p)
           if (lane + p * kLanes < pieces) copy_one<kWidth>(stage + to[p], A + from[p]);
       } else {
-        copy_lines<kWidth>(stage);  // copies of less than 16 bytes have more pieces than a lane keeps places for
+        copy_lines<kWidth>(stage);  // in copies of less than 16 bytes, more pieces than a lane keeps places for
       }
       if (lane < b_pieces)  // of which there are no more than H
         copy_one<kWidth>(stage + HP * kStride * int(sizeof(T)) + lane * kWidth, b + lane * kWidth);
