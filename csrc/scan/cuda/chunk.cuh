@@ -252,7 +252,7 @@ struct Power {
 
 // One warp takes a vector through `count` maps, x <- P x + v, and stores it before each and after the last. Lane i
 // holds element i (xh), and element HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps
-// arrive three ahead of their use by asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk
+// arrive four ahead of their use by asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk
 // make of them. kSelects: the steps may drop what is not finite, where P multiplies it by zero.
 template <typename Map, bool kSelects, typename Redo>
 __device__ __forceinline__ void carry_through_chunks(int count, const float* from, int64_t map_step, float* start,
@@ -279,17 +279,21 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     from += map_step;
     ++fetched;
   };
-  for (int d = 1; d < kStages; ++d) fetch();
+  for (int d = 0; d < kStages; ++d) fetch();
+  copy_wait<kStages - 1>();
+  __syncwarp();
+  // Of part p of the n-th map: known a map ahead, so that nothing waits for them.
+  auto power_of = [&](int n, int p) {
+    return Power(n < count ? stages[n % kStages * Map::kStride + Map::kExponents + p * HP + unit] : 0.0f);
+  };
+  Power power_h = power_of(0, 0), power_c = power_of(0, kParts - 1);
 #pragma unroll 1
   for (int done = 0; done < count; ++done, start += start_step) {
     if (own) {
       start[0] = xh;
       if constexpr (kParts == 2) start[HP] = xc;
     }
-    copy_wait<kStages - 2>();
-    __syncwarp();
     const float* map = stages + done % kStages * Map::kStride;
-    const Power power_h(map[Map::kExponents + unit]), power_c(map[Map::kExponents + (kParts - 1) * HP + unit]);
     const float scaled_h = power_h * xh, scaled_c = kParts == 2 ? power_c * xc : 0.0f;
     if (own) {
       exchange[unit] = scaled_h;
@@ -308,8 +312,9 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
       for (int k = 0; k < S; k += 4)
         load4(map + (p * HP + unit) * Map::kRow + k, *reinterpret_cast<float(*)[4]>(row[p] + k));
     }
+    copy_wait<kStages - 2>();  // the next map
     __syncwarp();
-    fetch();  // into a stage that was read before the barrier
+    const Power next_power_h = power_of(done + 1, 0), next_power_c = power_of(done + 1, kParts - 1);
     float next[2] = {};
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
@@ -328,6 +333,7 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     // that the error of P, relative to them, shows; or a column lost entries below 2^-100 of its scale that could still
     // be seen. P's entries are below 2, so most chunks need no look at the terms.
     const unsigned largest = largest_of(next[0], next[1]);
+    fetch();  // into the stage of this map, which was read before the barrier
     const float bound = kCancellation * __uint_as_float(largest);
     bool doubtful = largest >= 0x7f800000u;
     if (doubtful || !(2.5f * S * largest_scaled <= bound)) {
@@ -350,6 +356,7 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     } else {
       xh = next[0], xc = next[1];
     }
+    power_h = next_power_h, power_c = next_power_c;
     exchange = shared + kStages * Map::kStride + (done & 1 ? 0 : S);
   }
   copy_wait<0>();

@@ -9,7 +9,7 @@
 //      merged with their derivatives into the operand of the step, shared by all columns; an LSTM's state is (dh, dc)
 //      and only the blocks of its Jacobian that are not diagonal are multiplied. H^2 (H + 1) FMA per step and pair, an
 //      LSTM 4 H^3.
-//   2. boundaries: one warp per batch row carries g through the chunks, 0.15 to 0.3 us each (LSTM 0.3 to 0.75).
+//   2. boundaries: one warp per batch row carries g through the chunks, 0.11 to 0.24 us each (LSTM 0.22 to 0.48).
 //   3. replay: one warp per (chunk, batch), lane i owns unit i, W in registers, the gate gradients exchanged through
 //      shared memory: matrix-vector products only, and the only stage that writes per-step results. With one chunk it
 //      is the plain sequential backward pass, 0.14 us per step (GRU 0.25, LSTM 0.29).
