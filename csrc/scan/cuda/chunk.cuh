@@ -81,8 +81,9 @@ __device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& lo
 
 // rows * right for tiles of 16 rows and one row of blocks of `right` at a time: al bh + ah bl in `small`, ah bh in
 // `large`. The tensor core cuts its sums off instead of rounding them: with the small products apart, few sums are cut
-// where it counts, and the two chains of products run side by side. kFlushes: flush() is used.
-template <int kTiles, typename B, bool kFlushes = false>
+// where it counts, and the two chains of products run side by side. kExact: `right` has no low part. kFlushes: flush()
+// is used.
+template <int kTiles, typename B, bool kFlushes = false, bool kExact = false>
 struct SplitSum {
   static constexpr int NB = B::kCount;
   float small[kTiles][NB][4] = {}, large[kTiles][NB][4] = {}, rounded[kFlushes ? kTiles : 1][NB][4] = {};
@@ -112,10 +113,12 @@ struct SplitSum {
         multiply(large[t][nb], ah[t], high[nb]);
         multiply(small[t][nb], al[t], high[nb]);
       }
+    if constexpr (!kExact) {
 #pragma unroll
-    for (int nb = 0; nb < NB; ++nb)
+      for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-      for (int t = 0; t < kTiles; ++t) multiply(small[t][nb], ah[t], low[nb]);
+        for (int t = 0; t < kTiles; ++t) multiply(small[t][nb], ah[t], low[nb]);
+    }
   }
 
   // Takes the large products out of the tensor core's sum, for chains so long that even few cut sums show.

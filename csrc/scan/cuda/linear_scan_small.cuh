@@ -3,7 +3,7 @@
 // T is cut into chunks of L steps (see chunk.cuh):
 //
 //   1. products: one warp per (chunk, batch) multiplies the chunk's map, P and v, by A[t] on the tensor cores in split
-//      TF32. H^2 (H + 1) FMA per step; A is read once.
+//      TF32, of which the half types need two products of three. H^2 (H + 1) FMA per step; A is read once.
 //   2. boundaries: one warp per batch row takes x through the maps, about 0.25 us per chunk.
 //   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
 //      element i, x is exchanged through shared memory. A is read a second time.
@@ -155,6 +155,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
   using Ring = ProductRing<T, HP>;
   using B = Blocks<HP, true>;
   constexpr int NB = B::kCount, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
+  constexpr bool kExact = sizeof(T) == 2;              // the half types have no more than TF32's 11 significant bits
   __shared__ alignas(16) T shared[Ring::kBytes / sizeof(T)];
   const int lane = threadIdx.x, quad = lane / 4, j = lane % 4;
   const int64_t chunk = int64_t(blockIdx.x) / scan.B, batch = int64_t(blockIdx.x) % scan.B;
@@ -190,7 +191,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
 #pragma unroll 1
   for (int step = start; step < steps; ++step) {
     const T* A = ring.wait(step);
-    SplitSum<kTiles, B> sum;
+    SplitSum<kTiles, B, false, kExact> sum;
     // A row of blocks of the right operand, A^T: element (k, n) is A[n][k].
 #pragma unroll
     for (int kb = 0; kb < NB; ++kb) {
@@ -202,7 +203,12 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
         for (int half = 0; half < B::halves(kb); ++half) {
           const int k = B::unit(kb * 8 + 2 * j + half);
           const T* at = A + (kTransposed ? k * Ring::kStride + n : n * Ring::kStride + k);
-          split_tf32(!B::is_half(nb) || n < HP ? to_state(*at) : 0.0f, high[nb][half], low[nb][half]);
+          const float a = !B::is_half(nb) || n < HP ? to_state(*at) : 0.0f;
+          if constexpr (kExact) {
+            high[nb][half] = __float_as_uint(a);
+          } else {
+            split_tf32(a, high[nb][half], low[nb][half]);
+          }
         }
       }
       float rows[kTiles][4];
