@@ -191,6 +191,18 @@ def test_strides(view, layout: str, dtype: torch.dtype, device: str) -> None:
         gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("view", [torch.clone, _off_by_one, _inner, _matrices_by_columns])
+def test_lines_of_any_alignment_in_chunks(view, dtype: torch.dtype) -> None:
+    for H, transpose in itertools.product((3, 12, 18, 19, 23, 30, 31, 32), (False, True)):
+        sample = Sample(1500, 2, H, x0=H % 2 == 0, reverse=H % 3 == 0, transpose=transpose)
+        inputs = sample.inputs(dtype, "cuda")
+        with poisoned():
+            x = linear_scan(*(None if t is None else view(t) for t in inputs), **sample.flags)
+        assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
+
+
 @device
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_broadcast_inputs(layout: str, device: str) -> None:
@@ -319,8 +331,9 @@ def test_two_runs_give_the_same_bits(sample: Sample, device: str) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["A", "b", "x0"])
 def test_a_bad_row_stays_alone(where: str, bad: float, layout: str, device: str) -> None:
-    for T, H in [(50, 6), (50, 40), (600, 20), (5000, 3)]:
-        A, b, x0 = Sample(T, 3, H, layout).inputs(torch.float32, device)
+    single, half = torch.float32, torch.float16
+    for T, H, dtype in [(50, 6, single), (50, 40, single), (600, 20, single), (5000, 3, single), (900, 31, half)]:
+        A, b, x0 = Sample(T, 3, H, layout).inputs(dtype, device)
         clean = linear_scan(A, b, x0)
         {"A": A[T // 2], "b": b[T // 2], "x0": x0}[where][1] = bad
         x = linear_scan(A, b, x0)

@@ -31,14 +31,19 @@ def test_the_ring_on_a_processor(size: int, ring):
 
 
 FLAWS = {
-    "skips the last lines": ("at < H;", "at < H - lines_at_once;"),
-    "does not wait": ("copy_wait<kStages - 2>();", "copy_wait<kStages - 1>();"),
-    "overwrites what is read": ("ahead % kStages * kElements", "ahead % (kStages - 1) * kElements"),
-    "copies too far": ("to_step = lines_at_once *", "to_step = 2 * lines_at_once *"),
+    "leaves out the last piece": (4, "p * kRingLanes < pieces)", "p * kRingLanes < pieces - 1)"),
+    "does not wait": (4, "copy_wait<kStages - 2>();", "copy_wait<kStages - 1>();"),
+    "overwrites what is read": (4, "ahead % kStages * kElements", "ahead % (kStages - 1) * kElements"),
+    "reads behind a line": (2, "16 * n, max(bytes, 0)", "16 * n, 16"),
+    "forgets what lies before a line": (2, "min(before + length", "min(length"),
+    "takes all lines to begin alike": (2, "(first + i * line_step) % kPiece", "first % kPiece"),
+    "does not shift": (2, "16 * odd", "0"),
+    "forgets to step on": (4, "A_at += ", "A_at += 0 * "),
 }
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path):
-    folder = emulated.with_flaw("scan/cuda/step_ring.cuh", *FLAWS[flaw], tmp_path)
-    assert not passes(emulated.build("step_ring", folder), 4, range(29, 33))
+    size, right, wrong = FLAWS[flaw]
+    folder = emulated.with_flaw("scan/cuda/step_ring.cuh", right, wrong, tmp_path)
+    assert not passes(emulated.build("step_ring", folder), size, range(29, 33))

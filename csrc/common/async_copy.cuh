@@ -20,10 +20,16 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
   }
 }
 
-// 16 bytes, of which the last 16 - `bytes` are zeros that are not read.
+// As many bytes, of which those from `bytes` on are zeros that are not read.
+template <int kBytes>
 __device__ __forceinline__ void copy_async_padded(void* to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
-               : "memory");
+  const uint32_t address = shared_address(to);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(kBytes), "r"(bytes)
+                 : "memory");
+  }
 }
 
 __device__ __forceinline__ void copy_commit() {

@@ -218,6 +218,7 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+using std::max;
 using std::min;
 
 inline unsigned __float_as_uint(float x) {

@@ -8,6 +8,10 @@ inline void __syncwarp() {
   emulator::gather(&nothing, 1);
 }
 
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
+  return uint32_t((uint64_t(high) << 32 | low) >> (bits & 31));
+}
+
 #include "scan/cuda/step_ring.cuh"
 
 namespace {
@@ -28,24 +32,30 @@ void compare(const T* found, const void* expected, const char* what) {
   if (std::memcmp(found, expected, sizeof(T)) != 0) emulator::fail(what);
 }
 
-template <typename T, int HP, int kStride>
+template <typename T, int HP, typename Lines>
 void kernel() {
-  using Ring = weft::scan::StepRing<T, HP, kStride, kStages>;
   const int H = int(problem.H), lane = threadIdx.x, batch = 1;
   const int64_t line = problem.A_col == 1 ? problem.A_row : problem.A_col;
   const T zero{};
-  Ring ring(problem, reinterpret_cast<T*>(shared), batch, 0, kSteps);
+  weft::scan::StepRing<T, Lines, kStages> ring(problem, reinterpret_cast<T*>(shared), batch, 0, kSteps);
   ring.start();
   for (int step = 0; step < kSteps; ++step) {
-    const T* stage = ring.wait(step);
+    const auto read = ring.wait(step);
     const T* A = static_cast<const T*>(problem.A) + step * problem.A_t + batch * problem.A_b;
     const T* b = static_cast<const T*>(problem.b) + step * problem.b_t + batch * problem.b_b;
     for (int i = lane; i < HP; i += 32) {
+      alignas(T) weft::scan::Line<T, HP> loaded{};
+      if (i < H) read.load(i, loaded);
       for (int k = 0; k < HP; ++k) {
-        const T* at = stage + i * kStride + k;
-        i < H&& k < H ? compare(at, A + i * line + k, "A differs") : compare(at, &zero, "the padding is not zero");
+        if (i < H && k < H) {
+          if (!read.inside(i, k)) emulator::fail("an element is not inside");
+          compare(read.at(i, k), A + i * line + k, "A differs");
+          compare(reinterpret_cast<const T*>(loaded) + k, A + i * line + k, "a loaded line differs");
+        } else if (read.inside(i, k)) {
+          compare(read.at(i, k), &zero, "the padding is not zero");
+        }
       }
-      if (i < H) compare(stage + HP * kStride + i, b + i, "b differs");
+      i < H ? compare(read.b + i, b + i, "b differs") : compare(read.b + i, &zero, "b's padding is not zero");
     }
     ring.fetch();
   }
@@ -67,7 +77,11 @@ T* guarded(int64_t count) {
 // `gap` elements lie between the lines, `tail` behind the last element of A and of b.
 template <typename T, int HP, int kStride>
 void run_one(int H, int gap, int tail, bool reverse, unsigned seed) {
-  constexpr int kBytes = weft::scan::StepRing<T, HP, kStride, kStages>::kBytes;
+  using Aligned = weft::scan::AlignedLines<T, HP, kStride>;
+  using Apart = weft::scan::AnyLines<T, HP, false>;
+  using Together = weft::scan::AnyLines<T, HP, true>;
+  static_assert(Apart::kElements == Together::kElements);
+  constexpr int kBytes = kStages * int(sizeof(T)) * std::max(Aligned::kElements, Apart::kElements);
   const int64_t line = H + gap, matrix = line * H, steps = kSteps * kBatch;
   problem = {};
   problem.T = kSteps, problem.B = kBatch, problem.H = H;
@@ -78,25 +92,36 @@ void run_one(int H, int gap, int tail, bool reverse, unsigned seed) {
   const int64_t last = reverse ? kSteps - 1 : 0;
   problem.A = A + last * problem.A_t, problem.b = b + last * problem.b_t;
   if (reverse) problem.A_t = -problem.A_t, problem.b_t = -problem.b_t;
+  problem.dtype = sizeof(T) == 2   ? weft::scan::DType::f16
+                  : sizeof(T) == 4 ? weft::scan::DType::f32
+                                   : weft::scan::DType::f64;
   alignas(16) static unsigned char memory[kBytes];
-  std::memset(memory, 0xcd, sizeof memory);
-  shared = memory;
-  weft::copies.clear();
-  emulator::launch(kernel<T, HP, kStride>, 1, 32, 1, 0, seed);
+  auto run_lines = [&](auto* kernel) {
+    std::memset(memory, 0xcd, sizeof memory);
+    shared = memory;
+    weft::copies.clear();
+    emulator::launch(kernel, 1, 32, 1, 0, seed);
+  };
+  if constexpr (HP * sizeof(T) % 16 == 0) {
+    if (weft::scan::lines_are_aligned(problem)) run_lines(kernel<T, HP, Aligned>);
+  }
+  run_lines(kernel<T, HP, Apart>);
+  run_lines(kernel<T, HP, Together>);
 }
 
 template <typename T>
 void run_type(int H, int gap, int tail, bool reverse, unsigned seed) {
   // Both rings of the kernels, the one of the products and the one of the replay.
-  auto both = [&]<int HP, int kProduct, int kReplay>() {
+  auto both = [&]<int HP, int kProduct>() {
+    constexpr int kSize = int(sizeof(T));
     run_one<T, HP, kProduct>(H, gap, tail, reverse, seed);
-    run_one<T, HP, kReplay>(H, gap, tail, reverse, seed);
+    run_one<T, HP, (HP * kSize / 16 | 1) * 16 / kSize>(H, gap, tail, reverse, seed);
   };
-  if (H <= 8) return both.template operator()<8, 8, 12>();
-  if (H <= 16) return both.template operator()<16, 24, 20>();
-  if (H <= 20) return both.template operator()<20, 24, 20>();
-  if (H <= 24) return both.template operator()<24, 24, 28>();
-  both.template operator()<32, 40, 36>();
+  if (H <= 8) return both.template operator()<8, 8>();
+  if (H <= 16) return both.template operator()<16, 24>();
+  if (H <= 20) return both.template operator()<20, 24>();
+  if (H <= 24) return both.template operator()<24, 24>();
+  both.template operator()<32, 40>();
 }
 
 }  // namespace

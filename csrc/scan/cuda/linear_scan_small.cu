@@ -17,50 +17,60 @@ namespace weft::scan {
 
 namespace {
 
-// Microseconds on an H200: a chunk at the boundary; a step of the replay of a warp alone, in fp32 and in the half
-// types; a step of the product where a scheduler has one warp, and for each of several.
+// Microseconds on an H200: a chunk at the boundary; a step of the replay where a scheduler has one warp, and for each
+// of several; a step of the product, likewise.
 struct Costs {
-  double boundary, replay, replay_half, product, product_each;
+  double boundary, replay, replay_each, product, product_each;
 };
 
-const Costs& costs(int64_t H) {
+const Costs& costs(const LinearScan& scan) {
   // By padded H: 8, 16, 20, 24, 32.
-  static constexpr Costs kCosts[] = {{0.15, 0.24, 0.25, 0.33, 0.10},
-                                     {0.23, 0.26, 0.38, 0.44, 0.24},
-                                     {0.25, 0.29, 0.45, 0.60, 0.36},
-                                     {0.27, 0.30, 0.52, 0.66, 0.40},
-                                     {0.31, 0.36, 0.56, 1.15, 0.87}};
-  return kCosts[hidden_size_index(H)];
+  static constexpr Costs kSingle[] = {{0.13, 0.15, 0.066, 0.16, 0.07},
+                                      {0.20, 0.22, 0.159, 0.38, 0.18},
+                                      {0.21, 0.25, 0.235, 0.49, 0.34},
+                                      {0.24, 0.30, 0.358, 0.48, 0.38},
+                                      {0.27, 0.31, 0.584, 0.85, 0.85}};
+  static constexpr Costs kHalf[] = {{0.13, 0.16, 0.073, 0.15, 0.07},
+                                    {0.19, 0.21, 0.121, 0.34, 0.16},
+                                    {0.22, 0.33, 0.153, 0.49, 0.29},
+                                    {0.24, 0.27, 0.182, 0.46, 0.30},
+                                    {0.27, 0.31, 0.324, 0.68, 0.61}};
+  return (element_size(scan.dtype) == 2 ? kHalf : kSingle)[hidden_size_index(scan.H)];
 }
 
-constexpr double kBytesPerMicrosecond = 4.2e6;
-constexpr double kUneven = 0.12;  // of the share by which some schedulers have more warps than others
+// Several warps on a scheduler hide some of each other's latency, not all: the larger of two times, with a rounded
+// edge.
+double either(double one, double several) {
+  auto square = [](double x) { return x * x; };
+  return std::sqrt(std::sqrt(square(square(one)) + square(square(several))));
+}
 
-// The stairs of step_time with rounded edges: two warps on a scheduler hide some of each other's latency, not all.
-double product_step(double warps, double schedulers, int resident, const Costs& cost) {
-  const double n = std::ceil(warps / schedulers), at_once = std::min<double>(n, resident);
-  auto fourth_power = [](double x) { return x * x * x * x; };
-  const double both = fourth_power(cost.product) + fourth_power(at_once * cost.product_each);
-  return std::ceil(n / resident) * std::sqrt(std::sqrt(both));
+// Of so many warps on a scheduler, `resident` at once. The time goes up in stairs where warps are bound by what they
+// compute: the fullest scheduler counts.
+double product_step(double warps, int resident, const Costs& cost) {
+  const double n = std::ceil(warps);
+  return std::ceil(n / resident) * either(cost.product, std::min<double>(n, resident) * cost.product_each);
+}
+
+// The replay is bound by memory for the most part, so that the fullest scheduler counts for a part only.
+double replay_step(double warps, const Costs& cost) {
+  constexpr double kUneven = 0.3;
+  return either(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
 }
 
 SmallPlan plan_of(const LinearScan& scan) {
   if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
-  const auto& cost = costs(scan.H);
-  const double bytes = double(scan.H) * scan.H * element_size(scan.dtype);
-  const bool half = element_size(scan.dtype) == 2;
+  const auto& cost = costs(scan);
   const int resident = products_at_once(padded_hidden(scan.H));
-  const double warps = schedulers();
+  const double all = schedulers();
   auto time = [&](int64_t chunks) {
     const double length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
-    const double memory = pairs * bytes / kBytesPerMicrosecond;
-    const double uneven = std::ceil(pairs / warps) * warps / pairs - 1;
-    const double replay = length * std::max(half ? cost.replay_half : cost.replay, memory * (1 + kUneven * uneven));
+    const double replay = length * replay_step(pairs / all, cost);
     if (chunks == 1) return replay;
-    const double product = product_step(pairs - scan.B, warps, resident, cost);
-    return kChunkedOverhead + replay + chunks * cost.boundary + length * std::max(product, memory);
+    const double product = length * product_step((pairs - scan.B) / all, resident, cost);
+    return kChunkedOverhead + product + chunks * cost.boundary + replay;
   };
-  const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, warps, 1, time);
+  const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, all, 1, time);
   const int64_t length = (scan.T + best - 1) / best;
   return {(scan.T + length - 1) / length, length};
 }

@@ -4,15 +4,14 @@
 //
 //   1. products: one warp per (chunk, batch) multiplies the chunk's map, P and v, by A[t] on the tensor cores in split
 //      TF32, of which the half types need two products of three. H^2 (H + 1) FMA per step; A is read once.
-//   2. boundaries: one warp per batch row takes x through the maps, about 0.25 us per chunk.
+//   2. boundaries: one warp per batch row takes x through the maps, 0.13 to 0.27 us per chunk.
 //   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
 //      element i, x is exchanged through shared memory. A is read a second time.
 //
-// With one chunk, the replay is all there is: the sequential recurrence, 0.24 us per step (H 8, fp32) to 0.56 (H 32,
-// half types). A[t] and b[t] arrive by asynchronous copies, three steps before their use: a warp has about 5 KB in
-// flight, a multiprocessor 80 to 160. Half types of odd H, or at odd addresses, have no such copies and take
-// microseconds per step.
-// Floor: two reads of A (one read where one chunk is enough).
+// With one chunk, the replay is all there is: the sequential recurrence, 0.13 us per step (H 8) to 0.26 (H 32), where
+// lines begin at odd addresses to 0.5. A[t] and b[t] arrive by asynchronous copies, three steps before their use: a
+// warp has about 5 KB in flight, a multiprocessor 80 to 160. Floor: two reads of A (one read where one chunk is
+// enough).
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -29,28 +28,24 @@ namespace {
 
 using namespace weft::chunk;
 
-template <typename T>
-__device__ __forceinline__ void load_state4(const T* p, State<T> (&v)[4]) {
-  if constexpr (sizeof(T) == 2) {
-    const uint2 raw = *reinterpret_cast<const uint2*>(p);
-    const T* q = reinterpret_cast<const T*>(&raw);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = to_state(q[i]);
-  } else {
-    load4(p, v);
-  }
-}
+// Every H that is padded to HP is larger.
+template <int HP>
+constexpr int kSurelyInside = (HP - 1) / 8 * 8;
+
+// kStride is for aligned lines, kTogether for others: whether those that lie one behind the other are copied as one.
+// That takes fewer pieces, but more conflicts and care of whoever reads, and pays where most of a step is its copies.
+template <typename T, int HP, int kStride, bool kTogether, bool kAligned>
+using Ring = StepRing<T, std::conditional_t<kAligned, AlignedLines<T, HP, kStride>, AnyLines<T, HP, kTogether>>, 4>;
 
 // ------------------------------------------------------------------------------------------------------ 3. replay
-// Lines of 4 (4-byte) or 2 (2-byte elements) times an odd number of banks: a lane per line reads four elements at a
-// time without conflict.
-template <typename T, int HP>
-using ReplayRing = StepRing<T, HP, HP == 20 ? 20 : HP + 4, 4>;
+// Aligned lines of an odd number of 16 bytes: a lane per line reads 16 bytes without conflict.
+template <typename T, int HP, bool kAligned>
+using ReplayRing = Ring<T, HP, (HP * int(sizeof(T)) / 16 | 1) * 16 / int(sizeof(T)), (HP > 8), kAligned>;
 
-template <typename T, int HP, bool kTransposed, bool kWrite>
+template <typename T, int HP, bool kTransposed, bool kAligned, bool kWrite>
 __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t batch, int64_t first, int steps,
                                              State<T>& x, char* shared) {
-  using Ring = ReplayRing<T, HP>;
+  using Ring = ReplayRing<T, HP, kAligned>;
   const int lane = threadIdx.x % kWarp, unit = min(lane, int(scan.H) - 1);
   const bool own = lane == unit;  // a spare lane repeats the last unit, but stores nothing
   Ring ring(scan, reinterpret_cast<T*>(shared), batch, first, steps);
@@ -63,24 +58,24 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if (own) exchange[unit] = x;
-    const T* A = ring.wait(step);  // its barrier also shows x
+    const auto read = ring.wait(step);  // its barrier also shows x
     State<T> sum[4] = {};
     if (!(from_nothing && step == 0)) {
+      alignas(T) Line<T, HP> row;
+      if constexpr (!kTransposed) read.load(unit, row);
 #pragma unroll
       for (int k = 0; k < HP; k += 4) {
-        State<T> a[4], v[4];
+        State<T> v[4];
         load4(exchange + k, v);
-        if constexpr (kTransposed) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[i] = to_state(A[(k + i) * Ring::kStride + unit]);
-        } else {
-          load_state4(A + unit * Ring::kStride + k, a);
+        for (int i = 0; i < 4; ++i) {
+          const bool inside = k + i < kSurelyInside<HP> || read.inside(k + i, unit);
+          const T a = kTransposed ? *read.at(k + i, unit) : reinterpret_cast<const T*>(row)[k + i];
+          sum[i] += (inside ? to_state(a) : State<T>(0)) * v[i];
         }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] += a[i] * v[i];
       }
     }
-    x = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + to_state(A[HP * Ring::kStride + unit]);
+    x = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + to_state(read.b[unit]);
     ring.fetch();  // into the stage of the step before
     if (kWrite) {
       if (own) *out = from_state<T>(x);
@@ -92,10 +87,10 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
   __syncwarp();
 }
 
-template <typename T, int HP>
-constexpr int kReplayBytes = ReplayRing<T, HP>::kBytes + 2 * HP* int(sizeof(State<T>));
+template <typename T, int HP, bool kAligned>
+constexpr int kReplayBytes = ReplayRing<T, HP, kAligned>::kBytes + 2 * HP* int(sizeof(State<T>));
 
-template <typename T, int HP, bool kTransposed>
+template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, SmallPlan plan, const float* starts) {
   extern __shared__ float4 dynamic4[];
   const int warp = threadIdx.x / kWarp;
@@ -110,19 +105,20 @@ __global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, SmallPlan 
     x = to_state(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]);
   }
   const int64_t first = chunk * plan.length;
-  replay_steps<T, HP, kTransposed, true>(scan, batch, first, int(min(plan.length, scan.T - first)), x,
-                                         reinterpret_cast<char*>(dynamic4) + warp * kReplayBytes<T, HP>);
+  replay_steps<T, HP, kTransposed, kAligned, true>(
+      scan, batch, first, int(min(plan.length, scan.T - first)), x,
+      reinterpret_cast<char*>(dynamic4) + warp * kReplayBytes<T, HP, kAligned>);
 }
 
 // -------------------------------------------------------------------------------------------------- 2. boundaries
-template <typename T, int HP, bool kTransposed>
+template <typename T, int HP, bool kTransposed, bool kAligned>
 __device__ __noinline__ float redo_chunk(const LinearScan& scan, int64_t batch, int64_t first, int steps, float x,
                                          char* shared) {
-  replay_steps<T, HP, kTransposed, false>(scan, batch, first, steps, x, shared);
+  replay_steps<T, HP, kTransposed, kAligned, false>(scan, batch, first, steps, x, shared);
   return x;
 }
 
-template <typename T, int HP, bool kTransposed>
+template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(kWarp)
     boundary_kernel(LinearScan scan, SmallPlan plan, const float* maps, float* starts) {
   using Map = MapLayout<1, HP>;
@@ -133,29 +129,30 @@ __global__ void __launch_bounds__(kWarp)
   float x = scan.x0 ? to_state(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]) : 0.0f, none = 0.0f;
   carry_through_chunks<Map, false>(int(plan.chunks - 1), maps + batch * Map::kStride, scan.B * Map::kStride,
                                    starts + batch * HP, scan.B * HP, H, x, none, shared, [&](int done) {
-                                     x = redo_chunk<T, HP, kTransposed>(
+                                     x = redo_chunk<T, HP, kTransposed, kAligned>(
                                          scan, batch, done * plan.length, int(plan.length), x,
                                          reinterpret_cast<char*>(shared + kBoundaryElements<Map>));
                                    });
 }
 
 // ---------------------------------------------------------------------------------------------------- 1. products
-// Lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of elements
-// at 8 lines by 4 places, meet no conflict.
-template <typename T, int HP>
-using ProductRing = StepRing<T, HP,
-                             HP == 8    ? 8
-                             : HP == 32 ? 40
-                                        : 24,
-                             4>;
+// Aligned lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of
+// elements at 8 lines by 4 places, meet no conflict.
+template <typename T, int HP, bool kAligned>
+using ProductRing = Ring<T, HP,
+                         HP == 8    ? 8
+                         : HP == 32 ? 40
+                                    : 24,
+                         HP == 20, kAligned>;
 
-template <typename T, int HP, bool kTransposed>
+template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
     product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
-  using Ring = ProductRing<T, HP>;
+  using Ring = ProductRing<T, HP, kAligned>;
   using B = Blocks<HP, true>;
   constexpr int NB = B::kCount, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
-  constexpr bool kExact = sizeof(T) == 2;              // the half types have no more than TF32's 11 significant bits
+  static_assert(kSurelyInside<HP> == 8 * (NB - 1));
+  constexpr bool kExact = sizeof(T) == 2;  // the half types have no more than TF32's 11 significant bits
   __shared__ alignas(16) T shared[Ring::kBytes / sizeof(T)];
   const int lane = threadIdx.x, quad = lane / 4, j = lane % 4;
   const int64_t chunk = int64_t(blockIdx.x) / scan.B, batch = int64_t(blockIdx.x) % scan.B;
@@ -174,7 +171,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
   int start = 0;
   if (first == 0 && !scan.x0) {
     // The first step without x0 does not look at A: P and v forget what they were.
-    const T* b = ring.wait(0) + HP * Ring::kStride;
+    const T* b = ring.wait(0).b;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -190,7 +187,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
 
 #pragma unroll 1
   for (int step = start; step < steps; ++step) {
-    const T* A = ring.wait(step);
+    const auto read = ring.wait(step);
     SplitSum<kTiles, B, false, kExact> sum;
     // A row of blocks of the right operand, A^T: element (k, n) is A[n][k].
 #pragma unroll
@@ -202,8 +199,9 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
 #pragma unroll
         for (int half = 0; half < B::halves(kb); ++half) {
           const int k = B::unit(kb * 8 + 2 * j + half);
-          const T* at = A + (kTransposed ? k * Ring::kStride + n : n * Ring::kStride + k);
-          const float a = !B::is_half(nb) || n < HP ? to_state(*at) : 0.0f;
+          const T* at = kTransposed ? read.at(k, n) : read.at(n, k);
+          const bool inside = (nb < NB - 1 && kb < NB - 1) || read.inside(n, k);
+          const float a = (!B::is_half(nb) || n < HP) && inside ? to_state(*at) : 0.0f;
           if constexpr (kExact) {
             high[nb][half] = __float_as_uint(a);
           } else {
@@ -218,7 +216,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
         for (int i = 0; i < 4; ++i) rows[t][i] = p[t][kb][i];
       sum.add(kb, rows, high, low);
     }
-    const T* b = A + HP * Ring::kStride;
+    const T* b = read.b;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
@@ -244,32 +242,38 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
-template <typename T, int HP, bool kTransposed>
+template <typename T, int HP, bool kTransposed, bool kAligned>
 void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
   float *maps = static_cast<float*>(workspace), *starts = nullptr;
   if constexpr (!std::is_same_v<T, double>) {
     if (plan.chunks > 1) {
       using Map = MapLayout<1, HP>;
       starts = maps + (plan.chunks - 1) * scan.B * Map::kStride;
-      launch("linear_scan_products", product_kernel<T, HP, kTransposed>, (plan.chunks - 1) * scan.B, dim3(kWarp), 0,
-             stream, scan, plan, maps);
-      launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed>, scan.B, dim3(kWarp),
-             sizeof(float) * kBoundaryElements<Map> + kReplayBytes<T, HP>, stream, scan, plan, maps, starts);
+      launch("linear_scan_products", product_kernel<T, HP, kTransposed, kAligned>, (plan.chunks - 1) * scan.B,
+             dim3(kWarp), 0, stream, scan, plan, maps);
+      launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed, kAligned>, scan.B, dim3(kWarp),
+             sizeof(float) * kBoundaryElements<Map> + kReplayBytes<T, HP, kAligned>, stream, scan, plan, maps, starts);
     }
   }
   const int64_t warps = plan.chunks * scan.B;
   const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
-  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed>, (warps + per_block - 1) / per_block,
-         dim3(per_block * kWarp), per_block * kReplayBytes<T, HP>, stream, scan, plan, starts);
+  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed, kAligned>, (warps + per_block - 1) / per_block,
+         dim3(per_block * kWarp), per_block * kReplayBytes<T, HP, kAligned>, stream, scan, plan, starts);
 }
 
 template <typename T, int HP>
 void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
-  if (scan.A_col == 1) {
-    run<T, HP, false>(scan, plan, workspace, stream);
-  } else {
-    run<T, HP, true>(scan, plan, workspace, stream);
+  auto run_lines = [&]<bool kAligned>() {
+    if (scan.A_col == 1) {
+      run<T, HP, false, kAligned>(scan, plan, workspace, stream);
+    } else {
+      run<T, HP, true, kAligned>(scan, plan, workspace, stream);
+    }
+  };
+  if constexpr (HP * sizeof(T) % 16 == 0) {  // else no H that is padded to it has aligned lines
+    if (lines_are_aligned(scan)) return run_lines.template operator()<true>();
   }
+  run_lines.template operator()<false>();
 }
 
 }  // namespace

@@ -14,12 +14,21 @@ inline std::map<const emulator::Fiber*, Copies> copies;
 inline std::mt19937 when;
 
 template <int kBytes>
-inline void copy_async(void* to, const void* from) {
+inline void copy_async_padded(void* to, const void* from, int bytes) {
   const auto misaligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kBytes != 0; };
   if (misaligned(to) || misaligned(from)) emulator::fail("misaligned copy");
-  const auto copy = [=] { std::memcpy(to, from, kBytes); };
+  if (bytes < 0 || bytes > kBytes) emulator::fail("copy of more bytes than it has");
+  const auto copy = [=] {
+    std::memcpy(to, from, bytes);
+    std::memset(static_cast<char*>(to) + bytes, 0, kBytes - bytes);
+  };
   if (when() % 2) return copy();
   copies[emulator::current].groups.back().push_back(copy);
+}
+
+template <int kBytes>
+inline void copy_async(void* to, const void* from) {
+  copy_async_padded<kBytes>(to, from, kBytes);
 }
 
 inline void copy_commit() {
