@@ -549,6 +549,15 @@ def test_geometries_are_fitted_and_kept(tmp_path, capsys):
 
 
 @pytest.mark.cuda
+def test_waking_autograd_launches_nothing() -> None:
+    common._wake_autograd()
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        common._wake_autograd()
+        torch.cuda.synchronize()
+    assert not [event for event in profile.events() if "kernel" in event.name or event.name.startswith("Mem")]
+
+
+@pytest.mark.cuda
 def test_geometries_are_measured():
     problem = geometries.Problem("gru", "exact", 64, 4, True)
     found = geometries.geometries(problem)
