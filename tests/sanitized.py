@@ -6,7 +6,9 @@ again, each tier and each way of the recurrence kernel where it is asked for.
 
 from __future__ import annotations
 
+import argparse
 import os
+import time
 
 import torch
 import weft
@@ -82,11 +84,13 @@ def linear_scan(T: int, B: int, H: int, diagonal: bool, transpose: bool = False,
     torch.cuda.synchronize()
 
 
-def main() -> None:
-    torch.manual_seed(0)
+def rnn() -> None:
     for cell in GATES:
         for case in RECURRENCES:
             recurrence(cell, *case)
+
+
+def scan_rnn() -> None:
     for cell, most in CUDA_MAX_HIDDEN.items():
         for H in (5, 20, 31):
             layer_scan(cell, H, T=61, B=3, inputs=2, chunks=6)
@@ -97,13 +101,28 @@ def main() -> None:
         layer_scan(cell, 64, T=33, B=2, inputs=3, chunks=5, scale=9.0)
         layer_scan(cell, most, T=21, B=1, inputs=3, chunks=3)
         layer_scan(cell, 20, T=40, B=2, inputs=3, chunks=4, dtype=half)
+
+
+def linear_scans() -> None:
     for dtype in (single, half, bfloat16, double):
         for H in (3, 64):
             linear_scan(2000, 3, H, diagonal=True, dtype=dtype)
         for H in (3, 19, 20, 31, 32, 41, 48, 96, 128):
             for transpose in (False, True):
                 linear_scan(200, 2, H, diagonal=False, transpose=transpose, dtype=dtype)
-    print("all kernels ran")
+
+
+PARTS = {"rnn": rnn, "scan_rnn": scan_rnn, "linear_scan": linear_scans}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="part", help=f"of {list(PARTS)}; else all")
+    torch.manual_seed(0)
+    for part in parser.parse_args().parts or PARTS:
+        start = time.perf_counter()
+        PARTS[part]()
+        print(f"all kernels of {part} ran, in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":
