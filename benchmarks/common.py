@@ -3,8 +3,8 @@
 A row of ``benchmarks/results/<engine>.csv`` is one case and one metric on one device against one peer; measuring it
 again replaces it. Times are CUDA events (wall clock on the CPU), in milliseconds, medians of at least ten runs after
 three warm-ups. The candidates of one case take turns, so that a drifting clock rate meets them alike, and the device
-is idle before each run, so that a time includes what the host does before the first kernel starts. The thread that runs
-backward passes is awake then, as in a training step, where the host does not wait for the forward pass to end.
+is idle before each run, so that a time includes what the host does before the first kernel starts. A backward pass
+without kernels has run just before, so that waking the thread that runs them is not timed.
 """
 
 from __future__ import annotations
@@ -218,12 +218,12 @@ def _time_once(candidate: Candidate, device: str) -> float:
     return begin.elapsed_time(end)
 
 
-@torch.enable_grad()
 def _wake_autograd() -> None:
     """Runs a backward pass without kernels: autograd's thread for the device sleeps while :func:`_time_once` waits, and
     a virtual machine may take a quarter of a millisecond to wake it after a wait of one."""
-    leaf = torch.empty(1, device="cuda", requires_grad=True)
-    torch.autograd.grad(leaf.view(1), leaf, leaf.detach())
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.empty(1, device="cuda", requires_grad=True)
+        torch.autograd.grad(leaf.view(1), leaf, leaf.detach())
 
 
 def peak_memory(run: Callable[[], Any]) -> int:

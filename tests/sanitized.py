@@ -75,8 +75,13 @@ def layer_scan(
     torch.cuda.synchronize()
 
 
-def linear_scan(T: int, B: int, H: int, diagonal: bool, transpose: bool = False, dtype: torch.dtype = single) -> None:
-    A, b, x0 = tensors((T, B, H) if diagonal else (T, B, H, H), (T, B, H), (B, H), dtype=dtype, scale=H**-0.5)
+def linear_scan(
+    T: int, B: int, H: int, diagonal: bool, transpose: bool = False, dtype: torch.dtype = single, window: bool = False
+) -> None:
+    size = H + 1 if window else H  # in a window, lines begin anywhere and do not touch each other
+    A, b, x0 = tensors((T, B, H) if diagonal else (T, B, size, size), (T, B, size), (B, H), dtype=dtype, scale=H**-0.5)
+    if window:
+        A, b = A[..., 1:, 1:], b[..., 1:]
     weft.scan.linear_scan(A, b, x0, transpose=transpose).float().sum().backward()
     weft.scan.linear_scan(A, b, reverse=True)
     # The chunk in which the state overflows is computed again.
@@ -107,9 +112,11 @@ def linear_scans() -> None:
     for dtype in (single, half, bfloat16, double):
         for H in (3, 64):
             linear_scan(2000, 3, H, diagonal=True, dtype=dtype)
-        for H in (3, 19, 20, 31, 32, 41, 48, 96, 128):
+        for H in (3, 8, 12, 16, 19, 20, 23, 24, 31, 32, 41, 48, 96, 128):
             for transpose in (False, True):
                 linear_scan(200, 2, H, diagonal=False, transpose=transpose, dtype=dtype)
+        for H in (7, 20, 31):
+            linear_scan(200, 2, H, diagonal=False, dtype=dtype, window=True)
 
 
 PARTS = {"rnn": rnn, "scan_rnn": scan_rnn, "linear_scan": linear_scans}

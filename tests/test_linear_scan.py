@@ -203,6 +203,16 @@ def test_lines_of_any_alignment_in_chunks(view, dtype: torch.dtype) -> None:
         assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("odd", ["A", "b"])
+def test_one_of_two_aligned(odd: str, dtype: torch.dtype) -> None:
+    for H, view in itertools.product((8, 16, 24, 32), (_off_by_one, _inner)):
+        A, b, x0 = Sample(900, 2, H).inputs(dtype, "cuda")
+        x = linear_scan(view(A) if odd == "A" else A, view(b) if odd == "b" else b, x0)
+        assert_close(x, linear_scan_reference(*wide(A, b, x0)))
+
+
 @device
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_broadcast_inputs(layout: str, device: str) -> None:

@@ -20,16 +20,10 @@ __device__ __forceinline__ void copy_async(void* to, const void* from) {
   }
 }
 
-// As many bytes, of which those from `bytes` on are zeros that are not read.
-template <int kBytes>
+// 16 bytes, of which the last 16 - `bytes` are zeros that are not read.
 __device__ __forceinline__ void copy_async_padded(void* to, const void* from, int bytes) {
-  const uint32_t address = shared_address(to);
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(kBytes), "r"(bytes)
-                 : "memory");
-  }
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void copy_commit() {

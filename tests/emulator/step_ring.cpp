@@ -18,7 +18,7 @@ namespace {
 
 using weft::scan::LinearScan;
 
-constexpr int kStages = 4, kSteps = 7, kBatch = 2;
+constexpr int kStages = 4, kSteps = 9;
 
 struct Half {
   uint16_t bits;
@@ -62,42 +62,63 @@ void kernel() {
   weft::copy_wait<0>();
 }
 
-// Random elements that end where a page without access begins.
-template <typename T>
-T* guarded(int64_t count) {
-  constexpr int64_t kPage = 4096;
-  const int64_t bytes = count * int64_t(sizeof(T)), pages = (bytes + kPage - 1) / kPage * kPage;
-  void* const start = mmap(nullptr, pages + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  auto* const end = static_cast<unsigned char*>(start) + pages;
-  if (start == MAP_FAILED || mprotect(end, kPage, PROT_NONE) != 0) emulator::fail("no memory");
-  for (auto* byte = end - bytes; byte < end; ++byte) *byte = static_cast<unsigned char>(1 + weft::when() % 255);
-  return reinterpret_cast<T*>(end - bytes);
+int64_t any_of(int64_t low, int64_t high) {
+  return low + int64_t(weft::when() % uint64_t(high - low + 1));
 }
 
-// `gap` elements lie between the lines, `tail` behind the last element of A and of b.
+// Where element 0 lies of random elements `low` to `high`, which begin behind a page without access, or end before one.
+template <typename T>
+T* guarded(int64_t low, int64_t high) {
+  constexpr int64_t kPage = 4096;
+  const int64_t bytes = (high - low + 1) * int64_t(sizeof(T)), pages = (bytes + kPage - 1) / kPage * kPage;
+  void* const all = mmap(nullptr, pages + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  auto* const inner = static_cast<unsigned char*>(all) + kPage;
+  if (all == MAP_FAILED || mprotect(inner, pages, PROT_READ | PROT_WRITE) != 0) emulator::fail("no memory");
+  for (auto* byte = inner; byte < inner + pages; ++byte) *byte = static_cast<unsigned char>(1 + weft::when() % 255);
+  return reinterpret_cast<T*>(any_of(0, 1) ? inner : inner + pages - bytes) - low;
+}
+
+// `count` positions that lie `stride` apart.
+struct Range {
+  int64_t low = 0, high = 0;
+  void add(int64_t stride, int64_t count) { (stride < 0 ? low : high) += stride * (count - 1); }
+};
+
 template <typename T, int HP, int kStride>
-void run_one(int H, int gap, int tail, bool reverse, unsigned seed) {
+void run_one(int H, unsigned seed) {
   using Aligned = weft::scan::AlignedLines<T, HP, kStride>;
   using Apart = weft::scan::AnyLines<T, HP, false>;
   using Together = weft::scan::AnyLines<T, HP, true>;
   static_assert(Apart::kElements == Together::kElements);
   constexpr int kBytes = kStages * int(sizeof(T)) * std::max(Aligned::kElements, Apart::kElements);
-  const int64_t line = H + gap, matrix = line * H, steps = kSteps * kBatch;
+  // One of the strides and pointers in a case that is aligned but for it, or any of them.
+  enum { kA, kb, kAt, kAb, kbt, kbb, kLine, kOdd = kLine + 3 };
+  const int64_t piece = 16 / int64_t(sizeof(T)), odd = any_of(0, kOdd);
+  auto stride = [&](int which, int64_t low, int64_t high) {
+    const int64_t any = any_of(low, high);
+    return odd > kLine || odd == which ? any : any / piece * piece;
+  };
   problem = {};
-  problem.T = kSteps, problem.B = kBatch, problem.H = H;
-  problem.A_t = matrix * kBatch, problem.A_b = matrix, problem.A_row = line, problem.A_col = 1;
-  problem.b_t = H * kBatch, problem.b_b = H;
-  const T* A = guarded<T>(matrix * steps + tail);
-  const T* b = guarded<T>(H * steps + tail);
-  const int64_t last = reverse ? kSteps - 1 : 0;
-  problem.A = A + last * problem.A_t, problem.b = b + last * problem.b_t;
-  if (reverse) problem.A_t = -problem.A_t, problem.b_t = -problem.b_t;
+  problem.T = kSteps, problem.B = 2, problem.H = H;
   problem.dtype = sizeof(T) == 2   ? weft::scan::DType::f16
                   : sizeof(T) == 4 ? weft::scan::DType::f32
                                    : weft::scan::DType::f64;
+  const int64_t line = any_of(0, 2) ? H : stride(kLine, -3 * H, 3 * H);
+  const bool rows = any_of(0, 1);
+  problem.A_row = rows ? line : 1, problem.A_col = rows ? 1 : line;
+  problem.A_t = stride(kAt, -40 * H, 40 * H), problem.A_b = any_of(0, 2) ? stride(kAb, -30 * H, 30 * H) : 0;
+  problem.b_t = stride(kbt, -3 * H, 3 * H), problem.b_b = stride(kbb, -2 * H, 2 * H);
+  Range A, b;
+  A.add(problem.A_t, kSteps), A.add(problem.A_b, 2), A.add(line, H), A.add(1, H);
+  b.add(problem.b_t, kSteps), b.add(problem.b_b, 2), b.add(1, H);
+  auto place = [&](Range range, int which) {
+    range.high += stride(which, 0, 2 * piece), range.low -= stride(which, 0, 2 * piece);
+    return guarded<T>(range.low, range.high);
+  };
+  problem.A = place(A, kA), problem.b = place(b, kb);
   alignas(16) static unsigned char memory[kBytes];
   auto run_lines = [&](auto* kernel) {
-    std::memset(memory, 0xcd, sizeof memory);
+    std::memset(memory, 0xff, sizeof memory);
     shared = memory;
     weft::copies.clear();
     emulator::launch(kernel, 1, 32, 1, 0, seed);
@@ -110,12 +131,12 @@ void run_one(int H, int gap, int tail, bool reverse, unsigned seed) {
 }
 
 template <typename T>
-void run_type(int H, int gap, int tail, bool reverse, unsigned seed) {
+void run_type(int H, unsigned seed) {
   // Both rings of the kernels, the one of the products and the one of the replay.
   auto both = [&]<int HP, int kProduct>() {
     constexpr int kSize = int(sizeof(T));
-    run_one<T, HP, kProduct>(H, gap, tail, reverse, seed);
-    run_one<T, HP, (HP * kSize / 16 | 1) * 16 / kSize>(H, gap, tail, reverse, seed);
+    run_one<T, HP, kProduct>(H, seed);
+    run_one<T, HP, (HP * kSize / 16 | 1) * 16 / kSize>(H, seed);
   };
   if (H <= 8) return both.template operator()<8, 8>();
   if (H <= 16) return both.template operator()<16, 24>();
@@ -126,9 +147,9 @@ void run_type(int H, int gap, int tail, bool reverse, unsigned seed) {
 
 }  // namespace
 
-extern "C" void run(int bytes, int H, int gap, int tail, int reverse, unsigned seed) {
+// A problem of H, whose strides and addresses follow from the seed, with elements of SIZE bytes.
+extern "C" void run(int H, unsigned seed) {
+  using T = std::conditional_t<SIZE == 2, Half, std::conditional_t<SIZE == 4, float, double>>;
   weft::when.seed(seed);
-  if (bytes == 2) return run_type<Half>(H, gap, tail, reverse, seed);
-  if (bytes == 4) return run_type<float>(H, gap, tail, reverse, seed);
-  run_type<double>(H, gap, tail, reverse, seed);
+  run_type<T>(H, seed);
 }

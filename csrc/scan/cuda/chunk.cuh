@@ -285,7 +285,7 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
   for (int d = 0; d < kStages; ++d) fetch();
   copy_wait<kStages - 1>();
   __syncwarp();
-  // Of part p of the n-th map: known a map ahead, so that nothing waits for them.
+  // The powers of part p of the n-th map. They are read a map ahead, so that nothing waits for them.
   auto power_of = [&](int n, int p) {
     return Power(n < count ? stages[n % kStages * Map::kStride + Map::kExponents + p * HP + unit] : 0.0f);
   };

@@ -126,7 +126,7 @@ class Source {
       if (r + first_row_ < steps_left) {
         unsigned char* to = half + r * S::kRowBytes + offset_;
         if constexpr (kFill == Fill::pieces) {
-          copy_async_padded<16>(to, from, bytes_);
+          copy_async_padded(to, from, bytes_);
         } else if (bytes_) {
           copy_element<kLaneBytes>(to, from);
         }

@@ -18,7 +18,7 @@ namespace weft::scan {
 namespace {
 
 // Microseconds on an H200: a chunk at the boundary; a step of the replay where a scheduler has one warp, and for each
-// of several; a step of the product, likewise.
+// of several; a step of the product, likewise. Fitted to lines of any alignment.
 struct Costs {
   double boundary, replay, replay_each, product, product_each;
 };

@@ -8,10 +8,10 @@
 //   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
 //      element i, x is exchanged through shared memory. A is read a second time.
 //
-// With one chunk, the replay is all there is: the sequential recurrence, 0.13 us per step (H 8) to 0.26 (H 32), where
-// lines begin at odd addresses to 0.5. A[t] and b[t] arrive by asynchronous copies, three steps before their use: a
-// warp has about 5 KB in flight, a multiprocessor 80 to 160. Floor: two reads of A (one read where one chunk is
-// enough).
+// With one chunk, the replay is all there is: the sequential recurrence, 0.13 us per step (H 8) to 0.26 (H 32), and 0.5
+// (H 31) where lines do not begin at multiples of 16 bytes. A[t] and b[t] arrive by asynchronous copies, three steps
+// before their use: a warp has about 5 KB in flight, a multiprocessor 80 to 160. Floor: two reads of A (one read where
+// one chunk is enough).
 #pragma once
 #include <algorithm>
 #include <type_traits>
@@ -35,12 +35,13 @@ constexpr int kSurelyInside = (HP - 1) / 8 * 8;
 // kStride is for aligned lines, kTogether for others: whether those that lie one behind the other are copied as one.
 // That takes fewer pieces, but more conflicts and care of whoever reads, and pays where most of a step is its copies.
 template <typename T, int HP, int kStride, bool kTogether, bool kAligned>
-using Ring = StepRing<T, std::conditional_t<kAligned, AlignedLines<T, HP, kStride>, AnyLines<T, HP, kTogether>>, 4>;
+using FourSteps =
+    StepRing<T, std::conditional_t<kAligned, AlignedLines<T, HP, kStride>, AnyLines<T, HP, kTogether>>, 4>;
 
 // ------------------------------------------------------------------------------------------------------ 3. replay
 // Aligned lines of an odd number of 16 bytes: a lane per line reads 16 bytes without conflict.
 template <typename T, int HP, bool kAligned>
-using ReplayRing = Ring<T, HP, (HP * int(sizeof(T)) / 16 | 1) * 16 / int(sizeof(T)), (HP > 8), kAligned>;
+using ReplayRing = FourSteps<T, HP, (HP * int(sizeof(T)) / 16 | 1) * 16 / int(sizeof(T)), (HP > 8), kAligned>;
 
 template <typename T, int HP, bool kTransposed, bool kAligned, bool kWrite>
 __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t batch, int64_t first, int steps,
@@ -139,11 +140,11 @@ __global__ void __launch_bounds__(kWarp)
 // Aligned lines of 8 (4-byte) or 4 (2-byte elements) times an odd number of banks: the lanes of a fragment, pairs of
 // elements at 8 lines by 4 places, meet no conflict.
 template <typename T, int HP, bool kAligned>
-using ProductRing = Ring<T, HP,
-                         HP == 8    ? 8
-                         : HP == 32 ? 40
-                                    : 24,
-                         HP == 20, kAligned>;
+using ProductRing = FourSteps<T, HP,
+                              HP == 8    ? 8
+                              : HP == 32 ? 40
+                                         : 24,
+                              HP == 20, kAligned>;
 
 template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))

@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kRingLanes = 32;
 
-// Of A[t], `lines` of H contiguous elements, and of b[t], all of it.
+// A[t], H lines of H contiguous elements, and b[t], one line.
 struct LinesInMemory {
   const char *A, *b;
   int64_t A_step, b_step;  // bytes, as line_step
@@ -57,7 +57,7 @@ struct AlignedLines {
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) {
       const int at = lane + p * kRingLanes, line = at / b_pieces, place = at % b_pieces;
-      from[p] = line * next.line_step + place * 16;
+      from[p] = at < pieces ? line * next.line_step + place * 16 : 0;
       to[p] = line * kStride + place * kPiece;
     }
   }
@@ -89,8 +89,7 @@ struct AlignedLines {
 
 // Lines that begin anywhere, in the pieces of 16 bytes that hold them. (Copies as narrow as the lines' alignment took
 // up to three times as long, and there are none below 4 bytes.) kTogether: lines that lie one behind the other are
-// copied as one, which takes fewer pieces, and whoever reads has to ask what is inside; else all padding is zero. The
-// padding behind b is.
+// copied as one, and whoever reads has to ask what is inside; else all padding is zero. b's padding always is.
 template <typename T, int HP, bool kTogether>
 struct AnyLines {
   static constexpr int kPiece = 16 / int(sizeof(T));
@@ -121,7 +120,7 @@ struct AnyLines {
   template <bool kPads>
   static __device__ __forceinline__ void copy_piece(T* to, const char* line, int length, int n) {
     const int before = int(reinterpret_cast<uint64_t>(line) % 16), bytes = min(before + length - 16 * n, 16);
-    if (kPads || bytes > 0) copy_async_padded<16>(to + n * kPiece, line - before + 16 * n, max(bytes, 0));
+    if (kPads || bytes > 0) copy_async_padded(to + n * kPiece, line - before + 16 * n, max(bytes, 0));
   }
 
   __device__ __forceinline__ void copy_next(T* stage) {

@@ -14,7 +14,7 @@ inline std::map<const emulator::Fiber*, Copies> copies;
 inline std::mt19937 when;
 
 template <int kBytes>
-inline void copy_async_padded(void* to, const void* from, int bytes) {
+inline void copy_some(void* to, const void* from, int bytes) {
   const auto misaligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kBytes != 0; };
   if (misaligned(to) || misaligned(from)) emulator::fail("misaligned copy");
   if (bytes < 0 || bytes > kBytes) emulator::fail("copy of more bytes than it has");
@@ -28,7 +28,11 @@ inline void copy_async_padded(void* to, const void* from, int bytes) {
 
 template <int kBytes>
 inline void copy_async(void* to, const void* from) {
-  copy_async_padded<kBytes>(to, from, kBytes);
+  copy_some<kBytes>(to, from, kBytes);
+}
+
+inline void copy_async_padded(void* to, const void* from, int bytes) {
+  copy_some<16>(to, from, bytes);
 }
 
 inline void copy_commit() {
