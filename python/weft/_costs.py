@@ -37,24 +37,24 @@ class Line(NamedTuple):
         return self.start + _steps(case) * step
 
 
-# Training steps. "small": H 8 to 256; rms 13%, 12%, 14%. "persistent": float16, H 256 to 1024, B 16 and 64; rms 2% of
-# four rows, 5% of six.
+# Training steps. "small": H 8 to 256; rms 12%, 12%, 14%. "persistent": float16, H 256 to 1024, B 16 and 64; rms 2% of
+# four rows, 6% of six.
 CUDNN: dict[str, dict[str, Line]] = {
     "small": {
-        "rnn_tanh": Line(start=49.1, step=0.805, square=3.45e-05, sequence=0.00583, volume=9.14e-06),
-        "gru": Line(step=0.981, square=4.71e-05, sequence=0.0341, volume=0.000167),
-        "lstm": Line(start=90.6, step=0.836, square=0.000164, sequence=0.00994, volume=5.79e-05),
+        "rnn_tanh": Line(start=23.2, step=0.796, square=3.34e-05, sequence=0.00562, volume=9.11e-06),
+        "gru": Line(step=0.967, square=4.7e-05, sequence=0.0334, volume=0.000154),
+        "lstm": Line(start=92, step=0.821, square=0.000163, sequence=0.00951, volume=5.71e-05),
     },
     "persistent": {
-        "rnn_tanh": Line(step=8.16, unit=0.00105, sequence=0.0268),
-        "lstm": Line(step=0.904, unit=0.00261, sequence=0.261),
+        "rnn_tanh": Line(step=8.2, unit=0.000942, sequence=0.0236),
+        "lstm": Line(step=0.747, unit=0.00274, sequence=0.264),
     },
 }
-FORWARD_SHARE = {"small": 0.413, "persistent": 0.349}
-"""Of a training step; the median, rms 32% and 16%. In large batches it is less."""
+FORWARD_SHARE = {"small": 0.431, "persistent": 0.348}
+"""Of a training step; the median, rms 26% and 15%. In large batches it is less."""
 
-LAUNCHES = {True: 30.5, False: 13.5}
-"""A step of the standard kernels, training or not, without the products; rms 13% and 14%. They follow the host: others
+LAUNCHES = {True: 32.8, False: 15.0}
+"""A step of the standard kernels, training or not, without the products; rms 13% and 15%. They follow the host: others
 take 20 to 34."""
 
 RATES = {torch.float16: 5e8, torch.bfloat16: 5e8, torch.float32: 2.35e8}
@@ -64,24 +64,24 @@ RATE_WITHOUT_TF32 = 4e7
 LAUNCH_US = 5.0
 
 # Training steps of the scan, by cell and largest H. Up to 32 in float32, which is what the half types are computed in:
-# rms 16%, 10%, 10%. Above, in TF32, T from 10,000 on and B up to 64, 16 and 4: rms 16%, 6%, 5%.
+# rms 14%, 9%, 8%. Above, in TF32, T from 10,000 on and B up to 64, 16 and 4: rms 17%, 7%, 4%.
 SCAN: dict[tuple[str, int], Line] = {
-    ("rnn_tanh", 32): Line(start=313, step=0.0747, unit=0.00208, volume=4.47e-05),
-    ("gru", 32): Line(start=215, step=0.189, unit=0.00186, volume=0.000104),
-    ("lstm", 32): Line(start=282, step=0.184, unit=0.004, volume=0.000178),
-    ("rnn_tanh", 128): Line(step=0.318, unit=0.00341, volume=7.51e-05),
-    ("gru", 128): Line(step=0.29, unit=0.00516, volume=0.000497),
-    ("lstm", 64): Line(step=0.608, volume=0.000658),
+    ("rnn_tanh", 32): Line(start=217, step=0.0766, unit=0.00216, volume=4.65e-05),
+    ("gru", 32): Line(start=177, step=0.18, unit=0.00208, volume=0.000105),
+    ("lstm", 32): Line(start=187, step=0.177, unit=0.00439, volume=0.000185),
+    ("rnn_tanh", 128): Line(step=0.248, unit=0.00378, volume=7.01e-05),
+    ("gru", 128): Line(step=0.261, unit=0.00514, volume=0.000507),
+    ("lstm", 64): Line(step=0.563, volume=0.000691),
 }
-SCAN_FORWARD_START = 77.5
-"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 6%."""
+SCAN_FORWARD_START = 133.0
+"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 14%."""
 
-WEFT_HOST = {True: 497.0, False: 34.8}
+WEFT_HOST = {True: 372.0, False: 31.7}
 """The least that a layer of Weft takes, training or not: the median of the scan's steps of T up to 100, and of the
 persistent kernels' of T 1."""
-TORCH_HOST = {True: 874.0, False: 54.7}
+TORCH_HOST = {True: 842.0, False: 49.0}
 """The same of torch's, where cuDNN has one kernel for all steps."""
-TORCH_HOST_STANDARD = {True: 874.0, False: 320.0}
+TORCH_HOST_STANDARD = {True: 842.0, False: 294.0}
 """The same elsewhere."""
 
 PERSISTENT_STEP = {True: 0.6, False: 0.37}
