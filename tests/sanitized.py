@@ -124,6 +124,7 @@ PARTS = {"rnn": rnn, "scan_rnn": scan_rnn, "linear_scan": linear_scans}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    # [] because argparse, before Python 3.12, looks for the empty list itself among the choices.
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="part", help=f"of {list(PARTS)}; else all")
     torch.manual_seed(0)
     for part in parser.parse_args().parts or PARTS:

@@ -40,7 +40,7 @@ const Costs& costs(const LinearScan& scan) {
 
 // Several warps on a scheduler hide some of each other's latency, not all: the larger of two times, with a rounded
 // edge.
-double either(double one, double several) {
+double rounded_max(double one, double several) {
   auto square = [](double x) { return x * x; };
   return std::sqrt(std::sqrt(square(square(one)) + square(square(several))));
 }
@@ -49,13 +49,13 @@ double either(double one, double several) {
 // compute: the fullest scheduler counts.
 double product_step(double warps, int resident, const Costs& cost) {
   const double n = std::ceil(warps);
-  return std::ceil(n / resident) * either(cost.product, std::min<double>(n, resident) * cost.product_each);
+  return std::ceil(n / resident) * rounded_max(cost.product, std::min<double>(n, resident) * cost.product_each);
 }
 
 // The replay is bound by memory for the most part, so that the fullest scheduler counts for a part only.
 double replay_step(double warps, const Costs& cost) {
   constexpr double kUneven = 0.3;
-  return either(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
+  return rounded_max(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
 }
 
 SmallPlan plan_of(const LinearScan& scan) {

@@ -142,10 +142,10 @@ struct AnyLines {
 
   struct Step {
     const T *A, *b;
-    unsigned first, line_step;  // addresses in elements, for what comes before a line in its first piece
-    int line, H;
+    unsigned A_at, line_step;  // in memory, in elements: what of its first piece comes before a line
+    int stride, H;             // in shared memory, from line to line
     __device__ __forceinline__ const T* at(int i, int k) const {
-      return A + (i * line + int((first + i * line_step) % kPiece) + k);
+      return A + (i * stride + int((A_at + i * line_step) % kPiece) + k);
     }
     __device__ __forceinline__ bool inside(int i, int k) const { return !kTogether || (i < H && k < H); }
     __device__ __forceinline__ void load(int i, Line<T, HP>& to) const {
@@ -164,7 +164,7 @@ struct AnyLines {
   __device__ __forceinline__ Step next_in(const T* stage) {
     const unsigned size = sizeof(T);
     Step step{stage, stage + HP * kLine + b_at % kPiece, A_at, 0, next.H, next.H};
-    if (!together) step.line_step = unsigned(next.line_step) / size, step.line = kLine;
+    if (!together) step.line_step = unsigned(next.line_step) / size, step.stride = kLine;
     A_at += unsigned(next.A_step) / size, b_at += unsigned(next.b_step) / size;
     return step;
   }
