@@ -54,16 +54,14 @@ def with_cuda() -> bool:
 
 
 def sources(cuda: bool) -> list[str]:
-    """Every .cpp, and with CUDA every .cu and *_cuda.cpp, as paths relative to the root (an sdist needs them so).
+    """Every .cpp and .cu, without CUDA none in a folder named cuda or in csrc/jit, which serves CUDA kernels alone; as
+    paths relative to the root (an sdist needs them so). *.jit.cu are not compiled here but embedded."""
 
-    csrc/jit serves CUDA kernels alone; *.jit.cu are not compiled here but embedded.
-    """
-    found = [
-        p for p in sorted(CSRC.rglob("*.cpp")) if cuda or not (p.stem.endswith("_cuda") or CSRC / "jit" in p.parents)
-    ]
-    if cuda:
-        found += [p for p in sorted(CSRC.rglob("*.cu")) if not p.name.endswith(".jit.cu")]
-    return [str(p.relative_to(ROOT)) for p in found]
+    def for_cuda(path: Path) -> bool:
+        return "cuda" in path.relative_to(CSRC).parts or CSRC / "jit" in path.parents
+
+    found = [p for p in sorted(CSRC.rglob("*.c*")) if p.suffix in (".cpp", ".cu") and not p.name.endswith(".jit.cu")]
+    return [str(p.relative_to(ROOT)) for p in found if cuda or not for_cuda(p)]
 
 
 def embedded_sources(version: str) -> str:

@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.geometries [--sizes 512 1024] [--count 6] [--minutes 8]`` times, for every cell, dtype and batch
 at T = 1024, the geometries that are expected to be the fastest, and of each tier and group the best; ``--output`` keeps
-the times. It ends with the constants of csrc/rnn/cuda/recurrence_cuda.cpp, their errors, and what the choice by them
+the times. It ends with the constants of csrc/rnn/cuda/recurrence.cpp, their errors, and what the choice by them
 loses against the fastest that was measured; ``--input`` fits them to times that were kept.
 """
 

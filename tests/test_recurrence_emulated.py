@@ -221,7 +221,7 @@ def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
             if lstm:
                 found["grad_c0"] = initial[1], expected[2]
         a.exchange_stride, a.exchange_direction = stride, rows * stride
-    # As rnn_cuda.cpp lays the exchanged tensor out.
+    # As cuda/rnn.cpp lays the exchanged tensor out.
     per_chunk = 16 // dtype.itemsize
     padded = math.ceil(H / per_chunk) * per_chunk
     a.publishes_result = padded == H and a.exchange_stride % per_chunk == 0

@@ -1,5 +1,5 @@
 // The recurrence of one layer, both directions, in one launch: all T steps with the recurrent weights on the chip.
-// Compiled at run time for one size; the macros are documented at their use below and set by recurrence_cuda.cpp.
+// Compiled at run time for one size; the macros are documented at their use below and set by recurrence.cpp.
 //
 // Decomposition. A group of GROUP blocks runs COLUMNS sequences of one direction. Block p owns UNITS hidden units, i.e.
 // their rows of the recurrent weights, their gates and their state. A step is a product of the block's weight rows with

@@ -21,8 +21,8 @@
 #include <vector>
 
 #include "rnn/cuda/recurrence.h"
+#include "rnn/plan.h"
 #include "rnn/rnn.h"
-#include "rnn/rnn_cuda.h"
 #include "rnn/rnn_reference.h"
 #include "scan/scan_rnn.h"
 
