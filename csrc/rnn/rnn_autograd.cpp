@@ -1,5 +1,4 @@
 // The gradient of weft::rnn is weft::rnn_backward, whose own gradient goes through the reference.
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -9,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/autograd.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_op.h"
 #include "rnn/rnn_reference.h"
@@ -34,29 +34,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-using OptionalTensor = std::optional<Tensor>;
-
-bool requires_grad(const Tensor& t) {
-  return t.defined() && t.requires_grad();
-}
-bool requires_grad(const OptionalTensor& t) {
-  return t && requires_grad(*t);
-}
-bool requires_grad(at::TensorList list) {
-  return std::any_of(list.begin(), list.end(), [](const Tensor& t) { return requires_grad(t); });
-}
-
-template <typename... Tensors>
-bool needs_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
-}
-
-Tensor or_undefined(const OptionalTensor& t) {
-  return t ? *t : Tensor();
-}
-OptionalTensor optional(const Tensor& t) {
-  return t.defined() ? OptionalTensor(t) : std::nullopt;
-}
 
 class Rnn : public torch::autograd::Function<Rnn> {
  public:

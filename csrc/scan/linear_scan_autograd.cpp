@@ -1,7 +1,6 @@
 // Gradients of linear_scan of any order: the first backward is the registered linear_scan_backward; under create_graph
 // that op is made of differentiable ops, linear_scan among them.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mul.h>
@@ -10,31 +9,32 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "common/autograd.h"
 #include "scan/linear_scan.h"
 
 namespace weft::scan {
 namespace {
 
-using Optional = std::optional<at::Tensor>;
-
-at::Tensor call_forward(const at::Tensor& A, const at::Tensor& b, const Optional& x0, bool reverse, bool transpose) {
+at::Tensor call_forward(const at::Tensor& A, const at::Tensor& b, const OptionalTensor& x0, bool reverse,
+                        bool transpose) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("weft::linear_scan", "")
-                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const Optional&, bool, bool)>();
+                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, bool, bool)>();
   return op.call(A, b, x0, reverse, transpose);
 }
 
-Gradients call_backward(const at::Tensor& grad, const at::Tensor& A, const Optional& x, const Optional& x0,
+Gradients call_backward(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x, const OptionalTensor& x0,
                         bool reverse, bool transpose, std::array<bool, 3> output_mask) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("weft::linear_scan_backward", "")
-                       .typed<Gradients(const at::Tensor&, const at::Tensor&, const Optional&, const Optional&, bool,
-                                        bool, std::array<bool, 3>)>();
+                       .typed<Gradients(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                        const OptionalTensor&, bool, bool, std::array<bool, 3>)>();
   return op.call(grad, A, x, x0, reverse, transpose, output_mask);
 }
 
-Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, const Optional& x, const Optional& x0,
-                                  bool reverse, bool transpose, std::array<bool, 3> output_mask) {
+Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x,
+                                  const OptionalTensor& x0, bool reverse, bool transpose,
+                                  std::array<bool, 3> output_mask) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // As in the kernels, sums of half-precision products are float sums.
   const auto accumulate = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -88,11 +88,11 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
 
 struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& A, const at::Tensor& b,
-                            const Optional& x0, bool reverse, bool transpose) {
+                            const OptionalTensor& x0, bool reverse, bool transpose) {
     at::AutoDispatchBelowADInplaceOrView below;
     at::Tensor x = call_forward(A, b, x0, reverse, transpose);
     // Only the gradient of A looks at x. Within a backward of its own, needs_input_grad would speak of that one.
-    ctx->save_for_backward({A, A.requires_grad() ? x : at::Tensor(), x0.value_or(at::Tensor())});
+    ctx->save_for_backward({A, A.requires_grad() ? x : at::Tensor(), or_undefined(x0)});
     ctx->saved_data["reverse"] = reverse;
     ctx->saved_data["transpose"] = transpose;
     return x;
@@ -101,7 +101,6 @@ struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
     const auto saved = ctx->get_saved_variables();
-    auto optional = [](const at::Tensor& t) { return t.defined() ? Optional(t) : std::nullopt; };
     const std::array<bool, 3> mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                       saved[2].defined() && ctx->needs_input_grad(2)};
     auto [grad_A, grad_b, grad_x0] =
@@ -111,24 +110,16 @@ struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
   }
 };
 
-bool needs_gradient(std::initializer_list<Optional> tensors) {
-  if (!at::GradMode::is_enabled()) return false;
-  for (const auto& t : tensors) {
-    if (t.has_value() && t->requires_grad()) return true;
-  }
-  return false;
-}
-
-at::Tensor forward_autograd(const at::Tensor& A, const at::Tensor& b, const Optional& x0, bool reverse,
+at::Tensor forward_autograd(const at::Tensor& A, const at::Tensor& b, const OptionalTensor& x0, bool reverse,
                             bool transpose) {
-  if (needs_gradient({A, b, x0})) return LinearScanFunction::apply(A, b, x0, reverse, transpose);
+  if (needs_grad(A, b, x0)) return LinearScanFunction::apply(A, b, x0, reverse, transpose);
   at::AutoDispatchBelowADInplaceOrView below;
   return call_forward(A, b, x0, reverse, transpose);
 }
 
-Gradients backward_autograd(const at::Tensor& grad, const at::Tensor& A, const Optional& x, const Optional& x0,
-                            bool reverse, bool transpose, std::array<bool, 3> output_mask) {
-  if (needs_gradient({grad, A, x, x0})) {
+Gradients backward_autograd(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x,
+                            const OptionalTensor& x0, bool reverse, bool transpose, std::array<bool, 3> output_mask) {
+  if (needs_grad(grad, A, x, x0)) {
     return differentiable_backward(grad, A, x, x0, reverse, transpose, output_mask);
   }
   at::AutoDispatchBelowADInplaceOrView below;

@@ -1,6 +1,5 @@
 // The gradient of weft::scan_rnn is weft::scan_rnn_backward, whose own gradient goes through the reference.
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -9,6 +8,7 @@
 #include <string>
 #include <tuple>
 
+#include "common/autograd.h"
 #include "scan/scan_rnn.h"
 #include "scan/scan_rnn_reference.h"
 
@@ -21,7 +21,6 @@ using torch::autograd::Variable;
 using torch::autograd::variable_list;
 
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-using OptionalTensor = std::optional<Tensor>;
 
 using ForwardSignature = Results(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, bool, bool);
@@ -41,22 +40,6 @@ const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
   return op;
 }
 
-bool requires_grad(const Tensor& t) {
-  return t.defined() && t.requires_grad();
-}
-bool requires_grad(const OptionalTensor& t) {
-  return t && requires_grad(*t);
-}
-
-template <typename... Tensors>
-bool needs_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
-}
-
-OptionalTensor optional(const Tensor& t) {
-  return t.defined() ? OptionalTensor(t) : std::nullopt;
-}
-
 class ScanRnn : public torch::autograd::Function<ScanRnn> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& h0, const OptionalTensor& c0,
@@ -65,7 +48,6 @@ class ScanRnn : public torch::autograd::Function<ScanRnn> {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [output, h_n, c_n, gates, cells] =
         forward_op().call(input, h0, c0, w_ih, w_hh, b_ih, b_hh, cell, reverse, /*save=*/true);
-    const auto or_undefined = [](const OptionalTensor& t) { return t ? *t : Tensor(); };
     ctx->save_for_backward(
         {input, h0, or_undefined(c0), w_ih, w_hh, or_undefined(b_ih), or_undefined(b_hh), output, gates, cells});
     ctx->saved_data["cell"] = cell;

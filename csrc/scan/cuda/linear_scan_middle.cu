@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "common/integers.h"
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan_middle.h"
 
@@ -28,10 +29,6 @@ constexpr double kLaunches = 17000;  // two more kernels, and the start of a chu
 constexpr int64_t kShortestChunk = 4;
 
 constexpr int64_t kReserved = 1024;  // shared memory that the device keeps per block
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 struct Shape {
   int64_t batch, steps, H;

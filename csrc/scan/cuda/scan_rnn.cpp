@@ -29,6 +29,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/tensor.h"
 #include "scan/cuda/scan_rnn.h"
 #include "scan/linear_scan.h"
 #include "scan/scan_rnn.h"
@@ -48,15 +49,6 @@ Tensor in_type(const Tensor& t, at::ScalarType type) {
 }
 Tensor in_type(const OptionalTensor& t, at::ScalarType type) {
   return t ? in_type(*t, type) : Tensor();
-}
-
-template <typename scalar>
-const scalar* pointer(const Tensor& t) {
-  return t.defined() && t.numel() > 0 ? t.const_data_ptr<scalar>() : nullptr;
-}
-template <typename scalar>
-scalar* mutable_pointer(const Tensor& t) {
-  return t.defined() && t.numel() > 0 ? t.mutable_data_ptr<scalar>() : nullptr;
 }
 
 // The results of a forward: output, h_n, c_n and, with save, gates and cells.

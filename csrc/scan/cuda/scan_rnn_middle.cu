@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/integers.h"
 #include "common/launch.cuh"
 
 namespace weft::scan_rnn {
@@ -24,10 +25,6 @@ constexpr double kLaunches = 20000;       // three more kernels, and the start o
 constexpr int64_t kShortestChunk = 4;
 // The maps take this much memory, or half of what the activations of the gates take where that is more.
 constexpr double kMapBytes = 32 << 20;
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 int parts(Cell cell) {
   return cell == Cell::kLstm ? 2 : 1;
