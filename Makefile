@@ -59,8 +59,10 @@ format: $(call requirements,lint)
 docs: $(call requirements,docs) build
 	$(PY) -m sphinx -W --keep-going -b html docs docs/_build/html
 
-# Always asks ninja, which knows the headers, the flags and the torch of every object; with nothing to do it takes two
-# seconds. Another TORCH_CUDA_ARCH_LIST than the last build's (.ci/run has one architecture) compiles every kernel again.
+# Always asks ninja, which knows the headers and the flags of every object; with nothing to do it takes two seconds.
+# For the GPUs of this machine, or for the CPU alone; WEFT_CUDA=0 or 1 and TORCH_CUDA_ARCH_LIST override. Each
+# configuration has a folder of its own in build/.
+build: export WEFT_CUDA ?= here
 build: $(call requirements,demo)
 	$(PY) setup.py -q build_ext --inplace
 

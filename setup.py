@@ -31,11 +31,27 @@ def nvcc_version() -> tuple[int, int] | None:
     return None if release is None else (int(release[1]), int(release[2]))
 
 
+def architectures_here() -> str:
+    """TORCH_CUDA_ARCH_LIST for the GPUs of this machine, empty where there is none that the kernels run on."""
+    if not torch.cuda.is_available():
+        return ""
+    found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
+    return ";".join(
+        sorted({"9.0a" if capability == (9, 0) else "8.0+PTX" for capability in found if capability >= (8, 0)})
+    )
+
+
 def with_cuda() -> bool:
-    """CUDA is built where nvcc and torch are of one major version of CUDA; WEFT_CUDA=0/1 overrides."""
+    """CUDA is built where nvcc and torch are of one major version of CUDA. WEFT_CUDA=0 and 1 override; "here", which
+    the Makefile sets, builds for the GPUs of this machine alone, unless TORCH_CUDA_ARCH_LIST names others."""
     choice = os.environ.get("WEFT_CUDA")
-    if choice not in (None, "", "0", "1"):
-        raise SystemExit(f"WEFT_CUDA must be 0 or 1, got {choice!r}")
+    if choice not in (None, "", "0", "1", "here"):
+        raise SystemExit(f"WEFT_CUDA must be 0, 1 or here, got {choice!r}")
+    if choice == "here" and "TORCH_CUDA_ARCH_LIST" not in os.environ:
+        local = architectures_here()
+        if not local:
+            return False
+        os.environ["TORCH_CUDA_ARCH_LIST"] = local
     if choice == "0" or (choice != "1" and torch.version.cuda is None):
         return False
     nvcc = nvcc_version()
@@ -102,7 +118,9 @@ def extension(cuda: bool):
     openmp = ["-fopenmp"] if sys.platform == "linux" else []
     cxx += openmp
     macros = [("WEFT_WITH_CUDA", "1")] if cuda else []
-    common = dict(include_dirs=[str(CSRC)], define_macros=macros, extra_link_args=["-Wl,--strip-all", *openmp])
+    # Some compilers link libstdc++ statically. Its symbols must not mix with those of torch's copy: none is exported.
+    link = ["-Wl,--strip-all", "-Wl,--exclude-libs,ALL", *openmp]
+    common = dict(include_dirs=[str(CSRC)], define_macros=macros, extra_link_args=link)
     if not cuda:
         return CppExtension("weft._C", sources(cuda), extra_compile_args={"cxx": cxx}, **common)
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
@@ -115,6 +133,13 @@ def extension(cuda: bool):
 
 class BuildWeft(BuildExtension):
     """Compiles, and leaves weft/_build_info.py beside the library: `weft._ops` compares it with the torch it finds."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # A folder per configuration: one does not compile again what another has.
+        target = f"cuda-{os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';')}" if CUDA else "cpu"
+        name = f"{target}-torch-{torch.__version__}-{sys.implementation.cache_tag}"
+        self.build_temp = str(Path(self.build_base, re.sub(r"[^\w.-]", "-", name)))
 
     def run(self) -> None:
         if CUDA:

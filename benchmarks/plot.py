@@ -20,7 +20,6 @@ from benchmarks.common import RESULTS, ROOT, parse_case, read_rows, significant
 from benchmarks.scan import GRID_B, GRID_CELLS, GRID_H, GRID_T
 
 README = ROOT / "README.md"
-README_FIGURE = ROOT / "docs" / "images" / "scan_backward.svg"
 RNN_FIGURE = ROOT / "docs" / "images" / "rnn_speedup.svg"
 BEGIN, END = "<!-- results: begin, written by `python -m benchmarks.plot` -->", "<!-- results: end -->"
 NO_ROWS = "Rows appear here as they are measured; there are none yet."
@@ -36,7 +35,13 @@ METRICS = {
     "decode": "one step per call",
     "step_forward": "a step of the forward pass",
 }
-TIMES = ("backward", "forward_backward")
+# Room, case, metric: one of each kind, beside the worst.
+README_ROWS = (
+    ("rnn", "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024", "forward_backward"),
+    ("rnn", "cell=gru device=cuda dtype=fp32 H=128 B=1 T=1", "decode"),
+    ("rnn", "cell=gru device=cpu dtype=fp32 H=512 B=32 T=256 threads=2", "forward_backward"),
+    ("scan", "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1", "backward"),
+)
 PEERS = {
     "gate_activations": "bytes of the gates' activations",
     "floor": "floor of the bandwidth",
@@ -95,47 +100,6 @@ def by_hardware(rows: Sequence[Row]) -> dict[str, list[Row]]:
         software = f"torch {row['torch']}" + (f", CUDA {row['cuda']}" if on_gpu else "")
         groups.setdefault(f"{row['gpu']}, {software}", []).append(row)
     return groups
-
-
-def in_readme(row: Row) -> bool:
-    """The README shows what "auto" does: times of the backward pass and of the step, the scans, the memory."""
-    keys = parse_case(row["case"])
-    if "algorithm" in keys or row["metric"] in ("error", "peak_memory"):
-        return False
-    return row["metric"] != "forward" or "op" in keys
-
-
-def markdown_tables(rows: Sequence[Row]) -> str:
-    """For each hardware a table of the layers' times, a line per case, and one of everything else."""
-    parts = []
-    for hardware, group in by_hardware(rows).items():
-        times: dict[str, dict[str, Row]] = {}
-        others = []
-        for row in group:
-            if row["peer"] == "torch.nn" and row["metric"] in TIMES:
-                times.setdefault(row["case"], {})[row["metric"]] = row
-            else:
-                others.append(row)
-        parts.append(f"On {hardware}:")
-        if times:
-            parts.append(_markdown_times(times))
-        if others:
-            parts.append(_markdown(HEADER, map(cells_of, others), "llrrr"))
-    return "\n\n".join(parts)
-
-
-def _markdown_times(times: Mapping[str, Mapping[str, Row]]) -> str:
-    header = ["layer"]
-    for metric in TIMES:
-        header += [f"{METRICS[metric]}, ms: Weft", "torch.nn", "ratio"]
-    lines = []
-    for case, by_metric in times.items():
-        line = [describe(case)]
-        for metric in TIMES:
-            row = by_metric.get(metric)
-            line += [row["weft"], row["peer_value"], _ratio(row)] if row else ["", "", ""]
-        lines.append(line)
-    return _markdown(header, lines, "l" + "r" * (len(header) - 1))
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: str) -> str:
@@ -258,16 +222,6 @@ def grid_summary(rows: Sequence[Row]) -> str:
     )
 
 
-def rnn_highlights(rows: Sequence[Row]) -> list[Row]:
-    """The rows that a target of the rnn engine is about, and the steps beside their floor."""
-    wanted = {(target.case.name, target.metric): None for target in rnn.TARGETS}
-    wanted.update({(case.name, "step_forward"): None for case in rnn.STEPS})
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["case"], row["metric"]), []).append(row)
-    return [row for key in wanted for row in found.get(key, [])]
-
-
 def rnn_grid_table(rows: Sequence[Row]) -> str:
     """The grid as reStructuredText: Weft's milliseconds and the ratio, a line per cell, dtype and batch."""
     grid = rnn.grid_rows(rows)
@@ -292,24 +246,27 @@ def _save(figure: plt.Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def readme_block(rows: Sequence[Row], rnn_rows: Sequence[Row] = ()) -> str:
-    """What stands between the README's markers: the rows of the scan engine and those of the rnn engine."""
+def readme_rows(results: Mapping[str, Sequence[Row]]) -> list[Row]:
+    """The rows of the README's table, as far as they were measured; first that of the layers' grid where Weft gains
+    least."""
+    grid = rnn.grid_rows(results.get("rnn", ())).values()
+    found = [min(grid, key=lambda row: float(row["ratio"]))] if grid else []
+    for room, case, metric in README_ROWS:
+        found += [row for row in results.get(room, ()) if (row["case"], row["metric"]) == (case, metric)]
+    return found
+
+
+def readme_block(results: Mapping[str, Sequence[Row]]) -> str:
+    """What stands between the README's markers: the figure, how the grid is spread, and a few rows of all rooms."""
     parts = []
-    highlights = rnn_highlights(rnn_rows)
-    if highlights:
-        parts.append("### Layers as one kernel")
-        if rnn.grid_rows(rnn_rows):
-            alt = "Speed-up of a training step over torch.nn by cell, dtype, hidden size and batch"
-            parts += [_markdown_image(alt, RNN_FIGURE), grid_summary(rnn_rows)]
-        for hardware, group in by_hardware(highlights).items():
-            parts += [f"On {hardware}:", _markdown(HEADER, map(cells_of, group), "llrrr")]
-    shown = [row for row in rows if in_readme(row)]
-    if shown:
-        parts += ["### Backward passes as scans"] if highlights else []
-        if backward_points(rows):
-            alt = "Time of a tanh RNN's backward pass against the sequence length, Weft and torch.nn"
-            parts.append(_markdown_image(alt, README_FIGURE))
-        parts.append(markdown_tables(shown))
+    grid = results.get("rnn", ())
+    if rnn.grid_rows(grid):
+        alt = "Speed-up of a training step over torch.nn by cell, dtype, hidden size and batch"
+        parts += [_markdown_image(alt, RNN_FIGURE), grid_summary(grid)]
+    rows = readme_rows(results)
+    if rows:
+        measured_on = " and ".join(by_hardware(rows))
+        parts += [_markdown(HEADER, map(cells_of, rows), "llrrr"), f"Measured on {measured_on}."]
     return "\n\n".join(parts or [NO_ROWS])
 
 
@@ -324,13 +281,16 @@ def with_block(readme: str, block: str) -> str:
     return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
 
 
+def read_results() -> dict[str, list[Row]]:
+    """The rows of every room that the README shows."""
+    return {room: read_rows(RESULTS / f"{room}.csv") for room in sorted({"rnn", *(row[0] for row in README_ROWS)})}
+
+
 def write_readme() -> None:
-    rows, rnn_rows = read_rows(RESULTS / "scan.csv"), read_rows(RESULTS / "rnn.csv")
-    README.write_text(with_block(README.read_text(), readme_block(rows, rnn_rows)))
-    if backward_points(rows):
-        draw_backward(rows, README_FIGURE)
-    if rnn.grid_rows(rnn_rows):
-        draw_speedup(rnn_rows, RNN_FIGURE)
+    results = read_results()
+    README.write_text(with_block(README.read_text(), readme_block(results)))
+    if rnn.grid_rows(results["rnn"]):
+        draw_speedup(results["rnn"], RNN_FIGURE)
 
 
 def write_docs(folder: Path) -> None:

@@ -439,12 +439,10 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):
             peer="gate_activations",
         )
     )
-    block = plot.readme_block(rows)
-    assert "| tanh RNN, H 20, B 16, T 30000, fp32, 1 input | 1.0 | 300.0 | 300x |  |  |  |" in block
-    assert "-1.00 MB | bytes of the gates' activations: 154 MB |  |" in block
-    assert "error" not in block
-    assert block.startswith("![")
-    assert plot.readme_block([]) == plot.NO_ROWS
+    block = plot.readme_block({"scan": rows})
+    assert "| tanh RNN, H 20, B 16, T 30000, fp32, 1 input | backward | 1.0 ms | torch.nn: 300.0 ms | 300x |" in block
+    assert "error" not in block and "LSTM" not in block
+    assert plot.readme_block({}) == plot.NO_ROWS
     readme = f"a\n{plot.BEGIN}\nold\n{plot.END}\nb"
     assert plot.with_block(plot.with_block(readme, "new"), "newer") == f"a\n{plot.BEGIN}\n\nnewer\n\n{plot.END}\nb"
 
@@ -457,6 +455,7 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):
         results.save()
     plot.write_docs(tmp_path / "full")
     text = (tmp_path / "full" / "scan.rst").read_text()
+    assert "     - -1.00 MB\n     - bytes of the gates' activations: 154 MB\n" in text
     assert "list-table:: GPU, torch 2.11.0, CUDA 13.0" in text
     for name in ("scan_backward", "scan_auto"):
         assert f"full/{name}.svg" in text
@@ -483,18 +482,13 @@ def test_the_rnn_engines_tables_and_figure(tmp_path, monkeypatch):
     from benchmarks import plot  # here, because it alone needs matplotlib
 
     rows = _rnn_rows()
-    block = plot.readme_block([], rows)
+    block = plot.readme_block({"rnn": rows})
     assert "![Speed-up" in block and "108 cases on GPU: torch.nn takes 8 times as long" in block
-    assert (
-        "| GRU, H 512, B 16, T 1024, bf16 | a step of the forward pass | 1.0 us | floor of the exchange: 0.5 us"
-        in block
-    )
-    packed = "| LSTM, packed, H 512, B 32, T 1024, bf16, 2 layers, both directions | forward + backward |"
-    assert packed in block
-    assert "On GPU, torch 2.11.0:" in block  # the CPU's rows, without CUDA
-    scans = [row("cell=gru device=cuda dtype=fp32 H=20 B=16 T=1000 inputs=1", "backward")]
-    both = plot.readme_block(scans, rows)
-    assert both.startswith(block) and both.endswith(plot.readme_block(scans))
+    worst = next(iter(plot.rnn.grid_rows(rows)))
+    slow = [r | {"ratio": "0.5"} if (r["case"], r["metric"]) == (worst, "forward_backward") else r for r in rows]
+    table = [line for line in plot.readme_block({"rnn": slow}).splitlines() if line.startswith("| ")]
+    assert len(table) == 6 and table[2].startswith(f"| {plot.describe(worst)} |") and table[2].endswith("| 0.500x |")
+    assert "On GPU" not in block and "GPU, torch 2.11.0." in block  # the CPU's row, without CUDA
 
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
 
@@ -514,10 +508,10 @@ def test_the_rnn_engines_tables_and_figure(tmp_path, monkeypatch):
     # Any part of the rows will do.
     grid = set(plot.rnn.grid_rows(rows))
     few = [r for r in rows if r["case"] in sorted(grid)[:5]]
-    assert "     -\n" in docs_of(few) and "5 cases" in plot.readme_block([], few + rows[:1])
+    assert "     -\n" in docs_of(few) and "5 cases" in plot.readme_block({"rnn": few + rows[:1]})
     rest = [r for r in rows if r["case"] not in grid]
     assert "image" not in docs_of(rest)
-    assert "Speed-up" not in plot.readme_block([], rest)
+    assert "Speed-up" not in plot.readme_block({"rnn": rest})
 
 
 def _timed(costs: dict[str, float]) -> list[geometries.Timed]:
