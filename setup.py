@@ -139,7 +139,7 @@ class BuildWeft(BuildExtension):
         # A folder per configuration: one does not compile again what another has.
         target = f"cuda-{os.environ['TORCH_CUDA_ARCH_LIST'].replace(' ', ';')}" if CUDA else "cpu"
         name = f"{target}-torch-{torch.__version__}-{sys.implementation.cache_tag}"
-        self.build_temp = str(Path(self.build_base, re.sub(r"[^\w.-]", "-", name)))
+        self.build_temp = str(Path(self.build_temp).with_name(re.sub(r"[^\w.-]", "-", name)))
 
     def run(self) -> None:
         if CUDA:
