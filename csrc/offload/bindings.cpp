@@ -1,0 +1,60 @@
+// offload, as Python sees it: the policy.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "offload/policy.h"
+
+namespace py = pybind11;
+
+namespace weft::offload {
+namespace {
+
+// bytes, last_forward, first_backward, last_backward, density, itemsize
+using SavedTuple = std::tuple<int64_t, int64_t, int64_t, int64_t, double, int64_t>;
+using MoveTuple = std::tuple<int64_t, int64_t, bool>;
+using Rates = std::pair<double, double>;
+
+Timeline timeline(std::vector<double> seconds, bool known, int64_t forward, const std::vector<SavedTuple>& tensors) {
+  Timeline t{std::move(seconds), known, forward, {}};
+  for (const auto& [bytes, last_forward, first_backward, last_backward, density, itemsize] : tensors)
+    t.tensors.push_back({bytes, last_forward, first_backward, last_backward, density, itemsize});
+  return t;
+}
+
+void bind_policy(py::module_& m) {
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  m.def(
+      "offload_simulate",
+      [](std::vector<double> seconds, bool known, int64_t forward, const std::vector<SavedTuple>& tensors,
+         const std::vector<MoveTuple>& moves, Budget budget, Rates rates) {
+        std::vector<Move> list;
+        for (const auto& [tensor, prefetch, compressed] : moves) list.push_back({tensor, prefetch, compressed});
+        const Prediction p =
+            simulate(timeline(std::move(seconds), known, forward, tensors), list, budget, {rates.first, rates.second});
+        return std::make_tuple(p.peak_bytes, p.seconds, p.forward_stall, p.backward_stall, p.moved_bytes, p.sent_bytes);
+      },
+      NoGil(), "(peak_bytes, seconds, forward_stall, backward_stall, moved_bytes, sent_bytes) of checked moves.",
+      py::arg("seconds"), py::arg("known"), py::arg("forward"), py::arg("tensors"), py::arg("moves"), py::arg("budget"),
+      py::arg("rates"));
+  m.def(
+      "offload_plan",
+      [](std::vector<double> seconds, bool known, int64_t forward, const std::vector<SavedTuple>& tensors,
+         Budget budget, Rates rates, bool compress, const std::vector<bool>& movable) {
+        std::vector<MoveTuple> list;
+        for (const Move& move : plan(timeline(std::move(seconds), known, forward, tensors), budget,
+                                     {rates.first, rates.second}, compress, movable))
+          list.emplace_back(move.tensor, move.prefetch, move.compressed);
+        return list;
+      },
+      NoGil(), "[(tensor, prefetch, compressed)] in the order of the copies in, for a checked timeline.",
+      py::arg("seconds"), py::arg("known"), py::arg("forward"), py::arg("tensors"), py::arg("budget"), py::arg("rates"),
+      py::arg("compress"), py::arg("movable"));
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  bind_policy(m);
+}
+
+}  // namespace weft::offload

@@ -1,0 +1,558 @@
+#include "offload/policy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <tuple>
+
+#include "common/integers.h"
+
+namespace weft::offload {
+
+int64_t compressed_bytes(int64_t bytes, double density, int64_t itemsize) {
+  if (itemsize != 2 && itemsize != 4) return bytes;
+  const int64_t n = bytes / itemsize;
+  // Ties to even, as Python's round.
+  const int64_t packed = int64_t(std::nearbyint(double(n) * density)) * itemsize + 4 * ceil_div(n, 32);
+  return std::min(packed, bytes);
+}
+
+namespace {
+
+constexpr int64_t kStays = -1;
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+// What is done with each tensor: prefetch[i] is kStays or the operation from which it may come back.
+struct Choice {
+  std::vector<int64_t> prefetch, sent;
+};
+
+// The model, for one timeline and one link.
+class Model {
+ public:
+  Model(const Timeline& timeline, const Link& link)
+      : t_(timeline),
+        link_(link),
+        operations_(int64_t(timeline.seconds.size())),
+        new_bytes_(operations_),
+        old_bytes_(operations_),
+        by_out_(timeline.tensors.size()),
+        waiting_(operations_),
+        out_done_(timeline.tensors.size()) {
+    for (const Saved& s : t_.tensors) {
+      new_bytes_[s.last_forward] += s.bytes;
+      old_bytes_[s.last_backward] += s.bytes;
+    }
+    std::iota(by_out_.begin(), by_out_.end(), 0);
+    by_in_ = by_out_;
+    std::stable_sort(by_out_.begin(), by_out_.end(),
+                     [&](int64_t a, int64_t b) { return t_.tensors[a].last_forward < t_.tensors[b].last_forward; });
+    std::stable_sort(by_in_.begin(), by_in_.end(),
+                     [&](int64_t a, int64_t b) { return t_.tensors[a].first_backward < t_.tensors[b].first_backward; });
+  }
+
+  const std::vector<int64_t>& by_in() const { return by_in_; }
+  int64_t tensors() const { return int64_t(t_.tensors.size()); }
+  int64_t operations() const { return operations_; }
+
+  struct Result {
+    int64_t peak_bytes = 0;
+    double seconds = 0, forward_stall = 0, backward_stall = 0;
+    bool out_within_forward = true;
+  };
+
+  // Runs the step; given up, with infinite `seconds`, once it takes longer than `limit`.
+  Result run(const Choice& choice, Budget budget, double limit = kNever) {
+    out_.clear(), in_.clear();
+    std::fill(waiting_.begin(), waiting_.end(), 0);
+    std::fill(out_done_.begin(), out_done_.end(), false);
+    for (int64_t i : by_out_)
+      if (choice.prefetch[i] != kStays) out_.push_back(i);
+    for (int64_t i : by_in_) {
+      if (choice.prefetch[i] == kStays) continue;
+      in_.push_back(i);
+      ++waiting_[t_.tensors[i].first_backward];
+    }
+    work_ += operations_ + 2 * int64_t(in_.size());
+
+    Result result;
+    int64_t count = 0, next = 0;  // next: the operation that runs, or else that starts next
+    size_t out = 0, in = 0;       // the same of the copies
+    double now = 0, op_end = kNever, out_end = kNever, in_end = kNever, last_end = 0;
+    const auto room = [&](int64_t bytes) { return !budget || count + bytes <= *budget; };
+    const auto start_operation = [&] {
+      (next < t_.forward ? result.forward_stall : result.backward_stall) += now - last_end;
+      count += new_bytes_[next];
+      op_end = now + t_.seconds[next];
+    };
+    const auto start_in = [&] {
+      const int64_t i = in_[in];
+      count += t_.tensors[i].bytes;
+      in_end = now + double(choice.sent[i]) / link_.h2d;
+    };
+    while (next < operations_) {
+      if (op_end <= now) {
+        count -= old_bytes_[next++];
+        last_end = now;
+        op_end = kNever;
+      }
+      if (out_end <= now) {
+        const int64_t i = out_[out++];
+        count -= t_.tensors[i].bytes;
+        out_done_[i] = true;
+        result.out_within_forward &= next < t_.forward || (next == t_.forward && now <= last_end);
+        out_end = kNever;
+      }
+      if (in_end <= now) {
+        --waiting_[t_.tensors[in_[in++]].first_backward];
+        in_end = kNever;
+      }
+      if (next == operations_) break;
+
+      const bool runs = op_end != kNever, back = waiting_[next] == 0;
+      if (!runs && back && room(new_bytes_[next])) start_operation();
+      const int64_t ended = next;  // operations before this one
+      if (out_end == kNever && out < out_.size() && t_.tensors[out_[out]].last_forward < ended)
+        out_end = now + double(choice.sent[out_[out]]) / link_.d2h;
+      if (in_end == kNever && in < in_.size()) {
+        const int64_t i = in_[in];
+        if (choice.prefetch[i] <= ended && out_done_[i] && room(t_.tensors[i].bytes)) start_in();
+      }
+      double then = std::min({op_end, out_end, in_end});
+      if (then == kNever) {
+        back ? start_operation() : start_in();
+        then = std::min(op_end, in_end);
+      }
+      result.peak_bytes = std::max(result.peak_bytes, count);
+      now = then;
+      if (now > limit) {
+        result.seconds = kNever;
+        return result;
+      }
+    }
+    result.seconds = last_end;
+    return result;
+  }
+
+  // Operations and copies that all runs have gone through.
+  int64_t work() const { return work_; }
+
+ private:
+  const Timeline& t_;
+  const Link link_;
+  const int64_t operations_;
+  std::vector<int64_t> new_bytes_, old_bytes_, by_out_, by_in_;
+  int64_t work_ = 0;
+  // Of one run, kept for their memory.
+  std::vector<int64_t> out_, in_, waiting_;
+  std::vector<bool> out_done_;
+};
+
+// A row of numbers with a range added to and the largest of a range in logarithmic time.
+class RangeMax {
+ public:
+  explicit RangeMax(int64_t size) : size_(size), most_(4 * size_t(size)), added_(4 * size_t(size)) {}
+  void add(int64_t begin, int64_t end, int64_t value) {
+    if (begin < end) add(1, 0, size_, begin, end, value);
+  }
+  int64_t most(int64_t begin, int64_t end) const { return begin < end ? most(1, 0, size_, begin, end) : kNone; }
+
+ private:
+  static constexpr int64_t kNone = std::numeric_limits<int64_t>::min();
+
+  void add(size_t node, int64_t low, int64_t high, int64_t begin, int64_t end, int64_t value) {
+    if (end <= low || high <= begin) return;
+    if (begin <= low && high <= end) {
+      most_[node] += value;
+      added_[node] += value;
+      return;
+    }
+    const int64_t middle = (low + high) / 2;
+    add(2 * node, low, middle, begin, end, value);
+    add(2 * node + 1, middle, high, begin, end, value);
+    most_[node] = std::max(most_[2 * node], most_[2 * node + 1]) + added_[node];
+  }
+  int64_t most(size_t node, int64_t low, int64_t high, int64_t begin, int64_t end) const {
+    if (begin <= low && high <= end) return most_[node];
+    const int64_t middle = (low + high) / 2;
+    int64_t found = kNone;
+    if (begin < middle) found = most(2 * node, low, middle, begin, end);
+    if (end > middle) found = std::max(found, most(2 * node + 1, middle, high, begin, end));
+    return found + added_[node];
+  }
+
+  int64_t size_;
+  std::vector<int64_t> most_, added_;
+};
+
+// Bytes that count at each operation when every copy in is as late as possible, or at the prefetch that is named.
+class WorkingSets {
+ public:
+  WorkingSets(const Timeline& timeline, Budget budget)
+      : t_(timeline), operations_(int64_t(timeline.seconds.size())), budget_(budget), sets_(operations_) {
+    for (const Saved& s : t_.tensors) sets_.add(s.last_forward, s.last_backward + 1, s.bytes);
+  }
+
+  void move(int64_t i) { move(i, t_.tensors[i].first_backward); }
+  void keep(int64_t i) { keep(i, t_.tensors[i].first_backward); }
+  void move(int64_t i, int64_t prefetch) { sets_.add(t_.tensors[i].last_forward + 1, prefetch, -t_.tensors[i].bytes); }
+  void keep(int64_t i, int64_t prefetch) { sets_.add(t_.tensors[i].last_forward + 1, prefetch, t_.tensors[i].bytes); }
+
+  int64_t peak() const { return operations_ == 0 ? 0 : sets_.most(0, operations_); }
+  bool fit() const { return !above(0, operations_, 0); }
+  // Whether operation k's set has room for so much more.
+  bool fits(int64_t k, int64_t more) const { return !above(k, k + 1, more); }
+  // Whether moving tensor i makes a set smaller that is above the budget.
+  bool helped_by(int64_t i) const { return above(t_.tensors[i].last_forward + 1, t_.tensors[i].first_backward, 0); }
+  // Whether the sets, which fit, still do when tensor i, which moves, is kept.
+  bool fit_with(int64_t i) const {
+    const Saved& s = t_.tensors[i];
+    return !above(s.last_forward + 1, s.first_backward, s.bytes);
+  }
+
+ private:
+  bool above(int64_t begin, int64_t end, int64_t more) const {
+    return budget_ && begin < end && sets_.most(begin, end) > *budget_ - more;
+  }
+
+  const Timeline& t_;
+  const int64_t operations_;
+  const Budget budget_;
+  RangeMax sets_;
+};
+
+// A set of tensors to move, and how good it is: with a budget the seconds of the step, then the bytes moved, both to be
+// small; without one the bytes moved, to be large, and infinite seconds where something does not hide.
+struct Candidate {
+  std::vector<bool> moved;
+  double seconds = kNever;
+  int64_t bytes = 0;
+};
+
+class Search {
+ public:
+  Search(const Timeline& timeline, Budget budget, const Link& link, bool compress, const std::vector<bool>& movable)
+      : t_(timeline), budget_(budget), model_(timeline, link), sets_(timeline, budget) {
+    choice_.prefetch.assign(t_.tensors.size(), kStays);
+    for (const Saved& s : t_.tensors)
+      choice_.sent.push_back(compress ? compressed_bytes(s.bytes, s.density, s.itemsize) : s.bytes);
+    plain_seconds_ = model_.run(choice_, std::nullopt).seconds;
+    Candidate alone = nothing();
+    for (int64_t i = 0; i < model_.tensors(); ++i) {
+      if (!movable[i]) continue;
+      if (!budget) {  // what does not hide alone does not hide beside others
+        alone.moved[i] = true;
+        evaluate(alone);
+        alone.moved[i] = false;
+        if (alone.seconds == kNever) continue;
+      }
+      movable_.push_back(i);
+    }
+  }
+
+  std::vector<Move> moves() {
+    if (budget_ && sets_.fit()) return {};
+    Candidate chosen = nothing();
+    if (budget_ && !all_fit()) {
+      for (int64_t i : movable_) chosen.moved[i] = true;
+    } else if (movable_.size() <= kExhaustive) {
+      chosen = best_of_all();
+    } else {
+      chosen = best_found();
+    }
+    return latest(chosen.moved);
+  }
+
+ private:
+  // 4096 steps of a dozen tensors are run in a few milliseconds.
+  static constexpr size_t kExhaustive = 12;
+  // Operations, copies and tensors gone through in a search, which take some 10 ns each.
+  static constexpr int64_t kWork = 10'000'000;
+
+  Candidate nothing() const {
+    Candidate c;
+    c.moved.assign(t_.tensors.size(), false);
+    return c;
+  }
+
+  bool all_fit() {
+    for (int64_t i : movable_) sets_.move(i);
+    const bool fit = sets_.fit();
+    for (int64_t i : movable_) sets_.keep(i);
+    return fit;
+  }
+
+  bool better(const Candidate& a, const Candidate& b) const {
+    if (budget_) return std::tie(a.seconds, a.bytes) < std::tie(b.seconds, b.bytes);
+    return a.seconds < kNever && (b.seconds == kNever || a.bytes > b.bytes);
+  }
+
+  // With every copy in as early as possible nothing is later than it must be.
+  void evaluate(Candidate& c, double limit = kNever) {
+    c.bytes = 0;
+    for (int64_t i = 0; i < model_.tensors(); ++i) {
+      choice_.prefetch[i] = c.moved[i] ? t_.forward : kStays;
+      if (c.moved[i]) c.bytes += t_.tensors[i].bytes;
+    }
+    const Model::Result r = model_.run(choice_, budget_, budget_ ? limit : plain_seconds_);
+    const bool hides = r.out_within_forward && r.forward_stall == 0 && r.backward_stall == 0;
+    c.seconds = budget_ || hides ? r.seconds : kNever;
+  }
+
+  Candidate best_of_all() {
+    Candidate best = nothing(), c = best;
+    for (uint32_t subset = 0; subset < 1u << movable_.size(); ++subset) {
+      for (size_t j = 0; j < movable_.size(); ++j) {
+        const int64_t i = movable_[j];
+        const bool moved = subset >> j & 1;
+        if (moved != c.moved[i]) moved ? sets_.move(i) : sets_.keep(i);
+        c.moved[i] = moved;
+      }
+      if (!sets_.fit()) continue;
+      evaluate(c, best.seconds);
+      if (better(c, best)) best = c;
+    }
+    return best;
+  }
+
+  // The movable tensors by a score, highest first; ties: larger, then lower index.
+  template <typename Score>
+  std::vector<int64_t> by(Score score) const {
+    std::vector<double> scores(t_.tensors.size());
+    for (int64_t i : movable_) scores[i] = score(i);
+    std::vector<int64_t> order = movable_;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+      return std::make_pair(scores[a], t_.tensors[a].bytes) > std::make_pair(scores[b], t_.tensors[b].bytes);
+    });
+    return order;
+  }
+
+  // Adds to `c` in that order what helps, until it fits, or, without a budget, all that still hides.
+  void add(Candidate& c, const std::vector<int64_t>& order) {
+    for (int64_t i : order) {
+      if (c.moved[i]) continue;
+      if (budget_) {
+        if (sets_.fit()) break;
+        if (!sets_.helped_by(i)) continue;
+        c.moved[i] = true;
+        sets_.move(i);
+      } else {
+        c.moved[i] = true;
+        evaluate(c);
+        if (c.seconds == kNever) c.moved[i] = false;
+      }
+    }
+  }
+
+  // Keeps what need not move, last in the order first.
+  void prune(Candidate& c, const std::vector<int64_t>& order) {
+    for (size_t j = order.size(); j-- > 0;) {
+      const int64_t i = order[j];
+      if (!c.moved[i] || !sets_.fit_with(i)) continue;
+      c.moved[i] = false;
+      sets_.keep(i);
+    }
+  }
+
+  // Makes the working sets those of `c`.
+  void enter(const Candidate& c) {
+    for (int64_t i : movable_) {
+      if (c.moved[i] == entered_[i]) continue;
+      c.moved[i] ? sets_.move(i) : sets_.keep(i);
+    }
+    entered_ = c.moved;
+  }
+  void complete(Candidate& c, const std::vector<int64_t>& order, bool least = true) {
+    if (budget_) enter(c);
+    add(c, order);
+    if (budget_ && least) prune(c, order);
+    entered_ = c.moved;
+    evaluate(c);
+    completed_ += 8 * int64_t(order.size());
+  }
+
+  Candidate best_found() {
+    // Seconds between the last use in the forward and the first in the backward, were there no copies.
+    std::vector<double> start(t_.seconds.size() + 1);
+    std::partial_sum(t_.seconds.begin(), t_.seconds.end(), start.begin() + 1);
+    const auto distance = [&](int64_t i) {
+      return start[t_.tensors[i].first_backward] - start[t_.tensors[i].last_forward + 1];
+    };
+    const auto ratio = [&](int64_t i) {
+      return double(t_.tensors[i].bytes) / double(std::max<int64_t>(choice_.sent[i], 1));
+    };
+    const std::vector<int64_t> orders[] = {
+        by(distance),
+        by([&](int64_t i) { return distance(i) * ratio(i); }),
+        by([&](int64_t i) { return double(t_.tensors[i].bytes) * distance(i); }),
+        by(ratio),
+        by([&](int64_t i) { return double(t_.tensors[i].bytes); }),
+    };
+    entered_.assign(t_.tensors.size(), false);
+    Candidate best = nothing();
+    const auto consider = [&](const Candidate& c) {
+      if (better(c, best)) best = c;
+    };
+    for (const auto& order : orders) {
+      Candidate c = nothing();
+      complete(c, order);
+      consider(c);
+    }
+    if (budget_) {
+      Candidate all = nothing();
+      for (int64_t i : movable_) all.moved[i] = true;
+      evaluate(all);
+      consider(all);
+    }
+
+    // Lets a few tensors stay or go that were not meant to, completes the set again, and keeps what is better.
+    uint64_t random = 0x9e3779b97f4a7c15;
+    const auto draw = [&](uint64_t below) {
+      random ^= random << 13, random ^= random >> 7, random ^= random << 17;
+      return random % below;
+    };
+    while (model_.work() + completed_ < kWork && !perfect(best)) {
+      Candidate c = best;
+      const uint64_t changes = 1 + draw(4);
+      std::vector<int64_t> order = orders[draw(std::size(orders))];
+      for (uint64_t change = 0; change < changes; ++change) {
+        const uint64_t at = draw(order.size());
+        const int64_t i = order[at];
+        const auto from = order.begin() + int64_t(at);
+        // What is taken out comes last when the set is completed, and what is put in first.
+        if (c.moved[i]) {
+          c.moved[i] = false;
+          std::rotate(from, from + 1, order.end());
+        } else {
+          c.moved[i] = budget_.has_value();
+          std::rotate(order.begin(), from, from + 1);
+        }
+      }
+      complete(c, order, draw(2) == 0);
+      consider(c);
+    }
+    return best;
+  }
+
+  // Whether no other set can be better in what matters.
+  bool perfect(const Candidate& c) const {
+    if (budget_) return c.seconds == plain_seconds_;
+    return std::all_of(movable_.begin(), movable_.end(), [&](int64_t i) { return c.moved[i]; });
+  }
+
+  // Those tensors with each copy in as late as it can be without a longer step. From the last to the first: what was
+  // settled stays the latest, because a later copy in makes nothing earlier.
+  std::vector<Move> latest(const std::vector<bool>& moved) {
+    std::vector<int64_t> order;
+    for (int64_t i : model_.by_in()) {
+      choice_.prefetch[i] = moved[i] ? t_.forward : kStays;
+      if (moved[i]) order.push_back(i);
+    }
+    const double seconds = model_.run(choice_, budget_).seconds;
+    int64_t most = model_.operations();
+    for (size_t j = order.size(); j-- > 0;) {
+      const int64_t i = order[j];
+      const auto holds = [&](int64_t prefetch) {
+        choice_.prefetch[i] = prefetch;
+        return model_.run(choice_, budget_, seconds).seconds <= seconds;
+      };
+      int64_t low = t_.forward, high = std::min(most, t_.tensors[i].first_backward);
+      if (holds(high)) {
+        low = high;
+      } else {
+        for (--high; low < high;) {
+          const int64_t middle = high - (high - low) / 2;
+          if (holds(middle)) {
+            low = middle;
+          } else {
+            high = middle - 1;
+          }
+        }
+      }
+      choice_.prefetch[i] = most = low;
+    }
+    std::vector<Move> moves;
+    for (int64_t i : order) moves.push_back({i, choice_.prefetch[i], choice_.sent[i] < t_.tensors[i].bytes});
+    return moves;
+  }
+
+  const Timeline& t_;
+  const Budget budget_;
+  Model model_;
+  WorkingSets sets_;
+  Choice choice_;
+  std::vector<int64_t> movable_;
+  std::vector<bool> entered_;  // the set whose working sets `sets_` has
+  double plain_seconds_ = 0;
+  int64_t completed_ = 0;  // work beside the model's
+};
+
+// AutoVM's rule for unknown run times: the tensors with the largest reuse distance go until all working sets fit, and
+// come back as early as these allow.
+std::vector<Move> plan_by_order(const Timeline& t, Budget budget, bool compress, const std::vector<bool>& movable) {
+  std::vector<Move> moves;
+  if (!budget) return moves;
+  WorkingSets sets(t, budget);
+  std::vector<int64_t> order;
+  for (int64_t i = 0; i < int64_t(t.tensors.size()); ++i)
+    if (movable[i]) order.push_back(i);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    const Saved &x = t.tensors[a], &y = t.tensors[b];
+    return std::make_pair(x.first_backward - x.last_forward, x.bytes) >
+           std::make_pair(y.first_backward - y.last_forward, y.bytes);
+  });
+  for (int64_t i : order) {
+    if (sets.fit()) break;
+    sets.move(i);
+    const Saved& s = t.tensors[i];
+    moves.push_back({i, s.first_backward, compress && compressed_bytes(s.bytes, s.density, s.itemsize) < s.bytes});
+  }
+  std::sort(moves.begin(), moves.end(), [&](const Move& a, const Move& b) {
+    return std::make_pair(t.tensors[a.tensor].first_backward, a.tensor) <
+           std::make_pair(t.tensors[b.tensor].first_backward, b.tensor);
+  });
+  int64_t least = t.forward;
+  for (Move& move : moves) {
+    const int64_t latest = move.prefetch;
+    while (move.prefetch > least && sets.fits(move.prefetch - 1, t.tensors[move.tensor].bytes)) --move.prefetch;
+    sets.keep(move.tensor, latest);
+    sets.move(move.tensor, move.prefetch);
+    least = move.prefetch;
+  }
+  return moves;
+}
+
+}  // namespace
+
+Prediction simulate(const Timeline& t, const std::vector<Move>& moves, Budget budget, const Link& link) {
+  Prediction p{};
+  Choice choice{std::vector<int64_t>(t.tensors.size(), kStays), std::vector<int64_t>(t.tensors.size())};
+  for (const Move& move : moves) {
+    const Saved& s = t.tensors[move.tensor];
+    choice.prefetch[move.tensor] = move.prefetch;
+    choice.sent[move.tensor] = move.compressed ? compressed_bytes(s.bytes, s.density, s.itemsize) : s.bytes;
+    p.moved_bytes += s.bytes;
+    p.sent_bytes += choice.sent[move.tensor];
+  }
+  if (!t.known) {
+    WorkingSets sets(t, budget);
+    for (const Move& move : moves) sets.move(move.tensor, move.prefetch);
+    p.peak_bytes = sets.peak();
+    return p;
+  }
+  const Model::Result r = Model(t, link).run(choice, budget);
+  p.peak_bytes = r.peak_bytes;
+  p.seconds = r.seconds;
+  p.forward_stall = r.forward_stall;
+  p.backward_stall = r.backward_stall;
+  return p;
+}
+
+std::vector<Move> plan(const Timeline& t, Budget budget, const Link& link, bool compress,
+                       const std::vector<bool>& movable) {
+  if (!t.known) return plan_by_order(t, budget, compress, movable);
+  return Search(t, budget, link, compress, movable).moves();
+}
+
+}  // namespace weft::offload

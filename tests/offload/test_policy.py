@@ -1,0 +1,470 @@
+"""The policy: the simulator against a literal one, plans against every choice there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import weft
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from weft.offloading import Link, Move, Plan, Saved, Timeline, plan, simulate
+
+UNIT = Link(1.0, 1.0)  # a byte per second: all times are integers, so that all comparisons are exact
+
+
+def size_on_bus(saved: Saved, compressed: bool) -> int:
+    """The model's compressed size, as it is written."""
+    if not compressed or saved.itemsize not in (2, 4):
+        return saved.bytes
+    n = saved.bytes // saved.itemsize
+    packed = round(n * saved.density) * saved.itemsize + 4 * math.ceil(n / 32)
+    return packed if packed < saved.bytes else saved.bytes
+
+
+def last_use(saved: Saved) -> int:
+    return saved.first_backward if saved.last_backward is None else saved.last_backward
+
+
+def literal(timeline: Timeline, moves: list[Move], budget: int | None, link: Link) -> Plan:
+    """The model's paragraph, sentence by sentence. Each thing that happens has a start and an end; everything else is
+    asked of these."""
+    tensors, operations = timeline.tensors, range(len(timeline.seconds))
+    moved = {m.tensor: m for m in moves}
+    started: dict[tuple, float] = {}  # ("operation", k), ("out", i) or ("in", i)
+    ended: dict[tuple, float] = {}
+    took = {("operation", k): s for k, s in enumerate(timeline.seconds)}
+    for i, move in moved.items():
+        size = size_on_bus(tensors[i], move.compressed)
+        took["out", i], took["in", i] = size / link.d2h, size / link.h2d
+    outs = sorted(moved, key=lambda i: (tensors[i].last_forward, i))
+    ins = sorted(moved, key=lambda i: (tensors[i].first_backward, i))
+
+    def counts(i: int) -> bool:
+        if ("operation", tensors[i].last_forward) not in started or ("operation", last_use(tensors[i])) in ended:
+            return False
+        return i not in moved or ("out", i) not in ended or ("in", i) in started
+
+    def counted() -> int:
+        return sum(t.bytes for i, t in enumerate(tensors) if counts(i))
+
+    def room(new: int) -> bool:
+        return budget is None or counted() + new <= budget
+
+    def runs(kind: str) -> bool:
+        return any(key[0] == kind and key not in ended for key in started)
+
+    def first(kind: str, order) -> tuple | None:
+        return next(((kind, i) for i in order if (kind, i) not in started), None)
+
+    def turn(key: tuple | None) -> bool:
+        """Whether it may start, were there room."""
+        if key is None or runs(key[0]):
+            return False
+        kind, i = key
+        if kind == "operation":
+            back = all(("in", j) in ended for j in moved if tensors[j].first_backward == i)
+            return (i == 0 or ("operation", i - 1) in ended) and back
+        if kind == "out":
+            return ("operation", tensors[i].last_forward) in ended
+        return ("operation", moved[i].prefetch - 1) in ended and ("out", i) in ended
+
+    def new(key: tuple) -> int:
+        kind, i = key
+        return sum(t.bytes for t in tensors if t.last_forward == i) if kind == "operation" else tensors[i].bytes
+
+    now = peak = 0
+    while ("operation", len(operations) - 1) not in ended and operations:
+        for key in started:
+            if key not in ended and started[key] + took[key] == now:
+                ended[key] = now
+        for kind, order in (("operation", operations), ("out", outs), ("in", ins)):
+            key = first(kind, order)
+            if turn(key) and (kind == "out" or room(new(key))):
+                started[key] = now
+        running = [key for key in started if key not in ended]
+        if not running and len(ended) < len(took):
+            key = first("operation", operations)
+            started[key if turn(key) else first("in", ins)] = now
+        peak = max(peak, counted())
+        ends = [started[key] + took[key] for key in started if key not in ended]
+        now = min(ends, default=now)
+    end = ended["operation", len(operations) - 1] if operations else 0
+    forward_end = ended["operation", timeline.forward - 1] if timeline.forward else 0
+    forward_time = sum(timeline.seconds[: timeline.forward])
+    return Plan(
+        moves=tuple(moves),
+        peak_bytes=peak,
+        seconds=end,
+        forward_stall=forward_end - forward_time,
+        backward_stall=end - forward_end - sum(timeline.seconds[timeline.forward :]),
+        moved_bytes=sum(tensors[i].bytes for i in moved),
+        sent_bytes=sum(size_on_bus(tensors[i], m.compressed) for i, m in moved.items()),
+        met=budget is None or peak <= budget,
+    )
+
+
+def most_hidden(timeline: Timeline, moves: list[Move], link: Link) -> bool:
+    """Whether every copy out ends within the forward, by the sum of what must still go out after each operation."""
+    ends = list(itertools.accumulate(timeline.seconds))
+    now = 0.0
+    for move in sorted(moves, key=lambda m: (timeline.tensors[m.tensor].last_forward, m.tensor)):
+        saved = timeline.tensors[move.tensor]
+        now = max(now, ends[saved.last_forward]) + size_on_bus(saved, move.compressed) / link.d2h
+    return not moves or now <= ends[timeline.forward - 1]
+
+
+@st.composite
+def timelines(draw, most_tensors: int = 6, most_operations: int = 5, known: bool = True) -> Timeline:
+    forward, backward = draw(st.integers(1, most_operations)), draw(st.integers(1, most_operations))
+    operations = forward + backward
+    seconds = [draw(st.integers(0, 12)) if known else None for _ in range(operations)]
+    tensors = []
+    for _ in range(draw(st.integers(0, most_tensors))):
+        first = draw(st.integers(forward, operations - 1))
+        tensors.append(
+            Saved(
+                draw(st.integers(0, 12)) * draw(st.sampled_from([1, 32])),
+                draw(st.integers(0, forward - 1)),
+                first,
+                draw(st.none() | st.integers(first, operations - 1)),
+                draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+                draw(st.sampled_from([1, 2, 4, 8])),
+            )
+        )
+    return Timeline(seconds, forward, tensors)
+
+
+def budgets(timeline: Timeline):
+    total = sum(t.bytes for t in timeline.tensors)
+    return st.none() | st.integers(0, total + 1)
+
+
+def choices(timeline: Timeline, movable: list[int], compressed: bool):
+    """Every set of moves, with every order of prefetches that is not inverted."""
+    tensors = timeline.tensors
+    for size in range(len(movable) + 1):
+        for chosen in itertools.combinations(movable, size):
+            order = sorted(chosen, key=lambda i: (tensors[i].first_backward, i))
+            ranges = [range(timeline.forward, tensors[i].first_backward + 1) for i in order]
+            for prefetch in itertools.product(*ranges):
+                if list(prefetch) == sorted(prefetch):
+                    yield [Move(i, p, compressed) for i, p in zip(order, prefetch, strict=True)]
+
+
+@settings(max_examples=200)
+@given(data=st.data(), d2h=st.sampled_from([0.5, 1.0, 4.0]), h2d=st.sampled_from([0.5, 1.0, 4.0]))
+def test_simulate_is_the_model(data, d2h: float, h2d: float) -> None:
+    timeline = data.draw(timelines())
+    link = Link(d2h, h2d)
+    moves = [
+        Move(i, data.draw(st.integers(timeline.forward, t.first_backward)), data.draw(st.booleans()))
+        for i, t in enumerate(timeline.tensors)
+        if data.draw(st.booleans())
+    ]
+    moves = data.draw(st.permutations(moves))
+    budget = data.draw(budgets(timeline))
+    assert simulate(timeline, moves, budget, link=link) == literal(timeline, moves, budget, link)
+
+
+def test_a_step_by_hand() -> None:
+    # Two layers of 3 s forward and 4 s backward; 2 s for each copy.
+    timeline = Timeline([3, 3, 4, 4], 2, [Saved(2, 0, 3, itemsize=8), Saved(2, 1, 2, itemsize=8)])
+    assert simulate(timeline, [], None, link=UNIT) == Plan((), 4, 14, 0, 0, 0, 0, True)
+    # With room for one tensor: out from 3 to 5, the second layer from 5 to 8, its backward to 12; then the first tensor
+    # has room to come back, to 14.
+    assert simulate(timeline, [Move(0, 2)], 2, link=UNIT) == Plan((Move(0, 2),), 2, 18, 2, 2, 2, 2, True)
+    # With room for both the copies hide: out beside the second layer, in from 6 to 8 beside its backward.
+    assert simulate(timeline, [Move(0, 2)], 4, link=UNIT) == Plan((Move(0, 2),), 4, 14, 0, 0, 2, 2, True)
+    # With room for none the operations go over the budget, one tensor at a time.
+    both = [Move(1, 2), Move(0, 2)]
+    assert simulate(timeline, both, 1, link=UNIT) == Plan(tuple(both), 2, 22, 2, 6, 4, 4, False)
+    assert plan(timeline, 4, link=UNIT).moves == ()
+    # The second layer's tensor alone would leave its operation without room. The first may wait for operation 2: it has
+    # no room before.
+    assert plan(timeline, 2, link=UNIT) == Plan((Move(0, 3),), 2, 18, 2, 2, 2, 2, True)
+    # Out from 3 to 5; the copy of the second would end after the forward. In beside operation 2 and not after it.
+    assert plan(timeline, link=UNIT) == Plan((Move(0, 2),), 4, 14, 0, 0, 2, 2, True)
+
+
+def test_nothing_to_do() -> None:
+    assert plan(Timeline([], 0, []), 0) == Plan((), 0, 0, 0, 0, 0, 0, True)
+    assert plan(Timeline([1, 1], 1, []), None) == Plan((), 0, 2, 0, 0, 0, 0, True)
+    assert plan(Timeline([None, None], 1, []), 5) == Plan((), 0, None, None, None, 0, 0, True)
+
+
+@settings(max_examples=100)
+@given(
+    data=st.data(), keep_last=st.integers(0, 2), min_bytes=st.integers(0, 3), compress=st.sampled_from(["auto", None])
+)
+def test_plan_is_the_best_choice(data, keep_last: int, min_bytes: int, compress: str | None) -> None:
+    timeline = data.draw(timelines(4, 3))
+    budget = data.draw(budgets(timeline))
+    options = {"link": UNIT, "keep_last": keep_last, "min_bytes": min_bytes, "compress": compress}
+    found = plan(timeline, budget, **options)
+    tensors = timeline.tensors
+    order = sorted(range(len(tensors)), key=lambda i: (tensors[i].last_forward, i))
+    movable = [i for i in order[: max(0, len(order) - keep_last)] if tensors[i].bytes >= min_bytes]
+    every = [literal(timeline, moves, budget, UNIT) for moves in choices(timeline, movable, compress == "auto")]
+
+    assert found == literal(timeline, list(found.moves), budget, UNIT) and isinstance(found.moves, tuple)
+    assert set(m.tensor for m in found.moves) <= set(movable)
+    assert all(m.compressed == (size_on_bus(tensors[m.tensor], compress == "auto") < tensors[m.tensor].bytes)
+               for m in found.moves)  # fmt: skip
+    if budget is None:
+        hidden = [p for p in every if p.forward_stall == p.backward_stall == 0 and most_hidden(timeline, p.moves, UNIT)]
+        assert found.forward_stall == found.backward_stall == 0 and most_hidden(timeline, found.moves, UNIT)
+        assert found.moved_bytes == max(p.moved_bytes for p in hidden) and found.met
+        return
+    assert found.met == any(p.met for p in every)
+    if simulate(timeline, [], budget, link=UNIT).met:
+        assert found.moves == ()
+    if found.met:
+        assert found.seconds == min(p.seconds for p in every if p.met)
+    else:
+        assert sorted(m.tensor for m in found.moves) == sorted(movable)
+        # What is moved is settled, and no prefetch makes the step shorter.
+        assert found.seconds == min(p.seconds for p in every if len(p.moves) == len(movable))
+
+
+def check_prefetches(timeline: Timeline, found: Plan, budget: int | None, link: Link) -> None:
+    """In order, and no single one can be later without a longer step or an inverted order."""
+    keys = [(timeline.tensors[m.tensor].first_backward, m.tensor) for m in found.moves]
+    assert keys == sorted(keys)
+    prefetches = [m.prefetch for m in found.moves]
+    assert prefetches == sorted(prefetches)
+    for j, move in enumerate(found.moves):
+        most = timeline.tensors[move.tensor].first_backward
+        for later in range(move.prefetch + 1, min([most, *prefetches[j + 1 : j + 2]]) + 1):
+            moves = [*found.moves[:j], replace(move, prefetch=later), *found.moves[j + 1 :]]
+            assert simulate(timeline, moves, budget, link=link).seconds > found.seconds
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_prefetches_are_late(data) -> None:
+    timeline = data.draw(timelines(8, 8))
+    budget = data.draw(budgets(timeline))
+    check_prefetches(timeline, plan(timeline, budget, link=UNIT), budget, UNIT)
+
+
+def network(layers: int, seed: int, zeros: bool = True) -> Timeline:
+    """A step of a chain of layers: each saves a tensor or two, and the backward goes the other way."""
+    draw = random.Random(seed)
+    forward = [draw.uniform(0.5e-3, 3e-3) for _ in range(layers)]
+    tensors = []
+    for k in range(layers):
+        for _ in range(draw.choice([1, 1, 2])):
+            back = 2 * layers - 1 - k
+            density = draw.choice([1.0, 1.0, draw.uniform(0.1, 0.9)]) if zeros else 1.0
+            size = 2 ** draw.uniform(18, 27)
+            tensors.append(Saved(int(size) // 4 * 4, min(k + draw.choice([0, 0, 1]), layers - 1), back, None, density))
+    return Timeline(forward + [2 * s for s in reversed(forward)], layers, tensors)
+
+
+def first_that_fit(timeline: Timeline, budget: int, link: Link, order) -> Plan:
+    """The simple policy: in that order, until a simulated step meets the budget, back as early as possible."""
+    moves: list[Move] = []
+    for i in sorted(range(len(timeline.tensors)), key=lambda i: order(timeline.tensors[i]), reverse=True):
+        found = simulate(timeline, moves, budget, link=link)
+        if found.met:
+            return found
+        moves.append(Move(i, timeline.forward, True))
+    return simulate(timeline, moves, budget, link=link)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_large_steps_are_better_than_simple_policies(share: float, seed: int) -> None:
+    timeline, link = network(60, seed), Link()
+    budget = int(share * sum(t.bytes for t in timeline.tensors))
+    found = plan(timeline, budget, link=link)
+    assert found.met and found.peak_bytes <= budget
+    check_prefetches(timeline, found, budget, link)
+    everything = simulate(timeline, [Move(i, 60, True) for i in range(len(timeline.tensors))], budget, link=link)
+    simple = [
+        first_that_fit(timeline, budget, link, lambda t: t.first_backward - t.last_forward),
+        first_that_fit(timeline, budget, link, lambda t: t.bytes),
+        first_that_fit(timeline, budget, link, lambda t: -t.density),
+        everything,
+    ]
+    assert found.seconds <= min(p.seconds for p in simple if p.met)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_search_is_close_to_the_best(seed: int) -> None:
+    """Beyond a dozen tensors plans are searched for; 14 can still be tried in all ways."""
+    draw = random.Random(seed)
+    layers = 8
+    forward = [draw.randint(1, 8) for _ in range(layers)]
+    tensors = [
+        Saved(draw.randint(1, 12), k, draw.randint(2 * layers - 1 - k, 2 * layers - 1), 2 * layers - 1)
+        for k in (i * layers // 14 for i in range(14))
+    ]
+    timeline = Timeline(forward + [2 * s for s in reversed(forward)], layers, tensors)
+    budget = int(0.7 * sum(t.bytes for t in tensors))
+    found = plan(timeline, budget, link=UNIT)
+    subsets = ([Move(i, layers) for i in range(14) if subset >> i & 1] for subset in range(1 << 14))
+    every = [simulate(timeline, moves, budget, link=UNIT) for moves in subsets]
+    least = min((p.seconds for p in every if p.met), default=None)
+    assert found.met == (least is not None)
+    assert least is None or found.seconds <= 1.05 * least
+    hidden = max(
+        p.moved_bytes for p in (simulate(timeline, p.moves, link=UNIT) for p in every)
+        if p.forward_stall == p.backward_stall == 0 and most_hidden(timeline, p.moves, UNIT)
+    )  # fmt: skip
+    assert plan(timeline, link=UNIT).moved_bytes >= 0.95 * hidden
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_hides(seed: int) -> None:
+    timeline, link = network(60, seed), Link()
+    found = plan(timeline, link=link)
+    assert found.forward_stall == found.backward_stall == 0 and found.seconds == pytest.approx(sum(timeline.seconds))
+    assert most_hidden(timeline, found.moves, link)
+    check_prefetches(timeline, found, None, link)
+    # The bus is nearly full beside the forward, or everything goes.
+    hideable = link.d2h * sum(timeline.seconds[:60])
+    assert found.sent_bytes >= 0.9 * min(hideable, sum(size_on_bus(t, True) for t in timeline.tensors))
+
+
+def test_five_hundred_tensors_take_less_than_two_seconds() -> None:
+    timeline = network(400, 0)
+    assert len(timeline.tensors) >= 500
+    for budget in (None, 0, sum(t.bytes for t in timeline.tensors) // 2):
+        start = time.perf_counter()
+        first = plan(timeline, budget)
+        assert time.perf_counter() - start < 2
+    assert plan(timeline, budget) == first, "the same step gives the same plan"
+
+
+def plan_by_rule(timeline: Timeline, budget: int | None) -> tuple[list[tuple[int, int]], int]:
+    """AutoVM's rule, as it is written."""
+    tensors, operations = timeline.tensors, range(len(timeline.seconds))
+    prefetch: dict[int, int] = {}
+
+    def working_set(k: int) -> int:
+        def counts(i: int, t: Saved) -> bool:
+            if i in prefetch:
+                return k == t.last_forward or prefetch[i] <= k <= last_use(t)
+            return t.last_forward <= k <= last_use(t)
+
+        return sum(t.bytes for i, t in enumerate(tensors) if counts(i, t))
+
+    if budget is None:
+        return [], max(map(working_set, operations), default=0)
+    distance = [t.first_backward - t.last_forward for t in tensors]
+    for i in sorted(range(len(tensors)), key=lambda i: (-distance[i], -tensors[i].bytes, i)):
+        if all(working_set(k) <= budget for k in operations):
+            break
+        prefetch[i] = tensors[i].first_backward
+    order = sorted(prefetch, key=lambda i: (tensors[i].first_backward, i))
+    for j, i in enumerate(order):
+        least = max(timeline.forward, prefetch[order[j - 1]] if j else 0)
+        while prefetch[i] > least and working_set(prefetch[i] - 1) + tensors[i].bytes <= budget:
+            prefetch[i] -= 1
+    return [(i, prefetch[i]) for i in order], max(map(working_set, operations), default=0)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_unknown_run_times(data) -> None:
+    timeline = data.draw(timelines(7, 7, known=False))
+    budget = data.draw(budgets(timeline))
+    found = plan(timeline, budget)
+    moves, peak = plan_by_rule(timeline, budget)
+    assert [(m.tensor, m.prefetch) for m in found.moves] == moves
+    assert found.peak_bytes == peak and found.met == (budget is None or peak <= budget)
+    assert found.seconds is found.forward_stall is found.backward_stall is None
+    assert found.moved_bytes == sum(timeline.tensors[i].bytes for i, _ in moves)
+    assert simulate(timeline, found.moves, budget) == found
+
+
+def test_sizes_are_strings_too() -> None:
+    timeline = Timeline([1.0, 1.0], 1, [Saved(4_000_000, 0, 1), Saved(3_000_000, 0, 1)])
+    assert plan(timeline, "7MB").moves == () and plan(timeline, "6.9 mb").moves != ()
+    assert [m.tensor for m in plan(timeline, "0 B", min_bytes="3.5MB").moves] == [0]
+    assert plan(timeline, 2**80).met
+
+
+def test_data_is_frozen_and_equal_by_value() -> None:
+    assert Saved(1, 0, 1) == Saved(
+        bytes=1, last_forward=0, first_backward=1, last_backward=None, density=1.0, itemsize=4
+    )
+    assert Link() == Link(50e9, 50e9) and Move(0, 1) == Move(tensor=0, prefetch=1, compressed=False)
+    with pytest.raises(FrozenInstanceError):
+        Link().d2h = 1.0
+    assert weft.offloading.plan is plan
+
+
+GOOD = Saved(8, 0, 2)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(tensors=[replace(GOOD, last_forward=2)]), "last_forward"),
+        (dict(tensors=[replace(GOOD, last_forward=-1)]), "last_forward"),
+        (dict(tensors=[GOOD, replace(GOOD, first_backward=1)]), "tensor 1: first_backward"),
+        (dict(tensors=[replace(GOOD, first_backward=4)]), "first_backward"),
+        (dict(tensors=[replace(GOOD, last_backward=1)]), "last_backward"),
+        (dict(tensors=[replace(GOOD, last_backward=4)]), "last_backward"),
+        (dict(tensors=[replace(GOOD, bytes=-1)]), "bytes"),
+        (dict(tensors=[replace(GOOD, bytes=NAN)]), "bytes"),
+        (dict(tensors=[replace(GOOD, bytes=2**62), GOOD]), "bytes"),
+        (dict(tensors=[replace(GOOD, density=1.01)]), "density"),
+        (dict(tensors=[replace(GOOD, density=-0.01)]), "density"),
+        (dict(tensors=[replace(GOOD, density=NAN)]), "density"),
+        (dict(tensors=[replace(GOOD, itemsize=-4)]), "itemsize"),
+        (dict(seconds=[1, 1, 1, -1]), "seconds"),
+        (dict(seconds=[1, 1, 1, NAN]), "seconds"),
+        (dict(seconds=[1, 1, 1, math.inf]), "seconds"),
+        (dict(seconds=[1, 1, 1, None]), "seconds"),
+        (dict(forward=5), "forward"),
+        (dict(forward=-1), "forward"),
+    ],
+)
+def test_bad_timelines(change: dict, words: str) -> None:
+    timeline = replace(Timeline([1, 1, 1, 1], 2, [GOOD]), **change)
+    for call in (lambda: plan(timeline, 4), lambda: simulate(timeline, [])):
+        with pytest.raises(ValueError, match=words):
+            call()
+
+
+def test_bad_arguments() -> None:
+    timeline = Timeline([1, 1, 1, 1], 2, [GOOD, GOOD])
+    for link in (Link(0), Link(h2d=-1), Link(NAN)):
+        for call in (lambda link=link: plan(timeline, link=link), lambda link=link: simulate(timeline, [], link=link)):
+            with pytest.raises(ValueError, match="must be positive"):
+                call()
+    for moves, words in (
+        ([Move(0, 2), Move(1, 2), Move(0, 2)], "twice"),
+        ([Move(0, 1)], "prefetch"),
+        ([Move(0, 3)], "prefetch"),
+        ([Move(2, 2)], "none of the 2"),
+        ([Move(-1, 2)], "none of the 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            simulate(timeline, moves)
+    with pytest.raises(ValueError, match="budget must not be negative, got -1"):
+        plan(timeline, -1)
+    with pytest.raises(ValueError, match="4 apples"):
+        simulate(timeline, [], "4 apples")
+    for budget in (1.5, True, [1]):
+        with pytest.raises(TypeError, match="budget"):
+            plan(timeline, budget)
+    with pytest.raises(ValueError, match="compress"):
+        plan(timeline, compress="zvc")
+    with pytest.raises(ValueError, match="min_bytes"):
+        plan(timeline, min_bytes=-1)
+    with pytest.raises(TypeError, match="min_bytes"):
+        plan(timeline, min_bytes=None)
+    with pytest.raises(ValueError, match="keep_last"):
+        plan(timeline, keep_last=-1)
+    with pytest.raises(TypeError, match="keep_last"):
+        plan(timeline, keep_last=0.5)
