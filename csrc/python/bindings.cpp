@@ -7,6 +7,10 @@ namespace py = pybind11;
 namespace weft::offload {
 void bind(py::module_& m);
 }
+namespace weft::vertex {
+void bind(py::module_& m);
+}
+
 #ifdef WEFT_WITH_CUDA
 namespace weft {
 namespace jit {
@@ -21,6 +25,7 @@ void bind(py::module_& m);
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Weft's compiled operators; use them through torch.ops.weft or the weft package.";
   weft::offload::bind(m);
+  weft::vertex::bind(m);
 #ifdef WEFT_WITH_CUDA
   m.attr("with_cuda") = true;
   weft::jit::bind(m);

@@ -1,0 +1,334 @@
+"""Batches of directed acyclic graphs: what a vertex function runs over."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _ops  # noqa: F401 (loads the library)
+from .._C import vertex as _C
+
+__all__ = ["Graphs"]
+
+_CPU = torch.device("cpu")
+_ARRAYS = ("ptr", "graph_index", "edges", "levels", "roots")
+
+
+class Graphs:
+    """A batch of directed acyclic graphs. Immutable, made by its static methods.
+
+    Edges run from child to parent and carry a slot, the number by which the parent knows the child. Each static method
+    takes one entry per graph; indices are local to their graph. An index may be a Python or NumPy integer, a row an
+    integer NumPy array or CPU tensor; -1 means "none". Vertices may be numbered in any order. In the batch, the
+    vertices of graph g are ``ptr[g] .. ptr[g + 1] - 1``, in the order the caller gave them: rows of inputs and outputs
+    follow this numbering.
+
+    A graph has at least one vertex; it may be a forest. Bad structure is a ValueError that names the graph and the
+    vertex in the caller's numbering, anything that is no integer a TypeError.
+
+    >>> graphs = Graphs.from_children([[[], [], [0, 1]], [[]]])
+    >>> graphs
+    Graphs(num_graphs=2, num_vertices=4, num_edges=2, num_levels=2)
+    >>> graphs.roots
+    tensor([2, 3])
+
+    Attributes:
+        num_graphs: the length of the batch.
+        num_vertices: of all graphs together.
+        num_edges: of all graphs together.
+        num_levels: the number of frontiers; 0 for the empty batch.
+        num_slots: the highest slot in use + 1; 0 without edges.
+        ptr: where each graph's vertices begin, int64 (num_graphs + 1,).
+        graph_index: each vertex's graph, int64 (num_vertices,).
+        edges: rows (child, parent, slot) in the batch's numbering, sorted by parent, then slot, int64 (num_edges, 3).
+        levels: 0 without children, else 1 + the highest of the children's, int64 (num_vertices,).
+        roots: each graph's last vertex that has no parent, int64 (num_graphs,).
+        types: None, or a tuple of num_vertices names.
+        device: of all tensors above.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_core", "_names", "_tensors", "_types")
+
+    _core: _C.Graphs
+    _names: tuple[str, ...] | None  # what the core's types are called
+    _types: tuple[str, ...] | None
+    _tensors: dict[str, Tensor]
+    _block: Tensor | None  # all tensors in one piece: pinned, or on another device than the CPU
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Graphs:
+        raise TypeError(
+            "Graphs has no public constructor; use Graphs.from_children, from_parents, from_edges, chain or batch"
+        )
+
+    @staticmethod
+    def from_children(children: Iterable[Any]) -> Graphs:
+        """``children[g][v][k]`` is the child of vertex v in slot k; -1 leaves the slot empty.
+
+        ``children[g]`` may be one integer array or tensor of shape (vertices, slots). One child may stand in several
+        slots and have several parents.
+        """
+        return _new(_C.from_children(children))
+
+    @staticmethod
+    def from_parents(parents: Iterable[Any], slots: Iterable[Any] | None = None) -> Graphs:
+        """``parents[g][v]`` is the one parent of v, -1 for a root.
+
+        Without `slots` the children of a vertex take slots 0, 1, ... in the order of their numbers; else
+        ``slots[g][v]`` is the slot of v in its parent, which is ignored at roots.
+        """
+        return _new(_C.from_parents(parents, slots))
+
+    @staticmethod
+    def from_edges(edges: Iterable[Any], num_vertices: Iterable[Any]) -> Graphs:
+        """``edges[g]`` has rows (child, parent) or (child, parent, slot); ``num_vertices[g]`` vertices.
+
+        The shape is (E, 2) or (E, 3); ``[]`` is a graph without edges. Without slots each edge takes the lowest slot
+        of its parent that no earlier row took.
+        """
+        return _new(_C.from_edges(edges, num_vertices))
+
+    @staticmethod
+    def chain(lengths: Iterable[Any], reverse: bool = False) -> Graphs:
+        """Chains: vertex t has vertex t - 1 as its child in slot 0; with `reverse` vertex t + 1.
+
+        Lengths need not be sorted.
+        """
+        return _new(_C.chain(lengths, bool(reverse)))
+
+    @staticmethod
+    def batch(graphs: Iterable[Graphs]) -> Graphs:
+        """A sequence of Graphs as one, in order; of nothing, the empty batch.
+
+        Raises:
+            TypeError: something else than Graphs among them.
+            ValueError: some have types and some have none (empty batches do not count).
+            RuntimeError: they are on different devices.
+        """
+        try:
+            parts = list(graphs)
+        except TypeError:
+            raise TypeError(f"Graphs.batch: expected a sequence of Graphs, got {type(graphs).__name__}") from None
+        for i, part in enumerate(parts):
+            if not isinstance(part, Graphs):
+                raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}")
+        if not parts:
+            return _new(_C.batch([], []))
+        device = parts[0].device
+        for i, part in enumerate(parts):
+            if part._block is not parts[0]._block and part.device != device:
+                raise RuntimeError(f"Graphs.batch: graphs[{i}] is on {part.device}, graphs[0] on {device}")
+        names, types = _common_names(parts)
+        return _new(_C.batch([part._core for part in parts], types), names)._moved(device, False)
+
+    def with_types(self, types: Sequence[str]) -> Graphs:
+        """The same graphs with a name per vertex, a flat sequence over the batch.
+
+        Raises:
+            ValueError: the number of names is not ``num_vertices``.
+            TypeError: a name is no str.
+        """
+        core, names = self._core.with_types(types)
+        return _new(core, names)._like(self)
+
+    @property
+    def num_graphs(self) -> int:
+        return self._core.num_graphs
+
+    @property
+    def num_vertices(self) -> int:
+        return self._core.num_vertices
+
+    @property
+    def num_edges(self) -> int:
+        return self._core.num_edges
+
+    @property
+    def num_levels(self) -> int:
+        return self._core.num_levels
+
+    @property
+    def num_slots(self) -> int:
+        return self._core.num_slots
+
+    @property
+    def ptr(self) -> Tensor:
+        return self._tensor("ptr")
+
+    @property
+    def graph_index(self) -> Tensor:
+        return self._tensor("graph_index")
+
+    @property
+    def edges(self) -> Tensor:
+        return self._tensor("edges")
+
+    @property
+    def levels(self) -> Tensor:
+        return self._tensor("levels")
+
+    @property
+    def roots(self) -> Tensor:
+        return self._tensor("roots")
+
+    @property
+    def types(self) -> tuple[str, ...] | None:
+        if self._types is None and self._names is not None:
+            self._types = self._core.type_names(self._names)
+        return self._types
+
+    @property
+    def device(self) -> torch.device:
+        return _CPU if self._block is None else self._block.device
+
+    def __len__(self) -> int:
+        return self._core.num_graphs
+
+    def __getitem__(self, index: Any) -> Graphs:
+        if isinstance(index, slice):
+            chosen = range(len(self))[index]
+            core = self._core.slice(chosen.start, len(chosen), chosen.step)
+            return _new(core, self._names)._like(self)
+        if isinstance(index, bool) or (isinstance(index, Tensor) and index.dtype == torch.bool):
+            raise TypeError("Graphs: an index must be an integer or a slice, got a bool")
+        try:
+            i = operator.index(index)
+        except TypeError:
+            raise TypeError(f"Graphs: an index must be an integer or a slice, got {type(index).__name__}") from None
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"Graphs: index {i} is out of range for {len(self)} graphs")
+        return _new(self._core.slice(i % len(self), 1, 1), self._names)._like(self)
+
+    def __iter__(self) -> Iterator[Graphs]:
+        return (self[i] for i in range(len(self)))
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Graphs:
+        """The graphs with their tensors on `device`: itself where nothing changes, else a copy."""
+        if isinstance(device, torch.dtype):
+            raise TypeError("Graphs.to: takes a device; the tensors of Graphs stay int64")
+        try:
+            target = torch.device(device)
+        except TypeError:
+            raise TypeError(f"Graphs.to: device must be a device, got {type(device).__name__}") from None
+        if target.index is None and target.type not in ("cpu", "meta"):
+            target = torch.empty(0, device=target).device
+        return self if target == self.device else self._moved(target, non_blocking)
+
+    def pin_memory(self) -> Graphs:
+        """The graphs with their tensors in pinned memory: itself where they are, else a copy."""
+        if self._block is not None:
+            block = self._block.pin_memory()
+            return self if block is self._block else _new(self._core, self._names, block)
+        with torch.inference_mode(False):
+            return _new(self._core, self._names, _flat(self._core).pin_memory())
+
+    def is_pinned(self) -> bool:
+        """Whether the tensors are in pinned memory."""
+        return self._block is not None and self._block.is_pinned()
+
+    def __repr__(self) -> str:
+        where = "" if self.device == _CPU else f", device='{self.device}'"
+        return (
+            f"Graphs(num_graphs={self.num_graphs}, num_vertices={self.num_vertices}, num_edges={self.num_edges}, "
+            f"num_levels={self.num_levels}{where})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An empty tensor says where the graphs were: torch.load's map_location and its reductions apply to it.
+        place = None if self.device == _CPU else torch.empty(0, device=self.device)
+        return _load, (self._core.to_bytes(), self._names, place)
+
+    def __copy__(self) -> Graphs:
+        return _new(self._core, self._names, self._block)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return _new(self._core, self._names, None if self._block is None else self._block.clone())
+
+    def _tensor(self, name: str) -> Tensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            # Kept for later calls, of which some may train.
+            with torch.inference_mode(False):
+                if self._block is None:
+                    tensor = torch.empty(_shape(self._core, name), dtype=torch.int64, device="cpu")
+                    getattr(self._core, f"write_{name}")(tensor.data_ptr())
+                else:
+                    sizes = [_size(self._core, other) for other in _ARRAYS]
+                    place = _ARRAYS.index(name)
+                    part = self._block[sum(sizes[:place]) : sum(sizes[: place + 1])]
+                    tensor = part.view(_shape(self._core, name))
+            self._tensors[name] = tensor
+        return tensor
+
+    def _moved(self, device: torch.device, non_blocking: bool) -> Graphs:
+        if device == _CPU:
+            return _new(self._core, self._names)
+        with torch.inference_mode(False):
+            block = self._block
+            if block is None:
+                block = _flat(self._core)
+                # A copy of our own, which may be pinned and which nobody overwrites: the copy need not be waited for.
+                if device.type == "cuda":
+                    block, non_blocking = block.pin_memory(), True
+            return _new(self._core, self._names, block.to(device, non_blocking=non_blocking))
+
+    def _like(self, other: Graphs) -> Graphs:
+        """Where `other` is."""
+        return self if other.device == _CPU else self._moved(other.device, False)
+
+
+def _new(core: _C.Graphs, names: tuple[str, ...] | None = None, block: Tensor | None = None) -> Graphs:
+    graphs = object.__new__(Graphs)
+    graphs._core = core
+    graphs._names = names
+    graphs._types = None
+    graphs._tensors = {}
+    graphs._block = block
+    return graphs
+
+
+def _load(data: bytes, names: tuple[str, ...] | None, place: Tensor | None) -> Graphs:
+    graphs = _new(_C.from_bytes(data, 0 if names is None else len(names)), names)
+    return graphs if place is None or place.device == _CPU else graphs._moved(place.device, False)
+
+
+def _shape(core: _C.Graphs, name: str) -> tuple[int, ...]:
+    if name == "ptr":
+        return (core.num_graphs + 1,)
+    if name == "edges":
+        return (core.num_edges, 3)
+    return (core.num_graphs if name == "roots" else core.num_vertices,)
+
+
+def _size(core: _C.Graphs, name: str) -> int:
+    return core.num_edges * 3 if name == "edges" else _shape(core, name)[0]
+
+
+def _flat(core: _C.Graphs) -> Tensor:
+    block = torch.empty(sum(_size(core, name) for name in _ARRAYS), dtype=torch.int64, device="cpu")
+    address = block.data_ptr()
+    for name in _ARRAYS:
+        getattr(core, f"write_{name}")(address)
+        address += 8 * _size(core, name)
+    return block
+
+
+def _common_names(parts: list[Graphs]) -> tuple[tuple[str, ...] | None, list[list[int]]]:
+    """The types of a batch, and for each part what its types are called there; nothing without types."""
+    counted = [part for part in parts if len(part)]
+    typed = any(part._names is not None for part in counted[:1] or parts)
+    for part in counted:
+        if (part._names is not None) != typed:
+            g = sum(len(other) for other in parts[: parts.index(part)])
+            raise ValueError(f"Graphs.batch: graph {g}: has {'no ' if typed else ''}types, unlike the graphs before it")
+    if not typed:
+        return None, []
+    table: dict[str, int] = {}
+    codes = {
+        names: [table.setdefault(name, len(table)) for name in names]
+        for names in dict.fromkeys(part._names or () for part in parts)
+    }
+    return tuple(table), [codes[part._names or ()] for part in parts]
