@@ -83,11 +83,15 @@ def differentiate(
 
 
 def with_instructions(capability: str, file: str, tests: str) -> None:
-    """Runs `tests` of a file, as pytest's -k has it, with the kernels for older processors, chosen by torch's own
-    switch, in a process of their own."""
+    """Runs `tests` of a file with the kernels for older processors, chosen by torch's own switch."""
+    with_environment({"ATEN_CPU_CAPABILITY": capability}, file, tests)
+
+
+def with_environment(variables: dict[str, str], file: str, tests: str) -> None:
+    """Runs `tests` of a file, as pytest's -k has it, in a process with these variables."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", tests],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
     )

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 import weft
-from common import DEVICES, relative_error
+from common import DEVICES, relative_error, with_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sequential import check_chain, reference_chain
@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weft import _algorithms, _torch_rnn
+from weft import _algorithms, _torch_limits, _torch_rnn
 
 CELLS = {
     "tanh": (weft.nn.RNN, torch.nn.RNN, {}),
@@ -1472,7 +1472,7 @@ def test_torch_op_by_the_reference(monkeypatch, device, cell, options, packed, a
     [("tanh", torch.float64, "auto"), ("tanh", torch.float64, "compiled"), ("gru", torch.float32, "torch")],
 )
 def test_more_steps_than_cudnn_takes(fresh_dynamo, cell, dtype, algorithm):
-    steps = _algorithms.CUDNN_MAX_STEPS + 1
+    steps = _torch_limits.CUDNN_MAX_STEPS + 1
     expected, _ = layers(cell, "cpu", torch.float64, "persistent")
     ours = copy.deepcopy(expected).to("cuda", dtype)
     ours.algorithm = "torch" if algorithm == "compiled" else algorithm
@@ -1497,6 +1497,16 @@ AUTOCAST_CASES = [(cell, kind) for cell in CELLS for kind in ("padded", "packed"
 AUTOCAST_CASES += [("lstm", "projected"), ("lstm", "packed projected")]
 
 
+def autocast_layers(cell, device, algorithm="auto", **options):
+    """Weft's layer and, with the same weights, one to compare with under autocast: torch's where that runs, else the
+    reference."""
+    ours, theirs = layers(cell, device, torch.float32, algorithm, **options)
+    if (device, cell, theirs.proj_size) == ("cpu", "lstm", 0) and _torch_limits.why_not_onednn(torch.bfloat16):
+        theirs = copy.deepcopy(ours)
+        theirs.algorithm = "reference"
+    return ours, theirs
+
+
 @devices
 @algorithms
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
@@ -1504,7 +1514,7 @@ AUTOCAST_CASES += [("lstm", "projected"), ("lstm", "packed projected")]
 @pytest.mark.parametrize(("cell", "kind"), AUTOCAST_CASES)
 def test_autocast(device, cell, algorithm, x_dtype, state_dtype, kind):
     options = {"proj_size": 2} if "projected" in kind else {}
-    ours, theirs = layers(cell, device, torch.float32, algorithm, num_layers=2, **options)
+    ours, theirs = autocast_layers(cell, device, algorithm, num_layers=2, **options)
     x = torch.randn(6, 3, I, dtype=x_dtype, device=device)
     state = None if state_dtype is None else states(ours, 3, state_dtype)
     if "packed" in kind:
@@ -1537,7 +1547,7 @@ def test_autocast_leaves_fp64(device, cell, algorithm):
 @cells_and_projected
 @pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
 def test_autocast_compiled(fresh_dynamo, device, cell, algorithm):
-    ours, theirs = layers(cell, device, torch.float32, algorithm)
+    ours, theirs = autocast_layers(cell, device, algorithm)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     x = torch.randn(6, 3, I, device=device)
     with torch.autocast(device, torch.bfloat16):
@@ -1547,6 +1557,40 @@ def test_autocast_compiled(fresh_dynamo, device, cell, algorithm):
         assert relative_error(a, b) <= BOUNDS[torch.bfloat16]
     found[0].sum().backward()
     assert all(p.grad.dtype == torch.float32 for p in ours.parameters())
+
+
+def test_autocast_on_a_processor_without_half_precision():
+    with_environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, __file__, "autocast and lstm and cpu or what_torch_cannot")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_torch_cannot_run_under_autocast_is_not_chosen(monkeypatch, dtype):
+    """Whatever this processor can: the answer of the probe is what decides."""
+    layer, x = weft.nn.LSTM(I, 600), torch.randn(6, 3, I)
+    for answer in (_torch_limits.why_not_onednn(dtype), "oneDNN cannot", None):
+        monkeypatch.setattr(_algorithms, "why_not_onednn", lambda _, answer=answer: answer)
+        for algorithm in ("auto", "torch"):
+            layer.algorithm = algorithm
+            with torch.autocast("cpu", dtype):
+                explanation = weft.explain(layer, x)
+            assert explanation.algorithm == ("torch" if answer is None else "persistent")
+            assert answer is None or answer in explanation.reason
+        packed = rnn.pack_padded_sequence(x, [6, 4, 1])
+        with torch.autocast("cpu", dtype):
+            assert weft.explain(layer, packed).algorithm == "torch"
+        assert weft.explain(layer.to(dtype), x.to(dtype)).algorithm == "torch"
+        layer.float()
+
+
+def test_the_probe_says_what_torchs_layer_does():
+    layer, x = torch.nn.LSTM(I, H), torch.randn(6, 3, I)
+    with torch.autocast("cpu", torch.bfloat16):
+        if _torch_limits.why_not_onednn(torch.bfloat16) is None:
+            layer(x)
+        else:
+            with pytest.raises(RuntimeError):
+                layer(x)
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

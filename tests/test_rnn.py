@@ -14,6 +14,7 @@ from hypothesis import given, strategies
 from sequential import cell_step, doubles
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from weft._torch_limits import why_not_onednn
 
 rnn = torch.ops.weft.rnn
 rnn_backward = torch.ops.weft.rnn_backward
@@ -573,10 +574,12 @@ def test_autocast(cell: str, device: str, dtype: torch.dtype):
         expected = rnn(*args, **sample.keywords)
         expected_grads = differentiate([expected[i] for i in which], args.operands, grads)
         with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-            theirs, _ = module(args.input.detach())
+            # torch's LSTM does not run on every processor; where it does, in autocast's dtype.
+            cannot = (cell, device) == ("lstm", "cpu") and dtype != torch.float32 and why_not_onednn(dtype)
+            kind = dtype if cannot else module(args.input.detach())[0].dtype
             found = rnn(*args, **sample.keywords)
-            assert found[0].dtype == found[1].dtype == theirs.dtype
-            some = [g.to(theirs.dtype) for g in grads]
+            assert found[0].dtype == found[1].dtype == kind
+            some = [g.to(kind) for g in grads]
             found_grads = differentiate([found[i] for i in which], args.operands, some)
         assert all(g is None or g.dtype == torch.float32 for g in found_grads)
         check_close(names(args), found_grads, expected_grads, BOUNDS[torch.bfloat16])

@@ -14,6 +14,7 @@ from hypothesis import given, strategies
 from sequential import cell_step, check_chain, doubles
 from torch import _VF, Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from weft._torch_limits import why_not_onednn
 
 scan_rnn = torch.ops.weft.scan_rnn
 scan_rnn_backward = torch.ops.weft.scan_rnn_backward
@@ -553,10 +554,12 @@ def test_autocast(cell: str, device: str, dtype: torch.dtype):
     expected = scan_rnn(*args, **sample.keywords)
     expected_grads = differentiate(expected[:3], args, grads)
     with torch.autocast(device, dtype=dtype, enabled=dtype != torch.float32):
-        theirs, _ = module(args[0].detach())
+        # torch's LSTM does not run on every processor; where it does, in autocast's dtype.
+        cannot = (cell, device) == ("lstm", "cpu") and dtype != torch.float32 and why_not_onednn(dtype)
+        kind = dtype if cannot else module(args[0].detach())[0].dtype
         found = scan_rnn(*args, **sample.keywords)
-        assert found[0].dtype == found[1].dtype == theirs.dtype
-        some = [None if g is None else g.to(theirs.dtype) for g in grads]
+        assert found[0].dtype == found[1].dtype == kind
+        some = [None if g is None else g.to(kind) for g in grads]
         found_grads = differentiate(found[:3], args, some)
     assert all(g is None or g.dtype == torch.float32 for g in found_grads)
     check_close(ARGUMENTS, found_grads, expected_grads, BOUNDS[torch.bfloat16])

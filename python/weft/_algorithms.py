@@ -10,6 +10,7 @@ import torch
 
 from . import _C, _costs, _tuned
 from ._ops import WITH_CUDA
+from ._torch_limits import why_not_cudnn, why_not_onednn
 
 __all__ = [
     "ALGORITHMS",
@@ -18,7 +19,6 @@ __all__ = [
     "AUTO_SCAN",
     "CUDA_MAX_HIDDEN",
     "CUDA_MAX_HIDDEN_FP64",
-    "CUDNN_MAX_STEPS",
     "Case",
     "Limits",
     "Plan",
@@ -31,7 +31,6 @@ __all__ = [
     "persistent_plan",
     "remember_choices",
     "takes_tf32",
-    "why_not_cudnn",
 ]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
@@ -112,16 +111,6 @@ CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
 CUDA_MAX_HIDDEN_FP64 = 32
 """The same in float64 (kScanRnnSmallHidden)."""
 
-CUDNN_MAX_STEPS = 65_535
-"""T above which cuDNN refuses a sequence, whatever the cell and the dtype, with CUDNN_STATUS_NOT_SUPPORTED."""
-
-CUDNN_MAX_VALUES = 2**31 - 1
-CUDNN_VALUES = {"gru": 6, "lstm": 4}
-"""Values of a unit and step; where a layer has more of them, cuDNN leaves the memory that it was given, which ends in
-an illegal access or in wrong numbers. Measured with torch 2.11 on an H200, every tensor in an allocation of its own: a
-training step in float32 of a GRU with one direction and H up to 128 runs at T B H = 3.53e8 and fails at 3.76e8, an
-LSTM's at 4.9e8 and 5.4e8. Taken for the limit of all others, too, of both directions together."""
-
 _DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
 
 
@@ -158,6 +147,8 @@ class Case(NamedTuple):
     """The GPU's compute capability, None likewise."""
     tf32: bool = False
     """Whether torch's RNNs multiply in TF32: in float32 on a GPU alone, and not in a compiled graph."""
+    autocast: bool = False
+    """Whether an autocast region casts to `dtype`."""
 
     @property
     def projected(self) -> bool:
@@ -189,24 +180,14 @@ def why_only_reference(case: Case) -> str | None:
     return None
 
 
-def why_not_cudnn(device: str, cell: str, units: int, steps: int | None, rows: int | None) -> str | None:
-    """Why torch's kernel on this device cannot run T steps, or that many rows of all sequences together, with so many
-    hidden units of both directions; None where it can. A number that is not known is None."""
-    if device != "cuda":
-        return None
-    if steps is not None and steps > CUDNN_MAX_STEPS:
-        return f"cuDNN takes at most {CUDNN_MAX_STEPS:,} steps, got {int(steps):,}"
-    if rows is not None and rows * units * CUDNN_VALUES.get(cell, 0) > CUDNN_MAX_VALUES:
-        return f"cuDNN leaves its memory at {int(rows):,} rows of {int(units):,} hidden units"
-    return None
-
-
 def why_not_torch(case: Case) -> str | None:
     """Why torch's kernel cannot run this case, or None."""
     if case.mapped:
         return "torch.func.vmap has no rule for torch's kernels"
     if case.keeps_cells:
         return "torch's kernels do not return the cells of every step"
+    if case.autocast and (case.device, case.cell) == ("cpu", "lstm") and not (case.packed or case.projected):
+        return why_not_onednn(case.dtype)
     known = case.steps is not None and case.batch is not None
     rows = case.steps * case.batch if known else None  # at the most, where packed
     return why_not_cudnn(case.device, case.cell, case.hidden_size * case.directions, case.steps, rows)

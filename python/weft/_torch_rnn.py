@@ -14,7 +14,8 @@ import torch
 from torch import _VF, Tensor
 
 from . import reference
-from ._algorithms import Case, why_not_cudnn
+from ._algorithms import Case
+from ._torch_limits import why_not_cudnn, why_not_onednn
 
 KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 
@@ -120,16 +121,21 @@ def _run(
     input: Tensor, state: list[Tensor], weights: list[Tensor], batch_sizes: Tensor | None, options: dict[str, Any],
     autocast: torch.dtype | None, dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """output, h_n[, c_n] of torch's kernel in its dtypes; of more than cuDNN takes, which shows only when a compiled
-    graph runs, the reference's, rounded to `dtype`."""
+    """output, h_n[, c_n] of torch's kernel in its dtypes; where that cannot run, which shows only when a compiled graph
+    does, the reference's, rounded to `dtype`."""
     steps = input.size(0) if batch_sizes is None else batch_sizes.size(0)
-    # The last of the states is as wide as the hidden units, with a projection too.
-    units = state[-1].size(-1) * (2 if options["bidirectional"] else 1)
-    if why_not_cudnn(input.device.type, options["cell"], units, steps, input.shape[:-1].numel()) is not None:
-        with torch.autocast(input.device.type, enabled=False):
+    device, cell, units = input.device.type, options["cell"], state[-1].size(-1)
+    projected = state[0].size(-1) != units
+    rows, directions = input.shape[:-1].numel(), 2 if options["bidirectional"] else 1
+    obstacle = why_not_cudnn(device, cell, units * directions, steps, rows)
+    narrows = autocast is not None and input.dtype != torch.float64
+    if narrows and (device, cell) == ("cpu", "lstm") and batch_sizes is None and not projected:
+        obstacle = obstacle or why_not_onednn(autocast)
+    if obstacle is not None:
+        with torch.autocast(device, enabled=False):
             output, final = reference.rnn(input.to(dtype), state, weights, batch_sizes=batch_sizes, **options)
         return output, *final
-    with torch.autocast(input.device.type, autocast, enabled=autocast is not None):
+    with torch.autocast(device, autocast, enabled=autocast is not None):
         return call(
             **options, input=input, state=state, weights=weights, dropout=0.0, training=True, batch_sizes=batch_sizes
         )

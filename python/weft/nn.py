@@ -156,7 +156,7 @@ class _Layer(torch.nn.RNNBase):
         case = _algorithms.Case(
             _CELLS[self.mode], device, dtypes[0], self.hidden_size, *sizes, packed, self.proj_size, *_transforms(),
             self.num_layers, 2 if self.bidirectional else 1, trains, self.return_cells, self.input_size, index,
-            None if index is None else _capability(index), tf32,
+            None if index is None else _capability(index), tf32, autocast is not None and input.dtype != torch.float64,
         )  # fmt: skip
         return _Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
 
