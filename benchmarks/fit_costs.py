@@ -1,4 +1,4 @@
-"""Fits the costs in weft._costs to benchmarks/results.
+"""Fits the costs in weft._rnn.costs to benchmarks/results.
 
 ``python -m benchmarks.fit_costs`` prints the constants and their errors, to be copied there: least squares of the
 relative errors, without negative constants.
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from weft import _algorithms, _costs
-from weft._algorithms import Case
-from weft._costs import Line
+from weft._rnn import choice, costs
+from weft._rnn.choice import Case
+from weft._rnn.costs import Line
 
 from benchmarks.common import DTYPES, RESULTS, of_one_gpu, parse_case, read_rows
 
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        return _costs.cudnn_kernel(self.case)
+        return costs.cudnn_kernel(self.case)
 
 
 def rows() -> Iterator[Row]:
@@ -113,7 +113,7 @@ def text_of(line: Line) -> str:
 
 def fit_torch(long: Sequence[Row]) -> None:
     """cuDNN's kernels for all steps: a line per cell, and the forward pass's share; its standard ones: the launches."""
-    for kernel, cells in _costs.CUDNN.items():
+    for kernel, cells in costs.CUDNN.items():
         of_kernel = [row for row in long if row.kernel == kernel]
         whole = {(row.file, row.case): row.torch for row in of_kernel if row.metric == "forward_backward"}
         for cell in cells:
@@ -128,7 +128,7 @@ def fit_torch(long: Sequence[Row]) -> None:
         show(f"FORWARD_SHARE {kernel}", share, (share * both for _, both in pairs), [forward for forward, _ in pairs])
     for trains in (True, False):
         some = [row for row in long if row.kernel == "standard" and row.case.trains == trains]
-        products = [_costs.products_us(row.case) for row in some]
+        products = [costs.products_us(row.case) for row in some]
         steps = [row.steps * row.case.layers * row.case.directions for row in some]
         times = [row.torch for row in some]
         # What the products do not explain, relative to the whole.
@@ -140,7 +140,7 @@ def fit_torch(long: Sequence[Row]) -> None:
 def fit_scan(long: Sequence[Row]) -> None:
     """A line per cell and range of H, and what a forward pass takes besides its steps."""
     lines = {}
-    for cell, largest in _costs.SCAN:
+    for cell, largest in costs.SCAN:
         some = [row for row in long if row.case.cell == cell and row.metric == "forward_backward"]
         some = [row for row in some if ran_as_scan(row) and (row.case.hidden_size <= 32) == (largest == 32)]
         one_size = len({row.case.hidden_size for row in some}) == 1
@@ -156,7 +156,7 @@ def ran_as_scan(row: Row) -> bool:
     """Whether it was certainly the scan that "auto" took."""
     if row.case.hidden_size <= 32:
         return row.file == "scan" or (row.file == "scan_auto" and (row.case.batch or 0) <= SCAN_BATCH)
-    return row.file == "scan_auto" and _algorithms.why_auto_skips_scan(row.case) is None
+    return row.file == "scan_auto" and choice.why_auto_skips_scan(row.case) is None
 
 
 def show_host(all_rows: Sequence[Row]) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import weft
-from weft._costs import GATES
+from weft._rnn.costs import GATES
 
 from benchmarks.common import DTYPES
 from benchmarks.fit_costs import fit

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 import weft
 from torch import Tensor
-from weft._costs import GATES
-from weft._torch_limits import why_not_cudnn
+from weft._rnn.costs import GATES
+from weft._rnn.torch_limits import why_not_cudnn
 
 from benchmarks.common import (
     CPU_THREADS,

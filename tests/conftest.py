@@ -69,9 +69,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_tuned() -> None:
     """What weft.tune has measured for the user of this machine is nothing that a test should depend on."""
-    from weft import _tuned
+    from weft._rnn import tuned
 
-    _tuned._entries = {}
+    tuned._entries = {}
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ import time
 import torch
 import weft
 from torch import Tensor
-from weft._algorithms import CUDA_MAX_HIDDEN
-from weft._costs import GATES
+from weft._rnn.choice import CUDA_MAX_HIDDEN
+from weft._rnn.costs import GATES
 
 half, bfloat16, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weft import _algorithms, _costs
+from weft._rnn import choice, costs
 
 from benchmarks import common, fit_costs, geometries, rnn, scan
 
@@ -100,8 +100,8 @@ def test_bound_on_auto():
 def test_auto_was_measured_not_to_lose(monkeypatch):
     """Every point of the grid is there, and where "auto" takes the scan it keeps the bound that it promises. Elsewhere
     both sides run torch's kernel, and a difference is the host's."""
-    monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)  # which asks for a device
+    monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.delattr(choice._C, "rnn_plan", raising=False)  # which asks for a device
     rows = common.read_rows(common.RESULTS / "scan_auto.csv")
     options = argparse.Namespace(
         devices=["cuda"], cells=scan.GRID_CELLS, T=scan.GRID_T, B=scan.GRID_B, H=scan.GRID_H, algorithm="auto"
@@ -111,8 +111,8 @@ def test_auto_was_measured_not_to_lose(monkeypatch):
 
     def scans(case: scan.LayerCase) -> bool:
         dtype = common.DTYPES[case.dtype]
-        asked = _algorithms.Case(case.cell, "cuda", dtype, case.H, case.B, case.T, False, 0, False)
-        return _algorithms.choose("auto", asked._replace(capability=(9, 0)))[0] == "scan"
+        asked = choice.Case(case.cell, "cuda", dtype, case.H, case.B, case.T, False, 0, False)
+        return choice.choose("auto", asked._replace(capability=(9, 0)))[0] == "scan"
 
     scanned = [row for row in rows if row["case"] in grid and scans(grid[row["case"]])]
     assert len({parse["H"] for parse in (common.parse_case(r["case"]) for r in scanned)}) == len(scan.GRID_H)
@@ -357,13 +357,13 @@ def costed_rows():
 
 def test_auto_takes_what_the_rows_say_is_faster(costed_rows, monkeypatch):
     """With the measured time in the place of the expected one, torch's kernel is taken nowhere: it won at no row."""
-    monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
     some = [r for r in costed_rows if r.file == "rnn" and r.metric in ("forward_backward", "inference", "decode")]
     assert len(some) > 108
     for r in some:
         facts = {"why_not": None, "forward": "", "backward": "", "microseconds": r.weft}
-        monkeypatch.setattr(_algorithms._C, "rnn_plan", lambda facts=facts, **_: facts, raising=False)
-        assert _algorithms.choose("auto", r.case)[0] == "persistent", r
+        monkeypatch.setattr(choice._C, "rnn_plan", lambda facts=facts, **_: facts, raising=False)
+        assert choice.choose("auto", r.case)[0] == "persistent", r
 
 
 def test_costs_are_near_the_rows(costed_rows):
@@ -374,29 +374,29 @@ def test_costs_are_near_the_rows(costed_rows):
     training = [r for r in costed_rows if r.metric == "forward_backward"]
     long = [r for r in training if r.steps >= fit_costs.LONG]
     for kernel in ("small", "persistent", "standard"):
-        assert rms((_costs.torch_us(r.case), r.torch) for r in long if r.kernel == kernel) < 0.2
+        assert rms((costs.torch_us(r.case), r.torch) for r in long if r.kernel == kernel) < 0.2
     scans = [r for r in long if fit_costs.ran_as_scan(r)]
-    assert rms((_costs.scan_us(r.case), r.weft) for r in scans) < 0.2
+    assert rms((costs.scan_us(r.case), r.weft) for r in scans) < 0.2
     forward = [r for r in costed_rows if r.metric == "forward" and r.file == "scan"]
-    without = [(_costs.scan_us(r.case._replace(trains=False)), r.weft) for r in forward]
+    without = [(costs.scan_us(r.case._replace(trains=False)), r.weft) for r in forward]
     assert without and rms(without) < 0.2
     # A few steps are the host's, whose times vary.
     short = [r for r in training if r.steps < fit_costs.LONG]
-    assert rms((_costs.torch_us(r.case), r.torch) for r in short) < 0.35
-    assert rms((_costs.scan_us(r.case), r.weft) for r in short if fit_costs.ran_as_scan(r)) < 0.35
+    assert rms((costs.torch_us(r.case), r.torch) for r in short) < 0.35
+    assert rms((costs.scan_us(r.case), r.weft) for r in short if fit_costs.ran_as_scan(r)) < 0.35
 
 
 def test_the_constants_are_those_of_the_rows(costed_rows, capsys):
     """What the fit prints, constant by constant."""
-    lines = {f"CUDNN {kernel} {cell}": line for kernel, cells in _costs.CUDNN.items() for cell, line in cells.items()}
-    lines |= {f"SCAN {cell} {largest}": line for (cell, largest), line in _costs.SCAN.items()}
+    lines = {f"CUDNN {kernel} {cell}": line for kernel, cells in costs.CUDNN.items() for cell, line in cells.items()}
+    lines |= {f"SCAN {cell} {largest}": line for (cell, largest), line in costs.SCAN.items()}
     numbers = {
-        **{f"FORWARD_SHARE {kernel}": [share] for kernel, share in _costs.FORWARD_SHARE.items()},
-        **{f"LAUNCHES {trains}": [us] for trains, us in _costs.LAUNCHES.items()},
-        "SCAN_FORWARD_START": [_costs.SCAN_FORWARD_START],
-        "WEFT_HOST": _costs.WEFT_HOST.values(),
-        "TORCH_HOST": _costs.TORCH_HOST.values(),
-        "TORCH_HOST_STANDARD": [_costs.TORCH_HOST_STANDARD[False]],
+        **{f"FORWARD_SHARE {kernel}": [share] for kernel, share in costs.FORWARD_SHARE.items()},
+        **{f"LAUNCHES {trains}": [us] for trains, us in costs.LAUNCHES.items()},
+        "SCAN_FORWARD_START": [costs.SCAN_FORWARD_START],
+        "WEFT_HOST": costs.WEFT_HOST.values(),
+        "TORCH_HOST": costs.TORCH_HOST.values(),
+        "TORCH_HOST_STANDARD": [costs.TORCH_HOST_STANDARD[False]],
     }
     fit_costs.main([])
     printed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if not line.startswith(" "))
@@ -408,7 +408,7 @@ def test_the_constants_are_those_of_the_rows(costed_rows, capsys):
 
 
 def test_a_fit_finds_the_constants_again():
-    line = _costs.Line(step=2.0, unit=0.5, sequence=3.0)
+    line = costs.Line(step=2.0, unit=0.5, sequence=3.0)
     base = fit_costs.case_of(common.parse_case("cell=gru device=cuda dtype=fp32 H=8 B=4 T=100"), "forward_backward")
     cases = [
         base._replace(hidden_size=H, batch=B, steps=T, layers=layers)

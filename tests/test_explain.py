@@ -12,8 +12,8 @@ import torch
 import weft
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
-from weft import _algorithms, _costs, _tuned
-from weft._algorithms import (
+from weft._rnn import choice, costs, tuned
+from weft._rnn.choice import (
     AUTO_PERSISTENT,
     AUTO_PROJECTED,
     AUTO_SCAN,
@@ -24,7 +24,7 @@ from weft._algorithms import (
     Table,
     choose,
 )
-from weft._torch_limits import CUDNN_MAX_STEPS
+from weft._rnn.torch_limits import CUDNN_MAX_STEPS
 
 CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, 0, False)
 
@@ -33,17 +33,17 @@ CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, 0, False)
 def _nothing_measured(monkeypatch, tmp_path):
     """The choice as on a machine where weft.tune has not run."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(_tuned, "_entries", None)
-    _algorithms.forget_choices()
+    monkeypatch.setattr(tuned, "_entries", None)
+    choice.forget_choices()
     yield
-    _algorithms.forget_choices()
+    choice.forget_choices()
 
 
 @pytest.fixture
 def both_devices(monkeypatch):
     """The choice as in a build with CUDA but for the rnn engine, whatever this build and this machine are."""
-    monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.delattr(_algorithms._C, "rnn_plan", raising=False)
+    monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.delattr(choice._C, "rnn_plan", raising=False)
 
 
 TABLES = [("scan", *key, 0, table) for key, table in AUTO_SCAN.items()]
@@ -167,8 +167,8 @@ def plan(monkeypatch):
             return {"why_not": self.why_not, **layout, "microseconds": self.microseconds}
 
     plan = Plan()
-    monkeypatch.setattr(_algorithms._C, "rnn_plan", plan, raising=False)
-    monkeypatch.setattr(_algorithms, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(choice._C, "rnn_plan", plan, raising=False)
+    monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
     return plan
 
 
@@ -181,11 +181,11 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
         "device": 0, "cell": "gru", "dtype": "float32", "input_size": CASE.input_size, "hidden_size": 512, "layers": 2,
         "directions": 1, "steps": 100, "batch": 4, "packed": False, "trains": True,
     }  # fmt: skip
-    assert _algorithms.expected_time("persistent", ON_CUDA) == 3000
-    assert _algorithms.how("persistent", ON_CUDA) == "forward: one CTA; backward: two CTAs"
+    assert choice.expected_time("persistent", ON_CUDA) == 3000
+    assert choice.how("persistent", ON_CUDA) == "forward: one CTA; backward: two CTAs"
     projected = ON_CUDA._replace(cell="lstm", proj_size=128)
     assert choose("auto", projected)[0] == "persistent"
-    assert _algorithms.how("persistent", projected).endswith("; forward: one CTA; backward: two CTAs")
+    assert choice.how("persistent", projected).endswith("; forward: one CTA; backward: two CTAs")
     # For a small state the scan is expected to be faster.
     assert choose("auto", ON_CUDA._replace(hidden_size=16))[0] == "scan"
     # A compiled graph knows neither length nor batch.
@@ -195,7 +195,7 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
 
 
 def test_auto_leaves_large_batches_to_torch(plan):
-    torch_us = _algorithms.expected_time("torch", ON_CUDA)
+    torch_us = choice.expected_time("torch", ON_CUDA)
     plan.microseconds = 0.9 * torch_us
     assert choose("auto", ON_CUDA)[0] == "persistent"
     plan.microseconds = 1.1 * torch_us
@@ -215,11 +215,11 @@ def test_auto_takes_the_faster_of_scan_and_persistent(plan):
     assert choose("auto", SMALL_ON_CUDA) == ("scan", "within auto's limits")
     assert not plan.asked  # which would compile kernels
     large = SMALL_ON_CUDA._replace(batch=4096)
-    scan_us = _algorithms.expected_time("scan", large)
+    scan_us = choice.expected_time("scan", large)
     assert scan_us > 3000
     name, reason = choose("auto", large)
     assert (name, reason) == ("persistent", "auto's model of costs")
-    assert _algorithms.why_auto_skips("scan", large) == f"persistent is expected to take 3000 us, it {scan_us:.0f}"
+    assert choice.why_auto_skips("scan", large) == f"persistent is expected to take 3000 us, it {scan_us:.0f}"
     # Where the host is what takes the time, they are expected to be equal, but for the forward pass alone.
     plan.microseconds = 10.0
     few = SMALL_ON_CUDA._replace(steps=10)
@@ -234,27 +234,27 @@ def test_auto_takes_the_faster_of_scan_and_persistent(plan):
 def test_every_candidate_has_an_expected_time_on_cuda(plan):
     for case in (SMALL_ON_CUDA, SMALL_ON_CUDA._replace(trains=False), SMALL_ON_CUDA._replace(dtype=torch.bfloat16)):
         for name in ("persistent", "scan", "torch"):
-            shorter, longer = (_algorithms.expected_time(name, case._replace(steps=steps)) for steps in (10, 30_000))
+            shorter, longer = (choice.expected_time(name, case._replace(steps=steps)) for steps in (10, 30_000))
             assert 0 < shorter < longer or (name == "persistent" and shorter == longer == plan.microseconds)
-            assert _algorithms.measured_time(name, case) is None
+            assert choice.measured_time(name, case) is None
     # One layer after the other.
     twice = SMALL_ON_CUDA._replace(steps=30_000, layers=2, input_size=20)
     once = twice._replace(layers=1)
     for name in ("scan", "torch"):
-        one, two = (_algorithms.expected_time(name, case) for case in (once, twice))
+        one, two = (choice.expected_time(name, case) for case in (once, twice))
         assert 1.8 * one < two <= 2 * one
 
 
 def test_what_was_not_measured_has_no_expected_time(plan):
     for change in ({"dtype": torch.float64}, {"steps": None, "batch": None}, {"device": "cpu"}):
         for name in ("scan", "torch"):
-            assert _algorithms.expected_time(name, SMALL_ON_CUDA._replace(**change)) is None
-    assert _algorithms.expected_time("scan", SMALL_ON_CUDA._replace(packed=True)) is None
-    assert _algorithms.expected_time("reference", SMALL_ON_CUDA) is None
+            assert choice.expected_time(name, SMALL_ON_CUDA._replace(**change)) is None
+    assert choice.expected_time("scan", SMALL_ON_CUDA._replace(packed=True)) is None
+    assert choice.expected_time("reference", SMALL_ON_CUDA) is None
     # Without TF32 only the rate of large products is known.
     for change, known in (({"hidden_size": 128}, False), ({"hidden_size": 512}, True)):
         case = ON_CUDA._replace(batch=512, **change)
-        times = [_algorithms.expected_time("torch", case._replace(tf32=tf32)) for tf32 in (False, True)]
+        times = [choice.expected_time("torch", case._replace(tf32=tf32)) for tf32 in (False, True)]
         assert times[1] is not None and (times[0] is not None) == known
         assert not known or times[0] > times[1]
 
@@ -263,11 +263,11 @@ def test_costs_of_a_projection(plan):
     """torch multiplies narrower states; the rnn engine multiplies the projection into the weights once."""
     plain = ON_CUDA._replace(cell="lstm", batch=2048, steps=500)
     narrow = plain._replace(proj_size=64)
-    torch_us = [_algorithms.expected_time("torch", case) for case in (plain, narrow)]
+    torch_us = [choice.expected_time("torch", case) for case in (plain, narrow)]
     assert torch_us[0] > 2 * torch_us[1]
-    ours = [_algorithms.expected_time("persistent", case) for case in (plain, narrow)]
+    ours = [choice.expected_time("persistent", case) for case in (plain, narrow)]
     assert ours[0] == plan.microseconds < ours[1]
-    assert _costs.projection_us(narrow._replace(trains=False)) == pytest.approx(_costs.projection_us(narrow) / 3)
+    assert costs.projection_us(narrow._replace(trains=False)) == pytest.approx(costs.projection_us(narrow) / 3)
     plan.microseconds = 1e6
     assert choose("auto", narrow)[0] == "torch"
     plan.microseconds = 1e3
@@ -288,7 +288,7 @@ def test_sizes_that_are_symbols(plan):
         case = SMALL_ON_CUDA._replace(steps=x.size(0), batch=x.size(1), trains=False)
         assert not isinstance(case.steps, int)
         reasons.append(choose("auto", case)[1])
-        reasons.append(_algorithms.why_auto_skips("scan", case))
+        reasons.append(choice.why_auto_skips("scan", case))
         return x
 
     make_fx(choose_for, tracing_mode="symbolic")(torch.empty(400, 70))
@@ -309,14 +309,14 @@ def precisions():
 
 def test_tf32_is_what_torch_takes_for_its_rnns(precisions):
     def takes():
-        return _algorithms.takes_tf32("cuda", torch.float32)
+        return choice.takes_tf32("cuda", torch.float32)
 
     for allowed in (True, False):
         torch._C._set_cudnn_allow_tf32(allowed)
         assert takes() == allowed
     torch._C._set_fp32_precision_setter("cuda", "rnn", "tf32")
     assert takes()
-    assert not _algorithms.takes_tf32("cpu", torch.float32) and not _algorithms.takes_tf32("cuda", torch.float16)
+    assert not choice.takes_tf32("cpu", torch.float32) and not choice.takes_tf32("cuda", torch.float16)
     torch._C._set_fp32_precision_setter("cuda", "rnn", "none")  # as all of CUDA
     for precision in ("ieee", "tf32"):
         torch._C._set_fp32_precision_setter("cuda", "all", precision)
@@ -343,14 +343,14 @@ def test_persistent_kernels_that_do_not_fit(plan):
     for asked in ("auto", "persistent"):
         name, reason = choose(asked, ON_CUDA)
         assert name == "torch" and "227" in reason
-    assert _algorithms.expected_time("persistent", ON_CUDA) is None
+    assert choice.expected_time("persistent", ON_CUDA) is None
     # What torch's kernel cannot do the operator does without one.
     for change in ({"keeps_cells": True}, {"mapped": True}, {"steps": CUDNN_MAX_STEPS + 1}):
         case = ON_CUDA._replace(**change)
         for asked in ("auto", "persistent", "torch"):
             assert choose(asked, case)[0] == "persistent"
-        assert _algorithms.how("persistent", case) == f"one step after another, without a kernel: {plan.why_not}"
-        assert _algorithms.expected_time("persistent", case) is None
+        assert choice.how("persistent", case) == f"one step after another, without a kernel: {plan.why_not}"
+        assert choice.expected_time("persistent", case) is None
 
 
 def test_sequences_longer_than_cudnn_takes(plan):
@@ -395,7 +395,7 @@ def test_persistent_kernels_that_are_not_built(both_devices):
 def test_the_plan_is_a_constant_of_a_compiled_graph(plan):
     def function(x):
         case = ON_CUDA._replace(steps=None, batch=None)
-        return x + (2 if _algorithms.choose("persistent", case)[0] == "persistent" else 1)
+        return x + (2 if choice.choose("persistent", case)[0] == "persistent" else 1)
 
     compiled = torch.compile(function, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(())) == 2
@@ -446,7 +446,7 @@ def test_explanation():
 
 
 def test_expected_times_are_told_from_measured_ones():
-    from weft.explain import Candidate, Explanation
+    from weft._rnn.explain import Candidate, Explanation
 
     candidates = (
         Candidate("persistent", True, "a", 12345.6),

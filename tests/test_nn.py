@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weft import _algorithms, _torch_limits, _torch_rnn
+from weft._rnn import choice, torch_limits, torch_rnn
 
 CELLS = {
     "tanh": (weft.nn.RNN, torch.nn.RNN, {}),
@@ -1041,17 +1041,17 @@ def test_gradcheck(device, cell, algorithm):
 @pytest.fixture
 def any_derivative(monkeypatch):
     """torch's kernel runs on every device as in float64 on CUDA."""
-    monkeypatch.setattr(_torch_rnn, "needs_any_derivative", lambda case: case.trains)
-    _algorithms.forget_choices()
+    monkeypatch.setattr(torch_rnn, "needs_any_derivative", lambda case: case.trains)
+    choice.forget_choices()
     yield
-    _algorithms.forget_choices()
+    choice.forget_choices()
 
 
 def test_where_torch_needs_any_derivative():
-    case = _algorithms.Case("gru", "cuda", torch.float64, 16, 4, 100, False, 0, False)
-    assert _torch_rnn.needs_any_derivative(case)
+    case = choice.Case("gru", "cuda", torch.float64, 16, 4, 100, False, 0, False)
+    assert torch_rnn.needs_any_derivative(case)
     for change in ({"device": "cpu"}, {"dtype": torch.float32}, {"trains": False}):
-        assert not _torch_rnn.needs_any_derivative(case._replace(**change))
+        assert not torch_rnn.needs_any_derivative(case._replace(**change))
 
 
 TWICE = {
@@ -1176,12 +1176,12 @@ def test_operands_changed_in_place(any_derivative, device, create_graph):
 def test_nothing_is_kept_for_a_backward_pass_that_will_not_come(any_derivative, device, monkeypatch):
     kept = []
 
-    def call(*args, original=_torch_rnn.call, **kwargs):
+    def call(*args, original=torch_rnn.call, **kwargs):
         result = original(*args, **kwargs)
         kept.append([weakref.ref(t) for t in result])
         return result
 
-    monkeypatch.setattr(_torch_rnn, "call", call)
+    monkeypatch.setattr(torch_rnn, "call", call)
     ours, _ = layers("lstm", device, algorithm="torch")
     x = torch.randn(4, 3, I, dtype=torch.float64, device=device)
 
@@ -1455,7 +1455,7 @@ def test_torch_op_by_the_reference(monkeypatch, device, cell, options, packed, a
             asked.add(size)
             return "too long" if too_long else None
 
-        monkeypatch.setattr(_torch_rnn, "why_not_cudnn", answer)
+        monkeypatch.setattr(torch_rnn, "why_not_cudnn", answer)
         result = torch.ops.weft.torch_rnn(x, state, weights, *rest)
         grads = torch.autograd.grad(sum(r.pow(2).sum() for r in result), [x, *state, *weights])
         found.append([*result, *grads])
@@ -1472,7 +1472,7 @@ def test_torch_op_by_the_reference(monkeypatch, device, cell, options, packed, a
     [("tanh", torch.float64, "auto"), ("tanh", torch.float64, "compiled"), ("gru", torch.float32, "torch")],
 )
 def test_more_steps_than_cudnn_takes(fresh_dynamo, cell, dtype, algorithm):
-    steps = _torch_limits.CUDNN_MAX_STEPS + 1
+    steps = torch_limits.CUDNN_MAX_STEPS + 1
     expected, _ = layers(cell, "cpu", torch.float64, "persistent")
     ours = copy.deepcopy(expected).to("cuda", dtype)
     ours.algorithm = "torch" if algorithm == "compiled" else algorithm
@@ -1501,7 +1501,7 @@ def autocast_layers(cell, device, algorithm="auto", **options):
     """Weft's layer and, with the same weights, one to compare with under autocast: torch's where that runs, else the
     reference."""
     ours, theirs = layers(cell, device, torch.float32, algorithm, **options)
-    if (device, cell, theirs.proj_size) == ("cpu", "lstm", 0) and _torch_limits.why_not_onednn(torch.bfloat16):
+    if (device, cell, theirs.proj_size) == ("cpu", "lstm", 0) and torch_limits.why_not_onednn(torch.bfloat16):
         theirs = copy.deepcopy(ours)
         theirs.algorithm = "reference"
     return ours, theirs
@@ -1568,8 +1568,8 @@ def test_autocast_on_a_processor_without_half_precision():
 def test_what_torch_cannot_run_under_autocast_is_not_chosen(monkeypatch, dtype):
     """Whatever this processor can: the answer of the probe is what decides."""
     layer, x = weft.nn.LSTM(I, 600), torch.randn(6, 3, I)
-    for answer in (_torch_limits.why_not_onednn(dtype), "oneDNN cannot", None):
-        monkeypatch.setattr(_algorithms, "why_not_onednn", lambda _, answer=answer: answer)
+    for answer in (torch_limits.why_not_onednn(dtype), "oneDNN cannot", None):
+        monkeypatch.setattr(choice, "why_not_onednn", lambda _, answer=answer: answer)
         for algorithm in ("auto", "torch"):
             layer.algorithm = algorithm
             with torch.autocast("cpu", dtype):
@@ -1586,7 +1586,7 @@ def test_what_torch_cannot_run_under_autocast_is_not_chosen(monkeypatch, dtype):
 def test_the_probe_says_what_torchs_layer_does():
     layer, x = torch.nn.LSTM(I, H), torch.randn(6, 3, I)
     with torch.autocast("cpu", torch.bfloat16):
-        if _torch_limits.why_not_onednn(torch.bfloat16) is None:
+        if torch_limits.why_not_onednn(torch.bfloat16) is None:
             layer(x)
         else:
             with pytest.raises(RuntimeError):

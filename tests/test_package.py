@@ -101,7 +101,7 @@ def test_version_and_hints():
 
 def test_the_readmes_examples_run(monkeypatch, tmp_path):
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # where weft.tune writes
-    monkeypatch.setattr(weft._tuned, "_entries", {})
+    monkeypatch.setattr(weft._rnn.tuned, "_entries", {})
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert len(blocks) >= 3
     namespace: dict = {}

@@ -17,7 +17,8 @@ from common import check_close, differentiate, poisoned
 from hypothesis import HealthCheck, given, settings, strategies
 from sequential import doubles
 from test_rnn import BOUNDS, CELLS, RESULTS, Sample, arguments, exact_arguments, gradients, names, reference, rnn
-from weft import _C, _costs, _ops
+from weft import _C, _ops
+from weft._rnn import costs
 
 SOURCE = "rnn/cuda/recurrence.jit.cu"
 ROOT = Path(__file__).resolve().parent.parent
@@ -210,7 +211,7 @@ def test_no_plan_is_cheaper_than_the_bound():
                 _C.rnn_geometries(device=0, dtype=str(dtype)[6:], hidden=hidden, backward=backward, **sizes)[0][2]
                 for backward in (False, True)
             ]
-            assert passes[0] >= _costs.PERSISTENT_STEP[False] and sum(passes) >= _costs.PERSISTENT_STEP[True]
+            assert passes[0] >= costs.PERSISTENT_STEP[False] and sum(passes) >= costs.PERSISTENT_STEP[True]
 
 
 @pytest.mark.cuda

@@ -14,7 +14,7 @@ from hypothesis import given, strategies
 from sequential import cell_step, doubles
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from weft._torch_limits import why_not_onednn
+from weft._rnn.torch_limits import why_not_onednn
 
 rnn = torch.ops.weft.rnn
 rnn_backward = torch.ops.weft.rnn_backward

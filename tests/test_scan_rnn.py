@@ -14,7 +14,7 @@ from hypothesis import given, strategies
 from sequential import cell_step, check_chain, doubles
 from torch import _VF, Tensor
 from torch.autograd import gradcheck, gradgradcheck
-from weft._torch_limits import why_not_onednn
+from weft._rnn.torch_limits import why_not_onednn
 
 scan_rnn = torch.ops.weft.scan_rnn
 scan_rnn_backward = torch.ops.weft.scan_rnn_backward

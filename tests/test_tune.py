@@ -11,7 +11,7 @@ import torch
 import weft
 from common import DEVICES
 from torch.nn.utils import rnn
-from weft import _algorithms, _tuned
+from weft._rnn import choice, tuned
 
 devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -20,17 +20,17 @@ devices = pytest.mark.parametrize("device", DEVICES)
 def cache(monkeypatch, tmp_path):
     """A directory of the test's own, and a process that has read nothing."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    before = _tuned._entries
+    before = tuned._entries
     _forget()
     yield tmp_path
     _forget()
-    _tuned._entries = before
+    tuned._entries = before
 
 
 def _forget() -> None:
     """As if the process had just started."""
-    _tuned._entries = None
-    _algorithms.forget_choices()
+    tuned._entries = None
+    choice.forget_choices()
 
 
 @pytest.fixture
@@ -39,9 +39,7 @@ def clock(monkeypatch):
     times = {"persistent": 3.0, "scan": 2.0, "torch": 1.0}
     measured = []
     # weft.tune is the function; the module is found by its name.
-    monkeypatch.setattr(
-        sys.modules["weft.tune"], "_measure", lambda layer, name, call: (measured.append(name), times[name])[1]
-    )
+    monkeypatch.setattr(weft._rnn.tune, "_measure", lambda layer, name, call: (measured.append(name), times[name])[1])
     return times, measured
 
 
@@ -153,10 +151,10 @@ def test_what_holds_in_tf32_does_not_hold_without_it(clock):
 
 
 def test_the_key_of_what_is_remembered():
-    case = _algorithms.Case("gru", "cpu", torch.float32, 8, 5, 20, False, 0, False)
-    assert _tuned._key(case) == _tuned._key(case._replace(steps=32, batch=8))
+    case = choice.Case("gru", "cpu", torch.float32, 8, 5, 20, False, 0, False)
+    assert tuned._key(case) == tuned._key(case._replace(steps=32, batch=8))
     for change in ({"tf32": True}, {"dtype": torch.float64}, {"packed": True}, {"keeps_cells": True}, {"mapped": True}):
-        assert _tuned._key(case) != _tuned._key(case._replace(**change))
+        assert tuned._key(case) != tuned._key(case._replace(**change))
 
 
 def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch):
@@ -172,7 +170,7 @@ def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch
     times, _ = clock
     times["persistent"] = 0.5
     assert weft.tune(layer, x).algorithm == "persistent"
-    monkeypatch.setitem(_algorithms._OBSTACLES, "persistent", lambda case: "it is not built")
+    monkeypatch.setitem(choice._OBSTACLES, "persistent", lambda case: "it is not built")
     _forget()
     assert weft.explain(layer, x).algorithm == "torch"
 
@@ -180,7 +178,7 @@ def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch
 def test_what_raises_is_left_out(clock, monkeypatch):
     """As cuDNN does for some lengths."""
     _, measured = clock
-    layer, x, module = weft.nn.GRU(3, 8), torch.randn(20, 5, 3), sys.modules["weft.tune"]
+    layer, x, module = weft.nn.GRU(3, 8), torch.randn(20, 5, 3), weft._rnn.tune
     measure = module._measure
 
     def refusing(layer, name, call):
@@ -211,7 +209,7 @@ def test_other_processes_read_it(clock, cache):
 def test_the_file_is_read_once(clock, cache, monkeypatch):
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
     weft.explain(layer, x)
-    monkeypatch.setattr(_tuned, "_read", lambda: pytest.fail("the file was read again"))
+    monkeypatch.setattr(tuned, "_read", lambda: pytest.fail("the file was read again"))
     weft.explain(layer, x), layer(x)
 
 
@@ -219,7 +217,7 @@ def test_entries_of_others_are_kept(clock, cache):
     x = torch.randn(20, 5, 3)
     weft.tune(weft.nn.GRU(3, 8), x)
     first = written(cache)
-    _tuned._entries = {}  # another process, which read before the first one wrote
+    tuned._entries = {}  # another process, which read before the first one wrote
     weft.tune(weft.nn.GRU(3, 9), x)
     assert len(written(cache)) == 2 and first.items() <= written(cache).items()
 
@@ -269,7 +267,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(clock, cache, monkeypat
 def test_the_default_place(monkeypatch, cache):
     monkeypatch.delenv("WEFT_CACHE_DIR")
     monkeypatch.setenv("HOME", str(cache))
-    assert _tuned.path() == cache / ".cache" / "weft" / weft.__version__ / "tune.json"
+    assert tuned.path() == cache / ".cache" / "weft" / weft.__version__ / "tune.json"
 
 
 @devices

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from . import _ops, data, nn, offloading, scan, vertex
-from .accelerate import accelerate
-from .explain import explain
-from .tune import tune
+from ._rnn.accelerate import accelerate
+from ._rnn.explain import Candidate, Explanation, explain
+from ._rnn.tune import tune
 from .vertex import Graphs
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Candidate",
+    "Explanation",
     "Graphs",
     "__version__",
     "accelerate",

@@ -22,10 +22,12 @@ try:
 except ImportError as error:
     raise ImportError(f"weft: the compiled library does not load ({error}); run `{_BUILD}` again") from error
 
-from . import _autocast, _fake  # noqa: E402
+# A room registers its ops' rules when its rules.py is imported.
+from ._rnn import rules as _rnn_rules  # noqa: E402
+from ._scan import rules as _scan_rules  # noqa: E402
 
 WITH_CUDA: bool = _C.with_cuda
 """Whether the CUDA kernels were built."""
 
 __all__ = ["WITH_CUDA"]
-_ = (_autocast, _fake)
+_ = (_rnn_rules, _scan_rules)

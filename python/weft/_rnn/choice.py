@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from . import _C, _costs, _tuned
-from ._ops import WITH_CUDA
-from ._torch_limits import why_not_cudnn, why_not_onednn
+from .. import _C
+from .._ops import WITH_CUDA
+from . import costs, tuned
+from .torch_limits import why_not_cudnn, why_not_onednn
 
 __all__ = [
     "ALGORITHMS",
@@ -307,7 +308,7 @@ def why_auto_skips_scan(case: Case) -> str | None:
     if limits is None or limits.alone or us is None:
         return None
     # A plan compiles kernels: not where the scan is as fast as any could be.
-    if us <= _costs.persistent_at_least_us(case) or why_not_persistent(case) is not None:
+    if us <= costs.persistent_at_least_us(case) or why_not_persistent(case) is not None:
         return None
     return _why_slower(case, "scan", "persistent")
 
@@ -320,7 +321,7 @@ def why_auto_skips_persistent(case: Case) -> str | None:
         return "auto takes it where it has a kernel"
     # Against cuDNN's kernels for all steps, and for packed input, it was faster wherever it was measured, by less in
     # places than the errors of the two models.
-    if case.packed or _costs.cudnn_kernel(case) != "standard":
+    if case.packed or costs.cudnn_kernel(case) != "standard":
         return None
     return _why_slower(case, "persistent", "torch")
 
@@ -380,11 +381,11 @@ def why_auto_skips(name: str, case: Case) -> str | None:
     return _PREFERENCES[name](case) if name in _PREFERENCES else None
 
 
-def measured(case: Case) -> _tuned.Entry | None:
+def measured(case: Case) -> tuned.Entry | None:
     """What weft.tune found for cases like this one."""
     if case.steps is None or case.batch is None:
         return None
-    return _tuned.look_up(case)
+    return tuned.look_up(case)
 
 
 def how(name: str, case: Case) -> str:
@@ -417,9 +418,9 @@ def modelled_time(name: str, case: Case) -> float | None:
     us = None
     if name == "persistent":
         us = persistent_plan(case).expected_us
-        us = None if us is None else max(us + _costs.projection_us(case), _costs.host_us(case))
+        us = None if us is None else max(us + costs.projection_us(case), costs.host_us(case))
     elif name in ("scan", "torch"):
-        us = (_costs.scan_us if name == "scan" else _costs.torch_us)(case)
+        us = (costs.scan_us if name == "scan" else costs.torch_us)(case)
     return None if us is None else float(us)  # of sizes that are symbols, a symbol
 
 

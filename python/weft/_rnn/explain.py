@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _algorithms, nn
+from . import choice
+from .layers import GRU, LSTM, RNN
 
 __all__ = ["Candidate", "Explanation", "explain"]
 
@@ -53,7 +54,7 @@ class Explanation:
 
 
 def explain(
-    layer: nn.RNN | nn.GRU | nn.LSTM,
+    layer: RNN | GRU | LSTM,
     x: Tensor | PackedSequence,
     hx: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Explanation:
@@ -74,29 +75,27 @@ def explain(
         TypeError: `layer` is not one of Weft's layers.
         Otherwise what the layer itself raises for this input.
     """
-    if not isinstance(layer, (nn.RNN, nn.GRU, nn.LSTM)):
+    if not isinstance(layer, (RNN, GRU, LSTM)):
         raise TypeError(f"explain: layer must be a weft.nn.RNN, GRU or LSTM, got {type(layer).__name__}")
-    case = layer._prepare(x, hx if hx is None or isinstance(layer, nn.LSTM) else (hx,)).case
-    algorithm, reason = _algorithms.choose(layer.algorithm, case)
-    candidates = tuple(
-        _candidate(name, algorithm, reason, layer.algorithm, case) for name in _algorithms.ALGORITHMS[1:]
-    )
+    case = layer._prepare(x, hx if hx is None or isinstance(layer, LSTM) else (hx,)).case
+    algorithm, reason = choice.choose(layer.algorithm, case)
+    candidates = tuple(_candidate(name, algorithm, reason, layer.algorithm, case) for name in choice.ALGORITHMS[1:])
     return Explanation(repr(layer), _describe(case), layer.algorithm, algorithm, reason, candidates)
 
 
-def _candidate(name: str, taken: str, why: str, asked: str, case: _algorithms.Case) -> Candidate:
-    times = _algorithms.expected_time(name, case), _algorithms.measured_time(name, case) is not None
+def _candidate(name: str, taken: str, why: str, asked: str, case: choice.Case) -> Candidate:
+    times = choice.expected_time(name, case), choice.measured_time(name, case) is not None
     if name == taken:
-        return Candidate(name, True, "; ".join(filter(None, (why, _algorithms.how(name, case)))), *times)
-    obstacle = _algorithms.obstacle(name, case)
+        return Candidate(name, True, "; ".join(filter(None, (why, choice.how(name, case)))), *times)
+    obstacle = choice.obstacle(name, case)
     if obstacle is not None:
         return Candidate(name, False, obstacle)
     if asked == taken:
         return Candidate(name, True, f'algorithm="{asked}" was asked for', *times)
     if name == "reference":
         return Candidate(name, True, "slow, differentiable to any order", *times)
-    tuned = _algorithms.measured(case) is not None
-    reason = None if tuned or asked != "auto" else _algorithms.why_auto_skips(name, case)
+    tuned = choice.measured(case) is not None
+    reason = None if tuned or asked != "auto" else choice.why_auto_skips(name, case)
     return Candidate(name, True, reason or f"{asked} takes {taken} here", *times)
 
 
@@ -104,7 +103,7 @@ def _three_digits(number: float) -> str:
     return f"{float(f'{number:.3g}'):.10g}"
 
 
-def _describe(case: _algorithms.Case) -> str:
+def _describe(case: choice.Case) -> str:
     dtype = str(case.dtype).removeprefix("torch.")
     sizes = f"T={case.steps} B={case.batch} " if case.steps is not None else ""
     return f"{sizes}{'packed ' if case.packed else ''}{dtype} input on {case.device}"

@@ -9,16 +9,17 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from . import _algorithms, nn
+from . import choice
+from .layers import GRU, LSTM, RNN
 
 __all__ = ["accelerate"]
 
 M = TypeVar("M", bound=Module)
 
 _REPLACEMENTS: dict[type[Module], type[Module]] = {
-    torch.nn.RNN: nn.RNN,
-    torch.nn.GRU: nn.GRU,
-    torch.nn.LSTM: nn.LSTM,
+    torch.nn.RNN: RNN,
+    torch.nn.GRU: GRU,
+    torch.nn.LSTM: LSTM,
 }
 
 
@@ -53,7 +54,7 @@ def accelerate(model: M, *, algorithm: str = "auto") -> M:
     """
     if not isinstance(model, Module):
         raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
-    _algorithms.check_algorithm(algorithm)
+    choice.check_algorithm(algorithm)
     swapped: dict[Module, Module] = {}
     for parent in list(model.modules()):
         # Not named_children: it names a child that stands twice only once.

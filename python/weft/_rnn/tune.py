@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _algorithms, _tuned, nn
+from . import choice, tuned
 from .explain import Explanation, explain
+from .layers import GRU, LSTM, RNN, _Call
 
 __all__ = ["tune"]
 
@@ -23,7 +24,7 @@ _FEWEST_RUNS = 3
 
 
 def tune(
-    layer: nn.RNN | nn.GRU | nn.LSTM,
+    layer: RNN | GRU | LSTM,
     x: Tensor | PackedSequence,
     hx: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Explanation:
@@ -54,7 +55,7 @@ def tune(
     if torch.compiler.is_compiling():
         raise RuntimeError("tune: a compiled graph cannot measure; call weft.tune before torch.compile")
     explanation = explain(layer, x, hx)
-    call = layer._prepare(x, hx if hx is None or isinstance(layer, nn.LSTM) else (hx,))
+    call = layer._prepare(x, hx if hx is None or isinstance(layer, LSTM) else (hx,))
     case = call.case
     if case.transformed or case.mapped:
         raise RuntimeError("tune: under torch.func transforms and forward-mode AD nothing can be measured")
@@ -66,8 +67,8 @@ def tune(
         with torch.random.fork_rng([call.input.device] if on_cuda else []), _in_training(layer, case.trains):
             times = _measure_all(layer, names, call)
         best = min(times, key=times.__getitem__)
-        _tuned.remember(case, _tuned.Entry(best, times))
-        _algorithms.forget_choices()
+        tuned.remember(case, tuned.Entry(best, times))
+        choice.forget_choices()
     return explain(layer, x, hx)
 
 
@@ -82,7 +83,7 @@ def _in_training(layer: torch.nn.Module, wanted: bool) -> Iterator[None]:
         layer.training = before
 
 
-def _measure_all(layer: nn.RNN | nn.GRU | nn.LSTM, names: list[str], call: nn._Call) -> dict[str, float]:
+def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: _Call) -> dict[str, float]:
     """Microseconds by algorithm, of those that run: memory may not do for all."""
     times: dict[str, float] = {}
     failure: RuntimeError | None = None
@@ -96,7 +97,7 @@ def _measure_all(layer: nn.RNN | nn.GRU | nn.LSTM, names: list[str], call: nn._C
     return times
 
 
-def _measure(layer: nn.RNN | nn.GRU | nn.LSTM, name: str, call: nn._Call) -> float:
+def _measure(layer: RNN | GRU | LSTM, name: str, call: _Call) -> float:
     """Microseconds of one run, the median of several."""
     # Leaves of their own, so that no gradient goes further than the layer.
     own = [t.detach().requires_grad_(t.requires_grad) for t in (call.input, *(call.state or ()))]

@@ -5,7 +5,7 @@ them again. Beside each stands how far it is off, the relative rms over those ro
 it is said otherwise: below that the host is most of the time, and varies by a quarter. In float32 torch's kernels took
 TF32.
 
-The costs of the persistent kernels follow from how they are laid out on the device, see _algorithms.persistent_plan.
+The costs of the persistent kernels follow from how they are laid out on the device, see choice.persistent_plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from ._algorithms import Case
+    from .choice import Case
 
 __all__ = ["Line", "cudnn_kernel", "host_us", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import _VF, Tensor
 
-from . import reference
-from ._algorithms import Case
-from ._torch_limits import why_not_cudnn, why_not_onednn
+from .. import reference
+from .choice import Case
+from .torch_limits import why_not_cudnn, why_not_onednn
 
 KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 

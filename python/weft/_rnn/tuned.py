@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from ._algorithms import Case
+    from .choice import Case
 
 __all__ = ["Entry", "look_up", "path", "remember"]
 
@@ -33,7 +33,7 @@ _entries: dict[str, Entry] | None = None
 
 def path() -> Path:
     """``$WEFT_CACHE_DIR/tune.json`` or ``~/.cache/weft/<version>/tune.json``."""
-    from .info import cache_dir
+    from ..info import cache_dir
 
     return (cache_dir() if os.environ.get("WEFT_CACHE_DIR") else cache_dir() / _version()) / "tune.json"
 
@@ -121,7 +121,7 @@ def _bucket(size: int) -> int:
 
 
 def _version() -> str:
-    from . import __version__
+    from .. import __version__
 
     return __version__
 
@@ -134,6 +134,6 @@ def _device_name(case: Case) -> str:
 
 @functools.cache
 def _processor() -> str:
-    from .info import cpu_name
+    from ..info import cpu_name
 
     return "_".join(cpu_name().split())

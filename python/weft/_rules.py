@@ -1,0 +1,33 @@
+"""What the rules of several rooms share.
+
+A room's rules.py registers for each of its ops what it returns for fake tensors, how autocast casts its arguments and,
+where there is a batch dimension, how vmap maps it; _ops.py imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LIBRARY = torch.library.Library("weft", "IMPL")
+"""Where autocast rules are registered, for the keys AutocastCPU and AutocastCUDA."""
+
+
+def below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys.add(torch._C.DispatchKey.AutocastCUDA))
+
+
+def one_by_one(op, size: int, in_dims: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The results of one call for each index of the mapped dimension, stacked."""
+
+    def select(argument: Any, dim: Any, index: int) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [select(a, d, index) for a, d in zip(argument, dim, strict=True)]
+        return argument if dim is None else argument.select(dim, index)
+
+    runs = [op(*(select(a, d, i) for a, d in zip(args, in_dims, strict=True)), **kwargs) for i in range(size)]
+    return [torch.stack(results) for results in zip(*runs, strict=True)]

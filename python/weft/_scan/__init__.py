@@ -1,0 +1,1 @@
+"""The scan engine. The public names are in weft.scan."""

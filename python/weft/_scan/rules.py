@@ -1,0 +1,190 @@
+"""Rules of linear_scan and chain_backward: fake tensors, vmap, autocast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._rules import LIBRARY, below_autocast
+
+
+def _may_be_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two shapes are equal, or cannot be told apart because a size depends on data."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # slow to import
+
+    return len(shape) == len(other) and all(guard_or_true(m == n) for m, n in zip(shape, other, strict=True))
+
+
+def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None) -> None:
+    """The checks of csrc/scan/linear_scan.cpp, on sizes that may be symbols."""
+    torch._check_type(
+        A.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        lambda: f"linear_scan: A must be float16, bfloat16, float32 or float64, got {A.dtype}",
+    )
+    torch._check_type(b.dtype == A.dtype, lambda: f"linear_scan: b must have the dtype of A, {A.dtype}, got {b.dtype}")
+    torch._check_type(
+        x0 is None or x0.dtype == A.dtype,
+        lambda: f"linear_scan: x0 must have the dtype of A, {A.dtype}, got {x0.dtype}",
+    )
+    torch._check_value(b.dim() == 3, lambda: f"linear_scan: b must be (T, B, H), got {tuple(b.shape)}")
+    T, B, H = b.shape
+    torch._check_value(
+        x0 is None or _may_be_equal(x0.shape, (B, H)),
+        lambda: f"linear_scan: x0 must be (B, H) = {(B, H)}, got {tuple(x0.shape)}",
+    )
+    torch._check_value(
+        any(_may_be_equal(A.shape, shape) for shape in ((T, B, H), (T, B, H, H), (T, 1, H, H), (T, H, H))),
+        lambda: (
+            f"linear_scan: A must be (T, B, H, H) = {(T, B, H, H)}, (T, H, H) or (T, 1, H, H) shared by the batch, or "
+            f"(T, B, H) diagonal, to go with b {tuple(b.shape)}; got {tuple(A.shape)}"
+        ),
+    )
+
+
+@torch.library.register_fake("weft::linear_scan")
+def _linear_scan_fake(
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
+) -> Tensor:
+    _check_linear_scan(A, b, x0)
+    return b.new_empty(b.shape)
+
+
+@torch.library.register_fake("weft::linear_scan_backward")
+def _linear_scan_backward_fake(
+    grad: Tensor,
+    A: Tensor,
+    x: Tensor | None,
+    x0: Tensor | None,
+    reverse: bool,
+    transpose: bool,
+    output_mask: list[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    _check_linear_scan(A, grad, x0)
+    torch._check_value(
+        x is None or _may_be_equal(x.shape, grad.shape),
+        lambda: f"linear_scan_backward: x must be (T, B, H) = {tuple(grad.shape)}, got {tuple(x.shape)}",
+    )
+    return (
+        A.new_empty(A.shape) if output_mask[0] else None,
+        grad.new_empty(grad.shape) if output_mask[1] else None,
+        x0.new_empty(x0.shape) if output_mask[2] and x0 is not None else None,
+    )
+
+
+class _Mapped:
+    """Tensors of which some have a mapped dimension, of N, which becomes the outer part of the batch."""
+
+    def __init__(self, N: int, A: Tensor, A_dim: int | None, b: Tensor, b_dim: int | None) -> None:
+        self.N = N
+        self.A, self.b = self._in_front(A, A_dim), self._in_front(b, b_dim)
+        self.diagonal = self.A.shape[1:] == self.b.shape[1:]
+        self.shared = not self.diagonal and (self.A.dim() == 4 or (self.A.shape[2] == 1 and self.b.shape[2] != 1))
+
+    @staticmethod
+    def _in_front(t: Tensor, dim: int | None) -> Tensor:
+        return t.unsqueeze(0) if dim is None else t.movedim(dim, 0)
+
+    def _fold(self, t: Tensor, batch: int) -> Tensor:
+        return t.expand(self.N, *t.shape[1:]).movedim(0, batch).flatten(batch, batch + 1)
+
+    def fold(self, t: Tensor | None, dim: int | None, batch: int) -> Tensor | None:
+        """`t` with its batch dimension, `batch` where it is not mapped, N times as long."""
+        return None if t is None else self._fold(self._in_front(t, dim), batch)
+
+    def unfold(self, t: Tensor, batch: int) -> Tensor:
+        """The mapped dimension of a result at its place, `batch`."""
+        return t.unflatten(batch, (self.N, t.shape[batch] // max(self.N, 1)))
+
+    def matrices(self, keep_shared: bool) -> Tensor:
+        """A, folded; one that everything shares may stay (T, 1, H, H)."""
+        if self.diagonal:
+            return self._fold(self.A, 1)
+        A = self.A if self.A.dim() == 5 else self.A.unsqueeze(2)  # (N or 1, T, B or 1, H, H)
+        if keep_shared and A.shape[0] == 1 and A.shape[2] == 1:
+            return A.squeeze(0)
+        return self._fold(A.expand(-1, -1, self.b.shape[2], -1, -1), 1)
+
+
+@torch.library.register_vmap("weft::linear_scan")
+def _linear_scan_vmap(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    A: Tensor,
+    b: Tensor,
+    x0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    transpose: bool = False,
+) -> tuple[Tensor, int]:
+    mapped = _Mapped(info.batch_size, A, in_dims[0], b, in_dims[1])
+    x0 = mapped.fold(x0, in_dims[2] if x0 is not None else None, 0)
+    x = torch.ops.weft.linear_scan(
+        mapped.matrices(keep_shared=True), mapped.fold(b, in_dims[1], 1), x0, reverse=reverse, transpose=transpose
+    )
+    return mapped.unfold(x, 1), 1
+
+
+@torch.library.register_vmap("weft::linear_scan_backward")
+def _linear_scan_backward_vmap(
+    info: Any,
+    in_dims: tuple[int | None, ...],
+    grad: Tensor,
+    A: Tensor,
+    x: Tensor | None,
+    x0: Tensor | None,
+    reverse: bool,
+    transpose: bool,
+    output_mask: list[bool],
+) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+    mapped = _Mapped(info.batch_size, A, in_dims[1], grad, in_dims[0])
+    # The gradient of a shared A is a sum over the batch, but not over what is mapped.
+    matrices = mapped.matrices(keep_shared=not output_mask[0])
+    grad_A, grad_b, grad_x0 = torch.ops.weft.linear_scan_backward(
+        mapped.fold(grad, in_dims[0], 1),
+        matrices,
+        mapped.fold(x, in_dims[2], 1),
+        mapped.fold(x0, in_dims[3], 0),
+        reverse,
+        transpose,
+        output_mask,
+    )
+    if grad_A is not None:
+        grad_A = mapped.unfold(grad_A, 1)  # (T, N, B, ...)
+        if mapped.shared:
+            grad_A = grad_A.sum(2, keepdim=mapped.A.dim() == 5)
+    grad_b = None if grad_b is None else mapped.unfold(grad_b, 1)
+    grad_x0 = None if grad_x0 is None else mapped.unfold(grad_x0, 0)
+    results = (grad_A, grad_b, grad_x0)
+    return results, tuple(None if t is None else dim for t, dim in zip(results, (1, 1, 0), strict=True))
+
+
+def _widest(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The floating tensors in the widest dtype among them: a recurrence is no place for autocast's narrow one."""
+    floating = [t for t in tensors if t is not None and t.is_floating_point()]
+    if not floating:
+        return list(tensors)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in floating))
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def _linear_scan_autocast(
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
+) -> Tensor:
+    with below_autocast():
+        A, b, x0 = _widest(A, b, x0)
+        return torch.ops.weft.linear_scan(A, b, x0, reverse=reverse, transpose=transpose)
+
+
+def _chain_backward_autocast(grad: Tensor, jacobians: list[Tensor], levels: int = -1) -> list[Tensor]:
+    with below_autocast():
+        grad, *jacobians = _widest(grad, *jacobians)
+        return torch.ops.weft.chain_backward(grad, jacobians, levels)
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    LIBRARY.impl("linear_scan", _linear_scan_autocast, _key)
+    LIBRARY.impl("chain_backward", _chain_backward_autocast, _key)
