@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from weft._rnn import choice, costs
-from weft._rnn.choice import Case
+from weft._rnn.case import Case
 from weft._rnn.costs import Line
 
 from benchmarks.common import DTYPES, RESULTS, of_one_gpu, parse_case, read_rows
@@ -65,11 +65,21 @@ def case_of(keys: dict[str, str], metric: str) -> Case:
     """The case of a row, as the choice of an algorithm sees it."""
     hidden = int(keys["H"])
     return Case(
-        keys["cell"], keys["device"], DTYPES[keys["dtype"]], hidden, int(keys["B"]), int(keys["T"]),
-        keys.get("layout") == "packed", 0, False, layers=int(keys.get("layers", 1)),
-        directions=int(keys.get("directions", 1)), trains=metric in ("backward", "forward_backward"),
-        input_size=int(keys.get("inputs", hidden)), index=0, capability=(9, 0), tf32=keys["dtype"] == "fp32",
-    )  # fmt: skip
+        cell=keys["cell"],
+        device=keys["device"],
+        dtype=DTYPES[keys["dtype"]],
+        hidden_size=hidden,
+        batch=int(keys["B"]),
+        steps=int(keys["T"]),
+        packed=keys.get("layout") == "packed",
+        layers=int(keys.get("layers", 1)),
+        directions=int(keys.get("directions", 1)),
+        trains=metric in ("backward", "forward_backward"),
+        input_size=int(keys.get("inputs", hidden)),
+        index=0,
+        capability=(9, 0),
+        tf32=keys["dtype"] == "fp32",
+    )
 
 
 def fit(features: Iterable[Sequence[float]], times: Sequence[float]) -> np.ndarray:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from weft._rnn import choice, costs
+from weft._rnn.case import Case
 
 from benchmarks import common, fit_costs, geometries, rnn, scan
 
@@ -111,7 +112,7 @@ def test_auto_was_measured_not_to_lose(monkeypatch):
 
     def scans(case: scan.LayerCase) -> bool:
         dtype = common.DTYPES[case.dtype]
-        asked = choice.Case(case.cell, "cuda", dtype, case.H, case.B, case.T, False, 0, False)
+        asked = Case(cell=case.cell, device="cuda", dtype=dtype, hidden_size=case.H, batch=case.B, steps=case.T)
         return choice.choose("auto", asked._replace(capability=(9, 0)))[0] == "scan"
 
     scanned = [row for row in rows if row["case"] in grid and scans(grid[row["case"]])]

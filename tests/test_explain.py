@@ -12,21 +12,22 @@ import torch
 import weft
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
-from weft._rnn import choice, costs, tuned
+from weft._rnn import choice, costs, runs, tuned
+from weft._rnn.calls import prepare
+from weft._rnn.case import Case, takes_tf32
 from weft._rnn.choice import (
     AUTO_PERSISTENT,
     AUTO_PROJECTED,
     AUTO_SCAN,
     CUDA_MAX_HIDDEN,
     CUDA_MAX_HIDDEN_FP64,
-    Case,
     Limits,
     Table,
     choose,
 )
 from weft._rnn.torch_limits import CUDNN_MAX_STEPS
 
-CASE = Case("gru", "cpu", torch.float32, 16, 4, 100, False, 0, False)
+CASE = Case(cell="gru", device="cpu", dtype=torch.float32, hidden_size=16, batch=4, steps=100)
 
 
 @pytest.fixture(autouse=True)
@@ -309,14 +310,14 @@ def precisions():
 
 def test_tf32_is_what_torch_takes_for_its_rnns(precisions):
     def takes():
-        return choice.takes_tf32("cuda", torch.float32)
+        return takes_tf32("cuda", torch.float32)
 
     for allowed in (True, False):
         torch._C._set_cudnn_allow_tf32(allowed)
         assert takes() == allowed
     torch._C._set_fp32_precision_setter("cuda", "rnn", "tf32")
     assert takes()
-    assert not choice.takes_tf32("cpu", torch.float32) and not choice.takes_tf32("cuda", torch.float16)
+    assert not takes_tf32("cpu", torch.float32) and not takes_tf32("cuda", torch.float16)
     torch._C._set_fp32_precision_setter("cuda", "rnn", "none")  # as all of CUDA
     for precision in ("ieee", "tf32"):
         torch._C._set_fp32_precision_setter("cuda", "all", precision)
@@ -332,8 +333,8 @@ def test_the_choice_sees_tf32():
     layer, x = weft.nn.GRU(3, 16, device="cuda"), torch.randn(5, 2, 3, device="cuda")
     for allowed in (True, False):
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=allowed):
-            assert layer._prepare(x, None).case.tf32 == allowed
-            half = layer.half()._prepare(x.half(), None)
+            assert prepare(layer, x, None).case.tf32 == allowed
+            half = prepare(layer.half(), x.half(), None)
             layer.float()
         assert not half.case.tf32
 
@@ -469,16 +470,16 @@ def test_it_tells_why_auto_leaves_the_persistent_kernels():
 def test_the_choice_sees_chains_and_gradients():
     x, h = torch.randn(5, 2, 3), torch.zeros(4, 2, 6)
     layer = weft.nn.GRU(3, 6, num_layers=2, bidirectional=True)
-    case = layer._prepare(x, (h,)).case
+    case = prepare(layer, x, (h,)).case
     assert (case.layers, case.directions, case.trains, case.input_size) == (2, 2, True, 3)
     assert case.index is case.capability is None and not case.tf32
     layer.requires_grad_(False)
-    assert not layer._prepare(x, (h,)).case.trains
-    assert layer._prepare(x.clone().requires_grad_(), None).case.trains
+    assert not prepare(layer, x, (h,)).case.trains
+    assert prepare(layer, x.clone().requires_grad_(), None).case.trains
     h.requires_grad_()
-    assert layer._prepare(x, (h,)).case.trains
+    assert prepare(layer, x, (h,)).case.trains
     with torch.no_grad():
-        assert not layer._prepare(x, (h,)).case.trains
+        assert not prepare(layer, x, (h,)).case.trains
 
 
 def test_it_tells_what_does_not_fit():
@@ -543,8 +544,8 @@ def test_nothing_runs():
 def test_the_algorithm_that_is_told_is_the_one_that_runs(monkeypatch):
     ran = []
     for name in ("_run_persistent", "_run_scan", "_run_torch", "_run_reference"):
-        original = getattr(weft.nn.GRU, name)
-        monkeypatch.setattr(weft.nn.GRU, name, lambda *a, f=original, n=name: (ran.append(n), f(*a))[1])
+        original = getattr(runs, name)
+        monkeypatch.setattr(runs, name, lambda *a, f=original, n=name: (ran.append(n), f(*a))[1])
     x = torch.randn(5, 2, 3)
     inputs = (x, x[:, 0], rnn.pack_padded_sequence(x, [5, 2]))
     for asked in ("auto", "persistent", "scan", "torch", "reference"):

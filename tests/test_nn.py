@@ -22,7 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weft._rnn import choice, torch_limits, torch_rnn
+from weft._rnn import calls, choice, torch_limits, torch_rnn
+from weft._rnn.calls import choose_at_once, prepare
+from weft._rnn.case import Case
 
 CELLS = {
     "tanh": (weft.nn.RNN, torch.nn.RNN, {}),
@@ -295,12 +297,12 @@ def test_calls_that_go_the_short_way(monkeypatch, cell, with_state, options, alg
     shape = (2, 5, I) if ours.batch_first else (5, 2, I)
     x = torch.randn(shape, device=device, requires_grad=True)
     state = [s.requires_grad_() for s in states(ours, 2)] if with_state else None
-    short = ours._choice_at_once(x, None if state is None else tuple(state))
+    short = choose_at_once(ours, x, None if state is None else tuple(state))
     assert short == (None if algorithm == "torch" and not with_state else algorithm)
     wanted = [x, *(state or ()), *ours.parameters()]
     found = []
     for way in (short, None):
-        monkeypatch.setattr(ours, "_choice_at_once", lambda *_, way=way: way)
+        monkeypatch.setattr(calls, "choose_at_once", lambda *_, way=way: way)
         result = flat(ours(x, hx_of(ours, state)))
         found.append([*result, *torch.autograd.grad(sum(r.square().sum() for r in result), wanted)])
     for a, b in zip(*found, strict=True):
@@ -310,7 +312,7 @@ def test_calls_that_go_the_short_way(monkeypatch, cell, with_state, options, alg
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=["layers", "directions"])
 def test_a_scan_of_several_calls_goes_the_long_way(options):
     ours, _ = layers("gru", "cpu", torch.float32, "scan", **options)
-    assert ours._choice_at_once(torch.randn(5, 2, I), None) is None
+    assert choose_at_once(ours, torch.randn(5, 2, I), None) is None
 
 
 # Packed by hand -------------------------------------------------------------------------------------------------------
@@ -1048,7 +1050,7 @@ def any_derivative(monkeypatch):
 
 
 def test_where_torch_needs_any_derivative():
-    case = choice.Case("gru", "cuda", torch.float64, 16, 4, 100, False, 0, False)
+    case = Case(cell="gru", device="cuda", dtype=torch.float64, hidden_size=16, batch=4, steps=100)
     assert torch_rnn.needs_any_derivative(case)
     for change in ({"device": "cpu"}, {"dtype": torch.float32}, {"trains": False}):
         assert not torch_rnn.needs_any_derivative(case._replace(**change))
@@ -1446,7 +1448,7 @@ def test_torch_op_by_the_reference(monkeypatch, device, cell, options, packed, a
     state = [s.requires_grad_() for s in states(ours, 3)]
     weights = list(ours.parameters())
     with torch.autocast(device, autocast, enabled=autocast is not None):
-        dtypes = ours._prepare(rnn.PackedSequence(x, batch_sizes) if packed else x, tuple(state)).dtypes
+        dtypes = prepare(ours, rnn.PackedSequence(x, batch_sizes) if packed else x, tuple(state)).dtypes
     rest = batch_sizes if packed else None, ours.mode.lower(), True, 2, True, autocast, *dtypes
     found, asked = [], set()
     for too_long in (True, False):

@@ -16,11 +16,6 @@ LIBRARY = torch.library.Library("weft", "IMPL")
 """Where autocast rules are registered, for the keys AutocastCPU and AutocastCUDA."""
 
 
-def below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    return torch._C._ExcludeDispatchKeyGuard(keys.add(torch._C.DispatchKey.AutocastCUDA))
-
-
 def one_by_one(op, size: int, in_dims: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The results of one call for each index of the mapped dimension, stacked."""
 

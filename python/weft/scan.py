@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  loads torch.ops.weft
+from ._torch_private import differentiated_by_transform
 
 __all__ = ["chain_backward", "chain_backward_reference", "linear_scan", "linear_scan_reference"]
 
@@ -52,7 +53,7 @@ def linear_scan(
     _check_tensor("linear_scan", "b", b)
     if x0 is not None:
         _check_tensor("linear_scan", "x0", x0)
-    if _differentiated_by_transform(A, b, x0):
+    if differentiated_by_transform(A, b, x0):
         return linear_scan_reference(A, b, x0, reverse=reverse, transpose=transpose)
     if reverse is False and transpose is False:  # a keyword takes the dispatcher close to a microsecond
         return _linear_scan(A, b, x0)
@@ -123,7 +124,7 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
     for position, jacobian in enumerate(jacobians):
         _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
     levels = _levels(schedule)
-    if levels != _SCHEDULES["linear"] and _differentiated_by_transform(grad, *jacobians):
+    if levels != _SCHEDULES["linear"] and differentiated_by_transform(grad, *jacobians):
         levels = _SCHEDULES["linear"]  # every other one may take linear_scan
     return [grad, *torch.ops.weft.chain_backward(grad, jacobians, levels)]
 
@@ -152,19 +153,3 @@ def _levels(schedule: str | int) -> int:
 def _check_tensor(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
-
-
-def _differentiated_by_transform(*tensors: Tensor | None) -> bool:
-    """Whether torch.func.grad, jvp, vjp or forward-mode AD sees these tensors: they refuse C++ autograd functions."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._functorch.maybe_current_level() is not None:
-        from torch._C._functorch import TransformType
-        from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
-
-        transforms = {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
-        if transforms & {TransformType.Grad, TransformType.Jvp}:
-            return True
-    if torch.autograd.forward_ad._current_level < 0:
-        return False
-    return any(t is not None and torch.autograd.forward_ad.unpack_dual(t).tangent is not None for t in tensors)

@@ -11,6 +11,7 @@ import torch
 from .. import _C
 from .._ops import WITH_CUDA
 from . import costs, tuned
+from .case import Case
 from .torch_limits import why_not_cudnn, why_not_onednn
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "AUTO_SCAN",
     "CUDA_MAX_HIDDEN",
     "CUDA_MAX_HIDDEN_FP64",
-    "Case",
     "Limits",
     "Plan",
     "Table",
@@ -31,7 +31,6 @@ __all__ = [
     "forget_choices",
     "persistent_plan",
     "remember_choices",
-    "takes_tf32",
 ]
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
@@ -113,56 +112,6 @@ CUDA_MAX_HIDDEN_FP64 = 32
 """The same in float64 (kScanRnnSmallHidden)."""
 
 _DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
-
-
-class Case(NamedTuple):
-    """What the choice looks at."""
-
-    cell: str
-    """ "rnn_tanh", "rnn_relu", "gru" or "lstm"."""
-    device: str
-    dtype: torch.dtype
-    """What the layer computes in: the input's dtype, or autocast's."""
-    hidden_size: int
-    batch: int | None
-    steps: int | None
-    """T. None, like `batch`, in a compiled graph, where looking at it would tie the graph to a range of sizes: "auto"
-    then takes from its tables only what it takes at every size, and on CUDA "persistent" where the weights fit."""
-    packed: bool
-    proj_size: int
-    """P of an LSTM with projection, else 0."""
-    transformed: bool
-    """Under a torch.func transform that differentiates, or in a forward-mode AD level."""
-    mapped: bool = False
-    """Under torch.func.vmap alone."""
-    layers: int = 1
-    directions: int = 1
-    trains: bool = True
-    """Whether anything asks for a gradient."""
-    keeps_cells: bool = False
-    """Whether the cell state of every step is a result."""
-    input_size: int = 1
-    index: int | None = None
-    """The GPU's, None on a CPU and in a compiled graph."""
-    capability: tuple[int, int] | None = None
-    """The GPU's compute capability, None likewise."""
-    tf32: bool = False
-    """Whether torch's RNNs multiply in TF32: in float32 on a GPU alone, and not in a compiled graph."""
-    autocast: bool = False
-    """Whether an autocast region casts to `dtype`."""
-
-    @property
-    def projected(self) -> bool:
-        return self.proj_size > 0
-
-
-_fp32_precision = torch._C._get_fp32_precision_getter
-
-
-def takes_tf32(device: str, dtype: torch.dtype) -> bool:
-    """Whether torch's RNNs multiply in TF32 on this device, whichever of torch's settings says so:
-    `torch.backends.cudnn.allow_tf32` cannot be read once the newer ones are in use."""
-    return device == "cuda" and dtype == torch.float32 and _fp32_precision("cuda", "rnn") == "tf32"
 
 
 def check_algorithm(name: str) -> str:

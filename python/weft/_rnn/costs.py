@@ -10,12 +10,11 @@ The costs of the persistent kernels follow from how they are laid out on the dev
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .choice import Case
+from .case import Case
 
 __all__ = ["Line", "cudnn_kernel", "host_us", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
 

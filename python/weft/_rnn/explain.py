@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from . import choice
+from .calls import prepare
+from .case import Case
 from .layers import GRU, LSTM, RNN
 
 __all__ = ["Candidate", "Explanation", "explain"]
@@ -77,13 +79,13 @@ def explain(
     """
     if not isinstance(layer, (RNN, GRU, LSTM)):
         raise TypeError(f"explain: layer must be a weft.nn.RNN, GRU or LSTM, got {type(layer).__name__}")
-    case = layer._prepare(x, hx if hx is None or isinstance(layer, LSTM) else (hx,)).case
+    case = prepare(layer, x, hx if hx is None or isinstance(layer, LSTM) else (hx,)).case
     algorithm, reason = choice.choose(layer.algorithm, case)
     candidates = tuple(_candidate(name, algorithm, reason, layer.algorithm, case) for name in choice.ALGORITHMS[1:])
     return Explanation(repr(layer), _describe(case), layer.algorithm, algorithm, reason, candidates)
 
 
-def _candidate(name: str, taken: str, why: str, asked: str, case: choice.Case) -> Candidate:
+def _candidate(name: str, taken: str, why: str, asked: str, case: Case) -> Candidate:
     times = choice.expected_time(name, case), choice.measured_time(name, case) is not None
     if name == taken:
         return Candidate(name, True, "; ".join(filter(None, (why, choice.how(name, case)))), *times)
@@ -103,7 +105,7 @@ def _three_digits(number: float) -> str:
     return f"{float(f'{number:.3g}'):.10g}"
 
 
-def _describe(case: choice.Case) -> str:
+def _describe(case: Case) -> str:
     dtype = str(case.dtype).removeprefix("torch.")
     sizes = f"T={case.steps} B={case.batch} " if case.steps is not None else ""
     return f"{sizes}{'packed ' if case.packed else ''}{dtype} input on {case.device}"

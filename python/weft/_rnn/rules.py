@@ -7,7 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, below_autocast, one_by_one
+from .._rules import LIBRARY, one_by_one
+from .._torch_private import below_autocast
 
 # scan_rnn -----------------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import _VF, Tensor
+from torch import Tensor
 
 from .. import reference
-from .choice import Case
+from .._torch_private import RNN_KERNELS, autograd_inside_an_op, keeps_graph
+from .case import Case
 from .torch_limits import why_not_cudnn, why_not_onednn
-
-KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 
 
 def call(
@@ -36,7 +35,7 @@ def call(
     """torch's kernel for the cell: output, h_n and, for an LSTM, c_n."""
     state = [s.contiguous() for s in state]  # cuDNN refuses any other
     hx = state if cell == "lstm" else state[0]
-    kernel = KERNELS[cell]
+    kernel = RNN_KERNELS[cell]
     if batch_sizes is None:
         return kernel(input, hx, weights, bias, num_layers, dropout, training, bidirectional, batch_first)
     return kernel(input, batch_sizes, hx, weights, bias, num_layers, dropout, training, bidirectional)
@@ -90,7 +89,7 @@ class _AnyDerivative(torch.autograd.Function):
         batch_sizes, *operands = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         create_graph = torch.is_grad_enabled()
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep_graph = keeps_graph()
         if create_graph:
             # The caller's operands may depend on each other, which is not for this function to differentiate.
             operands = [t.view_as(t) if n else t for t, n in zip(operands, needed, strict=True)]
@@ -107,14 +106,6 @@ class _AnyDerivative(torch.autograd.Function):
             )
         )
         return None, None, None, *(next(found) if n else None for n in needed)
-
-
-def _autograd_inside_an_op():
-    """An op's kernel runs below autograd; this guard lets autograd in again, for a computation that stays inside."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
-    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
 
 
 def _run(
@@ -192,7 +183,7 @@ def _torch_rnn_backward(
     split = 1 + len(state)
     widest = torch.promote_types(grads[0].dtype, grads[-1].dtype)
     options = {"cell": cell, "bias": bias, "num_layers": num_layers, "bidirectional": bidirectional}
-    with _autograd_inside_an_op(), torch.enable_grad():
+    with autograd_inside_an_op(), torch.enable_grad():
         operands = [t.detach().requires_grad_(n) for t, n in zip([input, *state, *weights], needed, strict=True)]
         result = _run(operands[0], operands[1:split], operands[split:], batch_sizes, options, autocast, widest)
         wanted = [t for t in operands if t.requires_grad]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from . import choice, tuned
+from . import choice, runs, tuned
+from .calls import Call, prepare
 from .explain import Explanation, explain
-from .layers import GRU, LSTM, RNN, _Call
+from .layers import GRU, LSTM, RNN
 
 __all__ = ["tune"]
 
@@ -55,7 +56,7 @@ def tune(
     if torch.compiler.is_compiling():
         raise RuntimeError("tune: a compiled graph cannot measure; call weft.tune before torch.compile")
     explanation = explain(layer, x, hx)
-    call = layer._prepare(x, hx if hx is None or isinstance(layer, LSTM) else (hx,))
+    call = prepare(layer, x, hx if hx is None or isinstance(layer, LSTM) else (hx,))
     case = call.case
     if case.transformed or case.mapped:
         raise RuntimeError("tune: under torch.func transforms and forward-mode AD nothing can be measured")
@@ -83,7 +84,7 @@ def _in_training(layer: torch.nn.Module, wanted: bool) -> Iterator[None]:
         layer.training = before
 
 
-def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: _Call) -> dict[str, float]:
+def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: Call) -> dict[str, float]:
     """Microseconds by algorithm, of those that run: memory may not do for all."""
     times: dict[str, float] = {}
     failure: RuntimeError | None = None
@@ -97,7 +98,7 @@ def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: _Call) -> dict
     return times
 
 
-def _measure(layer: RNN | GRU | LSTM, name: str, call: _Call) -> float:
+def _measure(layer: RNN | GRU | LSTM, name: str, call: Call) -> float:
     """Microseconds of one run, the median of several."""
     # Leaves of their own, so that no gradient goes further than the layer.
     own = [t.detach().requires_grad_(t.requires_grad) for t in (call.input, *(call.state or ()))]
@@ -107,7 +108,7 @@ def _measure(layer: RNN | GRU | LSTM, name: str, call: _Call) -> float:
     on_cuda = call.case.device == "cuda"
 
     def run() -> None:
-        output, final, cells = layer._run(name, call)
+        output, final, cells = runs.run(layer, name, call)
         if not call.case.trains:
             return
         results = [output, *final, *([] if cells is None else [cells])]

@@ -9,12 +9,11 @@ import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from .choice import Case
+from .case import Case
 
 __all__ = ["Entry", "look_up", "path", "remember"]
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, below_autocast
+from .._rules import LIBRARY
+from .._torch_private import below_autocast
 
 
 def _may_be_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:

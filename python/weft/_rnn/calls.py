@@ -1,0 +1,255 @@
+"""A call of a layer: its arguments checked, and what the choice of an algorithm depends on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import RNNBase
+from torch.nn.utils.rnn import PackedSequence
+
+from .._torch_private import any_autocast, in_forward_mode, in_transform, maps_alone
+from .case import Case, takes_tf32
+from .choice import choose, remember_choices
+from .torch_rnn import needs_any_derivative
+
+__all__ = ["CELLS", "Call", "choose_at_once", "prepare"]
+
+CELLS = {"RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu", "GRU": "gru", "LSTM": "lstm"}
+"""A layer's mode -> its cell's name."""
+
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+class Call(NamedTuple):
+    """One call of a layer, checked."""
+
+    case: Case
+    input: Tensor
+    """(T, B, I), (B, T, I) with batch_first, or packed data (N, I)."""
+    state: tuple[Tensor, ...] | None
+    """(h,), for an LSTM (h, c); None for zeros."""
+    batch: int | torch.SymInt | Tensor
+    batch_sizes: Tensor | None
+    weights: list[Tensor]
+    autocast: torch.dtype | None
+    """The dtype of the autocast region, or None outside of one."""
+    dtypes: tuple[torch.dtype, torch.dtype]
+    """Of output and h_n, and of c_n."""
+
+
+def prepare(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Call:
+    """Check the arguments of forward, in torch's order so that the exception types agree, and look at what the choice
+    depends on."""
+    weights = layer._current_weights()
+    if isinstance(input, PackedSequence):
+        input, batch_sizes, sorted_indices, _ = input
+        if state is not None and sorted_indices is not None:
+            state = tuple(s.index_select(1, sorted_indices) for s in state)
+        _check_input(layer, input, weights[0], 2)
+        batch = _packed_batch(state, batch_sizes)
+    else:
+        batch_sizes = None
+        dim = input.dim()
+        if dim != 2 and dim != 3:
+            size = layer.input_size
+            layout = f"(T, B, {size}), (B, T, {size}) with batch_first, or unbatched (T, {size})"
+            _fail(layer, ValueError, f"Expected input to be 2D or 3D, {layout}; got {dim}D tensor instead")
+        if state is not None and any(s.dim() != dim for s in state):
+            kind, got = "unbatched 2-D" if dim == 2 else "batched 3-D", " and ".join(f"{s.dim()}-D" for s in state)
+            _fail(layer, RuntimeError, f"For {kind} input, hx should also be {dim}-D but got {got}")
+        if dim == 2:
+            input = input.unsqueeze(0 if layer.batch_first else 1)
+            state = None if state is None else tuple(s.unsqueeze(1) for s in state)
+        _check_input(layer, input, weights[0], 3)
+        batch = input.size(0 if layer.batch_first else 1)
+    device = input.device.type
+    autocast = None
+    if any_autocast() and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+    if state is not None:
+        _check_state(layer, input, state, batch, autocast is not None)
+    packed = batch_sizes is not None
+    dtypes = _result_dtypes(layer, input, state, packed, autocast)
+    sizes = None, None
+    if not torch.compiler.is_compiling():
+        sizes = batch, batch_sizes.size(0) if packed else input.size(1 if layer.batch_first else 0)
+        if sizes[1] == 0:
+            _fail(layer, RuntimeError, "input must have at least one time step, got none")
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
+    index, tf32 = None, False
+    if device == "cuda" and not torch.compiler.is_compiling():
+        index, tf32 = input.device.index, takes_tf32(device, dtypes[0])
+    transformed, mapped = _transforms()
+    case = Case(
+        cell=CELLS[layer.mode],
+        device=device,
+        dtype=dtypes[0],
+        hidden_size=layer.hidden_size,
+        batch=sizes[0],
+        steps=sizes[1],
+        packed=packed,
+        proj_size=layer.proj_size,
+        transformed=transformed,
+        mapped=mapped,
+        layers=layer.num_layers,
+        directions=2 if layer.bidirectional else 1,
+        trains=trains,
+        keeps_cells=layer.return_cells,
+        input_size=layer.input_size,
+        index=index,
+        capability=None if index is None else _capability(index),
+        tf32=tf32,
+        autocast=autocast is not None and input.dtype != torch.float64,
+    )
+    return Call(case, input, state, batch, batch_sizes, weights, autocast, dtypes)
+
+
+def _fail(layer: RNNBase, error: type[Exception], message: str) -> NoReturn:
+    raise error(f"{type(layer).__name__}: {message}")
+
+
+def _check_input(layer: RNNBase, input: Tensor, weight: Tensor, dim: int) -> None:
+    if input.dtype != weight.dtype and not any_autocast():
+        # torch.nn.LSTM leaves packed input to its kernel. The words are torch's, whose tests look for them.
+        error = RuntimeError if dim == 2 and layer.mode == "LSTM" else ValueError
+        raise error(
+            f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}). "
+            f"Convert input: input.to({weight.dtype}), or convert model: model.to({input.dtype})"
+        )
+    if input.dim() != dim:
+        _fail(layer, RuntimeError, f"packed input must have {dim} dimensions, got {input.dim()}")
+    if input.size(-1) != layer.input_size:
+        expected = f"Expected {layer.input_size}, got {input.size(-1)}"
+        _fail(layer, RuntimeError, f"input.size(-1) must be equal to input_size. {expected}")
+    if input.device != weight.device:
+        _fail(layer, RuntimeError, f"input must be on the weights' device, {weight.device}, got {input.device}")
+
+
+def _check_state(layer: RNNBase, input: Tensor, state: tuple[Tensor, ...], batch: Any, autocast: bool) -> None:
+    count = layer.num_layers * (2 if layer.bidirectional else 1)
+    names = ("hidden[0]", "hidden[1]") if layer.mode == "LSTM" else ("hidden",)
+    for name, s, width in zip(names, state, (layer.proj_size or layer.hidden_size, layer.hidden_size), strict=False):
+        expected = (count, batch, width)
+        if s.shape != expected:
+            layout = "(layers * directions, B, features)"
+            _fail(layer, RuntimeError, f"Expected {name} size {expected} = {layout}, got {list(s.shape)}")
+        if s.device != input.device:
+            _fail(layer, RuntimeError, f"{name} must be on the input's device, {input.device}, got {s.device}")
+        if s.dtype != input.dtype and not autocast:
+            _fail(layer, RuntimeError, f"{name} must have the input's dtype, {input.dtype}, got {s.dtype}")
+
+
+def _packed_batch(state: tuple[Tensor, ...] | None, batch_sizes: Tensor) -> Any:
+    # Read from the data, a size would be unknown to a compiled graph, and a state's could not be compared with it.
+    if torch.compiler.is_compiling() and state is not None:
+        return state[0].size(1)
+    return int(batch_sizes[0])
+
+
+def _result_dtypes(
+    layer: RNNBase, input: Tensor, state: tuple[Tensor, ...] | None, packed: bool, autocast: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
+    """Dtypes of output and h_n, and of c_n: the input's, under autocast what torch's layers return there."""
+    if autocast is None or input.dtype == torch.float64 or not input.dtype.is_floating_point:
+        return input.dtype, input.dtype
+    if input.device.type == "cuda":  # cuDNN's rule is to run in half, whatever autocast's dtype
+        return torch.float16, torch.float16
+    if input.device.type != "cpu" or layer.mode in ("RNN_TANH", "RNN_RELU"):
+        return autocast, autocast
+    # The CPU's step loops mix autocast's matrix products with the state as it came.
+    carried = input.dtype if state is None else state[-1].dtype
+    carried = torch.promote_types(carried, autocast)
+    if layer.mode == "GRU" or (packed and layer.proj_size == 0):
+        return carried, carried
+    return autocast, carried if layer.proj_size > 0 else autocast
+
+
+def choose_at_once(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> str | None:
+    """The algorithm for an eager call that is in order and ends in one call of torch's kernel or of an engine; None
+    for every other.
+
+    Small steps are bound by the host: this asks less than torch.nn does. Anything else goes the long way, which
+    also finds the words for what is wrong."""
+    if isinstance(input, PackedSequence) or layer.return_cells or torch.compiler.is_compiling():
+        return None
+    if any_autocast() or in_transform():
+        return None
+    if in_forward_mode():
+        return None
+    weights = layer._current_weights()
+    dtype, device = input.dtype, input.device
+    if dtype != weights[0].dtype or device != weights[0].device:
+        return None
+    shapes = None
+    if state is not None:
+        for s in state:
+            if s.dtype != dtype or s.device != device:
+                return None
+        shapes = state[0].shape if len(state) == 1 else (state[0].shape, state[1].shape)
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
+    try:
+        name = _choice_for_shapes(
+            layer._algorithm, layer.mode, input.shape, shapes, dtype, device, layer.batch_first, layer.input_size,
+            layer.hidden_size, layer.proj_size, layer.num_layers, layer.bidirectional, trains,
+            takes_tf32(device.type, dtype),
+        )  # fmt: skip
+    except TypeError:  # make_fx gives sizes that are symbols, which have no hash
+        return None
+    if name == "torch" and not all(s.is_contiguous() for s in state or ()):
+        return None
+    return name
+
+
+@remember_choices
+def _choice_for_shapes(
+    algorithm: str, mode: str, input: torch.Size, state: Any, dtype: torch.dtype, device: torch.device,
+    batch_first: bool, input_size: int, hidden_size: int, proj_size: int, layers: int, bidirectional: bool,
+    trains: bool, tf32: bool,
+) -> str | None:  # fmt: skip
+    """What `choose_at_once` returns for tensors of these shapes; `state` is that of h0, or those of h0 and c0."""
+    if len(input) != 3 or input[2] != input_size:
+        return None
+    batch, steps = input[:2] if batch_first else (input[1], input[0])
+    directions = 2 if bidirectional else 1
+    hidden = (layers * directions, batch, proj_size or hidden_size)
+    if steps == 0 or state not in (None, hidden if mode != "LSTM" else (hidden, (*hidden[:2], hidden_size))):
+        return None
+    index = device.index if device.type == "cuda" else None
+    case = Case(
+        cell=CELLS[mode],
+        device=device.type,
+        dtype=dtype,
+        hidden_size=hidden_size,
+        batch=batch,
+        steps=steps,
+        proj_size=proj_size,
+        layers=layers,
+        directions=directions,
+        trains=trains,
+        input_size=input_size,
+        index=index,
+        capability=None if index is None else _capability(index),
+        tf32=tf32,
+    )
+    name, _ = choose(algorithm, case)
+    if name == "persistent":
+        return name if layers == 1 and proj_size == 0 else None
+    if name == "scan":
+        return name if layers == directions == 1 else None
+    at_once = name == "torch" and state is not None and not needs_any_derivative(case)
+    return name if at_once else None
+
+
+def _transforms() -> tuple[bool, bool]:
+    """Whether a torch.func transform or forward-mode AD differentiates here; and whether torch.func.vmap alone maps."""
+    if in_forward_mode():
+        return True, False
+    if not in_transform():
+        return False, False
+    if torch.compiler.is_compiling():  # which cannot trace what follows
+        return True, False
+    mapped = maps_alone()
+    return not mapped, mapped

@@ -1,0 +1,77 @@
+"""What Weft uses of torch's own internals, in one place: all that a new version of torch may move without a word."""
+
+from __future__ import annotations
+
+import torch
+from torch import _VF, Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "RNN_KERNELS",
+    "any_autocast",
+    "autograd_inside_an_op",
+    "below_autocast",
+    "differentiated_by_transform",
+    "fp32_precision",
+    "in_forward_mode",
+    "in_transform",
+    "keeps_graph",
+    "maps_alone",
+]
+
+# Functions of torch's own, not wrapped: what a layer asks in every call is bound by the host.
+any_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is enabled for any device."""
+
+in_transform = torch._C._are_functorch_transforms_active
+"""Whether a torch.func transform is active."""
+
+fp32_precision = torch._C._get_fp32_precision_getter
+"""(backend, operator) -> "ieee", "tf32", ... or "none", whichever of torch's settings says so."""
+
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward pass that runs keeps its graph."""
+
+RNN_KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
+"""What torch.nn's layers call."""
+
+
+def in_forward_mode() -> bool:
+    """Whether a level of forward-mode AD is open."""
+    return forward_ad._current_level >= 0
+
+
+def _transforms() -> set:
+    from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters  # slow to import
+
+    return {interpreter.key() for interpreter in retrieve_all_functorch_interpreters()}
+
+
+def maps_alone() -> bool:
+    """Whether of all torch.func transforms vmap alone is active. Dynamo cannot trace it."""
+    return _transforms() == {torch._C._functorch.TransformType.Vmap}
+
+
+def differentiated_by_transform(*tensors: Tensor | None) -> bool:
+    """Whether torch.func.grad, jvp, vjp or forward-mode AD sees these tensors: they refuse C++ autograd functions."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._functorch.maybe_current_level() is not None:
+        kinds = torch._C._functorch.TransformType
+        if _transforms() & {kinds.Grad, kinds.Jvp}:
+            return True
+    return in_forward_mode() and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def below_autocast() -> torch._C._ExcludeDispatchKeyGuard:
+    """A context in which autocast's rules are passed by."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys.add(torch._C.DispatchKey.AutocastCUDA))
+
+
+def autograd_inside_an_op() -> torch._C._ForceDispatchKeyGuard:
+    """An op's kernel runs below autograd; this context lets autograd in again, for a computation that stays inside."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
