@@ -308,6 +308,7 @@ def f32(*shape: int) -> Tensor:
 
 BAD = {
     "grad is no tensor": (([1.0], []), TypeError, "grad must be a Tensor, got list"),
+    "jacobians are None": ((f32(2, 3), None), TypeError, "jacobians must be a list of Tensors, got NoneType"),
     "a Jacobian is no tensor": (
         (f32(2, 3), [f32(4, 3), None]),
         TypeError,
@@ -356,7 +357,8 @@ BAD = {
 def test_bad_input(case: str, device: str) -> None:
     (grad, jacobians, *schedule), error, message = BAD[case]
     grad = grad.to(device) if isinstance(grad, Tensor) else grad
-    jacobians = [J.to(device) if isinstance(J, Tensor) else J for J in jacobians]
+    if jacobians is not None:
+        jacobians = [J.to(device) if isinstance(J, Tensor) else J for J in jacobians]
     with pytest.raises(error, match=f"chain_backward: .*{message}"):
         chain_backward(grad, jacobians, *schedule)
     chain = SAMPLES[3].inputs()

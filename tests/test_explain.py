@@ -447,7 +447,7 @@ def test_explanation():
 
 
 def test_expected_times_are_told_from_measured_ones():
-    from weft._rnn.explain import Candidate, Explanation
+    from weft import Candidate, Explanation
 
     candidates = (
         Candidate("persistent", True, "a", 12345.6),
@@ -533,6 +533,18 @@ def test_only_wefts_layers():
     for other in (torch.nn.GRU(3, 4), torch.nn.Linear(3, 4), None):
         with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU or LSTM, got"):
             weft.explain(other, torch.randn(5, 2, 3))
+
+
+@pytest.mark.parametrize("function", [weft.explain, weft.tune])
+def test_what_is_no_tensor_is_named(function):
+    name, x = function.__name__, torch.randn(5, 2, 3)
+    for layer, hx in ((weft.nn.GRU(3, 4), "(h0, c0)"), (weft.nn.LSTM(3, 4), torch.zeros(1, 2, 4))):
+        with pytest.raises(TypeError, match=f"{name}: x must be a Tensor or a PackedSequence, got str"):
+            function(layer, "text")
+        with pytest.raises(TypeError, match=f"{name}: hx must be .* or None, got {type(hx).__name__}"):
+            function(layer, x, hx)
+    with pytest.raises(IndexError, match="hx must be"):
+        function(weft.nn.LSTM(3, 4), x, (torch.zeros(1, 2, 4),))
 
 
 def test_nothing_runs():

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from weft import _C, _ops, info
+import weft
+from weft import _C, _ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = "jit/probe.jit.cu"
@@ -78,7 +79,7 @@ def test_a_second_process_reads_what_the_first_compiled(cache, defines):
     assert origin == "compiled" and code.startswith(b"\x7fELF")
     assert _C.jit_compile(PROBE, defines, ARCH) == (code, "memory")
     (entry,) = files(cache)
-    assert entry.parent == cache / info.weft.__version__ / "sm_90a" == Path(_C.jit_cache_dir()) / "sm_90a"
+    assert entry.parent == cache / weft.__version__ / "sm_90a" == Path(_C.jit_cache_dir()) / "sm_90a"
     assert entry.read_bytes().startswith(code)
     assert compile_elsewhere(defines) == ["disk"]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import weft
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,10 +26,71 @@ def test_import_touches_no_gpu():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["tqdm", "rich", "matplotlib", "pytest"])
-def test_import_needs_only_torch_and_numpy(module):
-    done = python(f"import sys; sys.modules[{module!r}] = None; import weft, weft.info, weft.data")
+def test_import_needs_only_torch():
+    modules = ["numpy", "tqdm", "rich", "matplotlib", "pytest"]
+    done = python(f"import sys; sys.modules.update(dict.fromkeys({modules})); import weft, weft.info, weft.data")
     assert done.returncode == 0, done.stderr
+
+
+PACKAGE = ROOT / "python" / "weft"
+MODULES = {
+    ".".join(("weft", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the package that a module imports, anywhere in it."""
+    found = set()
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(filter(None, (base, node.module)))
+            # What is imported from a package is a module of that name, or else the package's own.
+            names = [a.name for a in node.names if a.name != "_C"]  # the compiled library
+            found |= {f"{base}.{name}" if f"{base}.{name}" in MODULES else base for name in names}
+    # With a module its package is imported, too; the outermost comes first whatever is imported.
+    found |= {wanted.rpartition(".")[0] for wanted in found if wanted.count(".") > 1}
+    return found & MODULES.keys() - {name, package}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    left = {name: imports(name) for name in MODULES}
+    assert left["weft._rnn.explain"] >= {"weft._rnn.choice", "weft._rnn.calls"} and "weft._ops" in left["weft"]
+    while True:
+        ready = {name for name, wanted in left.items() if not wanted & left.keys()}
+        if not ready:
+            break
+        left = {name: wanted for name, wanted in left.items() if name not in ready}
+    assert not left, f"these import each other: {left}"
+
+
+def test_rooms_import_only_from_floors_below():
+    rooms = {"_rnn", "_scan", "sparse", "vertex", "_offload"}
+    allowed = {"_scan": {"sparse"}, "_rnn": set(), "vertex": set(), "_offload": set(), "sparse": set()}
+    for name in MODULES:
+        room = name.split(".")[1] if "." in name else ""
+        if room in rooms:
+            used = {wanted.split(".")[1] for wanted in imports(name) if "." in wanted} & rooms - {room}
+            assert used <= allowed[room], f"{name} imports from {used}"
+
+
+def test_torchs_private_functions_are_in_one_file():
+    # torch._check and its kin are documented.
+    private = re.compile(
+        r"torch\._(?!_|check)|torch\.[\w.]+\._[a-z]|forward_ad\._|from torch import .*_VF|import torch\._"
+    )
+    found = {name for name, path in MODULES.items() if private.search(path.read_text())}
+    assert found == {"weft._torch_private"}
+
+
+def test_public_names_hide_no_module():
+    for name in weft.__all__:
+        value = getattr(weft, name)
+        assert inspect.ismodule(value) or f"weft.{name}" not in MODULES, name
 
 
 def test_a_library_for_another_torch_says_so_in_one_sentence():

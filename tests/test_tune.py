@@ -50,7 +50,7 @@ def by_name(explanation):
 
 
 def written(cache):
-    return json.loads((cache / "tune.json").read_text())
+    return json.loads((cache / weft.__version__ / "tune.json").read_text())
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_other_processes_read_it(clock, cache):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["torch"]
-    assert [f.name for f in cache.iterdir()] == ["tune.json"]
+    assert [f.name for f in (cache / weft.__version__).iterdir()] == ["tune.json"]
 
 
 def test_the_file_is_read_once(clock, cache, monkeypatch):
@@ -245,7 +245,8 @@ def test_entries_of_others_are_kept(clock, cache):
     ],
 )
 def test_a_corrupt_file_is_ignored(clock, cache, text):
-    (cache / "tune.json").write_text(text, encoding="latin-1")
+    tuned.path().parent.mkdir(parents=True, exist_ok=True)
+    tuned.path().write_text(text, encoding="latin-1")
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
     assert weft.explain(layer, x).algorithm == "persistent"
     assert weft.tune(layer, x).algorithm == "torch"
@@ -256,7 +257,8 @@ def test_a_wrong_entry_for_this_very_key_is_ignored(clock, cache):
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
     weft.tune(layer, x)
     (key,) = written(cache)
-    (cache / "tune.json").write_text(json.dumps({key: {"algorithm": "torch", "microseconds": []}}))
+    tuned.path().parent.mkdir(parents=True, exist_ok=True)
+    tuned.path().write_text(json.dumps({key: {"algorithm": "torch", "microseconds": []}}))
     _forget()
     assert weft.explain(layer, x).algorithm == "persistent"
 
@@ -321,7 +323,7 @@ def test_refusals(cache):
         torch.func.vmap(lambda x: weft.tune(layer, x))(x[None])
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
         weft.tune(layer, x)
-    assert not (cache / "tune.json").exists()
+    assert not (cache / weft.__version__ / "tune.json").exists()
 
 
 @pytest.mark.cuda

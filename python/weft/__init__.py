@@ -6,9 +6,8 @@ from . import _ops, data, nn, offloading, scan, vertex
 from ._rnn.accelerate import accelerate
 from ._rnn.explain import Candidate, Explanation, explain
 from ._rnn.tune import tune
+from ._version import __version__
 from .vertex import Graphs
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Candidate",

@@ -7,39 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import weft
-from weft import _build_info, _ops
+from . import _C, _build_info, _ops
+from ._machine import cores, cpu_name
+from ._paths import cache_dir
+from ._version import __version__
 
 __all__ = ["cache_dir", "collect", "cpu_name", "main"]
-
-
-def cache_dir() -> Path:
-    """Folder of what Weft keeps between runs: ``$WEFT_CACHE_DIR``, or ``~/.cache/weft``. It may not exist yet."""
-    return Path(os.environ.get("WEFT_CACHE_DIR") or Path.home() / ".cache" / "weft")
-
-
-def cpu_name() -> str:
-    """The processor's name as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """Cores this process may use, which a container or taskset can make fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
@@ -93,8 +72,6 @@ def _compiler() -> dict[str, str | None]:
     """What compiles kernels at run time: NVRTC's version or why there is none, and where the results are kept."""
     if not _ops.WITH_CUDA:
         return {"nvrtc": None, "obstacle": "CUDA is not built", "cubins": None}
-    from weft import _C
-
     obstacle = _C.jit_why_unavailable()
     return {
         "nvrtc": _C.jit_version() if obstacle is None else None,
@@ -128,7 +105,7 @@ def collect() -> dict[str, Any]:
     absent = {"cpu": "not in this version", "cuda": "not in this version"}
     return {
         "versions": {
-            "weft": weft.__version__,
+            "weft": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
@@ -140,7 +117,7 @@ def collect() -> dict[str, Any]:
             "cuda": _build_info.CUDA,
             "architectures": list(_build_info.ARCHITECTURES),
         },
-        "machine": {"cpu": cpu_name(), "cores": _cores(), "gpus": gpus},
+        "machine": {"cpu": cpu_name(), "cores": cores(), "gpus": gpus},
         "engines": {
             "scan": {"cpu": "runs", "cuda": _engine_on_cuda(gpus)},
             "rnn": {"cpu": "runs", "cuda": _rnn_on_cuda(gpus, compiler)},

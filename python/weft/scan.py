@@ -5,7 +5,7 @@ Source: BPPSA (Wang, Bai, Pekhimenko, "Scaling back-propagation by parallel scan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -106,7 +106,8 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
         n + 1 gradients, ``grad`` itself first, then g[k] ``(B, n_k)``. float16 and bfloat16 are computed in float32.
 
     Raises:
-        TypeError: dtypes are not floating, or differ; ``schedule`` is neither a string nor an int.
+        TypeError: dtypes are not floating, or differ; an argument is no tensor, ``jacobians`` no list of them;
+            ``schedule`` is neither a string nor an int.
         ValueError: a Jacobian does not chain (named by its position), shapes do not fit, an unknown schedule.
         RuntimeError: devices differ.
 
@@ -120,6 +121,8 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
     Source: BPPSA, section 3, MLSys 2020.
     """
     _check_tensor("chain_backward", "grad", grad)
+    if not isinstance(jacobians, Iterable):
+        raise TypeError(f"chain_backward: jacobians must be a list of Tensors, got {type(jacobians).__name__}")
     jacobians = list(jacobians)
     for position, jacobian in enumerate(jacobians):
         _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)

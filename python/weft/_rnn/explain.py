@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from . import choice
-from .calls import prepare
+from .calls import Call, prepare
 from .case import Case
 from .layers import GRU, LSTM, RNN
 
@@ -74,15 +75,29 @@ def explain(
         call: autocast, ``torch.no_grad`` and ``torch.func`` transforms count.
 
     Raises:
-        TypeError: `layer` is not one of Weft's layers.
+        TypeError: `layer` is not one of Weft's layers, `x` no Tensor and no PackedSequence, or `hx` not of Tensors.
         Otherwise what the layer itself raises for this input.
     """
-    if not isinstance(layer, (RNN, GRU, LSTM)):
-        raise TypeError(f"explain: layer must be a weft.nn.RNN, GRU or LSTM, got {type(layer).__name__}")
-    case = prepare(layer, x, hx if hx is None or isinstance(layer, LSTM) else (hx,)).case
+    case = prepared("explain", layer, x, hx).case
     algorithm, reason = choice.choose(layer.algorithm, case)
     candidates = tuple(_candidate(name, algorithm, reason, layer.algorithm, case) for name in choice.ALGORITHMS[1:])
     return Explanation(repr(layer), _describe(case), layer.algorithm, algorithm, reason, candidates)
+
+
+def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
+    """The call ``layer(x, hx)``, its arguments checked for `function`."""
+    if not isinstance(layer, (RNN, GRU, LSTM)):
+        raise TypeError(f"{function}: layer must be a weft.nn.RNN, GRU or LSTM, got {type(layer).__name__}")
+    if not isinstance(x, (Tensor, PackedSequence)):
+        raise TypeError(f"{function}: x must be a Tensor or a PackedSequence, got {type(x).__name__}")
+    lstm = isinstance(layer, LSTM)
+    states = hx if lstm else None if hx is None else (hx,)
+    if states is not None and not (isinstance(states, (tuple, list)) and all(isinstance(s, Tensor) for s in states)):
+        wanted = "(h0, c0), two Tensors," if lstm else "a Tensor"
+        raise TypeError(f"{function}: hx must be {wanted} or None, got {type(hx).__name__}")
+    if lstm:
+        layer._check_pair(states)
+    return prepare(layer, x, states)
 
 
 def _candidate(name: str, taken: str, why: str, asked: str, case: Case) -> Candidate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -312,10 +313,13 @@ class LSTM(_Layer):
             ValueError: the input's rank or dtype does not fit.
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
+        self._check_pair(hx)
+        return self._forward(input, hx)
+
+    def _check_pair(self, hx: Sequence[Tensor] | None) -> None:
         if hx is not None and len(hx) != 2:
             error = IndexError if len(hx) < 2 else RuntimeError
             raise error(f"{type(self).__name__}: hx must be (h0, c0), got {len(hx)} tensors")
-        return self._forward(input, hx)
 
 
 def _refuse_projection(kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,10 @@ over all its steps. An initial state r[-1] = h0 is the projection of no m: it en
 inputs with the weight W_hh, which are zeros at all others. With two directions each has the other's, too, with the
 weight zero: what is infinite there is NaN here.
 
-The two products with W_hr are torch's matrix products, in their precision (torch.backends.cuda.matmul).
+The two products with W_hr are torch's matrix products, in their precision (torch.backends.cuda.matmul). They, the
+concatenations and the selection of rows stand here and not inside the operator because they are some calls per layer,
+none per step, and because here torch differentiates them, to any order and under its transforms: inside, each would
+need a derivative written by hand and nothing would be faster.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from . import choice, runs, tuned
-from .calls import Call, prepare
-from .explain import Explanation, explain
+from .calls import Call
+from .explain import Explanation, explain, prepared
 from .layers import GRU, LSTM, RNN
 
 __all__ = ["tune"]
@@ -33,8 +33,8 @@ def tune(
 
     The result holds for all layers of the same kind and sizes on this device, for lengths and batches in the same
     interval between powers of two, in the same dtype, with or without TF32, packed or not, with or without gradients.
-    It is kept in ``$WEFT_CACHE_DIR/tune.json`` or ``~/.cache/weft/<version>/tune.json``, which other processes read
-    when they start.
+    It is kept in ``$WEFT_CACHE_DIR/<version>/tune.json`` or ``~/.cache/weft/<version>/tune.json``, which other
+    processes read when they start.
 
     Measured is the forward pass, and the backward pass where anything asks for a gradient: call it under
     ``torch.no_grad`` to tune for inference. Gradients, the random number generators and the layer stay as they are; the
@@ -49,14 +49,14 @@ def tune(
         What :func:`weft.explain` then says, with the measured times.
 
     Raises:
-        TypeError: `layer` is not one of Weft's layers.
+        TypeError: `layer` is not one of Weft's layers, `x` no Tensor and no PackedSequence, or `hx` not of Tensors.
         RuntimeError: inside ``torch.compile``, a ``torch.func`` transform, forward-mode AD or the capture of a graph.
         Otherwise what the layer itself raises for this input, whichever algorithm runs.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("tune: a compiled graph cannot measure; call weft.tune before torch.compile")
+    call = prepared("tune", layer, x, hx)
     explanation = explain(layer, x, hx)
-    call = prepare(layer, x, hx if hx is None or isinstance(layer, LSTM) else (hx,))
     case = call.case
     if case.transformed or case.mapped:
         raise RuntimeError("tune: under torch.func transforms and forward-mode AD nothing can be measured")

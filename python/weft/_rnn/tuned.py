@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -13,6 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._machine import cpu_name
+from .._paths import versioned_cache_dir
+from .._version import __version__
 from .case import Case
 
 __all__ = ["Entry", "look_up", "path", "remember"]
@@ -31,10 +33,8 @@ _entries: dict[str, Entry] | None = None
 
 
 def path() -> Path:
-    """``$WEFT_CACHE_DIR/tune.json`` or ``~/.cache/weft/<version>/tune.json``."""
-    from ..info import cache_dir
-
-    return (cache_dir() if os.environ.get("WEFT_CACHE_DIR") else cache_dir() / _version()) / "tune.json"
+    """``tune.json`` in this version's folder: of ``$WEFT_CACHE_DIR``, else of ``~/.cache/weft``."""
+    return versioned_cache_dir() / "tune.json"
 
 
 def look_up(case: Case) -> Entry | None:
@@ -94,7 +94,7 @@ def _entry(value: Any) -> Entry | None:
 def _key(case: Case) -> str:
     """What decides between algorithms, lengths and batches rounded up to powers of two."""
     parts = {
-        "weft": _version(),
+        "weft": __version__,
         "torch": torch.__version__,
         "device": _device_name(case),
         "cell": case.cell,
@@ -119,20 +119,7 @@ def _bucket(size: int) -> int:
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
-def _version() -> str:
-    from .. import __version__
-
-    return __version__
-
-
 def _device_name(case: Case) -> str:
     if case.device == "cuda":
         return torch.cuda.get_device_name(case.index).replace(" ", "_")
-    return f"{_processor()}:{torch.get_num_threads()}" if case.device == "cpu" else case.device
-
-
-@functools.cache
-def _processor() -> str:
-    from ..info import cpu_name
-
-    return "_".join(cpu_name().split())
+    return f"{'_'.join(cpu_name().split())}:{torch.get_num_threads()}" if case.device == "cpu" else case.device
