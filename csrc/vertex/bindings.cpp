@@ -407,12 +407,11 @@ py::tuple type_names(const Graphs& graphs, const py::tuple& names) {
   return result;
 }
 
-// `types` is empty, or has for each part what its types are called in the whole.
-Graphs batch(const py::list& parts, const std::vector<std::vector<int32_t>>& types) {
+Graphs batch(const py::list& parts, bool typed) {
   std::vector<const Graphs*> pointers;
   pointers.reserve(parts.size());
   for (const auto& part : parts) pointers.push_back(&py::cast<const Graphs&>(part));
-  return Graphs::batch(pointers, types);
+  return Graphs::batch(pointers, typed);
 }
 
 Graphs from_bytes(const py::bytes& bytes, int64_t num_types) {
@@ -448,6 +447,8 @@ void bind(py::module_& m) {
       .def("slice", &Graphs::slice)
       .def("with_types", &with_types)
       .def("type_names", &type_names)
+      .def("renamed_types",
+           [](const Graphs& graphs, const std::vector<int32_t>& names) { return graphs.renamed_types(names); })
       .def("to_bytes", [](const Graphs& graphs) {
         const auto block = graphs.block();
         return py::bytes(reinterpret_cast<const char*>(block.data()), block.size_bytes());

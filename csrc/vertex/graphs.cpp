@@ -119,7 +119,14 @@ Graphs Graphs::slice(int64_t first, int64_t count, int64_t step) const {
   return result;
 }
 
-Graphs Graphs::batch(std::span<const Graphs* const> parts, std::span<const std::vector<int32_t>> types) {
+Graphs Graphs::renamed_types(std::span<const int32_t> names) const {
+  Graphs result = *this;
+  int32_t* const types = result.mutable_part(result.types());
+  for (size_t v = 0; v < result.types().size(); ++v) types[v] = names[types[v]];
+  return result;
+}
+
+Graphs Graphs::batch(std::span<const Graphs* const> parts, bool typed) {
   int64_t graphs = 0, vertices = 0, edges = 0;
   int32_t num_levels = 0, num_slots = 0;
   for (const Graphs* part : parts) {
@@ -132,7 +139,7 @@ Graphs Graphs::batch(std::span<const Graphs* const> parts, std::span<const std::
   if (vertices > kLimit || edges > kLimit) {
     throw std::invalid_argument("Graphs.batch: more than 2147483647 vertices or edges in one batch");
   }
-  Graphs result(graphs, vertices, edges, !types.empty());
+  Graphs result(graphs, vertices, edges, typed);
   result.data_[kNumLevels] = num_levels;
   result.data_[kNumSlots] = num_slots;
   int32_t* to_ptr = result.mutable_part(result.ptr());
@@ -142,17 +149,15 @@ Graphs Graphs::batch(std::span<const Graphs* const> parts, std::span<const std::
   int32_t* to_levels = result.mutable_part(result.levels());
   int32_t* to_types = result.mutable_part(result.types());
   int32_t v = 0, e = 0;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const Graphs& part = *parts[i];
+  for (const Graphs* pointer : parts) {
+    const Graphs& part = *pointer;
     // Without the last entry, which is the next part's first.
     to_ptr = append_shifted(to_ptr, part.ptr().first(part.num_graphs()), v);
     to_first_edge = append_shifted(to_first_edge, part.first_edge().first(part.num_vertices()), e);
     to_child = append_shifted(to_child, part.child(), v);
     to_slot = append(to_slot, part.slot());
     to_levels = append(to_levels, part.levels());
-    if (!types.empty()) {
-      for (const int32_t type : part.types()) *to_types++ = types[i][type];
-    }
+    if (typed) to_types = append(to_types, part.types());
     v += static_cast<int32_t>(part.num_vertices());
     e += static_cast<int32_t>(part.num_edges());
   }

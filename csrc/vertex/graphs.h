@@ -48,8 +48,10 @@ class Graphs {
   Graphs with_types(std::span<const int32_t> types) const;
   // Graph first, first + step, ... (count of them) as a batch. The caller has checked the range.
   Graphs slice(int64_t first, int64_t count, int64_t step) const;
-  // One after the other. `types` has for each part what its types are called in the whole; empty without types.
-  static Graphs batch(std::span<const Graphs* const> parts, std::span<const std::vector<int32_t>> types);
+  // The same graphs with type t called names[t].
+  Graphs renamed_types(std::span<const int32_t> names) const;
+  // One after the other; all that have vertices are typed as the whole is to be.
+  static Graphs batch(std::span<const Graphs* const> parts, bool typed);
 
   std::span<const int32_t> block() const { return data_; }
   // std::invalid_argument unless the block is one that block() could have given.

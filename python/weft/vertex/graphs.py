@@ -112,17 +112,20 @@ class Graphs:
             parts = list(graphs)
         except TypeError:
             raise TypeError(f"Graphs.batch: expected a sequence of Graphs, got {type(graphs).__name__}") from None
-        for i, part in enumerate(parts):
-            if not isinstance(part, Graphs):
-                raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}")
-        if not parts:
-            return _new(_C.batch([], []))
-        device = parts[0].device
-        for i, part in enumerate(parts):
-            if part._block is not parts[0]._block and part.device != device:
-                raise RuntimeError(f"Graphs.batch: graphs[{i}] is on {part.device}, graphs[0] on {device}")
-        names, types = _common_names(parts)
-        return _new(_C.batch([part._core for part in parts], types), names)._moved(device, False)
+        if {type(part) for part in parts} - {Graphs}:
+            i, part = next((i, part) for i, part in enumerate(parts) if type(part) is not Graphs)
+            raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}")
+        device = _CPU
+        if {part._block for part in parts} - {None}:
+            device = parts[0].device
+            for i, part in enumerate(parts):
+                if part.device != device:
+                    raise RuntimeError(f"Graphs.batch: graphs[{i}] is on {part.device}, graphs[0] on {device}")
+        names = {part._names for part in parts}
+        if len(names) > 1:
+            return _typed_alike(parts)._moved(device, False)
+        common = names.pop() if names else None
+        return _new(_C.batch([part._core for part in parts], common is not None), common)._moved(device, False)
 
     def with_types(self, types: Sequence[str]) -> Graphs:
         """The same graphs with a name per vertex, a flat sequence over the batch.
@@ -316,19 +319,18 @@ def _flat(core: _C.Graphs) -> Tensor:
     return block
 
 
-def _common_names(parts: list[Graphs]) -> tuple[tuple[str, ...] | None, list[list[int]]]:
-    """The types of a batch, and for each part what its types are called there; nothing without types."""
+def _typed_alike(parts: list[Graphs]) -> Graphs:
+    """The batch, on the CPU, of graphs whose tables of types differ."""
     counted = [part for part in parts if len(part)]
     typed = any(part._names is not None for part in counted[:1] or parts)
+    graph = 0
     for part in counted:
         if (part._names is not None) != typed:
-            g = sum(len(other) for other in parts[: parts.index(part)])
-            raise ValueError(f"Graphs.batch: graph {g}: has {'no ' if typed else ''}types, unlike the graphs before it")
-    if not typed:
-        return None, []
+            raise ValueError(f"Graphs.batch: graph {graph} has {'no ' if typed else ''}types, unlike those before it")
+        graph += len(part)
     table: dict[str, int] = {}
-    codes = {
-        names: [table.setdefault(name, len(table)) for name in names]
-        for names in dict.fromkeys(part._names or () for part in parts)
-    }
-    return tuple(table), [codes[part._names or ()] for part in parts]
+    cores = []
+    for part in counted:
+        codes = [table.setdefault(name, len(table)) for name in part._names or ()]
+        cores.append(part._core if codes == list(range(len(codes))) else part._core.renamed_types(codes))
+    return _new(_C.batch(cores, typed), tuple(table) if typed else None)
