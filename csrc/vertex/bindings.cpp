@@ -2,11 +2,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <optional>
 
 #include "vertex/graphs.h"
+#include "vertex/schedule.h"
 
 namespace py = pybind11;
 
@@ -425,6 +427,39 @@ Graphs from_bytes(const py::bytes& bytes, int64_t num_types) {
   return graphs;
 }
 
+// `kinds` as (slots in ascending order, whether all children are summed).
+Schedule schedule(const Graphs& graphs, const std::vector<std::pair<std::vector<int32_t>, bool>>& kinds,
+                  const std::vector<int32_t>& kind_of_type) {
+  std::vector<Kind> converted;
+  for (const auto& [slots, sum] : kinds) converted.push_back({slots, sum});
+  return Schedule(graphs, converted, kind_of_type);
+}
+
+// (first, length) in the block of every array, by name.
+py::dict layout(const Schedule& schedule) {
+  static constexpr std::pair<const char*, Schedule::Array> kArrays[] = {{"tasks", Schedule::kTaskTable},
+                                                                        {"frontiers", Schedule::kFrontierTask},
+                                                                        {"slots", Schedule::kSlots},
+                                                                        {"vertices", Schedule::kVertexOf},
+                                                                        {"rows", Schedule::kRowOf},
+                                                                        {"gather", Schedule::kGather},
+                                                                        {"runs", Schedule::kRuns},
+                                                                        {"first_edge", Schedule::kFirstEdge},
+                                                                        {"edge_children", Schedule::kEdgeChild},
+                                                                        {"edge_parents", Schedule::kEdgeParent},
+                                                                        {"first_use", Schedule::kFirstUse},
+                                                                        {"use_rows", Schedule::kUseRow},
+                                                                        {"use_columns", Schedule::kUseColumn},
+                                                                        {"first_sum_use", Schedule::kFirstSumUse},
+                                                                        {"sum_use_edges", Schedule::kSumUseEdge}};
+  static_assert(std::size(kArrays) == Schedule::kNumArrays);
+  py::dict result;
+  for (const auto& [name, which] : kArrays) {
+    result[name] = py::make_tuple(schedule.offset(which), schedule.size(which));
+  }
+  return result;
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -445,6 +480,11 @@ void bind(py::module_& m) {
       .def("write_levels", write(&Graphs::write_levels))
       .def("write_roots", write(&Graphs::write_roots))
       .def("slice", &Graphs::slice)
+      .def("graph_of",
+           [](const Graphs& graphs, int64_t vertex) {
+             const int64_t graph = graphs.graph_of(vertex);
+             return py::make_tuple(graph, vertex - graphs.ptr()[graph]);
+           })
       .def("with_types", &with_types)
       .def("type_names", &type_names)
       .def("renamed_types",
@@ -453,6 +493,31 @@ void bind(py::module_& m) {
         const auto block = graphs.block();
         return py::bytes(reinterpret_cast<const char*>(block.data()), block.size_bytes());
       });
+  const auto number = [](Schedule::Header which) {
+    return [which](const Schedule& schedule) { return schedule.number(which); };
+  };
+  py::class_<Schedule>(vertex, "Schedule", py::buffer_protocol(),
+                       "See csrc/vertex/schedule.h; its buffer is the block.")
+      .def_buffer([](const Schedule& schedule) {
+        const auto block = schedule.block();
+        return py::buffer_info(const_cast<int32_t*>(block.data()), static_cast<py::ssize_t>(block.size()));
+      })
+      .def("layout", &layout)
+      .def_property_readonly("num_vertices", number(Schedule::kVertices))
+      .def_property_readonly("num_tasks", number(Schedule::kTasks))
+      .def_property_readonly("num_edges", number(Schedule::kEdges))
+      .def_property_readonly("num_uses", number(Schedule::kUses))
+      .def_property_readonly("max_count", number(Schedule::kMaxCount))
+      .def_property_readonly("max_edges", number(Schedule::kMaxEdges))
+      .def_property_readonly("single_use", [](const Schedule& s) { return s.number(Schedule::kSingleUse) != 0; });
+  vertex.def("schedule", &schedule);
+  vertex.def("first_beyond",
+             [](const Graphs& graphs, const std::vector<int64_t>& limits) { return first_beyond(graphs, limits); });
+  vertex.def("first_typed", [](const Graphs& graphs, const std::vector<bool>& wanted) -> int64_t {
+    const auto types = graphs.types();
+    const auto found = std::find_if(types.begin(), types.end(), [&](int32_t type) { return wanted[type]; });
+    return found == types.end() ? -1 : found - types.begin();
+  });
   vertex.def("from_children", &from_children);
   vertex.def("from_parents", &from_parents);
   vertex.def("from_edges", &from_edges);

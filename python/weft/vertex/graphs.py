@@ -51,13 +51,15 @@ class Graphs:
         device: of all tensors above.
     """
 
-    __slots__ = ("__weakref__", "_block", "_core", "_names", "_tensors", "_types")
+    __slots__ = ("__weakref__", "_block", "_core", "_names", "_plans", "_schedules", "_tensors", "_types")
 
     _core: _C.Graphs
     _names: tuple[str, ...] | None  # what the core's types are called
     _types: tuple[str, ...] | None
     _tensors: dict[str, Tensor]
     _block: Tensor | None  # all tensors in one piece: pinned, or on another device than the CPU
+    _plans: dict[Any, _C.Schedule]  # shared by all copies of these graphs
+    _schedules: dict[Any, Any]  # the same with what is on the device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Graphs:
         raise TypeError(
@@ -224,9 +226,9 @@ class Graphs:
         """The graphs with their tensors in pinned memory: itself where they are, else a copy."""
         if self._block is not None:
             block = self._block.pin_memory()
-            return self if block is self._block else _new(self._core, self._names, block)
+            return self if block is self._block else self._copy(block)
         with torch.inference_mode(False):
-            return _new(self._core, self._names, _flat(self._core).pin_memory())
+            return self._copy(_flat(self._core).pin_memory())
 
     def is_pinned(self) -> bool:
         """Whether the tensors are in pinned memory."""
@@ -245,10 +247,10 @@ class Graphs:
         return _load, (self._core.to_bytes(), self._names, place)
 
     def __copy__(self) -> Graphs:
-        return _new(self._core, self._names, self._block)
+        return self._copy(self._block)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        return _new(self._core, self._names, None if self._block is None else self._block.clone())
+        return self._copy(None if self._block is None else self._block.clone())
 
     def _tensor(self, name: str) -> Tensor:
         tensor = self._tensors.get(name)
@@ -266,9 +268,12 @@ class Graphs:
             self._tensors[name] = tensor
         return tensor
 
+    def _copy(self, block: Tensor | None) -> Graphs:
+        return _new(self._core, self._names, block, self._plans)
+
     def _moved(self, device: torch.device, non_blocking: bool) -> Graphs:
         if device == _CPU:
-            return _new(self._core, self._names)
+            return self._copy(None)
         with torch.inference_mode(False):
             block = self._block
             if block is None:
@@ -276,20 +281,27 @@ class Graphs:
                 # A copy of our own, which may be pinned and which nobody overwrites: the copy need not be waited for.
                 if device.type == "cuda":
                     block, non_blocking = block.pin_memory(), True
-            return _new(self._core, self._names, block.to(device, non_blocking=non_blocking))
+            return self._copy(block.to(device, non_blocking=non_blocking))
 
     def _like(self, other: Graphs) -> Graphs:
         """Where `other` is."""
         return self if other.device == _CPU else self._moved(other.device, False)
 
 
-def _new(core: _C.Graphs, names: tuple[str, ...] | None = None, block: Tensor | None = None) -> Graphs:
+def _new(
+    core: _C.Graphs,
+    names: tuple[str, ...] | None = None,
+    block: Tensor | None = None,
+    plans: dict[Any, _C.Schedule] | None = None,
+) -> Graphs:
     graphs = object.__new__(Graphs)
     graphs._core = core
     graphs._names = names
     graphs._types = None
     graphs._tensors = {}
     graphs._block = block
+    graphs._plans = {} if plans is None else plans
+    graphs._schedules = {}
     return graphs
 
 

@@ -1,0 +1,288 @@
+#include "vertex/schedule.h"
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+
+namespace weft::vertex {
+
+namespace {
+
+constexpr int32_t kBlockMagic = 0x57530001;  // "WS", version 1
+constexpr int kNone = -1, kScattered = -2;
+
+// -1, the first row of an unbroken run, or -2.
+int32_t run_of(std::span<const int32_t> rows) {
+  if (rows.empty()) return kNone;
+  const int32_t first = rows[0], step = first == kNone ? 0 : 1;
+  for (size_t i = 1; i < rows.size(); ++i) {
+    if (rows[i] != first + step * static_cast<int32_t>(i)) return kScattered;
+  }
+  return first;
+}
+
+void starts_from_counts(std::span<int32_t> starts) {
+  int32_t sum = 0;
+  for (int32_t& start : starts) {
+    const int32_t count = start;
+    start = sum;
+    sum += count;
+  }
+}
+
+}  // namespace
+
+int64_t Schedule::size(Array which) const {
+  const int64_t V = number(kVertices), T = number(kTasks), C = number(kColumns), E = number(kEdges), U = number(kUses);
+  switch (which) {
+    case kTaskTable:
+      return T * static_cast<int64_t>(sizeof(Task) / sizeof(int32_t));
+    case kFrontierTask:
+      return number(kFrontiers) + 1;
+    case kSlots:
+      return C;
+    case kVertexOf:
+    case kRowOf:
+      return V;
+    case kGather:
+      return C * V;
+    case kRuns:
+      return T * C;
+    case kFirstEdge:
+    case kFirstUse:
+    case kFirstSumUse:
+      return V + 1;
+    case kEdgeChild:
+    case kEdgeParent:
+    case kSumUseEdge:
+      return E;
+    case kUseRow:
+    case kUseColumn:
+      return U;
+    case kNumArrays:
+      break;
+  }
+  return 0;
+}
+
+Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type) {
+  const int64_t V = graphs.num_vertices(), F = graphs.num_levels(), num_kinds = static_cast<int64_t>(kinds.size());
+  const auto levels = graphs.levels(), types = graphs.types(), first_child = graphs.first_edge();
+  const auto child = graphs.child(), slot = graphs.slot();
+  const bool typed = !kind_of_type.empty();
+  const auto kind_of = [&](int64_t v) { return typed ? kind_of_type[types[v]] : 0; };
+
+  // The slots that any function gathers, and for each kind and slot its column, or none.
+  std::vector<int32_t> slots;
+  for (const Kind& kind : kinds) slots.insert(slots.end(), kind.slots.begin(), kind.slots.end());
+  std::sort(slots.begin(), slots.end());
+  slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
+  const int64_t C = static_cast<int64_t>(slots.size());
+  const bool dense = slots.empty() || slots.back() == C - 1;
+  std::vector<char> gathers(num_kinds * C);
+  for (int64_t k = 0; k < num_kinds; ++k) {
+    for (const int32_t s : kinds[k].slots) {
+      gathers[k * C + (std::lower_bound(slots.begin(), slots.end(), s) - slots.begin())] = 1;
+    }
+  }
+  const auto column_of = [&](int64_t kind, int32_t s) -> int64_t {
+    int64_t c = s;
+    if (!dense) {
+      const auto found = std::lower_bound(slots.begin(), slots.end(), s);
+      c = found != slots.end() && *found == s ? found - slots.begin() : C;
+    }
+    return c < C && gathers[kind * C + c] ? c : kNone;
+  };
+
+  // Tasks: the non-empty pairs of level and kind. task_of holds counts before it holds numbers.
+  std::vector<int32_t> task_of(F * num_kinds);
+  int64_t E = 0, U = 0;
+  for (int64_t v = 0; v < V; ++v) ++task_of[levels[v] * num_kinds + kind_of(v)];
+  std::vector<Task> tasks;
+  std::vector<int32_t> frontiers(F + 1);
+  int32_t row = 0, max_count = 0;
+  for (int64_t level = 0; level < F; ++level) {
+    frontiers[level] = static_cast<int32_t>(tasks.size());
+    for (int64_t kind = 0; kind < num_kinds; ++kind) {
+      const int32_t count = task_of[level * num_kinds + kind];
+      task_of[level * num_kinds + kind] = static_cast<int32_t>(tasks.size());
+      if (count == 0) continue;
+      tasks.push_back({static_cast<int32_t>(kind), static_cast<int32_t>(level), row, count, 0, 0, kNone, 0});
+      row += count;
+      max_count = std::max(max_count, count);
+    }
+  }
+  frontiers[F] = static_cast<int32_t>(tasks.size());
+  const int64_t T = frontiers[F];
+
+  // What is read, and by which edge each vertex gets its place: the one to the nearest parent, then the lowest slot.
+  std::vector<int32_t> place_by(V, kNone), place_level(V);
+  std::vector<char> used(V);
+  bool single_use = true;
+  for (int64_t v = 0; v < V; ++v) {
+    const int64_t kind = kind_of(v);
+    for (int64_t e = first_child[v]; e < first_child[v + 1]; ++e) {
+      const int32_t c = child[e];
+      const int times = (column_of(kind, slot[e]) != kNone) + kinds[kind].sum;
+      U += column_of(kind, slot[e]) != kNone;
+      E += kinds[kind].sum;
+      single_use &= used[c] + times <= 1;
+      used[c] |= times > 0;
+      if (place_by[c] == kNone || levels[v] < place_level[c] ||
+          (levels[v] == place_level[c] && slot[e] < slot[place_by[c]])) {
+        place_by[c] = static_cast<int32_t>(e);
+        place_level[c] = levels[v];
+      }
+    }
+  }
+
+  // The block.
+  int32_t header[kHeader] = {};
+  header[kMagic] = kBlockMagic;
+  header[kVertices] = static_cast<int32_t>(V);
+  header[kTasks] = static_cast<int32_t>(T);
+  header[kFrontiers] = static_cast<int32_t>(F);
+  header[kColumns] = static_cast<int32_t>(C);
+  header[kEdges] = static_cast<int32_t>(E);
+  header[kUses] = static_cast<int32_t>(U);
+  header[kMaxCount] = max_count;
+  header[kSingleUse] = single_use;
+  block_.assign(header, header + kHeader);
+  int64_t offsets[kNumArrays + 1];
+  int64_t end = static_cast<int>(kHeader) + kNumArrays + 1;
+  for (int which = 0; which < kNumArrays; ++which) {
+    end = (end + 3) / 4 * 4;
+    offsets[which] = end;
+    end += size(static_cast<Array>(which));
+  }
+  offsets[kNumArrays] = end;
+  if (end > std::numeric_limits<int32_t>::max()) {
+    throw std::length_error("weft.vertex: the schedule of this batch needs more than 2147483647 integers");
+  }
+  block_.resize(end);
+  std::copy(offsets, offsets + kNumArrays + 1, block_.begin() + kHeader);
+  const auto at = [&](Array which) {
+    return std::span<int32_t>(block_.data() + offsets[which], static_cast<size_t>(size(which)));
+  };
+  std::copy(slots.begin(), slots.end(), at(kSlots).begin());
+  std::copy(frontiers.begin(), frontiers.end(), at(kFrontierTask).begin());
+
+  // Rows, from the last task to the first, and each task from its end: by the time a task is reached, all of its
+  // vertices have been given their rows by parents, which are in later tasks.
+  const auto vertex_of = at(kVertexOf), row_of = at(kRowOf);
+  std::vector<int32_t> end_of(T);
+  for (int64_t t = 0; t < T; ++t) end_of[t] = tasks[t].first + tasks[t].count;
+  const auto place = [&](int32_t v) {
+    const int32_t r = --end_of[task_of[levels[v] * num_kinds + kind_of(v)]];
+    vertex_of[r] = v;
+    row_of[v] = r;
+  };
+  for (int64_t v = V - 1; v >= 0; --v) {
+    if (place_by[v] == kNone) place(static_cast<int32_t>(v));
+  }
+  std::vector<int32_t> by_place, starts;
+  for (int64_t t = T - 1; t >= 0; --t) {
+    const int32_t first = tasks[t].first, last = first + tasks[t].count;
+    int32_t most = 0, total = 0;
+    for (int32_t r = first; r < last; ++r) {
+      const int32_t v = vertex_of[r], degree = first_child[v + 1] - first_child[v];
+      most = std::max(most, degree);
+      total += degree;
+    }
+    if (most <= 4) {
+      for (int32_t i = most - 1; i >= 0; --i) {
+        for (int32_t r = last - 1; r >= first; --r) {
+          const int32_t v = vertex_of[r], e = first_child[v] + i;
+          if (e < first_child[v + 1] && place_by[child[e]] == e) place(child[e]);
+        }
+      }
+      continue;
+    }
+    // The same order where a vertex may have any number of children: edges sorted by which child they lead to.
+    by_place.resize(total);
+    starts.assign(most, 0);
+    for (int32_t r = first; r < last; ++r) {
+      const int32_t v = vertex_of[r];
+      for (int32_t i = first_child[v + 1] - first_child[v] - 1; i >= 0; --i) ++starts[i];
+    }
+    starts_from_counts(starts);
+    for (int32_t r = first; r < last; ++r) {
+      const int32_t v = vertex_of[r];
+      for (int32_t e = first_child[v]; e < first_child[v + 1]; ++e) by_place[starts[e - first_child[v]]++] = e;
+    }
+    for (int32_t i = total - 1; i >= 0; --i) {
+      if (place_by[child[by_place[i]]] == by_place[i]) place(child[by_place[i]]);
+    }
+  }
+
+  // What each row reads, and by whom it is read: counts first, two places on, so that the starts are right once all
+  // are filled in.
+  const auto gather = at(kGather), first_edge = at(kFirstEdge), edge_child = at(kEdgeChild),
+             edge_parent = at(kEdgeParent);
+  std::fill(gather.begin(), gather.end(), kNone);
+  std::vector<int32_t> next_use(V + 2), next_sum_use(V + 2);
+  int32_t edge = 0, max_edges = 0;
+  for (Task& task : tasks) {
+    const int64_t kind = task.kind;
+    const bool sum = kinds[kind].sum;
+    task.first_edge = edge;
+    for (int32_t r = task.first; r < task.first + task.count; ++r) {
+      const int32_t v = vertex_of[r];
+      first_edge[r] = edge;
+      for (int64_t e = first_child[v]; e < first_child[v + 1]; ++e) {
+        const int32_t from = row_of[child[e]];
+        const int64_t c = column_of(kind, slot[e]);
+        if (c != kNone) {
+          gather[c * V + r] = from;
+          ++next_use[from + 2];
+        }
+        if (sum) {
+          edge_child[edge] = from;
+          edge_parent[edge++] = r;
+          ++next_sum_use[from + 2];
+        }
+      }
+    }
+    task.num_edges = edge - task.first_edge;
+    task.edge_run = run_of(edge_child.subspan(task.first_edge, task.num_edges));
+    max_edges = std::max(max_edges, task.num_edges);
+  }
+  first_edge[V] = edge;
+  block_[kMaxEdges] = max_edges;
+  std::copy(tasks.begin(), tasks.end(), reinterpret_cast<Task*>(at(kTaskTable).data()));
+  const auto runs = at(kRuns);
+  for (int64_t t = 0; t < T; ++t) {
+    for (int64_t c = 0; c < C; ++c) runs[t * C + c] = run_of(gather.subspan(c * V + tasks[t].first, tasks[t].count));
+  }
+
+  for (int64_t r = 1; r <= V + 1; ++r) {
+    next_use[r] += next_use[r - 1];
+    next_sum_use[r] += next_sum_use[r - 1];
+  }
+  const auto use_row = at(kUseRow), use_column = at(kUseColumn), sum_use_edge = at(kSumUseEdge);
+  for (int32_t r = 0; r < V; ++r) {
+    for (int64_t c = 0; c < C; ++c) {
+      const int32_t from = gather[c * V + r];
+      if (from == kNone) continue;
+      const int32_t u = next_use[from + 1]++;
+      use_row[u] = r;
+      use_column[u] = static_cast<int32_t>(c);
+    }
+  }
+  for (int32_t e = 0; e < edge; ++e) sum_use_edge[next_sum_use[edge_child[e] + 1]++] = e;
+  std::copy(next_use.begin(), next_use.end() - 1, at(kFirstUse).begin());
+  std::copy(next_sum_use.begin(), next_sum_use.end() - 1, at(kFirstSumUse).begin());
+}
+
+std::pair<int64_t, int64_t> first_beyond(const Graphs& graphs, std::span<const int64_t> limits) {
+  if (limits.empty() || graphs.num_slots() <= *std::min_element(limits.begin(), limits.end())) return {-1, -1};
+  const auto first_edge = graphs.first_edge(), slot = graphs.slot(), types = graphs.types();
+  for (int64_t v = 0; v < graphs.num_vertices(); ++v) {
+    if (first_edge[v] == first_edge[v + 1]) continue;
+    const int64_t highest = slot[first_edge[v + 1] - 1];
+    if (highest >= limits[limits.size() == 1 ? 0 : types[v]]) return {v, highest};
+  }
+  return {-1, -1};
+}
+
+}  // namespace weft::vertex
