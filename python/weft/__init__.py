@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from . import _ops, data, nn, offloading, scan, vertex
+from ._explain import explain
 from ._rnn.accelerate import accelerate
-from ._rnn.explain import Candidate, Explanation, explain
+from ._rnn.explain import Candidate, Explanation
 from ._rnn.tune import tune
 from ._version import __version__
-from .vertex import Graphs
+from .vertex import Graphs, VertexFunction, VertexFunctions
 
 __all__ = [
     "Candidate",
     "Explanation",
     "Graphs",
+    "VertexFunction",
+    "VertexFunctions",
     "__version__",
     "accelerate",
     "data",

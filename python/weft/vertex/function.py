@@ -1,0 +1,542 @@
+"""``weft.VertexFunction`` and ``weft.VertexFunctions``: a cell declared once, run over any batch of graphs."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from . import reference
+from .graphs import Graphs
+from .program import Program, Programs
+from .trace import Trace, trace
+from .vertex import Spec, Vertex, VertexType
+
+__all__ = ["EXECUTORS", "VertexFunction", "VertexFunctions"]
+
+EXECUTORS = ("auto", "batched", "reference", "persistent")
+TRACES = 16
+"""How many traces a module keeps, the latest."""
+
+
+class _Module(nn.Module):
+    """What a function and several of them have in common."""
+
+    state_size: tuple[int, ...]
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
+
+    @property
+    def program(self) -> Program | Programs:
+        """The program of the latest call; ``print`` it.
+
+        One line per operation, with the shapes of its results and when it runs: before the frontiers (once for all
+        vertices), in them, or after them. N is the number of vertices, E that of children.
+
+        Raises:
+            RuntimeError: the module was not called yet.
+        """
+        program = _compiled(self).program
+        if program is None:
+            raise RuntimeError(f"{type(self).__name__}: there is no program before the first call")
+        return program
+
+    def _functions(self) -> tuple[list[VertexFunction], dict[str, int] | None]:
+        """The functions, each once, and the number of that of each type, None where types do not count."""
+        raise NotImplementedError
+
+    def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
+        call = prepare(self, graphs, inputs, executor)
+        _compiled(self).program = call.program
+        outputs = call.run()
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class VertexFunction(_Module):
+    """One cell of a net over graphs, to subclass: override :meth:`vertex`, not :meth:`forward`.
+
+    >>> class TreeRNN(weft.VertexFunction):
+    ...     def __init__(self, x, h):
+    ...         super().__init__(state_size=h)
+    ...         self.W, self.U = nn.Linear(x, h), nn.Linear(h, h, bias=False)
+    ...     def vertex(self, v):
+    ...         h = torch.tanh(self.W(v.pull()) + self.U(v.gather_sum()))
+    ...         v.scatter(h)
+    ...         v.push(h)
+
+    Args:
+        state_size: the shape of what one vertex scatters; an int s is short for ``(s,)``.
+
+    Raises:
+        ValueError: a size is negative.
+        TypeError: `state_size` is neither an int nor a sequence of ints.
+
+    Source: Cavs (Xu et al., USENIX ATC 2018), section 3.1.
+    """
+
+    def __init__(self, state_size: int | Sequence[int]):
+        super().__init__()
+        self.state_size = _state_size(state_size)
+
+    def vertex(self, v: Vertex) -> None:
+        """The cell, on N vertices together: who they are is not defined, so rows must not be mixed.
+
+        ``v`` has :meth:`~weft.vertex.Vertex.pull`, :meth:`~weft.vertex.Vertex.gather`,
+        :meth:`~weft.vertex.Vertex.gather_sum`, :meth:`~weft.vertex.Vertex.scatter` and
+        :meth:`~weft.vertex.Vertex.push`. Everything else may be any operation of torch; a number in Python must not
+        depend on a value.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: vertex(self, v) is not implemented")
+
+    def forward(
+        self, graphs: Graphs, inputs: Tensor | Mapping[str, Tensor] | None = None, *, executor: str = "auto"
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Evaluate the function at every vertex, children before parents.
+
+        Args:
+            graphs: a batch of graphs.
+            inputs: what ``pull`` gives: tensors (num_vertices, ...) by name; a tensor is short for
+                ``{"input": tensor}``.
+            executor: ``"auto"``, ``"batched"`` or ``"reference"``. What ``"batched"`` cannot do runs as
+                ``"reference"``; :func:`weft.explain` says so.
+
+        Returns:
+            What ``vertex`` pushes, (num_vertices, ...), row i of vertex i; a tuple where it pushes several times.
+
+        Raises:
+            TypeError: `graphs` is no :class:`weft.Graphs`, an input no tensor; what is scattered or pushed no tensor or
+                of another dtype than the state.
+            ValueError: an input is missing, superfluous, or has another number of rows; a child is in a slot that
+                ``vertex`` does not gather; a shape of what is scattered or pushed is wrong; the executor is unknown.
+            RuntimeError: a Python number in ``vertex`` depends on a value; it scatters twice, pushes nothing, gathers
+                but does not scatter, or uses a tensor that requires grad and is not the module's; tensors are on
+                different devices.
+            NotImplementedError: ``executor="persistent"``.
+        """
+        return _apart(self, graphs, inputs, executor)
+
+    def _functions(self) -> tuple[list[VertexFunction], dict[str, int] | None]:
+        return [self], None
+
+
+class VertexFunctions(_Module, nn.ModuleDict):
+    """Several vertex functions in one graph: each vertex runs the one that ``graphs.types`` names.
+
+    Args:
+        functions: by type; one function may stand under several names.
+
+    Raises:
+        ValueError: there is none, or their ``state_size`` differ.
+        TypeError: a name is no str, or a value no :class:`VertexFunction`.
+    """
+
+    def __init__(self, functions: Mapping[str, VertexFunction]):
+        if not isinstance(functions, Mapping):
+            raise TypeError(f"VertexFunctions: functions must be a mapping, got {type(functions).__name__}")
+        for name, function in functions.items():
+            if not isinstance(name, str):
+                raise TypeError(f"VertexFunctions: a name must be a str, got {type(name).__name__}")
+            if not isinstance(function, VertexFunction):
+                raise TypeError(f"VertexFunctions: {name!r} must be a VertexFunction, got {type(function).__name__}")
+        if not functions:
+            raise ValueError("VertexFunctions: there must be a function")
+        sizes = {name: function.state_size for name, function in functions.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"VertexFunctions: all functions must have one state_size, got {sizes}")
+        super().__init__(functions)
+
+    @property
+    def state_size(self) -> tuple[int, ...]:
+        """The shape of what one vertex scatters."""
+        return next(iter(self.values())).state_size
+
+    def forward(
+        self, graphs: Graphs, inputs: Tensor | Mapping[str, Tensor] | None = None, *, executor: str = "auto"
+    ) -> Tensor | tuple[Tensor, ...]:
+        """As :meth:`VertexFunction.forward`; `graphs` has types. Rows of vertices whose function pushes nothing are 0.
+
+        Raises:
+            ValueError: `graphs` has no types, or one without a function.
+            RuntimeError: the functions push different numbers of tensors, shapes or dtypes, or none pushes.
+            Otherwise what :meth:`VertexFunction.forward` raises.
+        """
+        return _apart(self, graphs, inputs, executor)
+
+    def _functions(self) -> tuple[list[VertexFunction], dict[str, int] | None]:
+        functions = list({id(f): f for f in self.values()}.values())
+        numbers = {id(f): i for i, f in enumerate(functions)}
+        return functions, {name: numbers[id(f)] for name, f in self.items()}
+
+
+def _state_size(size: object) -> tuple[int, ...]:
+    def whole(s: object) -> int:
+        if isinstance(s, bool):
+            raise TypeError
+        return operator.index(s)
+
+    try:
+        if isinstance(size, (str, bytes)):
+            raise TypeError
+        found = tuple(map(whole, size)) if isinstance(size, Sequence) else (whole(size),)
+    except TypeError:
+        raise TypeError(f"VertexFunction: state_size must be an int or a sequence of ints, got {size!r}") from None
+    if any(s < 0 for s in found):
+        raise ValueError(f"VertexFunction: state_size must not be negative, got {size!r}")
+    return found
+
+
+def _apart(module: _Module, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
+    """The call, outside of the graphs of torch.compile."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break()
+        return torch._dynamo.disable(_Module._run)(module, graphs, inputs, executor)
+    return module._run(graphs, inputs, executor)
+
+
+class _Compiled:
+    """What calls of a module leave for the next ones. No part of its state."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.traces: OrderedDict[object, tuple[Trace, ...]] = OrderedDict()
+        self.program: Program | Programs | None = None
+
+
+def _compiled(module: nn.Module) -> _Compiled:
+    return module.__dict__.setdefault("_compiled", _Compiled())
+
+
+@dataclass
+class Call:
+    """A call that passed all checks and can run."""
+
+    functions: list[reference.Function]
+    executor: str
+    asked: str
+    reason: str
+    run: Callable[[], list[Tensor]]
+
+    @property
+    def program(self) -> Program | Programs:
+        programs = tuple(f.trace.program for f in self.functions)
+        return programs[0] if len(programs) == 1 else Programs(programs)
+
+
+def prepare(module: _Module, graphs: object, inputs: object, executor: object) -> Call:
+    """Check a call, trace what is new in it, and choose the executor. Nothing is computed."""
+    name = type(module).__name__
+    if executor not in EXECUTORS:
+        raise ValueError(f"{name}: executor must be one of {', '.join(map(repr, EXECUTORS))}, got {executor!r}")
+    if executor == "persistent":
+        raise NotImplementedError(f"{name}: executor 'persistent' is not there yet")
+    if not isinstance(graphs, Graphs):
+        raise TypeError(f"{name}: graphs must be a weft.Graphs, got {type(graphs).__name__}")
+    rows = _inputs(name, graphs, inputs)
+    functions, types = module._functions()
+    for f in functions:
+        if type(f).vertex is VertexFunction.vertex and "vertex" not in f.__dict__:
+            f.vertex(None)
+    state = _ModuleState(module)
+    device = _device(name, graphs, rows, state.tensors)
+    dtype = _state_dtype(state.tensors, rows)
+    specs = {key: Spec.of(x) for key, x in rows.items()}
+    types_of = [VertexType(type(f).__name__, Spec(f.state_size, dtype), specs, device) for f in functions]
+    traces = _traces(module, functions, types_of, rows, state)
+    called = [reference.Function(f.vertex, t, s) for f, t, s in zip(functions, types_of, traces, strict=True)]
+    _check_inputs(name, rows, traces)
+    _check_functions(name, called, several=types is not None)
+    which = None if types is None else _which(name, graphs, types)
+    _check_slots(graphs, called, types, which)
+
+    def run() -> list[Tensor]:
+        if graphs.num_vertices == 0:
+            return _nothing(called, [*rows.values(), *state.tensors])
+        return reference.run(called, _plan(graphs, types, which, device), rows)
+
+    obstacle = next((t.obstacle for t in traces if t.obstacle), None)
+    reason = "asked for" if executor == "reference" else obstacle or "there is no other executor yet"
+    return Call(called, "reference", executor, reason, run)
+
+
+def _inputs(name: str, graphs: Graphs, inputs: object) -> dict[str, Tensor]:
+    if inputs is None:
+        return {}
+    found = {"input": inputs} if not isinstance(inputs, Mapping) else dict(inputs)
+    for key, x in found.items():
+        what = f"input {key!r}" if isinstance(inputs, Mapping) else "inputs"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: {what} must be a tensor, got {type(x).__name__}")
+        if x.dim() == 0 or x.shape[0] != graphs.num_vertices:
+            count = "none" if x.dim() == 0 else x.shape[0]
+            raise ValueError(
+                f"{name}: input {key!r} must have one row per vertex, {graphs.num_vertices} rows, got {count}"
+            )
+    return found
+
+
+# Of a module's __dict__, what is not an attribute of its own.
+_INTERNALS = frozenset({*nn.Module().__dict__, "_compiled"}) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Same:
+    """An object by identity, kept alive so that no other one can take its place."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _ModuleState:
+    """All that counts of a module and its submodules at a call.
+
+    Attributes:
+        key: hashable; a trace is good for all states with the same key.
+        tensors: parameters and buffers.
+        names: names of these and of the plain attributes that are tensors, by ``id``.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.tensors: list[Tensor] = []
+        self.names: dict[int, str] = {}
+        self._numbers: dict[int, int] = {}
+        parts: list[object] = []
+        seen: dict[int, int] = {}
+        stack: list[tuple[str, nn.Module]] = [("", module)]
+        while stack:
+            prefix, m = stack.pop()
+            parts.append(prefix)
+            if id(m) in seen:
+                parts.append(seen[id(m)])
+                continue
+            seen[id(m)] = len(seen)
+            parts.append(type(m))
+            for registered in (m._parameters, m._buffers):
+                for key, t in registered.items():
+                    if t is not None:
+                        self.tensors.append(t)
+                        parts.append(self._tensor(prefix + key, t))
+                    else:
+                        parts.append((key, None))
+            for key, value in m.__dict__.items():
+                if key not in _INTERNALS:
+                    parts.append((key, self._attribute(prefix + key, value)))
+            for key in _HOOKS:
+                hooks = m.__dict__[key]
+                if hooks:
+                    parts.append((key, tuple(hooks)))
+            stack.extend((f"{prefix}{key}.", child) for key, child in m._modules.items() if child is not None)
+        self.key = tuple(parts)
+
+    def _tensor(self, name: str, t: Tensor) -> tuple:
+        first = self._numbers.setdefault(id(t), len(self._numbers))
+        self.names.setdefault(id(t), name)
+        return (name, first, type(t), t.shape, t.dtype, t.device, t.requires_grad)
+
+    def _attribute(self, name: str, value: object) -> object:
+        if value is None or isinstance(value, (bool, int, str)):
+            return (type(value), value)
+        if isinstance(value, float):
+            return (float, value.hex())
+        if isinstance(value, complex):
+            return (complex, value.real.hex(), value.imag.hex())
+        if isinstance(value, Tensor):
+            # One that requires grad is nobody's parameter: the trace finds it under no name and refuses it.
+            return ("requires grad", _Same(value)) if value.requires_grad else self._tensor(name, value)
+        if isinstance(value, tuple):
+            return (type(value), *(self._attribute(f"{name}.{i}", v) for i, v in enumerate(value)))
+        return _Same(value)
+
+
+def _device(name: str, graphs: Graphs, rows: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> torch.device:
+    """The one device of all tensors; that of the graphs where there are none."""
+    found: dict[torch.device, str] = {}
+    for key, x in rows.items():
+        found.setdefault(x.device, f"input {key!r}")
+    for t in tensors:
+        # torch lets a number on the CPU go with anything.
+        if t.dim() > 0 or t.device.type != "cpu":
+            found.setdefault(t.device, "the module")
+    if graphs.device.type != "cpu" or not found:
+        found.setdefault(graphs.device, "graphs")
+    if len(found) > 1:
+        where = ", ".join(f"{what} on {device}" for device, what in found.items())
+        raise RuntimeError(f"{name}: tensors are on different devices: {where}")
+    return next(iter(found))
+
+
+def _state_dtype(tensors: Sequence[Tensor], rows: Mapping[str, Tensor]) -> torch.dtype:
+    for candidates in (tensors, rows.values()):
+        dtypes = [t.dtype for t in candidates if t.is_floating_point()]
+        if dtypes:
+            return functools.reduce(torch.promote_types, dtypes)
+    return torch.get_default_dtype()
+
+
+def _traces(
+    module: _Module,
+    functions: Sequence[VertexFunction],
+    types: Sequence[VertexType],
+    rows: Mapping[str, Tensor],
+    state: _ModuleState,
+) -> tuple[Trace, ...]:
+    requires = {key: x.requires_grad for key, x in rows.items()}
+    anything = torch.is_grad_enabled() and (any(requires.values()) or any(t.requires_grad for t in state.tensors))
+    sizes = {s for t in (*state.tensors, *rows.values()) for s in t.shape[t.dim() > 0 :] if isinstance(s, int)}
+    sizes.update(s for t in state.tensors for s in t.shape)
+    sizes.update(module.state_size)
+
+    def make() -> tuple[Trace, ...]:
+        return tuple(
+            trace(f.vertex, t, state.names, sorted(sizes), lambda key: anything if key is None else requires[key])
+            for f, t in zip(functions, types, strict=True)
+        )
+
+    if torch._C._are_functorch_transforms_active():
+        return make()
+    device = types[0].device.type
+    key = (
+        state.key,
+        tuple((k, s.shape, s.dtype, requires[k]) for k, s in types[0].inputs.items()),
+        tuple((t.state, t.device) for t in types),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(),
+    )
+    compiled = _compiled(module)
+    with compiled.lock:
+        found = compiled.traces.get(key)
+        if found is not None:
+            compiled.traces.move_to_end(key)
+            return found
+    found = make()
+    with compiled.lock:
+        compiled.traces[key] = found
+        while len(compiled.traces) > TRACES:
+            compiled.traces.popitem(last=False)
+    return found
+
+
+def _check_inputs(name: str, rows: Mapping[str, Tensor], traces: Sequence[Trace]) -> None:
+    pulled = frozenset().union(*(t.pulls for t in traces))
+    for key in rows:
+        if key not in pulled:
+            names = ", ".join(map(repr, sorted(pulled))) or "none"
+            raise ValueError(f"{name}: input {key!r} is superfluous; inputs pulled: {names}")
+
+
+def _check_functions(name: str, functions: Sequence[reference.Function], several: bool) -> None:
+    for f in functions:
+        if f.trace.gathers and not f.trace.scatters:
+            raise RuntimeError(f"{f.type.name}: vertex gathers but does not scatter")
+    pushing = [f for f in functions if f.trace.outputs]
+    if not pushing:
+        raise RuntimeError(f"{name}: {'no function pushes' if several else 'vertex pushes nothing'}")
+    first = pushing[0]
+    for f in pushing[1:]:
+        if f.trace.outputs != first.trace.outputs:
+            raise RuntimeError(
+                f"{name}: all functions must push the same shapes and dtypes; {first.type.name} pushes "
+                f"{_describe(first.trace.outputs)}, {f.type.name} {_describe(f.trace.outputs)}"
+            )
+
+
+def _describe(outputs: Sequence[Spec]) -> str:
+    return ", ".join(f"{str(s.dtype).removeprefix('torch.')} {('N', *s.shape)}".replace("'", "") for s in outputs)
+
+
+_kept: weakref.WeakKeyDictionary[Graphs, dict] = weakref.WeakKeyDictionary()
+_kept_lock = threading.Lock()
+
+
+def _keep(graphs: Graphs, key: object, make: Callable[[], object]):
+    """What was computed once from graphs, which do not change."""
+    if torch._C._are_functorch_transforms_active():  # whose tensors do not outlive them
+        return make()
+    with _kept_lock:
+        found = _kept.setdefault(graphs, {})
+    if key not in found:
+        with torch.inference_mode(False):  # for later calls, of which some may train
+            found[key] = make()
+    return found[key]
+
+
+def _where(graphs: Graphs, vertex: int) -> str:
+    """A vertex in the caller's numbering."""
+    graph = int(graphs.graph_index[vertex])
+    return f"graph {graph}, vertex {vertex - int(graphs.ptr[graph])}"
+
+
+def _which(name: str, graphs: Graphs, types: Mapping[str, int]) -> Tensor | None:
+    """(num_vertices,) the number of each vertex's function."""
+    if graphs.num_vertices == 0:
+        return None
+    if graphs.types is None:
+        raise ValueError(f"{name}: graphs have no types; there are functions for {', '.join(map(repr, types))}")
+
+    def number() -> Tensor:
+        numbers = torch.tensor([types.get(t, -1) for t in graphs.types])
+        for v in (numbers < 0).nonzero()[:1, 0].tolist():
+            raise ValueError(f"{name}: {_where(graphs, v)}: there is no function for type {graphs.types[v]!r}")
+        return numbers
+
+    return _keep(graphs, ("which", *types.items()), number)
+
+
+def _check_slots(
+    graphs: Graphs, functions: Sequence[reference.Function], types: Mapping[str, int] | None, which: Tensor | None
+) -> None:
+    """Every child is in a slot that its parent gathers."""
+    allowed = [graphs.num_slots if f.trace.takes_all_children else f.trace.slots for f in functions]
+    if graphs.num_slots <= min(allowed):
+        return
+
+    def beyond() -> int:
+        parents, slots = graphs.edges[:, 1].cpu(), graphs.edges[:, 2].cpu()
+        limit = allowed[0] if which is None else torch.tensor(allowed)[which[parents]]
+        return next(iter((slots >= limit).nonzero()[:1, 0].tolist()), -1)
+
+    edge = _keep(graphs, ("beyond", tuple(allowed), None if types is None else tuple(types.items())), beyond)
+    if edge >= 0:
+        _, parent, slot = graphs.edges[edge].tolist()
+        f = functions[0 if which is None else int(which[parent])]
+        gathers = f"slots 0 to {f.trace.slots - 1}" if f.trace.slots else "no slot"
+        raise ValueError(
+            f"{f.type.name}: {_where(graphs, parent)}: there is a child in slot {slot}, vertex gathers {gathers}"
+        )
+
+
+def _plan(
+    graphs: Graphs, types: Mapping[str, int] | None, which: Tensor | None, device: torch.device
+) -> reference.Plan:
+    key = ("plan", None if types is None else tuple(types.items()), device)
+    return _keep(graphs, key, lambda: reference.Plan(graphs, which, device))
+
+
+def _nothing(functions: Sequence[reference.Function], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs for no vertices, with a backward pass whose gradients are zero."""
+    specs = next(f.trace.outputs for f in functions if f.trace.outputs)
+    device = functions[0].type.device
+    parts = [t.reshape(-1)[:0].sum().to(device) for t in tensors if t.is_floating_point()]
+    anchor = sum(parts[1:], parts[0]) if parts else None
+
+    def output(spec: Spec) -> Tensor:
+        zeros = torch.zeros((0, *spec.shape), dtype=spec.dtype, device=device)
+        return zeros if anchor is None or not spec.dtype.is_floating_point else zeros + anchor.to(spec.dtype)
+
+    return [output(s) for s in specs]

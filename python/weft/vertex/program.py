@@ -1,0 +1,148 @@
+"""The program of a vertex function: its operations on the rows of symbols, as plain data that knows no torch.
+
+What a trace records, classified for lazy batching (Cavs, section 3.5): an operation runs before the frontiers where it
+depends on no gather, after them where no scatter depends on it, and in them otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+__all__ = ["Constant", "Operation", "Program", "Programs", "Symbol", "classify"]
+
+Size = int | str
+"""A number; "N" for the vertices of a task, "E" for their children."""
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A value of the program: rows of vertices ("N" first), rows of children ("E" first), or one for all."""
+
+    shape: tuple[Size, ...]
+    dtype: str
+    name: str
+    """``%3``, or what it is called outside: ``W.weight``."""
+    kind: str
+    """``row`` or ``child`` by its first size, ``parameter`` for a tensor of the module, ``constant`` for another one,
+    ``shared`` for what is computed from these alone."""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The symbol of this number, as an argument."""
+
+    symbol: int
+
+
+@dataclass(frozen=True)
+class Constant:
+    """An argument that is a number, a text, a dtype, as torch prints it."""
+
+    text: str
+
+
+Argument = Ref | Constant | tuple
+"""Of an operation; a tuple is a list of arguments."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One line of the program."""
+
+    op: str
+    """``pull``, ``gather``, ``children``, ``repeat``, ``sum``, ``scatter``, ``push``, or torch's name,
+    ``aten.addmm.default``."""
+    arguments: tuple[Argument, ...]
+    keywords: tuple[tuple[str, Argument], ...]
+    results: tuple[int, ...]
+    """Numbers of symbols."""
+    when: str = "in"
+    """``before``, ``in`` or ``after`` the frontiers."""
+
+    def reads(self) -> list[int]:
+        """Numbers of the symbols among the arguments."""
+        found: list[int] = []
+
+        def visit(argument: Argument) -> None:
+            if isinstance(argument, Ref):
+                found.append(argument.symbol)
+            elif isinstance(argument, tuple):
+                for a in argument:
+                    visit(a)
+
+        visit(self.arguments)
+        visit(tuple(value for _, value in self.keywords))
+        return found
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of one vertex function, in order."""
+
+    name: str
+    symbols: tuple[Symbol, ...]
+    operations: tuple[Operation, ...]
+
+    def __str__(self) -> str:
+        width = max((len(o.when) for o in self.operations), default=0)
+        return "\n".join([f"{self.name}:", *(f"  {o.when:<{width}}  {self._line(o)}" for o in self.operations)])
+
+    def _line(self, o: Operation) -> str:
+        arguments = [self._argument(a) for a in o.arguments]
+        arguments += [f"{name}={self._argument(a)}" for name, a in o.keywords]
+        call = f"{o.op}({', '.join(arguments)})"
+        if o.results:
+            return f"{', '.join(str(self.symbols[r]) for r in o.results)} = {call}"
+        return f"{call}  # {', '.join(str(self.symbols[r]) for r in o.reads())}"
+
+    def _argument(self, a: Argument) -> str:
+        if isinstance(a, Ref):
+            return self.symbols[a.symbol].name
+        if isinstance(a, tuple):
+            return f"[{', '.join(map(self._argument, a))}]"
+        return a.text
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of several vertex functions that run in one graph."""
+
+    programs: tuple[Program, ...]
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.programs))
+
+
+def classify(operations: Sequence[Operation], lazy: bool) -> tuple[Operation, ...]:
+    """Say of each operation when it runs."""
+    if not lazy:
+        return tuple(replace(o, when="in") for o in operations)
+    from_gather = _reached(operations, lambda o: o.op in ("gather", "children"))
+    to_scatter: set[int] = set()
+    needed = []
+    for o in reversed(operations):
+        if o.op == "scatter" or not to_scatter.isdisjoint(o.results):
+            to_scatter.update(o.reads())
+            needed.append(o)
+    kept = set(map(id, needed))
+
+    def when(o: Operation) -> str:
+        depends = not from_gather.isdisjoint((*o.reads(), *o.results))
+        if o.op == "scatter":
+            return "in"
+        return "before" if not depends else "in" if id(o) in kept else "after"
+
+    return tuple(replace(o, when=when(o)) for o in operations)
+
+
+def _reached(operations: Iterable[Operation], source) -> set[int]:
+    """Symbols that depend on the results of the operations for which `source` holds."""
+    reached: set[int] = set()
+    for o in operations:
+        if source(o) or not reached.isdisjoint(o.reads()):
+            reached.update(o.results)
+    return reached

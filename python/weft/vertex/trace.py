@@ -1,0 +1,418 @@
+"""Tracing: a vertex function evaluated once on fake tensors, or on one row of zeros where these do not do.
+
+It finds what the function pulls, gathers, scatters and pushes, refuses what the contract refuses before anything is
+computed, and records the program. Everything in it is local to the thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .program import Constant, Operation, Program, Ref, Symbol, classify
+from .vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
+
+__all__ = ["Trace", "trace"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one evaluation of a vertex function showed."""
+
+    program: Program
+    slots: int
+    """One more than the highest slot that it gathers, 0 without."""
+    gathers: bool
+    sums: tuple[Spec, ...]
+    """A row of each gather_sum, in order."""
+    takes_all_children: bool
+    """Whether it calls gather_sum."""
+    pulls: frozenset[str]
+    scatters: bool
+    outputs: tuple[Spec, ...]
+    in_place: bool
+    """Whether it may change values in place."""
+    obstacle: str | None
+    """Why it cannot be compiled."""
+    tensors: tuple[Tensor, ...] = field(repr=False)
+    """The tensors that are neither rows nor the module's, as :attr:`Program.symbols` of kind ``constant`` in order."""
+
+
+def trace(
+    vertex: Callable[[Vertex], object],
+    type: VertexType,
+    known: Mapping[int, str],
+    sizes: Sequence[int],
+    requires_grad: Callable[[str | None], bool],
+) -> Trace:
+    """Evaluate a vertex function without computing anything that counts.
+
+    Args:
+        vertex: the function.
+        type: names, shapes and dtypes.
+        known: the names of the module's own tensors, by ``id``.
+        sizes: sizes that the number of vertices shall not be confused with.
+        requires_grad: of the input of a name, or of the state for None.
+
+    Raises:
+        What the contract refuses, and what the user's code raises.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return _probe(vertex, type, "torch.func runs")
+    rows = _row_counts(sizes)
+    try:
+        first, second = (_fake(vertex, type, known, requires_grad, n, e) for n, e in (rows[:2], rows[2:]))
+    except _Refused as refused:
+        raise refused.error from None
+    except Exception as error:
+        return _probe(vertex, type, f"its vertex function does not run on fake tensors ({_line(error)})")
+    obstacle = first.obstacle
+    if obstacle is None and first.program != second.program:
+        obstacle = "its vertex function depends on the number of vertices"
+    return replace(first, obstacle=obstacle)
+
+
+class _Refused(Exception):
+    """An error of the contract, not of the user's code."""
+
+    def __init__(self, error: Exception):
+        super().__init__()
+        self.error = error
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def _row_counts(taken: Sequence[int]) -> tuple[int, ...]:
+    """Two pairs of numbers of vertices and children: primes that are no size of anything."""
+    used, found, p = set(taken), [], 61
+    while len(found) < 4:
+        if p not in used and all(p % q for q in range(2, int(p**0.5) + 1)):
+            found.append(p)
+        p += 1
+    return tuple(found)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes the program down: every operation below autograd on rows and on the module's tensors."""
+
+    def __init__(self, type: VertexType, known: Mapping[int, str], rows: int, children: int, complete: bool = True):
+        super().__init__()
+        self.type, self.known, self.rows, self.children = type, known, rows, children
+        self.complete = complete
+        """Whether it sees torch's operations, and not only the methods of v."""
+        self.symbols: list[Symbol] = []
+        self.operations: list[Operation] = []
+        self.constants: list[Tensor] = []
+        self.obstacle: str | None = None
+        self.in_place = not complete
+        self.refusal: Exception | None = None
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+        self._storages: dict[int, int] = {}
+        self._grad_mode = torch.is_grad_enabled()
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs in here is no part of the program."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def record(self, op: str, arguments: Sequence[object], results: Sequence[Tensor], **keywords: object) -> None:
+        """One line of the program."""
+        read = tuple(self._argument(a) for a in arguments)
+        named = tuple((name, self._argument(a)) for name, a in keywords.items())
+        operation = Operation(op, read, named, ())
+        shared = op.startswith("aten.") and all(
+            self.symbols[s].kind in ("parameter", "constant", "shared") for s in operation.reads()
+        )
+        written = tuple(self._define(r, shared) for r in results)
+        self.operations.append(Operation(op, read, named, written))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._paused or func.namespace == "prim":
+            return func(*args, **kwargs)
+        foreign = [
+            t
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, Tensor) and id(t) not in self._numbers and id(t) not in self.known
+        ]
+        if (
+            any(t.requires_grad for t in foreign)
+            and func is not torch.ops.aten.detach.default
+            and (torch.is_grad_enabled() or not self._grad_mode)
+        ):
+            self.refusal = RuntimeError(
+                f"{self.type.name}: vertex uses a tensor that requires grad and is neither an input nor a parameter of "
+                "the module; register it, pull it or detach it"
+            )
+            raise self.refusal
+        if self._grad_mode and not torch.is_grad_enabled():
+            self._stop(f"an autograd.Function or no_grad in its vertex function, which runs {func}")
+        changed = self._changed(func, args, kwargs)
+        results = func(*args, **kwargs)
+        tensors = [r for r in torch.utils._pytree.tree_leaves(results) if isinstance(r, Tensor)]
+        if func._schema.is_mutable:
+            self._mutate(func, changed)
+        self.record(str(func), args, tensors, **kwargs)
+        return results
+
+    def _stop(self, obstacle: str) -> None:
+        self.obstacle = self.obstacle or obstacle
+
+    def _changed(self, func, args, kwargs) -> list[Tensor]:
+        """The tensors that an operation writes to."""
+        if not func._schema.is_mutable:
+            return []
+        written = []
+        for i, a in enumerate(func._schema.arguments):
+            if a.alias_info is not None and a.alias_info.is_write:
+                value = kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
+                written += [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        return written
+
+    def _mutate(self, func, changed: Sequence[Tensor]) -> None:
+        self.in_place = True
+        for t in changed:
+            if id(t) not in self._numbers:
+                self._stop(f"{func}, which changes a tensor of the module")
+            elif self._storages[t.untyped_storage()._cdata] > 1:
+                self._stop(f"{func}, which changes a view")
+
+    def _define(self, value: Tensor, shared: bool) -> int:
+        if id(value) not in self._numbers:
+            self._alive.append(value)
+        if id(value) not in self._numbers and self.complete:
+            storage = value.untyped_storage()._cdata if value.layout == torch.strided else 0
+            self._storages[storage] = self._storages.get(storage, 0) + 1
+        shape = self._shape(value)
+        kind = "row" if shape[:1] == ("N",) else "child" if shape[:1] == ("E",) else "shared"
+        if kind == "shared" and not shared:
+            self._stop("an operation whose result has no row per vertex")
+        return self._symbol(value, Symbol(shape, _dtype(value), f"%{len(self.symbols)}", kind))
+
+    def _symbol(self, value: Tensor, symbol: Symbol) -> int:
+        self.symbols.append(symbol)
+        self._numbers[id(value)] = len(self.symbols) - 1
+        return len(self.symbols) - 1
+
+    def _shape(self, value: Tensor) -> tuple[int | str, ...]:
+        if not self.complete:
+            return ("N", *value.shape[1:])
+        return tuple(self._size(s) for s in value.shape)
+
+    def _size(self, size: int) -> int | str:
+        return {self.rows: "N", self.children: "E"}.get(size, size)
+
+    def _argument(self, a: object):
+        if isinstance(a, Tensor):
+            if id(a) not in self._numbers:
+                name = self.known.get(id(a))
+                self._alive.append(a)
+                if not self.complete:
+                    self._define(a, shared=False)
+                elif name is None:
+                    name = f"constant{len(self.constants)}"
+                    self.constants.append(a)
+                    self._symbol(a, Symbol(tuple(a.shape), _dtype(a), name, "constant"))
+                else:
+                    self._symbol(a, Symbol(tuple(a.shape), _dtype(a), name, "parameter"))
+            return Ref(self._numbers[id(a)])
+        if isinstance(a, (list, tuple)):
+            return tuple(map(self._argument, a))
+        if isinstance(a, int) and not isinstance(a, bool):
+            return Constant(str(self._size(a)))
+        return Constant(_text(a) if isinstance(a, (torch.dtype, torch.layout)) else repr(a))
+
+
+def _text(a: object) -> str:
+    return str(a).removeprefix("torch.")
+
+
+def _dtype(t: Tensor) -> str:
+    return _text(t.dtype)
+
+
+class _Traced(Vertex):
+    """Rows of a fake or a real tensor, every method a line of the program."""
+
+    def __init__(
+        self,
+        type: VertexType,
+        recorder: _Recorder,
+        empty: Callable[[int, Spec, bool], Tensor],
+        requires_grad: Callable[[str | None], bool],
+    ):
+        super().__init__(type, recorder.rows)
+        self._recorder, self._empty, self._requires_grad = recorder, empty, requires_grad
+        self.slots, self.gathers, self.sums, self.takes_all_children = 0, False, [], False
+
+    def _make(self, rows: int, spec: Spec, name: str | None) -> Tensor:
+        with self._recorder.paused():
+            return self._empty(rows, spec, self._requires_grad(name) and spec.dtype.is_floating_point)
+
+    def _record(self, op: str, arguments: Sequence[object], results: Sequence[Tensor] = ()) -> None:
+        self._recorder.record(op, arguments, results)
+
+    def _pull(self, name: str) -> Tensor:
+        value = self._make(self._rows, self._type.inputs[name], name)
+        self._record("pull", [name], [value])
+        return value
+
+    def _gather(self, k: int) -> Tensor:
+        self.slots, self.gathers = max(self.slots, k + 1), True
+        value = self._make(self._rows, self._type.state, None)
+        self._record("gather", [k], [value])
+        return value
+
+    def _children(self) -> Tensor:
+        self.gathers = self.takes_all_children = True
+        value = self._make(self._messages(), self._type.state, None)
+        self._record("children", [], [value])
+        return value
+
+    def _messages(self) -> int:
+        return self._recorder.children
+
+    def _repeat(self, value: Tensor) -> Tensor:
+        with self._recorder.paused():
+            repeated = value[:1].expand(self._messages(), *value.shape[1:]).clone()
+        self._record("repeat", [value], [repeated])
+        return repeated
+
+    def _sum(self, messages: Tensor) -> Tensor:
+        with self._recorder.paused():
+            total = messages[:1].expand(self._rows, *messages.shape[1:]).clone()
+        self.sums.append(Spec.of(total))
+        self._record("sum", [messages], [total])
+        return total
+
+    def _scatter(self, state: Tensor) -> Tensor:
+        self._record("scatter", [state])
+        return state
+
+    def _push(self, output: Tensor) -> Tensor:
+        self._record("push", [output])
+        return output
+
+    def result(self, obstacle: str | None) -> Trace:
+        """What was seen, the vertex function done."""
+        recorder = self._recorder
+        program = Program(self._type.name, tuple(recorder.symbols), classify(recorder.operations, lazy=True))
+        return Trace(
+            program,
+            self.slots,
+            self.gathers,
+            tuple(self.sums),
+            self.takes_all_children,
+            frozenset(self._pulled),
+            self.state is not None,
+            tuple(map(Spec.of, self.outputs)),
+            recorder.in_place,
+            obstacle or recorder.obstacle,
+            tuple(recorder.constants),
+        )
+
+
+def _fake(vertex, type: VertexType, known, requires_grad, rows: int, children: int) -> Trace:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    recorder = _Recorder(type, known, rows, children)
+    with ExitStack() as stack:
+        stack.enter_context(_aside())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+
+        def empty(n: int, spec: Spec, grad: bool) -> Tensor:
+            value = torch.empty((n, *spec.shape), dtype=spec.dtype, device=type.device)
+            # A leaf that requires grad could not be changed in place.
+            return value.requires_grad_().clone() if grad else value
+
+        stack.enter_context(recorder)
+        v = _Traced(type, recorder, empty, requires_grad)
+        try:
+            vertex(v)
+        except DataDependentOutputException as error:
+            raise _Refused(RuntimeError(f"{type.name}: {VALUES_AS_NUMBERS} ({error.func})")) from None
+        except Exception as error:
+            if error is v.refusal or error is recorder.refusal:
+                raise _Refused(error) from None
+            raise
+    return v.result(None)
+
+
+def _probe(vertex, type: VertexType, obstacle: str) -> Trace:
+    """One row of zeros, for what does not run on fake tensors."""
+    devices = [type.device] if type.device.type == "cuda" else []
+    recorder = _Recorder(type, {}, 1, 1, complete=False)
+    with torch.random.fork_rng(devices), _aside(), _NoNumbers(type.name):
+
+        def empty(n: int, spec: Spec, grad: bool) -> Tensor:
+            return torch.zeros((n, *spec.shape), dtype=spec.dtype, device=type.device)
+
+        v = _Traced(type, recorder, empty, lambda name: False)
+        vertex(v)
+    return v.result(obstacle)
+
+
+class _Quiet(threading.local):
+    on = False
+
+
+_quiet = _Quiet()
+# torch logs what an operation raises on fake tensors, which here is the user's error or no error at all.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _quiet.on)
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Nothing of what runs in here is seen outside: no saved tensor by the caller's hooks, no cast of a parameter by
+    autocast's cache, no line in a log."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    quiet, _quiet.on = _quiet.on, True
+    try:
+        with ExitStack() as stack:
+            if not torch._C._are_functorch_transforms_active():  # which refuse these hooks
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        _quiet.on = quiet
+
+
+def _same(value):
+    return value
+
+
+class _NoNumbers(TorchFunctionMode):
+    """Refuses Python numbers out of tensors, but inside a user's autograd.Function what torch would do."""
+
+    _always = frozenset(
+        getattr(Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__")
+    )
+    _outside = frozenset((Tensor.tolist, Tensor.numpy))
+
+    def __init__(self, name: str):
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self._always or (func in self._outside and torch.is_grad_enabled()):
+            raise RuntimeError(f"{self._name}: {VALUES_AS_NUMBERS} ({getattr(func, '__name__', func)})")
+        return func(*args, **(kwargs or {}))
