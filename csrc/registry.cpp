@@ -37,6 +37,12 @@ TORCH_LIBRARY(weft, m) {
       "str cell, bool bidirectional, bool[] output_mask) -> Tensor[]",
       tags);
 
+  // offload: csrc/offload/
+  m.def("zvc_compress(Tensor x) -> (Tensor mask, Tensor values, Tensor size)", tags);
+  m.def("zvc_decompress(Tensor mask, Tensor values, SymInt[] shape) -> Tensor", tags);
+  m.def("rle_compress(Tensor x) -> (Tensor runs, Tensor values, Tensor size)", tags);
+  m.def("rle_decompress(Tensor runs, Tensor values, SymInt[] shape) -> Tensor", tags);
+
   // scan, in Python: python/weft/_torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold
   m.def(
       "torch_rnn(Tensor input, Tensor[] state, Tensor[] weights, Tensor? batch_sizes, str cell, bool bias, "

@@ -23,6 +23,7 @@ except ImportError as error:
     raise ImportError(f"weft: the compiled library does not load ({error}); run `{_BUILD}` again") from error
 
 # A room registers its ops' rules when its rules.py is imported.
+from ._offload import rules as _offload_rules  # noqa: E402
 from ._rnn import rules as _rnn_rules  # noqa: E402
 from ._scan import rules as _scan_rules  # noqa: E402
 
@@ -30,4 +31,4 @@ WITH_CUDA: bool = _C.with_cuda
 """Whether the CUDA kernels were built."""
 
 __all__ = ["WITH_CUDA"]
-_ = (_rnn_rules, _scan_rules)
+_ = (_offload_rules, _rnn_rules, _scan_rules)

@@ -1,0 +1,32 @@
+// The autograd kernel of an operator without a gradient: its floating results are part of the graph, and a backward
+// that reaches them is refused by name.
+#pragma once
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <functional>
+#include <string>
+
+namespace weft::offload {
+
+class RefusedGradient : public torch::autograd::Function<RefusedGradient> {
+ public:
+  using Results = torch::autograd::variable_list;
+
+  // `input` is the argument that a gradient would be of, and `call` calls the operator.
+  static Results forward(torch::autograd::AutogradContext* ctx, const at::Tensor& /*input*/, const std::string& op,
+                         const std::function<Results()>& call) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    ctx->saved_data["op"] = op;
+    Results results = call(), integers;
+    for (const at::Tensor& t : results) {
+      if (!t.is_floating_point()) integers.push_back(t);
+    }
+    ctx->mark_non_differentiable(integers);
+    return results;
+  }
+  static Results backward(torch::autograd::AutogradContext* ctx, const Results&) {
+    TORCH_CHECK(false, ctx->saved_data["op"].toStringRef(), ": not differentiable; give it a detached tensor");
+  }
+};
+
+}  // namespace weft::offload

@@ -1,0 +1,46 @@
+// zvc_compress and zvc_decompress have no gradient: a backward through them is refused.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include "common/autograd.h"
+#include "offload/refused_gradient.h"
+#include "offload/zvc_compress.h"
+
+namespace weft::offload {
+namespace {
+
+Compressed compress(const at::Tensor& x) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("weft::zvc_compress", "").typed<Compressed(const at::Tensor&)>();
+  const auto call = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return op.call(x);
+  };
+  if (!needs_grad(x)) return call();
+  const auto results = RefusedGradient::apply(x, std::string("zvc_compress"), [&] {
+    const auto [mask, values, size] = call();
+    return RefusedGradient::Results{mask, values, size};
+  });
+  return {results[0], results[1], results[2]};
+}
+
+at::Tensor decompress(const at::Tensor& mask, const at::Tensor& values, c10::SymIntArrayRef shape) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("weft::zvc_decompress", "")
+                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef)>();
+  const auto call = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return op.call(mask, values, shape);
+  };
+  if (!needs_grad(values)) return call();
+  return RefusedGradient::apply(values, std::string("zvc_decompress"),
+                                [&] { return RefusedGradient::Results{call()}; })[0];
+}
+
+TORCH_LIBRARY_IMPL(weft, Autograd, m) {
+  m.impl("zvc_compress", compress);
+  m.impl("zvc_decompress", decompress);
+}
+
+}  // namespace
+}  // namespace weft::offload
