@@ -11,9 +11,9 @@ from torch.nn import RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
 from .._torch_private import any_autocast, in_forward_mode, in_transform, maps_alone
+from . import torch_rnn
 from .case import Case, takes_tf32
 from .choice import choose, remember_choices
-from .torch_rnn import needs_any_derivative
 
 __all__ = ["CELLS", "Call", "choose_at_once", "prepare"]
 
@@ -239,7 +239,7 @@ def _choice_for_shapes(
         return name if layers == 1 and proj_size == 0 else None
     if name == "scan":
         return name if layers == directions == 1 else None
-    at_once = name == "torch" and state is not None and not needs_any_derivative(case)
+    at_once = name == "torch" and state is not None and not torch_rnn.needs_any_derivative(case)
     return name if at_once else None
 
 
