@@ -47,7 +47,7 @@
 #include <tuple>
 #include <vector>
 
-#include "scan/cell.h"
+#include "rnn/cell.h"
 
 namespace weft {
 

@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-#include "scan/cell_reference.h"
+#include "rnn/cell_reference.h"
 #include "scan/scan_rnn.h"
 
 namespace weft {

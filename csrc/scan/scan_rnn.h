@@ -46,7 +46,7 @@
 #include <optional>
 #include <tuple>
 
-#include "scan/cell.h"
+#include "rnn/cell.h"
 
 namespace weft {
 

@@ -11,7 +11,7 @@
 
 #include <vector>
 
-#include "scan/cell_reference.h"
+#include "rnn/cell_reference.h"
 
 namespace weft {
 

@@ -3,7 +3,7 @@
 // most; beyond, what is read is zero and nothing is written.
 #pragma once
 #include "common/cpu/simd-inl.h"
-#include "scan/cell.h"
+#include "rnn/cell.h"
 
 namespace weft::cpu::WEFT_ISA {
 namespace {

@@ -23,7 +23,7 @@
 #pragma once
 #include <cstdint>
 
-#include "scan/cell.h"
+#include "rnn/cell.h"
 
 namespace weft::cpu {
 

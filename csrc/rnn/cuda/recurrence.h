@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "scan/cell.h"
+#include "rnn/cell.h"
 
 namespace weft {
 

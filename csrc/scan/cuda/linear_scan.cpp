@@ -6,7 +6,7 @@
 
 #include "scan/cuda/linear_scan.h"
 #include "scan/linear_scan.h"
-#include "scan/linear_scan_levels.h"
+#include "scan/linear_scan_batched.h"
 
 namespace weft::scan {
 namespace {

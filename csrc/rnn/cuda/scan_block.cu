@@ -1,0 +1,147 @@
+// The chain of scan_rnn for middle H: the number of chunks, the workspace, and the way to the cell's own file.
+#include "rnn/cuda/scan_block.h"
+
+#include <algorithm>
+
+#include "common/integers.h"
+#include "common/launch.cuh"
+
+namespace weft::scan_rnn {
+namespace {
+
+// Estimates for an H200, in ns, from what the kernels of linear_scan_block.cuh and scan_warp.cuh cost. The
+// model only has to rank the numbers of chunks, of which times near the best one are flat.
+constexpr double kProductStep = 300;        // one step of (1) beside what follows
+constexpr double kProductFmasPerNs = 1500;  // bf16 multiply-adds of one SM for H <= 64
+constexpr double kWideProductFmasPerNs = 2400;
+constexpr double kFeedRnn = 400, kFeedGru = 900, kFeedLstm = 1500;  // what the feeders of a block take for a step
+constexpr double kFeedWideGru = 1500, kWeightBytesPerNs = 45;       // with W from L2
+constexpr double kTotalStep = 1600;                                 // one chunk in (2) beside what the bytes of P cost
+constexpr double kTotalBytesPerNs = 200;
+constexpr double kReplayStep = 350;       // one step of one block beside its arithmetic
+constexpr double kReplayFmasPerNs = 200;  // of one SM
+constexpr double kReplayResident = 2;     // blocks on an SM whose latencies overlap
+constexpr double kLaunches = 20000;       // three more kernels, and the start of a chunk in each
+constexpr int64_t kShortestChunk = 4;
+// The maps take this much memory, or half of what the activations of the gates take where that is more.
+constexpr double kMapBytes = 32 << 20;
+
+int parts(Cell cell) {
+  return cell == Cell::kLstm ? 2 : 1;
+}
+
+// Two blocks for every product while that leaves no SM with two of them.
+int choose_splits(int64_t products, int sm_count) {
+  return 2 * products <= sm_count ? 2 : 1;
+}
+
+double replay_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
+  const double matrices = shape.cell == Cell::kGru ? 3 : gate_blocks(shape.cell);
+  const double fmas = matrices * shape.H * shape.H / kReplayFmasPerNs;
+  const double blocks = double(ceil_div(shape.B * chunks, sm_count));
+  return ceil_div(shape.T, chunks) * (kReplayStep * std::max(1., blocks / kReplayResident) + fmas * blocks);
+}
+
+double products_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
+  const int64_t H = shape.H, k = ceil_div(H, 16) * 16, n = ceil_div(H, 32) * 32, products = shape.B * (chunks - 1);
+  const bool lstm = shape.cell == Cell::kLstm, gru = shape.cell == Cell::kGru, wide = lstm || H > 64;
+  const int splits = choose_splits(products, sm_count);
+  const double blocks = double(ceil_div(products * splits, sm_count));
+  const double multiply = 6. * k * n * k * (lstm ? 4 : 1) / splits / (wide ? kWideProductFmasPerNs : kProductFmasPerNs);
+  const double feed = lstm   ? kFeedLstm
+                      : !gru ? kFeedRnn
+                      : wide ? kFeedWideGru + 12. * H * H / kWeightBytesPerNs
+                             : kFeedGru;
+  const double resident = wide ? 1 : 2;
+  return ceil_div(shape.T, chunks) *
+         (kProductStep + std::max(multiply * blocks, feed * std::max(1., blocks / resident)));
+}
+
+double chain_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
+  if (chunks == 1) return replay_time(shape, 1, sm_count);
+  const double states = double(parts(shape.cell)) * shape.H;
+  const double total = kTotalStep + 4. * states * states / kTotalBytesPerNs;
+  return kLaunches + products_time(shape, chunks, sm_count) + (chunks - 1) * total * ceil_div(shape.B, sm_count) +
+         replay_time(shape, chunks, sm_count);
+}
+
+// What TotalsLayout lays out beside its ring, rounded up.
+constexpr int64_t kTotalsFixed = 8192;
+
+int64_t ring_bytes(const scan::middle::Chunked& p, int stages) {
+  return int64_t(stages) * p.H * p.padded * int64_t(sizeof(float));
+}
+
+}  // namespace
+
+Middle plan_middle(const ScanRnnShape& shape, int64_t chunks) {
+  const DeviceLimits& limits = device_limits();
+  Middle p{};
+  p.units = padded_units(shape.H);
+  p.padded = parts(shape.cell) * p.units;
+  p.H = shape.cell == Cell::kLstm ? p.padded : shape.H;
+  p.batch = shape.B;
+  p.length = std::max<int64_t>(ceil_div(shape.T, std::max<int64_t>(chunks, 1)), 1);
+  p.chunks = std::max<int64_t>(ceil_div(shape.T, p.length), 1);
+  p.splits = choose_splits(shape.B * (p.chunks - 1), limits.sm_count);
+  p.copy_engine = limits.compute_capability >= 90;
+  p.totals_stages = ring_bytes(p, 3) + kTotalsFixed <= limits.max_shared_per_block ? 3 : 2;
+  return p;
+}
+
+bool middle_fits(const ScanRnnShape& shape) {
+  const Middle p = plan_middle(shape, 1);
+  const int64_t products = int64_t(product_shared_bytes(shape.cell, p.units)), totals = ring_bytes(p, 2) + kTotalsFixed;
+  return std::max(products, totals) <= device_limits().max_shared_per_block;
+}
+
+int middle_chunks(const ScanRnnShape& shape) {
+  if (shape.B == 0 || !middle_fits(shape)) return 1;
+  const Middle p = plan_middle(shape, 1);
+  const int sm_count = device_limits().sm_count;
+  const double gates = 4. * shape.T * shape.B * shape.H * gate_blocks(shape.cell);
+  const double map = 4. * shape.B * (p.total_size() + p.padded);
+  const int64_t most = std::min<int64_t>(shape.T / kShortestChunk, 1 + int64_t(std::max(kMapBytes, gates / 2) / map));
+  int64_t best = 1;
+  double best_time = chain_time(shape, 1, sm_count);
+  // The best number fills the SMs a whole number of times, or is small because (2) is sequential in it.
+  auto consider = [&](int64_t chunks) {
+    if (chunks < 2 || chunks > most) return;
+    chunks = ceil_div(shape.T, ceil_div(shape.T, chunks));
+    const double time = chain_time(shape, chunks, sm_count);
+    if (time < best_time) {
+      best_time = time;
+      best = chunks;
+    }
+  };
+  for (int64_t waves = 1; waves <= 16; ++waves) {
+    consider(waves * sm_count / shape.B + 1);
+    consider(waves * sm_count / shape.B / 2 + 1);
+  }
+  for (int64_t chunks = 2; chunks <= 4 * sm_count; chunks += std::max<int64_t>(1, chunks / 8)) consider(chunks);
+  return int(best);
+}
+
+int64_t middle_workspace(const ScanRnnShape& shape, int64_t chunks) {
+  const Middle p = plan_middle(shape, chunks);
+  if (p.chunks <= 1) return 0;
+  const int64_t weights = int64_t(gate_blocks(shape.cell)) * p.units * p.units;
+  return (p.workspace_size() + weights) * int64_t(sizeof(float));
+}
+
+void middle_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int64_t chunks, cudaStream_t stream) {
+  Middle p = plan_middle(shape, chunks);
+  p.workspace = args.workspace;
+  switch (shape.cell) {
+    case Cell::kGru:
+      return gru_middle(shape, args, p, stream);
+    case Cell::kLstm:
+      return lstm_middle(shape, args, p, stream);
+    case Cell::kRnnRelu:
+      return relu_middle(shape, args, p, stream);
+    case Cell::kRnnTanh:
+      return tanh_middle(shape, args, p, stream);
+  }
+}
+
+}  // namespace weft::scan_rnn

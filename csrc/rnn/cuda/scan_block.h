@@ -1,0 +1,49 @@
+// What the files of scan_rnn_middle share: the chain for kScanRnnSmallHidden < H <= scan_rnn_max_hidden(cell).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "rnn/cuda/scan.h"
+#include "scan/cuda/block_chunks.h"
+
+namespace weft::scan_rnn {
+
+// States are dh, in an LSTM dh and dc, each padded to `units`. Chunks are counted from the end of the chain's steps:
+// chunk 0 begins at the last step, and the last chunk, whose map is not needed, ends with step 0.
+struct Middle : scan::middle::Chunked {
+  int units;             // 64, 96 or 128
+  const float* weights;  // (G, units, units): w_hh padded with zeros, 16-byte aligned; null with one chunk
+};
+
+constexpr int padded_units(int H) {
+  return H <= 64 ? 64 : H <= 96 ? 96 : 128;
+}
+
+// Bytes of shared memory of the kernel that makes the maps, as ProductMemory lays it out.
+constexpr bool holds_weights(Cell cell, int units) {
+  return cell == Cell::kLstm || (cell == Cell::kGru && units == 64);
+}
+constexpr size_t product_shared_bytes(Cell cell, int units) {
+  const bool lstm = cell == Cell::kLstm, gated = lstm || cell == Cell::kGru;
+  const size_t tiles = lstm ? 3 : gated ? 2 : 1;
+  size_t floats = holds_weights(cell, units) ? size_t(gate_blocks(cell)) * units * units : 0;
+  floats += 2 * (lstm ? 3 : 1) * units;                            // what the workers scale by
+  floats += gated ? (lstm ? 5 : 4) * units : units;                // what the feeders form the matrix with
+  floats += gated ? (units == 64 ? 8 : 4) * size_t(units) : 0;     // their sums
+  return tiles * 3 * 2 * units * (units + 8) + 4 * (floats + 12);  // and maxima
+}
+
+// `chunks` as middle_chunks returned it; there may come out fewer. Workspace and weights are not set.
+Middle plan_middle(const ScanRnnShape& shape, int64_t chunks);
+// Whether the device has the shared memory for more than one chunk.
+bool middle_fits(const ScanRnnShape& shape);
+int middle_chunks(const ScanRnnShape& shape);
+int64_t middle_workspace(const ScanRnnShape& shape, int64_t chunks);
+void middle_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int64_t chunks, cudaStream_t stream);
+
+void tanh_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
+void relu_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
+void gru_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
+void lstm_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
+
+}  // namespace weft::scan_rnn

@@ -1,0 +1,105 @@
+// The dense linear_scan for H <= 32: the number of chunks, the workspace, and the way to the dtype's own file.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <stdexcept>
+
+#include "common/launch.cuh"
+#include "scan/cuda/linear_scan_warp.h"
+#include "scan/cuda/padding.h"
+#include "scan/cuda/warp_chunks.h"
+
+namespace weft::scan {
+
+namespace {
+
+// Microseconds on an H200: a chunk at the boundary; a step of the replay where a scheduler has one warp, and for each
+// of several; a step of the product, likewise. Fitted to lines of any alignment.
+struct Costs {
+  double boundary, replay, replay_each, product, product_each;
+};
+
+const Costs& costs(const LinearScan& scan) {
+  // By padded H: 8, 16, 20, 24, 32.
+  static constexpr Costs kSingle[] = {{0.13, 0.15, 0.066, 0.16, 0.07},
+                                      {0.20, 0.22, 0.159, 0.38, 0.18},
+                                      {0.21, 0.25, 0.235, 0.49, 0.34},
+                                      {0.24, 0.30, 0.358, 0.48, 0.38},
+                                      {0.27, 0.31, 0.584, 0.85, 0.85}};
+  static constexpr Costs kHalf[] = {{0.13, 0.16, 0.073, 0.15, 0.07},
+                                    {0.19, 0.21, 0.121, 0.34, 0.16},
+                                    {0.22, 0.33, 0.153, 0.49, 0.29},
+                                    {0.24, 0.27, 0.182, 0.46, 0.30},
+                                    {0.27, 0.31, 0.324, 0.68, 0.61}};
+  return (element_size(scan.dtype) == 2 ? kHalf : kSingle)[hidden_size_index(scan.H)];
+}
+
+// Several warps on a scheduler hide some of each other's latency, not all: the larger of two times, with a rounded
+// edge.
+double rounded_max(double one, double several) {
+  auto square = [](double x) { return x * x; };
+  return std::sqrt(std::sqrt(square(square(one)) + square(square(several))));
+}
+
+// Of so many warps on a scheduler, `resident` at once. The time goes up in stairs where warps are bound by what they
+// compute: the fullest scheduler counts.
+double product_step(double warps, int resident, const Costs& cost) {
+  const double n = std::ceil(warps);
+  return std::ceil(n / resident) * rounded_max(cost.product, std::min<double>(n, resident) * cost.product_each);
+}
+
+// The replay is bound by memory for the most part, so that the fullest scheduler counts for a part only.
+double replay_step(double warps, const Costs& cost) {
+  constexpr double kUneven = 0.3;
+  return rounded_max(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
+}
+
+SmallPlan plan_of(const LinearScan& scan) {
+  if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
+  const auto& cost = costs(scan);
+  const int resident = products_at_once(padded_hidden(scan.H));
+  const double all = schedulers();
+  auto time = [&](int64_t chunks) {
+    const double length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
+    const double replay = length * replay_step(pairs / all, cost);
+    if (chunks == 1) return replay;
+    const double product = length * product_step((pairs - scan.B) / all, resident, cost);
+    return kChunkedOverhead + product + chunks * cost.boundary + replay;
+  };
+  const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, all, 1, time);
+  const int64_t length = (scan.T + best - 1) / best;
+  return {(scan.T + length - 1) / length, length};
+}
+
+}  // namespace
+
+void linear_scan_small(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
+  if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
+  const SmallPlan plan = plan_of(scan);
+  const int64_t line = (scan.A_col == 1 ? scan.A_row : scan.A_col) * int64_t(element_size(scan.dtype));
+  if (std::abs(line) * scan.H > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("weft: linear_scan: the rows of one A[t] lie more than 2 GiB apart");
+  }
+  if (plan.length >= std::numeric_limits<int>::max()) {
+    throw std::runtime_error("weft: linear_scan: more than 2^31 - 2 steps in one chunk");
+  }
+  const int64_t H = padded_hidden(scan.H);
+  const int64_t floats = (plan.chunks - 1) * scan.B * map_floats(H) + plan.chunks * scan.B * H;
+  void* const memory = plan.chunks > 1 ? workspace(size_t(floats) * sizeof(float)) : nullptr;
+  switch (scan.dtype) {
+    case DType::f16:
+      return run_linear_scan_small<__half>(scan, plan, memory, stream);
+    case DType::bf16:
+      return run_linear_scan_small<__nv_bfloat16>(scan, plan, memory, stream);
+    case DType::f32:
+      return run_linear_scan_small<float>(scan, plan, memory, stream);
+    case DType::f64:
+      return run_linear_scan_small<double>(scan, plan, memory, stream);
+  }
+}
+
+}  // namespace weft::scan
