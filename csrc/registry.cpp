@@ -14,27 +14,17 @@ TORCH_LIBRARY(weft, m) {
       "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       tags);
   m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);
-  m.def(
-      "scan_rnn(Tensor input, Tensor h0, Tensor? c0, Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, *, "
-      "str cell, bool reverse=False, bool save=False) "
-      "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor gates, Tensor cells)",
-      tags);
-  m.def(
-      "scan_rnn_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor input, Tensor h0, Tensor? c0, "
-      "Tensor w_ih, Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor output, Tensor gates, Tensor cells, *, str cell, "
-      "bool reverse, bool[7] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-      tags);
 
   // rnn: csrc/rnn/
   m.def(
       "rnn(Tensor input, Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes=None, *, str cell, "
-      "bool bidirectional=False, bool keep_cells=False, bool save=False) "
+      "bool bidirectional=False, bool keep_cells=False, bool save=False, str backward='persistent') "
       "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor cells, Tensor gates)",
       tags);
   m.def(
       "rnn_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor input, "
       "Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, Tensor output, Tensor cells, Tensor gates, *, "
-      "str cell, bool bidirectional, bool[] output_mask) -> Tensor[]",
+      "str cell, bool bidirectional, bool[] output_mask, str backward='persistent') -> Tensor[]",
       tags);
 
   // offload: csrc/offload/

@@ -61,17 +61,20 @@ def recurrence(
 
 
 def layer_scan(
-    cell: str, H: int, T: int, B: int, inputs: int, chunks: int, scale: float = 1.0, reverse: bool = False,
-    dtype: torch.dtype = single,
+    cell: str, H: int, T: int, B: int, inputs: int, chunks: int, scale: float = 1.0, directions: int = 1,
+    dtype: torch.dtype = single, geometry: str = "",
 ) -> None:  # fmt: skip
-    os.environ["WEFT_SCAN_RNN_CHUNKS"] = str(chunks)
-    rows = GATES[cell] * H
-    x, h, w_ih, b_ih, b_hh = tensors((T, B, inputs), (1, B, H), (rows, inputs), (rows,), (rows,), dtype=dtype)
-    (w_hh,) = tensors((rows, H), dtype=dtype, scale=scale * H**-0.5)
-    output, h_n, *_ = torch.ops.weft.scan_rnn(
-        x, h, h if cell == "lstm" else None, w_ih, w_hh, b_ih, b_hh, cell=cell, reverse=reverse, save=True
+    os.environ["WEFT_RNN_SCAN_CHUNKS"] = str(chunks)
+    os.environ["WEFT_RNN_GEOMETRY"] = geometry
+    rows, weights = GATES[cell] * H, []
+    x, h = tensors((T, B, inputs), (directions, B, H), dtype=dtype)
+    for _ in range(directions):
+        w_ih, b_ih, b_hh = tensors((rows, inputs), (rows,), (rows,), dtype=dtype)
+        weights += [w_ih, *tensors((rows, H), dtype=dtype, scale=scale * H**-0.5), b_ih, b_hh]
+    output, h_n, *_ = torch.ops.weft.rnn(
+        x, h, h if cell == "lstm" else None, weights, cell=cell, bidirectional=directions == 2, backward="scan"
     )
-    torch.autograd.grad(output.float().square().sum() + h_n.float().sum(), [x, h, w_ih, w_hh, b_ih, b_hh])
+    torch.autograd.grad(output.float().square().sum() + h_n.float().sum(), [x, h, *weights])
     torch.cuda.synchronize()
 
 
@@ -95,14 +98,15 @@ def rnn() -> None:
             recurrence(cell, *case)
 
 
-def scan_rnn() -> None:
+def rnn_scan() -> None:
     for cell, most in CUDA_MAX_HIDDEN.items():
         for H in (5, 20, 31):
             layer_scan(cell, H, T=61, B=3, inputs=2, chunks=6)
-            layer_scan(cell, H, T=37, B=2, inputs=7, chunks=1, reverse=True)
+            layer_scan(cell, H, T=37, B=2, inputs=7, chunks=1, directions=2)
         layer_scan(cell, 20, T=61, B=3, inputs=40, chunks=6, scale=9.0)  # chunks that are computed again
         layer_scan(cell, 20, T=40, B=2, inputs=3, chunks=1, dtype=double)
         layer_scan(cell, 41, T=33, B=2, inputs=3, chunks=5)
+        layer_scan(cell, 41, T=33, B=2, inputs=3, chunks=1, geometry="small:2")  # none: torch's forward pass
         layer_scan(cell, 64, T=33, B=2, inputs=3, chunks=5, scale=9.0)
         layer_scan(cell, most, T=21, B=1, inputs=3, chunks=3)
         layer_scan(cell, 20, T=40, B=2, inputs=3, chunks=4, dtype=half)
@@ -119,7 +123,7 @@ def linear_scans() -> None:
             linear_scan(200, 2, H, diagonal=False, dtype=dtype, window=True)
 
 
-PARTS = {"rnn": rnn, "scan_rnn": scan_rnn, "linear_scan": linear_scans}
+PARTS = {"rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans}
 
 
 def main() -> None:

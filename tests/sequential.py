@@ -27,7 +27,7 @@ def cell_step(cell, a, b, h, c):
 
 
 def reference_chain(grad_output, grad_h_n, grad_c_n, args, output, gates, cells, *, cell, reverse=False):
-    """The backward chain, one step after another, from the saved activations of weft::scan_rnn: grad_input, grad_h0,
+    """The backward chain, one step after another, from the saved activations of weft::rnn: grad_input, grad_h0,
     grad_c0, and the gradients (T, B, G*H) of W_ih x + b_ih and of W_hh h + b_hh.
 
     In numpy, whose small products cost a tenth of torch's, in the dtype of its arguments.
@@ -77,8 +77,8 @@ def check_chain(found, grads, args, saved, *, cell, reverse=False) -> bool:
     Args:
         found: the three gradients that are checked.
         grads: gradients of output, h_n and c_n, each may be None.
-        args: the seven tensor arguments of weft::scan_rnn.
-        saved: output, gates and cells that it returned with save=True.
+        args: input, h0, c0, w_ih, w_hh, b_ih and b_hh of one direction.
+        saved: its output, gates (T, B, 4H) and cells that weft::rnn returned with save=True.
 
     Returns:
         Whether no step was left out. Close to the largest number of fp32 the order of a sum decides whether it

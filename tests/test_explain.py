@@ -102,8 +102,8 @@ def test_asked_for_by_name_scan_runs_at_any_size(both_devices):
 
 
 def test_what_the_cuda_kernels_do_not_hold_runs_as_torch(both_devices):
-    header = (Path(__file__).parents[1] / "csrc" / "scan" / "cuda" / "scan_rnn.h").read_text()
-    assert f"kScanRnnSmallHidden = {CUDA_MAX_HIDDEN_FP64};" in header
+    header = (Path(__file__).parents[1] / "csrc" / "rnn" / "cuda" / "scan_kernels.h").read_text()
+    assert f"kWarpHidden = {CUDA_MAX_HIDDEN_FP64};" in header
     lstm, others = re.search(r"cell == Cell::kLstm \? (\d+) : (\d+);", header).groups()
     for cell, largest in CUDA_MAX_HIDDEN.items():
         assert largest == int(lstm if cell == "lstm" else others)
@@ -555,9 +555,14 @@ def test_nothing_runs():
 
 def test_the_algorithm_that_is_told_is_the_one_that_runs(monkeypatch):
     ran = []
-    for name in ("_run_persistent", "_run_scan", "_run_torch", "_run_reference"):
-        original = getattr(runs, name)
-        monkeypatch.setattr(runs, name, lambda *a, f=original, n=name: (ran.append(n), f(*a))[1])
+    originals = {name: getattr(runs, name) for name in ("_run_weft", "_run_torch", "_run_reference")}
+    for name in originals:
+
+        def run(layer, call, *backward, name=name):
+            ran.append(*backward or (name.removeprefix("_run_"),))
+            return originals[name](layer, call, *backward)
+
+        monkeypatch.setattr(runs, name, run)
     x = torch.randn(5, 2, 3)
     inputs = (x, x[:, 0], rnn.pack_padded_sequence(x, [5, 2]))
     for asked in ("auto", "persistent", "scan", "torch", "reference"):
@@ -566,4 +571,4 @@ def test_the_algorithm_that_is_told_is_the_one_that_runs(monkeypatch):
             for each in inputs:
                 told = weft.explain(layer, each).algorithm
                 layer(each)
-                assert ran.pop() == f"_run_{told}" and not ran
+                assert ran.pop() == told and not ran

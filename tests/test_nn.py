@@ -724,8 +724,10 @@ def test_chaotic_weights(device, cell, steps, scale):
     name = layer.mode.lower()
 
     def op(x):
-        arguments = x, state[0], state[1] if cell == "lstm" else None, *weights
-        return arguments, torch.ops.weft.scan_rnn(*arguments, cell=name, save=True)
+        h0, c0 = state[0], state[1] if cell == "lstm" else None
+        output, h_n, c_n, cells, gates = torch.ops.weft.rnn(x, h0, c0, weights, cell=name, save=True, backward="scan")
+        gates = gates[0].unflatten(0, x.shape[:2]) if gates.numel() > 0 else gates
+        return (x, h0, c0, *weights), (output, h_n, c_n, gates, cells)
 
     finite = op(x)[1][0].isfinite().flatten(1).all(1)
     if not finite.all():  # a ReLU net's state overflows, and then its gradient means nothing

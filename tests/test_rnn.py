@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -41,16 +42,18 @@ class Sample:
     lengths: tuple[int, ...] | None = None
     """Packed: the steps of each sequence, descending; T and B follow from them."""
     dtype: torch.dtype = torch.float32
+    backward: str = "persistent"
 
     def __str__(self) -> str:
         flags = ("-both" if self.bidirectional else "") + ("" if self.bias else "-nobias")
         flags += ("" if self.state else "-nostate") + ("" if self.lengths is None else "-packed")
+        flags += "" if self.backward == "persistent" else f"-{self.backward}"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.cell}-T{self.T}-B{self.B}-I{self.I}-H{self.H}{flags}-{dtype}"
 
     @property
     def keywords(self) -> dict:
-        return {"cell": self.cell, "bidirectional": self.bidirectional}
+        return {"cell": self.cell, "bidirectional": self.bidirectional, "backward": self.backward}
 
     @property
     def directions(self) -> int:
@@ -58,8 +61,14 @@ class Sample:
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """Which results have a gradient."""
-        return (0, 1, 2, 3) if self.cell == "lstm" else (0, 1)
+        """Which results the tests give a gradient: with one of the cells no scan would run."""
+        if self.cell != "lstm":
+            return (0, 1)
+        return (0, 1, 2, 3) if self.backward == "persistent" else (0, 1, 2)
+
+
+def by_scan(samples: Iterable[Sample]) -> list[Sample]:
+    return [replace(sample, backward="scan") for sample in samples]
 
 
 def packed(cell: str, lengths: tuple[int, ...], I: int, H: int, **options) -> Sample:
@@ -95,6 +104,9 @@ SAMPLES += [
     for cell, both, dtype in itertools.product(CELLS, (False, True), (torch.float64, *HALF_TYPES))
     for sample in (Sample(cell, 31, 9, 2, 20), packed(cell, (12, 9, 9, 5, 2), 4, 7))
 ]
+# On the CPU it is the same kernels in the accumulate type; on CUDA all of the table.
+BY_SCAN = by_scan(SAMPLES)
+BY_SCAN_ON_CPU = [s for s in BY_SCAN if s.dtype != torch.float32 or s.H == 7]
 # Hidden sizes of every tier of the CUDA kernels, batches on both sides of a tile, in the types that have kernels.
 ON_CUDA = [
     Sample(cell, 24, B, 40, H, bidirectional=(index % 3 == 0), state=index % 2 == 0, dtype=dtype)
@@ -103,6 +115,7 @@ ON_CUDA = [
         itertools.product((24, 100, 128, 256, 512, 1000, 1024), (1, 3, 16, 40), (torch.float32, *HALF_TYPES))
     )
 ]
+ON_CUDA += [s for s in BY_SCAN if s not in BY_SCAN_ON_CPU]
 ON_CUDA += [
     packed(
         cell, tuple(sorted((1 + 7 * i % 37 for i in range(B)), reverse=True)), 16, H, bidirectional=True, dtype=dtype
@@ -115,6 +128,7 @@ SMALL = [
     for sample in (
         Sample(cell, 4, 3, 2, 5, bidirectional=both),
         packed(cell, (5, 3, 3, 1), 2, 4, bidirectional=both, bias=not both, state=not both),
+        Sample(cell, 4, 3, 2, 5, bidirectional=both, state=both, backward="scan"),
     )
 ]
 GRADCHECK = [
@@ -123,6 +137,7 @@ GRADCHECK = [
     for sample in (
         Sample(cell, 3, 2, 2, 3, bidirectional=both, bias=not both, dtype=torch.float64),
         packed(cell, (3, 2, 1), 2, 2, bidirectional=both, state=not both, dtype=torch.float64),
+        Sample(cell, 3, 2, 2, 3, bidirectional=both, state=both, dtype=torch.float64, backward="scan"),
     )
 ]
 
@@ -208,9 +223,9 @@ def exact_arguments(args: Arguments) -> Arguments:
     return args.replaced(t if t is None else t.requires_grad_() for t in doubles(args.operands))
 
 
-def reference(input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False):
+def reference(input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False, backward="any"):
     """One step after another in plain torch, on padded data where a sequence that does not run keeps its state: output,
-    h_n, c_n and cells (None except for lstm), gates (None for the rnns)."""
+    h_n, c_n and cells (None except for lstm), gates (None for the rnns). `backward` changes no result."""
     hidden, directions = weights[1].shape[1], 2 if bidirectional else 1
     if batch_sizes is None:
         running = torch.ones(input.shape[:2], dtype=torch.bool)
@@ -255,7 +270,7 @@ def names(args: Arguments) -> list[str]:
     return ["input", "h0", "c0", *(f"weights[{i}]" for i in range(len(args.weights)))]
 
 
-@pytest.mark.parametrize(("sample", "device"), with_devices(SAMPLES, ON_CUDA), ids=str)
+@pytest.mark.parametrize(("sample", "device"), with_devices(SAMPLES + BY_SCAN_ON_CPU, ON_CUDA), ids=str)
 def test_matches_reference(sample: Sample, device: str):
     args = arguments(sample, device, requires_grad=True)
     exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
@@ -266,7 +281,11 @@ def test_matches_reference(sample: Sample, device: str):
         with torch.no_grad():
             inference = rnn(*args, **sample.keywords)
     bound = BOUNDS[sample.dtype]
-    assert all(f.dtype == sample.dtype and f.is_contiguous() for f in (*found, *inference))
+    wide = torch.float64 if sample.dtype == torch.float64 else torch.float32
+    saved = wide if sample.backward == "scan" else sample.dtype
+    for results in (found, inference):
+        assert [f.dtype for f in results] == [sample.dtype] * 3 + [saved] * 2
+        assert all(f.is_contiguous() for f in results)
     check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], bound)
     check_close(RESULTS, inference[: 3 if sample.cell == "lstm" else 2], [expected[i] for i in which][:3], bound)
     expected_grads = differentiate([expected[i] for i in which], exact.operands, doubles(grads))
@@ -284,6 +303,7 @@ def samples(longest: int) -> strategies.SearchStrategy[Sample]:
         "bias": strategies.booleans(),
         "state": strategies.booleans(),
         "dtype": strategies.sampled_from([torch.float32, torch.float64]),
+        "backward": strategies.sampled_from(["persistent", "scan"]),
     }
     padded = strategies.builds(Sample, T=strategies.integers(0, longest), B=strategies.integers(0, 20), **options)
     lengths = strategies.lists(strategies.integers(1, longest), min_size=1, max_size=12)
@@ -322,10 +342,11 @@ def test_saved_activations(sample: Sample, device: str):
         assert rnn(*args.map(lambda t: t.requires_grad_()), **sample.keywords)[4].shape == (0,)
 
 
+@pytest.mark.parametrize("backward", ("persistent", "scan"))
 @pytest.mark.parametrize("both", (False, True))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cell", CELLS)
-def test_matches_torch_nn(cell: str, device: str, both: bool):
+def test_matches_torch_nn(cell: str, device: str, both: bool, backward: str):
     B, I, H = 6, 3, 20
     kinds = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
     options = {"bidirectional": both, "device": device, "dtype": torch.float64}
@@ -342,7 +363,7 @@ def test_matches_torch_nn(cell: str, device: str, both: bool):
         data, batch_sizes = (x, None) if lengths is None else (steps.data, steps.batch_sizes)
         output = output if lengths is None else output.data
         found = rnn(data, h0, c0 if cell == "lstm" else None, module._flat_weights, batch_sizes, cell=cell,
-                    bidirectional=both)  # fmt: skip
+                    bidirectional=both, backward=backward)  # fmt: skip
         expected = (output, *state) if cell == "lstm" else (output, state)
         check_close(RESULTS, found[: len(expected)], expected, 1e-12)
 
@@ -388,18 +409,20 @@ def test_gradients_of_some_inputs(sample: Sample, device: str):
         check_close((names(full)[index],), (results[index],), (expected[index],), 1e-6)
 
 
+@pytest.mark.parametrize("backward", ("persistent", "scan"))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("size", EMPTY_SIZES, ids=str)
 @pytest.mark.parametrize("cell", CELLS)
-def test_empty(cell: str, size: tuple[int, ...], device: str):
+def test_empty(cell: str, size: tuple[int, ...], device: str, backward: str):
     for both, state in itertools.product((False, True), repeat=2):
-        sample = Sample(cell, *size, bidirectional=both, state=state)
+        sample = Sample(cell, *size, bidirectional=both, state=state, backward=backward)
         args = arguments(sample, device, requires_grad=True)
         exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
         expected, found = reference(*exact, **sample.keywords), rnn(*args, **sample.keywords, keep_cells=True)
         check_close(RESULTS, [found[i] for i in which], [expected[i] for i in which], 1e-6)
         if sample.T == 0 and state:
             assert torch.equal(found[1], args.h0)
+            check_no_sharing(sample, args, grads)
         found_grads = differentiate([found[i] for i in which], args.operands, grads)
         total = sum((expected[i] * g).sum() for i, g in zip(which, doubles(grads), strict=True))
         wanted = exact.tensors
@@ -408,6 +431,18 @@ def test_empty(cell: str, size: tuple[int, ...], device: str):
         else:
             expected_grads = [torch.zeros_like(t) for t in wanted]
         check_close(itertools.repeat("gradient"), [g for g in found_grads if g is not None], expected_grads, 1e-5)
+
+
+def check_no_sharing(sample: Sample, args: Arguments, grads: list[Tensor]) -> None:
+    """No result of the backward op has the memory of an argument, differentiable or not."""
+    arriving = [None if i not in sample.differentiable else grads[sample.differentiable.index(i)] for i in range(4)]
+    mask = [True] * len(args.operands)
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            saved = [rnn(*args, **sample.keywords, save=True)[i].detach() for i in (0, 3, 4)]
+            found = rnn_backward(*arriving, *args, *saved, **sample.keywords, output_mask=mask)
+        given = {t.data_ptr() for t in (*grads, *args.tensors) if t.numel() > 0}
+        assert not given & {t.data_ptr() for t in found if t.numel() > 0}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -450,6 +485,44 @@ def test_layouts(sample: Sample, device: str):
     for change in (strided, transposed):
         for f, e in zip(run(change), expected, strict=True):
             assert (f is None and e is None) or relative_error(f, e) < 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sample", SMALL, ids=str)
+def test_saved_tensors_of_any_layout(sample: Sample, device: str):
+    """What was saved may come back from a hook, moved to the CPU and back, say, in another layout."""
+    found = []
+    for unpack in (lambda t: t, lambda t: t.movedim(0, -1).contiguous().movedim(-1, 0)):
+        args = arguments(sample, device, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+            outputs = rnn(*args, **sample.keywords)
+            found.append(torch.autograd.grad(outputs[0].square().sum() + outputs[1].sum(), args.tensors))
+    for a, b in zip(*found, strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("backward", ("persistent", "scan"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+@pytest.mark.parametrize("device", DEVICES)
+def test_activations_are_accurate(device: str, dtype: torch.dtype, backward: str):
+    """tanh and sigmoid to a few units in the last place everywhere, relative to values that are tiny themselves."""
+    size = torch.logspace(-30, 1.9, 2000, dtype=torch.float64).to(dtype).double()  # exp(-80) is still a normal float
+    x = torch.cat([size, -size, torch.zeros(1), torch.full((1,), torch.inf), torch.full((1,), -torch.inf)])
+    ones = torch.ones(4, 1, dtype=dtype, device=device)
+    input = x.to(device, dtype).view(1, -1, 1)
+
+    def close(found: Tensor, expected: Tensor) -> None:
+        found = found.double().cpu()
+        exact = found == expected
+        # The exponent of exp(-x) is rounded: half a unit in its last place is |x| / 2 in the result's.
+        bound = (8 + x.abs() / (1 if device == "cuda" else torch.inf)) * torch.finfo(dtype).eps
+        assert (((found - expected) / expected).abs() < bound)[~exact].all()
+
+    output = rnn(input, None, None, [ones[:1], 0 * ones[:1]], cell="rnn_tanh", backward=backward)[0]
+    close(output.flatten(), torch.tanh(x))
+    gates = rnn(input, None, None, [ones, 0 * ones], cell="lstm", save=True, backward=backward)[4]
+    close(gates[0, :, 0], torch.sigmoid(x))
+    close(gates[0, :, 2], torch.tanh(x))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -531,17 +604,17 @@ def test_backward_op_is_differentiable(sample: Sample, device: str):
     check_close(itertools.repeat("gradient"), *second, 1e-12)
 
 
-@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize(("dynamic", "backward"), ((False, "persistent"), (True, "persistent"), (True, "scan")))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("cell", CELLS)
-def test_compile(cell: str, device: str, dynamic: bool):
+def test_compile(cell: str, device: str, dynamic: bool, backward: str):
     # Inductor itself compiles C++ for minutes on a CPU; what is of interest here ends where it starts.
     backend = "inductor" if device == "cuda" else "aot_eager"
     torch._dynamo.reset()
 
     def function(input, h0, c0, weights, batch_sizes):
         output, h_n, c_n, cells, _ = rnn(
-            input, h0, c0, weights, batch_sizes, cell=cell, bidirectional=True, keep_cells=True
+            input, h0, c0, weights, batch_sizes, cell=cell, bidirectional=True, keep_cells=True, backward=backward
         )
         return output.sin(), h_n, c_n, cells
 
@@ -549,6 +622,7 @@ def test_compile(cell: str, device: str, dynamic: bool):
     kinds = [Sample(cell, 4, 3, 2, 8, bidirectional=True), packed(cell, (5, 3, 1), 2, 8, bidirectional=True)]
     if dynamic:
         kinds += [replace(kinds[0], T=7, B=5), packed(cell, (9, 3, 2, 2), 2, 8, bidirectional=True)]
+    kinds += [replace(kinds[0], state=False)] if backward == "scan" else []
     for sample in kinds:
         args, which = arguments(sample, device, requires_grad=True), sample.differentiable
         grads = gradients(sample, args)
@@ -566,7 +640,8 @@ def test_compile(cell: str, device: str, dynamic: bool):
 def test_autocast(cell: str, device: str, dtype: torch.dtype):
     if device == "cpu" and dtype == torch.float16:
         dtype = torch.float32  # fp16 autocast on a CPU is not what torch.nn's layers support: nothing enabled instead
-    for sample in (Sample(cell, 9, 3, 4, 8), Sample(cell, 9, 3, 4, 8, state=False)):
+    padded = Sample(cell, 9, 3, 4, 8)
+    for sample in (padded, replace(padded, state=False), replace(padded, backward="scan")):
         args = arguments(sample, device, requires_grad=True)
         kinds = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}
         module = (kinds[cell](4, 8) if cell in kinds else torch.nn.RNN(4, 8, nonlinearity=cell[4:])).to(device)
@@ -642,6 +717,9 @@ REPEATED_ON_CUDA = [
 ]
 
 
+REPEATED_ON_CUDA += by_scan(Sample(c, 300, 5, 3, h) for c in CELLS for h in (20, 48, 64))
+
+
 @pytest.mark.parametrize(("sample", "device"), with_devices(REPEATED, REPEATED_ON_CUDA), ids=str)
 def test_repeats_bit_for_bit(sample: Sample, device: str):
     args = arguments(sample, device, requires_grad=True)
@@ -658,7 +736,10 @@ def test_repeats_bit_for_bit(sample: Sample, device: str):
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
 @pytest.mark.parametrize(
     ("sample", "device"),
-    with_devices([Sample(c, 12, 6, 3, h) for c in CELLS for h in (7, 40)], [Sample(c, 12, 6, 3, 256) for c in CELLS]),
+    with_devices(
+        [Sample(c, 12, 6, 3, h) for c in CELLS for h in (7, 40)],
+        [Sample(c, 12, 6, 3, 256) for c in CELLS] + by_scan(Sample(c, 12, 6, 3, h) for c in CELLS for h in (7, 20, 40)),
+    ),
     ids=str,
 )
 def test_bad_row_touches_no_other(sample: Sample, device: str, value: float):
@@ -693,6 +774,9 @@ def test_bad_row_touches_no_other(sample: Sample, device: str, value: float):
 
 ON_A_STREAM = [Sample(c, 64, 5, 3, h) for c in CELLS for h in (20, 512)]
 ON_A_STREAM += [packed(c, (30, 12, 12, 5), 3, 128, bidirectional=True) for c in CELLS]
+ON_A_STREAM += by_scan(
+    Sample(c, 64, 5, 3, h, bidirectional=both) for c in CELLS for h, both in ((20, False), (64, True))
+)
 
 
 @pytest.mark.cuda
@@ -898,8 +982,10 @@ def test_bad_batch_sizes(name: str, device: str):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_unknown_cell(device: str):
+def test_unknown_names(device: str):
     args = arguments(Sample("gru", 4, 3, 2, 5), device)
+    with pytest.raises(ValueError, match=r"weft::rnn: backward must be one of 'persistent', 'scan', got 'auto'"):
+        rnn(*args, cell="gru", backward="auto")
     with pytest.raises(ValueError, match=r"weft::rnn: cell must be one of 'rnn_tanh', .*, 'lstm', got 'elman'"):
         rnn(*args, cell="elman")
 
@@ -939,6 +1025,16 @@ def test_bad_arguments_of_the_backward(cell: str, device: str):
         run(saved=(output, cells, gates[:0]))
     with pytest.raises(ValueError, match=r"output_mask must have one entry for each of .*, 7, got 6"):
         run(mask=mask[1:])
+    with pytest.raises(TypeError, match=r"gates must have the dtype of input, Float, got Double"):
+        run(saved=(output, cells, gates.double()))
+    half = [
+        a if i == 4 else [w.half() for w in a] if i == 3 else a if a is None else a.half() for i, a in enumerate(args)
+    ]
+    with pytest.raises(TypeError, match=r"gates must be Float for Half input and backward='scan', got Half"):
+        rnn_backward(
+            *(a if a is None else a.half() for a in arriving[:3]), None, *half, output.half(),
+            cells, gates.half(), cell=cell, bidirectional=False, output_mask=mask, backward="scan",
+        )  # fmt: skip
     if cell == "gru":
         with pytest.raises(ValueError, match=r"grad_c_n must be None except for lstm"):
             run([*arriving[:2], arriving[1], None])

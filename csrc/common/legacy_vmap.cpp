@@ -1,10 +1,8 @@
-// weft::rnn_backward under torch's older vmap, which torch.autograd.grad(is_grads_batched=True), and with it vectorised
-// Jacobians and gradcheck, still use: one call for each index. That vmap's own fallback takes no lists of tensors; the
-// rules for torch.func.vmap are in python/weft/_fake.py.
+#include "common/legacy_vmap.h"
+
 #include <ATen/LegacyBatchedTensorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/stack.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
@@ -48,6 +46,8 @@ Tensor select_level(const Tensor& tensor, int64_t level, int64_t index) {
   return others.empty() ? value : at::makeBatched(value, others);
 }
 
+}  // namespace
+
 void one_by_one(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto arguments = torch::jit::pop(*stack, op.schema().arguments().size());
   int64_t level = -1, size = 0;
@@ -61,25 +61,29 @@ void one_by_one(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   TORCH_CHECK(size > 0, "weft: vmap over no element is not supported");
 
-  std::vector<std::vector<Tensor>> results;  // one list for each result of the op
+  std::vector<std::vector<Tensor>> parts;  // one list for each tensor of the results
+  torch::jit::Stack results;
   for (int64_t index = 0; index < size; ++index) {
-    torch::jit::Stack call;
+    results.clear();
     for (const auto& argument : arguments) {
-      call.push_back(with_each_tensor(argument, [&](const Tensor& t) { return select_level(t, level, index); }));
+      results.push_back(with_each_tensor(argument, [&](const Tensor& t) { return select_level(t, level, index); }));
     }
-    op.callBoxed(&call);
-    const std::vector<Tensor> found = call.at(0).toTensorVector();
-    results.resize(found.size());
-    for (size_t i = 0; i < found.size(); ++i) results[i].push_back(found[i]);
+    op.callBoxed(&results);
+    size_t place = 0;
+    for (const auto& value : results) {
+      for_each_tensor(value, [&](const Tensor& t) {
+        if (index == 0) parts.emplace_back();
+        parts[place++].push_back(t);
+      });
+    }
   }
-  std::vector<Tensor> joined;
-  for (const auto& parts : results) joined.push_back(at::addBatchDim(at::stack(parts), level, 0));
-  stack->emplace_back(joined);
+  size_t place = 0;
+  for (const auto& value : results) {
+    stack->push_back(with_each_tensor(value, [&](const Tensor& t) {
+      const std::vector<Tensor>& all = parts[place++];
+      return t.defined() ? at::addBatchDim(at::stack(all), level, 0) : t;
+    }));
+  }
 }
 
-TORCH_LIBRARY_IMPL(weft, Batched, m) {
-  m.impl("rnn_backward", torch::CppFunction::makeFromBoxedFunction<&one_by_one>());
-}
-
-}  // namespace
 }  // namespace weft

@@ -1,7 +1,7 @@
 // The recurrent cells, without a torch header so that kernels can include it.
 #pragma once
 
-namespace weft {
+namespace weft::rnn {
 
 enum class Cell { kRnnTanh, kRnnRelu, kGru, kLstm };
 
@@ -22,4 +22,4 @@ constexpr int chain_blocks(Cell cell) {
   return has_gates(cell) ? 4 : 1;
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

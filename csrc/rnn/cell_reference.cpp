@@ -8,7 +8,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
-namespace weft {
+namespace weft::rnn {
 
 CellStep cell_step(Cell cell, const at::Tensor& in, const at::Tensor& rec, const at::Tensor& h, const at::Tensor& c) {
   const int64_t H = h.size(1);
@@ -77,4 +77,4 @@ CellStepGrads cell_step_backward(Cell cell, const CellStep& s, const at::Tensor&
   return grads;
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

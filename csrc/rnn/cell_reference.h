@@ -6,7 +6,7 @@
 
 #include "rnn/cell.h"
 
-namespace weft {
+namespace weft::rnn {
 
 // A step taken, with what its derivative needs; every tensor (B,H).
 struct CellStep {
@@ -26,4 +26,4 @@ struct CellStepGrads {
 };
 CellStepGrads cell_step_backward(Cell cell, const CellStep& step, const at::Tensor& grad_h, const at::Tensor& grad_c);
 
-}  // namespace weft
+}  // namespace weft::rnn

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-namespace weft {
+namespace weft::rnn {
 
 // A layer's call. T or B may be 0 for unknown: only the weights are looked at, and one step is what takes time.
 struct RnnCase {
@@ -34,4 +34,4 @@ struct RnnGeometry {
 };
 std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& layer, bool backward);
 
-}  // namespace weft
+}  // namespace weft::rnn

@@ -1,12 +1,31 @@
-// weft::rnn: argument checks, allocation, the places of the steps in packed data.
+// weft::rnn: names, argument checks, allocation, the places of the steps in packed data.
 #include "rnn/rnn.h"
 
 #include <ATen/ops/empty.h>
 
+#include <string>
+#include <utility>
+
 #include "common/check.h"
 
-namespace weft {
+namespace weft::rnn {
 namespace {
+
+constexpr std::pair<const char*, Cell> kCells[] = {
+    {"rnn_tanh", Cell::kRnnTanh}, {"rnn_relu", Cell::kRnnRelu}, {"gru", Cell::kGru}, {"lstm", Cell::kLstm}};
+constexpr std::pair<const char*, Backward> kBackwards[] = {{"persistent", Backward::kPersistent},
+                                                           {"scan", Backward::kScan}};
+
+template <typename Value, size_t count>
+Value parse(const char* op, const char* argument, const std::pair<const char*, Value> (&table)[count],
+            c10::string_view name) {
+  std::string known;
+  for (const auto& [known_name, value] : table) {
+    if (name == known_name) return value;
+    known += (known.empty() ? "'" : ", '") + std::string(known_name) + "'";
+  }
+  TORCH_CHECK_VALUE(false, op, ": ", argument, " must be one of ", known, ", got '", name, "'");
+}
 
 constexpr const char* kWeightNames[2][4] = {
     {"w_ih", "w_hh", "b_ih", "b_hh"},
@@ -33,14 +52,26 @@ int64_t check_batch_sizes(const char* op, const at::Tensor& batch_sizes, int64_t
 
 }  // namespace
 
+Cell parse_cell(const char* op, c10::string_view name) {
+  return parse(op, "cell", kCells, name);
+}
+
+Backward parse_backward(const char* op, c10::string_view name) {
+  return parse(op, "backward", kBackwards, name);
+}
+
+at::ScalarType accumulate_type(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
 RnnSizes check_rnn(const char* op, const RnnArgs& args) {
-  const auto& [input, h0, c0, weights, batch_sizes, cell, bidirectional] = args;
+  const auto& [input, h0, c0, weights, batch_sizes, cell, bidirectional, backward] = args;
   const bool lstm = cell == Cell::kLstm;
   RnnSizes s{};
   s.packed = batch_sizes.has_value();
-  WEFT_CHECK_VALUE(input.dim() == (s.packed ? 2 : 3), op, ": input must be ",
-                   s.packed ? "(N, I) with batch_sizes" : "(T, B, I)", ", got ", input.dim(),
-                   " dimensions: ", input.sizes());
+  TORCH_CHECK_VALUE(input.dim() == (s.packed ? 2 : 3), op, ": input must be ",
+                    s.packed ? "(N, I) with batch_sizes" : "(T, B, I)", ", got ", input.dim(),
+                    " dimensions: ", input.sizes());
   check_floating(op, "input", input);
   s.I = input.size(-1);
   s.D = bidirectional ? 2 : 1;
@@ -56,11 +87,11 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
   }
 
   const auto given = static_cast<int64_t>(weights.size());
-  WEFT_CHECK_VALUE(given == 2 * s.D || given == 4 * s.D, op, ": weights must be w_ih, w_hh[, b_ih, b_hh] for each of ",
-                   s.D, s.D == 1 ? " direction" : " directions", ", got ", given, " tensors");
+  TORCH_CHECK_VALUE(given == 2 * s.D || given == 4 * s.D, op, ": weights must be w_ih, w_hh[, b_ih, b_hh] for each of ",
+                    s.D, s.D == 1 ? " direction" : " directions", ", got ", given, " tensors");
   s.bias = given == 4 * s.D;
-  WEFT_CHECK_VALUE(weights[1].dim() == 2, op, ": w_hh must be (G*H, H), got ", weights[1].dim(),
-                   " dimensions: ", weights[1].sizes());
+  TORCH_CHECK_VALUE(weights[1].dim() == 2, op, ": w_hh must be (G*H, H), got ", weights[1].dim(),
+                    " dimensions: ", weights[1].sizes());
   s.H = weights[1].size(1);
   const int64_t rows = s.G * s.H;
   for (int d = 0, index = 0; d < s.D; ++d) {
@@ -82,9 +113,9 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
     check_shape(op, "h0", *h0, {s.D, s.B, s.H}, "(D, B, H)");
     check_like(op, "h0", *h0, "input", input);
   }
-  WEFT_CHECK_VALUE(lstm || !c0, op, ": c0 must be None except for lstm, got a tensor");
-  WEFT_CHECK_VALUE(!lstm || c0.has_value() == h0.has_value(), op,
-                   ": h0 and c0 must both be given or both be None, got ", c0 ? "only c0" : "only h0");
+  TORCH_CHECK_VALUE(lstm || !c0, op, ": c0 must be None except for lstm, got a tensor");
+  TORCH_CHECK_VALUE(!lstm || c0.has_value() == h0.has_value(), op,
+                    ": h0 and c0 must both be given or both be None, got ", c0 ? "only c0" : "only h0");
   if (c0) {
     check_shape(op, "c0", *c0, {s.D, s.B, s.H}, "(D, B, H)");
     check_like(op, "c0", *c0, "input", input);
@@ -100,27 +131,37 @@ void check_rnn_saved(const char* op, const RnnArgs& args, const RnnSizes& s, con
     check_shape(op, name, t, shape, layout);
     check_like(op, name, t, "input", args.input);
   };
-  const auto check_rows = [&](const char* name, const at::Tensor& t) {
+  // Of the dtype that activations are saved in.
+  const auto check_saved = [&](const char* name, const at::Tensor& t, at::IntArrayRef shape, const char* layout) {
+    const auto type = args.saved_type();
+    if (type == args.input.scalar_type()) return check(name, t, shape, layout);
+    check_shape(op, name, t, shape, layout);
+    TORCH_CHECK_TYPE(t.scalar_type() == type, op, ": ", name, " must be ", type, " for ", args.input.scalar_type(),
+                     " input and backward='scan', got ", t.scalar_type());
+    TORCH_CHECK(t.device() == args.input.device(), op, ": ", name, " must be on the device of input, ",
+                args.input.device(), ", got ", t.device());
+  };
+  const auto check_rows = [&](const auto& check, const char* name, const at::Tensor& t) {
     if (s.packed) {
       check(name, t, {s.R, s.D * s.H}, "(N, D*H)");
     } else {
       check(name, t, {s.T, s.B, s.D * s.H}, "(T, B, D*H)");
     }
   };
-  if (grads.output) check_rows("grad_output", *grads.output);
+  if (grads.output) check_rows(check, "grad_output", *grads.output);
   if (grads.h_n) check("grad_h_n", *grads.h_n, {s.D, s.B, s.H}, "(D, B, H)");
-  WEFT_CHECK_VALUE(lstm || !grads.c_n, op, ": grad_c_n must be None except for lstm, got a tensor");
+  TORCH_CHECK_VALUE(lstm || !grads.c_n, op, ": grad_c_n must be None except for lstm, got a tensor");
   if (grads.c_n) check("grad_c_n", *grads.c_n, {s.D, s.B, s.H}, "(D, B, H)");
-  WEFT_CHECK_VALUE(lstm || !grads.cells, op, ": grad_cells must be None except for lstm, got a tensor");
-  if (grads.cells) check_rows("grad_cells", *grads.cells);
-  check_rows("output", output);
-  if (lstm) check_rows("cells", cells);
+  TORCH_CHECK_VALUE(lstm || !grads.cells, op, ": grad_cells must be None except for lstm, got a tensor");
+  if (grads.cells) check_rows(check_saved, "grad_cells", *grads.cells);
+  check_rows(check, "output", output);
+  if (lstm) check_rows(check_saved, "cells", cells);
   if (has_gates(args.cell)) {
-    check("gates", gates, {s.D, s.R, 4 * s.H}, "(D, R, 4H) as a forward with save=True returns it");
+    check_saved("gates", gates, {s.D, s.R, 4 * s.H}, "(D, R, 4H) as a forward with save=True returns it");
   }
-  WEFT_CHECK_VALUE(output_mask.size() == 3 + args.weights.size(), op,
-                   ": output_mask must have one entry for each of input, h0, c0 and the weights, ",
-                   3 + args.weights.size(), ", got ", output_mask.size());
+  TORCH_CHECK_VALUE(output_mask.size() == 3 + args.weights.size(), op,
+                    ": output_mask must have one entry for each of input, h0, c0 and the weights, ",
+                    3 + args.weights.size(), ", got ", output_mask.size());
 }
 
 RnnWeights rnn_weights(const RnnArgs& args, const RnnSizes& s, int direction) {
@@ -143,20 +184,20 @@ RnnSteps rnn_steps(const RnnArgs& args, const RnnSizes& s) {
   return steps;
 }
 
-RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
-  const auto options = args.input.options();
+RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save, at::ScalarType type,
+                        at::ScalarType saved_type) {
+  const auto options = args.input.options().dtype(type), saved = options.dtype(saved_type);
   const bool lstm = args.cell == Cell::kLstm;
-  const auto none = [&] { return at::empty({0}, options); };
-  const auto like_output = [&] {
+  const auto like_output = [&](const at::TensorOptions& options) {
     return s.packed ? at::empty({s.R, s.D * s.H}, options) : at::empty({s.T, s.B, s.D * s.H}, options);
   };
   RnnResults r;
-  r.output = like_output();
+  r.output = like_output(options);
   r.h_n = at::empty({s.D, s.B, s.H}, options);
-  r.c_n = lstm ? at::empty({s.D, s.B, s.H}, options) : none();
-  r.cells = lstm && (save || keep_cells) ? like_output() : none();
-  r.gates = save && has_gates(args.cell) ? at::empty({s.D, s.R, 4 * s.H}, options) : none();
+  r.c_n = lstm ? at::empty({s.D, s.B, s.H}, options) : at::empty({0}, options);
+  r.cells = lstm && (save || keep_cells) ? like_output(saved) : at::empty({0}, saved);
+  r.gates = save && has_gates(args.cell) ? at::empty({s.D, s.R, 4 * s.H}, saved) : at::empty({0}, saved);
   return r;
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

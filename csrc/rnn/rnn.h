@@ -1,12 +1,16 @@
 // weft::rnn: one layer of a tanh RNN, ReLU RNN, GRU or LSTM over all its time steps, in one or two directions, padded
-// or packed. The equations of the cells are in scan/scan_rnn.h.
+// or packed; its backward pass step by step or, with backward="scan", as a linear scan.
+//
+//   rnn    h[t] = f(W_ih x[t] + b_ih + W_hh h[t-1] + b_hh)                         f = tanh or relu
+//   gru    r = s(..), z = s(..), m = W_hn h[t-1] + b_hn, n = tanh(W_in x[t] + b_in + r m),  h[t] = n + z (h[t-1] - n)
+//   lstm   i = s(..), f = s(..), g = tanh(..), o = s(..),  c[t] = f c[t-1] + i g,  h[t] = o tanh(c[t])
 //
 // T steps, B sequences, I inputs, H hidden units, G = 1, 1, 3, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm, in
-// torch's order; D = 2 directions if bidirectional, else 1; R rows of input: T*B, packed N = sum of batch_sizes. Any of
-// T, B, I, H may be 0; T = 0 gives h_n = h0.
+// torch's order (gru: r, z, n; lstm: i, f, g, o); D = 2 directions if bidirectional, else 1; R rows of input: T*B,
+// packed N = sum of batch_sizes. Any of T, B, I, H may be 0; T = 0 gives h_n = h0.
 //
 // rnn(input (T,B,I) or packed (N,I), h0 (D,B,H) | None, c0 (D,B,H) | None, weights, batch_sizes (T) | None;
-//     cell, bidirectional, keep_cells, save)
+//     cell, bidirectional, keep_cells, save, backward)
 //   h0, c0       None for zeros; c0 for an lstm alone, and there exactly where h0 is given
 //   weights      for each direction w_ih (G*H,I), w_hh (G*H,H) and, in both directions or in none,
 //                b_ih (G*H), b_hh (G*H)
@@ -17,18 +21,28 @@
 //                                sequence's own last step to its first; its h at step t stays at step t.
 //   h_n    (D,B,H)  the state after the last step that each sequence takes: its own last one, in direction 1 step 0
 //   c_n    (D,B,H)  lstm; else (0)
-//   cells  like output  lstm with save or keep_cells: c at every step, rounded to input's dtype; else (0)
+//   cells  like output  lstm with save or keep_cells: c at every step, rounded to the saved dtype; else (0)
 //   gates  (D,R,4*H)  with save: gru r, z, n, m with m = W_hn h + b_hn; lstm i, f, g, o; after their nonlinearity,
-//                     rounded to input's dtype. Without save, and for the rnns: (0)
+//                     rounded to the saved dtype. Without save, and for the rnns: (0)
 //   save is switched on by the autograd kernel where a gradient is needed. output, h_n, c_n and cells are
 //   differentiable, gates is not.
 //
 // rnn_backward(grad_output, grad_h_n, grad_c_n, grad_cells: each like its result | None, the five tensor arguments
-//              above, output, cells, gates; cell, bidirectional, output_mask)
+//              above, output, cells, gates; cell, bidirectional, output_mask, backward: the forward pass's)
 //   one gradient for each of input, h0, c0, *weights, in this order, which is that of output_mask; (0) where masked out
 //   or where the argument is None. A gradient that is not asked for costs no matrix product. None means zeros.
 //   It is differentiable to any order, step by step through rnn_reference.h, in everything but output, cells and gates,
 //   which it takes for the functions of the other arguments that they are.
+//
+// backward
+//   "persistent"  step by step, with the weights on the chip. The saved dtype is input's.
+//   "scan"        a parallel scan over transposed Jacobians (BPPSA, MLSys 2020, section 3), in the accumulate type and
+//                 never in TF32, for long sequences, small batches and few hidden units. The saved dtype is the
+//                 accumulate type: the chunks' products of Jacobians multiply what rounding leaves in them. It has
+//                 kernels on CUDA for padded input and H up to 128, an lstm's up to 64, in float64 up to 32. Elsewhere,
+//                 and where cells have a gradient, it is "persistent" in the accumulate type.
+//   The forward pass is chosen apart from it: on CUDA, with "scan", one warp per sequence for H <= 32, beyond the
+//   persistent kernel in the accumulate type, else torch's (cuDNN), from whose output gates and cells are recovered.
 //
 // Dtypes: float16, bfloat16, float32, float64, one for all arguments but batch_sizes. float16 and bfloat16 accumulate,
 // carry the state and compute the gates in float32 (the accumulate type), and round where a result is written.
@@ -49,7 +63,17 @@
 
 #include "rnn/cell.h"
 
-namespace weft {
+namespace weft::rnn {
+
+// ValueError that names the op and lists the known cells, for any other name.
+Cell parse_cell(const char* op, c10::string_view name);
+
+// How the backward pass runs.
+enum class Backward { kPersistent, kScan };
+Backward parse_backward(const char* op, c10::string_view name);  // ValueError likewise
+
+// float32 for float16, bfloat16 and float32; float64 for float64.
+at::ScalarType accumulate_type(at::ScalarType type);
 
 // The arguments of the forward op. It refers to the caller's tensors: for the length of a call.
 struct RnnArgs {
@@ -60,6 +84,13 @@ struct RnnArgs {
   const std::optional<at::Tensor>& batch_sizes;
   Cell cell;
   bool bidirectional;
+  Backward backward = Backward::kPersistent;
+
+  // Of cells and gates.
+  at::ScalarType saved_type() const {
+    const auto type = input.scalar_type();
+    return backward == Backward::kScan ? accumulate_type(type) : type;
+  }
 };
 
 // The gradients that arrive at the backward op, likewise.
@@ -125,7 +156,8 @@ struct RnnResults {
   }
 };
 
-// Uninitialised, in input's dtype; those that are not asked for are (0).
-RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save);
+// Uninitialised: output, h_n and c_n in `type`, cells and gates in `saved`; those that are not asked for are (0).
+RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save, at::ScalarType type,
+                        at::ScalarType saved);
 
-}  // namespace weft
+}  // namespace weft::rnn

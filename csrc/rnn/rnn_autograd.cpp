@@ -1,4 +1,6 @@
 // The gradient of weft::rnn is weft::rnn_backward, whose own gradient goes through the reference.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -9,24 +11,11 @@
 #include <vector>
 
 #include "common/autograd.h"
+#include "common/legacy_vmap.h"
 #include "rnn/rnn.h"
-#include "rnn/rnn_op.h"
 #include "rnn/rnn_reference.h"
-#include "scan/scan_rnn.h"
 
-namespace weft {
-
-const c10::TypedOperatorHandle<RnnSignature>& rnn_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn", "").typed<RnnSignature>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<RnnBackwardSignature>& rnn_backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_backward", "").typed<RnnBackwardSignature>();
-  return op;
-}
-
+namespace weft::rnn {
 namespace {
 
 using at::Tensor;
@@ -35,20 +24,40 @@ using torch::autograd::variable_list;
 
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+using ForwardSignature = Results(const Tensor&, const OptionalTensor&, const OptionalTensor&, at::TensorList,
+                                 const OptionalTensor&, c10::string_view, bool, bool, bool, c10::string_view);
+const c10::TypedOperatorHandle<ForwardSignature>& forward_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn", "").typed<ForwardSignature>();
+  return op;
+}
+
+using BackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                              const OptionalTensor&, const Tensor&, const OptionalTensor&,
+                                              const OptionalTensor&, at::TensorList, const OptionalTensor&,
+                                              const Tensor&, const Tensor&, const Tensor&, c10::string_view, bool,
+                                              c10::List<bool>, c10::string_view);
+const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_backward", "").typed<BackwardSignature>();
+  return op;
+}
+
 class Rnn : public torch::autograd::Function<Rnn> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& h0,
                                const OptionalTensor& c0, const at::TensorList& weights,
-                               const OptionalTensor& batch_sizes, const std::string& cell, bool bidirectional) {
+                               const OptionalTensor& batch_sizes, const std::string& cell, bool bidirectional,
+                               const std::string& way) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [output, h_n, c_n, cells, gates] = rnn_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional,
-                                                          /*keep_cells=*/true, /*save=*/true);
+    auto [output, h_n, c_n, cells, gates] = forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional,
+                                                              /*keep_cells=*/true, /*save=*/true, way);
     variable_list saved{input, or_undefined(h0), or_undefined(c0)};
     saved.insert(saved.end(), weights.begin(), weights.end());
     saved.insert(saved.end(), {or_undefined(batch_sizes), output, cells, gates});
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["cell"] = cell;
     ctx->saved_data["bidirectional"] = bidirectional;
+    ctx->saved_data["backward"] = way;
     ctx->set_materialize_grads(false);
     if (cell == "lstm") {
       ctx->mark_non_differentiable({gates});
@@ -62,7 +71,7 @@ class Rnn : public torch::autograd::Function<Rnn> {
     const auto saved = ctx->get_saved_variables();
     const size_t operands = saved.size() - 4;  // input, h0, c0 and the weights
     // One gradient per argument of forward; those after the weights have none.
-    variable_list result(operands + 3);
+    variable_list result(operands + 4);
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); })) return result;
     c10::List<bool> mask;
     mask.reserve(operands);
@@ -70,13 +79,13 @@ class Rnn : public torch::autograd::Function<Rnn> {
     for (size_t i = 0, edge = 0; i < operands; ++i) {
       mask.push_back(saved[i].defined() && ctx->needs_input_grad(edge++));
     }
-    const std::string cell = ctx->saved_data["cell"].toStringRef();
+    const std::string &cell = ctx->saved_data["cell"].toStringRef(), &way = ctx->saved_data["backward"].toStringRef();
     // With create_graph, grad mode is on here and the op's own autograd kernel answers with the reference.
     const auto found =
-        rnn_backward_op().call(optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0],
-                               optional(saved[1]), optional(saved[2]), at::TensorList(saved).slice(3, operands - 3),
-                               optional(saved[operands]), saved[operands + 1], saved[operands + 2], saved[operands + 3],
-                               cell, ctx->saved_data["bidirectional"].toBool(), mask);
+        backward_op().call(optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0],
+                           optional(saved[1]), optional(saved[2]), at::TensorList(saved).slice(3, operands - 3),
+                           optional(saved[operands]), saved[operands + 1], saved[operands + 2], saved[operands + 3],
+                           cell, ctx->saved_data["bidirectional"].toBool(), mask, way);
     for (size_t i = 0; i < operands; ++i) {
       if (mask[i]) result[i] = found[i];
     }
@@ -86,12 +95,18 @@ class Rnn : public torch::autograd::Function<Rnn> {
 
 Results rnn_autograd(const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0, at::TensorList weights,
                      const OptionalTensor& batch_sizes, c10::string_view cell, bool bidirectional, bool keep_cells,
-                     bool save) {
+                     bool save, c10::string_view way) {
   if (!needs_grad(input, h0, c0, weights)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return rnn_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save);
+    return forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save, way);
   }
-  const auto r = Rnn::apply(input, h0, c0, weights, batch_sizes, std::string(cell), bidirectional);
+  OptionalTensor h = h0, c = c0;
+  if (way == "scan" && !h0 && !c0 && input.dim() == 3 && weights.size() > 1 && weights[1].dim() == 2) {
+    // The scan's kernels read an initial state in both passes: it is made once.
+    h = at::zeros_symint({bidirectional ? 2 : 1, input.sym_size(1), weights[1].sym_size(1)}, input.options());
+    if (cell == "lstm") c = h;
+  }
+  const auto r = Rnn::apply(input, h, c, weights, batch_sizes, std::string(cell), bidirectional, std::string(way));
   return {r[0], r[1], r[2], r[3], r[4]};
 }
 
@@ -100,17 +115,19 @@ std::vector<Tensor> rnn_backward_autograd(const OptionalTensor& grad_output, con
                                           const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
                                           at::TensorList weights, const OptionalTensor& batch_sizes,
                                           const Tensor& output, const Tensor& cells, const Tensor& gates,
-                                          c10::string_view cell_name, bool bidirectional, c10::List<bool> output_mask) {
+                                          c10::string_view cell_name, bool bidirectional, c10::List<bool> output_mask,
+                                          c10::string_view way) {
   if (!needs_grad(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, output, cells, gates)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return rnn_backward_op().call(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes,
-                                  output, cells, gates, cell_name, bidirectional, output_mask);
+    return backward_op().call(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output,
+                              cells, gates, cell_name, bidirectional, output_mask, way);
   }
   const char* op = "weft::rnn_backward";
   TORCH_CHECK(
       !batch_sizes || !batch_sizes->unsafeGetTensorImpl()->is_python_dispatch(), op,
       ": in a compiled graph, where the values of batch_sizes are unknown, packed input is differentiable once");
-  const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
+  const RnnArgs args{
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, way)};
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
   const RnnSizes sizes = check_rnn(op, args);
   check_rnn_saved(op, args, sizes, grads, output, cells, gates, output_mask);
@@ -124,5 +141,9 @@ TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("rnn_backward", &rnn_backward_autograd);
 }
 
+TORCH_LIBRARY_IMPL(weft, Batched, m) {
+  m.impl("rnn_backward", torch::CppFunction::makeFromBoxedFunction<&one_by_one>());
+}
+
 }  // namespace
-}  // namespace weft
+}  // namespace weft::rnn

@@ -12,9 +12,8 @@
 #include <algorithm>
 
 #include "rnn/cell_reference.h"
-#include "scan/scan_rnn.h"
 
-namespace weft {
+namespace weft::rnn {
 namespace {
 
 // The one tensor of a list, or all of them on top of each other.
@@ -114,14 +113,17 @@ RnnResults rnn_reference(const RnnArgs& args, const RnnSizes& s, bool keep_cells
       gates.push_back(all_rows(p, 4 * s.H, d.steps, [](const CellStep& step) { return at::cat(step.gates, 1); }));
     }
   }
-  const auto none = [&] { return at::empty({0}, args.input.options()); };
-  const auto like_output = [&](const std::vector<at::Tensor>& parts) {
+  const auto saved = args.saved_type();
+  const auto none = [&](at::ScalarType type) { return at::empty({0}, args.input.options().dtype(type)); };
+  const auto like_output = [&](const std::vector<at::Tensor>& parts, at::ScalarType type) {
     const at::Tensor rows = joined(parts, 1).to(type);
     return s.packed ? rows : rows.view({s.T, s.B, s.D * s.H});
   };
-  const auto stacked = [&](const std::vector<at::Tensor>& parts) { return at::stack(parts).to(type); };
-  return {like_output(outputs), stacked(h_n), lstm ? stacked(c_n) : none(), with_cells ? like_output(cells) : none(),
-          with_gates ? stacked(gates) : none()};
+  const auto stacked = [](const std::vector<at::Tensor>& parts, at::ScalarType type) {
+    return at::stack(parts).to(type);
+  };
+  return {like_output(outputs, type), stacked(h_n, type), lstm ? stacked(c_n, type) : none(type),
+          with_cells ? like_output(cells, saved) : none(saved), with_gates ? stacked(gates, saved) : none(saved)};
 }
 
 std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& s,
@@ -190,4 +192,4 @@ std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnA
   return result;
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

@@ -8,10 +8,10 @@
 
 #include "rnn/rnn.h"
 
-namespace weft {
+namespace weft::rnn {
 
 // Both take arguments that were checked, compute in the accumulate type and return results as the op's contract has
-// them, in input's dtype.
+// them.
 RnnResults rnn_reference(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save);
 
 // The arguments of rnn_backward without what the forward saved: activations are computed again from the inputs, so that
@@ -19,4 +19,4 @@ RnnResults rnn_reference(const RnnArgs& args, const RnnSizes& sizes, bool keep_c
 std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& sizes,
                                                const c10::List<bool>& output_mask);
 
-}  // namespace weft
+}  // namespace weft::rnn

@@ -1,13 +1,13 @@
 // T steps are cut into C chunks of L, and what is left over is done step by step at the end.
-//   products: the product P and offset v of y = P x + v, for all chunks but the last in lockstep: L batched products;
-//   totals:   the state at every chunk's start, C small products in sequence;
-//   replay:   the steps of all chunks in lockstep from those states: L batched matrix-vector products.
+//   products:   the product P and offset v of y = P x + v, for all chunks but the last in lockstep: L batched products;
+//   boundaries: the state at every chunk's start, C small products in sequence;
+//   replay:     the steps of all chunks in lockstep from those states: L batched matrix-vector products.
 //
-// Robustness without a redo: products, totals and v are in fp64, and each column of P carries an exponent. An element
-// of fp32 A scales by 2^-149 to 2^128, so kRescale steps between two rescalings keep every column that is not exactly 0
-// well inside fp64's 2^-1022 to 2^1024, whatever A holds: nothing overflows or is lost that fp32 could represent. (On
-// the GPUs this is for, fp64 products run on tensor cores, as fast as fp32 ones do without.) For fp64 A there is no
-// wider type, so fp64 is never scanned here.
+// Robustness without a redo: products, boundaries and v are in fp64, and each column of P carries an exponent. An
+// element of fp32 A scales by 2^-149 to 2^128, so kRescale steps between two rescalings keep every column that is not
+// exactly 0 well inside fp64's 2^-1022 to 2^1024, whatever A holds: nothing overflows or is lost that fp32 could
+// represent. (On the GPUs this is for, fp64 products run on tensor cores, as fast as fp32 ones do without.) For fp64 A
+// there is no wider type, so fp64 is never scanned here.
 #include "scan/linear_scan_batched.h"
 
 #include <ATen/Context.h>
@@ -32,7 +32,7 @@ namespace {
 constexpr double kLaunch = 6;             // one ATen operation on a small tensor
 constexpr double kStepLaunches = 1.25;    // operations per sequential step
 constexpr double kProductLaunches = 7.5;  // per step of products, rescaling included
-constexpr double kTotalLaunches = 5;      // per chunk
+constexpr double kBoundaryLaunches = 5;   // per chunk
 constexpr double kReplayLaunches = 4;     // per step of replay
 constexpr double kFp64FlopsPerUs = 40e6;  // batched products
 constexpr double kBytesPerUs = 3e6;       // matrix-vector products and conversions
@@ -52,7 +52,7 @@ double scan_time(double T, double B, double H, double chunks) {
   const double product =
       kProductLaunches * kLaunch + 2 * elements * H / kFp64FlopsPerUs + kConversionBytes * elements / kBytesPerUs;
   const double replay = std::max(kReplayLaunches * kLaunch, 8 * elements / kBytesPerUs);
-  return L * (product + replay) + chunks * kTotalLaunches * kLaunch;
+  return L * (product + replay) + chunks * kBoundaryLaunches * kLaunch;
 }
 
 // 1 where the steps one by one are faster.
@@ -141,8 +141,8 @@ at::Tensor run_chunks(const Problem& p, at::Tensor state, int64_t begin, int64_t
   starts[chunk(0)] = state;
   for (int64_t c = 0; c + 1 < chunks; ++c) {
     const int64_t at = chunk(c) - first;
-    const at::Tensor total = both.select(0, at);
-    wide = at::baddbmm(total.narrow(2, H, n), total.narrow(2, 0, H), wide.mul(scale.select(0, at)));
+    const at::Tensor map = both.select(0, at);
+    wide = at::baddbmm(map.narrow(2, H, n), map.narrow(2, 0, H), wide.mul(scale.select(0, at)));
     starts[chunk(c + 1)] = wide.to(p.type);
   }
   both.reset();
@@ -158,13 +158,12 @@ at::Tensor run_chunks(const Problem& p, at::Tensor state, int64_t begin, int64_t
 
 }  // namespace
 
-namespace levels {
-
-at::Tensor linear_scan_levels(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,
-                              bool reverse, bool transpose, int64_t chunks) {
+at::Tensor linear_scan_batched(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,
+                               bool reverse, bool transpose) {
   const int64_t T = b.size(0), B = b.size(1), H = b.size(2);
   if (b.numel() == 0) return at::empty({T, B, H}, b.options());
   const at::NoTF32Guard exact;
+  const int64_t chunks = choose_chunks(T, A.size(1), H);
   const bool shared = A.size(1) == 1 && B > 1;
   auto grouped = [&](const at::Tensor& t) {  // (..., B, H) to (..., G, H, n)
     return shared ? t.transpose(-2, -1).unsqueeze(-3) : t.unsqueeze(-1);
@@ -184,14 +183,6 @@ at::Tensor linear_scan_levels(const at::Tensor& A, const at::Tensor& b, const st
   run_steps(p, state, done, T);
   const at::Tensor x = shared ? p.x.squeeze(1).transpose(1, 2) : p.x.squeeze(-1);
   return x.to(b.scalar_type()).contiguous();
-}
-
-}  // namespace levels
-
-at::Tensor linear_scan_levels(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,
-                              bool reverse, bool transpose) {
-  const int64_t groups = A.size(1), steps = b.size(0);
-  return levels::linear_scan_levels(A, b, x0, reverse, transpose, choose_chunks(steps, groups, b.size(2)));
 }
 
 }  // namespace weft::scan

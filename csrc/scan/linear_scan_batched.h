@@ -12,7 +12,7 @@ namespace weft::scan {
 // no host synchronisation. A scan costs H times the arithmetic of the steps, in fp64, so it can pay only where the
 // steps are bound by launches: small B, long T, H of a few hundred. Elsewhere, and always for fp64, this runs step by
 // step.
-at::Tensor linear_scan_levels(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,
-                              bool reverse, bool transpose);
+at::Tensor linear_scan_batched(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,
+                               bool reverse, bool transpose);
 
 }  // namespace weft::scan

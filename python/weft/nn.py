@@ -12,7 +12,7 @@ The keyword ``algorithm`` says what runs:
   batch are unknown, what it takes for short sequences and small batches;
 - ``"persistent"``: one operator per layer for all time steps and both directions, packed sequences without padding
   included; on a GPU one kernel that keeps the weights on the chip (Persistent RNN, ICML 2016);
-- ``"scan"``: Weft's operators, whose backward pass is a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);
+- ``"scan"``: the same operator, its backward pass a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);
 - ``"torch"``: torch's own kernel (cuDNN on a GPU);
 - ``"reference"``: :mod:`weft.reference`, a slow loop in plain torch, differentiable to any order;
 - ``"newton"`` is reserved and raises NotImplementedError.

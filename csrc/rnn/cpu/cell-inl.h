@@ -5,8 +5,10 @@
 #include "common/cpu/simd-inl.h"
 #include "rnn/cell.h"
 
-namespace weft::cpu::WEFT_ISA {
+namespace weft::rnn::WEFT_ISA {
 namespace {
+
+using namespace weft::cpu::WEFT_ISA;
 
 // h after the step. `gate`: the sums before the nonlinearities, a vector for each gate block; gru's third is W_hn h +
 // b_hn, to which the input side `input_n` comes when r has multiplied it. `h`: before the step, for gru. `c`: for lstm,
@@ -88,4 +90,4 @@ WEFT_INLINE CellGrads<T, C> cell_backward(typename Simd<T>::Vec grad, const T* y
 }
 
 }  // namespace
-}  // namespace weft::cpu::WEFT_ISA
+}  // namespace weft::rnn::WEFT_ISA

@@ -21,11 +21,10 @@
 #include "rnn/cpu/team.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_reference.h"
-#include "scan/scan_rnn.h"
 
-namespace weft {
+namespace weft::rnn {
 
-void cpu::Barrier::wait(int member) const {
+void Barrier::wait(int member) const {
   if (size == 1) return;
   const int64_t meeting = __atomic_load_n(&members[member].count, __ATOMIC_RELAXED) + 1;
   __atomic_store_n(&members[member].count, meeting, __ATOMIC_RELEASE);
@@ -48,17 +47,17 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 // The instruction set that torch itself uses (ATEN_CPU_CAPABILITY lowers it).
-const cpu::RnnTables& tables() {
+const RnnTables& tables() {
 #ifdef __x86_64__
   static const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return cpu::rnn_avx512();
-  if (capability == "AVX2") return cpu::rnn_avx2();
+  if (capability == "AVX512") return rnn_avx512();
+  if (capability == "AVX2") return rnn_avx2();
 #endif
-  return cpu::rnn_baseline();
+  return rnn_baseline();
 }
 
 template <typename T>
-const cpu::RnnKernels<T>& kernels() {
+const RnnKernels<T>& kernels() {
   if constexpr (std::is_same_v<T, float>) {
     return tables().f32;
   } else {
@@ -148,11 +147,11 @@ constexpr int64_t kTaskRows = 128;
 
 // Who does what. Members [0, directions at once * grid) run the recurrences; all share what has no recurrence.
 struct Plan {
-  int members, at_once;             // threads of the team, directions that run side by side
-  int slices;                       // of each batch group
-  std::vector<cpu::RnnPart> parts;  // of one direction, a group's slices next to each other
-  std::vector<cpu::Barrier::Arrivals> arrivals;
-  cpu::Barrier everyone;
+  int members, at_once;        // threads of the team, directions that run side by side
+  int slices;                  // of each batch group
+  std::vector<RnnPart> parts;  // of one direction, a group's slices next to each other
+  std::vector<Barrier::Arrivals> arrivals;
+  Barrier everyone;
   int64_t handed_out[5] = {};  // tasks of each product over all steps, which members take as they get free
 
   Plan(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes, int team)
@@ -171,7 +170,7 @@ struct Plan {
       while (b < most && (b == begin || rows + steps.lengths[b] / 2 < share)) rows += steps.lengths[b++];
       if (group + 1 == grid.groups) b = s.B;
       for (int slice = 0; slice < grid.slices; ++slice) {
-        const cpu::Range own = cpu::split(panels, grid.slices, slice);
+        const Range own = split(panels, grid.slices, slice);
         parts.push_back({begin, b, own.begin, own.end, {nullptr, grid.slices}, slice});
       }
     }
@@ -188,7 +187,7 @@ struct Plan {
       const int first = at_once > 1 ? d * count : 0;
       if (member < first || member >= first + count) continue;
       const int index = member - first;
-      cpu::RnnPart part = parts[index];
+      RnnPart part = parts[index];
       part.slices.members = arrivals.data() + members + first + index / slices * slices;
       f(d, part);
     }
@@ -199,7 +198,7 @@ struct Plan {
 int wanted_members(const RnnSizes& s, StepDepth depth, int64_t lanes) {
   const int64_t panels = (s.H + lanes - 1) / lanes;
   const double cycles = double(s.D) * double(s.R) * double(panels) * (double(depth.recurrent + depth.input) / 2 + 100);
-  return static_cast<int>(std::clamp<double>(cycles / 30000, 1, cpu::team_limit()));
+  return static_cast<int>(std::clamp<double>(cycles / 30000, 1, team_limit()));
 }
 
 // Runs work(plan, member) on a team, or alone where there are fewer threads than the plan counts on.
@@ -209,7 +208,7 @@ void run_planned(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int6
   for (int members = wanted_members(s, depth, lanes);; members = 1) {
     Plan plan(s, steps, depth, lanes, element_bytes, members);
     const auto memory = prepare(plan);
-    if (cpu::run_team(members, [&](int member) { work(plan, memory, member); })) return;
+    if (run_team(members, [&](int member) { work(plan, memory, member); })) return;
   }
 }
 
@@ -244,25 +243,25 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
   }
   const int64_t states = s.B * s.H, stride = k.state_stride(s.H);
   const auto arguments = [&](int d) {
-    return cpu::RnnForwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
-                                  pointer<T>(input),
-                                  pointer<T>(h0, d * states),
-                                  pointer<T>(c0, d * states),
-                                  nullptr,
-                                  nullptr,
-                                  pointer<T>(weights[d].b_ih),
-                                  pointer<T>(weights[d].b_hh),
-                                  results.output.mutable_data_ptr<T>() + d * s.H,
-                                  results.h_n.mutable_data_ptr<T>() + d * states,
-                                  mutable_pointer<T>(results.c_n, d * states),
-                                  mutable_pointer<T>(results.gates, d * s.R * 4 * s.H),
-                                  mutable_pointer<T>(results.cells, d * s.H)};
+    return RnnForwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
+                             pointer<T>(input),
+                             pointer<T>(h0, d * states),
+                             pointer<T>(c0, d * states),
+                             nullptr,
+                             nullptr,
+                             pointer<T>(weights[d].b_ih),
+                             pointer<T>(weights[d].b_hh),
+                             results.output.mutable_data_ptr<T>() + d * s.H,
+                             results.h_n.mutable_data_ptr<T>() + d * states,
+                             mutable_pointer<T>(results.c_n, d * states),
+                             mutable_pointer<T>(results.gates, d * s.R * 4 * s.H),
+                             mutable_pointer<T>(results.cells, d * s.H)};
   };
   const auto packing = [&](int d, bool recurrent, int slices) {
     const Tensor& w = recurrent ? weights[d].w_hh : weights[d].w_ih;
     const int64_t depth = w.size(1);
-    return cpu::PackArgs<T>{
-        w.const_data_ptr<T>(), depth, 1, depth, 0, recurrent ? depth : cpu::kDepthBlock, s.G, s.H, slices, nullptr};
+    return PackArgs<T>{w.const_data_ptr<T>(),           depth, 1,   depth,  0,
+                       recurrent ? depth : kDepthBlock, s.G,   s.H, slices, nullptr};
   };
 
   // Memory: for each direction w_ih, w_hh and the state; then each member's scratch.
@@ -276,7 +275,7 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
     for (int member = 0; member < plan.members; ++member) {
       int64_t most = 0;
       plan.run(s.D, member,
-               [&](int d, const cpu::RnnPart& part) { most = std::max(most, k.forward_scratch(arguments(d), part)); });
+               [&](int d, const RnnPart& part) { most = std::max(most, k.forward_scratch(arguments(d), part)); });
       counts.push_back(most);
     }
     return allocate(counts, input.options());
@@ -291,9 +290,9 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
         k.pack(pack, member, plan.members);
       }
     }
-    plan.run(s.D, member, [&](int d, const cpu::RnnPart& part) { k.forward_begin(arguments(d), part, at(3 * d + 2)); });
+    plan.run(s.D, member, [&](int d, const RnnPart& part) { k.forward_begin(arguments(d), part, at(3 * d + 2)); });
     plan.everyone.wait(member);
-    plan.run(s.D, member, [&](int d, const cpu::RnnPart& part) {
+    plan.run(s.D, member, [&](int d, const RnnPart& part) {
       auto own = arguments(d);
       own.w_ih = at(3 * d);
       own.w_hh = at(3 * d + 1);
@@ -356,28 +355,28 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
     }
   }
   const auto arguments = [&](int d) {
-    return cpu::RnnBackwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
-                                   pointer<T>(grad_output, d * s.H),
-                                   pointer<T>(grad_h_n, d * states),
-                                   pointer<T>(grad_c_n, d * states),
-                                   pointer<T>(grad_cells, d * s.H),
-                                   pointer<T>(h0, d * states),
-                                   pointer<T>(c0, d * states),
-                                   pointer<T>(output, d * s.H),
-                                   gates.numel() > 0 ? pointer<T>(gates, d * s.R * 4 * s.H) : nullptr,
-                                   cells.numel() > 0 ? pointer<T>(cells, d * s.H) : nullptr,
-                                   nullptr,
-                                   nullptr,
-                                   d_stride,
-                                   mutable_pointer<T>(result[1], d * states),
-                                   mutable_pointer<T>(result[2], d * states)};
+    return RnnBackwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
+                              pointer<T>(grad_output, d * s.H),
+                              pointer<T>(grad_h_n, d * states),
+                              pointer<T>(grad_c_n, d * states),
+                              pointer<T>(grad_cells, d * s.H),
+                              pointer<T>(h0, d * states),
+                              pointer<T>(c0, d * states),
+                              pointer<T>(output, d * s.H),
+                              gates.numel() > 0 ? pointer<T>(gates, d * s.R * 4 * s.H) : nullptr,
+                              cells.numel() > 0 ? pointer<T>(cells, d * s.H) : nullptr,
+                              nullptr,
+                              nullptr,
+                              d_stride,
+                              mutable_pointer<T>(result[1], d * states),
+                              mutable_pointer<T>(result[2], d * states)};
   };
   // The input side's columns of dgates begin with gru's n, the last block of w_ih.
   const int64_t rotate = gru ? 2 * s.H : 0;
   const auto packing = [&](int d, bool recurrent, int slices) {
     const Tensor& w = recurrent ? weights[d].w_hh : weights[d].w_ih;
-    return recurrent ? cpu::PackArgs<T>{w.const_data_ptr<T>(), M, s.H, 1, 0, M, 1, s.H, slices, nullptr}
-                     : cpu::PackArgs<T>{w.const_data_ptr<T>(), M, s.I, 1, rotate, cpu::kDepthBlock, 1, s.I, 1, nullptr};
+    return recurrent ? PackArgs<T>{w.const_data_ptr<T>(), M, s.H, 1, 0, M, 1, s.H, slices, nullptr}
+                     : PackArgs<T>{w.const_data_ptr<T>(), M, s.I, 1, rotate, kDepthBlock, 1, s.I, 1, nullptr};
   };
 
   // Memory: for each direction w_ih, w_hh and dgates; then each member's scratch.
@@ -391,7 +390,7 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
     for (int member = 0; member < plan.members; ++member) {
       int64_t most = k.transposed_scratch();
       plan.run(s.D, member,
-               [&](int d, const cpu::RnnPart& part) { most = std::max(most, k.backward_scratch(arguments(d), part)); });
+               [&](int d, const RnnPart& part) { most = std::max(most, k.backward_scratch(arguments(d), part)); });
       counts.push_back(most);
     }
     return allocate(counts, options);
@@ -408,7 +407,7 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       }
     }
     plan.everyone.wait(member);
-    plan.run(s.D, member, [&](int d, const cpu::RnnPart& part) {
+    plan.run(s.D, member, [&](int d, const RnnPart& part) {
       auto own = arguments(d);
       own.w_hh = at(3 * d + 1);
       own.dgates = at(3 * d + 2);
@@ -420,9 +419,8 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       const int64_t rows = std::min(kTaskRows, (share + 7) / 8 * 8), tasks = (s.R + rows - 1) / rows;
       for (int64_t task; (task = plan.take(0)) < tasks;) {
         for (int d = 0; d < s.D; ++d) {
-          k.multiply(
-              {at(3 * d + 2), d_stride, M, cpu::kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
-              task * rows, std::min(s.R, (task + 1) * rows));
+          k.multiply({at(3 * d + 2), d_stride, M, kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
+                     task * rows, std::min(s.R, (task + 1) * rows));
         }
       }
     }
@@ -434,15 +432,15 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       };
       // Each task packs all of the right side: not more of them than what the packing is small beside.
       const int tasks = static_cast<int>(std::clamp<int64_t>(M / 256, plan.members, 4 * plan.members));
-      const auto transposed = [&](int product, const cpu::TransposedArgs<T>& product_args) {
+      const auto transposed = [&](int product, const TransposedArgs<T>& product_args) {
         if (product_args.out == nullptr && product_args.sums == nullptr) return;  // nobody asks
         for (int64_t task; (task = plan.take(product)) < tasks;) {
           k.transposed(product_args, static_cast<int>(task), tasks, scratch);
         }
       };
       transposed(1 + 2 * d, {dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)});
-      transposed(2 + 2 * d, {dgates + cpu::recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr,
-                             before[d].data(), 0, s.H, grad(1), grad(3)});
+      transposed(2 + 2 * d, {dgates + recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr, before[d].data(),
+                             0, s.H, grad(1), grad(3)});
     }
   };
   run_planned(s, steps, {s.G * s.H, 0}, k.lanes, sizeof(T), prepare, work);
@@ -461,25 +459,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, 
                                                            const OptionalTensor& c0, at::TensorList weights,
                                                            const OptionalTensor& batch_sizes,
                                                            c10::string_view cell_name, bool bidirectional,
-                                                           bool keep_cells, bool save) {
+                                                           bool keep_cells, bool save, c10::string_view backward_name) {
   const char* op = "weft::rnn";
-  const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
+  const RnnArgs args{
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
   const RnnSizes sizes = check_rnn(op, args);
   if (!has_work(sizes)) return rnn_reference(args, sizes, keep_cells, save).tuple();
   const RnnSteps steps = rnn_steps(args, sizes);
-  RnnResults r = allocate_rnn(args, sizes, keep_cells, save);
-  const auto type = input.scalar_type(), compute = accumulate_type(type);
-  const auto results = [&](const Tensor& t) {
-    return type == compute ? t : at::empty(t.sizes(), t.options().dtype(compute));
-  };
-  const RnnResults computed{results(r.output), results(r.h_n), results(r.c_n), results(r.cells), results(r.gates)};
-  for (const Tensor& t : {computed.output, computed.cells, computed.gates}) prefer_huge_pages(t);
-  (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, computed);
-  if (type != compute) {
-    r = {computed.output.to(type), computed.h_n.to(type), computed.c_n.to(type), computed.cells.to(type),
-         computed.gates.to(type)};
-  }
-  return r.tuple();
+  const auto type = input.scalar_type(), saved = args.saved_type(), compute = accumulate_type(type);
+  const RnnResults r = allocate_rnn(args, sizes, keep_cells, save, compute, compute);
+  for (const Tensor& t : {r.output, r.cells, r.gates}) prefer_huge_pages(t);
+  (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, r);
+  return {r.output.to(type), r.h_n.to(type), r.c_n.to(type), r.cells.to(saved), r.gates.to(saved)};
 }
 
 std::vector<Tensor> rnn_backward_cpu(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
@@ -487,9 +478,10 @@ std::vector<Tensor> rnn_backward_cpu(const OptionalTensor& grad_output, const Op
                                      const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
                                      at::TensorList weights, const OptionalTensor& batch_sizes, const Tensor& output,
                                      const Tensor& cells, const Tensor& gates, c10::string_view cell_name,
-                                     bool bidirectional, c10::List<bool> output_mask) {
+                                     bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name) {
   const char* op = "weft::rnn_backward";
-  const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
+  const RnnArgs args{
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
   const RnnSizes sizes = check_rnn(op, args);
   check_rnn_saved(op, args, sizes, grads, output, cells, gates, output_mask);
@@ -505,4 +497,4 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
 }
 
 }  // namespace
-}  // namespace weft
+}  // namespace weft::rnn

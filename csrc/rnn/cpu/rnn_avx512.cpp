@@ -10,10 +10,10 @@
 #include "common/cpu/avx512-begin-inl.h"
 #include "rnn/cpu/rnn_kernels-inl.h"
 
-namespace weft::cpu {
+namespace weft::rnn {
 const RnnTables& rnn_avx512() {
   return avx512::kRnnTables;
 }
-}  // namespace weft::cpu
+}  // namespace weft::rnn
 #include "common/cpu/simd-end-inl.h"
 #endif

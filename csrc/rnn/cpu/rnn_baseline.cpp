@@ -4,8 +4,8 @@
 #define WEFT_REGISTERS 16
 #include "rnn/cpu/rnn_kernels-inl.h"
 
-namespace weft::cpu {
+namespace weft::rnn {
 const RnnTables& rnn_baseline() {
   return baseline::kRnnTables;
 }
-}  // namespace weft::cpu
+}  // namespace weft::rnn

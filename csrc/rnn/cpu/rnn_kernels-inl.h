@@ -4,11 +4,12 @@
 #include "rnn/cpu/cell-inl.h"
 #include "rnn/cpu/rnn_kernels.h"
 
-namespace weft::cpu::WEFT_ISA {
+namespace weft::rnn::WEFT_ISA {
 namespace {
 
+using namespace weft::cpu::WEFT_ISA;
+
 // ---- The register block
-// -------------------------------------------------------------------------------------------
 
 // A block with few accumulators waits for the latency of each multiply-add: it sums in as many chains as make up eight.
 constexpr int chains(int mr, int nv) {
@@ -94,7 +95,6 @@ WEFT_INLINE void slice_groups(int64_t p0, int64_t p1, F f) {
 }
 
 // ---- Packing
-// -------------------------------------------------------------------------------------------------------
 
 // Vectors of 16 bytes, which every instruction set has, and square tiles of them.
 template <typename T>
@@ -203,7 +203,6 @@ void pack(const PackArgs<T>& a, int member, int members) {
 }
 
 // ---- Products over all steps
-// ---------------------------------------------------------------------------------------
 
 // Rows of a product that are taken through all of its columns at a time: they and a group's weights share L2.
 constexpr int64_t kRowBlock = 128;
@@ -316,7 +315,6 @@ void transposed(const TransposedArgs<T>& a, int task, int tasks, T* scratch) {
 }
 
 // ---- Forward
-// ---------------------------------------------------------------------------------------------------------
 
 // One vector more than the panels: rows a power of two apart would share few sets of L1.
 template <typename T>
@@ -509,7 +507,6 @@ void forward(const RnnForwardArgs<T>& a, const RnnPart& part, T* state, T* scrat
 }
 
 // ---- Backward
-// --------------------------------------------------------------------------------------------------------
 //
 // A step turns the gradient of the state into the gradients before the nonlinearities (dgates), for the thread's own
 // hidden units, and multiplies those of all slices by its own columns of W_hh. Gradients of states that end or begin at
@@ -624,4 +621,4 @@ constexpr RnnKernels<T> kRnnKernels = {
 constexpr RnnTables kRnnTables = {kRnnKernels<float>, kRnnKernels<double>};
 
 }  // namespace
-}  // namespace weft::cpu::WEFT_ISA
+}  // namespace weft::rnn::WEFT_ISA

@@ -25,7 +25,7 @@
 
 #include "rnn/cell.h"
 
-namespace weft::cpu {
+namespace weft::rnn {
 
 // Threads that run at the same time meet here. Deadlock-free as long as every member is a thread of its own: a waiting
 // one gives its processor away after a short spin.
@@ -159,4 +159,4 @@ inline __attribute__((always_inline)) Range split(int64_t count, int64_t n, int6
   return {count * i / n, count * (i + 1) / n};
 }
 
-}  // namespace weft::cpu
+}  // namespace weft::rnn

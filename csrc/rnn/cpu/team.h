@@ -6,7 +6,7 @@
 #include <omp.h>
 #endif
 
-namespace weft::cpu {
+namespace weft::rnn {
 
 // Threads that a team may have where it is called from: 1 inside another parallel region.
 inline int team_limit() {
@@ -43,4 +43,4 @@ bool run_team(int members, const F& work) {
   return enough;
 }
 
-}  // namespace weft::cpu
+}  // namespace weft::rnn

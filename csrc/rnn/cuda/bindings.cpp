@@ -13,10 +13,10 @@ void bind(py::module_& m) {
       "rnn_plan",
       [](int device, const std::string& cell, const std::string& dtype, int64_t input_size, int64_t hidden_size,
          int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains) {
-        weft::RnnPlanReport report;
+        RnnPlanReport report;
         {
           py::gil_scoped_release release;
-          report = weft::rnn_plan_report(
+          report = rnn_plan_report(
               device, {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains});
         }
         py::dict facts;
@@ -38,7 +38,7 @@ void bind(py::module_& m) {
          bool packed, bool backward) {
         py::list list;
         for (const auto& g :
-             weft::rnn_geometries(device, {cell, dtype, 1, batch, 1, hidden, 1, directions, packed, true}, backward)) {
+             rnn_geometries(device, {cell, dtype, 1, batch, 1, hidden, 1, directions, packed, true}, backward)) {
           py::dict amounts;
           for (const auto& [name, amount] : g.amounts) amounts[py::str(name)] = amount;
           list.append(py::make_tuple(g.text, g.defines, g.step_us, g.launches, amounts));

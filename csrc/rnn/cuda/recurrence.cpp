@@ -18,7 +18,7 @@
 #include "common/device.h"
 #include "jit/jit.h"
 
-namespace weft {
+namespace weft::rnn {
 namespace {
 
 constexpr const char* kSource = "rnn/cuda/recurrence.jit.cu";
@@ -358,4 +358,4 @@ void launch_recurrence(const RecurrencePlan& plan, RecurrenceArgs args, cudaStre
   }
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

@@ -9,11 +9,11 @@
 
 #include "rnn/cell.h"
 
-namespace weft {
-
-namespace jit {
+namespace weft::jit {
 class Kernel;
 }
+
+namespace weft::rnn {
 
 // How elements are stored and multiplied; the numbers are those of the kernel's TYPE.
 enum class RecurrenceType { kHalf = 0, kBFloat16 = 1, kTF32 = 2, kFloat = 3 };
@@ -111,4 +111,4 @@ const RecurrencePlan& recurrence_plan(const RecurrenceProblem& problem);
 // tensor must have been filled with ones bits.
 void launch_recurrence(const RecurrencePlan& plan, RecurrenceArgs args, cudaStream_t stream);
 
-}  // namespace weft
+}  // namespace weft::rnn

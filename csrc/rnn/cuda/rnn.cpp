@@ -1,4 +1,5 @@
-// weft::rnn on CUDA: the products over all steps by cuBLAS, the recurrence in one kernel.
+// weft::rnn on CUDA: the choice of the kernels, and the persistent ones: the products over all steps by cuBLAS, the
+// recurrence in one kernel.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/cuda/CUDAContextLight.h>
@@ -20,17 +21,17 @@
 #include <tuple>
 #include <vector>
 
+#include "common/autograd.h"
 #include "rnn/cuda/recurrence.h"
+#include "rnn/cuda/scan.h"
 #include "rnn/plan.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_reference.h"
-#include "scan/scan_rnn.h"
 
-namespace weft {
+namespace weft::rnn {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // Far above what fits on any chip; strides in elements fit in an int.
 constexpr int64_t kMaxHidden = 16384;
@@ -213,19 +214,12 @@ struct Launch {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input, const OptionalTensor& h0,
-                                                            const OptionalTensor& c0, at::TensorList weights,
-                                                            const OptionalTensor& batch_sizes,
-                                                            c10::string_view cell_name, bool bidirectional,
-                                                            bool keep_cells, bool save) {
-  const char* op = "weft::rnn";
-  const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
-  const RnnSizes s = check_rnn(op, args);
-  const c10::cuda::CUDAGuard guard(input.device());
-  const auto [type, plan] = way_of(args, s, /*backward=*/false);
-  if (!plan) return rnn_reference(args, s, keep_cells, save).tuple();
-
-  const RnnResults r = allocate_rnn(args, s, keep_cells, save);
+// The forward pass by the recurrence kernel, or the reference where there is no plan.
+RnnResults persistent_forward(const Way& way, const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
+  const auto [type, plan] = way;
+  if (!plan) return rnn_reference(args, s, keep_cells, save);
+  const Tensor& input = args.input;
+  const RnnResults r = allocate_rnn(args, s, keep_cells, save, input.scalar_type(), input.scalar_type());
   Launch launch(args, s);
   const bool keeps_gates = r.gates.numel() > 0;
   const int64_t columns = s.G * s.H, stride = keeps_gates ? 4 * s.H : columns;
@@ -250,7 +244,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input,
   if (s.packed) launch.set_packed(packed_rows(rnn_steps(args, s), s, input.device()));
   if (plan->geometry->tier == Tier::kGrid) launch.set_exchange(r.output, s.D * s.H, s.H, 1, false, s);
   launch_recurrence(*plan, a, c10::cuda::getCurrentCUDAStream());
-  return r.tuple();
+  return r;
 }
 
 // The hidden state before each step, (R, H), of packed input.
@@ -263,20 +257,14 @@ Tensor states_before(const RnnArgs& args, const RnnSizes& s, const RnnSteps& ste
   return at::index_select(states, 0, to_device(index, output.device()));
 }
 
-std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
-                                      const OptionalTensor& grad_c_n, const OptionalTensor& grad_cells,
-                                      const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
-                                      at::TensorList weights, const OptionalTensor& batch_sizes, const Tensor& output,
-                                      const Tensor& cells, const Tensor& gates, c10::string_view cell_name,
-                                      bool bidirectional, c10::List<bool> output_mask) {
-  const char* op = "weft::rnn_backward";
-  const RnnArgs args{input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional};
-  const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
-  const RnnSizes s = check_rnn(op, args);
-  const c10::cuda::CUDAGuard guard(input.device());
-  check_rnn_saved(op, args, s, grads, output, cells, gates, output_mask);
+// The backward pass, likewise.
+std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& s,
+                                        const Tensor& output, const Tensor& cells, const Tensor& gates,
+                                        const c10::List<bool>& output_mask) {
   const auto [type, plan] = way_of(args, s, /*backward=*/true);
   if (!plan) return rnn_backward_reference(grads, args, s, output_mask);
+  const Tensor& input = args.input;
+  const OptionalTensor &h0 = args.h0, &c0 = args.c0;
   // A backward called inside an autocast region must not round its sums to half types.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto options = input.options();
@@ -298,10 +286,10 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
   a.cells = const_cast<void*>(launch.keep(cells));
   a.h_n = mutable_pointer(result[1]);
   a.c_n = mutable_pointer(result[2]);
-  a.grad_output = launch.keep(grad_output);
-  a.grad_cells = launch.keep(grad_cells);
-  a.grad_h_n = launch.keep(grad_h_n);
-  a.grad_c_n = launch.keep(grad_c_n);
+  a.grad_output = launch.keep(grads.output);
+  a.grad_cells = launch.keep(grads.cells);
+  a.grad_h_n = launch.keep(grads.h_n);
+  a.grad_c_n = launch.keep(grads.c_n);
   a.dgates = dgates.mutable_data_ptr();
   a.dgates_stride = static_cast<int>(stride);
   a.dgates_direction = s.R * stride;
@@ -379,6 +367,94 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
     if (!t.defined()) t = none();
   }
   return result;
+}
+
+// What "scan" runs where the scan has no kernel: all operands in the accumulate type.
+struct Widened {
+  Tensor input;
+  OptionalTensor h0, c0;
+  std::vector<Tensor> weights;
+  RnnArgs args;
+
+  Widened(const RnnArgs& a, at::ScalarType type)
+      : input(a.input.to(type)),
+        h0(widen(a.h0, type)),
+        c0(widen(a.c0, type)),
+        weights(all(a.weights, type)),
+        args{input, h0, c0, weights, a.batch_sizes, a.cell, a.bidirectional, a.backward} {}
+  Widened(const Widened&) = delete;
+
+  static OptionalTensor widen(const OptionalTensor& t, at::ScalarType type) {
+    return t ? OptionalTensor(t->to(type)) : t;
+  }
+  static std::vector<Tensor> all(at::TensorList list, at::ScalarType type) {
+    std::vector<Tensor> result;
+    for (const Tensor& t : list) result.push_back(t.to(type));
+    return result;
+  }
+};
+
+// The forward pass for backward="scan": where both the persistent kernel and another can run it, the persistent one
+// does, except that one warp is as fast where it holds the layer.
+RnnResults forward_for_scan(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
+  if (scan_has_kernels(args, s) && warp_holds(s)) return scan_forward(args, s, keep_cells, save);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto type = args.input.scalar_type();
+  const Widened wide(args, accumulate_type(type));
+  const Way way = way_of(wide.args, s, /*backward=*/false);
+  if (!way.plan && scan_has_kernels(args, s)) return scan_forward(args, s, keep_cells, save);
+  RnnResults r = persistent_forward(way, wide.args, s, keep_cells, save);
+  for (Tensor* t : {&r.output, &r.h_n, &r.c_n}) *t = t->to(type);
+  return r;
+}
+
+std::vector<Tensor> backward_by_scan(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& s,
+                                     const Tensor& output, const Tensor& cells, const Tensor& gates,
+                                     const c10::List<bool>& output_mask) {
+  if (scan_has_kernels(args, s) && !grads.cells) {
+    return scan_backward(grads, args, s, output, cells, gates, output_mask);
+  }
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto type = args.input.scalar_type(), compute = accumulate_type(type);
+  const Widened wide(args, compute);
+  const OptionalTensor grad_output = Widened::widen(grads.output, compute),
+                       grad_h_n = Widened::widen(grads.h_n, compute), grad_c_n = Widened::widen(grads.c_n, compute);
+  auto result = persistent_backward({grad_output, grad_h_n, grad_c_n, grads.cells}, wide.args, s, output.to(compute),
+                                    cells, gates, output_mask);
+  for (Tensor& t : result) t = t.to(type);
+  return result;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input, const OptionalTensor& h0,
+                                                            const OptionalTensor& c0, at::TensorList weights,
+                                                            const OptionalTensor& batch_sizes,
+                                                            c10::string_view cell_name, bool bidirectional,
+                                                            bool keep_cells, bool save,
+                                                            c10::string_view backward_name) {
+  const char* op = "weft::rnn";
+  const RnnArgs args{
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+  const RnnSizes s = check_rnn(op, args);
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (args.backward == Backward::kScan) return forward_for_scan(args, s, keep_cells, save).tuple();
+  return persistent_forward(way_of(args, s, /*backward=*/false), args, s, keep_cells, save).tuple();
+}
+
+std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const OptionalTensor& grad_h_n,
+                                      const OptionalTensor& grad_c_n, const OptionalTensor& grad_cells,
+                                      const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
+                                      at::TensorList weights, const OptionalTensor& batch_sizes, const Tensor& output,
+                                      const Tensor& cells, const Tensor& gates, c10::string_view cell_name,
+                                      bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name) {
+  const char* op = "weft::rnn_backward";
+  const RnnArgs args{
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+  const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
+  const RnnSizes s = check_rnn(op, args);
+  const c10::cuda::CUDAGuard guard(input.device());
+  check_rnn_saved(op, args, s, grads, output, cells, gates, output_mask);
+  const auto run = args.backward == Backward::kScan ? backward_by_scan : persistent_backward;
+  return run(grads, args, s, output, cells, gates, output_mask);
 }
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
@@ -464,4 +540,4 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
   return report;
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

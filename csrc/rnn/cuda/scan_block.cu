@@ -1,4 +1,4 @@
-// The chain of scan_rnn for middle H: the number of chunks, the workspace, and the way to the cell's own file.
+// The scan where a block holds a chunk: the number of chunks, the workspace, and the way to the cell's own file.
 #include "rnn/cuda/scan_block.h"
 
 #include <algorithm>
@@ -6,7 +6,7 @@
 #include "common/integers.h"
 #include "common/launch.cuh"
 
-namespace weft::scan_rnn {
+namespace weft::rnn {
 namespace {
 
 // Estimates for an H200, in ns, from what the kernels of linear_scan_block.cuh and scan_warp.cuh cost. The
@@ -16,8 +16,8 @@ constexpr double kProductFmasPerNs = 1500;  // bf16 multiply-adds of one SM for 
 constexpr double kWideProductFmasPerNs = 2400;
 constexpr double kFeedRnn = 400, kFeedGru = 900, kFeedLstm = 1500;  // what the feeders of a block take for a step
 constexpr double kFeedWideGru = 1500, kWeightBytesPerNs = 45;       // with W from L2
-constexpr double kTotalStep = 1600;                                 // one chunk in (2) beside what the bytes of P cost
-constexpr double kTotalBytesPerNs = 200;
+constexpr double kBoundaryStep = 1600;                              // one chunk in (2) beside what the bytes of P cost
+constexpr double kBoundaryBytesPerNs = 200;
 constexpr double kReplayStep = 350;       // one step of one block beside its arithmetic
 constexpr double kReplayFmasPerNs = 200;  // of one SM
 constexpr double kReplayResident = 2;     // blocks on an SM whose latencies overlap
@@ -35,14 +35,14 @@ int choose_splits(int64_t products, int sm_count) {
   return 2 * products <= sm_count ? 2 : 1;
 }
 
-double replay_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
+double replay_time(const ScanShape& shape, int64_t chunks, int sm_count) {
   const double matrices = shape.cell == Cell::kGru ? 3 : gate_blocks(shape.cell);
   const double fmas = matrices * shape.H * shape.H / kReplayFmasPerNs;
   const double blocks = double(ceil_div(shape.B * chunks, sm_count));
   return ceil_div(shape.T, chunks) * (kReplayStep * std::max(1., blocks / kReplayResident) + fmas * blocks);
 }
 
-double products_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
+double products_time(const ScanShape& shape, int64_t chunks, int sm_count) {
   const int64_t H = shape.H, k = ceil_div(H, 16) * 16, n = ceil_div(H, 32) * 32, products = shape.B * (chunks - 1);
   const bool lstm = shape.cell == Cell::kLstm, gru = shape.cell == Cell::kGru, wide = lstm || H > 64;
   const int splits = choose_splits(products, sm_count);
@@ -57,26 +57,26 @@ double products_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
          (kProductStep + std::max(multiply * blocks, feed * std::max(1., blocks / resident)));
 }
 
-double chain_time(const ScanRnnShape& shape, int64_t chunks, int sm_count) {
+double chain_time(const ScanShape& shape, int64_t chunks, int sm_count) {
   if (chunks == 1) return replay_time(shape, 1, sm_count);
   const double states = double(parts(shape.cell)) * shape.H;
-  const double total = kTotalStep + 4. * states * states / kTotalBytesPerNs;
-  return kLaunches + products_time(shape, chunks, sm_count) + (chunks - 1) * total * ceil_div(shape.B, sm_count) +
+  const double boundary = kBoundaryStep + 4. * states * states / kBoundaryBytesPerNs;
+  return kLaunches + products_time(shape, chunks, sm_count) + (chunks - 1) * boundary * ceil_div(shape.B, sm_count) +
          replay_time(shape, chunks, sm_count);
 }
 
-// What TotalsLayout lays out beside its ring, rounded up.
-constexpr int64_t kTotalsFixed = 8192;
+// What BoundariesLayout lays out beside its ring, rounded up.
+constexpr int64_t kBoundariesFixed = 8192;
 
-int64_t ring_bytes(const scan::middle::Chunked& p, int stages) {
+int64_t ring_bytes(const scan::block::Chunked& p, int stages) {
   return int64_t(stages) * p.H * p.padded * int64_t(sizeof(float));
 }
 
 }  // namespace
 
-Middle plan_middle(const ScanRnnShape& shape, int64_t chunks) {
+BlockPlan plan_block(const ScanShape& shape, int64_t chunks) {
   const DeviceLimits& limits = device_limits();
-  Middle p{};
+  BlockPlan p{};
   p.units = padded_units(shape.H);
   p.padded = parts(shape.cell) * p.units;
   p.H = shape.cell == Cell::kLstm ? p.padded : shape.H;
@@ -85,22 +85,23 @@ Middle plan_middle(const ScanRnnShape& shape, int64_t chunks) {
   p.chunks = std::max<int64_t>(ceil_div(shape.T, p.length), 1);
   p.splits = choose_splits(shape.B * (p.chunks - 1), limits.sm_count);
   p.copy_engine = limits.compute_capability >= 90;
-  p.totals_stages = ring_bytes(p, 3) + kTotalsFixed <= limits.max_shared_per_block ? 3 : 2;
+  p.map_stages = ring_bytes(p, 3) + kBoundariesFixed <= limits.max_shared_per_block ? 3 : 2;
   return p;
 }
 
-bool middle_fits(const ScanRnnShape& shape) {
-  const Middle p = plan_middle(shape, 1);
-  const int64_t products = int64_t(product_shared_bytes(shape.cell, p.units)), totals = ring_bytes(p, 2) + kTotalsFixed;
-  return std::max(products, totals) <= device_limits().max_shared_per_block;
+bool block_fits(const ScanShape& shape) {
+  const BlockPlan p = plan_block(shape, 1);
+  const int64_t products = int64_t(product_shared_bytes(shape.cell, p.units)),
+                boundaries = ring_bytes(p, 2) + kBoundariesFixed;
+  return std::max(products, boundaries) <= device_limits().max_shared_per_block;
 }
 
-int middle_chunks(const ScanRnnShape& shape) {
-  if (shape.B == 0 || !middle_fits(shape)) return 1;
-  const Middle p = plan_middle(shape, 1);
+int block_chunks(const ScanShape& shape) {
+  if (shape.B == 0 || !block_fits(shape)) return 1;
+  const BlockPlan p = plan_block(shape, 1);
   const int sm_count = device_limits().sm_count;
   const double gates = 4. * shape.T * shape.B * shape.H * gate_blocks(shape.cell);
-  const double map = 4. * shape.B * (p.total_size() + p.padded);
+  const double map = 4. * shape.B * (p.map_size() + p.padded);
   const int64_t most = std::min<int64_t>(shape.T / kShortestChunk, 1 + int64_t(std::max(kMapBytes, gates / 2) / map));
   int64_t best = 1;
   double best_time = chain_time(shape, 1, sm_count);
@@ -122,26 +123,26 @@ int middle_chunks(const ScanRnnShape& shape) {
   return int(best);
 }
 
-int64_t middle_workspace(const ScanRnnShape& shape, int64_t chunks) {
-  const Middle p = plan_middle(shape, chunks);
+int64_t block_workspace(const ScanShape& shape, int64_t chunks) {
+  const BlockPlan p = plan_block(shape, chunks);
   if (p.chunks <= 1) return 0;
   const int64_t weights = int64_t(gate_blocks(shape.cell)) * p.units * p.units;
   return (p.workspace_size() + weights) * int64_t(sizeof(float));
 }
 
-void middle_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int64_t chunks, cudaStream_t stream) {
-  Middle p = plan_middle(shape, chunks);
+void block_chain(const ScanShape& shape, const ScanChain<float>& args, int64_t chunks, cudaStream_t stream) {
+  BlockPlan p = plan_block(shape, chunks);
   p.workspace = args.workspace;
   switch (shape.cell) {
     case Cell::kGru:
-      return gru_middle(shape, args, p, stream);
+      return gru_block(shape, args, p, stream);
     case Cell::kLstm:
-      return lstm_middle(shape, args, p, stream);
+      return lstm_block(shape, args, p, stream);
     case Cell::kRnnRelu:
-      return relu_middle(shape, args, p, stream);
+      return relu_block(shape, args, p, stream);
     case Cell::kRnnTanh:
-      return tanh_middle(shape, args, p, stream);
+      return tanh_block(shape, args, p, stream);
   }
 }
 
-}  // namespace weft::scan_rnn
+}  // namespace weft::rnn

@@ -1,5 +1,5 @@
-// The chain of scan_rnn's backward pass for kScanRnnSmallHidden < H <= scan_rnn_max_hidden(cell), one cell per .cu file
-// that includes this. Three stages as in scan_warp.cuh, with the machinery of block_chunks.cuh:
+// The scan of the backward pass where a block holds a chunk, kWarpHidden < H <= scan_max_hidden(cell), one cell per .cu
+// file that includes this. Three stages as in scan_warp.cuh, with the machinery of block_chunks.cuh:
 //
 //   1. products: per (chunk, row of the batch) the affine map of the chunk. The Jacobians are never stored: an RNN's
 //      columns are scaled by the step's derivatives and multiplied by W, whose planes stay in shared memory; the
@@ -9,7 +9,7 @@
 //      stay. 6 H^3 bf16 multiply-adds per step, an LSTM 24 H^3. The feeders advance v by fp32 multiply-adds on the way.
 //      Registers hold P, and an RNN's feeders W by columns. Shared memory holds the planes, and W in fp32 where there
 //      is room beside them; elsewhere (a GRU with H > 64) the feeders read W from L2, G H^2 floats per step.
-//   2. totals: one block per row of the batch carries the gradient through the maps, 2 us each.
+//   2. boundaries: one block per row of the batch carries the gradient through the maps, 2 us each.
 //   3. replay: one block per (chunk, row of the batch), matrix-vector products in fp32, the only stage that writes
 //      per-step results. With one chunk it is the plain sequential backward pass. W lies in registers, a warp owns some
 //      rows of it (a k of sum over k) and all columns; two barriers a step. What a step needs of memory arrives by
@@ -22,10 +22,10 @@
 #include "rnn/cuda/scan_step.cuh"
 #include "scan/cuda/block_chunks.cuh"
 
-namespace weft::scan_rnn {
+namespace weft::rnn {
 namespace {
 
-using namespace scan::middle;
+using namespace scan::block;
 
 template <Cell cell>
 constexpr bool kGated = cell == Cell::kGru || cell == Cell::kLstm;
@@ -119,7 +119,7 @@ struct Feeder {
   float column[kGated<cell> ? 1 : kUnits];
   float4 ahead[kGated<cell> && !Memory::kHeld ? kBatch : 1][3];
 
-  __device__ Feeder(const Memory& memory, const ScanRnnShape& shape, const ScanRnnChain<float>& a, const float* weights,
+  __device__ Feeder(const Memory& memory, const ScanShape& shape, const ScanChain<float>& a, const float* weights,
                     int64_t row, int64_t last_step, int index)
       : memory(memory),
         weights(Memory::kHeld ? memory.weights : weights),
@@ -304,7 +304,7 @@ constexpr int kProductThreads = 32 * (kParts<cell> * kUnits / 16 + kFeeders);
 // Grid: (splits, chunks - 1, B) flattened, split fastest; a split has its own columns.
 template <Cell cell, int kUnits>
 __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::kLstm && kUnits == 64 ? 2 : 1)
-    product_kernel(const ScanRnnShape shape, const ScanRnnChain<float> a, const Middle p) {
+    product_kernel(const ScanShape shape, const ScanChain<float> a, const BlockPlan p) {
   using Memory = ProductMemory<cell, kUnits>;
   constexpr int kTiles = kUnits / 8, kAll = kParts<cell> * kTiles;  // of 8 entries of a column
   extern __shared__ __align__(16) unsigned char shared[];
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::k
   const int split = blockIdx.x % p.splits;
   const int64_t rest = blockIdx.x / p.splits, chunk = rest % (p.chunks - 1), row = rest / (p.chunks - 1);
   const int H = shape.H, length = int(p.length);
-  const Totals<float> totals(p, row, chunk);
+  const ChunkMap<float> map(p, row, chunk);
   fill(memory, p.weights, shared, cell != Cell::kGru, cell == Cell::kLstm ? 3 : 0);
 
   if (warp >= workers) {
@@ -327,10 +327,10 @@ __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::k
     step_sync();
     if (split == 0) {
       if (own < kUnits) {
-        totals.offset[own] = feeder.gh;
-        if constexpr (kParts<cell> == 2) totals.offset[kUnits + own] = feeder.gc;
+        map.offset[own] = feeder.gh;
+        if constexpr (kParts<cell> == 2) map.offset[kUnits + own] = feeder.gc;
       }
-      if (own == 0) *totals.growth = *memory.growth(length - 1);
+      if (own == 0) *map.growth = *memory.growth(length - 1);
     }
     return;
   }
@@ -407,14 +407,14 @@ __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::k
 #pragma unroll
     for (int q = 0; q < kAll; ++q) {
       if (8 * q < p.H) {
-        *reinterpret_cast<float2*>(totals.product + j * (kParts<cell> * kUnits) + 8 * q + 2 * c) =
+        *reinterpret_cast<float2*>(map.product + j * (kParts<cell> * kUnits) + 8 * q + 2 * c) =
             make_float2(P[q][2 * h], P[q][2 * h + 1]);
       }
     }
     if (c == 0) {
       const Column<float>& column = h ? columns.right : columns.left;
-      totals.exponent[j] = column.exponent;
-      totals.loss[j] = column.loss;
+      map.exponent[j] = column.exponent;
+      map.loss[j] = column.loss;
     }
   }
 }
@@ -432,7 +432,7 @@ struct Replay {
   // Steps [begin, end), counted from the end of the chain. Thread i < H enters and leaves with the gradient of unit i.
   // All threads of the block; `shared` is free again afterwards.
   template <bool kWrite>
-  __device__ static __forceinline__ void run(const ScanRnnShape& shape, const ScanRnnChain<float>& a, int64_t row,
+  __device__ static __forceinline__ void run(const ScanShape& shape, const ScanChain<float>& a, int64_t row,
                                              int64_t begin, int64_t end, float& gh, float& gc, float* shared) {
     constexpr int K = chain_blocks(cell);
     const int H = shape.H, own = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -528,7 +528,7 @@ struct Replay {
 };
 
 // The gradient that enters the chain at its end, of unit i.
-__device__ inline float2 load_start(const ScanRnnShape& shape, const ScanRnnChain<float>& a, int64_t row, int i) {
+__device__ inline float2 load_start(const ScanShape& shape, const ScanChain<float>& a, int64_t row, int i) {
   const int64_t at = row * shape.H + i;
   return make_float2(a.grad_h_n ? a.grad_h_n[at] : 0.f, a.grad_c_n ? a.grad_c_n[at] : 0.f);
 }
@@ -536,7 +536,7 @@ __device__ inline float2 load_start(const ScanRnnShape& shape, const ScanRnnChai
 // Grid: (chunks, B) flattened, chunks fastest.
 template <Cell cell, int kUnits>
 __global__ void __launch_bounds__(kReplayThreads)
-    replay_kernel(const ScanRnnShape shape, const ScanRnnChain<float> a, const Middle p) {
+    replay_kernel(const ScanShape shape, const ScanChain<float> a, const BlockPlan p) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int64_t chunk = blockIdx.x % p.chunks, row = blockIdx.x / p.chunks;
   const int own = threadIdx.x;
@@ -557,23 +557,24 @@ __global__ void __launch_bounds__(kReplayThreads)
   }
 }
 
-// -------------------------------------------------------------------------------------------------------- 2. totals
-// Shared memory: the barriers, x, z and the sums of carry_totals, then its ring, which replay uses in turn.
+// -------------------------------------------------------------------------------------------------------- 2.
+// boundaries Shared memory: the barriers, x, z and the sums of carry_through_chunks, then its ring, which replay uses
+// in turn.
 template <Cell cell, int kUnits>
-struct TotalsLayout {
+struct BoundariesLayout {
   static constexpr int kStates = kParts<cell> * kUnits, kPartial = 4 * kReplayThreads;
   static constexpr int kFixed = 32 + 2 * (kReplayThreads / 32) * 4 + 4 * (2 * kStates + kPartial);  // bytes
   static_assert(kFixed % 16 == 0);
-  static size_t bytes(const Middle& p) {
-    const size_t ring = size_t(p.totals_stages) * p.H * p.padded * sizeof(float);
+  static size_t bytes(const BlockPlan& p) {
+    const size_t ring = size_t(p.map_stages) * p.H * p.padded * sizeof(float);
     return kFixed + std::max(ring, Replay<cell, kUnits>::kFloats * sizeof(float));
   }
 };
 
 // Apart from the kernel, whose registers W would crowd.
 template <Cell cell, int kUnits>
-__device__ __noinline__ float2 redo_chunk(const ScanRnnShape& shape, const ScanRnnChain<float>& a, int64_t row,
-                                          int64_t begin, int64_t end, float gh, float gc, float* shared) {
+__device__ __noinline__ float2 redo_chunk(const ScanShape& shape, const ScanChain<float>& a, int64_t row, int64_t begin,
+                                          int64_t end, float gh, float gc, float* shared) {
   Replay<cell, kUnits>::template run<false>(shape, a, row, begin, end, gh, gc, shared);
   return make_float2(gh, gc);
 }
@@ -581,8 +582,8 @@ __device__ __noinline__ float2 redo_chunk(const ScanRnnShape& shape, const ScanR
 // Grid: B.
 template <Cell cell, int kUnits>
 __global__ void __launch_bounds__(kReplayThreads)
-    totals_kernel(const ScanRnnShape shape, const ScanRnnChain<float> a, const Middle p) {
-  using Layout = TotalsLayout<cell, kUnits>;
+    boundaries_kernel(const ScanShape shape, const ScanChain<float> a, const BlockPlan p) {
+  using Layout = BoundariesLayout<cell, kUnits>;
   extern __shared__ __align__(16) unsigned char shared[];
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared);
   int* const scratch = reinterpret_cast<int*>(barriers + 4);
@@ -597,17 +598,18 @@ __global__ void __launch_bounds__(kReplayThreads)
     x[own] = g.x;
     if constexpr (kParts<cell> == 2) x[kUnits + own] = g.y;
   }
-  carry_totals<float, cell == Cell::kRnnRelu>(p, row, {x, z, partial, ring, barriers, scratch}, [&](int64_t chunk) {
-    const bool on = own < shape.H;
-    const float gh = on ? x[own] : 0.f, gc = on && kParts<cell> == 2 ? x[kUnits + own] : 0.f;
-    const int64_t begin = chunk * p.length;
-    const float2 g =
-        redo_chunk<cell, kUnits>(shape, a, row, begin, begin + p.length, gh, gc, reinterpret_cast<float*>(ring));
-    if (on) {
-      x[own] = g.x;
-      if constexpr (kParts<cell> == 2) x[kUnits + own] = g.y;
-    }
-  });
+  carry_through_chunks<float, cell == Cell::kRnnRelu>(
+      p, row, {x, z, partial, ring, barriers, scratch}, [&](int64_t chunk) {
+        const bool on = own < shape.H;
+        const float gh = on ? x[own] : 0.f, gc = on && kParts<cell> == 2 ? x[kUnits + own] : 0.f;
+        const int64_t begin = chunk * p.length;
+        const float2 g =
+            redo_chunk<cell, kUnits>(shape, a, row, begin, begin + p.length, gh, gc, reinterpret_cast<float*>(ring));
+        if (on) {
+          x[own] = g.x;
+          if constexpr (kParts<cell> == 2) x[kUnits + own] = g.y;
+        }
+      });
 }
 
 // -------------------------------------------------------------------------------------------------------- launchers
@@ -620,25 +622,25 @@ __global__ void pad_weights_kernel(int H, int units, int count, const float* w_h
 }
 
 template <Cell cell, int kUnits>
-void launch_units(const ScanRnnShape& shape, const ScanRnnChain<float>& a, Middle p, cudaStream_t stream) {
+void launch_units(const ScanShape& shape, const ScanChain<float>& a, BlockPlan p, cudaStream_t stream) {
   if (p.chunks > 1) {
     float* const padded = static_cast<float*>(p.workspace) + p.workspace_size();
     const int count = gate_blocks(cell) * kUnits * kUnits;
     p.weights = padded;
-    launch("scan_rnn_pad_weights", pad_weights_kernel, (count + 255) / 256, dim3(256), 0, stream, shape.H, kUnits,
+    launch("rnn_scan_pad_weights", pad_weights_kernel, (count + 255) / 256, dim3(256), 0, stream, shape.H, kUnits,
            count, a.w_hh, padded);
-    launch("scan_rnn_chunk_products", product_kernel<cell, kUnits>, shape.B * (p.chunks - 1) * p.splits,
+    launch("rnn_scan_products", product_kernel<cell, kUnits>, shape.B * (p.chunks - 1) * p.splits,
            dim3(32 * (kParts<cell> * kUnits / 16 / p.splits + kFeeders)), ProductMemory<cell, kUnits>::kBytes, stream,
            shape, a, p);
-    launch("scan_rnn_chunk_totals", totals_kernel<cell, kUnits>, shape.B, dim3(kReplayThreads),
-           TotalsLayout<cell, kUnits>::bytes(p), stream, shape, a, p);
+    launch("rnn_scan_boundaries", boundaries_kernel<cell, kUnits>, shape.B, dim3(kReplayThreads),
+           BoundariesLayout<cell, kUnits>::bytes(p), stream, shape, a, p);
   }
-  launch("scan_rnn_replay", replay_kernel<cell, kUnits>, shape.B * p.chunks, dim3(kReplayThreads),
+  launch("rnn_scan_replay", replay_kernel<cell, kUnits>, shape.B * p.chunks, dim3(kReplayThreads),
          Replay<cell, kUnits>::kFloats * sizeof(float), stream, shape, a, p);
 }
 
 template <Cell cell>
-void launch_cell(const ScanRnnShape& shape, const ScanRnnChain<float>& a, const Middle& p, cudaStream_t stream) {
+void launch_cell(const ScanShape& shape, const ScanChain<float>& a, const BlockPlan& p, cudaStream_t stream) {
   if (p.units == 64) return launch_units<cell, 64>(shape, a, p, stream);
   if constexpr (cell != Cell::kLstm) {
     if (p.units == 96) return launch_units<cell, 96>(shape, a, p, stream);
@@ -647,4 +649,4 @@ void launch_cell(const ScanRnnShape& shape, const ScanRnnChain<float>& a, const 
 }
 
 }  // namespace
-}  // namespace weft::scan_rnn
+}  // namespace weft::rnn

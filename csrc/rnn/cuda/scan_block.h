@@ -1,16 +1,16 @@
-// What the files of scan_rnn_middle share: the chain for kScanRnnSmallHidden < H <= scan_rnn_max_hidden(cell).
+// What the files of scan_block share: the chain for kWarpHidden < H <= scan_max_hidden(cell).
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
-#include "rnn/cuda/scan.h"
+#include "rnn/cuda/scan_kernels.h"
 #include "scan/cuda/block_chunks.h"
 
-namespace weft::scan_rnn {
+namespace weft::rnn {
 
 // States are dh, in an LSTM dh and dc, each padded to `units`. Chunks are counted from the end of the chain's steps:
 // chunk 0 begins at the last step, and the last chunk, whose map is not needed, ends with step 0.
-struct Middle : scan::middle::Chunked {
+struct BlockPlan : scan::block::Chunked {
   int units;             // 64, 96 or 128
   const float* weights;  // (G, units, units): w_hh padded with zeros, 16-byte aligned; null with one chunk
 };
@@ -33,17 +33,17 @@ constexpr size_t product_shared_bytes(Cell cell, int units) {
   return tiles * 3 * 2 * units * (units + 8) + 4 * (floats + 12);  // and maxima
 }
 
-// `chunks` as middle_chunks returned it; there may come out fewer. Workspace and weights are not set.
-Middle plan_middle(const ScanRnnShape& shape, int64_t chunks);
+// `chunks` as block_chunks returned it; there may come out fewer. Workspace and weights are not set.
+BlockPlan plan_block(const ScanShape& shape, int64_t chunks);
 // Whether the device has the shared memory for more than one chunk.
-bool middle_fits(const ScanRnnShape& shape);
-int middle_chunks(const ScanRnnShape& shape);
-int64_t middle_workspace(const ScanRnnShape& shape, int64_t chunks);
-void middle_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int64_t chunks, cudaStream_t stream);
+bool block_fits(const ScanShape& shape);
+int block_chunks(const ScanShape& shape);
+int64_t block_workspace(const ScanShape& shape, int64_t chunks);
+void block_chain(const ScanShape& shape, const ScanChain<float>& args, int64_t chunks, cudaStream_t stream);
 
-void tanh_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
-void relu_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
-void gru_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
-void lstm_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream);
+void tanh_block(const ScanShape& shape, const ScanChain<float>& args, BlockPlan p, cudaStream_t stream);
+void relu_block(const ScanShape& shape, const ScanChain<float>& args, BlockPlan p, cudaStream_t stream);
+void gru_block(const ScanShape& shape, const ScanChain<float>& args, BlockPlan p, cudaStream_t stream);
+void lstm_block(const ScanShape& shape, const ScanChain<float>& args, BlockPlan p, cudaStream_t stream);
 
-}  // namespace weft::scan_rnn
+}  // namespace weft::rnn

@@ -1,10 +1,10 @@
-// scan_rnn's chain for middle H and one kind of cell; a file each, so that they compile side by side.
+// The scan by blocks for one kind of cell; a file each, so that they compile side by side.
 #include "rnn/cuda/scan_block.cuh"
 
-namespace weft::scan_rnn {
+namespace weft::rnn {
 
-void tanh_middle(const ScanRnnShape& shape, const ScanRnnChain<float>& args, Middle p, cudaStream_t stream) {
+void tanh_block(const ScanShape& shape, const ScanChain<float>& args, BlockPlan p, cudaStream_t stream) {
   launch_cell<Cell::kRnnTanh>(shape, args, p, stream);
 }
 
-}  // namespace weft::scan_rnn
+}  // namespace weft::rnn

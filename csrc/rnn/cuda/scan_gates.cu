@@ -1,11 +1,11 @@
-// Gates of scan_rnn from what enters their nonlinearities, where torch's kernel ran the forward pass and kept none.
+// Gates from what enters their nonlinearities, where torch's kernel ran the forward pass and kept none.
 //
 // In place, a thread per unit of one step and sequence: bound by the bytes of the gates, read and written once.
 #include "common/launch.cuh"
 #include "common/math.jit.cuh"
-#include "rnn/cuda/scan.h"
+#include "rnn/cuda/scan_kernels.h"
 
-namespace weft {
+namespace weft::rnn {
 namespace {
 
 constexpr int kThreads = 256;
@@ -26,25 +26,25 @@ __global__ void __launch_bounds__(kThreads) gates_kernel(int64_t count, int H, s
 }
 
 template <typename scalar>
-void gates(const ScanRnnShape& shape, scalar* gates, scalar* entering, cudaStream_t stream) {
+void gates(const ScanShape& shape, scalar* gates, scalar* entering, cudaStream_t stream) {
   const int64_t count = shape.T * shape.B * shape.H, blocks = (count + kThreads - 1) / kThreads;
   if (shape.cell == Cell::kGru) {
-    launch("scan_rnn_gates", gates_kernel<Cell::kGru, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H, gates,
+    launch("rnn_scan_gates", gates_kernel<Cell::kGru, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H, gates,
            entering);
   } else {
-    launch("scan_rnn_gates", gates_kernel<Cell::kLstm, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H,
+    launch("rnn_scan_gates", gates_kernel<Cell::kLstm, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H,
            gates, entering);
   }
 }
 
 }  // namespace
 
-void scan_rnn_gates(const ScanRnnShape& shape, float* values, float* entering, cudaStream_t stream) {
+void scan_gates(const ScanShape& shape, float* values, float* entering, cudaStream_t stream) {
   gates(shape, values, entering, stream);
 }
 
-void scan_rnn_gates(const ScanRnnShape& shape, double* values, double* entering, cudaStream_t stream) {
+void scan_gates(const ScanShape& shape, double* values, double* entering, cudaStream_t stream) {
   gates(shape, values, entering, stream);
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

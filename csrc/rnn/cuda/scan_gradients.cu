@@ -1,4 +1,4 @@
-// What the gate gradients of scan_rnn become: those of weights and biases, dgates^T [h_prev | x | 1] in one pass over
+// What the gate gradients become: those of weights and biases, dgates^T [h_prev | x | 1] in one pass over
 // T B rows, and that of a narrow input, dgates W_ih.
 //
 // The first is a product of tiny width and enormous depth (20 x 22 over 480,000 rows), where a GEMM's tiles leave most
@@ -13,10 +13,10 @@
 #include <algorithm>
 
 #include "common/launch.cuh"
-#include "rnn/cuda/scan.h"
+#include "rnn/cuda/scan_kernels.h"
 #include "scan/cuda/warp_chunks.cuh"
 
-namespace weft {
+namespace weft::rnn {
 namespace {
 
 constexpr int kTile = 32, kWarpRows = 16, kMaxWarps = 4;
@@ -28,7 +28,7 @@ struct Plan {
   int64_t rows_per_slab;
 };
 
-Plan plan(const ScanRnnShape& shape, int inputs) {
+Plan plan(const ScanShape& shape, int inputs) {
   Plan p;
   p.M = chain_blocks(shape.cell) * shape.H;
   p.inputs = inputs;
@@ -48,10 +48,11 @@ Plan plan(const ScanRnnShape& shape, int inputs) {
   return p;
 }
 
-__global__ void __launch_bounds__(kMaxWarps* chunk::kWarp, 3)
-    partial_kernel(ScanRnnShape shape, ScanRnnGradients<float> a, Plan p) {
+__global__ void __launch_bounds__(kMaxWarps* scan::warp::kWarp, 3)
+    partial_kernel(ScanShape shape, ScanGradients<float> a, Plan p) {
   __shared__ float total[kMaxWarps][kTile][kTile];
-  const int warp = threadIdx.x / chunk::kWarp, lane = threadIdx.x % chunk::kWarp, quad = lane / 4, j = lane % 4;
+  const int warp = threadIdx.x / scan::warp::kWarp, lane = threadIdx.x % scan::warp::kWarp, quad = lane / 4,
+            j = lane % 4;
   const int slot = warp % p.block_tiles, share = warp / p.block_tiles, tiles = p.tiles_m * p.tiles_n;
   const int tile = blockIdx.x * p.block_tiles + slot;
   const int m0 = tile % p.tiles_m * kTile, n0 = tile / p.tiles_m * kTile, H = shape.H;
@@ -114,17 +115,18 @@ __global__ void __launch_bounds__(kMaxWarps* chunk::kWarp, 3)
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          chunk::split_tf32(left[r + half][i], left_high[i / 2][i % 2 + 2 * half], left_low[i / 2][i % 2 + 2 * half]);
-          chunk::split_tf32(right[r + half][i], right_high[i][half], right_low[i][half]);
+          scan::warp::split_tf32(left[r + half][i], left_high[i / 2][i % 2 + 2 * half],
+                                 left_low[i / 2][i % 2 + 2 * half]);
+          scan::warp::split_tf32(right[r + half][i], right_high[i][half], right_low[i][half]);
         }
 #pragma unroll
       for (int nb = 0; nb < 4; ++nb) {
         if (n0 + 8 * nb >= p.N) break;
 #pragma unroll
         for (int mb = 0; mb < 2; ++mb) {
-          chunk::multiply_tf32(part[mb][nb], left_low[mb], right_high[nb]);
-          chunk::multiply_tf32(part[mb][nb], left_high[mb], right_low[nb]);
-          chunk::multiply_tf32(part[mb][nb], left_high[mb], right_high[nb]);
+          scan::warp::multiply_tf32(part[mb][nb], left_low[mb], right_high[nb]);
+          scan::warp::multiply_tf32(part[mb][nb], left_high[mb], right_low[nb]);
+          scan::warp::multiply_tf32(part[mb][nb], left_high[mb], right_high[nb]);
         }
       }
     }
@@ -164,7 +166,7 @@ constexpr int kThreads = 256;  // of finish_kernel
 constexpr int kSumElements = 8, kSumShares = kThreads / kSumElements;
 
 // `shares`: a value per thread.
-__device__ void add_slabs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, const Plan& p, int block,
+__device__ void add_slabs(const ScanShape& shape, const ScanGradients<float>& a, const Plan& p, int block,
                           float* shares) {
   const int lane = threadIdx.x % kSumElements, share = threadIdx.x / kSumElements;
   const int tiles = p.tiles_m * p.tiles_n;
@@ -201,7 +203,7 @@ __device__ void add_slabs(const ScanRnnShape& shape, const ScanRnnGradients<floa
 constexpr int kInputRows = 64, kInputTile = 32;
 
 // left: (64, stride), right: (stride, 32), the stride being the depth in whole vectors of four.
-__device__ void input_tile(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block,
+__device__ void input_tile(const ScanShape& shape, const ScanGradients<float>& a, int depth, int64_t block,
                            float* left) {
   const int stride = (depth + 3) / 4 * 4, M = chain_blocks(shape.cell) * shape.H, I = a.I;
   const int tiles = (I + kInputTile - 1) / kInputTile;
@@ -241,8 +243,7 @@ __device__ void input_tile(const ScanRnnShape& shape, const ScanRnnGradients<flo
 constexpr int kFewInputs = 4;
 
 // `w`: as many as W_ih has.
-__device__ void few_inputs(const ScanRnnShape& shape, const ScanRnnGradients<float>& a, int depth, int64_t block,
-                           float* w) {
+__device__ void few_inputs(const ScanShape& shape, const ScanGradients<float>& a, int depth, int64_t block, float* w) {
   const int M = chain_blocks(shape.cell) * shape.H, I = a.I;
   for (int at = threadIdx.x; at < depth * I; at += kThreads) w[at] = a.w_ih[at];
   __syncthreads();
@@ -266,8 +267,7 @@ __device__ void few_inputs(const ScanRnnShape& shape, const ScanRnnGradients<flo
 }
 
 // The first `sums` blocks add partial sums, the others make grad_input.
-__global__ void __launch_bounds__(kThreads)
-    finish_kernel(ScanRnnShape shape, ScanRnnGradients<float> a, Plan p, int sums) {
+__global__ void __launch_bounds__(kThreads) finish_kernel(ScanShape shape, ScanGradients<float> a, Plan p, int sums) {
   extern __shared__ float4 dynamic4[];
   float* const shared = reinterpret_cast<float*>(dynamic4);
   const int depth = gate_blocks(shape.cell) * shape.H;
@@ -282,18 +282,18 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-int64_t scan_rnn_gradients_workspace(const ScanRnnShape& shape, int inputs) {
+int64_t scan_gradients_workspace(const ScanShape& shape, int inputs) {
   const Plan p = plan(shape, inputs);
   return int64_t(p.slabs) * p.tiles_m * p.tiles_n * kTile * kTile * int64_t(sizeof(float));
 }
 
-void scan_rnn_gradients(const ScanRnnShape& shape, const ScanRnnGradients<float>& args, cudaStream_t stream) {
+void scan_gradients(const ScanShape& shape, const ScanGradients<float>& args, cudaStream_t stream) {
   const Plan p = plan(shape, args.grad_w_ih ? args.I : 0);
   int sums = 0;
   if (args.grad_w_ih || args.grad_w_hh || args.grad_b_ih || args.grad_b_hh) {
     const int tiles = p.tiles_m * p.tiles_n;
-    launch("scan_rnn_weight_grad", partial_kernel, dim3((tiles + p.block_tiles - 1) / p.block_tiles, p.slabs),
-           dim3(p.block_tiles * p.shares * chunk::kWarp), 0, stream, shape, args, p);
+    launch("rnn_scan_partial_gradients", partial_kernel, dim3((tiles + p.block_tiles - 1) / p.block_tiles, p.slabs),
+           dim3(p.block_tiles * p.shares * scan::warp::kWarp), 0, stream, shape, args, p);
     sums = tiles * kTile * kTile / kSumElements;
   }
   int64_t blocks = 0;
@@ -309,8 +309,8 @@ void scan_rnn_gradients(const ScanRnnShape& shape, const ScanRnnGradients<float>
       shared = std::max(shared, (kInputRows + kInputTile) * stride);
     }
   }
-  launch("scan_rnn_gradients", finish_kernel, sums + blocks, dim3(kThreads), shared * sizeof(float), stream, shape,
+  launch("rnn_scan_gradients", finish_kernel, sums + blocks, dim3(kThreads), shared * sizeof(float), stream, shape,
          args, p, sums);
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

@@ -1,12 +1,11 @@
-// One step of the chain of scan_rnn's backward pass: where its saved activations lie, and the derivatives they give.
+// One step of the backward pass: where its saved activations lie, and the derivatives they give.
 #pragma once
 #include <cstdint>
 
 #include "common/math.jit.cuh"
-#include "rnn/cuda/scan.h"
+#include "rnn/cuda/scan_kernels.h"
 
-namespace weft {
-namespace scan_rnn {
+namespace weft::rnn {
 namespace {
 
 // Vectors that a step multiplies by W_hh: gru dr, dz, dm; lstm di, df, dg, do.
@@ -23,7 +22,7 @@ constexpr int kSaved = cell == Cell::kGru    ? 5
                                              : 1;
 
 template <typename scalar>
-__device__ __forceinline__ int64_t row_of(const ScanRnnShape& shape, int64_t s, int64_t b) {
+__device__ __forceinline__ int64_t row_of(const ScanShape& shape, int64_t s, int64_t b) {
   return (shape.reverse ? shape.T - 1 - s : s) * shape.B + b;
 }
 
@@ -37,7 +36,7 @@ struct Cursor {
   int H;
 
   Cursor() = default;
-  __device__ __forceinline__ Cursor(const ScanRnnShape& shape, const ScanRnnChain<scalar>& a, int64_t s, int64_t b,
+  __device__ __forceinline__ Cursor(const ScanShape& shape, const ScanChain<scalar>& a, int64_t s, int64_t b,
                                     int unit) {
     const int64_t row = row_of<scalar>(shape, s, b);
     H = shape.H;
@@ -139,5 +138,4 @@ __device__ __forceinline__ scalar send(const Derivative<cell, scalar>& j, scalar
 }
 
 }  // namespace
-}  // namespace scan_rnn
-}  // namespace weft
+}  // namespace weft::rnn

@@ -1,23 +1,22 @@
-// Entry points of scan_rnn's CUDA kernels: the number of chunks, the workspace, and the way to the cell's own file.
+// Entry points of the scan's CUDA kernels: the number of chunks, the workspace, and the way to the cell's own file.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <stdexcept>
 
 #include "common/launch.cuh"
-#include "rnn/cuda/scan.h"
 #include "rnn/cuda/scan_block.h"
+#include "rnn/cuda/scan_kernels.h"
 #include "scan/cuda/padding.h"
 #include "scan/cuda/warp_chunks.h"
 
-namespace weft {
-namespace scan_rnn {
+namespace weft::rnn {
 
-#define WEFT_DECLARE_CELL(name)                                                          \
-  template <typename scalar>                                                             \
-  void name##_forward(const ScanRnnShape&, const ScanRnnForward<scalar>&, cudaStream_t); \
-  template <typename scalar>                                                             \
-  void name##_chain(const ScanRnnShape&, const ScanRnnChain<scalar>&, int, cudaStream_t);
+#define WEFT_DECLARE_CELL(name)                                                    \
+  template <typename scalar>                                                       \
+  void name##_forward(const ScanShape&, const WarpForward<scalar>&, cudaStream_t); \
+  template <typename scalar>                                                       \
+  void name##_chain(const ScanShape&, const ScanChain<scalar>&, int, cudaStream_t);
 WEFT_DECLARE_CELL(tanh)
 WEFT_DECLARE_CELL(relu)
 WEFT_DECLARE_CELL(gru)
@@ -27,7 +26,7 @@ WEFT_DECLARE_CELL(lstm)
 namespace {
 
 template <typename scalar>
-void forward(const ScanRnnShape& shape, const ScanRnnForward<scalar>& args, cudaStream_t stream) {
+void forward(const ScanShape& shape, const WarpForward<scalar>& args, cudaStream_t stream) {
   switch (shape.cell) {
     case Cell::kGru:
       return gru_forward(shape, args, stream);
@@ -41,7 +40,7 @@ void forward(const ScanRnnShape& shape, const ScanRnnForward<scalar>& args, cuda
 }
 
 template <typename scalar>
-void chain(const ScanRnnShape& shape, const ScanRnnChain<scalar>& args, int chunks, cudaStream_t stream) {
+void chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cudaStream_t stream) {
   switch (shape.cell) {
     case Cell::kGru:
       return gru_chain(shape, args, chunks, stream);
@@ -62,7 +61,7 @@ struct Costs {
   int resident;
 };
 
-const Costs& costs(const ScanRnnShape& shape) {
+const Costs& costs(const ScanShape& shape) {
   // By padded H: 8, 16, 20, 24, 32.
   static constexpr Costs kRnn[] = {{0.11, 0.67, 0.28, 0.12, 0.050, 1 / 7.0, 4},
                                    {0.18, 0.83, 0.52, 0.13, 0.060, 1 / 3.0, 3},
@@ -79,66 +78,64 @@ const Costs& costs(const ScanRnnShape& shape) {
                                     {0.33, 1.30, 1.10, 0.29, 0.20, 1, 2},
                                     {0.44, 1.05, 0.87, 0.33, 0.23, 2, 2},
                                     {0.48, 1.62, 1.40, 0.35, 0.27, 3, 2}};
-  const int size = hidden_size_index(shape.H);
+  const int size = scan::hidden_size_index(shape.H);
   return shape.cell == Cell::kGru ? kGru[size] : shape.cell == Cell::kLstm ? kLstm[size] : kRnn[size];
 }
 
 constexpr int64_t kMostChunks = 4096;
 
 }  // namespace
-}  // namespace scan_rnn
 
-int scan_rnn_chunks(const ScanRnnShape& shape) {
-  const bool small = shape.H <= kScanRnnSmallHidden;
+int scan_chunks(const ScanShape& shape) {
+  const bool small = shape.H <= kWarpHidden;
   // For experiments and tests: this many, whatever the model says.
-  if (const char* forced = std::getenv("WEFT_SCAN_RNN_CHUNKS"); forced && *forced) {
+  if (const char* forced = std::getenv("WEFT_RNN_SCAN_CHUNKS"); forced && *forced) {
     char* end = nullptr;
     const long chunks = std::strtol(forced, &end, 10);
-    if (*end != 0 || chunks < 1) throw std::runtime_error("weft: WEFT_SCAN_RNN_CHUNKS must be a positive number");
-    const int64_t most =
-        small || scan_rnn::middle_fits(shape) ? std::clamp<int64_t>(shape.T, 1, scan_rnn::kMostChunks) : 1;
+    if (*end != 0 || chunks < 1) throw std::runtime_error("weft: WEFT_RNN_SCAN_CHUNKS must be a positive number");
+    const int64_t most = small || block_fits(shape) ? std::clamp<int64_t>(shape.T, 1, kMostChunks) : 1;
     return int(std::min<int64_t>(chunks, most));
   }
   if (shape.T == 0 || shape.B == 0) return 1;
-  if (!small) return scan_rnn::middle_chunks(shape);
-  const auto& cost = scan_rnn::costs(shape);
-  const double warps = schedulers();
+  if (!small) return block_chunks(shape);
+  const auto& cost = costs(shape);
+  const double warps = scan::schedulers();
   auto time = [&](int64_t count) {
     const double length = double((shape.T + count - 1) / count), pairs = double(count) * shape.B;
-    const double replay = length * step_time(pairs, warps, cost.replay, cost.replay_each, 16);
+    const double replay = length * scan::step_time(pairs, warps, cost.replay, cost.replay_each, 16);
     if (count == 1) return replay;
     const double blocks = std::ceil((pairs - shape.B) * cost.blocks_per_pair);
-    return kChunkedOverhead + replay + count * cost.boundary +
-           length * step_time(blocks, warps, cost.product, cost.product_each, cost.resident);
+    return scan::kChunkedOverhead + replay + count * cost.boundary +
+           length * scan::step_time(blocks, warps, cost.product, cost.product_each, cost.resident);
   };
-  const int64_t most = std::min<int64_t>(shape.T / 4, scan_rnn::kMostChunks);
-  return int(cheapest_chunks(most, shape.B, warps, cost.blocks_per_pair, time));
+  const int64_t most = std::min<int64_t>(shape.T / 4, kMostChunks);
+  return int(scan::cheapest_chunks(most, shape.B, warps, cost.blocks_per_pair, time));
 }
 
-int64_t scan_rnn_chain_workspace(const ScanRnnShape& shape, int chunks) {
-  if (shape.H > kScanRnnSmallHidden) return scan_rnn::middle_workspace(shape, chunks);
+int64_t scan_chain_workspace(const ScanShape& shape, int chunks) {
+  if (shape.H > kWarpHidden) return block_workspace(shape, chunks);
   if (chunks <= 1) return 0;
   // Per chunk and batch a map and the gradient entering it.
-  const int64_t S = (shape.cell == Cell::kLstm ? 2 : 1) * padded_hidden(shape.H);
-  const int64_t floats = map_floats(S) + S;
+  const int64_t S = (shape.cell == Cell::kLstm ? 2 : 1) * scan::padded_hidden(shape.H);
+  const int64_t floats = scan::map_floats(S) + S;
   return int64_t(chunks) * shape.B * floats * int64_t(sizeof(float));
 }
 
-void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<float>& args, cudaStream_t stream) {
-  scan_rnn::forward(shape, args, stream);
+void warp_forward(const ScanShape& shape, const WarpForward<float>& args, cudaStream_t stream) {
+  forward(shape, args, stream);
 }
 
-void scan_rnn_forward(const ScanRnnShape& shape, const ScanRnnForward<double>& args, cudaStream_t stream) {
-  scan_rnn::forward(shape, args, stream);
+void warp_forward(const ScanShape& shape, const WarpForward<double>& args, cudaStream_t stream) {
+  forward(shape, args, stream);
 }
 
-void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<float>& args, int chunks, cudaStream_t stream) {
-  if (shape.H > kScanRnnSmallHidden) return scan_rnn::middle_chain(shape, args, chunks, stream);
-  scan_rnn::chain(shape, args, chunks, stream);
+void scan_chain(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream) {
+  if (shape.H > kWarpHidden) return block_chain(shape, args, chunks, stream);
+  chain(shape, args, chunks, stream);
 }
 
-void scan_rnn_chain(const ScanRnnShape& shape, const ScanRnnChain<double>& args, int, cudaStream_t stream) {
-  scan_rnn::chain(shape, args, 1, stream);
+void scan_chain(const ScanShape& shape, const ScanChain<double>& args, int, cudaStream_t stream) {
+  chain(shape, args, 1, stream);
 }
 
-}  // namespace weft
+}  // namespace weft::rnn

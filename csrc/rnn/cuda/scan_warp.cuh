@@ -1,4 +1,4 @@
-// Kernels of scan_rnn for H <= 32: one layer, one direction, forward and the chain of its backward pass.
+// Kernels for H <= 32, where a warp holds a chunk: one layer, one direction, forward and the scan of its backward pass.
 //
 // The backward pass of a recurrent net is the chain g[s-1] = J[s]^T (g[s] + e[s]), e the gradient arriving at the
 // output of step s (BPPSA, MLSys 2020, section 3). It is cut into chunks of L steps (see warp_chunks.cuh):
@@ -26,22 +26,21 @@
 
 #include "common/launch.cuh"
 #include "common/math.jit.cuh"
-#include "rnn/cuda/scan.h"
+#include "rnn/cuda/scan_kernels.h"
 #include "rnn/cuda/scan_step.cuh"
 #include "scan/cuda/warp_chunks.cuh"
 
-namespace weft {
-namespace scan_rnn {
+namespace weft::rnn {
 namespace {
 
-using namespace chunk;
+using namespace scan::warp;
 
 // ------------------------------------------------------------------------------------------------------- forward
 // One warp per sequence, lane i owns unit i and its rows of W_hh; h is exchanged through shared memory. The input of
 // kAhead steps is in flight: a step takes about 0.1 us, a load from memory 0.7. A step is one dependent chain: the
 // exchange (60 cycles), the products (25), the nonlinearity (100).
 template <Cell cell, int HP, typename scalar>
-__global__ void __launch_bounds__(kWarp) forward_kernel(ScanRnnShape shape, ScanRnnForward<scalar> a) {
+__global__ void __launch_bounds__(kWarp) forward_kernel(ScanShape shape, WarpForward<scalar> a) {
   constexpr int G = gate_blocks(cell);
   constexpr int kAhead = 16;
   constexpr int kChains = G == 1 ? 4 : 2;  // independent sums per gate, to hide the latency of the FMA
@@ -156,8 +155,8 @@ struct ReplayLayout {
 };
 
 template <Cell cell, int HP, bool kWrite, typename scalar>
-__device__ __forceinline__ void replay_steps(const ScanRnnShape& shape, const ScanRnnChain<scalar>& a, int64_t b,
-                                             int64_t low, int64_t high, scalar& gh, scalar& gc, scalar* shared) {
+__device__ __forceinline__ void replay_steps(const ScanShape& shape, const ScanChain<scalar>& a, int64_t b, int64_t low,
+                                             int64_t high, scalar& gh, scalar& gc, scalar* shared) {
   using Layout = ReplayLayout<cell, HP>;
   constexpr int R = Layout::kVectors, kAhead = Layout::kAhead, N = kSaved<cell> + 1;
   constexpr int K = chain_blocks(cell);
@@ -257,7 +256,7 @@ struct Workspace {
 
 template <Cell cell, int HP, typename scalar>
 __global__ void __launch_bounds__(128)
-    replay_kernel(ScanRnnShape shape, ScanRnnChain<scalar> a, Chunks chunks, Workspace workspace) {
+    replay_kernel(ScanShape shape, ScanChain<scalar> a, Chunks chunks, Workspace workspace) {
   extern __shared__ float4 dynamic4[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
@@ -284,15 +283,15 @@ __global__ void __launch_bounds__(128)
 
 // ---------------------------------------------------------------------------------------------- 2. chunk_boundaries
 template <Cell cell, int HP>
-__device__ __noinline__ float2 redo_chunk(const ScanRnnShape& shape, const ScanRnnChain<float>& a, int64_t b,
-                                          int64_t low, int64_t high, float gh, float gc, float* shared) {
+__device__ __noinline__ float2 redo_chunk(const ScanShape& shape, const ScanChain<float>& a, int64_t b, int64_t low,
+                                          int64_t high, float gh, float gc, float* shared) {
   replay_steps<cell, HP, false>(shape, a, b, low, high, gh, gc, shared);
   return make_float2(gh, gc);
 }
 
 template <Cell cell, int HP>
 __global__ void __launch_bounds__(kWarp)
-    boundary_kernel(ScanRnnShape shape, ScanRnnChain<float> a, Chunks chunks, Workspace workspace) {
+    boundary_kernel(ScanShape shape, ScanChain<float> a, Chunks chunks, Workspace workspace) {
   using M = Map<cell, HP>;
   const int64_t b = blockIdx.x;
   const int unit = min(int(threadIdx.x), shape.H - 1);
@@ -348,7 +347,7 @@ struct ProductLayout {
 // k = j and j + 4 of the operand, and k may be numbered at will as long as both operands agree.
 template <Cell cell, int HP>
 __global__ void __launch_bounds__(kWarp)
-    product_kernel(ScanRnnShape shape, ScanRnnChain<float> a, Chunks chunks, Workspace workspace) {
+    product_kernel(ScanShape shape, ScanChain<float> a, Chunks chunks, Workspace workspace) {
   using Layout = ProductLayout<cell, HP>;
   using B = typename Layout::Positions;
   constexpr int NB = B::kCount, NC = Layout::kCoefficients, kParts = Layout::kParts, G = gate_blocks(cell);
@@ -570,7 +569,7 @@ __global__ void __launch_bounds__(kWarp)
 // --------------------------------------------------------------------------------------------------------- launchers
 template <template <int> class Launch, typename... Args>
 void dispatch_hidden(int H, Args&&... args) {
-  switch (padded_hidden(H)) {
+  switch (scan::padded_hidden(H)) {
     case 8:
       return Launch<8>::run(args...);
     case 16:
@@ -589,15 +588,15 @@ struct ForCell {
   template <int HP>
   struct Forward {
     template <typename scalar>
-    static void run(const ScanRnnShape& shape, const ScanRnnForward<scalar>& a, cudaStream_t stream) {
-      launch("scan_rnn_forward", forward_kernel<cell, HP, scalar>, shape.B, dim3(kWarp), 0, stream, shape, a);
+    static void run(const ScanShape& shape, const WarpForward<scalar>& a, cudaStream_t stream) {
+      launch("rnn_warp_forward", forward_kernel<cell, HP, scalar>, shape.B, dim3(kWarp), 0, stream, shape, a);
     }
   };
 
   template <int HP>
   struct Chain {
     template <typename scalar>
-    static void run(const ScanRnnShape& shape, const ScanRnnChain<scalar>& a, int count, cudaStream_t stream) {
+    static void run(const ScanShape& shape, const ScanChain<scalar>& a, int count, cudaStream_t stream) {
       const int64_t length = std::max<int64_t>(1, (shape.T + count - 1) / count);
       count = int(std::max<int64_t>(1, (shape.T + length - 1) / length));  // none is empty
       const Chunks chunks{count, length};
@@ -608,10 +607,10 @@ struct ForCell {
           workspace.maps = static_cast<float*>(a.workspace);
           workspace.starts = workspace.maps + count * shape.B * Map<cell, HP>::kStride;
           const int64_t pairs = (count - 1) * shape.B;
-          launch("scan_rnn_chunk_products", product_kernel<cell, HP>,
+          launch("rnn_scan_products", product_kernel<cell, HP>,
                  (pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits, dim3(kWarp), 0, stream, shape, a,
                  chunks, workspace);
-          launch("scan_rnn_chunk_boundaries", boundary_kernel<cell, HP>, shape.B, dim3(kWarp),
+          launch("rnn_scan_boundaries", boundary_kernel<cell, HP>, shape.B, dim3(kWarp),
                  sizeof(float) * (kBoundaryElements<Map<cell, HP>> + ReplayLayout<cell, HP>::kElements), stream, shape,
                  a, chunks, workspace);
         }
@@ -619,7 +618,7 @@ struct ForCell {
       // One warp per block spreads few warps over all multiprocessors.
       const int64_t warps = count * shape.B;
       const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
-      launch("scan_rnn_replay", replay_kernel<cell, HP, scalar>, (warps + per_block - 1) / per_block,
+      launch("rnn_scan_replay", replay_kernel<cell, HP, scalar>, (warps + per_block - 1) / per_block,
              dim3(per_block * kWarp), per_block * ReplayLayout<cell, HP>::kElements * sizeof(scalar), stream, shape, a,
              chunks, workspace);
     }
@@ -627,5 +626,4 @@ struct ForCell {
 };
 
 }  // namespace
-}  // namespace scan_rnn
-}  // namespace weft
+}  // namespace weft::rnn

@@ -1,23 +1,21 @@
-// scan_rnn's kernels for one kind of cell; a file each, so that they compile side by side.
+// The forward pass and the scan by warps for one kind of cell; a file each, so that they compile side by side.
 #include "rnn/cuda/scan_warp.cuh"
 
-namespace weft {
-namespace scan_rnn {
+namespace weft::rnn {
 
 template <typename scalar>
-void lstm_forward(const ScanRnnShape& shape, const ScanRnnForward<scalar>& args, cudaStream_t stream) {
+void lstm_forward(const ScanShape& shape, const WarpForward<scalar>& args, cudaStream_t stream) {
   dispatch_hidden<ForCell<Cell::kLstm>::template Forward>(shape.H, shape, args, stream);
 }
 
 template <typename scalar>
-void lstm_chain(const ScanRnnShape& shape, const ScanRnnChain<scalar>& args, int chunks, cudaStream_t stream) {
+void lstm_chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cudaStream_t stream) {
   dispatch_hidden<ForCell<Cell::kLstm>::template Chain>(shape.H, shape, args, chunks, stream);
 }
 
-template void lstm_forward(const ScanRnnShape&, const ScanRnnForward<float>&, cudaStream_t);
-template void lstm_forward(const ScanRnnShape&, const ScanRnnForward<double>&, cudaStream_t);
-template void lstm_chain(const ScanRnnShape&, const ScanRnnChain<float>&, int, cudaStream_t);
-template void lstm_chain(const ScanRnnShape&, const ScanRnnChain<double>&, int, cudaStream_t);
+template void lstm_forward(const ScanShape&, const WarpForward<float>&, cudaStream_t);
+template void lstm_forward(const ScanShape&, const WarpForward<double>&, cudaStream_t);
+template void lstm_chain(const ScanShape&, const ScanChain<float>&, int, cudaStream_t);
+template void lstm_chain(const ScanShape&, const ScanChain<double>&, int, cudaStream_t);
 
-}  // namespace scan_rnn
-}  // namespace weft
+}  // namespace weft::rnn

@@ -4,12 +4,12 @@
 // A chunk of a linear recurrence is an affine map, x -> P x + v. In the kernel that makes the maps every worker warp
 // owns 16 columns of P, transposed, in registers: the accumulator layout of mma is the layout of the left operand of
 // the next step, and only the step's matrix goes through shared memory, as planes of bf16 numbers whose sum it is.
-// carry_totals then takes a state through the maps of all chunks.
+// carry_through_chunks then takes a state through the maps of all chunks.
 //
 // Every column of P carries an exponent, so that P neither overflows nor underflows where P x does not. A column that
 // shrinks too much in one step has lost digits: its map says how much that can mean at the chunk's end, and
-// carry_totals has the chunk done again step by step where that is not negligible, where the result is not finite, or
-// where terms that underflow beside the largest one may be all there is to an element of the result.
+// carry_through_chunks has the chunk done again step by step where that is not negligible, where the result is not
+// finite, or where terms that underflow beside the largest one may be all there is to an element of the result.
 #pragma once
 #include <climits>
 #include <cmath>
@@ -20,7 +20,7 @@
 #include "common/element.cuh"
 #include "scan/cuda/block_chunks.h"
 
-namespace weft::scan::middle {
+namespace weft::scan::block {
 
 // Columns are rescaled to [1, 2) where their largest magnitude leaves [kSmall, kLarge].
 template <typename S>
@@ -153,16 +153,16 @@ __device__ inline int exponent(double x) {
   return ilogb(x);
 }
 
-// Where the totals of one chunk lie, and the states at the chunks' starts.
+// Where the map of one chunk lies, and the states at the chunks' starts.
 template <typename S>
-struct Totals {
+struct ChunkMap {
   S* product;  // by columns: P[i][j] at j * padded + i
   S* offset;
   int* exponent;
   float* loss;
   float* growth;
-  __device__ Totals(const Chunked& p, int64_t row, int64_t chunk) {
-    product = static_cast<S*>(p.workspace) + (row * (p.chunks - 1) + chunk) * p.total_size();
+  __device__ ChunkMap(const Chunked& p, int64_t row, int64_t chunk) {
+    product = static_cast<S*>(p.workspace) + (row * (p.chunks - 1) + chunk) * p.map_size();
     offset = product + p.padded * p.padded;
     exponent = reinterpret_cast<int*>(offset + p.padded);
     loss = reinterpret_cast<float*>(offset + 2 * p.padded);
@@ -172,7 +172,7 @@ struct Totals {
 
 template <typename S>
 __device__ inline S* chunk_start(const Chunked& p, int64_t row, int64_t chunk) {
-  return static_cast<S*>(p.workspace) + p.batch * (p.chunks - 1) * p.total_size() +
+  return static_cast<S*>(p.workspace) + p.batch * (p.chunks - 1) * p.map_size() +
          (row * (p.chunks - 1) + chunk - 1) * p.padded;
 }
 
@@ -350,13 +350,13 @@ __device__ inline int order(S value, int shift) {
 
 constexpr int kCancellation = 4;  // log2 of how much larger than the result its terms may be
 
-// Shared memory of carry_totals for kReplayThreads threads.
+// Shared memory of carry_through_chunks for kReplayThreads threads.
 template <typename S>
-struct TotalsMemory {
+struct BoundariesMemory {
   S* x;                 // padded states; zero beyond H
   S* z;                 // padded
   S* partial;           // one pack of sums per thread
-  unsigned char* ring;  // totals_stages products of H columns, 16-byte aligned
+  unsigned char* ring;  // map_stages products of H columns, 16-byte aligned
   uint64_t* barriers;   // one per stage
   int* scratch;         // two values per warp
 };
@@ -365,8 +365,8 @@ struct TotalsMemory {
 // by what the steps of the chunk make of it; the ring is its own in the meantime. kSelects: the steps may drop what is
 // not finite, where P multiplies it by zero.
 template <typename S, bool kSelects, typename Redo>
-__device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, const TotalsMemory<S>& memory,
-                                             const Redo& redo_steps) {
+__device__ __forceinline__ void carry_through_chunks(const Chunked& p, int64_t row, const BoundariesMemory<S>& memory,
+                                                     const Redo& redo_steps) {
   using R = Range<S>;
   constexpr int kPack = Pack<S>::kSize;
   const int H = p.H, i = threadIdx.x;
@@ -380,13 +380,13 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
   int* const scratch_top = scratch_unit + kReplayThreads / 32;
 
   // Copies of products go round the ring. A redo overwrites those under way, which are asked for again.
-  const int stages = p.totals_stages, lead = stages - 1;
+  const int stages = p.map_stages, lead = stages - 1;
   int64_t repeated = 0;
   auto stage = [&](int64_t chunk) { return (chunk + repeated) % stages; };
   auto product = [&](int64_t chunk) { return memory.ring + stage(chunk) * product_bytes; };
   auto issue = [&](int64_t chunk) {
     if (chunk < p.chunks - 1) {
-      const S* const from = Totals<S>(p, row, chunk).product;
+      const S* const from = ChunkMap<S>(p, row, chunk).product;
       if (!(kCopyEngine && p.copy_engine)) {
         copy_flat(product(chunk), from, product_bytes);
       } else if (i == 0) {
@@ -405,13 +405,13 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
   S next_offset = 0;
   auto fetch = [&](int64_t chunk) {
     if (chunk == p.chunks - 1) return;
-    const Totals<S> totals(p, row, chunk);
+    const ChunkMap<S> map(p, row, chunk);
     if (i < H) {
-      next_shift = totals.exponent[i];
-      next_loss = totals.loss[i];
-      next_offset = totals.offset[i];
+      next_shift = map.exponent[i];
+      next_loss = map.loss[i];
+      next_offset = map.offset[i];
     }
-    next_growth = *totals.growth;
+    next_growth = *map.growth;
   };
   fetch(0);
   if (kCopyEngine && p.copy_engine) bulk_init(barriers, stages);
@@ -480,4 +480,4 @@ __device__ __forceinline__ void carry_totals(const Chunked& p, int64_t row, cons
   }
 }
 
-}  // namespace weft::scan::middle
+}  // namespace weft::scan::block

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-namespace weft::scan::middle {
+namespace weft::scan::block {
 
 constexpr int kReplayThreads = 256;
 // log2 of a norm of 0, far below every sum of logarithms.
@@ -13,17 +13,17 @@ struct Chunked {
   int H, padded;  // padded: 64, 96 or 128
   int64_t batch;
   int64_t chunks, length;
-  int splits;         // of the columns of a chunk's product over blocks
-  bool copy_engine;   // the device has one for shared memory
-  int totals_stages;  // of the ring of chunk products
+  int splits;        // of the columns of a chunk's product over blocks
+  bool copy_engine;  // the device has one for shared memory
+  int map_stages;    // of the ring of chunk products
   void* workspace;
 
-  // The totals of one chunk, in states: product (by columns), then offset, exponent, loss and growth, which are
+  // The map of one chunk, in states: product (by columns), then offset, exponent, loss and growth, which are
   // addressed in states as well so that every piece is 16-byte aligned.
   static constexpr int64_t kTail = 16;
-  constexpr int64_t total_size() const { return int64_t(padded) * padded + 3 * padded + kTail; }
-  // Of the totals and of the states at the chunks' starts.
-  constexpr int64_t workspace_size() const { return batch * (chunks - 1) * (total_size() + padded); }
+  constexpr int64_t map_size() const { return int64_t(padded) * padded + 3 * padded + kTail; }
+  // Of the maps and of the states at the chunks' starts.
+  constexpr int64_t workspace_size() const { return batch * (chunks - 1) * (map_size() + padded); }
 };
 
-}  // namespace weft::scan::middle
+}  // namespace weft::scan::block

@@ -11,12 +11,12 @@
 namespace weft::scan {
 namespace {
 
-enum class Algorithm { diagonal, small, middle, large };
+enum class Algorithm { diagonal, warp, block, batched };
 
 Algorithm choose(const Described& d) {
   if (d.problem.diagonal) return Algorithm::diagonal;
-  if (d.args.H <= kSmallMaxH) return Algorithm::small;
-  return d.args.H <= kMiddleMaxH ? Algorithm::middle : Algorithm::large;
+  if (d.args.H <= kWarpMaxH) return Algorithm::warp;
+  return d.args.H <= kBlockMaxH ? Algorithm::block : Algorithm::batched;
 }
 
 template <typename Launch>
@@ -49,14 +49,14 @@ void linear_scan_cuda(const Problem& problem, const at::Tensor& out) {
   switch (choose(d)) {
     case Algorithm::diagonal:
       return run_kernel(d.args, out, linear_scan_diagonal);
-    case Algorithm::small:
-      return run_kernel(d.args, out, linear_scan_small);
-    case Algorithm::middle:
-      return run_kernel(d.args, out, linear_scan_middle);
+    case Algorithm::warp:
+      return run_kernel(d.args, out, linear_scan_warp);
+    case Algorithm::block:
+      return run_kernel(d.args, out, linear_scan_block);
     default: {
       const Problem& p = d.problem;
       const auto x0 = p.x0.defined() ? std::optional(p.x0) : std::nullopt;
-      out.copy_(linear_scan_levels(p.A, p.b, x0, p.reverse, p.transpose));
+      out.copy_(linear_scan_batched(p.A, p.b, x0, p.reverse, p.transpose));
     }
   }
 }

@@ -24,12 +24,12 @@ using Workspace = std::function<void*(size_t bytes)>;
 // Diagonal A, any H.
 void linear_scan_diagonal(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
 
-// Dense A, H <= kSmallMaxH.
-constexpr int64_t kSmallMaxH = 32;
-void linear_scan_small(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
+// Dense A, H <= kWarpMaxH.
+constexpr int64_t kWarpMaxH = 32;
+void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
 
-// Dense A, kSmallMaxH < H <= kMiddleMaxH: tensor cores, an fp32 number being the sum of three bf16 numbers.
-constexpr int64_t kMiddleMaxH = 128;
-void linear_scan_middle(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
+// Dense A, kWarpMaxH < H <= kBlockMaxH: tensor cores, an fp32 number being the sum of three bf16 numbers.
+constexpr int64_t kBlockMaxH = 128;
+void linear_scan_block(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
 
 }  // namespace weft::scan

@@ -1,4 +1,4 @@
-// Which chunks, ring and kernels a dense scan with kSmallMaxH < H <= kMiddleMaxH gets.
+// Which chunks, ring and kernels a dense scan with kWarpMaxH < H <= kBlockMaxH gets.
 #include <algorithm>
 #include <cstdlib>
 
@@ -7,7 +7,7 @@
 #include "scan/cuda/linear_scan_block.h"
 
 namespace weft::scan {
-namespace middle {
+namespace block {
 namespace {
 
 // Fitted to times measured on an H200, in ns. The model only has to rank the numbers of chunks, of which times near the
@@ -23,8 +23,8 @@ constexpr double kProductFmasPerNs = 1500;  // bf16 multiply-adds of one SM for 
 constexpr double kWideProductStep = 2300;   // for H > 64, where a block has an SM for itself
 constexpr double kWideProductByte = 525;    // for every byte of an element: the feeders wait for the step's A
 constexpr double kWideProductFmasPerNs = 2400;
-constexpr double kTotalStep = 1600;  // one chunk in (2) beside what the bytes of P cost
-constexpr double kTotalBytesPerNs = 200;
+constexpr double kBoundaryStep = 1600;  // one chunk in (2) beside what the bytes of P cost
+constexpr double kBoundaryBytesPerNs = 200;
 constexpr double kLaunches = 17000;  // two more kernels, and the start of a chunk in each
 constexpr int64_t kShortestChunk = 4;
 
@@ -61,8 +61,8 @@ double products_time(const Shape& s, int64_t chunks, int splits) {
 }
 
 double scan_time(const Shape& s, int64_t chunks, int splits) {
-  const double total = kTotalStep + 4. * s.H * s.H / kTotalBytesPerNs;
-  return kLaunches + products_time(s, chunks, splits) + (chunks - 1) * total * ceil_div(s.batch, s.sm_count) +
+  const double boundary = kBoundaryStep + 4. * s.H * s.H / kBoundaryBytesPerNs;
+  return kLaunches + products_time(s, chunks, splits) + (chunks - 1) * boundary * ceil_div(s.batch, s.sm_count) +
          replay_time(s, chunks);
 }
 
@@ -159,26 +159,26 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
   p.bulk = p.flat && p.copy_engine;
   const int64_t state = scan.dtype == DType::f64 ? 8 : 4;
   const int64_t product = int64_t(p.H) * p.padded * state, beside = bytes(stages, 0) + 2 * p.padded * state + 256;
-  p.totals_stages = 3 * product + beside <= budget ? 3 : 2;
+  p.map_stages = 3 * product + beside <= budget ? 3 : 2;
   return p;
 }
 
-}  // namespace middle
+}  // namespace block
 
-void linear_scan_middle(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
+void linear_scan_block(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0) return;
-  middle::Arguments p = middle::plan(scan);
+  block::Arguments p = block::plan(scan);
   if (p.chunks > 1) p.workspace = workspace(size_t(p.workspace_size()) * (scan.dtype == DType::f64 ? 8 : 4));
   const bool transposed = scan.A_col != 1;
   switch (scan.dtype) {
     case DType::f16:
-      return middle::run_f16(p, transposed, stream);
+      return block::run_f16(p, transposed, stream);
     case DType::bf16:
-      return middle::run_bf16(p, transposed, stream);
+      return block::run_bf16(p, transposed, stream);
     case DType::f32:
-      return middle::run_f32(p, transposed, stream);
+      return block::run_f32(p, transposed, stream);
     case DType::f64:
-      return middle::run_f64(p, transposed, stream);
+      return block::run_f64(p, transposed, stream);
   }
 }
 

@@ -1,9 +1,9 @@
-// Dense linear scan for kSmallMaxH < H <= kMiddleMaxH, one element type per .cu file that includes this.
+// Dense linear scan for kWarpMaxH < H <= kBlockMaxH, one element type per .cu file that includes this.
 //
 // The steps are cut into `chunks` chunks of `length`. With one chunk only (3) runs: the sequential route.
-//   (1) products: per (chunk, row of the batch) the product P = A[last] ... A[first] and the offset v of y = P x + v;
-//   (2) totals:   per row of the batch, sequential over chunks: the state at every chunk's start;
-//   (3) replay:   per (chunk, row of the batch), matrix-vector products from that state, which write the output.
+//   (1) products:   per (chunk, row of the batch) the product P = A[last] ... A[first] and the offset v of y = P x + v;
+//   (2) boundaries: per row of the batch, sequential over chunks: the state at every chunk's start;
+//   (3) replay:     per (chunk, row of the batch), matrix-vector products from that state, which write the output.
 // Per step, (1) reads A once and takes 6 H^3 bf16 multiply-adds (fp16 5, bf16 3) on one SM; (3) reads A once, and is
 // bound by that where there are blocks enough, else by 0.7 to 1.2 us of latency. (2) reads a P of H^2 per chunk.
 // Registers hold P (1); shared memory holds the planes of A (1), rings of P (2) and of A (3), and the states.
@@ -28,7 +28,7 @@
 #include "scan/cuda/block_chunks.cuh"
 #include "scan/cuda/linear_scan_block.h"
 
-namespace weft::scan::middle {
+namespace weft::scan::block {
 
 template <int kBytes, typename E>
 __device__ inline void copy_rows_by(E* to, int to_pitch, const E* from, int64_t from_pitch, int rows, int columns) {
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
   const E* const A = static_cast<const E*>(p.A) + start * p.A_t + row * p.A_b;
   const E* const b = static_cast<const E*>(p.b) + start * p.b_t + row * p.b_b;
   const int H = p.H, length = int(p.length);
-  const Totals<float> totals(p, row, chunk);
+  const ChunkMap<float> map(p, row, chunk);
 
   clear_shared(shared, int(Memory::kBytes));
   __syncthreads();
@@ -282,8 +282,8 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
     step_sync();
     if (split == 0) {
       const int own = threadIdx.x - 32 * workers;
-      if (own < H) totals.offset[own] = memory.v(length - 1)[own];
-      if (own == 0) *totals.growth = *memory.growth(length - 1);
+      if (own < H) map.offset[own] = memory.v(length - 1)[own];
+      if (own == 0) *map.growth = *memory.growth(length - 1);
     }
     return;
   }
@@ -343,19 +343,19 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
       if (8 * q < H) {
-        *reinterpret_cast<float2*>(totals.product + j * kPadded + 8 * q + 2 * c) =
+        *reinterpret_cast<float2*>(map.product + j * kPadded + 8 * q + 2 * c) =
             make_float2(P[q][2 * h], P[q][2 * h + 1]);
       }
     }
     if (c == 0) {
       const Column<float>& column = h ? columns.right : columns.left;
-      totals.exponent[j] = column.exponent;
-      totals.loss[j] = column.loss;
+      map.exponent[j] = column.exponent;
+      map.loss[j] = column.loss;
     }
   }
 }
 
-// The state and the ring of stages of replay and totals, in shared memory.
+// The state and the ring of stages of replay and boundaries, in shared memory.
 template <typename E>
 struct ReplayMemory {
   using S = State<E>;
@@ -594,15 +594,15 @@ __global__ void __launch_bounds__(kReplayThreads) replay_kernel(const Arguments 
 constexpr int kScratchBytes = 2 * (kReplayThreads / 32) * sizeof(int) + 4 * sizeof(uint64_t);
 
 template <typename E>
-int totals_shared_bytes(const Arguments& p) {
-  const int products = p.totals_stages * p.H * p.padded * int(sizeof(State<E>));
+int boundaries_shared_bytes(const Arguments& p) {
+  const int products = p.map_stages * p.H * p.padded * int(sizeof(State<E>));
   return ReplayMemory<E>::fixed_bytes(p) + std::max(products, p.stages * ReplayMemory<E>::stage(p)) + kScratchBytes +
          p.padded * int(sizeof(State<E>));
 }
 
 // (2). Grid: B.
 template <typename E, int kPadded, bool kTransposed>
-__global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments p, int shared_bytes) {
+__global__ void __launch_bounds__(kReplayThreads) boundaries_kernel(const Arguments p, int shared_bytes) {
   using S = State<E>;
   extern __shared__ __align__(16) unsigned char shared[];
   const ReplayMemory<E> memory(p, shared);
@@ -610,12 +610,12 @@ __global__ void __launch_bounds__(kReplayThreads) totals_kernel(const Arguments 
   uint64_t* const barriers = reinterpret_cast<uint64_t*>(shared + shared_bytes - kScratchBytes);
   const int64_t row = blockIdx.x;
   load_start(p, memory, row);
-  carry_totals<S, false>(p, row,
-                         {memory.x[0], z, memory.partial, memory.ring, barriers, reinterpret_cast<int*>(barriers + 4)},
-                         [&](int64_t chunk) {
-                           const int64_t begin = p.first + chunk * p.length;
-                           replay<E, kPadded, kTransposed>(p, memory, row, begin, begin + p.length, false);
-                         });
+  carry_through_chunks<S, false>(
+      p, row, {memory.x[0], z, memory.partial, memory.ring, barriers, reinterpret_cast<int*>(barriers + 4)},
+      [&](int64_t chunk) {
+        const int64_t begin = p.first + chunk * p.length;
+        replay<E, kPadded, kTransposed>(p, memory, row, begin, begin + p.length, false);
+      });
 }
 
 template <typename E, int kPadded, bool kTransposed>
@@ -623,14 +623,14 @@ void launch_padded(const Arguments& p, cudaStream_t stream) {
   if (p.chunks > 1) {
     if constexpr (!std::is_same_v<E, double>) {
       const int64_t blocks = p.batch * (p.chunks - 1) * p.splits;
-      launch("linear_scan_middle products", products_kernel<E, kPadded, kTransposed>, dim3(unsigned(blocks)),
+      launch("linear_scan_block products", products_kernel<E, kPadded, kTransposed>, dim3(unsigned(blocks)),
              dim3(32 * (kPadded / 16 / p.splits + kFeeders)), ProductMemory<E, kPadded>::kBytes, stream, p);
     }
-    const int bytes = totals_shared_bytes<E>(p);
-    launch("linear_scan_middle totals", totals_kernel<E, kPadded, kTransposed>, dim3(unsigned(p.batch)),
+    const int bytes = boundaries_shared_bytes<E>(p);
+    launch("linear_scan_block boundaries", boundaries_kernel<E, kPadded, kTransposed>, dim3(unsigned(p.batch)),
            dim3(kReplayThreads), bytes, stream, p, bytes);
   }
-  launch("linear_scan_middle replay", replay_kernel<E, kPadded, kTransposed>, dim3(unsigned(p.batch * p.chunks)),
+  launch("linear_scan_block replay", replay_kernel<E, kPadded, kTransposed>, dim3(unsigned(p.batch * p.chunks)),
          dim3(kReplayThreads), ReplayMemory<E>::bytes(p), stream, p);
 }
 
@@ -648,4 +648,4 @@ void launch_all(const Arguments& p, bool transposed, cudaStream_t stream) {
   }
 }
 
-}  // namespace weft::scan::middle
+}  // namespace weft::scan::block

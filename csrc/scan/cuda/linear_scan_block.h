@@ -1,9 +1,9 @@
-// What the files of linear_scan_middle share: the arguments of its kernels and one entry per element type.
+// What the files of linear_scan_block share: the arguments of its kernels and one entry per element type.
 #pragma once
 #include "scan/cuda/block_chunks.h"
 #include "scan/cuda/linear_scan.h"
 
-namespace weft::scan::middle {
+namespace weft::scan::block {
 
 constexpr int kMaxStages = 8;
 
@@ -31,4 +31,4 @@ void run_bf16(const Arguments& p, bool transposed, cudaStream_t stream);
 void run_f32(const Arguments& p, bool transposed, cudaStream_t stream);
 void run_f64(const Arguments& p, bool transposed, cudaStream_t stream);
 
-}  // namespace weft::scan::middle
+}  // namespace weft::scan::block

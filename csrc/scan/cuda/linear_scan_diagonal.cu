@@ -11,14 +11,14 @@
 //   the bound as long as there are slabs for at least half of the SMs.
 //
 // With fewer slabs and a long T, T is cut into chunks, at the price of a second read of A and b:
-//   totals   every chunk's product of A and its value from a zero state, all chunks in parallel;
-//   chain    every chunk's start, in order, one warp per 32 channels;
-//   replay   the one-pass kernel from those starts, all chunks in parallel.
+//   products    every chunk's product of A and its value from a zero state, all chunks in parallel;
+//   boundaries  every chunk's start, in order, one warp per 32 channels;
+//   replay      the one-pass kernel from those starts, all chunks in parallel.
 // A product overflows or underflows where the recurrence itself does not, and a chunk's product and value may cancel to
-// something far smaller than either. So totals have at least twice the digits of the state (double for float, a pair of
-// doubles for double), a product has a 64-bit power of two of its own, and a value comes with a bound of the terms that
-// make it up. The chain kernel runs a chunk again, step by step, where a finite state leads to one that is not finite
-// or that is too small, beside the terms, to have all its digits.
+// something far smaller than either. So products have at least twice the digits of the state (double for float, a pair
+// of doubles for double), a product has a 64-bit power of two of its own, and a value comes with a bound of the terms
+// that make it up. The boundaries' kernel runs a chunk again, step by step, where a finite state leads to one that is
+// not finite or that is too small, beside the terms, to have all its digits.
 #include <algorithm>
 
 #include "common/async_copy.cuh"
@@ -36,10 +36,10 @@ constexpr int64_t kWideSlabsPerSm = 1;
 // T is cut where fewer than one in this many SMs would have a slab.
 constexpr int64_t kChunkedBelow = 2;
 constexpr int64_t kMinChunkedT = 4096;  // below, three launches cost more than the steps of one
-constexpr int64_t kMinChunk = 256;      // steps; shorter chunks only move work into the chain
+constexpr int64_t kMinChunk = 256;      // steps; shorter chunks only move work into the boundaries
 constexpr int64_t kChunkWarpsPerSm = 4;
-constexpr int kChainBatch = 12;  // chunk totals in flight per lane of the chain kernel, in fp32; half of it in fp64
-constexpr int kRedoBatch = 16;   // steps in flight per lane when a chunk is run again
+constexpr int kBoundaryBatch = 12;  // chunks' products in flight per lane of the boundaries' kernel; half of it in fp64
+constexpr int kRedoBatch = 16;      // steps in flight per lane when a chunk is run again
 
 __device__ float fused(float a, float x, float b) {
   return fmaf(a, x, b);
@@ -281,8 +281,8 @@ struct Chunks {
   void* start;  // in the accumulation dtype, count chunks; null where T is one chunk
 };
 
-// The totals of every chunk but the last, or the scan itself.
-template <typename T, int kLaneBytes, Fill kFill, bool kTotals>
+// The products of every chunk but the last, or the scan itself.
+template <typename T, int kLaneBytes, Fill kFill, bool kProducts>
 __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs_per_row, Chunks chunks) {
   using S = Shape<T, kLaneBytes>;
   using Acc = State<T>;
@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
     x[c] = 0;
     value[c] = {0};
     magnitude[c] = 0;
-    if (!kTotals && c < owned) {
+    if (!kProducts && c < owned) {
       if (chunks.start != nullptr) {
         x[c] = static_cast<const Acc*>(chunks.start)[slot + c];
       } else if (s.x0 != nullptr) {
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       const Acc factor = skip ? Acc(0) : to_state(a[c]);
-      if constexpr (kTotals) {
+      if constexpr (kProducts) {
         const Acc offset = to_state(v[c]);
         value[c] = multiply_add(factor, value[c], offset);
         magnitude[c] = fma(fabs(double(factor)), magnitude[c], fabs(double(offset)));
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
         v[c] = from_state<T>(x[c]);
       }
     }
-    if constexpr (!kTotals) {
+    if constexpr (!kProducts) {
       if (owned == kChannels) {
         *reinterpret_cast<Packed*>(out) = *reinterpret_cast<const Packed*>(v);
       } else {
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
     place = place + 1 == kStages ? 0 : place + 1;
   }
 
-  if constexpr (kTotals) {
+  if constexpr (kProducts) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       if (c >= owned) continue;
@@ -405,8 +405,8 @@ __global__ void __launch_bounds__(kWarp) scan_kernel(LinearScan s, int64_t slabs
   }
 }
 
-// The state after `steps` steps from x, one channel per lane, straight from global memory. Not inlined: the chain's own
-// registers are worth more than the call, which is rare.
+// The state after `steps` steps from x, one channel per lane, straight from global memory. Not inlined: the boundaries'
+// own registers are worth more than the call, which is rare.
 template <typename T>
 __device__ __noinline__ State<T> redo(const T* A, int64_t A_t, const T* b, int64_t b_t, int64_t steps, bool no_start,
                                       State<T> x) {
@@ -427,9 +427,9 @@ __device__ __noinline__ State<T> redo(const T* A, int64_t A_t, const T* b, int64
   return x;
 }
 
-// The start of every chunk, from the chunk totals, in order. One lane per channel.
+// The start of every chunk, from the products, in order. One lane per channel.
 template <typename T>
-__global__ void __launch_bounds__(kWarp) chain_kernel(LinearScan s, Chunks chunks) {
+__global__ void __launch_bounds__(kWarp) boundaries_kernel(LinearScan s, Chunks chunks) {
   using Acc = State<T>;
   const int64_t channels = s.B * s.H, channel = int64_t(blockIdx.x) * kWarp + threadIdx.x;
   if (channel >= channels) return;
@@ -441,7 +441,7 @@ __global__ void __launch_bounds__(kWarp) chain_kernel(LinearScan s, Chunks chunk
   start[0] = x;
   // Every step of a chunk rounds once, and so does the sum of product and value.
   const double lost = double(chunks.length + 2) * exp2(Kept<Acc>::kDigits - Wide<Acc>::kDigits);
-  constexpr int kBatch = kChainBatch * 4 / int(sizeof(Acc));
+  constexpr int kBatch = kBoundaryBatch * 4 / int(sizeof(Acc));
   for (int64_t k0 = 0; k0 < chunks.count - 1; k0 += kBatch) {
     Product<Acc> product[kBatch];
     Wide<Acc> value[kBatch];
@@ -538,11 +538,11 @@ void launch_scan(const Plan& p, const Chunks& chunks, cudaStream_t stream) {
 template <typename T, int kLaneBytes, Fill kFill>
 void launch_all(const Plan& p, const Chunks& chunks, cudaStream_t stream) {
   if (p.chunks > 1) {
-    launch("linear_scan_diagonal_totals", scan_kernel<T, kLaneBytes, kFill, true>,
+    launch("linear_scan_diagonal_products", scan_kernel<T, kLaneBytes, kFill, true>,
            dim3(unsigned(p.slabs), unsigned(p.chunks - 1)), dim3(kWarp), Shape<T, kLaneBytes>::kSharedBytes, stream,
            p.scan, p.slabs_per_row, chunks);
-    launch("linear_scan_diagonal_chain", chain_kernel<T>, dim3(unsigned((p.scan.B * p.scan.H + kWarp - 1) / kWarp)),
-           dim3(kWarp), 0, stream, p.scan, chunks);
+    launch("linear_scan_diagonal_boundaries", boundaries_kernel<T>,
+           dim3(unsigned((p.scan.B * p.scan.H + kWarp - 1) / kWarp)), dim3(kWarp), 0, stream, p.scan, chunks);
   }
   launch_scan<T, kLaneBytes, kFill>(p, chunks, stream);
 }
@@ -569,14 +569,14 @@ void linear_scan_diagonal(const LinearScan& scan, const Workspace& workspace, cu
   const Plan p = make_plan(scan);
   Chunks chunks{p.chunks, p.chunk, nullptr, nullptr, nullptr, nullptr, nullptr};
   if (p.chunks > 1) {
-    const int64_t totals = (p.chunks - 1) * p.scan.B * p.scan.H;
+    const int64_t products = (p.chunks - 1) * p.scan.B * p.scan.H;
     const int64_t wide = scan.dtype == DType::f64 ? 2 : 1;
     auto* words = static_cast<double*>(workspace(workspace_bytes(p)));
     chunks.mantissa = words;
-    chunks.value = words + wide * totals;
-    chunks.magnitude = words + 2 * wide * totals;
-    chunks.exponent = reinterpret_cast<int64_t*>(chunks.magnitude + totals);
-    chunks.start = chunks.exponent + totals;
+    chunks.value = words + wide * products;
+    chunks.magnitude = words + 2 * wide * products;
+    chunks.exponent = reinterpret_cast<int64_t*>(chunks.magnitude + products);
+    chunks.start = chunks.exponent + products;
   }
   switch (scan.dtype) {
     case DType::f16:

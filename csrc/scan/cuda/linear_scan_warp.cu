@@ -58,7 +58,7 @@ double replay_step(double warps, const Costs& cost) {
   return rounded_max(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
 }
 
-SmallPlan plan_of(const LinearScan& scan) {
+WarpPlan plan_of(const LinearScan& scan) {
   if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
   const auto& cost = costs(scan);
   const int resident = products_at_once(padded_hidden(scan.H));
@@ -77,9 +77,9 @@ SmallPlan plan_of(const LinearScan& scan) {
 
 }  // namespace
 
-void linear_scan_small(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
+void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
-  const SmallPlan plan = plan_of(scan);
+  const WarpPlan plan = plan_of(scan);
   const int64_t line = (scan.A_col == 1 ? scan.A_row : scan.A_col) * int64_t(element_size(scan.dtype));
   if (std::abs(line) * scan.H > std::numeric_limits<int>::max()) {
     throw std::runtime_error("weft: linear_scan: the rows of one A[t] lie more than 2 GiB apart");
@@ -92,13 +92,13 @@ void linear_scan_small(const LinearScan& scan, const Workspace& workspace, cudaS
   void* const memory = plan.chunks > 1 ? workspace(size_t(floats) * sizeof(float)) : nullptr;
   switch (scan.dtype) {
     case DType::f16:
-      return run_linear_scan_small<__half>(scan, plan, memory, stream);
+      return run_linear_scan_warp<__half>(scan, plan, memory, stream);
     case DType::bf16:
-      return run_linear_scan_small<__nv_bfloat16>(scan, plan, memory, stream);
+      return run_linear_scan_warp<__nv_bfloat16>(scan, plan, memory, stream);
     case DType::f32:
-      return run_linear_scan_small<float>(scan, plan, memory, stream);
+      return run_linear_scan_warp<float>(scan, plan, memory, stream);
     case DType::f64:
-      return run_linear_scan_small<double>(scan, plan, memory, stream);
+      return run_linear_scan_warp<double>(scan, plan, memory, stream);
   }
 }
 

@@ -26,7 +26,7 @@ namespace weft::scan {
 
 namespace {
 
-using namespace weft::chunk;
+using namespace warp;
 
 // Every H that is padded to HP is larger.
 template <int HP>
@@ -92,7 +92,7 @@ template <typename T, int HP, bool kAligned>
 constexpr int kReplayBytes = ReplayRing<T, HP, kAligned>::kBytes + 2 * HP* int(sizeof(State<T>));
 
 template <typename T, int HP, bool kTransposed, bool kAligned>
-__global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, SmallPlan plan, const float* starts) {
+__global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, WarpPlan plan, const float* starts) {
   extern __shared__ float4 dynamic4[];
   const int warp = threadIdx.x / kWarp;
   const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
@@ -121,7 +121,7 @@ __device__ __noinline__ float redo_chunk(const LinearScan& scan, int64_t batch, 
 
 template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(kWarp)
-    boundary_kernel(LinearScan scan, SmallPlan plan, const float* maps, float* starts) {
+    boundary_kernel(LinearScan scan, WarpPlan plan, const float* maps, float* starts) {
   using Map = MapLayout<1, HP>;
   extern __shared__ float4 dynamic4[];
   float* const shared = reinterpret_cast<float*>(dynamic4);
@@ -148,7 +148,7 @@ using ProductRing = FourSteps<T, HP,
 
 template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
-    product_kernel(LinearScan scan, SmallPlan plan, float* maps) {
+    product_kernel(LinearScan scan, WarpPlan plan, float* maps) {
   using Ring = ProductRing<T, HP, kAligned>;
   using B = Blocks<HP, true>;
   constexpr int NB = B::kCount, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
 
 // ------------------------------------------------------------------------------------------------------- launchers
 template <typename T, int HP, bool kTransposed, bool kAligned>
-void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
+void run(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStream_t stream) {
   float *maps = static_cast<float*>(workspace), *starts = nullptr;
   if constexpr (!std::is_same_v<T, double>) {
     if (plan.chunks > 1) {
@@ -263,7 +263,7 @@ void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStr
 }
 
 template <typename T, int HP>
-void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
+void run(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStream_t stream) {
   auto run_lines = [&]<bool kAligned>() {
     if (scan.A_col == 1) {
       run<T, HP, false, kAligned>(scan, plan, workspace, stream);
@@ -280,7 +280,7 @@ void run(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStr
 }  // namespace
 
 template <typename T>
-void run_linear_scan_small(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream) {
+void run_linear_scan_warp(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStream_t stream) {
   switch (padded_hidden(scan.H)) {
     case 8:
       return run<T, 8>(scan, plan, workspace, stream);

@@ -5,7 +5,7 @@
 namespace weft::scan {
 
 // Chunk c holds steps [c L, (c + 1) L), the last what remains; its map is not needed.
-struct SmallPlan {
+struct WarpPlan {
   int64_t chunks, length;
 };
 
@@ -15,6 +15,6 @@ constexpr int products_at_once(int64_t padded) {
 }
 
 template <typename T>
-void run_linear_scan_small(const LinearScan& scan, const SmallPlan& plan, void* workspace, cudaStream_t stream);
+void run_linear_scan_warp(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStream_t stream);
 
 }  // namespace weft::scan

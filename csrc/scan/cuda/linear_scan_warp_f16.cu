@@ -3,6 +3,6 @@
 
 namespace weft::scan {
 
-template void run_linear_scan_small<__half>(const LinearScan&, const SmallPlan&, void*, cudaStream_t);
+template void run_linear_scan_warp<__half>(const LinearScan&, const WarpPlan&, void*, cudaStream_t);
 
 }  // namespace weft::scan

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-namespace weft {
+namespace weft::scan {
 
 // H <= 32 padded to a size that has kernels. 20 has its own: it is BPPSA's, and 24 would cost it a fifth.
 constexpr int padded_hidden(int64_t H) {
@@ -25,4 +25,4 @@ constexpr int64_t map_floats(int64_t S) {
   return S * map_row(S) + 2 * S;
 }
 
-}  // namespace weft
+}  // namespace weft::scan

@@ -1,4 +1,4 @@
-// What the chunked scans of the small recurrences share (scan_rnn and dense linear_scan, H <= 32).
+// What the chunked scans of the small recurrences share (dense linear_scan and rnn's backward pass, H <= 32).
 //
 // A chunk of a linear recurrence is an affine map, x -> P x + v. The columns of P are independent vectors that all pass
 // through the same steps, v is one more vector that also receives the inhomogeneity. Columns are kept transposed in
@@ -17,8 +17,7 @@
 #include "common/math.jit.cuh"
 #include "scan/cuda/padding.h"
 
-namespace weft {
-namespace chunk {
+namespace weft::scan::warp {
 namespace {
 
 constexpr int kWarp = 32;
@@ -369,5 +368,4 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
 }
 
 }  // namespace
-}  // namespace chunk
-}  // namespace weft
+}  // namespace weft::scan::warp

@@ -6,7 +6,7 @@
 
 #include "common/launch.cuh"
 
-namespace weft {
+namespace weft::scan {
 
 // Microseconds that two more launches cost where nothing hides them.
 constexpr double kChunkedOverhead = 6;
@@ -43,4 +43,4 @@ int64_t cheapest_chunks(int64_t most, int64_t batch, double schedulers, double w
   return best;
 }
 
-}  // namespace weft
+}  // namespace weft::scan

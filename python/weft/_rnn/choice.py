@@ -106,10 +106,10 @@ AUTO_PROJECTED: dict[tuple[str, str], Table] = {
 }
 
 CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
-"""H that the CUDA kernels of the backward pass hold (scan_rnn_max_hidden); beyond, it is a slow loop over the steps."""
+"""H that the CUDA kernels of the backward pass hold (scan_max_hidden)."""
 
 CUDA_MAX_HIDDEN_FP64 = 32
-"""The same in float64 (kScanRnnSmallHidden)."""
+"""The same in float64 (kWarpHidden)."""
 
 _DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
 

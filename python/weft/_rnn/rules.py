@@ -10,73 +10,13 @@ from torch import Tensor
 from .._rules import LIBRARY, one_by_one
 from .._torch_private import below_autocast
 
-# scan_rnn -----------------------------------------------------------------------------------------------------------
-
 _GATE_BLOCKS = {"rnn_tanh": 0, "rnn_relu": 0, "gru": 4, "lstm": 4}  # blocks of H columns in `gates`
-
-
-@torch.library.register_fake("weft::scan_rnn")
-def _scan_rnn_fake(input, h0, c0, w_ih, w_hh, b_ih, b_hh, *, cell, reverse=False, save=False):
-    steps, batch, _ = input.shape
-    hidden = h0.shape[2]
-    lstm = cell == "lstm"
-    accumulate = torch.float64 if input.dtype == torch.float64 else torch.float32
-    blocks = _GATE_BLOCKS.get(cell, 0) if save else 0
-    return (
-        input.new_empty((steps, batch, hidden)),
-        input.new_empty((1, batch, hidden)),
-        input.new_empty((1, batch, hidden) if lstm else (0,)),
-        input.new_empty((steps, batch, blocks * hidden) if blocks else (0,), dtype=accumulate),
-        input.new_empty((steps, batch, hidden) if blocks and lstm else (0,), dtype=accumulate),
-    )
-
-
-@torch.library.register_fake("weft::scan_rnn_backward")
-def _scan_rnn_backward_fake(
-    grad_output, grad_h_n, grad_c_n, input, h0, c0, w_ih, w_hh, b_ih, b_hh, output, gates, cells, *, cell, reverse,
-    output_mask,
-):  # fmt: skip
-    arguments = (input, h0, c0, w_ih, w_hh, b_ih, b_hh)
-    return tuple(
-        torch.empty_like(argument, memory_format=torch.contiguous_format)
-        if wanted and argument is not None
-        else input.new_empty((0,))
-        for argument, wanted in zip(arguments, output_mask, strict=True)
-    )
-
-
-@torch.library.register_vmap("weft::scan_rnn")
-def _scan_rnn_vmap(info, in_dims, *args, **kwargs):
-    """Folds the mapped dimension into the batch where it is on input, h0 or c0; mapped weights are run one by one."""
-    dims = tuple(in_dims[: len(args)])
-    size = info.batch_size
-    if any(dim is not None for dim in dims[3:]):
-        return tuple(one_by_one(torch.ops.weft.scan_rnn, size, dims, args, kwargs)), (0,) * 5
-
-    def folded(tensor: Tensor | None, dim: int | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        mapped = tensor.movedim(dim, 1) if dim is not None else tensor.unsqueeze(1)
-        return mapped.expand(mapped.shape[0], size, *mapped.shape[2:]).flatten(1, 2)
-
-    states = [folded(a, d) for a, d in zip(args[:3], dims[:3], strict=True)]
-    results = torch.ops.weft.scan_rnn(*states, *args[3:], **kwargs)
-
-    def unfolded(tensor: Tensor) -> tuple[Tensor, int | None]:
-        if tensor.dim() == 1:
-            return tensor, None
-        return tensor.unflatten(1, (size, tensor.shape[1] // max(size, 1))), 1
-
-    tensors, out_dims = zip(*map(unfolded, results), strict=True)
-    return tensors, out_dims
-
-
-# rnn ----------------------------------------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("weft::rnn")
 def _rnn_fake(
-    input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False, keep_cells=False, save=False
+    input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False, keep_cells=False, save=False,
+    backward="persistent",
 ):  # fmt: skip
     directions, hidden = 2 if bidirectional else 1, weights[1].shape[1]
     if batch_sizes is None:
@@ -88,19 +28,21 @@ def _rnn_fake(
     lstm = cell == "lstm"
     width = directions * hidden
     blocks = _GATE_BLOCKS.get(cell, 0) if save else 0
+    wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+    saved = wide if backward == "scan" else input.dtype
     return (
         input.new_empty((*input.shape[:-1], width)),
         input.new_empty((directions, batch, hidden)),
         input.new_empty((directions, batch, hidden) if lstm else (0,)),
-        input.new_empty((*input.shape[:-1], width) if lstm and (save or keep_cells) else (0,)),
-        input.new_empty((directions, rows, blocks * hidden) if blocks else (0,)),
+        input.new_empty((*input.shape[:-1], width) if lstm and (save or keep_cells) else (0,), dtype=saved),
+        input.new_empty((directions, rows, blocks * hidden) if blocks else (0,), dtype=saved),
     )
 
 
 @torch.library.register_fake("weft::rnn_backward")
 def _rnn_backward_fake(
     grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output, cells, gates, *, cell,
-    bidirectional, output_mask,
+    bidirectional, output_mask, backward="persistent",
 ):  # fmt: skip
     return [
         torch.empty_like(argument, memory_format=torch.contiguous_format)
@@ -187,21 +129,14 @@ def _recurrent_dtype(device: str, cell: str, state: Tensor) -> torch.dtype:
     return torch.promote_types(dtype, state.dtype) if device == "cpu" and cell == "gru" else dtype
 
 
-def _scan_rnn_autocast(device: str, *args: Tensor | None, cell: str, **flags: bool):
-    """Runs in the dtype that torch.nn's layers run in, and like every autocast rule leaves float64 alone."""
-    dtype = _recurrent_dtype(device, cell, args[1])
-    with below_autocast():
-        return torch.ops.weft.scan_rnn(*(_cast(a, dtype) for a in args), cell=cell, **flags)
-
-
-def _rnn_autocast(device: str, input, h0, c0, weights, batch_sizes=None, *, cell: str, **flags: bool):
-    """As scan_rnn; torch.nn's zeros in the place of a missing state have the input's dtype."""
+def _rnn_autocast(device: str, input, h0, c0, weights, batch_sizes=None, *, cell: str, **options):
+    """Runs in the dtype that torch.nn's layers run in, and like every autocast rule leaves float64 alone. torch.nn's
+    zeros instead of a missing state have the input's dtype."""
     dtype = _recurrent_dtype(device, cell, input if h0 is None else h0)
     tensors = (_cast(t, dtype) for t in (input, h0, c0))
     with below_autocast():
-        return torch.ops.weft.rnn(*tensors, [_cast(w, dtype) for w in weights], batch_sizes, cell=cell, **flags)
+        return torch.ops.weft.rnn(*tensors, [_cast(w, dtype) for w in weights], batch_sizes, cell=cell, **options)
 
 
 for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-    LIBRARY.impl("scan_rnn", functools.partial(_scan_rnn_autocast, _device), _key)
     LIBRARY.impl("rnn", functools.partial(_rnn_autocast, _device), _key)

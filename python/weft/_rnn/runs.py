@@ -18,7 +18,6 @@ from .calls import CELLS, Call
 __all__ = ["Result", "run", "run_at_once"]
 
 _rnn = torch.ops.weft.rnn.default
-_scan_rnn = torch.ops.weft.scan_rnn.default
 
 
 class Result(NamedTuple):
@@ -40,15 +39,12 @@ def run_at_once(layer: RNNBase, name: str, input: Tensor, state: tuple[Tensor, .
         )  # fmt: skip
         return output, tuple(final)
     steps = input.transpose(0, 1) if layer.batch_first else input
-    if name == "persistent":
-        h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
-        output, h_n, c_n, _, _ = _rnn(
-            steps, h0, c0, layer._flat_weights, None, cell=CELLS[layer.mode], bidirectional=layer.bidirectional
-        )
-        final = (h_n, c_n) if lstm else (h_n,)
-    else:
-        output, final = _scan_layers(layer, steps, state, steps.shape[1], layer._flat_weights, CELLS[layer.mode])
-    return output.transpose(0, 1) if layer.batch_first else output, final
+    h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
+    output, h_n, c_n, _, _ = _rnn(
+        steps, h0, c0, layer._flat_weights, None, cell=CELLS[layer.mode], bidirectional=layer.bidirectional,
+        backward=name,
+    )  # fmt: skip
+    return output.transpose(0, 1) if layer.batch_first else output, (h_n, c_n) if lstm else (h_n,)
 
 
 def run(layer: RNNBase, name: str, call: Call) -> Result:
@@ -61,10 +57,10 @@ def run(layer: RNNBase, name: str, call: Call) -> Result:
         call = call._replace(input=call.input.transpose(0, 1))
     if name == "torch":
         result = _run_torch_without_dropout(layer, call, compiling)
-    elif name == "persistent":
-        result = _run_persistent(layer, call)
+    elif name == "reference":
+        result = _run_reference(layer, call)
     else:
-        result = _run_scan(layer, call) if name == "scan" else _run_reference(layer, call)
+        result = _run_weft(layer, call, name)
     if not transpose:
         return result
     cells = None if result.cells is None else result.cells.transpose(0, 1)
@@ -127,15 +123,16 @@ def _run_torch_without_dropout(layer: RNNBase, call: Call, compiling: bool) -> R
     return Result(input, tuple(_joined(parts) for parts in zip(*finals, strict=True)))
 
 
-def _run_persistent(layer: RNNBase, call: Call) -> Result:
+def _run_weft(layer: RNNBase, call: Call, backward: str) -> Result:
+    """By weft::rnn, with this way of its backward pass."""
     if call.autocast is None:
-        return _run_layers(layer, call)
+        return _run_layers(layer, call, backward)
     # What autocast would cast the op's arguments to is not always what torch's layers compute in.
     with torch.autocast(call.input.device.type, enabled=False):
-        return _run_layers(layer, call)
+        return _run_layers(layer, call, backward)
 
 
-def _run_layers(layer: RNNBase, call: Call) -> Result:
+def _run_layers(layer: RNNBase, call: Call, backward: str) -> Result:
     input, state, weights, cell = _in_one_dtype(call)
     lstm = cell == "lstm"
     rows = 2 if layer.bidirectional else 1
@@ -145,13 +142,15 @@ def _run_layers(layer: RNNBase, call: Call) -> Result:
         last = number + 1 == layer.num_layers
         h0, c0 = None, None
         if state is not None:
-            h0, c0, *_ = (*(s.narrow(0, number * rows, rows) for s in state), None)
+            # Short sequences wait for the host, for which a node of autograd is much.
+            part = state if layer.num_layers == 1 else (s.narrow(0, number * rows, rows) for s in state)
+            h0, c0, *_ = (*part, None)
         operands = input, h0, c0, weights[number * stride : (number + 1) * stride], call.batch_sizes
         flags = {"bidirectional": layer.bidirectional, "keep_cells": last and layer.return_cells}
         if layer.proj_size > 0:
             input, h_n, c_n, cells = projection.lstm(*operands, **flags)
         else:
-            input, h_n, c_n, cells, _ = _rnn(*operands, cell=cell, **flags)
+            input, h_n, c_n, cells, _ = _rnn(*operands, cell=cell, backward=backward, **flags)
         finals.append((h_n, c_n) if lstm else (h_n,))
         if layer.dropout > 0 and layer.training and not last:
             input = F.dropout(input, layer.dropout, True)
@@ -169,49 +168,6 @@ def _in_one_dtype(call: Call) -> tuple[Tensor, tuple[Tensor, ...] | None, list[T
         weights = [w.to(dtype) for w in weights]
         state = None if state is None else tuple(s.to(dtype) for s in state)
     return input, state, weights, call.case.cell
-
-
-def _run_scan(layer: RNNBase, call: Call) -> Result:
-    input, state, weights, cell = _in_one_dtype(call)
-    return Result(*_scan_layers(layer, input, state, call.batch, weights, cell))
-
-
-def _scan_layers(
-    layer: RNNBase, input: Tensor, state: tuple[Tensor, ...] | None, batch: Any, weights: list[Tensor], cell: str
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Output and final state of all layers by the scan, time first."""
-    lstm = cell == "lstm"
-    directions = 2 if layer.bidirectional else 1
-    if state is None:
-        h0 = c0 = (input.new_zeros(1, batch, layer.hidden_size),) * (layer.num_layers * directions)
-    else:
-        h0, c0 = _apart(state[0]), _apart(state[-1]) if lstm else ()
-    stride = 4 if layer.bias else 2
-    h_n, c_n = [], []
-    for number in range(layer.num_layers):
-        outputs = []
-        for direction in range(directions):
-            index = number * directions + direction
-            w_ih, w_hh, *biases = weights[index * stride : (index + 1) * stride]
-            b_ih, b_hh = biases or (None, None)
-            output, h, c, _, _ = _scan_rnn(
-                input,
-                h0[index],
-                c0[index] if lstm else None,
-                w_ih,
-                w_hh,
-                b_ih,
-                b_hh,
-                cell=cell,
-                reverse=direction == 1,
-            )
-            outputs.append(output)
-            h_n.append(h)
-            c_n.append(c)
-        input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if layer.dropout > 0 and layer.training and number + 1 < layer.num_layers:
-            input = F.dropout(input, layer.dropout, True)
-    return input, (_joined(h_n), _joined(c_n)) if lstm else (_joined(h_n),)
 
 
 def _run_reference(layer: RNNBase, call: Call) -> Result:
@@ -237,8 +193,3 @@ def _run_reference(layer: RNNBase, call: Call) -> Result:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _apart(state: Tensor) -> tuple[Tensor, ...]:
-    # Short sequences wait for the host, for which a node of autograd is much.
-    return (state,) if state.shape[0] == 1 else state.split(1)
