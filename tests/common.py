@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,15 @@ BOUNDS = {
     torch.bfloat16: 4e-3,
 }
 """Relative error of the norm against fp64 on the same (rounded) inputs."""
+
+
+def treebank() -> Path:
+    """The folder of the Stanford Sentiment Treebank, which is not shipped: WEFT_SST, else shared/data/sst beside the
+    repository; skips the test where there is none."""
+    folder = Path(os.environ.get("WEFT_SST", Path(__file__).parents[2] / "shared" / "data" / "sst"))
+    if not (folder / "train.txt").exists():
+        pytest.skip("the Stanford Sentiment Treebank is not here: WEFT_SST may name its folder")
+    return folder
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
