@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import pytest
@@ -302,6 +303,19 @@ def test_function_transforms(schedule, device: str) -> None:
             assert_close(g, w)
 
 
+@device
+@schedules
+@pytest.mark.parametrize("sizes", ((3,), (3, 5, 2), (6,) * 9, (3, 0, 2)))
+def test_without_a_batch(sizes: tuple[int, ...], schedule, device: str) -> None:
+    grad, *jacobians = [torch.randn(sizes[0], device=device, dtype=torch.float64)] + [
+        torch.randn(n, m, device=device, dtype=torch.float64) for m, n in itertools.pairwise(sizes)
+    ]
+    found, expected = chain_backward(grad, jacobians, schedule), chain_backward(grad[None], jacobians, schedule)
+    for f, e in zip(found, expected, strict=True):
+        assert torch.equal(f, e[0])
+    opcheck(torch.ops.weft.chain_backward, (grad.requires_grad_(), jacobians))
+
+
 def f32(*shape: int) -> Tensor:
     return torch.zeros(shape)
 
@@ -314,7 +328,17 @@ BAD = {
         TypeError,
         r"jacobians\[1\] must be a Tensor, got NoneType",
     ),
-    "grad has rank 1": ((f32(3), []), ValueError, r"grad must be \(B, n\), got \[3\]"),
+    "grad has rank 3": (
+        (f32(1, 2, 3), []),
+        ValueError,
+        r"grad must be \(B, n\), or \(n\) without a batch, got \[1, 2, 3\]",
+    ),
+    "a Jacobian alone has a batch": (
+        (f32(3), [f32(4, 3), f32(2, 5, 4)]),
+        ValueError,
+        r"jacobians\[1\] must be \(n_in, n_out\) where grad has no batch, got \[2, 5, 4\]",
+    ),
+    "without a batch, does not chain": ((f32(3), [f32(3, 4)]), ValueError, r"jacobians\[0\] does not chain.*be 3"),
     "grad is integer": ((f32(2, 3).long(), []), TypeError, "grad must be float16.*got Long"),
     "mixed dtypes": (
         (f32(2, 3), [f32(4, 3), f32(5, 4).half()]),

@@ -717,6 +717,20 @@ def test_bad_fake_input(case: str) -> None:
         linear_scan(*(mode.from_tensor(t) for t in arguments))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_meta_tensors_beside_others(device: str):
+    A, b, x0 = (torch.zeros(shape, device=device) for shape in ((4, 2, 3, 3), (4, 2, 3), (2, 3)))
+    where = rf"must be on the device of A, {device}(:0)?, got meta"
+    with pytest.raises(RuntimeError, match=f"linear_scan: b {where}"):
+        torch.ops.weft.linear_scan(A, b.to("meta"), x0)
+    with pytest.raises(RuntimeError, match=f"linear_scan: x0 {where}"):
+        torch.ops.weft.linear_scan(A, b, x0.to("meta"))
+    with pytest.raises(RuntimeError, match=rf"linear_scan: b must be on the device of A, meta, got {device}"):
+        torch.ops.weft.linear_scan(A.to("meta"), b)
+    with pytest.raises(RuntimeError, match=f"linear_scan_backward: x {where}"):
+        torch.ops.weft.linear_scan_backward(b, A, b.to("meta"), x0, False, False, [True] * 3)
+
+
 @pytest.mark.cuda
 def test_mixed_devices() -> None:
     with pytest.raises(RuntimeError, match="linear_scan: b must be on the device of A, cpu, got cuda"):

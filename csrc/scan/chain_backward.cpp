@@ -33,20 +33,24 @@ constexpr const char* kOp = "chain_backward";
 
 void check_chain(const at::Tensor& grad, at::TensorList jacobians, int64_t levels) {
   check_floating(kOp, "grad", grad);
-  WEFT_CHECK_VALUE(grad.dim() == 2, kOp, ": grad must be (B, n), got ", grad.sym_sizes());
-  WEFT_CHECK_VALUE(levels >= -1, kOp, ": levels must be -1 (auto), 0 (linear) or a number of up-sweep levels, got ",
-                   levels);
-  auto length = grad.sym_size(1);
+  TORCH_CHECK_VALUE(grad.dim() == 1 || grad.dim() == 2, kOp, ": grad must be (B, n), or (n) without a batch, got ",
+                    grad.sym_sizes());
+  const bool batched = grad.dim() == 2;
+  TORCH_CHECK_VALUE(levels >= -1, kOp, ": levels must be -1 (auto), 0 (linear) or a number of up-sweep levels, got ",
+                    levels);
+  auto length = grad.sym_size(-1);
   for (size_t k = 0; k < jacobians.size(); ++k) {
     const at::Tensor& J = jacobians[k];
     const std::string name = "jacobians[" + std::to_string(k) + "]";
     check_like(kOp, name.c_str(), J, "grad", grad);
-    WEFT_CHECK_VALUE(J.dim() == 2 || J.dim() == 3, kOp, ": ", name,
-                     " must be (B, n_in, n_out), or (n_in, n_out) shared by the batch, got ", J.sym_sizes());
-    WEFT_CHECK_VALUE(J.dim() == 2 || J.sym_size(0) == grad.sym_size(0), kOp, ": ", name, " must have grad's batch, ",
-                     grad.sym_size(0), ", got ", J.sym_sizes());
-    WEFT_CHECK_VALUE(J.sym_size(-1) == length, kOp, ": ", name, " does not chain: its last dimension must be ", length,
-                     ", the length of the gradient that reaches it, got ", J.sym_sizes());
+    TORCH_CHECK_VALUE(J.dim() == 2 || (batched && J.dim() == 3), kOp, ": ", name,
+                      batched ? " must be (B, n_in, n_out), or (n_in, n_out) shared by the batch, got "
+                              : " must be (n_in, n_out) where grad has no batch, got ",
+                      J.sym_sizes());
+    TORCH_CHECK_VALUE(J.dim() == 2 || J.sym_size(0) == grad.sym_size(0), kOp, ": ", name, " must have grad's batch, ",
+                      grad.sym_size(0), ", got ", J.sym_sizes());
+    TORCH_CHECK_VALUE(J.sym_size(-1) == length, kOp, ": ", name, " does not chain: its last dimension must be ", length,
+                      ", the length of the gradient that reaches it, got ", J.sym_sizes());
     length = J.sym_size(-2);
   }
 }
@@ -273,6 +277,11 @@ at::Tensor agreed(const at::Tensor& tree, const at::Tensor& linear) {
 std::vector<at::Tensor> chain_backward(const at::Tensor& grad, at::TensorList jacobians, int64_t levels) {
   check_chain(grad, jacobians, levels);
   if (jacobians.empty()) return {};
+  if (grad.dim() == 1) {
+    auto gradients = chain_backward(grad.unsqueeze(0), jacobians, levels);
+    for (at::Tensor& g : gradients) g = g.squeeze(0);
+    return gradients;
+  }
   const at::NoTF32Guard no_tf32;
   if (levels == 0) return step_by_step(grad, jacobians);
   auto gradients = can_stack(jacobians) ? by_linear_scan(grad, jacobians) : step_by_step(grad, jacobians);

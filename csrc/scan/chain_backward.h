@@ -1,8 +1,8 @@
 // chain_backward(grad, jacobians, levels=-1) -> gradients
 //
-// grad       (B, n_0), the gradient of the loss by the chain's output
+// grad       (B, n_0), the gradient of the loss by the chain's output; or (n_0), and nothing has a batch
 // jacobians  J_1 .. J_n, transposed, last layer first: J_k is (B, n_k, n_{k-1}) or (n_k, n_{k-1}), shared by the batch
-// gradients  n new tensors, g_k = J_k g_{k-1} with g_0 = grad, (B, n_k); n may be 0, as may every size
+// gradients  n new tensors, g_k = J_k g_{k-1} with g_0 = grad, (B, n_k) or (n_k); n may be 0, as may every size
 // levels     0: one product of a matrix and a vector after the other. k > 0: k levels of the up-sweep of the modified
 //            Blelloch scan (the operator is A <> B = B A), the nodes that remain one after the other, then the
 //            down-sweep, in which every operand is a vector. More levels than the tree has: the whole scan. -1: linear

@@ -20,16 +20,16 @@ constexpr const char* kOp = "linear_scan";
 enum class Layout { dense, shared, diagonal };
 
 Layout check_sizes(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {
-  WEFT_CHECK_VALUE(b.dim() == 3, kOp, ": b must be (T, B, H), got ", b.sizes());
+  TORCH_CHECK_VALUE(b.dim() == 3, kOp, ": b must be (T, B, H), got ", b.sizes());
   const int64_t T = b.size(0), B = b.size(1), H = b.size(2);
   if (x0.defined()) check_shape(kOp, "x0", x0, {B, H}, "(B, H)");
   if (A.dim() == 3 && A.sizes() == b.sizes()) return Layout::diagonal;
   if (A.dim() == 4 && A.sizes() == at::IntArrayRef({T, B, H, H})) return Layout::dense;
   if (A.dim() == 4 && A.sizes() == at::IntArrayRef({T, 1, H, H})) return Layout::shared;
   if (A.dim() == 3 && A.sizes() == at::IntArrayRef({T, H, H})) return Layout::shared;
-  WEFT_CHECK_VALUE(false, kOp, ": A must be (T, B, H, H) = [", T, ", ", B, ", ", H, ", ", H,
-                   "], (T, H, H) or (T, 1, H, H) ", "shared by the batch, or (T, B, H) diagonal, to go with b ",
-                   b.sizes(), "; got ", A.sizes());
+  TORCH_CHECK_VALUE(false, kOp, ": A must be (T, B, H, H) = [", T, ", ", B, ", ", H, ", ", H,
+                    "], (T, H, H) or (T, 1, H, H) ", "shared by the batch, or (T, B, H) diagonal, to go with b ",
+                    b.sizes(), "; got ", A.sizes());
 }
 
 Layout check(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {
@@ -118,7 +118,7 @@ Gradients linear_scan_gradients(ScanInto scan, const at::Tensor& grad, const at:
   const at::Tensor start = x0.value_or(at::Tensor());
   const Layout layout = check(A, grad, start);
   const bool want_A = output_mask[0], want_x0 = output_mask[2] && start.defined();
-  WEFT_CHECK_VALUE(!want_A || x.has_value(), "linear_scan_backward: x is needed for the gradient of A");
+  TORCH_CHECK_VALUE(!want_A || x.has_value(), "linear_scan_backward: x is needed for the gradient of A");
   if (x.has_value()) {
     check_like("linear_scan_backward", "x", *x, "A", A);
     check_shape("linear_scan_backward", "x", *x, grad.sizes(), "(T, B, H)");

@@ -16,6 +16,15 @@ LIBRARY = torch.library.Library("weft", "IMPL")
 """Where autocast rules are registered, for the keys AutocastCPU and AutocastCUDA."""
 
 
+def check_devices(op: str, **tensors: Tensor | None) -> None:
+    """RuntimeError where a tensor is not on the device of the first: the rule for fake tensors also answers where one
+    of the arguments is on "meta"."""
+    (first, like), *others = tensors.items()
+    for name, tensor in others:
+        if tensor is not None and tensor.device != like.device:
+            raise RuntimeError(f"{op}: {name} must be on the device of {first}, {like.device}, got {tensor.device}")
+
+
 def one_by_one(op, size: int, in_dims: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """The results of one call for each index of the mapped dimension, stacked."""
 

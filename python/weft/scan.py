@@ -93,7 +93,7 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
     ``g[0] = grad`` and ``g[k] = jacobians[k-1] @ g[k-1]``, for each row of the batch. Differentiable to any order.
 
     Args:
-        grad: ``(B, n_0)``, the gradient of the loss by the chain's output.
+        grad: ``(B, n_0)``, the gradient of the loss by the chain's output; or ``(n_0,)``, and nothing has a batch.
         jacobians: transposed Jacobians, the last layer's first: each ``(B, n_k, n_{k-1})``, or ``(n_k, n_{k-1})`` for
             the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it. Sizes may differ from
             layer to layer; the list may be empty.
@@ -103,7 +103,8 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
             an int, that many levels of the up-sweep before the middle is done linearly (0 is linear).
 
     Returns:
-        n + 1 gradients, ``grad`` itself first, then g[k] ``(B, n_k)``. float16 and bfloat16 are computed in float32.
+        n + 1 gradients, ``grad`` itself first, then g[k] ``(B, n_k)`` or ``(n_k,)``. float16 and bfloat16 are computed
+        in float32.
 
     Raises:
         TypeError: dtypes are not floating, or differ; an argument is no tensor, ``jacobians`` no list of them;

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, one_by_one
+from .._rules import LIBRARY, check_devices, one_by_one
 from .._torch_private import below_autocast
 
 _GATE_BLOCKS = {"rnn_tanh": 0, "rnn_relu": 0, "gru": 4, "lstm": 4}  # blocks of H columns in `gates`
@@ -18,6 +18,7 @@ def _rnn_fake(
     input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False, keep_cells=False, save=False,
     backward="persistent",
 ):  # fmt: skip
+    check_devices("weft::rnn", input=input, h0=h0, c0=c0, **{f"weights[{i}]": w for i, w in enumerate(weights)})
     directions, hidden = 2 if bidirectional else 1, weights[1].shape[1]
     if batch_sizes is None:
         batch, rows = input.shape[1], input.shape[0] * input.shape[1]

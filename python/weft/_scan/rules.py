@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY
+from .._rules import LIBRARY, check_devices
 from .._torch_private import below_autocast
 
 
@@ -31,6 +31,7 @@ def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None) -> None:
         x0 is None or x0.dtype == A.dtype,
         lambda: f"linear_scan: x0 must have the dtype of A, {A.dtype}, got {x0.dtype}",
     )
+    check_devices("linear_scan", A=A, b=b, x0=x0)
     torch._check_value(b.dim() == 3, lambda: f"linear_scan: b must be (T, B, H), got {tuple(b.shape)}")
     T, B, H = b.shape
     torch._check_value(
@@ -65,6 +66,7 @@ def _linear_scan_backward_fake(
     output_mask: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     _check_linear_scan(A, grad, x0)
+    check_devices("linear_scan_backward", A=A, x=x)
     torch._check_value(
         x is None or _may_be_equal(x.shape, grad.shape),
         lambda: f"linear_scan_backward: x must be (T, B, H) = {tuple(grad.shape)}, got {tuple(x.shape)}",
