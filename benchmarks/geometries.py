@@ -53,7 +53,11 @@ class Geometry(NamedTuple):
 
     @property
     def tier(self) -> str:
-        return self.text.split(":")[0]
+        return self.fields["tier"]
+
+    @property
+    def fields(self) -> dict[str, str]:
+        return dict(field.split("=") for field in self.text.split())
 
 
 class Timed(NamedTuple):
@@ -92,8 +96,8 @@ def worth_timing(found: Sequence[Geometry], count: int) -> list[Geometry]:
     """The fastest expected, and then the best of each tier, group and cluster."""
     best: dict[tuple[str, ...], Geometry] = {}
     for geometry in found:
-        fields = geometry.text.split(":")
-        best.setdefault((*fields[:2], *fields[5:]), geometry)
+        fields = geometry.fields
+        best.setdefault(tuple(fields[f] for f in ("tier", "group", "product", "directions", "cluster")), geometry)
     others = [geometry for geometry in best.values() if geometry not in found[:count]]
     return [*found[:count], *others[: 2 * count]]
 

@@ -19,7 +19,6 @@ import bisect
 import itertools
 import math
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +123,7 @@ def exchange_floor(tier: str, size: float) -> float:
 
 
 class Layout(NamedTuple):
-    """How the blocks of a forward recurrence are arranged, from the words of the plan."""
+    """How the blocks of a forward recurrence are arranged."""
 
     tier: str
     groups: int
@@ -133,11 +132,9 @@ class Layout(NamedTuple):
     sequences: int
 
     @classmethod
-    def parse(cls, words: str) -> Layout:
-        found = re.search(r"(\w+) tier, (\d+) x (\d+) blocks of \d+ threads, (\d+) sequences each", words)
-        if not found:
-            raise RuntimeError(f"no layout in {words!r}")
-        return cls(found[1], int(found[2]), int(found[3]), int(found[4]))
+    def of(cls, facts: dict[str, Any]) -> Layout:
+        """From what the plan says of the pass."""
+        return cls(*(facts[field] for field in cls._fields))
 
     def floor(self, case: LayerCase) -> float:
         """Microseconds of the exchange of one step; groups run at the same time, each at this price."""
@@ -147,7 +144,7 @@ class Layout(NamedTuple):
 
 
 def plan(case: LayerCase, trains: bool) -> dict[str, Any]:
-    """How weft::rnn runs a case: ``why_not`` or None; the layouts of ``forward`` and ``backward``, in words.
+    """How weft::rnn runs a case: ``why_not`` or None; the layouts of ``forward`` and ``backward``, or None.
 
     Compiles the kernels where they are not yet, without holding Python's lock.
     """
@@ -252,7 +249,7 @@ def _step_entry(case: LayerCase) -> Entry:
         facts = plan(case, trains=True)
         if facts["why_not"]:
             raise RuntimeError(f"no kernel: {facts['why_not']}")
-        floor = Layout.parse(facts["forward"]).floor(case)
+        floor = Layout.of(facts["forward"]).floor(case)
         shorter = replace(case, T=case.T // 2)
         steps = {c.T: LayerStep(replace(c, algorithm="persistent")) for c in (case, shorter)}
         check_layers(steps[case.T])

@@ -20,16 +20,16 @@ half, bfloat16, single, double = torch.float16, torch.bfloat16, torch.float32, t
 
 # WEFT_RNN_GEOMETRY, dtype, TF32, H, B, T, directions, packed. A grid fetches what it exchanges six steps ahead.
 RECURRENCES = [
-    ("small", single, True, 33, 5, 5, 2, False),
-    ("small:::::fma", single, False, 33, 2, 5, 1, True),
-    ("cluster:4:3", bfloat16, True, 100, 5, 5, 2, True),
-    ("cluster:4:3:::mma", single, False, 100, 5, 5, 1, False),
-    ("cluster:4:3:::fma", single, False, 100, 5, 5, 2, True),
-    ("grid:16:2::::1:1", half, True, 200, 5, 9, 1, True),
-    ("grid:16:2::::2:1", single, True, 179, 3, 9, 2, False),
-    ("grid:16:2:::fma:1:1", single, False, 179, 3, 9, 1, False),
-    ("grid:32:2:::::4", half, True, 256, 5, 9, 1, True),
-    ("grid:16:2::::1:2", single, False, 179, 3, 9, 2, False),
+    ("tier=small", single, True, 33, 5, 5, 2, False),
+    ("tier=small product=fma", single, False, 33, 2, 5, 1, True),
+    ("tier=cluster group=4 columns=3", bfloat16, True, 100, 5, 5, 2, True),
+    ("tier=cluster group=4 columns=3 product=mma", single, False, 100, 5, 5, 1, False),
+    ("tier=cluster group=4 columns=3 product=fma", single, False, 100, 5, 5, 2, True),
+    ("tier=grid group=16 columns=2 directions=1 cluster=1", half, True, 200, 5, 9, 1, True),
+    ("tier=grid group=16 columns=2 directions=2 cluster=1", single, True, 179, 3, 9, 2, False),
+    ("tier=grid group=16 columns=2 product=fma directions=1 cluster=1", single, False, 179, 3, 9, 1, False),
+    ("tier=grid group=32 columns=2 cluster=4", half, True, 256, 5, 9, 1, True),
+    ("tier=grid group=16 columns=2 directions=1 cluster=2", single, False, 179, 3, 9, 2, False),
 ]
 
 
@@ -47,8 +47,7 @@ def recurrence(
             device=0, cell=cell, input_size=inputs, hidden_size=H, layers=1, dtype=str(dtype).removeprefix("torch."),
             directions=directions, steps=T, batch=B, packed=packed, trains=True,
         )  # fmt: skip
-        tier = geometry.split(":")[0]
-        assert plan["forward"].startswith(tier) and plan["backward"].startswith(tier), (cell, geometry, plan)
+        assert all(f"tier={plan[name]['tier']}" in geometry for name in ("forward", "backward")), (cell, geometry, plan)
         sizes = torch.tensor([B] * (T - 2) + [max(1, B - 2)] * 2) if packed else None
         x, h = tensors((int(sizes.sum()), inputs) if packed else (T, B, inputs), (directions, B, H), dtype=dtype)
         shapes = [(gates * H, inputs), (gates * H, H), (gates * H,), (gates * H,)] * directions
@@ -106,7 +105,7 @@ def rnn_scan() -> None:
         layer_scan(cell, 20, T=61, B=3, inputs=40, chunks=6, scale=9.0)  # chunks that are computed again
         layer_scan(cell, 20, T=40, B=2, inputs=3, chunks=1, dtype=double)
         layer_scan(cell, 41, T=33, B=2, inputs=3, chunks=5)
-        layer_scan(cell, 41, T=33, B=2, inputs=3, chunks=1, geometry="small:2")  # none: torch's forward pass
+        layer_scan(cell, 41, T=33, B=2, inputs=3, chunks=1, geometry="tier=small group=2")  # none: torch's forward pass
         layer_scan(cell, 64, T=33, B=2, inputs=3, chunks=5, scale=9.0)
         layer_scan(cell, most, T=21, B=1, inputs=3, chunks=3)
         layer_scan(cell, 20, T=40, B=2, inputs=3, chunks=4, dtype=half)

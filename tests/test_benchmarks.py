@@ -201,7 +201,7 @@ def test_packed_lengths():
 
 
 def test_floor_of_the_exchange():
-    cluster = rnn.Layout.parse("cluster tier, 6 x 16 blocks of 256 threads, 3 sequences each")
+    cluster = rnn.Layout.of({"tier": "cluster", "groups": 6, "blocks": 16, "threads": 256, "sequences": 3})
     assert cluster == ("cluster", 6, 16, 3)
     assert cluster.floor(rnn.RnnCase("gru", 512, 16, 1024, dtype="bf16")) == pytest.approx(0.47)  # 3 KiB
     assert rnn.exchange_floor("cluster", 1) == 0.40
@@ -210,11 +210,9 @@ def test_floor_of_the_exchange():
     for sizes in rnn.EXCHANGE_FLOOR.values():
         assert list(sizes) == sorted(sizes)
         assert [us for _, us in sizes] == sorted(us for _, us in sizes)
-    alone = rnn.Layout.parse("small tier, 16 x 1 blocks of 512 threads, 1 sequences each")
+    alone = rnn.Layout.of({"tier": "small", "groups": 16, "blocks": 1, "threads": 512, "sequences": 1})
     with pytest.raises(RuntimeError, match="exchanges nothing"):
         alone.floor(rnn.LONG)
-    with pytest.raises(RuntimeError, match="no layout"):
-        rnn.Layout.parse("otherwise")
 
 
 def _on_a_small_cpu(monkeypatch) -> None:
@@ -230,7 +228,7 @@ def _on_a_small_cpu(monkeypatch) -> None:
         monkeypatch.setattr(rnn, name, tuple(map(small, getattr(rnn, name))))
     grid = [small(case) for case in rnn.grid_cases() if case.H == 128 and case.B == 16]
     monkeypatch.setattr(rnn, "grid_cases", lambda: iter(grid))
-    facts = {"why_not": None, "forward": "cluster tier, 1 x 16 blocks of 64 threads, 3 sequences each"}
+    facts = {"why_not": None, "forward": {"tier": "cluster", "groups": 1, "blocks": 16, "sequences": 3}}
     monkeypatch.setattr(rnn, "plan", lambda case, trains: facts)
     quick = {"warmup": 1, "repeats": 2, "at_most": 0.0}
     monkeypatch.setattr(rnn, "measure", lambda candidates, device, at_most: common.measure(candidates, device, **quick))
@@ -362,7 +360,7 @@ def test_auto_takes_what_the_rows_say_is_faster(costed_rows, monkeypatch):
     some = [r for r in costed_rows if r.file == "rnn" and r.metric in ("forward_backward", "inference", "decode")]
     assert len(some) > 108
     for r in some:
-        facts = {"why_not": None, "forward": "", "backward": "", "microseconds": r.weft}
+        facts = {"why_not": None, "forward": None, "backward": None, "microseconds": r.weft}
         monkeypatch.setattr(choice._C, "rnn_plan", lambda facts=facts, **_: facts, raising=False)
         assert choice.choose("auto", r.case)[0] == "persistent", r
 
@@ -523,7 +521,7 @@ def _timed(costs: dict[str, float]) -> list[geometries.Timed]:
         for groups in (1, 2, 4):
             amounts = {name: generator.uniform(0, 10) for name in costs}
             us = sum(cost * amounts[name] for name, cost in costs.items())
-            geometry = geometries.Geometry(f"grid:{groups}:1:8:8:mma:1:1", [], 1.0, groups, amounts)
+            geometry = geometries.Geometry(f"tier=grid group={groups} columns=1", [], 1.0, groups, amounts)
             found.append(geometries.Timed(problem, geometry, groups * us))
     return found
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -102,11 +100,8 @@ def test_asked_for_by_name_scan_runs_at_any_size(both_devices):
 
 
 def test_what_the_cuda_kernels_do_not_hold_runs_as_torch(both_devices):
-    header = (Path(__file__).parents[1] / "csrc" / "rnn" / "cuda" / "scan_kernels.h").read_text()
-    assert f"kWarpHidden = {CUDA_MAX_HIDDEN_FP64};" in header
-    lstm, others = re.search(r"cell == Cell::kLstm \? (\d+) : (\d+);", header).groups()
+    assert CUDA_MAX_HIDDEN == {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64} and CUDA_MAX_HIDDEN_FP64 == 32
     for cell, largest in CUDA_MAX_HIDDEN.items():
-        assert largest == int(lstm if cell == "lstm" else others)
         case = CASE._replace(cell=cell, device="cuda")
         assert choose("scan", case._replace(hidden_size=largest))[0] == "scan"
         for asked in ("auto", "scan"):
@@ -164,8 +159,17 @@ def plan(monkeypatch):
 
         def __call__(self, **sizes):
             self.asked.append(sizes)
-            layout = {"forward": "one CTA", "backward": "two CTAs"}
-            return {"why_not": self.why_not, **layout, "microseconds": self.microseconds}
+            forward = {
+                "tier": "cluster", "product": "mma", "groups": 4, "blocks": 8, "threads": 256, "sequences": 3,
+                "cluster": 1, "directions": 2,
+            }  # fmt: skip
+            backward = {**forward, "tier": "grid", "product": "fma", "cluster": 2, "directions": 1}
+            return {
+                "why_not": self.why_not,
+                "forward": forward,
+                "backward": backward,
+                "microseconds": self.microseconds,
+            }
 
     plan = Plan()
     monkeypatch.setattr(choice._C, "rnn_plan", plan, raising=False)
@@ -183,10 +187,16 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
         "directions": 1, "steps": 100, "batch": 4, "packed": False, "trains": True,
     }  # fmt: skip
     assert choice.expected_time("persistent", ON_CUDA) == 3000
-    assert choice.how("persistent", ON_CUDA) == "forward: one CTA; backward: two CTAs"
+    how = (
+        "forward: cluster tier, 4 x 8 blocks of 256 threads, 3 sequences each; backward: grid tier, 4 x 8 blocks of "
+        "256 threads, 3 sequences each, FMA, pooled by 2"
+    )
+    assert choice.how("persistent", ON_CUDA) == how
+    both = choice.how("persistent", ON_CUDA._replace(directions=2))
+    assert both == f"{how}, one direction after the other"
     projected = ON_CUDA._replace(cell="lstm", proj_size=128)
     assert choose("auto", projected)[0] == "persistent"
-    assert choice.how("persistent", projected).endswith("; forward: one CTA; backward: two CTAs")
+    assert choice.how("persistent", projected).endswith(f"; {how}")
     # For a small state the scan is expected to be faster.
     assert choose("auto", ON_CUDA._replace(hidden_size=16))[0] == "scan"
     # A compiled graph knows neither length nor batch.

@@ -54,7 +54,7 @@ def compile_elsewhere(*all_defines: list[str]) -> list[str]:
     """Where another process has each cubin from."""
     code = (
         "import json, sys; from weft import _C\n"
-        f"print(json.dumps([_C.jit_compile({PROBE!r}, d, {ARCH})[1] for d in {list(all_defines)!r}]))"
+        f"print(json.dumps([_C._testing.jit_compile({PROBE!r}, d, {ARCH})[1] for d in {list(all_defines)!r}]))"
     )
     done = python(code)
     assert done.returncode == 0, done.stderr
@@ -64,20 +64,20 @@ def compile_elsewhere(*all_defines: list[str]) -> list[str]:
 def test_sources_are_embedded_byte_for_byte():
     found = {p.relative_to(ROOT / "csrc").as_posix(): p.read_bytes() for p in (ROOT / "csrc").rglob("*.jit.cu*")}
     assert PROBE in found
-    assert _C.jit_sources() == found
+    assert _C._testing.jit_sources() == found
 
 
 def test_digest_is_sha256():
     for size in (0, 1, 55, 56, 63, 64, 65, 119, 120, 1000):
         data = bytes(7 * i % 256 for i in range(size))
-        assert _C.jit_sha256(data) == hashlib.sha256(data).hexdigest()
+        assert _C._testing.jit_sha256(data) == hashlib.sha256(data).hexdigest()
 
 
 @needs_nvrtc
 def test_a_second_process_reads_what_the_first_compiled(cache, defines):
-    code, origin = _C.jit_compile(PROBE, defines, ARCH)
+    code, origin = _C._testing.jit_compile(PROBE, defines, ARCH)
     assert origin == "compiled" and code.startswith(b"\x7fELF")
-    assert _C.jit_compile(PROBE, defines, ARCH) == (code, "memory")
+    assert _C._testing.jit_compile(PROBE, defines, ARCH) == (code, "memory")
     (entry,) = files(cache)
     assert entry.parent == cache / weft.__version__ / "sm_90a" == Path(_C.jit_cache_dir()) / "sm_90a"
     assert entry.read_bytes().startswith(code)
@@ -87,7 +87,7 @@ def test_a_second_process_reads_what_the_first_compiled(cache, defines):
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_every_architecture_compiles(arch, cache, defines):
-    code, origin = _C.jit_compile(PROBE, defines, arch)
+    code, origin = _C._testing.jit_compile(PROBE, defines, arch)
     assert origin == "compiled" and b"probe_cluster" in code
 
 
@@ -95,9 +95,9 @@ def test_every_architecture_compiles(arch, cache, defines):
 def test_entries_differ_by_macros_and_architecture(cache, defines):
     variants = [defines, [*defines, "A=1"], [*defines, "A=12"], [*defines, "A=1", "B=2"], [*defines, "B=2", "A=1"]]
     for variant in variants:
-        assert _C.jit_compile(PROBE, variant, ARCH)[1] == "compiled"
+        assert _C._testing.jit_compile(PROBE, variant, ARCH)[1] == "compiled"
     assert len({path.name for path in files(cache)}) == len(variants)
-    assert _C.jit_compile(PROBE, defines, 80)[1] == "compiled"
+    assert _C._testing.jit_compile(PROBE, defines, 80)[1] == "compiled"
     assert len({path.name for path in files(cache)}) == len(variants) + 1
 
 
@@ -119,7 +119,7 @@ def test_damaged_entries_are_made_again(cache):
     variants = [[f"PROBE_FACTOR={next(_factors)}ll"] for _ in damage]
     known: dict[Path, bytes] = {}
     for variant, change in zip(variants, damage, strict=True):
-        _C.jit_compile(PROBE, variant, ARCH)
+        _C._testing.jit_compile(PROBE, variant, ARCH)
         (entry,) = set(files(cache)) - set(known)
         known[entry] = entry.read_bytes()
         change(entry)
@@ -137,8 +137,8 @@ def test_damaged_entries_are_made_again(cache):
 def test_a_cache_that_cannot_be_written_costs_nothing_else(place, tmp_path, monkeypatch, defines):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path / place))
-    assert _C.jit_compile(PROBE, defines, ARCH)[1] == "compiled"
-    assert _C.jit_compile(PROBE, defines, ARCH)[1] == "memory"
+    assert _C._testing.jit_compile(PROBE, defines, ARCH)[1] == "compiled"
+    assert _C._testing.jit_compile(PROBE, defines, ARCH)[1] == "memory"
     assert files(tmp_path) == [tmp_path / "file"]
 
 
@@ -148,7 +148,7 @@ def test_a_failed_compilation_shows_the_log_and_leaves_nothing(cache):
         with pytest.raises(
             RuntimeError, match=r"probe\.jit\.cu does not compile for sm_90a with -DPROBE_FACTOR=\("
         ) as e:
-            _C.jit_compile(PROBE, ["PROBE_FACTOR=("], ARCH)
+            _C._testing.jit_compile(PROBE, ["PROBE_FACTOR=("], ARCH)
         assert "error: expected an expression" in str(e.value)
     assert files(cache) == []
 
@@ -156,10 +156,10 @@ def test_a_failed_compilation_shows_the_log_and_leaves_nothing(cache):
 @needs_nvrtc
 def test_what_is_not_there_is_named():
     with pytest.raises(RuntimeError, match=r"no embedded source jit/absent\.jit\.cu"):
-        _C.jit_compile("jit/absent.jit.cu", [], ARCH)
+        _C._testing.jit_compile("jit/absent.jit.cu", [], ARCH)
     assert "does not compile for sm_35" in _C.jit_why_unavailable(35)
     with pytest.raises(RuntimeError, match=r"probe\.jit\.cu cannot be compiled: NVRTC .* does not compile for sm_35"):
-        _C.jit_compile(PROBE, [], 35)
+        _C._testing.jit_compile(PROBE, [], 35)
 
 
 @needs_nvrtc
@@ -168,7 +168,7 @@ def test_threads_share_a_compilation(cache, defines):
 
     def work(_: int) -> str:
         start.wait()
-        return _C.jit_compile(PROBE, defines, ARCH)[1]
+        return _C._testing.jit_compile(PROBE, defines, ARCH)[1]
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(work, range(8))) == ["compiled"] + ["memory"] * 7
@@ -176,7 +176,7 @@ def test_threads_share_a_compilation(cache, defines):
 
 @needs_nvrtc
 def test_processes_may_write_one_entry_at_once(cache, defines):
-    code = f"from weft import _C; print(len(_C.jit_compile({PROBE!r}, {defines!r}, {ARCH})[0]))"
+    code = f"from weft import _C; print(len(_C._testing.jit_compile({PROBE!r}, {defines!r}, {ARCH})[0]))"
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: python(code), range(3)))
     assert len({done.stdout for done in results}) == 1 and all(done.returncode == 0 for done in results), results
@@ -189,11 +189,11 @@ def test_many_at_once(cache):
     requests = [(PROBE, [f"PROBE_FACTOR={next(_factors)}ll"], arch) for arch in (80, 90) for _ in range(4)]
     _C.jit_compile_many([*requests, requests[0]])
     assert len(files(cache)) == len(requests)
-    assert [_C.jit_compile(*request)[1] for request in requests] == ["memory"] * len(requests)
+    assert [_C._testing.jit_compile(*request)[1] for request in requests] == ["memory"] * len(requests)
     good = (PROBE, [f"PROBE_FACTOR={next(_factors)}ll"], ARCH)
     with pytest.raises(RuntimeError, match="expected an expression"):
         _C.jit_compile_many([(PROBE, ["PROBE_FACTOR=("], ARCH), good])
-    assert _C.jit_compile(*good)[1] == "memory"
+    assert _C._testing.jit_compile(*good)[1] == "memory"
 
 
 @pytest.mark.parametrize("library", ["/nowhere/libnvrtc.so", "libm.so.6"])
@@ -201,7 +201,7 @@ def test_without_nvrtc_everything_else_works(library):
     code = (
         "import json, torch, weft; from weft import _C, info\n"
         "y = weft.scan.linear_scan(torch.rand(3, 2, 4), torch.rand(3, 2, 4), torch.rand(2, 4))\n"
-        f"try: _C.jit_compile({PROBE!r}, [], {ARCH})\n"
+        f"try: _C._testing.jit_compile({PROBE!r}, [], {ARCH})\n"
         "except RuntimeError as error: print(json.dumps([_C.jit_why_unavailable(), str(error), info.collect()]))"
     )
     done = python(code, WEFT_NVRTC=library)
@@ -241,7 +241,7 @@ def test_importing_opens_neither_nvrtc_nor_the_driver():
 def launch(entry, grid, block, arguments, *, defines=(), shared=0, cluster=1, cooperative=False, stream=None):
     stream = torch.cuda.current_stream() if stream is None else stream
     addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-    _C.jit_launch(
+    _C._testing.jit_launch(
         PROBE,
         list(defines),
         entry,
@@ -256,7 +256,7 @@ def launch(entry, grid, block, arguments, *, defines=(), shared=0, cluster=1, co
 
 
 def limits(entry, block, shared=0, cluster=1):
-    return _C.jit_limits(PROBE, [], entry, (block, 1, 1), shared, cluster)
+    return _C._testing.jit_limits(PROBE, [], entry, (block, 1, 1), shared, cluster)
 
 
 def int64(n: int) -> torch.Tensor:

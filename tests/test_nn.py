@@ -288,7 +288,11 @@ def test_a_bad_row_stays_alone(device, cell, algorithm):
 
 @devices
 @pytest.mark.parametrize("algorithm", ["persistent", "scan", "torch"])
-@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bias": False}], ids=["", "batch_first", "no_bias"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"batch_first": True}, {"bias": False, "bidirectional": True}],
+    ids=["", "batch_first", "directions"],
+)
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("cell", CELLS)
 def test_calls_that_go_the_short_way(monkeypatch, cell, with_state, options, algorithm, device):
@@ -309,9 +313,9 @@ def test_calls_that_go_the_short_way(monkeypatch, cell, with_state, options, alg
         assert torch.equal(a, b) and a.stride() == b.stride() and a.requires_grad == b.requires_grad
 
 
-@pytest.mark.parametrize("options", [{"num_layers": 2}, {"bidirectional": True}], ids=["layers", "directions"])
-def test_a_scan_of_several_calls_goes_the_long_way(options):
-    ours, _ = layers("gru", "cpu", torch.float32, "scan", **options)
+@pytest.mark.parametrize("algorithm", ["persistent", "scan"])
+def test_several_layers_go_the_long_way(algorithm):
+    ours, _ = layers("gru", "cpu", torch.float32, algorithm, num_layers=2)
     assert choose_at_once(ours, torch.randn(5, 2, I), None) is None
 
 

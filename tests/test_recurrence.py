@@ -24,27 +24,27 @@ SOURCE = "rnn/cuda/recurrence.jit.cu"
 ROOT = Path(__file__).resolve().parent.parent
 GEOMETRY = "WEFT_RNN_GEOMETRY"
 TIERS = (
-    "small",
-    "small:1:3:8:2",
-    "cluster:2",
-    "cluster:4:3",
-    "cluster:8",
-    "cluster:16:1",
-    "grid:16",
-    "grid:16:2",
-    "grid:32",
-    "grid:32:3::::1",
-    "grid:32:3:::::2",
-    "grid:32:3:::::4",
-    "grid:32:1:::::8",
+    "tier=small",
+    "tier=small group=1 columns=3 warps=8 split=2",
+    "tier=cluster group=2",
+    "tier=cluster group=4 columns=3",
+    "tier=cluster group=8",
+    "tier=cluster group=16 columns=1",
+    "tier=grid group=16",
+    "tier=grid group=16 columns=2",
+    "tier=grid group=32",
+    "tier=grid group=32 columns=3 directions=1",
+    "tier=grid group=32 columns=3 cluster=2",
+    "tier=grid group=32 columns=3 cluster=4",
+    "tier=grid group=32 columns=1 cluster=8",
 )
 FMA_TIERS = (
-    "small:1:1:::fma",
-    "small:1:3:8:2:fma",
-    "cluster:4:3:::fma",
-    "cluster:16:1:::fma",
-    "grid:32:2:::fma",
-    "grid:32:2:::fma::4",
+    "tier=small group=1 columns=1 product=fma",
+    "tier=small group=1 columns=3 warps=8 split=2 product=fma",
+    "tier=cluster group=4 columns=3 product=fma",
+    "tier=cluster group=16 columns=1 product=fma",
+    "tier=grid group=32 columns=2 product=fma",
+    "tier=grid group=32 columns=2 product=fma cluster=4",
 )
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 TF32 = 5e-3
@@ -86,7 +86,13 @@ def test_compiles(cell: int, group: int):
 
 def tier_samples(cell: str, tier: str) -> list[Sample]:
     """Sizes of which every block of a group has a part: odd, packed, and fewer sequences than a group takes."""
-    part = 4 if tier.startswith("small") else 2 if tier.startswith(("cluster:2", "cluster:4")) else 1
+    part = (
+        4
+        if tier.startswith("tier=small")
+        else 2
+        if tier.startswith(("tier=cluster group=2", "tier=cluster group=4"))
+        else 1
+    )
     return [
         Sample(cell, 7, 5, 3, 253 // part, bidirectional=True),
         Sample(cell, 6, 5, 3, 256 // part, bidirectional=True, state=False, lengths=(6, 4, 4, 1, 1)),
@@ -130,7 +136,14 @@ def test_tiers_match_the_reference(cell: str, tier: str, dtype: torch.dtype, tf3
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("tier", "both"), (("grid:32:1", False), ("grid:32:1", True), ("grid:32:1:::mma:1:4", True)))
+@pytest.mark.parametrize(
+    ("tier", "both"),
+    (
+        ("tier=grid group=32 columns=1", False),
+        ("tier=grid group=32 columns=1", True),
+        ("tier=grid group=32 columns=1 product=mma directions=1 cluster=4", True),
+    ),
+)
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_grid_in_slices(cell: str, tier: str, both: bool, monkeypatch):
     """More groups than the device holds at once: several launches."""
@@ -149,13 +162,21 @@ def test_a_grid_in_slices(cell: str, tier: str, both: bool, monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))
-@pytest.mark.parametrize("tier", ("cluster:4:3", "cluster:4:3:::fma", "grid:16:2", "grid:32:3:::::4"))
+@pytest.mark.parametrize(
+    "tier",
+    (
+        "tier=cluster group=4 columns=3",
+        "tier=cluster group=4 columns=3 product=fma",
+        "tier=grid group=16 columns=2",
+        "tier=grid group=32 columns=3 cluster=4",
+    ),
+)
 @pytest.mark.parametrize("cell", CELLS)
 def test_bad_values_do_not_stop_an_exchange(cell: str, tier: str, value: float, monkeypatch):
     """The exchange through L2 waits for values that are not a certain NaN; no arithmetic makes that one."""
     monkeypatch.setenv(GEOMETRY, tier)
     for dtype in DTYPES[:1] if "fma" in tier else DTYPES:
-        for hidden in (253, 256) if tier.startswith("grid") else (125,):
+        for hidden in (253, 256) if tier.startswith("tier=grid") else (125,):
             sample = Sample(cell, 6, 4, 3, hidden, dtype=dtype)
             assert_geometry(sample)
             args = arguments(sample, "cuda", requires_grad=True)
@@ -179,13 +200,21 @@ def test_bad_values_do_not_stop_an_exchange(cell: str, tier: str, value: float, 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tier", ("grid:16:2", "grid:16:2:::::2", "grid:32:3:::::8", "grid:16:2:::fma::4"))
+@pytest.mark.parametrize(
+    "tier",
+    (
+        "tier=grid group=16 columns=2",
+        "tier=grid group=16 columns=2 cluster=2",
+        "tier=grid group=32 columns=3 cluster=8",
+        "tier=grid group=16 columns=2 product=fma cluster=4",
+    ),
+)
 @pytest.mark.parametrize("cell", CELLS)
 def test_many_steps_of_a_grid(cell: str, tier: str, monkeypatch):
     """Buffers and barriers are used many times over, rows are fetched ahead, and in places blocks or whole clusters
     have no unit."""
     monkeypatch.setenv(GEOMETRY, tier)
-    for hidden, packed in ((100 if tier.startswith("grid:32") else 52, False), (128, True)):
+    for hidden, packed in ((100 if tier.startswith("tier=grid group=32") else 52, False), (128, True)):
         lengths = (301, 300, 7, 1) if packed else None
         sample = Sample(cell, 301, 4, 3, hidden, bidirectional=True, lengths=lengths)
         args = arguments(sample, "cuda", requires_grad=True)
@@ -237,7 +266,7 @@ def test_any_shape_in_any_tier(data):
     steps = draw(strategies.lists(strategies.integers(1, 20), min_size=1, max_size=33))
     packed = draw(strategies.booleans())
     lengths = tuple(sorted(steps, reverse=True)) if packed else None
-    os.environ[GEOMETRY] = draw(strategies.sampled_from(("", "cluster", "grid")))
+    os.environ[GEOMETRY] = draw(strategies.sampled_from(("", "tier=cluster", "tier=grid")))
     sample = Sample(
         cell, max(steps), len(steps), draw(strategies.integers(1, 9)), hidden, draw(strategies.booleans()),
         state=draw(strategies.booleans()), lengths=lengths, dtype=dtype,
@@ -255,7 +284,7 @@ def test_any_shape_in_any_tier(data):
 @pytest.mark.cuda
 def test_precision_follows_torch(monkeypatch):
     """TF32 on tensor cores where torch's own layers would use it, whichever setting says so."""
-    monkeypatch.setenv(GEOMETRY, ":::::mma")
+    monkeypatch.setenv(GEOMETRY, "product=mma")
     sample = Sample("lstm", 30, 4, 8, 128)
     args = arguments(sample, "cuda")
     exact = reference(*doubles(args.operands)[:3], doubles(args.weights), **sample.keywords)[0]
@@ -288,7 +317,7 @@ def test_directions_that_do_not_fit_together():
     sample = Sample("lstm", 4, 3, 3, 2048, bidirectional=True, lengths=(4, 3, 1), dtype=torch.bfloat16)
     sizes = {"cell": "lstm", "dtype": "bfloat16", "input_size": 3, "hidden_size": 2048, "layers": 1, "directions": 2}
     plan = _C.rnn_plan(device=0, **sizes, steps=4, batch=3, packed=True, trains=True)
-    assert "one direction after the other" in plan["forward"] and "one direction after the other" in plan["backward"]
+    assert plan["forward"]["directions"] == plan["backward"]["directions"] == 1
     args = arguments(sample, "cuda", requires_grad=True)
     exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
     expected, found = reference(*exact, **sample.keywords), rnn(*args, **sample.keywords, keep_cells=True)
@@ -303,13 +332,28 @@ def test_falls_back_where_nothing_fits(monkeypatch):
     layer = weft.nn.GRU(8, 48, algorithm="persistent").cuda()
     x = torch.randn(5, 3, 8, device="cuda")
     expected = layer(x)[0]
-    monkeypatch.setenv(GEOMETRY, "grid:128:1:8:1")
+    monkeypatch.setenv(GEOMETRY, "tier=grid group=128 columns=1 warps=8 split=1")
     assert "do not fit" in str(weft.explain(layer, x)) and weft.explain(layer, x).algorithm == "torch"
     found = torch.ops.weft.rnn(x, None, None, list(layer.parameters()), cell="gru")[0]  # step by step
     assert torch.allclose(found, expected, atol=2e-3)
     huge = {"device": 0, "cell": "lstm", "dtype": "float32", "input_size": 8, "hidden_size": 8192, "layers": 1}
     plan = _C.rnn_plan(**huge, directions=1, steps=10, batch=4, packed=False, trains=True)
     assert "do not fit" in plan["why_not"] and plan["microseconds"] is None
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "text", ("grid:16", "tier=large", "tier", "group=0", "group=-1", "columns=2x", "product=", "size=3")
+)
+def test_geometries_that_are_none_are_refused(text: str, monkeypatch):
+    args = arguments(Sample("gru", 4, 3, 2, 64), "cuda")
+    monkeypatch.setenv(GEOMETRY, f"warps=8 {text}")
+    with pytest.raises(
+        RuntimeError, match=f"WEFT_RNN_GEOMETRY: '{text}' is none of tier=small, cluster or grid, .*in 'warps"
+    ):
+        rnn(*args, cell="gru")
+    monkeypatch.delenv(GEOMETRY)
+    assert rnn(*args, cell="gru")[0].isfinite().all()
 
 
 @pytest.mark.cuda

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import weft  # noqa: F401  registers torch.ops.weft
+import weft
 from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices, with_instructions
 from hypothesis import given, strategies
 from sequential import cell_step, doubles
@@ -832,7 +833,7 @@ def test_operands_of_more_elements_than_one_product_takes():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tier", ("", "grid:16", "grid:64::::::2"))
+@pytest.mark.parametrize("tier", ("", "tier=grid group=16", "tier=grid group=64 cluster=2"))
 @pytest.mark.parametrize("sample", [Sample(c, 200, 16, 8, 256) for c in CELLS], ids=str)
 def test_two_streams_at_once(sample: Sample, tier: str, monkeypatch):
     """Calls that share the device neither wait for each other for ever nor mix their results."""
@@ -881,6 +882,38 @@ def test_cuda_graph(sample: Sample):
     found = [None if c is None else c.clone() for c in captured]
     for f, e in zip(found, step(), strict=True):
         assert (f is None and e is None) or torch.equal(f, e)
+
+
+@pytest.mark.cuda
+def test_what_a_cuda_graph_reads_goes_with_it():
+    """The lengths of packed input are copied at every replay: they stay as long as the graph, and no longer."""
+    sample = packed("gru", (30, 12, 5), 3, 64)
+    static = arguments(sample, "cuda", requires_grad=True)
+
+    def step():
+        output = rnn(*static, **sample.keywords)[0]
+        return [output, *torch.autograd.grad(output.sum(), static.tensors)]
+
+    expected = step()
+    before = weft._C._testing.rnn_captured()
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = step()
+        assert weft._C._testing.rnn_captured() > before
+        junk = [torch.full((1000,), 7, dtype=kind).pin_memory() for kind in (torch.int32, torch.int64)]
+        graph.replay()
+        torch.cuda.synchronize()
+        for f, e in zip(found, expected, strict=True):
+            assert torch.equal(f, e)
+        del graph, found, junk
+        torch.cuda.synchronize()
+        for _ in range(100):  # the driver says so in its own time
+            if weft._C._testing.rnn_captured() == before:
+                break
+            time.sleep(0.01)
+        assert weft._C._testing.rnn_captured() == before
+    step()
 
 
 @pytest.mark.cuda
@@ -1002,6 +1035,16 @@ def test_other_devices():
     args = arguments(sample, "cuda")
     with pytest.raises(RuntimeError, match=r"batch_sizes must be \(T\), int64, on the CPU"):
         rnn(args.input, args.h0, None, args.weights, args.batch_sizes.cuda(), cell="gru")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_meta_tensors_beside_others(device: str):
+    args = arguments(Sample("gru", 4, 3, 2, 5), device)
+    where = rf"must be on the device of input, {device}(:0)?, got meta"
+    with pytest.raises(RuntimeError, match=rf"weft::rnn: weights\[1\] {where}"):
+        rnn(args.input, args.h0, None, [w.to("meta") if i == 1 else w for i, w in enumerate(args.weights)], cell="gru")
+    with pytest.raises(RuntimeError, match=rf"weft::rnn: h0 {where}"):
+        rnn(args.input, args.h0.to("meta"), None, args.weights, cell="gru")
 
 
 @pytest.mark.parametrize("device", DEVICES)

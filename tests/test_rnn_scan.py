@@ -30,7 +30,7 @@ LONG_ON_CPU = [s for s in LONG if (s.H, s.T, s.bidirectional, s.dtype) == (13, 1
 # Where a block holds a chunk: every size that is padded to and odd ones in between.
 BLOCK_SIZES = {cell: (33, 48, 64) if cell == "lstm" else (33, 48, 64, 65, 96, 100, 128) for cell in CELLS}
 BLOCK_CASES = [(cell, H) for cell, sizes in BLOCK_SIZES.items() for H in sizes]
-NO_GEOMETRY = "small:2"
+NO_GEOMETRY = "tier=small group=2"
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,9 @@ dim3 to_dim3(Size s) {
 }  // namespace
 
 void bind(py::module_& m) {
+  auto testing = m.def_submodule("_testing");
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  m.def(
+  testing.def(
       "jit_compile",
       [](const std::string& source, const Defines& defines, int arch) {
         Origin origin;
@@ -46,7 +47,7 @@ void bind(py::module_& m) {
         py::arg("arch") = 0);
   m.def("jit_version", &nvrtc_version, NoGil(), "NVRTC's version; only where jit_why_unavailable() is None.");
   m.def("jit_cache_dir", &cache_dir, "Folder of the compiled kernels, '' where there is no place for one.");
-  m.def(
+  testing.def(
       "jit_sources",
       [] {
         py::dict sources;
@@ -54,10 +55,10 @@ void bind(py::module_& m) {
         return sources;
       },
       "Name to text of every embedded source.");
-  m.def(
+  testing.def(
       "jit_sha256", [](const std::string& bytes) { return hex(Sha256().update(bytes).finish()); }, "For the tests.",
       py::arg("bytes"));
-  m.def(
+  testing.def(
       "jit_launch",
       [](const std::string& source, const Defines& defines, const std::string& entry, Size grid, Size block,
          unsigned shared_bytes, unsigned cluster_size, bool cooperative, uintptr_t stream,
@@ -68,11 +69,10 @@ void bind(py::module_& m) {
             .launch(to_dim3(grid), to_dim3(block), shared_bytes, cluster_size, cooperative,
                     reinterpret_cast<cudaStream_t>(stream), pointers.data());
       },
-      NoGil(), "Launches a kernel whose parameters are all 64 bits wide on the current device. For the tests.",
-      py::arg("source"), py::arg("defines"), py::arg("entry"), py::arg("grid"), py::arg("block"),
-      py::arg("shared_bytes"), py::arg("cluster_size"), py::arg("cooperative"), py::arg("stream"),
-      py::arg("arguments"));
-  m.def(
+      NoGil(), "Launches a kernel whose parameters are all 64 bits wide on the current device.", py::arg("source"),
+      py::arg("defines"), py::arg("entry"), py::arg("grid"), py::arg("block"), py::arg("shared_bytes"),
+      py::arg("cluster_size"), py::arg("cooperative"), py::arg("stream"), py::arg("arguments"));
+  testing.def(
       "jit_limits",
       [](const std::string& source, const Defines& defines, const std::string& entry, Size block, unsigned shared_bytes,
          unsigned cluster_size) {

@@ -7,29 +7,28 @@ namespace py = pybind11;
 namespace weft::offload {
 void bind(py::module_& m);
 }
+namespace weft::rnn {
+void bind(py::module_& m);
+}
 namespace weft::vertex {
 void bind(py::module_& m);
 }
 
 #ifdef WEFT_WITH_CUDA
-namespace weft {
-namespace jit {
+namespace weft::jit {
 void bind(py::module_& m);
 }
-namespace rnn {
-void bind(py::module_& m);
-}
-}  // namespace weft
 #endif
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Weft's compiled operators; use them through torch.ops.weft or the weft package.";
+  m.def_submodule("_testing", "What only tests use.");
   weft::offload::bind(m);
+  weft::rnn::bind(m);
   weft::vertex::bind(m);
 #ifdef WEFT_WITH_CUDA
   m.attr("with_cuda") = true;
   weft::jit::bind(m);
-  weft::rnn::bind(m);
 #else
   m.attr("with_cuda") = false;
 #endif

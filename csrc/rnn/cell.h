@@ -1,9 +1,12 @@
 // The recurrent cells, without a torch header so that kernels can include it.
 #pragma once
+#include <utility>
 
 namespace weft::rnn {
 
 enum class Cell { kRnnTanh, kRnnRelu, kGru, kLstm };
+constexpr std::pair<const char*, Cell> kCells[] = {
+    {"rnn_tanh", Cell::kRnnTanh}, {"rnn_relu", Cell::kRnnRelu}, {"gru", Cell::kGru}, {"lstm", Cell::kLstm}};
 
 // G: blocks of H rows in w_ih and w_hh.
 constexpr int gate_blocks(Cell cell) {

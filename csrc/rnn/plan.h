@@ -1,6 +1,7 @@
 // What weft::rnn would do on a GPU, for weft.explain and the choice of an algorithm.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,10 +16,19 @@ struct RnnCase {
   bool packed, trains;
 };
 
+// How the recurrence of one pass is laid out.
+struct RnnPass {
+  std::string tier, product;       // small, cluster or grid; mma or fma
+  int64_t groups;                  // of blocks that share the weights, of all directions
+  int blocks, threads, sequences;  // of a group, of a block, of a group
+  int cluster;                     // blocks that pool their rows
+  int directions;                  // that run at the same time
+};
+
 struct RnnPlanReport {
-  std::string why_not;            // empty where the kernel runs
-  std::string forward, backward;  // how, in words; empty for a pass without a kernel
-  double microseconds = 0;        // expected, of all layers, with the backward pass if trained; 0: step by step
+  std::string why_not;                       // empty where the kernel runs
+  std::optional<RnnPass> forward, backward;  // nothing for a pass without a kernel
+  double microseconds = 0;  // expected, of all layers, with the backward pass if trained; 0: step by step
 };
 
 // Compiles the kernels where they are not yet.

@@ -11,8 +11,6 @@
 namespace weft::rnn {
 namespace {
 
-constexpr std::pair<const char*, Cell> kCells[] = {
-    {"rnn_tanh", Cell::kRnnTanh}, {"rnn_relu", Cell::kRnnRelu}, {"gru", Cell::kGru}, {"lstm", Cell::kLstm}};
 constexpr std::pair<const char*, Backward> kBackwards[] = {{"persistent", Backward::kPersistent},
                                                            {"scan", Backward::kScan}};
 

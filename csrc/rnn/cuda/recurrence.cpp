@@ -1,17 +1,21 @@
 // Geometries of the recurrence kernel: which fit, what a step of each is expected to cost, and the launch.
 //
-// WEFT_RNN_GEOMETRY="tier:group:columns:warps:split:product:directions:cluster" restricts the choice, for tests and
-// measurements: tier is small, cluster or grid, product mma or fma, directions how many run at the same time, cluster
-// how many blocks of a grid pool their rows; a missing or empty field is free. It is read at every call.
+// WEFT_RNN_GEOMETRY="tier=grid group=16 columns=2 warps=8 split=8 product=mma directions=1 cluster=2" restricts the
+// choice, for tests and measurements: tier is small, cluster or grid, product mma or fma, directions how many run at
+// the same time, cluster how many blocks of a grid pool their rows; a missing field is free.
 #include "rnn/cuda/recurrence.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
+#include <map>
 #include <mutex>
 #include <numeric>
 #include <set>
 #include <sstream>
+#include <stdexcept>
+#include <string_view>
 #include <tuple>
 #include <unordered_map>
 
@@ -116,24 +120,51 @@ double step_us(const RecurrenceProblem& p, const RecurrenceGeometry& g, const La
 }
 
 struct Restriction {
+  int id = 0;  // 0 where nothing is restricted
   std::string tier, product;
-  int numbers[6] = {0, 0, 0, 0, 0, 0};  // group, columns, warps, split, directions, cluster; 0 for any
+  std::array<int, 6> numbers{};  // group, columns, warps, split, directions, cluster; 0 for any
 };
+constexpr std::array<std::string_view, 6> kNumbers = {"group", "columns", "warps", "split", "directions", "cluster"};
 
-std::string restriction_text() {
-  const char* text = std::getenv("WEFT_RNN_GEOMETRY");
-  return text == nullptr ? "" : text;
+Restriction parse_restriction(const std::string& text) {
+  const auto refuse = [&](const std::string& field) {
+    throw std::runtime_error("weft: WEFT_RNN_GEOMETRY: '" + field +
+                             "' is none of tier=small, cluster or grid, product=mma or fma, and group, columns, warps, "
+                             "split, directions and cluster with a positive number; in '" +
+                             text + "'");
+  };
+  Restriction r;
+  std::istringstream fields(text);
+  for (std::string field; fields >> field;) {
+    const size_t equals = std::min(field.find('='), field.size());
+    const std::string name = field.substr(0, equals), value = field.substr(std::min(equals + 1, field.size()));
+    const auto number = std::find(kNumbers.begin(), kNumbers.end(), name);
+    if (name == "tier" && (value == "small" || value == "cluster" || value == "grid")) {
+      r.tier = value;
+    } else if (name == "product" && (value == "mma" || value == "fma")) {
+      r.product = value;
+    } else if (number != kNumbers.end() && !value.empty() && value.size() < 6 && value[0] != '0' &&
+               value.find_first_not_of("0123456789") == std::string::npos) {
+      r.numbers[number - kNumbers.begin()] = std::stoi(value);
+    } else {
+      refuse(field);
+    }
+  }
+  return r;
 }
 
-Restriction restriction() {
-  Restriction r;
-  std::stringstream fields(restriction_text());
-  std::getline(fields, r.tier, ':');
-  std::string field;
-  for (int i = 0; i < 4 && std::getline(fields, field, ':'); ++i) r.numbers[i] = std::atoi(field.c_str());
-  std::getline(fields, r.product, ':');
-  for (int i = 4; i < 6 && std::getline(fields, field, ':'); ++i) r.numbers[i] = std::atoi(field.c_str());
-  return r;
+// Tests and measurements change the variable while a process runs: each text is parsed once.
+const Restriction& restriction() {
+  static const Restriction none;
+  const char* const text = std::getenv("WEFT_RNN_GEOMETRY");
+  if (text == nullptr || *text == 0) return none;
+  static std::mutex mutex;
+  static std::map<std::string, Restriction, std::less<>> known;
+  const std::lock_guard lock(mutex);
+  if (const auto found = known.find(std::string_view(text)); found != known.end()) return found->second;
+  Restriction parsed = parse_restriction(text);
+  parsed.id = int(known.size()) + 1;
+  return known.emplace(text, std::move(parsed)).first->second;
 }
 
 RecurrencePlan make_plan(const RecurrenceProblem& p) {
@@ -167,15 +198,15 @@ RecurrencePlan make_plan(const RecurrenceProblem& p) {
 struct Key {
   int device;
   RecurrenceProblem problem;
-  std::string restriction;
+  int restriction;
   bool operator==(const Key&) const = default;
 };
 struct KeyHash {
   size_t operator()(const Key& k) const {
-    size_t hash = std::hash<std::string>()(k.restriction);
-    for (const int64_t part : {int64_t(k.device), int64_t(k.problem.cell), int64_t(k.problem.type),
-                               int64_t(k.problem.backward), int64_t(k.problem.packed), int64_t(k.problem.hidden),
-                               int64_t(k.problem.directions), int64_t(k.problem.batch)}) {
+    size_t hash = 0;
+    for (const int64_t part : {int64_t(k.device), int64_t(k.restriction), int64_t(k.problem.cell),
+                               int64_t(k.problem.type), int64_t(k.problem.backward), int64_t(k.problem.packed),
+                               int64_t(k.problem.hidden), int64_t(k.problem.directions), int64_t(k.problem.batch)}) {
       hash = hash * 1000003 + std::hash<int64_t>()(part);
     }
     return hash;
@@ -217,15 +248,16 @@ const char* const* recurrence_cost_names() {
 }
 
 std::string geometry_text(const RecurrenceGeometry& g) {
-  std::stringstream text;
-  text << tier_name(g.tier) << ':' << g.group << ':' << g.columns << ':' << g.warps << ':' << g.split << ':'
-       << (g.fma ? "fma" : "mma") << ':' << g.directions << ':' << g.cluster;
+  std::ostringstream text;
+  text << "tier=" << tier_name(g.tier) << " group=" << g.group << " columns=" << g.columns << " warps=" << g.warps
+       << " split=" << g.split << " product=" << (g.fma ? "fma" : "mma") << " directions=" << g.directions
+       << " cluster=" << g.cluster;
   return text.str();
 }
 
 std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p) {
   const DeviceLimits& device = device_limits();
-  const Restriction only = restriction();
+  const Restriction& only = restriction();
   const int per_chunk = 16 / element_bytes(p.type);
   std::vector<RecurrenceGeometry> found;
   const auto consider = [&](RecurrenceGeometry g) {
@@ -330,7 +362,7 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
 const RecurrencePlan& recurrence_plan(const RecurrenceProblem& problem) {
   static std::mutex mutex;
   static std::unordered_map<Key, RecurrencePlan, KeyHash> plans;  // nodes stay where they are
-  Key key{0, problem, restriction_text()};
+  Key key{0, problem, restriction().id};
   cuda_check(cudaGetDevice(&key.device), "cudaGetDevice");
   {
     const std::lock_guard lock(mutex);

@@ -16,12 +16,12 @@
 
 #include <algorithm>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 #include "common/autograd.h"
+#include "rnn/cuda/captured.h"
 #include "rnn/cuda/recurrence.h"
 #include "rnn/cuda/scan.h"
 #include "rnn/plan.h"
@@ -118,17 +118,9 @@ Tensor pinned(int64_t count, at::ScalarType type) {
   return at::empty({count}, at::TensorOptions().dtype(type).pinned_memory(true));
 }
 
-// Integers on the device. From pinned memory the copy needs no synchronisation; a captured one reads that memory
-// whenever its graph is replayed, so that it must stay.
+// Integers on the device. From pinned memory the copy needs no synchronisation.
 Tensor to_device(const Tensor& host, at::Device device) {
-  cudaStreamCaptureStatus status;
-  C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(), &status));
-  if (status != cudaStreamCaptureStatusNone) {
-    static std::mutex mutex;
-    static auto* const captured = new std::vector<Tensor>;  // no destructor at exit, after CUDA's
-    const std::lock_guard lock(mutex);
-    captured->push_back(host);
-  }
+  keep_while_captured(host, c10::cuda::getCurrentCUDAStream());
   return host.to(at::TensorOptions().device(device), /*non_blocking=*/true);
 }
 
@@ -526,12 +518,9 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
       continue;
     }
     const RecurrenceGeometry& g = *plan.geometry;
-    std::string& text = backward ? report.backward : report.forward;
-    text = std::string(tier_name(g.tier)) + " tier, " + std::to_string(g.groups * c.directions) + " x " +
-           std::to_string(g.group) + " blocks of " + std::to_string(32 * g.warps) + " threads, " +
-           std::to_string(g.columns) + " sequences each" + (g.fma ? ", FMA" : "") +
-           (g.cluster > 1 ? ", pooled by " + std::to_string(g.cluster) : "") +
-           (g.directions < c.directions ? ", one direction after the other" : "");
+    (backward ? report.backward : report.forward) =
+        RnnPass{tier_name(g.tier), g.fma ? "fma" : "mma", g.groups * c.directions, g.group, 32 * g.warps, g.columns,
+                g.cluster,         g.directions};
     report.microseconds += g.step_us * double(std::max<int64_t>(1, c.T)) * c.layers;
     if (backward) continue;
     report.microseconds += products_us(*problem, c);

@@ -8,15 +8,9 @@
 #include <cstdint>
 
 #include "rnn/cell.h"
+#include "rnn/scan_limits.h"
 
 namespace weft::rnn {
-
-// H of the forward kernels, and of the chain in double.
-constexpr int kWarpHidden = 32;
-// H of the chain in float.
-constexpr int scan_max_hidden(Cell cell) {
-  return cell == Cell::kLstm ? 64 : 128;
-}
 
 struct ScanShape {
   Cell cell;

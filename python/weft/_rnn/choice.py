@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,8 +65,8 @@ _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 # within chunks, boundaries one after the other, replay of the chunks) of about the square root of T steps each instead
 # of T. So it is for small H, long T and batches that leave the device idle. On the CPU it has no table: there its
 # operator is that of "persistent".
-# Above 32 hidden units on CUDA its forward pass is cuDNN's, in fp32, and the persistent kernels are the ones to beat:
-# they win by their forward pass unless the sequence is long and the batch small, on an H200 from about 5000 steps on.
+# Above 32 hidden units on CUDA the persistent kernels are the ones to beat: they win unless the sequence is long and
+# the batch small. The limits were measured on an H200 with cuDNN's forward pass before the scan.
 _LONG = Limits(min_steps=5000, max_batch=64, dtypes=frozenset((torch.float32,)), alone=True)
 _LONG_ALONE = _LONG._replace(min_steps=8000, max_batch=4)
 AUTO_SCAN: dict[tuple[str, str], Table] = {
@@ -105,11 +105,11 @@ AUTO_PROJECTED: dict[tuple[str, str], Table] = {
     ),
 }
 
-CUDA_MAX_HIDDEN = {"rnn_tanh": 128, "rnn_relu": 128, "gru": 128, "lstm": 64}
-"""H that the CUDA kernels of the backward pass hold (scan_max_hidden)."""
+CUDA_MAX_HIDDEN: dict[str, int] = _C.rnn_scan_max_hidden
+"""By cell, H that the CUDA kernels of the scan hold."""
 
-CUDA_MAX_HIDDEN_FP64 = 32
-"""The same in float64 (kWarpHidden)."""
+CUDA_MAX_HIDDEN_FP64: int = _C.rnn_scan_max_hidden_fp64
+"""The same in float64, of every cell."""
 
 _DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
 
@@ -233,8 +233,24 @@ def _plan(
     )
     if facts["why_not"] is not None:
         return Plan(facts["why_not"])
-    how = [f"{name}: {facts[name]}" for name in ("forward", "backward") if facts[name]]
+    how = [f"{name}: {_layout(facts[name], directions)}" for name in ("forward", "backward") if facts[name]]
     return Plan(None, facts["microseconds"], "; ".join(how))
+
+
+def _layout(facts: dict[str, Any], directions: int) -> str:
+    """How the recurrence of a pass is laid out on the device, in words."""
+    parts = [
+        f"{facts['tier']} tier",
+        f"{facts['groups']} x {facts['blocks']} blocks of {facts['threads']} threads",
+        f"{facts['sequences']} sequences each",
+    ]
+    if facts["product"] == "fma":
+        parts.append("FMA")
+    if facts["cluster"] > 1:
+        parts.append(f"pooled by {facts['cluster']}")
+    if facts["directions"] < directions:
+        parts.append("one direction after the other")
+    return ", ".join(parts)
 
 
 def auto_limits(table: Table, hidden_size: int) -> Limits | None:

@@ -166,7 +166,7 @@ def scan_us(case: Case) -> float | None:
             # The chunks of the backward pass are what grows with the batch.
             return line._replace(start=SCAN_FORWARD_START, volume=0.0).us(case)
         return max(WEFT_HOST[True], line.us(case))
-    # Above, its forward pass is torch's.
+    # Above, what was measured had torch's forward pass.
     if case.dtype != torch.float32 or not case.tf32:
         return None
     return max(WEFT_HOST[True], SCAN[cell, 64 if cell == "lstm" else 128].us(case)) if case.trains else torch_us(case)

@@ -1,14 +1,34 @@
-// rnn, as Python sees it: what a call would do on a GPU.
+// rnn, as Python sees it: what the scan's kernels hold, and what a call would do on a GPU.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "rnn/scan_limits.h"
+#ifdef WEFT_WITH_CUDA
+#include "rnn/cuda/captured.h"
 #include "rnn/plan.h"
+#endif
 
 namespace py = pybind11;
 
 namespace weft::rnn {
+#ifdef WEFT_WITH_CUDA
+namespace {
 
-void bind(py::module_& m) {
+py::object layout(const std::optional<RnnPass>& pass) {
+  if (!pass) return py::none();
+  py::dict facts;
+  facts["tier"] = pass->tier;
+  facts["product"] = pass->product;
+  facts["groups"] = pass->groups;
+  facts["blocks"] = pass->blocks;
+  facts["threads"] = pass->threads;
+  facts["sequences"] = pass->sequences;
+  facts["cluster"] = pass->cluster;
+  facts["directions"] = pass->directions;
+  return facts;
+}
+
+void bind_cuda(py::module_& m) {
   m.def(
       "rnn_plan",
       [](int device, const std::string& cell, const std::string& dtype, int64_t input_size, int64_t hidden_size,
@@ -21,14 +41,15 @@ void bind(py::module_& m) {
         }
         py::dict facts;
         facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);
-        facts["forward"] = report.forward;
-        facts["backward"] = report.backward;
+        facts["forward"] = layout(report.forward);
+        facts["backward"] = layout(report.backward);
         facts["microseconds"] =
             report.microseconds > 0 ? py::object(py::float_(report.microseconds)) : py::object(py::none());
         return facts;
       },
-      "How weft::rnn runs on a GPU: why it has no kernel, or None; how the recurrences are laid out; the microseconds "
-      "expected.",
+      "How weft::rnn runs on a GPU: why it has no kernel, or None; for each pass None or how its recurrence is laid "
+      "out (tier, product, groups of all directions, blocks of a group, threads of a block, sequences of a group, "
+      "cluster of blocks that pool their rows, directions at the same time); the microseconds expected, or None.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("input_size"), py::arg("hidden_size"),
       py::arg("layers"), py::arg("directions"), py::arg("steps"), py::arg("batch"), py::arg("packed"),
       py::arg("trains"));
@@ -49,6 +70,20 @@ void bind(py::module_& m) {
       "cost in a step of one) of each geometry that fits.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
       py::arg("packed"), py::arg("backward"));
+  m.def_submodule("_testing").def("rnn_captured", &captured_count, "Tensors that CUDA graphs keep for weft::rnn.");
+}
+
+}  // namespace
+#endif
+
+void bind(py::module_& m) {
+  py::dict most;
+  for (const auto& [name, cell] : kCells) most[name] = scan_max_hidden(cell);
+  m.attr("rnn_scan_max_hidden") = most;
+  m.attr("rnn_scan_max_hidden_fp64") = kWarpHidden;
+#ifdef WEFT_WITH_CUDA
+  bind_cuda(m);
+#endif
 }
 
 }  // namespace weft::rnn
