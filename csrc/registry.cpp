@@ -1,6 +1,6 @@
-// The table of contents: every operator of torch.ops.weft, one block per engine.
-// Shapes, dtypes, aliasing and errors are in the header of each op, shape rules for fake tensors in
-// python/weft/_fake.py.
+// The table of contents: every operator of torch.ops.weft, one block per room.
+// Shapes, dtypes, aliasing and errors are in the header of each op, <room>/<op>.h, the rules for fake tensors, autocast
+// and vmap in the room's folder of python/weft.
 #include <torch/library.h>
 
 TORCH_LIBRARY(weft, m) {
@@ -33,7 +33,7 @@ TORCH_LIBRARY(weft, m) {
   m.def("rle_compress(Tensor x) -> (Tensor runs, Tensor values, Tensor size)", tags);
   m.def("rle_decompress(Tensor runs, Tensor values, SymInt[] shape) -> Tensor", tags);
 
-  // scan, in Python: python/weft/_torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold
+  // rnn, in Python: python/weft/_rnn/torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold
   m.def(
       "torch_rnn(Tensor input, Tensor[] state, Tensor[] weights, Tensor? batch_sizes, str cell, bool bias, "
       "SymInt num_layers, bool bidirectional, ScalarType? autocast, ScalarType dtype, ScalarType cell_dtype) "

@@ -1,11 +1,10 @@
 // linear_scan(A, b, x0=None, *, reverse=False, transpose=False) -> x
 //
 //   x[t] = A[t] x[t-1] + b[t],  x[-1] = x0        reverse:   x[t] = A[t] x[t+1] + b[t],  x[T] = x0
-//                                                 transpose: A[t]^T in the place of A[t]
+//                                                 transpose: A[t]^T instead of A[t]
 //
 // A      (T, B, H, H); (T, H, H) or (T, 1, H, H), shared by the batch; or (T, B, H), the diagonal. A 3-D A with the
-// shape
-//        of b is diagonal, also where B = H.
+//        shape of b is diagonal, also where B = H.
 // b      (T, B, H)
 // x0     (B, H), or none for zeros: A at the first step is then not used
 // x      (T, B, H), new and contiguous; aliases nothing

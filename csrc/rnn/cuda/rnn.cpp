@@ -361,6 +361,14 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
   return result;
 }
 
+// A tensor that is as it should be does not go through the dispatcher.
+Tensor in_type(const Tensor& t, at::ScalarType type) {
+  return t.scalar_type() == type ? t : t.to(type);
+}
+OptionalTensor in_type(const OptionalTensor& t, at::ScalarType type) {
+  return t ? OptionalTensor(in_type(*t, type)) : t;
+}
+
 // What "scan" runs where the scan has no kernel: all operands in the accumulate type.
 struct Widened {
   Tensor input;
@@ -369,19 +377,16 @@ struct Widened {
   RnnArgs args;
 
   Widened(const RnnArgs& a, at::ScalarType type)
-      : input(a.input.to(type)),
-        h0(widen(a.h0, type)),
-        c0(widen(a.c0, type)),
+      : input(in_type(a.input, type)),
+        h0(in_type(a.h0, type)),
+        c0(in_type(a.c0, type)),
         weights(all(a.weights, type)),
         args{input, h0, c0, weights, a.batch_sizes, a.cell, a.bidirectional, a.backward} {}
   Widened(const Widened&) = delete;
 
-  static OptionalTensor widen(const OptionalTensor& t, at::ScalarType type) {
-    return t ? OptionalTensor(t->to(type)) : t;
-  }
   static std::vector<Tensor> all(at::TensorList list, at::ScalarType type) {
     std::vector<Tensor> result;
-    for (const Tensor& t : list) result.push_back(t.to(type));
+    for (const Tensor& t : list) result.push_back(in_type(t, type));
     return result;
   }
 };
@@ -396,7 +401,7 @@ RnnResults forward_for_scan(const RnnArgs& args, const RnnSizes& s, bool keep_ce
   const Way way = way_of(wide.args, s, /*backward=*/false);
   if (!way.plan && scan_has_kernels(args, s)) return scan_forward(args, s, keep_cells, save);
   RnnResults r = persistent_forward(way, wide.args, s, keep_cells, save);
-  for (Tensor* t : {&r.output, &r.h_n, &r.c_n}) *t = t->to(type);
+  for (Tensor* t : {&r.output, &r.h_n, &r.c_n}) *t = in_type(*t, type);
   return r;
 }
 
@@ -409,11 +414,11 @@ std::vector<Tensor> backward_by_scan(const RnnGrads& grads, const RnnArgs& args,
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = args.input.scalar_type(), compute = accumulate_type(type);
   const Widened wide(args, compute);
-  const OptionalTensor grad_output = Widened::widen(grads.output, compute),
-                       grad_h_n = Widened::widen(grads.h_n, compute), grad_c_n = Widened::widen(grads.c_n, compute);
-  auto result = persistent_backward({grad_output, grad_h_n, grad_c_n, grads.cells}, wide.args, s, output.to(compute),
-                                    cells, gates, output_mask);
-  for (Tensor& t : result) t = t.to(type);
+  const OptionalTensor grad_output = in_type(grads.output, compute), grad_h_n = in_type(grads.h_n, compute),
+                       grad_c_n = in_type(grads.c_n, compute);
+  auto result = persistent_backward({grad_output, grad_h_n, grad_c_n, grads.cells}, wide.args, s,
+                                    in_type(output, compute), cells, gates, output_mask);
+  for (Tensor& t : result) t = in_type(t, type);
   return result;
 }
 
