@@ -21,7 +21,7 @@ at::Tensor joined(const std::vector<at::Tensor>& parts, int64_t dim) {
   return parts.size() == 1 ? parts[0] : at::cat(parts, dim);
 }
 
-// `rows` in the place of the first rows of `state`.
+// `rows` instead of the first rows of `state`.
 at::Tensor with_first_rows(const at::Tensor& state, const at::Tensor& rows) {
   const int64_t n = rows.size(0), B = state.size(0);
   return n == B ? rows : at::cat({rows, state.narrow(0, n, B - n)}, 0);

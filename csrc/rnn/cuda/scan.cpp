@@ -111,7 +111,7 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
     }
     return output;
   };
-  results.output.reset();  // torch allocates its own
+  results.output.reset();
   const int64_t most = steps_at_a_time(input.size(1) * w_hh.size(0));
   Tensor output;
   if (steps.size(0) <= most) {
@@ -316,6 +316,7 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
       const Tensor projected = b_ih.defined() ? at::addmm(b_ih, rows, right) : at::mm(rows, right);
       (compute == at::kFloat ? forward_kernel<float> : forward_kernel<double>)(shape, projected, w_hh, b_hh, h, c, own);
     } else {
+      if (s.D == 1) r.output.reset();  // torch allocates its own
       forward_by_torch(args.cell, shape.reverse, x, h, c, w_ih, w_hh, b_ih, b_hh, own);
       if (own.gates.dim() == 3) {
         const at::NoTF32Guard no_tf32;
@@ -325,8 +326,12 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
     outputs.push_back(own.output);
     cells.push_back(own.cells);
   }
-  r.output = s.D == 1 ? outputs[0] : at::cat(outputs, 2);
-  if (s.D > 1 && r.cells.dim() == 3) r.cells = at::cat(cells, 2);
+  if (s.D == 1) {
+    r.output = outputs[0];
+  } else {
+    at::cat_out(r.output, outputs, 2);
+    if (r.cells.dim() == 3) at::cat_out(r.cells, cells, 2);
+  }
   r.output = in_type(r.output, type);
   r.h_n = in_type(r.h_n, type);
   r.c_n = in_type(r.c_n, type);
