@@ -1,0 +1,46 @@
+// Launchers of zero-value compression on raw pointers and a stream: for the operators, and for whoever moves tensors.
+// Torch-free, no host synchronisation, safe under stream capture.
+//
+// A pointer may be device memory or mapped host memory, but for the mask that is decompressed, which is read twice, and
+// for the workspaces, which must be on the device. `blocks` is the most thread blocks that a launch runs at a time, 0
+// for what fills the device: copies to or from mapped host memory fill the bus with few, and more of them only hurt the
+// compute beside. Blocks never wait for one that is not resident, so that any number is safe beside any other kernel.
+//
+// Errors: std::runtime_error naming the kernel.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace weft::offload {
+
+struct ZvcCompress {
+  const void* x;  // n elements, aligned to their size; 16 bytes are faster
+  int64_t n;
+  int itemsize;      // 2 or 4
+  uint32_t* mask;    // ceil(n/32) words, all written
+  void* values;      // 4-byte aligned; may lie right behind the mask
+  int64_t capacity;  // elements that `values` holds; those beyond are counted and not written
+  int64_t* size;     // elements that are not zero
+};
+size_t zvc_compress_workspace(const ZvcCompress& args);  // bytes, aligned to 16; free when the launch has run
+void zvc_compress(const ZvcCompress& args, void* workspace, int blocks, cudaStream_t stream);
+
+struct ZvcDecompress {
+  const uint32_t* mask;
+  const void* values;  // aligned to an element
+  int64_t available;   // elements that `values` holds: nothing is read outside; what is missing becomes 0
+  void* out;           // n elements, aligned to their size; 16 bytes are faster
+  int64_t n;
+  int itemsize;  // 2 or 4
+};
+size_t zvc_decompress_workspace(const ZvcDecompress& args);
+void zvc_decompress(const ZvcDecompress& args, void* workspace, int blocks, cudaStream_t stream);
+
+// Copies elements [first, *size) of `from` to the same places of `to`, both aligned to 16 bytes: what a copy whose
+// length was guessed has left out, which only the device knows.
+void zvc_copy_rest(const void* from, void* to, int64_t first, const int64_t* size, int itemsize, int blocks,
+                   cudaStream_t stream);
+
+}  // namespace weft::offload

@@ -1,0 +1,398 @@
+// Zero-value compression by tiles of 32 KiB of x, a block of 512 threads each.
+//
+// Compressing, in one pass: x is read once. Blocks take tiles in turn from a counter. A thread owns four pieces of 16
+//   bytes, one in each row of its warp; the bits of a row's pieces become mask words by three exchanges between lanes,
+//   and places by one scan over the warp, four rows in one register. The tile's non-zeros are packed in shared memory,
+//   where its input was, while one warp looks back over the words that other tiles have published for the sum of all
+//   counts before it (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016); then the
+//   block writes them, a line per warp and store.
+// Decompressing, in three: the mask's bits are counted by tiles and groups of tiles, the groups' counts are summed, and
+//   every tile reads its values, whose place it now knows, into shared memory and spreads them from there.
+//
+// Registers: 16 of input. Shared memory: compressing two tiles, of which one is being filled by asynchronous copies
+//   while the other is worked on: three blocks have 96 KiB under way on an SM, three times what its share of the memory
+//   bandwidth needs at 1 us of latency. Decompressing one tile.
+// Cost: the bytes of x, mask and values, once each; decompressing reads the mask, at most a sixteenth of x, twice. A
+//   tile waits for two barriers and for a look-back of about two trips to L2, during which the next tile is read.
+#pragma once
+#include <cstdint>
+
+#include "common/async_copy.cuh"
+#include "common/integers.h"
+#include "offload/cuda/status.cuh"
+#include "offload/cuda/zvc_compress.h"
+
+namespace weft::offload {
+
+constexpr int kWarp = 32, kWarps = 16, kThreads = kWarp * kWarps;
+constexpr int kRows = 4;  // pieces of a thread
+constexpr int kPieceBytes = 16;
+constexpr int kTileBytes = kThreads * kRows * kPieceBytes;
+constexpr int kGroup = 64;  // tiles whose counts a block sums up
+constexpr unsigned kAll = 0xffffffffu;
+
+template <int kItem>
+struct Element;
+template <>
+struct Element<2> {
+  using T = uint16_t;
+};
+template <>
+struct Element<4> {
+  using T = uint32_t;
+};
+
+template <int kItem>
+struct Tile {
+  static constexpr int kPiece = kPieceBytes / kItem;  // elements
+  static constexpr int kRow = kWarp * kPiece;
+  static constexpr int kElements = kTileBytes / kItem;
+  static constexpr int kWords = kElements / 32;  // of the mask
+};
+
+constexpr int64_t tile_elements(int itemsize) {
+  return kTileBytes / itemsize;
+}
+
+struct CompressShared {
+  alignas(16) unsigned char tiles[2][kTileBytes];
+  int64_t first, next, start;
+  int counts[kWarps];
+};
+
+struct DecompressShared {
+  alignas(16) unsigned char values[kTileBytes + 16];
+  uint32_t words[Tile<2>::kWords];
+  int before[Tile<2>::kWords];
+  int counts[kWarps];
+};
+
+// Bit i: whether element i of a piece has any bit set.
+template <int kItem>
+__device__ __forceinline__ uint32_t piece_bits(const uint4& p) {
+  if constexpr (kItem == 4) {
+    return uint32_t(p.x != 0) | uint32_t(p.y != 0) << 1 | uint32_t(p.z != 0) << 2 | uint32_t(p.w != 0) << 3;
+  } else {
+    // Bits 15 and 31 of a word: whether its halves are not zero. The sum of 15 bits and 0x7fff never leaves the half.
+    const auto halves = [](uint32_t w) { return (((w & 0x7fff7fffu) + 0x7fff7fffu) | w) & 0x80008000u; };
+    const uint32_t bits = halves(p.x) >> 15 | halves(p.y) >> 13 | halves(p.z) >> 11 | halves(p.w) >> 9;
+    return (bits | bits >> 15) & 0xff;  // the high halves' bits between those of the low ones
+  }
+}
+
+template <int kItem>
+__device__ __forceinline__ uint32_t element(const uint4& p, int i) {
+  if constexpr (kItem == 4) {
+    return i == 0 ? p.x : i == 1 ? p.y : i == 2 ? p.z : p.w;
+  } else {
+    const uint32_t w = i < 2 ? p.x : i < 4 ? p.y : i < 6 ? p.z : p.w;
+    return i % 2 == 0 ? w & 0xffff : w >> 16;
+  }
+}
+
+__device__ __forceinline__ int byte_of(uint32_t word, int i) {
+  return int(word >> (8 * i) & 0xff);
+}
+
+// Byte r of `rows` has the bits of this lane's piece of row r; the result is a whole mask word of one row, row_of_lane.
+// Each exchange halves the rows and doubles the bits that a lane has of one; lanes of 4 bits first fill bytes in pairs.
+template <int kItem>
+__device__ __forceinline__ uint32_t mask_word(uint32_t rows, int lane) {
+  constexpr int d = kItem == 4 ? 2 : 1;
+  if constexpr (kItem == 4) {
+    const uint32_t other = __shfl_xor_sync(kAll, rows, 1);
+    rows = lane & 1 ? other | rows << 4 : rows | other << 4;
+  }
+  uint32_t other = __shfl_xor_sync(kAll, rows, d);
+  rows = __byte_perm(rows, other, lane & d ? 0x3726 : 0x5140);
+  other = __shfl_xor_sync(kAll, rows, 2 * d);
+  return __byte_perm(rows, other, lane & 2 * d ? 0x3276 : 0x5410);
+}
+template <int kItem>
+__device__ __forceinline__ int row_of_lane(int lane) {
+  constexpr int d = kItem == 4 ? 2 : 1;
+  return 2 * (lane / d & 1) + (lane / (2 * d) & 1);
+}
+
+// Set bits of each byte.
+__device__ __forceinline__ uint32_t bytes_set(uint32_t v) {
+  v -= v >> 1 & 0x55555555u;
+  v = (v & 0x33333333u) + (v >> 2 & 0x33333333u);
+  return (v + (v >> 4)) & 0x0f0f0f0fu;
+}
+
+__device__ __forceinline__ uint32_t inclusive_sum(uint32_t v, int lane) {
+#pragma unroll
+  for (int d = 1; d < kWarp; d *= 2) {
+    const uint32_t other = __shfl_up_sync(kAll, v, d);
+    if (lane >= d) v += other;
+  }
+  return v;
+}
+
+// Sums of counts of warps: of those before this one, and of all.
+struct WarpSums {
+  int before, all;
+};
+__device__ __forceinline__ WarpSums warp_sums(const int* counts, int warp, int lane) {
+  const unsigned count = lane < kWarps ? unsigned(counts[lane]) : 0;
+  return {int(__reduce_add_sync(kAll, lane < warp ? count : 0u)), int(__reduce_add_sync(kAll, count))};
+}
+
+// The number of non-zeros before tile `tile`, which has `count`; called by one warp.
+__device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, int count, int lane) {
+  if (lane == 0) store_status(statuses + tile, uint64_t(count) | (tile == 0 ? kSumCount : kOwnCount));
+  if (tile == 0) return 0;
+  int64_t before = 0;
+  for (int64_t nearest = tile - 1;; nearest -= kWarp) {
+    const int64_t at = nearest - lane;
+    uint64_t status = kSumCount;  // of the tiles before the first: none
+    if (at >= 0) {
+      do {
+        status = load_status(statuses + at);
+      } while (status == 0);
+    }
+    const unsigned sums = __ballot_sync(kAll, (status & kSumCount) != 0);
+    const int first = sums != 0 ? __ffs(int(sums)) - 1 : kWarp;  // the nearest tile that knows all before it
+    before += __reduce_add_sync(kAll, lane < first ? unsigned(status) : 0u);
+    if (sums == 0) continue;
+    const uint64_t known = status & kCountBits;
+    const uint64_t low = __shfl_sync(kAll, uint32_t(known), first),
+                   high = __shfl_sync(kAll, uint32_t(known >> 32), first);
+    before += int64_t(high << 32 | low);
+    break;
+  }
+  if (lane == 0) store_status(statuses + tile, uint64_t(before + count) | kSumCount);
+  return before;
+}
+
+// Begins to copy this thread's pieces of a tile; zeros behind the end.
+template <int kItem>
+__device__ __forceinline__ void fetch(const ZvcCompress& args, int64_t tile, unsigned char* to, int warp, int lane) {
+  using T = typename Element<kItem>::T;
+  const bool aligned = reinterpret_cast<uint64_t>(args.x) % kPieceBytes == 0;
+  const auto* x = static_cast<const unsigned char*>(args.x);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int piece = ((warp * kRows + r) * kWarp + lane) * kPieceBytes;
+    const int64_t left = args.n * kItem - tile * kTileBytes - piece;
+    const int bytes = left >= kPieceBytes ? kPieceBytes : left > 0 ? int(left) : 0;
+    const unsigned char* from = bytes > 0 ? x + tile * kTileBytes + piece : x;
+    if (aligned) {
+      copy_async_padded(to + piece, from, bytes);
+    } else {
+      auto* elements = reinterpret_cast<T*>(to + piece);
+      for (int i = 0; i < Tile<kItem>::kPiece; ++i)
+        elements[i] = i * kItem < bytes ? reinterpret_cast<const T*>(from)[i] : T(0);
+    }
+  }
+  copy_commit();
+}
+
+// Writes `count` elements to values[start...], as far as they fit: words of 4 bytes, a line of 128 per warp and store.
+template <int kItem>
+__device__ __forceinline__ void write_values(const ZvcCompress& args, int64_t start, int count,
+                                             const typename Element<kItem>::T* packed, int thread) {
+  using T = typename Element<kItem>::T;
+  auto* const values = static_cast<T*>(args.values) + start;
+  if (start + count > args.capacity) count = args.capacity > start ? int(args.capacity - start) : 0;
+  if constexpr (kItem == 4) {
+    for (int i = thread - int(start % kWarp); i < count; i += kThreads) {
+      if (i >= 0) values[i] = packed[i];
+    }
+  } else {
+    const int odd = int(start & 1), words = (odd + count + 1) / 2;
+    for (int w = thread - int(start / 2 % kWarp); w < words; w += kThreads) {
+      if (w < 0) continue;
+      const int i = 2 * w - odd;
+      if (i >= 0 && i + 1 < count) {
+        *reinterpret_cast<uint32_t*>(values + i) = uint32_t(packed[i]) | uint32_t(packed[i + 1]) << 16;
+      } else if (i >= 0) {
+        values[i] = packed[i];
+      } else if (count > 0) {
+        values[0] = packed[0];
+      }
+    }
+  }
+}
+
+// workspace: the counter, and a status for each tile; all zero.
+template <int kItem>
+__device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, CompressShared& shared) {
+  using T = typename Element<kItem>::T;
+  constexpr int kWords = Tile<kItem>::kWords, kWarpWords = kWords / kWarps, kRowWords = kWarpWords / kRows;
+  const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int64_t tiles = ceil_div(args.n, Tile<kItem>::kElements), words = ceil_div(args.n, 32);
+  uint64_t* const statuses = workspace + 1;
+
+  if (thread == 0) shared.first = take_tile(workspace);
+  __syncthreads();
+  int64_t tile = shared.first;
+  if (tile < tiles) fetch<kItem>(args, tile, shared.tiles[0], warp, lane);
+  for (int stage = 0; tile < tiles; stage ^= 1) {
+    if (thread == 0) shared.next = take_tile(workspace);
+    copy_wait<0>();
+    unsigned char* const memory = shared.tiles[stage];
+    uint4 pieces[kRows];
+    uint32_t rows = 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      pieces[r] = reinterpret_cast<const uint4*>(memory)[(warp * kRows + r) * kWarp + lane];
+      rows |= piece_bits<kItem>(pieces[r]) << (8 * r);
+    }
+    const uint32_t word = mask_word<kItem>(rows, lane);
+    constexpr int kLanes = 32 / Tile<kItem>::kPiece;  // whose pieces make up a word
+    const int64_t place = tile * kWords + warp * kWarpWords + row_of_lane<kItem>(lane) * kRowWords + lane / kLanes;
+    if ((kItem == 2 || lane % 2 == 0) && place < words) args.mask[place] = word;
+
+    // Four sums in four bytes: those before a lane are at most 31 * 8, and what overflows in sums up to the last lane
+    // goes away with that lane's own count.
+    const uint32_t own = bytes_set(rows), before = inclusive_sum(own, lane) - own;
+    const uint32_t last_before = __shfl_sync(kAll, before, kWarp - 1), last_own = __shfl_sync(kAll, own, kWarp - 1);
+    int row_counts[kRows], warp_count = 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) warp_count += row_counts[r] = byte_of(last_before, r) + byte_of(last_own, r);
+    if (lane == 0) shared.counts[warp] = warp_count;
+    __syncthreads();  // counts and the next tile are there, and everybody has read this one and written the last one
+
+    const int64_t next = shared.next;
+    if (next < tiles) fetch<kItem>(args, next, shared.tiles[stage ^ 1], warp, lane);
+    const WarpSums sums = warp_sums(shared.counts, warp, lane);
+    if (warp == 0) {
+      const int64_t start = look_back(statuses, tile, sums.all, lane);
+      if (lane == 0) shared.start = start;
+      if (lane == 0 && tile == tiles - 1) *args.size = start + sums.all;
+    }
+    auto* const packed = reinterpret_cast<T*>(memory);
+    int row_start = sums.before;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      int at = row_start + byte_of(before, r);
+      row_start += row_counts[r];
+#pragma unroll
+      for (int i = 0; i < Tile<kItem>::kPiece; ++i) {
+        const uint32_t set = rows >> (8 * r + i) & 1;
+        if (set) packed[at] = T(element<kItem>(pieces[r], i));
+        at += int(set);
+      }
+    }
+    __syncthreads();  // packed, and its start is known
+    write_values<kItem>(args, shared.start, sums.all, packed, thread);
+    tile = next;
+  }
+}
+
+// starts: for each tile the set bits of its group's tiles before it; totals: for each group its set bits.
+template <int kItem>
+__device__ void count_tiles(const ZvcDecompress& args, int64_t group, int* starts, int64_t* totals, int* shared) {
+  constexpr int kWords = Tile<kItem>::kWords;
+  const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int64_t words = ceil_div(args.n, 32), tiles = ceil_div(args.n, Tile<kItem>::kElements);
+#pragma unroll
+  for (int t = warp; t < kGroup; t += kWarps) {
+    const int64_t first = (group * kGroup + t) * kWords;
+    unsigned count = 0;
+#pragma unroll
+    for (int w = 0; w < kWords; w += kWarp) {
+      const int64_t at = first + w + lane;
+      if (at < words) count += unsigned(__popc(args.mask[at]));
+    }
+    count = __reduce_add_sync(kAll, count);
+    if (lane == 0) shared[t] = int(count);
+  }
+  __syncthreads();
+  if (warp != 0) return;
+  const int even = shared[2 * lane], odd = shared[2 * lane + 1];
+  const int sum = int(inclusive_sum(uint32_t(even + odd), lane)), before = sum - even - odd;
+  const int64_t tile = group * kGroup + 2 * lane;
+  if (tile < tiles) starts[tile] = before;
+  if (tile + 1 < tiles) starts[tile + 1] = before + even;
+  if (lane == kWarp - 1) totals[group] = sum;
+}
+
+// Reads values[start, start + count) into shared memory, and returns where there the first one is.
+template <int kItem>
+__device__ __forceinline__ int read_values(const ZvcDecompress& args, int64_t start, int count, unsigned char* memory,
+                                           int thread) {
+  if constexpr (kItem == 4) {
+    const auto* values = static_cast<const uint32_t*>(args.values) + start;
+    auto* to = reinterpret_cast<uint32_t*>(memory);
+    for (int i = thread - int(start % kWarp); i < count; i += kThreads) {
+      if (i >= 0) to[i] = start + i < args.available ? values[i] : 0;
+    }
+    return 0;
+  } else {
+    // By words of 4 bytes, counted from the one that the first value of all lies in; `lead` halves of it are not ours.
+    const int lead = int(reinterpret_cast<uint64_t>(args.values) / 2 % 2);
+    const auto* values = static_cast<const uint16_t*>(args.values) - lead;
+    const int64_t end = args.available + lead;
+    start += lead;
+    const int odd = int(start & 1), words = (odd + count + 1) / 2;
+    auto* to = reinterpret_cast<uint32_t*>(memory);
+    for (int w = thread - int(start / 2 % kWarp); w < words; w += kThreads) {
+      if (w < 0) continue;
+      const int64_t at = start - odd + 2 * w;
+      uint32_t word = 0;
+      if (at >= lead && at + 1 < end) {
+        word = *reinterpret_cast<const uint32_t*>(values + at);
+      } else {
+        if (at >= lead && at < end) word = values[at];
+        if (at + 1 < end) word |= uint32_t(values[at + 1]) << 16;
+      }
+      to[w] = word;
+    }
+    return odd;
+  }
+}
+
+// starts and totals as count_tiles has left them, the latter summed up: the values before a group.
+template <int kItem>
+__device__ void decompress_tiles(const ZvcDecompress& args, int64_t block, int64_t blocks, const int* starts,
+                                 const int64_t* totals, DecompressShared& shared) {
+  using T = typename Element<kItem>::T;
+  constexpr int kWords = Tile<kItem>::kWords, kPiece = Tile<kItem>::kPiece;
+  const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
+  const int64_t tiles = ceil_div(args.n, Tile<kItem>::kElements), words = ceil_div(args.n, 32);
+  const bool aligned = reinterpret_cast<uint64_t>(args.out) % kPieceBytes == 0;
+  for (int64_t tile = block; tile < tiles; tile += blocks) {
+    const int64_t at = tile * kWords + thread, start = totals[tile / kGroup] + starts[tile];
+    const uint32_t own = thread < kWords && at < words ? args.mask[at] : 0;
+    const int count = __popc(own), sum = int(inclusive_sum(uint32_t(count), lane));
+    if (lane == kWarp - 1) shared.counts[warp] = sum;
+    __syncthreads();  // counts are there, and everybody has spread the last tile
+    const WarpSums sums = warp_sums(shared.counts, warp, lane);
+    if (thread < kWords) {
+      shared.words[thread] = own;
+      shared.before[thread] = sums.before + sum - count;
+    }
+    const int first = read_values<kItem>(args, start, sums.all, shared.values, thread);
+    __syncthreads();  // words and values are there
+    const auto* values = reinterpret_cast<const T*>(shared.values) + first;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int place = ((warp * kRows + r) * kWarp + lane) * kPiece, shift = place % 32;
+      const uint32_t word = shared.words[place / 32];
+      int from = shared.before[place / 32] + __popc(word & ((1u << shift) - 1));
+      uint32_t out[kPieceBytes / 4] = {};
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const uint32_t set = word >> (shift + i) & 1;
+        const uint32_t value = set ? uint32_t(values[from]) : 0;
+        from += int(set);
+        out[i * kItem / 4] |= value << (i * kItem % 4 * 8);
+      }
+      const int64_t element = tile * Tile<kItem>::kElements + place;
+      T* const to = static_cast<T*>(args.out) + element;
+      if (aligned && element + kPiece <= args.n) {
+        *reinterpret_cast<uint4*>(to) = uint4{out[0], out[1], out[2], out[3]};
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i) {
+          if (element + i < args.n) to[i] = T(out[i * kItem / 4] >> (i * kItem % 4 * 8));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace weft::offload

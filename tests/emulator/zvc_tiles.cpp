@@ -1,0 +1,177 @@
+// The kernels of csrc/offload/cuda/zvc_tiles.cuh, compared with what zero-value compression is.
+#include <sys/mman.h>
+
+#include <utility>
+
+#include "emulator.h"
+
+inline emulator::Brought brought(uint32_t x) {
+  return emulator::gather(&x, 1);
+}
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int lanes) {
+  const int lane = emulator::current->lane;
+  return brought(x)[lane ^ lanes][0];
+}
+inline uint32_t __shfl_up_sync(unsigned, uint32_t x, int lanes) {
+  const int lane = emulator::current->lane;
+  return brought(x)[lane < lanes ? lane : lane - lanes][0];
+}
+inline uint32_t __shfl_sync(unsigned, uint32_t x, int lane) {
+  return brought(x)[lane][0];
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const emulator::Brought all = brought(x);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= all[i][0] << i;
+  return bits;
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned x) {
+  const emulator::Brought all = brought(x);
+  unsigned sum = 0;
+  for (int i = 0; i < 32; ++i) sum += all[i][0];
+  return sum;
+}
+inline int __popc(unsigned x) {
+  return __builtin_popcount(x);
+}
+inline int __ffs(int x) {
+  return __builtin_ffs(x);
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned byte = selector >> (4 * i) & 7;
+    result |= ((byte < 4 ? x : y) >> (8 * (byte % 4)) & 0xff) << (8 * i);
+  }
+  return result;
+}
+
+#include "offload/cuda/zvc_tiles.cuh"
+#include "offload/runs.h"
+
+namespace {
+
+using namespace weft::offload;
+
+// Memory that ends, or begins, where a page without access does.
+class Guarded {
+ public:
+  Guarded(size_t bytes, bool at_end) {
+    constexpr size_t kPage = 4096;
+    const size_t inner = (bytes + kPage - 1) / kPage * kPage;
+    size_ = inner + 2 * kPage;
+    all_ = static_cast<unsigned char*>(mmap(nullptr, size_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    if (all_ == MAP_FAILED || (inner && mprotect(all_ + kPage, inner, PROT_READ | PROT_WRITE) != 0))
+      emulator::fail("no memory");
+    std::memset(all_ + kPage, 0xa5, inner);
+    data_ = all_ + kPage + (at_end ? inner - bytes : 0);
+  }
+  ~Guarded() { munmap(all_, size_); }
+  template <typename T>
+  T* as() const {
+    return reinterpret_cast<T*>(data_);
+  }
+
+ private:
+  unsigned char *all_, *data_;
+  size_t size_;
+};
+
+ZvcCompress compressing;
+ZvcDecompress decompressing;
+uint64_t* counters;
+int* starts;
+int64_t* totals;
+int64_t blocks;
+
+template <typename T>
+T& shared() {
+  return *reinterpret_cast<T*>(emulator::current->block->shared);
+}
+template <int kItem>
+void compress_kernel() {
+  compress_tiles<kItem>(compressing, counters, shared<CompressShared>());
+}
+template <int kItem>
+void count_kernel() {
+  count_tiles<kItem>(decompressing, blockIdx.x, starts, totals, &shared<int>());
+}
+template <int kItem>
+void decompress_kernel() {
+  decompress_tiles<kItem>(decompressing, blockIdx.x, blocks, starts, totals, shared<DecompressShared>());
+}
+
+void expect(bool condition, const char* what) {
+  if (!condition) emulator::fail(what);
+}
+
+template <int kItem>
+void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned seed) {
+  using T = typename Element<kItem>::T;
+  std::mt19937 random(seed);
+  const bool at_end = random() % 2;
+  blocks = 1 + random() % 4;
+  const Guarded x_memory((n + offset) * kItem, at_end);
+  T* const x = x_memory.as<T>() + offset;
+  std::vector<T> expected;
+  std::vector<uint32_t> words((n + 31) / 32);
+  for (int64_t i = 0; i < n; ++i) {
+    x[i] = int(random() % 1000) < per_mille ? T(1 + random() % 0xffff) : T(0);
+    // Bits of one byte alone, and of the highest alone, are bits.
+    if (x[i] != 0 && random() % 4 == 0) x[i] = T(T(1) << random() % (8 * kItem));
+    if (x[i] == 0) continue;
+    expected.push_back(x[i]);
+    words[i / 32] |= 1u << i % 32;
+  }
+  const auto size = int64_t(expected.size()), tiles = (n + Tile<kItem>::kElements - 1) / Tile<kItem>::kElements;
+
+  const int64_t capacity = std::max<int64_t>(size - short_by, 0);
+  const Guarded mask(words.size() * 4, at_end), values((capacity + 1) / 2 * 2 * kItem, true);
+  int64_t found = -1;
+  std::vector<uint64_t> statuses(tiles + 1);
+  counters = statuses.data();
+  compressing = {x, n, kItem, mask.as<uint32_t>(), values.as<void>(), capacity, &found};
+  weft::copies.clear();
+  sums_are_late = tiles > 32 || random() % 2;
+  emulator::launch(compress_kernel<kItem>, int(blocks), kThreads, 1, sizeof(CompressShared), seed);
+  expect(found == size, "size differs");
+  expect(std::equal(words.begin(), words.end(), mask.as<uint32_t>()), "mask differs");
+  expect(std::equal(expected.begin(), expected.begin() + capacity, values.as<T>()), "values differ");
+  if (capacity % 2) expect(values.as<T>()[capacity] == T(0xa5a5a5a5), "more values than there is room for");
+
+  const int64_t value_offset = random() % 2, groups = (tiles + kGroup - 1) / kGroup;
+  const Guarded packed((capacity + value_offset) * kItem, at_end || value_offset), out((n + offset) * kItem, at_end);
+  std::copy_n(expected.begin(), capacity, packed.as<T>() + value_offset);
+  std::vector<int> own_starts(tiles);
+  std::vector<int64_t> own_totals(groups);
+  starts = own_starts.data(), totals = own_totals.data();
+  decompressing = {mask.as<uint32_t>(), packed.as<T>() + value_offset, capacity, out.as<T>() + offset, n, kItem};
+  emulator::launch(count_kernel<kItem>, int(groups), kThreads, 1, kGroup * sizeof(int), seed);
+  int64_t sum = 0;
+  for (int64_t& total : own_totals) sum += std::exchange(total, sum);
+  expect(sum == size, "counts differ");
+  emulator::launch(decompress_kernel<kItem>, int(blocks), kThreads, 1, sizeof(DecompressShared), seed + 1);
+  const T* const spread = out.as<T>() + offset;
+  for (int64_t i = 0, k = 0; i < n; ++i) {
+    if (x[i] != 0 && k++ >= capacity) break;
+    expect(spread[i] == x[i], "an element differs");
+  }
+}
+
+}  // namespace
+
+// n elements of SIZE bytes that begin `offset` elements into their memory, with room for all non-zeros but `short_by`.
+extern "C" void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned seed) {
+  run<SIZE>(n, per_mille, offset, short_by, seed);
+}
+
+// Entries of runs that change at `places`, of n elements, summed up in parts that begin at `cuts`.
+extern "C" int64_t entries(const int64_t* places, int64_t count, const int64_t* cuts, int64_t parts) {
+  Changes all = Changes::start();
+  for (int64_t p = 0, i = 0; p <= parts; ++p) {
+    Changes part;
+    for (const int64_t end = p < parts ? cuts[p] : count; i < end; ++i) part.add(places[i]);
+    all = all.then(part);
+  }
+  return all.entries;
+}

@@ -1,0 +1,79 @@
+"""The CUDA kernels of zero-value compression on a processor, by tests/emulator: blocks of any speed, copies that come
+as late as they may, memory that ends where the tensors do."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import emulated
+import pytest
+
+pytestmark = emulated.MARKS
+
+TILE = 32 * 1024
+CASES = [
+    # Bytes behind the last whole tile, whole tiles.
+    (4, 0), (20, 0), (132, 0), (0, 1), (TILE - 4, 1), (8, 5), (1000, 40), (0, 65),
+]  # fmt: skip
+
+
+def passes(library: ctypes.CDLL, size: int, most_tiles: int) -> bool:
+    def run() -> None:
+        for number, (rest, tiles) in enumerate(CASES):
+            if tiles > most_tiles:
+                continue
+            n = (tiles * TILE + rest) // size
+            for seed in range(3 if tiles < 20 else 1):
+                draw = random.Random(100 * number + seed)
+                density = 300 if tiles > 32 else draw.choice([0, 20, 500, 980, 1000])
+                short = draw.choice([0, 0, 1, 5, n // 3])
+                library.run(ctypes.c_int64(n), density, ctypes.c_int64(draw.choice([0, 0, 1, 3])),
+                            ctypes.c_int64(short), 100 * number + seed)  # fmt: skip
+
+    return emulated.ends_well(run)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_tiles_on_a_processor(size: int, tmp_path) -> None:
+    assert passes(emulated.build("zvc_tiles", tmp_path, SIZE=size), size, most_tiles=65)
+
+
+FLAWS = {
+    "reads what is still on its way": (4, "    copy_wait<0>();\n", ""),
+    "fetches into what is read": (4, "shared.tiles[stage ^ 1], warp", "shared.tiles[stage], warp"),
+    "writes before all have packed": (4, "    __syncthreads();  // packed, and its start is known\n", ""),
+    "forgets what other tiles have": (4, "before += int64_t(high << 32 | low);", ""),
+    "looks back one window alone": (4, "if (sums == 0) continue;", "if (sums == 0) break;"),
+    "writes a whole last word": (2, "if (i >= 0 && i + 1 < count)", "if (i >= 0)"),
+    "reads x behind the end": (4, "left >= kPieceBytes ? kPieceBytes : left > 0 ? int(left) : 0", "kPieceBytes"),
+    "spreads before the values are there": (4, "    __syncthreads();  // words and values are there\n", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_the_emulator_notices(flaw: str, tmp_path) -> None:
+    size, right, wrong = FLAWS[flaw]
+    folder = emulated.with_flaw("offload/cuda/zvc_tiles.cuh", right, wrong, tmp_path)
+    assert not passes(emulated.build("zvc_tiles", folder, SIZE=size), size, most_tiles=40)
+
+
+def entries(places: list[int], cuts: list[int], library: ctypes.CDLL) -> int:
+    library.entries.restype = ctypes.c_int64
+    array = lambda numbers: (ctypes.c_int64 * len(numbers))(*numbers)  # noqa: E731
+    return library.entries(array(places), ctypes.c_int64(len(places)), array(cuts), ctypes.c_int64(len(cuts)))
+
+
+def test_long_runs_are_split(tmp_path) -> None:
+    """A run above 2^31 - 1 is split by a run of length 0, wherever the parts are that are summed up."""
+    library = emulated.build("zvc_tiles", tmp_path, SIZE=4)
+    most = 2**31 - 1
+    for length, pieces in ((1, 1), (most, 1), (most + 1, 3), (2 * most, 3), (2 * most + 1, 5)):
+        assert entries([length], [], library) == pieces
+        assert entries([7, 7 + length], [1], library) == 1 + pieces
+    draw = random.Random(0)
+    for _ in range(50):
+        lengths = [draw.choice([1, 5, most, most + 1, 5 * most]) for _ in range(draw.randint(0, 6))]
+        places = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        cuts = sorted(draw.randint(0, len(lengths)) for _ in range(draw.randint(0, 4)))
+        assert entries(places, cuts, library) == sum(2 * ((n - 1) // most) + 1 for n in lengths)
