@@ -29,12 +29,17 @@ BOUNDS = {
 
 
 def treebank() -> Path:
-    """The folder of the Stanford Sentiment Treebank, which is not shipped: WEFT_SST, else shared/data/sst beside the
-    repository; skips the test where there is none."""
-    folder = Path(os.environ.get("WEFT_SST", Path(__file__).parents[2] / "shared" / "data" / "sst"))
-    if not (folder / "train.txt").exists():
-        pytest.skip("the Stanford Sentiment Treebank is not here: WEFT_SST may name its folder")
-    return folder
+    """The folder of the Stanford Sentiment Treebank, which is not shipped: WEFT_SST, else shared/data/sst in the
+    repository or beside it; skips the test where there is none."""
+    root = Path(__file__).parents[1]
+    for folder in (
+        os.environ.get("WEFT_SST"),
+        root / "shared" / "data" / "sst",
+        root.parent / "shared" / "data" / "sst",
+    ):
+        if folder is not None and (Path(folder) / "train.txt").exists():
+            return Path(folder)
+    pytest.skip("the Stanford Sentiment Treebank is not here: WEFT_SST may name its folder")
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

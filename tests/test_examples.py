@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import runpy
 import subprocess
 import sys
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLES = ("accelerate_lm.py", "bitstream.py", "char_lm.py")
+EXAMPLES = {
+    "accelerate_lm.py": "--algorithm",
+    "bitstream.py": "--algorithm",
+    "char_lm.py": "--algorithm",
+    "treelstm_ast.py": "--executor",
+    "treelstm_sst.py": "--executor",
+}
 
 
 def example(name: str) -> dict:
@@ -24,7 +31,7 @@ def test_help(name):
         [sys.executable, f"examples/{name}", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert "--quick" in done.stdout
-    assert "--algorithm" in done.stdout
+    assert EXAMPLES[name] in done.stdout
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "persistent", "scan", "torch"])
@@ -77,3 +84,43 @@ def test_accelerate_lm(algorithm, capsys):
     assert "runs as" in printed
     if algorithm == "persistent":
         assert "weft.nn.LSTM  │ persistent" in printed
+
+
+def sentence(draw: random.Random, good: list[str], bad: list[str], words: int) -> tuple[str, int]:
+    """A bracketed tree of these words and its label: how many good words it has beyond the bad ones."""
+    if words == 1:
+        mood = draw.choice((-1, 1))
+        label = 2 + mood
+        return f"({label} {draw.choice(good if mood > 0 else bad)})", mood
+    left = draw.randint(1, words - 1)
+    (a, mood_a), (b, mood_b) = sentence(draw, good, bad, left), sentence(draw, good, bad, words - left)
+    mood = max(-2, min(2, mood_a + mood_b))
+    return f"({2 + mood} {a} {b})", mood
+
+
+def test_treelstm_sst_learns_a_treebank(tmp_path, capsys):
+    draw = random.Random(0)
+    for name, count in (("train.txt", 400), ("dev.txt", 80)):
+        lines = [sentence(draw, ["fine", "great"], ["bad", "sad", "dull"], draw.randint(1, 9))[0] for _ in range(count)]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    arguments = [str(tmp_path), "--device", "cpu", "--hidden", "24", "--embedding", "12", "--dropout", "0"]
+    best = example("treelstm_sst.py")["main"]([*arguments, "--epochs", "4", "--learning-rate", "2e-2"])
+    assert best > 0.6
+    printed = capsys.readouterr().out
+    assert "400 trees to train on, 80 held out, 5 words" in printed
+    assert printed.count("at the roots") == 5
+
+
+def test_treelstm_sst_quickly(tmp_path):
+    for name in ("train.txt", "dev.txt"):
+        (tmp_path / name).write_text("(3 (2 a) (4 b))\n(1 (1 b) (2 (2 a) (2 c)))\n" * 30)
+    arguments = [str(tmp_path), "--quick", "--device", "cpu", "--executor", "reference"]
+    assert 0 <= example("treelstm_sst.py")["main"](arguments) <= 1
+
+
+def test_treelstm_ast(capsys):
+    found = example("treelstm_ast.py")["main"](["--quick", "--device", "cpu"])
+    # Five steps teach nothing yet; the bag of node types is far above the largest class.
+    assert found["largest module"] < 0.15 < 0.25 < found["bag of node types"] < 0.8
+    assert 0 < found["child-sum Tree-LSTM"] < 0.8
+    assert "the tree is better by" in capsys.readouterr().out

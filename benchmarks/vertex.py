@@ -1,0 +1,493 @@
+"""The vertex engine against level loops in torch, against torch.nn, and against its own arithmetic.
+
+``python -m benchmarks.vertex [FILTER]`` measures the table into results/vertex.csv; FILTER is a substring of the case,
+the metric or the peer. Trees are those of the Stanford Sentiment Treebank (``--sst``, WEFT_SST, or shared/data/sst in
+the repository or beside it); rows that need them are left out, with a word, where they are not. A step takes gradients
+for the inputs and all parameters, of a random gradient at every output.
+
+Peers: ``eager`` is a loop over the levels as one would write it for this one model, with its indices made beforehand,
+the product with the inputs taken out of the loop, and no vertex without children multiplied by U; ``captured`` is the
+same loop, forward and backward, in a CUDA graph, which only runs this one batch; ``torch.nn`` is cuDNN's LSTM;
+``floor`` is the matrix products of the whole batch alone, each as one; ``none`` is the engine with every option off.
+Weft runs graphs that it has seen before, as the loops do; what a new batch costs stands in the rows of the metric
+``schedule``, whose peer is the whole ``step``.
+
+All in fp32 without TF32, but for the chain LSTMs: there both follow cuDNN's default, TF32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import weft
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from weft import Graphs
+from weft.vertex import models
+
+from benchmarks.common import (
+    CPU_THREADS,
+    RESULTS,
+    ROOT,
+    Candidate,
+    Entry,
+    Results,
+    case_name,
+    check_agreement,
+    exit_with,
+    measure,
+    peak_memory,
+    relative_error,
+    run_entries,
+)
+
+ABLATION = ("lazy", "fuse", "stream")
+
+
+def treebank(folder: Path | None) -> list[weft.data.Tree] | None:
+    """The training trees, None where there are none."""
+    places = [folder, os.environ.get("WEFT_SST"), ROOT / "shared" / "data" / "sst", ROOT.parent / "shared/data/sst"]
+    for place in places:
+        if place is not None and (Path(place) / "train.txt").exists():
+            return weft.data.sst(Path(place) / "train.txt")
+    return None
+
+
+def sample(trees: Sequence[weft.data.Tree], count: int) -> list[weft.data.Tree]:
+    """The same trees in every run."""
+    return [trees[i] for i in torch.randperm(len(trees), generator=torch.Generator().manual_seed(0))[:count].tolist()]
+
+
+def complete_trees(leaves: int, count: int) -> Graphs:
+    """Complete binary trees, the vertices level by level."""
+    return Graphs.from_parents([[leaves + v // 2 for v in range(2 * leaves - 2)] + [-1]] * count)
+
+
+def shared_subtrees(tree: weft.data.Tree) -> list[list[int]]:
+    """The tree's children with equal subtrees made one vertex, children before parents."""
+    number: dict[tuple[str | None, tuple[int, ...]], int] = {}
+    place: list[int] = []
+    for symbol, children in zip(tree.symbols, tree.children, strict=True):
+        place.append(number.setdefault((symbol, tuple(place[child] for child in children)), len(number)))
+    return [list(children) for _, children in number]
+
+
+class LevelLoop:
+    """A net over graphs, level by level in eager torch; the parameters are those of a model of weft.vertex.models.
+
+    What a level computes is handed over to the levels that read it, so that every row moves once, however deep the
+    graph.
+    """
+
+    def __init__(self, model: nn.Module, graphs: Graphs, device: str) -> None:
+        self.model = model
+        self.cell: Callable[..., tuple[Tensor, Tensor]] = getattr(self, f"_{type(model).__name__.lower()}")
+        levels, edges = graphs.levels, graphs.edges
+        count = graphs.num_levels
+        self.order = torch.argsort(levels, stable=True).to(device)
+        self.inverse = torch.argsort(self.order)
+        self.sizes = torch.bincount(levels, minlength=count).tolist()
+        position = torch.empty_like(levels)
+        for level in range(count):
+            mine = levels == level
+            position[mine] = torch.arange(int(mine.sum()))
+        child, parent, _ = edges.unbind(1)
+        reader, source = levels[parent], levels[child]
+        # For each level: whom it hands which rows, where the edges find what was handed, and each edge's parent.
+        self.gives: list[tuple[Tensor, list[int], list[int]]] = []
+        self.finds: list[Tensor] = []
+        self.parents: list[Tensor] = []
+        for level in range(count):
+            given = (source == level).nonzero().squeeze(1)
+            given = given[torch.argsort(reader[given], stable=True)]
+            to, counts = torch.unique_consecutive(reader[given], return_counts=True)
+            self.gives.append((position[child[given]].to(device), to.tolist(), counts.tolist()))
+            read = (reader == level).nonzero().squeeze(1)
+            handed = torch.argsort(source[read], stable=True)
+            finds = torch.empty_like(handed)
+            finds[handed] = torch.arange(len(handed))
+            self.finds.append(finds.to(device))
+            self.parents.append(position[parent[read]].to(device))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.index_select(0, self.order)
+        inputs = (self.model.W(x) if hasattr(self.model, "W") else x).split(self.sizes)
+        handed: list[list[Tensor]] = [[] for _ in self.sizes]
+        outputs = []
+        for level, rows in enumerate(inputs):
+            children = torch.cat(handed[level]).index_select(0, self.finds[level]) if level else None
+            handed[level] = []
+            state, output = self.cell(rows, children, self.parents[level])
+            outputs.append(output)
+            which, to, counts = self.gives[level]
+            for reader, piece in zip(to, state.index_select(0, which).split(counts), strict=True):
+                handed[reader].append(piece)
+        return torch.cat(outputs).index_select(0, self.inverse)
+
+    def _treelstm(self, x: Tensor, children: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+        xi, xf, xu, xo = x.chunk(4, 1)
+        if children is None:
+            c, o = torch.sigmoid(xi) * torch.tanh(xu), xo
+        else:
+            h, cs = children.view(len(x), 2, -1).chunk(2, 2)
+            i, f, u, o = self.model.U(h.flatten(1)).split([xi.shape[1] * n for n in (1, 2, 1, 1)], 1)
+            f = torch.sigmoid(xf.unsqueeze(1) + f.view_as(cs))
+            c, o = torch.sigmoid(xi + i) * torch.tanh(xu + u) + (f * cs).sum(1), xo + o
+        h = torch.sigmoid(o) * torch.tanh(c)
+        return torch.cat((h, c), 1), h
+
+    def _childsumtreelstm(self, x: Tensor, children: Tensor | None, parents: Tensor) -> tuple[Tensor, Tensor]:
+        xi, xf, xu, xo = x.chunk(4, 1)
+        if children is None:
+            c, o = torch.sigmoid(xi) * torch.tanh(xu), xo
+        else:
+            h, c = children.chunk(2, 1)
+            f = torch.sigmoid(xf.index_select(0, parents) + self.model.U_f(h))
+            fc = torch.zeros_like(xi).index_add(0, parents, f * c)
+            i, u, o = self.model.U(torch.zeros_like(xi).index_add(0, parents, h)).chunk(3, 1)
+            c, o = torch.sigmoid(xi + i) * torch.tanh(xu + u) + fc, xo + o
+        h = torch.sigmoid(o) * torch.tanh(c)
+        return torch.cat((h, c), 1), h
+
+    def _treefc(self, x: Tensor, children: Tensor | None, _: Tensor) -> tuple[Tensor, Tensor]:
+        if children is None:
+            h = torch.tanh(x + self.model.U.bias)
+        else:
+            h = torch.tanh(x + self.model.U(children.view(len(x), -1)))
+        return h, h
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "treelstm": lambda H: models.TreeLSTM(H, H),
+    "childsum": lambda H: models.ChildSumTreeLSTM(H, H),
+    "treefc": lambda H: models.TreeFC(H),
+    "chainlstm": lambda H: models.ChainLSTM(H, H),
+}
+
+
+class Step:
+    """One training step of a model of weft.vertex.models on a batch, by Weft and by the level loop.
+
+    Args:
+        name: of the model in the case.
+        graphs: the batch, on the CPU.
+        H: hidden size, and the inputs'.
+        device: ``"cuda"`` or ``"cpu"``.
+        executor: Weft's.
+        autocast: run under autocast in bf16.
+    """
+
+    def __init__(
+        self, name: str, graphs: Graphs, H: int, device: str, executor: str = "batched", autocast: bool = False
+    ) -> None:
+        torch.manual_seed(0)
+        self.device, self.executor, self.autocast = device, executor, autocast
+        self.model = MODELS[name](H).to(device)
+        self.graphs = graphs.to(device)
+        self.x = torch.randn(graphs.num_vertices, H, device=device).requires_grad_()
+        self.grad = torch.randn(graphs.num_vertices, H, device=device)
+        self.leaves = [self.x, *self.model.parameters()]
+
+    def _context(self) -> Any:
+        return torch.autocast(self.device, torch.bfloat16) if self.autocast else contextlib.nullcontext()
+
+    def weft(self, graphs: Graphs | None = None) -> tuple[Tensor, ...]:
+        with self._context():
+            output = self.model(self.graphs if graphs is None else graphs, self.x, executor=self.executor)
+        return self._differentiate(output, self.leaves)
+
+    def peer(self, loop: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        with self._context():
+            output = loop(self.x)
+        return self._differentiate(output, self.leaves)
+
+    def _differentiate(self, output: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return output.detach(), *torch.autograd.grad(output, leaves, self.grad.to(output.dtype))
+
+    def check(self, case: str, other: Sequence[Tensor]) -> None:
+        """Weft's outputs and gradients are the other's."""
+        errors = {f"result {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(self.weft(), other, strict=True))}
+        check_agreement(case, errors, 5e-2 if self.autocast else 1e-4)
+
+
+def captured(step: Callable[[], Any]) -> Callable[[], Any]:
+    """The step in a CUDA graph, and what replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def _loop_entry(
+    name: str,
+    graphs: Callable[[], Graphs],
+    H: int,
+    B: int,
+    device: str,
+    *,
+    autocast: bool = False,
+    peers: Sequence[str] = ("eager", "captured"),
+    memory: bool = False,
+    **keys: Any,
+) -> Entry:
+    """A step beside the level loop, as it is and captured."""
+    case = _case(name, device, H, B, "bf16" if autocast else "fp32", **keys)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        batch = graphs()
+        step = Step(name, batch, H, device, autocast=autocast)
+        loop = LevelLoop(step.model, batch, device)
+        step.check(case, step.peer(loop))
+        if memory:
+            mine, peers_bytes = peak_memory(step.weft), peak_memory(lambda: step.peer(loop))
+            return [results.put(case, "peak_memory", "bytes", mine, "eager", peers_bytes)]
+        candidates = {"weft": Candidate(lambda _: step.weft()), "eager": Candidate(lambda _: step.peer(loop))}
+        if "captured" in peers and device == "cuda":
+            replay = captured(lambda: step.peer(loop))
+            candidates["captured"] = Candidate(lambda _: replay())
+        times = measure(candidates, device)
+        rows = [
+            results.put(case, "forward_backward", "ms", times["weft"], peer, times[peer])
+            for peer in peers
+            if peer in times
+        ]
+        if "floor" in peers:
+            floor = products_time(step, batch)
+            rows.append(results.put(case, "forward_backward", "ms", times["weft"], "floor", floor))
+            speed = batch.num_vertices / (times["weft"] * 1e-3)
+            bound = batch.num_vertices / (floor * 1e-3)
+            rows.append(results.put(case, "throughput", "vertices/s", speed, "floor", bound))
+        return rows
+
+    return Entry(case, ("peak_memory",) if memory else ("forward_backward", "throughput"), run)
+
+
+def products_time(step: Step, graphs: Graphs) -> float:
+    """Milliseconds of the step's matrix products, forward and backward, each as one over the whole batch."""
+    inner, edges = int((graphs.levels > 0).sum()), graphs.num_edges
+    rows = {"W": graphs.num_vertices, "U": inner, "U_f": edges}
+    work = []
+    for name, layer in step.model.named_modules():
+        if isinstance(layer, nn.Linear):
+            out_features, in_features = layer.weight.shape
+            weight = layer.weight.detach().to(torch.bfloat16 if step.autocast else torch.float32)
+            x = torch.randn(rows[name], in_features, device=step.device, dtype=weight.dtype)
+            work.append((x, weight, torch.randn(rows[name], out_features, device=step.device, dtype=weight.dtype)))
+
+    def products() -> list[Tensor]:
+        return [product for x, weight, grad in work for product in (x @ weight.t(), grad @ weight, grad.t() @ x)]
+
+    return measure({"floor": Candidate(lambda _: products())}, step.device)["floor"]
+
+
+def _chain_entry(layout: str, lengths: Callable[[], list[int]], H: int, B: int, device: str, **keys: Any) -> Entry:
+    """A chain LSTM beside torch.nn.LSTM on the same sequences, packed or all of one length."""
+    case = _case("chainlstm", device, H, B, "fp32", layout=layout, **keys)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        graphs = Graphs.chain(lengths())
+        with _matmul_tf32(torch.backends.cudnn.allow_tf32):
+            step = Step("chainlstm", graphs, H, device)
+            peer = nn.LSTM(H, H).to(device)
+            with torch.no_grad():
+                peer.weight_ih_l0.copy_(step.model.W.weight)
+                peer.weight_hh_l0.copy_(step.model.U.weight)
+                peer.bias_ih_l0.copy_(step.model.W.bias)
+                peer.bias_hh_l0.zero_()
+            # Row i of what torch takes is vertex index[i]; in time order either way.
+            sequences = torch.arange(graphs.num_vertices).split(graphs.ptr.diff().tolist())
+            packed = pack_sequence(sequences, enforce_sorted=False)
+            if layout == "packed":
+                index = packed.data.to(device)
+            else:
+                index = torch.stack(sequences, 1).to(device)
+            x = step.x.detach()[index].requires_grad_()
+            grad = step.grad[index]
+
+            def torchs() -> tuple[Tensor, ...]:
+                if layout == "packed":
+                    output = peer(nn.utils.rnn.PackedSequence(x, packed.batch_sizes))[0].data
+                else:
+                    output = peer(x)[0]
+                weights = (x, peer.weight_ih_l0, peer.bias_ih_l0, peer.weight_hh_l0)
+                return output.detach(), *torch.autograd.grad(output, weights, grad)
+
+            mine, theirs = step.weft(), torchs()
+            errors = {
+                name: relative_error(a, b)
+                for name, a, b in zip(
+                    ("output", "grad_input", "grad_W", "grad_bias", "grad_U"),
+                    (mine[0][index], mine[1][index], *mine[2:]),
+                    theirs,
+                    strict=True,
+                )
+            }
+            check_agreement(case, errors, 2e-2 if device == "cuda" else 1e-4)
+            times = measure(
+                {"weft": Candidate(lambda _: step.weft()), "torch.nn": Candidate(lambda _: torchs())}, device
+            )
+        return [results.put(case, "forward_backward", "ms", times["weft"], "torch.nn", times["torch.nn"])]
+
+    return Entry(case, ("forward_backward", "torch.nn"), run)
+
+
+@contextlib.contextmanager
+def _matmul_tf32(allowed: bool) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _schedule_entry(trees: Sequence[weft.data.Tree], H: int, B: int, device: str) -> Entry:
+    """Host time of a new batch, from graphs per tree to one that can run, as a part of a whole step on a new batch.
+
+    All that is planned from a batch is what a call costs more on graphs that it has not seen.
+    """
+    case = _case("treelstm", device, H, B)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        parts = [Graphs.from_children([tree.children]) for tree in sample(trees, B)]
+        step = Step("treelstm", Graphs.batch(parts), H, device)
+
+        def fresh() -> Graphs:
+            return Graphs.batch(parts).to(device)
+
+        def call(graphs: Graphs) -> Tensor:
+            return step.model(graphs, step.x, executor=step.executor)
+
+        batching = host_time(lambda _: fresh(), lambda: None, device)
+        planning = host_time(call, fresh, device) - host_time(call, lambda: step.graphs, device)
+        whole = measure({"weft": Candidate(lambda _: step.weft(fresh()))}, device)["weft"]
+        return [results.put(case, "schedule", "ms", batching + max(planning, 0.0), "step", whole)]
+
+    return Entry(case, ("schedule",), run)
+
+
+def host_time(run: Callable[[Any], Any], prepare: Callable[[], Any], device: str, repeats: int = 50) -> float:
+    """Median milliseconds until `run` returns, with an idle device before it; it need not have finished by then."""
+    times = []
+    for _ in range(repeats):
+        prepared = prepare()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = run(prepared)
+        times.append((time.perf_counter() - start) * 1e3)
+        del result
+    return statistics.median(times)
+
+
+def _ablation_entries(graphs: Callable[[], Graphs], H: int, B: int, device: str) -> Iterator[Entry]:
+    """Each option alone, and all together, against none."""
+    for chosen in [(option,) for option in ABLATION] + [ABLATION]:
+        switches = {option: option in chosen for option in ABLATION}
+        case = _case("treelstm", device, H, B, **{option: "on" if on else "off" for option, on in switches.items()})
+
+        def run(results: Results, case: str = case, switches: dict[str, bool] = switches) -> list[dict[str, str]]:
+            step = Step("treelstm", graphs(), H, device)
+
+            def with_options(options: dict[str, bool]) -> Candidate:
+                def timed(_: Any) -> Any:
+                    with weft.vertex.options(**options):
+                        return step.weft()
+
+                return Candidate(timed)
+
+            none = dict.fromkeys(ABLATION, False)
+            times = measure({"weft": with_options(switches), "none": with_options(none)}, device)
+            return [results.put(case, "forward_backward", "ms", times["weft"], "none", times["none"])]
+
+        yield Entry(case, ("forward_backward", "none"), run)
+
+
+def _case(name: str, device: str, H: int, B: int, dtype: str = "fp32", **keys: Any) -> str:
+    if device == "cpu":
+        keys["threads"] = torch.get_num_threads()
+    return case_name(model=name, device=device, dtype=dtype, H=H, B=B, executor="batched", **keys)
+
+
+def table(device: str, trees: Sequence[weft.data.Tree] | None) -> Iterator[Entry]:
+    """Every entry of the table that runs on this device and with these trees."""
+
+    def treebank_graphs(B: int) -> Callable[[], Graphs]:
+        return lambda: Graphs.from_children([tree.children for tree in sample(trees or [], B)])
+
+    if device == "cpu":
+        if trees:
+            for B in (1, 64):
+                yield _loop_entry("treelstm", treebank_graphs(B), 128, B, device)
+            yield _schedule_entry(trees, 128, 64, device)
+        return
+    if trees:
+        for B in (1, 25, 64, 256):
+            yield _loop_entry("treelstm", treebank_graphs(B), 256, B, device)
+        yield _loop_entry("childsum", treebank_graphs(256), 256, 256, device)
+    yield _loop_entry("treefc", lambda: complete_trees(256, 64), 512, 64, device, peers=("eager", "captured", "floor"))
+    if trees:
+        words = [sum(symbol is not None for symbol in tree.symbols) for tree in sample(trees, 64)]
+        yield _chain_entry("packed", lambda: words, 512, 64, device)
+    yield _chain_entry("dense", lambda: [64] * 64, 512, 64, device, T=64)
+    if trees:
+        yield _schedule_entry(trees, 256, 256, device)
+        yield from _ablation_entries(treebank_graphs(256), 256, 256, device)
+        yield _loop_entry("treelstm", treebank_graphs(256), 256, 256, device, autocast=True)
+        yield _loop_entry("treelstm", treebank_graphs(256), 1024, 256, device, peers=("eager", "captured", "floor"))
+        yield _loop_entry("treelstm", treebank_graphs(2048), 256, 2048, device, peers=("eager", "floor"))
+        yield _loop_entry("treelstm", treebank_graphs(256), 256, 256, device, memory=True)
+
+    def shared() -> Graphs:
+        return Graphs.from_children([shared_subtrees(tree) for tree in sample(weft.data.python_asts(), 256)])
+
+    yield _loop_entry("childsum", shared, 256, 256, device, data="shared_asts")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vertex", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("filter", nargs="?", default="", help="substring of case, metric or peer")
+    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
+    parser.add_argument("--sst", type=Path, help="folder with the treebank's train.txt")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no entry after that many")
+    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    devices = options.devices or (["cuda"] if torch.cuda.is_available() else []) + ["cpu"]
+    trees = treebank(options.sst)
+    if trees is None:
+        print("the Stanford Sentiment Treebank is not here: its rows are left out (--sst)", flush=True)
+    results = Results(options.output or RESULTS / "vertex.csv")
+    failures: list[str] = []
+    for device in devices:
+        threads = torch.get_num_threads()
+        if device == "cpu":
+            torch.set_num_threads(CPU_THREADS)
+        entries = [entry for entry in table(device, trees) if entry.matches(options.filter)]
+        failures += run_entries(entries, results, minutes=options.minutes)
+        torch.set_num_threads(threads)
+    exit_with(failures)
+
+
+if __name__ == "__main__":
+    main()

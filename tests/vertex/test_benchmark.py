@@ -1,0 +1,103 @@
+"""benchmarks.vertex on the CPU: its level loops compute what the models do, and every kind of entry runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import weft
+from weft import Graphs
+
+from benchmarks import vertex
+from benchmarks.common import Results, parse_case
+
+
+@pytest.fixture
+def trees() -> list[weft.data.Tree]:
+    return weft.data.listops(40, max_arity=2, max_depth=8)
+
+
+def graphs_of(trees: list[weft.data.Tree]) -> Graphs:
+    return Graphs.from_children([tree.children for tree in trees])
+
+
+def test_the_level_loops_are_the_models(trees):
+    shared = Graphs.from_children([vertex.shared_subtrees(tree) for tree in weft.data.listops(10)])
+    for name, graphs in (
+        ("treelstm", graphs_of(trees)),
+        ("childsum", graphs_of(trees)),
+        ("childsum", shared),
+        ("treefc", vertex.complete_trees(16, 3)),
+        ("treefc", graphs_of(trees)),
+    ):
+        step = vertex.Step(name, graphs, 8, "cpu", executor="reference")
+        loop = vertex.LevelLoop(step.model, graphs, "cpu")
+        step.check(name, step.peer(loop))
+        step.model.U.weight.data.mul_(1.01)
+        before = step.peer(loop)
+        step.model.U.weight.data.div_(1.01)
+        with pytest.raises(RuntimeError, match="differs"):
+            step.check(name, before)
+
+
+def test_shared_subtrees():
+    tree = weft.data.Tree([[], [], [0, 1], [], [2, 3]], ["a", "a", "f", "b", "g"], [0] * 5)
+    assert vertex.shared_subtrees(tree) == [[], [0, 0], [], [1, 2]]
+
+
+def test_complete_trees():
+    graphs = vertex.complete_trees(8, 2)
+    assert (graphs.num_vertices, graphs.num_levels) == (30, 4)
+    assert torch.bincount(graphs.levels).tolist() == [16, 8, 4, 2]
+
+
+def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
+    monkeypatch.setattr(vertex, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
+    monkeypatch.setattr(vertex, "host_time", lambda run, prepare, device: run(prepare()) is None or 1.0)
+
+    def once(candidate) -> float:
+        candidate.run(candidate.prepare())
+        return 2.0
+
+    def small() -> Graphs:
+        return graphs_of(trees)
+
+    entries = [
+        vertex._loop_entry("treelstm", small, 8, 40, "cpu", peers=("eager", "captured", "floor")),
+        vertex._loop_entry("treelstm", small, 8, 40, "cpu", autocast=True),
+        vertex._loop_entry("childsum", small, 8, 40, "cpu", data="listops", peers=("eager", "floor")),
+        vertex._chain_entry("packed", lambda: [3, 7, 1], 8, 3, "cpu"),
+        vertex._chain_entry("dense", lambda: [4] * 3, 8, 3, "cpu", T=4),
+        vertex._schedule_entry(trees, 8, 10, "cpu"),
+        *vertex._ablation_entries(small, 8, 40, "cpu"),
+    ]
+    results = Results(tmp_path / "vertex.csv")
+    rows = [row for entry in entries for row in entry.run(results)]
+    results.save()
+    assert {row["peer"] for row in rows} == {"eager", "floor", "torch.nn", "step", "none"}
+    assert {row["metric"] for row in rows} == {"forward_backward", "schedule", "throughput"}
+    for row in rows:
+        case = parse_case(row["case"])
+        assert list(case)[:3] == ["model", "device", "dtype"] and case["executor"] == "batched"
+        assert float(row["weft"]) > 0 and float(row["peer_value"]) > 0
+    assert len(results.rows) == len(rows)
+
+
+def test_the_tables_are_the_issue(trees):
+    cuda = {(entry.name, entry.metrics) for entry in vertex.table("cuda", trees)}
+    names = {name for name, _ in cuda}
+    for B in (1, 25, 64, 256):
+        assert f"model=treelstm device=cuda dtype=fp32 H=256 B={B} executor=batched" in names
+    assert len(cuda) >= 18
+    # Without the treebank what remains needs none.
+    assert {parse_case(entry.name)["model"] for entry in vertex.table("cuda", None)} == {
+        "treefc",
+        "chainlstm",
+        "childsum",
+    }
+    assert list(vertex.table("cpu", None)) == []
+
+
+def test_on_the_command_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(vertex, "treebank", lambda folder: None)
+    vertex.main(["--devices", "cpu", "--output", str(tmp_path / "rows.csv")])
+    assert "left out" in capsys.readouterr().out
