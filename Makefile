@@ -44,6 +44,7 @@ sanitize: build
 bench: build
 	$(PY) -m benchmarks.scan $(BENCH)
 	$(PY) -m benchmarks.rnn $(BENCH)
+	$(PY) -m benchmarks.vertex $(BENCH)
 	$(PY) -m benchmarks.plot
 
 lint: $(call requirements,lint)

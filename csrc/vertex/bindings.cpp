@@ -382,16 +382,19 @@ py::tuple with_types(const Graphs& graphs, const py::object& types) {
   std::vector<int32_t> codes;
   py::dict table;
   py::list names;
-  for_each(types.ptr(), op + ": types must be a sequence of names, got ", [&](PyObject* name, int64_t v) {
-    if (!PyUnicode_Check(name)) {
-      throw py::type_error(op + ": types[" + std::to_string(v) + "] must be a str, got " + type_name(name));
+  for_each(types.ptr(), op + ": types must be a sequence of names, got ", [&](PyObject* item, int64_t v) {
+    if (!PyUnicode_Check(item)) {
+      throw py::type_error(op + ": types[" + std::to_string(v) + "] must be a str, got " + type_name(item));
     }
+    // A plain str also of what only derives from it, such as NumPy's.
+    const auto plain = py::reinterpret_steal<py::object>(PyUnicode_FromObject(item));
+    PyObject* const name = plain.ptr();
     PyObject* known = PyDict_GetItemWithError(table.ptr(), name);
     if (known == nullptr) {
       if (PyErr_Occurred()) throw py::error_already_set();
-      table[name] = py::int_(names.size());
+      table[plain] = py::int_(names.size());
       known = PyDict_GetItem(table.ptr(), name);
-      names.append(name);
+      names.append(plain);
     }
     codes.push_back(static_cast<int32_t>(PyLong_AsLong(known)));
   });
@@ -510,7 +513,7 @@ void bind(py::module_& m) {
       .def_property_readonly("max_count", number(Schedule::kMaxCount))
       .def_property_readonly("max_edges", number(Schedule::kMaxEdges))
       .def_property_readonly("single_use", [](const Schedule& s) { return s.number(Schedule::kSingleUse) != 0; });
-  vertex.def("schedule", &schedule);
+  vertex.def("schedule", &schedule, py::call_guard<py::gil_scoped_release>());
   vertex.def("first_beyond",
              [](const Graphs& graphs, const std::vector<int64_t>& limits) { return first_beyond(graphs, limits); });
   vertex.def("first_typed", [](const Graphs& graphs, const std::vector<bool>& wanted) -> int64_t {

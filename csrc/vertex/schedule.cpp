@@ -97,6 +97,9 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   // Tasks: the non-empty pairs of level and kind. numbers holds counts before it holds the tasks' numbers, task_of
   // pairs before tasks. Vertices with children are listed, so that loops over those of a vertex are alike: half of the
   // vertices of most graphs are leaves, in no order that a processor could predict.
+  if (F * num_kinds > std::numeric_limits<int32_t>::max()) {
+    throw std::length_error("weft.vertex: more than 2147483647 pairs of a level and a vertex function");
+  }
   std::vector<int32_t> numbers(F * num_kinds), task_of(V), inner(V + 1);
   int64_t num_inner = 0;
   for (int64_t v = 0; v < V; ++v) {

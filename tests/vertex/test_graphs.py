@@ -364,6 +364,7 @@ def test_types():
     assert typed.types == ("leaf", "leaf", "inner", "leaf") and typed.types is typed.types
     assert graphs.types is None
     assert typed.with_types(iter("abcd")).types == ("a", "b", "c", "d")
+    assert {type(name) for name in typed.with_types(np.array(["a", "b", "a", "b"])).types} == {str}
     assert typed[0].types == ("leaf", "leaf", "inner") and typed[::-1].types == ("leaf", "leaf", "leaf", "inner")
     assert typed[:0].types == ()
     # The same names in another order, some of them, and others.

@@ -228,7 +228,7 @@ class Graphs:
             block = self._block.pin_memory()
             return self if block is self._block else self._copy(block)
         with torch.inference_mode(False):
-            return self._copy(_flat(self._core).pin_memory())
+            return self._copy(_flat(self._core, pinned=True))
 
     def is_pinned(self) -> bool:
         """Whether the tensors are in pinned memory."""
@@ -277,10 +277,9 @@ class Graphs:
         with torch.inference_mode(False):
             block = self._block
             if block is None:
-                block = _flat(self._core)
-                # A copy of our own, which may be pinned and which nobody overwrites: the copy need not be waited for.
-                if device.type == "cuda":
-                    block, non_blocking = block.pin_memory(), True
+                # Nobody else has or overwrites this, so that the copy from pinned memory need not be waited for.
+                non_blocking = device.type == "cuda"
+                block = _flat(self._core, pinned=non_blocking)
             return self._copy(block.to(device, non_blocking=non_blocking))
 
     def _like(self, other: Graphs) -> Graphs:
@@ -322,8 +321,9 @@ def _size(core: _C.Graphs, name: str) -> int:
     return core.num_edges * 3 if name == "edges" else _shape(core, name)[0]
 
 
-def _flat(core: _C.Graphs) -> Tensor:
-    block = torch.empty(sum(_size(core, name) for name in _ARRAYS), dtype=torch.int64, device="cpu")
+def _flat(core: _C.Graphs, pinned: bool) -> Tensor:
+    size = sum(_size(core, name) for name in _ARRAYS)
+    block = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
     address = block.data_ptr()
     for name in _ARRAYS:
         getattr(core, f"write_{name}")(address)
