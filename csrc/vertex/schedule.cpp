@@ -196,6 +196,15 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   std::vector<int32_t> by_place, starts;
   for (int64_t t = T - 1; t >= 0 && tasks[t].level > 0; --t) {
     const int32_t first = tasks[t].first, last = first + tasks[t].count;
+    if (kinds[tasks[t].kind].slots.empty()) {
+      for (int32_t r = last - 1; r >= first; --r) {
+        const int32_t v = vertex_of[r];
+        for (int32_t e = first_child[v + 1] - 1; e >= first_child[v]; --e) {
+          if (place_by[child[e]] == e) place(child[e]);
+        }
+      }
+      continue;
+    }
     int32_t most = 0, total = 0;
     for (int32_t r = first; r < last; ++r) {
       const int32_t v = vertex_of[r], degree = first_child[v + 1] - first_child[v];

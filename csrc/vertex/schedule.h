@@ -8,9 +8,10 @@
 // [first, first + count) of it. Inputs and outputs keep the caller's numbering; vertices[row] and rows[vertex]
 // translate.
 //
-// Within a task, vertices stand in the order of (the frontier of the nearest parent, the slot, that parent's row);
-// those without parents last. The children in slot k of a task's vertices therefore lie in few ascending runs, in a
-// single one for chains and complete trees: such a gather is no copy but a view (`runs`).
+// Within a task, vertices stand in the order of (the frontier of the nearest parent, the slot, that parent's row), or
+// where that parent only sums, (the frontier, the parent's row, the slot); those without parents last. So the children
+// in slot k of a task's vertices, or all that it sums over, lie in few ascending runs, in a single one for chains and
+// complete trees: such a gather is no copy but a view (`runs`, `edge_run`).
 //
 // Forward, tasks in order: gather slot slots[c] of a task reads row gather[c][row] of the states, for each row of the
 // task; -1 is a row of zeros. The sum over children reads edge_children[first_edge[row] .. first_edge[row + 1] - 1].

@@ -244,6 +244,8 @@ def test_chains_and_complete_trees_gather_without_copies():
     plan = schedule("f", Graphs.from_parents(parents), BOTH)
     assert [task.count for task in plan.tasks] == [5 * leaves // 2**level for level in range(7)]
     assert all(run >= 0 for task in plan.tasks[1:] for run in task.runs)
+    plan = schedule("f", Graphs.from_parents(parents), SUM)
+    assert all(task.edge_run >= 0 for task in plan.tasks[1:])
 
 
 def test_a_schedule_is_planned_once_and_belongs_to_all_copies():
