@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
-from common import DEVICES, poisoned, with_instructions
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+
+from tests.common import DEVICES, poisoned, with_instructions
 
 ops = torch.ops.weft
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

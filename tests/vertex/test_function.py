@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 import weft
-from common import DEVICES, relative_error
-from naive import evaluate
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 from weft.vertex import models
+
+from tests.common import DEVICES, relative_error
+from tests.vertex.naive import evaluate
 
 EXECUTORS = ["batched", "reference"]
 executors = pytest.mark.parametrize("executor", EXECUTORS)

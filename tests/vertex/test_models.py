@@ -7,11 +7,22 @@ import random
 import pytest
 import torch
 import weft
-from common import DEVICES, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from naive import chain_lstm, child_sum, evaluate, random_dag, random_tree, rvnn, tree_fc, tree_gru, tree_lstm
 from weft.vertex import models
+
+from tests.common import DEVICES, relative_error
+from tests.vertex.naive import (
+    chain_lstm,
+    child_sum,
+    evaluate,
+    random_dag,
+    random_tree,
+    rvnn,
+    tree_fc,
+    tree_gru,
+    tree_lstm,
+)
 
 X, H = 5, 6
 EXECUTORS = ["reference", "batched"]

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import DEVICES, DTYPES, assert_close, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 from weft.scan import chain_backward, chain_backward_reference
+
+from tests.common import DEVICES, DTYPES, assert_close, poisoned
 
 SCHEDULES = ["auto", "linear", "blelloch", 1, 2, 3]
 

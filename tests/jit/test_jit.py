@@ -17,7 +17,7 @@ import torch
 import weft
 from weft import _C, _ops
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROBE = "jit/probe.jit.cu"
 ARCH = 90
 

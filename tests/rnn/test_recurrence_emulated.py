@@ -9,12 +9,13 @@ import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import emulated
 import pytest
 import torch
 import weft  # noqa: F401  registers torch.ops.weft
-from common import relative_error
 from torch import Tensor
+
+from tests import emulated
+from tests.common import relative_error
 
 CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}

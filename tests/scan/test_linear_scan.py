@@ -7,13 +7,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from weft.scan import linear_scan, linear_scan_reference
+
+from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned, relative_error
 
 LAYOUTS = ["dense", "shared", "shared_4d", "diagonal"]
 

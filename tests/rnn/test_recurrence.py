@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 import weft
-from common import check_close, differentiate, poisoned
 from hypothesis import HealthCheck, given, settings, strategies
-from sequential import doubles
 from test_rnn import BOUNDS, CELLS, RESULTS, Sample, arguments, exact_arguments, gradients, names, reference, rnn
 from weft import _C, _ops
 from weft._rnn import costs
 
+from tests.common import check_close, differentiate, poisoned
+from tests.rnn.sequential import doubles
+
 SOURCE = "rnn/cuda/recurrence.jit.cu"
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = "WEFT_RNN_GEOMETRY"
 TIERS = (
     "tier=small",

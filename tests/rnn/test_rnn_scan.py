@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import test_rnn
 import torch
-from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
-from sequential import check_chain, doubles
 from test_rnn import BOUNDS, CELLS, HALF_TYPES, RESULTS, Arguments, Sample, arguments, by_scan, gradients, names, packed
 from torch import _VF, Tensor
+
+from tests.common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
+from tests.rnn.sequential import check_chain, doubles
 
 rnn = torch.ops.weft.rnn
 rnn_backward = torch.ops.weft.rnn_backward

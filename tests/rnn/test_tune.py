@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 import weft
-from common import DEVICES
 from torch.nn.utils import rnn
 from weft._rnn import choice, runs, tuned
 from weft._rnn.calls import choose_at_once
 from weft._rnn.case import Case
+
+from tests.common import DEVICES
 
 devices = pytest.mark.parametrize("device", DEVICES)
 

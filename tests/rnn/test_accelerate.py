@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 import weft
-from common import DEVICES
 from torch.nn.utils import parametrize
+
+from tests.common import DEVICES
 
 PAIRS = [(torch.nn.RNN, weft.nn.RNN), (torch.nn.GRU, weft.nn.GRU), (torch.nn.LSTM, weft.nn.LSTM)]
 

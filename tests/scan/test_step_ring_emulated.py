@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ctypes
 
-import emulated
 import pytest
+
+from tests import emulated
 
 pytestmark = emulated.MARKS
 

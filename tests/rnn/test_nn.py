@@ -13,10 +13,8 @@ import weakref
 import pytest
 import torch
 import weft
-from common import DEVICES, relative_error, with_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sequential import check_chain, reference_chain
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, rnn
@@ -25,6 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from weft._rnn import calls, choice, torch_limits, torch_rnn
 from weft._rnn.calls import choose_at_once, prepare
 from weft._rnn.case import Case
+
+from tests.common import DEVICES, relative_error, with_environment
+from tests.rnn.sequential import check_chain, reference_chain
 
 CELLS = {
     "tanh": (weft.nn.RNN, torch.nn.RNN, {}),

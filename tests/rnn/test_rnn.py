@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import weft
-from common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices, with_instructions
 from hypothesis import given, strategies
-from sequential import cell_step, doubles
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from weft._rnn.torch_limits import why_not_onednn
+
+from tests.common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices, with_instructions
+from tests.rnn.sequential import cell_step, doubles
 
 rnn = torch.ops.weft.rnn
 rnn_backward = torch.ops.weft.rnn_backward

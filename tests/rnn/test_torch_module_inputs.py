@@ -15,9 +15,10 @@ import warnings
 import pytest
 import torch
 import weft
-from common import DEVICES
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
 from torch.testing._internal.common_utils import TestCase, freeze_rng_state, gradcheck, gradgradcheck
+
+from tests.common import DEVICES
 
 # Importing torch's test helpers forbids the whole process to set flags of torch.backends; other tests do.
 torch.backends.__allow_nonbracketed_mutation_flag = True
