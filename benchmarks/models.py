@@ -1,0 +1,87 @@
+"""The models whose training steps the offload engine is measured on, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def vgg19(classes: int = 1000, width: int = 64, size: int = 224) -> nn.Module:
+    """VGG-19 (Simonyan and Zisserman, 2015), in-place ReLU and dropout included. Input (B, 3, size, size)."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for stage, convolutions in enumerate((2, 2, 4, 4, 4)):
+        for _ in range(convolutions):
+            out = width * min(2**stage, 8)
+            layers += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU(inplace=True)]
+            channels = out
+        layers.append(nn.MaxPool2d(2))
+    hidden = 64 * width
+    head = [nn.Flatten(), nn.Linear(channels * (size // 32) ** 2, hidden), nn.ReLU(inplace=True), nn.Dropout()]
+    head += [nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, classes)]
+    return nn.Sequential(*layers, *head)
+
+
+class _Bottleneck(nn.Module):
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out = 4 * width
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, width, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True),
+            nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out),
+        )  # fmt: skip
+        self.shortcut = nn.Identity()
+        if stride != 1 or channels != out:
+            self.shortcut = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.layers(x) + self.shortcut(x), inplace=True)
+
+
+def resnet152(classes: int = 1000, width: int = 64, blocks: tuple[int, ...] = (3, 8, 36, 3)) -> nn.Module:
+    """ResNet-152 (He et al., 2016), the stride on the 3 x 3 convolution. Input (B, 3, 224, 224)."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
+    layers.append(nn.MaxPool2d(3, 2, 1))
+    channels = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(_Bottleneck(channels, width << stage, 2 if stage > 0 and block == 0 else 1))
+            channels = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class _Block(nn.Module):
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.projection = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, H = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(B, T, 3, self.heads, H // self.heads).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).reshape(B, T, H))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class _Gpt(nn.Module):
+    def __init__(self, vocabulary: int, hidden: int, layers: int, heads: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, hidden), nn.Embedding(length, hidden)
+        self.blocks = nn.Sequential(*(_Block(hidden, heads) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.head(self.norm(self.blocks(self.tokens(tokens) + places))).flatten(0, 1)
+
+
+def gpt(
+    vocabulary: int = 16384, hidden: int = 2048, layers: int = 12, heads: int = 16, length: int = 2048
+) -> nn.Module:
+    """A decoder as GPT-2's (Radford et al., 2019): pre-norm, GELU. Input (B, T) of tokens; (B * T, vocabulary)."""
+    return _Gpt(vocabulary, hidden, layers, heads, length)

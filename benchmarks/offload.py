@@ -1,0 +1,390 @@
+"""The offload engine against torch's save_on_cpu, the plain step, and what the bus allows.
+
+``python -m benchmarks.offload [FILTER]`` measures the table into results/offload.csv: the codecs against the bytes that
+they read and write at the rate of a device-to-device copy, and beside a matrix product; training steps of VGG-19,
+ResNet-152 and a GPT-like decoder with budgets of 75, 50, 25 and 0 percent of what they save, and with none; the plans
+for these steps against moving everything on demand; the host's part of a saved tensor. FILTER is a substring of the
+case or the metric.
+
+The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
+the rates of pinned copies, all measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import weft
+from torch import Tensor, nn
+from torch.nn import functional
+from weft.offloading import Link, Move, simulate
+
+from benchmarks import models
+from benchmarks.common import (
+    CPU_THREADS,
+    DTYPES,
+    RESULTS,
+    Candidate,
+    Entry,
+    Results,
+    case_name,
+    check_agreement,
+    copy_bandwidth,
+    exit_with,
+    measure,
+    peak_memory,
+    run_entries,
+)
+
+GIB = 1 << 30
+Rows = list[dict[str, str]]
+
+
+# ---------------------------------------------------------------------------------------------------------- the codecs
+
+
+def sparse(size: int, density: float, dtype: str, device: str) -> Tensor:
+    """`size` bytes with that share of non-zeros, in no order."""
+    n = size // DTYPES[dtype].itemsize
+    x = torch.empty(n, dtype=DTYPES[dtype], device=device)
+    for part in x.split(1 << 27):
+        keep = torch.rand(part.shape, device=device) < density
+        part.copy_(torch.where(keep, torch.rand(part.shape, device=device) + 1, 0.0))
+    return x
+
+
+def same_bits(a: Tensor, b: Tensor) -> float:
+    """0 where they are equal to the last bit, else infinite: an error for check_agreement."""
+    integer = torch.int16 if a.element_size() == 2 else torch.int32
+    return 0.0 if torch.equal(a.view(integer), b.view(integer)) else float("inf")
+
+
+@functools.cache
+def copy_rate(device: str, size: int) -> float:
+    """Bytes per second, read and written together, of a copy on the device."""
+    if device == "cuda":
+        return copy_bandwidth()
+    source = torch.rand(size // 4)
+    target = torch.empty_like(source)
+    return 2 * size / (measure({"copy": Candidate(lambda _: target.copy_(source))}, device)["copy"] * 1e-3)
+
+
+def codec_entry(codec: str, device: str, dtype: str, density: float, size: int) -> Entry:
+    ops = {name: f"{codec}_{name}" for name in ("compress", "decompress")}
+    keys: dict[str, Any] = {"device": device, "dtype": dtype, "density": density, "MiB": size >> 20}
+    names = {name: case_name(op=op, **keys) for name, op in ops.items()}
+
+    def run(results: Results) -> Rows:
+        x = sparse(size, density, dtype, device)
+        compress, decompress = (getattr(torch.ops.weft, op) for op in ops.values())
+        words, values, sizes = compress(x)
+        check_agreement(names["compress"], {"x": same_bits(decompress(words, values, x.shape), x)}, 0.0)
+        words_used = words if codec == "zvc" else words[: int(sizes[0])]
+        used = int(sizes if codec == "zvc" else sizes[1])
+        packed = words_used.nbytes + used * x.element_size()
+        times = measure(
+            {
+                "compress": Candidate(lambda _: compress(x)),
+                "decompress": Candidate(lambda _: decompress(words_used, values[:used], x.shape)),
+            },
+            device,
+        )
+        floor = (x.nbytes + packed) / copy_rate(device, size) * 1e3
+        rows = []
+        for name, milliseconds in times.items():
+            rows.append(results.put(names[name], "forward", "ms", milliseconds, "floor", floor))
+            rate = (x.nbytes + packed) / milliseconds * 1e-6
+            print(f"{names[name]}: {rate:.0f} GB/s read and written", flush=True)
+        if codec == "zvc":
+            share = used / x.numel()
+            model = x.nbytes * (share + 1 / (8 * x.element_size()))
+            rows.append(results.put(names["compress"], "compressed", "bytes", packed, "model", model))
+        return rows
+
+    return Entry(names["compress"] + " " + names["decompress"], ("forward", "compressed"), run)
+
+
+def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
+    """A stream of bf16 matrix products, alone and beside a stream that compresses tensors and copies them to the host
+    as fast as the bus takes them."""
+    case = case_name(op="zvc_compress", device="cuda", dtype=dtype, density=density, beside="gemm")
+
+    def run(results: Results) -> Rows:
+        x = sparse(size, density, dtype, "cuda")
+        mask, values, count = torch.ops.weft.zvc_compress(x)
+        host_mask, host = torch.empty_like(mask, device="cpu").pin_memory(), values[: int(count)].cpu().pin_memory()
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        side = torch.cuda.Stream()
+
+        def products(_: Any) -> Tensor:
+            for _ in range(20):
+                c = a @ b
+            return c
+
+        def transfers() -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(8):  # longer than the products
+                    mask, values, _ = torch.ops.weft.zvc_compress(x)
+                    host_mask.copy_(mask, non_blocking=True)
+                    host.copy_(values[: host.numel()], non_blocking=True)
+
+        times = measure({"alone": Candidate(products), "beside": Candidate(products, transfers)}, "cuda", repeats=10)
+        return [results.put(case, "gemm", "ms", times["beside"], "alone", times["alone"])]
+
+    return Entry(case, ("gemm",), run)
+
+
+# ------------------------------------------------------------------------------------------------------ training steps
+
+
+@functools.cache
+def link(device: str) -> Link:
+    """Rates of pinned copies of 256 MiB, one direction at a time."""
+    if device == "cpu":
+        return Link()
+    host, on_device = torch.empty(GIB // 4, dtype=torch.uint8).pin_memory(), torch.empty(GIB // 4, dtype=torch.uint8)
+    on_device = on_device.cuda()
+    times = measure(
+        {
+            "out": Candidate(lambda _: host.copy_(on_device, non_blocking=True)),
+            "back": Candidate(lambda _: on_device.copy_(host, non_blocking=True)),
+        },
+        "cuda",
+    )
+    rates = Link(*(host.nbytes / (times[name] * 1e-3) for name in ("out", "back")))
+    print(f"pinned copies: {rates.d2h / 1e9:.1f} GB/s out, {rates.h2d / 1e9:.1f} GB/s back", flush=True)
+    return rates
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    dtype: str
+    batch: int
+    build: Callable[[], nn.Module]
+    classes: int
+    image: int | None = None
+    """Height and width of the images; None: tokens."""
+    length: int = 0
+
+    def keys(self, device: str) -> dict[str, Any]:
+        return {"model": self.name, "device": device, "dtype": self.dtype, "B": self.batch}
+
+
+MODELS = (
+    Model("vgg19", "fp32", 64, models.vgg19, 1000, image=224),
+    Model("resnet152", "fp32", 64, models.resnet152, 1000, image=224),
+    Model("gpt", "bf16", 4, models.gpt, 16384, length=2048),
+)
+
+
+class Step:
+    """One training step without the optimizer; the same dropout every time, so that gradients can be compared."""
+
+    def __init__(self, model: Model, device: str) -> None:
+        torch.manual_seed(0)
+        self.model, self.device = model, device
+        self.net = model.build().to(device=device, dtype=DTYPES[model.dtype])
+        if model.image is not None:
+            self.x = torch.randn(model.batch, 3, model.image, model.image, device=device, dtype=DTYPES[model.dtype])
+            targets = model.batch
+        else:
+            self.x = torch.randint(model.classes, (model.batch, model.length), device=device)
+            targets = self.x.numel()
+        self.target = torch.randint(model.classes, (targets,), device=device)
+
+    def forward(self) -> Tensor:
+        torch.manual_seed(1)
+        return functional.cross_entropy(self.net(self.x).float(), self.target)
+
+    def plain(self, _: Any = None) -> None:
+        self.net.zero_grad()
+        self.forward().backward()
+
+    def inside(self, context: Any) -> Callable[[Any], None]:
+        def run(_: Any = None) -> None:
+            self.net.zero_grad()
+            with context:
+                loss = self.forward()
+            loss.backward()
+
+        return run
+
+    def gradients(self, run: Callable[[], None]) -> list[Tensor]:
+        run()
+        return [p.grad.clone() for p in self.net.parameters()]
+
+    def check(self, case: str, run: Callable[[], None]) -> None:
+        """Gradients to the last bit, with torch's deterministic algorithms."""
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            pairs = zip(self.gradients(self.plain), self.gradients(run), strict=True)
+            errors = {f"gradient {i}": same_bits(a, b) for i, (a, b) in enumerate(pairs)}
+        finally:
+            torch.use_deterministic_algorithms(False)
+        check_agreement(case, errors, 0.0)
+
+
+def saved_bytes(step: Step, **options: Any) -> int:
+    """What the step saves for its backward."""
+    with_room = weft.offload(1 << 60, **options)
+    step.inside(with_room)()
+    saved = with_room.report().to_dict()["saved_bytes"]
+    with_room.close()
+    return saved
+
+
+BUDGETS = {"75%": 0.75, "50%": 0.5, "25%": 0.25, "0": 0.0, "none": None}
+
+
+def model_entry(model: Model, device: str, **options: Any) -> Entry:
+    """`options` are weft.offload's."""
+    cases = {budget: case_name(**model.keys(device), budget=budget) for budget in BUDGETS}
+
+    def run(results: Results) -> Rows:
+        step, rates, rows = Step(model, device), link(device), []
+        rounds = {"repeats": 10, "at_most": 2.0}
+        forward = Candidate(lambda _: step.forward())
+        peers = {"plain": Candidate(step.plain), "forward": forward}
+        times = measure(peers, device, **rounds)
+        if device == "cuda":
+            on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=True)
+            peer = {"save_on_cpu": Candidate(step.inside(on_cpu))}
+            times |= measure(peer, device, warmup=1, repeats=10, at_most=0.0)
+        ahead, behind = times["forward"] * 1e-3, (times["plain"] - times["forward"]) * 1e-3
+        saved = saved_bytes(step, **options)
+        hideable = min(rates.d2h * ahead, rates.h2d * behind)
+        everything = 0
+        for budget, share in sorted(BUDGETS.items(), key=lambda item: item[1] != 0):
+            case = cases[budget]
+            limit = None if share is None else int(share * saved)
+            off = weft.offload(limit, **options)
+            with_offload = step.inside(off)
+            with_offload()  # records
+            step.check(case, with_offload)
+            times["weft"] = measure({"weft": Candidate(with_offload)}, device, **rounds)["weft"]
+            report = off.report().to_dict()
+            out, back = report["sent_bytes"] / rates.d2h, report["returned_bytes"] / rates.h2d
+            times["floor"] = 1e3 * (max(ahead, out) + max(behind, back))
+            for peer in ("plain", "save_on_cpu", "floor"):
+                if peer in times:
+                    rows.append(results.put(case, "step", "ms", times["weft"], peer, times[peer]))
+            rows.append(results.put(case, "moved", "bytes", report["moved_bytes"], "saved", saved))
+            if limit is None:
+                rows.append(results.put(case, "sent", "bytes", report["sent_bytes"], "hideable", min(hideable, saved)))
+            elif limit > 0:
+                rows.append(results.put(case, "saved_peak", "bytes", report["peak_bytes"], "budget", limit))
+            if device == "cuda":
+                peak = peak_memory(with_offload)
+                everything = peak if limit == 0 else everything
+                if limit:
+                    peer = "everything_and_budget"
+                    rows.append(results.put(case, "peak_memory", "bytes", peak, peer, everything + limit))
+            rows += plan_rows(case, off, limit, rates, results)
+            off.close()
+            del off, with_offload
+            if device == "cuda":
+                torch.cuda.empty_cache()
+        return rows
+
+    metrics = ("step", "moved", "sent", "saved_peak", "peak_memory", "predicted_step")
+    return Entry(" ".join(cases.values()), metrics, run)
+
+
+def plan_rows(case: str, off: Any, limit: int | None, rates: Link, results: Results) -> Rows:
+    """AutoVM's policy against none, by the model of both on the step's timeline: everything moves, and comes back when
+    it is asked for."""
+    timeline = off.timeline
+    if limit is None or timeline is None or not timeline.tensors or timeline.seconds[0] is None:
+        return []
+    planned = weft.offloading.plan(timeline, limit, link=rates)
+    on_demand = [Move(i, t.first_backward) for i, t in enumerate(timeline.tensors)]
+    without = simulate(timeline, on_demand, limit, link=rates)
+    return [results.put(case, "predicted_step", "ms", planned.seconds * 1e3, "no_policy", without.seconds * 1e3)]
+
+
+def host_entry(device: str, moved: bool) -> Entry:
+    """Time of the host per saved tensor: the difference between a step of many small operations with and without
+    hooks, beside that of hooks in Python that do nothing."""
+    case = case_name(op="pack_unpack", device=device, moved="yes" if moved else "no")
+
+    def run(results: Results) -> Rows:
+        count, size = (200, 1 << 18) if moved else (2000, 16)
+        x = torch.randn(size, device=device, requires_grad=True)
+
+        def chain(_: Any = None) -> None:
+            y = x
+            for _ in range(count):
+                y = y.sin()  # saves its input
+            y.backward(torch.ones_like(y))
+
+        def inside(context: Any) -> Callable[[Any], None]:
+            def run(_: Any = None) -> None:
+                with context:
+                    chain()
+
+            return run
+
+        off = weft.offload(0 if moved else 1 << 60, min_bytes=0 if moved else "1MiB")
+        contexts = {
+            "weft": inside(off),
+            "python_hooks": inside(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)),
+            "plain": chain,
+        }
+        times: dict[str, list[float]] = {name: [] for name in contexts}
+        for _ in range(12):
+            for name, run_once in contexts.items():
+                begin = time.perf_counter()
+                run_once()
+                times[name].append((time.perf_counter() - begin) * 1e6 / count)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+        best = {name: sorted(values[2:])[len(values[2:]) // 2] for name, values in times.items()}
+        off.close()
+        added = {name: best[name] - best["plain"] for name in ("weft", "python_hooks")}
+        return [results.put(case, "host", "us", added["weft"], "python_hooks", added["python_hooks"])]
+
+    return Entry(case, ("host",), run)
+
+
+def table(device: str) -> Iterator[Entry]:
+    size = GIB if device == "cuda" else GIB >> 4
+    for dtype in ("fp32", "bf16"):
+        for density in (0.1, 0.5, 1.0):
+            yield codec_entry("zvc", device, dtype, density, size)
+    yield codec_entry("rle", device, "fp32", 0.5, size)
+    if device == "cuda":
+        for density in (0.1, 0.5, 1.0):
+            yield beside_entry("fp32", density)
+        for moved in (False, True):
+            yield host_entry(device, moved)
+        for model in MODELS:
+            yield model_entry(model, device)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.offload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric")
+    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
+    parser.add_argument("--minutes", type=float, default=30.0, help="after which no case is started (default 30)")
+    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(CPU_THREADS)
+    devices = options.devices or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
+    results = Results(options.output or RESULTS / "offload.csv")
+    entries = [entry for device in devices for entry in table(device) if entry.matches(options.filter)]
+    exit_with(run_entries(entries, results, minutes=options.minutes))
+
+
+if __name__ == "__main__":
+    main()
