@@ -122,7 +122,21 @@ def linear_scans() -> None:
             linear_scan(200, 2, H, diagonal=False, dtype=dtype, window=True)
 
 
-PARTS = {"rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans}
+def codecs() -> None:
+    for dtype in (single, half, bfloat16):
+        for n in (0, 1, 33, 16_385, 40_000):
+            for density in (0.0, 0.3, 1.0):
+                memory = torch.where(torch.rand(n + 1, device="cuda") < density, 1.5, 0.0).to(dtype)
+                for x in (memory[:n], memory[1:]):  # of any alignment
+                    mask, values, size = torch.ops.weft.zvc_compress(x)
+                    runs, _, used = torch.ops.weft.rle_compress(x)
+                    for some in (values, values[: int(size)].clone(), values[: int(size) // 2].clone()):
+                        torch.ops.weft.zvc_decompress(mask, some, x.shape)
+                        torch.ops.weft.rle_decompress(runs[: int(used[0])].clone(), some, x.shape)
+    torch.cuda.synchronize()
+
+
+PARTS = {"rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "codecs": codecs}
 
 
 def main() -> None:
