@@ -139,7 +139,7 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
   expect(std::equal(expected.begin(), expected.begin() + capacity, values.as<T>()), "values differ");
   if (capacity % 2) expect(values.as<T>()[capacity] == T(0xa5a5a5a5), "more values than there is room for");
 
-  const int64_t value_offset = random() % 2, groups = (tiles + kGroup - 1) / kGroup;
+  const int64_t value_offset = random() % 3, groups = (tiles + kGroup - 1) / kGroup;
   const Guarded packed((capacity + value_offset) * kItem, at_end || value_offset), out((n + offset) * kItem, at_end);
   std::copy_n(expected.begin(), capacity, packed.as<T>() + value_offset);
   std::vector<int> own_starts(tiles);

@@ -310,39 +310,31 @@ __device__ void count_tiles(const ZvcDecompress& args, int64_t group, int* start
   if (lane == kWarp - 1) totals[group] = sum;
 }
 
-// Reads values[start, start + count) into shared memory, and returns where there the first one is.
+// Reads values[start, start + count) into shared memory, and returns where there the first one is. In pieces of 16
+// bytes, counted from the one that the first value of all lies in, of which `lead` elements are not ours;
+// asynchronously, because a thread that waits for each of its pieces waits four times.
 template <int kItem>
 __device__ __forceinline__ int read_values(const ZvcDecompress& args, int64_t start, int count, unsigned char* memory,
                                            int thread) {
-  if constexpr (kItem == 4) {
-    const auto* values = static_cast<const uint32_t*>(args.values) + start;
-    auto* to = reinterpret_cast<uint32_t*>(memory);
-    for (int i = thread - int(start % kWarp); i < count; i += kThreads) {
-      if (i >= 0) to[i] = start + i < args.available ? values[i] : 0;
+  using T = typename Element<kItem>::T;
+  constexpr int kPiece = Tile<kItem>::kPiece;
+  const int lead = int(reinterpret_cast<uint64_t>(args.values) % kPieceBytes) / kItem;
+  const T* const values = static_cast<const T*>(args.values) - lead;
+  const int64_t end = args.available + lead;
+  start += lead;
+  const int first = int(start % kPiece), pieces = (first + count + kPiece - 1) / kPiece;
+  for (int p = thread; p < pieces; p += kThreads) {
+    const int64_t at = start - first + p * kPiece;
+    T* const to = reinterpret_cast<T*>(memory) + p * kPiece;
+    if (at >= lead && at + kPiece <= end) {
+      copy_async<kPieceBytes>(to, values + at);
+    } else {
+      for (int i = 0; i < kPiece; ++i) to[i] = at + i >= lead && at + i < end ? values[at + i] : T(0);
     }
-    return 0;
-  } else {
-    // By words of 4 bytes, counted from the one that the first value of all lies in; `lead` halves of it are not ours.
-    const int lead = int(reinterpret_cast<uint64_t>(args.values) / 2 % 2);
-    const auto* values = static_cast<const uint16_t*>(args.values) - lead;
-    const int64_t end = args.available + lead;
-    start += lead;
-    const int odd = int(start & 1), words = (odd + count + 1) / 2;
-    auto* to = reinterpret_cast<uint32_t*>(memory);
-    for (int w = thread - int(start / 2 % kWarp); w < words; w += kThreads) {
-      if (w < 0) continue;
-      const int64_t at = start - odd + 2 * w;
-      uint32_t word = 0;
-      if (at >= lead && at + 1 < end) {
-        word = *reinterpret_cast<const uint32_t*>(values + at);
-      } else {
-        if (at >= lead && at < end) word = values[at];
-        if (at + 1 < end) word |= uint32_t(values[at + 1]) << 16;
-      }
-      to[w] = word;
-    }
-    return odd;
   }
+  copy_commit();
+  copy_wait<0>();
+  return first;
 }
 
 // starts and totals as count_tiles has left them, the latter summed up: the values before a group.
