@@ -8,7 +8,8 @@ from torch.nn import functional
 
 
 def vgg19(classes: int = 1000, width: int = 64, size: int = 224) -> nn.Module:
-    """VGG-19 (Simonyan and Zisserman, 2015), in-place ReLU and dropout included. Input (B, 3, size, size)."""
+    """VGG-19 (Simonyan and Zisserman, 2015), in-place ReLU and dropout included, begun as He et al. (2015) have it, so
+    that it learns without normalisation. Input (B, 3, size, size)."""
     layers: list[nn.Module] = []
     channels = 3
     for stage, convolutions in enumerate((2, 2, 4, 4, 4)):
@@ -20,7 +21,12 @@ def vgg19(classes: int = 1000, width: int = 64, size: int = 224) -> nn.Module:
     hidden = 64 * width
     head = [nn.Flatten(), nn.Linear(channels * (size // 32) ** 2, hidden), nn.ReLU(inplace=True), nn.Dropout()]
     head += [nn.Linear(hidden, hidden), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(hidden, classes)]
-    return nn.Sequential(*layers, *head)
+    net = nn.Sequential(*layers, *head)
+    for module in net:
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            nn.init.zeros_(module.bias)
+    return net
 
 
 class _Bottleneck(nn.Module):

@@ -3,7 +3,8 @@
 ``python -m benchmarks.offload [FILTER]`` measures the table into results/offload.csv: the codecs against the bytes that
 they read and write at the rate of a device-to-device copy, and beside a matrix product; training steps of VGG-19,
 ResNet-152 and a GPT-like decoder with budgets of 75, 50, 25 and 0 percent of what they save, and with none; the plans
-for these steps against moving everything on demand; the host's part of a saved tensor. FILTER is a substring of the
+for these steps against moving everything on demand; the host's part of a saved tensor; the share of non-zeros behind
+every ReLU of the networks of cDMA, before and after a short training. FILTER is a substring of the
 case or the metric.
 
 The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -355,6 +357,101 @@ def host_entry(device: str, moved: bool) -> Entry:
     return Entry(case, ("host",), run)
 
 
+# ----------------------------------------------------------------------------------------------------------- densities
+
+
+def density_models() -> dict[str, Callable[[], nn.Module]]:
+    """The networks of cDMA that are there: all of them with torchvision, else VGG-19 alone; none without
+    scikit-learn."""
+    if importlib.util.find_spec("sklearn") is None:
+        print("scikit-learn is not installed: densities are left out", flush=True)
+        return {}
+    try:
+        from torchvision import models as vision
+    except ImportError:
+        print("torchvision is not installed: densities of AlexNet, SqueezeNet and GoogLeNet are left out", flush=True)
+        return {"vgg19": lambda: models.vgg19(10)}
+    return {
+        "alexnet": lambda: vision.alexnet(num_classes=10),
+        "vgg19": lambda: models.vgg19(10),
+        "squeezenet": lambda: vision.squeezenet1_0(num_classes=10),
+        "googlenet": lambda: vision.googlenet(num_classes=10, aux_logits=False, init_weights=True),
+    }
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """The digits of scikit-learn: images (N, 1, 8, 8) from -1 to 1, targets (N,)."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
+    return images, torch.tensor(data.target)
+
+
+def relu_densities(net: nn.Module, x: Tensor) -> list[float]:
+    """The share of non-zeros behind each ReLU, first to last."""
+    found: list[float] = []
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, out: found.append(out.count_nonzero().item() / out.numel()))
+        for module in net.modules()
+        if isinstance(module, nn.ReLU)
+    ]
+    # GoogLeNet calls the function.
+    relu = functional.relu
+
+    def counted(input: Tensor, inplace: bool = False) -> Tensor:
+        out = relu(input, inplace)
+        found.append(out.count_nonzero().item() / out.numel())
+        return out
+
+    functional.relu = counted if not hooks else relu
+    try:
+        with torch.no_grad():
+            net(x)
+    finally:
+        functional.relu = relu
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def density_entry(
+    name: str, build: Callable[[], nn.Module], device: str, *, size: int = 224, steps: int = 100
+) -> Entry:
+    """cDMA's densities behind every ReLU, at initialisation and after a short training, and what crosses the bus."""
+    batch = 64
+    keys = {"model": name, "device": device, "dtype": "fp32", "B": batch}
+
+    def run(results: Results) -> Rows:
+        torch.manual_seed(0)
+        net, (images, targets), rows = build().to(device), digits(), []
+
+        def draw(count: int) -> tuple[Tensor, Tensor]:
+            chosen = torch.randint(len(images), (count,))
+            x = functional.interpolate(images[chosen].to(device), (size, size), mode="bilinear")
+            return x.expand(-1, 3, -1, -1).contiguous(), targets[chosen].to(device)
+
+        def record(trained: str) -> None:
+            for layer, density in enumerate(relu_densities(net, draw(batch)[0])):
+                case = case_name(**keys, trained=trained, layer=layer)
+                rows.append(results.put(case, "density", "share", density, "on_the_bus", min(1.0, density + 1 / 32)))
+
+        record("no")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        for _ in range(steps):
+            x, target = draw(batch)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(net(x), target)
+            loss.backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+        print(f"{name}: loss {loss.item():.3f} after {steps} steps of training", flush=True)
+        record("yes")
+        return rows
+
+    return Entry(case_name(**keys), ("density",), run)
+
+
 def table(device: str) -> Iterator[Entry]:
     size = GIB if device == "cuda" else GIB >> 4
     for dtype in ("fp32", "bf16"):
@@ -368,6 +465,8 @@ def table(device: str) -> Iterator[Entry]:
             yield host_entry(device, moved)
         for model in MODELS:
             yield model_entry(model, device)
+        for name, build in density_models().items():
+            yield density_entry(name, build, device)
 
 
 def main(arguments: list[str] | None = None) -> None:

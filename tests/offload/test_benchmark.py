@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -17,6 +19,15 @@ def test_codec_rows(codec: str, tmp_path) -> None:
     assert (f"{codec}_compress", "forward") in rows and (f"{codec}_decompress", "forward") in rows
     if codec == "zvc":
         assert float(rows["zvc_compress", "compressed"]["ratio"]) == pytest.approx(1, abs=0.01)
+
+
+def test_density_rows(tmp_path) -> None:
+    pytest.importorskip("sklearn")
+    results = Results(tmp_path / "offload.csv")
+    net = functools.partial(models.vgg19, 10, 2, 32)
+    rows = offload.density_entry("vgg19", net, "cpu", size=32, steps=2).run(results)
+    assert len(rows) == 2 * 18 and len(results.rows) == 2 * 18
+    assert all(0 <= float(row["weft"]) <= 1 and 1 / 32 <= float(row["peer_value"]) <= 1 for row in rows)
 
 
 def test_models_have_the_published_sizes() -> None:

@@ -119,7 +119,9 @@ def test_agrees_with_reference(codec: str, n: int, dtype: torch.dtype, device: s
 def test_older_processors(capability: str) -> None:
     if torch.backends.cpu.get_cpu_capability().lower() == capability:
         pytest.skip("that is what all other tests use")
-    with_instructions(capability, __file__, "test_agrees_with_reference and cpu and (8193 or 262145) and not float16")
+    with_instructions(
+        capability, __file__, "test_agrees_with_reference and cpu and (8193 or 262145) and not torch.float16"
+    )
 
 
 @device
