@@ -1,4 +1,4 @@
-// offload, as Python sees it: the policy.
+// offload, as Python sees it: the policy. The engine, which needs torch, has a file of its own.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -7,6 +7,9 @@
 namespace py = pybind11;
 
 namespace weft::offload {
+
+void bind_engine(py::module_& m);
+
 namespace {
 
 // bytes, last_forward, first_backward, last_backward, density, itemsize
@@ -55,6 +58,7 @@ void bind_policy(py::module_& m) {
 
 void bind(py::module_& m) {
   bind_policy(m);
+  bind_engine(m);
 }
 
 }  // namespace weft::offload

@@ -8,6 +8,7 @@ from ._rnn.accelerate import accelerate
 from ._rnn.explain import Candidate, Explanation
 from ._rnn.tune import tune
 from ._version import __version__
+from .offloading import offload
 from .vertex import Graphs, VertexFunction, VertexFunctions
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "data",
     "explain",
     "nn",
+    "offload",
     "offloading",
     "scan",
     "tune",

@@ -137,7 +137,15 @@ def plan(
     order = sorted(range(len(tensors)), key=lambda i: (tensors[i].last_forward, i))
     last = set(order[max(len(order) - keep_last, 0) :])
     movable = [i not in last and t.bytes >= least for i, t in enumerate(tensors)]
-    moves = _C.offload_plan(*_packed(timeline), limit, (link.d2h, link.h2d), compress == "auto", movable)
+    return plan_movable(timeline, limit, link, compress, movable)
+
+
+def plan_movable(
+    timeline: Timeline, limit: int | None, link: Link, compress: str | None, movable: Sequence[bool]
+) -> Plan:
+    """:func:`plan` where the caller says of each tensor whether it may move; nothing is checked."""
+    limit = _budget(limit)
+    moves = _C.offload_plan(*_packed(timeline), limit, (link.d2h, link.h2d), compress == "auto", list(movable))
     return _predict(timeline, [Move(*move) for move in moves], limit, link)
 
 

@@ -1,0 +1,206 @@
+// The offload engine, as Python sees it: an Engine per offload object, a Use per `with` block, a Packed per saved
+// tensor.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <ranges>
+
+#include "offload/ledger.h"
+
+namespace weft::offload {
+namespace {
+
+// Seconds of each operation without what it waited: between the marks that were made and have passed. None before.
+std::optional<std::vector<double>> seconds(const Ledger& ledger) {
+  std::vector<double> result;
+  const Mark* last = nullptr;
+  for (const MarkPtr& mark : ledger.marks) {
+    if (mark != nullptr && !mark->passed()) return std::nullopt;
+    if (&mark == &ledger.marks.front()) {
+      last = mark.get();
+      continue;
+    }
+    result.push_back(mark != nullptr && last != nullptr ? mark->since(*last) : 0);
+    if (mark != nullptr) last = mark.get();
+  }
+  // The last operation has no end yet where its tensors are still held.
+  const size_t operations = size_t(ledger.forward == 0 ? ledger.saves + 1 : ledger.forward + ledger.reads);
+  result.resize(operations, 0);
+  for (const Stall& stall : ledger.stalls) {
+    if (!stall.end->passed()) return std::nullopt;
+    if (size_t(stall.operation) < operations) result[size_t(stall.operation)] -= stall.end->since(*stall.begin);
+  }
+  for (double& s : result) s = std::max(s, 0.0);
+  return result;
+}
+
+py::dict books(const Ledger& ledger) {
+  py::dict d;
+  const Totals& t = ledger.totals;
+  d["device"] = ledger.account.device.str();
+  d["budgeted"] = ledger.account.budgeted;
+  d["saved_bytes"] = t.saved_bytes, d["saved_tensors"] = t.saved_tensors;
+  d["moved_bytes"] = t.moved_bytes, d["moved_tensors"] = t.moved_tensors;
+  d["compressed_tensors"] = t.compressed_tensors;
+  d["peak_bytes"] = ledger.peak, d["peak_bytes_without"] = ledger.peak_without;
+  auto kept = t.kept;
+  for (const auto& record : ledger.latest)
+    if (!record->moved && record->reason == kBudget) kept[kBudget] -= record->bytes, kept[kLast] += record->bytes;
+  py::dict reasons;
+  for (size_t i = 0; i < kReasons; ++i) reasons[kReasonNames[i]] = kept[i];
+  d["kept"] = reasons;
+
+  py::list stalls;
+  for (const Stall& s : ledger.stalls)
+    if (s.end->passed()) stalls.append(py::make_tuple(s.forward, s.operation, s.name, s.end->since(*s.begin)));
+  d["stalls"] = stalls;
+  // (out, begin, end, bytes) since the first mark; None where there is no such mark.
+  py::list copies;
+  const MarkPtr origin = ledger.marks.empty() ? nullptr : ledger.marks.front();
+  int64_t crossed[] = {t.returned_bytes, t.sent_bytes};
+  for (const auto& [out, sent, begin, end] : ledger.spans) {
+    crossed[out] += sent.bytes();
+    if (origin == nullptr || begin == nullptr || end == nullptr || !end->passed()) continue;
+    copies.append(py::make_tuple(out, begin->since(*origin), end->since(*origin), sent.bytes()));
+  }
+  d["sent_bytes"] = crossed[1], d["returned_bytes"] = crossed[0];
+  d["copies"] = copies;
+  py::list curve;
+  for (size_t i = 0; i < ledger.marks.size(); ++i)
+    if (ledger.marks[i] != nullptr && origin != nullptr && ledger.marks[i]->passed())
+      curve.append(py::make_tuple(ledger.marks[i]->since(*origin), ledger.curve[i]));
+  d["curve"] = curve;
+  return d;
+}
+
+double density(const Record& record) {
+  int64_t n = 0, nonzeros = 0;
+  for (const Count& count : record.counts)
+    if (count.nonzeros != nullptr) n += count.n, nonzeros += *count.nonzeros;
+  return n == 0 ? 1 : std::clamp(double(nonzeros) / double(n), 0.0, 1.0);
+}
+
+// (seconds or None, operations of the forward, tensors, bytes of the first save of each); a tensor that nobody read
+// counts to the end.
+py::tuple timeline(const Ledger& ledger) {
+  const int64_t forward = ledger.forward == 0 ? ledger.saves + 1 : ledger.forward;
+  const int64_t operations = std::max(forward + ledger.reads, forward + 1);
+  auto times = seconds(ledger);
+  if (times) times->resize(size_t(operations), 0);
+  py::list tensors, first;
+  for (const auto& r : ledger.timeline) {
+    const int64_t end = operations - 1;
+    tensors.append(py::make_tuple(r->bytes, r->number, r->first_read < 0 ? end : r->first_read,
+                                  r->first_read < 0 ? end : r->last_read, density(*r), r->itemsize));
+    first.append(py::make_tuple(r->first_bytes, r->itemsize, r->reason == kBudget || r->moved));
+  }
+  return py::make_tuple(operations, times ? py::cast(*times) : py::none(), forward, tensors, first);
+}
+
+Codec codec(const std::optional<std::string>& name) {
+  if (!name) return Codec::none;
+  return *name == "auto" ? Codec::automatic : *name == "zvc" ? Codec::zvc : Codec::rle;
+}
+
+std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Codec codec) {
+  if (backend == "reference") return make_reference_mover(pool_limit);
+#ifdef WEFT_WITH_CUDA
+  if (backend == "copy") return make_copy_mover(pool_limit, codec == Codec::rle);
+  if (backend == "managed") return make_managed_mover(pool_limit);
+#endif
+  return make_idle_mover();
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+#ifdef WEFT_WITH_CUDA
+  m.def("offload_has_managed", &has_managed, "Whether host and device may use managed memory at the same time.",
+        py::arg("device"));
+#else
+  m.def(
+      "offload_has_managed", [](int) { return false; }, py::arg("device"));
+#endif
+  py::class_<Packed>(m, "OffloadPacked");
+  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "OffloadSchedule")
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, bool>>& tensors,
+                       std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
+             auto schedule = std::make_shared<Schedule>();
+             for (const auto& [bytes, itemsize, moves, compressed] : tensors)
+               schedule->tensors.push_back({bytes, itemsize, moves, compressed});
+             schedule->back = std::move(back);
+             schedule->room = room;
+             return schedule;
+           }),
+           py::arg("tensors"), py::arg("back"), py::arg("room"));
+  py::class_<Use, std::shared_ptr<Use>>(m, "OffloadUse")
+      .def("pack", [](Use& use, py::handle x) { return use.pack(x.ptr()); })
+      .def("unpack", &Use::unpack)
+      .def("exit", &Use::exit)
+      .def_property_readonly("finished", &Use::finished)
+      .def_property_readonly("timed",
+                             [](const Use& use) {
+                               return std::ranges::all_of(use.ledgers, [](const auto& ledger) {
+                                 const auto passed = [](const MarkPtr& mark) { return !mark || mark->passed(); };
+                                 return std::ranges::all_of(std::views::reverse(ledger->marks), passed);
+                               });
+                             })
+      .def("books",
+           [](const Use& use) {
+             py::list list;
+             for (const auto& ledger : use.ledgers) list.append(books(*ledger));
+             return list;
+           })
+      .def("timelines",
+           [](const Use& use) {
+             py::list list;
+             for (const auto& ledger : use.ledgers) {
+               const auto device = ledger->account.device;
+               list.append(py::make_tuple(device.is_cpu() ? -1 : int(device.index()), ledger->account.budgeted,
+                                          timeline(*ledger)));
+             }
+             return list;
+           })
+      .def("planned", [](const Use& use) {
+        return std::ranges::all_of(use.ledgers, [](const auto& ledger) { return ledger->planned(); });
+      });
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "OffloadEngine")
+      .def(py::init([](const std::string& backend, std::optional<int64_t> budget,
+                       const std::optional<std::string>& compress, int64_t min_bytes, int64_t keep_last,
+                       int64_t pool_limit) {
+             return std::make_shared<Engine>(Settings{budget, codec(compress), min_bytes, keep_last},
+                                             mover(backend, pool_limit, codec(compress)));
+           }),
+           py::arg("backend"), py::arg("budget"), py::arg("compress"), py::arg("min_bytes"), py::arg("keep_last"),
+           py::arg("pool_limit"))
+      .def(
+          "use",
+          [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<Schedule>> schedules) {
+            return std::make_shared<Use>(
+                std::move(engine), std::map<int, std::shared_ptr<const Schedule>>(schedules.begin(), schedules.end()));
+          },
+          py::arg("schedules"))
+      .def_property_readonly("live_bytes",
+                             [](const Engine& engine) {
+                               int64_t bytes = 0;
+                               for (const auto& account : engine.accounts) bytes += account->wanted;
+                               return bytes;
+                             })
+      .def_property_readonly("host_bytes", [](const Engine& e) { return e.mover->host_bytes(); })
+      .def_property_readonly("host_peak_bytes", [](const Engine& e) { return e.mover->host_peak_bytes(); })
+      .def_property_readonly("pool_failed", [](const Engine& e) { return e.pool_failed; })
+      .def("poll",
+           [](Engine& engine) {
+             for (auto& account : engine.accounts) account->poll();
+           })
+      .def("rates", [](Engine& engine, int device) { return engine.mover->rates(c10::DeviceIndex(device)); })
+      .def("streams", [](Engine& engine, int device) { return engine.mover->streams(c10::DeviceIndex(device)); })
+      .def("staging",
+           [](Engine& engine, int64_t bytes, int64_t itemsize) { return engine.mover->staging(bytes, itemsize); })
+      .def("release", [](Engine& engine) { return engine.mover->release(); })
+      .def("close", [](Engine& engine) { engine.mover->close(); });
+}
+
+}  // namespace weft::offload

@@ -1,0 +1,194 @@
+// The mover "reference": plain torch, every call done when it returns; and the one that moves nothing.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <chrono>
+#include <cstdlib>
+
+#include "common/integers.h"
+#include "offload/mover.h"
+
+namespace weft::offload {
+namespace {
+
+class HostMark : public Mark {
+ public:
+  bool passed() const override { return true; }
+  double since(const Mark& earlier) const override {
+    return std::chrono::duration<double>(now_ - static_cast<const HostMark&>(earlier).now_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point now_ = std::chrono::steady_clock::now();
+};
+
+// Runs below autograd and whatever listens to operators: hooks and modes are to see the program's operators alone.
+struct Below {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::impl::ExcludeDispatchKeyGuard quiet{
+      c10::DispatchKeySet(
+          {c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot, c10::DispatchKey::Functionalize}) |
+      c10::autocast_dispatch_keyset};
+};
+
+at::Tensor view(const Bytes& b, at::ScalarType dtype) {
+  const int64_t itemsize = int64_t(c10::elementSize(dtype));
+  const auto backend = b.storage.device().is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  at::Tensor x = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(b.storage), c10::DispatchKeySet(backend),
+                                                          c10::scalarTypeToTypeMeta(dtype));
+  x.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef{b.size() / itemsize}, at::IntArrayRef{1},
+                                                 b.lo / itemsize);
+  return x;
+}
+
+using Compress = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&);
+using Decompress = at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef);
+template <typename Signature>
+auto op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+class ReferenceParcel : public Parcel {
+ public:
+  // Of `codec` none and automatic keep the bytes as they are where no code is shorter.
+  static std::shared_ptr<Parcel> out(HostPool& pool, const Bytes& from, Codec codec) {
+    const Below below;
+    auto parcel = std::make_shared<ReferenceParcel>();
+    at::Tensor first, second;
+    if (codec != Codec::none && compressible(from)) {
+      const bool runs = codec == Codec::rle;
+      const at::Tensor x = view(from, from.dtype);
+      const auto [index, values, size] = op<Compress>(runs ? "weft::rle_compress" : "weft::zvc_compress").call(x);
+      const at::Tensor counts = size.reshape({-1}).cpu();
+      first = runs ? index.narrow(0, 0, counts[0].item<int64_t>()) : index;
+      second = values.narrow(0, 0, counts[-1].item<int64_t>());
+      if (codec == Codec::automatic && int64_t(first.nbytes() + second.nbytes()) >= from.size())
+        first = second = at::Tensor();
+      parcel->elements_ = x.numel();
+      parcel->runs_ = runs;
+    }
+    parcel->compressed = first.defined();
+    if (!first.defined()) first = view(from, at::kByte);
+    parcel->sent.fixed = int64_t(first.nbytes() + (second.defined() ? second.nbytes() : 0));
+    parcel->buffer_ = pool.take(parcel->sent.fixed);
+    if (parcel->buffer_ == nullptr) return nullptr;
+    parcel->out_begin = std::make_shared<HostMark>();
+    auto* data = static_cast<char*>(parcel->buffer_->data());
+    parcel->first_ = copy(data, first);
+    if (second.defined()) parcel->second_ = copy(data + first.nbytes(), second);
+    parcel->out_end = std::make_shared<HostMark>();
+    return parcel;
+  }
+
+  bool is_out() override { return true; }
+  void wait_out() override {}
+  void start_in(const Bytes& to) override {
+    const Below below;
+    in_begin = std::make_shared<HostMark>();
+    if (!compressed) {
+      view(to, at::kByte).copy_(first_);
+    } else {
+      const auto device = to.storage.device();
+      const c10::SymInt shape[] = {elements_};
+      view(to, to.dtype)
+          .view(at::kByte)
+          .copy_(op<Decompress>(runs_ ? "weft::rle_decompress" : "weft::zvc_decompress")
+                     .call(first_.to(device), second_.to(device), shape)
+                     .view(at::kByte));
+    }
+    in_end = std::make_shared<HostMark>();
+  }
+  void wait_in(const c10::Storage&) override {}
+
+ private:
+  static at::Tensor copy(char* to, const at::Tensor& from) {
+    at::Tensor host = at::from_blob(to, from.sizes(), from.options().device(at::kCPU));
+    return host.copy_(from);
+  }
+
+  std::unique_ptr<HostPool::Buffer> buffer_;
+  at::Tensor first_, second_;  // in the buffer: bytes; or mask or runs, and values
+  int64_t elements_ = 0;
+  bool runs_ = false;
+};
+
+void* allocate_plain(int64_t bytes) {
+  return std::aligned_alloc(4096, size_t(ceil_div(bytes, 4096) * 4096));
+}
+
+class ReferenceMover : public Mover {
+ public:
+  explicit ReferenceMover(int64_t limit)
+      : pool_(std::make_shared<HostPool>(HostMemory{allocate_plain, [](void* data, const auto&) { std::free(data); }},
+                                         limit)) {}
+  bool moves(c10::Device) const override { return true; }
+  bool asynchronous() const override { return false; }
+  bool capturing(c10::Device device) const override { return capturing_stream(device); }
+  MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
+  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr&) override {
+    return ReferenceParcel::out(*pool_, from, codec);
+  }
+  Count count(const Bytes& bytes) override {
+    const Below below;
+    const at::Tensor bits = view(bytes, c10::elementSize(bytes.dtype) == 4 ? at::kInt : at::kShort);
+    return {bits.numel(), std::make_shared<int64_t>(bits.ne(0).sum().item<int64_t>())};
+  }
+  c10::Storage allocate(c10::Device device, int64_t bytes) override {
+    const Below below;
+    return at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte)).storage();
+  }
+  int64_t host_bytes() const override { return pool_->held(); }
+  int64_t host_peak_bytes() const override { return pool_->peak(); }
+  int64_t release() override { return pool_->release(); }
+  void close() override { pool_->close(); }
+
+ private:
+  std::shared_ptr<HostPool> pool_;
+};
+
+class IdleMover : public Mover {
+ public:
+  bool moves(c10::Device) const override { return false; }
+  bool asynchronous() const override { return false; }
+  bool capturing(c10::Device) const override { return false; }
+  MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
+  std::shared_ptr<Parcel> out(const Bytes&, Codec, const MarkPtr&) override { return nullptr; }
+  Count count(const Bytes&) override { return {}; }
+  c10::Storage allocate(c10::Device, int64_t) override { return {}; }
+  int64_t host_bytes() const override { return 0; }
+  int64_t host_peak_bytes() const override { return 0; }
+  int64_t release() override { return 0; }
+  void close() override {}
+};
+
+}  // namespace
+
+bool compressible(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16;
+}
+
+bool compressible(const Bytes& b) {
+  const int64_t itemsize = int64_t(c10::elementSize(b.dtype));
+  return compressible(b.dtype) && b.lo % itemsize == 0 && b.size() % itemsize == 0;
+}
+
+#ifndef WEFT_WITH_CUDA
+bool capturing_stream(c10::Device) {
+  return false;
+}
+#endif
+
+MarkPtr host_mark() {
+  return std::make_shared<HostMark>();
+}
+std::shared_ptr<Mover> make_reference_mover(int64_t pool_limit) {
+  return std::make_shared<ReferenceMover>(pool_limit);
+}
+std::shared_ptr<Mover> make_idle_mover() {
+  return std::make_shared<IdleMover>();
+}
+
+}  // namespace weft::offload

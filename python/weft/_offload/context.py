@@ -1,0 +1,378 @@
+"""The class :class:`offload`: what Python has to do. What happens at every saved tensor is csrc/offload/ledger.h."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .. import _C
+from .managed import managed_pool
+from .policy import Link, Plan, Saved, Timeline, plan_movable
+from .report import OffloadReport, plot, report
+from .sizes import parse_bytes
+
+_COMPRESS = ("auto", "zvc", "rle", None)
+_BACKENDS = ("copy", "managed", "reference")
+_SAME_SECONDS = 0.1
+"""Share by which a step's time may differ from the one that was planned with before it is planned again."""
+_SAME_RATE = 0.25
+_PENDING = 8
+"""Finished uses that are kept until their device has run them."""
+_MOST = 2**61
+"""Bytes that the ledger can count to."""
+
+_warned_without_cuda = False
+_warning = threading.Lock()
+
+
+@dataclass
+class _Planned:
+    """What was made of a timeline of one device."""
+
+    signature: tuple
+    """Of the saves and reads: the plan holds for a use in which they are the same."""
+    seconds: float | None
+    link: Link
+    plan: Plan
+    schedule: Any
+
+
+@dataclass
+class _Memory:
+    """What one thread has learnt, device to plan."""
+
+    planned: dict[int, _Planned] = field(default_factory=dict)
+    pending: list[Any] = field(default_factory=list)
+    """Uses that are not planned from yet, oldest first."""
+    looked: int = 0
+    """Uses in a row that the plan was right for."""
+
+
+@dataclass
+class _Entered:
+    """One use, with the plans that it was entered with."""
+
+    use: Any
+    plans: dict[int, _Planned]
+
+
+class offload:
+    """Moves what the forward saves for the backward to host memory, and back in time. Gradients stay the same bits.
+
+    ``with offload("4GB") as off: loss = model(x)``, then ``loss.backward()`` inside or outside of the block. One *use*
+    is one block together with every backward of what was computed in it. The first use of a thread records when what is
+    saved and read; the following ones move by a plan for this timeline, and record on. Reusable, by several threads at
+    once; not re-entrant. Objects nest: as with torch's saved-tensor hooks, the innermost one sees a tensor.
+
+    Args:
+        budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string
+            like ``"4GB"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves what hides behind compute, and
+            nothing else. Parameters, gradients, workspaces and what the program holds itself do not count.
+        compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter; ``"zvc"``,
+            ``"rle"``: that codec for every float32, float16 and bfloat16 tensor; None: never.
+        backend: ``"copy"``: pinned host memory and a stream per direction; ``"managed"``: managed memory that is
+            prefetched, for devices that share memory with the host; ``"reference"``: plain torch, synchronous, on every
+            device; on the CPU it copies to a second place in host memory.
+        min_bytes: Smaller tensors stay.
+        keep_last: That many of the last saved tensors of a use stay.
+        pool_limit: Most host memory that the object ever holds; None is half of the machine's memory.
+
+    Never moved: leaves that require grad and their views, CPU tensors (except with ``"reference"``), what is not a
+    plain strided tensor, and what is saved while a stream is captured. A tensor that was changed in place after it was
+    saved raises torch's own error in the backward.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: a size that is negative or unreadable, an unknown ``compress`` or ``backend``.
+
+    Sources: vDNN (Rhu et al., MICRO 2016); AutoVM (Chen, 2020); cDMA (Rhu et al., HPCA 2018).
+    """
+
+    def __init__(
+        self,
+        budget: int | str | None = None,
+        *,
+        compress: str | None = "auto",
+        backend: str = "copy",
+        min_bytes: int | str = "1MiB",
+        keep_last: int = 1,
+        pool_limit: int | str | None = None,
+    ) -> None:
+        self._budget = None if budget is None else parse_bytes("budget", budget)
+        _check_choice("compress", compress, _COMPRESS)
+        _check_choice("backend", backend, _BACKENDS)
+        self._compress, self._backend = compress, backend
+        self._min_bytes = parse_bytes("min_bytes", min_bytes)
+        if isinstance(keep_last, bool) or not isinstance(keep_last, int):
+            raise TypeError(f"keep_last must be an int, got {keep_last!r}")
+        if keep_last < 0:
+            raise ValueError(f"keep_last must not be negative, got {keep_last}")
+        self._keep_last = keep_last
+        self._pool_limit = _half_of_memory() if pool_limit is None else parse_bytes("pool_limit", pool_limit)
+        self._engine = _C.OffloadEngine(
+            backend,
+            None if self._budget is None else min(self._budget, _MOST),
+            compress,
+            min(self._min_bytes, _MOST),
+            min(keep_last, _MOST),
+            min(self._pool_limit, _MOST),
+        )
+        # A closed engine outlives the object as long as a graph needs it.
+        weakref.finalize(self, self._engine.close).atexit = False
+        self._thread = threading.local()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._uses = 0
+        self._latest: _Entered | None = None
+        self._unfinished: list[Any] = []
+        self._finished: Any | None = None
+        self._links: dict[int, Link] = {}
+        self._told_pool = False
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes, or None."""
+        return self._budget
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Of the latest use whose tensors have all been read or dropped; None before one. Its operations are the
+        intervals between saves and reads. The forward ends at the first read; what is saved after it is left out."""
+        with self._lock:
+            self._settle()
+            if self._finished is None:
+                return None
+            found = [(budgeted, _timeline(raw)) for _, budgeted, raw in self._finished.timelines()]
+            # Those of devices, if there are any; of several, the one that saved most.
+            found = [t for budgeted, t in found if budgeted] or [t for _, t in found]
+            return max(found, key=lambda t: sum(s.bytes for s in t.tensors), default=Timeline((), 0, ()))
+
+    def __enter__(self) -> offload:
+        if self._closed:
+            raise RuntimeError("offload: this object is closed")
+        if getattr(self._thread, "hooks", None) is not None:
+            raise RuntimeError("offload: this thread is inside this object already; it is not re-entrant")
+        _prepare(self._backend)
+        with self._lock:
+            self._settle()
+            memory: _Memory | None = getattr(self._thread, "memory", None)
+            if memory is None:
+                memory = self._thread.memory = _Memory()
+            self._plan(memory)
+            plans = dict(memory.planned)
+            use = self._engine.use({device: planned.schedule for device, planned in plans.items()})
+            hooks = torch.autograd.graph.saved_tensors_hooks(use.pack, use.unpack)
+            hooks.__enter__()  # raises under torch.func transforms
+            pool = managed_pool() if self._backend == "managed" and torch.cuda.is_available() else None
+            if pool is not None:
+                pool.__enter__()
+            self._thread.hooks, self._thread.use, self._thread.pool = hooks, use, pool
+            self._latest = _Entered(use, plans)
+            self._unfinished.append(use)
+            memory.pending.append(use)
+            self._uses += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hooks, use, pool = self._thread.hooks, self._thread.use, self._thread.pool
+        self._thread.hooks = self._thread.use = self._thread.pool = None
+        if pool is not None:
+            pool.__exit__(kind, error, trace)
+        hooks.__exit__(kind, error, trace)
+        use.exit()
+        self._tell_pool()
+
+    def report(self) -> OffloadReport:
+        """What the latest use did, as far as it has gone: the one entered last, in any thread."""
+        with self._lock:
+            self._engine.poll()
+            latest = self._latest
+            settings = dict(backend=self._backend, compress=self._compress, budget_bytes=self._budget, uses=self._uses)
+            plans = None if latest is None else {d: p.plan for d, p in latest.plans.items()}
+            return report(settings, self._engine, None if latest is None else latest.use, plans)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Writes the lanes (compute, out, back) and the memory curve of the latest use to a picture, the format by the
+        suffix of `path`.
+
+        Raises:
+            RuntimeError: before any use.
+            ImportError: matplotlib is missing.
+        """
+        if self._latest is None:
+            raise RuntimeError("offload: nothing to plot before the first use")
+        self._engine.poll()
+        plot(path, self._latest.use, self._budget)
+
+    def release(self) -> int:
+        """Gives free host buffers back to the system; those in use stay. Returns their bytes."""
+        with self._lock:
+            self._engine.poll()
+            return self._engine.release()
+
+    def close(self) -> None:
+        """Ends the object: entering it again is a RuntimeError. What was saved before stays valid, and its memory goes
+        with its graph."""
+        with self._lock:
+            self._closed = True
+            self._engine.poll()
+            self._engine.close()
+
+    def _settle(self) -> None:
+        """Sorts out which uses have finished, of those in the order they were entered in."""
+        for use in [u for u in self._unfinished if u.finished]:
+            self._unfinished.remove(use)
+            self._finished = use
+
+    def _plan(self, memory: _Memory) -> None:
+        """Plans from the latest use of this thread that has finished, and on its device too where that can be seen
+        without waiting for it."""
+        use, known = None, False
+        for i in reversed(range(len(memory.pending))):
+            if memory.pending[i].finished:
+                known = memory.pending[i].timed
+                if known or use is None:
+                    use, keep = memory.pending[i], memory.pending[i + 1 :]
+                if known:
+                    memory.pending = keep
+                    break
+        del memory.pending[:-_PENDING]
+        if use is None or (not known and memory.planned and use.planned()):
+            return
+        # Looking at a whole timeline takes time itself. The first uses warm up; then the times hardly change.
+        memory.looked = memory.looked + 1 if use.planned() else 0
+        if memory.planned and memory.looked > 3 and memory.looked % 16:
+            return
+        rates = {book["device"]: book["copies"] for book in use.books()}
+        for device, budgeted, raw in use.timelines():
+            timeline, first = _timeline(raw), raw[4]
+            if not budgeted or not timeline.tensors:
+                continue
+            link = self._link(device, rates.get(f"cuda:{device}", []))
+            signature = (
+                timeline.forward,
+                tuple(first),
+                tuple((t.first_backward, t.last_backward) for t in timeline.tensors),
+            )
+            seconds = sum(timeline.seconds) if timeline.seconds[0] is not None else None
+            old = memory.planned.get(device)
+            if (
+                old is None
+                or old.signature != signature
+                or not _same(old.seconds, seconds)
+                or not _close(old.link, link)
+            ):
+                memory.planned[device] = self._planned(timeline, first, signature, seconds, link)
+
+    def _link(self, device: int, copies: Sequence[tuple]) -> Link:
+        """The rates that the copies of a use reached; before there were any, measured."""
+        link = self._links.get(device)
+        if link is None:
+            out, back = self._engine.rates(device) if device >= 0 else (0, 0)
+            link = Link(out, back) if out > 0 and back > 0 else Link()
+        found = {}
+        for way in (True, False):
+            seconds = sum(end - begin for out, begin, end, _ in copies if out == way)
+            sent = sum(sent for out, _, _, sent in copies if out == way)
+            # Small copies tell about their start.
+            found[way] = sent / seconds if sent > 2**24 and seconds > 0 else None
+        link = self._links[device] = Link(found[True] or link.d2h, found[False] or link.h2d)
+        return link
+
+    def _planned(
+        self, timeline: Timeline, first: Sequence[tuple], signature: tuple, seconds: float | None, link: Link
+    ) -> _Planned:
+        last = len(first) - self._keep_last
+        moves_any = self._backend != "reference" or self._budget is not None
+        movable = [moves_any and may_move and i < last for i, (_, _, may_move) in enumerate(first)]
+        # The codec's memory is taken off the budget.
+        staging = 0
+        if self._compress is not None:
+            sizes = [
+                self._engine.staging(t.bytes, t.itemsize) for t, m in zip(timeline.tensors, movable, strict=True) if m
+            ]
+            staging = max(sizes, default=0)
+        budget = None if self._budget is None else max(self._budget - staging, 0)
+        made = plan_movable(timeline, budget, link, "auto" if self._compress is not None else None, movable)
+        room = _MOST if self._budget is None else self._budget
+        if not made.met:
+            # What the running operations need: each tensor, and the one after it.
+            pairs = itertools.pairwise(t.bytes for t in timeline.tensors)
+            room = max([room, *(a + b + staging for a, b in pairs)])
+        moves = {m.tensor: m.compressed for m in made.moves}
+        tensors = [(bytes, itemsize, i in moves, moves.get(i, False)) for i, (bytes, itemsize, _) in enumerate(first)]
+        back = [(m.tensor, m.prefetch) for m in made.moves]
+        return _Planned(signature, seconds, link, made, _C.OffloadSchedule(tensors, back, min(room, _MOST)))
+
+    def _tell_pool(self) -> None:
+        if not self._engine.pool_failed or self._told_pool:
+            return
+        self._told_pool = True
+        warnings.warn(
+            f"offload: no host memory for a saved tensor within pool_limit ({self._pool_limit} bytes, "
+            f"{self._engine.host_bytes} held) or the system refuses it; such tensors stay on their device",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _timeline(raw: tuple) -> Timeline:
+    operations, seconds, forward, tensors, _ = raw
+    return Timeline(
+        tuple(seconds) if seconds is not None else (None,) * operations, forward, tuple(Saved(*t) for t in tensors)
+    )
+
+
+def _same(old: float | None, new: float | None) -> bool:
+    if old is None or new is None:
+        return new is None
+    return abs(old - new) <= _SAME_SECONDS * max(old, new)
+
+
+def _close(old: Link, new: Link) -> bool:
+    pairs = ((old.d2h, new.d2h), (old.h2d, new.h2d))
+    return all(abs(a - b) <= _SAME_RATE * max(a, b) for a, b in pairs)
+
+
+def _check_choice(name: str, value: Any, choices: tuple) -> None:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _prepare(backend: str) -> None:
+    """What a backend asks of the machine when it is entered."""
+    global _warned_without_cuda
+    if backend == "managed" and torch.cuda.is_available():
+        device = torch.cuda.current_device()
+        if not _C.offload_has_managed(device):
+            name = torch.cuda.get_device_name(device)
+            raise RuntimeError(
+                f'offload: backend "managed" needs concurrent managed access, which {name} does not have'
+            )
+    if backend == "reference" or torch.cuda.is_available():
+        return
+    with _warning:
+        told, _warned_without_cuda = _warned_without_cuda, True
+    if not told:
+        warnings.warn(
+            f"offload: there is no CUDA device here, so backend {backend!r} moves nothing: tensors are in host memory",
+            UserWarning,
+            stacklevel=3,
+        )
