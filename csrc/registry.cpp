@@ -6,6 +6,19 @@
 TORCH_LIBRARY(weft, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
+  // sparse: csrc/sparse/
+  m.def("csr_mm(Tensor[] pattern, Tensor[] transposed, Tensor? values, Tensor x) -> Tensor", tags);
+  m.def("csr_sampled_mm(Tensor[] pattern, Tensor[] transposed, Tensor left, Tensor right, bool shared) -> Tensor",
+        tags);
+  m.def("csr_transpose(Tensor crow, Tensor col, SymInt columns) -> (Tensor crow, Tensor col, Tensor index)", tags);
+  m.def(
+      "conv_pattern(Tensor[] windows, int groups, int in_channels, int out_channels, int output_positions, bool wide) "
+      "-> (Tensor crow, Tensor col)",
+      tags);
+  m.def("conv_values(Tensor weight, Tensor[] windows, int groups) -> Tensor", tags);
+  m.def("conv_values_backward(Tensor grad, Tensor[] windows, int groups, int out_channels, int in_channels) -> Tensor",
+        tags);
+
   // scan: csrc/scan/
   m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",
         tags);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import _ops, data, nn, offloading, scan, vertex
+from . import _ops, data, nn, offloading, scan, sparse, vertex
 from ._explain import explain
 from ._rnn.accelerate import accelerate
 from ._rnn.explain import Candidate, Explanation
@@ -25,6 +25,7 @@ __all__ = [
     "offload",
     "offloading",
     "scan",
+    "sparse",
     "tune",
     "vertex",
 ]

@@ -26,9 +26,10 @@ except ImportError as error:
 from ._offload import rules as _offload_rules  # noqa: E402
 from ._rnn import rules as _rnn_rules  # noqa: E402
 from ._scan import rules as _scan_rules  # noqa: E402
+from .sparse import _rules as _sparse_rules  # noqa: E402
 
 WITH_CUDA: bool = _C.with_cuda
 """Whether the CUDA kernels were built."""
 
 __all__ = ["WITH_CUDA"]
-_ = (_offload_rules, _rnn_rules, _scan_rules)
+_ = (_offload_rules, _rnn_rules, _scan_rules, _sparse_rules)

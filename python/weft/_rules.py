@@ -6,6 +6,7 @@ where there is a batch dimension, how vmap maps it; _ops.py imports it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,16 @@ def check_devices(op: str, **tensors: Tensor | None) -> None:
     for name, tensor in others:
         if tensor is not None and tensor.device != like.device:
             raise RuntimeError(f"{op}: {name} must be on the device of {first}, {like.device}, got {tensor.device}")
+
+
+def widest(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The floating tensors in the widest dtype among them: a recurrence, or a chain of products, is no place for
+    autocast's narrow one."""
+    floating = [t for t in tensors if t is not None and t.is_floating_point()]
+    if not floating:
+        return list(tensors)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in floating))
+    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
 
 
 def one_by_one(op, size: int, in_dims: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

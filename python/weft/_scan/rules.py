@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, check_devices
+from .._rules import LIBRARY, check_devices, widest
 from .._torch_private import below_autocast
 
 
@@ -165,26 +164,17 @@ def _linear_scan_backward_vmap(
     return results, tuple(None if t is None else dim for t, dim in zip(results, (1, 1, 0), strict=True))
 
 
-def _widest(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The floating tensors in the widest dtype among them: a recurrence is no place for autocast's narrow one."""
-    floating = [t for t in tensors if t is not None and t.is_floating_point()]
-    if not floating:
-        return list(tensors)
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in floating))
-    return [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
-
-
 def _linear_scan_autocast(
     A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
 ) -> Tensor:
     with below_autocast():
-        A, b, x0 = _widest(A, b, x0)
+        A, b, x0 = widest(A, b, x0)
         return torch.ops.weft.linear_scan(A, b, x0, reverse=reverse, transpose=transpose)
 
 
 def _chain_backward_autocast(grad: Tensor, jacobians: list[Tensor], levels: int = -1) -> list[Tensor]:
     with below_autocast():
-        grad, *jacobians = _widest(grad, *jacobians)
+        grad, *jacobians = widest(grad, *jacobians)
         return torch.ops.weft.chain_backward(grad, jacobians, levels)
 
 

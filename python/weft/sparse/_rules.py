@@ -1,0 +1,132 @@
+"""Rules of the sparse ops: shapes of fake tensors, autocast, vmap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._rules import LIBRARY, widest
+from .._torch_private import below_autocast
+
+
+# Shapes ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("weft::csr_mm")
+def _csr_mm(pattern: list[Tensor], transposed: list[Tensor], values: Tensor | None, x: Tensor) -> Tensor:
+    batch = x.shape[:-2] or (values.shape[:-1] if values is not None else ())
+    return x.new_empty(*batch, pattern[0].shape[0] - 1, x.shape[-1])
+
+
+@torch.library.register_fake("weft::csr_sampled_mm")
+def _csr_sampled_mm(
+    pattern: list[Tensor], transposed: list[Tensor], left: Tensor, right: Tensor, shared: bool
+) -> Tensor:
+    batch = () if shared else left.shape[:-2] or right.shape[:-2]
+    return left.new_empty(*batch, pattern[1].shape[0])
+
+
+@torch.library.register_fake("weft::csr_transpose")
+def _csr_transpose(crow: Tensor, col: Tensor, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    return crow.new_empty(columns + 1), torch.empty_like(col), torch.empty_like(col)
+
+
+@torch.library.register_fake("weft::conv_pattern")
+def _conv_pattern(
+    windows: list[Tensor], groups: int, in_channels: int, out_channels: int, output_positions: int, wide: bool
+) -> tuple[Tensor, Tensor]:
+    crow, row = windows[:2]
+    dtype = torch.int64 if wide else torch.int32
+    return (
+        crow.new_empty(groups * in_channels * (crow.shape[0] - 1) + 1, dtype=dtype),
+        crow.new_empty(groups * in_channels * out_channels * row.shape[0], dtype=dtype),
+    )
+
+
+@torch.library.register_fake("weft::conv_values")
+def _conv_values(weight: Tensor, windows: list[Tensor], groups: int) -> Tensor:
+    return weight.new_empty(weight.shape[0] * weight.shape[1] * windows[1].shape[0])
+
+
+@torch.library.register_fake("weft::conv_values_backward")
+def _conv_values_backward(
+    grad: Tensor, windows: list[Tensor], groups: int, out_channels: int, in_channels: int
+) -> Tensor:
+    return grad.new_empty(groups * out_channels, in_channels, windows[5].shape[0] - 1)
+
+
+# Autocast: operands of several dtypes take the widest -----------------------------------------------------------------
+
+
+def _csr_mm_autocast(pattern: list[Tensor], transposed: list[Tensor], values: Tensor | None, x: Tensor) -> Tensor:
+    with below_autocast():
+        return torch.ops.weft.csr_mm(pattern, transposed, *widest(values, x))
+
+
+def _csr_sampled_mm_autocast(
+    pattern: list[Tensor], transposed: list[Tensor], left: Tensor, right: Tensor, shared: bool
+) -> Tensor:
+    with below_autocast():
+        return torch.ops.weft.csr_sampled_mm(pattern, transposed, *widest(left, right), shared)
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    LIBRARY.impl("csr_mm", _csr_mm_autocast, _key)
+    LIBRARY.impl("csr_sampled_mm", _csr_sampled_mm_autocast, _key)
+
+
+# vmap: what is mapped becomes the outer part of the batch -------------------------------------------------------------
+
+
+def _to_front(t: Tensor, dim: int | None) -> Tensor:
+    return t if dim is None else t.movedim(dim, 0)
+
+
+def _folded(t: Tensor | None, dim: int | None, N: int, B: int | None, own: int) -> Tensor | None:
+    """``t`` with N * B samples where it has any: `own` dimensions are not of the batch. Shared stays shared."""
+    if t is None:
+        return None
+    batched = t.dim() - (dim is not None) > own
+    if dim is None and not batched:
+        return t
+    t = t.movedim(dim, 0) if dim is not None else t.unsqueeze(0).expand(N, *t.shape)
+    if B is None:
+        return t
+    if not batched:
+        t = t.unsqueeze(1).expand(N, B, *t.shape[1:])
+    return t.reshape(N * B, *t.shape[2:])
+
+
+def _batch(*operands: tuple[Tensor | None, int | None, int]) -> int | None:
+    for t, dim, own in operands:
+        if t is not None and t.dim() - (dim is not None) > own:
+            shape = _to_front(t, dim).shape
+            return shape[0] if dim is None else shape[1]
+    return None
+
+
+@torch.library.register_vmap("weft::csr_mm")
+def _csr_mm_vmap(info, in_dims, pattern, transposed, values, x):
+    _, _, values_dim, x_dim = in_dims
+    N, B = info.batch_size, _batch((values, values_dim, 1), (x, x_dim, 2))
+    out = torch.ops.weft.csr_mm(pattern, transposed, _folded(values, values_dim, N, B, 1), _folded(x, x_dim, N, B, 2))
+    return (out if B is None else out.unflatten(0, (N, B))), 0
+
+
+@torch.library.register_vmap("weft::csr_sampled_mm")
+def _csr_sampled_mm_vmap(info, in_dims, pattern, transposed, left, right, shared):
+    _, _, left_dim, right_dim, _ = in_dims
+    N, B = info.batch_size, _batch((left, left_dim, 2), (right, right_dim, 2))
+    wide = torch.float64 if left.dtype == torch.float64 else torch.float32
+    dtype = wide if shared and B is not None else left.dtype  # parts of a sum are not rounded
+    out = torch.ops.weft.csr_sampled_mm(
+        pattern,
+        transposed,
+        _folded(left, left_dim, N, B, 2).to(dtype),
+        _folded(right, right_dim, N, B, 2).to(dtype),
+        False,
+    )
+    if B is not None:
+        out = out.unflatten(0, (N, B))
+        out = out.sum(1).to(left.dtype) if shared else out
+    return out, 0
