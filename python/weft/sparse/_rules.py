@@ -8,7 +8,6 @@ from torch import Tensor
 from .._rules import LIBRARY, widest
 from .._torch_private import below_autocast
 
-
 # Shapes ---------------------------------------------------------------------------------------------------------------
 
 
