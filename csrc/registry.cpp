@@ -18,6 +18,13 @@ TORCH_LIBRARY(weft, m) {
   m.def("conv_values(Tensor weight, Tensor[] windows, int groups) -> Tensor", tags);
   m.def("conv_values_backward(Tensor grad, Tensor[] windows, int groups, int out_channels, int in_channels) -> Tensor",
         tags);
+  m.def(
+      "csr_matmul_plan(Tensor[] a, Tensor[] b) "
+      "-> (Tensor crow, Tensor col, Tensor starts, Tensor left, Tensor right, Tensor info)",
+      tags);
+  m.def("csr_matmul(Tensor[] patterns, int kind, Tensor x, Tensor y) -> Tensor", tags);
+  m.def("csr_matmul_left(Tensor[] patterns, int kind, Tensor y, Tensor g, bool shared) -> Tensor", tags);
+  m.def("csr_matmul_right(Tensor[] patterns, int kind, Tensor x, Tensor g, bool shared) -> Tensor", tags);
 
   // scan: csrc/scan/
   m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",

@@ -25,9 +25,11 @@ from ._jacobians import (
     tanh_jacobian,
 )
 from ._modules import register_jacobian, transposed_jacobian
+from ._plan import MatmulPlan, plan_matmul
 
 __all__ = [
     "BatchedCSR",
+    "MatmulPlan",
     "adaptive_avg_pool2d_jacobian",
     "avg_pool2d_jacobian",
     "batch_norm_jacobian",
@@ -41,6 +43,7 @@ __all__ = [
     "leaky_relu_jacobian",
     "linear_jacobian",
     "max_pool2d_jacobian",
+    "plan_matmul",
     "register_jacobian",
     "relu_jacobian",
     "sigmoid_jacobian",

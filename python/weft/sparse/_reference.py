@@ -49,3 +49,18 @@ def conv_values_reference(weight: Tensor, windows: list[Tensor], groups: int) ->
         - first
     )
     return sums.reshape(-1).index_select(0, place.reshape(-1).argsort())
+
+
+def csr_matmul_reference(patterns: list[Tensor], columns: int, x: Tensor, y: Tensor) -> Tensor:
+    """weft::csr_matmul (csrc/sparse/csr_matmul.h) by a dense product."""
+    a_crow, a_col, b_crow, b_col, crow, col, *_ = (t.long() for t in patterns)
+    wide = x.dtype if x.dtype == torch.float64 else torch.float32
+
+    def dense(row: Tensor, col: Tensor, values: Tensor, rows: int, columns: int) -> Tensor:
+        flat = values.new_zeros(*values.shape[:-1], rows * columns, dtype=wide)
+        return flat.index_add(-1, row * columns + col, values.to(wide)).unflatten(-1, (rows, columns))
+
+    inner = b_crow.shape[0] - 1
+    a = dense(rows_of(a_crow, a_col.shape[0]), a_col, x, a_crow.shape[0] - 1, inner)
+    b = dense(rows_of(b_crow, b_col.shape[0]), b_col, y, inner, columns)
+    return (a @ b).flatten(-2).index_select(-1, rows_of(crow, col.shape[0]) * columns + col).to(x.dtype)

@@ -1,0 +1,193 @@
+// CPU kernels of csr_matmul and its gradients: threads over samples and rows, a dense row of workspace each where
+// products are found again.
+#include "sparse/csr_matmul.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "sparse/cpu/parallel.h"
+
+namespace weft::sparse {
+namespace {
+
+template <typename I>
+struct Indices {
+  const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *starts, *left, *right, *t_crow, *t_col, *t_index;
+  explicit Indices(const CsrMatmul& m)
+      : a_crow(static_cast<const I*>(m.a_crow)),
+        a_col(static_cast<const I*>(m.a_col)),
+        b_crow(static_cast<const I*>(m.b_crow)),
+        b_col(static_cast<const I*>(m.b_col)),
+        c_crow(static_cast<const I*>(m.c_crow)),
+        c_col(static_cast<const I*>(m.c_col)),
+        starts(static_cast<const I*>(m.starts)),
+        left(static_cast<const I*>(m.left)),
+        right(static_cast<const I*>(m.right)),
+        t_crow(static_cast<const I*>(m.t_crow)),
+        t_col(static_cast<const I*>(m.t_col)),
+        t_index(static_cast<const I*>(m.t_index)) {}
+
+  // One more than the last column of the product.
+  int64_t columns(const CsrMatmul& m) const {
+    int64_t last = -1;
+    for (int64_t i = 0; i < m.rows; ++i) {
+      if (c_crow[i + 1] > c_crow[i]) last = std::max<int64_t>(last, c_col[c_crow[i + 1] - 1]);
+    }
+    return last + 1;
+  }
+};
+
+template <typename I, typename T>
+void listed(const CsrMatmul& m) {
+  using Acc = Accumulate<T>;
+  const Indices<I> p(m);
+  over_rows(m.batch, m.c_nnz, 4 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
+    const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
+    const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
+    T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
+    if (!p.starts && !p.left) {
+      for (int64_t e = begin; e < end; ++e) out[e] = T(Acc(x[e]) * Acc(y[p.right[e]]));
+    } else if (!p.starts) {
+      for (int64_t e = begin; e < end; ++e) out[e] = T(Acc(x[p.left[e]]) * Acc(y[p.right[e]]));
+    } else {
+      for (int64_t e = begin; e < end; ++e) {
+        Acc sum = 0;
+        for (I s = p.starts[e]; s < p.starts[e + 1]; ++s) sum += Acc(x[p.left ? p.left[s] : s]) * Acc(y[p.right[s]]);
+        out[e] = T(sum);
+      }
+    }
+  });
+}
+
+template <typename I, typename T>
+void copied(const CsrMatmul& m) {
+  using Acc = Accumulate<T>;
+  const Indices<I> p(m);
+  over_rows(m.batch, m.rows, 2 * m.c_nnz + m.rows, [&](int64_t sample, int64_t begin, int64_t end) {
+    const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
+    const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
+    T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
+    for (int64_t i = begin; i < end; ++i) {
+      if (p.a_crow[i] == p.a_crow[i + 1]) continue;
+      const Acc factor = Acc(x[p.a_crow[i]]);
+      const T* row = y + p.b_crow[p.a_col[p.a_crow[i]]];
+      const int64_t first = p.c_crow[i], n = p.c_crow[i + 1] - first;
+      for (int64_t t = 0; t < n; ++t) out[first + t] = T(factor * Acc(row[t]));
+    }
+  });
+}
+
+template <typename I, typename T>
+void found(const CsrMatmul& m) {
+  using Acc = Accumulate<T>;
+  const Indices<I> p(m);
+  const int64_t columns = p.columns(m);
+  // The number of products is not known here; each element of a has a row of b.
+  over_rows(m.batch, m.rows, m.c_nnz + m.a_nnz * 8, [&](int64_t sample, int64_t begin, int64_t end) {
+    const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
+    const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
+    T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
+    std::vector<Acc> row(columns);
+    for (int64_t i = begin; i < end; ++i) {
+      for (I e = p.c_crow[i]; e < p.c_crow[i + 1]; ++e) row[p.c_col[e]] = 0;
+      for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) {
+        const Acc factor = Acc(x[e]);
+        for (I f = p.b_crow[p.a_col[e]]; f < p.b_crow[p.a_col[e] + 1]; ++f) row[p.b_col[f]] += factor * Acc(y[f]);
+      }
+      for (I e = p.c_crow[i]; e < p.c_crow[i + 1]; ++e) out[e] = T(row[p.c_col[e]]);
+    }
+  });
+}
+
+// Where samples are summed, a single set of sums runs over all of them.
+struct Samples {
+  int64_t sets, summed;
+  explicit Samples(const CsrMatmul& m) : sets(m.shared ? 1 : m.batch), summed(m.shared ? m.batch : 1) {}
+};
+
+template <typename I, typename T>
+void left(const CsrMatmul& m) {
+  using Acc = Accumulate<T>;
+  const Indices<I> p(m);
+  const int64_t columns = p.columns(m);
+  const Samples samples(m);
+  over_rows(samples.sets, m.rows, (m.c_nnz + m.a_nnz * 8) * samples.summed,
+            [&](int64_t set, int64_t begin, int64_t end) {
+              T* out = static_cast<T*>(m.out) + set * m.a_nnz;
+              std::vector<Acc> row(columns), sums;
+              for (int64_t i = begin; i < end; ++i) {
+                sums.assign(p.a_crow[i + 1] - p.a_crow[i], Acc(0));
+                for (int64_t sample = set; sample < set + samples.summed; ++sample) {
+                  const T* g = static_cast<const T*>(m.g) + sample * m.g_batch;
+                  const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
+                  for (I e = p.c_crow[i]; e < p.c_crow[i + 1]; ++e) row[p.c_col[e]] = Acc(g[e]);
+                  for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) {
+                    Acc sum = 0;
+                    for (I f = p.b_crow[p.a_col[e]]; f < p.b_crow[p.a_col[e] + 1]; ++f) {
+                      sum += Acc(y[f]) * row[p.b_col[f]];
+                    }
+                    sums[e - p.a_crow[i]] += sum;
+                  }
+                }
+                for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) out[e] = T(sums[e - p.a_crow[i]]);
+              }
+            });
+}
+
+template <typename I, typename T>
+void right(const CsrMatmul& m) {
+  using Acc = Accumulate<T>;
+  const Indices<I> p(m);
+  const Samples samples(m);
+  over_rows(samples.sets, m.inner, (m.b_nnz + m.c_nnz * 4) * samples.summed,
+            [&](int64_t set, int64_t begin, int64_t end) {
+              T* out = static_cast<T*>(m.out) + set * m.b_nnz;
+              std::vector<Acc> sums;
+              for (int64_t j = begin; j < end; ++j) {
+                const I first = p.b_crow[j], n = p.b_crow[j + 1] - first;
+                sums.assign(n, Acc(0));
+                for (I s = p.t_crow[j]; n > 0 && s < p.t_crow[j + 1]; ++s) {
+                  // The row of b is part of the row of the product: both are in order.
+                  const I* at = p.c_col + p.c_crow[p.t_col[s]];
+                  const I* last = p.c_col + p.c_crow[p.t_col[s] + 1];
+                  for (I t = 0; t < n; ++t) {
+                    at = std::lower_bound(at, last, p.b_col[first + t]);
+                    for (int64_t sample = set; sample < set + samples.summed; ++sample) {
+                      sums[t] += Acc(static_cast<const T*>(m.x)[sample * m.x_batch + p.t_index[s]]) *
+                                 Acc(static_cast<const T*>(m.g)[sample * m.g_batch + (at - p.c_col)]);
+                    }
+                  }
+                }
+                for (I t = 0; t < n; ++t) out[first + t] = T(sums[t]);
+              }
+            });
+}
+
+}  // namespace
+
+void csr_matmul_cpu(const CsrMatmul& m) {
+  dispatch(m.wide, m.dtype, [&](auto* i, auto* t) {
+    using I = std::remove_pointer_t<decltype(i)>;
+    using T = std::remove_pointer_t<decltype(t)>;
+    switch (m.kind) {
+      case Kind::listed:
+        return listed<I, T>(m);
+      case Kind::copied:
+        return copied<I, T>(m);
+      default:
+        return found<I, T>(m);
+    }
+  });
+}
+
+void csr_matmul_left_cpu(const CsrMatmul& m) {
+  dispatch(m.wide, m.dtype,
+           [&](auto* i, auto* t) { left<std::remove_pointer_t<decltype(i)>, std::remove_pointer_t<decltype(t)>>(m); });
+}
+
+void csr_matmul_right_cpu(const CsrMatmul& m) {
+  dispatch(m.wide, m.dtype,
+           [&](auto* i, auto* t) { right<std::remove_pointer_t<decltype(i)>, std::remove_pointer_t<decltype(t)>>(m); });
+}
+
+}  // namespace weft::sparse

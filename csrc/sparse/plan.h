@@ -1,0 +1,88 @@
+// The symbolic phase of a product of two CSR matrices: integers alone, free of torch and CUDA, row by row, so that the
+// caller can give parts of the rows to threads.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace weft::sparse {
+
+template <typename I>
+struct Csr {
+  const I *crow, *col;
+  int64_t rows, columns;  // columns: at least one more than the last that has an element
+};
+
+// Scalar products in row i of a * b.
+template <typename I>
+int64_t count_products(const Csr<I>& a, const Csr<I>& b, int64_t i) {
+  int64_t count = 0;
+  for (I e = a.crow[i]; e < a.crow[i + 1]; ++e) count += b.crow[a.col[e] + 1] - b.crow[a.col[e]];
+  return count;
+}
+
+// Works out rows of a product; one per thread.
+template <typename I>
+class Symbolic {
+ public:
+  Symbolic(const Csr<I>& a, const Csr<I>& b) : a_(a), b_(b), seen_(b.columns, -1) {}
+
+  // Columns of row i of the product, in order. Valid until the next call.
+  const std::vector<I>& columns(int64_t i) {
+    found_.clear();
+    for (I e = a_.crow[i]; e < a_.crow[i + 1]; ++e) {
+      const I j = a_.col[e];
+      for (I f = b_.crow[j]; f < b_.crow[j + 1]; ++f) {
+        const I k = b_.col[f];
+        if (seen_[k] == i) continue;
+        seen_[k] = i;
+        found_.push_back(k);
+      }
+    }
+    // Sorting costs n log n; a row that fills much of its span is read off the marks.
+    if (!std::is_sorted(found_.begin(), found_.end())) {
+      const auto [low, high] = std::minmax_element(found_.begin(), found_.end());
+      const I first = *low, last = *high;
+      if (int64_t(last) - first < 8 * int64_t(found_.size())) {
+        found_.clear();
+        for (I k = first; k <= last; ++k) {
+          if (seen_[k] == i) found_.push_back(k);
+        }
+      } else {
+        std::sort(found_.begin(), found_.end());
+      }
+    }
+    return found_;
+  }
+
+ private:
+  Csr<I> a_, b_;
+  std::vector<int64_t> seen_;  // the last row that had this column
+  std::vector<I> found_;
+};
+
+// The products of row i by element of the result c: those of element e are starts[e] <= s < starts[e + 1], of elements
+// left[s] of a and right[s] of b, in order of left. `place` has a number per column, of any value.
+template <typename I>
+void list_products(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, int64_t i, std::vector<I>& place, I* starts,
+                   I* left, I* right, I first) {
+  const I begin = c.crow[i], end = c.crow[i + 1];
+  for (I e = begin; e < end; ++e) place[c.col[e]] = 0;
+  for (I e = a.crow[i]; e < a.crow[i + 1]; ++e) {
+    for (I f = b.crow[a.col[e]]; f < b.crow[a.col[e] + 1]; ++f) ++place[b.col[f]];
+  }
+  for (I e = begin; e < end; ++e) {
+    starts[e] = first;
+    first += std::exchange(place[c.col[e]], first);
+  }
+  for (I e = a.crow[i]; e < a.crow[i + 1]; ++e) {
+    for (I f = b.crow[a.col[e]]; f < b.crow[a.col[e] + 1]; ++f) {
+      const I s = place[b.col[f]]++;
+      left[s] = e;
+      right[s] = f;
+    }
+  }
+}
+
+}  // namespace weft::sparse

@@ -1,0 +1,154 @@
+"""Products of sparse matrices whose patterns are multiplied once, and whose values every step."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from .._transforms import differentiated_by_transform
+from ._csr import BatchedCSR
+from ._pattern import Pattern
+from ._reference import csr_matmul_reference
+
+
+class MatmulPlan:
+    """What :func:`plan_matmul` returns: ``plan(a, b)`` is ``a @ b`` for any values on the planned patterns."""
+
+    def __init__(self, a: Pattern, b: Pattern) -> None:
+        crow, col, starts, left, right, info = torch.ops.weft.csr_matmul_plan(a.tensors, b.tensors)
+        self._kind, products = info.tolist()
+        self._a, self._b = a, b
+        self._pattern = Pattern(crow, col, (a.shape[0], b.shape[1]))
+        operands = [t.to(crow.dtype) for t in (*a.tensors, *b.tensors)]
+        self._patterns = [*operands, crow, col, starts, left, right]
+        self._own = [*(t for t, given in zip(operands, (*a.tensors, *b.tensors), strict=True) if t is not given)]
+        self._own += [crow, col, starts, left, right]
+        self._flops = 2 * products
+        # Other patterns that turned out to be equal to the planned ones.
+        self._equal: tuple[weakref.WeakSet[Pattern], weakref.WeakSet[Pattern]] = (weakref.WeakSet(), weakref.WeakSet())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(rows, columns)`` of the product."""
+        return self._pattern.shape
+
+    @property
+    def nnz(self) -> int:
+        """Stored elements of the product: all that have a scalar product, whatever its value."""
+        return self._pattern.nnz
+
+    @property
+    def crow(self) -> Tensor:
+        """``(rows + 1,)``, shared by every result."""
+        return self._pattern.crow
+
+    @property
+    def col(self) -> Tensor:
+        """``(nnz,)``, shared by every result; sorted within rows."""
+        return self._pattern.col
+
+    @property
+    def flops(self) -> int:
+        """2 per scalar product, for one sample."""
+        return self._flops
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the plan holds."""
+        return sum(t.nbytes for t in self._own)
+
+    def __call__(self, a: BatchedCSR, b: BatchedCSR) -> BatchedCSR:
+        """``a @ b``, on ``plan.crow`` and ``plan.col``: per sample where one of them is. Does no work on indices, does not
+        wait for the device, and allocates the result alone. Differentiable to any order.
+
+        Raises:
+            TypeError: no BatchedCSR, dtypes that differ.
+            ValueError: patterns that are not the planned ones, batches that differ.
+            RuntimeError: another device.
+        """
+        for name, J, planned, equal in zip("ab", (a, b), (self._a, self._b), self._equal, strict=True):
+            if not isinstance(J, BatchedCSR):
+                raise TypeError(f"plan_matmul: {name} must be a BatchedCSR, got {type(J).__name__}")
+            if J._pattern is not planned and J._pattern not in equal:
+                self._compare(name, J._pattern, planned)
+                equal.add(J._pattern)
+        if a.dtype != b.dtype and not torch.is_autocast_enabled(a.device.type):
+            raise TypeError(f"plan_matmul: b must have the dtype of a, {a.dtype}, got {b.dtype}")
+        if None not in (a.batch_size, b.batch_size) and a.batch_size != b.batch_size:
+            raise ValueError(f"plan_matmul: b must have the batch of a, {a.batch_size}, got {b.batch_size}")
+        return BatchedCSR._of(self._pattern, self._values(a.values, b.values))
+
+    def _values(self, x: Tensor, y: Tensor) -> Tensor:
+        if differentiated_by_transform(x, y):
+            return csr_matmul_reference(self._patterns, self.shape[1], x, y)
+        patterns = self._patterns
+        if torch.is_grad_enabled() and y.requires_grad:
+            patterns = [*patterns, *(t.to(self.crow.dtype) for t in self._a.transposed)]
+        return torch.ops.weft.csr_matmul(patterns, self._kind, x, y)
+
+    @staticmethod
+    def _compare(name: str, found: Pattern, planned: Pattern) -> None:
+        if found.crow.device != planned.crow.device:
+            raise RuntimeError(
+                f"plan_matmul: {name} must be on the device of the plan, {planned.crow.device}, got {found.crow.device}"
+            )
+        if not found.equals(planned):
+            raise ValueError(
+                f"plan_matmul: {name} must have the planned pattern, {planned.shape} with {planned.nnz} elements, got "
+                f"another one, {found.shape} with {found.nnz}"
+            )
+
+    def __repr__(self) -> str:
+        return f"MatmulPlan(shape={self.shape}, nnz={self.nnz}, flops={self.flops}, memory={self.memory})"
+
+
+def plan_matmul(a: BatchedCSR, b: BatchedCSR) -> MatmulPlan:
+    """Plans the product of two sparse matrices from their patterns alone, for any number of products with other values.
+
+    Args:
+        a: a :class:`BatchedCSR` ``(n, m)``.
+        b: ``(m, k)``, on the same device.
+
+    Returns:
+        A plan: ``plan(a, b)`` computes the values of ``a @ b``; ``plan.shape``, ``nnz``, ``crow``, ``col``, ``flops`` and
+        ``memory`` tell about it. The same patterns give the same plan for as long as it is held.
+
+    Raises:
+        TypeError: no BatchedCSR.
+        ValueError: sizes that do not chain, batches that differ.
+        RuntimeError: devices that differ; more scalar products than a plan is made for.
+
+    The symbolic phase runs on the CPU and waits for the device. The list of scalar products is kept where it takes little
+    memory; otherwise each product finds its terms again, with the sums of a row in shared memory. A plan takes at most
+    three times the memory of operands and product.
+
+    Source: BPPSA, section 3.4 (deterministic sparsity).
+    """
+    for name, J in (("a", a), ("b", b)):
+        if not isinstance(J, BatchedCSR):
+            raise TypeError(f"plan_matmul: {name} must be a BatchedCSR, got {type(J).__name__}")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"plan_matmul: a {a.shape} and b {b.shape} do not chain")
+    if a.device != b.device:
+        raise RuntimeError(f"plan_matmul: b must be on the device of a, {a.device}, got {b.device}")
+    if None not in (a.batch_size, b.batch_size) and a.batch_size != b.batch_size:
+        raise ValueError(f"plan_matmul: b must have the batch of a, {a.batch_size}, got {b.batch_size}")
+    return planned(a._pattern, b._pattern)
+
+
+def planned(a: Pattern, b: Pattern) -> MatmulPlan:
+    """The plan for two patterns that chain, made at the first call and kept for as long as somebody holds it."""
+    plan = a.plans.get(b)
+    plan = plan() if plan is not None else None
+    if plan is None:
+        plan = MatmulPlan(a, b)
+        a.plans[b] = weakref.ref(plan)
+    return plan
+
+
+def count_flops(a: Pattern, b: Pattern) -> int:
+    """2 per scalar product of a sample, without planning; waits for the device."""
+    lengths = b.crow.diff()
+    return 2 * int(lengths.index_select(0, a.col).sum()) if a.nnz else 0

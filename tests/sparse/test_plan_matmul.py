@@ -1,0 +1,302 @@
+"""Planned products: patterns, numbers, gradients, refusals, memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from common import DEVICES, DTYPES, assert_close, poisoned
+from hypothesis import given
+from hypothesis import strategies as st
+from test_batched_csr import batches, random_csr
+from torch import Tensor
+from torch.library import opcheck
+from weft.sparse import (
+    BatchedCSR,
+    conv2d_jacobian,
+    diagonal_jacobian,
+    linear_jacobian,
+    max_pool2d_jacobian,
+    plan_matmul,
+    relu_jacobian,
+)
+from weft.sparse._reference import csr_matmul_reference
+
+device = pytest.mark.parametrize("device", DEVICES)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+sizes = st.integers(0, 6)
+FOUND, COPIED, LISTED = range(3)
+
+
+def dense(J: BatchedCSR) -> Tensor:
+    return J.to_dense().double()
+
+
+def pair(kind: int, batch: tuple, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple:
+    """Two matrices whose product is computed in this way."""
+    if kind == FOUND:
+        shapes, densities = ((17, 23), (23, 19)), (0.9, 0.9)
+    elif kind == COPIED:
+        rows = torch.arange(31, dtype=torch.int32)
+        lead = () if batch[0] is None else (batch[0],)
+        a = BatchedCSR(
+            rows.to(device), torch.randint(40, (30,), dtype=torch.int32).to(device),
+            torch.randn(*lead, 30, dtype=torch.float64).to(device, dtype), (30, 40),
+        )  # fmt: skip
+        return a, random_csr(40, 50, batch[1], 0.9, dtype, device)
+    else:
+        shapes, densities = ((17, 23), (23, 90)), (0.15, 0.05)
+    return tuple(
+        random_csr(*shape, b, density, dtype, device)
+        for shape, b, density in zip(shapes, batch, densities, strict=True)
+    )
+
+
+KINDS = pytest.mark.parametrize("kind", [FOUND, COPIED, LISTED], ids=["found", "copied", "listed"])
+BATCHES = pytest.mark.parametrize("batch", [(None, None), (None, 3), (3, None), (3, 3), (0, 0), (9, None)], ids=str)
+
+
+@device
+@dtypes
+@KINDS
+@BATCHES
+def test_products(batch: tuple, kind: int, dtype: torch.dtype, device: str) -> None:
+    a, b = pair(kind, batch, dtype, device)
+    plan = plan_matmul(a, b)
+    assert plan._kind == kind
+    with poisoned():
+        got = plan(a, b)
+    assert got.crow is plan.crow and got.col is plan.col and got.dtype == dtype
+    assert got.batch_size == (batch[1] if batch[0] is None else batch[0])
+    assert_close(got.to_dense(), dense(a) @ dense(b))
+    if got.batch_size is not None:
+        assert got.values.shape == (got.batch_size, plan.nnz)
+    assert torch.equal(got.values, (a @ b).values)
+    double = plan(a.to(torch.float64), b.to(torch.float64))
+    assert double.dtype == torch.float64 and double.col is plan.col
+
+
+@device
+@given(n=sizes, m=sizes, k=sizes, batch=batches, density=st.sampled_from([0.1, 0.5, 1.0]))
+def test_any_product(device: str, n: int, m: int, k: int, batch: int | None, density: float) -> None:
+    a, b = random_csr(n, m, batch, density, device=device), random_csr(m, k, None, density, device=device)
+    plan = plan_matmul(a, b)
+    assert_close(plan(a, b).to_dense(), dense(a) @ dense(b), 1e-14)
+    stored = torch.zeros(n, m, dtype=torch.float64)
+    row = torch.repeat_interleave(a.crow.diff().long()).cpu()
+    stored[row, a.col.long().cpu()] = 1
+    right = torch.zeros(m, k, dtype=torch.float64)
+    right[torch.repeat_interleave(b.crow.diff().long()).cpu(), b.col.long().cpu()] = 1
+    counts = stored @ right
+    assert plan.shape == (n, k) and plan.nnz == int((counts > 0).sum()) and plan.flops == 2 * int(counts.sum())
+    key = torch.repeat_interleave(plan.crow.diff().long()) * max(k, 1) + plan.col
+    assert bool((key.diff() > 0).all()) and plan.crow.dtype == torch.int32
+
+
+def test_a_zero_that_has_a_product_is_stored() -> None:
+    a = BatchedCSR(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([1.0, -1.0]), (1, 2))
+    b = BatchedCSR(torch.tensor([0, 1, 2]), torch.tensor([0, 0]), torch.tensor([1.0, 1.0]), (2, 1))
+    assert (a @ b).nnz == 1 and (a @ b).values.tolist() == [0.0]
+
+
+@device
+@KINDS
+@pytest.mark.parametrize("batch", [(None, None), (None, 2), (2, None), (2, 2)], ids=str)
+def test_gradients(batch: tuple, kind: int, device: str) -> None:
+    a, b = pair(kind, batch, device=device)
+    leaves = (a.values.requires_grad_(), b.values.requires_grad_())
+    plan = plan_matmul(a, b)
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return plan(a.with_values(x), b.with_values(y)).values
+
+    assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, leaves, fast_mode=True)
+    (out := f(*leaves)).sum().backward()
+    assert out.grad_fn is not None and leaves[0].grad.shape == a.values.shape
+
+
+@device
+@KINDS
+def test_opcheck(kind: int, device: str) -> None:
+    a, b = pair(kind, (None, 2), torch.float32, device)
+    plan = plan_matmul(a, b)
+    x, y = a.values.requires_grad_(), b.values.requires_grad_()
+    g = torch.randn(2, plan.nnz, device=device, requires_grad=True)
+    opcheck(torch.ops.weft.csr_matmul, (plan._patterns, plan._kind, x, y))
+    opcheck(torch.ops.weft.csr_matmul_left, (plan._patterns, plan._kind, y, g, True))
+    opcheck(torch.ops.weft.csr_matmul_right, (plan._patterns, plan._kind, x, g, False))
+    assert_close(
+        torch.ops.weft.csr_matmul(plan._patterns, plan._kind, x, y),
+        csr_matmul_reference(plan._patterns, plan.shape[1], x.double(), y.double()),
+    )
+
+
+@device
+def test_opcheck_of_the_symbolic_phase(device: str) -> None:
+    a, b = random_csr(4, 5, device=device), random_csr(5, 3, device=device)
+    opcheck(
+        torch.ops.weft.csr_matmul_plan,
+        (a._pattern.tensors, b._pattern.tensors),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+@device
+def test_vmap_and_function_transforms(device: str) -> None:
+    for batch in (None, 2):
+        a, b = pair(LISTED, (batch, None), device=device)
+        plan = plan_matmul(a, b)
+
+        def f(x: Tensor, y: Tensor, a=a, b=b, plan=plan) -> Tensor:
+            return plan(a.with_values(x), b.with_values(y)).values
+
+        x = torch.stack([a.values, 2 * a.values, a.values + 1])
+        got = torch.func.vmap(lambda v, f=f, b=b: torch.ops.weft.csr_matmul(plan._patterns, plan._kind, v, b.values))(x)
+        assert_close(got, torch.stack([f(v, b.values) for v in x]), 1e-14)
+        leaves = (a.values.clone().requires_grad_(), b.values.clone().requires_grad_())
+        out = f(*leaves)
+        g = torch.randn(3, *out.shape, dtype=torch.float64, device=device)
+
+        def backward(g: Tensor, out=out, leaves=leaves) -> tuple:
+            return torch.autograd.grad(out, leaves, g, retain_graph=True)
+
+        for i, parts in enumerate(zip(*torch.func.vmap(backward)(g), strict=True)):
+            for part, want in zip(parts, backward(g[i]), strict=True):
+                assert_close(part, want, 1e-13)
+        want = torch.autograd.grad(f(*leaves).sin().sum(), leaves)
+        found = torch.func.grad(lambda x, y, f=f: f(x, y).sin().sum(), (0, 1))(a.values, b.values)
+        for part, w in zip(found, want, strict=True):
+            assert_close(part, w, 1e-13)
+
+
+@device
+@KINDS
+def test_two_runs_give_the_same_bits_and_bad_samples_stay_alone(kind: int, device: str) -> None:
+    a, b = pair(kind, (4, 4), torch.float32, device)
+    plan = plan_matmul(a, b)
+    leaves = (a.values.requires_grad_(), b.values.requires_grad_())
+    runs = []
+    for _ in range(2):
+        out = plan(a, b).values
+        runs.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+    assert all(torch.equal(s, t) for s, t in zip(*runs, strict=True))
+    values = a.values.detach().clone()
+    values[2] = float("nan")
+    got = plan(a.with_values(values), b).values
+    assert torch.equal(got[[0, 1, 3]], runs[0][0][[0, 1, 3]]) and got[2].isnan().all()
+
+
+@device
+def test_patterns_of_layers(device: str) -> None:
+    """The pairs of a small net's chain, and what their plans may hold."""
+    x = torch.randn(2, 2, 8, 8, device=device, dtype=torch.float64)
+    conv = conv2d_jacobian(torch.randn(4, 2, 3, 3, dtype=torch.float64, device=device), (2, 8, 8), padding=1)
+    hidden = torch.randn(2, 4, 8, 8, dtype=torch.float64, device=device)
+    relu, pool = relu_jacobian(hidden), max_pool2d_jacobian(hidden, 2)
+    after = conv2d_jacobian(torch.randn(5, 4, 3, 3, dtype=torch.float64, device=device), (4, 4, 4), padding=1)
+    full = linear_jacobian(torch.randn(10, 80, dtype=torch.float64, device=device))
+    for a, b in ((conv, relu), (conv, pool), (relu, pool), (pool, after), (after, full), (conv @ relu, pool @ after)):
+        plan = plan_matmul(a, b)
+        product = plan(a, b)
+        assert_close(product.to_dense(), dense(a) @ dense(b), 1e-13)
+        parts = (a, b, product)
+        held = sum(J.crow.nbytes + J.col.nbytes + 4 * J.nnz for J in parts)
+        assert plan.memory <= 3 * held
+    assert x.shape[0] == relu.batch_size
+
+
+@device
+def test_one_plan_for_one_pair_of_patterns(device: str) -> None:
+    a, b = pair(LISTED, (None, None), device=device)
+    plan = plan_matmul(a, b)
+    assert plan_matmul(a.with_values(2 * a.values), b) is plan
+    assert (a @ b).col is plan.col
+
+
+@device
+def test_equal_patterns_are_compared_once(device: str) -> None:
+    a, b = pair(LISTED, (None, None), device=device)
+    plan = plan_matmul(a, b)
+    again = BatchedCSR(a.crow.clone(), a.col.clone(), a.values, a.shape)
+    assert torch.equal(plan(again, b).values, plan(a, b).values)
+    assert again._pattern in plan._equal[0]
+    other = random_csr(*a.shape, density=0.5, device=device)
+    with pytest.raises(ValueError, match="a must have the planned pattern"):
+        plan(other, b)
+    with pytest.raises(ValueError, match="b must have the planned pattern"):
+        plan(a, random_csr(*b.shape, density=0.5, device=device))
+    assert torch.equal(plan(a, b).values, plan(again, b).values)
+
+
+def test_index_dtypes() -> None:
+    a, b = random_csr(4, 5, index=torch.int64), random_csr(5, 3)
+    assert (a @ b).col.dtype == torch.int64 and (b.with_values(b.values) @ random_csr(3, 2)).col.dtype == torch.int32
+    assert_close((a @ b).to_dense(), dense(a) @ dense(b), 1e-14)
+    wide = BatchedCSR(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), (1, 2**33))
+    assert (BatchedCSR(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), (1, 1)) @ wide).shape == (1, 2**33)
+
+
+def test_too_many_products_are_refused_in_one_sentence() -> None:
+    n = 300_000
+    column = BatchedCSR(torch.arange(n + 1), torch.zeros(n, dtype=torch.int64), torch.ones(n), (n, 1))
+    row = BatchedCSR(torch.tensor([0, n]), torch.arange(n), torch.ones(n), (1, n))
+    with pytest.raises(RuntimeError, match="takes 90000000000 scalar products"):
+        plan_matmul(column, row)
+
+
+a43, b35 = random_csr(4, 3, 2, dtype=torch.float32), random_csr(3, 5, dtype=torch.float32)
+BAD = {
+    "dense": (lambda: plan_matmul(a43, torch.zeros(3, 5)), TypeError, "b must be a BatchedCSR, got Tensor"),
+    "sizes": (lambda: plan_matmul(a43, random_csr(4, 5)), ValueError, "do not chain"),
+    "batches": (lambda: plan_matmul(a43, random_csr(3, 5, 3)), ValueError, "batch of a, 2, got 3"),
+    "batches of a call": (
+        lambda: plan_matmul(a43, b35)(a43, b35.with_values(torch.zeros(3, b35.nnz))), ValueError, "batch of a",
+    ),
+    "dtypes of a call": (lambda: plan_matmul(a43, b35)(a43, b35.to(torch.float64)), TypeError, "dtype of a"),
+    "a call with dense": (lambda: plan_matmul(a43, b35)(a43.to_dense(), b35), TypeError, "a must be a BatchedCSR"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    call, error, message = BAD[case]
+    with pytest.raises(error, match=f"plan_matmul: .*{message}"):
+        call()
+
+
+@pytest.mark.cuda
+def test_capture() -> None:
+    for kind in (FOUND, COPIED, LISTED):
+        a, b = pair(kind, (3, None), torch.float32, "cuda")
+        plan = plan_matmul(a, b)
+        plan(a, b)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = plan(a, b).values
+        a.values.normal_()
+        b.values.normal_()
+        graph.replay()
+        assert torch.equal(captured, plan(a, b).values)
+
+
+@pytest.mark.cuda
+def test_long_rows() -> None:
+    """Rows of the product wider than the window of sums in shared memory."""
+    a, b = random_csr(5, 40, 2, 0.9, torch.float32, "cuda"), random_csr(40, 40_000, None, 0.3, torch.float32, "cuda")
+    plan = plan_matmul(a, b)
+    assert plan._kind == FOUND
+    assert_close(plan(a, b).to_dense(), dense(a) @ dense(b))
+
+
+@pytest.mark.cuda
+def test_devices_that_differ() -> None:
+    with pytest.raises(RuntimeError, match="device of a"):
+        plan_matmul(a43, b35.to("cuda"))
+    plan = plan_matmul(a43, b35)
+    with pytest.raises(RuntimeError, match="device"):
+        plan(a43.to("cuda"), b35.to("cuda"))
+
+
+def test_diagonals() -> None:
+    d, e = (diagonal_jacobian(torch.randn(3, 5, dtype=torch.float64)) for _ in range(2))
+    assert torch.equal((d @ e).values, d.values * e.values)
