@@ -25,6 +25,7 @@ TORCH_LIBRARY(weft, m) {
   m.def("csr_matmul(Tensor[] patterns, int kind, Tensor x, Tensor y) -> Tensor", tags);
   m.def("csr_matmul_left(Tensor[] patterns, int kind, Tensor y, Tensor g, bool shared) -> Tensor", tags);
   m.def("csr_matmul_right(Tensor[] patterns, int kind, Tensor x, Tensor g, bool shared) -> Tensor", tags);
+  m.def("csr_chain(Tensor grad, Tensor[] crows, Tensor[] cols, Tensor[] values) -> Tensor[]", tags);
 
   // scan: csrc/scan/
   m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",

@@ -11,12 +11,25 @@ import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  loads torch.ops.weft
+from ._scan.chain import Step, chain_backward_sparse
+from ._scan.schedule import SCHEDULES, levels_of
+from ._scan.sequential import ScanSequential
+from ._scan.work import ChainPlan, plan_chain
 from ._torch_private import differentiated_by_transform
+from .sparse import BatchedCSR
 
-__all__ = ["chain_backward", "chain_backward_reference", "linear_scan", "linear_scan_reference"]
+__all__ = [
+    "ChainPlan",
+    "ScanSequential",
+    "Step",
+    "chain_backward",
+    "chain_backward_reference",
+    "linear_scan",
+    "linear_scan_reference",
+    "plan_chain",
+]
 
 _linear_scan = torch.ops.weft.linear_scan.default
-_SCHEDULES = {"auto": -1, "linear": 0, "blelloch": 63}
 
 
 def linear_scan(
@@ -87,7 +100,9 @@ def linear_scan_reference(
     return torch.stack(states[::-1] if reverse else states)
 
 
-def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | int = "auto") -> list[Tensor]:
+def chain_backward(
+    grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR], schedule: str | int = "auto"
+) -> list[Tensor]:
     """Back-propagates ``grad`` through a chain of Jacobians: every gradient along the chain.
 
     ``g[0] = grad`` and ``g[k] = jacobians[k-1] @ g[k-1]``, for each row of the batch. Differentiable to any order.
@@ -95,8 +110,9 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
     Args:
         grad: ``(B, n_0)``, the gradient of the loss by the chain's output; or ``(n_0,)``, and nothing has a batch.
         jacobians: transposed Jacobians, the last layer's first: each ``(B, n_k, n_{k-1})``, or ``(n_k, n_{k-1})`` for
-            the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it. Sizes may differ from
-            layer to layer; the list may be empty.
+            the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it; or a
+            :class:`weft.sparse.BatchedCSR`, in any mixture. Sizes may differ from layer to layer; the list may be
+            empty.
         schedule: ``"auto"``, the fast one: products of a matrix and a vector, fused into one :func:`linear_scan` where
             all Jacobians have one square shape; ``"linear"``, one product after the other; ``"blelloch"``, the
             modified Blelloch scan in O(log n) levels (operator A <> B = B A, operands reversed in the down-sweep); or
@@ -119,39 +135,39 @@ def chain_backward(grad: Tensor, jacobians: Sequence[Tensor], schedule: str | in
     the two differ by more than a few units in the last place. They cost more than ``"auto"``, in time as in memory,
     and are there to compare schedules. Their derivatives are those of the linear products.
 
+    That is so of dense Jacobians. In a chain with a sparse one, products of Jacobians are sparse, planned at the first
+    call with these patterns, and taken as they are: where they overflow or cancel, ``"linear"`` is the accurate
+    schedule. ``"linear"`` is one kernel on CUDA, and ``"auto"`` goes up only as many levels as the planned FLOPs and
+    their memory make worthwhile, most often none.
+
     Source: BPPSA, section 3, MLSys 2020.
     """
     _check_tensor("chain_backward", "grad", grad)
     if not isinstance(jacobians, Iterable):
         raise TypeError(f"chain_backward: jacobians must be a list of Tensors, got {type(jacobians).__name__}")
     jacobians = list(jacobians)
+    sparse = False
     for position, jacobian in enumerate(jacobians):
-        _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
-    levels = _levels(schedule)
-    if levels != _SCHEDULES["linear"] and differentiated_by_transform(grad, *jacobians):
-        levels = _SCHEDULES["linear"]  # every other one may take linear_scan
+        if isinstance(jacobian, BatchedCSR):
+            sparse = True
+        else:
+            _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
+    levels = levels_of("chain_backward", schedule)
+    if sparse:
+        return [grad, *chain_backward_sparse(grad, jacobians, levels)]
+    if levels != SCHEDULES["linear"] and differentiated_by_transform(grad, *jacobians):
+        levels = SCHEDULES["linear"]  # every other one may take linear_scan
     return [grad, *torch.ops.weft.chain_backward(grad, jacobians, levels)]
 
 
-def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor]) -> list[Tensor]:
+def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR]) -> list[Tensor]:
     """:func:`chain_backward` in plain torch, one product after the other; differentiable to any order."""
     gradients = [grad]
     for jacobian in jacobians:
+        if isinstance(jacobian, BatchedCSR):
+            jacobian = jacobian.to_dense()
         gradients.append((jacobian @ gradients[-1].unsqueeze(-1)).squeeze(-1))
     return gradients
-
-
-def _levels(schedule: str | int) -> int:
-    if isinstance(schedule, bool) or not isinstance(schedule, (str, int)):
-        raise TypeError(f"chain_backward: schedule must be a str or an int, got {type(schedule).__name__} {schedule!r}")
-    if isinstance(schedule, str):
-        if schedule not in _SCHEDULES:
-            known = ", ".join(f'"{name}"' for name in _SCHEDULES)
-            raise ValueError(f"chain_backward: schedule must be {known} or a number of levels, got {schedule!r}")
-        return _SCHEDULES[schedule]
-    if schedule < 0:
-        raise ValueError(f"chain_backward: schedule as a number of levels must not be negative, got {schedule}")
-    return min(schedule, _SCHEDULES["blelloch"])
 
 
 def _check_tensor(op: str, name: str, value: object) -> None:

@@ -151,7 +151,11 @@ def test_vmap_and_function_transforms(device: str) -> None:
             return plan(a.with_values(x), b.with_values(y)).values
 
         x = torch.stack([a.values, 2 * a.values, a.values + 1])
-        got = torch.func.vmap(lambda v, f=f, b=b: torch.ops.weft.csr_matmul(plan._patterns, plan._kind, v, b.values))(x)
+
+        def mapped(v: Tensor, plan=plan, b=b) -> Tensor:
+            return torch.ops.weft.csr_matmul(plan._patterns, plan._kind, v, b.values)
+
+        got = torch.func.vmap(mapped)(x)
         assert_close(got, torch.stack([f(v, b.values) for v in x]), 1e-14)
         leaves = (a.values.clone().requires_grad_(), b.values.clone().requires_grad_())
         out = f(*leaves)

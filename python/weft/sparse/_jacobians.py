@@ -346,6 +346,23 @@ def conv2d_jacobian(
     return _conv("conv2d_jacobian", 2, weight, input_size, stride, padding, dilation, groups, padding_mode, prune)
 
 
+def full_pattern(rows: int, columns: int, device: torch.device) -> Pattern:
+    """Of a matrix with every element stored."""
+    return _blocks(1, rows, columns, device).pattern
+
+
+def _blocks(groups: int, rows: int, columns: int, device: torch.device) -> _Sliding:
+    """Of a matrix with so many full blocks on its diagonal."""
+    return _cached(
+        ("blocks", groups, rows, columns, device), lambda: _sliding(_point(device), groups, rows, columns, device)
+    )
+
+
+def _point(device: torch.device) -> Windows:
+    """A window of one tap over one position."""
+    return _cached(("point", device), lambda: _windows.join([_windows.sliding(1, 1, 1, 1, 0, 1)]).to(device))
+
+
 def _linear(weight: Tensor, input_size: Sequence[int] | None, prune: bool, owner: dict | None = None) -> BatchedCSR:
     op = "linear_jacobian"
     _check_floating(op, "weight", weight)
@@ -358,14 +375,13 @@ def _linear(weight: Tensor, input_size: Sequence[int] | None, prune: bool, owner
         raise ValueError(f"{op}: input_size must end in in_features, {in_features}, got {size}")
     groups, device = math.prod(size[:-1]), weight.device
     key = ("linear", groups, in_features, out_features, device)
-    point = _cached(("point", device), lambda: _windows.join([_windows.sliding(1, 1, 1, 1, 0, 1)]).to(device))
 
     def whole() -> _Sliding:
-        return _cached(key, lambda: _sliding(point, groups, in_features, out_features, device))
+        return _blocks(groups, in_features, out_features, device)
 
     if prune and groups:
         repeated = weight.expand(groups, -1, -1).reshape(groups * out_features, in_features, 1)
-        return _weighted(key, repeated, point, groups, True, owner, whole)
+        return _weighted(key, repeated, _point(device), groups, True, owner, whole)
     return BatchedCSR._of(whole().pattern, weight.t().expand(groups, -1, -1).reshape(-1))
 
 

@@ -60,8 +60,8 @@ class MatmulPlan:
         return sum(t.nbytes for t in self._own)
 
     def __call__(self, a: BatchedCSR, b: BatchedCSR) -> BatchedCSR:
-        """``a @ b``, on ``plan.crow`` and ``plan.col``: per sample where one of them is. Does no work on indices, does not
-        wait for the device, and allocates the result alone. Differentiable to any order.
+        """``a @ b``, on ``plan.crow`` and ``plan.col``: per sample where one of them is. Does no work on indices, does
+        not wait for the device, and allocates the result alone. Differentiable to any order.
 
         Raises:
             TypeError: no BatchedCSR, dtypes that differ.
@@ -112,17 +112,17 @@ def plan_matmul(a: BatchedCSR, b: BatchedCSR) -> MatmulPlan:
         b: ``(m, k)``, on the same device.
 
     Returns:
-        A plan: ``plan(a, b)`` computes the values of ``a @ b``; ``plan.shape``, ``nnz``, ``crow``, ``col``, ``flops`` and
-        ``memory`` tell about it. The same patterns give the same plan for as long as it is held.
+        A plan: ``plan(a, b)`` computes the values of ``a @ b``; ``plan.shape``, ``nnz``, ``crow``, ``col``, ``flops``
+        and ``memory`` tell about it. The same patterns give the same plan for as long as it is held.
 
     Raises:
         TypeError: no BatchedCSR.
         ValueError: sizes that do not chain, batches that differ.
         RuntimeError: devices that differ; more scalar products than a plan is made for.
 
-    The symbolic phase runs on the CPU and waits for the device. The list of scalar products is kept where it takes little
-    memory; otherwise each product finds its terms again, with the sums of a row in shared memory. A plan takes at most
-    three times the memory of operands and product.
+    The symbolic phase runs on the CPU and waits for the device. The list of scalar products is kept where it takes
+    little memory; otherwise each product finds its terms again, with the sums of a row in shared memory. A plan takes
+    at most three times the memory of operands and product.
 
     Source: BPPSA, section 3.4 (deterministic sparsity).
     """

@@ -194,3 +194,34 @@ def _csr_matmul_vmap(op, info, in_dims, patterns, kind, x, y, shared=None):
 
 for _name in ("csr_matmul", "csr_matmul_left", "csr_matmul_right"):
     torch.library.register_vmap(f"weft::{_name}", functools.partial(_csr_matmul_vmap, getattr(torch.ops.weft, _name)))
+
+
+# Chains ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("weft::csr_chain")
+def _csr_chain(grad: Tensor, crows: list[Tensor], cols: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    out, n = [], grad.shape[1]
+    for crow, v in zip(crows, values, strict=True):
+        n = crow.shape[0] - 1 if crow.shape[0] else v.shape[-1]
+        out.append(grad.new_empty(grad.shape[0], n))
+    return out
+
+
+def _csr_chain_autocast(grad: Tensor, crows: list[Tensor], cols: list[Tensor], values: list[Tensor]) -> list[Tensor]:
+    with below_autocast():
+        grad, *values = widest(grad, *values)
+        return torch.ops.weft.csr_chain(grad, crows, cols, values)
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    LIBRARY.impl("csr_chain", _csr_chain_autocast, _key)
+
+
+@torch.library.register_vmap("weft::csr_chain")
+def _csr_chain_vmap(info, in_dims, grad, crows, cols, values):
+    grad_dim, _, _, value_dims = in_dims
+    N, B = info.batch_size, _batch((grad, grad_dim, 1))
+    values = [_folded(v, dim, N, B, 1) for v, dim in zip(values, value_dims, strict=True)]
+    out = torch.ops.weft.csr_chain(_folded(grad, grad_dim, N, B, 1), crows, cols, values)
+    return [t.unflatten(0, (N, B)) for t in out], [0] * len(out)

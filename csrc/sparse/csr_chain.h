@@ -1,0 +1,27 @@
+// weft::csr_chain(grad, crows, cols, values) -> Tensor[]: products of sparse matrices and a vector, one after the
+// other.
+//
+//   g[0] = grad (B, n_0);  out[k] = g[k + 1] = J_k g[k], (B, n_(k+1))
+//
+// crows[k] (n_(k+1) + 1,), cols[k] (nnz_k,)   the pattern of J_k, int32 or int64, all the same; both empty: J_k is
+// diagonal values[k] (nnz_k,), shared by the batch, or (B, nnz_k)
+//
+// On CUDA this is one cooperative launch, with a barrier of the grid between the products: see
+// cuda/csr_chain_kernels.cu. float16, bfloat16, float32, float64; half precision is summed in float32 and rounded at
+// every out[k]. Sums have a fixed order; samples do not meet. Indices are trusted. Differentiable to any order, as
+// products one after the other.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "sparse/csr_chain_args.h"
+
+namespace weft::sparse {
+
+using RunChain = void (*)(const std::vector<CsrLink>& links, DType dtype, bool wide, int64_t batch);
+
+std::vector<at::Tensor> csr_chain_forward(RunChain run, const at::Tensor& grad, at::TensorList crows,
+                                          at::TensorList cols, at::TensorList values);
+
+}  // namespace weft::sparse

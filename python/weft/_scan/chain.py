@@ -1,0 +1,261 @@
+"""Chains with sparse Jacobians: the tree of products over patterns, what it costs, and running it.
+
+Everything that follows from patterns alone is made once per chain of patterns and kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..sparse._csr import BatchedCSR
+from ..sparse._jacobians import full_pattern
+from ..sparse._pattern import Pattern
+from ..sparse._plan import MatmulPlan, count_flops, planned
+
+ALL_LEVELS = 63
+
+
+class Step(NamedTuple):
+    """One step of a backward pass."""
+
+    kind: str
+    """"mm", a product of two Jacobians, or "mv", of a Jacobian and a gradient."""
+    phase: str
+    """"up", "middle" or "down"."""
+    level: int
+    """In order of execution, from 0; steps of one level do not depend on each other."""
+    flops: int
+    """For one sample."""
+    critical: bool
+    """Whether this is the largest step of its level."""
+
+
+class Costs(NamedTuple):
+    """What a schedule costs on a device, in microseconds: a model that is right about orders of magnitude."""
+
+    product: float  # of two matrices: the call
+    vector: float  # of matrix and vector within a linear chain
+    call: float  # of matrix and vector by itself
+    gflops: float  # of a product of two matrices, per microsecond and thousand
+    memory: float  # fraction of the device's memory that products may take
+
+
+# A launch takes 4 us and a barrier of the whole grid 1 us on an H200; sparse products run as fast as their gathers.
+_COSTS = {"cuda": Costs(4.0, 1.2, 4.0, 400.0, 0.25), "cpu": Costs(5.0, 1.0, 5.0, 0.5, 0.25)}
+
+
+class Tree:
+    """The products over patterns, last layer first: ``levels`` of them up, then vectors."""
+
+    def __init__(self, patterns: Sequence[Pattern], levels: int) -> None:
+        self.leaves = list(patterns)
+        self.plans: list[list[MatmulPlan]] = []  # of each up-sweep level
+        nodes: list[Pattern | None] = list(patterns)
+        self.nodes = [nodes]  # patterns of every level; the last one above the leaves is never formed
+        while len(self.plans) < levels and len(nodes) > 1:
+            # Products may be empty where two nodes are left: the level then only moves the last one.
+            plans = [planned(nodes[i + 1], nodes[i]) for i in range(0, len(nodes) - 2, 2)]
+            nodes = [*(plan._pattern for plan in plans), None]
+            self.plans.append(plans)
+            self.nodes.append(nodes)
+
+    @property
+    def levels(self) -> int:
+        return len(self.plans)
+
+    def steps(self) -> list[Step]:
+        phases: list[tuple[str, str, list[int]]] = []
+        for plans in self.plans:
+            phases.append(("mm", "up", [plan.flops for plan in plans]))
+        for node in self.nodes[-1][:-1]:
+            phases.append(("mv", "middle", [2 * node.nnz]))
+        for nodes in reversed(self.nodes[:-1]):
+            phases.append(("mv", "down", [2 * nodes[i].nnz for i in range(0, len(nodes) - 1, 2)]))
+        if self.leaves:
+            phases.append(("mv", "down" if self.levels else "middle", [2 * self.leaves[-1].nnz]))
+        steps: list[Step] = []
+        for level, (kind, phase, flops) in enumerate(p for p in phases if p[2]):
+            largest = flops.index(max(flops))
+            steps += [Step(kind, phase, level, f, i == largest) for i, f in enumerate(flops)]
+        return steps
+
+    def memory(self, batches: Sequence[int | None], element: int) -> int:
+        """Bytes of all products and plans, for matrices with values of these batches."""
+        total, below = 0, list(batches)
+        for plans in self.plans:
+            above: list[int | None] = []
+            for i, plan in enumerate(plans):
+                batch = below[2 * i] if below[2 * i + 1] is None else below[2 * i + 1]
+                above.append(batch)
+                total += plan.memory + plan.nnz * element * (1 if batch is None else batch)
+            below = [*above, None]
+        return total
+
+    def run(self, grad: Tensor, matrices: Sequence[BatchedCSR]) -> list[Tensor]:
+        """``grad`` (B, n_0); all gradients but ``grad``."""
+        values: list[list[BatchedCSR]] = [list(matrices)]
+        for plans in self.plans:
+            below = values[-1]
+            values.append([plan(below[2 * i + 1], below[2 * i]) for i, plan in enumerate(plans)])
+        entering = [grad]
+        if self.levels == 0:
+            return linear(grad, matrices)
+        entering += linear(grad, values[-1])
+        for level in range(self.levels - 1, -1, -1):
+            count = len(self.nodes[level])
+            left = [values[level][2 * i].mv(entering[i]) for i in range(count // 2)]
+            entering = [left[i // 2] if i % 2 else entering[i // 2] for i in range(count)]
+        return [*entering[1:], matrices[-1].mv(entering[-1])]
+
+
+def linear(grad: Tensor, matrices: Sequence[BatchedCSR]) -> list[Tensor]:
+    """Products of matrix and vector, one after the other: on CUDA one kernel for all of them."""
+    if not matrices:
+        return []
+    if torch.is_grad_enabled() and (grad.requires_grad or any(J.values.requires_grad for J in matrices)):
+        out = []
+        for J in matrices:
+            grad = J.mv(grad)
+            out.append(grad)
+        return out
+    wide = any(J.crow.dtype == torch.int64 for J in matrices if not J._pattern.diagonal)
+    index = torch.int64 if wide else torch.int32
+    none = torch.empty(0, dtype=index, device=grad.device)
+    crows, cols = (
+        [none if J._pattern.diagonal else indices(J).to(index) for J in matrices]
+        for indices in (lambda J: J.crow, lambda J: J.col)
+    )
+    return torch.ops.weft.csr_chain(grad, crows, cols, [J.values for J in matrices])
+
+
+# The trees of chains that have been seen, least recently used dropped first.
+_CACHE_SIZE = 64
+_trees: OrderedDict[tuple, tuple[Tree, list[Pattern]]] = OrderedDict()
+
+
+def tree_of(patterns: Sequence[Pattern], levels: int, batches: Sequence[int | None], dtype: torch.dtype) -> Tree:
+    """The tree for these patterns; ``levels`` -1 chooses."""
+    batch = max((b for b in batches if b is not None), default=1)
+    key = (levels, batch if levels < 0 else None, *(id(p) for p in patterns))
+    found = _trees.get(key)
+    if found is None:
+        tree = Tree(patterns, levels) if levels >= 0 else _choose(patterns, batches, batch, dtype)
+        # The patterns are held, so that no id comes again.
+        found = _trees[key] = (tree, list(patterns))
+        if len(_trees) > _CACHE_SIZE:
+            _trees.popitem(last=False)
+    else:
+        _trees.move_to_end(key)
+    return found[0]
+
+
+def _choose(patterns: Sequence[Pattern], batches: Sequence[int | None], batch: int, dtype: torch.dtype) -> Tree:
+    """As many levels of the up-sweep as pay: of products whose FLOPs are counted before they are planned."""
+    best = Tree(patterns, 0)
+    if len(patterns) < 3:
+        return best
+    device = patterns[0].crow.device
+    costs = _COSTS[device.type]
+    limit = costs.memory * _memory(device)
+    least = sum(_vectors(patterns, costs, batch))
+    tree, ups = best, 0.0
+    for levels in range(1, ALL_LEVELS):
+        nodes = tree.nodes[-1]
+        pairs = [(nodes[i + 1], nodes[i]) for i in range(0, len(nodes) - 2, 2)]
+        if not pairs:
+            break
+        # Up-sweeps alone may cost more than all vectors: then deeper ones do too, and nothing is planned.
+        ups += sum(costs.product + _microseconds(count_flops(*pair), costs, batch) for pair in pairs)
+        if ups >= least:
+            break
+        tree = Tree(patterns, levels)
+        if tree.memory(batches, dtype.itemsize) > limit:
+            break
+        downs = [nodes[i] for nodes in tree.nodes[:-1] for i in range(0, len(nodes) - 1, 2)]
+        total = ups + sum(_vectors(tree.nodes[-1][:-1], costs, batch))
+        total += sum(costs.call + _microseconds(2 * p.nnz, costs, batch) for p in (*downs, patterns[-1]))
+        if total < least:
+            best, least = tree, total
+    return best
+
+
+def _microseconds(flops: int, costs: Costs, batch: int) -> float:
+    return flops * batch / (costs.gflops * 1e3)
+
+
+def _vectors(patterns: Sequence[Pattern], costs: Costs, batch: int) -> Iterator[float]:
+    for p in patterns:
+        yield costs.vector + _microseconds(2 * p.nnz, costs, batch)
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes; a CPU's are taken for 8 GiB, which no plan should come near."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 8 * 2.0**30
+
+
+# Mixed chains ---------------------------------------------------------------------------------------------------------
+
+
+def sparse_of(J: Tensor | BatchedCSR) -> BatchedCSR:
+    """A dense Jacobian with every element stored."""
+    if isinstance(J, BatchedCSR):
+        return J
+    pattern = full_pattern(*J.shape[-2:], J.device)
+    return BatchedCSR._of(pattern, J.reshape(*J.shape[:-2], J.shape[-2] * J.shape[-1]))
+
+
+def check(grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR]) -> None:
+    """What csrc/scan asks of dense Jacobians, of all."""
+    op = "chain_backward"
+    if grad.dim() not in (1, 2):
+        raise ValueError(f"{op}: grad must be (B, n) or (n,), got {list(grad.shape)}")
+    if grad.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"{op}: grad must be float16, bfloat16, float32 or float64, got {grad.dtype}")
+    B, length = (grad.shape[0] if grad.dim() == 2 else None), grad.shape[-1]
+    for position, J in enumerate(jacobians):
+        name = f"{op}: jacobians[{position}]"
+        if J.dtype != grad.dtype and not torch.is_autocast_enabled(grad.device.type):
+            raise TypeError(f"{name} must have the dtype of grad, {grad.dtype}, got {J.dtype}")
+        if J.device != grad.device:
+            raise RuntimeError(f"{name} must be on the device of grad, {grad.device}, got {J.device}")
+        if isinstance(J, BatchedCSR):
+            shape, batch = list(J.shape), J.batch_size
+        else:
+            if J.dim() not in (2, 3):
+                raise ValueError(
+                    f"{name} must be (B, n_in, n_out), or (n_in, n_out) shared by the batch, got {list(J.shape)}"
+                )
+            shape, batch = list(J.shape[-2:]), J.shape[0] if J.dim() == 3 else None
+        if batch not in (None, B):
+            want = "no batch, as grad has none" if B is None else f"grad's batch, {B}"
+            raise ValueError(f"{name} must have {want}, got {[batch, *shape]}")
+        if shape[1] != length:
+            raise ValueError(
+                f"{name} does not chain: its last dimension must be {length}, the length of the gradient that reaches "
+                f"it, got {shape if batch is None else [batch, *shape]}"
+            )
+        length = shape[0]
+
+
+def chain_backward_sparse(grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR], levels: int) -> list[Tensor]:
+    """All gradients but ``grad``; `levels` -1 is "auto"."""
+    check(grad, jacobians)
+    if grad.dim() == 1:
+        return [g.squeeze(0) for g in chain_backward_sparse(grad.unsqueeze(0), jacobians, levels)]
+    if torch.is_autocast_enabled(grad.device.type):
+        dtype = grad.dtype
+        for J in jacobians:
+            dtype = torch.promote_types(dtype, J.dtype)
+        grad, jacobians = grad.to(dtype), [J.to(dtype) for J in jacobians]
+    matrices = [sparse_of(J) for J in jacobians]
+    patterns = [J._pattern for J in matrices]
+    tree = tree_of(patterns, levels, [J.batch_size for J in matrices], grad.dtype)
+    if grad.dtype in (torch.float16, torch.bfloat16):
+        # Neither products nor gradients are rounded on their way along the chain.
+        return [g.to(grad.dtype) for g in tree.run(grad.float(), [J.to(torch.float32) for J in matrices])]
+    return tree.run(grad, matrices)

@@ -1,0 +1,230 @@
+"""ScanSequential: torch.nn.Sequential whose backward pass is a chain of transposed Jacobians."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..sparse import dropout_jacobian
+from ..sparse._csr import BatchedCSR
+from ..sparse._modules import check_batch_norm, find_jacobian, transposed_jacobian, unknown
+from .schedule import levels_of
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
+
+
+class Record(NamedTuple):
+    """One layer's part of a forward pass."""
+
+    position: int
+    module: nn.Module
+    input: Tensor
+    output: Tensor  # with the graph of the layer's own parameters
+    parameters: list[nn.Parameter]  # that require a gradient
+    mask: Tensor | None  # of a dropout that drops
+    versions: list[tuple[Tensor, int]]
+
+    @property
+    def is_identity(self) -> bool:
+        if self.mask is not None or self.output.shape[:1] != self.input.shape[:1]:
+            return False
+        return type(self.module) in (nn.Identity, nn.Flatten, nn.Dropout)
+
+    def jacobian(self, prune: bool) -> BatchedCSR | Tensor:
+        if self.mask is not None:
+            return dropout_jacobian(self.mask, self.module.p, dtype=self.input.dtype)
+        output = self.output.detach()
+        with torch.no_grad():
+            return transposed_jacobian(self.module, self.input, output, prune=prune)
+
+    def check_unchanged(self) -> None:
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"ScanSequential: layer {self.position} ({type(self.module).__qualname__}) or its input was "
+                    "changed in place between the forward and the backward pass"
+                )
+
+
+def unrolled(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers of nested Sequentials, with their names."""
+    for name, module in net._modules.items():
+        if isinstance(module, nn.Sequential) and type(module).forward in (
+            nn.Sequential.forward,
+            ScanSequential.forward,
+        ):
+            yield from unrolled(module, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", module
+
+
+def run(net: nn.Module, input: Tensor) -> list[Record]:
+    """The forward pass, layer by layer, each with its own graph of parameters alone."""
+    records, x = [], input.detach()
+    for position, (_, module) in enumerate(unrolled(net)):
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        mask = None
+        # What works in place would overwrite what its Jacobian is made from.
+        before = x.clone() if getattr(module, "inplace", False) else x
+        if type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
+            with torch.no_grad():
+                output, mask = _dropout(x, module.p)
+        else:
+            with torch.set_grad_enabled(bool(parameters)):
+                output = module(before)
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"ScanSequential: layer {position} ({type(module).__qualname__}) must return one Tensor, got "
+                f"{type(output).__name__}"
+            )
+        # What its Jacobian is made from; where autograd looks by itself, it looks too.
+        tensors = [*module.parameters(), *module.buffers()]
+        if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
+            tensors.append(x)
+        records.append(Record(position, module, x, output, parameters, mask, [(t, t._version) for t in tensors]))
+        x = output.detach()
+    return records
+
+
+def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """F.dropout's values and random numbers, and its mask."""
+    if p == 1:
+        return F.dropout(x, p, True), torch.zeros_like(x, dtype=torch.bool)
+    if x.is_cuda:
+        return torch.native_dropout(x, p, True)
+    scale = F.dropout(torch.ones_like(x), p, True)
+    return x * scale, scale != 0
+
+
+def check_layers(net: nn.Module) -> None:
+    """Raises for a layer that has no Jacobian."""
+    for position, (_, module) in enumerate(unrolled(net)):
+        if find_jacobian(module) is None:
+            raise TypeError(f"ScanSequential: layer {position}: {unknown(module)}")
+        if isinstance(module, _BATCH_NORMS):
+            check_batch_norm(f"ScanSequential: layer {position}", module)
+
+
+def needed(records: list[Record], input_needed: bool) -> list[Record]:
+    """The layers that a gradient passes through, from the last: down to the input, or to behind the first layer with
+    parameters that want one."""
+    first = 0
+    if not input_needed:
+        first = next((i + 1 for i, r in enumerate(records) if r.parameters), len(records))
+    return records[first:][::-1]
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, net: ScanSequential, input: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.records = run(net, input)
+        ctx.input = input.detach()
+        ctx.schedule, ctx.prune = net.schedule, net.prune
+        ctx.parameters = parameters
+        output = ctx.records[-1].output.detach()
+        # A net of identities would return its input.
+        return output.clone() if output.data_ptr() == input.data_ptr() else output
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        with torch.no_grad():
+            results = _Scan.gradients(ctx, grad)
+        if not torch.is_grad_enabled():
+            return results
+        # torch's own once_differentiable lets a second pass through, and drops what it should find here, where `grad`
+        # happens to need no gradient.
+        message = b"ScanSequential is differentiable once"
+        refuse = torch._C._functions.DelayedError(message, len(results))
+        return refuse(*(None if r is None else r.detach().requires_grad_() for r in results))
+
+    @staticmethod
+    def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from ..scan import chain_backward
+
+        records: list[Record] = ctx.records
+        input_needed = ctx.needs_input_grad[1]
+        through = needed(records, input_needed)
+        moving = [r for r in through if not r.is_identity]
+        for record in moving:
+            record.check_unchanged()
+        B = grad.shape[0]
+        flat = grad.reshape(B, grad.shape[1:].numel())
+        jacobians = [r.jacobian(ctx.prune) for r in moving]
+        dtype = flat.dtype
+        for J in jacobians:
+            dtype = torch.promote_types(dtype, J.dtype)
+        jacobians = [J.to(dtype) for J in jacobians]
+        with torch.autocast(grad.device.type, enabled=False):
+            gradients = iter(chain_backward(flat.to(dtype), jacobians, ctx.schedule))
+        # What reaches each layer's output, and behind the first one the input.
+        reaching, g = {}, next(gradients)
+        for record in through:
+            reaching[record.position] = g
+            if not record.is_identity:
+                g = next(gradients)
+        if len(through) < len(records):
+            reaching[len(records) - len(through) - 1] = g
+        found: dict[Tensor, Tensor] = {}
+        for record in records:
+            wanted = [p for p in record.parameters if p.requires_grad]
+            if not wanted or record.position not in reaching:
+                continue
+            arriving = reaching[record.position].to(record.output.dtype).reshape(record.output.shape)
+            parts = torch.autograd.grad(record.output, wanted, arriving, retain_graph=True, allow_unused=True)
+            for p, part in zip(wanted, parts, strict=True):
+                if part is not None:
+                    found[p] = part if p not in found else found[p] + part
+        grad_input = g.to(ctx.input.dtype).reshape(ctx.input.shape) if input_needed else None
+        return None, grad_input, *(found.get(p) for p in ctx.parameters)
+
+
+class ScanSequential(nn.Sequential):
+    """``torch.nn.Sequential`` whose backward pass is a scan over transposed Jacobians.
+
+    Args:
+        layers: modules, or one ``OrderedDict`` of them, whose Jacobians :func:`weft.sparse.transposed_jacobian` knows;
+            Sequentials inside are unrolled.
+        schedule: of :func:`weft.scan.chain_backward`.
+        prune: gives Conv1d, Conv2d and Linear patterns without the weights that are exactly zero, so that a step of a
+            pruned net costs what its non-zeros cost. A change in the set of zeros is noticed at the next step.
+
+    Forward gives the same values and draws the same random numbers as ``nn.Sequential``; so do the gradients, up to
+    rounding: all gradients along the chain by ``chain_backward``, then the parameters' by each layer's own autograd.
+    Without gradients to compute it is ``nn.Sequential``, whatever the layers.
+
+    Raises, in a forward pass with gradients to compute:
+        TypeError: a layer without a known Jacobian, named by its position and type.
+        RuntimeError: a batch norm that normalises by the batch.
+
+    Differentiable once.
+
+    Source: BPPSA, section 3, MLSys 2020.
+    """
+
+    def __init__(
+        self, *layers: nn.Module | OrderedDict[str, nn.Module], schedule: str | int = "auto", prune: bool = False
+    ) -> None:
+        super().__init__(*layers)
+        levels_of("ScanSequential", schedule)
+        self.schedule = schedule
+        self.prune = bool(prune)
+
+    def __getitem__(self, index: slice | int) -> nn.Module:
+        found = super().__getitem__(index)
+        if isinstance(index, slice):
+            found.schedule, found.prune = self.schedule, self.prune
+        return found
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled() or not len(self) or not isinstance(input, Tensor):
+            return super().forward(input)
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        if not (parameters or input.requires_grad):
+            return super().forward(input)
+        check_layers(self)
+        return _Scan.apply(self, input, *parameters)

@@ -1,0 +1,106 @@
+"""plan_chain: the work of a backward pass, without doing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .chain import Step, sparse_of, tree_of
+from .schedule import levels_of
+from .sequential import Record, ScanSequential, check_layers, needed, run
+
+
+@dataclass(frozen=True)
+class ChainPlan:
+    """The work of a backward pass along a chain."""
+
+    levels: int
+    """Of the up-sweep."""
+    steps: list[Step]
+    """In order of execution."""
+    flops: int
+    """Of all steps, for one sample."""
+    critical_flops: int
+    """Of the critical steps, one a level, for one sample."""
+    memory: int
+    """Bytes of all products and plans, for this batch."""
+    baseline: list[tuple[str, int]]
+    """Name and FLOPs, for one sample, of each layer's own gradient operator, last layer first."""
+
+    def __str__(self) -> str:
+        lines = [f"{'level':>5}  {'phase':<6}  {'kind':<4}  {'MFLOP':>12}  critical"]
+        lines += [
+            f"{s.level:>5}  {s.phase:<6}  {s.kind:<4}  {s.flops / 1e6:>12.4f}  {'*' if s.critical else ''}".rstrip()
+            for s in self.steps
+        ]
+        lines.append(
+            f"{self.levels} levels up, {len(self.steps)} steps, {self.flops / 1e6:.4f} MFLOP, critical path "
+            f"{self.critical_flops / 1e6:.4f} MFLOP, {self.memory / 2**20:.2f} MiB of products and plans"
+        )
+        width = max((len(name) for name, _ in self.baseline), default=5)
+        lines.append(f"{'layer':<{width}}  {'MFLOP':>12}")
+        lines += [f"{name:<{width}}  {flops / 1e6:>12.4f}" for name, flops in self.baseline]
+        lines.append(f"{'baseline':<{width}}  {sum(f for _, f in self.baseline) / 1e6:>12.4f}")
+        return "\n".join(lines)
+
+
+def plan_chain(net: nn.Sequential, input: Tensor, schedule: str | int | None = None) -> ChainPlan:
+    """Plans a backward pass of ``net`` at ``input``: what is multiplied, in which order, and what it costs.
+
+    Args:
+        net: a :class:`ScanSequential`, or a ``torch.nn.Sequential`` of layers whose Jacobians are known.
+        input: ``(B, ...)``; the first layer has a step where it requires a gradient.
+        schedule: of :func:`chain_backward`; None is the net's own, of a ``torch.nn.Sequential`` "auto".
+
+    Returns:
+        A plan with ``levels``, ``steps`` (each with ``kind``, ``phase``, ``level``, ``flops``, ``critical``),
+        ``flops``, ``critical_flops``, ``memory`` and ``baseline``; ``str()`` is a table of it, figure 10 of the paper.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :class:`ScanSequential` and :func:`chain_backward`.
+
+    Source: BPPSA, section 5.3 and figure 10, MLSys 2020.
+    """
+    if not isinstance(net, nn.Sequential):
+        raise TypeError(f"plan_chain: net must be a ScanSequential or a torch.nn.Sequential, got {type(net).__name__}")
+    if not isinstance(input, Tensor):
+        raise TypeError(f"plan_chain: input must be a Tensor, got {type(input).__name__}")
+    if schedule is None:
+        schedule = net.schedule if isinstance(net, ScanSequential) else "auto"
+    levels = levels_of("plan_chain", schedule)
+    check_layers(net)
+    with torch.random.fork_rng(devices=[input.device] if input.is_cuda else []), torch.no_grad():
+        records = run(net, input)
+    records = [r._replace(output=r.output.detach()) for r in records]
+    through = needed(records, input.requires_grad)
+    moving = [r for r in through if not r.is_identity]
+    prune = isinstance(net, ScanSequential) and net.prune
+    with torch.no_grad():
+        matrices = [sparse_of(r.jacobian(prune)) for r in moving]
+    batches = [J.batch_size for J in matrices]
+    tree = tree_of([J._pattern for J in matrices], levels, batches, input.dtype)
+    steps = tree.steps()
+    return ChainPlan(
+        tree.levels,
+        steps,
+        sum(s.flops for s in steps),
+        sum(s.flops for s in steps if s.critical),
+        tree.memory(batches, matrices[0].values.element_size() if matrices else 0),
+        [(f"{r.position} {type(r.module).__name__}", _own(r)) for r in moving],
+    )
+
+
+def _own(record: Record) -> int:
+    """FLOPs of a layer's own gradient operator, for one sample."""
+    module, input, output = record.module, record.input, record.output
+    n_in, n_out = input.shape[1:].numel(), output.shape[1:].numel()
+    if isinstance(module, (nn.Conv1d, nn.Conv2d)):
+        return 2 * module.weight.numel() * output.shape[2:].numel()
+    if isinstance(module, nn.Linear):
+        return 2 * module.weight.numel() * (n_out // max(module.out_features, 1))
+    if isinstance(module, nn.AvgPool2d):
+        size = module.kernel_size
+        return n_out * (size * size if isinstance(size, int) else size[0] * size[1])
+    return max(n_in, n_out)
