@@ -54,6 +54,16 @@ TORCH_LIBRARY(weft, m) {
   m.def("rle_compress(Tensor x) -> (Tensor runs, Tensor values, Tensor size)", tags);
   m.def("rle_decompress(Tensor runs, Tensor values, SymInt[] shape) -> Tensor", tags);
 
+  // vertex: csrc/vertex/
+  m.def(
+      "vertex_frontiers(Tensor[] inputs, Tensor[] matrices, Tensor[] vectors, Tensor schedule, Tensor host_schedule, "
+      "Tensor program, Tensor constants, ScalarType dtype) -> Tensor[]",
+      tags);
+  m.def(
+      "vertex_frontiers_backward(Tensor[] grads, Tensor[] inputs, Tensor[] matrices, Tensor[] vectors, Tensor[] saved, "
+      "Tensor schedule, Tensor host_schedule, Tensor program, Tensor constants, ScalarType dtype) -> Tensor[]",
+      tags);
+
   // rnn, in Python: python/weft/_rnn/torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold
   m.def(
       "torch_rnn(Tensor input, Tensor[] state, Tensor[] weights, Tensor? batch_sizes, str cell, bool bias, "

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from . import reference
+from . import batched, reference
+from ._schedule import Kind, schedule
+from .compiler import compile_trace
 from .graphs import Graphs
+from .ir import Unsupported
+from .options import current
 from .program import Program, Programs
 from .trace import Trace, trace
 from .vertex import Spec, Vertex, VertexType
@@ -166,7 +170,8 @@ class VertexFunctions(_Module, nn.ModuleDict):
         Raises:
             ValueError: `graphs` has no types, or one without a function.
             RuntimeError: the functions push different numbers of tensors, shapes or dtypes, or none pushes.
-            Otherwise what :meth:`VertexFunction.forward` raises.
+
+        And what :meth:`VertexFunction.forward` raises.
         """
         return _apart(self, graphs, inputs, executor)
 
@@ -261,9 +266,60 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
             return _nothing(called, [*rows.values(), *state.tensors])
         return reference.run(called, _plan(graphs, types, which, device), rows)
 
-    obstacle = next((t.obstacle for t in traces if t.obstacle), None)
-    reason = "asked for" if executor == "reference" else obstacle or "there is no other executor yet"
-    return Call(called, "reference", executor, reason, run)
+    if executor == "reference":
+        return Call(called, "reference", executor, "asked for", run)
+    obstacle = next((t.obstacle for t in traces if t.obstacle), None) or _obstacle(called, several=types is not None)
+    compiled = None
+    if obstacle is None:
+        compiled, obstacle = _compiled_function(called[0], rows, state)
+    if obstacle is not None:
+        return Call(called, "reference", executor, obstacle, run)
+    if graphs.num_vertices == 0:
+        return Call(called, "batched", executor, "compiled", run)
+    trace = traces[0]
+    plan = schedule(name, graphs, (Kind(trace.slots_gathered, trace.takes_all_children),))
+
+    def run_batched() -> list[Tensor]:
+        return batched.run(compiled, plan, lambda: _plan(graphs, None, None, device), rows, state.by_name)
+
+    return Call(called, "batched", executor, "compiled", run_batched)
+
+
+def _obstacle(functions: Sequence[reference.Function], several: bool) -> str | None:
+    """Why functions whose traces are complete do not run batched here."""
+    if several and len(functions) > 1:
+        return "several vertex functions in one graph are not compiled"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode AD runs"
+    if functions[0].type.device.type != "cpu":
+        return f"there are no kernels for {functions[0].type.device.type}"
+    dtype = functions[0].type.state.dtype
+    if dtype not in (torch.float32, torch.float64):
+        return f"the state is {dtype}"
+    return None
+
+
+def _compiled_function(
+    function: reference.Function, rows: Mapping[str, Tensor], state: _ModuleState
+) -> tuple[batched.Batched | None, str | None]:
+    """A function compiled, or why not; once per trace and options."""
+    options = current()
+    key = options.lazy
+    found = function.trace.compiled.get(key)
+    if found is None:
+
+        def requires_grad(name: str) -> bool:
+            x = rows[name] if name in rows else state.by_name.get(name)
+            return torch.is_grad_enabled() and x is not None and x.requires_grad
+
+        dtype = str(function.type.state.dtype).removeprefix("torch.")
+        try:
+            plan = compile_trace(function.trace, requires_grad, function.type.state.shape, dtype, options.lazy)
+            found = (batched.Batched.of(function, plan), None)
+        except Unsupported as error:
+            found = (None, f"the compiler does not know {error}")
+        function.trace.compiled[key] = found
+    return found
 
 
 def _inputs(name: str, graphs: Graphs, inputs: object) -> dict[str, Tensor]:
@@ -307,11 +363,13 @@ class _ModuleState:
         key: hashable; a trace is good for all states with the same key.
         tensors: parameters and buffers.
         names: names of these and of the plain attributes that are tensors, by ``id``.
+        by_name: the same the other way round.
     """
 
     def __init__(self, module: nn.Module):
         self.tensors: list[Tensor] = []
         self.names: dict[int, str] = {}
+        self.by_name: dict[str, Tensor] = {}
         self._numbers: dict[int, int] = {}
         parts: list[object] = []
         seen: dict[int, int] = {}
@@ -343,7 +401,7 @@ class _ModuleState:
 
     def _tensor(self, name: str, t: Tensor) -> tuple:
         first = self._numbers.setdefault(id(t), len(self._numbers))
-        self.names.setdefault(id(t), name)
+        self.by_name[self.names.setdefault(id(t), name)] = t
         return (name, first, type(t), t.shape, t.dtype, t.device, t.requires_grad)
 
     def _attribute(self, name: str, value: object) -> object:

@@ -23,6 +23,29 @@ from .vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
 __all__ = ["Trace", "trace"]
 
 
+ROWS = object()
+"""Among the arguments of a call: the number of vertices."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation of torch; arguments are values, :class:`Ref` for a symbol, and ROWS. No function: a method of v."""
+
+    function: Callable | None
+    args: tuple
+    kwargs: dict[str, object]
+
+    def __call__(self, values: Mapping[int, Tensor], rows: int):
+        def fill(a: object):
+            if isinstance(a, Ref):
+                return values[a.symbol]
+            if isinstance(a, (list, tuple)):
+                return type(a)(map(fill, a))
+            return rows if a is ROWS else a
+
+        return self.function(*map(fill, self.args), **{name: fill(a) for name, a in self.kwargs.items()})
+
+
 @dataclass(frozen=True)
 class Trace:
     """What one evaluation of a vertex function showed."""
@@ -42,8 +65,13 @@ class Trace:
     """Whether it may change values in place."""
     obstacle: str | None
     """Why it cannot be compiled."""
-    tensors: tuple[Tensor, ...] = field(repr=False)
+    constants: tuple[Tensor, ...] = field(repr=False)
     """The tensors that are neither rows nor the module's, as :attr:`Program.symbols` of kind ``constant`` in order."""
+    calls: tuple[Call, ...] = field(repr=False)
+    """How each operation of the program is run by torch."""
+    slots_gathered: tuple[int, ...]
+    compiled: dict[object, object] = field(default_factory=dict, repr=False, compare=False)
+    """What executors made of it."""
 
 
 def trace(
@@ -103,6 +131,19 @@ def _row_counts(taken: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+_aten = torch.ops.aten
+_SHAPE_ALONE = {
+    _aten.empty_like.default: _aten.empty.memory_format,
+    _aten.new_empty.default: _aten.empty.memory_format,
+    _aten.zeros_like.default: _aten.zeros.default,
+    _aten.new_zeros.default: _aten.zeros.default,
+    _aten.ones_like.default: _aten.ones.default,
+    _aten.new_ones.default: _aten.ones.default,
+}
+"""Operations that look at a row's shape, not its values, and what gives the same without the row: a mask of dropout on
+a state can be drawn before there is one."""
+
+
 class _Recorder(TorchDispatchMode):
     """Writes the program down: every operation below autograd on rows and on the module's tensors."""
 
@@ -113,6 +154,7 @@ class _Recorder(TorchDispatchMode):
         """Whether it sees torch's operations, and not only the methods of v."""
         self.symbols: list[Symbol] = []
         self.operations: list[Operation] = []
+        self.calls: list[Call] = []
         self.constants: list[Tensor] = []
         self.obstacle: str | None = None
         self.in_place = not complete
@@ -132,7 +174,9 @@ class _Recorder(TorchDispatchMode):
         finally:
             self._paused = before
 
-    def record(self, op: str, arguments: Sequence[object], results: Sequence[Tensor], **keywords: object) -> None:
+    def record(
+        self, op: str, arguments: Sequence[object], results: Sequence[Tensor], function=None, **keywords: object
+    ) -> None:
         """One line of the program."""
         read = tuple(self._argument(a) for a in arguments)
         named = tuple((name, self._argument(a)) for name, a in keywords.items())
@@ -142,6 +186,9 @@ class _Recorder(TorchDispatchMode):
         )
         written = tuple(self._define(r, shared) for r in results)
         self.operations.append(Operation(op, read, named, written))
+        reads = iter(operation.reads())
+        template = tuple(self._template(a, reads) for a in arguments)
+        self.calls.append(Call(function, template, {name: self._template(a, reads) for name, a in keywords.items()}))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -169,8 +216,21 @@ class _Recorder(TorchDispatchMode):
         tensors = [r for r in torch.utils._pytree.tree_leaves(results) if isinstance(r, Tensor)]
         if func._schema.is_mutable:
             self._mutate(func, changed)
-        self.record(str(func), args, tensors, **kwargs)
+        if func in _SHAPE_ALONE and tensors[0].shape[:1] == (self.rows,):
+            like = {name: getattr(tensors[0], name) for name in ("dtype", "device")}
+            fill = _SHAPE_ALONE[func]
+            self.record(str(fill), [list(tensors[0].shape)], tensors, fill, **like)
+        else:
+            self.record(str(func), args, tensors, func, **kwargs)
         return results
+
+    def _template(self, a: object, reads: Iterator[int]) -> object:
+        """An argument with numbers of symbols for tensors."""
+        if isinstance(a, Tensor):
+            return Ref(next(reads))
+        if isinstance(a, (list, tuple)):
+            return [self._template(x, reads) for x in a]
+        return ROWS if isinstance(a, int) and not isinstance(a, bool) and a == self.rows else a
 
     def _stop(self, obstacle: str) -> None:
         self.obstacle = self.obstacle or obstacle
@@ -261,6 +321,7 @@ class _Traced(Vertex):
         super().__init__(type, recorder.rows)
         self._recorder, self._empty, self._requires_grad = recorder, empty, requires_grad
         self.slots, self.gathers, self.sums, self.takes_all_children = 0, False, [], False
+        self.slots_gathered: set[int] = set()
 
     def _make(self, rows: int, spec: Spec, name: str | None) -> Tensor:
         with self._recorder.paused():
@@ -276,6 +337,7 @@ class _Traced(Vertex):
 
     def _gather(self, k: int) -> Tensor:
         self.slots, self.gathers = max(self.slots, k + 1), True
+        self.slots_gathered.add(k)
         value = self._make(self._rows, self._type.state, None)
         self._record("gather", [k], [value])
         return value
@@ -326,6 +388,8 @@ class _Traced(Vertex):
             recorder.in_place,
             obstacle or recorder.obstacle,
             tuple(recorder.constants),
+            tuple(recorder.calls),
+            tuple(sorted(self.slots_gathered)),
         )
 
 

@@ -64,7 +64,7 @@ class Vertex:
         raise NotImplementedError
 
     def _children(self) -> Tensor:
-        """(E, *state_size), a row per child."""
+        """``(E, *state_size)``, a row per child."""
         raise NotImplementedError
 
     def _repeat(self, value: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class Vertex:
         return self._pulled[name]
 
     def gather(self, k: int) -> Tensor:
-        """States of the children in slot `k`, (N, *state_size), zeros where there is none."""
+        """States of the children in slot `k`, ``(N, *state_size)``, zeros where there is none."""
         self._enter("gather")
         if isinstance(k, bool) or not isinstance(k, int):
             self._refuse(TypeError, f"gather: the slot must be an int, got {type(k).__name__}")
@@ -119,12 +119,12 @@ class Vertex:
         """Sum of all children's states or of ``message(child, *args)``, zeros where there is none.
 
         Args:
-            message: takes the states of children, (E, *state_size), and `args` with the row of a vertex repeated for
+            message: takes the states of children, ``(E, *state_size)``, and `args` with the row of a vertex repeated for
                 each of its children, (E, ...); returns (E, ...).
             args: values of these vertices, (N, ...).
 
         Returns:
-            (N, *state_size), or (N, ...) in the shape of the messages.
+            ``(N, *state_size)``, or ``(N, ...)`` in the shape of the messages.
         """
         self._enter("gather_sum")
         if message is None:
@@ -148,7 +148,7 @@ class Vertex:
         return self._sum(messages)
 
     def scatter(self, state: Tensor) -> None:
-        """Make `state`, (N, *state_size), what parents gather."""
+        """Make `state`, ``(N, *state_size)``, what parents gather."""
         self._enter("scatter")
         if self.state is not None:
             self._refuse(RuntimeError, "vertex scatters twice")

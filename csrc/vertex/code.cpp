@@ -1,0 +1,155 @@
+#include "vertex/code.h"
+
+#include <stdexcept>
+
+namespace weft::vertex {
+namespace {
+
+class Reader {
+ public:
+  explicit Reader(std::span<const int64_t> code) : code_(code) {}
+
+  int32_t next() {
+    if (at_ >= code_.size()) fail();
+    return static_cast<int32_t>(code_[at_++]);
+  }
+  // Below `end`, or the numbers are no program.
+  int32_t below(int64_t end) {
+    const int32_t value = next();
+    if (value < 0 || value >= end) fail();
+    return value;
+  }
+  bool flag() { return below(2) != 0; }
+  int32_t count() { return below(int64_t{1} << 24); }
+  bool done() const { return at_ == code_.size(); }
+  [[noreturn]] static void fail() { throw std::invalid_argument("vertex_frontiers: the program is damaged"); }
+
+ private:
+  std::span<const int64_t> code_;
+  size_t at_ = 0;
+};
+
+void check(const Program& p, const Step& step, const Instruction& i) {
+  const auto require = [](bool condition) {
+    if (!condition) Reader::fail();
+  };
+  const auto is_register = [&](int32_t r) { return r >= 0 && r < step.registers; };
+  const auto buffer = [&](int32_t b, int32_t first) -> const Buffer& {
+    require(b >= 0 && b < static_cast<int32_t>(p.buffers.size()) && first >= 0 && first < p.buffers[b].width);
+    return p.buffers[b];
+  };
+  if (i.op != Op::kStore) require(is_register(i.result));
+  switch (i.op) {
+    case Op::kLoad:
+      require(i.c >= 0 && i.c <= static_cast<int32_t>(Access::kChild));
+      require(buffer(i.a, i.b).width >= i.b + (i.d & 1 ? 1 : step.width));
+      break;
+    case Op::kConstant:
+      require(i.a >= 0);
+      break;
+    case Op::kUses:
+      require(i.a >= 0 && i.a < static_cast<int32_t>(p.tables.size()) && !step.edges);
+      for (const Use& use : p.tables[i.a]) require(buffer(use.buffer, use.first).width >= use.first + i.b + step.width);
+      break;
+    case Op::kStore:
+      require(is_register(i.a) && buffer(i.b, i.c).width >= i.c + step.width);
+      break;
+    case Op::kBegin:
+      require(!step.edges);
+      break;
+    case Op::kEnd:
+      break;
+    case Op::kSelect:
+      require(is_register(i.c));
+      [[fallthrough]];
+    case Op::kAdd:
+    case Op::kSub:
+    case Op::kMul:
+    case Op::kDiv:
+    case Op::kMax:
+    case Op::kMin:
+    case Op::kGreater:
+    case Op::kGreaterEqual:
+    case Op::kEqual:
+      require(is_register(i.b));
+      [[fallthrough]];
+    default:
+      require(is_register(i.a));
+  }
+}
+
+std::vector<Step> steps(Reader& in, const Program& p) {
+  std::vector<Step> found(in.count());
+  const auto buffers = static_cast<int64_t>(p.buffers.size());
+  for (Step& s : found) {
+    s.product = in.flag();
+    s.edges = in.flag();
+    if (s.product) {
+      s.source = in.below(buffers);
+      s.matrix = in.count();
+      s.transposed = in.flag();
+      s.target = in.below(buffers);
+      s.skips_leaves = in.flag();
+      continue;
+    }
+    s.width = in.count();
+    s.registers = in.count();
+    s.code.resize(in.count());
+    for (Instruction& i : s.code) {
+      i.op = static_cast<Op>(in.below(static_cast<int64_t>(Op::kSelect) + 1));
+      i = {i.op, in.next(), in.next(), in.next(), in.next(), in.next()};
+      check(p, s, i);
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+Program Program::parse(std::span<const int64_t> code) {
+  Reader in(code);
+  Program p;
+  p.state = in.next();
+  p.buffers.resize(in.count());
+  for (Buffer& b : p.buffers) {
+    b.space = static_cast<Space>(in.below(static_cast<int64_t>(Space::kVector) + 1));
+    b.width = in.count();
+    b.index = in.count();
+    b.backward = in.flag();
+    b.saved = in.flag();
+  }
+  const auto buffers = static_cast<int64_t>(p.buffers.size());
+  if (p.state >= buffers) Reader::fail();
+  p.tables.resize(in.count());
+  for (auto& table : p.tables) {
+    table.resize(in.count());
+    for (Use& use : table) {
+      use.column = in.next();
+      use.buffer = in.below(buffers);
+      use.first = in.count();
+      use.by_parent = in.flag();
+    }
+  }
+  p.forward = steps(in, p);
+  p.backward = steps(in, p);
+  p.matrix_gradients.resize(in.count());
+  for (MatrixGradient& g : p.matrix_gradients) {
+    g.matrix = in.count();
+    g.source = in.below(buffers);
+    g.gradient = in.below(buffers);
+    g.edges = in.flag();
+    g.skips_leaves = in.flag();
+  }
+  p.vector_gradients.resize(in.count());
+  for (VectorGradient& g : p.vector_gradients) {
+    g.vector = in.count();
+    g.first = in.count();
+    g.buffer = in.below(buffers);
+    g.column = in.count();
+    g.width = in.count();
+  }
+  if (!in.done()) Reader::fail();
+  return p;
+}
+
+}  // namespace weft::vertex

@@ -1,0 +1,105 @@
+// The compiled part of a vertex function, as numbers: what runs in each frontier, forward and backward. Free of torch
+// and CUDA. python/weft/vertex/kernels.py writes it, and says which expressions the steps come from.
+//
+// A step is a kernel, instructions on registers that are as wide as the kernel for each row of the task, or for each of
+// its edges; or a product, the task's rows of one buffer times a matrix into another buffer. Rows and edges are those
+// of csrc/vertex/schedule.h. Steps run in order, tasks in order forward and in reverse backward.
+//
+// The encoded form is what Program::parse reads: state buffer; buffers; tables; forward steps; backward steps; matrix
+// gradients; vector gradients; each list with its length first.
+#pragma once
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace weft::vertex {
+
+enum class Space : int32_t { kRows, kEdges, kInput, kOutput, kOutputGrad, kInputGrad, kVector };
+
+struct Buffer {
+  Space space;
+  int32_t width;
+  int32_t index;  // which of the caller's tensors
+  bool backward;  // made by the backward pass
+  bool saved;     // made by the forward pass, read by the backward pass
+};
+
+enum class Op : int32_t {
+  kLoad,      // result = buffer a, first column b; c an Access; d = 2 * column of the gather + (1: one number for all)
+  kConstant,  // result = constants[a]
+  kUses,      // result = sum over the row's uses, by table a, of first column b
+  kStore,     // buffer b, first column c = a
+  kBegin,     // result = 0, and a loop over the row's edges begins
+  kAccumulate,
+  kEnd,
+  kNeg,
+  kSigmoid,
+  kTanh,
+  kRelu,
+  kExp,
+  kLog,
+  kSqrt,
+  kAbs,
+  kLog1p,
+  kSign,
+  kCopy,
+  kAdd,
+  kSub,
+  kMul,
+  kDiv,
+  kMax,
+  kMin,
+  kGreater,
+  kGreaterEqual,
+  kEqual,
+  kSelect,
+};
+
+enum class Access : int32_t { kRow, kParent, kGather, kChild };
+
+struct Instruction {
+  Op op;
+  int32_t result, a, b, c, d;
+};
+
+// One term of a gradient of a state: what a use of it by the gather of `column`, or for -1 by a sum over children,
+// adds.
+struct Use {
+  int32_t column, buffer, first;
+  bool by_parent;  // of a sum: the row of the edge's parent, else of the edge
+};
+
+struct Step {
+  bool product;
+  bool edges;
+  // A kernel's.
+  int32_t width, registers;
+  std::vector<Instruction> code;
+  // A product's.
+  int32_t source, matrix, target;
+  bool transposed;
+  bool skips_leaves;  // zero, or nobody's, where there are no children
+};
+
+struct MatrixGradient {
+  int32_t matrix, source, gradient;
+  bool edges, skips_leaves;
+};
+
+struct VectorGradient {
+  int32_t vector, first, buffer, column, width;
+};
+
+struct Program {
+  int32_t state;  // buffer, -1 without
+  std::vector<Buffer> buffers;
+  std::vector<std::vector<Use>> tables;
+  std::vector<Step> forward, backward;
+  std::vector<MatrixGradient> matrix_gradients;
+  std::vector<VectorGradient> vector_gradients;
+
+  // std::invalid_argument where the numbers are no program.
+  static Program parse(std::span<const int64_t> code);
+};
+
+}  // namespace weft::vertex

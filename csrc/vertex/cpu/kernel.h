@@ -1,0 +1,56 @@
+// Kernels of a vertex function on the CPU: an interpreter whose instructions are loops over a cache-sized block of
+// columns, one table per instruction set. No torch header.
+//
+// Decomposition: rows (or edges) are independent of each other; a row is cut into blocks of kBlock columns, and each
+// instruction runs over a block, so that its dispatch is paid once for kBlock elements and all registers of a kernel
+// stay in L1. A load is no copy: the register points into the buffer.
+#pragma once
+#include <cstdint>
+
+namespace weft::cpu {
+
+constexpr int64_t kVertexBlock = 256;
+
+struct VertexBuffer {
+  void* data;
+  int64_t stride;
+  const int32_t* rows;
+  bool edges;
+};
+
+struct VertexUse {
+  int32_t column, buffer, first;
+  bool by_parent;
+};
+
+struct VertexInstruction {
+  int32_t op, result, a, b, c, d;
+};
+
+struct VertexKernel {
+  const VertexInstruction* code;
+  int64_t length;
+  int64_t width, registers;
+  bool edges;
+  const VertexBuffer* buffers;
+  int32_t state;
+  const double* constants;
+  const VertexUse* const* tables;
+  const int32_t* table_sizes;
+  // Arrays of csrc/vertex/schedule.h.
+  const int32_t *gather, *first_edge, *edge_children, *edge_parents, *first_use, *use_rows, *use_columns,
+      *first_sum_use, *sum_use_edges;
+  int64_t num_vertices;
+};
+
+struct VertexTables {
+  // Rows or edges [first, end). `scratch` has registers * (kVertexBlock + padding) elements, see vertex_scratch.
+  void (*run_float)(const VertexKernel& kernel, int64_t first, int64_t end, void* scratch);
+  void (*run_double)(const VertexKernel& kernel, int64_t first, int64_t end, void* scratch);
+};
+
+const VertexTables& vertex_baseline();
+const VertexTables& vertex_avx2();
+const VertexTables& vertex_avx512();
+
+}  // namespace weft::cpu

@@ -1,0 +1,474 @@
+"""From a trace to what runs: torch's operations before the frontiers, steps in them, torch's operations after them.
+
+Lazy batching (Cavs, section 3.5): what does not depend on a gather runs in torch, once for all vertices, before the
+first frontier; what no scatter depends on, once after the last. So does what autograd makes of both, parameter
+gradients among it. What is between is compiled.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .ir import UNARY, Graph, Node, Unsupported
+from .kernels import Compiled, compile_frontiers
+from .program import Constant, Operation, Ref
+from .trace import Trace
+
+__all__ = ["Plan", "compile_trace"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A vertex function, compiled. Numbers are those of symbols of the trace's program, or of its operations."""
+
+    before: tuple[int, ...]
+    """Operations."""
+    inputs: tuple[int, ...]
+    """Symbols (N, ...) that the frontiers read."""
+    matrices: tuple[int, ...]
+    vectors: tuple[int, ...]
+    outputs: tuple[int, ...]
+    """Symbols that leave the frontiers."""
+    widths: tuple[int, ...]
+    after: tuple[int, ...]
+    pushes: tuple[int, ...]
+    """Symbols."""
+    frontiers: Compiled
+    replayed: tuple[int, ...]
+    """Operations in the frontiers, for the reference."""
+    scattered: int | None
+    """Symbol."""
+
+
+def compile_trace(
+    trace: Trace, requires_grad: Callable[[str], bool], state: Sequence[int], dtype: str, lazy: bool
+) -> Plan:
+    """Compile a trace.
+
+    Args:
+        trace: what was recorded.
+        requires_grad: of an input or a tensor of the module, by its name.
+        state: one vertex's state.
+        dtype: of the state, ``float32`` or ``float64``.
+        lazy: whether what can runs before and after the frontiers.
+
+    Raises:
+        Unsupported: the compiler does not know an operation, which is named.
+    """
+    return _Compiler(trace, requires_grad, state, dtype, lazy).plan()
+
+
+class _Compiler:
+    def __init__(self, trace, requires_grad, state, dtype, lazy):
+        self._program, self._dtype = trace.program, dtype
+        self._lazy, self._state = lazy, math.prod(state)
+        self._columns = {slot: column for column, slot in enumerate(trace.slots_gathered)}
+        self._graph = Graph()
+        self._operations = self._program.operations
+        self._producer = {r: i for i, o in enumerate(self._operations) for r in o.results}
+        self._converted: dict[int, Node] = {}
+        self._inputs: list[int] = []
+        self._vectors: list[int] = []
+        self._matrices: list[int] = []
+        self._inside: set[int] = set()
+        self._differentiable = self._with_gradients(requires_grad)
+
+    def _with_gradients(self, requires_grad: Callable[[str], bool]) -> set[int]:
+        """Symbols that may have a gradient."""
+        symbols = self._program.symbols
+        found = {s for s, info in enumerate(symbols) if info.kind == "parameter" and requires_grad(info.name)}
+        for o in self._operations:
+            pulled = o.op == "pull" and requires_grad(ast.literal_eval(o.arguments[0].text))
+            if pulled or (o.op != "aten.detach.default" and not found.isdisjoint(o.reads())):
+                found.update(r for r in o.results if symbols[r].dtype.startswith(("float", "bfloat")))
+        return found
+
+    def plan(self) -> Plan:
+        operations = self._operations
+        scatter = next((o.reads()[0] for o in operations if o.op == "scatter"), None)
+        pushes = tuple(o.reads()[0] for o in operations if o.op == "push")
+        scattered = None if scatter is None else self._row(scatter)
+        outputs: dict[int, Node] = {}
+        after: set[int] = set()
+        before: set[int] = set()
+
+        def outside(symbol: int) -> None:
+            """Torch computes this symbol for all vertices."""
+            stack = [symbol]
+            while stack:
+                s = stack.pop()
+                i = self._producer.get(s)
+                if i is None or i in before or i in after or s in outputs:
+                    continue
+                o = operations[i]
+                if o.when == "before" and self._program.symbols[s].kind != "child" and o.op != "repeat":
+                    before.add(i)
+                elif self._runs_after(o):
+                    after.add(i)
+                else:
+                    outputs[s] = self._row(s)
+                    continue
+                stack.extend(o.reads())
+
+        for s in pushes:
+            if not self._lazy and s not in outputs and self._producer.get(s) is not None:
+                try:
+                    outputs[s] = self._row(s)
+                    continue
+                except Unsupported:
+                    pass
+            outside(s)
+        for s in (*self._inputs, *self._matrices, *self._vectors):
+            outside(s)
+        frontiers = compile_frontiers(
+            self._graph,
+            scattered,
+            list(outputs.values()),
+            self._state,
+            self._columns,
+            self._needed if self._differentiable else None,
+        )
+        return Plan(
+            tuple(sorted(before)),
+            tuple(self._inputs),
+            tuple(self._matrices),
+            tuple(self._vectors),
+            tuple(outputs),
+            tuple(node.width for node in outputs.values()),
+            tuple(sorted(after)),
+            pushes,
+            frontiers,
+            tuple(sorted(self._inside)),
+            scatter,
+        )
+
+    def _runs_after(self, o: Operation) -> bool:
+        kinds = {self._program.symbols[s].kind for s in (*o.reads(), *o.results)}
+        return o.when == "after" and o.op.startswith("aten.") and "child" not in kinds
+
+    def _needed(self, leaf: Node) -> bool:
+        if leaf.op in ("gather", "children"):
+            return True
+        table = {"input": self._inputs, "vector": self._vectors, "linear": self._matrices}[leaf.op]
+        number = leaf.attribute[0] if leaf.op == "linear" else leaf.attribute
+        return table[number] in self._differentiable
+
+    # Symbols. --------------------------------------------------------------------------------------------------------
+
+    def _row(self, symbol: int) -> Node:
+        node = self._value(symbol)
+        width = self._width(symbol)
+        if node.width != width:  # a number for all columns
+            node = self._graph.apply("add", node, self._graph.constant(0.0, width))
+        return node
+
+    def _value(self, symbol: int) -> Node:
+        """The expression of a symbol; arguments first, without recursion on long programs."""
+        stack = [symbol]
+        while stack:
+            s = stack[-1]
+            if s in self._converted:
+                stack.pop()
+                continue
+            i = self._producer.get(s)
+            info = self._program.symbols[s]
+            o = None if i is None else self._operations[i]
+            if info.kind in ("parameter", "constant", "shared"):
+                self._converted[s] = self._shared(s)
+            elif o.when == "before" and info.kind == "row" and not self._convertible(o):
+                self._converted[s] = self._input(s)
+            else:
+                # A mask of dropout and the like is made before the frontiers, whatever reads it.
+                reads = [r for r in self._values_read(o) if r not in self._converted]
+                if reads:
+                    stack.extend(reads)
+                    continue
+                self._inside.add(i)
+                self._convert(o)
+        return self._converted[symbol]
+
+    def _convertible(self, o: Operation) -> bool:
+        """Whether an operation that could run before the frontiers is compiled into them: a view, or all without lazy
+        batching."""
+        if o.op in _VIEWS:
+            symbol = self._program.symbols[o.reads()[0]]
+            return symbol.kind == "row" and symbol.dtype == self._dtype and _is_column_view(o, symbol)
+        if self._lazy:
+            return False
+        if o.op not in _PRODUCTS and o.op not in _KNOWN:
+            return False
+        return all(self._program.symbols[s].dtype in (self._dtype, "bool") for s in (*o.reads(), *o.results))
+
+    def _values_read(self, o: Operation) -> list[int]:
+        if o.op in _PRODUCTS:
+            *rest, matrix = o.reads()
+            return [s for s in rest if s != matrix]
+        return o.reads()
+
+    def _width(self, symbol: int) -> int:
+        info = self._program.symbols[symbol]
+        return math.prod(info.shape[1:])
+
+    def _check_dtype(self, symbol: int, what: str) -> None:
+        dtype = self._program.symbols[symbol].dtype
+        if dtype != self._dtype:
+            raise Unsupported(f"{what} in {dtype}")
+
+    def _input(self, symbol: int) -> Node:
+        if self._program.symbols[symbol].dtype != self._dtype:
+            self._check_dtype(symbol, "rows")
+        if symbol not in self._inputs:
+            self._inputs.append(symbol)
+        return self._graph.node("input", (), self._width(symbol), "N", self._inputs.index(symbol))
+
+    def _shared(self, symbol: int) -> Node:
+        self._check_dtype(symbol, "a tensor")
+        if symbol not in self._vectors:
+            self._vectors.append(symbol)
+        shape = self._program.symbols[symbol].shape
+        if any(isinstance(s, str) for s in shape):
+            raise Unsupported("a tensor of as many rows as there are vertices")
+        return self._graph.node("vector", (), math.prod(shape), "S", self._vectors.index(symbol))
+
+    # Operations. -----------------------------------------------------------------------------------------------------
+
+    def _convert(self, o: Operation) -> None:
+        g = self._graph
+        if o.op == "gather":
+            slot = int(o.arguments[0].text)
+            self._set(o, g.node("gather", (), self._state, "N", slot))
+        elif o.op == "children":
+            self._set(o, g.node("children", (), self._state, "E"))
+        elif o.op == "repeat":
+            self._set(o, g.repeat(self._row(o.reads()[0])))
+        elif o.op == "sum":
+            x = self._row(o.reads()[0])
+            if x.domain != "E":
+                raise Unsupported("a message that does not depend on the child")
+            self._set(o, g.sum(x))
+        elif o.op in _PRODUCTS:
+            self._product(o)
+        elif o.op in _VIEWS:
+            self._view(o)
+        elif o.op.startswith("aten.cat"):
+            self._cat(o)
+        else:
+            self._elementwise(o)
+
+    def _set(self, o: Operation, *nodes: Node) -> None:
+        for symbol, node in zip(o.results, nodes, strict=True):
+            self._converted[symbol] = node
+
+    def _product(self, o: Operation) -> None:
+        arguments = list(o.arguments)
+        bias = None
+        if o.op == "aten.addmm.default":
+            if any(name in ("alpha", "beta") and value.text != "1" for name, value in o.keywords):
+                raise Unsupported(f"{o.op} with alpha or beta")
+            bias = arguments.pop(0).symbol
+        x, matrix = (a.symbol for a in arguments)
+        shape = self._program.symbols[matrix].shape
+        if self._program.symbols[matrix].kind not in ("parameter", "constant", "shared"):
+            raise Unsupported(f"{o.op} of two values of vertices")
+        self._check_dtype(matrix, "a matrix")
+        if matrix not in self._matrices:
+            self._matrices.append(matrix)
+        x = self._row(x)
+        product = self._graph.linear(x, self._matrices.index(matrix), *shape)
+        if bias is not None:
+            product = self._graph.apply("add", product, self._broadcast(bias, o.results[0]))
+        self._set(o, product)
+
+    def _view(self, o: Operation) -> None:
+        (x, *_) = o.reads()
+        symbol = self._program.symbols[x]
+        node = self._value(x)
+        if not _is_column_view(o, symbol):
+            raise Unsupported(o.op)
+        g, numbers = self._graph, [a.text for a in o.arguments[1:] if isinstance(a, Constant)]
+        if o.op == "aten.slice.Tensor":
+            first, end = (
+                _clipped(text, default, node.width)
+                for text, default in zip([*numbers[1:3], "None", "None"], (0, node.width), strict=False)
+            )
+            self._set(o, g.slice(node, first, max(first, end)))
+        elif o.op in ("aten.split.Tensor", "aten.split_with_sizes.default"):
+            first, parts = 0, []
+            for r in o.results:
+                width = self._program.symbols[r].shape[1]
+                parts.append(g.slice(node, first, first + width))
+                first += width
+            self._set(o, *parts)
+        else:
+            self._set(o, node)
+
+    def _cat(self, o: Operation) -> None:
+        reads = o.reads()
+        dim = o.arguments[1].text if len(o.arguments) > 1 else "0"
+        if dim not in ("1", "-1") or any(len(self._program.symbols[r].shape) != 2 for r in reads):
+            raise Unsupported(f"{o.op} of another dimension than the last of two")
+        self._set(o, self._graph.cat(self._row(r) for r in reads))
+
+    def _broadcast(self, symbol: int, result: int) -> Node:
+        """An argument of an element-wise operation, as wide as the result or 1."""
+        info, target = self._program.symbols[symbol], self._program.symbols[result].shape
+        node = self._value(symbol)
+        width = math.prod(target[1:])
+        shape = info.shape
+        rows = shape[:1] in (("N",), ("E",))
+        inner = shape[1:] if rows else shape
+        while inner and inner[0] == 1 and len(inner) > len(target) - 1:
+            inner = inner[1:]
+        if rows and len(shape) != len(target):
+            raise Unsupported("a value broadcast along a new dimension")
+        if math.prod(inner) in (1, width) and (math.prod(inner) == 1 or tuple(inner) == tuple(target[1:])):
+            return node
+        raise Unsupported("a value that is broadcast along some of the dimensions")
+
+    def _elementwise(self, o: Operation) -> None:
+        name = o.op
+        make = _KNOWN.get(name) or _KNOWN.get(_out_of_place(name))
+        if make is None or len(o.results) != 1:
+            raise Unsupported(name)
+        result = o.results[0]
+        if self._program.symbols[result].dtype not in (self._dtype, "bool"):
+            raise Unsupported(f"{name} to {self._program.symbols[result].dtype}")
+        arguments: list[object] = []
+        for a in o.arguments:
+            if isinstance(a, Ref):
+                arguments.append(self._broadcast(a.symbol, result))
+            elif isinstance(a, Constant):
+                arguments.append(_number(a.text))
+            else:
+                raise Unsupported(name)
+        keywords = {key: _number(value.text) if isinstance(value, Constant) else value for key, value in o.keywords}
+        try:
+            node = make(self._graph, *arguments, **keywords)
+        except TypeError:
+            raise Unsupported(f"{name} with these arguments") from None
+        self._set(o, node)
+
+
+def _out_of_place(name: str) -> str:
+    """The operation that an operation in place is the same as."""
+    namespace, op, overload = name.split(".")
+    return f"{namespace}.{op.removesuffix('_')}.{overload}"
+
+
+def _number(text: str) -> object:
+    try:
+        return {"True": True, "False": False, "None": None}[text] if text in ("True", "False", "None") else float(text)
+    except ValueError:
+        return text
+
+
+def _clipped(text: str, default: int, width: int) -> int:
+    value = default if text == "None" else int(text)
+    return min(max(value + width if value < 0 else value, 0), width)
+
+
+_PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
+_SAME = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.alias.default", "aten.clone.default"))
+_VIEWS = frozenset(("aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", *_SAME))
+
+
+def _is_column_view(o: Operation, symbol) -> bool:
+    """Whether a view keeps the rows and takes consecutive columns of a matrix, or all."""
+    if o.op in _SAME:
+        target = o.arguments[1] if o.op in ("aten.view.default", "aten._unsafe_view.default") else None
+        return target is None or (isinstance(target[0], Constant) and target[0].text in ("N", "E"))
+    numbers = [a.text for a in o.arguments[1:] if isinstance(a, Constant)]
+    if len(symbol.shape) != 2:
+        return False
+    if o.op == "aten.slice.Tensor":
+        return numbers[:1] in (["1"], ["-1"]) and numbers[3:4] in ([], ["1"]) and "N" not in numbers
+    return numbers[-1:] in (["1"], ["-1"])
+
+
+def _node(g: Graph, x: object) -> Node:
+    if isinstance(x, Node):
+        return x
+    if isinstance(x, (bool, int, float)):
+        return g.constant(float(x))
+    raise TypeError
+
+
+def _binary(op: str, swapped: bool = False) -> Callable:
+    def make(g: Graph, a, b, alpha=1.0):
+        if alpha != 1:
+            b = g.apply("mul", _node(g, b), g.constant(alpha)) if not swapped else b
+            if swapped:
+                a = g.apply("mul", _node(g, a), g.constant(alpha))
+        a, b = _node(g, a), _node(g, b)
+        return g.apply(op, b, a) if swapped else g.apply(op, a, b)
+
+    return make
+
+
+def _unary(op: str) -> Callable:
+    return lambda g, x: g.apply(op, x)
+
+
+def _pow(g: Graph, x: Node, exponent: float) -> Node:
+    if exponent == 2:
+        return g.apply("mul", x, x)
+    if exponent == 3:
+        return g.apply("mul", g.apply("mul", x, x), x)
+    if exponent == 0.5:
+        return g.apply("sqrt", x)
+    if exponent == -1:
+        return g.apply("div", g.constant(1.0), x)
+    raise TypeError
+
+
+def _softplus(g: Graph, x: Node, beta: float = 1.0, threshold: float = 20.0) -> Node:
+    # log(1 + exp(z)) = max(z, 0) + log1p(exp(-|z|)) overflows nowhere.
+    z = g.apply("mul", x, g.constant(beta))
+    smooth = g.apply("log1p", g.apply("exp", g.apply("neg", g.apply("abs", z))))
+    smooth = g.apply("add", g.apply("relu", z), smooth)
+    return g.apply("select", g.apply("gt", z, g.constant(threshold)), x, g.apply("mul", smooth, g.constant(1 / beta)))
+
+
+def _leaky_relu(g: Graph, x: Node, slope: float = 0.01) -> Node:
+    return g.apply("select", g.apply("gt", x, g.constant(0.0)), x, g.apply("mul", x, g.constant(slope)))
+
+
+def _clamp(g: Graph, x: Node, low: float | None = None, high: float | None = None) -> Node:
+    # The gradient at a bound is that of the inside, as torch's.
+    if low is not None:
+        x = g.apply("select", g.apply("ge", x, g.constant(low)), x, g.constant(low))
+    if high is not None:
+        x = g.apply("select", g.apply("ge", g.constant(high), x), x, g.constant(high))
+    return x
+
+
+def _less(op: str) -> Callable:
+    return lambda g, a, b: g.apply(op, _node(g, b), _node(g, a))
+
+
+_KNOWN: dict[str, Callable] = {
+    **{f"aten.{op}.{kind}": _binary(op) for op in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")},
+    "aten.div.Tensor": lambda g, a, b: g.apply("div", _node(g, a), _node(g, b)),
+    "aten.div.Scalar": lambda g, a, b: g.apply("div", _node(g, a), _node(g, b)),
+    "aten.rsub.Scalar": _binary("sub", swapped=True),
+    "aten.rsub.Tensor": _binary("sub", swapped=True),
+    "aten.maximum.default": _binary("max"),
+    "aten.minimum.default": _binary("min"),
+    **{f"aten.{op}.default": _unary(op) for op in UNARY if op not in ("sign", "stop")},
+    "aten.detach.default": _unary("stop"),
+    "aten.reciprocal.default": lambda g, x: g.apply("div", g.constant(1.0), x),
+    "aten.pow.Tensor_Scalar": _pow,
+    "aten.softplus.default": _softplus,
+    "aten.leaky_relu.default": _leaky_relu,
+    "aten.clamp.default": _clamp,
+    "aten.clamp_min.default": lambda g, x, low: _clamp(g, x, low),
+    "aten.silu.default": lambda g, x: g.apply("mul", x, g.apply("sigmoid", x)),
+    **{f"aten.gt.{kind}": lambda g, a, b: g.apply("gt", _node(g, a), _node(g, b)) for kind in ("Tensor", "Scalar")},
+    **{f"aten.ge.{kind}": lambda g, a, b: g.apply("ge", _node(g, a), _node(g, b)) for kind in ("Tensor", "Scalar")},
+    **{f"aten.lt.{kind}": _less("gt") for kind in ("Tensor", "Scalar")},
+    **{f"aten.le.{kind}": _less("ge") for kind in ("Tensor", "Scalar")},
+    "aten.where.self": lambda g, c, a, b: g.apply("select", c, _node(g, a), _node(g, b)),
+}  # fmt: skip

@@ -1,0 +1,546 @@
+"""From expressions to steps: kernels of instructions on registers, and matrix products. Numbers alone, free of torch.
+
+Each frontier runs the steps in order. A kernel computes some columns of some rows: its instructions are element-wise,
+loads go through the schedule's arrays (gather), and so do the sums over uses (gather's gradient, which is scatter).
+A product multiplies the frontier's rows of one buffer by a matrix into another buffer.
+
+csrc/vertex/code.h says what the numbers of the encoded program mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .ir import LEAVES, Derivatives, Graph, Node, Unsupported, segments, topological
+
+__all__ = ["Buffer", "Compiled", "Kernel", "Product", "compile_frontiers"]
+
+# As csrc/vertex/code.h.
+SPACES = ("rows", "edges", "input", "output", "output_grad", "input_grad", "vector")
+OPS = (
+    "load", "constant", "uses", "store", "begin", "accumulate", "end",
+    "neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "copy",
+    "add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq", "select",
+)  # fmt: skip
+ACCESS = ("row", "parent", "gather", "child")
+
+
+@dataclass
+class Buffer:
+    """Rows of a space: ``rows`` and ``edges`` are made by the executor, in the order of the schedule; ``input``,
+    ``output`` and their gradients are the caller's, in his order; a ``vector`` is one row for all."""
+
+    space: str
+    width: int
+    index: int = 0
+    """Which one of the space's, where they are the caller's."""
+    backward: bool = False
+    """Whether the backward pass makes it."""
+    saved: bool = False
+    """Whether the forward pass makes it and the backward pass reads it."""
+
+
+@dataclass
+class Kernel:
+    """Instructions (op, result, a, b, c, d) on registers of `width` columns of the frontier's rows or edges."""
+
+    domain: str
+    width: int
+    code: list[tuple[int, ...]] = field(default_factory=list)
+    registers: int = 0
+
+
+@dataclass
+class Product:
+    """target = source @ matrix, or @ matrix.T."""
+
+    domain: str
+    source: int
+    matrix: int
+    transposed: bool
+    target: int
+    skips_leaves: bool = False
+    """Whether it is zero, or nobody's, on vertices without children."""
+
+
+@dataclass
+class Compiled:
+    """The part of a vertex function that runs in the frontiers."""
+
+    buffers: list[Buffer] = field(default_factory=list)
+    constants: list[float] = field(default_factory=list)
+    tables: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
+    """Of each ``uses`` instruction: (column of the gather or -1 for a sum over children, buffer, first column, by
+    edge's parent)."""
+    forward: list[Kernel | Product] = field(default_factory=list)
+    backward: list[Kernel | Product] = field(default_factory=list)
+    matrix_gradients: list[tuple[int, int, int, str, bool]] = field(default_factory=list)
+    """Matrix, source buffer, buffer of the gradient of the product, domain, skips leaves."""
+    vector_gradients: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    """Vector, first column, buffer, first column there, width."""
+    state: int = -1
+    """The buffer of the states, -1 without."""
+    code: tuple[int, ...] = ()
+
+    def encode(self) -> tuple[int, ...]:
+        """The program as one list of integers, see csrc/vertex/code.h."""
+        code: list[int] = [self.state, len(self.buffers)]
+        for b in self.buffers:
+            code += [SPACES.index(b.space), b.width, b.index, b.backward, b.saved]
+        code.append(len(self.tables))
+        for table in self.tables:
+            code.append(len(table))
+            for row in table:
+                code += row
+        for steps in (self.forward, self.backward):
+            code.append(len(steps))
+            for s in steps:
+                if isinstance(s, Product):
+                    code += [1, s.domain == "E", s.source, s.matrix, s.transposed, s.target, s.skips_leaves]
+                else:
+                    code += [0, s.domain == "E", s.width, s.registers, len(s.code)]
+                    for instruction in s.code:
+                        code += instruction
+        code.append(len(self.matrix_gradients))
+        for matrix, source, gradient, domain, skips in self.matrix_gradients:
+            code += [matrix, source, gradient, domain == "E", skips]
+        code.append(len(self.vector_gradients))
+        for row in self.vector_gradients:
+            code += row
+        return tuple(map(int, code))
+
+
+def compile_frontiers(
+    graph: Graph,
+    scattered: Node | None,
+    outputs: Sequence[Node],
+    state: int,
+    columns: dict[int, int],
+    needed,
+) -> Compiled:
+    """Cut the expressions of a vertex function and of its derivatives into steps.
+
+    Args:
+        graph: makes nodes.
+        scattered: what is scattered, (N, state).
+        outputs: what leaves the frontiers.
+        state: width of the state.
+        columns: slot to column of the schedule.
+        needed: whether the gradient of a leaf is asked for; of a product: of its matrix. None without gradients.
+    """
+    found = Compiled()
+    lower = _Lowering(found, graph, columns)
+    if scattered is not None:
+        found.state = lower.buffer("rows", state)
+        lower.want(scattered, found.state)
+    for i, output in enumerate(outputs):
+        lower.want(output, lower.buffer("output", output.width, i))
+    roots = [*([] if scattered is None else [scattered]), *outputs]
+    for node in topological(roots):
+        if node.op == "linear":
+            lower.product(node)
+        elif node.op == "repeat" and _leaf_of(node.args[0]) is None:
+            lower.own(node.args[0])
+    found.forward = lower.schedule()
+
+    if needed is None:
+        found.code = found.encode()
+        return found
+    derivatives = Derivatives(graph, scattered, outputs, state, needed)
+    lower.begin_backward()
+    for node, gradient in derivatives.products:
+        matrix = node.attribute[0]
+        if needed(node):
+            source, target = lower.use(lower.home(node.args[0])), lower.home(gradient)
+            found.matrix_gradients.append((matrix, source, target, node.domain, node.attribute[2]))
+    arriving = {}
+    for leaf, gradient in derivatives.leaves.items():
+        if leaf.op == "input":
+            lower.want(gradient, lower.buffer("input_grad", leaf.width, leaf.attribute))
+        elif leaf.op == "vector":
+            first = 0
+            for _, part in segments(gradient):
+                if not _is_zero(part):
+                    buffer, column = lower.place(part)
+                    found.vector_gradients.append((leaf.attribute, first, buffer, column, part.width))
+                first += part.width
+        else:
+            arriving[leaf] = gradient
+    for first, end in derivatives.spans:
+        table = []
+        for leaf, gradient in arriving.items():
+            for start, part in segments(graph.slice(gradient, first, end)):
+                if _is_zero(part):
+                    continue
+                assert start == 0 and part.width == end - first, "gradients of the state are cut alike"
+                by_parent = part.op == "repeat"
+                buffer, column = lower.place(part.args[0] if by_parent else part)
+                table.append((columns[leaf.attribute] if leaf.op == "gather" else -1, buffer, column, by_parent))
+        lower.tables[first, end] = table
+    lower.finish()
+    found.backward = lower.schedule()
+    for b in found.buffers:
+        b.saved = b.saved and not b.backward
+    found.code = found.encode()
+    return found
+
+
+def _is_zero(x: Node) -> bool:
+    return x.op == "constant" and x.attribute == 0
+
+
+def _leaf_of(x: Node) -> Node | None:
+    base = x.args[0] if x.op == "slice" else x
+    return base if base.op in ("input", "vector", "linear", "output_grad", "constant") else None
+
+
+class _Lowering:
+    """Which node lies where, and the steps that put it there."""
+
+    def __init__(self, compiled: Compiled, graph: Graph, columns: dict[int, int]):
+        self._compiled, self._graph, self._columns = compiled, graph, columns
+        self._backward = False
+        self.tables: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        self._table_numbers: dict[tuple[int, int], int] = {}
+        self._places: dict[Node, tuple[int, int]] = {}
+        """Buffer and first column of what is in memory."""
+        self._homes: dict[Node, int] = {}
+        """Buffers that hold one value from the first to the last column."""
+        self._inputs: dict[tuple[str, int], int] = {}
+        self._stores: dict[Node, list[tuple[int, int]]] = {}
+        """What the pass has still to compute, and where to."""
+        self._store_domain: dict[Node, str] = {}
+        self._products: list[Product] = []
+
+    def buffer(self, space: str, width: int, index: int = 0) -> int:
+        self._compiled.buffers.append(Buffer(space, width, index, self._backward))
+        return len(self._compiled.buffers) - 1
+
+    def begin_backward(self) -> None:
+        self._backward = True
+        self._products = []
+
+    def want(self, value: Node, buffer: int) -> None:
+        """`value` shall be in `buffer` at the end of the pass."""
+        space = self._compiled.buffers[buffer].space
+        for first, part in segments(value):
+            self._stores.setdefault(part, []).append((buffer, first))
+            domain = "E" if space == "edges" else "N"
+            if self._store_domain.setdefault(part, domain) != domain:
+                raise Unsupported("a constant among rows of vertices and rows of children")
+            if space in ("rows", "edges") and part not in self._places:
+                self._places[part] = (buffer, first)
+
+    def home(self, value: Node) -> int:
+        """A buffer that holds `value` and nothing else."""
+        if value in self._homes:
+            return self._homes[value]
+        if value.op == "linear":
+            return self.product(value)
+        buffer = self.buffer("edges" if value.domain == "E" else "rows", value.width)
+        self._homes[value] = buffer
+        self.want(value, buffer)
+        return buffer
+
+    def own(self, value: Node) -> tuple[int, int]:
+        if value not in self._places:
+            self.home(value)
+        return self._places[value]
+
+    def place(self, value: Node) -> tuple[int, int]:
+        """Buffer and first column of a value without parts, which is put there where it is not in memory."""
+        base = value.args[0] if value.op == "slice" else value
+        if base.op == "linear":
+            return self.product(base), value.attribute if value.op == "slice" else 0
+        return self.own(value)
+
+    def product(self, node: Node) -> int:
+        """The buffer of a product."""
+        if node not in self._homes:
+            source = self.home(node.args[0])
+            target = self.buffer("edges" if node.domain == "E" else "rows", node.width)
+            self._homes[node] = target
+            matrix, transposed, skips = node.attribute
+            self._products.append(Product(node.domain, source, matrix, transposed, target, skips))
+        return self._homes[node]
+
+    def finish(self) -> None:
+        """Products of the backward pass that somebody's gradient needs are found by looking at what is to be stored."""
+        done: set[Node] = set()
+        while True:
+            fresh = [n for n in self._stores if n not in done]
+            if not fresh:
+                return
+            done.update(fresh)
+            for node in topological(fresh):
+                if node.op == "linear":
+                    self.product(node)
+                elif node.op == "repeat" and _leaf_of(node.args[0]) is None:
+                    self.own(node.args[0])
+
+    # Steps. ----------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> list[Kernel | Product]:
+        """Kernels and products in an order in which all is there when it is read."""
+        steps: list[Kernel | Product] = []
+        waiting = list(self._stores)
+        products = list(self._products)
+        while waiting or products:
+            groups: dict[tuple[str, int], list[Node]] = {}
+            for node in waiting:
+                groups.setdefault((self._store_domain[node], node.width), []).append(node)
+            pending = set(waiting)
+            progress = False
+            for (domain, width), members in groups.items():
+                ready = self._ready(members, domain, pending, {p.target for p in products})
+                if not ready:
+                    continue
+                progress = True
+                steps.append(_Emitter(self, domain, width, set(ready)).run(ready))
+                waiting = [n for n in waiting if n not in ready]
+            held = {buffer for node in waiting for buffer, _ in self._stores[node]}
+            undone = {p.target for p in products}
+            for product in list(products):
+                if product.source not in held and product.source not in undone:
+                    steps.append(product)
+                    products.remove(product)
+                    progress = True
+            assert progress, "every value is computed from others"
+        self._stores, self._products = {}, []
+        return steps
+
+    def _ready(self, members: list[Node], domain: str, pending: set[Node], products: set[int]) -> list[Node]:
+        """Those of `members` that a kernel can compute now, from what is in memory and from each other."""
+        ready = set(members)
+        changed = True
+        while changed:
+            changed = False
+            for node in list(ready):
+                if not self._computable(node, node, domain, ready, pending, products, set()):
+                    ready.discard(node)
+                    changed = True
+        return [m for m in members if m in ready]
+
+    def _computable(self, root, node, domain, ready, pending, products, seen) -> bool:
+        if node.number in seen:
+            return True
+        seen.add(node.number)
+        if node is not root and node in pending:
+            # A register of this kernel, where it is of the same rows; else in memory only after another kernel.
+            return node in ready and node.domain in ("S", domain)
+        base = node.args[0] if node.op == "slice" else node
+        if base.op == "linear":
+            return self._homes[base] not in products
+        if base.op in LEAVES or node.op == "constant" or (node is not root and node in self._places):
+            return True
+        if node.op == "repeat" and domain == "E":
+            # Read through the edge's parent: in memory, or a leaf.
+            argument = node.args[0]
+            base = argument.args[0] if argument.op == "slice" else argument
+            if base.op == "linear":
+                return self._homes[base] not in products
+            return argument not in pending
+        return all(self._computable(root, a, domain, ready, pending, products, seen) for a in node.args)
+
+    def use(self, buffer: int) -> int:
+        b = self._compiled.buffers[buffer]
+        if self._backward and not b.backward and b.space in ("rows", "edges"):
+            b.saved = True
+        return buffer
+
+    def constant(self, value: float) -> int:
+        constants = self._compiled.constants
+        if value not in constants:
+            constants.append(value)
+        return constants.index(value)
+
+    def table(self, span: tuple[int, int]) -> int:
+        if span not in self._table_numbers:
+            self._table_numbers[span] = len(self._compiled.tables)
+            self._compiled.tables.append(self.tables[span])
+        return self._table_numbers[span]
+
+    def leaf_buffer(self, leaf: Node) -> int:
+        space = {"input": "input", "vector": "vector", "output_grad": "output_grad"}[leaf.op]
+        key = (space, leaf.attribute)
+        if key not in self._inputs:
+            self._compiled.buffers.append(Buffer(space, leaf.width, leaf.attribute))
+            self._inputs[key] = len(self._compiled.buffers) - 1
+        return self._inputs[key]
+
+    def column(self, slot: int) -> int:
+        return self._columns[slot]
+
+
+class _Emitter:
+    """The instructions of one kernel."""
+
+    def __init__(self, lowering: _Lowering, domain: str, width: int, roots: set[Node]):
+        self._l, self._domain, self._width, self._roots = lowering, domain, width, roots
+        self._code: list[list[int]] = []
+        self._registers: dict[tuple[Node, bool], int] = {}
+        self._next = 0
+
+    def run(self, roots: Sequence[Node]) -> Kernel:
+        for root in roots:
+            register = self._value(root, in_loop=False)
+            for buffer, column in self._l._stores[root]:
+                self._emit("store", -1, register, buffer, column)
+        kernel = Kernel(self._domain, self._width)
+        kernel.code, kernel.registers = _allocate(self._code)
+        return kernel
+
+    def _emit(self, op: str, result: int, a: int = 0, b: int = 0, c: int = 0, d: int = 0) -> None:
+        self._code.append([OPS.index(op), result, a, b, c, d])
+
+    def _new(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def _value(self, node: Node, in_loop: bool) -> int:
+        """The register of a node; `in_loop` in the loop over a vertex's children."""
+        # Within the loop, what belongs to the vertex was computed before it.
+        key = (node, in_loop and node.domain == "E")
+        if key in self._registers:
+            return self._registers[key]
+        register = self._compute(node, in_loop)
+        self._registers[key] = register
+        return register
+
+    def _compute(self, node: Node, in_loop: bool) -> int:
+        base, first = (node.args[0], node.attribute) if node.op == "slice" else (node, 0)
+        edges = self._domain == "E" or in_loop
+        if node.op == "constant":
+            register = self._new()
+            self._emit("constant", register, self._l.constant(node.attribute))
+            return register
+        if base.op == "state_grad":
+            register = self._new()
+            self._emit("uses", register, self._l.table(base.attribute), first)
+            for _, buffer, _, _ in self._l.tables[base.attribute]:
+                self._l.use(buffer)
+            return register
+        if base.op in LEAVES:
+            return self._load_leaf(base, first, node, parent=False)
+        if node in self._l._places and node not in self._roots:
+            return self._load(*self._l._places[node], "row", node)
+        if node.op == "repeat":
+            if self._domain == "E":
+                return self._through_parent(node.args[0])
+            return self._value(node.args[0], in_loop=False)
+        if node.op == "sum":
+            return self._sum(node)
+        assert edges or node.domain != "E", "rows of children are read in a loop over them"
+        arguments = [self._value(a, in_loop) for a in node.args]
+        register = self._new()
+        self._emit("copy" if node.op == "stop" else node.op, register, *arguments)
+        return register
+
+    def _load_leaf(self, leaf: Node, first: int, node: Node, parent: bool) -> int:
+        if leaf.op == "gather":
+            return self._load(self._l._compiled.state, first, "gather", node, self._l.column(leaf.attribute))
+        if leaf.op == "children":
+            return self._load(self._l._compiled.state, first, "child", node)
+        buffer = self._l._homes[leaf] if leaf.op == "linear" else self._l.leaf_buffer(leaf)
+        return self._load(buffer, first, "parent" if parent else "row", node)
+
+    def _load(self, buffer: int, column: int, access: str, node: Node, gather: int = 0) -> int:
+        register = self._new()
+        broadcast = int(node.width == 1 and self._width != 1)
+        self._emit("load", register, self._l.use(buffer), column, ACCESS.index(access), 2 * gather + broadcast)
+        return register
+
+    def _through_parent(self, x: Node) -> int:
+        base, first = (x.args[0], x.attribute) if x.op == "slice" else (x, 0)
+        if x in self._l._places:
+            return self._load(*self._l._places[x], "parent", x)
+        return self._load_leaf(base, first, x, parent=True)
+
+    def _sum(self, node: Node) -> int:
+        (body,) = node.args
+        for inner in self._outside(body):
+            self._value(inner, in_loop=False)
+        total = self._new()
+        self._emit("begin", total)
+        register = self._value(body, in_loop=True)
+        self._emit("accumulate", total, register)
+        self._emit("end", total)
+        # A register of the loop is gone after it.
+        self._registers = {key: r for key, r in self._registers.items() if not key[1]}
+        return total
+
+    def _outside(self, body: Node) -> list[Node]:
+        """What the loop reads of the vertex itself."""
+        found, stack, seen = [], [body], set()
+        while stack:
+            node = stack.pop()
+            if node.number in seen:
+                continue
+            seen.add(node.number)
+            base = node.args[0] if node.op == "slice" else node
+            if node.op == "repeat":
+                found.append(node.args[0])
+            elif node.domain == "S":
+                found.append(node)
+            elif base.op not in LEAVES and node not in self._l._places:
+                stack.extend(node.args)
+        return found
+
+
+def _allocate(code: list[list[int]]) -> tuple[list[tuple[int, ...]], int]:
+    """Few registers for many: each is free again after its last use. In a loop, what comes from outside lives on."""
+    begin, end, accumulate = (OPS.index(op) for op in ("begin", "end", "accumulate"))
+
+    def operands(instruction: Sequence[int]) -> list[int]:
+        op, result, a, b, c, _ = instruction
+        name = OPS[op]
+        if name in ("load", "constant", "uses", "begin"):
+            return []
+        if name == "end":
+            return [result]
+        if name == "accumulate":
+            return [result, a]
+        if name == "store":
+            return [a]
+        return [a, b, c][: 1 if op < OPS.index("add") else 3 if name == "select" else 2]
+
+    last: dict[int, int] = {}
+    opened, made_at = None, {}
+    for i, instruction in enumerate(code):
+        op, result = instruction[:2]
+        if op == begin:
+            opened = i
+            made_at[result] = i
+        elif op not in (end, accumulate) and result >= 0:
+            made_at.setdefault(result, i)
+        for r in operands(instruction):
+            last[r] = i
+            if opened is not None and made_at[r] < opened:
+                # Until the end of the loop, which is found below.
+                last[r] = next(j for j in range(i, len(code)) if code[j][0] == end)
+        if op == end:
+            opened = None
+    homes: dict[int, int] = {}
+    free: list[int] = []
+    count = 0
+    allocated: list[tuple[int, ...]] = []
+    for i, instruction in enumerate(code):
+        op, result, a, b, c, d = instruction
+        reads = operands(instruction)
+        if result >= 0 and result not in homes:
+            if free:
+                homes[result] = free.pop()
+            else:
+                homes[result], count = count, count + 1
+        name = OPS[op]
+        if name == "store" or name == "accumulate":
+            a = homes[a]
+        elif name not in ("load", "constant", "uses", "begin", "end"):
+            n = len(reads)
+            a, b, c = (homes[v] if k < n else v for k, v in enumerate((a, b, c)))
+        allocated.append((op, homes.get(result, -1), a, b, c, d))
+        for r in {*reads, *([result] if result >= 0 else [])}:
+            if last.get(r, i) == i and op != begin:
+                free.append(homes.pop(r))
+    return allocated, count
