@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
@@ -69,6 +70,18 @@ def poisoned() -> Iterator[None]:
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def pairs(**axes: Iterable) -> pytest.MarkDecorator:
+    """Parametrises by a few of all combinations in which each two values of two axes meet."""
+    names, values = list(axes), [list(axis) for axis in axes.values()]
+    combinations = list(itertools.product(*(range(len(axis)) for axis in values)))
+    met = {c: frozenset(itertools.combinations(enumerate(c), 2)) for c in combinations}
+    missing, chosen = frozenset().union(*met.values()), []
+    while missing:
+        chosen.append(max(combinations, key=lambda c: len(met[c] & missing)))
+        missing -= met[chosen[-1]]
+    return pytest.mark.parametrize(names, [tuple(v[i] for v, i in zip(values, c, strict=True)) for c in chosen])
 
 
 def with_devices(samples: list, on_cuda: Sequence = ()) -> list:

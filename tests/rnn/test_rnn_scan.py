@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import test_rnn
 import torch
-from test_rnn import BOUNDS, CELLS, HALF_TYPES, RESULTS, Arguments, Sample, arguments, by_scan, gradients, names, packed
+from test_rnn import BOUNDS, HALF_TYPES, RESULTS, gradients, names
 from torch import _VF, Tensor
 
 from tests.common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
+from tests.rnn.samples import CELLS, Arguments, Sample, arguments, by_scan, packed
 from tests.rnn.sequential import check_chain, doubles
 
 rnn = torch.ops.weft.rnn
@@ -381,18 +382,3 @@ def test_cuda_graph_with_chaotic_weights(cell: str, H: int, scale: float, monkey
         if cell != "rnn_relu":
             seven, saved = last_direction(sample, static, found[:5])
             check_chain(found[5:8], arriving[:3], seven, saved, cell=cell)
-
-
-@pytest.mark.cuda(devices=2)
-def test_second_device():
-    """Runs where its arguments are, whatever the current device."""
-    device = "cuda:1"
-    for H in (20, 64):
-        (sample,) = by_scan([Sample("gru", 30, 4, 2, H)])
-        args = arguments(sample, device, requires_grad=True)
-        with torch.cuda.device(0):
-            output = rnn(*args, **sample.keywords)[0]
-            grads = torch.autograd.grad(output.sum(), args.tensors)
-        assert all(t.device == torch.device(device) for t in (output, *grads))
-        expected = test_rnn.reference(*test_rnn.exact_arguments(args), cell="gru")[0]
-        assert relative_error(output, expected) < 1e-5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,27 +13,9 @@ from torch.library import opcheck
 from weft.scan import chain_backward, chain_backward_reference
 
 from tests.common import DEVICES, DTYPES, assert_close, poisoned
+from tests.scan.samples import Chain as Sample
 
 SCHEDULES = ["auto", "linear", "blelloch", 1, 2, 3]
-
-
-class Sample(NamedTuple):
-    """A chain: batch, the length of every gradient, and which Jacobians (by position) the batch shares."""
-
-    B: int
-    sizes: tuple[int, ...]
-    shared: tuple[int, ...] = ()
-
-    def inputs(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
-        grad = torch.randn(self.B, self.sizes[0], dtype=torch.float64)
-        jacobians = []
-        for k, (columns, rows) in enumerate(zip(self.sizes, self.sizes[1:], strict=False)):
-            batch = () if k in self.shared else (self.B,)
-            jacobians.append(torch.randn(*batch, rows, columns, dtype=torch.float64) / max(columns, 1) ** 0.5)
-        return grad.to(device, dtype), [J.to(device, dtype) for J in jacobians]
-
-    def __str__(self) -> str:
-        return f"B{self.B}-" + "x".join(map(str, self.sizes)) + ("-shared" if self.shared else "")
 
 
 SAMPLES = [
@@ -105,70 +86,6 @@ def test_strides(schedule, device: str) -> None:
     grad = grad.t().contiguous().t()
     for g, w in zip(chain_backward(grad, views, schedule), chain_backward_reference(*wide(grad, views)), strict=True):
         assert_close(g, w)
-
-
-@device
-@schedules
-@pytest.mark.parametrize("sample", FEW, ids=str)
-def test_gradients(sample: Sample, schedule, device: str) -> None:
-    small = Sample(2, tuple(min(n, 3) for n in sample.sizes[:6]), sample.shared)
-    grad, jacobians = small.inputs(torch.float64, device)
-    leaves = [t.requires_grad_() for t in (grad, *jacobians)]
-
-    def f(grad, *jacobians):
-        return tuple(chain_backward(grad, jacobians, schedule)[1:])
-
-    assert torch.autograd.gradcheck(f, leaves)
-    assert torch.autograd.gradgradcheck(f, leaves)
-
-
-@device
-@pytest.mark.parametrize("schedule", ["auto", "linear", "blelloch"])
-@pytest.mark.parametrize("sample", [Sample(2, (3, 4, 2, 5, 3), (1,)), Sample(2, (3,) * 5)], ids=str)
-def test_opcheck(sample: Sample, schedule, device: str) -> None:
-    grad, jacobians = sample.inputs(torch.float32, device)
-    leaves = [t.requires_grad_() for t in (grad, *jacobians)]
-    levels = {"auto": -1, "linear": 0, "blelloch": 63}[schedule]
-    opcheck(torch.ops.weft.chain_backward, (leaves[0], leaves[1:], levels))
-
-
-@device
-@pytest.mark.parametrize("schedule", ["auto", "linear", 1])
-def test_compiles(schedule, device: str) -> None:
-    torch._dynamo.reset()
-
-    def f(grad, jacobians):
-        return sum(g.sin().sum() for g in chain_backward(grad, jacobians, schedule))
-
-    compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=True)
-    for B, size in [(2, 5), (3, 4)]:
-        grad, jacobians = Sample(B, (size,) * 5).inputs(torch.float64, device)
-        leaves = [t.requires_grad_() for t in (grad, *jacobians)]
-        got = torch.autograd.grad(compiled(leaves[0], leaves[1:]), leaves)
-        want = torch.autograd.grad(f(leaves[0], leaves[1:]), leaves)
-        for g, w in zip(got, want, strict=True):
-            assert_close(g, w)
-
-
-@device
-@schedules
-def test_autocast_takes_the_widest_dtype(schedule, device: str) -> None:
-    grad, jacobians = Sample(2, (5,) * 7).inputs(torch.bfloat16, device)
-    jacobians[2] = jacobians[2].float()
-    with torch.autocast(device, dtype=torch.bfloat16):
-        got = chain_backward(grad, jacobians, schedule)[1:]
-    for g, w in zip(got, chain_backward_reference(*wide(grad, jacobians))[1:], strict=True):
-        assert g.dtype == torch.float32
-        assert_close(g, w)
-
-
-@device
-@schedules
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
-def test_two_runs_give_the_same_bits(sample: Sample, schedule, device: str) -> None:
-    inputs = sample.inputs(torch.float32, device)
-    for a, b in zip(chain_backward(*inputs, schedule), chain_backward(*inputs, schedule), strict=True):
-        assert torch.equal(a, b)
 
 
 @device
@@ -276,17 +193,6 @@ def test_the_tree_is_what_one_gets(sizes: tuple, schedule, device: str) -> None:
     quarter = len(differs) // 4
     assert not differs[0]
     assert all(any(differs[i : i + quarter]) for i in range(2, len(differs) - quarter, quarter))
-
-
-@device
-@schedules
-def test_vmap(schedule, device: str) -> None:
-    for sizes in [(4, 5, 3, 3), (3,) * 6]:
-        chains = [Sample(2, sizes).inputs(torch.float64, device) for _ in range(3)]
-        grads = torch.stack([grad for grad, _ in chains])
-        jacobians = [torch.stack(each) for each in zip(*(js for _, js in chains), strict=True)]
-        got = torch.func.vmap(lambda g, js: chain_backward(g, js, schedule)[-1])(grads, jacobians)
-        assert_close(got, torch.stack([chain_backward(*chain, schedule)[-1] for chain in chains]))
 
 
 @device
@@ -417,20 +323,3 @@ def test_graph_capture_and_replay(schedule) -> None:
     grad.copy_(torch.tensor([1.0, -1.0] * 3))
     graph.replay()
     assert all(torch.equal(g, grad) for g in captured)
-
-
-@pytest.mark.cuda
-@schedules
-def test_side_stream(schedule) -> None:
-    grad, jacobians = Sample(3, (6,) * 9).inputs(torch.float32, "cuda")
-    want = chain_backward(grad, jacobians, schedule)
-    late = torch.zeros_like(grad)
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        late.copy_(grad)
-        got = chain_backward(late, jacobians, schedule)
-    stream.synchronize()
-    for g, w in zip(got, want, strict=True):
-        assert torch.equal(g, w)

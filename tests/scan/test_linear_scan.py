@@ -15,41 +15,8 @@ from torch.library import opcheck
 from weft.scan import linear_scan, linear_scan_reference
 
 from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned, relative_error
-
-LAYOUTS = ["dense", "shared", "shared_4d", "diagonal"]
-
-
-class Sample(NamedTuple):
-    """One problem: sizes, what A is, and the flags. A's spectral radius is about 0.7, so that x stays of order 1."""
-
-    T: int
-    B: int
-    H: int
-    layout: str = "dense"
-    x0: bool = True
-    reverse: bool = False
-    transpose: bool = False
-
-    @property
-    def flags(self) -> dict[str, bool]:
-        return {"reverse": self.reverse, "transpose": self.transpose}
-
-    def inputs(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None]:
-        T, B, H = self.T, self.B, self.H
-        shape = {"dense": (T, B, H, H), "shared": (T, H, H), "shared_4d": (T, 1, H, H), "diagonal": (T, B, H)}
-        scale = 0.7 if self.layout == "diagonal" else 0.7 / max(H, 1) ** 0.5
-        A = scale * torch.randn(shape[self.layout], dtype=torch.float64)
-        b = torch.randn(T, B, H, dtype=torch.float64)
-        x0 = torch.randn(B, H, dtype=torch.float64)
-        if not self.x0 and T:
-            A[T - 1 if self.reverse else 0] = torch.nan
-        A, b, x0 = (t.to(device=device, dtype=dtype) for t in (A, b, x0))
-        return A, b, x0 if self.x0 else None
-
-    def __str__(self) -> str:
-        flags = [name for name in ("x0", "reverse", "transpose") if getattr(self, name)]
-        return "-".join([f"T{self.T}", f"B{self.B}", f"H{self.H}", self.layout, *flags])
-
+from tests.scan.samples import LAYOUTS
+from tests.scan.samples import LinearScan as Sample
 
 SAMPLES = [
     # Every layout and flag.
@@ -224,23 +191,6 @@ def test_broadcast_inputs(layout: str, device: str) -> None:
 
 
 @device
-@few
-def test_gradcheck(sample: Sample, device: str) -> None:
-    for reverse, transpose in itertools.product([False, True], repeat=2):
-        tiny = sample._replace(T=3, B=2, H=3, reverse=reverse, transpose=transpose)
-        inputs = tiny.inputs(torch.float64, device)
-        if inputs[2] is None:  # finite differences need a finite A everywhere
-            inputs = (torch.nan_to_num(inputs[0]), *inputs[1:])
-        inputs = tuple(None if t is None else t.requires_grad_() for t in inputs)
-
-        def f(*args, flags=tiny.flags):
-            return linear_scan(*args, **flags)
-
-        assert torch.autograd.gradcheck(f, inputs)
-        assert torch.autograd.gradgradcheck(f, inputs)
-
-
-@device
 @pytest.mark.parametrize("needed", list(itertools.product([False, True], repeat=3))[1:], ids=str)
 def test_only_the_needed_gradients(needed: tuple, device: str) -> None:
     sample = Sample(9, 3, 5)
@@ -259,11 +209,10 @@ def test_only_the_needed_gradients(needed: tuple, device: str) -> None:
 
 @device
 @few
-def test_opcheck(sample: Sample, device: str) -> None:
+def test_opcheck_of_the_backward(sample: Sample, device: str) -> None:
     A, b, x0 = sample.inputs(torch.float32, device)
     A = torch.nan_to_num(A)
     leaves = [None if t is None else t.clone().requires_grad_() for t in (A, b, x0)]
-    opcheck(torch.ops.weft.linear_scan, tuple(leaves), sample.flags)
     x = linear_scan(A, b, x0, **sample.flags)
     mask = [True, True, x0 is not None]
     opcheck(torch.ops.weft.linear_scan_backward, (torch.randn_like(b), leaves[0], x, x0, *sample.flags.values(), mask))
@@ -277,22 +226,6 @@ def test_opcheck_of_masked_gradients(device: str) -> None:
 
 
 @device
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiles(layout: str, device: str) -> None:
-    torch._dynamo.reset()
-    forward = torch.compile(
-        lambda A, b, x0: linear_scan(A, b, x0).sin().sum(), fullgraph=True, backend="aot_eager", dynamic=True
-    )
-    for T, B, H in [(7, 3, 5), (12, 2, 6), (5, 4, 3)]:
-        inputs = Sample(T, B, H, layout).inputs(torch.float64, device)
-        leaves = [t.clone().requires_grad_() for t in inputs]
-        got = torch.autograd.grad(forward(*leaves), leaves)
-        want = torch.autograd.grad(linear_scan(*leaves).sin().sum(), leaves)
-        for g, w in zip(got, want, strict=True):
-            assert_close(g, w)
-
-
-@device
 def test_compiles_with_the_default_backend(device: str) -> None:
     torch._dynamo.reset()
     leaves = [t.requires_grad_() for t in Sample(7, 3, 5).inputs(torch.float32, device)]
@@ -302,39 +235,6 @@ def test_compiles_with_the_default_backend(device: str) -> None:
     weight = torch.randn_like(x)
     for g, w in zip(torch.autograd.grad(x, leaves, weight), torch.autograd.grad(want, leaves, weight), strict=True):
         assert torch.equal(g, w)
-
-
-@device
-@few
-def test_autocast_takes_the_widest_dtype(sample: Sample, device: str) -> None:
-    A, b, x0 = sample.inputs(torch.bfloat16, device)
-    b = b.float()
-    with torch.autocast(device, dtype=torch.bfloat16):
-        x = linear_scan(A, b, x0, **sample.flags)
-        assert linear_scan(A, b.bfloat16(), x0, **sample.flags).dtype == torch.bfloat16
-    assert x.dtype == torch.float32
-    assert_close(x, linear_scan_reference(*wide(A, b, x0), **sample.flags))
-
-
-@device
-def test_autocast_gradients_have_the_dtypes_of_their_inputs(device: str) -> None:
-    A, b, x0 = Sample(9, 3, 5).inputs(torch.bfloat16, device)
-    leaves = [A.requires_grad_(), b.float().requires_grad_(), x0.requires_grad_()]
-    with torch.autocast(device, dtype=torch.bfloat16):
-        x = linear_scan(*leaves)
-    got = torch.autograd.grad(x.sum(), leaves)
-    assert [g.dtype for g in got] == [torch.bfloat16, torch.float32, torch.bfloat16]
-
-
-@device
-@sample
-def test_two_runs_give_the_same_bits(sample: Sample, device: str) -> None:
-    inputs = sample.inputs(torch.float32, device)
-    weight = torch.randn(inputs[1].shape).to(device)
-    first = run(inputs, sample.flags, weight)
-    second = run(inputs, sample.flags, weight)
-    for a, b in zip([first[0], *first[1]], [second[0], *second[1]], strict=True):
-        assert torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 @device
@@ -591,8 +491,14 @@ def test_batched_gradients(layout: str, needed: tuple, device: str) -> None:
         assert_close(g, torch.stack(w))
 
 
+# All, each alone, and some, in dimensions that differ.
+MAPPED = [(0, 0, 1), (1, None, None), (None, 2, None), (None, None, 1), (-1, 2, None), (-1, 0, 1)]
+MAPPED_BACKWARD = [(0, 0, 1, 1), (1, None, None, None), (None, 2, None, None), (None, None, 1, None)]
+MAPPED_BACKWARD += [(None, None, None, 1), (0, 2, None, 1), (1, 0, 1, None)]
+
+
 @device
-@pytest.mark.parametrize("mapped", list(itertools.product([None, 0, 1], [None, 0, 2], [None, 1], [None, 1])), ids=str)
+@pytest.mark.parametrize("mapped", MAPPED_BACKWARD, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_vmap_of_the_backward(layout: str, mapped: tuple, device: str) -> None:
     if mapped == (None,) * 4:
@@ -619,7 +525,7 @@ def test_vmap_of_the_backward(layout: str, mapped: tuple, device: str) -> None:
 
 
 @device
-@pytest.mark.parametrize("mapped", list(itertools.product([None, 0, 1, -1], [None, 0, 2], [None, 1])), ids=str)
+@pytest.mark.parametrize("mapped", MAPPED, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_vmap(layout: str, mapped: tuple, device: str) -> None:
     if mapped == (None, None, None):
@@ -741,70 +647,6 @@ def test_mixed_devices() -> None:
 
 
 # CUDA only ------------------------------------------------------------------------------------------------------------
-
-CUDA_SAMPLES = [
-    Sample(9, 3, 5),
-    Sample(400, 4, 20, reverse=True),
-    Sample(90, 2, 64),
-    Sample(90, 2, 150),
-    Sample(300, 8, 700, "diagonal"),
-    Sample(6000, 2, 20, "diagonal", reverse=True),
-]
-on_cuda = pytest.mark.parametrize("sample", CUDA_SAMPLES, ids=str)
-
-
-@pytest.mark.cuda
-@on_cuda
-def test_side_stream(sample: Sample) -> None:
-    inputs = sample.inputs(torch.float32, "cuda")
-    weight = torch.randn_like(inputs[1])
-    want = run(inputs, sample.flags, weight)
-    late = [torch.zeros_like(t) for t in inputs]
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        # Work on any other stream would see the zeros.
-        torch.cuda._sleep(50_000_000)
-        for t, source in zip(late, inputs, strict=True):
-            t.copy_(source)
-        got = run(tuple(late), sample.flags, weight)
-    stream.synchronize()
-    for g, w in zip([got[0], *got[1]], [want[0], *want[1]], strict=True):
-        assert torch.equal(g, w)
-
-
-@pytest.mark.cuda(devices=2)
-@on_cuda
-def test_second_device(sample: Sample) -> None:
-    inputs = sample.inputs(torch.float32, "cuda:1")
-    assert torch.cuda.current_device() == 0
-    x = linear_scan(*inputs, **sample.flags)
-    assert x.device == torch.device("cuda:1")
-    assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
-    assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.cuda
-@on_cuda
-def test_graph_capture_and_replay(sample: Sample) -> None:
-    static = [t.clone() for t in sample.inputs(torch.float32, "cuda")]
-    weight = torch.randn_like(static[1])
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run(tuple(static), sample.flags, weight)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(tuple(static), sample.flags, weight)
-    for _ in range(2):
-        fresh = sample.inputs(torch.float32, "cuda")
-        for t, source in zip(static, fresh, strict=True):
-            t.copy_(source)
-        graph.replay()
-        want = run(fresh, sample.flags, weight)
-        for g, w in zip([captured[0], *captured[1]], [want[0], *want[1]], strict=True):
-            assert torch.equal(g, w)
 
 
 @pytest.mark.cuda

@@ -1,0 +1,126 @@
+"""Problems for linear_scan and chain_backward."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.ops import Op
+
+LAYOUTS = ["dense", "shared", "shared_4d", "diagonal"]
+
+
+class LinearScan(NamedTuple):
+    """One problem: sizes, what A is, and the flags. A's spectral radius is about 0.7, so that x stays of order 1."""
+
+    T: int
+    B: int
+    H: int
+    layout: str = "dense"
+    x0: bool = True
+    reverse: bool = False
+    transpose: bool = False
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        return {"reverse": self.reverse, "transpose": self.transpose}
+
+    def inputs(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None]:
+        T, B, H = self.T, self.B, self.H
+        shape = {"dense": (T, B, H, H), "shared": (T, H, H), "shared_4d": (T, 1, H, H), "diagonal": (T, B, H)}
+        scale = 0.7 if self.layout == "diagonal" else 0.7 / max(H, 1) ** 0.5
+        A = scale * torch.randn(shape[self.layout], dtype=torch.float64)
+        b = torch.randn(T, B, H, dtype=torch.float64)
+        x0 = torch.randn(B, H, dtype=torch.float64)
+        if not self.x0 and T:
+            A[T - 1 if self.reverse else 0] = torch.nan
+        A, b, x0 = (t.to(device=device, dtype=dtype) for t in (A, b, x0))
+        return A, b, x0 if self.x0 else None
+
+    def __str__(self) -> str:
+        flags = [name for name in ("x0", "reverse", "transpose") if getattr(self, name)]
+        return "-".join([f"T{self.T}", f"B{self.B}", f"H{self.H}", self.layout, *flags])
+
+    def call(self, device: str, dtype: torch.dtype, more: int = 0) -> tuple[tuple, dict]:
+        sample = self._replace(T=self.T + more, B=self.B + more, H=self.H + more)
+        A, b, x0 = sample.inputs(dtype, device)
+        # Finite differences need a finite A everywhere.
+        return (A.nan_to_num(), b) if x0 is None else (A, b, x0), self.flags
+
+
+class Chain(NamedTuple):
+    """A chain: batch, the length of every gradient, and which Jacobians (by position) the batch shares."""
+
+    B: int
+    sizes: tuple[int, ...]
+    shared: tuple[int, ...] = ()
+    levels: int = -1
+
+    def inputs(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, list[Tensor]]:
+        grad = torch.randn(self.B, self.sizes[0], dtype=torch.float64)
+        jacobians = []
+        for k, (columns, rows) in enumerate(zip(self.sizes, self.sizes[1:], strict=False)):
+            batch = () if k in self.shared else (self.B,)
+            jacobians.append(torch.randn(*batch, rows, columns, dtype=torch.float64) / max(columns, 1) ** 0.5)
+        return grad.to(device, dtype), [J.to(device, dtype) for J in jacobians]
+
+    def __str__(self) -> str:
+        return (
+            f"B{self.B}-"
+            + "x".join(map(str, self.sizes))
+            + ("-shared" if self.shared else "")
+            + ("" if self.levels < 0 else f"-levels{self.levels}")
+        )
+
+    def call(self, device: str, dtype: torch.dtype, more: int = 0) -> tuple[tuple, dict]:
+        sizes = tuple(n + more for n in self.sizes)
+        return (*self._replace(B=self.B + more, sizes=sizes).inputs(dtype, device), self.levels), {}
+
+
+# Every layout with and without x0, every pair of flags.
+LINEAR = [
+    LinearScan(3, 2, 3, layout, x0, reverse=(i + j + x0) % 2 == 1, transpose=(i + j) // 2 % 2 == 1)
+    for i, layout in enumerate(LAYOUTS)
+    for j, x0 in enumerate((False, True))
+]
+LINEAR += [
+    LinearScan(3, 2, 4, "dense", True, *flags) for flags in itertools.product([False, True], repeat=2) if any(flags)
+]
+# One warp and one block for a chunk, the batch of a level, and diagonals with and without chunks.
+LINEAR_LARGE = [
+    LinearScan(9, 3, 5),
+    LinearScan(400, 4, 20, reverse=True),
+    LinearScan(90, 2, 64),
+    LinearScan(90, 2, 150),
+    LinearScan(300, 8, 700, "diagonal"),
+    LinearScan(6000, 2, 20, "diagonal", reverse=True),
+]
+LINEAR_EMPTY = [
+    LinearScan(*size, layout, x0=layout != "shared")
+    for layout in LAYOUTS
+    for size in [(0, 3, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0)]
+]
+
+CHAINS = [
+    Chain(2, sizes, shared, levels)
+    for sizes, shared, levels in (
+        ((3, 4, 2, 3), (1,), -1),
+        ((3, 4, 2, 3), (1,), 1),
+        ((2,) * 5, (), 0),
+        ((2,) * 5, (0,), 63),
+    )
+]
+CHAINS_LARGE = [Chain(3, (6,) * 9, (), levels) for levels in (-1, 0, 1, 2, 63)]
+CHAINS_EMPTY = [
+    Chain(B, sizes, (), levels)
+    for B, sizes in ((0, (4, 5, 3, 2)), (2, (4, 0, 3, 2)), (2, (0, 3, 2)), (2, (4, 4, 4, 0)))
+    for levels in (0, 63)
+]
+
+OPS = [
+    Op("linear_scan", LINEAR, LINEAR_LARGE, LINEAR_EMPTY),
+    Op("chain_backward", CHAINS, CHAINS_LARGE, CHAINS_EMPTY),
+]
