@@ -72,16 +72,30 @@ def poisoned() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def pairs(**axes: Iterable) -> pytest.MarkDecorator:
-    """Parametrises by a few of all combinations in which each two values of two axes meet."""
-    names, values = list(axes), [list(axis) for axis in axes.values()]
-    combinations = list(itertools.product(*(range(len(axis)) for axis in values)))
-    met = {c: frozenset(itertools.combinations(enumerate(c), 2)) for c in combinations}
+def covering(*axes: Iterable) -> list[tuple]:
+    """A few of all combinations, in which each two values of two axes meet."""
+    values = [list(axis) for axis in axes]
+    met = {
+        c: frozenset(itertools.combinations(enumerate(c), 2)) for c in itertools.product(*map(range, map(len, values)))
+    }
     missing, chosen = frozenset().union(*met.values()), []
     while missing:
-        chosen.append(max(combinations, key=lambda c: len(met[c] & missing)))
-        missing -= met[chosen[-1]]
-    return pytest.mark.parametrize(names, [tuple(v[i] for v, i in zip(values, c, strict=True)) for c in chosen])
+        chosen.append(max(met, key=lambda c: len(met[c] & missing)))
+        missing -= met.pop(chosen[-1])
+    return [tuple(v[i] for v, i in zip(values, c, strict=True)) for c in chosen]
+
+
+def pairs(**axes: Iterable) -> pytest.MarkDecorator:
+    """Parametrises by combinations in which each two values of two axes meet, where all of them would only repeat."""
+
+    def label(value: object) -> str:
+        if type(value) is tuple:
+            return "-".join(map(label, value))
+        nameless = type(value).__str__ is object.__str__ and type(value).__repr__ is object.__repr__
+        return getattr(value, "__name__", type(value).__name__ if nameless else str(value))
+
+    combinations = covering(*axes.values())
+    return pytest.mark.parametrize(list(axes), combinations, ids=list(map(label, combinations)))
 
 
 def with_devices(samples: list, on_cuda: Sequence = ()) -> list:

@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import io
+import itertools
 import pickle
 import weakref
 
@@ -24,7 +25,7 @@ from weft._rnn import calls, choice, torch_limits, torch_rnn
 from weft._rnn.calls import choose_at_once, prepare
 from weft._rnn.case import Case
 
-from tests.common import DEVICES, relative_error, with_environment
+from tests.common import DEVICES, pairs, relative_error, with_environment
 from tests.rnn.sequential import check_chain, reference_chain
 
 CELLS = {
@@ -134,10 +135,7 @@ OPTIONS = {
 
 
 @devices
-@cells_and_projected
-@algorithms
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("given_state", [False, True])
+@pairs(cell=LAYERS, algorithm=ALGORITHMS, options=OPTIONS, given_state=[False, True])
 def test_padded_fp64(device, cell, algorithm, options, given_state):
     ours, theirs = layers(cell, device, algorithm=algorithm, **OPTIONS[options])
     x = torch.randn(6, 5, I, dtype=torch.float64, device=device)
@@ -188,9 +186,7 @@ def test_half_precision(device, cell, algorithm, dtype):
 
 
 @devices
-@cells_and_projected
-@algorithms
-@pytest.mark.parametrize("batch_first", [False, True])
+@pairs(cell=LAYERS, algorithm=ALGORITHMS, batch_first=[False, True])
 def test_unbatched(device, cell, algorithm, batch_first):
     ours, theirs = layers(cell, device, algorithm=algorithm, batch_first=batch_first, bidirectional=True)
     x = torch.randn(6, I, dtype=torch.float64, device=device)
@@ -199,10 +195,12 @@ def test_unbatched(device, cell, algorithm, batch_first):
 
 
 @devices
-@cells_and_projected
-@algorithms
-@pytest.mark.parametrize("options", ["plain", "no bias", "three layers, two directions"])
-@pytest.mark.parametrize("enforce_sorted", [True, False])
+@pairs(
+    cell=LAYERS,
+    algorithm=ALGORITHMS,
+    options=["plain", "no bias", "three layers, two directions"],
+    enforce_sorted=[False, True],
+)
 def test_packed(device, cell, algorithm, options, enforce_sorted):
     ours, theirs = layers(cell, device, algorithm=algorithm, **OPTIONS[options])
     x = torch.randn(6, 4, I, dtype=torch.float64, device=device)
@@ -338,10 +336,7 @@ HAND_MADE = {
 
 
 @devices
-@cells_and_projected
-@algorithms
-@pytest.mark.parametrize("batch_sizes", HAND_MADE)
-@pytest.mark.parametrize("given_state", [False, True])
+@pairs(cell=LAYERS, algorithm=ALGORITHMS, batch_sizes=HAND_MADE, given_state=[False, True])
 def test_hand_made_packed_sequence(device, cell, algorithm, batch_sizes, given_state):
     """torch's result, or a RuntimeError where torch has none; an IndexError as torch's for no step at all."""
     sizes = HAND_MADE[batch_sizes]
@@ -382,11 +377,7 @@ class _Ops(TorchDispatchMode):
 
 
 @devices
-@cells_and_projected
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pairs(cell=LAYERS, dtype=BOUNDS, count=[1, 2], both=[False, True], packed=[False, True])
 def test_every_combination(device, cell, dtype, count, both, packed):
     """Results and gradients beside torch's in fp64 on the CPU, from the same rounded numbers."""
     kind, theirs, extra = LAYERS[cell]
@@ -624,9 +615,7 @@ CELL_OPTIONS = {
 
 
 @devices
-@algorithms
-@pytest.mark.parametrize("options", CELL_OPTIONS)
-@pytest.mark.parametrize("given_state", [False, True])
+@pairs(algorithm=ALGORITHMS, options=CELL_OPTIONS, given_state=[False, True])
 def test_cells(device, algorithm, options, given_state):
     ours, theirs = layers("lstm", device, algorithm=algorithm, return_cells=True, **CELL_OPTIONS[options])
     x = torch.randn(6, 5, I, dtype=torch.float64, device=device, requires_grad=True)
@@ -1004,9 +993,7 @@ def test_repetition_is_bit_equal(device, cell, algorithm):
 
 
 @devices
-@cells_and_projected
-@algorithms
-@pytest.mark.parametrize("reentrant", [False, True])
+@pairs(cell=LAYERS, algorithm=ALGORITHMS, reentrant=[False, True])
 def test_checkpointing(device, cell, algorithm, reentrant):
     ours, theirs = layers(cell, device, algorithm=algorithm)
     x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
@@ -1074,12 +1061,10 @@ TWICE_CASES = [(cell, options) for cell in CELLS for options in TWICE if options
 
 
 @devices
-@pytest.mark.parametrize("algorithm", ["auto", "torch"])
-@pytest.mark.parametrize(("cell", "options"), TWICE_CASES)
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("given_state", [False, True])
-def test_two_derivatives(any_derivative, device, algorithm, cell, options, packed, given_state):
+@pairs(case=TWICE_CASES, algorithm=["auto", "torch"], packed=[False, True], given_state=[False, True])
+def test_two_derivatives(any_derivative, device, case, algorithm, packed, given_state):
     """Beside torch's layer on the CPU, where it is differentiable twice."""
+    cell, options = case
     ours, theirs = layers(cell, "cpu", algorithm=algorithm, **TWICE[options])
     ours.to(device)
     x = torch.randn(4, 3, I, dtype=torch.float64)
@@ -1229,9 +1214,7 @@ def test_func_grad(device, cell, algorithm):
 
 
 @devices
-@cells_and_projected
-@algorithms
-@pytest.mark.parametrize("packed", [False, True])
+@pairs(cell=LAYERS, algorithm=ALGORITHMS, packed=[False, True])
 def test_func_vmap(device, cell, algorithm, packed):
     ours, _ = layers(cell, device, algorithm=algorithm, bidirectional=True)
     xs = torch.randn(4, 5, 2, I, dtype=torch.float64, device=device)
@@ -1517,11 +1500,14 @@ def autocast_layers(cell, device, algorithm="auto", **options):
 
 
 @devices
-@algorithms
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("state_dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("cell", "kind"), AUTOCAST_CASES)
-def test_autocast(device, cell, algorithm, x_dtype, state_dtype, kind):
+@pairs(
+    case=AUTOCAST_CASES,
+    algorithm=ALGORITHMS,
+    x_dtype=[torch.float32, torch.bfloat16],
+    state_dtype=[None, torch.float32, torch.bfloat16],
+)
+def test_autocast(device, case, algorithm, x_dtype, state_dtype):
+    cell, kind = case
     options = {"proj_size": 2} if "projected" in kind else {}
     ours, theirs = autocast_layers(cell, device, algorithm, num_layers=2, **options)
     x = torch.randn(6, 3, I, dtype=x_dtype, device=device)
@@ -1569,7 +1555,8 @@ def test_autocast_compiled(fresh_dynamo, device, cell, algorithm):
 
 
 def test_autocast_on_a_processor_without_half_precision():
-    with_environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, __file__, "autocast and lstm and cpu or what_torch_cannot")
+    tests = "(test_autocast and lstm-padded and cpu) or what_torch_cannot"
+    with_environment({"ONEDNN_MAX_CPU_ISA": "AVX2"}, __file__, tests)
 
 
 @pytest.mark.filterwarnings("error")
@@ -1685,10 +1672,10 @@ def _bad_calls(layer):
 
 
 BAD_CALLS = [(cell, bad) for cell, (kind, _, _) in CELLS.items() for bad in _bad_calls(kind(I, H))]
+BAD_CALLS = [(algorithm, *call) for algorithm, call in zip(itertools.cycle(ALGORITHMS), BAD_CALLS, strict=False)]
 
 
-@algorithms
-@pytest.mark.parametrize(("cell", "bad"), BAD_CALLS)
+@pytest.mark.parametrize(("algorithm", "cell", "bad"), BAD_CALLS)
 def test_bad_call(cell, algorithm, bad):
     ours, theirs = layers(cell, "cpu", torch.float32, algorithm)
     calls = _bad_calls(ours)

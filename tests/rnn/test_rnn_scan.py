@@ -12,7 +12,7 @@ import torch
 from test_rnn import BOUNDS, HALF_TYPES, RESULTS, gradients, names
 from torch import _VF, Tensor
 
-from tests.common import DEVICES, check_close, differentiate, poisoned, relative_error, with_devices
+from tests.common import DEVICES, check_close, covering, differentiate, pairs, poisoned, relative_error, with_devices
 from tests.rnn.samples import CELLS, Arguments, Sample, arguments, by_scan, packed
 from tests.rnn.sequential import check_chain, doubles
 
@@ -24,11 +24,11 @@ rnn_backward = torch.ops.weft.rnn_backward
 LONG = by_scan(
     Sample(cell, T, 1 + index % 3, 2, H, bidirectional=both, bias=index % 4 != 0)
     for index, (H, T, cell, both) in enumerate(
-        itertools.product((8, 16, 20, 24, 32, 5, 13, 31), (1000, 3001), CELLS, (False, True))
+        covering((8, 16, 20, 24, 32, 5, 13, 31), (1000, 3001), CELLS, (False, True))
     )
 )
 LONG += by_scan(Sample(cell, 1000, 3, 2, 20, dtype=dtype) for cell in CELLS for dtype in HALF_TYPES)
-LONG_ON_CPU = [s for s in LONG if (s.H, s.T, s.bidirectional, s.dtype) == (13, 1000, True, torch.float32)]
+LONG_ON_CPU = by_scan(Sample(cell, 1000, 2, 2, 13, bidirectional=True) for cell in CELLS)
 # Where a block holds a chunk: every size that is padded to and odd ones in between.
 BLOCK_SIZES = {cell: (33, 48, 64) if cell == "lstm" else (33, 48, 64, 65, 96, 100, 128) for cell in CELLS}
 BLOCK_CASES = [(cell, H) for cell, sizes in BLOCK_SIZES.items() for H in sizes]
@@ -56,9 +56,7 @@ def torchs(sample: Sample, args: Arguments) -> Sequence[Tensor]:
     return kernel(args.input, state, args.weights, sample.bias, 1, 0.0, True, sample.bidirectional, False)
 
 
-@pytest.mark.parametrize(
-    ("sample", "device"), with_devices(LONG_ON_CPU, [s for s in LONG if s not in LONG_ON_CPU]), ids=str
-)
+@pytest.mark.parametrize(("sample", "device"), with_devices(LONG_ON_CPU, LONG), ids=str)
 def test_long_sequences(sample: Sample, device: str):
     args, which = arguments(sample, device, requires_grad=True), sample.differentiable
     exact, grads = args.map(lambda t: t.detach().double().requires_grad_()), gradients(sample, args)
@@ -262,10 +260,9 @@ def test_chaotic_weights(cell: str, device: str, scale: float, both: bool):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("geometry", ("", NO_GEOMETRY))
-@pytest.mark.parametrize("scale", (3.0, 10.0))
-@pytest.mark.parametrize(("cell", "H"), BLOCK_CASES)
-def test_chaotic_weights_at_sizes_of_blocks(cell: str, H: int, scale: float, geometry: str, monkeypatch):
+@pairs(case=BLOCK_CASES, scale=(3.0, 10.0), geometry=("", NO_GEOMETRY))
+def test_chaotic_weights_at_sizes_of_blocks(case: tuple[str, int], scale: float, geometry: str, monkeypatch):
+    cell, H = case
     monkeypatch.setenv("WEFT_RNN_GEOMETRY", geometry)
     force_chunks(monkeypatch, 24)
     steps = 2000 if H == 64 else 500

@@ -18,7 +18,7 @@ import weft
 from torch.testing._internal.common_modules import ModuleErrorEnum, module_db
 from torch.testing._internal.common_utils import TestCase, freeze_rng_state, gradcheck, gradgradcheck
 
-from tests.common import DEVICES
+from tests.common import DEVICES, pairs
 
 # Importing torch's test helpers forbids the whole process to set flags of torch.backends; other tests do.
 torch.backends.__allow_nonbracketed_mutation_flag = True
@@ -28,7 +28,8 @@ INFOS = [info for info in module_db if info.module_cls in LAYERS]
 
 devices = pytest.mark.parametrize("device", DEVICES)
 infos = pytest.mark.parametrize("info", INFOS, ids=lambda info: info.module_cls.__name__)
-algorithms = pytest.mark.parametrize("algorithm", ["auto", "persistent", "scan", "torch", "reference"])
+ALGORITHMS = ["auto", "persistent", "scan", "torch", "reference"]
+algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 trainings = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
@@ -51,10 +52,7 @@ def leaves(value):
 
 
 @devices
-@infos
-@algorithms
-@trainings
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pairs(info=INFOS, algorithm=ALGORITHMS, training=[True, False], dtype=[torch.float32, torch.float64])
 def test_forward(info, device, algorithm, training, dtype):
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         _compare_forward(info, device, algorithm, training, dtype)

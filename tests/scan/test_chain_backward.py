@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 from weft.scan import chain_backward, chain_backward_reference
 
-from tests.common import DEVICES, DTYPES, assert_close, poisoned
+from tests.common import DEVICES, DTYPES, assert_close, pairs, poisoned
 from tests.scan.samples import Chain as Sample
 
 SCHEDULES = ["auto", "linear", "blelloch", 1, 2, 3]
@@ -47,9 +47,7 @@ def wide(grad: Tensor, jacobians: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 # A chain of rounded products, and in half precision the rounding of each gradient: the bounds of one rounding hold.
 @device
-@schedules
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+@pairs(sample=SAMPLES, schedule=SCHEDULES, dtype=DTYPES)
 def test_agrees_with_reference(sample: Sample, dtype: torch.dtype, schedule, device: str) -> None:
     grad, jacobians = sample.inputs(dtype, device)
     with poisoned():
@@ -102,9 +100,7 @@ def test_a_bad_row_stays_alone(bad: float, schedule, device: str) -> None:
 
 
 @device
-@schedules
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", ["up", "down", "both", "zeros"])
+@pairs(kind=["up", "down", "both", "zeros"], schedule=SCHEDULES, dtype=[torch.float32, torch.float64])
 def test_chaotic_chains(kind: str, dtype: torch.dtype, schedule, device: str) -> None:
     """Products of Jacobians leave the range of the dtype; the gradients do not."""
     n, B, H = 500, 2, 6

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from weft.scan import linear_scan, linear_scan_reference
 
-from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned, relative_error
+from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, pairs, poisoned, relative_error
 from tests.scan.samples import LAYOUTS
 from tests.scan.samples import LinearScan as Sample
 
@@ -35,6 +35,10 @@ SAMPLES = [
     Sample(5001, 1, 20),
     Sample(2500, 2, 4, x0=False, reverse=True, transpose=True),
 ]
+
+# Each in fp32 and in one of the other types.
+OTHER_TYPES = [t for t in DTYPES if t != torch.float32]
+TYPED = [(s, t) for i, s in enumerate(SAMPLES) for t in (torch.float32, OTHER_TYPES[i % len(OTHER_TYPES)])]
 
 FEW = [Sample(9, 3, 5, layout, x0, reverse=x0) for layout in LAYOUTS for x0 in (False, True)]
 
@@ -67,8 +71,7 @@ def gradients_agree(sample: Sample, got: list[Tensor], want: list[Tensor], bound
 
 
 @device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@sample
+@pytest.mark.parametrize(("sample", "dtype"), TYPED, ids=str)
 def test_agrees_with_reference(sample: Sample, dtype: torch.dtype, device: str) -> None:
     inputs = sample.inputs(dtype, device)
     with poisoned():
@@ -78,8 +81,7 @@ def test_agrees_with_reference(sample: Sample, dtype: torch.dtype, device: str) 
 
 
 @device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sample", [s for s in SAMPLES if s.T <= 300 and s.H <= 300], ids=str)
+@pytest.mark.parametrize(("sample", "dtype"), [s for s in TYPED if s[0].T <= 300 and s[0].H <= 300], ids=str)
 def test_gradients_agree_with_reference(sample: Sample, dtype: torch.dtype, device: str) -> None:
     inputs = sample.inputs(dtype, device)
     weight = torch.randn(inputs[1].shape, dtype=torch.float64).to(device=device, dtype=dtype)
@@ -142,9 +144,11 @@ def _matrices_by_columns(t: Tensor) -> Tensor:
 
 
 @device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("view", [_every_second, _batch_first, _off_by_one, _inner, _matrices_by_columns])
-@pytest.mark.parametrize("layout", ["dense", "shared_4d", "diagonal"])
+@pairs(
+    view=[_every_second, _batch_first, _off_by_one, _inner, _matrices_by_columns],
+    layout=["dense", "shared_4d", "diagonal"],
+    dtype=DTYPES,
+)
 def test_strides(view, layout: str, dtype: torch.dtype, device: str) -> None:
     for H, reverse, transpose in [(5, False, True), (20, True, False), (64, True, True)]:
         sample = Sample(37, 3, H, layout, True, reverse, transpose)
@@ -734,11 +738,14 @@ def test_tall_strides(view, H: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("kind", CHAOS)
-@pytest.mark.parametrize(("T", "B", "H"), [(900, 1, 33), (900, 1, 64), (500, 2, 100), (900, 1, 128), (900, 1, 160)])
-def test_tall_chaotic_states(T, B, H, kind: str, reverse: bool, transpose: bool) -> None:
+@pairs(
+    size=[(900, 1, 33), (900, 1, 64), (500, 2, 100), (900, 1, 128), (900, 1, 160)],
+    kind=CHAOS,
+    reverse=[False, True],
+    transpose=[False, True],
+)
+def test_tall_chaotic_states(size: tuple, kind: str, reverse: bool, transpose: bool) -> None:
+    T, B, H = size
     A, b, x0 = (t.float() for t in chaotic(kind, T, B, H, "dense"))
     if reverse:
         A, b = A.flip(0), b.flip(0)
