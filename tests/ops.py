@@ -28,8 +28,20 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 ROOMS = ("offload", "rnn", "scan")
 
+_OF_PATTERNS = "its integers have to fit together, which only a plan makes: tests/sparse and tests/scan"
 OTHERWISE = {
     "torch_rnn": "torch's own kernels: beside torch's layers in tests/rnn",
+    "vertex_frontiers": "its program comes from the tracer alone: tests/vertex",
+    "csr_mm": _OF_PATTERNS,
+    "csr_sampled_mm": _OF_PATTERNS,
+    "csr_transpose": _OF_PATTERNS,
+    "csr_matmul_plan": _OF_PATTERNS,
+    "csr_matmul": _OF_PATTERNS,
+    "csr_matmul_left": _OF_PATTERNS,
+    "csr_matmul_right": _OF_PATTERNS,
+    "csr_chain": _OF_PATTERNS,
+    "conv_pattern": _OF_PATTERNS,
+    "conv_values": _OF_PATTERNS,
 }
 """Ops without samples, and why. A backward op is tested by its forward op's."""
 

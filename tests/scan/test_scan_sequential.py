@@ -8,11 +8,12 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from common import DEVICES, assert_close
 from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from weft.scan import ScanSequential, plan_chain
 from weft.sparse import register_jacobian
+
+from tests.common import DEVICES, assert_close
 
 device = pytest.mark.parametrize("device", DEVICES)
 SCHEDULES = ["auto", "linear", "blelloch", 1, 2]

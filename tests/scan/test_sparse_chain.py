@@ -6,13 +6,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 from weft.scan import chain_backward, chain_backward_reference
 from weft.sparse import BatchedCSR, conv2d_jacobian, max_pool2d_jacobian, relu_jacobian
+
+from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, poisoned
 
 device = pytest.mark.parametrize("device", DEVICES)
 SCHEDULES = ["auto", "linear", "blelloch", 1, 2, 3]

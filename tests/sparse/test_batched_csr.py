@@ -8,7 +8,6 @@ import pickle
 
 import pytest
 import torch
-from common import DEVICES, DTYPES, assert_close, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,6 +15,8 @@ from torch.library import opcheck
 from weft.sparse import BatchedCSR, conv2d_jacobian
 from weft.sparse._reference import conv_values_reference, csr_mm_reference, csr_sampled_mm_reference
 from weft.sparse._windows import convolution
+
+from tests.common import DEVICES, DTYPES, assert_close, poisoned
 
 device = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

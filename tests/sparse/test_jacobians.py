@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from common import DEVICES, assert_close
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -33,6 +32,8 @@ from weft.sparse import (
     tanh_jacobian,
     transposed_jacobian,
 )
+
+from tests.common import DEVICES, assert_close
 
 device = pytest.mark.parametrize("device", DEVICES)
 MODES = ["zeros", "reflect", "replicate", "circular"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from common import DEVICES, DTYPES, assert_close, poisoned
 from hypothesis import given
 from hypothesis import strategies as st
 from test_batched_csr import batches, random_csr
@@ -20,6 +19,8 @@ from weft.sparse import (
     relu_jacobian,
 )
 from weft.sparse._reference import csr_matmul_reference
+
+from tests.common import DEVICES, DTYPES, assert_close, poisoned
 
 device = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
