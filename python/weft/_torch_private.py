@@ -11,12 +11,14 @@ __all__ = [
     "any_autocast",
     "autograd_inside_an_op",
     "below_autocast",
+    "delayed_error",
     "differentiated_by_transform",
     "fp32_precision",
     "in_forward_mode",
     "in_transform",
     "keeps_graph",
     "maps_alone",
+    "parse_to",
 ]
 
 # Functions of torch's own, not wrapped: what a layer asks in every call is bound by the host.
@@ -31,6 +33,12 @@ fp32_precision = torch._C._get_fp32_precision_getter
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass that runs keeps its graph."""
+
+parse_to = torch._C._nn._parse_to
+"""The arguments of Tensor.to -> (device, dtype, non_blocking, memory format)."""
+
+delayed_error = torch._C._functions.DelayedError
+"""(message, count) -> a function of so many tensors, whose backward raises."""
 
 RNN_KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 """What torch.nn's layers call."""

@@ -5,14 +5,13 @@ Source: BPPSA (Wang, Bai, Pekhimenko, "Scaling back-propagation by parallel scan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  loads torch.ops.weft
-from ._scan.chain import Step, chain_backward_sparse
-from ._scan.schedule import SCHEDULES, levels_of
+from ._scan.chain import Step, chain_backward, check_tensor
 from ._scan.sequential import ScanSequential
 from ._scan.work import ChainPlan, plan_chain
 from ._torch_private import differentiated_by_transform
@@ -62,10 +61,10 @@ def linear_scan(
 
     Source: BPPSA, MLSys 2020; for diagonal ``A`` also Martin and Cundy, ICLR 2018.
     """
-    _check_tensor("linear_scan", "A", A)
-    _check_tensor("linear_scan", "b", b)
+    check_tensor("linear_scan", "A", A)
+    check_tensor("linear_scan", "b", b)
     if x0 is not None:
-        _check_tensor("linear_scan", "x0", x0)
+        check_tensor("linear_scan", "x0", x0)
     if differentiated_by_transform(A, b, x0):
         return linear_scan_reference(A, b, x0, reverse=reverse, transpose=transpose)
     if reverse is False and transpose is False:  # a keyword takes the dispatcher close to a microsecond
@@ -100,66 +99,6 @@ def linear_scan_reference(
     return torch.stack(states[::-1] if reverse else states)
 
 
-def chain_backward(
-    grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR], schedule: str | int = "auto"
-) -> list[Tensor]:
-    """Back-propagates ``grad`` through a chain of Jacobians: every gradient along the chain.
-
-    ``g[0] = grad`` and ``g[k] = jacobians[k-1] @ g[k-1]``, for each row of the batch. Differentiable to any order.
-
-    Args:
-        grad: ``(B, n_0)``, the gradient of the loss by the chain's output; or ``(n_0,)``, and nothing has a batch.
-        jacobians: transposed Jacobians, the last layer's first: each ``(B, n_k, n_{k-1})``, or ``(n_k, n_{k-1})`` for
-            the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it; or a
-            :class:`weft.sparse.BatchedCSR`, in any mixture. Sizes may differ from layer to layer; the list may be
-            empty.
-        schedule: ``"auto"``, the fast one: products of a matrix and a vector, fused into one :func:`linear_scan` where
-            all Jacobians have one square shape; ``"linear"``, one product after the other; ``"blelloch"``, the
-            modified Blelloch scan in O(log n) levels (operator A <> B = B A, operands reversed in the down-sweep); or
-            an int, that many levels of the up-sweep before the middle is done linearly (0 is linear).
-
-    Returns:
-        n + 1 gradients, ``grad`` itself first, then g[k] ``(B, n_k)`` or ``(n_k,)``. float16 and bfloat16 are computed
-        in float32.
-
-    Raises:
-        TypeError: dtypes are not floating, or differ; an argument is no tensor, ``jacobians`` no list of them;
-            ``schedule`` is neither a string nor an int.
-        ValueError: a Jacobian does not chain (named by its position), shapes do not fit, an unknown schedule.
-        RuntimeError: devices differ.
-
-    Wherever ``"linear"`` gives finite numbers, every schedule gives the same ones up to rounding, although products of
-    Jacobians may overflow, underflow or cancel. Against overflow and underflow, products carry exponents of their own.
-    Cancellation no precision prevents, and to leave work out when there is none would need the host. So ``"blelloch"``
-    and a number of levels also compute what ``"auto"`` does, and return that for every gradient, of one row, on which
-    the two differ by more than a few units in the last place. They cost more than ``"auto"``, in time as in memory,
-    and are there to compare schedules. Their derivatives are those of the linear products.
-
-    That is so of dense Jacobians. In a chain with a sparse one, products of Jacobians are sparse, planned at the first
-    call with these patterns, and taken as they are: where they overflow or cancel, ``"linear"`` is the accurate
-    schedule. ``"linear"`` is one kernel on CUDA, and ``"auto"`` goes up only as many levels as the planned FLOPs and
-    their memory make worthwhile, most often none.
-
-    Source: BPPSA, section 3, MLSys 2020.
-    """
-    _check_tensor("chain_backward", "grad", grad)
-    if not isinstance(jacobians, Iterable):
-        raise TypeError(f"chain_backward: jacobians must be a list of Tensors, got {type(jacobians).__name__}")
-    jacobians = list(jacobians)
-    sparse = False
-    for position, jacobian in enumerate(jacobians):
-        if isinstance(jacobian, BatchedCSR):
-            sparse = True
-        else:
-            _check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
-    levels = levels_of("chain_backward", schedule)
-    if sparse:
-        return [grad, *chain_backward_sparse(grad, jacobians, levels)]
-    if levels != SCHEDULES["linear"] and differentiated_by_transform(grad, *jacobians):
-        levels = SCHEDULES["linear"]  # every other one may take linear_scan
-    return [grad, *torch.ops.weft.chain_backward(grad, jacobians, levels)]
-
-
 def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR]) -> list[Tensor]:
     """:func:`chain_backward` in plain torch, one product after the other; differentiable to any order."""
     gradients = [grad]
@@ -168,8 +107,3 @@ def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor | BatchedC
             jacobian = jacobian.to_dense()
         gradients.append((jacobian @ gradients[-1].unsqueeze(-1)).squeeze(-1))
     return gradients
-
-
-def _check_tensor(op: str, name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")

@@ -6,16 +6,18 @@ Everything that follows from patterns alone is made once per chain of patterns a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._torch_private import differentiated_by_transform
 from ..sparse._csr import BatchedCSR
 from ..sparse._jacobians import full_pattern
 from ..sparse._pattern import Pattern
 from ..sparse._plan import MatmulPlan, count_flops, planned
+from .schedule import SCHEDULES, levels_of
 
 ALL_LEVELS = 63
 
@@ -259,3 +261,68 @@ def chain_backward_sparse(grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR]
         # Neither products nor gradients are rounded on their way along the chain.
         return [g.to(grad.dtype) for g in tree.run(grad.float(), [J.to(torch.float32) for J in matrices])]
     return tree.run(grad, matrices)
+
+
+def chain_backward(
+    grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR], schedule: str | int = "auto"
+) -> list[Tensor]:
+    """Back-propagates ``grad`` through a chain of Jacobians: every gradient along the chain.
+
+    ``g[0] = grad`` and ``g[k] = jacobians[k-1] @ g[k-1]``, for each row of the batch. Differentiable to any order.
+
+    Args:
+        grad: ``(B, n_0)``, the gradient of the loss by the chain's output; or ``(n_0,)``, and nothing has a batch.
+        jacobians: transposed Jacobians, the last layer's first: each ``(B, n_k, n_{k-1})``, or ``(n_k, n_{k-1})`` for
+            the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it; or a
+            :class:`weft.sparse.BatchedCSR`, in any mixture. Sizes may differ from layer to layer; the list may be
+            empty.
+        schedule: ``"auto"``, the fast one: products of a matrix and a vector, fused into one :func:`linear_scan` where
+            all Jacobians have one square shape; ``"linear"``, one product after the other; ``"blelloch"``, the
+            modified Blelloch scan in O(log n) levels (operator A <> B = B A, operands reversed in the down-sweep); or
+            an int, that many levels of the up-sweep before the middle is done linearly (0 is linear).
+
+    Returns:
+        n + 1 gradients, ``grad`` itself first, then g[k] ``(B, n_k)`` or ``(n_k,)``. float16 and bfloat16 are computed
+        in float32.
+
+    Raises:
+        TypeError: dtypes are not floating, or differ; an argument is no tensor, ``jacobians`` no list of them;
+            ``schedule`` is neither a string nor an int.
+        ValueError: a Jacobian does not chain (named by its position), shapes do not fit, an unknown schedule.
+        RuntimeError: devices differ.
+
+    Wherever ``"linear"`` gives finite numbers, every schedule gives the same ones up to rounding, although products of
+    Jacobians may overflow, underflow or cancel. Against overflow and underflow, products carry exponents of their own.
+    Cancellation no precision prevents, and to leave work out when there is none would need the host. So ``"blelloch"``
+    and a number of levels also compute what ``"auto"`` does, and return that for every gradient, of one row, on which
+    the two differ by more than a few units in the last place. They cost more than ``"auto"``, in time as in memory,
+    and are there to compare schedules. Their derivatives are those of the linear products.
+
+    That is so of dense Jacobians. In a chain with a sparse one, products of Jacobians are sparse, planned at the first
+    call with these patterns, and taken as they are: where they overflow or cancel, ``"linear"`` is the accurate
+    schedule. ``"linear"`` is one kernel on CUDA, and ``"auto"`` goes up only as many levels as the planned FLOPs and
+    their memory make worthwhile, most often none.
+
+    Source: BPPSA, section 3, MLSys 2020.
+    """
+    check_tensor("chain_backward", "grad", grad)
+    if not isinstance(jacobians, Iterable):
+        raise TypeError(f"chain_backward: jacobians must be a list of Tensors, got {type(jacobians).__name__}")
+    jacobians = list(jacobians)
+    sparse = False
+    for position, jacobian in enumerate(jacobians):
+        if isinstance(jacobian, BatchedCSR):
+            sparse = True
+        else:
+            check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
+    levels = levels_of("chain_backward", schedule)
+    if sparse:
+        return [grad, *chain_backward_sparse(grad, jacobians, levels)]
+    if levels != SCHEDULES["linear"] and differentiated_by_transform(grad, *jacobians):
+        levels = SCHEDULES["linear"]  # every other one may take linear_scan
+    return [grad, *torch.ops.weft.chain_backward(grad, jacobians, levels)]
+
+
+def check_tensor(op: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch_private import delayed_error
 from ..sparse import dropout_jacobian
 from ..sparse._csr import BatchedCSR
 from ..sparse._modules import check_batch_norm, find_jacobian, transposed_jacobian, unknown
+from .chain import chain_backward
 from .schedule import levels_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -139,13 +141,11 @@ class _Scan(torch.autograd.Function):
         # torch's own once_differentiable lets a second pass through, and drops what it should find here, where `grad`
         # happens to need no gradient.
         message = b"ScanSequential is differentiable once"
-        refuse = torch._C._functions.DelayedError(message, len(results))
+        refuse = delayed_error(message, len(results))
         return refuse(*(None if r is None else r.detach().requires_grad_() for r in results))
 
     @staticmethod
     def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from ..scan import chain_backward
-
         records: list[Record] = ctx.records
         input_needed = ctx.needs_input_grad[1]
         through = needed(records, input_needed)

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._torch_private import differentiated_by_transform
-from ._pattern import INT32_MAX, Pattern, index_dtype
+from .._torch_private import differentiated_by_transform, parse_to
+from ._pattern import INT32_MAX, Matrix, Pattern, index_dtype
+from ._plan import plan_matmul
 from ._reference import csr_mm_reference
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -81,7 +82,7 @@ def multiply(pattern: list[Tensor], transposed: list[Tensor], values: Tensor | N
     return torch.ops.weft.csr_mm(pattern, transposed, values, x)
 
 
-class BatchedCSR:
+class BatchedCSR(Matrix):
     """A sparse matrix in CSR form for every sample of a batch, all with one pattern. Immutable; tensors are not copied.
 
     Args:
@@ -99,7 +100,7 @@ class BatchedCSR:
     Checking new indices waits for the device; the same index tensors are checked once.
     """
 
-    __slots__ = ("_pattern", "_values")
+    __slots__ = ()
 
     def __init__(self, crow: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]) -> None:
         shape = _check_shape(shape)
@@ -180,7 +181,7 @@ class BatchedCSR:
     def to(self, *args, **kwargs) -> BatchedCSR:
         """As ``Tensor.to``; a dtype converts the values only."""
         copy = kwargs.pop("copy", False)
-        device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, _ = parse_to(*args, **kwargs)
         if dtype is not None:
             _check_dtype(dtype)
         values = self._values.to(device=device, dtype=dtype, non_blocking=non_blocking, copy=copy)
@@ -278,8 +279,6 @@ class BatchedCSR:
 
     def __matmul__(self, other: Tensor | BatchedCSR) -> Tensor | BatchedCSR:
         if isinstance(other, BatchedCSR):
-            from ._plan import plan_matmul
-
             return plan_matmul(self, other)(self, other)
         if not isinstance(other, Tensor):
             return NotImplemented

@@ -76,6 +76,12 @@ class Pattern:
         )
 
 
+class Matrix:
+    """A pattern and values on it: what BatchedCSR is made of, for what does not know BatchedCSR."""
+
+    __slots__ = ("_pattern", "_values")
+
+
 def diagonal(n: int, device: torch.device) -> Pattern:
     crow = torch.arange(n + 1, dtype=index_dtype(n), device=device)
     return Pattern(crow, crow[:n], (n, n), diagonal=True)

@@ -7,9 +7,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from .._transforms import differentiated_by_transform
-from ._csr import BatchedCSR
-from ._pattern import Pattern
+from .._torch_private import differentiated_by_transform
+from ._pattern import Matrix, Pattern
 from ._reference import csr_matmul_reference
 
 
@@ -59,7 +58,7 @@ class MatmulPlan:
         """Bytes that the plan holds."""
         return sum(t.nbytes for t in self._own)
 
-    def __call__(self, a: BatchedCSR, b: BatchedCSR) -> BatchedCSR:
+    def __call__(self, a: Matrix, b: Matrix) -> Matrix:
         """``a @ b``, on ``plan.crow`` and ``plan.col``: per sample where one of them is. Does no work on indices, does
         not wait for the device, and allocates the result alone. Differentiable to any order.
 
@@ -69,7 +68,7 @@ class MatmulPlan:
             RuntimeError: another device.
         """
         for name, J, planned, equal in zip("ab", (a, b), (self._a, self._b), self._equal, strict=True):
-            if not isinstance(J, BatchedCSR):
+            if not isinstance(J, Matrix):
                 raise TypeError(f"plan_matmul: {name} must be a BatchedCSR, got {type(J).__name__}")
             if J._pattern is not planned and J._pattern not in equal:
                 self._compare(name, J._pattern, planned)
@@ -78,7 +77,7 @@ class MatmulPlan:
             raise TypeError(f"plan_matmul: b must have the dtype of a, {a.dtype}, got {b.dtype}")
         if None not in (a.batch_size, b.batch_size) and a.batch_size != b.batch_size:
             raise ValueError(f"plan_matmul: b must have the batch of a, {a.batch_size}, got {b.batch_size}")
-        return BatchedCSR._of(self._pattern, self._values(a.values, b.values))
+        return type(a)._of(self._pattern, self._values(a.values, b.values))
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
         if differentiated_by_transform(x, y):
@@ -104,7 +103,7 @@ class MatmulPlan:
         return f"MatmulPlan(shape={self.shape}, nnz={self.nnz}, flops={self.flops}, memory={self.memory})"
 
 
-def plan_matmul(a: BatchedCSR, b: BatchedCSR) -> MatmulPlan:
+def plan_matmul(a: Matrix, b: Matrix) -> MatmulPlan:
     """Plans the product of two sparse matrices from their patterns alone, for any number of products with other values.
 
     Args:
@@ -127,7 +126,7 @@ def plan_matmul(a: BatchedCSR, b: BatchedCSR) -> MatmulPlan:
     Source: BPPSA, section 3.4 (deterministic sparsity).
     """
     for name, J in (("a", a), ("b", b)):
-        if not isinstance(J, BatchedCSR):
+        if not isinstance(J, Matrix):
             raise TypeError(f"plan_matmul: {name} must be a BatchedCSR, got {type(J).__name__}")
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"plan_matmul: a {a.shape} and b {b.shape} do not chain")
