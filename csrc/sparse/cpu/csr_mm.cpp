@@ -11,9 +11,47 @@
 namespace weft::sparse {
 namespace {
 
+constexpr int64_t kTile = 16;  // samples whose vectors lie side by side
+
+// One column, values that the batch shares: a value and its index are read once for kTile samples, whose elements of x
+// are neighbours.
+template <typename I, typename T>
+void mv_of_tiles(const CsrMm& p) {
+  using Acc = Accumulate<T>;
+  const I *crow = static_cast<const I*>(p.crow), *col = static_cast<const I*>(p.col),
+          *index = static_cast<const I*>(p.index);
+  const T* values = static_cast<const T*>(p.values);
+  std::vector<Acc> packed(p.columns * kTile);
+  for (int64_t first = 0; first < p.batch; first += kTile) {
+    const int64_t count = std::min(kTile, p.batch - first);
+    const T* x = static_cast<const T*>(p.x) + first * p.x_batch;
+    over_rows(1, p.columns, p.columns * count, [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t s = 0; s < count; ++s) {
+        for (int64_t j = begin; j < end; ++j) packed[j * kTile + s] = Acc(x[s * p.x_batch + j]);
+      }
+    });
+    T* out = static_cast<T*>(p.out) + first * p.rows;
+    over_rows(1, p.rows, p.nnz * count, [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        Acc sum[kTile] = {};
+        for (I e = crow[i]; e < crow[i + 1]; ++e) {
+          const Acc v = values ? Acc(values[index ? index[e] : e]) : Acc(1);
+          const Acc* line = packed.data() + int64_t(col[e]) * kTile;
+          for (int64_t s = 0; s < kTile; ++s) sum[s] += v * line[s];
+        }
+        for (int64_t s = 0; s < count; ++s) out[s * p.rows + i] = T(sum[s]);
+      }
+    });
+  }
+}
+
 template <typename I, typename T>
 void mm(const CsrMm& p) {
   using Acc = Accumulate<T>;
+  // Packing pays where each column is read a few times.
+  if (p.k == 1 && p.batch >= 4 && p.values_batch == 0 && p.x_batch != 0 && p.nnz >= 4 * p.columns) {
+    return mv_of_tiles<I, T>(p);
+  }
   const I *crow = static_cast<const I*>(p.crow), *col = static_cast<const I*>(p.col),
           *index = static_cast<const I*>(p.index);
   over_rows(p.batch, p.rows, (p.nnz + p.rows) * p.k, [&](int64_t b, int64_t begin, int64_t end) {
