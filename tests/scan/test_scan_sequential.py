@@ -199,6 +199,17 @@ def test_refusals() -> None:
         (g.square().sum() + x.sum()).backward()
 
 
+def test_the_graph_is_kept_where_one_asks_for_it() -> None:
+    net = ScanSequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    x = torch.randn(2, 3, requires_grad=True)
+    y = net(x).sum()
+    first = torch.autograd.grad(y, (x, *net.parameters()), retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(y, (x, *net.parameters())), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(RuntimeError, match="freed the graph"):
+        y.backward()
+
+
 def test_a_registered_layer() -> None:
     register_jacobian(Cubed, lambda m, i, o: torch.diag_embed(3 * i.flatten(1) ** 2))
     plain, scan = pair([nn.Linear(4, 4), Cubed(), nn.Linear(4, 2)], "cpu")

@@ -565,6 +565,21 @@ def test_bad_input(case: str) -> None:
         call()
 
 
+def test_patterns_made_in_inference_mode_serve_gradients_later() -> None:
+    clear_cache()
+    weight = torch.randn(2, 1, 3, 3)
+    weight[0] = 0
+    with torch.inference_mode():
+        for prune in (False, True):
+            J = conv2d_jacobian(weight, (1, 5, 5), prune=prune)
+            (J @ relu_jacobian(torch.randn(1, 2, 3, 3))).mv(torch.randn(18))
+    leaf = weight.clone().requires_grad_()
+    for prune in (False, True):
+        J = conv2d_jacobian(leaf, (1, 5, 5), prune=prune)
+        product = J @ relu_jacobian(torch.randn(1, 2, 3, 3))
+        torch.autograd.grad(product.mv(torch.randn(18)).sum(), leaf)
+
+
 def test_the_cache_can_be_cleared() -> None:
     weight = torch.randn(2, 1, 3, 3)
     first = conv2d_jacobian(weight, (1, 5, 5))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch_private import delayed_error
+from .._torch_private import delayed_error, keeps_graph
 from ..sparse import dropout_jacobian
 from ..sparse._csr import BatchedCSR
 from ..sparse._modules import check_batch_norm, find_jacobian, transposed_jacobian, unknown
@@ -146,7 +146,12 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        records: list[Record] = ctx.records
+        records: list[Record] | None = ctx.records
+        if records is None:
+            raise RuntimeError("ScanSequential: the first backward pass freed the graph; retain_graph=True keeps it")
+        keep = keeps_graph()
+        if not keep:
+            ctx.records = None
         input_needed = ctx.needs_input_grad[1]
         through = needed(records, input_needed)
         moving = [r for r in through if not r.is_identity]
@@ -175,7 +180,7 @@ class _Scan(torch.autograd.Function):
             if not wanted or record.position not in reaching:
                 continue
             arriving = reaching[record.position].to(record.output.dtype).reshape(record.output.shape)
-            parts = torch.autograd.grad(record.output, wanted, arriving, retain_graph=True, allow_unused=True)
+            parts = torch.autograd.grad(record.output, wanted, arriving, retain_graph=keep, allow_unused=True)
             for p, part in zip(wanted, parts, strict=True):
                 if part is not None:
                     found[p] = part if p not in found else found[p] + part

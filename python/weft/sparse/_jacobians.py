@@ -32,7 +32,8 @@ _cache: OrderedDict[Hashable, Any] = OrderedDict()
 def _cached(key: Hashable, make: Callable[[], T]) -> T:
     found = _cache.get(key)
     if found is None:
-        found = _cache[key] = make()
+        with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
+            found = _cache[key] = make()
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)
     else:
@@ -221,7 +222,8 @@ def _pruned(key: Hashable, weight: Tensor, windows: Windows, groups: int, owner:
             known.append(known.pop(position))
             break
     else:
-        known.append(_make_pruned(kept, windows, groups))
+        with torch.inference_mode(False):
+            known.append(_make_pruned(kept.clone(), windows, groups))
         del known[:-_PRUNED_SIZE]
     if owner is not None:
         owner["pruned"] = known[-1]

@@ -18,6 +18,11 @@ def index_dtype(*sizes: int) -> torch.dtype:
     return torch.int32 if max(sizes) <= INT32_MAX else torch.int64
 
 
+def version(t: Tensor) -> int:
+    """How often this tensor has been written to, as far as torch knows: of inference tensors it does not."""
+    return 0 if t.is_inference() else t._version
+
+
 class Pattern:
     """``crow`` (rows + 1,) and ``col`` (nnz,) of a matrix of ``shape``, checked and sorted.
 
@@ -33,7 +38,7 @@ class Pattern:
         """Whether this is known to be the whole diagonal of a square matrix."""
         self.plans: weakref.WeakKeyDictionary[Pattern, Any] = weakref.WeakKeyDictionary()
         """Planned products with a pattern on the right."""
-        self.versions = (crow._version, col._version)
+        self.versions = (version(crow), version(col))
         self._transposed: list[Tensor] | None = None
         _known[id(crow), id(col), shape] = self
 
@@ -43,7 +48,7 @@ class Pattern:
         found = _known.get((id(crow), id(col), shape))
         if found is None or found.crow is not crow or found.col is not col:
             return None
-        return found if found.versions == (crow._version, col._version) else None
+        return found if found.versions == (version(crow), version(col)) else None
 
     @property
     def nnz(self) -> int:
@@ -57,7 +62,8 @@ class Pattern:
     def transposed(self) -> list[Tensor]:
         """``[crow, col, index]`` of the transposed pattern; element e of it is element ``index[e]`` of this one."""
         if self._transposed is None:
-            self._transposed = list(torch.ops.weft.csr_transpose(self.crow, self.col, self.shape[1]))
+            with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
+                self._transposed = list(torch.ops.weft.csr_transpose(self.crow, self.col, self.shape[1]))
         return self._transposed
 
     @property

@@ -142,7 +142,8 @@ def planned(a: Pattern, b: Pattern) -> MatmulPlan:
     plan = a.plans.get(b)
     plan = plan() if plan is not None else None
     if plan is None:
-        plan = MatmulPlan(a, b)
+        with torch.inference_mode(False):
+            plan = MatmulPlan(a, b)
         a.plans[b] = weakref.ref(plan)
     return plan
 
