@@ -9,6 +9,7 @@
 
 #include "vertex/graphs.h"
 #include "vertex/schedule.h"
+#include "vertex/source.h"
 
 namespace py = pybind11;
 
@@ -514,6 +515,15 @@ void bind(py::module_& m) {
       .def_property_readonly("max_edges", number(Schedule::kMaxEdges))
       .def_property_readonly("single_use", [](const Schedule& s) { return s.number(Schedule::kSingleUse) != 0; });
   vertex.def("schedule", &schedule, py::call_guard<py::gil_scoped_release>());
+  vertex.def(
+      "kernel_body",
+      [](const std::vector<int64_t>& code, const std::vector<double>& constants, bool backward, size_t step) {
+        const Program program = Program::parse(code, constants);
+        const Step& kernel = (backward ? program.backward : program.forward).at(step);
+        return py::make_tuple(kernel_body(program, kernel), kernel.buffers);
+      },
+      "The source of a step and its buffers, for the tests.", py::arg("code"), py::arg("constants"),
+      py::arg("backward"), py::arg("step"));
   vertex.def("first_beyond",
              [](const Graphs& graphs, const std::vector<int64_t>& limits) { return first_beyond(graphs, limits); });
   vertex.def("first_typed", [](const Graphs& graphs, const std::vector<bool>& wanted) -> int64_t {

@@ -1,5 +1,6 @@
 #include "vertex/code.h"
 
+#include <set>
 #include <stdexcept>
 
 namespace weft::vertex {
@@ -45,7 +46,7 @@ void check(const Program& p, const Step& step, const Instruction& i) {
       require(buffer(i.a, i.b).width >= i.b + (i.d & 1 ? 1 : step.width));
       break;
     case Op::kConstant:
-      require(i.a >= 0);
+      require(i.a >= 0 && i.a < static_cast<int32_t>(p.constants.size()));
       break;
     case Op::kUses:
       require(i.a >= 0 && i.a < static_cast<int32_t>(p.tables.size()) && !step.edges);
@@ -78,6 +79,17 @@ void check(const Program& p, const Step& step, const Instruction& i) {
   }
 }
 
+std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
+  std::set<int32_t> found;
+  for (const Instruction& i : step.code) {
+    if (i.op == Op::kLoad) found.insert(i.a);
+    if (i.op == Op::kStore) found.insert(i.b);
+    if (i.op != Op::kUses) continue;
+    for (const Use& use : p.tables[i.a]) found.insert(use.buffer);
+  }
+  return {found.begin(), found.end()};
+}
+
 std::vector<Step> steps(Reader& in, const Program& p) {
   std::vector<Step> found(in.count());
   const auto buffers = static_cast<int64_t>(p.buffers.size());
@@ -100,15 +112,17 @@ std::vector<Step> steps(Reader& in, const Program& p) {
       i = {i.op, in.next(), in.next(), in.next(), in.next(), in.next()};
       check(p, s, i);
     }
+    s.buffers = buffers_of(p, s);
   }
   return found;
 }
 
 }  // namespace
 
-Program Program::parse(std::span<const int64_t> code) {
+Program Program::parse(std::span<const int64_t> code, std::span<const double> constants) {
   Reader in(code);
   Program p;
+  p.constants.assign(constants.begin(), constants.end());
   p.state = in.next();
   p.buffers.resize(in.count());
   for (Buffer& b : p.buffers) {

@@ -8,7 +8,9 @@
 // The encoded form is what Program::parse reads: state buffer; buffers; tables; forward steps; backward steps; matrix
 // gradients; vector gradients; each list with its length first.
 #pragma once
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -69,16 +71,24 @@ struct Use {
   bool by_parent;  // of a sum: the row of the edge's parent, else of the edge
 };
 
+// What a device made of a kernel, by device and precision: handles that live as long as the process.
+struct Handles {
+  std::atomic<void*> of[64][2] = {};
+};
+
 struct Step {
   bool product;
   bool edges;
   // A kernel's.
   int32_t width, registers;
   std::vector<Instruction> code;
+  std::vector<int32_t> buffers;  // that it reads or writes, ascending
   // A product's.
   int32_t source, matrix, target;
   bool transposed;
   bool skips_leaves;  // zero, or nobody's, where there are no children
+
+  std::shared_ptr<Handles> compiled = std::make_shared<Handles>();
 };
 
 struct MatrixGradient {
@@ -97,9 +107,10 @@ struct Program {
   std::vector<Step> forward, backward;
   std::vector<MatrixGradient> matrix_gradients;
   std::vector<VectorGradient> vector_gradients;
+  std::vector<double> constants;
 
   // std::invalid_argument where the numbers are no program.
-  static Program parse(std::span<const int64_t> code);
+  static Program parse(std::span<const int64_t> code, std::span<const double> constants);
 };
 
 }  // namespace weft::vertex

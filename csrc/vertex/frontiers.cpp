@@ -1,17 +1,16 @@
 // Checks, allocation and the loop over tasks; kernels are the device's.
 #include "vertex/frontiers.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
+#include <array>
+#include <bit>
 #include <map>
 #include <memory>
-#include <set>
 
 #include "common/check.h"
 #include "common/tensor.h"
@@ -22,32 +21,43 @@ namespace {
 constexpr const char* kOp = "vertex_frontiers";
 
 // Parsed programs of this thread; a call finds its own by comparing a few kilobytes.
-std::shared_ptr<const Program> parsed(const at::Tensor& program) {
-  thread_local std::vector<std::pair<std::vector<int64_t>, std::shared_ptr<const Program>>> known;
+std::shared_ptr<const Program> parsed(const at::Tensor& program, const at::Tensor& constants) {
+  struct Known {
+    std::vector<int64_t> code;
+    std::shared_ptr<const Program> program;
+  };
+  thread_local std::vector<Known> known;
   WEFT_CHECK_TYPE(program.scalar_type() == at::kLong && program.is_cpu() && program.is_contiguous(), kOp,
                   ": program must be a contiguous int64 tensor on the CPU");
+  WEFT_CHECK_TYPE(constants.scalar_type() == at::kDouble && constants.is_cpu() && constants.is_contiguous(), kOp,
+                  ": constants must be a contiguous float64 tensor on the CPU");
   const std::span<const int64_t> code(pointer<int64_t>(program), program.numel());
-  for (const auto& [key, value] : known) {
-    if (key.size() == code.size() && std::equal(code.begin(), code.end(), key.begin())) return value;
+  const std::span<const double> numbers(pointer<double>(constants), constants.numel());
+  const auto same_bits = [](double a, double b) { return std::bit_cast<int64_t>(a) == std::bit_cast<int64_t>(b); };
+  for (const Known& k : known) {
+    if (std::equal(code.begin(), code.end(), k.code.begin(), k.code.end()) &&
+        std::equal(numbers.begin(), numbers.end(), k.program->constants.begin(), k.program->constants.end(),
+                   same_bits)) {
+      return k.program;
+    }
   }
   std::shared_ptr<const Program> made;
   try {
-    made = std::make_shared<const Program>(Program::parse(code));
+    made = std::make_shared<const Program>(Program::parse(code, numbers));
   } catch (const std::invalid_argument& error) {
     WEFT_CHECK_VALUE(false, error.what());
   }
   if (known.size() >= 64) known.erase(known.begin());
-  known.emplace_back(std::vector<int64_t>(code.begin(), code.end()), made);
+  known.push_back({{code.begin(), code.end()}, made});
   return made;
 }
 
 struct Run {
-  Run(const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
-      const at::Tensor& constants_, at::ScalarType dtype_, at::Device device)
-      : program(parsed(program)),
+  Run(at::TensorList matrices, const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
+      const at::Tensor& constants, at::ScalarType dtype_)
+      : program(parsed(program, constants)),
         numbers(pointer<int32_t>(host_schedule), host_schedule.numel()),
-        constants(pointer<double>(constants_), constants_.numel()),
-        options(at::TensorOptions().dtype(dtype_).device(device)) {
+        options(at::TensorOptions().dtype(dtype_).device(schedule.device())) {
     WEFT_CHECK_TYPE(host_schedule.scalar_type() == at::kInt && host_schedule.is_cpu() && host_schedule.is_contiguous(),
                     kOp, ": host_schedule must be a contiguous int32 tensor on the CPU");
     WEFT_CHECK_TYPE(schedule.scalar_type() == at::kInt && schedule.is_contiguous(), kOp,
@@ -55,8 +65,6 @@ struct Run {
     WEFT_CHECK_VALUE(schedule.numel() == host_schedule.numel(), kOp, ": the two schedules differ in length");
     WEFT_CHECK_VALUE(numbers.size() > Schedule::kHeader + size_t{Schedule::kNumArrays}, kOp,
                      ": the schedule is damaged");
-    WEFT_CHECK_TYPE(constants_.scalar_type() == at::kDouble && constants_.is_cpu(), kOp,
-                    ": constants must be a float64 tensor on the CPU");
     WEFT_CHECK_TYPE(dtype_ == at::kFloat || dtype_ == at::kDouble, kOp, ": dtype must be float32 or float64, got ",
                     dtype_);
     num_vertices = numbers[Schedule::kVertices];
@@ -76,6 +84,21 @@ struct Run {
               num_vertices};
     tasks = {reinterpret_cast<const Task*>(numbers.data() + numbers[Schedule::kHeader + Schedule::kTaskTable]),
              static_cast<size_t>(numbers[Schedule::kTasks])};
+    for (const auto* list : {&this->program->forward, &this->program->backward}) {
+      for (const Step& s : *list) {
+        if (!s.product) continue;
+        WEFT_CHECK_VALUE(s.matrix < static_cast<int64_t>(matrices.size()), kOp, ": the program reads matrix ", s.matrix,
+                         ", got ", matrices.size());
+        const at::Tensor& m = matrices[s.matrix];
+        const auto &source = this->program->buffers[s.source], &target = this->program->buffers[s.target];
+        const std::array<int64_t, 2> shape = {s.transposed ? target.width : source.width,
+                                              s.transposed ? source.width : target.width};
+        WEFT_CHECK_VALUE(m.sizes() == at::IntArrayRef(shape), kOp, ": matrix ", s.matrix, " must be ",
+                         at::IntArrayRef(shape), ", got ", m.sizes());
+        WEFT_CHECK_TYPE(m.scalar_type() == dtype_, kOp, ": matrix ", s.matrix, " must be ", dtype_, ", got ",
+                        m.scalar_type());
+      }
+    }
     tensors.resize(this->program->buffers.size());
     places.resize(tensors.size());
   }
@@ -105,28 +128,24 @@ struct Run {
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
 
-  void steps(const std::vector<Step>& list, const Task& task, at::TensorList matrices, const RunKernel& run) const {
-    const Frontier frontier{places, constants, *program, arrays, options.dtype().toScalarType()};
+  Frontier frontier() const { return {places, *program, arrays, options.dtype().toScalarType()}; }
+
+  void steps(const std::vector<Step>& list, const Task& task, at::TensorList matrices, Executor& executor) const {
     for (const Step& s : list) {
       const int64_t first = s.edges ? task.first_edge : task.first, count = s.edges ? task.num_edges : task.count;
       if (count == 0) continue;
       if (!s.product) {
-        run(s, frontier, first, count);
-        continue;
+        executor.kernel(s, first, count);
+      } else if (s.skips_leaves && task.level == 0) {
+        if (!program->buffers[s.target].backward) tensors[s.target].narrow(0, first, count).zero_();
+      } else {
+        executor.product(s, tensors[s.source], matrices[s.matrix], tensors[s.target], first, count);
       }
-      at::Tensor target = tensors[s.target].narrow(0, first, count);
-      if (s.skips_leaves && task.level == 0) {
-        if (!program->buffers[s.target].backward) target.zero_();
-        continue;
-      }
-      const at::Tensor& matrix = matrices[s.matrix];
-      at::mm_out(target, tensors[s.source].narrow(0, first, count), s.transposed ? matrix.t() : matrix);
     }
   }
 
   std::shared_ptr<const Program> program;
   std::span<const int32_t> numbers;
-  std::span<const double> constants;
   at::TensorOptions options;
   int64_t num_vertices, num_edges;
   Arrays arrays;
@@ -140,8 +159,8 @@ struct Run {
 std::vector<at::Tensor> run_forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                                     const at::Tensor& schedule, const at::Tensor& host_schedule,
                                     const at::Tensor& program, const at::Tensor& constants, at::ScalarType dtype,
-                                    const RunKernel& run) {
-  Run r(schedule, host_schedule, program, constants, dtype, schedule.device());
+                                    Executor& executor) {
+  Run r(matrices, schedule, host_schedule, program, constants, dtype);
   std::vector<at::Tensor> results;
   const auto& buffers = r.program->buffers;
   for (size_t i = 0; i < buffers.size(); ++i) {
@@ -156,7 +175,8 @@ std::vector<at::Tensor> run_forward(at::TensorList inputs, at::TensorList matric
       if (b.space == Space::kOutput) results.push_back(r.tensors[i]);
     }
   }
-  for (const Task& task : r.tasks) r.steps(r.program->forward, task, matrices, run);
+  executor.begin(r.frontier());
+  for (const Task& task : r.tasks) r.steps(r.program->forward, task, matrices, executor);
   for (size_t i = 0; i < buffers.size(); ++i) {
     if (buffers[i].saved) results.push_back(r.tensors[i]);
   }
@@ -166,8 +186,8 @@ std::vector<at::Tensor> run_forward(at::TensorList inputs, at::TensorList matric
 std::vector<at::Tensor> run_backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
                                      at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
                                      const at::Tensor& host_schedule, const at::Tensor& program,
-                                     const at::Tensor& constants, at::ScalarType dtype, const RunKernel& run) {
-  Run r(schedule, host_schedule, program, constants, dtype, schedule.device());
+                                     const at::Tensor& constants, at::ScalarType dtype, Executor& executor) {
+  Run r(matrices, schedule, host_schedule, program, constants, dtype);
   std::map<int32_t, at::Tensor> input_grads, matrix_grads, vector_grads;
   const auto& buffers = r.program->buffers;
   size_t next = 0;
@@ -194,7 +214,8 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, at::TensorList inputs
       r.put(i, at::empty({r.rows(b), b.width}, r.options));
     }
   }
-  for (size_t i = r.tasks.size(); i-- > 0;) r.steps(r.program->backward, r.tasks[i], matrices, run);
+  executor.begin(r.frontier());
+  for (size_t i = r.tasks.size(); i-- > 0;) r.steps(r.program->backward, r.tasks[i], matrices, executor);
 
   const int64_t leaves = r.tasks.empty() || r.tasks[0].level != 0 ? 0 : [&] {
     int64_t count = 0;

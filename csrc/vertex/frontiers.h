@@ -22,8 +22,6 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include <functional>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -50,22 +48,32 @@ struct Place {
 // What a kernel is run on.
 struct Frontier {
   std::span<const Place> places;
-  std::span<const double> constants;
   const Program& program;
   const Arrays& arrays;
   at::ScalarType dtype;
 };
 
-// Runs a kernel on rows or edges [first, first + count).
-using RunKernel = std::function<void(const Step& kernel, const Frontier& frontier, int64_t first, int64_t count)>;
+// What a device does with the steps of one call.
+class Executor {
+ public:
+  virtual ~Executor() = default;
+  // Before the first step, when all buffers are there.
+  virtual void begin(const Frontier& frontier) = 0;
+  // A kernel on rows or edges [first, first + count).
+  virtual void kernel(const Step& kernel, int64_t first, int64_t count) = 0;
+  // Rows [first, first + count) of the target = those of the source @ matrix, or @ matrix.T. Target and source are
+  // contiguous.
+  virtual void product(const Step& step, const at::Tensor& source, const at::Tensor& matrix, const at::Tensor& target,
+                       int64_t first, int64_t count) = 0;
+};
 
 std::vector<at::Tensor> run_forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                                     const at::Tensor& schedule, const at::Tensor& host_schedule,
                                     const at::Tensor& program, const at::Tensor& constants, at::ScalarType dtype,
-                                    const RunKernel& run);
+                                    Executor& executor);
 std::vector<at::Tensor> run_backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
                                      at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
                                      const at::Tensor& host_schedule, const at::Tensor& program,
-                                     const at::Tensor& constants, at::ScalarType dtype, const RunKernel& run);
+                                     const at::Tensor& constants, at::ScalarType dtype, Executor& executor);
 
 }  // namespace weft::vertex

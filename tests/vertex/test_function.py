@@ -827,6 +827,49 @@ def test_data_parallel(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+# ---- CUDA ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@nets
+def test_runs_batched_on_cuda(net):
+    m, x = NETS[net]().cuda(), rows(device="cuda", requires_grad=True)
+    assert weft.explain(m, GRAPHS, x).executor == "batched"
+    runs = [m(GRAPHS.to(device), x) for device in ("cpu", "cuda")]
+    assert torch.equal(*runs)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        aside = m(GRAPHS.to("cuda"), x)
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(aside, runs[0])
+
+
+@pytest.mark.cuda
+@executors
+def test_capture_in_a_cuda_graph(executor):
+    m, graphs = models.TreeLSTM(3, 2).cuda(), GRAPHS.to("cuda")
+    x = rows(device="cuda", requires_grad=True)
+    wrt = [x, *m.parameters()]
+
+    def step():
+        out = m(graphs, x, executor=executor)
+        return out, *torch.autograd.grad(out.sin().sum(), wrt)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert all(relative_error(a, b) < 1e-6 for a, b in zip(captured, step(), strict=True))
+
+
 # ---- VertexFunctions -------------------------------------------------------------------------------------------------
 
 

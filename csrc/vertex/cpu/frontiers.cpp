@@ -1,10 +1,12 @@
-// vertex_frontiers on the CPU: kernels are interpreted, rows in parallel.
+// vertex_frontiers on the CPU: kernels are interpreted, rows in parallel; products are ATen's.
 #include "vertex/frontiers.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 
 #include "vertex/cpu/kernel.h"
@@ -23,67 +25,85 @@ const cpu::VertexTables& tables() {
 
 static_assert(sizeof(cpu::VertexInstruction) == sizeof(Instruction));
 
-void run_kernel(const Step& step, const Frontier& frontier, int64_t first, int64_t count) {
-  const Program& program = frontier.program;
-  std::vector<cpu::VertexBuffer> buffers;
-  for (const Place& place : frontier.places) buffers.push_back({place.data, place.stride, place.rows, place.edges});
-  std::vector<std::vector<cpu::VertexUse>> uses;
-  std::vector<const cpu::VertexUse*> table_pointers;
-  std::vector<int32_t> table_sizes;
-  for (const auto& table : program.tables) {
-    auto& copy = uses.emplace_back();
-    for (const Use& use : table) copy.push_back({use.column, use.buffer, use.first, use.by_parent});
-    table_sizes.push_back(static_cast<int32_t>(copy.size()));
+class CpuExecutor final : public Executor {
+ public:
+  void begin(const Frontier& frontier) override {
+    single_ = frontier.dtype == at::kFloat;
+    for (const Place& place : frontier.places) buffers_.push_back({place.data, place.stride, place.rows, place.edges});
+    for (const auto& table : frontier.program.tables) {
+      auto& copy = uses_.emplace_back();
+      for (const Use& use : table) copy.push_back({use.column, use.buffer, use.first, use.by_parent});
+    }
+    for (const auto& table : uses_) {
+      tables_.push_back(table.data());
+      table_sizes_.push_back(static_cast<int32_t>(table.size()));
+    }
+    const Arrays& a = frontier.arrays;
+    kernel_.buffers = buffers_.data();
+    kernel_.constants = frontier.program.constants.data();
+    kernel_.tables = tables_.data();
+    kernel_.table_sizes = table_sizes_.data();
+    kernel_.gather = a.gather;
+    kernel_.first_edge = a.first_edge;
+    kernel_.edge_children = a.edge_children;
+    kernel_.edge_parents = a.edge_parents;
+    kernel_.first_use = a.first_use;
+    kernel_.use_rows = a.use_rows;
+    kernel_.use_columns = a.use_columns;
+    kernel_.first_sum_use = a.first_sum_use;
+    kernel_.sum_use_edges = a.sum_use_edges;
+    kernel_.num_vertices = a.num_vertices;
   }
-  for (const auto& table : uses) table_pointers.push_back(table.data());
-  const Arrays& a = frontier.arrays;
-  const cpu::VertexKernel kernel{reinterpret_cast<const cpu::VertexInstruction*>(step.code.data()),
-                                 static_cast<int64_t>(step.code.size()),
-                                 step.width,
-                                 step.registers,
-                                 step.edges,
-                                 buffers.data(),
-                                 program.state,
-                                 frontier.constants.data(),
-                                 table_pointers.data(),
-                                 table_sizes.data(),
-                                 a.gather,
-                                 a.first_edge,
-                                 a.edge_children,
-                                 a.edge_parents,
-                                 a.first_use,
-                                 a.use_rows,
-                                 a.use_columns,
-                                 a.first_sum_use,
-                                 a.sum_use_edges,
-                                 a.num_vertices};
-  const bool single = frontier.dtype == at::kFloat;
-  const auto run = single ? tables().run_float : tables().run_double;
-  const int64_t block = (cpu::kVertexBlock + 64) * (single ? 4 : 8);
-  const int64_t bytes = (step.registers + 1) * block + step.registers * static_cast<int64_t>(sizeof(void*)) + 64;
-  // A block of a row takes about as long as its instructions times its vectors.
-  const int64_t work = std::max<int64_t>(1, step.width * static_cast<int64_t>(step.code.size()));
-  at::parallel_for(first, first + count, std::max<int64_t>(1, (int64_t{1} << 17) / work),
-                   [&](int64_t begin, int64_t end) {
-                     thread_local std::vector<char> memory;
-                     if (static_cast<int64_t>(memory.size()) < bytes) memory.resize(bytes);
-                     const auto address = reinterpret_cast<uintptr_t>(memory.data());
-                     run(kernel, begin, end, reinterpret_cast<void*>((address + 63) / 64 * 64));
-                   });
-}
+
+  void kernel(const Step& step, int64_t first, int64_t count) override {
+    cpu::VertexKernel k = kernel_;
+    k.code = reinterpret_cast<const cpu::VertexInstruction*>(step.code.data());
+    k.length = static_cast<int64_t>(step.code.size());
+    k.width = step.width;
+    k.registers = step.registers;
+    k.edges = step.edges;
+    const auto run = single_ ? tables().run_float : tables().run_double;
+    const int64_t bytes = cpu::vertex_scratch(step.registers, single_ ? 4 : 8);
+    // What a row costs: its instructions times its columns. A thread is worth its start for some ten microseconds.
+    const int64_t work = std::max<int64_t>(1, k.width * k.length);
+    const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 17) / work);
+    at::parallel_for(first, first + count, grain, [&](int64_t begin, int64_t end) {
+      thread_local std::vector<char> memory;
+      if (static_cast<int64_t>(memory.size()) < bytes + 64) memory.resize(bytes + 64);
+      const auto address = reinterpret_cast<uintptr_t>(memory.data());
+      run(k, begin, end, reinterpret_cast<void*>((address + 63) / 64 * 64));
+    });
+  }
+
+  void product(const Step& step, const at::Tensor& source, const at::Tensor& matrix, const at::Tensor& target,
+               int64_t first, int64_t count) override {
+    at::Tensor rows = target.narrow(0, first, count);
+    at::mm_out(rows, source.narrow(0, first, count), step.transposed ? matrix.t() : matrix);
+  }
+
+ private:
+  bool single_ = true;
+  cpu::VertexKernel kernel_{};
+  std::vector<cpu::VertexBuffer> buffers_;
+  std::vector<std::vector<cpu::VertexUse>> uses_;
+  std::vector<const cpu::VertexUse*> tables_;
+  std::vector<int32_t> table_sizes_;
+};
 
 std::vector<at::Tensor> forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                                 const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
                                 const at::Tensor& constants, at::ScalarType dtype) {
-  return run_forward(inputs, matrices, vectors, schedule, host_schedule, program, constants, dtype, run_kernel);
+  CpuExecutor executor;
+  return run_forward(inputs, matrices, vectors, schedule, host_schedule, program, constants, dtype, executor);
 }
 
 std::vector<at::Tensor> backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
                                  at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
                                  const at::Tensor& host_schedule, const at::Tensor& program,
                                  const at::Tensor& constants, at::ScalarType dtype) {
+  CpuExecutor executor;
   return run_backward(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, dtype,
-                      run_kernel);
+                      executor);
 }
 
 }  // namespace

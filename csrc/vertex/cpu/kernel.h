@@ -33,7 +33,6 @@ struct VertexKernel {
   int64_t width, registers;
   bool edges;
   const VertexBuffer* buffers;
-  int32_t state;
   const double* constants;
   const VertexUse* const* tables;
   const int32_t* table_sizes;
@@ -43,8 +42,13 @@ struct VertexKernel {
   int64_t num_vertices;
 };
 
+// A block and its padding for each register and for zeros, and where each register is.
+constexpr int64_t vertex_scratch(int64_t registers, int64_t element_bytes) {
+  return (registers + 1) * (kVertexBlock + 16) * element_bytes + registers * int64_t(sizeof(void*));
+}
+
 struct VertexTables {
-  // Rows or edges [first, end). `scratch` has registers * (kVertexBlock + padding) elements, see vertex_scratch.
+  // Rows or edges [first, end). `scratch` has vertex_scratch bytes, at a multiple of 64.
   void (*run_float)(const VertexKernel& kernel, int64_t first, int64_t end, void* scratch);
   void (*run_double)(const VertexKernel& kernel, int64_t first, int64_t end, void* scratch);
 };

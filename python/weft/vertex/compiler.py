@@ -44,7 +44,7 @@ class Plan:
 
 
 def compile_trace(
-    trace: Trace, requires_grad: Callable[[str], bool], state: Sequence[int], dtype: str, lazy: bool
+    trace: Trace, requires_grad: Callable[[str], bool], state: Sequence[int], dtype: str, lazy: bool, fuse: bool
 ) -> Plan:
     """Compile a trace.
 
@@ -54,17 +54,18 @@ def compile_trace(
         state: one vertex's state.
         dtype: of the state, ``float32`` or ``float64``.
         lazy: whether what can runs before and after the frontiers.
+        fuse: whether element-wise operations share a kernel.
 
     Raises:
         Unsupported: the compiler does not know an operation, which is named.
     """
-    return _Compiler(trace, requires_grad, state, dtype, lazy).plan()
+    return _Compiler(trace, requires_grad, state, dtype, lazy, fuse).plan()
 
 
 class _Compiler:
-    def __init__(self, trace, requires_grad, state, dtype, lazy):
+    def __init__(self, trace, requires_grad, state, dtype, lazy, fuse):
         self._program, self._dtype = trace.program, dtype
-        self._lazy, self._state = lazy, math.prod(state)
+        self._lazy, self._fuse, self._state = lazy, fuse, math.prod(state)
         self._columns = {slot: column for column, slot in enumerate(trace.slots_gathered)}
         self._graph = Graph()
         self._operations = self._program.operations
@@ -130,6 +131,7 @@ class _Compiler:
             self._state,
             self._columns,
             self._needed if self._differentiable else None,
+            self._fuse,
         )
         return Plan(
             tuple(sorted(before)),

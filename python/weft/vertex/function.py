@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .. import _C
 from . import batched, reference
 from ._schedule import Kind, schedule
 from .compiler import compile_trace
@@ -28,6 +29,8 @@ __all__ = ["EXECUTORS", "VertexFunction", "VertexFunctions"]
 EXECUTORS = ("auto", "batched", "reference", "persistent")
 TRACES = 16
 """How many traces a module keeps, the latest."""
+MAX_BUFFERS = 64
+"""As csrc/vertex/cuda/frontier.jit.cuh."""
 
 
 class _Module(nn.Module):
@@ -228,6 +231,7 @@ class Call:
     asked: str
     reason: str
     run: Callable[[], list[Tensor]]
+    compiled: batched.Batched | None = None
 
     @property
     def program(self) -> Program | Programs:
@@ -282,7 +286,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     def run_batched() -> list[Tensor]:
         return batched.run(compiled, plan, lambda: _plan(graphs, None, None, device), rows, state.by_name)
 
-    return Call(called, "batched", executor, "compiled", run_batched)
+    return Call(called, "batched", executor, "compiled", run_batched, compiled)
 
 
 def _obstacle(functions: Sequence[reference.Function], several: bool) -> str | None:
@@ -291,8 +295,13 @@ def _obstacle(functions: Sequence[reference.Function], several: bool) -> str | N
         return "several vertex functions in one graph are not compiled"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode AD runs"
-    if functions[0].type.device.type != "cpu":
-        return f"there are no kernels for {functions[0].type.device.type}"
+    device = functions[0].type.device.type
+    if device not in ("cpu", "cuda"):
+        return f"there are no kernels for {device}"
+    if device == "cuda":
+        unavailable = _C.jit_why_unavailable() if _C.with_cuda else "Weft was built without CUDA"
+        if unavailable is not None:
+            return unavailable
     dtype = functions[0].type.state.dtype
     if dtype not in (torch.float32, torch.float64):
         return f"the state is {dtype}"
@@ -304,7 +313,7 @@ def _compiled_function(
 ) -> tuple[batched.Batched | None, str | None]:
     """A function compiled, or why not; once per trace and options."""
     options = current()
-    key = options.lazy
+    key = (options.lazy, options.fuse)
     found = function.trace.compiled.get(key)
     if found is None:
 
@@ -314,8 +323,12 @@ def _compiled_function(
 
         dtype = str(function.type.state.dtype).removeprefix("torch.")
         try:
-            plan = compile_trace(function.trace, requires_grad, function.type.state.shape, dtype, options.lazy)
+            plan = compile_trace(
+                function.trace, requires_grad, function.type.state.shape, dtype, options.lazy, options.fuse
+            )
             found = (batched.Batched.of(function, plan), None)
+            if function.type.device.type == "cuda" and plan.frontiers.most_buffers > MAX_BUFFERS:
+                found = (None, f"a kernel of {plan.frontiers.most_buffers} buffers, at most {MAX_BUFFERS} are possible")
         except Unsupported as error:
             found = (None, f"the compiler does not know {error}")
         function.trace.compiled[key] = found

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .ir import LEAVES, Derivatives, Graph, Node, Unsupported, segments, topological
+from .ir import ELEMENTWISE, LEAVES, Derivatives, Graph, Node, Unsupported, segments, topological
 
 __all__ = ["Buffer", "Compiled", "Kernel", "Product", "compile_frontiers"]
 
@@ -50,6 +50,12 @@ class Kernel:
     code: list[tuple[int, ...]] = field(default_factory=list)
     registers: int = 0
 
+    def buffers(self, tables: Sequence[Sequence[tuple[int, int, int, int]]]) -> set[int]:
+        """Buffers that it reads or writes."""
+        load, uses, store = (OPS.index(op) for op in ("load", "uses", "store"))
+        found = {a for op, _, a, *_ in self.code if op == load} | {b for op, _, _, b, *_ in self.code if op == store}
+        return found.union(row[1] for op, _, a, *_ in self.code if op == uses for row in tables[a])
+
 
 @dataclass
 class Product:
@@ -82,6 +88,12 @@ class Compiled:
     state: int = -1
     """The buffer of the states, -1 without."""
     code: tuple[int, ...] = ()
+
+    @property
+    def most_buffers(self) -> int:
+        """Of a kernel."""
+        kernels = (s for s in (*self.forward, *self.backward) if isinstance(s, Kernel))
+        return max((len(k.buffers(self.tables)) for k in kernels), default=0)
 
     def encode(self) -> tuple[int, ...]:
         """The program as one list of integers, see csrc/vertex/code.h."""
@@ -118,6 +130,7 @@ def compile_frontiers(
     state: int,
     columns: dict[int, int],
     needed,
+    fuse: bool,
 ) -> Compiled:
     """Cut the expressions of a vertex function and of its derivatives into steps.
 
@@ -128,20 +141,16 @@ def compile_frontiers(
         state: width of the state.
         columns: slot to column of the schedule.
         needed: whether the gradient of a leaf is asked for; of a product: of its matrix. None without gradients.
+        fuse: whether element-wise operations share a kernel.
     """
     found = Compiled()
-    lower = _Lowering(found, graph, columns)
+    lower = _Lowering(found, graph, columns, fuse)
     if scattered is not None:
         found.state = lower.buffer("rows", state)
         lower.want(scattered, found.state)
     for i, output in enumerate(outputs):
         lower.want(output, lower.buffer("output", output.width, i))
-    roots = [*([] if scattered is None else [scattered]), *outputs]
-    for node in topological(roots):
-        if node.op == "linear":
-            lower.product(node)
-        elif node.op == "repeat" and _leaf_of(node.args[0]) is None:
-            lower.own(node.args[0])
+    lower.finish()
     found.forward = lower.schedule()
 
     if needed is None:
@@ -198,8 +207,8 @@ def _leaf_of(x: Node) -> Node | None:
 class _Lowering:
     """Which node lies where, and the steps that put it there."""
 
-    def __init__(self, compiled: Compiled, graph: Graph, columns: dict[int, int]):
-        self._compiled, self._graph, self._columns = compiled, graph, columns
+    def __init__(self, compiled: Compiled, graph: Graph, columns: dict[int, int], fuse: bool):
+        self._compiled, self._graph, self._columns, self._fuse = compiled, graph, columns, fuse
         self._backward = False
         self.tables: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._table_numbers: dict[tuple[int, int], int] = {}
@@ -266,7 +275,7 @@ class _Lowering:
         return self._homes[node]
 
     def finish(self) -> None:
-        """Products of the backward pass that somebody's gradient needs are found by looking at what is to be stored."""
+        """What is to be stored depends on products, and on what is read through an edge's parent: these, too."""
         done: set[Node] = set()
         while True:
             fresh = [n for n in self._stores if n not in done]
@@ -278,6 +287,8 @@ class _Lowering:
                     self.product(node)
                 elif node.op == "repeat" and _leaf_of(node.args[0]) is None:
                     self.own(node.args[0])
+                elif not self._fuse and node.domain != "S" and (node.op in ELEMENTWISE or node.op == "sum"):
+                    self.own(node)
 
     # Steps. ----------------------------------------------------------------------------------------------------------
 
@@ -293,6 +304,12 @@ class _Lowering:
             pending = set(waiting)
             progress = False
             for (domain, width), members in groups.items():
+                if not self._fuse:
+                    alone = [n for n in members if self._ready([n], domain, pending, {p.target for p in products})]
+                    steps += [_Emitter(self, domain, width, {n}).run([n]) for n in alone]
+                    waiting = [n for n in waiting if n not in alone]
+                    progress = progress or bool(alone)
+                    continue
                 ready = self._ready(members, domain, pending, {p.target for p in products})
                 if not ready:
                     continue
@@ -383,8 +400,9 @@ class _Emitter:
         self._next = 0
 
     def run(self, roots: Sequence[Node]) -> Kernel:
-        for root in roots:
-            register = self._value(root, in_loop=False)
+        registers = [self._value(root, in_loop=False) for root in roots]
+        # Last, so that no load waits for a store that might be to the same address.
+        for root, register in zip(roots, registers, strict=True):
             for buffer, column in self._l._stores[root]:
                 self._emit("store", -1, register, buffer, column)
         kernel = Kernel(self._domain, self._width)

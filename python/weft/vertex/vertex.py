@@ -119,8 +119,8 @@ class Vertex:
         """Sum of all children's states or of ``message(child, *args)``, zeros where there is none.
 
         Args:
-            message: takes the states of children, ``(E, *state_size)``, and `args` with the row of a vertex repeated for
-                each of its children, (E, ...); returns (E, ...).
+            message: takes the states of children, ``(E, *state_size)``, and `args` with the row of a vertex repeated
+                for each of its children, (E, ...); returns (E, ...).
             args: values of these vertices, (N, ...).
 
         Returns:

@@ -1,0 +1,41 @@
+// One kernel of a vertex function on one task of a frontier.
+//   WEFT_VERTEX_TYPE   float or double
+//   WEFT_VERTEX_WIDTH  columns
+//   WEFT_VERTEX_BODY   csrc/vertex/source.h
+//
+// Decomposition: a thread has one column of one row (or edge), neighbouring threads neighbouring columns, so that every
+// load and store of a row is coalesced, those through the schedule's arrays included. All values of a kernel are
+// registers of its thread. Cost per launch: what it loads and stores; a frontier of a small batch is one launch's
+// latency.
+#include "common/math.jit.cuh"
+#include "vertex/cuda/frontier.jit.cuh"
+
+namespace {
+
+using T = WEFT_VERTEX_TYPE;
+using weft::vertex::FrontierArguments;
+
+__device__ __forceinline__ float infinite() {
+  return __int_as_float(0x7f800000);
+}
+__device__ __forceinline__ float not_a_number() {
+  return __int_as_float(0x7fc00000);
+}
+
+}  // namespace
+
+#define data(b) (static_cast<T*>(p.data[b]))
+#define stride(b) (p.stride[b])
+
+extern "C" __global__ void vertex_frontier(const FrontierArguments p, int first, int count) {
+  const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+  const int j = int(thread % WEFT_VERTEX_WIDTH);
+  const long long local = thread / WEFT_VERTEX_WIDTH;
+  if (local >= count) return;
+  const long long index = first + local;
+  const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
+            *edge_parents = p.edge_parents, *first_use = p.first_use, *use_rows = p.use_rows,
+            *use_columns = p.use_columns, *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
+  const long long num_vertices = p.num_vertices;
+  WEFT_VERTEX_BODY
+}

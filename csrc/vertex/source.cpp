@@ -1,0 +1,196 @@
+#include "vertex/source.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <set>
+
+namespace weft::vertex {
+namespace {
+
+std::string number(double value) {
+  if (std::isnan(value)) return "T(not_a_number())";
+  if (std::isinf(value)) return value > 0 ? "T(infinite())" : "T(-infinite())";
+  char text[64];
+  std::snprintf(text, sizeof text, "T(%.17g)", value);
+  return text;
+}
+
+class Writer {
+ public:
+  Writer(const Program& program, const Step& kernel) : program_(program), kernel_(kernel) {}
+
+  std::string body() {
+    text_ = kernel_.edges ? "const long long edge = index, row = edge_parents[edge];" : "const long long row = index;";
+    for (int r = 0; r < kernel_.registers; ++r) text_ += " T r" + std::to_string(r) + ";";
+    for (const Instruction& i : kernel_.code) instruction(i);
+    return text_;
+  }
+
+ private:
+  // Element j of buffer b in the row of a vertex or, where the buffer has a row per edge, of an edge.
+  std::string element(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) const {
+    const Buffer& buffer = program_.buffers[b];
+    std::string index = buffer.space == Space::kEdges ? edge : row;
+    if (buffer.space == Space::kVector) {
+      index = "0";
+    } else if (buffer.space != Space::kRows && buffer.space != Space::kEdges) {
+      index = "vertices[" + row + "]";
+    }
+    const auto& used = kernel_.buffers;
+    const std::string n = std::to_string(std::lower_bound(used.begin(), used.end(), b) - used.begin());
+    return "data(" + n + ")[" + index + " * stride(" + n + ") + " + std::to_string(first) + (broadcast ? "]" : " + j]");
+  }
+
+  void uses(const Instruction& i, const std::string& r) {
+    const auto& table = program_.tables[i.a];
+    std::set<int32_t> columns;
+    for (const Use& use : table) columns.insert(use.column);
+    text_ += " " + r + " = T(0);";
+    if (!columns.empty() && *columns.rbegin() >= 0) {
+      text_ +=
+          " for (int u = first_use[row]; u < first_use[row + 1]; ++u) { const long long q = use_rows[u];"
+          " switch (use_columns[u]) {";
+      for (const int32_t column : columns) {
+        if (column < 0) continue;
+        text_ += " case " + std::to_string(column) + ":";
+        for (const Use& use : table) {
+          if (use.column == column)
+            text_ += " " + r + " += " + element(use.buffer, "q", "0", use.first + i.b, false) + ";";
+        }
+        text_ += " break;";
+      }
+      text_ += " } }";
+    }
+    if (columns.contains(-1)) {
+      text_ +=
+          " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
+          "sum_use_edges[u];";
+      for (const Use& use : table) {
+        if (use.column >= 0) continue;
+        const std::string parent = use.by_parent ? "(long long)edge_parents[used]" : "0";
+        text_ += " " + r + " += " + element(use.buffer, parent, "used", use.first + i.b, false) + ";";
+      }
+      text_ += " }";
+    }
+  }
+
+  void instruction(const Instruction& i) {
+    const std::string r = "r" + std::to_string(i.result), a = "r" + std::to_string(i.a), b = "r" + std::to_string(i.b),
+                      c = "r" + std::to_string(i.c);
+    const auto set = [&](const std::string& value) { text_ += " " + r + " = " + value + ";"; };
+    switch (i.op) {
+      case Op::kLoad: {
+        const bool broadcast = i.d & 1;
+        switch (static_cast<Access>(i.c)) {
+          case Access::kRow:
+          case Access::kParent:
+            set(element(i.a, "row", "edge", i.b, broadcast));
+            break;
+          case Access::kGather:
+            text_ += " { const long long child = gather[" + std::to_string(i.d >> 1) + " * num_vertices + row]; " + r +
+                     " = child < 0 ? T(0) : " + element(i.a, "child", "0", i.b, broadcast) + "; }";
+            break;
+          case Access::kChild:
+            text_ += " { const long long child = edge_children[edge]; " + r + " = " +
+                     element(i.a, "child", "0", i.b, broadcast) + "; }";
+            break;
+        }
+        break;
+      }
+      case Op::kConstant:
+        set(number(program_.constants[i.a]));
+        break;
+      case Op::kUses:
+        uses(i, r);
+        break;
+      case Op::kStore:
+        text_ += " " + element(i.b, "row", "edge", i.c, false) + " = " + a + ";";
+        break;
+      case Op::kBegin:
+        text_ += " " + r + " = T(0); for (long long edge = first_edge[row]; edge < first_edge[row + 1]; ++edge) {";
+        break;
+      case Op::kAccumulate:
+        text_ += " " + r + " += " + a + ";";
+        break;
+      case Op::kEnd:
+        text_ += " }";
+        break;
+      case Op::kNeg:
+        set("-" + a);
+        break;
+      case Op::kSigmoid:
+        set("weft::sigmoid(" + a + ")");
+        break;
+      case Op::kTanh:
+        set("weft::hyperbolic_tangent(" + a + ")");
+        break;
+      case Op::kRelu:
+        set(a + " < T(0) ? T(0) : " + a);
+        break;
+      case Op::kExp:
+        set("exp(" + a + ")");
+        break;
+      case Op::kLog:
+        set("log(" + a + ")");
+        break;
+      case Op::kSqrt:
+        set("sqrt(" + a + ")");
+        break;
+      case Op::kAbs:
+        set("fabs(" + a + ")");
+        break;
+      case Op::kLog1p:
+        set("log1p(" + a + ")");
+        break;
+      case Op::kSign:
+        set(a + " > T(0) ? T(1) : " + a + " < T(0) ? T(-1) : " + a + " * T(0)");
+        break;
+      case Op::kCopy:
+        set(a);
+        break;
+      case Op::kAdd:
+        set(a + " + " + b);
+        break;
+      case Op::kSub:
+        set(a + " - " + b);
+        break;
+      case Op::kMul:
+        set(a + " * " + b);
+        break;
+      case Op::kDiv:
+        set(a + " / " + b);
+        break;
+      case Op::kMax:
+        set(a + " != " + a + " ? " + a + " : " + a + " > " + b + " ? " + a + " : " + b);
+        break;
+      case Op::kMin:
+        set(a + " != " + a + " ? " + a + " : " + a + " < " + b + " ? " + a + " : " + b);
+        break;
+      case Op::kGreater:
+        set(a + " > " + b + " ? T(1) : T(0)");
+        break;
+      case Op::kGreaterEqual:
+        set(a + " >= " + b + " ? T(1) : T(0)");
+        break;
+      case Op::kEqual:
+        set(a + " == " + b + " ? T(1) : T(0)");
+        break;
+      case Op::kSelect:
+        set(a + " != T(0) ? " + b + " : " + c);
+        break;
+    }
+  }
+
+  const Program& program_;
+  const Step& kernel_;
+  std::string text_;
+};
+
+}  // namespace
+
+std::string kernel_body(const Program& program, const Step& kernel) {
+  return Writer(program, kernel).body();
+}
+
+}  // namespace weft::vertex

@@ -1,0 +1,157 @@
+"""The kernels that are written for CUDA when a vertex function is compiled, run on a processor beside the interpreter.
+
+The body of each kernel is compiled by the C++ compiler with what vertex/cuda/frontier.jit.cu declares around it, and
+called for one thread after the other; products are torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import weft
+from weft import _C
+from weft.vertex import models
+from weft.vertex._schedule import Kind, schedule
+from weft.vertex.function import prepare
+from weft.vertex.kernels import Product
+
+from tests.common import relative_error
+from tests.vertex.naive import random_dag, random_tree
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+ARRAYS = (
+    "vertices", "gather", "first_edge", "edge_children", "edge_parents", "first_use", "use_rows", "use_columns",
+    "first_sum_use", "sum_use_edges",
+)  # fmt: skip
+BUFFERS = 64
+
+PRELUDE = """
+#include <cmath>
+using std::exp; using std::log; using std::sqrt; using std::fabs; using std::log1p;
+#include "vertex/cuda/frontier.jit.cuh"
+using T = double;
+namespace weft {
+inline double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+inline double hyperbolic_tangent(double x) { return std::tanh(x); }
+}
+static double infinite() { return INFINITY; }
+static double not_a_number() { return NAN; }
+#define data(b) (static_cast<T*>(p.data[b]))
+#define stride(b) (p.stride[b])
+"""
+
+KERNEL = """
+extern "C" void {name}(const weft::vertex::FrontierArguments& p, int first, int count) {{
+  const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
+            *edge_parents = p.edge_parents, *first_use = p.first_use, *use_rows = p.use_rows,
+            *use_columns = p.use_columns, *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
+  const long long num_vertices = p.num_vertices;
+  (void)vertices, (void)gather, (void)first_edge, (void)edge_children, (void)edge_parents, (void)first_use;
+  (void)use_rows, (void)use_columns, (void)first_sum_use, (void)sum_use_edges, (void)num_vertices;
+  for (long long index = first; index < first + count; ++index)
+    for (int j = 0; j < {width}; ++j) {{ {body} }}
+}}
+"""
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p * BUFFERS),
+        ("stride", ctypes.c_longlong * BUFFERS),
+        *((name, ctypes.c_void_p) for name in ARRAYS),
+        ("num_vertices", ctypes.c_longlong),
+    ]
+
+
+def library(compiled, folder: Path) -> tuple[ctypes.CDLL, dict[str, list[int]]]:
+    """The kernels, and the buffers of each."""
+    text, used = PRELUDE, {}
+    for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
+        for i, step in enumerate(steps):
+            if not isinstance(step, Product):
+                name = f"step_{int(backward)}_{i}"
+                body, used[name] = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i)
+                assert set(used[name]) == step.buffers(compiled.tables)
+                text += KERNEL.format(name=name, width=step.width, body=body)
+    (folder / "kernels.cpp").write_text(text)
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{CSRC}", "kernels.cpp", "-o", "kernels.so"]
+    subprocess.run(command, cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "kernels.so")), used
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: models.TreeLSTM(3, 4),
+        lambda: models.ChildSumTreeLSTM(3, 4),
+        lambda: models.TreeGRU(3, 4),
+        lambda: models.TreeFC(3),
+    ],
+    ids=["treelstm", "childsum", "treegru", "treefc"],
+)
+def test_written_kernels_say_what_the_interpreter_does(make, fuse, tmp_path):
+    rng = random.Random(4)
+    cell = make().double()
+    graphs = weft.Graphs.from_children([random_tree(rng, 5), random_dag(rng, 7, 2), [[]]])
+    x = torch.randn(graphs.num_vertices, 3, dtype=torch.float64, requires_grad=True)
+    with weft.vertex.options(fuse=fuse):
+        call = prepare(cell, graphs, x, "batched")
+    batched, trace = call.compiled, call.functions[0].trace
+    plan, compiled = batched.plan, batched.plan.frontiers
+    kernels, used = library(compiled, tmp_path)
+    places = schedule("test", graphs, (Kind(trace.slots_gathered, trace.takes_all_children),))
+    n, m = graphs.num_vertices, places.core.num_edges
+
+    sizes = {"rows": n, "edges": m, "input": n, "output": n, "output_grad": n, "input_grad": n, "vector": 1}
+    tensors = [torch.randn(sizes[b.space], b.width, dtype=torch.float64) for b in compiled.buffers]
+    matrices = [torch.randn(trace.program.symbols[s].shape, dtype=torch.float64) for s in plan.matrices]
+
+    def of(space: str) -> list[torch.Tensor]:
+        found = [(b.index, t) for b, t in zip(compiled.buffers, tensors, strict=True) if b.space == space]
+        return [t for _, t in sorted(found, key=lambda pair: pair[0])]
+
+    given = of("input"), matrices, of("vector")
+    block = places.block()
+    shared = (block, block, batched.program, batched.constants, torch.float64)
+    results = torch.ops.weft.vertex_frontiers(*given, *shared)
+    outputs, saved = results[: len(plan.outputs)], results[len(plan.outputs) :]
+    gradients = torch.ops.weft.vertex_frontiers_backward(of("output_grad"), *given, saved, *shared)
+
+    arguments = Arguments(num_vertices=n)
+    for name in ARRAYS:
+        setattr(arguments, name, places.array(name).data_ptr())
+
+    def run(steps, backward: bool, tasks) -> None:
+        for task in tasks:
+            for i, step in enumerate(steps):
+                first, count = (task.first_edge, task.num_edges) if step.domain == "E" else (task.first, task.count)
+                rows = slice(first, first + count)
+                if not isinstance(step, Product):
+                    name = f"step_{int(backward)}_{i}"
+                    for k, b in enumerate(used[name]):
+                        arguments.data[k] = tensors[b].data_ptr()
+                        arguments.stride[k] = 0 if compiled.buffers[b].space == "vector" else tensors[b].stride(0)
+                    getattr(kernels, name)(ctypes.byref(arguments), first, count)
+                elif step.skips_leaves and task.level == 0:
+                    tensors[step.target][rows] = 0
+                else:
+                    matrix = matrices[step.matrix]
+                    tensors[step.target][rows] = tensors[step.source][rows] @ (matrix.T if step.transposed else matrix)
+
+    run(compiled.forward, False, places.tasks)
+    for found, want in zip(of("output"), outputs, strict=True):
+        assert relative_error(found, want) < 1e-13
+    for t in of("input_grad"):
+        t.zero_()
+    run(compiled.backward, True, places.tasks[::-1])
+    assert of("input_grad")
+    for found, want in zip(of("input_grad"), gradients, strict=False):
+        assert relative_error(found, want) < 1e-13
