@@ -34,6 +34,16 @@ def test_help(name):
     assert EXAMPLES[name] in done.stdout
 
 
+def test_offload_vgg(tmp_path, capsys):
+    figure = tmp_path / "timeline.png"
+    arguments = ["--quick", "--device", "cpu", "--backend", "reference", "--budget", "60KB", "--output", str(figure)]
+    report = example("offload_vgg.py")["main"](arguments).to_dict()
+    assert report["budget_met"] and 0 < report["moved_bytes"] < report["saved_bytes"]
+    printed = capsys.readouterr().out
+    assert "the same bits" in printed and "moved" in printed
+    assert figure.stat().st_size > 1000
+
+
 @pytest.mark.parametrize("algorithm", ["auto", "persistent", "scan", "torch"])
 def test_char_lm(algorithm, capsys):
     bits = example("char_lm.py")["main"](["--quick", "--device", "cpu", "--algorithm", algorithm])

@@ -58,7 +58,8 @@ py::dict books(const Ledger& ledger) {
   d["stalls"] = stalls;
   // (out, begin, end, bytes) since the first mark; None where there is no such mark.
   py::list copies;
-  const MarkPtr origin = ledger.marks.empty() ? nullptr : ledger.marks.front();
+  const MarkPtr first = ledger.marks.empty() ? nullptr : ledger.marks.front();
+  const MarkPtr origin = first != nullptr && first->passed() ? first : nullptr;
   int64_t crossed[] = {t.returned_bytes, t.sent_bytes};
   for (const auto& [out, sent, begin, end] : ledger.spans) {
     crossed[out] += sent.bytes();
@@ -82,8 +83,8 @@ double density(const Record& record) {
   return n == 0 ? 1 : std::clamp(double(nonzeros) / double(n), 0.0, 1.0);
 }
 
-// (seconds or None, operations of the forward, tensors, bytes of the first save of each); a tensor that nobody read
-// counts to the end.
+// (operations, their seconds or None, operations of the forward, tensors, per tensor: bytes of its first save,
+// itemsize, whether it may move, whether its density is known). A tensor that nobody read counts to the end.
 py::tuple timeline(const Ledger& ledger) {
   const int64_t forward = ledger.forward == 0 ? ledger.saves + 1 : ledger.forward;
   const int64_t operations = std::max(forward + ledger.reads, forward + 1);
@@ -94,7 +95,8 @@ py::tuple timeline(const Ledger& ledger) {
     const int64_t end = operations - 1;
     tensors.append(py::make_tuple(r->bytes, r->number, r->first_read < 0 ? end : r->first_read,
                                   r->first_read < 0 ? end : r->last_read, density(*r), r->itemsize));
-    first.append(py::make_tuple(r->first_bytes, r->itemsize, r->reason == kBudget || r->moved));
+    first.append(py::make_tuple(r->first_bytes, r->itemsize, r->reason == kBudget || r->reason == kPool || r->moved,
+                                !r->counts.empty()));
   }
   return py::make_tuple(operations, times ? py::cast(*times) : py::none(), forward, tensors, first);
 }
@@ -140,7 +142,8 @@ void bind_engine(py::module_& m) {
       .def("unpack", &Use::unpack)
       .def("exit", &Use::exit)
       .def_property_readonly("finished", &Use::finished)
-      .def_property_readonly("timed",
+      .def_readonly("timed", &Use::timed)
+      .def_property_readonly("passed",
                              [](const Use& use) {
                                return std::ranges::all_of(use.ledgers, [](const auto& ledger) {
                                  const auto passed = [](const MarkPtr& mark) { return !mark || mark->passed(); };
@@ -177,11 +180,12 @@ void bind_engine(py::module_& m) {
            py::arg("pool_limit"))
       .def(
           "use",
-          [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<Schedule>> schedules) {
+          [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<Schedule>> schedules, bool timed) {
             return std::make_shared<Use>(
-                std::move(engine), std::map<int, std::shared_ptr<const Schedule>>(schedules.begin(), schedules.end()));
+                std::move(engine), std::map<int, std::shared_ptr<const Schedule>>(schedules.begin(), schedules.end()),
+                timed);
           },
-          py::arg("schedules"))
+          py::arg("schedules"), py::arg("timed"))
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;

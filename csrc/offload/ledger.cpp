@@ -131,8 +131,9 @@ void Account::drop_oldest(Ledger* waiting) {
 Block::~Block() {
   if (into != nullptr) return;
   try {
-    if (!arriving.empty())
-      for (auto& parcel : arriving) parcel->wait_in(held);
+    // On its way back, and nobody waited for it: its memory must not be given out before.
+    if (arriving && held)
+      for (auto& parcel : parcels) parcel->wait_in(held);
     if (!moved) ledger.account.count(-bytes);
     ledger.account.want(-bytes);
     ledger.forget(*this);
@@ -148,10 +149,13 @@ Packed::~Packed() {
     for (auto& block : blocks) {
       auto at = root(block);
       --at->unread, ++unread;
-      if (at->unread == 0 && at->arriving.empty()) at->held = {};
+      if (at->unread == 0 && !at->arriving) at->held = {};
     }
   blocks.clear();
-  use->dropped(unread);
+  try {
+    use->dropped(unread);
+  } catch (...) {  // the device is gone
+  }
 }
 
 // ---- Ledger
@@ -172,7 +176,7 @@ void Ledger::finish() {
 }
 
 void Ledger::end() {
-  if (std::exchange(ended, true) || forward == 0) return;
+  if (forward == 0 || std::exchange(ended, true)) return;
   boundary(!engine.mover->capturing(account.device));
 }
 
@@ -183,7 +187,8 @@ MarkPtr Ledger::boundary(bool important) {
 }
 
 void Ledger::stall(MarkPtr begin, MarkPtr end, const std::string& name) {
-  if (ended || begin == nullptr || end == nullptr) return;
+  constexpr size_t kMost = 1 << 16;  // of a use that never ends
+  if (begin == nullptr || end == nullptr || stalls.size() >= kMost) return;
   stalls.push_back({operation(), forward == 0, name, std::move(begin), std::move(end)});
 }
 
@@ -274,31 +279,31 @@ std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witn
 void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
   Block& b = *block;
   Record& record = *b.record;
+  const Expected* expected = nullptr;
+  if (schedule_ != nullptr && forward == 0) {
+    const auto& tensors = schedule_->tensors;
+    const size_t i = size_t(record.number);
+    if (i < tensors.size() && tensors[i].bytes == bytes && tensors[i].itemsize == record.itemsize)
+      expected = &tensors[i];
+    else
+      schedule_ = nullptr;
+  }
+  const bool moves = b.eligible && expected != nullptr && expected->moves;
   if (forward == 0) {
-    b.saved = boundary(b.eligible);
+    b.saved = boundary(moves || (b.eligible && use.timed));
     record.in_timeline = true;
     timeline.push_back(block->record);
     ++saves;
-  } else if (b.eligible && engine.mover->asynchronous()) {
-    b.saved = engine.mover->mark(account.device);
   }
   // The first use looks at what may be worth compressing; the next ones know by what they compressed.
   if (schedule_ == nullptr && forward == 0 && b.eligible && engine.settings.codec == Codec::automatic) {
     const Bytes bytes{b.source, b.hull.lo, b.hull.hi, b.dtype};
     if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
   }
-  if (schedule_ != nullptr && forward == 0) {
-    const auto& expected = schedule_->tensors;
-    const size_t i = size_t(record.number);
-    if (i >= expected.size() || expected[i].bytes != bytes || expected[i].itemsize != record.itemsize) {
-      schedule_ = nullptr;
-    } else {
-      planned_blocks_[i] = block;
-      if (b.eligible && expected[i].moves) move(b, expected[i].compressed);
-    }
-  }
+  if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
+  if (moves) move(b, expected->compressed);
   if (b.eligible) evictable_.push_back(block);
-  if (account.outs.empty()) return;
+  if (account.outs.empty() || engine.mover->capturing(account.device)) return;
   if (schedule_ != nullptr && forward == 0) {
     const size_t next = size_t(record.number) + 1;
     make_room(next < schedule_->tensors.size() ? schedule_->tensors[next].bytes : 0);
@@ -399,8 +404,8 @@ bool Ledger::connect(Block& block, Block& other, Entry& entry) {
   if (!other.outgoing.expired()) block.outgoing = other.outgoing;
   block.bytes += std::exchange(other.bytes, 0);
   block.unread += std::exchange(other.unread, 0);
-  for (auto& parcel : other.arriving) parcel->wait_in(other.held);
-  other.arriving.clear();
+  if (std::exchange(other.arriving, false))
+    for (auto& parcel : other.parcels) parcel->wait_in(other.held);
   other.held = {};
   other.source = {};
   Record &into = *block.record, &from = *other.record;
@@ -431,8 +436,9 @@ bool Ledger::extend(Block& block, const at::Tensor& x, Range range, int64_t byte
 }
 
 void Ledger::evict() {
-  if (!engine.settings.budget) return;
-  while (account.counted - account.leaving > *engine.settings.budget && !evictable_.empty()) {
+  const auto over = [&] { return account.counted - account.leaving > *engine.settings.budget; };
+  if (!engine.settings.budget || !over() || engine.mover->capturing(account.device)) return;
+  while (over() && !evictable_.empty()) {
     auto block = evictable_.front().lock();
     if (block != nullptr && block->into == nullptr && block->eligible && !block->moved && !block->read) {
       if (block->record->number >= numbers - engine.settings.keep_last) return;
@@ -453,24 +459,28 @@ void Ledger::make_room(int64_t next) {
 
 // ---- Coming back
 
-void Ledger::mark_read(Block& block, Packed& packed) {
-  if (packed.read) return;
-  if (forward == 0) {
+MarkPtr Ledger::mark_read(Block& block, Packed& packed) {
+  if (packed.read) return nullptr;
+  MarkPtr mark;
+  const bool first = forward == 0;
+  if (first) {
     forward = saves + 1;
     if (schedule_ != nullptr && schedule_->tensors.size() != size_t(saves)) schedule_ = nullptr;
   }
   if (!std::exchange(block.read, true) && block.record->in_timeline) {
     block.record->first_read = forward + reads++;
-    boundary((block.moved || block.eligible) && !engine.mover->capturing(account.device));
+    const bool important = first || block.moved || (block.eligible && use.timed);
+    mark = boundary(important && !engine.mover->capturing(account.device));
   }
   if (block.record->in_timeline) block.record->last_read = operation();
+  return mark;
 }
 
 // The storage to read `packed` from, and what to add to its bytes' positions there.
 c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
   const bool capturing = engine.mover->capturing(account.device);
   if (!capturing) account.poll();
-  mark_read(block, packed);
+  const MarkPtr now = mark_read(block, packed);
   c10::Storage storage;
   *offset = 0;
   if (block.source) {
@@ -481,25 +491,24 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
     if (auto alive = block.restored.lock(); alive && block.restored_hull.contains(packed.range))
       storage = c10::Storage(std::move(alive));
     else
-      storage = bring(block);
-    if (!block.arriving.empty()) {
-      if (engine.mover->asynchronous()) {
-        MarkPtr begin = engine.mover->mark(account.device);
-        for (auto& parcel : block.arriving) parcel->wait_in(storage);
-        stall(std::move(begin), engine.mover->mark(account.device), "copy back");
-      }
-      block.arriving.clear();
-    }
+      storage = bring(block, now, true);
+    // Every reader waits: the one before may have been on another stream.
+    const bool here = std::ranges::all_of(block.parcels, [](auto& p) { return p->is_in(); });
+    MarkPtr begin = here ? nullptr : now != nullptr ? now : engine.mover->mark(account.device);
+    for (auto& parcel : block.parcels) parcel->wait_in(storage);
+    if (!here && block.arriving) stall(std::move(begin), engine.mover->mark(account.device), "copy back");
+    block.arriving = false;
     *offset = block.restored_offset;
   }
   if (!std::exchange(packed.read, true) && --block.unread == 0) block.held = {};
-  if (!capturing && block.moved) prefetch(block.hull.size());
+  if (!capturing && block.moved) prefetch(block.hull.size(), now);
   return storage;
 }
 
-c10::Storage Ledger::bring(Block& block) {
+c10::Storage Ledger::bring(Block& block, const MarkPtr& now, bool needed) {
   const int64_t bytes = block.hull.size(), wanted = int64_t((block.address + uintptr_t(block.hull.lo)) % 256);
   const auto position = [](const c10::Storage& s) { return int64_t(reinterpret_cast<uintptr_t>(s.data()) % 256); };
+  if (needed && !engine.mover->capturing(account.device)) make_room(bytes);
   c10::Storage storage = block.parcels.front()->home();
   block.restored_hull = block.hull;
   block.restored_offset = 0;
@@ -514,17 +523,25 @@ c10::Storage Ledger::bring(Block& block) {
   MarkPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->mark(account.device);
   for (size_t i = 0; i < block.runs.size(); ++i) {
     const Range& run = block.runs[i];
-    block.parcels[i]->start_in({storage, run.lo + block.restored_offset, run.hi + block.restored_offset, block.dtype});
+    block.parcels[i]->start_in({storage, run.lo + block.restored_offset, run.hi + block.restored_offset, block.dtype},
+                               now);
     span(false, *block.parcels[i]);
   }
   if (begin != nullptr) stall(std::move(begin), engine.mover->mark(account.device), "copy back");
-  block.arriving = block.parcels;
+  block.arriving = true;
   if (block.unread > 0) block.held = storage;
   return storage;
 }
 
-void Ledger::prefetch(int64_t current) {
+void Ledger::prefetch(int64_t current, const MarkPtr& now) {
   if (!engine.mover->asynchronous()) return;
+  try {
+    prefetch_some(current, now);
+  } catch (const c10::OutOfMemoryError&) {  // later, then: nobody needs it yet
+  }
+}
+
+void Ledger::prefetch_some(int64_t current, const MarkPtr& now) {
   const auto wanted = [](const std::shared_ptr<Block>& b) { return b && b->moved && !b->read && !b->held; };
   if (schedule_ != nullptr) {
     for (; next_back_ < schedule_->back.size(); ++next_back_) {
@@ -534,7 +551,7 @@ void Ledger::prefetch(int64_t current) {
       if (!wanted(block)) continue;
       if (from > operation() || !block->outgoing.expired()) return;
       if (account.counted + block->hull.size() > schedule_->room) return;
-      bring(*block);
+      bring(*block, now, false);
     }
     return;
   }
@@ -546,7 +563,7 @@ void Ledger::prefetch(int64_t current) {
       if (!block->outgoing.expired()) return;
       const int64_t bytes = block->hull.size();
       if (account.counted + bytes > std::max(engine.settings.budget.value_or(0), current + bytes)) return;
-      bring(*block);
+      bring(*block, now, false);
     }
     moved_.pop_back();
   }
@@ -592,8 +609,8 @@ bool parameter(const at::TensorBase& x) {
 
 }  // namespace
 
-Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules)
-    : engine(std::move(engine)), schedules_(std::move(schedules)) {}
+Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed)
+    : engine(std::move(engine)), timed(timed), schedules_(std::move(schedules)) {}
 
 Ledger& Use::ledger(c10::Device device) {
   for (auto& ledger : ledgers)
@@ -705,7 +722,7 @@ at::Tensor Use::unpack(Packed& packed) {
 
 void Use::dropped(int64_t unread) {
   unread_ -= unread;
-  if (finished_)
+  if (unread_ == 0)
     for (auto& ledger : ledgers) ledger->end();
   check();
 }

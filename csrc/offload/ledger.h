@@ -153,7 +153,7 @@ struct Block : std::enable_shared_from_this<Block> {
   c10::Storage held;
   Range restored_hull{0, 0};
   int64_t restored_offset = 0;
-  std::vector<std::shared_ptr<Parcel>> arriving;  // to be waited for by the first reader
+  bool arriving = false;  // and nobody has waited for it yet
 };
 
 // What a graph holds for one saved tensor.
@@ -199,7 +199,8 @@ class Ledger {
 
   std::shared_ptr<Block> save(const at::Tensor& x, Range range, const Witness& witness, bool may_move);
   c10::Storage read(Block& block, Packed& packed, int64_t* offset);
-  void mark_read(Block& block, Packed& packed);
+  // The mark that was made of it, if any.
+  MarkPtr mark_read(Block& block, Packed& packed);
   void parameter(const at::Tensor& x, Range range);
   bool is_parameter(const at::Tensor& x, Range range) const;
   void exit();
@@ -243,8 +244,9 @@ class Ledger {
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
   void make_room(int64_t next);
-  c10::Storage bring(Block& block);
-  void prefetch(int64_t current);
+  c10::Storage bring(Block& block, const MarkPtr& now, bool needed);
+  void prefetch(int64_t current, const MarkPtr& now);
+  void prefetch_some(int64_t current, const MarkPtr& now);
   MarkPtr boundary(bool important);
   Codec codec(bool compressed) const;
 
@@ -258,7 +260,8 @@ class Ledger {
 
 class Use : public std::enable_shared_from_this<Use> {
  public:
-  Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules);
+  // Timed: the run time of every operation is taken, not only that of both phases.
+  Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed);
 
   std::unique_ptr<Packed> pack(PyObject* object);
   at::Tensor unpack(Packed& packed);
@@ -267,6 +270,7 @@ class Use : public std::enable_shared_from_this<Use> {
   bool finished() const { return finished_; }
 
   std::shared_ptr<Engine> engine;
+  const bool timed;
   std::vector<std::unique_ptr<Ledger>> ledgers;
 
  private:

@@ -3,6 +3,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -22,6 +23,17 @@ class Mark {
   virtual double since(const Mark& earlier) const = 0;
 };
 using MarkPtr = std::shared_ptr<const Mark>;
+
+// When both have passed.
+class Later : public Mark {
+ public:
+  Later(MarkPtr a, MarkPtr b) : a_(std::move(a)), b_(std::move(b)) {}
+  bool passed() const override { return a_->passed() && b_->passed(); }
+  double since(const Mark& earlier) const override { return std::max(a_->since(earlier), b_->since(earlier)); }
+
+ private:
+  MarkPtr a_, b_;
+};
 
 enum class Codec : uint8_t { none, automatic, zvc, rle };
 
@@ -54,8 +66,11 @@ class Parcel {
   virtual bool is_out() = 0;
   // Lets the stream that the bytes were saved on wait for the copy out: what it does later may write over the source.
   virtual void wait_out() = 0;
-  // Starts the copy back to `to`, which was allocated on the current stream and is as long as what went out.
-  virtual void start_in(const Bytes& to) = 0;
+  // Starts the copy back to `to`, which was allocated on the current stream and is as long as what went out. `now`: a
+  // mark of that stream with no work after it, or null.
+  virtual void start_in(const Bytes& to, const MarkPtr& now) = 0;
+  // Whether the copy back has ended, as is_out.
+  virtual bool is_in() = 0;
   // Lets the current stream, which is going to read `to`, wait for the copy back.
   virtual void wait_in(const c10::Storage& to) = 0;
 

@@ -85,7 +85,8 @@ class ReferenceParcel : public Parcel {
 
   bool is_out() override { return true; }
   void wait_out() override {}
-  void start_in(const Bytes& to) override {
+  bool is_in() override { return true; }
+  void start_in(const Bytes& to, const MarkPtr&) override {
     const Below below;
     in_begin = std::make_shared<HostMark>();
     if (!compressed) {

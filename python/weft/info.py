@@ -122,7 +122,7 @@ def collect() -> dict[str, Any]:
             "scan": {"cpu": "runs", "cuda": _engine_on_cuda(gpus)},
             "rnn": {"cpu": "runs", "cuda": _rnn_on_cuda(gpus, compiler)},
             "vertex": dict(absent),
-            "offload": dict(absent),
+            "offload": {"cpu": "runs; nothing to move", "cuda": _engine_on_cuda(gpus)},
         },
         "compiler": compiler,
         "cache": str(cache_dir()),

@@ -17,6 +17,7 @@ import pytest
 import torch
 import weft
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from weft.offloading import OffloadReport, offload
 
@@ -25,8 +26,8 @@ ENGINES = [
     ("cpu", "reference"),
     pytest.param(("cuda", "reference"), marks=cuda),
     pytest.param(("cuda", "copy"), marks=cuda),
-    pytest.param(("cuda", "managed"), marks=cuda),
 ]
+MANAGED = pytest.param(("cuda", "managed"), marks=cuda)
 REASONS = {"small", "last", "pool", "host", "budget", "other"}
 KEYS = {
     "backend", "compress", "budget_bytes", "uses", "saved_bytes", "saved_tensors", "moved_bytes", "moved_tensors",
@@ -39,16 +40,7 @@ KEYS = {
 
 @pytest.fixture(params=ENGINES, ids=lambda e: f"{e[0]}-{e[1]}")
 def engine(request: pytest.FixtureRequest) -> tuple[str, str]:
-    device, backend = request.param
-    if backend == "managed" and not _concurrent_managed_access():
-        pytest.skip("no concurrent managed access")
-    return device, backend
-
-
-def _concurrent_managed_access() -> bool:
-    from weft import _C
-
-    return _C.offload_has_managed(0)
+    return request.param
 
 
 def everything(backend: str = "reference", **options) -> offload:
@@ -190,13 +182,23 @@ def check_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.fixture
 def deterministic():
-    """cuDNN may choose another algorithm in the next step, which is nothing that offload could answer for."""
-    before = torch.backends.cudnn.deterministic
+    """Two plain steps have the same bits. On CUDA that has to be asked for; then memory that nobody wrote is NaN."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    cudnn = torch.backends.cudnn.deterministic
     torch.backends.cudnn.deterministic = True
-    yield
-    torch.backends.cudnn.deterministic = before
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+            warnings.filterwarnings("ignore", ".*deterministic.*")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = cudnn
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, MANAGED], ids=lambda e: f"{e[0]}-{e[1]}", indirect=True)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("budget", [0, "4KB", "30KB", None])
 def test_gradients(engine: tuple[str, str], name: str, budget: int | str | None, deterministic: None) -> None:
@@ -210,6 +212,8 @@ def test_gradients(engine: tuple[str, str], name: str, budget: int | str | None,
         n = numbers(off)
         assert n["uses"] == use + 1 and n["live_bytes"] == 0
         assert budget != 0 or n["moved_tensors"] > 0
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("compress", ["auto", "zvc", "rle", None])
@@ -347,7 +351,7 @@ def _jitter(off: offload, cycles: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "reference"), pytest.param("cuda", "copy", marks=cuda)])
-def test_random_graphs(device: str, backend: str) -> None:
+def test_random_graphs(device: str, backend: str, deterministic: None) -> None:
     @hypothesis.settings(max_examples=200, derandomize=True, deadline=None)
     @hypothesis.given(
         programs(),
@@ -436,7 +440,7 @@ def test_restored_tensors(engine: tuple[str, str]) -> None:
                 )
                 assert (came.data_ptr() - went.data_ptr()) % 256 == 0
                 if went.numel():
-                    assert came.data_ptr() != went.data_ptr() or backend == "managed"
+                    assert came.data_ptr() != went.data_ptr()
                 whole = came.resolve_conj().resolve_neg().contiguous(), went.resolve_conj().resolve_neg().contiguous()
                 assert torch.equal(*(w.view(torch.uint8) if w.dim() else w for w in whole))
         n = numbers(off)
@@ -672,7 +676,7 @@ def test_budget_is_kept_from_the_second_use_on(engine: tuple[str, str]) -> None:
     x = torch.randn(256, 64, device=device)
     whole = 8 * x.nbytes
     for share in (0.75, 0.5, 0.25):
-        off = offload(int(share * whole), backend=backend, min_bytes=0)
+        off = offload(int(share * whole), backend=backend, min_bytes=0, compress=None)
         for use in range(4):
             step(model, x, lambda off=off: off)
             n = numbers(off)
@@ -774,7 +778,7 @@ def test_no_leak_without_backward(engine: tuple[str, str]) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         off.report()
-    assert off.release() == numbers(off)["host_peak_bytes"] == (0 if backend == "managed" else 4000)
+    assert off.release() == numbers(off)["host_peak_bytes"] == 4000
 
 
 def test_no_cycle_through_outputs() -> None:
@@ -890,7 +894,7 @@ def test_backward_twice_in_parts_and_never(engine: tuple[str, str]) -> None:
         y.sum().backward()
 
 
-def test_double_backward(engine: tuple[str, str]) -> None:
+def test_double_backward(engine: tuple[str, str], deterministic: None) -> None:
     device, backend = engine
     x = torch.randn(30, device=device, requires_grad=True)
 
@@ -1170,3 +1174,357 @@ def test_one_warning_without_cuda() -> None:
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+# ---- CUDA: streams, delays, memory. Each would be a wrong gradient, or lost memory, in a system without the wait it
+# ---- is about.
+
+LONG = 50_000_000  # cycles, about 30 ms
+
+
+def delay(off: offload, lane: str, cycles: int = LONG) -> None:
+    """Lets a stream of the copies do nothing for a while."""
+    stream = torch.cuda.ExternalStream(off._engine.streams(torch.cuda.current_device())[("out", "back").index(lane)])
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(cycles)
+
+
+def chain(x: Tensor, depth: int = 4) -> Tensor:
+    for _ in range(depth):
+        x = x.sin().exp() * 0.5
+    return x
+
+
+def plain_gradient(x: Tensor, depth: int = 4) -> Tensor:
+    y = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(chain(y, depth).sum(), y)[0]
+
+
+@cuda
+@pytest.mark.parametrize("compress", [None, "zvc", "rle"])
+def test_memory_is_not_reused_before_its_copy_out_finished(compress: str | None) -> None:
+    off = everything("copy", compress=compress)
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    for _ in range(3):
+        delay(off, "out")
+        with off:
+            y = chain(x)
+            for _ in range(8):  # takes whatever memory is free, and writes over it
+                torch.full((1 << 20,), float("nan"), device="cuda")
+        for _ in range(8):
+            torch.full((1 << 20,), float("nan"), device="cuda")
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x))
+
+
+@cuda
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("compress", [None, "zvc"])
+def test_reload_does_not_race_its_own_offload(inside: bool, compress: str | None) -> None:
+    off = everything("copy", compress=compress)
+    x = torch.randn(1 << 18, device="cuda", requires_grad=True)
+    for lane in ("out", "back", "out"):
+        delay(off, lane)
+        with off:
+            y = chain(x)
+            if inside:
+                (g,) = torch.autograd.grad(y.sum(), x)
+        if not inside:
+            (g,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(g, plain_gradient(x))
+
+
+@cuda
+def test_stream_is_that_of_the_use() -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        off = everything("copy")
+        saved_and_restored(off, torch.randn(1000, device="cuda"))
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    expected = plain_gradient(x)
+    torch.cuda.synchronize()
+    for stream in (second, first, torch.cuda.default_stream()):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG)
+            with off:
+                y = chain(x)
+            torch.cuda._sleep(LONG)
+            (g,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(g, expected)
+    # Forward on one stream, backward asked for from another: autograd runs it on the forward's.
+    with torch.cuda.stream(second), off:
+        y = chain(x).sum()
+    torch.cuda.current_stream().wait_stream(second)
+    (g,) = torch.autograd.grad(y, x)
+    assert torch.equal(g, expected)
+
+
+@cuda
+def test_memory_of_another_stream() -> None:
+    """Allocated on one stream, saved on another: it goes back to the first, which knows of no copy."""
+    off = everything("copy")
+    side = torch.cuda.Stream()
+    x = torch.randn(1 << 20, device="cuda")
+    w = torch.ones(1 << 20, device="cuda", requires_grad=True)
+    expected = x.clone()
+    side.wait_stream(torch.cuda.current_stream())
+    delay(off, "out")
+    with torch.cuda.stream(side), off:
+        y = (w * x).sum()
+    torch.cuda.current_stream().wait_stream(side)
+    del x
+    for _ in range(4):
+        torch.full((1 << 20,), float("nan"), device="cuda")
+    assert torch.equal(torch.autograd.grad(y, w)[0], expected)
+
+
+@cuda
+@pytest.mark.parametrize("compress", [None, "zvc"])
+def test_host_buffer_is_not_reused_while_it_is_read(compress: str | None) -> None:
+    off = everything("copy", compress=compress)
+    xs = [torch.randn(1 << 20, device="cuda", requires_grad=True) for _ in range(3)]
+    grads = []
+    for x in xs:
+        with off:
+            y = chain(x)
+        delay(off, "back")
+        grads.append(torch.autograd.grad(y.sum(), x)[0])
+        del y  # the buffers are free for the next use, and still being read
+    for x, g in zip(xs, grads, strict=True):
+        assert torch.equal(g, plain_gradient(x))
+    held = numbers(off)["host_bytes"]
+    assert held == numbers(off)["host_peak_bytes"]
+
+
+@cuda
+def test_cpu_tensors_come_back_on_the_cpu() -> None:
+    off = everything("copy")
+    a, b = torch.randn(300), torch.randn(400, device="cuda")
+    seen: list = []
+    anchor = torch.zeros((), device="cuda", requires_grad=True)
+    with off:
+        loss = Probe.apply(seen, b, a, anchor)
+    loss.backward()
+    assert [t.device.type for t in seen[0]] == ["cuda", "cpu", "cuda"]
+    assert torch.equal(seen[0][1], a) and torch.equal(seen[0][0], b)
+    n = numbers(off)
+    assert n["kept"]["host"] == 1200 and n["moved_bytes"] == 1600
+
+
+@cuda
+def test_prefetched_memory_of_a_dropped_graph() -> None:
+    """A tensor on its way back whose graph fails: its memory is given out only behind the copy."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("mine")
+
+    off = everything("copy")
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    for _ in range(3):
+        with off:
+            y = chain(Fails.apply(chain(x, 3)), 3)
+        delay(off, "back")
+        with pytest.raises(ValueError, match="mine"):
+            y.sum().backward()
+        del y
+        filled = [torch.full((1 << 20,), float(i), device="cuda") for i in range(12)]
+        torch.cuda.synchronize()
+        assert all(bool((f == i).all()) for i, f in enumerate(filled))
+        del filled
+    assert numbers(off)["live_bytes"] == 0
+
+
+@cuda
+def test_device_memory_is_freed() -> None:
+    torch.cuda.synchronize()
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    expected = plain_gradient(x, 8)
+    before = torch.cuda.memory_allocated()
+    off = everything("copy")
+    for _ in range(3):
+        with off:
+            y = chain(x, 8).sum()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before < x.nbytes
+        (g,) = torch.autograd.grad(y, x)
+        assert torch.equal(g, expected)
+        del y, g
+        torch.cuda.synchronize()
+        off.report()
+        assert torch.cuda.memory_allocated() == before
+
+
+@cuda
+def test_peak_memory_follows_the_budget() -> None:
+    layers = 16
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)  # 16 MiB
+    peaks = {}
+    for budget in (0, 64 << 20, 1 << 40):
+        off = offload(budget, min_bytes=0, compress=None)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with off:
+                y = chain(x, layers).sum()
+            torch.autograd.grad(y, x)
+            torch.cuda.synchronize()
+            peaks[budget] = torch.cuda.max_memory_allocated() - before
+        if budget > 0:
+            n = numbers(off)
+            assert n["budget_met"] and n["peak_bytes"] <= budget
+    assert peaks[64 << 20] <= 1.05 * (peaks[0] + (64 << 20))
+    assert peaks[0] < 0.5 * peaks[1 << 40]
+
+
+@cuda
+def test_steady_state_allocates_no_host_memory() -> None:
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    off = offload("10MB", min_bytes=0)
+    held = []
+    for _ in range(8):
+        with off:
+            y = chain(x, 6).sum()
+        torch.autograd.grad(y, x)
+        torch.cuda.synchronize()
+        held.append(numbers(off)["host_peak_bytes"])
+    assert len(set(held[4:])) == 1
+
+
+@cuda
+def test_times_and_rates() -> None:
+    x = torch.randn(1 << 24, device="cuda", requires_grad=True)
+    off = everything("copy")
+    for _ in range(3):
+        with off:
+            y = chain(x, 4).sum()
+        torch.autograd.grad(y, x)
+        torch.cuda.synchronize()
+    n = numbers(off)
+    assert n["forward_seconds"] > 0 and n["backward_seconds"] > 0
+    assert 1e9 < n["d2h_bytes_per_second"] < 1e12 and 1e9 < n["h2d_bytes_per_second"] < 1e12
+    assert n["backward_stall_seconds"] > 0 and n["stalls"]
+    assert off.timeline is not None and off.timeline.seconds[0] is not None
+
+
+@cuda
+def test_without_budget_nothing_waits() -> None:
+    """Much compute between the saves: some of it hides, and the gradients are the same."""
+    w = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+    x = torch.randn(2048, 2048, device="cuda") / 50
+
+    def run() -> Tensor:
+        y = x
+        for _ in range(12):
+            y = (y @ w / 50).tanh()
+        return y.square().mean()
+
+    expected = torch.autograd.grad(run(), w)[0]
+    off = offload(min_bytes=0, compress=None)
+    for _ in range(5):
+        with off:
+            loss = run()
+        assert torch.equal(torch.autograd.grad(loss, w)[0], expected)
+        torch.cuda.synchronize()
+    assert numbers(off)["moved_bytes"] > 0
+
+
+@cuda
+def test_capture() -> None:
+    off = everything("copy")
+    x = torch.randn(1000, device="cuda", requires_grad=True)
+    x.grad = torch.zeros_like(x)
+
+    def run() -> None:
+        with off:
+            y = chain(x).sum()
+        y.backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    n = numbers(off)
+    assert n["moved_bytes"] == 0 and n["kept"]["other"] == n["saved_bytes"] > 0
+    for _ in range(2):
+        x.grad.zero_()
+        graph.replay()
+        assert torch.equal(x.grad, plain_gradient(x))
+    x.grad.zero_()
+    run()
+    assert torch.equal(x.grad, plain_gradient(x)) and numbers(off)["moved_bytes"] > 0
+
+
+@cuda
+def test_pinning_refused_keeps_the_tensor() -> None:
+    off = everything("copy", pool_limit=1 << 20)
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="pool_limit"), off:
+        y = chain(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x))
+    assert numbers(off)["kept"]["pool"] == numbers(off)["saved_bytes"]
+
+
+@pytest.mark.cuda(devices=2)
+def test_two_devices() -> None:
+    off = offload(0, min_bytes=0)
+    a = torch.randn(1 << 18, device="cuda:0", requires_grad=True)
+    for _ in range(3):
+        delay(off, "out")
+        with off:
+            y = chain(chain(a).to("cuda:1")).to("cuda:0")
+        (g,) = torch.autograd.grad(y.sum(), a)
+        b = a.detach().clone().requires_grad_()
+        (e,) = torch.autograd.grad(chain(chain(b).to("cuda:1")).to("cuda:0").sum(), b)
+        assert torch.equal(g, e)
+    numbers(off)
+
+
+@cuda
+def test_managed_memory_is_capped_and_goes_back() -> None:
+    off = everything("managed")
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)
+    for _ in range(3):
+        with off:
+            y = chain(x)
+        assert numbers(off)["moved_bytes"] > 0 and numbers(off)["host_bytes"] > 0
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x))
+        del y
+        assert numbers(off)["live_bytes"] == 0 and numbers(off)["host_bytes"] == 0
+
+
+@cuda
+def test_host_time() -> None:
+    """Prints; the benchmark has the numbers."""
+    import time
+
+    x = torch.randn(1 << 18, device="cuda", requires_grad=True)
+
+    def seconds(around) -> float:
+        best = 1e9
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            with around:
+                y = x
+                for _ in range(100):
+                    y = y.exp()
+            y.sum().backward()
+            best = min(best, time.perf_counter() - start)
+            torch.cuda.synchronize()
+        return best / 100
+
+    plain = seconds(contextlib.nullcontext())
+    kept, moved = seconds(offload(1 << 40)), seconds(everything("copy"))
+    print(f"host time per tensor: kept {1e6 * (kept - plain):.1f} us, moved {1e6 * (moved - plain):.1f} us")
+    assert kept > 0 and moved > 0

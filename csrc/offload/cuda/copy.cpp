@@ -115,23 +115,25 @@ class LaneParcel : public Parcel {
     if (ready == nullptr) ready = mark_on(saved_on_);
     ready->hold(lanes_.out);
     if (buffer_->busy != nullptr) std::static_pointer_cast<const CudaMark>(buffer_->busy)->hold(lanes_.out);
-    out_begin = mark_on(lanes_.out);
+    out_begin = begin_of(ready, lanes_.last_out);
     send(address(from.storage) + from.lo, from.size());
-    out_end = out_ = mark_on(lanes_.out);
+    lanes_.last_out = out_end = out_ = mark_on(lanes_.out);
     buffer_->busy = std::const_pointer_cast<CudaMark>(out_);
   }
 
   bool is_out() override { return out_->passed(); }
   void wait_out() override { out_->hold(saved_on_); }
 
-  void start_in(const Bytes& to) override {
+  bool is_in() override { return in_->passed(); }
+  void start_in(const Bytes& to, const MarkPtr& now) override {
     const c10::cuda::CUDAGuard guard(to.storage.device().index());
     allocated_on_ = c10::cuda::getCurrentCUDAStream(to.storage.device().index());
-    mark_on(*allocated_on_)->hold(lanes_.in);
-    out_->hold(lanes_.in);
-    in_begin = mark_on(lanes_.in);
+    const auto ready = now != nullptr ? std::static_pointer_cast<const CudaMark>(now) : mark_on(*allocated_on_);
+    ready->hold(lanes_.in);
+    if (!out_->passed()) out_->hold(lanes_.in);
+    in_begin = begin_of(ready, lanes_.last_in);
     receive(address(to.storage) + to.lo, to.size());
-    in_end = in_ = mark_on(lanes_.in);
+    lanes_.last_in = in_end = in_ = mark_on(lanes_.in);
     buffer_->busy = std::const_pointer_cast<CudaMark>(in_);
   }
 

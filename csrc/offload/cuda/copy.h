@@ -39,7 +39,13 @@ struct Lanes {
   explicit Lanes(c10::DeviceIndex device)
       : out(c10::cuda::getStreamFromPool(true, device)), in(c10::cuda::getStreamFromPool(true, device)) {}
   c10::cuda::CUDAStream out, in;
+  MarkPtr last_out, last_in;  // ends of the latest copies
 };
+
+// When a copy begins that waits for `ready` and for the copy before it on its lane.
+inline MarkPtr begin_of(const MarkPtr& ready, const MarkPtr& before) {
+  return before == nullptr ? ready : std::make_shared<Later>(ready, before);
+}
 
 // Of a device, made when they are first asked for.
 class LanesOf {

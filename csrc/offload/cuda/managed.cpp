@@ -84,23 +84,26 @@ class ManagedParcel : public Parcel {
     *out_bytes_ += bytes_;
     if (ready == nullptr) ready = std::make_shared<CudaMark>(saved_on_);
     ready->hold(lanes_.out);
-    out_begin = std::make_shared<CudaMark>(lanes_.out);
+    out_begin = begin_of(ready, lanes_.last_out);
     if (bytes_ > 0)
       cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, true, device_, lanes_.out.stream()),
                  "prefetch of managed memory to the host");
-    out_end = out_ = std::make_shared<CudaMark>(lanes_.out);
+    lanes_.last_out = out_end = out_ = std::make_shared<CudaMark>(lanes_.out);
   }
 
   c10::Storage home() const override { return storage_; }
   bool is_out() override { return out_->passed(); }
   void wait_out() override { out_->hold(saved_on_); }
-  void start_in(const Bytes&) override {
+  bool is_in() override { return in_->passed(); }
+  void start_in(const Bytes&, const MarkPtr& now) override {
     out_->hold(lanes_.in);
-    in_begin = std::make_shared<CudaMark>(lanes_.in);
+    const MarkPtr ready = now != nullptr ? now : std::make_shared<CudaMark>(c10::cuda::getCurrentCUDAStream(device_));
+    static_cast<const CudaMark&>(*ready).hold(lanes_.in);
+    in_begin = begin_of(ready, lanes_.last_in);
     if (bytes_ > 0)
       cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, false, device_, lanes_.in.stream()),
                  "prefetch of managed memory back to the device");
-    in_end = in_ = std::make_shared<CudaMark>(lanes_.in);
+    lanes_.last_in = in_end = in_ = std::make_shared<CudaMark>(lanes_.in);
   }
   void wait_in(const c10::Storage& to) override {
     const auto stream = c10::cuda::getCurrentCUDAStream(device_);

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from .. import _C
 from .managed import managed_pool
-from .policy import Link, Plan, Saved, Timeline, plan_movable
+from .policy import Link, Move, Plan, Saved, Timeline, plan_movable, simulate
 from .report import OffloadReport, plot, report
 from .sizes import parse_bytes
 
@@ -25,6 +25,8 @@ _BACKENDS = ("copy", "managed", "reference")
 _SAME_SECONDS = 0.1
 """Share by which a step's time may differ from the one that was planned with before it is planned again."""
 _SAME_RATE = 0.25
+_LOOKS, _EVERY = 3, 32
+"""Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
 _PENDING = 8
 """Finished uses that are kept until their device has run them."""
 _MOST = 2**61
@@ -38,6 +40,7 @@ _warning = threading.Lock()
 class _Planned:
     """What was made of a timeline of one device."""
 
+    timeline: Timeline
     signature: tuple
     """Of the saves and reads: the plan holds for a use in which they are the same."""
     seconds: float | None
@@ -169,7 +172,9 @@ class offload:
                 memory = self._thread.memory = _Memory()
             self._plan(memory)
             plans = dict(memory.planned)
-            use = self._engine.use({device: planned.schedule for device, planned in plans.items()})
+            # Taking the time of every operation takes time: at first, and now and then.
+            timed = not plans or memory.looked <= _LOOKS or memory.looked % _EVERY < _LOOKS
+            use = self._engine.use({device: planned.schedule for device, planned in plans.items()}, timed)
             hooks = torch.autograd.graph.saved_tensors_hooks(use.pack, use.unpack)
             hooks.__enter__()  # raises under torch.func transforms
             pool = managed_pool() if self._backend == "managed" and torch.cuda.is_available() else None
@@ -241,7 +246,7 @@ class offload:
         use, known = None, False
         for i in reversed(range(len(memory.pending))):
             if memory.pending[i].finished:
-                known = memory.pending[i].timed
+                known = memory.pending[i].passed
                 if known or use is None:
                     use, keep = memory.pending[i], memory.pending[i + 1 :]
                 if known:
@@ -250,15 +255,17 @@ class offload:
         del memory.pending[:-_PENDING]
         if use is None or (not known and memory.planned and use.planned()):
             return
-        # Looking at a whole timeline takes time itself. The first uses warm up; then the times hardly change.
         memory.looked = memory.looked + 1 if use.planned() else 0
-        if memory.planned and memory.looked > 3 and memory.looked % 16:
+        if memory.planned and use.planned() and not use.timed:
             return
         rates = {book["device"]: book["copies"] for book in use.books()}
         for device, budgeted, raw in use.timelines():
-            timeline, first = _timeline(raw), raw[4]
+            old = memory.planned.get(device)
+            timeline = _timeline(raw)
             if not budgeted or not timeline.tensors:
                 continue
+            first = [entry[:3] for entry in raw[4]]
+            timeline = _with_densities(timeline, [entry[3] for entry in raw[4]], old)
             link = self._link(device, rates.get(f"cuda:{device}", []))
             signature = (
                 timeline.forward,
@@ -307,13 +314,15 @@ class offload:
         made = plan_movable(timeline, budget, link, "auto" if self._compress is not None else None, movable)
         room = _MOST if self._budget is None else self._budget
         if not made.met:
-            # What the running operations need: each tensor, and the one after it.
+            # What the running operations need: each tensor, and the one after it. Back as early as that allows.
             pairs = itertools.pairwise(t.bytes for t in timeline.tensors)
             room = max([room, *(a + b + staging for a, b in pairs)])
+            early = [Move(m.tensor, timeline.forward, m.compressed) for m in made.moves]
+            made = simulate(timeline, early, room - staging, link=link)
         moves = {m.tensor: m.compressed for m in made.moves}
         tensors = [(bytes, itemsize, i in moves, moves.get(i, False)) for i, (bytes, itemsize, _) in enumerate(first)]
         back = [(m.tensor, m.prefetch) for m in made.moves]
-        return _Planned(signature, seconds, link, made, _C.OffloadSchedule(tensors, back, min(room, _MOST)))
+        return _Planned(timeline, signature, seconds, link, made, _C.OffloadSchedule(tensors, back, min(room, _MOST)))
 
     def _tell_pool(self) -> None:
         if not self._engine.pool_failed or self._told_pool:
@@ -331,6 +340,19 @@ def _timeline(raw: tuple) -> Timeline:
     operations, seconds, forward, tensors, _ = raw
     return Timeline(
         tuple(seconds) if seconds is not None else (None,) * operations, forward, tuple(Saved(*t) for t in tensors)
+    )
+
+
+def _with_densities(timeline: Timeline, known: Sequence[bool], old: _Planned | None) -> Timeline:
+    """What no use has looked at since keeps the density that was planned with."""
+    if old is None or len(old.timeline.tensors) != len(timeline.tensors):
+        return timeline
+    return replace(
+        timeline,
+        tensors=tuple(
+            t if k or t.bytes != before.bytes else replace(t, density=before.density)
+            for t, k, before in zip(timeline.tensors, known, old.timeline.tensors, strict=True)
+        ),
     )
 
 
