@@ -1083,6 +1083,38 @@ def test_autocast(engine: tuple[str, str]) -> None:
         check_same(step(model, x, both), expected)
 
 
+@pytest.fixture
+def process_group():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_distributed(process_group: None, sharded: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    x = torch.randn(8, 16)
+    expected = step(model, x)
+    if sharded:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in model:
+            fully_shard(layer, mesh=mesh) if isinstance(layer, nn.Linear) else None
+        around = fully_shard(model, mesh=mesh)
+    else:
+        around = nn.parallel.DistributedDataParallel(model)
+    off = everything()
+    for _ in range(3):
+        found = step(around, x, lambda: off)
+        check_same([g.full_tensor() if hasattr(g, "full_tensor") else g for g in found], expected)
+    n = numbers(off)
+    assert n["moved_bytes"] == n["saved_bytes"] > 0 and n["live_bytes"] == 0
+
+
 # ---- Timeline, report, picture
 
 

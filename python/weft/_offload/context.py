@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -162,7 +163,7 @@ class offload:
     def __enter__(self) -> offload:
         if self._closed:
             raise RuntimeError("offload: this object is closed")
-        if getattr(self._thread, "hooks", None) is not None:
+        if getattr(self._thread, "entered", None) is not None:
             raise RuntimeError("offload: this thread is inside this object already; it is not re-entrant")
         _prepare(self._backend)
         with self._lock:
@@ -170,31 +171,32 @@ class offload:
             memory: _Memory | None = getattr(self._thread, "memory", None)
             if memory is None:
                 memory = self._thread.memory = _Memory()
-            self._plan(memory)
+            on_cuda = torch.cuda.is_available()
+            may_move = on_cuda or self._backend == "reference"
+            if may_move:
+                self._plan(memory)
             plans = dict(memory.planned)
             # Taking the time of every operation takes time: at first, and now and then.
             timed = not plans or memory.looked <= _LOOKS or memory.looked % _EVERY < _LOOKS
             use = self._engine.use({device: planned.schedule for device, planned in plans.items()}, timed)
-            hooks = torch.autograd.graph.saved_tensors_hooks(use.pack, use.unpack)
-            hooks.__enter__()  # raises under torch.func transforms
-            pool = managed_pool() if self._backend == "managed" and torch.cuda.is_available() else None
-            if pool is not None:
-                pool.__enter__()
-            self._thread.hooks, self._thread.use, self._thread.pool = hooks, use, pool
+            pool = managed_pool() if on_cuda and self._backend == "managed" else contextlib.nullcontext()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(use.pack, use.unpack))  # or torch refuses
+                stack.enter_context(pool)
+                self._thread.use, self._thread.entered = use, stack.pop_all()
             self._latest = _Entered(use, plans)
             self._unfinished.append(use)
-            memory.pending.append(use)
+            if may_move:
+                memory.pending.append(use)
             self._uses += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        hooks, use, pool = self._thread.hooks, self._thread.use, self._thread.pool
-        self._thread.hooks = self._thread.use = self._thread.pool = None
-        if pool is not None:
-            pool.__exit__(kind, error, trace)
-        hooks.__exit__(kind, error, trace)
+        entered, use = self._thread.entered, self._thread.use
+        self._thread.entered = self._thread.use = None
+        entered.__exit__(kind, error, trace)
         use.exit()
         self._tell_pool()
 
