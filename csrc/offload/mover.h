@@ -19,7 +19,7 @@ class Mark {
  public:
   virtual ~Mark() = default;
   virtual bool passed() const = 0;
-  // Seconds from `earlier`, a mark of the same mover and device, to this one; both have passed.
+  // Seconds from `earlier`, one of the same mover and device but no Later, to this one; both have passed.
   virtual double since(const Mark& earlier) const = 0;
 };
 using MarkPtr = std::shared_ptr<const Mark>;

@@ -370,7 +370,7 @@ def _close(old: Link, new: Link) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: tuple) -> None:
-    if value is not None and not isinstance(value, str):
+    if not isinstance(value, str) and not (value is None and None in choices):
         raise TypeError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
