@@ -2,12 +2,14 @@
 // ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph.
 #include "vertex/frontiers.h"
 
-#include <ATen/cuda/CUDABlas.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/Exceptions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <string>
+#include <type_traits>
 
 #include "common/check.h"
 #include "common/integers.h"
@@ -81,9 +83,23 @@ class CudaExecutor final : public Executor {
   template <typename T>
   static void multiply(char form, int64_t columns, int64_t count, int64_t inner, const at::Tensor& matrix,
                        int64_t leading, const at::Tensor& source, const at::Tensor& target, int64_t first) {
-    at::cuda::blas::gemm<T>(form, 'n', columns, count, inner, T(1), matrix.const_data_ptr<T>(), leading,
-                            source.const_data_ptr<T>() + first * inner, inner, T(0),
-                            target.mutable_data_ptr<T>() + first * columns, columns);
+    // torch's own wrappers are not exported. Its handle is on the current stream and follows its setting of TF32.
+    const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
+    const cublasOperation_t operation = form == 'n' ? CUBLAS_OP_N : CUBLAS_OP_T;
+    const int m = size(columns), n = size(count), k = size(inner), lda = size(leading);
+    const T *a = matrix.const_data_ptr<T>(), *b = source.const_data_ptr<T>() + first * inner;
+    T* c = target.mutable_data_ptr<T>() + first * columns;
+    const T one = 1, zero = 0;
+    if constexpr (std::is_same_v<T, float>) {
+      TORCH_CUDABLAS_CHECK(cublasSgemm(handle, operation, CUBLAS_OP_N, m, n, k, &one, a, lda, b, k, &zero, c, m));
+    } else {
+      TORCH_CUDABLAS_CHECK(cublasDgemm(handle, operation, CUBLAS_OP_N, m, n, k, &one, a, lda, b, k, &zero, c, m));
+    }
+  }
+
+  static int size(int64_t n) {
+    TORCH_CHECK(n <= std::numeric_limits<int>::max(), "vertex_frontiers: cuBLAS takes sizes below 2^31, got ", n);
+    return static_cast<int>(n);
   }
 
   jit::Kernel& compiled(const Step& step) {
