@@ -448,13 +448,15 @@ void Ledger::evict() {
   }
 }
 
-void Ledger::make_room(int64_t next) {
+bool Ledger::make_room(int64_t next) {
   int64_t limit = std::numeric_limits<int64_t>::max() / 2;
   if (schedule_ != nullptr)
     limit = schedule_->room;
   else if (engine.settings.budget)
     limit = *engine.settings.budget;
+  if (account.outs.empty() || account.counted + next <= limit) return false;
   while (!account.outs.empty() && account.counted + next > limit) account.drop_oldest(this);
+  return true;
 }
 
 // ---- Coming back
@@ -480,7 +482,7 @@ MarkPtr Ledger::mark_read(Block& block, Packed& packed) {
 c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
   const bool capturing = engine.mover->capturing(account.device);
   if (!capturing) account.poll();
-  const MarkPtr now = mark_read(block, packed);
+  MarkPtr now = mark_read(block, packed);
   c10::Storage storage;
   *offset = 0;
   if (block.source) {
@@ -505,10 +507,11 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
   return storage;
 }
 
-c10::Storage Ledger::bring(Block& block, const MarkPtr& now, bool needed) {
+c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
   const int64_t bytes = block.hull.size(), wanted = int64_t((block.address + uintptr_t(block.hull.lo)) % 256);
   const auto position = [](const c10::Storage& s) { return int64_t(reinterpret_cast<uintptr_t>(s.data()) % 256); };
-  if (needed && !engine.mover->capturing(account.device)) make_room(bytes);
+  // What is allocated now may be memory that just left: `now` has to be behind what the stream waits for.
+  if (needed && !engine.mover->capturing(account.device) && make_room(bytes)) now = engine.mover->mark(account.device);
   c10::Storage storage = block.parcels.front()->home();
   block.restored_hull = block.hull;
   block.restored_offset = 0;
@@ -533,7 +536,7 @@ c10::Storage Ledger::bring(Block& block, const MarkPtr& now, bool needed) {
   return storage;
 }
 
-void Ledger::prefetch(int64_t current, const MarkPtr& now) {
+void Ledger::prefetch(int64_t current, MarkPtr& now) {
   if (!engine.mover->asynchronous()) return;
   try {
     prefetch_some(current, now);
@@ -541,7 +544,7 @@ void Ledger::prefetch(int64_t current, const MarkPtr& now) {
   }
 }
 
-void Ledger::prefetch_some(int64_t current, const MarkPtr& now) {
+void Ledger::prefetch_some(int64_t current, MarkPtr& now) {
   const auto wanted = [](const std::shared_ptr<Block>& b) { return b && b->moved && !b->read && !b->held; };
   if (schedule_ != nullptr) {
     for (; next_back_ < schedule_->back.size(); ++next_back_) {

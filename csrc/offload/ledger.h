@@ -243,10 +243,10 @@ class Ledger {
                                             at::ScalarType dtype, Codec codec, const MarkPtr& ready);
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
-  void make_room(int64_t next);
-  c10::Storage bring(Block& block, const MarkPtr& now, bool needed);
-  void prefetch(int64_t current, const MarkPtr& now);
-  void prefetch_some(int64_t current, const MarkPtr& now);
+  bool make_room(int64_t next);  // whether anything had to go for it
+  c10::Storage bring(Block& block, MarkPtr& now, bool needed);
+  void prefetch(int64_t current, MarkPtr& now);
+  void prefetch_some(int64_t current, MarkPtr& now);
   MarkPtr boundary(bool important);
   Codec codec(bool compressed) const;
 
