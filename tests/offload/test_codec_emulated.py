@@ -6,8 +6,9 @@ from __future__ import annotations
 import ctypes
 import random
 
-import emulated
 import pytest
+
+from tests import emulated
 
 pytestmark = emulated.MARKS
 

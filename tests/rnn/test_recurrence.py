@@ -14,12 +14,23 @@ import pytest
 import torch
 import weft
 from hypothesis import HealthCheck, given, settings, strategies
-from test_rnn import BOUNDS, CELLS, RESULTS, Sample, arguments, exact_arguments, gradients, names, reference, rnn
 from weft import _C, _ops
 from weft._rnn import costs
 
 from tests.common import check_close, differentiate, poisoned
 from tests.rnn.sequential import doubles
+from tests.rnn.test_rnn import (
+    BOUNDS,
+    CELLS,
+    RESULTS,
+    Sample,
+    arguments,
+    exact_arguments,
+    gradients,
+    names,
+    reference,
+    rnn,
+)
 
 SOURCE = "rnn/cuda/recurrence.jit.cu"
 ROOT = Path(__file__).resolve().parents[2]

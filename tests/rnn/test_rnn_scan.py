@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import test_rnn
 import torch
-from test_rnn import BOUNDS, HALF_TYPES, RESULTS, gradients, names
 from torch import _VF, Tensor
 
 from tests.common import DEVICES, check_close, covering, differentiate, pairs, poisoned, relative_error, with_devices
+from tests.rnn import test_rnn
 from tests.rnn.samples import CELLS, Arguments, Sample, arguments, by_scan, packed
 from tests.rnn.sequential import check_chain, doubles
+from tests.rnn.test_rnn import BOUNDS, HALF_TYPES, RESULTS, gradients, names
 
 rnn = torch.ops.weft.rnn
 rnn_backward = torch.ops.weft.rnn_backward

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batched_csr import batches, random_csr
 from torch import Tensor
 from torch.library import opcheck
 from weft.sparse import (
@@ -21,6 +20,7 @@ from weft.sparse import (
 from weft.sparse._reference import csr_matmul_reference
 
 from tests.common import DEVICES, DTYPES, assert_close, poisoned
+from tests.sparse.test_batched_csr import batches, random_csr
 
 device = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
