@@ -25,6 +25,8 @@
 #include <string_view>
 #include <vector>
 
+#include "common/launch.h"
+
 namespace weft::jit {
 
 // "NAME=value" macros, in order.
@@ -67,7 +69,7 @@ class Kernel {
   // A cooperative launch is refused where not all of its blocks can be resident at once. Raises the kernel's limit of
   // dynamic shared memory and allows clusters of more than 8 blocks where they are asked for. Does not synchronise and
   // may be captured in a graph. An empty grid launches nothing.
-  void launch(dim3 grid, dim3 block, unsigned shared_bytes, unsigned cluster_size, bool cooperative,
+  void launch(Grid grid, dim3 block, unsigned shared_bytes, unsigned cluster_size, bool cooperative,
               cudaStream_t stream, void** args);
 
   // How many clusters of this size are resident on the device at once, 0 where not even one can be.
@@ -92,7 +94,7 @@ class Kernel {
 
   std::string name_;
   const void* function_ = nullptr;
-  int device_ = 0, capability_ = 0, sm_count_ = 0, max_shared_per_block_ = 0;
+  int device_ = 0, capability_ = 0, sm_count_ = 0;
   int registers_ = 0, local_bytes_ = 0, static_shared_bytes_ = 0, max_threads_ = 0;
   std::mutex attributes_;
   std::atomic<unsigned> allowed_shared_{0};

@@ -2,7 +2,7 @@
 #include <stdexcept>
 #include <unordered_map>
 
-#include "common/device.h"
+#include "common/launch.h"
 #include "jit/jit.h"
 
 namespace weft::jit {
@@ -18,14 +18,6 @@ class Uncaptured {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-std::string text_of(dim3 d) {
-  return "(" + std::to_string(d.x) + ", " + std::to_string(d.y) + ", " + std::to_string(d.z) + ")";
-}
-
-size_t threads(dim3 block) {
-  return size_t(block.x) * block.y * block.z;
-}
-
 cudaLaunchAttribute cluster_attribute(unsigned cluster_size) {
   cudaLaunchAttribute a{};
   a.id = cudaLaunchAttributeClusterDimension;
@@ -37,7 +29,7 @@ cudaLaunchAttribute cluster_attribute(unsigned cluster_size) {
 }  // namespace
 
 void Kernel::refuse(const std::string& why) const {
-  throw std::runtime_error("weft: kernel " + name_ + ": " + why);
+  refuse_launch(name_, why);
 }
 
 void Kernel::check(cudaError_t status, const char* what) const {
@@ -51,7 +43,6 @@ Kernel::Kernel(std::string name, const Cubin& code, const char* entry) : name_(s
   check(cudaGetDevice(&device_), "cudaGetDevice");
   capability_ = limits.compute_capability;
   sm_count_ = limits.sm_count;
-  max_shared_per_block_ = limits.max_shared_per_block;
 #if CUDART_VERSION < 12080
   refuse("loading it needs a build with CUDA 12.8");
 #else
@@ -74,13 +65,9 @@ Kernel::Kernel(std::string name, const Cubin& code, const char* entry) : name_(s
 }
 
 std::string Kernel::obstacle(dim3 block, unsigned shared_bytes, unsigned cluster_size) const {
-  if (threads(block) == 0 || threads(block) > size_t(max_threads_)) {
-    return "block of " + std::to_string(threads(block)) + " threads, the kernel (" + std::to_string(registers_) +
-           " registers) takes 1 to " + std::to_string(max_threads_);
-  }
-  if (size_t(shared_bytes) + size_t(static_shared_bytes_) > size_t(max_shared_per_block_)) {
-    return std::to_string(shared_bytes) + " + " + std::to_string(static_shared_bytes_) +
-           " bytes of shared memory, a block of the device has " + std::to_string(max_shared_per_block_);
+  if (std::string why = block_obstacle(block, shared_bytes, size_t(max_threads_), size_t(static_shared_bytes_));
+      !why.empty()) {
+    return why;
   }
   if (cluster_size > 1 && capability_ < 90) {
     return "clusters of " + std::to_string(cluster_size) + " blocks need compute capability 9.0, the device has " +
@@ -105,26 +92,25 @@ void Kernel::allow(unsigned shared_bytes, unsigned cluster_size) {
   }
 }
 
-void Kernel::launch(dim3 grid, dim3 block, unsigned shared_bytes, unsigned cluster_size, bool cooperative,
+void Kernel::launch(Grid grid, dim3 block, unsigned shared_bytes, unsigned cluster_size, bool cooperative,
                     cudaStream_t stream, void** args) {
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+  if (grid.empty()) return;
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   if (device != device_) {
     refuse("loaded for device " + std::to_string(device_) + ", the current one is " + std::to_string(device));
   }
-  if (grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535) {
-    refuse("grid " + text_of(grid) + " above the device's limit (2147483647, 65535, 65535)");
+  for (const std::string& why : {grid_obstacle(grid), obstacle(block, shared_bytes, cluster_size)}) {
+    if (!why.empty()) refuse(why);
   }
-  if (const std::string why = obstacle(block, shared_bytes, cluster_size); !why.empty()) refuse(why);
   if (cluster_size > 1 && grid.x % cluster_size != 0) {
-    refuse("grid " + text_of(grid) + " is not made of clusters of " + std::to_string(cluster_size) + " blocks");
+    refuse("grid " + grid.text() + " is not made of clusters of " + std::to_string(cluster_size) + " blocks");
   }
   allow(shared_bytes, cluster_size);
 
   cudaLaunchAttribute attributes[2] = {};
   cudaLaunchConfig_t config{};
-  config.gridDim = grid;
+  config.gridDim = grid.dims();
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
@@ -137,7 +123,7 @@ void Kernel::launch(dim3 grid, dim3 block, unsigned shared_bytes, unsigned clust
   const cudaError_t status = cudaLaunchKernelExC(&config, function_, args);
   if (status == cudaSuccess) return;
   cudaGetLastError();
-  std::string shape = "grid " + text_of(grid) + ", block " + text_of(block) + ", " + std::to_string(shared_bytes) +
+  std::string shape = "grid " + grid.text() + ", block " + Grid(block).text() + ", " + std::to_string(shared_bytes) +
                       " bytes of shared memory";
   if (cluster_size > 1) shape += ", clusters of " + std::to_string(cluster_size);
   if (cooperative) shape += ", cooperative";
@@ -174,8 +160,9 @@ int Kernel::max_active_blocks_per_sm(dim3 block, unsigned shared_bytes) {
   if (!obstacle(block, shared_bytes, 1).empty()) return 0;
   allow(shared_bytes, 1);
   int count = 0;
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, function_, int(threads(block)), shared_bytes),
-        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, function_, int(block.x * block.y * block.z), shared_bytes),
+      "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
   return count;
 }
 
