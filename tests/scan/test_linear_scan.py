@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from weft.scan import linear_scan, linear_scan_reference
 
-from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, pairs, poisoned, relative_error
+from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, pairs, poisoned, relative_error, with_instructions
 from tests.scan.samples import LAYOUTS
 from tests.scan.samples import LinearScan as Sample
 
@@ -78,6 +81,30 @@ def test_agrees_with_reference(sample: Sample, dtype: torch.dtype, device: str) 
         x = linear_scan(*inputs, **sample.flags)
     assert x.dtype == dtype and x.device == inputs[1].device and x.is_contiguous()
     assert_close(x, linear_scan_reference(*wide(*inputs), **sample.flags))
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_lower_instruction_sets(capability: str) -> None:
+    with_instructions(capability, __file__, "cpu and (agrees_with_reference or any_shape or bad_row) and not gradients")
+
+
+BITS = """
+import torch, weft
+torch.manual_seed(0)
+A, b = torch.rand(200, 1, 40), torch.randn(200, 1, 40)
+print(torch.ops.weft.linear_scan(A, b).view(torch.int32).sum().item())
+"""
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="nothing to lower")
+def test_the_instruction_set_is_torchs() -> None:
+    """A fused multiply-add rounds once: what has none ends in other bits."""
+    found = {}
+    for capability in ("default", "avx2"):
+        environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+        run = subprocess.run([sys.executable, "-c", BITS], env=environment, capture_output=True, text=True, check=True)
+        found[capability] = run.stdout
+    assert found["default"] != found["avx2"]
 
 
 @device

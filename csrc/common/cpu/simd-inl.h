@@ -1,8 +1,9 @@
 // SIMD vectors, their elementary functions and the register block of CPU kernels, in GCC's vector extensions: included
-// once per instruction set, with
+// once per instruction set, behind baseline-, avx2- or avx512-begin-inl.h, which set
 //   WEFT_ISA            a namespace of its own, so that no two instruction sets share a symbol
 //   WEFT_VECTOR_BYTES   16, 32 or 64
 //   WEFT_REGISTERS      how many vector registers there are: 16 or 32
+// Of AVX-512, the forms without a mask draw false warnings from GCC 12's header.
 // No function template of the standard library is used here, nor in what includes it: one that is not inlined would be
 // emitted with this instruction set under a name that the linker merges with everybody else's.
 #pragma once
@@ -82,10 +83,36 @@ struct Simd {
 #endif
   }
 
+  // The sums of all lanes of four vectors, halves first. (Returned, a vector of four could be wider than a register.)
+  typedef T Four __attribute__((vector_size(4 * sizeof(T))));
+  static WEFT_INLINE void sums(const Vec (&v)[4], Four& sums) {
+    typedef T Part __attribute__((vector_size(16)));
+    constexpr int kParts = WEFT_VECTOR_BYTES / 16;
+    Part part[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      Part parts[kParts];
+      __builtin_memcpy(parts, &v[i], sizeof(Vec));
+#pragma GCC unroll 2
+      for (int count = kParts / 2; count > 0; count /= 2) {
+#pragma GCC unroll 2
+        for (int k = 0; k < count; ++k) parts[k] += parts[k + count];
+      }
+      part[i] = parts[0];
+    }
+    const auto &a = part[0], &b = part[1], &c = part[2], &d = part[3];
+    if constexpr (sizeof(T) == 8) {
+      sums = Four{a[0], b[0], c[0], d[0]} + Four{a[1], b[1], c[1], d[1]};
+    } else {
+      const Part ab = Part{a[0], a[1], b[0], b[1]} + Part{a[2], a[3], b[2], b[3]};
+      const Part cd = Part{c[0], c[1], d[0], d[1]} + Part{c[2], c[3], d[2], d[3]};
+      sums = Part{ab[0], ab[2], cd[0], cd[2]} + Part{ab[1], ab[3], cd[1], cd[3]};
+    }
+  }
+
   // NaN for NaN: x is the operand that the instructions return then.
   static WEFT_INLINE Vec clamp(Vec x, Vec low, Vec high) {
 #if WEFT_VECTOR_BYTES == 64
-    // The forms without a mask draw a false warning from GCC 12's header.
     if constexpr (sizeof(T) == 4) {
       return (Vec)_mm512_maskz_min_ps(0xFFFF, (__m512)high, _mm512_maskz_max_ps(0xFFFF, (__m512)low, (__m512)x));
     } else {
@@ -169,6 +196,132 @@ struct Simd {
   }
 };
 
+// What lies in memory, and the vectors it is computed in: fp32, for doubles fp64. Any alignment; of n elements, n >= 1,
+// the lanes beyond are zero, or left alone. Half types are rounded to nearest.
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <typename E>
+struct Element {
+  using Compute = E;
+  using S = Simd<E>;
+  static WEFT_INLINE typename S::Vec load(const E* p, int64_t n) { return S::load(p, n); }
+  static WEFT_INLINE void store(E* p, typename S::Vec v, int64_t n) { S::store(p, v, n); }
+};
+
+template <typename E, typename Convert>
+struct SixteenBits {
+  using Compute = float;
+  using S = Simd<float>;
+  typedef uint16_t Bits __attribute__((vector_size(WEFT_VECTOR_BYTES / 2)));
+  static WEFT_INLINE typename S::Vec load(const E* p, int64_t n) {
+    Bits bits{};
+    if (n >= S::kLanes) {
+      __builtin_memcpy(&bits, p, sizeof(bits));
+    } else {
+#if WEFT_VECTOR_BYTES == 64
+      bits = (Bits)_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p);
+#else
+      // In registers: a load of what several stores have left would wait for them.
+      Words words{};
+      if (n >= 4) __builtin_memcpy(&words[0], p, 8);
+      words[n / 4] = few(p + n / 4 * 4, n % 4);
+      bits = (Bits)words;
+#endif
+    }
+    return Convert::widen(bits);
+  }
+  static WEFT_INLINE void store(E* p, typename S::Vec v, int64_t n) {
+    const Bits bits = Convert::narrow(v);
+    if (n >= S::kLanes) {
+      __builtin_memcpy(p, &bits, sizeof(bits));
+    } else {
+#if WEFT_VECTOR_BYTES == 64
+      _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), (__m256i)bits);
+#else
+      const Words words = (Words)bits;
+      if (n >= 4) __builtin_memcpy(p, &words[0], 8);
+      uint64_t rest = words[n / 4];
+      for (int64_t i = n / 4 * 4; i < n; ++i, rest >>= 16) p[i].bits = uint16_t(rest);
+#endif
+    }
+  }
+
+ private:
+  typedef uint64_t Words __attribute__((vector_size(WEFT_VECTOR_BYTES / 2)));
+  static WEFT_INLINE uint64_t few(const E* p, int64_t n) {
+    uint64_t word = 0;
+    for (int64_t i = 0; i < n; ++i) word |= uint64_t(p[i].bits) << 16 * i;
+    return word;
+  }
+};
+
+struct ConvertBFloat16 {
+  using S = Simd<float>;
+  typedef uint16_t Bits __attribute__((vector_size(WEFT_VECTOR_BYTES / 2)));
+  typedef uint32_t Words __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+  static WEFT_INLINE S::Vec widen(Bits bits) {
+#if WEFT_VECTOR_BYTES == 32
+    return (S::Vec)((Words)_mm256_cvtepu16_epi32((__m128i)bits) << 16);
+#else
+    return (S::Vec)(__builtin_convertvector(bits, Words) << 16);
+#endif
+  }
+  static WEFT_INLINE Bits narrow(S::Vec v) {
+    const Words x = (Words)v, rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+    const Words result = v == v ? rounded : Words{} + 0x7fc0;
+#if WEFT_VECTOR_BYTES == 32
+    const __m256i words = (__m256i)result;
+    return (Bits)_mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+#else
+    return __builtin_convertvector(result, Bits);
+#endif
+  }
+};
+
+struct ConvertHalf {
+  using S = Simd<float>;
+  typedef uint16_t Bits __attribute__((vector_size(WEFT_VECTOR_BYTES / 2)));
+  typedef uint32_t Words __attribute__((vector_size(WEFT_VECTOR_BYTES)));
+  static WEFT_INLINE S::Vec widen(Bits bits) {
+#if WEFT_VECTOR_BYTES == 64
+    return (S::Vec)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)bits);
+#elif WEFT_VECTOR_BYTES == 32
+    return (S::Vec)_mm256_cvtph_ps((__m128i)bits);
+#else
+    const Words x = __builtin_convertvector(bits, Words), size = (x & 0x7fff) << 13, sign = (x & 0x8000) << 16;
+    // 2^112 is the difference of the exponents' biases; what is subnormal becomes normal. Infinity and NaN have the
+    // largest exponent here and there.
+    const Words finite = (Words)((S::Vec)size * 0x1p112f);
+    return (S::Vec)(sign | (size >= (0x7c00u << 13) ? size | 0x7f800000 : finite));
+#endif
+  }
+  static WEFT_INLINE Bits narrow(S::Vec v) {
+#if WEFT_VECTOR_BYTES == 64
+    return (Bits)_mm512_maskz_cvtps_ph(0xFFFF, (__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif WEFT_VECTOR_BYTES == 32
+    return (Bits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const Words x = (Words)v, size = x & 0x7fffffff, sign = (x >> 16) & 0x8000;
+    const Words normal = (size - (112u << 23) + 0xfff + ((size >> 13) & 1)) >> 13;
+    // The last bit of 0.5 is worth as much as a subnormal's.
+    const Words subnormal = (Words)((S::Vec)size + 0.5f) - 0x3f000000;
+    const Words finite = size < 0x38800000 ? subnormal : normal;
+    const Words largest = size > 0x7f800000 ? Words{} + 0x7e00 : Words{} + 0x7c00;
+    return __builtin_convertvector(sign | (size >= 0x47800000 ? largest : finite), Bits);
+#endif
+  }
+};
+
+template <>
+struct Element<Half> : SixteenBits<Half, ConvertHalf> {};
+template <>
+struct Element<BFloat16> : SixteenBits<BFloat16, ConvertBFloat16> {};
+
 WEFT_INLINE int64_t smaller(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
@@ -177,7 +330,6 @@ WEFT_INLINE int64_t ceil_div(int64_t a, int64_t b) {
 }
 
 // ---- The register block
-// -------------------------------------------------------------------------------------------
 
 // Rows of the register block for NV vectors per row: NV * rows accumulators, the NV weights and a broadcast must fit.
 constexpr int max_rows(int nv) {

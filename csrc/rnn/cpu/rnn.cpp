@@ -1,6 +1,5 @@
 // weft::rnn on the CPU: types, the team's plan, packing. The arithmetic is in rnn_kernels-inl.h.
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <sched.h>
@@ -46,22 +45,12 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The instruction set that torch itself uses (ATEN_CPU_CAPABILITY lowers it).
-const RnnTables& tables() {
-#ifdef __x86_64__
-  static const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return rnn_avx512();
-  if (capability == "AVX2") return rnn_avx2();
-#endif
-  return rnn_baseline();
-}
-
 template <typename T>
 const RnnKernels<T>& kernels() {
   if constexpr (std::is_same_v<T, float>) {
-    return tables().f32;
+    return cpu::rnn_kernels().f32;
   } else {
-    return tables().f64;
+    return cpu::rnn_kernels().f64;
   }
 }
 

@@ -1,11 +1,9 @@
-// weft::rnn's CPU kernels for what every processor of the architecture has (SSE2 on x86-64, NEON on arm64).
-#define WEFT_ISA baseline
-#define WEFT_VECTOR_BYTES 16
-#define WEFT_REGISTERS 16
+// weft::rnn's CPU kernels for what every processor of the architecture has.
+#include "rnn/cpu/rnn_kernels.h"
+
+// After the other headers, and in this order.
+#include "common/cpu/baseline-begin-inl.h"
+
 #include "rnn/cpu/rnn_kernels-inl.h"
 
-namespace weft::rnn {
-const RnnTables& rnn_baseline() {
-  return baseline::kRnnTables;
-}
-}  // namespace weft::rnn
+#include "common/cpu/simd-end-inl.h"

@@ -618,7 +618,9 @@ constexpr RnnKernels<T> kRnnKernels = {
     Simd<T>::kLanes,  packed_size<T>, pack<T>,     forward_scratch<T>, backward_scratch<T>,   state_stride<T>,
     forward_begin<T>, forward<T>,     backward<T>, multiply<T>,        transposed_scratch<T>, transposed<T>};
 
-constexpr RnnTables kRnnTables = {kRnnKernels<float>, kRnnKernels<double>};
-
 }  // namespace
 }  // namespace weft::rnn::WEFT_ISA
+
+namespace weft::cpu::WEFT_ISA {
+const rnn::RnnTables rnn_kernels = {rnn::WEFT_ISA::kRnnKernels<float>, rnn::WEFT_ISA::kRnnKernels<double>};
+}

@@ -1,4 +1,4 @@
-// The CPU kernels of weft::rnn, one table per instruction set. No torch header.
+// The CPU kernels of weft::rnn, one table per instruction set (common/cpu/kernels.h). No torch header.
 //
 // Decomposition. One team of threads runs the whole op in one parallel region. A direction's threads form a grid of
 // batch groups times slices of the hidden units; two directions run side by side. Batch groups are independent of each
@@ -23,6 +23,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/cpu/kernels.h"
 #include "rnn/cell.h"
 
 namespace weft::rnn {
@@ -142,14 +143,10 @@ struct RnnKernels {
   void (*transposed)(const TransposedArgs<T>& args, int task, int tasks, T* scratch);  // a part of out
 };
 
-// One source, rnn_kernels-inl.h, compiled three times. The AVX2 and AVX-512 tables exist on x86-64 only.
 struct RnnTables {
   RnnKernels<float> f32;
   RnnKernels<double> f64;
 };
-const RnnTables& rnn_baseline();
-const RnnTables& rnn_avx2();
-const RnnTables& rnn_avx512();
 
 // [begin, end) of the i-th of n nearly equal parts of count.
 struct Range {
@@ -160,3 +157,5 @@ inline __attribute__((always_inline)) Range split(int64_t count, int64_t n, int6
 }
 
 }  // namespace weft::rnn
+
+WEFT_CPU_KERNELS(weft::rnn::RnnTables, rnn_kernels)
