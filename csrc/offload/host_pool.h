@@ -29,6 +29,8 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     int64_t bytes() const { return bytes_; }
     // What the next owner of the memory has to wait for before it writes, e.g. the copy that still reads it.
     std::shared_ptr<void> busy;
+    // Whether the pool keeps the memory for the next one who asks for as much.
+    bool reusable = true;
 
    private:
     std::shared_ptr<HostPool> pool_;
@@ -87,7 +89,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
 
  private:
   void put(Buffer& buffer) {
-    if (closed_) {
+    if (closed_ || !buffer.reusable) {
       memory_.free(buffer.data_, buffer.busy);
       held_ -= buffer.bytes_;
       return;

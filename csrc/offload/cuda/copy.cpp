@@ -8,6 +8,7 @@
 #include "offload/cuda/copy.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include "common/integers.h"
 #include "offload/cuda/rle_compress.h"
@@ -49,6 +50,8 @@ CudaMark::~CudaMark() {
 
 bool CudaMark::passed() const {
   if (passed_) return true;
+  // A query is harmless to a capture that is under way, but CUDA refuses it there unless told so.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   const cudaError_t status = cudaEventQuery(event_);
   if (status == cudaErrorNotReady) {
     cudaGetLastError();
@@ -389,6 +392,7 @@ class CopyMover : public Mover {
     Lanes& lanes = lanes_[device];
     auto buffer = pool_->take(kBytes);
     if (buffer == nullptr) return {0, 0};
+    buffer->reusable = false;
     const c10::DataPtr there = scratch(lanes.out, kBytes);
     const auto timed = [&](c10::cuda::CUDAStream stream, void* to, const void* from) {
       CudaMarkPtr begin, end;
