@@ -36,7 +36,7 @@ def test_json_says_what_this_machine_has():
     assert facts["build"]["cuda"] == _build_info.CUDA
     assert facts["machine"]["cores"] >= 1
     assert len(facts["machine"]["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert set(facts["engines"]) == {"scan", "rnn", "vertex", "offload"}
+    assert set(facts["engines"]) == {"scan", "sparse", "rnn", "vertex", "offload"}
     assert facts["engines"]["scan"]["cpu"] == facts["engines"]["rnn"]["cpu"] == "runs"
     assert (facts["compiler"]["nvrtc"] is None) != (facts["compiler"]["obstacle"] is None)
 

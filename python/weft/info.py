@@ -80,14 +80,14 @@ def _compiler() -> dict[str, str | None]:
     }
 
 
-def _rnn_on_cuda(gpus: list[dict[str, Any]], compiler: dict[str, str | None]) -> str:
-    """The rnn engine brings no compiled kernels: it needs the compiler, and a GPU that it knows."""
+def _jit_on_cuda(gpus: list[dict[str, Any]], compiler: dict[str, str | None], instead: str) -> str:
+    """An engine that brings no compiled kernels: it needs the compiler, and a GPU that it knows; else `instead`."""
     if _build_info.CUDA is None:
         return "not built"
     if not gpus:
         return "built; no CUDA device here"
     if compiler["obstacle"] is not None:
-        return f"layers run as torch: {compiler['obstacle']}"
+        return f"{instead}: {compiler['obstacle']}"
     old = [gpu["compute_capability"] for gpu in gpus if tuple(map(int, gpu["compute_capability"].split("."))) < (8, 0)]
     return f"not below compute capability 8.0, here is {old[0]}" if old else "runs"
 
@@ -102,7 +102,6 @@ def collect() -> dict[str, Any]:
     """
     gpus, compiler = _gpus(), _compiler()
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    absent = {"cpu": "not in this version", "cuda": "not in this version"}
     return {
         "versions": {
             "weft": __version__,
@@ -120,8 +119,9 @@ def collect() -> dict[str, Any]:
         "machine": {"cpu": cpu_name(), "cores": cores(), "gpus": gpus},
         "engines": {
             "scan": {"cpu": "runs", "cuda": _engine_on_cuda(gpus)},
-            "rnn": {"cpu": "runs", "cuda": _rnn_on_cuda(gpus, compiler)},
-            "vertex": dict(absent),
+            "rnn": {"cpu": "runs", "cuda": _jit_on_cuda(gpus, compiler, "layers run as torch")},
+            "sparse": {"cpu": "runs", "cuda": _engine_on_cuda(gpus)},
+            "vertex": {"cpu": "runs", "cuda": _jit_on_cuda(gpus, compiler, "runs as reference")},
             "offload": {"cpu": "runs; nothing to move", "cuda": _engine_on_cuda(gpus)},
         },
         "compiler": compiler,
