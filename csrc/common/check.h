@@ -1,18 +1,14 @@
-// Argument checks. Every message names the op, the argument, what was expected and what came.
+// Argument checks: TORCH_CHECK_VALUE is a ValueError in Python, TORCH_CHECK_TYPE a TypeError. Every message names the
+// op, the argument, what was expected and what came.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <string>
 
 namespace weft {
-
-// ValueError and TypeError in Python; a plain TORCH_CHECK is a RuntimeError.
-#define WEFT_CHECK_VALUE(cond, ...) TORCH_CHECK_VALUE(cond, __VA_ARGS__)
-#define WEFT_CHECK_TYPE(cond, ...) TORCH_CHECK_TYPE(cond, __VA_ARGS__)
 
 // The shape must be `expected`, described to the user as `layout`, e.g. "(T, B, H)".
 inline void check_shape(const char* op, const char* name, const at::Tensor& t, at::IntArrayRef expected,

@@ -12,12 +12,12 @@ namespace {
 
 Conv describe(const char* op, at::TensorList windows, int64_t groups, int64_t in_channels, int64_t out_channels,
               const at::Tensor& like) {
-  WEFT_CHECK_VALUE(windows.size() == 7, op, ": windows must be 7 tables, got ", windows.size());
+  TORCH_CHECK_VALUE(windows.size() == 7, op, ": windows must be 7 tables, got ", windows.size());
   check_indices(op, "windows", windows, like);
-  WEFT_CHECK_TYPE(!is_wide(windows[0]), op, ": windows must be int32");
-  WEFT_CHECK_VALUE(windows[0].size(0) >= 1 && windows[5].size(0) >= 1 && windows[1].size(0) == windows[2].size(0) &&
-                       windows[3].size(0) == windows[1].size(0) + 1 && windows[4].size(0) == windows[6].size(0),
-                   op, ": windows do not fit each other");
+  TORCH_CHECK_TYPE(!is_wide(windows[0]), op, ": windows must be int32");
+  TORCH_CHECK_VALUE(windows[0].size(0) >= 1 && windows[5].size(0) >= 1 && windows[1].size(0) == windows[2].size(0) &&
+                        windows[3].size(0) == windows[1].size(0) + 1 && windows[4].size(0) == windows[6].size(0),
+                    op, ": windows do not fit each other");
   Conv c{};
   c.crow = pointer<int32_t>(windows[0]), c.row = pointer<int32_t>(windows[1]), c.col = pointer<int32_t>(windows[2]);
   c.tap_crow = pointer<int32_t>(windows[3]), c.taps = pointer<int32_t>(windows[4]);
@@ -36,7 +36,7 @@ int64_t count(const Conv& c) {
 std::tuple<at::Tensor, at::Tensor> conv_pattern_forward(RunConv run, at::TensorList windows, int64_t groups,
                                                         int64_t in_channels, int64_t out_channels,
                                                         int64_t output_positions, bool wide) {
-  WEFT_CHECK_VALUE(!windows.empty(), "conv_pattern: windows must be 7 tables, got none");
+  TORCH_CHECK_VALUE(!windows.empty(), "conv_pattern: windows must be 7 tables, got none");
   Conv c = describe("conv_pattern", windows, groups, in_channels, out_channels, windows[0]);
   const auto options = windows[0].options().dtype(wide ? at::kLong : at::kInt);
   const at::Tensor crow = at::empty({groups * in_channels * c.positions + 1}, options);
@@ -49,12 +49,12 @@ std::tuple<at::Tensor, at::Tensor> conv_pattern_forward(RunConv run, at::TensorL
 
 at::Tensor conv_values_forward(RunConv run, const at::Tensor& weight, at::TensorList windows, int64_t groups) {
   check_floating("conv_values", "weight", weight);
-  WEFT_CHECK_VALUE(weight.dim() == 3 && groups >= 1 && weight.size(0) % groups == 0,
-                   "conv_values: weight must be (groups * out_channels, in_channels, K) with ", groups, " groups, got ",
-                   weight.sizes());
+  TORCH_CHECK_VALUE(weight.dim() == 3 && groups >= 1 && weight.size(0) % groups == 0,
+                    "conv_values: weight must be (groups * out_channels, in_channels, K) with ", groups,
+                    " groups, got ", weight.sizes());
   Conv c = describe("conv_values", windows, groups, weight.size(1), weight.size(0) / groups, weight);
-  WEFT_CHECK_VALUE(weight.size(2) == c.kernel, "conv_values: weight must have ", c.kernel, " taps, got ",
-                   weight.sizes());
+  TORCH_CHECK_VALUE(weight.size(2) == c.kernel, "conv_values: weight must have ", c.kernel, " taps, got ",
+                    weight.sizes());
   const at::Tensor w = weight.contiguous();
   at::Tensor out = at::empty({count(c)}, weight.options());
   if (out.numel() == 0) return out;
@@ -67,8 +67,8 @@ at::Tensor conv_values_gradient(RunConv run, const at::Tensor& grad, at::TensorL
                                 int64_t out_channels, int64_t in_channels) {
   check_floating("conv_values_backward", "grad", grad);
   Conv c = describe("conv_values_backward", windows, groups, in_channels, out_channels, grad);
-  WEFT_CHECK_VALUE(grad.dim() == 1 && grad.size(0) == count(c), "conv_values_backward: grad must be (", count(c),
-                   ",), got ", grad.sizes());
+  TORCH_CHECK_VALUE(grad.dim() == 1 && grad.size(0) == count(c), "conv_values_backward: grad must be (", count(c),
+                    ",), got ", grad.sizes());
   const at::Tensor g = grad.contiguous();
   at::Tensor out = at::empty({groups * out_channels, in_channels, c.kernel}, grad.options());
   if (out.numel() == 0) return out;

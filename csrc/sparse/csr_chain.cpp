@@ -12,9 +12,9 @@ std::vector<at::Tensor> csr_chain_forward(RunChain run, const at::Tensor& grad, 
                                           at::TensorList cols, at::TensorList values) {
   constexpr const char* kOp = "csr_chain";
   check_floating(kOp, "grad", grad);
-  WEFT_CHECK_VALUE(grad.dim() == 2, kOp, ": grad must be (B, n), got ", grad.sizes());
-  WEFT_CHECK_VALUE(crows.size() == values.size() && cols.size() == values.size(), kOp,
-                   ": crows, cols and values must have one tensor per product");
+  TORCH_CHECK_VALUE(grad.dim() == 2, kOp, ": grad must be (B, n), got ", grad.sizes());
+  TORCH_CHECK_VALUE(crows.size() == values.size() && cols.size() == values.size(), kOp,
+                    ": crows, cols and values must have one tensor per product");
   check_indices(kOp, "crows", crows, grad);
   check_indices(kOp, "cols", cols, grad);
   const int64_t batch = grad.size(0);
@@ -24,13 +24,13 @@ std::vector<at::Tensor> csr_chain_forward(RunChain run, const at::Tensor& grad, 
   for (size_t k = 0; k < values.size(); ++k) {
     const std::string name = "values[" + std::to_string(k) + "]";
     check_like(kOp, name.c_str(), values[k], "grad", grad);
-    WEFT_CHECK_TYPE(is_wide(crows[k]) == is_wide(cols[k]) && is_wide(crows[k]) == is_wide(crows[0]), kOp,
-                    ": all indices must have one dtype");
+    TORCH_CHECK_TYPE(is_wide(crows[k]) == is_wide(cols[k]) && is_wide(crows[k]) == is_wide(crows[0]), kOp,
+                     ": all indices must have one dtype");
     const bool diagonal = crows[k].numel() == 0;
     const int64_t nnz = diagonal ? x.size(1) : cols[k].size(0);
-    WEFT_CHECK_VALUE((values[k].dim() == 1 || (values[k].dim() == 2 && values[k].size(0) == batch)) &&
-                         values[k].size(-1) == nnz && (diagonal ? cols[k].numel() == 0 : true),
-                     kOp, ": ", name, " must be (", nnz, ",) or (", batch, ", ", nnz, "), got ", values[k].sizes());
+    TORCH_CHECK_VALUE((values[k].dim() == 1 || (values[k].dim() == 2 && values[k].size(0) == batch)) &&
+                          values[k].size(-1) == nnz && (diagonal ? cols[k].numel() == 0 : true),
+                      kOp, ": ", name, " must be (", nnz, ",) or (", batch, ", ", nnz, "), got ", values[k].sizes());
     CsrLink link{};
     link.rows = diagonal ? nnz : crows[k].size(0) - 1, link.columns = x.size(1), link.nnz = nnz;
     kept.push_back(values[k].contiguous());

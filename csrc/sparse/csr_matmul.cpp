@@ -95,7 +95,7 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
 
 Plan csr_matmul_plan(at::TensorList a, at::TensorList b) {
   constexpr const char* kOp = "csr_matmul_plan";
-  WEFT_CHECK_VALUE(!a.empty() && !b.empty(), kOp, ": a and b must be [crow, col]");
+  TORCH_CHECK_VALUE(!a.empty() && !b.empty(), kOp, ": a and b must be [crow, col]");
   check_pattern(kOp, "a", a, false, a[0]);
   check_pattern(kOp, "b", b, false, a[0]);
   const bool wide = is_wide(a[0]) || is_wide(b[0]);
@@ -136,10 +136,10 @@ constexpr size_t kPatterns = 9, kWithTransposed = 12;
 
 CsrMatmul describe(const char* op, at::TensorList p, int64_t kind, const at::Tensor& like) {
   check_floating(op, "values", like);
-  WEFT_CHECK_VALUE(p.size() == kPatterns || p.size() == kWithTransposed, op, ": patterns must be 9 or 12 tensors, got ",
-                   p.size());
+  TORCH_CHECK_VALUE(p.size() == kPatterns || p.size() == kWithTransposed, op,
+                    ": patterns must be 9 or 12 tensors, got ", p.size());
   check_indices(op, "patterns", p, like);
-  WEFT_CHECK_VALUE(kind >= 0 && kind <= 2, op, ": kind must be 0, 1 or 2, got ", kind);
+  TORCH_CHECK_VALUE(kind >= 0 && kind <= 2, op, ": kind must be 0, 1 or 2, got ", kind);
   CsrMatmul m{};
   m.dtype = dtype_of(like), m.kind = Kind(kind), m.wide = is_wide(p[0]);
   m.rows = p[0].size(0) - 1, m.inner = p[2].size(0) - 1;
@@ -155,8 +155,8 @@ CsrMatmul describe(const char* op, at::TensorList p, int64_t kind, const at::Ten
 void operand(const char* op, const char* name, const at::Tensor& values, const at::Tensor& like, int64_t nnz,
              Batch& batch, at::Tensor& kept, const void*& data, int64_t& stride) {
   check_like(op, name, values, "the other operand", like);
-  WEFT_CHECK_VALUE((values.dim() == 1 || values.dim() == 2) && values.size(-1) == nnz, op, ": ", name,
-                   " must be (nnz,) or (B, nnz) with nnz = ", nnz, ", got ", values.sizes());
+  TORCH_CHECK_VALUE((values.dim() == 1 || values.dim() == 2) && values.size(-1) == nnz, op, ": ", name,
+                    " must be (nnz,) or (B, nnz) with nnz = ", nnz, ", got ", values.sizes());
   batch.join(op, name, values.dim() == 2, values.size(0));
   kept = values.contiguous();
   data = kept.numel() > 0 ? kept.const_data_ptr() : nullptr;
@@ -197,7 +197,7 @@ at::Tensor csr_matmul_left_forward(RunMatmul run, at::TensorList patterns, int64
 at::Tensor csr_matmul_right_forward(RunMatmul run, at::TensorList patterns, int64_t kind, const at::Tensor& x,
                                     const at::Tensor& g, bool shared) {
   std::vector<at::Tensor> all = patterns.vec();
-  WEFT_CHECK_VALUE(all.size() >= kPatterns, "csr_matmul_right: patterns must be 9 or 12 tensors, got ", all.size());
+  TORCH_CHECK_VALUE(all.size() >= kPatterns, "csr_matmul_right: patterns must be 9 or 12 tensors, got ", all.size());
   if (all.size() == kPatterns) {
     auto [crow, col, index] = csr_transpose(all[0], all[1], all[2].size(0) - 1);
     all.insert(all.end(), {crow, col, index});

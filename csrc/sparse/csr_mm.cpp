@@ -14,17 +14,17 @@ at::Tensor csr_mm_forward(RunMm run, at::TensorList pattern, const std::optional
   constexpr const char* kOp = "csr_mm";
   check_floating(kOp, "x", x);
   check_pattern(kOp, "pattern", pattern, true, x);
-  WEFT_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, kOp, ": x must be (columns, k) or (B, columns, k), got ", x.sizes());
+  TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, kOp, ": x must be (columns, k) or (B, columns, k), got ", x.sizes());
   Batch batch;
   batch.join(kOp, "x", x.dim() == 3, x.size(0));
   at::Tensor v, dense = x.contiguous();
   const int64_t nnz = pattern[1].size(0);
   if (values) {
     check_like(kOp, "values", *values, "x", x);
-    WEFT_CHECK_VALUE(values->dim() == 1 || values->dim() == 2, kOp, ": values must be (nnz,) or (B, nnz), got ",
-                     values->sizes());
-    WEFT_CHECK_VALUE(values->size(-1) == nnz, kOp, ": values must have one number per element of the pattern, ", nnz,
-                     ", got ", values->sizes());
+    TORCH_CHECK_VALUE(values->dim() == 1 || values->dim() == 2, kOp, ": values must be (nnz,) or (B, nnz), got ",
+                      values->sizes());
+    TORCH_CHECK_VALUE(values->size(-1) == nnz, kOp, ": values must have one number per element of the pattern, ", nnz,
+                      ", got ", values->sizes());
     batch.join(kOp, "values", values->dim() == 2, values->size(0));
     v = values->contiguous();
   }
@@ -52,16 +52,16 @@ at::Tensor csr_sampled_mm_forward(RunSampledMm run, at::TensorList pattern, cons
   check_like(kOp, "right", right, "left", left);
   check_pattern(kOp, "pattern", pattern, false, left);
   const int64_t rows = pattern[0].size(0) - 1, nnz = pattern[1].size(0);
-  WEFT_CHECK_VALUE((left.dim() == 2 || left.dim() == 3) && left.size(-2) == rows, kOp,
-                   ": left must be (rows, k) or (B, rows, k) with ", rows, " rows, got ", left.sizes());
-  WEFT_CHECK_VALUE((right.dim() == 2 || right.dim() == 3) && right.size(-1) == left.size(-1), kOp,
-                   ": right must be (columns, k) or (B, columns, k) with the k of left, ", left.size(-1), ", got ",
-                   right.sizes());
+  TORCH_CHECK_VALUE((left.dim() == 2 || left.dim() == 3) && left.size(-2) == rows, kOp,
+                    ": left must be (rows, k) or (B, rows, k) with ", rows, " rows, got ", left.sizes());
+  TORCH_CHECK_VALUE((right.dim() == 2 || right.dim() == 3) && right.size(-1) == left.size(-1), kOp,
+                    ": right must be (columns, k) or (B, columns, k) with the k of left, ", left.size(-1), ", got ",
+                    right.sizes());
   Batch batch;
   batch.join(kOp, "left", left.dim() == 3, left.size(0));
   batch.join(kOp, "right", right.dim() == 3, right.size(0));
-  WEFT_CHECK_VALUE(shared || batch.size >= 0, kOp, ": without `shared` an operand must have a batch, got left ",
-                   left.sizes(), " and right ", right.sizes());
+  TORCH_CHECK_VALUE(shared || batch.size >= 0, kOp, ": without `shared` an operand must have a batch, got left ",
+                    left.sizes(), " and right ", right.sizes());
   const at::Tensor l = left.contiguous(), r = right.contiguous();
   CsrSampledMm args{};
   args.dtype = dtype_of(l), args.wide = is_wide(pattern[0]), args.shared = shared;

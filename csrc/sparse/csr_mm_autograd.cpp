@@ -43,7 +43,7 @@ Pattern call_transpose(const at::Tensor& crow, const at::Tensor& col, const c10:
 Pattern transposed_or_made(const char* op, const Pattern& pattern, const Pattern& transposed,
                            const c10::SymInt& columns) {
   if (!transposed.empty()) return transposed;
-  WEFT_CHECK_VALUE(pattern.size() == 2, op, ": a pattern with an index is differentiable only beside its transposed");
+  TORCH_CHECK_VALUE(pattern.size() == 2, op, ": a pattern with an index is differentiable only beside its transposed");
   return call_transpose(pattern[0], pattern[1], columns);
 }
 

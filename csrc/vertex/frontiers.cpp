@@ -27,10 +27,10 @@ std::shared_ptr<const Program> parsed(const at::Tensor& program, const at::Tenso
     std::shared_ptr<const Program> program;
   };
   thread_local std::vector<Known> known;
-  WEFT_CHECK_TYPE(program.scalar_type() == at::kLong && program.is_cpu() && program.is_contiguous(), kOp,
-                  ": program must be a contiguous int64 tensor on the CPU");
-  WEFT_CHECK_TYPE(constants.scalar_type() == at::kDouble && constants.is_cpu() && constants.is_contiguous(), kOp,
-                  ": constants must be a contiguous float64 tensor on the CPU");
+  TORCH_CHECK_TYPE(program.scalar_type() == at::kLong && program.is_cpu() && program.is_contiguous(), kOp,
+                   ": program must be a contiguous int64 tensor on the CPU");
+  TORCH_CHECK_TYPE(constants.scalar_type() == at::kDouble && constants.is_cpu() && constants.is_contiguous(), kOp,
+                   ": constants must be a contiguous float64 tensor on the CPU");
   const std::span<const int64_t> code(pointer<int64_t>(program), program.numel());
   const std::span<const double> numbers(pointer<double>(constants), constants.numel());
   const auto same_bits = [](double a, double b) { return std::bit_cast<int64_t>(a) == std::bit_cast<int64_t>(b); };
@@ -45,7 +45,7 @@ std::shared_ptr<const Program> parsed(const at::Tensor& program, const at::Tenso
   try {
     made = std::make_shared<const Program>(Program::parse(code, numbers));
   } catch (const std::invalid_argument& error) {
-    WEFT_CHECK_VALUE(false, error.what());
+    TORCH_CHECK_VALUE(false, error.what());
   }
   if (known.size() >= 64) known.erase(known.begin());
   known.push_back({{code.begin(), code.end()}, made});
@@ -58,19 +58,19 @@ struct Run {
       : program(parsed(program, constants)),
         numbers(pointer<int32_t>(host_schedule), host_schedule.numel()),
         options(at::TensorOptions().dtype(dtype_).device(schedule.device())) {
-    WEFT_CHECK_TYPE(host_schedule.scalar_type() == at::kInt && host_schedule.is_cpu() && host_schedule.is_contiguous(),
-                    kOp, ": host_schedule must be a contiguous int32 tensor on the CPU");
-    WEFT_CHECK_TYPE(schedule.scalar_type() == at::kInt && schedule.is_contiguous(), kOp,
-                    ": schedule must be a contiguous int32 tensor");
-    WEFT_CHECK_VALUE(schedule.numel() == host_schedule.numel(), kOp, ": the two schedules differ in length");
-    WEFT_CHECK_VALUE(numbers.size() > Schedule::kHeader + size_t{Schedule::kNumArrays}, kOp,
-                     ": the schedule is damaged");
-    WEFT_CHECK_TYPE(dtype_ == at::kFloat || dtype_ == at::kDouble, kOp, ": dtype must be float32 or float64, got ",
-                    dtype_);
+    TORCH_CHECK_TYPE(host_schedule.scalar_type() == at::kInt && host_schedule.is_cpu() && host_schedule.is_contiguous(),
+                     kOp, ": host_schedule must be a contiguous int32 tensor on the CPU");
+    TORCH_CHECK_TYPE(schedule.scalar_type() == at::kInt && schedule.is_contiguous(), kOp,
+                     ": schedule must be a contiguous int32 tensor");
+    TORCH_CHECK_VALUE(schedule.numel() == host_schedule.numel(), kOp, ": the two schedules differ in length");
+    TORCH_CHECK_VALUE(numbers.size() > Schedule::kHeader + size_t{Schedule::kNumArrays}, kOp,
+                      ": the schedule is damaged");
+    TORCH_CHECK_TYPE(dtype_ == at::kFloat || dtype_ == at::kDouble, kOp, ": dtype must be float32 or float64, got ",
+                     dtype_);
     num_vertices = numbers[Schedule::kVertices];
     num_edges = numbers[Schedule::kEdges];
     const int32_t* block = pointer<int32_t>(schedule);
-    const auto array = [&](Schedule::Array which) { return block + numbers[Schedule::kHeader + which]; };
+    const auto array = [&](Schedule::Array which) { return block + numbers[size_t{Schedule::kHeader} + which]; };
     arrays = {array(Schedule::kVertexOf),
               array(Schedule::kGather),
               array(Schedule::kFirstEdge),
@@ -82,21 +82,21 @@ struct Run {
               array(Schedule::kFirstSumUse),
               array(Schedule::kSumUseEdge),
               num_vertices};
-    tasks = {reinterpret_cast<const Task*>(numbers.data() + numbers[Schedule::kHeader + Schedule::kTaskTable]),
+    tasks = {reinterpret_cast<const Task*>(numbers.data() + numbers[size_t{Schedule::kHeader} + Schedule::kTaskTable]),
              static_cast<size_t>(numbers[Schedule::kTasks])};
     for (const auto* list : {&this->program->forward, &this->program->backward}) {
       for (const Step& s : *list) {
         if (!s.product) continue;
-        WEFT_CHECK_VALUE(s.matrix < static_cast<int64_t>(matrices.size()), kOp, ": the program reads matrix ", s.matrix,
-                         ", got ", matrices.size());
+        TORCH_CHECK_VALUE(s.matrix < static_cast<int64_t>(matrices.size()), kOp, ": the program reads matrix ",
+                          s.matrix, ", got ", matrices.size());
         const at::Tensor& m = matrices[s.matrix];
         const auto &source = this->program->buffers[s.source], &target = this->program->buffers[s.target];
         const std::array<int64_t, 2> shape = {s.transposed ? target.width : source.width,
                                               s.transposed ? source.width : target.width};
-        WEFT_CHECK_VALUE(m.sizes() == at::IntArrayRef(shape), kOp, ": matrix ", s.matrix, " must be ",
-                         at::IntArrayRef(shape), ", got ", m.sizes());
-        WEFT_CHECK_TYPE(m.scalar_type() == dtype_, kOp, ": matrix ", s.matrix, " must be ", dtype_, ", got ",
-                        m.scalar_type());
+        TORCH_CHECK_VALUE(m.sizes() == at::IntArrayRef(shape), kOp, ": matrix ", s.matrix, " must be ",
+                          at::IntArrayRef(shape), ", got ", m.sizes());
+        TORCH_CHECK_TYPE(m.scalar_type() == dtype_, kOp, ": matrix ", s.matrix, " must be ", dtype_, ", got ",
+                         m.scalar_type());
       }
     }
     tensors.resize(this->program->buffers.size());
@@ -117,13 +117,13 @@ struct Run {
 
   // A caller's tensor: rows of `width` neighbouring columns.
   at::Tensor given(at::TensorList list, const Buffer& b, const char* name) const {
-    WEFT_CHECK_VALUE(b.index < static_cast<int64_t>(list.size()), kOp, ": the program reads ", name, " ", b.index,
-                     ", got ", list.size());
+    TORCH_CHECK_VALUE(b.index < static_cast<int64_t>(list.size()), kOp, ": the program reads ", name, " ", b.index,
+                      ", got ", list.size());
     at::Tensor t = list[b.index];
-    WEFT_CHECK_TYPE(t.scalar_type() == options.dtype().toScalarType(), kOp, ": ", name, " ", b.index, " must be ",
-                    options.dtype(), ", got ", t.scalar_type());
-    WEFT_CHECK_VALUE(t.numel() == rows(b) * b.width && (b.space == Space::kVector || t.dim() == 2), kOp, ": ", name,
-                     " ", b.index, " must have ", rows(b), " rows of ", b.width, ", got ", t.sizes());
+    TORCH_CHECK_TYPE(t.scalar_type() == options.dtype().toScalarType(), kOp, ": ", name, " ", b.index, " must be ",
+                     options.dtype(), ", got ", t.scalar_type());
+    TORCH_CHECK_VALUE(t.numel() == rows(b) * b.width && (b.space == Space::kVector || t.dim() == 2), kOp, ": ", name,
+                      " ", b.index, " must have ", rows(b), " rows of ", b.width, ", got ", t.sizes());
     if (b.space == Space::kVector) return t.reshape({1, b.width}).contiguous();
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
@@ -194,11 +194,11 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, at::TensorList inputs
   for (size_t i = 0; i < buffers.size(); ++i) {
     const Buffer& b = buffers[i];
     if (b.saved) {
-      WEFT_CHECK_VALUE(next < saved.size(), kOp, "_backward: the program saves more than ", saved.size(), " tensors");
+      TORCH_CHECK_VALUE(next < saved.size(), kOp, "_backward: the program saves more than ", saved.size(), " tensors");
       const at::Tensor& t = saved[next++];
-      WEFT_CHECK_VALUE(t.dim() == 2 && t.size(0) == r.rows(b) && t.size(1) == b.width && t.is_contiguous() &&
-                           t.scalar_type() == dtype,
-                       kOp, "_backward: saved tensor ", next - 1, " is not what the forward pass saved");
+      TORCH_CHECK_VALUE(t.dim() == 2 && t.size(0) == r.rows(b) && t.size(1) == b.width && t.is_contiguous() &&
+                            t.scalar_type() == dtype,
+                        kOp, "_backward: saved tensor ", next - 1, " is not what the forward pass saved");
       r.put(i, t);
     } else if (b.space == Space::kInput) {
       r.put(i, r.given(inputs, b, "input"));

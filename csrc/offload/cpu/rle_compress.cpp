@@ -92,7 +92,7 @@ at::Tensor rle_decompress_cpu(const at::Tensor& runs, const at::Tensor& values, 
   std::vector<Place> parts(ceil_div(count, kRuns));
   for_parts(count, kRuns, [&](int64_t p, int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      WEFT_CHECK_VALUE(length[r] >= 0, "rle_decompress: runs must not be negative, runs[", r, "] is ", length[r]);
+      TORCH_CHECK_VALUE(length[r] >= 0, "rle_decompress: runs must not be negative, runs[", r, "] is ", length[r]);
       parts[p].element += length[r];
       if (r % 2 == 1) parts[p].value += length[r];
     }
@@ -103,10 +103,10 @@ at::Tensor rle_decompress_cpu(const at::Tensor& runs, const at::Tensor& values, 
     part = sum;
     sum = {sum.element + here.element, sum.value + here.value};
   }
-  WEFT_CHECK_VALUE(sum.element == n, "rle_decompress: runs must make up the ", n, " elements of shape ", shape,
-                   ", they have ", sum.element);
-  WEFT_CHECK_VALUE(sum.value <= packed.numel(), "rle_decompress: runs have ", sum.value, " values, values only ",
-                   packed.numel(), " elements");
+  TORCH_CHECK_VALUE(sum.element == n, "rle_decompress: runs must make up the ", n, " elements of shape ", shape,
+                    ", they have ", sum.element);
+  TORCH_CHECK_VALUE(sum.value <= packed.numel(), "rle_decompress: runs have ", sum.value, " values, values only ",
+                    packed.numel(), " elements");
   for_parts(count, kRuns, [&](int64_t p, int64_t begin, int64_t end) {
     Place at = parts[p];
     for (int64_t r = begin; r < end; ++r) {

@@ -84,8 +84,8 @@ void decompress(const uint32_t* mask, int64_t n, const T* values, int64_t availa
     starts[c] = count;
   });
   const int64_t size = exclusive_sum(starts);
-  WEFT_CHECK_VALUE(available >= size, "zvc_decompress: mask has ", size, " bits set, values only ", available,
-                   " elements");
+  TORCH_CHECK_VALUE(available >= size, "zvc_decompress: mask has ", size, " bits set, values only ", available,
+                    " elements");
   for_chunks(n, [&](int64_t c, int64_t begin, int64_t length) {
     kernels<T>().expand(mask + begin / 32, length, values + starts[c], available - starts[c], out + begin);
   });

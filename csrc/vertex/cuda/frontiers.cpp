@@ -46,8 +46,8 @@ class CudaExecutor final : public Executor {
   }
 
   void kernel(const Step& step, int64_t first, int64_t count) override {
-    WEFT_CHECK_VALUE(step.buffers.size() <= size_t{kMaxFrontierBuffers}, "vertex_frontiers: a kernel of ",
-                     step.buffers.size(), " buffers, at most ", kMaxFrontierBuffers, " are possible");
+    TORCH_CHECK_VALUE(step.buffers.size() <= size_t{kMaxFrontierBuffers}, "vertex_frontiers: a kernel of ",
+                      step.buffers.size(), " buffers, at most ", kMaxFrontierBuffers, " are possible");
     for (size_t i = 0; i < step.buffers.size(); ++i) {
       arguments_.data[i] = places_[step.buffers[i]].data;
       arguments_.stride[i] = places_[step.buffers[i]].stride;
