@@ -1,6 +1,6 @@
 // vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's. The host runs
 // ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph.
-#include "vertex/frontiers.h"
+#include "vertex/vertex_frontiers.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/Exceptions.h>

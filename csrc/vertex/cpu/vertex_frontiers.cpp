@@ -1,5 +1,5 @@
 // vertex_frontiers on the CPU: kernels are interpreted, rows in parallel; products are ATen's.
-#include "vertex/frontiers.h"
+#include "vertex/vertex_frontiers.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>

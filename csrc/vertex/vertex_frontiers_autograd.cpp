@@ -4,7 +4,7 @@
 #include <torch/library.h>
 
 #include "common/autograd.h"
-#include "vertex/frontiers.h"
+#include "vertex/vertex_frontiers.h"
 
 namespace weft::vertex {
 namespace {
