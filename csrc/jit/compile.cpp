@@ -14,8 +14,7 @@
 namespace weft::jit {
 namespace {
 
-// What headers share with hosts has no execution space.
-const char* const kOptions[] = {"-std=c++20", "-lineinfo", "-default-device"};
+const char* const kOptions[] = {"-std=c++20", "-lineinfo"};
 
 const Source& find_source(std::string_view name) {
   for (const Source& source : kSources) {

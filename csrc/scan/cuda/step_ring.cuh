@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "common/cuda/ptx.jit.cuh"
+#include "common/async_copy.cuh"
 #include "scan/linear_scan_args.h"
 
 namespace weft::scan {
