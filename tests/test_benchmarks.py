@@ -465,7 +465,7 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):
 
 
 def test_the_figure_of_the_backward_pass_is_of_one_size():
-    from benchmarks import plot  # here, because it alone needs matplotlib
+    from benchmarks.figures import scan as scan_figures  # here, because it alone needs matplotlib
 
     def rows_of(H, inputs, steps, gpu="GPU"):
         case = "cell=rnn_tanh device=cuda dtype=fp32 H={} B=16 T={} inputs={}"
@@ -473,20 +473,20 @@ def test_the_figure_of_the_backward_pass_is_of_one_size():
 
     wanted = rows_of(20, 1, (1000, 3000, 10000))
     others = rows_of(64, 1, (1000, 10000)) + rows_of(20, 2, (10000,)) + rows_of(20, 1, (30000,), "another")
-    assert plot.backward_points(others[:2] + wanted + others[2:]) == wanted
-    assert plot.backward_points([]) == []
+    assert scan_figures.backward_points(others[:2] + wanted + others[2:]) == wanted
+    assert scan_figures.backward_points([]) == []
 
 
 def test_the_rnn_engines_tables_and_figure(tmp_path, monkeypatch):
-    from benchmarks import plot  # here, because it alone needs matplotlib
+    from benchmarks import figures, plot  # here, because it alone needs matplotlib
 
     rows = _rnn_rows()
     block = plot.readme_block({"rnn": rows})
     assert "![Speed-up" in block and "108 cases on GPU: torch.nn takes 8 times as long" in block
-    worst = next(iter(plot.rnn.grid_rows(rows)))
+    worst = next(iter(rnn.grid_rows(rows)))
     slow = [r | {"ratio": "0.5"} if (r["case"], r["metric"]) == (worst, "forward_backward") else r for r in rows]
     table = [line for line in plot.readme_block({"rnn": slow}).splitlines() if line.startswith("| ")]
-    assert len(table) == 6 and table[2].startswith(f"| {plot.describe(worst)} |") and table[2].endswith("| 0.500x |")
+    assert len(table) == 6 and table[2].startswith(f"| {figures.describe(worst)} |") and table[2].endswith("| 0.500x |")
     assert "On GPU" not in block and "GPU, torch 2.11.0." in block  # the CPU's row, without CUDA
 
     monkeypatch.setattr(plot, "RESULTS", tmp_path)
@@ -505,7 +505,7 @@ def test_the_rnn_engines_tables_and_figure(tmp_path, monkeypatch):
     docs_of(rows)
     assert (tmp_path / "figures" / "rnn_speedup.svg").read_bytes() == first
     # Any part of the rows will do.
-    grid = set(plot.rnn.grid_rows(rows))
+    grid = set(rnn.grid_rows(rows))
     few = [r for r in rows if r["case"] in sorted(grid)[:5]]
     assert "     -\n" in docs_of(few) and "5 cases" in plot.readme_block({"rnn": few + rows[:1]})
     rest = [r for r in rows if r["case"] not in grid]

@@ -1,0 +1,112 @@
+"""Figures and tables of the docs and the README: a module per room, each drawn from rows of benchmarks/results alone.
+
+A room's module has ``page(results, folder)``: it draws the room's figures into `folder` and returns the parts of its
+page as reStructuredText, none where there are no rows. `results` maps the name of a CSV file to its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+from benchmarks.common import parse_case, significant
+
+NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
+METRICS = {
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward + backward",
+    "peak_memory": "peak memory of a step",
+    "memory_beyond_torch": "memory beyond torch's",
+    "error": "error against fp64",
+    "inference": "forward without gradients",
+    "decode": "one step per call",
+    "step_forward": "a step of the forward pass",
+}
+PEERS = {
+    "gate_activations": "bytes of the gates' activations",
+    "floor": "floor of the bandwidth",
+    "exchange_floor": "floor of the exchange",
+}
+DTYPE_COLORS = {"fp16": "#2563eb", "bf16": "#c2410c", "fp32": "#15803d"}
+WEFT_COLOR, PEER_COLOR = "#c2410c", "#888888"
+
+# The same rows give the same file, so that a figure changes only with what it shows.
+plt.rcParams.update({"svg.hashsalt": "weft", "svg.fonttype": "none", "figure.dpi": 100, "font.size": 10})
+
+Row = Mapping[str, str]
+Rows = Sequence[Row]
+Results = Mapping[str, Rows]
+
+
+def describe(case: str) -> str:
+    """A case in words: ``tanh RNN, H 20, B 16, T 1000, fp32, 1 input``."""
+    keys = parse_case(case)
+    words = [NAMES.get(name, name) for name in (keys.get("cell"), keys.get("op"), keys.get("model")) if name]
+    words += [keys["layout"]] if "layout" in keys else []
+    words += [f"{key} {keys[key]}" for key in ("H", "B", "T") if key in keys]
+    words += [keys["dtype"]]
+    words += [f"{keys['layers']} layers"] if "layers" in keys else []
+    words += ["both directions"] if keys.get("directions") == "2" else []
+    if "inputs" in keys:
+        words.append("1 input" if keys["inputs"] == "1" else f"{keys['inputs']} inputs")
+    words += [f"{keys['threads']} threads"] if "threads" in keys else []
+    words += [f'algorithm "{keys["algorithm"]}"'] if "algorithm" in keys else []
+    return ", ".join(words)
+
+
+def quantity(value: str, unit: str) -> str:
+    """A value with its unit, bytes in MB."""
+    if unit == "bytes":
+        return f"{significant(float(value) / 1e6, 3)} MB"
+    return value if unit == "relative" else f"{value} {unit}"
+
+
+def cells_of(row: Row) -> list[str]:
+    """One line of a table."""
+    peer = PEERS.get(row["peer"], row["peer"])
+    measured = [quantity(row["weft"], row["unit"]), f"{peer}: {quantity(row['peer_value'], row['unit'])}"]
+    return [describe(row["case"]), METRICS.get(row["metric"], row["metric"]), *measured, ratio_of(row)]
+
+
+def ratio_of(row: Row) -> str:
+    return f"{significant(float(row['ratio']), 3)}x" if row["ratio"] else ""
+
+
+HEADER = ["case", "what", "Weft", "peer", "ratio"]
+
+
+def by_hardware(rows: Rows) -> dict[str, list[Row]]:
+    """Rows under the name of what they were measured on, GPUs first."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: parse_case(row["case"])["device"] != "cuda"):
+        on_gpu = parse_case(row["case"])["device"] == "cuda"
+        software = f"torch {row['torch']}" + (f", CUDA {row['cuda']}" if on_gpu else "")
+        groups.setdefault(f"{row['gpu']}, {software}", []).append(row)
+    return groups
+
+
+def rst_tables(rows: Rows) -> str:
+    parts = []
+    for hardware, group in by_hardware(rows).items():
+        lines = [f".. list-table:: {hardware}", "   :header-rows: 1", ""]
+        for line in [HEADER, *map(cells_of, group)]:
+            lines += [("   * - " if i == 0 else "     - ") + cell for i, cell in enumerate(line)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def save(figure: plt.Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+
+
+def image(path: Path) -> str:
+    """The figure as the page beside its folder includes it."""
+    return f".. image:: {path.parent.name}/{path.name}"

@@ -1,0 +1,92 @@
+"""The rnn engine's page: the speed-up of a training step over its grid, and everything else as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from benchmarks import rnn
+from benchmarks.common import parse_case
+from benchmarks.figures import (
+    DTYPE_COLORS,
+    NAMES,
+    PEER_COLOR,
+    Results,
+    Rows,
+    describe,
+    image,
+    ratio_of,
+    rst_tables,
+    save,
+)
+
+
+def page(results: Results, folder: Path) -> list[str]:
+    rows, parts = results["rnn"], []
+    grid = rnn.grid_rows(rows)
+    if grid:
+        draw_speedup(rows, folder / "rnn_speedup.svg")
+        parts += [image(folder / "rnn_speedup.svg"), grid_summary(rows), grid_table(rows)]
+    others = [row for row in rows if row["case"] not in grid or row["metric"] != "forward_backward"]
+    if others:
+        parts.append(rst_tables(others))
+    return parts
+
+
+def draw_speedup(rows: Rows, path: Path) -> None:
+    """How many times faster than torch.nn a training step of the rnn engine's grid is: over H, a line per dtype, a
+    panel per cell and batch."""
+    ratios = {}
+    for row in rnn.grid_rows(rows).values():
+        keys = parse_case(row["case"])
+        ratios[keys["cell"], keys["dtype"], int(keys["H"]), int(keys["B"])] = float(row["ratio"])
+    figure, panels = plt.subplots(
+        len(rnn.GRID_B), len(rnn.GRID_CELLS), figsize=(8.6, 7), sharex=True, sharey=True, layout="constrained"
+    )
+    positions = range(len(rnn.GRID_H))
+    for line, B in zip(panels, rnn.GRID_B, strict=True):
+        for axes, cell in zip(line, rnn.GRID_CELLS, strict=True):
+            axes.axhline(1, color=PEER_COLOR, linewidth=1)
+            for dtype in rnn.GRID_DTYPES:
+                values = [ratios.get((cell, dtype, H, B), float("nan")) for H in rnn.GRID_H]
+                axes.plot(positions, values, "o-", color=DTYPE_COLORS[dtype], markersize=4, label=dtype)
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_xticks(positions, rnn.GRID_H)
+            axes.set_title(f"{NAMES[cell]}, B {B}", fontsize=9)
+            axes.grid(True, which="major", alpha=0.3)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.supxlabel("hidden units H")
+    figure.supylabel("time of torch.nn / time of Weft")
+    gpu = next(iter(rnn.grid_rows(rows).values()))["gpu"]
+    figure.suptitle(f"training step, T {rnn.GRID_T}, {gpu}", fontsize=10)
+    save(figure, path)
+
+
+def grid_summary(rows: Rows) -> str:
+    """How the rnn engine's grid is spread, in a sentence."""
+    grid = sorted(rnn.grid_rows(rows).values(), key=lambda row: float(row["ratio"]))
+    ends = [f"{ratio_of(row)} ({describe(row['case'])})" for row in (grid[0], grid[-1])]
+    return (
+        f"Training step, {len(grid)} cases on {grid[0]['gpu']}: torch.nn takes {rnn.geometric_mean(grid):.3g} times as "
+        f"long in the geometric mean, from {ends[0]} to {ends[1]}."
+    )
+
+
+def grid_table(rows: Rows) -> str:
+    """The grid as reStructuredText: Weft's milliseconds and the ratio, a line per cell, dtype and batch."""
+    grid = rnn.grid_rows(rows)
+    lines = [f".. list-table:: {next(iter(grid.values()))['gpu']}: forward + backward, ms (torch.nn's time over it)"]
+    lines += ["   :header-rows: 1", ""]
+    table = [["layer", *(f"H {H}" for H in rnn.GRID_H)]]
+    groups: dict[tuple[str, str, int], dict[int, str]] = {}
+    for case in rnn.grid_cases():
+        row = grid.get(case.name)
+        if row:
+            groups.setdefault((case.cell, case.dtype, case.B), {})[case.H] = f"{row['weft']} ({ratio_of(row)})"
+    for (cell, dtype, B), values in groups.items():
+        table.append([f"{NAMES[cell]}, {dtype}, B {B}", *(values.get(H, "") for H in rnn.GRID_H)])
+    for line in table:
+        lines += [f"{'   * -' if i == 0 else '     -'} {cell}".rstrip() for i, cell in enumerate(line)]
+    return "\n".join(lines)

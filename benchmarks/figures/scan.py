@@ -1,0 +1,92 @@
+"""The scan engine's page: its backward pass over T, its table, and the grid of "auto"."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+
+from benchmarks.common import parse_case
+from benchmarks.figures import NAMES, PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
+from benchmarks.scan import GRID_B, GRID_CELLS, GRID_H, GRID_T
+
+
+def page(results: Results, folder: Path) -> list[str]:
+    rows, grid, parts = results["scan"], results["scan_auto"], []
+    if backward_points(rows):
+        draw_backward(rows, folder / "scan_backward.svg")
+        parts.append(image(folder / "scan_backward.svg"))
+    if rows:
+        parts.append(rst_tables(rows))
+    if any(parse_case(row["case"])["device"] == "cuda" for row in grid):
+        draw_grid(grid, folder / "scan_auto.svg")
+        parts.append(image(folder / "scan_auto.svg"))
+    return parts
+
+
+def backward_points(rows: Rows) -> list[Row]:
+    """The tanh RNN's backward pass over growing T on a GPU; all else as most of its rows have it."""
+    alike: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        same = keys.get("cell") == "rnn_tanh" and keys["device"] == "cuda" and "algorithm" not in keys
+        if same and row["metric"] == "backward" and row["peer"] == "torch.nn":
+            keys.pop("T")
+            alike.setdefault((row["gpu"], *map("=".join, keys.items())), []).append(row)
+    return max(alike.values(), key=len, default=[])
+
+
+def draw_backward(rows: Rows, path: Path) -> None:
+    """Time of the backward pass against the sequence length, Weft beside torch.nn."""
+    points = sorted((int(parse_case(row["case"])["T"]), row) for row in backward_points(rows))
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    steps = [T for T, _ in points]
+    axes.loglog(
+        steps, [float(row["peer_value"]) for _, row in points], "o-", color=PEER_COLOR, label="torch.nn (cuDNN)"
+    )
+    axes.loglog(steps, [float(row["weft"]) for _, row in points], "o-", color=WEFT_COLOR, label="Weft")
+    for T, row in points:
+        axes.annotate(
+            f"{float(row['ratio']):.3g}x", (T, float(row["weft"])), (0, -14), textcoords="offset points", ha="center"
+        )
+    keys = parse_case(points[0][1]["case"])
+    axes.set(xlabel="sequence length T", ylabel="backward pass, ms")
+    axes.margins(0.1, 0.2)
+    axes.set_xticks(steps, steps)
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title(f"tanh RNN, H {keys['H']}, B {keys['B']}, {keys['dtype']}, {points[0][1]['gpu']}", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False)
+    save(figure, path)
+
+
+def draw_grid(rows: Rows, path: Path) -> None:
+    """How many times faster than torch.nn a training step of "auto" is, over T and B, a panel per cell and H."""
+    ratios = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        if keys["device"] == "cuda" and "algorithm" not in keys:
+            ratios[keys["cell"], int(keys["H"]), int(keys["B"]), int(keys["T"])] = float(row["ratio"])
+    figure, panels = plt.subplots(
+        len(GRID_CELLS), len(GRID_H), figsize=(13, 8), sharex=True, sharey=True, layout="constrained"
+    )
+    norm = matplotlib.colors.LogNorm(1 / 32, 32)
+    for line, cell in zip(panels, GRID_CELLS, strict=True):
+        for axes, H in zip(line, GRID_H, strict=True):
+            values = [[ratios.get((cell, H, B, T), float("nan")) for T in GRID_T] for B in GRID_B]
+            image = axes.imshow(values, origin="lower", aspect="auto", cmap="RdBu", norm=norm)
+            for i, row_values in enumerate(values):
+                for j, value in enumerate(row_values):
+                    if value == value:
+                        axes.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6)
+            axes.set_title(f"{NAMES[cell]}, H {H}", fontsize=9)
+            axes.set_xticks(range(len(GRID_T)), GRID_T, rotation=90)
+            axes.set_yticks(range(len(GRID_B)), GRID_B)
+    figure.supxlabel("T")
+    figure.supylabel("B")
+    figure.colorbar(
+        image, ax=panels, label="time of torch.nn / time of Weft", ticks=[1 / 32, 1 / 4, 1, 4, 32], format="{x:g}"
+    )
+    save(figure, path)
