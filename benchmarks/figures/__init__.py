@@ -14,7 +14,7 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-from benchmarks.common import parse_case, significant
+from benchmarks.common import CASE_KEYS, parse_case, significant
 
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
 METRICS = {
@@ -27,11 +27,27 @@ METRICS = {
     "inference": "forward without gradients",
     "decode": "one step per call",
     "step_forward": "a step of the forward pass",
+    "step": "training step",
+    "moved": "saved bytes that moved",
+    "sent": "bytes sent over the bus",
+    "saved_peak": "peak of the saved bytes",
+    "predicted_step": "step as the policy predicts it",
+    "host": "time of the host per saved tensor",
+    "gemm": "matrix products beside the codec",
+    "compressed": "compressed size",
+    "read": "back on the device and read",
 }
 PEERS = {
     "gate_activations": "bytes of the gates' activations",
     "floor": "floor of the bandwidth",
     "exchange_floor": "floor of the exchange",
+    "plain": "without offload",
+    "saved": "all that is saved",
+    "hideable": "what the bus takes meanwhile",
+    "everything_and_budget": "everything moved, and the budget",
+    "no_policy": "without a policy",
+    "python_hooks": "empty hooks in Python",
+    "alone": "alone",
 }
 DTYPE_COLORS = {"fp16": "#2563eb", "bf16": "#c2410c", "fp32": "#15803d"}
 WEFT_COLOR, PEER_COLOR = "#c2410c", "#888888"
@@ -50,14 +66,18 @@ def describe(case: str) -> str:
     words = [NAMES.get(name, name) for name in (keys.get("cell"), keys.get("op"), keys.get("model")) if name]
     words += [keys["layout"]] if "layout" in keys else []
     words += [f"{key} {keys[key]}" for key in ("H", "B", "T") if key in keys]
-    words += [keys["dtype"]]
+    words += [keys["dtype"]] if "dtype" in keys else []
     words += [f"{keys['layers']} layers"] if "layers" in keys else []
     words += ["both directions"] if keys.get("directions") == "2" else []
     if "inputs" in keys:
         words.append("1 input" if keys["inputs"] == "1" else f"{keys['inputs']} inputs")
     words += [f"{keys['threads']} threads"] if "threads" in keys else []
     words += [f'algorithm "{keys["algorithm"]}"'] if "algorithm" in keys else []
+    words += [f"{key} {value}" for key, value in keys.items() if key not in _DESCRIBED]
     return ", ".join(words)
+
+
+_DESCRIBED = {*CASE_KEYS, "inputs", "threads", "algorithm"}
 
 
 def quantity(value: str, unit: str) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import models, offload
-from benchmarks.common import Results, parse_case
+from benchmarks.common import Results, measure, parse_case
 
 
 @pytest.mark.parametrize("codec", ["zvc", "rle"])
@@ -19,6 +19,47 @@ def test_codec_rows(codec: str, tmp_path) -> None:
     assert (f"{codec}_compress", "forward") in rows and (f"{codec}_decompress", "forward") in rows
     if codec == "zvc":
         assert float(rows["zvc_compress", "compressed"]["ratio"]) == pytest.approx(1, abs=0.01)
+
+
+def test_model_rows(tmp_path, monkeypatch) -> None:
+    """Every budget has its rows, and a budget is met."""
+
+    def once(candidates: dict, device: str, **_: float) -> dict[str, float]:
+        return measure(candidates, device, warmup=0, repeats=2, at_most=0.0)
+
+    monkeypatch.setattr(offload, "measure", once)
+    results = Results(tmp_path / "offload.csv")
+    net = functools.partial(models.gpt, 50, 32, 2, 2, 16)
+    model = offload.Model("gpt", "fp32", 2, net, 50, length=16)
+    offload.model_entry(model, "cpu", backend="reference", min_bytes=0).run(results)
+    rows = {(parse_case(row["case"])["budget"], row["metric"], row["peer"]): row for row in results.rows.values()}
+    for budget, share in offload.BUDGETS.items():
+        assert float(rows[budget, "step", "plain"]["weft"]) > 0 and (budget, "step", "floor") in rows
+        moved, saved = (float(rows[budget, "moved", "saved"][key]) for key in ("weft", "peer_value"))
+        assert 0 <= moved <= saved and (moved > 0) == (share is not None)
+        if share:
+            assert float(rows[budget, "saved_peak", "budget"]["ratio"]) >= 1
+            assert (budget, "predicted_step", "no_policy") in rows
+    assert len({row["peer_value"] for key, row in rows.items() if key[1] == "moved"}) == 1
+
+
+def test_figures(tmp_path) -> None:
+    from benchmarks.figures import offload as figures  # here, because it alone needs matplotlib
+
+    rest = {"gpu": "GPU", "torch": "2.11.0", "cuda": "13.0", "unit": "ms", "ratio": "2.0"}
+
+    def row(case: str, metric: str, weft: float, peer: str, peer_value: float) -> dict[str, str]:
+        return {"case": case, "metric": metric, "weft": str(weft), "peer": peer, "peer_value": str(peer_value), **rest}
+
+    step = "model=vgg19 device=cuda dtype=fp32 B=64 budget={}"
+    density = "model=vgg19 device=cuda dtype=fp32 B=64 trained={} layer={}"
+    rows = [row(step.format(b), "step", 2.0, p, 1.0) for b in offload.BUDGETS for p in ("plain", "floor")]
+    rows += [row(density.format(t, k), "density", 0.5, "on_the_bus", 0.6) for t in ("no", "yes") for k in range(3)]
+    assert figures.page({"offload": []}, tmp_path) == []
+    parts = "\n".join(figures.page({"offload": rows}, tmp_path))
+    assert "vgg19, B 64, fp32, budget 75%" in parts and "without offload: 1.0 ms" in parts and "density" not in parts
+    for name in ("offload_budgets.svg", "offload_densities.svg"):
+        assert name in parts and (tmp_path / name).read_bytes().startswith(b"<?xml")
 
 
 def test_density_rows(tmp_path) -> None:

@@ -1,0 +1,97 @@
+"""The offload engine's page: a training step over the budget, the densities behind ReLUs, and its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from benchmarks.common import parse_case
+from benchmarks.figures import PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
+
+BUDGETS = ("none", "75%", "50%", "25%", "0")
+LINES = {
+    "floor": ("floor of the bus", ":", "#15803d"),
+    "plain": ("without offload", "-", PEER_COLOR),
+    "save_on_cpu": ("save_on_cpu", "--", PEER_COLOR),
+}
+
+
+def page(results: Results, folder: Path) -> list[str]:
+    rows, parts = results["offload"], []
+    for rows_of, draw, name in (
+        (budget_rows, draw_budgets, "offload_budgets"),
+        (density_rows, draw_densities, "offload_densities"),
+    ):
+        shown = rows_of(rows)
+        if shown:
+            draw(shown, folder / f"{name}.svg")
+            parts.append(image(folder / f"{name}.svg"))
+    tables = [row for row in rows if row["metric"] != "density"]
+    if tables:
+        parts.append(rst_tables(tables))
+    return parts
+
+
+def budget_rows(rows: Rows) -> list[Row]:
+    """Training steps on a GPU with the budgets of the figure."""
+    keys = ((row, parse_case(row["case"])) for row in rows if row["metric"] == "step")
+    return [row for row, case in keys if case["device"] == "cuda" and case.get("budget") in BUDGETS]
+
+
+def density_rows(rows: Rows) -> list[Row]:
+    return [row for row in rows if row["metric"] == "density"]
+
+
+def draw_budgets(rows: Rows, path: Path) -> None:
+    """Time of a training step over the budget, Weft beside its floor, the plain step and save_on_cpu: a panel per
+    model."""
+    times: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        lines = times.setdefault(f"{keys['model']}, {keys['dtype']}, B {keys['B']}", {})
+        lines.setdefault("weft", {})[keys["budget"]] = float(row["weft"])
+        lines.setdefault(row["peer"], {})[keys["budget"]] = float(row["peer_value"])
+    figure, panels = plt.subplots(1, len(times), figsize=(3.4 * len(times), 3.4), squeeze=False, layout="constrained")
+    places = range(len(BUDGETS))
+    for axes, (name, lines) in zip(panels[0], times.items(), strict=True):
+        for peer, (label, style, color) in LINES.items():
+            values = [lines.get(peer, {}).get(budget, float("nan")) for budget in BUDGETS]
+            axes.plot(places, values, style, color=color, label=label)
+        values = [lines["weft"].get(budget, float("nan")) for budget in BUDGETS]
+        axes.plot(places, values, "o-", color=WEFT_COLOR, label="Weft")
+        axes.set_ylim(bottom=0)
+        axes.set_xticks(places, BUDGETS)
+        axes.set_title(name, fontsize=9)
+        axes.grid(True, alpha=0.3)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    panels[0][0].set_ylabel("training step, ms")
+    figure.supxlabel("budget, as a share of the saved bytes")
+    _title(figure, rows)
+    save(figure, path)
+
+
+def draw_densities(rows: Rows, path: Path) -> None:
+    """The share of non-zeros behind each ReLU, at initialisation and after training: a panel per network."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        found.setdefault(keys["model"], {}).setdefault(keys["trained"], {})[int(keys["layer"])] = float(row["weft"])
+    figure, panels = plt.subplots(
+        1, len(found), figsize=(3 * len(found) + 0.5, 2.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axes, (name, lines) in zip(panels[0], found.items(), strict=True):
+        for trained, label, color in (("no", "at initialisation", PEER_COLOR), ("yes", "trained", WEFT_COLOR)):
+            points = sorted(lines.get(trained, {}).items())
+            axes.plot([k for k, _ in points], [v for _, v in points], "o-", markersize=3, color=color, label=label)
+        axes.set_ylim(0, 1)
+        axes.set_title(name, fontsize=9)
+        axes.grid(True, alpha=0.3)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    panels[0][0].set_ylabel("share of non-zeros")
+    figure.supxlabel("ReLU, first to last")
+    save(figure, path)
+
+
+def _title(figure: plt.Figure, rows: Rows) -> None:
+    figure.suptitle(", ".join(sorted({row["gpu"] for row in rows})), fontsize=10)
