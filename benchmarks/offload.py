@@ -3,9 +3,9 @@
 ``python -m benchmarks.offload [FILTER]`` measures the table into results/offload.csv: the codecs against the bytes that
 they read and write at the rate of a device-to-device copy, and beside a matrix product; training steps of VGG-19,
 ResNet-152 and a GPT-like decoder with budgets of 75, 50, 25 and 0 percent of what they save, and with none; the plans
-for these steps against moving everything on demand; the host's part of a saved tensor; the share of non-zeros behind
-every ReLU of the networks of cDMA, before and after a short training. FILTER is a substring of the
-case or the metric.
+for these steps against moving everything on demand; the host's part of a saved tensor; managed memory beside pinned
+copies; the share of non-zeros behind every ReLU of the networks of cDMA, before and after a short training. FILTER is a
+substring of the case or the metric.
 
 The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
 the rates of pinned copies, all measured in the same run.
@@ -14,6 +14,7 @@ the rates of pinned copies, all measured in the same run.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import importlib.util
 import time
@@ -26,6 +27,8 @@ import torch
 import weft
 from torch import Tensor, nn
 from torch.nn import functional
+from weft import _C
+from weft._offload.managed import managed_pool
 from weft.offloading import Link, Move, simulate
 
 from benchmarks import models
@@ -357,6 +360,57 @@ def host_entry(device: str, moved: bool) -> Entry:
     return Entry(case, ("host",), run)
 
 
+# ------------------------------------------------------------------------------------------------------ managed memory
+
+
+class _Location(ctypes.Structure):
+    """cudaMemLocation."""
+
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+def prefetch(x: Tensor, to_host: bool) -> None:
+    """Moves the pages of a tensor in managed memory, on the current stream."""
+    major = torch.version.cuda.split(".")[0]
+    runtime = ctypes.CDLL(f"libcudart.so.{major}")
+    call = runtime.cudaMemPrefetchAsync_v2 if major == "12" else runtime.cudaMemPrefetchAsync
+    where = _Location(2, 0) if to_host else _Location(1, torch.cuda.current_device())
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    status = call(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.nbytes), where, ctypes.c_uint(0), stream)
+    if status != 0:
+        raise RuntimeError(f"cudaMemPrefetchAsync failed with error {status}")
+
+
+def managed_entry(size: int = GIB // 2) -> Entry:
+    """The three ways back to the device, each followed by a kernel that reads all of it: a copy from pinned memory, a
+    prefetch of managed memory, and page faults alone. AutoVM, chapter 4."""
+    ways = ("prefetch", "faults")
+    cases = {way: case_name(op="bring_back", device="cuda", MiB=size >> 20, managed=way) for way in ways}
+
+    def run(results: Results) -> Rows:
+        with managed_pool():
+            pages = torch.ones(size // 4, device="cuda")
+        host, there = torch.ones(size // 4).pin_memory(), torch.empty(size // 4, device="cuda")
+
+        def by_copy(_: Any) -> Tensor:
+            return there.copy_(host, non_blocking=True).sum()
+
+        def by_prefetch(_: Any) -> Tensor:
+            prefetch(pages, to_host=False)
+            return pages.sum()
+
+        sums = {"copy": Candidate(by_copy)}
+        for way, back in (("prefetch", by_prefetch), ("faults", lambda _: pages.sum())):
+            sums[way] = Candidate(back, functools.partial(prefetch, pages, True))
+        for way, candidate in sums.items():
+            candidate.prepare()
+            check_agreement(way, {"sum": abs(candidate.run(None).item() - size // 4)}, 0.0)
+        times = measure(sums, "cuda", warmup=1)
+        return [results.put(cases[way], "read", "ms", times[way], "pinned copy", times["copy"]) for way in ways]
+
+    return Entry(" ".join(cases.values()), ("read",), run)
+
+
 # ----------------------------------------------------------------------------------------------------------- densities
 
 
@@ -463,6 +517,8 @@ def table(device: str) -> Iterator[Entry]:
             yield beside_entry("fp32", density)
         for moved in (False, True):
             yield host_entry(device, moved)
+        if _C.offload_has_managed(torch.cuda.current_device()):
+            yield managed_entry()
         for model in MODELS:
             yield model_entry(model, device)
         for name, build in density_models().items():

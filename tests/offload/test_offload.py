@@ -1535,30 +1535,3 @@ def test_managed_memory_is_capped_and_goes_back() -> None:
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x))
         del y
         assert numbers(off)["live_bytes"] == 0 and numbers(off)["host_bytes"] == 0
-
-
-@cuda
-def test_host_time() -> None:
-    """Prints; the benchmark has the numbers."""
-    import time
-
-    x = torch.randn(1 << 18, device="cuda", requires_grad=True)
-
-    def seconds(around) -> float:
-        best = 1e9
-        for _ in range(10):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            with around:
-                y = x
-                for _ in range(100):
-                    y = y.exp()
-            y.sum().backward()
-            best = min(best, time.perf_counter() - start)
-            torch.cuda.synchronize()
-        return best / 100
-
-    plain = seconds(contextlib.nullcontext())
-    kept, moved = seconds(offload(1 << 40)), seconds(everything("copy"))
-    print(f"host time per tensor: kept {1e6 * (kept - plain):.1f} us, moved {1e6 * (moved - plain):.1f} us")
-    assert kept > 0 and moved > 0
