@@ -38,9 +38,4 @@ struct ZvcDecompress {
 size_t zvc_decompress_workspace(const ZvcDecompress& args);
 void zvc_decompress(const ZvcDecompress& args, void* workspace, int blocks, cudaStream_t stream);
 
-// Copies elements [first, *size) of `from` to the same places of `to`, both aligned to 16 bytes: what a copy whose
-// length was guessed has left out, which only the device knows.
-void zvc_copy_rest(const void* from, void* to, int64_t first, const int64_t* size, int itemsize, int blocks,
-                   cudaStream_t stream);
-
 }  // namespace weft::offload

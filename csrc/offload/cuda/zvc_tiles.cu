@@ -57,21 +57,6 @@ __global__ void __launch_bounds__(kThreads, kDecompressBlocks)
   decompress_tiles<kItem>(args, blockIdx.x, gridDim.x, starts, totals, *reinterpret_cast<DecompressShared*>(memory));
 }
 
-// Pieces of 16 bytes, the first and the last one by elements where they are not whole.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) copy_rest_kernel(const T* from, T* to, int64_t first, const int64_t* size) {
-  constexpr int kPiece = kPieceBytes / int(sizeof(T));
-  const int64_t end = *size, stride = int64_t(gridDim.x) * kThreads;
-  for (int64_t p = first / kPiece + int64_t(blockIdx.x) * kThreads + threadIdx.x; p * kPiece < end; p += stride) {
-    const int64_t at = p * kPiece;
-    if (at >= first && at + kPiece <= end) {
-      *reinterpret_cast<uint4*>(to + at) = *reinterpret_cast<const uint4*>(from + at);
-    } else {
-      for (int64_t i = max(at, first); i < min(at + kPiece, end); ++i) to[i] = from[i];
-    }
-  }
-}
-
 struct DecompressWorkspace {
   int64_t tiles, groups;
   explicit DecompressWorkspace(const ZvcDecompress& args)
@@ -119,18 +104,6 @@ size_t zvc_decompress_workspace(const ZvcDecompress& args) {
 void zvc_decompress(const ZvcDecompress& args, void* workspace, int blocks, cudaStream_t stream) {
   if (args.n == 0) return;
   args.itemsize == 2 ? decompress<2>(args, workspace, blocks, stream) : decompress<4>(args, workspace, blocks, stream);
-}
-
-void zvc_copy_rest(const void* from, void* to, int64_t first, const int64_t* size, int itemsize, int blocks,
-                   cudaStream_t stream) {
-  const int64_t count = blocks > 0 ? blocks : device_limits().sm_count;
-  if (itemsize == 2) {
-    launch("zvc_copy_rest", copy_rest_kernel<uint16_t>, count, kThreads, 0, stream, static_cast<const uint16_t*>(from),
-           static_cast<uint16_t*>(to), first, size);
-  } else {
-    launch("zvc_copy_rest", copy_rest_kernel<uint32_t>, count, kThreads, 0, stream, static_cast<const uint32_t*>(from),
-           static_cast<uint32_t*>(to), first, size);
-  }
 }
 
 }  // namespace weft::offload
