@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.geometries [--sizes 512 1024] [--count 6] [--minutes 8]`` times, for every cell, dtype and batch
 at T = 1024, the geometries that are expected to be the fastest, and of each tier and group the best; ``--output`` keeps
-the times. It ends with the constants of csrc/rnn/cuda/recurrence.cpp, their errors, and what the choice by them
-loses against the fastest that was measured; ``--input`` fits them to times that were kept.
+the times. It ends with the constants of a step, their errors, and what the choice by them loses against the fastest
+that was measured; ``--input`` fits them to times that were kept. ``python -m benchmarks.fit`` measures fewer of them,
+and writes the constants into the costs of the GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import weft
 from weft._rnn.costs import GATES
 
 from benchmarks.common import DTYPES
-from benchmarks.fit_costs import fit
+from benchmarks.fitting import fit
 from benchmarks.scan import GRID_CELLS
 
 VARIABLE = "WEFT_RNN_GEOMETRY"

@@ -212,7 +212,7 @@ def _layer_entry(case: LayerCase, metrics: tuple[str, ...] = ("forward_backward"
     return Entry(case.name, metrics, run)
 
 
-def _decode_entry(case: LayerCase, tokens: int = TOKENS) -> Entry:
+def decode_entry(case: LayerCase, tokens: int = TOKENS) -> Entry:
     """Time per token where each step is a call of its own: by the clock of the host, which is what limits it."""
 
     @torch.no_grad()
@@ -276,7 +276,7 @@ def table(device: str) -> Iterator[tuple[LayerCase, Entry]]:
     yield LONG, _layer_entry(LONG, ("forward",))
     yield INFERENCE, _layer_entry(INFERENCE, ("inference",))
     for case in DECODE:
-        yield case, _decode_entry(case)
+        yield case, decode_entry(case)
     for case in grid_cases():
         yield (
             case,

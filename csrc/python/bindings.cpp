@@ -4,6 +4,9 @@
 
 namespace py = pybind11;
 
+namespace weft::costs {
+void bind(py::module_& m);
+}
 namespace weft::offload {
 void bind(py::module_& m);
 }
@@ -23,6 +26,7 @@ void bind(py::module_& m);
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Weft's compiled operators; use them through torch.ops.weft or the weft package.";
   m.def_submodule("_testing", "What only tests use.");
+  weft::costs::bind(m);
   weft::offload::bind(m);
   weft::rnn::bind(m);
   weft::vertex::bind(m);

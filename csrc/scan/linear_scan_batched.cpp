@@ -28,14 +28,18 @@
 namespace weft::scan {
 namespace {
 
-// Costs in us, fitted to times measured on an H200 and its host with H from 160 to 512.
-constexpr double kLaunch = 6;             // one ATen operation on a small tensor
+// Microseconds, of one ATen operation on a small tensor; of batched products in fp64; of matrix-vector products and
+// conversions.
+struct BatchedCosts {
+  double launch, teraflop, megabyte;
+
+  explicit BatchedCosts(const costs::Table& of)
+      : launch(of("launch")), teraflop(of("fp64_teraflop")), megabyte(of("megabyte")) {}
+};
 constexpr double kStepLaunches = 1.25;    // operations per sequential step
 constexpr double kProductLaunches = 7.5;  // per step of products, rescaling included
 constexpr double kBoundaryLaunches = 5;   // per chunk
 constexpr double kReplayLaunches = 4;     // per step of replay
-constexpr double kFp64FlopsPerUs = 40e6;  // batched products
-constexpr double kBytesPerUs = 3e6;       // matrix-vector products and conversions
 constexpr double kConversionBytes = 28;   // per element of A in products: read 4, write 8, read by bmm, read and
                                           // write P
 constexpr int64_t kRescale = 4;
@@ -43,25 +47,25 @@ constexpr double kMostProductBytes = 2e9;  // what the products of all chunks ma
 // Elements of A that are widened at once in the sequential loop.
 constexpr int64_t kWidenedElements = int64_t(1) << 24;
 
-double steps_time(double T, double B, double H) {
-  return T * std::max(kStepLaunches * kLaunch, 4 * B * H * H / kBytesPerUs);
+double steps_time(double T, double B, double H, const BatchedCosts& costs) {
+  return T * std::max(kStepLaunches * costs.launch, 4e-6 * B * H * H * costs.megabyte);
 }
 
-double scan_time(double T, double B, double H, double chunks) {
+double scan_time(double T, double B, double H, double chunks, const BatchedCosts& costs) {
   const double L = T / chunks, matrices = chunks * B, elements = matrices * H * H;
-  const double product =
-      kProductLaunches * kLaunch + 2 * elements * H / kFp64FlopsPerUs + kConversionBytes * elements / kBytesPerUs;
-  const double replay = std::max(kReplayLaunches * kLaunch, 8 * elements / kBytesPerUs);
-  return L * (product + replay) + chunks * kBoundaryLaunches * kLaunch;
+  const double product = kProductLaunches * costs.launch + 2e-12 * elements * H * costs.teraflop +
+                         1e-6 * kConversionBytes * elements * costs.megabyte;
+  const double replay = std::max(kReplayLaunches * costs.launch, 8e-6 * elements * costs.megabyte);
+  return L * (product + replay) + chunks * kBoundaryLaunches * costs.launch;
 }
 
 // 1 where the steps one by one are faster.
-int64_t choose_chunks(int64_t T, int64_t B, int64_t H) {
+int64_t choose_chunks(int64_t T, int64_t B, int64_t H, const BatchedCosts& costs) {
   int64_t best = 1;
-  double least = steps_time(double(T), double(B), double(H));
+  double least = steps_time(double(T), double(B), double(H), costs);
   for (int64_t chunks = 4; chunks <= T / 4; chunks += std::max<int64_t>(1, chunks / 4)) {
     if (8. * chunks * B * H * (H + 1) > kMostProductBytes) break;
-    const double time = scan_time(double(T), double(B), double(H), double(chunks));
+    const double time = scan_time(double(T), double(B), double(H), double(chunks), costs);
     if (time < least) {
       least = time;
       best = chunks;
@@ -159,11 +163,11 @@ at::Tensor run_chunks(const Problem& p, at::Tensor state, int64_t begin, int64_t
 }  // namespace
 
 at::Tensor linear_scan_batched(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0,
-                               bool reverse, bool transpose) {
+                               bool reverse, bool transpose, const costs::Table& costs) {
   const int64_t T = b.size(0), B = b.size(1), H = b.size(2);
   if (b.numel() == 0) return at::empty({T, B, H}, b.options());
   const at::NoTF32Guard exact;
-  const int64_t chunks = choose_chunks(T, A.size(1), H);
+  const int64_t chunks = choose_chunks(T, A.size(1), H, BatchedCosts(costs));
   const bool shared = A.size(1) == 1 && B > 1;
   auto grouped = [&](const at::Tensor& t) {  // (..., B, H) to (..., G, H, n)
     return shared ? t.transpose(-2, -1).unsqueeze(-3) : t.unsqueeze(-1);

@@ -22,6 +22,8 @@ try:
 except ImportError as error:
     raise ImportError(f"weft: the compiled library does not load ({error}); run `{_BUILD}` again") from error
 
+from . import _costs  # noqa: E402  gives the library the costs of GPUs
+
 # A room registers its ops' rules when its rules.py is imported.
 from ._offload import rules as _offload_rules  # noqa: E402
 from ._rnn import rules as _rnn_rules  # noqa: E402
@@ -32,4 +34,4 @@ WITH_CUDA: bool = _C.with_cuda
 """Whether the CUDA kernels were built."""
 
 __all__ = ["WITH_CUDA"]
-_ = (_offload_rules, _rnn_rules, _scan_rules, _sparse_rules)
+_ = (_costs, _offload_rules, _rnn_rules, _scan_rules, _sparse_rules)

@@ -10,7 +10,8 @@ import torch
 import weft
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
-from weft._rnn import choice, costs, runs, tuned
+from weft import _costs
+from weft._rnn import choice, costs, explain, runs, tuned
 from weft._rnn.calls import prepare
 from weft._rnn.case import Case, takes_tf32
 from weft._rnn.choice import (
@@ -181,7 +182,7 @@ ON_CUDA = CASE._replace(device="cuda", hidden_size=512, index=0, capability=(9, 
 
 
 def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
-    assert choose("auto", ON_CUDA) == ("persistent", "auto's model of costs")
+    assert choose("auto", ON_CUDA) == ("persistent", "its weights fit, and the batch is small")
     assert plan.asked[-1] == {
         "device": 0, "cell": "gru", "dtype": "float32", "input_size": CASE.input_size, "hidden_size": 512, "layers": 2,
         "directions": 1, "steps": 100, "batch": 4, "packed": False, "trains": True,
@@ -201,22 +202,28 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
     assert choose("auto", ON_CUDA._replace(hidden_size=16))[0] == "scan"
     # A compiled graph knows neither length nor batch.
     unknown = ON_CUDA._replace(steps=None, batch=None)
-    assert choose("auto", unknown)[0] == "persistent" and choose("persistent", unknown)[0] == "persistent"
+    assert (
+        choose("auto", unknown) == ("persistent", "its weights fit")
+        and choose("persistent", unknown)[0] == "persistent"
+    )
     assert plan.asked[-1]["batch"] == plan.asked[-1]["steps"] == 1
 
 
 def test_auto_leaves_large_batches_to_torch(plan):
-    torch_us = choice.expected_time("torch", ON_CUDA)
+    large = ON_CUDA._replace(batch=65_536 // 512 + 1)
+    torch_us = choice.expected_time("torch", large)
     plan.microseconds = 0.9 * torch_us
-    assert choose("auto", ON_CUDA)[0] == "persistent"
+    assert choose("auto", large) == ("persistent", "auto's model of costs")
     plan.microseconds = 1.1 * torch_us
-    name, reason = choose("auto", ON_CUDA)
+    name, reason = choose("auto", large)
     assert name == "torch" and f"torch is expected to take {torch_us:.0f} us, it {plan.microseconds:.0f}" in reason
-    assert choose("persistent", ON_CUDA)[0] == "persistent"
-    # Not where cuDNN has one kernel for all steps, nor packed: there nothing was measured to be faster than this one.
+    assert choose("persistent", large)[0] == "persistent"
+    # Not where the batch is small, nor where cuDNN has one kernel for all steps, nor packed: there nothing was measured
+    # to be faster than this one.
     plan.microseconds = 1e9
-    for change in ({"packed": True}, {"hidden_size": 128}, {"hidden_size": 128, "dtype": torch.float16}):
-        assert choose("auto", ON_CUDA._replace(**change))[0] == "persistent"
+    for change in ({"batch": 128}, {"packed": True}, {"hidden_size": 128}):
+        assert choose("auto", large._replace(**change))[0] == "persistent"
+    assert choose("auto", large._replace(hidden_size=128, dtype=torch.float16))[0] == "persistent"
 
 
 SMALL_ON_CUDA = ON_CUDA._replace(hidden_size=20, layers=1, steps=1000, batch=16, tf32=True)
@@ -303,7 +310,7 @@ def test_sizes_that_are_symbols(plan):
         return x
 
     make_fx(choose_for, tracing_mode="symbolic")(torch.empty(400, 70))
-    assert reasons[0] == "auto's model of costs" and "persistent is expected to take" in reasons[1]
+    assert reasons[0] == "its weights fit, and the batch is small" and "persistent is expected to take" in reasons[1]
 
 
 @pytest.fixture
@@ -467,6 +474,21 @@ def test_expected_times_are_told_from_measured_ones():
     _, _, persistent, scan, other = str(Explanation("", "", "auto", "scan", "", candidates)).splitlines()
     assert "~12300 us  a" in persistent and " 0.988 us  b" in scan and "us" not in other
     assert persistent.index(" a") == scan.index(" b") == other.index(" c")
+
+
+def test_it_tells_which_gpu_the_times_are_extrapolated_from(monkeypatch, plan):
+    candidates = explain._candidates("auto", ON_CUDA)
+    assert explain._extrapolated_from(ON_CUDA, candidates) is None  # of the GPU that was measured
+    scaled = _costs.reference()._replace(extrapolated=True)
+    monkeypatch.setattr(_costs, "of", lambda index: scaled)
+    name = explain._extrapolated_from(ON_CUDA, candidates)
+    assert name == _costs.reference().measured_on and explain._extrapolated_from(CASE, candidates) is None
+    measured = tuple(dataclasses.replace(c, measured=True) for c in candidates)
+    assert explain._extrapolated_from(ON_CUDA, measured) is None
+    answer = weft.Explanation("", "", "auto", "persistent", "", candidates, name)
+    last = str(answer).splitlines()[-1]
+    assert "extrapolated" in last and name in last and "weft.tune(layer, x)" in last
+    assert "extrapolated" not in str(dataclasses.replace(answer, extrapolated_from=None))
 
 
 def test_it_tells_why_auto_leaves_the_persistent_kernels():

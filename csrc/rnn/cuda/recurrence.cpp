@@ -19,6 +19,7 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "common/cuda/device_costs.h"
 #include "common/device.h"
 #include "jit/jit.h"
 
@@ -71,10 +72,8 @@ struct Layout {
   }
 };
 
-// What a step costs, in microseconds of an H200, and of how much. `python -m benchmarks.geometries` measures geometries
-// and fits the constants: here to 1100 geometries of 72 problems, those of a grid to 1250 of 57, those of FMA to 370 of
-// 32 (relative error of a step 7 to 13% in the mean), where sequences are so long that what is exchanged does not stay
-// in the L2 cache.
+// What a step costs, in microseconds, and of how much. `python -m benchmarks.geometries` measures geometries, where
+// sequences are so long that what is exchanged does not stay in the L2 cache; the constants are fitted to them.
 constexpr const char* kCostNames[kRecurrenceCosts] = {
     "base",     "gate",   "pair",      // a step; a gate block; a further pair of a thread
     "product",  "exact",  "fma",       // a thousand mma, exact ones, FMA of a scheduler
@@ -85,13 +84,19 @@ constexpr const char* kCostNames[kRecurrenceCosts] = {
     "pooled",                          // a thousand cycles for the sums a cluster exchanges
     "batch",                           // of loads with FMA in a grid, after the first
 };
-constexpr double kCosts[3][2][kRecurrenceCosts] = {
-    {{0.33, 0.046, 0.12, 2.8, 25, 0.57, 0.45, 0.75, 1.3, 0, 0, 0, 0, 0},
-     {0.18, 0.056, 0.067, 3.9, 25, 0.57, 0.63, 1.51, 1.06, 0, 0, 0, 0, 0}},
-    {{0.36, 0.050, 0.11, 3.7, 25, 0.57, 0.37, 0.36, 0.64, 0.025, 0, 0, 0, 0},
-     {0.28, 0.044, 0.03, 3.6, 25, 0.57, 0.49, 0.36, 0.80, 0.031, 0, 0, 0, 0}},
-    {{0.80, 0.052, 0, 3.4, 25, 0.57, 0.37, 0, 0.37, 0, 0.189, 0.038, 3.4, 0.3},
-     {0.09, 0.13, 0, 2.0, 25, 0.57, 0.32, 0, 0.78, 0, 0.104, 0.137, 0, 0.3}},
+// By tier and pass.
+struct StepCosts {
+  double costs[3][2][kRecurrenceCosts];
+
+  explicit StepCosts(const costs::Costs& all) {
+    for (const Tier tier : {Tier::kSmall, Tier::kCluster, Tier::kGrid}) {
+      for (const bool backward : {false, true}) {
+        const auto& table =
+            all.table(std::string("rnn.recurrence.") + tier_name(tier) + (backward ? ".backward" : ".forward"));
+        for (int i = 0; i < kRecurrenceCosts; ++i) costs[int(tier)][backward][i] = table(kCostNames[i]);
+      }
+    }
+  }
 };
 constexpr int kMaxFmaColumns = 4;
 
@@ -116,7 +121,8 @@ RecurrenceAmounts amounts_of(const RecurrenceProblem& p, const RecurrenceGeometr
 
 double step_us(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& layout) {
   const RecurrenceAmounts a = amounts_of(p, g, layout);
-  return a.launches * std::inner_product(a.amounts, a.amounts + kRecurrenceCosts, kCosts[int(g.tier)][p.backward], 0.0);
+  return a.launches * std::inner_product(a.amounts, a.amounts + kRecurrenceCosts,
+                                         costs_here<StepCosts>().costs[int(g.tier)][p.backward], 0.0);
 }
 
 struct Restriction {

@@ -21,7 +21,9 @@
 #include <vector>
 
 #include "common/autograd.h"
+#include "common/cuda/device_costs.h"
 #include "rnn/cuda/captured.h"
+#include "rnn/cuda/products_us.h"
 #include "rnn/cuda/recurrence.h"
 #include "rnn/cuda/scan.h"
 #include "rnn/plan.h"
@@ -474,20 +476,6 @@ std::optional<RecurrenceProblem> problem_of(const RnnCase& c, bool backward) {
                            static_cast<int>(std::max<int64_t>(1, c.B))};
 }
 
-// Microseconds of the products over all steps: what large products of each type reach on an H200, and a launch each.
-double products_us(const RecurrenceProblem& p, const RnnCase& c) {
-  const double rows = double(std::max<int64_t>(1, c.T)) * p.batch, gates = double(gate_blocks(p.cell)) * p.hidden;
-  const double rate = p.type == RecurrenceType::kTF32 ? 250e6 : p.type == RecurrenceType::kFloat ? 40e6 : 500e6;
-  double flops = 0;
-  int launches = 0;
-  for (int layer = 0; layer < c.layers; ++layer) {
-    const double inputs = layer == 0 ? c.I : double(p.hidden) * p.directions;
-    flops += 2 * rows * gates * (c.trains ? 3 * inputs + p.hidden : inputs) * p.directions;
-    launches += c.trains ? 12 : 4;
-  }
-  return flops / rate + 5.0 * launches;
-}
-
 }  // namespace
 
 std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& c, bool backward) {
@@ -528,7 +516,7 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
                 g.cluster,         g.directions};
     report.microseconds += g.step_us * double(std::max<int64_t>(1, c.T)) * c.layers;
     if (backward) continue;
-    report.microseconds += products_us(*problem, c);
+    report.microseconds += products_us(*problem, c, device_costs(device).table("products"));
   }
   if (!report.why_not.empty()) report.microseconds = 0;
   return report;

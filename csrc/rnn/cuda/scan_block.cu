@@ -3,25 +3,35 @@
 
 #include <algorithm>
 
+#include "common/cuda/device_costs.h"
 #include "common/integers.h"
 #include "common/launch.cuh"
 
 namespace weft::rnn {
 namespace {
 
-// Estimates for an H200, in ns, from what the kernels of linear_scan_block.cuh and scan_warp.cuh cost. The
-// model only has to rank the numbers of chunks, of which times near the best one are flat.
-constexpr double kProductStep = 300;        // one step of (1) beside what follows
-constexpr double kProductFmasPerNs = 1500;  // bf16 multiply-adds of one SM for H <= 64
-constexpr double kWideProductFmasPerNs = 2400;
-constexpr double kFeedRnn = 400, kFeedGru = 900, kFeedLstm = 1500;  // what the feeders of a block take for a step
-constexpr double kFeedWideGru = 1500, kWeightBytesPerNs = 45;       // with W from L2
-constexpr double kBoundaryStep = 1600;                              // one chunk in (2) beside what the bytes of P cost
-constexpr double kBoundaryBytesPerNs = 200;
-constexpr double kReplayStep = 350;       // one step of one block beside its arithmetic
-constexpr double kReplayFmasPerNs = 200;  // of one SM
-constexpr double kReplayResident = 2;     // blocks on an SM whose latencies overlap
-constexpr double kLaunches = 20000;       // three more kernels, and the start of a chunk in each
+// Microseconds. The model only has to rank the numbers of chunks, of which times near the best one are flat.
+struct BlockCosts {
+  double product_step;                           // one step of (1) beside what follows
+  double product_megafma, wide_product_megafma;  // bf16 multiply-adds of one SM, for H <= 64 and above
+  double feed_rnn, feed_gru, feed_lstm;          // what the feeders of a block take for a step
+  double feed_wide_gru, weight_megabyte;         // with W from L2
+  double boundary_step, boundary_megabyte;       // one chunk in (2) beside what the bytes of P cost
+  double replay_step, replay_megafma;            // one step of one block beside its arithmetic, of one SM
+  double launches;                               // three more kernels, and the start of a chunk in each
+
+  explicit BlockCosts(const costs::Costs& all) {
+    const costs::Table& of = all.table("rnn.scan_block");
+    product_step = of("product_step");
+    product_megafma = of("product_megafma"), wide_product_megafma = of("wide_product_megafma");
+    feed_rnn = of("feed_rnn"), feed_gru = of("feed_gru"), feed_lstm = of("feed_lstm");
+    feed_wide_gru = of("feed_wide_gru"), weight_megabyte = of("weight_megabyte");
+    boundary_step = of("boundary_step"), boundary_megabyte = of("boundary_megabyte");
+    replay_step = of("replay_step"), replay_megafma = of("replay_megafma");
+    launches = of("launches");
+  }
+};
+constexpr double kReplayResident = 2;  // blocks on an SM whose latencies overlap
 constexpr int64_t kShortestChunk = 4;
 // The maps take this much memory, or half of what the activations of the gates take where that is more.
 constexpr double kMapBytes = 32 << 20;
@@ -36,33 +46,36 @@ int choose_splits(int64_t products, int sm_count) {
 }
 
 double replay_time(const ScanShape& shape, int64_t chunks, int sm_count) {
-  const double matrices = shape.cell == Cell::kGru ? 3 : gate_blocks(shape.cell);
-  const double fmas = matrices * shape.H * shape.H / kReplayFmasPerNs;
+  const auto& costs = costs_here<BlockCosts>();
+  const double fmas = 1e-6 * gate_blocks(shape.cell) * shape.H * shape.H * costs.replay_megafma;
   const double blocks = double(ceil_div(shape.B * chunks, sm_count));
-  return ceil_div(shape.T, chunks) * (kReplayStep * std::max(1., blocks / kReplayResident) + fmas * blocks);
+  return ceil_div(shape.T, chunks) * (costs.replay_step * std::max(1., blocks / kReplayResident) + fmas * blocks);
 }
 
 double products_time(const ScanShape& shape, int64_t chunks, int sm_count) {
   const int64_t H = shape.H, k = ceil_div(H, 16) * 16, n = ceil_div(H, 32) * 32, products = shape.B * (chunks - 1);
   const bool lstm = shape.cell == Cell::kLstm, gru = shape.cell == Cell::kGru, wide = lstm || H > 64;
+  const auto& costs = costs_here<BlockCosts>();
   const int splits = choose_splits(products, sm_count);
   const double blocks = double(ceil_div(products * splits, sm_count));
-  const double multiply = 6. * k * n * k * (lstm ? 4 : 1) / splits / (wide ? kWideProductFmasPerNs : kProductFmasPerNs);
-  const double feed = lstm   ? kFeedLstm
-                      : !gru ? kFeedRnn
-                      : wide ? kFeedWideGru + 12. * H * H / kWeightBytesPerNs
-                             : kFeedGru;
+  const double multiply =
+      6e-6 * k * n * k * (lstm ? 4 : 1) / splits * (wide ? costs.wide_product_megafma : costs.product_megafma);
+  const double feed = lstm   ? costs.feed_lstm
+                      : !gru ? costs.feed_rnn
+                      : wide ? costs.feed_wide_gru + 12e-6 * H * H * costs.weight_megabyte
+                             : costs.feed_gru;
   const double resident = wide ? 1 : 2;
   return ceil_div(shape.T, chunks) *
-         (kProductStep + std::max(multiply * blocks, feed * std::max(1., blocks / resident)));
+         (costs.product_step + std::max(multiply * blocks, feed * std::max(1., blocks / resident)));
 }
 
 double chain_time(const ScanShape& shape, int64_t chunks, int sm_count) {
   if (chunks == 1) return replay_time(shape, 1, sm_count);
+  const auto& costs = costs_here<BlockCosts>();
   const double states = double(parts(shape.cell)) * shape.H;
-  const double boundary = kBoundaryStep + 4. * states * states / kBoundaryBytesPerNs;
-  return kLaunches + products_time(shape, chunks, sm_count) + (chunks - 1) * boundary * ceil_div(shape.B, sm_count) +
-         replay_time(shape, chunks, sm_count);
+  const double boundary = costs.boundary_step + 4e-6 * states * states * costs.boundary_megabyte;
+  return costs.launches + products_time(shape, chunks, sm_count) +
+         (chunks - 1) * boundary * ceil_div(shape.B, sm_count) + replay_time(shape, chunks, sm_count);
 }
 
 // What BoundariesLayout lays out beside its ring, rounded up.

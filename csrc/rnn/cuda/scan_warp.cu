@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <stdexcept>
+#include <string>
 
+#include "common/cuda/device_costs.h"
 #include "common/launch.cuh"
 #include "rnn/cuda/scan_block.h"
 #include "rnn/cuda/scan_kernels.h"
@@ -53,34 +55,49 @@ void chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cu
   }
 }
 
-// Microseconds on an H200: a chunk at the boundary; a step of the product where a scheduler has one block, and for each
-// of several; a step of the replay, likewise; blocks of the product per (chunk, batch), and how many of them a
-// scheduler holds at once.
-struct Costs {
-  double boundary, product, product_each, replay, replay_each, blocks_per_pair;
+// How the products of a padded H are laid out: blocks per (chunk, batch), and how many of them a scheduler holds at
+// once. By padded H: 8, 16, 20, 24, 32.
+struct Products {
+  double blocks_per_pair;
   int resident;
 };
+constexpr Products kRnnProducts[] = {{1 / 7.0, 4}, {1 / 3.0, 3}, {1 / 3.0, 2}, {1, 4}, {1, 2}};
+constexpr Products kGruProducts[] = {{1, 8}, {1, 4}, {1, 2}, {1, 2}, {1, 2}};
+constexpr Products kLstmProducts[] = {{1, 6}, {1, 3}, {1, 2}, {2, 2}, {3, 2}};
 
-const Costs& costs(const ScanShape& shape) {
-  // By padded H: 8, 16, 20, 24, 32.
-  static constexpr Costs kRnn[] = {{0.11, 0.67, 0.28, 0.12, 0.050, 1 / 7.0, 4},
-                                   {0.18, 0.83, 0.52, 0.13, 0.060, 1 / 3.0, 3},
-                                   {0.19, 0.92, 0.67, 0.14, 0.062, 1 / 3.0, 2},
-                                   {0.22, 0.52, 0.35, 0.20, 0.070, 1, 4},
-                                   {0.24, 0.83, 0.75, 0.24, 0.083, 1, 2}};
-  static constexpr Costs kGru[] = {{0.11, 0.28, 0.12, 0.27, 0.11, 1, 8},
-                                   {0.19, 0.46, 0.28, 0.33, 0.14, 1, 4},
-                                   {0.19, 0.60, 0.46, 0.25, 0.16, 1, 2},
-                                   {0.22, 0.63, 0.48, 0.33, 0.18, 1, 2},
-                                   {0.23, 1.12, 0.98, 0.40, 0.20, 1, 2}};
-  static constexpr Costs kLstm[] = {{0.22, 0.46, 0.23, 0.27, 0.13, 1, 6},
-                                    {0.32, 0.88, 0.66, 0.33, 0.17, 1, 3},
-                                    {0.33, 1.30, 1.10, 0.29, 0.20, 1, 2},
-                                    {0.44, 1.05, 0.87, 0.33, 0.23, 2, 2},
-                                    {0.48, 1.62, 1.40, 0.35, 0.27, 3, 2}};
+const Products& products_of(const ScanShape& shape) {
   const int size = scan::hidden_size_index(shape.H);
-  return shape.cell == Cell::kGru ? kGru[size] : shape.cell == Cell::kLstm ? kLstm[size] : kRnn[size];
+  return shape.cell == Cell::kGru    ? kGruProducts[size]
+         : shape.cell == Cell::kLstm ? kLstmProducts[size]
+                                     : kRnnProducts[size];
 }
+
+// Microseconds: a chunk at the boundary; a step of the product where a scheduler has one block, and for each of
+// several; a step of the replay, likewise.
+struct StageCosts {
+  double boundary, product, product_each, replay, replay_each;
+};
+
+struct WarpCosts {
+  double launches;
+  StageCosts rnn[scan::kHiddenSizes], gru[scan::kHiddenSizes], lstm[scan::kHiddenSizes];
+
+  explicit WarpCosts(const costs::Costs& all) : launches(all.table("scan.warp")("launches")) {
+    const auto read = [&](const char* cell, StageCosts* into) {
+      const costs::Table& table = all.table(std::string("rnn.scan_warp.") + cell);
+      for (int i = 0; i < scan::kHiddenSizes; ++i) {
+        const auto of = [&](const char* name) { return table.numbers(name).at(i); };
+        into[i] = {of("boundary"), of("product"), of("product_each"), of("replay"), of("replay_each")};
+      }
+    };
+    read("rnn", rnn), read("gru", gru), read("lstm", lstm);
+  }
+
+  const StageCosts& of(const ScanShape& shape) const {
+    const int size = scan::hidden_size_index(shape.H);
+    return shape.cell == Cell::kGru ? gru[size] : shape.cell == Cell::kLstm ? lstm[size] : rnn[size];
+  }
+};
 
 constexpr int64_t kMostChunks = 4096;
 
@@ -98,18 +115,20 @@ int scan_chunks(const ScanShape& shape) {
   }
   if (shape.T == 0 || shape.B == 0) return 1;
   if (!small) return block_chunks(shape);
-  const auto& cost = costs(shape);
+  const Products& products = products_of(shape);
+  const auto& costs = costs_here<WarpCosts>();
+  const StageCosts& cost = costs.of(shape);
   const double warps = scan::schedulers();
   auto time = [&](int64_t count) {
     const double length = double((shape.T + count - 1) / count), pairs = double(count) * shape.B;
     const double replay = length * scan::step_time(pairs, warps, cost.replay, cost.replay_each, 16);
     if (count == 1) return replay;
-    const double blocks = std::ceil((pairs - shape.B) * cost.blocks_per_pair);
-    return scan::kChunkedOverhead + replay + count * cost.boundary +
-           length * scan::step_time(blocks, warps, cost.product, cost.product_each, cost.resident);
+    const double blocks = std::ceil((pairs - shape.B) * products.blocks_per_pair);
+    return costs.launches + replay + count * cost.boundary +
+           length * scan::step_time(blocks, warps, cost.product, cost.product_each, products.resident);
   };
   const int64_t most = std::min<int64_t>(shape.T / 4, kMostChunks);
-  return int(scan::cheapest_chunks(most, shape.B, warps, cost.blocks_per_pair, time));
+  return int(scan::cheapest_chunks(most, shape.B, warps, products.blocks_per_pair, time));
 }
 
 int64_t scan_chain_workspace(const ScanShape& shape, int chunks) {

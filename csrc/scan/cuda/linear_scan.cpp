@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
+#include "common/cuda/device_costs.h"
 #include "scan/cuda/linear_scan.h"
 #include "scan/linear_scan.h"
 #include "scan/linear_scan_batched.h"
@@ -56,7 +57,8 @@ void linear_scan_cuda(const Problem& problem, const at::Tensor& out) {
     default: {
       const Problem& p = d.problem;
       const auto x0 = p.x0.defined() ? std::optional(p.x0) : std::nullopt;
-      out.copy_(linear_scan_batched(p.A, p.b, x0, p.reverse, p.transpose));
+      const auto& costs = device_costs(out.device().index()).table("scan.linear_batched");
+      out.copy_(linear_scan_batched(p.A, p.b, x0, p.reverse, p.transpose, costs));
     }
   }
 }

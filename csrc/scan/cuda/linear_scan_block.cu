@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "common/cuda/device_costs.h"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan_block.h"
@@ -10,22 +11,31 @@ namespace weft::scan {
 namespace block {
 namespace {
 
-// Fitted to times measured on an H200, in ns. The model only has to rank the numbers of chunks, of which times near the
-// best one are flat.
-constexpr double kMemoryBytesPerNs = 3600;   // reading A in replay, all SMs
-constexpr double kReplayStep = 700;          // one step of one block beside its arithmetic
-constexpr double kReplayElementsPerNs = 87;  // that one block multiplies
-constexpr double kTransposedReplay = 1.25;   // against the matrix as it lies in memory
-constexpr double kPieceTime = 85;            // of one round of the block's copies in pieces of less than 16 bytes
-constexpr double kReplayShare = 0.45;        // of a step that blocks on one SM do not overlap
-constexpr double kProductStep = 750;        // one step of (1) for H <= 64 beside its arithmetic, of two blocks together
-constexpr double kProductFmasPerNs = 1500;  // bf16 multiply-adds of one SM for H <= 64
-constexpr double kWideProductStep = 2300;   // for H > 64, where a block has an SM for itself
-constexpr double kWideProductByte = 525;    // for every byte of an element: the feeders wait for the step's A
-constexpr double kWideProductFmasPerNs = 2400;
-constexpr double kBoundaryStep = 1600;  // one chunk in (2) beside what the bytes of P cost
-constexpr double kBoundaryBytesPerNs = 200;
-constexpr double kLaunches = 17000;  // two more kernels, and the start of a chunk in each
+// Microseconds. The model only has to rank the numbers of chunks, of which times near the best one are flat.
+struct BlockCosts {
+  double megabyte;                          // reading A in replay, all SMs
+  double replay_step, replay_megaelement;   // one step of one block beside its arithmetic; what it multiplies
+  double piece;                             // one round of the block's copies in pieces of less than 16 bytes
+  double product_step, product_megafma;     // one step of (1) for H <= 64 beside its arithmetic, of two blocks together
+  double wide_product_step;                 // for H > 64, where a block has an SM for itself
+  double wide_product_byte;                 // for every byte of an element: the feeders wait for the step's A
+  double wide_product_megafma;              // bf16 multiply-adds of one SM, as above
+  double boundary_step, boundary_megabyte;  // one chunk in (2) beside what the bytes of P cost
+  double launches;                          // two more kernels, and the start of a chunk in each
+
+  explicit BlockCosts(const costs::Costs& all) {
+    const costs::Table& of = all.table("scan.linear_block");
+    megabyte = of("megabyte");
+    replay_step = of("replay_step"), replay_megaelement = of("replay_megaelement"), piece = of("piece");
+    product_step = of("product_step"), product_megafma = of("product_megafma");
+    wide_product_step = of("wide_product_step"), wide_product_byte = of("wide_product_byte");
+    wide_product_megafma = of("wide_product_megafma");
+    boundary_step = of("boundary_step"), boundary_megabyte = of("boundary_megabyte");
+    launches = of("launches");
+  }
+};
+constexpr double kTransposedReplay = 1.25;  // against the matrix as it lies in memory
+constexpr double kReplayShare = 0.45;       // of a step that blocks on one SM do not overlap
 constexpr int64_t kShortestChunk = 4;
 
 constexpr int64_t kReserved = 1024;  // shared memory that the device keeps per block
@@ -38,31 +48,34 @@ struct Shape {
 };
 
 double replay_time(const Shape& s, int64_t chunks) {
+  const auto& costs = costs_here<BlockCosts>();
   const double bytes = double(s.H) * s.H * element_size(s.dtype);
-  const double all = double(s.batch) * s.steps * bytes / kMemoryBytesPerNs;
-  double step = kReplayStep + double(s.H) * s.H / kReplayElementsPerNs;
+  const double all = 1e-6 * s.batch * s.steps * bytes * costs.megabyte;
+  double step = costs.replay_step + 1e-6 * s.H * s.H * costs.replay_megaelement;
   if (s.transposed) step *= kTransposedReplay;
-  if (s.piece < 16) step += kPieceTime * bytes / (s.piece * kReplayThreads);
+  if (s.piece < 16) step += costs.piece * bytes / (s.piece * kReplayThreads);
   const double blocks = double(ceil_div(s.batch * chunks, s.sm_count));
   return std::max(all, step * (1 + kReplayShare * (blocks - 1)) * ceil_div(s.steps, chunks));
 }
 
 double products_time(const Shape& s, int64_t chunks, int splits) {
+  const auto& costs = costs_here<BlockCosts>();
   const int64_t k = ceil_div(s.H, 16) * 16, n = ceil_div(s.H, 32) * 32;
   const double products = s.dtype == DType::f32 ? 6 : s.dtype == DType::f16 ? 5 : 3;
   const int64_t per_sm = ceil_div(s.batch * (chunks - 1) * splits, s.sm_count);
   // For H <= 64 four warps of 16 columns keep an SM's four tensor cores busy, fewer take as long.
-  const double step = s.H <= 64
-                          ? kProductStep * ceil_div(per_sm, 2) + products * k * n * 64 / kProductFmasPerNs * per_sm
-                          : (kWideProductStep + kWideProductByte * element_size(s.dtype) +
-                             products * k * n * k / splits / kWideProductFmasPerNs) *
-                                per_sm;
+  const double step = s.H <= 64 ? costs.product_step * ceil_div(per_sm, 2) +
+                                      1e-6 * products * k * n * 64 * costs.product_megafma * per_sm
+                                : (costs.wide_product_step + costs.wide_product_byte * element_size(s.dtype) +
+                                   1e-6 * products * k * n * k / splits * costs.wide_product_megafma) *
+                                      per_sm;
   return ceil_div(s.steps, chunks) * step;
 }
 
 double scan_time(const Shape& s, int64_t chunks, int splits) {
-  const double boundary = kBoundaryStep + 4. * s.H * s.H / kBoundaryBytesPerNs;
-  return kLaunches + products_time(s, chunks, splits) + (chunks - 1) * boundary * ceil_div(s.batch, s.sm_count) +
+  const auto& costs = costs_here<BlockCosts>();
+  const double boundary = costs.boundary_step + 4e-6 * s.H * s.H * costs.boundary_megabyte;
+  return costs.launches + products_time(s, chunks, splits) + (chunks - 1) * boundary * ceil_div(s.batch, s.sm_count) +
          replay_time(s, chunks);
 }
 

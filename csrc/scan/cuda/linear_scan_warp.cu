@@ -8,6 +8,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "common/cuda/device_costs.h"
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan_warp.h"
 #include "scan/cuda/padding.h"
@@ -17,26 +18,31 @@ namespace weft::scan {
 
 namespace {
 
-// Microseconds on an H200: a chunk at the boundary; a step of the replay where a scheduler has one warp, and for each
-// of several; a step of the product, likewise. Fitted to lines of any alignment.
-struct Costs {
+// Microseconds: a chunk at the boundary; a step of the replay where a scheduler has one warp, and for each of several;
+// a step of the product, likewise. For lines of any alignment.
+struct StageCosts {
   double boundary, replay, replay_each, product, product_each;
 };
 
-const Costs& costs(const LinearScan& scan) {
-  // By padded H: 8, 16, 20, 24, 32.
-  static constexpr Costs kSingle[] = {{0.13, 0.15, 0.066, 0.16, 0.07},
-                                      {0.20, 0.22, 0.159, 0.38, 0.18},
-                                      {0.21, 0.25, 0.235, 0.49, 0.34},
-                                      {0.24, 0.30, 0.358, 0.48, 0.38},
-                                      {0.27, 0.31, 0.584, 0.85, 0.85}};
-  static constexpr Costs kHalf[] = {{0.13, 0.16, 0.073, 0.15, 0.07},
-                                    {0.19, 0.21, 0.121, 0.34, 0.16},
-                                    {0.22, 0.33, 0.153, 0.49, 0.29},
-                                    {0.24, 0.27, 0.182, 0.46, 0.30},
-                                    {0.27, 0.31, 0.324, 0.68, 0.61}};
-  return (element_size(scan.dtype) == 2 ? kHalf : kSingle)[hidden_size_index(scan.H)];
-}
+struct WarpCosts {
+  double launches;
+  StageCosts single[kHiddenSizes], half[kHiddenSizes];  // by padded H
+
+  explicit WarpCosts(const costs::Costs& all) : launches(all.table("scan.warp")("launches")) {
+    const auto read = [&](const char* name, StageCosts* into) {
+      const costs::Table& table = all.table(name);
+      for (int i = 0; i < kHiddenSizes; ++i) {
+        const auto of = [&](const char* number) { return table.numbers(number).at(i); };
+        into[i] = {of("boundary"), of("replay"), of("replay_each"), of("product"), of("product_each")};
+      }
+    };
+    read("scan.linear_warp.single", single), read("scan.linear_warp.half", half);
+  }
+
+  const StageCosts& of(const LinearScan& scan) const {
+    return (element_size(scan.dtype) == 2 ? half : single)[hidden_size_index(scan.H)];
+  }
+};
 
 // Several warps on a scheduler hide some of each other's latency, not all: the larger of two times, with a rounded
 // edge.
@@ -47,20 +53,21 @@ double rounded_max(double one, double several) {
 
 // Of so many warps on a scheduler, `resident` at once. The time goes up in stairs where warps are bound by what they
 // compute: the fullest scheduler counts.
-double product_step(double warps, int resident, const Costs& cost) {
+double product_step(double warps, int resident, const StageCosts& cost) {
   const double n = std::ceil(warps);
   return std::ceil(n / resident) * rounded_max(cost.product, std::min<double>(n, resident) * cost.product_each);
 }
 
 // The replay is bound by memory for the most part, so that the fullest scheduler counts for a part only.
-double replay_step(double warps, const Costs& cost) {
+double replay_step(double warps, const StageCosts& cost) {
   constexpr double kUneven = 0.3;
   return rounded_max(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
 }
 
 WarpPlan plan_of(const LinearScan& scan) {
   if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
-  const auto& cost = costs(scan);
+  const auto& costs = costs_here<WarpCosts>();
+  const StageCosts& cost = costs.of(scan);
   const int resident = products_at_once(padded_hidden(scan.H));
   const double all = schedulers();
   auto time = [&](int64_t chunks) {
@@ -68,7 +75,7 @@ WarpPlan plan_of(const LinearScan& scan) {
     const double replay = length * replay_step(pairs / all, cost);
     if (chunks == 1) return replay;
     const double product = length * product_step((pairs - scan.B) / all, resident, cost);
-    return kChunkedOverhead + product + chunks * cost.boundary + replay;
+    return costs.launches + product + chunks * cost.boundary + replay;
   };
   const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, all, 1, time);
   const int64_t length = (scan.T + best - 1) / best;

@@ -10,6 +10,7 @@ constexpr int padded_hidden(int64_t H) {
 }
 
 // Which of these sizes, from 0, to look up a table by.
+constexpr int kHiddenSizes = 5;
 constexpr int hidden_size_index(int64_t H) {
   return H <= 8 ? 0 : H <= 16 ? 1 : H <= 20 ? 2 : H <= 24 ? 3 : 4;
 }

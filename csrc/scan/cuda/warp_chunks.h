@@ -8,9 +8,6 @@
 
 namespace weft::scan {
 
-// Microseconds that two more launches cost where nothing hides them.
-constexpr double kChunkedOverhead = 6;
-
 // Warps that the device works on at once; the others take turns.
 inline double schedulers() {
   return 4.0 * device_limits().sm_count;

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _C
+from .. import _C, _costs
 from .._ops import WITH_CUDA
 from . import costs, tuned
 from .case import Case
@@ -66,15 +66,34 @@ _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 # of T. So it is for small H, long T and batches that leave the device idle. On the CPU it has no table: there its
 # operator is that of "persistent".
 # Above 32 hidden units on CUDA the persistent kernels are the ones to beat: they win unless the sequence is long and
-# the batch small. The limits were measured on an H200 with cuDNN's forward pass before the scan.
-_LONG = Limits(min_steps=5000, max_batch=64, dtypes=frozenset((torch.float32,)), alone=True)
-_LONG_ALONE = _LONG._replace(min_steps=8000, max_batch=4)
-AUTO_SCAN: dict[tuple[str, str], Table] = {
-    ("cuda", "rnn_tanh"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
-    ("cuda", "rnn_relu"): Table(_CUDA_DTYPES, {32: Limits(), 128: _LONG}),
-    ("cuda", "gru"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG._replace(max_batch=16), 128: _LONG_ALONE}),
-    ("cuda", "lstm"): Table(_CUDA_DTYPES, {32: Limits(), 64: _LONG_ALONE}),
-}
+# the batch small. How long and how small stands in the costs of the GPU.
+_LONG = Limits(dtypes=frozenset((torch.float32,)), alone=True)
+
+
+def _scan_table(costs: _costs.Costs, cell: str) -> Table:
+    found = costs.tables[f"rnn.scan_limits.{cell}"]
+    rows = zip(found["hidden_size"], found["min_steps"], found["max_batch"], strict=True)
+    wide = {int(largest): _LONG._replace(min_steps=int(T), max_batch=int(B)) for largest, T, B in rows if B > 0}
+    return Table(_CUDA_DTYPES, {32: Limits(), **wide})
+
+
+def _scan_tables(costs: _costs.Costs) -> dict[tuple[str, str], Table]:
+    cells = {"rnn_tanh": "rnn_tanh", "rnn_relu": "rnn_tanh", "gru": "gru", "lstm": "lstm"}
+    return {("cuda", cell): _scan_table(costs, measured) for cell, measured in cells.items()}
+
+
+AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(_costs.reference())
+
+
+@functools.cache
+def _auto_scan_on(index: int) -> dict[tuple[str, str], Table]:
+    return _scan_tables(_costs.of(index))
+
+
+# A layer's step with at most so many states, B times H, is small: 64 sequences of 1024 units. There the persistent
+# kernels, whose step takes what reading the weights from the chip and one exchange take, were faster than torch's
+# launches wherever the weights fit; with more states their products are what takes time, and torch's are faster.
+_FEW_STATES = 65_536
 
 # On the CPU "persistent" is taken before "scan": what stands here was faster than torch's layer on two cores, forward
 # alone and with the backward pass. A single step of a large layer pays for the packing of the weights; oneDNN's LSTM is
@@ -263,12 +282,14 @@ def auto_limits(table: Table, hidden_size: int) -> Limits | None:
 
 def why_auto_skips_scan(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "scan", or None."""
-    reason = _beyond_limits(case, AUTO_SCAN)
+    # A compiled graph does not know its GPU.
+    tables = AUTO_SCAN if case.index is None else _auto_scan_on(case.index)
+    reason = beyond_limits(case, tables)
     if reason is not None or case.device != "cuda":
         return reason
     # Limits for one layer alone were measured beside the persistent kernels. The others were beside torch's, and leave
     # to the costs where the persistent kernels are faster: in large batches, and in a few steps without gradients.
-    limits = auto_limits(AUTO_SCAN[case.device, case.cell], case.hidden_size)
+    limits = auto_limits(tables[case.device, case.cell], case.hidden_size)
     us = modelled_time("scan", case)
     if limits is None or limits.alone or us is None:
         return None
@@ -281,14 +302,28 @@ def why_auto_skips_scan(case: Case) -> str | None:
 def why_auto_skips_persistent(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "persistent", or None."""
     if case.device != "cuda":
-        return _beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
+        return beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
     if persistent_plan(case).expected_us is None:
         return "auto takes it where it has a kernel"
-    # Against cuDNN's kernels for all steps, and for packed input, it was faster wherever it was measured, by less in
-    # places than the errors of the two models.
+    # The weights fit. Against cuDNN's kernels for all steps, and for packed input, it was then faster wherever it was
+    # measured, by less in places than the errors of the two models; against its others where the batch is small.
     if case.packed or costs.cudnn_kernel(case) != "standard":
         return None
+    if _is_small(case):
+        return None
     return _why_slower(case, "persistent", "torch")
+
+
+def _is_small(case: Case) -> bool:
+    return case.batch is not None and case.batch * case.hidden_size <= _FEW_STATES
+
+
+def _why_auto_takes(name: str, case: Case) -> str:
+    if name == "scan" or case.device == "cpu":
+        return "within auto's limits"
+    if case.batch is None:
+        return "its weights fit"
+    return "its weights fit, and the batch is small" if _is_small(case) else "auto's model of costs"
 
 
 def _why_slower(case: Case, name: str, other: str) -> str | None:
@@ -301,7 +336,8 @@ def _why_slower(case: Case, name: str, other: str) -> str | None:
     return f"{other} is expected to take {other_us:.0f} us, it {us:.0f}"
 
 
-def _beyond_limits(case: Case, tables: dict[tuple[str, str], Table]) -> str | None:
+def beyond_limits(case: Case, tables: dict[tuple[str, str], Table]) -> str | None:
+    """Which limit of a table a case is beyond, or None."""
     table = tables.get((case.device, case.cell))
     if table is None:
         return f"auto does not take it on {case.device}"
@@ -376,8 +412,8 @@ def measured_time(name: str, case: Case) -> float | None:
 
 
 def modelled_time(name: str, case: Case) -> float | None:
-    """Microseconds that an algorithm which can run is expected to take on a GPU like the one that the models were
-    fitted on, an H200. On a CPU there is no model."""
+    """Microseconds that an algorithm which can run is expected to take on a GPU, by its costs. On a CPU there is no
+    model."""
     if case.device != "cuda" or case.steps is None or case.batch is None:
         return None
     us = None
@@ -408,7 +444,7 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
     for name in order:
         reason = obstacle(name, case) or why_auto_skips(name, case)
         if reason is None:
-            return name, "within auto's limits" if name == "scan" or case.device == "cpu" else "auto's model of costs"
+            return name, _why_auto_takes(name, case)
         reasons.append(f"{name}: {reason}")
     name = _fallback(case)
     if name != "torch":

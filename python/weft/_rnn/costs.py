@@ -1,9 +1,7 @@
 """What torch's kernels and the scan are expected to take on a GPU, in microseconds.
 
-The constants were fitted to rows of benchmarks/results from an H200 by ``python -m benchmarks.fit_costs``, which prints
-them again. Beside each stands how far it is off, the relative rms over those rows, which have 1000 steps or more unless
-it is said otherwise: below that the host is most of the time, and varies by a quarter. In float32 torch's kernels took
-TF32.
+The numbers are in weft/costs/<gpu>.json, from lines fitted to rows of 1000 steps or more: below that the host is most
+of the time, and varies by a quarter. In float32 torch's kernels took TF32. Each table says how far it is off.
 
 The costs of the persistent kernels follow from how they are laid out on the device, see choice.persistent_plan.
 """
@@ -14,9 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from .. import _costs
 from .case import Case
 
-__all__ = ["Line", "cudnn_kernel", "host_us", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
+__all__ = ["Line", "cudnn_kernel", "host_us", "line", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
 
 
 class Line(NamedTuple):
@@ -36,67 +35,37 @@ class Line(NamedTuple):
         return self.start + _steps(case) * step
 
 
-# Training steps. "small": H 8 to 256; rms 12%, 12%, 14%. "persistent": float16, H 256 to 1024, B 16 and 64; rms 2% of
-# four rows, 6% of six.
-CUDNN: dict[str, dict[str, Line]] = {
-    "small": {
-        "rnn_tanh": Line(start=23.2, step=0.796, square=3.34e-05, sequence=0.00562, volume=9.11e-06),
-        "gru": Line(step=0.967, square=4.7e-05, sequence=0.0334, volume=0.000154),
-        "lstm": Line(start=92, step=0.821, square=0.000163, sequence=0.00951, volume=5.71e-05),
-    },
-    "persistent": {
-        "rnn_tanh": Line(step=8.2, unit=0.000942, sequence=0.0236),
-        "lstm": Line(step=0.747, unit=0.00274, sequence=0.264),
-    },
-}
-FORWARD_SHARE = {"small": 0.431, "persistent": 0.348}
-"""Of a training step; the median, rms 26% and 15%. In large batches it is less."""
+def line(costs: _costs.Costs, table: str) -> Line:
+    """The line of a table, which names what is not zero."""
+    return Line(**{name: numbers[0] for name, numbers in costs.tables[table].items()})
 
-LAUNCHES = {True: 32.8, False: 15.0}
-"""A step of the standard kernels, training or not, without the products; rms 13% and 15%. They follow the host: others
-take 20 to 34."""
 
-RATES = {torch.float16: 5e8, torch.bfloat16: 5e8, torch.float32: 2.35e8}
-"""Operations per microsecond of the standard kernels' products in large batches; float32 in TF32. Set, not fitted: the
-rows end where the launches are most of the time."""
-RATE_WITHOUT_TF32 = 4e7
-LAUNCH_US = 5.0
-
-# Training steps of the scan, by cell and largest H. Up to 32 in float32, which is what the half types are computed in:
-# rms 14%, 9%, 8%. Above, in TF32, T from 10,000 on and B up to 64, 16 and 4: rms 17%, 7%, 4%.
-SCAN: dict[tuple[str, int], Line] = {
-    ("rnn_tanh", 32): Line(start=217, step=0.0766, unit=0.00216, volume=4.65e-05),
-    ("gru", 32): Line(start=177, step=0.18, unit=0.00208, volume=0.000105),
-    ("lstm", 32): Line(start=187, step=0.177, unit=0.00439, volume=0.000185),
-    ("rnn_tanh", 128): Line(step=0.248, unit=0.00378, volume=7.01e-05),
-    ("gru", 128): Line(step=0.261, unit=0.00514, volume=0.000507),
-    ("lstm", 64): Line(step=0.563, volume=0.000691),
-}
-SCAN_FORWARD_START = 133.0
-"""Of a forward pass up to 32 hidden units, whose steps take what those of one sequence do in training; rms 14%."""
-
-WEFT_HOST = {True: 372.0, False: 31.7}
-"""The least that a layer of Weft takes, training or not: the median of the scan's steps of T up to 100, and of the
-persistent kernels' of T 1."""
-TORCH_HOST = {True: 842.0, False: 49.0}
-"""The same of torch's, where cuDNN has one kernel for all steps."""
-TORCH_HOST_STANDARD = {True: 842.0, False: 294.0}
-"""The same elsewhere."""
-
-PERSISTENT_STEP = {True: 0.6, False: 0.37}
-"""Below what any plan of the persistent kernels expects of a step, training or not: a tanh RNN's in one block."""
-
+SCAN_LARGEST = {"rnn_tanh": 128, "gru": 128, "lstm": 64}
+"""H up to which a cell's scan was measured."""
 GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+
+
+PRECISIONS = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "tf32"}
 
 
 def host_us(case: Case) -> float:
     """The least that a layer of Weft takes: what the host does, alike for the scan and the persistent kernels."""
-    return WEFT_HOST[case.trains]
+    return _host_us(case, "weft")
+
+
+def _host_us(case: Case, whose: str) -> float:
+    pass_ = "training" if case.trains else "forward"
+    return _costs.of(case.index).number("rnn.host", f"{whose}_{pass_}")
 
 
 def persistent_at_least_us(case: Case) -> float:
     """A bound from below of what a plan of the persistent kernels may expect, without planning."""
-    return max(host_us(case), PERSISTENT_STEP[case.trains] * (case.steps or 0) * case.layers)
+    tables = _costs.of(case.index).tables
+    step = 0.0
+    for pass_ in ("forward", "backward") if case.trains else ("forward",):
+        tiers = [tables[f"rnn.recurrence.{tier}.{pass_}"] for tier in ("small", "cluster", "grid")]
+        step += min(table["base"][0] + table["gate"][0] for table in tiers)
+    return max(host_us(case), step * (case.steps or 0) * case.layers)
 
 
 def cudnn_kernel(case: Case) -> str:
@@ -119,57 +88,66 @@ def cudnn_kernel(case: Case) -> str:
 def torch_us(case: Case) -> float | None:
     """Of torch's kernel on a GPU; None where nothing like it was measured. With a projection, whose launches were not
     measured, the least."""
-    if case.steps is None or case.batch is None or case.dtype not in RATES:
+    if case.steps is None or case.batch is None or case.dtype not in PRECISIONS:
         return None
-    kernel = cudnn_kernel(case)
+    kernel, costs = cudnn_kernel(case), _costs.of(case.index)
     if kernel == "standard":
-        us = LAUNCHES[case.trains] * _steps(case) + products_us(case)
-        return max(TORCH_HOST_STANDARD[case.trains], us)
+        launches = costs.number("rnn.torch.standard", "training_step" if case.trains else "forward_step")
+        return max(_host_us(case, "torch_standard"), launches * _steps(case) + products_us(case))
     if case.dtype == torch.float32 and not case.tf32:
         return None
-    us = CUDNN[kernel][_fitted(case.cell)].us(case) * (1 if case.trains else FORWARD_SHARE[kernel])
-    return max(TORCH_HOST[case.trains], us)
+    us = line(costs, f"rnn.torch.{kernel}.{_fitted(case.cell)}").us(case)
+    share = 1 if case.trains else costs.number(f"rnn.torch.{kernel}", "forward_share")
+    return max(_host_us(case, "torch"), us * share)
 
 
 def products_us(case: Case) -> float:
     """The standard kernels' matrix products, at the rate of large ones."""
+    return 1e-12 * products_flops(case) * _teraflop_us(case, case.tf32)
+
+
+def products_flops(case: Case) -> int:
+    """Operations of all matrix products of torch's layer."""
     state = case.proj_size or case.hidden_size
     inputs = case.input_size + (case.layers - 1) * state * case.directions + case.layers * state
     columns = GATES[case.cell] * inputs + case.layers * case.proj_size
     flops = 2 * case.hidden_size * columns * (case.batch or 0) * (case.steps or 0) * case.directions
-    return flops * (3 if case.trains else 1) / _rate(case, case.tf32)
+    return flops * (3 if case.trains else 1)
 
 
 def projection_us(case: Case) -> float:
     """What a projection adds to the persistent kernels: the product of two weights and one for all outputs, for each
-    layer and direction, at the rate of large ones, and LAUNCH_US for each of some launches. Set, not fitted."""
+    layer and direction, at the rate of large ones, and some launches. Set, not fitted."""
     if not case.projected:
         return 0.0
     rows = GATES[case.cell] * case.hidden_size + (case.batch or 0) * (case.steps or 0)
     times = case.layers * case.directions * (3 if case.trains else 1)
     flops = 2 * rows * case.hidden_size * case.proj_size
-    return times * (flops / _rate(case, False) + 4 * LAUNCH_US)
+    launch = _costs.of(case.index).number("products", "launch")
+    return times * (1e-12 * flops * _teraflop_us(case, False) + 4 * launch)
 
 
-def _rate(case: Case, tf32: bool) -> float:
-    return RATES[case.dtype] if case.dtype != torch.float32 or tf32 else RATE_WITHOUT_TF32
+def _teraflop_us(case: Case, tf32: bool) -> float:
+    precision = PRECISIONS[case.dtype] if case.dtype != torch.float32 or tf32 else "float"
+    return _costs.of(case.index).number("products", f"{precision}_teraflop")
 
 
 def scan_us(case: Case) -> float | None:
     """Of the scan on a GPU; None where nothing like it was measured."""
-    if case.steps is None or case.batch is None or case.dtype not in RATES:
+    if case.steps is None or case.batch is None or case.dtype not in PRECISIONS:
         return None
-    cell = _fitted(case.cell)
+    cell, costs = _fitted(case.cell), _costs.of(case.index)
     if case.hidden_size <= 32:
-        line = SCAN[cell, 32]
+        found = line(costs, f"rnn.scan.{cell}.32")
         if not case.trains:
             # The chunks of the backward pass are what grows with the batch.
-            return line._replace(start=SCAN_FORWARD_START, volume=0.0).us(case)
-        return max(WEFT_HOST[True], line.us(case))
+            return found._replace(start=costs.number("rnn.scan", "forward_start"), volume=0.0).us(case)
+        return max(host_us(case), found.us(case))
     # Above, what was measured had torch's forward pass.
     if case.dtype != torch.float32 or not case.tf32:
         return None
-    return max(WEFT_HOST[True], SCAN[cell, 64 if cell == "lstm" else 128].us(case)) if case.trains else torch_us(case)
+    largest = SCAN_LARGEST[cell]
+    return max(host_us(case), line(costs, f"rnn.scan.{cell}.{largest}").us(case)) if case.trains else torch_us(case)
 
 
 def _steps(case: Case) -> int:

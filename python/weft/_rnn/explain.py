@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .. import _costs
 from . import choice
 from .calls import Call, prepare
 from .case import Case
@@ -25,8 +26,8 @@ class Candidate:
     reason: str
     """Why it is not eligible or not taken; for the one taken, why it is."""
     expected_us: float | None = None
-    """Microseconds for the input, measured by :func:`weft.tune` or, on a GPU, expected by a model of costs fitted on an
-    H200; None if unknown. With the backward pass where anything asks for a gradient."""
+    """Microseconds for the input, measured by :func:`weft.tune` or, on a GPU, expected by its costs; None if unknown.
+    With the backward pass where anything asks for a gradient."""
     measured: bool = False
     """Whether `expected_us` was measured."""
 
@@ -43,6 +44,8 @@ class Explanation:
     """The algorithm that runs."""
     reason: str
     candidates: tuple[Candidate, ...]
+    extrapolated_from: str | None = None
+    """The GPU whose costs the expected times are scaled from, None where they are this one's, or there are none."""
 
     def __str__(self) -> str:
         lines = [
@@ -53,6 +56,8 @@ class Explanation:
             mark = "taken" if c.name == self.algorithm else "eligible" if c.eligible else "no"
             time = "" if c.expected_us is None else f"{'' if c.measured else '~'}{_three_digits(c.expected_us)} us"
             lines.append(f"  {c.name:<10} {mark:<8} {time:>11}  {c.reason}")
+        if self.extrapolated_from is not None:
+            lines.append(f"~ is extrapolated from an {self.extrapolated_from}; weft.tune(layer, x) measures it here")
         return "\n".join(lines)
 
 
@@ -70,9 +75,11 @@ def explain(
 
     Returns:
         An :class:`Explanation`: fields ``algorithm``, ``reason`` and ``candidates``, each of these with its time where
-        that is known; printable, with ``~`` before a time that is expected and was not measured. On a CPU only
-        :func:`weft.tune` finds times, and what ``"auto"`` prefers comes from tables. It holds for the context of the
-        call: autocast, ``torch.no_grad`` and ``torch.func`` transforms count.
+        that is known; printable, with ``~`` before a time that is expected and was not measured. On a GPU that was
+        not measured, ``extrapolated_from`` names the one whose costs were scaled to what the driver tells of this one;
+        :func:`weft.tune` then measures what counts. On a CPU only it finds times, and what ``"auto"`` prefers comes
+        from tables. It holds for the context of the call: autocast, ``torch.no_grad`` and ``torch.func`` transforms
+        count.
 
     Raises:
         TypeError: `layer` is not one of Weft's layers, `x` no Tensor and no PackedSequence, or `hx` not of Tensors.
@@ -80,8 +87,23 @@ def explain(
     """
     case = prepared("explain", layer, x, hx).case
     algorithm, reason = choice.choose(layer.algorithm, case)
-    candidates = tuple(_candidate(name, algorithm, reason, layer.algorithm, case) for name in choice.ALGORITHMS[1:])
-    return Explanation(repr(layer), _describe(case), layer.algorithm, algorithm, reason, candidates)
+    candidates = _candidates(layer.algorithm, case)
+    return Explanation(
+        repr(layer),
+        _describe(case),
+        layer.algorithm,
+        algorithm,
+        reason,
+        candidates,
+        _extrapolated_from(case, candidates),
+    )
+
+
+def _extrapolated_from(case: Case, candidates: tuple[Candidate, ...]) -> str | None:
+    if case.device != "cuda" or not any(c.expected_us is not None and not c.measured for c in candidates):
+        return None
+    costs = _costs.of(case.index)
+    return costs.measured_on if costs.extrapolated else None
 
 
 def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
@@ -98,6 +120,11 @@ def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
     if lstm:
         layer._check_pair(states)
     return prepare(layer, x, states)
+
+
+def _candidates(asked: str, case: Case) -> tuple[Candidate, ...]:
+    algorithm, reason = choice.choose(asked, case)
+    return tuple(_candidate(name, algorithm, reason, asked, case) for name in choice.ALGORITHMS[1:])
 
 
 def _candidate(name: str, taken: str, why: str, asked: str, case: Case) -> Candidate:
