@@ -39,7 +39,8 @@ void check(const Program& p, const Step& step, const Instruction& i) {
     require(b >= 0 && b < static_cast<int32_t>(p.buffers.size()) && first >= 0 && first < p.buffers[b].width);
     return p.buffers[b];
   };
-  if (i.op != Op::kStore) require(is_register(i.result));
+  const bool stores = i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax;
+  if (!stores) require(is_register(i.result));
   switch (i.op) {
     case Op::kLoad:
       require(i.c >= 0 && i.c <= static_cast<int32_t>(Access::kChild));
@@ -53,7 +54,11 @@ void check(const Program& p, const Step& step, const Instruction& i) {
       for (const Use& use : p.tables[i.a]) require(buffer(use.buffer, use.first).width >= use.first + i.b + step.width);
       break;
     case Op::kStore:
-      require(is_register(i.a) && buffer(i.b, i.c).width >= i.c + step.width);
+      require(is_register(i.a) && buffer(i.b, i.c).width >= i.c + step.width && !step.reduces);
+      break;
+    case Op::kStoreSum:
+    case Op::kStoreMax:
+      require(is_register(i.a) && buffer(i.b, i.c).width > i.c && step.reduces);
       break;
     case Op::kBegin:
       require(!step.edges);
@@ -83,7 +88,7 @@ std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
   std::set<int32_t> found;
   for (const Instruction& i : step.code) {
     if (i.op == Op::kLoad) found.insert(i.a);
-    if (i.op == Op::kStore) found.insert(i.b);
+    if (i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax) found.insert(i.b);
     if (i.op != Op::kUses) continue;
     for (const Use& use : p.tables[i.a]) found.insert(use.buffer);
   }
@@ -94,6 +99,7 @@ std::vector<Step> steps(Reader& in, const Program& p) {
   std::vector<Step> found(in.count());
   const auto buffers = static_cast<int64_t>(p.buffers.size());
   for (Step& s : found) {
+    s.function = in.below(p.functions);
     s.product = in.flag();
     s.edges = in.flag();
     if (s.product) {
@@ -106,6 +112,7 @@ std::vector<Step> steps(Reader& in, const Program& p) {
     }
     s.width = in.count();
     s.registers = in.count();
+    s.reduces = in.flag();
     s.code.resize(in.count());
     for (Instruction& i : s.code) {
       i.op = static_cast<Op>(in.below(static_cast<int64_t>(Op::kSelect) + 1));
@@ -123,6 +130,7 @@ Program Program::parse(std::span<const int64_t> code, std::span<const double> co
   Reader in(code);
   Program p;
   p.constants.assign(constants.begin(), constants.end());
+  p.functions = in.count();
   p.state = in.next();
   p.buffers.resize(in.count());
   for (Buffer& b : p.buffers) {

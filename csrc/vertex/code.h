@@ -31,6 +31,8 @@ enum class Op : int32_t {
   kConstant,  // result = constants[a]
   kUses,      // result = sum over the row's uses, by table a, of first column b
   kStore,     // buffer b, first column c = a
+  kStoreSum,  // buffer b, column c = the sum of the columns of a; a kernel with reductions has no other stores
+  kStoreMax,  // the same of the greatest, NaN where there is one
   kBegin,     // result = 0, and a loop over the row's edges begins
   kAccumulate,
   kEnd,
@@ -44,6 +46,9 @@ enum class Op : int32_t {
   kAbs,
   kLog1p,
   kSign,
+  kErf,
+  kSin,
+  kCos,
   kCopy,
   kAdd,
   kSub,
@@ -77,10 +82,12 @@ struct Handles {
 };
 
 struct Step {
+  int32_t function;  // the kind of the tasks that it is a step of
   bool product;
   bool edges;
   // A kernel's.
   int32_t width, registers;
+  bool reduces;  // stores sums over its columns, or their greatest, and nothing else
   std::vector<Instruction> code;
   std::vector<int32_t> buffers;  // that it reads or writes, ascending
   // A product's.
@@ -101,6 +108,7 @@ struct VectorGradient {
 };
 
 struct Program {
+  int32_t functions;
   int32_t state;  // buffer, -1 without
   std::vector<Buffer> buffers;
   std::vector<std::vector<Use>> tables;

@@ -22,12 +22,42 @@ class Writer {
 
   std::string body() {
     text_ = kernel_.edges ? "const long long edge = index, row = edge_parents[edge];" : "const long long row = index;";
-    for (int r = 0; r < kernel_.registers; ++r) text_ += " T r" + std::to_string(r) + ";";
-    for (const Instruction& i : kernel_.code) instruction(i);
+    if (kernel_.reduces) return reductions();
+    instructions();
     return text_;
   }
 
  private:
+  void instructions() {
+    for (int r = 0; r < kernel_.registers; ++r) text_ += " T r" + std::to_string(r) + ";";
+    for (const Instruction& i : kernel_.code) instruction(i);
+  }
+
+  // The lanes of a warp share the columns of a row; each reduces its own, then they each other's.
+  std::string reductions() {
+    std::string declared, stored;
+    for (const Instruction& i : kernel_.code) {
+      if (!reduces(i)) continue;
+      const std::string total = total_of(i);
+      declared += " T " + total + (i.op == Op::kStoreSum ? " = T(0);" : " = T(-infinite());");
+      stored += " for (int apart = lanes / 2; apart > 0; apart /= 2) { const T other = from_lane(" + total +
+                ", apart); " + total + " = " + combined(i, total, "other") + "; } if (lane == 0) " +
+                element(i.b, "row", "edge", i.c, true) + " = " + total + ";";
+    }
+    text_ += declared + " for (int j = lane; j < columns; j += lanes) {";
+    instructions();
+    text_ += " }" + stored;
+    return text_;
+  }
+
+  static bool reduces(const Instruction& i) { return i.op == Op::kStoreSum || i.op == Op::kStoreMax; }
+  std::string total_of(const Instruction& i) const { return "t" + std::to_string(&i - kernel_.code.data()); }
+
+  static std::string combined(const Instruction& i, const std::string& a, const std::string& b) {
+    if (i.op == Op::kStoreSum) return a + " + " + b;
+    return a + " != " + a + " ? " + a + " : " + a + " > " + b + " ? " + a + " : " + b;
+  }
+
   // Element j of buffer b in the row of a vertex or, where the buffer has a row per edge, of an edge.
   std::string element(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) const {
     const Buffer& buffer = program_.buffers[b];
@@ -107,6 +137,10 @@ class Writer {
       case Op::kStore:
         text_ += " " + element(i.b, "row", "edge", i.c, false) + " = " + a + ";";
         break;
+      case Op::kStoreSum:
+      case Op::kStoreMax:
+        text_ += " " + total_of(i) + " = " + combined(i, total_of(i), a) + ";";
+        break;
       case Op::kBegin:
         text_ += " " + r + " = T(0); for (long long edge = first_edge[row]; edge < first_edge[row + 1]; ++edge) {";
         break;
@@ -145,6 +179,15 @@ class Writer {
         break;
       case Op::kSign:
         set(a + " > T(0) ? T(1) : " + a + " < T(0) ? T(-1) : " + a + " * T(0)");
+        break;
+      case Op::kErf:
+        set("erf(" + a + ")");
+        break;
+      case Op::kSin:
+        set("sin(" + a + ")");
+        break;
+      case Op::kCos:
+        set("cos(" + a + ")");
         break;
       case Op::kCopy:
         set(a);

@@ -84,6 +84,10 @@ struct Run {
               num_vertices};
     tasks = {reinterpret_cast<const Task*>(numbers.data() + numbers[size_t{Schedule::kHeader} + Schedule::kTaskTable]),
              static_cast<size_t>(numbers[Schedule::kTasks])};
+    for (const Task& task : tasks) {
+      TORCH_CHECK_VALUE(task.kind < this->program->functions, kOp, ": the schedule has tasks of function ", task.kind,
+                        ", the program ", this->program->functions, " functions");
+    }
     for (const auto* list : {&this->program->forward, &this->program->backward}) {
       for (const Step& s : *list) {
         if (!s.product) continue;
@@ -128,10 +132,16 @@ struct Run {
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
 
+  // A buffer that the executor makes. The rows that only other functions write are read as zeros.
+  at::Tensor make(const Buffer& b) const {
+    return program->functions > 1 ? at::zeros({rows(b), b.width}, options) : at::empty({rows(b), b.width}, options);
+  }
+
   Frontier frontier() const { return {places, *program, arrays, options.dtype().toScalarType()}; }
 
   void steps(const std::vector<Step>& list, const Task& task, at::TensorList matrices, Executor& executor) const {
     for (const Step& s : list) {
+      if (s.function != task.kind) continue;
       const int64_t first = s.edges ? task.first_edge : task.first, count = s.edges ? task.num_edges : task.count;
       if (count == 0) continue;
       if (!s.product) {
@@ -171,7 +181,7 @@ std::vector<at::Tensor> run_forward(at::TensorList inputs, at::TensorList matric
     } else if (b.space == Space::kVector) {
       r.put(i, r.given(vectors, b, "vector"));
     } else {
-      r.put(i, at::empty({r.rows(b), b.width}, r.options));
+      r.put(i, r.make(b));
       if (b.space == Space::kOutput) results.push_back(r.tensors[i]);
     }
   }
@@ -211,7 +221,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, at::TensorList inputs
       input_grads[b.index] = at::zeros({r.rows(b), b.width}, r.options);
       r.put(i, input_grads[b.index]);
     } else if (b.backward) {
-      r.put(i, at::empty({r.rows(b), b.width}, r.options));
+      r.put(i, r.make(b));
     }
   }
   executor.begin(r.frontier());

@@ -921,6 +921,7 @@ def test_several_functions(executor, pushes):
             h = torch.tanh(inner.U(total) + inputs["bias"][v])
         return h, h if pushes or leaf[v] else torch.zeros_like(h)
 
+    assert weft.explain(m, TYPED, inputs, executor=executor).executor == executor
     out, want = m(TYPED, inputs, executor=executor), evaluate(step, CHILDREN, numbers)
     assert relative_error(out, want) < 1e-14
     wrt = [*inputs.values(), *m.parameters()]

@@ -114,6 +114,22 @@ struct Interpreter {
     registers[i.result] = only == nullptr ? zeros : only;
   }
 
+  // A block's sum, or its greatest, put where that of the blocks before it is.
+  WEFT_INLINE void reduce(const VertexInstruction& i, T* to, bool fresh, int64_t n) {
+    const T* a = registers[i.a];
+    const bool sums = static_cast<Op>(i.op) == Op::kStoreSum;
+    const auto greater = [](T x, T y) { return x != x ? x : x > y ? x : y; };
+    T found = sums ? T(0) : a[0];
+    if (sums) {
+      Vec lanes{};
+      for (int64_t j = 0; j < n; j += S::kLanes) lanes += S::load(a + j, n - j);
+      for (int j = 0; j < S::kLanes; ++j) found += lanes[j];
+    } else {
+      for (int64_t j = 1; j < n; ++j) found = greater(found, a[j]);
+    }
+    *to = fresh ? found : sums ? *to + found : greater(*to, found);
+  }
+
   void run(int64_t row, int64_t edge) {
     for (int64_t first = 0; first < k.width; first += kVertexBlock) {
       const int64_t n = smaller(kVertexBlock, k.width - first);
@@ -137,6 +153,10 @@ struct Interpreter {
             for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, S::load(from + j, n - j), n - j);
             break;
           }
+          case Op::kStoreSum:
+          case Op::kStoreMax:
+            reduce(i, at(i.b, row, e) + i.c, first == 0, n);
+            break;
           case Op::kBegin:
             fill(i, T(0));
             loop = p;
@@ -175,6 +195,15 @@ struct Interpreter {
             break;
           case Op::kLog1p:
             scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_log1pf(x)) : T(__builtin_log1p(x)); });
+            break;
+          case Op::kErf:
+            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_erff(x)) : T(__builtin_erf(x)); });
+            break;
+          case Op::kSin:
+            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_sinf(x)) : T(__builtin_sin(x)); });
+            break;
+          case Op::kCos:
+            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_cosf(x)) : T(__builtin_cos(x)); });
             break;
           case Op::kAbs:
             unary(i, n, [zero](Vec x) { return x < zero ? -x : x + zero; });

@@ -1,12 +1,14 @@
 // One kernel of a vertex function on one task of a frontier.
 //   WEFT_VERTEX_TYPE   float or double
 //   WEFT_VERTEX_WIDTH  columns
+//   WEFT_VERTEX_LANES  threads of a row: 32 where it is reduced, else as many as columns
 //   WEFT_VERTEX_BODY   csrc/vertex/source.h
 //
 // Decomposition: a thread has one column of one row (or edge), neighbouring threads neighbouring columns, so that every
 // load and store of a row is coalesced, those through the schedule's arrays included. All values of a kernel are
 // registers of its thread. Cost per launch: what it loads and stores; a frontier of a small batch is one launch's
-// latency.
+// latency. A kernel that reduces rows has a warp for each, whose lanes add up every 32nd column and then each other's
+// sums by shuffles, in a fixed order.
 #include "common/math.jit.cuh"
 #include "vertex/cuda/frontier.jit.cuh"
 
@@ -22,6 +24,12 @@ __device__ __forceinline__ float not_a_number() {
   return __int_as_float(0x7fc00000);
 }
 
+constexpr int columns = WEFT_VERTEX_WIDTH, lanes = WEFT_VERTEX_LANES;
+
+__device__ __forceinline__ T from_lane(T x, int apart) {
+  return __shfl_xor_sync(0xffffffffu, x, apart);
+}
+
 }  // namespace
 
 #define data(b) (static_cast<T*>(p.data[b]))
@@ -29,8 +37,8 @@ __device__ __forceinline__ float not_a_number() {
 
 extern "C" __global__ void vertex_frontier(const FrontierArguments p, int first, int count) {
   const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-  const int j = int(thread % WEFT_VERTEX_WIDTH);
-  const long long local = thread / WEFT_VERTEX_WIDTH;
+  const int lane = int(thread % lanes), j = lane;
+  const long long local = thread / lanes;
   if (local >= count) return;
   const long long index = first + local;
   const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,

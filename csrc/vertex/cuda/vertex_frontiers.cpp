@@ -54,7 +54,7 @@ class CudaExecutor final : public Executor {
     }
     int from = static_cast<int>(first), rows = static_cast<int>(count);
     void* arguments[] = {&arguments_, &from, &rows};
-    const int64_t blocks = ceil_div(count * step.width, kThreads);
+    const int64_t blocks = ceil_div(count * lanes(step), kThreads);
     compiled(step).launch(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, 0, false, stream_, arguments);
   }
 
@@ -102,11 +102,15 @@ class CudaExecutor final : public Executor {
     return static_cast<int>(n);
   }
 
+  // Threads of a row.
+  static int64_t lanes(const Step& step) { return step.reduces ? 32 : step.width; }
+
   jit::Kernel& compiled(const Step& step) {
     std::atomic<void*>& known = step.compiled->of[device_ % 64][single_];
     if (void* found = known.load(std::memory_order_acquire)) return *static_cast<jit::Kernel*>(found);
     const jit::Defines defines = {std::string("WEFT_VERTEX_TYPE=") + (single_ ? "float" : "double"),
                                   "WEFT_VERTEX_WIDTH=" + std::to_string(step.width),
+                                  "WEFT_VERTEX_LANES=" + std::to_string(lanes(step)),
                                   "WEFT_VERTEX_BODY=" + kernel_body(*program_, step)};
     jit::Kernel& made = jit::kernel(kSource, defines, "vertex_frontier");
     known.store(&made, std::memory_order_release);

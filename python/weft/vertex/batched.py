@@ -1,4 +1,4 @@
-"""The batched executor: a compiled vertex function run frontier by frontier, one call of an operator each way."""
+"""The batched executor: compiled vertex functions run frontier by frontier, one call of an operator each way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from . import reference
 from ._schedule import Schedule
-from .compiler import Plan
+from .compiler import Part, Plan
+from .program import Symbol
 from .vertex import Spec, Vertex, VertexType
 
 __all__ = ["Batched", "run"]
@@ -20,9 +21,9 @@ __all__ = ["Batched", "run"]
 
 @dataclass(frozen=True)
 class Batched:
-    """A compiled vertex function and what its operators take."""
+    """Compiled vertex functions and what their operators take."""
 
-    function: reference.Function
+    functions: tuple[reference.Function, ...]
     plan: Plan
     program: Tensor
     """The encoded program, on the CPU."""
@@ -31,7 +32,7 @@ class Batched:
     """Numbers of the inputs, matrices and vectors that backward gives gradients of."""
 
     @staticmethod
-    def of(function: reference.Function, plan: Plan) -> Batched:
+    def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:
         compiled = plan.frontiers
         with torch.inference_mode(False):
             program = torch.tensor(compiled.code, dtype=torch.int64)
@@ -41,51 +42,119 @@ class Batched:
             tuple(sorted({g[0] for g in compiled.matrix_gradients})),
             tuple(sorted({g[0] for g in compiled.vector_gradients})),
         )
-        return Batched(function, plan, program, constants, gradients)
+        return Batched(tuple(functions), plan, program, constants, gradients)
+
+    @property
+    def type(self) -> VertexType:
+        return self.functions[0].type
 
 
 def run(
     compiled: Batched,
     schedule: Schedule,
     levels: Callable[[], reference.Plan],
+    vertices: Sequence[Tensor] | None,
     inputs: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
 ) -> list[Tensor]:
     """The pushed tensors, row i of vertex i.
 
     Args:
-        compiled: the function.
+        compiled: the functions.
         schedule: of the graphs.
         levels: makes the plan of the reference, for second derivatives.
+        vertices: those of each function, None where there is one function.
         inputs: what is pulled.
         tensors: of the module, by name.
     """
-    plan, trace = compiled.plan, compiled.function.trace
-    device = compiled.function.type.device
-    symbols, operations = trace.program.symbols, trace.program.operations
+    plan, device = compiled.plan, compiled.type.device
     rows = schedule.core.num_vertices
-    values = _Values(symbols, trace.constants, tensors)
+    columns = [None] * len(plan.parts) if vertices is None else vertices
+    with torch.autocast(device.type, enabled=False):
+        parts = [
+            _Part(part, f, where, rows, inputs, tensors)
+            for part, f, where in zip(plan.parts, compiled.functions, columns, strict=True)
+        ]
+        for part in parts:
+            part.replay(part.plan.before)
+        given = [
+            *(_matrix(parts[p].input(s), rows) for p, s in plan.inputs),
+            *(parts[p].values[s] for p, s in (*plan.matrices, *plan.vectors)),
+        ]
+        results = dict(zip(plan.outputs, _Frontiers.apply(_Context(compiled, schedule, levels), *given), strict=True))
+        for part in parts:
+            for symbol, number in part.plan.outputs:
+                part.values[symbol] = part.own(results[number].view(rows, *part.symbols[symbol].shape[1:]))
+            part.replay(part.plan.after)
+        if vertices is None:
+            outputs = [parts[0].values[s] for s in parts[0].plan.pushes]
+        else:
+            pushes = max(len(p.plan.pushes) for p in parts)
+            outputs = [_pushed(parts, push, results, rows) for push in range(pushes)]
+    constants = [c for f in compiled.functions for c in f.trace.constants]
+    return _own(outputs, [*inputs.values(), *tensors.values(), *constants])
 
-    def replay(numbers: Sequence[int]) -> None:
-        for i in numbers:
-            o, call = operations[i], trace.calls[i]
+
+class _Part:
+    """One of the functions, before and after the frontiers: torch on the rows of its own vertices."""
+
+    def __init__(
+        self,
+        plan: Part,
+        function: reference.Function,
+        vertices: Tensor | None,
+        rows: int,
+        inputs: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor],
+    ):
+        trace = function.trace
+        self.plan, self.symbols, self._trace = plan, trace.program.symbols, trace
+        self._vertices, self._rows, self._inputs = vertices, rows, inputs
+        self.values = _Values(self.symbols, trace.constants, tensors)
+        self._pulled: dict[int, str] = {}
+
+    def own(self, x: Tensor) -> Tensor:
+        """The rows of these vertices."""
+        return x if self._vertices is None else x.index_select(0, self._vertices)
+
+    def all(self, x: Tensor) -> Tensor:
+        """These vertices' rows among those of all vertices; the others are zeros."""
+        if self._vertices is None:
+            return x
+        return x.new_zeros((self._rows, *x.shape[1:])).index_copy(0, self._vertices, x)
+
+    def input(self, symbol: int) -> Tensor:
+        """What the frontiers read, a row for each of all vertices."""
+        name = self._pulled.get(symbol)
+        return self.all(self.values[symbol]) if name is None else self._inputs[name]
+
+    def replay(self, operations: Sequence[int]) -> None:
+        rows = self._rows if self._vertices is None else len(self._vertices)
+        for i in operations:
+            o, call = self._trace.program.operations[i], self._trace.calls[i]
             if o.op == "pull":
-                values[o.results[0]] = inputs[call.args[0]]
+                (symbol,) = o.results
+                self._pulled[symbol] = call.args[0]
+                self.values[symbol] = self.own(self._inputs[call.args[0]])
                 continue
-            result = _torch(call, values, rows)
+            result = _torch(call, self.values, rows)
             results = [result] if isinstance(result, Tensor) else list(result)
             for symbol, value in zip(o.results, results, strict=True):
-                values[symbol] = value
+                self.values[symbol] = value
 
-    with torch.autocast(device.type, enabled=False):
-        replay(plan.before)
-        flat = [_matrix(values[s], rows) for s in plan.inputs]
-        given = [*flat, *(values[s] for s in plan.matrices), *(values[s] for s in plan.vectors)]
-        outputs = _Frontiers.apply(_Context(compiled, schedule, levels), *given)
-        for symbol, output in zip(plan.outputs, outputs, strict=True):
-            values[symbol] = output.view(rows, *symbols[symbol].shape[1:])
-        replay(plan.after)
-    return _own([values[s] for s in plan.pushes], [*inputs.values(), *tensors.values(), *trace.constants])
+
+def _pushed(parts: Sequence[_Part], push: int, results: Mapping[int, Tensor], rows: int) -> Tensor:
+    """What several functions push, the rows of those that push nothing zeros."""
+    pushing = [p for p in parts if p.plan.pushes]
+    first = pushing[0].plan.pushes[push]
+    shape = pushing[0].symbols[first].shape[1:]
+    found = results[push].view(rows, *shape) if push in results else None
+    for part in pushing:
+        if part.plan.direct(push):
+            continue
+        value = part.values[part.plan.pushes[push]]
+        found = part.all(value) if found is None else found.index_copy(0, part._vertices, value)
+    return found
 
 
 def _torch(call, values: Mapping[int, Tensor], rows: int):
@@ -144,7 +213,7 @@ class _Context:
 
     @property
     def device(self) -> torch.device:
-        return self.compiled.function.type.device
+        return self.compiled.type.device
 
     def arguments(self) -> tuple:
         schedule, compiled = self.schedule, self.compiled
@@ -153,7 +222,7 @@ class _Context:
             schedule.block(),
             compiled.program,
             compiled.constants,
-            compiled.function.type.state.dtype,
+            compiled.type.state.dtype,
         )
 
     def split(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -215,94 +284,107 @@ def _differentiable(context: _Context, given, grads, needed) -> list[Tensor | No
 
 def _replayed(context: _Context, given: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of the frontiers by the reference executor, from their inputs, matrices and vectors."""
-    compiled = context.compiled
-    plan, trace = compiled.plan, compiled.function.trace
-    symbols, operations = trace.program.symbols, trace.program.operations
+    plan, functions = context.compiled.plan, context.compiled.functions
     inputs, matrices, vectors = context.split(given)
-    names = {f"%{s}": x for s, x in zip(plan.inputs, inputs, strict=True)}
+    rows = {f"%{i}": x for i, x in enumerate(inputs)}
     shared = dict(zip((*plan.matrices, *plan.vectors), (*matrices, *vectors), strict=True))
-
-    def vertex(v: Vertex) -> None:
-        values: dict[int, Tensor] = dict(shared)
-        for s in plan.inputs:
-            values[s] = v.pull(f"%{s}").view(-1, *symbols[s].shape[1:])
-
-        def run(numbers: Sequence[int]) -> None:
-            for i in numbers:
-                step(i)
-
-        def step(i: int) -> None:
-            o, call = operations[i], trace.calls[i]
-            if any(r in values for r in o.results):
-                return
-            if o.op == "gather":
-                result = v.gather(call.args[0])
-            elif o.op == "sum":
-                result = total(o.reads()[0])
-            else:
-                result = _torch(call, values, v._rows)
-            results = [result] if isinstance(result, Tensor) else list(result)
-            values.update(zip(o.results, results, strict=True))
-
-        def total(message: int) -> Tensor:
-            """A sum over children: the operations on rows of children, in a message of their own."""
-            inside, wanted = [], [message]
-            repeats: dict[int, int] = {}
-            children = None
-            producers = {r: i for i in plan.replayed for r in operations[i].results}
-            seen = set()
-            while wanted:
-                s = wanted.pop()
-                i = producers.get(s)
-                if i is None or i in seen or s in shared:
-                    continue
-                seen.add(i)
-                if operations[i].op == "repeat":
-                    repeats[s] = operations[i].reads()[0]
-                elif operations[i].op == "children":
-                    children = s
-                elif symbols[s].kind == "child":
-                    inside.append(i)
-                    wanted += operations[i].reads()
-
-            def send(child: Tensor, *repeated: Tensor) -> Tensor:
-                local = dict(values)
-                if children is not None:
-                    local[children] = child
-                local.update(zip(repeats, repeated, strict=True))
-                for i in sorted(inside):
-                    result = _torch(trace.calls[i], local, v._rows)
-                    local.update(
-                        zip(operations[i].results, [result] if isinstance(result, Tensor) else result, strict=True)
-                    )
-                return local[message]
-
-            return v.gather_sum(send, *(values[x] for x in repeats.values()))
-
-        run([i for i in plan.replayed if not _on_children(i)])
-        if plan.scattered is not None:
-            v.scatter(values[plan.scattered])
-        for s in plan.outputs:
-            v.push(values[s])
-
-    def _on_children(i: int) -> bool:
-        o = operations[i]
-        return o.op in ("children", "repeat") or any(symbols[r].kind == "child" for r in o.results)
-
-    specs = tuple(_spec(symbols[s]) for s in plan.outputs)
-    sums = tuple(_spec(symbols[operations[i].results[0]]) for i in plan.replayed if operations[i].op == "sum")
-    type = VertexType(
-        compiled.function.type.name,
-        compiled.function.type.state,
-        {name: Spec.of(x) for name, x in names.items()},
-        context.device,
-    )
-    shown = SimpleNamespace(outputs=specs, sums=sums, pulls=frozenset(names), in_place=False)
-    function = reference.Function(vertex, type, shown)
+    traces = [f.trace for f in functions]
+    specs = tuple(_spec(plan.shape(number, traces)) for number in plan.outputs)
+    replays = []
+    for number, (part, f) in enumerate(zip(plan.parts, functions, strict=True)):
+        pulled = {s: f"%{i}" for i, (function, s) in enumerate(plan.inputs) if function == number}
+        constant = {s: x for (function, s), x in shared.items() if function == number}
+        replay = _Replay(part, f, pulled, constant, plan.outputs, specs)
+        symbols, operations = f.trace.program.symbols, f.trace.program.operations
+        sums = tuple(_spec(symbols[operations[i].results[0]]) for i in part.replayed if operations[i].op == "sum")
+        type = VertexType(f.type.name, f.type.state, {name: Spec.of(x) for name, x in rows.items()}, context.device)
+        shown = SimpleNamespace(outputs=specs, sums=sums, pulls=frozenset(pulled.values()), in_place=False)
+        replays.append(reference.Function(replay, type, shown))
     with torch.autocast(context.device.type, enabled=False):
-        outputs = reference.run([function], context.levels(), names)
+        outputs = reference.run(replays, context.levels(), rows)
     return [o.reshape(len(o), -1) for o in outputs]
 
 
-def _spec(symbol) -> Spec:
+class _Replay:
+    """The operations of one function in the frontiers, as a vertex function."""
+
+    def __init__(
+        self,
+        part: Part,
+        function: reference.Function,
+        pulled: Mapping[int, str],
+        shared: Mapping[int, Tensor],
+        outputs: Sequence[int],
+        specs: Sequence[Spec],
+    ):
+        program = function.trace.program
+        self._part, self._pulled, self._shared = part, pulled, shared
+        self._calls, self._symbols, self._operations = function.trace.calls, program.symbols, program.operations
+        self._outputs, self._specs = outputs, specs
+        self._producers = {r: i for i in part.replayed for r in self._operations[i].results}
+
+    def __call__(self, v: Vertex) -> None:
+        values: dict[int, Tensor] = dict(self._shared)
+        for s, name in self._pulled.items():
+            values[s] = v.pull(name).view(-1, *self._symbols[s].shape[1:])
+        for i in self._part.replayed:
+            o = self._operations[i]
+            if self._on_children(i) or any(r in values for r in o.results):
+                continue
+            if o.op == "gather":
+                result = v.gather(self._calls[i].args[0])
+            elif o.op == "sum":
+                result = self._total(v, values, o.reads()[0])
+            else:
+                result = _torch(self._calls[i], values, v._rows)
+            self._set(values, i, result)
+        if self._part.scattered is not None:
+            v.scatter(values[self._part.scattered])
+        mine = {number: values[s] for s, number in self._part.outputs}
+        for number, spec in zip(self._outputs, self._specs, strict=True):
+            nothing = torch.zeros((v._rows, *spec.shape), dtype=spec.dtype, device=v._type.device)
+            v.push(mine.get(number, nothing))
+
+    def _set(self, values: dict[int, Tensor], i: int, result: object) -> None:
+        results = [result] if isinstance(result, Tensor) else list(result)
+        values.update(zip(self._operations[i].results, results, strict=True))
+
+    def _on_children(self, i: int) -> bool:
+        o = self._operations[i]
+        return o.op in ("children", "repeat") or any(self._symbols[r].kind == "child" for r in o.results)
+
+    def _total(self, v: Vertex, values: Mapping[int, Tensor], message: int) -> Tensor:
+        """A sum over children: the operations on rows of children, in a message of their own."""
+        inside, wanted = [], [message]
+        repeats: dict[int, int] = {}
+        children = None
+        seen = set()
+        while wanted:
+            s = wanted.pop()
+            i = self._producers.get(s)
+            if i is None or i in seen or s in self._shared:
+                continue
+            seen.add(i)
+            o = self._operations[i]
+            if o.op == "repeat":
+                repeats[s] = o.reads()[0]
+            elif o.op == "children":
+                children = s
+            elif self._symbols[s].kind == "child":
+                inside.append(i)
+                wanted += o.reads()
+
+        def send(child: Tensor, *repeated: Tensor) -> Tensor:
+            local = dict(values)
+            if children is not None:
+                local[children] = child
+            local.update(zip(repeats, repeated, strict=True))
+            for i in sorted(inside):
+                self._set(local, i, _torch(self._calls[i], local, v._rows))
+            return local[message]
+
+        return v.gather_sum(send, *(values[x] for x in repeats.values()))
+
+
+def _spec(symbol: Symbol) -> Spec:
     return Spec(tuple(symbol.shape[1:]), getattr(torch, symbol.dtype))

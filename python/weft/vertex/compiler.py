@@ -10,46 +10,71 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .ir import UNARY, Graph, Node, Unsupported
-from .kernels import Compiled, compile_frontiers
-from .program import Constant, Operation, Ref
+from .kernels import Compiled, Function, compile_frontiers
+from .program import Constant, Operation, Ref, Symbol
 from .trace import Trace
 
-__all__ = ["Plan", "compile_trace"]
+__all__ = ["Part", "Plan", "compile_traces"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A vertex function, compiled. Numbers are those of symbols of the trace's program, or of its operations."""
+class Part:
+    """One vertex function of a plan. Numbers are those of symbols of its trace's program, or of its operations."""
 
     before: tuple[int, ...]
     """Operations."""
-    inputs: tuple[int, ...]
-    """Symbols (N, ...) that the frontiers read."""
-    matrices: tuple[int, ...]
-    vectors: tuple[int, ...]
-    outputs: tuple[int, ...]
-    """Symbols that leave the frontiers."""
-    widths: tuple[int, ...]
     after: tuple[int, ...]
     pushes: tuple[int, ...]
     """Symbols."""
-    frontiers: Compiled
+    outputs: tuple[tuple[int, int], ...]
+    """Symbols that leave the frontiers, each with the number of the output."""
     replayed: tuple[int, ...]
     """Operations in the frontiers, for the reference."""
     scattered: int | None
     """Symbol."""
 
+    def direct(self, push: int) -> bool:
+        """Whether what is pushed as number `push` comes from the frontiers as it is."""
+        return (self.pushes[push], push) in self.outputs
 
-def compile_trace(
-    trace: Trace, requires_grad: Callable[[str], bool], state: Sequence[int], dtype: str, lazy: bool, fuse: bool
+
+@dataclass(frozen=True)
+class Plan:
+    """The vertex functions of a graph, compiled. What the frontiers read is named by function and symbol."""
+
+    parts: tuple[Part, ...]
+    inputs: tuple[tuple[int, int], ...]
+    """(N, ...)."""
+    matrices: tuple[tuple[int, int], ...]
+    vectors: tuple[tuple[int, int], ...]
+    outputs: tuple[int, ...]
+    """Numbers of what leaves the frontiers. Those below the number of pushes are pushed as they are."""
+    frontiers: Compiled
+
+    def shape(self, number: int, traces: Sequence[Trace]) -> Symbol:
+        """A symbol that leaves the frontiers as output `number`."""
+        for part, trace in zip(self.parts, traces, strict=True):
+            for symbol, n in part.outputs:
+                if n == number:
+                    return trace.program.symbols[symbol]
+        raise KeyError(number)
+
+
+def compile_traces(
+    traces: Sequence[Trace],
+    requires_grad: Callable[[str], bool],
+    state: Sequence[int],
+    dtype: str,
+    lazy: bool,
+    fuse: bool,
 ) -> Plan:
-    """Compile a trace.
+    """Compile the vertex functions that run in one graph.
 
     Args:
-        trace: what was recorded.
+        traces: what was recorded of each.
         requires_grad: of an input or a tensor of the module, by its name.
         state: one vertex's state.
         dtype: of the state, ``float32`` or ``float64``.
@@ -59,23 +84,58 @@ def compile_trace(
     Raises:
         Unsupported: the compiler does not know an operation, which is named.
     """
-    return _Compiler(trace, requires_grad, state, dtype, lazy, fuse).plan()
+    shared = _Shared(math.prod(state), dtype, lazy, max(len(t.outputs) for t in traces))
+    compilers = [_Compiler(shared, i, t, requires_grad) for i, t in enumerate(traces)]
+    parts, functions = zip(*(c.part() for c in compilers), strict=True)
+
+    def needed(leaf: Node) -> bool:
+        if leaf.op in ("gather", "children"):
+            return True
+        table = {"input": shared.inputs, "vector": shared.vectors, "linear": shared.matrices}[leaf.op]
+        function, symbol = table[leaf.attribute[0] if leaf.op == "linear" else leaf.attribute]
+        return symbol in compilers[function].differentiable
+
+    outputs = sorted({number for p in parts for _, number in p.outputs})
+    functions = [
+        Function(f.scattered, [(outputs.index(number), node) for number, node in f.outputs]) for f in functions
+    ]
+    slots = sorted({slot for t in traces for slot in t.slots_gathered})
+    frontiers = compile_frontiers(
+        shared.graph,
+        functions,
+        shared.state,
+        {slot: column for column, slot in enumerate(slots)},
+        needed if any(c.differentiable for c in compilers) else None,
+        fuse,
+    )
+    return Plan(parts, tuple(shared.inputs), tuple(shared.matrices), tuple(shared.vectors), tuple(outputs), frontiers)
+
+
+@dataclass
+class _Shared:
+    """What the functions of a graph have in common."""
+
+    state: int
+    dtype: str
+    lazy: bool
+    pushes: int
+    graph: Graph = field(default_factory=Graph)
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    matrices: list[tuple[int, int]] = field(default_factory=list)
+    vectors: list[tuple[int, int]] = field(default_factory=list)
+    others: int = 0
+    """Outputs that no function pushes as they are."""
 
 
 class _Compiler:
-    def __init__(self, trace, requires_grad, state, dtype, lazy, fuse):
-        self._program, self._dtype = trace.program, dtype
-        self._lazy, self._fuse, self._state = lazy, fuse, math.prod(state)
-        self._columns = {slot: column for column, slot in enumerate(trace.slots_gathered)}
-        self._graph = Graph()
+    def __init__(self, shared: _Shared, number: int, trace: Trace, requires_grad: Callable[[str], bool]):
+        self._shared, self._number, self._program = shared, number, trace.program
+        self._dtype, self._lazy, self._state, self._graph = shared.dtype, shared.lazy, shared.state, shared.graph
         self._operations = self._program.operations
         self._producer = {r: i for i, o in enumerate(self._operations) for r in o.results}
         self._converted: dict[int, Node] = {}
-        self._inputs: list[int] = []
-        self._vectors: list[int] = []
-        self._matrices: list[int] = []
         self._inside: set[int] = set()
-        self._differentiable = self._with_gradients(requires_grad)
+        self.differentiable = self._with_gradients(requires_grad)
 
     def _with_gradients(self, requires_grad: Callable[[str], bool]) -> set[int]:
         """Symbols that may have a gradient."""
@@ -87,76 +147,70 @@ class _Compiler:
                 found.update(r for r in o.results if symbols[r].dtype.startswith(("float", "bfloat")))
         return found
 
-    def plan(self) -> Plan:
+    def part(self) -> tuple[Part, Function]:
         operations = self._operations
         scatter = next((o.reads()[0] for o in operations if o.op == "scatter"), None)
         pushes = tuple(o.reads()[0] for o in operations if o.op == "push")
         scattered = None if scatter is None else self._row(scatter)
-        outputs: dict[int, Node] = {}
+        outputs: list[tuple[int, int]] = []
+        nodes: list[tuple[int, Node]] = []
+        leaving: set[int] = set()
         after: set[int] = set()
         before: set[int] = set()
 
-        def outside(symbol: int) -> None:
+        def leave(symbol: int, number: int) -> None:
+            nodes.append((number, self._row(symbol)))
+            outputs.append((symbol, number))
+            leaving.add(symbol)
+
+        def outside(symbol: int, push: int | None = None) -> None:
             """Torch computes this symbol for all vertices."""
             stack = [symbol]
             while stack:
                 s = stack.pop()
                 i = self._producer.get(s)
-                if i is None or i in before or i in after or s in outputs:
+                if i is None or i in before or i in after:
                     continue
                 o = operations[i]
                 if o.when == "before" and self._program.symbols[s].kind != "child" and o.op != "repeat":
                     before.add(i)
                 elif self._runs_after(o):
                     after.add(i)
+                elif s == symbol and push is not None:
+                    leave(s, push)
+                    continue
                 else:
-                    outputs[s] = self._row(s)
+                    if s not in leaving:
+                        leave(s, self._shared.pushes + self._shared.others)
+                        self._shared.others += 1
                     continue
                 stack.extend(o.reads())
 
-        for s in pushes:
-            if not self._lazy and s not in outputs and self._producer.get(s) is not None:
+        for number, s in enumerate(pushes):
+            if not self._lazy and self._producer.get(s) is not None:
                 try:
-                    outputs[s] = self._row(s)
+                    leave(s, number)
                     continue
                 except Unsupported:
                     pass
-            outside(s)
-        for s in (*self._inputs, *self._matrices, *self._vectors):
-            outside(s)
-        frontiers = compile_frontiers(
-            self._graph,
-            scattered,
-            list(outputs.values()),
-            self._state,
-            self._columns,
-            self._needed if self._differentiable else None,
-            self._fuse,
-        )
-        return Plan(
+            outside(s, number)
+        for table in (self._shared.inputs, self._shared.matrices, self._shared.vectors):
+            for function, s in tuple(table):
+                if function == self._number:
+                    outside(s)
+        part = Part(
             tuple(sorted(before)),
-            tuple(self._inputs),
-            tuple(self._matrices),
-            tuple(self._vectors),
-            tuple(outputs),
-            tuple(node.width for node in outputs.values()),
             tuple(sorted(after)),
             pushes,
-            frontiers,
+            tuple(outputs),
             tuple(sorted(self._inside)),
             scatter,
         )
+        return part, Function(scattered, nodes)
 
     def _runs_after(self, o: Operation) -> bool:
         kinds = {self._program.symbols[s].kind for s in (*o.reads(), *o.results)}
         return o.when == "after" and o.op.startswith("aten.") and "child" not in kinds
-
-    def _needed(self, leaf: Node) -> bool:
-        if leaf.op in ("gather", "children"):
-            return True
-        table = {"input": self._inputs, "vector": self._vectors, "linear": self._matrices}[leaf.op]
-        number = leaf.attribute[0] if leaf.op == "linear" else leaf.attribute
-        return table[number] in self._differentiable
 
     # Symbols. --------------------------------------------------------------------------------------------------------
 
@@ -179,7 +233,7 @@ class _Compiler:
             info = self._program.symbols[s]
             o = None if i is None else self._operations[i]
             if info.kind in ("parameter", "constant", "shared"):
-                self._converted[s] = self._shared(s)
+                self._converted[s] = self._vector(s)
             elif o.when == "before" and info.kind == "row" and not self._convertible(o):
                 self._converted[s] = self._input(s)
             else:
@@ -222,18 +276,20 @@ class _Compiler:
     def _input(self, symbol: int) -> Node:
         if self._program.symbols[symbol].dtype != self._dtype:
             self._check_dtype(symbol, "rows")
-        if symbol not in self._inputs:
-            self._inputs.append(symbol)
-        return self._graph.node("input", (), self._width(symbol), "N", self._inputs.index(symbol))
+        return self._graph.node("input", (), self._width(symbol), "N", self._index(self._shared.inputs, symbol))
 
-    def _shared(self, symbol: int) -> Node:
+    def _index(self, table: list[tuple[int, int]], symbol: int) -> int:
+        """The number of a symbol in a table, which it is added to."""
+        if (self._number, symbol) not in table:
+            table.append((self._number, symbol))
+        return table.index((self._number, symbol))
+
+    def _vector(self, symbol: int) -> Node:
         self._check_dtype(symbol, "a tensor")
-        if symbol not in self._vectors:
-            self._vectors.append(symbol)
         shape = self._program.symbols[symbol].shape
         if any(isinstance(s, str) for s in shape):
             raise Unsupported("a tensor of as many rows as there are vertices")
-        return self._graph.node("vector", (), math.prod(shape), "S", self._vectors.index(symbol))
+        return self._graph.node("vector", (), math.prod(shape), "S", self._index(self._shared.vectors, symbol))
 
     # Operations. -----------------------------------------------------------------------------------------------------
 
@@ -276,10 +332,7 @@ class _Compiler:
         if self._program.symbols[matrix].kind not in ("parameter", "constant", "shared"):
             raise Unsupported(f"{o.op} of two values of vertices")
         self._check_dtype(matrix, "a matrix")
-        if matrix not in self._matrices:
-            self._matrices.append(matrix)
-        x = self._row(x)
-        product = self._graph.linear(x, self._matrices.index(matrix), *shape)
+        product = self._graph.linear(self._row(x), self._index(self._shared.matrices, matrix), *shape)
         if bias is not None:
             product = self._graph.apply("add", product, self._broadcast(bias, o.results[0]))
         self._set(o, product)

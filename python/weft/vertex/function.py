@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import _C
 from . import batched, reference
 from ._schedule import Kind, schedule
-from .compiler import compile_trace
+from .compiler import compile_traces
 from .graphs import Graphs
 from .ir import Unsupported
 from .options import current
@@ -272,27 +272,28 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
 
     if executor == "reference":
         return Call(called, "reference", executor, "asked for", run)
-    obstacle = next((t.obstacle for t in traces if t.obstacle), None) or _obstacle(called, several=types is not None)
+    obstacle = next((t.obstacle for t in traces if t.obstacle), None) or _obstacle(called)
     compiled = None
     if obstacle is None:
-        compiled, obstacle = _compiled_function(called[0], rows, state)
+        compiled, obstacle = _compiled_functions(called, rows, state)
     if obstacle is not None:
         return Call(called, "reference", executor, obstacle, run)
     if graphs.num_vertices == 0:
         return Call(called, "batched", executor, "compiled", run)
-    trace = traces[0]
-    plan = schedule(name, graphs, (Kind(trace.slots_gathered, trace.takes_all_children),))
+    kinds = tuple(Kind(t.slots_gathered, t.takes_all_children) for t in traces)
+    several = len(called) > 1
+    plan = schedule(name, graphs, kinds, types if several else None)
+    vertices = _vertices(graphs, types, which, len(called), device) if several else None
 
     def run_batched() -> list[Tensor]:
-        return batched.run(compiled, plan, lambda: _plan(graphs, None, None, device), rows, state.by_name)
+        levels = functools.partial(_plan, graphs, types, which, device)
+        return batched.run(compiled, plan, levels, vertices, rows, state.by_name)
 
     return Call(called, "batched", executor, "compiled", run_batched, compiled)
 
 
-def _obstacle(functions: Sequence[reference.Function], several: bool) -> str | None:
+def _obstacle(functions: Sequence[reference.Function]) -> str | None:
     """Why functions whose traces are complete do not run batched here."""
-    if several and len(functions) > 1:
-        return "several vertex functions in one graph are not compiled"
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode AD runs"
     device = functions[0].type.device.type
@@ -308,30 +309,30 @@ def _obstacle(functions: Sequence[reference.Function], several: bool) -> str | N
     return None
 
 
-def _compiled_function(
-    function: reference.Function, rows: Mapping[str, Tensor], state: _ModuleState
+def _compiled_functions(
+    functions: Sequence[reference.Function], rows: Mapping[str, Tensor], state: _ModuleState
 ) -> tuple[batched.Batched | None, str | None]:
-    """A function compiled, or why not; once per trace and options."""
-    options = current()
+    """The functions of a graph compiled, or why not; once per traces, which are made together, and options."""
+    options, type = current(), functions[0].type
     key = (options.lazy, options.fuse)
-    found = function.trace.compiled.get(key)
+    kept = functions[0].trace.compiled
+    found = kept.get(key)
     if found is None:
 
         def requires_grad(name: str) -> bool:
             x = rows[name] if name in rows else state.by_name.get(name)
             return torch.is_grad_enabled() and x is not None and x.requires_grad
 
-        dtype = str(function.type.state.dtype).removeprefix("torch.")
+        dtype = str(type.state.dtype).removeprefix("torch.")
+        traces = [f.trace for f in functions]
         try:
-            plan = compile_trace(
-                function.trace, requires_grad, function.type.state.shape, dtype, options.lazy, options.fuse
-            )
-            found = (batched.Batched.of(function, plan), None)
-            if function.type.device.type == "cuda" and plan.frontiers.most_buffers > MAX_BUFFERS:
+            plan = compile_traces(traces, requires_grad, type.state.shape, dtype, options.lazy, options.fuse)
+            found = (batched.Batched.of(functions, plan), None)
+            if type.device.type == "cuda" and plan.frontiers.most_buffers > MAX_BUFFERS:
                 found = (None, f"a kernel of {plan.frontiers.most_buffers} buffers, at most {MAX_BUFFERS} are possible")
         except Unsupported as error:
             found = (None, f"the compiler does not know {error}")
-        function.trace.compiled[key] = found
+        kept[key] = found
     return found
 
 
@@ -590,6 +591,14 @@ def _check_slots(
         raise ValueError(
             f"{f.type.name}: {_where(graphs, parent)}: there is a child in slot {slot}, vertex gathers {gathers}"
         )
+
+
+def _vertices(
+    graphs: Graphs, types: Mapping[str, int], which: Tensor, functions: int, device: torch.device
+) -> list[Tensor]:
+    """The vertices of each function, ascending."""
+    key = ("vertices", tuple(types.items()), device)
+    return _keep(graphs, key, lambda: [(which == f).nonzero()[:, 0].to(device) for f in range(functions)])
 
 
 def _plan(

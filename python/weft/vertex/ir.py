@@ -6,21 +6,24 @@ row for all. Two nodes that say the same are the same object. In the normal form
 - a ``cat`` is never an argument of another node but of ``linear``: what is computed on it is computed on its parts;
 - a ``slice`` is only of a leaf: an input, a vector, a gathered state, a product, a gradient that arrives.
 
-So all that is between two matrix products is element-wise on columns, whatever views the vertex function took.
+So all that is between two matrix products or reductions of rows is element-wise on columns, whatever views the vertex
+function took. A reduction, ``rowsum`` or ``rowmax``, has width 1.
 Plain data, free of torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-__all__ = ["Derivatives", "Graph", "Node", "Unsupported", "segments", "topological"]
+__all__ = ["Derivatives", "Graph", "Node", "Unsupported", "segments", "state_cuts", "topological"]
 
 LEAVES = frozenset(("input", "vector", "gather", "children", "linear", "state_grad", "output_grad"))
-UNARY = ("neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "stop")
+UNARY = ("neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "erf", "sin", "cos", "stop")
 BINARY = ("add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq")
+REDUCTIONS = frozenset(("rowsum", "rowmax"))
 ELEMENTWISE = frozenset((*UNARY, *BINARY, "select"))
 
 
@@ -89,6 +92,8 @@ class Graph:
             return self.node("slice", (x,), end - first, x.domain, first)
         if x.op in ("sum", "repeat"):
             return getattr(self, x.op)(self.slice(x.args[0], first, end))
+        if x.op in REDUCTIONS:
+            return self.constant(0.0, 0)
         return self.apply(x.op, *(a if a.width == 1 else self.slice(a, first, end) for a in x.args))
 
     def cat(self, parts: Iterable[Node]) -> Node:
@@ -125,6 +130,27 @@ class Graph:
         if x.op == "cat":
             return self.cat([self.repeat(p) for p in x.args])
         return x if x.domain == "S" else self.node("repeat", (x,), x.width, "E")
+
+    def reduce(self, op: str, x: Node) -> Node:
+        """The sum of a row's columns, or the greatest: ``rowsum`` or ``rowmax``."""
+        if x.width == 1:
+            return x
+        if x.width == 0 and op == "rowmax":
+            raise Unsupported("the greatest of no columns")
+        if x.op == "constant":
+            return self.constant(x.attribute * x.width if op == "rowsum" else x.attribute)
+        if x.op == "cat":
+            found, *rest = (self.reduce(op, part) for part in x.args)
+            for part in rest:
+                found = self.apply("add" if op == "rowsum" else "max", found, part)
+            return found
+        if x.domain == "S":
+            raise Unsupported("a reduction of columns that are the same in every row")
+        return self.node(op, (x,), 1, x.domain)
+
+    def broadcast(self, x: Node, width: int) -> Node:
+        """A column as wide as it has to be."""
+        return x if x.width == width else self.apply("add", x, self.constant(0.0, width))
 
     def apply(self, op: str, *args: Node) -> Node:
         """An element-wise operation; an argument of width 1 goes with any."""
@@ -210,32 +236,42 @@ def topological(roots: Iterable[Node]) -> list[Node]:
     return list(order.values())
 
 
+def state_cuts(scattered: Node | None, outputs: Iterable[Node], state: int) -> set[int]:
+    """Columns at which a function takes states apart or puts them together, 0 and `state` among them."""
+    cuts = {0, state}
+    for node in topological([*([] if scattered is None else [scattered]), *outputs]):
+        if node.op == "slice" and node.args[0].op in ("gather", "children"):
+            cuts |= {node.attribute, node.attribute + node.width}
+    if scattered is not None:
+        cuts |= {first for first, _ in segments(scattered)}
+    return cuts
+
+
 class Derivatives:
     """Reverse-mode derivatives of a graph, as nodes of the same graph.
 
     Args:
         graph: makes the nodes.
         scattered: the value that is scattered, None without.
-        outputs: what leaves the frontiers.
-        state: the width of the state.
+        outputs: number and value of what leaves the frontiers.
+        cuts: columns at which gradients of the state are cut, see :func:`state_cuts`.
         needed: whether a leaf's gradient is asked for.
 
     Attributes:
         leaves: the gradient of each leaf that needs one.
         products: each forward product with its argument and the gradient of its result.
-        cuts: columns at which gradients of the state are cut.
     """
 
     def __init__(
         self,
         graph: Graph,
         scattered: Node | None,
-        outputs: Sequence[Node],
-        state: int,
+        outputs: Sequence[tuple[int, Node]],
+        cuts: Iterable[int],
         needed: Callable[[Node], bool],
     ):
-        self._graph = graph
-        roots = [*([] if scattered is None else [scattered]), *outputs]
+        self._graph, self._cuts = graph, set(cuts)
+        roots = [*([] if scattered is None else [scattered]), *(node for _, node in outputs)]
         order = topological(roots)
         self._needs: dict[int, bool] = {}
         for node in order:
@@ -248,24 +284,16 @@ class Derivatives:
                 needs = differentiable and any(self._needs[a.number] for a in node.args)
             self._needs[node.number] = needs
 
-        self.cuts = {0, state}
-        for node in order:
-            if node.op == "slice" and node.args[0].op in ("gather", "children"):
-                self.cuts |= {node.attribute, node.attribute + node.width}
-        if scattered is not None:
-            self.cuts |= {first for first, _ in segments(scattered)}
-        cuts = sorted(self.cuts)
-        self.spans = list(pairwise(cuts))
-
         self._received: dict[int, list[Node]] = defaultdict(list)
         self._columns: dict[int, list[tuple[int, Node]]] = defaultdict(list)
         for number, root in enumerate(roots):
             if scattered is not None and number == 0:
                 arriving = graph.cat(
-                    graph.node("state_grad", (), end - first, "N", (first, end)) for first, end in self.spans
+                    graph.node("state_grad", (), end - first, "N", (first, end))
+                    for first, end in pairwise(sorted(self._cuts))
                 )
             else:
-                index = number - (scattered is not None)
+                index, _ = outputs[number - (scattered is not None)]
                 arriving = graph.node("output_grad", (), root.width, "N", index)
             for first, part in segments(root):
                 self._give(part, graph.slice(arriving, first, first + part.width))
@@ -318,12 +346,18 @@ class Derivatives:
             self._give(node.args[0], g.repeat(gradient))
         elif node.op == "repeat":
             self._give(node.args[0], g.sum(gradient))
+        elif node.op == "rowsum":
+            self._give(node.args[0], g.broadcast(gradient, node.args[0].width))
+        elif node.op == "rowmax":
+            # Equal shares for all that are the greatest, as torch.amax.
+            chosen = g.apply("eq", node.args[0], node)
+            self._give(node.args[0], g.apply("mul", chosen, g.apply("div", gradient, g.reduce("rowsum", chosen))))
         else:
             for argument, partial in zip(node.args, self._partials(node, gradient), strict=True):
                 if partial is None or not self._needs[argument.number]:
                     continue
-                if argument.width == 1 and node.width != 1:
-                    raise Unsupported("the gradient of a column that is broadcast")
+                if argument.width == 1:
+                    partial = g.reduce("rowsum", partial)
                 if argument.domain == "N" and partial.domain == "E":
                     raise Unsupported("rows of vertices beside rows of children")
                 self._give(argument, partial)
@@ -332,7 +366,7 @@ class Derivatives:
         g = self._graph
         cuts = {0, leaf.width} | {c for first, part in columns for c in (first, first + part.width)}
         if leaf.op in ("gather", "children"):
-            cuts |= self.cuts
+            cuts |= self._cuts
         parts = []
         ordered = sorted(cuts)
         for start, end in pairwise(ordered):
@@ -387,6 +421,13 @@ class Derivatives:
             return [apply("div", d, apply("add", a[0], one))]
         if y.op == "sqrt":
             return [apply("div", d, apply("add", y, y))]
+        if y.op == "erf":
+            bell = apply("exp", apply("neg", apply("mul", a[0], a[0])))
+            return [apply("mul", d, apply("mul", bell, g.constant(2 / math.sqrt(math.pi))))]
+        if y.op == "sin":
+            return [apply("mul", d, apply("cos", a[0]))]
+        if y.op == "cos":
+            return [apply("neg", apply("mul", d, apply("sin", a[0])))]
         if y.op == "abs":
             return [apply("mul", d, apply("sign", a[0]))]
         return [None] * len(a)

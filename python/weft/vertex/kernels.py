@@ -9,21 +9,44 @@ csrc/vertex/code.h says what the numbers of the encoded program mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from .ir import ELEMENTWISE, LEAVES, Derivatives, Graph, Node, Unsupported, segments, topological
+from .ir import (
+    ELEMENTWISE,
+    LEAVES,
+    REDUCTIONS,
+    Derivatives,
+    Graph,
+    Node,
+    Unsupported,
+    segments,
+    state_cuts,
+    topological,
+)
 
-__all__ = ["Buffer", "Compiled", "Kernel", "Product", "compile_frontiers"]
+__all__ = ["Buffer", "Compiled", "Function", "Kernel", "Product", "compile_frontiers"]
 
 # As csrc/vertex/code.h.
 SPACES = ("rows", "edges", "input", "output", "output_grad", "input_grad", "vector")
 OPS = (
-    "load", "constant", "uses", "store", "begin", "accumulate", "end",
-    "neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "copy",
+    "load", "constant", "uses", "store", "store_sum", "store_max", "begin", "accumulate", "end",
+    "neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "erf", "sin", "cos", "copy",
     "add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq", "select",
 )  # fmt: skip
 ACCESS = ("row", "parent", "gather", "child")
+STORES = ("store", "store_sum", "store_max")
+
+
+@dataclass
+class Function:
+    """One of the vertex functions of a graph, as expressions."""
+
+    scattered: Node | None
+    """(N, state), or None."""
+    outputs: Sequence[tuple[int, Node]]
+    """What leaves the frontiers, each with the number of the tensor that it goes to."""
 
 
 @dataclass
@@ -45,15 +68,18 @@ class Buffer:
 class Kernel:
     """Instructions (op, result, a, b, c, d) on registers of `width` columns of the frontier's rows or edges."""
 
+    function: int
     domain: str
     width: int
+    reduces: bool = False
+    """Whether it stores sums over its columns, or their greatest, and nothing else."""
     code: list[tuple[int, ...]] = field(default_factory=list)
     registers: int = 0
 
     def buffers(self, tables: Sequence[Sequence[tuple[int, int, int, int]]]) -> set[int]:
         """Buffers that it reads or writes."""
-        load, uses, store = (OPS.index(op) for op in ("load", "uses", "store"))
-        found = {a for op, _, a, *_ in self.code if op == load} | {b for op, _, _, b, *_ in self.code if op == store}
+        load, uses, *stores = (OPS.index(op) for op in ("load", "uses", *STORES))
+        found = {a for op, _, a, *_ in self.code if op == load} | {b for op, _, _, b, *_ in self.code if op in stores}
         return found.union(row[1] for op, _, a, *_ in self.code if op == uses for row in tables[a])
 
 
@@ -61,6 +87,7 @@ class Kernel:
 class Product:
     """target = source @ matrix, or @ matrix.T."""
 
+    function: int
     domain: str
     source: int
     matrix: int
@@ -72,8 +99,9 @@ class Product:
 
 @dataclass
 class Compiled:
-    """The part of a vertex function that runs in the frontiers."""
+    """The part of one or several vertex functions that runs in the frontiers."""
 
+    functions: int = 1
     buffers: list[Buffer] = field(default_factory=list)
     constants: list[float] = field(default_factory=list)
     tables: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
@@ -97,7 +125,7 @@ class Compiled:
 
     def encode(self) -> tuple[int, ...]:
         """The program as one list of integers, see csrc/vertex/code.h."""
-        code: list[int] = [self.state, len(self.buffers)]
+        code: list[int] = [self.functions, self.state, len(self.buffers)]
         for b in self.buffers:
             code += [SPACES.index(b.space), b.width, b.index, b.backward, b.saved]
         code.append(len(self.tables))
@@ -108,10 +136,11 @@ class Compiled:
         for steps in (self.forward, self.backward):
             code.append(len(steps))
             for s in steps:
+                code += [s.function, isinstance(s, Product), s.domain == "E"]
                 if isinstance(s, Product):
-                    code += [1, s.domain == "E", s.source, s.matrix, s.transposed, s.target, s.skips_leaves]
+                    code += [s.source, s.matrix, s.transposed, s.target, s.skips_leaves]
                 else:
-                    code += [0, s.domain == "E", s.width, s.registers, len(s.code)]
+                    code += [s.width, s.registers, s.reduces, len(s.code)]
                     for instruction in s.code:
                         code += instruction
         code.append(len(self.matrix_gradients))
@@ -125,74 +154,74 @@ class Compiled:
 
 def compile_frontiers(
     graph: Graph,
-    scattered: Node | None,
-    outputs: Sequence[Node],
+    functions: Sequence[Function],
     state: int,
-    columns: dict[int, int],
-    needed,
+    columns: Mapping[int, int],
+    needed: Callable[[Node], bool] | None,
     fuse: bool,
 ) -> Compiled:
-    """Cut the expressions of a vertex function and of its derivatives into steps.
+    """Cut the expressions of vertex functions and of their derivatives into steps.
 
     Args:
         graph: makes nodes.
-        scattered: what is scattered, (N, state).
-        outputs: what leaves the frontiers.
+        functions: all that run in one graph; tasks are of one of them each.
         state: width of the state.
         columns: slot to column of the schedule.
         needed: whether the gradient of a leaf is asked for; of a product: of its matrix. None without gradients.
         fuse: whether element-wise operations share a kernel.
     """
-    found = Compiled()
-    lower = _Lowering(found, graph, columns, fuse)
-    if scattered is not None:
-        found.state = lower.buffer("rows", state)
-        lower.want(scattered, found.state)
-    for i, output in enumerate(outputs):
-        lower.want(output, lower.buffer("output", output.width, i))
-    lower.finish()
-    found.forward = lower.schedule()
-
-    if needed is None:
-        found.code = found.encode()
-        return found
-    derivatives = Derivatives(graph, scattered, outputs, state, needed)
-    lower.begin_backward()
-    for node, gradient in derivatives.products:
-        matrix = node.attribute[0]
-        if needed(node):
-            source, target = lower.use(lower.home(node.args[0])), lower.home(gradient)
-            found.matrix_gradients.append((matrix, source, target, node.domain, node.attribute[2]))
-    arriving = {}
-    for leaf, gradient in derivatives.leaves.items():
-        if leaf.op == "input":
-            lower.want(gradient, lower.buffer("input_grad", leaf.width, leaf.attribute))
-        elif leaf.op == "vector":
-            first = 0
-            for _, part in segments(gradient):
-                if not _is_zero(part):
-                    buffer, column = lower.place(part)
-                    found.vector_gradients.append((leaf.attribute, first, buffer, column, part.width))
-                first += part.width
-        else:
-            arriving[leaf] = gradient
-    for first, end in derivatives.spans:
-        table = []
-        for leaf, gradient in arriving.items():
-            for start, part in segments(graph.slice(gradient, first, end)):
-                if _is_zero(part):
-                    continue
-                assert start == 0 and part.width == end - first, "gradients of the state are cut alike"
-                by_parent = part.op == "repeat"
-                buffer, column = lower.place(part.args[0] if by_parent else part)
-                table.append((columns[leaf.attribute] if leaf.op == "gather" else -1, buffer, column, by_parent))
-        lower.tables[first, end] = table
-    lower.finish()
-    found.backward = lower.schedule()
-    for b in found.buffers:
-        b.saved = b.saved and not b.backward
+    found = Compiled(functions=len(functions))
+    lowerings = [_Lowering(found, graph, columns, fuse, i) for i in range(len(functions))]
+    if any(f.scattered is not None for f in functions):
+        found.state = lowerings[0].buffer("rows", state)
+    widths = dict(sorted((number, output.width) for f in functions for number, output in f.outputs))
+    places = {number: lowerings[0].buffer("output", width, number) for number, width in widths.items()}
+    for lower, f in zip(lowerings, functions, strict=True):
+        if f.scattered is not None:
+            lower.want(f.scattered, found.state)
+        for number, output in f.outputs:
+            lower.want(output, places[number])
+        lower.finish()
+        found.forward += lower.schedule()
+    if needed is not None:
+        _compile_backward(found, graph, functions, lowerings, state, columns, needed)
     found.code = found.encode()
     return found
+
+
+def _compile_backward(found, graph, functions, lowerings, state, columns, needed) -> None:
+    cuts = set().union(*(state_cuts(f.scattered, [node for _, node in f.outputs], state) for f in functions))
+    spans = list(pairwise(sorted(cuts)))
+    # What a state is used for adds up over the functions: a row that a function did not write is zero in its buffers.
+    tables: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {span: [] for span in spans}
+    for lower, f in zip(lowerings, functions, strict=True):
+        derivatives = Derivatives(graph, f.scattered, f.outputs, cuts, needed)
+        lower.begin_backward(tables)
+        for node, gradient in derivatives.products:
+            if needed(node):
+                source, target = lower.use(lower.home(node.args[0])), lower.home(gradient)
+                found.matrix_gradients.append((node.attribute[0], source, target, node.domain, node.attribute[2]))
+        for leaf, gradient in derivatives.leaves.items():
+            if leaf.op == "input":
+                lower.want(gradient, lower.buffer("input_grad", leaf.width, leaf.attribute))
+            elif leaf.op == "vector":
+                for first, part in segments(gradient):
+                    if not _is_zero(part):
+                        buffer, column = lower.place(part)
+                        found.vector_gradients.append((leaf.attribute, first, buffer, column, part.width))
+            else:
+                slot = columns[leaf.attribute] if leaf.op == "gather" else -1
+                for first, end in spans:
+                    (part,) = (p for _, p in segments(graph.slice(gradient, first, end)))
+                    if not _is_zero(part):
+                        by_parent = part.op == "repeat"
+                        buffer, column = lower.place(part.args[0] if by_parent else part)
+                        tables[first, end].append((slot, buffer, column, by_parent))
+    for lower in lowerings:
+        lower.finish()
+        found.backward += lower.schedule()
+    for b in found.buffers:
+        b.saved = b.saved and not b.backward
 
 
 def _is_zero(x: Node) -> bool:
@@ -207,11 +236,11 @@ def _leaf_of(x: Node) -> Node | None:
 class _Lowering:
     """Which node lies where, and the steps that put it there."""
 
-    def __init__(self, compiled: Compiled, graph: Graph, columns: dict[int, int], fuse: bool):
+    def __init__(self, compiled: Compiled, graph: Graph, columns: Mapping[int, int], fuse: bool, function: int):
         self._compiled, self._graph, self._columns, self._fuse = compiled, graph, columns, fuse
+        self.function = function
         self._backward = False
-        self.tables: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
-        self._table_numbers: dict[tuple[int, int], int] = {}
+        self.tables: Mapping[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._places: dict[Node, tuple[int, int]] = {}
         """Buffer and first column of what is in memory."""
         self._homes: dict[Node, int] = {}
@@ -226,8 +255,9 @@ class _Lowering:
         self._compiled.buffers.append(Buffer(space, width, index, self._backward))
         return len(self._compiled.buffers) - 1
 
-    def begin_backward(self) -> None:
-        self._backward = True
+    def begin_backward(self, tables: Mapping[tuple[int, int], list[tuple[int, int, int, int]]]) -> None:
+        """`tables`: of the gradient of each span of the state, to be filled before :meth:`schedule`."""
+        self._backward, self.tables = True, tables
         self._products = []
 
     def want(self, value: Node, buffer: int) -> None:
@@ -271,7 +301,7 @@ class _Lowering:
             target = self.buffer("edges" if node.domain == "E" else "rows", node.width)
             self._homes[node] = target
             matrix, transposed, skips = node.attribute
-            self._products.append(Product(node.domain, source, matrix, transposed, target, skips))
+            self._products.append(Product(self.function, node.domain, source, matrix, transposed, target, skips))
         return self._homes[node]
 
     def finish(self) -> None:
@@ -285,6 +315,8 @@ class _Lowering:
             for node in topological(fresh):
                 if node.op == "linear":
                     self.product(node)
+                elif node.op in REDUCTIONS:
+                    self.own(node)
                 elif node.op == "repeat" and _leaf_of(node.args[0]) is None:
                     self.own(node.args[0])
                 elif not self._fuse and node.domain != "S" and (node.op in ELEMENTWISE or node.op == "sum"):
@@ -298,12 +330,14 @@ class _Lowering:
         waiting = list(self._stores)
         products = list(self._products)
         while waiting or products:
-            groups: dict[tuple[str, int], list[Node]] = {}
+            groups: dict[tuple[str, int, bool], list[Node]] = {}
             for node in waiting:
-                groups.setdefault((self._store_domain[node], node.width), []).append(node)
+                reduces = node.op in REDUCTIONS
+                width = node.args[0].width if reduces else node.width
+                groups.setdefault((self._store_domain[node], width, reduces), []).append(node)
             pending = set(waiting)
             progress = False
-            for (domain, width), members in groups.items():
+            for (domain, width, _), members in groups.items():
                 if not self._fuse:
                     alone = [n for n in members if self._ready([n], domain, pending, {p.target for p in products})]
                     steps += [_Emitter(self, domain, width, {n}).run([n]) for n in alone]
@@ -345,7 +379,7 @@ class _Lowering:
         seen.add(node.number)
         if node is not root and node in pending:
             # A register of this kernel, where it is of the same rows; else in memory only after another kernel.
-            return node in ready and node.domain in ("S", domain)
+            return node in ready and node.domain in ("S", domain) and node.op not in REDUCTIONS
         base = node.args[0] if node.op == "slice" else node
         if base.op == "linear":
             return self._homes[base] not in products
@@ -373,10 +407,12 @@ class _Lowering:
         return constants.index(value)
 
     def table(self, span: tuple[int, int]) -> int:
-        if span not in self._table_numbers:
-            self._table_numbers[span] = len(self._compiled.tables)
-            self._compiled.tables.append(self.tables[span])
-        return self._table_numbers[span]
+        tables, wanted = self._compiled.tables, self.tables[span]
+        for _, buffer, _, _ in wanted:
+            self.use(buffer)
+        if wanted not in tables:
+            tables.append(wanted)
+        return tables.index(wanted)
 
     def leaf_buffer(self, leaf: Node) -> int:
         space = {"input": "input", "vector": "vector", "output_grad": "output_grad"}[leaf.op]
@@ -400,12 +436,13 @@ class _Emitter:
         self._next = 0
 
     def run(self, roots: Sequence[Node]) -> Kernel:
-        registers = [self._value(root, in_loop=False) for root in roots]
+        stores = {"rowsum": "store_sum", "rowmax": "store_max"}
+        registers = [self._value(r.args[0] if r.op in REDUCTIONS else r, in_loop=False) for r in roots]
         # Last, so that no load waits for a store that might be to the same address.
         for root, register in zip(roots, registers, strict=True):
             for buffer, column in self._l._stores[root]:
-                self._emit("store", -1, register, buffer, column)
-        kernel = Kernel(self._domain, self._width)
+                self._emit(stores.get(root.op, "store"), -1, register, buffer, column)
+        kernel = Kernel(self._l.function, self._domain, self._width, roots[0].op in REDUCTIONS)
         kernel.code, kernel.registers = _allocate(self._code)
         return kernel
 
@@ -436,8 +473,6 @@ class _Emitter:
         if base.op == "state_grad":
             register = self._new()
             self._emit("uses", register, self._l.table(base.attribute), first)
-            for _, buffer, _, _ in self._l.tables[base.attribute]:
-                self._l.use(buffer)
             return register
         if base.op in LEAVES:
             return self._load_leaf(base, first, node, parent=False)
@@ -519,7 +554,7 @@ def _allocate(code: list[list[int]]) -> tuple[list[tuple[int, ...]], int]:
             return [result]
         if name == "accumulate":
             return [result, a]
-        if name == "store":
+        if name in STORES:
             return [a]
         return [a, b, c][: 1 if op < OPS.index("add") else 3 if name == "select" else 2]
 
@@ -552,7 +587,7 @@ def _allocate(code: list[list[int]]) -> tuple[list[tuple[int, ...]], int]:
             else:
                 homes[result], count = count, count + 1
         name = OPS[op]
-        if name == "store" or name == "accumulate":
+        if name in STORES or name == "accumulate":
             a = homes[a]
         elif name not in ("load", "constant", "uses", "begin", "end"):
             n = len(reads)
