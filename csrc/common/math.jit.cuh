@@ -1,6 +1,8 @@
 // Nonlinearities and exact power-of-two scaling for the recurrent kernels, those that NVRTC compiles among them.
 #pragma once
 
+#include "common/cuda/ptx.jit.cuh"
+
 namespace weft {
 
 __device__ __forceinline__ double sigmoid(double x) {
@@ -8,17 +10,6 @@ __device__ __forceinline__ double sigmoid(double x) {
 }
 __device__ __forceinline__ double hyperbolic_tangent(double x) {
   return tanh(x);
-}
-
-__device__ __forceinline__ float fast_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Two ulp each from exp2 and the reciprocal. exp(-x) = inf gives 0, NaN stays NaN.

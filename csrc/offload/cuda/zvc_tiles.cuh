@@ -17,7 +17,7 @@
 #pragma once
 #include <cstdint>
 
-#include "common/async_copy.cuh"
+#include "common/cuda/ptx.jit.cuh"
 #include "common/integers.h"
 #include "offload/cuda/status.cuh"
 #include "offload/cuda/zvc_compress.h"

@@ -115,18 +115,17 @@ __global__ void __launch_bounds__(kMaxWarps* scan::warp::kWarp, 3)
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          scan::warp::split_tf32(left[r + half][i], left_high[i / 2][i % 2 + 2 * half],
-                                 left_low[i / 2][i % 2 + 2 * half]);
-          scan::warp::split_tf32(right[r + half][i], right_high[i][half], right_low[i][half]);
+          split_tf32(left[r + half][i], left_high[i / 2][i % 2 + 2 * half], left_low[i / 2][i % 2 + 2 * half]);
+          split_tf32(right[r + half][i], right_high[i][half], right_low[i][half]);
         }
 #pragma unroll
       for (int nb = 0; nb < 4; ++nb) {
         if (n0 + 8 * nb >= p.N) break;
 #pragma unroll
         for (int mb = 0; mb < 2; ++mb) {
-          scan::warp::multiply_tf32(part[mb][nb], left_low[mb], right_high[nb]);
-          scan::warp::multiply_tf32(part[mb][nb], left_high[mb], right_low[nb]);
-          scan::warp::multiply_tf32(part[mb][nb], left_high[mb], right_high[nb]);
+          mma_tf32(part[mb][nb], left_low[mb], right_high[nb]);
+          mma_tf32(part[mb][nb], left_high[mb], right_low[nb]);
+          mma_tf32(part[mb][nb], left_high[mb], right_high[nb]);
         }
       }
     }

@@ -16,7 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/async_copy.cuh"
+#include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
 #include "scan/cuda/block_chunks.h"
 
@@ -88,50 +88,26 @@ constexpr bool kCopyEngine = true;
 constexpr bool kCopyEngine = false;
 #endif
 __device__ inline void bulk_release() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
+  fence_copy_engine();
 }
 __device__ inline void bulk_init(uint64_t* barriers, int count) {
-#if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (int i = 0; i < count; ++i) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers + i)) : "memory");
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (int i = 0; i < count; ++i) arrivals_init(shared_address(barriers + i));
+    arrivals_publish();
   }
   bulk_release();
-#endif
 }
 __device__ inline void bulk_end(uint64_t* barriers, int count) {
-#if __CUDA_ARCH__ >= 900
   if (threadIdx.x == 0) {
-    for (int i = 0; i < count; ++i) {
-      asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barriers + i)) : "memory");
-    }
+    for (int i = 0; i < count; ++i) arrivals_end(shared_address(barriers + i));
   }
-#endif
 }
 __device__ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(barrier))
-               : "memory");
-#endif
+  arrivals_expect(shared_address(barrier), bytes);
+  copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
 }
 __device__ inline void bulk_wait(uint64_t* barrier, uint32_t parity) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-  }
-#endif
+  arrivals_wait(shared_address(barrier), parity);
 }
 
 __device__ inline void clear_shared(void* p, int bytes) {
@@ -204,31 +180,15 @@ __device__ inline S rescale(Column<S>& column, S top, bool first, bool last, flo
   return scaled(S(1), -shift);
 }
 
-__device__ inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// Takes the bf16 part of x and y and leaves their rests, which are exact.
-__device__ inline uint32_t take_bf16(float& x, float& y) {
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
-  x -= __uint_as_float(pair << 16);
-  y -= __uint_as_float(pair & 0xffff0000u);
-  return pair;
-}
-
 constexpr int kFeeders = 4;  // warps that feed A
 
 __device__ inline void feeders_sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(32 * kFeeders) : "memory");
+  sync_some<1, 32 * kFeeders>();
 }
 
-// Ends a step for feeders and workers, which arrive from different places: __syncthreads must not do that.
+// Ends a step for feeders and workers.
 __device__ inline void step_sync() {
-  asm volatile("barrier.sync 2, %0;" ::"r"(blockDim.x) : "memory");
+  sync_from_anywhere<2>();
 }
 
 // The right operand A^T of four neighbouring 8-column tiles, from tile 4 * ng, and 16 rows, from 16 * kk.
@@ -237,17 +197,9 @@ __device__ inline void load_fragments(const uint16_t* plane, int kk, int ng, int
   const int matrix = lane / 8, row = lane % 8, k = 16 * kk + 8 * (matrix % 2), n = 32 * ng + 8 * (matrix / 2);
 #pragma unroll
   for (int j = 0; j < 4; j += 2) {
-    if constexpr (kTransposed) {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b[j][0]), "=r"(b[j][1]), "=r"(b[j + 1][0]), "=r"(b[j + 1][1])
-                   : "r"(shared_address(plane + (k + row) * kPitch + n + 8 * j))
-                   : "memory");
-    } else {
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(b[j][0]), "=r"(b[j][1]), "=r"(b[j + 1][0]), "=r"(b[j + 1][1])
-                   : "r"(shared_address(plane + (n + 8 * j + row) * kPitch + k))
-                   : "memory");
-    }
+    const uint16_t* const from =
+        kTransposed ? plane + (k + row) * kPitch + n + 8 * j : plane + (n + 8 * j + row) * kPitch + k;
+    load_matrices<kTransposed>(shared_address(from), b[j][0], b[j][1], b[j + 1][0], b[j + 1][1]);
   }
 }
 

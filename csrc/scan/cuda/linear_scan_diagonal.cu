@@ -21,7 +21,7 @@
 // not finite or that is too small, beside the terms, to have all its digits.
 #include <algorithm>
 
-#include "common/async_copy.cuh"
+#include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
 #include "common/launch.cuh"
 #include "scan/cuda/linear_scan.h"

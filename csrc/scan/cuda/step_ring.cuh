@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "common/async_copy.cuh"
+#include "common/cuda/ptx.jit.cuh"
 #include "scan/linear_scan_args.h"
 
 namespace weft::scan {

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "common/async_copy.cuh"
+#include "common/cuda/ptx.jit.cuh"
 #include "common/math.jit.cuh"
 #include "scan/cuda/padding.h"
 
@@ -57,27 +57,6 @@ struct Blocks {
   static constexpr int position(int unit) { return kHalfAtEnd && unit >= kLast ? 2 * unit - kLast : unit; }
 };
 
-// D += A B for 16 x 8 and 8 x 8 blocks on the tensor cores, and for 16 x 4 and 4 x 8.
-__device__ __forceinline__ void multiply_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ void multiply_half_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(b[0]));
-}
-
-// x = high + low, high with TF32's 11 significant bits, rounded to nearest; the tensor core cuts low to its first 11,
-// so 22 remain. An inf or NaN survives in low.
-__device__ __forceinline__ void split_tf32(float x, unsigned& high, unsigned& low) {
-  // In two integer instructions: the one that converts made the products a fifth slower.
-  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  low = __float_as_uint(x - __uint_as_float(high));
-}
-
 // rows * right for tiles of 16 rows and one row of blocks of `right` at a time: al bh + ah bl in `small`, ah bh in
 // `large`. The tensor core cuts its sums off instead of rounding them: with the small products apart, few sums are cut
 // where it counts, and the two chains of products run side by side. kExact: `right` has no low part. kFlushes: flush()
@@ -92,9 +71,9 @@ struct SplitSum {
     const bool half_deep = B::is_half(kb);
     auto multiply = [&](float(&d)[4], const unsigned(&a)[4], const unsigned(&b)[2]) {
       if (half_deep) {
-        multiply_half_tf32(d, a, b);
+        mma_half_tf32(d, a, b);
       } else {
-        multiply_tf32(d, a, b);
+        mma_tf32(d, a, b);
       }
     };
     unsigned ah[kTiles][4], al[kTiles][4];
