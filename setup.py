@@ -80,15 +80,27 @@ def sources(cuda: bool) -> list[str]:
     return [str(p.relative_to(ROOT)) for p in found if cuda or not for_cuda(p)]
 
 
+def embedded_files() -> list[Path]:
+    """Every *.jit.* and, because NVRTC finds no headers, what they include of csrc."""
+    found: set[Path] = set()
+    left = list(CSRC.rglob("*.jit.*"))
+    while left:
+        path = left.pop()
+        if path not in found:
+            found.add(path)
+            left += [CSRC / name for name in re.findall(r'^#include "(.+)"', path.read_text(encoding="utf-8"), re.M)]
+    return sorted(found)
+
+
 def embedded_sources(version: str) -> str:
-    """C++ definitions of what csrc/jit/sources.h declares: the bytes of every .jit.cu and .jit.cuh, and the version."""
+    """C++ definitions of what csrc/jit/sources.h declares: the bytes of all embedded files, and the version."""
 
     def literal(line: bytes) -> str:
         # Three octal digits end by themselves whatever comes next; a question mark could begin a trigraph.
         return "".join(chr(b) if 32 <= b < 127 and b not in b'"\\?' else f"\\{b:03o}" for b in line)
 
     entries = []
-    for path in sorted(p for p in CSRC.rglob("*.jit.*") if p.suffix in (".cu", ".cuh")):
+    for path in embedded_files():
         data = path.read_bytes()
         text = "\n     ".join(f'"{literal(line)}"' for line in data.splitlines(keepends=True)) or '""'
         entries.append(f'    {{"{path.relative_to(CSRC).as_posix()}",\n     {{{text}, {len(data)}}}}},\n')

@@ -14,7 +14,8 @@
 namespace weft::jit {
 namespace {
 
-const char* const kOptions[] = {"-std=c++20", "-lineinfo"};
+// What headers share with hosts has no execution space.
+const char* const kOptions[] = {"-std=c++20", "-lineinfo", "-default-device"};
 
 const Source& find_source(std::string_view name) {
   for (const Source& source : kSources) {

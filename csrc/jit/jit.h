@@ -1,10 +1,10 @@
 // Kernels that are compiled when they are first needed. The sources (csrc/**/*.jit.cu) are embedded in the library;
 // NVRTC compiles one for the constants at hand, given as macros; the machine code is kept in memory and on disk.
 //
-// Sources are named by their path below csrc, e.g. "jit/probe.jit.cu". They include nothing but other embedded
-// files, `#include "jit/name.jit.cuh"`, because NVRTC comes without CUDA's headers. Entry points are
-// extern "C" __global__. Every function here may be called from any thread; two that ask for the same thing share one
-// compilation. Errors are std::runtime_error.
+// Sources are named by their path below csrc, e.g. "jit/probe.jit.cu". They include nothing but other files of csrc, by
+// that path, because NVRTC comes without headers; what they include is embedded, too, and may be shared with hosts.
+// Entry points are extern "C" __global__. Every function here may be called from any thread; two that ask for the same
+// thing share one compilation. Errors are std::runtime_error.
 //
 // What is needed at run time: libnvrtc of the CUDA major version of the build, opened at first use and looked for in
 // $WEFT_NVRTC (a path; then nowhere else), among the libraries already loaded, by its name, beside libcudart (where pip

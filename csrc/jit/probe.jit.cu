@@ -1,7 +1,7 @@
 // Kernels that show that this machine compiles, loads and launches: plain, in clusters, cooperatively. Each computes
 // what comes out right only where the launch was what it was meant to be. Their parameters are 64 bits wide.
 //   PROBE_FACTOR  a factor of all that is written, 1 by default
-#include "jit/cluster.jit.cuh"
+#include "common/cuda/ptx.jit.cuh"
 
 #ifndef PROBE_FACTOR
 #define PROBE_FACTOR 1
@@ -27,7 +27,8 @@ extern "C" __global__ void probe_cluster(long long* out, long long shared_bytes)
   unsigned* last = words + shared_bytes / 4 - 1;
   if (threadIdx.x == 0) *last = blockIdx.x;
   cluster::barrier();
-  const unsigned neighbour = cluster::load(cluster::shared_address(last, (cluster::rank() + 1) % cluster::size()));
+  const unsigned neighbour =
+      cluster::load(cluster::address_in((cluster::rank() + 1) % cluster::size(), weft::shared_address(last)));
   if (threadIdx.x == 0) out[blockIdx.x] = kFactor * neighbour;
   cluster::barrier();  // a block must not leave while another reads its memory
 }

@@ -1,12 +1,16 @@
 // The recurrent cells, without a torch header so that kernels can include it.
 #pragma once
+#ifndef __CUDACC_RTC__
 #include <utility>
+#endif
 
 namespace weft::rnn {
 
 enum class Cell { kRnnTanh, kRnnRelu, kGru, kLstm };
+#ifndef __CUDACC_RTC__  // which finds no headers
 constexpr std::pair<const char*, Cell> kCells[] = {
     {"rnn_tanh", Cell::kRnnTanh}, {"rnn_relu", Cell::kRnnRelu}, {"gru", Cell::kGru}, {"lstm", Cell::kLstm}};
+#endif
 
 // G: blocks of H rows in w_ih and w_hh.
 constexpr int gate_blocks(Cell cell) {

@@ -2,12 +2,13 @@
 #include "emulator.h"
 #include "rnn/cuda/recurrence.jit.cu"
 
+using namespace weft;
+using namespace weft::rnn;
+
 static const Args* arguments;
 
 extern "C" void run(const Args* args, int blocks, int cluster, const unsigned char* exchanged, long exchanged_bytes,
                     unsigned seed) {
-  constexpr long kSharedBytes =
-      kWeightsBytes + kStageBytes + 2 * kBufferBytes + kPartialsBytes + kReceivedBytes + kBarriersBytes;
   arguments = args;
   exchanged_begin = exchanged;
   exchanged_end = exchanged + exchanged_bytes;

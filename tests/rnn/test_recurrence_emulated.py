@@ -262,11 +262,22 @@ def test_the_kernel_on_a_processor(sample: Sample, tmp_path):
 
 POOLED = Sample("lstm", "grid", 16, 2, 52, cluster=4)
 FLAWS = {
-    "does not wait for the sums": (POOLED, "cluster::arrivals_wait(at_turn, u32(turn >> 1) & 1);", ""),
-    "does not poll": (POOLED, "if (!__any_sync(~0u, missing)) break;", "break;"),
-    "does not wait for its own warps": (POOLED, "if (GROUP == 1) prefetch();\n    __syncthreads();", ""),
+    "does not wait for the sums": (
+        POOLED,
+        "jit/exchange_cluster.jit.cuh",
+        "arrivals_wait<true>(barrier(round), u32((round - kFirst) >> 1) & 1);",
+        "",
+    ),
+    "does not poll": (POOLED, "jit/exchange_grid.jit.cuh", "while (__any_sync(~0u, missing())) reload();", ""),
+    "does not wait for its own warps": (
+        POOLED,
+        "rnn/cuda/recurrence.jit.cu",
+        "if (kGroup == 1) prefetch();\n    __syncthreads();",
+        "",
+    ),
     "writes beyond the vector": (
         Sample("gru", "cluster", 4, 3, 50),
+        "rnn/cuda/recurrence.jit.cu",
         "+ chunk / kChunksOfSlice * kPitch",
         "+ (chunk / kChunksOfSlice + 3) * kPitch",
     ),
@@ -276,8 +287,8 @@ FLAWS = {
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path):
     """A kernel with a flaw that tests on a GPU may well pass."""
-    sample, right, wrong = FLAWS[flaw]
-    library = build(sample, emulated.with_flaw("rnn/cuda/recurrence.jit.cu", right, wrong, tmp_path))
+    sample, source, right, wrong = FLAWS[flaw]
+    library = build(sample, emulated.with_flaw(source, right, wrong, tmp_path))
     with pytest.raises(AssertionError):
         for seed in range(3):
             emulate(sample, library, seed)

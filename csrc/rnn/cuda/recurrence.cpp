@@ -28,49 +28,29 @@ namespace {
 
 constexpr const char* kSource = "rnn/cuda/recurrence.jit.cu";
 
-int ceil_div(int64_t a, int64_t b) {
-  return int((a + b - 1) / b);
+RecurrenceShape shape_of(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
+  return {.cell = p.cell,
+          .type = g.fma ? RecurrenceType::kFloat : p.type,  // one kernel for both precisions
+          .backward = p.backward,
+          .hidden = p.hidden,
+          .group = g.group,
+          .columns = g.columns,
+          .units = g.units,
+          .warps = g.warps,
+          .split = g.split,
+          .cluster = g.cluster,
+          .resident = g.resident,
+          .fma = g.fma,
+          .through_l2 = g.tier == Tier::kGrid};
 }
 
-// The kernel's constants, as it computes them.
-struct Layout {
-  int per_chunk, rows_of_unit, values, vector, blocks, row_tiles, rows, vectors, pairs, sums, batches;
-  bool shared;
-
-  Layout(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
-    const int bytes = element_bytes(p.type), gates = gate_blocks(p.cell);
-    shared = g.tier != Tier::kGrid;
-    per_chunk = 16 / bytes;
-    rows_of_unit = p.backward ? 1 : gates;
-    values = p.backward ? gates : 1;
-    vector = shared ? g.group * g.units * values : ceil_div(p.hidden, per_chunk) * per_chunk * values;
-    blocks = ceil_div(ceil_div(int64_t(vector) * bytes, 64), g.split * g.cluster);
-    row_tiles = ceil_div(ceil_div(rows_of_unit * g.units * g.cluster, 16), g.warps / g.split);
-    rows = row_tiles * (g.warps / g.split) * 16;
-    vectors = g.fma ? g.columns : ceil_div(g.columns, 8);
-    pairs = ceil_div(int64_t(g.units) * g.columns, 32 * g.warps);
-    sums = g.fma || row_tiles * vectors >= 4 ? 1 : 2;
-    batches = ceil_div(blocks, std::max(1, 8 / vectors));
-  }
-
-  // Registers of a thread besides resident weights: estimated, with room for the compiler.
-  int other_registers(const RecurrenceProblem& p, const RecurrenceGeometry& g) const {
-    int count = 64 + row_tiles * vectors * sums * 4 + pairs * (p.backward ? 22 : 18);
-    if (!shared) count += 32 + blocks + 4 * vectors;
-    if (p.type == RecurrenceType::kFloat && !g.fma) count += 16;
-    return count;
-  }
-
-  int shared_bytes(const RecurrenceProblem& p, const RecurrenceGeometry& g) const {
-    const int bytes = element_bytes(p.type);
-    const int weights = g.warps * std::max(0, blocks - g.resident) * row_tiles * 1024;
-    const int stage = ceil_div(g.columns * g.units * values * bytes, 16) * 16;
-    const int vector_bytes = blocks * g.split * 64, pitch = vector_bytes + (vector_bytes % 128 == 0 ? 64 : 0);
-    const int buffers = shared ? 2 * g.columns * pitch : 0;
-    const int received = g.cluster > 1 ? 2 * g.cluster * g.columns * (rows_of_unit * g.units + 4) * 4 : 0;
-    return weights + stage + buffers + g.split * g.columns * (rows + 4) * 4 + received + 16;
-  }
-};
+// Registers of a thread besides resident weights: estimated, with room for the compiler.
+int other_registers(const RecurrenceShape& s, const RecurrenceLayout& l) {
+  int count = 64 + l.row_tiles * l.vectors * l.sums * 4 + l.pairs * (s.backward ? 22 : 18);
+  if (s.through_l2) count += 32 + l.blocks + 4 * l.vectors;
+  if (s.type == RecurrenceType::kFloat && !s.fma) count += 16;
+  return count;
+}
 
 // What a step costs, in microseconds, and of how much. `python -m benchmarks.geometries` measures geometries, where
 // sequences are so long that what is exchanged does not stay in the L2 cache; the constants are fitted to them.
@@ -101,25 +81,25 @@ struct StepCosts {
 constexpr int kMaxFmaColumns = 4;
 
 // Of one launch and step, and how many launches there are.
-RecurrenceAmounts amounts_of(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& l) {
+RecurrenceAmounts amounts_of(const RecurrenceProblem& p, const RecurrenceGeometry& g, const RecurrenceLayout& l) {
   const int bytes = element_bytes(p.type);
   const int64_t waves = ceil_div(g.groups, std::max<int64_t>(1, g.at_once));
-  const bool grid = !l.shared, exact = p.type == RecurrenceType::kFloat;
+  const bool grid = g.tier == Tier::kGrid, exact = p.type == RecurrenceType::kFloat;
   const double tiles = double(l.blocks) * l.row_tiles * l.vectors * ceil_div(g.warps, 4) / 1000;
   const double vector = double(l.vector) * g.columns * bytes / 1024, cycle = 1 / 128e3;
   const double launches = double(waves) * (p.directions / g.directions);
   return {
       {1, double(gate_blocks(p.cell)), double(l.pairs - 1), g.fma || exact ? 0 : 2 * tiles,
        !g.fma && exact ? 2 * tiles : 0, g.fma ? 8 * tiles : 0,
-       cycle * g.warps * std::max(0, l.blocks - g.resident) * l.row_tiles * 1024,
-       cycle * g.warps * l.blocks * 64 * g.columns, cycle * 2 * g.split * l.rows * g.columns * 4, vector,
+       cycle * g.warps * (l.blocks - l.in_registers) * l.row_tiles * 1024, cycle * g.warps * l.blocks * 64 * g.columns,
+       cycle * 2 * g.split * l.rows * g.columns * 4, vector,
        vector / 1024 * g.group * double(g.groups) / double(waves) / g.cluster, std::log2(double(g.group) * g.columns),
        g.cluster > 1 ? cycle * 2 * g.cluster * l.rows_of_unit * g.units * g.columns * 4 : 0,
-       g.fma && grid ? double(l.batches - 1) : 0},
+       g.fma && grid ? double(ceil_div(l.blocks, l.batch) - 1) : 0},
       launches};
 }
 
-double step_us(const RecurrenceProblem& p, const RecurrenceGeometry& g, const Layout& layout) {
+double step_us(const RecurrenceProblem& p, const RecurrenceGeometry& g, const RecurrenceLayout& layout) {
   const RecurrenceAmounts a = amounts_of(p, g, layout);
   return a.launches * std::inner_product(a.amounts, a.amounts + kRecurrenceCosts,
                                          costs_here<StepCosts>().costs[int(g.tier)][p.backward], 0.0);
@@ -227,26 +207,26 @@ const char* tier_name(Tier tier) {
 
 std::vector<std::string> geometry_defines(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
   const auto define = [](const char* name, int value) { return std::string(name) + "=" + std::to_string(value); };
-  const RecurrenceType type = g.fma ? RecurrenceType::kFloat : p.type;  // one kernel for both precisions
-  return {define("CELL", int(p.cell)),
-          define("TYPE", int(type)),
-          define("BACKWARD", p.backward),
-          define("HIDDEN", p.hidden),
-          define("GROUP", g.group),
-          define("COLUMNS", g.columns),
-          define("UNITS", g.units),
-          define("WARPS", g.warps),
-          define("SPLIT", g.split),
-          define("RESIDENT", g.resident),
+  const RecurrenceShape s = shape_of(p, g);
+  return {define("CELL", int(s.cell)),
+          define("TYPE", int(s.type)),
+          define("BACKWARD", s.backward),
+          define("HIDDEN", s.hidden),
+          define("GROUP", s.group),
+          define("COLUMNS", s.columns),
+          define("UNITS", s.units),
+          define("WARPS", s.warps),
+          define("SPLIT", s.split),
+          define("RESIDENT", s.resident),
           define("SHARED_BYTES", g.shared_bytes),
-          define("CLUSTER", g.cluster),
-          define("FMA", g.fma),
-          define("EXCHANGE", g.tier == Tier::kGrid),
+          define("CLUSTER", s.cluster),
+          define("FMA", s.fma),
+          define("EXCHANGE", s.through_l2),
           define("PACKED", p.packed)};
 }
 
 RecurrenceAmounts geometry_amounts(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
-  return amounts_of(p, g, Layout(p, g));
+  return amounts_of(p, g, RecurrenceLayout(shape_of(p, g)));
 }
 
 const char* const* recurrence_cost_names() {
@@ -287,12 +267,14 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
     // Units come in chunks of 16 bytes, so that the last blocks of a group may have none: they only wait for the
     // others.
     if (g.group > 1 && 4 * ceil_div(p.hidden, g.units) < 3 * g.group) return;
-    const Layout layout(p, g);
-    if (layout.pairs > 8 || layout.row_tiles * layout.vectors > 16) return;
-    const int room = std::min(248, 65536 / (32 * g.warps)) - layout.other_registers(p, g);
+    g.resident = 0;
+    const RecurrenceLayout all_shared(shape_of(p, g));
+    if (all_shared.pairs > 8 || all_shared.row_tiles * all_shared.vectors > 16) return;
+    const int room = std::min(248, 65536 / (32 * g.warps)) - other_registers(shape_of(p, g), all_shared);
     if (room < 0) return;
-    g.resident = std::min(layout.blocks, room / (layout.row_tiles * 8));
-    g.shared_bytes = layout.shared_bytes(p, g);
+    g.resident = std::min(all_shared.blocks, room / (all_shared.row_tiles * 8));
+    const RecurrenceLayout layout(shape_of(p, g));
+    g.shared_bytes = layout.shared_bytes;
     if (g.shared_bytes > device.max_shared_per_block) return;
     g.step_us = step_us(p, g, layout);
     found.push_back(g);

@@ -1,4 +1,4 @@
-// The recurrence kernel of one layer (recurrence.jit.cu) as the host sees it: arguments, geometry, launch.
+// The recurrence kernel of one layer (recurrence.jit.cu) as the host sees it: geometries, launch.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "rnn/cell.h"
+#include "rnn/cuda/recurrence_args.h"
+#include "rnn/cuda/recurrence_layout.h"
 
 namespace weft::jit {
 class Kernel;
@@ -15,46 +16,7 @@ class Kernel;
 
 namespace weft::rnn {
 
-// How elements are stored and multiplied; the numbers are those of the kernel's TYPE.
-enum class RecurrenceType { kHalf = 0, kBFloat16 = 1, kTF32 = 2, kFloat = 3 };
-
-inline int element_bytes(RecurrenceType type) {
-  return type == RecurrenceType::kHalf || type == RecurrenceType::kBFloat16 ? 2 : 4;
-}
-
-// The kernel's Args, field by field; what each one is stands there.
-struct RecurrenceArgs {
-  const void* w_hh[2];
-  const void* b_ih[2];
-  const void* b_hh[2];
-  void* x;
-  int x_stride;
-  int64_t x_direction;
-  const void* h0;
-  const void* c0;
-  void* output;
-  void* cells;
-  int output_stride;
-  void* h_n;
-  void* c_n;
-  const void* grad_output;
-  const void* grad_cells;
-  const void* grad_h_n;
-  const void* grad_c_n;
-  void* dgates;
-  int dgates_stride;
-  int64_t dgates_direction;
-  void* exchange;
-  int exchange_stride;
-  int64_t exchange_direction;
-  int exchange_value[4];
-  const int* lengths;
-  const int64_t* offsets;
-  int steps, batch, first_sequence;
-  int first_direction, directions;
-  int save;
-  int publishes_result;
-};
+using RecurrenceArgs = RecurrenceArgsOf<void>;
 
 // What the choice of a geometry depends on.
 struct RecurrenceProblem {
@@ -68,13 +30,12 @@ struct RecurrenceProblem {
 enum class Tier { kSmall, kCluster, kGrid };
 const char* tier_name(Tier tier);
 
-// One way to lay a problem out on the device; the capitalised names are the kernel's macros.
+// One way to lay a problem out on the device.
 struct RecurrenceGeometry {
   Tier tier;
-  int group, columns, units, warps, split, cluster;  // GROUP, COLUMNS, UNITS, WARPS, SPLIT, CLUSTER
-  int resident;                                      // RESIDENT
-  bool fma;                                          // FMA
-  int directions;                                    // that run at the same time
+  int group, columns, units, warps, split, cluster, resident;  // as in RecurrenceShape
+  bool fma;
+  int directions;  // that run at the same time
   int shared_bytes;
   int64_t groups;   // of one direction
   int64_t at_once;  // groups of one direction that a launch may have; a grid's blocks must all be resident
