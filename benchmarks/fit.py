@@ -301,11 +301,11 @@ def fitted(all_rows: Sequence[Row], before: Tables) -> Tables:
 
 
 def layer_cases() -> Iterator[tuple[LayerCase, tuple[str, ...]]]:
-    """What lines, hosts and limits are fitted to, and the metrics of each: what is missing costs most comes first."""
+    """What lines, hosts and limits are fitted to, and the metrics of each."""
     training, both = ("forward_backward",), ("forward", "forward_backward")
     for cell, H, B in itertools.product(rnn.GRID_CELLS, (8, 20, 32), (1, 16, 64)):
-        yield LayerCase(cell, H, B, 3000, inputs=H, algorithm="scan"), both if B == 16 else training
-        yield LayerCase(cell, H, B, 10, inputs=H, algorithm="scan"), training
+        for T in (10, 1000, 10000):
+            yield LayerCase(cell, H, B, T, inputs=H, algorithm="scan"), both if B == 16 and T > 10 else training
     for cell, H, B, T in itertools.product(rnn.GRID_CELLS, (64, 128), (1, 4, 16, 64), (3000, 10000)):
         for algorithm in ("scan", "persistent"):
             if algorithm == "persistent" or costs.SCAN_LARGEST[cell] >= H:

@@ -11,10 +11,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import weft
+from weft import _costs
 from weft._rnn import choice, costs
 from weft._rnn.case import Case
 
-from benchmarks import common, fit_costs, geometries, rnn, scan
+from benchmarks import common, fit, fitting, geometries, rnn, scan
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -348,7 +350,7 @@ def test_targets_that_were_reached_are_held():
 
 @pytest.fixture
 def costed_rows():
-    found = list(fit_costs.rows())
+    found = list(fit.rows())
     if not found:
         pytest.skip("there are no results yet")
     return found
@@ -371,53 +373,137 @@ def test_costs_are_near_the_rows(costed_rows):
         return (sum(e * e for e in errors) / len(errors)) ** 0.5
 
     training = [r for r in costed_rows if r.metric == "forward_backward"]
-    long = [r for r in training if r.steps >= fit_costs.LONG]
+    long = [r for r in training if r.steps >= fit.LONG]
     for kernel in ("small", "persistent", "standard"):
         assert rms((costs.torch_us(r.case), r.torch) for r in long if r.kernel == kernel) < 0.2
-    scans = [r for r in long if fit_costs.ran_as_scan(r)]
+    scans = [r for r in long if fit.ran_as_scan(r)]
     assert rms((costs.scan_us(r.case), r.weft) for r in scans) < 0.2
     forward = [r for r in costed_rows if r.metric == "forward" and r.file == "scan"]
     without = [(costs.scan_us(r.case._replace(trains=False)), r.weft) for r in forward]
     assert without and rms(without) < 0.2
     # A few steps are the host's, whose times vary.
-    short = [r for r in training if r.steps < fit_costs.LONG]
+    short = [r for r in training if r.steps < fit.LONG]
     assert rms((costs.torch_us(r.case), r.torch) for r in short) < 0.35
-    assert rms((costs.scan_us(r.case), r.weft) for r in short if fit_costs.ran_as_scan(r)) < 0.35
+    assert rms((costs.scan_us(r.case), r.weft) for r in short if fit.ran_as_scan(r)) < 0.35
 
 
-def test_the_constants_are_those_of_the_rows(costed_rows, capsys):
-    """What the fit prints, constant by constant."""
-    lines = {f"CUDNN {kernel} {cell}": line for kernel, cells in costs.CUDNN.items() for cell, line in cells.items()}
-    lines |= {f"SCAN {cell} {largest}": line for (cell, largest), line in costs.SCAN.items()}
-    numbers = {
-        **{f"FORWARD_SHARE {kernel}": [share] for kernel, share in costs.FORWARD_SHARE.items()},
-        **{f"LAUNCHES {trains}": [us] for trains, us in costs.LAUNCHES.items()},
-        "SCAN_FORWARD_START": [costs.SCAN_FORWARD_START],
-        "WEFT_HOST": costs.WEFT_HOST.values(),
-        "TORCH_HOST": costs.TORCH_HOST.values(),
-        "TORCH_HOST_STANDARD": [costs.TORCH_HOST_STANDARD[False]],
-    }
-    fit_costs.main([])
-    printed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if not line.startswith(" "))
-    for name, line in lines.items():
-        assert printed.pop(name) == fit_costs.text_of(line)
-    for name, values in numbers.items():
-        assert printed.pop(name) == ", ".join(f"{value:.3g}" for value in values)
-    assert not printed
+def test_the_file_is_what_the_fit_writes(costed_rows, tmp_path, capsys):
+    """What can be fitted to the rows is, and the rest is kept."""
+    fit.main(["--results", "--output", str(tmp_path / "costs.json")])
+    gpu, _ = _costs.read(tmp_path / "costs.json")
+    assert (tmp_path / "costs.json").read_text() == fit.path_of(gpu).read_text()
+    with pytest.raises(SystemExit, match="there is no file for NVIDIA None"):
+        fit.main(["--results", "NVIDIA None"])
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="there is no GPU to measure"):
+            fit.main([])
 
 
-def test_a_fit_finds_the_constants_again():
-    line = costs.Line(step=2.0, unit=0.5, sequence=3.0)
-    base = fit_costs.case_of(common.parse_case("cell=gru device=cuda dtype=fp32 H=8 B=4 T=100"), "forward_backward")
-    cases = [
+LINE = costs.Line(step=2.0, unit=0.5, sequence=3.0)
+
+
+def _cases() -> list[Case]:
+    base = fit.case_of(common.parse_case("cell=gru device=cuda dtype=fp32 H=8 B=4 T=100"), "forward_backward")
+    return [
         base._replace(hidden_size=H, batch=B, steps=T, layers=layers)
         for H, B, T, layers in ((8, 1, 10, 1), (20, 4, 99, 1), (8, 16, 500, 2), (64, 2, 1000, 1), (32, 9, 77, 3))
     ]
+
+
+def test_a_fit_finds_the_constants_again():
     # What would be negative is left out.
-    names = ("start", "step", "unit", "sequence")
-    assert fit_costs.fit_line(cases, [line.us(case) for case in cases], names) == line
-    slower = [line.us(case) - 50 for case in cases]
-    assert fit_costs.fit_line(cases, slower, names).start == 0
+    names, cases = ("start", "step", "unit", "sequence"), _cases()
+    assert fit.fit_line(cases, [LINE.us(case) for case in cases], names) == LINE
+    slower = [LINE.us(case) - 50 for case in cases]
+    assert fit.fit_line(cases, slower, names).start == 0
+    assert fitting.rounded(0.0012345) == 0.00123
+    assert fitting.error([1.1, 0.9, 1.0], [1.0, 1.0, 1.0]) == "rms 8.2%, worst 10%"
+
+
+def test_a_line_in_a_table_says_what_it_goes_with():
+    cases = _cases()
+    table = fit.table_of(LINE, cases, [LINE.us(case) for case in cases])
+    assert table == {
+        "from": "5 rows, rms 0.0%, worst 0%", "clock": {"step": 2.0, "unit": 0.5}, "chip": {"sequence": 3.0}
+    }  # fmt: skip
+    weft._C.add_costs({"line": _costs._by_kind(table)}, name="line", **FACTS)
+    found = _costs.Costs(*weft._C.costs_of(name="line", **FACTS))
+    assert costs.line(found, "line") == LINE
+
+
+FACTS = {"capability": 10, "multiprocessors": 1, "clock_mhz": 1.0, "bandwidth_gbs": 1.0}
+
+
+def _fast_gpu_rows(scale: float) -> list[fit.Row]:
+    """Invented rows of everything that `fit` measures, on a GPU where all takes `scale` times what the costs say."""
+    rows = []
+    for layer, metrics in fit.layer_cases():
+        for metric in metrics:
+            case = fit.case_of(common.parse_case(layer.name), metric)
+            weft_us = costs.scan_us(case) if layer.algorithm == "scan" else 1.5 * case.steps
+            rows.append(fit.Row("fit", case, metric, layer.algorithm, scale * weft_us, scale * costs.torch_us(case)))
+    for case in rnn.DECODE:
+        rows.append(fit.Row("fit", fit.case_of(common.parse_case(case.name), "decode"), "decode", "auto", 15.0, 100.0))
+    return rows
+
+
+def test_what_is_measured_is_enough_for_every_layers_table():
+    """On a GPU without other rows; the numbers are found again, as far as the host does not cover them."""
+    _, before = _costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    tables = fit.fitted(_fast_gpu_rows(2.0), before)
+    changed = {name for name in tables if tables[name] != before[name]}
+    assert changed == {name for name in tables if name.startswith(("rnn.torch", "rnn.scan.", "rnn.scan_limits"))} | {
+        "rnn.host", "rnn.scan"
+    }  # fmt: skip
+    for cell, largest in fit.SCANS:
+        old, new = (t[f"rnn.scan.{cell}.{largest}"] for t in (before, tables))
+        assert new["clock"]["step"] == pytest.approx(2 * old["clock"]["step"], rel=0.05), cell
+        assert new["chip"]["volume"] == pytest.approx(2 * old["chip"]["volume"], rel=0.1), cell
+    assert tables["rnn.torch.small"]["fixed"]["forward_share"] == before["rnn.torch.small"]["fixed"]["forward_share"]
+    assert tables["rnn.host"]["fixed"]["weft_forward"] == 15.0
+
+
+def test_limits_lose_least():
+    """The first algorithm wins for long sequences in small batches."""
+    points = {
+        (T, B): (1.0, 2.0) if T >= 3000 and B <= 4 else (2.0, 1.0) for T in (1000, 3000, 10000) for B in (1, 4, 16)
+    }
+    assert fit.best_limits(points) == (3000, 4)
+    assert fit.best_limits({size: (2.0, 1.0) for size in points})[1] == 0
+    assert fit.best_limits({size: (1.0, 2.0) for size in points}) == (1000, 16)
+    # What is lost on one side counts against what is won on the other.
+    points[3000, 4] = 1.5, 1.0
+    points[3000, 1] = 1.0, 1.4
+    assert fit.best_limits(points) == (10000, 4)
+    points[3000, 1] = 1.0, 1.6
+    assert fit.best_limits(points) == (3000, 4)
+
+
+def test_a_gpu_without_a_file_starts_from_the_nearest(tmp_path):
+    gpu = {"name": "NVIDIA Half", "capability": 90, "multiprocessors": 66, "clock_mhz": 990.0, "bandwidth_gbs": 4917.0}
+    tables = fit.before(gpu)
+    _, h200 = _costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    assert tables.keys() == h200.keys() and fit.path_of(gpu).name == "nvidia-half.json"
+    assert tables["products"]["chip"]["half_teraflop"] == 4 * h200["products"]["chip"]["half_teraflop"]
+    assert tables["rnn.host"]["fixed"] == h200["rnn.host"]["fixed"]
+    assert tables["rnn.scan_warp.gru"]["from"] == "extrapolated from NVIDIA H200"
+    path = tmp_path / "half.json"
+    path.write_text(fit.text_of(gpu, tables))
+    assert _costs.read(path) == (gpu, tables)
+
+
+def test_geometries_become_tables():
+    """What no geometry needed stays as it was."""
+    constants = {"base": 0.5, "product": 3.0, "fma": 0.0}
+    timed = [t._replace(geometry=t.geometry._replace(amounts={**t.geometry.amounts, "fma": 0.0}))
+             for t in _timed({"base": 0.5, "product": 3.0})]  # fmt: skip
+    before = {f"rnn.recurrence.grid.{p}": {"from": "", "clock": dict.fromkeys(constants, 9.0)}
+              for p in ("forward", "backward")}  # fmt: skip
+    found = dict(fit.tables_of_geometries(timed, before))
+    assert found.keys() == before.keys()
+    for table in found.values():
+        assert table["clock"] == {"base": 0.5, "product": 3.0, "fma": 9.0} and "geometries, rms 0.0%" in table["from"]
+    assert not dict(fit.tables_of_geometries(timed[:4], before))
 
 
 def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):

@@ -210,7 +210,7 @@ def test_auto_takes_persistent_on_cuda_where_its_time_is_known(plan):
 
 
 def test_auto_leaves_large_batches_to_torch(plan):
-    large = ON_CUDA._replace(batch=65_536 // 512 + 1)
+    large = ON_CUDA._replace(batch=32_768 // 512 + 1)
     torch_us = choice.expected_time("torch", large)
     plan.microseconds = 0.9 * torch_us
     assert choose("auto", large) == ("persistent", "auto's model of costs")
@@ -221,7 +221,7 @@ def test_auto_leaves_large_batches_to_torch(plan):
     # Not where the batch is small, nor where cuDNN has one kernel for all steps, nor packed: there nothing was measured
     # to be faster than this one.
     plan.microseconds = 1e9
-    for change in ({"batch": 128}, {"packed": True}, {"hidden_size": 128}):
+    for change in ({"batch": 64}, {"packed": True}, {"hidden_size": 128}):
         assert choose("auto", large._replace(**change))[0] == "persistent"
     assert choose("auto", large._replace(hidden_size=128, dtype=torch.float16))[0] == "persistent"
 

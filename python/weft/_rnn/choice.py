@@ -90,10 +90,10 @@ def _auto_scan_on(index: int) -> dict[tuple[str, str], Table]:
     return _scan_tables(_costs.of(index))
 
 
-# A layer's step with at most so many states, B times H, is small: 64 sequences of 1024 units. There the persistent
-# kernels, whose step takes what reading the weights from the chip and one exchange take, were faster than torch's
-# launches wherever the weights fit; with more states their products are what takes time, and torch's are faster.
-_FEW_STATES = 65_536
+# A step of at most so many states, B times H, is small: 32 sequences of 1024 units. There the persistent kernels, whose
+# step takes what its exchange takes, are faster than torch's launches wherever the weights fit. With more states the
+# products are what takes time, and torch's are faster in the end.
+_FEW_STATES = 32_768
 
 # On the CPU "persistent" is taken before "scan": what stands here was faster than torch's layer on two cores, forward
 # alone and with the backward pass. A single step of a large layer pays for the packing of the weights; oneDNN's LSTM is
