@@ -42,7 +42,8 @@
 //                 kernels on CUDA for padded input and H up to 128, an lstm's up to 64, in float64 up to 32. Elsewhere,
 //                 and where cells have a gradient, it is "persistent" in the accumulate type.
 //   The forward pass is chosen apart from it: on CUDA, with "scan", one warp per sequence for H <= 32, beyond the
-//   persistent kernel in the accumulate type, else torch's (cuDNN), from whose output gates and cells are recovered.
+//   persistent kernel in the accumulate type, else torch's (cuDNN), from whose output gates and cells are recovered;
+//   cuDNN's first for an lstm in one direction.
 //
 // Dtypes: float16, bfloat16, float32, float64, one for all arguments but batch_sizes. float16 and bfloat16 accumulate,
 // carry the state and compute the gates in float32 (the accumulate type), and round where a result is written.

@@ -97,6 +97,14 @@ def test_sizes_of_blocks_on_very_long_sequences(cell: str):
 
 
 @pytest.mark.cuda
+def test_an_lstm_without_cudnn(monkeypatch):
+    """Whose forward pass is then the persistent kernel."""
+    force_chunks(monkeypatch, 7)
+    with torch.backends.cudnn.flags(enabled=False, allow_tf32=False):
+        test_long_sequences(*by_scan([Sample("lstm", 200, 3, 5, 64)]), "cuda")
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("both", (False, True))
 @pytest.mark.parametrize(("cell", "H"), BLOCK_CASES)
 def test_forward_by_torch(cell: str, H: int, both: bool, monkeypatch):
