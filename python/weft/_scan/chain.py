@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _costs
 from .._torch_private import differentiated_by_transform
 from ..sparse._csr import BatchedCSR
 from ..sparse._jacobians import full_pattern
@@ -43,12 +44,19 @@ class Costs(NamedTuple):
     product: float  # of two matrices: the call
     vector: float  # of matrix and vector within a linear chain
     call: float  # of matrix and vector by itself
-    gflops: float  # of a product of two matrices, per microsecond and thousand
-    memory: float  # fraction of the device's memory that products may take
+    gigaflop: float  # of sparse products, which run as fast as their gathers
 
 
-# A launch takes 4 us and a barrier of the whole grid 1 us on an H200; sparse products run as fast as their gathers.
-_COSTS = {"cuda": Costs(4.0, 1.2, 4.0, 400.0, 0.25), "cpu": Costs(5.0, 1.0, 5.0, 0.5, 0.25)}
+_CPU = Costs(product=5.0, vector=1.0, call=5.0, gigaflop=2e6)
+_SHARE_OF_MEMORY = 0.25
+"""Of the device's, that products may take."""
+
+
+def _costs_on(device: torch.device) -> Costs:
+    if device.type != "cuda":
+        return _CPU
+    table = _costs.of(device.index).tables["scan.sparse_chain"]
+    return Costs(**{name: table[name][0] for name in Costs._fields})
 
 
 class Tree:
@@ -162,8 +170,8 @@ def _choose(patterns: Sequence[Pattern], batches: Sequence[int | None], batch: i
     if len(patterns) < 3:
         return best
     device = patterns[0].crow.device
-    costs = _COSTS[device.type]
-    limit = costs.memory * _memory(device)
+    costs = _costs_on(device)
+    limit = _SHARE_OF_MEMORY * _memory(device)
     least = sum(_vectors(patterns, costs, batch))
     tree, ups = best, 0.0
     for levels in range(1, ALL_LEVELS):
@@ -187,7 +195,7 @@ def _choose(patterns: Sequence[Pattern], batches: Sequence[int | None], batch: i
 
 
 def _microseconds(flops: int, costs: Costs, batch: int) -> float:
-    return flops * batch / (costs.gflops * 1e3)
+    return 1e-9 * flops * batch * costs.gigaflop
 
 
 def _vectors(patterns: Sequence[Pattern], costs: Costs, batch: int) -> Iterator[float]:
