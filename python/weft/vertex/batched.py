@@ -67,7 +67,7 @@ def run(
         inputs: what is pulled.
         tensors: of the module, by name.
     """
-    plan, device = compiled.plan, compiled.type.device
+    plan, device, dtype = compiled.plan, compiled.type.device, compiled.type.state.dtype
     rows = schedule.core.num_vertices
     columns = [None] * len(plan.parts) if vertices is None else vertices
     with torch.autocast(device.type, enabled=False):
@@ -78,8 +78,8 @@ def run(
         for part in parts:
             part.replay(part.plan.before)
         given = [
-            *(_matrix(parts[p].input(s), rows) for p, s in plan.inputs),
-            *(parts[p].values[s] for p, s in (*plan.matrices, *plan.vectors)),
+            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in plan.inputs),
+            *(_number(parts[p].values[s], dtype) for p, s in (*plan.matrices, *plan.vectors)),
         ]
         results = dict(zip(plan.outputs, _Frontiers.apply(_Context(compiled, schedule, levels), *given), strict=True))
         for part in parts:
@@ -192,6 +192,11 @@ class _Values(dict):
 
 def _matrix(x: Tensor, rows: int) -> Tensor:
     return x if x.dim() == 2 else x.reshape(rows, math.prod(x.shape[1:]))
+
+
+def _number(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Booleans are 0 and 1 in the frontiers."""
+    return x.to(dtype) if x.dtype == torch.bool else x
 
 
 def _own(outputs: list[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
@@ -324,9 +329,9 @@ class _Replay:
         self._producers = {r: i for i in part.replayed for r in self._operations[i].results}
 
     def __call__(self, v: Vertex) -> None:
-        values: dict[int, Tensor] = dict(self._shared)
+        values = {s: self._as_recorded(s, x) for s, x in self._shared.items()}
         for s, name in self._pulled.items():
-            values[s] = v.pull(name).view(-1, *self._symbols[s].shape[1:])
+            values[s] = self._as_recorded(s, v.pull(name).view(-1, *self._symbols[s].shape[1:]))
         for i in self._part.replayed:
             o = self._operations[i]
             if self._on_children(i) or any(r in values for r in o.results):
@@ -344,6 +349,9 @@ class _Replay:
         for number, spec in zip(self._outputs, self._specs, strict=True):
             nothing = torch.zeros((v._rows, *spec.shape), dtype=spec.dtype, device=v._type.device)
             v.push(mine.get(number, nothing))
+
+    def _as_recorded(self, symbol: int, x: Tensor) -> Tensor:
+        return x.bool() if self._symbols[symbol].dtype == "bool" else x
 
     def _set(self, values: dict[int, Tensor], i: int, result: object) -> None:
         results = [result] if isinstance(result, Tensor) else list(result)

@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .ir import UNARY, Graph, Node, Unsupported
+from .ir import Graph, Node, Unsupported
 from .kernels import Compiled, Function, compile_frontiers
+from .operations import BOOLEAN, ELEMENTWISE, SHAPED, VIEWS, Value, broadcast
 from .program import Constant, Operation, Ref, Symbol
 from .trace import Trace
 
@@ -244,17 +245,20 @@ class _Compiler:
                     continue
                 self._inside.add(i)
                 self._convert(o)
+        if self._converted[symbol] is None:
+            raise Unsupported(f"a result of {self._operations[self._producer[symbol]].op}")
         return self._converted[symbol]
 
     def _convertible(self, o: Operation) -> bool:
         """Whether an operation that could run before the frontiers is compiled into them: a view, or all without lazy
         batching."""
-        if o.op in _VIEWS:
+        if o.op in VIEWS:
             symbol = self._program.symbols[o.reads()[0]]
-            return symbol.kind == "row" and symbol.dtype == self._dtype and _is_column_view(o, symbol)
+            if symbol.kind == "row" and symbol.dtype == self._dtype and self._keeps_rows(o):
+                return True
         if self._lazy:
             return False
-        if o.op not in _PRODUCTS and o.op not in _KNOWN:
+        if not any(o.op in known for known in (_PRODUCTS, ELEMENTWISE, SHAPED)):
             return False
         return all(self._program.symbols[s].dtype in (self._dtype, "bool") for s in (*o.reads(), *o.results))
 
@@ -269,13 +273,13 @@ class _Compiler:
         return math.prod(info.shape[1:])
 
     def _check_dtype(self, symbol: int, what: str) -> None:
+        """Of what the frontiers read; booleans are handed over as 0 and 1."""
         dtype = self._program.symbols[symbol].dtype
-        if dtype != self._dtype:
+        if dtype not in (self._dtype, "bool"):
             raise Unsupported(f"{what} in {dtype}")
 
     def _input(self, symbol: int) -> Node:
-        if self._program.symbols[symbol].dtype != self._dtype:
-            self._check_dtype(symbol, "rows")
+        self._check_dtype(symbol, "rows")
         return self._graph.node("input", (), self._width(symbol), "N", self._index(self._shared.inputs, symbol))
 
     def _index(self, table: list[tuple[int, int]], symbol: int) -> int:
@@ -309,14 +313,12 @@ class _Compiler:
             self._set(o, g.sum(x))
         elif o.op in _PRODUCTS:
             self._product(o)
-        elif o.op in _VIEWS:
-            self._view(o)
-        elif o.op.startswith("aten.cat"):
-            self._cat(o)
+        elif o.op in SHAPED and self._keeps_rows(o):
+            self._shaped(o)
         else:
             self._elementwise(o)
 
-    def _set(self, o: Operation, *nodes: Node) -> None:
+    def _set(self, o: Operation, *nodes: Node | None) -> None:
         for symbol, node in zip(o.results, nodes, strict=True):
             self._converted[symbol] = node
 
@@ -337,73 +339,69 @@ class _Compiler:
             product = self._graph.apply("add", product, self._broadcast(bias, o.results[0]))
         self._set(o, product)
 
-    def _view(self, o: Operation) -> None:
-        (x, *_) = o.reads()
-        symbol = self._program.symbols[x]
-        node = self._value(x)
-        if not _is_column_view(o, symbol):
-            raise Unsupported(o.op)
-        g, numbers = self._graph, [a.text for a in o.arguments[1:] if isinstance(a, Constant)]
-        if o.op == "aten.slice.Tensor":
-            first, end = (
-                _clipped(text, default, node.width)
-                for text, default in zip([*numbers[1:3], "None", "None"], (0, node.width), strict=False)
-            )
-            self._set(o, g.slice(node, first, max(first, end)))
-        elif o.op in ("aten.split.Tensor", "aten.split_with_sizes.default"):
-            first, parts = 0, []
-            for r in o.results:
-                width = self._program.symbols[r].shape[1]
-                parts.append(g.slice(node, first, first + width))
-                first += width
-            self._set(o, *parts)
-        else:
-            self._set(o, node)
+    def _keeps_rows(self, o: Operation) -> bool:
+        """Whether a view has the rows that its argument has."""
+        if o.op not in ("aten.view.default", "aten._unsafe_view.default", "aten._reshape_copy.default"):
+            return True
+        (before, after) = (self._program.symbols[s].shape[:1] for s in (o.reads()[0], o.results[0]))
+        return before == after and before in (("N",), ("E",))
 
-    def _cat(self, o: Operation) -> None:
-        reads = o.reads()
-        dim = o.arguments[1].text if len(o.arguments) > 1 else "0"
-        if dim not in ("1", "-1") or any(len(self._program.symbols[r].shape) != 2 for r in reads):
-            raise Unsupported(f"{o.op} of another dimension than the last of two")
-        self._set(o, self._graph.cat(self._row(r) for r in reads))
+    def _argument(self, a: object) -> object:
+        """A number, a list, or the columns of a symbol with their shape."""
+        if isinstance(a, tuple):
+            return [self._argument(x) for x in a]
+        if isinstance(a, Constant):
+            return _number(a.text)
+        shape = self._program.symbols[a.symbol].shape
+        rows = shape[:1] in (("N",), ("E",))
+        return Value(self._value(a.symbol), tuple(shape[1:] if rows else shape), rows)
+
+    def _shaped(self, o: Operation) -> None:
+        shapes = []
+        for r in o.results:
+            if self._program.symbols[r].shape[:1] not in (("N",), ("E",)):
+                raise Unsupported(f"{o.op} along the vertices")
+            shapes.append(tuple(self._program.symbols[r].shape[1:]))
+        arguments = [self._argument(a) for a in o.arguments]
+        keywords = {key: self._argument(value) for key, value in o.keywords}
+        wide = [self._wide(a) for a in arguments]
+        self._set(o, *SHAPED[o.op](self._graph, shapes, *wide, **keywords))
+
+    def _wide(self, a: object) -> object:
+        """Values of all their columns."""
+        if isinstance(a, list):
+            return [self._wide(x) for x in a]
+        if isinstance(a, Value):
+            return a._replace(node=self._graph.broadcast(a.node, math.prod(a.shape)))
+        return a
 
     def _broadcast(self, symbol: int, result: int) -> Node:
         """An argument of an element-wise operation, as wide as the result or 1."""
-        info, target = self._program.symbols[symbol], self._program.symbols[result].shape
-        node = self._value(symbol)
-        width = math.prod(target[1:])
-        shape = info.shape
-        rows = shape[:1] in (("N",), ("E",))
-        inner = shape[1:] if rows else shape
-        while inner and inner[0] == 1 and len(inner) > len(target) - 1:
-            inner = inner[1:]
-        if rows and len(shape) != len(target):
+        target = self._program.symbols[result].shape
+        value = self._argument(Ref(symbol))
+        if value.rows and len(value.shape) != len(target) - 1:
             raise Unsupported("a value broadcast along a new dimension")
-        if math.prod(inner) in (1, width) and (math.prod(inner) == 1 or tuple(inner) == tuple(target[1:])):
-            return node
-        raise Unsupported("a value that is broadcast along some of the dimensions")
+        return broadcast(self._graph, value, target[1:])
 
     def _elementwise(self, o: Operation) -> None:
-        name = o.op
-        make = _KNOWN.get(name) or _KNOWN.get(_out_of_place(name))
+        name = o.op if o.op in ELEMENTWISE else _out_of_place(o.op)
+        make = ELEMENTWISE.get(name)
         if make is None or len(o.results) != 1:
-            raise Unsupported(name)
+            raise Unsupported(o.op)
         result = o.results[0]
-        if self._program.symbols[result].dtype not in (self._dtype, "bool"):
-            raise Unsupported(f"{name} to {self._program.symbols[result].dtype}")
+        dtype = self._program.symbols[result].dtype
+        if dtype not in (self._dtype, "bool") or (name in BOOLEAN and dtype != "bool"):
+            raise Unsupported(f"{o.op} to {dtype}")
         arguments: list[object] = []
         for a in o.arguments:
-            if isinstance(a, Ref):
-                arguments.append(self._broadcast(a.symbol, result))
-            elif isinstance(a, Constant):
-                arguments.append(_number(a.text))
-            else:
-                raise Unsupported(name)
+            if isinstance(a, tuple):
+                raise Unsupported(o.op)
+            arguments.append(self._broadcast(a.symbol, result) if isinstance(a, Ref) else _number(a.text))
         keywords = {key: _number(value.text) if isinstance(value, Constant) else value for key, value in o.keywords}
         try:
             node = make(self._graph, *arguments, **keywords)
         except TypeError:
-            raise Unsupported(f"{name} with these arguments") from None
+            raise Unsupported(f"{o.op} with these arguments") from None
         self._set(o, node)
 
 
@@ -414,116 +412,13 @@ def _out_of_place(name: str) -> str:
 
 
 def _number(text: str) -> object:
+    """What torch printed: a number, a text, None; the number of rows as a text."""
+    if text in ("True", "False", "None"):
+        return {"True": True, "False": False, "None": None}[text]
     try:
-        return {"True": True, "False": False, "None": None}[text] if text in ("True", "False", "None") else float(text)
+        return float(text)
     except ValueError:
-        return text
-
-
-def _clipped(text: str, default: int, width: int) -> int:
-    value = default if text == "None" else int(text)
-    return min(max(value + width if value < 0 else value, 0), width)
+        return text.strip("'")
 
 
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
-_SAME = frozenset(("aten.view.default", "aten._unsafe_view.default", "aten.alias.default", "aten.clone.default"))
-_VIEWS = frozenset(("aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default", *_SAME))
-
-
-def _is_column_view(o: Operation, symbol) -> bool:
-    """Whether a view keeps the rows and takes consecutive columns of a matrix, or all."""
-    if o.op in _SAME:
-        target = o.arguments[1] if o.op in ("aten.view.default", "aten._unsafe_view.default") else None
-        return target is None or (isinstance(target[0], Constant) and target[0].text in ("N", "E"))
-    numbers = [a.text for a in o.arguments[1:] if isinstance(a, Constant)]
-    if len(symbol.shape) != 2:
-        return False
-    if o.op == "aten.slice.Tensor":
-        return numbers[:1] in (["1"], ["-1"]) and numbers[3:4] in ([], ["1"]) and "N" not in numbers
-    return numbers[-1:] in (["1"], ["-1"])
-
-
-def _node(g: Graph, x: object) -> Node:
-    if isinstance(x, Node):
-        return x
-    if isinstance(x, (bool, int, float)):
-        return g.constant(float(x))
-    raise TypeError
-
-
-def _binary(op: str, swapped: bool = False) -> Callable:
-    def make(g: Graph, a, b, alpha=1.0):
-        if alpha != 1:
-            b = g.apply("mul", _node(g, b), g.constant(alpha)) if not swapped else b
-            if swapped:
-                a = g.apply("mul", _node(g, a), g.constant(alpha))
-        a, b = _node(g, a), _node(g, b)
-        return g.apply(op, b, a) if swapped else g.apply(op, a, b)
-
-    return make
-
-
-def _unary(op: str) -> Callable:
-    return lambda g, x: g.apply(op, x)
-
-
-def _pow(g: Graph, x: Node, exponent: float) -> Node:
-    if exponent == 2:
-        return g.apply("mul", x, x)
-    if exponent == 3:
-        return g.apply("mul", g.apply("mul", x, x), x)
-    if exponent == 0.5:
-        return g.apply("sqrt", x)
-    if exponent == -1:
-        return g.apply("div", g.constant(1.0), x)
-    raise TypeError
-
-
-def _softplus(g: Graph, x: Node, beta: float = 1.0, threshold: float = 20.0) -> Node:
-    # log(1 + exp(z)) = max(z, 0) + log1p(exp(-|z|)) overflows nowhere.
-    z = g.apply("mul", x, g.constant(beta))
-    smooth = g.apply("log1p", g.apply("exp", g.apply("neg", g.apply("abs", z))))
-    smooth = g.apply("add", g.apply("relu", z), smooth)
-    return g.apply("select", g.apply("gt", z, g.constant(threshold)), x, g.apply("mul", smooth, g.constant(1 / beta)))
-
-
-def _leaky_relu(g: Graph, x: Node, slope: float = 0.01) -> Node:
-    return g.apply("select", g.apply("gt", x, g.constant(0.0)), x, g.apply("mul", x, g.constant(slope)))
-
-
-def _clamp(g: Graph, x: Node, low: float | None = None, high: float | None = None) -> Node:
-    # The gradient at a bound is that of the inside, as torch's.
-    if low is not None:
-        x = g.apply("select", g.apply("ge", x, g.constant(low)), x, g.constant(low))
-    if high is not None:
-        x = g.apply("select", g.apply("ge", g.constant(high), x), x, g.constant(high))
-    return x
-
-
-def _less(op: str) -> Callable:
-    return lambda g, a, b: g.apply(op, _node(g, b), _node(g, a))
-
-
-_KNOWN: dict[str, Callable] = {
-    **{f"aten.{op}.{kind}": _binary(op) for op in ("add", "sub", "mul") for kind in ("Tensor", "Scalar")},
-    "aten.div.Tensor": lambda g, a, b: g.apply("div", _node(g, a), _node(g, b)),
-    "aten.div.Scalar": lambda g, a, b: g.apply("div", _node(g, a), _node(g, b)),
-    "aten.rsub.Scalar": _binary("sub", swapped=True),
-    "aten.rsub.Tensor": _binary("sub", swapped=True),
-    "aten.maximum.default": _binary("max"),
-    "aten.minimum.default": _binary("min"),
-    **{f"aten.{op}.default": _unary(op) for op in UNARY if op not in ("sign", "stop")},
-    "aten.detach.default": _unary("stop"),
-    "aten.reciprocal.default": lambda g, x: g.apply("div", g.constant(1.0), x),
-    "aten.pow.Tensor_Scalar": _pow,
-    "aten.softplus.default": _softplus,
-    "aten.leaky_relu.default": _leaky_relu,
-    "aten.clamp.default": _clamp,
-    "aten.clamp_min.default": lambda g, x, low: _clamp(g, x, low),
-    "aten.silu.default": lambda g, x: g.apply("mul", x, g.apply("sigmoid", x)),
-    **{f"aten.gt.{kind}": lambda g, a, b: g.apply("gt", _node(g, a), _node(g, b)) for kind in ("Tensor", "Scalar")},
-    **{f"aten.ge.{kind}": lambda g, a, b: g.apply("ge", _node(g, a), _node(g, b)) for kind in ("Tensor", "Scalar")},
-    **{f"aten.lt.{kind}": _less("gt") for kind in ("Tensor", "Scalar")},
-    **{f"aten.le.{kind}": _less("ge") for kind in ("Tensor", "Scalar")},
-    "aten.where.self": lambda g, c, a, b: g.apply("select", c, _node(g, a), _node(g, b)),
-}  # fmt: skip

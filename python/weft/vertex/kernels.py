@@ -312,7 +312,16 @@ class _Lowering:
             if not fresh:
                 return
             done.update(fresh)
+            uses: set[Node] = set()
             for node in topological(fresh):
+                # The sum over uses is as wide as its kernel: as a column beside wider ones it is read from memory.
+                if node.op == "state_grad" or (
+                    node.op not in LEAVES and node not in self._places and not uses.isdisjoint(node.args)
+                ):
+                    uses.add(node)
+                for a in node.args:
+                    if a.width == 1 and node.width > 1 and a in uses and node.op in ELEMENTWISE:
+                        self.own(a)
                 if node.op == "linear":
                     self.product(node)
                 elif node.op in REDUCTIONS:
@@ -470,14 +479,14 @@ class _Emitter:
             register = self._new()
             self._emit("constant", register, self._l.constant(node.attribute))
             return register
-        if base.op == "state_grad":
+        if base.op == "state_grad" and (node not in self._l._places or node in self._roots):
             register = self._new()
             self._emit("uses", register, self._l.table(base.attribute), first)
             return register
+        if node in self._l._places and node not in self._roots and (node.op != "linear"):
+            return self._load(*self._l._places[node], "row", node)
         if base.op in LEAVES:
             return self._load_leaf(base, first, node, parent=False)
-        if node in self._l._places and node not in self._roots:
-            return self._load(*self._l._places[node], "row", node)
         if node.op == "repeat":
             if self._domain == "E":
                 return self._through_parent(node.args[0])

@@ -144,6 +144,46 @@ _SHAPE_ALONE = {
 a state can be drawn before there is one."""
 
 
+def _dropout(x: Tensor, p: float, train: bool | None):
+    """As on the CPU: a mask that can be drawn before there is a value."""
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = _aten.bernoulli_.float(_aten.empty_like.default(x), 1 - p)
+    return x * (mask / (1 - p) if p < 1 else mask), mask != 0
+
+
+def _gru_cell(input_gates, hidden_gates, state, input_bias=None, hidden_bias=None):
+    """torch's fused cell, what it keeps for its backward left open."""
+    kept = state.new_empty((state.shape[0], 5 * state.shape[1]))
+    ir, iz, i_n = (input_gates if input_bias is None else input_gates + input_bias).split(state.shape[1], 1)
+    hr, hz, hn = (hidden_gates if hidden_bias is None else hidden_gates + hidden_bias).split(state.shape[1], 1)
+    r, z = torch.sigmoid(ir + hr), torch.sigmoid(iz + hz)
+    n = torch.tanh(i_n + r * hn)
+    return n + z * (state - n), kept
+
+
+def _lstm_cell(input_gates, hidden_gates, state, input_bias=None, hidden_bias=None):
+    """torch's fused cell, what it keeps for its backward left open."""
+    kept = state.new_empty((state.shape[0], 4 * state.shape[1]))
+    gates = input_gates + hidden_gates
+    for bias in (input_bias, hidden_bias):
+        gates = gates if bias is None else gates + bias
+    i, f, g, o = gates.split(state.shape[1], 1)
+    c = torch.sigmoid(f) * state + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c, kept
+
+
+_FUSED = {
+    _aten.native_dropout.default: _dropout,
+    _aten._thnn_fused_gru_cell.default: _gru_cell,
+    _aten._thnn_fused_lstm_cell.default: _lstm_cell,
+}
+"""CUDA's own operations, by others."""
+
+_OWN = frozenset(("aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default"))
+"""Operations whose results may be changed as if they had memory of their own: that is what unsafe promises."""
+
+
 class _Recorder(TorchDispatchMode):
     """Writes the program down: every operation below autograd on rows and on the module's tensors."""
 
@@ -162,6 +202,7 @@ class _Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._storages: dict[int, int] = {}
+        self._unshared: set[int] = set()
         self._grad_mode = torch.is_grad_enabled()
         self._paused = False
 
@@ -184,7 +225,7 @@ class _Recorder(TorchDispatchMode):
         shared = op.startswith("aten.") and all(
             self.symbols[s].kind in ("parameter", "constant", "shared") for s in operation.reads()
         )
-        written = tuple(self._define(r, shared) for r in results)
+        written = tuple(self._define(r, shared, own=op in _OWN) for r in results)
         self.operations.append(Operation(op, read, named, written))
         reads = iter(operation.reads())
         template = tuple(self._template(a, reads) for a in arguments)
@@ -194,6 +235,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused or func.namespace == "prim":
             return func(*args, **kwargs)
+        if func in _FUSED:
+            with self:
+                return _FUSED[func](*args, **kwargs)
         foreign = [
             t
             for t in torch.utils._pytree.tree_leaves((args, kwargs))
@@ -216,7 +260,7 @@ class _Recorder(TorchDispatchMode):
         tensors = [r for r in torch.utils._pytree.tree_leaves(results) if isinstance(r, Tensor)]
         if func._schema.is_mutable:
             self._mutate(func, changed)
-        if func in _SHAPE_ALONE and tensors[0].shape[:1] == (self.rows,):
+        if func in _SHAPE_ALONE:
             like = {name: getattr(tensors[0], name) for name in ("dtype", "device")}
             fill = _SHAPE_ALONE[func]
             self.record(str(fill), [list(tensors[0].shape)], tensors, fill, **like)
@@ -251,15 +295,17 @@ class _Recorder(TorchDispatchMode):
         for t in changed:
             if id(t) not in self._numbers:
                 self._stop(f"{func}, which changes a tensor of the module")
-            elif self._storages[t.untyped_storage()._cdata] > 1:
+            elif id(t) not in self._unshared and self._storages[t.untyped_storage()._cdata] > 1:
                 self._stop(f"{func}, which changes a view")
 
-    def _define(self, value: Tensor, shared: bool) -> int:
+    def _define(self, value: Tensor, shared: bool, own: bool = False) -> int:
         if id(value) not in self._numbers:
             self._alive.append(value)
-        if id(value) not in self._numbers and self.complete:
+        if id(value) not in self._numbers and self.complete and not own:
             storage = value.untyped_storage()._cdata if value.layout == torch.strided else 0
             self._storages[storage] = self._storages.get(storage, 0) + 1
+        if own:
+            self._unshared.add(id(value))
         shape = self._shape(value)
         kind = "row" if shape[:1] == ("N",) else "child" if shape[:1] == ("E",) else "shared"
         if kind == "shared" and not shared:

@@ -1,0 +1,553 @@
+"""What the compiler knows of torch: its operations as expressions over columns. Free of torch.
+
+A value has one row per vertex (or child) with an inner shape, which lies in the row's columns, last dimension fastest.
+Element-wise operations take columns; views, reductions and normalisations take inner shapes apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .ir import UNARY, Graph, Node, Unsupported
+
+__all__ = ["BOOLEAN", "ELEMENTWISE", "SHAPED", "VIEWS", "Value", "broadcast"]
+
+MAX_PIECES = 256
+"""Into how many pieces a row may be cut by one operation; more run on the reference."""
+
+
+class Value(NamedTuple):
+    """An argument: its columns and its inner shape. What is the same for all rows has no dimension of rows."""
+
+    node: Node
+    shape: tuple[int, ...]
+    rows: bool = True
+
+    def dim(self, dim: float) -> int:
+        """A dimension of torch's as one of the inner shape."""
+        found = int(dim) + (len(self.shape) + 1 if dim < 0 else 0)
+        if found == 0 or not self.rows:
+            raise Unsupported("an operation along the vertices")
+        return found - 1
+
+
+def _cut(pieces: int) -> None:
+    if pieces > MAX_PIECES:
+        raise Unsupported(f"an operation that cuts a row into {pieces} pieces")
+
+
+def broadcast(g: Graph, x: Value, shape: Sequence[int]) -> Node:
+    """`x` in a shape that it goes with, by torch's rules; of width 1 where it is one number per row."""
+    inner = x.shape[len(x.shape) - len(shape) :] if len(x.shape) > len(shape) else x.shape
+    inner = (1,) * (len(shape) - len(inner)) + tuple(inner)
+
+    def wide(node: Node, have: Sequence[int], want: Sequence[int]) -> Node:
+        width = math.prod(want)
+        if tuple(have) == tuple(want):
+            return node
+        if math.prod(have) == 1:
+            return g.broadcast(node, width)
+        _cut(want[0])
+        if have[0] == 1:
+            return g.cat([wide(node, have[1:], want[1:])] * want[0])
+        size = math.prod(have[1:])
+        return g.cat(wide(g.slice(node, i * size, (i + 1) * size), have[1:], want[1:]) for i in range(want[0]))
+
+    return x.node if math.prod(inner) == 1 else wide(x.node, inner, shape)
+
+
+# Element-wise: (graph, columns and numbers) to columns. --------------------------------------------------------------
+
+
+def _node(g: Graph, x: object) -> Node:
+    if isinstance(x, Node):
+        return x
+    if isinstance(x, (bool, int, float)):
+        return g.constant(float(x))
+    raise TypeError
+
+
+def _binary(op: str, swapped: bool = False) -> Callable:
+    def make(g: Graph, a, b, alpha=1.0):
+        a, b = _node(g, a), _node(g, b)
+        if swapped:
+            a, b = b, a
+        if alpha != 1:
+            # torch's alpha is of what is added or taken away, for rsub of what is taken away.
+            b = g.apply("mul", b, g.constant(alpha))
+        return g.apply(op, a, b)
+
+    return make
+
+
+def _unary(op: str) -> Callable:
+    return lambda g, x: g.apply(op, x)
+
+
+def _pow(g: Graph, x: Node, exponent: float) -> Node:
+    whole, rest = divmod(abs(exponent), 1)
+    if rest not in (0, 0.5) or not 0 < abs(exponent) <= 8:
+        raise Unsupported(f"a power of {exponent}")
+    factors = [x] * int(whole) + ([g.apply("sqrt", x)] if rest else [])
+    found = factors[0]
+    for factor in factors[1:]:
+        found = g.apply("mul", found, factor)
+    return found if exponent > 0 else g.apply("div", g.constant(1.0), found)
+
+
+def _softplus(g: Graph, x: Node, beta: float = 1.0, threshold: float = 20.0) -> Node:
+    # log(1 + exp(z)) = max(z, 0) + log1p(exp(-|z|)) overflows nowhere.
+    z = g.apply("mul", x, g.constant(beta))
+    smooth = g.apply("log1p", g.apply("exp", g.apply("neg", g.apply("abs", z))))
+    smooth = g.apply("add", g.apply("relu", z), smooth)
+    return g.apply("select", g.apply("gt", z, g.constant(threshold)), x, g.apply("mul", smooth, g.constant(1 / beta)))
+
+
+def _leaky_relu(g: Graph, x: Node, slope=0.01) -> Node:
+    return g.apply("select", g.apply("gt", x, g.constant(0.0)), x, g.apply("mul", x, _node(g, slope)))
+
+
+def _clamp(g: Graph, x: Node, low=None, high=None) -> Node:
+    # The gradient at a bound is that of the inside, as torch's.
+    if low is not None:
+        x = g.apply("select", g.apply("ge", x, _node(g, low)), x, _node(g, low))
+    if high is not None:
+        x = g.apply("select", g.apply("ge", _node(g, high), x), x, _node(g, high))
+    return x
+
+
+def _elu(g: Graph, x: Node, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Node:
+    positive = g.apply("gt", x, g.constant(0.0))
+    # Of what is not chosen neither value nor gradient may be infinite.
+    below = _expm1(g, g.apply("mul", g.apply("select", positive, g.constant(0.0), x), g.constant(input_scale)))
+    return g.apply(
+        "select", positive, g.apply("mul", x, g.constant(scale)), g.apply("mul", below, g.constant(alpha * scale))
+    )
+
+
+def _expm1(g: Graph, x: Node) -> Node:
+    """2 tanh(x / 2) / (1 - tanh(x / 2)) near 0, where exp(x) - 1 cancels."""
+    near = g.apply("gt", g.constant(0.5), g.apply("abs", x))
+    half = g.apply("mul", g.apply("select", near, x, g.constant(0.0)), g.constant(0.5))
+    t = g.apply("tanh", half)
+    close = g.apply("div", g.apply("add", t, t), g.apply("sub", g.constant(1.0), t))
+    return g.apply("select", near, close, g.apply("sub", g.apply("exp", x), g.constant(1.0)))
+
+
+def _gelu(g: Graph, x: Node, approximate: str = "none") -> Node:
+    if approximate == "tanh":
+        cube = g.apply("mul", _pow(g, x, 3), g.constant(0.044715))
+        inside = g.apply("tanh", g.apply("mul", g.apply("add", x, cube), g.constant(math.sqrt(2 / math.pi))))
+    else:
+        inside = g.apply("erf", g.apply("mul", x, g.constant(math.sqrt(0.5))))
+    return g.apply("mul", g.apply("mul", x, g.constant(0.5)), g.apply("add", inside, g.constant(1.0)))
+
+
+def _hardsigmoid(g: Graph, x: Node) -> Node:
+    return _clamp(g, g.apply("add", g.apply("mul", x, g.constant(1 / 6)), g.constant(0.5)), 0.0, 1.0)
+
+
+def _log_sigmoid(g: Graph, x: Node) -> Node:
+    smooth = g.apply("log1p", g.apply("exp", g.apply("neg", g.apply("abs", x))))
+    return g.apply("sub", g.apply("min", x, g.constant(0.0)), smooth)
+
+
+def _lerp(g: Graph, start: Node, end: Node, weight) -> Node:
+    return g.apply("add", start, g.apply("mul", _node(g, weight), g.apply("sub", end, start)))
+
+
+def _add_scaled(op: str) -> Callable:
+    def make(g: Graph, x: Node, a: Node, b: Node, value: float = 1.0) -> Node:
+        term = g.apply(op, a, b)
+        return g.apply("add", x, term if value == 1 else g.apply("mul", term, g.constant(value)))
+
+    return make
+
+
+def _compare(op: str, swapped: bool = False) -> Callable:
+    def make(g: Graph, a, b):
+        a, b = _node(g, a), _node(g, b)
+        return g.apply(op, b, a) if swapped else g.apply(op, a, b)
+
+    return make
+
+
+def _scaled(op: str, factor: float) -> Callable:
+    return lambda g, x: g.apply("mul", g.apply(op, x), g.constant(factor))
+
+
+def _both(name: str, make: Callable) -> dict[str, Callable]:
+    return {f"aten.{name}.{kind}": make for kind in ("Tensor", "Scalar")}
+
+
+ELEMENTWISE: dict[str, Callable] = {
+    **{f"aten.{op}.default": _unary(op) for op in UNARY if op != "stop"},
+    "aten.sgn.default": _unary("sign"),
+    "aten.detach.default": _unary("stop"),
+    **_both("add", _binary("add")),
+    **_both("sub", _binary("sub")),
+    **_both("rsub", _binary("sub", swapped=True)),
+    **_both("mul", _compare("mul")),
+    **_both("div", _compare("div")),
+    "aten.maximum.default": _compare("max"),
+    "aten.minimum.default": _compare("min"),
+    "aten.max.other": _compare("max"),
+    "aten.min.other": _compare("min"),
+    **_both("gt", _compare("gt")),
+    **_both("ge", _compare("ge")),
+    **_both("lt", _compare("gt", swapped=True)),
+    **_both("le", _compare("ge", swapped=True)),
+    **_both("eq", _compare("eq")),
+    **_both("ne", lambda g, a, b: g.apply("sub", g.constant(1.0), g.apply("eq", _node(g, a), _node(g, b)))),
+    # Booleans are 0 and 1.
+    "aten.logical_and.default": _compare("mul"),
+    "aten.logical_or.default": _compare("max"),
+    "aten.logical_not.default": lambda g, x: g.apply("eq", x, g.constant(0.0)),
+    "aten.where.self": lambda g, c, a, b: g.apply("select", c, _node(g, a), _node(g, b)),
+    "aten.masked_fill.Scalar": lambda g, x, mask, value: g.apply("select", mask, _node(g, value), x),
+    "aten.masked_fill.Tensor": lambda g, x, mask, value: g.apply("select", mask, value, x),
+    "aten.reciprocal.default": lambda g, x: g.apply("div", g.constant(1.0), x),
+    "aten.rsqrt.default": lambda g, x: g.apply("div", g.constant(1.0), g.apply("sqrt", x)),
+    "aten.square.default": lambda g, x: g.apply("mul", x, x),
+    "aten.pow.Tensor_Scalar": _pow,
+    "aten.expm1.default": _expm1,
+    "aten.exp2.default": lambda g, x: g.apply("exp", g.apply("mul", x, g.constant(math.log(2)))),
+    "aten.log2.default": _scaled("log", 1 / math.log(2)),
+    "aten.log10.default": _scaled("log", 1 / math.log(10)),
+    "aten.softplus.default": _softplus,
+    "aten.leaky_relu.default": _leaky_relu,
+    "aten._prelu_kernel.default": _leaky_relu,
+    "aten.clamp.default": _clamp,
+    "aten.clamp.Tensor": _clamp,
+    "aten.clamp_min.default": _clamp,
+    "aten.clamp_max.default": lambda g, x, high: _clamp(g, x, None, high),
+    "aten.hardtanh.default": lambda g, x, low=-1.0, high=1.0: _clamp(g, x, low, high),
+    "aten.hardsigmoid.default": _hardsigmoid,
+    "aten.hardswish.default": lambda g, x: g.apply("mul", x, _hardsigmoid(g, x)),
+    "aten.silu.default": lambda g, x: g.apply("mul", x, g.apply("sigmoid", x)),
+    "aten.mish.default": lambda g, x: g.apply("mul", x, g.apply("tanh", _softplus(g, x))),
+    "aten.elu.default": _elu,
+    "aten.celu.default": lambda g, x, alpha=1.0: _elu(g, x, alpha, 1.0, 1 / alpha),
+    "aten.gelu.default": _gelu,
+    "aten.lerp.Scalar": _lerp,
+    "aten.lerp.Tensor": _lerp,
+    "aten.addcmul.default": _add_scaled("mul"),
+    "aten.addcdiv.default": _add_scaled("div"),
+}
+"""By torch's name: (graph, columns or numbers in the order of torch's arguments) to columns."""
+
+BOOLEAN = {"aten.bitwise_and.Tensor": "mul", "aten.bitwise_or.Tensor": "max"}
+ELEMENTWISE.update({name: _compare(op) for name, op in BOOLEAN.items()})
+ELEMENTWISE["aten.bitwise_not.default"] = ELEMENTWISE["aten.logical_not.default"]
+
+
+# Inner shapes: (graph, shapes of the results, arguments) to the columns of the results. ------------------------------
+
+
+def _pieces(g: Graph, x: Node, spans: Iterator[tuple[int, int]] | Sequence[tuple[int, int]]) -> Node:
+    spans = list(spans)
+    _cut(len(spans))
+    return g.cat(g.slice(x, first, end) for first, end in spans)
+
+
+def _along(g: Graph, x: Value, dim: int, first: int, end: int) -> Node:
+    """Indices [first, end) of a dimension of the inner shape."""
+    outer, size = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
+    step = x.shape[dim] * size
+    if first == 0 and end == x.shape[dim]:
+        return x.node
+    return _pieces(g, x.node, ((a * step + first * size, a * step + end * size) for a in range(outer)))
+
+
+def _index(i: float, size: int) -> int:
+    return min(max(int(i) + (size if i < 0 else 0), 0), size)
+
+
+def _same(g: Graph, shapes, x: Value, *rest, **keywords) -> list[Node]:
+    return [x.node]
+
+
+def _slice(g: Graph, shapes, x: Value, dim=0, start=None, end=None, step=1) -> list[Node]:
+    if step != 1:
+        raise Unsupported("a slice with a step")
+    if dim == 0 and (start in (None, 0)) and (end is None or end >= 2**62):
+        return [x.node]
+    dim = x.dim(dim)
+    size = x.shape[dim]
+    first = 0 if start is None else _index(start, size)
+    last = size if end is None else _index(end, size)
+    return [_along(g, x, dim, first, max(first, last))]
+
+
+def _split(g: Graph, shapes, x: Value, sizes, dim=0) -> list[Node]:
+    dim = x.dim(dim)
+    found, first = [], 0
+    for shape in shapes:
+        found.append(_along(g, x, dim, first, first + shape[dim]))
+        first += shape[dim]
+    return found
+
+
+def _unbind(g: Graph, shapes, x: Value, dim=0) -> list[Node]:
+    dim = x.dim(dim)
+    return [_along(g, x, dim, i, i + 1) for i in range(len(shapes))]
+
+
+def _select(g: Graph, shapes, x: Value, dim, index) -> list[Node]:
+    dim = x.dim(dim)
+    i = int(index) + (x.shape[dim] if index < 0 else 0)
+    return [_along(g, x, dim, i, i + 1)]
+
+
+def _cat(g: Graph, shapes, parts: Sequence[Value], dim=0) -> list[Node]:
+    # An empty tensor of one dimension goes with anything.
+    parts = [p for p in parts if p.rows or math.prod(p.shape) > 0]
+    dim = max(parts, key=lambda p: len(p.shape)).dim(dim)
+    outer = math.prod(parts[0].shape[:dim])
+    _cut(outer * len(parts))
+    sizes = [math.prod(p.shape[dim:]) for p in parts]
+    return [
+        g.cat(
+            g.slice(p.node, a * size, (a + 1) * size)
+            for a in range(outer)
+            for p, size in zip(parts, sizes, strict=True)
+        )
+    ]
+
+
+def _stack(g: Graph, shapes, parts: Sequence[Value], dim=0) -> list[Node]:
+    axis = Value(parts[0].node, (*parts[0].shape, 1)).dim(dim)
+    return _cat(g, shapes, [Value(p.node, (*p.shape[:axis], 1, *p.shape[axis:])) for p in parts], axis + 1)
+
+
+def _permute(g: Graph, shapes, x: Value, dims) -> list[Node]:
+    if int(dims[0]) != 0:
+        raise Unsupported("an operation along the vertices")
+    order = [x.dim(d) for d in dims[1:]]
+    strides = [math.prod(x.shape[d + 1 :]) for d in range(len(x.shape))]
+    places = [0]
+    for d in order:
+        places = [p + i * strides[d] for p in places for i in range(x.shape[d])]
+    runs: list[list[int]] = []
+    for p in places:
+        if runs and runs[-1][1] == p:
+            runs[-1][1] = p + 1
+        else:
+            runs.append([p, p + 1])
+    return [_pieces(g, x.node, [(a, b) for a, b in runs])]
+
+
+def _transpose(g: Graph, shapes, x: Value, dim0, dim1) -> list[Node]:
+    a, b = x.dim(dim0) + 1, x.dim(dim1) + 1
+    dims = list(range(len(x.shape) + 1))
+    dims[a], dims[b] = dims[b], dims[a]
+    return _permute(g, shapes, x, dims)
+
+
+def _expand(g: Graph, shapes, x: Value, size, implicit=False) -> list[Node]:
+    return [broadcast(g, x, shapes[0])]
+
+
+def _glu(g: Graph, shapes, x: Value, dim=-1) -> list[Node]:
+    dim = x.dim(dim)
+    half = x.shape[dim] // 2
+    return [g.apply("mul", _along(g, x, dim, 0, half), g.apply("sigmoid", _along(g, x, dim, half, 2 * half)))]
+
+
+def _log_sigmoid_forward(g: Graph, shapes, x: Value) -> list[Node | None]:
+    return [_log_sigmoid(g, x.node), None]
+
+
+# Reductions. ---------------------------------------------------------------------------------------------------------
+
+
+def _reduced(g: Graph, op: str, x: Value, dims: Sequence[int]) -> Node:
+    """The sum (``rowsum``) or the greatest (``rowmax``) over dimensions of the inner shape, these as of size 1."""
+    node, shape = x.node, list(x.shape)
+    for d in sorted(dims, reverse=True):
+        outer, size, inner = math.prod(shape[:d]), shape[d], math.prod(shape[d + 1 :])
+        parts = []
+        if inner == 1:
+            _cut(outer)
+            parts = [g.reduce(op, g.slice(node, a * size, (a + 1) * size)) for a in range(outer)]
+        else:
+            _cut(outer * size)
+            for a in range(outer):
+                rows = [g.slice(node, (a * size + i) * inner, (a * size + i + 1) * inner) for i in range(size)]
+                total = rows[0] if rows else g.constant(0.0, inner)
+                for row in rows[1:]:
+                    total = g.apply("add" if op == "rowsum" else "max", total, row)
+                parts.append(total)
+        node, shape[d] = g.cat(parts), 1
+    return node
+
+
+def _dims(x: Value, dims) -> list[int]:
+    if not dims and dims != 0:
+        raise Unsupported("a reduction over all vertices")
+    return [x.dim(d) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+
+
+def _sum(g: Graph, shapes, x: Value, dims=None, keepdim=False, dtype=None) -> list[Node]:
+    return [_reduced(g, "rowsum", x, _dims(x, dims))]
+
+
+def _average(g: Graph, x: Value, dims: Sequence[int], taken: float = 0.0) -> Node:
+    count = math.prod(x.shape[d] for d in dims) - taken
+    return g.apply("mul", _reduced(g, "rowsum", x, dims), g.constant(1 / count if count > 0 else math.nan))
+
+
+def _mean(g: Graph, shapes, x: Value, dims=None, keepdim=False, dtype=None) -> list[Node]:
+    return [_average(g, x, _dims(x, dims))]
+
+
+def _amax(g: Graph, shapes, x: Value, dims=(), keepdim=False) -> list[Node]:
+    return [_reduced(g, "rowmax", x, _dims(x, dims))]
+
+
+def _amin(g: Graph, shapes, x: Value, dims=(), keepdim=False) -> list[Node]:
+    return [g.apply("neg", _reduced(g, "rowmax", x._replace(node=g.apply("neg", x.node)), _dims(x, dims)))]
+
+
+def _kept(x: Value, dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(1 if d in dims else s for d, s in enumerate(x.shape))
+
+
+def _centred(g: Graph, x: Value, dims: Sequence[int]) -> Value:
+    mean = Value(_average(g, x, dims), _kept(x, dims))
+    return x._replace(node=g.apply("sub", x.node, broadcast(g, mean, x.shape)))
+
+
+def _var(g: Graph, shapes, x: Value, dims=None, correction=1.0, keepdim=False) -> list[Node]:
+    dims = _dims(x, dims)
+    centred = _centred(g, x, dims)
+    square = centred._replace(node=g.apply("mul", centred.node, centred.node))
+    return [_average(g, square, dims, 1.0 if correction is None else correction)]
+
+
+def _std(g: Graph, shapes, x: Value, dims=None, correction=1.0, keepdim=False) -> list[Node]:
+    return [_root(g, *_var(g, shapes, x, dims, correction))]
+
+
+def _root(g: Graph, x: Node) -> Node:
+    """The square root, whose gradient at 0 shall be 0, as that of torch's norms."""
+    positive = g.apply("gt", x, g.constant(0.0))
+    inside = g.apply("sqrt", g.apply("select", positive, x, g.constant(1.0)))
+    # NaN is not positive, and has to stay.
+    return g.apply("select", positive, inside, x)
+
+
+def _norm(g: Graph, shapes, x: Value, ord=2.0, dims=None, keepdim=False, dtype=None) -> list[Node]:
+    dims = _dims(x, dims)
+    if ord == 1:
+        return [_reduced(g, "rowsum", x._replace(node=g.apply("abs", x.node)), dims)]
+    if ord == 2:
+        return [_root(g, _reduced(g, "rowsum", x._replace(node=g.apply("mul", x.node, x.node)), dims))]
+    if ord == math.inf:
+        return [_reduced(g, "rowmax", x._replace(node=g.apply("abs", x.node)), dims)]
+    raise Unsupported(f"a norm of order {ord}")
+
+
+def _shifted(g: Graph, x: Value, dims: Sequence[int]) -> tuple[Value, Value, Node]:
+    """x less its greatest, exp of that, and the greatest, through which no gradient goes."""
+    greatest = _reduced(g, "rowmax", x._replace(node=g.apply("stop", x.node)), dims)
+    low = x._replace(node=g.apply("sub", x.node, broadcast(g, Value(greatest, _kept(x, dims)), x.shape)))
+    return low, low._replace(node=g.apply("exp", low.node)), greatest
+
+
+def _softmax(g: Graph, shapes, x: Value, dim, half_to_float=False) -> list[Node]:
+    dims = [x.dim(dim)]
+    _, powers, _ = _shifted(g, x, dims)
+    total = Value(_reduced(g, "rowsum", powers, dims), _kept(x, dims))
+    return [g.apply("div", powers.node, broadcast(g, total, x.shape))]
+
+
+def _log_softmax(g: Graph, shapes, x: Value, dim, half_to_float=False) -> list[Node]:
+    dims = [x.dim(dim)]
+    low, powers, _ = _shifted(g, x, dims)
+    total = Value(g.apply("log", _reduced(g, "rowsum", powers, dims)), _kept(x, dims))
+    return [g.apply("sub", low.node, broadcast(g, total, x.shape))]
+
+
+def _logsumexp(g: Graph, shapes, x: Value, dims, keepdim=False) -> list[Node]:
+    dims = _dims(x, dims)
+    greatest = _reduced(g, "rowmax", x._replace(node=g.apply("stop", x.node)), dims)
+    infinite = g.apply("eq", g.apply("abs", greatest), g.constant(math.inf))
+    greatest = g.apply("select", infinite, g.constant(0.0), greatest)
+    low = g.apply("sub", x.node, broadcast(g, Value(greatest, _kept(x, dims)), x.shape))
+    total = _reduced(g, "rowsum", x._replace(node=g.apply("exp", low)), dims)
+    return [g.apply("add", g.apply("log", total), greatest)]
+
+
+def _layer_norm(g: Graph, shapes, x: Value, normalized, weight, bias, eps) -> list[Node | None]:
+    dims = list(range(len(x.shape) - len(normalized), len(x.shape)))
+    centred = _centred(g, x, dims)
+    square = centred._replace(node=g.apply("mul", centred.node, centred.node))
+    variance = g.apply("add", _average(g, square, dims), g.constant(eps))
+    scale = Value(g.apply("div", g.constant(1.0), g.apply("sqrt", variance)), _kept(x, dims))
+    node = g.apply("mul", centred.node, broadcast(g, scale, x.shape))
+    return [_affine(g, node, x.shape, weight, bias), None, None]
+
+
+def _rms_norm(g: Graph, shapes, x: Value, normalized, weight, eps) -> list[Node | None]:
+    if eps is None:
+        raise Unsupported("rms_norm with the eps of its dtype")
+    dims = list(range(len(x.shape) - len(normalized), len(x.shape)))
+    square = x._replace(node=g.apply("mul", x.node, x.node))
+    mean = g.apply("add", _average(g, square, dims), g.constant(eps))
+    scale = Value(g.apply("div", g.constant(1.0), g.apply("sqrt", mean)), _kept(x, dims))
+    node = g.apply("mul", x.node, broadcast(g, scale, x.shape))
+    return [_affine(g, node, x.shape, weight, None), None]
+
+
+def _affine(g: Graph, node: Node, shape: Sequence[int], weight: Value | None, bias: Value | None) -> Node:
+    if weight is not None:
+        node = g.apply("mul", node, broadcast(g, weight, shape))
+    return node if bias is None else g.apply("add", node, broadcast(g, bias, shape))
+
+
+_COPIES = (
+    *(
+        f"aten.{op}.default"
+        for op in ("view", "_unsafe_view", "_reshape_copy", "alias", "clone", "unsqueeze", "squeeze")
+    ),
+    "aten.squeeze.dim",
+    "aten.squeeze.dims",
+)
+
+VIEWS = frozenset((*_COPIES, "aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default"))
+"""Views and copies that take neighbouring columns, or all."""
+
+SHAPED: dict[str, Callable] = {
+    **dict.fromkeys(_COPIES, _same),
+    "aten.slice.Tensor": _slice,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.unsafe_split.Tensor": _split,
+    "aten.unsafe_split_with_sizes.default": _split,
+    "aten.unbind.int": _unbind,
+    "aten.select.int": _select,
+    "aten.cat.default": _cat,
+    "aten.stack.default": _stack,
+    "aten.permute.default": _permute,
+    "aten.transpose.int": _transpose,
+    "aten.expand.default": _expand,
+    "aten.glu.default": _glu,
+    "aten.log_sigmoid_forward.default": _log_sigmoid_forward,
+    "aten.sum.dim_IntList": _sum,
+    "aten.mean.dim": _mean,
+    "aten.amax.default": _amax,
+    "aten.amin.default": _amin,
+    "aten.var.correction": _var,
+    "aten.std.correction": _std,
+    "aten.linalg_vector_norm.default": _norm,
+    "aten._softmax.default": _softmax,
+    "aten._log_softmax.default": _log_softmax,
+    "aten.logsumexp.default": _logsumexp,
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten._fused_rms_norm.default": _rms_norm,
+}
+"""By torch's name: (graph, inner shapes of the results, arguments with :class:`Value` for tensors) to the columns of
+the results, None for one that is for torch's own backward."""
