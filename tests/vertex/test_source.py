@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import weft
-from weft import _C
+from torch import nn
+from torch.nn import functional as F
+from weft import _C, _ops
 from weft.vertex import models
 from weft.vertex._schedule import Kind, schedule
 from weft.vertex.function import prepare
@@ -89,19 +91,36 @@ def library(compiled, folder: Path) -> tuple[ctypes.CDLL, dict[str, list[int]]]:
     return ctypes.CDLL(str(folder / "kernels.so")), used
 
 
+class Norms(weft.VertexFunction):
+    """All that is no instruction of a model's: reductions, broadcasts, comparisons, rarer functions."""
+
+    def __init__(self):
+        super().__init__(state_size=4)
+        self.norm, self.gru, self.message = nn.LayerNorm(4), nn.GRUCell(3, 4), nn.Linear(4, 1)
+
+    def vertex(self, v):
+        a = v.gather(0)
+        s = v.gather_sum(lambda s, x: torch.softmax(s * x, 1) * self.message(s).exp(), a)
+        h = self.gru(v.pull(), self.norm(s)) + F.gelu(a) * a.amax(1, keepdim=True) + torch.sin(s).clamp(-0.5, 0.5)
+        h = torch.where(a > s, h, F.elu(F.softplus(a) - 1)) * torch.sqrt(s.square().mean(1, keepdim=True) + 1)
+        h = torch.cos(h) + torch.log(s.abs() + 1) * torch.maximum(a, s).sign()
+        v.scatter(h)
+        v.push(h)
+
+
+MODELS = {
+    "treelstm": lambda: models.TreeLSTM(3, 4),
+    "childsum": lambda: models.ChildSumTreeLSTM(3, 4),
+    "treegru": lambda: models.TreeGRU(3, 4),
+    "treefc": lambda: models.TreeFC(3),
+    "rvnn": lambda: models.RvNN(3, 4),
+    "norms": Norms,
+}
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: models.TreeLSTM(3, 4),
-        lambda: models.ChildSumTreeLSTM(3, 4),
-        lambda: models.TreeGRU(3, 4),
-        lambda: models.TreeFC(3),
-        lambda: models.RvNN(3, 4),
-    ],
-    ids=["treelstm", "childsum", "treegru", "treefc", "rvnn"],
-)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_written_kernels_say_what_the_interpreter_does(make, fuse, tmp_path):
     rng = random.Random(4)
     cell = make().double()
@@ -169,3 +188,31 @@ def test_written_kernels_say_what_the_interpreter_does(make, fuse, tmp_path):
     assert of("input_grad")
     for found, want in zip(of("input_grad"), gradients, strict=False):
         assert relative_error(found, want) < 1e-13
+
+
+@pytest.mark.skipif(not _ops.WITH_CUDA, reason="built for the CPU alone")
+@pytest.mark.parametrize("dtype", ["float", "double"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_written_kernels_compile_for_cuda(make, dtype, tmp_path, monkeypatch):
+    if _C.jit_why_unavailable() is not None:
+        pytest.skip(_C.jit_why_unavailable())
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    cell = make()
+    graphs = weft.Graphs.from_children([[[], [], [0, 1]]]).with_types(["leaf", "leaf", "inner"])
+    compiled = prepare(cell, graphs, torch.randn(3, 3, requires_grad=True), "batched").compiled.plan.frontiers
+    for defines in defines_of(compiled, dtype):
+        code, _ = _C._testing.jit_compile("vertex/cuda/frontier.jit.cu", defines, 90)
+        assert b"vertex_frontier" in code
+
+
+def defines_of(compiled, dtype: str) -> list[list[str]]:
+    """What the launcher compiles each kernel with."""
+    found = []
+    for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
+        for i, step in enumerate(steps):
+            if not isinstance(step, Product):
+                body, _ = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i)
+                lanes = 32 if step.reduces else step.width
+                names = {"TYPE": dtype, "WIDTH": step.width, "LANES": lanes, "BODY": body}
+                found.append([f"WEFT_VERTEX_{name}={value}" for name, value in names.items()])
+    return found
