@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -15,6 +18,7 @@ import torch
 import weft
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from weft.vertex import models
 
@@ -989,9 +993,57 @@ def test_program():
     assert (when["pull"], when["gather"], when["aten.mm.default"]) == ("before", "in", "in")
     assert "[N, 8]" in next(line for line in lines if "addmm" in line)
     pickle.loads(pickle.dumps(m.program))
+    forward, backward = str(m.program).split("TreeLSTM, backward:")
+    assert "grad" not in forward
+    for line in (
+        "gather_grad(0, 2)",
+        "pull_grad(%40)",
+        "scatter_grad(1, ",
+        "push_grad(%10, ",
+        "float32[4, 10] = outer(",
+    ):
+        assert line in backward, line
+    with torch.no_grad():
+        m(GRAPHS, rows())
+    assert m.program.backward is None
     several = models.RvNN(3, 2)
     several(weft.Graphs.from_children([[[]]]).with_types(["leaf"]), rows()[:1])
     assert "_Leaf" in str(several.program) and "_Inner" in str(several.program)
+
+
+class Called(TorchDispatchMode):
+    """The calls of the operator that runs frontiers, and their results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if func is torch.ops.weft.vertex_frontiers.default:
+            self.calls.append((args, results))
+        return results
+
+
+def test_programs_and_schedules_are_plain_data(tmp_path):
+    """Written down, and run by a process that has neither the function nor the graphs."""
+    with Called() as called:
+        for make in NETS.values():
+            m = make()
+            m(GRAPHS, rows())
+            assert type(m.program).loads(m.program.dumps()) == m.program and m.program.backward is not None
+    assert len(called.calls) == len(NETS)
+    path = str(tmp_path / "calls.pt")
+    torch.save(called.calls, path)
+    code = (
+        "import torch, weft\n"
+        f"for args, results in torch.load({path!r}, weights_only=True):\n"
+        "    with torch.no_grad(): found = torch.ops.weft.vertex_frontiers(*args)\n"
+        "    assert len(found) == len(results) and all(map(torch.equal, found, results))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
 
 
 def test_explain():

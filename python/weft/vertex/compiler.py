@@ -12,10 +12,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .ir import Graph, Node, Unsupported
+from .ir import Derivatives, Graph, Node, Unsupported, topological
 from .kernels import Compiled, Function, compile_frontiers
 from .operations import BOOLEAN, ELEMENTWISE, SHAPED, VIEWS, Value, broadcast
-from .program import Constant, Operation, Ref, Symbol
+from .program import Constant, Operation, Program, Ref, Symbol
 from .trace import Trace
 
 __all__ = ["Part", "Plan", "compile_traces"]
@@ -54,6 +54,8 @@ class Plan:
     outputs: tuple[int, ...]
     """Numbers of what leaves the frontiers. Those below the number of pushes are pushed as they are."""
     frontiers: Compiled
+    backward: tuple[Program, ...]
+    """The derived program of each function; none where nothing asks for a gradient."""
 
     def shape(self, number: int, traces: Sequence[Trace]) -> Symbol:
         """A symbol that leaves the frontiers as output `number`."""
@@ -109,7 +111,16 @@ def compile_traces(
         needed if any(c.differentiable for c in compilers) else None,
         fuse,
     )
-    return Plan(parts, tuple(shared.inputs), tuple(shared.matrices), tuple(shared.vectors), tuple(outputs), frontiers)
+    derived = zip(compilers, parts, frontiers.derivatives, strict=False)
+    return Plan(
+        parts,
+        tuple(shared.inputs),
+        tuple(shared.matrices),
+        tuple(shared.vectors),
+        tuple(outputs),
+        frontiers,
+        tuple(_Backward(c, part, d, outputs, needed).program() for c, part, d in derived),
+    )
 
 
 @dataclass
@@ -130,17 +141,17 @@ class _Shared:
 
 class _Compiler:
     def __init__(self, shared: _Shared, number: int, trace: Trace, requires_grad: Callable[[str], bool]):
-        self._shared, self._number, self._program = shared, number, trace.program
+        self.shared, self.number, self.program = shared, number, trace.program
         self._dtype, self._lazy, self._state, self._graph = shared.dtype, shared.lazy, shared.state, shared.graph
-        self._operations = self._program.operations
+        self._operations = self.program.operations
         self._producer = {r: i for i, o in enumerate(self._operations) for r in o.results}
-        self._converted: dict[int, Node] = {}
+        self.converted: dict[int, Node] = {}
         self._inside: set[int] = set()
         self.differentiable = self._with_gradients(requires_grad)
 
     def _with_gradients(self, requires_grad: Callable[[str], bool]) -> set[int]:
         """Symbols that may have a gradient."""
-        symbols = self._program.symbols
+        symbols = self.program.symbols
         found = {s for s, info in enumerate(symbols) if info.kind == "parameter" and requires_grad(info.name)}
         for o in self._operations:
             pulled = o.op == "pull" and requires_grad(ast.literal_eval(o.arguments[0].text))
@@ -173,7 +184,7 @@ class _Compiler:
                 if i is None or i in before or i in after:
                     continue
                 o = operations[i]
-                if o.when == "before" and self._program.symbols[s].kind != "child" and o.op != "repeat":
+                if o.when == "before" and self.program.symbols[s].kind != "child" and o.op != "repeat":
                     before.add(i)
                 elif self._runs_after(o):
                     after.add(i)
@@ -182,8 +193,8 @@ class _Compiler:
                     continue
                 else:
                     if s not in leaving:
-                        leave(s, self._shared.pushes + self._shared.others)
-                        self._shared.others += 1
+                        leave(s, self.shared.pushes + self.shared.others)
+                        self.shared.others += 1
                     continue
                 stack.extend(o.reads())
 
@@ -195,9 +206,9 @@ class _Compiler:
                 except Unsupported:
                     pass
             outside(s, number)
-        for table in (self._shared.inputs, self._shared.matrices, self._shared.vectors):
+        for table in (self.shared.inputs, self.shared.matrices, self.shared.vectors):
             for function, s in tuple(table):
-                if function == self._number:
+                if function == self.number:
                     outside(s)
         part = Part(
             tuple(sorted(before)),
@@ -210,7 +221,7 @@ class _Compiler:
         return part, Function(scattered, nodes)
 
     def _runs_after(self, o: Operation) -> bool:
-        kinds = {self._program.symbols[s].kind for s in (*o.reads(), *o.results)}
+        kinds = {self.program.symbols[s].kind for s in (*o.reads(), *o.results)}
         return o.when == "after" and o.op.startswith("aten.") and "child" not in kinds
 
     # Symbols. --------------------------------------------------------------------------------------------------------
@@ -227,40 +238,40 @@ class _Compiler:
         stack = [symbol]
         while stack:
             s = stack[-1]
-            if s in self._converted:
+            if s in self.converted:
                 stack.pop()
                 continue
             i = self._producer.get(s)
-            info = self._program.symbols[s]
+            info = self.program.symbols[s]
             o = None if i is None else self._operations[i]
             if info.kind in ("parameter", "constant", "shared"):
-                self._converted[s] = self._vector(s)
+                self.converted[s] = self._vector(s)
             elif o.when == "before" and info.kind == "row" and not self._convertible(o):
-                self._converted[s] = self._input(s)
+                self.converted[s] = self._input(s)
             else:
                 # A mask of dropout and the like is made before the frontiers, whatever reads it.
-                reads = [r for r in self._values_read(o) if r not in self._converted]
+                reads = [r for r in self._values_read(o) if r not in self.converted]
                 if reads:
                     stack.extend(reads)
                     continue
                 self._inside.add(i)
                 self._convert(o)
-        if self._converted[symbol] is None:
+        if self.converted[symbol] is None:
             raise Unsupported(f"a result of {self._operations[self._producer[symbol]].op}")
-        return self._converted[symbol]
+        return self.converted[symbol]
 
     def _convertible(self, o: Operation) -> bool:
         """Whether an operation that could run before the frontiers is compiled into them: a view, or all without lazy
         batching."""
         if o.op in VIEWS:
-            symbol = self._program.symbols[o.reads()[0]]
+            symbol = self.program.symbols[o.reads()[0]]
             if symbol.kind == "row" and symbol.dtype == self._dtype and self._keeps_rows(o):
                 return True
         if self._lazy:
             return False
         if not any(o.op in known for known in (_PRODUCTS, ELEMENTWISE, SHAPED)):
             return False
-        return all(self._program.symbols[s].dtype in (self._dtype, "bool") for s in (*o.reads(), *o.results))
+        return all(self.program.symbols[s].dtype in (self._dtype, "bool") for s in (*o.reads(), *o.results))
 
     def _values_read(self, o: Operation) -> list[int]:
         if o.op in _PRODUCTS:
@@ -269,31 +280,31 @@ class _Compiler:
         return o.reads()
 
     def _width(self, symbol: int) -> int:
-        info = self._program.symbols[symbol]
+        info = self.program.symbols[symbol]
         return math.prod(info.shape[1:])
 
     def _check_dtype(self, symbol: int, what: str) -> None:
         """Of what the frontiers read; booleans are handed over as 0 and 1."""
-        dtype = self._program.symbols[symbol].dtype
+        dtype = self.program.symbols[symbol].dtype
         if dtype not in (self._dtype, "bool"):
             raise Unsupported(f"{what} in {dtype}")
 
     def _input(self, symbol: int) -> Node:
         self._check_dtype(symbol, "rows")
-        return self._graph.node("input", (), self._width(symbol), "N", self._index(self._shared.inputs, symbol))
+        return self._graph.node("input", (), self._width(symbol), "N", self._index(self.shared.inputs, symbol))
 
     def _index(self, table: list[tuple[int, int]], symbol: int) -> int:
         """The number of a symbol in a table, which it is added to."""
-        if (self._number, symbol) not in table:
-            table.append((self._number, symbol))
-        return table.index((self._number, symbol))
+        if (self.number, symbol) not in table:
+            table.append((self.number, symbol))
+        return table.index((self.number, symbol))
 
     def _vector(self, symbol: int) -> Node:
         self._check_dtype(symbol, "a tensor")
-        shape = self._program.symbols[symbol].shape
+        shape = self.program.symbols[symbol].shape
         if any(isinstance(s, str) for s in shape):
             raise Unsupported("a tensor of as many rows as there are vertices")
-        return self._graph.node("vector", (), math.prod(shape), "S", self._index(self._shared.vectors, symbol))
+        return self._graph.node("vector", (), math.prod(shape), "S", self._index(self.shared.vectors, symbol))
 
     # Operations. -----------------------------------------------------------------------------------------------------
 
@@ -320,7 +331,7 @@ class _Compiler:
 
     def _set(self, o: Operation, *nodes: Node | None) -> None:
         for symbol, node in zip(o.results, nodes, strict=True):
-            self._converted[symbol] = node
+            self.converted[symbol] = node
 
     def _product(self, o: Operation) -> None:
         arguments = list(o.arguments)
@@ -330,11 +341,11 @@ class _Compiler:
                 raise Unsupported(f"{o.op} with alpha or beta")
             bias = arguments.pop(0).symbol
         x, matrix = (a.symbol for a in arguments)
-        shape = self._program.symbols[matrix].shape
-        if self._program.symbols[matrix].kind not in ("parameter", "constant", "shared"):
+        shape = self.program.symbols[matrix].shape
+        if self.program.symbols[matrix].kind not in ("parameter", "constant", "shared"):
             raise Unsupported(f"{o.op} of two values of vertices")
         self._check_dtype(matrix, "a matrix")
-        product = self._graph.linear(self._row(x), self._index(self._shared.matrices, matrix), *shape)
+        product = self._graph.linear(self._row(x), self._index(self.shared.matrices, matrix), *shape)
         if bias is not None:
             product = self._graph.apply("add", product, self._broadcast(bias, o.results[0]))
         self._set(o, product)
@@ -343,7 +354,7 @@ class _Compiler:
         """Whether a view has the rows that its argument has."""
         if o.op not in ("aten.view.default", "aten._unsafe_view.default", "aten._reshape_copy.default"):
             return True
-        (before, after) = (self._program.symbols[s].shape[:1] for s in (o.reads()[0], o.results[0]))
+        (before, after) = (self.program.symbols[s].shape[:1] for s in (o.reads()[0], o.results[0]))
         return before == after and before in (("N",), ("E",))
 
     def _argument(self, a: object) -> object:
@@ -352,16 +363,16 @@ class _Compiler:
             return [self._argument(x) for x in a]
         if isinstance(a, Constant):
             return _number(a.text)
-        shape = self._program.symbols[a.symbol].shape
+        shape = self.program.symbols[a.symbol].shape
         rows = shape[:1] in (("N",), ("E",))
         return Value(self._value(a.symbol), tuple(shape[1:] if rows else shape), rows)
 
     def _shaped(self, o: Operation) -> None:
         shapes = []
         for r in o.results:
-            if self._program.symbols[r].shape[:1] not in (("N",), ("E",)):
+            if self.program.symbols[r].shape[:1] not in (("N",), ("E",)):
                 raise Unsupported(f"{o.op} along the vertices")
-            shapes.append(tuple(self._program.symbols[r].shape[1:]))
+            shapes.append(tuple(self.program.symbols[r].shape[1:]))
         arguments = [self._argument(a) for a in o.arguments]
         keywords = {key: self._argument(value) for key, value in o.keywords}
         wide = [self._wide(a) for a in arguments]
@@ -377,7 +388,7 @@ class _Compiler:
 
     def _broadcast(self, symbol: int, result: int) -> Node:
         """An argument of an element-wise operation, as wide as the result or 1."""
-        target = self._program.symbols[result].shape
+        target = self.program.symbols[result].shape
         value = self._argument(Ref(symbol))
         if value.rows and len(value.shape) != len(target) - 1:
             raise Unsupported("a value broadcast along a new dimension")
@@ -389,7 +400,7 @@ class _Compiler:
         if make is None or len(o.results) != 1:
             raise Unsupported(o.op)
         result = o.results[0]
-        dtype = self._program.symbols[result].dtype
+        dtype = self.program.symbols[result].dtype
         if dtype not in (self._dtype, "bool") or (name in BOOLEAN and dtype != "bool"):
             raise Unsupported(f"{o.op} to {dtype}")
         arguments: list[object] = []
@@ -403,6 +414,98 @@ class _Compiler:
         except TypeError:
             raise Unsupported(f"{o.op} with these arguments") from None
         self._set(o, node)
+
+
+class _Backward:
+    """The derivatives of one function written down as a program.
+
+    ``gather_grad(first, end)`` is the gradient of these columns of the state, gathered from all that use it;
+    ``pull_grad(x)`` that of what left the frontiers; ``scatter_grad(slot, d)`` goes to the child in a slot, or to all
+    ``children``; ``push_grad(x, d)`` leaves the frontiers. ``outer`` and ``total`` run once for all vertices.
+    """
+
+    def __init__(
+        self, compiler: _Compiler, part: Part, derivatives: Derivatives, outputs: Sequence[int], needed: Callable
+    ):
+        self._compiler, self._part, self._derivatives = compiler, part, derivatives
+        self._outputs, self._needed = outputs, needed
+        self._symbols: list[Symbol] = []
+        self._operations: list[Operation] = []
+        self._numbers: dict[Node, int] = {}
+        self._symbol_of: dict[Node, int] = {}
+        for symbol, node in compiler.converted.items():
+            if node is not None:
+                self._symbol_of.setdefault(node, symbol)
+
+    def program(self) -> Program:
+        d, c = self._derivatives, self._compiler
+        products = [(node, gradient) for node, gradient in d.products if self._needed(node)]
+        roots = [*(gradient for _, gradient in products), *d.leaves.values()]
+        for node in topological(roots):
+            self._number(node)
+        for leaf, gradient in d.leaves.items():
+            if leaf.op in ("gather", "children"):
+                where = str(leaf.attribute) if leaf.op == "gather" else "children"
+                self._operate("scatter_grad", [Constant(where), self._ref(gradient)], "in")
+            elif leaf.op == "input":
+                name = c.program.symbols[c.shared.inputs[leaf.attribute][1]].name
+                self._operate("push_grad", [Constant(name), self._ref(gradient)], "in")
+        for node, gradient in products:
+            matrix = c.program.symbols[c.shared.matrices[node.attribute[0]][1]]
+            result = self._define(f"grad of {matrix.name}", matrix.shape, "shared")
+            arguments = [self._ref(node.args[0]), self._ref(gradient)]
+            self._operate("outer", arguments, "after", [result])
+        for leaf, gradient in d.leaves.items():
+            if leaf.op == "vector":
+                vector = c.program.symbols[c.shared.vectors[leaf.attribute][1]]
+                result = self._define(f"grad of {vector.name}", vector.shape, "shared")
+                self._operate("total", [self._ref(gradient)], "after", [result])
+        return Program(f"{c.program.name}, backward", tuple(self._symbols), tuple(self._operations))
+
+    def _define(self, name: str, shape: Sequence[int | str], kind: str, dtype: str | None = None) -> int:
+        self._symbols.append(Symbol(tuple(shape), dtype or self._compiler.shared.dtype, name, kind))
+        return len(self._symbols) - 1
+
+    def _operate(self, op: str, arguments: Sequence[Ref | Constant], when: str, results: Sequence[int] = ()) -> None:
+        self._operations.append(Operation(op, tuple(arguments), (), tuple(results), when))
+
+    def _ref(self, node: Node) -> Ref:
+        return Ref(self._number(node))
+
+    def _number(self, node: Node) -> int:
+        """The symbol of a node: one of the forward pass by its name, or a new one, whose arguments come before it."""
+        if node in self._numbers:
+            return self._numbers[node]
+        if node in self._symbol_of:
+            symbol = self._compiler.program.symbols[self._symbol_of[node]]
+            self._numbers[node] = self._define(symbol.name, symbol.shape, symbol.kind, symbol.dtype)
+            return self._numbers[node]
+        arguments: list[Ref | Constant] = []
+        if node.op == "constant":
+            arguments = [Constant(f"{node.attribute:g}")]
+        elif node.op == "state_grad":
+            arguments = [*map(Constant, map(str, node.attribute))]
+        elif node.op == "output_grad":
+            arguments = [Constant(self._output(node.attribute))]
+        elif node.op == "linear":
+            matrix, transposed, _ = node.attribute
+            name = self._compiler.program.symbols[self._compiler.shared.matrices[matrix][1]].name
+            arguments = [self._ref(node.args[0]), Constant(name + (".T" if transposed else ""))]
+        else:
+            arguments = [self._ref(a) for a in node.args]
+            if node.op == "slice":
+                arguments += [Constant(str(node.attribute)), Constant(str(node.attribute + node.width))]
+        rows = {"N": ("N",), "E": ("E",), "S": ()}[node.domain]
+        kind = {"N": "row", "E": "child", "S": "shared"}[node.domain]
+        self._numbers[node] = self._define(f"d{len(self._operations)}", (*rows, node.width), kind)
+        op = {"state_grad": "gather_grad", "output_grad": "pull_grad", "linear": "mm"}.get(node.op, node.op)
+        self._operate(op, arguments, "in", [self._numbers[node]])
+        return self._numbers[node]
+
+    def _output(self, position: int) -> str:
+        """The symbol that leaves the frontiers at this position."""
+        symbols = {number: symbol for symbol, number in self._part.outputs}
+        return self._compiler.program.symbols[symbols[self._outputs[position]]].name
 
 
 def _out_of_place(name: str) -> str:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -236,6 +236,9 @@ class Call:
     @property
     def program(self) -> Program | Programs:
         programs = tuple(f.trace.program for f in self.functions)
+        if self.compiled is not None and self.compiled.plan.backward:
+            derived = self.compiled.plan.backward
+            programs = tuple(replace(p, backward=b) for p, b in zip(programs, derived, strict=True))
         return programs[0] if len(programs) == 1 else Programs(programs)
 
 

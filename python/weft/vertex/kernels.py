@@ -116,6 +116,8 @@ class Compiled:
     state: int = -1
     """The buffer of the states, -1 without."""
     code: tuple[int, ...] = ()
+    derivatives: list[Derivatives] = field(default_factory=list)
+    """Of each function, where there is a backward pass."""
 
     @property
     def most_buffers(self) -> int:
@@ -196,6 +198,7 @@ def _compile_backward(found, graph, functions, lowerings, state, columns, needed
     tables: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {span: [] for span in spans}
     for lower, f in zip(lowerings, functions, strict=True):
         derivatives = Derivatives(graph, f.scattered, f.outputs, cuts, needed)
+        found.derivatives.append(derivatives)
         lower.begin_backward(tables)
         for node, gradient in derivatives.products:
             if needed(node):

@@ -6,6 +6,7 @@ depends on no gather, after them where no scatter depends on it, and in them oth
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -86,10 +87,23 @@ class Program:
     name: str
     symbols: tuple[Symbol, ...]
     operations: tuple[Operation, ...]
+    backward: Program | None = None
+    """The gradients that the compiler derived, over frontiers in reverse: gather's gradient is a scatter to the child,
+    ``scatter_grad``, scatter's a gather from all that use the state, pull's a push and push's a pull."""
 
     def __str__(self) -> str:
         width = max((len(o.when) for o in self.operations), default=0)
-        return "\n".join([f"{self.name}:", *(f"  {o.when:<{width}}  {self._line(o)}" for o in self.operations)])
+        lines = [f"{self.name}:", *(f"  {o.when:<{width}}  {self._line(o)}" for o in self.operations)]
+        return "\n".join(lines if self.backward is None else [*lines, str(self.backward)])
+
+    def dumps(self) -> str:
+        """The program as JSON; :meth:`loads` reads it."""
+        return json.dumps(_plain(self))
+
+    @staticmethod
+    def loads(text: str) -> Program:
+        """The program that :meth:`dumps` wrote."""
+        return _program(json.loads(text))
 
     def _line(self, o: Operation) -> str:
         arguments = [self._argument(a) for a in o.arguments]
@@ -105,6 +119,36 @@ class Program:
         if isinstance(a, tuple):
             return f"[{', '.join(map(self._argument, a))}]"
         return a.text
+
+
+def _plain(p: Program) -> dict:
+    def argument(a: Argument) -> object:
+        return a.symbol if isinstance(a, Ref) else a.text if isinstance(a, Constant) else [argument(x) for x in a]
+
+    return {
+        "name": p.name,
+        "symbols": [[list(s.shape), s.dtype, s.name, s.kind] for s in p.symbols],
+        "operations": [
+            [o.op, argument(o.arguments), [[k, argument(v)] for k, v in o.keywords], list(o.results), o.when]
+            for o in p.operations
+        ],
+        "backward": None if p.backward is None else _plain(p.backward),
+    }
+
+
+def _program(data: dict) -> Program:
+    def argument(a: object) -> Argument:
+        return Ref(a) if isinstance(a, int) else Constant(a) if isinstance(a, str) else tuple(map(argument, a))
+
+    return Program(
+        data["name"],
+        tuple(Symbol(tuple(shape), *rest) for shape, *rest in data["symbols"]),
+        tuple(
+            Operation(op, argument(arguments), tuple((k, argument(v)) for k, v in keywords), tuple(results), when)
+            for op, arguments, keywords, results, when in data["operations"]
+        ),
+        None if data["backward"] is None else _program(data["backward"]),
+    )
 
 
 @dataclass(frozen=True)
