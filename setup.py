@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from setuptools import setup
+from torch.utils import cpp_extension
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 ROOT = Path(__file__).parent
@@ -113,8 +114,9 @@ def embedded_sources(version: str) -> str:
 
 
 def use_ccache() -> None:
-    """ccache in front of both compilers where it is installed, unless the caller has chosen compilers."""
-    if shutil.which("ccache") is None:
+    """ccache in front of both compilers where it is installed, unless the caller has chosen compilers, or torch puts it
+    there itself, which torch 2.15 does."""
+    if shutil.which("ccache") is None or hasattr(cpp_extension, "_wrap_compiler"):
         return
     if "CXX" not in os.environ:
         os.environ["CXX"] = "ccache c++"

@@ -70,7 +70,7 @@ void Witness::complain(const std::string& type, const std::string& sizes) const 
           << ' ' << sizes << ']';
   // An output is named after the node that is being evaluated, which made it; what came in after the node that made
   // what it is now.
-  std::shared_ptr<torch::autograd::Node> node = torch::autograd::get_current_node();
+  auto node = torch::autograd::get_current_node();
   if (producer_ == nullptr || node.get() != producer_) {
     node = nullptr;
     if (auto original = original_.lock()) node = at::Tensor(std::move(original)).grad_fn();
@@ -583,6 +583,16 @@ void Ledger::exit() {
 
 namespace {
 
+// Whether the dimensions have names, which torch 2.15 no longer knows.
+template <typename Impl>
+bool named(const Impl& t) {
+  if constexpr (requires { t.has_named_tensor_meta(); }) {
+    return t.has_named_tensor_meta();
+  } else {
+    return false;
+  }
+}
+
 bool plain(PyObject* object, const at::Tensor& x) {
   using c10::DispatchKey;
   const c10::TensorImpl& t = *x.unsafeGetTensorImpl();
@@ -591,7 +601,7 @@ bool plain(PyObject* object, const at::Tensor& x) {
   if (x.key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Functionalize, DispatchKey::ZeroTensor,
                                                DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper})))
     return false;
-  return x.has_storage() && !t.has_named_tensor_meta() && x.storage().data() != nullptr;
+  return x.has_storage() && !named(t) && x.storage().data() != nullptr;
 }
 
 Range bytes_of(const at::Tensor& x) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import _VF, Tensor
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
 __all__ = [
@@ -15,15 +16,21 @@ __all__ = [
     "differentiated_by_transform",
     "fp32_precision",
     "in_forward_mode",
+    "in_torchscript_trace",
     "in_transform",
     "keeps_graph",
     "maps_alone",
+    "onnx_exporting",
     "parse_to",
+    "tracing_context",
 ]
 
 # Functions of torch's own, not wrapped: what a layer asks in every call is bound by the host.
 any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is enabled for any device."""
+
+in_torchscript_trace = torch._C._is_tracing
+"""Whether torch.jit.trace, or the ONNX exporter that builds on it, records here."""
 
 in_transform = torch._C._are_functorch_transforms_active
 """Whether a torch.func transform is active."""
@@ -40,8 +47,17 @@ parse_to = torch._C._nn._parse_to
 delayed_error = torch._C._functions.DelayedError
 """(message, count) -> a function of so many tensors, whose backward raises."""
 
+tracing_context = TracingContext.try_get
+"""torch.compile's or torch.export's state where it traces in this thread, None elsewhere."""
+
 RNN_KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 """What torch.nn's layers call."""
+
+
+@torch.compiler.assume_constant_result
+def onnx_exporting() -> bool:
+    """Whether torch.onnx.export exports here."""
+    return torch.onnx.is_in_onnx_export()
 
 
 def in_forward_mode() -> bool:

@@ -2,8 +2,8 @@
 algorithm.
 
 They take the same arguments, hold the same parameters under the same names, return the same results and refuse the same
-input with the same exception types. They are subclasses of :class:`torch.nn.RNNBase`, not of torch's three layers,
-because ``torch.compile`` refuses every instance of those.
+input with the same exception types. Their classes are derived from :class:`torch.nn.RNNBase`, not from torch's three
+layers, because ``torch.compile`` refuses every instance of those; isinstance is true of them all the same.
 
 The keyword ``algorithm`` says what runs:
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch_private import any_autocast, in_forward_mode, in_transform, maps_alone
+from .._torch_private import any_autocast, in_forward_mode, in_torchscript_trace, in_transform, maps_alone
 from . import torch_rnn
 from .case import Case, takes_tf32
 from .choice import choose, remember_choices
@@ -175,7 +175,7 @@ def choose_at_once(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[
     also finds the words for what is wrong."""
     if isinstance(input, PackedSequence) or layer.return_cells or torch.compiler.is_compiling():
         return None
-    if any_autocast() or in_transform():
+    if any_autocast() or in_transform() or in_torchscript_trace():
         return None
     if in_forward_mode():
         return None

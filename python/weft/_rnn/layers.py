@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias, overload
+from typing import Any, ClassVar, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
+from torch.fx.proxy import TraceError
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch_private import in_transform
+from .._torch_private import in_torchscript_trace, in_transform, onnx_exporting
 from . import calls, choice, runs
+from .shown_class import own_class, shown_class
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -20,13 +23,34 @@ Device: TypeAlias = torch.device | str | int | None
 class _Layer(torch.nn.RNNBase):
     """What the three layers share."""
 
+    __jit_unused_properties__: ClassVar[list[str]] = [
+        *torch.nn.RNNBase.__jit_unused_properties__, "__class__", "algorithm"
+    ]  # fmt: skip
+    _torch_class: type[torch.nn.RNNBase]
     _algorithm: str
     # An attribute of the class, so that layers which accelerate made and older pickles have it.
     return_cells: bool = False
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Layer:
+        return super().__new__(own_class(cls))
+
     def __init__(self, mode: str, *args: Any, algorithm: str, **kwargs: Any) -> None:
         self.algorithm = algorithm
         super().__init__(mode, *args, **kwargs)
+
+    @property
+    def __class__(self) -> type:
+        """What isinstance asks besides the type: a class that is torch's, too."""
+        return shown_class(type(self), self._torch_class)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        vars(object)["__class__"].__set__(self, own_class(kind))
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        # pickle compares the class in object's answer with __class__, but only where that function is __newobj__.
+        _, arguments, *state = super().__reduce_ex__(2)
+        return _new, arguments, *state
 
     @property
     def algorithm(self) -> str:
@@ -56,11 +80,38 @@ class _Layer(torch.nn.RNNBase):
         self._update_flat_weights()
         return self._flat_weights
 
+    def _leaf(self, input: Proxy, hx: Any) -> Proxy:
+        """One node of the graph that torch.fx.symbolic_trace builds, as it makes of torch's layers."""
+        path = input.tracer.path_of_module(self)
+        if not path:
+            raise TraceError(f"{type(self).__name__}: torch.fx.symbolic_trace takes a model with this layer inside")
+        return input.tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
+
+    def _torchs(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
+        """What torch's own layer returns, for a graph that is to run where Weft is not."""
+        if self.return_cells:
+            raise NotImplementedError(
+                f"{type(self).__name__}: torch.jit.trace and torch.onnx.export hold torch's own layer, which has no "
+                "return_cells"
+            )
+        if self.mode == "LSTM":
+            return self._torch_class.forward(self, input, state)
+        output, h_n = self._torch_class.forward(self, input, None if state is None else state[0])
+        return output, (h_n,)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__}: torch.jit.script cannot compile Weft's layers; torch.jit.trace, torch.export and "
+            "torch.compile take them"
+        )
+
     def _forward(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
         """``output, final`` or, with return_cells, ``output, final, cells``."""
         name = calls.choose_at_once(self, input, state)
         if name is not None:
             return runs.run_at_once(self, name, input, state)
+        if _leaves_weft():
+            return self._torchs(input, state)
         call = calls.prepare(self, input, state)
         output, final, cells = runs.run(self, choice.choose_cached(self._algorithm, call.case)[0], call)
         if isinstance(input, PackedSequence):
@@ -102,6 +153,8 @@ class _OneState(_Layer):
             ValueError: the input's rank or dtype does not fit.
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
+        if isinstance(input, Proxy):
+            return self._leaf(input, hx)
         output, (h_n,) = self._forward(input, None if hx is None else (hx,))
         return output, h_n
 
@@ -132,6 +185,7 @@ class RNN(_OneState):
         (torch.Size([500, 3, 20]), torch.Size([2, 3, 20]))
     """
 
+    _torch_class = torch.nn.RNN
     nonlinearity: str
 
     @overload
@@ -194,6 +248,8 @@ class GRU(_OneState):
         (torch.Size([1000, 16, 32]), torch.Size([1, 16, 32]))
     """
 
+    _torch_class = torch.nn.GRU
+
     @overload
     def __init__(
         self,
@@ -249,6 +305,7 @@ class LSTM(_Layer):
         (torch.Size([1000, 16, 64]), torch.Size([2, 16, 32]), torch.Size([2, 16, 32]))
     """
 
+    _torch_class = torch.nn.LSTM
     # Part of torch.nn.LSTM's interface, and plain functions of what RNNBase has.
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
     check_forward_args = torch.nn.LSTM.check_forward_args
@@ -313,6 +370,8 @@ class LSTM(_Layer):
             ValueError: the input's rank or dtype does not fit.
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
+        if isinstance(input, Proxy):
+            return self._leaf(input, hx)
         self._check_pair(hx)
         return self._forward(input, hx)
 
@@ -320,6 +379,18 @@ class LSTM(_Layer):
         if hx is not None and len(hx) != 2:
             error = IndexError if len(hx) < 2 else RuntimeError
             raise error(f"{type(self).__name__}: hx must be (h0, c0), got {len(hx)} tensors")
+
+
+def _leaves_weft() -> bool:
+    """Whether the call is recorded for programs that do not know Weft's operators."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting() and onnx_exporting()
+    return in_torchscript_trace()
+
+
+def _new(kind: type[_Layer]) -> _Layer:
+    """An empty layer, which unpickling fills."""
+    return kind.__new__(kind)
 
 
 def _refuse_projection(kwargs: dict[str, Any]) -> None:
