@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import copy
+import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -102,19 +106,130 @@ def test_twice_is_once():
 def test_subclasses_are_left_alone():
     model = torch.nn.Sequential(Own(3, 4), torch.nn.GRUCell(3, 4), torch.nn.Linear(4, 4))
     kinds = [type(m) for m in model]
-    weft.accelerate(model)
+    with pytest.warns(UserWarning, match=r"left these layers as they are: 0 \(.*\.Own\) overrides forward$"):
+        weft.accelerate(model)
     assert [type(m) for m in model] == kinds
     own = Own(3, 4)
-    assert weft.accelerate(own) is own
+    with pytest.warns(UserWarning, match=r"the model itself \(.*\.Own\) overrides forward$"):
+        assert weft.accelerate(own) is own
     parametrize.register_parametrization(own, "weight_hh_l0", Scaled())
-    assert weft.accelerate(own) is own and isinstance(own, Own)
+    with pytest.warns(UserWarning, match="overrides forward"):
+        assert weft.accelerate(own, subclasses=True) is own
+    assert isinstance(own, Own)
 
 
 def test_layers_inside_a_subclass_are_found():
     own = Own(3, 4)
     own.inner = torch.nn.LSTM(4, 4)
-    weft.accelerate(own)
+    with pytest.warns(UserWarning, match="overrides forward"):
+        weft.accelerate(own)
     assert type(own) is Own and type(own.inner) is weft.nn.LSTM
+
+
+class Mixin(abc.ABC):
+    @abc.abstractmethod
+    def zeros(self, batch): ...
+
+
+class Named(Mixin, torch.nn.LSTM):
+    """Adds to torch's layer and overrides nothing that runs."""
+
+    limit = 7
+
+    def __init__(self, size, label):
+        super().__init__(size, size)
+        self.label = label
+
+    def zeros(self, batch):
+        return torch.zeros(self.num_layers, batch, self.hidden_size)
+
+    def extra_repr(self):
+        return f"{super().extra_repr()}, {self.label}"
+
+    @property
+    def capital(self):
+        return self.label.upper()
+
+
+class Longer(Named):
+    def zeros(self, batch):
+        return super().zeros(batch).add(1)
+
+
+class Custom(torch.nn.RNNBase):
+    def forward(self, x):
+        return x
+
+
+def test_what_was_left_and_why():
+    class Wide(torch.nn.GRU):
+        @property
+        def bidirectional(self):
+            return False
+
+        @bidirectional.setter
+        def bidirectional(self, value): ...
+
+    class Checks(torch.nn.RNN):
+        def check_input(self, input, batch_sizes): ...
+
+        def __call__(self, *arguments): ...
+
+    class Attributed(torch.nn.GRU):
+        algorithm = "mine"
+
+    model = torch.nn.ModuleDict({
+        "named": Named(4, "a"), "own": Own(3, 4), "wide": Wide(3, 4), "checks": Checks(3, 4),
+        "attributed": Attributed(3, 4), "custom": Custom("GRU", 3, 4), "plain": torch.nn.GRU(3, 4),
+        "weft": weft.nn.GRU(3, 4), "linear": torch.nn.Linear(3, 4),
+    })  # fmt: skip
+    with pytest.warns(UserWarning) as caught:
+        weft.accelerate(model)
+    (warning,) = caught
+    assert warning.filename == __file__
+    text = str(warning.message)
+    module = __name__.rsplit(".", 1)[-1]
+    for name, kind, why in (
+        ("named", "Named", "is a subclass of torch.nn.LSTM: subclasses=True takes it"),
+        ("own", "Own", "overrides forward"),
+        ("wide", "Wide", "overrides bidirectional"),
+        ("checks", "Checks", "overrides __call__, check_input"),
+        ("attributed", "Attributed", "overrides algorithm"),
+        ("custom", "Custom", "is none of torch.nn.RNN, GRU and LSTM"),
+    ):
+        assert re.search(rf"(: |; ){name} \([^;]*{module}\.[^;]*{kind}\) {re.escape(why)}(;|$)", text), (name, text)
+    assert text.count(";") == 5
+    with pytest.warns(UserWarning) as caught:
+        weft.accelerate(model, subclasses=True)
+    assert str(caught[0].message).count(";") == 4 and "named" not in str(caught[0].message)
+    assert issubclass(type(model["named"]), weft.nn.LSTM) and type(model["plain"]) is weft.nn.GRU
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weft.accelerate(torch.nn.Sequential(torch.nn.GRU(3, 4), weft.nn.GRU(4, 4), torch.nn.Linear(4, 4)))
+        weft.accelerate(torch.nn.Sequential(Named(4, "a")), subclasses=True)
+
+
+@pytest.mark.parametrize("kind", [Named, Longer])
+def test_subclasses(fresh_dynamo, kind):
+    model = torch.nn.Sequential(kind(4, "label"))
+    twin, x = copy.deepcopy(model[0]), torch.randn(5, 2, 4)
+    layer = weft.accelerate(model, algorithm="persistent", subclasses=True)[0]
+    assert isinstance(layer, (kind, torch.nn.LSTM)) and isinstance(layer, kind) and isinstance(layer, weft.nn.LSTM)
+    assert not issubclass(type(layer), torch.nn.LSTM) and type(layer).__name__ == kind.__name__
+    assert type(layer) is type(weft.accelerate(kind(4, "other"), subclasses=True))
+    assert layer.algorithm == "persistent" and layer.limit == 7 and layer.capital == "LABEL"
+    assert torch.equal(layer.zeros(3), twin.zeros(3))
+    assert repr(layer) == repr(twin)  # by super() of the subclass
+    for each in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.copy(layer)):
+        assert type(each) is type(layer) and each.label == "label"
+        torch.testing.assert_close(each(x)[0], twin(x)[0])
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x)[0], twin(x)[0])
+    parametrize.register_parametrization(twin, "weight_hh_l0", Scaled())
+    result = weft.accelerate(torch.nn.Sequential(twin), subclasses=True)[0]
+    assert type(result).__bases__ == (type(layer),) and isinstance(result, kind)
+    torch.testing.assert_close(result(x)[0], twin(x)[0])
+    parametrize.remove_parametrizations(result, "weight_hh_l0")
+    assert type(result) is type(layer)
 
 
 @devices

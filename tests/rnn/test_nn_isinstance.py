@@ -36,7 +36,7 @@ def test_shown_class_is_the_layers_own(cell):
     ours, _, extra = CELLS[cell]
     layer = ours(I, H, **extra)
     shown = layer.__class__
-    assert shown == ours and ours == shown and hash(shown) == hash(ours) and shown in {ours}
+    assert issubclass(shown, ours) and shown is ours(I, H, **extra).__class__
     assert (shown.__name__, shown.__module__, shown.__qualname__) == (ours.__name__, "weft.nn", ours.__name__)
     assert shown.__bases__[:-1] == ours.__bases__ and dir(shown) == dir(ours) and shown.forward is ours.forward
     assert type(shown(I, H)) is type(shown.__new__(shown)) is ours

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
@@ -22,20 +24,28 @@ _REPLACEMENTS: dict[type[Module], type[Module]] = {
     torch.nn.LSTM: LSTM,
 }
 
+# Of the special members of a subclass those that a call may reach, and of the others of RNNBase those that none does.
+_RUNS = {"__call__", "__class__", "__getattr__", "__getattribute__", "__new__", "__reduce_ex__", "__slots__"}
+_NEVER_RUNS = {"_apply", "_replicate_for_data_parallel", "extra_repr", "flatten_parameters", "reset_parameters"}
 
-def accelerate(model: M, *, algorithm: str = "auto") -> M:
+
+def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -> M:
     """Swap every torch.nn.RNN, GRU and LSTM inside `model` for Weft's, in place.
 
     Everything of a layer goes over as it is: the same Parameter objects (an optimizer built before goes on working),
     buffers, hooks (their handles still remove them), training mode, attributes of the user's own, parametrizations
     (``torch.nn.utils.parametrize`` and the older ``weight_norm``). A layer that stands in two places stays one layer.
-    Instances of a user's subclass of torch's layers are left alone, and so are Weft's own layers.
+    Weft's own layers are left alone, and so are instances of a user's subclass of torch's layers, unless `subclasses`
+    is set; one warning names them and says why.
 
     The swapped torch layer itself stays a torch layer: what still refers to it outside the model shares its parameters.
 
     Args:
         model: any module.
         algorithm: for the new layers, see :mod:`weft.nn`.
+        subclasses: also swap instances of subclasses that override nothing that runs, that is ``forward``, what it
+            calls and what it reads. They keep their own methods and attributes, and go on being instances of their
+            class. Default: False.
 
     Returns:
         `model` itself; where `model` is a recurrent layer itself, Weft's in its place.
@@ -43,6 +53,9 @@ def accelerate(model: M, *, algorithm: str = "auto") -> M:
     Raises:
         TypeError: `model` is not a module.
         ValueError: unknown algorithm; NotImplementedError: a reserved one. The model is then unchanged.
+
+    Warns:
+        UserWarning: recurrent layers were left as they are.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 32), torch.nn.GRU(32, 32))
@@ -55,29 +68,112 @@ def accelerate(model: M, *, algorithm: str = "auto") -> M:
     if not isinstance(model, Module):
         raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
     choice.check_algorithm(algorithm)
+    left = []
+    for name, module in model.named_modules():
+        obstacle = _obstacle(module, subclasses)
+        if obstacle is not None:
+            left.append(f"{name or 'the model itself'} ({_class_name(module)}) {obstacle}")
     swapped: dict[Module, Module] = {}
     for parent in list(model.modules()):
         # Not named_children: it names a child that stands twice only once.
         for name, child in parent._modules.items():
-            target = None if child is None else _replacement_class(child)
+            target = None if child is None else _replacement_class(child, subclasses)
             if target is not None:
                 if child not in swapped:
                     swapped[child] = _swap(child, target, algorithm)
                 parent._modules[name] = swapped[child]
-    target = _replacement_class(model)
+    if left:
+        warnings.warn(f"weft.accelerate left these layers as they are: {'; '.join(left)}", stacklevel=2)
+    target = _replacement_class(model, subclasses)
     return model if target is None else _swap(model, target, algorithm)
 
 
-def _replacement_class(module: Module) -> type[Module] | None:
+def _class_before_parametrizations(module: Module) -> type[Module]:
     kind = type(module)
-    if kind in _REPLACEMENTS:
-        return _REPLACEMENTS[kind]
     # register_parametrization gives each module a class of its own: its one base is the class that it had before.
-    if parametrize.is_parametrized(module) and len(kind.__bases__) == 1 and kind.__bases__[0] in _REPLACEMENTS:
-        base = _REPLACEMENTS[kind.__bases__[0]]
-        members = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__", "__doc__", "__module__")}
-        return type(kind.__name__, (base,), members)
-    return None
+    return kind.__bases__[0] if parametrize.is_parametrized(module) and len(kind.__bases__) == 1 else kind
+
+
+def _class_name(module: Module) -> str:
+    kind = _class_before_parametrizations(module)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _torch_class(kind: type[Module]) -> type[Module] | None:
+    """Which of torch's layers `kind` is or is derived from. By the type: isinstance is true of Weft's layers, too."""
+    return next((base for base in kind.__mro__ if base in _REPLACEMENTS), None)
+
+
+def _overridden(kind: type[Module]) -> list[str]:
+    """What a subclass of torch's layers has of its own where its own would run, or Weft's would not."""
+    torch_class = _torch_class(kind)
+    inherited = set()
+    for base in (*torch_class.__mro__, *_REPLACEMENTS[torch_class].__mro__):
+        if issubclass(base, torch.nn.RNNBase):
+            inherited |= vars(base).keys() | getattr(base, "__annotations__", {}).keys()
+    names = {name for base in _own_bases(kind) for name, value in vars(base).items() if value != ()}  # of __slots__
+    special = {name for name in names if name.startswith("__") and name.endswith("__")}
+    return sorted((names & inherited) - special - _NEVER_RUNS | special & _RUNS)
+
+
+def _own_bases(kind: type[Module]) -> list[type]:
+    """The classes that a subclass adds to torch's layer, itself first."""
+    torchs = _torch_class(kind).__mro__
+    return [base for base in kind.__mro__ if base not in torchs]
+
+
+def _obstacle(module: Module, subclasses: bool) -> str | None:
+    """Why a recurrent layer stays what it is; None for one that is swapped, for Weft's and for every other module."""
+    kind = _class_before_parametrizations(module)
+    if kind in _REPLACEMENTS or issubclass(kind, tuple(_REPLACEMENTS.values())):
+        return None
+    if _torch_class(kind) is None:
+        return None if not issubclass(kind, torch.nn.RNNBase) else "is none of torch.nn.RNN, GRU and LSTM"
+    overridden = _overridden(kind)
+    if overridden:
+        return f"overrides {', '.join(overridden)}"
+    return None if subclasses else f"is a subclass of torch.nn.{_torch_class(kind).__name__}: subclasses=True takes it"
+
+
+def _replacement_class(module: Module, subclasses: bool) -> type[Module] | None:
+    kind = _class_before_parametrizations(module)
+    if kind in _REPLACEMENTS:
+        target = _REPLACEMENTS[kind]
+    elif subclasses and _torch_class(kind) is not None and not _overridden(kind):
+        target = _subclass(kind)
+    else:
+        return None
+    if kind is type(module):
+        return target
+    return type(type(module).__name__, (target,), _members(type(module)))
+
+
+def _members(kind: type) -> dict[str, Any]:
+    machinery = ("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl")
+    return {name: value for name, value in vars(kind).items() if name not in machinery}
+
+
+@functools.cache
+def _subclass(kind: type[Module]) -> type[Module]:
+    """Weft's layer with what a subclass of torch's has of its own. Its instances show `kind` as a class of theirs, by
+    which super() in the subclass's methods goes, too."""
+    members: dict[str, Any] = {}
+    for base in reversed(_own_bases(kind)):
+        members |= _members(base)
+    members |= {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__}
+    members |= {"_torch_class": kind, "__reduce_ex__": _reduce_subclass}
+    return type(kind.__name__, (_REPLACEMENTS[_torch_class(kind)],), members)
+
+
+def _reduce_subclass(layer: Module, protocol: int) -> tuple[Any, ...]:
+    _, _, *state = object.__reduce_ex__(layer, 2)
+    return _new_of_subclass, (layer._torch_class,), *state
+
+
+def _new_of_subclass(kind: type[Module]) -> Module:
+    """An empty layer, which unpickling fills."""
+    made = _subclass(kind)
+    return made.__new__(made)
 
 
 def _swap(module: Module, target: type[Module], algorithm: str) -> Module:

@@ -37,12 +37,6 @@ class _Shown(type):
     def __delattr__(cls, name: str) -> None:
         delattr(cls._own, name)
 
-    def __eq__(cls, other: Any) -> bool:
-        return cls._own is own_class(other)
-
-    def __hash__(cls) -> int:
-        return hash(cls._own)
-
     def __dir__(cls) -> list[str]:
         return dir(cls._own)
 
@@ -71,8 +65,10 @@ def shown_class(own: type, torch_class: type) -> type:
             return own
     shown = vars(own).get("_shown")
     if shown is None:
-        # A class whose metaclass is not type, such as an ABC, needs one below both.
-        meta = _Shown if type(own) is type else type("_Shown", (_Shown, type(own)), {})
+        # Below the metaclasses of both, which ABCs have.
+        metas = {_Shown: None, type(own): None, type(torch_class): None}
+        metas.pop(type, None)
+        meta = _Shown if len(metas) == 1 else type("_Shown", tuple(metas), {})
         namespace = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
         shown = super(_Shown, meta).__new__(meta, own.__name__, (own, torch_class), namespace | {"_own": own})
         own._shown = shown
