@@ -30,7 +30,7 @@ from weft._rnn import choice, costs
 from weft._rnn.case import Case
 from weft._rnn.costs import Line
 
-from benchmarks import geometries, rnn
+from benchmarks import geometries, rnn, stages
 from benchmarks.common import (
     DTYPES,
     RESULTS,
@@ -447,7 +447,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tables = before(gpu)
         deadline = time.monotonic() + 60 * options.minutes
         tables["products"] = measured_products()
-        failures = measure_layers(0.5 * options.minutes)
+        tables.update(stages.tables_of(stages.measured(0.1 * options.minutes), tables))
+        failures = measure_layers(0.45 * options.minutes)
         tables.update(recurrence_tables((deadline - time.monotonic()) / 60 - 0.5, tables))
     output = options.output or path_of(gpu)
     output.write_text(text_of(gpu, fitted(list(rows(gpu["name"])), tables)), encoding="utf-8")

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 
-def fit(features: Iterable[Sequence[float]], times: Sequence[float]) -> np.ndarray:
+def fit(
+    features: Iterable[Sequence[float]], times: Sequence[float], weights: Sequence[float] | None = None
+) -> np.ndarray:
     """Constants of the features, the one that would be most negative left out until none is."""
-    X = np.array(list(features)) / np.array(times)[:, None]
+    ones = np.ones(len(times)) if weights is None else np.array(weights)
+    X = np.array(list(features)) * (ones / np.array(times))[:, None]
     kept = list(range(X.shape[1]))
     while True:
-        found = np.linalg.lstsq(X[:, kept], np.ones(len(X)), rcond=None)[0]
+        found = np.linalg.lstsq(X[:, kept], ones, rcond=None)[0]
         if (found >= 0).all():
             break
         del kept[int(found.argmin())]

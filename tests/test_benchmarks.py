@@ -9,6 +9,7 @@ import random
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import weft
@@ -16,7 +17,7 @@ from weft import _costs
 from weft._rnn import choice, costs
 from weft._rnn.case import Case
 
-from benchmarks import common, fit, fitting, geometries, rnn, scan
+from benchmarks import common, fit, fitting, geometries, rnn, scan, stages
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -490,6 +491,71 @@ def test_a_gpu_without_a_file_starts_from_the_nearest(tmp_path):
     path = tmp_path / "half.json"
     path.write_text(fit.text_of(gpu, tables))
     assert _costs.read(path) == (gpu, tables)
+
+
+def test_stages_are_corrected():
+    """By what the points tell of them; a stage that none has stays as it was."""
+    _, tables = _costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    generator, timed = random.Random(0), []
+    for name in stages.NUMBERS:
+        for _ in range(40):
+            parts = tuple(generator.uniform(100, 1000) for _ in range(3))
+            timed.append(stages.Timed(name, 6 + 50 + 2 * parts[0] + 0.5 * parts[1] + 3 * parts[2], 6.0, parts))
+    found = dict(stages.tables_of(timed, tables))
+    assert found.keys() == stages.NUMBERS.keys()
+    for name, table in found.items():
+        numbers = {n: v for kind, some in table.items() if kind != "from" for n, v in some.items()}
+        before = {n: v for kind, some in tables[name].items() if kind != "from" for n, v in some.items()}
+        assert numbers.keys() == before.keys()
+        assert numbers.keys() - {n for some in stages.NUMBERS[name].values() for n in some} <= {"launches"}
+        for stage, times in (("products", 2.0), ("boundaries", 0.5), ("replay", 3.0)):
+            for n in stages.NUMBERS[name][stage]:
+                assert np.asarray(numbers[n]) == pytest.approx(times * np.asarray(before[n]), rel=0.05), (name, n)
+        assert numbers.get("launches") == before.get("launches") and "40 scans, rms" in table["from"]
+    only_replay = [stages.Timed("rnn.scan_block", 106.0 + r, 0.0, (0.0, 0.0, r)) for r in (1e3, 2e3, 4e3)]
+    clock = dict(stages.tables_of(only_replay, tables))["rnn.scan_block"]["clock"]
+    assert clock["product_step"] == tables["rnn.scan_block"]["clock"]["product_step"]
+
+
+def test_scans_are_timed(monkeypatch):
+    """As on a GPU, by the operators of the CPU."""
+    monkeypatch.setattr(stages, "STEPS", 40)
+    monkeypatch.setattr(stages, "MOST_ELEMENTS", 2**19)
+    chosen = []
+
+    def expected(**sizes):
+        forced = int(os.environ.get(stages.VARIABLE, 5))
+        chosen.append(forced)
+        return forced, (6.0, 1.0, 2.0, 3.0)
+
+    monkeypatch.setattr(stages.weft._C, "rnn_scan_expected", expected, raising=False)
+    monkeypatch.setattr(stages.weft._C, "linear_scan_expected", expected, raising=False)
+    timed = [*stages.chains("cpu"), *stages.linear_scans("cpu")]
+    assert {1, 5} <= set(chosen) and stages.VARIABLE not in os.environ
+    assert {t.table for t in timed} == stages.NUMBERS.keys()
+    assert all(t.us > 0 and t.launches == 6 and t.stages == (1.0, 2.0, 3.0) for t in timed)
+
+
+def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
+    """With what is measured of it invented."""
+    gpu = {"name": "NVIDIA Half", "capability": 90, "multiprocessors": 66, "clock_mhz": 990.0, "bandwidth_gbs": 4917.0}
+    monkeypatch.setattr(fit.weft._C, "gpu_facts", lambda index: gpu, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    products = {"from": "test", "chip": dict.fromkeys(("half_teraflop", "tf32_teraflop", "float_teraflop"), 1.0),
+                "fixed": {"launch": 9.0}}  # fmt: skip
+    monkeypatch.setattr(fit, "measured_products", lambda: products)
+    scans = [stages.Timed("rnn.scan_warp.gru", 206.0, 6.0, (0.0, 0.0, 100.0))] * 50
+    monkeypatch.setattr(stages, "measured", lambda minutes: scans)
+    monkeypatch.setattr(fit, "measure_layers", lambda minutes: ["one: too odd"])
+    monkeypatch.setattr(fit, "rows", lambda name: _fast_gpu_rows(2.0))
+    monkeypatch.setattr(geometries, "measure", lambda problems, count, seconds: [])
+    with pytest.raises(SystemExit, match="1 entries failed"):
+        fit.main(["--minutes", "1", "--output", str(tmp_path / "half.json")])
+    found, tables = _costs.read(tmp_path / "half.json")
+    assert found == gpu and tables["products"] == products and "rows" in tables["rnn.scan.gru.32"]["from"]
+    assert tables["rnn.recurrence.grid.forward"]["from"] == "extrapolated from NVIDIA H200"
+    assert "50 scans" in tables["rnn.scan_warp.gru"]["from"] and tables.keys() == _costs.reference().tables.keys()
 
 
 def test_geometries_become_tables():

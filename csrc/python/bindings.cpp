@@ -13,6 +13,9 @@ void bind(py::module_& m);
 namespace weft::rnn {
 void bind(py::module_& m);
 }
+namespace weft::scan {
+void bind(py::module_& m);
+}
 namespace weft::vertex {
 void bind(py::module_& m);
 }
@@ -29,6 +32,7 @@ PYBIND11_MODULE(_C, m) {
   weft::costs::bind(m);
   weft::offload::bind(m);
   weft::rnn::bind(m);
+  weft::scan::bind(m);
   weft::vertex::bind(m);
 #ifdef WEFT_WITH_CUDA
   m.attr("with_cuda") = true;

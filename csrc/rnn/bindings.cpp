@@ -2,6 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <tuple>
+
 #include "rnn/scan_limits.h"
 #ifdef WEFT_WITH_CUDA
 #include "rnn/cuda/captured.h"
@@ -70,6 +73,16 @@ void bind_cuda(py::module_& m) {
       "cost in a step of one) of each geometry that fits.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
       py::arg("packed"), py::arg("backward"));
+  m.def(
+      "rnn_scan_expected",
+      [](int device, const std::string& cell, int hidden, int64_t steps, int64_t batch) {
+        const scan::Expected expected = rnn_scan_expected(device, cell, hidden, steps, batch);
+        const scan::Stages& s = expected.stages;
+        return std::make_tuple(expected.chunks, std::array{s.launches, s.products, s.boundaries, s.replay});
+      },
+      "Chunks of the chain of backward=\"scan\" on a GPU, and the microseconds that its launches, products, boundaries "
+      "and replay are expected to take.",
+      py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
   m.def_submodule("_testing").def("rnn_captured", &captured_count, "Tensors that CUDA graphs keep for weft::rnn.");
 }
 

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "scan/stages.h"
+
 namespace weft::rnn {
 
 // A layer's call. T or B may be 0 for unknown: only the weights are looked at, and one step is what takes time.
@@ -43,5 +45,9 @@ struct RnnGeometry {
   std::vector<std::pair<std::string, double>> amounts;
 };
 std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& layer, bool backward);
+
+// How many chunks the chain of backward="scan" has for one direction in float, and what its stages are expected to
+// take.
+scan::Expected rnn_scan_expected(int device, const std::string& cell, int hidden, int64_t steps, int64_t batch);
 
 }  // namespace weft::rnn

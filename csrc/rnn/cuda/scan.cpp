@@ -17,6 +17,7 @@
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
@@ -28,6 +29,7 @@
 #include "common/autograd.h"
 #include "common/tensor.h"
 #include "rnn/cuda/scan_kernels.h"
+#include "rnn/plan.h"
 #include "scan/linear_scan.h"
 
 namespace weft::rnn {
@@ -433,6 +435,14 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
     if (!t.defined()) t = at::empty({0}, args.input.options());
   }
   return result;
+}
+
+scan::Expected rnn_scan_expected(int device, const std::string& cell, int hidden, int64_t steps, int64_t batch) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  const ScanShape shape{parse_cell("weft::rnn", c10::string_view(cell.data(), cell.size())), steps, batch, hidden,
+                        /*reverse=*/false};
+  const int chunks = scan_chunks(shape);
+  return {chunks, scan_stages(shape, chunks)};
 }
 
 }  // namespace weft::rnn

@@ -69,15 +69,6 @@ double products_time(const ScanShape& shape, int64_t chunks, int sm_count) {
          (costs.product_step + std::max(multiply * blocks, feed * std::max(1., blocks / resident)));
 }
 
-double chain_time(const ScanShape& shape, int64_t chunks, int sm_count) {
-  if (chunks == 1) return replay_time(shape, 1, sm_count);
-  const auto& costs = costs_here<BlockCosts>();
-  const double states = double(parts(shape.cell)) * shape.H;
-  const double boundary = costs.boundary_step + 4e-6 * states * states * costs.boundary_megabyte;
-  return costs.launches + products_time(shape, chunks, sm_count) +
-         (chunks - 1) * boundary * ceil_div(shape.B, sm_count) + replay_time(shape, chunks, sm_count);
-}
-
 // What BoundariesLayout lays out beside its ring, rounded up.
 constexpr int64_t kBoundariesFixed = 8192;
 
@@ -109,6 +100,20 @@ bool block_fits(const ScanShape& shape) {
   return std::max(products, boundaries) <= device_limits().max_shared_per_block;
 }
 
+scan::Stages block_stages(const ScanShape& shape, int64_t chunks) {
+  const int sm_count = device_limits().sm_count;
+  scan::Stages stages;
+  stages.replay = replay_time(shape, chunks, sm_count);
+  if (chunks == 1) return stages;
+  const auto& costs = costs_here<BlockCosts>();
+  const double states = double(parts(shape.cell)) * shape.H;
+  const double boundary = costs.boundary_step + 4e-6 * states * states * costs.boundary_megabyte;
+  stages.launches = costs.launches;
+  stages.products = products_time(shape, chunks, sm_count);
+  stages.boundaries = double(chunks - 1) * boundary * double(ceil_div(shape.B, sm_count));
+  return stages;
+}
+
 int block_chunks(const ScanShape& shape) {
   if (shape.B == 0 || !block_fits(shape)) return 1;
   const BlockPlan p = plan_block(shape, 1);
@@ -117,12 +122,12 @@ int block_chunks(const ScanShape& shape) {
   const double map = 4. * shape.B * (p.map_size() + p.padded);
   const int64_t most = std::min<int64_t>(shape.T / kShortestChunk, 1 + int64_t(std::max(kMapBytes, gates / 2) / map));
   int64_t best = 1;
-  double best_time = chain_time(shape, 1, sm_count);
+  double best_time = block_stages(shape, 1).us();
   // The best number fills the SMs a whole number of times, or is small because (2) is sequential in it.
   auto consider = [&](int64_t chunks) {
     if (chunks < 2 || chunks > most) return;
     chunks = ceil_div(shape.T, ceil_div(shape.T, chunks));
-    const double time = chain_time(shape, chunks, sm_count);
+    const double time = block_stages(shape, chunks).us();
     if (time < best_time) {
       best_time = time;
       best = chunks;

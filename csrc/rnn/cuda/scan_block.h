@@ -38,6 +38,7 @@ BlockPlan plan_block(const ScanShape& shape, int64_t chunks);
 // Whether the device has the shared memory for more than one chunk.
 bool block_fits(const ScanShape& shape);
 int block_chunks(const ScanShape& shape);
+scan::Stages block_stages(const ScanShape& shape, int64_t chunks);
 int64_t block_workspace(const ScanShape& shape, int64_t chunks);
 void block_chain(const ScanShape& shape, const ScanChain<float>& args, int64_t chunks, cudaStream_t stream);
 

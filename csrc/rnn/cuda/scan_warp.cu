@@ -6,6 +6,7 @@
 #include <string>
 
 #include "common/cuda/device_costs.h"
+#include "common/integers.h"
 #include "common/launch.cuh"
 #include "rnn/cuda/scan_block.h"
 #include "rnn/cuda/scan_kernels.h"
@@ -101,7 +102,27 @@ struct WarpCosts {
 
 constexpr int64_t kMostChunks = 4096;
 
+scan::Stages warp_stages(const ScanShape& shape, int64_t chunks) {
+  const Products& products = products_of(shape);
+  const auto& costs = costs_here<WarpCosts>();
+  const StageCosts& cost = costs.of(shape);
+  const double warps = scan::schedulers(), length = double(ceil_div(shape.T, chunks));
+  const double pairs = double(chunks) * shape.B;
+  scan::Stages stages;
+  stages.replay = length * scan::step_time(pairs, warps, cost.replay, cost.replay_each, 16);
+  if (chunks == 1) return stages;
+  const double blocks = std::ceil((pairs - shape.B) * products.blocks_per_pair);
+  stages.launches = costs.launches;
+  stages.products = length * scan::step_time(blocks, warps, cost.product, cost.product_each, products.resident);
+  stages.boundaries = double(chunks) * cost.boundary;
+  return stages;
+}
+
 }  // namespace
+
+scan::Stages scan_stages(const ScanShape& shape, int chunks) {
+  return shape.H <= kWarpHidden ? warp_stages(shape, chunks) : block_stages(shape, chunks);
+}
 
 int scan_chunks(const ScanShape& shape) {
   const bool small = shape.H <= kWarpHidden;
@@ -115,20 +136,9 @@ int scan_chunks(const ScanShape& shape) {
   }
   if (shape.T == 0 || shape.B == 0) return 1;
   if (!small) return block_chunks(shape);
-  const Products& products = products_of(shape);
-  const auto& costs = costs_here<WarpCosts>();
-  const StageCosts& cost = costs.of(shape);
-  const double warps = scan::schedulers();
-  auto time = [&](int64_t count) {
-    const double length = double((shape.T + count - 1) / count), pairs = double(count) * shape.B;
-    const double replay = length * scan::step_time(pairs, warps, cost.replay, cost.replay_each, 16);
-    if (count == 1) return replay;
-    const double blocks = std::ceil((pairs - shape.B) * products.blocks_per_pair);
-    return costs.launches + replay + count * cost.boundary +
-           length * scan::step_time(blocks, warps, cost.product, cost.product_each, products.resident);
-  };
+  const auto time = [&](int64_t chunks) { return warp_stages(shape, chunks).us(); };
   const int64_t most = std::min<int64_t>(shape.T / 4, kMostChunks);
-  return int(scan::cheapest_chunks(most, shape.B, warps, products.blocks_per_pair, time));
+  return int(scan::cheapest_chunks(most, shape.B, scan::schedulers(), products_of(shape).blocks_per_pair, time));
 }
 
 int64_t scan_chain_workspace(const ScanShape& shape, int chunks) {

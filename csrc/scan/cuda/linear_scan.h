@@ -15,6 +15,7 @@
 #include <functional>
 
 #include "scan/linear_scan_args.h"
+#include "scan/stages.h"
 
 namespace weft::scan {
 
@@ -27,9 +28,14 @@ void linear_scan_diagonal(const LinearScan& scan, const Workspace& workspace, cu
 // Dense A, H <= kWarpMaxH.
 constexpr int64_t kWarpMaxH = 32;
 void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
+Expected expected_warp(const LinearScan& scan);
 
 // Dense A, kWarpMaxH < H <= kBlockMaxH: tensor cores, an fp32 number being the sum of three bf16 numbers.
 constexpr int64_t kBlockMaxH = 128;
 void linear_scan_block(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
+Expected expected_block(const LinearScan& scan);
+
+// What is expected of a dense scan of contiguous tensors, H <= kBlockMaxH.
+Expected linear_scan_expected(int device, DType dtype, int64_t T, int64_t B, int64_t H);
 
 }  // namespace weft::scan

@@ -72,23 +72,28 @@ double products_time(const Shape& s, int64_t chunks, int splits) {
   return ceil_div(s.steps, chunks) * step;
 }
 
-double scan_time(const Shape& s, int64_t chunks, int splits) {
+Stages stages_of(const Shape& s, int64_t chunks, int splits) {
+  Stages stages;
+  stages.replay = replay_time(s, chunks);
+  if (chunks == 1) return stages;
   const auto& costs = costs_here<BlockCosts>();
   const double boundary = costs.boundary_step + 4e-6 * s.H * s.H * costs.boundary_megabyte;
-  return costs.launches + products_time(s, chunks, splits) + (chunks - 1) * boundary * ceil_div(s.batch, s.sm_count) +
-         replay_time(s, chunks);
+  stages.launches = costs.launches;
+  stages.products = products_time(s, chunks, splits);
+  stages.boundaries = double(chunks - 1) * boundary * double(ceil_div(s.batch, s.sm_count));
+  return stages;
 }
 
 void choose_chunks(const Shape& s, Arguments& p) {
   p.chunks = 1;
-  double best = replay_time(s, 1);
+  double best = stages_of(s, 1, 1).us();
   // The best number fills the SMs a whole number of times, or is small because (2) is sequential in it.
   const int64_t most = s.steps / kShortestChunk;
   auto consider = [&](int64_t chunks) {
     if (chunks < 2 || chunks > most) return;
     chunks = ceil_div(s.steps, ceil_div(s.steps, chunks));
     for (int splits = 1; splits <= 2; ++splits) {
-      const double time = scan_time(s, chunks, splits);
+      const double time = stages_of(s, chunks, splits).us();
       if (time < best) {
         best = time;
         p.chunks = chunks;
@@ -117,6 +122,10 @@ int64_t product_shared_bytes(int64_t padded, DType dtype) {
   return 4 * planes * padded * (padded + 8) + 4 * (2 * padded + 4 * at_once * padded + 8);
 }
 
+Shape shape_of(const LinearScan& scan, const Arguments& p) {
+  return {p.batch, p.steps, p.H, scan.dtype, scan.A_col != 1, p.piece, device_limits().sm_count};
+}
+
 }  // namespace
 
 Arguments plan(const LinearScan& scan, int64_t chunks) {
@@ -143,7 +152,7 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
   p.flat = p.piece == 16 && p.A_ld == p.H;
 
   p.splits = 1;
-  const Shape shape{p.batch, p.steps, p.H, scan.dtype, transposed, p.piece, limits.sm_count};
+  const Shape shape = shape_of(scan, p);
   if (chunks > 0) {
     p.chunks = chunks;
   } else if (scan.dtype == DType::f64 || product_shared_bytes(p.padded, scan.dtype) > limits.max_shared_per_block) {
@@ -177,6 +186,11 @@ Arguments plan(const LinearScan& scan, int64_t chunks) {
 }
 
 }  // namespace block
+
+Expected expected_block(const LinearScan& scan) {
+  const block::Arguments p = block::plan(scan);
+  return {p.chunks, block::stages_of(block::shape_of(scan, p), p.chunks, p.splits)};
+}
 
 void linear_scan_block(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0) return;

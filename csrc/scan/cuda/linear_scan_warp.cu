@@ -64,25 +64,34 @@ double replay_step(double warps, const StageCosts& cost) {
   return rounded_max(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
 }
 
-WarpPlan plan_of(const LinearScan& scan) {
-  if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
+Stages stages_of(const LinearScan& scan, int64_t chunks) {
   const auto& costs = costs_here<WarpCosts>();
   const StageCosts& cost = costs.of(scan);
   const int resident = products_at_once(padded_hidden(scan.H));
-  const double all = schedulers();
-  auto time = [&](int64_t chunks) {
-    const double length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
-    const double replay = length * replay_step(pairs / all, cost);
-    if (chunks == 1) return replay;
-    const double product = length * product_step((pairs - scan.B) / all, resident, cost);
-    return costs.launches + product + chunks * cost.boundary + replay;
-  };
-  const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, all, 1, time);
+  const double all = schedulers(), length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
+  Stages stages;
+  stages.replay = length * replay_step(pairs / all, cost);
+  if (chunks == 1) return stages;
+  stages.launches = costs.launches;
+  stages.products = length * product_step((pairs - scan.B) / all, resident, cost);
+  stages.boundaries = double(chunks) * cost.boundary;
+  return stages;
+}
+
+WarpPlan plan_of(const LinearScan& scan) {
+  if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
+  const auto time = [&](int64_t chunks) { return stages_of(scan, chunks).us(); };
+  const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, schedulers(), 1, time);
   const int64_t length = (scan.T + best - 1) / best;
   return {(scan.T + length - 1) / length, length};
 }
 
 }  // namespace
+
+Expected expected_warp(const LinearScan& scan) {
+  const int64_t chunks = plan_of(scan).chunks;
+  return {chunks, stages_of(scan, chunks)};
+}
 
 void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
   if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
