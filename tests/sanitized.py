@@ -1,21 +1,37 @@
-"""The CUDA kernels on small cases, for `make sanitize`, which runs this under the tools of compute-sanitizer.
+"""The CUDA kernels on small cases, in parts that take a minute or so each under a tool of compute-sanitizer.
 
 What the kernels give is for the tests; here they only have to run: every kind of kernel, chunks that are computed
 again, each tier and each way of the recurrence kernel where it is asked for.
+
+    python tests/sanitized.py [PART ...]
+
+runs the parts as they are, and
+
+    python tests/sanitized.py [PART ...] --under TOOL ...
+
+each part under each tool, in a process of its own, with a limit of time, and prints a table: `make sanitize`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import random
+import subprocess
+import sys
 import time
 
 import torch
 import weft
-from torch import Tensor
+from torch import Tensor, nn
 from weft._rnn.choice import CUDA_MAX_HIDDEN
 from weft._rnn.costs import GATES
+from weft.scan import chain_backward
+from weft.sparse import BatchedCSR, conv2d_jacobian, plan_matmul, relu_jacobian
+from weft.vertex import models
 
+DEVICE = "cuda"  # where sparse, vertex and offload run; a test of these parts themselves runs them on the CPU
 half, bfloat16, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 # WEFT_RNN_GEOMETRY, dtype, TF32, H, B, T, directions, packed. A grid fetches what it exchanges six steps ahead.
@@ -31,6 +47,11 @@ RECURRENCES = [
     ("tier=grid group=32 columns=2 cluster=4", half, True, 256, 5, 9, 1, True),
     ("tier=grid group=16 columns=2 directions=1 cluster=2", single, False, 179, 3, 9, 2, False),
 ]
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = single, scale: float = 0.3) -> list[Tensor]:
@@ -136,15 +157,163 @@ def codecs() -> None:
     torch.cuda.synchronize()
 
 
-PARTS = {"rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "codecs": codecs}
+def random_csr(rows: int, columns: int, batch: int | None, dtype: torch.dtype, index: torch.dtype) -> BatchedCSR:
+    stored = torch.rand(rows, columns, device=DEVICE) < 0.3
+    stored[rows // 2] = False
+    crow = torch.zeros(rows + 1, dtype=index, device=DEVICE)
+    crow[1:] = stored.sum(1).cumsum(0)
+    col = stored.nonzero()[:, 1].to(index)
+    values = torch.randn(*(() if batch is None else (batch,)), len(col), device=DEVICE).to(dtype)
+    return BatchedCSR(crow, col, values.requires_grad_(), (rows, columns))
+
+
+def sparse() -> None:
+    """Products with vectors, matrices and each other, transposed in the backward pass; values of strided, dilated
+    and grouped convolutions, whole and pruned; chains of sparse, dense and diagonal Jacobians."""
+    for dtype in (single, half, bfloat16, double):
+        for batch in (None, 1, 3):
+            for index in (torch.int32, torch.int64):
+                A, B = (random_csr(*shape, batch, dtype, index) for shape in ((37, 70), (70, 33)))
+                for columns in (1, 5, 64):
+                    x = torch.randn(batch or 2, 70, columns, device=DEVICE).to(dtype).requires_grad_()
+                    (A @ x).float().square().sum().backward()
+                A.mv(torch.randn(batch or 2, 70, device=DEVICE).to(dtype).requires_grad_()).float().sum().backward()
+                plan_matmul(A, B)(A, B).values.float().square().sum().backward()
+                A.to_dense()
+        weight = torch.randn(6, 2, 3, 3, device=DEVICE).to(dtype)
+        pruned = torch.where(weight.abs() > 0.8, weight, 0)
+        for w, prune in ((weight, False), (pruned, True)):
+            w = w.clone().requires_grad_()
+            J = conv2d_jacobian(w, (4, 9, 7), stride=2, padding=1, dilation=(2, 1), groups=2, prune=prune)
+            J.values.float().square().sum().backward()
+        grad = torch.randn(2, 20, device=DEVICE).to(dtype)
+        sizes = [20, 30, 30, 25, 40, 40, 10]
+        jacobians: list = []
+        for i, (columns, rows) in enumerate(itertools.pairwise(sizes)):
+            dense = torch.randn(2, rows, columns, device=DEVICE).to(dtype) / columns**0.5
+            shared = random_csr(rows, columns, None if i % 2 else 2, dtype, torch.int32)
+            jacobians.append(relu_jacobian(dense[:, :, 0]) if rows == columns else dense if i == 2 else shared)
+        for schedule in ("auto", "linear", "blelloch"):
+            chain_backward(grad, jacobians, schedule=schedule)
+            chain_backward(grad, jacobians[:2], schedule=schedule)
+    synchronize()
+
+
+def vertex() -> None:
+    """Every model with slots, sums and types over trees of several batches, executed frontier by frontier, with the
+    backward pass; graphs without edges, of one vertex, and deeper than the first, so that memory grows."""
+    rng = random.Random(0)
+
+    def tree(leaves: int, arity: int) -> list[list[int]]:
+        children: list[list[int]] = [[] for _ in range(leaves)]
+        left = list(range(leaves))
+        while len(left) > 1:
+            rng.shuffle(left)
+            below, left = left[:arity], left[arity:]
+            children.append(below)
+            left.append(len(children) - 1)
+        return children
+
+    X, H = 5, 33
+    cases = {
+        models.TreeLSTM(X, H): 2,
+        models.TreeLSTM(X, H, arity=3): 3,
+        models.ChildSumTreeLSTM(X, H): 4,
+        models.TreeGRU(X, H): 4,
+        models.TreeFC(X): 2,
+        models.RvNN(X, H): 2,
+    }
+    for dtype in (single, double):
+        for model, arity in cases.items():
+            module = model.to(DEVICE, dtype)
+            for sizes in ((1,), (5, 1, 9), (40, 3, 17, 1)):
+                trees = [tree(n, arity) for n in sizes]
+                graphs = weft.Graphs.from_children(trees)
+                if isinstance(model, models.RvNN):
+                    graphs = graphs.with_types(["inner" if below else "leaf" for each in trees for below in each])
+                graphs = graphs.to(DEVICE)
+                x = torch.randn(graphs.num_vertices, X, device=DEVICE, dtype=dtype, requires_grad=True)
+                module(graphs, x, executor="batched").square().sum().backward()
+    synchronize()
+
+
+def offloaded(backend: str, compress: str | None) -> None:
+    """A net whose saved tensors all move, in a recorded use and in two that follow its plan."""
+    with torch.device(DEVICE):
+        net = nn.Sequential(nn.Linear(300, 1000), nn.ReLU(), nn.Linear(1000, 1001), nn.ReLU(), nn.Linear(1001, 10))
+        offload = weft.offload(0, backend=backend, compress=compress, min_bytes=1000, keep_last=0)
+        for _ in range(3):
+            with offload:
+                loss = net(torch.randn(129, 300)).square().sum()
+            loss.backward()
+    synchronize()
+
+
+def copies() -> None:
+    for compress in (None, "zvc", "rle", "auto"):
+        offloaded("copy", compress)
+
+
+def managed() -> None:
+    for compress in (None, "zvc"):
+        offloaded("managed", compress)
+
+
+PARTS = {
+    "rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "codecs": codecs, "sparse": sparse, "vertex": vertex,
+    "copies": copies, "managed": managed,
+}  # fmt: skip
+TOOLS = ("memcheck", "racecheck", "synccheck")
+KERNELS = ("weft", "recurrence", "vertex_frontier")  # substrings of the names of all kernels of Weft
+
+
+def sanitize(parts: list[str], tools: list[str], sanitizer: str, limit: float) -> bool:
+    """Each part under each tool. Returns whether all passed; what a failed one printed is printed before the table."""
+    rows, passed = [], True
+    names = [option for kernel in KERNELS for option in ("--kernel-name", f"kernel_substring={kernel}")]
+    for tool in tools:
+        for part in parts:
+            # Every tensor in an allocation of its own, but for those of a pool.
+            environment = os.environ | ({} if part == "managed" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+            command = [*sanitizer.split(), "--tool", tool, "--error-exitcode", "1", *names, sys.executable, __file__]
+            start, output = time.perf_counter(), b""
+            try:
+                done = subprocess.run(
+                    [*command, part],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    timeout=limit,
+                )
+                output, result = done.stdout, "passed" if done.returncode == 0 else f"failed ({done.returncode})"
+            except subprocess.TimeoutExpired as error:
+                output, result = error.stdout or b"", f"not finished in {limit:.0f} s"
+            rows.append((tool, part, result, time.perf_counter() - start))
+            print("{:10} {:12} {:24} {:6.0f} s".format(*rows[-1]), flush=True)
+            if result != "passed":
+                passed = False
+                print(output.decode(errors="replace")[-10_000:], flush=True)
+    print("\ntool       part         result                     time")
+    for row in rows:
+        print("{:10} {:12} {:24} {:6.0f} s".format(*row))
+    return passed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
+    )
     # [] because argparse, before Python 3.12, looks for the empty list itself among the choices.
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="part", help=f"of {list(PARTS)}; else all")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"of {list(PARTS)}; else all")
+    parser.add_argument("--under", nargs="+", choices=TOOLS, metavar="TOOL", help=f"of {TOOLS}")
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the command, %(default)s")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for a part under a tool, %(default)s")
+    args = parser.parse_args()
+    parts = args.parts or list(PARTS)
+    if args.under:
+        sys.exit(0 if sanitize(parts, args.under, args.sanitizer, args.limit) else 1)
     torch.manual_seed(0)
-    for part in parser.parse_args().parts or PARTS:
+    for part in parts:
         start = time.perf_counter()
         PARTS[part]()
         print(f"all kernels of {part} ran, in {time.perf_counter() - start:.0f} s", flush=True)
