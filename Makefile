@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BENCH ?=
 SANITIZER ?= compute-sanitizer
+# Processes of `make test-cuda`, which share the GPU and the cache of compiled kernels.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -30,7 +32,7 @@ test: $(call requirements,test) build
 	$(PY) -m pytest $(PYTEST)
 
 test-cuda: $(call requirements,test) build
-	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda $(PYTEST)
+	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda -n $(WORKERS) $(PYTEST)
 
 # Weft's kernels alone, on small cases, every tensor in an allocation of its own. Needs compute-sanitizer 2026.4, which
 # PyPI's nvidia-cuda-sanitizer-api 13.5 has: that of CUDA 13.0 crashes in racecheck on some of them. PARTS="vertex" runs

@@ -10,6 +10,9 @@ import os
 
 # Read when torch loads: threads that spin while they wait make small tests crawl where cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:  # each of whose processes would take all cores
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 
 import hypothesis
 import pytest
