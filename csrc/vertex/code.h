@@ -49,7 +49,6 @@ enum class Op : int32_t {
   kErf,
   kSin,
   kCos,
-  kCopy,
   kAdd,
   kSub,
   kMul,

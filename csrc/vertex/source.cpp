@@ -189,9 +189,6 @@ class Writer {
       case Op::kCos:
         set("cos(" + a + ")");
         break;
-      case Op::kCopy:
-        set(a);
-        break;
       case Op::kAdd:
         set(a + " + " + b);
         break;

@@ -211,9 +211,6 @@ struct Interpreter {
           case Op::kSign:
             unary(i, n, [zero, one](Vec x) { return x > zero ? one : x < zero ? -one : x * zero; });
             break;
-          case Op::kCopy:
-            registers[i.result] = registers[i.a];
-            break;
           case Op::kAdd:
             binary(i, n, [](Vec x, Vec y) { return x + y; });
             break;

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from .ir import Derivatives, Graph, Node, Unsupported, topological
 from .kernels import Compiled, Function, compile_frontiers
-from .operations import BOOLEAN, ELEMENTWISE, SHAPED, VIEWS, Value, broadcast
+from .operations import BOOLEAN, ELEMENTWISE, FILLS, SHAPED, VIEWS, Value, broadcast
 from .program import Constant, Operation, Program, Ref, Symbol
 from .trace import Trace
 
@@ -267,6 +267,8 @@ class _Compiler:
             symbol = self.program.symbols[o.reads()[0]]
             if symbol.kind == "row" and symbol.dtype == self._dtype and self._keeps_rows(o):
                 return True
+        if o.op in FILLS:
+            return self.program.symbols[o.results[0]].dtype in (self._dtype, "bool")
         if self._lazy:
             return False
         if not any(o.op in known for known in (_PRODUCTS, ELEMENTWISE, SHAPED)):
@@ -324,6 +326,8 @@ class _Compiler:
             self._set(o, g.sum(x))
         elif o.op in _PRODUCTS:
             self._product(o)
+        elif o.op in FILLS:
+            self._set(o, self._graph.constant(FILLS[o.op], self._width(o.results[0])))
         elif o.op in SHAPED and self._keeps_rows(o):
             self._shaped(o)
         else:

@@ -20,7 +20,6 @@ from .ir import (
     Derivatives,
     Graph,
     Node,
-    Unsupported,
     segments,
     state_cuts,
     topological,
@@ -32,7 +31,7 @@ __all__ = ["Buffer", "Compiled", "Function", "Kernel", "Product", "compile_front
 SPACES = ("rows", "edges", "input", "output", "output_grad", "input_grad", "vector")
 OPS = (
     "load", "constant", "uses", "store", "store_sum", "store_max", "begin", "accumulate", "end",
-    "neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "erf", "sin", "cos", "copy",
+    "neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "erf", "sin", "cos",
     "add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq", "select",
 )  # fmt: skip
 ACCESS = ("row", "parent", "gather", "child")
@@ -191,14 +190,33 @@ def compile_frontiers(
     return found
 
 
-def _compile_backward(found, graph, functions, lowerings, state, columns, needed) -> None:
+def _compile_backward(
+    found: Compiled,
+    graph: Graph,
+    functions: Sequence[Function],
+    lowerings: Sequence[_Lowering],
+    state: int,
+    columns: Mapping[int, int],
+    needed: Callable[[Node], bool],
+) -> None:
     cuts = set().union(*(state_cuts(f.scattered, [node for _, node in f.outputs], state) for f in functions))
+    while True:
+        found.derivatives = [Derivatives(graph, f.scattered, f.outputs, cuts, needed) for f in functions]
+        # All gradients of states are cut alike, so that each table says of some columns where their terms are.
+        finer = {
+            first
+            for d in found.derivatives
+            for leaf, gradient in d.leaves.items()
+            if leaf.op in ("gather", "children")
+            for first, _ in segments(gradient)
+        }
+        if finer <= cuts:
+            break
+        cuts |= finer
     spans = list(pairwise(sorted(cuts)))
     # What a state is used for adds up over the functions: a row that a function did not write is zero in its buffers.
     tables: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {span: [] for span in spans}
-    for lower, f in zip(lowerings, functions, strict=True):
-        derivatives = Derivatives(graph, f.scattered, f.outputs, cuts, needed)
-        found.derivatives.append(derivatives)
+    for lower, derivatives in zip(lowerings, found.derivatives, strict=True):
         lower.begin_backward(tables)
         for node, gradient in derivatives.products:
             if needed(node):
@@ -251,7 +269,6 @@ class _Lowering:
         self._inputs: dict[tuple[str, int], int] = {}
         self._stores: dict[Node, list[tuple[int, int]]] = {}
         """What the pass has still to compute, and where to."""
-        self._store_domain: dict[Node, str] = {}
         self._products: list[Product] = []
 
     def buffer(self, space: str, width: int, index: int = 0) -> int:
@@ -266,11 +283,11 @@ class _Lowering:
     def want(self, value: Node, buffer: int) -> None:
         """`value` shall be in `buffer` at the end of the pass."""
         space = self._compiled.buffers[buffer].space
+        domain = "E" if space == "edges" else "N"
         for first, part in segments(value):
+            if part.domain != domain:  # the same in all rows, which other rows may want, too
+                part = self._graph.node("stop", (part,), part.width, domain)
             self._stores.setdefault(part, []).append((buffer, first))
-            domain = "E" if space == "edges" else "N"
-            if self._store_domain.setdefault(part, domain) != domain:
-                raise Unsupported("a constant among rows of vertices and rows of children")
             if space in ("rows", "edges") and part not in self._places:
                 self._places[part] = (buffer, first)
 
@@ -286,6 +303,8 @@ class _Lowering:
         return buffer
 
     def own(self, value: Node) -> tuple[int, int]:
+        if value.domain == "S":
+            value = self._graph.node("stop", (value,), value.width, "N")
         if value not in self._places:
             self.home(value)
         return self._places[value]
@@ -346,7 +365,7 @@ class _Lowering:
             for node in waiting:
                 reduces = node.op in REDUCTIONS
                 width = node.args[0].width if reduces else node.width
-                groups.setdefault((self._store_domain[node], width, reduces), []).append(node)
+                groups.setdefault((node.domain, width, reduces), []).append(node)
             pending = set(waiting)
             progress = False
             for (domain, width, _), members in groups.items():
@@ -498,8 +517,10 @@ class _Emitter:
             return self._sum(node)
         assert edges or node.domain != "E", "rows of children are read in a loop over them"
         arguments = [self._value(a, in_loop) for a in node.args]
+        if node.op == "stop":
+            return arguments[0]
         register = self._new()
-        self._emit("copy" if node.op == "stop" else node.op, register, *arguments)
+        self._emit(node.op, register, *arguments)
         return register
 
     def _load_leaf(self, leaf: Node, first: int, node: Node, parent: bool) -> int:

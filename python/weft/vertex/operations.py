@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .ir import UNARY, Graph, Node, Unsupported
 
-__all__ = ["BOOLEAN", "ELEMENTWISE", "SHAPED", "VIEWS", "Value", "broadcast"]
+__all__ = ["BOOLEAN", "ELEMENTWISE", "FILLS", "SHAPED", "VIEWS", "Value", "broadcast"]
 
 MAX_PIECES = 256
 """Into how many pieces a row may be cut by one operation; more run on the reference."""
@@ -516,6 +516,9 @@ _COPIES = (
     "aten.squeeze.dim",
     "aten.squeeze.dims",
 )
+
+FILLS = {"aten.zeros.default": 0.0, "aten.ones.default": 1.0}
+"""Rows of one number."""
 
 VIEWS = frozenset((*_COPIES, "aten.slice.Tensor", "aten.split.Tensor", "aten.split_with_sizes.default"))
 """Views and copies that take neighbouring columns, or all."""
