@@ -104,6 +104,7 @@ OPERATIONS = {
     "stack": lambda m, x, s, a, b: torch.stack((a, b, x), 1).sum(1) + torch.stack((s, x), -1).mean(-1),
     "chunk": lambda m, x, s, a, b: torch.cat(list(reversed((a + x).chunk(2, 1))), 1) + s,
     "split": lambda m, x, s, a, b: torch.cat((a.split(1, 1)[-1], (x + s)[:, 1:]), 1) * b,
+    "one_column": lambda m, x, s, a, b: torch.tanh(x[:, -1:] * a) * (x + s).detach() + s * s,
     "slices": lambda m, x, s, a, b: torch.cat((a[:, -1:], (x + s)[..., 1:]), 1) * b.narrow(1, 0, 1),
     "column": lambda m, x, s, a, b: (a[:, :1] + b[:, -1:]) * x + s * s[:, 0].unsqueeze(1) + x[:, 0][:, None],
     "shared": lambda m, x, s, a, b: m.w * (x + s) + a * m.w[0] + b @ m.U.weight.t() + m.w.exp(),
@@ -341,6 +342,69 @@ def test_types_without_a_vertex():
     assert m.program is not None and weft.explain(m, graphs, torch.randn(2, X)).executor == "batched"
     out.sum().backward()
     assert not m["inner"].U.weight.grad.any() and m["leaf"].W.weight.grad.any()
+
+
+class Drawn(weft.VertexFunction):
+    """A function of operations drawn at random."""
+
+    def __init__(self, seed, H):
+        super().__init__(H)
+        rng = random.Random(seed)
+        self.seed, self.names, self.message = (
+            seed,
+            tuple(rng.choices(list(OPERATIONS), k=3)),
+            rng.choice(list(OPERATIONS)),
+        )
+        self.U, self.M, self.O = nn.Linear(H, H, bias=False), nn.Linear(H, H), nn.Linear(H, 2)
+        self.w = nn.Parameter(torch.randn(H))
+        for name in (*self.names, self.message):
+            for key, module in modules_of(name, H).items():
+                setattr(self, key, module)
+
+    def vertex(self, v):
+        rng = random.Random(self.seed)
+        values = [v.pull(), v.gather(0), v.gather(1)]
+
+        def message(s, x, a):
+            return torch.tanh(OPERATIONS[self.message](self, s, x, s * a, self.M(s)))
+
+        values.append(v.gather_sum(message, values[0], values[1].tanh()) if rng.random() < 0.5 else v.gather_sum())
+        for name in self.names:
+            values.append(torch.tanh(OPERATIONS[name](self, *rng.choices(values, k=4))))
+        h = torch.tanh(values[-1] + 0.1 * rng.choice(values))
+        v.scatter(torch.cat((h[:, 2:], values[1][:, :2]), 1) if rng.random() < 0.3 else h)
+        v.push(rng.choice(values[3:]))
+        v.push(self.O(h))
+        v.push(h > values[0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_functions(seed):
+    """Beside the reference, alone or two types in one graph, under all options."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    graphs = weft.Graphs.from_children([random_dag(rng, rng.randint(1, 9), 2) for _ in range(2)])
+    m = Drawn(seed, 4).double()
+    if seed % 3 == 0:
+        m = weft.VertexFunctions({"a": m, "b": Drawn(seed + 1000, 4).double()})
+        graphs = graphs.with_types([rng.choice("ab") for _ in range(graphs.num_vertices)])
+    x = torch.randn(graphs.num_vertices, 4, dtype=torch.float64, requires_grad=True)
+    wrt = [x, *m.parameters()]
+    want = m(graphs, x, executor="reference")
+    weights = [torch.randn_like(o) for o in want[:2]]
+
+    def gradients(outputs):
+        loss = sum((o * w).sum() for o, w in zip(outputs[:2], weights, strict=True))
+        return torch.autograd.grad(loss, wrt, materialize_grads=True)
+
+    wanted = gradients(want)
+    for options in ({}, {"lazy": False}, {"fuse": False}, {"lazy": False, "fuse": False}):
+        with weft.vertex.options(**options):
+            assert weft.explain(m, graphs, x).executor == "batched"
+            out = m(graphs, x)
+        assert out[2].dtype == torch.bool and torch.equal(out[2], want[2])
+        for a, b in zip((*out[:2], *gradients(out)), (*want[:2], *wanted), strict=True):
+            assert relative_error(a, b) < 1e-8
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ def run(
         results = dict(zip(plan.outputs, _Frontiers.apply(_Context(compiled, schedule, levels), *given), strict=True))
         for part in parts:
             for symbol, number in part.plan.outputs:
-                part.values[symbol] = part.own(results[number].view(rows, *part.symbols[symbol].shape[1:]))
+                value = part.own(results[number].view(rows, *part.symbols[symbol].shape[1:]))
+                part.values[symbol] = _as_recorded(part.symbols[symbol], value)
             part.replay(part.plan.after)
         if vertices is None:
             outputs = [parts[0].values[s] for s in parts[0].plan.pushes]
@@ -199,6 +200,11 @@ def _number(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.dtype == torch.bool else x
 
 
+def _as_recorded(symbol: Symbol, x: Tensor) -> Tensor:
+    """The other way round."""
+    return x.bool() if symbol.dtype == "bool" else x
+
+
 def _own(outputs: list[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     """Outputs that share no memory with each other or with anything else."""
     seen = {t.untyped_storage()._cdata for t in others}
@@ -294,7 +300,8 @@ def _replayed(context: _Context, given: Sequence[Tensor]) -> list[Tensor]:
     rows = {f"%{i}": x for i, x in enumerate(inputs)}
     shared = dict(zip((*plan.matrices, *plan.vectors), (*matrices, *vectors), strict=True))
     traces = [f.trace for f in functions]
-    specs = tuple(_spec(plan.shape(number, traces)) for number in plan.outputs)
+    dtype = context.compiled.type.state.dtype
+    specs = tuple(Spec(_spec(plan.shape(number, traces)).shape, dtype) for number in plan.outputs)
     replays = []
     for number, (part, f) in enumerate(zip(plan.parts, functions, strict=True)):
         pulled = {s: f"%{i}" for i, (function, s) in enumerate(plan.inputs) if function == number}
@@ -329,9 +336,9 @@ class _Replay:
         self._producers = {r: i for i in part.replayed for r in self._operations[i].results}
 
     def __call__(self, v: Vertex) -> None:
-        values = {s: self._as_recorded(s, x) for s, x in self._shared.items()}
+        values = {s: _as_recorded(self._symbols[s], x) for s, x in self._shared.items()}
         for s, name in self._pulled.items():
-            values[s] = self._as_recorded(s, v.pull(name).view(-1, *self._symbols[s].shape[1:]))
+            values[s] = _as_recorded(self._symbols[s], v.pull(name).view(-1, *self._symbols[s].shape[1:]))
         for i in self._part.replayed:
             o = self._operations[i]
             if self._on_children(i) or any(r in values for r in o.results):
@@ -345,13 +352,10 @@ class _Replay:
             self._set(values, i, result)
         if self._part.scattered is not None:
             v.scatter(values[self._part.scattered])
-        mine = {number: values[s] for s, number in self._part.outputs}
+        mine = {number: _number(values[s], v._type.state.dtype) for s, number in self._part.outputs}
         for number, spec in zip(self._outputs, self._specs, strict=True):
             nothing = torch.zeros((v._rows, *spec.shape), dtype=spec.dtype, device=v._type.device)
             v.push(mine.get(number, nothing))
-
-    def _as_recorded(self, symbol: int, x: Tensor) -> Tensor:
-        return x.bool() if self._symbols[symbol].dtype == "bool" else x
 
     def _set(self, values: dict[int, Tensor], i: int, result: object) -> None:
         results = [result] if isinstance(result, Tensor) else list(result)

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .ir import Derivatives, Graph, Node, Unsupported, topological
+from .ir import Derivatives, Graph, Node, Unsupported
 from .kernels import Compiled, Function, compile_frontiers
-from .operations import BOOLEAN, ELEMENTWISE, FILLS, SHAPED, VIEWS, Value, broadcast
+from .operations import BOOLEAN, ELEMENTWISE, FILLS, NUMBERS, SHAPED, VIEWS, Value, broadcast
 from .program import Constant, Operation, Program, Ref, Symbol
 from .trace import Trace
 
@@ -171,6 +171,7 @@ class _Compiler:
         before: set[int] = set()
 
         def leave(symbol: int, number: int) -> None:
+            self._check_dtype(symbol, "an output")
             nodes.append((number, self._row(symbol)))
             outputs.append((symbol, number))
             leaving.add(symbol)
@@ -199,7 +200,7 @@ class _Compiler:
                 stack.extend(o.reads())
 
         for number, s in enumerate(pushes):
-            if not self._lazy and self._producer.get(s) is not None:
+            if not self._lazy and self._producer.get(s) is not None and self.program.symbols[s].dtype == self._dtype:
                 try:
                     leave(s, number)
                     continue
@@ -376,6 +377,7 @@ class _Compiler:
         for r in o.results:
             if self.program.symbols[r].shape[:1] not in (("N",), ("E",)):
                 raise Unsupported(f"{o.op} along the vertices")
+            self._check_dtype(r, f"{o.op} to rows")
             shapes.append(tuple(self.program.symbols[r].shape[1:]))
         arguments = [self._argument(a) for a in o.arguments]
         keywords = {key: self._argument(value) for key, value in o.keywords}
@@ -405,7 +407,8 @@ class _Compiler:
             raise Unsupported(o.op)
         result = o.results[0]
         dtype = self.program.symbols[result].dtype
-        if dtype not in (self._dtype, "bool") or (name in BOOLEAN and dtype != "bool"):
+        known = {"bool"} if name in BOOLEAN else {self._dtype} if name in NUMBERS else {self._dtype, "bool"}
+        if dtype not in known:
             raise Unsupported(f"{o.op} to {dtype}")
         arguments: list[object] = []
         for a in o.arguments:
@@ -445,8 +448,8 @@ class _Backward:
         d, c = self._derivatives, self._compiler
         products = [(node, gradient) for node, gradient in d.products if self._needed(node)]
         roots = [*(gradient for _, gradient in products), *d.leaves.values()]
-        for node in topological(roots):
-            self._number(node)
+        for root in roots:
+            self._written(root)
         for leaf, gradient in d.leaves.items():
             if leaf.op in ("gather", "children"):
                 where = str(leaf.attribute) if leaf.op == "gather" else "children"
@@ -465,6 +468,18 @@ class _Backward:
                 result = self._define(f"grad of {vector.name}", vector.shape, "shared")
                 self._operate("total", [self._ref(gradient)], "after", [result])
         return Program(f"{c.program.name}, backward", tuple(self._symbols), tuple(self._operations))
+
+    def _written(self, root: Node) -> None:
+        """Write down what a gradient depends on, as far as the forward pass has no name for it."""
+        stack = [(root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                self._number(node)
+            elif node not in self._numbers:
+                stack.append((node, True))
+                if node not in self._symbol_of:
+                    stack.extend((a, False) for a in node.args)
 
     def _define(self, name: str, shape: Sequence[int | str], kind: str, dtype: str | None = None) -> int:
         self._symbols.append(Symbol(tuple(shape), dtype or self._compiler.shared.dtype, name, kind))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .ir import UNARY, Graph, Node, Unsupported
 
-__all__ = ["BOOLEAN", "ELEMENTWISE", "FILLS", "SHAPED", "VIEWS", "Value", "broadcast"]
+__all__ = ["BOOLEAN", "ELEMENTWISE", "FILLS", "NUMBERS", "SHAPED", "VIEWS", "Value", "broadcast"]
 
 MAX_PIECES = 256
 """Into how many pieces a row may be cut by one operation; more run on the reference."""
@@ -238,7 +238,12 @@ ELEMENTWISE: dict[str, Callable] = {
 }
 """By torch's name: (graph, columns or numbers in the order of torch's arguments) to columns."""
 
+NUMBERS = frozenset(f"aten.{op}.{kind}" for op in ("add", "sub", "rsub") for kind in ("Tensor", "Scalar"))
+"""What is not the same on booleans."""
+
 BOOLEAN = {"aten.bitwise_and.Tensor": "mul", "aten.bitwise_or.Tensor": "max"}
+"""What is known of booleans alone."""
+
 ELEMENTWISE.update({name: _compare(op) for name, op in BOOLEAN.items()})
 ELEMENTWISE["aten.bitwise_not.default"] = ELEMENTWISE["aten.logical_not.default"]
 
