@@ -20,11 +20,12 @@ TORCH_LIBRARY(weft, m) {
         tags);
   m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b) "
-      "-> (Tensor crow, Tensor col, Tensor starts, Tensor left, Tensor right, Tensor info)",
+      "-> (Tensor crow, Tensor col, Tensor aligned, Tensor windowed, Tensor listed, Tensor starts, Tensor left, "
+      "Tensor right, Tensor info)",
       tags);
-  m.def("csr_matmul(Tensor[] patterns, int kind, Tensor x, Tensor y) -> Tensor", tags);
-  m.def("csr_matmul_left(Tensor[] patterns, int kind, Tensor y, Tensor g, bool shared) -> Tensor", tags);
-  m.def("csr_matmul_right(Tensor[] patterns, int kind, Tensor x, Tensor g, bool shared) -> Tensor", tags);
+  m.def("csr_matmul(Tensor[] patterns, Tensor x, Tensor y) -> Tensor", tags);
+  m.def("csr_matmul_left(Tensor[] patterns, Tensor y, Tensor g, bool shared) -> Tensor", tags);
+  m.def("csr_matmul_right(Tensor[] patterns, Tensor x, Tensor g, bool shared) -> Tensor", tags);
   m.def("csr_chain(Tensor grad, Tensor[] crows, Tensor[] cols, Tensor[] values) -> Tensor[]", tags);
 
   // scan: csrc/scan/

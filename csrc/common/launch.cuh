@@ -3,6 +3,10 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <array>
+#include <tuple>
+#include <utility>
+
 #include "common/launch.h"
 
 namespace weft {
@@ -21,6 +25,39 @@ void launch(const char* name, void (*kernel)(Params...), Grid grid, dim3 block, 
   }
   kernel<<<grid.dims(), block, shared_bytes, stream>>>(static_cast<Params>(args)...);
   cuda_check(cudaGetLastError(), name);
+}
+
+// Blocks that are resident at once when `kernel` has the device to itself.
+template <typename... Params>
+int64_t resident_blocks(const char* name, void (*kernel)(Params...), dim3 block, size_t shared_bytes) {
+  int blocks = 0;
+  cuda_check(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, int(block.x * block.y * block.z), shared_bytes),
+      name);
+  return int64_t(blocks) * device_limits().sm_count;
+}
+
+// Launches `kernel` so that all its blocks are resident at once and may wait for each other; refuses what cannot be.
+template <typename... Params, typename... Args>
+void launch_cooperative(const char* name, void (*kernel)(Params...), Grid grid, dim3 block, size_t shared_bytes,
+                        cudaStream_t stream, Args&&... args) {
+  if (grid.empty()) return;
+  if (!device_limits().cooperative_launch) refuse_launch(name, "the device cannot launch it cooperatively");
+  for (const std::string& why : {grid_obstacle(grid), block_obstacle(block, shared_bytes)}) {
+    if (!why.empty()) refuse_launch(name, why);
+  }
+  if (shared_bytes > 48 * 1024) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)), name);
+  }
+  const int64_t resident = resident_blocks(name, kernel, block, shared_bytes);
+  if (grid.x * grid.y * grid.z > resident) {
+    refuse_launch(name, "grid " + grid.text() + " above the " + std::to_string(resident) + " blocks resident at once");
+  }
+  std::tuple<Params...> values(std::forward<Args>(args)...);
+  auto arguments = std::apply([](auto&... value) { return std::array<void*, sizeof...(Params)>{&value...}; }, values);
+  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(kernel), grid.dims(), block, arguments.data(),
+                                         shared_bytes, stream),
+             name);
 }
 
 }  // namespace weft

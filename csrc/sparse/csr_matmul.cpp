@@ -17,7 +17,8 @@
 namespace weft::sparse {
 namespace {
 
-using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
+                        at::Tensor>;
 
 // Parts of the rows that are worth a thread and a marker array of its own.
 template <typename F>
@@ -35,6 +36,59 @@ Csr<I> csr(const at::Tensor& crow, const at::Tensor& col) {
   return m;
 }
 
+// What a plan has beside the product's pattern.
+struct Numeric {
+  at::Tensor aligned, windowed, listed, starts, left, right;
+  int64_t aligned_products = 0, listed_products = 0;
+};
+
+template <typename I>
+Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<RowCount>& counts,
+                  const std::vector<RowKind>& kinds, const at::TensorOptions& options) {
+  Numeric made;
+  int64_t rows[4] = {}, elements = 0;
+  std::vector<I> first_product(a.rows + 1, 0), first_element(a.rows + 1, 0);  // of the listed rows before
+  for (int64_t i = 0; i < a.rows; ++i) {
+    const bool listed = kinds[i] == RowKind::kListed;
+    ++rows[int(kinds[i])];
+    if (kinds[i] == RowKind::kAligned) made.aligned_products += counts[i].products;
+    made.listed_products += listed ? counts[i].products : 0;
+    elements += listed ? counts[i].elements : 0;
+    first_product[i + 1] = I(made.listed_products), first_element[i + 1] = I(elements);
+  }
+  made.aligned = at::empty({rows[int(RowKind::kAligned)]}, options);
+  made.windowed = at::empty({rows[int(RowKind::kWindowed)]}, options);
+  const bool all = elements == c.crow[c.rows];
+  made.listed = at::empty({all ? 0 : elements}, options);
+  made.starts = at::empty({elements + 1}, options);
+  made.left = at::empty({made.listed_products}, options), made.right = at::empty({made.listed_products}, options);
+  I *aligned = made.aligned.mutable_data_ptr<I>(), *windowed = made.windowed.mutable_data_ptr<I>(),
+    *listed = made.listed.mutable_data_ptr<I>(), *starts = made.starts.mutable_data_ptr<I>(),
+    *left = made.left.mutable_data_ptr<I>(), *right = made.right.mutable_data_ptr<I>();
+  for (int64_t i = 0; i < a.rows; ++i) {
+    if (kinds[i] == RowKind::kAligned) *aligned++ = I(i);
+    if (kinds[i] == RowKind::kWindowed) *windowed++ = I(i);
+    if (kinds[i] == RowKind::kListed && !all) {
+      for (I e = c.crow[i]; e < c.crow[i + 1]; ++e) *listed++ = e;
+    }
+  }
+  over_rows_of(a.rows, made.listed_products, [&](int64_t begin, int64_t end) {
+    std::vector<I> place(b.columns);
+    for (int64_t i = begin; i < end; ++i) {
+      if (kinds[i] == RowKind::kListed) {
+        list_products(a, b, c, i, place, starts + first_element[i], left, right, first_product[i]);
+      }
+    }
+  });
+  starts[elements] = I(made.listed_products);
+  const at::Tensor none = at::empty({0}, options);
+  if (made.listed_products == elements) made.starts = none;
+  bool same = made.listed_products == a.crow[a.rows];
+  for (int64_t p = 0; same && p < made.listed_products; ++p) same = left[p] == p;
+  if (same) made.left = none;
+  return made;
+}
+
 template <typename I>
 Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b_crow, const at::Tensor& b_col,
           int64_t products, bool listable) {
@@ -43,15 +97,15 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   at::Tensor crow = at::empty({a.rows + 1}, options);
   I* c_crow = crow.mutable_data_ptr<I>();
   c_crow[0] = 0;
+  std::vector<RowCount> counts(a.rows);
   over_rows_of(a.rows, products, [&](int64_t begin, int64_t end) {
     Symbolic<I> symbolic(a, b);
-    for (int64_t i = begin; i < end; ++i) c_crow[i + 1] = I(symbolic.columns(i).size());
+    for (int64_t i = begin; i < end; ++i) {
+      counts[i] = count_row(a, b, i, int64_t(symbolic.columns(i).size()));
+      c_crow[i + 1] = I(counts[i].elements);
+    }
   });
-  bool single = true;  // rows of a have one element at most
-  for (int64_t i = 0; i < a.rows; ++i) {
-    c_crow[i + 1] += c_crow[i];
-    single = single && a.crow[i + 1] - a.crow[i] <= 1;
-  }
+  for (int64_t i = 0; i < a.rows; ++i) c_crow[i + 1] += c_crow[i];
   const int64_t nnz = c_crow[a.rows];
   at::Tensor col = at::empty({nnz}, options);
   I* c_col = col.mutable_data_ptr<I>();
@@ -63,34 +117,14 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
     }
   });
 
-  at::Tensor starts = at::empty({0}, options), left = starts, right = starts;
-  const bool one_each = products == nnz;
-  // What the operands and the product take in float32, twice, less the pattern: what lists may take.
-  const int64_t element = sizeof(I) + 4, stored = a_col.size(0) + b_col.size(0) + nnz;
-  const int64_t budget = 2 * element * stored - int64_t(sizeof(I)) * (nnz + a.rows + 1);
-  const int64_t lists = int64_t(sizeof(I)) * (one_each ? products * 2 : nnz + 1 + 2 * products);
-  Kind kind = Kind::found;
-  if (single && products >= 16 * a.rows) {
-    kind = Kind::copied;
-  } else if (listable && (lists <= budget || products == 0)) {
-    kind = Kind::listed;
-    const auto c = csr<I>(crow, col);
-    at::Tensor all = at::empty({nnz + 1}, options);
-    left = at::empty({products}, options), right = at::empty({products}, options);
-    I *s = all.mutable_data_ptr<I>(), *l = left.mutable_data_ptr<I>(), *r = right.mutable_data_ptr<I>();
-    std::vector<I> first(a.rows + 1, 0);
-    for (int64_t i = 0; i < a.rows; ++i) first[i + 1] = first[i] + I(count_products(a, b, i));
-    s[nnz] = I(products);
-    over_rows_of(a.rows, products, [&](int64_t begin, int64_t end) {
-      std::vector<I> place(b.columns);
-      for (int64_t i = begin; i < end; ++i) list_products(a, b, c, i, place, s, l, r, first[i]);
-    });
-    if (!one_each) starts = all;
-    bool same = products == a_col.size(0);
-    for (int64_t p = 0; same && p < products; ++p) same = l[p] == p;
-    if (same) left = at::empty({0}, options);
-  }
-  return {crow, col, starts, left, right, at::tensor({int64_t(kind), products}, at::kLong)};
+  // Twice what the operands and the product take in float32, less the pattern, is left for lists.
+  const int64_t stored = a_col.size(0) + b_col.size(0) + nnz;
+  const int64_t bytes = 2 * int64_t(sizeof(I) + 4) * stored - int64_t(sizeof(I)) * (nnz + a.rows + 1);
+  const auto kinds = choose_kinds(counts, listable ? bytes / int64_t(sizeof(I)) - 1 : -1);
+  const Numeric made = plan_rows(a, b, csr<I>(crow, col), counts, kinds, options);
+  return {crow,          col,         made.aligned,
+          made.windowed, made.listed, made.starts,
+          made.left,     made.right,  at::tensor({products, made.aligned_products, made.listed_products}, at::kLong)};
 }
 
 Plan csr_matmul_plan(at::TensorList a, at::TensorList b) {
@@ -126,28 +160,31 @@ Plan csr_matmul_plan(at::TensorList a, at::TensorList b) {
   with_index(wide || grows, [&](auto* i) {
     made = plan<std::remove_pointer_t<decltype(i)>>(t[0], t[1], t[2], t[3], products, !grows);
   });
-  auto& [crow, col, starts, left, right, info] = made;
+  auto& [crow, col, aligned, windowed, listed, starts, left, right, info] = made;
   const bool narrow = grows && col.size(0) <= std::numeric_limits<int32_t>::max();
   auto there = [&](const at::Tensor& p) { return p.to(device, narrow ? at::kInt : p.scalar_type()); };
-  return {there(crow), there(col), there(starts), there(left), there(right), info};
+  return {there(crow),  there(col), there(aligned), there(windowed), there(listed), there(starts), there(left),
+          there(right), info};
 }
 
-constexpr size_t kPatterns = 9, kWithTransposed = 12;
+constexpr size_t kPatterns = 12, kWithTransposed = 15;
 
-CsrMatmul describe(const char* op, at::TensorList p, int64_t kind, const at::Tensor& like) {
+CsrMatmul describe(const char* op, at::TensorList p, const at::Tensor& like) {
   check_floating(op, "values", like);
   TORCH_CHECK_VALUE(p.size() == kPatterns || p.size() == kWithTransposed, op,
-                    ": patterns must be 9 or 12 tensors, got ", p.size());
+                    ": patterns must be 12 or 15 tensors, got ", p.size());
   check_indices(op, "patterns", p, like);
-  TORCH_CHECK_VALUE(kind >= 0 && kind <= 2, op, ": kind must be 0, 1 or 2, got ", kind);
   CsrMatmul m{};
-  m.dtype = dtype_of(like), m.kind = Kind(kind), m.wide = is_wide(p[0]);
+  m.dtype = dtype_of(like), m.wide = is_wide(p[0]);
   m.rows = p[0].size(0) - 1, m.inner = p[2].size(0) - 1;
   m.a_nnz = p[1].size(0), m.b_nnz = p[3].size(0), m.c_nnz = p[5].size(0);
   auto data = [&](size_t i) { return p[i].numel() > 0 ? p[i].const_data_ptr() : nullptr; };
   m.a_crow = data(0), m.a_col = data(1), m.b_crow = data(2), m.b_col = data(3), m.c_crow = data(4), m.c_col = data(5);
-  m.starts = data(6), m.left = data(7), m.right = data(8);
-  if (p.size() == kWithTransposed) m.t_crow = data(9), m.t_col = data(10), m.t_index = data(11);
+  m.aligned = data(6), m.windowed = data(7), m.listed = data(8);
+  m.starts = data(9), m.left = data(10), m.right = data(11);
+  m.aligned_rows = p[6].size(0), m.windowed_rows = p[7].size(0), m.listed_products = p[11].size(0);
+  m.listed_elements = m.listed_products == 0 ? 0 : m.listed ? p[8].size(0) : m.c_nnz;
+  if (p.size() == kWithTransposed) m.t_crow = data(12), m.t_col = data(13), m.t_index = data(14);
   return m;
 }
 
@@ -174,9 +211,8 @@ at::Tensor run_into(RunMatmul run, CsrMatmul& m, const Batch& batch, bool shared
 
 }  // namespace
 
-at::Tensor csr_matmul_forward(RunMatmul run, at::TensorList patterns, int64_t kind, const at::Tensor& x,
-                              const at::Tensor& y) {
-  CsrMatmul m = describe("csr_matmul", patterns, kind, x);
+at::Tensor csr_matmul_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
+  CsrMatmul m = describe("csr_matmul", patterns, x);
   Batch batch;
   at::Tensor kept_x, kept_y;
   operand("csr_matmul", "x", x, x, m.a_nnz, batch, kept_x, m.x, m.x_batch);
@@ -184,9 +220,9 @@ at::Tensor csr_matmul_forward(RunMatmul run, at::TensorList patterns, int64_t ki
   return run_into(run, m, batch, false, m.c_nnz, x);
 }
 
-at::Tensor csr_matmul_left_forward(RunMatmul run, at::TensorList patterns, int64_t kind, const at::Tensor& y,
-                                   const at::Tensor& g, bool shared) {
-  CsrMatmul m = describe("csr_matmul_left", patterns, kind, y);
+at::Tensor csr_matmul_left_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& y, const at::Tensor& g,
+                                   bool shared) {
+  CsrMatmul m = describe("csr_matmul_left", patterns, y);
   Batch batch;
   at::Tensor kept_y, kept_g;
   operand("csr_matmul_left", "y", y, y, m.b_nnz, batch, kept_y, m.y, m.y_batch);
@@ -194,15 +230,15 @@ at::Tensor csr_matmul_left_forward(RunMatmul run, at::TensorList patterns, int64
   return run_into(run, m, batch, shared, m.a_nnz, y);
 }
 
-at::Tensor csr_matmul_right_forward(RunMatmul run, at::TensorList patterns, int64_t kind, const at::Tensor& x,
-                                    const at::Tensor& g, bool shared) {
+at::Tensor csr_matmul_right_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& x, const at::Tensor& g,
+                                    bool shared) {
   std::vector<at::Tensor> all = patterns.vec();
-  TORCH_CHECK_VALUE(all.size() >= kPatterns, "csr_matmul_right: patterns must be 9 or 12 tensors, got ", all.size());
+  TORCH_CHECK_VALUE(all.size() >= kPatterns, "csr_matmul_right: patterns must be 12 or 15 tensors, got ", all.size());
   if (all.size() == kPatterns) {
     auto [crow, col, index] = csr_transpose(all[0], all[1], all[2].size(0) - 1);
     all.insert(all.end(), {crow, col, index});
   }
-  CsrMatmul m = describe("csr_matmul_right", all, kind, x);
+  CsrMatmul m = describe("csr_matmul_right", all, x);
   Batch batch;
   at::Tensor kept_x, kept_g;
   operand("csr_matmul_right", "x", x, x, m.a_nnz, batch, kept_x, m.x, m.x_batch);
@@ -212,16 +248,16 @@ at::Tensor csr_matmul_right_forward(RunMatmul run, at::TensorList patterns, int6
 
 namespace {
 
-at::Tensor matmul_cpu(at::TensorList patterns, int64_t kind, const at::Tensor& x, const at::Tensor& y) {
-  return csr_matmul_forward(csr_matmul_cpu, patterns, kind, x, y);
+at::Tensor matmul_cpu(at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
+  return csr_matmul_forward(csr_matmul_cpu, patterns, x, y);
 }
 
-at::Tensor left_cpu(at::TensorList patterns, int64_t kind, const at::Tensor& y, const at::Tensor& g, bool shared) {
-  return csr_matmul_left_forward(csr_matmul_left_cpu, patterns, kind, y, g, shared);
+at::Tensor left_cpu(at::TensorList patterns, const at::Tensor& y, const at::Tensor& g, bool shared) {
+  return csr_matmul_left_forward(csr_matmul_left_cpu, patterns, y, g, shared);
 }
 
-at::Tensor right_cpu(at::TensorList patterns, int64_t kind, const at::Tensor& x, const at::Tensor& g, bool shared) {
-  return csr_matmul_right_forward(csr_matmul_right_cpu, patterns, kind, x, g, shared);
+at::Tensor right_cpu(at::TensorList patterns, const at::Tensor& x, const at::Tensor& g, bool shared) {
+  return csr_matmul_right_forward(csr_matmul_right_cpu, patterns, x, g, shared);
 }
 
 }  // namespace

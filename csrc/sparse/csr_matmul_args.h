@@ -4,16 +4,15 @@
 
 namespace weft::sparse {
 
-enum class Kind { found, copied, listed };
-
 struct CsrMatmul {
   DType dtype;
-  Kind kind;
   bool wide, shared;
   int64_t batch, rows, inner;  // a is rows x inner
   int64_t a_nnz, b_nnz, c_nnz;
   const void *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col;
-  const void *starts, *left, *right;     // listed; starts and left may be null
+  const void *aligned, *windowed, *listed;  // listed may be null: all elements of the product
+  int64_t aligned_rows, windowed_rows, listed_elements, listed_products;
+  const void *starts, *left, *right;     // starts and left may be null
   const void *t_crow, *t_col, *t_index;  // a transposed; csr_matmul_right alone
   const void *x, *y, *g;                 // on a, b and the product: the two that are operands
   int64_t x_batch, y_batch, g_batch;

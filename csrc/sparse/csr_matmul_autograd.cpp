@@ -14,36 +14,32 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Patterns = std::vector<at::Tensor>;
 
-at::Tensor call_matmul(at::TensorList patterns, int64_t kind, const at::Tensor& x, const at::Tensor& y) {
+at::Tensor call_matmul(at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("weft::csr_matmul", "")
-                       .typed<at::Tensor(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&)>();
-  return op.call(patterns, kind, x, y);
+                       .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&)>();
+  return op.call(patterns, x, y);
 }
 
 // csr_matmul_left and csr_matmul_right
 template <bool kLeft>
-at::Tensor call_gradient(at::TensorList patterns, int64_t kind, const at::Tensor& other, const at::Tensor& g,
-                         bool shared) {
+at::Tensor call_gradient(at::TensorList patterns, const at::Tensor& other, const at::Tensor& g, bool shared) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow(kLeft ? "weft::csr_matmul_left" : "weft::csr_matmul_right", "")
-                       .typed<at::Tensor(at::TensorList, int64_t, const at::Tensor&, const at::Tensor&, bool)>();
-  return op.call(patterns, kind, other, g, shared);
+                       .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&, bool)>();
+  return op.call(patterns, other, g, shared);
 }
 
-void save(AutogradContext* ctx, const at::Tensor& first, const at::Tensor& second, const Patterns& patterns,
-          int64_t kind) {
+void save(AutogradContext* ctx, const at::Tensor& first, const at::Tensor& second, const Patterns& patterns) {
   variable_list saved = {first, second};
   saved.insert(saved.end(), patterns.begin(), patterns.end());
   ctx->save_for_backward(std::move(saved));
-  ctx->saved_data["kind"] = kind;
 }
 
 struct Saved {
   at::Tensor first, second;
   Patterns patterns;
-  int64_t kind;
-  explicit Saved(AutogradContext* ctx) : kind(ctx->saved_data["kind"].toInt()) {
+  explicit Saved(AutogradContext* ctx) {
     const auto saved = ctx->get_saved_variables();
     first = saved[0], second = saved[1];
     patterns.assign(saved.begin() + 2, saved.end());
@@ -51,65 +47,62 @@ struct Saved {
 };
 
 // The product of an operand that the batch shares is summed over it.
-at::Tensor product_like(const at::Tensor& like, at::TensorList patterns, int64_t kind, const at::Tensor& x,
-                        const at::Tensor& y) {
-  const at::Tensor values = call_matmul(patterns, kind, x, y);
+at::Tensor product_like(const at::Tensor& like, at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
+  const at::Tensor values = call_matmul(patterns, x, y);
   return like.dim() == 1 && values.dim() == 2 ? values.sum(0) : values;
 }
 
 struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
-  static at::Tensor forward(AutogradContext* ctx, const Patterns& patterns, int64_t kind, const at::Tensor& x,
-                            const at::Tensor& y) {
+  static at::Tensor forward(AutogradContext* ctx, const Patterns& patterns, const at::Tensor& x, const at::Tensor& y) {
     at::AutoDispatchBelowADInplaceOrView below;
-    save(ctx, x, y, patterns, kind);
-    return call_matmul(patterns, kind, x, y);
+    save(ctx, x, y, patterns);
+    return call_matmul(patterns, x, y);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto [x, y, patterns, kind] = Saved(ctx);
+    const auto [x, y, patterns] = Saved(ctx);
     at::Tensor grad_x, grad_y;
-    if (ctx->needs_input_grad(0)) grad_x = call_gradient<true>(patterns, kind, y, grads[0], x.dim() == 1);
-    if (ctx->needs_input_grad(1)) grad_y = call_gradient<false>(patterns, kind, x, grads[0], y.dim() == 1);
-    return {at::Tensor(), at::Tensor(), grad_x, grad_y};
+    if (ctx->needs_input_grad(0)) grad_x = call_gradient<true>(patterns, y, grads[0], x.dim() == 1);
+    if (ctx->needs_input_grad(1)) grad_y = call_gradient<false>(patterns, x, grads[0], y.dim() == 1);
+    return {at::Tensor(), grad_x, grad_y};
   }
 };
 
 template <bool kLeft>
 struct GradientFunction : torch::autograd::Function<GradientFunction<kLeft>> {
-  static at::Tensor forward(AutogradContext* ctx, const Patterns& patterns, int64_t kind, const at::Tensor& other,
+  static at::Tensor forward(AutogradContext* ctx, const Patterns& patterns, const at::Tensor& other,
                             const at::Tensor& g, bool shared) {
     at::AutoDispatchBelowADInplaceOrView below;
-    save(ctx, other, g, patterns, kind);
-    return call_gradient<kLeft>(patterns, kind, other, g, shared);
+    save(ctx, other, g, patterns);
+    return call_gradient<kLeft>(patterns, other, g, shared);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto [other, g, patterns, kind] = Saved(ctx);
+    const auto [other, g, patterns] = Saved(ctx);
     const at::Tensor& h = grads[0];
     at::Tensor grad_other, grad_g;
     if (ctx->needs_input_grad(0)) {
       // h lies on a and `other` on b, or the other way round.
-      grad_other = call_gradient<!kLeft>(patterns, kind, h, g, other.dim() == 1);
+      grad_other = call_gradient<!kLeft>(patterns, h, g, other.dim() == 1);
     }
     if (ctx->needs_input_grad(1)) {
-      grad_g = kLeft ? product_like(g, patterns, kind, h, other) : product_like(g, patterns, kind, other, h);
+      grad_g = kLeft ? product_like(g, patterns, h, other) : product_like(g, patterns, other, h);
     }
-    return {at::Tensor(), at::Tensor(), grad_other, grad_g, at::Tensor()};
+    return {at::Tensor(), grad_other, grad_g, at::Tensor()};
   }
 };
 
-at::Tensor matmul_autograd(at::TensorList patterns, int64_t kind, const at::Tensor& x, const at::Tensor& y) {
-  if (needs_grad(x, y)) return MatmulFunction::apply(patterns.vec(), kind, x, y);
+at::Tensor matmul_autograd(at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
+  if (needs_grad(x, y)) return MatmulFunction::apply(patterns.vec(), x, y);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_matmul(patterns, kind, x, y);
+  return call_matmul(patterns, x, y);
 }
 
 template <bool kLeft>
-at::Tensor gradient_autograd(at::TensorList patterns, int64_t kind, const at::Tensor& other, const at::Tensor& g,
-                             bool shared) {
-  if (needs_grad(other, g)) return GradientFunction<kLeft>::apply(patterns.vec(), kind, other, g, shared);
+at::Tensor gradient_autograd(at::TensorList patterns, const at::Tensor& other, const at::Tensor& g, bool shared) {
+  if (needs_grad(other, g)) return GradientFunction<kLeft>::apply(patterns.vec(), other, g, shared);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_gradient<kLeft>(patterns, kind, other, g, shared);
+  return call_gradient<kLeft>(patterns, other, g, shared);
 }
 
 }  // namespace

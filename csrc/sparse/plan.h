@@ -62,8 +62,56 @@ class Symbolic {
   std::vector<I> found_;
 };
 
-// The products of row i by element of the result c: those of element e are starts[e] <= s < starts[e + 1], of elements
-// left[s] of a and right[s] of b, in order of left. `place` has a number per column, of any value.
+// How the numeric phase computes a row of the product: see csr_matmul.h.
+enum class RowKind : uint8_t { kEmpty, kAligned, kListed, kWindowed };
+
+// A row shorter than this is listed rather than aligned, where there is memory: a warp, or a vector, would be idle.
+constexpr int64_t kShort = 16;
+// Products of an element beyond which a list costs more reads than finding them again.
+constexpr int64_t kLongestList = 32;
+
+struct RowCount {
+  int64_t products, elements;
+  bool aligned;  // each row of b that has a part in it has all of its columns
+};
+
+template <typename I>
+RowCount count_row(const Csr<I>& a, const Csr<I>& b, int64_t i, int64_t elements) {
+  RowCount row{0, elements, true};
+  for (I e = a.crow[i]; e < a.crow[i + 1]; ++e) {
+    const int64_t length = b.crow[a.col[e] + 1] - b.crow[a.col[e]];
+    row.products += length;
+    row.aligned = row.aligned && length == elements;
+  }
+  return row;
+}
+
+// A kind for every row, whose lists take at most `budget` indices: rows with the fewest products per element first.
+inline std::vector<RowKind> choose_kinds(const std::vector<RowCount>& rows, int64_t budget) {
+  auto listable = [](const RowCount& row, int64_t longest) {
+    return row.elements > 0 && !(row.aligned && row.elements >= kShort) && row.products <= longest * row.elements;
+  };
+  int64_t longest = kLongestList;
+  for (; longest > 0; longest /= 2) {
+    int64_t indices = 0;
+    for (const RowCount& row : rows) {
+      if (listable(row, longest)) indices += 2 * (row.products + row.elements);
+    }
+    if (indices <= budget) break;
+  }
+  std::vector<RowKind> kinds(rows.size(), RowKind::kEmpty);
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows[i].elements == 0) continue;
+    kinds[i] = longest > 0 && listable(rows[i], longest) ? RowKind::kListed
+               : rows[i].aligned                         ? RowKind::kAligned
+                                                         : RowKind::kWindowed;
+  }
+  return kinds;
+}
+
+// The products of row i by element of the product c: those of its t-th element are starts[t] <= s < starts[t + 1], of
+// elements left[s] of a and right[s] of b, in order of left; starts[0] = first. `place` has a number per column, of any
+// value.
 template <typename I>
 void list_products(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, int64_t i, std::vector<I>& place, I* starts,
                    I* left, I* right, I first) {
@@ -73,7 +121,7 @@ void list_products(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, int64_t i,
     for (I f = b.crow[a.col[e]]; f < b.crow[a.col[e] + 1]; ++f) ++place[b.col[f]];
   }
   for (I e = begin; e < end; ++e) {
-    starts[e] = first;
+    *starts++ = first;
     first += std::exchange(place[c.col[e]], first);
   }
   for (I e = a.crow[i]; e < a.crow[i + 1]; ++e) {

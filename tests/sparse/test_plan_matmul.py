@@ -25,34 +25,34 @@ from tests.sparse.test_batched_csr import batches, random_csr
 device = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 sizes = st.integers(0, 6)
-FOUND, COPIED, LISTED = range(3)
+ALIGNED, LISTED, WINDOWED, MIXED = "aligned", "listed", "windowed", "mixed"
 
 
 def dense(J: BatchedCSR) -> Tensor:
     return J.to_dense().double()
 
 
-def pair(kind: int, batch: tuple, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple:
-    """Two matrices whose product is computed in this way."""
-    if kind == FOUND:
-        shapes, densities = ((17, 23), (23, 19)), (0.9, 0.9)
-    elif kind == COPIED:
-        rows = torch.arange(31, dtype=torch.int32)
-        lead = () if batch[0] is None else (batch[0],)
-        a = BatchedCSR(
-            rows.to(device), torch.randint(40, (30,), dtype=torch.int32).to(device),
-            torch.randn(*lead, 30, dtype=torch.float64).to(device, dtype), (30, 40),
-        )  # fmt: skip
-        return a, random_csr(40, 50, batch[1], 0.9, dtype, device)
-    else:
-        shapes, densities = ((17, 23), (23, 90)), (0.15, 0.05)
-    return tuple(
-        random_csr(*shape, b, density, dtype, device)
-        for shape, b, density in zip(shapes, batch, densities, strict=True)
-    )
+def pair(kind: str, batch: tuple, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple:
+    """Two matrices whose product has rows of this kind, or of all."""
+    torch.manual_seed(0)
+    full, sparse = (lambda *shape: torch.ones(shape)), (lambda density, *shape: (torch.rand(shape) < density).float())
+    a = {
+        ALIGNED: lambda: torch.cat([full(7, 23), torch.eye(23)]),
+        LISTED: lambda: sparse(0.15, 17, 23),
+        WINDOWED: lambda: sparse(0.9, 9, 64),
+    }
+    b = {ALIGNED: lambda: full(23, 19), LISTED: lambda: sparse(0.05, 23, 90), WINDOWED: lambda: sparse(0.9, 64, 19)}
+    kinds = [kind] if kind != MIXED else [ALIGNED, LISTED, WINDOWED, LISTED]
+    found = []
+    for parts, samples in ((a, batch[0]), (b, batch[1])):
+        matrix = BatchedCSR.from_dense(torch.block_diag(*(parts[k]() for k in kinds)))
+        shape = (matrix.nnz,) if samples is None else (samples, matrix.nnz)
+        values = torch.randn(shape, dtype=torch.float64).to(dtype)
+        found.append(matrix.to(dtype).with_values(values).to(device))
+    return tuple(found)
 
 
-KINDS = pytest.mark.parametrize("kind", [FOUND, COPIED, LISTED], ids=["found", "copied", "listed"])
+KINDS = pytest.mark.parametrize("kind", [ALIGNED, LISTED, WINDOWED, MIXED])
 BATCHES = pytest.mark.parametrize("batch", [(None, None), (None, 3), (3, None), (3, 3), (0, 0), (9, None)], ids=str)
 
 
@@ -60,10 +60,11 @@ BATCHES = pytest.mark.parametrize("batch", [(None, None), (None, 3), (3, None), 
 @dtypes
 @KINDS
 @BATCHES
-def test_products(batch: tuple, kind: int, dtype: torch.dtype, device: str) -> None:
+def test_products(batch: tuple, kind: str, dtype: torch.dtype, device: str) -> None:
     a, b = pair(kind, batch, dtype, device)
     plan = plan_matmul(a, b)
-    assert plan._kind == kind
+    used = {name for name, flops in plan.kinds._asdict().items() if flops}
+    assert used == ({ALIGNED, LISTED, WINDOWED} if kind == MIXED else {kind}) and sum(plan.kinds) == plan.flops
     with poisoned():
         got = plan(a, b)
     assert got.crow is plan.crow and got.col is plan.col and got.dtype == dtype
@@ -102,7 +103,7 @@ def test_a_zero_that_has_a_product_is_stored() -> None:
 @device
 @KINDS
 @pytest.mark.parametrize("batch", [(None, None), (None, 2), (2, None), (2, 2)], ids=str)
-def test_gradients(batch: tuple, kind: int, device: str) -> None:
+def test_gradients(batch: tuple, kind: str, device: str) -> None:
     a, b = pair(kind, batch, device=device)
     leaves = (a.values.requires_grad_(), b.values.requires_grad_())
     plan = plan_matmul(a, b)
@@ -118,16 +119,16 @@ def test_gradients(batch: tuple, kind: int, device: str) -> None:
 
 @device
 @KINDS
-def test_opcheck(kind: int, device: str) -> None:
+def test_opcheck(kind: str, device: str) -> None:
     a, b = pair(kind, (None, 2), torch.float32, device)
     plan = plan_matmul(a, b)
     x, y = a.values.requires_grad_(), b.values.requires_grad_()
     g = torch.randn(2, plan.nnz, device=device, requires_grad=True)
-    opcheck(torch.ops.weft.csr_matmul, (plan._patterns, plan._kind, x, y))
-    opcheck(torch.ops.weft.csr_matmul_left, (plan._patterns, plan._kind, y, g, True))
-    opcheck(torch.ops.weft.csr_matmul_right, (plan._patterns, plan._kind, x, g, False))
+    opcheck(torch.ops.weft.csr_matmul, (plan._patterns, x, y))
+    opcheck(torch.ops.weft.csr_matmul_left, (plan._patterns, y, g, True))
+    opcheck(torch.ops.weft.csr_matmul_right, (plan._patterns, x, g, False))
     assert_close(
-        torch.ops.weft.csr_matmul(plan._patterns, plan._kind, x, y),
+        torch.ops.weft.csr_matmul(plan._patterns, x, y),
         csr_matmul_reference(plan._patterns, plan.shape[1], x.double(), y.double()),
     )
 
@@ -154,7 +155,7 @@ def test_vmap_and_function_transforms(device: str) -> None:
         x = torch.stack([a.values, 2 * a.values, a.values + 1])
 
         def mapped(v: Tensor, plan=plan, b=b) -> Tensor:
-            return torch.ops.weft.csr_matmul(plan._patterns, plan._kind, v, b.values)
+            return torch.ops.weft.csr_matmul(plan._patterns, v, b.values)
 
         got = torch.func.vmap(mapped)(x)
         assert_close(got, torch.stack([f(v, b.values) for v in x]), 1e-14)
@@ -176,7 +177,7 @@ def test_vmap_and_function_transforms(device: str) -> None:
 
 @device
 @KINDS
-def test_two_runs_give_the_same_bits_and_bad_samples_stay_alone(kind: int, device: str) -> None:
+def test_two_runs_give_the_same_bits_and_bad_samples_stay_alone(kind: str, device: str) -> None:
     a, b = pair(kind, (4, 4), torch.float32, device)
     plan = plan_matmul(a, b)
     leaves = (a.values.requires_grad_(), b.values.requires_grad_())
@@ -271,7 +272,7 @@ def test_bad_input(case: str) -> None:
 
 @pytest.mark.cuda
 def test_capture() -> None:
-    for kind in (FOUND, COPIED, LISTED):
+    for kind in (ALIGNED, LISTED, WINDOWED, MIXED):
         a, b = pair(kind, (3, None), torch.float32, "cuda")
         plan = plan_matmul(a, b)
         plan(a, b)
@@ -287,9 +288,9 @@ def test_capture() -> None:
 @pytest.mark.cuda
 def test_long_rows() -> None:
     """Rows of the product wider than the window of sums in shared memory."""
-    a, b = random_csr(5, 40, 2, 0.9, torch.float32, "cuda"), random_csr(40, 40_000, None, 0.3, torch.float32, "cuda")
+    a, b = random_csr(5, 120, 2, 0.9, torch.float32, "cuda"), random_csr(120, 40_000, None, 0.3, torch.float32, "cuda")
     plan = plan_matmul(a, b)
-    assert plan._kind == FOUND
+    assert plan.kinds.windowed
     assert_close(plan(a, b).to_dense(), dense(a) @ dense(b))
 
 

@@ -1,18 +1,20 @@
-// CPU kernels of csr_matmul and its gradients: threads over samples and rows, a dense row of workspace each where
-// products are found again.
+// CPU kernels of csr_matmul and its gradients: threads over tiles of rows, or of listed elements, whose samples follow
+// each other; a dense row of workspace each where products are found again.
 #include "sparse/csr_matmul.h"
 
 #include <algorithm>
 #include <vector>
 
 #include "sparse/cpu/parallel.h"
+#include "sparse/cpu/row_kernels.h"
 
 namespace weft::sparse {
 namespace {
 
 template <typename I>
 struct Indices {
-  const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *starts, *left, *right, *t_crow, *t_col, *t_index;
+  const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *aligned, *windowed, *listed, *starts, *left, *right,
+      *t_crow, *t_col, *t_index;
   explicit Indices(const CsrMatmul& m)
       : a_crow(static_cast<const I*>(m.a_crow)),
         a_col(static_cast<const I*>(m.a_col)),
@@ -20,6 +22,9 @@ struct Indices {
         b_col(static_cast<const I*>(m.b_col)),
         c_crow(static_cast<const I*>(m.c_crow)),
         c_col(static_cast<const I*>(m.c_col)),
+        aligned(static_cast<const I*>(m.aligned)),
+        windowed(static_cast<const I*>(m.windowed)),
+        listed(static_cast<const I*>(m.listed)),
         starts(static_cast<const I*>(m.starts)),
         left(static_cast<const I*>(m.left)),
         right(static_cast<const I*>(m.right)),
@@ -41,54 +46,65 @@ template <typename I, typename T>
 void listed(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
-  over_rows(m.batch, m.c_nnz, 4 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
+  over_tiles(m.batch, m.listed_elements, 2048, 2 * m.listed_products, [&](int64_t sample, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
+    auto element = [&](int64_t l) -> T& { return out[p.listed ? int64_t(p.listed[l]) : l]; };
     if (!p.starts && !p.left) {
-      for (int64_t e = begin; e < end; ++e) out[e] = T(Acc(x[e]) * Acc(y[p.right[e]]));
+      for (int64_t l = begin; l < end; ++l) element(l) = T(Acc(x[l]) * Acc(y[p.right[l]]));
     } else if (!p.starts) {
-      for (int64_t e = begin; e < end; ++e) out[e] = T(Acc(x[p.left[e]]) * Acc(y[p.right[e]]));
+      for (int64_t l = begin; l < end; ++l) element(l) = T(Acc(x[p.left[l]]) * Acc(y[p.right[l]]));
     } else {
-      for (int64_t e = begin; e < end; ++e) {
+      for (int64_t l = begin; l < end; ++l) {
         Acc sum = 0;
-        for (I s = p.starts[e]; s < p.starts[e + 1]; ++s) sum += Acc(x[p.left ? p.left[s] : s]) * Acc(y[p.right[s]]);
-        out[e] = T(sum);
+        for (I s = p.starts[l]; s < p.starts[l + 1]; ++s) sum += Acc(x[p.left ? p.left[s] : s]) * Acc(y[p.right[s]]);
+        element(l) = T(sum);
       }
     }
   });
 }
 
 template <typename I, typename T>
-void copied(const CsrMatmul& m) {
+void aligned(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
-  over_rows(m.batch, m.rows, 2 * m.c_nnz + m.rows, [&](int64_t sample, int64_t begin, int64_t end) {
+  const auto combine = cpu::row_kernels().combine[int(m.dtype)];
+  // The number of products is not known here; an element of a has a row of b.
+  const int64_t work =
+      m.aligned_rows * (1 + m.b_nnz / std::max<int64_t>(m.inner, 1)) * (1 + m.a_nnz / std::max<int64_t>(m.rows, 1));
+  over_tiles(m.batch, m.aligned_rows, 16, work, [&](int64_t sample, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
-    for (int64_t i = begin; i < end; ++i) {
-      if (p.a_crow[i] == p.a_crow[i + 1]) continue;
-      const Acc factor = Acc(x[p.a_crow[i]]);
-      const T* row = y + p.b_crow[p.a_col[p.a_crow[i]]];
-      const int64_t first = p.c_crow[i], n = p.c_crow[i + 1] - first;
-      for (int64_t t = 0; t < n; ++t) out[first + t] = T(factor * Acc(row[t]));
+    std::vector<int64_t> starts;
+    std::vector<Acc> factors;
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t i = p.aligned[r];
+      starts.clear(), factors.clear();
+      for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) {
+        starts.push_back(p.b_crow[p.a_col[e]]);
+        factors.push_back(Acc(x[e]));
+      }
+      combine(y, starts.data(), factors.data(), int64_t(starts.size()), p.c_crow[i + 1] - p.c_crow[i],
+              out + p.c_crow[i]);
     }
   });
 }
 
 template <typename I, typename T>
-void found(const CsrMatmul& m) {
+void windowed(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
   const int64_t columns = p.columns(m);
   // The number of products is not known here; each element of a has a row of b.
-  over_rows(m.batch, m.rows, m.c_nnz + m.a_nnz * 8, [&](int64_t sample, int64_t begin, int64_t end) {
+  over_rows(m.batch, m.windowed_rows, m.c_nnz + m.a_nnz * 8, [&](int64_t sample, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
     std::vector<Acc> row(columns);
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t i = p.windowed[r];
       for (I e = p.c_crow[i]; e < p.c_crow[i + 1]; ++e) row[p.c_col[e]] = 0;
       for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) {
         const Acc factor = Acc(x[e]);
@@ -169,14 +185,9 @@ void csr_matmul_cpu(const CsrMatmul& m) {
   dispatch(m.wide, m.dtype, [&](auto* i, auto* t) {
     using I = std::remove_pointer_t<decltype(i)>;
     using T = std::remove_pointer_t<decltype(t)>;
-    switch (m.kind) {
-      case Kind::listed:
-        return listed<I, T>(m);
-      case Kind::copied:
-        return copied<I, T>(m);
-      default:
-        return found<I, T>(m);
-    }
+    if (m.listed_elements > 0) listed<I, T>(m);
+    if (m.aligned_rows > 0) aligned<I, T>(m);
+    if (m.windowed_rows > 0) windowed<I, T>(m);
   });
 }
 

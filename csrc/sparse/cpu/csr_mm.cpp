@@ -7,20 +7,17 @@
 #include <vector>
 
 #include "sparse/cpu/parallel.h"
+#include "sparse/cpu/row_kernels.h"
 
 namespace weft::sparse {
 namespace {
 
-constexpr int64_t kTile = 16;  // samples whose vectors lie side by side
-
 // One column, values that the batch shares: a value and its index are read once for kTile samples, whose elements of x
 // are neighbours.
-template <typename I, typename T>
+template <typename T>
 void mv_of_tiles(const CsrMm& p) {
   using Acc = Accumulate<T>;
-  const I *crow = static_cast<const I*>(p.crow), *col = static_cast<const I*>(p.col),
-          *index = static_cast<const I*>(p.index);
-  const T* values = static_cast<const T*>(p.values);
+  const auto tile = cpu::row_kernels().tile[p.wide][int(p.dtype)];
   std::vector<Acc> packed(p.columns * kTile);
   for (int64_t first = 0; first < p.batch; first += kTile) {
     const int64_t count = std::min(kTile, p.batch - first);
@@ -31,17 +28,8 @@ void mv_of_tiles(const CsrMm& p) {
       }
     });
     T* out = static_cast<T*>(p.out) + first * p.rows;
-    over_rows(1, p.rows, p.nnz * count, [&](int64_t, int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        Acc sum[kTile] = {};
-        for (I e = crow[i]; e < crow[i + 1]; ++e) {
-          const Acc v = values ? Acc(values[index ? index[e] : e]) : Acc(1);
-          const Acc* line = packed.data() + int64_t(col[e]) * kTile;
-          for (int64_t s = 0; s < kTile; ++s) sum[s] += v * line[s];
-        }
-        for (int64_t s = 0; s < count; ++s) out[s * p.rows + i] = T(sum[s]);
-      }
-    });
+    over_rows(1, p.rows, p.nnz * count,
+              [&](int64_t, int64_t begin, int64_t end) { tile(p, packed.data(), out, count, begin, end); });
   }
 }
 
@@ -50,7 +38,7 @@ void mm(const CsrMm& p) {
   using Acc = Accumulate<T>;
   // Packing pays where each column is read a few times.
   if (p.k == 1 && p.batch >= 4 && p.values_batch == 0 && p.x_batch != 0 && p.nnz >= 4 * p.columns) {
-    return mv_of_tiles<I, T>(p);
+    return mv_of_tiles<T>(p);
   }
   const I *crow = static_cast<const I*>(p.crow), *col = static_cast<const I*>(p.col),
           *index = static_cast<const I*>(p.index);
@@ -59,14 +47,7 @@ void mm(const CsrMm& p) {
     const T* x = static_cast<const T*>(p.x) + b * p.x_batch;
     T* out = static_cast<T*>(p.out) + b * p.rows * p.k;
     auto value = [&](I e) { return values ? Acc(values[index ? index[e] : e]) : Acc(1); };
-    if (p.k == 1) {
-      for (int64_t i = begin; i < end; ++i) {
-        Acc sum = 0;
-        for (I e = crow[i]; e < crow[i + 1]; ++e) sum += value(e) * Acc(x[col[e]]);
-        out[i] = T(sum);
-      }
-      return;
-    }
+    if (p.k == 1) return cpu::row_kernels().vector[p.wide][int(p.dtype)](p, values, x, out, begin, end);
     std::vector<Acc> sum(p.k);
     for (int64_t i = begin; i < end; ++i) {
       std::fill(sum.begin(), sum.end(), Acc(0));

@@ -1,18 +1,18 @@
 // A chain of sparse matrix-vector products as one kernel. Launched cooperatively, with as many blocks as are resident
-// at once; between two products all blocks meet at a barrier in L2, about a microsecond, in the stead of a launch each.
+// at once; between two products all blocks meet at a barrier in L2, about a microsecond, instead of a launch each.
 // Rows are shared out over the grid's lane groups, a few samples at a time, as in csr_mm; vectors stay in L2, from
 // which they are read with ld.cg, because another SM wrote them and L1 is not coherent. A diagonal is multiplied into
 // what the next product reads, which saves its barrier; its own result is written by the way. Links travel in the
 // kernel's parameters, kLinks of them a launch: nothing is copied to the device, and a captured graph holds all it
 // needs.
 #include <algorithm>
-#include <stdexcept>
 
 #include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "sparse/cuda/csr_chain_kernels.h"
 #include "sparse/cuda/dispatch.cuh"
+#include "sparse/cuda/grid_barrier.cuh"
 
 namespace weft::sparse {
 namespace {
@@ -30,32 +30,9 @@ struct Chain {
 };
 static_assert(sizeof(Chain) <= 4000);
 
-__device__ __forceinline__ float load_l2(const float* p) {
-  return __ldcg(p);
-}
-__device__ __forceinline__ double load_l2(const double* p) {
-  return __ldcg(p);
-}
-__device__ __forceinline__ float load_l2(const __half* p) {
-  return __half2float(__ushort_as_half(__ldcg(reinterpret_cast<const unsigned short*>(p))));
-}
-__device__ __forceinline__ float load_l2(const __nv_bfloat16* p) {
-  return __bfloat162float(__ushort_as_bfloat16(__ldcg(reinterpret_cast<const unsigned short*>(p))));
-}
-
-// All blocks of the grid; `round` counts barriers since the counter was zero.
-__device__ __forceinline__ void meet(unsigned* counter, unsigned& round) {
-  __syncthreads();
-  round += gridDim.x;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(counter, 1u);
-    unsigned seen;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    } while (seen < round);
-  }
-  __syncthreads();
+template <typename T>
+__device__ __forceinline__ State<T> load_l2(const T* p) {
+  return to_state(__ldcg(p));
 }
 
 template <typename T>
@@ -149,12 +126,6 @@ int8_t lanes_of(const CsrLink& link) {
 
 template <typename I, typename T>
 void launch_chain(Chain& chain, cudaStream_t stream) {
-  constexpr const char* kName = "csr_chain";
-  int resident = 0;
-  cuda_check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, csr_chain_kernel<I, T>, kThreads, 0), kName);
-  if (resident == 0 || !device_limits().cooperative_launch) {
-    throw std::runtime_error("weft: kernel csr_chain: the device cannot launch it cooperatively");
-  }
   // No more blocks than have work: a barrier costs less among few.
   int64_t work = 1;
   for (int k = 0; k < chain.count; ++k) {
@@ -163,11 +134,8 @@ void launch_chain(Chain& chain, cudaStream_t stream) {
         link.crow ? ceil_div(chain.batch, kTile) * link.rows << chain.lanes[k] : chain.batch * link.rows;
     work = std::max(work, ceil_div(items, kThreads));
   }
-  const unsigned blocks = unsigned(std::min<int64_t>(work, int64_t(resident) * device_limits().sm_count));
-  void* arguments[] = {&chain};
-  cuda_check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(csr_chain_kernel<I, T>), dim3(blocks),
-                                         dim3(kThreads), arguments, 0, stream),
-             kName);
+  const int64_t blocks = std::min(work, resident_blocks("csr_chain", csr_chain_kernel<I, T>, kThreads, 0));
+  launch_cooperative("csr_chain", csr_chain_kernel<I, T>, blocks, kThreads, 0, stream, chain);
 }
 
 }  // namespace

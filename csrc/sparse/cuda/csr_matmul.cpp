@@ -10,23 +10,22 @@
 namespace weft::sparse {
 namespace {
 
-at::Tensor matmul_cuda(at::TensorList patterns, int64_t kind, const at::Tensor& x, const at::Tensor& y) {
+at::Tensor matmul_cuda(at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
   const c10::cuda::OptionalCUDAGuard guard(x.is_cuda() ? std::optional(x.device()) : std::nullopt);
   return csr_matmul_forward([](const CsrMatmul& m) { csr_matmul_cuda(m, at::cuda::getCurrentCUDAStream()); }, patterns,
-                            kind, x, y);
+                            x, y);
 }
 
-at::Tensor left_cuda(at::TensorList patterns, int64_t kind, const at::Tensor& y, const at::Tensor& g, bool shared) {
+at::Tensor left_cuda(at::TensorList patterns, const at::Tensor& y, const at::Tensor& g, bool shared) {
   const c10::cuda::OptionalCUDAGuard guard(y.is_cuda() ? std::optional(y.device()) : std::nullopt);
   return csr_matmul_left_forward([](const CsrMatmul& m) { csr_matmul_left_cuda(m, at::cuda::getCurrentCUDAStream()); },
-                                 patterns, kind, y, g, shared);
+                                 patterns, y, g, shared);
 }
 
-at::Tensor right_cuda(at::TensorList patterns, int64_t kind, const at::Tensor& x, const at::Tensor& g, bool shared) {
+at::Tensor right_cuda(at::TensorList patterns, const at::Tensor& x, const at::Tensor& g, bool shared) {
   const c10::cuda::OptionalCUDAGuard guard(x.is_cuda() ? std::optional(x.device()) : std::nullopt);
   return csr_matmul_right_forward(
-      [](const CsrMatmul& m) { csr_matmul_right_cuda(m, at::cuda::getCurrentCUDAStream()); }, patterns, kind, x, g,
-      shared);
+      [](const CsrMatmul& m) { csr_matmul_right_cuda(m, at::cuda::getCurrentCUDAStream()); }, patterns, x, g, shared);
 }
 
 }  // namespace

@@ -1,11 +1,14 @@
 // Products of CSR matrices whose pattern is planned, and their gradients.
 //
-// listed   a thread has an element of the product for a few samples, for which it reads the list once: bound by the
-// bytes. copied   a warp has a row, a multiple of a row of b. found    a block has a row, whose sums lie in shared
-// memory, one per column of a window of columns. It adds the rows of b
-//          one after the other; within a row columns differ, so that no two threads add to one sum.
+// listed    a thread has an element of the product for a few samples, for which it reads the list once: bound by the
+//           bytes.
+// aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
+//           time, a lane each, and hands them round; then rows of b, lanes next to each other.
+// windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
+//           up the window's part of another row of b; then the warp adds the parts one after the other. Within a row
+//           columns differ, so that no two lanes add to one sum, and a warp waits for nobody.
 // left, right   lanes share an element of a, or of b, and look each product's element up in the sorted row of the
-// product.
+//           product.
 //
 // No atomics: every sum has a fixed order.
 #include <algorithm>
@@ -20,8 +23,10 @@ namespace weft::sparse {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kSamples = 4;         // of one thread
-constexpr int kWindow = 32 * 1024;  // bytes of sums
+constexpr int kSamples = 4;        // of one thread
+constexpr int kColumns = 128;      // of a warp's row, four a lane
+constexpr int kWindow = 4 * 1024;  // bytes of a warp's sums
+constexpr unsigned kFull = 0xffffffffu;
 
 template <typename I>
 __device__ __forceinline__ const I* ints(const void* p) {
@@ -51,9 +56,10 @@ __device__ __forceinline__ int64_t row_of(const I* crow, int64_t rows, int64_t e
 template <typename I, typename T, int kTile>
 __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m) {
   const int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (e >= m.c_nnz) return;
+  if (e >= m.listed_elements) return;
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
   const int64_t begin = starts ? starts[e] : e, end = starts ? int64_t(starts[e + 1]) : e + 1;
+  const int64_t place = m.listed ? int64_t(ints<I>(m.listed)[e]) : e;
   for (int64_t first = int64_t(blockIdx.y) * kTile; first < m.batch; first += int64_t(gridDim.y) * kTile) {
     const T* x = static_cast<const T*>(m.x) + first * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
@@ -68,56 +74,96 @@ __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m) {
     }
 #pragma unroll
     for (int t = 0; t < kTile; ++t) {
-      if (t < count) static_cast<T*>(m.out)[(first + t) * m.c_nnz + e] = from_state<T>(sum[t]);
+      if (t < count) static_cast<T*>(m.out)[(first + t) * m.c_nnz + place] = from_state<T>(sum[t]);
     }
   }
 }
 
+// blockIdx.z counts parts of a row.
 template <typename I, typename T>
-__global__ void __launch_bounds__(kThreads) copied_kernel(CsrMatmul m) {
-  const int64_t i = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (i >= m.rows) return;
-  const int64_t e = ints<I>(m.a_crow)[i], first = ints<I>(m.c_crow)[i], n = ints<I>(m.c_crow)[i + 1] - first;
-  if (n == 0) return;
-  const int64_t from = ints<I>(m.b_crow)[ints<I>(m.a_col)[e]];
-  for (int64_t b = blockIdx.y; b < m.batch; b += gridDim.y) {
-    const State<T> factor = to_state(static_cast<const T*>(m.x)[b * m.x_batch + e]);
-    const T* row = static_cast<const T*>(m.y) + b * m.y_batch + from;
-    T* out = static_cast<T*>(m.out) + b * m.c_nnz + first;
-    for (int64_t t = threadIdx.x % 32; t < n; t += 32) out[t] = from_state<T>(factor * to_state(row[t]));
-  }
-}
-
-template <typename I, typename T>
-__global__ void __launch_bounds__(kThreads) found_kernel(CsrMatmul m) {
+__global__ void __launch_bounds__(kThreads) aligned_kernel(CsrMatmul m) {
   using Acc = State<T>;
-  constexpr int kColumns = kWindow / sizeof(Acc);
-  __shared__ Acc sums[kColumns];
-  const I *a_crow = ints<I>(m.a_crow), *a_col = ints<I>(m.a_col), *b_crow = ints<I>(m.b_crow),
-          *b_col = ints<I>(m.b_col), *c_col = ints<I>(m.c_col);
-  const int64_t i = blockIdx.x, begin = ints<I>(m.c_crow)[i], end = ints<I>(m.c_crow)[i + 1];
-  if (begin == end) return;
+  constexpr int kEach = kColumns / 32;
+  const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (r >= m.aligned_rows) return;  // with all of its warp
+  const int lane = threadIdx.x % 32;
+  const int64_t i = ints<I>(m.aligned)[r], begin = ints<I>(m.a_crow)[i], end = ints<I>(m.a_crow)[i + 1];
+  const int64_t place = ints<I>(m.c_crow)[i], n = ints<I>(m.c_crow)[i + 1] - place;
   for (int64_t b = blockIdx.y; b < m.batch; b += gridDim.y) {
     const T* x = static_cast<const T*>(m.x) + b * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + b * m.y_batch;
-    T* out = static_cast<T*>(m.out) + b * m.c_nnz;
-    // Windows begin at the first column that is still to be written.
-    for (int64_t next = begin; next < end;) {
-      const int64_t low = c_col[next], high = low + kColumns, stop = lower_bound(c_col, next, end, high);
-      for (int64_t s = next + threadIdx.x; s < stop; s += kThreads) sums[c_col[s] - low] = 0;
-      __syncthreads();
-      for (int64_t e = a_crow[i]; e < a_crow[i + 1]; ++e) {
-        const int64_t first = b_crow[a_col[e]], last = b_crow[a_col[e] + 1];
-        const Acc factor = to_state(x[e]);
-        for (int64_t f = lower_bound(b_col, first, last, low) + threadIdx.x; f < last && b_col[f] < high;
-             f += kThreads) {
-          sums[b_col[f] - low] += factor * to_state(y[f]);
+    T* out = static_cast<T*>(m.out) + b * m.c_nnz + place;
+    for (int64_t first = int64_t(blockIdx.z) * kColumns; first < n; first += int64_t(gridDim.z) * kColumns) {
+      const int64_t own = first + lane, left = n - own;
+      Acc sum[kEach] = {};
+      for (int64_t from = begin; from < end; from += 32) {
+        const int count = int(end - from < 32 ? end - from : 32);
+        I start = 0;
+        Acc factor = 0;
+        if (lane < count) {
+          start = ints<I>(m.b_crow)[ints<I>(m.a_col)[from + lane]];
+          factor = to_state(x[from + lane]);
         }
-        __syncthreads();
+#pragma unroll 4
+        for (int k = 0; k < count; ++k) {
+          const T* row = y + __shfl_sync(kFull, start, k) + own;
+          const Acc f = __shfl_sync(kFull, factor, k);
+#pragma unroll
+          for (int c = 0; c < kEach; ++c) {
+            if (32 * c < left) sum[c] += f * to_state(row[32 * c]);
+          }
+        }
       }
-      for (int64_t s = next + threadIdx.x; s < stop; s += kThreads) out[s] = from_state<T>(sums[c_col[s] - low]);
-      __syncthreads();
-      next = stop;
+#pragma unroll
+      for (int c = 0; c < kEach; ++c) {
+        if (32 * c < left) out[own + 32 * c] = from_state<T>(sum[c]);
+      }
+    }
+  }
+}
+
+// blockIdx.z counts windows of a row.
+template <typename I, typename T>
+__global__ void __launch_bounds__(kThreads) windowed_kernel(CsrMatmul m) {
+  using Acc = State<T>;
+  constexpr int kWidth = kWindow / sizeof(Acc);
+  static __shared__ Acc windows[kWarps][kWidth];
+  const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (r >= m.windowed_rows) return;  // with all of its warp
+  const int lane = threadIdx.x % 32;
+  Acc* sums = windows[threadIdx.x / 32];
+  const I *b_crow = ints<I>(m.b_crow), *b_col = ints<I>(m.b_col), *c_col = ints<I>(m.c_col);
+  const int64_t i = ints<I>(m.windowed)[r], a_begin = ints<I>(m.a_crow)[i], a_end = ints<I>(m.a_crow)[i + 1];
+  const int64_t c_begin = ints<I>(m.c_crow)[i], c_end = ints<I>(m.c_crow)[i + 1], last = c_col[c_end - 1];
+  for (int64_t low = c_col[c_begin] + int64_t(blockIdx.z) * kWidth; low <= last; low += int64_t(gridDim.z) * kWidth) {
+    const int64_t high = low + kWidth;
+    const int64_t begin = lower_bound(c_col, c_begin, c_end, low), end = lower_bound(c_col, begin, c_end, high);
+    if (begin == end) continue;
+    for (int64_t b = blockIdx.y; b < m.batch; b += gridDim.y) {
+      const T* x = static_cast<const T*>(m.x) + b * m.x_batch;
+      const T* y = static_cast<const T*>(m.y) + b * m.y_batch;
+      T* out = static_cast<T*>(m.out) + b * m.c_nnz;
+      for (int64_t s = begin + lane; s < end; s += 32) sums[c_col[s] - low] = 0;
+      __syncwarp();
+      for (int64_t from = a_begin; from < a_end; from += 32) {
+        const int count = int(a_end - from < 32 ? a_end - from : 32);
+        int64_t first = 0, stop = 0;
+        Acc factor = 0;
+        if (lane < count) {
+          const int64_t j = ints<I>(m.a_col)[from + lane];
+          first = lower_bound(b_col, int64_t(b_crow[j]), int64_t(b_crow[j + 1]), low);
+          stop = lower_bound(b_col, first, int64_t(b_crow[j + 1]), high);
+          factor = to_state(x[from + lane]);
+        }
+        for (int k = 0; k < count; ++k) {
+          const int64_t f_begin = __shfl_sync(kFull, first, k), f_end = __shfl_sync(kFull, stop, k);
+          const Acc v = __shfl_sync(kFull, factor, k);
+          for (int64_t f = f_begin + lane; f < f_end; f += 32) sums[b_col[f] - low] += v * to_state(y[f]);
+          __syncwarp();
+        }
+      }
+      for (int64_t s = begin + lane; s < end; s += 32) out[s] = from_state<T>(sums[c_col[s] - low]);
+      __syncwarp();  // the sums are read before the next sample's are set to zero
     }
   }
 }
@@ -189,19 +235,27 @@ int lanes_of(int64_t elements, int64_t rows) {
 
 template <typename I, typename T>
 void matmul(const CsrMatmul& m, cudaStream_t stream) {
-  if (m.kind == Kind::listed) {
-    const int64_t blocks = ceil_div(m.c_nnz, kThreads);
+  if (m.listed_elements > 0) {
+    const int64_t blocks = ceil_div(m.listed_elements, kThreads);
     if (m.batch == 1) {
       launch("csr_matmul_listed", listed_kernel<I, T, 1>, Grid(blocks), kThreads, 0, stream, m);
     } else {
       launch("csr_matmul_listed", listed_kernel<I, T, kSamples>, Grid(blocks, most(ceil_div(m.batch, kSamples))),
              kThreads, 0, stream, m);
     }
-  } else if (m.kind == Kind::copied) {
-    launch("csr_matmul_copied", copied_kernel<I, T>, Grid(ceil_div(m.rows, kWarps), most(m.batch)), kThreads, 0, stream,
-           m);
-  } else {
-    launch("csr_matmul_found", found_kernel<I, T>, Grid(m.rows, most(m.batch)), kThreads, 0, stream, m);
+  }
+  // Rows of a few parts are shared among warps as far as that fills the device.
+  const auto parts = [&](int64_t rows, int64_t columns) {
+    const int64_t blocks = ceil_div(rows, kWarps) * m.batch, wanted = 16 * int64_t(device_limits().sm_count);
+    return std::max<int64_t>(1, std::min(ceil_div(columns, kColumns), ceil_div(wanted, blocks)));
+  };
+  if (m.aligned_rows > 0) {
+    const Grid grid(ceil_div(m.aligned_rows, kWarps), most(m.batch), parts(m.aligned_rows, m.c_nnz / m.rows));
+    launch("csr_matmul_aligned", aligned_kernel<I, T>, grid, kThreads, 0, stream, m);
+  }
+  if (m.windowed_rows > 0) {
+    const Grid grid(ceil_div(m.windowed_rows, kWarps), most(m.batch), parts(m.windowed_rows, 64 * kColumns));
+    launch("csr_matmul_windowed", windowed_kernel<I, T>, grid, kThreads, 0, stream, m);
   }
 }
 

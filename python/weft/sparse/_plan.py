@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +13,39 @@ from ._pattern import Matrix, Pattern
 from ._reference import csr_matmul_reference
 
 
+class Kinds(NamedTuple):
+    """FLOPs of a product by how its rows are computed."""
+
+    aligned: int
+    """Sums of whole rows of b: where an element of a has a row to itself, and dense blocks."""
+    listed: int
+    """Few products an element, listed by the plan: gathers, where there is one."""
+    windowed: int
+    """Found again from the patterns, and added up in windows of columns."""
+
+
 class MatmulPlan:
     """What :func:`plan_matmul` returns: ``plan(a, b)`` is ``a @ b`` for any values on the planned patterns."""
 
     def __init__(self, a: Pattern, b: Pattern) -> None:
-        crow, col, starts, left, right, info = torch.ops.weft.csr_matmul_plan(a.tensors, b.tensors)
-        self._kind, products = info.tolist()
-        self._a, self._b = a, b
-        self._pattern = Pattern(crow, col, (a.shape[0], b.shape[1]))
+        crow, col, *rows, info = torch.ops.weft.csr_matmul_plan(a.tensors, b.tensors)
         operands = [t.to(crow.dtype) for t in (*a.tensors, *b.tensors)]
-        self._patterns = [*operands, crow, col, starts, left, right]
-        self._own = [*(t for t, given in zip(operands, (*a.tensors, *b.tensors), strict=True) if t is not given)]
-        self._own += [crow, col, starts, left, right]
+        given = {id(t) for t in (*a.tensors, *b.tensors)}
+        if b.diagonal and operands[0] is a.crow:
+            # The product has a's pattern, and each element its own column of the diagonal.
+            crow, col = a.tensors
+            rows = [*rows[:-1], a.col]
+        elif a.diagonal and operands[2] is b.crow:
+            crow, col = b.tensors
+        same = crow is a.crow or crow is b.crow
+        diagonal = a.diagonal and b.diagonal
+        self._pattern = (a if crow is a.crow else b) if same else Pattern(crow, col, (a.shape[0], b.shape[1]), diagonal)
+        self._a, self._b = a, b
+        self._patterns = [*operands, crow, col, *rows]
+        self._own = [t for t in self._patterns if id(t) not in given]
+        products, aligned, listed = info.tolist()
         self._flops = 2 * products
+        self._kinds = Kinds(2 * aligned, 2 * listed, 2 * (products - aligned - listed))
         # Other patterns that turned out to be equal to the planned ones.
         self._equal: tuple[weakref.WeakSet[Pattern], weakref.WeakSet[Pattern]] = (weakref.WeakSet(), weakref.WeakSet())
 
@@ -52,6 +73,11 @@ class MatmulPlan:
     def flops(self) -> int:
         """2 per scalar product, for one sample."""
         return self._flops
+
+    @property
+    def kinds(self) -> Kinds:
+        """``flops`` by how rows are computed: ``aligned``, ``listed`` and ``windowed``."""
+        return self._kinds
 
     @property
     def memory(self) -> int:
@@ -85,7 +111,7 @@ class MatmulPlan:
         patterns = self._patterns
         if torch.is_grad_enabled() and y.requires_grad:
             patterns = [*patterns, *(t.to(self.crow.dtype) for t in self._a.transposed)]
-        return torch.ops.weft.csr_matmul(patterns, self._kind, x, y)
+        return torch.ops.weft.csr_matmul(patterns, x, y)
 
     @staticmethod
     def _compare(name: str, found: Pattern, planned: Pattern) -> None:
@@ -119,9 +145,10 @@ def plan_matmul(a: Matrix, b: Matrix) -> MatmulPlan:
         ValueError: sizes that do not chain, batches that differ.
         RuntimeError: devices that differ; more scalar products than a plan is made for.
 
-    The symbolic phase runs on the CPU and waits for the device. The list of scalar products is kept where it takes
-    little memory; otherwise each product finds its terms again, with the sums of a row in shared memory. A plan takes
-    at most three times the memory of operands and product.
+    The symbolic phase runs on the CPU and waits for the device. It chooses for every row of the product how its values
+    are computed (``plan.kinds``): as a sum of whole rows of b, where each of them has all columns of the row; by a list
+    of its scalar products, where these are few and the list takes little memory; else by finding them again from the
+    patterns. A plan takes at most three times the memory of operands and product.
 
     Source: BPPSA, section 3.4 (deterministic sparsity).
     """

@@ -139,14 +139,13 @@ def _csr_sampled_mm_vmap(info, in_dims, pattern, transposed, left, right, shared
 @torch.library.register_fake("weft::csr_matmul_plan")
 def _csr_matmul_plan(a: list[Tensor], b: list[Tensor]) -> tuple[Tensor, ...]:
     context = torch.library.get_ctx()
-    nnz, starts, left, right = (context.new_dynamic_size() for _ in range(4))
     index = torch.promote_types(a[0].dtype, b[0].dtype)
-    new = (a[0].new_empty(n, dtype=index) for n in (a[0].shape[0], nnz, starts, left, right))
-    return (*new, torch.empty(2, dtype=torch.int64))
+    new = (a[0].new_empty(context.new_dynamic_size(), dtype=index) for _ in range(7))
+    return (a[0].new_empty(a[0].shape[0], dtype=index), *new, torch.empty(3, dtype=torch.int64))
 
 
 @torch.library.register_fake("weft::csr_matmul")
-def _csr_matmul(patterns: list[Tensor], kind: int, x: Tensor, y: Tensor) -> Tensor:
+def _csr_matmul(patterns: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
     return x.new_empty(*(x.shape[:-1] or y.shape[:-1]), patterns[5].shape[0])
 
 
@@ -156,36 +155,36 @@ def _gradient_of_csr_matmul(patterns: list[Tensor], pattern: int, other: Tensor,
 
 
 @torch.library.register_fake("weft::csr_matmul_left")
-def _csr_matmul_left(patterns: list[Tensor], kind: int, y: Tensor, g: Tensor, shared: bool) -> Tensor:
+def _csr_matmul_left(patterns: list[Tensor], y: Tensor, g: Tensor, shared: bool) -> Tensor:
     return _gradient_of_csr_matmul(patterns, 1, y, g, shared)
 
 
 @torch.library.register_fake("weft::csr_matmul_right")
-def _csr_matmul_right(patterns: list[Tensor], kind: int, x: Tensor, g: Tensor, shared: bool) -> Tensor:
+def _csr_matmul_right(patterns: list[Tensor], x: Tensor, g: Tensor, shared: bool) -> Tensor:
     return _gradient_of_csr_matmul(patterns, 3, x, g, shared)
 
 
-def _csr_matmul_autocast(patterns: list[Tensor], kind: int, x: Tensor, y: Tensor) -> Tensor:
+def _csr_matmul_autocast(patterns: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
     with below_autocast():
-        return torch.ops.weft.csr_matmul(patterns, kind, *widest(x, y))
+        return torch.ops.weft.csr_matmul(patterns, *widest(x, y))
 
 
 for _key in ("AutocastCPU", "AutocastCUDA"):
     LIBRARY.impl("csr_matmul", _csr_matmul_autocast, _key)
 
 
-def _csr_matmul_vmap(op, info, in_dims, patterns, kind, x, y, shared=None):
+def _csr_matmul_vmap(op, info, in_dims, patterns, x, y, shared=None):
     """Of csr_matmul and, with `shared`, of its gradients."""
-    _, _, x_dim, y_dim, *_ = in_dims
+    _, x_dim, y_dim, *_ = in_dims
     N, B = info.batch_size, _batch((x, x_dim, 1), (y, y_dim, 1))
     x, y = _folded(x, x_dim, N, B, 1), _folded(y, y_dim, N, B, 1)
     if shared is None:
-        out = op(patterns, kind, x, y)
+        out = op(patterns, x, y)
         return (out if B is None else out.unflatten(0, (N, B))), 0
     dtype = x.dtype
     if shared and B is not None and dtype != torch.float64:  # parts of a sum are not rounded
         x, y = x.float(), y.float()
-    out = op(patterns, kind, x, y, False)
+    out = op(patterns, x, y, False)
     if B is not None:
         out = out.unflatten(0, (N, B))
         out = out.sum(1) if shared else out

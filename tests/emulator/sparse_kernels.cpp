@@ -1,0 +1,105 @@
+// The kernels of csrc/sparse/cuda, one file of them a library: SOURCE 0 csr_matmul, 1 csr_mm, 2 csr_chain, 3
+// conv_values.
+#include "emulator.h"
+
+// Anything of up to 32 bytes between the lanes of a warp.
+template <typename T>
+T shuffled(T x, int lane) {
+  uint32_t words[emulator::kWords] = {};
+  static_assert(sizeof(T) <= sizeof(words));
+  std::memcpy(words, &x, sizeof(T));
+  const emulator::Brought all = emulator::gather(words, (sizeof(T) + 3) / 4);
+  std::memcpy(&x, all[lane], sizeof(T));
+  return x;
+}
+template <typename T>
+T __shfl_sync(unsigned, T x, int lane) {
+  return shuffled(x, lane);
+}
+inline double __shfl_xor_sync(unsigned, double x, int lanes) {
+  return shuffled(x, emulator::current->lane ^ lanes);
+}
+inline void __syncwarp() {
+  shuffled(0, 0);
+}
+template <typename T>
+T __ldcg(const T* p) {
+  return *p;
+}
+// Blocks run one after the other, so that what is static is a block's own.
+#define __shared__
+#define __align__(bytes) __attribute__((aligned(bytes)))
+
+#if SOURCE == 0
+#include "sparse/cuda/csr_matmul_kernels.cu"
+#elif SOURCE == 1
+#include "sparse/cuda/csr_mm_kernels.cu"
+#elif SOURCE == 2
+#include "sparse/cuda/csr_chain_kernels.cu"
+#else
+#include "sparse/cuda/conv_values_kernels.cu"
+#endif
+
+using namespace weft::sparse;
+
+#if SOURCE == 0
+// which: 0 the product, 1 and 2 its gradients. sizes: batch, rows, inner, nnz of a, b and the product, rows or elements
+// of each kind, listed products, the operands' batch strides. pointers: as in CsrMatmul.
+extern "C" void run(int which, int f64, int wide, int shared, const int64_t* sizes, void* const* pointers) {
+  CsrMatmul m{};
+  m.dtype = f64 ? DType::f64 : DType::f32, m.wide = wide, m.shared = shared;
+  int64_t* const into[] = {&m.batch,   &m.rows,         &m.inner,         &m.a_nnz,           &m.b_nnz,
+                           &m.c_nnz,   &m.aligned_rows, &m.windowed_rows, &m.listed_elements, &m.listed_products,
+                           &m.x_batch, &m.y_batch,      &m.g_batch};
+  for (int64_t* size : into) *size = *sizes++;
+  const void** const to[] = {&m.a_crow,  &m.a_col,    &m.b_crow,  &m.b_col,  &m.c_crow, &m.c_col,
+                             &m.aligned, &m.windowed, &m.listed,  &m.starts, &m.left,   &m.right,
+                             &m.t_crow,  &m.t_col,    &m.t_index, &m.x,      &m.y,      &m.g};
+  for (const void** pointer : to) *pointer = *pointers++;
+  m.out = *pointers;
+  (which == 0 ? csr_matmul_cuda : which == 1 ? csr_matmul_left_cuda : csr_matmul_right_cuda)(m, nullptr);
+}
+#elif SOURCE == 1
+// which: 0 J x, 1 the sampled product. sizes: batch, rows, columns, k, nnz, batch strides of both operands.
+extern "C" void run(int which, int f64, int wide, int shared, const int64_t* s, void* const* p) {
+  const DType dtype = f64 ? DType::f64 : DType::f32;
+  if (which == 0) {
+    csr_mm_cuda({dtype, wide != 0, s[0], s[1], s[2], s[3], s[4], p[0], p[1], p[2], p[3], s[5], p[4], s[6], p[5]},
+                nullptr);
+  } else {
+    csr_sampled_mm_cuda(
+        {dtype, wide != 0, shared != 0, s[0], s[1], s[2], s[3], s[4], p[0], p[1], p[3], p[4], s[5], s[6], p[5]},
+        nullptr);
+  }
+}
+#elif SOURCE == 2
+// `which` links. sizes: batch, then values' batch stride, rows, columns, nnz of each. pointers: crow, col, values, x,
+// out of each.
+extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* const* p) {
+  std::vector<CsrLink> links;
+  for (int k = 0; k < which; ++k, p += 5) {
+    links.push_back({p[0], p[1], p[2], p[3], p[4], s[1 + 4 * k], s[2 + 4 * k], s[3 + 4 * k], s[4 + 4 * k]});
+  }
+  unsigned counter = 0;
+  csr_chain_cuda(links.data(), which, f64 ? DType::f64 : DType::f32, wide, s[0], &counter, nullptr);
+}
+#else
+namespace weft::sparse {
+namespace {
+unsigned char memory[kStaged];
+}
+}  // namespace weft::sparse
+
+// which: 0 the pattern, 1 values, 2 their gradient. sizes: positions, elements, kernel, groups, in_channels,
+// out_channels, output_positions. pointers: the seven tables, in, out, out_crow.
+extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* const* p) {
+  Conv c{};
+  c.dtype = f64 ? DType::f64 : DType::f32, c.wide = wide;
+  const int32_t** const tables[] = {&c.crow, &c.row, &c.col, &c.tap_crow, &c.taps, &c.tap_crow_t, &c.taps_t};
+  for (int i = 0; i < 7; ++i) *tables[i] = static_cast<const int32_t*>(p[i]);
+  c.positions = s[0], c.elements = s[1], c.kernel = s[2];
+  c.groups = s[3], c.in_channels = s[4], c.out_channels = s[5], c.output_positions = s[6];
+  c.in = p[7], c.out = p[8], c.out_crow = p[9];
+  (which == 0 ? conv_pattern_cuda : which == 1 ? conv_values_cuda : conv_values_backward_cuda)(c, nullptr);
+}
+#endif

@@ -1,0 +1,228 @@
+"""The sparse CUDA kernels on a processor, by tests/emulator, beside the CPU kernels: rows of every kind, empty ones,
+batches that operands share or not, blocks that arrive at a barrier in any order."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from weft.sparse import BatchedCSR, plan_matmul
+from weft.sparse._jacobians import _windows
+
+from tests import emulated
+from tests.sparse.test_batched_csr import random_csr
+
+pytestmark = emulated.MARKS
+MATMUL, MM, CHAIN, CONV = range(4)
+SOURCES = ["csr_matmul", "csr_mm", "csr_chain", "conv_values"]
+Call = Callable[[ctypes.CDLL], bool]
+
+
+def call(
+    library: ctypes.CDLL, which: int, like: Tensor, wide: bool, shared: bool, sizes: list[int], tensors: list
+) -> None:
+    pointers = [None if t is None or t.numel() == 0 else t.data_ptr() for t in tensors]
+    library.run(
+        which, like.dtype == torch.float64, wide, shared,
+        (ctypes.c_int64 * len(sizes))(*sizes), (ctypes.c_void_p * len(pointers))(*pointers),
+    )  # fmt: skip
+
+
+def close(found: Tensor, want: Tensor) -> bool:
+    bound = 1e-12 if want.dtype == torch.float64 else 1e-5
+    return found.isfinite().all().item() and (found - want).norm() <= bound * (1 + want.norm())
+
+
+def poison(*shape: int, like: Tensor) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=like.dtype)
+
+
+def stride(values: Tensor) -> int:
+    return values.shape[-1] if values.dim() == 2 else 0
+
+
+def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
+    """A product with rows of every kind and without elements, and its gradients."""
+    torch.manual_seed(seed)
+
+    def sparse(density: float, *shape: int) -> Tensor:
+        return (torch.rand(shape) < density).float()
+
+    a = [torch.cat([torch.ones(2, 40), torch.eye(40)[:3]]), sparse(0.2, 19, 11), sparse(0.95, 4, 60)]
+    b = [torch.ones(40, 150), sparse(0.2, 11, 30), sparse(0.8, 60, 1100)]
+    J, K = (BatchedCSR.from_dense(torch.block_diag(*parts)) for parts in (a, b))
+    leads = [[] if n is None else [n] for n in batch]
+    J, K = (
+        BatchedCSR(M.crow.to(index), M.col.to(index), torch.randn(*lead, M.nnz, dtype=dtype), M.shape)
+        for M, lead in zip((J, K), leads, strict=True)
+    )
+    plan = plan_matmul(J, K)
+    assert all(plan.kinds)
+    patterns = plan._patterns
+    transposed = [t.to(index) for t in J._pattern.transposed]
+    B = max(n or 1 for n in batch)
+    g = torch.randn(B, plan.nnz, dtype=dtype)
+    counts = [patterns[6].shape[0], patterns[7].shape[0], patterns[8].shape[0], patterns[11].shape[0]]
+    sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, *counts]
+    strides = [stride(J.values), stride(K.values), plan.nnz]
+    op, left, right = (getattr(torch.ops.weft, f"csr_matmul{name}") for name in ("", "_left", "_right"))
+    operands = [J.values, K.values, g]
+
+    def run(which: int, want: Tensor, shared: bool) -> Call:
+        def passes(library: ctypes.CDLL) -> bool:
+            found = poison(*(want.shape if want.dim() == 2 or shared else (1, *want.shape)), like=want)
+            call(library, which, want, index == torch.int64, shared, [*sizes, *strides],
+                 [*patterns, *transposed, *operands, found])  # fmt: skip
+            return close(found.reshape(want.shape), want)
+
+        return passes
+
+    yield run(0, op(patterns, J.values, K.values), False)
+    for shared in (False, True):
+        yield run(1, left(patterns, K.values, g, shared), shared)
+        yield run(2, right(patterns, J.values, g, shared), shared)
+
+
+def vectors(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
+    torch.manual_seed(seed)
+    B = max(n or 1 for n in batch)
+    for density, k in ((0.02, 1), (0.3, 1), (0.9, 1), (0.3, 3)):
+        J = random_csr(23, 50, batch[0], density, dtype, index=index)
+        x = torch.randn(B, 50, k, dtype=dtype)
+        want = (J @ x).contiguous()
+
+        def passes(library: ctypes.CDLL, J=J, x=x, k=k, want=want) -> bool:
+            found = poison(B, 23, k, like=want)
+            sizes = [B, 23, 50, k, J.nnz, stride(J.values), 50 * k]
+            call(library, 0, want, index == torch.int64, False, sizes, [J.crow, J.col, None, J.values, x, found])
+            return close(found, want)
+
+        yield passes
+        left, right = torch.randn(B, 23, k, dtype=dtype), torch.randn(B, 50, k, dtype=dtype)
+        for shared in (False, True):
+            sums = torch.ops.weft.csr_sampled_mm(J._pattern.tensors, [], left, right, shared)
+
+            def sampled(library: ctypes.CDLL, J=J, k=k, left=left, right=right, shared=shared, sums=sums) -> bool:
+                found = poison(*sums.shape, like=sums)
+                sizes = [B, 23, 50, k, J.nnz, 23 * k, 50 * k]
+                call(library, 1, sums, index == torch.int64, shared, sizes,
+                     [J.crow, J.col, None, left, right, found])  # fmt: skip
+                return close(found, sums)
+
+            yield sampled
+
+
+def chains(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
+    """Products of every length of rows, with diagonals between them, at the ends and side by side; more than a launch
+    takes."""
+    torch.manual_seed(seed)
+    B, count = max(n or 1 for n in batch), 52
+    kinds = [(0.02, 0.2, 1.0, None, None)[(k + seed) % 5] for k in range(count)]
+    n, links, x = 40, [], torch.randn(B, 40, dtype=dtype)
+    grad = x
+    for k, density in enumerate(kinds):
+        lead = [] if batch[k % 2] is None else [B]
+        if density is None:
+            links.append((None, None, torch.randn(*lead, n, dtype=dtype), n))
+            continue
+        rows = 30 + (7 * k) % 41
+        J = random_csr(rows, n, None, density, dtype, index=index)
+        links.append((J.crow, J.col, torch.randn(*lead, J.nnz, dtype=dtype) / (1 + J.nnz / rows) ** 0.5, rows))
+        n = rows
+    none = torch.empty(0, dtype=index)
+    want = torch.ops.weft.csr_chain(
+        grad, [none if c is None else c for c, *_ in links], [none if c is None else c for _, c, *_ in links],
+        [v for *_, v, _ in links],
+    )  # fmt: skip
+
+    def passes(library: ctypes.CDLL) -> bool:
+        sizes, tensors, x, columns, found = [B], [], grad, 40, []
+        for crow, col, values, rows in links:
+            found.append(poison(B, rows, like=grad))
+            sizes += [stride(values), rows, columns, values.shape[-1]]
+            tensors += [crow, crow if col is not None and col.numel() == 0 else col, values, x, found[-1]]
+            x, columns = found[-1], rows
+        # Without elements a product is still none with a diagonal.
+        call(library, count, grad, index == torch.int64, False, sizes, tensors)
+        return all(close(f, w) for f, w in zip(found, want, strict=True))
+
+    yield passes
+
+
+def convolutions(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
+    torch.manual_seed(seed)
+    mode, groups = ("zeros", "circular")[seed % 2], 1 + seed % 3
+    windows = _windows.convolution("test", (7, 6), (3, 2), (1, 2), (1, 1), (1, 1), mode)
+    inputs, outputs = 2, (5, 3000)[seed % 2] if mode == "zeros" else 3
+    if dtype == torch.float64 and mode == "zeros":
+        outputs = 800  # more weights than a block keeps
+    weight = torch.randn(groups * outputs, inputs, 6, dtype=dtype)
+    sizes = [windows.inputs, windows.elements, 6, groups, inputs, outputs, windows.outputs]
+    tables = windows.tables
+    values = torch.ops.weft.conv_values(weight, tables, groups)
+    wide = index == torch.int64
+
+    def pattern(library: ctypes.CDLL) -> bool:
+        want = torch.ops.weft.conv_pattern(tables, groups, inputs, outputs, windows.outputs, wide)
+        crow, col = (torch.full_like(t, -1) for t in want)
+        call(library, 0, weight, wide, False, sizes, [*tables, None, col, crow])
+        return torch.equal(crow, want[0]) and torch.equal(col, want[1])
+
+    def forward(library: ctypes.CDLL) -> bool:
+        found = poison(*values.shape, like=weight)
+        call(library, 1, weight, wide, False, sizes, [*tables, weight, found, None])
+        return torch.equal(found, values) if mode == "zeros" else close(found, values)
+
+    def backward(library: ctypes.CDLL) -> bool:
+        grad = torch.randn_like(values)
+        want = torch.ops.weft.conv_values_backward(grad, tables, groups, outputs, inputs)
+        found = poison(*weight.shape, like=weight)
+        call(library, 2, weight, wide, False, sizes, [*tables, grad, found, None])
+        return close(found, want)
+
+    yield from (pattern, forward, backward)
+
+
+CHECKS = [products, vectors, chains, convolutions]
+CASES = [
+    (torch.int32, torch.float32, (None, None), 0),
+    (torch.int64, torch.float64, (5, None), 1),
+    (torch.int32, torch.float32, (None, 5), 2),
+    (torch.int32, torch.float64, (2, 2), 3),
+]
+
+
+def passes(library: ctypes.CDLL, file: int, cases: list = CASES) -> bool:
+    checks = [check for case in cases for check in CHECKS[file](*case)]
+
+    def run() -> None:
+        assert all(check(library) for check in checks)
+
+    return emulated.ends_well(run)
+
+
+@pytest.mark.parametrize("file", range(4), ids=SOURCES)
+def test_kernels_on_a_processor(file: int, tmp_path: Path) -> None:
+    assert passes(emulated.build("sparse_kernels", tmp_path, SOURCE=file), file)
+
+
+FLAWS = {
+    "forgets the last columns of a row": (MATMUL, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
+    "adds rows of a window at once": (MATMUL, "          __syncwarp();\n        }", "        }"),
+    "takes a window too far": (MATMUL, "high = low + kWidth;", "high = low + kWidth + 1;"),
+    "takes listed elements for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[e]) : e", "e"),
+    "leaves a barrier out": (CHAIN, "if (k + 1 < chain.count) meet", "if (k + 2 < chain.count) meet"),
+    "forgets the diagonal": (CHAIN, "multiply_by<I, T, true>", "multiply_by<I, T, false>"),
+    "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_the_emulator_notices(flaw: str, tmp_path: Path) -> None:
+    file, right, wrong = FLAWS[flaw]
+    folder = emulated.with_flaw(f"sparse/cuda/{SOURCES[file]}_kernels.cu", right, wrong, tmp_path)
+    assert not passes(emulated.build("sparse_kernels", folder, SOURCE=file), file)
