@@ -45,6 +45,7 @@ bench: build
 	$(PY) -m benchmarks.rnn $(BENCH)
 	$(PY) -m benchmarks.vertex $(BENCH)
 	$(PY) -m benchmarks.offload $(BENCH)
+	$(PY) -m benchmarks.sparse $(BENCH)
 	$(PY) -m benchmarks.plot
 
 lint: $(call requirements,lint)

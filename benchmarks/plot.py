@@ -17,12 +17,18 @@ from benchmarks.figures import HEADER, Results, Row, by_hardware, cells_of
 from benchmarks.figures import offload as offload_figures
 from benchmarks.figures import rnn as rnn_figures
 from benchmarks.figures import scan as scan_figures
+from benchmarks.figures import sparse as sparse_figures
 
 README = ROOT / "README.md"
 RNN_FIGURE = ROOT / "docs" / "images" / "rnn_speedup.svg"
 BEGIN, END = "<!-- results: begin, written by `python -m benchmarks.plot` -->", "<!-- results: end -->"
 NO_ROWS = "Rows appear here as they are measured; there are none yet."
-ROOMS: dict[str, ModuleType] = {"rnn": rnn_figures, "scan": scan_figures, "offload": offload_figures}
+ROOMS: dict[str, ModuleType] = {
+    "rnn": rnn_figures,
+    "scan": scan_figures,
+    "sparse": sparse_figures,
+    "offload": offload_figures,
+}
 # Room, case, metric: one of each kind, beside the worst.
 README_ROWS = (
     ("rnn", "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024", "forward_backward"),

@@ -1,8 +1,9 @@
 """Sparse Jacobians, planned products and chains against cuSPARSE, scipy, autograd and the bandwidth of the memory.
 
-``python -m benchmarks.sparse [FILTER]`` measures the table into results/sparse.csv. FILTER is a substring of the case
-or the metric. cuSPARSE runs through torch.sparse, one product per sample, as it has no batch of values on one pattern;
-torch does not call SpGEMMreuse.
+``python -m benchmarks.sparse [FILTER]`` measures the table into results/sparse.csv, what matters most first. FILTER is
+a substring of the case or the metric. cuSPARSE, torch.sparse and scipy compute one product per sample, as they have no
+batch of values on one pattern. ``python -m benchmarks.sparse fit`` measures the constants by which "auto" and
+plan_chain expect times, and prints them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,22 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from weft.scan import ScanSequential, chain_backward
-from weft.sparse import BatchedCSR, conv2d_jacobian, max_pool2d_jacobian, plan_matmul, relu_jacobian
+from weft.scan import ScanSequential, chain_backward, plan_chain
+from weft.sparse import (
+    BatchedCSR,
+    avg_pool2d_jacobian,
+    conv2d_jacobian,
+    gelu_jacobian,
+    linear_jacobian,
+    max_pool2d_jacobian,
+    plan_matmul,
+    relu_jacobian,
+)
 from weft.sparse import transposed_jacobian as jacobian_of
 
 from benchmarks.common import (
@@ -36,14 +46,14 @@ from benchmarks.common import (
     relative_error,
     run_entries,
 )
+from benchmarks.cusparse import SpGEMM
 
 BATCHES = (1, 16)
 LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
-CPU_BANDWIDTH = 10e9  # bytes a second, for a floor that no copy of this size is below
 
 
-def vgg11(device: str, density: float = 1.0) -> list[nn.Module]:
-    """VGG-11 for samples (3, 32, 32), of whose weights all but a part are zero."""
+def vgg11(device: str, density: float = 1.0, width: float = 1.0) -> list[nn.Module]:
+    """VGG-11 for samples (3, 32, 32), with a part of its channels, of whose weights all but a part are zero."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = 3
@@ -51,8 +61,9 @@ def vgg11(device: str, density: float = 1.0) -> list[nn.Module]:
         if layer == "pool":
             layers.append(nn.MaxPool2d(2))
         else:
-            layers += [nn.Conv2d(channels, layer, 3, padding=1), nn.ReLU()]
-            channels = layer
+            outputs = int(layer * width)
+            layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.ReLU()]
+            channels = outputs
     layers += [nn.Flatten(), nn.Linear(channels, 10)]
     for module in layers:
         if isinstance(module, (nn.Conv2d, nn.Linear)) and density < 1:
@@ -100,8 +111,14 @@ def timed(run: Callable[[], Any]) -> Candidate:
     return Candidate(lambda _: run())
 
 
+@functools.cache
 def bandwidth(device: str) -> float:
-    return copy_bandwidth() if device == "cuda" else CPU_BANDWIDTH
+    """Bytes a second, read and written together, of a copy that no cache holds."""
+    if device == "cuda":
+        return copy_bandwidth()
+    source = torch.rand(1 << 25)
+    target = torch.rand(1 << 25)
+    return 2e3 * source.nbytes / measure({"copy": timed(lambda: target.copy_(source))}, device)["copy"]
 
 
 def put_all(results: Results, name: str, metric: str, times: dict[str, float]) -> list[dict[str, str]]:
@@ -112,24 +129,53 @@ def put_all(results: Results, name: str, metric: str, times: dict[str, float]) -
 # Generators -----------------------------------------------------------------------------------------------------------
 
 
+class Generator(NamedTuple):
+    """A generator, the layer itself, where the Jacobian is taken, and what the values are made from."""
+
+    make: Callable[[], BatchedCSR]
+    layer: Callable[[Tensor], Tensor]
+    at: Tensor
+    read: int
+
+
+def generators(device: str, B: int) -> dict[str, Callable[[], Generator]]:
+    def conv() -> Generator:
+        weight, x = torch.randn(64, 3, 3, 3, device=device), torch.randn(B, 3, 32, 32, device=device)
+        layer = functools.partial(F.conv2d, weight=weight, padding=1)
+        return Generator(lambda: conv2d_jacobian(weight, (3, 32, 32), padding=1), layer, x, weight.nbytes)
+
+    def linear() -> Generator:
+        weight, x = torch.randn(512, 1024, device=device), torch.randn(B, 1024, device=device)
+        return Generator(lambda: linear_jacobian(weight), functools.partial(F.linear, weight=weight), x, weight.nbytes)
+
+    def of_input(make: Callable[[Tensor], BatchedCSR], layer: Callable[[Tensor], Tensor]) -> Callable[[], Generator]:
+        def at() -> Generator:
+            x = torch.randn(B, 64, 32, 32, device=device)
+            return Generator(lambda: make(x), layer, x, x.nbytes)
+
+        return at
+
+    def average(x: Tensor) -> BatchedCSR:
+        return avg_pool2d_jacobian(x.shape[1:], 2, device=device)
+
+    return {
+        "conv": conv,
+        "relu": of_input(relu_jacobian, torch.relu),
+        "max_pool": of_input(lambda x: max_pool2d_jacobian(x, 2), functools.partial(F.max_pool2d, kernel_size=2)),
+        "gelu": of_input(gelu_jacobian, F.gelu),
+        "avg_pool": of_input(average, functools.partial(F.avg_pool2d, kernel_size=2)),
+        "linear": linear,
+    }
+
+
 def generator_entry(device: str, layer: str, B: int = 1) -> Entry:
     """A generator with a cached pattern against its bytes, and against autograd, one column at a time: the time of 32
-    columns, times the number of columns over 32."""
+    columns, times the number of columns over 32. Says whether the generator keeps its bar, 1.5 times the floor or 10
+    us."""
     name = case_name(op="jacobian", device=device, dtype="fp32", B=B, layer=layer)
 
     def run(results: Results) -> list[dict[str, str]]:
-        weight = torch.randn(64, 3, 3, 3, device=device)
-        x = torch.randn(B, 3, 32, 32, device=device)
-        hidden = torch.randn(B, 64, 32, 32, device=device)
-        if layer == "conv":
-            make, at = (lambda: conv2d_jacobian(weight, (3, 32, 32), padding=1)), x
-            f = functools.partial(F.conv2d, weight=weight, padding=1)
-        elif layer == "relu":
-            make, f, at = (lambda: relu_jacobian(hidden)), torch.relu, hidden
-        else:
-            make, at = (lambda: max_pool2d_jacobian(hidden, 2)), hidden
-            f = functools.partial(F.max_pool2d, kernel_size=2)
-        read = weight.nbytes if layer == "conv" else hidden.nbytes
+        make, f, at, read = generators(device, B)[layer]()
         J = make()
         leaf = at.clone().requires_grad_()
         out = f(leaf).flatten(1)
@@ -147,12 +193,18 @@ def generator_entry(device: str, layer: str, B: int = 1) -> Entry:
             candidates["device"] = captured(make)
         times = measure(candidates, device)
         times["autograd"] *= out.shape[1] / 32
-        floor = 1e3 * (J.values.nbytes + read) / bandwidth(device)
-        made = [results.put(name, "generate", "ms", times["weft"], "autograd", times["autograd"])]
-        made.append(results.put(name, "device_time", "ms", times.get("device", times["weft"]), "floor", floor))
-        return made
+        floor, spent = 1e3 * (J.values.nbytes + read) / bandwidth(device), times.get("device", times["weft"])
+        print(
+            f"{name}: {1e3 * spent:.1f} us, {spent / floor:.2f} times the floor of {1e3 * floor:.1f} us: "
+            f"{'kept' if spent <= max(1.5 * floor, 0.01) else 'MISSED'}"
+        )
+        return [
+            results.put(name, "generate", "ms", times["weft"], "autograd", times["autograd"]),
+            results.put(name, "device_time", "ms", spent, "floor", floor),
+            results.put(name, "elements", "elements", J.nnz, "dense", J.shape[0] * J.shape[1]),
+        ]
 
-    return Entry(name, ("generate", "device_time"), run)
+    return Entry(name, ("generate", "device_time", "elements"), run)
 
 
 # Products -------------------------------------------------------------------------------------------------------------
@@ -186,11 +238,20 @@ def product_entry(device: str, pair: str, B: int) -> Entry:
             [J.with_values(v).to_sparse_csr() for v in J.values.expand(B, -1)] if J.batch_size is None
             else [J.with_values(v).to_sparse_csr() for v in J.values] for J in (a, b)
         )  # fmt: skip
-        candidates = {"weft": timed(lambda: plan(a, b))}
+        candidates = {
+            "weft": timed(lambda: plan(a, b)),
+            "torch.sparse": timed(lambda: [x @ y for x, y in zip(lefts, rights, strict=True)]),
+        }
         if device == "cuda":
-            candidates["cusparse_spgemm"] = timed(lambda: [x @ y for x, y in zip(lefts, rights, strict=True)])
+            peers = [SpGEMM(x, y) for x, y in zip(lefts, rights, strict=True)]
+            for peer in peers:
+                peer.prepare()
+            candidates["cusparse_spgemm_reuse"] = timed(lambda: [peer.rerun() for peer in peers])
+            # Of its own, because a run finds another pattern's place.
+            whole = [SpGEMM(x, y) for x, y in zip(lefts, rights, strict=True)]
+            candidates["cusparse_spgemm"] = timed(lambda: [peer.run() for peer in whole])
             candidates["device"] = captured(lambda: plan(a, b))
-            theirs = lefts[0] @ rights[0]
+            theirs = peers[0].result()
         else:
             import scipy.sparse
 
@@ -304,57 +365,182 @@ def blocks(count: int, device: str) -> tuple[list[nn.Module], Tensor]:
     return [m.to(device) for m in layers], torch.randn(1, 4, 16, 16, device=device)
 
 
-def net_entry(device: str, density: float, B: int) -> Entry:
-    """A whole backward pass of VGG-11, parameters and all."""
-    kind = "dense" if density == 1 else "pruned"
-    name = case_name(model="vgg11", device=device, dtype="fp32", B=B, weights=kind)
+def net_entry(device: str, density: float, B: int, width: float) -> Entry:
+    """A whole training step of VGG-11, parameters and all, of which a part of the weights is left."""
+    name = case_name(model="vgg11", device=device, dtype="fp32", B=B, width=width, density=density)
 
     def run(results: Results) -> list[dict[str, str]]:
-        plain = nn.Sequential(*vgg11(device, density))
+        plain = nn.Sequential(*vgg11(device, density, width))
         scan = ScanSequential(*copy.deepcopy(plain), prune=density < 1)
         x = torch.randn(B, 3, 32, 32, device=device)
 
-        def step(net: nn.Module) -> Candidate:
+        def backward(net: nn.Module) -> Candidate:
             return Candidate(lambda loss: loss.backward(), lambda: net(x).square().sum())
+
+        def step(net: nn.Module) -> Candidate:
+            return timed(lambda: net(x).square().sum().backward())
 
         for net in (plain, scan):
             net(x).square().sum().backward()
         error = max(relative_error(p.grad, q.grad) for p, q in zip(scan.parameters(), plain.parameters(), strict=True))
         check_agreement(name, {"parameters": error}, 1e-4)
-        times = measure({"weft": step(scan), "autograd": step(plain)}, device)
-        return put_all(results, name, "backward", times)
+        rows = []
+        for metric, timer in (("backward", backward), ("forward_backward", step)):
+            times = measure({"weft": timer(scan), "autograd": timer(plain)}, device)
+            rows += put_all(results, name, metric, times)
+        plan = plan_chain(scan, x)
+        baseline = sum(flops for _, flops in plan.baseline)
+        return [*rows, results.put(name, "input_flops", "flop", plan.flops, "baseline", baseline)]
 
-    return Entry(name, ("backward",), run)
+    return Entry(name, ("backward", "forward_backward", "input_flops"), run)
+
+
+def lenet(device: str) -> tuple[list[nn.Module], Tensor]:
+    """LeNet-5 for samples (1, 32, 32)."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, 10),
+    ]  # fmt: skip
+    return [m.to(device) for m in layers], torch.randn(1, 1, 32, 32, device=device)
+
+
+def tree_entry(device: str) -> Entry:
+    """What all levels of LeNet-5's scan multiply: FLOPs and elements of every level, and of all beside the baseline's
+    gradient operators. Counted, not timed."""
+    name = case_name(model="lenet5", device=device, dtype="fp32", B=1)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        layers, x = lenet(device)
+        rows = []
+        for schedule in ("linear", 1, 2, "blelloch"):
+            plan = plan_chain(nn.Sequential(*layers), x, schedule)
+            case, baseline = f"{name} schedule={schedule}", sum(flops for _, flops in plan.baseline)
+            rows.append(results.put(case, "flops", "flop", plan.flops, "baseline", baseline))
+            rows.append(results.put(case, "critical_flops", "flop", plan.critical_flops, "baseline", baseline))
+        for level in range(plan.steps[-1].level + 1):
+            steps = [s for s in plan.steps if s.level == level]
+            total, largest = sum(s.flops for s in steps), max(s.flops for s in steps)
+            case = f"{name} schedule=blelloch level={level} phase={steps[0].phase} steps={len(steps)}"
+            rows.append(results.put(case, "level_flops", "flop", total, "critical", largest))
+            elements = [s.elements for s in steps]
+            rows.append(results.put(case, "level_elements", "elements", sum(elements), "largest", max(elements)))
+        return rows
+
+    return Entry(name, ("flops", "critical_flops", "level_flops", "level_elements"), run)
+
+
+def too_large_entry(device: str) -> Entry:
+    """The product of two dense convolutions of VGG-11, the second level of its up-sweep: what Weft and cuSPARSE say."""
+    name = case_name(op="plan_matmul", device=device, dtype="fp32", B=1, pair="dense_conv1-conv2")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        chain = chain_of(vgg11(device)[:4], torch.randn(1, 3, 32, 32, device=device))
+        after, pool, relu, conv = chain
+        a, b = conv @ relu, pool @ after
+
+        def said(make: Callable[[], Any]) -> str:
+            try:
+                return repr(make())
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                return str(error).splitlines()[0]
+
+        print(f"{name}: {a.nnz} and {b.nnz} elements. Weft: {said(lambda: plan_matmul(a, b))}")
+        if device == "cuda":
+            x, y = (J.with_values(J.values.reshape(-1)).to_sparse_csr() for J in (a, b))
+            print(f"{name}: cuSPARSE: {said(lambda: SpGEMM(x, y).run())}")
+        return []
+
+    return Entry(name, ("forward",), run)
+
+
+# The constants of "auto" ----------------------------------------------------------------------------------------------
+
+
+def fit(device: str) -> dict[str, float]:
+    """The constants of weft._scan.chain.Costs: a small case gives the call, a large one the rest."""
+
+    def us(run: Callable[[], Any]) -> float:
+        return 1e3 * measure({"it": timed(run)}, device)["it"]
+
+    def sparse(density: float, *shape: int) -> BatchedCSR:
+        return BatchedCSR.from_dense((torch.rand(shape, device=device) < density).float())
+
+    def product(a: BatchedCSR, b: BatchedCSR, kind: str) -> tuple[float, int]:
+        plan = plan_matmul(a, b)
+        if getattr(plan.kinds, kind) < 0.9 * plan.flops:
+            raise RuntimeError(f"the product for {kind} is {plan.kinds}")
+        return us(lambda: plan(a, b)), plan.flops
+
+    torch.manual_seed(0)
+    found = {"product": product(sparse(0.5, 4, 4), sparse(0.5, 4, 4), "listed")[0]}
+    large = {
+        "aligned": (sparse(0.3, 1000, 1500), sparse(2.0, 1500, 120)),
+        "listed": (sparse(0.005, 3000, 3000), sparse(0.005, 3000, 30000)),
+        "windowed": (sparse(0.3, 400, 800), sparse(0.3, 800, 8000)),
+    }
+    for kind, pair in large.items():
+        time, flops = product(*pair, kind)
+        found[kind] = 1e9 * (time - found["product"]) / flops
+    small, x = sparse(0.3, 16, 16), torch.randn(1, 16, device=device)
+    found["call"] = us(lambda: small.mv(x))
+    short, long = ([small] * n for n in (2, 34))
+    found["link"] = (
+        us(lambda: chain_backward(x, long, "linear")) - us(lambda: chain_backward(x, short, "linear"))
+    ) / 32
+    weight = torch.randn(64, 64, 3, 3, device=device)
+    J, v = conv2d_jacobian(weight, (64, 32, 32), padding=1), torch.randn(1, 64 * 1024, device=device)
+    found["vector"] = 1e9 * (us(lambda: J.mv(v)) - found["call"]) / (2 * J.nnz)
+
+    def backward(channels: int, size: int, B: int) -> tuple[float, int]:
+        conv = nn.Conv2d(channels, channels, 3, padding=1, device=device).requires_grad_(False)
+        leaf = torch.randn(B, channels, size, size, device=device, requires_grad=True)
+        out = conv(conv(conv(conv(leaf))))
+        g = torch.randn_like(out)
+        time = us(lambda: torch.autograd.grad(out, leaf, g, retain_graph=True))
+        return time / 4, 2 * conv.weight.numel() * size * size * B
+
+    found["layer"] = backward(2, 4, 1)[0]
+    time, flops = backward(128, 32, 16)
+    found["dense"] = 1e9 * (time - found["layer"]) / flops
+    print(f"{device}: Costs({', '.join(f'{name}={value:.2g}' for name, value in found.items())})")
+    return found
 
 
 def table(device: str) -> Iterator[Entry]:
+    def pruned(B: int) -> Callable[[], tuple[list[nn.Module], Tensor]]:
+        return lambda: (vgg11(device, 0.03), torch.randn(B, 3, 32, 32, device=device))
+
     for layer in ("conv", "relu", "max_pool"):
         yield generator_entry(device, layer)
     for pair in pairs(device, 1):
         for B in BATCHES:
             yield product_entry(device, pair, B)
-    for layer in ("conv", "max_pool"):
-        yield vector_entry(device, layer, 16)
-
-    def pruned(B: int) -> Callable[[], tuple[list[nn.Module], Tensor]]:
-        return lambda: (vgg11(device, 0.03), torch.randn(B, 3, 32, 32, device=device))
-
     for B in BATCHES:
         yield chain_entry(device, "vgg11_pruned", B, pruned(B), True)
-    for count in (8, 16, 32, 64, 128, 256) if device == "cuda" else (8,):
+    for layer in ("relu", "max_pool"):
+        yield generator_entry(device, layer, 16)
+    for layer in ("gelu", "avg_pool", "linear"):
+        yield generator_entry(device, layer)
+    for layer in ("conv", "max_pool"):
+        yield vector_entry(device, layer, 16)
+    yield tree_entry(device)
+    for count in (256, 8, 16, 32, 64, 128) if device == "cuda" else (8,):
         schedules = ("auto", "linear", 1, 2) if count <= 64 else ("auto", "linear", 1)
         yield chain_entry(device, f"blocks{count}", 1, lambda n=count: blocks(n, device), False, schedules)
-    if device == "cuda":
-        for density in (1.0, 0.03):
-            for B in BATCHES:
-                yield net_entry(device, density, B)
+    # A CPU takes seconds for the whole net.
+    width = 1.0 if device == "cuda" else 0.25
+    for density in (0.03, 0.01, 0.1, 0.3, 1.0):
+        for B in BATCHES:
+            yield net_entry(device, density, B, width)
+    yield too_large_entry(device)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric")
+    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric, or fit")
     parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of wall clock, after which nothing is started")
     parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
@@ -362,6 +548,10 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(CPU_THREADS)
     torch.backends.cudnn.allow_tf32 = False
     devices = options.devices or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
+    if options.filter == "fit":
+        for device in devices:
+            fit(device)
+        return
     results = Results(options.output or RESULTS / "sparse.csv")
     failures: list[str] = []
     for device in devices:

@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 from benchmarks.common import CASE_KEYS, parse_case, significant
 
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
+NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG-11", "lenet5": "LeNet-5"}
 METRICS = {
     "forward": "forward",
     "backward": "backward",
@@ -36,6 +37,17 @@ METRICS = {
     "gemm": "matrix products beside the codec",
     "compressed": "compressed size",
     "read": "back on the device and read",
+    "device_time": "time of the device",
+    "generate": "a Jacobian",
+    "elements": "stored elements",
+    "plan_memory": "memory of the plan",
+    "input_gradients": "all input gradients",
+    "input_gradients_captured": "all input gradients, captured",
+    "input_flops": "all input gradients",
+    "flops": "all steps",
+    "critical_flops": "the critical path",
+    "level_flops": "a level",
+    "level_elements": "Jacobians of a level",
 }
 PEERS = {
     "gate_activations": "bytes of the gates' activations",
@@ -48,6 +60,12 @@ PEERS = {
     "no_policy": "without a policy",
     "python_hooks": "empty hooks in Python",
     "alone": "alone",
+    "cusparse_spgemm": "cuSPARSE SpGEMM",
+    "cusparse_spgemm_reuse": "cuSPARSE SpGEMMreuse",
+    "operands_and_product": "operands and product",
+    "baseline": "layers' own gradient operators",
+    "critical": "its largest step",
+    "largest": "its largest",
 }
 DTYPE_COLORS = {"fp16": "#2563eb", "bf16": "#c2410c", "fp32": "#15803d"}
 WEFT_COLOR, PEER_COLOR = "#c2410c", "#888888"

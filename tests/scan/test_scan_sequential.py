@@ -267,6 +267,13 @@ def test_plan_chain(schedule) -> None:
     assert str(plan.critical_flops / 1e6)[:4] in str(plan) and "critical" in str(plan)
     baseline = dict(plan.baseline)
     assert baseline["0 Conv2d"] == 2 * 75 * 144 and baseline["9 Linear"] == 2 * 60
+    # Every step names the layers whose Jacobian it makes or reads: the first product is that of the last two.
+    assert plan.steps[0].layers == ((9, 9) if plan.levels == 0 else (9, 8)) and plan.steps[0].elements
+    assert all(s.flops == 2 * s.elements for s in plan.steps if s.kind == "mv") and plan.steps[-1].layers == (0, 0)
+    assert bool(plan.candidates) == (schedule == "auto")
+    for candidate in plan.candidates:
+        assert (candidate.levels == plan.levels) == (not candidate.why_not) and candidate.microseconds > 0
+        assert f"{candidate.levels} levels: about" in str(plan)
     if schedule == "linear":
         assert plan.levels == 0 and plan.memory == 0
         # Nine layers with a Jacobian; Flatten has none.

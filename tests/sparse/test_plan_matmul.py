@@ -94,6 +94,94 @@ def test_any_product(device: str, n: int, m: int, k: int, batch: int | None, den
     assert bool((key.diff() > 0).all()) and plan.crow.dtype == torch.int32
 
 
+SHAPES = {
+    "random": (40, 50, 60),
+    "one row": (1, 200, 300),
+    "one column": (300, 200, 1),
+    "one inner": (50, 1, 70),
+    "wide": (3, 20, 3000),
+    "tall": (3000, 20, 3),
+    "thin in the middle": (400, 2, 400),
+    "thick in the middle": (4, 2000, 4),
+}
+STRUCTURES = ["scattered", "rows alike", "empty rows", "empty columns", "half full", "diagonal blocks"]
+
+
+def structured(rows: int, columns: int, structure: str, batch: int | None) -> BatchedCSR:
+    stored = torch.rand(rows, columns) < 0.1
+    if structure == "rows alike":
+        stored = stored[:1].expand(rows, columns).clone()
+    elif structure == "empty rows":
+        stored[torch.rand(rows) < 0.7] = False
+    elif structure == "empty columns":
+        stored[:, torch.rand(columns) < 0.7] = False
+    elif structure == "half full":
+        stored[: rows // 2] = True
+    elif structure == "diagonal blocks":
+        stored = (torch.arange(rows)[:, None] * 4 // rows) == (torch.arange(columns) * 4 // columns)
+    found = BatchedCSR.from_dense(stored.double())
+    return found.with_values(torch.randn(*(() if batch is None else (batch,)), found.nnz, dtype=torch.float64))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@device
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees_with_torch_and_scipy(shape: str, structure: str, device: str) -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    torch.manual_seed(0)
+    n, m, k = SHAPES[shape]
+    a, b = structured(n, m, structure, 2), structured(m, k, structure, None)
+    plan = plan_matmul(a.to(device), b.to(device))
+    got = plan(a.to(device), b.to(device)).to("cpu")
+    right = sparse.csr_matrix((b.values.numpy(), b.col.numpy(), b.crow.numpy()), b.shape)
+    for sample in range(2):
+        one = a.with_values(a.values[sample])
+        left = sparse.csr_matrix((one.values.numpy(), one.col.numpy(), one.crow.numpy()), one.shape)
+        want = left @ right
+        want.sort_indices()
+        # scipy keeps every element that has a product, too.
+        assert got.crow.tolist() == want.indptr.tolist() and got.col.tolist() == want.indices.tolist()
+        assert_close(got.values[sample], torch.from_numpy(want.data), 1e-13)
+        theirs = (one.to_sparse_csr() @ b.to_sparse_csr()).to_dense()
+        assert_close(got.with_values(got.values[sample]).to_dense(), theirs, 1e-13)
+    assert plan.memory <= 3 * sum(J.crow.nbytes + J.col.nbytes + 4 * J.nnz for J in (a, b, got))
+    again = plan(a.to(device), b.to(device))
+    assert torch.equal(again.values.cpu(), got.values)
+
+
+@device
+def test_a_product_with_a_diagonal(device: str) -> None:
+    """The product with a diagonal has the other operand's pattern, the very same tensors."""
+    a = random_csr(30, 40, 2, device=device)
+    left, right = (relu_jacobian(torch.rand(2, n, dtype=torch.float64, device=device) - 0.5) for n in (30, 40))
+    for x, y in ((a, right), (left, a)):
+        plan = plan_matmul(x, y)
+        assert plan.crow is a.crow and plan.col is a.col and plan.flops == 2 * a.nnz
+        assert plan.memory == 0 if y is right else plan.memory <= 2 * (a.col.nbytes + a.crow.nbytes)
+        assert torch.equal(plan(x, y).to_dense(), x.to_dense() @ y.to_dense())
+    wide = BatchedCSR(a.crow.long(), a.col.long(), a.values, a.shape)
+    assert (wide @ right).col is wide.col and (left @ wide).col.dtype == torch.int64
+    assert_close((wide @ right).to_dense(), dense(a) @ dense(right), 1e-14)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_do_not_change_a_bit(threads: int) -> None:
+    torch.manual_seed(0)
+    a, b = random_csr(300, 200, 3, 0.2, torch.float32), random_csr(200, 700, None, 0.2, torch.float32)
+    plan, before = plan_matmul(a, b), torch.get_num_threads()
+    x = torch.randn(3, 700)
+    found = []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            found.append((plan(a, b).values, a.mv(x[:, :200]), b.mv(x)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(s, t) for s, t in zip(*found, strict=True))
+
+
 def test_a_zero_that_has_a_product_is_stored() -> None:
     a = BatchedCSR(torch.tensor([0, 2]), torch.tensor([0, 1]), torch.tensor([1.0, -1.0]), (1, 2))
     b = BatchedCSR(torch.tensor([0, 1, 2]), torch.tensor([0, 0]), torch.tensor([1.0, 1.0]), (2, 1))

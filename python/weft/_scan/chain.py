@@ -6,7 +6,7 @@ Everything that follows from patterns alone is made once per chain of patterns a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,18 +36,40 @@ class Step(NamedTuple):
     """For one sample."""
     critical: bool
     """Whether this is the largest step of its level."""
+    layers: tuple[int, int] = (0, 0)
+    """First and last of the layers whose Jacobian the step makes, or multiplies with a gradient; counted from the end
+    of the chain, or in a :class:`ChainPlan` the positions of the layers in the net."""
+    elements: int = 0
+    """Stored elements of that Jacobian."""
 
 
 class Costs(NamedTuple):
     """What a schedule costs on a device, in microseconds: a model that is right about orders of magnitude."""
 
-    product: float  # of two matrices: the call
-    vector: float  # of matrix and vector within a linear chain
-    call: float  # of matrix and vector by itself
-    gigaflop: float  # of sparse products, which run as fast as their gathers
+    product: float
+    """The call of a product of two matrices."""
+    call: float
+    """The call of a product of matrix and vector by itself."""
+    link: float
+    """One more product of matrix and vector in a linear chain."""
+    aligned: float
+    """1e9 FLOPs of a product's rows that are sums of whole rows."""
+    listed: float
+    """The same of rows whose products are listed."""
+    windowed: float
+    """The same of a product's other rows."""
+    vector: float
+    """1e9 FLOPs of products of matrix and vector."""
+    layer: float
+    """torch's own backward pass of one layer: the call."""
+    dense: float
+    """1e9 FLOPs of its convolutions and matrix products."""
 
 
-_CPU = Costs(product=5.0, vector=1.0, call=5.0, gigaflop=2e6)
+# As `python -m benchmarks.sparse fit` prints it, on two cores.
+_CPU = Costs(
+    product=10.0, call=8.0, link=4.0, aligned=3e4, listed=1e6, windowed=8e5, vector=8e5, layer=30.0, dense=1.2e4
+)
 _SHARE_OF_MEMORY = 0.25
 """Of the device's, that products may take."""
 
@@ -79,19 +101,32 @@ class Tree:
         return len(self.plans)
 
     def steps(self) -> list[Step]:
-        phases: list[tuple[str, str, list[int]]] = []
-        for plans in self.plans:
-            phases.append(("mm", "up", [plan.flops for plan in plans]))
-        for node in self.nodes[-1][:-1]:
-            phases.append(("mv", "middle", [2 * node.nnz]))
-        for nodes in reversed(self.nodes[:-1]):
-            phases.append(("mv", "down", [2 * nodes[i].nnz for i in range(0, len(nodes) - 1, 2)]))
+        def node(level: int, index: int) -> tuple[int, int, int]:
+            """First and last leaf under a node, and its elements."""
+            last = min((index + 1) << level, len(self.leaves)) - 1
+            return index << level, last, self.nodes[level][index].nnz
+
+        def vector(level: int, index: int) -> tuple[int, tuple[int, int, int]]:
+            return 2 * self.nodes[level][index].nnz, node(level, index)
+
+        top = self.levels
+        phases: list[tuple[str, str, list[tuple[int, tuple[int, int, int]]]]] = []
+        for level, plans in enumerate(self.plans):
+            phases.append(("mm", "up", [(plan.flops, node(level + 1, i)) for i, plan in enumerate(plans)]))
+        for i in range(len(self.nodes[top]) - 1):
+            phases.append(("mv", "middle", [vector(top, i)]))
+        for level in range(top - 1, -1, -1):
+            phases.append(("mv", "down", [vector(level, i) for i in range(0, len(self.nodes[level]) - 1, 2)]))
         if self.leaves:
-            phases.append(("mv", "down" if self.levels else "middle", [2 * self.leaves[-1].nnz]))
+            phases.append(("mv", "down" if top else "middle", [vector(0, len(self.leaves) - 1)]))
         steps: list[Step] = []
-        for level, (kind, phase, flops) in enumerate(p for p in phases if p[2]):
+        for level, (kind, phase, parts) in enumerate(p for p in phases if p[2]):
+            flops = [f for f, _ in parts]
             largest = flops.index(max(flops))
-            steps += [Step(kind, phase, level, f, i == largest) for i, f in enumerate(flops)]
+            steps += [
+                Step(kind, phase, level, f, i == largest, (first, last), elements)
+                for i, (f, (first, last, elements)) in enumerate(parts)
+            ]
         return steps
 
     def memory(self, batches: Sequence[int | None], element: int) -> int:
@@ -154,7 +189,7 @@ def tree_of(patterns: Sequence[Pattern], levels: int, batches: Sequence[int | No
     key = (levels, batch if levels < 0 else None, *(id(p) for p in patterns))
     found = _trees.get(key)
     if found is None:
-        tree = Tree(patterns, levels) if levels >= 0 else _choose(patterns, batches, batch, dtype)
+        tree = Tree(patterns, levels) if levels >= 0 else _choose(patterns, batches, batch, dtype)[0]
         # The patterns are held, so that no id comes again.
         found = _trees[key] = (tree, list(patterns))
         if len(_trees) > _CACHE_SIZE:
@@ -164,15 +199,38 @@ def tree_of(patterns: Sequence[Pattern], levels: int, batches: Sequence[int | No
     return found[0]
 
 
-def _choose(patterns: Sequence[Pattern], batches: Sequence[int | None], batch: int, dtype: torch.dtype) -> Tree:
+class Candidate(NamedTuple):
+    """A number of levels that "auto" has looked at."""
+
+    levels: int
+    microseconds: float
+    """Expected; of one that was given up before it was planned, of its cheapest part alone."""
+    why_not: str
+    """Empty for the one that was taken."""
+
+
+def explain(
+    patterns: Sequence[Pattern], batches: Sequence[int | None], dtype: torch.dtype
+) -> tuple[Tree, list[Candidate]]:
+    """What "auto" takes for this chain, and what it has looked at."""
+    return _choose(patterns, batches, max((b for b in batches if b is not None), default=1), dtype)
+
+
+def _choose(
+    patterns: Sequence[Pattern], batches: Sequence[int | None], batch: int, dtype: torch.dtype
+) -> tuple[Tree, list[Candidate]]:
     """As many levels of the up-sweep as pay: of products whose FLOPs are counted before they are planned."""
     best = Tree(patterns, 0)
-    if len(patterns) < 3:
-        return best
+    if not patterns:
+        return best, []
     device = patterns[0].crow.device
     costs = _costs_on(device)
+    least = costs.call + _vectors(patterns, costs, batch)
+    seen = [Candidate(0, least, "")]
+    if len(patterns) < 3:
+        return best, seen
     limit = _SHARE_OF_MEMORY * _memory(device)
-    least = sum(_vectors(patterns, costs, batch))
+    cheapest = min(costs.aligned, costs.listed, costs.windowed)
     tree, ups = best, 0.0
     for levels in range(1, ALL_LEVELS):
         nodes = tree.nodes[-1]
@@ -180,27 +238,45 @@ def _choose(patterns: Sequence[Pattern], batches: Sequence[int | None], batch: i
         if not pairs:
             break
         # Up-sweeps alone may cost more than all vectors: then deeper ones do too, and nothing is planned.
-        ups += sum(costs.product + _microseconds(count_flops(*pair), costs, batch) for pair in pairs)
-        if ups >= least:
+        bound = ups + sum(costs.product + _microseconds(count_flops(*pair), cheapest, batch) for pair in pairs)
+        if bound >= least:
+            seen.append(Candidate(levels, bound, "its products alone cost more than the best so far"))
             break
         tree = Tree(patterns, levels)
-        if tree.memory(batches, dtype.itemsize) > limit:
-            break
+        ups += sum(costs.product + _products(plan, costs, batch) for plan in tree.plans[-1])
         downs = [nodes[i] for nodes in tree.nodes[:-1] for i in range(0, len(nodes) - 1, 2)]
-        total = ups + sum(_vectors(tree.nodes[-1][:-1], costs, batch))
-        total += sum(costs.call + _microseconds(2 * p.nnz, costs, batch) for p in (*downs, patterns[-1]))
+        total = ups + _vectors(tree.nodes[-1][:-1], costs, batch)
+        total += sum(costs.call + _microseconds(2 * p.nnz, costs.vector, batch) for p in (*downs, patterns[-1]))
+        held = tree.memory(batches, dtype.itemsize)
+        if held > limit:
+            seen.append(Candidate(levels, total, f"its products take {held / 2**20:.0f} MiB"))
+            break
         if total < least:
+            seen = [c if c.why_not else c._replace(why_not="slower") for c in seen]
             best, least = tree, total
-    return best
+            seen.append(Candidate(levels, total, ""))
+        else:
+            seen.append(Candidate(levels, total, "slower"))
+    return best, seen
 
 
-def _microseconds(flops: int, costs: Costs, batch: int) -> float:
-    return 1e-9 * flops * batch * costs.gigaflop
+def torch_microseconds(flops: Sequence[int], device: torch.device, batch: int) -> float:
+    """What torch's own backward pass may take to the same gradients, of layers with these FLOPs a sample."""
+    costs = _costs_on(device)
+    return sum(costs.layer + _microseconds(f, costs.dense, batch) for f in flops)
 
 
-def _vectors(patterns: Sequence[Pattern], costs: Costs, batch: int) -> Iterator[float]:
-    for p in patterns:
-        yield costs.vector + _microseconds(2 * p.nnz, costs, batch)
+def _microseconds(flops: int, gigaflop: float, batch: int) -> float:
+    return 1e-9 * flops * batch * gigaflop
+
+
+def _products(plan: MatmulPlan, costs: Costs, batch: int) -> float:
+    kinds = (costs.aligned, costs.listed, costs.windowed)
+    return sum(_microseconds(flops, gigaflop, batch) for flops, gigaflop in zip(plan.kinds, kinds, strict=True))
+
+
+def _vectors(patterns: Sequence[Pattern], costs: Costs, batch: int) -> float:
+    return sum(costs.link + _microseconds(2 * p.nnz, costs.vector, batch) for p in patterns)
 
 
 def _memory(device: torch.device) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from .chain import Step, sparse_of, tree_of
+from .chain import Candidate, Step, explain, sparse_of, torch_microseconds, tree_of
 from .schedule import levels_of
 from .sequential import Record, ScanSequential, check_layers, needed, run
 
@@ -29,11 +29,20 @@ class ChainPlan:
     baseline: list[tuple[str, int]]
     """Name and FLOPs, for one sample, of each layer's own gradient operator, last layer first."""
 
+    candidates: list[Candidate] = field(default_factory=list)
+    """What "auto" has looked at: ``levels``, the expected ``microseconds``, ``why_not`` (empty for the one taken); none
+    where the schedule was given."""
+    torch_microseconds: float = 0.0
+    """What torch's own backward pass is expected to take to the same gradients."""
+
     def __str__(self) -> str:
-        lines = [f"{'level':>5}  {'phase':<6}  {'kind':<4}  {'MFLOP':>12}  critical"]
-        lines += [
-            f"{s.level:>5}  {s.phase:<6}  {s.kind:<4}  {s.flops / 1e6:>12.4f}  {'*' if s.critical else ''}".rstrip()
-            for s in self.steps
+        lines = [
+            f"{'level':>5}  {'phase':<6}  {'kind':<4}  {'layers':>7}  {'elements':>12}  {'MFLOP':>12}  critical",
+            *(
+                f"{s.level:>5}  {s.phase:<6}  {s.kind:<4}  {_range(s.layers):>7}  {s.elements:>12}  "
+                f"{s.flops / 1e6:>12.4f}  {'*' if s.critical else ''}".rstrip()
+                for s in self.steps
+            ),
         ]
         lines.append(
             f"{self.levels} levels up, {len(self.steps)} steps, {self.flops / 1e6:.4f} MFLOP, critical path "
@@ -43,7 +52,17 @@ class ChainPlan:
         lines.append(f"{'layer':<{width}}  {'MFLOP':>12}")
         lines += [f"{name:<{width}}  {flops / 1e6:>12.4f}" for name, flops in self.baseline]
         lines.append(f"{'baseline':<{width}}  {sum(f for _, f in self.baseline) / 1e6:>12.4f}")
+        for c in self.candidates:
+            why = f"not taken: {c.why_not}" if c.why_not else "taken"
+            lines.append(f"{c.levels} levels: about {c.microseconds / 1e3:.3f} ms expected, {why}")
+        if self.candidates:
+            lines.append(f"torch's own backward pass: about {self.torch_microseconds / 1e3:.3f} ms expected")
         return "\n".join(lines)
+
+
+def _range(layers: tuple[int, int]) -> str:
+    first, last = layers
+    return str(first) if first == last else f"{first}..{last}"
 
 
 def plan_chain(net: nn.Sequential, input: Tensor, schedule: str | int | None = None) -> ChainPlan:
@@ -55,8 +74,10 @@ def plan_chain(net: nn.Sequential, input: Tensor, schedule: str | int | None = N
         schedule: of :func:`chain_backward`; None is the net's own, of a ``torch.nn.Sequential`` "auto".
 
     Returns:
-        A plan with ``levels``, ``steps`` (each with ``kind``, ``phase``, ``level``, ``flops``, ``critical``),
-        ``flops``, ``critical_flops``, ``memory`` and ``baseline``; ``str()`` is a table of it, figure 10 of the paper.
+        A plan with ``levels``, ``steps`` (each with ``kind``, ``phase``, ``level``, ``flops``, ``critical``,
+        ``layers``, ``elements``), ``flops``, ``critical_flops``, ``memory`` and ``baseline``; where "auto" chose, with
+        what it has looked at, and the time of torch's own backward pass beside it. ``str()`` is a table of it, figure
+        10 of the paper.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :class:`ScanSequential` and :func:`chain_backward`.
@@ -80,15 +101,24 @@ def plan_chain(net: nn.Sequential, input: Tensor, schedule: str | int | None = N
     with torch.no_grad():
         matrices = [sparse_of(r.jacobian(prune)) for r in moving]
     batches = [J.batch_size for J in matrices]
-    tree = tree_of([J._pattern for J in matrices], levels, batches, input.dtype)
-    steps = tree.steps()
+    patterns = [J._pattern for J in matrices]
+    candidates: list[Candidate] = []
+    if levels < 0:
+        tree, candidates = explain(patterns, batches, input.dtype)
+    else:
+        tree = tree_of(patterns, levels, batches, input.dtype)
+    positions = [r.position for r in moving]
+    steps = [s._replace(layers=tuple(positions[leaf] for leaf in s.layers)) for s in tree.steps()]
+    baseline = [(f"{r.position} {type(r.module).__name__}", _own(r)) for r in moving]
     return ChainPlan(
         tree.levels,
         steps,
         sum(s.flops for s in steps),
         sum(s.flops for s in steps if s.critical),
         tree.memory(batches, matrices[0].values.element_size() if matrices else 0),
-        [(f"{r.position} {type(r.module).__name__}", _own(r)) for r in moving],
+        baseline,
+        candidates,
+        torch_microseconds([flops for _, flops in baseline], input.device, input.shape[0]),
     )
 
 
