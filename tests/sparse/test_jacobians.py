@@ -411,6 +411,68 @@ def test_flatten_and_diagonal(device: str) -> None:
     assert relu_jacobian(d).col is found.col
 
 
+# What all generators share --------------------------------------------------------------------------------------------
+
+GENERATORS = {
+    "conv1d": (lambda w: conv1d_jacobian(w, (4, 6), 2, 1, padding_mode="circular", groups=2), (6, 2, 3)),
+    "conv2d": (lambda w: conv2d_jacobian(w, (2, 5, 4), padding=(1, 2), dilation=2), (3, 2, 2, 3)),
+    "conv2d pruned": (lambda w: conv2d_jacobian(w, (2, 5, 4), padding=1, prune=True), (3, 2, 2, 3)),
+    "linear": (linear_jacobian, (4, 5)),
+    "linear pruned": (lambda w: linear_jacobian(w, (3, 5), prune=True), (4, 5)),
+    "max_pool2d": (lambda x: max_pool2d_jacobian(x, 3, 2, 1), (2, 3, 6, 5)),
+    "diagonal": (diagonal_jacobian, (2, 3, 4)),
+    "batch_norm": (lambda v: batch_norm_jacobian((4, 3), v.abs()), (4,)),
+    **{name: (generator, (2, 3, 4)) for name, (generator, _) in ACTIVATIONS.items()},
+}
+"""Generators of one tensor, and its shape."""
+
+
+@device
+@pytest.mark.parametrize("name", GENERATORS)
+def test_strides_change_nothing(name: str, device: str) -> None:
+    generator, shape = GENERATORS[name]
+    dense = f64(*shape, device=device)
+    last_first = dense.permute(*reversed(range(dense.dim()))).contiguous().permute(*reversed(range(dense.dim())))
+    spread = torch.stack([dense, dense + 1], -1)[..., 0]
+    broadcast = dense[:1].expand_as(dense)
+    assert dense.dim() == 1 or not last_first.is_contiguous()
+    for strided in (last_first, spread, broadcast):
+        want, found = generator(strided.contiguous()), generator(strided)
+        assert_close(found.values, want.values, 1e-15)  # torch's GELU rounds scalars otherwise than vectors
+        assert found.col is want.col
+    assert generator(last_first).col is generator(spread).col
+
+
+@device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_dtype_is_that_of_the_tensor(name: str, dtype: torch.dtype, device: str) -> None:
+    generator, shape = GENERATORS[name]
+    narrow = f64(*shape, device=device).to(dtype)
+    found, want = generator(narrow), generator(narrow.double())
+    assert found.dtype == dtype and found.device == narrow.device and found.col is want.col
+    bound = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 0}[dtype]
+    assert_close(found.values, want.values, bound)
+
+
+@device
+def test_empty_sizes(device: str) -> None:
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, device=device)
+
+    assert linear_jacobian(zeros(3, 0)).shape == (0, 3) and linear_jacobian(zeros(0, 4)).shape == (4, 0)
+    for prune in (False, True):
+        nothing = linear_jacobian(zeros(3, 4), (0, 4), prune=prune)
+        assert nothing.shape == (0, 0) and nothing.nnz == 0 and nothing.sparsity == 0
+    assert linear_jacobian(zeros(3, 4), prune=True).nnz == 0
+    assert conv2d_jacobian(zeros(2, 1, 3, 3), (1, 4, 4), prune=True).mv(zeros(5, 8)).shape == (5, 16)
+    assert max_pool2d_jacobian(zeros(0, 2, 4, 4), 2).values.shape == (0, 32)
+    assert relu_jacobian(zeros(0, 3)).mv(zeros(0, 3)).shape == (0, 3)
+    assert diagonal_jacobian(zeros(2, 0)).shape == (0, 0)
+    assert flatten_jacobian((3, 0), device=device).shape == (0, 0)
+    assert dropout_jacobian(zeros(0, 3).bool()).values.shape == (0, 3)
+
+
 # Modules --------------------------------------------------------------------------------------------------------------
 
 MODULES = {
@@ -554,6 +616,16 @@ BAD = {
     "float mask": (lambda: dropout_jacobian(torch.zeros(2, 3)), TypeError, "mask must be a bool"),
     "p": (lambda: dropout_jacobian(torch.zeros(2, 3).bool(), 1.5), ValueError, r"\[0, 1\]"),
     "variance": (lambda: batch_norm_jacobian((3, 2), torch.zeros(2)), ValueError, r"\(C,\) = \(3,\)"),
+    "flatten": (lambda: flatten_jacobian(5), TypeError, "input_size must be a sample size, got 5"),
+    "flatten dtype": (lambda: flatten_jacobian((5,), dtype=torch.int64), TypeError, "dtype must be float16"),
+    "negative size": (lambda: flatten_jacobian((5, -1)), ValueError, "input_size must be a sample size"),
+    "dtype of the mask": (lambda: dropout_jacobian(torch.zeros(2, 3).bool(), dtype=torch.int8), TypeError, "dtype"),
+    "size of a batch norm": (lambda: batch_norm_jacobian((), torch.zeros(2)), ValueError, r"\(C, ...\)"),
+    "dtypes of a batch norm": (
+        lambda: batch_norm_jacobian((2,), torch.ones(2), torch.ones(2).double()), TypeError, "dtype of running_var",
+    ),
+    "weight of a batch norm": (lambda: batch_norm_jacobian((2,), torch.ones(2), 1.0), TypeError, "weight must be"),
+    "kernel": (lambda: max_pool2d_jacobian(torch.zeros(1, 1, 4, 4), "2"), ValueError, "kernel_size must be an int"),
     "registered type": (lambda: register_jacobian(int, print), TypeError, "subclass"),
 }  # fmt: skip
 

@@ -147,7 +147,7 @@ def flatten_jacobian(
 ) -> BatchedCSR:
     """The identity over all elements of a sample of ``input_size``, for whatever only changes a shape."""
     op = "flatten_jacobian"
-    n = math.prod(check_sizes(op, "input_size", input_size, len(tuple(input_size)), "a sample size"))
+    n = math.prod(check_sizes(op, "input_size", input_size, None, "a sample size"))
     return _diagonal(torch.ones(n, dtype=_dtype(op, dtype), device=_device(device)))
 
 
@@ -156,11 +156,17 @@ def batch_norm_jacobian(
 ) -> BatchedCSR:
     """The diagonal ``weight / sqrt(running_var + eps)`` of a batch norm in evaluation mode, for ``(C, ...)``."""
     op = "batch_norm_jacobian"
-    sizes = check_sizes(op, "input_size", input_size, max(len(tuple(input_size)), 1), "(C, ...)")
-    _check_floating(op, "running_var", running_var)
+    sizes = check_sizes(op, "input_size", input_size, None, "(C, ...)")
+    if not sizes:
+        raise ValueError(f"{op}: input_size must be (C, ...), got ()")
     for name, t in (("running_var", running_var), ("weight", weight)):
-        if t is not None and tuple(t.shape) != sizes[:1]:
+        if name == "weight" and t is None:
+            continue
+        _check_floating(op, name, t)
+        if tuple(t.shape) != sizes[:1]:
             raise ValueError(f"{op}: {name} must be (C,) = ({sizes[0]},), got {tuple(t.shape)}")
+    if weight is not None and weight.dtype != running_var.dtype:
+        raise TypeError(f"{op}: weight must have the dtype of running_var, {running_var.dtype}, got {weight.dtype}")
     scale = (running_var + eps).sqrt()
     scale = scale.reciprocal() if weight is None else weight / scale
     return _diagonal(scale.unsqueeze(1).expand(-1, math.prod(sizes[1:])).reshape(-1))

@@ -257,7 +257,8 @@ def _dropout(module, input, output, prune):
 def _batch_norm(module, input, output, prune):
     check_batch_norm("transposed_jacobian", module)
     _check_dims(module, input, *((2, 3) if isinstance(module, nn.BatchNorm1d) else (4,)))
-    return of.batch_norm_jacobian(tuple(input.shape[1:]), module.running_var.to(input.dtype), module.weight, module.eps)
+    weight = None if module.weight is None else module.weight.to(input.dtype)
+    return of.batch_norm_jacobian(tuple(input.shape[1:]), module.running_var.to(input.dtype), weight, module.eps)
 
 
 def check_batch_norm(op: str, module: nn.Module) -> None:

@@ -117,7 +117,7 @@ def tabulate(line: Line) -> Windows:
 
 def tuple_of(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """``value`` for each dimension, as torch takes it."""
-    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * dims
     if len(values) == 1:
         values *= dims
     if len(values) != dims or not all(isinstance(v, int) for v in values):
@@ -125,13 +125,13 @@ def tuple_of(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...
     return values
 
 
-def check_sizes(op: str, name: str, sizes: object, dims: int, what: str) -> tuple[int, ...]:
-    """A sample size, as ints."""
+def check_sizes(op: str, name: str, sizes: object, dims: int | None, what: str) -> tuple[int, ...]:
+    """A sample size, as ints; None for any number of them."""
     try:
         sizes = tuple(int(n) for n in sizes)
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be {what}, got {sizes!r}") from None
-    if len(sizes) != dims or any(n < 0 for n in sizes):
+    if len(sizes) != (len(sizes) if dims is None else dims) or any(n < 0 for n in sizes):
         raise ValueError(f"{op}: {name} must be {what}, got {sizes}")
     return sizes
 
