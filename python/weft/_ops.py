@@ -24,14 +24,17 @@ except ImportError as error:
 
 from . import _costs  # noqa: E402  gives the library the costs of GPUs
 
-# A room registers its ops' rules when its rules.py is imported.
+# A room registers its ops' rules and flop formulas when these modules are imported.
 from ._offload import rules as _offload_rules  # noqa: E402
+from ._rnn import flops as _rnn_flops  # noqa: E402
 from ._rnn import rules as _rnn_rules  # noqa: E402
+from ._scan import flops as _scan_flops  # noqa: E402
 from ._scan import rules as _scan_rules  # noqa: E402
+from .sparse import _flops as _sparse_flops  # noqa: E402
 from .sparse import _rules as _sparse_rules  # noqa: E402
 
 WITH_CUDA: bool = _C.with_cuda
 """Whether the CUDA kernels were built."""
 
 __all__ = ["WITH_CUDA"]
-_ = (_costs, _offload_rules, _rnn_rules, _scan_rules, _sparse_rules)
+_ = (_costs, _offload_rules, _rnn_flops, _rnn_rules, _scan_flops, _scan_rules, _sparse_flops, _sparse_rules)
