@@ -1,13 +1,16 @@
 # `make demo` and `make test` do all set-up themselves: .venv, the pinned requirements, the build in place.
-# A second call reuses all of it. VENV= takes the current interpreter and installs nothing.
+# A second call reuses all of it. VENV= takes the current interpreter and installs nothing. `make test TORCH=2.15.0` and
+# the like take another torch than the pinned one, in an environment of its own; the library in place is then that one's.
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BENCH ?=
 SANITIZER ?= compute-sanitizer
 # Processes of `make test-cuda`, which share the GPU and the cache of compiled kernels.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 ifeq ($(strip $(VENV)),)
+$(if $(TORCH),$(error TORCH= needs an environment to install torch $(TORCH) in: leave VENV out))
 PY := $(PYTHON)
 BIN :=
 requirements = $(if $(1),)
@@ -84,6 +87,9 @@ $(VENV)/bin/pip:
 
 # The requirements include each other, so a change in one of them checks all.
 $(VENV)/.installed-%: requirements/%.txt $(wildcard requirements/*.txt) | $(VENV)/bin/pip
-	$(PY) -m pip install --disable-pip-version-check -q -r $<
+	mkdir -p $(VENV)/requirements
+	cp requirements/*.txt $(VENV)/requirements
+	$(if $(TORCH),sed -i 's/^torch==.*/torch==$(TORCH)/' $(VENV)/requirements/build.txt)
+	$(PY) -m pip install --disable-pip-version-check -q -r $(VENV)/requirements/$(<F)
 	touch $@
 endif

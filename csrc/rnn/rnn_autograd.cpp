@@ -42,6 +42,11 @@ const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
   return op;
 }
 
+// A tensor as save_for_backward takes it: of one that torch.inference_mode made, which it refuses, a copy.
+Tensor savable(const Tensor& t) {
+  return t.defined() && t.is_inference() ? t.clone() : t;
+}
+
 class Rnn : public torch::autograd::Function<Rnn> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& h0,
@@ -54,6 +59,7 @@ class Rnn : public torch::autograd::Function<Rnn> {
     variable_list saved{input, or_undefined(h0), or_undefined(c0)};
     saved.insert(saved.end(), weights.begin(), weights.end());
     saved.insert(saved.end(), {or_undefined(batch_sizes), output, cells, gates});
+    std::transform(saved.begin(), saved.end(), saved.begin(), savable);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["cell"] = cell;
     ctx->saved_data["bidirectional"] = bidirectional;

@@ -28,6 +28,7 @@ from tests.rnn.layers import (
     devices,
     flat,
     layers,
+    states,
 )
 
 pytestmark = pytest.mark.usefixtures("exact_fp32", "one_thread")
@@ -245,6 +246,23 @@ def test_gradients_only_where_asked(device, cell, algorithm):
     x.requires_grad_()
     (grad,) = torch.autograd.grad(ours(x)[0].sum(), x)
     assert grad.shape == x.shape
+
+
+@devices
+@cells
+@pytest.mark.parametrize("algorithm", ["persistent", "scan"])
+def test_training_on_tensors_of_inference_mode(device, cell, algorithm):
+    """Features that a frozen network made: autograd refuses to save them, and the layer saves a copy."""
+    ours, _ = layers(cell, device, algorithm=algorithm)
+    with torch.inference_mode():
+        x = torch.randn(5, 2, I, dtype=torch.float64, device=device)
+        state = states(ours, 2)
+    hx = state if ours.mode == "LSTM" else state[0]
+    grads = []
+    for inputs in ((x, hx), torch.utils._pytree.tree_map(torch.clone, (x, hx))):
+        result = flat(ours(*inputs))
+        grads.append(torch.autograd.grad(sum(r.sum() for r in result), list(ours.parameters())))
+    assert x.is_inference() and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 @devices
