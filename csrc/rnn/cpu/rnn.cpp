@@ -2,7 +2,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <sched.h>
 #include <torch/library.h>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -22,23 +21,6 @@
 #include "rnn/rnn_reference.h"
 
 namespace weft::rnn {
-
-void Barrier::wait(int member) const {
-  if (size == 1) return;
-  const int64_t meeting = __atomic_load_n(&members[member].count, __ATOMIC_RELAXED) + 1;
-  __atomic_store_n(&members[member].count, meeting, __ATOMIC_RELEASE);
-  for (int other = 0; other < size; ++other) {
-    for (int spins = 0; __atomic_load_n(&members[other].count, __ATOMIC_ACQUIRE) < meeting;) {
-      if (++spins < 1000) {
-#ifdef __x86_64__
-        __builtin_ia32_pause();
-#endif
-      } else {
-        sched_yield();
-      }
-    }
-  }
-}
 
 namespace {
 
@@ -119,7 +101,7 @@ Grid choose_grid(const RnnSizes& s, StepDepth depth, int64_t lanes, int64_t elem
   const double batch = double(s.R) / double(s.T);  // of packed data: sequences that run on average
   Grid best;
   double least = 0;
-  for (int slices = 1; slices <= std::min<int64_t>({threads, panels, 16}); ++slices) {
+  for (int slices = 1; slices <= std::min<int64_t>({threads, panels, kSlices}); ++slices) {
     const int groups = static_cast<int>(std::min<int64_t>(threads / slices, s.B));
     const double rows = std::max(1.0, s.packed ? batch / groups : double((s.B + groups - 1) / groups));
     const double cycles = step_cycles(rows, (panels + slices - 1) / slices, depth, lanes * element_bytes, slices);
@@ -134,23 +116,26 @@ Grid choose_grid(const RnnSizes& s, StepDepth depth, int64_t lanes, int64_t elem
 // Rows of a task of a product over all steps, at most.
 constexpr int64_t kTaskRows = 128;
 
-// Who does what. Members [0, directions at once * grid) run the recurrences; all share what has no recurrence.
+// Who does what. Members [0, directions at once * parts) run the recurrences; all share what has no recurrence.
 struct Plan {
   int members, at_once;        // threads of the team, directions that run side by side
   int slices;                  // of each batch group
+  int slice_members;           // of each batch group, at the beginning of a pass
   std::vector<RnnPart> parts;  // of one direction, a group's slices next to each other
-  std::vector<Barrier::Arrivals> arrivals;
+  std::vector<Arrivals> arrivals;
+  std::vector<Wish> wishes;  // of each batch group
   Barrier everyone;
   int64_t handed_out[5] = {};  // tasks of each product over all steps, which members take as they get free
 
   Plan(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes, int team)
       : members(team), at_once(std::min(team, s.D)) {
     const Grid grid = choose_grid(s, depth, lanes, element_bytes, team / at_once);
-    const int per_direction = grid.groups * grid.slices;
-    arrivals.resize(team + at_once * per_direction);
+    arrivals.resize(team + s.D * grid.groups * grid.slices);
+    wishes.resize(s.D * grid.groups);
     everyone = {arrivals.data(), team};
     const int64_t panels = (s.H + lanes - 1) / lanes;
     slices = grid.slices;
+    slice_members = crew_members(slices);
     int64_t b = 0, rows = 0;
     for (int group = 0; group < grid.groups; ++group) {
       // Groups of equal work: the lengths of a group's sequences add up to its share of all rows.
@@ -160,7 +145,7 @@ struct Plan {
       if (group + 1 == grid.groups) b = s.B;
       for (int slice = 0; slice < grid.slices; ++slice) {
         const Range own = split(panels, grid.slices, slice);
-        parts.push_back({begin, b, own.begin, own.end, {nullptr, grid.slices}, slice});
+        parts.push_back({begin, b, own.begin, own.end});
       }
     }
   }
@@ -168,18 +153,29 @@ struct Plan {
   // The next task of a product.
   int64_t take(int product) { return __atomic_fetch_add(&handed_out[product], 1, __ATOMIC_RELAXED); }
 
-  // Calls f(direction, part) for what a member runs.
+  // Calls f(direction, part, index) for the part with which a member begins in each of its directions: index counts the
+  // parts of directions that run at once.
   template <typename F>
-  void run(int D, int member, F f) {
+  void own_parts(int D, int member, F f) const {
     const int count = static_cast<int>(parts.size());
     for (int d = 0; d < D; ++d) {
       const int first = at_once > 1 ? d * count : 0;
-      if (member < first || member >= first + count) continue;
-      const int index = member - first;
-      RnnPart part = parts[index];
-      part.slices.members = arrivals.data() + members + first + index / slices * slices;
-      f(d, part);
+      if (member >= first && member < first + count) f(d, parts[member - first], member);
     }
+  }
+
+  // Calls f(direction, group) for the groups that a member runs, with part_scratch(index) for each of their parts.
+  template <typename T, typename Scratch, typename F>
+  void run_groups(int D, int member, Scratch part_scratch, F f) {
+    own_parts(D, member, [&](int d, const RnnPart& part, int index) {
+      const int count = static_cast<int>(parts.size());
+      const int own = static_cast<int>(&part - parts.data()), slice = own % slices, first = own - slice;
+      Arrivals* const at = arrivals.data() + members + d * count + first;
+      Wish* const wish = &wishes[(d * count + first) / slices];
+      RnnGroup<T> group{&parts[first], {}, Crew(at, wish, slices, slice_members, slice)};
+      for (int i = 0; i < slices; ++i) group.scratch[i] = part_scratch(index - slice + i);
+      f(d, group);
+    });
   }
 };
 
@@ -253,7 +249,7 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
                        recurrent ? depth : kDepthBlock, s.G,   s.H, slices, nullptr};
   };
 
-  // Memory: for each direction w_ih, w_hh and the state; then each member's scratch.
+  // Memory: for each direction w_ih, w_hh and the state; then the scratch of each member's part.
   const auto prepare = [&](Plan& plan) {
     std::vector<int64_t> counts;
     for (int d = 0; d < s.D; ++d) {
@@ -263,8 +259,9 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
     }
     for (int member = 0; member < plan.members; ++member) {
       int64_t most = 0;
-      plan.run(s.D, member,
-               [&](int d, const RnnPart& part) { most = std::max(most, k.forward_scratch(arguments(d), part)); });
+      plan.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
+        most = std::max(most, k.forward_scratch(arguments(d), part));
+      });
       counts.push_back(most);
     }
     return allocate(counts, input.options());
@@ -279,13 +276,15 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
         k.pack(pack, member, plan.members);
       }
     }
-    plan.run(s.D, member, [&](int d, const RnnPart& part) { k.forward_begin(arguments(d), part, at(3 * d + 2)); });
+    plan.own_parts(s.D, member,
+                   [&](int d, const RnnPart& part, int) { k.forward_begin(arguments(d), part, at(3 * d + 2)); });
     plan.everyone.wait(member);
-    plan.run(s.D, member, [&](int d, const RnnPart& part) {
+    const auto scratch = [&](int index) { return at(3 * s.D + index); };
+    plan.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
       auto own = arguments(d);
       own.w_ih = at(3 * d);
       own.w_hh = at(3 * d + 1);
-      k.forward(own, part, at(3 * d + 2), at(3 * s.D + member));
+      k.forward(own, group, at(3 * d + 2));
     });
   };
   run_planned(s, steps, {s.G * s.H, s.G * s.I}, k.lanes, sizeof(T), prepare, work);
@@ -368,7 +367,7 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
                      : PackArgs<T>{w.const_data_ptr<T>(), M, s.I, 1, rotate, kDepthBlock, 1, s.I, 1, nullptr};
   };
 
-  // Memory: for each direction w_ih, w_hh and dgates; then each member's scratch.
+  // Memory: for each direction w_ih, w_hh and dgates; then the scratch of each member's part, and later of the member.
   const auto prepare = [&](Plan& plan) {
     std::vector<int64_t> counts;
     for (int d = 0; d < s.D; ++d) {
@@ -378,8 +377,9 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
     }
     for (int member = 0; member < plan.members; ++member) {
       int64_t most = k.transposed_scratch();
-      plan.run(s.D, member,
-               [&](int d, const RnnPart& part) { most = std::max(most, k.backward_scratch(arguments(d), part)); });
+      plan.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
+        most = std::max(most, k.backward_scratch(arguments(d), part));
+      });
       counts.push_back(most);
     }
     return allocate(counts, options);
@@ -387,7 +387,7 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
   const auto work = [&](Plan& plan, const Memory& memory, int member) {
     T* const base = static_cast<T*>(memory.data.mutable_data_ptr());
     const auto at = [&](int index) { return base + memory.offsets[index]; };
-    T* const scratch = at(3 * s.D + member);
+    const auto scratch = [&](int index) { return at(3 * s.D + index); };
     for (int d = 0; d < s.D; ++d) {
       for (int which = result[0].defined() ? 0 : 1; which < 2; ++which) {
         auto pack = packing(d, which == 1, plan.slices);
@@ -396,11 +396,11 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       }
     }
     plan.everyone.wait(member);
-    plan.run(s.D, member, [&](int d, const RnnPart& part) {
+    plan.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
       auto own = arguments(d);
       own.w_hh = at(3 * d + 1);
       own.dgates = at(3 * d + 2);
-      k.backward(own, part, scratch);
+      k.backward(own, group);
     });
     plan.everyone.wait(member);
     if (result[0].defined()) {
@@ -424,7 +424,7 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       const auto transposed = [&](int product, const TransposedArgs<T>& product_args) {
         if (product_args.out == nullptr && product_args.sums == nullptr) return;  // nobody asks
         for (int64_t task; (task = plan.take(product)) < tasks;) {
-          k.transposed(product_args, static_cast<int>(task), tasks, scratch);
+          k.transposed(product_args, static_cast<int>(task), tasks, scratch(member));
         }
       };
       transposed(1 + 2 * d, {dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)});

@@ -399,110 +399,161 @@ __attribute__((noinline)) void project(const RnnForwardArgs<T>& a, const RnnPart
   }
 }
 
+// The scratch of a part.
 template <typename T, Cell C>
-void forward(const RnnForwardArgs<T>& a, const RnnPart& part, T* state, T* scratch) {
-  using S = Simd<T>;
-  using Vec = typename S::Vec;
-  constexpr int G = gate_blocks(C);
-  constexpr int kLanes = S::kLanes;
-  const RnnSequence& s = a.sequence;
-  const int64_t H = s.H, rows = part.b1 - part.b0, j0 = part.p0 * kLanes, panels = part.p1 - part.p0,
-                own = panels * kLanes, columns = smaller(H - j0, own), chunk = chunk_steps<T>(s, part),
-                stride = state_stride<T>(H), projected_stride = own * G;
-  T* const bias = scratch;              // (panels, G, lanes): what the input side adds
-  T* const bias_m = bias + own * G;     // (panels, lanes): gru's b_hn, which r multiplies
-  T* const c = bias_m + own;            // (rows, own): lstm's cell state
-  T* const projected = c + rows * own;  // (chunk * rows, panels, G, lanes): W_ih x + bias
-  T* h = state + part.b0 * stride;      // (rows, stride): state before the step, of all slices
-  T* h_next = h + s.B * stride;         // state after it
+struct ForwardScratch {
+  static constexpr int kLanes = Simd<T>::kLanes, G = gate_blocks(C);
+  int64_t rows, own;
+  T* bias;       // (panels, G, lanes): what the input side adds
+  T* bias_m;     // (panels, lanes): gru's b_hn, which r multiplies
+  T* c;          // (rows, own): lstm's cell state
+  T* projected;  // (chunk * rows, panels, G, lanes): W_ih x + bias
+  WEFT_INLINE ForwardScratch(const RnnPart& part, T* scratch)
+      : rows(part.b1 - part.b0),
+        own((part.p1 - part.p0) * kLanes),
+        bias(scratch),
+        bias_m(bias + own * G),
+        c(bias_m + own),
+        projected(c + rows * own) {}
+};
 
-  for (int64_t p = 0; p < panels; ++p) {
+// What a part needs before its first step.
+template <typename T, Cell C>
+void forward_start(const RnnForwardArgs<T>& a, const RnnPart& part, const ForwardScratch<T, C>& at) {
+  constexpr int G = gate_blocks(C);
+  constexpr int kLanes = Simd<T>::kLanes;
+  const int64_t H = a.sequence.H, j0 = part.p0 * kLanes;
+  for (int64_t p = 0; p < part.p1 - part.p0; ++p) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const int64_t j = j0 + p * kLanes + lane;
       const bool present = a.b_ih != nullptr && j < H;
       for (int g = 0; g < G; ++g) {
         const bool apart = C == Cell::kGru && g == 2;
-        bias[(p * G + g) * kLanes + lane] = present ? a.b_ih[g * H + j] + (apart ? T(0) : a.b_hh[g * H + j]) : T(0);
+        at.bias[(p * G + g) * kLanes + lane] = present ? a.b_ih[g * H + j] + (apart ? T(0) : a.b_hh[g * H + j]) : T(0);
       }
-      bias_m[p * kLanes + lane] = C == Cell::kGru && present ? a.b_hh[2 * H + j] : T(0);
+      at.bias_m[p * kLanes + lane] = C == Cell::kGru && present ? a.b_hh[2 * H + j] : T(0);
     }
   }
   if constexpr (C == Cell::kLstm) {
-    fill_zero(c, rows * own);
-    if (a.c0 != nullptr) copy_rows(a.c0 + part.b0 * H + j0, H, c, own, rows, columns);
+    fill_zero(at.c, at.rows * at.own);
+    if (a.c0 != nullptr) copy_rows(a.c0 + part.b0 * H + j0, H, at.c, at.own, at.rows, smaller(H - j0, at.own));
   }
+}
 
-  const T* const w_ih = a.w_ih + part.p0 * G * kLanes * s.I;
+// A step of a part, at which `running` sequences run. h and h_next (rows, stride): the state before and after it, of
+// all slices.
+template <typename T, Cell C>
+__attribute__((noinline)) void forward_step(const RnnForwardArgs<T>& a, const RnnPart& part,
+                                            const ForwardScratch<T, C>& at, int64_t step, int64_t running, const T* h,
+                                            T* h_next) {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+  constexpr int G = gate_blocks(C);
+  constexpr int kLanes = S::kLanes;
+  const RnnSequence& s = a.sequence;
+  const int64_t chunk = chunk_steps<T>(s, part), chunk_start = step - step % chunk,
+                chunk_end = smaller(chunk_start + chunk, s.steps);
+  const int64_t t = s.reverse ? s.steps - 1 - step : step, t0 = s.reverse ? s.steps - chunk_end : chunk_start;
+  const int64_t H = s.H, own = at.own, stride = state_stride<T>(H), projected_stride = own * G,
+                row0 = s.offsets[t] + part.b0, j0 = part.p0 * kLanes;
+  const T* const x_step = at.projected + projected_row(s, part, t0, t) * projected_stride;
+  const T* const bias_m = at.bias_m;
+  T* const c = at.c;
   const T* const w_hh = a.w_hh + part.p0 * G * kLanes * H;
-  for (int64_t chunk_start = 0; chunk_start < s.steps; chunk_start += chunk) {
-    const int64_t chunk_end = smaller(chunk_start + chunk, s.steps);
-    const int64_t t0 = s.reverse ? s.steps - chunk_end : chunk_start, t1 = t0 + chunk_end - chunk_start;
-    project<T, G>(a, part, t0, t1, w_ih, bias, projected);
-    for (int64_t step = chunk_start; step < chunk_end; ++step) {
-      const int64_t t = s.reverse ? s.steps - 1 - step : step;
-      const int64_t running = s.running(t, part.b0, part.b1);
-      if (running == 0) continue;
-      const T* const x_step = projected + projected_row(s, part, t0, t) * projected_stride;
-      const int64_t row0 = s.offsets[t] + part.b0;
-      slice_groups<G>(part.p0, part.p1, [&]<int NP>(int64_t panel) {
-        constexpr int NV = NP * G;
-        const int64_t local = (panel - part.p0) * kLanes;
-        const T* const w = w_hh + local * G * H;
-        row_blocks<max_rows(NV)>(running, [&]<int MR>(int64_t first) {
-          const T* const x = x_step + first * projected_stride + local * G;
-          alignas(64) T pre[MR * NV * kLanes];
-          auto start = [&](int r, int v) {
-            // r multiplies gru's W_hn h + b_hn before the input side is added, so that product starts from b_hn.
-            if (C == Cell::kGru && v == 2) return S::load(bias_m + local);
-            return S::load(x + r * projected_stride + v * kLanes);
-          };
-          auto finish = [&](int r, int v, Vec sum) { S::store(pre + (r * NV + v) * kLanes, sum); };
-          block_product<T, MR, NV>(h + first * stride, stride, H, w, start, finish);
+  slice_groups<G>(part.p0, part.p1, [&]<int NP>(int64_t panel) {
+    constexpr int NV = NP * G;
+    const int64_t local = (panel - part.p0) * kLanes;
+    const T* const w = w_hh + local * G * H;
+    row_blocks<max_rows(NV)>(running, [&]<int MR>(int64_t first) {
+      const T* const x = x_step + first * projected_stride + local * G;
+      alignas(64) T pre[MR * NV * kLanes];
+      auto start = [&](int r, int v) {
+        // r multiplies gru's W_hn h + b_hn before the input side is added, so that product starts from b_hn.
+        if (C == Cell::kGru && v == 2) return S::load(bias_m + local);
+        return S::load(x + r * projected_stride + v * kLanes);
+      };
+      auto finish = [&](int r, int v, Vec sum) { S::store(pre + (r * NV + v) * kLanes, sum); };
+      block_product<T, MR, NV>(h + first * stride, stride, H, w, start, finish);
 
 #pragma GCC unroll 1
-          for (int r = 0; r < MR; ++r) {
-            const int64_t row = row0 + first + r;
-            for (int p = 0; p < NP; ++p) {
-              const int64_t j = (panel + p) * kLanes, lanes = H - j;
-              const T* gate = pre + (r * NV + p * G) * kLanes;
-              T* const cell = c + (first + r) * own + local;
-              const Vec next =
-                  cell_forward<T, C>(gate, x + r * projected_stride + 2 * kLanes, h + (first + r) * stride + j, cell,
-                                     a.gates == nullptr ? nullptr : a.gates + row * 4 * H + j, H, lanes);
-              if (C == Cell::kLstm && a.cells != nullptr) S::store(a.cells + row * s.stride + j, S::load(cell), lanes);
-              S::store(h_next + (first + r) * stride + j, next);
-              S::store(a.output + row * s.stride + j, next, lanes);
-            }
-          }
-        });
-      });
-      // Sequences that this was the last step of; without reverse they are the shortest ones.
-      const int64_t t_next = s.reverse ? t - 1 : t + 1;
-      const int64_t staying = step + 1 < s.steps ? s.running(t_next, part.b0, part.b1) : 0;
-      if (staying < running) {
-        copy_rows(h_next + staying * stride + j0, stride, a.h_n + (part.b0 + staying) * H + j0, H, running - staying,
-                  columns);
+      for (int r = 0; r < MR; ++r) {
+        const int64_t row = row0 + first + r;
+        for (int p = 0; p < NP; ++p) {
+          const int64_t j = (panel + p) * kLanes, lanes = H - j;
+          const T* gate = pre + (r * NV + p * G) * kLanes;
+          T* const cell = c + (first + r) * own + local;
+          const Vec next = cell_forward<T, C>(gate, x + r * projected_stride + 2 * kLanes, h + (first + r) * stride + j,
+                                              cell, a.gates == nullptr ? nullptr : a.gates + row * 4 * H + j, H, lanes);
+          if (C == Cell::kLstm && a.cells != nullptr) S::store(a.cells + row * s.stride + j, S::load(cell), lanes);
+          S::store(h_next + (first + r) * stride + j, next);
+          S::store(a.output + row * s.stride + j, next, lanes);
+        }
       }
-      part.slices.wait(part.slice);
-      T* const last = h;
-      h = h_next;
-      h_next = last;
-    }
+    });
+  });
+  // Sequences that this was the last step of; without reverse they are the shortest ones.
+  const int64_t staying = step + 1 < s.steps ? s.running(s.reverse ? t - 1 : t + 1, part.b0, part.b1) : 0;
+  if (staying < running) {
+    copy_rows(h_next + staying * stride + j0, stride, a.h_n + (part.b0 + staying) * H + j0, H, running - staying,
+              smaller(H - j0, own));
   }
-  if constexpr (C == Cell::kLstm) copy_rows(c, own, a.c_n + part.b0 * H + j0, H, rows, columns);
+}
+
+// The input projection of the chunk of steps that begins at `step`.
+template <typename T, Cell C>
+WEFT_INLINE void forward_project(const RnnForwardArgs<T>& a, const RnnPart& part, const ForwardScratch<T, C>& at,
+                                 int64_t step) {
+  constexpr int G = gate_blocks(C);
+  const RnnSequence& s = a.sequence;
+  const int64_t end = smaller(step + chunk_steps<T>(s, part), s.steps), t0 = s.reverse ? s.steps - end : step;
+  project<T, G>(a, part, t0, t0 + end - step, a.w_ih + part.p0 * G * Simd<T>::kLanes * s.I, at.bias, at.projected);
+}
+
+template <typename T, Cell C>
+void forward(const RnnForwardArgs<T>& a, const RnnGroup<T>& group, T* state) {
+  constexpr int kLanes = Simd<T>::kLanes;
+  const RnnSequence& s = a.sequence;
+  const int64_t b0 = group.parts[0].b0, b1 = group.parts[0].b1, stride = state_stride<T>(s.H);
+  Crew crew = group.crew;
+  const auto each_part = [&](auto f) {
+    const Range mine = crew.mine();
+    for (int64_t i = mine.begin; i < mine.end; ++i)
+      f(group.parts[i], ForwardScratch<T, C>(group.parts[i], group.scratch[i]));
+  };
+  each_part([&](const RnnPart& part, const ForwardScratch<T, C>& at) { forward_start<T, C>(a, part, at); });
+  T* h = state + b0 * stride;
+  T* h_next = h + s.B * stride;
+  for (int64_t step = 0; step < s.steps && crew.present(); ++step) {
+    const int64_t running = s.running(s.reverse ? s.steps - 1 - step : step, b0, b1);
+    each_part([&](const RnnPart& part, const ForwardScratch<T, C>& at) {
+      if (step % chunk_steps<T>(s, part) == 0) forward_project<T, C>(a, part, at, step);
+      if (running > 0) forward_step<T, C>(a, part, at, step, running, h, h_next);
+    });
+    if (running == 0) continue;
+    crew.meet();
+    T* const last = h;
+    h = h_next;
+    h_next = last;
+  }
+  if constexpr (C == Cell::kLstm) {
+    each_part([&](const RnnPart& part, const ForwardScratch<T, C>& at) {
+      const int64_t j0 = part.p0 * kLanes;
+      copy_rows(at.c, at.own, a.c_n + b0 * s.H + j0, s.H, at.rows, smaller(s.H - j0, at.own));
+    });
+  }
 }
 
 template <typename T>
-void forward(const RnnForwardArgs<T>& a, const RnnPart& part, T* state, T* scratch) {
+void forward(const RnnForwardArgs<T>& a, const RnnGroup<T>& group, T* state) {
   switch (a.sequence.cell) {
     case Cell::kRnnTanh:
-      return forward<T, Cell::kRnnTanh>(a, part, state, scratch);
+      return forward<T, Cell::kRnnTanh>(a, group, state);
     case Cell::kRnnRelu:
-      return forward<T, Cell::kRnnRelu>(a, part, state, scratch);
+      return forward<T, Cell::kRnnRelu>(a, group, state);
     case Cell::kGru:
-      return forward<T, Cell::kGru>(a, part, state, scratch);
+      return forward<T, Cell::kGru>(a, group, state);
     case Cell::kLstm:
-      return forward<T, Cell::kLstm>(a, part, state, scratch);
+      return forward<T, Cell::kLstm>(a, group, state);
   }
 }
 
@@ -537,79 +588,111 @@ __attribute__((noinline)) void propagate(const T* d, int64_t d_stride, int64_t d
   });
 }
 
+// The scratch of a part.
+template <typename T>
+struct BackwardScratch {
+  int64_t rows, own;
+  T* dh;  // (rows, own): what has arrived at the state from later steps
+  T* dc;  // (rows, own): the same for lstm's cell state
+  WEFT_INLINE BackwardScratch(const RnnPart& part, T* scratch)
+      : rows(part.b1 - part.b0), own((part.p1 - part.p0) * Simd<T>::kLanes), dh(scratch), dc(dh + rows * own) {}
+};
+
+// dgates of a part at a step, at which `running` sequences run.
 template <typename T, Cell C>
-void backward(const RnnBackwardArgs<T>& a, const RnnPart& part, T* scratch) {
+__attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const RnnPart& part,
+                                             const BackwardScratch<T>& at, int64_t step, int64_t running) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
-  constexpr int G = gate_blocks(C);
   constexpr int kLanes = S::kLanes;
   const RnnSequence& s = a.sequence;
-  const int64_t H = s.H, rows = part.b1 - part.b0, j0 = part.p0 * kLanes, panels = part.p1 - part.p0,
-                own = panels * kLanes, columns = smaller(H - j0, own);
-  T* const dh = scratch;          // (rows, own): what has arrived at the state from later steps
-  T* const dc = dh + rows * own;  // (rows, own): the same for lstm's cell state
-  fill_zero(scratch, 2 * rows * own);
-  if (a.grad_h_n != nullptr) copy_rows(a.grad_h_n + part.b0 * H + j0, H, dh, own, rows, columns);
-  if (a.grad_c_n != nullptr) copy_rows(a.grad_c_n + part.b0 * H + j0, H, dc, own, rows, columns);
-  const T* const w_hh = a.w_hh + part.p0 * kLanes * G * H;
-
-  for (int64_t step = s.steps - 1; step >= 0; --step) {
-    const int64_t t = s.reverse ? s.steps - 1 - step : step;
-    const int64_t running = s.running(t, part.b0, part.b1);
-    if (running == 0) continue;
-    // The states of sequences from `fresh` on begin at this step.
-    const int64_t t_before = s.reverse ? t + 1 : t - 1;
-    const int64_t fresh = step > 0 ? s.running(t_before, part.b0, part.b1) : 0;
-    const int64_t row0 = s.offsets[t] + part.b0, row_before = step > 0 ? s.offsets[t_before] + part.b0 : 0;
-    for (int64_t r = 0; r < running; ++r) {
-      const int64_t row = row0 + r;
-      const T *h_before = nullptr, *c_before = nullptr;
-      if (r < fresh) {
-        h_before = a.output + (row_before + r) * s.stride;
-        if (C == Cell::kLstm) c_before = a.cells + (row_before + r) * s.stride;
-      } else {
-        if (a.h0 != nullptr) h_before = a.h0 + (part.b0 + r) * H;
-        if (a.c0 != nullptr) c_before = a.c0 + (part.b0 + r) * H;
-      }
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        const int64_t j = j0 + panel * kLanes, lanes = H - j;
-        T* const carried = dh + r * own + panel * kLanes;
-        T* const d = a.dgates + row * a.d_stride + j;
-        Vec grad = S::load(carried);
-        if (a.grad_output != nullptr) grad += S::load(a.grad_output + row * s.stride + j, lanes);
-        const T* const state_before = C == Cell::kGru ? h_before : C == Cell::kLstm ? c_before : nullptr;
-        const CellGrads<T, C> grads = cell_backward<T, C>(
-            grad, a.output + row * s.stride + j, a.gates + row * 4 * H + j, H,
-            state_before != nullptr ? S::load(state_before + j, lanes) : Vec{}, a.cells + row * s.stride + j,
-            a.grad_cells == nullptr ? nullptr : a.grad_cells + row * s.stride + j, carried,
-            dc + r * own + panel * kLanes, lanes);
-        for (int block = 0; block < chain_blocks(C); ++block) {
-          // gru: n, r, z, m.
-          S::store(d + block * H, grads.d[C == Cell::kGru && block < 3 ? (block + 2) % 3 : block], lanes);
-        }
+  const int64_t H = s.H, own = at.own, j0 = part.p0 * kLanes, panels = part.p1 - part.p0;
+  T* const dh = at.dh;
+  T* const dc = at.dc;
+  const int64_t t = s.reverse ? s.steps - 1 - step : step;
+  // The states of sequences from `fresh` on begin at this step.
+  const int64_t t_before = s.reverse ? t + 1 : t - 1;
+  const int64_t fresh = step > 0 ? s.running(t_before, part.b0, part.b1) : 0;
+  const int64_t row0 = s.offsets[t] + part.b0, row_before = step > 0 ? s.offsets[t_before] + part.b0 : 0;
+  for (int64_t r = 0; r < running; ++r) {
+    const int64_t row = row0 + r;
+    const T *h_before = nullptr, *c_before = nullptr;
+    if (r < fresh) {
+      h_before = a.output + (row_before + r) * s.stride;
+      if (C == Cell::kLstm) c_before = a.cells + (row_before + r) * s.stride;
+    } else {
+      if (a.h0 != nullptr) h_before = a.h0 + (part.b0 + r) * H;
+      if (a.c0 != nullptr) c_before = a.c0 + (part.b0 + r) * H;
+    }
+    for (int64_t panel = 0; panel < panels; ++panel) {
+      const int64_t j = j0 + panel * kLanes, lanes = H - j;
+      T* const carried = dh + r * own + panel * kLanes;
+      T* const d = a.dgates + row * a.d_stride + j;
+      Vec grad = S::load(carried);
+      if (a.grad_output != nullptr) grad += S::load(a.grad_output + row * s.stride + j, lanes);
+      const T* const state_before = C == Cell::kGru ? h_before : C == Cell::kLstm ? c_before : nullptr;
+      const CellGrads<T, C> grads = cell_backward<T, C>(
+          grad, a.output + row * s.stride + j, a.gates + row * 4 * H + j, H,
+          state_before != nullptr ? S::load(state_before + j, lanes) : Vec{}, a.cells + row * s.stride + j,
+          a.grad_cells == nullptr ? nullptr : a.grad_cells + row * s.stride + j, carried, dc + r * own + panel * kLanes,
+          lanes);
+      for (int block = 0; block < chain_blocks(C); ++block) {
+        // gru: n, r, z, m.
+        S::store(d + block * H, grads.d[C == Cell::kGru && block < 3 ? (block + 2) % 3 : block], lanes);
       }
     }
-    if (step == 0 && a.grad_h0 == nullptr) break;
-
-    part.slices.wait(part.slice);
-    propagate(a.dgates + row0 * a.d_stride + recurrent_column(C, H), a.d_stride, G * H, w_hh, dh, own, running,
-              C == Cell::kGru);
   }
-  if (a.grad_h0 != nullptr) copy_rows(dh, own, a.grad_h0 + part.b0 * H + j0, H, rows, columns);
-  if (C == Cell::kLstm && a.grad_c0 != nullptr) copy_rows(dc, own, a.grad_c0 + part.b0 * H + j0, H, rows, columns);
+}
+
+template <typename T, Cell C>
+void backward(const RnnBackwardArgs<T>& a, const RnnGroup<T>& group) {
+  constexpr int G = gate_blocks(C);
+  constexpr int kLanes = Simd<T>::kLanes;
+  const RnnSequence& s = a.sequence;
+  const int64_t H = s.H, b0 = group.parts[0].b0, b1 = group.parts[0].b1;
+  Crew crew = group.crew;
+  const auto each_part = [&](auto f) {
+    const Range mine = crew.mine();
+    for (int64_t i = mine.begin; i < mine.end; ++i)
+      f(group.parts[i], BackwardScratch<T>(group.parts[i], group.scratch[i]));
+  };
+  each_part([&](const RnnPart& part, const BackwardScratch<T>& at) {
+    const int64_t first = b0 * H + part.p0 * kLanes, columns = smaller(H - part.p0 * kLanes, at.own);
+    fill_zero(at.dh, 2 * at.rows * at.own);
+    if (a.grad_h_n != nullptr) copy_rows(a.grad_h_n + first, H, at.dh, at.own, at.rows, columns);
+    if (a.grad_c_n != nullptr) copy_rows(a.grad_c_n + first, H, at.dc, at.own, at.rows, columns);
+  });
+  for (int64_t step = s.steps - 1; step >= 0 && crew.present(); --step) {
+    const int64_t t = s.reverse ? s.steps - 1 - step : step;
+    const int64_t running = s.running(t, b0, b1);
+    if (running == 0) continue;
+    each_part(
+        [&](const RnnPart& part, const BackwardScratch<T>& at) { backward_step<T, C>(a, part, at, step, running); });
+    if (step == 0 && a.grad_h0 == nullptr) break;
+    crew.meet();
+    each_part([&](const RnnPart& part, const BackwardScratch<T>& at) {
+      propagate(a.dgates + (s.offsets[t] + b0) * a.d_stride + recurrent_column(C, H), a.d_stride, G * H,
+                a.w_hh + part.p0 * kLanes * G * H, at.dh, at.own, running, C == Cell::kGru);
+    });
+  }
+  each_part([&](const RnnPart& part, const BackwardScratch<T>& at) {
+    const int64_t first = b0 * H + part.p0 * kLanes, columns = smaller(H - part.p0 * kLanes, at.own);
+    if (a.grad_h0 != nullptr) copy_rows(at.dh, at.own, a.grad_h0 + first, H, at.rows, columns);
+    if (C == Cell::kLstm && a.grad_c0 != nullptr) copy_rows(at.dc, at.own, a.grad_c0 + first, H, at.rows, columns);
+  });
 }
 
 template <typename T>
-void backward(const RnnBackwardArgs<T>& a, const RnnPart& part, T* scratch) {
+void backward(const RnnBackwardArgs<T>& a, const RnnGroup<T>& group) {
   switch (a.sequence.cell) {
     case Cell::kRnnTanh:
-      return backward<T, Cell::kRnnTanh>(a, part, scratch);
+      return backward<T, Cell::kRnnTanh>(a, group);
     case Cell::kRnnRelu:
-      return backward<T, Cell::kRnnRelu>(a, part, scratch);
+      return backward<T, Cell::kRnnRelu>(a, group);
     case Cell::kGru:
-      return backward<T, Cell::kGru>(a, part, scratch);
+      return backward<T, Cell::kGru>(a, group);
     case Cell::kLstm:
-      return backward<T, Cell::kLstm>(a, part, scratch);
+      return backward<T, Cell::kLstm>(a, group);
   }
 }
 

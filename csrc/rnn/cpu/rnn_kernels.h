@@ -3,8 +3,9 @@
 // Decomposition. One team of threads runs the whole op in one parallel region. A direction's threads form a grid of
 // batch groups times slices of the hidden units; two directions run side by side. Batch groups are independent of each
 // other. The slices of a group hand each other the state (forward) or the gate gradients (backward) once per step,
-// through a barrier: they are for batches with few sequences per thread, and for weights that outgrow a thread's share
-// of the cache bandwidth. Elsewhere groups are as fast, and a thread that loses its processor does not hold up others.
+// where they meet (cpu/meeting.h): they are for batches with few sequences per thread, and for weights that outgrow a
+// thread's share of the cache bandwidth. Elsewhere groups are as fast, and a thread that loses its processor does not
+// hold up others; in a group the others soon go on without it.
 //
 // Where things live. Weights are packed once per call, panel by panel. A slice's recurrent weights stay in the L2 cache
 // of its thread, or stream from L3; the state and the gates of a register block are in L1. The input projection runs
@@ -25,19 +26,9 @@
 
 #include "common/cpu/kernels.h"
 #include "rnn/cell.h"
+#include "rnn/cpu/meeting.h"
 
 namespace weft::rnn {
-
-// Threads that run at the same time meet here. Deadlock-free as long as every member is a thread of its own: a waiting
-// one gives its processor away after a short spin.
-struct Barrier {
-  struct alignas(64) Arrivals {
-    int64_t count;
-  };
-  Arrivals* members;  // zero before the first meeting
-  int size;
-  void wait(int member) const;
-};
 
 // What all members know about a direction. offsets as in RnnSteps; rows of output and cells lie `stride` apart.
 struct RnnSequence {
@@ -52,11 +43,19 @@ struct RnnSequence {
   }
 };
 
-// One thread's part: sequences [b0, b1), hidden units of the panels [p0, p1). A panel is one vector wide.
+// What one thread runs at a time: sequences [b0, b1), hidden units of the panels [p0, p1). A panel is one vector wide.
 struct RnnPart {
   int64_t b0, b1, p0, p1;
-  Barrier slices;  // of the batch group
-  int slice;
+};
+
+// The slices of a batch group, at most kSlices, and who runs them. Each part has scratch of its own, which holds what
+// it carries from step to step, so that any member may go on with it.
+constexpr int kSlices = 16;
+template <typename T>
+struct RnnGroup {
+  const RnnPart* parts;
+  T* scratch[kSlices];
+  Crew crew;
 };
 
 // Depth of a block of packed input weights: a group of panels of it stays in L2.
@@ -136,8 +135,8 @@ struct RnnKernels {
   // state: (2, B, state_stride) shared by the members of a direction.
   int64_t (*state_stride)(int64_t H);
   void (*forward_begin)(const RnnForwardArgs<T>& args, const RnnPart& part, T* state);  // before a barrier of all
-  void (*forward)(const RnnForwardArgs<T>& args, const RnnPart& part, T* state, T* scratch);
-  void (*backward)(const RnnBackwardArgs<T>& args, const RnnPart& part, T* scratch);
+  void (*forward)(const RnnForwardArgs<T>& args, const RnnGroup<T>& group, T* state);
+  void (*backward)(const RnnBackwardArgs<T>& args, const RnnGroup<T>& group);
   void (*multiply)(const MultiplyArgs<T>& args, int64_t row0, int64_t row1);
   int64_t (*transposed_scratch)();
   void (*transposed)(const TransposedArgs<T>& args, int task, int tasks, T* scratch);  // a part of out
@@ -147,14 +146,6 @@ struct RnnTables {
   RnnKernels<float> f32;
   RnnKernels<double> f64;
 };
-
-// [begin, end) of the i-th of n nearly equal parts of count.
-struct Range {
-  int64_t begin, end;
-};
-inline __attribute__((always_inline)) Range split(int64_t count, int64_t n, int64_t i) {
-  return {count * i / n, count * (i + 1) / n};
-}
 
 }  // namespace weft::rnn
 
