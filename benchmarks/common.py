@@ -9,6 +9,7 @@ without kernels has run just before, so that waking the thread that runs them is
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import datetime
 import gc
@@ -16,9 +17,10 @@ import math
 import os
 import statistics
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -196,6 +198,35 @@ def measure(
         if enabled:
             gc.enable()
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure_in_turns(candidates: Mapping[str, Candidate], *, rounds: int, warmup: int = 2) -> dict[str, float]:
+    """Median time of each candidate in milliseconds by the wall clock, one run of each after the other, so that what
+    else the machine does meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for index in range(warmup + rounds):
+        for name, candidate in candidates.items():
+            elapsed = _time_once(candidate, "cpu")
+            if index >= warmup:
+                times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen]]:
+    """So many processes that compute all the time, each on one thread, while the block runs."""
+    command = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for process in started:
+            process.stdout.readline()  # it runs
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+            process.stdout.close()
 
 
 def _time_once(candidate: Candidate, device: str) -> float:

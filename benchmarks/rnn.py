@@ -2,9 +2,11 @@
 
 ``python -m benchmarks.rnn [FILTER]`` measures into results/rnn.csv: the training step of ``algorithm="auto"`` over a
 grid of cells, dtypes, hidden sizes and batches at T = 1024, with as many inputs as hidden units; single cases beyond
-it; on a CPU three cases with two threads. A layer runs as users call it, without an initial state; a random gradient
-arrives at every output, and gradients are taken for the input and all parameters. FILTER is a substring of the case or
-the metric. What this commit has not measured comes first, so that the next run goes on where one was out of time.
+it; 50 chained steps of the cells, per step (model=..._cell); on a CPU three cases with two threads, and some on shared
+processors: beside two busy processes (load=2), and with twice as many threads as there are processors. A layer runs as
+users call it, without an initial state; a random gradient arrives at every output, and gradients are taken for the
+input and all parameters. FILTER is a substring of the case or the metric. What this commit has not measured comes
+first, so that the next run goes on where one was out of time.
 
 ``step_forward`` is the time of a forward step without what a call costs once: the difference between 1024 and 512
 steps, divided by 512. Its peer ``exchange_floor`` is what the exchange of h alone takes in the layout that runs.
@@ -40,11 +42,13 @@ from benchmarks.common import (
     LayerStep,
     Results,
     agreement_bound,
+    busy_processes,
     check_agreement,
     check_layers,
     exit_with,
     hardware,
     measure,
+    measure_in_turns,
     of_one_gpu,
     read_rows,
     relative_error,
@@ -100,6 +104,43 @@ CPU = tuple(
     RnnCase(cell, H, B, 256, device="cpu", threads=CPU_THREADS)
     for cell, H, B in (("gru", 128, 8), ("lstm", 128, 8), ("gru", 512, 32))
 )
+
+
+@dataclass(frozen=True)
+class LoadedCase(RnnCase):
+    """Beside `load` busy processes, each on a thread of its own."""
+
+    load: int = 0
+
+    def keys(self) -> dict[str, Any]:
+        return {**super().keys(), **({"load": self.load} if self.load else {})}
+
+
+LOADED = (
+    LoadedCase("lstm", 256, 8, 100, inputs=128, device="cpu", threads=CPU_THREADS, load=2),
+    LoadedCase("gru", 256, 8, 100, inputs=128, device="cpu", threads=CPU_THREADS, load=2),
+    LoadedCase("lstm", 512, 1, 100, inputs=128, device="cpu", threads=CPU_THREADS, load=2),
+    LoadedCase("lstm", 256, 8, 100, inputs=128, device="cpu", threads=2 * len(os.sched_getaffinity(0))),
+)
+
+
+@dataclass(frozen=True)
+class CellCase(RnnCase):
+    """A cell called once for each of T steps, which a loop in Python chains."""
+
+    def keys(self) -> dict[str, Any]:
+        keys = super().keys()
+        return {"model": f"{keys.pop('cell')}_cell", **keys}
+
+
+CELL_STEPS = 50
+
+
+def cell_cases(device: str) -> Iterator[CellCase]:
+    threads = CPU_THREADS if device == "cpu" else None
+    for cell, dtype, H, B in itertools.product(GRID_CELLS, ("fp32", "bf16"), (128, 512, 1024), (1, 32)):
+        yield CellCase(cell, H, B, CELL_STEPS, dtype=dtype, device=device, threads=threads)
+
 
 EXCHANGE_FLOOR = {
     "cluster": ((1, 0.40), (2, 0.44), (4, 0.50), (8, 0.61), (16, 0.96), (32, 1.45), (64, 2.5)),
@@ -212,6 +253,73 @@ def _layer_entry(case: LayerCase, metrics: tuple[str, ...] = ("forward_backward"
     return Entry(case.name, metrics, run)
 
 
+def _loaded_entry(case: LoadedCase) -> Entry:
+    """A training step where processors are shared, the layers in turns: what else the machine does meets both."""
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = LayerStep(case)
+        check_layers(step)
+        before = torch.get_num_threads()
+        torch.set_num_threads(case.threads or before)
+        try:
+            with busy_processes(case.load):
+                times = measure_in_turns(step.candidates("forward_backward"), rounds=12)
+        finally:
+            torch.set_num_threads(before)
+        return [results.put(case.name, "forward_backward", "ms", times["weft"], "torch.nn", times["torch.nn"])]
+
+    return Entry(case.name, ("forward_backward",), run)
+
+
+def _cell_entry(case: CellCase) -> Entry:
+    """Chained steps: inference by the clock of the host, which on a GPU is what limits it, and training."""
+    kind, extra = {"gru": ("GRUCell", {}), "lstm": ("LSTMCell", {})}.get(
+        case.cell, ("RNNCell", {"nonlinearity": case.cell.removeprefix("rnn_")})
+    )
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        options = {"device": case.device, "dtype": DTYPES[case.dtype], **extra}
+        cells = {"torch.nn": getattr(nn, kind)(case.inputs, case.H, **options)}
+        cells["weft"] = getattr(weft.nn, kind)(case.inputs, case.H, **options)
+        cells["weft"].load_state_dict(cells["torch.nn"].state_dict())
+        xs = torch.randn(case.T, case.B, case.inputs, device=case.device, dtype=DTYPES[case.dtype]).unbind()
+
+        def chain(cell: nn.Module) -> Tensor:
+            state = None
+            for x in xs:
+                state = cell(x, state)
+            return state[0] if isinstance(state, tuple) else state
+
+        def infer(cell: nn.Module) -> Tensor:
+            with torch.no_grad():
+                output = chain(cell)
+            if case.device == "cuda":
+                torch.cuda.synchronize()
+            return output
+
+        def train(cell: nn.Module) -> tuple[Tensor, ...]:
+            grads = torch.autograd.grad(chain(cell).sum(), list(cell.parameters()))
+            if case.device == "cuda":
+                torch.cuda.synchronize()
+            return grads
+
+        found = {name: [infer(cell), *train(cell)] for name, cell in cells.items()}
+        errors = {
+            str(i): relative_error(*pair) for i, pair in enumerate(zip(found["weft"], found["torch.nn"], strict=True))
+        }
+        check_agreement(case.name, errors, agreement_bound(case))
+        rows = []
+        for metric, run_one in (("inference", infer), ("forward_backward", train)):
+            candidates = {name: Candidate(lambda _, c=cell, f=run_one: f(c)) for name, cell in cells.items()}
+            times = measure_in_turns(candidates, rounds=20)
+            each = {name: 1e3 * elapsed / case.T for name, elapsed in times.items()}
+            rows.append(results.put(case.name, metric, "us", each["weft"], "torch.nn", each["torch.nn"]))
+        return rows
+
+    return Entry(case.name, ("inference", "forward_backward"), run)
+
+
 def decode_entry(case: LayerCase, tokens: int = TOKENS) -> Entry:
     """Time per token where each step is a call of its own: by the clock of the host, which is what limits it."""
 
@@ -268,6 +376,10 @@ def table(device: str) -> Iterator[tuple[LayerCase, Entry]]:
     if device == "cpu":
         for case in CPU:
             yield case, _layer_entry(case)
+        for case in cell_cases("cpu"):
+            yield case, _cell_entry(case)
+        for case in LOADED:
+            yield case, _loaded_entry(case)
         return
     for case in STEPS:
         yield case, _step_entry(case)
@@ -277,6 +389,8 @@ def table(device: str) -> Iterator[tuple[LayerCase, Entry]]:
     yield INFERENCE, _layer_entry(INFERENCE, ("inference",))
     for case in DECODE:
         yield case, decode_entry(case)
+    for case in cell_cases("cuda"):
+        yield case, _cell_entry(case)
     for case in grid_cases():
         yield (
             case,
@@ -397,7 +511,11 @@ def main(arguments: list[str] | None = None) -> None:
         # Stable: the table's order within what is missing and within what is there.
         chosen.sort(key=lambda pair: _is_measured(results, *pair))
         if device == "cuda":
-            compile_kernels((case, not {"inference", "decode"} & set(entry.metrics)) for case, entry in chosen)
+            compile_kernels(
+                (case, not {"inference", "decode"} & set(entry.metrics))
+                for case, entry in chosen
+                if not isinstance(case, CellCase)
+            )
         left = options.minutes - (time.monotonic() - start) / 60
         failures += run_entries([entry for _, entry in chosen], results, minutes=left, patience=PATIENCE)
     report(list(results.rows.values()))

@@ -48,6 +48,15 @@ TORCH_LIBRARY(weft, m) {
       "Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, Tensor output, Tensor cells, Tensor gates, *, "
       "str cell, bool bidirectional, bool[] output_mask, str backward='persistent') -> Tensor[]",
       tags);
+  m.def(
+      "rnn_cell(Tensor input, Tensor h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih=None, Tensor? b_hh=None, *, "
+      "str cell, bool save=False) -> (Tensor h_next, Tensor c_next, Tensor gates)",
+      tags);
+  m.def(
+      "rnn_cell_backward(Tensor? grad_h_next, Tensor? grad_c_next, Tensor input, Tensor h, Tensor? c, Tensor w_ih, "
+      "Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor h_next, Tensor c_next, Tensor gates, *, str cell, "
+      "bool[7] output_mask) -> Tensor[]",
+      tags);
 
   // offload: csrc/offload/
   m.def("zvc_compress(Tensor x) -> (Tensor mask, Tensor values, Tensor size)", tags);

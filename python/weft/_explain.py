@@ -10,8 +10,8 @@ from .vertex.explain import explain as explain_vertex_function
 def explain(*args, **kwargs):
     """Say what would run and why, without computing anything; ``print`` the answer.
 
-    ``explain(layer, x, hx=None)`` is about one of Weft's recurrent layers: which algorithm runs it on an input, and why
-    not the others.
+    ``explain(layer, x, hx=None)`` is about one of Weft's recurrent layers or cells: which algorithm runs it on an
+    input, and why not the others.
 
     ``explain(cell, graphs, inputs=None, *, executor="auto")`` is about a vertex function: which executor runs it.
 

@@ -26,6 +26,7 @@ from . import _costs  # noqa: E402  gives the library the costs of GPUs
 
 # A room registers its ops' rules and flop formulas when these modules are imported.
 from ._offload import rules as _offload_rules  # noqa: E402
+from ._rnn import cell_rules as _cell_rules  # noqa: E402
 from ._rnn import flops as _rnn_flops  # noqa: E402
 from ._rnn import rules as _rnn_rules  # noqa: E402
 from ._scan import flops as _scan_flops  # noqa: E402
@@ -37,4 +38,14 @@ WITH_CUDA: bool = _C.with_cuda
 """Whether the CUDA kernels were built."""
 
 __all__ = ["WITH_CUDA"]
-_ = (_costs, _offload_rules, _rnn_flops, _rnn_rules, _scan_flops, _scan_rules, _sparse_flops, _sparse_rules)
+_ = (
+    _cell_rules,
+    _costs,
+    _offload_rules,
+    _rnn_flops,
+    _rnn_rules,
+    _scan_flops,
+    _scan_rules,
+    _sparse_flops,
+    _sparse_rules,
+)

@@ -1,5 +1,5 @@
 """Drop-in recurrent layers: :class:`torch.nn.RNN`, :class:`~torch.nn.GRU` and :class:`~torch.nn.LSTM` with a choice of
-algorithm.
+algorithm, and torch's three cells.
 
 They take the same arguments, hold the same parameters under the same names, return the same results and refuse the same
 input with the same exception types. Their classes are derived from :class:`torch.nn.RNNBase`, not from torch's three
@@ -19,10 +19,16 @@ The keyword ``algorithm`` says what runs:
 
 An algorithm that does not fit an input runs as another, never as an error; :func:`weft.explain` says which and why.
 Under ``torch.func`` transforms that differentiate and in forward-mode AD the reference runs.
+
+:class:`RNNCell`, :class:`GRUCell` and :class:`LSTMCell` are torch's cells, a step of which is one operator, for loops
+that decide at each step what the next one gets. They are subclasses of torch's. Their ``algorithm`` is ``"auto"``
+(default), ``"fused"``, which is that operator, or ``"torch"``, torch's own operations; ``"auto"`` takes "fused". Under
+``torch.func`` transforms and in forward-mode AD torch's operations run.
 """
 
 from __future__ import annotations
 
+from ._rnn.cells import GRUCell, LSTMCell, RNNCell
 from ._rnn.layers import GRU, LSTM, RNN
 
-__all__ = ["GRU", "LSTM", "RNN"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell"]

@@ -160,7 +160,53 @@ def dtype_under_autocast(sample: Sample, device: str, operands: Sequence[Tensor]
     return torch.promote_types(torch.bfloat16, state) if sample.cell == "gru" else torch.bfloat16
 
 
+@dataclass(frozen=True)
+class CellSample:
+    """A call of weft::rnn_cell."""
+
+    cell: str
+    B: int
+    I: int
+    H: int
+    bias: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.cell}-B{self.B}-I{self.I}-H{self.H}" + ("" if self.bias else "-nobias")
+
+    def call(self, device: str, dtype: torch.dtype, more: int = 0) -> tuple[tuple, dict]:
+        B, I, H = self.B + more, self.I + more, self.H + more
+        rows = BLOCKS[self.cell] * H
+
+        def make(*shape: int) -> Tensor:
+            return (0.5 * torch.randn(shape, dtype=torch.float64)).to(device, dtype)
+
+        states = (make(B, H), make(B, H) if self.cell == "lstm" else None)
+        weights = (make(rows, I), make(rows, H), *((make(rows), make(rows)) if self.bias else (None, None)))
+        return (make(B, I), *states, *weights), {"cell": self.cell}
+
+
+def cell_dtype_under_autocast(sample: CellSample, device: str, operands: Sequence[Tensor]) -> torch.dtype:
+    """torch.nn's: on the CPU a GRU and an LSTM have the state's dtype where it is wider."""
+    if operands[0].dtype == torch.float64:
+        return torch.float64
+    wide = device == "cpu" and sample.cell in ("gru", "lstm")
+    return torch.promote_types(torch.bfloat16, operands[1].dtype) if wide else torch.bfloat16
+
+
+# Of few sequences and of many, which take two ways.
+SMALL_CELLS = [CellSample(cell, B, 2, 3, bias) for cell in CELLS for B, bias in ((1, True), (2, False), (5, True))]
+LARGE_CELLS = [CellSample(cell, B, 48, 64) for cell in CELLS for B in (1, 3, 40)]
+EMPTY_CELLS = [CellSample(cell, *sizes) for cell in CELLS for sizes in ((0, 2, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0))]
+
 OPS = [
+    Op(
+        "rnn_cell",
+        SMALL_CELLS,
+        LARGE_CELLS,
+        EMPTY_CELLS,
+        results=lambda sample, results: results[: 2 if sample.cell == "lstm" else 1],
+        autocast=cell_dtype_under_autocast,
+    ),
     Op(
         "rnn",
         SMALL,
@@ -168,5 +214,5 @@ OPS = [
         EMPTY,
         results=lambda sample, results: [results[i] for i in sample.differentiable],
         autocast=dtype_under_autocast,
-    )
+    ),
 ]

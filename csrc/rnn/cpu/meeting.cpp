@@ -1,7 +1,5 @@
 #include "rnn/cpu/meeting.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -35,25 +33,24 @@ void pause() {
 #endif
 }
 
-// Waits until a member has come to a meeting. late(waited) is asked after a while, from time to time, with nanoseconds;
-// from true on the thread sleeps.
-template <typename F>
-void wait_for(Arrivals& other, int meeting, F late) {
+// Waits until a member has come to a meeting: nanoseconds, 0 for a few microseconds. Nobody yields: what else runs on
+// this processor would have it for a slice of time, though the other member is about to come.
+int64_t wait_for(Arrivals& other, int meeting) {
   const std::atomic_ref count(other.count);
-  int64_t begin = 0;
+  int64_t begin = 0, waited = 0;
   int spins = 0;
   for (int seen; (seen = count.load(std::memory_order_acquire)) < meeting;) {
-    if (spins < kSpins) {
-      ++spins;
+    if (waited > kLate) {
+      count.wait(seen, std::memory_order_acquire);
+    } else if (++spins < kSpins) {
       pause();
     } else if (begin == 0) {
       begin = now();
-    } else if (late(now() - begin)) {
-      count.wait(seen, std::memory_order_acquire);
     } else {
-      sched_yield();
+      waited = now() - begin;
     }
   }
+  return begin == 0 ? 0 : now() - begin;
 }
 
 }  // namespace
@@ -62,9 +59,7 @@ void Barrier::wait(int member) const {
   if (size == 1) return;
   const int meeting = members[member].count + 1;
   arrive(members[member], meeting);
-  for (int other = 0; other < size; ++other) {
-    wait_for(members[other], meeting, [](int64_t waited) { return waited > kLate; });
-  }
+  for (int other = 0; other < size; ++other) wait_for(members[other], meeting);
 }
 
 int crew_members(int parts) {
@@ -82,27 +77,25 @@ void Crew::divide() {
   mine_ = member_ < members_ ? split(parts_, members_, member_) : Range{0, 0};
 }
 
-void Crew::await(int other, int meeting) {
-  bool wished = false;
-  wait_for(arrivals_[other], meeting, [&](int64_t waited) {
-    if (wished) return true;
-    // Parts may differ in size by a good part of a step.
-    if (waited < std::max(kLate, 2 * (now() - begin_) / meeting)) return false;
-    wished = true;
-    const std::atomic_ref wish(wish_->value);
-    // Fails where somebody has wished it at this meeting, or at the last one and this member did not know.
-    int64_t known = wish.load(std::memory_order_relaxed);
-    if (known >> 32 == halvings_) wish.compare_exchange_strong(known, int64_t(halvings_ + 1) << 32 | meeting);
-    crowded_members.store((members_ + 1) / 2, std::memory_order_relaxed);
-    crowded_until.store(now() + kCrowded, std::memory_order_relaxed);
-    return true;
-  });
+void Crew::wish_for_fewer(int meeting) {
+  const std::atomic_ref wish(wish_->value);
+  // Fails where another has wished it at this meeting, or at the last one and this member did not know.
+  int64_t known = wish.load(std::memory_order_relaxed);
+  if (known >> 32 == halvings_) wish.compare_exchange_strong(known, int64_t(halvings_ + 1) << 32 | meeting);
+  crowded_members.store((members_ + 1) / 2, std::memory_order_relaxed);
+  crowded_until.store(now() + kCrowded, std::memory_order_relaxed);
 }
 
 void Crew::meet_others() {
   const int meeting = ++meetings_;
   arrive(arrivals_[member_], meeting);
-  for (int other = 0; other < members_; ++other) await(other, meeting);
+  int64_t waited = 0;
+  for (int other = 0; other < members_; ++other) waited = std::max(waited, wait_for(arrivals_[other], meeting));
+  if (waited > kLate) {
+    // Parts may differ in size, by a good share of what a step takes.
+    const int64_t step = (now() - begin_ - waited) / meeting;
+    if (waited > 2 * step) wish_for_fewer(meeting);
+  }
   // All who come to a meeting know what was wished at an earlier one, and only some of them what is wished at this one.
   const int64_t wish = std::atomic_ref(wish_->value).load(std::memory_order_relaxed);
   const int halvings = static_cast<int>(wish >> 32) - ((wish & 0xffffffff) >= meeting ? 1 : 0);

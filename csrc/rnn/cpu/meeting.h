@@ -1,9 +1,10 @@
 // Where the threads of a team wait for each other. No torch header.
 //
 // On a machine that others use too a thread may lose its processor at any moment, for milliseconds, which is longer
-// than many a pass. Who waits then neither spins on, nor gives its own processor away at every step: members that meet
-// at each step go on as fewer members, down to one, who run the parts of those that left. What the parts are does not
-// depend on who runs them, so that results are the same, bit for bit.
+// than many a pass, and gets it back when others have had their turn. Who waits meanwhile sleeps after a short spin,
+// and has to wait for a processor in its turn. So members that meet at each step go on as fewer members, down to one,
+// who run the parts of those that left. What the parts are does not depend on who runs them: results are the same, bit
+// for bit.
 #pragma once
 #include <cstdint>
 
@@ -58,7 +59,7 @@ class Crew {
 
  private:
   void meet_others();
-  void await(int other, int meeting);
+  void wish_for_fewer(int meeting);
   void divide();
 
   Arrivals* arrivals_;

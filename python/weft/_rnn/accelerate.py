@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.nn.utils import parametrize
 
 from . import choice
+from .cells import GRUCell, LSTMCell, RNNCell
 from .layers import GRU, LSTM, RNN
 
 __all__ = ["accelerate"]
@@ -22,6 +23,9 @@ _REPLACEMENTS: dict[type[Module], type[Module]] = {
     torch.nn.RNN: RNN,
     torch.nn.GRU: GRU,
     torch.nn.LSTM: LSTM,
+    torch.nn.RNNCell: RNNCell,
+    torch.nn.GRUCell: GRUCell,
+    torch.nn.LSTMCell: LSTMCell,
 }
 
 # Of the special members of a subclass those that a call may reach, and of the others of RNNBase those that none does.
@@ -30,7 +34,7 @@ _NEVER_RUNS = {"_apply", "_replicate_for_data_parallel", "extra_repr", "flatten_
 
 
 def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -> M:
-    """Swap every torch.nn.RNN, GRU and LSTM inside `model` for Weft's, in place.
+    """Swap every torch.nn.RNN, GRU, LSTM, RNNCell, GRUCell and LSTMCell inside `model` for Weft's, in place.
 
     Everything of a layer goes over as it is: the same Parameter objects (an optimizer built before goes on working),
     buffers, hooks (their handles still remove them), training mode, attributes of the user's own, parametrizations
@@ -42,7 +46,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -
 
     Args:
         model: any module.
-        algorithm: for the new layers, see :mod:`weft.nn`.
+        algorithm: for the new layers, see :mod:`weft.nn`. Cells take "torch" for "torch" and "reference", else "auto".
         subclasses: also swap instances of subclasses that override nothing that runs, that is ``forward``, what it
             calls and what it reads. They keep their own methods and attributes, and go on being instances of their
             class. Default: False.
@@ -180,7 +184,8 @@ def _swap(module: Module, target: type[Module], algorithm: str) -> Module:
     layer = target.__new__(target)
     # The same dictionaries of parameters and hooks, not copies: a hook's handle removes it from that dictionary.
     layer.__dict__.update(module.__dict__)
-    layer.algorithm = algorithm
+    cell = issubclass(target, torch.nn.RNNCellBase)
+    layer.algorithm = algorithm if not cell else "torch" if algorithm in ("torch", "reference") else "auto"
     for hook in module._load_state_dict_pre_hooks.values():
         # These alone hold their module themselves, weakly, and it may not outlive the swap.
         if getattr(hook, "with_module", False):

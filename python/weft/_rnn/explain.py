@@ -12,6 +12,8 @@ from .. import _costs
 from . import choice
 from .calls import Call, prepare
 from .case import Case
+from .cells import GRUCell, LSTMCell, RNNCell
+from .cells import choose as choose_step
 from .layers import GRU, LSTM, RNN
 
 __all__ = ["Candidate", "Explanation", "explain"]
@@ -69,9 +71,9 @@ def explain(
     """Say which algorithm ``layer(x, hx)`` would run, and why not the others. Nothing is computed.
 
     Args:
-        layer: one of Weft's recurrent layers.
+        layer: one of Weft's recurrent layers or cells.
         x: the input, as the layer takes it.
-        hx: the initial state, as the layer takes it.
+        hx: the initial state, as the layer takes it; a cell's makes no difference.
 
     Returns:
         An :class:`Explanation`: fields ``algorithm``, ``reason`` and ``candidates``, each of these with its time where
@@ -82,9 +84,11 @@ def explain(
         count.
 
     Raises:
-        TypeError: `layer` is not one of Weft's layers, `x` no Tensor and no PackedSequence, or `hx` not of Tensors.
-        Otherwise what the layer itself raises for this input.
+        TypeError: `layer` is not one of Weft's layers or cells, `x` no Tensor and no PackedSequence, or `hx` not of
+        Tensors. Otherwise what the layer itself raises for this input.
     """
+    if isinstance(layer, (RNNCell, GRUCell, LSTMCell)):
+        return _explain_cell(layer, x)
     case = prepared("explain", layer, x, hx).case
     algorithm, reason = choice.choose(layer.algorithm, case)
     candidates = _candidates(layer.algorithm, case)
@@ -104,6 +108,22 @@ def _extrapolated_from(case: Case, candidates: tuple[Candidate, ...]) -> str | N
         return None
     costs = _costs.of(case.index)
     return costs.measured_on if costs.extrapolated else None
+
+
+def _explain_cell(cell: RNNCell | GRUCell | LSTMCell, x: Tensor) -> Explanation:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"explain: x must be a Tensor, got {type(x).__name__}")
+    algorithm, reason = choose_step(cell, x)
+    other = "torch" if algorithm == "fused" else "fused"
+    candidates = (
+        Candidate(algorithm, True, reason),
+        Candidate(other, True, f"{cell.algorithm} takes {algorithm} here"),
+    )
+    dtype = str(x.dtype).removeprefix("torch.")
+    size = f"B={x.shape[0]} " if x.dim() == 2 else ""
+    return Explanation(
+        repr(cell), f"{size}{dtype} input on {x.device.type}", cell.algorithm, algorithm, reason, candidates
+    )
 
 
 def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
