@@ -42,8 +42,12 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
     return at::matmul(left.to(accumulate), right.to(accumulate)).to(grad.scalar_type());
   };
   const auto T = grad.sym_size(0);
-  const bool diagonal = A.dim() == 3 && A.sym_sizes() == grad.sym_sizes();
-  const bool shared = !diagonal && (A.dim() == 3 || (A.sym_size(1) == 1 && grad.sym_size(1) != 1));
+  const auto B = grad.sym_size(1), H = grad.sym_size(2);
+  const bool varying = A.dim() == 3 && A.sym_sizes() == grad.sym_sizes();
+  const bool constant = !varying && (A.dim() == 1 || (A.dim() == 3 && A.sym_sizes() != c10::SymIntArrayRef({T, H, H})));
+  const bool diagonal = varying || constant;
+  const bool shared = !diagonal && (A.dim() == 3 || (A.sym_size(1) == 1 && B != 1));
+  const at::Tensor matrices = constant ? A.expand_symint(grad.sym_sizes()) : A;
   at::Tensor grad_A, grad_b, grad_x0;
   if (T == 0) {
     if (output_mask[0]) grad_A = at::zeros_like(A);
@@ -62,15 +66,18 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
   at::Tensor lambda = grad;
   if (n > 0) {
     const at::Tensor end = steps(grad, n - first, 1);
-    lambda = join(call_forward(steps(A, late, n), steps(grad, early, n), end.squeeze(0), !reverse, !transpose), end);
+    lambda =
+        join(call_forward(steps(matrices, late, n), steps(grad, early, n), end.squeeze(0), !reverse, !transpose), end);
   }
   if (output_mask[0]) {
-    const at::Tensor start = x0.has_value() ? x0->unsqueeze(0) : at::zeros_like(steps(grad, 0, 1));
+    const at::Tensor start =
+        x0.has_value() ? x0->expand_symint({B, H}).unsqueeze(0) : at::zeros_like(steps(grad, 0, 1));
     const at::Tensor previous = n > 0 ? join(start, steps(*x, early, n)) : start;
     const at::Tensor &rows = transpose && !diagonal ? previous : lambda,
                      &columns = &rows == &lambda ? previous : lambda;
     if (diagonal) {
       grad_A = at::mul(rows, columns);
+      if (constant) grad_A = grad_A.sum_to_size_symint(A.sym_sizes());
     } else if (shared) {
       grad_A = product(rows.transpose(1, 2), columns);
       if (A.dim() == 4) grad_A = grad_A.unsqueeze(1);
@@ -79,8 +86,9 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
     }
   }
   if (output_mask[2] && x0.has_value()) {
-    const at::Tensor l = steps(lambda, first, 1).squeeze(0), m = steps(A, first, 1).squeeze(0);
+    const at::Tensor l = steps(lambda, first, 1).squeeze(0), m = steps(matrices, first, 1).squeeze(0);
     grad_x0 = diagonal ? at::mul(m, l) : product(transpose ? m : m.transpose(-1, -2), l.unsqueeze(-1)).squeeze(-1);
+    if (x0->dim() == 1) grad_x0 = grad_x0.sum_to_size_symint(x0->sym_sizes());
   }
   if (output_mask[1]) grad_b = lambda;
   return {grad_A, grad_b, grad_x0};

@@ -39,10 +39,13 @@ def linear_scan(
     Gradients for ``A``, ``b`` and ``x0``, of any order, are linear scans themselves.
 
     Args:
-        A: ``(T, B, H, H)``; ``(T, H, H)`` or ``(T, 1, H, H)``, shared by the batch; or ``(T, B, H)``, diagonal. A 3-D
-            ``A`` with the shape of ``b`` is diagonal, also where B = H: pass a shared one as ``(T, 1, H, H)`` there.
+        A: ``(T, B, H, H)``; ``(T, H, H)`` or ``(T, 1, H, H)``, shared by the batch; ``(T, B, H)``, diagonal; or
+            ``(H)``, ``(1, B, H)`` or ``(1, 1, H)``, diagonal and constant in time, which is not expanded in memory. A
+            3-D ``A`` with the shape of ``b`` is diagonal, also where B = H: pass a shared one as ``(T, 1, H, H)``
+            there.
         b: ``(T, B, H)``.
-        x0: ``(B, H)``, the state before the first step; None is zeros, and ``A`` of the first step is then not used.
+        x0: ``(B, H)``, or ``(H)`` for the whole batch, the state before the first step; None is zeros, and ``A`` of the
+            first step is then not used.
         reverse: ``x[t] = A[t] @ x[t+1] + b[t]`` instead, with ``x[T] = x0``.
         transpose: takes ``A[t].mT`` in the place of ``A[t]``.
 
@@ -56,8 +59,9 @@ def linear_scan(
         ValueError: shapes do not fit.
         RuntimeError: devices differ.
 
-    Two runs give the same bits. NaN or inf in one row of the batch touches no other. Wherever the recurrence, step by
-    step, gives finite numbers, so does the scan, although products of ``A`` may overflow or underflow.
+    Two runs give the same bits, on a CPU with the same number of threads. NaN or inf in one row of the batch touches no
+    other. Wherever the recurrence, step by step, gives finite numbers, so does the scan, although products of ``A`` may
+    overflow or underflow.
 
     Source: BPPSA, MLSys 2020; for diagonal ``A`` also Martin and Cundy, ICLR 2018.
     """
@@ -81,8 +85,10 @@ def linear_scan_reference(
     forward mode and under ``torch.func`` too.
     """
     diagonal = A.dim() == 3 and A.shape == b.shape
-    if not diagonal and A.dim() == 3:
+    if not diagonal and A.dim() == 3 and A.shape == (b.shape[0], b.shape[2], b.shape[2]):
         A = A.unsqueeze(1)
+    elif not diagonal and A.dim() in (1, 3):
+        A, diagonal = A.expand(b.shape), True  # constant in time
     # unbind rather than indices: its backward is one stack, where T indices would fill T tensors of zeros.
     steps = list(zip(A.unbind(), b.unbind(), strict=True))
     x, states = x0, []

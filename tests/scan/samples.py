@@ -10,7 +10,13 @@ from torch import Tensor
 
 from tests.ops import Op
 
-LAYOUTS = ["dense", "shared", "shared_4d", "diagonal"]
+LAYOUTS = ["dense", "shared", "shared_4d", "diagonal", "constant", "constant_1d"]
+CONSTANT = {
+    "constant": lambda B, H: (1, B, H),
+    "constant_row": lambda B, H: (1, 1, H),
+    "constant_1d": lambda B, H: (H,),
+}
+"""Shapes of a diagonal A that is the same at every step."""
 
 
 class LinearScan(NamedTuple):
@@ -25,17 +31,24 @@ class LinearScan(NamedTuple):
     transpose: bool = False
 
     @property
+    def diagonal(self) -> bool:
+        return self.layout == "diagonal" or self.layout in CONSTANT
+
+    @property
     def flags(self) -> dict[str, bool]:
         return {"reverse": self.reverse, "transpose": self.transpose}
 
     def inputs(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor | None]:
         T, B, H = self.T, self.B, self.H
         shape = {"dense": (T, B, H, H), "shared": (T, H, H), "shared_4d": (T, 1, H, H), "diagonal": (T, B, H)}
-        scale = 0.7 if self.layout == "diagonal" else 0.7 / max(H, 1) ** 0.5
+        shape |= {layout: sizes(B, H) for layout, sizes in CONSTANT.items()}
+        scale = 0.7 if self.diagonal else 0.7 / max(H, 1) ** 0.5
         A = scale * torch.randn(shape[self.layout], dtype=torch.float64)
+        if self.layout in CONSTANT:
+            A = A.clamp(-0.9, 0.9)
         b = torch.randn(T, B, H, dtype=torch.float64)
         x0 = torch.randn(B, H, dtype=torch.float64)
-        if not self.x0 and T:
+        if not self.x0 and T and self.layout not in CONSTANT:
             A[T - 1 if self.reverse else 0] = torch.nan
         A, b, x0 = (t.to(device=device, dtype=dtype) for t in (A, b, x0))
         return A, b, x0 if self.x0 else None

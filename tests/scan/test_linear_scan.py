@@ -18,7 +18,7 @@ from torch.library import opcheck
 from weft.scan import linear_scan, linear_scan_reference
 
 from tests.common import BOUNDS, DEVICES, DTYPES, assert_close, pairs, poisoned, relative_error, with_instructions
-from tests.scan.samples import LAYOUTS
+from tests.scan.samples import CONSTANT, LAYOUTS
 from tests.scan.samples import LinearScan as Sample
 
 SAMPLES = [
@@ -33,6 +33,7 @@ SAMPLES = [
     *(Sample(300, 2, H, "dense", reverse=H % 2 == 0, transpose=H % 3 == 0) for H in (2, 7, 8, 17, 20, 31, 32)),
     *(Sample(40, 3, H, layout, transpose=H % 2 == 1) for H in (33, 64, 65, 128, 129) for layout in ("dense", "shared")),
     *(Sample(T, 2, H, "diagonal", reverse=T % 2 == 0) for T in (15, 16, 17, 257) for H in (31, 32, 64, 300, 2051)),
+    *(Sample(300, 3, H, layout, x0=H % 2 == 0, reverse=H == 8) for layout in CONSTANT for H in (8, 33)),
     Sample(5001, 1, 3, "diagonal"),
     Sample(5001, 2, 20, "diagonal", x0=False, reverse=True),
     Sample(5001, 1, 20),
@@ -65,7 +66,7 @@ def run(inputs: tuple, flags: dict, weight: Tensor, op=linear_scan) -> tuple[Ten
 
 
 def gradients_agree(sample: Sample, got: list[Tensor], want: list[Tensor], bound: float) -> None:
-    if not sample.x0 and sample.T:
+    if not sample.x0 and sample.T and sample.layout not in CONSTANT:
         first = sample.T - 1 if sample.reverse else 0
         assert (got[0][first] == 0).all(), "A of the first step has no influence"
         want[0][first] = 0
@@ -534,6 +535,8 @@ MAPPED_BACKWARD += [(None, None, None, 1), (0, 2, None, 1), (1, 0, 1, None)]
 def test_vmap_of_the_backward(layout: str, mapped: tuple, device: str) -> None:
     if mapped == (None,) * 4:
         mapped = (0,) * 4
+    if layout == "constant_1d" and mapped[1] == 2:
+        mapped = (mapped[0], 1, *mapped[2:])
     N, backward = 4, torch.ops.weft.linear_scan_backward
     stacked, single = [], []
     samples = [Sample(6, 3, 5, layout).inputs(torch.float64, device) for _ in range(N)]
@@ -579,6 +582,66 @@ def test_vmap_without_x0(device: str) -> None:
     A = Sample(6, 3, 5).inputs(torch.float64, device)[0]
     got = torch.func.vmap(lambda b: linear_scan(A, b, reverse=True, transpose=True))(b)
     assert torch.equal(got, torch.stack([linear_scan(A, x, reverse=True, transpose=True) for x in b]))
+
+
+@device
+@pytest.mark.parametrize("layout", ["dense", "shared", "diagonal", "constant_1d"])
+def test_one_start_for_the_batch(layout: str, device: str) -> None:
+    A, b, x0 = Sample(9, 3, 5, layout, reverse=True).inputs(torch.float64, device)
+    leaves = [t.requires_grad_() for t in (A, b, x0[0].clone())]
+    flags = {"reverse": True}
+    x, want = linear_scan(*leaves, **flags), linear_scan_reference(*leaves, **flags)
+    assert_close(x, want)
+    weight = torch.randn_like(b)
+    got = torch.autograd.grad(x, leaves, weight, create_graph=True)
+    expected = torch.autograd.grad(want, leaves, weight, create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in got), leaves)
+    expected_second = torch.autograd.grad(sum(g.square().sum() for g in expected), leaves)
+    for g, w in zip((*got, *second), (*expected, *expected_second), strict=True):
+        assert_close(g, w)
+    starts = torch.randn(4, 5, dtype=torch.float64, device=device)
+    detached = [t.detach() for t in (A, b)]
+    mapped = torch.func.vmap(lambda start: linear_scan(*detached, start, **flags))(starts)
+    assert torch.equal(mapped, torch.stack([linear_scan(*detached, start, **flags) for start in starts]))
+    half = [t.detach().half().requires_grad_() for t in leaves]
+    grad_x0 = torch.autograd.grad(linear_scan(*half, **flags), half[2], weight.half())[0]
+    assert grad_x0.dtype == torch.float16 and grad_x0.shape == (5,)
+
+
+THREADS = """
+import sys, torch, weft
+from weft.scan import linear_scan, linear_scan_reference
+torch.manual_seed(0)
+for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 4e-3), (torch.float64, 1e-14)):
+    for constant in (False, True):
+        T, B, H = 5000, 1, 5
+        A = torch.rand(1 if constant else T, B, H).mul(0.3).add(0.7).to(dtype)
+        b, x0, weight = (torch.randn(*s).to(dtype) for s in ((T, B, H), (B, H), (T, B, H)))
+        A[..., 0], b[..., 0], x0[..., 0] = 2, -1, 1  # its totals cancel
+        found = []
+        for threads in (2, 2, 4):
+            torch.set_num_threads(threads)
+            leaves = [t.clone().requires_grad_() for t in (A, b, x0)]
+            x = linear_scan(*leaves)
+            weight[..., 0] = -1
+            weight[-1, :, 0] = 1
+            found.append([x, *torch.autograd.grad(x, leaves, weight)])
+        assert all(torch.equal(p, q) for p, q in zip(*found[:2])), "two runs"
+        assert all(torch.equal(p, q) for p, q in zip(found[0], found[2])), "threads that cut time alike"
+        leaves = [t.clone().double().requires_grad_() for t in (A, b, x0)]
+        x = linear_scan_reference(*leaves)
+        for got, want in zip(found[0], [x, *torch.autograd.grad(x, leaves, weight.double())]):
+            assert ((got.double() - want).norm() / want.norm()).item() < 8 * bound, (dtype, constant)
+        assert (found[0][0][..., 0] == 1).all() and (found[0][2][:-1, :, 0] == 1).all()
+        b[T // 2, 0, 1] = torch.nan
+        x = linear_scan(A, b, x0)
+        assert x[: T // 2].isfinite().all() and x[T // 2 :, :, 1].isnan().all()
+        assert torch.equal(x[..., [0, 2, 3, 4]], found[0][0][..., [0, 2, 3, 4]])
+"""
+
+
+def test_time_is_cut_where_threads_are_many() -> None:
+    subprocess.run([sys.executable, "-c", THREADS], check=True)
 
 
 @device

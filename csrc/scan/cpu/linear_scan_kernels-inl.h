@@ -56,31 +56,173 @@ WEFT_INLINE void load_start(const LinearScan& s, const Pointers<E>& p, int64_t r
   }
 }
 
+// The states of a part's channels before its first step, from x0 or from `state`, and after its last.
 template <typename E>
-void diagonal(const LinearScan& s, int64_t row, int64_t channel0, int64_t channel1) {
+WEFT_INLINE void load_state(const LinearScan& s, const Pointers<E>& p, const scan::Part& part, int64_t begin,
+                            int64_t count, const Compute<E>* from, Compute<E>* state) {
+  if (part.first == 0) return load_start(s, p, part.row, begin, count, state);
+  for (int64_t j = 0; j < count; ++j) state[j] = from[begin - part.begin + j];
+}
+template <typename T>
+WEFT_INLINE void save_state(const scan::Part& part, int64_t begin, int64_t count, const T* state, T* to) {
+  if (to == nullptr) return;
+  for (int64_t j = 0; j < count; ++j) to[begin - part.begin + j] = state[j];
+}
+
+template <typename E>
+void diagonal(const LinearScan& s, const scan::Part& part, void* states) {
   using T = Compute<E>;
   using S = Simd<T>;
   const Pointers<E> p(s);
   // Blocks of channels whose state stays in L1 and whose rows are long enough for the hardware prefetchers.
   constexpr int64_t kBlock = 2048;
   alignas(64) T state[kBlock];
-  for (int64_t begin = channel0; begin < channel1; begin += kBlock) {
-    const int64_t count = smaller(kBlock, channel1 - begin);
-    load_start(s, p, row, begin, count, state);
-    for (int64_t t = 0; t < s.T; ++t) {
-      const E* const A = p.A + t * s.A_t + row * s.A_b + begin;
-      const E* const b = p.b + t * s.b_t + row * s.b_b + begin;
-      E* const out = p.out + t * s.out_t + row * s.out_b + begin;
+  for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
+    const int64_t count = smaller(kBlock, part.end - begin);
+    load_state(s, p, part, begin, count, static_cast<const T*>(states), state);
+    for (int64_t t = part.first; t < part.last; ++t) {
+      const E* const A = p.A + t * s.A_t + part.row * s.A_b + begin;
+      const E* const b = p.b + t * s.b_t + part.row * s.b_b + begin;
+      E* const out = p.out + t * s.out_t + part.row * s.out_b + begin;
       if (t == 0 && p.x0 == nullptr) {
         widen(b, state, count);
-        narrow(state, out, count);
-        continue;
+        if (p.out != nullptr) narrow(state, out, count);
+      } else if (p.out == nullptr) {
+        each_vector<T>(count, [&](int64_t j, int64_t n) {
+          S::store(state + j, Element<E>::load(A + j, n) * S::load(state + j) + Element<E>::load(b + j, n));
+        });
+      } else {
+        each_vector<T>(count, [&](int64_t j, int64_t n) {
+          const auto x = Element<E>::load(A + j, n) * S::load(state + j) + Element<E>::load(b + j, n);
+          S::store(state + j, x);
+          Element<E>::store(out + j, x, n);
+        });
       }
-      each_vector<T>(count, [&](int64_t j, int64_t n) {
-        const auto x = Element<E>::load(A + j, n) * S::load(state + j) + Element<E>::load(b + j, n);
-        S::store(state + j, x);
-        Element<E>::store(out + j, x, n);
-      });
+    }
+    save_state(part, begin, count, state, static_cast<T*>(states));
+  }
+}
+
+enum class GradientOfA { none, each, summed };
+
+template <typename E, GradientOfA kKind>
+void gradients(const scan::DiagonalGradients& g, const scan::Part& part, void* states, double* all_sums) {
+  using T = Compute<E>;
+  using S = Simd<T>;
+  const LinearScan& s = g.scan;
+  const Pointers<E> p(s);
+  const E* const all_x = static_cast<const E*>(g.x);
+  // Sums of a few steps in the dtype of the state, sums of those in fp64.
+  constexpr int64_t kBlock = 2048, kSteps = 64;
+  alignas(64) T state[kBlock], few[kBlock];
+  double sums[kBlock];
+  for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
+    const int64_t count = smaller(kBlock, part.end - begin);
+    load_state(s, p, part, begin, count, static_cast<const T*>(states), state);
+    if constexpr (kKind == GradientOfA::summed) {
+      fill_zero(few, kBlock);
+      fill_zero(sums, count);
+    }
+    for (int64_t t = part.first; t < part.last; ++t) {
+      const E* const A = p.A + t * s.A_t + part.row * s.A_b + begin;
+      const E* const b = p.b + t * s.b_t + part.row * s.b_b + begin;
+      E* const out = p.out == nullptr ? nullptr : p.out + t * s.out_t + part.row * s.out_b + begin;
+      const E* x = nullptr;
+      E* grad_A = nullptr;
+      if constexpr (kKind != GradientOfA::none) {
+        x = t + 1 < s.T ? all_x + t * g.x_t + part.row * g.x_b + begin
+            : g.x0      ? static_cast<const E*>(g.x0) + part.row * g.x0_b + begin
+                        : nullptr;
+      }
+      if constexpr (kKind == GradientOfA::each) {
+        grad_A = static_cast<E*>(g.grad_A) + t * g.grad_A_t + part.row * g.grad_A_b + begin;
+      }
+      const auto step = [&](auto lambda_of) __attribute__((always_inline)) {
+        each_vector<T>(count, [&](int64_t j, int64_t n) {
+          const auto lambda = lambda_of(j, n);
+          S::store(state + j, lambda);
+          if (out != nullptr) Element<E>::store(out + j, lambda, n);
+          if constexpr (kKind == GradientOfA::each) {
+            Element<E>::store(grad_A + j, x != nullptr ? lambda * Element<E>::load(x + j, n) : typename S::Vec{}, n);
+          } else if constexpr (kKind == GradientOfA::summed) {
+            if (x != nullptr) S::store(few + j, S::load(few + j) + lambda * Element<E>::load(x + j, n));
+          }
+        });
+      };
+      if (t == 0) {
+        step([&](int64_t j, int64_t n) { return Element<E>::load(b + j, n); });
+      } else {
+        step([&](int64_t j, int64_t n) {
+          return Element<E>::load(A + j, n) * S::load(state + j) + Element<E>::load(b + j, n);
+        });
+      }
+      if constexpr (kKind == GradientOfA::summed) {
+        if ((t - part.first) % kSteps == kSteps - 1 || t + 1 == part.last) {
+          for (int64_t j = 0; j < count; ++j) sums[j] += few[j];
+          fill_zero(few, count);
+        }
+      }
+    }
+    if constexpr (kKind == GradientOfA::summed) {
+      for (int64_t j = 0; j < count; ++j) all_sums[part.row * s.H + begin + j] = sums[j];
+    }
+    save_state(part, begin, count, state, static_cast<T*>(states));
+    if (g.grad_x0 == nullptr || part.last < s.T) continue;
+    const E* const A = p.A + s.T * s.A_t + part.row * s.A_b + begin;
+    const int64_t at = part.row * s.H + begin;
+    each_vector<T>(count, [&](int64_t j, int64_t n) {
+      const auto product = Element<E>::load(A + j, n) * S::load(state + j);
+      if (g.wide_x0) {
+        S::store(static_cast<T*>(g.grad_x0) + at + j, product, n);
+      } else {
+        Element<E>::store(static_cast<E*>(g.grad_x0) + at + j, product, n);
+      }
+    });
+  }
+}
+
+template <typename E>
+void all_gradients(const scan::DiagonalGradients& g, const scan::Part& part, void* states, double* sums) {
+  if (g.grad_A == nullptr) return gradients<E, GradientOfA::none>(g, part, states, sums);
+  if (g.summed) return gradients<E, GradientOfA::summed>(g, part, states, sums);
+  gradients<E, GradientOfA::each>(g, part, states, sums);
+}
+
+// The loops over plain arrays are for the compiler to vectorise.
+template <typename E>
+void totals(const LinearScan& s, const scan::Part& part, const scan::Totals& result) {
+  static_assert(sizeof(E) < 8);
+  const Pointers<E> p(s);
+  constexpr int64_t kBlock = 512;
+  alignas(64) float wide_A[kBlock], wide_b[kBlock];
+  alignas(64) double product[kBlock], product_bound[kBlock], offset[kBlock], offset_bound[kBlock];
+  for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
+    const int64_t count = smaller(kBlock, part.end - begin);
+    for (int64_t j = 0; j < count; ++j) {
+      product[j] = product_bound[j] = 1;
+      offset[j] = offset_bound[j] = 0;
+    }
+    for (int64_t t = part.first; t < part.last; ++t) {
+      // With no x0 the first A is not used, whatever it holds.
+      if (t == 0 && p.x0 == nullptr) {
+        fill_zero(wide_A, count);
+      } else {
+        widen(p.A + t * s.A_t + part.row * s.A_b + begin, wide_A, count);
+      }
+      widen(p.b + t * s.b_t + part.row * s.b_b + begin, wide_b, count);
+      for (int64_t j = 0; j < count; ++j) {
+        const double a = wide_A[j], b = wide_b[j], size = __builtin_fabs(a);
+        const double bound = size * product_bound[j];
+        product[j] *= a;
+        product_bound[j] = bound < 0x1p-900 ? 0x1p-900 : bound;
+        offset[j] = a * offset[j] + b;
+        offset_bound[j] = size * offset_bound[j] + __builtin_fabs(b);
+      }
+    }
+    const int64_t at = part.row * s.H + begin;
+    for (int64_t j = 0; j < count; ++j) {
+      result.product[at + j] = product[j], result.product_bound[at + j] = product_bound[j];
+      result.offset[at + j] = offset[j], result.offset_bound[at + j] = offset_bound[j];
     }
   }
 }
@@ -266,6 +408,8 @@ void dense(const LinearScan& s, int64_t row0, int64_t row1, void* scratch) {
 const scan::LinearScanKernels linear_scan_kernels = {
     {scratch_bytes<Half>, scratch_bytes<BFloat16>, scratch_bytes<float>, scratch_bytes<double>},
     {dense<Half>, dense<BFloat16>, dense<float>, dense<double>},
-    {diagonal<Half>, diagonal<BFloat16>, diagonal<float>, diagonal<double>}};
+    {diagonal<Half>, diagonal<BFloat16>, diagonal<float>, diagonal<double>},
+    {all_gradients<Half>, all_gradients<BFloat16>, all_gradients<float>, all_gradients<double>},
+    {totals<Half>, totals<BFloat16>, totals<float>}};
 
 }  // namespace weft::cpu::WEFT_ISA

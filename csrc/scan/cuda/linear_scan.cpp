@@ -40,7 +40,7 @@ Gradients backward_cuda(const at::Tensor& grad, const at::Tensor& A, const std::
                         const std::optional<at::Tensor>& x0, bool reverse, bool transpose,
                         std::array<bool, 3> output_mask) {
   const c10::cuda::OptionalCUDAGuard guard(grad.is_cuda() ? std::optional(grad.device()) : std::nullopt);
-  return linear_scan_gradients(linear_scan_cuda, grad, A, x, x0, reverse, transpose, output_mask);
+  return linear_scan_gradients(linear_scan_cuda, nullptr, grad, A, x, x0, reverse, transpose, output_mask);
 }
 
 }  // namespace

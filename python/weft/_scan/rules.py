@@ -34,14 +34,16 @@ def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None) -> None:
     torch._check_value(b.dim() == 3, lambda: f"linear_scan: b must be (T, B, H), got {tuple(b.shape)}")
     T, B, H = b.shape
     torch._check_value(
-        x0 is None or _may_be_equal(x0.shape, (B, H)),
-        lambda: f"linear_scan: x0 must be (B, H) = {(B, H)}, got {tuple(x0.shape)}",
+        x0 is None or any(_may_be_equal(x0.shape, shape) for shape in ((B, H), (H,))),
+        lambda: f"linear_scan: x0 must be (B, H) = {(B, H)}, or (H) shared by the batch, got {tuple(x0.shape)}",
     )
+    shapes = ((T, B, H), (T, B, H, H), (T, 1, H, H), (T, H, H), (H,), (1, B, H), (1, 1, H))
     torch._check_value(
-        any(_may_be_equal(A.shape, shape) for shape in ((T, B, H), (T, B, H, H), (T, 1, H, H), (T, H, H))),
+        any(_may_be_equal(A.shape, shape) for shape in shapes),
         lambda: (
-            f"linear_scan: A must be (T, B, H, H) = {(T, B, H, H)}, (T, H, H) or (T, 1, H, H) shared by the batch, or "
-            f"(T, B, H) diagonal, to go with b {tuple(b.shape)}; got {tuple(A.shape)}"
+            f"linear_scan: A must be (T, B, H, H) = {(T, B, H, H)}, (T, H, H) or (T, 1, H, H) shared by the batch, "
+            f"(T, B, H) diagonal, or (H), (1, B, H) or (1, 1, H) diagonal and constant in time, to go with b "
+            f"{tuple(b.shape)}; got {tuple(A.shape)}"
         ),
     )
 
@@ -83,8 +85,12 @@ class _Mapped:
     def __init__(self, N: int, A: Tensor, A_dim: int | None, b: Tensor, b_dim: int | None) -> None:
         self.N = N
         self.A, self.b = self._in_front(A, A_dim), self._in_front(b, b_dim)
-        self.diagonal = self.A.shape[1:] == self.b.shape[1:]
-        self.shared = not self.diagonal and (self.A.dim() == 4 or (self.A.shape[2] == 1 and self.b.shape[2] != 1))
+        T, self.B, H = self.b.shape[1:]
+        shape = self.A.shape[1:]
+        self.diagonal = shape == self.b.shape[1:]
+        self.constant = not self.diagonal and (len(shape) == 1 or (len(shape) == 3 and shape != (T, H, H)))
+        by_steps = not self.diagonal and not self.constant
+        self.shared = by_steps and (len(shape) == 3 or (shape[1] == 1 and self.B != 1))
 
     @staticmethod
     def _in_front(t: Tensor, dim: int | None) -> Tensor:
@@ -102,13 +108,24 @@ class _Mapped:
         return t.unflatten(batch, (self.N, t.shape[batch] // max(self.N, 1)))
 
     def matrices(self, keep_shared: bool) -> Tensor:
-        """A, folded; one that everything shares may stay (T, 1, H, H)."""
+        """A, folded; one that everything shares may stay as it is: (T, 1, H, H), or (1, 1, H)."""
         if self.diagonal:
             return self._fold(self.A, 1)
-        A = self.A if self.A.dim() == 5 else self.A.unsqueeze(2)  # (N or 1, T, B or 1, H, H)
+        A = self.A  # to be (N or 1, T or 1, B or 1, ...)
+        if self.constant:
+            A = A if A.dim() == 4 else A[:, None, None]
+        elif A.dim() == 4:
+            A = A.unsqueeze(2)
         if keep_shared and A.shape[0] == 1 and A.shape[2] == 1:
             return A.squeeze(0)
-        return self._fold(A.expand(-1, -1, self.b.shape[2], -1, -1), 1)
+        return self._fold(A.expand(-1, -1, self.B, *A.shape[3:]), 1)
+
+    def start(self, x0: Tensor | None, dim: int | None, keep_shared: bool) -> Tensor | None:
+        """x0, folded; one that everything shares may stay (H)."""
+        if x0 is None or (keep_shared and dim is None and x0.dim() == 1):
+            return x0
+        x0 = self._in_front(x0, dim)
+        return self._fold(x0 if x0.dim() == 3 else x0[:, None].expand(-1, self.B, -1), 0)
 
 
 @torch.library.register_vmap("weft::linear_scan")
@@ -123,7 +140,7 @@ def _linear_scan_vmap(
     transpose: bool = False,
 ) -> tuple[Tensor, int]:
     mapped = _Mapped(info.batch_size, A, in_dims[0], b, in_dims[1])
-    x0 = mapped.fold(x0, in_dims[2] if x0 is not None else None, 0)
+    x0 = mapped.start(x0, in_dims[2] if x0 is not None else None, keep_shared=True)
     x = torch.ops.weft.linear_scan(
         mapped.matrices(keep_shared=True), mapped.fold(b, in_dims[1], 1), x0, reverse=reverse, transpose=transpose
     )
@@ -149,19 +166,27 @@ def _linear_scan_backward_vmap(
         mapped.fold(grad, in_dims[0], 1),
         matrices,
         mapped.fold(x, in_dims[2], 1),
-        mapped.fold(x0, in_dims[3], 0),
+        mapped.start(x0, in_dims[3], keep_shared=False),
         reverse,
         transpose,
         output_mask,
     )
+    dim_of_A = 1
     if grad_A is not None:
-        grad_A = mapped.unfold(grad_A, 1)  # (T, N, B, ...)
+        grad_A = mapped.unfold(grad_A, 1)  # (T or 1, N, B, ...)
         if mapped.shared:
             grad_A = grad_A.sum(2, keepdim=mapped.A.dim() == 5)
+        elif mapped.constant and mapped.A.dim() == 2:
+            grad_A, dim_of_A = grad_A.sum((0, 2)), 0
+        elif mapped.constant and mapped.A.shape[2] == 1:
+            grad_A = grad_A.sum(2, keepdim=True)
     grad_b = None if grad_b is None else mapped.unfold(grad_b, 1)
-    grad_x0 = None if grad_x0 is None else mapped.unfold(grad_x0, 0)
+    if grad_x0 is not None:
+        grad_x0 = mapped.unfold(grad_x0, 0)
+        if x0.dim() - (in_dims[3] is not None) == 1:
+            grad_x0 = grad_x0.sum(1)
     results = (grad_A, grad_b, grad_x0)
-    return results, tuple(None if t is None else dim for t, dim in zip(results, (1, 1, 0), strict=True))
+    return results, tuple(None if t is None else dim for t, dim in zip(results, (dim_of_A, 1, 0), strict=True))
 
 
 def _linear_scan_autocast(
