@@ -1,8 +1,10 @@
 """The scan engine against torch.nn and against the bandwidth of the memory.
 
 ``python -m benchmarks.scan [FILTER]`` measures the table into results/scan.csv: layers with a random gradient at every
-output and gradients for input, h0, c0 and all parameters; `linear_scan` against the bytes it must move; peak memory;
-errors against fp64. FILTER is a substring of the case or the metric.
+output and gradients for input, h0, c0 and all parameters; `linear_scan` against the bytes it must move and, diagonal on
+CUDA, against the package accelerated-scan where it is installed (in that package's own layout, (B, H, T)); peak memory;
+errors against fp64. FILTER is a substring of the case or the metric. ``--tiles 0 16 32`` measures the diagonal scans on
+CUDA by each of these settings of ``weft._C._testing.linear_scan_tiles``, in rows of their own.
 
 ``python -m benchmarks.scan grid`` measures the training step of ``algorithm="auto"`` against torch.nn over sequence
 length, batch and hidden size into results/scan_auto.csv, in random order within ``--minutes``, what this commit has
@@ -12,6 +14,7 @@ not measured first; ``--algorithm scan`` forces that algorithm, to see where it 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +28,7 @@ from weft._rnn.torch_limits import why_not_cudnn
 
 from benchmarks.common import (
     CPU_THREADS,
+    DTYPES,
     RESULTS,
     Candidate,
     Entry,
@@ -98,28 +102,127 @@ def _error_entry(case: LayerCase) -> Entry:
     return Entry(case.name, ("error",), run)
 
 
-def _linear_scan_entry(layout: str, H: int, B: int, T: int, device: str = "cuda") -> Entry:
-    """`linear_scan` against its floor: diagonal reads A and b and writes x once; dense cannot do with less than two
-    reads of A, one to form the chunks' products and one to replay them."""
-    name = case_name(op="linear_scan", device=device, dtype="fp32", layout=layout, H=H, B=B, T=T)
+def _dense_entry(H: int, B: int, T: int) -> Entry:
+    """A dense `linear_scan` against its floor: it cannot do with less than two reads of A, one to form the chunks'
+    products and one to replay them."""
+    name = case_name(op="linear_scan", device="cuda", dtype="fp32", layout="dense", H=H, B=B, T=T)
 
     def run(results: Results) -> list[dict[str, str]]:
         torch.manual_seed(0)
-        b = torch.randn(T, B, H, device=device)
-        if layout == "diagonal":
-            A = torch.rand(T, B, H, device=device)
-        else:
-            A = torch.randn(T, B, H, H, device=device).mul_(0.5 / H**0.5)
-        x0 = torch.randn(B, H, device=device)
+        b = torch.randn(T, B, H, device="cuda")
+        A = torch.randn(T, B, H, H, device="cuda").mul_(0.5 / H**0.5)
+        x0 = torch.randn(B, H, device="cuda")
         x = weft.scan.linear_scan(A, b, x0)
         check_agreement(name, {"x": _residual(A, b, x0, x)}, 1e-5)
-        bytes_moved = 3 * b.nbytes if layout == "diagonal" else 2 * A.nbytes
         del x
-        times = measure({"weft": Candidate(lambda _: weft.scan.linear_scan(A, b, x0))}, device)
-        floor = bytes_moved / copy_bandwidth() * 1e3
+        times = measure({"weft": Candidate(lambda _: weft.scan.linear_scan(A, b, x0))}, "cuda")
+        floor = 2 * A.nbytes / copy_bandwidth() * 1e3
         return [results.put(name, "forward", "ms", times["weft"], "floor", floor)]
 
     return Entry(name, ("forward",), run)
+
+
+DIAGONAL = [
+    # B, H, and lengths for the figure
+    (8, 1536, (2048, 16384, 65536)),
+    (1, 768, (4096, 16384, 65536)),
+    (64, 64, (1024, 4096, 16384)),
+    (256, 16, (256, 1024, 4096)),
+]
+RESIDUALS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+"""A few roundings of every element."""
+
+
+def _diagonal_entry(H: int, B: int, T: int, dtype: str, device: str = "cuda", tiles: int | None = None) -> Entry:
+    """A diagonal `linear_scan` without x0, forward and with the gradients of A and b, against its floor: 3 streams, and
+    5 more for the gradients. On a CPU the floor is measured by torch's own kernels that read and write as much, into
+    memory as fresh."""
+    more = {} if tiles is None else {"tiles": tiles}
+    name = case_name(op="linear_scan", device=device, dtype=dtype, layout="diagonal", H=H, B=B, T=T, **more)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        if tiles is None:
+            return _measure_diagonal(name, H, B, T, dtype, device, results)
+        before = weft._C._testing.linear_scan_tiles(tiles)
+        try:
+            return _measure_diagonal(name, H, B, T, dtype, device, results)
+        finally:
+            weft._C._testing.linear_scan_tiles(before)
+
+    return Entry(name, ("forward", "forward_backward"), run)
+
+
+def _measure_diagonal(name: str, H: int, B: int, T: int, dtype: str, device: str, results: Results) -> list:
+    torch.manual_seed(0)
+    kind = DTYPES[dtype]
+    A = torch.rand(T, B, H, device=device).mul_(0.2).add_(0.8).to(kind).requires_grad_()
+    b, weight = (torch.randn(T, B, H, device=device).to(kind) for _ in range(2))
+    b.requires_grad_()
+
+    def both(scan, A, b, weight):
+        x = scan(A, b)
+        return x, *torch.autograd.grad(x, (A, b), weight)
+
+    x, grad_A, grad_b = both(weft.scan.linear_scan, A, b, weight)
+    with torch.no_grad():
+        errors = {
+            "x": _residual(A, b, torch.zeros_like(b[0]), x),
+            "the gradient of b": _residual_of_gradient(A, weight, grad_b),
+            "the gradient of A": relative_error(grad_A[1:], grad_b[1:] * x[:-1]),
+        }
+    check_agreement(name, errors, RESIDUALS[kind])
+    del x, grad_A, grad_b
+    peer = _accelerated_scan(T) if device == "cuda" else None
+    theirs = None if peer is None else [t.detach().permute(1, 2, 0).contiguous() for t in (A, b, weight)]
+    rows = []
+    for metric, streams in (("forward", 3), ("forward_backward", 8)):
+        with torch.set_grad_enabled(metric == "forward_backward"):
+
+            def candidate(scan, A, b, weight, metric=metric) -> Candidate:
+                if metric == "forward":
+                    return Candidate(lambda _: scan(A, b))
+                return Candidate(lambda _: both(scan, A, b, weight))
+
+            candidates = {"weft": candidate(weft.scan.linear_scan, A, b, weight)}
+            if theirs is not None:
+                leaves = [t.requires_grad_() for t in theirs[:2]]
+                candidates["accelerated-scan"] = candidate(peer, *leaves, theirs[2])
+            if device == "cpu":
+                candidates["floor"] = Candidate(lambda _, metric=metric: _streams(A, b, weight, metric))
+            times = measure(candidates, device)
+        mine = times.pop("weft")
+        if device == "cuda":
+            times["floor"] = streams * b.nbytes / copy_bandwidth() * 1e3
+        rows += [results.put(name, metric, "ms", mine, peer_name, time) for peer_name, time in times.items()]
+    return rows
+
+
+def _streams(A: Tensor, b: Tensor, weight: Tensor, metric: str) -> list[Tensor]:
+    """Two tensors read and one written; with gradients, three more read and two written."""
+    with torch.no_grad():
+        return [A + b] + ([A * weight, b.clone()] if metric == "forward_backward" else [])
+
+
+def _accelerated_scan(T: int):
+    """The peer's function, None where it is not installed or does not take so many steps."""
+    if importlib.util.find_spec("accelerated_scan") is None:
+        print("accelerated-scan is not installed: its rows are left out")
+        return None
+    if T & (T - 1) or not 32 <= T <= 65536:
+        return None
+    from accelerated_scan.warp import scan
+
+    return scan
+
+
+def _residual_of_gradient(A: Tensor, weight: Tensor, gradient: Tensor) -> float:
+    """How far the gradient of b is from lambda[t] = A[t+1] lambda[t+1] + weight[t]."""
+    worst = relative_error(gradient[-1], weight[-1])
+    for part in torch.arange(A.shape[0] - 1, device="cpu").chunk(max(1, A.nbytes // 2**28)):
+        start, stop = int(part[0]), int(part[-1]) + 1
+        expected = A[start + 1 : stop + 1] * gradient[start + 1 : stop + 1] + weight[start:stop]
+        worst = max(worst, relative_error(gradient[start:stop], expected))
+    return worst
 
 
 def _residual(A: Tensor, b: Tensor, x0: Tensor, x: Tensor) -> float:
@@ -138,9 +241,11 @@ def _residual(A: Tensor, b: Tensor, x0: Tensor, x: Tensor) -> float:
     return worst
 
 
-def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
+def table(device: str, algorithm: str = "auto", tiles: Sequence[int | None] = (None,)) -> Iterator[Entry]:
     """Every entry of the table that runs on this device."""
     if device == "cpu":
+        for dtype in ("fp32", "bf16"):
+            yield _diagonal_entry(256, 8, 4096, dtype, device="cpu")
         for cell in ("rnn_tanh", "gru"):
             yield _layer_entry(LayerCase(cell, 20, 16, 1000, device="cpu", algorithm=algorithm))
             yield _error_entry(LayerCase(cell, 20, 16, 1000, device="cpu", algorithm=algorithm))
@@ -155,8 +260,14 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
     for cell, H in (("rnn_tanh", 64), ("rnn_tanh", 128), ("gru", 64), ("gru", 128), ("lstm", 64)):
         yield _layer_entry(LayerCase(cell, H, 16, 10000, algorithm=algorithm))
         yield _error_entry(LayerCase(cell, H, 16, 1000, algorithm="scan"))
-    yield _linear_scan_entry("diagonal", 1536, 8, 65536)
-    yield _linear_scan_entry("dense", 20, 16, 30000)
+    for setting in tiles:
+        for B, H, lengths in DIAGONAL:
+            for T in lengths:
+                yield _diagonal_entry(H, B, T, "fp32", tiles=setting)
+        for dtype in ("bf16", "fp16"):
+            for B, H, T in ((8, 1536, 16384), (8, 1536, 65536), (1, 768, 65536)):
+                yield _diagonal_entry(H, B, T, dtype, tiles=setting)
+    yield _dense_entry(20, 16, 30000)
     for cell in GATES:
         yield _memory_entry(LayerCase(cell, 20, 16, 30000, algorithm=algorithm))
         yield _memory_entry(LayerCase(cell, 64, 16, 30000, algorithm="scan"))
@@ -169,7 +280,7 @@ def run_table(options: argparse.Namespace) -> None:
     results = Results(options.output or RESULTS / "scan.csv")
     failures: list[str] = []
     for device in options.devices:
-        entries = [entry for entry in table(device, options.algorithm) if entry.matches(options.filter)]
+        entries = [entry for entry in table(device, options.algorithm, options.tiles) if entry.matches(options.filter)]
         failures += run_entries(entries, results)
     exit_with(failures)
 
@@ -251,6 +362,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("filter", nargs="?", default="", help="substring of case or metric; `grid`: the grid")
     parser.add_argument("--algorithm", default="auto", help='of Weft\'s layers (default "auto")')
     parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
+    parser.add_argument("--tiles", nargs="+", type=int, default=(None,), help="settings of the diagonal scan (CUDA)")
     parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
     grid = parser.add_argument_group("grid")
     grid.add_argument("--minutes", type=float, default=8.0, help="budget of wall clock (default 8)")

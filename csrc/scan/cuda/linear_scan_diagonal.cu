@@ -14,16 +14,14 @@
 //   products    every chunk's product of A and its value from a zero state, all chunks in parallel;
 //   boundaries  every chunk's start, in order, one warp per 32 channels;
 //   replay      the one-pass kernel from those starts, all chunks in parallel.
-// A product overflows or underflows where the recurrence itself does not, and a chunk's product and value may cancel to
-// something far smaller than either. So products have at least twice the digits of the state (double for float, a pair
-// of doubles for double), a product has a 64-bit power of two of its own, and a value comes with a bound of the terms
-// that make it up. The boundaries' kernel runs a chunk again, step by step, where a finite state leads to one that is
-// not finite or that is too small, beside the terms, to have all its digits.
+// The boundaries' kernel runs a chunk again, step by step, where its total (diagonal_totals.cuh) cannot say what
+// follows a state.
 #include <algorithm>
 
 #include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
 #include "common/launch.cuh"
+#include "scan/cuda/diagonal_totals.cuh"
 #include "scan/cuda/linear_scan.h"
 
 namespace weft::scan {
@@ -141,135 +139,6 @@ class Source {
   int64_t stride_;
   int first_row_, bytes_, offset_;
 };
-
-// A number with at least twice the digits of Acc. A sum or a product of two of them is off by 2^-kDigits of the terms.
-template <typename Acc>
-struct Wide;
-template <>
-struct Wide<float> {
-  static constexpr double kDigits = 53;
-  double hi;
-};
-template <>
-struct Wide<double> {
-  static constexpr double kDigits = 103;
-  double hi, lo;  // |lo| is at most half a unit in the last place of hi
-};
-
-// How far a state may be off, in units of its size or of its dtype's least normal number: a quarter of its own
-// rounding.
-template <typename Acc>
-struct Kept;
-template <>
-struct Kept<float> {
-  static constexpr double kDigits = 26, kLeast = 0x1p-126;
-};
-template <>
-struct Kept<double> {
-  static constexpr double kDigits = 55, kLeast = 0x1p-1022;
-};
-
-// a + b exactly, and as a pair, for |a| >= |b|.
-__device__ Wide<double> ordered_sum(double a, double b) {
-  const double sum = __dadd_rn(a, b);
-  return {sum, __dadd_rn(b, -__dadd_rn(sum, -a))};
-}
-
-// The same for any order.
-__device__ Wide<double> exact_sum(double a, double b) {
-  const double sum = __dadd_rn(a, b), b_part = __dadd_rn(sum, -a), a_part = __dadd_rn(sum, -b_part);
-  return {sum, __dadd_rn(__dadd_rn(a, -a_part), __dadd_rn(b, -b_part))};
-}
-
-__device__ Wide<float> product(const Wide<float>& w, double factor) {
-  return {__dmul_rn(w.hi, factor)};
-}
-__device__ Wide<double> product(const Wide<double>& w, double factor) {
-  const double main = __dmul_rn(w.hi, factor);
-  return ordered_sum(main, fma(w.lo, factor, fma(w.hi, factor, -main)));
-}
-
-__device__ Wide<float> sum(const Wide<float>& a, const Wide<float>& b) {
-  return {__dadd_rn(a.hi, b.hi)};
-}
-__device__ Wide<double> sum(const Wide<double>& a, const Wide<double>& b) {
-  const Wide<double> high = exact_sum(a.hi, b.hi), low = exact_sum(a.lo, b.lo);
-  const Wide<double> part = ordered_sum(high.hi, __dadd_rn(high.lo, low.hi));
-  return ordered_sum(part.hi, __dadd_rn(part.lo, low.lo));
-}
-
-__device__ Wide<float> multiply_add(float a, const Wide<float>& w, float b) {
-  return {fma(double(a), w.hi, double(b))};
-}
-__device__ Wide<double> multiply_add(double a, const Wide<double>& w, double b) {
-  return sum(product(w, a), Wide<double>{b, 0});
-}
-
-__device__ void scale(Wide<float>& w, int e) {
-  w.hi = scalbn(w.hi, e);
-}
-__device__ void scale(Wide<double>& w, int e) {
-  w.hi = scalbn(w.hi, e);
-  w.lo = scalbn(w.lo, e);
-}
-
-// The power of two that brings a normal number into [0.5, 1); 0 for zero, inf and NaN.
-__device__ int exponent(double v) {
-  const int field = int(__double_as_longlong(v) >> 52) & 0x7ff;
-  return field == 0 || field == 0x7ff ? 0 : field - 1022;
-}
-
-// 2^e for |e| <= 1022
-__device__ double power_of_two(int e) {
-  return __longlong_as_double(int64_t(1023 + e) << 52);
-}
-
-// A factor as m * 2^e with |m| in [0.5, 1). A float is one as it is: four of them stay far inside the range of a
-// double.
-struct Factor {
-  double m;
-  int e;
-};
-__device__ Factor split(float a) {
-  return {a, 0};
-}
-__device__ Factor split(double a) {
-  const bool tiny = fabs(a) < 0x1p-1000;
-  const double m = tiny ? a * 0x1p200 : a;
-  const int e = exponent(m);
-  // Two factors, because 2^-e alone may be subnormal.
-  return {m * power_of_two(-e / 2) * power_of_two(-e - -e / 2), e - (tiny ? 200 : 0)};
-}
-
-// m * 2^e with |m.hi| in [0.5, 1) after normalise(), or m zero, inf or NaN.
-template <typename Acc>
-struct Product {
-  Wide<Acc> m{1};
-  int64_t e = 0;
-
-  __device__ void multiply(Acc a) {
-    const Factor f = split(a);
-    m = product(m, f.m);
-    e += f.e;
-  }
-  __device__ void normalise() {
-    const int by = exponent(m.hi);
-    e += by;
-    const double factor = power_of_two(-by);
-    m.hi *= factor;
-    if constexpr (sizeof(Acc) == 8) m.lo *= factor;
-  }
-  __device__ Wide<Acc> apply(Acc x) const {
-    const Factor f = split(x);
-    Wide<Acc> result = product(m, f.m);
-    const int64_t shift = e + f.e;
-    scale(result, int(shift > 100000 ? 100000 : shift < -100000 ? -100000 : shift));
-    return result;
-  }
-};
-
-// Between two calls of normalise() the mantissa cannot leave the range of a double.
-constexpr int kFactorsPerNormalise = 4;
 
 // What the chunks leave for each other: (chunk, channel), channel fastest.
 struct Chunks {

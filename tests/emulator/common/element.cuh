@@ -1,11 +1,17 @@
-// Element types of what runs on a processor: without the half types, whose headers are CUDA's.
+// Element types: bfloat16 as a type of the processor's.
 #pragma once
 #include <type_traits>
 
+#include "emulator.h"
+
 namespace weft {
 
+struct BFloat16 {
+  uint16_t bits;
+};
+
 template <typename T>
-using State = T;
+using State = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 inline float to_state(float x) {
   return x;
@@ -13,9 +19,18 @@ inline float to_state(float x) {
 inline double to_state(double x) {
   return x;
 }
+inline float to_state(BFloat16 x) {
+  return __uint_as_float(uint32_t(x.bits) << 16);
+}
+
 template <typename T>
-T from_state(State<T> x) {
-  return x;
+inline T from_state(State<T> x) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const uint32_t bits = __float_as_uint(x);
+    return {uint16_t(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};
+  } else {
+    return x;
+  }
 }
 
 }  // namespace weft

@@ -1,0 +1,130 @@
+// Launches of the diagonal scan by tiles; what the kernels do is in diagonal_tiles.cuh.
+#include "scan/cuda/diagonal_tiles.cuh"
+
+#include <algorithm>
+
+#include "common/integers.h"
+#include "common/launch.cuh"
+#include "scan/cuda/linear_scan.h"
+
+namespace weft::scan {
+namespace {
+
+// Thresholds. Steps are halved down to kLeastSteps where there are fewer tiles, or blocks, per SM.
+constexpr int kLeastSteps = 8;
+constexpr int64_t kTilesPerSm = 6;
+constexpr int kLeastBlocksPerSm = 2, kMostBlocksPerSm = 3;
+
+template <typename T, bool kGradients>
+__global__ void __launch_bounds__(kTileThreads, kMostBlocksPerSm) tiles_kernel(const __grid_constant__ Tiles tiles) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  run_tiles<T, kGradients>(tiles, memory);
+}
+
+// The sum of what the chunks have added to each channel.
+template <typename Acc>
+__global__ void __launch_bounds__(128) sum_chunks_kernel(const Acc* parts, int64_t chunks, int64_t channels, Acc* to) {
+  const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
+  if (channel >= channels) return;
+  double sum = 0;
+#pragma unroll 8
+  for (int64_t k = 0; k < chunks; ++k) sum += parts[k * channels + channel];
+  to[channel] = Acc(sum);
+}
+
+template <typename T, bool kGradients>
+void run(DiagonalGradients g, int most_steps, const Workspace& workspace, cudaStream_t stream) {
+  LinearScan& s = g.scan;
+  const int64_t H = s.H, size = int64_t(sizeof(T));
+  // Rows that lie end to end are one.
+  auto together = [&](const void* p, int64_t stride) { return p == nullptr || stride == H; };
+  if (s.B == 1 || (s.A_b == H && s.b_b == H && together(s.out, s.out_b) && together(s.x0, s.x0_b) &&
+                   together(g.x, g.x_b) && together(g.x0, g.x0_b) && (g.summed || together(g.grad_A, g.grad_A_b)))) {
+    s.H *= s.B;
+    s.B = 1;
+  }
+  auto aligned = [&](const void* base, int64_t stride_t, int64_t stride_b) {
+    return base == nullptr || (reinterpret_cast<uintptr_t>(base) % 16 == 0 && (s.T == 1 || stride_t * size % 16 == 0) &&
+                               (s.B == 1 || stride_b * size % 16 == 0));
+  };
+  using S = TileShape<T>;
+  Tiles tiles{};
+  tiles.pieces = s.H * size % 16 == 0 && aligned(s.A, s.A_t, s.A_b) && aligned(s.b, s.b_t, s.b_b) &&
+                 aligned(s.out, s.out_t, s.out_b) && aligned(g.x, g.x_t, g.x_b) && aligned(g.x0, 0, g.x0_b) &&
+                 (g.summed || aligned(g.grad_A, g.grad_A_t, g.grad_A_b));
+  tiles.slabs_per_row = ceil_div(s.H, S::kWidth);
+  tiles.slabs = s.B * tiles.slabs_per_row;
+  const DeviceLimits& device = device_limits();
+  const int64_t sms = device.sm_count;
+  auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(kTileWarps) * steps); };
+  // The system takes 1 KB of each block's shared memory.
+  auto blocks = [&](int steps) {
+    return device.max_shared_per_block / (tile_shared_bytes<T>(steps, kGradients) + 1024);
+  };
+  int steps = most_steps;
+  while (steps > kLeastSteps &&
+         (tiles.slabs * chunks(steps) < kTilesPerSm * sms || blocks(steps) < kLeastBlocksPerSm)) {
+    steps /= 2;
+  }
+  // As even as can be; a short T is one chunk of a few steps per warp.
+  tiles.chunks = chunks(steps);
+  tiles.steps = int(ceil_div(s.T, kTileWarps * tiles.chunks));
+  const int64_t shared = tile_shared_bytes<T>(tiles.steps, kGradients), all = tiles.slabs * tiles.chunks;
+  const int64_t resident = sms * std::clamp<int64_t>(blocks(tiles.steps), 1, kMostBlocksPerSm);
+  tiles.carry = tiles.slabs >= resident;
+
+  const bool sums = g.summed && g.grad_A != nullptr, apart = sums && tiles.chunks > 1;
+  const int64_t counts = tiles.chunks > 1 ? 16 + ceil_div(4 * all, 16) * 16 : 0;
+  const int64_t words = tiles.chunks > 1 ? all * S::kWidth * (tiles.carry ? 1 : S::kWords) * 8 : 0;
+  const int64_t channels = s.B * s.H, parts = apart ? tiles.chunks * channels * int64_t(sizeof(State<T>)) : 0;
+  if (counts + words + parts > 0) {
+    char* const memory = static_cast<char*>(workspace(size_t(counts + words + parts)));
+    if (tiles.chunks > 1) {
+      tiles.counter = reinterpret_cast<unsigned long long*>(memory);
+      tiles.status = reinterpret_cast<uint32_t*>(memory + 16);
+      tiles.words = reinterpret_cast<double*>(memory + counts);
+      cuda_check(cudaMemsetAsync(memory, 0, size_t(counts), stream), "linear_scan_diagonal_tiles");
+    }
+    tiles.sums = memory + counts + words;
+  }
+  if (sums && !apart) tiles.sums = g.grad_A;
+  tiles.problem = g;
+  launch(kGradients ? "linear_scan_diagonal_gradients" : "linear_scan_diagonal_tiles", tiles_kernel<T, kGradients>,
+         Grid(tiles.chunks > 1 ? std::min(all, resident) : all), dim3(kTileThreads), size_t(shared), stream, tiles);
+  if (apart) {
+    using Acc = State<T>;
+    launch("linear_scan_diagonal_sums", sum_chunks_kernel<Acc>, Grid(ceil_div(channels, 128)), dim3(128), 0, stream,
+           static_cast<const Acc*>(tiles.sums), tiles.chunks, channels, static_cast<Acc*>(g.grad_A));
+  }
+}
+
+template <bool kGradients>
+void run_any(const DiagonalGradients& g, int most_steps, const Workspace& workspace, cudaStream_t stream) {
+  if (g.scan.T == 0 || g.scan.B == 0 || g.scan.H == 0) return;
+  switch (g.scan.dtype) {
+    case DType::f16:
+      return run<__half, kGradients>(g, most_steps, workspace, stream);
+    case DType::bf16:
+      return run<__nv_bfloat16, kGradients>(g, most_steps, workspace, stream);
+    case DType::f32:
+      return run<float, kGradients>(g, most_steps, workspace, stream);
+    case DType::f64:
+      return run<double, kGradients>(g, most_steps, workspace, stream);
+  }
+}
+
+}  // namespace
+
+void linear_scan_diagonal_tiles(const LinearScan& scan, int most_steps, const Workspace& workspace,
+                                cudaStream_t stream) {
+  DiagonalGradients forward{};
+  forward.scan = scan;
+  run_any<false>(forward, most_steps, workspace, stream);
+}
+
+void linear_scan_diagonal_gradients(const DiagonalGradients& problem, int most_steps, const Workspace& workspace,
+                                    cudaStream_t stream) {
+  run_any<true>(problem, most_steps, workspace, stream);
+}
+
+}  // namespace weft::scan

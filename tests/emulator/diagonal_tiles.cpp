@@ -1,0 +1,88 @@
+// The tiles of csrc/scan/cuda/diagonal_tiles.cuh: a scan or its gradients by blocks of any speed. The caller compares.
+#include "emulator.h"
+
+inline emulator::Brought brought(uint32_t x) {
+  return emulator::gather(&x, 1);
+}
+inline void __syncwarp() {
+  brought(0);
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+  const emulator::Brought all = brought(x);
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= all[i][0] << i;
+  return bits;
+}
+inline int __ffs(int x) {
+  return __builtin_ffs(x);
+}
+inline double __dadd_rn(double a, double b) {
+  return a + b;
+}
+inline double __dmul_rn(double a, double b) {
+  return a * b;
+}
+inline double __longlong_as_double(int64_t x) {
+  double y;
+  std::memcpy(&y, &x, 8);
+  return y;
+}
+inline int64_t __double_as_longlong(double x) {
+  int64_t y;
+  std::memcpy(&y, &x, 8);
+  return y;
+}
+using std::isfinite;
+
+#include "scan/cuda/diagonal_tiles.cuh"
+
+namespace {
+
+using namespace weft::scan;
+
+Tiles tiles;
+
+template <typename T, bool kGradients>
+void kernel() {
+  run_tiles<T, kGradients>(tiles, emulator::current->block->shared);
+}
+
+}  // namespace
+
+// Lays out a problem of merged rows as the launcher does, and runs it. `sums`: (chunks, B, H).
+extern "C" int64_t chunks_of(int64_t T, int steps) {
+  return (T + kTileWarps * steps - 1) / (kTileWarps * steps);
+}
+
+extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps, bool pieces, bool carry, int blocks,
+                    int favour, void* sums, unsigned seed) {
+  using T = std::conditional_t<SIZE == 2, weft::BFloat16, std::conditional_t<SIZE == 4, float, double>>;
+  using S = TileShape<T>;
+  weft::when.seed(seed);
+  weft::copies.clear();
+  put_by.clear();
+  favoured = favour;
+  tiles = {};
+  tiles.problem = *problem;
+  const LinearScan& scan = problem->scan;
+  tiles.slabs_per_row = (scan.H + S::kWidth - 1) / S::kWidth;
+  tiles.slabs = scan.B * tiles.slabs_per_row;
+  tiles.chunks = chunks_of(scan.T, steps);
+  tiles.steps = steps;
+  tiles.pieces = pieces;
+  tiles.carry = carry;
+  const int64_t all = tiles.slabs * tiles.chunks;
+  std::vector<uint32_t> statuses(all);
+  std::vector<double> words(all * S::kWidth * S::kWords);  // zero is a total like any other
+  unsigned long long counter = 0;
+  if (tiles.chunks > 1) {
+    tiles.counter = &counter;
+    tiles.status = statuses.data();
+    tiles.words = words.data();
+  } else {
+    blocks = int(all);
+  }
+  tiles.sums = sums;
+  emulator::launch(gradients ? kernel<T, true> : kernel<T, false>, blocks, kTileThreads, 1,
+                   size_t(tile_shared_bytes<T>(steps, gradients)), seed);
+}

@@ -1,0 +1,120 @@
+"""The diagonal scan by tiles on CUDA: what test_linear_scan.py asks of diagonal scans, and sizes around a tile's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import weft
+from weft.scan import linear_scan
+
+from tests.common import BOUNDS, DTYPES, assert_close, poisoned
+from tests.scan import test_linear_scan as whole
+from tests.scan.samples import CONSTANT
+from tests.scan.samples import LinearScan as Sample
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True, params=[8, 32], ids=lambda steps: f"steps{steps}")
+def _tiles(request):
+    before = weft._C._testing.linear_scan_tiles(request.param)
+    yield
+    weft._C._testing.linear_scan_tiles(before)
+
+
+SAMPLES = [
+    *(s for s in whole.SAMPLES if s.diagonal),
+    # One tile, its edge, some tiles of each of many slabs, many of one, and more slabs than blocks run.
+    *(
+        Sample(T, 2, H, "diagonal", x0=H > 31, reverse=T % 2 == 0)
+        for T in (63, 64, 65, 256, 257)
+        for H in (31, 64, 200)
+    ),
+    Sample(2048, 3, 100, "diagonal", x0=False, reverse=True),
+    Sample(50_000, 1, 5, "diagonal"),
+    Sample(600, 5, 9000, "diagonal"),
+    *(Sample(5000, 2, 100, layout, reverse=layout == "constant") for layout in CONSTANT),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sample", SAMPLES, ids=str)
+def test_agrees_and_repeats(sample: Sample, dtype: torch.dtype) -> None:
+    inputs = sample.inputs(dtype, "cuda")
+    weight = torch.randn(inputs[1].shape, dtype=torch.float64).to("cuda", dtype)
+    with poisoned():
+        x, got = whole.run(inputs, sample.flags, weight)
+    x_again, again = whole.run(inputs, sample.flags, weight)
+    # The CPU's kernels, which test_linear_scan.py holds against plain torch, in fp64.
+    x_want, want = whole.run(whole.wide(*inputs), sample.flags, weight.cpu().double())
+    assert_close(x, x_want)
+    whole.gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
+    assert torch.equal(x, x_again)
+    for g, other in zip(got, again, strict=True):
+        assert torch.equal(g, other)
+
+
+@pytest.mark.parametrize("view", [whole._every_second, whole._batch_first, whole._off_by_one, whole._inner])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides(view, dtype: torch.dtype) -> None:
+    whole.test_strides(view, "diagonal", dtype, "cuda")
+
+
+@pytest.mark.parametrize("needed", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
+@pytest.mark.parametrize("layout", ["diagonal", *CONSTANT])
+def test_only_the_needed_gradients(layout: str, needed: tuple) -> None:
+    inputs = Sample(700, 3, 20, layout).inputs(torch.float64, "cuda")
+    leaves = [t.requires_grad_(bool(n)) for t, n in zip(inputs, needed, strict=True)]
+    wanted = [t for t in leaves if t.requires_grad]
+    on_cpu = [t.detach().cpu().requires_grad_(t.requires_grad) for t in leaves]
+    got = torch.autograd.grad(linear_scan(*leaves).square().sum(), wanted)
+    want = torch.autograd.grad(linear_scan(*on_cpu).square().sum(), [t for t in on_cpu if t.requires_grad])
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w, 1e-12)
+
+
+@pytest.mark.parametrize("where", ["A", "b", "x0"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_row_stays_alone(where: str, bad: float) -> None:
+    whole.test_a_bad_row_stays_alone(where, bad, "diagonal", "cuda")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("kind", whole.CHAOS)
+def test_chaotic_states(kind: str, reverse: bool) -> None:
+    for T, B, H in [(10_000, 2, 6), (3_000, 1, 20), (700, 2, 40)]:
+        whole.test_chaotic_states(T, B, H, kind, "diagonal", reverse, "cuda")
+
+
+@pytest.mark.parametrize("kind", ["up", "down", "both", "zeros"])
+def test_chaotic_gradients(kind: str) -> None:
+    whole.test_chaotic_gradients(10_000, 1, 6, kind, "diagonal", "cuda")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "case", [c for c in whole.CANCELLING if c[4] == "diagonal"], ids=lambda c: "-".join(map(str, c))
+)
+def test_states_and_gradients_that_cancel(case: tuple, dtype: torch.dtype, reverse: bool) -> None:
+    whole.test_states_and_gradients_that_cancel(case, dtype, reverse, "cuda")
+
+
+def test_graph_replay() -> None:
+    whole.test_graph_replay_of_chaotic_states("diagonal")
+    whole.test_graph_replay_of_states_and_gradients_that_cancel(("fixed", 8192, 2, 40, "diagonal"))
+
+
+def test_two_streams_at_once() -> None:
+    """Tiles of two calls that run side by side do not hear each other."""
+    problems = [Sample(20_000, 1, 64, "diagonal").inputs(torch.float32, "cuda") for _ in range(2)]
+    want = [linear_scan(*p) for p in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    for _ in range(5):
+        found = []
+        for stream, problem in zip(streams, problems, strict=True):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found.append(linear_scan(*problem))
+        torch.cuda.synchronize()
+        assert all(torch.equal(f, w) for f, w in zip(found, want, strict=True))

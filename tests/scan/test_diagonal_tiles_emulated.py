@@ -1,0 +1,201 @@
+"""The diagonal scan by tiles on a processor, by tests/emulator: blocks of any speed, words that arrive late, states
+that are found near or far, totals that cannot say what follows."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from weft.scan import linear_scan_reference
+
+from tests import emulated
+from tests.common import BOUNDS, relative_error
+
+pytestmark = emulated.MARKS
+
+TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+CODES = {2: 1, 4: 2, 8: 3}  # of scan::DType
+
+_pointer, _int = ctypes.c_void_p, ctypes.c_int64
+
+
+class LinearScan(ctypes.Structure):
+    """csrc/scan/linear_scan_args.h, as DiagonalGradients below."""
+
+    _fields_ = [("A", _pointer), *((n, _int) for n in ("A_t", "A_b", "A_row", "A_col")), ("b", _pointer), ("b_t", _int),
+                ("b_b", _int), ("x0", _pointer), ("x0_b", _int), ("out", _pointer),
+                *((n, _int) for n in ("out_t", "out_b", "T", "B", "H")), ("dtype", ctypes.c_int32)]  # fmt: skip
+
+
+class DiagonalGradients(ctypes.Structure):
+    _fields_ = [("scan", LinearScan), ("x", _pointer), ("x_t", _int), ("x_b", _int), ("x0", _pointer), ("x0_b", _int),
+                ("grad_A", _pointer), ("grad_A_t", _int), ("grad_A_b", _int), ("summed", ctypes.c_bool),
+                ("grad_x0", _pointer), ("wide_x0", ctypes.c_bool)]  # fmt: skip
+
+
+class Case(NamedTuple):
+    """Sizes, steps of a warp, what A is (None varies, else its strides are 0 in time) and how it goes."""
+
+    T: int
+    B: int
+    H: int
+    steps: int
+    x0: bool = True
+    constant: bool = False
+    carry: bool = False
+    favour: int = 0
+    kind: str = "tame"
+    offset: int = 0  # elements that addresses are off any alignment
+
+
+def address(t: Tensor, *index: int) -> int:
+    return t.data_ptr() + sum(i * s for i, s in zip(index, t.stride(), strict=True)) * t.element_size()
+
+
+def off(t: Tensor, offset: int) -> Tensor:
+    """A copy that begins so many elements into its memory, with NaN around it."""
+    n = t[0].numel()
+    memory = torch.full((offset + t.numel() + 2 * n,), torch.nan, dtype=t.dtype)
+    inner = memory[offset + n : offset + n + t.numel()].view(t.shape)
+    return inner.copy_(t)
+
+
+def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Step-by-step finite; "cancels": products and offsets cancel; "bad": one channel becomes NaN in the middle."""
+    T, B, H = case.T, case.B, case.H
+    A = torch.rand(1 if case.constant else T, B, H).add(0.2)
+    b, x0 = torch.randn(T, B, H), torch.randn(B, H)
+    if case.kind == "cancels":
+        A[..., ::2], b[..., ::2], x0[..., ::2] = 2, -1, 1
+    elif case.kind == "bad":
+        b[T // 2, 0, 0] = torch.nan
+    elif case.kind == "swings":
+        A[..., 0] = torch.where((torch.arange(T) // 60) % 2 == 0, 8.0, 0.125)[: A.shape[0], None]
+        b[..., 0], x0[..., 0] = 0, 1e-27
+    if not case.x0 and not case.constant:
+        A[0] = torch.nan
+    return A.to(dtype), b.to(dtype), x0.to(dtype) if case.x0 else None
+
+
+def run(
+    library: ctypes.CDLL, problem: DiagonalGradients, case: Case, size: int, sums: Tensor | None, seed: int
+) -> None:
+    """The scan, or with `sums`, (chunks, B, H), the gradients."""
+    pieces = case.offset == 0 and case.H * size % 16 == 0
+    to = None if sums is None else ctypes.c_void_p(sums.data_ptr())
+    library.run(ctypes.byref(problem), sums is not None, case.steps, pieces, case.carry, 3, case.favour, to, seed)
+
+
+def close(got: Tensor, want: Tensor, bound: float) -> bool:
+    """Channel by channel, and NaN where there is NaN."""
+    if not torch.equal(got.isnan(), want.isnan()):
+        return False
+    channels = zip(*(t.nan_to_num().permute(1, 2, 0).flatten(0, 1) for t in (got, want)), strict=True)
+    return all(relative_error(g, w) <= bound for g, w in channels)
+
+
+def forward(library: ctypes.CDLL, case: Case, size: int, seed: int) -> None:
+    dtype = TYPES[size]
+    torch.manual_seed(seed)
+    A, b, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
+    results = []
+    for again in range(2):
+        out = off(torch.full_like(b, torch.nan), case.offset)
+        scan = LinearScan(A=A.data_ptr(), A_t=0 if case.constant else A.stride(0), A_b=A.stride(1), A_row=1,
+                          b=b.data_ptr(), b_t=b.stride(0), b_b=b.stride(1), x0=None if x0 is None else x0.data_ptr(),
+                          x0_b=case.H, out=out.data_ptr(), out_t=out.stride(0), out_b=out.stride(1), T=case.T, B=case.B,
+                          H=case.H, dtype=CODES[size])  # fmt: skip
+        run(library, DiagonalGradients(scan=scan), case, size, None, 2 * seed + again)
+        results.append(out)
+    want = linear_scan_reference(A.double().expand(b.shape), b.double(), None if x0 is None else x0.double())
+    assert close(results[0], want, 4 * BOUNDS[dtype])
+    assert torch.equal(results[0].nan_to_num(), results[1].nan_to_num()), "other bits"
+
+
+def gradients(library: ctypes.CDLL, case: Case, size: int, seed: int) -> None:
+    """Of a scan that runs forward: the order of processing is the other."""
+    dtype, wide = TYPES[size], torch.float64 if size == 8 else torch.float32
+    torch.manual_seed(seed)
+    T, B, H = case.T, case.B, case.H
+    A, grad, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
+    x, grad_A, grad_b = (off(torch.randn(T, B, H).to(dtype), case.offset) for _ in range(3))
+    sums = torch.full((library.chunks_of(ctypes.c_int64(T), case.steps), B, H), torch.nan, dtype=wide)
+    grad_x0 = torch.full((B, H), torch.nan, dtype=wide)
+    end, step = (T - 1) * B * H * size, 0 if case.constant else B * H
+    start = None if x0 is None else x0.data_ptr()
+    scan = LinearScan(A=A.data_ptr() + T * step * size, A_t=-step, A_b=H, A_row=1, b=grad.data_ptr() + end, b_t=-B * H,
+                      b_b=H, out=grad_b.data_ptr() + end, out_t=-B * H, out_b=H, T=T, B=B, H=H,
+                      dtype=CODES[size])  # fmt: skip
+    problem = DiagonalGradients(scan=scan, x=x.data_ptr() + end - B * H * size, x_t=-B * H, x_b=H, x0=start, x0_b=H,
+                                grad_A=grad_A.data_ptr() + end, grad_A_t=-B * H, grad_A_b=H, summed=case.constant,
+                                grad_x0=None if x0 is None else grad_x0.data_ptr(), wide_x0=True)  # fmt: skip
+    run(library, problem, case, size, sums, seed)
+    zeros = torch.zeros(1, B, H, dtype=torch.float64)
+    after = torch.cat([A.double().expand(T, B, H)[1:], zeros])
+    lambdas = linear_scan_reference(after, grad.double(), reverse=True)
+    want_A = lambdas * torch.cat([zeros if x0 is None else x0.double()[None], x[:-1].double()])
+    assert close(grad_b, lambdas, 4 * BOUNDS[dtype])
+    if case.constant:
+        assert relative_error(sums.sum(0), want_A.sum(0)) <= 1e-5
+    else:
+        assert close(grad_A, want_A, 4 * BOUNDS[dtype])
+        assert x0 is not None or (grad_A[0] == 0).all()
+    if x0 is not None:
+        assert relative_error(grad_x0, A[0].double() * lambdas[0]) <= 1e-5
+
+
+CASES = [
+    Case(1, 1, 8, 1),
+    Case(5, 2, 8, 1, x0=False),
+    Case(100, 1, 40, 4),
+    Case(150, 2, 36, 2, x0=False),
+    Case(150, 2, 36, 2, carry=True),
+    Case(250, 1, 8, 2, favour=1),
+    Case(250, 1, 8, 2, favour=2),
+    Case(130, 2, 7, 4, offset=1),
+    Case(150, 1, 40, 2, constant=True),
+    Case(200, 1, 8, 4, kind="cancels"),
+    Case(200, 1, 8, 4, kind="cancels", carry=True, favour=1),
+    Case(300, 1, 8, 4, kind="swings"),
+    Case(150, 2, 8, 2, kind="bad"),
+    Case(550, 1, 4, 2, favour=1),  # more tiles than a warp looks at
+]
+
+
+def passes(library: ctypes.CDLL, size: int, cases: list[Case]) -> bool:
+    def everything() -> None:
+        signal.alarm(120)  # who waits for what never comes ends, too
+        for number, case in enumerate(cases):
+            forward(library, case, size, number)
+            if case.kind == "tame":
+                gradients(library, case, size, number)
+
+    return emulated.ends_well(everything)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_tiles_on_a_processor(size: int, tmp_path) -> None:
+    assert passes(emulated.build("diagonal_tiles", tmp_path, SIZE=size), size, CASES)
+
+
+FLAWS = {
+    "does not wait for its rows": ("    copy_wait<0>();\n", ""),
+    "publishes before all lanes have put": ("double(x[c]));\n    __syncwarp();\n", "double(x[c]));\n"),
+    "gets before it has seen": ("(((1u << nearest) - 1) & ~any) == 0", "true"),
+    "believes every total": ("known &= total[c].follow(", "total[c].follow("),
+    "believes its own total": ("known &= all[c].follow(", "all[c].follow("),
+    "never runs again": ("if (!warp_total(w, c).follow(warp_roundings(), x)) {", "if (false) {"),
+    "reads an A before the first": ("first_ == 0 && scan_.x0 == nullptr ? 1 : 0", "0"),
+    "starts before the starts are there": ("    __syncthreads();  // the starts of all warps\n", ""),
+    "takes x for x0": ("count_ > 0 ? count_ - 1 : count_", "count_ > 0 ? count_ : count_"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_the_emulator_notices(flaw: str, tmp_path) -> None:
+    folder = emulated.with_flaw("scan/cuda/diagonal_tiles.cuh", *FLAWS[flaw], tmp_path)
+    assert not passes(emulated.build("diagonal_tiles", folder, SIZE=4), 4, CASES)
