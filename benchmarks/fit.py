@@ -2,7 +2,9 @@
 
 ``python -m benchmarks.fit [--minutes 15]`` measures on the GPU at hand and fits: layers by each algorithm into
 results/fit.csv, large products, the stages of the scans, and ways to lay the recurrence out. What it has no time to
-measure, or could not, stays as it was: what the GPU's file says, or what the nearest GPU's says, scaled.
+measure, could not, or does not (linear scans by batched products, sparse chains, the launches of scans in chunks) stays
+as it was: what the GPU's file says, or what the nearest GPU's says, scaled. A second run goes on with the layers where
+the first one stopped.
 
 ``python -m benchmarks.fit --results [GPU]`` fits to the rows of benchmarks/results alone and needs no GPU.
 
@@ -446,10 +448,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gpu = weft._C.gpu_facts(torch.cuda.current_device())
         tables = before(gpu)
         deadline = time.monotonic() + 60 * options.minutes
-        tables["products"] = measured_products()
-        tables.update(stages.tables_of(stages.measured(0.1 * options.minutes), tables))
-        failures = measure_layers(0.45 * options.minutes)
-        tables.update(recurrence_tables((deadline - time.monotonic()) / 60 - 0.5, tables))
+        parts = {
+            "products": lambda: {"products": measured_products()},
+            "scans": lambda: stages.tables_of(stages.measured(0.1 * options.minutes), tables),
+            "recurrence": lambda: recurrence_tables(0.4 * options.minutes, tables),
+        }
+        for name, measured in parts.items():
+            try:
+                tables.update(measured())
+            except RuntimeError as error:  # one part must not cost the others
+                failures.append(f"{name}: {error}")
+        failures += measure_layers((deadline - time.monotonic()) / 60)
     output = options.output or path_of(gpu)
     output.write_text(text_of(gpu, fitted(list(rows(gpu["name"])), tables)), encoding="utf-8")
     print(output)

@@ -549,8 +549,12 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "measured", lambda minutes: scans)
     monkeypatch.setattr(fit, "measure_layers", lambda minutes: ["one: too odd"])
     monkeypatch.setattr(fit, "rows", lambda name: _fast_gpu_rows(2.0))
-    monkeypatch.setattr(geometries, "measure", lambda problems, count, seconds: [])
-    with pytest.raises(SystemExit, match="1 entries failed"):
+
+    def lost(*arguments):
+        raise torch.AcceleratorError("the GPU is lost")
+
+    monkeypatch.setattr(geometries, "measure", lost)
+    with pytest.raises(SystemExit, match="2 entries failed:\nrecurrence: the GPU is lost\none: too odd"):
         fit.main(["--minutes", "1", "--output", str(tmp_path / "half.json")])
     found, tables = _costs.read(tmp_path / "half.json")
     assert found == gpu and tables["products"] == products and "rows" in tables["rnn.scan.gru.32"]["from"]
