@@ -161,6 +161,7 @@ def test_version_and_hints():
     assert version[1] == weft.__version__
     assert f"## [{weft.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
     assert (Path(weft.__file__).parent / "py.typed").exists()
+    assert list((Path(weft.__file__).parent / "costs").glob("*.json"))
 
 
 def test_the_readmes_examples_run(monkeypatch, tmp_path):
