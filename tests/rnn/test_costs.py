@@ -12,7 +12,7 @@ from weft import _costs
 from weft._rnn import choice, costs, tuned
 from weft._rnn.case import Case
 
-from benchmarks import common, fit, rnn, scan
+from benchmarks import common, fit, rnn, scan, stages
 from tests import emulated
 from tests.rnn.planner import Planner
 
@@ -215,3 +215,49 @@ def test_no_plan_is_cheaper_than_the_bound(planner):
                     device=0, dtype=str(dtype)[6:], input_size=1, layers=1, directions=1, packed=False, **sizes
                 )
                 assert costs.persistent_at_least_us(case) <= us["microseconds"]
+
+
+@pytest.mark.cuda
+def test_what_the_driver_tells():
+    facts, properties = weft._C.gpu_facts(0), torch.cuda.get_device_properties(0)
+    assert facts["name"] == properties.name and facts["multiprocessors"] == properties.multi_processor_count
+    assert facts["capability"] == 10 * properties.major + properties.minor
+    assert facts["clock_mhz"] >= 0 and facts["bandwidth_gbs"] >= 0
+    known = {(gpu["name"], gpu["multiprocessors"]) for gpu, _ in map(_costs.read, FILES)}
+    assert _costs.of(0).extrapolated == ((facts["name"], facts["multiprocessors"]) not in known)
+    assert _costs.of(None) == _costs.of(torch.cuda.current_device())
+
+
+@pytest.mark.cuda
+def test_stages_that_are_expected(monkeypatch):
+    """One chunk is a replay alone."""
+    for hidden in (20, 64):
+        sizes = {"device": 0, "cell": "gru", "hidden": hidden, "steps": 10_000, "batch": 2}
+        chunks, expected = weft._C.rnn_scan_expected(**sizes)
+        assert chunks > 1 and min(expected) > 0
+        monkeypatch.setenv("WEFT_RNN_SCAN_CHUNKS", "1")
+        assert weft._C.rnn_scan_expected(**sizes)[0] == 1 and weft._C.rnn_scan_expected(**sizes)[1][:3] == [0, 0, 0]
+        monkeypatch.delenv("WEFT_RNN_SCAN_CHUNKS")
+        for half in (False, True):
+            sizes = {"device": 0, "half": half, "hidden": hidden, "batch": 1}
+            chunks, expected = weft._C.linear_scan_expected(**sizes, steps=10_000)
+            assert chunks > 1 and min(expected) > 0
+            assert weft._C.linear_scan_expected(**sizes, steps=3)[0] == 1
+    with pytest.raises(ValueError, match="hidden must be 1 to 128"):
+        weft._C.linear_scan_expected(device=0, half=False, steps=1, batch=1, hidden=129)
+
+
+@pytest.mark.cuda
+def test_the_parts_of_the_fit_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(stages, "STEPS", 200)
+    monkeypatch.setattr(stages, "MOST_ELEMENTS", 2**20)
+    timed = [*stages.chains(), *stages.linear_scans()]
+    _, tables = _costs.read(FILES[0])
+    assert dict(stages.tables_of(timed, tables)).keys() == stages.NUMBERS.keys()
+    products = fit.measured_products()
+    assert all(0 < us < 1e6 for us in products["chip"].values()) and products["fixed"]["launch"] > 0
+    case = common.LayerCase("gru", 20, 2, 50, inputs=20, algorithm="scan")
+    results = common.Results(tmp_path / "fit.csv")
+    assert {row["metric"] for row in fit.layer_entry(case, ("forward", "forward_backward")).run(results)} == {
+        "forward", "forward_backward"
+    }  # fmt: skip
