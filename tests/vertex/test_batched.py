@@ -378,6 +378,25 @@ class Drawn(weft.VertexFunction):
         v.push(h > values[0])
 
 
+def test_an_input_may_be_called_as_a_parameter():
+    class Named(weft.VertexFunction):
+        def __init__(self):
+            super().__init__(3)
+            self.x = nn.Parameter(torch.ones(3))
+
+        def vertex(self, v):
+            h = torch.tanh(v.pull("x") * self.x + v.gather_sum())
+            v.scatter(h)
+            v.push(h)
+
+    m, graphs = Named(), weft.Graphs.chain([3])
+    for grad in (True, False):
+        x = torch.ones(3, 3, requires_grad=grad)
+        m.x.requires_grad_(not grad)
+        (found,) = torch.autograd.grad(m(graphs, {"x": x}).sum(), x if grad else m.x)
+        assert found.any()
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_functions(seed):
     """Beside the reference, alone or two types in one graph, under all options."""
@@ -500,5 +519,5 @@ def test_traces_for_cuda_are_compiled():
     found = trace(m.vertex, type, {id(p): n for n, p in m.named_parameters()}, [3, 6, 9, 12], lambda name: True)
     assert found.obstacle is None
     assert "native_dropout" not in str(found.program) and "fused" not in str(found.program)
-    plan = compile_traces([found], lambda name: True, (3,), "float32", True, True)
+    plan = compile_traces([found], lambda kind, name: True, (3,), "float32", True, True)
     assert plan.frontiers.forward and plan.frontiers.backward

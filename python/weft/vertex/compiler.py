@@ -68,7 +68,7 @@ class Plan:
 
 def compile_traces(
     traces: Sequence[Trace],
-    requires_grad: Callable[[str], bool],
+    requires_grad: Callable[[str, str], bool],
     state: Sequence[int],
     dtype: str,
     lazy: bool,
@@ -78,7 +78,7 @@ def compile_traces(
 
     Args:
         traces: what was recorded of each.
-        requires_grad: of an input or a tensor of the module, by its name.
+        requires_grad: of an ``input`` or a ``parameter``, any tensor of the module, by its name.
         state: one vertex's state.
         dtype: of the state, ``float32`` or ``float64``.
         lazy: whether what can runs before and after the frontiers.
@@ -140,7 +140,7 @@ class _Shared:
 
 
 class _Compiler:
-    def __init__(self, shared: _Shared, number: int, trace: Trace, requires_grad: Callable[[str], bool]):
+    def __init__(self, shared: _Shared, number: int, trace: Trace, requires_grad: Callable[[str, str], bool]):
         self.shared, self.number, self.program = shared, number, trace.program
         self._dtype, self._lazy, self._state, self._graph = shared.dtype, shared.lazy, shared.state, shared.graph
         self._operations = self.program.operations
@@ -149,12 +149,14 @@ class _Compiler:
         self._inside: set[int] = set()
         self.differentiable = self._with_gradients(requires_grad)
 
-    def _with_gradients(self, requires_grad: Callable[[str], bool]) -> set[int]:
+    def _with_gradients(self, requires_grad: Callable[[str, str], bool]) -> set[int]:
         """Symbols that may have a gradient."""
         symbols = self.program.symbols
-        found = {s for s, info in enumerate(symbols) if info.kind == "parameter" and requires_grad(info.name)}
+        found = {
+            s for s, info in enumerate(symbols) if info.kind == "parameter" and requires_grad("parameter", info.name)
+        }
         for o in self._operations:
-            pulled = o.op == "pull" and requires_grad(ast.literal_eval(o.arguments[0].text))
+            pulled = o.op == "pull" and requires_grad("input", ast.literal_eval(o.arguments[0].text))
             if pulled or (o.op != "aten.detach.default" and not found.isdisjoint(o.reads())):
                 found.update(r for r in o.results if symbols[r].dtype.startswith(("float", "bfloat")))
         return found

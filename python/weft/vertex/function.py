@@ -322,8 +322,8 @@ def _compiled_functions(
     found = kept.get(key)
     if found is None:
 
-        def requires_grad(name: str) -> bool:
-            x = rows[name] if name in rows else state.by_name.get(name)
+        def requires_grad(kind: str, name: str) -> bool:
+            x = rows[name] if kind == "input" else state.by_name.get(name)
             return torch.is_grad_enabled() and x is not None and x.requires_grad
 
         dtype = str(type.state.dtype).removeprefix("torch.")
