@@ -46,7 +46,8 @@ class _Module(nn.Module):
         """The program of the latest call; ``print`` it.
 
         One line per operation, with the shapes of its results and when it runs: before the frontiers (once for all
-        vertices), in them, or after them. N is the number of vertices, E that of children.
+        vertices), in them, or after them. N is the number of vertices, E that of children. Where the call ran batched
+        and something asks for gradients, the derived backward program follows.
 
         Raises:
             RuntimeError: the module was not called yet.
