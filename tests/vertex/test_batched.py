@@ -433,6 +433,8 @@ def test_random_functions(seed):
         ("aten.bmm", lambda m, x, s, a, b: ((x + s)[:, None] @ a[:, :, None])[:, 0].expand(-1, 3)),
         ("aten.sort", lambda m, x, s, a, b: torch.sort(x + s, 1).values),
         ("aten.flip", lambda m, x, s, a, b: (x + s).flip(1)),
+        ("aten.index", lambda m, x, s, a, b: (x + s)[:, [2, 0, 1]]),
+        ("aten.view", lambda m, x, s, a, b: (x + s).view(-1, 1).tanh().view(-1, 3)),
     ],
 )
 def test_explain_names_what_is_not_known(name, f):

@@ -252,6 +252,8 @@ class _Compiler:
             elif o.when == "before" and info.kind == "row" and not self._convertible(o):
                 self.converted[s] = self._input(s)
             else:
+                if not (o.op in _METHODS or self._knows(o)):
+                    raise Unsupported(o.op)
                 # A mask of dropout and the like is made before the frontiers, whatever reads it.
                 reads = [r for r in self._values_read(o) if r not in self.converted]
                 if reads:
@@ -274,9 +276,16 @@ class _Compiler:
             return self.program.symbols[o.results[0]].dtype in (self._dtype, "bool")
         if self._lazy:
             return False
-        if not any(o.op in known for known in (_PRODUCTS, ELEMENTWISE, SHAPED)):
+        if not self._knows(o):
             return False
         return all(self.program.symbols[s].dtype in (self._dtype, "bool") for s in (*o.reads(), *o.results))
+
+    def _knows(self, o: Operation) -> bool:
+        """Whether an operation of torch is known by its name."""
+        if not o.op.startswith("aten."):
+            return False
+        names = (o.op, _out_of_place(o.op))
+        return o.op in _PRODUCTS or o.op in FILLS or any(n in SHAPED or n in ELEMENTWISE for n in names)
 
     def _values_read(self, o: Operation) -> list[int]:
         if o.op in _PRODUCTS:
@@ -545,4 +554,5 @@ def _number(text: str) -> object:
         return text.strip("'")
 
 
+_METHODS = frozenset(("pull", "gather", "children", "repeat", "sum"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))

@@ -202,9 +202,9 @@ ELEMENTWISE: dict[str, Callable] = {
     **_both("eq", _compare("eq")),
     **_both("ne", lambda g, a, b: g.apply("sub", g.constant(1.0), g.apply("eq", _node(g, a), _node(g, b)))),
     # Booleans are 0 and 1.
-    "aten.logical_and.default": _compare("mul"),
-    "aten.logical_or.default": _compare("max"),
-    "aten.logical_not.default": lambda g, x: g.apply("eq", x, g.constant(0.0)),
+    **dict.fromkeys(("aten.logical_and.default", "aten.bitwise_and.Tensor"), _compare("mul")),
+    **dict.fromkeys(("aten.logical_or.default", "aten.bitwise_or.Tensor"), _compare("max")),
+    **dict.fromkeys(("aten.logical_not.default", "aten.bitwise_not.default"), lambda g, x: _compare("eq")(g, x, 0.0)),
     "aten.where.self": lambda g, c, a, b: g.apply("select", c, _node(g, a), _node(g, b)),
     "aten.masked_fill.Scalar": lambda g, x, mask, value: g.apply("select", mask, _node(g, value), x),
     "aten.masked_fill.Tensor": lambda g, x, mask, value: g.apply("select", mask, value, x),
@@ -241,11 +241,8 @@ ELEMENTWISE: dict[str, Callable] = {
 NUMBERS = frozenset(f"aten.{op}.{kind}" for op in ("add", "sub", "rsub") for kind in ("Tensor", "Scalar"))
 """What is not the same on booleans."""
 
-BOOLEAN = {"aten.bitwise_and.Tensor": "mul", "aten.bitwise_or.Tensor": "max"}
+BOOLEAN = frozenset(("aten.bitwise_and.Tensor", "aten.bitwise_or.Tensor", "aten.bitwise_not.default"))
 """What is known of booleans alone."""
-
-ELEMENTWISE.update({name: _compare(op) for name, op in BOOLEAN.items()})
-ELEMENTWISE["aten.bitwise_not.default"] = ELEMENTWISE["aten.logical_not.default"]
 
 
 # Inner shapes: (graph, shapes of the results, arguments) to the columns of the results. ------------------------------

@@ -225,7 +225,7 @@ class _Recorder(TorchDispatchMode):
         shared = op.startswith("aten.") and all(
             self.symbols[s].kind in ("parameter", "constant", "shared") for s in operation.reads()
         )
-        written = tuple(self._define(r, shared, own=op in _OWN) for r in results)
+        written = tuple(self._define(r, op, shared, own=op in _OWN) for r in results)
         self.operations.append(Operation(op, read, named, written))
         reads = iter(operation.reads())
         template = tuple(self._template(a, reads) for a in arguments)
@@ -298,7 +298,7 @@ class _Recorder(TorchDispatchMode):
             elif id(t) not in self._unshared and self._storages[t.untyped_storage()._cdata] > 1:
                 self._stop(f"{func}, which changes a view")
 
-    def _define(self, value: Tensor, shared: bool, own: bool = False) -> int:
+    def _define(self, value: Tensor, op: str, shared: bool, own: bool = False) -> int:
         if id(value) not in self._numbers:
             self._alive.append(value)
         if id(value) not in self._numbers and self.complete and not own:
@@ -309,7 +309,7 @@ class _Recorder(TorchDispatchMode):
         shape = self._shape(value)
         kind = "row" if shape[:1] == ("N",) else "child" if shape[:1] == ("E",) else "shared"
         if kind == "shared" and not shared:
-            self._stop("an operation whose result has no row per vertex")
+            self._stop(f"{op}, whose result has no row per vertex")
         return self._symbol(value, Symbol(shape, _dtype(value), f"%{len(self.symbols)}", kind))
 
     def _symbol(self, value: Tensor, symbol: Symbol) -> int:
@@ -331,7 +331,7 @@ class _Recorder(TorchDispatchMode):
                 name = self.known.get(id(a))
                 self._alive.append(a)
                 if not self.complete:
-                    self._define(a, shared=False)
+                    self._define(a, "", shared=False)
                 elif name is None:
                     name = f"constant{len(self.constants)}"
                     self.constants.append(a)
