@@ -18,6 +18,7 @@ from benchmarks.figures import offload as offload_figures
 from benchmarks.figures import rnn as rnn_figures
 from benchmarks.figures import scan as scan_figures
 from benchmarks.figures import sparse as sparse_figures
+from benchmarks.figures import vertex as vertex_figures
 
 README = ROOT / "README.md"
 RNN_FIGURE = ROOT / "docs" / "images" / "rnn_speedup.svg"
@@ -27,6 +28,7 @@ ROOMS: dict[str, ModuleType] = {
     "rnn": rnn_figures,
     "scan": scan_figures,
     "sparse": sparse_figures,
+    "vertex": vertex_figures,
     "offload": offload_figures,
 }
 # Room, case, metric: one of each kind, beside the worst.

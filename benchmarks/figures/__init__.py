@@ -48,6 +48,8 @@ METRICS = {
     "critical_flops": "the critical path",
     "level_flops": "a level",
     "level_elements": "Jacobians of a level",
+    "schedule": "scheduling of a new batch",
+    "throughput": "throughput",
 }
 PEERS = {
     "gate_activations": "bytes of the gates' activations",
