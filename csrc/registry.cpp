@@ -67,11 +67,13 @@ TORCH_LIBRARY(weft, m) {
   // vertex: csrc/vertex/
   m.def(
       "vertex_frontiers(Tensor[] inputs, Tensor[] matrices, Tensor[] vectors, Tensor schedule, Tensor host_schedule, "
-      "Tensor program, Tensor constants, ScalarType dtype) -> Tensor[]",
+      "Tensor program, float[] constants, SymInt num_vertices, SymInt num_inner, SymInt num_edges, int[] results) -> "
+      "Tensor[]",
       tags);
   m.def(
       "vertex_frontiers_backward(Tensor[] grads, Tensor[] inputs, Tensor[] matrices, Tensor[] vectors, Tensor[] saved, "
-      "Tensor schedule, Tensor host_schedule, Tensor program, Tensor constants, ScalarType dtype) -> Tensor[]",
+      "Tensor schedule, Tensor host_schedule, Tensor program, float[] constants, int[] of_inputs, int[] of_matrices, "
+      "int[] of_vectors, bool overlap) -> Tensor[]",
       tags);
 
   // rnn, in Python: python/weft/_rnn/torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold

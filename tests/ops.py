@@ -26,12 +26,11 @@ import weft  # noqa: F401  registers torch.ops.weft
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-ROOMS = ("offload", "rnn", "scan")
+ROOMS = ("offload", "rnn", "scan", "vertex")
 
 _OF_PATTERNS = "its integers have to fit together, which only a plan makes: tests/sparse and tests/scan"
 OTHERWISE = {
     "torch_rnn": "torch's own kernels: beside torch's layers in tests/rnn",
-    "vertex_frontiers": "its program comes from the tracer alone: tests/vertex",
     "csr_mm": _OF_PATTERNS,
     "csr_sampled_mm": _OF_PATTERNS,
     "csr_transpose": _OF_PATTERNS,

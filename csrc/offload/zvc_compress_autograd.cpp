@@ -3,7 +3,7 @@
 #include <torch/library.h>
 
 #include "common/autograd.h"
-#include "offload/refused_gradient.h"
+#include "common/refused_gradient.h"
 #include "offload/zvc_compress.h"
 
 namespace weft::offload {

@@ -509,6 +509,7 @@ void bind(py::module_& m) {
       .def("layout", &layout)
       .def_property_readonly("num_vertices", number(Schedule::kVertices))
       .def_property_readonly("num_tasks", number(Schedule::kTasks))
+      .def_property_readonly("num_inner", &Schedule::num_inner)
       .def_property_readonly("num_edges", number(Schedule::kEdges))
       .def_property_readonly("num_uses", number(Schedule::kUses))
       .def_property_readonly("max_count", number(Schedule::kMaxCount))
@@ -517,13 +518,14 @@ void bind(py::module_& m) {
   vertex.def("schedule", &schedule, py::call_guard<py::gil_scoped_release>());
   vertex.def(
       "kernel_body",
-      [](const std::vector<int64_t>& code, const std::vector<double>& constants, bool backward, size_t step) {
+      [](const std::vector<int64_t>& code, const std::vector<double>& constants, bool backward, size_t step,
+         bool leaves) {
         const Program program = Program::parse(code, constants);
         const Step& kernel = (backward ? program.backward : program.forward).at(step);
-        return py::make_tuple(kernel_body(program, kernel), kernel.buffers);
+        return py::make_tuple(kernel_body(program, kernel, leaves), kernel.buffers);
       },
       "The source of a step and its buffers, for the tests.", py::arg("code"), py::arg("constants"),
-      py::arg("backward"), py::arg("step"));
+      py::arg("backward"), py::arg("step"), py::arg("leaves"));
   vertex.def("first_beyond",
              [](const Graphs& graphs, const std::vector<int64_t>& limits) { return first_beyond(graphs, limits); });
   vertex.def("first_typed", [](const Graphs& graphs, const std::vector<bool>& wanted) -> int64_t {

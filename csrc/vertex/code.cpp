@@ -1,5 +1,6 @@
 #include "vertex/code.h"
 
+#include <algorithm>
 #include <set>
 #include <stdexcept>
 
@@ -39,7 +40,7 @@ void check(const Program& p, const Step& step, const Instruction& i) {
     require(b >= 0 && b < static_cast<int32_t>(p.buffers.size()) && first >= 0 && first < p.buffers[b].width);
     return p.buffers[b];
   };
-  const bool stores = i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax;
+  const bool stores = i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax || i.op == Op::kScatter;
   if (!stores) require(is_register(i.result));
   switch (i.op) {
     case Op::kLoad:
@@ -59,6 +60,11 @@ void check(const Program& p, const Step& step, const Instruction& i) {
     case Op::kStoreSum:
     case Op::kStoreMax:
       require(is_register(i.a) && buffer(i.b, i.c).width > i.c && step.reduces);
+      break;
+    case Op::kScatter:
+      require(is_register(i.a) && buffer(i.b, i.c).width >= i.c + step.width && !step.reduces && !step.edges);
+      require(i.d >= -1 && p.buffers[i.b].scattered);
+      require((p.buffers[i.b].space == Space::kEdges) == (i.d < 0));
       break;
     case Op::kBegin:
       require(!step.edges);
@@ -80,7 +86,7 @@ void check(const Program& p, const Step& step, const Instruction& i) {
       require(is_register(i.b));
       [[fallthrough]];
     default:
-      require(is_register(i.a));
+      require(is_register(i.a) && !(p.doubles && (i.op == Op::kFloat16 || i.op == Op::kBFloat16)));
   }
 }
 
@@ -88,7 +94,7 @@ std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
   std::set<int32_t> found;
   for (const Instruction& i : step.code) {
     if (i.op == Op::kLoad) found.insert(i.a);
-    if (i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax) found.insert(i.b);
+    if (i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax || i.op == Op::kScatter) found.insert(i.b);
     if (i.op != Op::kUses) continue;
     for (const Use& use : p.tables[i.a]) found.insert(use.buffer);
   }
@@ -102,12 +108,14 @@ std::vector<Step> steps(Reader& in, const Program& p) {
     s.function = in.below(p.functions);
     s.product = in.flag();
     s.edges = in.flag();
+    s.late = in.flag();
     if (s.product) {
       s.source = in.below(buffers);
       s.matrix = in.count();
       s.transposed = in.flag();
       s.target = in.below(buffers);
       s.skips_leaves = in.flag();
+      if (p.buffers[s.source].dtype != p.buffers[s.target].dtype) Reader::fail();
       continue;
     }
     s.width = in.count();
@@ -124,6 +132,62 @@ std::vector<Step> steps(Reader& in, const Program& p) {
   return found;
 }
 
+// Instructions that no store needs are left out. In a loop all is needed: it is empty where there are no children.
+std::vector<Instruction> needed(const std::vector<Instruction>& code) {
+  std::vector<Instruction> kept;
+  std::set<int32_t> read;
+  bool loop = false;
+  for (size_t k = code.size(); k-- > 0;) {
+    const Instruction& i = code[k];
+    if (i.op == Op::kEnd) loop = true;
+    const bool stores = i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax || i.op == Op::kScatter;
+    if (!stores && !loop && !read.contains(i.result)) continue;
+    kept.push_back(i);
+    if (i.op == Op::kBegin) loop = false;
+    const bool operands = stores || i.op == Op::kAccumulate || (i.op >= Op::kNeg && i.op <= Op::kSelect);
+    if (!stores && !loop && i.op != Op::kAccumulate && i.op != Op::kEnd) read.erase(i.result);
+    if (i.op == Op::kEnd || i.op == Op::kAccumulate) read.insert(i.result);
+    if (!operands) continue;
+    read.insert(i.a);
+    if (stores || i.op == Op::kAccumulate || i.op < Op::kAdd) continue;
+    read.insert(i.b);
+    if (i.op == Op::kSelect) read.insert(i.c);
+  }
+  return {kept.rbegin(), kept.rend()};
+}
+
+// What kernels do at vertices without children: what is gathered, and products of nothing else, are zero, and inner
+// rows are not there.
+void specialise_for_leaves(Program& p) {
+  std::vector<char> zero(p.buffers.size()), read(p.buffers.size());
+  for (const auto* list : {&p.forward, &p.backward}) {
+    for (const Step& s : *list) {
+      if (s.product && !s.skips_leaves) read[s.source] = 1;
+    }
+  }
+  for (const MatrixGradient& g : p.matrix_gradients) {
+    if (!g.skips_leaves) read[g.source] = 1;
+  }
+  for (Step& s : p.forward) {
+    if (!s.product || !s.skips_leaves || s.edges) continue;
+    zero[s.target] = 1;
+    s.zeroes_leaves = p.buffers[s.target].space != Space::kInner && read[s.target];
+  }
+  for (auto* list : {&p.forward, &p.backward}) {
+    for (Step& s : *list) {
+      for (Instruction i : s.code) {
+        if (i.op == Op::kStore && p.buffers[i.b].space == Space::kInner) continue;
+        const auto access = static_cast<Access>(i.c);
+        if (i.op == Op::kLoad && (access == Access::kGather || access == Access::kChild || zero[i.a])) {
+          i = {Op::kZero, i.result, 0, 0, 0, 0};
+        }
+        s.leaf_code.push_back(i);
+      }
+      s.leaf_code = needed(s.leaf_code);
+    }
+  }
+}
+
 }  // namespace
 
 Program Program::parse(std::span<const int64_t> code, std::span<const double> constants) {
@@ -136,12 +200,17 @@ Program Program::parse(std::span<const int64_t> code, std::span<const double> co
   for (Buffer& b : p.buffers) {
     b.space = static_cast<Space>(in.below(static_cast<int64_t>(Space::kVector) + 1));
     b.width = in.count();
+    b.dtype = static_cast<Dtype>(in.below(static_cast<int64_t>(Dtype::kFloat64) + 1));
+    b.scattered = in.flag();
     b.index = in.count();
     b.backward = in.flag();
     b.saved = in.flag();
   }
   const auto buffers = static_cast<int64_t>(p.buffers.size());
   if (p.state >= buffers) Reader::fail();
+  const auto is_double = [](const Buffer& b) { return b.dtype == Dtype::kFloat64; };
+  p.doubles = std::any_of(p.buffers.begin(), p.buffers.end(), is_double);
+  if (p.doubles && !std::all_of(p.buffers.begin(), p.buffers.end(), is_double)) Reader::fail();
   p.tables.resize(in.count());
   for (auto& table : p.tables) {
     table.resize(in.count());
@@ -161,6 +230,7 @@ Program Program::parse(std::span<const int64_t> code, std::span<const double> co
     g.gradient = in.below(buffers);
     g.edges = in.flag();
     g.skips_leaves = in.flag();
+    if (p.buffers[g.source].dtype != p.buffers[g.gradient].dtype) Reader::fail();
   }
   p.vector_gradients.resize(in.count());
   for (VectorGradient& g : p.vector_gradients) {
@@ -171,6 +241,7 @@ Program Program::parse(std::span<const int64_t> code, std::span<const double> co
     g.width = in.count();
   }
   if (!in.done()) Reader::fail();
+  specialise_for_leaves(p);
   return p;
 }
 

@@ -16,14 +16,20 @@
 
 namespace weft::vertex {
 
-enum class Space : int32_t { kRows, kEdges, kInput, kOutput, kOutputGrad, kInputGrad, kVector };
+// kInner: rows of vertices with children, which are the last of all.
+enum class Space : int32_t { kRows, kInner, kEdges, kInput, kOutput, kOutputGrad, kInputGrad, kVector };
+
+// Of a buffer's elements. Registers are float, double where there are doubles, which mix with nothing else.
+enum class Dtype : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
 struct Buffer {
   Space space;
   int32_t width;
-  int32_t index;  // which of the caller's tensors
-  bool backward;  // made by the backward pass
-  bool saved;     // made by the forward pass, read by the backward pass
+  Dtype dtype;
+  bool scattered;  // kScatter writes it; rows that nobody writes, of slots without a child, are zero
+  int32_t index;   // which of the caller's tensors
+  bool backward;   // made by the backward pass
+  bool saved;      // made by the forward pass, read by the backward pass
 };
 
 enum class Op : int32_t {
@@ -33,7 +39,9 @@ enum class Op : int32_t {
   kStore,     // buffer b, first column c = a
   kStoreSum,  // buffer b, column c = the sum of the columns of a; a kernel with reductions has no other stores
   kStoreMax,  // the same of the greatest, NaN where there is one
-  kBegin,     // result = 0, and a loop over the row's edges begins
+  kScatter,  // buffer b, first column c = a, in the rows that gather this row by schedule column d, or for d -1, in the
+             // edges that sum over it
+  kBegin,    // result = 0, and a loop over the row's edges begins
   kAccumulate,
   kEnd,
   kNeg,
@@ -49,6 +57,8 @@ enum class Op : int32_t {
   kErf,
   kSin,
   kCos,
+  kFloat16,  // rounded to this type
+  kBFloat16,
   kAdd,
   kSub,
   kMul,
@@ -59,6 +69,7 @@ enum class Op : int32_t {
   kGreaterEqual,
   kEqual,
   kSelect,
+  kZero,  // result = 0; in no encoded program
 };
 
 enum class Access : int32_t { kRow, kParent, kGather, kChild };
@@ -75,24 +86,26 @@ struct Use {
   bool by_parent;  // of a sum: the row of the edge's parent, else of the edge
 };
 
-// What a device made of a kernel, by device and precision: handles that live as long as the process.
+// What a device made of a kernel, by device: handles that live as long as the process.
 struct Handles {
-  std::atomic<void*> of[64][2] = {};
+  std::atomic<void*> of[64][2] = {};  // the second for vertices without children
 };
 
 struct Step {
   int32_t function;  // the kind of the tasks that it is a step of
   bool product;
   bool edges;
+  bool late;  // runs once for all rows, after the last task
   // A kernel's.
   int32_t width, registers;
-  bool reduces;  // stores sums over its columns, or their greatest, and nothing else
-  std::vector<Instruction> code;
-  std::vector<int32_t> buffers;  // that it reads or writes, ascending
+  bool reduces;                              // stores sums over its columns, or their greatest, and nothing else
+  std::vector<Instruction> code, leaf_code;  // the second for vertices without children, where what is gathered is zero
+  std::vector<int32_t> buffers;              // that it reads or writes, ascending
   // A product's.
   int32_t source, matrix, target;
   bool transposed;
-  bool skips_leaves;  // zero, or nobody's, where there are no children
+  bool skips_leaves;   // zero, or nobody's, where there are no children
+  bool zeroes_leaves;  // those zeros are read
 
   std::shared_ptr<Handles> compiled = std::make_shared<Handles>();
 };
@@ -108,6 +121,7 @@ struct VectorGradient {
 
 struct Program {
   int32_t functions;
+  bool doubles;   // registers are double
   int32_t state;  // buffer, -1 without
   std::vector<Buffer> buffers;
   std::vector<std::vector<Use>> tables;

@@ -100,6 +100,12 @@ class Schedule {
   std::span<const int32_t> gather(int column) const {
     return array(kGather).subspan(static_cast<size_t>(column) * number(kVertices), number(kVertices));
   }
+  // Vertices with children: the last rows.
+  int32_t num_inner() const {
+    int32_t count = 0;
+    for (const Task& task : tasks()) count += task.level > 0 ? task.count : 0;
+    return count;
+  }
   int32_t run(int task, int column) const { return array(kRuns)[task * number(kColumns) + column]; }
 
   std::span<const int32_t> block() const { return block_; }

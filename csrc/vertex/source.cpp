@@ -18,7 +18,8 @@ std::string number(double value) {
 
 class Writer {
  public:
-  Writer(const Program& program, const Step& kernel) : program_(program), kernel_(kernel) {}
+  Writer(const Program& program, const Step& kernel, bool leaves)
+      : program_(program), kernel_(kernel), code_(leaves ? kernel.leaf_code : kernel.code) {}
 
   std::string body() {
     text_ = kernel_.edges ? "const long long edge = index, row = edge_parents[edge];" : "const long long row = index;";
@@ -30,13 +31,13 @@ class Writer {
  private:
   void instructions() {
     for (int r = 0; r < kernel_.registers; ++r) text_ += " T r" + std::to_string(r) + ";";
-    for (const Instruction& i : kernel_.code) instruction(i);
+    for (const Instruction& i : code_) instruction(i);
   }
 
   // The lanes of a warp share the columns of a row; each reduces its own, then they each other's.
   std::string reductions() {
     std::string declared, stored;
-    for (const Instruction& i : kernel_.code) {
+    for (const Instruction& i : code_) {
       if (!reduces(i)) continue;
       const std::string total = total_of(i);
       declared += " T " + total + (i.op == Op::kStoreSum ? " = T(0);" : " = T(-infinite());");
@@ -51,25 +52,33 @@ class Writer {
   }
 
   static bool reduces(const Instruction& i) { return i.op == Op::kStoreSum || i.op == Op::kStoreMax; }
-  std::string total_of(const Instruction& i) const { return "t" + std::to_string(&i - kernel_.code.data()); }
+  std::string total_of(const Instruction& i) const { return "t" + std::to_string(&i - code_.data()); }
 
   static std::string combined(const Instruction& i, const std::string& a, const std::string& b) {
     if (i.op == Op::kStoreSum) return a + " + " + b;
     return a + " != " + a + " ? " + a + " : " + a + " > " + b + " ? " + a + " : " + b;
   }
 
-  // Element j of buffer b in the row of a vertex or, where the buffer has a row per edge, of an edge.
+  // Element j of buffer b, as T, in the row of a vertex or, where the buffer has a row per edge, of an edge.
+  std::string read(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) const {
+    return "T(" + element(b, row, edge, first, broadcast) + ")";
+  }
+
+  // The same as it lies in memory.
   std::string element(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) const {
     const Buffer& buffer = program_.buffers[b];
     std::string index = buffer.space == Space::kEdges ? edge : row;
     if (buffer.space == Space::kVector) {
       index = "0";
-    } else if (buffer.space != Space::kRows && buffer.space != Space::kEdges) {
+    } else if (buffer.space >= Space::kInput) {
       index = "vertices[" + row + "]";
     }
     const auto& used = kernel_.buffers;
     const std::string n = std::to_string(std::lower_bound(used.begin(), used.end(), b) - used.begin());
-    return "data(" + n + ")[" + index + " * stride(" + n + ") + " + std::to_string(first) + (broadcast ? "]" : " + j]");
+    constexpr const char* kTypes[] = {"Float16", "BFloat16", "float", "double"};
+    const std::string type = kTypes[static_cast<int>(buffer.dtype)];
+    return "data(" + type + ", " + n + ")[" + index + " * stride(" + n + ") + " + std::to_string(first) +
+           (broadcast ? "]" : " + j]");
   }
 
   void uses(const Instruction& i, const std::string& r) {
@@ -86,7 +95,7 @@ class Writer {
         text_ += " case " + std::to_string(column) + ":";
         for (const Use& use : table) {
           if (use.column == column)
-            text_ += " " + r + " += " + element(use.buffer, "q", "0", use.first + i.b, false) + ";";
+            text_ += " " + r + " += " + read(use.buffer, "q", "0", use.first + i.b, false) + ";";
         }
         text_ += " break;";
       }
@@ -99,7 +108,7 @@ class Writer {
       for (const Use& use : table) {
         if (use.column >= 0) continue;
         const std::string parent = use.by_parent ? "(long long)edge_parents[used]" : "0";
-        text_ += " " + r + " += " + element(use.buffer, parent, "used", use.first + i.b, false) + ";";
+        text_ += " " + r + " += " + read(use.buffer, parent, "used", use.first + i.b, false) + ";";
       }
       text_ += " }";
     }
@@ -115,15 +124,15 @@ class Writer {
         switch (static_cast<Access>(i.c)) {
           case Access::kRow:
           case Access::kParent:
-            set(element(i.a, "row", "edge", i.b, broadcast));
+            set(read(i.a, "row", "edge", i.b, broadcast));
             break;
           case Access::kGather:
             text_ += " { const long long child = gather[" + std::to_string(i.d >> 1) + " * num_vertices + row]; " + r +
-                     " = child < 0 ? T(0) : " + element(i.a, "child", "0", i.b, broadcast) + "; }";
+                     " = child < 0 ? T(0) : " + read(i.a, "child", "0", i.b, broadcast) + "; }";
             break;
           case Access::kChild:
             text_ += " { const long long child = edge_children[edge]; " + r + " = " +
-                     element(i.a, "child", "0", i.b, broadcast) + "; }";
+                     read(i.a, "child", "0", i.b, broadcast) + "; }";
             break;
         }
         break;
@@ -140,6 +149,22 @@ class Writer {
       case Op::kStoreSum:
       case Op::kStoreMax:
         text_ += " " + total_of(i) + " = " + combined(i, total_of(i), a) + ";";
+        break;
+      case Op::kScatter:
+        if (i.d >= 0) {
+          text_ +=
+              " for (int u = first_use[row]; u < first_use[row + 1]; ++u) { const long long q = use_rows[u]; if (" +
+              ("use_columns[u] == " + std::to_string(i.d)) + ") " + element(i.b, "q", "0", i.c, false) + " = " + a +
+              "; }";
+        } else {
+          text_ +=
+              " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
+              "sum_use_edges[u]; " +
+              element(i.b, "0", "used", i.c, false) + " = " + a + "; }";
+        }
+        break;
+      case Op::kZero:
+        set("T(0)");
         break;
       case Op::kBegin:
         text_ += " " + r + " = T(0); for (long long edge = first_edge[row]; edge < first_edge[row + 1]; ++edge) {";
@@ -189,6 +214,12 @@ class Writer {
       case Op::kCos:
         set("cos(" + a + ")");
         break;
+      case Op::kFloat16:
+        set("T(Float16(" + a + "))");
+        break;
+      case Op::kBFloat16:
+        set("T(BFloat16(" + a + "))");
+        break;
       case Op::kAdd:
         set(a + " + " + b);
         break;
@@ -224,13 +255,14 @@ class Writer {
 
   const Program& program_;
   const Step& kernel_;
+  const std::vector<Instruction>& code_;
   std::string text_;
 };
 
 }  // namespace
 
-std::string kernel_body(const Program& program, const Step& kernel) {
-  return Writer(program, kernel).body();
+std::string kernel_body(const Program& program, const Step& kernel, bool leaves) {
+  return Writer(program, kernel, leaves).body();
 }
 
 }  // namespace weft::vertex

@@ -8,7 +8,9 @@
 namespace weft::vertex {
 
 // Statements without a line break. They read `index`, the row or edge, and `j`, the column, and what the kernel's
-// source declares: the arrays of the schedule, data(b) and stride(b) of the b-th of kernel.buffers, and the type T.
-std::string kernel_body(const Program& program, const Step& kernel);
+// source declares: the arrays of the schedule, data(E, b) and stride(b) of the b-th of kernel.buffers, whose elements E
+// are Float16, BFloat16, float or double, and T, float or double, what registers are; every E converts to T and back.
+// For vertices without children where `leaves`.
+std::string kernel_body(const Program& program, const Step& kernel, bool leaves = false);
 
 }  // namespace weft::vertex

@@ -8,20 +8,30 @@
 //   schedule       int32, the block of csrc/vertex/schedule.h, on the device of the inputs
 //   host_schedule  the same on the CPU
 //   program        int64 on the CPU, csrc/vertex/code.h
-//   constants      float64 on the CPU
-//   dtype          of all values: float32 or float64
-// Returns the outputs (num_vertices, width), rows in the caller's order, then what the backward pass reads: buffers
-// with a row per vertex or edge in the schedule's order.
+//   constants      that the program names
+//   num_vertices, num_inner (those with children), num_edges  of the schedule
+//   results        what the program makes, for those who cannot read it: space, width and dtype (csrc/vertex/code.h) of
+//                  each result
+// Operands of another floating dtype than the program's are cast to it. Returns the outputs (num_vertices, width), rows
+// in the caller's order, then what the backward pass reads: buffers with a row per vertex, per vertex with children or
+// per edge, in the schedule's order.
 //
 // Backward: grads of the outputs, each (num_vertices, width); saved as forward returned it. Returns the gradients that
-// the program computes: of inputs, then of matrices, then of vectors (flat), each in the order of their numbers.
+// the program computes, of the inputs, matrices and vectors that `of_inputs`, `of_matrices` and `of_vectors` number in
+// ascending order: each in the shape and dtype of what it is the gradient of. With `overlap` the gradients of matrices
+// grow while frontiers run, as their rows are done (Cavs' streaming); the result is the same up to rounding.
+//
+// Products sum in float32 whatever their dtype (double in double), element-wise arithmetic is in float32, and only what
+// is stored is rounded.
 //
 // Determinism: sums run over uses and edges in the schedule's order; no atomics. Nothing aliases. No autograd of their
-// own: weft.vertex calls them from a torch.autograd.Function, whose second derivative is the reference's; called on
-// tensors that require grad they are refused.
+// own: weft.vertex calls them from a torch.autograd.Function, whose second derivative is the reference's; a gradient
+// through a call on tensors that require grad is refused. Nothing to map by vmap: a batch of graphs is one of Graphs.
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include <array>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -45,12 +55,11 @@ struct Place {
   bool edges = false;
 };
 
-// What a kernel is run on.
+// What kernels are run on.
 struct Frontier {
   std::span<const Place> places;
   const Program& program;
   const Arrays& arrays;
-  at::ScalarType dtype;
 };
 
 // What a device does with the steps of one call.
@@ -59,21 +68,29 @@ class Executor {
   virtual ~Executor() = default;
   // Before the first step, when all buffers are there.
   virtual void begin(const Frontier& frontier) = 0;
-  // A kernel on rows or edges [first, first + count).
-  virtual void kernel(const Step& kernel, int64_t first, int64_t count) = 0;
-  // Rows [first, first + count) of the target = those of the source @ matrix, or @ matrix.T. Target and source are
-  // contiguous.
-  virtual void product(const Step& step, const at::Tensor& source, const at::Tensor& matrix, const at::Tensor& target,
-                       int64_t first, int64_t count) = 0;
+  // A kernel on rows or edges [first, first + count), all of them vertices without children where `leaves`.
+  virtual void kernel(const Step& kernel, int64_t first, int64_t count, bool leaves) = 0;
+  // `count` rows of the target, from `to` on, = those of the source, from `from` on, @ matrix, or @ matrix.T. Target
+  // and source are contiguous.
+  virtual void product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix,
+                       const at::Tensor& target, int64_t to, int64_t count) = 0;
+  // Runs after all that was asked for so far, and beside what comes until join. `work` allocates nothing.
+  virtual void aside(const std::function<void()>& work) = 0;
+  virtual void join() = 0;
 };
 
-std::vector<at::Tensor> run_forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
-                                    const at::Tensor& schedule, const at::Tensor& host_schedule,
-                                    const at::Tensor& program, const at::Tensor& constants, at::ScalarType dtype,
+// The arguments that both passes have.
+struct Operands {
+  at::TensorList inputs, matrices, vectors;
+  const at::Tensor &schedule, &host_schedule, &program;
+  at::ArrayRef<double> constants;
+};
+
+// `sizes`: vertices, those with children, edges.
+std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, at::IntArrayRef results,
                                     Executor& executor);
-std::vector<at::Tensor> run_backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
-                                     at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
-                                     const at::Tensor& host_schedule, const at::Tensor& program,
-                                     const at::Tensor& constants, at::ScalarType dtype, Executor& executor);
+std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
+                                     at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
+                                     bool overlap, Executor& executor);
 
 }  // namespace weft::vertex

@@ -3,37 +3,57 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "common/autograd.h"
+#include "common/refused_gradient.h"
 #include "vertex/vertex_frontiers.h"
 
 namespace weft::vertex {
 namespace {
 
-template <typename... Lists>
-void refuse(const char* op, const Lists&... lists) {
-  TORCH_CHECK(!needs_grad(lists...), op,
-              ": has no derivative as an operator; call it through weft.VertexFunction, which has");
+using Results = std::vector<at::Tensor>;
+
+// What `call` returns; a gradient through it is refused where one of the operands requires it.
+template <typename Call, typename... Lists>
+Results refused(const char* op, const Call& call, const Lists&... lists) {
+  const at::Tensor* input = nullptr;
+  const auto look = [&](at::TensorList list) {
+    const auto found = std::find_if(list.begin(), list.end(), [](const at::Tensor& t) { return requires_grad(t); });
+    if (input == nullptr && found != list.end()) input = &*found;
+  };
+  (look(lists), ...);
+  const auto below = [&] {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return call();
+  };
+  if (input == nullptr || !at::GradMode::is_enabled()) return below();
+  return RefusedGradient::apply(*input, std::string(op), below);
 }
 
-std::vector<at::Tensor> forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
-                                const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
-                                const at::Tensor& constants, at::ScalarType dtype) {
-  refuse("vertex_frontiers", inputs, matrices, vectors);
-  at::AutoDispatchBelowADInplaceOrView below;
-  static auto op =
+Results forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors, const at::Tensor& schedule,
+                const at::Tensor& host_schedule, const at::Tensor& program, at::ArrayRef<double> constants,
+                c10::SymInt num_vertices, c10::SymInt num_inner, c10::SymInt num_edges, at::IntArrayRef results) {
+  static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("weft::vertex_frontiers", "").typed<decltype(forward)>();
-  return op.call(inputs, matrices, vectors, schedule, host_schedule, program, constants, dtype);
+  const auto call = [&] {
+    return op.call(inputs, matrices, vectors, schedule, host_schedule, program, constants, num_vertices, num_inner,
+                   num_edges, results);
+  };
+  return refused("vertex_frontiers", call, inputs, matrices, vectors);
 }
 
-std::vector<at::Tensor> backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
-                                 at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
-                                 const at::Tensor& host_schedule, const at::Tensor& program,
-                                 const at::Tensor& constants, at::ScalarType dtype) {
-  refuse("vertex_frontiers_backward", grads, inputs, matrices, vectors, saved);
-  at::AutoDispatchBelowADInplaceOrView below;
-  static auto op =
+Results backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
+                 at::TensorList saved, const at::Tensor& schedule, const at::Tensor& host_schedule,
+                 const at::Tensor& program, at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
+                 at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
+  static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("weft::vertex_frontiers_backward", "").typed<decltype(backward)>();
-  return op.call(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, dtype);
+  const auto call = [&] {
+    return op.call(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, of_inputs,
+                   of_matrices, of_vectors, overlap);
+  };
+  return refused("vertex_frontiers_backward", call, grads, inputs, matrices, vectors, saved);
 }
 
 }  // namespace

@@ -35,19 +35,38 @@ BUFFERS = 64
 
 PRELUDE = """
 #include <cmath>
+#include <cstring>
 using std::exp; using std::log; using std::sqrt; using std::fabs; using std::log1p;
 using std::erf; using std::sin; using std::cos;
 #include "vertex/cuda/frontier.jit.cuh"
-using T = double;
 namespace weft {
-inline double sigmoid(double x) { return 1 / (1 + exp(-x)); }
-inline double hyperbolic_tangent(double x) { return std::tanh(x); }
+inline T sigmoid(T x) { return 1 / (1 + exp(-x)); }
+inline T hyperbolic_tangent(T x) { return std::tanh(x); }
 }
+struct Float16 {
+  _Float16 x;
+  Float16(float y) : x(_Float16(y)) {}
+  operator float() const { return float(x); }
+};
+struct BFloat16 {
+  unsigned short bits;
+  BFloat16(float y) {
+    unsigned x;
+    std::memcpy(&x, &y, 4);
+    bits = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
+  }
+  operator float() const {
+    const unsigned x = unsigned(bits) << 16;
+    float y;
+    std::memcpy(&y, &x, 4);
+    return y;
+  }
+};
 static constexpr int lane = 0, lanes = 1;
-static double from_lane(double x, int) { return x; }
-static double infinite() { return INFINITY; }
-static double not_a_number() { return NAN; }
-#define data(b) (static_cast<T*>(p.data[b]))
+static T from_lane(T x, int) { return x; }
+static T infinite() { return INFINITY; }
+static T not_a_number() { return NAN; }
+#define data(type, b) (static_cast<type*>(p.data[b]))
 #define stride(b) (p.stride[b])
 """
 
@@ -76,13 +95,14 @@ class Arguments(ctypes.Structure):
 
 
 def library(compiled, folder: Path) -> tuple[ctypes.CDLL, dict[str, list[int]]]:
-    """The kernels, and the buffers of each."""
-    text, used = PRELUDE, {}
+    """The kernels, for vertices with and without children, and the buffers of each."""
+    doubles = any(b.dtype == "float64" for b in compiled.buffers)
+    text, used = f"using T = {'double' if doubles else 'float'};" + PRELUDE, {}
     for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
         for i, step in enumerate(steps):
-            if not isinstance(step, Product):
-                name = f"step_{int(backward)}_{i}"
-                body, used[name] = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i)
+            for leaves in [] if isinstance(step, Product) else [False, True]:
+                name = f"step_{int(backward)}_{i}_{int(leaves)}"
+                body, used[name] = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i, leaves)
                 assert set(used[name]) == step.buffers(compiled.tables)
                 text += KERNEL.format(name=name, width=step.width, reduces=int(step.reduces), body=body)
     (folder / "kernels.cpp").write_text(text)
@@ -119,17 +139,20 @@ MODELS = {
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize(
+    ("fuse", "dtype"), [(True, "float64"), (False, "float64"), (True, "float16"), (True, "bfloat16")]
+)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_written_kernels_say_what_the_interpreter_does(make, fuse, tmp_path):
+def test_written_kernels_say_what_the_interpreter_does(make, fuse, dtype, tmp_path):
     rng = random.Random(4)
-    cell = make().double()
+    type = getattr(torch, dtype)
+    cell = make().to(type)
     children = [random_tree(rng, 5), random_dag(rng, 7, 2), [[]]]
     graphs = weft.Graphs.from_children(children)
     types = {"leaf": 0, "inner": 1} if isinstance(cell, weft.VertexFunctions) else None
     if types is not None:
         graphs = graphs.with_types(["inner" if below else "leaf" for tree in children for below in tree])
-    x = torch.randn(graphs.num_vertices, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(graphs.num_vertices, 3, dtype=type, requires_grad=True)
     with weft.vertex.options(fuse=fuse):
         call = prepare(cell, graphs, x, "batched")
     batched, traces = call.compiled, [f.trace for f in call.functions]
@@ -138,12 +161,22 @@ def test_written_kernels_say_what_the_interpreter_does(make, fuse, tmp_path):
     places = schedule("test", graphs, tuple(Kind(t.slots_gathered, t.takes_all_children) for t in traces), types)
     n, m = graphs.num_vertices, places.core.num_edges
 
-    sizes = {"rows": n, "edges": m, "input": n, "output": n, "output_grad": n, "input_grad": n, "vector": 1}
-    tensors = [torch.randn(sizes[b.space], b.width, dtype=torch.float64) for b in compiled.buffers]
-    matrices = [torch.randn(traces[f].program.symbols[s].shape, dtype=torch.float64) for f, s in plan.matrices]
-    if types is not None:  # rows of other functions are read as zeros
-        for b, t in zip(compiled.buffers, tensors, strict=True):
-            t.mul_(b.space not in ("rows", "edges", "output"))
+    leaves = sum(task.count for task in places.tasks if task.level == 0)
+    sizes = {
+        "rows": n,
+        "inner": n - leaves,
+        "edges": m,
+        "input": n,
+        "output": n,
+        "output_grad": n,
+        "input_grad": n,
+        "vector": 1,
+    }
+    tensors = [torch.randn(sizes[b.space], b.width).to(getattr(torch, b.dtype)) for b in compiled.buffers]
+    matrices = [torch.randn(traces[f].program.symbols[s].shape, dtype=type) for f, s in plan.matrices]
+    # Rows of other functions, and slots without a child, are read as zeros.
+    for b, t in zip(compiled.buffers, tensors, strict=True):
+        t.mul_(not b.scattered and (types is None or b.space not in ("rows", "inner", "edges", "output")))
 
     def of(space: str) -> list[torch.Tensor]:
         found = [(b.index, t) for b, t in zip(compiled.buffers, tensors, strict=True) if b.space == space]
@@ -151,43 +184,54 @@ def test_written_kernels_say_what_the_interpreter_does(make, fuse, tmp_path):
 
     given = of("input"), matrices, of("vector")
     block = places.block()
-    shared = (block, block, batched.program, batched.constants, torch.float64)
-    results = torch.ops.weft.vertex_frontiers(*given, *shared)
+    shared = (block, block, batched.program, batched.constants)
+    results = torch.ops.weft.vertex_frontiers(*given, *shared, n, n - leaves, m, batched.results)
     outputs, saved = results[: len(plan.outputs)], results[len(plan.outputs) :]
-    gradients = torch.ops.weft.vertex_frontiers_backward(of("output_grad"), *given, saved, *shared)
+    gradients = torch.ops.weft.vertex_frontiers_backward(
+        of("output_grad"), *given, saved, *shared, *batched.gradients, True
+    )
 
     arguments = Arguments(num_vertices=n)
     for name in ARRAYS:
         setattr(arguments, name, places.array(name).data_ptr())
 
+    def rows_of(buffer: int, rows: slice) -> torch.Tensor:
+        before = leaves if compiled.buffers[buffer].space == "inner" else 0
+        return tensors[buffer][rows.start - before : rows.stop - before]
+
     def run(steps, backward: bool, tasks) -> None:
-        for task in tasks:
-            for i, step in enumerate(steps):
-                if step.function != task.kind:
-                    continue
-                first, count = (task.first_edge, task.num_edges) if step.domain == "E" else (task.first, task.count)
-                rows = slice(first, first + count)
-                if not isinstance(step, Product):
-                    name = f"step_{int(backward)}_{i}"
-                    for k, b in enumerate(used[name]):
-                        arguments.data[k] = tensors[b].data_ptr()
-                        arguments.stride[k] = 0 if compiled.buffers[b].space == "vector" else tensors[b].stride(0)
-                    getattr(kernels, name)(ctypes.byref(arguments), first, count)
-                elif step.skips_leaves and task.level == 0:
-                    tensors[step.target][rows] = 0
-                else:
-                    matrix = matrices[step.matrix]
-                    tensors[step.target][rows] = tensors[step.source][rows] @ (matrix.T if step.transposed else matrix)
+        for late in (False, True):
+            for task in tasks:
+                for i, step in enumerate(steps):
+                    if step.function == task.kind and step.late == late:
+                        run_step(i, step, backward, task)
+
+    def run_step(i, step, backward: bool, task) -> None:
+        first, count = (task.first_edge, task.num_edges) if step.domain == "E" else (task.first, task.count)
+        rows = slice(first, first + count)
+        if not isinstance(step, Product):
+            name = f"step_{int(backward)}_{i}_{int(task.level == 0)}"
+            for k, b in enumerate(used[name]):
+                before = leaves * tensors[b].stride(0) if compiled.buffers[b].space == "inner" else 0
+                arguments.data[k] = tensors[b].data_ptr() - before * tensors[b].element_size()
+                arguments.stride[k] = 0 if compiled.buffers[b].space == "vector" else tensors[b].stride(0)
+            getattr(kernels, name)(ctypes.byref(arguments), first, count)
+        elif not step.skips_leaves or task.level > 0:
+            matrix = matrices[step.matrix].T if step.transposed else matrices[step.matrix]
+            rows_of(step.target, rows)[:] = rows_of(step.source, rows) @ matrix
+        elif not backward and compiled.buffers[step.target].space == "rows":  # products read it
+            tensors[step.target][rows] = 0
 
     run(compiled.forward, False, places.tasks)
+    bound = {"float64": 1e-13, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
     for found, want in zip(of("output"), outputs, strict=True):
-        assert relative_error(found, want) < 1e-13
+        assert relative_error(found, want) < bound
     for t in of("input_grad"):
         t.zero_()
     run(compiled.backward, True, places.tasks[::-1])
     assert of("input_grad")
     for found, want in zip(of("input_grad"), gradients, strict=False):
-        assert relative_error(found, want) < 1e-13
+        assert relative_error(found, want) < bound
 
 
 @pytest.mark.skipif(not _ops.WITH_CUDA, reason="built for the CPU alone")
@@ -211,8 +255,9 @@ def defines_of(compiled, dtype: str) -> list[list[str]]:
     for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
         for i, step in enumerate(steps):
             if not isinstance(step, Product):
-                body, _ = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i)
-                lanes = 32 if step.reduces else step.width
-                names = {"TYPE": dtype, "WIDTH": step.width, "LANES": lanes, "BODY": body}
-                found.append([f"WEFT_VERTEX_{name}={value}" for name, value in names.items()])
+                for leaves in (False, True):
+                    body, _ = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i, leaves)
+                    lanes = 32 if step.reduces else step.width
+                    names = {"TYPE": dtype, "WIDTH": step.width, "LANES": lanes, "BODY": body}
+                    found.append([f"WEFT_VERTEX_{name}={value}" for name, value in names.items()])
     return found

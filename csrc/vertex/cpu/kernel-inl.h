@@ -7,6 +7,7 @@ namespace weft::cpu::WEFT_ISA {
 namespace {
 
 using vertex::Access;
+using vertex::Dtype;
 using vertex::Op;
 
 template <typename T>
@@ -19,6 +20,7 @@ struct Interpreter {
   T* scratch;
   const T** registers;  // where each register's block is
   const T* zeros;
+  T* converted;
 
   template <typename F>
   WEFT_INLINE void unary(const VertexInstruction& i, int64_t n, F f) {
@@ -54,14 +56,60 @@ struct Interpreter {
       S::store(to + j, S::load(to + j, S::kLanes) + S::load(from + j, n - j), S::kLanes);
     }
   }
-  WEFT_INLINE T* at(int32_t buffer, int64_t row, int64_t edge) const {
-    const VertexBuffer& b = k.buffers[buffer];
+  // Element `column` of a row (or edge), and how many elements before it the buffer begins.
+  WEFT_INLINE int64_t at(const VertexBuffer& b, int64_t row, int64_t edge, int64_t column) const {
     const int64_t index = b.edges ? edge : b.rows == nullptr ? row : b.rows[row];
-    return static_cast<T*>(b.data) + index * b.stride;
+    return index * b.stride + column;
+  }
+  template <typename E>
+  WEFT_INLINE static void widen(const VertexBuffer& b, int64_t at, T* to, int64_t n) {
+    const E* from = static_cast<const E*>(b.data) + at;
+    for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, Element<E>::load(from + j, n - j), S::kLanes);
+  }
+  template <typename E>
+  WEFT_INLINE static void narrow(const VertexBuffer& b, int64_t at, const T* from, int64_t n) {
+    E* to = static_cast<E*>(b.data) + at;
+    for (int64_t j = 0; j < n; j += S::kLanes) Element<E>::store(to + j, S::load(from + j, n - j), n - j);
+  }
+  // n elements as registers have them: in the buffer where that is their type, else in `room`.
+  WEFT_INLINE const T* read(const VertexBuffer& b, int64_t at, T* room, int64_t n) const {
+    if constexpr (sizeof(T) == 4) {
+      if (static_cast<Dtype>(b.dtype) == Dtype::kFloat16) {
+        widen<Half>(b, at, room, n);
+        return room;
+      }
+      if (static_cast<Dtype>(b.dtype) == Dtype::kBFloat16) {
+        widen<BFloat16>(b, at, room, n);
+        return room;
+      }
+    }
+    return static_cast<const T*>(b.data) + at;
+  }
+  WEFT_INLINE void write(const VertexBuffer& b, int64_t at, const T* from, int64_t n) const {
+    if constexpr (sizeof(T) == 4) {
+      if (static_cast<Dtype>(b.dtype) == Dtype::kFloat16) return narrow<Half>(b, at, from, n);
+      if (static_cast<Dtype>(b.dtype) == Dtype::kBFloat16) return narrow<BFloat16>(b, at, from, n);
+    }
+    T* to = static_cast<T*>(b.data) + at;
+    for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, S::load(from + j, n - j), n - j);
+  }
+  // To the precision of a narrower type.
+  template <typename E>
+  WEFT_INLINE void round(const VertexInstruction& i, int64_t n) {
+    unary(i, n, [](Vec x) {
+      if constexpr (sizeof(T) == 4) {
+        E narrow[S::kLanes];
+        Element<E>::store(narrow, x, S::kLanes);
+        return Element<E>::load(narrow, S::kLanes);
+      } else {
+        return x;
+      }
+    });
   }
 
-  WEFT_INLINE void load(const VertexInstruction& i, int64_t row, int64_t edge, int64_t first) {
-    const T* from;
+  WEFT_INLINE void load(const VertexInstruction& i, int64_t row, int64_t edge, int64_t first, int64_t n) {
+    const VertexBuffer& b = k.buffers[i.a];
+    int64_t from = row;
     const auto access = static_cast<Access>(i.c);
     if (access == Access::kGather || access == Access::kChild) {
       const int64_t child =
@@ -70,21 +118,22 @@ struct Interpreter {
         registers[i.result] = zeros;
         return;
       }
-      from = at(i.a, child, 0) + i.b;
-    } else {
-      from = at(i.a, row, edge) + i.b;
+      from = child;
     }
     if (i.d & 1) {
-      fill(i, *from);
+      T one[S::kLanes];
+      fill(i, *read(b, at(b, from, edge, i.b), one, 1));
     } else {
-      registers[i.result] = from + first;
+      registers[i.result] = read(b, at(b, from, edge, i.b + first), scratch + i.result * kStride, n);
     }
   }
 
   WEFT_INLINE void uses(const VertexInstruction& i, int64_t row, int64_t first, int64_t n) {
     T* to = scratch + i.result * kStride;
     const T* only = nullptr;  // the one term, or the sum in `to`
-    const auto term = [&](const T* from) {
+    const auto term = [&](const VertexUse& use, int64_t row, int64_t edge) {
+      const VertexBuffer& b = k.buffers[use.buffer];
+      const T* from = read(b, at(b, row, edge, use.first + i.b + first), only == nullptr ? to : converted, n);
       if (only == nullptr) {
         only = from;
         return;
@@ -99,8 +148,7 @@ struct Interpreter {
     const int32_t size = k.table_sizes[i.a];
     for (int64_t u = k.first_use[row]; u < k.first_use[row + 1]; ++u) {
       for (int32_t t = 0; t < size; ++t) {
-        if (table[t].column == k.use_columns[u])
-          term(at(table[t].buffer, k.use_rows[u], 0) + table[t].first + i.b + first);
+        if (table[t].column == k.use_columns[u]) term(table[t], k.use_rows[u], 0);
       }
     }
     for (int64_t u = k.first_sum_use[row]; u < k.first_sum_use[row + 1]; ++u) {
@@ -108,14 +156,28 @@ struct Interpreter {
       for (int32_t t = 0; t < size; ++t) {
         if (table[t].column >= 0) continue;
         const int64_t parent = table[t].by_parent ? k.edge_parents[edge] : 0;
-        term(at(table[t].buffer, parent, edge) + table[t].first + i.b + first);
+        term(table[t], parent, edge);
       }
     }
     registers[i.result] = only == nullptr ? zeros : only;
   }
 
+  WEFT_INLINE void scatter(const VertexInstruction& i, int64_t row, int64_t first, int64_t n) {
+    const VertexBuffer& b = k.buffers[i.b];
+    const T* from = registers[i.a];
+    if (i.d < 0) {
+      for (int64_t u = k.first_sum_use[row]; u < k.first_sum_use[row + 1]; ++u) {
+        write(b, at(b, 0, k.sum_use_edges[u], i.c + first), from, n);
+      }
+      return;
+    }
+    for (int64_t u = k.first_use[row]; u < k.first_use[row + 1]; ++u) {
+      if (k.use_columns[u] == i.d) write(b, at(b, k.use_rows[u], 0, i.c + first), from, n);
+    }
+  }
+
   // A block's sum, or its greatest, put where that of the blocks before it is.
-  WEFT_INLINE void reduce(const VertexInstruction& i, T* to, bool fresh, int64_t n) {
+  WEFT_INLINE void reduce(const VertexInstruction& i, int64_t row, int64_t edge, bool fresh, int64_t n) {
     const T* a = registers[i.a];
     const bool sums = static_cast<Op>(i.op) == Op::kStoreSum;
     const auto greater = [](T x, T y) { return x != x ? x : x > y ? x : y; };
@@ -127,7 +189,14 @@ struct Interpreter {
     } else {
       for (int64_t j = 1; j < n; ++j) found = greater(found, a[j]);
     }
-    *to = fresh ? found : sums ? *to + found : greater(*to, found);
+    const VertexBuffer& b = k.buffers[i.b];
+    const int64_t place = at(b, row, edge, i.c);
+    if (!fresh) {
+      const T before = *read(b, place, converted, 1);
+      found = sums ? before + found : greater(before, found);
+    }
+    converted[0] = found;
+    write(b, place, converted, 1);
   }
 
   void run(int64_t row, int64_t edge) {
@@ -139,7 +208,7 @@ struct Interpreter {
         const Vec one = S::broadcast(1), zero = Vec{};
         switch (static_cast<Op>(i.op)) {
           case Op::kLoad:
-            load(i, row, e, first);
+            load(i, row, e, first, n);
             break;
           case Op::kConstant:
             fill(i, T(k.constants[i.a]));
@@ -147,15 +216,18 @@ struct Interpreter {
           case Op::kUses:
             uses(i, row, first, n);
             break;
-          case Op::kStore: {
-            T* to = at(i.b, row, e) + i.c + first;
-            const T* from = registers[i.a];
-            for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, S::load(from + j, n - j), n - j);
+          case Op::kStore:
+            write(k.buffers[i.b], at(k.buffers[i.b], row, e, i.c + first), registers[i.a], n);
             break;
-          }
           case Op::kStoreSum:
           case Op::kStoreMax:
-            reduce(i, at(i.b, row, e) + i.c, first == 0, n);
+            reduce(i, row, e, first == 0, n);
+            break;
+          case Op::kScatter:
+            scatter(i, row, first, n);
+            break;
+          case Op::kZero:
+            registers[i.result] = zeros;
             break;
           case Op::kBegin:
             fill(i, T(0));
@@ -211,6 +283,12 @@ struct Interpreter {
           case Op::kSign:
             unary(i, n, [zero, one](Vec x) { return x > zero ? one : x < zero ? -one : x * zero; });
             break;
+          case Op::kFloat16:
+            round<Half>(i, n);
+            break;
+          case Op::kBFloat16:
+            round<BFloat16>(i, n);
+            break;
           case Op::kAdd:
             binary(i, n, [](Vec x, Vec y) { return x + y; });
             break;
@@ -260,8 +338,9 @@ void run_kernel(const VertexKernel& kernel, int64_t first, int64_t end, void* me
   T* scratch = static_cast<T*>(memory);
   T* zeros = scratch + kernel.registers * I::kStride;
   fill_zero(zeros, I::kStride);
-  const T** registers = reinterpret_cast<const T**>(zeros + I::kStride);
-  I interpreter{kernel, scratch, registers, zeros};
+  T* converted = zeros + I::kStride;
+  const T** registers = reinterpret_cast<const T**>(converted + I::kStride);
+  I interpreter{kernel, scratch, registers, zeros, converted};
   for (int64_t i = first; i < end; ++i) {
     if (kernel.edges) {
       interpreter.run(kernel.edge_parents[i], i);

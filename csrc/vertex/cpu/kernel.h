@@ -3,7 +3,7 @@
 //
 // Decomposition: rows (or edges) are independent of each other; a row is cut into blocks of kBlock columns, and each
 // instruction runs over a block, so that its dispatch is paid once for kBlock elements and all registers of a kernel
-// stay in L1. A load is no copy: the register points into the buffer.
+// stay in L1. A load is no copy where the buffer has the registers' type: the register points into it.
 #pragma once
 #include <cstdint>
 
@@ -13,9 +13,10 @@ constexpr int64_t kVertexBlock = 256;
 
 struct VertexBuffer {
   void* data;
-  int64_t stride;
+  int64_t stride;  // in elements
   const int32_t* rows;
   bool edges;
+  int32_t dtype;  // as csrc/vertex/code.h
 };
 
 struct VertexUse {
@@ -42,9 +43,9 @@ struct VertexKernel {
   int64_t num_vertices;
 };
 
-// A block and its padding for each register and for zeros, and where each register is.
+// A block and its padding for each register, for zeros and for a row that is converted, and where each register is.
 constexpr int64_t vertex_scratch(int64_t registers, int64_t element_bytes) {
-  return (registers + 1) * (kVertexBlock + 16) * element_bytes + registers * int64_t(sizeof(void*));
+  return (registers + 2) * (kVertexBlock + 16) * element_bytes + registers * int64_t(sizeof(void*));
 }
 
 struct VertexTables {

@@ -28,8 +28,12 @@ static_assert(sizeof(cpu::VertexInstruction) == sizeof(Instruction));
 class CpuExecutor final : public Executor {
  public:
   void begin(const Frontier& frontier) override {
-    single_ = frontier.dtype == at::kFloat;
-    for (const Place& place : frontier.places) buffers_.push_back({place.data, place.stride, place.rows, place.edges});
+    single_ = !frontier.program.doubles;
+    for (size_t i = 0; i < frontier.places.size(); ++i) {
+      const Place& place = frontier.places[i];
+      const auto dtype = static_cast<int32_t>(frontier.program.buffers[i].dtype);
+      buffers_.push_back({place.data, place.stride, place.rows, place.edges, dtype});
+    }
     for (const auto& table : frontier.program.tables) {
       auto& copy = uses_.emplace_back();
       for (const Use& use : table) copy.push_back({use.column, use.buffer, use.first, use.by_parent});
@@ -55,10 +59,11 @@ class CpuExecutor final : public Executor {
     kernel_.num_vertices = a.num_vertices;
   }
 
-  void kernel(const Step& step, int64_t first, int64_t count) override {
+  void kernel(const Step& step, int64_t first, int64_t count, bool leaves) override {
     cpu::VertexKernel k = kernel_;
-    k.code = reinterpret_cast<const cpu::VertexInstruction*>(step.code.data());
-    k.length = static_cast<int64_t>(step.code.size());
+    const std::vector<Instruction>& code = leaves ? step.leaf_code : step.code;
+    k.code = reinterpret_cast<const cpu::VertexInstruction*>(code.data());
+    k.length = static_cast<int64_t>(code.size());
     k.width = step.width;
     k.registers = step.registers;
     k.edges = step.edges;
@@ -75,11 +80,14 @@ class CpuExecutor final : public Executor {
     });
   }
 
-  void product(const Step& step, const at::Tensor& source, const at::Tensor& matrix, const at::Tensor& target,
-               int64_t first, int64_t count) override {
-    at::Tensor rows = target.narrow(0, first, count);
-    at::mm_out(rows, source.narrow(0, first, count), step.transposed ? matrix.t() : matrix);
+  void product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix,
+               const at::Tensor& target, int64_t to, int64_t count) override {
+    at::Tensor result = target.narrow(0, to, count);
+    at::mm_out(result, source.narrow(0, from, count), transposed ? matrix.t() : matrix);
   }
+
+  void aside(const std::function<void()>& work) override { work(); }
+  void join() override {}
 
  private:
   bool single_ = true;
@@ -92,18 +100,21 @@ class CpuExecutor final : public Executor {
 
 std::vector<at::Tensor> forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                                 const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
-                                const at::Tensor& constants, at::ScalarType dtype) {
+                                at::ArrayRef<double> constants, int64_t num_vertices, int64_t num_inner,
+                                int64_t num_edges, at::IntArrayRef results) {
   CpuExecutor executor;
-  return run_forward(inputs, matrices, vectors, schedule, host_schedule, program, constants, dtype, executor);
+  return run_forward({inputs, matrices, vectors, schedule, host_schedule, program, constants},
+                     {num_vertices, num_inner, num_edges}, results, executor);
 }
 
 std::vector<at::Tensor> backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
                                  at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
                                  const at::Tensor& host_schedule, const at::Tensor& program,
-                                 const at::Tensor& constants, at::ScalarType dtype) {
+                                 at::ArrayRef<double> constants, at::IntArrayRef of_inputs, at::IntArrayRef of_matrices,
+                                 at::IntArrayRef of_vectors, bool overlap) {
   CpuExecutor executor;
-  return run_backward(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, dtype,
-                      executor);
+  return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program, constants}, saved, of_inputs,
+                      of_matrices, of_vectors, overlap, executor);
 }
 
 }  // namespace

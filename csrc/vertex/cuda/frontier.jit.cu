@@ -1,5 +1,5 @@
 // One kernel of a vertex function on one task of a frontier.
-//   WEFT_VERTEX_TYPE   float or double
+//   WEFT_VERTEX_TYPE   float or double, of registers; buffers may be narrower
 //   WEFT_VERTEX_WIDTH  columns
 //   WEFT_VERTEX_LANES  threads of a row: 32 where it is reduced, else as many as columns
 //   WEFT_VERTEX_BODY   csrc/vertex/source.h
@@ -7,8 +7,8 @@
 // Decomposition: a thread has one column of one row (or edge), neighbouring threads neighbouring columns, so that every
 // load and store of a row is coalesced, those through the schedule's arrays included. All values of a kernel are
 // registers of its thread. Cost per launch: what it loads and stores; a frontier of a small batch is one launch's
-// latency. A kernel that reduces rows has a warp for each, whose lanes add up every 32nd column and then each other's
-// sums by shuffles, in a fixed order.
+// latency. Vertices without children have kernels of their own, without what is zero there. A kernel that reduces rows
+// has a warp for each, whose lanes add up every 32nd column and then each other's sums by shuffles, in a fixed order.
 #include "common/math.jit.cuh"
 #include "vertex/cuda/frontier.jit.cuh"
 
@@ -30,9 +30,24 @@ __device__ __forceinline__ T from_lane(T x, int apart) {
   return __shfl_xor_sync(0xffffffffu, x, apart);
 }
 
+struct Float16 {
+  unsigned short bits;
+  __device__ __forceinline__ Float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+struct BFloat16 {
+  unsigned short bits;
+  __device__ __forceinline__ BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
+};
+
 }  // namespace
 
-#define data(b) (static_cast<T*>(p.data[b]))
+#define data(type, b) (static_cast<type*>(p.data[b]))
 #define stride(b) (p.stride[b])
 
 extern "C" __global__ void vertex_frontier(const FrontierArguments p, int first, int count) {

@@ -51,6 +51,8 @@ class Schedule:
     def __init__(self, core: _C.Schedule, device: torch.device) -> None:
         self.core = core
         self.device = device
+        self.sizes = (core.num_vertices, core.num_inner, core.num_edges)
+        """Vertices, those with children, edges that are summed over."""
         self._layout = core.layout()
         # Kept for calls that train, also where the first does not.
         with torch.inference_mode(False):

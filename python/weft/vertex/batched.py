@@ -13,6 +13,7 @@ from torch import Tensor
 from . import reference
 from ._schedule import Schedule
 from .compiler import Part, Plan
+from .options import current
 from .program import Symbol
 from .vertex import Spec, Vertex, VertexType
 
@@ -27,7 +28,9 @@ class Batched:
     plan: Plan
     program: Tensor
     """The encoded program, on the CPU."""
-    constants: Tensor
+    constants: tuple[float, ...]
+    results: tuple[int, ...]
+    """What forward makes, as the operator wants to be told."""
     gradients: tuple[tuple[int, ...], ...] = field(default=())
     """Numbers of the inputs, matrices and vectors that backward gives gradients of."""
 
@@ -36,13 +39,12 @@ class Batched:
         compiled = plan.frontiers
         with torch.inference_mode(False):
             program = torch.tensor(compiled.code, dtype=torch.int64)
-            constants = torch.tensor(compiled.constants, dtype=torch.float64)
         gradients = (
             tuple(sorted({b.index for b in compiled.buffers if b.space == "input_grad"})),
             tuple(sorted({g[0] for g in compiled.matrix_gradients})),
             tuple(sorted({g[0] for g in compiled.vector_gradients})),
         )
-        return Batched(tuple(functions), plan, program, constants, gradients)
+        return Batched(tuple(functions), plan, program, tuple(compiled.constants), compiled.results, gradients)
 
     @property
     def type(self) -> VertexType:
@@ -81,7 +83,8 @@ def run(
             *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in plan.inputs),
             *(_number(parts[p].values[s], dtype) for p, s in (*plan.matrices, *plan.vectors)),
         ]
-        results = dict(zip(plan.outputs, _Frontiers.apply(_Context(compiled, schedule, levels), *given), strict=True))
+        context = _Context(compiled, schedule, levels, current().stream)
+        results = dict(zip(plan.outputs, _Frontiers.apply(context, *given), strict=True))
         for part in parts:
             for symbol, number in part.plan.outputs:
                 value = part.own(results[number].view(rows, *part.symbols[symbol].shape[1:]))
@@ -221,6 +224,8 @@ class _Context:
     compiled: Batched
     schedule: Schedule
     levels: Callable[[], reference.Plan]
+    stream: bool
+    """The option."""
 
     @property
     def device(self) -> torch.device:
@@ -233,7 +238,6 @@ class _Context:
             schedule.block(),
             compiled.program,
             compiled.constants,
-            compiled.type.state.dtype,
         )
 
     def split(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -249,8 +253,11 @@ class _Frontiers(torch.autograd.Function):
     @staticmethod
     def forward(ctx, context: _Context, *given: Tensor) -> tuple[Tensor, ...]:
         inputs, matrices, vectors = context.split(given)
-        results = torch.ops.weft.vertex_frontiers(inputs, matrices, vectors, *context.arguments())
-        count = len(context.compiled.plan.outputs)
+        compiled = context.compiled
+        results = torch.ops.weft.vertex_frontiers(
+            inputs, matrices, vectors, *context.arguments(), *context.schedule.sizes, compiled.results
+        )
+        count = len(compiled.plan.outputs)
         ctx.context = context
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*given, *results[count:])
@@ -265,14 +272,14 @@ class _Frontiers(torch.autograd.Function):
             return (None, *_differentiable(context, given, grads, ctx.needs_input_grad[1:]))
         lists = context.split(given)
         found = torch.ops.weft.vertex_frontiers_backward(
-            [g.contiguous() for g in grads], *lists, list(saved[count:]), *context.arguments()
+            grads, *lists, saved[count:], *context.arguments(), *context.compiled.gradients, context.stream
         )
         results: list[Tensor | None] = [None] * count
         arrived = iter(found)
         first = 0
         for numbers, of_kind in zip(context.compiled.gradients, lists, strict=True):
             for number in numbers:
-                results[first + number] = next(arrived).view(of_kind[number].shape)
+                results[first + number] = next(arrived)
             first += len(of_kind)
         return (None, *(r if needed else None for r, needed in zip(results, ctx.needs_input_grad[1:], strict=True)))
 

@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .ir import Derivatives, Graph, Node, Unsupported
-from .kernels import Compiled, Function, compile_frontiers
+from .folding import fold_gathers, leave_out_leaves, postpone
+from .ir import ROUNDINGS, Derivatives, Graph, Node, Unsupported, segments
+from .kernels import Compiled, Dtypes, Function, compile_frontiers
 from .operations import BOOLEAN, ELEMENTWISE, FILLS, NUMBERS, SHAPED, VIEWS, Value, broadcast
 from .program import Constant, Operation, Program, Ref, Symbol
 from .trace import Trace
@@ -80,7 +81,7 @@ def compile_traces(
         traces: what was recorded of each.
         requires_grad: of an ``input`` or a ``parameter``, any tensor of the module, by its name.
         state: one vertex's state.
-        dtype: of the state, ``float32`` or ``float64``.
+        dtype: of the state.
         lazy: whether what can runs before and after the frontiers.
         fuse: whether element-wise operations share a kernel.
 
@@ -110,7 +111,14 @@ def compile_traces(
         {slot: column for column, slot in enumerate(slots)},
         needed if any(c.differentiable for c in compilers) else None,
         fuse,
+        _dtypes(shared, traces, parts, outputs),
     )
+    if fuse:
+        fold_gathers(frontiers)
+    if lazy:
+        postpone(frontiers)
+    leave_out_leaves(frontiers)
+    frontiers.code = frontiers.encode()
     derived = zip(compilers, parts, frontiers.derivatives, strict=False)
     return Plan(
         parts,
@@ -121,6 +129,18 @@ def compile_traces(
         frontiers,
         tuple(_Backward(c, part, d, outputs, needed).program() for c, part, d in derived),
     )
+
+
+def _dtypes(shared: _Shared, traces: Sequence[Trace], parts: Sequence[Part], outputs: Sequence[int]) -> Dtypes:
+    """Of what the frontiers read and write; booleans are numbers of the state's dtype."""
+
+    def of(function: int, symbol: int) -> str:
+        dtype = traces[function].program.symbols[symbol].dtype
+        return shared.dtype if dtype == "bool" else dtype
+
+    leaving = {number: (f, s) for f, part in enumerate(parts) for s, number in part.outputs}
+    given = ([of(*x) for x in table] for table in (shared.inputs, shared.matrices, shared.vectors))
+    return Dtypes(shared.dtype, *given, [of(*leaving[number]) for number in outputs])
 
 
 @dataclass
@@ -138,11 +158,16 @@ class _Shared:
     others: int = 0
     """Outputs that no function pushes as they are."""
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """What goes together: registers are float32 for all but float64."""
+        return ("float64",) if self.dtype == "float64" else ("float32", "float16", "bfloat16")
+
 
 class _Compiler:
     def __init__(self, shared: _Shared, number: int, trace: Trace, requires_grad: Callable[[str, str], bool]):
         self.shared, self.number, self.program = shared, number, trace.program
-        self._dtype, self._lazy, self._state, self._graph = shared.dtype, shared.lazy, shared.state, shared.graph
+        self._dtypes, self._lazy, self._state, self._graph = shared.dtypes, shared.lazy, shared.state, shared.graph
         self._operations = self.program.operations
         self._producer = {r: i for i, o in enumerate(self._operations) for r in o.results}
         self.converted: dict[int, Node] = {}
@@ -202,7 +227,7 @@ class _Compiler:
                 stack.extend(o.reads())
 
         for number, s in enumerate(pushes):
-            if not self._lazy and self._producer.get(s) is not None and self.program.symbols[s].dtype == self._dtype:
+            if not self._lazy and self._producer.get(s) is not None and self.program.symbols[s].dtype in self._dtypes:
                 try:
                     leave(s, number)
                     continue
@@ -270,15 +295,15 @@ class _Compiler:
         batching."""
         if o.op in VIEWS:
             symbol = self.program.symbols[o.reads()[0]]
-            if symbol.kind == "row" and symbol.dtype == self._dtype and self._keeps_rows(o):
+            if symbol.kind == "row" and symbol.dtype in self._dtypes and self._keeps_rows(o):
                 return True
         if o.op in FILLS:
-            return self.program.symbols[o.results[0]].dtype in (self._dtype, "bool")
+            return self.program.symbols[o.results[0]].dtype in (*self._dtypes, "bool")
         if self._lazy:
             return False
         if not self._knows(o):
             return False
-        return all(self.program.symbols[s].dtype in (self._dtype, "bool") for s in (*o.reads(), *o.results))
+        return all(self.program.symbols[s].dtype in (*self._dtypes, "bool") for s in (*o.reads(), *o.results))
 
     def _knows(self, o: Operation) -> bool:
         """Whether an operation of torch is known by its name."""
@@ -300,7 +325,7 @@ class _Compiler:
     def _check_dtype(self, symbol: int, what: str) -> None:
         """Of what the frontiers read; booleans are handed over as 0 and 1."""
         dtype = self.program.symbols[symbol].dtype
-        if dtype not in (self._dtype, "bool"):
+        if dtype not in (*self._dtypes, "bool"):
             raise Unsupported(f"{what} in {dtype}")
 
     def _input(self, symbol: int) -> Node:
@@ -342,6 +367,8 @@ class _Compiler:
             self._set(o, self._graph.constant(FILLS[o.op], self._width(o.results[0])))
         elif o.op in SHAPED and self._keeps_rows(o):
             self._shaped(o)
+        elif o.op == "aten._to_copy.default":
+            self._cast(o)
         else:
             self._elementwise(o)
 
@@ -361,10 +388,25 @@ class _Compiler:
         if self.program.symbols[matrix].kind not in ("parameter", "constant", "shared"):
             raise Unsupported(f"{o.op} of two values of vertices")
         self._check_dtype(matrix, "a matrix")
-        product = self._graph.linear(self._row(x), self._index(self.shared.matrices, matrix), *shape)
+        row = self._unrounded(self._row(x), self.program.symbols[matrix].dtype)
+        product = self._graph.linear(row, self._index(self.shared.matrices, matrix), *shape)
         if bias is not None:
             product = self._graph.apply("add", product, self._broadcast(bias, o.results[0]))
         self._set(o, product)
+
+    def _unrounded(self, x: Node, dtype: str) -> Node:
+        """x without the roundings that its store does, before a product of this dtype."""
+        return self._graph.cat(part.args[0] if part.op == dtype else part for _, part in segments(x))
+
+    def _cast(self, o: Operation) -> None:
+        """Registers are wide: a cast to a wider dtype changes nothing, one to a narrower one rounds."""
+        (symbol,) = o.reads()
+        source, target = (self.program.symbols[s].dtype for s in (symbol, o.results[0]))
+        known = source in (*self._dtypes, "bool") and target in self._dtypes
+        if not known or {name for name, _ in o.keywords} - {"dtype"}:
+            raise Unsupported(f"{o.op} from {source} to {target}")
+        x = self._row(symbol)
+        self._set(o, self._graph.apply(target, x) if target in ROUNDINGS and source != target else x)
 
     def _keeps_rows(self, o: Operation) -> bool:
         """Whether a view has the rows that its argument has."""
@@ -418,7 +460,8 @@ class _Compiler:
             raise Unsupported(o.op)
         result = o.results[0]
         dtype = self.program.symbols[result].dtype
-        known = {"bool"} if name in BOOLEAN else {self._dtype} if name in NUMBERS else {self._dtype, "bool"}
+        numbers = set(self._dtypes)
+        known = {"bool"} if name in BOOLEAN else numbers if name in NUMBERS else {*numbers, "bool"}
         if dtype not in known:
             raise Unsupported(f"{o.op} to {dtype}")
         arguments: list[object] = []

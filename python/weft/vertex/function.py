@@ -308,7 +308,7 @@ def _obstacle(functions: Sequence[reference.Function]) -> str | None:
         if unavailable is not None:
             return unavailable
     dtype = functions[0].type.state.dtype
-    if dtype not in (torch.float32, torch.float64):
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         return f"the state is {dtype}"
     return None
 

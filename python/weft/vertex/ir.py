@@ -22,9 +22,10 @@ __all__ = ["Derivatives", "Graph", "Node", "Unsupported", "segments", "state_cut
 
 LEAVES = frozenset(("input", "vector", "gather", "children", "linear", "state_grad", "output_grad"))
 UNARY = ("neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "erf", "sin", "cos", "stop")
+ROUNDINGS = ("float16", "bfloat16")
 BINARY = ("add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq")
 REDUCTIONS = frozenset(("rowsum", "rowmax"))
-ELEMENTWISE = frozenset((*UNARY, *BINARY, "select"))
+ELEMENTWISE = frozenset((*UNARY, *ROUNDINGS, *BINARY, "select"))
 
 
 class Unsupported(Exception):
@@ -407,6 +408,8 @@ class Derivatives:
             return [None, where(a[0], d, zero), where(a[0], zero, d)]
         if y.op == "neg":
             return [apply("neg", d)]
+        if y.op in ROUNDINGS:
+            return [d]
         if y.op == "sigmoid":
             return [apply("mul", d, apply("mul", y, apply("sub", one, y)))]
         if y.op == "tanh":

@@ -25,17 +25,35 @@ from .ir import (
     topological,
 )
 
-__all__ = ["Buffer", "Compiled", "Function", "Kernel", "Product", "compile_frontiers"]
+__all__ = ["Buffer", "Compiled", "Dtypes", "Function", "Kernel", "Product", "compile_frontiers"]
 
 # As csrc/vertex/code.h.
-SPACES = ("rows", "edges", "input", "output", "output_grad", "input_grad", "vector")
+SPACES = ("rows", "inner", "edges", "input", "output", "output_grad", "input_grad", "vector")
 OPS = (
-    "load", "constant", "uses", "store", "store_sum", "store_max", "begin", "accumulate", "end",
+    "load", "constant", "uses", "store", "store_sum", "store_max", "scatter", "begin", "accumulate", "end",
     "neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "erf", "sin", "cos",
+    "float16", "bfloat16",
     "add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq", "select",
 )  # fmt: skip
 ACCESS = ("row", "parent", "gather", "child")
-STORES = ("store", "store_sum", "store_max")
+STORES = ("store", "store_sum", "store_max", "scatter")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Of what the frontiers read and write. Products compute in the dtype of their matrix with float32 sums, all
+    element-wise arithmetic in that of registers."""
+
+    state: str
+    inputs: Sequence[str]
+    matrices: Sequence[str]
+    vectors: Sequence[str]
+    outputs: Sequence[str]
+
+    @property
+    def registers(self) -> str:
+        return "float64" if self.state == "float64" else "float32"
 
 
 @dataclass
@@ -50,17 +68,21 @@ class Function:
 
 @dataclass
 class Buffer:
-    """Rows of a space: ``rows`` and ``edges`` are made by the executor, in the order of the schedule; ``input``,
-    ``output`` and their gradients are the caller's, in his order; a ``vector`` is one row for all."""
+    """Rows of a space: ``rows``, ``inner`` (of vertices with children) and ``edges`` are made by the executor, in the
+    order of the schedule; ``input``, ``output`` and their gradients are the caller's, in his order; a ``vector`` is one
+    row for all."""
 
     space: str
     width: int
+    dtype: str
     index: int = 0
     """Which one of the space's, where they are the caller's."""
     backward: bool = False
     """Whether the backward pass makes it."""
     saved: bool = False
     """Whether the forward pass makes it and the backward pass reads it."""
+    scattered: bool = False
+    """Whether children write it into their parents' rows."""
 
 
 @dataclass
@@ -74,6 +96,8 @@ class Kernel:
     """Whether it stores sums over its columns, or their greatest, and nothing else."""
     code: list[tuple[int, ...]] = field(default_factory=list)
     registers: int = 0
+    late: bool = False
+    """Whether it runs once for all rows, after the last task."""
 
     def buffers(self, tables: Sequence[Sequence[tuple[int, int, int, int]]]) -> set[int]:
         """Buffers that it reads or writes."""
@@ -94,6 +118,7 @@ class Product:
     target: int
     skips_leaves: bool = False
     """Whether it is zero, or nobody's, on vertices without children."""
+    late = False
 
 
 @dataclass
@@ -119,6 +144,12 @@ class Compiled:
     """Of each function, where there is a backward pass."""
 
     @property
+    def results(self) -> tuple[int, ...]:
+        """Of the forward pass: space, width, dtype of each output and each buffer that is saved."""
+        made = [b for b in self.buffers if b.space == "output"] + [b for b in self.buffers if b.saved]
+        return tuple(n for b in made for n in (SPACES.index(b.space), b.width, DTYPES.index(b.dtype)))
+
+    @property
     def most_buffers(self) -> int:
         """Of a kernel."""
         kernels = (s for s in (*self.forward, *self.backward) if isinstance(s, Kernel))
@@ -128,7 +159,7 @@ class Compiled:
         """The program as one list of integers, see csrc/vertex/code.h."""
         code: list[int] = [self.functions, self.state, len(self.buffers)]
         for b in self.buffers:
-            code += [SPACES.index(b.space), b.width, b.index, b.backward, b.saved]
+            code += [SPACES.index(b.space), b.width, DTYPES.index(b.dtype), b.scattered, b.index, b.backward, b.saved]
         code.append(len(self.tables))
         for table in self.tables:
             code.append(len(table))
@@ -137,7 +168,7 @@ class Compiled:
         for steps in (self.forward, self.backward):
             code.append(len(steps))
             for s in steps:
-                code += [s.function, isinstance(s, Product), s.domain == "E"]
+                code += [s.function, isinstance(s, Product), s.domain == "E", s.late]
                 if isinstance(s, Product):
                     code += [s.source, s.matrix, s.transposed, s.target, s.skips_leaves]
                 else:
@@ -160,6 +191,7 @@ def compile_frontiers(
     columns: Mapping[int, int],
     needed: Callable[[Node], bool] | None,
     fuse: bool,
+    dtypes: Dtypes,
 ) -> Compiled:
     """Cut the expressions of vertex functions and of their derivatives into steps.
 
@@ -170,13 +202,14 @@ def compile_frontiers(
         columns: slot to column of the schedule.
         needed: whether the gradient of a leaf is asked for; of a product: of its matrix. None without gradients.
         fuse: whether element-wise operations share a kernel.
+        dtypes: of what is read and written.
     """
     found = Compiled(functions=len(functions))
-    lowerings = [_Lowering(found, graph, columns, fuse, i) for i in range(len(functions))]
+    lowerings = [_Lowering(found, graph, columns, fuse, i, dtypes) for i in range(len(functions))]
     if any(f.scattered is not None for f in functions):
-        found.state = lowerings[0].buffer("rows", state)
+        found.state = lowerings[0].buffer("rows", state, dtypes.state)
     widths = dict(sorted((number, output.width) for f in functions for number, output in f.outputs))
-    places = {number: lowerings[0].buffer("output", width, number) for number, width in widths.items()}
+    places = {n: lowerings[0].buffer("output", width, dtypes.outputs[n], n) for n, width in widths.items()}
     for lower, f in zip(lowerings, functions, strict=True):
         if f.scattered is not None:
             lower.want(f.scattered, found.state)
@@ -185,8 +218,7 @@ def compile_frontiers(
         lower.finish()
         found.forward += lower.schedule()
     if needed is not None:
-        _compile_backward(found, graph, functions, lowerings, state, columns, needed)
-    found.code = found.encode()
+        _compile_backward(found, graph, functions, lowerings, state, columns, needed, dtypes)
     return found
 
 
@@ -198,6 +230,7 @@ def _compile_backward(
     state: int,
     columns: Mapping[int, int],
     needed: Callable[[Node], bool],
+    dtypes: Dtypes,
 ) -> None:
     cuts = set().union(*(state_cuts(f.scattered, [node for _, node in f.outputs], state) for f in functions))
     while True:
@@ -220,11 +253,14 @@ def _compile_backward(
         lower.begin_backward(tables)
         for node, gradient in derivatives.products:
             if needed(node):
-                source, target = lower.use(lower.home(node.args[0])), lower.home(gradient)
-                found.matrix_gradients.append((node.attribute[0], source, target, node.domain, node.attribute[2]))
+                matrix, _, skips = node.attribute
+                dtype = dtypes.matrices[matrix]
+                source, target = lower.use(lower.home(node.args[0], dtype)), lower.home(gradient, dtype)
+                found.matrix_gradients.append((matrix, source, target, node.domain, skips))
         for leaf, gradient in derivatives.leaves.items():
             if leaf.op == "input":
-                lower.want(gradient, lower.buffer("input_grad", leaf.width, leaf.attribute))
+                number = leaf.attribute
+                lower.want(gradient, lower.buffer("input_grad", leaf.width, dtypes.inputs[number], number))
             elif leaf.op == "vector":
                 for first, part in segments(gradient):
                     if not _is_zero(part):
@@ -234,15 +270,33 @@ def _compile_backward(
                 slot = columns[leaf.attribute] if leaf.op == "gather" else -1
                 for first, end in spans:
                     (part,) = (p for _, p in segments(graph.slice(gradient, first, end)))
-                    if not _is_zero(part):
-                        by_parent = part.op == "repeat"
-                        buffer, column = lower.place(part.args[0] if by_parent else part)
+                    for term in _terms(part):
+                        by_parent = term.op == "repeat"
+                        buffer, column = lower.place(term.args[0] if by_parent else term)
                         tables[first, end].append((slot, buffer, column, by_parent))
     for lower in lowerings:
         lower.finish()
         found.backward += lower.schedule()
     for b in found.buffers:
         b.saved = b.saved and not b.backward
+
+
+def _terms(x: Node) -> list[Node]:
+    """What adds up to x: its terms where all are products, else x; nothing where it is zero."""
+
+    def is_product(y: Node) -> bool:
+        inside = y.args[0] if y.op == "repeat" else y
+        base = inside.args[0] if inside.op == "slice" else inside
+        return base.op == "linear" and y.width == x.width and y.domain == x.domain
+
+    terms, stack = [], [x]
+    while stack:
+        y = stack.pop()
+        if y.op == "add":
+            stack.extend(y.args)
+        else:
+            terms.append(y)
+    return [] if _is_zero(x) else terms[::-1] if all(map(is_product, terms)) else [x]
 
 
 def _is_zero(x: Node) -> bool:
@@ -257,22 +311,32 @@ def _leaf_of(x: Node) -> Node | None:
 class _Lowering:
     """Which node lies where, and the steps that put it there."""
 
-    def __init__(self, compiled: Compiled, graph: Graph, columns: Mapping[int, int], fuse: bool, function: int):
+    def __init__(
+        self,
+        compiled: Compiled,
+        graph: Graph,
+        columns: Mapping[int, int],
+        fuse: bool,
+        function: int,
+        dtypes: Dtypes,
+    ):
         self._compiled, self._graph, self._columns, self._fuse = compiled, graph, columns, fuse
-        self.function = function
+        self.function, self._dtypes = function, dtypes
         self._backward = False
         self.tables: Mapping[tuple[int, int], list[tuple[int, int, int, int]]] = {}
         self._places: dict[Node, tuple[int, int]] = {}
         """Buffer and first column of what is in memory."""
-        self._homes: dict[Node, int] = {}
-        """Buffers that hold one value from the first to the last column."""
+        self._homes: dict[tuple[Node, str], int] = {}
+        """Buffers that hold one value from the first to the last column, by its dtype there."""
+        self._results: dict[Node, int] = {}
+        """Buffers of products."""
         self._inputs: dict[tuple[str, int], int] = {}
         self._stores: dict[Node, list[tuple[int, int]]] = {}
         """What the pass has still to compute, and where to."""
         self._products: list[Product] = []
 
-    def buffer(self, space: str, width: int, index: int = 0) -> int:
-        self._compiled.buffers.append(Buffer(space, width, index, self._backward))
+    def buffer(self, space: str, width: int, dtype: str, index: int = 0) -> int:
+        self._compiled.buffers.append(Buffer(space, width, dtype, index, self._backward))
         return len(self._compiled.buffers) - 1
 
     def begin_backward(self, tables: Mapping[tuple[int, int], list[tuple[int, int, int, int]]]) -> None:
@@ -291,22 +355,21 @@ class _Lowering:
             if space in ("rows", "edges") and part not in self._places:
                 self._places[part] = (buffer, first)
 
-    def home(self, value: Node) -> int:
+    def home(self, value: Node, dtype: str) -> int:
         """A buffer that holds `value` and nothing else."""
-        if value in self._homes:
-            return self._homes[value]
-        if value.op == "linear":
+        if value.op == "linear" and self._dtypes.matrices[value.attribute[0]] == dtype:
             return self.product(value)
-        buffer = self.buffer("edges" if value.domain == "E" else "rows", value.width)
-        self._homes[value] = buffer
-        self.want(value, buffer)
-        return buffer
+        if (value, dtype) not in self._homes:
+            buffer = self.buffer("edges" if value.domain == "E" else "rows", value.width, dtype)
+            self._homes[value, dtype] = buffer
+            self.want(value, buffer)
+        return self._homes[value, dtype]
 
     def own(self, value: Node) -> tuple[int, int]:
         if value.domain == "S":
             value = self._graph.node("stop", (value,), value.width, "N")
         if value not in self._places:
-            self.home(value)
+            self.home(value, self._dtypes.registers)
         return self._places[value]
 
     def place(self, value: Node) -> tuple[int, int]:
@@ -318,13 +381,14 @@ class _Lowering:
 
     def product(self, node: Node) -> int:
         """The buffer of a product."""
-        if node not in self._homes:
-            source = self.home(node.args[0])
-            target = self.buffer("edges" if node.domain == "E" else "rows", node.width)
-            self._homes[node] = target
+        if node not in self._results:
             matrix, transposed, skips = node.attribute
+            dtype = self._dtypes.matrices[matrix]
+            source = self.home(node.args[0], dtype)
+            target = self.buffer("edges" if node.domain == "E" else "rows", node.width, dtype)
+            self._results[node] = target
             self._products.append(Product(self.function, node.domain, source, matrix, transposed, target, skips))
-        return self._homes[node]
+        return self._results[node]
 
     def finish(self) -> None:
         """What is to be stored depends on products, and on what is read through an edge's parent: these, too."""
@@ -413,7 +477,7 @@ class _Lowering:
             return node in ready and node.domain in ("S", domain) and node.op not in REDUCTIONS
         base = node.args[0] if node.op == "slice" else node
         if base.op == "linear":
-            return self._homes[base] not in products
+            return self._results[base] not in products
         if base.op in LEAVES or node.op == "constant" or (node is not root and node in self._places):
             return True
         if node.op == "repeat" and domain == "E":
@@ -421,7 +485,7 @@ class _Lowering:
             argument = node.args[0]
             base = argument.args[0] if argument.op == "slice" else argument
             if base.op == "linear":
-                return self._homes[base] not in products
+                return self._results[base] not in products
             return argument not in pending
         return all(self._computable(root, a, domain, ready, pending, products, seen) for a in node.args)
 
@@ -449,7 +513,8 @@ class _Lowering:
         space = {"input": "input", "vector": "vector", "output_grad": "output_grad"}[leaf.op]
         key = (space, leaf.attribute)
         if key not in self._inputs:
-            self._compiled.buffers.append(Buffer(space, leaf.width, leaf.attribute))
+            dtypes = {"input": self._dtypes.inputs, "vector": self._dtypes.vectors, "output_grad": self._dtypes.outputs}
+            self._compiled.buffers.append(Buffer(space, leaf.width, dtypes[space][leaf.attribute], leaf.attribute))
             self._inputs[key] = len(self._compiled.buffers) - 1
         return self._inputs[key]
 
@@ -528,7 +593,7 @@ class _Emitter:
             return self._load(self._l._compiled.state, first, "gather", node, self._l.column(leaf.attribute))
         if leaf.op == "children":
             return self._load(self._l._compiled.state, first, "child", node)
-        buffer = self._l._homes[leaf] if leaf.op == "linear" else self._l.leaf_buffer(leaf)
+        buffer = self._l._results[leaf] if leaf.op == "linear" else self._l.leaf_buffer(leaf)
         return self._load(buffer, first, "parent" if parent else "row", node)
 
     def _load(self, buffer: int, column: int, access: str, node: Node, gather: int = 0) -> int:

@@ -39,8 +39,8 @@ def options(
         lazy: what does not depend on a gather runs once for all vertices before the first frontier, and what no scatter
             depends on, parameter gradients among it, once after the last (Cavs, section 3.5).
         fuse: element-wise operations between two matrix products run as one kernel (Cavs, section 3.5).
-        stream: work that does not depend on the current frontier overlaps with it (Cavs, section 3.5). Accepted, and
-            without an effect in this version.
+        stream: work that does not depend on the current frontier, gradients of matrices, overlaps with it, on CUDA on a
+            second stream (Cavs, section 3.5).
 
     None leaves an option as it is. Contexts nest. A backward pass follows the options of its forward pass.
 

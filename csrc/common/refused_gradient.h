@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-namespace weft::offload {
+namespace weft {
 
 class RefusedGradient : public torch::autograd::Function<RefusedGradient> {
  public:
@@ -29,4 +29,4 @@ class RefusedGradient : public torch::autograd::Function<RefusedGradient> {
   }
 };
 
-}  // namespace weft::offload
+}  // namespace weft
