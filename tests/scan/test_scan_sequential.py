@@ -73,6 +73,24 @@ def test_gradients(layers, prune: bool, schedule, device: str) -> None:
 
 
 @device
+def test_pooling_keeps_its_indices_and_its_hooks(device: str) -> None:
+    """A max-pooling gives its indices in the forward pass; with a hook it is run as any other layer."""
+    plain, scan = pair([nn.Conv2d(1, 2, 3), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.Flatten()], device)
+    x = torch.randn(2, 1, 8, 9, device=device, requires_grad=True)
+    check(plain, scan, x)
+    x.data[0, 0, 2] = float("nan")
+    out = scan(x)
+    assert torch.equal(out.isnan(), plain(x).isnan()) and out.isnan().any()
+    x.data.normal_()
+    seen: list[Tensor] = []
+    scan[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
+    check(plain, scan, x)
+    assert len(seen) == 1
+    plain, scan = pair([nn.Conv2d(1, 2, 3), nn.MaxPool2d(2, stride=3, dilation=2)], device)
+    check(plain.double(), scan.double(), x.detach().double())
+
+
+@device
 def test_frozen_parameters_and_empty_batches(device: str) -> None:
     for frozen in range(10):
         plain, scan = pair(lenet(), device)

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from .._torch_private import delayed_error, keeps_graph
 from ..sparse import dropout_jacobian
 from ..sparse._csr import BatchedCSR
-from ..sparse._modules import check_batch_norm, find_jacobian, transposed_jacobian, unknown
+from ..sparse._jacobians import max_pool2d_picked, max_pool2d_settings
+from ..sparse._modules import (
+    check_batch_norm,
+    find_jacobian,
+    pools_with_indices,
+    transposed_jacobian,
+    unknown,
+)
 from .chain import chain_backward
 from .schedule import levels_of
 
@@ -30,6 +37,7 @@ class Record(NamedTuple):
     parameters: list[nn.Parameter]  # that require a gradient
     mask: Tensor | None  # of a dropout that drops
     versions: list[tuple[Tensor, int]]
+    picked: Tensor | None = None  # the indices of a max-pooling
 
     @property
     def is_identity(self) -> bool:
@@ -40,6 +48,8 @@ class Record(NamedTuple):
     def jacobian(self, prune: bool) -> BatchedCSR | Tensor:
         if self.mask is not None:
             return dropout_jacobian(self.mask, self.module.p, dtype=self.input.dtype)
+        if self.picked is not None:
+            return max_pool2d_picked(self.picked, self.input, *_pooling(self.module))
         output = self.output.detach()
         with torch.no_grad():
             return transposed_jacobian(self.module, self.input, output, prune=prune)
@@ -70,12 +80,15 @@ def run(net: nn.Module, input: Tensor) -> list[Record]:
     records, x = [], input.detach()
     for position, (_, module) in enumerate(unrolled(net)):
         parameters = [p for p in module.parameters() if p.requires_grad]
-        mask = None
+        mask = picked = None
         # What works in place would overwrite what its Jacobian is made from.
         before = x.clone() if getattr(module, "inplace", False) else x
         if type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
             with torch.no_grad():
                 output, mask = _dropout(x, module.p)
+        elif pools_with_indices(module, x):
+            with torch.no_grad():
+                output, picked = F.max_pool2d(x, *_pooling(module), return_indices=True)
         else:
             with torch.set_grad_enabled(bool(parameters)):
                 output = module(before)
@@ -88,9 +101,16 @@ def run(net: nn.Module, input: Tensor) -> list[Record]:
         tensors = [*module.parameters(), *module.buffers()]
         if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
             tensors.append(x)
-        records.append(Record(position, module, x, output, parameters, mask, [(t, t._version) for t in tensors]))
+        versions = [(t, t._version) for t in tensors]
+        records.append(Record(position, module, x, output, parameters, mask, versions, picked))
         x = output.detach()
     return records
+
+
+def _pooling(module: nn.MaxPool2d) -> tuple:
+    """The arguments of F.max_pool2d."""
+    settings = max_pool2d_settings(module.kernel_size, module.stride, module.padding, module.dilation)
+    return *settings, module.ceil_mode
 
 
 def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
