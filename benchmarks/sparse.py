@@ -476,7 +476,10 @@ def fit(device: str) -> dict[str, float]:
     found = {"product": product(sparse(0.5, 4, 4), sparse(0.5, 4, 4), "listed")[0]}
     large = {
         "aligned": (sparse(0.3, 1000, 1500), sparse(2.0, 1500, 120)),
-        "listed": (sparse(0.005, 3000, 3000), sparse(0.005, 3000, 30000)),
+        "listed": (
+            conv2d_jacobian(torch.randn(64, 3, 3, 3, device=device), (3, 32, 32), padding=1),
+            avg_pool2d_jacobian((64, 32, 32), 2, device=device),
+        ),
         "windowed": (sparse(0.3, 400, 800), sparse(0.3, 800, 8000)),
     }
     for kind, pair in large.items():

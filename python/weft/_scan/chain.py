@@ -66,9 +66,9 @@ class Costs(NamedTuple):
     """1e9 FLOPs of its convolutions and matrix products."""
 
 
-# As `python -m benchmarks.sparse fit` prints it, on two cores.
+# As `python -m benchmarks.sparse fit` prints it, on two cores that had other work, too.
 _CPU = Costs(
-    product=10.0, call=8.0, link=4.0, aligned=3e4, listed=1e6, windowed=8e5, vector=8e5, layer=30.0, dense=1.2e4
+    product=7.6, call=15.0, link=7.1, aligned=2.2e5, listed=7.1e6, windowed=2.1e6, vector=1.7e6, layer=14.0, dense=5.7e4
 )
 _SHARE_OF_MEMORY = 0.25
 """Of the device's, that products may take."""
