@@ -34,12 +34,12 @@ def _csr_chain_flops(grad, crows, cols, values, **_: Any) -> int:
 @register_flop_formula(
     [torch.ops.weft.csr_matmul, torch.ops.weft.csr_matmul_left, torch.ops.weft.csr_matmul_right], get_raw=True
 )
-def _csr_matmul_flops(patterns: list[Tensor], kind: int, first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
-    _, a_col, b_crow, _, _, col, _, _, right = patterns[:9]
-    if kind == 0:  # without lists: each element of a meets a row of b
+def _csr_matmul_flops(patterns: list[Tensor], first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
+    _, a_col, b_crow, _, _, _, aligned, windowed, _, _, _, right = patterns[:12]
+    if len(aligned) or len(windowed):  # not all are listed: each element of a meets a row of b
         products = int(b_crow.diff()[a_col.long()].sum())
     else:
-        products = len(right) if kind == 2 else len(col)
+        products = len(right)
     return 2 * products * math.prod(_batched(first, second))
 
 
