@@ -17,7 +17,7 @@ from weft import _costs
 from weft._rnn import choice, costs
 from weft._rnn.case import Case
 
-from benchmarks import common, fit, fitting, geometries, rnn, scan, stages
+from benchmarks import common, fit, fitting, geometries, packages, rnn, scan, stages
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -720,3 +720,41 @@ def test_geometries_are_measured():
     timed = list(geometries.measure([problem], 2, 60.0, steps=64))
     assert len(timed) >= 4 and all(0 < t.us < 1e3 for t in timed)
     assert geometries.VARIABLE not in os.environ
+
+
+def test_packages_compares_a_model_before_and_after(monkeypatch):
+    class Left(torch.nn.GRU):
+        def forward(self, input, hx=None):
+            return super().forward(input, hx)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = torch.nn.LSTM(3, 4), Left(4, 4), torch.nn.Dropout(0.5)
+
+        def forward(self, x):
+            return {"output": self.third(self.second(self.first(x)[0])[0]), "number": torch.ones(2, dtype=torch.int64)}
+
+    x = torch.randn(7, 2, 3)
+    row = packages.compare("torch", ("Model", Model, lambda model: model(x)))
+    assert list(row) == packages.COLUMNS and row["swapped"] == 1
+    assert row["left"].startswith("second (") and row["left"].endswith("overrides forward")
+    assert all(0 < float(row[name]) < 1e-5 for name in ("outputs", "gradients", "losses"))
+    torch.manual_seed(0)
+    monkeypatch.setattr(packages.weft, "accelerate", lambda model, **_: model.requires_grad_(True).apply(halve))
+    assert float(packages.compare("torch", ("Model", Model, lambda model: model(x)))["outputs"]) > 0.1
+
+
+def halve(module):
+    for parameter in module.parameters(recurse=False):
+        parameter.data /= 2
+
+
+def test_packages_results_agree():
+    rows = list(csv.DictReader(packages.RESULTS.open(newline="")))
+    assert len({row["package"] for row in rows}) >= 10 and list(rows[0]) == packages.COLUMNS
+    for row in rows:
+        assert row["package"] in packages.CASES
+        # Adam amplifies what rounding leaves.
+        assert float(row["outputs"]) < 1e-5 and float(row["gradients"]) < 1e-3 and float(row["losses"]) < 1e-3, row
+        assert bool(int(row["swapped"])) != bool(row["left"])

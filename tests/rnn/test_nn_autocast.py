@@ -8,7 +8,7 @@ import pytest
 import torch
 import weft
 from torch.nn.utils import rnn
-from weft._rnn import choice, torch_limits
+from weft._rnn import calls, choice, torch_limits
 
 from tests.common import pairs, relative_error, with_environment
 from tests.rnn.layers import (
@@ -71,6 +71,33 @@ def test_autocast(device, case, algorithm, x_dtype, state_dtype):
         assert a.grad.dtype == b.grad.dtype == torch.float32
         # A ReLU near zero may be on in one and off in the other.
         assert cell == "relu" or relative_error(a.grad, b.grad) <= 2 * BOUNDS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("algorithm", ["persistent", "reference"])
+def test_autocast_has_the_dtypes_of_the_torch_at_hand(monkeypatch, algorithm):
+    """Another version of torch, or another processor, answers in another dtype."""
+    layer, x = weft.nn.GRU(I, H, algorithm=algorithm), torch.randn(6, 3, I)
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(calls, "autocast_dtypes", lambda *_, dtype=dtype: (dtype, dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert {r.dtype for r in flat(layer(x))} == {dtype}
+
+
+@pytest.mark.parametrize("case", AUTOCAST_CASES)
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_torchs_dtypes_without_torchs_kernel(monkeypatch, case, x_dtype, state_dtype):
+    """Where torch's kernel cannot be asked, by the rule that torch 2.11 follows."""
+    if torch.__version__ >= "2.12" or torch_limits.why_not_onednn(torch.bfloat16):
+        pytest.skip("the rule is that of torch 2.11 on a processor with bfloat16")
+    cell, kind = case
+    layer, _ = layers(cell, "cpu", torch.float32, **({"proj_size": 2} if "projected" in kind else {}))
+    x = torch.randn(6, 3, I, dtype=x_dtype)
+    x = rnn.pack_padded_sequence(x, [6, 4, 1]) if "packed" in kind else x
+    with torch.autocast("cpu", torch.bfloat16):
+        asked = calls.prepare(layer, x, states(layer, 3, state_dtype)).dtypes
+        monkeypatch.setattr(calls, "autocast_dtypes", lambda *_: None)
+        assert calls.prepare(layer, x, states(layer, 3, state_dtype)).dtypes == asked
 
 
 @devices

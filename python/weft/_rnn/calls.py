@@ -14,6 +14,7 @@ from .._torch_private import any_autocast, in_forward_mode, in_torchscript_trace
 from . import torch_rnn
 from .case import Case, takes_tf32
 from .choice import choose, remember_choices
+from .torch_limits import autocast_dtypes
 
 __all__ = ["CELLS", "Call", "choose_at_once", "prepare"]
 
@@ -157,7 +158,13 @@ def _result_dtypes(
         return input.dtype, input.dtype
     if input.device.type == "cuda":  # cuDNN's rule is to run in half, whatever autocast's dtype
         return torch.float16, torch.float16
-    if input.device.type != "cpu" or layer.mode in ("RNN_TANH", "RNN_RELU"):
+    if input.device.type != "cpu":
+        return autocast, autocast
+    given = tuple(s.dtype for s in state) if state is not None else (input.dtype,) * (2 if layer.mode == "LSTM" else 1)
+    found = autocast_dtypes(CELLS[layer.mode], autocast, input.dtype, given, packed, layer.proj_size > 0)
+    if found is not None:
+        return found
+    if layer.mode in ("RNN_TANH", "RNN_RELU"):
         return autocast, autocast
     # The CPU's step loops mix autocast's matrix products with the state as it came.
     carried = input.dtype if state is None else state[-1].dtype

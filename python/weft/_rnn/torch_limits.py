@@ -1,4 +1,4 @@
-"""What torch's own recurrent kernels cannot run."""
+"""What torch's own recurrent kernels cannot run, and in which dtypes they answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import threading
 
 import torch
 
-__all__ = ["CUDNN_MAX_STEPS", "CUDNN_MAX_VALUES", "CUDNN_VALUES", "why_not_cudnn", "why_not_onednn"]
+from .._torch_private import RNN_KERNELS
+
+__all__ = ["CUDNN_MAX_STEPS", "CUDNN_MAX_VALUES", "CUDNN_VALUES", "autocast_dtypes", "why_not_cudnn", "why_not_onednn"]
 
 CUDNN_MAX_STEPS = 65_535
 """T above which cuDNN refuses a sequence, whatever the cell and the dtype, with CUDNN_STATUS_NOT_SUPPORTED."""
@@ -43,23 +45,45 @@ def why_not_onednn(dtype: torch.dtype) -> str | None:
     return None if _tiny_lstm_runs(dtype) else f"oneDNN has no LSTM in {str(dtype).removeprefix('torch.')} here"
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
+def autocast_dtypes(
+    cell: str, autocast: torch.dtype, input: torch.dtype, state: tuple[torch.dtype, ...], packed: bool, projected: bool
+) -> tuple[torch.dtype, torch.dtype] | None:
+    """Dtypes of output and h_n, and of c_n, of torch's kernel on this CPU under autocast; None where it cannot run. The
+    version of torch and the processor decide, so it is asked, with tiny tensors."""
+    return _tiny_run(cell, autocast, input, state, packed, projected)
+
+
 def _tiny_lstm_runs(dtype: torch.dtype) -> bool:
+    return _tiny_run("lstm", dtype, torch.float32, (torch.float32,) * 2, False, False) is not None
+
+
+@functools.cache
+def _tiny_run(
+    cell: str, autocast: torch.dtype, input: torch.dtype, state: tuple[torch.dtype, ...], packed: bool, projected: bool
+) -> tuple[torch.dtype, torch.dtype] | None:
     found = []
 
     def try_it() -> None:
-        weights = [torch.zeros(size, requires_grad=True) for size in ((4, 1), (4, 1), (4,), (4,))]
-        state = [torch.zeros(1, 1, 1)] * 2
+        rows = {"lstm": 4, "gru": 3}.get(cell, 1)
+        shapes = ((rows, 1), (rows, 1), (rows,), (rows,), *([(1, 1)] if projected else []))
+        weights = [torch.zeros(shape, requires_grad=True) for shape in shapes]
+        hx = [torch.zeros(1, 1, 1, dtype=dtype) for dtype in state]
+        x = torch.zeros(1, 1, 1, dtype=input)
+        steps = (x[0], torch.ones(1, dtype=torch.int64)) if packed else (x,)
+        layout = () if packed else (False,)
         try:
-            with torch.autocast("cpu", dtype):
-                output, *_ = torch.lstm(torch.zeros(1, 1, 1), state, weights, True, 1, 0.0, True, False, False)
+            with torch.autocast("cpu", autocast):
+                output, *final = RNN_KERNELS[cell](
+                    *steps, hx if cell == "lstm" else hx[0], weights, True, 1, 0.0, True, False, *layout
+                )
             output.sum().backward()
         except RuntimeError:
             return
-        found.append(True)
+        found.append((output.dtype, final[-1].dtype))
 
     # A thread of its own has none of the caller's modes, transforms and default device.
     thread = threading.Thread(target=try_it)
     thread.start()
     thread.join()
-    return bool(found)
+    return found[0] if found else None
