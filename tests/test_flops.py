@@ -117,8 +117,9 @@ def test_dense_scan(shape, wanted):
     assert counts[0] == counts[1] and min(counts[0]) > 0
 
 
-def test_diagonal_scan():
-    A, b = (torch.randn(6, 2, 4, requires_grad=True) for _ in range(2))
+@pytest.mark.parametrize("shape", [(6, 2, 4), (1, 2, 4), (1, 1, 4), (4,)], ids=str)
+def test_diagonal_scan(shape):
+    A, b = (torch.randn(s, requires_grad=True) for s in (shape, (6, 2, 4)))
     assert flops(lambda: [weft.scan.linear_scan(A, b)]) == (2 * 5 * 2 * 4, 2 * (5 + 5) * 2 * 4)
 
 

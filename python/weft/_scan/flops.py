@@ -12,22 +12,22 @@ from torch.utils.flop_counter import register_flop_formula
 
 def _product(A, b) -> int:
     """Of one step: a product of a matrix and a vector for each row of the batch, or of two vectors."""
-    diagonal = len(A) == 3 and tuple(A) == tuple(b)
-    return 2 * math.prod(b[1:]) * (1 if diagonal else b[-1])
+    dense = len(A) == 4 or (len(A) == 3 and tuple(A) != tuple(b) and tuple(A[:2]) == (b[0], b[2]))
+    return 2 * math.prod(b[1:]) * (b[2] if dense else 1)
 
 
-def _products(A, x0) -> int:
+def _products(b, x0) -> int:
     """The first step has none where it begins at zeros."""
-    return max(A[0] - (x0 is None), 0)
+    return max(b[0] - (x0 is None), 0)
 
 
 @register_flop_formula(torch.ops.weft.linear_scan)
 def _linear_scan_flops(A, b, x0=None, **_: Any) -> int:
-    return _products(A, x0) * _product(A, b)
+    return _products(b, x0) * _product(A, b)
 
 
 @register_flop_formula(torch.ops.weft.linear_scan_backward)
 def _linear_scan_backward_flops(grad, A, x, x0, reverse, transpose, output_mask, **_: Any) -> int:
     """A scan in the other direction, and the products of its states with the forward's, for the gradient of A."""
-    scan = max(A[0] - 1, 0) + (x0 is not None and output_mask[2])
-    return (scan + output_mask[0] * _products(A, x0)) * _product(A, grad)
+    scan = max(grad[0] - 1, 0) + (x0 is not None and output_mask[2])
+    return (scan + output_mask[0] * _products(grad, x0)) * _product(A, grad)
