@@ -16,6 +16,7 @@ EXAMPLES = {
     "accelerate_lm.py": "--algorithm",
     "bitstream.py": "--algorithm",
     "char_lm.py": "--algorithm",
+    "greedy_decoder.py": "--algorithm",
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
 }
@@ -55,6 +56,12 @@ def test_char_lm(algorithm, capsys):
     assert float(difference.split("│")[2]) < 1e-4
     ran = next(line for line in printed.splitlines() if line.startswith("│ algorithm")).split("│")[2].strip()
     assert ran in (("persistent", "scan") if algorithm == "auto" else (algorithm,))
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "torch"])
+def test_greedy_decoder(algorithm, capsys):
+    assert example("greedy_decoder.py")["main"](["--quick", "--device", "cpu", "--algorithm", algorithm]) > 0.8
+    assert f"({'fused' if algorithm == 'auto' else 'torch'})" in capsys.readouterr().out
 
 
 def test_char_lm_learns_a_text_of_the_users_own(tmp_path):

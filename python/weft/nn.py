@@ -22,8 +22,9 @@ Under ``torch.func`` transforms that differentiate and in forward-mode AD the re
 
 :class:`RNNCell`, :class:`GRUCell` and :class:`LSTMCell` are torch's cells, a step of which is one operator, for loops
 that decide at each step what the next one gets. They are subclasses of torch's. Their ``algorithm`` is ``"auto"``
-(default), ``"fused"``, which is that operator, or ``"torch"``, torch's own operations; ``"auto"`` takes "fused". Under
-``torch.func`` transforms and in forward-mode AD torch's operations run.
+(default), ``"fused"``, which is that operator, or ``"torch"``, torch's own operations; ``"auto"`` takes "fused", but
+on a CPU "torch" for more than 4 sequences of more than 256 hidden units. Under ``torch.func`` transforms that
+differentiate and in forward-mode AD torch's operations run.
 """
 
 from __future__ import annotations

@@ -154,6 +154,11 @@ def test_explain(kind: str) -> None:
     assert (found.algorithm, found.asked) == ("fused", "auto") and "B=2 float32 input on cpu" in str(found)
     cell.algorithm = "torch"
     assert weft.explain(cell, torch.randn(5)).algorithm == "torch"
+    large = getattr(weft.nn, kind)(5, 300)
+    assert [weft.explain(large, torch.randn(B, 5)).algorithm for B in (4, 5)] == ["fused", "torch"]
+    assert weft.explain(large, torch.randn(5)).algorithm == "fused"
+    large.algorithm = "fused"
+    assert weft.explain(large, torch.randn(5, 5)).algorithm == "fused"
     with pytest.raises(TypeError, match="x must be a Tensor"):
         weft.explain(cell, None)
 

@@ -15,6 +15,11 @@ Device: TypeAlias = torch.device | str | int | None
 
 ALGORITHMS = ("auto", "fused", "torch")
 
+CPU_SEQUENCES, CPU_HIDDEN = 4, 256
+"""On a CPU "auto" leaves steps to torch that have more of both: they are torch's products, beside which the rest is
+nothing, and neither was faster in all cases. Of up to so many sequences the op makes the products itself. A compiled
+graph, which does not look at the batch, always has the op."""
+
 _rnn_cell = torch.ops.weft.rnn_cell.default
 
 
@@ -82,8 +87,15 @@ def choose(module: _Cell, input: Tensor) -> Choice:
     # maps_alone cannot be traced.
     if in_forward_mode() or (in_transform() and (torch.compiler.is_compiling() or not maps_alone())):
         return Choice("torch", "torch.func and forward-mode AD cannot differentiate Weft's op")
-    if module._algorithm != "auto":
-        return Choice(module._algorithm, f'algorithm="{module._algorithm}" was asked for')
+    asked = module._algorithm
+    if asked != "auto":
+        return Choice(asked, f'algorithm="{asked}" was asked for')
+    if input.device.type == "cpu" and module.hidden_size > CPU_HIDDEN and not torch.compiler.is_compiling():
+        batch = input.shape[0] if input.dim() == 2 else 1
+        if batch > CPU_SEQUENCES:
+            return Choice(
+                "torch", f"of more than {CPU_SEQUENCES} sequences and {CPU_HIDDEN} units the products are all"
+            )
     return Choice("fused", "one op for both products and the gates")
 
 
