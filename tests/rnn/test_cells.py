@@ -10,6 +10,7 @@ import pytest
 import torch
 import weft
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.common import DEVICES, relative_error
 
@@ -145,6 +146,48 @@ def test_accelerate(kind: str) -> None:
     x = torch.randn(2, 5)
     for found, expected in zip(tensors(cell(x)), tensors(peer(x)), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@kinds
+def test_accelerate_leaves_subclasses_and_weft_s_own(kind: str) -> None:
+    derived = type("Mine", (getattr(nn, kind),), {})
+    model = nn.ModuleList([derived(5, 7), getattr(weft.nn, kind)(5, 7)])
+    before = list(model)
+    with pytest.warns(UserWarning, match=rf"0 \(.*Mine\) is a subclass of torch.nn.{kind}$"):
+        weft.accelerate(model, subclasses=True)
+    assert list(model) == before
+
+
+@kinds
+def test_traces_like_torch(kind: str) -> None:
+    cell, peer = pair(kind, 5, 7)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = cell
+
+        def forward(self, x: Tensor):
+            return self.cell(x)
+
+    x = torch.randn(3, 5)
+    graph = torch.fx.symbolic_trace(Model())
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_module", "output"]
+    traced = torch.jit.trace(Model(), (x,))
+    assert "weft" not in str(traced.inlined_graph)
+    for model in (graph, traced):
+        for found, expected in zip(tensors(model(x)), tensors(peer(x)), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@kinds
+def test_counts_operations_like_torch(kind: str) -> None:
+    counts = []
+    for cell in pair(kind, 5, 7):
+        with FlopCounterMode(display=False) as counter:
+            tensors(cell(torch.randn(3, 5, requires_grad=True), state(kind, 3, 7)))[0].sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 @kinds

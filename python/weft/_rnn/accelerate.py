@@ -49,7 +49,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -
         algorithm: for the new layers, see :mod:`weft.nn`. Cells take "torch" for "torch" and "reference", else "auto".
         subclasses: also swap instances of subclasses that override nothing that runs, that is ``forward``, what it
             calls and what it reads. They keep their own methods and attributes, and go on being instances of their
-            class. Default: False.
+            class. Those of cells stay as they are. Default: False.
 
     Returns:
         `model` itself; where `model` is a recurrent layer itself, Weft's in its place.
@@ -133,6 +133,8 @@ def _obstacle(module: Module, subclasses: bool) -> str | None:
         return None
     if _torch_class(kind) is None:
         return None if not issubclass(kind, torch.nn.RNNBase) else "is none of torch.nn.RNN, GRU and LSTM"
+    if issubclass(kind, torch.nn.RNNCellBase):
+        return f"is a subclass of torch.nn.{_torch_class(kind).__name__}"
     overridden = _overridden(kind)
     if overridden:
         return f"overrides {', '.join(overridden)}"
@@ -143,7 +145,7 @@ def _replacement_class(module: Module, subclasses: bool) -> type[Module] | None:
     kind = _class_before_parametrizations(module)
     if kind in _REPLACEMENTS:
         target = _REPLACEMENTS[kind]
-    elif subclasses and _torch_class(kind) is not None and not _overridden(kind):
+    elif subclasses and issubclass(kind, torch.nn.RNNBase) and _torch_class(kind) and not _overridden(kind):
         target = _subclass(kind)
     else:
         return None

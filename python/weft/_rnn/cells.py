@@ -6,8 +6,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 
-from .._torch_private import in_forward_mode, in_transform, maps_alone
+from .._torch_private import in_forward_mode, in_torchscript_trace, in_transform, maps_alone
+from .layers import leaf
 
 __all__ = ["ALGORITHMS", "GRUCell", "LSTMCell", "RNNCell", "choose"]
 
@@ -87,6 +89,8 @@ def choose(module: _Cell, input: Tensor) -> Choice:
     # maps_alone cannot be traced.
     if in_forward_mode() or (in_transform() and (torch.compiler.is_compiling() or not maps_alone())):
         return Choice("torch", "torch.func and forward-mode AD cannot differentiate Weft's op")
+    if in_torchscript_trace():
+        return Choice("torch", "the graph is to run where Weft is not")
     asked = module._algorithm
     if asked != "auto":
         return Choice(asked, f'algorithm="{asked}" was asked for')
@@ -103,6 +107,8 @@ class _OneState(_Cell):
     """RNNCell and GRUCell: hx and what is returned are tensors."""
 
     def _forward(self, cell: str, input: Tensor, hx: Tensor | None) -> Tensor:
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx)
         step = None if hx is not None and hx.dim() != input.dim() else self._step(cell, input, *_states(hx))
         return super().forward(input, hx) if step is None else step[0]  # type: ignore[misc]
 
@@ -243,6 +249,8 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
             ValueError: the rank of an argument does not fit.
             RuntimeError: a size, dtype or device does not fit.
         """
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx)
         states = () if hx is None else tuple(hx)
         fits = hx is None or (len(states) == 2 and all(s.dim() == input.dim() for s in states))
         step = self._step("lstm", input, *states) if fits else None

@@ -50,6 +50,17 @@ def _rnn_backward_flops(
     )  # fmt: skip
 
 
+@register_flop_formula(torch.ops.weft.rnn_cell)
+def _rnn_cell_flops(input, h, c, w_ih, w_hh, *_: Any, **__: Any) -> int:
+    return _forward(input[0], [w_ih, w_hh])
+
+
+@register_flop_formula(torch.ops.weft.rnn_cell_backward)
+def _rnn_cell_backward_flops(grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, *_: Any, output_mask, **__: Any) -> int:
+    of_input, of_state, _, of_w_ih, of_w_hh, *_ = output_mask
+    return 2 * input[0] * (math.prod(w_ih) * (of_input + of_w_ih) + math.prod(w_hh) * (of_state + of_w_hh))
+
+
 @register_flop_formula(torch.ops.weft.torch_rnn)
 def _torch_rnn_flops(input, state, weights, *_: Any, **__: Any) -> int:
     return _forward(math.prod(input[:-1]), weights)

@@ -20,6 +20,14 @@ __all__ = ["GRU", "LSTM", "RNN"]
 Device: TypeAlias = torch.device | str | int | None
 
 
+def leaf(module: torch.nn.Module, input: Proxy, hx: Any) -> Proxy:
+    """One node of the graph that torch.fx.symbolic_trace builds, as it makes of torch's layers and cells."""
+    path = input.tracer.path_of_module(module)
+    if not path:
+        raise TraceError(f"{type(module).__name__}: torch.fx.symbolic_trace takes a model with this layer inside")
+    return input.tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
+
+
 class _Layer(torch.nn.RNNBase):
     """What the three layers share."""
 
@@ -79,13 +87,6 @@ class _Layer(torch.nn.RNNBase):
             return [getattr(self, name) for name in self._flat_weights_names]
         self._update_flat_weights()
         return self._flat_weights
-
-    def _leaf(self, input: Proxy, hx: Any) -> Proxy:
-        """One node of the graph that torch.fx.symbolic_trace builds, as it makes of torch's layers."""
-        path = input.tracer.path_of_module(self)
-        if not path:
-            raise TraceError(f"{type(self).__name__}: torch.fx.symbolic_trace takes a model with this layer inside")
-        return input.tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
 
     def _torchs(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
         """What torch's own layer returns, for a graph that is to run where Weft is not."""
@@ -154,7 +155,7 @@ class _OneState(_Layer):
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
         if isinstance(input, Proxy):
-            return self._leaf(input, hx)
+            return leaf(self, input, hx)
         output, (h_n,) = self._forward(input, None if hx is None else (hx,))
         return output, h_n
 
@@ -371,7 +372,7 @@ class LSTM(_Layer):
             RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
         """
         if isinstance(input, Proxy):
-            return self._leaf(input, hx)
+            return leaf(self, input, hx)
         self._check_pair(hx)
         return self._forward(input, hx)
 
