@@ -156,6 +156,7 @@ __device__ __forceinline__ void cell_backward_step(const CellBackwardArgs& a, in
   constexpr int G = gate_blocks(C), K = chain_blocks(C);
   const bool sum = a.b_ih != nullptr || a.b_hh != nullptr;
   const int64_t H = a.H, tiles = (H + kBackwardUnits - 1) / kBackwardUnits;
+  if (sum && warp >= tiles) return;  // of the last block
   const int64_t j = warp % tiles * kBackwardUnits + lane % kBackwardUnits;
   const int64_t first = warp / tiles * kBackwardRows + lane / kBackwardUnits;
   const int64_t end = j >= H ? 0 : sum ? a.B : first < a.B ? first + 1 : 0;

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from .._torch_private import in_forward_mode, in_torchscript_trace, in_transform, maps_alone
-from .layers import leaf
+from .._torch_private import in_forward_mode, in_transform, maps_alone
+from .layers import leaf, leaves_weft
 
 __all__ = ["ALGORITHMS", "GRUCell", "LSTMCell", "RNNCell", "choose"]
 
@@ -89,7 +89,7 @@ def choose(module: _Cell, input: Tensor) -> Choice:
     # maps_alone cannot be traced.
     if in_forward_mode() or (in_transform() and (torch.compiler.is_compiling() or not maps_alone())):
         return Choice("torch", "torch.func and forward-mode AD cannot differentiate Weft's op")
-    if in_torchscript_trace():
+    if leaves_weft():
         return Choice("torch", "the graph is to run where Weft is not")
     asked = module._algorithm
     if asked != "auto":

@@ -111,7 +111,7 @@ class _Layer(torch.nn.RNNBase):
         name = calls.choose_at_once(self, input, state)
         if name is not None:
             return runs.run_at_once(self, name, input, state)
-        if _leaves_weft():
+        if leaves_weft():
             return self._torchs(input, state)
         call = calls.prepare(self, input, state)
         output, final, cells = runs.run(self, choice.choose_cached(self._algorithm, call.case)[0], call)
@@ -382,7 +382,7 @@ class LSTM(_Layer):
             raise error(f"{type(self).__name__}: hx must be (h0, c0), got {len(hx)} tensors")
 
 
-def _leaves_weft() -> bool:
+def leaves_weft() -> bool:
     """Whether the call is recorded for programs that do not know Weft's operators."""
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting() and onnx_exporting()
