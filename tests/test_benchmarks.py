@@ -138,6 +138,36 @@ def test_residual_finds_a_wrong_step(contraction):
     assert scan._residual(A, b, x0, x) > 1e-3
 
 
+def test_residual_finds_a_wrong_gradient():
+    A, weight = torch.rand(7, 2, 3), torch.randn(7, 2, 3)
+    gradient = weight.clone()
+    for t in range(5, -1, -1):
+        gradient[t] += A[t + 1] * gradient[t + 1]
+    assert scan._residual_of_gradient(A, weight, gradient) < 1e-6
+    gradient[3, 1, 2] += 0.1
+    assert scan._residual_of_gradient(A, weight, gradient) > 1e-3
+
+
+def test_diagonal_scans_are_measured_against_their_streams(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_COMMIT", "abc")
+    results = common.Results(tmp_path / "results.csv")
+    rows = scan._diagonal_entry(16, 2, 40, "bf16", device="cpu").run(results)
+    assert [(r["metric"], r["peer"]) for r in rows] == [("forward", "floor"), ("forward_backward", "floor")]
+    assert all(float(r["weft"]) > 0 and float(r["peer_value"]) > 0 for r in rows)
+
+
+def test_the_figure_of_diagonal_scans(tmp_path):
+    from benchmarks.figures import scan as figures  # here, because it needs matplotlib
+
+    case = "op=linear_scan device=cuda dtype=fp32 layout=diagonal H={} B=8 T={}"
+    rows = [row(case.format(16, T), mine=T, peers=T / 2, peer=peer) for T in (64, 128) for peer in ("floor", "other")]
+    lone = [row(case.format(32, 64), peer="floor"), row(case.format(16, 256) + " tiles=8", peer="floor")]
+    lines = {"Weft": {64: 64.0, 128: 128.0}, "floor": {64: 32.0, 128: 64.0}, "other": {64: 32.0, 128: 64.0}}
+    assert figures.diagonal_points(rows + lone) == {(8, 16): lines}
+    figures.draw_diagonal(rows, tmp_path / "figure.svg")
+    assert "B 8, H 16" in (tmp_path / "figure.svg").read_text()
+
+
 def test_grid_measures_what_is_missing_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WEFT_COMMIT", "abc")
     threads = torch.get_num_threads()

@@ -17,6 +17,7 @@ EXAMPLES = {
     "bitstream.py": "--algorithm",
     "char_lm.py": "--algorithm",
     "greedy_decoder.py": "--algorithm",
+    "mingru.py": "--hidden",
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
 }
@@ -43,6 +44,11 @@ def test_offload_vgg(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "the same bits" in printed and "moved" in printed
     assert figure.stat().st_size > 1000
+
+
+def test_mingru_remembers(capsys):
+    assert example("mingru.py")["main"](["--quick", "--device", "cpu"]) < 0.5
+    assert "states differ by" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "persistent", "scan", "torch"])

@@ -1,4 +1,4 @@
-"""The scan engine's page: its backward pass over T, its table, and the grid of "auto"."""
+"""The scan engine's page: its backward pass over T, diagonal scans over T, its table, and the grid of "auto"."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ def page(results: Results, folder: Path) -> list[str]:
     if backward_points(rows):
         draw_backward(rows, folder / "scan_backward.svg")
         parts.append(image(folder / "scan_backward.svg"))
+    if diagonal_points(rows):
+        draw_diagonal(rows, folder / "scan_diagonal.svg")
+        parts.append(image(folder / "scan_diagonal.svg"))
     if rows:
         parts.append(rst_tables(rows))
     if any(parse_case(row["case"])["device"] == "cuda" for row in grid):
@@ -59,6 +62,41 @@ def draw_backward(rows: Rows, path: Path) -> None:
     axes.set_title(f"tanh RNN, H {keys['H']}, B {keys['B']}, {keys['dtype']}, {points[0][1]['gpu']}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False)
+    save(figure, path)
+
+
+def diagonal_points(rows: Rows) -> dict[tuple[int, int], dict[str, dict[int, float]]]:
+    """Milliseconds of a diagonal scan with its gradients on a GPU in fp32: by (B, H), who, and T, where T varies."""
+    found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        if keys.get("layout") != "diagonal" or keys["device"] != "cuda" or keys["dtype"] != "fp32" or "tiles" in keys:
+            continue
+        if row["metric"] == "forward_backward":
+            shape, T = found.setdefault((int(keys["B"]), int(keys["H"])), {}), int(keys["T"])
+            shape.setdefault("Weft", {})[T] = float(row["weft"])
+            shape.setdefault(row["peer"], {})[T] = float(row["peer_value"])
+    return {shape: lines for shape, lines in found.items() if len(lines["Weft"]) > 1}
+
+
+def draw_diagonal(rows: Rows, path: Path) -> None:
+    """Time over T, a panel for each B and H, a line each for Weft, its peer and the floor."""
+    points = diagonal_points(rows)
+    figure, panels = plt.subplots(1, len(points), figsize=(3.2 * len(points), 3.2), layout="constrained", squeeze=False)
+    styles = {"Weft": {"color": WEFT_COLOR}, "floor": {"color": "#888888", "linestyle": "--"}}
+    for axes, ((B, H), lines) in zip(panels[0], points.items(), strict=True):
+        for name, values in lines.items():
+            steps = sorted(values)
+            style = styles.get(name, {"color": PEER_COLOR})
+            axes.loglog(steps, [values[T] for T in steps], marker="o", markersize=4, label=name, **style)
+            axes.set_xticks(steps, steps)
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_title(f"B {B}, H {H}", fontsize=9)
+        axes.grid(True, which="major", alpha=0.3)
+    figure.supxlabel("sequence length T")
+    figure.supylabel("forward + backward, ms")
+    panels[0][0].legend(frameon=False, fontsize=8)
     save(figure, path)
 
 
