@@ -143,6 +143,19 @@ def linear_scans() -> None:
             linear_scan(200, 2, H, diagonal=False, dtype=dtype, window=True)
 
 
+def linear_scan_tiles() -> None:
+    """The diagonal scan's other kernel: few and many tiles, of rows of any alignment, with all gradients."""
+    for steps in (8, 32):
+        before = weft._C._testing.linear_scan_tiles(steps)
+        for dtype in (single, half, bfloat16, double):
+            for T, B, H in ((20, 3, 64), (2000, 3, 3), (2000, 3, 64)):
+                linear_scan(T, B, H, diagonal=True, dtype=dtype)
+                A, b, x0 = tensors((H,), (T, B, H), (H,), dtype=dtype)
+                weft.scan.linear_scan(A, b, x0).float().sum().backward()
+        weft._C._testing.linear_scan_tiles(before)
+    torch.cuda.synchronize()
+
+
 def codecs() -> None:
     for dtype in (single, half, bfloat16):
         for n in (0, 1, 33, 16_385, 40_000):
@@ -260,8 +273,8 @@ def managed() -> None:
 
 
 PARTS = {
-    "rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "codecs": codecs, "sparse": sparse, "vertex": vertex,
-    "copies": copies, "managed": managed,
+    "rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "linear_scan_tiles": linear_scan_tiles,
+    "codecs": codecs, "sparse": sparse, "vertex": vertex, "copies": copies, "managed": managed,
 }  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "synccheck")
 KERNELS = ("weft", "recurrence", "vertex_frontier")  # substrings of the names of all kernels of Weft

@@ -62,7 +62,7 @@ struct Tiles {
 };
 
 template <typename T>
-struct TileShared {
+struct alignas(16) TileShared {
   using Shape = TileShape<T>;
   double totals[kTileWarps][Shape::kChannels][Shape::kTotalWords][32];  // of every warp's steps
   State<T> starts[kTileWarps + 1][Shape::kChannels][32];
