@@ -104,7 +104,7 @@ def test_twice_is_once():
 
 
 def test_subclasses_are_left_alone():
-    model = torch.nn.Sequential(Own(3, 4), torch.nn.GRUCell(3, 4), torch.nn.Linear(4, 4))
+    model = torch.nn.Sequential(Own(3, 4), torch.nn.Bilinear(3, 3, 4), torch.nn.Linear(4, 4))
     kinds = [type(m) for m in model]
     with pytest.warns(UserWarning, match=r"left these layers as they are: 0 \(.*\.Own\) overrides forward$"):
         weft.accelerate(model)
@@ -116,6 +116,17 @@ def test_subclasses_are_left_alone():
     with pytest.warns(UserWarning, match="overrides forward"):
         assert weft.accelerate(own, subclasses=True) is own
     assert isinstance(own, Own)
+
+
+class OwnCell(torch.nn.LSTMCell):
+    """Overrides nothing that runs."""
+
+
+def test_subclasses_of_cells_are_left_alone():
+    model = torch.nn.Sequential(OwnCell(3, 4))
+    with pytest.warns(UserWarning, match=r"0 \(.*\.OwnCell\) is a subclass of torch.nn.LSTMCell$"):
+        weft.accelerate(model, subclasses=True)
+    assert type(model[0]) is OwnCell
 
 
 def test_layers_inside_a_subclass_are_found():
