@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--quick", action="store_true", help="a few short steps, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.length, options.steps = 128, 60
+        options.length, options.steps = 128, 10
     torch.manual_seed(0)
     layer, output = MinGRU(2, options.hidden).to(options.device), nn.Linear(options.hidden, 1).to(options.device)
     optimizer = torch.optim.Adam([*layer.parameters(), *output.parameters()], lr=2e-2)
