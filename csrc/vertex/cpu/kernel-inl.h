@@ -3,6 +3,9 @@
 #include "vertex/code.h"
 #include "vertex/cpu/kernel.h"
 
+// GCC warns how lambdas would be called, before it has put all of them where they are used.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
 namespace weft::cpu::WEFT_ISA {
 namespace {
 
