@@ -310,7 +310,9 @@ class _Compiler:
         if not o.op.startswith("aten."):
             return False
         names = (o.op, _out_of_place(o.op))
-        return o.op in _PRODUCTS or o.op in FILLS or any(n in SHAPED or n in ELEMENTWISE for n in names)
+        return (
+            o.op in _PRODUCTS or o.op in FILLS or o.op == _CAST or any(n in SHAPED or n in ELEMENTWISE for n in names)
+        )
 
     def _values_read(self, o: Operation) -> list[int]:
         if o.op in _PRODUCTS:
@@ -367,7 +369,7 @@ class _Compiler:
             self._set(o, self._graph.constant(FILLS[o.op], self._width(o.results[0])))
         elif o.op in SHAPED and self._keeps_rows(o):
             self._shaped(o)
-        elif o.op == "aten._to_copy.default":
+        elif o.op == _CAST:
             self._cast(o)
         else:
             self._elementwise(o)
@@ -598,4 +600,5 @@ def _number(text: str) -> object:
 
 
 _METHODS = frozenset(("pull", "gather", "children", "repeat", "sum"))
+_CAST = "aten._to_copy.default"
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
