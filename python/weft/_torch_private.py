@@ -8,6 +8,8 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
 __all__ = [
+    "COMPILER",
+    "COMPILERS_ISINSTANCE",
     "RNN_KERNELS",
     "any_autocast",
     "autograd_inside_an_op",
@@ -49,6 +51,12 @@ delayed_error = torch._C._functions.DelayedError
 
 tracing_context = TracingContext.try_get
 """torch.compile's or torch.export's state where it traces in this thread, None elsewhere."""
+
+COMPILER = "torch._dynamo."
+"""What the names of torch.compile's modules begin with."""
+
+COMPILERS_ISINSTANCE = "torch._dynamo.variables.builtin"
+"""The one of them that answers isinstance in compiled code."""
 
 RNN_KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 """What torch.nn's layers call."""

@@ -12,7 +12,7 @@ import copyreg
 import sys
 from typing import Any
 
-from .._torch_private import tracing_context
+from .._torch_private import COMPILER, COMPILERS_ISINSTANCE, tracing_context
 
 __all__ = ["own_class", "shown_class"]
 
@@ -61,7 +61,7 @@ def shown_class(own: type, torch_class: type) -> type:
     if tracing_context() is not None:
         # Its isinstance alone may know: a compiled model takes the branches that it takes in eager code.
         asks = sys._getframe(2).f_globals.get("__name__", "")
-        if asks.startswith("torch._dynamo.") and asks != "torch._dynamo.variables.builtin":
+        if asks.startswith(COMPILER) and asks != COMPILERS_ISINSTANCE:
             return own
     shown = vars(own).get("_shown")
     if shown is None:

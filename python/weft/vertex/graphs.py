@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _ops  # noqa: F401 (loads the library)
 from .._C import vertex as _C
 
 __all__ = ["Graphs"]
