@@ -261,6 +261,10 @@ def _on_a_small_cpu(monkeypatch) -> None:
         monkeypatch.setattr(rnn, name, tuple(map(small, getattr(rnn, name))))
     grid = [small(case) for case in rnn.grid_cases() if case.H == 128 and case.B == 16]
     monkeypatch.setattr(rnn, "grid_cases", lambda: iter(grid))
+    cells = [
+        rnn.CellCase(cell, 4, 2, 3, dtype=dtype, device="cpu") for cell, dtype in (("lstm", "fp32"), ("gru", "bf16"))
+    ]
+    monkeypatch.setattr(rnn, "cell_cases", lambda device: iter(cells))
     facts = {"why_not": None, "forward": {"tier": "cluster", "groups": 1, "blocks": 16, "sequences": 3}}
     monkeypatch.setattr(rnn, "plan", lambda case, trains: facts)
     quick = {"warmup": 1, "repeats": 2, "at_most": 0.0}
@@ -276,12 +280,14 @@ def test_every_kind_of_rnn_entry_runs(tmp_path, monkeypatch, capsys):
     assert found == {
         ("forward", "ms", "torch.nn"),
         ("forward_backward", "ms", "torch.nn"),
+        ("forward_backward", "us", "torch.nn"),
         ("inference", "ms", "torch.nn"),
+        ("inference", "us", "torch.nn"),
         ("decode", "us", "torch.nn"),
         ("step_forward", "us", "exchange_floor"),
     }
     rows = list(results.rows.values())
-    assert len(rows) == 3 + 4 + 4 + 2 * 9
+    assert len(rows) == 3 + 4 + 4 + 2 * 2 + 2 * 9
     rnn.report(rows)
     printed = capsys.readouterr().out
     assert "9 points of the grid: geometric mean" in printed
@@ -292,16 +298,21 @@ def test_rnn_benchmark_on_the_command_line(tmp_path, monkeypatch, capsys):
     threads = torch.get_num_threads()
     output = tmp_path / "rnn.csv"
     case = rnn.RnnCase("gru", 4, 2, 8, device="cpu", threads=2)
+    loaded = rnn.LoadedCase("rnn_tanh", 4, 2, 8, device="cpu", threads=2, load=1)
     monkeypatch.setattr(rnn, "CPU", (case, replace(case, cell="lstm")))
+    monkeypatch.setattr(rnn, "LOADED", (loaded,))
+    monkeypatch.setattr(rnn, "cell_cases", lambda device: iter(()))
     try:
         rnn.main(["cell=gru", "--devices", "cpu", "--output", str(output)])
         assert [r["case"] for r in common.read_rows(output)] == [case.name]
         rnn.main(["--devices", "cpu", "--output", str(output), "--minutes", "0"])
-        assert "out of time: 2 of 2 entries left out" in capsys.readouterr().out
+        assert "out of time: 3 of 3 entries left out" in capsys.readouterr().out
+        rnn.main(["load=1", "--devices", "cpu", "--output", str(output)])
+        assert {r["case"] for r in common.read_rows(output)} == {case.name, loaded.name}
         rnn.main(["forward_backward", "--devices", "cpu", "--output", str(output)])
     finally:
         torch.set_num_threads(threads)
-    assert [common.parse_case(r["case"])["cell"] for r in common.read_rows(output)] == ["gru", "lstm"]
+    assert [common.parse_case(r["case"])["cell"] for r in common.read_rows(output)] == ["gru", "lstm", "rnn_tanh"]
     rnn.main(["--report", "--output", str(output)])
     assert "targets:" in capsys.readouterr().out
 

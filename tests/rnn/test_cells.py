@@ -174,7 +174,7 @@ def test_traces_like_torch(kind: str) -> None:
     graph = torch.fx.symbolic_trace(Model())
     assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_module", "output"]
     traced = torch.jit.trace(Model(), (x,))
-    assert "weft" not in str(traced.inlined_graph)
+    assert "weft::" not in str(traced.inlined_graph)
     for model in (graph, traced):
         for found, expected in zip(tensors(model(x)), tensors(peer(x)), strict=True):
             torch.testing.assert_close(found, expected)
