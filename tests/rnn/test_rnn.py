@@ -127,7 +127,7 @@ def reference(input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=F
     h_n, c_n and cells (None except for lstm), gates (None for the rnns). `backward` changes no result."""
     hidden, directions = weights[1].shape[1], 2 if bidirectional else 1
     if batch_sizes is None:
-        running = torch.ones(input.shape[:2], dtype=torch.bool)
+        running = torch.ones(input.shape[:2], dtype=torch.bool, device=input.device)
         x = input
     else:
         batch = int(batch_sizes[0]) if len(batch_sizes) else 0
