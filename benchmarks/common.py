@@ -249,6 +249,41 @@ def _time_once(candidate: Candidate, device: str) -> float:
     return begin.elapsed_time(end)
 
 
+def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+    """`run` in a CUDA graph: replays it, and returns what it returned under capture.
+
+    Gradients in `run` must be of what it computes itself, by :func:`torch.autograd.grad`, from leaves that no graph
+    outside of it holds: autograd runs a node on the stream on which it was made, a leaf's included.
+
+    Raises:
+        What `run` raises under capture. The next capture and random numbers of torch work all the same.
+    """
+    gc.collect()  # a cycle that nobody has collected yet may hold such a leaf's node
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    # torch leaves the stream of a capture that fails current, and its generator in the capture.
+    with torch.cuda.stream(stream):
+        stream.wait_stream(before)
+        for _ in range(3):
+            run()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                results = run()
+        except BaseException:
+            generator = torch.cuda.default_generators[stream.device_index]
+            seed = generator.initial_seed()
+            generator.graphsafe_set_state(torch.Generator(stream.device).graphsafe_get_state())
+            generator.manual_seed(seed)
+            raise
+    before.wait_stream(stream)
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
+
+
 def _wake_autograd() -> None:
     """Runs a backward pass without kernels: autograd's thread for the device sleeps while :func:`_time_once` waits, and
     a virtual machine may take a quarter of a millisecond to wake it after a wait of one."""

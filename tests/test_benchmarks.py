@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import weft
+from torch import Tensor
 from weft import _costs
 from weft._rnn import choice, costs
 from weft._rnn.case import Case
@@ -87,6 +88,27 @@ def test_candidates_take_turns():
     times = common.measure(candidates, "cpu", warmup=1, repeats=2, at_most=0.0)
     assert order == (["A", "a"] * 2 + ["B", "b"] * 2) * 2
     assert set(times) == {"a", "b"}
+
+
+@pytest.mark.cuda
+def test_a_failed_capture_costs_nobody_else():
+    x = torch.randn(8, device="cuda", requires_grad=True)
+
+    def step() -> tuple[Tensor, ...]:
+        y = torch.nn.functional.dropout((x * x).sin(), 0.5)
+        return y.detach(), *torch.autograd.grad(y.sum(), x)
+
+    stream = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        common.captured(lambda: step()[0].sum().item())
+    assert torch.cuda.current_stream() == stream
+    torch.manual_seed(3)
+    first = torch.rand(4, device="cuda")
+    replay = common.captured(step)
+    a, b = (tuple(t.clone() for t in replay()) for _ in range(2))
+    assert not torch.equal(a[0], b[0]) and a[1].isfinite().all()
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(4, device="cuda"), first)
 
 
 def test_bound_on_auto():
