@@ -10,6 +10,9 @@ import weft
 from torch import nn
 from torch.nn import functional as F
 from weft.vertex import models
+from weft.vertex.compiler import compile_traces
+from weft.vertex.trace import trace
+from weft.vertex.vertex import Spec, VertexType
 
 from tests.common import DEVICES, relative_error
 from tests.vertex.naive import evaluate, random_dag, random_tree, rvnn, tree_lstm
@@ -151,6 +154,22 @@ def test_operations(name, device):
     children = [random_dag(random.Random(0), 6, 2), [[], [0, 0]]]
     m = Cell({**OPERATIONS, **ROUGH}[name], 3, **modules_of(name, 3))
     compare(m, m.step, children, torch.randn(8, 3), torch.float32 if name in ROUGH else torch.float64, device)
+
+
+@pytest.mark.parametrize("f", [F.logsigmoid, lambda x: F.rms_norm(x, (3,))], ids=["logsigmoid", "rms_norm"])
+def test_what_cuda_traces_otherwise(f):
+    """What torch runs there shows on fake tensors, which need no GPU."""
+
+    def vertex(v):
+        h = f(v.pull() + v.gather(0))
+        v.scatter(h)
+        v.push(h)
+
+    row = Spec((3,), torch.float32)
+    found = trace(vertex, VertexType("f", row, {"input": row}, torch.device("cuda")), {}, [3], lambda name: True)
+    assert found.obstacle is None
+    plan = compile_traces([found], lambda kind, name: True, (3,), "float32", True, True)
+    assert plan.parts[0].replayed and plan.backward
 
 
 SHAPES = {

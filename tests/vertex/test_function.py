@@ -779,6 +779,20 @@ def test_calls_leave_nothing_alive():
 
 
 @executors
+def test_calls_leave_no_cycles(executor):
+    """What a step saved is freed with it, not when cycles are collected."""
+    m, x = models.TreeLSTM(3, 2), rows(requires_grad=True)
+    m(GRAPHS, x, executor=executor).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        m(GRAPHS, x, executor=executor).sum().backward()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+@executors
 def test_threads(executor):
     m, x = models.TreeLSTM(3, 2), rows()
     want = m(GRAPHS, x, executor="reference")

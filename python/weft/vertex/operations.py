@@ -149,11 +149,6 @@ def _hardsigmoid(g: Graph, x: Node) -> Node:
     return _clamp(g, g.apply("add", g.apply("mul", x, g.constant(1 / 6)), g.constant(0.5)), 0.0, 1.0)
 
 
-def _log_sigmoid(g: Graph, x: Node) -> Node:
-    smooth = g.apply("log1p", g.apply("exp", g.apply("neg", g.apply("abs", x))))
-    return g.apply("sub", g.apply("min", x, g.constant(0.0)), smooth)
-
-
 def _lerp(g: Graph, start: Node, end: Node, weight) -> Node:
     return g.apply("add", start, g.apply("mul", _node(g, weight), g.apply("sub", end, start)))
 
@@ -358,10 +353,6 @@ def _glu(g: Graph, shapes, x: Value, dim=-1) -> list[Node]:
     return [g.apply("mul", _along(g, x, dim, 0, half), g.apply("sigmoid", _along(g, x, dim, half, 2 * half)))]
 
 
-def _log_sigmoid_forward(g: Graph, shapes, x: Value) -> list[Node | None]:
-    return [_log_sigmoid(g, x.node), None]
-
-
 # Reductions. ---------------------------------------------------------------------------------------------------------
 
 
@@ -494,8 +485,6 @@ def _layer_norm(g: Graph, shapes, x: Value, normalized, weight, bias, eps) -> li
 
 
 def _rms_norm(g: Graph, shapes, x: Value, normalized, weight, eps) -> list[Node | None]:
-    if eps is None:
-        raise Unsupported("rms_norm with the eps of its dtype")
     dims = list(range(len(x.shape) - len(normalized), len(x.shape)))
     square = x._replace(node=g.apply("mul", x.node, x.node))
     mean = g.apply("add", _average(g, square, dims), g.constant(eps))
@@ -540,7 +529,6 @@ SHAPED: dict[str, Callable] = {
     "aten.transpose.int": _transpose,
     "aten.expand.default": _expand,
     "aten.glu.default": _glu,
-    "aten.log_sigmoid_forward.default": _log_sigmoid_forward,
     "aten.sum.dim_IntList": _sum,
     "aten.mean.dim": _mean,
     "aten.amax.default": _amax,

@@ -36,14 +36,17 @@ class Call:
     kwargs: dict[str, object]
 
     def __call__(self, values: Mapping[int, Tensor], rows: int):
-        def fill(a: object):
-            if isinstance(a, Ref):
-                return values[a.symbol]
-            if isinstance(a, (list, tuple)):
-                return type(a)(map(fill, a))
-            return rows if a is ROWS else a
+        args = [_filled(a, values, rows) for a in self.args]
+        return self.function(*args, **{name: _filled(a, values, rows) for name, a in self.kwargs.items()})
 
-        return self.function(*map(fill, self.args), **{name: fill(a) for name, a in self.kwargs.items()})
+
+def _filled(a: object, values: Mapping[int, Tensor], rows: int) -> object:
+    """An argument of a call. No closure that calls itself: it would keep the values until cycles are collected."""
+    if isinstance(a, Ref):
+        return values[a.symbol]
+    if isinstance(a, (list, tuple)):
+        return type(a)(_filled(x, values, rows) for x in a)
+    return rows if a is ROWS else a
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,11 @@ def _dropout(x: Tensor, p: float, train: bool | None):
     return x * (mask / (1 - p) if p < 1 else mask), mask != 0
 
 
+def _log_sigmoid(x: Tensor):
+    """What torch keeps for its backward left open; on CUDA that has no row per vertex."""
+    return torch.minimum(x, torch.zeros_like(x)) - torch.log1p(torch.exp(-x.abs())), torch.empty_like(x)
+
+
 def _gru_cell(input_gates, hidden_gates, state, input_bias=None, hidden_bias=None):
     """torch's fused cell, what it keeps for its backward left open."""
     kept = state.new_empty((state.shape[0], 5 * state.shape[1]))
@@ -175,10 +183,11 @@ def _lstm_cell(input_gates, hidden_gates, state, input_bias=None, hidden_bias=No
 
 _FUSED = {
     _aten.native_dropout.default: _dropout,
+    _aten.log_sigmoid_forward.default: _log_sigmoid,
     _aten._thnn_fused_gru_cell.default: _gru_cell,
     _aten._thnn_fused_lstm_cell.default: _lstm_cell,
 }
-"""CUDA's own operations, by others."""
+"""Operations that CUDA has alone, or has its own way, by others."""
 
 _OWN = frozenset(("aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.default"))
 """Operations whose results may be changed as if they had memory of their own: that is what unsafe promises."""
@@ -238,6 +247,9 @@ class _Recorder(TorchDispatchMode):
         if func in _FUSED:
             with self:
                 return _FUSED[func](*args, **kwargs)
+        if func is _aten._fused_rms_norm.default and args[3] is None:
+            # That of what it sums in.
+            args = (*args[:3], torch.finfo(torch.promote_types(args[0].dtype, torch.float32)).eps)
         foreign = [
             t
             for t in torch.utils._pytree.tree_leaves((args, kwargs))
