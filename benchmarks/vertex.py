@@ -10,7 +10,8 @@ the product with the inputs taken out of the loop, and no vertex without childre
 same loop, forward and backward, in a CUDA graph, which only runs this one batch; ``torch.nn`` is cuDNN's LSTM;
 ``floor`` is the matrix products of the whole batch alone, each as one; ``none`` is the engine with every option off.
 Weft runs graphs that it has seen before, as the loops do; what a new batch costs stands in the rows of the metric
-``schedule``, whose peer is the whole ``step``.
+``schedule``, whose peer is the whole ``step``, and of ``steps_in_a_row``, one of many steps that do not wait for each
+other, each on a new batch, whose peer takes batches that it has ``seen``.
 
 All in fp32 without TF32, but for the chain LSTMs: there both follow cuDNN's default, TF32.
 """
@@ -52,6 +53,8 @@ from benchmarks.common import (
 )
 
 ABLATION = ("lazy", "fuse", "stream")
+STEPS = 10
+"""In a row, without waiting for the device between them."""
 
 
 def treebank(folder: Path | None) -> list[weft.data.Tree] | None:
@@ -373,9 +376,16 @@ def _schedule_entry(trees: Sequence[weft.data.Tree], H: int, B: int, device: str
         batching = host_time(lambda _: fresh(), lambda: None, device)
         planning = host_time(call, fresh, device) - host_time(call, lambda: step.graphs, device)
         whole = measure({"weft": Candidate(lambda _: step.weft(fresh()))}, device)["weft"]
-        return [results.put(case, "schedule", "ms", batching + max(planning, 0.0), "step", whole)]
+        rows = [results.put(case, "schedule", "ms", batching + max(planning, 0.0), "step", whole)]
 
-    return Entry(case, ("schedule",), run)
+        def steps(graphs: Callable[[], Graphs]) -> Candidate:
+            return Candidate(lambda _: [step.weft(graphs())[0] for _ in range(STEPS)][-1])
+
+        times = measure({"weft": steps(fresh), "seen": steps(lambda: step.graphs)}, device)
+        rows.append(results.put(case, "steps_in_a_row", "ms", times["weft"] / STEPS, "seen", times["seen"] / STEPS))
+        return rows
+
+    return Entry(case, ("schedule", "steps_in_a_row"), run)
 
 
 def host_time(run: Callable[[Any], Any], prepare: Callable[[], Any], device: str, repeats: int = 50) -> float:

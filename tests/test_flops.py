@@ -16,15 +16,13 @@ NOT_COUNTED = {
 }  # fmt: skip
 # Made of ops that are counted.
 COMPOSED = {"chain_backward"}
-# Whose products are known to their program alone.
-PROGRAMS = {"vertex_frontiers", "vertex_frontiers_backward"}
 
 
 def test_every_op_is_counted():
     ops = {name.removeprefix("weft::").split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     ops = {name for name in ops if hasattr(torch.ops.weft, name)}
     counted = {name for name in ops if getattr(torch.ops.weft, name) in flop_registry}
-    assert ops - counted == NOT_COUNTED | COMPOSED | PROGRAMS
+    assert ops - counted == NOT_COUNTED | COMPOSED
 
 
 def flops(run):
@@ -158,3 +156,30 @@ def test_sparse_chain():
     chain = [full(5, 4)[0], full(3, 5)[0]]
     grad = torch.randn(2, 4, dtype=torch.float64)
     assert flops(lambda: weft.scan.chain_backward(grad, chain))[0] == 2 * 2 * (5 * 4 + 3 * 5)
+
+
+TREES = weft.Graphs.from_children([[[], [], [0, 1], [], [3, 2]], [[]], [[], [], [1, 0]]])
+"""9 vertices, 3 of them with children, 6 edges."""
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_vertex_functions(lazy):
+    """Products of what is gathered are counted where something is."""
+    X, H = 5, 7
+    x = torch.randn(9, X, requires_grad=True)
+    for m, inner, edges in (
+        (weft.vertex.models.TreeLSTM(X, H), 2 * H * 5 * H, 0),
+        (weft.vertex.models.ChildSumTreeLSTM(X, H), H * 3 * H, H * H),
+    ):
+        products = 9 * X * 4 * H + 3 * inner + 6 * edges
+        with weft.vertex.options(lazy=lazy):
+            assert flops(lambda m=m: [m(TREES, x, executor="batched")]) == (2 * products, 4 * products)
+
+
+def test_typed_vertex_functions():
+    """A matrix's gradient is one product over all rows, those of other functions are zero."""
+    m = weft.vertex.models.RvNN(5, 7)
+    graphs = TREES.with_types(["leaf" if level == 0 else "inner" for level in TREES.levels.tolist()])
+    forward, backward = flops(lambda: [m(graphs, torch.randn(9, 5), executor="batched")])
+    assert forward == 2 * (6 * 5 * 7 + 3 * 14 * 7)
+    assert backward == 2 * (6 * 5 * 7 + 2 * 3 * 14 * 7)

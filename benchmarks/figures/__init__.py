@@ -49,6 +49,7 @@ METRICS = {
     "level_flops": "a level",
     "level_elements": "Jacobians of a level",
     "schedule": "scheduling of a new batch",
+    "steps_in_a_row": "a step of many, each on a new batch",
     "throughput": "throughput",
 }
 PEERS = {

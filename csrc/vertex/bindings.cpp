@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 
+#include "vertex/code.h"
 #include "vertex/graphs.h"
 #include "vertex/schedule.h"
 #include "vertex/source.h"
@@ -526,6 +527,11 @@ void bind(py::module_& m) {
       },
       "The source of a step and its buffers, for the tests.", py::arg("code"), py::arg("constants"),
       py::arg("backward"), py::arg("step"), py::arg("leaves"));
+  vertex.def(
+      "multiply_adds",
+      [](const std::vector<int64_t>& code, const std::vector<double>& constants, const std::vector<int32_t>& schedule,
+         bool backward) { return multiply_adds(Program::parse(code, constants), Schedule::tasks(schedule), backward); },
+      "Of the products of a pass.", py::arg("code"), py::arg("constants"), py::arg("schedule"), py::arg("backward"));
   vertex.def("first_beyond",
              [](const Graphs& graphs, const std::vector<int64_t>& limits) { return first_beyond(graphs, limits); });
   vertex.def("first_typed", [](const Graphs& graphs, const std::vector<bool>& wanted) -> int64_t {

@@ -245,4 +245,28 @@ Program Program::parse(std::span<const int64_t> code, std::span<const double> co
   return p;
 }
 
+int64_t multiply_adds(const Program& program, std::span<const Task> tasks, bool backward) {
+  int64_t total = 0;
+  const auto add = [&](int32_t source, int32_t target, bool edges, bool skips_leaves, int32_t function) {
+    int64_t rows = 0;
+    for (const Task& task : tasks) {
+      if (function >= 0 && task.kind != function) continue;
+      if (edges) {
+        rows += task.num_edges;
+      } else if (!skips_leaves || task.level > 0) {
+        rows += task.count;
+      }
+    }
+    total += rows * program.buffers[source].width * program.buffers[target].width;
+  };
+  for (const Step& s : backward ? program.backward : program.forward) {
+    if (s.product) add(s.source, s.target, s.edges, s.skips_leaves, s.function);
+  }
+  if (!backward) return total;
+  for (const MatrixGradient& g : program.matrix_gradients) {
+    add(g.source, g.gradient, g.edges, g.skips_leaves, /*function=*/-1);
+  }
+  return total;
+}
+
 }  // namespace weft::vertex

@@ -14,6 +14,8 @@
 #include <span>
 #include <vector>
 
+#include "vertex/schedule.h"
+
 namespace weft::vertex {
 
 // kInner: rows of vertices with children, which are the last of all.
@@ -133,5 +135,8 @@ struct Program {
   // std::invalid_argument where the numbers are no program.
   static Program parse(std::span<const int64_t> code, std::span<const double> constants);
 };
+
+// Multiply-adds of the products of a pass over these tasks.
+int64_t multiply_adds(const Program& program, std::span<const Task> tasks, bool backward);
 
 }  // namespace weft::vertex

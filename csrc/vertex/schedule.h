@@ -94,8 +94,11 @@ class Schedule {
     return {block_.data() + offsets[which], static_cast<size_t>(size(which))};
   }
   int64_t size(Array which) const;
-  std::span<const Task> tasks() const {
-    return {reinterpret_cast<const Task*>(array(kTaskTable).data()), static_cast<size_t>(number(kTasks))};
+  std::span<const Task> tasks() const { return tasks(block_); }
+  // Those of a block.
+  static std::span<const Task> tasks(std::span<const int32_t> block) {
+    return {reinterpret_cast<const Task*>(block.data() + block[size_t{kHeader} + kTaskTable]),
+            static_cast<size_t>(block[kTasks])};
   }
   std::span<const int32_t> gather(int column) const {
     return array(kGather).subspan(static_cast<size_t>(column) * number(kVertices), number(kVertices));

@@ -91,8 +91,7 @@ struct Run {
               array(Schedule::kFirstSumUse),
               array(Schedule::kSumUseEdge),
               num_vertices};
-    tasks = {reinterpret_cast<const Task*>(numbers.data() + numbers[size_t{Schedule::kHeader} + Schedule::kTaskTable]),
-             static_cast<size_t>(numbers[Schedule::kTasks])};
+    tasks = Schedule::tasks(numbers);
     for (const Task& task : tasks) {
       leaves += task.level == 0 ? task.count : 0;
       TORCH_CHECK_VALUE(task.kind < program->functions, kOp, ": the schedule has tasks of function ", task.kind,

@@ -33,6 +33,7 @@ from ._scan import flops as _scan_flops  # noqa: E402
 from ._scan import rules as _scan_rules  # noqa: E402
 from .sparse import _flops as _sparse_flops  # noqa: E402
 from .sparse import _rules as _sparse_rules  # noqa: E402
+from .vertex import flops as _vertex_flops  # noqa: E402
 from .vertex import rules as _vertex_rules  # noqa: E402
 
 WITH_CUDA: bool = _C.with_cuda
@@ -49,5 +50,6 @@ _ = (
     _scan_rules,
     _sparse_flops,
     _sparse_rules,
+    _vertex_flops,
     _vertex_rules,
 )

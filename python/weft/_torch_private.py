@@ -6,6 +6,7 @@ import torch
 from torch import _VF, Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "COMPILER",
@@ -25,6 +26,7 @@ __all__ = [
     "onnx_exporting",
     "parse_to",
     "tracing_context",
+    "without_modes",
 ]
 
 # Functions of torch's own, not wrapped: what a layer asks in every call is bound by the host.
@@ -51,6 +53,9 @@ delayed_error = torch._C._functions.DelayedError
 
 tracing_context = TracingContext.try_get
 """torch.compile's or torch.export's state where it traces in this thread, None elsewhere."""
+
+without_modes = _disable_current_modes
+"""A context in which no mode sees torch's operations, a counter of them neither."""
 
 COMPILER = "torch._dynamo."
 """What the names of torch.compile's modules begin with."""

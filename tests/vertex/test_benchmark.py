@@ -73,8 +73,8 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
     results = Results(tmp_path / "vertex.csv")
     rows = [row for entry in entries for row in entry.run(results)]
     results.save()
-    assert {row["peer"] for row in rows} == {"eager", "floor", "torch.nn", "step", "none"}
-    assert {row["metric"] for row in rows} == {"forward_backward", "schedule", "throughput"}
+    assert {row["peer"] for row in rows} == {"eager", "floor", "torch.nn", "step", "seen", "none"}
+    assert {row["metric"] for row in rows} == {"forward_backward", "schedule", "steps_in_a_row", "throughput"}
     for row in rows:
         case = parse_case(row["case"])
         assert list(case)[:3] == ["model", "device", "dtype"] and case["executor"] == "batched"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch_private import without_modes
 from .program import Constant, Operation, Program, Ref, Symbol, classify
 from .vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
 
@@ -457,6 +458,7 @@ def _fake(vertex, type: VertexType, known, requires_grad, rows: int, children: i
     recorder = _Recorder(type, known, rows, children)
     with ExitStack() as stack:
         stack.enter_context(_aside())
+        stack.enter_context(without_modes())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
 
         def empty(n: int, spec: Spec, grad: bool) -> Tensor:

@@ -1,0 +1,23 @@
+"""What torch.utils.flop_counter counts for the frontiers: like torch, matrix products alone, two operations for each
+multiply-add. Which there are is in the program, over how many rows in the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from .._C import vertex as _C
+
+
+@register_flop_formula(torch.ops.weft.vertex_frontiers, get_raw=True)
+def _forward(inputs, matrices, vectors, schedule, host_schedule, program, constants, *_: Any, **__: Any) -> int:
+    return 2 * _C.multiply_adds(program.tolist(), constants, host_schedule.tolist(), backward=False)
+
+
+@register_flop_formula(torch.ops.weft.vertex_frontiers_backward, get_raw=True)
+def _backward(
+    grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, *_: Any, **__: Any
+) -> int:
+    return 2 * _C.multiply_adds(program.tolist(), constants, host_schedule.tolist(), backward=True)
