@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 
 namespace weft::vertex {
@@ -85,8 +86,10 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
       gathers[k * C + (std::lower_bound(slots.begin(), slots.end(), s) - slots.begin())] = 1;
     }
   }
+  const bool one_kind = num_kinds == 1, sums = std::any_of(kinds.begin(), kinds.end(), [](auto&k) { return k.sum; });
   const auto column_of = [&](int64_t kind, int32_t s) -> int64_t {
     int64_t c = s;
+    if (dense && one_kind) return c < C ? c : kNone;
     if (!dense) {
       const auto found = std::lower_bound(slots.begin(), slots.end(), s);
       c = found != slots.end() && *found == s ? found - slots.begin() : C;
@@ -237,12 +240,12 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     }
   }
 
-  // What each row reads, and by whom it is read: counts first, two places on, so that the starts are right once all
-  // are filled in.
+  // What each row reads, and by whom it is read: first how often, then where that ends, and where it begins once all
+  // are filled in from the last to the first.
   const auto gather = at(kGather), first_edge = at(kFirstEdge), edge_child = at(kEdgeChild),
              edge_parent = at(kEdgeParent);
   std::fill(gather.begin(), gather.end(), kNone);
-  std::vector<int32_t> next_use(V + 2), next_sum_use(V + 2);
+  const auto first_use = at(kFirstUse), first_sum_use = at(kFirstSumUse);
   int32_t edge = 0, max_edges = 0;
   for (Task& task : tasks) {
     const int64_t kind = task.kind;
@@ -260,12 +263,12 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
         const int64_t c = column_of(kind, slot[e]);
         if (c != kNone) {
           gather[c * V + r] = from;
-          ++next_use[from + 2];
+          ++first_use[from];
         }
         if (sum) {
           edge_child[edge] = from;
           edge_parent[edge++] = r;
-          ++next_sum_use[from + 2];
+          ++first_sum_use[from];
         }
       }
     }
@@ -281,24 +284,21 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     for (int64_t c = 0; c < C; ++c) runs[t * C + c] = run_of(gather.subspan(c * V + tasks[t].first, tasks[t].count));
   }
 
-  for (int64_t r = 1; r <= V + 1; ++r) {
-    next_use[r] += next_use[r - 1];
-    next_sum_use[r] += next_sum_use[r - 1];
-  }
+  std::partial_sum(first_use.begin(), first_use.end(), first_use.begin());
   const auto use_row = at(kUseRow), use_column = at(kUseColumn), sum_use_edge = at(kSumUseEdge);
   const int32_t leaves = F > 1 ? tasks[frontiers[1]].first : static_cast<int32_t>(V);
-  for (int32_t r = leaves; r < V; ++r) {
-    for (int64_t c = 0; c < C; ++c) {
+  for (int64_t r = V - 1; r >= leaves; --r) {
+    for (int64_t c = C - 1; c >= 0; --c) {
       const int32_t from = gather[c * V + r];
       if (from == kNone) continue;
-      const int32_t u = next_use[from + 1]++;
-      use_row[u] = r;
+      const int32_t u = --first_use[from];
+      use_row[u] = static_cast<int32_t>(r);
       use_column[u] = static_cast<int32_t>(c);
     }
   }
-  for (int32_t e = 0; e < edge; ++e) sum_use_edge[next_sum_use[edge_child[e] + 1]++] = e;
-  std::copy(next_use.begin(), next_use.end() - 1, at(kFirstUse).begin());
-  std::copy(next_sum_use.begin(), next_sum_use.end() - 1, at(kFirstSumUse).begin());
+  if (!sums) return;
+  std::partial_sum(first_sum_use.begin(), first_sum_use.end(), first_sum_use.begin());
+  for (int32_t e = edge - 1; e >= 0; --e) sum_use_edge[--first_sum_use[edge_child[e]]] = e;
 }
 
 std::pair<int64_t, int64_t> first_beyond(const Graphs& graphs, std::span<const int64_t> limits) {
