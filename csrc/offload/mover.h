@@ -108,7 +108,7 @@ class Mover {
   virtual int64_t host_peak_bytes() const = 0;
   virtual int64_t release() = 0;
   virtual void close() = 0;
-  // Bytes per second out and back, measured now; zeros where there is no bus.
+  // Bytes per second out and back, measured once in the process; zeros where there is no bus.
   virtual std::pair<double, double> rates(c10::DeviceIndex device) { return {0, 0}; }
   // Those of the copies out and back, for tests that delay them.
   virtual std::vector<uintptr_t> streams(c10::DeviceIndex device) { return {}; }

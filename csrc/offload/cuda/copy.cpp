@@ -63,6 +63,7 @@ bool CudaMark::passed() const {
 
 double CudaMark::since(const Mark& earlier) const {
   float ms = 0;
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   cuda_check(cudaEventElapsedTime(&ms, static_cast<const CudaMark&>(earlier).event_, event_), "cudaEventElapsedTime");
   return 1e-3 * double(ms);
 }
@@ -179,6 +180,26 @@ class RawParcel : public LaneParcel {
   }
 };
 
+// Null where the system refuses it. Harmless to a capture that another thread has under way, as in CudaMark::passed.
+void* allocate_pinned(int64_t bytes) {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  void* data = nullptr;
+  if (cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;
+  cudaGetLastError();  // or the next one who asks takes it for theirs
+  return nullptr;
+}
+
+void free_pinned(void* data, const std::shared_ptr<void>& busy) {
+  if (busy != nullptr) {
+    try {
+      std::static_pointer_cast<const CudaMark>(busy)->synchronize();
+    } catch (...) {  // the device is gone, and nobody writes any more
+    }
+  }
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  if (cudaFreeHost(data) != cudaSuccess) cudaGetLastError();
+}
+
 // Pinned numbers that the device writes: how many elements are not zero. Never given back to the system.
 class Numbers {
  public:
@@ -186,8 +207,8 @@ class Numbers {
     static Numbers* all = new Numbers;
     const std::lock_guard lock(all->mutex_);
     if (all->free_.empty()) {
-      void* data = nullptr;
-      cuda_check(cudaHostAlloc(&data, 4096, cudaHostAllocPortable), "cudaHostAlloc");
+      void* const data = allocate_pinned(4096);
+      if (data == nullptr) throw std::runtime_error("offload: the system refuses 4096 bytes of pinned host memory");
       for (int64_t* p = static_cast<int64_t*>(data); p < static_cast<int64_t*>(data) + 512; ++p)
         all->free_.push_back(p);
     }
@@ -317,21 +338,27 @@ class RleParcel : public LaneParcel {
   std::shared_ptr<int64_t> nonzeros_, used_;
 };
 
-void* allocate_pinned(int64_t bytes) {
-  void* data = nullptr;
-  if (cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;
-  cudaGetLastError();  // or the next one who asks takes it for theirs
-  return nullptr;
-}
-
-void free_pinned(void* data, const std::shared_ptr<void>& busy) {
-  if (busy != nullptr) {
-    try {
-      std::static_pointer_cast<const CudaMark>(busy)->synchronize();
-    } catch (...) {  // the device is gone, and nobody writes any more
+// Bytes per second out and back, with a buffer that goes back to the system at once and is in nobody's pool.
+std::pair<double, double> measure(const Lanes& lanes, c10::DeviceIndex device) {
+  constexpr int64_t kBytes = 32 << 20;
+  const c10::cuda::CUDAGuard guard(device);
+  const std::unique_ptr<void, void (*)(void*)> host(allocate_pinned(kBytes), [](void* data) {
+    if (data != nullptr) free_pinned(data, nullptr);
+  });
+  if (host == nullptr) return {0, 0};
+  const c10::DataPtr there = scratch(lanes.out, kBytes);
+  const auto timed = [&](c10::cuda::CUDAStream stream, void* to, const void* from) {
+    CudaMarkPtr begin, end;
+    for (int i = 0; i < 2; ++i) {  // the first is a warm-up
+      begin = mark_on(stream);
+      cuda_check(cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDefault, stream.stream()), "measured copy");
+      end = mark_on(stream);
     }
-  }
-  if (cudaFreeHost(data) != cudaSuccess) cudaGetLastError();
+    end->synchronize();
+    return double(kBytes) / end->since(*begin);
+  };
+  const double out = timed(lanes.out, host.get(), there.get());
+  return {out, timed(lanes.in, there.get(), host.get())};
 }
 
 class CopyMover : public Mover {
@@ -387,25 +414,10 @@ class CopyMover : public Mover {
   int64_t release() override { return pool_->release(); }
   void close() override { pool_->close(); }
   std::pair<double, double> rates(c10::DeviceIndex device) override {
-    constexpr size_t kBytes = 32 << 20;
-    const c10::cuda::CUDAGuard guard(device);
-    Lanes& lanes = lanes_[device];
-    auto buffer = pool_->take(kBytes);
-    if (buffer == nullptr) return {0, 0};
-    buffer->reusable = false;
-    const c10::DataPtr there = scratch(lanes.out, kBytes);
-    const auto timed = [&](c10::cuda::CUDAStream stream, void* to, const void* from) {
-      CudaMarkPtr begin, end;
-      for (int i = 0; i < 2; ++i) {  // the first is a warm-up
-        begin = mark_on(stream);
-        cuda_check(cudaMemcpyAsync(to, from, kBytes, cudaMemcpyDefault, stream.stream()), "measured copy");
-        end = mark_on(stream);
-      }
-      end->synchronize();
-      return double(kBytes) / end->since(*begin);
-    };
-    const double out = timed(lanes.out, buffer->data(), there.get());
-    return {out, timed(lanes.in, there.get(), buffer->data())};
+    static auto* const measured = new std::map<c10::DeviceIndex, std::pair<double, double>>;
+    auto it = measured->find(device);
+    if (it == measured->end()) it = measured->emplace(device, measure(lanes_[device], device)).first;
+    return it->second;
   }
   std::vector<uintptr_t> streams(c10::DeviceIndex device) override {
     Lanes& lanes = lanes_[device];

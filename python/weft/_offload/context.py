@@ -172,14 +172,17 @@ class offload:
             if memory is None:
                 memory = self._thread.memory = _Memory()
             on_cuda = torch.cuda.is_available()
-            may_move = on_cuda or self._backend == "reference"
+            # While a stream is captured nothing is measured, planned, moved or learnt from.
+            capturing = on_cuda and torch.cuda.is_current_stream_capturing()
+            may_move = not capturing and (on_cuda or self._backend == "reference")
             if may_move:
                 self._plan(memory)
             plans = dict(memory.planned)
             # Taking the time of every operation takes time: at first, and now and then.
             timed = not plans or memory.looked <= _LOOKS or memory.looked % _EVERY < _LOOKS
             use = self._engine.use({device: planned.schedule for device, planned in plans.items()}, timed)
-            pool = managed_pool() if on_cuda and self._backend == "managed" else contextlib.nullcontext()
+            managed = on_cuda and self._backend == "managed" and not capturing
+            pool = managed_pool() if managed else contextlib.nullcontext()
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(use.pack, use.unpack))  # or torch refuses
                 stack.enter_context(pool)
