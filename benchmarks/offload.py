@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import functools
 import importlib.util
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,35 +117,70 @@ def codec_entry(codec: str, device: str, dtype: str, density: float, size: int) 
     return Entry(names["compress"] + " " + names["decompress"], ("forward", "compressed"), run)
 
 
-def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
-    """A stream of bf16 matrix products, alone and beside a stream that compresses tensors and copies them to the host
-    as fast as the bus takes them."""
-    case = case_name(op="zvc_compress", device="cuda", dtype=dtype, density=density, beside="gemm")
+def beside_entry(dtype: str, density: float, size: int = GIB // 2) -> Entry:
+    """A stream of bf16 matrix products, alone and beside the engine's lanes, which compress tensors to the host, or
+    bring them back, as fast as the bus takes them."""
+    cases = {
+        way: case_name(op=f"zvc_{way}", device="cuda", dtype=dtype, density=density, beside="gemm")
+        for way in ("compress", "decompress")
+    }
 
     def run(results: Results) -> Rows:
         x = sparse(size, density, dtype, "cuda")
-        mask, values, count = torch.ops.weft.zvc_compress(x)
-        host_mask, host = torch.empty_like(mask, device="cpu").pin_memory(), values[: int(count)].cpu().pin_memory()
+        back = torch.empty_like(x)
+        off = weft.offload(0)
+        engine = off._engine
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         side = torch.cuda.Stream()
+        parcel = engine.send(x, True)
+        parcel.bring_back(back)
+        torch.cuda.synchronize()
+        check_agreement(cases["decompress"], {"x": same_bits(back, x)}, 0.0)
 
-        def products(_: Any) -> Tensor:
+        def products(_: Any = None) -> Tensor:
             for _ in range(20):
                 c = a @ b
             return c
 
-        def transfers() -> None:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(8):  # longer than the products
-                    mask, values, _ = torch.ops.weft.zvc_compress(x)
-                    host_mask.copy_(mask, non_blocking=True)
-                    host.copy_(values[: host.numel()], non_blocking=True)
+        def bring_back() -> None:
+            parcel.bring_back(back)
 
-        times = measure({"alone": Candidate(products), "beside": Candidate(products, transfers)}, "cuda", repeats=10)
-        return [results.put(case, "gemm", "ms", times["beside"], "alone", times["alone"])]
+        def beside(transfer: Callable[[], Any], count: int) -> Callable[[Any], Tensor]:
+            def run(_: Any) -> Tensor:
+                # The products first: the lanes are behind what the current stream had to do before.
+                side.wait_stream(torch.cuda.current_stream())
+                c = products()
+                with torch.cuda.stream(side):
+                    for _ in range(count):
+                        transfer()
+                return c
 
-    return Entry(case, ("gemm",), run)
+            return run
+
+        rates, rows = link("cuda"), []
+        alone = measure({"alone": Candidate(products)}, "cuda", repeats=4)["alone"] * 1e-3
+        ways = (("compress", lambda: engine.send(x, True), rates.d2h), ("decompress", bring_back, rates.h2d))
+        lanes = map(torch.cuda.ExternalStream, engine.streams(torch.cuda.current_device()))
+        for (way, transfer, rate), lane in zip(ways, lanes, strict=True):
+            # Longer than the products, also where these slow down.
+            count = math.ceil(1.5 * alone * rate / parcel.sent_bytes) + 1
+            run_beside = beside(transfer, count)
+            # Both after the same rest: the products heat the device until its clock goes down.
+            rest = functools.partial(time.sleep, 0.1)
+            candidates = {"alone": Candidate(products, rest), "beside": Candidate(run_beside, rest)}
+            times = measure(candidates, "cuda", repeats=10)
+            rows.append(results.put(cases[way], "gemm", "ms", times["beside"], "alone", times["alone"]))
+
+            def run_alone(_: Any, transfer: Callable[[], Any] = transfer, lane: Any = lane) -> None:
+                transfer()
+                torch.cuda.current_stream().wait_stream(lane)
+
+            bytes_per_ms = parcel.sent_bytes / measure({"lane": Candidate(run_alone)}, "cuda", repeats=4)["lane"]
+            print(f"{cases[way]}: {count} transfers, alone {bytes_per_ms * 1e-6:.1f} GB/s", flush=True)
+        off.close()
+        return rows
+
+    return Entry(" ".join(cases.values()), ("gemm",), run)
 
 
 # ------------------------------------------------------------------------------------------------------ training steps
@@ -294,6 +330,7 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
                     peer = "everything_and_budget"
                     rows.append(results.put(case, "peak_memory", "bytes", peak, peer, everything + limit))
             rows += plan_rows(case, off, limit, rates, results)
+            results.save()
             off.close()
             del off, with_offload
             if device == "cuda":

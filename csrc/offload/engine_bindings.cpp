@@ -106,6 +106,11 @@ Codec codec(const std::optional<std::string>& name) {
   return *name == "auto" ? Codec::automatic : *name == "zvc" ? Codec::zvc : Codec::rle;
 }
 
+Bytes bytes_of(const at::Tensor& x) {
+  const int64_t lo = x.storage_offset() * int64_t(x.itemsize());
+  return {x.storage(), lo, lo + int64_t(x.nbytes()), x.scalar_type()};
+}
+
 std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Codec codec) {
   if (backend == "reference") return make_reference_mover(pool_limit);
 #ifdef WEFT_WITH_CUDA
@@ -126,6 +131,10 @@ void bind_engine(py::module_& m) {
       "offload_has_managed", [](int) { return false; }, py::arg("device"));
 #endif
   py::class_<Packed>(m, "OffloadPacked");
+  // One contiguous tensor's way to the host and back, as the ledger has it moved: for the benchmark.
+  py::class_<Parcel, std::shared_ptr<Parcel>>(m, "OffloadParcel")
+      .def("bring_back", [](Parcel& parcel, const at::Tensor& to) { parcel.start_in(bytes_of(to), nullptr); })
+      .def_property_readonly("sent_bytes", [](const Parcel& parcel) { return parcel.sent.bytes(); });
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "OffloadSchedule")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, bool>>& tensors,
                        std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
@@ -186,6 +195,10 @@ void bind_engine(py::module_& m) {
                 timed);
           },
           py::arg("schedules"), py::arg("timed"))
+      .def("send",
+           [](Engine& engine, const at::Tensor& x, bool compressed) {
+             return engine.mover->out(bytes_of(x), compressed ? Codec::zvc : Codec::none, nullptr);
+           })
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;
