@@ -85,7 +85,7 @@ def run(net: nn.Module, input: Tensor) -> list[Record]:
         before = x.clone() if getattr(module, "inplace", False) else x
         if type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
             with torch.no_grad():
-                output, mask = _dropout(x, module.p)
+                output, mask = _dropout(x, module.p, module.inplace)
         elif pools_with_indices(module, x):
             with torch.no_grad():
                 output, picked = F.max_pool2d(x, *_pooling(module), return_indices=True)
@@ -113,13 +113,14 @@ def _pooling(module: nn.MaxPool2d) -> tuple:
     return *settings, module.ceil_mode
 
 
-def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """F.dropout's values and random numbers, and its mask."""
+def _dropout(x: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor]:
+    """F.dropout's values and random numbers, and its mask; x is left as it is."""
     if p == 1:
         return F.dropout(x, p, True), torch.zeros_like(x, dtype=torch.bool)
-    if x.is_cuda:
+    if x.is_cuda and not inplace:
         return torch.native_dropout(x, p, True)
-    scale = F.dropout(torch.ones_like(x), p, True)
+    # On CUDA torch draws other numbers in place: not in its fused kernel.
+    scale = F.dropout(torch.ones_like(x), p, True, inplace)
     return x * scale, scale != 0
 
 

@@ -13,6 +13,8 @@ from ._pattern import INT32_MAX, Matrix, Pattern, index_dtype
 from ._plan import plan_matmul
 from ._reference import csr_mm_reference
 
+_csr_mm = torch.ops.weft.csr_mm.default
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -79,7 +81,7 @@ def multiply(pattern: list[Tensor], transposed: list[Tensor], values: Tensor | N
     """csr_mm, by the reference where torch's function transforms, which refuse C++ autograd functions, look on."""
     if differentiated_by_transform(values, x):
         return csr_mm_reference(pattern, values, x)
-    return torch.ops.weft.csr_mm(pattern, transposed, values, x)
+    return _csr_mm(pattern, transposed, values, x)
 
 
 class BatchedCSR(Matrix):

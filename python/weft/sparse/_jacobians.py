@@ -23,6 +23,7 @@ from ._windows import Windows, check_sizes, tuple_of
 
 T = TypeVar("T")
 _aten = torch.ops.aten
+_weft_conv_values = torch.ops.weft.conv_values.default
 
 # The cache of patterns: settings, sizes and device to what is made of them, the least recently used dropped first.
 _CACHE_SIZE = 256
@@ -198,7 +199,7 @@ def _conv_values(weight: Tensor, windows: Windows, groups: int) -> Tensor:
     """weight (groups * out_channels, in_channels, K)"""
     if differentiated_by_transform(weight):
         return conv_values_reference(weight, windows.tables, groups)
-    return torch.ops.weft.conv_values(weight, windows.tables, groups)
+    return _weft_conv_values(weight, windows.tables, groups)
 
 
 class _Pruned(NamedTuple):

@@ -12,6 +12,8 @@ from .._torch_private import differentiated_by_transform
 from ._pattern import Matrix, Pattern
 from ._reference import csr_matmul_reference
 
+_csr_matmul = torch.ops.weft.csr_matmul.default
+
 
 class Kinds(NamedTuple):
     """FLOPs of a product by how its rows are computed."""
@@ -93,25 +95,36 @@ class MatmulPlan:
             ValueError: patterns that are not the planned ones, batches that differ.
             RuntimeError: another device.
         """
+        # Host time is what small products take: in a training loop nothing is looked at but these.
+        if not (isinstance(a, Matrix) and a._pattern is self._a and isinstance(b, Matrix) and b._pattern is self._b):
+            self._check_patterns(a, b)
+        x, y = a._values, b._values
+        if x.dtype is not y.dtype or (x.dim() == 2 and y.dim() == 2 and x.shape[0] != y.shape[0]):
+            self._check_values(x, y)
+        return type(a)._of(self._pattern, self._multiply(x, y))
+
+    def _check_patterns(self, a: Matrix, b: Matrix) -> None:
         for name, J, planned, equal in zip("ab", (a, b), (self._a, self._b), self._equal, strict=True):
             if not isinstance(J, Matrix):
                 raise TypeError(f"plan_matmul: {name} must be a BatchedCSR, got {type(J).__name__}")
             if J._pattern is not planned and J._pattern not in equal:
                 self._compare(name, J._pattern, planned)
                 equal.add(J._pattern)
-        if a.dtype != b.dtype and not torch.is_autocast_enabled(a.device.type):
-            raise TypeError(f"plan_matmul: b must have the dtype of a, {a.dtype}, got {b.dtype}")
-        if None not in (a.batch_size, b.batch_size) and a.batch_size != b.batch_size:
-            raise ValueError(f"plan_matmul: b must have the batch of a, {a.batch_size}, got {b.batch_size}")
-        return type(a)._of(self._pattern, self._values(a.values, b.values))
 
-    def _values(self, x: Tensor, y: Tensor) -> Tensor:
+    @staticmethod
+    def _check_values(x: Tensor, y: Tensor) -> None:
+        if x.dtype != y.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"plan_matmul: b must have the dtype of a, {x.dtype}, got {y.dtype}")
+        if x.dim() == 2 and y.dim() == 2 and x.shape[0] != y.shape[0]:
+            raise ValueError(f"plan_matmul: b must have the batch of a, {x.shape[0]}, got {y.shape[0]}")
+
+    def _multiply(self, x: Tensor, y: Tensor) -> Tensor:
         if differentiated_by_transform(x, y):
             return csr_matmul_reference(self._patterns, self.shape[1], x, y)
         patterns = self._patterns
-        if torch.is_grad_enabled() and y.requires_grad:
+        if y.requires_grad and torch.is_grad_enabled():
             patterns = [*patterns, *(t.to(self.crow.dtype) for t in self._a.transposed)]
-        return torch.ops.weft.csr_matmul(patterns, x, y)
+        return _csr_matmul(patterns, x, y)
 
     @staticmethod
     def _compare(name: str, found: Pattern, planned: Pattern) -> None:
