@@ -20,6 +20,7 @@ from ..sparse._pattern import Pattern
 from ..sparse._plan import MatmulPlan, count_flops, planned
 from .schedule import SCHEDULES, levels_of
 
+_csr_chain = torch.ops.weft.csr_chain.default
 ALL_LEVELS = 63
 
 
@@ -89,6 +90,7 @@ class Tree:
         self.plans: list[list[MatmulPlan]] = []  # of each up-sweep level
         nodes: list[Pattern | None] = list(patterns)
         self.nodes = [nodes]  # patterns of every level; the last one above the leaves is never formed
+        self._links: tuple[list[Tensor], list[Tensor]] | None = None  # of the linear part, made when it first runs
         while len(self.plans) < levels and len(nodes) > 1:
             # Products may be empty where two nodes are left: the level then only moves the last one.
             plans = [planned(nodes[i + 1], nodes[i]) for i in range(0, len(nodes) - 2, 2)]
@@ -149,33 +151,38 @@ class Tree:
             values.append([plan(below[2 * i + 1], below[2 * i]) for i, plan in enumerate(plans)])
         entering = [grad]
         if self.levels == 0:
-            return linear(grad, matrices)
-        entering += linear(grad, values[-1])
+            return self._linear(grad, matrices)
+        entering += self._linear(grad, values[-1])
         for level in range(self.levels - 1, -1, -1):
             count = len(self.nodes[level])
             left = [values[level][2 * i].mv(entering[i]) for i in range(count // 2)]
             entering = [left[i // 2] if i % 2 else entering[i // 2] for i in range(count)]
         return [*entering[1:], matrices[-1].mv(entering[-1])]
 
+    def _linear(self, grad: Tensor, matrices: Sequence[BatchedCSR]) -> list[Tensor]:
+        """Products of matrix and vector, one after the other: on CUDA one kernel for all of them."""
+        values = [J._values for J in matrices]
+        if not values:
+            return []
+        if torch.is_grad_enabled() and (grad.requires_grad or any(v.requires_grad for v in values)):
+            out = []
+            for J in matrices:
+                grad = J.mv(grad)
+                out.append(grad)
+            return out
+        links = self._links
+        if links is None:
+            links = self._links = _links([J._pattern for J in matrices])
+        return _csr_chain(grad, *links, values)
 
-def linear(grad: Tensor, matrices: Sequence[BatchedCSR]) -> list[Tensor]:
-    """Products of matrix and vector, one after the other: on CUDA one kernel for all of them."""
-    if not matrices:
-        return []
-    if torch.is_grad_enabled() and (grad.requires_grad or any(J.values.requires_grad for J in matrices)):
-        out = []
-        for J in matrices:
-            grad = J.mv(grad)
-            out.append(grad)
-        return out
-    wide = any(J.crow.dtype == torch.int64 for J in matrices if not J._pattern.diagonal)
+
+def _links(patterns: Sequence[Pattern]) -> tuple[list[Tensor], list[Tensor]]:
+    """crows and cols as csr_chain takes them: all of one dtype, empty for a diagonal."""
+    wide = any(p.crow.dtype == torch.int64 for p in patterns if not p.diagonal)
     index = torch.int64 if wide else torch.int32
-    none = torch.empty(0, dtype=index, device=grad.device)
-    crows, cols = (
-        [none if J._pattern.diagonal else indices(J).to(index) for J in matrices]
-        for indices in (lambda J: J.crow, lambda J: J.col)
-    )
-    return torch.ops.weft.csr_chain(grad, crows, cols, [J.values for J in matrices])
+    none = torch.empty(0, dtype=index, device=patterns[0].crow.device)
+    crows = [none if p.diagonal else p.crow.to(index) for p in patterns]
+    return crows, [none if p.diagonal else p.col.to(index) for p in patterns]
 
 
 # The trees of chains that have been seen, least recently used dropped first.
@@ -303,7 +310,18 @@ def check(grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR]) -> None:
     if grad.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"{op}: grad must be float16, bfloat16, float32 or float64, got {grad.dtype}")
     B, length = (grad.shape[0] if grad.dim() == 2 else None), grad.shape[-1]
+    dtype, device = grad.dtype, grad.device
     for position, J in enumerate(jacobians):
+        if isinstance(J, BatchedCSR):
+            values, sizes = J._values, J._pattern.shape
+            if (
+                values.dtype is dtype
+                and values.device == device
+                and sizes[1] == length
+                and (values.dim() == 1 or values.shape[0] == B)
+            ):  # as good as always, and chains may be long
+                length = sizes[0]
+                continue
         name = f"{op}: jacobians[{position}]"
         if J.dtype != grad.dtype and not torch.is_autocast_enabled(grad.device.type):
             raise TypeError(f"{name} must have the dtype of grad, {grad.dtype}, got {J.dtype}")
