@@ -60,4 +60,38 @@ void launch_cooperative(const char* name, void (*kernel)(Params...), Grid grid, 
              name);
 }
 
+// Blocks of a cluster beyond this number are for devices that allow it; 16 is the most of any.
+constexpr int kPortableCluster = 8, kLargestCluster = 16;
+
+// Whether the device can run `kernel` in clusters of so many blocks.
+template <typename... Params>
+bool runs_in_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, dim3 block, size_t shared_bytes) {
+  if (device_limits().compute_capability < 90 || blocks > kLargestCluster) return false;
+  if (blocks > kPortableCluster) {
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
+  }
+  cudaLaunchAttribute size{};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {unsigned(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(blocks), config.blockDim = block, config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &size, config.numAttrs = 1;
+  int clusters = 0;
+  cuda_check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), name);
+  return clusters > 0;
+}
+
+// Launches one cluster of so many blocks, which `runs_in_clusters` has allowed.
+template <typename... Params, typename... Args>
+void launch_cluster(const char* name, void (*kernel)(Params...), int64_t blocks, dim3 block, size_t shared_bytes,
+                    cudaStream_t stream, Args&&... args) {
+  cudaLaunchAttribute size{};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim = {unsigned(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(blocks), config.blockDim = block, config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream, config.attrs = &size, config.numAttrs = 1;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), name);
+}
+
 }  // namespace weft

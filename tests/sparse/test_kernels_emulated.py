@@ -139,18 +139,21 @@ def chains(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> I
         [v for *_, v, _ in links],
     )  # fmt: skip
 
-    def passes(library: ctypes.CDLL) -> bool:
-        sizes, tensors, x, columns, found = [B], [], grad, 40, []
-        for crow, col, values, rows in links:
-            found.append(poison(B, rows, like=grad))
-            sizes += [stride(values), rows, columns, values.shape[-1]]
-            tensors += [crow, crow if col is not None and col.numel() == 0 else col, values, x, found[-1]]
-            x, columns = found[-1], rows
-        # Without elements a product is still none with a diagonal.
-        call(library, count, grad, index == torch.int64, False, sizes, tensors)
-        return all(close(f, w) for f, w in zip(found, want, strict=True))
+    def run(clusters: bool) -> Call:
+        def passes(library: ctypes.CDLL) -> bool:
+            sizes, tensors, x, columns, found = [B], [], grad, 40, []
+            for crow, col, values, rows in links:
+                found.append(poison(B, rows, like=grad))
+                sizes += [stride(values), rows, columns, values.shape[-1]]
+                tensors += [crow, crow if col is not None and col.numel() == 0 else col, values, x, found[-1]]
+                x, columns = found[-1], rows
+            # Without elements a product is still none with a diagonal.
+            call(library, count, grad, index == torch.int64, clusters, sizes, tensors)
+            return all(close(f, w) for f, w in zip(found, want, strict=True))
 
-    yield passes
+        return passes
+
+    yield from (run(False), run(True))
 
 
 def convolutions(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
@@ -215,7 +218,9 @@ FLAWS = {
     "adds rows of a window at once": (MATMUL, "          __syncwarp();\n        }", "        }"),
     "takes a window too far": (MATMUL, "high = low + kWidth;", "high = low + kWidth + 1;"),
     "takes listed elements for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[e]) : e", "e"),
-    "leaves a barrier out": (CHAIN, "if (k + 1 < chain.count) meet", "if (k + 2 < chain.count) meet"),
+    "leaves a barrier out": (CHAIN, "        meet(chain", "        if (k + 2 < chain.count) meet(chain"),
+    "leaves a cluster's barrier out": (CHAIN, "        cluster::b", "        if (k + 2 < chain.count) cluster::b"),
+    "reads the next rows of the last product": (CHAIN, "read_next(k + 1)", "read_next(k)"),
     "forgets the diagonal": (CHAIN, "multiply_by<I, T, true>", "multiply_by<I, T, false>"),
     "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
 }

@@ -12,11 +12,14 @@ namespace weft::sparse {
 namespace {
 
 void chain_cuda(const std::vector<CsrLink>& links, DType dtype, bool wide, int64_t batch) {
-  // Zeroed for each call, in torch's memory, so that a captured graph has its own.
-  const at::Tensor counter =
-      at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, at::cuda::current_device()));
-  csr_chain_cuda(links.data(), int64_t(links.size()), dtype, wide, batch,
-                 reinterpret_cast<unsigned*>(counter.mutable_data_ptr<int>()), at::cuda::getCurrentCUDAStream());
+  // Zeroed for each launch, in torch's memory, so that a captured graph has its own.
+  std::vector<at::Tensor> counters;
+  const auto counter = [&] {
+    counters.push_back(
+        at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, at::cuda::current_device())));
+    return reinterpret_cast<unsigned*>(counters.back().mutable_data_ptr<int>());
+  };
+  csr_chain_cuda(links.data(), int64_t(links.size()), dtype, wide, batch, counter, at::cuda::getCurrentCUDAStream());
 }
 
 std::vector<at::Tensor> forward_cuda(const at::Tensor& grad, at::TensorList crows, at::TensorList cols,

@@ -2,12 +2,16 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <functional>
+
 #include "sparse/csr_chain_args.h"
 
 namespace weft::sparse {
 
-// `counter` is zero on the device; it is used up.
-void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide, int64_t batch, unsigned* counter,
+// A number on the device that is zero, in the order of the stream, and that is used up.
+using Counter = std::function<unsigned*()>;
+
+void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide, int64_t batch, const Counter& counter,
                     cudaStream_t stream);
 
 }  // namespace weft::sparse

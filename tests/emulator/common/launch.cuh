@@ -36,10 +36,10 @@ inline Position position() {
 }
 
 template <typename... Params, typename... Args>
-void run_kernel(void (*kernel)(Params...), int64_t blocks, int threads, const Args&... args) {
+void run_kernel(void (*kernel)(Params...), int64_t blocks, int threads, int cluster, const Args&... args) {
   static std::function<void()> body;
   body = [&] { kernel(args...); };
-  emulator::launch([] { body(); }, int(blocks), threads, 1, 0, ++seed);
+  emulator::launch([] { body(); }, int(blocks), threads, cluster, 0, ++seed);
 }
 
 template <typename... Params, typename... Args>
@@ -49,7 +49,7 @@ void launch(const char*, void (*kernel)(Params...), Grid grid, int threads, size
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {
         block_position = {x, y, z};
-        run_kernel(kernel, 1, threads, args...);
+        run_kernel(kernel, 1, threads, 1, args...);
       }
     }
   }
@@ -64,7 +64,22 @@ template <typename... Params, typename... Args>
 void launch_cooperative(const char*, void (*kernel)(Params...), Grid grid, int threads, size_t, cudaStream_t,
                         const Args&... args) {
   cooperative = true, grid_size = {unsigned(grid.x), 1, 1};
-  run_kernel(kernel, grid.x, threads, args...);
+  run_kernel(kernel, grid.x, threads, 1, args...);
+}
+
+constexpr int kLargestCluster = 16;
+inline bool with_clusters = true;
+
+template <typename... Params>
+bool runs_in_clusters(const char*, void (*)(Params...), int64_t blocks, int, size_t) {
+  return with_clusters && blocks <= kLargestCluster;
+}
+
+template <typename... Params, typename... Args>
+void launch_cluster(const char*, void (*kernel)(Params...), int64_t blocks, int threads, size_t, cudaStream_t,
+                    const Args&... args) {
+  cooperative = true, grid_size = {unsigned(blocks), 1, 1};
+  run_kernel(kernel, blocks, threads, int(blocks), args...);
 }
 
 }  // namespace weft
