@@ -1,4 +1,5 @@
-"""The sparse room's page: table 1 of the paper, LeNet-5's scan level by level, retraining over density, its tables."""
+"""The sparse room's page: table 1 of the paper, LeNet-5's scan level by level, long chains by schedule, retraining over
+density, its tables."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ def page(results: Results, folder: Path) -> list[str]:
     parts = [table] if (table := sparsity_table(rows)) else []
     for shown, draw, name in (
         (level_rows(rows), draw_levels, "sparse_levels"),
+        (block_rows(rows), draw_blocks, "sparse_blocks"),
         (density_rows(rows), draw_density, "sparse_density"),
     ):
         if shown:
@@ -33,6 +35,11 @@ def level_rows(rows: Rows) -> list[Row]:
 def density_rows(rows: Rows) -> list[Row]:
     """Training steps over the part of the weights that is left."""
     return [row for row in rows if "density" in parse_case(row["case"]) and row["metric"] == "forward_backward"]
+
+
+def block_rows(rows: Rows) -> list[Row]:
+    """Backward passes of chains of equal blocks, in CUDA graphs."""
+    return [row for row in rows if "model=blocks" in row["case"] and row["metric"] == "input_gradients_captured"]
 
 
 def sparsity_table(rows: Rows) -> str:
@@ -77,6 +84,30 @@ def draw_levels(rows: Rows, path: Path) -> None:
     axes.set_xticks(list(levels))
     axes.set(xlabel="level, in order of execution", ylabel="FLOP of a sample")
     axes.set_title("LeNet-5, all levels of the scan", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def draw_blocks(rows: Rows, path: Path) -> None:
+    """The backward pass of a chain over its number of blocks, by each schedule, beside autograd's."""
+    lines: dict[str, dict[int, Row]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        lines.setdefault(keys["schedule"], {})[int(keys["model"].removeprefix("blocks"))] = row
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    peers: dict[int, float] = {}
+    for schedule, points in sorted(lines.items()):
+        counts = sorted(points)
+        name = f"{schedule} level{'s' if schedule != '1' else ''} up" if schedule.isdigit() else schedule
+        style = "o-" if schedule == "auto" else ".:"
+        axes.loglog(counts, [float(points[n]["weft"]) for n in counts], style, label=f"scan, {name}")
+        peers |= {n: float(row["peer_value"]) for n, row in points.items()}
+    axes.loglog(sorted(peers), [peers[n] for n in sorted(peers)], "--", color="#888888", label="autograd")
+    axes.set_xticks(sorted(peers), [str(n) for n in sorted(peers)], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set(xlabel="blocks of a convolution and a ReLU", ylabel="backward pass in a CUDA graph, ms")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.set_title("chains of equal blocks, 4 channels, 16x16, B 1", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
     save(figure, path)
 

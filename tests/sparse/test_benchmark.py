@@ -38,14 +38,21 @@ def test_the_page(tmp_path) -> None:
         for on, width in (("cuda", 1.0), ("cpu", 0.25))
         for density in (1.0, 0.03)
     ]
-    text = page([*jacobian, *levels, *steps])
+    chain = "model=blocks{} device=cuda dtype=fp32 B=1 schedule={}"
+    chains = [
+        row(chain.format(n, schedule), "input_gradients_captured", "ms", 0.001 * n, "captured", 0.004 * n)
+        for n in (8, 256)
+        for schedule in ("auto", "linear", 1)
+    ]
+    shown = [*jacobian, *levels, *chains, *steps]
+    text = page(shown)
     assert "     - 0.99157\n" in text and "     - 8000x" in text
     assert "VGG-11, B 16, fp32, width 0.25, density 0.03" in text
     assert "LeNet-5, B 1, fp32, schedule blelloch, level 3, phase down, steps 2" in text
-    for name in ("sparse_levels.svg", "sparse_density.svg"):
+    for name in ("sparse_levels.svg", "sparse_blocks.svg", "sparse_density.svg"):
         assert name in text
         first = (tmp_path / name).read_bytes()
-        page([*jacobian, *levels, *steps])
+        page(shown)
         assert (tmp_path / name).read_bytes() == first and first.startswith(b"<?xml")
     assert "image" not in page(jacobian) and "list-table" not in page(jacobian[:1])
 
