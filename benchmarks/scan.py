@@ -3,8 +3,7 @@
 ``python -m benchmarks.scan [FILTER]`` measures the table into results/scan.csv: layers with a random gradient at every
 output and gradients for input, h0, c0 and all parameters; `linear_scan` against the bytes it must move and, diagonal on
 CUDA, against the package accelerated-scan where it is installed (in that package's own layout, (B, H, T)); peak memory;
-errors against fp64. FILTER is a substring of the case or the metric. ``--tiles 0 16 32`` measures the diagonal scans on
-CUDA by each of these settings of ``weft._C._testing.linear_scan_tiles``, in rows of their own.
+errors against fp64. FILTER is a substring of the case or the metric.
 
 ``python -m benchmarks.scan grid`` measures the training step of ``algorithm="auto"`` against torch.nn over sequence
 length, batch and hidden size into results/scan_auto.csv, in random order within ``--minutes``, what this commit has
@@ -133,21 +132,14 @@ RESIDUALS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 """A few roundings of every element."""
 
 
-def _diagonal_entry(H: int, B: int, T: int, dtype: str, device: str = "cuda", tiles: int | None = None) -> Entry:
+def _diagonal_entry(H: int, B: int, T: int, dtype: str, device: str = "cuda") -> Entry:
     """A diagonal `linear_scan` without x0, forward and with the gradients of A and b, against its floor: 3 streams, and
     5 more for the gradients. On a CPU the floor is measured by torch's own kernels that read and write as much, into
     memory as fresh."""
-    more = {} if tiles is None else {"tiles": tiles}
-    name = case_name(op="linear_scan", device=device, dtype=dtype, layout="diagonal", H=H, B=B, T=T, **more)
+    name = case_name(op="linear_scan", device=device, dtype=dtype, layout="diagonal", H=H, B=B, T=T)
 
     def run(results: Results) -> list[dict[str, str]]:
-        if tiles is None:
-            return _measure_diagonal(name, H, B, T, dtype, device, results)
-        before = weft._C._testing.linear_scan_tiles(tiles)
-        try:
-            return _measure_diagonal(name, H, B, T, dtype, device, results)
-        finally:
-            weft._C._testing.linear_scan_tiles(before)
+        return _measure_diagonal(name, H, B, T, dtype, device, results)
 
     return Entry(name, ("forward", "forward_backward"), run)
 
@@ -241,7 +233,7 @@ def _residual(A: Tensor, b: Tensor, x0: Tensor, x: Tensor) -> float:
     return worst
 
 
-def table(device: str, algorithm: str = "auto", tiles: Sequence[int | None] = (None,)) -> Iterator[Entry]:
+def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
     """Every entry of the table that runs on this device."""
     if device == "cpu":
         for dtype in ("fp32", "bf16"):
@@ -260,13 +252,12 @@ def table(device: str, algorithm: str = "auto", tiles: Sequence[int | None] = (N
     for cell, H in (("rnn_tanh", 64), ("rnn_tanh", 128), ("gru", 64), ("gru", 128), ("lstm", 64)):
         yield _layer_entry(LayerCase(cell, H, 16, 10000, algorithm=algorithm))
         yield _error_entry(LayerCase(cell, H, 16, 1000, algorithm="scan"))
-    for setting in tiles:
-        for B, H, lengths in DIAGONAL:
-            for T in lengths:
-                yield _diagonal_entry(H, B, T, "fp32", tiles=setting)
-        for dtype in ("bf16", "fp16"):
-            for B, H, T in ((8, 1536, 16384), (8, 1536, 65536), (1, 768, 65536)):
-                yield _diagonal_entry(H, B, T, dtype, tiles=setting)
+    for B, H, lengths in DIAGONAL:
+        for T in lengths:
+            yield _diagonal_entry(H, B, T, "fp32")
+    for dtype in ("bf16", "fp16"):
+        for B, H, T in ((8, 1536, 16384), (8, 1536, 65536), (1, 768, 65536)):
+            yield _diagonal_entry(H, B, T, dtype)
     yield _dense_entry(20, 16, 30000)
     for cell in GATES:
         yield _memory_entry(LayerCase(cell, 20, 16, 30000, algorithm=algorithm))
@@ -280,7 +271,7 @@ def run_table(options: argparse.Namespace) -> None:
     results = Results(options.output or RESULTS / "scan.csv")
     failures: list[str] = []
     for device in options.devices:
-        entries = [entry for entry in table(device, options.algorithm, options.tiles) if entry.matches(options.filter)]
+        entries = [entry for entry in table(device, options.algorithm) if entry.matches(options.filter)]
         failures += run_entries(entries, results)
     exit_with(failures)
 
@@ -362,7 +353,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("filter", nargs="?", default="", help="substring of case or metric; `grid`: the grid")
     parser.add_argument("--algorithm", default="auto", help='of Weft\'s layers (default "auto")')
     parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
-    parser.add_argument("--tiles", nargs="+", type=int, default=(None,), help="settings of the diagonal scan (CUDA)")
     parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
     grid = parser.add_argument_group("grid")
     grid.add_argument("--minutes", type=float, default=8.0, help="budget of wall clock (default 8)")

@@ -143,16 +143,13 @@ def linear_scans() -> None:
             linear_scan(200, 2, H, diagonal=False, dtype=dtype, window=True)
 
 
-def linear_scan_tiles() -> None:
-    """The diagonal scan's other kernel: few and many tiles, of rows of any alignment, with all gradients."""
-    for steps in (8, 32):
-        before = weft._C._testing.linear_scan_tiles(steps)
-        for dtype in (single, half, bfloat16, double):
-            for T, B, H in ((20, 3, 64), (2000, 3, 3), (2000, 3, 64)):
-                linear_scan(T, B, H, diagonal=True, dtype=dtype)
-                A, b, x0 = tensors((H,), (T, B, H), (H,), dtype=dtype)
-                weft.scan.linear_scan(A, b, x0).float().sum().backward()
-        weft._C._testing.linear_scan_tiles(before)
+def diagonal_scans() -> None:
+    """The diagonal scan's kernels: the walk, with few warps and with many, and tiles, of rows of any alignment."""
+    for dtype in (single, half, bfloat16, double):
+        for T, B, H in ((20, 3, 64), (200, 3, 3000), (2000, 3, 3), (2000, 3, 64)):
+            linear_scan(T, B, H, diagonal=True, dtype=dtype)
+            A, b, x0 = tensors((H,), (T, B, H), (H,), dtype=dtype)
+            weft.scan.linear_scan(A, b, x0).float().sum().backward()
     torch.cuda.synchronize()
 
 
@@ -273,7 +270,7 @@ def managed() -> None:
 
 
 PARTS = {
-    "rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "linear_scan_tiles": linear_scan_tiles,
+    "rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "diagonal_scans": diagonal_scans,
     "codecs": codecs, "sparse": sparse, "vertex": vertex, "copies": copies, "managed": managed,
 }  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "synccheck")

@@ -70,7 +70,7 @@ def diagonal_points(rows: Rows) -> dict[tuple[int, int], dict[str, dict[int, flo
     found: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
     for row in rows:
         keys = parse_case(row["case"])
-        if keys.get("layout") != "diagonal" or keys["device"] != "cuda" or keys["dtype"] != "fp32" or "tiles" in keys:
+        if keys.get("layout") != "diagonal" or keys["device"] != "cuda" or keys["dtype"] != "fp32":
             continue
         if row["metric"] == "forward_backward":
             shape, T = found.setdefault((int(keys["B"]), int(keys["H"])), {}), int(keys["T"])

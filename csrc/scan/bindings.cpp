@@ -27,9 +27,6 @@ void bind([[maybe_unused]] py::module_& m) {
       "Chunks of a dense linear_scan in float16 or float32 on a GPU, and the microseconds that its launches, products, "
       "boundaries and replay are expected to take.",
       py::arg("device"), py::arg("half"), py::arg("steps"), py::arg("batch"), py::arg("hidden"));
-  m.def_submodule("_testing")
-      .def("linear_scan_tiles", &set_diagonal_tiles, py::arg("most_steps"),
-           "Diagonal scans on CUDA by tiles, of so many steps per warp or less; 0: not. Returns what was set before.");
 #endif
 }
 

@@ -54,8 +54,8 @@ extern "C" int64_t chunks_of(int64_t T, int steps) {
   return (T + kTileWarps * steps - 1) / (kTileWarps * steps);
 }
 
-extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps, bool pieces, bool carry, int blocks,
-                    int favour, void* sums, unsigned seed) {
+extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps, bool pieces, int blocks, int favour,
+                    void* sums, unsigned seed) {
   using T = std::conditional_t<SIZE == 2, weft::BFloat16, std::conditional_t<SIZE == 4, float, double>>;
   using S = TileShape<T>;
   weft::when.seed(seed);
@@ -70,7 +70,6 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   tiles.chunks = chunks_of(scan.T, steps);
   tiles.steps = steps;
   tiles.pieces = pieces;
-  tiles.carry = carry;
   const int64_t all = tiles.slabs * tiles.chunks;
   std::vector<uint32_t> statuses(all);
   std::vector<double> words(all * S::kWidth * S::kWords);  // zero is a total like any other

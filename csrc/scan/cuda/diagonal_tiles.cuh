@@ -16,7 +16,6 @@
 //      those of a walk over all tiles, whichever states were there: the same bits in every run. It publishes the state
 //      after the tile, and hands every warp its own.
 //   3. Every warp runs through its steps, in shared memory, and writes them, 16 bytes a lane.
-//   Where there are as many slabs as blocks, the earlier tile was done long ago: only states are published (`carry`).
 // Where a total cannot say what follows a state, the steps themselves do: a warp's are run again one warp after the
 //   other, and who follows a tile's total waits for the state after it. By channel, so that none sees its neighbours.
 // Shared memory: 2 (3) rows of 128 bytes per step, 64 (96) KB at 32 steps; 3 (2) blocks per SM have 192 KB of reads and
@@ -52,12 +51,11 @@ struct TileShape {
 struct Tiles {
   DiagonalGradients problem;  // forward: `scan` alone
   int64_t slabs_per_row, slabs, chunks;
-  int steps;    // of a warp
-  bool pieces;  // addresses, strides and H are multiples of 16 bytes
-  bool carry;
+  int steps;                    // of a warp
+  bool pieces;                  // addresses, strides and H are multiples of 16 bytes
   unsigned long long* counter;  // null: one chunk, whose tiles are the blocks
   uint32_t* status;             // (chunks, slabs), zero
-  double* words;                // (chunks, slabs, channels of a lane, kWords, 32); `carry`: the last of kWords alone
+  double* words;                // (chunks, slabs, channels of a lane, kWords, 32)
   void* sums;                   // (chunks, B, H) in the dtype of the state: what each adds to a summed gradient of A
 };
 
@@ -147,10 +145,9 @@ class Tile {
   // Warp 0 alone.
   __device__ void find_starts() {
     const bool last = chunk_ + 1 == tiles_.chunks;
-    const bool publishes = !last && !tiles_.carry;
     Acc x[kChannels], after[kChannels];
     Total<Acc> all[kChannels];
-    if (publishes) {
+    if (!last) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         all[c] = tile_total(c);
@@ -161,11 +158,11 @@ class Tile {
     }
     find_state(x);
     // By the total, as everyone does who follows it.
-    bool known = publishes;
+    bool known = !last;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       after[c] = x[c];
-      if (publishes) known &= all[c].follow(tile_roundings(), after[c]);
+      if (!last) known &= all[c].follow(tile_roundings(), after[c]);
     }
     const bool all_known = !__any_sync(~0u, !known);
     if (all_known) publish_state(after);
@@ -371,12 +368,10 @@ class Tile {
     return tiles_.status + chunk * tiles_.slabs + slab_;
   }
   __device__ double* words(int64_t chunk, int c) const {
-    const int count = tiles_.carry ? 1 : S::kWords;
-    return tiles_.words + ((chunk * tiles_.slabs + slab_) * kChannels + c) * count * 32 + lane_;
+    return tiles_.words + ((chunk * tiles_.slabs + slab_) * kChannels + c) * S::kWords * 32 + lane_;
   }
-
   __device__ double* state_word(int64_t chunk, int c) const {
-    return words(chunk, c) + (tiles_.carry ? 0 : 32 * S::kTotalWords);
+    return words(chunk, c) + 32 * S::kTotalWords;
   }
 
   // f(i, word) for the words that a total is kept in.
@@ -425,20 +420,31 @@ class Tile {
     }
     __syncwarp();
     get_state(chunk_ - 1 - nearest, x);
-    for (int64_t k = chunk_ - nearest; k < chunk_; ++k) {
-      bool known = true;
-      Total<Acc> total[kChannels];
+    // Totals in batches, so that one trip to L2 serves many.
+    constexpr int kBatch = (sizeof(T) == 8 ? 2 : 4) / kChannels;
+    for (int64_t first = chunk_ - nearest; first < chunk_; first += kBatch) {
+      Total<Acc> totals[kBatch][kChannels];
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        each_word(total[c], [&](int i, double& word) { word = get_word(words(k, c) + 32 * i); });
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i >= chunk_) continue;
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) {
+          each_word(totals[i][c], [&](int j, double& word) { word = get_word(words(first + i, c) + 32 * j); });
+        }
       }
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) known &= total[c].follow(tile_roundings(), x[c]);
-      if (__any_sync(~0u, !known)) {
-        while (__any_sync(~0u, look_at_status(status(k)) != kState)) {
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t k = first + i;
+        if (k >= chunk_) continue;
+        bool known = true;
+#pragma unroll
+        for (int c = 0; c < kChannels; ++c) known &= totals[i][c].follow(tile_roundings(), x[c]);
+        if (__any_sync(~0u, !known)) {
+          while (__any_sync(~0u, look_at_status(status(k)) != kState)) {
+          }
+          __syncwarp();
+          get_state(k, x);
         }
-        __syncwarp();
-        get_state(k, x);
       }
     }
   }
@@ -459,10 +465,8 @@ class Tile {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       x[c] = shared_.starts[active_][c][lane_];
-      if (!tiles_.carry) {
-        Acc after = shared_.starts[0][c][lane_];
-        if (tile_total(c).follow(tile_roundings(), after)) x[c] = after;
-      }
+      Acc after = shared_.starts[0][c][lane_];
+      if (tile_total(c).follow(tile_roundings(), after)) x[c] = after;
     }
     publish_state(x);
   }

@@ -4,8 +4,6 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include <atomic>
-
 #include "common/cuda/device_costs.h"
 #include "scan/cuda/linear_scan.h"
 #include "scan/linear_scan.h"
@@ -14,12 +12,10 @@
 namespace weft::scan {
 namespace {
 
-enum class Algorithm { diagonal, diagonal_tiles, warp, block, batched };
-
-std::atomic<int> diagonal_tiles{0};
+enum class Algorithm { diagonal, warp, block, batched };
 
 Algorithm choose(const Described& d) {
-  if (d.problem.diagonal) return diagonal_tiles > 0 ? Algorithm::diagonal_tiles : Algorithm::diagonal;
+  if (d.problem.diagonal) return Algorithm::diagonal;
   if (d.args.H <= kWarpMaxH) return Algorithm::warp;
   return d.args.H <= kBlockMaxH ? Algorithm::block : Algorithm::batched;
 }
@@ -34,17 +30,9 @@ void run_kernel(const Arguments& args, const at::Tensor& like, Launch launch) {
   launch(args, allocate, at::cuda::getCurrentCUDAStream());
 }
 
-// A launcher of tiles as run_kernel takes it.
-template <typename Arguments>
-auto by_tiles(void (*launch)(const Arguments&, int, const Workspace&, cudaStream_t)) {
-  return [launch](const Arguments& args, const Workspace& workspace, cudaStream_t stream) {
-    launch(args, diagonal_tiles, workspace, stream);
-  };
-}
-
 void gradients_cuda(const DiagonalBackward& problem) {
   const DescribedGradients d = describe(problem);
-  run_kernel(d.args, d.problem.grad, by_tiles(linear_scan_diagonal_gradients));
+  run_kernel(d.args, d.problem.grad, linear_scan_diagonal_gradients);
 }
 
 at::Tensor forward_cuda(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, bool reverse,
@@ -57,23 +45,16 @@ Gradients backward_cuda(const at::Tensor& grad, const at::Tensor& A, const std::
                         const std::optional<at::Tensor>& x0, bool reverse, bool transpose,
                         std::array<bool, 3> output_mask) {
   const c10::cuda::OptionalCUDAGuard guard(grad.is_cuda() ? std::optional(grad.device()) : std::nullopt);
-  return linear_scan_gradients(linear_scan_cuda, diagonal_tiles > 0 ? gradients_cuda : nullptr, grad, A, x, x0, reverse,
-                               transpose, output_mask);
+  return linear_scan_gradients(linear_scan_cuda, gradients_cuda, grad, A, x, x0, reverse, transpose, output_mask);
 }
 
 }  // namespace
-
-int set_diagonal_tiles(int most_steps) {
-  return diagonal_tiles.exchange(most_steps);
-}
 
 void linear_scan_cuda(const Problem& problem, const at::Tensor& out) {
   const Described d = describe(problem, out);
   switch (choose(d)) {
     case Algorithm::diagonal:
       return run_kernel(d.args, out, linear_scan_diagonal);
-    case Algorithm::diagonal_tiles:
-      return run_kernel(d.args, out, by_tiles(linear_scan_diagonal_tiles));
     case Algorithm::warp:
       return run_kernel(d.args, out, linear_scan_warp);
     case Algorithm::block:

@@ -22,16 +22,9 @@ namespace weft::scan {
 // So many bytes of the device, uninitialised, 256-byte aligned, until the stream has run past the call.
 using Workspace = std::function<void*(size_t bytes)>;
 
-// Diagonal A, any H.
+// Diagonal A, any H, and its gradients: one pass over memory.
 void linear_scan_diagonal(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
-
-// The same in one pass over memory whatever the shape, and its gradients, by tiles of 8 * `most_steps` steps or less.
-void linear_scan_diagonal_tiles(const LinearScan& scan, int most_steps, const Workspace& workspace,
-                                cudaStream_t stream);
-void linear_scan_diagonal_gradients(const DiagonalGradients& problem, int most_steps, const Workspace& workspace,
-                                    cudaStream_t stream);
-// `most_steps` of the calls of this process; 0, which is the default, for linear_scan_diagonal. What was set before.
-int set_diagonal_tiles(int most_steps);
+void linear_scan_diagonal_gradients(const DiagonalGradients& problem, const Workspace& workspace, cudaStream_t stream);
 
 // Dense A, H <= kWarpMaxH.
 constexpr int64_t kWarpMaxH = 32;

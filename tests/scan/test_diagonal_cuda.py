@@ -1,10 +1,9 @@
-"""The diagonal scan by tiles on CUDA: what test_linear_scan.py asks of diagonal scans, and sizes around a tile's."""
+"""The diagonal scan on CUDA, whose walks and tiles need larger sizes than test_linear_scan.py has."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import weft
 from weft.scan import linear_scan
 
 from tests.common import BOUNDS, DTYPES, assert_close, poisoned
@@ -15,24 +14,22 @@ from tests.scan.samples import LinearScan as Sample
 pytestmark = pytest.mark.cuda
 
 
-@pytest.fixture(autouse=True, params=[8, 32], ids=lambda steps: f"steps{steps}")
-def _tiles(request):
-    before = weft._C._testing.linear_scan_tiles(request.param)
-    yield
-    weft._C._testing.linear_scan_tiles(before)
-
-
 SAMPLES = [
-    *(s for s in whole.SAMPLES if s.diagonal),
-    # One tile, its edge, some tiles of each of many slabs, many of one, and more slabs than blocks run.
+    # Walks: a stage, its edge, few warps and many, short rows and long ones.
+    *(Sample(T, 2, H, "diagonal", x0=H > 31, reverse=T % 2 == 0) for T in (15, 16, 17, 32, 33, 300) for H in (48, 200)),
+    Sample(150, 5, 9000, "diagonal"),
+    Sample(150, 1, 9000, "diagonal", x0=False, reverse=True),
+    *(Sample(90, 3, H, layout, reverse=layout == "constant") for layout in CONSTANT for H in (64, 3000)),
+    # Tiles: one, some of each of many slabs, many of one, rows of no alignment, and more than blocks run.
     *(
         Sample(T, 2, H, "diagonal", x0=H > 31, reverse=T % 2 == 0)
-        for T in (63, 64, 65, 256, 257)
+        for T in (1025, 1088, 1089, 2304, 2305)
         for H in (31, 64, 200)
     ),
+    *(Sample(T, 2, 7, "diagonal") for T in (63, 64, 65)),
     Sample(2048, 3, 100, "diagonal", x0=False, reverse=True),
     Sample(50_000, 1, 5, "diagonal"),
-    Sample(600, 5, 9000, "diagonal"),
+    Sample(600, 5, 1801, "diagonal"),
     *(Sample(5000, 2, 100, layout, reverse=layout == "constant") for layout in CONSTANT),
 ]
 
@@ -62,8 +59,9 @@ def test_strides(view, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("needed", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
 @pytest.mark.parametrize("layout", ["diagonal", *CONSTANT])
-def test_only_the_needed_gradients(layout: str, needed: tuple) -> None:
-    inputs = Sample(700, 3, 20, layout).inputs(torch.float64, "cuda")
+@pytest.mark.parametrize("T", [70, 1300])
+def test_only_the_needed_gradients(T: int, layout: str, needed: tuple) -> None:
+    inputs = Sample(T, 3, 20, layout).inputs(torch.float64, "cuda")
     leaves = [t.requires_grad_(bool(n)) for t, n in zip(inputs, needed, strict=True)]
     wanted = [t for t in leaves if t.requires_grad]
     on_cpu = [t.detach().cpu().requires_grad_(t.requires_grad) for t in leaves]
@@ -82,7 +80,7 @@ def test_a_bad_row_stays_alone(where: str, bad: float) -> None:
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("kind", whole.CHAOS)
 def test_chaotic_states(kind: str, reverse: bool) -> None:
-    for T, B, H in [(10_000, 2, 6), (3_000, 1, 20), (700, 2, 40)]:
+    for T, B, H in [(10_000, 2, 6), (3_000, 1, 20), (1_100, 2, 40), (700, 2, 40)]:
         whole.test_chaotic_states(T, B, H, kind, "diagonal", reverse, "cuda")
 
 

@@ -1,10 +1,11 @@
-"""The diagonal scan by tiles on a processor, by tests/emulator: blocks of any speed, words that arrive late, states
-that are found near or far, totals that cannot say what follows."""
+"""The kernels of the diagonal scan on a processor, by tests/emulator: blocks of any speed, copies and words that arrive
+late, states that are found near or far, totals that cannot say what follows."""
 
 from __future__ import annotations
 
 import ctypes
 import signal
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -46,7 +47,6 @@ class Case(NamedTuple):
     steps: int
     x0: bool = True
     constant: bool = False
-    carry: bool = False
     favour: int = 0
     kind: str = "tame"
     offset: int = 0  # elements that addresses are off any alignment
@@ -81,13 +81,27 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Non
     return A.to(dtype), b.to(dtype), x0.to(dtype) if case.x0 else None
 
 
-def run(
-    library: ctypes.CDLL, problem: DiagonalGradients, case: Case, size: int, sums: Tensor | None, seed: int
-) -> None:
-    """The scan, or with `sums`, (chunks, B, H), the gradients."""
-    pieces = case.offset == 0 and case.H * size % 16 == 0
-    to = None if sums is None else ctypes.c_void_p(sums.data_ptr())
-    library.run(ctypes.byref(problem), sums is not None, case.steps, pieces, case.carry, 3, case.favour, to, seed)
+Run = Callable[[DiagonalGradients, Case, int, Tensor | None, int], None]
+"""Runs the scan, or with sums, (chunks, B, H) of nothing yet, the gradients."""
+
+
+def by_tiles(library: ctypes.CDLL) -> Run:
+    def run(problem: DiagonalGradients, case: Case, size: int, sums: Tensor | None, seed: int) -> None:
+        pieces = case.offset == 0 and case.H * size % 16 == 0
+        to = None if sums is None else ctypes.c_void_p(sums.data_ptr())
+        library.run(ctypes.byref(problem), sums is not None, case.steps, pieces, 3, case.favour, to, seed)
+
+    return run
+
+
+def by_walk(library: ctypes.CDLL) -> Run:
+    def run(problem: DiagonalGradients, case: Case, size: int, sums: Tensor | None, seed: int) -> None:
+        if problem.summed:
+            sums[1:] = 0
+            problem.grad_A = sums.data_ptr()
+        library.run(ctypes.byref(problem), sums is not None, seed)
+
+    return run
 
 
 def close(got: Tensor, want: Tensor, bound: float) -> bool:
@@ -98,7 +112,7 @@ def close(got: Tensor, want: Tensor, bound: float) -> bool:
     return all(relative_error(g, w) <= bound for g, w in channels)
 
 
-def forward(library: ctypes.CDLL, case: Case, size: int, seed: int) -> None:
+def forward(run: Run, case: Case, size: int, seed: int) -> None:
     dtype = TYPES[size]
     torch.manual_seed(seed)
     A, b, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
@@ -109,21 +123,21 @@ def forward(library: ctypes.CDLL, case: Case, size: int, seed: int) -> None:
                           b=b.data_ptr(), b_t=b.stride(0), b_b=b.stride(1), x0=None if x0 is None else x0.data_ptr(),
                           x0_b=case.H, out=out.data_ptr(), out_t=out.stride(0), out_b=out.stride(1), T=case.T, B=case.B,
                           H=case.H, dtype=CODES[size])  # fmt: skip
-        run(library, DiagonalGradients(scan=scan), case, size, None, 2 * seed + again)
+        run(DiagonalGradients(scan=scan), case, size, None, 2 * seed + again)
         results.append(out)
     want = linear_scan_reference(A.double().expand(b.shape), b.double(), None if x0 is None else x0.double())
     assert close(results[0], want, 4 * BOUNDS[dtype])
     assert torch.equal(results[0].nan_to_num(), results[1].nan_to_num()), "other bits"
 
 
-def gradients(library: ctypes.CDLL, case: Case, size: int, seed: int) -> None:
+def gradients(run: Run, case: Case, size: int, seed: int) -> None:
     """Of a scan that runs forward: the order of processing is the other."""
     dtype, wide = TYPES[size], torch.float64 if size == 8 else torch.float32
     torch.manual_seed(seed)
     T, B, H = case.T, case.B, case.H
     A, grad, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
     x, grad_A, grad_b = (off(torch.randn(T, B, H).to(dtype), case.offset) for _ in range(3))
-    sums = torch.full((library.chunks_of(ctypes.c_int64(T), case.steps), B, H), torch.nan, dtype=wide)
+    sums = torch.full((-(-T // (8 * case.steps)), B, H), torch.nan, dtype=wide)  # a tile has 8 warps
     grad_x0 = torch.full((B, H), torch.nan, dtype=wide)
     end, step = (T - 1) * B * H * size, 0 if case.constant else B * H
     start = None if x0 is None else x0.data_ptr()
@@ -133,7 +147,7 @@ def gradients(library: ctypes.CDLL, case: Case, size: int, seed: int) -> None:
     problem = DiagonalGradients(scan=scan, x=x.data_ptr() + end - B * H * size, x_t=-B * H, x_b=H, x0=start, x0_b=H,
                                 grad_A=grad_A.data_ptr() + end, grad_A_t=-B * H, grad_A_b=H, summed=case.constant,
                                 grad_x0=None if x0 is None else grad_x0.data_ptr(), wide_x0=True)  # fmt: skip
-    run(library, problem, case, size, sums, seed)
+    run(problem, case, size, sums, seed)
     zeros = torch.zeros(1, B, H, dtype=torch.float64)
     after = torch.cat([A.double().expand(T, B, H)[1:], zeros])
     lambdas = linear_scan_reference(after, grad.double(), reverse=True)
@@ -153,40 +167,57 @@ CASES = [
     Case(5, 2, 8, 1, x0=False),
     Case(100, 1, 40, 4),
     Case(150, 2, 36, 2, x0=False),
-    Case(150, 2, 36, 2, carry=True),
     Case(250, 1, 8, 2, favour=1),
     Case(250, 1, 8, 2, favour=2),
     Case(130, 2, 7, 4, offset=1),
     Case(150, 1, 40, 2, constant=True),
     Case(200, 1, 8, 4, kind="cancels"),
-    Case(200, 1, 8, 4, kind="cancels", carry=True, favour=1),
+    Case(200, 1, 8, 4, kind="cancels", favour=1),
     Case(300, 1, 8, 4, kind="swings"),
     Case(150, 2, 8, 2, kind="bad"),
     Case(550, 1, 4, 2, favour=1),  # more tiles than a warp looks at
 ]
 
 
-def passes(library: ctypes.CDLL, size: int, cases: list[Case]) -> bool:
+WALKED = [
+    Case(1, 1, 8, 1),
+    Case(2, 1, 8, 1, x0=False),
+    Case(32, 2, 40, 4),
+    Case(33, 1, 72, 4, x0=False),
+    Case(300, 3, 24, 4),
+    Case(300, 1, 136, 4, x0=False),
+    Case(40, 2, 40, 2, constant=True),
+    Case(150, 2, 8, 2, kind="bad"),
+    Case(150, 1, 8, 2, kind="swings"),
+]
+
+
+def passes(run: Run, size: int, cases: list[Case]) -> bool:
     def everything() -> None:
         signal.alarm(120)  # who waits for what never comes ends, too
         for number, case in enumerate(cases):
-            forward(library, case, size, number)
+            forward(run, case, size, number)
             if case.kind == "tame":
-                gradients(library, case, size, number)
+                gradients(run, case, size, number)
 
     return emulated.ends_well(everything)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_the_tiles_on_a_processor(size: int, tmp_path) -> None:
-    assert passes(emulated.build("diagonal_tiles", tmp_path, SIZE=size), size, CASES)
+    assert passes(by_tiles(emulated.build("diagonal_tiles", tmp_path, SIZE=size)), size, CASES)
+
+
+@pytest.mark.parametrize(("size", "many"), [(2, True), (4, False), (4, True), (8, False)])
+def test_the_walk_on_a_processor(size: int, many: bool, tmp_path) -> None:
+    assert passes(by_walk(emulated.build("diagonal_walk", tmp_path, SIZE=size, MANY=many)), size, WALKED)
 
 
 FLAWS = {
     "does not wait for its rows": ("    copy_wait<0>();\n", ""),
     "publishes before all lanes have put": ("double(x[c]));\n    __syncwarp();\n", "double(x[c]));\n"),
     "gets before it has seen": ("(((1u << nearest) - 1) & ~any) == 0", "true"),
-    "believes every total": ("known &= total[c].follow(", "total[c].follow("),
+    "believes every total": ("known &= totals[i][c].follow(", "totals[i][c].follow("),
     "believes its own total": ("known &= all[c].follow(", "all[c].follow("),
     "never runs again": ("if (!warp_total(w, c).follow(warp_roundings(), x)) {", "if (false) {"),
     "reads an A before the first": ("first_ == 0 && scan_.x0 == nullptr ? 1 : 0", "0"),
@@ -198,4 +229,21 @@ FLAWS = {
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path) -> None:
     folder = emulated.with_flaw("scan/cuda/diagonal_tiles.cuh", *FLAWS[flaw], tmp_path)
-    assert not passes(emulated.build("diagonal_tiles", folder, SIZE=4), 4, CASES)
+    assert not passes(by_tiles(emulated.build("diagonal_tiles", folder, SIZE=4)), 4, CASES)
+
+
+WALK_FLAWS = {
+    "waits for too few copies": ("copy_wait<kStages - 2>()", "copy_wait<kStages - 1>()"),
+    "reads what others copy": ("    __syncwarp();\n", ""),
+    "reads an A before the first": ("s.x0 == nullptr ? 1 : 0", "0"),
+    "takes x for x0": ("2 * S::kInputBytes, 0, steps - 1)", "2 * S::kInputBytes, 0, steps)"),
+    "has x0 where there is none": ("&& owned && g.x0 != nullptr", "&& owned"),
+    "fills a place too early": ("place == 0 ? kStages - 1 : place - 1", "place"),
+    "forgets a stage's sum": ("sum[c] += part[c]", "sum[c] = part[c]"),
+}
+
+
+@pytest.mark.parametrize("flaw", WALK_FLAWS)
+def test_the_emulator_notices_in_a_walk(flaw: str, tmp_path) -> None:
+    folder = emulated.with_flaw("scan/cuda/diagonal_walk.cuh", *WALK_FLAWS[flaw], tmp_path)
+    assert not passes(by_walk(emulated.build("diagonal_walk", folder, SIZE=4, MANY=0)), 4, WALKED)
