@@ -250,6 +250,46 @@ def test_messages_with_reductions():
     compare(m, m.step, children, torch.randn(15, 3), torch.float64)
 
 
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize(
+    "message",
+    [lambda s, a: a, lambda s, a: torch.sigmoid(a) * a, lambda s, a: torch.ones_like(s), lambda s, a: a + s],
+    ids=["parent", "of parent", "ones", "both"],
+)
+def test_messages_that_do_not_depend_on_the_child(message, lazy):
+    """A sum of them is no sum over vertices."""
+
+    class Model(weft.VertexFunction):
+        def __init__(self):
+            super().__init__(3)
+            self.W = nn.Linear(3, 3)
+
+        def vertex(self, v):
+            x = self.W(v.pull())
+            found = v.gather_sum(message, x)
+            h = torch.tanh(x + found)
+            v.scatter(h)
+            v.push(h)
+            v.push(found)
+
+        def step(self, x, below):
+            x = self.W(x)
+            found = sum((message(s, x) for s in below if s is not None), torch.zeros_like(x))
+            h = torch.tanh(x + found)
+            return h, torch.cat((h, found))
+
+    graphs = [[[], [], [0, 1]], [[]], [[4, 2], [], [1, 1], [], [3, -1]]]
+    m = Model().double()
+    x = torch.randn(9, 3, dtype=torch.float64, requires_grad=True)
+    with weft.vertex.options(lazy=lazy):
+        got = torch.cat(m(weft.Graphs.from_children(graphs), x), 1)
+    want = evaluate(m.step, graphs, x)
+    assert relative_error(got, want) < 1e-12
+    grad, operands = torch.randn_like(want), [x, *m.parameters()]
+    for a, b in zip(*(torch.autograd.grad(out, operands, grad) for out in (got, want)), strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
 def test_states_of_several_dimensions():
     """Reductions, slices and products over some of a row's dimensions."""
 

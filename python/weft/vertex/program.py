@@ -165,7 +165,8 @@ def classify(operations: Sequence[Operation], lazy: bool) -> tuple[Operation, ..
     """Say of each operation when it runs."""
     if not lazy:
         return tuple(replace(o, when="in") for o in operations)
-    from_gather = _reached(operations, lambda o: o.op in ("gather", "children"))
+    # Rows of children are rows of the frontiers, also where they hold nothing but the parent's.
+    from_gather = _reached(operations, lambda o: o.op in ("gather", "children", "repeat", "sum"))
     to_scatter: set[int] = set()
     needed = []
     for o in reversed(operations):
