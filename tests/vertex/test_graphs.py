@@ -457,6 +457,9 @@ def test_to():
     for wrong in (torch.float32, torch.int64, None, 1.5, torch.zeros(1)):
         with pytest.raises(TypeError):
             graphs.to(wrong)
+    with pytest.raises(TypeError):
+        graphs.to("cpu", torch.float32)
+    assert graphs.to("cpu:0") is graphs
     with pytest.raises(RuntimeError):
         graphs.to("nowhere")
     meta = graphs.with_types(list("abca")).to("meta")

@@ -211,13 +211,15 @@ class Graphs:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Graphs:
         """The graphs with their tensors on `device`: itself where nothing changes, else a copy."""
-        if isinstance(device, torch.dtype):
+        if isinstance(device, torch.dtype) or isinstance(non_blocking, torch.dtype):
             raise TypeError("Graphs.to: takes a device; the tensors of Graphs stay int64")
         try:
             target = torch.device(device)
         except TypeError:
             raise TypeError(f"Graphs.to: device must be a device, got {type(device).__name__}") from None
-        if target.index is None and target.type not in ("cpu", "meta"):
+        if target.type == "cpu":
+            target = _CPU
+        elif target.index is None and target.type != "meta":
             target = torch.empty(0, device=target).device
         return self if target == self.device else self._moved(target, non_blocking)
 
