@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "common/autograd.h"
+#include "common/legacy_vmap.h"
 #include "common/refused_gradient.h"
 #include "vertex/vertex_frontiers.h"
 
@@ -61,6 +62,10 @@ Results backward(at::TensorList grads, at::TensorList inputs, at::TensorList mat
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("vertex_frontiers", forward);
   m.impl("vertex_frontiers_backward", backward);
+}
+
+TORCH_LIBRARY_IMPL(weft, Batched, m) {
+  m.impl("vertex_frontiers_backward", torch::CppFunction::makeFromBoxedFunction<&one_by_one>());
 }
 
 }  // namespace weft::vertex

@@ -15,8 +15,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.nn.utils.prune
 import weft
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -345,6 +347,8 @@ REFUSALS = {
     "item": (RuntimeError, "torch.where", lambda s, v: v.push(v.pull() * v.gather_sum().max().item())),
     "float": (RuntimeError, "torch.where", lambda s, v: v.push(v.pull() * float(v.gather_sum().detach().sum()))),
     "tolist": (RuntimeError, "torch.where", lambda s, v: v.push(v.pull() * v.gather_sum().tolist()[0][0])),
+    "tolist of a parameter": (RuntimeError, "torch.where", lambda s, v: v.push(v.pull() * s.W.bias.tolist()[0])),
+    "numpy": (RuntimeError, "torch.where", lambda s, v: v.push(v.pull() * float(s.W.bias.detach().numpy()[0]))),
     "scatter twice": (RuntimeError, "scatters twice", lambda s, v: (both(v, v.gather_sum()), both(v, v.pull()))),
     "no push": (RuntimeError, "push", lambda s, v: v.scatter(v.pull() + v.gather_sum())),
     "no scatter": (RuntimeError, "scatter", lambda s, v: v.push(v.pull() + v.gather_sum())),
@@ -394,6 +398,8 @@ def test_errors_of_users_pass(executor):
 
     with pytest.raises(Own, match="mine"):
         Cell(raising)(GRAPHS, executor=executor)
+    with pytest.raises(StopIteration):
+        Cell(lambda self, v: next(iter(())))(GRAPHS, executor=executor)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         cell(lambda h: h @ torch.zeros(7, 3))(GRAPHS, rows(), executor=executor)
     with pytest.raises(IndexError):
@@ -573,6 +579,27 @@ def test_hooks_and_parametrizations(executor):
     assert all(p.grad is not None for p in m.parameters())
 
 
+@executors
+def test_traces_leave_nothing_in_the_module(executor):
+    """What old-style hooks make of a weight, and what a vertex function puts into buffers, are real tensors."""
+
+    def vertex(self, v):
+        h = torch.tanh(v.pull() + self.W(v.gather_sum()))
+        self.drop = self.W.weight * self.steps
+        self.steps = self.steps + 1
+        both(v, h)
+
+    m, x = Cell(vertex), rows()
+    m.register_buffer("steps", torch.zeros(()))
+    nn.utils.prune.l1_unstructured(m.W, "weight", 0.5)
+    out = m(GRAPHS, x, executor=executor)
+    values = [m.W.weight, m.steps, *vars(m).values()]
+    assert not any(isinstance(value, FakeTensor) for value in values)
+    want = cell()
+    want.W.load_state_dict({"weight": m.W.weight_orig * m.W.weight_mask, "bias": m.W.bias})
+    assert relative_error(out, want(GRAPHS, x, executor="reference")) < 1e-6
+
+
 # ---- Autograd --------------------------------------------------------------------------------------------------------
 
 NETS = {
@@ -647,6 +674,34 @@ def test_backward_twice(executor):
     assert torch.equal(x.grad, 2 * once)
     with pytest.raises(RuntimeError, match="second time"):
         out.sum().backward()
+
+
+@executors
+@pytest.mark.parametrize("lazy", [True, False])
+def test_what_has_no_gradient_requires_none(executor, lazy):
+    def vertex(self, v):
+        h = torch.tanh(self.W(v.pull() + v.gather_sum()))
+        v.push(v.gather(0))
+        v.push(h.detach())
+        v.push(torch.zeros_like(h))
+        v.push(h)
+        v.scatter(h.detach() if self.cut else h)
+
+    m = Cell(vertex)
+    for m.cut in (False, True):
+        with weft.vertex.options(lazy=lazy):
+            outs = m(GRAPHS, rows(), executor=executor)
+        assert [o.requires_grad for o in outs] == [not m.cut, False, False, True]
+
+
+@executors
+def test_gradients_of_many_at_once(executor):
+    m, x = NETS["treegru"](), rows(requires_grad=True)
+    out = m(GRAPHS, x, executor=executor)
+    grads = torch.eye(out.numel()).view(-1, *out.shape)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
+    for grad, row in zip(grads, found, strict=True):
+        assert torch.allclose(row, torch.autograd.grad(out, x, grad, retain_graph=True)[0], atol=1e-6)
 
 
 @executors

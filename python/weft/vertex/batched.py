@@ -259,6 +259,7 @@ class _Frontiers(torch.autograd.Function):
         )
         count = len(compiled.plan.outputs)
         ctx.context = context
+        ctx.mark_non_differentiable(*(results[i] for i in compiled.plan.constant))
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*given, *results[count:])
         return tuple(results[:count])

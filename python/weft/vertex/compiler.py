@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from .folding import fold_gathers, leave_out_leaves, postpone
@@ -54,6 +54,8 @@ class Plan:
     vectors: tuple[tuple[int, int], ...]
     outputs: tuple[int, ...]
     """Numbers of what leaves the frontiers. Those below the number of pushes are pushed as they are."""
+    constant: tuple[int, ...]
+    """Positions in `outputs` of what has no gradient."""
     frontiers: Compiled
     backward: tuple[Program, ...]
     """The derived program of each function; none where nothing asks for a gradient."""
@@ -100,6 +102,7 @@ def compile_traces(
         return symbol in compilers[function].differentiable
 
     outputs = sorted({number for p in parts for _, number in p.outputs})
+    varying = _varying(compilers, parts)
     functions = [
         Function(f.scattered, [(outputs.index(number), node) for number, node in f.outputs]) for f in functions
     ]
@@ -126,9 +129,20 @@ def compile_traces(
         tuple(shared.matrices),
         tuple(shared.vectors),
         tuple(outputs),
+        tuple(i for i, number in enumerate(outputs) if number not in varying),
         frontiers,
         tuple(_Backward(c, part, d, outputs, needed).program() for c, part, d in derived),
     )
+
+
+def _varying(compilers: Sequence[_Compiler], parts: Sequence[Part]) -> set[int]:
+    """Numbers of the outputs that may have a gradient, some through the states of children."""
+    leaves: tuple[str, ...] = ()
+    while True:
+        found = [c.with_gradients(leaves) for c in compilers]
+        if leaves or not any(p.scattered in f for p, f in zip(parts, found, strict=True)):
+            return {number for p, f in zip(parts, found, strict=True) for s, number in p.outputs if s in f}
+        leaves = ("gather", "children")
 
 
 def _dtypes(shared: _Shared, traces: Sequence[Trace], parts: Sequence[Part], outputs: Sequence[int]) -> Dtypes:
@@ -172,17 +186,18 @@ class _Compiler:
         self._producer = {r: i for i, o in enumerate(self._operations) for r in o.results}
         self.converted: dict[int, Node] = {}
         self._inside: set[int] = set()
-        self.differentiable = self._with_gradients(requires_grad)
+        self._requires_grad = requires_grad
+        self.differentiable = self.with_gradients(())
 
-    def _with_gradients(self, requires_grad: Callable[[str, str], bool]) -> set[int]:
-        """Symbols that may have a gradient."""
-        symbols = self.program.symbols
+    def with_gradients(self, leaves: Collection[str]) -> set[int]:
+        """Symbols that may have a gradient, where the results of the methods `leaves` have one."""
+        symbols, requires_grad = self.program.symbols, self._requires_grad
         found = {
             s for s, info in enumerate(symbols) if info.kind == "parameter" and requires_grad("parameter", info.name)
         }
         for o in self._operations:
-            pulled = o.op == "pull" and requires_grad("input", ast.literal_eval(o.arguments[0].text))
-            if pulled or (o.op != "aten.detach.default" and not found.isdisjoint(o.reads())):
+            first = o.op in leaves or (o.op == "pull" and requires_grad("input", ast.literal_eval(o.arguments[0].text)))
+            if first or (o.op != "aten.detach.default" and not found.isdisjoint(o.reads())):
                 found.update(r for r in o.results if symbols[r].dtype.startswith(("float", "bfloat")))
         return found
 

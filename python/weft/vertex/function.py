@@ -7,7 +7,8 @@ import operator
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -462,6 +463,23 @@ def _state_dtype(tensors: Sequence[Tensor], rows: Mapping[str, Tensor]) -> torch
     return torch.get_default_dtype()
 
 
+@contextmanager
+def _nothing_fake_left(module: nn.Module) -> Iterator[None]:
+    """What a trace puts into attributes and buffers, as old-style hooks do with weights, does not stay there."""
+    from torch._subclasses.fake_tensor import FakeTensor  # slow to import
+
+    kept = [(d, dict(d)) for m in module.modules() for d in (m.__dict__, m._parameters, m._buffers)]
+    try:
+        yield
+    finally:
+        for d, before in kept:
+            for key in [key for key, value in d.items() if isinstance(value, FakeTensor)]:
+                if key in before:
+                    d[key] = before[key]
+                else:
+                    del d[key]
+
+
 def _traces(
     module: _Module,
     functions: Sequence[VertexFunction],
@@ -476,10 +494,13 @@ def _traces(
     sizes.update(module.state_size)
 
     def make() -> tuple[Trace, ...]:
-        return tuple(
-            trace(f.vertex, t, state.names, sorted(sizes), lambda key: anything if key is None else requires[key])
-            for f, t in zip(functions, types, strict=True)
-        )
+        with _nothing_fake_left(module):
+            # A list: a generator would make another error of a StopIteration.
+            found = [
+                trace(f.vertex, t, state.names, sorted(sizes), lambda key: anything if key is None else requires[key])
+                for f, t in zip(functions, types, strict=True)
+            ]
+        return tuple(found)
 
     if torch._C._are_functorch_transforms_active():
         return make()

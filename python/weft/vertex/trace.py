@@ -466,6 +466,7 @@ def _fake(vertex, type: VertexType, known, requires_grad, rows: int, children: i
             # A leaf that requires grad could not be changed in place.
             return value.requires_grad_().clone() if grad else value
 
+        stack.enter_context(_NoNumbers(type.name, fake=True))
         stack.enter_context(recorder)
         v = _Traced(type, recorder, empty, requires_grad)
         try:
@@ -525,18 +526,25 @@ def _same(value):
 
 
 class _NoNumbers(TorchFunctionMode):
-    """Refuses Python numbers out of tensors, but inside a user's autograd.Function what torch would do."""
+    """Refuses Python numbers out of tensors, but inside a user's autograd.Function what torch would do.
+
+    Args:
+        name: of the vertex function's class.
+        fake: whether a FakeTensorMode refuses what dispatches. What does not gives numbers of a module's tensors there,
+            which a trace would keep.
+    """
 
     _always = frozenset(
         getattr(Tensor, name) for name in ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__")
     )
     _outside = frozenset((Tensor.tolist, Tensor.numpy))
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, fake: bool = False):
         super().__init__()
-        self._name = name
+        self._name, self._fake = name, fake
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self._always or (func in self._outside and torch.is_grad_enabled()):
+        refused = self._fake or torch.is_grad_enabled()
+        if (func in self._always and not self._fake) or (func in self._outside and refused):
             raise RuntimeError(f"{self._name}: {VALUES_AS_NUMBERS} ({getattr(func, '__name__', func)})")
         return func(*args, **(kwargs or {}))
