@@ -528,6 +528,13 @@ void bind(py::module_& m) {
       "The source of a step and its buffers, for the tests.", py::arg("code"), py::arg("constants"),
       py::arg("backward"), py::arg("step"), py::arg("leaves"));
   vertex.def(
+      "tail_body",
+      [](const std::vector<int64_t>& code, const std::vector<double>& constants, bool backward) {
+        const Program program = Program::parse(code, constants);
+        return tail_body(program, backward ? program.backward : program.forward);
+      },
+      "The source of the last frontiers, for the tests.", py::arg("code"), py::arg("constants"), py::arg("backward"));
+  vertex.def(
       "multiply_adds",
       [](const std::vector<int64_t>& code, const std::vector<double>& constants, const std::vector<int32_t>& schedule,
          bool backward) { return multiply_adds(Program::parse(code, constants), Schedule::tasks(schedule), backward); },

@@ -188,6 +188,22 @@ void specialise_for_leaves(Program& p) {
   }
 }
 
+void find_written(Program& p) {
+  std::vector<std::vector<char>> columns;
+  for (const Buffer& b : p.buffers) columns.emplace_back(b.space == Space::kInputGrad ? b.width : 0);
+  for (const Step& s : p.backward) {
+    if (s.product || s.edges) continue;
+    for (const Instruction& i : s.code) {
+      if (i.op != Op::kStore || columns[i.b].empty()) continue;
+      std::fill_n(columns[i.b].begin() + i.c, s.width, char{1});
+    }
+  }
+  for (size_t b = 0; b < columns.size(); ++b) {
+    const auto& c = columns[b];
+    p.buffers[b].written = p.functions == 1 && !c.empty() && std::find(c.begin(), c.end(), 0) == c.end();
+  }
+}
+
 }  // namespace
 
 Program Program::parse(std::span<const int64_t> code, std::span<const double> constants) {
@@ -195,6 +211,7 @@ Program Program::parse(std::span<const int64_t> code, std::span<const double> co
   Program p;
   p.constants.assign(constants.begin(), constants.end());
   p.functions = in.count();
+  p.fused = in.flag();
   p.state = in.next();
   p.buffers.resize(in.count());
   for (Buffer& b : p.buffers) {
@@ -242,6 +259,7 @@ Program Program::parse(std::span<const int64_t> code, std::span<const double> co
   }
   if (!in.done()) Reader::fail();
   specialise_for_leaves(p);
+  find_written(p);
   return p;
 }
 

@@ -5,8 +5,8 @@
 // its edges; or a product, the task's rows of one buffer times a matrix into another buffer. Rows and edges are those
 // of csrc/vertex/schedule.h. Steps run in order, tasks in order forward and in reverse backward.
 //
-// The encoded form is what Program::parse reads: state buffer; buffers; tables; forward steps; backward steps; matrix
-// gradients; vector gradients; each list with its length first.
+// The encoded form is what Program::parse reads: functions; fused; state buffer; buffers; tables; forward steps;
+// backward steps; matrix gradients; vector gradients; each list with its length first.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -28,10 +28,11 @@ struct Buffer {
   Space space;
   int32_t width;
   Dtype dtype;
-  bool scattered;  // kScatter writes it; rows that nobody writes, of slots without a child, are zero
-  int32_t index;   // which of the caller's tensors
-  bool backward;   // made by the backward pass
-  bool saved;      // made by the forward pass, read by the backward pass
+  bool scattered;        // kScatter writes it; rows that nobody writes, of slots without a child, are zero
+  int32_t index;         // which of the caller's tensors
+  bool backward;         // made by the backward pass
+  bool saved;            // made by the forward pass, read by the backward pass
+  bool written = false;  // in all columns of all rows, by kernels of the backward pass
 };
 
 enum class Op : int32_t {
@@ -90,7 +91,7 @@ struct Use {
 
 // What a device made of a kernel, by device: handles that live as long as the process.
 struct Handles {
-  std::atomic<void*> of[64][2] = {};  // the second for vertices without children
+  std::atomic<void*> of[64][2] = {};  // of a step the second is for vertices without children
 };
 
 struct Step {
@@ -123,6 +124,7 @@ struct VectorGradient {
 
 struct Program {
   int32_t functions;
+  bool fused;     // steps may share a kernel
   bool doubles;   // registers are double
   int32_t state;  // buffer, -1 without
   std::vector<Buffer> buffers;
@@ -131,6 +133,7 @@ struct Program {
   std::vector<MatrixGradient> matrix_gradients;
   std::vector<VectorGradient> vector_gradients;
   std::vector<double> constants;
+  std::shared_ptr<Handles> tails = std::make_shared<Handles>();  // the second of the backward pass
 
   // std::invalid_argument where the numbers are no program.
   static Program parse(std::span<const int64_t> code, std::span<const double> constants);

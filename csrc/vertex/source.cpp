@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <numeric>
 #include <set>
 
 namespace weft::vertex {
 namespace {
+
+constexpr const char* kTypes[] = {"Float16", "BFloat16", "float", "double"};
 
 std::string number(double value) {
   if (std::isnan(value)) return "T(not_a_number())";
@@ -75,7 +78,6 @@ class Writer {
     }
     const auto& used = kernel_.buffers;
     const std::string n = std::to_string(std::lower_bound(used.begin(), used.end(), b) - used.begin());
-    constexpr const char* kTypes[] = {"Float16", "BFloat16", "float", "double"};
     const std::string type = kTypes[static_cast<int>(buffer.dtype)];
     return "data(" + type + ", " + n + ")[" + index + " * stride(" + n + ") + " + std::to_string(first) +
            (broadcast ? "]" : " + j]");
@@ -263,6 +265,34 @@ class Writer {
 
 std::string kernel_body(const Program& program, const Step& kernel, bool leaves) {
   return Writer(program, kernel, leaves).body();
+}
+
+std::string tail_body(const Program& program, const std::vector<Step>& steps) {
+  std::vector<int32_t> all(program.buffers.size());
+  std::iota(all.begin(), all.end(), 0);
+  std::string text;
+  for (const Step& s : steps) {
+    if (s.late) continue;
+    text += " if (kind == " + std::to_string(s.function) + (s.edges ? " && task[5] > 0" : "") +
+            ") { const int first = " + (s.edges ? "task[4], count = task[5];" : "task[2], count = task[3];");
+    if (s.product) {
+      const Buffer &source = program.buffers[s.source], &target = program.buffers[s.target];
+      text += std::string(" product<") + kTypes[static_cast<int>(source.dtype)] + ">(a, " + std::to_string(s.source) +
+              ", " + std::to_string(s.matrix) + (s.transposed ? ", true, " : ", false, ") + std::to_string(s.target) +
+              ", " + std::to_string(source.width) + ", " + std::to_string(target.width) + ", first, count, shared);";
+    } else {
+      Step kernel = s;
+      kernel.buffers = all;
+      text +=
+          " constexpr int columns = " + std::to_string(s.width) +
+          ", lanes = " + (s.reduces ? std::string("32") : std::string("columns")) +
+          "; for (long long thread = start; thread < (long long)count * lanes; thread += threads) { const int lane = "
+          "int(thread % lanes), j = lane; const long long index = first + thread / lanes; " +
+          kernel_body(program, kernel) + " }";
+    }
+    text += " meet(a.arrived, expected); }";
+  }
+  return text;
 }
 
 }  // namespace weft::vertex

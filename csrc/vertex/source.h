@@ -13,4 +13,8 @@ namespace weft::vertex {
 // For vertices without children where `leaves`.
 std::string kernel_body(const Program& program, const Step& kernel, bool leaves = false);
 
+// All steps of a pass on one task of vertices with children, as statements of vertex/cuda/tail.jit.cu, where buffers
+// are those of the program.
+std::string tail_body(const Program& program, const std::vector<Step>& steps);
+
 }  // namespace weft::vertex

@@ -80,17 +80,10 @@ struct Run {
         matrices(operands.matrices.begin(), operands.matrices.end()) {
     const int32_t* block = pointer<int32_t>(schedule);
     const auto array = [&](Schedule::Array which) { return block + numbers[size_t{Schedule::kHeader} + which]; };
-    arrays = {array(Schedule::kVertexOf),
-              array(Schedule::kGather),
-              array(Schedule::kFirstEdge),
-              array(Schedule::kEdgeChild),
-              array(Schedule::kEdgeParent),
-              array(Schedule::kFirstUse),
-              array(Schedule::kUseRow),
-              array(Schedule::kUseColumn),
-              array(Schedule::kFirstSumUse),
-              array(Schedule::kSumUseEdge),
-              num_vertices};
+    arrays = {array(Schedule::kVertexOf),   array(Schedule::kGather),     array(Schedule::kFirstEdge),
+              array(Schedule::kEdgeChild),  array(Schedule::kEdgeParent), array(Schedule::kFirstUse),
+              array(Schedule::kUseRow),     array(Schedule::kUseColumn),  array(Schedule::kFirstSumUse),
+              array(Schedule::kSumUseEdge), array(Schedule::kTaskTable),  num_vertices};
     tasks = Schedule::tasks(numbers);
     for (const Task& task : tasks) {
       leaves += task.level == 0 ? task.count : 0;
@@ -173,7 +166,25 @@ struct Run {
     return zeros ? at::zeros({rows(b), b.width}, options(b)) : at::empty({rows(b), b.width}, options(b));
   }
 
-  Frontier frontier() const { return {places, *program, arrays}; }
+  Frontier frontier() const { return {places, *program, arrays, matrices}; }
+
+  // The number of the first of the last tasks that are small: what they would do costs less than the launches.
+  size_t tail() const {
+    constexpr int64_t kRows = 32, kWeights = int64_t{1} << 22;
+    int64_t weights = 0;
+    for (const auto* list : {&program->forward, &program->backward}) {
+      for (const Step& s : *list) {
+        if (s.product) weights = std::max<int64_t>(weights, matrices[s.matrix].numel());
+      }
+    }
+    size_t first = tasks.size();
+    for (; first > 0; --first) {
+      const Task& task = tasks[first - 1];
+      const int64_t rows = std::max(task.count, task.num_edges);
+      if (task.level == 0 || rows > kRows || (rows + 7) / 8 * weights > kWeights) break;
+    }
+    return first + 1 < tasks.size() ? first : tasks.size();
+  }
 
   void steps(const std::vector<Step>& list, const Task& task, Executor& executor) const {
     for (const Step& s : list) {
@@ -323,7 +334,11 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
   TORCH_CHECK_VALUE(results == at::IntArrayRef(described), kOp, ": the program's results are ",
                     at::IntArrayRef(described), ", expected ", results);
   executor.begin(r.frontier());
-  for (const Task& task : r.tasks) r.steps(r.program->forward, task, executor);
+  const size_t tail = r.tail();
+  for (const Task& task : r.tasks.first(tail)) r.steps(r.program->forward, task, executor);
+  if (tail < r.tasks.size() && !executor.tail(r.program->forward, r.tasks, tail, /*backward=*/false)) {
+    for (const Task& task : r.tasks.subspan(tail)) r.steps(r.program->forward, task, executor);
+  }
   r.late_steps(r.program->forward, executor);
   return made;
 }
@@ -351,7 +366,8 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       r.put(i, r.given(grads, b, "gradient"));
     } else if (b.space == Space::kInputGrad) {
       // Columns that nothing depends on are written by nobody.
-      input_grads[b.index] = at::zeros({r.rows(b), b.width}, r.options(b));
+      const std::array<int64_t, 2> shape = {r.rows(b), b.width};
+      input_grads[b.index] = b.written ? at::empty(shape, r.options(b)) : at::zeros(shape, r.options(b));
       r.put(i, input_grads[b.index]);
     } else if (b.backward) {
       r.put(i, r.make(b));
@@ -359,7 +375,12 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   }
   executor.begin(r.frontier());
   MatrixGradients matrices(r, executor);
-  for (size_t i = r.tasks.size(); i-- > 0;) {
+  size_t end = r.tasks.size();
+  if (const size_t tail = r.tail();
+      tail < end && executor.tail(r.program->backward, r.tasks, tail, /*backward=*/true)) {
+    end = tail;
+  }
+  for (size_t i = end; i-- > 0;) {
     r.steps(r.program->backward, r.tasks[i], executor);
     if (overlap && i > 0) matrices.advance(r.tasks[i]);
   }

@@ -43,7 +43,7 @@ namespace weft::vertex {
 // The arrays of a schedule, on the device.
 struct Arrays {
   const int32_t *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *use_rows, *use_columns,
-      *first_sum_use, *sum_use_edges;
+      *first_sum_use, *sum_use_edges, *tasks;
   int64_t num_vertices;
 };
 
@@ -60,6 +60,7 @@ struct Frontier {
   std::span<const Place> places;
   const Program& program;
   const Arrays& arrays;
+  std::span<const at::Tensor> matrices;
 };
 
 // What a device does with the steps of one call.
@@ -74,6 +75,10 @@ class Executor {
   // and source are contiguous.
   virtual void product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix,
                        const at::Tensor& target, int64_t to, int64_t count) = 0;
+  // All steps of a pass on the last tasks, from number `first` on, where the device does that faster than step by step.
+  virtual bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) {
+    return false;
+  }
   // Runs after all that was asked for so far, and beside what comes until join. `work` allocates nothing.
   virtual void aside(const std::function<void()>& work) = 0;
   virtual void join() = 0;

@@ -247,6 +247,11 @@ def test_written_kernels_compile_for_cuda(make, dtype, tmp_path, monkeypatch):
     for defines in defines_of(compiled, dtype):
         code, _ = _C._testing.jit_compile("vertex/cuda/frontier.jit.cu", defines, 90)
         assert b"vertex_frontier" in code
+    for backward in (False, True):
+        steps = _C.vertex.tail_body(compiled.code, compiled.constants, backward)
+        defines = [f"WEFT_VERTEX_TYPE={dtype}", f"WEFT_VERTEX_STEPS={steps}"]
+        code, _ = _C._testing.jit_compile("vertex/cuda/tail.jit.cu", defines, 90)
+        assert b"vertex_tail" in code
 
 
 def defines_of(compiled, dtype: str) -> list[list[str]]:

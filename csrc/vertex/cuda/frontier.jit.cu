@@ -9,46 +9,11 @@
 // registers of its thread. Cost per launch: what it loads and stores; a frontier of a small batch is one launch's
 // latency. Vertices without children have kernels of their own, without what is zero there. A kernel that reduces rows
 // has a warp for each, whose lanes add up every 32nd column and then each other's sums by shuffles, in a fixed order.
-#include "common/math.jit.cuh"
-#include "vertex/cuda/frontier.jit.cuh"
+#include "vertex/cuda/body.jit.cuh"
 
 namespace {
-
-using T = WEFT_VERTEX_TYPE;
-using weft::vertex::FrontierArguments;
-
-__device__ __forceinline__ float infinite() {
-  return __int_as_float(0x7f800000);
-}
-__device__ __forceinline__ float not_a_number() {
-  return __int_as_float(0x7fc00000);
-}
-
 constexpr int columns = WEFT_VERTEX_WIDTH, lanes = WEFT_VERTEX_LANES;
-
-__device__ __forceinline__ T from_lane(T x, int apart) {
-  return __shfl_xor_sync(0xffffffffu, x, apart);
 }
-
-struct Float16 {
-  unsigned short bits;
-  __device__ __forceinline__ Float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
-  __device__ __forceinline__ operator float() const {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x;
-  }
-};
-struct BFloat16 {
-  unsigned short bits;
-  __device__ __forceinline__ BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
-  __device__ __forceinline__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
-};
-
-}  // namespace
-
-#define data(type, b) (static_cast<type*>(p.data[b]))
-#define stride(b) (p.stride[b])
 
 extern "C" __global__ void vertex_frontier(const FrontierArguments p, int first, int count) {
   const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-// What vertex/cuda/frontier.jit.cu is launched with. For hosts and kernels.
+// What vertex/cuda/frontier.jit.cu and tail.jit.cu are launched with. For hosts and kernels.
 #pragma once
 
 namespace weft::vertex {
@@ -12,6 +12,19 @@ struct FrontierArguments {
   const int *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *use_rows, *use_columns,
       *first_sum_use, *sum_use_edges;
   long long num_vertices;
+};
+
+constexpr int kMaxTailMatrices = 16, kTailThreads = 512;
+
+struct TailArguments {
+  FrontierArguments frontier;  // all buffers of the program
+  struct Matrix {
+    const void* data;
+    long long row, column;  // strides in elements, one of them 1
+  } matrices[kMaxTailMatrices];
+  const int* tasks;         // csrc/vertex/schedule.h
+  int first, count, apart;  // tasks first, first + apart, ...: count of them
+  unsigned* arrived;        // 0
 };
 
 }  // namespace weft::vertex

@@ -21,6 +21,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/Exceptions.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
@@ -42,6 +43,7 @@ namespace weft::vertex {
 namespace {
 
 constexpr const char* kSource = "vertex/cuda/frontier.jit.cu";
+constexpr const char* kTailSource = "vertex/cuda/tail.jit.cu";
 constexpr int kThreads = 128;
 
 class CudaExecutor final : public Executor {
@@ -51,6 +53,8 @@ class CudaExecutor final : public Executor {
     stream_ = at::cuda::getCurrentCUDAStream();
     device_ = at::cuda::current_device();
     places_ = frontier.places;
+    matrices_ = frontier.matrices;
+    tasks_ = frontier.arrays.tasks;
     const Arrays& a = frontier.arrays;
     arguments_.vertices = a.vertices;
     arguments_.gather = a.gather;
@@ -119,6 +123,36 @@ class CudaExecutor final : public Executor {
                                       type, m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
   }
 
+  bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) override {
+    if (!program_->fused || places_.size() > size_t{kMaxFrontierBuffers} ||
+        matrices_.size() > size_t{kMaxTailMatrices}) {
+      return false;
+    }
+    jit::Kernel& kernel = compiled_tail(steps, backward);
+    TailArguments a{arguments_};
+    for (size_t i = 0; i < places_.size(); ++i) {
+      a.frontier.data[i] = places_[i].data;
+      a.frontier.stride[i] = places_[i].stride;
+    }
+    std::vector<at::Tensor> dense;  // freed when the kernel has started, in the stream's order
+    for (size_t i = 0; i < matrices_.size(); ++i) {
+      const at::Tensor& m = matrices_[i];
+      dense.push_back(m.stride(0) == 1 || m.stride(1) == 1 ? m : m.contiguous());
+      a.matrices[i] = {dense[i].const_data_ptr(), dense[i].stride(0), dense[i].stride(1)};
+    }
+    const at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
+    const int count = static_cast<int>(tasks.size() - first);
+    a.tasks = tasks_;
+    a.first = static_cast<int>(backward ? tasks.size() - 1 : first);
+    a.count = count;
+    a.apart = backward ? -1 : 1;
+    a.arrived = static_cast<unsigned*>(arrived.mutable_data_ptr());
+    void* arguments[] = {&a};
+    kernel.launch(dim3(static_cast<unsigned>(kernel.sm_count())), dim3(kTailThreads), 0, 0, /*cooperative=*/true,
+                  stream_, arguments);
+    return true;
+  }
+
   // On another stream. In a capture on the same: a capture's memory belongs to its one stream's order.
   void aside(const std::function<void()>& work) override {
     if (at::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return work();
@@ -178,8 +212,20 @@ class CudaExecutor final : public Executor {
     return made;
   }
 
+  jit::Kernel& compiled_tail(const std::vector<Step>& steps, bool backward) {
+    std::atomic<void*>& known = program_->tails->of[device_ % 64][backward];
+    if (void* found = known.load(std::memory_order_acquire)) return *static_cast<jit::Kernel*>(found);
+    const jit::Defines defines = {std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
+                                  "WEFT_VERTEX_STEPS=" + tail_body(*program_, steps)};
+    jit::Kernel& made = jit::kernel(kTailSource, defines, "vertex_tail");
+    known.store(&made, std::memory_order_release);
+    return made;
+  }
+
   const Program* program_ = nullptr;
   std::span<const Place> places_;
+  std::span<const at::Tensor> matrices_;
+  const int32_t* tasks_ = nullptr;
   int device_ = 0;
   cudaStream_t stream_ = nullptr;
   std::optional<c10::cuda::CUDAStream> aside_;

@@ -87,7 +87,7 @@ def run(
         results = dict(zip(plan.outputs, _Frontiers.apply(context, *given), strict=True))
         for part in parts:
             for symbol, number in part.plan.outputs:
-                value = part.own(results[number].view(rows, *part.symbols[symbol].shape[1:]))
+                value = part.own(_shaped(results[number], part.symbols[symbol].shape[1:]))
                 part.values[symbol] = _as_recorded(part.symbols[symbol], value)
             part.replay(part.plan.after)
         if vertices is None:
@@ -152,7 +152,7 @@ def _pushed(parts: Sequence[_Part], push: int, results: Mapping[int, Tensor], ro
     pushing = [p for p in parts if p.plan.pushes]
     first = pushing[0].plan.pushes[push]
     shape = pushing[0].symbols[first].shape[1:]
-    found = results[push].view(rows, *shape) if push in results else None
+    found = _shaped(results[push], shape) if push in results else None
     for part in pushing:
         if part.plan.direct(push):
             continue
@@ -196,6 +196,11 @@ class _Values(dict):
 
 def _matrix(x: Tensor, rows: int) -> Tensor:
     return x if x.dim() == 2 else x.reshape(rows, math.prod(x.shape[1:]))
+
+
+def _shaped(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """The other way round; no view where none is needed, because views are copied before they are handed out."""
+    return x if x.shape[1:] == tuple(shape) else x.view(len(x), *shape)
 
 
 def _number(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -126,6 +126,8 @@ class Compiled:
     """The part of one or several vertex functions that runs in the frontiers."""
 
     functions: int = 1
+    fused: bool = True
+    """Whether steps may share a kernel."""
     buffers: list[Buffer] = field(default_factory=list)
     constants: list[float] = field(default_factory=list)
     tables: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
@@ -157,7 +159,7 @@ class Compiled:
 
     def encode(self) -> tuple[int, ...]:
         """The program as one list of integers, see csrc/vertex/code.h."""
-        code: list[int] = [self.functions, self.state, len(self.buffers)]
+        code: list[int] = [self.functions, self.fused, self.state, len(self.buffers)]
         for b in self.buffers:
             code += [SPACES.index(b.space), b.width, DTYPES.index(b.dtype), b.scattered, b.index, b.backward, b.saved]
         code.append(len(self.tables))
@@ -204,7 +206,7 @@ def compile_frontiers(
         fuse: whether element-wise operations share a kernel.
         dtypes: of what is read and written.
     """
-    found = Compiled(functions=len(functions))
+    found = Compiled(functions=len(functions), fused=fuse)
     lowerings = [_Lowering(found, graph, columns, fuse, i, dtypes) for i in range(len(functions))]
     if any(f.scattered is not None for f in functions):
         found.state = lowerings[0].buffer("rows", state, dtypes.state)

@@ -1,0 +1,42 @@
+// What the bodies of kernels (csrc/vertex/source.h) read.
+//   WEFT_VERTEX_TYPE   float or double, of registers; buffers may be narrower
+#pragma once
+
+#include "common/math.jit.cuh"
+#include "vertex/cuda/frontier.jit.cuh"
+
+namespace {
+
+using T = WEFT_VERTEX_TYPE;
+using weft::vertex::FrontierArguments;
+
+__device__ __forceinline__ float infinite() {
+  return __int_as_float(0x7f800000);
+}
+__device__ __forceinline__ float not_a_number() {
+  return __int_as_float(0x7fc00000);
+}
+
+__device__ __forceinline__ T from_lane(T x, int apart) {
+  return __shfl_xor_sync(0xffffffffu, x, apart);
+}
+
+struct Float16 {
+  unsigned short bits;
+  __device__ __forceinline__ Float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+struct BFloat16 {
+  unsigned short bits;
+  __device__ __forceinline__ BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  __device__ __forceinline__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
+};
+
+}  // namespace
+
+#define data(type, b) (static_cast<type*>(p.data[b]))
+#define stride(b) (p.stride[b])
