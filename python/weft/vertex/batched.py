@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -72,7 +73,7 @@ def run(
     plan, device, dtype = compiled.plan, compiled.type.device, compiled.type.state.dtype
     rows = schedule.core.num_vertices
     columns = [None] * len(plan.parts) if vertices is None else vertices
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         parts = [
             _Part(part, f, where, rows, inputs, tensors)
             for part, f, where in zip(plan.parts, compiled.functions, columns, strict=True)
@@ -163,7 +164,7 @@ def _pushed(parts: Sequence[_Part], push: int, results: Mapping[int, Tensor], ro
 
 def _torch(call, values: Mapping[int, Tensor], rows: int):
     """An operation as torch runs it; one in place on a copy, because others may still read its argument."""
-    if not call.function._schema.is_mutable:
+    if not call.changes:
         return call(values, rows)
     changed = call.args[0].symbol
     return call(_Over(values, changed, values[changed].clone()), rows)

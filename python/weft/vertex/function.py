@@ -20,6 +20,7 @@ from ._schedule import Kind, schedule
 from .compiler import compile_traces
 from .graphs import Graphs
 from .ir import Unsupported
+from .known import HOOKS, Known, modes
 from .options import current
 from .program import Program, Programs
 from .trace import Trace, trace
@@ -63,9 +64,17 @@ class _Module(nn.Module):
         raise NotImplementedError
 
     def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
-        call = prepare(self, graphs, inputs, executor)
-        _compiled(self).program = call.program
-        outputs = call.run()
+        compiled = _compiled(self)
+        known = compiled.known
+        rows = None if known is None else known.rows(graphs, inputs, executor)
+        if rows is not None:
+            compiled.program = known.program
+            outputs = known.run(graphs, rows)
+        else:
+            call = prepare(self, graphs, inputs, executor)
+            compiled.program = call.program
+            compiled.known = call.known(compiled.program)
+            outputs = call.run()
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -218,6 +227,8 @@ class _Compiled:
         self.lock = threading.Lock()
         self.traces: OrderedDict[object, tuple[Trace, ...]] = OrderedDict()
         self.program: Program | Programs | None = None
+        self.known: Known | None = None
+        """The latest call."""
 
 
 def _compiled(module: nn.Module) -> _Compiled:
@@ -234,6 +245,8 @@ class Call:
     reason: str
     run: Callable[[], list[Tensor]]
     compiled: batched.Batched | None = None
+    known: Callable[[Program | Programs], Known | None] = lambda program: None
+    """Makes what the next call like this one needs."""
 
     @property
     def program(self) -> Program | Programs:
@@ -294,7 +307,17 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
         levels = functools.partial(_plan, graphs, types, which, device)
         return batched.run(compiled, plan, levels, vertices, rows, state.by_name)
 
-    return Call(called, "batched", executor, "compiled", run_batched, compiled)
+    def run_again(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
+        plan = schedule(name, graphs, kinds)
+        levels = functools.partial(_plan, graphs, None, None, device)
+        return batched.run(compiled, plan, levels, None, rows, state.by_name)
+
+    def known(program: Program | Programs) -> Known | None:
+        if types is not None or torch._C._are_functorch_transforms_active():
+            return None
+        return Known(module, rows, executor, device, kinds[0].limit, run_again, program)
+
+    return Call(called, "batched", executor, "compiled", run_batched, compiled, known)
 
 
 def _obstacle(functions: Sequence[reference.Function]) -> str | None:
@@ -359,7 +382,6 @@ def _inputs(name: str, graphs: Graphs, inputs: object) -> dict[str, Tensor]:
 
 # Of a module's __dict__, what is not an attribute of its own.
 _INTERNALS = frozenset({*nn.Module().__dict__, "_compiled"}) - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Same:
@@ -411,7 +433,7 @@ class _ModuleState:
             for key, value in m.__dict__.items():
                 if key not in _INTERNALS:
                     parts.append((key, self._attribute(prefix + key, value)))
-            for key in _HOOKS:
+            for key in HOOKS:
                 hooks = m.__dict__[key]
                 if hooks:
                     parts.append((key, tuple(hooks)))
@@ -504,16 +526,11 @@ def _traces(
 
     if torch._C._are_functorch_transforms_active():
         return make()
-    device = types[0].device.type
     key = (
         state.key,
         tuple((k, s.shape, s.dtype, requires[k]) for k, s in types[0].inputs.items()),
         tuple((t.state, t.device) for t in types),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_default_dtype(),
+        modes(types[0].device),
     )
     compiled = _compiled(module)
     with compiled.lock:

@@ -35,6 +35,8 @@ class Call:
     function: Callable | None
     args: tuple
     kwargs: dict[str, object]
+    changes: bool = False
+    """Whether it changes its first argument in place."""
 
     def __call__(self, values: Mapping[int, Tensor], rows: int):
         args = [_filled(a, values, rows) for a in self.args]
@@ -239,7 +241,9 @@ class _Recorder(TorchDispatchMode):
         self.operations.append(Operation(op, read, named, written))
         reads = iter(operation.reads())
         template = tuple(self._template(a, reads) for a in arguments)
-        self.calls.append(Call(function, template, {name: self._template(a, reads) for name, a in keywords.items()}))
+        keyword_template = {name: self._template(a, reads) for name, a in keywords.items()}
+        changes = function is not None and function._schema.is_mutable
+        self.calls.append(Call(function, template, keyword_template, changes))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
