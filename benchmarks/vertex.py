@@ -9,6 +9,7 @@ Peers: ``eager`` is a loop over the levels as one would write it for this one mo
 the product with the inputs taken out of the loop, and no vertex without children multiplied by U; ``captured`` is the
 same loop, forward and backward, in a CUDA graph, which only runs this one batch; ``torch.nn`` is cuDNN's LSTM;
 ``floor`` is the matrix products of the whole batch alone, each as one; ``none`` is the engine with every option off.
+In rows of the metric ``forward_backward_captured`` Weft's step is in a CUDA graph, too.
 Weft runs graphs that it has seen before, as the loops do; what a new batch costs stands in the rows of the metric
 ``schedule``, whose peer is the whole ``step``, and of ``steps_in_a_row``, one of many steps that do not wait for each
 other, each on a new batch, whose peer takes batches that it has ``seen``.
@@ -250,20 +251,25 @@ def _loop_entry(
         candidates = {"weft": Candidate(lambda _: step.weft()), "eager": Candidate(lambda _: step.peer(loop))}
         obstacle = None
         if "captured" in peers and device == "cuda":
-            # Leaves of its own, because a capture must not meet those of a graph on another stream.
-            aside = Step(name, batch, H, device, autocast=autocast)
-            again = LevelLoop(aside.model, batch, device)
+            # Leaves of their own, because a capture must not meet those of a graph on another stream.
+            mine, theirs = (Step(name, batch, H, device, autocast=autocast) for _ in range(2))
+            again = LevelLoop(theirs.model, batch, device)
             try:
-                replay = captured(lambda: aside.peer(again))
-                candidates["captured"] = Candidate(lambda _: replay())
+                replays = {"captured": captured(lambda: theirs.peer(again)), "weft captured": captured(mine.weft)}
             except RuntimeError as error:
-                obstacle = error
+                obstacle, replays = error, {}
+            for who, replay in replays.items():
+                step.check(f"{case}, {who}", replay())
+                candidates[who] = Candidate(lambda _, replay=replay: replay())
         times = measure(candidates, device)
         rows = [
             results.put(case, "forward_backward", "ms", times["weft"], peer, times[peer])
             for peer in peers
             if peer in times
         ]
+        if "weft captured" in times:
+            both = times["weft captured"], "captured", times["captured"]
+            rows.append(results.put(case, "forward_backward_captured", "ms", *both))
         if "floor" in peers:
             floor = products_time(step, batch)
             rows.append(results.put(case, "forward_backward", "ms", times["weft"], "floor", floor))
@@ -272,10 +278,11 @@ def _loop_entry(
             rows.append(results.put(case, "throughput", "vertices/s", speed, "floor", bound))
         if obstacle is not None:
             show(rows)
-            raise RuntimeError(f"the level loop was not captured: {obstacle}")
+            raise RuntimeError(f"not captured: {obstacle}")
         return rows
 
-    return Entry(case, ("peak_memory",) if memory else ("forward_backward", "throughput"), run)
+    metrics = ("forward_backward", "forward_backward_captured", "throughput")
+    return Entry(case, ("peak_memory",) if memory else metrics, run)
 
 
 def products_time(step: Step, graphs: Graphs) -> float:

@@ -22,6 +22,7 @@ METRICS = {
     "forward": "forward",
     "backward": "backward",
     "forward_backward": "forward + backward",
+    "forward_backward_captured": "forward + backward, captured",
     "peak_memory": "peak memory of a step",
     "memory_beyond_torch": "memory beyond torch's",
     "error": "error against fp64",

@@ -277,9 +277,11 @@ std::string tail_body(const Program& program, const std::vector<Step>& steps) {
             ") { const int first = " + (s.edges ? "task[4], count = task[5];" : "task[2], count = task[3];");
     if (s.product) {
       const Buffer &source = program.buffers[s.source], &target = program.buffers[s.target];
-      text += std::string(" product<") + kTypes[static_cast<int>(source.dtype)] + ">(a, " + std::to_string(s.source) +
-              ", " + std::to_string(s.matrix) + (s.transposed ? ", true, " : ", false, ") + std::to_string(s.target) +
-              ", " + std::to_string(source.width) + ", " + std::to_string(target.width) + ", first, count, shared);";
+      const bool fours = source.width % 4 == 0 && target.width % 4 == 0;
+      text += std::string(" product<") + kTypes[static_cast<int>(source.dtype)] + (fours ? ", true" : ", false") +
+              ">(a, " + std::to_string(s.source) + ", " + std::to_string(s.matrix) +
+              (s.transposed ? ", true, " : ", false, ") + std::to_string(s.target) + ", " +
+              std::to_string(source.width) + ", " + std::to_string(target.width) + ", first, count, shared);";
     } else {
       Step kernel = s;
       kernel.buffers = all;

@@ -168,9 +168,10 @@ struct Run {
 
   Frontier frontier() const { return {places, *program, arrays, matrices}; }
 
-  // The number of the first of the last tasks that are small: what they would do costs less than the launches.
+  // The number of the first of the last tasks that are small: in one kernel they cost less than their launches.
   size_t tail() const {
-    constexpr int64_t kRows = 32, kWeights = int64_t{1} << 22;
+    const int64_t most = program->doubles ? 32 : 256;
+    constexpr int64_t kMultiplyAdds = int64_t{1} << 28;
     int64_t weights = 0;
     for (const auto* list : {&program->forward, &program->backward}) {
       for (const Step& s : *list) {
@@ -181,7 +182,7 @@ struct Run {
     for (; first > 0; --first) {
       const Task& task = tasks[first - 1];
       const int64_t rows = std::max(task.count, task.num_edges);
-      if (task.level == 0 || rows > kRows || (rows + 7) / 8 * weights > kWeights) break;
+      if (task.level == 0 || rows > most || rows * weights > kMultiplyAdds) break;
     }
     return first + 1 < tasks.size() ? first : tasks.size();
   }
@@ -265,7 +266,12 @@ class MatrixGradients {
   static constexpr int64_t kRows = 1024;
 
   void take(int64_t row, int64_t edge) {
-    if (!found.empty()) executor_.aside([&] { add(row, edge); });
+    aside_ = aside_ || std::max(rows_ - row, edges_ - edge) >= kRows;
+    if (!found.empty() && !aside_) {
+      add(row, edge);  // all there is, too little to wait for another stream
+    } else if (!found.empty()) {
+      executor_.aside([&] { add(row, edge); });
+    }
     rows_ = row;
     edges_ = edge;
   }
@@ -289,7 +295,7 @@ class MatrixGradients {
   const Run& run_;
   Executor& executor_;
   int64_t rows_, edges_;  // from here on all are in the sums
-  bool cut_ = true;
+  bool cut_ = true, aside_ = false;
   std::set<int32_t> started_;
 };
 

@@ -207,6 +207,7 @@ inline void launch(void (*kernel)(), int blocks, int threads, int cluster, size_
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define threadIdx (emulator::current->thread)

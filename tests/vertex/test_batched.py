@@ -172,6 +172,30 @@ def test_what_cuda_traces_otherwise(f):
     assert plan.parts[0].replayed and plan.backward
 
 
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["TreeLSTM", "ChildSumTreeLSTM", "TreeGRU"])
+def test_frontiers_of_every_size(name, dtype, device):
+    """Few frontiers are large and most are small, which on CUDA share a kernel with products of its own."""
+    torch.manual_seed(0)
+    rng = random.Random(5)
+    graphs = weft.Graphs.from_children([random_tree(rng, 60) for _ in range(150)] + [[[], [], [0, 1]]] * 200).to(device)
+    m = getattr(models, name)(20, 32).to(device, dtype)
+    exact = getattr(models, name)(20, 32).to(device).double()
+    exact.load_state_dict(m.state_dict())
+    weights = torch.randn(graphs.num_vertices, 32, device=device, dtype=torch.float64)
+    x = torch.randn(graphs.num_vertices, 20, device=device).to(dtype).requires_grad_()
+    y = x.detach().double().requires_grad_()
+    results = []
+    for model, inputs, executor in ((m, x, "batched"), (m, x, "batched"), (exact, y, "reference")):
+        out = model(graphs, inputs, executor=executor)
+        loss = (out * weights.to(out.dtype)).sum()
+        results.append([out, *torch.autograd.grad(loss, [inputs, *model.parameters()])])
+    for first, again, want in zip(*results, strict=True):
+        assert torch.equal(first, again)
+        assert relative_error(first, want) < (1e-5 if dtype == torch.float32 else 5e-2)
+
+
 SHAPES = {
     "one": [[[]]],
     "level": [[[] for _ in range(20)]],

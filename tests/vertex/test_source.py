@@ -23,6 +23,7 @@ from weft.vertex._schedule import Kind, schedule
 from weft.vertex.function import prepare
 from weft.vertex.kernels import Product
 
+from tests import emulated
 from tests.common import relative_error
 from tests.vertex.naive import random_dag, random_tree
 
@@ -94,6 +95,29 @@ class Arguments(ctypes.Structure):
     ]
 
 
+class TailArguments(ctypes.Structure):
+    class Matrix(ctypes.Structure):
+        _fields_ = [("data", ctypes.c_void_p), ("row", ctypes.c_longlong), ("column", ctypes.c_longlong)]
+
+    _fields_ = [
+        ("frontier", Arguments),
+        ("matrices", Matrix * 16),
+        ("tasks", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("first", "count", "apart")),
+        ("arrived", ctypes.c_void_p),
+    ]
+
+
+def tail_library(compiled, backward: bool, folder: Path) -> ctypes.CDLL:
+    """The kernel of the last frontiers on a processor."""
+    folder.mkdir()
+    doubles = any(b.dtype == "float64" for b in compiled.buffers)
+    steps = _C.vertex.tail_body(compiled.code, compiled.constants, backward)
+    lines = (f"WEFT_VERTEX_TYPE {'double' if doubles else 'float'}", f"WEFT_VERTEX_STEPS {steps}")
+    (folder / "steps.h").write_text("".join(f"#define {line}\n" for line in lines))
+    return emulated.build("vertex_tail", folder)
+
+
 def library(compiled, folder: Path) -> tuple[ctypes.CDLL, dict[str, list[int]]]:
     """The kernels, for vertices with and without children, and the buffers of each."""
     doubles = any(b.dtype == "float64" for b in compiled.buffers)
@@ -144,10 +168,25 @@ MODELS = {
 )
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_written_kernels_say_what_the_interpreter_does(make, fuse, dtype, tmp_path):
+    check_written_kernels(make, fuse, dtype, tmp_path, tail=False)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in MODELS), ("childsum", "float64"), ("treelstm", "bfloat16"), ("norms", "float16")],
+)
+def test_the_last_frontiers_in_one_kernel(name, dtype, tmp_path):
+    check_written_kernels(MODELS[name], True, dtype, tmp_path, tail=True)
+
+
+def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bool) -> None:
+    """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, on a
+    processor beside the operator."""
     rng = random.Random(4)
     type = getattr(torch, dtype)
     cell = make().to(type)
-    children = [random_tree(rng, 5), random_dag(rng, 7, 2), [[]]]
+    children = [random_tree(rng, 5), random_dag(rng, 7, 2), [[]], *([[[], [], [0, 1], [2]]] * 18 if tail else [])]
     graphs = weft.Graphs.from_children(children)
     types = {"leaf": 0, "inner": 1} if isinstance(cell, weft.VertexFunctions) else None
     if types is not None:
@@ -199,12 +238,44 @@ def test_written_kernels_say_what_the_interpreter_does(make, fuse, dtype, tmp_pa
         before = leaves if compiled.buffers[buffer].space == "inner" else 0
         return tensors[buffer][rows.start - before : rows.stop - before]
 
+    def run_tail(backward: bool, first: int) -> None:
+        arguments, count = TailArguments(), len(places.tasks) - first
+        for name in ARRAYS:
+            setattr(arguments.frontier, name, places.array(name).data_ptr())
+        arguments.frontier.num_vertices = n
+        for b, buffer in enumerate(compiled.buffers):
+            before = leaves * tensors[b].stride(0) if buffer.space == "inner" else 0
+            arguments.frontier.data[b] = tensors[b].data_ptr() - before * tensors[b].element_size()
+            arguments.frontier.stride[b] = 0 if buffer.space == "vector" else tensors[b].stride(0)
+        held = []
+        for i, m in enumerate(matrices):
+            # As those of a linear layer, which come transposed, and as others.
+            held.append(m.t().contiguous().t() if i % 2 == 0 else m.contiguous())
+            arguments.matrices[i] = TailArguments.Matrix(held[i].data_ptr(), *held[i].stride())
+        arrived = ctypes.c_uint(0)
+        arguments.arrived = ctypes.addressof(arrived)
+        arguments.tasks, arguments.count = places.array("tasks").data_ptr(), count
+        arguments.first, arguments.apart = (len(places.tasks) - 1, -1) if backward else (first, 1)
+        kernel = tail_library(compiled, backward, tmp_path / f"tail{int(backward)}")
+        kernel.run(ctypes.byref(arguments), 3, 7)
+
     def run(steps, backward: bool, tasks) -> None:
+        last = next(i for i, task in enumerate(places.tasks) if task.level > 0)
         for late in (False, True):
-            for task in tasks:
-                for i, step in enumerate(steps):
-                    if step.function == task.kind and step.late == late:
-                        run_step(i, step, backward, task)
+            if tail and not late:
+                if backward:
+                    run_tail(backward, last)
+                run_steps(steps, backward, tasks[-last:] if backward else tasks[:last], late)
+                if not backward:
+                    run_tail(backward, last)
+            else:
+                run_steps(steps, backward, tasks, late)
+
+    def run_steps(steps, backward: bool, tasks, late: bool) -> None:
+        for task in tasks:
+            for i, step in enumerate(steps):
+                if step.function == task.kind and step.late == late:
+                    run_step(i, step, backward, task)
 
     def run_step(i, step, backward: bool, task) -> None:
         first, count = (task.first_edge, task.num_edges) if step.domain == "E" else (task.first, task.count)
@@ -223,7 +294,7 @@ def test_written_kernels_say_what_the_interpreter_does(make, fuse, dtype, tmp_pa
             tensors[step.target][rows] = 0
 
     run(compiled.forward, False, places.tasks)
-    bound = {"float64": 1e-13, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    bound = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
     for found, want in zip(of("output"), outputs, strict=True):
         assert relative_error(found, want) < bound
     for t in of("input_grad"):

@@ -36,6 +36,23 @@ struct BFloat16 {
   __device__ __forceinline__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
 };
 
+// All blocks of a cooperative launch are here, and see what all have written. `expected` is what the counter, 0 at the
+// launch, has then; before a thread's first barrier it is 0.
+__device__ __forceinline__ void meet(unsigned* arrived, unsigned& expected) {
+  expected += gridDim.x;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(arrived, 1u);
+    unsigned seen;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+    } while (int(seen - expected) < 0);
+    __threadfence();
+  }
+  __syncthreads();
+}
+
 }  // namespace
 
 #define data(type, b) (static_cast<type*>(p.data[b]))

@@ -148,8 +148,8 @@ class CudaExecutor final : public Executor {
     a.apart = backward ? -1 : 1;
     a.arrived = static_cast<unsigned*>(arrived.mutable_data_ptr());
     void* arguments[] = {&a};
-    kernel.launch(dim3(static_cast<unsigned>(kernel.sm_count())), dim3(kTailThreads), 0, 0, /*cooperative=*/true,
-                  stream_, arguments);
+    kernel.launch(dim3(static_cast<unsigned>(kernel.sm_count())), dim3(kTailThreads), kTailShared, 0,
+                  /*cooperative=*/true, stream_, arguments);
     return true;
   }
 

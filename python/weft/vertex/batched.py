@@ -20,6 +20,9 @@ from .vertex import Spec, Vertex, VertexType
 
 __all__ = ["Batched", "run"]
 
+_forward = torch.ops.weft.vertex_frontiers.default
+_backward = torch.ops.weft.vertex_frontiers_backward.default
+
 
 @dataclass(frozen=True)
 class Batched:
@@ -260,7 +263,7 @@ class _Frontiers(torch.autograd.Function):
     def forward(ctx, context: _Context, *given: Tensor) -> tuple[Tensor, ...]:
         inputs, matrices, vectors = context.split(given)
         compiled = context.compiled
-        results = torch.ops.weft.vertex_frontiers(
+        results = _forward(
             inputs, matrices, vectors, *context.arguments(), *context.schedule.sizes, compiled.results
         )
         count = len(compiled.plan.outputs)
@@ -278,7 +281,7 @@ class _Frontiers(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (None, *_differentiable(context, given, grads, ctx.needs_input_grad[1:]))
         lists = context.split(given)
-        found = torch.ops.weft.vertex_frontiers_backward(
+        found = _backward(
             grads, *lists, saved[count:], *context.arguments(), *context.compiled.gradients, context.stream
         )
         results: list[Tensor | None] = [None] * count
