@@ -263,9 +263,7 @@ class _Frontiers(torch.autograd.Function):
     def forward(ctx, context: _Context, *given: Tensor) -> tuple[Tensor, ...]:
         inputs, matrices, vectors = context.split(given)
         compiled = context.compiled
-        results = _forward(
-            inputs, matrices, vectors, *context.arguments(), *context.schedule.sizes, compiled.results
-        )
+        results = _forward(inputs, matrices, vectors, *context.arguments(), *context.schedule.sizes, compiled.results)
         count = len(compiled.plan.outputs)
         ctx.context = context
         ctx.mark_non_differentiable(*(results[i] for i in compiled.plan.constant))
