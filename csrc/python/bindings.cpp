@@ -16,6 +16,9 @@ void bind(py::module_& m);
 namespace weft::scan {
 void bind(py::module_& m);
 }
+namespace weft::sparse {
+void bind(py::module_& m);
+}
 namespace weft::vertex {
 void bind(py::module_& m);
 }
@@ -33,6 +36,7 @@ PYBIND11_MODULE(_C, m) {
   weft::offload::bind(m);
   weft::rnn::bind(m);
   weft::scan::bind(m);
+  weft::sparse::bind(m);
   weft::vertex::bind(m);
 #ifdef WEFT_WITH_CUDA
   m.attr("with_cuda") = true;

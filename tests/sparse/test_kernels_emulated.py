@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from weft.sparse import BatchedCSR, plan_matmul
+from weft.sparse import (
+    BatchedCSR,
+    MatmulPlan,
+    avg_pool2d_jacobian,
+    conv2d_jacobian,
+    diagonal_jacobian,
+    plan_matmul,
+)
 from weft.sparse._jacobians import _windows
 
 from tests import emulated
@@ -62,11 +69,26 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
     )
     plan = plan_matmul(J, K)
     assert all(plan.kinds)
-    patterns = plan._patterns
+    yield from of_product(plan, J, K, max(n or 1 for n in batch))
+    # Convolutions with a gather, a few products an element, and more than a block keeps: all of them listed.
+    conv = conv2d_jacobian(torch.randn(12, 2, 3, 3, dtype=dtype), (2, 9, 7), padding=1)
+    pools = [avg_pool2d_jacobian((12, 9, 7), size, dtype=dtype) for size in (2, 3)]
+    for K in (diagonal_jacobian(torch.randn(1, 12 * 63, dtype=dtype)), *pools):
+        J, K = (
+            BatchedCSR(M.crow.to(index), M.col.to(index), torch.randn(*lead, M.nnz, dtype=dtype), M.shape)
+            for M, lead in zip((conv, K), leads, strict=True)
+        )
+        plan = plan_matmul(J, K)
+        assert plan.kinds.listed == plan.flops
+        yield from of_product(plan, J, K, max(n or 1 for n in batch))
+
+
+def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterator[Call]:
+    patterns, index, dtype = plan._patterns, plan.crow.dtype, J.dtype
     transposed = [t.to(index) for t in J._pattern.transposed]
-    B = max(n or 1 for n in batch)
     g = torch.randn(B, plan.nnz, dtype=dtype)
-    counts = [patterns[6].shape[0], patterns[7].shape[0], patterns[8].shape[0], patterns[11].shape[0]]
+    listed = patterns[8].shape[0] or (plan.nnz if patterns[11].shape[0] else 0)
+    counts = [patterns[6].shape[0], patterns[7].shape[0], listed, patterns[11].shape[0]]
     sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, *counts]
     strides = [stride(J.values), stride(K.values), plan.nnz]
     op, left, right = (getattr(torch.ops.weft, f"csr_matmul{name}") for name in ("", "_left", "_right"))
@@ -217,6 +239,12 @@ FLAWS = {
     "forgets the last columns of a row": (MATMUL, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
     "adds rows of a window at once": (MATMUL, "          __syncwarp();\n        }", "        }"),
     "takes a window too far": (MATMUL, "high = low + kWidth;", "high = low + kWidth + 1;"),
+    "waits for nobody before it reads rows": (
+        MATMUL,
+        "    __syncthreads();\n    const int64_t begin",
+        "    const int64_t begin",
+    ),
+    "forgets what a block does not keep": (MATMUL, "} else if (real) {", "} else if (false) {"),
     "takes listed elements for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[e]) : e", "e"),
     "leaves a barrier out": (CHAIN, "        meet(chain", "        if (k + 2 < chain.count) meet(chain"),
     "leaves a cluster's barrier out": (CHAIN, "        cluster::b", "        if (k + 2 < chain.count) cluster::b"),

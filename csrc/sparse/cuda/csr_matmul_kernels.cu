@@ -1,7 +1,8 @@
 // Products of CSR matrices whose pattern is planned, and their gradients.
 //
-// listed    a thread has an element of the product for a few samples, for which it reads the list once: bound by the
-//           bytes.
+// listed    a thread has a few elements of the product, or one for a few samples, for which it reads the list once.
+//           Many samples of a left operand that they share: a block has rows, so that lanes read y side by side. Bound
+//           by the bytes, and by the lines that lanes meet in L1.
 // aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
 // windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
@@ -23,7 +24,11 @@ namespace weft::sparse {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kSamples = 4;        // of one thread
+constexpr int kSamples = 4;  // of one thread
+constexpr int kEach = 4;     // elements of a thread that has one sample
+constexpr int kRowWarps = 4, kRowThreads = 32 * kRowWarps;
+constexpr int kStaged = 80;        // products that a block keeps of 32 elements of a row: with the rest below 48 KiB
+constexpr int kAtOnce = 4;         // elements whose products a lane reads side by side
 constexpr int kColumns = 128;      // of a warp's row, four a lane
 constexpr int kWindow = 4 * 1024;  // bytes of a warp's sums
 constexpr unsigned kFull = 0xffffffffu;
@@ -53,28 +58,131 @@ __device__ __forceinline__ int64_t row_of(const I* crow, int64_t rows, int64_t e
   return lower_bound(crow, 0, rows + 1, e + 1) - 1;
 }
 
-template <typename I, typename T, int kTile>
+// A thread has kEach elements of the product, for kTile samples: what it reads of one does not wait for another.
+template <typename I, typename T, int kTile, int kEach>
 __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m) {
-  const int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (e >= m.listed_elements) return;
+  const int64_t own = int64_t(blockIdx.x) * (kThreads * kEach) + threadIdx.x;
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
-  const int64_t begin = starts ? starts[e] : e, end = starts ? int64_t(starts[e + 1]) : e + 1;
-  const int64_t place = m.listed ? int64_t(ints<I>(m.listed)[e]) : e;
+  int64_t begin[kEach], end[kEach];
+#pragma unroll
+  for (int p = 0; p < kEach; ++p) {
+    const int64_t e = own + p * kThreads;
+    const bool real = e < m.listed_elements;
+    begin[p] = !real ? 0 : starts ? int64_t(starts[e]) : e;
+    end[p] = !real ? 0 : starts ? int64_t(starts[e + 1]) : e + 1;
+  }
   for (int64_t first = int64_t(blockIdx.y) * kTile; first < m.batch; first += int64_t(gridDim.y) * kTile) {
     const T* x = static_cast<const T*>(m.x) + first * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
     const int64_t count = m.batch - first;
-    State<T> sum[kTile] = {};
-    for (int64_t s = begin; s < end; ++s) {
-      const int64_t l = left ? int64_t(left[s]) : s, r = right[s];
+    State<T> sum[kEach][kTile] = {};
+    bool more = true;
+    for (int64_t step = 0; more; ++step) {
+      more = false;
+      I l[kEach], r[kEach];
 #pragma unroll
-      for (int t = 0; t < kTile; ++t) {
-        if (t < count) sum[t] += to_state(x[t * m.x_batch + l]) * to_state(y[t * m.y_batch + r]);
+      for (int p = 0; p < kEach; ++p) {
+        const int64_t s = begin[p] + step;
+        const bool real = s < end[p];
+        l[p] = left && real ? left[s] : I(s), r[p] = real ? right[s] : I(-1);
+        more |= s + 1 < end[p];
+      }
+#pragma unroll
+      for (int p = 0; p < kEach; ++p) {
+#pragma unroll
+        for (int t = 0; t < kTile; ++t) {
+          if (r[p] >= 0 && t < count)
+            sum[p][t] += to_state(x[t * m.x_batch + l[p]]) * to_state(y[t * m.y_batch + r[p]]);
+        }
       }
     }
 #pragma unroll
-    for (int t = 0; t < kTile; ++t) {
-      if (t < count) static_cast<T*>(m.out)[(first + t) * m.c_nnz + place] = from_state<T>(sum[t]);
+    for (int p = 0; p < kEach; ++p) {
+      const int64_t e = own + p * kThreads;
+      if (e >= m.listed_elements) break;
+      const int64_t place = m.listed ? int64_t(ints<I>(m.listed)[e]) : e;
+#pragma unroll
+      for (int t = 0; t < kTile; ++t) {
+        if (t < count) static_cast<T*>(m.out)[(first + t) * m.c_nnz + place] = from_state<T>(sum[p][t]);
+      }
+    }
+  }
+}
+
+// All elements of 32 rows, 32 of each at a time, for a left operand that the batch shares: what is multiplied with what
+// is read once into shared memory, and a warp works out sample by sample, a lane a row. In Jacobians of layers that
+// slide windows the rows of neighbouring positions have their columns side by side, and so lanes read y; neighbouring
+// elements of a row are in other lines, or in other channels.
+template <typename I, typename T>
+__global__ void __launch_bounds__(kRowThreads) listed_rows_kernel(CsrMatmul m) {
+  using Acc = State<T>;
+  static __shared__ Acc factors[32][kStaged + 1], sums[kRowWarps][32][33];
+  static __shared__ I places[32][kStaged + 1];
+  static __shared__ int from[32][33];  // where the products of a row's elements begin
+  const I *crow = ints<I>(m.c_crow), *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
+  const T *x = static_cast<const T*>(m.x), *y = static_cast<const T*>(m.y);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t first_row = int64_t(blockIdx.x) * 32, row = first_row + lane;
+  const int64_t row_begin = row < m.rows ? int64_t(crow[row]) : 0, row_end = row < m.rows ? int64_t(crow[row + 1]) : 0;
+  // All warps look at the same rows, so that they leave together.
+  for (int64_t first = int64_t(blockIdx.y) * 32; __any_sync(kFull, row_begin + first < row_end);
+       first += int64_t(gridDim.y) * 32) {
+    __syncthreads();  // what was staged before is no longer read
+    for (int r = warp; r < 32; r += kRowWarps) {
+      const int64_t begin = __shfl_sync(kFull, row_begin, r) + first, end = __shfl_sync(kFull, row_end, r);
+      const int64_t own = begin + lane < end ? begin + lane : end;
+      const int64_t stop = begin + 32 < end ? begin + 32 : end;
+      if (begin >= end) {
+        from[r][lane] = from[r][32] = 0;
+        continue;
+      }
+      const int64_t base = starts ? int64_t(starts[begin]) : begin;
+      const int count = int((starts ? int64_t(starts[stop]) : stop) - base);
+      from[r][lane] = int((starts ? int64_t(starts[own]) : own) - base);
+      if (lane == 0) from[r][32] = count;
+      for (int s = lane; s < count && s < kStaged; s += 32) {
+        factors[r][s] = to_state(x[left ? int64_t(left[base + s]) : base + s]);
+        places[r][s] = right[base + s];
+      }
+    }
+    __syncthreads();
+    const int64_t begin = row_begin + first, base = begin >= row_end ? 0 : starts ? int64_t(starts[begin]) : begin;
+    for (int64_t b = int64_t(blockIdx.z) * kRowWarps + warp; b < m.batch; b += int64_t(gridDim.z) * kRowWarps) {
+      const T* own = y + b * m.y_batch;
+      for (int k = 0; k < 32; k += kAtOnce) {
+        Acc sum[kAtOnce] = {};
+        bool more = true;
+        for (int step = 0; more; ++step) {
+          more = false;
+          Acc factor[kAtOnce];
+          I place[kAtOnce];
+#pragma unroll
+          for (int u = 0; u < kAtOnce; ++u) {
+            const int s = from[lane][k + u] + step, end = from[lane][k + u + 1];
+            const bool real = s < end;
+            factor[u] = 0, place[u] = -1;
+            if (real && s < kStaged) {
+              factor[u] = factors[lane][s], place[u] = places[lane][s];
+            } else if (real) {
+              factor[u] = to_state(x[left ? int64_t(left[base + s]) : base + s]), place[u] = right[base + s];
+            }
+            more |= s + 1 < end;
+          }
+#pragma unroll
+          for (int u = 0; u < kAtOnce; ++u) {
+            if (place[u] >= 0) sum[u] += factor[u] * to_state(own[place[u]]);
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kAtOnce; ++u) sums[warp][lane][k + u] = sum[u];
+      }
+      __syncwarp();
+      T* out = static_cast<T*>(m.out) + b * m.c_nnz;
+      for (int r = 0; r < 32; ++r) {
+        const int64_t e = __shfl_sync(kFull, row_begin, r) + first + lane, end = __shfl_sync(kFull, row_end, r);
+        if (e < end) out[e] = from_state<T>(sums[warp][r][lane]);
+      }
+      __syncwarp();  // the sums are read before the next sample's are written
     }
   }
 }
@@ -236,12 +344,18 @@ int lanes_of(int64_t elements, int64_t rows) {
 template <typename I, typename T>
 void matmul(const CsrMatmul& m, cudaStream_t stream) {
   if (m.listed_elements > 0) {
-    const int64_t blocks = ceil_div(m.listed_elements, kThreads);
+    if (m.batch >= kRowWarps && m.x_batch == 0 && m.y_batch != 0 && !m.listed && m.rows >= 32) {
+      if constexpr (sizeof(I) == 4 && sizeof(State<T>) == 4) {
+        const Grid grid(ceil_div(m.rows, 32), most(ceil_div(m.c_nnz, 32 * m.rows)));
+        return launch("csr_matmul_listed_rows", listed_rows_kernel<I, T>, grid, kRowThreads, 0, stream, m);
+      }
+    }
     if (m.batch == 1) {
-      launch("csr_matmul_listed", listed_kernel<I, T, 1>, Grid(blocks), kThreads, 0, stream, m);
-    } else {
-      launch("csr_matmul_listed", listed_kernel<I, T, kSamples>, Grid(blocks, most(ceil_div(m.batch, kSamples))),
+      launch("csr_matmul_listed", listed_kernel<I, T, 1, kEach>, Grid(ceil_div(m.listed_elements, kThreads * kEach)),
              kThreads, 0, stream, m);
+    } else {
+      launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>,
+             Grid(ceil_div(m.listed_elements, kThreads), most(ceil_div(m.batch, kSamples))), kThreads, 0, stream, m);
     }
   }
   // Rows of a few parts are shared among warps as far as that fills the device.

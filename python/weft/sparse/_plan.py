@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _C
 from .._torch_private import differentiated_by_transform
 from ._pattern import Matrix, Pattern
 from ._reference import csr_matmul_reference
@@ -44,6 +45,7 @@ class MatmulPlan:
         self._pattern = (a if crow is a.crow else b) if same else Pattern(crow, col, (a.shape[0], b.shape[1]), diagonal)
         self._a, self._b = a, b
         self._patterns = [*operands, crow, col, *rows]
+        self._product = _C.SparseProduct(self._patterns)
         self._own = [t for t in self._patterns if id(t) not in given]
         products, aligned, listed = info.tolist()
         self._flops = 2 * products
@@ -101,7 +103,8 @@ class MatmulPlan:
         x, y = a._values, b._values
         if x.dtype is not y.dtype or (x.dim() == 2 and y.dim() == 2 and x.shape[0] != y.shape[0]):
             self._check_values(x, y)
-        return type(a)._of(self._pattern, self._multiply(x, y))
+        values = None if torch.compiler.is_compiling() else self._product(x, y)
+        return type(a)._of(self._pattern, self._multiply(x, y) if values is None else values)
 
     def _check_patterns(self, a: Matrix, b: Matrix) -> None:
         for name, J, planned, equal in zip("ab", (a, b), (self._a, self._b), self._equal, strict=True):

@@ -1,0 +1,60 @@
+// Planned products as Python calls them: the op with patterns that do not change. By torch's own way from Python a list
+// of twelve tensors takes more of the host than the rest of a small product.
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <vector>
+
+#include "common/autograd.h"
+
+namespace py = pybind11;
+
+namespace weft::sparse {
+namespace {
+
+class Product {
+ public:
+  explicit Product(std::vector<at::Tensor> patterns) : patterns_(std::move(patterns)) {}
+
+  // csr_matmul(patterns, x, y), through the dispatcher; None where Python has to look first: at subclasses and modes
+  // that override functions, transforms and forward-mode AD, and where y wants a gradient, which takes more patterns.
+  py::object operator()(py::handle x, py::handle y) const {
+    if (!(THPVariable_CheckExact(x.ptr()) && THPVariable_CheckExact(y.ptr()))) return py::none();
+    const at::Tensor &a = THPVariable_Unpack(x.ptr()), &b = THPVariable_Unpack(y.ptr());
+    if (at::impl::torch_function_mode_enabled() || in_transform() || has_tangent(a) || has_tangent(b) || needs_grad(b))
+      return py::none();
+    static auto op = c10::Dispatcher::singleton()
+                         .findSchemaOrThrow("weft::csr_matmul", "")
+                         .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&)>();
+    at::Tensor values;
+    {
+      py::gil_scoped_release released;
+      values = op.call(patterns_, a, b);
+    }
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(values)));
+  }
+
+ private:
+  static bool in_transform() {
+    return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
+  }
+  static bool has_tangent(const at::Tensor& t) { return t._fw_grad(0).defined(); }
+
+  std::vector<at::Tensor> patterns_;
+};
+
+}  // namespace
+
+void bind(py::module_& m) {
+  py::class_<Product>(m, "SparseProduct")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("patterns"))
+      .def("__call__", torch::wrap_pybind_function(
+                           [](const Product& product, py::handle x, py::handle y) { return product(x, y); }));
+}
+
+}  // namespace weft::sparse
