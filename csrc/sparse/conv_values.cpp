@@ -23,6 +23,7 @@ Conv describe(const char* op, at::TensorList windows, int64_t groups, int64_t in
   c.tap_crow = pointer<int32_t>(windows[3]), c.taps = pointer<int32_t>(windows[4]);
   c.tap_crow_t = pointer<int32_t>(windows[5]), c.taps_t = pointer<int32_t>(windows[6]);
   c.positions = windows[0].size(0) - 1, c.elements = windows[1].size(0), c.kernel = windows[5].size(0) - 1;
+  c.joins = windows[4].size(0);
   c.groups = groups, c.in_channels = in_channels, c.out_channels = out_channels;
   return c;
 }

@@ -9,6 +9,7 @@ struct Conv {
   bool wide;  // of the indices that conv_pattern writes
   const int32_t *crow, *row, *col, *tap_crow, *taps, *tap_crow_t, *taps_t;
   int64_t positions, elements, kernel;  // P, n, K
+  int64_t joins;                        // of an element and a tap: as many as elements where each has one tap
   int64_t groups, in_channels, out_channels, output_positions;
   const void* in;
   void* out;

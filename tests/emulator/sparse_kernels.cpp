@@ -93,7 +93,7 @@ unsigned char memory[kStaged];
 }  // namespace weft::sparse
 
 // which: 0 the pattern, 1 values, 2 their gradient. sizes: positions, elements, kernel, groups, in_channels,
-// out_channels, output_positions. pointers: the seven tables, in, out, out_crow.
+// out_channels, output_positions, joins. pointers: the seven tables, in, out, out_crow.
 extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* const* p) {
   Conv c{};
   c.dtype = f64 ? DType::f64 : DType::f32, c.wide = wide;
@@ -101,6 +101,7 @@ extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* c
   for (int i = 0; i < 7; ++i) *tables[i] = static_cast<const int32_t*>(p[i]);
   c.positions = s[0], c.elements = s[1], c.kernel = s[2];
   c.groups = s[3], c.in_channels = s[4], c.out_channels = s[5], c.output_positions = s[6];
+  c.joins = s[7];
   c.in = p[7], c.out = p[8], c.out_crow = p[9];
   (which == 0 ? conv_pattern_cuda : which == 1 ? conv_values_cuda : conv_values_backward_cuda)(c, nullptr);
 }

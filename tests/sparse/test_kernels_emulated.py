@@ -188,23 +188,26 @@ def convolutions(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int
     weight = torch.randn(groups * outputs, inputs, 6, dtype=dtype)
     sizes = [windows.inputs, windows.elements, 6, groups, inputs, outputs, windows.outputs]
     tables = windows.tables
+    sizes.append(tables[4].shape[0])
     values = torch.ops.weft.conv_values(weight, tables, groups)
     wide = index == torch.int64
 
+    want_pattern = torch.ops.weft.conv_pattern(tables, groups, inputs, outputs, windows.outputs, wide)
+    crow, col = (torch.full_like(t, -1) for t in want_pattern)
+
     def pattern(library: ctypes.CDLL) -> bool:
-        want = torch.ops.weft.conv_pattern(tables, groups, inputs, outputs, windows.outputs, wide)
-        crow, col = (torch.full_like(t, -1) for t in want)
         call(library, 0, weight, wide, False, sizes, [*tables, None, col, crow])
-        return torch.equal(crow, want[0]) and torch.equal(col, want[1])
+        return torch.equal(crow, want_pattern[0]) and torch.equal(col, want_pattern[1])
 
     def forward(library: ctypes.CDLL) -> bool:
         found = poison(*values.shape, like=weight)
         call(library, 1, weight, wide, False, sizes, [*tables, weight, found, None])
         return torch.equal(found, values) if mode == "zeros" else close(found, values)
 
+    grad = torch.randn_like(values)
+    want = torch.ops.weft.conv_values_backward(grad, tables, groups, outputs, inputs)
+
     def backward(library: ctypes.CDLL) -> bool:
-        grad = torch.randn_like(values)
-        want = torch.ops.weft.conv_values_backward(grad, tables, groups, outputs, inputs)
         found = poison(*weight.shape, like=weight)
         call(library, 2, weight, wide, False, sizes, [*tables, grad, found, None])
         return close(found, want)
@@ -250,6 +253,7 @@ FLAWS = {
     "leaves a cluster's barrier out": (CHAIN, "        cluster::b", "        if (k + 2 < chain.count) cluster::b"),
     "reads the next rows of the last product": (CHAIN, "read_next(k + 1)", "read_next(k)"),
     "forgets the diagonal": (CHAIN, "multiply_by<I, T, true>", "multiply_by<I, T, false>"),
+    "takes the taps of another row": (CONV, "window_of(c, p + gridDim.x * kWarps)", "window_of(c, p)"),
     "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
 }
 

@@ -1,7 +1,7 @@
 // Patterns and values of transposed convolution Jacobians. A warp writes a row, consecutive lanes consecutive elements,
 // and finds the tap of each from its place: only the result moves through memory. A block has rows of one input
-// channel, whose weights, (out_channels, K), lie in shared memory where they fit. The backward pass has a warp per
-// weight.
+// channel, whose weights, (out_channels, K), lie in shared memory where they fit. Where an element has one tap, lanes
+// hold those of a window and hand them round. The backward pass has a warp per weight.
 #include <algorithm>
 
 #include "common/element.cuh"
@@ -39,6 +39,20 @@ __device__ __forceinline__ void each_element(const Conv& c, int first, int n, F&
   }
 }
 
+// A row's part of the tables, and the tap of the element that the lane holds.
+struct Window {
+  int first, n, tap;
+};
+
+__device__ __forceinline__ Window window_of(const Conv& c, int64_t p) {
+  Window w{0, 0, 0};
+  if (p >= c.positions) return w;
+  w.first = c.crow[p], w.n = c.crow[p + 1] - w.first;
+  const int lane = threadIdx.x % 32;
+  if (c.joins == c.elements && lane < w.n) w.tap = c.taps[w.first + lane];
+  return w;
+}
+
 template <typename I>
 __global__ void __launch_bounds__(kThreads) conv_pattern_kernel(Conv c) {
   I *crow = static_cast<I*>(c.out_crow), *col = static_cast<I*>(c.out);
@@ -70,6 +84,8 @@ __global__ void __launch_bounds__(kThreads) conv_values_kernel(Conv c) {
   for (int64_t channel = blockIdx.y; channel < channels; channel += gridDim.y) {
     const int64_t group = channel / c.in_channels, ci = channel % c.in_channels;
     const T* own = weight + (group * c.out_channels * c.in_channels + ci) * c.kernel;
+    // Read before the weights are there, and before the rows before are written.
+    Window next = window_of(c, int64_t(blockIdx.x) * kWarps + threadIdx.x / 32);
     if constexpr (kShared) {
       __syncthreads();  // the weights of the channel before are no longer read
       for (int i = threadIdx.x; i < c.out_channels * c.kernel; i += kThreads) {
@@ -78,8 +94,21 @@ __global__ void __launch_bounds__(kThreads) conv_values_kernel(Conv c) {
       __syncthreads();
     }
     for (int64_t p = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32; p < c.positions; p += gridDim.x * kWarps) {
-      const int first = c.crow[p], n = c.crow[p + 1] - first;
+      const Window own_window = next;
+      const int first = own_window.first, n = own_window.n;
+      next = window_of(c, p + gridDim.x * kWarps);
       T* row = out + channel * c.out_channels * c.elements + c.out_channels * first;
+      if (c.joins == c.elements && n > 0 && n <= 32 && c.out_channels * n < (1 << 23)) {
+        const int length = int(c.out_channels) * n, taps = int(c.kernel);
+        const float reciprocal = 1.0f / float(n);
+#pragma unroll 4
+        for (int from = 0; from < length; from += 32) {
+          const int e = from + int(threadIdx.x % 32), co = quotient(e, n, reciprocal);
+          const int tap = __shfl_sync(0xffffffffu, own_window.tap, e - co * n);
+          if (e < length) row[e] = kShared ? staged[co * taps + tap] : own[co * step + tap];
+        }
+        continue;
+      }
       each_element(c, first, n, [&](int64_t co, int w, int64_t e) {
         const T* taps = kShared ? staged + co * c.kernel : own + co * step;
         const int from = c.tap_crow[w], to = c.tap_crow[w + 1];
