@@ -19,6 +19,10 @@ TORCH_LIBRARY(weft, m) {
   m.def("conv_values_backward(Tensor grad, Tensor[] windows, int groups, int out_channels, int in_channels) -> Tensor",
         tags);
   m.def(
+      "max_pool_values(Tensor input, Tensor row, Tensor col, int[] kernel, int[] stride, int[] padding, "
+      "int[] dilation, int output_width) -> Tensor",
+      tags);
+  m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b) "
       "-> (Tensor crow, Tensor col, Tensor aligned, Tensor windowed, Tensor listed, Tensor starts, Tensor left, "
       "Tensor right, Tensor info)",

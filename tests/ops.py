@@ -41,6 +41,7 @@ OTHERWISE = {
     "csr_chain": _OF_PATTERNS,
     "conv_pattern": _OF_PATTERNS,
     "conv_values": _OF_PATTERNS,
+    "max_pool_values": _OF_PATTERNS,
 }
 """Ops without samples, and why. A backward op is tested by its forward op's."""
 

@@ -1,5 +1,5 @@
 // The kernels of csrc/sparse/cuda, one file of them a library: SOURCE 0 csr_matmul, 1 csr_mm, 2 csr_chain, 3
-// conv_values.
+// conv_values, 4 max_pool_values.
 #include "emulator.h"
 
 // Anything of up to 32 bytes between the lanes of a warp.
@@ -36,8 +36,10 @@ T __ldcg(const T* p) {
 #include "sparse/cuda/csr_mm_kernels.cu"
 #elif SOURCE == 2
 #include "sparse/cuda/csr_chain_kernels.cu"
-#else
+#elif SOURCE == 3
 #include "sparse/cuda/conv_values_kernels.cu"
+#else
+#include "sparse/cuda/max_pool_values_kernels.cu"
 #endif
 
 using namespace weft::sparse;
@@ -85,7 +87,7 @@ extern "C" void run(int which, int f64, int wide, int clusters, const int64_t* s
   csr_chain_cuda(
       links.data(), which, f64 ? DType::f64 : DType::f32, wide, s[0], [&] { return &(counter = 0); }, nullptr);
 }
-#else
+#elif SOURCE == 3
 namespace weft::sparse {
 namespace {
 unsigned char memory[kStaged];
@@ -104,5 +106,16 @@ extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* c
   c.joins = s[7];
   c.in = p[7], c.out = p[8], c.out_crow = p[9];
   (which == 0 ? conv_pattern_cuda : which == 1 ? conv_values_cuda : conv_values_backward_cuda)(c, nullptr);
+}
+#else
+// sizes: planes, elements, height, width, output width; kernel, stride, padding, dilation. pointers: row, col, in, out.
+extern "C" void run(int, int f64, int, int, const int64_t* s, void* const* p) {
+  MaxPool m{};
+  m.dtype = f64 ? DType::f64 : DType::f32;
+  m.planes = s[0], m.elements = s[1], m.height = int(s[2]), m.width = int(s[3]), m.output_width = int(s[4]);
+  int* const settings[] = {m.kernel, m.stride, m.padding, m.dilation};
+  for (int i = 0; i < 8; ++i) settings[i / 2][i % 2] = int(s[5 + i]);
+  m.row = static_cast<const int32_t*>(p[0]), m.col = static_cast<const int32_t*>(p[1]), m.in = p[2], m.out = p[3];
+  max_pool_values_cuda(m, nullptr);
 }
 #endif

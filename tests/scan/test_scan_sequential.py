@@ -73,8 +73,8 @@ def test_gradients(layers, prune: bool, schedule, device: str) -> None:
 
 
 @device
-def test_pooling_keeps_its_indices_and_its_hooks(device: str) -> None:
-    """A max-pooling gives its indices in the forward pass; with a hook it is run as any other layer."""
+def test_pooling(device: str) -> None:
+    """Windows that overlap or leave gaps, NaN, and a hook."""
     plain, scan = pair([nn.Conv2d(1, 2, 3), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.Flatten()], device)
     x = torch.randn(2, 1, 8, 9, device=device, requires_grad=True)
     check(plain, scan, x)

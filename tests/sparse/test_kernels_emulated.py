@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from weft.sparse import (
     BatchedCSR,
@@ -24,8 +25,8 @@ from tests import emulated
 from tests.sparse.test_batched_csr import random_csr
 
 pytestmark = emulated.MARKS
-MATMUL, MM, CHAIN, CONV = range(4)
-SOURCES = ["csr_matmul", "csr_mm", "csr_chain", "conv_values"]
+MATMUL, MM, CHAIN, CONV, POOL = range(5)
+SOURCES = ["csr_matmul", "csr_mm", "csr_chain", "conv_values", "max_pool_values"]
 Call = Callable[[ctypes.CDLL], bool]
 
 
@@ -215,7 +216,27 @@ def convolutions(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int
     yield from (pattern, forward, backward)
 
 
-CHECKS = [products, vectors, chains, convolutions]
+def pools(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
+    torch.manual_seed(seed)
+    x = torch.randint(0, 4, (2, 3, 9, 7)).to(dtype)  # with ties
+    x[0, 0, 4, 2:4] = float("nan")
+    settings = [(3, 2), (2, 1), (1, 0), (1, 2)]
+    sizes, picked = F.max_pool2d(x, *settings, return_indices=True)
+    lines = zip((9, 7), sizes.shape[2:], *settings, strict=True)
+    windows = _windows.join([_windows.sliding(*line) for line in lines])
+    _, row, col, *_ = windows.tables
+    want = (picked.flatten(2)[:, :, col] == row).to(dtype)
+
+    def passes(library: ctypes.CDLL) -> bool:
+        found = poison(*want.shape, like=x)
+        flat = [n for pair in settings for n in pair]
+        call(library, 0, x, False, False, [6, len(row), 9, 7, sizes.shape[3], *flat], [row, col, x, found])
+        return torch.equal(found, want)
+
+    yield passes
+
+
+CHECKS = [products, vectors, chains, convolutions, pools]
 CASES = [
     (torch.int32, torch.float32, (None, None), 0),
     (torch.int64, torch.float64, (5, None), 1),
@@ -233,7 +254,7 @@ def passes(library: ctypes.CDLL, file: int, cases: list = CASES) -> bool:
     return emulated.ends_well(run)
 
 
-@pytest.mark.parametrize("file", range(4), ids=SOURCES)
+@pytest.mark.parametrize("file", range(len(SOURCES)), ids=SOURCES)
 def test_kernels_on_a_processor(file: int, tmp_path: Path) -> None:
     assert passes(emulated.build("sparse_kernels", tmp_path, SOURCE=file), file)
 

@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from .._torch_private import delayed_error, keeps_graph
 from ..sparse import dropout_jacobian
 from ..sparse._csr import BatchedCSR
-from ..sparse._jacobians import max_pool2d_picked, max_pool2d_settings
 from ..sparse._modules import (
     check_batch_norm,
     find_jacobian,
-    pools_with_indices,
     transposed_jacobian,
     unknown,
 )
@@ -37,7 +35,6 @@ class Record(NamedTuple):
     parameters: list[nn.Parameter]  # that require a gradient
     mask: Tensor | None  # of a dropout that drops
     versions: list[tuple[Tensor, int]]
-    picked: Tensor | None = None  # the indices of a max-pooling
 
     @property
     def is_identity(self) -> bool:
@@ -48,8 +45,6 @@ class Record(NamedTuple):
     def jacobian(self, prune: bool) -> BatchedCSR | Tensor:
         if self.mask is not None:
             return dropout_jacobian(self.mask, self.module.p, dtype=self.input.dtype)
-        if self.picked is not None:
-            return max_pool2d_picked(self.picked, self.input, *_pooling(self.module))
         output = self.output.detach()
         with torch.no_grad():
             return transposed_jacobian(self.module, self.input, output, prune=prune)
@@ -80,15 +75,12 @@ def run(net: nn.Module, input: Tensor) -> list[Record]:
     records, x = [], input.detach()
     for position, (_, module) in enumerate(unrolled(net)):
         parameters = [p for p in module.parameters() if p.requires_grad]
-        mask = picked = None
+        mask = None
         # What works in place would overwrite what its Jacobian is made from.
         before = x.clone() if getattr(module, "inplace", False) else x
         if type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
             with torch.no_grad():
                 output, mask = _dropout(x, module.p, module.inplace)
-        elif pools_with_indices(module, x):
-            with torch.no_grad():
-                output, picked = F.max_pool2d(x, *_pooling(module), return_indices=True)
         else:
             with torch.set_grad_enabled(bool(parameters)):
                 output = module(before)
@@ -102,15 +94,9 @@ def run(net: nn.Module, input: Tensor) -> list[Record]:
         if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
             tensors.append(x)
         versions = [(t, t._version) for t in tensors]
-        records.append(Record(position, module, x, output, parameters, mask, versions, picked))
+        records.append(Record(position, module, x, output, parameters, mask, versions))
         x = output.detach()
     return records
-
-
-def _pooling(module: nn.MaxPool2d) -> tuple:
-    """The arguments of F.max_pool2d."""
-    settings = max_pool2d_settings(module.kernel_size, module.stride, module.padding, module.dilation)
-    return *settings, module.ceil_mode
 
 
 def _dropout(x: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor]:

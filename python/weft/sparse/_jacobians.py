@@ -24,6 +24,7 @@ from ._windows import Windows, check_sizes, tuple_of
 T = TypeVar("T")
 _aten = torch.ops.aten
 _weft_conv_values = torch.ops.weft.conv_values.default
+_max_pool_values = torch.ops.weft.max_pool_values.default
 
 # The cache of patterns: settings, sizes and device to what is made of them, the least recently used dropped first.
 _CACHE_SIZE = 256
@@ -418,18 +419,6 @@ def _pool_windows(
     return _windows.join([_windows.sliding(n, m, k, s, p, d) for n, m, k, s, p, d in settings])
 
 
-def max_pool2d_settings(
-    kernel_size: int | Sequence[int],
-    stride: int | Sequence[int] | None,
-    padding: int | Sequence[int],
-    dilation: int | Sequence[int],
-) -> list[tuple[int, ...]]:
-    """A pair each."""
-    stride = kernel_size if stride is None or stride == () else stride
-    named = (("kernel_size", kernel_size), ("stride", stride), ("padding", padding), ("dilation", dilation))
-    return [tuple_of(f"max_pool2d_jacobian: {name}", value, 2) for name, value in named]
-
-
 def max_pool2d_jacobian(
     input: Tensor,
     kernel_size: int | Sequence[int],
@@ -446,34 +435,25 @@ def max_pool2d_jacobian(
     op = "max_pool2d_jacobian"
     _check_floating(op, "input", input)
     _check_batch(op, "input", input, 4)
-    settings = max_pool2d_settings(kernel_size, stride, padding, dilation)
-    picked = F.max_pool2d(input.detach(), *settings, ceil_mode, return_indices=True)[1]
-    return max_pool2d_picked(picked, input, *settings, ceil_mode)
-
-
-def max_pool2d_picked(
-    picked: Tensor,
-    input: Tensor,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-    dilation: tuple[int, ...],
-    ceil_mode: bool,
-) -> BatchedCSR:
-    """:func:`max_pool2d_jacobian`, given the indices that ``F.max_pool2d`` returned."""
-    B, C, *sizes = input.shape
-    settings = (kernel, stride, padding, dilation)
+    named = (
+        ("kernel_size", kernel_size),
+        ("stride", kernel_size if stride is None or stride == () else stride),
+        ("padding", padding),
+        ("dilation", dilation),
+    )
+    settings = [tuple_of(f"{op}: {name}", value, 2) for name, value in named]
+    C, *sizes = input.shape[1:]
     key = ("max_pool", C, *sizes, *settings, ceil_mode, input.device)
 
     def make() -> _Sliding:
-        windows = _pool_windows("max_pool2d_jacobian", picked.shape[2:], sizes, *settings)
-        made = _sliding(windows, C, 1, 1, input.device)
-        # Of the indices' dtype: a comparison of two dtypes is several times slower.
-        return made._replace(extra=made.windows.tables[1].repeat(C).to(picked.dtype))
+        meta = torch.empty(1, C, *sizes, device="meta")
+        outputs = F.max_pool2d(meta, *settings, ceil_mode).shape[2:]  # which raises what torch raises
+        made = _sliding(_pool_windows(op, outputs, sizes, *settings), C, 1, 1, input.device)
+        return made._replace(extra=outputs[1])
 
     sliding = _cached(key, make)
-    values = picked.reshape(B, math.prod(picked.shape[1:])).index_select(1, sliding.pattern.col) == sliding.extra
-    return BatchedCSR._of(sliding.pattern, values.to(input.dtype))
+    _, row, col, *_ = sliding.windows.tables
+    return BatchedCSR._of(sliding.pattern, _max_pool_values(input.detach(), row, col, *settings, sliding.extra))
 
 
 def _averages(sliding: _Sliding, channels: int, dtype: torch.dtype) -> BatchedCSR:

@@ -183,16 +183,6 @@ def _max_pool2d(module, input, output, prune):
     )
 
 
-def pools_with_indices(module: nn.Module, input: Tensor) -> bool:
-    """Whether a module's Jacobian is what torch's max-pooling picks, so that a forward pass may keep the indices."""
-    return (
-        find_jacobian(module) is _max_pool2d
-        and not module.return_indices
-        and input.dim() == 4
-        and not (module._forward_hooks or module._forward_pre_hooks)
-    )
-
-
 @_built(nn.AvgPool2d)
 def _avg_pool2d(module, input, output, prune):
     _check_dims(module, input, 4)

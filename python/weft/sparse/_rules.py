@@ -56,6 +56,20 @@ def _conv_values_backward(
     return grad.new_empty(groups * out_channels, in_channels, windows[5].shape[0] - 1)
 
 
+@torch.library.register_fake("weft::max_pool_values")
+def _max_pool_values(
+    input: Tensor,
+    row: Tensor,
+    col: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    output_width: int,
+) -> Tensor:
+    return input.new_empty(input.shape[0], input.shape[1] * row.shape[0])
+
+
 # Autocast: operands of several dtypes take the widest -----------------------------------------------------------------
 
 
@@ -131,6 +145,12 @@ def _csr_sampled_mm_vmap(info, in_dims, pattern, transposed, left, right, shared
         out = out.unflatten(0, (N, B))
         out = out.sum(1).to(left.dtype) if shared else out
     return out, 0
+
+
+@torch.library.register_vmap("weft::max_pool_values")
+def _max_pool_values_vmap(info, in_dims, input, *rest):
+    out = torch.ops.weft.max_pool_values(_folded(input, in_dims[0], info.batch_size, input.shape[0], 3), *rest)
+    return out.unflatten(0, (info.batch_size, -1)), 0
 
 
 # Planned products -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+// What the kernels of max_pool_values.h take, and how a window's element is picked. Torch-free.
+#pragma once
+#include "sparse/types.h"
+
+#ifdef __CUDACC__
+#define WEFT_HOST_DEVICE __host__ __device__
+#else
+#define WEFT_HOST_DEVICE
+#endif
+
+namespace weft::sparse {
+
+struct MaxPool {
+  DType dtype;
+  const int32_t *row, *col;  // input position and window of each element of one channel
+  int64_t planes, elements;  // samples times channels; elements of one channel
+  int height, width, output_width;
+  int kernel[2], stride[2], padding[2], dilation[2];
+  const void* in;
+  void* out;
+};
+
+// The input position that torch's max-pooling picks in a window: the first of the largest, but the last NaN. read(i) is
+// the number at position i.
+template <typename F>
+WEFT_HOST_DEVICE inline int pick(const MaxPool& m, int window, F&& read) {
+  int begin[2] = {window / m.output_width * m.stride[0] - m.padding[0],
+                  window % m.output_width * m.stride[1] - m.padding[1]};
+  const int sizes[2] = {m.height, m.width};
+  int end[2];
+  for (int d = 0; d < 2; ++d) {
+    end[d] = begin[d] + (m.kernel[d] - 1) * m.dilation[d] + 1;
+    if (end[d] > sizes[d]) end[d] = sizes[d];
+    while (begin[d] < 0) begin[d] += m.dilation[d];
+  }
+  int picked = begin[0] * m.width + begin[1];
+  auto most = read(picked);
+  for (int h = begin[0]; h < end[0]; h += m.dilation[0]) {
+    for (int w = begin[1]; w < end[1]; w += m.dilation[1]) {
+      const auto value = read(h * m.width + w);
+      if (value > most || value != value) picked = h * m.width + w, most = value;
+    }
+  }
+  return picked;
+}
+
+}  // namespace weft::sparse

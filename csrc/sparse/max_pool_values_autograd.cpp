@@ -1,0 +1,26 @@
+// max_pool_values under autograd: its result has no gradient.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+namespace weft::sparse {
+namespace {
+
+at::Tensor values_autograd(const at::Tensor& input, const at::Tensor& row, const at::Tensor& col,
+                           at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+                           at::IntArrayRef dilation, int64_t output_width) {
+  static auto op = c10::Dispatcher::singleton()
+                       .findSchemaOrThrow("weft::max_pool_values", "")
+                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::IntArrayRef,
+                                         at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, int64_t)>();
+  at::AutoDispatchBelowADInplaceOrView below;
+  return op.call(input, row, col, kernel, stride, padding, dilation, output_width);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, Autograd, m) {
+  m.impl("max_pool_values", values_autograd);
+}
+
+}  // namespace weft::sparse
