@@ -1,10 +1,10 @@
 """Writes what Weft's choices know of a GPU: python/weft/costs/<gpu>.json.
 
 ``python -m benchmarks.fit [--minutes 15]`` measures on the GPU at hand and fits: layers by each algorithm into
-results/fit.csv, large products, the stages of the scans, and ways to lay the recurrence out. What it has no time to
-measure, could not, or does not (linear scans by batched products, sparse chains, the launches of scans in chunks) stays
-as it was: what the GPU's file says, or what the nearest GPU's says, scaled. A second run goes on with the layers where
-the first one stopped.
+results/fit.csv, large products, the stages of the scans, sparse chains, and ways to lay the recurrence out. What it has
+no time to measure, could not, or does not (linear scans by batched products, the launches of scans in chunks) stays as
+it was: what the GPU's file says, or what the nearest GPU's says, scaled. A second run goes on with the layers where the
+first one stopped.
 
 ``python -m benchmarks.fit --results [GPU]`` fits to the rows of benchmarks/results alone and needs no GPU.
 
@@ -32,7 +32,7 @@ from weft._rnn import choice, costs
 from weft._rnn.case import Case
 from weft._rnn.costs import Line
 
-from benchmarks import geometries, rnn, stages
+from benchmarks import geometries, rnn, sparse, stages
 from benchmarks.common import (
     DTYPES,
     RESULTS,
@@ -451,6 +451,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts = {
             "products": lambda: {"products": measured_products()},
             "scans": lambda: stages.tables_of(stages.measured(0.1 * options.minutes), tables),
+            "sparse chains": lambda: {sparse.COSTS: sparse.costs_table(sparse.fit("cuda"))},
             "recurrence": lambda: recurrence_tables(0.4 * options.minutes, tables),
         }
         for name, measured in parts.items():

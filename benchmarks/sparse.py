@@ -3,7 +3,7 @@
 ``python -m benchmarks.sparse [FILTER]`` measures the table into results/sparse.csv, what matters most first. FILTER is
 a substring of the case or the metric. cuSPARSE, torch.sparse and scipy compute one product per sample, as they have no
 batch of values on one pattern. ``python -m benchmarks.sparse fit`` measures the constants by which "auto" and
-plan_chain expect times, and prints them.
+plan_chain expect times, and prints them; with --output, a GPU's into a file for python/weft/costs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import weft
 from torch import Tensor, nn
 from weft.scan import ScanSequential, chain_backward, plan_chain
 from weft.sparse import (
@@ -47,6 +48,7 @@ from benchmarks.common import (
     run_entries,
 )
 from benchmarks.cusparse import SpGEMM
+from benchmarks.fitting import rounded
 
 BATCHES = (1, 16)
 LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
@@ -538,6 +540,30 @@ def fit(device: str) -> dict[str, float]:
     return found
 
 
+COSTS = "scan.sparse_chain"
+"""The table of a GPU's costs that `fit` measures."""
+
+
+def costs_table(found: dict[str, float]) -> dict[str, Any]:
+    """That table as weft/costs/<gpu>.json has it: by what each number goes with on another GPU."""
+    kinds = {
+        "clock": ("link",),
+        "chip": ("aligned", "dense"),
+        "memory": ("listed", "windowed", "vector"),
+        "fixed": ("product", "call", "layer"),
+    }
+    numbers = {kind: {name: rounded(found[name]) for name in names} for kind, names in kinds.items()}
+    return {"from": "a small case and a large one of each, by benchmarks.sparse", **numbers}
+
+
+def write_costs(path: Path, found: dict[str, float]) -> None:
+    """This GPU's costs with that table in place of the one that is known."""
+    from benchmarks import fit as costs  # which measures by this module
+
+    gpu = weft._C.gpu_facts(torch.cuda.current_device())
+    path.write_text(costs.text_of(gpu, {**costs.before(gpu), COSTS: costs_table(found)}), encoding="utf-8")
+
+
 def table(device: str) -> Iterator[Entry]:
     def pruned(B: int) -> Callable[[], tuple[list[nn.Module], Tensor]]:
         return lambda: (vgg11(device, 0.03), torch.randn(B, 3, 32, 32, device=device))
@@ -574,14 +600,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("filter", nargs="?", default="", help="substring of case or metric, or fit")
     parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
     parser.add_argument("--minutes", type=float, default=math.inf, help="of wall clock, after which nothing is started")
-    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
+    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results); of fit, JSON")
     options = parser.parse_args(arguments)
     torch.set_num_threads(CPU_THREADS)
     torch.backends.cudnn.allow_tf32 = False
     devices = options.devices or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
     if options.filter == "fit":
         for device in devices:
-            fit(device)
+            found = fit(device)
+            if device == "cuda" and options.output:
+                write_costs(options.output, found)
         return
     results = Results(options.output or RESULTS / "sparse.csv")
     failures: list[str] = []
