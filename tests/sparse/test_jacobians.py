@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as torch_prune
 from weft.sparse import (
     BatchedCSR,
+    _windows,
     adaptive_avg_pool2d_jacobian,
     avg_pool2d_jacobian,
     batch_norm_jacobian,
@@ -309,6 +310,54 @@ def test_max_pool2d_picks_as_torch_does(device: str) -> None:
     want[index, torch.arange(4, device=device)] = 1
     assert torch.equal(found.to_dense()[0], want)
     assert max_pool2d_jacobian(x[:0], 2).values.shape == (0, 16)
+
+
+def pooled(x: Tensor) -> tuple:
+    """What max_pool_values takes for windows of 2x3, one column apart."""
+    lines = [_windows.sliding(x.shape[2], 2, 2, 2, 0, 1), _windows.sliding(x.shape[3], 4, 3, 1, 0, 1)]
+    _, row, col, *_ = (t.to(x.device) for t in _windows.join(lines).tables)
+    return row, col, [2, 3], [2, 1], [0, 0], [1, 1], 4
+
+
+@device
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_op_of_max_pooling(device: str, dtype: torch.dtype) -> None:
+    x = torch.randn(3, 2, 4, 6, device=device).to(dtype)
+    of = pooled(x)
+    found = torch.ops.weft.max_pool_values(x, *of)
+    want = max_pool2d_jacobian(x.float(), (2, 3), (2, 1)).values
+    assert found.dtype == dtype and torch.equal(found.float(), want)
+    assert torch.equal(found, torch.ops.weft.max_pool_values(x.mT.contiguous().mT, *of))
+    torch.library.opcheck(torch.ops.weft.max_pool_values, (x, *of))
+    mapped = torch.func.vmap(lambda t: torch.ops.weft.max_pool_values(t, *of), 1)(
+        x.unsqueeze(1).expand(-1, 5, -1, -1, -1)
+    )
+    assert torch.equal(mapped, found.expand(5, -1, -1))
+    assert not torch.ops.weft.max_pool_values(x.requires_grad_(), *of).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (TypeError, "input must be", {0: torch.zeros(1, 1, 4, 6, dtype=torch.int32)}),
+        (ValueError, "input must be \\(B, C, H, W\\)", {0: torch.zeros(1, 4, 6)}),
+        (
+            TypeError,
+            "row and col must be int32",
+            {1: torch.zeros(2, dtype=torch.int64), 2: torch.zeros(2, dtype=torch.int64)},
+        ),
+        (ValueError, "one size", {1: torch.zeros(2, dtype=torch.int32)}),
+        (ValueError, "kernel must be two numbers from 1", {3: [2]}),
+        (ValueError, "stride must be two numbers from 1", {4: [0, 1]}),
+        (ValueError, "padding must be two numbers from 0", {5: [-1, 1]}),
+        (ValueError, "output_width must be positive", {7: 0}),
+    ],
+)
+def test_bad_input_of_the_op_of_max_pooling(error: type, message: str, change: dict) -> None:
+    x = torch.zeros(1, 1, 4, 6)
+    arguments = [change.get(i, argument) for i, argument in enumerate((x, *pooled(x)))]
+    with pytest.raises(error, match=f"max_pool_values: .*{message}"):
+        torch.ops.weft.max_pool_values(*arguments)
 
 
 @device
