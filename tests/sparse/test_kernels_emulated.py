@@ -71,7 +71,8 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
     plan = plan_matmul(J, K)
     assert all(plan.kinds)
     yield from of_product(plan, J, K, max(n or 1 for n in batch))
-    # Convolutions with a gather, a few products an element, and more than a block keeps: all of them listed.
+    # Convolutions with a gather, and with few and several products an element: all of them listed.
+    leads = [[] if n is None else [4 * n] for n in batch]
     conv = conv2d_jacobian(torch.randn(12, 2, 3, 3, dtype=dtype), (2, 9, 7), padding=1)
     pools = [avg_pool2d_jacobian((12, 9, 7), size, dtype=dtype) for size in (2, 3)]
     for K in (diagonal_jacobian(torch.randn(1, 12 * 63, dtype=dtype)), *pools):
@@ -81,7 +82,7 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
         )
         plan = plan_matmul(J, K)
         assert plan.kinds.listed == plan.flops
-        yield from of_product(plan, J, K, max(n or 1 for n in batch))
+        yield from of_product(plan, J, K, max(lead[0] if lead else 1 for lead in leads))
 
 
 def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterator[Call]:
@@ -263,12 +264,8 @@ FLAWS = {
     "forgets the last columns of a row": (MATMUL, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
     "adds rows of a window at once": (MATMUL, "          __syncwarp();\n        }", "        }"),
     "takes a window too far": (MATMUL, "high = low + kWidth;", "high = low + kWidth + 1;"),
-    "waits for nobody before it reads rows": (
-        MATMUL,
-        "    __syncthreads();\n    const int64_t begin",
-        "    const int64_t begin",
-    ),
-    "forgets what a block does not keep": (MATMUL, "} else if (real) {", "} else if (false) {"),
+    "reads a number of another sample": (MATMUL, "tile[i % kWide]", "tile[(i + 1) % kWide]"),
+    "has no room for y": (MATMUL, "m.c_nnz - kWide * m.b_nnz", "m.c_nnz - 4 * m.b_nnz"),
     "takes listed elements for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[e]) : e", "e"),
     "leaves a barrier out": (CHAIN, "        meet(chain", "        if (k + 2 < chain.count) meet(chain"),
     "leaves a cluster's barrier out": (CHAIN, "        cluster::b", "        if (k + 2 < chain.count) cluster::b"),

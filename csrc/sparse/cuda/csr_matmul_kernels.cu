@@ -1,8 +1,9 @@
 // Products of CSR matrices whose pattern is planned, and their gradients.
 //
-// listed    a thread has a few elements of the product, or one for a few samples, for which it reads the list once.
-//           Many samples of a left operand that they share: a block has rows, so that lanes read y side by side. Bound
-//           by the bytes, and by the lines that lanes meet in L1.
+// listed    a thread has a few elements of the product, or one for a few samples, for which it reads the list once. Of
+//           a large batch and a left operand that it shares, y is first laid out with its samples side by side, in the
+//           part of the result that is written last: else each sample's number is in another line, and lines are what
+//           L1 counts. Bound by the bytes.
 // aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
 // windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
@@ -24,11 +25,9 @@ namespace weft::sparse {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kSamples = 4;  // of one thread
-constexpr int kEach = 4;     // elements of a thread that has one sample
-constexpr int kRowWarps = 4, kRowThreads = 32 * kRowWarps;
-constexpr int kStaged = 80;        // products that a block keeps of 32 elements of a row: with the rest below 48 KiB
-constexpr int kAtOnce = 4;         // elements whose products a lane reads side by side
+constexpr int kSamples = 4;        // of one thread
+constexpr int kEach = 2;           // elements of a thread that has one sample or two
+constexpr int kWide = 16;          // samples whose numbers lie side by side
 constexpr int kColumns = 128;      // of a warp's row, four a lane
 constexpr int kWindow = 4 * 1024;  // bytes of a warp's sums
 constexpr unsigned kFull = 0xffffffffu;
@@ -109,81 +108,60 @@ __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m) {
   }
 }
 
-// All elements of 32 rows, 32 of each at a time, for a left operand that the batch shares: what is multiplied with what
-// is read once into shared memory, and a warp works out sample by sample, a lane a row. In Jacobians of layers that
-// slide windows the rows of neighbouring positions have their columns side by side, and so lanes read y; neighbouring
-// elements of a row are in other lines, or in other channels.
+// Four numbers that are read at once.
+template <typename T>
+struct alignas(sizeof(T) >= 4 ? 16 : 4 * sizeof(T)) Four {
+  T v[4];
+};
+
+// y of `count` samples, as many as kWide or less, with a sample's numbers side by side; zeros for the others.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) side_by_side_kernel(const T* y, T* out, int64_t n, int count) {
+  static __shared__ T tile[kWide][kThreads / 4 + 1];
+  constexpr int kPart = kThreads / 4;
+  const int64_t first = int64_t(blockIdx.x) * kPart;
+  const int size = int(n - first < kPart ? n - first : kPart);
+  for (int t = threadIdx.x / kPart; t < kWide; t += kThreads / kPart) {
+    const int i = threadIdx.x % kPart;
+    if (i < size) tile[t][i] = t < count ? y[t * n + first + i] : from_state<T>(State<T>(0));
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < size * kWide; i += kThreads) out[first * kWide + i] = tile[i % kWide][i / kWide];
+}
+
+// All elements of the first `count` samples, for a left operand that the batch shares; y is (b's elements, kWide). A
+// product reads all samples of y in one place, instead of a line for each.
 template <typename I, typename T>
-__global__ void __launch_bounds__(kRowThreads) listed_rows_kernel(CsrMatmul m) {
-  using Acc = State<T>;
-  static __shared__ Acc factors[32][kStaged + 1], sums[kRowWarps][32][33];
-  static __shared__ I places[32][kStaged + 1];
-  static __shared__ int from[32][33];  // where the products of a row's elements begin
-  const I *crow = ints<I>(m.c_crow), *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
-  const T *x = static_cast<const T*>(m.x), *y = static_cast<const T*>(m.y);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t first_row = int64_t(blockIdx.x) * 32, row = first_row + lane;
-  const int64_t row_begin = row < m.rows ? int64_t(crow[row]) : 0, row_end = row < m.rows ? int64_t(crow[row + 1]) : 0;
-  // All warps look at the same rows, so that they leave together.
-  for (int64_t first = int64_t(blockIdx.y) * 32; __any_sync(kFull, row_begin + first < row_end);
-       first += int64_t(gridDim.y) * 32) {
-    __syncthreads();  // what was staged before is no longer read
-    for (int r = warp; r < 32; r += kRowWarps) {
-      const int64_t begin = __shfl_sync(kFull, row_begin, r) + first, end = __shfl_sync(kFull, row_end, r);
-      const int64_t own = begin + lane < end ? begin + lane : end;
-      const int64_t stop = begin + 32 < end ? begin + 32 : end;
-      if (begin >= end) {
-        from[r][lane] = from[r][32] = 0;
-        continue;
-      }
-      const int64_t base = starts ? int64_t(starts[begin]) : begin;
-      const int count = int((starts ? int64_t(starts[stop]) : stop) - base);
-      from[r][lane] = int((starts ? int64_t(starts[own]) : own) - base);
-      if (lane == 0) from[r][32] = count;
-      for (int s = lane; s < count && s < kStaged; s += 32) {
-        factors[r][s] = to_state(x[left ? int64_t(left[base + s]) : base + s]);
-        places[r][s] = right[base + s];
+__global__ void __launch_bounds__(kThreads) listed_wide_kernel(CsrMatmul m, const T* y, int count) {
+  const int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (e >= m.listed_elements) return;
+  const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
+  const T* x = static_cast<const T*>(m.x);
+  const int64_t begin = starts ? int64_t(starts[e]) : e, end = starts ? int64_t(starts[e + 1]) : e + 1;
+  State<T> sum[kWide] = {};
+  for (int64_t from = begin; from < end; from += 4) {
+    const int n = int(end - from < 4 ? end - from : 4);
+    I place[4];
+    State<T> factor[4];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      if (u < n) place[u] = right[from + u], factor[u] = to_state(x[left ? int64_t(left[from + u]) : from + u]);
+    }
+#pragma unroll
+    for (int u = 0; u < 4; ++u) {
+      if (u >= n) break;
+      const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + int64_t(place[u]) * kWide);
+#pragma unroll
+      for (int q = 0; q < kWide / 4; ++q) {
+        const Four<T> four = numbers[q];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[4 * q + i] += factor[u] * to_state(four.v[i]);
       }
     }
-    __syncthreads();
-    const int64_t begin = row_begin + first, base = begin >= row_end ? 0 : starts ? int64_t(starts[begin]) : begin;
-    for (int64_t b = int64_t(blockIdx.z) * kRowWarps + warp; b < m.batch; b += int64_t(gridDim.z) * kRowWarps) {
-      const T* own = y + b * m.y_batch;
-      for (int k = 0; k < 32; k += kAtOnce) {
-        Acc sum[kAtOnce] = {};
-        bool more = true;
-        for (int step = 0; more; ++step) {
-          more = false;
-          Acc factor[kAtOnce];
-          I place[kAtOnce];
+  }
 #pragma unroll
-          for (int u = 0; u < kAtOnce; ++u) {
-            const int s = from[lane][k + u] + step, end = from[lane][k + u + 1];
-            const bool real = s < end;
-            factor[u] = 0, place[u] = -1;
-            if (real && s < kStaged) {
-              factor[u] = factors[lane][s], place[u] = places[lane][s];
-            } else if (real) {
-              factor[u] = to_state(x[left ? int64_t(left[base + s]) : base + s]), place[u] = right[base + s];
-            }
-            more |= s + 1 < end;
-          }
-#pragma unroll
-          for (int u = 0; u < kAtOnce; ++u) {
-            if (place[u] >= 0) sum[u] += factor[u] * to_state(own[place[u]]);
-          }
-        }
-#pragma unroll
-        for (int u = 0; u < kAtOnce; ++u) sums[warp][lane][k + u] = sum[u];
-      }
-      __syncwarp();
-      T* out = static_cast<T*>(m.out) + b * m.c_nnz;
-      for (int r = 0; r < 32; ++r) {
-        const int64_t e = __shfl_sync(kFull, row_begin, r) + first + lane, end = __shfl_sync(kFull, row_end, r);
-        if (e < end) out[e] = from_state<T>(sums[warp][r][lane]);
-      }
-      __syncwarp();  // the sums are read before the next sample's are written
-    }
+  for (int t = 0; t < kWide; ++t) {
+    if (t < count) static_cast<T*>(m.out)[t * m.c_nnz + e] = from_state<T>(sum[t]);
   }
 }
 
@@ -342,20 +320,34 @@ int lanes_of(int64_t elements, int64_t rows) {
 }
 
 template <typename I, typename T>
-void matmul(const CsrMatmul& m, cudaStream_t stream) {
+void matmul(CsrMatmul m, cudaStream_t stream) {
   if (m.listed_elements > 0) {
-    if (m.batch >= kRowWarps && m.x_batch == 0 && m.y_batch != 0 && !m.listed && m.rows >= 32) {
-      if constexpr (sizeof(I) == 4 && sizeof(State<T>) == 4) {
-        const Grid grid(ceil_div(m.rows, 32), most(ceil_div(m.c_nnz, 32 * m.rows)));
-        return launch("csr_matmul_listed_rows", listed_rows_kernel<I, T>, grid, kRowThreads, 0, stream, m);
+    // The first samples, whose y finds room in what the others will fill.
+    if (m.x_batch == 0 && m.y_batch != 0 && !m.listed) {
+      while (m.batch > 1) {
+        const int64_t room = m.batch * m.c_nnz - kWide * m.b_nnz;
+        const int64_t count = std::min<int64_t>(kWide, room / m.c_nnz);
+        if (room < 0 || count < kWide / 2) break;
+        // Aligned: the result's own beginning is, with all that torch allocates, but not every sample's.
+        T* all = static_cast<T*>(m.out);
+        const uintptr_t end = reinterpret_cast<uintptr_t>(all + room);
+        T* beside = reinterpret_cast<T*>(end - end % alignof(Four<T>));
+        if (beside < all + count * m.c_nnz) break;
+        launch("csr_matmul_side_by_side", side_by_side_kernel<T>, Grid(ceil_div(m.b_nnz, kThreads / 4)), kThreads, 0,
+               stream, static_cast<const T*>(m.y), beside, m.b_nnz, int(count));
+        launch("csr_matmul_listed_wide", listed_wide_kernel<I, T>, Grid(ceil_div(m.listed_elements, kThreads)),
+               kThreads, 0, stream, m, static_cast<const T*>(beside), int(count));
+        m.batch -= count, m.y = static_cast<const T*>(m.y) + count * m.y_batch, m.out = all + count * m.c_nnz;
       }
     }
+    const int64_t blocks = ceil_div(m.listed_elements, kThreads), few = ceil_div(m.listed_elements, kThreads * kEach);
     if (m.batch == 1) {
-      launch("csr_matmul_listed", listed_kernel<I, T, 1, kEach>, Grid(ceil_div(m.listed_elements, kThreads * kEach)),
-             kThreads, 0, stream, m);
+      launch("csr_matmul_listed", listed_kernel<I, T, 1, kEach>, Grid(few), kThreads, 0, stream, m);
+    } else if (m.batch == 2) {
+      launch("csr_matmul_listed", listed_kernel<I, T, 2, kEach>, Grid(few), kThreads, 0, stream, m);
     } else {
-      launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>,
-             Grid(ceil_div(m.listed_elements, kThreads), most(ceil_div(m.batch, kSamples))), kThreads, 0, stream, m);
+      launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>, Grid(blocks, most(ceil_div(m.batch, kSamples))),
+             kThreads, 0, stream, m);
     }
   }
   // Rows of a few parts are shared among warps as far as that fills the device.
