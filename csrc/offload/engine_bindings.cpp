@@ -8,6 +8,9 @@
 #include <ranges>
 
 #include "offload/ledger.h"
+#ifdef WEFT_WITH_CUDA
+#include "offload/cuda/zvc_compress.h"
+#endif
 
 namespace weft::offload {
 namespace {
@@ -114,7 +117,7 @@ Bytes bytes_of(const at::Tensor& x) {
 std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Codec codec) {
   if (backend == "reference") return make_reference_mover(pool_limit);
 #ifdef WEFT_WITH_CUDA
-  if (backend == "copy") return make_copy_mover(pool_limit, codec == Codec::rle);
+  if (backend == "copy") return make_copy_mover(pool_limit, codec);
   if (backend == "managed") return make_managed_mover(pool_limit);
 #endif
   return make_idle_mover();
@@ -124,6 +127,9 @@ std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Cod
 
 void bind_engine(py::module_& m) {
 #ifdef WEFT_WITH_CUDA
+  m.def_submodule("_testing").def("offload_tuning", [](int blocks_out, int blocks_in, bool early) {
+    zvc_tuning() = {blocks_out, blocks_in, early};
+  });
   m.def("offload_has_managed", &has_managed, "Whether host and device may use managed memory at the same time.",
         py::arg("device"));
 #else

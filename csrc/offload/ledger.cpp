@@ -109,6 +109,10 @@ void Account::pop() {
 
 void Account::poll() {
   while (!outs.empty() && std::ranges::all_of(outs.front()->parcels, [](auto& p) { return p->is_out(); })) pop();
+  sweep();
+}
+
+void Account::sweep() {
   std::erase_if(restored, [this](const auto& entry) {
     if (!entry.first.expired()) return false;
     counted -= entry.second;
@@ -481,7 +485,7 @@ MarkPtr Ledger::mark_read(Block& block, Packed& packed) {
 // The storage to read `packed` from, and what to add to its bytes' positions there.
 c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
   const bool capturing = engine.mover->capturing(account.device);
-  if (!capturing) account.poll();
+  capturing ? account.sweep() : account.poll();
   MarkPtr now = mark_read(block, packed);
   c10::Storage storage;
   *offset = 0;
@@ -656,7 +660,7 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
   }
   const bool capturing = engine->mover->capturing(device);
   const bool aligned = reinterpret_cast<uintptr_t>(x.storage().data()) % x.itemsize() == 0;
-  if (!capturing) books.account.poll();
+  capturing ? books.account.sweep() : books.account.poll();
   auto block = books.save(x, range, packed->witness,
                           engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()));
   ++block->unread;

@@ -186,8 +186,9 @@ struct Account {
 
   void count(int64_t bytes);
   void want(int64_t bytes);
-  void pop();   // the oldest copy out has ended
-  void poll();  // drops what left, and what came back and was dropped
+  void pop();    // the oldest copy out has ended
+  void poll();   // drops what left, and what came back and was dropped
+  void sweep();  // the latter alone, which asks no device
   void drop_oldest(Ledger* waiting);
 };
 

@@ -127,7 +127,7 @@ std::shared_ptr<Mover> make_reference_mover(int64_t pool_limit);
 // Moves nothing: where there is no CUDA.
 std::shared_ptr<Mover> make_idle_mover();
 #ifdef WEFT_WITH_CUDA
-std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, bool rle);
+std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec);
 std::shared_ptr<Mover> make_managed_mover(int64_t pool_limit);
 bool has_managed(int device);
 #endif

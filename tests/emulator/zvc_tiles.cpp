@@ -128,12 +128,12 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
   const int64_t capacity = std::max<int64_t>(size - short_by, 0);
   const Guarded mask(words.size() * 4, at_end), values((capacity + 1) / 2 * 2 * kItem, true);
   int64_t found = -1;
-  std::vector<uint64_t> statuses(tiles + 1);
+  std::vector<uint64_t> statuses(kStatuses + tiles);
   counters = statuses.data();
   compressing = {x, n, kItem, mask.as<uint32_t>(), values.as<void>(), capacity, &found};
   weft::copies.clear();
   sums_are_late = tiles > 32 || random() % 2;
-  emulator::launch(compress_kernel<kItem>, int(blocks), kThreads, 1, sizeof(CompressShared), seed);
+  emulator::launch(compress_kernel<kItem>, int(blocks), kThreads + kWarp, 1, sizeof(CompressShared), seed);
   expect(found == size, "size differs");
   expect(std::equal(words.begin(), words.end(), mask.as<uint32_t>()), "mask differs");
   expect(std::equal(expected.begin(), expected.begin() + capacity, values.as<T>()), "values differ");

@@ -1416,6 +1416,24 @@ def test_peak_memory_follows_the_budget() -> None:
 
 
 @cuda
+@pytest.mark.parametrize("compress", [None, "zvc", "auto"])
+def test_large_host_buffers(compress: str | None) -> None:
+    """These are not cudaHostAlloc's: mapped, touched by several threads, registered."""
+    off = everything("copy", compress=compress)
+    x = torch.randn((1 << 23) + 3, device="cuda", requires_grad=True)
+    expected = plain_gradient(x)
+    for _ in range(3):
+        with off:
+            y = chain(x).sum()
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+        del y
+    torch.cuda.synchronize()
+    held = numbers(off)["host_bytes"]
+    assert held >= 32 << 20 and numbers(off)["host_peak_bytes"] == held
+    assert off.release() == held and numbers(off)["host_bytes"] == 0
+
+
+@cuda
 def test_steady_state_allocates_no_host_memory() -> None:
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
     off = offload("10MB", min_bytes=0)

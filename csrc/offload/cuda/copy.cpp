@@ -11,6 +11,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include "common/integers.h"
+#include "offload/cuda/pinned.h"
 #include "offload/cuda/rle_compress.h"
 #include "offload/cuda/zvc_compress.h"
 
@@ -180,24 +181,15 @@ class RawParcel : public LaneParcel {
   }
 };
 
-// Null where the system refuses it. Harmless to a capture that another thread has under way, as in CudaMark::passed.
-void* allocate_pinned(int64_t bytes) {
-  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  void* data = nullptr;
-  if (cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;
-  cudaGetLastError();  // or the next one who asks takes it for theirs
-  return nullptr;
-}
-
-void free_pinned(void* data, const std::shared_ptr<void>& busy) {
+// As soon as nobody uses it.
+void free_buffer(void* data, const std::shared_ptr<void>& busy) {
   if (busy != nullptr) {
     try {
       std::static_pointer_cast<const CudaMark>(busy)->synchronize();
     } catch (...) {  // the device is gone, and nobody writes any more
     }
   }
-  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  if (cudaFreeHost(data) != cudaSuccess) cudaGetLastError();
+  free_pinned(data);
 }
 
 // Pinned numbers that the device writes: how many elements are not zero. Never given back to the system.
@@ -232,9 +224,6 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<size_t>(bytes, 16));
 }
 
-// Few enough to leave the compute beside them alone, and enough to fill the bus.
-constexpr int kBlocksOut = 8, kBlocksIn = 16;
-
 int64_t mask_bytes(int64_t n) {
   return 4 * ceil_div(n, 32);
 }
@@ -266,7 +255,7 @@ class ZvcParcel : public LaneParcel {
   void send(const char* from, int64_t) override {
     const ZvcCompress args{from, n_, int(itemsize_), mask(), values(), n_, nonzeros_.get()};
     const c10::DataPtr workspace = scratch(lanes_.out, zvc_compress_workspace(args));
-    zvc_compress(args, workspace.get(), kBlocksOut, lanes_.out.stream());
+    zvc_compress(args, workspace.get(), zvc_tuning().blocks_out, lanes_.out.stream());
   }
 
   void receive(char* to, int64_t) override {
@@ -276,7 +265,7 @@ class ZvcParcel : public LaneParcel {
         "copy of a mask back from the host");
     const ZvcDecompress args{static_cast<const uint32_t*>(staged.get()), values(), n_, to, n_, int(itemsize_)};
     const c10::DataPtr workspace = scratch(lanes_.in, zvc_decompress_workspace(args));
-    zvc_decompress(args, workspace.get(), kBlocksIn, lanes_.in.stream());
+    zvc_decompress(args, workspace.get(), zvc_tuning().blocks_in, lanes_.in.stream());
   }
 
   int64_t n_, itemsize_;
@@ -313,7 +302,7 @@ class RleParcel : public LaneParcel {
     const c10::DataPtr mask = scratch(lanes_.out, size_t(mask_bytes(n_))), list = scratch(lanes_.out, runs_bytes(n_));
     const ZvcCompress zvc{from, n_, int(itemsize_), static_cast<uint32_t*>(mask.get()), values(), n_, nonzeros_.get()};
     const c10::DataPtr first = scratch(lanes_.out, zvc_compress_workspace(zvc));
-    zvc_compress(zvc, first.get(), kBlocksOut, stream);
+    zvc_compress(zvc, first.get(), zvc_tuning().blocks_out, stream);
     const RleRuns rle{zvc.mask, n_, static_cast<int32_t*>(list.get()), used_.get()};
     const c10::DataPtr second = scratch(lanes_.out, rle_runs_workspace(rle));
     rle_runs(rle, second.get(), stream);
@@ -331,7 +320,7 @@ class RleParcel : public LaneParcel {
     rle_mask(rle, first.get(), stream);
     const ZvcDecompress zvc{rle.mask, values(), n_, to, n_, int(itemsize_)};
     const c10::DataPtr second = scratch(lanes_.in, zvc_decompress_workspace(zvc));
-    zvc_decompress(zvc, second.get(), kBlocksIn, stream);
+    zvc_decompress(zvc, second.get(), zvc_tuning().blocks_in, stream);
   }
 
   int64_t n_, itemsize_;
@@ -342,9 +331,7 @@ class RleParcel : public LaneParcel {
 std::pair<double, double> measure(const Lanes& lanes, c10::DeviceIndex device) {
   constexpr int64_t kBytes = 32 << 20;
   const c10::cuda::CUDAGuard guard(device);
-  const std::unique_ptr<void, void (*)(void*)> host(allocate_pinned(kBytes), [](void* data) {
-    if (data != nullptr) free_pinned(data, nullptr);
-  });
+  const std::unique_ptr<void, void (*)(void*)> host(allocate_pinned(kBytes), free_pinned);
   if (host == nullptr) return {0, 0};
   const c10::DataPtr there = scratch(lanes.out, kBytes);
   const auto timed = [&](c10::cuda::CUDAStream stream, void* to, const void* from) {
@@ -363,8 +350,8 @@ std::pair<double, double> measure(const Lanes& lanes, c10::DeviceIndex device) {
 
 class CopyMover : public Mover {
  public:
-  CopyMover(int64_t limit, bool rle)
-      : pool_(std::make_shared<HostPool>(HostMemory{allocate_pinned, free_pinned}, limit)), rle_(rle) {}
+  CopyMover(int64_t limit, Codec codec)
+      : pool_(std::make_shared<HostPool>(HostMemory{allocate_pinned, free_buffer}, limit)), codec_(codec) {}
   bool moves(c10::Device device) const override { return device.is_cuda(); }
   bool asynchronous() const override { return true; }
   bool capturing(c10::Device device) const override { return capturing_stream(device); }
@@ -381,8 +368,12 @@ class CopyMover : public Mover {
       parcel->start_out(from, std::static_pointer_cast<const CudaMark>(ready));
       return parcel;
     };
-    if (codec == Codec::none || !compressible(from)) return start(from.size(), static_cast<RawParcel*>(nullptr));
+    auto* const raw = static_cast<RawParcel*>(nullptr);
+    if (!compressible(from)) return start(from.size(), raw);
     const int64_t itemsize = int64_t(c10::elementSize(from.dtype)), n = from.size() / itemsize;
+    // What goes as it is may go compressed in the next use: with one size the pool has the buffer then.
+    if (codec == Codec::none)
+      return start(codec_ == Codec::automatic ? ZvcParcel::host_bytes(n, itemsize) : from.size(), raw);
     if (codec == Codec::rle) return start(RleParcel::host_bytes(n, itemsize), static_cast<RleParcel*>(nullptr));
     return start(ZvcParcel::host_bytes(n, itemsize), static_cast<ZvcParcel*>(nullptr));
   }
@@ -406,7 +397,8 @@ class CopyMover : public Mover {
   }
   int64_t staging(int64_t bytes, int64_t itemsize) const override {
     if (itemsize != 2 && itemsize != 4) return 0;
-    return rle_ ? RleParcel::staging(bytes / itemsize, itemsize) : ZvcParcel::staging(bytes / itemsize, itemsize);
+    return codec_ == Codec::rle ? RleParcel::staging(bytes / itemsize, itemsize)
+                                : ZvcParcel::staging(bytes / itemsize, itemsize);
   }
   c10::Storage allocate(c10::Device device, int64_t bytes) override { return allocate_on(device, bytes); }
   int64_t host_bytes() const override { return pool_->held(); }
@@ -427,13 +419,13 @@ class CopyMover : public Mover {
  private:
   std::shared_ptr<HostPool> pool_;
   LanesOf lanes_;
-  const bool rle_;
+  const Codec codec_;
 };
 
 }  // namespace
 
-std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, bool rle) {
-  return std::make_shared<CopyMover>(pool_limit, rle);
+std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec) {
+  return std::make_shared<CopyMover>(pool_limit, codec);
 }
 
 }  // namespace weft::offload

@@ -15,6 +15,10 @@ __device__ __forceinline__ uint64_t load_status(const uint64_t* p) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(status) : "l"(p) : "memory");
   return status;
 }
+// Of a pair of tiles; each word by itself is whole. `p` is aligned to 16 bytes.
+__device__ __forceinline__ void load_statuses(const uint64_t* p, uint64_t& first, uint64_t& second) {
+  asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");
+}
 __device__ __forceinline__ void store_status(uint64_t* p, uint64_t status) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(status) : "memory");
 }

@@ -15,6 +15,13 @@
 
 namespace weft::offload {
 
+// What the benchmark changes to compare.
+struct ZvcTuning {
+  int blocks_out, blocks_in;  // of transfers
+  bool early;                 // whether a tile is asked for before the counts of the one before are known to all
+};
+ZvcTuning& zvc_tuning();
+
 struct ZvcCompress {
   const void* x;  // n elements, aligned to their size; 16 bytes are faster
   int64_t n;

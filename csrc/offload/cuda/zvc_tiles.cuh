@@ -2,18 +2,19 @@
 //
 // Compressing, in one pass: x is read once. Blocks take tiles in turn from a counter. A thread owns four pieces of 16
 //   bytes, one in each row of its warp; the bits of a row's pieces become mask words by three exchanges between lanes,
-//   and places by one scan over the warp, four rows in one register. The tile's non-zeros are packed in shared memory,
-//   where its input was, while one warp looks back over the words that other tiles have published for the sum of all
-//   counts before it (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016); then the
-//   block writes them, a line per warp and store.
+//   and places by one scan over the warp, four rows in one register. The tile's non-zeros are packed in shared memory.
+//   Where they go is the sum of the counts of all tiles before: a warp of its own looks back over the words that these
+//   have published (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016), 128 of
+//   them in one trip to L2, while the others write the tile before, a line per warp and store, ask for the next one,
+//   and count it. So nobody waits for a trip to L2, and a tile that is late holds up others only after a round.
 // Decompressing, in three: the mask's bits are counted by tiles and groups of tiles, the groups' counts are summed, and
 //   every tile reads its values, whose place it now knows, into shared memory and spreads them from there.
 //
-// Registers: 16 of input. Shared memory: compressing two tiles, of which one is being filled by asynchronous copies
-//   while the other is worked on: three blocks have 96 KiB under way on an SM, three times what its share of the memory
-//   bandwidth needs at 1 us of latency. Decompressing one tile.
+// Registers: 16 of input. Shared memory: compressing three tiles, one that is filled by asynchronous copies and two
+// that
+//   are packed, two blocks on an SM. Decompressing one tile.
 // Cost: the bytes of x, mask and values, once each; decompressing reads the mask, at most a sixteenth of x, twice. A
-//   tile waits for two barriers and for a look-back of about two trips to L2, during which the next tile is read.
+//   tile waits for one barrier when it is compressed, for two when it is spread.
 #pragma once
 #include <cstdint>
 
@@ -28,7 +29,8 @@ constexpr int kWarp = 32, kWarps = 16, kThreads = kWarp * kWarps;
 constexpr int kRows = 4;  // pieces of a thread
 constexpr int kPieceBytes = 16;
 constexpr int kTileBytes = kThreads * kRows * kPieceBytes;
-constexpr int kGroup = 64;  // tiles whose counts a block sums up
+constexpr int kGroup = 64;    // tiles whose counts a block sums up
+constexpr int kStatuses = 2;  // words of the workspace before those of tiles, whose pairs are aligned
 constexpr unsigned kAll = 0xffffffffu;
 
 template <int kItem>
@@ -55,9 +57,10 @@ constexpr int64_t tile_elements(int itemsize) {
 }
 
 struct CompressShared {
-  alignas(16) unsigned char tiles[2][kTileBytes];
-  int64_t first, next, start;
-  int counts[kWarps];
+  alignas(16) unsigned char input[kTileBytes];
+  alignas(16) unsigned char packed[2][kTileBytes];
+  int64_t tiles[2], starts[2];
+  int counts[2][kWarps];
 };
 
 struct DecompressShared {
@@ -139,31 +142,45 @@ __device__ __forceinline__ WarpSums warp_sums(const int* counts, int warp, int l
   return {int(__reduce_add_sync(kAll, lane < warp ? count : 0u)), int(__reduce_add_sync(kAll, count))};
 }
 
-// The number of non-zeros before tile `tile`, which has `count`; called by one warp.
+// The number of non-zeros before tile `tile`, which has `count` and has published it; called by one warp. By windows of
+// as many tiles as there may be at work, all read at once, a pair per lane and load.
 __device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, int count, int lane) {
-  if (lane == 0) store_status(statuses + tile, uint64_t(count) | (tile == 0 ? kSumCount : kOwnCount));
+  constexpr int kLoads = 2;
   if (tile == 0) return 0;
   int64_t before = 0;
-  for (int64_t nearest = tile - 1;; nearest -= kWarp) {
-    const int64_t at = nearest - lane;
-    uint64_t status = kSumCount;  // of the tiles before the first: none
-    if (at >= 0) {
-      do {
-        status = load_status(statuses + at);
-      } while (status == 0);
+  for (int64_t nearest = (tile - 1) / 2;; nearest -= kWarp * kLoads) {  // of pairs
+    uint64_t even[kLoads], odd[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int64_t pair = nearest - i * kWarp - lane;
+      even[i] = odd[i] = kSumCount;  // of the tiles before the first: none
+      if (pair >= 0) load_statuses(statuses + 2 * pair, even[i], odd[i]);
     }
-    const unsigned sums = __ballot_sync(kAll, (status & kSumCount) != 0);
-    const int first = sums != 0 ? __ffs(int(sums)) - 1 : kWarp;  // the nearest tile that knows all before it
-    before += __reduce_add_sync(kAll, lane < first ? unsigned(status) : 0u);
-    if (sums == 0) continue;
-    const uint64_t known = status & kCountBits;
-    const uint64_t low = __shfl_sync(kAll, uint32_t(known), first),
-                   high = __shfl_sync(kAll, uint32_t(known >> 32), first);
-    before += int64_t(high << 32 | low);
-    break;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int64_t pair = nearest - i * kWarp - lane;
+      for (;;) {
+        if (2 * pair + 1 >= tile) odd[i] = kOwnCount;  // the tile itself
+        // Whether the pair knows all before it; whether it has not said enough yet.
+        const bool knows = (odd[i] & kSumCount) != 0 || (odd[i] != 0 && (even[i] & kSumCount) != 0);
+        const unsigned sums = __ballot_sync(kAll, knows);
+        const unsigned silent = __ballot_sync(kAll, !knows && (odd[i] == 0 || even[i] == 0));
+        const int first = sums != 0 ? __ffs(int(sums)) - 1 : kWarp;  // the nearest that knows
+        if (silent != 0 && __ffs(int(silent)) - 1 < first) {
+          if (pair >= 0) load_statuses(statuses + 2 * pair, even[i], odd[i]);
+          continue;
+        }
+        before += __reduce_add_sync(kAll, lane < first ? unsigned(odd[i]) + unsigned(even[i]) : 0u);
+        if (sums == 0) break;
+        const uint64_t known = (odd[i] & kCountBits) + ((odd[i] & kSumCount) != 0 ? 0 : even[i] & kCountBits);
+        const uint64_t low = __shfl_sync(kAll, uint32_t(known), first),
+                       high = __shfl_sync(kAll, uint32_t(known >> 32), first);
+        before += int64_t(high << 32 | low);
+        if (lane == 0) store_status(statuses + tile, uint64_t(before + count) | kSumCount);
+        return before;
+      }
+    }
   }
-  if (lane == 0) store_status(statuses + tile, uint64_t(before + count) | kSumCount);
-  return before;
 }
 
 // Begins to copy this thread's pieces of a tile; zeros behind the end.
@@ -217,68 +234,115 @@ __device__ __forceinline__ void write_values(const ZvcCompress& args, int64_t st
 }
 
 // workspace: the counter, and a status for each tile; all zero.
+// What a thread has of a tile: its pieces, their bits by rows, a byte each, and how many of these are set in the lanes
+// before and in all.
 template <int kItem>
+struct Counted {
+  uint4 pieces[kRows];
+  uint32_t rows, before, last_before, last_own;
+  __device__ int row_count(int r) const { return byte_of(last_before, r) + byte_of(last_own, r); }
+};
+
+// Takes this thread's pieces of a tile from where they were fetched to.
+template <int kItem>
+__device__ __forceinline__ void count(Counted<kItem>& to, const unsigned char* input, int warp, int lane) {
+  to.rows = 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    to.pieces[r] = reinterpret_cast<const uint4*>(input)[(warp * kRows + r) * kWarp + lane];
+    to.rows |= piece_bits<kItem>(to.pieces[r]) << (8 * r);
+  }
+  // Four sums in four bytes: those before a lane are at most 31 * 8, and what overflows in sums up to the last lane
+  // goes away with that lane's own count.
+  const uint32_t own = bytes_set(to.rows);
+  to.before = inclusive_sum(own, lane) - own;
+  to.last_before = __shfl_sync(kAll, to.before, kWarp - 1);
+  to.last_own = __shfl_sync(kAll, own, kWarp - 1);
+}
+
+template <int kItem>
+__device__ __forceinline__ void write_mask(const ZvcCompress& args, int64_t tile, uint32_t rows, int warp, int lane) {
+  constexpr int kWords = Tile<kItem>::kWords, kWarpWords = kWords / kWarps, kRowWords = kWarpWords / kRows;
+  constexpr int kLanes = 32 / Tile<kItem>::kPiece;  // whose pieces make up a word
+  const uint32_t word = mask_word<kItem>(rows, lane);
+  const int64_t place = tile * kWords + warp * kWarpWords + row_of_lane<kItem>(lane) * kRowWords + lane / kLanes;
+  if ((kItem == 2 || lane % 2 == 0) && place < ceil_div(args.n, 32)) args.mask[place] = word;
+}
+
+// Puts the non-zeros of this thread where they belong among those of the tile; `at`: of the warp's first.
+template <int kItem>
+__device__ __forceinline__ void pack(const Counted<kItem>& from, int row_start, typename Element<kItem>::T* packed) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    int at = row_start + byte_of(from.before, r);
+    row_start += from.row_count(r);
+#pragma unroll
+    for (int i = 0; i < Tile<kItem>::kPiece; ++i) {
+      const uint32_t set = from.rows >> (8 * r + i) & 1;
+      if (set) packed[at] = typename Element<kItem>::T(element<kItem>(from.pieces[r], i));
+      at += int(set);
+    }
+  }
+}
+
+// Run by kThreads that work and a warp that looks back. workspace: a counter and a word per tile, zeros; aligned to 16
+// bytes.
+template <int kItem, bool kEarly = false>
 __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, CompressShared& shared) {
   using T = typename Element<kItem>::T;
-  constexpr int kWords = Tile<kItem>::kWords, kWarpWords = kWords / kWarps, kRowWords = kWarpWords / kRows;
   const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
-  const int64_t tiles = ceil_div(args.n, Tile<kItem>::kElements), words = ceil_div(args.n, 32);
-  uint64_t* const statuses = workspace + 1;
+  const bool looks_back = warp == kWarps;
+  const int64_t tiles = ceil_div(args.n, Tile<kItem>::kElements);
+  uint64_t* const statuses = workspace + kStatuses;
 
-  if (thread == 0) shared.first = take_tile(workspace);
+  if (thread < 2) shared.tiles[thread] = take_tile(workspace);
   __syncthreads();
-  int64_t tile = shared.first;
-  if (tile < tiles) fetch<kItem>(args, tile, shared.tiles[0], warp, lane);
-  for (int stage = 0; tile < tiles; stage ^= 1) {
-    if (thread == 0) shared.next = take_tile(workspace);
-    copy_wait<0>();
-    unsigned char* const memory = shared.tiles[stage];
-    uint4 pieces[kRows];
-    uint32_t rows = 0;
+  // The tile that is written, the one that is counted, and the one that is asked for.
+  int64_t last = tiles, tile = min(shared.tiles[0], shared.tiles[1]), next = max(shared.tiles[0], shared.tiles[1]);
+  if constexpr (kEarly) {
+    __syncthreads();
+    if (thread == 0) shared.tiles[0] = take_tile(workspace);
+  }
+  int last_count = 0;
+  if (!looks_back && tile < tiles) fetch<kItem>(args, tile, shared.input, warp, lane);
+  for (int stage = 0; tile < tiles || last < tiles; stage ^= 1) {
+    Counted<kItem> own;
+    if (!looks_back && tile < tiles) {
+      copy_wait<0>();
+      count<kItem>(own, shared.input, warp, lane);
+      if (kEarly && next < tiles) fetch<kItem>(args, next, shared.input, warp, lane);
+      write_mask<kItem>(args, tile, own.rows, warp, lane);
+      int sum = 0;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      pieces[r] = reinterpret_cast<const uint4*>(memory)[(warp * kRows + r) * kWarp + lane];
-      rows |= piece_bits<kItem>(pieces[r]) << (8 * r);
+      for (int r = 0; r < kRows; ++r) sum += own.row_count(r);
+      if (lane == 0) shared.counts[stage][warp] = sum;
     }
-    const uint32_t word = mask_word<kItem>(rows, lane);
-    constexpr int kLanes = 32 / Tile<kItem>::kPiece;  // whose pieces make up a word
-    const int64_t place = tile * kWords + warp * kWarpWords + row_of_lane<kItem>(lane) * kRowWords + lane / kLanes;
-    if ((kItem == 2 || lane % 2 == 0) && place < words) args.mask[place] = word;
-
-    // Four sums in four bytes: those before a lane are at most 31 * 8, and what overflows in sums up to the last lane
-    // goes away with that lane's own count.
-    const uint32_t own = bytes_set(rows), before = inclusive_sum(own, lane) - own;
-    const uint32_t last_before = __shfl_sync(kAll, before, kWarp - 1), last_own = __shfl_sync(kAll, own, kWarp - 1);
-    int row_counts[kRows], warp_count = 0;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) warp_count += row_counts[r] = byte_of(last_before, r) + byte_of(last_own, r);
-    if (lane == 0) shared.counts[warp] = warp_count;
-    __syncthreads();  // counts and the next tile are there, and everybody has read this one and written the last one
-
-    const int64_t next = shared.next;
-    if (next < tiles) fetch<kItem>(args, next, shared.tiles[stage ^ 1], warp, lane);
-    const WarpSums sums = warp_sums(shared.counts, warp, lane);
-    if (warp == 0) {
-      const int64_t start = look_back(statuses, tile, sums.all, lane);
-      if (lane == 0) shared.start = start;
-      if (lane == 0 && tile == tiles - 1) *args.size = start + sums.all;
-    }
-    auto* const packed = reinterpret_cast<T*>(memory);
-    int row_start = sums.before;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      int at = row_start + byte_of(before, r);
-      row_start += row_counts[r];
-#pragma unroll
-      for (int i = 0; i < Tile<kItem>::kPiece; ++i) {
-        const uint32_t set = rows >> (8 * r + i) & 1;
-        if (set) packed[at] = T(element<kItem>(pieces[r], i));
-        at += int(set);
+    __syncthreads();  // counts are there, and the last tile's start; it is packed, and the one before it is written
+    const WarpSums sums = warp_sums(shared.counts[stage], warp, lane);
+    int64_t after = 0;
+    if constexpr (kEarly)
+      after = shared.tiles[stage];
+    else if (last < tiles)
+      next = shared.tiles[stage ^ 1];
+    if (looks_back) {
+      int64_t taken = 0;
+      if (lane == 0) taken = take_tile(workspace);
+      if (tile < tiles) {
+        if (lane == 0) store_status(statuses + tile, uint64_t(sums.all) | (tile == 0 ? kSumCount : kOwnCount));
+        const int64_t start = look_back(statuses, tile, sums.all, lane);
+        if (lane == 0) shared.starts[stage] = start;
+        if (lane == 0 && tile == tiles - 1) *args.size = start + sums.all;
       }
+      if (lane == 0) shared.tiles[kEarly ? stage ^ 1 : stage] = taken;
+    } else {
+      if (!kEarly && next < tiles) fetch<kItem>(args, next, shared.input, warp, lane);
+      if (tile < tiles) pack<kItem>(own, sums.before, reinterpret_cast<T*>(shared.packed[stage]));
+      if (last < tiles)
+        write_values<kItem>(args, shared.starts[stage ^ 1], last_count,
+                            reinterpret_cast<const T*>(shared.packed[stage ^ 1]), thread);
     }
-    __syncthreads();  // packed, and its start is known
-    write_values<kItem>(args, shared.start, sums.all, packed, thread);
-    tile = next;
+    last = tile, tile = next, last_count = sums.all;
+    if (kEarly) next = after;
   }
 }
 

@@ -14,6 +14,11 @@ inline uint64_t load_status(const uint64_t* p) {
   emulator::yield();
   return *p;
 }
+inline void load_statuses(const uint64_t* p, uint64_t& first, uint64_t& second) {
+  if (reinterpret_cast<uint64_t>(p) % 16 != 0) emulator::fail("a pair of words that is not aligned");
+  first = load_status(p);
+  second = load_status(p + 1);
+}
 // Whether no tile but the first says more than its own count, as if all sums came too late.
 inline bool sums_are_late = false;
 

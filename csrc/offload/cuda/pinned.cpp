@@ -1,0 +1,100 @@
+// cudaHostAlloc touches one page after the other: half a second per GiB, which a first step would wait for. Large
+// buffers are mapped here, in huge pages where the system has them, touched by several threads, and registered.
+#include "offload/cuda/pinned.h"
+
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "common/integers.h"
+
+namespace weft::offload {
+namespace {
+
+constexpr int64_t kLarge = 16 << 20, kHugePage = 2 << 20, kPage = 4 << 10;
+constexpr int64_t kThreads = 8;
+
+// Bytes of what was mapped here.
+struct Mapped {
+  std::mutex mutex;
+  std::unordered_map<void*, size_t> all;
+};
+Mapped& mapped() {
+  static Mapped* const all = new Mapped;
+  return *all;
+}
+
+void touch(char* data, int64_t bytes) {
+  const auto pages = [](char* begin, char* end) {
+    for (volatile char* p = begin; p < end; p += kPage) *p = 0;
+  };
+  const int64_t parts = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, kThreads);
+  const int64_t part = ceil_div(ceil_div(bytes, parts), kHugePage) * kHugePage;
+  std::vector<std::thread> threads;
+  int64_t begin = 0;
+  try {
+    for (; begin + part < bytes; begin += part) threads.emplace_back(pages, data + begin, data + begin + part);
+  } catch (const std::system_error&) {  // no more threads: the rest here
+  }
+  pages(data + begin, data + bytes);
+  for (std::thread& thread : threads) thread.join();
+}
+
+void* allocate_mapped(int64_t bytes) {
+  int device = 0, by_host_address = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&by_host_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device) != cudaSuccess ||
+      by_host_address == 0)
+    return nullptr;
+  // Huge pages begin at multiples of their size; what lies around goes back at once.
+  const auto size = size_t(ceil_div(bytes, kPage) * kPage);
+  void* const all = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (all == MAP_FAILED) return nullptr;
+  const size_t before = size_t(-reinterpret_cast<intptr_t>(all)) % kHugePage;
+  char* const data = static_cast<char*>(all) + before;
+  if (before > 0) munmap(all, before);
+  munmap(data + size, kHugePage - before);
+  madvise(data, size, MADV_HUGEPAGE);
+  madvise(data, size, MADV_DONTFORK);  // or a child's copy on write may part the pages from their address
+  touch(data, int64_t(size));
+  if (cudaHostRegister(data, size, cudaHostRegisterPortable | cudaHostRegisterMapped) != cudaSuccess) {
+    munmap(data, size);
+    return nullptr;
+  }
+  const std::lock_guard lock(mapped().mutex);
+  mapped().all[data] = size;
+  return data;
+}
+
+}  // namespace
+
+void* allocate_pinned(int64_t bytes) {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  void* data = bytes >= kLarge ? allocate_mapped(bytes) : nullptr;
+  if (data != nullptr || cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;
+  cudaGetLastError();  // or the next one who asks takes it for theirs
+  return nullptr;
+}
+
+void free_pinned(void* data) {
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  size_t size = 0;
+  {
+    const std::lock_guard lock(mapped().mutex);
+    if (const auto it = mapped().all.find(data); it != mapped().all.end()) {
+      size = it->second;
+      mapped().all.erase(it);
+    }
+  }
+  if ((size > 0 ? cudaHostUnregister(data) : cudaFreeHost(data)) != cudaSuccess) cudaGetLastError();
+  if (size > 0) munmap(data, size);
+}
+
+}  // namespace weft::offload
