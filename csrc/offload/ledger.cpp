@@ -2,6 +2,7 @@
 
 #include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -51,6 +52,12 @@ std::shared_ptr<Block> root(std::shared_ptr<Block> block) {
   return block;
 }
 
+// Whether autograd sees a view of something that requires grad.
+bool is_view(const at::Tensor& x) {
+  const auto* meta = impl::get_view_autograd_meta(x);
+  return meta != nullptr && meta->has_bw_view() && meta->get_backward_view().base_.requires_grad();
+}
+
 }  // namespace
 
 Witness::Witness(const at::Tensor& x)
@@ -58,7 +65,8 @@ Witness::Witness(const at::Tensor& x)
       version_(counter_.enabled() ? counter_.current_version() : 0),
       output_nr_(uint32_t(x.output_nr())),
       original_(x.getIntrusivePtr()),
-      producer_(x.is_leaf() ? nullptr : x.grad_fn().get()) {}
+      producer_(x.is_leaf() ? nullptr : x.grad_fn().get()),
+      view_(is_view(x)) {}
 
 bool Witness::same(const Witness& other) const {
   return counter_.enabled() && identity(counter_) == identity(other.counter_) && version_ == other.version_;
@@ -70,12 +78,18 @@ void Witness::complain(const std::string& type, const std::string& sizes) const 
           << ' ' << sizes << ']';
   // An output is named after the node that is being evaluated, which made it; what came in after the node that made
   // what it is now.
+  // A view that is gone would have got a new node.
   auto node = torch::autograd::get_current_node();
-  if (producer_ == nullptr || node.get() != producer_) {
-    node = nullptr;
-    if (auto original = original_.lock()) node = at::Tensor(std::move(original)).grad_fn();
+  std::string name;
+  if (producer_ != nullptr && node.get() == producer_) {
+    name = node->name();
+  } else if (auto original = original_.lock()) {
+    node = at::Tensor(std::move(original)).grad_fn();
+    if (node != nullptr) name = node->name();
+  } else if (view_) {
+    name = "AsStridedBackward0";
   }
-  if (node != nullptr) message << ", which is output " << output_nr_ << " of " << node->name() << ',';
+  if (!name.empty()) message << ", which is output " << output_nr_ << " of " << name << ',';
   message << " is at version " << counter_.current_version() << "; expected version " << version_ << " instead.";
   if (torch::autograd::AnomalyMode::is_enabled())
     message
@@ -711,7 +725,7 @@ at::Tensor Use::unpack(Packed& packed) {
             : at::empty({0}, at::TensorOptions(packed.dtype).device(root(packed.blocks[0])->ledger.account.device));
     std::ostringstream sizes;
     sizes << (packed.tensor.defined() ? packed.tensor.sizes() : at::IntArrayRef(packed.sizes));
-    packed.witness.complain(py::cast(x).attr("type")().cast<std::string>(), sizes.str());
+    packed.witness.complain(torch::processErrorMsg(x.toString()), sizes.str());
   }
   if (packed.tensor.defined()) {
     for (auto& block : packed.blocks) {

@@ -117,6 +117,7 @@ class Witness {
   uint32_t version_, output_nr_;
   c10::weak_intrusive_ptr<c10::TensorImpl> original_;  // its memory goes all the same
   const torch::autograd::Node* producer_;              // only ever compared
+  bool view_;
 };
 
 // A copy out under way: keeps the source alive and counted until it has ended.

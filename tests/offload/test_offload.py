@@ -561,6 +561,28 @@ def test_in_place_change_with_history() -> None:
     assert run(everything()) == run(contextlib.nullcontext())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moved", [True, False])
+def test_in_place_change_of_what_a_gone_view_showed(moved: bool, dtype: torch.dtype) -> None:
+    """torch keeps the view, Weft its memory alone; both name the node that a changed view gets."""
+
+    def run(around, of) -> str:
+        leaf = torch.ones(3, 3, dtype=dtype, requires_grad=True)
+        h = leaf * 2
+        with around:
+            y = of(leaf, h)
+        with torch.no_grad():
+            leaf.add_(1)
+            h.add_(1)
+        with pytest.raises(RuntimeError) as caught:
+            y.sum().backward()
+        return str(caught.value)
+
+    for of in (lambda leaf, h: h @ leaf.t(), lambda leaf, h: h[1:] ** 2, lambda leaf, h: h.detach()[1:] * leaf[1:]):
+        off = everything() if moved else offload(None, backend="reference")
+        assert run(off, of) == run(contextlib.nullcontext(), of)
+
+
 def test_change_between_two_backwards() -> None:
     """What was restored for a graph of the backward counts as the saved tensor: a change of that is an error there."""
     for around in (contextlib.nullcontext(), everything(), offload("1GB", backend="reference")):
