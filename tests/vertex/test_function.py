@@ -124,6 +124,19 @@ def test_states_of_any_shape(executor, shape):
 
 
 @executors
+@pytest.mark.parametrize("shape", [0, (2, 0)])
+def test_states_without_numbers(executor, shape):
+    def vertex(self, v):
+        v.scatter(v.gather_sum())
+        v.push(v.pull() + 1)
+
+    x = rows(requires_grad=True)
+    out = Cell(vertex, shape)(GRAPHS, x, executor=executor)
+    assert torch.equal(out, x + 1)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], torch.ones_like(x))
+
+
+@executors
 def test_messages(executor):
     def vertex(self, v):
         x = v.pull()

@@ -90,6 +90,8 @@ def compile_traces(
     Raises:
         Unsupported: the compiler does not know an operation, which is named.
     """
+    if math.prod(state) == 0 and any(t.scatters for t in traces):
+        raise Unsupported("a state without numbers")
     shared = _Shared(math.prod(state), dtype, lazy, max(len(t.outputs) for t in traces))
     compilers = [_Compiler(shared, i, t, requires_grad) for i, t in enumerate(traces)]
     parts, functions = zip(*(c.part() for c in compilers), strict=True)
