@@ -15,7 +15,6 @@ __all__ = [
     "any_autocast",
     "autograd_inside_an_op",
     "below_autocast",
-    "delayed_error",
     "differentiated_by_transform",
     "fp32_precision",
     "in_forward_mode",
@@ -47,9 +46,6 @@ keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 parse_to = torch._C._nn._parse_to
 """The arguments of Tensor.to -> (device, dtype, non_blocking, memory format)."""
-
-delayed_error = torch._C._functions.DelayedError
-"""(message, count) -> a function of so many tensors, whose backward raises."""
 
 tracing_context = TracingContext.try_get
 """torch.compile's or torch.export's state where it traces in this thread, None elsewhere."""

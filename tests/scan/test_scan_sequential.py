@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections import OrderedDict
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import prune as torch_prune
 from weft.scan import ScanSequential, plan_chain
 from weft.sparse import register_jacobian
@@ -215,6 +217,37 @@ def test_refusals() -> None:
     (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="ScanSequential is differentiable once"):
         (g.square().sum() + x.sum()).backward()
+
+
+def test_a_second_derivative_is_refused_whatever_it_is_asked_of() -> None:
+    net = ScanSequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    x, seed = torch.randn(4, 3, requires_grad=True), torch.randn(4, 2, requires_grad=True)
+    grads = torch.autograd.grad(net(x), (x, *net.parameters()), seed, create_graph=True)
+    for g in grads:
+        for of in (x, seed, *net.parameters()):
+            with pytest.raises(RuntimeError, match="ScanSequential is differentiable once"):
+                torch.autograd.grad(g.square().sum(), of, allow_unused=True, retain_graph=True)
+
+
+def test_function_transforms() -> None:
+    net = ScanSequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+    same, x, v = nn.Sequential(*net), torch.randn(4, 3), torch.randn(4, 3)
+    parameters = dict(net.named_parameters())
+
+    def loss(m, values):
+        return torch.func.functional_call(m, values, (x,)).square().sum()
+
+    found, want = (torch.func.grad(functools.partial(loss, m))(parameters) for m in (net, same))
+    for name in parameters:
+        assert torch.allclose(found[name], want[name])
+    for of in (
+        lambda m: torch.func.jvp(m, (x,), (v,))[1],
+        lambda m: torch.func.vmap(m)(x.view(2, 2, 3)),
+        lambda m: torch.func.hessian(lambda y: m(y).square().sum())(x),
+    ):
+        assert torch.allclose(of(net), of(same))
+    with forward_ad.dual_level():
+        assert torch.equal(*(forward_ad.unpack_dual(m(forward_ad.make_dual(x, v))).tangent for m in (net, same)))
 
 
 def test_the_graph_is_kept_where_one_asks_for_it() -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -115,6 +116,7 @@ BAD = {
     "too many values": ((c, k, torch.ones(3), (2, 2)), ValueError, r"nnz = 2, got \(3,\)"),
     "values of rank 3": ((c, k, torch.ones(1, 1, 2), (2, 2)), ValueError, r"\(B, nnz\)"),
     "shape of 3": ((c, k, v, (2, 2, 2)), ValueError, r"\(rows, columns\)"),
+    "shape of fractions": ((c, k, v, (2.5, 2)), ValueError, r"\(rows, columns\)"),
     "shape is a number": ((c, k, v, 2), ValueError, r"\(rows, columns\)"),
     "negative shape": ((c, k, v, (2, -2)), ValueError, "negative"),
 }
@@ -404,6 +406,7 @@ PRODUCTS = {
     "X of another size": (lambda J: J @ torch.zeros(2, 4, 3), ValueError, "3 columns"),
     "X of another batch": (lambda J: J @ torch.zeros(5, 3, 1), ValueError, "batch"),
     "X of rank 4": (lambda J: J @ torch.zeros(1, 2, 3, 1), ValueError, "columns"),
+    "an array": (lambda J: J @ np.zeros(3), TypeError, "BatchedCSR"),
     "a number": (lambda J: J @ 2, TypeError, "unsupported operand"),
 }
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._torch_private import delayed_error, keeps_graph
+from .._torch_private import differentiated_by_transform, in_transform, keeps_graph
 from ..sparse import dropout_jacobian
 from ..sparse._csr import BatchedCSR
 from ..sparse._modules import (
@@ -132,7 +132,7 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, net: ScanSequential, input: Tensor, *parameters: Tensor) -> Tensor:
         ctx.records = run(net, input)
-        ctx.input = input.detach()
+        ctx.input = input
         ctx.schedule, ctx.prune = net.schedule, net.prune
         ctx.parameters = parameters
         output = ctx.records[-1].output.detach()
@@ -145,11 +145,9 @@ class _Scan(torch.autograd.Function):
             results = _Scan.gradients(ctx, grad)
         if not torch.is_grad_enabled():
             return results
-        # torch's own once_differentiable lets a second pass through, and drops what it should find here, where `grad`
-        # happens to need no gradient.
-        message = b"ScanSequential is differentiable once"
-        refuse = delayed_error(message, len(results))
-        return refuse(*(None if r is None else r.detach().requires_grad_() for r in results))
+        found = [r for r in results if r is not None]
+        refused = iter(_Once.apply(len(found), *found, grad, ctx.input, *ctx.parameters))
+        return tuple(None if r is None else next(refused) for r in results)
 
     @staticmethod
     def gradients(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -195,6 +193,19 @@ class _Scan(torch.autograd.Function):
         return None, grad_input, *(found.get(p) for p in ctx.parameters)
 
 
+class _Once(torch.autograd.Function):
+    """Gradients that hang on all they depend on, so that no second pass misses the refusal: torch's own
+    once_differentiable lets through, and drops, what is asked for by torch.autograd.grad."""
+
+    @staticmethod
+    def forward(ctx, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        raise RuntimeError("ScanSequential is differentiable once")
+
+
 class ScanSequential(nn.Sequential):
     """``torch.nn.Sequential`` whose backward pass is a scan over transposed Jacobians.
 
@@ -207,7 +218,7 @@ class ScanSequential(nn.Sequential):
 
     Forward gives the same values and draws the same random numbers as ``nn.Sequential``; so do the gradients, up to
     rounding: all gradients along the chain by ``chain_backward``, then the parameters' by each layer's own autograd.
-    Without gradients to compute it is ``nn.Sequential``, whatever the layers.
+    Without gradients to compute, under ``torch.func`` and in forward mode it is ``nn.Sequential``, whatever the layers.
 
     Raises, in a forward pass with gradients to compute:
         TypeError: a layer without a known Jacobian, named by its position and type.
@@ -237,6 +248,8 @@ class ScanSequential(nn.Sequential):
             return super().forward(input)
         parameters = [p for p in self.parameters() if p.requires_grad]
         if not (parameters or input.requires_grad):
+            return super().forward(input)
+        if not torch.compiler.is_compiling() and (in_transform() or differentiated_by_transform(input, *parameters)):
             return super().forward(input)
         check_layers(self)
         return _Scan.apply(self, input, *parameters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -30,7 +31,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 def _check_shape(shape: Sequence[int]) -> tuple[int, int]:
     try:
-        rows, columns = (int(n) for n in shape)
+        rows, columns = map(operator.index, shape)
     except (TypeError, ValueError):
         raise ValueError(f"BatchedCSR: shape must be (rows, columns), got {shape!r}") from None
     if rows < 0 or columns < 0:
@@ -103,6 +104,7 @@ class BatchedCSR(Matrix):
     """
 
     __slots__ = ()
+    __array_ufunc__ = None  # an array on the right of @ is refused here, not by numpy
 
     def __init__(self, crow: Tensor, col: Tensor, values: Tensor, shape: Sequence[int]) -> None:
         shape = _check_shape(shape)

@@ -4,6 +4,7 @@ csrc/sparse/conv_values.h. Integers on the CPU, made once per setting."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -128,7 +129,7 @@ def tuple_of(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...
 def check_sizes(op: str, name: str, sizes: object, dims: int | None, what: str) -> tuple[int, ...]:
     """A sample size, as ints; None for any number of them."""
     try:
-        sizes = tuple(int(n) for n in sizes)
+        sizes = tuple(map(operator.index, sizes))
     except (TypeError, ValueError):
         raise TypeError(f"{op}: {name} must be {what}, got {sizes!r}") from None
     if len(sizes) != (len(sizes) if dims is None else dims) or any(n < 0 for n in sizes):
