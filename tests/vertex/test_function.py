@@ -707,6 +707,39 @@ def test_what_has_no_gradient_requires_none(executor, lazy):
         assert [o.requires_grad for o in outs] == [not m.cut, False, False, True]
 
 
+class Several(weft.VertexFunctions):
+    """Two functions that share a matrix, a vector and an input."""
+
+    def __init__(self):
+        def leaf(self, v):
+            both(v, torch.tanh(self.W(v.pull("x")) + v.pull("y") * self.W.bias))
+
+        def inner(self, v):
+            both(v, torch.tanh(self.W(v.gather_sum()) * v.pull("x") + self.W.bias))
+
+        shared = nn.Linear(3, 3)
+        super().__init__({"leaf": Cell(leaf, W=shared), "inner": Cell(inner, W=shared)})
+
+
+@executors
+@pytest.mark.parametrize("lazy", [True, False])
+def test_second_derivatives_of_what_is_used_in_several_places(executor, lazy):
+    graphs = GRAPHS.with_types(["inner" if v in GRAPHS.edges[:, 1] else "leaf" for v in range(GRAPHS.num_vertices)])
+    m = Several().double()
+    x = rows(dtype=torch.float64, requires_grad=True)
+
+    def derivatives(executor):
+        out = m(graphs, {"x": x, "y": x}, executor=executor)
+        operands = [x, *m.parameters()]
+        first = torch.autograd.grad(out.square().sum(), operands, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), operands)]
+
+    with weft.vertex.options(lazy=lazy):
+        found = derivatives(executor)
+    for a, b in zip(found, derivatives("reference"), strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
 @executors
 def test_gradients_of_many_at_once(executor):
     m, x = NETS["treegru"](), rows(requires_grad=True)

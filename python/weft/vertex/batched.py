@@ -294,8 +294,10 @@ class _Frontiers(torch.autograd.Function):
 
 def _differentiable(context: _Context, given, grads, needed) -> list[Tensor | None]:
     """The gradients as functions that have gradients: the frontiers again, level by level in torch."""
-    asked = [x for x, n in zip(given, needed, strict=True) if n]
     with torch.enable_grad():
+        # One tensor may be given in several places, each of which has a gradient of its own.
+        given = [x.view_as(x) for x in given]
+        asked = [x for x, n in zip(given, needed, strict=True) if n]
         outputs = _replayed(context, given)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         found = iter(
