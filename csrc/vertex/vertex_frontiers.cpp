@@ -168,14 +168,16 @@ struct Run {
 
   Frontier frontier() const { return {places, *program, arrays, matrices}; }
 
-  // The number of the first of the last tasks that are small: in one kernel they cost less than their launches.
+  // The number of the first of the last tasks that are small: in one kernel they cost less than their launches and than
+  // products that do not fill the device.
   size_t tail() const {
-    const int64_t most = program->doubles ? 32 : 256;
-    constexpr int64_t kMultiplyAdds = int64_t{1} << 28;
-    int64_t weights = 0;
+    constexpr int64_t kMultiplyAdds = int64_t{1} << 29;
+    int64_t most = program->doubles ? 32 : 1024, weights = 0;
     for (const auto* list : {&program->forward, &program->backward}) {
       for (const Step& s : *list) {
-        if (s.product) weights = std::max<int64_t>(weights, matrices[s.matrix].numel());
+        if (!s.product) continue;
+        weights = std::max<int64_t>(weights, matrices[s.matrix].numel());
+        if (program->buffers[s.source].width % 4 != 0 || program->buffers[s.target].width % 4 != 0) most = 32;
       }
     }
     size_t first = tasks.size();

@@ -21,7 +21,7 @@
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/Exceptions.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
@@ -140,7 +140,8 @@ class CudaExecutor final : public Executor {
       dense.push_back(m.stride(0) == 1 || m.stride(1) == 1 ? m : m.contiguous());
       a.matrices[i] = {dense[i].const_data_ptr(), dense[i].stride(0), dense[i].stride(1)};
     }
-    const at::Tensor arrived = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
+    const at::Tensor arrived = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
+    AT_CUDA_CHECK(cudaMemsetAsync(arrived.mutable_data_ptr(), 0, sizeof(int), stream_));
     const int count = static_cast<int>(tasks.size() - first);
     a.tasks = tasks_;
     a.first = static_cast<int>(backward ? tasks.size() - 1 : first);
