@@ -38,7 +38,8 @@ def options(
     Args:
         lazy: what does not depend on a gather runs once for all vertices before the first frontier, and what no scatter
             depends on, parameter gradients among it, once after the last (Cavs, section 3.5).
-        fuse: element-wise operations between two matrix products run as one kernel (Cavs, section 3.5).
+        fuse: element-wise operations between two matrix products run as one kernel (Cavs, section 3.5), on CUDA all
+            steps of the last, small frontiers, too.
         stream: work that does not depend on the current frontier, gradients of matrices, overlaps with it, on CUDA on a
             second stream (Cavs, section 3.5).
 
