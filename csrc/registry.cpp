@@ -19,8 +19,8 @@ TORCH_LIBRARY(weft, m) {
   m.def("conv_values_backward(Tensor grad, Tensor[] windows, int groups, int out_channels, int in_channels) -> Tensor",
         tags);
   m.def(
-      "max_pool_values(Tensor input, Tensor row, Tensor col, int[] kernel, int[] stride, int[] padding, "
-      "int[] dilation, int output_width) -> Tensor",
+      "max_pool_values(Tensor input, Tensor crow, Tensor col, int[] kernel, int[] stride, int[] padding, "
+      "int[] dilation, int[] output) -> Tensor",
       tags);
   m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b) "

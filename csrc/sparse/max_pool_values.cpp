@@ -11,16 +11,16 @@
 
 namespace weft::sparse {
 
-at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, const at::Tensor& row,
+at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, const at::Tensor& crow,
                                    const at::Tensor& col, at::IntArrayRef kernel, at::IntArrayRef stride,
-                                   at::IntArrayRef padding, at::IntArrayRef dilation, int64_t output_width) {
+                                   at::IntArrayRef padding, at::IntArrayRef dilation, at::IntArrayRef output) {
   constexpr const char* kOp = "max_pool_values";
   check_floating(kOp, "input", input);
-  check_indices(kOp, "row and col", {row, col}, input);
-  TORCH_CHECK_TYPE(!is_wide(row), kOp, ": row and col must be int32");
+  check_indices(kOp, "crow and col", {crow, col}, input);
+  TORCH_CHECK_TYPE(!is_wide(crow), kOp, ": crow and col must be int32");
   TORCH_CHECK_VALUE(input.dim() == 4, kOp, ": input must be (B, C, H, W), got ", input.sizes());
-  TORCH_CHECK_VALUE(row.size(0) == col.size(0), kOp, ": row and col must have one size, got ", row.sizes(), " and ",
-                    col.sizes());
+  TORCH_CHECK_VALUE(crow.size(0) == input.size(2) * input.size(3) + 1, kOp, ": crow must be (H W + 1,) = (",
+                    input.size(2) * input.size(3) + 1, ",), got ", crow.sizes());
   MaxPool m{};
   const auto two = [&](const char* name, at::IntArrayRef from, int64_t least, int(&to)[2]) {
     TORCH_CHECK_VALUE(from.size() == 2 && std::min(from[0], from[1]) >= least, kOp, ": ", name,
@@ -29,13 +29,14 @@ at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, cons
   };
   two("kernel", kernel, 1, m.kernel), two("stride", stride, 1, m.stride);
   two("padding", padding, 0, m.padding), two("dilation", dilation, 1, m.dilation);
-  TORCH_CHECK_VALUE(output_width >= 1 || row.numel() == 0, kOp, ": output_width must be positive, got ", output_width);
+  int sizes[2];
+  two("output", output, 0, sizes);
   const at::Tensor in = input.contiguous();
-  at::Tensor out = at::empty({input.size(0), input.size(1) * row.size(0)}, input.options());
+  at::Tensor out = at::empty({input.size(0), input.size(1) * col.size(0)}, input.options());
   if (out.numel() == 0) return out;
-  m.dtype = dtype_of(input), m.row = row.const_data_ptr<int32_t>(), m.col = col.const_data_ptr<int32_t>();
-  m.planes = input.size(0) * input.size(1), m.elements = row.size(0);
-  m.height = int(input.size(2)), m.width = int(input.size(3)), m.output_width = int(output_width);
+  m.dtype = dtype_of(input), m.crow = crow.const_data_ptr<int32_t>(), m.col = col.const_data_ptr<int32_t>();
+  m.planes = input.size(0) * input.size(1), m.elements = col.size(0);
+  m.height = int(input.size(2)), m.width = int(input.size(3)), m.output_height = sizes[0], m.output_width = sizes[1];
   m.in = in.const_data_ptr(), m.out = out.mutable_data_ptr();
   run(m);
   return out;
@@ -43,9 +44,10 @@ at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, cons
 
 namespace {
 
-at::Tensor values_cpu(const at::Tensor& input, const at::Tensor& row, const at::Tensor& col, at::IntArrayRef kernel,
-                      at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, int64_t output_width) {
-  return max_pool_values_forward(max_pool_values_cpu, input, row, col, kernel, stride, padding, dilation, output_width);
+at::Tensor values_cpu(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col, at::IntArrayRef kernel,
+                      at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                      at::IntArrayRef output) {
+  return max_pool_values_forward(max_pool_values_cpu, input, crow, col, kernel, stride, padding, dilation, output);
 }
 
 }  // namespace

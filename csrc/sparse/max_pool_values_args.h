@@ -12,18 +12,19 @@ namespace weft::sparse {
 
 struct MaxPool {
   DType dtype;
-  const int32_t *row, *col;  // input position and window of each element of one channel
-  int64_t planes, elements;  // samples times channels; elements of one channel
-  int height, width, output_width;
+  const int32_t *crow, *col;  // of one channel: where each input position begins, and the window of each element
+  int64_t planes, elements;   // samples times channels; elements of one channel
+  int height, width, output_height, output_width;
   int kernel[2], stride[2], padding[2], dilation[2];
   const void* in;
   void* out;
 };
 
-// The input position that torch's max-pooling picks in a window: the first of the largest, but the last NaN. read(i) is
-// the number at position i.
-template <typename F>
-WEFT_HOST_DEVICE inline int pick(const MaxPool& m, int window, F&& read) {
+// Writes a window's elements: 1 at the input position that torch's max-pooling picks, the first of the largest, but the
+// last NaN, 0 at the others. read(i) is the number at position i; write(e, x) sets element e of the channel. Each
+// element is of one window and one position, so that all windows together write every element once.
+template <typename F, typename G>
+WEFT_HOST_DEVICE inline void pool(const MaxPool& m, int window, F&& read, G&& write) {
   int begin[2] = {window / m.output_width * m.stride[0] - m.padding[0],
                   window % m.output_width * m.stride[1] - m.padding[1]};
   const int sizes[2] = {m.height, m.width};
@@ -41,7 +42,14 @@ WEFT_HOST_DEVICE inline int pick(const MaxPool& m, int window, F&& read) {
       if (value > most || value != value) picked = h * m.width + w, most = value;
     }
   }
-  return picked;
+  for (int h = begin[0]; h < end[0]; h += m.dilation[0]) {
+    for (int w = begin[1]; w < end[1]; w += m.dilation[1]) {
+      const int position = h * m.width + w;
+      int e = m.crow[position];
+      while (m.col[e] != window) ++e;
+      write(e, position == picked);
+    }
+  }
 }
 
 }  // namespace weft::sparse

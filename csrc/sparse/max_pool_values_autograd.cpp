@@ -6,15 +6,15 @@
 namespace weft::sparse {
 namespace {
 
-at::Tensor values_autograd(const at::Tensor& input, const at::Tensor& row, const at::Tensor& col,
+at::Tensor values_autograd(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col,
                            at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-                           at::IntArrayRef dilation, int64_t output_width) {
+                           at::IntArrayRef dilation, at::IntArrayRef output) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("weft::max_pool_values", "")
                        .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::IntArrayRef,
-                                         at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, int64_t)>();
+                                         at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef)>();
   at::AutoDispatchBelowADInplaceOrView below;
-  return op.call(input, row, col, kernel, stride, padding, dilation, output_width);
+  return op.call(input, crow, col, kernel, stride, padding, dilation, output);
 }
 
 }  // namespace

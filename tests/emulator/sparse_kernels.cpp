@@ -108,14 +108,16 @@ extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* c
   (which == 0 ? conv_pattern_cuda : which == 1 ? conv_values_cuda : conv_values_backward_cuda)(c, nullptr);
 }
 #else
-// sizes: planes, elements, height, width, output width; kernel, stride, padding, dilation. pointers: row, col, in, out.
+// sizes: planes, elements, height, width, those of the output; kernel, stride, padding, dilation. pointers: crow, col,
+// in, out.
 extern "C" void run(int, int f64, int, int, const int64_t* s, void* const* p) {
   MaxPool m{};
   m.dtype = f64 ? DType::f64 : DType::f32;
-  m.planes = s[0], m.elements = s[1], m.height = int(s[2]), m.width = int(s[3]), m.output_width = int(s[4]);
+  m.planes = s[0], m.elements = s[1], m.height = int(s[2]), m.width = int(s[3]);
+  m.output_height = int(s[4]), m.output_width = int(s[5]);
   int* const settings[] = {m.kernel, m.stride, m.padding, m.dilation};
-  for (int i = 0; i < 8; ++i) settings[i / 2][i % 2] = int(s[5 + i]);
-  m.row = static_cast<const int32_t*>(p[0]), m.col = static_cast<const int32_t*>(p[1]), m.in = p[2], m.out = p[3];
+  for (int i = 0; i < 8; ++i) settings[i / 2][i % 2] = int(s[6 + i]);
+  m.crow = static_cast<const int32_t*>(p[0]), m.col = static_cast<const int32_t*>(p[1]), m.in = p[2], m.out = p[3];
   max_pool_values_cuda(m, nullptr);
 }
 #endif

@@ -315,8 +315,8 @@ def test_max_pool2d_picks_as_torch_does(device: str) -> None:
 def pooled(x: Tensor) -> tuple:
     """What max_pool_values takes for windows of 2x3, one column apart."""
     lines = [_windows.sliding(x.shape[2], 2, 2, 2, 0, 1), _windows.sliding(x.shape[3], 4, 3, 1, 0, 1)]
-    _, row, col, *_ = (t.to(x.device) for t in _windows.join(lines).tables)
-    return row, col, [2, 3], [2, 1], [0, 0], [1, 1], 4
+    crow, _, col, *_ = (t.to(x.device) for t in _windows.join(lines).tables)
+    return crow, col, [2, 3], [2, 1], [0, 0], [1, 1], [2, 4]
 
 
 @device
@@ -343,14 +343,14 @@ def test_the_op_of_max_pooling(device: str, dtype: torch.dtype) -> None:
         (ValueError, "input must be \\(B, C, H, W\\)", {0: torch.zeros(1, 4, 6)}),
         (
             TypeError,
-            "row and col must be int32",
+            "crow and col must be int32",
             {1: torch.zeros(2, dtype=torch.int64), 2: torch.zeros(2, dtype=torch.int64)},
         ),
-        (ValueError, "one size", {1: torch.zeros(2, dtype=torch.int32)}),
+        (ValueError, "crow must be", {1: torch.zeros(2, dtype=torch.int32)}),
         (ValueError, "kernel must be two numbers from 1", {3: [2]}),
         (ValueError, "stride must be two numbers from 1", {4: [0, 1]}),
         (ValueError, "padding must be two numbers from 0", {5: [-1, 1]}),
-        (ValueError, "output_width must be positive", {7: 0}),
+        (ValueError, "output must be two numbers from 0", {7: [2]}),
     ],
 )
 def test_bad_input_of_the_op_of_max_pooling(error: type, message: str, change: dict) -> None:

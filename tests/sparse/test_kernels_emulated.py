@@ -225,13 +225,13 @@ def pools(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> It
     sizes, picked = F.max_pool2d(x, *settings, return_indices=True)
     lines = zip((9, 7), sizes.shape[2:], *settings, strict=True)
     windows = _windows.join([_windows.sliding(*line) for line in lines])
-    _, row, col, *_ = windows.tables
+    crow, row, col, *_ = windows.tables
     want = (picked.flatten(2)[:, :, col] == row).to(dtype)
 
     def passes(library: ctypes.CDLL) -> bool:
         found = poison(*want.shape, like=x)
         flat = [n for pair in settings for n in pair]
-        call(library, 0, x, False, False, [6, len(row), 9, 7, sizes.shape[3], *flat], [row, col, x, found])
+        call(library, 0, x, False, False, [6, len(col), 9, 7, *sizes.shape[2:], *flat], [crow, col, x, found])
         return torch.equal(found, want)
 
     yield passes
@@ -267,10 +267,9 @@ FLAWS = {
     "reads a number of another sample": (MATMUL, "tile[i % kWide]", "tile[(i + 1) % kWide]"),
     "has no room for y": (MATMUL, "m.c_nnz - kWide * m.b_nnz", "m.c_nnz - 4 * m.b_nnz"),
     "takes listed elements for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[e]) : e", "e"),
-    "leaves a barrier out": (CHAIN, "        meet(chain", "        if (k + 2 < chain.count) meet(chain"),
-    "leaves a cluster's barrier out": (CHAIN, "        cluster::b", "        if (k + 2 < chain.count) cluster::b"),
+    "leaves a barrier out": (CHAIN, "      barrier.wait();", "      if (k + 2 < chain.count) barrier.wait();"),
     "reads the next rows of the last product": (CHAIN, "read_next(k + 1)", "read_next(k)"),
-    "forgets the diagonal": (CHAIN, "multiply_by<I, T, true>", "multiply_by<I, T, false>"),
+    "forgets the diagonal": (CHAIN, "multiply_by<I, T, kSamples, true>", "multiply_by<I, T, kSamples, false>"),
     "takes the taps of another row": (CONV, "window_of(c, p + gridDim.x * kWarps)", "window_of(c, p)"),
     "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
 }

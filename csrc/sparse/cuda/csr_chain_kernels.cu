@@ -8,7 +8,6 @@
 // of them a launch: nothing is copied to the device, and a captured graph holds all it needs.
 #include <algorithm>
 
-#include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
@@ -21,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kLinks = 48;  // with the rest below the 4 KiB that every device takes
-constexpr int kTile = 4;    // samples of one lane group at a time
+constexpr int kTile = 4;    // samples of one lane group at a time; of a single one, 1
 constexpr int kTurns = 2;   // of a cluster's threads in a product: more take longer than the other barrier
 
 struct Chain {
@@ -49,77 +48,103 @@ __device__ __forceinline__ void multiply_diagonal(const CsrLink& link, int64_t b
   }
 }
 
-constexpr int kAhead = 4;
+// Elements of a lane at a time: of most rows all, where registers are not for samples.
+template <int kSamples>
+constexpr int kAhead = kSamples == 1 ? 6 : 1;
 
-// A lane's first row in a link and its first elements there; their values where the batch shares them.
-template <typename I, typename T>
-struct Ahead {
-  int64_t begin, end;
-  I col[kAhead];
-  State<T> value[kAhead];
+// A lane's next elements of a row: columns, -1 where there is none, and the values that the batch shares.
+template <typename I, typename T, int kSamples>
+struct Part {
+  I col[kAhead<kSamples>];
+  State<T> value[kAhead<kSamples>];
 };
 
-template <typename I, typename T>
-__device__ __forceinline__ void read_ahead(Ahead<I, T>& ahead, const CsrLink& link, int lanes, int64_t batch) {
-  ahead.begin = ahead.end = 0;
-  const int64_t item = int64_t(blockIdx.x) * (kThreads >> lanes) + (threadIdx.x >> lanes);
-  if (item >= (batch + kTile - 1) / kTile * link.rows) return;
-  const int64_t row = item % link.rows;
-  ahead.begin = static_cast<const I*>(link.crow)[row], ahead.end = static_cast<const I*>(link.crow)[row + 1];
-  const int64_t own = ahead.begin + (threadIdx.x & ((1 << lanes) - 1));
+template <typename I, typename T, int kSamples>
+__device__ __forceinline__ Part<I, T, kSamples> read_part(const CsrLink& link, int64_t e, int64_t end, int lanes) {
+  Part<I, T, kSamples> part;
 #pragma unroll
-  for (int u = 0; u < kAhead; ++u) {
-    const int64_t e = own + (u << lanes);
-    if (e >= ahead.end) break;
-    ahead.col[u] = static_cast<const I*>(link.col)[e];
-    if (!link.values_batch) ahead.value[u] = to_state(static_cast<const T*>(link.values)[e]);
+  for (int u = 0; u < kAhead<kSamples>; ++u, e += lanes) {
+    const bool real = e < end;
+    part.col[u] = real ? static_cast<const I*>(link.col)[e] : I(-1);
+    part.value[u] = real && !link.values_batch ? to_state(static_cast<const T*>(link.values)[e]) : State<T>(0);
   }
+  return part;
+}
+
+// A lane's first row in a link and its first elements there: nothing that depends on the vector.
+template <typename I, typename T, int kSamples>
+struct Ahead {
+  int64_t row, first, begin, end;  // `first` sample
+  Part<I, T, kSamples> part;
+};
+
+template <typename I, typename T, int kSamples>
+__device__ __forceinline__ void read_ahead(Ahead<I, T, kSamples>& ahead, const CsrLink& link, int lanes,
+                                           int64_t batch) {
+  const int64_t item = int64_t(blockIdx.x) * (kThreads >> lanes) + (threadIdx.x >> lanes);
+  const int64_t tiles = (batch + kSamples - 1) / kSamples;
+  const bool real = item < tiles * link.rows;
+  ahead.row = !real ? 0 : tiles == 1 ? item : item % link.rows;
+  ahead.first = !real || tiles == 1 ? 0 : item / link.rows * kSamples;
+  ahead.begin = real ? int64_t(static_cast<const I*>(link.crow)[ahead.row]) : 0;
+  ahead.end = real ? int64_t(static_cast<const I*>(link.crow)[ahead.row + 1]) : 0;
+  ahead.part = read_part<I, T, kSamples>(link, ahead.begin + (threadIdx.x & ((1 << lanes) - 1)), ahead.end, 1 << lanes);
 }
 
 // kLanes lanes share a row. With kScaled x is a diagonal's input, and the diagonal is multiplied in.
-template <typename I, typename T, int kLanes, bool kScaled>
+template <typename I, typename T, int kSamples, int kLanes, bool kScaled>
 __device__ __forceinline__ void multiply(const CsrLink& link, const CsrLink& diagonal, int64_t batch,
-                                         const Ahead<I, T>& ahead) {
+                                         const Ahead<I, T, kSamples>& ahead) {
   using Acc = State<T>;
-  const I *crow = static_cast<const I*>(link.crow), *col = static_cast<const I*>(link.col);
+  constexpr int kPart = kAhead<kSamples>;
+  const I* crow = static_cast<const I*>(link.crow);
   const T *values = static_cast<const T*>(link.values), *scale = static_cast<const T*>(diagonal.values);
   const T* x = static_cast<const T*>(kScaled ? diagonal.x : link.x);
   const int lane = threadIdx.x % kLanes;
-  const int64_t tiles = (batch + kTile - 1) / kTile, total = tiles * link.rows;
+  const int64_t tiles = (batch + kSamples - 1) / kSamples, total = tiles * link.rows;
   const int64_t step = int64_t(gridDim.x) * (kThreads / kLanes);
   // A block's groups have the same number of turns, or a warp's lanes would miss each other's shuffles.
   const int64_t first_base = int64_t(blockIdx.x) * (kThreads / kLanes);
   for (int64_t base = first_base; base < total; base += step) {
-    const int64_t item = base + threadIdx.x / kLanes;
-    const bool real = item < total;
-    const int64_t row = real ? item % link.rows : 0, first = real ? item / link.rows * kTile : 0;
+    int64_t row = ahead.row, first = ahead.first, begin = ahead.begin, end = ahead.end;
+    const bool known = base == first_base, real = base + threadIdx.x / kLanes < total;
+    if (!known) {
+      const int64_t item = real ? base + threadIdx.x / kLanes : 0;
+      row = item % link.rows, first = item / link.rows * kSamples;
+      begin = real ? int64_t(crow[row]) : 0, end = real ? int64_t(crow[row + 1]) : 0;
+    }
     const int64_t count = real ? batch - first : 0;
-    const bool known = base == first_base;
-    const int64_t end = known ? ahead.end : real ? int64_t(crow[row + 1]) : 0;
-    int64_t e = (known ? ahead.begin : real ? int64_t(crow[row]) : 0) + lane;
-    Acc sum[kTile] = {};
-    const auto add = [&](int64_t j, Acc v) {
+    Acc sum[kSamples] = {};
+    for (int64_t e = begin + lane; e < end; e += kPart * kLanes) {
+      Part<I, T, kSamples> part =
+          known && e == begin + lane ? ahead.part : read_part<I, T, kSamples>(link, e, end, kLanes);
+      // All loads first: none waits for another.
+      Acc factor[kPart][kSamples], value[kPart][kSamples];
 #pragma unroll
-      for (int s = 0; s < kTile; ++s) {
-        if (s < count) {
-          if (link.values_batch) v = to_state(values[(first + s) * link.values_batch + e]);
-          Acc factor = load_l2(x + (first + s) * link.columns + j);
-          if constexpr (kScaled) {
-            factor = to_state(from_state<T>(to_state(scale[(first + s) * diagonal.values_batch + j]) * factor));
+      for (int u = 0; u < kPart; ++u) {
+        const int64_t j = part.col[u];
+#pragma unroll
+        for (int s = 0; s < kSamples; ++s) {
+          const bool there = j >= 0 && s < count;
+          factor[u][s] = there ? load_l2(x + (first + s) * link.columns + j) : Acc(0);
+          value[u][s] = part.value[u];
+          if (link.values_batch && there) {
+            value[u][s] = to_state(values[(first + s) * link.values_batch + e + u * kLanes]);
           }
-          sum[s] += v * factor;
+          if constexpr (kScaled) {
+            const Acc by = there ? to_state(scale[(first + s) * diagonal.values_batch + j]) : Acc(0);
+            factor[u][s] = to_state(from_state<T>(by * factor[u][s]));
+          }
         }
       }
-    };
-    if (known) {
 #pragma unroll
-      for (int u = 0; u < kAhead; ++u, e += kLanes) {
-        if (e < end) add(ahead.col[u], ahead.value[u]);
+      for (int u = 0; u < kPart; ++u) {
+#pragma unroll
+        for (int s = 0; s < kSamples; ++s) sum[s] += value[u][s] * factor[u][s];  // zeros where there is none
       }
     }
-    for (; e < end; e += kLanes) add(col[e], link.values_batch ? Acc(0) : to_state(values[e]));
 #pragma unroll
-    for (int s = 0; s < kTile; ++s) {
+    for (int s = 0; s < kSamples; ++s) {
 #pragma unroll
       for (int other = kLanes / 2; other > 0; other /= 2) sum[s] += __shfl_xor_sync(0xffffffffu, sum[s], other);
       if (lane == 0 && s < count) static_cast<T*>(link.out)[(first + s) * link.rows + row] = from_state<T>(sum[s]);
@@ -127,47 +152,47 @@ __device__ __forceinline__ void multiply(const CsrLink& link, const CsrLink& dia
   }
 }
 
-template <typename I, typename T, bool kScaled>
+template <typename I, typename T, int kSamples, bool kScaled>
 __device__ __forceinline__ void multiply_by(int lanes, const CsrLink& link, const CsrLink& diagonal, int64_t batch,
-                                            const Ahead<I, T>& ahead) {
+                                            const Ahead<I, T, kSamples>& ahead) {
   switch (lanes) {
     case 0:
-      return multiply<I, T, 1, kScaled>(link, diagonal, batch, ahead);
+      return multiply<I, T, kSamples, 1, kScaled>(link, diagonal, batch, ahead);
     case 3:
-      return multiply<I, T, 8, kScaled>(link, diagonal, batch, ahead);
+      return multiply<I, T, kSamples, 8, kScaled>(link, diagonal, batch, ahead);
     default:
-      return multiply<I, T, 32, kScaled>(link, diagonal, batch, ahead);
+      return multiply<I, T, kSamples, 32, kScaled>(link, diagonal, batch, ahead);
   }
 }
 
-template <typename I, typename T>
-__global__ void __launch_bounds__(kThreads) csr_chain_kernel(const __grid_constant__ Chain chain) {
-  unsigned round = 0;
-  Ahead<I, T> ahead;
+template <typename I, typename T, int kSamples>
+__global__ void __launch_bounds__(kThreads, kSamples == 1 || sizeof(T) == 8 ? 1 : 2)
+    csr_chain_kernel(const __grid_constant__ Chain chain) {
+  GridBarrier barrier{chain.counter};
+  Ahead<I, T, kSamples> ahead;
   // The next product from link k on, which a diagonal may precede.
   const auto read_next = [&](int k) {
     if (k < chain.count && !chain.links[k].crow) ++k;
-    if (k < chain.count && chain.links[k].crow) read_ahead(ahead, chain.links[k], chain.lanes[k], chain.batch);
+    if (k < chain.count && chain.links[k].crow) {
+      read_ahead<I, T, kSamples>(ahead, chain.links[k], chain.lanes[k], chain.batch);
+    }
   };
   read_next(0);
   for (int k = 0; k < chain.count; ++k) {
     const CsrLink& link = chain.links[k];
     if (link.crow) {
-      multiply_by<I, T, false>(chain.lanes[k], link, link, chain.batch, ahead);
+      multiply_by<I, T, kSamples, false>(chain.lanes[k], link, link, chain.batch, ahead);
     } else {
-      multiply_diagonal<T>(link, chain.batch);
       if (k + 1 < chain.count && chain.links[k + 1].crow) {
         ++k;
-        multiply_by<I, T, true>(chain.lanes[k], chain.links[k], link, chain.batch, ahead);
+        multiply_by<I, T, kSamples, true>(chain.lanes[k], chain.links[k], link, chain.batch, ahead);
       }
+      multiply_diagonal<T>(link, chain.batch);  // after what others wait for
     }
     if (k + 1 < chain.count) {
+      barrier.arrive();
       read_next(k + 1);
-      if (chain.counter) {
-        meet(chain.counter, round);
-      } else {
-        cluster::barrier();
-      }
+      barrier.wait();
     }
   }
 }
@@ -178,18 +203,18 @@ int8_t lanes_of(const CsrLink& link) {
   return length >= 48 ? 5 : length >= 6 ? 3 : 0;
 }
 
-template <typename I, typename T>
+template <typename I, typename T, int kSamples>
 void launch_chain(Chain& chain, const Counter& counter, cudaStream_t stream) {
   // No more blocks than have work: a barrier costs less among few.
   int64_t work = 1;
   for (int k = 0; k < chain.count; ++k) {
     const CsrLink& link = chain.links[k];
     const int64_t items =
-        link.crow ? ceil_div(chain.batch, kTile) * link.rows << chain.lanes[k] : chain.batch * link.rows;
+        link.crow ? ceil_div(chain.batch, kSamples) * link.rows << chain.lanes[k] : chain.batch * link.rows;
     work = std::max(work, ceil_div(items, kThreads));
   }
   constexpr const char* kName = "csr_chain";
-  const auto kernel = csr_chain_kernel<I, T>;
+  const auto kernel = csr_chain_kernel<I, T, kSamples>;
   if (work <= kTurns * kLargestCluster) {
     const int64_t blocks = std::min<int64_t>(work, kLargestCluster);
     if (runs_in_clusters(kName, kernel, blocks, kThreads, 0)) {
@@ -213,7 +238,9 @@ void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide,
       chain.lanes[k] = lanes_of(links[begin + k]);
     }
     dispatch(wide, dtype, [&](auto* i, auto* t) {
-      launch_chain<std::remove_pointer_t<decltype(i)>, std::remove_pointer_t<decltype(t)>>(chain, counter, stream);
+      using I = std::remove_pointer_t<decltype(i)>;
+      using T = std::remove_pointer_t<decltype(t)>;
+      batch == 1 ? launch_chain<I, T, 1>(chain, counter, stream) : launch_chain<I, T, kTile>(chain, counter, stream);
     });
   }
 }

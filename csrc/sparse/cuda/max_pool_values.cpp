@@ -10,12 +10,12 @@
 namespace weft::sparse {
 namespace {
 
-at::Tensor values_cuda(const at::Tensor& input, const at::Tensor& row, const at::Tensor& col, at::IntArrayRef kernel,
+at::Tensor values_cuda(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col, at::IntArrayRef kernel,
                        at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                       int64_t output_width) {
+                       at::IntArrayRef output) {
   const c10::cuda::OptionalCUDAGuard guard(input.is_cuda() ? std::optional(input.device()) : std::nullopt);
   return max_pool_values_forward([](const MaxPool& m) { max_pool_values_cuda(m, at::cuda::getCurrentCUDAStream()); },
-                                 input, row, col, kernel, stride, padding, dilation, output_width);
+                                 input, crow, col, kernel, stride, padding, dilation, output);
 }
 
 }  // namespace

@@ -449,11 +449,11 @@ def max_pool2d_jacobian(
         meta = torch.empty(1, C, *sizes, device="meta")
         outputs = F.max_pool2d(meta, *settings, ceil_mode).shape[2:]  # which raises what torch raises
         made = _sliding(_pool_windows(op, outputs, sizes, *settings), C, 1, 1, input.device)
-        return made._replace(extra=outputs[1])
+        return made._replace(extra=list(outputs))
 
     sliding = _cached(key, make)
-    _, row, col, *_ = sliding.windows.tables
-    return BatchedCSR._of(sliding.pattern, _max_pool_values(input.detach(), row, col, *settings, sliding.extra))
+    crow, _, col, *_ = sliding.windows.tables
+    return BatchedCSR._of(sliding.pattern, _max_pool_values(input.detach(), crow, col, *settings, sliding.extra))
 
 
 def _averages(sliding: _Sliding, channels: int, dtype: torch.dtype) -> BatchedCSR:

@@ -59,15 +59,15 @@ def _conv_values_backward(
 @torch.library.register_fake("weft::max_pool_values")
 def _max_pool_values(
     input: Tensor,
-    row: Tensor,
+    crow: Tensor,
     col: Tensor,
     kernel: list[int],
     stride: list[int],
     padding: list[int],
     dilation: list[int],
-    output_width: int,
+    output: list[int],
 ) -> Tensor:
-    return input.new_empty(input.shape[0], input.shape[1] * row.shape[0])
+    return input.new_empty(input.shape[0], input.shape[1] * col.shape[0])
 
 
 # Autocast: operands of several dtypes take the widest -----------------------------------------------------------------

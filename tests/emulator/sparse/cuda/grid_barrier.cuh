@@ -3,14 +3,22 @@
 
 namespace weft::sparse {
 
-inline void meet(unsigned* counter, unsigned& round) {
-  __syncthreads();
-  round += gridDim.x;
-  if (threadIdx.x == 0) {
-    ++*counter;
-    while (*counter < round) emulator::yield();
+struct GridBarrier {
+  unsigned* counter;
+  unsigned round = 0;
+
+  void arrive() {
+    if (!counter) return;
+    __syncthreads();
+    round += gridDim.x;
+    if (threadIdx.x == 0) ++*counter;
   }
-  __syncthreads();
-}
+
+  void wait() {
+    if (!counter) return emulator::meet(emulator::current->block->cluster->meeting);
+    while (threadIdx.x == 0 && *counter < round) emulator::yield();
+    __syncthreads();
+  }
+};
 
 }  // namespace weft::sparse
