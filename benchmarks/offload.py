@@ -132,7 +132,7 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
         engine = off._engine
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         side = torch.cuda.Stream()
-        parcel = engine.send(x, True)
+        parcel = engine.send(x, True, density)
         parcel.bring_back(back)
         torch.cuda.synchronize()
         check_agreement(cases["decompress"], {"x": same_bits(back, x)}, 0.0)
@@ -159,7 +159,7 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
 
         rates, rows = link("cuda"), []
         alone = measure({"alone": Candidate(products)}, "cuda", repeats=4)["alone"] * 1e-3
-        ways = (("compress", lambda: engine.send(x, True), rates.d2h), ("decompress", bring_back, rates.h2d))
+        ways = (("compress", lambda: engine.send(x, True, density), rates.d2h), ("decompress", bring_back, rates.h2d))
         lanes = map(torch.cuda.ExternalStream, engine.streams(torch.cuda.current_device()))
         for (way, transfer, rate), lane in zip(ways, lanes, strict=True):
             # Longer than the products, also where these slow down.

@@ -8,9 +8,6 @@
 #include <ranges>
 
 #include "offload/ledger.h"
-#ifdef WEFT_WITH_CUDA
-#include "offload/cuda/zvc_compress.h"
-#endif
 
 namespace weft::offload {
 namespace {
@@ -127,9 +124,6 @@ std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Cod
 
 void bind_engine(py::module_& m) {
 #ifdef WEFT_WITH_CUDA
-  m.def_submodule("_testing").def("offload_tuning", [](int blocks_out, int blocks_in, bool early) {
-    zvc_tuning() = {blocks_out, blocks_in, early};
-  });
   m.def("offload_has_managed", &has_managed, "Whether host and device may use managed memory at the same time.",
         py::arg("device"));
 #else
@@ -142,11 +136,11 @@ void bind_engine(py::module_& m) {
       .def("bring_back", [](Parcel& parcel, const at::Tensor& to) { parcel.start_in(bytes_of(to), nullptr); })
       .def_property_readonly("sent_bytes", [](const Parcel& parcel) { return parcel.sent.bytes(); });
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "OffloadSchedule")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, bool>>& tensors,
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, bool, double>>& tensors,
                        std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
              auto schedule = std::make_shared<Schedule>();
-             for (const auto& [bytes, itemsize, moves, compressed] : tensors)
-               schedule->tensors.push_back({bytes, itemsize, moves, compressed});
+             for (const auto& [bytes, itemsize, moves, compressed, density] : tensors)
+               schedule->tensors.push_back({bytes, itemsize, moves, compressed, density});
              schedule->back = std::move(back);
              schedule->room = room;
              return schedule;
@@ -202,8 +196,8 @@ void bind_engine(py::module_& m) {
           },
           py::arg("schedules"), py::arg("timed"))
       .def("send",
-           [](Engine& engine, const at::Tensor& x, bool compressed) {
-             return engine.mover->out(bytes_of(x), compressed ? Codec::zvc : Codec::none, nullptr);
+           [](Engine& engine, const at::Tensor& x, bool compressed, double density) {
+             return engine.mover->out(bytes_of(x), compressed ? Codec::zvc : Codec::none, nullptr, density);
            })
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
@@ -220,8 +214,8 @@ void bind_engine(py::module_& m) {
            })
       .def("rates", [](Engine& engine, int device) { return engine.mover->rates(c10::DeviceIndex(device)); })
       .def("streams", [](Engine& engine, int device) { return engine.mover->streams(c10::DeviceIndex(device)); })
-      .def("staging",
-           [](Engine& engine, int64_t bytes, int64_t itemsize) { return engine.mover->staging(bytes, itemsize); })
+      .def("staging", [](Engine& engine, int64_t bytes, int64_t itemsize,
+                         double density) { return engine.mover->staging(bytes, itemsize, density); })
       .def("release", [](Engine& engine) { return engine.mover->release(); })
       .def("close", [](Engine& engine) { engine.mover->close(); });
 }

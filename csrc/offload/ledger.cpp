@@ -213,9 +213,10 @@ void Ledger::stall(MarkPtr begin, MarkPtr end, const std::string& name) {
 void Ledger::span(bool out, const Parcel& parcel) {
   constexpr size_t kMost = 1 << 16;  // of a use that never ends
   if (spans.size() < kMost)
-    spans.push_back({out, parcel.sent, out ? parcel.out_begin : parcel.in_begin, out ? parcel.out_end : parcel.in_end});
+    spans.push_back({out, out ? parcel.sent : parcel.returned, out ? parcel.out_begin : parcel.in_begin,
+                     out ? parcel.out_end : parcel.in_end});
   else
-    (out ? totals.sent_bytes : totals.returned_bytes) += parcel.sent.bytes();
+    (out ? totals.sent_bytes : totals.returned_bytes) += (out ? parcel.sent : parcel.returned).bytes();
 }
 
 void Ledger::parameter(const at::Tensor& x, Range range) {
@@ -319,7 +320,7 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
     if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
   }
   if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
-  if (moves) move(b, expected->compressed);
+  if (moves) move(b, expected->compressed, expected->density);
   if (b.eligible) evictable_.push_back(block);
   if (account.outs.empty() || engine.mover->capturing(account.device)) return;
   if (schedule_ != nullptr && forward == 0) {
@@ -354,11 +355,12 @@ std::shared_ptr<Block> Ledger::create(const at::Tensor& x, Range range, const Wi
 // ---- Moving
 
 std::vector<std::shared_ptr<Parcel>> Ledger::send(const c10::Storage& source, const std::vector<Range>& runs,
-                                                  at::ScalarType dtype, Codec codec, const MarkPtr& ready) {
+                                                  at::ScalarType dtype, Codec codec, const MarkPtr& ready,
+                                                  double density) {
   std::vector<std::shared_ptr<Parcel>> parcels;
   MarkPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->mark(account.device);
   for (const Range& run : runs) {
-    auto parcel = engine.mover->out({source, run.lo, run.hi, dtype}, codec, ready);
+    auto parcel = engine.mover->out({source, run.lo, run.hi, dtype}, codec, ready, density);
     if (parcel == nullptr) {
       engine.pool_failed = true;
       return {};
@@ -378,15 +380,15 @@ void Ledger::leave(Block& block, c10::Storage source, std::vector<std::shared_pt
   block.parcels.insert(block.parcels.end(), parcels.begin(), parcels.end());
 }
 
-bool Ledger::move(Block& block, bool compressed) {
+bool Ledger::move(Block& block, bool compressed, double density) {
   Record& record = *block.record;
   block.eligible = false;
   const Codec chosen = codec(compressed);
   if (chosen != Codec::none && compressible(block.dtype)) {
-    const int64_t staging = engine.mover->staging(block.hull.size(), record.itemsize);
+    const int64_t staging = engine.mover->staging(block.hull.size(), record.itemsize, density);
     if (staging > account.staging) account.count(staging - std::exchange(account.staging, staging));
   }
-  auto parcels = send(block.source, block.runs, block.dtype, chosen, block.saved);
+  auto parcels = send(block.source, block.runs, block.dtype, chosen, block.saved, density);
   if (parcels.empty()) {
     totals.kept[record.reason] -= record.bytes, totals.kept[kPool] += record.bytes;
     record.reason = kPool;
@@ -442,7 +444,7 @@ bool Ledger::extend(Block& block, const at::Tensor& x, Range range, int64_t byte
   if (block.moved && !missing.empty()) {
     // Complete as of now: what was saved first may be older than these bytes.
     auto parcels = send(x.storage(), missing, x.scalar_type(), codec(block.record->compressed),
-                        engine.mover->mark(account.device));
+                        engine.mover->mark(account.device), 0);
     if (parcels.empty()) return false;
     account.count(bytes);
     leave(block, x.storage(), std::move(parcels), bytes);

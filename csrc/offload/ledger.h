@@ -60,6 +60,7 @@ struct Settings {
 struct Expected {
   int64_t bytes, itemsize;
   bool moves, compressed;
+  double density;
 };
 struct Schedule {
   std::vector<Expected> tensors;
@@ -240,9 +241,9 @@ class Ledger {
   void admit(const std::shared_ptr<Block>& block, int64_t bytes);
   bool connect(Block& block, Block& other, Entry& entry);
   bool extend(Block& block, const at::Tensor& x, Range range, int64_t bytes);
-  bool move(Block& block, bool compressed);
+  bool move(Block& block, bool compressed, double density = 0);
   std::vector<std::shared_ptr<Parcel>> send(const c10::Storage& source, const std::vector<Range>& runs,
-                                            at::ScalarType dtype, Codec codec, const MarkPtr& ready);
+                                            at::ScalarType dtype, Codec codec, const MarkPtr& ready, double density);
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
   bool make_room(int64_t next);  // whether anything had to go for it

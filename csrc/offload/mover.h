@@ -55,7 +55,10 @@ struct Count {
 struct Sent {
   int64_t fixed = 0, itemsize = 0;
   Count count;
-  int64_t bytes() const { return fixed + (count.nonzeros ? itemsize * *count.nonzeros : 0); }
+  int64_t least = 0;  // elements that cross in any case
+  int64_t bytes() const {
+    return fixed + (count.nonzeros ? itemsize * std::max<int64_t>(least, int64_t(*count.nonzeros)) : 0);
+  }
 };
 
 // A range of bytes in host memory, or on its way there or back.
@@ -77,7 +80,7 @@ class Parcel {
   // Where the bytes always are, for a mover that moves pages and not addresses; else empty.
   virtual c10::Storage home() const { return {}; }
 
-  Sent sent;
+  Sent sent, returned;
   bool compressed = false;
   MarkPtr out_begin, out_end, in_begin, in_end;
 };
@@ -96,11 +99,12 @@ class Mover {
   // Now, in the order of the device's current stream.
   virtual MarkPtr mark(c10::Device device) = 0;
   // Starts the copy out of bytes that were complete at `ready` on the current stream; null without host memory for it.
-  virtual std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready) = 0;
+  // `density`: what their share of non-zeros is expected to be, 0 where nobody knows; `staging` says what it costs.
+  virtual std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) = 0;
   // Starts to count the elements that are not zero, by their bits; empty where the mover has no use for it.
   virtual Count count(const Bytes& bytes) = 0;
   // Device memory that the codec takes beside a tensor of that size on its way.
-  virtual int64_t staging(int64_t bytes, int64_t itemsize) const { return 0; }
+  virtual int64_t staging(int64_t bytes, int64_t itemsize, double density) const { return 0; }
   // Memory for `bytes` bytes from torch's allocator, for the current stream.
   virtual c10::Storage allocate(c10::Device device, int64_t bytes) = 0;
   // Host bytes held, most ever held; gives free ones back.

@@ -73,6 +73,7 @@ class ReferenceParcel : public Parcel {
     parcel->compressed = first.defined();
     if (!first.defined()) first = view(from, at::kByte);
     parcel->sent.fixed = int64_t(first.nbytes() + (second.defined() ? second.nbytes() : 0));
+    parcel->returned = parcel->sent;
     parcel->buffer_ = pool.take(parcel->sent.fixed);
     if (parcel->buffer_ == nullptr) return nullptr;
     parcel->out_begin = std::make_shared<HostMark>();
@@ -129,7 +130,7 @@ class ReferenceMover : public Mover {
   bool asynchronous() const override { return false; }
   bool capturing(c10::Device device) const override { return capturing_stream(device); }
   MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr&) override {
+  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr&, double) override {
     return ReferenceParcel::out(*pool_, from, codec);
   }
   Count count(const Bytes& bytes) override {
@@ -156,7 +157,7 @@ class IdleMover : public Mover {
   bool asynchronous() const override { return false; }
   bool capturing(c10::Device) const override { return false; }
   MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
-  std::shared_ptr<Parcel> out(const Bytes&, Codec, const MarkPtr&) override { return nullptr; }
+  std::shared_ptr<Parcel> out(const Bytes&, Codec, const MarkPtr&, double) override { return nullptr; }
   Count count(const Bytes&) override { return {}; }
   c10::Storage allocate(c10::Device, int64_t) override { return {}; }
   int64_t host_bytes() const override { return 0; }

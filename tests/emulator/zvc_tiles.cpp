@@ -145,7 +145,18 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
   std::vector<int> own_starts(tiles);
   std::vector<int64_t> own_totals(groups);
   starts = own_starts.data(), totals = own_totals.data();
-  decompressing = {mask.as<uint32_t>(), packed.as<T>() + value_offset, capacity, out.as<T>() + offset, n, kItem};
+  // All values, n of them, in a place of their own or not at all.
+  const int64_t all_offset = random() % 2 ? value_offset : random() % 5;
+  const bool has_all = random() % 2;
+  const Guarded all((n + all_offset) * kItem, false);
+  std::copy(expected.begin(), expected.end(), all.as<T>() + all_offset);
+  decompressing = {mask.as<uint32_t>(),
+                   packed.as<T>() + value_offset,
+                   capacity,
+                   out.as<T>() + offset,
+                   n,
+                   kItem,
+                   has_all ? all.as<T>() + all_offset : nullptr};
   emulator::launch(count_kernel<kItem>, int(groups), kThreads, 1, kGroup * sizeof(int), seed);
   int64_t sum = 0;
   for (int64_t& total : own_totals) sum += std::exchange(total, sum);
@@ -153,7 +164,7 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
   emulator::launch(decompress_kernel<kItem>, int(blocks), kThreads, 1, sizeof(DecompressShared), seed + 1);
   const T* const spread = out.as<T>() + offset;
   for (int64_t i = 0, k = 0; i < n; ++i) {
-    if (x[i] != 0 && k++ >= capacity) break;
+    if (x[i] != 0 && k++ >= capacity && !has_all) break;
     expect(spread[i] == x[i], "an element differs");
   }
 }

@@ -1438,6 +1438,23 @@ def test_peak_memory_follows_the_budget() -> None:
 
 
 @cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_values_than_expected(dtype: torch.dtype) -> None:
+    """A tensor comes back whole also where it has more non-zeros than the plan knows of."""
+    off = everything("copy", compress="auto")
+    w = torch.ones((1 << 20) + 5, device="cuda", dtype=dtype, requires_grad=True)
+    moved = 0
+    for density in (0.1, 0.1, 0.1, 0.1, 0.9, 0.0, 1.0, 0.1, 0.11, 0.13):
+        x = torch.randn_like(w) * (torch.rand_like(w) < density)
+        with off:
+            y = (w * (x * 1)).sum()
+        assert torch.equal(torch.autograd.grad(y, w)[0], x)
+        torch.cuda.synchronize()
+        moved += numbers(off)["compressed_tensors"]
+    assert moved > 3
+
+
+@cuda
 @pytest.mark.parametrize("compress", [None, "zvc", "auto"])
 def test_large_host_buffers(compress: str | None) -> None:
     """These are not cudaHostAlloc's: mapped, touched by several threads, registered."""

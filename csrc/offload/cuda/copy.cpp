@@ -165,9 +165,9 @@ class LaneParcel : public Parcel {
 
 class RawParcel : public LaneParcel {
  public:
-  RawParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from)
+  RawParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double)
       : LaneParcel(lanes, std::move(buffer), from) {
-    sent.fixed = from.size();
+    sent.fixed = returned.fixed = from.size();
   }
 
  private:
@@ -224,51 +224,63 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<size_t>(bytes, 16));
 }
 
+// Of kernels that use host memory: few enough to leave the compute beside them alone, and enough to fill the bus.
+constexpr int kBlocksOut = 8, kBlocksIn = 16;
+
 int64_t mask_bytes(int64_t n) {
   return 4 * ceil_div(n, 32);
 }
 
 // Compressed by a kernel that writes straight to the host: no size has to be known before, and nothing is staged. Host
-// memory: the mask, then room for all elements. Back: the mask by the copy engine to the device, where it is read
-// twice; the elements by the kernel.
+// memory: the mask, then room for all elements. Back by the copy engine, as many elements as are expected, and spread
+// from there on the device, which takes next to no time; those beyond are read from the host by the kernel.
 class ZvcParcel : public LaneParcel {
  public:
   static int64_t host_bytes(int64_t n, int64_t itemsize) { return mask_bytes(n) + n * itemsize; }
-  static int64_t staging(int64_t n, int64_t itemsize) {
+  static int64_t staging(int64_t n, int64_t itemsize, double density) {
     const size_t out = zvc_compress_workspace({nullptr, n, int(itemsize), nullptr, nullptr, n, nullptr});
     const size_t in = zvc_decompress_workspace({nullptr, nullptr, n, nullptr, n, int(itemsize)});
-    return mask_bytes(n) + int64_t(out + in);
+    return mask_bytes(n) + expected(n, density) * itemsize + int64_t(out + in);
   }
 
-  ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from)
+  ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density)
       : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
     n_ = from.size() / itemsize_;
+    expected_ = expected(n_, density);
     nonzeros_ = Numbers::take(n_);
-    sent = {mask_bytes(n_), itemsize_, {n_, nonzeros_}};
+    sent = returned = {mask_bytes(n_), itemsize_, {n_, nonzeros_}};
+    returned.least = expected_;
     compressed = true;
   }
 
  private:
+  // With a little more than what was counted the last time: activations drift.
+  static int64_t expected(int64_t n, double density) {
+    return density > 0 ? std::min(n, int64_t(1.01 * density * double(n)) + 4096) : 0;
+  }
   uint32_t* mask() const { return static_cast<uint32_t*>(buffer_->data()); }
   char* values() const { return static_cast<char*>(buffer_->data()) + mask_bytes(n_); }
 
   void send(const char* from, int64_t) override {
     const ZvcCompress args{from, n_, int(itemsize_), mask(), values(), n_, nonzeros_.get()};
     const c10::DataPtr workspace = scratch(lanes_.out, zvc_compress_workspace(args));
-    zvc_compress(args, workspace.get(), zvc_tuning().blocks_out, lanes_.out.stream());
+    zvc_compress(args, workspace.get(), kBlocksOut, lanes_.out.stream());
   }
 
   void receive(char* to, int64_t) override {
-    const c10::DataPtr staged = scratch(lanes_.in, size_t(mask_bytes(n_)));
-    cuda_check(
-        cudaMemcpyAsync(staged.get(), mask(), size_t(mask_bytes(n_)), cudaMemcpyHostToDevice, lanes_.in.stream()),
-        "copy of a mask back from the host");
-    const ZvcDecompress args{static_cast<const uint32_t*>(staged.get()), values(), n_, to, n_, int(itemsize_)};
+    const auto stream = lanes_.in.stream();
+    const int64_t bytes = mask_bytes(n_) + expected_ * itemsize_;
+    const c10::DataPtr staged = scratch(lanes_.in, size_t(bytes));
+    cuda_check(cudaMemcpyAsync(staged.get(), mask(), size_t(bytes), cudaMemcpyHostToDevice, stream),
+               "copy of a compressed tensor back from the host");
+    const auto* const data = static_cast<const char*>(staged.get());
+    const ZvcDecompress args{
+        reinterpret_cast<const uint32_t*>(data), data + mask_bytes(n_), expected_, to, n_, int(itemsize_), values()};
     const c10::DataPtr workspace = scratch(lanes_.in, zvc_decompress_workspace(args));
-    zvc_decompress(args, workspace.get(), zvc_tuning().blocks_in, lanes_.in.stream());
+    zvc_decompress(args, workspace.get(), expected_ > 0 ? 0 : kBlocksIn, stream);
   }
 
-  int64_t n_, itemsize_;
+  int64_t n_, itemsize_, expected_;
   std::shared_ptr<int64_t> nonzeros_;
 };
 
@@ -278,17 +290,17 @@ class RleParcel : public LaneParcel {
  public:
   static int64_t host_bytes(int64_t n, int64_t itemsize) { return runs_bytes(n) + n * itemsize; }
   static int64_t staging(int64_t n, int64_t itemsize) {
-    return ZvcParcel::staging(n, itemsize) + runs_bytes(n) +
+    return ZvcParcel::staging(n, itemsize, 0) + runs_bytes(n) +
            int64_t(rle_runs_workspace({nullptr, n, nullptr, nullptr}) +
                    rle_mask_workspace({nullptr, n + 1, nullptr, n}));
   }
 
-  RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from)
+  RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double)
       : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
     n_ = from.size() / itemsize_;
     nonzeros_ = Numbers::take(n_);
     used_ = Numbers::take(0);
-    sent = {runs_bytes(n_), itemsize_, {n_, nonzeros_}};
+    sent = returned = {runs_bytes(n_), itemsize_, {n_, nonzeros_}};
     compressed = true;
   }
 
@@ -302,7 +314,7 @@ class RleParcel : public LaneParcel {
     const c10::DataPtr mask = scratch(lanes_.out, size_t(mask_bytes(n_))), list = scratch(lanes_.out, runs_bytes(n_));
     const ZvcCompress zvc{from, n_, int(itemsize_), static_cast<uint32_t*>(mask.get()), values(), n_, nonzeros_.get()};
     const c10::DataPtr first = scratch(lanes_.out, zvc_compress_workspace(zvc));
-    zvc_compress(zvc, first.get(), zvc_tuning().blocks_out, stream);
+    zvc_compress(zvc, first.get(), kBlocksOut, stream);
     const RleRuns rle{zvc.mask, n_, static_cast<int32_t*>(list.get()), used_.get()};
     const c10::DataPtr second = scratch(lanes_.out, rle_runs_workspace(rle));
     rle_runs(rle, second.get(), stream);
@@ -320,7 +332,7 @@ class RleParcel : public LaneParcel {
     rle_mask(rle, first.get(), stream);
     const ZvcDecompress zvc{rle.mask, values(), n_, to, n_, int(itemsize_)};
     const c10::DataPtr second = scratch(lanes_.in, zvc_decompress_workspace(zvc));
-    zvc_decompress(zvc, second.get(), zvc_tuning().blocks_in, stream);
+    zvc_decompress(zvc, second.get(), kBlocksIn, stream);
   }
 
   int64_t n_, itemsize_;
@@ -359,12 +371,12 @@ class CopyMover : public Mover {
     if (!device.is_cuda()) return host_mark();
     return mark_on(c10::cuda::getCurrentCUDAStream(device.index()));
   }
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready) override {
+  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     const auto start = [&]<typename P>(int64_t bytes, P*) -> std::shared_ptr<Parcel> {
       auto buffer = pool_->take(bytes);
       if (buffer == nullptr) return nullptr;
-      auto parcel = std::make_shared<P>(lanes_[from.storage.device().index()], std::move(buffer), from);
+      auto parcel = std::make_shared<P>(lanes_[from.storage.device().index()], std::move(buffer), from, density);
       parcel->start_out(from, std::static_pointer_cast<const CudaMark>(ready));
       return parcel;
     };
@@ -395,10 +407,10 @@ class CopyMover : public Mover {
     zvc_compress(args, workspace.get(), 0, stream.stream());
     return {n, std::move(number)};
   }
-  int64_t staging(int64_t bytes, int64_t itemsize) const override {
+  int64_t staging(int64_t bytes, int64_t itemsize, double density) const override {
     if (itemsize != 2 && itemsize != 4) return 0;
     return codec_ == Codec::rle ? RleParcel::staging(bytes / itemsize, itemsize)
-                                : ZvcParcel::staging(bytes / itemsize, itemsize);
+                                : ZvcParcel::staging(bytes / itemsize, itemsize, density);
   }
   c10::Storage allocate(c10::Device device, int64_t bytes) override { return allocate_on(device, bytes); }
   int64_t host_bytes() const override { return pool_->held(); }

@@ -67,7 +67,7 @@ class ManagedParcel : public Parcel {
     const auto base = reinterpret_cast<uintptr_t>(from.storage.data());
     first_ = uintptr_t(round_up(int64_t(base) + from.lo));
     bytes_ = std::max<int64_t>(int64_t((base + uintptr_t(from.hi)) / kPage * kPage) - int64_t(first_), 0);
-    sent.fixed = bytes_;
+    sent.fixed = returned.fixed = bytes_;
   }
   ~ManagedParcel() override {
     *out_bytes_ -= bytes_;
@@ -135,7 +135,7 @@ class ManagedMover : public Mover {
     if (!device.is_cuda()) return host_mark();
     return std::make_shared<CudaMark>(c10::cuda::getCurrentCUDAStream(device.index()));
   }
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready) override {
+  std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready, double) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     if (*out_bytes_ + from.size() > limit_) return nullptr;
     auto parcel = std::make_shared<ManagedParcel>(lanes_[from.storage.device().index()], out_bytes_, from);

@@ -22,6 +22,9 @@ __device__ __forceinline__ void load_statuses(const uint64_t* p, uint64_t& first
 __device__ __forceinline__ void store_status(uint64_t* p, uint64_t status) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(status) : "memory");
 }
+__device__ __forceinline__ void pause() {
+  __nanosleep(100);
+}
 // The next tile in turn. Whoever has one is running, so that all tiles before it are taken by blocks that run, too.
 __device__ __forceinline__ int64_t take_tile(uint64_t* counter) {
   return int64_t(atomicAdd(reinterpret_cast<unsigned long long*>(counter), 1ull));

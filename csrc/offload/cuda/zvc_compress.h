@@ -15,13 +15,6 @@
 
 namespace weft::offload {
 
-// What the benchmark changes to compare.
-struct ZvcTuning {
-  int blocks_out, blocks_in;  // of transfers
-  bool early;                 // whether a tile is asked for before the counts of the one before are known to all
-};
-ZvcTuning& zvc_tuning();
-
 struct ZvcCompress {
   const void* x;  // n elements, aligned to their size; 16 bytes are faster
   int64_t n;
@@ -37,10 +30,13 @@ void zvc_compress(const ZvcCompress& args, void* workspace, int blocks, cudaStre
 struct ZvcDecompress {
   const uint32_t* mask;
   const void* values;  // aligned to an element
-  int64_t available;   // elements that `values` holds: nothing is read outside; what is missing becomes 0
+  int64_t available;   // elements that `values` holds: nothing is read outside
   void* out;           // n elements, aligned to their size; 16 bytes are faster
   int64_t n;
   int itemsize;  // 2 or 4
+  // All values, of which those behind `available` are read, slowly where it is not aligned as `values`; or null: what
+  // is missing becomes 0.
+  const void* all = nullptr;
 };
 size_t zvc_decompress_workspace(const ZvcDecompress& args);
 void zvc_decompress(const ZvcDecompress& args, void* workspace, int blocks, cudaStream_t stream);

@@ -15,11 +15,11 @@ int64_t grid(int64_t tiles, int blocks, int per_sm) {
   return std::min<int64_t>(tiles, blocks > 0 ? blocks : per_sm * device_limits().sm_count);
 }
 
-template <int kItem, bool kEarly>
+template <int kItem>
 __global__ void __launch_bounds__(kThreads + kWarp, kCompressBlocks)
     compress_kernel(ZvcCompress args, uint64_t* workspace) {
   extern __shared__ uint4 memory[];
-  compress_tiles<kItem, kEarly>(args, workspace, *reinterpret_cast<CompressShared*>(memory));
+  compress_tiles<kItem>(args, workspace, *reinterpret_cast<CompressShared*>(memory));
 }
 
 template <int kItem>
@@ -67,7 +67,7 @@ struct DecompressWorkspace {
 
 template <int kItem>
 void compress(const ZvcCompress& args, void* workspace, int blocks, cudaStream_t stream) {
-  launch("zvc_compress", zvc_tuning().early ? compress_kernel<kItem, true> : compress_kernel<kItem, false>,
+  launch("zvc_compress", compress_kernel<kItem>,
          grid(ceil_div(args.n, Tile<kItem>::kElements), blocks, kCompressBlocks), kThreads + kWarp,
          sizeof(CompressShared), stream, args, static_cast<uint64_t*>(workspace));
 }
@@ -84,12 +84,6 @@ void decompress(const ZvcDecompress& args, void* workspace, int blocks, cudaStre
 }
 
 }  // namespace
-
-// Few enough blocks of transfers to leave the compute beside them alone, and enough to fill the bus.
-ZvcTuning& zvc_tuning() {
-  static ZvcTuning tuning{.blocks_out = 8, .blocks_in = 16, .early = false};
-  return tuning;
-}
 
 size_t zvc_compress_workspace(const ZvcCompress& args) {
   return sizeof(uint64_t) * size_t(kStatuses + ceil_div(args.n, tile_elements(args.itemsize)));

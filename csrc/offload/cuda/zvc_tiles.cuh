@@ -5,14 +5,13 @@
 //   and places by one scan over the warp, four rows in one register. The tile's non-zeros are packed in shared memory.
 //   Where they go is the sum of the counts of all tiles before: a warp of its own looks back over the words that these
 //   have published (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016), 128 of
-//   them in one trip to L2, while the others write the tile before, a line per warp and store, ask for the next one,
-//   and count it. So nobody waits for a trip to L2, and a tile that is late holds up others only after a round.
+//   them in one trip to L2. It does so a round after the tile's own count was published, when most others are there,
+//   and has a round of time; the tile is written in the round after that, a line per warp and store.
 // Decompressing, in three: the mask's bits are counted by tiles and groups of tiles, the groups' counts are summed, and
 //   every tile reads its values, whose place it now knows, into shared memory and spreads them from there.
 //
-// Registers: 16 of input. Shared memory: compressing three tiles, one that is filled by asynchronous copies and two
-// that
-//   are packed, two blocks on an SM. Decompressing one tile.
+// Registers: 16 of input, asked for a round ahead. Shared memory: compressing three tiles, one that is packed, one
+//   whose start is looked for, one that is written; two blocks on an SM. Decompressing one tile.
 // Cost: the bytes of x, mask and values, once each; decompressing reads the mask, at most a sixteenth of x, twice. A
 //   tile waits for one barrier when it is compressed, for two when it is spread.
 #pragma once
@@ -56,9 +55,9 @@ constexpr int64_t tile_elements(int itemsize) {
   return kTileBytes / itemsize;
 }
 
+constexpr int kPacked = 3;  // tiles of a block that are packed and not all written
 struct CompressShared {
-  alignas(16) unsigned char input[kTileBytes];
-  alignas(16) unsigned char packed[2][kTileBytes];
+  alignas(16) unsigned char packed[kPacked][kTileBytes];
   int64_t tiles[2], starts[2];
   int counts[2][kWarps];
 };
@@ -167,7 +166,8 @@ __device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, i
         const unsigned silent = __ballot_sync(kAll, !knows && (odd[i] == 0 || even[i] == 0));
         const int first = sums != 0 ? __ffs(int(sums)) - 1 : kWarp;  // the nearest that knows
         if (silent != 0 && __ffs(int(silent)) - 1 < first) {
-          if (pair >= 0) load_statuses(statuses + 2 * pair, even[i], odd[i]);
+          pause();  // what is asked for all the time is late
+          if (pair >= 0 && (odd[i] == 0 || even[i] == 0)) load_statuses(statuses + 2 * pair, even[i], odd[i]);
           continue;
         }
         before += __reduce_add_sync(kAll, lane < first ? unsigned(odd[i]) + unsigned(even[i]) : 0u);
@@ -183,27 +183,29 @@ __device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, i
   }
 }
 
-// Begins to copy this thread's pieces of a tile; zeros behind the end.
+// This thread's pieces of a tile; zeros behind the end.
 template <int kItem>
-__device__ __forceinline__ void fetch(const ZvcCompress& args, int64_t tile, unsigned char* to, int warp, int lane) {
+__device__ __forceinline__ void fetch(const ZvcCompress& args, int64_t tile, uint4 (&pieces)[kRows], int warp,
+                                      int lane) {
   using T = typename Element<kItem>::T;
-  const bool aligned = reinterpret_cast<uint64_t>(args.x) % kPieceBytes == 0;
-  const auto* x = static_cast<const unsigned char*>(args.x);
+  const auto* x = static_cast<const unsigned char*>(args.x) + tile * kTileBytes;
+  const int64_t left = args.n * kItem - tile * kTileBytes;
+  if (left >= kTileBytes && reinterpret_cast<uint64_t>(x) % kPieceBytes == 0) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) pieces[r] = reinterpret_cast<const uint4*>(x)[(warp * kRows + r) * kWarp + lane];
+    return;
+  }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int piece = ((warp * kRows + r) * kWarp + lane) * kPieceBytes;
-    const int64_t left = args.n * kItem - tile * kTileBytes - piece;
-    const int bytes = left >= kPieceBytes ? kPieceBytes : left > 0 ? int(left) : 0;
-    const unsigned char* from = bytes > 0 ? x + tile * kTileBytes + piece : x;
-    if (aligned) {
-      copy_async_padded(to + piece, from, bytes);
-    } else {
-      auto* elements = reinterpret_cast<T*>(to + piece);
-      for (int i = 0; i < Tile<kItem>::kPiece; ++i)
-        elements[i] = i * kItem < bytes ? reinterpret_cast<const T*>(from)[i] : T(0);
+    uint32_t words[kPieceBytes / 4] = {};
+#pragma unroll
+    for (int i = 0; i < Tile<kItem>::kPiece; ++i) {
+      if (piece + (i + 1) * kItem <= left)
+        words[i * kItem / 4] |= uint32_t(reinterpret_cast<const T*>(x + piece)[i]) << (i * kItem % 4 * 8);
     }
+    pieces[r] = uint4{words[0], words[1], words[2], words[3]};
   }
-  copy_commit();
 }
 
 // Writes `count` elements to values[start...], as far as they fit: words of 4 bytes, a line of 128 per warp and store.
@@ -243,21 +245,17 @@ struct Counted {
   __device__ int row_count(int r) const { return byte_of(last_before, r) + byte_of(last_own, r); }
 };
 
-// Takes this thread's pieces of a tile from where they were fetched to.
 template <int kItem>
-__device__ __forceinline__ void count(Counted<kItem>& to, const unsigned char* input, int warp, int lane) {
-  to.rows = 0;
+__device__ __forceinline__ void count(Counted<kItem>& own, int lane) {
+  own.rows = 0;
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    to.pieces[r] = reinterpret_cast<const uint4*>(input)[(warp * kRows + r) * kWarp + lane];
-    to.rows |= piece_bits<kItem>(to.pieces[r]) << (8 * r);
-  }
+  for (int r = 0; r < kRows; ++r) own.rows |= piece_bits<kItem>(own.pieces[r]) << (8 * r);
   // Four sums in four bytes: those before a lane are at most 31 * 8, and what overflows in sums up to the last lane
   // goes away with that lane's own count.
-  const uint32_t own = bytes_set(to.rows);
-  to.before = inclusive_sum(own, lane) - own;
-  to.last_before = __shfl_sync(kAll, to.before, kWarp - 1);
-  to.last_own = __shfl_sync(kAll, own, kWarp - 1);
+  const uint32_t set = bytes_set(own.rows);
+  own.before = inclusive_sum(set, lane) - set;
+  own.last_before = __shfl_sync(kAll, own.before, kWarp - 1);
+  own.last_own = __shfl_sync(kAll, set, kWarp - 1);
 }
 
 template <int kItem>
@@ -287,62 +285,56 @@ __device__ __forceinline__ void pack(const Counted<kItem>& from, int row_start, 
 
 // Run by kThreads that work and a warp that looks back. workspace: a counter and a word per tile, zeros; aligned to 16
 // bytes.
-template <int kItem, bool kEarly = false>
+template <int kItem>
 __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, CompressShared& shared) {
   using T = typename Element<kItem>::T;
   const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
   const bool looks_back = warp == kWarps;
   const int64_t tiles = ceil_div(args.n, Tile<kItem>::kElements);
   uint64_t* const statuses = workspace + kStatuses;
+  const auto packed = [&](int round) { return reinterpret_cast<T*>(shared.packed[round % kPacked]); };
 
   if (thread < 2) shared.tiles[thread] = take_tile(workspace);
   __syncthreads();
-  // The tile that is written, the one that is counted, and the one that is asked for.
-  int64_t last = tiles, tile = min(shared.tiles[0], shared.tiles[1]), next = max(shared.tiles[0], shared.tiles[1]);
-  if constexpr (kEarly) {
-    __syncthreads();
-    if (thread == 0) shared.tiles[0] = take_tile(workspace);
-  }
-  int last_count = 0;
-  if (!looks_back && tile < tiles) fetch<kItem>(args, tile, shared.input, warp, lane);
-  for (int stage = 0; tile < tiles || last < tiles; stage ^= 1) {
-    Counted<kItem> own;
+  // The tiles of this round and those before and after it. What is none is behind the end.
+  int64_t tile = min(shared.tiles[0], shared.tiles[1]), next = max(shared.tiles[0], shared.tiles[1]);
+  int64_t last = tiles, before_last = tiles;
+  int last_count = 0, before_last_count = 0;
+  Counted<kItem> own;
+  if (!looks_back && tile < tiles) fetch<kItem>(args, tile, own.pieces, warp, lane);
+  for (int round = 0; tile < tiles || last < tiles || before_last < tiles; ++round) {
+    const int stage = round % 2;
     if (!looks_back && tile < tiles) {
-      copy_wait<0>();
-      count<kItem>(own, shared.input, warp, lane);
-      if (kEarly && next < tiles) fetch<kItem>(args, next, shared.input, warp, lane);
+      count<kItem>(own, lane);
       write_mask<kItem>(args, tile, own.rows, warp, lane);
       int sum = 0;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) sum += own.row_count(r);
       if (lane == 0) shared.counts[stage][warp] = sum;
     }
-    __syncthreads();  // counts are there, and the last tile's start; it is packed, and the one before it is written
+    __syncthreads();  // counts are there, and the start of the tile before the last, which is packed
     const WarpSums sums = warp_sums(shared.counts[stage], warp, lane);
-    int64_t after = 0;
-    if constexpr (kEarly)
-      after = shared.tiles[stage];
-    else if (last < tiles)
-      next = shared.tiles[stage ^ 1];
+    if (round > 0) next = shared.tiles[stage ^ 1];
     if (looks_back) {
       int64_t taken = 0;
       if (lane == 0) taken = take_tile(workspace);
-      if (tile < tiles) {
-        if (lane == 0) store_status(statuses + tile, uint64_t(sums.all) | (tile == 0 ? kSumCount : kOwnCount));
-        const int64_t start = look_back(statuses, tile, sums.all, lane);
-        if (lane == 0) shared.starts[stage] = start;
-        if (lane == 0 && tile == tiles - 1) *args.size = start + sums.all;
+      if (lane == 0 && tile < tiles)
+        store_status(statuses + tile, uint64_t(sums.all) | (tile == 0 ? kSumCount : kOwnCount));
+      if (last < tiles) {
+        const int64_t start = look_back(statuses, last, last_count, lane);
+        if (lane == 0) shared.starts[stage ^ 1] = start;
+        if (lane == 0 && last == tiles - 1) *args.size = start + last_count;
       }
-      if (lane == 0) shared.tiles[kEarly ? stage ^ 1 : stage] = taken;
+      if (lane == 0) shared.tiles[stage] = taken;
     } else {
-      if (!kEarly && next < tiles) fetch<kItem>(args, next, shared.input, warp, lane);
-      if (tile < tiles) pack<kItem>(own, sums.before, reinterpret_cast<T*>(shared.packed[stage]));
-      if (last < tiles)
-        write_values<kItem>(args, shared.starts[stage ^ 1], last_count,
-                            reinterpret_cast<const T*>(shared.packed[stage ^ 1]), thread);
+      if (tile < tiles) pack<kItem>(own, sums.before, packed(round));
+      if (next < tiles) fetch<kItem>(args, next, own.pieces, warp, lane);
+      if (before_last < tiles)
+        write_values<kItem>(args, shared.starts[stage], before_last_count, packed(round + 1), thread);
     }
-    last = tile, tile = next, last_count = sums.all;
-    if (kEarly) next = after;
+    before_last = last, before_last_count = last_count;
+    last = tile, last_count = sums.all;
+    tile = next;
   }
 }
 
@@ -384,16 +376,23 @@ __device__ __forceinline__ int read_values(const ZvcDecompress& args, int64_t st
   constexpr int kPiece = Tile<kItem>::kPiece;
   const int lead = int(reinterpret_cast<uint64_t>(args.values) % kPieceBytes) / kItem;
   const T* const values = static_cast<const T*>(args.values) - lead;
+  const T* const all = args.all != nullptr ? static_cast<const T*>(args.all) - lead : nullptr;
   const int64_t end = args.available + lead;
   start += lead;
   const int first = int(start % kPiece), pieces = (first + count + kPiece - 1) / kPiece;
   for (int p = thread; p < pieces; p += kThreads) {
     const int64_t at = start - first + p * kPiece;
     T* const to = reinterpret_cast<T*>(memory) + p * kPiece;
-    if (at >= lead && at + kPiece <= end) {
-      copy_async<kPieceBytes>(to, values + at);
+    const bool behind = all != nullptr && at >= end;
+    const T* const source = behind ? all : values;
+    if (at >= lead && at + kPiece <= (behind ? args.n + lead : end) &&
+        (!behind || reinterpret_cast<uint64_t>(all + at) % kPieceBytes == 0)) {
+      copy_async<kPieceBytes>(to, source + at);
     } else {
-      for (int i = 0; i < kPiece; ++i) to[i] = at + i >= lead && at + i < end ? values[at + i] : T(0);
+      for (int i = 0; i < kPiece; ++i) {
+        const int64_t k = at + i;
+        to[i] = k < lead ? T(0) : k < end ? values[k] : all != nullptr && k < args.n + lead ? all[k] : T(0);
+      }
     }
   }
   copy_commit();

@@ -26,6 +26,7 @@ _BACKENDS = ("copy", "managed", "reference")
 _SAME_SECONDS = 0.1
 """Share by which a step's time may differ from the one that was planned with before it is planned again."""
 _SAME_RATE = 0.25
+_SAME_DENSITY = 0.02
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
 _PENDING = 8
@@ -81,8 +82,9 @@ class offload:
         budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string
             like ``"4GB"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves what hides behind compute, and
             nothing else. Parameters, gradients, workspaces and what the program holds itself do not count.
-        compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter; ``"zvc"``,
-            ``"rle"``: that codec for every float32, float16 and bfloat16 tensor; None: never.
+        compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter and there is
+            a budget (without one nothing may take from compute, as the codec would); ``"zvc"``, ``"rle"``: that codec
+            for every float32, float16 and bfloat16 tensor; None: never.
         backend: ``"copy"``: pinned host memory and a stream per direction; ``"managed"``: managed memory that is
             prefetched, for devices that share memory with the host; ``"reference"``: plain torch, synchronous, on every
             device; on the CPU it copies to a second place in host memory.
@@ -283,6 +285,7 @@ class offload:
                 old is None
                 or old.signature != signature
                 or not _same(old.seconds, seconds)
+                or not _as_sparse(old, timeline)
                 or not _close(old.link, link)
             ):
                 memory.planned[device] = self._planned(timeline, first, signature, seconds, link)
@@ -308,15 +311,19 @@ class offload:
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
         movable = [moves_any and may_move and i < last for i, (_, _, may_move) in enumerate(first)]
+        # Without a budget nothing may take from compute, as the codec's kernels would.
+        codec = None if self._budget is None and self._compress == "auto" else self._compress
         # The codec's memory is taken off the budget.
         staging = 0
-        if self._compress is not None:
+        if codec is not None:
             sizes = [
-                self._engine.staging(t.bytes, t.itemsize) for t, m in zip(timeline.tensors, movable, strict=True) if m
+                self._engine.staging(t.bytes, t.itemsize, t.density)
+                for t, m in zip(timeline.tensors, movable, strict=True)
+                if m and (self._compress != "auto" or t.density < 1)
             ]
             staging = max(sizes, default=0)
         budget = None if self._budget is None else max(self._budget - staging, 0)
-        made = plan_movable(timeline, budget, link, "auto" if self._compress is not None else None, movable)
+        made = plan_movable(timeline, budget, link, "auto" if codec is not None else None, movable)
         room = _MOST if self._budget is None else self._budget
         if not made.met:
             # What the running operations need: each tensor, and the one after it. Back as early as that allows.
@@ -325,7 +332,10 @@ class offload:
             early = [Move(m.tensor, timeline.forward, m.compressed) for m in made.moves]
             made = simulate(timeline, early, room - staging, link=link)
         moves = {m.tensor: m.compressed for m in made.moves}
-        tensors = [(bytes, itemsize, i in moves, moves.get(i, False)) for i, (bytes, itemsize, _) in enumerate(first)]
+        tensors = [
+            (bytes, itemsize, i in moves, moves.get(i, False), timeline.tensors[i].density)
+            for i, (bytes, itemsize, _) in enumerate(first)
+        ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
         return _Planned(timeline, signature, seconds, link, made, _C.OffloadSchedule(tensors, back, min(room, _MOST)))
 
@@ -359,6 +369,12 @@ def _with_densities(timeline: Timeline, known: Sequence[bool], old: _Planned | N
             for t, k, before in zip(timeline.tensors, known, old.timeline.tensors, strict=True)
         ),
     )
+
+
+def _as_sparse(old: _Planned, timeline: Timeline) -> bool:
+    """Whether what comes back compressed is about as large as was planned with."""
+    pairs = ((old.timeline.tensors[m.tensor], timeline.tensors[m.tensor]) for m in old.plan.moves if m.compressed)
+    return all(abs(before.density - now.density) <= _SAME_DENSITY for before, now in pairs)
 
 
 def _same(old: float | None, new: float | None) -> bool:

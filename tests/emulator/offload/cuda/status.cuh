@@ -29,6 +29,7 @@ inline void store_status(uint64_t* p, uint64_t status) {
   // Words of one tile arrive in order.
   emulator::messages.push_back([=] { *p = *p > status ? *p : status; });
 }
+inline void pause() {}
 inline int64_t take_tile(uint64_t* counter) {
   emulator::yield();
   return int64_t((*counter)++);
