@@ -101,6 +101,7 @@ def codec_entry(codec: str, device: str, dtype: str, density: float, size: int) 
                 "decompress": Candidate(lambda _: decompress(words_used, values[:used], x.shape)),
             },
             device,
+            at_most=0.1,
         )
         floor = (x.nbytes + packed) / copy_rate(device, size) * 1e3
         rows = []
