@@ -27,6 +27,8 @@ _SAME_SECONDS = 0.1
 """Share by which a step's time may differ from the one that was planned with before it is planned again."""
 _SAME_RATE = 0.25
 _SAME_DENSITY = 0.02
+_WORTH = 0.85
+"""Share of a tensor's size that compressed it must stay below: kernels write to the host more slowly than copies."""
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
 _PENDING = 8
@@ -313,27 +315,28 @@ class offload:
         movable = [moves_any and may_move and i < last for i, (_, _, may_move) in enumerate(first)]
         # Without a budget nothing may take from compute, as the codec's kernels would.
         codec = None if self._budget is None and self._compress == "auto" else self._compress
+        seen = _worth_compressing(timeline) if codec == "auto" else timeline
         # The codec's memory is taken off the budget.
         staging = 0
         if codec is not None:
             sizes = [
                 self._engine.staging(t.bytes, t.itemsize, t.density)
-                for t, m in zip(timeline.tensors, movable, strict=True)
-                if m and (self._compress != "auto" or t.density < 1)
+                for t, m in zip(seen.tensors, movable, strict=True)
+                if m and (codec != "auto" or t.density < 1)
             ]
             staging = max(sizes, default=0)
         budget = None if self._budget is None else max(self._budget - staging, 0)
-        made = plan_movable(timeline, budget, link, "auto" if codec is not None else None, movable)
+        made = plan_movable(seen, budget, link, "auto" if codec is not None else None, movable)
         room = _MOST if self._budget is None else self._budget
         if not made.met:
             # What the running operations need: each tensor, and the one after it. Back as early as that allows.
             pairs = itertools.pairwise(t.bytes for t in timeline.tensors)
             room = max([room, *(a + b + staging for a, b in pairs)])
             early = [Move(m.tensor, timeline.forward, m.compressed) for m in made.moves]
-            made = simulate(timeline, early, room - staging, link=link)
+            made = simulate(seen, early, room - staging, link=link)
         moves = {m.tensor: m.compressed for m in made.moves}
         tensors = [
-            (bytes, itemsize, i in moves, moves.get(i, False), timeline.tensors[i].density)
+            (bytes, itemsize, i in moves, moves.get(i, False), seen.tensors[i].density)
             for i, (bytes, itemsize, _) in enumerate(first)
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
@@ -369,6 +372,17 @@ def _with_densities(timeline: Timeline, known: Sequence[bool], old: _Planned | N
             for t, k, before in zip(timeline.tensors, known, old.timeline.tensors, strict=True)
         ),
     )
+
+
+def _worth_compressing(timeline: Timeline) -> Timeline:
+    """The timeline, with nothing said about the zeros of tensors that a copy brings out whole in the time in which the
+    codec's kernel brings them out compressed."""
+
+    def known(t: Saved) -> Saved:
+        n = t.bytes // max(t.itemsize, 1)
+        return t if n * t.density * t.itemsize + n / 8 < _WORTH * t.bytes else replace(t, density=1.0)
+
+    return replace(timeline, tensors=tuple(map(known, timeline.tensors)))
 
 
 def _as_sparse(old: _Planned, timeline: Timeline) -> bool:
