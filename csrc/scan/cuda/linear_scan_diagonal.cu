@@ -16,10 +16,12 @@ namespace {
 constexpr int64_t kWalkWarps = 3, kWalkSms = 4;
 constexpr int64_t kWalkT = 1024;
 constexpr int64_t kManyWarpsPerSm = 2;
-// Steps of a tile's warp are halved down to kLeastSteps where there are fewer tiles, or blocks, per SM.
+// Steps of a tile's warp: as many as let so many blocks onto an SM, but no fewer than kLeastSteps, to which they also
+// shrink where there would be fewer tiles per SM. A long tile is one that fewer wait for.
 constexpr int kMostSteps = 32, kLeastSteps = 8;
-constexpr int64_t kTilesPerSm = 6;
-constexpr int kLeastBlocksPerSm = 2, kMostBlocksPerSm = 3;
+constexpr int64_t kTilesPerSm = 2;
+template <bool kGradients>
+constexpr int kBlocksPerSm = kGradients ? 2 : 3;
 
 template <typename T, bool kGradients, bool kMany>
 __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ DiagonalGradients g, int64_t slabs_per_row) {
@@ -28,7 +30,8 @@ __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ Diagon
 }
 
 template <typename T, bool kGradients>
-__global__ void __launch_bounds__(kTileThreads, kMostBlocksPerSm) tiles_kernel(const __grid_constant__ Tiles tiles) {
+__global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<kGradients>)
+    tiles_kernel(const __grid_constant__ Tiles tiles) {
   extern __shared__ __align__(128) unsigned char memory[];
   run_tiles<T, kGradients>(tiles, memory);
 }
@@ -94,14 +97,14 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   };
   int steps = kMostSteps;
   while (steps > kLeastSteps &&
-         (tiles.slabs * chunks(steps) < kTilesPerSm * sms || blocks(steps) < kLeastBlocksPerSm)) {
-    steps /= 2;
+         (blocks(steps) < kBlocksPerSm<kGradients> || tiles.slabs * chunks(steps) < kTilesPerSm * sms)) {
+    steps -= 4;
   }
   // As even as can be; a short T is one chunk of a few steps per warp.
   tiles.chunks = chunks(steps);
   tiles.steps = int(ceil_div(s.T, kTileWarps * tiles.chunks));
   const int64_t shared = tile_shared_bytes<T>(tiles.steps, kGradients), all = tiles.slabs * tiles.chunks;
-  const int64_t resident = sms * std::clamp<int64_t>(blocks(tiles.steps), 1, kMostBlocksPerSm);
+  const int64_t resident = sms * std::clamp<int64_t>(blocks(tiles.steps), 1, kBlocksPerSm<kGradients>);
 
   const bool sums = g.summed && g.grad_A != nullptr, apart = sums && tiles.chunks > 1;
   const int64_t counts = tiles.chunks > 1 ? 16 + ceil_div(4 * all, 16) * 16 : 0;
