@@ -2,10 +2,11 @@
 
     python examples/char_lm.py               # at most two minutes on two CPU cores; uses a GPU if there is one
     python examples/char_lm.py --text my_book.txt --hidden 512 --seconds 600
+    python examples/char_lm.py --cell mingru # a stack of minGRUs beside the GRU, each for so many seconds
 
 At the end it prints the bits per character on the last tenth of the text, which it has not trained on, a sample, and
 what one training step costs with Weft's GRU and with torch.nn.GRU, which must agree on every gradient, and by which
-algorithm Weft's ran.
+algorithm Weft's ran; with ``--cell mingru``, what both models reached, and how fast.
 """
 
 from __future__ import annotations
@@ -41,6 +42,39 @@ class CharLM(nn.Module):
         return self.scores(output), state
 
 
+class MinGRUBlock(nn.Module):
+    """A minGRU and a layer of the width of its input, added to that input. Gates that do not look at the state see what
+    came before only through the layers below, so that there have to be several."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gru = weft.nn.MinGRU(width, hidden)
+        self.mix = nn.Sequential(nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        output, state = self.gru(self.norm(x), state)
+        return x + self.mix(output), state
+
+
+class MinGRULM(nn.Module):
+    """Embedding, blocks of minGRUs, and a linear layer that scores the next character."""
+
+    def __init__(self, characters: int, embedding: int, hidden: int, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(characters, embedding)
+        self.blocks = nn.ModuleList(MinGRUBlock(embedding, hidden) for _ in range(layers))
+        self.scores = nn.Sequential(nn.LayerNorm(embedding), nn.Linear(embedding, characters))
+
+    def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As of :class:`CharLM`; the state is (layers, B, H)."""
+        x, states = self.embedding(tokens), []
+        for layer, block in enumerate(self.blocks):
+            x, last = block(x, None if state is None else state[layer])
+            states.append(last)
+        return self.scores(x), torch.stack(states)
+
+
 def streams(tokens: Tensor, batch: int) -> Tensor:
     """The text cut into `batch` columns of equal length, (T, B), read in parallel."""
     length = len(tokens) // batch
@@ -52,8 +86,9 @@ def learning_rate(peak: float, step: int, progress: float) -> float:
     return peak * min(1.0, (step + 1) / 20) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(model: CharLM, tokens: Tensor, options: argparse.Namespace) -> None:
-    """Truncated back-propagation through time: the state is carried from one piece of the text to the next."""
+def train(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> float:
+    """Truncated back-propagation through time: the state is carried from one piece of the text to the next. Returns the
+    characters per second."""
     columns = streams(tokens, options.batch)
     steps_per_epoch = (len(columns) - 1) // options.length
     if steps_per_epoch == 0:
@@ -88,10 +123,12 @@ def train(model: CharLM, tokens: Tensor, options: argparse.Namespace) -> None:
                 smooth = value if smooth is None else 0.9 * smooth + 0.1 * value
                 speed = (step + 1) * options.batch * options.length / (time.perf_counter() - start)
                 bar.set_postfix_str(f"loss {smooth:.3f}, {speed:,.0f} characters/s")
+        loss.item()
+        return bar.n * options.batch * options.length / (time.perf_counter() - start)
 
 
 @torch.no_grad()
-def bits_per_character(model: CharLM, tokens: Tensor) -> float:
+def bits_per_character(model: nn.Module, tokens: Tensor) -> float:
     """Mean of -log2 p of each held-out character given those before it, in 16 columns read in parallel."""
     columns = streams(tokens, min(16, max(1, len(tokens) // 64)))
     total, count, state = 0.0, 0, None
@@ -104,9 +141,9 @@ def bits_per_character(model: CharLM, tokens: Tensor) -> float:
 
 
 @torch.no_grad()
-def sample(model: CharLM, vocabulary: Vocabulary, length: int, temperature: float = 0.7) -> str:
+def sample(model: nn.Module, vocabulary: Vocabulary, length: int, temperature: float = 0.7) -> str:
     """Text drawn from the model character by character, beginning after a new line."""
-    device = model.scores.weight.device
+    device = model.embedding.weight.device
     first = "\n" if "\n" in vocabulary.characters else vocabulary.characters[0]
     token = vocabulary.encode(first).to(device)[None]
     state, drawn = None, []
@@ -160,6 +197,7 @@ def compare(model: CharLM, tokens: Tensor, options: argparse.Namespace, repeats:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a UTF-8 file to train on (default: Python's documentation)")
+    parser.add_argument("--cell", default="gru", choices=("gru", "mingru"), help="mingru: train that, too")
     parser.add_argument("--algorithm", default="auto", help="of the GRU (default: auto)")
     parser.add_argument("--seconds", type=float, default=75, help="train at most this long (default 75)")
     parser.add_argument("--steps", type=int, default=3000, help="train at most this many steps (default 3000)")
@@ -198,12 +236,26 @@ def main(arguments: list[str] | None = None) -> float:
     example = torch.zeros(options.length, options.batch, options.embedding, device=options.device)
     console.print(str(weft.explain(model.gru, example)), markup=False)
 
-    train(model, tokens, options)
+    speed = train(model, tokens, options)
     bits = bits_per_character(model, held_out)
+    if options.cell == "mingru":
+        other = MinGRULM(len(vocabulary), options.embedding, options.hidden).to(options.device)
+        table = Table(title="Bits per character of held-out text, and speed of training")
+        for name in ("", "parameters", "bits per character", "characters/s"):
+            table.add_column(name, justify="right" if name else "left")
+        rows = [("GRU", model, speed, bits)]
+        speed = train(other, tokens, options)
+        bits = bits_per_character(other, held_out)
+        for name, net, its_speed, its_bits in (*rows, ("minGRU", other, speed, bits)):
+            size = sum(p.numel() for p in net.parameters())
+            table.add_row(name, f"{size:,}", f"{its_bits:.3f}", f"{its_speed:,.0f}")
+        console.print(table)
     console.rule("sample")
-    console.print(sample(model, vocabulary, options.sample), markup=False, highlight=False)
+    drawn_by = other if options.cell == "mingru" else model
+    console.print(sample(drawn_by, vocabulary, options.sample), markup=False, highlight=False)
     console.rule()
-    console.print(compare(model, tokens, options, repeats=3 if options.quick else 15))
+    if options.cell == "gru":
+        console.print(compare(model, tokens, options, repeats=3 if options.quick else 15))
     console.print(f"held-out bits per character: [bold]{bits:.3f}[/bold]")
     return bits
 

@@ -66,6 +66,18 @@ def test_char_lm(algorithm, capsys):
     assert ran in (("persistent", "scan") if algorithm == "auto" else (algorithm,))
 
 
+def test_char_lm_with_a_mingru_beside(tmp_path, capsys):
+    text = tmp_path / "own.txt"
+    text.write_text("the weft goes over and under the warp. " * 400)
+    arguments = ["--cell", "mingru", "--text", str(text), "--hidden", "32", "--batch", "8", "--length", "32"]
+    bits = example("char_lm.py")["main"]([*arguments, "--steps", "150", "--sample", "10", "--device", "cpu"])
+    assert bits < 1.5
+    table = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [row[0].strip() for row in table] == ["GRU", "minGRU"]
+    assert float(table[0][2]) < 1.0 and float(table[1][2]) == pytest.approx(bits, abs=1e-3)
+    assert all(float(row[3].replace(",", "")) > 0 for row in table)
+
+
 @pytest.mark.parametrize("algorithm", ["auto", "torch"])
 def test_greedy_decoder(algorithm, capsys):
     assert example("greedy_decoder.py")["main"](["--quick", "--device", "cpu", "--algorithm", algorithm]) > 0.8
