@@ -185,6 +185,7 @@ WALKED = [
     Case(2, 1, 8, 1, x0=False),
     Case(32, 2, 40, 4),
     Case(33, 1, 72, 4, x0=False),
+    Case(64, 1, 40, 4),
     Case(300, 3, 24, 4),
     Case(300, 1, 136, 4, x0=False),
     Case(40, 2, 40, 2, constant=True),
@@ -209,7 +210,7 @@ def test_the_tiles_on_a_processor(size: int, tmp_path) -> None:
     assert passes(by_tiles(emulated.build("diagonal_tiles", tmp_path, SIZE=size)), size, CASES)
 
 
-@pytest.mark.parametrize(("size", "many"), [(2, True), (4, True), (8, False)])
+@pytest.mark.parametrize(("size", "many"), [(2, True), (4, False), (4, True), (8, False)])
 def test_the_walk_on_a_processor(size: int, many: bool, tmp_path) -> None:
     assert passes(by_walk(emulated.build("diagonal_walk", tmp_path, SIZE=size, MANY=many)), size, WALKED)
 

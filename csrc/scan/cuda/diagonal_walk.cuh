@@ -11,7 +11,7 @@
 //   memory's pages are visited.
 // Registers: the state, and the rows of a stage that the lane owns.
 // Cost: 115 ns per stage, for a wait and the copies, and per step 11 ns forward, 17 with gradients, of which the
-//   dependent FMA is the least part. So few warps take long stages, and need 14 and 24 ns per step. `kMany` of them
+//   dependent FMA is the least part. So few warps take long stages, and need 13 and 24 ns per step. `kMany` of them
 //   are bound by the memory, and long stages would only let them drift apart.
 #pragma once
 #include <cstdint>
@@ -27,8 +27,8 @@ struct WalkShape {
   // Of a lane. Wide rows are kind to the memory's pages where there are warps enough without them.
   static constexpr int kChannels = kGradients && kMany && sizeof(T) == 4 ? 2 : 1;
   static constexpr int kLaneBytes = kChannels * int(sizeof(T)), kWidth = 32 * kChannels, kRowBytes = 32 * kLaneBytes;
-  static constexpr int kSteps = (kMany ? 16 : 32) / (kLaneBytes == 8 ? 2 : 1);
-  static constexpr int kStages = !kMany       ? (kGradients ? 5 : 7)
+  static constexpr int kSteps = (kMany ? 16 : kGradients ? 32 : 64) / (kLaneBytes == 8 ? 2 : 1);
+  static constexpr int kStages = !kMany       ? (kGradients ? 5 : 4)
                                  : kGradients ? (kLaneBytes == 8 ? 8 : 5)
                                               : (kLaneBytes == 2 ? 12 : 6);
   static constexpr int kInputs = kGradients ? 3 : 2, kInputBytes = kSteps * kRowBytes;
@@ -163,7 +163,7 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
       }
     };
     const int64_t steps = s.T - stage * kSteps;
-    if (steps > kSteps) {
+    if (steps > kSteps || (!kGradients && steps == kSteps)) {
       Lane a[kSteps], value[kSteps], previous[kSteps];
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {

@@ -11,9 +11,9 @@
 namespace weft::scan {
 namespace {
 
-// Thresholds. A walk reads at its warps' own pace, which is that of the memory from this part of a warp per SM on; with
-// fewer warps it takes as long, which a short T does not notice.
-constexpr int64_t kWalkWarps = 3, kWalkSms = 4;
+// Thresholds. A walk takes 13 to 24 ns per step however little a step reads. So it keeps up with the memory where a
+// step of all channels has so many bytes per SM, and what it loses on less a short T does not notice.
+constexpr int64_t kWalkBytesPerSm = 96;
 constexpr int64_t kWalkT = 1024;
 constexpr int64_t kManyWarpsPerSm = 2;
 // Steps of a tile's warp: as many as let so many blocks onto an SM, but no fewer than kLeastSteps, to which they also
@@ -136,8 +136,9 @@ void run(DiagonalGradients g, const Workspace& workspace, cudaStream_t stream) {
   merge_rows(g);
   const LinearScan& s = g.scan;
   const bool pieces = in_pieces(g, sizeof(T));
-  const int64_t warps = s.B * ceil_div(s.H, int64_t(32)), sms = device_limits().sm_count;
-  if (!pieces || (kWalkSms * warps < kWalkWarps * sms && s.T > kWalkT)) {
+  const int64_t sms = device_limits().sm_count, warps = s.B * ceil_div(s.H, int64_t(32));
+  const bool wide = s.B * s.H * int64_t(sizeof(T)) >= kWalkBytesPerSm * sms;
+  if (!pieces || !(wide || s.T <= kWalkT)) {
     tile<T, kGradients>(g, pieces, workspace, stream);
   } else if (warps > kManyWarpsPerSm * sms) {
     walk<T, kGradients, true>(g, stream);
