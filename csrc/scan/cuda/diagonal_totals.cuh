@@ -2,9 +2,9 @@
 // state has, with a bound of the terms that make up the value. Product and value may cancel to something far smaller
 // than either, and a product overflows or underflows where the recurrence itself does not.
 //
-// A float state has totals in double. Their range is enough: where a product underflows, the state's share has
-// underflowed before; where it overflows, the total says so, and the steps are run again. A double state has totals in
-// pairs of doubles, and a product a 64-bit power of two of its own.
+// A float state has totals in double. Where their range is left, the steps are run again: a product that overflows says
+// so, and one that underflows takes along a share of the state that is nothing to a float, which may only not grow back
+// unseen. A double state has totals in pairs of doubles, and a product a 64-bit power of two of its own.
 #pragma once
 #include <cstdint>
 
@@ -156,7 +156,8 @@ struct Total<float> {
     value = fma(double(a), value, double(b));
     magnitude = fma(fabs(double(a)), magnitude, fabs(double(b)));
   }
-  __device__ void normalise() {}
+  // So large that what underflows in four steps, for any state, is below the roundings of this bound.
+  __device__ void normalise() { magnitude = fmax(magnitude, 0x1p-300); }
   __device__ void then(const Total& later) {
     value = fma(later.product, value, later.value);
     magnitude = fma(fabs(later.product), magnitude, later.magnitude);
