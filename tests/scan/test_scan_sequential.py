@@ -201,6 +201,16 @@ def test_without_gradients_it_is_a_sequential_whatever_the_layers() -> None:
     net.requires_grad_(False)
     assert net(x).grad_fn is None
     assert ScanSequential()(x.requires_grad_()) is x
+    assert ScanSequential(nn.Sequential(), nn.Sequential(nn.Sequential()))(x) is x
+
+
+def test_lazy_layers() -> None:
+    net, x = ScanSequential(nn.LazyLinear(3), nn.Tanh()), torch.randn(2, 4)
+    for _ in range(2):
+        found = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+        want = torch.autograd.grad(nn.Sequential(*net)(x).square().sum(), list(net.parameters()))
+        for a, b in zip(found, want, strict=True):
+            assert_close(a, b)
 
 
 def test_refusals() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .._torch_private import differentiated_by_transform, in_transform, keeps_graph
 from ..sparse import dropout_jacobian
@@ -244,12 +245,15 @@ class ScanSequential(nn.Sequential):
         return found
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not len(self) or not isinstance(input, Tensor):
+        if not torch.is_grad_enabled() or not isinstance(input, Tensor) or next(unrolled(self), None) is None:
             return super().forward(input)
         parameters = [p for p in self.parameters() if p.requires_grad]
-        if not (parameters or input.requires_grad):
+        # Lazy layers get their sizes in the first pass.
+        if not (parameters or input.requires_grad) or any(map(is_lazy, parameters)):
             return super().forward(input)
         if not torch.compiler.is_compiling() and (in_transform() or differentiated_by_transform(input, *parameters)):
             return super().forward(input)
         check_layers(self)
+        if input.dim() == 0:
+            raise ValueError("ScanSequential: input must have the batch first, got ()")
         return _Scan.apply(self, input, *parameters)
