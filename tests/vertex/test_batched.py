@@ -528,6 +528,12 @@ def test_explain_names_what_is_not_known(name, f):
     assert relative_error(m(graphs, x), evaluate(m.step, [[[], [], [0, 1]]], x)) < 1e-6
 
 
+@pytest.mark.parametrize("hidden", [61, 67, 71, 73])
+def test_no_hidden_size_is_taken_for_the_number_of_vertices(hidden):
+    graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
+    assert weft.explain(weft.vertex.models.TreeLSTM(5, hidden), graphs, torch.randn(3, 5)).executor == "batched"
+
+
 class Random(weft.VertexFunction):
     """Pushes what dropout leaves of ones, in the frontiers and before them, and hands on what it leaves of its sum."""
 

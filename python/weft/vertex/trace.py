@@ -128,10 +128,10 @@ def _line(error: Exception) -> str:
 
 
 def _row_counts(taken: Sequence[int]) -> tuple[int, ...]:
-    """Two pairs of numbers of vertices and children: primes that are no size of anything."""
-    used, found, p = set(taken), [], 61
+    """Two pairs of numbers of vertices and children: primes that are no size of anything, nor of equal parts of it."""
+    used, found, p = {size for size in taken if size}, [], 61
     while len(found) < 4:
-        if p not in used and all(p % q for q in range(2, int(p**0.5) + 1)):
+        if all(size % p for size in used) and all(p % q for q in range(2, int(p**0.5) + 1)):
             found.append(p)
         p += 1
     return tuple(found)
