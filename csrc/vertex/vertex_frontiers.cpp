@@ -186,7 +186,7 @@ struct Run {
       const int64_t rows = std::max(task.count, task.num_edges);
       if (task.level == 0 || rows > most || rows * weights > kMultiplyAdds) break;
     }
-    return first + 1 < tasks.size() ? first : tasks.size();
+    return first + 2 < tasks.size() ? first : tasks.size();
   }
 
   void steps(const std::vector<Step>& list, const Task& task, Executor& executor) const {

@@ -124,10 +124,8 @@ class CudaExecutor final : public Executor {
   }
 
   bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) override {
-    if (!program_->fused || places_.size() > size_t{kMaxFrontierBuffers} ||
-        matrices_.size() > size_t{kMaxTailMatrices}) {
-      return false;
-    }
+    const bool fits = places_.size() <= size_t{kMaxFrontierBuffers} && matrices_.size() <= size_t{kMaxTailMatrices};
+    if (!program_->fused || !fits || at::cuda::getCurrentDeviceProperties()->major < 8) return false;
     jit::Kernel& kernel = compiled_tail(steps, backward);
     TailArguments a{arguments_};
     for (size_t i = 0; i < places_.size(); ++i) {
