@@ -18,6 +18,7 @@ from benchmarks.common import CASE_KEYS, parse_case, significant
 
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
 NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG-11", "lenet5": "LeNet-5"}
+NAMES |= {f"blocks{n}": f"{n} blocks" for n in (8, 16, 32, 64, 128, 256)}
 METRICS = {
     "forward": "forward",
     "backward": "backward",
