@@ -18,7 +18,7 @@ from weft import _costs
 from weft._rnn import choice, costs
 from weft._rnn.case import Case
 
-from benchmarks import common, fit, fitting, geometries, packages, rnn, scan, stages
+from benchmarks import common, fit, fitting, geometries, packages, rnn, scan, sparse, stages
 
 
 def row(case: str, metric: str = "forward_backward", mine: float = 1.0, peers: float = 2.0, **other: str) -> dict:
@@ -610,6 +610,10 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "measured_products", lambda: products)
     scans = [stages.Timed("rnn.scan_warp.gru", 206.0, 6.0, (0.0, 0.0, 100.0))] * 50
     monkeypatch.setattr(stages, "measured", lambda minutes: scans)
+    chains = dict.fromkeys(
+        ("link", "aligned", "dense", "listed", "windowed", "vector", "product", "call", "layer"), 3.25
+    )
+    monkeypatch.setattr(sparse, "fit", lambda device: chains)
     monkeypatch.setattr(fit, "measure_layers", lambda minutes: ["one: too odd"])
     monkeypatch.setattr(fit, "rows", lambda name: _fast_gpu_rows(2.0))
 
@@ -622,6 +626,9 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     found, tables = _costs.read(tmp_path / "half.json")
     assert found == gpu and tables["products"] == products and "rows" in tables["rnn.scan.gru.32"]["from"]
     assert tables["rnn.recurrence.grid.forward"]["from"] == "extrapolated from NVIDIA H200"
+    assert {
+        n: v for kind in ("clock", "chip", "memory", "fixed") for n, v in tables[sparse.COSTS][kind].items()
+    } == chains
     assert "50 scans" in tables["rnn.scan_warp.gru"]["from"] and tables.keys() == _costs.reference().tables.keys()
 
 
