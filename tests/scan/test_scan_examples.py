@@ -6,21 +6,27 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.common import DEVICES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytest.importorskip("sklearn")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("schedule", ["auto", "1"])
-def test_lenet_scan(schedule: str, capsys: pytest.CaptureFixture) -> None:
+def test_lenet_scan(schedule: str, device: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # which the scan never uses
     main = runpy.run_path(str(EXAMPLES / "lenet_scan.py"))["main"]
-    scan, autograd = main(["--quick", "--device", "cpu", "--schedule", schedule])
+    scan, autograd = main(["--quick", "--device", device, "--schedule", schedule])
     assert len(scan) == len(autograd) == 5
     assert scan == pytest.approx(autograd, rel=1e-4)
     assert "largest difference of the two curves" in capsys.readouterr().out
 
 
-def test_vgg11_pruned(capsys: pytest.CaptureFixture) -> None:
-    plan = runpy.run_path(str(EXAMPLES / "vgg11_pruned.py"))["main"](["--quick", "--device", "cpu"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_vgg11_pruned(device: str, capsys: pytest.CaptureFixture) -> None:
+    plan = runpy.run_path(str(EXAMPLES / "vgg11_pruned.py"))["main"](["--quick", "--device", device])
     assert plan.levels == 0 and plan.flops < sum(flops for _, flops in plan.baseline)
     assert "critical path" in capsys.readouterr().out
