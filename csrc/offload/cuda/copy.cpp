@@ -224,8 +224,8 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes) {
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<size_t>(bytes, 16));
 }
 
-// Of kernels that use host memory: few enough to leave the compute beside them alone, and enough to fill the bus.
-constexpr int kBlocksOut = 8, kBlocksIn = 16;
+// Of kernels that use host memory: enough to fill the bus beside compute, which each of them slows down.
+constexpr int kBlocksOut = 12, kBlocksIn = 16;
 
 int64_t mask_bytes(int64_t n) {
   return 4 * ceil_div(n, 32);
