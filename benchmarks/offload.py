@@ -8,7 +8,8 @@ copies; the share of non-zeros behind every ReLU of the networks of cDMA, before
 substring of the case or the metric.
 
 The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
-the rates of pinned copies, all measured in the same run.
+the rates of pinned copies, all measured in the same run. A step that the bus holds up, and save_on_cpu's, is the median
+of 4 after one warm-up: it takes long, and as long as the next.
 """
 
 from __future__ import annotations
