@@ -16,7 +16,7 @@ import argparse
 import importlib.util
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -189,6 +189,42 @@ def _measure_diagonal(name: str, H: int, B: int, T: int, dtype: str, device: str
     return rows
 
 
+HOST_CALLS = 100
+
+
+def _host_entry(device: str = "cuda") -> Entry:
+    """Time of the host per call of a small diagonal scan, and of its gradients alone, beside an operation that launches
+    nothing."""
+    H, B, T = 64, 4, 64
+    name = case_name(op="linear_scan", device=device, dtype="fp32", layout="diagonal", H=H, B=B, T=T)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        A, b = torch.rand(T, B, H, device=device), torch.randn(T, B, H, device=device)
+        x = weft.scan.linear_scan(A, b)
+        calls = {
+            "forward": lambda: weft.scan.linear_scan(A, b),
+            "backward": lambda: torch.ops.weft.linear_scan_backward(b, A, x, None, False, False, [True, True, False]),
+            "empty_like": lambda: torch.empty_like(b),
+        }
+
+        def repeated(call: Callable[[], object]) -> Candidate:
+            def run(_: object) -> None:
+                for _ in range(HOST_CALLS):
+                    call()
+
+            return Candidate(run)
+
+        times = measure({key: repeated(call) for key, call in calls.items()}, "cpu")
+        us = {key: time * 1e3 / HOST_CALLS for key, time in times.items()}
+        return [
+            results.put(name, f"host_{key}", "us", us[key], "empty_like", us["empty_like"])
+            for key in ("forward", "backward")
+        ]
+
+    return Entry(name, ("host_forward", "host_backward"), run)
+
+
 def _streams(A: Tensor, b: Tensor, weight: Tensor, metric: str) -> list[Tensor]:
     """Two tensors read and one written; with gradients, three more read and two written."""
     with torch.no_grad():
@@ -259,6 +295,7 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
     for dtype in ("bf16", "fp16"):
         for B, H, T in ((8, 1536, 16384), (8, 1536, 65536), (1, 768, 65536)):
             yield _diagonal_entry(H, B, T, dtype)
+    yield _host_entry()
     yield _dense_entry(20, 16, 30000)
     for cell in GATES:
         yield _memory_entry(LayerCase(cell, 20, 16, 30000, algorithm=algorithm))

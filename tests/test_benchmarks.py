@@ -178,6 +178,16 @@ def test_diagonal_scans_are_measured_against_their_streams(tmp_path, monkeypatch
     assert all(float(r["weft"]) > 0 and float(r["peer_value"]) > 0 for r in rows)
 
 
+def test_host_time_of_small_scans(tmp_path, monkeypatch):
+    monkeypatch.setenv("WEFT_COMMIT", "abc")
+    rows = scan._host_entry("cpu").run(common.Results(tmp_path / "scan.csv"))
+    assert [(r["metric"], r["unit"], r["peer"]) for r in rows] == [
+        ("host_forward", "us", "empty_like"),
+        ("host_backward", "us", "empty_like"),
+    ]
+    assert all(0 < float(r["peer_value"]) < float(r["weft"]) for r in rows)
+
+
 def test_the_figure_of_diagonal_scans(tmp_path):
     from benchmarks.figures import scan as figures  # here, because it needs matplotlib
 
