@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import _VF, Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "onnx_exporting",
     "parse_to",
     "tracing_context",
+    "uncached_parametrizations",
     "without_modes",
 ]
 
@@ -108,3 +113,14 @@ def autograd_inside_an_op() -> torch._C._ForceDispatchKeyGuard:
     for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
         excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+@contextmanager
+def uncached_parametrizations() -> Iterator[None]:
+    """What torch.nn.utils.parametrize makes in here stays out of the cache of its ``cached()``, and comes from none."""
+    caching = parametrize._cache_enabled
+    parametrize._cache_enabled -= caching
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled += caching

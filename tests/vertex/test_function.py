@@ -590,6 +590,10 @@ def test_hooks_and_parametrizations(executor):
     assert relative_error(out, before) < 1e-6
     out.sum().backward()
     assert all(p.grad is not None for p in m.parameters())
+    m = copy.deepcopy(m)
+    with nn.utils.parametrize.cached():
+        for _ in range(2):
+            assert relative_error(m(GRAPHS, x, executor=executor), before) < 1e-6
 
 
 @executors

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_private import without_modes
+from .._torch_private import uncached_parametrizations, without_modes
 from .program import Constant, Operation, Program, Ref, Symbol, classify
 from .vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
 
@@ -522,6 +522,7 @@ def _aside() -> Iterator[None]:
             if not torch._C._are_functorch_transforms_active():  # which refuse these hooks
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
             stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
+            stack.enter_context(uncached_parametrizations())
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
