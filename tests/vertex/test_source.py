@@ -174,7 +174,11 @@ def test_written_kernels_say_what_the_interpreter_does(make, fuse, dtype, tmp_pa
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in MODELS), ("childsum", "float64"), ("treelstm", "bfloat16"), ("norms", "float16")],
+    [
+        *((name, "float32") for name in ("treelstm", "treefc", "rvnn", "norms")),
+        ("childsum", "float64"),
+        ("treelstm", "bfloat16"),
+    ],
 )
 def test_the_last_frontiers_in_one_kernel(name, dtype, tmp_path):
     check_written_kernels(MODELS[name], True, dtype, tmp_path, tail=True)
@@ -257,7 +261,7 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
         arguments.tasks, arguments.count = places.array("tasks").data_ptr(), count
         arguments.first, arguments.apart = (len(places.tasks) - 1, -1) if backward else (first, 1)
         kernel = tail_library(compiled, backward, tmp_path / f"tail{int(backward)}")
-        kernel.run(ctypes.byref(arguments), 3, 7)
+        kernel.run(ctypes.byref(arguments), 2, 7)
 
     def run(steps, backward: bool, tasks) -> None:
         last = next(i for i, task in enumerate(places.tasks) if task.level > 0)
