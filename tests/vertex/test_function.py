@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weft.vertex import models
+from weft.vertex import function, models
 
 from tests.common import DEVICES, relative_error
 from tests.vertex.naive import evaluate
@@ -881,6 +881,43 @@ def test_calls_leave_nothing_alive():
     del m
     gc.collect()
     assert dead() is None
+
+
+CHANGES = {
+    "nothing": (lambda m: None, False),
+    "values": (lambda m: m.W.weight.data.mul_(2), False),
+    "requires_grad": (lambda m: m.U.weight.requires_grad_(False), True),
+    "dtype": (lambda m: m.double(), True),
+    "parameter": (lambda m: setattr(m.W, "bias", nn.Parameter(torch.zeros(8))), True),
+    "submodule": (lambda m: setattr(m, "W", nn.Linear(3, 8)), True),
+    "attribute": (lambda m: setattr(m, "scale", 2.0), True),
+    "renamed": (lambda m: m._buffers.update(b=m._buffers.pop("a")), True),
+    "eval": (lambda m: m.eval(), True),
+    "hook": (lambda m: m.W.register_forward_hook(lambda *_: None), True),
+    "tensors in a tuple": (lambda m: setattr(m, "kept", (torch.ones(1),)), True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_like_the_one_before_is_known(change, monkeypatch):
+    m, x = models.TreeLSTM(3, 2), rows()
+    m.register_buffer("a", torch.ones(1))
+    m(GRAPHS, x)
+    change, noticed = CHANGES[change]
+    change(m)
+    asked = []
+    prepare = function.prepare
+    monkeypatch.setattr(function, "prepare", lambda *a: asked.append(a) or prepare(*a))
+    x = x.to(m.W.weight.dtype)
+    out = m(GRAPHS, x)
+    assert bool(asked) == noticed
+    assert relative_error(out, m(GRAPHS, x, executor="reference")) < 1e-6
+    asked.clear()
+    m(GRAPHS, x, executor="reference")
+    with torch.no_grad():
+        m(GRAPHS, x)
+    m(weft.Graphs.from_children(CHILDREN), x)
+    assert len(asked) == 3
 
 
 @executors
