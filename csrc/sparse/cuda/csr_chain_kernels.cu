@@ -7,6 +7,7 @@
 // reads, which saves its barrier; its own result is written by the way. Links travel in the kernel's parameters, kLinks
 // of them a launch: nothing is copied to the device, and a captured graph holds all it needs.
 #include <algorithm>
+#include <bit>
 
 #include "common/element.cuh"
 #include "common/integers.h"
@@ -216,7 +217,8 @@ void launch_chain(Chain& chain, const Counter& counter, cudaStream_t stream) {
   constexpr const char* kName = "csr_chain";
   const auto kernel = csr_chain_kernel<I, T, kSamples>;
   if (work <= kTurns * kLargestCluster) {
-    const int64_t blocks = std::min<int64_t>(work, kLargestCluster);
+    // A power of two: other sizes are not for every device.
+    const int64_t blocks = std::min<int64_t>(std::bit_ceil(uint64_t(work)), kLargestCluster);
     if (runs_in_clusters(kName, kernel, blocks, kThreads, 0)) {
       return launch_cluster(kName, kernel, blocks, kThreads, 0, stream, chain);
     }
