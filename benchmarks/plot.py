@@ -37,6 +37,7 @@ README_ROWS = (
     ("rnn", "cell=gru device=cuda dtype=fp32 H=128 B=1 T=1", "decode"),
     ("rnn", "cell=gru device=cpu dtype=fp32 H=512 B=32 T=256 threads=2", "forward_backward"),
     ("scan", "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1", "backward"),
+    ("offload", "model=vgg19 device=cuda dtype=fp32 B=64 budget=0", "step"),
     ("sparse", "model=vgg11_pruned device=cuda dtype=fp32 B=1 schedule=auto", "input_gradients_captured"),
 )
 

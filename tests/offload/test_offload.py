@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import threading
+import types
 import warnings
 import weakref
 
@@ -19,7 +20,7 @@ import weft
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from weft.offloading import OffloadReport, offload
+from weft.offloading import Link, OffloadReport, Saved, Timeline, offload
 
 cuda = pytest.mark.cuda
 ENGINES = [
@@ -1412,6 +1413,16 @@ def test_device_memory_is_freed() -> None:
         torch.cuda.synchronize()
         off.report()
         assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_room_is_what_operations_and_the_codec_need(count: int) -> None:
+    off = everything(compress="zvc", keep_last=0)
+    off._engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 7 * bytes)
+    saved = [Saved(4000, k, 2 * count - 1 - k) for k in range(count)]
+    timeline = Timeline((1.0,) * (2 * count), count, tuple(saved))
+    planned = off._planned(timeline, [(4000, 4, True)] * count, (), None, Link())
+    assert len(planned.plan.moves) == count and planned.plan.peak_bytes <= 8000
 
 
 @cuda

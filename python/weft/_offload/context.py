@@ -330,8 +330,8 @@ class offload:
         room = _MOST if self._budget is None else self._budget
         if not made.met:
             # What the running operations need: each tensor, and the one after it. Back as early as that allows.
-            pairs = itertools.pairwise(t.bytes for t in timeline.tensors)
-            room = max([room, *(a + b + staging for a, b in pairs)])
+            sizes = [t.bytes for t in timeline.tensors]
+            room = max(room, staging + max([*sizes, *(a + b for a, b in itertools.pairwise(sizes))]))
             early = [Move(m.tensor, timeline.forward, m.compressed) for m in made.moves]
             made = simulate(seen, early, room - staging, link=link)
         moves = {m.tensor: m.compressed for m in made.moves}
