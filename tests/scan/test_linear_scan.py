@@ -602,7 +602,8 @@ def test_one_start_for_the_batch(layout: str, device: str) -> None:
     starts = torch.randn(4, 5, dtype=torch.float64, device=device)
     detached = [t.detach() for t in (A, b)]
     mapped = torch.func.vmap(lambda start: linear_scan(*detached, start, **flags))(starts)
-    assert torch.equal(mapped, torch.stack([linear_scan(*detached, start, **flags) for start in starts]))
+    # Not to the last bit: how a scan runs may depend on the alignment of its rows.
+    assert_close(mapped, torch.stack([linear_scan(*detached, start, **flags) for start in starts]))
     half = [t.detach().half().requires_grad_() for t in leaves]
     grad_x0 = torch.autograd.grad(linear_scan(*half, **flags), half[2], weight.half())[0]
     assert grad_x0.dtype == torch.float16 and grad_x0.shape == (5,)

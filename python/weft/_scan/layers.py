@@ -180,11 +180,12 @@ class MinLSTM(_Min):
     _gates = 2
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, torch.dtype]:
-        f, i, candidate = self.linear(x).chunk(3, -1)
-        # sigmoid(f) / (sigmoid(f) + sigmoid(i)) without a quotient of two numbers that may both be zero.
-        more = F.softplus(-i) - F.softplus(-f)
-        b = torch.sigmoid(-more) * self._candidate(candidate)
-        return torch.sigmoid(more), b, b.dtype
+        gates = self.linear(x)
+        f, i, candidate = gates.chunk(3, -1)
+        # sigmoid(f) / (sigmoid(f) + sigmoid(i)) without a quotient of two numbers that may both be zero. Autocast takes
+        # softplus to float32.
+        more = (F.softplus(-i) - F.softplus(-f)).to(gates.dtype)
+        return torch.sigmoid(more), torch.sigmoid(-more) * self._candidate(candidate), gates.dtype
 
 
 class RGLRU(_ScanLayer):
