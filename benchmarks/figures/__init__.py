@@ -24,6 +24,8 @@ METRICS = {
     "backward": "backward",
     "forward_backward": "forward + backward",
     "forward_backward_captured": "forward + backward, captured",
+    "host_forward": "the host's time of a forward call",
+    "host_backward": "the host's time of a backward call",
     "peak_memory": "peak memory of a step",
     "memory_beyond_torch": "memory beyond torch's",
     "error": "error against fp64",
