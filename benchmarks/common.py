@@ -261,19 +261,22 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     gc.collect()  # a cycle that nobody has collected yet may hold such a leaf's node
     before, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
-    # torch leaves the stream of a capture that fails current, and its generator in the capture.
+    pool = torch.cuda.graph_pool_handle()
+    # torch leaves the stream of a capture that fails current, and its generator and its allocator in the capture.
     with torch.cuda.stream(stream):
         stream.wait_stream(before)
         for _ in range(3):
             run()
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                 results = run()
         except BaseException:
             generator = torch.cuda.default_generators[stream.device_index]
             seed = generator.initial_seed()
             generator.graphsafe_set_state(torch.Generator(stream.device).graphsafe_get_state())
             generator.manual_seed(seed)
+            with contextlib.suppress(RuntimeError):  # where the capture was ended
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             raise
     before.wait_stream(stream)
 

@@ -2,20 +2,14 @@
 // ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph. Gradients of matrices run
 // on a second stream.
 //
-// Cost. A frontier of a binary Tree-LSTM is a product and a kernel each way, one after the other: on an H200 about 3.5
-// us for the kernel and 7 us for a product of few rows (its 512 x 1280 weights come from L2), 2.2 and 4 us of the host.
-// So a training step on sentiment trees, H = X = 256, fp32, is expected to take, in ms,
+// The last frontiers, which are small, are one kernel each way (tail.jit.cu).
 //
-//   trees                                  1     25    64    256
-//   frontiers, both ways                   0.42  0.45  0.5   0.55   20 to 26 levels, what is above the arithmetic
-//   arithmetic at 40 TFLOP/s               -     0.07  0.2   0.7
-//   loads and stores of kernels at 4 TB/s  -     0.01  0.02  0.08
-//   the rest: products for all vertices,   0.1   0.1   0.1   0.1    by torch, before and after the frontiers
-//   expected                               0.6   0.65  0.8   1.4
-//   host, hidden but for its start         0.7   0.7   0.75  0.9    tracing's look-up, autograd, launches
-//   floor                                  0.05  0.06  0.1   0.45   50 barriers of 0.94 us; 60 TFLOP/s
+// Cost. A training step of a binary Tree-LSTM on sentiment trees, H = X = 256, fp32, measured on an H200, in ms:
 //
-// For one tree the host is the longer one; a CUDA graph of the step removes that.
+//   trees                                1     25    64    256
+//   device, captured in a CUDA graph     0.29  0.54  0.72  1.5
+//   as called from Python                0.98  1.04  1.09  1.72   a good part of it wakes autograd's thread
+//   floor                                0.05  0.06  0.1   0.45   50 barriers of 0.94 us; 60 TFLOP/s
 #include "vertex/vertex_frontiers.h"
 
 #include <ATen/cuda/CUDAContext.h>
