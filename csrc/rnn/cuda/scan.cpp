@@ -176,8 +176,8 @@ void recover_gates(const ScanShape& shape, const Tensor& input, const Tensor& h0
   if (!gru) {
     // c[t] = f c[t-1] + i g
     const Tensor forget = results.gates.view({T, B, 4 * H}).narrow(2, H, H);
-    scan::linear_scan_cuda(
-        {forget, into_cells, c0.squeeze(0), /*diagonal=*/true, shape.reverse, /*transpose=*/false}, results.cells);
+    scan::linear_scan_cuda({forget, into_cells, c0.squeeze(0), /*diagonal=*/true, shape.reverse, /*transpose=*/false},
+                           results.cells);
   }
 }
 
