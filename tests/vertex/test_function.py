@@ -920,6 +920,75 @@ def test_a_call_like_the_one_before_is_known(change, monkeypatch):
     assert len(asked) == 3
 
 
+def counted(monkeypatch) -> list:
+    asked, prepare = [], function.prepare
+    monkeypatch.setattr(function, "prepare", lambda *a: asked.append(a) or prepare(*a))
+    return asked
+
+
+def test_a_known_call_differs_in_nothing_that_counts(monkeypatch):
+    m, x = models.TreeLSTM(3, 2), rows()
+    asked = counted(monkeypatch)
+
+    def noticed(call) -> bool:
+        m(GRAPHS, x)
+        asked.clear()
+        call()
+        return bool(asked)
+
+    def inside(context):
+        with context:
+            m(GRAPHS, x)
+
+    assert not noticed(lambda: m(GRAPHS, x))
+    assert noticed(lambda: inside(torch.no_grad()))
+    assert noticed(lambda: inside(torch.inference_mode()))
+    assert noticed(lambda: inside(torch.autocast("cpu", torch.bfloat16)))
+    assert noticed(lambda: inside(weft.vertex.options(lazy=False)))
+    assert noticed(lambda: inside(weft.vertex.options(fuse=False)))
+    assert noticed(lambda: m(GRAPHS, x.clone().requires_grad_()))
+    assert noticed(lambda: m(GRAPHS, x, executor="batched"))
+    values = {name: p.detach() * 2 for name, p in m.named_parameters()}
+    assert noticed(lambda: torch.func.functional_call(m, values, (GRAPHS, x)))
+
+
+def test_a_copy_that_shares_what_was_compiled_runs_with_its_own_weights():
+    m, x = models.TreeLSTM(3, 2), rows()
+    m(GRAPHS, x)
+    copy = m._replicate_for_data_parallel()
+    copy._modules = dict(m._modules, W=nn.Linear(3, 8))
+    assert relative_error(copy(GRAPHS, x), copy(GRAPHS, x, executor="reference")) < 1e-6
+    assert relative_error(m(GRAPHS, x), m(GRAPHS, x, executor="reference")) < 1e-6
+
+
+def test_what_changes_while_a_call_is_traced_counts_at_the_next():
+    class Late(weft.VertexFunction):
+        scale = 1.0
+
+        def vertex(self, v):
+            v.push(v.pull() * self.scale)
+            self.scale = 3.0
+
+    m, x = Late(1), torch.randn(2, 4)
+    leaves = weft.Graphs.from_children([[[]], [[]]])
+    m(leaves, x)
+    assert m.scale == 3.0
+    for _ in range(2):
+        assert torch.equal(m(leaves, x), x * 3)
+
+
+def test_a_known_call_keeps_no_graph_of_parameters():
+    """Parameters that functional_call puts in are results of other steps, which end when these are gone."""
+    m, x = models.TreeLSTM(3, 2), rows()
+    leaf = torch.ones(1, requires_grad=True)
+    values = {name: p.detach() * leaf for name, p in m.named_parameters()}
+    torch.func.functional_call(m, values, (GRAPHS, x)).sum().backward()
+    dead = weakref.ref(values["W.weight"])
+    del values
+    gc.collect()
+    assert dead() is None
+
+
 @executors
 def test_calls_leave_no_cycles(executor):
     """What a step saved is freed with it, not when cycles are collected."""

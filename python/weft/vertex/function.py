@@ -20,7 +20,7 @@ from ._schedule import Kind, schedule
 from .compiler import compile_traces
 from .graphs import Graphs
 from .ir import Unsupported
-from .known import HOOKS, Known, modes
+from .known import HOOKS, Known, Snapshot, modes
 from .options import current
 from .program import Program, Programs
 from .trace import Trace, trace
@@ -66,7 +66,7 @@ class _Module(nn.Module):
     def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
         compiled = _compiled(self)
         known = compiled.known
-        rows = None if known is None else known.rows(graphs, inputs, executor)
+        rows = None if known is None else known.rows(self, graphs, inputs, executor)
         if rows is not None:
             compiled.program = known.program
             outputs = known.run(graphs, rows)
@@ -271,6 +271,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     for f in functions:
         if type(f).vertex is VertexFunction.vertex and "vertex" not in f.__dict__:
             f.vertex(None)
+    before = Snapshot.of(module)  # what changes from here on is for the next call to look at
     state = _ModuleState(module)
     device = _device(name, graphs, rows, state.tensors)
     dtype = _state_dtype(state.tensors, rows)
@@ -313,9 +314,11 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
         return batched.run(compiled, plan, levels, None, rows, state.by_name)
 
     def known(program: Program | Programs) -> Known | None:
-        if types is not None or torch._C._are_functorch_transforms_active():
+        if before is None or types is not None or torch._C._are_functorch_transforms_active():
             return None
-        return Known(module, rows, executor, device, kinds[0].limit, run_again, program)
+        if not rows and not state.tensors:  # the graphs alone say where it runs
+            return None
+        return Known(before, rows, executor, device, kinds[0].limit, run_again, program)
 
     return Call(called, "batched", executor, "compiled", run_batched, compiled, known)
 

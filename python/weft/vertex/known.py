@@ -41,7 +41,7 @@ class Snapshot:
     @staticmethod
     def of(module: nn.Module) -> Snapshot | None:
         """None where identity does not tell whether something changes: hooks, and tuples of other things than numbers
-        and strings."""
+        and strings; and where a tensor has a history, which would live on with it."""
         parts, found, hooks = [], [], []
         for m in module.modules():
             attributes = m.__dict__
@@ -52,12 +52,14 @@ class Snapshot:
             found += [t for table in tables for t in table.values() if isinstance(t, Tensor)]
             # The values are held, or another object might get the number of one that is gone.
             parts.append((m, type(m), [(t, [*t], [*map(id, t.values())], [*t.values()]) for t in tables]))
-        if any(hooks):
+        if any(hooks) or any(t.grad_fn is not None for t in found):
             return None
         return Snapshot(parts, [(t, _of_tensor(t)) for t in found], hooks)
 
-    def holds(self) -> bool:
-        """Whether all is as it was."""
+    def holds(self, module: nn.Module) -> bool:
+        """Whether it is of this very module, not one that a copy of it was made from, and all is as it was."""
+        if self._parts[0][0] is not module:
+            return False
         for m, kind, tables in self._parts:
             if type(m) is not kind:
                 return False
@@ -74,14 +76,14 @@ def _is_plain(value: object) -> bool:
 
 
 def _of_tensor(t: Tensor) -> tuple:
-    return t.requires_grad, t.dtype, t.shape, t.device
+    return type(t), t.requires_grad, t.dtype, t.shape, t.device
 
 
 class Known:
     """A call that passed all checks and ran batched, of a function without types.
 
     Args:
-        module: what was called.
+        snapshot: what was called, as it was before it was looked at.
         inputs: what was pulled.
         executor: what was asked for.
         device: of all tensors.
@@ -92,7 +94,7 @@ class Known:
 
     def __init__(
         self,
-        module: nn.Module,
+        snapshot: Snapshot,
         inputs: Mapping[str, Tensor],
         executor: str,
         device: torch.device,
@@ -100,17 +102,16 @@ class Known:
         run: Callable[[Graphs, Mapping[str, Tensor]], list[Tensor]],
         program: object,
     ):
-        self._snapshot = Snapshot.of(module)
+        self._snapshot = snapshot
         self._inputs = [(name, Spec.of(x), x.requires_grad) for name, x in inputs.items()]
         self._executor, self._device, self._slots = executor, device, slots
         self._modes, self._options = modes(device), current()[:2]
         self.run, self.program = run, program
 
-    def rows(self, graphs: object, inputs: object, executor: object) -> dict[str, Tensor] | None:
+    def rows(self, module: nn.Module, graphs: object, inputs: object, executor: object) -> dict[str, Tensor] | None:
         """The inputs of a call that differs in nothing that counts, None of any other."""
         if (
-            self._snapshot is None
-            or executor != self._executor
+            executor != self._executor
             or type(graphs) is not Graphs
             or torch._C._are_functorch_transforms_active()
             or torch.autograd.forward_ad._current_level >= 0
@@ -127,5 +128,5 @@ class Known:
                 return None
             if x.requires_grad != grad or x.dtype != spec.dtype or x.shape[1:] != spec.shape:
                 return None
-        same = modes(device) == self._modes and current()[:2] == self._options and self._snapshot.holds()
+        same = modes(device) == self._modes and current()[:2] == self._options and self._snapshot.holds(module)
         return dict(rows) if same else None
