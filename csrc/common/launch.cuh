@@ -67,6 +67,10 @@ constexpr int kPortableCluster = 8, kLargestCluster = 16;
 template <typename... Params>
 bool runs_in_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, dim3 block, size_t shared_bytes) {
   if (device_limits().compute_capability < 90 || blocks > kLargestCluster) return false;
+  // Code for an older architecture, which a newer device compiles for itself, has no barrier of a cluster.
+  cudaFuncAttributes attributes{};
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), name);
+  if (attributes.ptxVersion < 90) return false;
   if (blocks > kPortableCluster) {
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), name);
   }
@@ -77,7 +81,10 @@ bool runs_in_clusters(const char* name, void (*kernel)(Params...), int64_t block
   config.gridDim = unsigned(blocks), config.blockDim = block, config.dynamicSmemBytes = shared_bytes;
   config.attrs = &size, config.numAttrs = 1;
   int clusters = 0;
-  cuda_check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), name);
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // a size that the device does not know
+    return false;
+  }
   return clusters > 0;
 }
 

@@ -20,6 +20,8 @@ struct GridBarrier {
     } else {
 #if __CUDA_ARCH__ >= 900
       asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#else
+      __trap();
 #endif
     }
   }
@@ -36,6 +38,8 @@ struct GridBarrier {
     } else {
 #if __CUDA_ARCH__ >= 900
       asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#else
+      __trap();
 #endif
     }
   }

@@ -172,7 +172,11 @@ class Tree:
             return out
         links = self._links
         if links is None:
-            links = self._links = _links([J._pattern for J in matrices])
+            patterns = [J._pattern for J in matrices]
+            links = _links(patterns)
+            # What was converted is this call's: another stream, or a graph's replay, would not wait for it.
+            if len({p.crow.dtype for p in patterns if not p.diagonal}) <= 1:
+                self._links = links
         return _csr_chain(grad, *links, values)
 
 
