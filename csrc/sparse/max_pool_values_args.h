@@ -25,26 +25,27 @@ struct MaxPool {
 // element is of one window and one position, so that all windows together write every element once.
 template <typename F, typename G>
 WEFT_HOST_DEVICE inline void pool(const MaxPool& m, int window, F&& read, G&& write) {
-  int begin[2] = {window / m.output_width * m.stride[0] - m.padding[0],
-                  window % m.output_width * m.stride[1] - m.padding[1]};
-  const int sizes[2] = {m.height, m.width};
-  int end[2];
+  // A dilation may be far beyond the input.
+  int64_t begin[2] = {int64_t(window / m.output_width) * m.stride[0] - m.padding[0],
+                      int64_t(window % m.output_width) * m.stride[1] - m.padding[1]};
+  const int64_t sizes[2] = {m.height, m.width};
+  int64_t end[2];
   for (int d = 0; d < 2; ++d) {
-    end[d] = begin[d] + (m.kernel[d] - 1) * m.dilation[d] + 1;
+    end[d] = begin[d] + int64_t(m.kernel[d] - 1) * m.dilation[d] + 1;
     if (end[d] > sizes[d]) end[d] = sizes[d];
     while (begin[d] < 0) begin[d] += m.dilation[d];
   }
-  int picked = begin[0] * m.width + begin[1];
+  int64_t picked = begin[0] * m.width + begin[1];
   auto most = read(picked);
-  for (int h = begin[0]; h < end[0]; h += m.dilation[0]) {
-    for (int w = begin[1]; w < end[1]; w += m.dilation[1]) {
+  for (int64_t h = begin[0]; h < end[0]; h += m.dilation[0]) {
+    for (int64_t w = begin[1]; w < end[1]; w += m.dilation[1]) {
       const auto value = read(h * m.width + w);
       if (value > most || value != value) picked = h * m.width + w, most = value;
     }
   }
-  for (int h = begin[0]; h < end[0]; h += m.dilation[0]) {
-    for (int w = begin[1]; w < end[1]; w += m.dilation[1]) {
-      const int position = h * m.width + w;
+  for (int64_t h = begin[0]; h < end[0]; h += m.dilation[0]) {
+    for (int64_t w = begin[1]; w < end[1]; w += m.dilation[1]) {
+      const int64_t position = h * m.width + w;
       int e = m.crow[position];
       while (m.col[e] != window) ++e;
       write(e, position == picked);

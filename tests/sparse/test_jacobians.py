@@ -301,6 +301,13 @@ def test_max_pool2d(device: str, size: tuple, settings: dict, ties: bool) -> Non
 
 
 @device
+def test_max_pool2d_with_steps_beyond_the_input(device: str) -> None:
+    x = f64(2, 1, 3, 3, device=device)
+    for settings in ((1, 1, 0, 2**31 - 1), (1, 2**31 - 1, 0, 1)):
+        check(max_pool2d_jacobian(x, *settings), jacobians(lambda t, s=settings: F.max_pool2d(t, *s), x))
+
+
+@device
 def test_max_pool2d_picks_as_torch_does(device: str) -> None:
     x = torch.tensor([[1.0, 1, 3, float("nan")], [1, 1, float("nan"), 3], [0, -0.0, 2, 2], [0, 0, 1, 2]], device=device)
     x = x.view(1, 1, 4, 4).double()
