@@ -315,7 +315,9 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
     ++saves;
   }
   // The first use looks at what may be worth compressing; the next ones know by what they compressed.
-  if (schedule_ == nullptr && forward == 0 && b.eligible && engine.settings.codec == Codec::automatic) {
+  // Without a budget nothing is compressed.
+  if (schedule_ == nullptr && forward == 0 && b.eligible && engine.settings.budget &&
+      engine.settings.codec == Codec::automatic) {
     const Bytes bytes{b.source, b.hull.lo, b.hull.hi, b.dtype};
     if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
   }

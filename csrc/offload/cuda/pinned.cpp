@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <mutex>
@@ -18,11 +19,17 @@
 namespace weft::offload {
 namespace {
 
-constexpr int64_t kLarge = 16 << 20, kHugePage = 2 << 20, kPage = 4 << 10;
+constexpr int64_t kLarge = 16 << 20, kHugePage = 2 << 20;
 constexpr int64_t kThreads = 8;
 
-// Bytes of what was mapped here.
+int64_t page_size() {
+  static const int64_t size = sysconf(_SC_PAGESIZE);
+  return size;
+}
+
+// Bytes of what was mapped here, in this process: a child has the numbers, and not the memory.
 struct Mapped {
+  const pid_t owner = getpid();
   std::mutex mutex;
   std::unordered_map<void*, size_t> all;
 };
@@ -32,12 +39,13 @@ Mapped& mapped() {
 }
 
 void touch(char* data, int64_t bytes) {
-  const auto pages = [](char* begin, char* end) {
-    for (volatile char* p = begin; p < end; p += kPage) *p = 0;
+  const auto pages = [page = page_size()](char* begin, char* end) {
+    for (volatile char* p = begin; p < end; p += page) *p = 0;
   };
   const int64_t parts = std::clamp<int64_t>(std::thread::hardware_concurrency(), 1, kThreads);
   const int64_t part = ceil_div(ceil_div(bytes, parts), kHugePage) * kHugePage;
   std::vector<std::thread> threads;
+  threads.reserve(size_t(parts));
   int64_t begin = 0;
   try {
     for (; begin + part < bytes; begin += part) threads.emplace_back(pages, data + begin, data + begin + part);
@@ -51,10 +59,12 @@ void* allocate_mapped(int64_t bytes) {
   int device = 0, by_host_address = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&by_host_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device) != cudaSuccess ||
-      by_host_address == 0)
+      by_host_address == 0) {
+    cudaGetLastError();  // as below
     return nullptr;
+  }
   // Huge pages begin at multiples of their size; what lies around goes back at once.
-  const auto size = size_t(ceil_div(bytes, kPage) * kPage);
+  const auto size = size_t(ceil_div(bytes, page_size()) * page_size());
   void* const all = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (all == MAP_FAILED) return nullptr;
   const size_t before = size_t(-reinterpret_cast<intptr_t>(all)) % kHugePage;
@@ -65,6 +75,7 @@ void* allocate_mapped(int64_t bytes) {
   madvise(data, size, MADV_DONTFORK);  // or a child's copy on write may part the pages from their address
   touch(data, int64_t(size));
   if (cudaHostRegister(data, size, cudaHostRegisterPortable | cudaHostRegisterMapped) != cudaSuccess) {
+    cudaGetLastError();  // as below: cudaHostAlloc may still do
     munmap(data, size);
     return nullptr;
   }
@@ -77,13 +88,14 @@ void* allocate_mapped(int64_t bytes) {
 
 void* allocate_pinned(int64_t bytes) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  void* data = bytes >= kLarge ? allocate_mapped(bytes) : nullptr;
+  void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes) : nullptr;
   if (data != nullptr || cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;
   cudaGetLastError();  // or the next one who asks takes it for theirs
   return nullptr;
 }
 
 void free_pinned(void* data) {
+  if (mapped().owner != getpid()) return;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   size_t size = 0;
   {

@@ -10,11 +10,6 @@ constexpr uint64_t kOwnCount = uint64_t(1) << 62;  // of the tile alone
 constexpr uint64_t kSumCount = uint64_t(2) << 62;  // of all tiles up to it
 constexpr uint64_t kCountBits = kOwnCount - 1;
 
-__device__ __forceinline__ uint64_t load_status(const uint64_t* p) {
-  uint64_t status;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(status) : "l"(p) : "memory");
-  return status;
-}
 // Of a pair of tiles; each word by itself is whole. `p` is aligned to 16 bytes.
 __device__ __forceinline__ void load_statuses(const uint64_t* p, uint64_t& first, uint64_t& second) {
   asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(p) : "memory");

@@ -235,7 +235,6 @@ __device__ __forceinline__ void write_values(const ZvcCompress& args, int64_t st
   }
 }
 
-// workspace: the counter, and a status for each tile; all zero.
 // What a thread has of a tile: its pieces, their bits by rows, a byte each, and how many of these are set in the lanes
 // before and in all.
 template <int kItem>
@@ -267,7 +266,7 @@ __device__ __forceinline__ void write_mask(const ZvcCompress& args, int64_t tile
   if ((kItem == 2 || lane % 2 == 0) && place < ceil_div(args.n, 32)) args.mask[place] = word;
 }
 
-// Puts the non-zeros of this thread where they belong among those of the tile; `at`: of the warp's first.
+// Puts the non-zeros of this thread where they belong among those of the tile; `row_start`: of the warp's first.
 template <int kItem>
 __device__ __forceinline__ void pack(const Counted<kItem>& from, int row_start, typename Element<kItem>::T* packed) {
 #pragma unroll
