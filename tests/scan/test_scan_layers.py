@@ -227,3 +227,16 @@ def test_remembers() -> None:
 def test_bad_input(make_it, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         make_it()
+
+
+@layers
+@pytest.mark.parametrize("T", (0, 3))
+def test_the_last_state_is_no_view(name: str, T: int) -> None:
+    """Whoever resets a state changes neither the output nor the state before, and holds no more than the state."""
+    layer = make(name)
+    h_0 = torch.ones(2, layer.hidden_size)
+    output, h_n = layer(torch.randn(T, 2, layer.input_size), h_0)
+    before = output.detach().clone()
+    assert h_n.untyped_storage().nbytes() == h_n.numel() * h_n.element_size()
+    h_n.detach().zero_()
+    assert torch.equal(output, before) and torch.equal(h_0, torch.ones_like(h_0))

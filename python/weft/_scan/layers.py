@@ -77,9 +77,9 @@ class _ScanLayer(nn.Module):
             h_0 = h_0.expand(b.shape[1:])
         states = linear_scan(A, b, h_0)
         if states.size(0):
-            h_n = states[-1]
+            h_n = states[-1].clone()  # not a view: that would hold all states
         else:
-            h_n = b.new_zeros(b.shape[1:]) if h_0 is None else h_0
+            h_n = b.new_zeros(b.shape[1:]) if h_0 is None else h_0.clone()
         output = states.to(dtype)
         if self.batch_first:
             output = output.transpose(0, 1)
