@@ -6,11 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define WEFT_HOST_DEVICE __host__ __device__
-#else
-#define WEFT_HOST_DEVICE
-#endif
+#include "common/host_device.h"
 
 namespace weft::offload {
 

@@ -1,12 +1,7 @@
 // What the kernels of max_pool_values.h take, and how a window's element is picked. Torch-free.
 #pragma once
+#include "common/host_device.h"
 #include "sparse/types.h"
-
-#ifdef __CUDACC__
-#define WEFT_HOST_DEVICE __host__ __device__
-#else
-#define WEFT_HOST_DEVICE
-#endif
 
 namespace weft::sparse {
 
