@@ -302,9 +302,10 @@ def test_max_pool2d(device: str, size: tuple, settings: dict, ties: bool) -> Non
 
 @device
 def test_max_pool2d_with_steps_beyond_the_input(device: str) -> None:
+    # torch's CUDA kernel counts its steps in 32 bits and reads out of bounds here: the CPU's says what is right.
     x = f64(2, 1, 3, 3, device=device)
     for settings in ((1, 1, 0, 2**31 - 1), (1, 2**31 - 1, 0, 1)):
-        check(max_pool2d_jacobian(x, *settings), jacobians(lambda t, s=settings: F.max_pool2d(t, *s), x))
+        check(max_pool2d_jacobian(x, *settings), jacobians(lambda t, s=settings: F.max_pool2d(t, *s), x.cpu()))
 
 
 @device
