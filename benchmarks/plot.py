@@ -31,14 +31,15 @@ ROOMS: dict[str, ModuleType] = {
     "vertex": vertex_figures,
     "offload": offload_figures,
 }
-# Room, case, metric: one of each kind, beside the worst.
+# Room, case, metric, peers (None: all of them): one of each kind, beside the worst.
 README_ROWS = (
-    ("rnn", "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024", "forward_backward"),
-    ("rnn", "cell=gru device=cuda dtype=fp32 H=128 B=1 T=1", "decode"),
-    ("rnn", "cell=gru device=cpu dtype=fp32 H=512 B=32 T=256 threads=2", "forward_backward"),
-    ("scan", "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1", "backward"),
-    ("offload", "model=vgg19 device=cuda dtype=fp32 B=64 budget=0", "step"),
-    ("sparse", "model=vgg11_pruned device=cuda dtype=fp32 B=1 schedule=auto", "input_gradients_captured"),
+    ("rnn", "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024", "forward_backward", None),
+    ("rnn", "cell=gru device=cuda dtype=fp32 H=128 B=1 T=1", "decode", None),
+    ("rnn", "cell=gru device=cpu dtype=fp32 H=512 B=32 T=256 threads=2", "forward_backward", None),
+    ("scan", "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1", "backward", None),
+    ("sparse", "model=vgg11_pruned device=cuda dtype=fp32 B=1 schedule=auto", "input_gradients_captured", None),
+    ("vertex", "model=treelstm device=cuda dtype=fp32 H=256 B=25 executor=batched", "forward_backward", None),
+    ("offload", "model=vgg19 device=cuda dtype=fp32 B=64 budget=0", "step", ("plain", "save_on_cpu")),
 )
 
 
@@ -52,8 +53,9 @@ def readme_rows(results: Results) -> list[Row]:
     least."""
     grid = rnn.grid_rows(results.get("rnn", ())).values()
     found = [min(grid, key=lambda row: float(row["ratio"]))] if grid else []
-    for room, case, metric in README_ROWS:
-        found += [row for row in results.get(room, ()) if (row["case"], row["metric"]) == (case, metric)]
+    for room, case, metric, peers in README_ROWS:
+        rows = (row for row in results.get(room, ()) if (row["case"], row["metric"]) == (case, metric))
+        found += [row for row in rows if peers is None or row["peer"] in peers]
     return found
 
 

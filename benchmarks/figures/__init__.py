@@ -18,6 +18,8 @@ from benchmarks.common import CASE_KEYS, parse_case, significant
 
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
 NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG-11", "lenet5": "LeNet-5"}
+NAMES |= {"treelstm": "Tree-LSTM", "childsum": "child-sum Tree-LSTM", "treefc": "Tree-FC", "chainlstm": "LSTM chain"}
+NAMES |= {"vgg19": "VGG-19", "resnet152": "ResNet-152", "gpt": "GPT"}
 NAMES |= {f"blocks{n}": f"{n} blocks" for n in (8, 16, 32, 64, 128, 256)}
 METRICS = {
     "forward": "forward",
@@ -67,6 +69,8 @@ PEERS = {
     "no_policy": "without a policy",
     "python_hooks": "empty hooks in Python",
     "alone": "alone",
+    "eager": "eager PyTorch",
+    "captured": "PyTorch in a CUDA graph",
     "cusparse_spgemm": "cuSPARSE SpGEMM",
     "cusparse_spgemm_reuse": "cuSPARSE SpGEMMreuse",
     "operands_and_product": "operands and product",
@@ -98,7 +102,8 @@ def describe(case: str) -> str:
         words.append("1 input" if keys["inputs"] == "1" else f"{keys['inputs']} inputs")
     words += [f"{keys['threads']} threads"] if "threads" in keys else []
     words += [f'algorithm "{keys["algorithm"]}"'] if "algorithm" in keys else []
-    words += [f"{key} {value}" for key, value in keys.items() if key not in _DESCRIBED]
+    # The executor that "auto" takes goes without saying.
+    words += [f"{key} {v}" for key, v in keys.items() if key not in _DESCRIBED and (key, v) != ("executor", "batched")]
     return ", ".join(words)
 
 
