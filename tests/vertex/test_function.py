@@ -351,6 +351,18 @@ FOREIGN = torch.ones(3, requires_grad=True)
 FOREIGN_RESULT = FOREIGN * 2
 
 
+class Scaled(torch.autograd.Function):
+    """Of an argument and of what it finds outside."""
+
+    @staticmethod
+    def forward(ctx, x, *scale):
+        return x * (scale or (FOREIGN,))[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (grad, *(None for _ in ctx.needs_input_grad[1:]))
+
+
 def refused(vertex, inputs="default", graphs=GRAPHS, **modules):
     return vertex, inputs, graphs, modules
 
@@ -376,6 +388,8 @@ REFUSALS = {
     "negative slot": (ValueError, "negative", lambda s, v: both(v, v.pull() + v.gather(-1) + v.gather_sum())),
     "foreign": (RuntimeError, "requires grad", lambda s, v: both(v, v.pull() * FOREIGN + v.gather_sum())),
     "foreign result": (RuntimeError, "requires grad", lambda s, v: both(v, v.pull() * FOREIGN_RESULT + v.gather_sum())),
+    "foreign argument": (RuntimeError, "requires grad", lambda s, v: both(v, Scaled.apply(v.gather_sum(), FOREIGN))),
+    "foreign in a Function": (RuntimeError, "requires grad", lambda s, v: both(v, Scaled.apply(v.gather_sum()))),
     "slot above": (ValueError, "graph 0, vertex 2", lambda s, v: both(v, v.pull() + v.gather(0))),
     "nothing gathered": (ValueError, "graph 0, vertex 2", lambda s, v: v.push(v.pull())),
     "message that pulls": (RuntimeError, "pull", lambda s, v: both(v, v.gather_sum(lambda c: c + v.pull()))),
@@ -1071,6 +1085,25 @@ def test_runs_batched_on_cuda(net):
         aside = m(GRAPHS.to("cuda"), x)
         torch.cuda.current_stream().synchronize()
     assert torch.equal(aside, runs[0])
+
+
+@pytest.mark.cuda
+@executors
+def test_graphs_that_go_while_another_stream_reads_them(executor):
+    m, x = models.TreeLSTM(3, 2).cuda(), rows(device="cuda")
+    wanted = m(GRAPHS, x, executor=executor)
+    graphs = weft.Graphs.from_children(CHILDREN)
+    m(graphs, x, executor=executor)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        found = m(graphs, x, executor=executor)
+    del graphs
+    gc.collect()
+    taken = [torch.zeros(n, dtype=torch.int64, device="cuda") for n in (8, 64, 512) for _ in range(50)]
+    side.synchronize()
+    assert torch.equal(found, wanted), len(taken)
 
 
 @pytest.mark.cuda

@@ -263,11 +263,7 @@ class _Recorder(TorchDispatchMode):
             for t in torch.utils._pytree.tree_leaves((args, kwargs))
             if isinstance(t, Tensor) and id(t) not in self._numbers and id(t) not in self.known
         ]
-        if (
-            any(t.requires_grad for t in foreign)
-            and func is not torch.ops.aten.detach.default
-            and (torch.is_grad_enabled() or not self._grad_mode)
-        ):
+        if any(t.requires_grad for t in foreign) and func is not torch.ops.aten.detach.default:
             self.refusal = RuntimeError(
                 f"{self.type.name}: vertex uses a tensor that requires grad and is neither an input nor a parameter of "
                 "the module; register it, pull it or detach it"
