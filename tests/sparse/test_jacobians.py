@@ -736,3 +736,40 @@ def test_capture() -> None:
     x.normal_()
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["relu", "max_pool", "conv", "pruned"])
+def test_a_pattern_that_another_stream_makes_late(name: str) -> None:
+    weight, x = torch.randn(4, 2, 3, 3, device="cuda"), torch.randn(3, 2, 8, 8, device="cuda")
+    make = {
+        "relu": lambda: relu_jacobian(x),
+        "max_pool": lambda: max_pool2d_jacobian(x, 2),
+        "conv": lambda: conv2d_jacobian(weight, (2, 8, 8)),
+        "pruned": lambda: conv2d_jacobian(weight.relu(), (2, 8, 8), prune=True),
+    }[name]
+    clear_cache()
+    torch.cuda.synchronize()
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(50_000_000)
+        J = make()
+    with torch.cuda.stream(second):
+        K = make()
+        seen = [t.clone() for t in (K.crow, K.col, *K._pattern.transposed)]
+    torch.cuda.synchronize()
+    assert K.col is J.col
+    assert all(torch.equal(a, b) for a, b in zip(seen, (J.crow, J.col, *J._pattern.transposed), strict=True))
+
+
+@pytest.mark.cuda
+def test_what_a_capture_makes_is_not_kept() -> None:
+    x = torch.randn(2, 37, device="cuda")
+    clear_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = relu_jacobian(x)
+        captured._pattern.transposed  # noqa: B018
+    assert relu_jacobian(x).crow.tolist() == list(range(38))
+    graph.replay()
+    assert captured.crow.tolist() == list(range(38)) and captured._pattern._transposed is None

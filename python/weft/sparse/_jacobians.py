@@ -17,7 +17,7 @@ from torch import Tensor
 from .._torch_private import differentiated_by_transform
 from . import _windows
 from ._csr import DTYPES, BatchedCSR, gather
-from ._pattern import Pattern, diagonal, index_dtype
+from ._pattern import Pattern, diagonal, index_dtype, made_to_stay
 from ._reference import conv_values_reference
 from ._windows import Windows, check_sizes, tuple_of
 
@@ -31,16 +31,17 @@ _CACHE_SIZE = 256
 _cache: OrderedDict[Hashable, Any] = OrderedDict()
 
 
-def _cached(key: Hashable, make: Callable[[], T]) -> T:
+def _cached(key: Hashable, device: torch.device, make: Callable[[], T]) -> T:
     found = _cache.get(key)
-    if found is None:
-        with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
-            found = _cache[key] = make()
+    if found is not None:
+        _cache.move_to_end(key)
+        return found
+    made, stays = made_to_stay(device, make)
+    if stays:
+        _cache[key] = made
         if len(_cache) > _CACHE_SIZE:
             _cache.popitem(last=False)
-    else:
-        _cache.move_to_end(key)
-    return found
+    return made
 
 
 def clear_cache() -> None:
@@ -84,7 +85,7 @@ def _check_batch(op: str, name: str, t: Tensor, dims: int | None = None) -> None
 def _diagonal(values: Tensor) -> BatchedCSR:
     """Of values (n,) or (B, n)."""
     n, device = values.shape[-1], values.device
-    pattern = _cached(("diagonal", n, device), lambda: diagonal(n, device))
+    pattern = _cached(("diagonal", n, device), device, lambda: diagonal(n, device))
     return BatchedCSR._of(pattern, values)
 
 
@@ -218,7 +219,7 @@ _PRUNED_SIZE = 8  # sets of zeros that are kept for one layer's settings
 def _pruned(key: Hashable, weight: Tensor, windows: Windows, groups: int, owner: dict | None) -> _Pruned:
     """The pattern without zero weights, made again only when the set of zeros has changed. While a CUDA graph is
     captured nothing can be compared, and the last one is taken: of `owner`, where there is one."""
-    known: list[_Pruned] = _cached(("pruned", key), list)
+    known: list[_Pruned] = _cached(("pruned", key), weight.device, list)
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
         last = owner.get("pruned") if owner is not None else None
         if last is None and not known:
@@ -230,8 +231,8 @@ def _pruned(key: Hashable, weight: Tensor, windows: Windows, groups: int, owner:
             known.append(known.pop(position))
             break
     else:
-        with torch.inference_mode(False):
-            known.append(_make_pruned(kept.clone(), windows, groups))
+        made, _ = made_to_stay(weight.device, lambda: _make_pruned(kept.clone(), windows, groups))
+        known.append(made)
         del known[:-_PRUNED_SIZE]
     if owner is not None:
         owner["pruned"] = known[-1]
@@ -264,6 +265,7 @@ def _weighted(
     source = _conv_values(weight * pruned.kept, windows, groups) if pruned.folds else weight.reshape(-1)
     starts = _cached(
         ("starts", pruned.source.shape[0], pruned.source.dtype, weight.device),
+        weight.device,
         lambda: torch.arange(pruned.source.shape[0] + 1, dtype=pruned.source.dtype, device=weight.device),
     )
     return BatchedCSR._of(pruned.pattern, gather(source, starts, pruned.source))
@@ -299,13 +301,14 @@ def _conv(
     settings = ("windows", sizes[1:], kernel, stride, padding, dilation, padding_mode, weight.device)
     windows = _cached(
         settings,
+        weight.device,
         lambda: _windows.convolution(op, sizes[1:], kernel, stride, padding, dilation, padding_mode).to(weight.device),
     )
     out_channels, in_channels = weight.shape[0] // groups, weight.shape[1]
     key = ("conv", settings, groups, in_channels, out_channels)
 
     def whole() -> _Sliding:
-        return _cached(key, lambda: _sliding(windows, groups, in_channels, out_channels, weight.device))
+        return _cached(key, weight.device, lambda: _sliding(windows, groups, in_channels, out_channels, weight.device))
 
     return _weighted(key, weight.flatten(2), windows, groups, prune, owner, whole)
 
@@ -364,13 +367,15 @@ def full_pattern(rows: int, columns: int, device: torch.device) -> Pattern:
 def _blocks(groups: int, rows: int, columns: int, device: torch.device) -> _Sliding:
     """Of a matrix with so many full blocks on its diagonal."""
     return _cached(
-        ("blocks", groups, rows, columns, device), lambda: _sliding(_point(device), groups, rows, columns, device)
+        ("blocks", groups, rows, columns, device),
+        device,
+        lambda: _sliding(_point(device), groups, rows, columns, device),
     )
 
 
 def _point(device: torch.device) -> Windows:
     """A window of one tap over one position."""
-    return _cached(("point", device), lambda: _windows.join([_windows.sliding(1, 1, 1, 1, 0, 1)]).to(device))
+    return _cached(("point", device), device, lambda: _windows.join([_windows.sliding(1, 1, 1, 1, 0, 1)]).to(device))
 
 
 def _linear(weight: Tensor, input_size: Sequence[int] | None, prune: bool, owner: dict | None = None) -> BatchedCSR:
@@ -451,7 +456,7 @@ def max_pool2d_jacobian(
         made = _sliding(_pool_windows(op, outputs, sizes, *settings), C, 1, 1, input.device)
         return made._replace(extra=list(outputs))
 
-    sliding = _cached(key, make)
+    sliding = _cached(key, input.device, make)
     crow, _, col, *_ = sliding.windows.tables
     return BatchedCSR._of(sliding.pattern, _max_pool_values(input.detach(), crow, col, *settings, sliding.extra))
 
@@ -502,7 +507,7 @@ def avg_pool2d_jacobian(
         made = _sliding(windows, C, 1, 1, device)
         return made._replace(extra=size.double().reciprocal()[windows.col.long()].to(device))
 
-    return _averages(_cached(key, make), C, dtype)
+    return _averages(_cached(key, device, make), C, dtype)
 
 
 def adaptive_avg_pool2d_jacobian(
@@ -531,4 +536,4 @@ def adaptive_avg_pool2d_jacobian(
         made = _sliding(windows, C, 1, 1, device)
         return made._replace(extra=size.double().reciprocal()[windows.col.long()].to(device))
 
-    return _averages(_cached(("adaptive", C, *sizes, outputs, device), make), C, dtype)
+    return _averages(_cached(("adaptive", C, *sizes, outputs, device), device, make), C, dtype)

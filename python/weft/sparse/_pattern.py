@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 INT32_MAX = 2**31 - 1
 
@@ -21,6 +24,21 @@ def index_dtype(*sizes: int) -> torch.dtype:
 def version(t: Tensor) -> int:
     """How often this tensor has been written to, as far as torch knows: of inference tensors it does not."""
     return 0 if t.is_inference() else t._version
+
+
+def made_to_stay(device: torch.device, make: Callable[[], T]) -> tuple[T, bool]:
+    """What ``make`` computes on a device, and whether later calls may find it again.
+
+    On CUDA it is waited for, once: a later call on another stream would not wait. What a CUDA graph captures is there
+    only after a replay.
+    """
+    with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
+        made = make()
+    if device.type == "cuda" and not torch.compiler.is_compiling():
+        if torch.cuda.is_current_stream_capturing():
+            return made, False
+        torch.cuda.current_stream(device).synchronize()
+    return made, True
 
 
 class Pattern:
@@ -61,10 +79,13 @@ class Pattern:
     @property
     def transposed(self) -> list[Tensor]:
         """``[crow, col, index]`` of the transposed pattern; element e of it is element ``index[e]`` of this one."""
-        if self._transposed is None:
-            with torch.inference_mode(False):  # what is kept may be saved for a backward pass later
-                self._transposed = list(torch.ops.weft.csr_transpose(self.crow, self.col, self.shape[1]))
-        return self._transposed
+        if self._transposed is not None:
+            return self._transposed
+        crow, col, columns = self.crow, self.col, self.shape[1]
+        made, stays = made_to_stay(crow.device, lambda: list(torch.ops.weft.csr_transpose(crow, col, columns)))
+        if stays:
+            self._transposed = made
+        return made
 
     @property
     def rows(self) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _C
 from .._torch_private import differentiated_by_transform
-from ._pattern import Matrix, Pattern
+from ._pattern import Matrix, Pattern, made_to_stay
 from ._reference import csr_matmul_reference
 
 _csr_matmul = torch.ops.weft.csr_matmul.default
@@ -185,8 +185,7 @@ def planned(a: Pattern, b: Pattern) -> MatmulPlan:
     plan = a.plans.get(b)
     plan = plan() if plan is not None else None
     if plan is None:
-        with torch.inference_mode(False):
-            plan = MatmulPlan(a, b)
+        plan, _ = made_to_stay(a.crow.device, lambda: MatmulPlan(a, b))
         a.plans[b] = weakref.ref(plan)
     return plan
 

@@ -643,7 +643,9 @@ def _vertices(
 ) -> list[Tensor]:
     """The vertices of each function, ascending."""
     key = ("vertices", tuple(types.items()), device)
-    return _keep(graphs, key, lambda: [(which == f).nonzero()[:, 0].to(device) for f in range(functions)])
+    found = _keep(graphs, key, lambda: [(which == f).nonzero()[:, 0].to(device) for f in range(functions)])
+    reference.keep_until_read(found)
+    return found
 
 
 def _plan(

@@ -94,11 +94,17 @@ class Plan:
             taker[by_slot] * slots + slot[by_slot], dim=0, return_counts=True
         )
 
-        def pieces(values: Tensor, sizes: Tensor) -> Sequence[Tensor]:
-            return values.to(device).split(sizes.tolist())
+        self._held: list[Tensor] = []
 
-        self.order = order.to(device)
-        self.inverse = torch.argsort(order).to(device)
+        def here(values: Tensor) -> Tensor:
+            self._held.append(values.to(device))
+            return self._held[-1]
+
+        def pieces(values: Tensor, sizes: Tensor) -> Sequence[Tensor]:
+            return here(values).split(sizes.tolist())
+
+        self.order = here(order)
+        self.inverse = here(torch.argsort(order))
         self.ordered = bool((order == torch.arange(n)).all())
         sources, takers = defaultdict(list), defaultdict(list)
         for (a, b), count in zip(pairs.tolist(), pair_counts.tolist(), strict=True):
@@ -128,6 +134,18 @@ class Plan:
             )
         ]
 
+    def read(self) -> None:
+        """The current stream is going to read it: where another one made it, its memory is not given away before."""
+        keep_until_read(self._held)
+
+
+def keep_until_read(tensors: Sequence[Tensor]) -> None:
+    """The memory of tensors that nobody outside knows of is not given away before the current stream has read them."""
+    if tensors and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(tensors[0].device)
+        for t in tensors:
+            t.record_stream(stream)
+
 
 def _starts(counts: Tensor) -> Tensor:
     return counts.cumsum(0) - counts
@@ -135,6 +153,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 def run(functions: Sequence[Function], plan: Plan, inputs: dict[str, Tensor]) -> list[Tensor]:
     """The pushed tensors (num_vertices, ...), row i of vertex i."""
+    plan.read()
     tasks = plan.tasks
     sizes = [t.rows for t in tasks]
     rows = {name: (x if plan.ordered else x.index_select(0, plan.order)).split(sizes) for name, x in inputs.items()}
