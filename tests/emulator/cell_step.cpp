@@ -9,13 +9,18 @@ static CellBackwardArgs backward_args;
 static void (*forward_kernel)();
 static void (*backward_kernel)();
 
+static long tile_of(long B) {
+  return B == 1 ? 1 : B <= 4 ? 4 : 8;
+}
+
 template <Cell C>
-static void choose(bool one, int vector) {
+static void choose(int vector) {
   const auto few = [&]<int NB>() {
     forward_kernel = vector == 4 ? [] { cell_forward_few<C, float, NB, 4>(forward_args, blockIdx.x, threadIdx.x); }
                                  : [] { cell_forward_few<C, float, NB, 1>(forward_args, blockIdx.x, threadIdx.x); };
   };
-  one ? few.template operator()<1>() : few.template operator()<4>();
+  const long tile = tile_of(forward_args.B);
+  tile == 1 ? few.template operator()<1>() : tile == 4 ? few.template operator()<4>() : few.template operator()<8>();
   if (forward_args.in != nullptr) {
     forward_kernel = [] { cell_forward_gates<C, float>(forward_args, 32l * kCellWarps * blockIdx.x + threadIdx.x); };
   }
@@ -27,16 +32,15 @@ static void choose(bool one, int vector) {
 extern "C" void prepare(const CellForwardArgs* forward, const CellBackwardArgs* backward, int vector) {
   forward_args = *forward;
   backward_args = *backward;
-  const bool one = forward_args.B == 1;
   switch (forward_args.cell) {
     case Cell::kRnnTanh:
-      return choose<Cell::kRnnTanh>(one, vector);
+      return choose<Cell::kRnnTanh>(vector);
     case Cell::kRnnRelu:
-      return choose<Cell::kRnnRelu>(one, vector);
+      return choose<Cell::kRnnRelu>(vector);
     case Cell::kGru:
-      return choose<Cell::kGru>(one, vector);
+      return choose<Cell::kGru>(vector);
     case Cell::kLstm:
-      return choose<Cell::kLstm>(one, vector);
+      return choose<Cell::kLstm>(vector);
   }
 }
 
@@ -47,7 +51,7 @@ static long blocks_of(long a, long b) {
 extern "C" void run_forward(unsigned seed) {
   const CellForwardArgs& a = forward_args;
   const long tiles = a.in != nullptr ? blocks_of(a.B * a.H, 32 * kCellWarps)
-                                     : blocks_of(a.H, kCellWarps) * blocks_of(a.B, a.B == 1 ? 1 : 4);
+                                     : blocks_of(a.H, kCellWarps) * blocks_of(a.B, tile_of(a.B));
   emulator::launch(forward_kernel, tiles, 32 * kCellWarps, 1, 0, seed);
 }
 

@@ -195,7 +195,7 @@ def cell_dtype_under_autocast(sample: CellSample, device: str, operands: Sequenc
 
 # Of few sequences and of many, which take two ways.
 SMALL_CELLS = [CellSample(cell, B, 2, 3, bias) for cell in CELLS for B, bias in ((1, True), (2, False), (5, True))]
-LARGE_CELLS = [CellSample(cell, B, 48, 64) for cell in CELLS for B in (1, 3, 40)]
+LARGE_CELLS = [CellSample(cell, B, 48, 64) for cell in CELLS for B in (1, 3, 20, 40)]
 EMPTY_CELLS = [CellSample(cell, *sizes) for cell in CELLS for sizes in ((0, 2, 3), (2, 0, 3), (2, 3, 0), (0, 0, 0))]
 
 OPS = [

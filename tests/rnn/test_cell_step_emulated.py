@@ -43,7 +43,7 @@ def pointer(t: Tensor | None) -> int | None:
 
 
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize(("B", "I", "H"), [(1, 8, 12), (1, 5, 3), (3, 4, 20), (4, 7, 9), (6, 8, 12)])
+@pytest.mark.parametrize(("B", "I", "H"), [(1, 8, 12), (1, 5, 3), (3, 4, 20), (4, 7, 9), (6, 8, 12), (17, 8, 12)])
 def test_like_the_cpu(kernels, cell: str, B: int, I: int, H: int) -> None:
     for bias, products, sums in itertools.product((True, False), (False, True), (False, True)):
         (x, h, c, w_ih, w_hh, b_ih, b_hh), _ = CellSample(cell, B, I, H, bias).call("cpu", torch.float32)

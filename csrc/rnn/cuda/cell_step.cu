@@ -44,8 +44,10 @@ void forward(const CellForwardArgs& a, cudaStream_t stream) {
   };
   if (a.B == 1) {
     run(aligned ? few_kernel<C, scalar, 1, kVector> : few_kernel<C, scalar, 1, 1>, 1);
-  } else {
+  } else if (a.B <= 4) {
     run(aligned ? few_kernel<C, scalar, 4, kVector> : few_kernel<C, scalar, 4, 1>, 4);
+  } else {
+    run(aligned ? few_kernel<C, scalar, 8, kVector> : few_kernel<C, scalar, 8, 1>, 8);
   }
 }
 

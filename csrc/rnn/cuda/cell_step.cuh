@@ -3,8 +3,8 @@
 // Forward, few sequences. A warp has one hidden unit of up to NB sequences: its lanes divide the depth of the dot
 // products of input and state with the unit's rows of the weights, vectors of 16 bytes at a time where everything is
 // aligned; sums are in registers and meet in butterflies, after which lane b runs the gates of sequence b. Weights are
-// read once, from L2 or memory, which is what the step takes: 32 MiB of an lstm with H = I = 1024 in float32. Summed in
-// the same order each time.
+// read once for NB sequences, from L2 or memory, which is what the step takes: 32 MiB of an lstm with H = I = 1024 in
+// float32. Summed in the same order each time.
 //
 // Forward of many sequences, behind cuBLAS: a thread has one unit of one sequence. Bound by bytes, and for few of them
 // by the launch.

@@ -26,7 +26,8 @@ std::tuple<Tensor, Tensor, Tensor> rnn_cell_cuda(const Tensor& input, const Tens
   check_rnn_cell(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
   if (!args.has_work()) return rnn_cell_reference(args, save).tuple();
-  const RnnCellForward f = prepare_rnn_cell(args, save, kFewSequences, input.scalar_type());
+  const int64_t few = few_sequences(w_ih.numel() + w_hh.numel());
+  const RnnCellForward f = prepare_rnn_cell(args, save, few, input.scalar_type());
   cell_step_forward(f.element, f.args, c10::cuda::getCurrentCUDAStream());
   return f.results.tuple();
 }
