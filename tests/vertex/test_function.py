@@ -815,6 +815,16 @@ def test_empty_batch(executor, device):
 
 
 @executors
+@pytest.mark.parametrize("net", NETS)
+def test_shapes_alone(net, executor):
+    m, x = NETS[net]().to("meta"), rows(device="meta", requires_grad=True)
+    for graphs in (GRAPHS, GRAPHS.to("meta")):
+        out = m(graphs, x, executor=executor)
+        assert out.device.type == "meta" and len(out) == GRAPHS.num_vertices
+        assert all(g.device.type == "meta" for g in torch.autograd.grad(out.sum(), [x, *m.parameters()]))
+
+
+@executors
 @pytest.mark.parametrize("graphs", [weft.Graphs.chain([3000]), weft.Graphs.from_parents([[3000] * 3000 + [-1]])])
 def test_deep_and_wide(executor, graphs):
     m = cell(lambda h: h * 0.5).double()

@@ -595,6 +595,7 @@ def _keep(graphs: Graphs, key: object, make: Callable[[], object]):
 
 def _where(graphs: Graphs, vertex: int) -> str:
     """A vertex in the caller's numbering."""
+    graphs = graphs.to("cpu")
     graph = int(graphs.graph_index[vertex])
     return f"graph {graph}, vertex {vertex - int(graphs.ptr[graph])}"
 
@@ -624,13 +625,13 @@ def _check_slots(
         return
 
     def beyond() -> int:
-        parents, slots = graphs.edges[:, 1].cpu(), graphs.edges[:, 2].cpu()
+        _, parents, slots = graphs.to("cpu").edges.unbind(1)
         limit = allowed[0] if which is None else torch.tensor(allowed)[which[parents]]
         return next(iter((slots >= limit).nonzero()[:1, 0].tolist()), -1)
 
     edge = _keep(graphs, ("beyond", tuple(allowed), None if types is None else tuple(types.items())), beyond)
     if edge >= 0:
-        _, parent, slot = graphs.edges[edge].tolist()
+        _, parent, slot = graphs.to("cpu").edges[edge].tolist()
         f = functions[0 if which is None else int(which[parent])]
         gathers = f"slots 0 to {f.trace.slots - 1}" if f.trace.slots else "no slot"
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .graphs import Graphs
 from .options import current
-from .vertex import Spec
+from .vertex import Spec, autocasts
 
 __all__ = ["HOOKS", "Known", "Snapshot", "modes"]
 
@@ -26,7 +26,7 @@ def modes(device: torch.device) -> tuple:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+        autocasts(kind) and torch.get_autocast_dtype(kind),
         torch.is_autocast_enabled("cpu"),
         torch.get_default_dtype(),
     )

@@ -60,7 +60,8 @@ class Plan:
     """
 
     def __init__(self, graphs, which: Tensor | None, device: torch.device):
-        levels, edges = graphs.levels.cpu(), graphs.edges.cpu()
+        graphs = graphs.to("cpu")  # kept there, too: nothing waits for a device
+        levels, edges = graphs.levels, graphs.edges
         functions = torch.zeros_like(levels) if which is None else which.cpu()
         n, m = len(levels), len(edges)
         kinds = int(functions.max()) + 1 if n else 1

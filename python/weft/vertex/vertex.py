@@ -9,11 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["VALUES_AS_NUMBERS", "Spec", "Vertex", "VertexType"]
+__all__ = ["VALUES_AS_NUMBERS", "Spec", "Vertex", "VertexType", "autocasts"]
 
 VALUES_AS_NUMBERS = (
     "control flow or a Python number depends on a value, which differs from vertex to vertex; use torch.where"
 )
+
+
+def autocasts(kind: str) -> bool:
+    """Whether torch's operations on devices of this kind are cast; of a kind that has no autocast torch raises."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class Vertex:
                 f"vertex scatters rows of shape {tuple(state.shape[1:])}, state_size is {want.shape}",
             )
         if state.dtype != want.dtype:
-            if not torch.is_autocast_enabled(self._type.device.type):
+            if not autocasts(self._type.device.type):
                 self._refuse(TypeError, f"vertex scatters {state.dtype}, the dtype of the state is {want.dtype}")
             state = state.to(want.dtype)
         self.state = self._scatter(state)
