@@ -187,6 +187,21 @@ def test_operands_changed_in_place(any_derivative, device, create_graph):
 
 
 @devices
+@cells
+@pytest.mark.parametrize("algorithm", ["persistent", "scan"])
+def test_output_changed_in_place(device, cell, algorithm):
+    """The backward pass reads the output: a change is refused, never a wrong gradient."""
+    ours, theirs = layers(cell, device, algorithm=algorithm)
+    x = torch.randn(4, 3, I, dtype=torch.float64, device=device)
+    output = ours(x)[0]
+    output.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    found, wanted = (torch.autograd.grad((layer(x)[0] * 2).sum(), layer.weight_ih_l0) for layer in (ours, theirs))
+    assert_same(found, wanted)
+
+
+@devices
 def test_nothing_is_kept_for_a_backward_pass_that_will_not_come(any_derivative, device, monkeypatch):
     kept = []
 
