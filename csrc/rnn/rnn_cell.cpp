@@ -91,7 +91,7 @@ std::vector<at::Tensor> rnn_cell_products(const RnnCellArgs& a, const RnnCellSte
   return grads;
 }
 
-RnnCellForward prepare_rnn_cell(const RnnCellArgs& a, bool save, int64_t few, at::ScalarType products) {
+RnnCellForward prepare_rnn_cell(const RnnCellArgs& a, bool save, int64_t few, RnnCellProduct product) {
   const auto options = a.input.options();
   const int64_t B = a.B(), I = a.I(), H = a.H();
   const bool lstm = a.cell == Cell::kLstm;
@@ -108,8 +108,8 @@ RnnCellForward prepare_rnn_cell(const RnnCellArgs& a, bool save, int64_t few, at
     w_ih = a.w_ih.contiguous();
     w_hh = a.w_hh.contiguous();
   } else {
-    in = at::mm(x, a.w_ih.t()).to(products);
-    rec = at::mm(h, a.w_hh.t()).to(products);
+    in = product(x, a.w_ih);
+    rec = product(h, a.w_hh);
   }
   f.element = element_of(a.input.scalar_type());
   f.args = {a.cell,

@@ -93,15 +93,18 @@ struct RnnCellSteps {
 // All gradients from dgates, by torch's products.
 std::vector<at::Tensor> rnn_cell_products(const RnnCellArgs& args, const RnnCellSteps& steps, const RnnCellMask& mask);
 
+// x (B, K) times the transposed w (N, K): (B, N), contiguous.
+using RnnCellProduct = at::Tensor (*)(const at::Tensor& x, const at::Tensor& w);
+
 // A forward call: its results, not yet computed, and what a kernel takes, with the tensors that it points to. Where B
-// is above `few` the products are there, by torch, of dtype `products`.
+// is above `few` the products are there.
 struct RnnCellForward {
   RnnCellResults results;
   CellElement element;
   CellForwardArgs args;
   std::array<at::Tensor, 9> held;
 };
-RnnCellForward prepare_rnn_cell(const RnnCellArgs& args, bool save, int64_t few, at::ScalarType products);
+RnnCellForward prepare_rnn_cell(const RnnCellArgs& args, bool save, int64_t few, RnnCellProduct product);
 
 // A backward call likewise: a kernel computes dgates, from which `gradients` makes the results by torch's products.
 // sum_bias: the kernel sums dgates for the biases, too.

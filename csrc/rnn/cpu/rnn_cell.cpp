@@ -1,5 +1,6 @@
 // weft::rnn_cell on the CPU: who takes which hidden units. The arithmetic is in rnn_cell_kernels-inl.h.
 #include <ATen/Parallel.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -33,6 +34,10 @@ void for_each_units(CellElement element, int64_t H, int64_t work, int64_t least,
   at::parallel_for(0, blocks, grain, some);
 }
 
+Tensor product(const Tensor& x, const Tensor& w) {
+  return at::mm(x, w.t()).to(accumulate_type(x.scalar_type()));
+}
+
 std::tuple<Tensor, Tensor, Tensor> rnn_cell_cpu(const Tensor& input, const Tensor& h, const OptionalTensor& c,
                                                 const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
                                                 const OptionalTensor& b_hh, c10::string_view cell, bool save) {
@@ -40,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor> rnn_cell_cpu(const Tensor& input, const Tenso
   const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell)};
   check_rnn_cell(op, args);
   if (!args.has_work()) return rnn_cell_reference(args, save).tuple();
-  const RnnCellForward f = prepare_rnn_cell(args, save, kFewSequences, accumulate_type(input.scalar_type()));
+  const RnnCellForward f = prepare_rnn_cell(args, save, kFewSequences, product);
   const int64_t G = gate_blocks(args.cell);
   const bool few = f.args.in == nullptr;
   for_each_units(f.element, args.H(), G * (few ? args.I() + args.H() : args.B()),

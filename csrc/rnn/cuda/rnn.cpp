@@ -2,8 +2,6 @@
 // recurrence in one kernel.
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/cuda/CUDAContextLight.h>
-#include <ATen/cuda/Exceptions.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/index_select.h>
@@ -23,6 +21,7 @@
 #include "common/autograd.h"
 #include "common/cuda/device_costs.h"
 #include "rnn/cuda/captured.h"
+#include "rnn/cuda/multiply.h"
 #include "rnn/cuda/products_us.h"
 #include "rnn/cuda/recurrence.h"
 #include "rnn/cuda/scan.h"
@@ -40,9 +39,6 @@ constexpr int64_t kMaxHidden = 16384;
 // Steps, and sequences in both directions, are counted in an int.
 constexpr int64_t kMaxRows = std::numeric_limits<int>::max() / 4;
 
-// Of an operand of one product.
-constexpr int64_t kMaxElements = int64_t{1} << 30;
-
 // torch's effective precision of cuDNN's RNNs, whichever of its settings set it.
 bool takes_tf32() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN) ==
@@ -54,59 +50,6 @@ std::optional<RecurrenceType> type_of(at::ScalarType type) {
   if (type == at::kBFloat16) return RecurrenceType::kBFloat16;
   if (type == at::kFloat) return takes_tf32() ? RecurrenceType::kTF32 : RecurrenceType::kFloat;
   return std::nullopt;
-}
-
-// out (m, n) = left (m, k) right (k, n) [+ out], row-major matrices with any row stride, or transposed.
-struct Matrix {
-  const void* data;
-  int64_t stride;
-  bool transposed = false;
-};
-
-void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left, Matrix right, void* out,
-              int64_t out_stride, bool accumulate) {
-  if (m == 0 || n == 0 || (k == 0 && accumulate)) return;
-  // Operands of 2^31 elements have ended in illegal memory accesses in several versions of cuBLAS. What is long here
-  // are the rows of all steps: those of left, and with them those of out, or of right where left is transposed.
-  const int64_t rows = left.transposed ? k : m;
-  const int64_t widest = std::max({left.stride, left.transposed ? right.stride : out_stride, int64_t{1}});
-  const int64_t slice = std::max<int64_t>(1, kMaxElements / widest);
-  if (rows > slice) {
-    const int64_t bytes = element_bytes(type);
-    const auto advanced = [&](Matrix matrix, int64_t first) {
-      matrix.data = static_cast<const char*>(matrix.data) + first * matrix.stride * bytes;
-      return matrix;
-    };
-    for (int64_t first = 0; first < rows; first += slice) {
-      const int64_t count = std::min(slice, rows - first);
-      if (left.transposed) {
-        multiply(type, m, n, count, advanced(left, first), advanced(right, first), out, out_stride,
-                 accumulate || first > 0);
-      } else {
-        multiply(type, count, n, k, advanced(left, first), right, static_cast<char*>(out) + first * out_stride * bytes,
-                 out_stride, accumulate);
-      }
-    }
-    return;
-  }
-  const auto element = type == RecurrenceType::kHalf       ? CUDA_R_16F
-                       : type == RecurrenceType::kBFloat16 ? CUDA_R_16BF
-                                                           : CUDA_R_32F;
-  const auto compute = type == RecurrenceType::kTF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-  const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
-  // torch sets the mode again whenever it takes the handle. Sums in half precision only where the user allows them;
-  // products of floats have none.
-  const auto allows = [](auto option) { return option == at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK; };
-  const bool reduced = type == RecurrenceType::kHalf ? allows(at::globalContext().allowFP16ReductionCuBLAS())
-                                                     : allows(at::globalContext().allowBF16ReductionCuBLAS());
-  TORCH_CUDABLAS_CHECK(
-      cublasSetMathMode(handle, reduced ? CUBLAS_DEFAULT_MATH : CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
-  const float one = 1, scale = accumulate ? 1 : 0;
-  // cuBLAS is column-major, in which a row-major matrix is its transpose.
-  TORCH_CUDABLAS_CHECK(cublasGemmEx_64(handle, right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
-                                       left.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, right.data, element,
-                                       right.stride, left.data, element, left.stride, &scale, out, element, out_stride,
-                                       compute, CUBLAS_GEMM_DEFAULT));
 }
 
 const void* pointer(const OptionalTensor& t) {

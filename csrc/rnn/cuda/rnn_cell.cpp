@@ -1,4 +1,7 @@
 // weft::rnn_cell on CUDA: of few sequences one kernel, of many cuBLAS and a kernel for the gates.
+#include <ATen/Context.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -8,6 +11,7 @@
 #include <vector>
 
 #include "rnn/cuda/cell_step.h"
+#include "rnn/cuda/multiply.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_cell.h"
 #include "rnn/rnn_cell_reference.h"
@@ -18,6 +22,22 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// In float32 with TF32 where torch's own product would take it.
+Tensor product(const Tensor& x, const Tensor& w) {
+  if (x.scalar_type() == at::kDouble) return at::mm(x, w.t());
+  const bool takes_tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+                          at::Float32Precision::TF32;
+  const auto type = x.scalar_type() == at::kHalf       ? RecurrenceType::kHalf
+                    : x.scalar_type() == at::kBFloat16 ? RecurrenceType::kBFloat16
+                    : takes_tf32                       ? RecurrenceType::kTF32
+                                                       : RecurrenceType::kFloat;
+  const Tensor right = w.contiguous();
+  const int64_t B = x.size(0), K = x.size(1), N = w.size(0);
+  Tensor out = at::empty({B, N}, x.options());
+  multiply(type, B, N, K, {x.const_data_ptr(), K}, {right.const_data_ptr(), K, true}, out.mutable_data_ptr(), N, false);
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor> rnn_cell_cuda(const Tensor& input, const Tensor& h, const OptionalTensor& c,
                                                  const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
                                                  const OptionalTensor& b_hh, c10::string_view cell, bool save) {
@@ -27,7 +47,7 @@ std::tuple<Tensor, Tensor, Tensor> rnn_cell_cuda(const Tensor& input, const Tens
   const c10::cuda::CUDAGuard guard(input.device());
   if (!args.has_work()) return rnn_cell_reference(args, save).tuple();
   const int64_t few = few_sequences(w_ih.numel() + w_hh.numel());
-  const RnnCellForward f = prepare_rnn_cell(args, save, few, input.scalar_type());
+  const RnnCellForward f = prepare_rnn_cell(args, save, few, product);
   cell_step_forward(f.element, f.args, c10::cuda::getCurrentCUDAStream());
   return f.results.tuple();
 }
