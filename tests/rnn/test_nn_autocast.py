@@ -74,6 +74,19 @@ def test_autocast(device, case, algorithm, x_dtype, state_dtype):
 
 
 @pytest.mark.parametrize("algorithm", ["persistent", "reference"])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [[6], [6, 6, 6], [6, 6, 1]], ids=str)
+def test_autocast_of_packed_sequences(lengths, x_dtype, algorithm):
+    """Some versions of torch answer in another dtype where all have one length."""
+    ours, theirs = layers("lstm", "cpu", torch.float32, algorithm)
+    x = rnn.pack_padded_sequence(torch.randn(6, len(lengths), I, dtype=x_dtype), lengths)
+    for state in (None, states(ours, len(lengths), torch.float32), states(ours, len(lengths), torch.bfloat16)):
+        with torch.autocast("cpu", torch.bfloat16):
+            found, wanted = (flat(layer(x, hx_of(layer, state))) for layer in (ours, theirs))
+        assert [t.dtype for t in found] == [t.dtype for t in wanted]
+
+
+@pytest.mark.parametrize("algorithm", ["persistent", "reference"])
 def test_autocast_has_the_dtypes_of_the_torch_at_hand(monkeypatch, algorithm):
     """Another version of torch, or another processor, answers in another dtype."""
     layer, x = weft.nn.GRU(I, H, algorithm=algorithm), torch.randn(6, 3, I)

@@ -73,7 +73,7 @@ def prepare(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[Tensor,
     if state is not None:
         _check_state(layer, input, state, batch, autocast is not None)
     packed = batch_sizes is not None
-    dtypes = _result_dtypes(layer, input, state, packed, autocast)
+    dtypes = _result_dtypes(layer, input, state, batch_sizes, autocast)
     sizes = None, None
     if not torch.compiler.is_compiling():
         sizes = batch, batch_sizes.size(0) if packed else input.size(1 if layer.batch_first else 0)
@@ -151,7 +151,11 @@ def _packed_batch(state: tuple[Tensor, ...] | None, batch_sizes: Tensor) -> Any:
 
 
 def _result_dtypes(
-    layer: RNNBase, input: Tensor, state: tuple[Tensor, ...] | None, packed: bool, autocast: torch.dtype | None
+    layer: RNNBase,
+    input: Tensor,
+    state: tuple[Tensor, ...] | None,
+    batch_sizes: Tensor | None,
+    autocast: torch.dtype | None,
 ) -> tuple[torch.dtype, torch.dtype]:
     """Dtypes of output and h_n, and of c_n: the input's, under autocast what torch's layers return there."""
     if autocast is None or input.dtype == torch.float64 or not input.dtype.is_floating_point:
@@ -161,6 +165,10 @@ def _result_dtypes(
     if input.device.type != "cpu":
         return autocast, autocast
     given = tuple(s.dtype for s in state) if state is not None else (input.dtype,) * (2 if layer.mode == "LSTM" else 1)
+    packed: tuple[int, ...] = ()
+    if batch_sizes is not None:  # torch 2.15 takes sequences of one length for a padded batch; a graph cannot look
+        even = not torch.compiler.is_compiling() and bool(batch_sizes[0] == batch_sizes[-1])
+        packed = (1, 1) if even else (2, 1)
     found = autocast_dtypes(CELLS[layer.mode], autocast, input.dtype, given, packed, layer.proj_size > 0)
     if found is not None:
         return found

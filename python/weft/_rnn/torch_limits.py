@@ -47,20 +47,31 @@ def why_not_onednn(dtype: torch.dtype) -> str | None:
 
 @torch.compiler.assume_constant_result
 def autocast_dtypes(
-    cell: str, autocast: torch.dtype, input: torch.dtype, state: tuple[torch.dtype, ...], packed: bool, projected: bool
+    cell: str,
+    autocast: torch.dtype,
+    input: torch.dtype,
+    state: tuple[torch.dtype, ...],
+    packed: tuple[int, ...],
+    projected: bool,
 ) -> tuple[torch.dtype, torch.dtype] | None:
     """Dtypes of output and h_n, and of c_n, of torch's kernel on this CPU under autocast; None where it cannot run. The
-    version of torch and the processor decide, so it is asked, with tiny tensors."""
+    version of torch and the processor decide, so it is asked, with tiny tensors: where `packed` is not empty, with
+    these batch sizes."""
     return _tiny_run(cell, autocast, input, state, packed, projected)
 
 
 def _tiny_lstm_runs(dtype: torch.dtype) -> bool:
-    return _tiny_run("lstm", dtype, torch.float32, (torch.float32,) * 2, False, False) is not None
+    return _tiny_run("lstm", dtype, torch.float32, (torch.float32,) * 2, (), False) is not None
 
 
 @functools.cache
 def _tiny_run(
-    cell: str, autocast: torch.dtype, input: torch.dtype, state: tuple[torch.dtype, ...], packed: bool, projected: bool
+    cell: str,
+    autocast: torch.dtype,
+    input: torch.dtype,
+    state: tuple[torch.dtype, ...],
+    packed: tuple[int, ...],
+    projected: bool,
 ) -> tuple[torch.dtype, torch.dtype] | None:
     found = []
 
@@ -68,9 +79,9 @@ def _tiny_run(
         rows = {"lstm": 4, "gru": 3}.get(cell, 1)
         shapes = ((rows, 1), (rows, 1), (rows,), (rows,), *([(1, 1)] if projected else []))
         weights = [torch.zeros(shape, requires_grad=True) for shape in shapes]
-        hx = [torch.zeros(1, 1, 1, dtype=dtype) for dtype in state]
-        x = torch.zeros(1, 1, 1, dtype=input)
-        steps = (x[0], torch.ones(1, dtype=torch.int64)) if packed else (x,)
+        hx = [torch.zeros(1, max(packed, default=1), 1, dtype=dtype) for dtype in state]
+        x = torch.zeros(1, sum(packed) or 1, 1, dtype=input)
+        steps = (x[0], torch.tensor(packed)) if packed else (x,)
         layout = () if packed else (False,)
         try:
             with torch.autocast("cpu", autocast):
