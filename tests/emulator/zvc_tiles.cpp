@@ -46,6 +46,13 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   return result;
 }
 
+inline uint4 __ldcs(const uint4* p) {
+  return *p;
+}
+inline void __stcs(uint4* p, uint4 value) {
+  *p = value;
+}
+
 #include "offload/cuda/zvc_tiles.cuh"
 #include "offload/runs.h"
 
@@ -123,14 +130,18 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
     expected.push_back(x[i]);
     words[i / 32] |= 1u << i % 32;
   }
-  const auto size = int64_t(expected.size()), tiles = (n + Tile<kItem>::kElements - 1) / Tile<kItem>::kElements;
+  const auto size = int64_t(expected.size()), tiles = tiles_of<kPackWarps>(n, kItem);
 
   const int64_t capacity = std::max<int64_t>(size - short_by, 0);
   const Guarded mask(words.size() * 4, at_end), values((capacity + 1) / 2 * 2 * kItem, true);
   int64_t found = -1;
   std::vector<uint64_t> statuses(kStatuses + tiles);
   counters = statuses.data();
-  compressing = {x, n, kItem, mask.as<uint32_t>(), values.as<void>(), capacity, &found};
+  // Room for those behind, as far as it has to be written: where it is, or not at all.
+  const Guarded rest((size + 1) / 2 * 2 * kItem, true);
+  const bool has_rest = random() % 2;
+  compressing = {
+      x, n, kItem, mask.as<uint32_t>(), values.as<void>(), capacity, &found, has_rest ? rest.as<void>() : nullptr};
   weft::copies.clear();
   sums_are_late = tiles > 32 || random() % 2;
   emulator::launch(compress_kernel<kItem>, int(blocks), kThreads + kWarp, 1, sizeof(CompressShared), seed);
@@ -138,11 +149,14 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
   expect(std::equal(words.begin(), words.end(), mask.as<uint32_t>()), "mask differs");
   expect(std::equal(expected.begin(), expected.begin() + capacity, values.as<T>()), "values differ");
   if (capacity % 2) expect(values.as<T>()[capacity] == T(0xa5a5a5a5), "more values than there is room for");
+  for (int64_t k = 0; k < size; ++k)
+    expect(rest.as<T>()[k] == (has_rest && k >= capacity ? expected[k] : T(0xa5a5a5a5)), "a value behind the room");
 
-  const int64_t value_offset = random() % 3, groups = (tiles + kGroup - 1) / kGroup;
+  const int64_t spread_tiles = tiles_of<kSpreadWarps>(n, kItem), groups = (spread_tiles + kGroup - 1) / kGroup;
+  const int64_t value_offset = random() % 3;
   const Guarded packed((capacity + value_offset) * kItem, at_end || value_offset), out((n + offset) * kItem, at_end);
   std::copy_n(expected.begin(), capacity, packed.as<T>() + value_offset);
-  std::vector<int> own_starts(tiles);
+  std::vector<int> own_starts(spread_tiles);
   std::vector<int64_t> own_totals(groups);
   starts = own_starts.data(), totals = own_totals.data();
   // All values, n of them, in a place of their own or not at all.
@@ -157,11 +171,12 @@ void run(int64_t n, int per_mille, int64_t offset, int64_t short_by, unsigned se
                    n,
                    kItem,
                    has_all ? all.as<T>() + all_offset : nullptr};
-  emulator::launch(count_kernel<kItem>, int(groups), kThreads, 1, kGroup * sizeof(int), seed);
+  emulator::launch(count_kernel<kItem>, int(groups), SpreadTile<kItem>::kThreads, 1, kGroup * sizeof(int), seed);
   int64_t sum = 0;
   for (int64_t& total : own_totals) sum += std::exchange(total, sum);
   expect(sum == size, "counts differ");
-  emulator::launch(decompress_kernel<kItem>, int(blocks), kThreads, 1, sizeof(DecompressShared), seed + 1);
+  emulator::launch(decompress_kernel<kItem>, int(blocks), SpreadTile<kItem>::kThreads, 1, sizeof(DecompressShared),
+                   seed + 1);
   const T* const spread = out.as<T>() + offset;
   for (int64_t i = 0, k = 0; i < n; ++i) {
     if (x[i] != 0 && k++ >= capacity && !has_all) break;

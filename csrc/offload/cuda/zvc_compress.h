@@ -21,8 +21,10 @@ struct ZvcCompress {
   int itemsize;      // 2 or 4
   uint32_t* mask;    // ceil(n/32) words, all written
   void* values;      // 4-byte aligned; may lie right behind the mask
-  int64_t capacity;  // elements that `values` holds; those beyond are counted and not written
+  int64_t capacity;  // elements that `values` holds; those beyond are counted
   int64_t* size;     // elements that are not zero
+  // Room for n values, as aligned, of which those behind `capacity` are written; or null.
+  void* all = nullptr;
 };
 size_t zvc_compress_workspace(const ZvcCompress& args);  // bytes, aligned to 16; free when the launch has run
 void zvc_compress(const ZvcCompress& args, void* workspace, int blocks, cudaStream_t stream);

@@ -8,7 +8,7 @@
 namespace weft::offload {
 namespace {
 
-constexpr int kCompressBlocks = 2, kDecompressBlocks = 4;  // per SM
+constexpr int kCompressBlocks = 3, kDecompressBlocks = 4;  // per SM
 constexpr int kScanThreads = 1024;
 
 int64_t grid(int64_t tiles, int blocks, int per_sm) {
@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads + kWarp, kCompressBlocks)
 }
 
 template <int kItem>
-__global__ void __launch_bounds__(kThreads) count_kernel(ZvcDecompress args, int* starts, int64_t* totals) {
+__global__ void __launch_bounds__(SpreadTile<kItem>::kThreads)
+    count_kernel(ZvcDecompress args, int* starts, int64_t* totals) {
   __shared__ int counts[kGroup];
   count_tiles<kItem>(args, blockIdx.x, starts, totals, counts);
 }
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(int64_t* counts, int
 }
 
 template <int kItem>
-__global__ void __launch_bounds__(kThreads, kDecompressBlocks)
+__global__ void __launch_bounds__(SpreadTile<kItem>::kThreads, kDecompressBlocks)
     decompress_kernel(ZvcDecompress args, const int* starts, const int64_t* totals) {
   extern __shared__ uint4 memory[];
   decompress_tiles<kItem>(args, blockIdx.x, gridDim.x, starts, totals, *reinterpret_cast<DecompressShared*>(memory));
@@ -61,15 +62,14 @@ __global__ void __launch_bounds__(kThreads, kDecompressBlocks)
 struct DecompressWorkspace {
   int64_t tiles, groups;
   explicit DecompressWorkspace(const ZvcDecompress& args)
-      : tiles(ceil_div(args.n, tile_elements(args.itemsize))), groups(ceil_div(tiles, kGroup)) {}
+      : tiles(tiles_of<kSpreadWarps>(args.n, args.itemsize)), groups(ceil_div(tiles, kGroup)) {}
   size_t bytes() const { return size_t(groups) * sizeof(int64_t) + size_t(tiles) * sizeof(int); }
 };
 
 template <int kItem>
 void compress(const ZvcCompress& args, void* workspace, int blocks, cudaStream_t stream) {
-  launch("zvc_compress", compress_kernel<kItem>,
-         grid(ceil_div(args.n, Tile<kItem>::kElements), blocks, kCompressBlocks), kThreads + kWarp,
-         sizeof(CompressShared), stream, args, static_cast<uint64_t*>(workspace));
+  launch("zvc_compress", compress_kernel<kItem>, grid(tiles_of<kPackWarps>(args.n, kItem), blocks, kCompressBlocks),
+         kThreads + kWarp, sizeof(CompressShared), stream, args, static_cast<uint64_t*>(workspace));
 }
 
 template <int kItem>
@@ -77,16 +77,17 @@ void decompress(const ZvcDecompress& args, void* workspace, int blocks, cudaStre
   const DecompressWorkspace sizes(args);
   auto* const totals = static_cast<int64_t*>(workspace);
   auto* const starts = reinterpret_cast<int*>(totals + sizes.groups);
-  launch("zvc_decompress (counts)", count_kernel<kItem>, sizes.groups, kThreads, 0, stream, args, starts, totals);
+  launch("zvc_decompress (counts)", count_kernel<kItem>, sizes.groups, SpreadTile<kItem>::kThreads, 0, stream, args,
+         starts, totals);
   launch("zvc_decompress (starts)", scan_kernel, 1, kScanThreads, 0, stream, totals, sizes.groups);
-  launch("zvc_decompress", decompress_kernel<kItem>, grid(sizes.tiles, blocks, kDecompressBlocks), kThreads,
-         sizeof(DecompressShared), stream, args, starts, totals);
+  launch("zvc_decompress", decompress_kernel<kItem>, grid(sizes.tiles, blocks, kDecompressBlocks),
+         SpreadTile<kItem>::kThreads, sizeof(DecompressShared), stream, args, starts, totals);
 }
 
 }  // namespace
 
 size_t zvc_compress_workspace(const ZvcCompress& args) {
-  return sizeof(uint64_t) * size_t(kStatuses + ceil_div(args.n, tile_elements(args.itemsize)));
+  return sizeof(uint64_t) * size_t(kStatuses + tiles_of<kPackWarps>(args.n, args.itemsize));
 }
 
 void zvc_compress(const ZvcCompress& args, void* workspace, int blocks, cudaStream_t stream) {

@@ -1,4 +1,5 @@
-// Zero-value compression by tiles of 32 KiB of x, a block of 512 threads each.
+// Zero-value compression by tiles of x that a block has in hand: 16 KiB and 256 threads to compress, 32 KiB and 512
+// threads to decompress.
 //
 // Compressing, in one pass: x is read once. Blocks take tiles in turn from a counter. A thread owns four pieces of 16
 //   bytes, one in each row of its warp; the bits of a row's pieces become mask words by three exchanges between lanes,
@@ -10,8 +11,10 @@
 // Decompressing, in three: the mask's bits are counted by tiles and groups of tiles, the groups' counts are summed, and
 //   every tile reads its values, whose place it now knows, into shared memory and spreads them from there.
 //
-// Registers: 16 of input, asked for a round ahead. Shared memory: compressing three tiles, one that is packed, one
-//   whose start is looked for, one that is written; two blocks on an SM. Decompressing one tile.
+// Registers: 32 of input, half of it on its way while the other is packed, so that loads never pause; decompressing,
+//   what tells where a tile's values are is asked for a tile ahead. Shared memory: compressing three tiles, one that is
+//   packed, one whose start is looked for, one that is written; three blocks on an SM. Decompressing one tile; four.
+//   L2: x is read and decompressed for the last time in a while, and leaves what computes beside its lines.
 // Cost: the bytes of x, mask and values, once each; decompressing reads the mask, at most a sixteenth of x, twice. A
 //   tile waits for one barrier when it is compressed, for two when it is spread.
 #pragma once
@@ -24,10 +27,9 @@
 
 namespace weft::offload {
 
-constexpr int kWarp = 32, kWarps = 16, kThreads = kWarp * kWarps;
-constexpr int kRows = 4;  // pieces of a thread
-constexpr int kPieceBytes = 16;
-constexpr int kTileBytes = kThreads * kRows * kPieceBytes;
+constexpr int kWarp = 32, kRows = 4, kPieceBytes = 16;  // a thread has a piece in each of its warp's rows
+constexpr int kPackWarps = 8, kThreads = kWarp * kPackWarps;
+constexpr int kSpreadWarps = 16;
 constexpr int kGroup = 64;    // tiles whose counts a block sums up
 constexpr int kStatuses = 2;  // words of the workspace before those of tiles, whose pairs are aligned
 constexpr unsigned kAll = 0xffffffffu;
@@ -43,30 +45,38 @@ struct Element<4> {
   using T = uint32_t;
 };
 
-template <int kItem>
+// What the warps of a block have in hand.
+template <int kItem, int kOfWarps>
 struct Tile {
+  static constexpr int kWarps = kOfWarps, kThreads = kWarp * kWarps;
+  static constexpr int kBytes = kThreads * kRows * kPieceBytes;
   static constexpr int kPiece = kPieceBytes / kItem;  // elements
-  static constexpr int kRow = kWarp * kPiece;
-  static constexpr int kElements = kTileBytes / kItem;
+  static constexpr int kElements = kBytes / kItem;
   static constexpr int kWords = kElements / 32;  // of the mask
 };
+template <int kItem>
+using PackTile = Tile<kItem, kPackWarps>;
+template <int kItem>
+using SpreadTile = Tile<kItem, kSpreadWarps>;
 
-constexpr int64_t tile_elements(int itemsize) {
-  return kTileBytes / itemsize;
+template <int kWarps>
+constexpr int64_t tiles_of(int64_t n, int itemsize) {
+  return ceil_div(n * itemsize, Tile<4, kWarps>::kBytes);
 }
 
 constexpr int kPacked = 3;  // tiles of a block that are packed and not all written
+constexpr int kTaken = 4;   // that a block has in turn: the one it packs and those after it
 struct CompressShared {
-  alignas(16) unsigned char packed[kPacked][kTileBytes];
-  int64_t tiles[2], starts[2];
-  int counts[2][kWarps];
+  alignas(16) unsigned char packed[kPacked][PackTile<4>::kBytes];
+  int64_t tiles[kTaken], starts[2];
+  int counts[2][kPackWarps];
 };
 
 struct DecompressShared {
-  alignas(16) unsigned char values[kTileBytes + 16];
-  uint32_t words[Tile<2>::kWords];
-  int before[Tile<2>::kWords];
-  int counts[kWarps];
+  alignas(16) unsigned char values[SpreadTile<4>::kBytes + 16];
+  uint32_t words[SpreadTile<2>::kWords];
+  int before[SpreadTile<2>::kWords];
+  int counts[kSpreadWarps];
 };
 
 // Bit i: whether element i of a piece has any bit set.
@@ -136,6 +146,7 @@ __device__ __forceinline__ uint32_t inclusive_sum(uint32_t v, int lane) {
 struct WarpSums {
   int before, all;
 };
+template <int kWarps>
 __device__ __forceinline__ WarpSums warp_sums(const int* counts, int warp, int lane) {
   const unsigned count = lane < kWarps ? unsigned(counts[lane]) : 0;
   return {int(__reduce_add_sync(kAll, lane < warp ? count : 0u)), int(__reduce_add_sync(kAll, count))};
@@ -188,11 +199,13 @@ template <int kItem>
 __device__ __forceinline__ void fetch(const ZvcCompress& args, int64_t tile, uint4 (&pieces)[kRows], int warp,
                                       int lane) {
   using T = typename Element<kItem>::T;
+  constexpr int kTileBytes = PackTile<kItem>::kBytes;
   const auto* x = static_cast<const unsigned char*>(args.x) + tile * kTileBytes;
   const int64_t left = args.n * kItem - tile * kTileBytes;
   if (left >= kTileBytes && reinterpret_cast<uint64_t>(x) % kPieceBytes == 0) {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) pieces[r] = reinterpret_cast<const uint4*>(x)[(warp * kRows + r) * kWarp + lane];
+    for (int r = 0; r < kRows; ++r)
+      pieces[r] = __ldcs(reinterpret_cast<const uint4*>(x) + (warp * kRows + r) * kWarp + lane);
     return;
   }
 #pragma unroll
@@ -200,7 +213,7 @@ __device__ __forceinline__ void fetch(const ZvcCompress& args, int64_t tile, uin
     const int piece = ((warp * kRows + r) * kWarp + lane) * kPieceBytes;
     uint32_t words[kPieceBytes / 4] = {};
 #pragma unroll
-    for (int i = 0; i < Tile<kItem>::kPiece; ++i) {
+    for (int i = 0; i < PackTile<kItem>::kPiece; ++i) {
       if (piece + (i + 1) * kItem <= left)
         words[i * kItem / 4] |= uint32_t(reinterpret_cast<const T*>(x + piece)[i]) << (i * kItem % 4 * 8);
     }
@@ -208,14 +221,11 @@ __device__ __forceinline__ void fetch(const ZvcCompress& args, int64_t tile, uin
   }
 }
 
-// Writes `count` elements to values[start...], as far as they fit: words of 4 bytes, a line of 128 per warp and store.
-template <int kItem>
-__device__ __forceinline__ void write_values(const ZvcCompress& args, int64_t start, int count,
-                                             const typename Element<kItem>::T* packed, int thread) {
-  using T = typename Element<kItem>::T;
-  auto* const values = static_cast<T*>(args.values) + start;
-  if (start + count > args.capacity) count = args.capacity > start ? int(args.capacity - start) : 0;
-  if constexpr (kItem == 4) {
+// Writes `count` elements to `values`, which is element `start` of memory that is aligned to 4 bytes: words of 4 bytes,
+// a line of 128 per warp and store.
+template <typename T>
+__device__ __forceinline__ void write_run(T* values, int64_t start, int count, const T* packed, int thread) {
+  if constexpr (sizeof(T) == 4) {
     for (int i = thread - int(start % kWarp); i < count; i += kThreads) {
       if (i >= 0) values[i] = packed[i];
     }
@@ -232,6 +242,21 @@ __device__ __forceinline__ void write_values(const ZvcCompress& args, int64_t st
         values[0] = packed[0];
       }
     }
+  }
+}
+
+// Writes a tile's values where they belong: as many as fit to `values`, the others to `all`.
+template <int kItem>
+__device__ __forceinline__ void write_values(const ZvcCompress& args, int64_t start, int count,
+                                             const typename Element<kItem>::T* packed, int thread) {
+  using T = typename Element<kItem>::T;
+#pragma unroll 1
+  while (count > 0) {
+    const bool fits = start < args.capacity;
+    const int part = fits ? int(min(int64_t(count), args.capacity - start)) : count;
+    T* const to = static_cast<T*>(fits ? args.values : args.all);
+    if (to != nullptr) write_run(to + start, start, part, packed, thread);
+    start += part, packed += part, count -= part;
   }
 }
 
@@ -259,8 +284,8 @@ __device__ __forceinline__ void count(Counted<kItem>& own, int lane) {
 
 template <int kItem>
 __device__ __forceinline__ void write_mask(const ZvcCompress& args, int64_t tile, uint32_t rows, int warp, int lane) {
-  constexpr int kWords = Tile<kItem>::kWords, kWarpWords = kWords / kWarps, kRowWords = kWarpWords / kRows;
-  constexpr int kLanes = 32 / Tile<kItem>::kPiece;  // whose pieces make up a word
+  constexpr int kWords = PackTile<kItem>::kWords, kWarpWords = kWords / kPackWarps, kRowWords = kWarpWords / kRows;
+  constexpr int kLanes = 32 / PackTile<kItem>::kPiece;  // whose pieces make up a word
   const uint32_t word = mask_word<kItem>(rows, lane);
   const int64_t place = tile * kWords + warp * kWarpWords + row_of_lane<kItem>(lane) * kRowWords + lane / kLanes;
   if ((kItem == 2 || lane % 2 == 0) && place < ceil_div(args.n, 32)) args.mask[place] = word;
@@ -274,7 +299,7 @@ __device__ __forceinline__ void pack(const Counted<kItem>& from, int row_start, 
     int at = row_start + byte_of(from.before, r);
     row_start += from.row_count(r);
 #pragma unroll
-    for (int i = 0; i < Tile<kItem>::kPiece; ++i) {
+    for (int i = 0; i < PackTile<kItem>::kPiece; ++i) {
       const uint32_t set = from.rows >> (8 * r + i) & 1;
       if (set) packed[at] = typename Element<kItem>::T(element<kItem>(from.pieces[r], i));
       at += int(set);
@@ -282,28 +307,35 @@ __device__ __forceinline__ void pack(const Counted<kItem>& from, int row_start, 
   }
 }
 
-// Run by kThreads that work and a warp that looks back. workspace: a counter and a word per tile, zeros; aligned to 16
-// bytes.
+// Run by the threads of a tile and a warp that looks back. workspace: a counter and a word per tile, zeros; aligned to
+// 16 bytes.
 template <int kItem>
 __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, CompressShared& shared) {
   using T = typename Element<kItem>::T;
   const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
-  const bool looks_back = warp == kWarps;
-  const int64_t tiles = ceil_div(args.n, Tile<kItem>::kElements);
+  const bool looks_back = warp == kPackWarps;
+  const int64_t tiles = tiles_of<kPackWarps>(args.n, kItem);
   uint64_t* const statuses = workspace + kStatuses;
   const auto packed = [&](int round) { return reinterpret_cast<T*>(shared.packed[round % kPacked]); };
 
-  if (thread < 2) shared.tiles[thread] = take_tile(workspace);
+  // One after the other, so that other blocks take theirs in between: the start of a tile is known once those before it
+  // are counted, and a block counts one tile a round.
+  if (thread == 0) {
+    for (int i = 0; i < 3; ++i) shared.tiles[i] = take_tile(workspace);
+  }
   __syncthreads();
   // The tiles of this round and those before and after it. What is none is behind the end.
-  int64_t tile = min(shared.tiles[0], shared.tiles[1]), next = max(shared.tiles[0], shared.tiles[1]);
-  int64_t last = tiles, before_last = tiles;
+  int64_t tile = shared.tiles[0], next = shared.tiles[1], last = tiles, before_last = tiles;
   int last_count = 0, before_last_count = 0;
   Counted<kItem> own;
-  if (!looks_back && tile < tiles) fetch<kItem>(args, tile, own.pieces, warp, lane);
+  uint4 ahead[kRows];
+  if (!looks_back && tile < tiles) fetch<kItem>(args, tile, ahead, warp, lane);
   for (int round = 0; tile < tiles || last < tiles || before_last < tiles; ++round) {
     const int stage = round % 2;
     if (!looks_back && tile < tiles) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) own.pieces[r] = ahead[r];
+      if (next < tiles) fetch<kItem>(args, next, ahead, warp, lane);
       count<kItem>(own, lane);
       write_mask<kItem>(args, tile, own.rows, warp, lane);
       int sum = 0;
@@ -312,8 +344,8 @@ __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, Com
       if (lane == 0) shared.counts[stage][warp] = sum;
     }
     __syncthreads();  // counts are there, and the start of the tile before the last, which is packed
-    const WarpSums sums = warp_sums(shared.counts[stage], warp, lane);
-    if (round > 0) next = shared.tiles[stage ^ 1];
+    const WarpSums sums = warp_sums<kPackWarps>(shared.counts[stage], warp, lane);
+    const int64_t following = shared.tiles[(round + 2) % kTaken];
     if (looks_back) {
       int64_t taken = 0;
       if (lane == 0) taken = take_tile(workspace);
@@ -324,27 +356,26 @@ __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, Com
         if (lane == 0) shared.starts[stage ^ 1] = start;
         if (lane == 0 && last == tiles - 1) *args.size = start + last_count;
       }
-      if (lane == 0) shared.tiles[stage] = taken;
+      if (lane == 0) shared.tiles[(round + 3) % kTaken] = taken;
     } else {
       if (tile < tiles) pack<kItem>(own, sums.before, packed(round));
-      if (next < tiles) fetch<kItem>(args, next, own.pieces, warp, lane);
       if (before_last < tiles)
         write_values<kItem>(args, shared.starts[stage], before_last_count, packed(round + 1), thread);
     }
     before_last = last, before_last_count = last_count;
     last = tile, last_count = sums.all;
-    tile = next;
+    tile = next, next = following;
   }
 }
 
 // starts: for each tile the set bits of its group's tiles before it; totals: for each group its set bits.
 template <int kItem>
 __device__ void count_tiles(const ZvcDecompress& args, int64_t group, int* starts, int64_t* totals, int* shared) {
-  constexpr int kWords = Tile<kItem>::kWords;
+  constexpr int kWords = SpreadTile<kItem>::kWords;
   const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
-  const int64_t words = ceil_div(args.n, 32), tiles = ceil_div(args.n, Tile<kItem>::kElements);
+  const int64_t words = ceil_div(args.n, 32), tiles = tiles_of<kSpreadWarps>(args.n, kItem);
 #pragma unroll
-  for (int t = warp; t < kGroup; t += kWarps) {
+  for (int t = warp; t < kGroup; t += kSpreadWarps) {
     const int64_t first = (group * kGroup + t) * kWords;
     unsigned count = 0;
 #pragma unroll
@@ -372,14 +403,14 @@ template <int kItem>
 __device__ __forceinline__ int read_values(const ZvcDecompress& args, int64_t start, int count, unsigned char* memory,
                                            int thread) {
   using T = typename Element<kItem>::T;
-  constexpr int kPiece = Tile<kItem>::kPiece;
+  constexpr int kPiece = SpreadTile<kItem>::kPiece;
   const int lead = int(reinterpret_cast<uint64_t>(args.values) % kPieceBytes) / kItem;
   const T* const values = static_cast<const T*>(args.values) - lead;
   const T* const all = args.all != nullptr ? static_cast<const T*>(args.all) - lead : nullptr;
   const int64_t end = args.available + lead;
   start += lead;
   const int first = int(start % kPiece), pieces = (first + count + kPiece - 1) / kPiece;
-  for (int p = thread; p < pieces; p += kThreads) {
+  for (int p = thread; p < pieces; p += SpreadTile<kItem>::kThreads) {
     const int64_t at = start - first + p * kPiece;
     T* const to = reinterpret_cast<T*>(memory) + p * kPiece;
     const bool behind = all != nullptr && at >= end;
@@ -404,17 +435,27 @@ template <int kItem>
 __device__ void decompress_tiles(const ZvcDecompress& args, int64_t block, int64_t blocks, const int* starts,
                                  const int64_t* totals, DecompressShared& shared) {
   using T = typename Element<kItem>::T;
-  constexpr int kWords = Tile<kItem>::kWords, kPiece = Tile<kItem>::kPiece;
+  using Spread = SpreadTile<kItem>;
+  constexpr int kWords = Spread::kWords, kPiece = Spread::kPiece;
   const int thread = int(threadIdx.x), warp = thread / kWarp, lane = thread % kWarp;
-  const int64_t tiles = ceil_div(args.n, Tile<kItem>::kElements), words = ceil_div(args.n, 32);
+  const int64_t tiles = tiles_of<kSpreadWarps>(args.n, kItem), words = ceil_div(args.n, 32);
   const bool aligned = reinterpret_cast<uint64_t>(args.out) % kPieceBytes == 0;
+  // Of a tile: this thread's word of the mask, and where the values begin.
+  const auto word_of = [&](int64_t tile) {
+    const int64_t at = tile * kWords + thread;
+    return tile < tiles && thread < kWords && at < words ? args.mask[at] : 0;
+  };
+  const auto start_of = [&](int64_t tile) { return tile < tiles ? totals[tile / kGroup] + starts[tile] : 0; };
+  uint32_t next_word = word_of(block);
+  int64_t next_start = start_of(block);
   for (int64_t tile = block; tile < tiles; tile += blocks) {
-    const int64_t at = tile * kWords + thread, start = totals[tile / kGroup] + starts[tile];
-    const uint32_t own = thread < kWords && at < words ? args.mask[at] : 0;
+    const uint32_t own = next_word;
+    const int64_t start = next_start;
+    next_word = word_of(tile + blocks), next_start = start_of(tile + blocks);
     const int count = __popc(own), sum = int(inclusive_sum(uint32_t(count), lane));
     if (lane == kWarp - 1) shared.counts[warp] = sum;
     __syncthreads();  // counts are there, and everybody has spread the last tile
-    const WarpSums sums = warp_sums(shared.counts, warp, lane);
+    const WarpSums sums = warp_sums<kSpreadWarps>(shared.counts, warp, lane);
     if (thread < kWords) {
       shared.words[thread] = own;
       shared.before[thread] = sums.before + sum - count;
@@ -435,10 +476,10 @@ __device__ void decompress_tiles(const ZvcDecompress& args, int64_t block, int64
         from += int(set);
         out[i * kItem / 4] |= value << (i * kItem % 4 * 8);
       }
-      const int64_t element = tile * Tile<kItem>::kElements + place;
+      const int64_t element = tile * Spread::kElements + place;
       T* const to = static_cast<T*>(args.out) + element;
       if (aligned && element + kPiece <= args.n) {
-        *reinterpret_cast<uint4*>(to) = uint4{out[0], out[1], out[2], out[3]};
+        __stcs(reinterpret_cast<uint4*>(to), uint4{out[0], out[1], out[2], out[3]});
       } else {
 #pragma unroll
         for (int i = 0; i < kPiece; ++i) {
