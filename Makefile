@@ -38,8 +38,8 @@ test-cuda: $(call requirements,test) build
 	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda -n $(WORKERS) $(PYTEST)
 
 # Weft's kernels alone, on small cases, every tensor in an allocation of its own. Needs compute-sanitizer 2026.4, which
-# PyPI's nvidia-cuda-sanitizer-api 13.5 has: that of CUDA 13.0 crashes in racecheck on some of them. PARTS="vertex" runs
-# that part alone.
+# PyPI's nvidia-cuda-sanitizer-api 13.5 has: that of CUDA 13.0 crashes in racecheck on some of them. PARTS="vertex offload"
+# runs the parts of these rooms alone.
 sanitize: build
 	$(PY) tests/sanitized.py $(PARTS) --under memcheck racecheck synccheck --sanitizer "$(SANITIZER)"
 

@@ -155,7 +155,7 @@ def diagonal_scans() -> None:
 
 def codecs() -> None:
     for dtype in (single, half, bfloat16):
-        for n in (0, 1, 33, 16_385, 40_000):
+        for n in (0, 1, 33, 16_385, 200_000):
             for density in (0.0, 0.3, 1.0):
                 memory = torch.where(torch.rand(n + 1, device="cuda") < density, 1.5, 0.0).to(dtype)
                 for x in (memory[:n], memory[1:]):  # of any alignment
@@ -247,14 +247,19 @@ def vertex() -> None:
     synchronize()
 
 
-def offloaded(backend: str, compress: str | None) -> None:
-    """A net whose saved tensors all move, in a recorded use and in two that follow its plan."""
+def offloaded(backend: str, compress: str | None, dtype: torch.dtype = single) -> None:
+    """A net whose saved tensors all move, in a recorded use and in three that follow its plan, the last with more
+    non-zeros than the ones before."""
     with torch.device(DEVICE):
         net = nn.Sequential(nn.Linear(300, 1000), nn.ReLU(), nn.Linear(1000, 1001), nn.ReLU(), nn.Linear(1001, 10))
+        net.to(dtype)
         offload = weft.offload(0, backend=backend, compress=compress, min_bytes=1000, keep_last=0)
-        for _ in range(3):
+        for more in (0, 0, 0, 3):
+            with torch.no_grad():
+                for linear in (net[0], net[2]):
+                    linear.bias += more
             with offload:
-                loss = net(torch.randn(129, 300)).square().sum()
+                loss = net(torch.randn(129, 300, dtype=dtype)).square().sum()
             loss.backward()
     synchronize()
 
@@ -262,6 +267,7 @@ def offloaded(backend: str, compress: str | None) -> None:
 def copies() -> None:
     for compress in (None, "zvc", "rle", "auto"):
         offloaded("copy", compress)
+    offloaded("copy", "zvc", bfloat16)
 
 
 def managed() -> None:
@@ -272,6 +278,9 @@ def managed() -> None:
 PARTS = {
     "rnn": rnn, "rnn_scan": rnn_scan, "linear_scan": linear_scans, "diagonal_scans": diagonal_scans,
     "codecs": codecs, "sparse": sparse, "vertex": vertex, "copies": copies, "managed": managed,
+}  # fmt: skip
+ROOMS = {
+    "scan": ("rnn_scan", "linear_scan", "diagonal_scans"), "offload": ("codecs", "copies", "managed"),
 }  # fmt: skip
 TOOLS = ("memcheck", "racecheck", "synccheck")
 KERNELS = ("weft", "recurrence", "vertex_frontier")  # substrings of the names of all kernels of Weft
@@ -314,12 +323,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
     )
     # [] because argparse, before Python 3.12, looks for the empty list itself among the choices.
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=f"of {list(PARTS)}; else all")
+    choices = [*PARTS, *ROOMS, []]
+    parser.add_argument("parts", nargs="*", choices=choices, metavar="PART", help=f"of {choices[:-1]}; else all")
     parser.add_argument("--under", nargs="+", choices=TOOLS, metavar="TOOL", help=f"of {TOOLS}")
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="the command, %(default)s")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a part under a tool, %(default)s")
     args = parser.parse_args()
-    parts = args.parts or list(PARTS)
+    parts = [part for name in args.parts for part in ROOMS.get(name, (name,))] or list(PARTS)
     if args.under:
         sys.exit(0 if sanitize(parts, args.under, args.sanitizer, args.limit) else 1)
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
         'case "$2 $last" in "racecheck codecs") exit 3;; "racecheck vertex") exec sleep 60;; esac\n'
     )
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    command = [sys.executable, "tests/sanitized.py", "codecs", "vertex", "managed", "--sanitizer", str(tool)]
+    command = [sys.executable, "tests/sanitized.py", "vertex", "offload", "--sanitizer", str(tool)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTORCH_NO_CUDA_MEMORY_CACHING"}
 
     def run(*tools: str) -> subprocess.CompletedProcess:
@@ -47,11 +47,13 @@ def test_what_fails_and_what_does_not_end_is_told(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     table = done.stdout[done.stdout.index("\ntool ") :].strip().splitlines()[1:]
     assert [line.split()[:4] for line in table] == [
-        ["memcheck", "codecs", "passed", "0"],
         ["memcheck", "vertex", "passed", "0"],
+        ["memcheck", "codecs", "passed", "0"],
+        ["memcheck", "copies", "passed", "0"],
         ["memcheck", "managed", "passed", "0"],
-        ["racecheck", "codecs", "failed", "(3)"],
         ["racecheck", "vertex", "not", "finished"],
+        ["racecheck", "codecs", "failed", "(3)"],
+        ["racecheck", "copies", "passed", "0"],
         ["racecheck", "managed", "passed", "0"],
     ]
     assert "racecheck codecs 1" in done.stdout and "memcheck codecs 1" not in done.stdout  # output of what failed
