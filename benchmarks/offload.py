@@ -545,7 +545,8 @@ def density_entry(
         record("yes")
         return rows
 
-    return Entry(case_name(**keys), ("density",), run)
+    names = [case_name(**keys, trained=trained) for trained in ("no", "yes")]
+    return Entry(" ".join(names), ("density",), run)
 
 
 def table(device: str) -> Iterator[Entry]:

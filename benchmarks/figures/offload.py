@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -27,6 +28,8 @@ def page(results: Results, folder: Path) -> list[str]:
         if shown:
             draw(shown, folder / f"{name}.svg")
             parts.append(image(folder / f"{name}.svg"))
+            if draw is draw_densities:
+                parts.append(density_table(shown))
     tables = [row for row in rows if row["metric"] != "density"]
     if tables:
         parts.append(rst_tables(tables))
@@ -41,6 +44,33 @@ def budget_rows(rows: Rows) -> list[Row]:
 
 def density_rows(rows: Rows) -> list[Row]:
     return [row for row in rows if row["metric"] == "density"]
+
+
+def densities(rows: Rows) -> dict[str, dict[str, dict[int, float]]]:
+    """Network, whether it is trained, and the ReLU's place, to the share of non-zeros behind it."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        found.setdefault(keys["model"], {}).setdefault(keys["trained"], {})[int(keys["layer"])] = float(row["weft"])
+    return found
+
+
+def density_table(rows: Rows) -> str:
+    """Per network the densities behind its ReLUs: their mean, and from the least to the largest."""
+
+    def spread(values: Sequence[float]) -> str:
+        return f"{sum(values) / len(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else ""
+
+    gpus = ", ".join(sorted({row["gpu"] for row in rows}))
+    lines = [f".. list-table:: Share of non-zeros behind every ReLU: mean (least to largest), {gpus}"]
+    lines += ["   :header-rows: 1", ""]
+    cells = [["network", "ReLUs", "at initialisation", "trained"]]
+    for name, found in densities(rows).items():
+        before, after = (list(found.get(trained, {}).values()) for trained in ("no", "yes"))
+        cells.append([name, str(max(len(before), len(after))), spread(before), spread(after)])
+    for line in cells:
+        lines += [("   * - " if i == 0 else "     - ") + cell for i, cell in enumerate(line)]
+    return "\n".join(lines)
 
 
 def draw_budgets(rows: Rows, path: Path) -> None:
@@ -73,10 +103,7 @@ def draw_budgets(rows: Rows, path: Path) -> None:
 
 def draw_densities(rows: Rows, path: Path) -> None:
     """The share of non-zeros behind each ReLU, at initialisation and after training: a panel per network."""
-    found: dict[str, dict[str, dict[int, float]]] = {}
-    for row in rows:
-        keys = parse_case(row["case"])
-        found.setdefault(keys["model"], {}).setdefault(keys["trained"], {})[int(keys["layer"])] = float(row["weft"])
+    found = densities(rows)
     figure, panels = plt.subplots(
         1, len(found), figsize=(3 * len(found) + 0.5, 2.8), sharey=True, squeeze=False, layout="constrained"
     )
