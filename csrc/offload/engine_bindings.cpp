@@ -30,7 +30,10 @@ std::optional<std::vector<double>> seconds(const Ledger& ledger) {
   result.resize(operations, 0);
   for (const Stall& stall : ledger.stalls) {
     if (!stall.end->passed()) return std::nullopt;
-    if (size_t(stall.operation) < operations) result[size_t(stall.operation)] -= stall.end->since(*stall.begin);
+    // The time of an operation whose end has no mark is with the next one that has.
+    size_t k = size_t(stall.operation);
+    while (k + 1 < ledger.marks.size() && ledger.marks[k + 1] == nullptr) ++k;
+    if (k < operations) result[k] -= stall.end->since(*stall.begin);
   }
   for (double& s : result) s = std::max(s, 0.0);
   return result;
@@ -106,7 +109,16 @@ Codec codec(const std::optional<std::string>& name) {
   return *name == "auto" ? Codec::automatic : *name == "zvc" ? Codec::zvc : Codec::rle;
 }
 
-Bytes bytes_of(const at::Tensor& x) {
+// One tensor's way to the host and back, as the ledger has it moved: for benchmarks.
+struct Trip {
+  std::shared_ptr<Parcel> parcel;
+  c10::Device device;
+  int64_t bytes;
+};
+
+Bytes bytes_of(const Engine& engine, const at::Tensor& x) {
+  if (!engine.mover->moves(x.device()) || !x.is_contiguous() || x.numel() == 0)
+    throw py::value_error("x must be contiguous, not empty, and on a device whose tensors move");
   const int64_t lo = x.storage_offset() * int64_t(x.itemsize());
   return {x.storage(), lo, lo + int64_t(x.nbytes()), x.scalar_type()};
 }
@@ -120,6 +132,28 @@ std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Cod
   return make_idle_mover();
 }
 
+// Whoever has the trip keeps the tensors, which nothing else knows to be in use.
+void bind_trip(py::module_ testing) {
+  py::class_<Trip>(testing, "OffloadTrip")
+      .def(py::init([](std::shared_ptr<Engine> engine, const at::Tensor& x, bool compressed, double density) {
+             auto parcel =
+                 engine->mover->out(bytes_of(*engine, x), compressed ? Codec::zvc : Codec::none, nullptr, density);
+             if (parcel == nullptr) throw std::runtime_error("no host memory for the tensor");
+             return Trip{std::move(parcel), x.device(), int64_t(x.nbytes())};
+           }),
+           py::arg("engine"), py::arg("x"), py::arg("compressed"), py::arg("density"), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>())
+      .def(
+          "bring_back",
+          [](Trip& trip, const Engine& engine, const at::Tensor& to) {
+            if (to.device() != trip.device || int64_t(to.nbytes()) != trip.bytes)
+              throw py::value_error("to must be as large as what went out, and on its device");
+            trip.parcel->start_in(bytes_of(engine, to), nullptr);
+          },
+          py::arg("engine"), py::arg("to"), py::keep_alive<1, 3>())
+      .def_property_readonly("sent_bytes", [](const Trip& trip) { return trip.parcel->sent.bytes(); });
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
@@ -131,10 +165,6 @@ void bind_engine(py::module_& m) {
       "offload_has_managed", [](int) { return false; }, py::arg("device"));
 #endif
   py::class_<Packed>(m, "OffloadPacked");
-  // One contiguous tensor's way to the host and back, as the ledger has it moved: for the benchmark.
-  py::class_<Parcel, std::shared_ptr<Parcel>>(m, "OffloadParcel")
-      .def("bring_back", [](Parcel& parcel, const at::Tensor& to) { parcel.start_in(bytes_of(to), nullptr); })
-      .def_property_readonly("sent_bytes", [](const Parcel& parcel) { return parcel.sent.bytes(); });
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "OffloadSchedule")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, bool, double>>& tensors,
                        std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
@@ -195,10 +225,6 @@ void bind_engine(py::module_& m) {
                 timed);
           },
           py::arg("schedules"), py::arg("timed"))
-      .def("send",
-           [](Engine& engine, const at::Tensor& x, bool compressed, double density) {
-             return engine.mover->out(bytes_of(x), compressed ? Codec::zvc : Codec::none, nullptr, density);
-           })
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;
@@ -218,6 +244,7 @@ void bind_engine(py::module_& m) {
                          double density) { return engine.mover->staging(bytes, itemsize, density); })
       .def("release", [](Engine& engine) { return engine.mover->release(); })
       .def("close", [](Engine& engine) { engine.mover->close(); });
+  bind_trip(m.def_submodule("_testing"));
 }
 
 }  // namespace weft::offload

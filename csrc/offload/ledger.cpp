@@ -401,9 +401,10 @@ bool Ledger::move(Block& block, bool compressed, double density) {
   totals.moved_bytes += record.bytes, totals.moved_tensors += record.tensors;
   record.compressed = std::ranges::any_of(parcels, [](auto& p) { return p->compressed; });
   if (record.compressed) totals.compressed_tensors += record.tensors;
-  if (std::ranges::all_of(parcels, [](auto& p) { return p->sent.count.nonzeros != nullptr; })) {
+  if (std::ranges::all_of(parcels, [](auto& p) { return !p->sent.parts.empty(); })) {
     record.counts.clear();
-    for (auto& p : parcels) record.counts.push_back(p->sent.count);
+    for (auto& p : parcels)
+      for (const auto& part : p->sent.parts) record.counts.push_back(part.count);
   }
   leave(block, std::move(block.source), std::move(parcels), block.bytes);
   block.source = {};
@@ -525,8 +526,13 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
     *offset = block.restored_offset;
   }
   if (!std::exchange(packed.read, true) && --block.unread == 0) block.held = {};
-  if (!capturing && block.moved) prefetch(block.hull.size(), now);
+  prefetch(block.moved ? block.hull.size() : 0, now);
   return storage;
+}
+
+void Ledger::read_kept(Block& block, Packed& packed) {
+  MarkPtr now = mark_read(block, packed);
+  prefetch(0, now);
 }
 
 c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
@@ -546,11 +552,17 @@ c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
   account.count(bytes);
   account.restored.emplace_back(block.restored, bytes);
   MarkPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->mark(account.device);
-  for (size_t i = 0; i < block.runs.size(); ++i) {
-    const Range& run = block.runs[i];
-    block.parcels[i]->start_in({storage, run.lo + block.restored_offset, run.hi + block.restored_offset, block.dtype},
-                               now);
-    span(false, *block.parcels[i]);
+  size_t started = 0;
+  try {
+    for (; started < block.runs.size(); ++started) {
+      const Range& run = block.runs[started];
+      Parcel& parcel = *block.parcels[started];
+      parcel.start_in({storage, run.lo + block.restored_offset, run.hi + block.restored_offset, block.dtype}, now);
+      span(false, parcel);
+    }
+  } catch (...) {  // what is on its way to memory that is about to be free
+    for (size_t i = 0; i < started; ++i) block.parcels[i]->wait_in(storage);
+    throw;
   }
   if (begin != nullptr) stall(std::move(begin), engine.mover->mark(account.device), "copy back");
   block.arriving = true;
@@ -559,7 +571,8 @@ c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
 }
 
 void Ledger::prefetch(int64_t current, MarkPtr& now) {
-  if (!engine.mover->asynchronous()) return;
+  const bool any = schedule_ != nullptr ? next_back_ < schedule_->back.size() : !moved_.empty();
+  if (!any || !engine.mover->asynchronous() || engine.mover->capturing(account.device)) return;
   try {
     prefetch_some(current, now);
   } catch (const c10::OutOfMemoryError&) {  // later, then: nobody needs it yet
@@ -734,7 +747,7 @@ at::Tensor Use::unpack(Packed& packed) {
   if (packed.tensor.defined()) {
     for (auto& block : packed.blocks) {
       auto at = root(block);
-      at->ledger.mark_read(*at, packed);
+      at->ledger.read_kept(*at, packed);
       if (!packed.read) --at->unread, --unread_;
     }
     packed.read = true;
@@ -766,6 +779,7 @@ void Use::check() {
   if (finished_ || !exited_ || unread_ > 0) return;
   finished_ = true;
   for (auto& ledger : ledgers) ledger->finish();
+  engine->mover->settle();
 }
 
 void Use::exit() {

@@ -202,8 +202,7 @@ class Ledger {
 
   std::shared_ptr<Block> save(const at::Tensor& x, Range range, const Witness& witness, bool may_move);
   c10::Storage read(Block& block, Packed& packed, int64_t* offset);
-  // The mark that was made of it, if any.
-  MarkPtr mark_read(Block& block, Packed& packed);
+  void read_kept(Block& block, Packed& packed);  // of what never moves
   void parameter(const at::Tensor& x, Range range);
   bool is_parameter(const at::Tensor& x, Range range) const;
   void exit();
@@ -247,6 +246,7 @@ class Ledger {
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
   bool make_room(int64_t next);  // whether anything had to go for it
+  MarkPtr mark_read(Block& block, Packed& packed);  // the mark that was made of it, if any
   c10::Storage bring(Block& block, MarkPtr& now, bool needed);
   void prefetch(int64_t current, MarkPtr& now);
   void prefetch_some(int64_t current, MarkPtr& now);

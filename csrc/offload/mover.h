@@ -53,11 +53,16 @@ struct Count {
 
 // Bytes on the bus, which of a compressed tensor only the device knows at first.
 struct Sent {
+  struct Part {
+    Count count;
+    int64_t least;  // elements that cross in any case
+  };
   int64_t fixed = 0, itemsize = 0;
-  Count count;
-  int64_t least = 0;  // elements that cross in any case
+  std::vector<Part> parts;  // empty where nothing is compressed
   int64_t bytes() const {
-    return fixed + (count.nonzeros ? itemsize * std::max<int64_t>(least, int64_t(*count.nonzeros)) : 0);
+    int64_t elements = 0;
+    for (const Part& part : parts) elements += std::max<int64_t>(part.least, int64_t(*part.count.nonzeros));
+    return fixed + itemsize * elements;
   }
 };
 
@@ -112,9 +117,11 @@ class Mover {
   virtual int64_t host_peak_bytes() const = 0;
   virtual int64_t release() = 0;
   virtual void close() = 0;
+  // A use has ended: gives device memory back that only its copies needed.
+  virtual void settle() {}
   // Bytes per second out and back, measured once in the process; zeros where there is no bus.
   virtual std::pair<double, double> rates(c10::DeviceIndex device) { return {0, 0}; }
-  // Those of the copies out and back, for tests that delay them.
+  // Those of the copies out and back, and of codecs out and back, for tests that delay them.
   virtual std::vector<uintptr_t> streams(c10::DeviceIndex device) { return {}; }
 };
 

@@ -359,7 +359,7 @@ def test_random_graphs(device: str, backend: str, deterministic: None) -> None:
         programs(),
         st.sampled_from([0, 300, 1000, None]),
         st.integers(0, 3),
-        st.lists(st.integers(0, 2_000_000), min_size=3, max_size=3),
+        st.lists(st.integers(0, 2_000_000), min_size=5, max_size=5),
     )
     def check(program: list[tuple], budget: int | None, keep_last: int, delays: list[int]) -> None:
         torch.manual_seed(7)
@@ -1236,11 +1236,12 @@ def test_one_warning_without_cuda() -> None:
 # ---- is about.
 
 LONG = 50_000_000  # cycles, about 30 ms
+LANES = ("out", "back", "pack", "spread")
 
 
 def delay(off: offload, lane: str, cycles: int = LONG) -> None:
     """Lets a stream of the copies do nothing for a while."""
-    stream = torch.cuda.ExternalStream(off._engine.streams(torch.cuda.current_device())[("out", "back").index(lane)])
+    stream = torch.cuda.ExternalStream(off._engine.streams(torch.cuda.current_device())[LANES.index(lane)])
     with torch.cuda.stream(stream):
         torch.cuda._sleep(cycles)
 
@@ -1278,7 +1279,7 @@ def test_memory_is_not_reused_before_its_copy_out_finished(compress: str | None)
 def test_reload_does_not_race_its_own_offload(inside: bool, compress: str | None) -> None:
     off = everything("copy", compress=compress)
     x = torch.randn(1 << 18, device="cuda", requires_grad=True)
-    for lane in ("out", "back", "out"):
+    for lane in ("out", "back", "pack", "spread", "out"):
         delay(off, lane)
         with off:
             y = chain(x)

@@ -11,7 +11,7 @@
 #include <mutex>
 
 #include "common/integers.h"
-#include "offload/cuda/copy.h"
+#include "offload/cuda/lanes.h"
 
 namespace weft::offload {
 namespace {

@@ -24,11 +24,14 @@ from .sizes import parse_bytes
 _COMPRESS = ("auto", "zvc", "rle", None)
 _BACKENDS = ("copy", "managed", "reference")
 _SAME_SECONDS = 0.1
-"""Share by which a step's time may differ from the one that was planned with before it is planned again."""
+"""Share by which a forward's or a backward's time may differ from the one that was planned with before the step is
+planned again."""
 _SAME_RATE = 0.25
 _SAME_DENSITY = 0.02
 _WORTH = 0.85
 """Share of a tensor's size that compressed it must stay below: kernels write to the host more slowly than copies."""
+_SPARE = 0.9
+"""Share of the bus that is planned with where nothing may wait for it: no step is quite like the one before."""
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
 _PENDING = 8
@@ -47,7 +50,8 @@ class _Planned:
     timeline: Timeline
     signature: tuple
     """Of the saves and reads: the plan holds for a use in which they are the same."""
-    seconds: float | None
+    seconds: tuple[float, float] | None
+    """Of the forward and of the backward."""
     link: Link
     plan: Plan
     schedule: Any
@@ -281,7 +285,9 @@ class offload:
                 tuple(first),
                 tuple((t.first_backward, t.last_backward) for t in timeline.tensors),
             )
-            seconds = sum(timeline.seconds) if timeline.seconds[0] is not None else None
+            seconds = None
+            if timeline.seconds[0] is not None:
+                seconds = sum(timeline.seconds[: timeline.forward]), sum(timeline.seconds[timeline.forward :])
             old = memory.planned.get(device)
             if (
                 old is None
@@ -308,25 +314,23 @@ class offload:
         return link
 
     def _planned(
-        self, timeline: Timeline, first: Sequence[tuple], signature: tuple, seconds: float | None, link: Link
+        self,
+        timeline: Timeline,
+        first: Sequence[tuple],
+        signature: tuple,
+        seconds: tuple[float, float] | None,
+        link: Link,
     ) -> _Planned:
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
         movable = [moves_any and may_move and i < last for i, (_, _, may_move) in enumerate(first)]
         # Without a budget nothing may take from compute, as the codec's kernels would.
         codec = None if self._budget is None and self._compress == "auto" else self._compress
-        seen = _worth_compressing(timeline) if codec == "auto" else timeline
-        # The codec's memory is taken off the budget.
-        staging = 0
-        if codec is not None:
-            sizes = [
-                self._engine.staging(t.bytes, t.itemsize, t.density)
-                for t, m in zip(seen.tensors, movable, strict=True)
-                if m and (codec != "auto" or t.density < 1)
-            ]
-            staging = max(sizes, default=0)
-        budget = None if self._budget is None else max(self._budget - staging, 0)
-        made = plan_movable(seen, budget, link, "auto" if codec is not None else None, movable)
+        made, seen, staging = self._made(timeline, movable, link, codec)
+        if not made.met and codec == "auto":  # the codec's own memory may be what is too much
+            plain = self._made(timeline, movable, link, None)
+            if plain[0].met:
+                made, seen, staging = plain
         room = _MOST if self._budget is None else self._budget
         if not made.met:
             # What the running operations need: each tensor, and the one after it. Back as early as that allows.
@@ -341,6 +345,25 @@ class offload:
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
         return _Planned(timeline, signature, seconds, link, made, _C.OffloadSchedule(tensors, back, min(room, _MOST)))
+
+    def _made(
+        self, timeline: Timeline, movable: Sequence[bool], link: Link, codec: str | None
+    ) -> tuple[Plan, Timeline, int]:
+        """A plan with that codec, the timeline as it sees it, and the codec's memory, which is taken off the budget."""
+        seen = _worth_compressing(timeline) if codec == "auto" else timeline
+        staging = 0
+        if codec is not None:
+            sizes = [
+                self._engine.staging(t.bytes, t.itemsize, t.density)
+                for t, m in zip(seen.tensors, movable, strict=True)
+                if m and (codec != "auto" or t.density < 1)
+            ]
+            staging = max(sizes, default=0)
+        if self._budget is None:
+            budget, link = None, Link(_SPARE * link.d2h, _SPARE * link.h2d)
+        else:
+            budget = max(self._budget - staging, 0)
+        return plan_movable(seen, budget, link, "auto" if codec is not None else None, movable), seen, staging
 
     def _tell_pool(self) -> None:
         if not self._engine.pool_failed or self._told_pool:
@@ -391,10 +414,10 @@ def _as_sparse(old: _Planned, timeline: Timeline) -> bool:
     return all(abs(before.density - now.density) <= _SAME_DENSITY for before, now in pairs)
 
 
-def _same(old: float | None, new: float | None) -> bool:
+def _same(old: tuple[float, float] | None, new: tuple[float, float] | None) -> bool:
     if old is None or new is None:
         return new is None
-    return abs(old - new) <= _SAME_SECONDS * max(old, new)
+    return all(abs(a - b) <= _SAME_SECONDS * max(a, b) for a, b in zip(old, new, strict=True))
 
 
 def _close(old: Link, new: Link) -> bool:

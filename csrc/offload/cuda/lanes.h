@@ -1,12 +1,12 @@
-// Streams, events and pinned memory of the movers on CUDA.
+// Streams, events, staging memory and pinned numbers of the movers on CUDA.
 #pragma once
+#include <c10/core/Storage.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include <array>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <vector>
 
 #include "common/device.h"
 #include "offload/mover.h"
@@ -33,12 +33,48 @@ class CudaMark : public Mark {
 };
 using CudaMarkPtr = std::shared_ptr<const CudaMark>;
 
-// The streams of one device: out to the host, and back in. Of high priority: what little a codec computes must not
-// queue behind the operations that wait for it.
+inline CudaMarkPtr mark_on(c10::cuda::CUDAStream stream) {
+  return std::make_shared<CudaMark>(stream);
+}
+
+// Device memory that a copy and a codec hand each other, in turns: who writes to a slot waits for who read it last.
+// Belongs to a stream, by which torch's allocator knows when it is free for others.
+class Staging {
+ public:
+  static constexpr int kSlots = 2;
+  struct Slot {
+    c10::DataPtr memory;
+    CudaMarkPtr read;  // or made, where nobody has read it
+    char* data() const { return static_cast<char*>(memory.get()); }
+  };
+
+  explicit Staging(c10::cuda::CUDAStream stream) : stream_(stream) {}
+  ~Staging();
+  // Lets every slot have so many bytes.
+  void reserve(int64_t bytes);
+  // The next slot, for `writer` to write to.
+  Slot& next(c10::cuda::CUDAStream writer);
+  void release();
+
+ private:
+  c10::cuda::CUDAStream stream_;
+  std::array<Slot, kSlots> slots_;
+  int64_t bytes_ = 0;
+  unsigned turn_ = 0;
+};
+
+// The streams of one device: copies out to the host and back in, and beside each what a codec computes before and after
+// them, so that the bus has no rest while it does. Of high priority: what little a codec computes must not queue behind
+// the operations that wait for it.
 struct Lanes {
   explicit Lanes(c10::DeviceIndex device)
-      : out(c10::cuda::getStreamFromPool(true, device)), in(c10::cuda::getStreamFromPool(true, device)) {}
-  c10::cuda::CUDAStream out, in;
+      : out(c10::cuda::getStreamFromPool(true, device)),
+        in(c10::cuda::getStreamFromPool(true, device)),
+        pack(c10::cuda::getStreamFromPool(true, device)),
+        spread(c10::cuda::getStreamFromPool(true, device)),
+        staging(pack) {}
+  c10::cuda::CUDAStream out, in, pack, spread;
+  Staging staging;
   MarkPtr last_out, last_in;  // ends of the latest copies
 };
 
@@ -55,6 +91,9 @@ class LanesOf {
     if (lanes == nullptr) lanes = std::make_unique<Lanes>(device);
     return *lanes;
   }
+  void release_staging() {
+    for (auto& [device, lanes] : lanes_) lanes->staging.release();
+  }
 
  private:
   std::map<c10::DeviceIndex, std::unique_ptr<Lanes>> lanes_;
@@ -63,8 +102,14 @@ class LanesOf {
 // Memory for `bytes` bytes from torch's allocator, for the device's current stream.
 c10::Storage allocate_on(c10::Device device, int64_t bytes);
 
+// Device memory for a kernel on a stream, free for what the stream does next.
+c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
+
 // The stream that the memory was saved or allocated on may not be the one it was allocated for: its allocator has to
 // know, or it gives the memory to work that is not behind ours. Does nothing where they are the same.
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream);
+
+// A pinned number that the device may write to. Never given back to the system.
+std::shared_ptr<int64_t> pinned_number(int64_t value);
 
 }  // namespace weft::offload

@@ -1,0 +1,101 @@
+// Ranges of bytes on their way to the host and back: as they are, and as each codec has them.
+//
+// What waits for what. A copy out waits for the save (what made the bytes) and for the last copy that used its host
+// buffer; the source is kept until the ledger has seen the copy end or has let the stream of the save wait for it. A
+// copy in waits for its own copy out and for everything that the stream which allocated its destination had to do
+// before: torch's allocator may have given it memory whose last user is still running there. The reader's stream waits
+// for the copy in. No stream but that of the reader or of the save ever waits for the bus, the host for nothing.
+//
+// A parcel allocates what it needs before it starts anything, so that nothing is on its way when there is no memory.
+#pragma once
+#include <optional>
+
+#include "offload/cuda/lanes.h"
+
+namespace weft::offload {
+
+// On the lanes of its device; how the bytes cross the bus is up to `send` and `receive`.
+class LaneParcel : public Parcel {
+ public:
+  void start_out(const Bytes& from, CudaMarkPtr ready);
+  bool is_out() override { return out_->passed(); }
+  void wait_out() override { out_->hold(saved_on_); }
+
+  void start_in(const Bytes& to, const MarkPtr& now) override;
+  bool is_in() override { return in_->passed(); }
+  void wait_in(const c10::Storage& to) override;
+
+ protected:
+  LaneParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from);
+  // Starts the work, the last of it on the out lane, or on the stream that receive returns. What is enqueued on the
+  // first stream comes after what has to be waited for.
+  virtual c10::cuda::CUDAStream first_out() const { return lanes_.out; }
+  virtual void send(const char* from, int64_t bytes) = 0;
+  virtual c10::cuda::CUDAStream receive(char* to, int64_t bytes) = 0;
+
+  char* host() const { return static_cast<char*>(buffer_->data()); }
+
+  Lanes& lanes_;
+
+ private:
+  std::unique_ptr<HostPool::Buffer> buffer_;
+  c10::cuda::CUDAStream saved_on_;
+  std::optional<c10::cuda::CUDAStream> allocated_on_;
+  CudaMarkPtr out_, in_;
+};
+
+class RawParcel : public LaneParcel {
+ public:
+  RawParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density);
+
+ private:
+  void send(const char* from, int64_t bytes) override;
+  c10::cuda::CUDAStream receive(char* to, int64_t bytes) override;
+};
+
+// Zero-value compression, by segments that a codec and the copy engine hand each other on the device. No size has to be
+// known before: as many values as are expected cross with the mask by the copy engine, which takes nothing from the
+// compute beside it; the codec's kernels themselves write those beyond to the host, and read them from there. Where
+// nothing is expected that are all of them. Host memory of a segment: its mask, then room for all elements.
+class ZvcParcel : public LaneParcel {
+ public:
+  static int64_t host_bytes(int64_t n, int64_t itemsize);
+  static int64_t staging(int64_t n, int64_t itemsize, double density);
+  ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density);
+
+ private:
+  struct Segment {
+    int64_t first, n, expected;  // elements
+    std::shared_ptr<int64_t> nonzeros;
+  };
+  bool staged() const { return segments_.front().expected > 0; }
+  int64_t staged_bytes(const Segment& segment) const;
+  uint32_t* mask(const Segment& segment) const;
+  char* values(const Segment& segment) const;
+  c10::cuda::CUDAStream first_out() const override { return staged() ? lanes_.pack : lanes_.out; }
+  void send(const char* from, int64_t bytes) override;
+  c10::cuda::CUDAStream receive(char* to, int64_t bytes) override;
+
+  int64_t itemsize_;
+  std::vector<Segment> segments_;
+};
+
+// Run lengths beside the same values. The list of runs has its longest length on the bus, since only the device knows
+// how many there are: for comparison, not for speed.
+class RleParcel : public LaneParcel {
+ public:
+  static int64_t host_bytes(int64_t n, int64_t itemsize);
+  static int64_t staging(int64_t n, int64_t itemsize);
+  RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density);
+
+ private:
+  int32_t* runs() const;
+  char* values() const;
+  void send(const char* from, int64_t bytes) override;
+  c10::cuda::CUDAStream receive(char* to, int64_t bytes) override;
+
+  int64_t n_, itemsize_;
+  std::shared_ptr<int64_t> nonzeros_, used_;
+};
+
+}  // namespace weft::offload
