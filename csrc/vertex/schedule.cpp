@@ -130,24 +130,41 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   const int64_t T = frontiers[F];
   for (int32_t& task : task_of) task = numbers[task];
 
-  // What is read, and by which edge each vertex gets its place: the one to the nearest parent, then the lowest slot.
-  std::vector<int32_t> place_by(V, kNone), place_level(V);
-  std::vector<char> used(V);
+  // What is read, and by which edge each vertex gets its place: its only one, else the one to the nearest parent, then
+  // the lowest slot.
+  std::vector<int32_t> place_by, place_level;
+  std::vector<char> has_parent(V), used;
   int64_t E = 0, U = 0;
+  bool shared = false;
+  for (const int32_t c : child) {
+    shared |= has_parent[c];
+    has_parent[c] = 1;
+  }
   bool single_use = true;
-  for (const int32_t v : inner) {
-    const int64_t kind = kind_of(v);
-    for (int64_t e = first_child[v]; e < first_child[v + 1]; ++e) {
-      const int32_t c = child[e];
-      const int times = (column_of(kind, slot[e]) != kNone) + kinds[kind].sum;
-      U += column_of(kind, slot[e]) != kNone;
-      E += kinds[kind].sum;
-      single_use &= used[c] + times <= 1;
-      used[c] |= times > 0;
-      if (place_by[c] == kNone || levels[v] < place_level[c] ||
-          (levels[v] == place_level[c] && slot[e] < slot[place_by[c]])) {
-        place_by[c] = static_cast<int32_t>(e);
-        place_level[c] = levels[v];
+  if (shared) {
+    place_by.assign(V, kNone);
+    place_level.resize(V);
+    used.resize(V);
+  }
+  if (!shared && one_kind && dense && graphs.num_slots() <= C && !sums) {
+    U = graphs.num_edges();  // as in batches of trees, which shall be quick
+  } else {
+    for (const int32_t v : inner) {
+      const int64_t kind = kind_of(v);
+      for (int64_t e = first_child[v]; e < first_child[v + 1]; ++e) {
+        const int times = (column_of(kind, slot[e]) != kNone) + kinds[kind].sum;
+        U += times - kinds[kind].sum;
+        E += kinds[kind].sum;
+        single_use &= times <= 1;
+        if (!shared) continue;
+        const int32_t c = child[e];
+        single_use &= used[c] + times <= 1;
+        used[c] |= times > 0;
+        if (place_by[c] == kNone || levels[v] < place_level[c] ||
+            (levels[v] == place_level[c] && slot[e] < slot[place_by[c]])) {
+          place_by[c] = static_cast<int32_t>(e);
+          place_level[c] = levels[v];
+        }
       }
     }
   }
@@ -183,6 +200,16 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   std::copy(slots.begin(), slots.end(), at(kSlots).begin());
   std::copy(frontiers.begin(), frontiers.end(), at(kFrontierTask).begin());
 
+  const auto gather = at(kGather), first_use = at(kFirstUse);
+  std::fill(gather.begin(), gather.end(), kNone);
+  // The row reads the child of an edge by a slot; how often each row is read is counted.
+  const auto reads = [&](int32_t row, int64_t kind, int32_t e, int32_t from) {
+    const int64_t c = column_of(kind, slot[e]);
+    if (c == kNone) return;
+    gather[c * V + row] = from;
+    ++first_use[from];
+  };
+
   // Rows, from the last task to the first, and each task from its end: by the time a task is reached, all of its
   // vertices have been given their rows by parents, which are in later tasks.
   const auto vertex_of = at(kVertexOf), row_of = at(kRowOf);
@@ -192,33 +219,43 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     const int32_t r = --end_of[task_of[v]];
     vertex_of[r] = v;
     row_of[v] = r;
+    return r;
   };
   for (int64_t v = V - 1; v >= 0; --v) {
-    if (place_by[v] == kNone) place(static_cast<int32_t>(v));
+    if (!has_parent[v]) place(static_cast<int32_t>(v));
   }
+  const auto leads = [&](int32_t e) { return !shared || place_by[child[e]] == e; };
   std::vector<int32_t> by_place, starts;
+  std::vector<std::pair<int32_t, int32_t>> begins;
+  std::vector<char> gathered(T);  // what the rows of the task read by slots is known
   for (int64_t t = T - 1; t >= 0 && tasks[t].level > 0; --t) {
     const int32_t first = tasks[t].first, last = first + tasks[t].count;
-    if (kinds[tasks[t].kind].slots.empty()) {
+    const int32_t kind = tasks[t].kind;
+    if (kinds[kind].slots.empty()) {
       for (int32_t r = last - 1; r >= first; --r) {
         const int32_t v = vertex_of[r];
         for (int32_t e = first_child[v + 1] - 1; e >= first_child[v]; --e) {
-          if (place_by[child[e]] == e) place(child[e]);
+          if (leads(e)) place(child[e]);
         }
       }
       continue;
     }
     int32_t most = 0, total = 0;
+    begins.clear();
     for (int32_t r = first; r < last; ++r) {
       const int32_t v = vertex_of[r], degree = first_child[v + 1] - first_child[v];
+      begins.push_back({first_child[v], degree});
       most = std::max(most, degree);
       total += degree;
     }
     if (most <= 4) {
+      gathered[t] = !shared;
       for (int32_t i = most - 1; i >= 0; --i) {
-        for (int32_t r = last - 1; r >= first; --r) {
-          const int32_t v = vertex_of[r], e = first_child[v] + i;
-          if (e < first_child[v + 1] && place_by[child[e]] == e) place(child[e]);
+        for (int32_t k = last - first - 1; k >= 0; --k) {
+          const int32_t e = begins[k].first + i;
+          if (i >= begins[k].second || !leads(e)) continue;
+          const int32_t from = place(child[e]);
+          if (!shared) reads(first + k, kind, e, from);
         }
       }
       continue;
@@ -236,22 +273,20 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
       for (int32_t e = first_child[v]; e < first_child[v + 1]; ++e) by_place[starts[e - first_child[v]]++] = e;
     }
     for (int32_t i = total - 1; i >= 0; --i) {
-      if (place_by[child[by_place[i]]] == by_place[i]) place(child[by_place[i]]);
+      if (leads(by_place[i])) place(child[by_place[i]]);
     }
   }
 
   // What each row reads, and by whom it is read: first how often, then where that ends, and where it begins once all
   // are filled in from the last to the first.
-  const auto gather = at(kGather), first_edge = at(kFirstEdge), edge_child = at(kEdgeChild),
-             edge_parent = at(kEdgeParent);
-  std::fill(gather.begin(), gather.end(), kNone);
-  const auto first_use = at(kFirstUse), first_sum_use = at(kFirstSumUse);
+  const auto first_edge = at(kFirstEdge), edge_child = at(kEdgeChild), edge_parent = at(kEdgeParent);
+  const auto first_sum_use = at(kFirstSumUse);
   int32_t edge = 0, max_edges = 0;
   for (Task& task : tasks) {
     const int64_t kind = task.kind;
-    const bool sum = kinds[kind].sum;
+    const bool sum = kinds[kind].sum, read = gathered[&task - tasks.data()];
     task.first_edge = edge;
-    if (task.level == 0) {
+    if (task.level == 0 || (read && !sum)) {
       std::fill_n(first_edge.begin() + task.first, task.count, edge);
       continue;
     }
@@ -260,11 +295,7 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
       first_edge[r] = edge;
       for (int64_t e = first_child[v]; e < first_child[v + 1]; ++e) {
         const int32_t from = row_of[child[e]];
-        const int64_t c = column_of(kind, slot[e]);
-        if (c != kNone) {
-          gather[c * V + r] = from;
-          ++first_use[from];
-        }
+        if (!read) reads(r, kind, e, from);
         if (sum) {
           edge_child[edge] = from;
           edge_parent[edge++] = r;

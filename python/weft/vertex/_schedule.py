@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._C import vertex as _C
+from ._resident import Resident
 from .graphs import Graphs
 
 __all__ = ["Kind", "Schedule", "Task", "schedule"]
@@ -53,11 +54,10 @@ class Schedule:
         self.device = device
         self.sizes = (core.num_vertices, core.num_inner, core.num_edges)
         """Vertices, those with children, edges that are summed over."""
-        self._layout = core.layout()
         # Kept for calls that train, also where the first does not.
         with torch.inference_mode(False):
             self._host = torch.frombuffer(core, dtype=torch.int32)
-        self._kept: tuple[Tensor, torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._resident = Resident(device)
         self._tasks: list[Task] | None = None
 
     @property
@@ -75,23 +75,9 @@ class Schedule:
         """
         if device is None or device.type == "cpu":
             return self._host
-        with torch.inference_mode(False):
-            if device.type != "cuda":
-                return self._host.to(device)
-            stream = torch.cuda.current_stream(device)
-            if self._kept is None or device != self.device:
-                with torch.cuda.device(device):
-                    block = self._host.pin_memory().to(device, non_blocking=True)
-                    if device == self.device and not torch.cuda.is_current_stream_capturing():
-                        event = torch.cuda.Event()
-                        event.record(stream)
-                        self._kept = (block, stream, event)
-                return block
-            block, made_on, event = self._kept
-            if stream != made_on and not torch.cuda.is_current_stream_capturing():
-                stream.wait_event(event)
-                block.record_stream(stream)
-            return block
+        if device.type != "cuda":
+            return self._host.to(device)
+        return (self._resident if device == self.device else Resident(device)).tensor(self._host.pin_memory)
 
     def array(self, name: str, block: Tensor | None = None) -> Tensor:
         """The array `name`, a view of `block` (from :meth:`block`; by default the one on the CPU).
@@ -101,7 +87,7 @@ class Schedule:
         ``first_use`` (V + 1,), ``use_rows`` and ``use_columns`` (U,), ``first_sum_use`` (V + 1,), ``sum_use_edges``
         (E,).
         """
-        first, size = self._layout[name]
+        first, size = self.core.layout()[name]
         return (self._host if block is None else block)[first : first + size]
 
 

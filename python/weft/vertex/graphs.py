@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .._C import vertex as _C
+from ._resident import Resident
 
 __all__ = ["Graphs"]
 
 _CPU = torch.device("cpu")
-_ARRAYS = ("ptr", "graph_index", "edges", "levels", "roots")
 
 
 class Graphs:
@@ -50,13 +50,14 @@ class Graphs:
         device: of all tensors above.
     """
 
-    __slots__ = ("__weakref__", "_block", "_core", "_names", "_plans", "_schedules", "_tensors", "_types")
+    __slots__ = ("__weakref__", "_core", "_device", "_names", "_pinned", "_plans", "_schedules", "_tensors", "_types")
 
     _core: _C.Graphs
     _names: tuple[str, ...] | None  # what the core's types are called
     _types: tuple[str, ...] | None
-    _tensors: dict[str, Tensor]
-    _block: Tensor | None  # all tensors in one piece: pinned, or on another device than the CPU
+    _device: torch.device
+    _pinned: bool  # tensors are in pinned memory
+    _tensors: dict[str, Tensor | Resident]  # made when they are first asked for: most are not
     _plans: dict[Any, _C.Schedule]  # shared by all copies of these graphs
     _schedules: dict[Any, Any]  # the same with what is on the device
 
@@ -116,17 +117,15 @@ class Graphs:
         if {type(part) for part in parts} - {Graphs}:
             i, part = next((i, part) for i, part in enumerate(parts) if type(part) is not Graphs)
             raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}")
-        device = _CPU
-        if {part._block for part in parts} - {None}:
-            device = parts[0].device
-            for i, part in enumerate(parts):
-                if part.device != device:
-                    raise RuntimeError(f"Graphs.batch: graphs[{i}] is on {part.device}, graphs[0] on {device}")
+        device = parts[0]._device if parts else _CPU
+        for i, part in enumerate(parts):
+            if part._device is not device and part._device != device:
+                raise RuntimeError(f"Graphs.batch: graphs[{i}] is on {part.device}, graphs[0] on {device}")
         names = {part._names for part in parts}
         if len(names) > 1:
-            return _typed_alike(parts)._moved(device, False)
+            return _typed_alike(parts)._moved(device)
         common = names.pop() if names else None
-        return _new(_C.batch([part._core for part in parts], common is not None), common)._moved(device, False)
+        return _new(_C.batch([part._core for part in parts], common is not None), common, device)
 
     def with_types(self, types: Sequence[str]) -> Graphs:
         """The same graphs with a name per vertex, a flat sequence over the batch.
@@ -186,7 +185,7 @@ class Graphs:
 
     @property
     def device(self) -> torch.device:
-        return _CPU if self._block is None else self._block.device
+        return self._device
 
     def __len__(self) -> int:
         return self._core.num_graphs
@@ -210,30 +209,33 @@ class Graphs:
         return (self[i] for i in range(len(self)))
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Graphs:
-        """The graphs with their tensors on `device`: itself where nothing changes, else a copy."""
+        """The graphs with their tensors on `device`: itself where nothing changes, else a copy.
+
+        Only what is asked for is copied, when it first is.
+        """
         if isinstance(device, torch.dtype) or isinstance(non_blocking, torch.dtype):
             raise TypeError("Graphs.to: takes a device; the tensors of Graphs stay int64")
         try:
             target = torch.device(device)
         except TypeError:
             raise TypeError(f"Graphs.to: device must be a device, got {type(device).__name__}") from None
-        if target.type == "cpu":
-            target = _CPU
-        elif target.index is None and target.type != "meta":
-            target = torch.empty(0, device=target).device
-        return self if target == self.device else self._moved(target, non_blocking)
+        # An empty tensor says whether there is such a device, and its number.
+        target = _CPU if target.type == "cpu" else torch.empty(0, device=target).device
+        return self if target == self._device else self._moved(target)
 
     def pin_memory(self) -> Graphs:
         """The graphs with their tensors in pinned memory: itself where they are, else a copy."""
-        if self._block is not None:
-            block = self._block.pin_memory()
-            return self if block is self._block else self._copy(block)
-        with torch.inference_mode(False):
-            return self._copy(_flat(self._core, pinned=True))
+        if self._pinned:
+            return self
+        if self._device != _CPU:
+            torch.empty(0, device=self._device).pin_memory()  # which torch refuses
+        pinned = _new(self._core, self._names, plans=self._plans, pinned=True)
+        pinned._tensor("ptr")  # where nothing can be pinned, this call shall say so
+        return pinned
 
     def is_pinned(self) -> bool:
         """Whether the tensors are in pinned memory."""
-        return self._block is not None and self._block.is_pinned()
+        return self._pinned
 
     def __repr__(self) -> str:
         where = "" if self.device == _CPU else f", device='{self.device}'"
@@ -244,62 +246,50 @@ class Graphs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An empty tensor says where the graphs were: torch.load's map_location and its reductions apply to it.
-        place = None if self.device == _CPU else torch.empty(0, device=self.device)
+        place = None if self._device == _CPU else torch.empty(0, device=self._device)
         return _load, (self._core.to_bytes(), self._names, place)
 
     def __copy__(self) -> Graphs:
-        return self._copy(self._block)
+        return self._moved(self._device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        return self._copy(None if self._block is None else self._block.clone())
+        return self._moved(self._device)
 
     def _tensor(self, name: str) -> Tensor:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            # Kept for later calls, of which some may train.
-            with torch.inference_mode(False):
-                if self._block is None:
-                    tensor = torch.empty(_shape(self._core, name), dtype=torch.int64, device="cpu")
-                    getattr(self._core, f"write_{name}")(tensor.data_ptr())
-                else:
-                    sizes = [_size(self._core, other) for other in _ARRAYS]
-                    place = _ARRAYS.index(name)
-                    part = self._block[sum(sizes[:place]) : sum(sizes[: place + 1])]
-                    tensor = part.view(_shape(self._core, name))
-            self._tensors[name] = tensor
+        found = self._tensors.get(name)
+        if isinstance(found, Tensor):
+            return found
+        if self._device.type == "cuda":
+            resident = found or self._tensors.setdefault(name, Resident(self._device))
+            return resident.tensor(lambda: _array(self._core, name, pinned=True))
+        # Kept for later calls, of which some may train.
+        with torch.inference_mode(False):
+            tensor = _array(self._core, name, self._pinned).to(self._device)
+        self._tensors[name] = tensor
         return tensor
 
-    def _copy(self, block: Tensor | None) -> Graphs:
-        return _new(self._core, self._names, block, self._plans)
-
-    def _moved(self, device: torch.device, non_blocking: bool) -> Graphs:
-        if device == _CPU:
-            return self._copy(None)
-        with torch.inference_mode(False):
-            block = self._block
-            if block is None:
-                # Nobody else has or overwrites this, so that the copy from pinned memory need not be waited for.
-                non_blocking = device.type == "cuda"
-                block = _flat(self._core, pinned=non_blocking)
-            return self._copy(block.to(device, non_blocking=non_blocking))
+    def _moved(self, device: torch.device) -> Graphs:
+        return _new(self._core, self._names, device, self._plans, self._pinned and device == _CPU)
 
     def _like(self, other: Graphs) -> Graphs:
         """Where `other` is."""
-        return self if other.device == _CPU else self._moved(other.device, False)
+        return self if other._device == _CPU else self._moved(other._device)
 
 
 def _new(
     core: _C.Graphs,
     names: tuple[str, ...] | None = None,
-    block: Tensor | None = None,
+    device: torch.device = _CPU,
     plans: dict[Any, _C.Schedule] | None = None,
+    pinned: bool = False,
 ) -> Graphs:
     graphs = object.__new__(Graphs)
     graphs._core = core
     graphs._names = names
     graphs._types = None
+    graphs._device = device
+    graphs._pinned = pinned
     graphs._tensors = {}
-    graphs._block = block
     graphs._plans = {} if plans is None else plans
     graphs._schedules = {}
     return graphs
@@ -307,7 +297,7 @@ def _new(
 
 def _load(data: bytes, names: tuple[str, ...] | None, place: Tensor | None) -> Graphs:
     graphs = _new(_C.from_bytes(data, 0 if names is None else len(names)), names)
-    return graphs if place is None or place.device == _CPU else graphs._moved(place.device, False)
+    return graphs if place is None or place.device == _CPU else graphs._moved(place.device)
 
 
 def _shape(core: _C.Graphs, name: str) -> tuple[int, ...]:
@@ -318,18 +308,10 @@ def _shape(core: _C.Graphs, name: str) -> tuple[int, ...]:
     return (core.num_graphs if name == "roots" else core.num_vertices,)
 
 
-def _size(core: _C.Graphs, name: str) -> int:
-    return core.num_edges * 3 if name == "edges" else _shape(core, name)[0]
-
-
-def _flat(core: _C.Graphs, pinned: bool) -> Tensor:
-    size = sum(_size(core, name) for name in _ARRAYS)
-    block = torch.empty(size, dtype=torch.int64, device="cpu", pin_memory=pinned)
-    address = block.data_ptr()
-    for name in _ARRAYS:
-        getattr(core, f"write_{name}")(address)
-        address += 8 * _size(core, name)
-    return block
+def _array(core: _C.Graphs, name: str, pinned: bool) -> Tensor:
+    tensor = torch.empty(_shape(core, name), dtype=torch.int64, device="cpu", pin_memory=pinned)
+    getattr(core, f"write_{name}")(tensor.data_ptr())
+    return tensor
 
 
 def _typed_alike(parts: list[Graphs]) -> Graphs:

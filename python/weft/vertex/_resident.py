@@ -1,0 +1,51 @@
+"""Indices on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Resident"]
+
+_read_by_graphs: list[Tensor] = []
+"""Pinned memory that captured CUDA graphs copy from at every replay."""
+
+
+class Resident:
+    """A tensor that is copied to a CUDA device when it is first asked for, and known to every stream that asks later.
+
+    Args:
+        device: the CUDA device.
+    """
+
+    __slots__ = ("_device", "_kept")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kept: tuple[Tensor, torch.cuda.Stream, torch.cuda.Event] | None = None
+
+    def tensor(self, make: Callable[[], Tensor]) -> Tensor:
+        """The copy on the device of what `make` gives, a tensor in pinned memory that nobody else overwrites."""
+        if self._kept is None:
+            return self._copied(make)
+        copy, made_on, event = self._kept
+        stream = torch.cuda.current_stream(self._device)
+        if stream != made_on and not torch.cuda.is_current_stream_capturing():
+            stream.wait_event(event)
+            copy.record_stream(stream)
+        return copy
+
+    def _copied(self, make: Callable[[], Tensor]) -> Tensor:
+        # Kept for calls that train, also where the first does not.
+        with torch.inference_mode(False), torch.cuda.device(self._device):
+            host = make()
+            copy = host.to(self._device, non_blocking=True)
+            if torch.cuda.is_current_stream_capturing():
+                _read_by_graphs.append(host)
+            else:
+                event = torch.cuda.Event()
+                event.record()
+                self._kept = (copy, torch.cuda.current_stream(), event)
+        return copy
