@@ -58,6 +58,21 @@ bool is_view(const at::Tensor& x) {
   return meta != nullptr && meta->has_bw_view() && meta->get_backward_view().base_.requires_grad();
 }
 
+// torch 2.15 names a node after the operation in its messages, 2.11 by its own name.
+template <typename Node>
+constexpr bool kForwardNames = requires(const Node& node) {
+  node.forward_op_name();
+};
+
+template <typename Node>
+std::string shown_name(const Node& node) {
+  if constexpr (kForwardNames<Node>) {
+    return node.forward_op_name();
+  } else {
+    return node.name();
+  }
+}
+
 }  // namespace
 
 Witness::Witness(const at::Tensor& x)
@@ -82,12 +97,12 @@ void Witness::complain(const std::string& type, const std::string& sizes) const 
   auto node = torch::autograd::get_current_node();
   std::string name;
   if (producer_ != nullptr && node.get() == producer_) {
-    name = node->name();
+    name = shown_name(*node);
   } else if (auto original = original_.lock()) {
     node = at::Tensor(std::move(original)).grad_fn();
-    if (node != nullptr) name = node->name();
+    if (node != nullptr) name = shown_name(*node);
   } else if (view_) {
-    name = "AsStridedBackward0";
+    name = kForwardNames<torch::autograd::Node> ? "AsStrided" : "AsStridedBackward0";
   }
   if (!name.empty()) message << ", which is output " << output_nr_ << " of " << name << ',';
   message << " is at version " << counter_.current_version() << "; expected version " << version_ << " instead.";
