@@ -8,7 +8,7 @@
 namespace weft::offload {
 namespace {
 
-constexpr int kCompressBlocks = 3, kDecompressBlocks = 4;  // per SM
+constexpr int kCompressBlocks = 2, kDecompressBlocks = 4;  // per SM
 constexpr int kScanThreads = 1024;
 
 int64_t grid(int64_t tiles, int blocks, int per_sm) {

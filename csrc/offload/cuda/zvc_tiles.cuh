@@ -1,5 +1,4 @@
-// Zero-value compression by tiles of x that a block has in hand: 16 KiB and 256 threads to compress, 32 KiB and 512
-// threads to decompress.
+// Zero-value compression by tiles of 32 KiB of x, a block of 512 threads each.
 //
 // Compressing, in one pass: x is read once. Blocks take tiles in turn from a counter. A thread owns four pieces of 16
 //   bytes, one in each row of its warp; the bits of a row's pieces become mask words by three exchanges between lanes,
@@ -11,10 +10,10 @@
 // Decompressing, in three: the mask's bits are counted by tiles and groups of tiles, the groups' counts are summed, and
 //   every tile reads its values, whose place it now knows, into shared memory and spreads them from there.
 //
-// Registers: 32 of input, half of it on its way while the other is packed, so that loads never pause; decompressing,
-//   what tells where a tile's values are is asked for a tile ahead. Shared memory: compressing three tiles, one that is
-//   packed, one whose start is looked for, one that is written; three blocks on an SM. Decompressing one tile; four.
-//   L2: x is read and decompressed for the last time in a while, and leaves what computes beside its lines.
+// Registers: 16 of input, asked for a round ahead; decompressing, what tells where a tile's values are is asked for a
+//   tile ahead. Shared memory: compressing three tiles, one that is packed, one whose start is looked for, one that is
+//   written; two blocks on an SM. Decompressing one tile; four.
+// L2: x is read and decompressed for the last time in a while, and leaves what computes beside its lines.
 // Cost: the bytes of x, mask and values, once each; decompressing reads the mask, at most a sixteenth of x, twice. A
 //   tile waits for one barrier when it is compressed, for two when it is spread.
 #pragma once
@@ -28,7 +27,7 @@
 namespace weft::offload {
 
 constexpr int kWarp = 32, kRows = 4, kPieceBytes = 16;  // a thread has a piece in each of its warp's rows
-constexpr int kPackWarps = 8, kThreads = kWarp * kPackWarps;
+constexpr int kPackWarps = 16, kThreads = kWarp * kPackWarps;
 constexpr int kSpreadWarps = 16;
 constexpr int kGroup = 64;    // tiles whose counts a block sums up
 constexpr int kStatuses = 2;  // words of the workspace before those of tiles, whose pairs are aligned
@@ -65,10 +64,9 @@ constexpr int64_t tiles_of(int64_t n, int itemsize) {
 }
 
 constexpr int kPacked = 3;  // tiles of a block that are packed and not all written
-constexpr int kTaken = 4;   // that a block has in turn: the one it packs and those after it
 struct CompressShared {
   alignas(16) unsigned char packed[kPacked][PackTile<4>::kBytes];
-  int64_t tiles[kTaken], starts[2];
+  int64_t tiles[2], starts[2];
   int counts[2][kPackWarps];
 };
 
@@ -307,8 +305,8 @@ __device__ __forceinline__ void pack(const Counted<kItem>& from, int row_start, 
   }
 }
 
-// Run by the threads of a tile and a warp that looks back. workspace: a counter and a word per tile, zeros; aligned to
-// 16 bytes.
+// Run by kThreads that work and a warp that looks back. workspace: a counter and a word per tile, zeros; aligned to 16
+// bytes.
 template <int kItem>
 __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, CompressShared& shared) {
   using T = typename Element<kItem>::T;
@@ -318,24 +316,17 @@ __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, Com
   uint64_t* const statuses = workspace + kStatuses;
   const auto packed = [&](int round) { return reinterpret_cast<T*>(shared.packed[round % kPacked]); };
 
-  // One after the other, so that other blocks take theirs in between: the start of a tile is known once those before it
-  // are counted, and a block counts one tile a round.
-  if (thread == 0) {
-    for (int i = 0; i < 3; ++i) shared.tiles[i] = take_tile(workspace);
-  }
+  if (thread < 2) shared.tiles[thread] = take_tile(workspace);
   __syncthreads();
   // The tiles of this round and those before and after it. What is none is behind the end.
-  int64_t tile = shared.tiles[0], next = shared.tiles[1], last = tiles, before_last = tiles;
+  int64_t tile = min(shared.tiles[0], shared.tiles[1]), next = max(shared.tiles[0], shared.tiles[1]);
+  int64_t last = tiles, before_last = tiles;
   int last_count = 0, before_last_count = 0;
   Counted<kItem> own;
-  uint4 ahead[kRows];
-  if (!looks_back && tile < tiles) fetch<kItem>(args, tile, ahead, warp, lane);
+  if (!looks_back && tile < tiles) fetch<kItem>(args, tile, own.pieces, warp, lane);
   for (int round = 0; tile < tiles || last < tiles || before_last < tiles; ++round) {
     const int stage = round % 2;
     if (!looks_back && tile < tiles) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) own.pieces[r] = ahead[r];
-      if (next < tiles) fetch<kItem>(args, next, ahead, warp, lane);
       count<kItem>(own, lane);
       write_mask<kItem>(args, tile, own.rows, warp, lane);
       int sum = 0;
@@ -345,7 +336,7 @@ __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, Com
     }
     __syncthreads();  // counts are there, and the start of the tile before the last, which is packed
     const WarpSums sums = warp_sums<kPackWarps>(shared.counts[stage], warp, lane);
-    const int64_t following = shared.tiles[(round + 2) % kTaken];
+    if (round > 0) next = shared.tiles[stage ^ 1];
     if (looks_back) {
       int64_t taken = 0;
       if (lane == 0) taken = take_tile(workspace);
@@ -356,15 +347,16 @@ __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, Com
         if (lane == 0) shared.starts[stage ^ 1] = start;
         if (lane == 0 && last == tiles - 1) *args.size = start + last_count;
       }
-      if (lane == 0) shared.tiles[(round + 3) % kTaken] = taken;
+      if (lane == 0) shared.tiles[stage] = taken;
     } else {
       if (tile < tiles) pack<kItem>(own, sums.before, packed(round));
+      if (next < tiles) fetch<kItem>(args, next, own.pieces, warp, lane);
       if (before_last < tiles)
         write_values<kItem>(args, shared.starts[stage], before_last_count, packed(round + 1), thread);
     }
     before_last = last, before_last_count = last_count;
     last = tile, last_count = sums.all;
-    tile = next, next = following;
+    tile = next;
   }
 }
 
