@@ -20,6 +20,7 @@ NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "
 NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG-11", "lenet5": "LeNet-5"}
 NAMES |= {"treelstm": "Tree-LSTM", "childsum": "child-sum Tree-LSTM", "treefc": "Tree-FC", "chainlstm": "LSTM chain"}
 NAMES |= {"vgg19": "VGG-19", "resnet152": "ResNet-152", "gpt": "GPT"}
+NAMES |= {"alexnet": "AlexNet", "squeezenet": "SqueezeNet", "googlenet": "GoogLeNet"}
 NAMES |= {f"blocks{n}": f"{n} blocks" for n in (8, 16, 32, 64, 128, 256)}
 METRICS = {
     "forward": "forward",

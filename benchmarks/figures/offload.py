@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from benchmarks.common import parse_case
-from benchmarks.figures import PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
+from benchmarks.figures import NAMES, PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
 
 BUDGETS = ("none", "75%", "50%", "25%", "0")
 LINES = {
@@ -67,7 +67,7 @@ def density_table(rows: Rows) -> str:
     cells = [["network", "ReLUs", "at initialisation", "trained"]]
     for name, found in densities(rows).items():
         before, after = (list(found.get(trained, {}).values()) for trained in ("no", "yes"))
-        cells.append([name, str(max(len(before), len(after))), spread(before), spread(after)])
+        cells.append([NAMES.get(name, name), str(max(len(before), len(after))), spread(before), spread(after)])
     for line in cells:
         lines += [("   * - " if i == 0 else "     - ") + cell for i, cell in enumerate(line)]
     return "\n".join(lines)
@@ -112,7 +112,7 @@ def draw_densities(rows: Rows, path: Path) -> None:
             points = sorted(lines.get(trained, {}).items())
             axes.plot([k for k, _ in points], [v for _, v in points], "o-", markersize=3, color=color, label=label)
         axes.set_ylim(0, 1)
-        axes.set_title(name, fontsize=9)
+        axes.set_title(NAMES.get(name, name), fontsize=9)
         axes.grid(True, alpha=0.3)
     panels[0][0].legend(frameon=False, fontsize=8)
     panels[0][0].set_ylabel("share of non-zeros")
