@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from benchmarks import rnn
-from benchmarks.common import RESULTS, ROOT, read_rows
+from benchmarks.common import RESULTS, ROOT, parse_case, read_rows
 from benchmarks.figures import HEADER, Results, Row, by_hardware, cells_of
 from benchmarks.figures import offload as offload_figures
 from benchmarks.figures import rnn as rnn_figures
@@ -70,6 +70,12 @@ def readme_block(results: Results) -> str:
     if rows:
         measured_on = " and ".join(by_hardware(rows))
         parts += [_markdown(HEADER, map(cells_of, rows), "llrrr"), f"Measured on {measured_on}."]
+    models, lines = scan_figures.language_models(results.get("scan", ()))
+    if models:
+        seconds = parse_case(models[0]["case"])["seconds"]
+        text = f"`examples/char_lm.py --cell mingru` trains a GRU and a stack of minGRUs, here for {seconds} s each"
+        table = _markdown(["character model", "bits per character", "characters/s"], lines, "lrr")
+        parts += [f"{text} ({' and '.join(by_hardware(models))}):", table]
     return "\n\n".join(parts or [NO_ROWS])
 
 

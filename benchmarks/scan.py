@@ -3,7 +3,8 @@
 ``python -m benchmarks.scan [FILTER]`` measures the table into results/scan.csv: layers with a random gradient at every
 output and gradients for input, h0, c0 and all parameters; `linear_scan` against the bytes it must move and, diagonal in
 fp32 on CUDA, against the package accelerated-scan where it is installed (in that package's own layout, (B, H, T)); peak
-memory; errors against fp64. FILTER is a substring of the case or the metric.
+memory; errors against fp64; what the minGRUs of examples/char_lm.py reach beside a GRU, and how fast they train. FILTER
+is a substring of the case or the metric.
 
 ``python -m benchmarks.scan grid`` measures the training step of ``algorithm="auto"`` against torch.nn over sequence
 length, batch and hidden size into results/scan_auto.csv, in random order within ``--minutes``, what this commit has
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
+import runpy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,11 +26,13 @@ import weft
 from torch import Tensor
 from weft._rnn.costs import GATES
 from weft._rnn.torch_limits import why_not_cudnn
+from weft.data import Vocabulary, python_docs, split
 
 from benchmarks.common import (
     CPU_THREADS,
     DTYPES,
     RESULTS,
+    ROOT,
     Candidate,
     Entry,
     LayerCase,
@@ -225,6 +229,36 @@ def _host_entry(device: str = "cuda") -> Entry:
     return Entry(name, ("host_forward", "host_backward"), run)
 
 
+LANGUAGE_MODEL_SECONDS = {"cuda": 10, "cpu": 30}
+
+
+def _language_model_entry(device: str = "cuda", seconds: float | None = None) -> Entry:
+    """What examples/char_lm.py compares: a stack of minGRUs beside a GRU, each trained on Python's documentation for so
+    many seconds; bits per character of the tenth that was held out, and characters per second of training."""
+    seconds = LANGUAGE_MODEL_SECONDS[device] if seconds is None else seconds
+    example = runpy.run_path(str(ROOT / "examples" / "char_lm.py"))
+    options = example["parse"](["--device", device, "--seconds", str(seconds), "--steps", "1000000"])
+    sizes = {"H": options.hidden, "B": options.batch, "T": options.length}
+    name = case_name(cell="mingru", model="char_lm", device=device, dtype="fp32", **sizes, seconds=f"{seconds:g}")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        text = python_docs()
+        vocabulary = Vocabulary.of(text)
+        tokens, held_out = split(vocabulary.encode(text).to(device))
+        speeds, bits = {}, {}
+        for cell, model, more in (("gru", "CharLM", [options.algorithm]), ("mingru", "MinGRULM", [])):
+            torch.manual_seed(0)
+            net = example[model](len(vocabulary), options.embedding, options.hidden, *more).to(device)
+            speeds[cell] = example["train"](net, tokens, options)
+            bits[cell] = example["bits_per_character"](net, held_out)
+        return [
+            results.put(name, "bits_per_character", "bits", bits["mingru"], "gru", bits["gru"]),
+            results.put(name, "throughput", "characters/s", speeds["mingru"], "gru", speeds["gru"]),
+        ]
+
+    return Entry(name, ("bits_per_character", "throughput"), run)
+
+
 def _streams(A: Tensor, b: Tensor, weight: Tensor, metric: str) -> list[Tensor]:
     """Two tensors read and one written; with gradients, three more read and two written."""
     with torch.no_grad():
@@ -278,6 +312,7 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
         for cell in ("rnn_tanh", "gru"):
             yield _layer_entry(LayerCase(cell, 20, 16, 1000, device="cpu", algorithm=algorithm))
             yield _error_entry(LayerCase(cell, 20, 16, 1000, device="cpu", algorithm=algorithm))
+        yield _language_model_entry("cpu")
         return
     for T in (1000, 3000, 10000, 30000):
         yield _layer_entry(LayerCase("rnn_tanh", 20, 16, T, algorithm=algorithm))
@@ -297,6 +332,7 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
             yield _diagonal_entry(H, B, T, dtype)
     yield _host_entry()
     yield _dense_entry(20, 16, 30000)
+    yield _language_model_entry()
     for cell in GATES:
         yield _memory_entry(LayerCase(cell, 20, 16, 30000, algorithm=algorithm))
         yield _memory_entry(LayerCase(cell, 64, 16, 30000, algorithm="scan"))

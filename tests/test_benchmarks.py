@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import random
 import subprocess
@@ -691,7 +692,12 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path, monkeypatch):
     )
     block = plot.readme_block({"scan": rows})
     assert "| tanh RNN, H 20, B 16, T 30000, fp32, 1 input | backward | 1.0 ms | torch.nn: 300.0 ms | 300x |" in block
-    assert "error" not in block and "LSTM" not in block
+    assert "error" not in block and "LSTM" not in block and "minGRU" not in block
+    case = "cell=mingru model=char_lm device=cpu dtype=fp32 H=128 B=32 T=64 seconds=30"
+    bits = row(case, "bits_per_character", 1.9, 1.8, unit="bits", peer="gru")
+    speed = row(case, "throughput", 81903.0, 163549.0, unit="characters/s", peer="gru")
+    block = plot.readme_block({"scan": [*rows, bits, speed]})
+    assert "| a GRU | 1.800 | 163,549 |\n| three minGRUs | 1.900 | 81,903 |" in block and "30 s each" in block
     assert plot.readme_block({}) == plot.NO_ROWS
     readme = f"a\n{plot.BEGIN}\nold\n{plot.END}\nb"
     assert plot.with_block(plot.with_block(readme, "new"), "newer") == f"a\n{plot.BEGIN}\n\nnewer\n\n{plot.END}\nb"
@@ -853,3 +859,13 @@ def test_packages_results_agree():
         # Adam amplifies what rounding leaves.
         assert float(row["outputs"]) < 1e-5 and float(row["gradients"]) < 1e-3 and float(row["losses"]) < 1e-3, row
         assert bool(int(row["swapped"])) != bool(row["left"])
+
+
+def test_language_models(monkeypatch, tmp_path):
+    """Both models are trained, and beat characters drawn at random."""
+    monkeypatch.setattr(scan, "python_docs", lambda: "the weft goes over and under the warp. " * 2000)
+    results = common.Results(tmp_path / "scan.csv")
+    bits, speed = scan._language_model_entry("cpu", 0.3).run(results)
+    assert bits["metric"] == "bits_per_character" and speed["unit"] == "characters/s"
+    for column in ("weft", "peer_value"):
+        assert 0 < float(bits[column]) < math.log2(15) and float(speed[column]) > 0

@@ -100,6 +100,21 @@ def draw_diagonal(rows: Rows, path: Path) -> None:
     save(figure, path)
 
 
+def language_models(rows: Rows) -> tuple[list[Row], list[list[str]]]:
+    """The rows of the character models, of a GPU where there are some, and the lines of their table: which model, bits
+    per character, characters per second."""
+    found = [row for row in rows if parse_case(row["case"]).get("model") == "char_lm"]
+    found = [row for row in found if parse_case(row["case"])["device"] == "cuda"] or found
+    values = {row["metric"]: row for row in found}
+    if not {"bits_per_character", "throughput"} <= values.keys():
+        return [], []
+    bits, speed = values["bits_per_character"], values["throughput"]
+    return found, [
+        [name, f"{float(bits[column]):.3f}", f"{float(speed[column]):,.0f}"]
+        for name, column in (("a GRU", "peer_value"), ("three minGRUs", "weft"))
+    ]
+
+
 def draw_grid(rows: Rows, path: Path) -> None:
     """How many times faster than torch.nn a training step of "auto" is, over T and B, a panel per cell and H."""
     ratios = {}
