@@ -7,19 +7,26 @@ import torch
 from weft.scan import linear_scan
 
 from tests.common import BOUNDS, DTYPES, assert_close, poisoned
+from tests.scan import linear_scans as shared
 from tests.scan import test_linear_scan as whole
+from tests.scan import test_linear_scan_extremes as extremes
 from tests.scan.samples import CONSTANT
 from tests.scan.samples import LinearScan as Sample
 
 pytestmark = pytest.mark.cuda
 
 
+# csrc/scan/cuda/linear_scan_diagonal.cu chooses by the size of the device: it walks where T is up to 1024 or a step
+# has 96 bytes per multiprocessor, and takes the kernel for many warps from 64 channels per multiprocessor on.
+SMS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
+
 SAMPLES = [
     # Walks: a stage, its edge, few warps and many, short rows and long ones.
     *(Sample(T, 2, H, "diagonal", x0=H > 31, reverse=T % 2 == 0) for T in (15, 16, 17, 32, 33, 300) for H in (48, 200)),
-    Sample(150, 5, 9000, "diagonal"),
-    Sample(150, 1, 9000, "diagonal", x0=False, reverse=True),
-    *(Sample(90, 3, H, layout, reverse=layout == "constant") for layout in CONSTANT for H in (64, 3000)),
+    Sample(150, 5, 16 * SMS, "diagonal"),
+    Sample(150, 1, 72 * SMS, "diagonal", x0=False, reverse=True),
+    Sample(1100, 1, 48 * SMS, "diagonal"),
+    *(Sample(90, 3, H, layout, reverse=layout == "constant") for layout in CONSTANT for H in (64, 24 * SMS)),
     # Tiles: one, some of each of many slabs, many of one, rows of no alignment, and more than blocks run.
     *(
         Sample(T, 2, H, "diagonal", x0=H > 31, reverse=T % 2 == 0)
@@ -29,7 +36,9 @@ SAMPLES = [
     *(Sample(T, 2, 7, "diagonal") for T in (63, 64, 65)),
     Sample(2048, 3, 100, "diagonal", x0=False, reverse=True),
     Sample(50_000, 1, 5, "diagonal"),
-    Sample(600, 5, 1801, "diagonal"),
+    Sample(600, 5, 14 * SMS + 1, "diagonal"),
+    Sample(16_000, 1, 4 * SMS, "diagonal", x0=False),
+    Sample(6_000, 2, 5 * SMS + 3, "diagonal", reverse=True),
     *(Sample(5000, 2, 100, layout, reverse=layout == "constant") for layout in CONSTANT),
 ]
 
@@ -40,18 +49,18 @@ def test_agrees_and_repeats(sample: Sample, dtype: torch.dtype) -> None:
     inputs = sample.inputs(dtype, "cuda")
     weight = torch.randn(inputs[1].shape, dtype=torch.float64).to("cuda", dtype)
     with poisoned():
-        x, got = whole.run(inputs, sample.flags, weight)
-    x_again, again = whole.run(inputs, sample.flags, weight)
+        x, got = shared.run(inputs, sample.flags, weight)
+    x_again, again = shared.run(inputs, sample.flags, weight)
     # The CPU's kernels, which test_linear_scan.py holds against plain torch, in fp64.
-    x_want, want = whole.run(whole.wide(*inputs), sample.flags, weight.cpu().double())
+    x_want, want = shared.run(shared.wide(*inputs), sample.flags, weight.cpu().double())
     assert_close(x, x_want)
-    whole.gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
+    shared.gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
     assert torch.equal(x, x_again)
     for g, other in zip(got, again, strict=True):
         assert torch.equal(g, other)
 
 
-@pytest.mark.parametrize("view", [whole._every_second, whole._batch_first, whole._off_by_one, whole._inner])
+@pytest.mark.parametrize("view", [shared.every_second, shared.batch_first, shared.off_by_one, shared.inner])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides(view, dtype: torch.dtype) -> None:
     whole.test_strides(view, "diagonal", dtype, "cuda")
@@ -74,33 +83,33 @@ def test_only_the_needed_gradients(T: int, layout: str, needed: tuple) -> None:
 @pytest.mark.parametrize("where", ["A", "b", "x0"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_row_stays_alone(where: str, bad: float) -> None:
-    whole.test_a_bad_row_stays_alone(where, bad, "diagonal", "cuda")
+    extremes.test_a_bad_row_stays_alone(where, bad, "diagonal", "cuda")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("kind", whole.CHAOS)
+@pytest.mark.parametrize("kind", shared.CHAOS)
 def test_chaotic_states(kind: str, reverse: bool) -> None:
     for T, B, H in [(10_000, 2, 6), (3_000, 1, 20), (1_100, 2, 40), (700, 2, 40)]:
-        whole.test_chaotic_states(T, B, H, kind, "diagonal", reverse, "cuda")
+        extremes.test_chaotic_states(T, B, H, kind, "diagonal", reverse, "cuda")
 
 
 @pytest.mark.parametrize("kind", ["up", "down", "both", "zeros"])
 def test_chaotic_gradients(kind: str) -> None:
-    whole.test_chaotic_gradients(10_000, 1, 6, kind, "diagonal", "cuda")
+    extremes.test_chaotic_gradients(10_000, 1, 6, kind, "diagonal", "cuda")
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "case", [c for c in whole.CANCELLING if c[4] == "diagonal"], ids=lambda c: "-".join(map(str, c))
+    "case", [c for c in shared.CANCELLING if c[4] == "diagonal"], ids=lambda c: "-".join(map(str, c))
 )
 def test_states_and_gradients_that_cancel(case: tuple, dtype: torch.dtype, reverse: bool) -> None:
-    whole.test_states_and_gradients_that_cancel(case, dtype, reverse, "cuda")
+    extremes.test_states_and_gradients_that_cancel(case, dtype, reverse, "cuda")
 
 
 def test_graph_replay() -> None:
-    whole.test_graph_replay_of_chaotic_states("diagonal")
-    whole.test_graph_replay_of_states_and_gradients_that_cancel(("fixed", 8192, 2, 40, "diagonal"))
+    extremes.test_graph_replay_of_chaotic_states("diagonal")
+    extremes.test_graph_replay_of_states_and_gradients_that_cancel(("fixed", 8192, 2, 40, "diagonal"))
 
 
 def test_two_streams_at_once() -> None:
