@@ -229,7 +229,7 @@ def _host_entry(device: str = "cuda") -> Entry:
     return Entry(name, ("host_forward", "host_backward"), run)
 
 
-LANGUAGE_MODEL_SECONDS = {"cuda": 10, "cpu": 30}
+LANGUAGE_MODEL_SECONDS = {"cuda": 8, "cpu": 30}
 
 
 def _language_model_entry(device: str = "cuda", seconds: float | None = None) -> Entry:

@@ -50,17 +50,20 @@ void kernel() {
 }  // namespace
 
 // Lays out a problem of merged rows as the launcher does, and runs it. `sums`: (chunks, B, H).
+template <int kSize>
+using Element = std::conditional_t<kSize == 2, weft::BFloat16, std::conditional_t<kSize == 4, float, double>>;
+
 extern "C" int64_t chunks_of(int64_t T, int steps) {
-  return (T + kTileWarps * steps - 1) / (kTileWarps * steps);
+  const int64_t all = TileShape<Element<SIZE>>::kTileStrands * steps;
+  return (T + all - 1) / all;
 }
 
 extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps, bool pieces, int blocks, int favour,
                     void* sums, unsigned seed) {
-  using T = std::conditional_t<SIZE == 2, weft::BFloat16, std::conditional_t<SIZE == 4, float, double>>;
+  using T = Element<SIZE>;
   using S = TileShape<T>;
   weft::when.seed(seed);
   weft::copies.clear();
-  put_by.clear();
   favoured = favour;
   tiles = {};
   tiles.problem = *problem;
@@ -72,9 +75,11 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   tiles.pieces = pieces;
   const int64_t all = tiles.slabs * tiles.chunks;
   std::vector<uint32_t> statuses(all);
-  std::vector<double> words(all * S::kWidth * S::kWords);  // zero is a total like any other
+  std::vector<uint64_t> words(all * S::kWidth * S::kWords);
   unsigned long long counter = 0;
-  if (tiles.chunks > 1) {
+  tiles.slots = 1;
+  if (tiles.chunks > 1 || all > blocks) {
+    tiles.slots = kSlots;
     tiles.counter = &counter;
     tiles.status = statuses.data();
     tiles.words = words.data();
@@ -83,5 +88,5 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   }
   tiles.sums = sums;
   emulator::launch(gradients ? kernel<T, true> : kernel<T, false>, blocks, kTileThreads, 1,
-                   size_t(tile_shared_bytes<T>(steps, gradients)), seed);
+                   size_t(tile_shared_bytes<T>(steps, gradients, tiles.slots)), seed);
 }

@@ -67,7 +67,7 @@ struct Block {
   size_t shared_bytes = 0;
   uint32_t arrivals_at = 0;  // of the first of two, 0 before it is initialised
   Arrivals arrivals[2];
-  Meeting meeting;
+  Meeting meeting, others[16];  // of all threads, and of those that name a barrier
   std::vector<std::unique_ptr<Warp>> warps;
   int running = 0;
   double speed = 1;

@@ -17,16 +17,16 @@ struct Wide {
 };
 
 // How far a state may be off, in units of its size or of its dtype's least normal number: a quarter of its own
-// rounding; and the digits of its totals.
+// rounding, 26 or 55 digits. Of a total's rounding, 53 or 103 digits, that is 1 / kLost.
 template <typename Acc>
 struct Kept;
 template <>
 struct Kept<float> {
-  static constexpr double kDigits = 26, kLeast = 0x1p-126, kTotalDigits = 53;
+  static constexpr double kLeast = 0x1p-126, kLost = 0x1p-27;
 };
 template <>
 struct Kept<double> {
-  static constexpr double kDigits = 55, kLeast = 0x1p-1022, kTotalDigits = 103;
+  static constexpr double kLeast = 0x1p-1022, kLost = 0x1p-48;
 };
 
 // a + b exactly, and as a pair, for |a| >= |b|.
@@ -127,13 +127,13 @@ constexpr int kFactorsPerNormalise = 4;
 // that is not finite or that is too small, beside the terms, to have all its digits. `roundings`: of a term on its way.
 template <typename Acc>
 __device__ inline bool accept(double roundings, double moved, double magnitude, double total, Acc& x) {
-  const double lost = roundings * exp2(Kept<Acc>::kDigits - Kept<Acc>::kTotalDigits);
+  const double lost = (fabs(moved) + magnitude) * (roundings * Kept<Acc>::kLost);
   const Acc next = Acc(total);
-  const bool digits_left = (fabs(moved) + magnitude) * lost <= fmax(fabs(total), Kept<Acc>::kLeast);  // not with a NaN
-  // Once a channel is not finite it stays so, and nothing is left to save.
-  if (!(digits_left && isfinite(next)) && isfinite(x)) return false;
-  x = next;
-  return true;
+  const bool digits_left = (lost <= fabs(total)) | (lost <= Kept<Acc>::kLeast);  // not with a NaN
+  // Once a channel is not finite it stays so, and nothing is left to save. Without branches, so that many go at once.
+  const bool taken = (digits_left & bool(isfinite(next))) | !isfinite(x);
+  x = taken ? next : x;
+  return taken;
 }
 
 // What `steps` steps make of a state.

@@ -10,9 +10,9 @@
 //   Little's law 36 KB on their way per SM carry the bandwidth at 1 us; much more only spoils the order in which the
 //   memory's pages are visited.
 // Registers: the state, and the rows of a stage that the lane owns.
-// Cost: 115 ns per stage, for a wait and the copies, and per step 11 ns forward, 17 with gradients, of which the
-//   dependent FMA is the least part. So few warps take long stages, and need 13 and 24 ns per step. `kMany` of them
-//   are bound by the memory, and long stages would only let them drift apart.
+// Cost, on an H200: 115 ns per stage, for a wait and the copies, and per step 11 ns forward, 17 with gradients, of
+//   which the dependent FMA is the least part. So few warps take long stages, and need 13 and 24 ns per step. `kMany`
+//   of them are bound by the memory, and long stages would only let them drift apart.
 #pragma once
 #include <cstdint>
 
@@ -84,7 +84,8 @@ __device__ inline double walk_fused(double a, double x, double b) {
   return fma(a, x, b);
 }
 
-// Forward: `g.scan` alone. All addresses, strides and H are multiples of 16 bytes.
+// Forward: `g.scan` alone, which starts from its x0 or from zero; the gradients' scan has none, and `g.x0` is what
+// their last step multiplies lambda by. All addresses, strides and H are multiples of 16 bytes.
 template <typename T, bool kGradients, bool kMany>
 __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsigned char* ring) {
   using S = WalkShape<T, kGradients, kMany>;
@@ -111,7 +112,7 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
       const int64_t steps = s.T - stage * kSteps;
       A.copy(to, stage == 0 ? no_A : 0, steps);
       b.copy(to + S::kInputBytes, 0, steps);
-      if constexpr (kGradients) before.copy(to + 2 * S::kInputBytes, 0, steps - 1);  // x0 is before the last
+      if constexpr (kGradients) before.copy(to + 2 * S::kInputBytes, 0, steps - 1);  // the last is given g.x0
     }
     copy_commit();  // as many groups as stages
   };

@@ -11,17 +11,15 @@
 namespace weft::scan {
 namespace {
 
-// Thresholds. A walk takes 13 to 24 ns per step however little a step reads. So it keeps up with the memory where a
-// step of all channels has so many bytes per SM, and what it loses on less a short T does not notice.
+// Thresholds. A walk takes 13 to 24 ns per step of an H200 however little a step reads. So it keeps up with the memory
+// where a step of all channels has so many bytes per SM, and what it loses on less a short T does not notice.
 constexpr int64_t kWalkBytesPerSm = 96;
 constexpr int64_t kWalkT = 1024;
 constexpr int64_t kManyWarpsPerSm = 2;
-// Steps of a tile's warp: as many as let so many blocks onto an SM, but no fewer than kLeastSteps, to which they also
-// shrink where there would be fewer tiles per SM. A long tile is one that fewer wait for.
-constexpr int kMostSteps = 32, kLeastSteps = 8;
-constexpr int64_t kTilesPerSm = 2;
-template <bool kGradients>
-constexpr int kBlocksPerSm = kGradients ? 2 : 3;
+// Steps of a strand: as many as the shared memory has room for, but no fewer than kLeastSteps, to which they also
+// shrink where there would be fewer tiles per SM.
+constexpr int kMostSteps = 64, kLeastSteps = 4;
+constexpr int64_t kTilesPerSm = 6;
 
 template <typename T, bool kGradients, bool kMany>
 __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ DiagonalGradients g, int64_t slabs_per_row) {
@@ -30,8 +28,7 @@ __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ Diagon
 }
 
 template <typename T, bool kGradients>
-__global__ void __launch_bounds__(kTileThreads, kBlocksPerSm<kGradients>)
-    tiles_kernel(const __grid_constant__ Tiles tiles) {
+__global__ void __launch_bounds__(kTileThreads, 1) tiles_kernel(const __grid_constant__ Tiles tiles) {
   extern __shared__ __align__(128) unsigned char memory[];
   run_tiles<T, kGradients>(tiles, memory);
 }
@@ -90,40 +87,38 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   tiles.slabs = s.B * tiles.slabs_per_row;
   const DeviceLimits& device = device_limits();
   const int64_t sms = device.sm_count;
-  auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(kTileWarps) * steps); };
-  // The system takes 1 KB of each block's shared memory.
-  auto blocks = [&](int steps) {
-    return device.max_shared_per_block / (tile_shared_bytes<T>(steps, kGradients) + 1024);
-  };
+  auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(S::kTileStrands) * steps); };
+  auto shared_bytes = [&](int steps, int slots) { return tile_shared_bytes<T>(steps, kGradients, slots); };
   int steps = kMostSteps;
-  while (steps > kLeastSteps &&
-         (blocks(steps) < kBlocksPerSm<kGradients> || tiles.slabs * chunks(steps) < kTilesPerSm * sms)) {
-    steps -= 4;
+  while (steps > kLeastSteps && (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
+                                 tiles.slabs * chunks(steps) < kTilesPerSm * sms)) {
+    --steps;
   }
-  // As even as can be; a short T is one chunk of a few steps per warp.
+  // As even as can be; a short T is one chunk of a few steps per strand.
   tiles.chunks = chunks(steps);
-  tiles.steps = int(ceil_div(s.T, kTileWarps * tiles.chunks));
-  const int64_t shared = tile_shared_bytes<T>(tiles.steps, kGradients), all = tiles.slabs * tiles.chunks;
-  const int64_t resident = sms * std::clamp<int64_t>(blocks(tiles.steps), 1, kBlocksPerSm<kGradients>);
+  tiles.steps = int(ceil_div(s.T, S::kTileStrands * tiles.chunks));
+  const int64_t all = tiles.slabs * tiles.chunks;
+  const bool cut = tiles.chunks > 1, in_turn = cut || all > sms;
+  tiles.slots = in_turn ? kSlots : 1;
 
-  const bool sums = g.summed && g.grad_A != nullptr, apart = sums && tiles.chunks > 1;
-  const int64_t counts = tiles.chunks > 1 ? 16 + ceil_div(4 * all, 16) * 16 : 0;
-  const int64_t words = tiles.chunks > 1 ? all * S::kWidth * S::kWords * 8 : 0;
+  const bool sums = g.summed && g.grad_A != nullptr, apart = sums && cut;
+  const int64_t counts = (in_turn ? 16 : 0) + (cut ? ceil_div(4 * all, 16) * 16 : 0);
+  const int64_t words = cut ? all * S::kWidth * S::kWords * 8 : 0;
   const int64_t channels = s.B * s.H, parts = apart ? tiles.chunks * channels * int64_t(sizeof(State<T>)) : 0;
   if (counts + words + parts > 0) {
     char* const memory = static_cast<char*>(workspace(size_t(counts + words + parts)));
-    if (tiles.chunks > 1) {
+    if (in_turn) {
       tiles.counter = reinterpret_cast<unsigned long long*>(memory);
       tiles.status = reinterpret_cast<uint32_t*>(memory + 16);
-      tiles.words = reinterpret_cast<double*>(memory + counts);
-      cuda_check(cudaMemsetAsync(memory, 0, size_t(counts), stream), "linear_scan_diagonal_tiles");
+      tiles.words = reinterpret_cast<uint64_t*>(memory + counts);
+      cuda_check(cudaMemsetAsync(memory, 0, size_t(counts + words), stream), "linear_scan_diagonal_tiles");
     }
     tiles.sums = memory + counts + words;
   }
   if (sums && !apart) tiles.sums = g.grad_A;
   launch(kGradients ? "linear_scan_diagonal_gradients_tiles" : "linear_scan_diagonal_tiles",
-         tiles_kernel<T, kGradients>, Grid(tiles.chunks > 1 ? std::min(all, resident) : all), dim3(kTileThreads),
-         size_t(shared), stream, tiles);
+         tiles_kernel<T, kGradients>, Grid(std::min(all, in_turn ? sms : all)), dim3(kTileThreads),
+         size_t(shared_bytes(tiles.steps, tiles.slots)), stream, tiles);
   if (apart) {
     using Acc = State<T>;
     launch("linear_scan_diagonal_sums", sum_chunks_kernel<Acc>, Grid(ceil_div(channels, 128)), dim3(128), 0, stream,

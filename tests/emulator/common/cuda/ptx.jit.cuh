@@ -52,6 +52,14 @@ inline void store_shared(u32 address, uint4 v) {
   std::memcpy(emulator::shared_at(address, 16), &v, 16);
 }
 
+// Threads of a block.
+template <int kBarrier, int kThreads>
+inline void sync_some() {
+  emulator::Meeting& meeting = emulator::current->block->others[kBarrier];
+  meeting.expected = kThreads;
+  emulator::meet(meeting);
+}
+
 // Asynchronous copies: each is done at once or as late as its thread's wait allows.
 struct Copies {
   std::deque<std::vector<std::function<void()>>> groups{1};

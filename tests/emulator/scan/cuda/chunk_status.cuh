@@ -1,43 +1,34 @@
-// What blocks tell each other by tiles: words arrive late and in any order, but before a status that was published
-// after them.
+// What blocks tell each other by tiles: words and statuses arrive late and in any order.
 #pragma once
-#include <map>
-#include <memory>
-#include <vector>
-
 #include "emulator.h"
 
 namespace weft::scan {
 
 constexpr uint32_t kTotal = 1;
 constexpr uint32_t kState = 2;
+constexpr uint64_t kTurned = 0x7ff0'5765'6674'0001;
 
-using Pending = std::shared_ptr<std::function<void()>>;
-inline std::map<emulator::Warp*, std::vector<Pending>> put_by;
 // 0: they come as they come; 1: totals are seen long before states; 2: states alone are ever seen first.
 inline int favoured = 0;
 
-inline void deliver(const Pending& word) {
-  if (*word) (*word)();
-  *word = nullptr;
+inline void put_word(uint64_t* to, double word) {
+  uint64_t bits;
+  std::memcpy(&bits, &word, 8);
+  emulator::messages.push_back([=] { *to = bits ^ kTurned; });
 }
-
-inline double get_word(const double* from) {
+inline uint64_t look_at_word(const uint64_t* from) {
   return *from;
 }
-inline void put_word(double* to, double word) {
-  const auto pending = std::make_shared<std::function<void()>>([=] { *to = word; });
-  put_by[emulator::current->warp].push_back(pending);
-  emulator::messages.push_back([=] { deliver(pending); });
+inline double wait_for_word(const uint64_t* from, uint64_t seen) {
+  for (; seen == 0; seen = *from) emulator::yield();
+  double word;
+  seen ^= kTurned;
+  std::memcpy(&word, &seen, 8);
+  return word;
 }
 inline void publish_status(uint32_t* status, uint32_t value) {
   if (favoured == 2 && value == kTotal) return;
-  const auto before = std::move(put_by[emulator::current->warp]);
-  put_by[emulator::current->warp].clear();
-  emulator::messages.push_back([=] {
-    for (const Pending& word : before) deliver(word);
-    *status = std::max(*status, value);
-  });
+  emulator::messages.push_back([=] { *status = std::max(*status, value); });
 }
 inline uint32_t look_at_status(const uint32_t* status) {
   for (int i = favoured == 1 ? 20 : 1; i > 0; --i) emulator::yield();
