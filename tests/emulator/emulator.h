@@ -213,6 +213,9 @@ inline void launch(void (*kernel)(), int blocks, int threads, int cluster, size_
 #define threadIdx (emulator::current->thread)
 #define blockIdx (emulator::current->block_index)
 
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };

@@ -26,6 +26,10 @@ template <typename T>
 T __ldcg(const T* p) {
   return *p;
 }
+template <typename T>
+void __stcs(T* p, T x) {
+  *p = x;
+}
 // Blocks run one after the other, so that what is static is a block's own.
 #define __shared__
 #define __align__(bytes) __attribute__((aligned(bytes)))

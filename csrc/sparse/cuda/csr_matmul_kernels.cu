@@ -3,7 +3,7 @@
 // listed    a thread has a few elements of the product, or one for a few samples, for which it reads the list once. Of
 //           a large batch and a left operand that it shares, y is first laid out with its samples side by side, in the
 //           part of the result that is written last: else each sample's number is in another line, and lines are what
-//           L1 counts. Bound by the bytes.
+//           L1 counts. Bound by the bytes, those of the lists among them.
 // aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
 // windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
@@ -25,11 +25,12 @@ namespace weft::sparse {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kSamples = 4;        // of one thread
-constexpr int kEach = 2;           // elements of a thread that has one sample or two
-constexpr int kWide = 16;          // samples whose numbers lie side by side
-constexpr int kColumns = 128;      // of a warp's row, four a lane
-constexpr int kWindow = 4 * 1024;  // bytes of a warp's sums
+constexpr int kSamples = 4;           // of one thread
+constexpr int kElements = 4;          // of a thread that has one sample
+constexpr int kWide = 16;             // samples whose numbers lie side by side
+constexpr int kWorthwhile = 1 << 15;  // numbers of the result a multiprocessor, from which y is laid out for them
+constexpr int kColumns = 128;         // of a warp's row, four a lane
+constexpr int kWindow = 4 * 1024;     // bytes of a warp's sums
 constexpr unsigned kFull = 0xffffffffu;
 
 template <typename I>
@@ -57,46 +58,64 @@ __device__ __forceinline__ int64_t row_of(const I* crow, int64_t rows, int64_t e
   return lower_bound(crow, 0, rows + 1, e + 1) - 1;
 }
 
-// A thread has kEach elements of the product, for kTile samples: what it reads of one does not wait for another.
-template <typename I, typename T, int kTile, int kEach>
-__global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m) {
-  const int64_t own = int64_t(blockIdx.x) * (kThreads * kEach) + threadIdx.x;
+// A thread has kElements elements of the product, for kTile samples: what it reads of one does not wait for another. Of
+// the first sample it leaves out blocks whose elements are all among the first `done`.
+template <typename I, typename T, int kTile, int kElements>
+__global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m, int64_t done) {
+  const int64_t own = int64_t(blockIdx.x) * (kThreads * kElements) + threadIdx.x;
+  if (kTile == 1 && blockIdx.y == 0 && int64_t(blockIdx.x + 1) * (kThreads * kElements) <= done) return;
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
-  int64_t begin[kEach], end[kEach];
+  I begin[kElements], end[kElements], most = 0;
 #pragma unroll
-  for (int p = 0; p < kEach; ++p) {
+  for (int p = 0; p < kElements; ++p) {
     const int64_t e = own + p * kThreads;
     const bool real = e < m.listed_elements;
-    begin[p] = !real ? 0 : starts ? int64_t(starts[e]) : e;
-    end[p] = !real ? 0 : starts ? int64_t(starts[e + 1]) : e + 1;
+    begin[p] = !starts ? I(e) : real ? starts[e] : I(0);
+    end[p] = !starts ? I(e + real) : real ? starts[e + 1] : I(0);
+    if (end[p] - begin[p] > most) most = end[p] - begin[p];
   }
   for (int64_t first = int64_t(blockIdx.y) * kTile; first < m.batch; first += int64_t(gridDim.y) * kTile) {
     const T* x = static_cast<const T*>(m.x) + first * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
     const int64_t count = m.batch - first;
-    State<T> sum[kEach][kTile] = {};
-    bool more = true;
-    for (int64_t step = 0; more; ++step) {
-      more = false;
-      I l[kEach], r[kEach];
+    State<T> sum[kElements][kTile] = {};
+    for (I step = 0; step < most; ++step) {
+      // Loads of one kind together, so that none waits for another's.
+      bool real[kElements];
+      I r[kElements], l[kElements];
 #pragma unroll
-      for (int p = 0; p < kEach; ++p) {
-        const int64_t s = begin[p] + step;
-        const bool real = s < end[p];
-        l[p] = left && real ? left[s] : I(s), r[p] = real ? right[s] : I(-1);
-        more |= s + 1 < end[p];
+      for (int p = 0; p < kElements; ++p) l[p] = begin[p] + step, real[p] = l[p] < end[p];
+#pragma unroll
+      for (int p = 0; p < kElements; ++p) r[p] = real[p] ? right[l[p]] : I(0);
+      if (left) {
+#pragma unroll
+        for (int p = 0; p < kElements; ++p) l[p] = real[p] ? left[l[p]] : I(0);
       }
+      T factor[kElements][kTile], number[kElements][kTile];
 #pragma unroll
-      for (int p = 0; p < kEach; ++p) {
+      for (int p = 0; p < kElements; ++p) {
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
-          if (r[p] >= 0 && t < count)
-            sum[p][t] += to_state(x[t * m.x_batch + l[p]]) * to_state(y[t * m.y_batch + r[p]]);
+          if (real[p] && t < count) factor[p][t] = x[t * m.x_batch + l[p]];
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < kElements; ++p) {
+#pragma unroll
+        for (int t = 0; t < kTile; ++t) {
+          if (real[p] && t < count) number[p][t] = y[t * m.y_batch + r[p]];
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < kElements; ++p) {
+#pragma unroll
+        for (int t = 0; t < kTile; ++t) {
+          if (real[p] && t < count) sum[p][t] += to_state(factor[p][t]) * to_state(number[p][t]);
         }
       }
     }
 #pragma unroll
-    for (int p = 0; p < kEach; ++p) {
+    for (int p = 0; p < kElements; ++p) {
       const int64_t e = own + p * kThreads;
       if (e >= m.listed_elements) break;
       const int64_t place = m.listed ? int64_t(ints<I>(m.listed)[e]) : e;
@@ -108,60 +127,105 @@ __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m) {
   }
 }
 
-// Four numbers that are read at once.
+// Four numbers that are read or written at once.
 template <typename T>
 struct alignas(sizeof(T) >= 4 ? 16 : 4 * sizeof(T)) Four {
   T v[4];
 };
 
-// y of `count` samples, as many as kWide or less, with a sample's numbers side by side; zeros for the others.
+// In as few instructions as there are, which a struct's own assignment does not promise; not to be read soon.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) side_by_side_kernel(const T* y, T* out, int64_t n, int count) {
+__device__ __forceinline__ void store(T* to, const Four<T>& four) {
+  using Words = std::conditional_t<sizeof(four) == sizeof(uint2), uint2, uint4>;
+  const Words* from = reinterpret_cast<const Words*>(&four);
+#pragma unroll
+  for (int i = 0; i < int(sizeof(four) / sizeof(Words)); ++i) __stcs(reinterpret_cast<Words*>(to) + i, from[i]);
+}
+
+// y with the numbers of kWide samples side by side, (groups of samples, n, kWide); zeros for samples that there are
+// not. blockIdx.y counts groups.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) side_by_side_kernel(const T* y, T* out, int64_t n, int64_t batch) {
   static __shared__ T tile[kWide][kThreads / 4 + 1];
   constexpr int kPart = kThreads / 4;
-  const int64_t first = int64_t(blockIdx.x) * kPart;
+  const int64_t first = int64_t(blockIdx.x) * kPart, sample = int64_t(blockIdx.y) * kWide;
   const int size = int(n - first < kPart ? n - first : kPart);
   for (int t = threadIdx.x / kPart; t < kWide; t += kThreads / kPart) {
     const int i = threadIdx.x % kPart;
-    if (i < size) tile[t][i] = t < count ? y[t * n + first + i] : from_state<T>(State<T>(0));
+    if (i < size) tile[t][i] = sample + t < batch ? y[(sample + t) * n + first + i] : from_state<T>(State<T>(0));
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < size * kWide; i += kThreads) out[first * kWide + i] = tile[i % kWide][i / kWide];
+  out += (int64_t(blockIdx.y) * n + first) * kWide;
+  for (int i = threadIdx.x; i < size * kWide; i += kThreads) out[i] = tile[i % kWide][i / kWide];
 }
 
-// All elements of the first `count` samples, for a left operand that the batch shares; y is (b's elements, kWide). A
-// product reads all samples of y in one place, instead of a line for each.
+// Numbers of the result below `limit`, for a left operand that the batch shares; y as side_by_side_kernel writes it.
+// Four lanes share four elements that follow each other, for kWide samples, four of each lane: they read a product's
+// numbers in one place, instead of a line for each sample, and eight such groups write whole lines.
 template <typename I, typename T>
-__global__ void __launch_bounds__(kThreads) listed_wide_kernel(CsrMatmul m, const T* y, int count) {
-  const int64_t e = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (e >= m.listed_elements) return;
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
+    listed_wide_kernel(CsrMatmul m, const T* y, int64_t limit) {
+  constexpr int kLanes = kWide / 4;
+  const int quarter = threadIdx.x % kLanes;
+  const int64_t own = (int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes) * 4;
+  if (own >= m.listed_elements) return;
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
   const T* x = static_cast<const T*>(m.x);
-  const int64_t begin = starts ? int64_t(starts[e]) : e, end = starts ? int64_t(starts[e + 1]) : e + 1;
-  State<T> sum[kWide] = {};
-  for (int64_t from = begin; from < end; from += 4) {
-    const int n = int(end - from < 4 ? end - from : 4);
-    I place[4];
-    State<T> factor[4];
+  const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + blockIdx.y * m.b_nnz * kWide) + quarter;
+  I bound[5], most = 0;
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      if (u < n) place[u] = right[from + u], factor[u] = to_state(x[left ? int64_t(left[from + u]) : from + u]);
+  for (int p = 0; p < 5; ++p) {
+    const int64_t e = own + p < m.listed_elements ? own + p : m.listed_elements;
+    bound[p] = starts ? starts[e] : I(e);
+    if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
+  }
+  State<T> sum[4][4] = {};  // samples, elements
+  for (I step = 0; step < most; ++step) {
+    // Loads of one kind together, so that none waits for another's.
+    bool real[4];
+    I place[4], from[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) from[p] = bound[p] + step, real[p] = from[p] < bound[p + 1];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) place[p] = real[p] ? right[from[p]] : I(0);
+    if (left) {
+#pragma unroll
+      for (int p = 0; p < 4; ++p) from[p] = real[p] ? left[from[p]] : I(0);
+    }
+    T factor[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      if (real[p]) factor[p] = x[from[p]];
+    }
+    Four<T> four[4];
+#pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      if (real[p]) four[p] = numbers[int64_t(place[p]) * kLanes];
     }
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
-      if (u >= n) break;
-      const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + int64_t(place[u]) * kWide);
+    for (int p = 0; p < 4; ++p) {
 #pragma unroll
-      for (int q = 0; q < kWide / 4; ++q) {
-        const Four<T> four = numbers[q];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[4 * q + i] += factor[u] * to_state(four.v[i]);
+      for (int t = 0; t < 4; ++t) {
+        if (real[p]) sum[t][p] += to_state(factor[p]) * to_state(four[p].v[t]);
       }
     }
   }
+  T* out = static_cast<T*>(m.out);
 #pragma unroll
-  for (int t = 0; t < kWide; ++t) {
-    if (t < count) static_cast<T*>(m.out)[t * m.c_nnz + e] = from_state<T>(sum[t]);
+  for (int t = 0; t < 4; ++t) {
+    const int64_t sample = int64_t(blockIdx.y) * kWide + 4 * quarter + t, at = sample * m.c_nnz + own;
+    if (sample >= m.batch) return;
+    Four<T> four;
+#pragma unroll
+    for (int p = 0; p < 4; ++p) four.v[p] = from_state<T>(sum[t][p]);
+    if (m.c_nnz % 4 == 0 && at + 4 <= limit) {
+      store(out + at, four);
+    } else {
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        if (own + p < m.listed_elements && at + p < limit) out[at + p] = four.v[p];
+      }
+    }
   }
 }
 
@@ -169,7 +233,7 @@ __global__ void __launch_bounds__(kThreads) listed_wide_kernel(CsrMatmul m, cons
 template <typename I, typename T>
 __global__ void __launch_bounds__(kThreads) aligned_kernel(CsrMatmul m) {
   using Acc = State<T>;
-  constexpr int kEach = kColumns / 32;
+  constexpr int kOwn = kColumns / 32;  // columns of a lane
   const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (r >= m.aligned_rows) return;  // with all of its warp
   const int lane = threadIdx.x % 32;
@@ -181,7 +245,7 @@ __global__ void __launch_bounds__(kThreads) aligned_kernel(CsrMatmul m) {
     T* out = static_cast<T*>(m.out) + b * m.c_nnz + place;
     for (int64_t first = int64_t(blockIdx.z) * kColumns; first < n; first += int64_t(gridDim.z) * kColumns) {
       const int64_t own = first + lane, left = n - own;
-      Acc sum[kEach] = {};
+      Acc sum[kOwn] = {};
       for (int64_t from = begin; from < end; from += 32) {
         const int count = int(end - from < 32 ? end - from : 32);
         I start = 0;
@@ -195,13 +259,13 @@ __global__ void __launch_bounds__(kThreads) aligned_kernel(CsrMatmul m) {
           const T* row = y + __shfl_sync(kFull, start, k) + own;
           const Acc f = __shfl_sync(kFull, factor, k);
 #pragma unroll
-          for (int c = 0; c < kEach; ++c) {
+          for (int c = 0; c < kOwn; ++c) {
             if (32 * c < left) sum[c] += f * to_state(row[32 * c]);
           }
         }
       }
 #pragma unroll
-      for (int c = 0; c < kEach; ++c) {
+      for (int c = 0; c < kOwn; ++c) {
         if (32 * c < left) out[own + 32 * c] = from_state<T>(sum[c]);
       }
     }
@@ -322,32 +386,31 @@ int lanes_of(int64_t elements, int64_t rows) {
 template <typename I, typename T>
 void matmul(CsrMatmul m, cudaStream_t stream) {
   if (m.listed_elements > 0) {
-    // The first samples, whose y finds room in what the others will fill.
-    if (m.x_batch == 0 && m.y_batch != 0 && !m.listed) {
-      while (m.batch > 1) {
-        const int64_t room = m.batch * m.c_nnz - kWide * m.b_nnz;
-        const int64_t count = std::min<int64_t>(kWide, room / m.c_nnz);
-        if (room < 0 || count < kWide / 2) break;
-        // Aligned: the result's own beginning is, with all that torch allocates, but not every sample's.
-        T* all = static_cast<T*>(m.out);
-        const uintptr_t end = reinterpret_cast<uintptr_t>(all + room);
-        T* beside = reinterpret_cast<T*>(end - end % alignof(Four<T>));
-        if (beside < all + count * m.c_nnz) break;
-        launch("csr_matmul_side_by_side", side_by_side_kernel<T>, Grid(ceil_div(m.b_nnz, kThreads / 4)), kThreads, 0,
-               stream, static_cast<const T*>(m.y), beside, m.b_nnz, int(count));
-        launch("csr_matmul_listed_wide", listed_wide_kernel<I, T>, Grid(ceil_div(m.listed_elements, kThreads)),
-               kThreads, 0, stream, m, static_cast<const T*>(beside), int(count));
-        m.batch -= count, m.y = static_cast<const T*>(m.y) + count * m.y_batch, m.out = all + count * m.c_nnz;
-      }
+    // Of a large product that a left operand shares: y of all samples at the end of the result, as it is wanted; then
+    // all numbers before it; then those in its place.
+    T* out = static_cast<T*>(m.out);
+    const int64_t total = m.batch * m.c_nnz, groups = ceil_div(m.batch, kWide), laid_out = groups * kWide * m.b_nnz;
+    int64_t done = 0;
+    if (m.x_batch == 0 && m.y_batch != 0 && !m.listed && m.batch >= kWide / 2 && groups <= 65535 &&
+        total >= kWorthwhile * device_limits().sm_count && laid_out <= total / 4) {
+      const uintptr_t end = reinterpret_cast<uintptr_t>(out + total - laid_out);
+      T* beside = reinterpret_cast<T*>(end - end % alignof(Four<T>));
+      launch("csr_matmul_side_by_side", side_by_side_kernel<T>, Grid(ceil_div(m.b_nnz, kThreads / 4), groups), kThreads,
+             0, stream, static_cast<const T*>(m.y), beside, m.b_nnz, m.batch);
+      const int64_t limit = beside - out, elements = kThreads / (kWide / 4) * 4;
+      launch("csr_matmul_listed_wide", listed_wide_kernel<I, T>, Grid(ceil_div(m.listed_elements, elements), groups),
+             kThreads, 0, stream, m, static_cast<const T*>(beside), limit);
+      const int64_t whole = limit / m.c_nnz;  // samples
+      m.batch -= whole, m.y = static_cast<const T*>(m.y) + whole * m.y_batch, m.out = out + whole * m.c_nnz;
+      done = limit % m.c_nnz;
     }
-    const int64_t blocks = ceil_div(m.listed_elements, kThreads), few = ceil_div(m.listed_elements, kThreads * kEach);
-    if (m.batch == 1) {
-      launch("csr_matmul_listed", listed_kernel<I, T, 1, kEach>, Grid(few), kThreads, 0, stream, m);
-    } else if (m.batch == 2) {
-      launch("csr_matmul_listed", listed_kernel<I, T, 2, kEach>, Grid(few), kThreads, 0, stream, m);
+    const auto blocks = [&](int64_t elements) { return ceil_div(m.listed_elements, kThreads * elements); };
+    if (m.batch == 1 || done > 0) {
+      launch("csr_matmul_listed", listed_kernel<I, T, 1, kElements>, Grid(blocks(kElements), most(m.batch)), kThreads,
+             0, stream, m, done);
     } else {
-      launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>, Grid(blocks, most(ceil_div(m.batch, kSamples))),
-             kThreads, 0, stream, m);
+      launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>, Grid(blocks(1), most(ceil_div(m.batch, kSamples))),
+             kThreads, 0, stream, m, done);
     }
   }
   // Rows of a few parts are shared among warps as far as that fills the device.
