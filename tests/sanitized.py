@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from weft._rnn.choice import CUDA_MAX_HIDDEN
 from weft._rnn.costs import GATES
 from weft.scan import chain_backward
-from weft.sparse import BatchedCSR, conv2d_jacobian, plan_matmul, relu_jacobian
+from weft.sparse import BatchedCSR, conv2d_jacobian, max_pool2d_jacobian, plan_matmul, relu_jacobian
 from weft.vertex import models
 
 DEVICE = "cuda"  # where sparse, vertex and offload run; a test of these parts themselves runs them on the CPU
@@ -181,7 +181,8 @@ def random_csr(rows: int, columns: int, batch: int | None, dtype: torch.dtype, i
 
 def sparse() -> None:
     """Products with vectors, matrices and each other, transposed in the backward pass; values of strided, dilated
-    and grouped convolutions, whole and pruned; chains of sparse, dense and diagonal Jacobians."""
+    and grouped convolutions, whole and pruned, and of max-pooling; products that are so large that an operand is laid
+    out for them; chains of sparse, dense and diagonal Jacobians, by clusters and by the whole grid."""
     for dtype in (single, half, bfloat16, double):
         for batch in (None, 1, 3):
             for index in (torch.int32, torch.int64):
@@ -208,6 +209,14 @@ def sparse() -> None:
         for schedule in ("auto", "linear", "blelloch"):
             chain_backward(grad, jacobians, schedule=schedule)
             chain_backward(grad, jacobians[:2], schedule=schedule)
+        channels = 64 if DEVICE == "cuda" else 2
+        hidden = torch.randn(9, channels, 19, 21, device=DEVICE).to(dtype)
+        conv = conv2d_jacobian(torch.randn(channels, 5, 3, 3, device=DEVICE).to(dtype), (5, 19, 21), padding=1)
+        pool = max_pool2d_jacobian(hidden, (3, 2), stride=(2, 1), padding=1, dilation=(1, 2), ceil_mode=True)
+        for right in (relu_jacobian(hidden), pool):
+            plan_matmul(conv, right)(conv, right)
+        long = [random_csr(2100, 2100, None, dtype, torch.int32) for _ in range(3 if DEVICE == "cuda" else 0)]
+        chain_backward(torch.randn(2, 2100, device=DEVICE).to(dtype), long, schedule="linear")
     synchronize()
 
 

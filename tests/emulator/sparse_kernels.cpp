@@ -79,14 +79,14 @@ extern "C" void run(int which, int f64, int wide, int shared, const int64_t* s, 
   }
 }
 #elif SOURCE == 2
-// `which` links, in a cluster or not. sizes: batch, then values' batch stride, rows, columns, nnz of each. pointers:
+// `which` links, in clusters or not. sizes: batch, then values' batch stride, rows, columns, nnz of each. pointers:
 // crow, col, values, x, out of each.
 extern "C" void run(int which, int f64, int wide, int clusters, const int64_t* s, void* const* p) {
   std::vector<CsrLink> links;
   for (int k = 0; k < which; ++k, p += 5) {
     links.push_back({p[0], p[1], p[2], p[3], p[4], s[1 + 4 * k], s[2 + 4 * k], s[3 + 4 * k], s[4 + 4 * k]});
   }
-  weft::with_clusters = clusters;
+  weft::with_clusters = clusters, weft::processors = clusters ? 40 : 3;
   unsigned counter = 0;
   csr_chain_cuda(
       links.data(), which, f64 ? DType::f64 : DType::f32, wide, s[0], [&] { return &(counter = 0); }, nullptr);

@@ -223,7 +223,7 @@ def test_bad_input(case: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("links", [5, 130])
+@pytest.mark.parametrize("links", [5, 130, 700])
 def test_capture(schedule, links: int) -> None:
     """More links than one launch takes, too."""
     grad, jacobians = chain(
@@ -239,6 +239,50 @@ def test_capture(schedule, links: int) -> None:
     graph.replay()
     for g, w in zip(captured, chain_backward(grad, jacobians, schedule), strict=True):
         assert torch.equal(g, w)
+
+
+def layers_of(sizes: list[int], density: float, B: int, dtype: torch.dtype) -> tuple[Tensor, list[BatchedCSR]]:
+    """Rows of every width, values that the batch shares and that it does not, diagonals one and two at a time."""
+    torch.manual_seed(0)
+    jacobians = [relu_jacobian(torch.randn(B, sizes[0], device="cuda").to(dtype))]
+    for k, (columns, rows) in enumerate(pairwise(sizes)):
+        jacobians.append(sparse(rows, columns, B if k % 3 == 1 else None, dtype, "cuda", density if k % 2 else 0.001))
+        for _ in range(k % 3):
+            jacobians.append(relu_jacobian(torch.randn(B, rows, device="cuda").to(dtype)))
+    return torch.randn(B, sizes[0], device="cuda").to(dtype), jacobians
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [1, 3, 16])
+@pytest.mark.parametrize("size", [37, 1000, 2000, 3000], ids=lambda n: f"n={n}")
+def test_single_products_again_and_captured(size: int, B: int, dtype: torch.dtype) -> None:
+    """Clusters, whose threads have one row or two, and the whole grid: every number, the same bits, in a CUDA graph."""
+    sizes = [size, size + 1, size - 3, size, size + 2, size, size]
+    grad, jacobians = layers_of(sizes, 60 / size, B, dtype)
+    patterns = [J._pattern for J in jacobians]
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    crows, cols = ([none if p.diagonal else t for p, t in zip(patterns, ts, strict=True)]
+                   for ts in ([p.crow for p in patterns], [p.col for p in patterns]))  # fmt: skip
+    values = [J.values for J in jacobians]
+
+    def chain() -> list[Tensor]:
+        return torch.ops.weft.csr_chain(grad, crows, cols, values)
+
+    with poisoned():
+        got = chain()
+    x = grad
+    for J, g in zip(jacobians, got, strict=True):
+        assert_close(g, J.to(torch.float64).mv(x.double()))
+        x = g
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    grad.normal_()
+    for _ in range(3):
+        graph.replay()
+        for g, w in zip(captured, chain(), strict=True):
+            assert torch.equal(g, w)
 
 
 @pytest.mark.cuda

@@ -25,7 +25,7 @@ from tests import emulated
 from tests.sparse.test_batched_csr import random_csr
 
 pytestmark = emulated.MARKS
-MATMUL, MM, CHAIN, CONV, POOL = range(5)
+MATMUL, MM, CHAIN, CONV, POOL, CLUSTER = range(6)  # the last is a header of csr_chain
 SOURCES = ["csr_matmul", "csr_mm", "csr_chain", "conv_values", "max_pool_values"]
 Call = Callable[[ctypes.CDLL], bool]
 
@@ -271,6 +271,11 @@ FLAWS = {
     "leaves a barrier out": (CHAIN, "      barrier.wait();", "      if (k + 2 < chain.count) barrier.wait();"),
     "reads the next rows of the last product": (CHAIN, "read_next(k + 1)", "read_next(k)"),
     "forgets the diagonal": (CHAIN, "multiply_by<I, T, kSamples, true>", "multiply_by<I, T, kSamples, false>"),
+    "sends into the vector that is read": (CLUSTER, "((p + 1) & 1) * chain.room + row", "(p & 1) * chain.room + row"),
+    "expects the numbers of the next product": (CLUSTER, "run.expect(p, after)", "run.expect(p, next)"),
+    "reads the rows of the product before": (CLUSTER, "ends = run.first_ends(later)", "ends = run.first_ends(after)"),
+    "scales by the diagonal before": (CLUSTER, "chain.links[k + 1])[row]", "chain.links[k + 1])[0]"),
+    "leaves while others send": (CLUSTER, "  cluster::barrier();  // a block", "  // a block"),
     "takes the taps of another row": (CONV, "window_of(c, p + gridDim.x * kWarps)", "window_of(c, p)"),
     "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
 }
@@ -279,5 +284,7 @@ FLAWS = {
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path: Path) -> None:
     file, right, wrong = FLAWS[flaw]
-    folder = emulated.with_flaw(f"sparse/cuda/{SOURCES[file]}_kernels.cu", right, wrong, tmp_path)
+    source = "csr_chain_cluster.cuh" if file == CLUSTER else f"{SOURCES[file]}_kernels.cu"
+    file = CHAIN if file == CLUSTER else file
+    folder = emulated.with_flaw(f"sparse/cuda/{source}", right, wrong, tmp_path)
     assert not passes(emulated.build("sparse_kernels", folder, SOURCE=file), file)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -53,7 +56,11 @@ def pair(kind: str, batch: tuple, dtype: torch.dtype = torch.float64, device: st
 
 
 KINDS = pytest.mark.parametrize("kind", [ALIGNED, LISTED, WINDOWED, MIXED])
-BATCHES = pytest.mark.parametrize("batch", [(None, None), (None, 3), (3, None), (3, 3), (0, 0), (9, None)], ids=str)
+BATCHES = pytest.mark.parametrize(
+    "batch",
+    [(None, None), (None, 3), (3, None), (3, 3), (0, 0), (9, None), (None, 9), (None, 20), (None, 37)],
+    ids=str,
+)
 
 
 @device
@@ -322,6 +329,22 @@ def test_equal_patterns_are_compared_once(device: str) -> None:
     assert torch.equal(plan(a, b).values, plan(again, b).values)
 
 
+@device
+def test_a_plan_is_copied_and_pickled(device: str) -> None:
+    """With the matrices it is for, and apart from them."""
+    a, b = pair(MIXED, (None, 2), device=device)
+    plan = plan_matmul(a, b)
+    want = plan(a, b)
+    assert copy.copy(plan) is plan and copy.deepcopy(plan) is plan
+    held, a2, b2 = copy.deepcopy([plan, a, b])
+    assert torch.equal(held(a2, b2).values, want.values)
+    loaded = pickle.loads(pickle.dumps(plan))
+    assert loaded.shape == plan.shape and loaded.kinds == plan.kinds and loaded.memory == plan.memory
+    assert torch.equal(loaded(a, b).values, want.values)
+    loaded, a2, b2 = pickle.loads(pickle.dumps([plan, a, b]))
+    assert torch.equal(loaded(a2, b2).to_dense(), want.to_dense()) and plan_matmul(a2, b2) is loaded
+
+
 def test_index_dtypes() -> None:
     a, b = random_csr(4, 5, index=torch.int64), random_csr(5, 3)
     assert (a @ b).col.dtype == torch.int64 and (b.with_values(b.values) @ random_csr(3, 2)).col.dtype == torch.int32
@@ -371,6 +394,31 @@ def test_capture() -> None:
         b.values.normal_()
         graph.replay()
         assert torch.equal(captured, plan(a, b).values)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", [32, 31])
+@pytest.mark.parametrize("batch", [9, 20, 37])
+@dtypes
+def test_large_products_that_a_left_operand_shares(dtype: torch.dtype, batch: int, size: int) -> None:
+    """The right operand is laid out in the result first: the same bits as one sample by itself, again, and in a CUDA
+    graph; numbers of a sample that begin anywhere."""
+    torch.manual_seed(0)
+    conv = conv2d_jacobian(torch.randn(33, 3, 3, 3, device="cuda").to(dtype), (3, size, size), padding=1)
+    hidden = torch.randn(batch, 33, size, size, device="cuda").to(dtype)
+    for right in (diagonal_jacobian(hidden), max_pool2d_jacobian(hidden, 2)):
+        right = right.with_values(torch.randn(right.values.shape, device="cuda").to(dtype))
+        plan = plan_matmul(conv, right)
+        with poisoned():
+            got = plan(conv, right).values
+        for values, product in zip(right.values, got, strict=True):
+            assert torch.equal(product, plan(conv, right.with_values(values)).values)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = plan(conv, right).values
+        right.values.normal_()
+        graph.replay()
+        assert torch.equal(captured, plan(conv, right).values)
 
 
 @pytest.mark.cuda

@@ -1,17 +1,19 @@
-// A chain of sparse matrix-vector products as one kernel. Launched cooperatively, with as many blocks as are resident
-// at once; between two products all blocks meet at a barrier in L2, about a microsecond, instead of a launch each.
-// Where one cluster's blocks are enough they are one, and its barrier takes a fifth of that. What does not depend on
-// the vector, the first elements of each row and where they lie, is read before the barrier. Rows are shared out over
-// the grid's lane groups, a few samples at a time, as in csr_mm; vectors stay in L2, from which they are read with
-// ld.cg, because another SM wrote them and L1 is not coherent. A diagonal is multiplied into what the next product
-// reads, which saves its barrier; its own result is written by the way. Links travel in the kernel's parameters, kLinks
-// of them a launch: nothing is copied to the device, and a captured graph holds all it needs.
+// A chain of sparse matrix-vector products as one kernel: of small vectors a cluster of blocks for each sample, see
+// csr_chain_cluster.cuh. Of others all blocks of a grid, launched cooperatively, as many as are resident at once;
+// between two products they meet at a barrier in L2, about a microsecond, instead of a launch each. What does not
+// depend on the vector, the first elements of each row and where they lie, is read before the barrier. Rows are shared
+// out over the grid's lane groups, a few samples at a time, as in csr_mm; vectors stay in L2, from which they are read
+// with ld.cg, because another SM wrote them and L1 is not coherent. A diagonal is multiplied into what the next product
+// reads, which saves its barrier; its own result is written by the way. Links travel in the kernel's parameters:
+// nothing is copied to the device, and a captured graph holds all it needs.
 #include <algorithm>
 #include <bit>
+#include <memory>
 
 #include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
+#include "sparse/cuda/csr_chain_cluster.cuh"
 #include "sparse/cuda/csr_chain_kernels.h"
 #include "sparse/cuda/dispatch.cuh"
 #include "sparse/cuda/grid_barrier.cuh"
@@ -22,14 +24,14 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kLinks = 48;  // with the rest below the 4 KiB that every device takes
 constexpr int kTile = 4;    // samples of one lane group at a time; of a single one, 1
-constexpr int kTurns = 2;   // of a cluster's threads in a product: more take longer than the other barrier
+constexpr int kTurns = 2;   // of a cluster's threads in a product, and of clusters: more take longer than the grid
 
 struct Chain {
   CsrLink links[kLinks];
   int8_t lanes[kLinks];  // log2 of the lanes that share a row
   int count;
   int64_t batch;
-  unsigned* counter;  // null: the grid is one cluster
+  unsigned* counter;  // of the barrier
 };
 static_assert(sizeof(Chain) <= 4000);
 
@@ -216,35 +218,72 @@ void launch_chain(Chain& chain, const Counter& counter, cudaStream_t stream) {
   }
   constexpr const char* kName = "csr_chain";
   const auto kernel = csr_chain_kernel<I, T, kSamples>;
-  if (work <= kTurns * kLargestCluster) {
-    // A power of two: other sizes are not for every device.
-    const int64_t blocks = std::min<int64_t>(std::bit_ceil(uint64_t(work)), kLargestCluster);
-    if (runs_in_clusters(kName, kernel, blocks, kThreads, 0)) {
-      return launch_cluster(kName, kernel, blocks, kThreads, 0, stream, chain);
-    }
-  }
   chain.counter = counter();
   const int64_t blocks = std::min(work, resident_blocks(kName, kernel, kThreads, 0));
   launch_cooperative(kName, kernel, blocks, kThreads, 0, stream, chain);
+}
+
+int8_t cluster_lanes_of(const CsrLink& link) {
+  return std::min<int8_t>(lanes_of(link), 3);
+}
+
+template <typename I, typename T, int kMost>
+void launch_cluster_chain(const CsrLink* links, int64_t count, int64_t batch, int64_t blocks, int64_t room,
+                          cudaStream_t stream) {
+  const auto chain = std::make_unique<ClusterChain<kMost>>();
+  for (int64_t k = 0; k < count; ++k) {
+    const CsrLink& link = links[k];
+    chain->links[k] = {link.crow,         link.col,       link.values,           link.out,
+                       link.values_batch, int(link.rows), cluster_lanes_of(link)};
+  }
+  chain->count = int(count), chain->blocks = int(blocks), chain->columns = int(links[0].columns);
+  chain->room = int(room), chain->x = links[0].x;
+  launch_cluster("csr_chain_cluster", csr_chain_cluster_kernel<I, T, kMost>, batch, blocks, kClusterThreads,
+                 cluster_bytes<T>(room), stream, *chain);
+}
+
+// Whether the chain has run by clusters, because its vectors are small.
+template <typename I, typename T>
+bool ran_in_clusters(const CsrLink* links, int64_t count, int64_t batch, cudaStream_t stream) {
+  int64_t work = 1, longest = links[0].columns;
+  for (int64_t k = 0; k < count; ++k) {
+    longest = std::max(longest, links[k].rows);
+    if (links[k].crow) work = std::max(work, ceil_div(links[k].rows << cluster_lanes_of(links[k]), kClusterThreads));
+  }
+  const int64_t room = ceil_div(longest, 4) * 4, processors = device_limits().sm_count;
+  if (work > kTurns * kLargestCluster || cluster_bytes<T>(room) > 48 * 1024) return false;
+  // A power of two: other sizes are not for every device.
+  int64_t blocks = std::min<int64_t>(std::bit_ceil(uint64_t(work)), kLargestCluster);
+  while (batch * blocks > processors && blocks * kTurns / 2 >= work) blocks /= 2;
+  if (batch * blocks > kTurns * processors) return false;
+  const auto kernel = csr_chain_cluster_kernel<I, T, kManyLinks>;
+  if (!runs_in_clusters("csr_chain_cluster", kernel, blocks, kClusterThreads, cluster_bytes<T>(room))) return false;
+  for (int64_t begin = 0; begin < count; begin += kManyLinks) {
+    const int64_t part = std::min<int64_t>(kManyLinks, count - begin);
+    part <= kFewLinks ? launch_cluster_chain<I, T, kFewLinks>(links + begin, part, batch, blocks, room, stream)
+                      : launch_cluster_chain<I, T, kManyLinks>(links + begin, part, batch, blocks, room, stream);
+  }
+  return true;
 }
 
 }  // namespace
 
 void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide, int64_t batch, const Counter& counter,
                     cudaStream_t stream) {
-  for (int64_t begin = 0; begin < count; begin += kLinks) {
-    Chain chain{};
-    chain.count = int(std::min<int64_t>(kLinks, count - begin)), chain.batch = batch;
-    for (int k = 0; k < chain.count; ++k) {
-      chain.links[k] = links[begin + k];
-      chain.lanes[k] = lanes_of(links[begin + k]);
-    }
-    dispatch(wide, dtype, [&](auto* i, auto* t) {
-      using I = std::remove_pointer_t<decltype(i)>;
-      using T = std::remove_pointer_t<decltype(t)>;
+  dispatch(wide, dtype, [&](auto* i, auto* t) {
+    using I = std::remove_pointer_t<decltype(i)>;
+    using T = std::remove_pointer_t<decltype(t)>;
+    if (ran_in_clusters<I, T>(links, count, batch, stream)) return;
+    for (int64_t begin = 0; begin < count; begin += kLinks) {
+      Chain chain{};
+      chain.count = int(std::min<int64_t>(kLinks, count - begin)), chain.batch = batch;
+      for (int k = 0; k < chain.count; ++k) {
+        chain.links[k] = links[begin + k];
+        chain.lanes[k] = lanes_of(links[begin + k]);
+      }
       batch == 1 ? launch_chain<I, T, 1>(chain, counter, stream) : launch_chain<I, T, kTile>(chain, counter, stream);
-    });
-  }
+    }
+  });
 }
 
 }  // namespace weft::sparse

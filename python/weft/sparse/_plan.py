@@ -141,6 +141,16 @@ class MatmulPlan:
                 f"another one, {found.shape} with {found.nnz}"
             )
 
+    def __copy__(self) -> MatmulPlan:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> MatmulPlan:
+        """Itself: a plan does not change, and serves equal patterns."""
+        return self
+
+    def __reduce__(self):
+        return _plan_again, (self._a.tensors, self._a.shape, self._b.tensors, self._b.shape)
+
     def __repr__(self) -> str:
         return f"MatmulPlan(shape={self.shape}, nnz={self.nnz}, flops={self.flops}, memory={self.memory})"
 
@@ -188,6 +198,11 @@ def planned(a: Pattern, b: Pattern) -> MatmulPlan:
         plan, _ = made_to_stay(a.crow.device, lambda: MatmulPlan(a, b))
         a.plans[b] = weakref.ref(plan)
     return plan
+
+
+def _plan_again(a: list[Tensor], a_shape: tuple[int, int], b: list[Tensor], b_shape: tuple[int, int]) -> MatmulPlan:
+    """What a pickled plan becomes: the plan for these patterns here."""
+    return planned(*(Pattern.find(*t, shape) or Pattern(*t, shape) for t, shape in ((a, a_shape), (b, b_shape))))
 
 
 def count_flops(a: Pattern, b: Pattern) -> int:

@@ -20,8 +20,9 @@ struct Grid {
 struct DeviceLimits {
   int sm_count;
 };
+inline int processors = 3;
 inline DeviceLimits device_limits() {
-  return {3};
+  return {processors};
 }
 
 struct Position {
@@ -36,10 +37,11 @@ inline Position position() {
 }
 
 template <typename... Params, typename... Args>
-void run_kernel(void (*kernel)(Params...), int64_t blocks, int threads, int cluster, const Args&... args) {
+void run_kernel(void (*kernel)(Params...), int64_t blocks, int threads, int cluster, size_t shared_bytes,
+                const Args&... args) {
   static std::function<void()> body;
   body = [&] { kernel(args...); };
-  emulator::launch([] { body(); }, int(blocks), threads, cluster, 0, ++seed);
+  emulator::launch([] { body(); }, int(blocks), threads, cluster, shared_bytes, ++seed);
 }
 
 template <typename... Params, typename... Args>
@@ -49,7 +51,7 @@ void launch(const char*, void (*kernel)(Params...), Grid grid, int threads, size
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {
         block_position = {x, y, z};
-        run_kernel(kernel, 1, threads, 1, args...);
+        run_kernel(kernel, 1, threads, 1, 0, args...);
       }
     }
   }
@@ -64,7 +66,7 @@ template <typename... Params, typename... Args>
 void launch_cooperative(const char*, void (*kernel)(Params...), Grid grid, int threads, size_t, cudaStream_t,
                         const Args&... args) {
   cooperative = true, grid_size = {unsigned(grid.x), 1, 1};
-  run_kernel(kernel, grid.x, threads, 1, args...);
+  run_kernel(kernel, grid.x, threads, 1, 0, args...);
 }
 
 constexpr int kLargestCluster = 16;
@@ -76,10 +78,10 @@ bool runs_in_clusters(const char*, void (*)(Params...), int64_t blocks, int, siz
 }
 
 template <typename... Params, typename... Args>
-void launch_cluster(const char*, void (*kernel)(Params...), int64_t blocks, int threads, size_t, cudaStream_t,
-                    const Args&... args) {
-  cooperative = true, grid_size = {unsigned(blocks), 1, 1};
-  run_kernel(kernel, blocks, threads, int(blocks), args...);
+void launch_cluster(const char*, void (*kernel)(Params...), int64_t clusters, int64_t blocks, int threads,
+                    size_t shared_bytes, cudaStream_t, const Args&... args) {
+  cooperative = true, grid_size = {unsigned(clusters * blocks), 1, 1};
+  run_kernel(kernel, clusters * blocks, threads, int(blocks), shared_bytes, args...);
 }
 
 }  // namespace weft

@@ -8,14 +8,12 @@ struct GridBarrier {
   unsigned round = 0;
 
   void arrive() {
-    if (!counter) return;
     __syncthreads();
     round += gridDim.x;
     if (threadIdx.x == 0) ++*counter;
   }
 
   void wait() {
-    if (!counter) return emulator::meet(emulator::current->block->cluster->meeting);
     while (threadIdx.x == 0 && *counter < round) emulator::yield();
     __syncthreads();
   }
