@@ -163,21 +163,22 @@ def chains(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> I
         [v for *_, v, _ in links],
     )  # fmt: skip
 
-    def run(clusters: bool) -> Call:
+    def run(clusters: bool, count: int) -> Call:
         def passes(library: ctypes.CDLL) -> bool:
             sizes, tensors, x, columns, found = [B], [], grad, 40, []
-            for crow, col, values, rows in links:
+            for crow, col, values, rows in links[:count]:
                 found.append(poison(B, rows, like=grad))
                 sizes += [stride(values), rows, columns, values.shape[-1]]
                 tensors += [crow, crow if col is not None and col.numel() == 0 else col, values, x, found[-1]]
                 x, columns = found[-1], rows
             # Without elements a product is still none with a diagonal.
             call(library, count, grad, index == torch.int64, clusters, sizes, tensors)
-            return all(close(f, w) for f, w in zip(found, want, strict=True))
+            return all(close(f, w) for f, w in zip(found, want[:count], strict=True))
 
         return passes
 
-    yield from (run(False), run(True))
+    # Threads that poll for messages take an emulator long.
+    yield from (run(False, count), run(True, 12))
 
 
 def convolutions(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
@@ -272,10 +273,9 @@ FLAWS = {
     "reads the next rows of the last product": (CHAIN, "read_next(k + 1)", "read_next(k)"),
     "forgets the diagonal": (CHAIN, "multiply_by<I, T, kSamples, true>", "multiply_by<I, T, kSamples, false>"),
     "sends into the vector that is read": (CLUSTER, "((p + 1) & 1) * chain.room + row", "(p & 1) * chain.room + row"),
-    "expects the numbers of the next product": (CLUSTER, "run.expect(p, after)", "run.expect(p, next)"),
     "reads the rows of the product before": (CLUSTER, "ends = run.first_ends(later)", "ends = run.first_ends(after)"),
     "scales by the diagonal before": (CLUSTER, "chain.links[k + 1])[row]", "chain.links[k + 1])[0]"),
-    "leaves while others send": (CLUSTER, "  cluster::barrier();  // a block", "  // a block"),
+    "sends before others have a barrier": (CLUSTER, "__syncthreads();\n  cluster::barrier();", "__syncthreads();"),
     "takes the taps of another row": (CONV, "window_of(c, p + gridDim.x * kWarps)", "window_of(c, p)"),
     "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
 }

@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     while (turn(even) && turn(odd)) {
     }
   }
-  cluster::barrier();  // a block must not leave while others may send to it
+  // A block that has begun its last product has received all that is ever sent to it, and may leave.
 }
 
 }  // namespace weft::sparse

@@ -17,6 +17,7 @@
 #include "sparse/cuda/csr_chain_kernels.h"
 #include "sparse/cuda/dispatch.cuh"
 #include "sparse/cuda/grid_barrier.cuh"
+#include "sparse/cuda/launch_clusters.cuh"
 
 namespace weft::sparse {
 namespace {
@@ -238,8 +239,8 @@ void launch_cluster_chain(const CsrLink* links, int64_t count, int64_t batch, in
   }
   chain->count = int(count), chain->blocks = int(blocks), chain->columns = int(links[0].columns);
   chain->room = int(room), chain->x = links[0].x;
-  launch_cluster("csr_chain_cluster", csr_chain_cluster_kernel<I, T, kMost>, batch, blocks, kClusterThreads,
-                 cluster_bytes<T>(room), stream, *chain);
+  launch_clusters("csr_chain_cluster", csr_chain_cluster_kernel<I, T, kMost>, batch, blocks, kClusterThreads,
+                  cluster_bytes<T>(room), stream, *chain);
 }
 
 // Whether the chain has run by clusters, because its vectors are small.

@@ -19,6 +19,7 @@ from ..sparse._modules import (
     find_jacobian,
     transposed_jacobian,
     unknown,
+    zeros_compared,
 )
 from .chain import chain_backward
 from .schedule import levels_of
@@ -71,11 +72,23 @@ def unrolled(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
             yield f"{prefix}{name}", module
 
 
+def _state(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Parameters and buffers. torch's own iterators take longer than a small layer."""
+    if module._modules:
+        return list(module.parameters()), list(module.buffers())
+    parameters, buffers = module._parameters, module._buffers
+    return (
+        [p for p in parameters.values() if p is not None] if parameters else [],
+        [b for b in buffers.values() if b is not None] if buffers else [],
+    )
+
+
 def run(net: nn.Module, input: Tensor) -> list[Record]:
     """The forward pass, layer by layer, each with its own graph of parameters alone."""
     records, x = [], input.detach()
     for position, (_, module) in enumerate(unrolled(net)):
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        all_parameters, buffers = _state(module)
+        parameters = [p for p in all_parameters if p.requires_grad]
         mask = None
         # What works in place would overwrite what its Jacobian is made from.
         before = x.clone() if getattr(module, "inplace", False) else x
@@ -91,7 +104,7 @@ def run(net: nn.Module, input: Tensor) -> list[Record]:
                 f"{type(output).__name__}"
             )
         # What its Jacobian is made from; where autograd looks by itself, it looks too.
-        tensors = [*module.parameters(), *module.buffers()]
+        tensors = [*all_parameters, *buffers]
         if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
             tensors.append(x)
         versions = [(t, t._version) for t in tensors]
@@ -165,11 +178,12 @@ class _Scan(torch.autograd.Function):
             record.check_unchanged()
         B = grad.shape[0]
         flat = grad.reshape(B, grad.shape[1:].numel())
-        jacobians = [r.jacobian(ctx.prune) for r in moving]
+        with zeros_compared(r.module for r in moving if ctx.prune):
+            jacobians = [r.jacobian(ctx.prune) for r in moving]
         dtype = flat.dtype
         for J in jacobians:
             dtype = torch.promote_types(dtype, J.dtype)
-        jacobians = [J.to(dtype) for J in jacobians]
+        jacobians = [J if J.dtype == dtype else J.to(dtype) for J in jacobians]
         with torch.autocast(grad.device.type, enabled=False):
             gradients = iter(chain_backward(flat.to(dtype), jacobians, ctx.schedule))
         # What reaches each layer's output, and behind the first one the input.
@@ -180,18 +194,19 @@ class _Scan(torch.autograd.Function):
                 g = next(gradients)
         if len(through) < len(records):
             reaching[len(records) - len(through) - 1] = g
-        found: dict[Tensor, Tensor] = {}
+        # All layers at once: waking autograd's thread for the device takes longer than a small layer.
+        outputs, arriving, wanted = [], [], {}
         for record in records:
-            wanted = [p for p in record.parameters if p.requires_grad]
-            if not wanted or record.position not in reaching:
-                continue
-            arriving = reaching[record.position].to(record.output.dtype).reshape(record.output.shape)
-            parts = torch.autograd.grad(record.output, wanted, arriving, retain_graph=keep, allow_unused=True)
-            for p, part in zip(wanted, parts, strict=True):
-                if part is not None:
-                    found[p] = part if p not in found else found[p] + part
+            own = [p for p in record.parameters if p.requires_grad]
+            if own and record.output.requires_grad and record.position in reaching:
+                outputs.append(record.output)
+                arriving.append(reaching[record.position].to(record.output.dtype).reshape(record.output.shape))
+                wanted.update(dict.fromkeys(own))
+        if outputs:
+            parts = torch.autograd.grad(outputs, list(wanted), arriving, retain_graph=keep, allow_unused=True)
+            wanted = dict(zip(wanted, parts, strict=True))
         grad_input = g.to(ctx.input.dtype).reshape(ctx.input.shape) if input_needed else None
-        return None, grad_input, *(found.get(p) for p in ctx.parameters)
+        return None, grad_input, *(wanted.get(p) for p in ctx.parameters)
 
 
 class _Once(torch.autograd.Function):

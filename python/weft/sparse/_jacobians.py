@@ -5,9 +5,10 @@ Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3.3 and appendix D.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -220,23 +221,48 @@ def _pruned(key: Hashable, weight: Tensor, windows: Windows, groups: int, owner:
     """The pattern without zero weights, made again only when the set of zeros has changed. While a CUDA graph is
     captured nothing can be compared, and the last one is taken: of `owner`, where there is one."""
     known: list[_Pruned] = _cached(("pruned", key), weight.device, list)
+    last_key, last = owner.get("pruned", (None, None)) if owner is not None else (None, None)
+    last = last if last_key == key else None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        last = owner.get("pruned") if owner is not None else None
         if last is None and not known:
             raise RuntimeError("prune=True: run once before a CUDA graph is captured, so that the pattern is known")
         return last or known[-1]
+    if last is not None and owner.pop("same zeros", False):
+        return last
     kept = weight.detach() != 0
-    for position, pruned in enumerate(known):
-        if torch.equal(kept, pruned.kept):
-            known.append(known.pop(position))
+    # The module's own last one first: each comparison waits for the device.
+    for pruned in [last, *(p for p in reversed(known) if p is not last)]:
+        if pruned is not None and torch.equal(kept, pruned.kept):
             break
     else:
-        made, _ = made_to_stay(weight.device, lambda: _make_pruned(kept.clone(), windows, groups))
-        known.append(made)
-        del known[:-_PRUNED_SIZE]
+        pruned, _ = made_to_stay(weight.device, lambda: _make_pruned(kept.clone(), windows, groups))
+    known[:] = [*(p for p in known if p is not pruned), pruned][-_PRUNED_SIZE:]
     if owner is not None:
-        owner["pruned"] = known[-1]
-    return known[-1]
+        owner["pruned"] = key, pruned
+    return pruned
+
+
+@contextlib.contextmanager
+def zeros_compared(weights: Sequence[tuple[Tensor, dict]]) -> Iterator[None]:
+    """Inside, what a module keeps (`owner`) says whether its weight has the zeros that it had last: compared for all of
+    them at once, because each comparison waits for the device."""
+    pairs = [(w.detach(), owner) for w, owner in weights if "pruned" in owner]
+    pairs = [(w, owner) for w, owner in pairs if owner["pruned"][1].kept.numel() == w.numel()]
+    marked = []
+    if len(pairs) > 1 and not (pairs[0][0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        device = pairs[0][0].device
+        kept = [owner["pruned"][1].kept.reshape(-1) for _, owner in pairs]
+        if all(t.device == device for t in (*kept, *(w for w, _ in pairs))) and torch.equal(
+            torch.cat([(w != 0).reshape(-1) for w, _ in pairs]), torch.cat(kept)
+        ):
+            marked = [owner for _, owner in pairs]
+    for owner in marked:
+        owner["same zeros"] = True
+    try:
+        yield
+    finally:
+        for owner in marked:
+            owner.pop("same zeros", None)
 
 
 def _make_pruned(kept: Tensor, windows: Windows, groups: int) -> _Pruned:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -259,6 +260,11 @@ def _batch_norm(module, input, output, prune):
     _check_dims(module, input, *((2, 3) if isinstance(module, nn.BatchNorm1d) else (4,)))
     weight = None if module.weight is None else module.weight.to(input.dtype)
     return of.batch_norm_jacobian(tuple(input.shape[1:]), module.running_var.to(input.dtype), weight, module.eps)
+
+
+def zeros_compared(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """A context in which the pruned patterns of all these modules have been looked at together."""
+    return of.zeros_compared([(m.weight, _owned[m]) for m in dict.fromkeys(modules) if m in _owned])
 
 
 def check_batch_norm(op: str, module: nn.Module) -> None:
