@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import datetime
+import functools
 import gc
 import math
 import os
@@ -249,11 +250,12 @@ def _time_once(candidate: Candidate, device: str) -> float:
     return begin.elapsed_time(end)
 
 
-def captured(run: Callable[[], Any]) -> Callable[[], Any]:
+def captured(run: Callable[..., Any], prepare: Callable[[], Any] | None = None) -> Callable[[], Any]:
     """`run` in a CUDA graph: replays it, and returns what it returned under capture.
 
     Gradients in `run` must be of what it computes itself, by :func:`torch.autograd.grad`, from leaves that no graph
-    outside of it holds: autograd runs a node on the stream on which it was made, a leaf's included.
+    outside of it holds: autograd runs a node on the stream on which it was made, a leaf's included. Or of what
+    `prepare` gives, which is called first, on the stream that is captured, and whose result `run` gets.
 
     Raises:
         What `run` raises under capture. The next capture and random numbers of torch work all the same.
@@ -265,6 +267,8 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     # torch leaves the stream of a capture that fails current, and its generator and its allocator in the capture.
     with torch.cuda.stream(stream):
         stream.wait_stream(before)
+        if prepare is not None:
+            run = functools.partial(run, prepare())
         for _ in range(3):
             run()
         try:

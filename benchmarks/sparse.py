@@ -39,6 +39,7 @@ from benchmarks.common import (
     Candidate,
     Entry,
     Results,
+    captured,
     case_name,
     check_agreement,
     copy_bandwidth,
@@ -95,31 +96,6 @@ def chain_of(layers: list[nn.Module], x: Tensor, prune: bool = False) -> list[Ba
     return [J.detach() for J in found[::-1]]
 
 
-def captured(make: Callable[[], Callable[[], Any]], calls: int = 1, flushed: bool = False) -> Candidate:
-    """So many calls in a CUDA graph, each, where `flushed`, after a read that leaves nothing else in L2. `make` gives
-    what is called, on the stream that is captured: autograd runs a backward pass on the stream of its forward pass."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run = make()
-        for _ in range(3):
-            run()
-        buffer = torch.zeros(torch.cuda.get_device_properties().L2_cache_size // 2 if flushed else 0, device="cuda")
-        try:
-            with torch.cuda.graph(graph, stream=stream):
-                for _ in range(calls):
-                    if flushed:
-                        buffer.sum()
-                    run()
-        except RuntimeError:
-            # Its state waits for the end of a capture, which there was none of.
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(torch.Generator("cuda").graphsafe_get_state())
-            raise
-    torch.cuda.current_stream().wait_stream(stream)
-    return Candidate(lambda _, held=(run, buffer): graph.replay())
-
-
 CALLS = 16
 """In one graph, where a kernel's own time is wanted."""
 
@@ -127,8 +103,17 @@ CALLS = 16
 def device_time(run: Callable[[], Any]) -> float:
     """Milliseconds that the device spends on a call, from kernel to kernel in a CUDA graph: without the time that the
     host, or the graph's launch, takes to reach it, and with nothing in L2."""
-    both = {"run": captured(lambda: run, CALLS, True), "flush": captured(lambda: lambda: None, CALLS, True)}
-    times = measure(both, "cuda")
+    buffer = torch.zeros(torch.cuda.get_device_properties().L2_cache_size // 2, device="cuda")
+
+    def calls(inner: Callable[[], Any]) -> Candidate:
+        def flushed() -> None:
+            for _ in range(CALLS):
+                buffer.sum()
+                inner()
+
+        return timed(captured(flushed))
+
+    times = measure({"run": calls(run), "flush": calls(lambda: None)}, "cuda")
     return (times["run"] - times["flush"]) / CALLS
 
 
@@ -137,12 +122,16 @@ def peer(name: str, make: Callable[[], Candidate]) -> dict[str, Candidate]:
     try:
         return {name: make()}
     except RuntimeError as error:
-        print(f"no row for {name}: {str(error).splitlines()[0]}", flush=True)
+        print(f"no row for {name}: {error}", flush=True)
         return {}
 
 
 def timed(run: Callable[[], Any]) -> Candidate:
     return Candidate(lambda _: run())
+
+
+def call(run: Callable[[], Any]) -> Any:
+    return run()
 
 
 @functools.cache
@@ -376,8 +365,8 @@ def chain_entry(device: str, model: str, B: int, make: Callable[[], tuple[list[n
             times = measure({"weft": timed(ours), "autograd": timed(theirs)}, device)
             rows += put_all(results, name, "input_gradients", times)
             if device == "cuda":
-                graphs = {"weft": captured(lambda ours=ours: ours)}
-                graphs |= peer("captured", lambda: captured(lambda: input_gradients(layers, x)[0]))
+                graphs = {"weft": timed(captured(ours))}
+                graphs |= peer("captured", lambda: timed(captured(call, lambda: input_gradients(layers, x)[0])))
                 rows += put_all(results, name, "input_gradients_captured", measure(graphs, device))
         return rows
 

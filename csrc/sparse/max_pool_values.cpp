@@ -6,10 +6,25 @@
 
 #include <algorithm>
 
+#include "common/integers.h"
 #include "common/tensor.h"
 #include "sparse/tensors.h"
 
 namespace weft::sparse {
+namespace {
+
+// Elements of all windows of one dimension of n that lie in it.
+int64_t elements_of(int64_t n, int64_t outputs, int64_t kernel, int64_t stride, int64_t padding, int64_t dilation) {
+  int64_t sum = 0;
+  for (int64_t o = 0; o < outputs; ++o) {
+    const int64_t begin = o * stride - padding, first = begin < 0 ? ceil_div(-begin, dilation) : 0;
+    const int64_t end = begin < n ? std::min(kernel, (n - 1 - begin) / dilation + 1) : 0;
+    sum += std::max<int64_t>(0, end - first);
+  }
+  return sum;
+}
+
+}  // namespace
 
 at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, const at::Tensor& crow,
                                    const at::Tensor& col, at::IntArrayRef kernel, at::IntArrayRef stride,
@@ -31,6 +46,12 @@ at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, cons
   two("padding", padding, 0, m.padding), two("dilation", dilation, 1, m.dilation);
   int sizes[2];
   two("output", output, 0, sizes);
+  int64_t elements = 1;
+  for (int d = 0; d < 2; ++d) {
+    elements *= elements_of(input.size(2 + d), sizes[d], kernel[d], stride[d], padding[d], dilation[d]);
+  }
+  TORCH_CHECK_VALUE(col.size(0) == elements, kOp, ": col must be (n,) for the n = ", elements,
+                    " elements of all windows, got ", col.sizes());
   const at::Tensor in = input.contiguous();
   at::Tensor out = at::empty({input.size(0), input.size(1) * col.size(0)}, input.options());
   if (out.numel() == 0) return out;

@@ -7,8 +7,8 @@
 // numbers each, for height and width. Element c * n + e of a sample is 1 where torch's max-pooling picks e's position
 // in e's window of channel c, else 0. Ties and NaN are torch's: the first of the largest, the last NaN.
 //
-// float16, bfloat16, float32, float64. Not differentiable: constant wherever it has a derivative. Deterministic. The
-// tables are not checked. Empty inputs give empty values.
+// float16, bfloat16, float32, float64. Not differentiable: constant wherever it has a derivative. Deterministic. Of the
+// tables only the sizes are checked. Empty inputs, and windows wholly in the padding, give empty values.
 #pragma once
 #include <ATen/core/Tensor.h>
 

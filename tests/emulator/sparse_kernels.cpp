@@ -87,9 +87,13 @@ extern "C" void run(int which, int f64, int wide, int clusters, const int64_t* s
     links.push_back({p[0], p[1], p[2], p[3], p[4], s[1 + 4 * k], s[2 + 4 * k], s[3 + 4 * k], s[4 + 4 * k]});
   }
   weft::with_clusters = clusters, weft::processors = clusters ? 40 : 3;
-  unsigned counter = 0;
-  csr_chain_cuda(
-      links.data(), which, f64 ? DType::f64 : DType::f32, wide, s[0], [&] { return &(counter = 0); }, nullptr);
+  std::vector<std::unique_ptr<uint4[]> > held;
+  const auto scratch = [&](int64_t bytes, bool zero) -> void* {
+    held.emplace_back(new uint4[bytes / 16 + 1]);
+    std::memset(held.back().get(), zero ? 0 : 0xff, bytes);  // NaN
+    return held.back().get();
+  };
+  csr_chain_cuda(links.data(), which, f64 ? DType::f64 : DType::f32, wide, s[0], scratch, nullptr);
 }
 #elif SOURCE == 3
 namespace weft::sparse {

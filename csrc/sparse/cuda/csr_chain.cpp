@@ -1,7 +1,8 @@
-// csr_chain on CUDA: device, stream, the barrier's counter, registration.
+// csr_chain on CUDA: device, stream, scratch memory, registration.
 #include "sparse/csr_chain.h"
 
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
@@ -12,14 +13,14 @@ namespace weft::sparse {
 namespace {
 
 void chain_cuda(const std::vector<CsrLink>& links, DType dtype, bool wide, int64_t batch) {
-  // Zeroed for each launch, in torch's memory, so that a captured graph has its own.
-  std::vector<at::Tensor> counters;
-  const auto counter = [&] {
-    counters.push_back(
-        at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, at::cuda::current_device())));
-    return reinterpret_cast<unsigned*>(counters.back().mutable_data_ptr<int>());
+  // Of each launch, in torch's memory, so that a captured graph has its own.
+  std::vector<at::Tensor> held;
+  const auto scratch = [&](int64_t bytes, bool zero) {
+    const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCUDA, at::cuda::current_device());
+    held.push_back(zero ? at::zeros({bytes}, options) : at::empty({bytes}, options));
+    return held.back().mutable_data_ptr();
   };
-  csr_chain_cuda(links.data(), int64_t(links.size()), dtype, wide, batch, counter, at::cuda::getCurrentCUDAStream());
+  csr_chain_cuda(links.data(), int64_t(links.size()), dtype, wide, batch, scratch, at::cuda::getCurrentCUDAStream());
 }
 
 std::vector<at::Tensor> forward_cuda(const at::Tensor& grad, at::TensorList crows, at::TensorList cols,

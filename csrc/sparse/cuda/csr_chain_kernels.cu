@@ -2,10 +2,11 @@
 // csr_chain_cluster.cuh. Of others all blocks of a grid, launched cooperatively, as many as are resident at once;
 // between two products they meet at a barrier in L2, about a microsecond, instead of a launch each. What does not
 // depend on the vector, the first elements of each row and where they lie, is read before the barrier. Rows are shared
-// out over the grid's lane groups, a few samples at a time, as in csr_mm; vectors stay in L2, from which they are read
-// with ld.cg, because another SM wrote them and L1 is not coherent. A diagonal is multiplied into what the next product
-// reads, which saves its barrier; its own result is written by the way. Links travel in the kernel's parameters:
-// nothing is copied to the device, and a captured graph holds all it needs.
+// out over the grid's lane groups, a few samples at a time, as in csr_mm. The vector that the next product reads, with
+// the diagonals before it multiplied in, lies in L2 a second time, the numbers of these samples side by side: an
+// element finds them in one place, and what it reads is what bounds a batch. It is read with ld.cg, because another SM
+// wrote it and L1 is not coherent. Links travel in the kernel's parameters: nothing is copied to the device, and a
+// captured graph holds all it needs.
 #include <algorithm>
 #include <bit>
 #include <memory>
@@ -33,28 +34,36 @@ struct Chain {
   int count;
   int64_t batch;
   unsigned* counter;  // of the barrier
+  void* beside[2];    // vectors with samples side by side, of two products in turn
 };
 static_assert(sizeof(Chain) <= 4000);
 
-template <typename T>
-__device__ __forceinline__ State<T> load_l2(const T* p) {
-  return to_state(__ldcg(p));
-}
+// Numbers of a tile's samples at one place of a vector.
+template <typename T, int kSamples>
+struct alignas(kSamples == 1 || sizeof(T) >= 4 ? (kSamples == 1 ? sizeof(T) : 16) : kSamples * sizeof(T)) Beside {
+  T v[kSamples];
+};
 
-template <typename T>
-__device__ __forceinline__ void multiply_diagonal(const CsrLink& link, int64_t batch) {
-  const T *values = static_cast<const T*>(link.values), *x = static_cast<const T*>(link.x);
-  T* out = static_cast<T*>(link.out);
-  const int64_t total = batch * link.rows, step = int64_t(gridDim.x) * kThreads;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < total; i += step) {
-    const int64_t at = link.values_batch ? i : i % link.rows;
-    out[i] = from_state<T>(to_state(values[at]) * load_l2(x + i));
+template <typename T, int kSamples>
+__device__ __forceinline__ Beside<T, kSamples> load_l2(const Beside<T, kSamples>* p) {
+  Beside<T, kSamples> numbers;
+  if constexpr (kSamples == 1) {
+    numbers.v[0] = __ldcg(p->v);
+  } else {
+    using Words = std::conditional_t<sizeof(numbers) == sizeof(uint2), uint2, uint4>;
+    Words words[sizeof(numbers) / sizeof(Words)];
+#pragma unroll
+    for (int i = 0; i < int(sizeof(numbers) / sizeof(Words)); ++i) {
+      words[i] = __ldcg(reinterpret_cast<const Words*>(p) + i);
+    }
+    memcpy(&numbers, words, sizeof(numbers));
   }
+  return numbers;
 }
 
 // Elements of a lane at a time: of most rows all, where registers are not for samples.
 template <int kSamples>
-constexpr int kAhead = kSamples == 1 ? 6 : 1;
+constexpr int kAhead = kSamples == 1 ? 6 : 2;
 
 // A lane's next elements of a row: columns, -1 where there is none, and the values that the batch shares.
 template <typename I, typename T, int kSamples>
@@ -75,37 +84,53 @@ __device__ __forceinline__ Part<I, T, kSamples> read_part(const CsrLink& link, i
   return part;
 }
 
-// A lane's first row in a link and its first elements there: nothing that depends on the vector.
+// Of sample b in row `row`.
+template <typename T>
+__device__ __forceinline__ T diagonal_value(const CsrLink& diagonal, int64_t b, int64_t row) {
+  return static_cast<const T*>(diagonal.values)[b * diagonal.values_batch + row];
+}
+
+// A lane's first row in a link and its first elements there: nothing that depends on the vector. `scale`: of the
+// diagonal that follows, for the samples that the lane writes.
 template <typename I, typename T, int kSamples>
 struct Ahead {
   int64_t row, first, begin, end;  // `first` sample
   Part<I, T, kSamples> part;
+  T scale[kSamples];
 };
 
 template <typename I, typename T, int kSamples>
-__device__ __forceinline__ void read_ahead(Ahead<I, T, kSamples>& ahead, const CsrLink& link, int lanes,
-                                           int64_t batch) {
+__device__ __forceinline__ void read_ahead(Ahead<I, T, kSamples>& ahead, const Chain& chain, int k) {
+  const CsrLink& link = chain.links[k];
+  const int lanes = chain.lanes[k], lane = threadIdx.x & ((1 << lanes) - 1);
   const int64_t item = int64_t(blockIdx.x) * (kThreads >> lanes) + (threadIdx.x >> lanes);
-  const int64_t tiles = (batch + kSamples - 1) / kSamples;
+  const int64_t tiles = (chain.batch + kSamples - 1) / kSamples;
   const bool real = item < tiles * link.rows;
   ahead.row = !real ? 0 : tiles == 1 ? item : item % link.rows;
   ahead.first = !real || tiles == 1 ? 0 : item / link.rows * kSamples;
   ahead.begin = real ? int64_t(static_cast<const I*>(link.crow)[ahead.row]) : 0;
   ahead.end = real ? int64_t(static_cast<const I*>(link.crow)[ahead.row + 1]) : 0;
-  ahead.part = read_part<I, T, kSamples>(link, ahead.begin + (threadIdx.x & ((1 << lanes) - 1)), ahead.end, 1 << lanes);
+  const bool scaled = real && k + 1 < chain.count && !chain.links[k + 1].crow;
+#pragma unroll
+  for (int s = 0; s < kSamples; ++s) {
+    if (scaled && lane == (s & ((1 << lanes) - 1)) && ahead.first + s < chain.batch) {
+      ahead.scale[s] = diagonal_value<T>(chain.links[k + 1], ahead.first + s, ahead.row);
+    }
+  }
+  ahead.part = read_part<I, T, kSamples>(link, ahead.begin + lane, ahead.end, 1 << lanes);
 }
 
-// kLanes lanes share a row. With kScaled x is a diagonal's input, and the diagonal is multiplied in.
-template <typename I, typename T, int kSamples, int kLanes, bool kScaled>
-__device__ __forceinline__ void multiply(const CsrLink& link, const CsrLink& diagonal, int64_t batch,
-                                         const Ahead<I, T, kSamples>& ahead) {
+// The product of link k and the diagonals after it, from x to `to`. kLanes lanes share a row.
+template <typename I, typename T, int kSamples, int kLanes>
+__device__ __forceinline__ void multiply(const Chain& chain, int k, const Beside<T, kSamples>* x,
+                                         Beside<T, kSamples>* to, const Ahead<I, T, kSamples>& ahead) {
   using Acc = State<T>;
   constexpr int kPart = kAhead<kSamples>;
+  const CsrLink& link = chain.links[k];
   const I* crow = static_cast<const I*>(link.crow);
-  const T *values = static_cast<const T*>(link.values), *scale = static_cast<const T*>(diagonal.values);
-  const T* x = static_cast<const T*>(kScaled ? diagonal.x : link.x);
+  const T* values = static_cast<const T*>(link.values);
   const int lane = threadIdx.x % kLanes;
-  const int64_t tiles = (batch + kSamples - 1) / kSamples, total = tiles * link.rows;
+  const int64_t tiles = (chain.batch + kSamples - 1) / kSamples, total = tiles * link.rows;
   const int64_t step = int64_t(gridDim.x) * (kThreads / kLanes);
   // A block's groups have the same number of turns, or a warp's lanes would miss each other's shuffles.
   const int64_t first_base = int64_t(blockIdx.x) * (kThreads / kLanes);
@@ -117,55 +142,66 @@ __device__ __forceinline__ void multiply(const CsrLink& link, const CsrLink& dia
       row = item % link.rows, first = item / link.rows * kSamples;
       begin = real ? int64_t(crow[row]) : 0, end = real ? int64_t(crow[row + 1]) : 0;
     }
-    const int64_t count = real ? batch - first : 0;
+    const int64_t count = real ? chain.batch - first : 0;
+    const Beside<T, kSamples>* own = x + first / kSamples * link.columns;
     Acc sum[kSamples] = {};
     for (int64_t e = begin + lane; e < end; e += kPart * kLanes) {
       Part<I, T, kSamples> part =
           known && e == begin + lane ? ahead.part : read_part<I, T, kSamples>(link, e, end, kLanes);
       // All loads first: none waits for another.
-      Acc factor[kPart][kSamples], value[kPart][kSamples];
+      Beside<T, kSamples> factor[kPart];
+      T value[kPart][kSamples];
 #pragma unroll
       for (int u = 0; u < kPart; ++u) {
-        const int64_t j = part.col[u];
+        if (part.col[u] >= 0) factor[u] = load_l2(own + part.col[u]);
 #pragma unroll
         for (int s = 0; s < kSamples; ++s) {
-          const bool there = j >= 0 && s < count;
-          factor[u][s] = there ? load_l2(x + (first + s) * link.columns + j) : Acc(0);
-          value[u][s] = part.value[u];
-          if (link.values_batch && there) {
-            value[u][s] = to_state(values[(first + s) * link.values_batch + e + u * kLanes]);
-          }
-          if constexpr (kScaled) {
-            const Acc by = there ? to_state(scale[(first + s) * diagonal.values_batch + j]) : Acc(0);
-            factor[u][s] = to_state(from_state<T>(by * factor[u][s]));
+          if (link.values_batch && part.col[u] >= 0 && s < count) {
+            value[u][s] = values[(first + s) * link.values_batch + e + u * kLanes];
           }
         }
       }
 #pragma unroll
       for (int u = 0; u < kPart; ++u) {
 #pragma unroll
-        for (int s = 0; s < kSamples; ++s) sum[s] += value[u][s] * factor[u][s];  // zeros where there is none
+        for (int s = 0; s < kSamples; ++s) {
+          if (part.col[u] >= 0 && s < count) {
+            sum[s] += (link.values_batch ? to_state(value[u][s]) : part.value[u]) * to_state(factor[u].v[s]);
+          }
+        }
       }
     }
 #pragma unroll
     for (int s = 0; s < kSamples; ++s) {
 #pragma unroll
       for (int other = kLanes / 2; other > 0; other /= 2) sum[s] += __shfl_xor_sync(0xffffffffu, sum[s], other);
-      if (lane == 0 && s < count) static_cast<T*>(link.out)[(first + s) * link.rows + row] = from_state<T>(sum[s]);
+      if (lane != s % kLanes || s >= count) continue;
+      // Every result is rounded, as if it had come by itself.
+      T number = from_state<T>(sum[s]);
+      static_cast<T*>(link.out)[(first + s) * link.rows + row] = number;
+      for (int d = k + 1; d < chain.count && !chain.links[d].crow; ++d) {
+        const CsrLink& diagonal = chain.links[d];
+        const T scale = known && d == k + 1 ? ahead.scale[s] : diagonal_value<T>(diagonal, first + s, row);
+        number = from_state<T>(to_state(scale) * to_state(number));
+        static_cast<T*>(diagonal.out)[(first + s) * link.rows + row] = number;
+      }
+      to[first / kSamples * link.rows + row].v[s] = number;
     }
   }
 }
 
-template <typename I, typename T, int kSamples, bool kScaled>
-__device__ __forceinline__ void multiply_by(int lanes, const CsrLink& link, const CsrLink& diagonal, int64_t batch,
-                                            const Ahead<I, T, kSamples>& ahead) {
-  switch (lanes) {
-    case 0:
-      return multiply<I, T, kSamples, 1, kScaled>(link, diagonal, batch, ahead);
-    case 3:
-      return multiply<I, T, kSamples, 8, kScaled>(link, diagonal, batch, ahead);
-    default:
-      return multiply<I, T, kSamples, 32, kScaled>(link, diagonal, batch, ahead);
+// The vector that the launch begins with, side by side, with the diagonals before the product of link `first`.
+template <typename T, int kSamples>
+__device__ __forceinline__ void begin(const Chain& chain, int first, Beside<T, kSamples>* to) {
+  const int64_t n = chain.links[0].columns, total = chain.batch * n, step = int64_t(gridDim.x) * kThreads;
+  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < total; i += step) {
+    T number = static_cast<const T*>(chain.links[0].x)[i];
+    const int64_t b = i / n, place = i - b * n;
+    for (int d = 0; d < first; ++d) {
+      number = from_state<T>(to_state(diagonal_value<T>(chain.links[d], b, place)) * to_state(number));
+      static_cast<T*>(chain.links[d].out)[i] = number;
+    }
+    to[b / kSamples * n + place].v[b % kSamples] = number;
   }
 }
 
@@ -174,30 +210,41 @@ __global__ void __launch_bounds__(kThreads, kSamples == 1 || sizeof(T) == 8 ? 1 
     csr_chain_kernel(const __grid_constant__ Chain chain) {
   GridBarrier barrier{chain.counter};
   Ahead<I, T, kSamples> ahead;
-  // The next product from link k on, which a diagonal may precede.
-  const auto read_next = [&](int k) {
-    if (k < chain.count && !chain.links[k].crow) ++k;
-    if (k < chain.count && chain.links[k].crow) {
-      read_ahead<I, T, kSamples>(ahead, chain.links[k], chain.lanes[k], chain.batch);
-    }
+  const auto product_from = [&](int k) {
+    while (k < chain.count && !chain.links[k].crow) ++k;
+    return k;
   };
-  read_next(0);
-  for (int k = 0; k < chain.count; ++k) {
-    const CsrLink& link = chain.links[k];
-    if (link.crow) {
-      multiply_by<I, T, kSamples, false>(chain.lanes[k], link, link, chain.batch, ahead);
-    } else {
-      if (k + 1 < chain.count && chain.links[k + 1].crow) {
-        ++k;
-        multiply_by<I, T, kSamples, true>(chain.lanes[k], chain.links[k], link, chain.batch, ahead);
-      }
-      multiply_diagonal<T>(link, chain.batch);  // after what others wait for
+  auto *x = static_cast<Beside<T, kSamples>*>(chain.beside[0]),
+       *to = static_cast<Beside<T, kSamples>*>(chain.beside[1]);
+  const Beside<T, kSamples>* from = x;
+  int k = product_from(0);
+  if (k < chain.count) read_ahead(ahead, chain, k);
+  if (kSamples == 1 && k == 0) {
+    from = static_cast<const Beside<T, kSamples>*>(chain.links[0].x);  // as it is
+  } else {
+    begin<T, kSamples>(chain, k, x);
+    barrier.arrive();
+    barrier.wait();
+  }
+  while (k < chain.count) {
+    switch (chain.lanes[k]) {
+      case 0:
+        multiply<I, T, kSamples, 1>(chain, k, from, to, ahead);
+        break;
+      case 3:
+        multiply<I, T, kSamples, 8>(chain, k, from, to, ahead);
+        break;
+      default:
+        multiply<I, T, kSamples, 32>(chain, k, from, to, ahead);
     }
-    if (k + 1 < chain.count) {
+    const int next = product_from(k + 1);
+    if (next < chain.count) {
       barrier.arrive();
-      read_next(k + 1);
+      read_ahead(ahead, chain, next);
       barrier.wait();
     }
+    auto* const written = to;
+    to = x, x = written, from = written, k = next;
   }
 }
 
@@ -208,18 +255,20 @@ int8_t lanes_of(const CsrLink& link) {
 }
 
 template <typename I, typename T, int kSamples>
-void launch_chain(Chain& chain, const Counter& counter, cudaStream_t stream) {
+void launch_chain(Chain& chain, const Scratch& scratch, cudaStream_t stream) {
   // No more blocks than have work: a barrier costs less among few.
-  int64_t work = 1;
+  int64_t work = 1, longest = chain.links[0].columns;
   for (int k = 0; k < chain.count; ++k) {
     const CsrLink& link = chain.links[k];
     const int64_t items =
         link.crow ? ceil_div(chain.batch, kSamples) * link.rows << chain.lanes[k] : chain.batch * link.rows;
-    work = std::max(work, ceil_div(items, kThreads));
+    work = std::max(work, ceil_div(items, kThreads)), longest = std::max(longest, link.rows);
   }
   constexpr const char* kName = "csr_chain";
   const auto kernel = csr_chain_kernel<I, T, kSamples>;
-  chain.counter = counter();
+  const int64_t bytes = ceil_div(chain.batch, kSamples) * longest * int64_t(sizeof(Beside<T, kSamples>));
+  for (void*& beside : chain.beside) beside = scratch(bytes, false);
+  chain.counter = static_cast<unsigned*>(scratch(sizeof(unsigned), true));
   const int64_t blocks = std::min(work, resident_blocks(kName, kernel, kThreads, 0));
   launch_cooperative(kName, kernel, blocks, kThreads, 0, stream, chain);
 }
@@ -228,19 +277,25 @@ int8_t cluster_lanes_of(const CsrLink& link) {
   return std::min<int8_t>(lanes_of(link), 3);
 }
 
+// Whether the device has run the chain in clusters of so many blocks.
 template <typename I, typename T, int kMost>
-void launch_cluster_chain(const CsrLink* links, int64_t count, int64_t batch, int64_t blocks, int64_t room,
-                          cudaStream_t stream) {
+bool ran_in_clusters_of(int64_t blocks, int64_t room, const CsrLink* links, int64_t count, int64_t batch,
+                        cudaStream_t stream) {
+  constexpr const char* kName = "csr_chain_cluster";
+  const auto kernel = csr_chain_cluster_kernel<I, T, kMost>;
+  if (!runs_in_clusters(kName, kernel, blocks, kClusterThreads, cluster_bytes<T>(room))) return false;
   const auto chain = std::make_unique<ClusterChain<kMost>>();
-  for (int64_t k = 0; k < count; ++k) {
-    const CsrLink& link = links[k];
-    chain->links[k] = {link.crow,         link.col,       link.values,           link.out,
-                       link.values_batch, int(link.rows), cluster_lanes_of(link)};
+  for (int64_t begin = 0; begin < count; begin += kMost) {
+    const CsrLink* own = links + begin;
+    chain->count = int(std::min<int64_t>(kMost, count - begin)), chain->blocks = int(blocks);
+    chain->columns = int(own[0].columns), chain->room = int(room), chain->x = own[0].x;
+    for (int k = 0; k < chain->count; ++k) {
+      chain->links[k] = {own[k].crow,         own[k].col,       own[k].values,           own[k].out,
+                         own[k].values_batch, int(own[k].rows), cluster_lanes_of(own[k])};
+    }
+    launch_clusters(kName, kernel, batch, blocks, kClusterThreads, cluster_bytes<T>(room), stream, *chain);
   }
-  chain->count = int(count), chain->blocks = int(blocks), chain->columns = int(links[0].columns);
-  chain->room = int(room), chain->x = links[0].x;
-  launch_clusters("csr_chain_cluster", csr_chain_cluster_kernel<I, T, kMost>, batch, blocks, kClusterThreads,
-                  cluster_bytes<T>(room), stream, *chain);
+  return true;
 }
 
 // Whether the chain has run by clusters, because its vectors are small.
@@ -257,19 +312,13 @@ bool ran_in_clusters(const CsrLink* links, int64_t count, int64_t batch, cudaStr
   int64_t blocks = std::min<int64_t>(std::bit_ceil(uint64_t(work)), kLargestCluster);
   while (batch * blocks > processors && blocks * kTurns / 2 >= work) blocks /= 2;
   if (batch * blocks > kTurns * processors) return false;
-  const auto kernel = csr_chain_cluster_kernel<I, T, kManyLinks>;
-  if (!runs_in_clusters("csr_chain_cluster", kernel, blocks, kClusterThreads, cluster_bytes<T>(room))) return false;
-  for (int64_t begin = 0; begin < count; begin += kManyLinks) {
-    const int64_t part = std::min<int64_t>(kManyLinks, count - begin);
-    part <= kFewLinks ? launch_cluster_chain<I, T, kFewLinks>(links + begin, part, batch, blocks, room, stream)
-                      : launch_cluster_chain<I, T, kManyLinks>(links + begin, part, batch, blocks, room, stream);
-  }
-  return true;
+  return count <= kFewLinks ? ran_in_clusters_of<I, T, kFewLinks>(blocks, room, links, count, batch, stream)
+                            : ran_in_clusters_of<I, T, kManyLinks>(blocks, room, links, count, batch, stream);
 }
 
 }  // namespace
 
-void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide, int64_t batch, const Counter& counter,
+void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide, int64_t batch, const Scratch& scratch,
                     cudaStream_t stream) {
   dispatch(wide, dtype, [&](auto* i, auto* t) {
     using I = std::remove_pointer_t<decltype(i)>;
@@ -282,7 +331,7 @@ void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide,
         chain.links[k] = links[begin + k];
         chain.lanes[k] = lanes_of(links[begin + k]);
       }
-      batch == 1 ? launch_chain<I, T, 1>(chain, counter, stream) : launch_chain<I, T, kTile>(chain, counter, stream);
+      batch == 1 ? launch_chain<I, T, 1>(chain, scratch, stream) : launch_chain<I, T, kTile>(chain, scratch, stream);
     }
   });
 }

@@ -8,10 +8,10 @@
 
 namespace weft::sparse {
 
-// A number on the device that is zero, in the order of the stream, and that is used up.
-using Counter = std::function<unsigned*()>;
+// Memory on the device that is the caller's until its work on the stream is done: of so many bytes, zero or not.
+using Scratch = std::function<void*(int64_t bytes, bool zero)>;
 
-void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide, int64_t batch, const Counter& counter,
+void csr_chain_cuda(const CsrLink* links, int64_t count, DType dtype, bool wide, int64_t batch, const Scratch& scratch,
                     cudaStream_t stream);
 
 }  // namespace weft::sparse
