@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import prune as torch_prune
 from weft.scan import ScanSequential, plan_chain
-from weft.sparse import register_jacobian
+from weft.sparse import _jacobians, register_jacobian
 
 from tests.common import DEVICES, assert_close
 
@@ -284,6 +284,44 @@ def test_what_changed_after_the_forward_pass_is_noticed() -> None:
         net[2].weight.add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         y.sum().backward()
+
+
+@device
+@pytest.mark.parametrize("masked", [False, True], ids=["zeros", "torch.nn.utils.prune"])
+def test_zeros_are_compared_once_a_step_and_patterns_made_once(masked, device, monkeypatch) -> None:
+    plain, scan = pair(lenet(), device, prune=True)
+    weights = [[m for m in net if hasattr(m, "weight")] for net in (plain, scan)]
+    for modules in weights:
+        for module in modules:
+            if masked:
+                torch_prune.l1_unstructured(module, "weight", 0.5)
+            else:
+                module.weight.data[0].zero_()
+    x = torch.randn(2, 1, 16, 16, device=device, requires_grad=True)
+    check(plain, scan, x)
+    counts, equal, make = {"equal": 0, "make": 0}, torch.equal, _jacobians._make_pruned
+
+    def count(name: str, function):
+        def counted(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return counted
+
+    monkeypatch.setattr(_jacobians, "_make_pruned", count("make", make))
+    monkeypatch.setattr(_jacobians.torch, "equal", count("equal", equal))
+    gradients(scan, x)
+    assert counts == {"equal": 1, "make": 0}
+    if masked:
+        return
+    old = weights[0][1].weight[1, 0, 0, 0].item()
+    for made, number in ((1, 0.0), (0, old)):  # other zeros, and those that there were
+        for modules in weights:
+            modules[1].weight.data[1, 0, 0, 0] = number
+        counts["make"] = 0
+        gradients(scan, x)
+        assert counts["make"] == made
+        check(plain, scan, x)
 
 
 @device
