@@ -391,7 +391,7 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
     T* out = static_cast<T*>(m.out);
     const int64_t total = m.batch * m.c_nnz, groups = ceil_div(m.batch, kWide), laid_out = groups * kWide * m.b_nnz;
     int64_t done = 0;
-    if (m.x_batch == 0 && m.y_batch != 0 && !m.listed && m.batch >= kWide / 2 && groups <= 65535 &&
+    if (m.x_batch == 0 && m.y_batch != 0 && !m.listed && m.batch >= kWide / 2 && m.batch <= 65535 &&
         total >= kWorthwhile * device_limits().sm_count && laid_out <= total / 4) {
       const uintptr_t end = reinterpret_cast<uintptr_t>(out + total - laid_out);
       T* beside = reinterpret_cast<T*>(end - end % alignof(Four<T>));
