@@ -16,6 +16,8 @@ namespace py = pybind11;
 
 namespace weft::vertex {
 
+void bind_frontiers(py::module_& vertex);
+
 namespace {
 
 // An integer array of up to two dimensions, read from whatever has a buffer or is a tensor.
@@ -552,6 +554,7 @@ void bind(py::module_& m) {
   vertex.def("chain", &chain);
   vertex.def("batch", &batch);
   vertex.def("from_bytes", &from_bytes);
+  bind_frontiers(vertex);
 }
 
 }  // namespace weft::vertex

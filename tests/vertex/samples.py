@@ -46,7 +46,7 @@ class Frontiers:
         call = prepare(cell, one, torch.zeros(1, X, dtype=dtype, device=device, requires_grad=True), "batched")
         compiled, (trace,) = call.compiled, [f.trace for f in call.functions]
         plan = schedule("samples", graphs, (Kind(trace.slots_gathered, trace.takes_all_children),))
-        buffers = compiled.plan.frontiers.buffers
+        frontiers, buffers = compiled.frontiers, compiled.plan.frontiers.buffers
 
         def of(space: str, rows: int) -> list[Tensor]:
             widths = {b.index: b.width for b in buffers if b.space == space}
@@ -55,12 +55,12 @@ class Frontiers:
         symbols = trace.program.symbols
         matrices = [draw(*symbols[s].shape) for _, s in compiled.plan.matrices]
         operands = (of("input", n), matrices, of("vector", 1))
-        shared = (plan.block(graphs.device), plan.block(), compiled.program, compiled.constants)
-        forward = (*operands, *shared, *plan.sizes, compiled.results)
+        shared = (plan.block(graphs.device), plan.block(), frontiers.program, frontiers.constants)
+        forward = (*operands, *shared, *plan.sizes, frontiers.results)
         if not self.back:
             return forward, {}
         saved = torch.ops.weft.vertex_frontiers(*forward)[len(compiled.plan.outputs) :]
-        return (of("output_grad", n), *operands, saved, *shared, *compiled.gradients, True), {}
+        return (of("output_grad", n), *operands, saved, *shared, *frontiers.gradients, True), {}
 
     def __str__(self) -> str:
         return f"{self.model}-{self.trees}"

@@ -227,11 +227,11 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
 
     given = of("input"), matrices, of("vector")
     block = places.block()
-    shared = (block, block, batched.program, batched.constants)
-    results = torch.ops.weft.vertex_frontiers(*given, *shared, n, n - leaves, m, batched.results)
+    shared = (block, block, batched.frontiers.program, batched.frontiers.constants)
+    results = torch.ops.weft.vertex_frontiers(*given, *shared, n, n - leaves, m, batched.frontiers.results)
     outputs, saved = results[: len(plan.outputs)], results[len(plan.outputs) :]
     gradients = torch.ops.weft.vertex_frontiers_backward(
-        of("output_grad"), *given, saved, *shared, *batched.gradients, True
+        of("output_grad"), *given, saved, *shared, *batched.frontiers.gradients, True
     )
 
     arguments = Arguments(num_vertices=n)

@@ -36,25 +36,35 @@ struct Product {
 
 // R rows from `first` on; those beyond the last are the last again, and not stored.
 template <int R, typename E>
-__device__ __forceinline__ void by_dots(const Product<E>& p, int first, int n, int lane) {
-  const E* m = p.matrix + n * p.column;
+struct Rows {
   const E* from[R];
   T sums[R];
+
+  __device__ __forceinline__ Rows(const Product<E>& p, int first) {
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
-    from[r] = p.source + min(first + r, p.rows - 1) * p.source_stride;
-    sums[r] = 0;
+    for (int r = 0; r < R; ++r) {
+      from[r] = p.source + min(first + r, p.rows - 1) * p.source_stride;
+      sums[r] = 0;
+    }
   }
+  __device__ __forceinline__ void add(int k, T weight) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) sums[r] += weight * T(from[r][k]);
+  }
+};
+
+template <int R, typename E>
+__device__ __forceinline__ void by_dots(const Product<E>& p, int first, int n, int lane) {
+  const E* m = p.matrix + n * p.column;
+  Rows<R, E> rows(p, first);
 #pragma unroll 4
   for (int k = lane; k < p.inner; k += 32) {
-    const T w = T(m[k]);
-#pragma unroll
-    for (int r = 0; r < R; ++r) sums[r] += w * T(from[r][k]);
+    rows.add(k, T(m[k]));
   }
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    for (int apart = 16; apart > 0; apart /= 2) sums[r] += from_lane(sums[r], apart);
-    if (lane == 0 && first + r < p.rows) p.target[(first + r) * p.target_stride + n] = E(sums[r]);
+    for (int apart = 16; apart > 0; apart /= 2) rows.sums[r] += from_lane(rows.sums[r], apart);
+    if (lane == 0 && first + r < p.rows) p.target[(first + r) * p.target_stride + n] = E(rows.sums[r]);
   }
 }
 
@@ -62,23 +72,15 @@ template <int R, typename E>
 __device__ __forceinline__ void by_columns(const Product<E>& p, int first, int column, T* shared) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = column + lane % kColumns;
   const E* m = p.matrix + min(n, p.columns - 1);
-  const E* from[R];
-  T sums[R];
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-    from[r] = p.source + min(first + r, p.rows - 1) * p.source_stride;
-    sums[r] = 0;
-  }
+  Rows<R, E> rows(p, first);
 #pragma unroll 4
   for (int k = warp * (32 / kColumns) + lane / kColumns; k < p.inner; k += kTailThreads / kColumns) {
-    const T w = T(m[k * p.row]);
-#pragma unroll
-    for (int r = 0; r < R; ++r) sums[r] += w * T(from[r][k]);
+    rows.add(k, T(m[k * p.row]));
   }
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    for (int apart = 16; apart >= kColumns; apart /= 2) sums[r] += from_lane(sums[r], apart);
-    if (lane < kColumns) shared[(warp * kRows + r) * kColumns + lane] = sums[r];
+    for (int apart = 16; apart >= kColumns; apart /= 2) rows.sums[r] += from_lane(rows.sums[r], apart);
+    if (lane < kColumns) shared[(warp * kRows + r) * kColumns + lane] = rows.sums[r];
   }
   __syncthreads();
   if (threadIdx.x < R * kColumns) {

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from .._C import vertex as _C
 from . import reference
 from ._schedule import Schedule
 from .compiler import Part, Plan
@@ -20,9 +22,6 @@ from .vertex import Spec, Vertex, VertexType
 
 __all__ = ["Batched", "run"]
 
-_forward = torch.ops.weft.vertex_frontiers.default
-_backward = torch.ops.weft.vertex_frontiers_backward.default
-
 
 @dataclass(frozen=True)
 class Batched:
@@ -30,25 +29,28 @@ class Batched:
 
     functions: tuple[reference.Function, ...]
     plan: Plan
-    program: Tensor
-    """The encoded program, on the CPU."""
-    constants: tuple[float, ...]
-    results: tuple[int, ...]
-    """What forward makes, as the operator wants to be told."""
-    gradients: tuple[tuple[int, ...], ...] = field(default=())
-    """Numbers of the inputs, matrices and vectors that backward gives gradients of."""
+    frontiers: _C.Frontiers
+    """The operators with the program; csrc/vertex/frontiers_bindings.cpp."""
 
     @staticmethod
     def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:
         compiled = plan.frontiers
         with torch.inference_mode(False):
             program = torch.tensor(compiled.code, dtype=torch.int64)
-        gradients = (
-            tuple(sorted({b.index for b in compiled.buffers if b.space == "input_grad"})),
-            tuple(sorted({g[0] for g in compiled.matrix_gradients})),
-            tuple(sorted({g[0] for g in compiled.vector_gradients})),
+        frontiers = _C.Frontiers(
+            program=program,
+            constants=compiled.constants,
+            results=compiled.results,
+            gradients=(
+                sorted({b.index for b in compiled.buffers if b.space == "input_grad"}),
+                sorted({g[0] for g in compiled.matrix_gradients}),
+                sorted({g[0] for g in compiled.vector_gradients}),
+            ),
+            counts=(len(plan.inputs), len(plan.matrices), len(plan.vectors)),
+            outputs=len(plan.outputs),
+            constant=plan.constant,
         )
-        return Batched(tuple(functions), plan, program, tuple(compiled.constants), compiled.results, gradients)
+        return Batched(tuple(functions), plan, frontiers)
 
     @property
     def type(self) -> VertexType:
@@ -87,8 +89,10 @@ def run(
             *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in plan.inputs),
             *(_number(parts[p].values[s], dtype) for p, s in (*plan.matrices, *plan.vectors)),
         ]
-        context = _Context(compiled, schedule, levels, current().stream)
-        results = dict(zip(plan.outputs, _Frontiers.apply(context, *given), strict=True))
+        differentiable = functools.partial(_differentiable, compiled, levels)
+        block, stream = schedule.block(device), current().stream
+        found = compiled.frontiers(block, schedule.block(), schedule.sizes, stream, differentiable, given)
+        results = dict(zip(plan.outputs, found, strict=True))
         for part in parts:
             for symbol, number in part.plan.outputs:
                 value = part.own(_shaped(results[number], part.symbols[symbol].shape[1:]))
@@ -228,77 +232,19 @@ def _own(outputs: list[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
     return result
 
 
-@dataclass(frozen=True)
-class _Context:
-    compiled: Batched
-    schedule: Schedule
-    levels: Callable[[], reference.Plan]
-    stream: bool
-    """The option."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.compiled.type.device
-
-    def arguments(self) -> tuple:
-        schedule, compiled = self.schedule, self.compiled
-        return (
-            schedule.block(self.device),
-            schedule.block(),
-            compiled.program,
-            compiled.constants,
-        )
-
-    def split(self, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        plan = self.compiled.plan
-        a = len(plan.inputs)
-        b = a + len(plan.matrices)
-        return list(given[:a]), list(given[a:b]), list(given[b:])
-
-
-class _Frontiers(torch.autograd.Function):
-    """The frontiers as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(ctx, context: _Context, *given: Tensor) -> tuple[Tensor, ...]:
-        inputs, matrices, vectors = context.split(given)
-        compiled = context.compiled
-        results = _forward(inputs, matrices, vectors, *context.arguments(), *context.schedule.sizes, compiled.results)
-        count = len(compiled.plan.outputs)
-        ctx.context = context
-        ctx.mark_non_differentiable(*(results[i] for i in compiled.plan.constant))
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(*given, *results[count:])
-        return tuple(results[:count])
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        context, saved = ctx.context, ctx.saved_tensors
-        count = len(ctx.needs_input_grad) - 1
-        given = saved[:count]
-        if torch.is_grad_enabled():
-            return (None, *_differentiable(context, given, grads, ctx.needs_input_grad[1:]))
-        lists = context.split(given)
-        found = _backward(
-            grads, *lists, saved[count:], *context.arguments(), *context.compiled.gradients, context.stream
-        )
-        results: list[Tensor | None] = [None] * count
-        arrived = iter(found)
-        first = 0
-        for numbers, of_kind in zip(context.compiled.gradients, lists, strict=True):
-            for number in numbers:
-                results[first + number] = next(arrived)
-            first += len(of_kind)
-        return (None, *(r if needed else None for r, needed in zip(results, ctx.needs_input_grad[1:], strict=True)))
-
-
-def _differentiable(context: _Context, given, grads, needed) -> list[Tensor | None]:
+def _differentiable(
+    compiled: Batched,
+    levels: Callable[[], reference.Plan],
+    given: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
     """The gradients as functions that have gradients: the frontiers again, level by level in torch."""
     with torch.enable_grad():
         # One tensor may be given in several places, each of which has a gradient of its own.
         given = [x.view_as(x) for x in given]
         asked = [x for x, n in zip(given, needed, strict=True) if n]
-        outputs = _replayed(context, given)
+        outputs = _replayed(compiled, levels, given)
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
         found = iter(
             torch.autograd.grad(
@@ -310,14 +256,14 @@ def _differentiable(context: _Context, given, grads, needed) -> list[Tensor | No
     return [next(found) if n else None for n in needed]
 
 
-def _replayed(context: _Context, given: Sequence[Tensor]) -> list[Tensor]:
+def _replayed(compiled: Batched, levels: Callable[[], reference.Plan], given: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of the frontiers by the reference executor, from their inputs, matrices and vectors."""
-    plan, functions = context.compiled.plan, context.compiled.functions
-    inputs, matrices, vectors = context.split(given)
+    plan, functions, device = compiled.plan, compiled.functions, compiled.type.device
+    inputs, shared = given[: len(plan.inputs)], given[len(plan.inputs) :]
     rows = {f"%{i}": x for i, x in enumerate(inputs)}
-    shared = dict(zip((*plan.matrices, *plan.vectors), (*matrices, *vectors), strict=True))
+    shared = dict(zip((*plan.matrices, *plan.vectors), shared, strict=True))
     traces = [f.trace for f in functions]
-    dtype = context.compiled.type.state.dtype
+    dtype = compiled.type.state.dtype
     specs = tuple(Spec(_spec(plan.shape(number, traces)).shape, dtype) for number in plan.outputs)
     replays = []
     for number, (part, f) in enumerate(zip(plan.parts, functions, strict=True)):
@@ -326,11 +272,11 @@ def _replayed(context: _Context, given: Sequence[Tensor]) -> list[Tensor]:
         replay = _Replay(part, f, pulled, constant, plan.outputs, specs)
         symbols, operations = f.trace.program.symbols, f.trace.program.operations
         sums = tuple(_spec(symbols[operations[i].results[0]]) for i in part.replayed if operations[i].op == "sum")
-        type = VertexType(f.type.name, f.type.state, {name: Spec.of(x) for name, x in rows.items()}, context.device)
+        type = VertexType(f.type.name, f.type.state, {name: Spec.of(x) for name, x in rows.items()}, device)
         shown = SimpleNamespace(outputs=specs, sums=sums, pulls=frozenset(pulled.values()), in_place=False)
         replays.append(reference.Function(replay, type, shown))
-    with torch.autocast(context.device.type, enabled=False):
-        outputs = reference.run(replays, context.levels(), rows)
+    with torch.autocast(device.type, enabled=False):
+        outputs = reference.run(replays, levels(), rows)
     return [o.reshape(len(o), -1) for o in outputs]
 
 

@@ -1,0 +1,174 @@
+// The frontiers of a compiled vertex function as Python calls them: one node of autograd's graph, whose backward pass
+// needs no Python. Of a function in Python each call costs more than the launches of a small batch.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/ivalue.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/custom_class.h>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace weft::vertex {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Numbers = std::vector<int64_t>;
+
+// What all calls have in common; csrc/vertex/vertex_frontiers.h.
+struct Compiled {
+  at::Tensor program;
+  std::vector<double> constants;
+  Numbers results;
+  std::array<Numbers, 3> gradients;  // numbers of the inputs, matrices and vectors that backward gives gradients of
+  std::array<size_t, 3> counts;      // of inputs, matrices, vectors
+  size_t outputs;
+  std::vector<size_t> constant;  // outputs that have no gradient
+
+  at::TensorList part(at::TensorList given, int which) const {
+    const size_t first = which == 0 ? 0 : which == 1 ? counts[0] : counts[0] + counts[1];
+    return given.slice(first, counts[which]);
+  }
+};
+
+struct Call : torch::CustomClassHolder {
+  std::shared_ptr<const Compiled> compiled;
+  at::Tensor schedule, host_schedule;
+  std::array<int64_t, 3> sizes;
+  bool overlap;
+  std::shared_ptr<PyObject> differentiable;
+
+  Tensors forward(at::TensorList given) const {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("weft::vertex_frontiers", "")
+                               .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
+                                              const at::Tensor&, const at::Tensor&, at::ArrayRef<double>, c10::SymInt,
+                                              c10::SymInt, c10::SymInt, at::IntArrayRef)>();
+    return op.call(compiled->part(given, 0), compiled->part(given, 1), compiled->part(given, 2), schedule,
+                   host_schedule, compiled->program, compiled->constants, sizes[0], sizes[1], sizes[2],
+                   compiled->results);
+  }
+
+  Tensors backward(at::TensorList grads, at::TensorList given, at::TensorList saved) const {
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("weft::vertex_frontiers_backward", "")
+            .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                           const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ArrayRef<double>,
+                           at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool)>();
+    const Tensors found = op.call(grads, compiled->part(given, 0), compiled->part(given, 1), compiled->part(given, 2),
+                                  saved, schedule, host_schedule, compiled->program, compiled->constants,
+                                  compiled->gradients[0], compiled->gradients[1], compiled->gradients[2], overlap);
+    Tensors results(given.size());
+    size_t next = 0, first = 0;
+    for (int which = 0; which < 3; ++which) {
+      for (const int64_t number : compiled->gradients[which]) results[first + number] = found[next++];
+      first += compiled->counts[which];
+    }
+    return results;
+  }
+
+  // The gradients as functions that have gradients: the reference's, in Python.
+  Tensors again(at::TensorList grads, at::TensorList given, const std::vector<bool>& needed) const {
+    const py::gil_scoped_acquire acquired;
+    const py::handle function(differentiable.get());
+    const auto found = function(Tensors(given.begin(), given.end()), Tensors(grads.begin(), grads.end()), needed);
+    Tensors results;
+    for (const py::handle x : found) results.push_back(x.is_none() ? at::Tensor() : py::cast<at::Tensor>(x));
+    return results;
+  }
+};
+
+class Node : public torch::autograd::Function<Node> {
+ public:
+  static Tensors forward(torch::autograd::AutogradContext* ctx, const c10::intrusive_ptr<Call>& call,
+                         at::TensorList given) {
+    Tensors results;
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      results = call->forward(given);
+    }
+    const auto end = results.begin() + static_cast<std::ptrdiff_t>(call->compiled->outputs);
+    Tensors saved(given.begin(), given.end());
+    saved.insert(saved.end(), end, results.end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+    results.erase(end, results.end());
+    Tensors constant;
+    for (const size_t i : call->compiled->constant) constant.push_back(results[i]);
+    ctx->mark_non_differentiable(constant);
+    return results;
+  }
+
+  static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& grads) {
+    const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
+    const Tensors saved = ctx->get_saved_variables();
+    const auto& counts = call->compiled->counts;
+    const size_t count = counts[0] + counts[1] + counts[2];
+    const at::TensorList given = at::TensorList(saved).slice(0, count);
+    std::vector<bool> needed(count);
+    for (size_t i = 0; i < count; ++i) needed[i] = ctx->needs_input_grad(i);
+    Tensors found = at::GradMode::is_enabled() ? call->again(grads, given, needed)
+                                               : call->backward(grads, given, at::TensorList(saved).slice(count));
+    Tensors results(1 + count);  // the first is the call's
+    for (size_t i = 0; i < count; ++i) {
+      if (needed[i]) results[1 + i] = std::move(found[i]);
+    }
+    return results;
+  }
+};
+
+// Nodes are freed by any thread.
+std::shared_ptr<PyObject> kept(py::object object) {
+  return {object.release().ptr(), [](PyObject* p) {
+            if (!Py_IsInitialized()) return;
+            const py::gil_scoped_acquire acquired;
+            Py_DECREF(p);
+          }};
+}
+
+Tensors run(const std::shared_ptr<Compiled>& compiled, const at::Tensor& schedule, const at::Tensor& host_schedule,
+            std::array<int64_t, 3> sizes, bool overlap, py::object differentiable, const Tensors& given) {
+  TORCH_CHECK_VALUE(given.size() == compiled->counts[0] + compiled->counts[1] + compiled->counts[2],
+                    "vertex_frontiers: got ", given.size(), " tensors");
+  auto call = c10::make_intrusive<Call>();
+  call->compiled = compiled;
+  call->schedule = schedule;
+  call->host_schedule = host_schedule;
+  call->sizes = sizes;
+  call->overlap = overlap;
+  call->differentiable = kept(std::move(differentiable));
+  const py::gil_scoped_release released;
+  return Node::apply(call, at::TensorList(given));
+}
+
+}  // namespace
+
+void bind_frontiers(py::module_& vertex) {
+  py::class_<Compiled, std::shared_ptr<Compiled>>(vertex, "Frontiers",
+                                                  "What all calls of vertex_frontiers for a program have in common.")
+      .def(py::init([](at::Tensor program, std::vector<double> constants, Numbers results,
+                       std::array<Numbers, 3> gradients, std::array<size_t, 3> counts, size_t outputs,
+                       std::vector<size_t> constant) {
+             return std::make_shared<Compiled>(Compiled{std::move(program), std::move(constants), std::move(results),
+                                                        std::move(gradients), counts, outputs, std::move(constant)});
+           }),
+           py::arg("program"), py::arg("constants"), py::arg("results"), py::arg("gradients"), py::arg("counts"),
+           py::arg("outputs"), py::arg("constant"))
+      .def_readonly("program", &Compiled::program)
+      .def_readonly("constants", &Compiled::constants)
+      .def_readonly("results", &Compiled::results)
+      .def_readonly("gradients", &Compiled::gradients)
+      // The outputs, differentiable; `differentiable(given, grads, needed)` gives gradients that have gradients.
+      .def("__call__", torch::wrap_pybind_function(&run), py::arg("schedule"), py::arg("host_schedule"),
+           py::arg("sizes"), py::arg("overlap"), py::arg("differentiable"), py::arg("given"));
+}
+
+}  // namespace weft::vertex

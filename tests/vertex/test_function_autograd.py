@@ -1,0 +1,262 @@
+"""weft.VertexFunction and autograd, for every executor; random numbers, determinism, independence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.utils.prune
+import weft
+from torch import nn
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+from tests.common import relative_error
+from tests.vertex.cells import (
+    CHILDREN,
+    GRAPHS,
+    NETS,
+    Cell,
+    both,
+    cell,
+    devices,
+    executors,
+    nets,
+    rows,
+)
+
+# ---- Autograd --------------------------------------------------------------------------------------------------------
+
+
+@executors
+@nets
+def test_gradients_of_any_order(net, executor):
+    m, x = NETS[net]().double(), rows(dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in m.named_parameters()]
+
+    def call(x, *parameters):
+        return torch.func.functional_call(
+            m, dict(zip(names, parameters, strict=True)), (GRAPHS, x), {"executor": executor}
+        )
+
+    assert gradcheck(call, (x, *m.parameters()))
+    assert gradgradcheck(call, (x, *m.parameters()))
+
+
+@executors
+@nets
+def test_torch_func_and_forward_mode(net, executor):
+    m, x = NETS[net]().double(), rows(dtype=torch.float64, requires_grad=True)
+    tangent = torch.randn_like(x)
+    parameters = dict(m.named_parameters())
+
+    def loss(p, x):
+        return torch.func.functional_call(m, p, (GRAPHS, x), {"executor": executor}).sin().sum()
+
+    wanted = torch.autograd.grad(m(GRAPHS, x, executor=executor).sin().sum(), [*parameters.values(), x])
+    found, grad_x = torch.func.grad(loss, (0, 1))(parameters, x)
+    assert all(relative_error(f, w) < 1e-12 for f, w in zip([*found.values(), grad_x], wanted, strict=True))
+    _, pull_back = torch.func.vjp(lambda x: loss(parameters, x), x)
+    assert relative_error(pull_back(torch.ones((), dtype=torch.float64))[0], wanted[-1]) < 1e-12
+    _, forward = torch.func.jvp(lambda x: loss(parameters, x), (x,), (tangent,))
+    slope = (wanted[-1] * tangent).sum()
+    assert abs(forward - slope) < 1e-10
+    with forward_ad.dual_level():
+        dual = m(GRAPHS, forward_ad.make_dual(x.detach(), tangent), executor=executor).sin().sum()
+        assert abs(forward_ad.unpack_dual(dual).tangent - slope) < 1e-10
+    # Nothing of the transforms is left behind.
+    again = torch.autograd.grad(m(GRAPHS, x, executor=executor).sin().sum(), x)[0]
+    assert torch.equal(again, wanted[-1])
+
+
+@executors
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(executor, reentrant):
+    m, x = NETS["treelstm"](), rows(requires_grad=True)
+    out = checkpoint(m, GRAPHS, x, executor=executor, use_reentrant=reentrant) if not reentrant else checkpoint(
+        lambda x: m(GRAPHS, x, executor=executor), x, use_reentrant=True
+    )  # fmt: skip
+    out.sin().sum().backward()
+    wanted = torch.autograd.grad(m(GRAPHS, x, executor=executor).sin().sum(), [x, *m.parameters()])
+    for f, w in zip([x, *m.parameters()], wanted, strict=True):
+        assert torch.equal(f.grad, w)
+
+
+@executors
+def test_backward_twice(executor):
+    m, x = NETS["treelstm"](), rows(requires_grad=True)
+    out = m(GRAPHS, x, executor=executor)
+    out.sum().backward(retain_graph=True)
+    once = x.grad.clone()
+    out.sum().backward()
+    assert torch.equal(x.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+@executors
+@pytest.mark.parametrize("lazy", [True, False])
+def test_what_has_no_gradient_requires_none(executor, lazy):
+    def vertex(self, v):
+        h = torch.tanh(self.W(v.pull() + v.gather_sum()))
+        v.push(v.gather(0))
+        v.push(h.detach())
+        v.push(torch.zeros_like(h))
+        v.push(h)
+        v.scatter(h.detach() if self.cut else h)
+
+    m = Cell(vertex)
+    for m.cut in (False, True):
+        with weft.vertex.options(lazy=lazy):
+            outs = m(GRAPHS, rows(), executor=executor)
+        assert [o.requires_grad for o in outs] == [not m.cut, False, False, True]
+
+
+class Several(weft.VertexFunctions):
+    """Two functions that share a matrix, a vector and an input."""
+
+    def __init__(self):
+        def leaf(self, v):
+            both(v, torch.tanh(self.W(v.pull("x")) + v.pull("y") * self.W.bias))
+
+        def inner(self, v):
+            both(v, torch.tanh(self.W(v.gather_sum()) * v.pull("x") + self.W.bias))
+
+        shared = nn.Linear(3, 3)
+        super().__init__({"leaf": Cell(leaf, W=shared), "inner": Cell(inner, W=shared)})
+
+
+@executors
+@pytest.mark.parametrize("lazy", [True, False])
+def test_second_derivatives_of_what_is_used_in_several_places(executor, lazy):
+    graphs = GRAPHS.with_types(["inner" if v in GRAPHS.edges[:, 1] else "leaf" for v in range(GRAPHS.num_vertices)])
+    m = Several().double()
+    x = rows(dtype=torch.float64, requires_grad=True)
+
+    def derivatives(executor):
+        out = m(graphs, {"x": x, "y": x}, executor=executor)
+        operands = [x, *m.parameters()]
+        first = torch.autograd.grad(out.square().sum(), operands, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), operands)]
+
+    with weft.vertex.options(lazy=lazy):
+        found = derivatives(executor)
+    for a, b in zip(found, derivatives("reference"), strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
+@executors
+def test_gradients_of_many_at_once(executor):
+    m, x = NETS["treegru"](), rows(requires_grad=True)
+    out = m(GRAPHS, x, executor=executor)
+    grads = torch.eye(out.numel()).view(-1, *out.shape)
+    (found,) = torch.autograd.grad(out, x, grads, is_grads_batched=True, retain_graph=True)
+    for grad, row in zip(grads, found, strict=True):
+        assert torch.allclose(row, torch.autograd.grad(out, x, grad, retain_graph=True)[0], atol=1e-6)
+
+
+@executors
+def test_some_outputs_and_unused_inputs(executor):
+    def vertex(self, v):
+        a, b = v.pull("a"), v.pull("b")
+        h = torch.tanh(a + self.W(v.gather_sum()))
+        v.scatter(h)
+        v.push(h)
+        v.push(b * 2)
+
+    m = Cell(vertex)
+    a, b = rows(requires_grad=True), rows(requires_grad=True)
+    _, second = m(GRAPHS, {"a": a, "b": b}, executor=executor)
+    grads = torch.autograd.grad(second.sum(), [a, b, *m.parameters()], allow_unused=True)
+    assert torch.equal(grads[1], torch.full_like(b, 2))
+    assert all(g is None or not g.any() for g in (grads[0], *grads[2:]))
+
+
+@executors
+def test_changes_in_place_before_backward_are_noticed(executor):
+    for change in ("input", "parameter"):
+        m, x = cell(lambda h: h * h), rows(requires_grad=True)
+        y = x * 1
+        out = m(GRAPHS, y, executor=executor)
+        want = torch.autograd.grad(out.sum(), [x, m.W.weight], retain_graph=True)
+        with torch.no_grad():
+            (y if change == "input" else m.W.weight).mul_(2)
+        try:
+            found = torch.autograd.grad(out.sum(), [x, m.W.weight])
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:  # where a copy was saved
+            assert all(torch.equal(f, w) for f, w in zip(found, want, strict=True))
+
+
+@executors
+@devices
+def test_empty_batch(executor, device):
+    m = cell().to(device)
+    x = torch.zeros(0, 3, device=device, requires_grad=True)
+    out = m(weft.Graphs.batch([]), x, executor=executor)
+    assert out.shape == (0, 3) and out.dtype == torch.float32 and out.device == x.device
+    out.sum().backward()
+    assert x.grad.shape == (0, 3)
+    assert all(p.grad is None or not p.grad.any() for p in m.parameters())
+
+
+@executors
+@pytest.mark.parametrize("net", NETS)
+def test_shapes_alone(net, executor):
+    m, x = NETS[net]().to("meta"), rows(device="meta", requires_grad=True)
+    for graphs in (GRAPHS, GRAPHS.to("meta")):
+        out = m(graphs, x, executor=executor)
+        assert out.device.type == "meta" and len(out) == GRAPHS.num_vertices
+        assert all(g.device.type == "meta" for g in torch.autograd.grad(out.sum(), [x, *m.parameters()]))
+
+
+@executors
+@pytest.mark.parametrize("graphs", [weft.Graphs.chain([3000]), weft.Graphs.from_parents([[3000] * 3000 + [-1]])])
+def test_deep_and_wide(executor, graphs):
+    m = cell(lambda h: h * 0.5).double()
+    x = rows(graphs, dtype=torch.float64, requires_grad=True)
+    out = m(graphs, x, executor=executor)
+    out[graphs.roots].sum().backward()
+    assert torch.isfinite(x.grad).all() and out.shape == (graphs.num_vertices, 3)
+
+
+# ---- Random numbers, determinism, independence -----------------------------------------------------------------------
+
+
+@executors
+@devices
+def test_dropout(executor, device):
+    m = cell(lambda self, h: self.drop(torch.ones_like(h)), drop=nn.Dropout(0.5)).to(device)
+    graphs = weft.Graphs.from_children([[[]] * 400 + [[0, 1]]])
+    x = rows(graphs, device=device, requires_grad=True)
+    torch.manual_seed(3)
+    first, second = (m(graphs, x, executor=executor) for _ in range(2))
+    torch.manual_seed(3)
+    assert torch.equal(m(graphs, x, executor=executor), first)
+    assert not torch.equal(first, second)
+    assert set(first.unique().tolist()) == {0.0, 2.0} and abs(first.mean().item() - 1) < 0.2
+    assert len(first.unique(dim=0)) == 8  # drawn for each vertex
+    y = cell(lambda self, h: self.drop(h), drop=nn.Dropout(0.5)).to(device)(graphs, x, executor=executor)
+    (g,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(g[2:400] == 0, y[2:400] == 0)
+
+
+@executors
+@devices
+@nets
+def test_bit_equal_repetition(net, executor, device):
+    m, x = NETS[net]().to(device), rows(device=device, requires_grad=True)
+    runs = []
+    for _ in range(3):
+        out = m(GRAPHS, x, executor=executor)
+        runs.append((out, *torch.autograd.grad(out.sin().sum(), [x, *m.parameters()])))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@executors
+@nets
+def test_graphs_do_not_see_each_other(net, executor):
+    m, x = NETS[net]().double(), rows(dtype=torch.float64)
+    whole = m(GRAPHS, x, executor=executor).split([len(c) for c in CHILDREN])
+    for children, part, alone in zip(CHILDREN, x.split([len(c) for c in CHILDREN]), whole, strict=True):
+        assert relative_error(m(weft.Graphs.from_children([children]), part, executor=executor), alone) < 1e-13

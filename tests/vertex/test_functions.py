@@ -1,0 +1,122 @@
+"""weft.VertexFunctions against its contract, for every executor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.utils.prune
+import weft
+from torch import nn
+
+from tests.common import relative_error
+from tests.vertex.cells import (
+    CHILDREN,
+    GRAPHS,
+    Cell,
+    both,
+    cell,
+    executors,
+    rows,
+)
+from tests.vertex.naive import evaluate
+
+
+class Leaf(weft.VertexFunction):
+    def __init__(self):
+        super().__init__(3)
+        self.W = nn.Linear(3, 3)
+
+    def vertex(self, v):
+        both(v, torch.tanh(self.W(v.pull("word"))))
+
+
+class Inner(weft.VertexFunction):
+    def __init__(self, pushes=True):
+        super().__init__(3)
+        self.U, self.pushes = nn.Linear(3, 3), pushes
+
+    def vertex(self, v):
+        h = torch.tanh(self.U(v.gather_sum()) + v.pull("bias"))
+        v.scatter(h)
+        if self.pushes:
+            v.push(h)
+
+
+TYPES = ["leaf", "leaf", "inner", "leaf", "inner", "leaf", "other", "leaf", "other"]
+TYPED = GRAPHS.with_types(TYPES)
+
+
+@executors
+@pytest.mark.parametrize("pushes", [True, False])
+def test_several_functions(executor, pushes):
+    inner = Inner(pushes)
+    m = weft.VertexFunctions({"leaf": Leaf(), "inner": inner, "other": inner}).double()
+    assert sorted(m.state_dict())[:2] == ["inner.U.bias", "inner.U.weight"] and "leaf.W.weight" in m.state_dict()
+    leaf = torch.tensor([t == "leaf" for t in TYPES])
+    inputs = {name: rows(dtype=torch.float64) for name in ("word", "bias")}
+    # Rows that nobody pulls are not read.
+    inputs["word"][~leaf] = float("nan")
+    inputs["bias"][leaf] = float("nan")
+    for x in inputs.values():
+        x.requires_grad_()
+    numbers = torch.arange(GRAPHS.num_vertices)
+
+    def step(v, below):
+        if leaf[v]:
+            h = torch.tanh(m["leaf"].W(inputs["word"][v]))
+        else:
+            total = sum([s for s in below if s is not None], torch.zeros(3, dtype=torch.float64))
+            h = torch.tanh(inner.U(total) + inputs["bias"][v])
+        return h, h if pushes or leaf[v] else torch.zeros_like(h)
+
+    assert weft.explain(m, TYPED, inputs, executor=executor).executor == executor
+    out, want = m(TYPED, inputs, executor=executor), evaluate(step, CHILDREN, numbers)
+    assert relative_error(out, want) < 1e-14
+    wrt = [*inputs.values(), *m.parameters()]
+    found, wanted = (torch.autograd.grad(o.sum(), wrt, materialize_grads=True) for o in (out, want))
+    assert all(relative_error(f, w) < 1e-13 for f, w in zip(found, wanted, strict=True))
+
+
+@executors
+def test_several_functions_refused(executor):
+    leaf, inner = Leaf(), Inner()
+    for functions, error in (
+        ({}, ValueError),
+        ([leaf], TypeError),
+        ({"leaf": nn.Linear(3, 3)}, TypeError),
+        ({3: leaf}, TypeError),
+        ({"leaf": leaf, "x": weft.VertexFunction(4)}, ValueError),
+    ):
+        with pytest.raises(error):
+            weft.VertexFunctions(functions)
+    m = weft.VertexFunctions({"leaf": leaf, "inner": inner})
+    inputs = {"word": rows(), "bias": rows()}
+    with pytest.raises(ValueError, match="types"):
+        m(GRAPHS, inputs, executor=executor)
+    with pytest.raises(ValueError, match=r"graph 2, vertex 2.*'other'"):
+        m(TYPED, inputs, executor=executor)
+    typed = GRAPHS.with_types(["inner" if t == "other" else t for t in TYPES])
+    with pytest.raises(ValueError, match="'bias'"):
+        m(typed, {"word": rows()}, executor=executor)
+    with pytest.raises(ValueError, match="graph 0, vertex 2"):
+        m(GRAPHS.with_types(["leaf"] * 9), inputs, executor=executor)
+    assert m(typed, inputs, executor=executor).shape == (9, 3)
+    for vertex, message in (
+        (lambda s, v: both(v, (v.gather_sum() + 1).double().float()[:, :]) or v.push(v.gather_sum()), "push"),
+        (lambda s, v: (v.scatter(v.gather_sum()), v.push(v.gather_sum()[:, :2])), "push"),
+        (lambda s, v: (v.scatter(v.gather_sum()), v.push(v.gather_sum().double())), "push"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            weft.VertexFunctions({"leaf": leaf, "inner": Cell(vertex)})(typed, {"word": rows()}, executor=executor)
+    with pytest.raises(RuntimeError, match="push"):
+        weft.VertexFunctions({"inner": Inner(False)})(GRAPHS.with_types(["inner"] * 9), {"bias": rows()})
+    empty = weft.Graphs.batch([])
+    none = {name: torch.zeros(0, 3) for name in inputs}
+    assert m(empty, none, executor=executor).shape == (0, 3)
+    with pytest.raises(ValueError, match="'word'"):
+        m(empty, {"bias": none["bias"]}, executor=executor)
+
+
+def test_a_plain_function_ignores_types():
+    m, x = cell(), rows()
+    assert torch.equal(m(TYPED, x), m(GRAPHS, x))

@@ -1,0 +1,133 @@
+"""Programs, explanations and options of vertex functions."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.utils.prune
+import weft
+from torch.utils._python_dispatch import TorchDispatchMode
+from weft.vertex import models
+
+from tests.common import relative_error
+from tests.vertex.cells import (
+    GRAPHS,
+    NETS,
+    cell,
+    executors,
+    rows,
+)
+
+
+def test_program():
+    m = models.TreeLSTM(3, 2)
+    with pytest.raises(RuntimeError, match="call"):
+        _ = m.program
+    m(GRAPHS, rows())
+    lines = str(m.program).splitlines()
+    for op in ("pull", "gather", "scatter", "push", "mm", "sigmoid"):
+        assert any(f"{op}(" in line or f".{op}." in line for line in lines), op
+    when = {line.split("= ")[-1].split("(")[0]: line.split()[0] for line in lines[1:]}
+    assert (when["pull"], when["gather"], when["aten.mm.default"]) == ("before", "in", "in")
+    assert "[N, 8]" in next(line for line in lines if "addmm" in line)
+    pickle.loads(pickle.dumps(m.program))
+    forward, backward = str(m.program).split("TreeLSTM, backward:")
+    assert "grad" not in forward
+    for line in (
+        "gather_grad(0, 2)",
+        "pull_grad(%40)",
+        "scatter_grad(1, ",
+        "push_grad(%10, ",
+        "float32[4, 10] = outer(",
+    ):
+        assert line in backward, line
+    with torch.no_grad():
+        m(GRAPHS, rows())
+    assert m.program.backward is None
+    several = models.RvNN(3, 2)
+    several(weft.Graphs.from_children([[[]]]).with_types(["leaf"]), rows()[:1])
+    assert "_Leaf" in str(several.program) and "_Inner" in str(several.program)
+
+
+class Called(TorchDispatchMode):
+    """The calls of the operator that runs frontiers, and their results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if func is torch.ops.weft.vertex_frontiers.default:
+            self.calls.append((args, results))
+        return results
+
+
+def test_programs_and_schedules_are_plain_data(tmp_path):
+    """Written down, and run by a process that has neither the function nor the graphs."""
+    with Called() as called:
+        for make in NETS.values():
+            m = make()
+            m(GRAPHS, rows())
+            assert type(m.program).loads(m.program.dumps()) == m.program and m.program.backward is not None
+    assert len(called.calls) == len(NETS)
+    path = str(tmp_path / "calls.pt")
+    torch.save(called.calls, path)
+    code = (
+        "import torch, weft\n"
+        f"for args, results in torch.load({path!r}, weights_only=True):\n"
+        "    with torch.no_grad(): found = torch.ops.weft.vertex_frontiers(*args)\n"
+        "    assert len(found) == len(results) and all(map(torch.equal, found, results))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+
+
+def test_explain():
+    m, x = cell(), rows()
+    found = weft.explain(m, GRAPHS, x, executor="reference")
+    assert (found.executor, found.asked) == ("reference", "reference") and found.reason in str(found)
+    found = weft.explain(cell(lambda h: torch.cumsum(h, 1)), GRAPHS, inputs={"input": x})
+    assert found.asked == "auto" and found.executor == "reference"
+    with pytest.raises(ValueError):
+        weft.explain(m, GRAPHS, x, executor="fast")
+    with pytest.raises(NotImplementedError):
+        weft.explain(m, GRAPHS, x, executor="persistent")
+
+
+def test_options():
+    from weft.vertex.options import Options, current
+
+    assert current() == Options(True, True, True)
+    with weft.vertex.options(lazy=False), pytest.raises(KeyError), weft.vertex.options(fuse=False, lazy=None):
+        assert current() == Options(False, False, True)
+        raise KeyError
+    assert current() == Options()
+    context = weft.vertex.options(stream=False)
+    with context, context:
+        assert not current().stream
+    assert current() == Options()
+    for wrong in (0, 1, "no", 1.0):
+        with pytest.raises(TypeError, match="lazy"):
+            weft.vertex.options(lazy=wrong)
+    with pytest.raises(TypeError):
+        weft.vertex.options(False)
+
+
+@executors
+def test_options_change_nothing_but_rounding(executor):
+    m, x = models.ChildSumTreeLSTM(3, 2).double(), rows(dtype=torch.float64, requires_grad=True)
+    found = []
+    for lazy in (True, False):
+        for fuse in (True, False):
+            with weft.vertex.options(lazy=lazy, fuse=fuse, stream=lazy):
+                out = m(GRAPHS, x, executor=executor)
+            found.append((out, *torch.autograd.grad(out.sin().sum(), [x, *m.parameters()])))
+    for other in found[1:]:
+        assert all(relative_error(a, b) < 1e-12 for a, b in zip(found[0], other, strict=True))
