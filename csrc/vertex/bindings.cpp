@@ -509,6 +509,13 @@ void bind(py::module_& m) {
         const auto block = schedule.block();
         return py::buffer_info(const_cast<int32_t*>(block.data()), static_cast<py::ssize_t>(block.size()));
       })
+      .def_property_readonly("size", [](const Schedule& schedule) { return schedule.block().size(); })
+      // Fills the int32 array at an address, where the caller has room for the block.
+      .def("write",
+           [](const Schedule& schedule, uintptr_t address) {
+             const auto block = schedule.block();
+             std::memcpy(reinterpret_cast<void*>(address), block.data(), block.size_bytes());
+           })
       .def("layout", &layout)
       .def_property_readonly("num_vertices", number(Schedule::kVertices))
       .def_property_readonly("num_tasks", number(Schedule::kTasks))
@@ -522,13 +529,13 @@ void bind(py::module_& m) {
   vertex.def(
       "kernel_body",
       [](const std::vector<int64_t>& code, const std::vector<double>& constants, bool backward, size_t step,
-         bool leaves) {
+         bool leaves, int each) {
         const Program program = Program::parse(code, constants);
         const Step& kernel = (backward ? program.backward : program.forward).at(step);
-        return py::make_tuple(kernel_body(program, kernel, leaves), kernel.buffers);
+        return py::make_tuple(kernel_body(program, kernel, leaves, each), kernel.buffers);
       },
       "The source of a step and its buffers, for the tests.", py::arg("code"), py::arg("constants"),
-      py::arg("backward"), py::arg("step"), py::arg("leaves"));
+      py::arg("backward"), py::arg("step"), py::arg("leaves"), py::arg("each") = 1);
   vertex.def(
       "tail_body",
       [](const std::vector<int64_t>& code, const std::vector<double>& constants, bool backward) {

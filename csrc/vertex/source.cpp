@@ -21,8 +21,13 @@ std::string number(double value) {
 
 class Writer {
  public:
-  Writer(const Program& program, const Step& kernel, bool leaves)
-      : program_(program), kernel_(kernel), code_(leaves ? kernel.leaf_code : kernel.code) {}
+  Writer(const Program& program, const Step& kernel, bool leaves, int each)
+      : program_(program), kernel_(kernel), code_(leaves ? kernel.leaf_code : kernel.code), each_(each) {
+    if (each_ > 1) {
+      loop_ = " for (int c = 0; c < " + std::to_string(each_) + "; ++c)";
+      element_ = " + j + c * lanes]";
+    }
+  }
 
   std::string body() {
     text_ = kernel_.edges ? "const long long edge = index, row = edge_parents[edge];" : "const long long row = index;";
@@ -33,7 +38,8 @@ class Writer {
 
  private:
   void instructions() {
-    for (int r = 0; r < kernel_.registers; ++r) text_ += " T r" + std::to_string(r) + ";";
+    const std::string many = each_ > 1 ? "[" + std::to_string(each_) + "]" : "";
+    for (int r = 0; r < kernel_.registers; ++r) text_ += " T r" + std::to_string(r) + many + ";";
     for (const Instruction& i : code_) instruction(i);
   }
 
@@ -80,14 +86,14 @@ class Writer {
     const std::string n = std::to_string(std::lower_bound(used.begin(), used.end(), b) - used.begin());
     const std::string type = kTypes[static_cast<int>(buffer.dtype)];
     return "data(" + type + ", " + n + ")[" + index + " * stride(" + n + ") + " + std::to_string(first) +
-           (broadcast ? "]" : " + j]");
+           (broadcast ? "]" : element_);
   }
 
   void uses(const Instruction& i, const std::string& r) {
     const auto& table = program_.tables[i.a];
     std::set<int32_t> columns;
     for (const Use& use : table) columns.insert(use.column);
-    text_ += " " + r + " = T(0);";
+    text_ += loop_ + " " + r + " = T(0);";
     if (!columns.empty() && *columns.rbegin() >= 0) {
       text_ +=
           " for (int u = first_use[row]; u < first_use[row + 1]; ++u) { const long long q = use_rows[u];"
@@ -97,7 +103,7 @@ class Writer {
         text_ += " case " + std::to_string(column) + ":";
         for (const Use& use : table) {
           if (use.column == column)
-            text_ += " " + r + " += " + read(use.buffer, "q", "0", use.first + i.b, false) + ";";
+            text_ += loop_ + " " + r + " += " + read(use.buffer, "q", "0", use.first + i.b, false) + ";";
         }
         text_ += " break;";
       }
@@ -110,16 +116,17 @@ class Writer {
       for (const Use& use : table) {
         if (use.column >= 0) continue;
         const std::string parent = use.by_parent ? "(long long)edge_parents[used]" : "0";
-        text_ += " " + r + " += " + read(use.buffer, parent, "used", use.first + i.b, false) + ";";
+        text_ += loop_ + " " + r + " += " + read(use.buffer, parent, "used", use.first + i.b, false) + ";";
       }
       text_ += " }";
     }
   }
 
   void instruction(const Instruction& i) {
-    const std::string r = "r" + std::to_string(i.result), a = "r" + std::to_string(i.a), b = "r" + std::to_string(i.b),
-                      c = "r" + std::to_string(i.c);
-    const auto set = [&](const std::string& value) { text_ += " " + r + " = " + value + ";"; };
+    const std::string one = each_ > 1 ? "[c]" : "", r = "r" + std::to_string(i.result) + one,
+                      a = "r" + std::to_string(i.a) + one, b = "r" + std::to_string(i.b) + one,
+                      c = "r" + std::to_string(i.c) + one;
+    const auto set = [&](const std::string& value) { text_ += loop_ + " " + r + " = " + value + ";"; };
     switch (i.op) {
       case Op::kLoad: {
         const bool broadcast = i.d & 1;
@@ -129,11 +136,11 @@ class Writer {
             set(read(i.a, "row", "edge", i.b, broadcast));
             break;
           case Access::kGather:
-            text_ += " { const long long child = gather[" + std::to_string(i.d >> 1) + " * num_vertices + row]; " + r +
-                     " = child < 0 ? T(0) : " + read(i.a, "child", "0", i.b, broadcast) + "; }";
+            text_ += " { const long long child = gather[" + std::to_string(i.d >> 1) + " * num_vertices + row];" +
+                     loop_ + " " + r + " = child < 0 ? T(0) : " + read(i.a, "child", "0", i.b, broadcast) + "; }";
             break;
           case Access::kChild:
-            text_ += " { const long long child = edge_children[edge]; " + r + " = " +
+            text_ += " { const long long child = edge_children[edge];" + loop_ + " " + r + " = " +
                      read(i.a, "child", "0", i.b, broadcast) + "; }";
             break;
         }
@@ -146,7 +153,7 @@ class Writer {
         uses(i, r);
         break;
       case Op::kStore:
-        text_ += " " + element(i.b, "row", "edge", i.c, false) + " = " + a + ";";
+        text_ += loop_ + " " + element(i.b, "row", "edge", i.c, false) + " = " + a + ";";
         break;
       case Op::kStoreSum:
       case Op::kStoreMax:
@@ -156,23 +163,24 @@ class Writer {
         if (i.d >= 0) {
           text_ +=
               " for (int u = first_use[row]; u < first_use[row + 1]; ++u) { const long long q = use_rows[u]; if (" +
-              ("use_columns[u] == " + std::to_string(i.d)) + ") " + element(i.b, "q", "0", i.c, false) + " = " + a +
-              "; }";
+              ("use_columns[u] == " + std::to_string(i.d)) + ")" + loop_ + " " + element(i.b, "q", "0", i.c, false) +
+              " = " + a + "; }";
         } else {
           text_ +=
               " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
-              "sum_use_edges[u]; " +
-              element(i.b, "0", "used", i.c, false) + " = " + a + "; }";
+              "sum_use_edges[u];" +
+              loop_ + " " + element(i.b, "0", "used", i.c, false) + " = " + a + "; }";
         }
         break;
       case Op::kZero:
         set("T(0)");
         break;
       case Op::kBegin:
-        text_ += " " + r + " = T(0); for (long long edge = first_edge[row]; edge < first_edge[row + 1]; ++edge) {";
+        text_ +=
+            loop_ + " " + r + " = T(0); for (long long edge = first_edge[row]; edge < first_edge[row + 1]; ++edge) {";
         break;
       case Op::kAccumulate:
-        text_ += " " + r + " += " + a + ";";
+        text_ += loop_ + " " + r + " += " + a + ";";
         break;
       case Op::kEnd:
         text_ += " }";
@@ -258,13 +266,20 @@ class Writer {
   const Program& program_;
   const Step& kernel_;
   const std::vector<Instruction>& code_;
+  int each_;
+  std::string loop_, element_ = " + j]";  // over a thread's columns; which column an element is of
   std::string text_;
 };
 
 }  // namespace
 
-std::string kernel_body(const Program& program, const Step& kernel, bool leaves) {
-  return Writer(program, kernel, leaves).body();
+std::string kernel_body(const Program& program, const Step& kernel, bool leaves, int each) {
+  return Writer(program, kernel, leaves, each).body();
+}
+
+int columns_each(const Step& kernel) {
+  constexpr int kMost = 4;
+  return !kernel.reduces && kernel.width % (kMost * 32) == 0 ? kMost : 1;
 }
 
 std::string tail_body(const Program& program, const std::vector<Step>& steps) {

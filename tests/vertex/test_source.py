@@ -79,9 +79,9 @@ extern "C" void {name}(const weft::vertex::FrontierArguments& p, int first, int 
   const long long num_vertices = p.num_vertices;
   (void)vertices, (void)gather, (void)first_edge, (void)edge_children, (void)edge_parents, (void)first_use;
   (void)use_rows, (void)use_columns, (void)first_sum_use, (void)sum_use_edges, (void)num_vertices;
-  constexpr int columns = {width};
+  constexpr int columns = {width}, lanes = {lanes};
   for (long long index = first; index < first + count; ++index)
-    for (int j = 0; j < ({reduces} ? 1 : columns); ++j) {{ {body} }}
+    for (int j = 0; j < lanes; ++j) {{ {body} }}
 }}
 """
 
@@ -126,9 +126,12 @@ def library(compiled, folder: Path) -> tuple[ctypes.CDLL, dict[str, list[int]]]:
         for i, step in enumerate(steps):
             for leaves in [] if isinstance(step, Product) else [False, True]:
                 name = f"step_{int(backward)}_{i}_{int(leaves)}"
-                body, used[name] = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i, leaves)
+                each = 2 if step.width % 2 == 0 and not step.reduces else 1
+                place = compiled.code, compiled.constants, backward, i, leaves
+                body, used[name] = _C.vertex.kernel_body(*place, each)
                 assert set(used[name]) == step.buffers(compiled.tables)
-                text += KERNEL.format(name=name, width=step.width, reduces=int(step.reduces), body=body)
+                lanes = 1 if step.reduces else step.width // each
+                text += KERNEL.format(name=name, width=step.width, lanes=lanes, body=body)
     (folder / "kernels.cpp").write_text(text)
     command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{CSRC}", "kernels.cpp", "-o", "kernels.so"]
     subprocess.run(command, cwd=folder, check=True)
@@ -335,9 +338,10 @@ def defines_of(compiled, dtype: str) -> list[list[str]]:
     for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
         for i, step in enumerate(steps):
             if not isinstance(step, Product):
+                each = 4 if step.width % 4 == 0 and not step.reduces else 1
                 for leaves in (False, True):
-                    body, _ = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i, leaves)
-                    lanes = 32 if step.reduces else step.width
+                    body, _ = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i, leaves, each)
+                    lanes = 32 if step.reduces else step.width // each
                     names = {"TYPE": dtype, "WIDTH": step.width, "LANES": lanes, "BODY": body}
                     found.append([f"WEFT_VERTEX_{name}={value}" for name, value in names.items()])
     return found

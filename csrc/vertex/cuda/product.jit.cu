@@ -3,12 +3,11 @@
 //   WEFT_PRODUCT_ROWS, WEFT_PRODUCT_COLUMNS  a block's tile, 64 or 128 each
 //   WEFT_PRODUCT_A_DEEP, WEFT_PRODUCT_B_DEEP 1 where a (b) is contiguous along the sum, 0 where its rows (columns) are
 //
-// Decomposition: a block of 8 warps has a tile of c, a warp 64 x 32 of 128 x 128, or as large a part of smaller tiles.
-// Both operands come by cp.async, 16 along the sum at a time and three such stages ahead, into shared memory, where
-// 16-byte pieces lie so that no fragment's read meets a bank twice. A lane has four neighbours along the sum, spread
-// over two fragments: any order does, if it is the same for both. With several parts of the sum each goes
-// to its own copy of c. Sums run in a fixed order. Addresses and strides are multiples of 16 bytes, and so are the
-// contiguous sizes.
+// Decomposition: a block has a tile of c, each of its warps 32 x 32 of that. Both operands come by cp.async, 16 along
+// the sum at a time and three such stages ahead, into shared memory, where 16-byte pieces lie so that no fragment's
+// read meets a bank twice. A lane has four neighbours along the sum, spread over two fragments: any order does, if it
+// is the same for both. With several parts of the sum each goes to its own copy of c. Sums run in a fixed order.
+// Addresses and strides are multiples of 16 bytes, and so are the contiguous sizes.
 #include "common/cuda/ptx.jit.cuh"
 #include "vertex/cuda/product.jit.cuh"
 
@@ -17,13 +16,12 @@ namespace {
 using weft::u32;
 using weft::vertex::kProductDeep;
 using weft::vertex::kProductStages;
-using weft::vertex::kProductThreads;
 using weft::vertex::ProductArguments;
 
 constexpr int kRows = WEFT_PRODUCT_ROWS, kColumns = WEFT_PRODUCT_COLUMNS;
-// Warps along the columns, and what is a warp's.
-constexpr int kAcross = kColumns / 32, kDown = kProductThreads / 32 / kAcross;
-constexpr int kTall = kRows / kDown / 16, kWide = 4, kPair = kTall > 1 ? 2 : 1;
+constexpr int kThreads = weft::vertex::product_threads(kRows, kColumns);
+// Warps along the columns, and a warp's fragments.
+constexpr int kAcross = kColumns / 32, kTall = 2, kWide = 4;
 // The tensor cores cut sums off where fp32 rounds to nearest: after so many stages theirs are added up as fp32.
 constexpr int kRounds = 4;
 constexpr int kStage = (kRows + kColumns) * kProductDeep;
@@ -40,8 +38,8 @@ template <bool kDeep, int kLong>
 __device__ __forceinline__ void fetch(float* to, const float* from, long long stride, int first, int rows, int k,
                                       int end) {
 #pragma unroll
-  for (int i = 0; i < kLong * kProductDeep / 4 / kProductThreads; ++i) {
-    const int piece = threadIdx.x + i * kProductThreads;
+  for (int i = 0; i < kLong * kProductDeep / 4 / kThreads; ++i) {
+    const int piece = threadIdx.x + i * kThreads;
     if constexpr (kDeep) {
       const int row = piece / 4, at = k + piece % 4 * 4;
       const float* source = from + min(first + row, rows - 1) * stride;
@@ -74,7 +72,7 @@ __device__ __forceinline__ void read(const float* tile, int row, u32 (&high)[4],
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kProductThreads, 1) vertex_product(const ProductArguments p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) vertex_product(const ProductArguments p) {
   constexpr bool kDeepA = WEFT_PRODUCT_A_DEEP, kDeepB = WEFT_PRODUCT_B_DEEP;
   float* shared = reinterpret_cast<float*>(weft::dynamic_shared_memory());
   const int across = (p.columns + kColumns - 1) / kColumns, down = (p.rows + kRows - 1) / kRows;
@@ -93,49 +91,47 @@ extern "C" __global__ void __launch_bounds__(kProductThreads, 1) vertex_product(
   };
   const int warp = threadIdx.x / 32, group = threadIdx.x % 32 / 4, in_group = threadIdx.x % 4;
   const int top = warp / kAcross * kTall * 16, left = warp % kAcross * 32;
-  float d[kTall][kWide][4] = {}, sums[kTall][kWide][4] = {};
+  float sums[kTall][kWide][4] = {};
 #pragma unroll
   for (int step = 0; step < kProductStages - 1; ++step) stage(step);
-  for (int step = 0; step < steps; ++step) {
-    weft::copy_wait<kProductStages - 2>();
-    __syncthreads();
-    stage(step + kProductStages - 1);
-    const float* a = shared + step % kProductStages * kStage;
-    const float* b = a + kRows * kProductDeep;
-    u32 b_high[kWide][4], b_low[kWide][4];
+  for (int done = 0; done < steps; done += kRounds) {
+    float d[kTall][kWide][4] = {};
+#pragma unroll 1
+    for (int step = done; step < min(done + kRounds, steps); ++step) {
+      weft::copy_wait<kProductStages - 2>();
+      __syncthreads();
+      stage(step + kProductStages - 1);
+      const float* a = shared + step % kProductStages * kStage;
+      const float* b = a + kRows * kProductDeep;
+      u32 b_high[kWide][4], b_low[kWide][4];
 #pragma unroll
-    for (int j = 0; j < kWide; ++j) read<kDeepB, kColumns>(b, left + 8 * j + group, b_high[j], b_low[j]);
-      // As many rows of fragments together as hide a product's latency: the three that make one depend on each other.
+      for (int j = 0; j < kWide; ++j) read<kDeepB, kColumns>(b, left + 8 * j + group, b_high[j], b_low[j]);
+      u32 a_high[2 * kTall][4], a_low[2 * kTall][4];
 #pragma unroll
-    for (int first = 0; first < kTall; first += kPair) {
-      u32 a_high[2 * kPair][4], a_low[2 * kPair][4];
-#pragma unroll
-      for (int i = 0; i < 2 * kPair; ++i) {
-        read<kDeepA, kRows>(a, top + 16 * first + 8 * i + group, a_high[i], a_low[i]);
-      }
+      for (int i = 0; i < 2 * kTall; ++i) read<kDeepA, kRows>(a, top + 8 * i + group, a_high[i], a_low[i]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        // The three products that make one depend on each other: others come between them.
 #pragma unroll
         for (int term = 0; term < 3; ++term) {
           const auto& of_a = term == 1 ? a_low : a_high;
           const auto& of_b = term == 0 ? b_low : b_high;
 #pragma unroll
-          for (int i = 0; i < kPair; ++i) {
+          for (int i = 0; i < kTall; ++i) {
             const u32 fragment[4] = {of_a[2 * i][2 * half], of_a[2 * i + 1][2 * half], of_a[2 * i][2 * half + 1],
                                      of_a[2 * i + 1][2 * half + 1]};
 #pragma unroll
-            for (int j = 0; j < kWide; ++j) weft::mma_tf32(d[first + i][j], fragment, of_b[j] + 2 * half);
+            for (int j = 0; j < kWide; ++j) weft::mma_tf32(d[i][j], fragment, of_b[j] + 2 * half);
           }
         }
       }
     }
-    if (step % kRounds != kRounds - 1 && step != steps - 1) continue;
 #pragma unroll
     for (int i = 0; i < kTall; ++i) {
 #pragma unroll
       for (int j = 0; j < kWide; ++j) {
 #pragma unroll
-        for (int n = 0; n < 4; ++n) sums[i][j][n] += d[i][j][n], d[i][j][n] = 0;
+        for (int n = 0; n < 4; ++n) sums[i][j][n] += d[i][j][n];
       }
     }
   }

@@ -12,9 +12,12 @@ struct ProductArguments {
   long long part;  // elements from a part of c to the next
 };
 
-constexpr int kProductThreads = 256;
 constexpr int kProductDeep = 16, kProductStages = 4;
 
+// A warp has 32 x 32 of a tile.
+constexpr int product_threads(int tile_rows, int tile_columns) {
+  return tile_rows * tile_columns / 32;
+}
 constexpr int product_shared(int tile_rows, int tile_columns) {
   return kProductStages * (tile_rows + tile_columns) * kProductDeep * 4;
 }

@@ -286,7 +286,8 @@ class CudaExecutor final : public Executor {
     }
     const int64_t tiles = ceil_div(p.rows, kTile) * ceil_div(p.columns, kTile);
     void* arguments[] = {&p};
-    kernel->launch(dim3(static_cast<unsigned>(tiles * parts)), dim3(kProductThreads), product_shared(kTile, kTile), 0,
+    kernel->launch(dim3(static_cast<unsigned>(tiles * parts)), dim3(product_threads(kTile, kTile)),
+                   product_shared(kTile, kTile), 0,
                    /*cooperative=*/false, at::cuda::getCurrentCUDAStream(), arguments);
   }
 
@@ -296,7 +297,7 @@ class CudaExecutor final : public Executor {
   }
 
   // Threads of a row.
-  static int64_t lanes(const Step& step) { return step.reduces ? 32 : step.width; }
+  static int64_t lanes(const Step& step) { return step.reduces ? 32 : step.width / columns_each(step); }
 
   jit::Kernel& compiled(const Step& step, bool leaves) {
     std::atomic<void*>& known = step.compiled->of[device_ % 64][leaves];
@@ -304,7 +305,7 @@ class CudaExecutor final : public Executor {
     const jit::Defines defines = {std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
                                   "WEFT_VERTEX_WIDTH=" + std::to_string(step.width),
                                   "WEFT_VERTEX_LANES=" + std::to_string(lanes(step)),
-                                  "WEFT_VERTEX_BODY=" + kernel_body(*program_, step, leaves)};
+                                  "WEFT_VERTEX_BODY=" + kernel_body(*program_, step, leaves, columns_each(step))};
     jit::Kernel& made = jit::kernel(kSource, defines, "vertex_frontier");
     known.store(&made, std::memory_order_release);
     return made;

@@ -77,7 +77,13 @@ class Schedule:
             return self._host
         if device.type != "cuda":
             return self._host.to(device)
-        return (self._resident if device == self.device else Resident(device)).tensor(self._host.pin_memory)
+        return (self._resident if device == self.device else Resident(device)).tensor(self._pinned)
+
+    def _pinned(self) -> Tensor:
+        # A copy by torch would wake all of its threads, which can take longer than the plan.
+        block = torch.empty(self.core.size, dtype=torch.int32, pin_memory=True)
+        self.core.write(block.data_ptr())
+        return block
 
     def array(self, name: str, block: Tensor | None = None) -> Tensor:
         """The array `name`, a view of `block` (from :meth:`block`; by default the one on the CPU).

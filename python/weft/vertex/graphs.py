@@ -114,12 +114,15 @@ class Graphs:
             parts = list(graphs)
         except TypeError:
             raise TypeError(f"Graphs.batch: expected a sequence of Graphs, got {type(graphs).__name__}") from None
-        if {type(part) for part in parts} - {Graphs}:
+        if {*map(type, parts)} - {Graphs}:
             i, part = next((i, part) for i, part in enumerate(parts) if type(part) is not Graphs)
             raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}")
-        device = parts[0]._device if parts else _CPU
+        device, common = (parts[0]._device, parts[0]._names) if parts else (_CPU, None)
+        cores = [part._core for part in parts if part._device is device and part._names is common]
+        if len(cores) == len(parts):
+            return _new(_C.batch(cores, common is not None), common, device)
         for i, part in enumerate(parts):
-            if part._device is not device and part._device != device:
+            if part._device != device:
                 raise RuntimeError(f"Graphs.batch: graphs[{i}] is on {part.device}, graphs[0] on {device}")
         names = {part._names for part in parts}
         if len(names) > 1:
