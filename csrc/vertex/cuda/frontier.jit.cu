@@ -6,9 +6,10 @@
 //
 // Decomposition: a thread has one column of one row (or edge), of wide rows four that lie WEFT_VERTEX_LANES apart,
 // neighbouring threads neighbouring columns, so that every load and store of a row is coalesced, those through the
-// schedule's arrays included. All values of a kernel are registers of its thread. Cost per launch: what it loads and stores; a frontier of a small batch is one launch's
-// latency. Vertices without children have kernels of their own, without what is zero there. A kernel that reduces rows
-// has a warp for each, whose lanes add up every 32nd column and then each other's sums by shuffles, in a fixed order.
+// schedule's arrays included. All values of a kernel are registers of its thread. Cost per launch: what it loads and
+// stores; a frontier of a small batch is one launch's latency. Vertices without children have kernels of their own,
+// without what is zero there. A kernel that reduces rows has a warp for each, whose lanes add up every 32nd column and
+// then each other's sums by shuffles, in a fixed order.
 #include "vertex/cuda/body.jit.cuh"
 
 namespace {
