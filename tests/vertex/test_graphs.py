@@ -509,6 +509,25 @@ def test_on_the_device():
     assert batch.is_pinned() and same(batch, graphs)
 
 
+@pytest.mark.cuda
+def test_arrays_that_are_first_asked_for_where_it_matters():
+    """In a capture, whose replays copy again, and on another stream."""
+    graphs = Graphs.from_children(TWO)
+    moved, captured = graphs.to("cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        roots = moved.roots + 0
+    del moved
+    for _ in range(3):
+        torch.full((graphs.num_graphs,), -7).pin_memory()
+    roots.zero_()
+    captured.replay()
+    assert torch.equal(roots.cpu(), graphs.roots)
+    moved, other = graphs.to("cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        edges = moved.edges
+    assert torch.equal(moved.edges.cpu(), graphs.edges) and moved.edges is edges
+
+
 def test_first_seen_in_inference_mode():
     """What is kept can be saved for a backward pass later."""
     graphs = Graphs.chain([3, 2])

@@ -13,8 +13,7 @@ from tests.common import relative_error
 
 
 @pytest.mark.skipif(not _ops.WITH_CUDA, reason="built for the CPU alone")
-@pytest.mark.parametrize("tile", [64, 128])
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize(("tile", "arch"), [(64, 80), (128, 90)])
 def test_it_compiles_for_cuda(tile, arch, tmp_path, monkeypatch):
     if _C.jit_why_unavailable() is not None:
         pytest.skip(_C.jit_why_unavailable())
