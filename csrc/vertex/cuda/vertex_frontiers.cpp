@@ -132,9 +132,10 @@ class CudaExecutor final : public Executor {
     if (!fits || inner < 1024 || tiles < 8 || !splits(source, rows, columns)) {
       return Executor::gradient(source, gradient, total, more);
     }
-    // Parts of the sum fill the device, and are added up in their order.
-    constexpr int64_t kDeepest = 2048;
-    const int64_t parts = std::max<int64_t>(ceil_div(inner, kDeepest), sm_count() / tiles);
+    // As many parts of the sum as fill the device well; they are added up in their order.
+    int64_t parts = 1;
+    const auto cost = [&](int64_t n) { return static_cast<double>(ceil_div(tiles * n, sm_count())) / n + 0.03 * n; };
+    for (int64_t n = 2; n <= 8; ++n) parts = cost(n) < cost(parts) ? n : parts;
     const bool direct = parts == 1 && !more;
     const at::Tensor made = direct ? total : at::empty({parts, rows, columns}, total.options());
     launch_product<128>(

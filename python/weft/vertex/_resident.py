@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["Resident"]
+__all__ = ["Resident", "trainable"]
 
 _read_by_graphs: list[Tensor] = []
 """Pinned memory that captured CUDA graphs copy from at every replay."""
+
+
+def trainable() -> AbstractContextManager:
+    """What is made in it serves calls that train, also where the first does not."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class Resident:
@@ -38,8 +44,9 @@ class Resident:
         return copy
 
     def _copied(self, make: Callable[[], Tensor]) -> Tensor:
-        # Kept for calls that train, also where the first does not.
-        with torch.inference_mode(False), torch.cuda.device(self._device):
+        # To set what is as it should be would take a good part of the time.
+        here = torch.cuda.current_device() == self._device.index
+        with trainable(), nullcontext() if here else torch.cuda.device(self._device):
             host = make()
             copy = host.to(self._device, non_blocking=True)
             if torch.cuda.is_current_stream_capturing():

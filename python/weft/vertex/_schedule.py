@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._C import vertex as _C
-from ._resident import Resident
+from ._resident import Resident, trainable
 from .graphs import Graphs
 
 __all__ = ["Kind", "Schedule", "Task", "schedule"]
@@ -54,8 +54,7 @@ class Schedule:
         self.device = device
         self.sizes = (core.num_vertices, core.num_inner, core.num_edges)
         """Vertices, those with children, edges that are summed over."""
-        # Kept for calls that train, also where the first does not.
-        with torch.inference_mode(False):
+        with trainable():
             self._host = torch.frombuffer(core, dtype=torch.int32)
         self._resident = Resident(device)
         self._tasks: list[Task] | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._C import vertex as _C
-from ._resident import Resident
+from ._resident import Resident, trainable
 
 __all__ = ["Graphs"]
 
@@ -265,8 +265,7 @@ class Graphs:
         if self._device.type == "cuda":
             resident = found or self._tensors.setdefault(name, Resident(self._device))
             return resident.tensor(lambda: _array(self._core, name, pinned=True))
-        # Kept for later calls, of which some may train.
-        with torch.inference_mode(False):
+        with trainable():
             tensor = _array(self._core, name, self._pinned).to(self._device)
         self._tensors[name] = tensor
         return tensor
