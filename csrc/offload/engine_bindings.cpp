@@ -2,6 +2,8 @@
 // tensor.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -154,6 +156,54 @@ void bind_trip(py::module_ testing) {
       .def_property_readonly("sent_bytes", [](const Trip& trip) { return trip.parcel->sent.bytes(); });
 }
 
+// ---- The pair of hooks. What they are called for is every saved tensor of a step, so that pybind11's objects and its
+// dispatch would be most of their time.
+
+constexpr const char* kUse = "weft.offload.use";
+constexpr const char* kPacked = "weft.offload.packed";
+
+template <typename T>
+PyObject* capsule(std::unique_ptr<T> value, const char* name) {
+  PyObject* const object = PyCapsule_New(value.get(), name, [](PyObject* self) {
+    delete static_cast<T*>(PyCapsule_GetPointer(self, PyCapsule_GetName(self)));
+  });
+  if (object == nullptr) throw py::error_already_set();
+  value.release();
+  return object;
+}
+
+template <typename T>
+T& inside(PyObject* object, const char* name) {
+  void* const data = PyCapsule_GetPointer(object, name);
+  if (data == nullptr) throw py::error_already_set();
+  return *static_cast<T*>(data);
+}
+
+PyObject* pack(PyObject* self, PyObject* x) {
+  HANDLE_TH_ERRORS
+  if (!THPVariable_Check(x)) throw py::type_error("offload packs tensors");
+  return capsule(inside<std::shared_ptr<Use>>(self, kUse)->pack(x), kPacked);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject* self, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  return THPVariable_Wrap(inside<std::shared_ptr<Use>>(self, kUse)->unpack(inside<Packed>(packed, kPacked)));
+  END_HANDLE_TH_ERRORS
+}
+
+py::tuple hooks(std::shared_ptr<Use> use) {
+  static PyMethodDef methods[] = {{"pack", pack, METH_O, nullptr}, {"unpack", unpack, METH_O, nullptr}};
+  const auto self =
+      py::reinterpret_steal<py::object>(capsule(std::make_unique<std::shared_ptr<Use>>(std::move(use)), kUse));
+  const auto bound = [&](PyMethodDef& method) {
+    PyObject* const function = PyCFunction_New(&method, self.ptr());
+    if (function == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(function);
+  };
+  return py::make_tuple(bound(methods[0]), bound(methods[1]));
+}
+
 }  // namespace
 
 void bind_engine(py::module_& m) {
@@ -164,7 +214,6 @@ void bind_engine(py::module_& m) {
   m.def(
       "offload_has_managed", [](int) { return false; }, py::arg("device"));
 #endif
-  py::class_<Packed>(m, "OffloadPacked");
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "OffloadSchedule")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, bool, double>>& tensors,
                        std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
@@ -177,8 +226,7 @@ void bind_engine(py::module_& m) {
            }),
            py::arg("tensors"), py::arg("back"), py::arg("room"));
   py::class_<Use, std::shared_ptr<Use>>(m, "OffloadUse")
-      .def("pack", [](Use& use, py::handle x) { return use.pack(x.ptr()); })
-      .def("unpack", &Use::unpack)
+      .def_property_readonly("hooks", &hooks)
       .def("exit", &Use::exit)
       .def_property_readonly("finished", &Use::finished)
       .def_readonly("timed", &Use::timed)

@@ -1,35 +1,14 @@
 #include "offload/ledger.h"
 
-#include <ATen/SparseCsrTensorUtils.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
-
 #include <algorithm>
-#include <cstring>
 #include <limits>
-#include <sstream>
-#include <typeinfo>
 
 namespace weft::offload {
 namespace {
 
-namespace impl = torch::autograd::impl;
-
-// The object that counts versions: two tensors share it or not. It lives as long as a VariableVersion refers to it.
-const void* identity(const c10::VariableVersion& counter) {
-  static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "one pointer to the counter");
-  const void* address;
-  std::memcpy(&address, &counter, sizeof address);
-  return address;
-}
-
 // Takes `taken` out of `ranges`.
-void subtract(std::vector<Range>& ranges, const Range& taken) {
-  std::vector<Range> rest;
+void subtract(Ranges& ranges, const Range& taken) {
+  Ranges rest;
   for (const Range& r : ranges) {
     if (!r.overlaps(taken)) {
       rest.push_back(r);
@@ -41,80 +20,13 @@ void subtract(std::vector<Range>& ranges, const Range& taken) {
   ranges = std::move(rest);
 }
 
-int64_t total(const std::vector<Range>& ranges) {
+int64_t total(const Ranges& ranges) {
   int64_t bytes = 0;
   for (const Range& r : ranges) bytes += r.size();
   return bytes;
 }
 
-std::shared_ptr<Block> root(std::shared_ptr<Block> block) {
-  while (block->into) block = block->into;
-  return block;
-}
-
-// Whether autograd sees a view of something that requires grad.
-bool is_view(const at::Tensor& x) {
-  const auto* meta = impl::get_view_autograd_meta(x);
-  return meta != nullptr && meta->has_bw_view() && meta->get_backward_view().base_.requires_grad();
-}
-
-// torch 2.15 names a node after the operation in its messages, 2.11 by its own name.
-template <typename Node>
-constexpr bool kForwardNames = requires(const Node& node) {
-  node.forward_op_name();
-};
-
-template <typename Node>
-std::string shown_name(const Node& node) {
-  if constexpr (kForwardNames<Node>) {
-    return node.forward_op_name();
-  } else {
-    return node.name();
-  }
-}
-
 }  // namespace
-
-Witness::Witness(const at::Tensor& x)
-    : counter_(impl::version_counter(x)),
-      version_(counter_.enabled() ? counter_.current_version() : 0),
-      output_nr_(uint32_t(x.output_nr())),
-      original_(x.getIntrusivePtr()),
-      producer_(x.is_leaf() ? nullptr : x.grad_fn().get()),
-      view_(is_view(x)) {}
-
-bool Witness::same(const Witness& other) const {
-  return counter_.enabled() && identity(counter_) == identity(other.counter_) && version_ == other.version_;
-}
-
-void Witness::complain(const std::string& type, const std::string& sizes) const {
-  std::ostringstream message;
-  message << "one of the variables needed for gradient computation has been modified by an inplace operation: [" << type
-          << ' ' << sizes << ']';
-  // An output is named after the node that is being evaluated, which made it; what came in after the node that made
-  // what it is now.
-  // A view that is gone would have got a new node.
-  auto node = torch::autograd::get_current_node();
-  std::string name;
-  if (producer_ != nullptr && node.get() == producer_) {
-    name = shown_name(*node);
-  } else if (auto original = original_.lock()) {
-    node = at::Tensor(std::move(original)).grad_fn();
-    if (node != nullptr) name = shown_name(*node);
-  } else if (view_) {
-    name = kForwardNames<torch::autograd::Node> ? "AsStrided" : "AsStridedBackward0";
-  }
-  if (!name.empty()) message << ", which is output " << output_nr_ << " of " << name << ',';
-  message << " is at version " << counter_.current_version() << "; expected version " << version_ << " instead.";
-  if (torch::autograd::AnomalyMode::is_enabled())
-    message
-        << " Hint: the backtrace further above shows the operation that failed to compute its gradient. The variable "
-           "in question was changed in there or anywhere later. Good luck!";
-  else
-    message << " Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-               "torch.autograd.set_detect_anomaly(True, check_nan=False).";
-  throw std::runtime_error(message.str());
-}
 
 // ---- Account
 
@@ -159,7 +71,7 @@ void Account::drop_oldest(Ledger* waiting) {
   pop();
 }
 
-// ---- Block, Packed
+// ---- Block
 
 Block::~Block() {
   if (into != nullptr) return;
@@ -170,23 +82,6 @@ Block::~Block() {
     if (!moved) ledger.account.count(-bytes);
     ledger.account.want(-bytes);
     ledger.forget(*this);
-  } catch (...) {  // the device is gone
-  }
-}
-
-Packed::~Packed() {
-  if (blocks.empty()) return;
-  std::shared_ptr<Use> use = blocks.front()->use;
-  int64_t unread = 0;
-  if (!read)
-    for (auto& block : blocks) {
-      auto at = root(block);
-      --at->unread, ++unread;
-      if (at->unread == 0 && !at->arriving) at->held = {};
-    }
-  blocks.clear();
-  try {
-    use->dropped(unread);
   } catch (...) {  // the device is gone
   }
 }
@@ -202,6 +97,12 @@ Ledger::Ledger(Engine& engine, Use& use, Account& account, std::shared_ptr<const
 
 Ledger::~Ledger() {
   finish();
+}
+
+bool Ledger::look() {
+  capturing_ = engine.mover->capturing(account.device);
+  capturing_ ? account.sweep() : account.poll();
+  return capturing_;
 }
 
 void Ledger::finish() {
@@ -251,8 +152,9 @@ bool Ledger::is_parameter(const at::Tensor& x, Range range) const {
 void Ledger::forget(Block& block) {
   const auto it = entries_.find(block.key);
   if (it == entries_.end()) return;
-  std::erase(it->second.blocks, &block);
-  if (it->second.blocks.empty() && it->second.parameters.empty()) entries_.erase(it);
+  auto& blocks = it->second.blocks;
+  if (const auto at = std::ranges::find(blocks, &block); at != blocks.end()) blocks.erase(at);
+  if (blocks.empty() && it->second.parameters.empty()) entries_.erase(it);
 }
 
 Codec Ledger::codec(bool compressed) const {
@@ -278,7 +180,7 @@ std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witn
     else if (connect(*block, *other, entry))
       --i;
   }
-  std::vector<Range> fresh{range};
+  Ranges fresh{range};
   for (Block* other : entry.blocks)
     for (const Range& run : other->runs) subtract(fresh, run);
   const int64_t bytes = total(fresh);
@@ -339,7 +241,7 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
   if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
   if (moves) move(b, expected->compressed, expected->density);
   if (b.eligible) evictable_.push_back(block);
-  if (account.outs.empty() || engine.mover->capturing(account.device)) return;
+  if (account.outs.empty() || capturing_) return;
   if (schedule_ != nullptr && forward == 0) {
     const size_t next = size_t(record.number) + 1;
     make_room(next < schedule_->tensors.size() ? schedule_->tensors[next].bytes : 0);
@@ -371,9 +273,8 @@ std::shared_ptr<Block> Ledger::create(const at::Tensor& x, Range range, const Wi
 
 // ---- Moving
 
-std::vector<std::shared_ptr<Parcel>> Ledger::send(const c10::Storage& source, const std::vector<Range>& runs,
-                                                  at::ScalarType dtype, Codec codec, const MarkPtr& ready,
-                                                  double density) {
+std::vector<std::shared_ptr<Parcel>> Ledger::send(const c10::Storage& source, const Ranges& runs, at::ScalarType dtype,
+                                                  Codec codec, const MarkPtr& ready, double density) {
   std::vector<std::shared_ptr<Parcel>> parcels;
   MarkPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->mark(account.device);
   for (const Range& run : runs) {
@@ -450,14 +351,14 @@ bool Ledger::connect(Block& block, Block& other, Entry& entry) {
   if (!block.moved) totals.kept[from.reason] -= from.bytes, totals.kept[into.reason] += from.bytes;
   into.bytes += std::exchange(from.bytes, 0);
   into.tensors += std::exchange(from.tensors, 0);
-  std::erase(entry.blocks, &other);
+  entry.blocks.erase(std::ranges::find(entry.blocks, &other));
   other.into = block.shared_from_this();
   return true;
 }
 
 // Takes a range that overlaps the block's into it. False without host memory where the block has moved already.
 bool Ledger::extend(Block& block, const at::Tensor& x, Range range, int64_t bytes) {
-  std::vector<Range> missing{range};
+  Ranges missing{range};
   for (const Range& run : block.runs) subtract(missing, run);
   if (block.moved && !missing.empty()) {
     // Complete as of now: what was saved first may be older than these bytes.
@@ -475,7 +376,7 @@ bool Ledger::extend(Block& block, const at::Tensor& x, Range range, int64_t byte
 
 void Ledger::evict() {
   const auto over = [&] { return account.counted - account.leaving > *engine.settings.budget; };
-  if (!engine.settings.budget || !over() || engine.mover->capturing(account.device)) return;
+  if (!engine.settings.budget || !over() || capturing_) return;
   while (over() && !evictable_.empty()) {
     auto block = evictable_.front().lock();
     if (block != nullptr && block->into == nullptr && block->eligible && !block->moved && !block->read) {
@@ -510,7 +411,7 @@ MarkPtr Ledger::mark_read(Block& block, Packed& packed) {
   if (!std::exchange(block.read, true) && block.record->in_timeline) {
     block.record->first_read = forward + reads++;
     const bool important = first || block.moved || (block.eligible && use.timed);
-    mark = boundary(important && !engine.mover->capturing(account.device));
+    mark = boundary(important && !capturing_);
   }
   if (block.record->in_timeline) block.record->last_read = operation();
   return mark;
@@ -518,8 +419,7 @@ MarkPtr Ledger::mark_read(Block& block, Packed& packed) {
 
 // The storage to read `packed` from, and what to add to its bytes' positions there.
 c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
-  const bool capturing = engine.mover->capturing(account.device);
-  capturing ? account.sweep() : account.poll();
+  look();
   MarkPtr now = mark_read(block, packed);
   c10::Storage storage;
   *offset = 0;
@@ -546,6 +446,7 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
 }
 
 void Ledger::read_kept(Block& block, Packed& packed) {
+  look();
   MarkPtr now = mark_read(block, packed);
   prefetch(0, now);
 }
@@ -554,7 +455,7 @@ c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
   const int64_t bytes = block.hull.size(), wanted = int64_t((block.address + uintptr_t(block.hull.lo)) % 256);
   const auto position = [](const c10::Storage& s) { return int64_t(reinterpret_cast<uintptr_t>(s.data()) % 256); };
   // What is allocated now may be memory that just left: `now` has to be behind what the stream waits for.
-  if (needed && !engine.mover->capturing(account.device) && make_room(bytes)) now = engine.mover->mark(account.device);
+  if (needed && !capturing_ && make_room(bytes)) now = engine.mover->mark(account.device);
   c10::Storage storage = block.parcels.front()->home();
   block.restored_hull = block.hull;
   block.restored_offset = 0;
@@ -587,7 +488,7 @@ c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
 
 void Ledger::prefetch(int64_t current, MarkPtr& now) {
   const bool any = schedule_ != nullptr ? next_back_ < schedule_->back.size() : !moved_.empty();
-  if (!any || !engine.mover->asynchronous() || engine.mover->capturing(account.device)) return;
+  if (!any || !engine.mover->asynchronous() || capturing_) return;
   try {
     prefetch_some(current, now);
   } catch (const c10::OutOfMemoryError&) {  // later, then: nobody needs it yet
@@ -627,187 +528,6 @@ void Ledger::exit() {
   if (engine.mover->capturing(account.device)) return;
   account.poll();
   while (!account.outs.empty()) account.drop_oldest(this);
-}
-
-// ---- Use, Engine
-
-namespace {
-
-// Whether the dimensions have names, which torch 2.15 no longer knows.
-template <typename Impl>
-bool named(const Impl& t) {
-  if constexpr (requires { t.has_named_tensor_meta(); }) {
-    return t.has_named_tensor_meta();
-  } else {
-    return false;
-  }
-}
-
-bool plain(PyObject* object, const at::Tensor& x) {
-  using c10::DispatchKey;
-  const c10::TensorImpl& t = *x.unsafeGetTensorImpl();
-  if (typeid(t) != typeid(c10::TensorImpl) || !THPVariable_CheckExact(object)) return false;
-  if (x.layout() != at::kStrided || !(x.is_cpu() || x.is_cuda()) || t.has_symbolic_sizes_strides()) return false;
-  if (x.key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Functionalize, DispatchKey::ZeroTensor,
-                                               DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper})))
-    return false;
-  return x.has_storage() && !named(t) && x.storage().data() != nullptr;
-}
-
-Range bytes_of(const at::Tensor& x) {
-  int64_t elements = 1;
-  for (int64_t d = 0; d < x.dim(); ++d) elements += (x.size(d) - 1) * x.stride(d);
-  const int64_t lo = x.storage_offset() * int64_t(x.itemsize());
-  return {lo, lo + elements * int64_t(x.itemsize())};
-}
-
-// Shares memory and version counter with x, and has no history: what a graph holds must not hold the graph.
-at::Tensor shared(const at::Tensor& x) {
-  return at::Tensor(x.unsafeGetTensorImpl()->shallow_copy_and_detach(impl::version_counter(x), true));
-}
-
-bool parameter(const at::TensorBase& x) {
-  return x.requires_grad() && x.is_leaf();
-}
-
-}  // namespace
-
-Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed)
-    : engine(std::move(engine)), timed(timed), schedules_(std::move(schedules)) {}
-
-Ledger& Use::ledger(c10::Device device) {
-  for (auto& ledger : ledgers)
-    if (ledger->account.device == device) return *ledger;
-  const auto it = schedules_.find(device.is_cpu() ? -1 : device.index());
-  ledgers.push_back(
-      std::make_unique<Ledger>(*engine, *this, engine->account(device), it == schedules_.end() ? nullptr : it->second));
-  return *ledgers.back();
-}
-
-std::unique_ptr<Packed> Use::pack(PyObject* object) {
-  const at::Tensor& x = THPVariable_Unpack(object);
-  auto packed = std::make_unique<Packed>(x);
-  if (!plain(object, x)) {
-    keep(*packed, object, x);
-    return packed;
-  }
-  const bool leaf = parameter(x);
-  if (x.numel() == 0) {
-    packed->tensor = leaf ? x : shared(x);
-    return packed;
-  }
-  const Range range = bytes_of(x);
-  const c10::Device device = x.device();
-  Ledger& books = ledger(device);
-  if (leaf || (x.is_view() && parameter(x._base())) || books.is_parameter(x, range)) {
-    if (leaf) books.parameter(x, range);
-    packed->tensor = leaf ? x : shared(x);
-    return packed;
-  }
-  const bool capturing = engine->mover->capturing(device);
-  const bool aligned = reinterpret_cast<uintptr_t>(x.storage().data()) % x.itemsize() == 0;
-  capturing ? books.account.sweep() : books.account.poll();
-  auto block = books.save(x, range, packed->witness,
-                          engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()));
-  ++block->unread;
-  ++unread_;
-  packed->blocks.push_back(std::move(block));
-  packed->range = range;
-  packed->keys = x.key_set();
-  packed->dtype = x.dtype();
-  packed->sizes = x.sizes();
-  packed->strides = x.strides();
-  return packed;
-}
-
-// What is no plain tensor stays as it is; the memory of its parts is counted.
-void Use::keep(Packed& packed, PyObject* object, const at::Tensor& x) {
-  const auto handle = py::handle(object);
-  packed.tensor = parameter(x) ? x : handle.attr("detach")().cast<at::Tensor>();
-  if (parameter(x)) return;
-  std::vector<at::Tensor> parts;
-  if (py::hasattr(handle, "__tensor_flatten__")) {
-    const py::list names = py::tuple(handle.attr("__tensor_flatten__")())[0];
-    for (auto name : names) parts.push_back(py::getattr(handle, name).cast<at::Tensor>());
-  } else if (x.key_set().has(c10::DispatchKey::Python)) {
-    return;
-  } else if (x.layout() == at::kSparse) {
-    parts = {x._indices(), x._values()};
-  } else if (at::sparse_csr::is_sparse_compressed(x)) {
-    auto [compressed, plain] = at::sparse_csr::getCompressedPlainIndices(x);
-    parts = {compressed, plain, x.values()};
-  } else if (x.layout() == at::kStrided && x.has_storage()) {
-    parts = {x};
-  }
-  for (const at::Tensor& part : parts) {
-    if (!part.has_storage() || part.numel() == 0 || part.is_meta() || part.storage().data() == nullptr) continue;
-    const auto bytes = int64_t(part.storage().nbytes());
-    auto block = ledger(part.device()).save(part, {0, bytes}, Witness(part), false);
-    ++block->unread;
-    ++unread_;
-    packed.blocks.push_back(std::move(block));
-  }
-}
-
-at::Tensor Use::unpack(Packed& packed) {
-  if (packed.witness.changed()) {
-    const at::Tensor x =
-        packed.tensor.defined()
-            ? packed.tensor
-            : at::empty({0}, at::TensorOptions(packed.dtype).device(root(packed.blocks[0])->ledger.account.device));
-    std::ostringstream sizes;
-    sizes << (packed.tensor.defined() ? packed.tensor.sizes() : at::IntArrayRef(packed.sizes));
-    packed.witness.complain(torch::processErrorMsg(x.toString()), sizes.str());
-  }
-  if (packed.tensor.defined()) {
-    for (auto& block : packed.blocks) {
-      auto at = root(block);
-      at->ledger.read_kept(*at, packed);
-      if (!packed.read) --at->unread, --unread_;
-    }
-    packed.read = true;
-    check();
-    return packed.tensor;
-  }
-  const bool first = !packed.read;
-  auto block = root(packed.blocks[0]);
-  int64_t offset;
-  c10::Storage storage = block->ledger.read(*block, packed, &offset);
-  if (first) --unread_;
-  check();
-  at::Tensor x = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), packed.keys, packed.dtype);
-  c10::TensorImpl& t = *x.unsafeGetTensorImpl();
-  t.set_sizes_and_strides(packed.sizes, packed.strides, (packed.range.lo + offset) / int64_t(packed.dtype.itemsize()));
-  // A later change of the saved tensor is one of this one, as without hooks.
-  t.set_version_counter(packed.witness.counter());
-  return x;
-}
-
-void Use::dropped(int64_t unread) {
-  unread_ -= unread;
-  if (unread_ == 0)
-    for (auto& ledger : ledgers) ledger->end();
-  check();
-}
-
-void Use::check() {
-  if (finished_ || !exited_ || unread_ > 0) return;
-  finished_ = true;
-  for (auto& ledger : ledgers) ledger->finish();
-  engine->mover->settle();
-}
-
-void Use::exit() {
-  exited_ = true;
-  for (auto& ledger : ledgers) ledger->exit();
-  check();
-}
-
-Account& Engine::account(c10::Device device) {
-  for (auto& account : accounts)
-    if (account->device == device) return *account;
-  accounts.push_back(std::make_unique<Account>(device, !device.is_cpu() || mover->moves(device)));
-  return *accounts.back();
 }
 
 }  // namespace weft::offload

@@ -23,6 +23,7 @@
 // Everything here runs under Python's lock.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/python_headers.h>
 
@@ -46,6 +47,8 @@ struct Range {
   bool overlaps(const Range& r) const { return lo < r.hi && r.lo < hi; }
   bool contains(const Range& r) const { return lo <= r.lo && r.hi <= hi; }
 };
+
+using Ranges = c10::SmallVector<Range, 1>;
 
 enum Reason : uint8_t { kSmall, kLast, kPool, kHost, kBudget, kOther, kReasons };
 constexpr std::array<const char*, kReasons> kReasonNames = {"small", "last", "pool", "host", "budget", "other"};
@@ -143,8 +146,8 @@ struct Block : std::enable_shared_from_this<Block> {
   at::ScalarType dtype;
   uintptr_t address = 0;  // of the storage's byte 0
   Range hull{0, 0};
-  std::vector<Range> seen;                       // distinct tensors
-  std::vector<Range> runs;                       // disjoint bytes
+  Ranges seen;                                   // distinct tensors
+  Ranges runs;                                   // disjoint bytes
   std::vector<std::shared_ptr<Parcel>> parcels;  // one per run, once moved
   bool moved = false, eligible = false, read = false;
   int64_t bytes = 0, unread = 0;
@@ -158,6 +161,12 @@ struct Block : std::enable_shared_from_this<Block> {
   bool arriving = false;  // and nobody has waited for it yet
 };
 
+// The block that it is a part of by now.
+inline std::shared_ptr<Block> root(std::shared_ptr<Block> block) {
+  while (block->into) block = block->into;
+  return block;
+}
+
 // What a graph holds for one saved tensor.
 struct Packed {
   explicit Packed(const at::Tensor& x) : witness(x) {}
@@ -166,8 +175,8 @@ struct Packed {
   ~Packed();
 
   Witness witness;
-  at::Tensor tensor;                           // what never moves
-  std::vector<std::shared_ptr<Block>> blocks;  // of what never moves, for the books; else the one
+  at::Tensor tensor;                                   // what never moves
+  c10::SmallVector<std::shared_ptr<Block>, 1> blocks;  // of what never moves, for the books; else the one
   Range range{0, 0};
   c10::DispatchKeySet keys;
   caffe2::TypeMeta dtype;
@@ -200,6 +209,8 @@ class Ledger {
   Ledger(Engine& engine, Use& use, Account& account, std::shared_ptr<const Schedule> schedule);
   ~Ledger();
 
+  // What has changed since the last tensor: called for every one that is saved. Whether the current stream is captured.
+  bool look();
   std::shared_ptr<Block> save(const at::Tensor& x, Range range, const Witness& witness, bool may_move);
   c10::Storage read(Block& block, Packed& packed, int64_t* offset);
   void read_kept(Block& block, Packed& packed);  // of what never moves
@@ -233,19 +244,19 @@ class Ledger {
  private:
   struct Entry {
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    std::vector<Block*> blocks;
-    std::vector<Range> parameters;
+    c10::SmallVector<Block*, 1> blocks;
+    Ranges parameters;
   };
   std::shared_ptr<Block> create(const at::Tensor& x, Range range, const Witness& witness, Entry& entry, Reason reason);
   void admit(const std::shared_ptr<Block>& block, int64_t bytes);
   bool connect(Block& block, Block& other, Entry& entry);
   bool extend(Block& block, const at::Tensor& x, Range range, int64_t bytes);
   bool move(Block& block, bool compressed, double density = 0);
-  std::vector<std::shared_ptr<Parcel>> send(const c10::Storage& source, const std::vector<Range>& runs,
-                                            at::ScalarType dtype, Codec codec, const MarkPtr& ready, double density);
+  std::vector<std::shared_ptr<Parcel>> send(const c10::Storage& source, const Ranges& runs, at::ScalarType dtype,
+                                            Codec codec, const MarkPtr& ready, double density);
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
-  bool make_room(int64_t next);  // whether anything had to go for it
+  bool make_room(int64_t next);                     // whether anything had to go for it
   MarkPtr mark_read(Block& block, Packed& packed);  // the mark that was made of it, if any
   c10::Storage bring(Block& block, MarkPtr& now, bool needed);
   void prefetch(int64_t current, MarkPtr& now);
@@ -257,6 +268,7 @@ class Ledger {
   std::deque<std::weak_ptr<Block>> evictable_, moved_;
   std::vector<std::weak_ptr<Block>> planned_blocks_;
   std::shared_ptr<const Schedule> schedule_;
+  bool capturing_ = false;  // at the last look
   size_t next_back_ = 0;
   int64_t previous_bytes_ = 0;
 };

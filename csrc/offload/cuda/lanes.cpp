@@ -66,6 +66,7 @@ double CudaMark::since(const Mark& earlier) const {
 }
 
 void CudaMark::hold(c10::cuda::CUDAStream stream) const {
+  if (passed_) return;
   const c10::cuda::CUDAGuard guard(stream.device_index());
   cuda_check(cudaStreamWaitEvent(stream.stream(), event_, 0), "cudaStreamWaitEvent");
 }

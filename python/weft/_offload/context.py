@@ -17,6 +17,7 @@ import torch
 
 from .. import _C
 from .managed import managed_pool
+from .memory import host_memory
 from .policy import Link, Move, Plan, Saved, Timeline, plan_movable, simulate
 from .report import OffloadReport, plot, report
 from .sizes import parse_bytes
@@ -29,7 +30,7 @@ planned again."""
 _SAME_RATE = 0.25
 _SAME_DENSITY = 0.02
 _WORTH = 0.85
-"""Share of a tensor's size that compressed it must stay below: kernels write to the host more slowly than copies."""
+"""Share of a tensor's size that compressed it must stay below: the codec takes a little from compute."""
 _SPARE = 0.9
 """Share of the bus that is planned with where nothing may wait for it: no step is quite like the one before."""
 _LOOKS, _EVERY = 3, 32
@@ -96,7 +97,8 @@ class offload:
             device; on the CPU it copies to a second place in host memory.
         min_bytes: Smaller tensors stay.
         keep_last: That many of the last saved tensors of a use stay.
-        pool_limit: Most host memory that the object ever holds; None is half of the machine's memory.
+        pool_limit: Most host memory that the object ever holds; None is half of the machine's memory, or of what its
+            control groups leave the process of it.
 
     Never moved: leaves that require grad and their views, CPU tensors (except with ``"reference"``), what is not a
     plain strided tensor, and what is saved while a stream is captured. A tensor that was changed in place after it was
@@ -129,7 +131,7 @@ class offload:
         if keep_last < 0:
             raise ValueError(f"keep_last must not be negative, got {keep_last}")
         self._keep_last = keep_last
-        self._pool_limit = _half_of_memory() if pool_limit is None else parse_bytes("pool_limit", pool_limit)
+        self._pool_limit = host_memory() // 2 if pool_limit is None else parse_bytes("pool_limit", pool_limit)
         self._engine = _C.OffloadEngine(
             backend,
             None if self._budget is None else min(self._budget, _MOST),
@@ -192,7 +194,7 @@ class offload:
             managed = on_cuda and self._backend == "managed" and not capturing
             pool = managed_pool() if managed else contextlib.nullcontext()
             with contextlib.ExitStack() as stack:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(use.pack, use.unpack))  # or torch refuses
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*use.hooks))  # or torch refuses
                 stack.enter_context(pool)
                 self._thread.use, self._thread.entered = use, stack.pop_all()
             self._latest = _Entered(use, plans)
@@ -430,10 +432,6 @@ def _check_choice(name: str, value: Any, choices: tuple) -> None:
         raise TypeError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
-def _half_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _prepare(backend: str) -> None:
