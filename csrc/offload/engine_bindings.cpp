@@ -135,7 +135,18 @@ std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Cod
 }
 
 // Whoever has the trip keeps the tensors, which nothing else knows to be in use.
-void bind_trip(py::module_ testing) {
+void bind_testing(py::module_ testing) {
+#ifdef WEFT_WITH_CUDA
+  testing.def(
+      "offload_stages",
+      [](int64_t segment, int pack, int spread) {
+        if (segment <= 0 || segment % 128 != 0 || pack <= 0 || spread <= 0)
+          throw py::value_error("segment must be a multiple of 128 bytes, the numbers of blocks positive");
+        set_stages(segment, pack, spread);
+      },
+      "How the codec works beside copies, from now on.", py::arg("segment") = 64 << 20, py::arg("pack") = 16,
+      py::arg("spread") = 32);
+#endif
   py::class_<Trip>(testing, "OffloadTrip")
       .def(py::init([](std::shared_ptr<Engine> engine, const at::Tensor& x, bool compressed, double density) {
              auto parcel =
@@ -292,7 +303,7 @@ void bind_engine(py::module_& m) {
                          double density) { return engine.mover->staging(bytes, itemsize, density); })
       .def("release", [](Engine& engine) { return engine.mover->release(); })
       .def("close", [](Engine& engine) { engine.mover->close(); });
-  bind_trip(m.def_submodule("_testing"));
+  bind_testing(m.def_submodule("_testing"));
 }
 
 }  // namespace weft::offload

@@ -61,16 +61,6 @@ void Account::sweep() {
   });
 }
 
-void Account::drop_oldest(Ledger* waiting) {
-  auto& parcels = outs.front()->parcels;
-  if (!std::ranges::all_of(parcels, [](auto& p) { return p->is_out(); })) {
-    MarkPtr begin = waiting->engine.mover->mark(device);
-    for (auto& parcel : parcels) parcel->wait_out();
-    waiting->stall(std::move(begin), waiting->engine.mover->mark(device), "room");
-  }
-  pop();
-}
-
 // ---- Block
 
 Block::~Block() {
@@ -244,10 +234,10 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
   if (account.outs.empty() || capturing_) return;
   if (schedule_ != nullptr && forward == 0) {
     const size_t next = size_t(record.number) + 1;
-    make_room(next < schedule_->tensors.size() ? schedule_->tensors[next].bytes : 0);
+    make_room(next < schedule_->tensors.size() ? schedule_->tensors[next].bytes : 0, b.saved);
   } else if (engine.settings.budget) {
     // What the operations that run need stays: the tensor just saved and the one before it.
-    make_room(std::min<int64_t>(0, *engine.settings.budget - bytes - previous_bytes_));
+    make_room(std::min<int64_t>(0, *engine.settings.budget - bytes - previous_bytes_), nullptr);
   }
   previous_bytes_ = bytes;
 }
@@ -387,15 +377,30 @@ void Ledger::evict() {
   }
 }
 
-bool Ledger::make_room(int64_t next) {
+MarkPtr Ledger::make_room(int64_t next, MarkPtr now) {
   int64_t limit = std::numeric_limits<int64_t>::max() / 2;
   if (schedule_ != nullptr)
     limit = schedule_->room;
   else if (engine.settings.budget)
     limit = *engine.settings.budget;
-  if (account.outs.empty() || account.counted + next <= limit) return false;
-  while (!account.outs.empty() && account.counted + next > limit) account.drop_oldest(this);
-  return true;
+  return drop_until(limit - next, std::move(now));
+}
+
+MarkPtr Ledger::drop_until(int64_t most, MarkPtr now) {
+  bool waited = false;
+  while (!account.outs.empty() && account.counted > most) {
+    auto& parcels = account.outs.front()->parcels;
+    if (!std::ranges::all_of(parcels, [](auto& p) { return p->is_out(); })) {
+      if (now == nullptr) now = engine.mover->mark(account.device);
+      for (auto& parcel : parcels) parcel->wait_out();
+      waited = true;
+    }
+    account.pop();
+  }
+  if (!waited) return nullptr;
+  MarkPtr end = engine.mover->mark(account.device);
+  stall(std::move(now), end, "room");
+  return end;
 }
 
 // ---- Coming back
@@ -455,7 +460,8 @@ c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
   const int64_t bytes = block.hull.size(), wanted = int64_t((block.address + uintptr_t(block.hull.lo)) % 256);
   const auto position = [](const c10::Storage& s) { return int64_t(reinterpret_cast<uintptr_t>(s.data()) % 256); };
   // What is allocated now may be memory that just left: `now` has to be behind what the stream waits for.
-  if (needed && !capturing_ && make_room(bytes)) now = engine.mover->mark(account.device);
+  if (needed && !capturing_)
+    if (MarkPtr later = make_room(bytes, now)) now = std::move(later);
   c10::Storage storage = block.parcels.front()->home();
   block.restored_hull = block.hull;
   block.restored_offset = 0;
@@ -527,7 +533,7 @@ void Ledger::prefetch_some(int64_t current, MarkPtr& now) {
 void Ledger::exit() {
   if (engine.mover->capturing(account.device)) return;
   account.poll();
-  while (!account.outs.empty()) account.drop_oldest(this);
+  drop_until(-1, nullptr);
 }
 
 }  // namespace weft::offload

@@ -200,7 +200,6 @@ struct Account {
   void pop();    // the oldest copy out has ended
   void poll();   // drops what left, and what came back and was dropped
   void sweep();  // the latter alone, which asks no device
-  void drop_oldest(Ledger* waiting);
 };
 
 // The books of one use on one device.
@@ -256,7 +255,10 @@ class Ledger {
                                             Codec codec, const MarkPtr& ready, double density);
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
-  bool make_room(int64_t next);                     // whether anything had to go for it
+  // Lets the stream wait for what is on its way out until there is room for so many bytes more; null where it need not,
+  // else a mark behind that. `now`: a mark with no work after it, or null.
+  MarkPtr make_room(int64_t next, MarkPtr now);
+  MarkPtr drop_until(int64_t most, MarkPtr now);    // bytes counted
   MarkPtr mark_read(Block& block, Packed& packed);  // the mark that was made of it, if any
   c10::Storage bring(Block& block, MarkPtr& now, bool needed);
   void prefetch(int64_t current, MarkPtr& now);

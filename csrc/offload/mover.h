@@ -141,6 +141,9 @@ std::shared_ptr<Mover> make_idle_mover();
 std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec);
 std::shared_ptr<Mover> make_managed_mover(int64_t pool_limit);
 bool has_managed(int device);
+// For tests and benchmarks: how much of a tensor the codec has on the device at a time, a multiple of 128 bytes, and
+// the blocks of its kernels.
+void set_stages(int64_t segment, int pack, int spread);
 #endif
 
 }  // namespace weft::offload

@@ -1467,6 +1467,30 @@ def test_more_values_than_expected(dtype: torch.dtype) -> None:
 
 
 @cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tensors_of_many_segments(dtype: torch.dtype) -> None:
+    """What the codec takes in parts comes back whole: parts of their own density, delays on every lane."""
+    weft._C._testing.offload_stages(segment=1 << 16)
+    try:
+        off = everything("copy", compress="auto")
+        w = torch.ones(300_001, device="cuda", dtype=dtype, requires_grad=True)
+        compressed = 0
+        for use in range(12):
+            density = torch.rand(w.numel() // 1000 + 1, device="cuda").repeat_interleave(1000)[: w.numel()]
+            xs = [torch.randn_like(w) * (torch.rand_like(w) < density * (i + 1) / 4) for i in range(4)]
+            delay(off, LANES[use % 4], LONG // 10)
+            with off:
+                y = sum((w * (x * 1)).sum() for x in xs)
+            expected = torch.autograd.grad(sum((w * (x * 1)).sum() for x in xs), w)[0]
+            assert torch.equal(torch.autograd.grad(y, w)[0], expected)
+            torch.cuda.synchronize()
+            compressed += numbers(off)["compressed_tensors"]
+        assert compressed > 10
+    finally:
+        weft._C._testing.offload_stages()
+
+
+@cuda
 @pytest.mark.parametrize("compress", [None, "zvc", "auto"])
 def test_large_host_buffers(compress: str | None) -> None:
     """These are not cudaHostAlloc's: mapped, touched by several threads, registered."""

@@ -131,6 +131,10 @@ class CopyMover : public Mover {
 
 }  // namespace
 
+void set_stages(int64_t segment, int pack, int spread) {
+  stages() = {segment, pack, spread};
+}
+
 std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec) {
   return std::make_shared<CopyMover>(pool_limit, codec);
 }

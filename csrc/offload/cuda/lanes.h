@@ -41,7 +41,7 @@ inline CudaMarkPtr mark_on(c10::cuda::CUDAStream stream) {
 // Belongs to a stream, by which torch's allocator knows when it is free for others.
 class Staging {
  public:
-  static constexpr int kSlots = 2;
+  static constexpr int kSlots = 3;
   struct Slot {
     c10::DataPtr memory;
     CudaMarkPtr read;  // or made, where nobody has read it

@@ -1,6 +1,7 @@
 #include "offload/cuda/parcels.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "common/integers.h"
 #include "offload/cuda/rle_compress.h"
@@ -11,10 +12,6 @@ namespace {
 
 // Of kernels that use host memory: enough to fill the bus beside compute, which each of them slows down.
 constexpr int kBlocksOut = 12, kBlocksIn = 16;
-// Of kernels between the device's memory and staging, which need not be faster than the bus.
-constexpr int kBlocksPack = 16, kBlocksSpread = 32;
-// Bytes of a tensor that are staged at a time: long enough for the bus, and what the codec's memory comes from.
-constexpr int64_t kSegment = 64 << 20;
 
 char* address(const c10::Storage& storage) {
   return static_cast<char*>(storage.mutable_data());
@@ -24,9 +21,10 @@ int64_t mask_bytes(int64_t n) {
   return 4 * ceil_div(n, 32);
 }
 
-// With a little more than what was counted the last time: activations drift. 0 where nothing was.
+// With a little more than what was counted the last time: activations drift, and their parts differ. 0 where nothing
+// was counted.
 int64_t expected(int64_t n, double density) {
-  return density > 0 ? std::min(n, int64_t(1.01 * density * double(n)) + 4096) : 0;
+  return density > 0 ? std::min(n, int64_t(1.01 * density * double(n) + 4 * std::sqrt(double(n)))) : 0;
 }
 
 void copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, c10::cuda::CUDAStream lane) {
@@ -43,6 +41,11 @@ size_t spread_workspace(int64_t n, int64_t itemsize) {
 }
 
 }  // namespace
+
+Stages& stages() {
+  static Stages all;
+  return all;
+}
 
 // ---- On the lanes
 
@@ -108,14 +111,14 @@ int64_t ZvcParcel::host_bytes(int64_t n, int64_t itemsize) {
 }
 
 int64_t ZvcParcel::staging(int64_t n, int64_t itemsize, double density) {
-  n = std::min(n, kSegment / itemsize);
+  n = std::min(n, stages().segment / itemsize);
   const auto workspaces = int64_t(pack_workspace(n, itemsize) + spread_workspace(n, itemsize));
   return Staging::kSlots * (mask_bytes(n) + expected(n, density) * itemsize) + workspaces;
 }
 
 ZvcParcel::ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density)
     : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
-  const int64_t n = from.size() / itemsize_, most = kSegment / itemsize_;
+  const int64_t n = from.size() / itemsize_, most = stages().segment / itemsize_;
   compressed = true;
   sent.fixed = mask_bytes(n);
   sent.itemsize = itemsize_;
@@ -151,7 +154,7 @@ void ZvcParcel::send(const char* from, int64_t) {
     Staging::Slot& slot = lanes_.staging.next(lanes_.pack);
     zvc_compress({x, s.n, int(itemsize_), reinterpret_cast<uint32_t*>(slot.data()), slot.data() + mask_bytes(s.n),
                   s.expected, s.nonzeros.get(), values(s)},
-                 workspace.get(), kBlocksPack, lanes_.pack.stream());
+                 workspace.get(), stages().pack, lanes_.pack.stream());
     mark_on(lanes_.pack)->hold(lanes_.out);
     copy(mask(s), slot.data(), staged_bytes(s), cudaMemcpyDeviceToHost, lanes_.out);
     slot.read = mark_on(lanes_.out);
@@ -168,7 +171,7 @@ c10::cuda::CUDAStream ZvcParcel::receive(char* to, int64_t) {
     mark_on(lanes_.in)->hold(lanes_.spread);
     zvc_decompress({reinterpret_cast<const uint32_t*>(slot.data()), slot.data() + mask_bytes(s.n), s.expected,
                     to + s.first * itemsize_, s.n, int(itemsize_), values(s)},
-                   workspace.get(), staged() ? kBlocksSpread : kBlocksIn, lanes_.spread.stream());
+                   workspace.get(), staged() ? stages().spread : kBlocksIn, lanes_.spread.stream());
     slot.read = mark_on(lanes_.spread);
   }
   return lanes_.spread;

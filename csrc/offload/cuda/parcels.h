@@ -14,6 +14,15 @@
 
 namespace weft::offload {
 
+// Of the codec between a tensor and the copy engine.
+struct Stages {
+  // Bytes of a tensor that are staged at a time: long enough for the bus, and what the codec's memory comes from.
+  int64_t segment = 64 << 20;
+  // Blocks of the kernels before a copy and after one, which need not be faster than the bus.
+  int pack = 16, spread = 32;
+};
+Stages& stages();
+
 // On the lanes of its device; how the bytes cross the bus is up to `send` and `receive`.
 class LaneParcel : public Parcel {
  public:

@@ -31,7 +31,7 @@ _SAME_RATE = 0.25
 _SAME_DENSITY = 0.02
 _WORTH = 0.85
 """Share of a tensor's size that compressed it must stay below: the codec takes a little from compute."""
-_SPARE = 0.9
+_SPARE = 0.97
 """Share of the bus that is planned with where nothing may wait for it: no step is quite like the one before."""
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
