@@ -1,0 +1,204 @@
+"""weft.offload: the budget, the host pool, and the memory that both are about."""
+
+from __future__ import annotations
+
+import os
+import types
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from weft._offload.memory import host_memory
+from weft.offloading import Link, Saved, Timeline, offload
+
+from tests.offload.engines import chain, cuda, everything, numbers, plain_gradient, saved_and_restored, step
+
+
+def test_budget_is_kept_from_the_second_use_on(engine: tuple[str, str]) -> None:
+    device, backend = engine
+    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(64, 64), nn.Tanh()))).to(device)
+    x = torch.randn(256, 64, device=device)
+    whole = 8 * x.nbytes
+    for share in (0.75, 0.5, 0.25):
+        off = offload(int(share * whole), backend=backend, min_bytes=0, compress=None)
+        for use in range(4):
+            step(model, x, lambda off=off: off)
+            n = numbers(off)
+            if use > 0:
+                assert n["budget_met"] and n["peak_bytes"] <= share * whole and n["moved_bytes"] >= (1 - share) * whole
+        assert n["predicted_peak_bytes"] <= share * whole
+    off = offload(2 * whole, backend=backend, min_bytes=0)
+    step(model, x, lambda: off)
+    step(model, x, lambda: off)
+    assert numbers(off)["moved_bytes"] == 0
+
+
+def test_without_budget_the_reference_moves_nothing() -> None:
+    off = offload(backend="reference", min_bytes=0)
+    for _ in range(3):
+        saved_and_restored(off, *(torch.randn(100) for _ in range(5)))
+        assert numbers(off)["moved_bytes"] == 0
+
+
+def test_pool_limit() -> None:
+    x = [torch.randn(1000) for _ in range(5)]
+    off = everything(pool_limit=10_000)
+    with pytest.warns(RuntimeWarning, match="pool_limit"):
+        came = saved_and_restored(off, *x)
+    for a, b in zip(came, x, strict=True):
+        assert torch.equal(a, b)
+    n = numbers(off)
+    assert n["host_peak_bytes"] <= 10_000 and n["moved_bytes"] == 8000 and n["kept"]["pool"] == 12000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # told once
+        saved_and_restored(off, *x)
+    assert numbers(off)["host_peak_bytes"] <= 10_000
+    # Buffers of other sizes make room.
+    off = everything(pool_limit=10_000)
+    for n in (2000, 1500, 2400):
+        saved_and_restored(off, torch.randn(n))
+        assert numbers(off)["kept"]["pool"] == 0
+
+
+def test_pool_is_reused_and_released() -> None:
+    x = [torch.randn(n) for n in (100, 200, 300)]
+    off = everything()
+    saved_and_restored(off, *x)
+    held = numbers(off)["host_bytes"]
+    assert held == 2400
+    for _ in range(3):
+        saved_and_restored(off, *x)
+        assert numbers(off)["host_bytes"] == numbers(off)["host_peak_bytes"] == held
+    y = torch.randn(50, requires_grad=True)
+    with off:
+        z = y.exp()
+    assert off.release() == held and numbers(off)["host_bytes"] == 200 and off.release() == 0
+    z.sum().backward()
+    assert torch.equal(y.grad, y.exp()) and off.release() == 200
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_room_is_what_operations_and_the_codec_need(count: int) -> None:
+    off = everything(compress="zvc", keep_last=0)
+    off._engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 7 * bytes)
+    saved = [Saved(4000, k, 2 * count - 1 - k) for k in range(count)]
+    timeline = Timeline((1.0,) * (2 * count), count, tuple(saved))
+    planned = off._planned(timeline, [(4000, 4, True)] * count, (), None, Link())
+    assert len(planned.plan.moves) == count and planned.plan.peak_bytes <= 8000
+
+
+@cuda
+def test_peak_memory_follows_the_budget() -> None:
+    layers = 16
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)  # 16 MiB
+    peaks = {}
+    for budget in (0, 64 << 20, 1 << 40):
+        off = offload(budget, min_bytes=0, compress=None)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            with off:
+                y = chain(x, layers).sum()
+            torch.autograd.grad(y, x)
+            torch.cuda.synchronize()
+            peaks[budget] = torch.cuda.max_memory_allocated() - before
+        if budget > 0:
+            n = numbers(off)
+            assert n["budget_met"] and n["peak_bytes"] <= budget
+    assert peaks[64 << 20] <= 1.05 * (peaks[0] + (64 << 20))
+    assert peaks[0] < 0.5 * peaks[1 << 40]
+
+
+@cuda
+def test_steady_state_allocates_no_host_memory() -> None:
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    off = offload("10MB", min_bytes=0)
+    held = []
+    for _ in range(8):
+        with off:
+            y = chain(x, 6).sum()
+        torch.autograd.grad(y, x)
+        torch.cuda.synchronize()
+        held.append(numbers(off)["host_peak_bytes"])
+    assert len(set(held[4:])) == 1
+
+
+@cuda
+def test_without_budget_nothing_waits() -> None:
+    """Much compute between the saves: some of it hides, and the gradients are the same."""
+    w = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+    x = torch.randn(2048, 2048, device="cuda") / 50
+
+    def run() -> Tensor:
+        y = x
+        for _ in range(12):
+            y = (y @ w / 50).tanh()
+        return y.square().mean()
+
+    expected = torch.autograd.grad(run(), w)[0]
+    off = offload(min_bytes=0, compress=None)
+    for _ in range(5):
+        with off:
+            loss = run()
+        assert torch.equal(torch.autograd.grad(loss, w)[0], expected)
+        torch.cuda.synchronize()
+    assert numbers(off)["moved_bytes"] > 0
+
+
+@cuda
+def test_pinning_refused_keeps_the_tensor() -> None:
+    off = everything("copy", pool_limit=1 << 20)
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    with pytest.warns(RuntimeWarning, match="pool_limit"), off:
+        y = chain(x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x))
+    assert numbers(off)["kept"]["pool"] == numbers(off)["saved_bytes"]
+
+
+@cuda
+def test_managed_memory_is_capped_and_goes_back() -> None:
+    off = everything("managed")
+    x = torch.randn(1 << 22, device="cuda", requires_grad=True)
+    for _ in range(3):
+        with off:
+            y = chain(x)
+        assert numbers(off)["moved_bytes"] > 0 and numbers(off)["host_bytes"] > 0
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x))
+        del y
+        assert numbers(off)["live_bytes"] == 0 and numbers(off)["host_bytes"] == 0
+
+
+def test_the_codec_stays_away_where_its_memory_is_too_much() -> None:
+    off = offload(8000, backend="reference", min_bytes=0, keep_last=0)
+    saved = tuple(Saved(4000, k, 5 - k, density=0.25) for k in range(3))
+    timeline, first = Timeline((1.0,) * 6, 3, saved), [(4000, 4, True)] * 3
+    for staging, compressed in ((100, True), (7000, False)):
+        off._engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density, staging=staging: staging)
+        plan = off._planned(timeline, first, (), None, Link()).plan
+        assert plan.met and plan.moves and all(move.compressed == compressed for move in plan.moves)
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "limit"),
+    [
+        ("0::/", {"memory.max": "1000"}, 1000),
+        ("0::/a/b", {"memory.max": "max", "a/memory.max": "3000", "a/b/memory.max": "5000"}, 3000),
+        ("0::/outside", {"memory.max": "2000"}, 2000),
+        ("3:cpu:/\n4:hugetlb,memory:/a\n0::/", {"memory/a/memory.limit_in_bytes": "700"}, 700),
+        ("4:memory:/a", {"memory/memory.limit_in_bytes": str(2**63 - 4096)}, None),
+        ("0::/", {"memory.max": "max"}, None),
+        (None, {}, None),
+    ],
+)
+def test_host_memory_is_what_control_groups_leave(groups: str | None, files: dict, limit: int | None, tmp_path) -> None:
+    if groups is not None:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(groups + "\n")
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert host_memory(tmp_path) == (machine if limit is None else limit)

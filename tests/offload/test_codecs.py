@@ -1,0 +1,110 @@
+"""weft.offload with its codecs: the same bits, whatever was counted before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import weft
+from torch import nn
+from weft.offloading import offload
+
+from tests.offload.engines import LANES, LONG, chain, check_same, cuda, delay, everything, numbers, plain_gradient, step
+
+
+@pytest.mark.parametrize("compress", ["auto", "zvc", "rle", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_compressed(engine: tuple[str, str], compress: str | None, dtype: torch.dtype, deterministic) -> None:
+    device, backend = engine
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).to(
+        device, dtype
+    )
+    x = torch.randn(40, 32, device=device, dtype=dtype)
+    expected = step(model, x)
+    off = everything(backend, compress=compress)
+    for _ in range(3):
+        check_same(step(model, x, lambda: off), expected)
+    n = numbers(off)
+    if compress in ("zvc", "rle") and dtype != torch.float64:
+        assert n["compressed_tensors"] == n["moved_tensors"]
+    if compress is None or dtype == torch.float64:
+        assert n["compressed_tensors"] == 0 and n["sent_bytes"] == n["moved_bytes"]
+    if compress == "auto" and dtype == torch.float32:
+        assert n["compressed_tensors"] > 0 and n["sent_bytes"] < n["moved_bytes"]
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_more_values_than_expected(dtype: torch.dtype) -> None:
+    """A tensor comes back whole also where it has more non-zeros than the plan knows of."""
+    off = everything("copy", compress="auto")
+    w = torch.ones((1 << 20) + 5, device="cuda", dtype=dtype, requires_grad=True)
+    moved = 0
+    for density in (0.1, 0.1, 0.1, 0.1, 0.9, 0.0, 1.0, 0.1, 0.11, 0.13):
+        x = torch.randn_like(w) * (torch.rand_like(w) < density)
+        with off:
+            y = (w * (x * 1)).sum()
+        assert torch.equal(torch.autograd.grad(y, w)[0], x)
+        torch.cuda.synchronize()
+        moved += numbers(off)["compressed_tensors"]
+    assert moved > 3
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_tensors_of_many_segments(dtype: torch.dtype) -> None:
+    """What the codec takes in parts comes back whole: parts of their own density, delays on every lane."""
+    weft._C._testing.offload_stages(segment=1 << 16)
+    try:
+        off = everything("copy", compress="auto")
+        w = torch.ones(300_001, device="cuda", dtype=dtype, requires_grad=True)
+        compressed = 0
+        for use in range(12):
+            density = torch.rand(w.numel() // 1000 + 1, device="cuda").repeat_interleave(1000)[: w.numel()]
+            xs = [torch.randn_like(w) * (torch.rand_like(w) < density * (i + 1) / 4) for i in range(4)]
+            delay(off, LANES[use % 4], LONG // 10)
+            with off:
+                y = sum((w * (x * 1)).sum() for x in xs)
+            expected = torch.autograd.grad(sum((w * (x * 1)).sum() for x in xs), w)[0]
+            assert torch.equal(torch.autograd.grad(y, w)[0], expected)
+            torch.cuda.synchronize()
+            compressed += numbers(off)["compressed_tensors"]
+        assert compressed > 10
+    finally:
+        weft._C._testing.offload_stages()
+
+
+@cuda
+@pytest.mark.parametrize("compress", [None, "zvc", "auto"])
+def test_large_host_buffers(compress: str | None) -> None:
+    """These are not cudaHostAlloc's: mapped, touched by several threads, registered."""
+    off = everything("copy", compress=compress)
+    x = torch.randn((1 << 23) + 3, device="cuda", requires_grad=True)
+    expected = plain_gradient(x)
+    for _ in range(3):
+        with off:
+            y = chain(x).sum()
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+        del y
+    torch.cuda.synchronize()
+    held = numbers(off)["host_bytes"]
+    assert held >= 32 << 20 and numbers(off)["host_peak_bytes"] == held
+    assert off.release() == held and numbers(off)["host_bytes"] == 0
+
+
+def test_a_trip_of_one_tensor() -> None:
+    x = torch.randn(1000).relu()
+    for backend, compressed in (("reference", True), ("reference", False)):
+        engine = offload(0, backend=backend, compress="zvc")._engine
+        trip = weft._C._testing.OffloadTrip(engine, x, compressed, 0.5)
+        back = torch.full_like(x, float("nan"))
+        trip.bring_back(engine, back)
+        assert torch.equal(back, x) and (trip.sent_bytes < x.nbytes) == compressed
+        for wrong in (x[1:], x.double()):
+            with pytest.raises(ValueError, match="as large as what went out"):
+                trip.bring_back(engine, wrong)
+    for wrong in (x.expand(2, 1000), x[::2], x[:0]):
+        with pytest.raises(ValueError, match="x must be contiguous"):
+            weft._C._testing.OffloadTrip(engine, wrong, True, 0.5)
+    engine = offload(0, backend="copy")._engine
+    with pytest.raises(ValueError, match="a device whose tensors move"):
+        weft._C._testing.OffloadTrip(engine, x, True, 0.5)

@@ -1,0 +1,162 @@
+"""weft.offload: when memory goes, after exceptions, too."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from weft.offloading import offload
+
+from tests.offload.engines import chain, cuda, everything, numbers, plain_gradient, saved_and_restored
+
+
+def test_close() -> None:
+    off = everything()
+    x = torch.randn(50, requires_grad=True)
+    with off:
+        y = x.exp()
+    off.close()
+    off.close()
+    with pytest.raises(RuntimeError, match="closed"), off:
+        pass
+    assert numbers(off)["live_bytes"] == 200 and numbers(off)["host_bytes"] == 200
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp())
+    assert numbers(off)["live_bytes"] == 0 and numbers(off)["host_bytes"] == 0
+
+
+def test_collected_object() -> None:
+    off = everything()
+    x = torch.randn(50, requires_grad=True)
+    with off:
+        y = x.exp()
+    watch = weakref.ref(off)
+    del off
+    gc.collect()
+    assert watch() is None
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp())
+
+
+def test_no_leak_without_backward(engine: tuple[str, str]) -> None:
+    device, backend = engine
+    off = everything(backend)
+    x = torch.randn(1000, device=device, requires_grad=True)
+    for _ in range(3):
+        with off:
+            y = x.exp().sin()
+        assert numbers(off)["live_bytes"] == 4000
+        del y
+        assert numbers(off)["live_bytes"] == 0
+        assert off.timeline is not None
+    if device == "cuda":
+        torch.cuda.synchronize()
+        off.report()
+    assert off.release() == 4000 and numbers(off)["host_peak_bytes"] == 4000
+
+
+def test_no_cycle_through_outputs() -> None:
+    """A graph that owned the outputs it saved would own itself, and never go."""
+    gc.disable()
+    try:
+        for off in (everything(), offload(None, backend="reference")):
+            x = torch.randn(10, requires_grad=True)
+            with off:
+                y = x.exp()
+            assert numbers(off)["live_bytes"] == 40
+            del y
+            assert numbers(off)["live_bytes"] == 0
+    finally:
+        gc.enable()
+
+
+def test_memory_of_a_moved_tensor_is_free() -> None:
+    off = everything()
+    x = torch.randn(1000, requires_grad=True)
+    with off:
+        y = x.exp()
+        storage = y.untyped_storage()._weak_ref()
+        z = y.sum()
+        del y
+        assert torch.UntypedStorage._new_with_weak_ptr(storage) is None
+    z.backward()
+    torch.UntypedStorage._free_weak_ref(storage)
+
+
+def test_exception_in_forward(engine: tuple[str, str]) -> None:
+    device, backend = engine
+    off = everything(backend)
+    x = torch.randn(100, device=device, requires_grad=True)
+    with pytest.raises(KeyError, match="mine"), off:
+        y = x.exp()
+        raise KeyError("mine")
+    del y
+    gc.collect()
+    assert numbers(off)["live_bytes"] == 0
+    with off:
+        y = x.exp()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())
+
+
+def test_exception_in_backward(engine: tuple[str, str]) -> None:
+    device, backend = engine
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("mine")
+
+    off = everything(backend)
+    for _ in range(3):
+        x = torch.randn(100, device=device, requires_grad=True)
+        with off:
+            y = Fails.apply(x.exp().sin()).cos()
+        with pytest.raises(ValueError, match="mine"):
+            y.sum().backward()
+        del y
+        gc.collect()
+        assert numbers(off)["live_bytes"] == 0
+        with off:
+            y = x.exp().sin().cos()
+        y.sum().backward()
+        e = x.detach().requires_grad_()
+        e.exp().sin().cos().sum().backward()
+        assert torch.equal(x.grad, e.grad)
+
+
+def test_nothing_of_a_use_is_found_by_the_next(engine: tuple[str, str]) -> None:
+    """The same tensor, storage and version, with other numbers in it that no counter saw."""
+    device, backend = engine
+    off = everything(backend)
+    x = torch.ones(100, device=device)
+    for i in range(3):
+        x.data.fill_(float(i))
+        (came,) = saved_and_restored(off, x)
+        assert torch.equal(came, torch.full_like(x, float(i)))
+
+
+@cuda
+def test_device_memory_is_freed() -> None:
+    torch.cuda.synchronize()
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    expected = plain_gradient(x, 8)
+    before = torch.cuda.memory_allocated()
+    off = everything("copy")
+    for _ in range(3):
+        with off:
+            y = chain(x, 8).sum()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before < x.nbytes
+        (g,) = torch.autograd.grad(y, x)
+        assert torch.equal(g, expected)
+        del y, g
+        torch.cuda.synchronize()
+        off.report()
+        assert torch.cuda.memory_allocated() == before
