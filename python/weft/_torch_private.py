@@ -27,6 +27,7 @@ __all__ = [
     "keeps_graph",
     "maps_alone",
     "onnx_exporting",
+    "outside_transforms",
     "parse_to",
     "tracing_context",
     "uncached_parametrizations",
@@ -48,6 +49,9 @@ fp32_precision = torch._C._get_fp32_precision_getter
 
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass that runs keeps its graph."""
+
+outside_transforms = torch._C._DisableFuncTorch
+"""A context in which tensors are made outside of torch.func's transforms, whose own do not outlive them."""
 
 parse_to = torch._C._nn._parse_to
 """The arguments of Tensor.to -> (device, dtype, non_blocking, memory format)."""

@@ -608,6 +608,18 @@ def test_patterns_made_in_inference_mode_serve_gradients_later() -> None:
         torch.autograd.grad(product.mv(torch.randn(18)).sum(), leaf)
 
 
+@pytest.mark.parametrize("name", GENERATORS)
+def test_default_device(name: str) -> None:
+    """Whatever torch makes by itself is elsewhere: patterns are where the tensor is."""
+    generator, shape = GENERATORS[name]
+    x = f64(*shape)
+    want = generator(x)
+    clear_cache()
+    with torch.device("meta"):
+        found = generator(x)
+    assert found.device.type == "cpu" and torch.equal(found.to_dense(), want.to_dense())
+
+
 def test_the_cache_can_be_cleared() -> None:
     weight = torch.randn(2, 1, 3, 3)
     first = conv2d_jacobian(weight, (1, 5, 5))

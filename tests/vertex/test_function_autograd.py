@@ -9,6 +9,7 @@ import weft
 from torch import nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
+from weft.vertex import models
 
 from tests.common import relative_error
 from tests.vertex.cells import (
@@ -66,6 +67,19 @@ def test_torch_func_and_forward_mode(net, executor):
     # Nothing of the transforms is left behind.
     again = torch.autograd.grad(m(GRAPHS, x, executor=executor).sin().sum(), x)[0]
     assert torch.equal(again, wanted[-1])
+
+
+@executors
+def test_graphs_first_seen_by_a_transform(executor):
+    m, x = models.TreeLSTM(3, 2), rows()
+    graphs = weft.Graphs.from_children(CHILDREN)
+
+    def loss(x):
+        return m(graphs, x, executor=executor)[graphs.roots].sin().sum()
+
+    found = torch.func.grad(loss)(x)
+    x.requires_grad_()
+    assert relative_error(found, torch.autograd.grad(loss(x), x)[0]) < 1e-6
 
 
 @executors

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.utils.prune
 import weft
 from torch import nn
+from weft.vertex import models
 
 from tests.common import relative_error
 from tests.vertex.cells import (
@@ -120,3 +123,24 @@ def test_several_functions_refused(executor):
 def test_a_plain_function_ignores_types():
     m, x = cell(), rows()
     assert torch.equal(m(TYPED, x), m(GRAPHS, x))
+
+
+@executors
+def test_default_device(executor):
+    """Whatever torch makes by itself is elsewhere: plans and programs are not."""
+    typed = GRAPHS.with_types(["a", "b", *["a"] * (GRAPHS.num_vertices - 2)])
+    several = weft.VertexFunctions({"a": models.ChildSumTreeLSTM(3, 2), "b": models.ChildSumTreeLSTM(3, 2)})
+    x = rows(requires_grad=True)
+    for m, graphs in ((models.TreeLSTM(3, 2), GRAPHS), (several, typed)):
+        found = []
+        for device in ("cpu", "meta"):
+            with torch.device(device):
+                fresh, again = weft.Graphs.batch([graphs]), copy.deepcopy(m)
+                out = again(fresh, x, executor=executor)
+                wrt = [x, *again.parameters()]
+                found.append([out, *torch.autograd.grad(out.sin().sum(), wrt, materialize_grads=True)])
+        assert all(map(torch.equal, *found))
+    shallow = weft.Graphs.from_children([[[]], [[]], [[1, 1, 1], []]])
+    one_slot = models.ChainLSTM(3, 2)
+    with torch.device("meta"), pytest.raises(ValueError, match="graph 2, vertex 0"):
+        one_slot(shallow, x[:4], executor=executor)

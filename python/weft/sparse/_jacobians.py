@@ -524,7 +524,7 @@ def avg_pool2d_jacobian(
         windows = _pool_windows(op, outputs, sizes, kernel, stride, padding, (1, 1))
         counts = []
         for n, m, k, s, p in zip(sizes, outputs, kernel, stride, padding, strict=True):
-            start = torch.arange(m) * s - p
+            start = torch.arange(m, device="cpu") * s - p
             stop = (start + k).clamp(max=n + p)
             counts.append(stop - start if count_include_pad else stop.clamp(max=n) - start.clamp(min=0))
         size = (counts[0][:, None] * counts[1]).flatten()

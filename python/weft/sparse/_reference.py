@@ -35,7 +35,7 @@ def conv_values_reference(weight: Tensor, windows: list[Tensor], groups: int) ->
     crow, row, _, tap_crow, taps, *_ = (t.long() for t in windows)
     n = row.shape[0]
     joined = weight.new_zeros(taps.shape[0], n)
-    joined[torch.arange(taps.shape[0]), rows_of(tap_crow, taps.shape[0])] = 1
+    joined[torch.arange(taps.shape[0], device=taps.device), rows_of(tap_crow, taps.shape[0])] = 1
     sums = weight.index_select(-1, taps) @ joined  # (groups * out_channels, in_channels, n)
     out_channels, in_channels = weight.shape[0] // groups, weight.shape[1]
     first, length = crow[row], (crow[1:] - crow[:-1])[row]

@@ -161,7 +161,7 @@ def _csr_matmul_plan(a: list[Tensor], b: list[Tensor]) -> tuple[Tensor, ...]:
     context = torch.library.get_ctx()
     index = torch.promote_types(a[0].dtype, b[0].dtype)
     new = (a[0].new_empty(context.new_dynamic_size(), dtype=index) for _ in range(7))
-    return (a[0].new_empty(a[0].shape[0], dtype=index), *new, torch.empty(3, dtype=torch.int64))
+    return (a[0].new_empty(a[0].shape[0], dtype=index), *new, torch.empty(3, dtype=torch.int64, device="cpu"))
 
 
 @torch.library.register_fake("weft::csr_matmul")

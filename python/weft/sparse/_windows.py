@@ -53,7 +53,7 @@ class Line(NamedTuple):
 def sliding(n: int, outputs: int, kernel: int, stride: int, before: int, dilation: int, mode: str = "zeros") -> Line:
     """A window of ``kernel`` taps over ``n`` inputs, the first ``before`` ahead of the first input; what a tap reads
     outside is nothing in mode "zeros", else what torch.nn.functional.pad puts there."""
-    output, tap = torch.meshgrid(torch.arange(outputs), torch.arange(kernel), indexing="ij")
+    output, tap = torch.meshgrid(torch.arange(outputs, device="cpu"), torch.arange(kernel, device="cpu"), indexing="ij")
     output, tap = output.flatten(), tap.flatten()
     place = output * stride - before + tap * dilation
     if mode == "zeros":
@@ -70,11 +70,11 @@ def sliding(n: int, outputs: int, kernel: int, stride: int, before: int, dilatio
 
 def adaptive(n: int, outputs: int) -> Line:
     """Windows from floor(o n / outputs) to ceil((o + 1) n / outputs)."""
-    o = torch.arange(outputs)
+    o = torch.arange(outputs, device="cpu")
     start, stop = o * n // max(outputs, 1), -(-(o + 1) * n // max(outputs, 1))
     size = stop - start
     output = torch.repeat_interleave(o, size)
-    tap = torch.arange(output.shape[0]) - torch.repeat_interleave(size.cumsum(0) - size, size)
+    tap = torch.arange(output.shape[0], device="cpu") - torch.repeat_interleave(size.cumsum(0) - size, size)
     return Line(start[output] + tap, output, tap, n, outputs, int(size.max()) if outputs else 0)
 
 
@@ -83,7 +83,10 @@ def join(lines: Sequence[Line]) -> Windows:
     flat = lines[0]
     for line in lines[1:]:
         first, second = (
-            i.flatten() for i in torch.meshgrid(torch.arange(len(flat.tap)), torch.arange(len(line.tap)), indexing="ij")
+            i.flatten()
+            for i in torch.meshgrid(
+                torch.arange(len(flat.tap), device="cpu"), torch.arange(len(line.tap), device="cpu"), indexing="ij"
+            )
         )
         flat = Line(
             *(a[first] * size + b[second] for a, b, size in zip(flat[:3], line[:3], line[3:], strict=True)),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+from .._torch_private import in_transform, outside_transforms
 
 __all__ = ["Resident", "trainable"]
 
@@ -15,8 +17,16 @@ _read_by_graphs: list[Tensor] = []
 
 
 def trainable() -> AbstractContextManager:
-    """What is made in it serves calls that train, also where the first does not."""
+    """What is made in it serves calls that train, outside of torch.func's transforms, also where the first does not."""
+    if in_transform():
+        return _outside()
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    with outside_transforms(), torch.inference_mode(False):
+        yield
 
 
 class Resident:

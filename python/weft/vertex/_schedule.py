@@ -80,7 +80,7 @@ class Schedule:
 
     def _pinned(self) -> Tensor:
         # A copy by torch would wake all of its threads, which can take longer than the plan.
-        block = torch.empty(self.core.size, dtype=torch.int32, pin_memory=True)
+        block = torch.empty(self.core.size, dtype=torch.int32, device="cpu", pin_memory=True)
         self.core.write(block.data_ptr())
         return block
 

@@ -36,7 +36,7 @@ class Batched:
     def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:
         compiled = plan.frontiers
         with torch.inference_mode(False):
-            program = torch.tensor(compiled.code, dtype=torch.int64)
+            program = torch.tensor(compiled.code, dtype=torch.int64, device="cpu")
         frontiers = _C.Frontiers(
             program=program,
             constants=compiled.constants,

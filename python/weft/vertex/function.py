@@ -608,7 +608,7 @@ def _which(name: str, graphs: Graphs, types: Mapping[str, int]) -> Tensor | None
         raise ValueError(f"{name}: graphs have no types; there are functions for {', '.join(map(repr, types))}")
 
     def number() -> Tensor:
-        numbers = torch.tensor([types.get(t, -1) for t in graphs.types])
+        numbers = torch.tensor([types.get(t, -1) for t in graphs.types], device="cpu")
         for v in (numbers < 0).nonzero()[:1, 0].tolist():
             raise ValueError(f"{name}: {_where(graphs, v)}: there is no function for type {graphs.types[v]!r}")
         return numbers
@@ -626,7 +626,7 @@ def _check_slots(
 
     def beyond() -> int:
         _, parents, slots = graphs.to("cpu").edges.unbind(1)
-        limit = allowed[0] if which is None else torch.tensor(allowed)[which[parents]]
+        limit = allowed[0] if which is None else torch.tensor(allowed, device="cpu")[which[parents]]
         return next(iter((slots >= limit).nonzero()[:1, 0].tolist()), -1)
 
     edge = _keep(graphs, ("beyond", tuple(allowed), None if types is None else tuple(types.items())), beyond)

@@ -70,7 +70,7 @@ class Plan:
         order = torch.argsort(task, stable=True)
         starts = _starts(counts)
         position = torch.empty_like(order)
-        position[order] = torch.arange(n) - torch.repeat_interleave(starts, counts)
+        position[order] = torch.arange(n, device="cpu") - torch.repeat_interleave(starts, counts)
 
         child, parent, slot = edges.unbind(1)
         # Edges in the order of the tasks that gather; within one, as they were: by parent, then slot.
@@ -82,7 +82,7 @@ class Plan:
         # Within a task, by the task that gives.
         arrival = torch.argsort(taker * tasks + giver, stable=True)
         arrivals = torch.empty_like(arrival)
-        arrivals[arrival] = torch.arange(m) - edge_starts[taker[arrival]]
+        arrivals[arrival] = torch.arange(m, device="cpu") - edge_starts[taker[arrival]]
         # All that one task gives, by the task that takes it.
         uses = torch.argsort(giver, stable=True)
         pairs, pair_counts = torch.unique_consecutive(
@@ -106,7 +106,7 @@ class Plan:
 
         self.order = here(order)
         self.inverse = here(torch.argsort(order))
-        self.ordered = bool((order == torch.arange(n)).all())
+        self.ordered = bool((order == torch.arange(n, device="cpu")).all())
         sources, takers = defaultdict(list), defaultdict(list)
         for (a, b), count in zip(pairs.tolist(), pair_counts.tolist(), strict=True):
             takers[a].append((b, count))
