@@ -45,7 +45,7 @@ FLAWS = {
     "looks for the start of another tile": (4, "shared.starts[stage],", "shared.starts[stage ^ 1],"),
     "forgets what other tiles have": (4, "before += int64_t(high << 32 | low);", ""),
     "looks back one window alone": (4, "if (sums == 0) break;", "if (sums == 0) return before;"),
-    "forgets what does not fit": (4, "fits ? args.values : args.all", "args.values"),
+    "forgets what does not fit": (4, "if (fit == count || args.all == nullptr) return;", "return;"),
     "reads x behind the end": (4, "if (piece + (i + 1) * kItem <= left)", "if (piece + i * kItem <= left)"),
     "spreads before the values are there": (4, "    __syncthreads();  // words and values are there\n", ""),
 }  # fmt: skip

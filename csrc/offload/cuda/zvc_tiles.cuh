@@ -248,14 +248,10 @@ template <int kItem>
 __device__ __forceinline__ void write_values(const ZvcCompress& args, int64_t start, int count,
                                              const typename Element<kItem>::T* packed, int thread) {
   using T = typename Element<kItem>::T;
-#pragma unroll 1
-  while (count > 0) {
-    const bool fits = start < args.capacity;
-    const int part = fits ? int(min(int64_t(count), args.capacity - start)) : count;
-    T* const to = static_cast<T*>(fits ? args.values : args.all);
-    if (to != nullptr) write_run(to + start, start, part, packed, thread);
-    start += part, packed += part, count -= part;
-  }
+  const int fit = start + count <= args.capacity ? count : int(max(args.capacity - start, int64_t(0)));
+  write_run(static_cast<T*>(args.values) + start, start, fit, packed, thread);
+  if (fit == count || args.all == nullptr) return;
+  for (int i = fit + thread; i < count; i += kThreads) static_cast<T*>(args.all)[start + i] = packed[i];
 }
 
 // What a thread has of a tile: its pieces, their bits by rows, a byte each, and how many of these are set in the lanes
