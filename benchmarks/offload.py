@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -163,6 +164,23 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
 
             return run
 
+        def bytes_per_second(transfer: Callable[[], Any], lane: torch.cuda.Stream, count: int) -> float:
+            """Over the bus, until the last transfer that ends before the products do."""
+            begin, end, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(2 + count))
+            torch.cuda.synchronize()
+            begin.record()
+            side.wait_stream(torch.cuda.current_stream())
+            products()
+            end.record()
+            with torch.cuda.stream(side):
+                for event in ends:
+                    transfer()
+                    event.record(lane)
+            torch.cuda.synchronize()
+            done = [begin.elapsed_time(event) for event in ends]
+            done = [time for time in done if time <= begin.elapsed_time(end)] or done[:1]
+            return len(done) * trip.sent_bytes / (done[-1] * 1e-3)
+
         rates, rows = link("cuda"), []
         alone = measure({"alone": Candidate(products)}, "cuda", repeats=4)["alone"] * 1e-3
         out, _, _, spread = map(torch.cuda.ExternalStream, engine.streams(torch.cuda.current_device()))
@@ -176,6 +194,8 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
             candidates = {"alone": Candidate(products, rest), "beside": Candidate(run_beside, rest)}
             times = measure(candidates, "cuda", repeats=10)
             rows.append(results.put(cases[way], "gemm", "ms", times["beside"], "alone", times["alone"]))
+            reached = statistics.median(bytes_per_second(transfer, lane, count) for _ in range(5))
+            rows.append(results.put(cases[way], "transfer", "ms/GB", 1e12 / reached, "floor", 1e12 / rate))
 
             def run_alone(_: Any, transfer: Callable[[], Any] = transfer, lane: Any = lane) -> None:
                 transfer()
@@ -186,7 +206,7 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
         off.close()
         return rows
 
-    return Entry(" ".join(cases.values()), ("gemm",), run)
+    return Entry(" ".join(cases.values()), ("gemm", "transfer"), run)
 
 
 # ------------------------------------------------------------------------------------------------------ training steps

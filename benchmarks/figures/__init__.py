@@ -43,6 +43,7 @@ METRICS = {
     "predicted_step": "step as the policy predicts it",
     "host": "time of the host per saved tensor",
     "gemm": "matrix products beside the codec",
+    "transfer": "a gigabyte over the bus, beside matrix products",
     "compressed": "compressed size",
     "read": "back on the device and read",
     "device_time": "time of the device",
