@@ -221,7 +221,12 @@ FLAWS = {
     "does not wait for its rows": ("      copy_wait<1>();\n", ""),
     "takes a state that is not there": (
         "Acc(wait_for_word(state_word(known, c), states[c]))",
-        "Acc(__longlong_as_double(int64_t(states[c] ^ kTurned)))",
+        "Acc(to_word(states[c]))",
+    ),
+    "takes a near state that is not there": ("first_known &= first[c] != 0;", ""),
+    "believes the nearest total": (
+        "if (!last.follow(roundings(), x[c]))",
+        "if (last.follow(roundings(), x[c]), false)",
     ),
     "believes every total": ("if (!total.follow(roundings(), x[c]))", "if (total.follow(roundings(), x[c]), false)"),
     "believes its own total": ("known &= group.all[c].follow(", "group.all[c].follow("),

@@ -20,10 +20,13 @@ __device__ __forceinline__ uint64_t look_at_word(const uint64_t* from) {
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(from));
   return seen;
 }
+__device__ __forceinline__ double to_word(uint64_t seen) {
+  return __longlong_as_double(int64_t(seen ^ kTurned));
+}
 // The word, of which `seen` has been seen.
 __device__ __forceinline__ double wait_for_word(const uint64_t* from, uint64_t seen) {
   while (seen == 0) seen = look_at_word(from);
-  return __longlong_as_double(int64_t(seen ^ kTurned));
+  return to_word(seen);
 }
 __device__ __forceinline__ void publish_status(uint32_t* status, uint32_t value) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(status), "r"(value));

@@ -525,11 +525,13 @@ class Tile {
       }
       return;
     }
-    // Lane i looks at the i-th tile before this one.
+    // Lane i looks at the i-th tile before this one. The state is mostly that of the first or the second, whose words
+    // come in the same trip to L2.
     int nearest;
     for (bool found = false; !found;) {
       const int64_t looked_at = chunk - 1 - int(threadIdx.x) % 32;
       const uint32_t seen = looked_at >= 0 ? look_at_status(status(looked_at)) : 0;
+      if (near_state(chunk, x)) return;
       const unsigned states = __ballot_sync(~0u, seen == kState), any = __ballot_sync(~0u, seen != 0);
       nearest = __ffs(int(states)) - 1;
       found = states != 0 && (((1u << nearest) - 1) & ~any) == 0;
@@ -571,6 +573,39 @@ class Tile {
     }
   }
 
+  // The state before the tile, where the words that say it for all lanes are there.
+  __device__ bool near_state(int64_t chunk, Acc (&x)[kChannels]) const {
+    uint64_t first[kChannels], second[kChannels], total[kChannels][S::kTotalWords];
+    bool first_known = true, second_known = chunk > 1;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      first[c] = look_at_word(state_word(chunk - 1, c));
+      second[c] = chunk > 1 ? look_at_word(state_word(chunk - 2, c)) : 0;
+#pragma unroll
+      for (int j = 0; j < S::kTotalWords; ++j) total[c][j] = look_at_word(words(chunk - 1, c) + kLanes * j);
+    }
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      first_known &= first[c] != 0;
+      second_known &= second[c] != 0;
+#pragma unroll
+      for (int j = 0; j < S::kTotalWords; ++j) second_known &= total[c][j] != 0;
+    }
+    if (!__any_sync(~0u, !first_known)) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) x[c] = Acc(to_word(first[c]));
+      return true;
+    }
+    if (__any_sync(~0u, !second_known)) return false;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      x[c] = Acc(to_word(second[c]));
+      Total<Acc> last;
+      last.each_word([&](int j, double& word) { word = to_word(total[c][j]); });
+      if (!last.follow(roundings(), x[c])) x[c] = wait_for_state(chunk - 1, c);
+    }
+    return true;
+  }
   __device__ uint64_t* state_word(int64_t chunk, int c) const {
     return words(chunk, c) + kLanes * S::kTotalWords;
   }

@@ -19,12 +19,15 @@ inline void put_word(uint64_t* to, double word) {
 inline uint64_t look_at_word(const uint64_t* from) {
   return *from;
 }
-inline double wait_for_word(const uint64_t* from, uint64_t seen) {
-  for (; seen == 0; seen = *from) emulator::yield();
+inline double to_word(uint64_t seen) {
   double word;
   seen ^= kTurned;
   std::memcpy(&word, &seen, 8);
   return word;
+}
+inline double wait_for_word(const uint64_t* from, uint64_t seen) {
+  for (; seen == 0; seen = *from) emulator::yield();
+  return to_word(seen);
 }
 inline void publish_status(uint32_t* status, uint32_t value) {
   if (favoured == 2 && value == kTotal) return;
