@@ -219,16 +219,16 @@ def test_the_walk_on_a_processor(size: int, many: bool, tmp_path) -> None:
 
 FLAWS = {
     "does not wait for its rows": ("      copy_wait<1>();\n", ""),
-    "takes a state that is not there": (
-        "Acc(wait_for_word(state_word(known, c), states[c]))",
-        "Acc(to_word(states[c]))",
-    ),
-    "takes a near state that is not there": ("first_known &= first[c] != 0;", ""),
+    "takes a state that is not there": ("Acc(wait_for_word(state_word(known, c), state))", "Acc(to_word(state))"),
+    "takes a near state that is not there": ("if (!__any_sync(~0u, first == 0)) {", "if (true) {"),
     "believes the nearest total": (
-        "if (!last.follow(roundings(), x[c]))",
-        "if (last.follow(roundings(), x[c]), false)",
+        "if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);",
+        "total.follow(roundings(), x);",
     ),
-    "believes every total": ("if (!total.follow(roundings(), x[c]))", "if (total.follow(roundings(), x[c]), false)"),
+    "believes every total": (
+        "if (!total.follow(roundings(), x)) x = wait_for_state(k, c);",
+        "total.follow(roundings(), x);",
+    ),
     "believes its own total": ("known &= group.all[c].follow(", "group.all[c].follow("),
     "runs nothing again": ("if (known && by_total) x = start;", "x = start;"),
     "reads an A before the first": ("first_ == 0 && scan_.x0 == nullptr ? 1 : 0", "0"),

@@ -85,6 +85,7 @@ struct alignas(16) TileShared {
   double totals[2][Shape::kTileStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
   double groups[2][Shape::kStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];  // of each 8 strands
   State<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
+  State<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
   Place places[kPlaces];
 };
 
@@ -514,7 +515,7 @@ class Tile {
   }
 
   // The state before the tile.
-  __device__ void find_state(Acc (&x)[kChannels]) const {
+  __device__ void find_state(Acc (&x)[kChannels]) {
     const int64_t chunk = place_.chunk;
     if (chunk == 0) {
 #pragma unroll
@@ -525,85 +526,78 @@ class Tile {
       }
       return;
     }
+    // Of a half type two lanes have the same two channels: each follows one.
+    const int c = strand_ % kChannels;
+    Acc state;
+    follow_tiles(chunk, c, state);
+    if constexpr (kChannels == 1) {
+      x[0] = state;
+    } else {
+      static_assert(kStrands % kChannels == 0);
+      shared_.found[c][lane_] = state;
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i) x[i] = shared_.found[i][lane_];
+      __syncwarp();  // before the next tile's are found
+    }
+  }
+  __device__ void follow_tiles(int64_t chunk, int c, Acc& x) const {
     // Lane i looks at the i-th tile before this one. The state is mostly that of the first or the second, whose words
     // come in the same trip to L2.
     int nearest;
     for (bool found = false; !found;) {
       const int64_t looked_at = chunk - 1 - int(threadIdx.x) % 32;
       const uint32_t seen = looked_at >= 0 ? look_at_status(status(looked_at)) : 0;
-      if (near_state(chunk, x)) return;
+      if (near_state(chunk, c, x)) return;
       const unsigned states = __ballot_sync(~0u, seen == kState), any = __ballot_sync(~0u, seen != 0);
       nearest = __ffs(int(states)) - 1;
       found = states != 0 && (((1u << nearest) - 1) & ~any) == 0;
     }
     const int64_t known = chunk - 1 - nearest;
-    uint64_t states[kChannels];
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) states[c] = look_at_word(state_word(known, c));
+    const uint64_t state = look_at_word(state_word(known, c));
     // Totals in batches, so that one trip to L2 serves many, the first of them with the state.
-    constexpr int kBatch = (sizeof(T) == 8 ? 2 : 4) / kChannels;
+    constexpr int kBatch = sizeof(T) == 8 ? 2 : 4;
     for (int64_t first = known + 1;; first += kBatch) {
-      uint64_t seen[kBatch][kChannels][S::kTotalWords];
+      uint64_t seen[kBatch][S::kTotalWords];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-#pragma unroll
-          for (int j = 0; j < S::kTotalWords; ++j) {
-            seen[i][c][j] = first + i < chunk ? look_at_word(words(first + i, c) + kLanes * j) : 1;
-          }
+        for (int j = 0; j < S::kTotalWords; ++j) {
+          seen[i][j] = first + i < chunk ? look_at_word(words(first + i, c) + kLanes * j) : 1;
         }
       }
-      if (first == known + 1) {
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) x[c] = Acc(wait_for_word(state_word(known, c), states[c]));
-      }
+      if (first == known + 1) x = Acc(wait_for_word(state_word(known, c), state));
       if (first >= chunk) break;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int64_t k = first + i;
         if (k >= chunk) continue;
-#pragma unroll
-        for (int c = 0; c < kChannels; ++c) {
-          Total<Acc> total;
-          total.each_word([&](int j, double& word) { word = wait_for_word(words(k, c) + kLanes * j, seen[i][c][j]); });
-          if (!total.follow(roundings(), x[c])) x[c] = wait_for_state(k, c);
-        }
+        Total<Acc> total;
+        total.each_word([&](int j, double& word) { word = wait_for_word(words(k, c) + kLanes * j, seen[i][j]); });
+        if (!total.follow(roundings(), x)) x = wait_for_state(k, c);
       }
     }
   }
 
   // The state before the tile, where the words that say it for all lanes are there.
-  __device__ bool near_state(int64_t chunk, Acc (&x)[kChannels]) const {
-    uint64_t first[kChannels], second[kChannels], total[kChannels][S::kTotalWords];
-    bool first_known = true, second_known = chunk > 1;
+  __device__ bool near_state(int64_t chunk, int c, Acc& x) const {
+    const uint64_t first = look_at_word(state_word(chunk - 1, c));
+    const uint64_t second = chunk > 1 ? look_at_word(state_word(chunk - 2, c)) : 0;
+    uint64_t seen[S::kTotalWords];
+    bool second_known = second != 0;
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      first[c] = look_at_word(state_word(chunk - 1, c));
-      second[c] = chunk > 1 ? look_at_word(state_word(chunk - 2, c)) : 0;
+    for (int j = 0; j < S::kTotalWords; ++j) seen[j] = look_at_word(words(chunk - 1, c) + kLanes * j);
 #pragma unroll
-      for (int j = 0; j < S::kTotalWords; ++j) total[c][j] = look_at_word(words(chunk - 1, c) + kLanes * j);
-    }
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      first_known &= first[c] != 0;
-      second_known &= second[c] != 0;
-#pragma unroll
-      for (int j = 0; j < S::kTotalWords; ++j) second_known &= total[c][j] != 0;
-    }
-    if (!__any_sync(~0u, !first_known)) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) x[c] = Acc(to_word(first[c]));
+    for (int j = 0; j < S::kTotalWords; ++j) second_known &= seen[j] != 0;
+    if (!__any_sync(~0u, first == 0)) {
+      x = Acc(to_word(first));
       return true;
     }
     if (__any_sync(~0u, !second_known)) return false;
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      x[c] = Acc(to_word(second[c]));
-      Total<Acc> last;
-      last.each_word([&](int j, double& word) { word = to_word(total[c][j]); });
-      if (!last.follow(roundings(), x[c])) x[c] = wait_for_state(chunk - 1, c);
-    }
+    x = Acc(to_word(second));
+    Total<Acc> total;
+    total.each_word([&](int j, double& word) { word = to_word(seen[j]); });
+    if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);
     return true;
   }
   __device__ uint64_t* state_word(int64_t chunk, int c) const {
