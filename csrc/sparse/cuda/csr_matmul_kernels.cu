@@ -26,7 +26,8 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kSamples = 4;           // of one thread
-constexpr int kElements = 4;          // of a thread that has one sample
+constexpr int kElements = 2;          // of a thread that has one sample; more products of each wait for each other
+constexpr int kGathers = 4;           // the same where an element is one product
 constexpr int kWide = 16;             // samples whose numbers lie side by side
 constexpr int kWorthwhile = 1 << 15;  // numbers of the result a multiprocessor, from which y is laid out for them
 constexpr int kColumns = 128;         // of a warp's row, four a lane
@@ -405,9 +406,13 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
       done = limit % m.c_nnz;
     }
     const auto blocks = [&](int64_t elements) { return ceil_div(m.listed_elements, kThreads * elements); };
+    const auto each = [&](auto elements) {
+      constexpr int kOwn = decltype(elements)::value;
+      launch("csr_matmul_listed", listed_kernel<I, T, 1, kOwn>, Grid(blocks(kOwn), most(m.batch)), kThreads, 0, stream,
+             m, done);
+    };
     if (m.batch == 1 || done > 0) {
-      launch("csr_matmul_listed", listed_kernel<I, T, 1, kElements>, Grid(blocks(kElements), most(m.batch)), kThreads,
-             0, stream, m, done);
+      m.starts ? each(std::integral_constant<int, kElements>()) : each(std::integral_constant<int, kGathers>());
     } else {
       launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>, Grid(blocks(1), most(ceil_div(m.batch, kSamples))),
              kThreads, 0, stream, m, done);
