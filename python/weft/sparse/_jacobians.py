@@ -289,6 +289,8 @@ def _weighted(
         return BatchedCSR._of(whole().pattern, _conv_values(weight, windows, groups))
     pruned = _pruned(key, weight, windows, groups, owner)
     source = _conv_values(weight * pruned.kept, windows, groups) if pruned.folds else weight.reshape(-1)
+    if not (torch.is_grad_enabled() and source.requires_grad) and not differentiated_by_transform(source):
+        return BatchedCSR._of(pruned.pattern, source.index_select(0, pruned.source))
     starts = _cached(
         ("starts", pruned.source.shape[0], pruned.source.dtype, weight.device),
         weight.device,
