@@ -6,7 +6,7 @@
 // crows[k] (n_(k+1) + 1,), cols[k] (nnz_k,)   the pattern of J_k, int32 or int64, all the same; both empty: J_k is
 // diagonal values[k] (nnz_k,), shared by the batch, or (B, nnz_k)
 //
-// On CUDA this is one cooperative launch, with a barrier of the grid between the products: see
+// On CUDA this is one launch for many products, of clusters or of a whole grid whose blocks meet: see
 // cuda/csr_chain_kernels.cu. float16, bfloat16, float32, float64; half precision is summed in float32 and rounded at
 // every out[k]. Sums have a fixed order; samples do not meet. Indices are trusted. Differentiable to any order, as
 // products one after the other.
