@@ -285,8 +285,12 @@ class MatrixGradients {
       const auto rows = [&](int32_t buffer) {
         return run_.tensors[buffer].narrow(0, first - run_.first_row(buffer), end - first);
       };
-      const bool more = !started_.insert(g.matrix).second;
-      executor_.gradient(rows(g.source), rows(g.gradient), found.at(g.matrix), more);
+      at::Tensor& total = found.at(g.matrix);
+      if (started_.insert(g.matrix).second) {
+        at::mm_out(total, rows(g.source).t(), rows(g.gradient));
+      } else {
+        at::addmm_out(total, total, rows(g.source).t(), rows(g.gradient));
+      }
     }
   }
 
@@ -305,15 +309,6 @@ void check_numbers(const std::map<int32_t, at::Tensor>& found, at::IntArrayRef e
 }
 
 }  // namespace
-
-void Executor::gradient(const at::Tensor& source, const at::Tensor& gradient, const at::Tensor& total, bool more) {
-  at::Tensor to = total;
-  if (more) {
-    at::addmm_out(to, to, source.t(), gradient);
-  } else {
-    at::mm_out(to, source.t(), gradient);
-  }
-}
 
 std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, at::IntArrayRef results,
                                     Executor& executor) {

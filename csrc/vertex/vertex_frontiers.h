@@ -75,13 +75,11 @@ class Executor {
   // and source are contiguous.
   virtual void product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix,
                        const at::Tensor& target, int64_t to, int64_t count) = 0;
-  // total = source.T @ gradient, or where `more`, total += that.
-  virtual void gradient(const at::Tensor& source, const at::Tensor& gradient, const at::Tensor& total, bool more);
   // All steps of a pass on the last tasks, from number `first` on, where the device does that faster than step by step.
   virtual bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) {
     return false;
   }
-  // Runs after all that was asked for so far, and beside what comes until join. `work` keeps nothing that it allocates.
+  // Runs after all that was asked for so far, and beside what comes until join. `work` allocates nothing.
   virtual void aside(const std::function<void()>& work) = 0;
   virtual void join() = 0;
 };

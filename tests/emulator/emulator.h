@@ -222,12 +222,6 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
-struct alignas(8) float2 {
-  float x, y;
-};
-inline float2 make_float2(float x, float y) {
-  return {x, y};
-}
 using std::max;
 using std::min;
 

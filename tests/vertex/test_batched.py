@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -612,3 +613,24 @@ def test_traces_for_cuda_are_compiled():
     assert "native_dropout" not in str(found.program) and "fused" not in str(found.program)
     plan = compile_traces([found], lambda kind, name: True, (3,), "float32", True, True)
     assert plan.frontiers.forward and plan.frontiers.backward
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("H", [128, 260])
+def test_large_frontiers_on_cuda(H):
+    """Whose kernels have four columns of a row in a thread, or one."""
+    graphs = weft.Graphs.from_parents([[32 + v // 2 for v in range(62)] + [-1]] * 600).to("cuda")
+    cell = models.TreeFC(H).cuda()
+    x = torch.randn(graphs.num_vertices, H, device="cuda", requires_grad=True)
+    grad = torch.randn_like(x)
+
+    def step(cell: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        given = x.detach().to(dtype).requires_grad_()
+        out = cell(graphs, given, executor="batched")
+        return [out.detach(), *torch.autograd.grad(out, [given, *cell.parameters()], grad.to(dtype))]
+
+    found, again = step(cell, torch.float32), step(cell, torch.float32)
+    wanted = step(copy.deepcopy(cell).double(), torch.float64)
+    for f, a, w in zip(found, again, wanted, strict=True):
+        assert torch.equal(f, a)
+        assert relative_error(f, w) < 3e-6

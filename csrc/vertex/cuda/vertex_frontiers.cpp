@@ -16,7 +16,6 @@
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/Exceptions.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sum.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 #include <ATen/cuda/CUDAGraphsUtils.cuh>
@@ -35,7 +34,6 @@
 #include "common/integers.h"
 #include "jit/jit.h"
 #include "vertex/cuda/frontier.jit.cuh"
-#include "vertex/cuda/product.jit.cuh"
 #include "vertex/source.h"
 
 namespace weft::vertex {
@@ -43,7 +41,6 @@ namespace {
 
 constexpr const char* kSource = "vertex/cuda/frontier.jit.cu";
 constexpr const char* kTailSource = "vertex/cuda/tail.jit.cu";
-constexpr const char* kProductSource = "vertex/cuda/product.jit.cu";
 constexpr int kThreads = 128;
 
 class CudaExecutor final : public Executor {
@@ -98,7 +95,6 @@ class CudaExecutor final : public Executor {
       target.narrow(0, to, count).zero_();
       return;
     }
-    if (split_product(transposed, source, from, dense, by_rows, target, to, count)) return;
     // torch's own wrappers are not exported. Its handle is on the current stream and follows its setting of TF32.
     const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
     const cublasOperation_t operation = form == 'n' ? CUBLAS_OP_N : CUBLAS_OP_T;
@@ -122,34 +118,6 @@ class CudaExecutor final : public Executor {
     const cudaDataType type = dense.scalar_type() == at::kHalf ? CUDA_R_16F : CUDA_R_16BF;
     TORCH_CUDABLAS_CHECK(cublasGemmEx(handle, operation, CUBLAS_OP_N, m, n, k, &one, a, type, lda, b, type, k, &zero, c,
                                       type, m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
-  }
-
-  void gradient(const at::Tensor& source, const at::Tensor& gradient, const at::Tensor& total, bool more) override {
-    const int64_t rows = total.size(0), columns = total.size(1), inner = source.size(0);
-    const int64_t tiles = ceil_div(rows, 128) * ceil_div(columns, 128);
-    const bool fits = source.is_contiguous() && gradient.is_contiguous() && total.is_contiguous() &&
-                      aligned(source.const_data_ptr()) && aligned(gradient.const_data_ptr());
-    if (!fits || inner < 1024 || tiles < 8 || !splits(source, rows, columns)) {
-      return Executor::gradient(source, gradient, total, more);
-    }
-    // As many parts of the sum as fill the device well; they are added up in their order.
-    int64_t parts = 1;
-    const auto cost = [&](int64_t n) { return static_cast<double>(ceil_div(tiles * n, sm_count())) / n + 0.03 * n; };
-    for (int64_t n = 2; n <= 8; ++n) parts = cost(n) < cost(parts) ? n : parts;
-    const bool direct = parts == 1 && !more;
-    const at::Tensor made = direct ? total : at::empty({parts, rows, columns}, total.options());
-    launch_product<128>(
-        {static_cast<const float*>(source.const_data_ptr()), static_cast<const float*>(gradient.const_data_ptr()),
-         static_cast<float*>(made.mutable_data_ptr()), rows, columns, columns, size(rows), size(columns), size(inner),
-         size(ceil_div(inner, parts * kProductDeep) * kProductDeep), rows * columns},
-        /*a_deep=*/false, /*b_deep=*/false, parts);
-    if (direct) return;
-    at::Tensor to = total;
-    if (more) {
-      to.add_(at::sum(made, 0));
-    } else {
-      at::sum_out(to, made, 0);
-    }
   }
 
   bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) override {
@@ -223,73 +191,6 @@ class CudaExecutor final : public Executor {
     const auto found = streams.find(device);
     if (found != streams.end()) return found->second;
     return streams.emplace(device, c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device)).first->second;
-  }
-
-  int sm_count() const { return at::cuda::getCurrentDeviceProperties()->multiProcessorCount; }
-
-  // Whether products of float32, which torch does not allow to be of TF32, are best made by three of TF32 each: on GPUs
-  // whose tensor cores are that much faster.
-  static bool splits(const at::Tensor& x, int64_t rows, int64_t columns) {
-    if (x.scalar_type() != at::kFloat || rows % 4 != 0 || columns % 4 != 0) return false;
-    const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-    const bool data_center = (device.major == 8 && device.minor == 0) || device.major == 9 || device.major == 10;
-    if (!data_center) return false;
-    cublasMath_t mode = CUBLAS_DEFAULT_MATH;
-    TORCH_CUDABLAS_CHECK(cublasGetMathMode(at::cuda::getCurrentCUDABlasHandle(), &mode));
-    return (mode & CUBLAS_TF32_TENSOR_OP_MATH) == 0;
-  }
-
-  static bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
-  bool split_product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix, bool by_rows,
-                     const at::Tensor& target, int64_t to, int64_t count) {
-    const int64_t inner = source.size(1), columns = target.size(1);
-    const int64_t leading = by_rows ? matrix.stride(0) : matrix.stride(1);
-    const int64_t large = ceil_div(count, 128) * ceil_div(columns, 128);
-    const int64_t small = ceil_div(count, 64) * ceil_div(columns, 64);
-    if (small < sm_count() / 2 || inner < 64 || leading % 4 != 0 || !splits(source, inner, columns)) return false;
-    const auto* a = static_cast<const float*>(source.const_data_ptr()) + from * inner;
-    auto* c = static_cast<float*>(target.mutable_data_ptr()) + to * columns;
-    if (!aligned(a) || !aligned(matrix.const_data_ptr()) || !aligned(c)) return false;
-    const ProductArguments p = {a,
-                                static_cast<const float*>(matrix.const_data_ptr()),
-                                c,
-                                inner,
-                                leading,
-                                columns,
-                                size(count),
-                                size(columns),
-                                size(inner),
-                                size(inner + kProductDeep),
-                                0};
-    const bool deep = by_rows == transposed;
-    if (large >= sm_count()) {
-      launch_product<128>(p, /*a_deep=*/true, deep, 1);
-    } else {
-      launch_product<64>(p, /*a_deep=*/true, deep, 1);
-    }
-    return true;
-  }
-
-  template <int kTile>
-  void launch_product(ProductArguments p, bool a_deep, bool b_deep, int64_t parts) {
-    static std::atomic<jit::Kernel*> known[64][2][2];
-    std::atomic<jit::Kernel*>& slot = known[device_ % 64][a_deep][b_deep];
-    jit::Kernel* kernel = slot.load(std::memory_order_acquire);
-    if (kernel == nullptr) {
-      const std::string tile = std::to_string(kTile);
-      kernel = &jit::kernel(kProductSource,
-                            {"WEFT_PRODUCT_ROWS=" + tile, "WEFT_PRODUCT_COLUMNS=" + tile,
-                             std::string("WEFT_PRODUCT_A_DEEP=") + (a_deep ? "1" : "0"),
-                             std::string("WEFT_PRODUCT_B_DEEP=") + (b_deep ? "1" : "0")},
-                            "vertex_product");
-      slot.store(kernel, std::memory_order_release);
-    }
-    const int64_t tiles = ceil_div(p.rows, kTile) * ceil_div(p.columns, kTile);
-    void* arguments[] = {&p};
-    kernel->launch(dim3(static_cast<unsigned>(tiles * parts)), dim3(product_threads(kTile, kTile)),
-                   product_shared(kTile, kTile), 0,
-                   /*cooperative=*/false, at::cuda::getCurrentCUDAStream(), arguments);
   }
 
   static int size(int64_t n) {
