@@ -4,6 +4,7 @@
 #include <limits>
 #include <numeric>
 #include <stdexcept>
+#include <tuple>
 
 namespace weft::vertex {
 
@@ -103,10 +104,11 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   if (F * num_kinds > std::numeric_limits<int32_t>::max()) {
     throw std::length_error("weft.vertex: more than 2147483647 pairs of a level and a vertex function");
   }
-  std::vector<int32_t> numbers(F * num_kinds), task_of(V), inner(V + 1);
+  std::vector<int32_t> numbers(F * num_kinds), pair_of(one_kind ? 0 : V), inner(V + 1);
+  const std::span<const int32_t> task_of = one_kind ? levels : std::span<const int32_t>(pair_of);
   int64_t num_inner = 0;
   for (int64_t v = 0; v < V; ++v) {
-    task_of[v] = static_cast<int32_t>(levels[v] * num_kinds + kind_of(v));
+    if (!one_kind) pair_of[v] = static_cast<int32_t>(levels[v] * num_kinds + kind_of(v));
     ++numbers[task_of[v]];
     inner[num_inner] = static_cast<int32_t>(v);
     num_inner += levels[v] > 0;
@@ -128,7 +130,7 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   }
   frontiers[F] = static_cast<int32_t>(tasks.size());
   const int64_t T = frontiers[F];
-  for (int32_t& task : task_of) task = numbers[task];
+  for (int32_t& pair : pair_of) pair = numbers[pair];
 
   // What is read, and by which edge each vertex gets its place: its only one, else the one to the nearest parent, then
   // the lowest slot.
@@ -202,12 +204,14 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
 
   const auto gather = at(kGather), first_use = at(kFirstUse);
   std::fill(gather.begin(), gather.end(), kNone);
-  // The row reads the child of an edge by a slot; how often each row is read is counted.
+  // The row reads the child of an edge by a slot; how often each row is read is counted, and by whom if only once.
+  std::vector<std::pair<int32_t, int32_t>> reader(shared ? 0 : V);
   const auto reads = [&](int32_t row, int64_t kind, int32_t e, int32_t from) {
     const int64_t c = column_of(kind, slot[e]);
     if (c == kNone) return;
     gather[c * V + row] = from;
     ++first_use[from];
+    if (!shared) reader[from] = {row, static_cast<int32_t>(c)};
   };
 
   // Rows, from the last task to the first, and each task from its end: by the time a task is reached, all of its
@@ -315,16 +319,26 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     for (int64_t c = 0; c < C; ++c) runs[t * C + c] = run_of(gather.subspan(c * V + tasks[t].first, tasks[t].count));
   }
 
-  std::partial_sum(first_use.begin(), first_use.end(), first_use.begin());
   const auto use_row = at(kUseRow), use_column = at(kUseColumn), sum_use_edge = at(kSumUseEdge);
-  const int32_t leaves = F > 1 ? tasks[frontiers[1]].first : static_cast<int32_t>(V);
-  for (int64_t r = V - 1; r >= leaves; --r) {
-    for (int64_t c = C - 1; c >= 0; --c) {
-      const int32_t from = gather[c * V + r];
-      if (from == kNone) continue;
-      const int32_t u = --first_use[from];
-      use_row[u] = static_cast<int32_t>(r);
-      use_column[u] = static_cast<int32_t>(c);
+  if (!shared) {
+    int32_t u = 0;
+    for (int64_t r = 0; r < V; ++r) {
+      const bool used = first_use[r] > 0;
+      first_use[r] = u;
+      if (used) std::tie(use_row[u], use_column[u]) = reader[r], ++u;
+    }
+    first_use[V] = u;
+  } else {
+    std::partial_sum(first_use.begin(), first_use.end(), first_use.begin());
+    const int32_t leaves = F > 1 ? tasks[frontiers[1]].first : static_cast<int32_t>(V);
+    for (int64_t r = V - 1; r >= leaves; --r) {
+      for (int64_t c = C - 1; c >= 0; --c) {
+        const int32_t from = gather[c * V + r];
+        if (from == kNone) continue;
+        const int32_t u = --first_use[from];
+        use_row[u] = static_cast<int32_t>(r);
+        use_column[u] = static_cast<int32_t>(c);
+      }
     }
   }
   if (!sums) return;

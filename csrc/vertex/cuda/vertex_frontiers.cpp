@@ -4,11 +4,11 @@
 //
 // The last frontiers, which are small, are one kernel each way (tail.jit.cu).
 //
-// Cost. A training step of a binary Tree-LSTM on sentiment trees, H = X = 256, fp32, measured on an H200, in ms:
+// Cost. A training step of a binary Tree-LSTM on sentiment trees, H = X = 256, fp32, measured on an H200, in ms; of few
+// trees, called from Python, the host takes longer:
 //
 //   trees                                1     25    64    256
 //   device, captured in a CUDA graph     0.29  0.54  0.72  1.5
-//   as called from Python                0.98  1.04  1.09  1.72   a good part of it wakes autograd's thread
 //   floor                                0.05  0.06  0.1   0.45   50 barriers of 0.94 us; 60 TFLOP/s
 #include "vertex/vertex_frontiers.h"
 

@@ -222,8 +222,12 @@ class Graphs:
             target = torch.device(device)
         except TypeError:
             raise TypeError(f"Graphs.to: device must be a device, got {type(device).__name__}") from None
-        # An empty tensor says whether there is such a device, and its number.
-        target = _CPU if target.type == "cpu" else torch.empty(0, device=target).device
+        if target.type == "cpu":
+            target = _CPU
+        elif target.type == "cuda" and target.index is None and torch.cuda.is_initialized():
+            target = torch.device("cuda", torch.cuda.current_device())
+        else:
+            target = torch.empty(0, device=target).device  # which says whether there is such a device, and its number
         return self if target == self._device else self._moved(target)
 
     def pin_memory(self) -> Graphs:

@@ -35,26 +35,27 @@ def modes(device: torch.device) -> tuple:
 class Snapshot:
     """A module and its submodules as they are, by identity; tensors by what a trace depends on."""
 
-    def __init__(self, parts: list[tuple], tensors: list[tuple[Tensor, tuple]], hooks: list[dict]):
-        self._parts, self._tensors, self._hooks = parts, tensors, hooks
+    def __init__(self, parts: list[tuple], tensors: list[tuple[Tensor, tuple]], empty: list[dict]):
+        self._parts, self._tensors, self._empty = parts, tensors, empty
 
     @staticmethod
     def of(module: nn.Module) -> Snapshot | None:
         """None where identity does not tell whether something changes: hooks, and tuples of other things than numbers
         and strings; and where a tensor has a history, which would live on with it."""
-        parts, found, hooks = [], [], []
+        parts, found, empty = [], [], []
         for m in module.modules():
             attributes = m.__dict__
-            if not all(_is_plain(v) for v in attributes.values() if isinstance(v, tuple)):
+            hooks = [attributes[name] for name in HOOKS]
+            if any(hooks) or not all(_is_plain(v) for v in attributes.values() if isinstance(v, tuple)):
                 return None
-            hooks += [attributes[name] for name in HOOKS]
             tables = [attributes, attributes["_parameters"], attributes["_buffers"], attributes["_modules"]]
             found += [t for table in tables for t in table.values() if isinstance(t, Tensor)]
             # The values are held, or another object might get the number of one that is gone.
-            parts.append((m, type(m), [(t, [*t], [*map(id, t.values())], [*t.values()]) for t in tables]))
-        if any(hooks) or any(t.grad_fn is not None for t in found):
+            parts.append((m, type(m), [(t, [*t], [*map(id, t.values())], [*t.values()]) for t in tables if t]))
+            empty += [*hooks, *(t for t in tables if not t)]
+        if any(t.grad_fn is not None for t in found):
             return None
-        return Snapshot(parts, [(t, _of_tensor(t)) for t in found], hooks)
+        return Snapshot(parts, [(t, _of_tensor(t)) for t in found], empty)
 
     def holds(self, module: nn.Module) -> bool:
         """Whether it is of this very module, not one that a copy of it was made from, and all is as it was."""
@@ -66,7 +67,7 @@ class Snapshot:
             for table, keys, numbers, _ in tables:
                 if [*map(id, table.values())] != numbers or [*table] != keys:
                     return False
-        return not any(self._hooks) and all(_of_tensor(t) == was for t, was in self._tensors)
+        return not any(self._empty) and all(_of_tensor(t) == was for t, was in self._tensors)
 
 
 def _is_plain(value: object) -> bool:
