@@ -140,12 +140,12 @@ void bind_testing(py::module_ testing) {
   testing.def(
       "offload_stages",
       [](int64_t segment, int pack, int spread) {
-        if (segment <= 0 || segment % 128 != 0 || pack <= 0 || spread <= 0)
-          throw py::value_error("segment must be a multiple of 128 bytes, the numbers of blocks positive");
+        if (segment <= 0 || segment % 128 != 0 || pack < 0 || spread < 0)
+          throw py::value_error("segment must be a multiple of 128 bytes, the numbers of blocks not negative");
         set_stages(segment, pack, spread);
       },
-      "How the codec works beside copies, from now on.", py::arg("segment") = 64 << 20, py::arg("pack") = 16,
-      py::arg("spread") = 32);
+      "How the codec works beside copies, from now on.", py::arg("segment") = 64 << 20, py::arg("pack") = 0,
+      py::arg("spread") = 0);
 #endif
   py::class_<Trip>(testing, "OffloadTrip")
       .def(py::init([](std::shared_ptr<Engine> engine, const at::Tensor& x, bool compressed, double density) {

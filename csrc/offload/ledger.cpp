@@ -97,6 +97,8 @@ bool Ledger::look() {
 
 void Ledger::finish() {
   std::erase(account.open, this);
+  // The codec's memory goes with the last use, see Mover::settle.
+  if (account.open.empty()) account.count(-std::exchange(account.staging, 0));
 }
 
 void Ledger::end() {

@@ -18,8 +18,9 @@ namespace weft::offload {
 struct Stages {
   // Bytes of a tensor that are staged at a time: long enough for the bus, and what the codec's memory comes from.
   int64_t segment = 64 << 20;
-  // Blocks of the kernels before a copy and after one, which need not be faster than the bus.
-  int pack = 16, spread = 32;
+  // Most blocks of the kernels before a copy and after one; 0 for what fills the device: what computes beside them
+  // loses less to a short burst than to a few blocks that hold their place for long.
+  int pack = 0, spread = 0;
 };
 Stages& stages();
 

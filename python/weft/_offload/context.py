@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import warnings
@@ -35,6 +34,8 @@ _SPARE = 0.97
 """Share of the bus that is planned with where nothing may wait for it: no step is quite like the one before."""
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
+_PATIENCE = 4
+"""Uses in a row that may wait for host memory before their times are taken as they are."""
 _PENDING = 8
 """Finished uses that are kept until their device has run them."""
 _MOST = 2**61
@@ -63,10 +64,12 @@ class _Memory:
     """What one thread has learnt, device to plan."""
 
     planned: dict[int, _Planned] = field(default_factory=dict)
-    pending: list[Any] = field(default_factory=list)
+    pending: list[_Entered] = field(default_factory=list)
     """Uses that are not planned from yet, oldest first."""
     looked: int = 0
     """Uses in a row that the plan was right for."""
+    slow: int = 0
+    """Uses in a row whose times say little, see :class:`_Entered`."""
 
 
 @dataclass
@@ -75,6 +78,10 @@ class _Entered:
 
     use: Any
     plans: dict[int, _Planned]
+    held: int
+    """Host memory when it was entered."""
+    slow: bool = False
+    """Whether it got more of it, for which its operations had to wait."""
 
 
 class offload:
@@ -196,21 +203,22 @@ class offload:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*use.hooks))  # or torch refuses
                 stack.enter_context(pool)
-                self._thread.use, self._thread.entered = use, stack.pop_all()
-            self._latest = _Entered(use, plans)
+                self._thread.entered = stack.pop_all()
+            self._latest = self._thread.latest = _Entered(use, plans, self._engine.host_bytes)
             self._unfinished.append(use)
             if may_move:
-                memory.pending.append(use)
+                memory.pending.append(self._latest)
             self._uses += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, use = self._thread.entered, self._thread.use
-        self._thread.entered = self._thread.use = None
+        entered, latest = self._thread.entered, self._thread.latest
+        self._thread.entered = self._thread.latest = None
         entered.__exit__(kind, error, trace)
-        use.exit()
+        latest.use.exit()
+        latest.slow = self._engine.host_bytes != latest.held
         self._tell_pool()
 
     def report(self) -> OffloadReport:
@@ -258,18 +266,21 @@ class offload:
     def _plan(self, memory: _Memory) -> None:
         """Plans from the latest use of this thread that has finished, and on its device too where that can be seen
         without waiting for it."""
-        use, known = None, False
+        use, known, slow = None, False, False
         for i in reversed(range(len(memory.pending))):
-            if memory.pending[i].finished:
-                known = memory.pending[i].passed
+            if memory.pending[i].use.finished:
+                known = memory.pending[i].use.passed
                 if known or use is None:
-                    use, keep = memory.pending[i], memory.pending[i + 1 :]
+                    use, slow, keep = memory.pending[i].use, memory.pending[i].slow, memory.pending[i + 1 :]
                 if known:
                     memory.pending = keep
                     break
         del memory.pending[:-_PENDING]
         if use is None or (not known and memory.planned and use.planned()):
             return
+        memory.slow = memory.slow + 1 if slow else 0
+        if memory.planned and use.planned() and 0 < memory.slow <= _PATIENCE:
+            return  # and look again
         memory.looked = memory.looked + 1 if use.planned() else 0
         if memory.planned and use.planned() and not use.timed:
             return
@@ -335,9 +346,10 @@ class offload:
                 made, seen, staging = plain
         room = _MOST if self._budget is None else self._budget
         if not made.met:
-            # What the running operations need: each tensor, and the one after it. Back as early as that allows.
+            # What the running operations need: each tensor, the one after it, and one on its way beside them. Back as
+            # early as that allows.
             sizes = [t.bytes for t in timeline.tensors]
-            room = max(room, staging + max([*sizes, *(a + b for a, b in itertools.pairwise(sizes))]))
+            room = max(room, staging + max(sum(sizes[i : i + 3]) for i in range(len(sizes))))
             early = [Move(m.tensor, timeline.forward, m.compressed) for m in made.moves]
             made = simulate(seen, early, room - staging, link=link)
         moves = {m.tensor: m.compressed for m in made.moves}
