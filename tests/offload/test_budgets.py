@@ -226,3 +226,19 @@ def test_times_of_uses_that_waited_for_host_memory_are_not_planned_with(monkeypa
             assert off.release() > 0  # so that the next use gets memory anew
     # Each plan comes from the use before; the fourth and the fifth waited for memory.
     assert planned == [1, 2, 3, 6, 7]
+
+
+@pytest.mark.parametrize(("budget", "first"), [(None, 2), ("1KB", 1)])
+def test_what_hides_is_not_told_from_a_first_step(
+    budget: str | None, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off = offload(budget, backend="reference", min_bytes=0)
+    planned, plan = [], offload._planned
+    monkeypatch.setattr(offload, "_planned", lambda *a: planned.append(off._uses) or plan(*a))
+    x = torch.randn(50, 50, requires_grad=True)
+    for _ in range(4):
+        with off:
+            y = chain(x).sum()
+        y.backward()
+        del y
+    assert planned[0] == first

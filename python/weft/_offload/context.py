@@ -68,6 +68,8 @@ class _Memory:
     """Uses that are not planned from yet, oldest first."""
     looked: int = 0
     """Uses in a row that the plan was right for."""
+    cold: bool = True
+    """Without a budget: whether the first use is still to be let pass."""
     slow: int = 0
     """Uses in a row whose times say little, see :class:`_Entered`."""
 
@@ -278,6 +280,9 @@ class offload:
         del memory.pending[:-_PENDING]
         if use is None or (not known and memory.planned and use.planned()):
             return
+        if memory.cold and self._budget is None:
+            memory.cold = not known
+            return  # what hides behind a first step, with all that is done once, does not hide behind the next
         memory.slow = memory.slow + 1 if slow else 0
         if memory.planned and use.planned() and 0 < memory.slow <= _PATIENCE:
             return  # and look again
