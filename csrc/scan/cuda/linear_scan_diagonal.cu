@@ -90,8 +90,8 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(S::kTileStrands) * steps); };
   auto shared_bytes = [&](int steps, int slots) { return tile_shared_bytes<T>(steps, kGradients, slots); };
   int steps = kMostSteps;
-  while (steps > kLeastSteps && (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
-                                 tiles.slabs * chunks(steps) < kTilesPerSm * sms)) {
+  while (steps > 1 && (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
+                       (steps > kLeastSteps && tiles.slabs * chunks(steps) < kTilesPerSm * sms))) {
     --steps;
   }
   // As even as can be; a short T is one chunk of a few steps per strand.
