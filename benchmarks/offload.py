@@ -178,7 +178,7 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
                     event.record(lane)
             torch.cuda.synchronize()
             done = [begin.elapsed_time(event) for event in ends]
-            done = [time for time in done if time <= begin.elapsed_time(end)] or done[:1]
+            done = [ms for ms in done if ms <= begin.elapsed_time(end)] or done[:1]
             return len(done) * trip.sent_bytes / (done[-1] * 1e-3)
 
         rates, rows = link("cuda"), []
