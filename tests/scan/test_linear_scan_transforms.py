@@ -140,7 +140,8 @@ def test_vmap(layout: str, mapped: tuple, device: str) -> None:
         single.append([each[0]] * N if dim is None else each)
     got = torch.func.vmap(linear_scan, mapped)(*stacked)
     want = torch.stack([linear_scan(A, b, x0) for A, b, x0 in zip(*single, strict=True)])
-    assert torch.equal(got, want)
+    # Not to the last bit: a kernel may add in another order for more channels.
+    assert_close(got, want)
 
 
 @device
