@@ -9,7 +9,7 @@ import pytest
 import torch
 from weft.offloading import offload
 
-from tests.offload.engines import chain, cuda, everything, numbers, plain_gradient, saved_and_restored
+from tests.offload.engines import chain, cuda, everything, live_bytes, numbers, plain_gradient, saved_and_restored
 
 
 def test_close() -> None:
@@ -122,7 +122,7 @@ def test_exception_in_backward(engine: tuple[str, str]) -> None:
             y.sum().backward()
         del y
         gc.collect()
-        assert numbers(off)["live_bytes"] == 0
+        assert live_bytes(off) == 0
         with off:
             y = x.exp().sin().cos()
         y.sum().backward()

@@ -6,7 +6,17 @@ import pytest
 import torch
 from weft.offloading import offload
 
-from tests.offload.engines import LONG, chain, cuda, delay, everything, numbers, plain_gradient, saved_and_restored
+from tests.offload.engines import (
+    LONG,
+    chain,
+    cuda,
+    delay,
+    everything,
+    live_bytes,
+    numbers,
+    plain_gradient,
+    saved_and_restored,
+)
 
 
 @cuda
@@ -130,7 +140,7 @@ def test_prefetched_memory_of_a_dropped_graph() -> None:
         torch.cuda.synchronize()
         assert all(bool((f == i).all()) for i, f in enumerate(filled))
         del filled
-    assert numbers(off)["live_bytes"] == 0
+    assert live_bytes(off) == 0
 
 
 @cuda
