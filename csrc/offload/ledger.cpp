@@ -270,7 +270,15 @@ std::vector<std::shared_ptr<Parcel>> Ledger::send(const c10::Storage& source, co
   std::vector<std::shared_ptr<Parcel>> parcels;
   MarkPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->mark(account.device);
   for (const Range& run : runs) {
-    auto parcel = engine.mover->out({source, run.lo, run.hi, dtype}, codec, ready, density);
+    const Bytes bytes{source, run.lo, run.hi, dtype};
+    std::shared_ptr<Parcel> parcel;
+    try {
+      parcel = engine.mover->out(bytes, codec, ready, density);
+    } catch (const c10::OutOfMemoryError&) {
+      if (codec == Codec::none) throw;
+      codec = Codec::none;  // which needs no memory on the device
+      parcel = engine.mover->out(bytes, codec, ready, density);
+    }
     if (parcel == nullptr) {
       engine.pool_failed = true;
       return {};

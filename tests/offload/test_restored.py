@@ -98,3 +98,34 @@ def test_siblings_of_unsafe_chunk_are_moved_apart(budget: int | str) -> None:
     parts[1].mul_(2)
     loss.backward()
     assert torch.equal(seen[0][0], expected[0])
+
+
+def test_memory_that_grows_while_a_part_of_it_is_restored(engine: tuple[str, str]) -> None:
+    """What joins a tensor that has moved was not brought back with it, and need not be waited for."""
+    device, backend = engine
+    held = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            held.append(ctx.saved_tensors[0])
+            return grad * held[-1]
+
+    x = torch.randn(1000, device=device, requires_grad=True)
+    off = everything(backend)
+    with off:
+        y = x * 2
+        first = Keeps.apply(y[:500])
+        if device == "cuda":
+            torch.cuda.synchronize()
+        part = torch.autograd.grad(first.sum(), y, retain_graph=True)[0]
+        second = Keeps.apply(y)
+    again = torch.autograd.grad(first.sum() + second.sum(), y)[0]
+    want = y.detach() + torch.cat([y.detach()[:500], torch.zeros(500, device=device)])
+    assert torch.equal(part[:500], y.detach()[:500]) and torch.equal(again, want)
+    assert len(held) == 3

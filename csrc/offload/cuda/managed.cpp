@@ -94,7 +94,7 @@ class ManagedParcel : public Parcel {
   c10::Storage home() const override { return storage_; }
   bool is_out() override { return out_->passed(); }
   void wait_out() override { out_->hold(saved_on_); }
-  bool is_in() override { return in_->passed(); }
+  bool is_in() override { return in_ == nullptr || in_->passed(); }
   void start_in(const Bytes&, const MarkPtr& now) override {
     out_->hold(lanes_.in);
     const MarkPtr ready = now != nullptr ? now : std::make_shared<CudaMark>(c10::cuda::getCurrentCUDAStream(device_));
@@ -106,6 +106,7 @@ class ManagedParcel : public Parcel {
     lanes_.last_in = in_end = in_ = std::make_shared<CudaMark>(lanes_.in);
   }
   void wait_in(const c10::Storage& to) override {
+    if (in_ == nullptr) return;
     const auto stream = c10::cuda::getCurrentCUDAStream(device_);
     if (!in_->passed()) in_->hold(stream);
     used_on(to, stream);

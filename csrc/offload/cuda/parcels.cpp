@@ -81,6 +81,7 @@ void LaneParcel::start_in(const Bytes& to, const MarkPtr& now) {
 }
 
 void LaneParcel::wait_in(const c10::Storage& to) {
+  if (in_ == nullptr) return;
   const auto stream = c10::cuda::getCurrentCUDAStream(to.device().index());
   if (!in_->passed()) in_->hold(stream);
   if (stream == *allocated_on_) return;

@@ -4,7 +4,8 @@
 // buffer; the source is kept until the ledger has seen the copy end or has let the stream of the save wait for it. A
 // copy in waits for its own copy out and for everything that the stream which allocated its destination had to do
 // before: torch's allocator may have given it memory whose last user is still running there. The reader's stream waits
-// for the copy in. No stream but that of the reader or of the save ever waits for the bus, the host for nothing.
+// for the copy in. No stream of the program's but that of the reader or of the save ever waits for the bus, the host
+// for nothing; the lanes of the codec wait for their ring of staging memory, which both ways share.
 //
 // A parcel allocates what it needs before it starts anything, so that nothing is on its way when there is no memory.
 #pragma once
@@ -32,7 +33,8 @@ class LaneParcel : public Parcel {
   void wait_out() override { out_->hold(saved_on_); }
 
   void start_in(const Bytes& to, const MarkPtr& now) override;
-  bool is_in() override { return in_->passed(); }
+  // What a read covers has been started in; a parcel that joined the block since may not have been.
+  bool is_in() override { return in_ == nullptr || in_->passed(); }
   void wait_in(const c10::Storage& to) override;
 
  protected:
