@@ -3,8 +3,8 @@
 //
 //   g[0] = grad (B, n_0);  out[k] = g[k + 1] = J_k g[k], (B, n_(k+1))
 //
-// crows[k] (n_(k+1) + 1,), cols[k] (nnz_k,)   the pattern of J_k, int32 or int64, all the same; both empty: J_k is
-// diagonal values[k] (nnz_k,), shared by the batch, or (B, nnz_k)
+// crows[k] (n_(k+1) + 1,) and cols[k] (nnz_k,) are the pattern of J_k, int32 or int64, all the same; both empty: J_k is
+// diagonal. values[k] is (nnz_k,), shared by the batch, or (B, nnz_k).
 //
 // On CUDA this is one launch for many products, of clusters or of a whole grid whose blocks meet: see
 // cuda/csr_chain_kernels.cu. float16, bfloat16, float32, float64; half precision is summed in float32 and rounded at

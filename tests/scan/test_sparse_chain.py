@@ -301,3 +301,17 @@ def test_one_kernel_gives_what_single_products_do() -> None:
             for J, g in zip(jacobians, got[1:], strict=True):
                 want = J.mv(want)
                 assert_close(g, want, 1e-5)
+
+
+@device
+def test_small_chains_of_many_samples_and_of_uneven_products(device: str) -> None:
+    """More samples than a device has processors, and products of a few rows between those of many."""
+    for sizes, batches in (([20, 30, 10, 5], (1, 140, 300)), ([900, 3, 1200, 1, 800, 1100, 7], (1, 5))):
+        for B in batches:
+            grad = torch.randn(B, sizes[0], device=device)
+            jacobians = [sparse(rows, columns, None, torch.float32, device, 0.3) for columns, rows in pairwise(sizes)]
+            got = chain_backward(grad, jacobians, "linear")
+            want = grad
+            for J, g in zip(jacobians, got[1:], strict=True):
+                want = J.mv(want)
+                assert_close(g, want, 1e-5)

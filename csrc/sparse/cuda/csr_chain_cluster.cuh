@@ -4,7 +4,8 @@
 // half a microsecond from one product to the next, and nobody waits for what goes to global memory. Of the products to
 // come, columns and values of each row's first elements are read into registers two products ahead, and where rows
 // begin three ahead. Vectors of two products lie in turn in two buffers: a block that sends the product after next has
-// received all of the next one, which others sent after they had read this one.
+// received all of the next one, which others sent after they had received and read this one. So every block must have
+// rows of every product that is not the last.
 #pragma once
 #include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
@@ -225,6 +226,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     run.read(part, after, ends);
     ends = run.first_ends(later);
     arrivals_wait<true>(run.barrier(p), (p >> 1) & 1);
+    // All warps have seen this phase before the barrier can begin the one after next, which looks the same.
+    __syncthreads();
     if (after < chain.count) run.expect(p, after);
     k = next, next = after, after = later, ++p;
     return true;

@@ -301,17 +301,20 @@ bool ran_in_clusters_of(int64_t blocks, int64_t room, const CsrLink* links, int6
 // Whether the chain has run by clusters, because its vectors are small.
 template <typename I, typename T>
 bool ran_in_clusters(const CsrLink* links, int64_t count, int64_t batch, cudaStream_t stream) {
-  int64_t work = 1, longest = links[0].columns;
+  int64_t work = 1, longest = links[0].columns, least = kLargestCluster, last = least;
   for (int64_t k = 0; k < count; ++k) {
     longest = std::max(longest, links[k].rows);
-    if (links[k].crow) work = std::max(work, ceil_div(links[k].rows << cluster_lanes_of(links[k]), kClusterThreads));
+    if (!links[k].crow) continue;
+    const int64_t busy = ceil_div(links[k].rows << cluster_lanes_of(links[k]), kClusterThreads);
+    // Every block must have rows of all products but the last, see the kernel.
+    work = std::max(work, busy), least = std::min(least, last), last = std::max<int64_t>(busy, 1);
   }
   const int64_t room = ceil_div(longest, 4) * 4, processors = device_limits().sm_count;
-  if (work > kTurns * kLargestCluster || cluster_bytes<T>(room) > 48 * 1024) return false;
+  if (cluster_bytes<T>(room) > 48 * 1024) return false;
   // A power of two: other sizes are not for every device.
-  int64_t blocks = std::min<int64_t>(std::bit_ceil(uint64_t(work)), kLargestCluster);
-  while (batch * blocks > processors && blocks * kTurns / 2 >= work) blocks /= 2;
-  if (batch * blocks > kTurns * processors) return false;
+  int64_t blocks = std::min<int64_t>(std::bit_ceil(uint64_t(work)), std::bit_floor(uint64_t(least)));
+  while (blocks > 1 && batch * blocks > processors && blocks * kTurns / 2 >= work) blocks /= 2;
+  if (work > kTurns * blocks || batch * blocks > kTurns * processors) return false;
   return count <= kFewLinks ? ran_in_clusters_of<I, T, kFewLinks>(blocks, room, links, count, batch, stream)
                             : ran_in_clusters_of<I, T, kManyLinks>(blocks, room, links, count, batch, stream);
 }

@@ -195,8 +195,9 @@ def planned(a: Pattern, b: Pattern) -> MatmulPlan:
     plan = a.plans.get(b)
     plan = plan() if plan is not None else None
     if plan is None:
-        plan, _ = made_to_stay(a.crow.device, lambda: MatmulPlan(a, b))
-        a.plans[b] = weakref.ref(plan)
+        plan, stays = made_to_stay(a.crow.device, lambda: MatmulPlan(a, b))
+        if stays:
+            a.plans[b] = weakref.ref(plan)
     return plan
 
 
