@@ -627,7 +627,7 @@ class Tile {
 
 template <typename T>
 __device__ Place place_of(const Tiles& tiles, int64_t index) {
-  // There are no 2^32 tiles in any memory, and 64 bits take far longer to divide.
+  // The host sees to it that there are less than 2^32 tiles: 64 bits take far longer to divide.
   const uint32_t slabs = uint32_t(tiles.slabs), per_row = uint32_t(tiles.slabs_per_row);
   const uint32_t chunk = uint32_t(index) / slabs, slab = uint32_t(index) % slabs, row = slab / per_row;
   return {chunk, slab, row, int64_t(slab % per_row) * TileShape<T>::kWidth, chunk < tiles.chunks};

@@ -1,6 +1,7 @@
 // Launches of the diagonal scan and of its gradients. What the kernels do is in diagonal_walk.cuh and
 // diagonal_tiles.cuh.
 #include <algorithm>
+#include <stdexcept>
 
 #include "common/integers.h"
 #include "common/launch.cuh"
@@ -98,6 +99,7 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   tiles.chunks = chunks(steps);
   tiles.steps = int(ceil_div(s.T, S::kTileStrands * tiles.chunks));
   const int64_t all = tiles.slabs * tiles.chunks;
+  if (all + sms > int64_t(UINT32_MAX)) throw std::runtime_error("weft: linear_scan: more than 2^32 tiles of sequences");
   const bool cut = tiles.chunks > 1, in_turn = cut || all > sms;
   tiles.slots = in_turn ? kSlots : 1;
 
