@@ -39,7 +39,7 @@ README_ROWS = (
     ("scan", "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1", "backward", None),
     ("sparse", "model=vgg11_pruned device=cuda dtype=fp32 B=1 schedule=auto", "input_gradients_captured", None),
     ("vertex", "model=treelstm device=cuda dtype=fp32 H=256 B=25 executor=batched", "forward_backward", None),
-    ("offload", "model=vgg19 device=cuda dtype=fp32 B=64 budget=0", "step", ("plain", "save_on_cpu")),
+    ("offload", "model=vgg19 device=cuda dtype=fp32 B=64 budget=0", "step", ("floor", "plain", "save_on_cpu")),
 )
 
 
