@@ -7,8 +7,9 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -138,3 +139,17 @@ def with_environment(variables: dict[str, str], file: str, tests: str) -> None:
         text=True,
     )
     assert run.returncode == 0, run.stdout[-3000:]
+
+
+def in_a_cuda_graph(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of `step`, which has run on another stream before, as torch asks for; and what it returned meanwhile."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured

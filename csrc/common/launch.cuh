@@ -88,15 +88,15 @@ bool runs_in_clusters(const char* name, void (*kernel)(Params...), int64_t block
   return clusters > 0;
 }
 
-// Launches one cluster of so many blocks, which `runs_in_clusters` has allowed.
+// Launches clusters of so many blocks, which `runs_in_clusters` has allowed.
 template <typename... Params, typename... Args>
-void launch_cluster(const char* name, void (*kernel)(Params...), int64_t blocks, dim3 block, size_t shared_bytes,
-                    cudaStream_t stream, Args&&... args) {
+void launch_clusters(const char* name, void (*kernel)(Params...), int64_t clusters, int64_t blocks, dim3 block,
+                     size_t shared_bytes, cudaStream_t stream, Args&&... args) {
   cudaLaunchAttribute size{};
   size.id = cudaLaunchAttributeClusterDimension;
   size.val.clusterDim = {unsigned(blocks), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = unsigned(blocks), config.blockDim = block, config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = unsigned(clusters * blocks), config.blockDim = block, config.dynamicSmemBytes = shared_bytes;
   config.stream = stream, config.attrs = &size, config.numAttrs = 1;
   cuda_check(cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...), name);
 }

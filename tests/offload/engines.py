@@ -61,6 +61,18 @@ def live_bytes(off: offload) -> int:
     return left
 
 
+class Fails(torch.autograd.Function):
+    """An error in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("mine")
+
+
 def vgg() -> nn.Module:
     layers: list[nn.Module] = []
     for wide, width in ((3, 8), (8, 16)):

@@ -9,7 +9,16 @@ import pytest
 import torch
 from weft.offloading import offload
 
-from tests.offload.engines import chain, cuda, everything, live_bytes, numbers, plain_gradient, saved_and_restored
+from tests.offload.engines import (
+    Fails,
+    chain,
+    cuda,
+    everything,
+    live_bytes,
+    numbers,
+    plain_gradient,
+    saved_and_restored,
+)
 
 
 def test_close() -> None:
@@ -103,15 +112,6 @@ def test_exception_in_forward(engine: tuple[str, str]) -> None:
 
 def test_exception_in_backward(engine: tuple[str, str]) -> None:
     device, backend = engine
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("mine")
 
     off = everything(backend)
     for _ in range(3):

@@ -8,6 +8,7 @@ from weft.offloading import offload
 
 from tests.offload.engines import (
     LONG,
+    Fails,
     chain,
     cuda,
     delay,
@@ -117,15 +118,6 @@ def test_host_buffer_is_not_reused_while_it_is_read(compress: str | None) -> Non
 @cuda
 def test_prefetched_memory_of_a_dropped_graph() -> None:
     """A tensor on its way back whose graph fails: its memory is given out only behind the copy."""
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("mine")
 
     off = everything("copy")
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.utils import rnn
 
+from tests.common import in_a_cuda_graph
 from tests.rnn.layers import I, _packed, algorithms, assert_same, cells_and_projected, flat, layers, states
 
 pytestmark = pytest.mark.usefixtures("exact_fp32", "one_thread")
@@ -22,15 +23,7 @@ def test_cuda_graph(cell, algorithm):
         result = flat(ours(x))
         return [*result, *torch.autograd.grad(sum(r.pow(2).sum() for r in result), [x, *ours.parameters()])]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_a_cuda_graph(step)
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
         ours.weight_hh_l0.mul_(0.5)

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from weft.vertex import function, models
 
-from tests.common import relative_error
+from tests.common import in_a_cuda_graph, relative_error
 from tests.vertex.cells import (
     BINARY,
     CHILDREN,
@@ -372,15 +372,7 @@ def test_capture_in_a_cuda_graph(executor):
         out = m(graphs, x, executor=executor)
         return out, *torch.autograd.grad(out.sin().sum(), wrt)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = in_a_cuda_graph(step)
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
     graph.replay()

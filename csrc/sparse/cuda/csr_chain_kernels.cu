@@ -18,7 +18,6 @@
 #include "sparse/cuda/csr_chain_kernels.h"
 #include "sparse/cuda/dispatch.cuh"
 #include "sparse/cuda/grid_barrier.cuh"
-#include "sparse/cuda/launch_clusters.cuh"
 
 namespace weft::sparse {
 namespace {

@@ -92,8 +92,8 @@ class offload:
     ``with offload("4GB") as off: loss = model(x)``, then ``loss.backward()`` inside or outside of the block. One *use*
     is one block together with every backward of what was computed in it. The first use of a thread records when what is
     saved and read; the following ones, without a budget those after the second, move by a plan for this timeline, and
-    record on. Reusable, by several threads at
-    once; not re-entrant. Objects nest: as with torch's saved-tensor hooks, the innermost one sees a tensor.
+    record on. Reusable, by several threads at once; not re-entrant. Objects nest: as with torch's saved-tensor hooks,
+    the innermost one sees a tensor.
 
     Args:
         budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string

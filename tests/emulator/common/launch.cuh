@@ -77,6 +77,13 @@ bool runs_in_clusters(const char*, void (*)(Params...), int64_t blocks, int, siz
   return with_clusters && blocks <= kLargestCluster;
 }
 
+template <typename... Params, typename... Args>
+void launch_clusters(const char*, void (*kernel)(Params...), int64_t clusters, int64_t blocks, int threads,
+                     size_t shared_bytes, cudaStream_t, const Args&... args) {
+  cooperative = true, grid_size = {unsigned(clusters * blocks), 1, 1};
+  run_kernel(kernel, clusters * blocks, threads, int(blocks), shared_bytes, args...);
+}
+
 }  // namespace weft
 
 #undef blockIdx
