@@ -38,10 +38,7 @@ from benchmarks.common import (
     RESULTS,
     Candidate,
     Entry,
-    LayerCase,
-    LayerStep,
     Results,
-    check_layers,
     exit_with,
     measure,
     of_one_gpu,
@@ -50,6 +47,7 @@ from benchmarks.common import (
     run_entries,
 )
 from benchmarks.fitting import error, fit, rounded
+from benchmarks.layers import LayerCase, LayerStep, check_layers
 
 SHORT, LONG = 100, 1000
 """Steps up to which the host is most of the time, and from which on the device is."""

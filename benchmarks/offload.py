@@ -14,7 +14,6 @@ of 4 after one warm-up: it takes long, and as long as the next.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import importlib.util
@@ -24,7 +23,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +35,12 @@ from weft.offloading import Link, Move, simulate
 
 from benchmarks import models
 from benchmarks.common import (
-    CPU_THREADS,
     DTYPES,
     RESULTS,
     Candidate,
     Entry,
     Results,
+    begin_table,
     case_name,
     check_agreement,
     copy_bandwidth,
@@ -50,6 +48,7 @@ from benchmarks.common import (
     measure,
     peak_memory,
     run_entries,
+    table_parser,
 )
 
 GIB = 1 << 30
@@ -603,18 +602,10 @@ def table(device: str) -> Iterator[Entry]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.offload", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric")
-    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
-    parser.add_argument("--minutes", type=float, default=30.0, help="after which no case is started (default 30)")
-    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
-    options = parser.parse_args(arguments)
+    options = table_parser("offload", __doc__, minutes=30.0).parse_args(arguments)
     # What torch asks for before it calls cuBLAS deterministic; as much as it takes by default.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_num_threads(CPU_THREADS)
-    devices = options.devices or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
+    devices = begin_table(options)
     results = Results(options.output or RESULTS / "offload.csv")
     entries = [entry for device in devices for entry in table(device) if entry.matches(options.filter)]
     exit_with(run_entries(entries, results, minutes=options.minutes))

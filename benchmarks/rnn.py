@@ -16,7 +16,6 @@ At the end stand the geometric mean and the worst case of the grid, and every ta
 
 from __future__ import annotations
 
-import argparse
 import bisect
 import itertools
 import math
@@ -25,7 +24,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -38,13 +36,10 @@ from benchmarks.common import (
     RESULTS,
     Candidate,
     Entry,
-    LayerCase,
-    LayerStep,
     Results,
-    agreement_bound,
+    begin_table,
     busy_processes,
     check_agreement,
-    check_layers,
     exit_with,
     hardware,
     measure,
@@ -54,7 +49,9 @@ from benchmarks.common import (
     relative_error,
     run_entries,
     significant,
+    table_parser,
 )
+from benchmarks.layers import LayerCase, LayerStep, agreement_bound, check_layers
 
 GRID_CELLS = ("rnn_tanh", "gru", "lstm")
 GRID_DTYPES = ("fp16", "bf16", "fp32")
@@ -489,13 +486,7 @@ def report(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rnn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric")
-    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
-    parser.add_argument("--minutes", type=float, default=8.0, help="budget of wall clock (default 8)")
-    parser.add_argument("--output", type=Path, help="CSV file (default: results/rnn.csv)")
+    parser = table_parser("rnn", __doc__, minutes=8.0)
     parser.add_argument("--report", action="store_true", help="only print what the rows say about the targets")
     options = parser.parse_args(arguments)
     output = options.output or RESULTS / "rnn.csv"
@@ -503,10 +494,9 @@ def main(arguments: list[str] | None = None) -> None:
         report(read_rows(output))
         return
     start = time.monotonic()
-    torch.set_num_threads(CPU_THREADS)
     results = Results(output)
     failures: list[str] = []
-    for device in options.devices or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]):
+    for device in begin_table(options):
         chosen = [(case, entry) for case, entry in table(device) if entry.matches(options.filter)]
         # Stable: the table's order within what is missing and within what is there.
         chosen.sort(key=lambda pair: _is_measured(results, *pair))

@@ -19,7 +19,6 @@ import random
 import runpy
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import torch
 import weft
@@ -29,18 +28,15 @@ from weft._rnn.torch_limits import why_not_cudnn
 from weft.data import Vocabulary, python_docs, split
 
 from benchmarks.common import (
-    CPU_THREADS,
     DTYPES,
     RESULTS,
     ROOT,
     Candidate,
     Entry,
-    LayerCase,
-    LayerStep,
     Results,
+    begin_table,
     case_name,
     check_agreement,
-    check_layers,
     copy_bandwidth,
     exit_with,
     hardware,
@@ -49,10 +45,11 @@ from benchmarks.common import (
     peak_memory,
     read_rows,
     relative_error,
-    relative_errors,
     run_entries,
     show,
+    table_parser,
 )
+from benchmarks.layers import LayerCase, LayerStep, check_layers, relative_errors
 
 GRID_T = (10, 30, 100, 300, 1000, 3000, 10000, 30000)
 GRID_B = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -421,13 +418,9 @@ def slower_than_torch(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric; `grid`: the grid")
+    filters = "substring of case or metric; `grid`: the grid, into scan_auto.csv, by default on one device"
+    parser = table_parser("scan", __doc__, filters=filters, minutes=None)
     parser.add_argument("--algorithm", default="auto", help='of Weft\'s layers (default "auto")')
-    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
-    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
     grid = parser.add_argument_group("grid")
     grid.add_argument("--minutes", type=float, default=8.0, help="budget of wall clock (default 8)")
     grid.add_argument("--cells", nargs="+", choices=tuple(GATES), default=GRID_CELLS)
@@ -436,15 +429,13 @@ def main(arguments: list[str] | None = None) -> None:
     grid.add_argument("--H", nargs="+", type=int, default=GRID_H)
     grid.add_argument("--report", action="store_true", help="only list the grid's rows that lose to torch.nn")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(CPU_THREADS)
+    devices = begin_table(options)
     if options.report:
         show(slower_than_torch(read_rows(options.output or RESULTS / "scan_auto.csv")))
         return
     on_grid = options.filter == "grid"
     if options.devices is None:
-        options.devices = ["cuda"] if torch.cuda.is_available() else ["cpu"]
-        if not on_grid and torch.cuda.is_available():
-            options.devices = ["cuda", "cpu"]
+        options.devices = devices[:1] if on_grid else devices
     (run_grid if on_grid else run_table)(options)
 
 

@@ -8,10 +8,8 @@ plan_chain expect times, and prints them; with --output, a GPU's into a file for
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,11 +32,11 @@ from weft.sparse import (
 from weft.sparse import transposed_jacobian as jacobian_of
 
 from benchmarks.common import (
-    CPU_THREADS,
     RESULTS,
     Candidate,
     Entry,
     Results,
+    begin_table,
     captured,
     case_name,
     check_agreement,
@@ -47,6 +45,7 @@ from benchmarks.common import (
     measure,
     relative_error,
     run_entries,
+    table_parser,
 )
 from benchmarks.cusparse import SpGEMM
 from benchmarks.fitting import rounded
@@ -583,17 +582,10 @@ def table(device: str) -> Iterator[Entry]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("filter", nargs="?", default="", help="substring of case or metric, or fit")
-    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of wall clock, after which nothing is started")
-    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results); of fit, JSON")
+    parser = table_parser("sparse", __doc__, filters="substring of case or metric, or fit, whose --output is JSON")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(CPU_THREADS)
     torch.backends.cudnn.allow_tf32 = False
-    devices = options.devices or (["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"])
+    devices = begin_table(options)
     if options.filter == "fit":
         for device in devices:
             found = fit(device)

@@ -19,7 +19,6 @@ All in fp32 without TF32, but for the chain LSTMs: there both follow cuDNN's def
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import os
@@ -43,6 +42,7 @@ from benchmarks.common import (
     Candidate,
     Entry,
     Results,
+    begin_table,
     captured,
     case_name,
     check_agreement,
@@ -52,6 +52,7 @@ from benchmarks.common import (
     relative_error,
     run_entries,
     show,
+    table_parser,
 )
 
 ABLATION = ("lazy", "fuse", "stream")
@@ -477,28 +478,20 @@ def table(device: str, trees: Sequence[weft.data.Tree] | None) -> Iterator[Entry
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vertex", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("filter", nargs="?", default="", help="substring of case, metric or peer")
-    parser.add_argument("--devices", nargs="+", choices=("cuda", "cpu"), help="default: cpu, and cuda where it is")
+    parser = table_parser("vertex", __doc__, filters="substring of case, metric or peer")
     parser.add_argument("--sst", type=Path, help="folder with the treebank's train.txt")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no entry after that many")
-    parser.add_argument("--output", type=Path, help="CSV file (default: in benchmarks/results)")
     options = parser.parse_args(arguments)
-    devices = options.devices or (["cuda"] if torch.cuda.is_available() else []) + ["cpu"]
+    threads = torch.get_num_threads()
+    devices = begin_table(options)
     trees = treebank(options.sst)
     if trees is None:
         print("the Stanford Sentiment Treebank is not here: its rows are left out (--sst)", flush=True)
     results = Results(options.output or RESULTS / "vertex.csv")
     failures: list[str] = []
     for device in devices:
-        threads = torch.get_num_threads()
-        if device == "cpu":
-            torch.set_num_threads(CPU_THREADS)
+        torch.set_num_threads(CPU_THREADS if device == "cpu" else threads)
         entries = [entry for entry in table(device, trees) if entry.matches(options.filter)]
         failures += run_entries(entries, results, minutes=options.minutes)
-        torch.set_num_threads(threads)
     exit_with(failures)
 
 

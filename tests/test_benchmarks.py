@@ -15,7 +15,7 @@ import torch
 from weft._rnn import choice
 from weft._rnn.case import Case
 
-from benchmarks import common, packages, rnn, scan
+from benchmarks import common, layers, packages, rnn, scan
 from tests.benchmark_rows import rnn_rows, row
 
 
@@ -72,6 +72,22 @@ def test_candidates_take_turns():
     times = common.measure(candidates, "cpu", warmup=1, repeats=2, at_most=0.0)
     assert order == (["A", "a"] * 2 + ["B", "b"] * 2) * 2
     assert set(times) == {"a", "b"}
+
+
+def test_the_command_line_says_where_and_how_long(monkeypatch):
+    monkeypatch.setattr(common, "_longest", common._longest)
+    parser = common.table_parser("rnn", "The table.", minutes=8.0)
+    options = parser.parse_args(["gru", "--devices", "cpu", "--seconds", "0"])
+    assert (options.filter, options.minutes, options.output) == ("gru", 8.0, None)
+    assert common.begin_table(options) == ["cpu"]
+    rounds = []
+    common.measure({"a": common.Candidate(rounds.append)}, "cpu", warmup=0, repeats=2)
+    assert len(rounds) == 2  # no more than `repeats`, though they take no time
+    assert common.begin_table(parser.parse_args([]))[-1] == "cpu"
+    common.measure({"a": common.Candidate(rounds.append)}, "cpu", warmup=0, repeats=2)
+    assert len(rounds) == 2 + 10
+    with pytest.raises(SystemExit):
+        common.table_parser("scan", "The table.", minutes=None).parse_args(["--minutes", "1"])
 
 
 FAILED_CAPTURE = """
@@ -246,9 +262,9 @@ def test_names_of_rnn_cases():
 
 def test_packed_lengths():
     case = rnn.RnnCase("gru", 4, 8, 64, device="cpu", layout="packed")
-    sizes = common._batch_sizes(case)
+    sizes = layers._batch_sizes(case)
     assert int(sizes[0]) == int(sizes[3]) == 8 and len(sizes) <= 64  # the shortest has T / 16 steps
-    assert torch.equal(sizes, common._batch_sizes(replace(case, cell="lstm")))
+    assert torch.equal(sizes, layers._batch_sizes(replace(case, cell="lstm")))
 
 
 def test_floor_of_the_exchange():

@@ -12,7 +12,7 @@ from weft import _costs
 from weft._rnn import choice, costs, tuned
 from weft._rnn.case import Case
 
-from benchmarks import common, fit, rnn, scan, stages
+from benchmarks import common, fit, layers, rnn, scan, stages
 from tests import emulated
 from tests.rnn.planner import Planner
 
@@ -256,7 +256,7 @@ def test_the_parts_of_the_fit_run(monkeypatch, tmp_path):
     assert dict(stages.tables_of(timed, tables)).keys() == stages.NUMBERS.keys()
     products = fit.measured_products()
     assert all(0 < us < 1e6 for us in products["chip"].values()) and products["fixed"]["launch"] > 0
-    case = common.LayerCase("gru", 20, 2, 50, inputs=20, algorithm="scan")
+    case = layers.LayerCase("gru", 20, 2, 50, inputs=20, algorithm="scan")
     results = common.Results(tmp_path / "fit.csv")
     assert {row["metric"] for row in fit.layer_entry(case, ("forward", "forward_backward")).run(results)} == {
         "forward", "forward_backward"
