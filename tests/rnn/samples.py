@@ -216,3 +216,13 @@ OPS = [
         autocast=dtype_under_autocast,
     ),
 ]
+
+
+def gradients(sample: Sample, args: Arguments) -> list[Tensor]:
+    """Random gradients for the differentiable results."""
+    like_output = (*args.input.shape[:-1], sample.directions * sample.H)
+    states = (sample.directions, sample.B, sample.H)
+    shapes = (like_output, states, states, like_output)
+    return [
+        torch.randn(shapes[i], dtype=torch.float64).to(args.input.device, sample.dtype) for i in sample.differentiable
+    ]
