@@ -54,6 +54,16 @@ def test_program():
     assert "_Leaf" in str(several.program) and "_Inner" in str(several.program)
 
 
+def test_a_sum_of_children_is_shown_as_a_gather():
+    m = models.ChildSumTreeLSTM(3, 2)
+    for executor in ("reference", "batched"):
+        with torch.no_grad():
+            m(GRAPHS, rows(), executor=executor)
+        lines = str(m.program).splitlines()
+        for op in ("pull", "gather_children", "scatter", "push"):
+            assert any(f"{op}(" in line for line in lines), (executor, op)
+
+
 class Called(TorchDispatchMode):
     """The calls of the operator that runs frontiers, and their results."""
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 
 __all__ = ["Constant", "Operation", "Program", "Programs", "Symbol", "classify"]
 
+_SHOWN = {"children": "gather_children"}
+"""What is printed of operations whose name does not say that they gather."""
+
 Size = int | str
 """A number; "N" for the vertices of a task, "E" for their children."""
 
@@ -108,7 +111,7 @@ class Program:
     def _line(self, o: Operation) -> str:
         arguments = [self._argument(a) for a in o.arguments]
         arguments += [f"{name}={self._argument(a)}" for name, a in o.keywords]
-        call = f"{o.op}({', '.join(arguments)})"
+        call = f"{_SHOWN.get(o.op, o.op)}({', '.join(arguments)})"
         if o.results:
             return f"{', '.join(str(self.symbols[r]) for r in o.results)} = {call}"
         return f"{call}  # {', '.join(str(self.symbols[r]) for r in o.reads())}"
