@@ -213,6 +213,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.hidden, options.batch, options.length, options.sample = 5, 16, 4, 16, 20
+    if min(options.steps, options.hidden, options.batch, options.length) < 1:
+        parser.error("--steps, --hidden, --batch and --length must be at least 1")
     return options
 
 

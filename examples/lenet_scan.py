@@ -75,6 +75,8 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], list[float]]:
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.batch = 5, 8
+    if min(options.steps, options.batch) < 1:
+        parser.error("--steps and --batch must be at least 1")
     schedule = int(options.schedule) if options.schedule.isdigit() else options.schedule
 
     torch.manual_seed(options.seed)

@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> float:
     options = parser.parse_args(arguments)
     if options.quick:
         options.length, options.steps = 128, 10
+    if min(options.length, options.batch, options.hidden, options.steps) < 1:
+        parser.error("--length, --batch, --hidden and --steps must be at least 1")
     torch.manual_seed(0)
     layer, output = MinGRU(2, options.hidden).to(options.device), nn.Linear(options.hidden, 1).to(options.device)
     optimizer = torch.optim.Adam([*layer.parameters(), *output.parameters()], lr=2e-2)

@@ -138,6 +138,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.epochs, options.steps, options.hidden, options.embedding = 1, 5, 16, 16
+    if min(options.epochs, options.batch) < 1:
+        parser.error("--epochs and --batch must be at least 1")
     return options
 
 

@@ -93,6 +93,10 @@ def main(arguments: list[str] | None = None) -> weft.scan.ChainPlan:
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.batch, options.width = 3, 2, 0.125
+    if min(options.steps, options.batch) < 1:
+        parser.error("--steps and --batch must be at least 1")
+    if not 0 <= options.sparsity <= 1:
+        parser.error("--sparsity must lie between 0 and 1")
 
     torch.manual_seed(options.seed)
     images, classes = digits(options.device) if options.data is None else cifar10(options.data, options.device)

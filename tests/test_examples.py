@@ -36,6 +36,27 @@ def test_help(name):
     assert EXAMPLES[name] in done.stdout
 
 
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("char_lm.py", ["--steps", "0"]),
+        ("lenet_scan.py", ["--steps", "0"]),
+        ("lenet_scan.py", ["--batch", "0"]),
+        ("mingru.py", ["--hidden", "0"]),
+        ("mingru.py", ["--steps", "0"]),
+        ("treelstm_ast.py", ["--epochs", "0"]),
+        ("treelstm_ast.py", ["--batch", "0"]),
+        ("treelstm_sst.py", ["nowhere", "--epochs", "0"]),
+        ("vgg11_pruned.py", ["--steps", "0"]),
+        ("vgg11_pruned.py", ["--sparsity", "2"]),
+    ],
+)
+def test_arguments_out_of_range_are_refused_before_any_work(name, arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        example(name)["main"](arguments)
+    assert arguments[-2] in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_offload_vgg(tmp_path, capsys):
     figure = tmp_path / "timeline.png"
     arguments = ["--quick", "--device", "cpu", "--backend", "reference", "--budget", "400KB", "--output", str(figure)]
