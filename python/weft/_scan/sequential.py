@@ -55,8 +55,10 @@ class Record(NamedTuple):
         for tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
                     f"ScanSequential: layer {self.position} ({type(self.module).__qualname__}) or its input was "
-                    "changed in place between the forward and the backward pass"
+                    f"changed in place between the forward and the backward pass, it is at version {tensor._version}; "
+                    f"expected version {version} instead"
                 )
 
 
