@@ -282,7 +282,7 @@ def test_what_changed_after_the_forward_pass_is_noticed() -> None:
     y = net(torch.randn(2, 3, requires_grad=True))
     with torch.no_grad():
         net[2].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation: .* layer 2 .*changed in place"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: .* layer 2 .*changed in place"):
         y.sum().backward()
 
 
