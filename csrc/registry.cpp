@@ -25,7 +25,7 @@ TORCH_LIBRARY(weft, m) {
   m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b) "
       "-> (Tensor crow, Tensor col, Tensor aligned, Tensor windowed, Tensor listed, Tensor starts, Tensor left, "
-      "Tensor right, Tensor info)",
+      "Tensor right, Tensor shared, Tensor info)",
       tags);
   m.def("csr_matmul(Tensor[] patterns, Tensor x, Tensor y) -> Tensor", tags);
   m.def("csr_matmul_left(Tensor[] patterns, Tensor y, Tensor g, bool shared) -> Tensor", tags);

@@ -18,7 +18,7 @@ namespace weft::sparse {
 namespace {
 
 using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                        at::Tensor>;
+                        at::Tensor, at::Tensor>;
 
 // Parts of the rows that are worth a thread and a marker array of its own.
 template <typename F>
@@ -38,9 +38,43 @@ Csr<I> csr(const at::Tensor& crow, const at::Tensor& col) {
 
 // What a plan has beside the product's pattern.
 struct Numeric {
-  at::Tensor aligned, windowed, listed, starts, left, right;
+  at::Tensor aligned, windowed, listed, starts, left, right, shared;
   int64_t aligned_products = 0, listed_products = 0;
 };
+
+template <typename I>
+at::Tensor as_tensor(const std::vector<I>& numbers, const at::TensorOptions& options) {
+  at::Tensor made = at::empty({int64_t(numbers.size())}, options);
+  std::copy(numbers.begin(), numbers.end(), made.mutable_data_ptr<I>());
+  return made;
+}
+
+// Puts lists that rows share in the place of each row's own, where that leaves a quarter of them or less.
+template <typename I>
+bool share_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<RowKind>& kinds, bool all,
+                Numeric& made) {
+  std::vector<int64_t> rows;
+  for (int64_t i = 0; i < a.rows; ++i) {
+    if (all || kinds[i] == RowKind::kListed) rows.push_back(i);
+  }
+  const int64_t elements = made.starts.size(0) - 1;
+  if (elements == 0 || elements < kLongEnough * int64_t(rows.size())) return false;
+  SharedLists<I> found;
+  const auto shared = [&](bool of_rows) {
+    return share_lists(a, b, c, rows, made.starts.const_data_ptr<I>(), made.left.const_data_ptr<I>(),
+                       made.right.const_data_ptr<I>(), of_rows, (elements + 2 * made.listed_products) / 4, found);
+  };
+  if (!shared(false) && !shared(true)) return false;
+  const auto options = made.starts.options();
+  if (!all) {
+    made.listed = at::empty({int64_t(rows.size())}, options);
+    std::copy(rows.begin(), rows.end(), made.listed.mutable_data_ptr<I>());
+  }
+  found.where.insert(found.where.end(), found.base.begin(), found.base.end());
+  made.starts = as_tensor(found.starts, options), made.left = as_tensor(found.left, options);
+  made.right = as_tensor(found.right, options), made.shared = as_tensor(found.where, options);
+  return true;
+}
 
 template <typename I>
 Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<RowCount>& counts,
@@ -81,11 +115,18 @@ Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::
     }
   });
   starts[elements] = I(made.listed_products);
+  made.shared = at::empty({0}, options);
+  if (share_rows(a, b, c, kinds, all, made)) return made;
   const at::Tensor none = at::empty({0}, options);
-  if (made.listed_products == elements) made.starts = none;
-  bool same = made.listed_products == a.crow[a.rows];
-  for (int64_t p = 0; same && p < made.listed_products; ++p) same = left[p] == p;
-  if (same) made.left = none;
+  const bool single = made.listed_products == elements;
+  if (single) made.starts = none;
+  const auto in_order = [&](const I* numbers, int64_t all) {
+    bool same = made.listed_products == all;
+    for (int64_t p = 0; same && p < made.listed_products; ++p) same = numbers[p] == p;
+    return same;
+  };
+  if (in_order(left, a.crow[a.rows])) made.left = none;
+  if (all && single && in_order(right, b.crow[b.rows])) made.right = none;
   return made;
 }
 
@@ -122,9 +163,11 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   const int64_t bytes = 2 * int64_t(sizeof(I) + 4) * stored - int64_t(sizeof(I)) * (nnz + a.rows + 1);
   const auto kinds = choose_kinds(counts, listable ? bytes / int64_t(sizeof(I)) - 1 : -1);
   const Numeric made = plan_rows(a, b, csr<I>(crow, col), counts, kinds, options);
-  return {crow,          col,         made.aligned,
-          made.windowed, made.listed, made.starts,
-          made.left,     made.right,  at::tensor({products, made.aligned_products, made.listed_products}, at::kLong)};
+  return {crow,         col,
+          made.aligned, made.windowed,
+          made.listed,  made.starts,
+          made.left,    made.right,
+          made.shared,  at::tensor({products, made.aligned_products, made.listed_products}, at::kLong)};
 }
 
 Plan csr_matmul_plan(at::TensorList a, at::TensorList b) {
@@ -160,19 +203,19 @@ Plan csr_matmul_plan(at::TensorList a, at::TensorList b) {
   with_index(wide || grows, [&](auto* i) {
     made = plan<std::remove_pointer_t<decltype(i)>>(t[0], t[1], t[2], t[3], products, !grows);
   });
-  auto& [crow, col, aligned, windowed, listed, starts, left, right, info] = made;
+  auto& [crow, col, aligned, windowed, listed, starts, left, right, shared, info] = made;
   const bool narrow = grows && col.size(0) <= std::numeric_limits<int32_t>::max();
   auto there = [&](const at::Tensor& p) { return p.to(device, narrow ? at::kInt : p.scalar_type()); };
-  return {there(crow),  there(col), there(aligned), there(windowed), there(listed), there(starts), there(left),
-          there(right), info};
+  return {there(crow),   there(col),  there(aligned), there(windowed), there(listed),
+          there(starts), there(left), there(right),   there(shared),   info};
 }
 
-constexpr size_t kPatterns = 12, kWithTransposed = 15;
+constexpr size_t kPatterns = 13, kWithTransposed = 16;
 
 CsrMatmul describe(const char* op, at::TensorList p, const at::Tensor& like) {
   check_floating(op, "values", like);
   TORCH_CHECK_VALUE(p.size() == kPatterns || p.size() == kWithTransposed, op,
-                    ": patterns must be 12 or 15 tensors, got ", p.size());
+                    ": patterns must be 13 or 16 tensors, got ", p.size());
   check_indices(op, "patterns", p, like);
   CsrMatmul m{};
   m.dtype = dtype_of(like), m.wide = is_wide(p[0]);
@@ -181,10 +224,16 @@ CsrMatmul describe(const char* op, at::TensorList p, const at::Tensor& like) {
   auto data = [&](size_t i) { return p[i].numel() > 0 ? p[i].const_data_ptr() : nullptr; };
   m.a_crow = data(0), m.a_col = data(1), m.b_crow = data(2), m.b_col = data(3), m.c_crow = data(4), m.c_col = data(5);
   m.aligned = data(6), m.windowed = data(7), m.listed = data(8);
-  m.starts = data(9), m.left = data(10), m.right = data(11);
-  m.aligned_rows = p[6].size(0), m.windowed_rows = p[7].size(0), m.listed_products = p[11].size(0);
-  m.listed_elements = m.listed_products == 0 ? 0 : m.listed ? p[8].size(0) : m.c_nnz;
-  if (p.size() == kWithTransposed) m.t_crow = data(12), m.t_col = data(13), m.t_index = data(14);
+  m.starts = data(9), m.left = data(10), m.right = data(11), m.shared_lists = data(12);
+  m.aligned_rows = p[6].size(0), m.windowed_rows = p[7].size(0);
+  if (m.shared_lists) {
+    m.listed_rows = m.listed ? p[8].size(0) : m.rows;
+    m.of_rows = p[12].size(0) == m.listed_rows;
+  } else if (m.left || m.right || (m.aligned_rows == 0 && m.windowed_rows == 0)) {
+    m.listed_elements = m.listed ? p[8].size(0) : m.c_nnz;
+    m.listed_products = m.left || m.right ? std::max(p[10].size(0), p[11].size(0)) : m.c_nnz;
+  }
+  if (p.size() == kWithTransposed) m.t_crow = data(13), m.t_col = data(14), m.t_index = data(15);
   return m;
 }
 
@@ -233,7 +282,7 @@ at::Tensor csr_matmul_left_forward(RunMatmul run, at::TensorList patterns, const
 at::Tensor csr_matmul_right_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& x, const at::Tensor& g,
                                     bool shared) {
   std::vector<at::Tensor> all = patterns.vec();
-  TORCH_CHECK_VALUE(all.size() >= kPatterns, "csr_matmul_right: patterns must be 12 or 15 tensors, got ", all.size());
+  TORCH_CHECK_VALUE(all.size() >= kPatterns, "csr_matmul_right: patterns must be 13 or 16 tensors, got ", all.size());
   if (all.size() == kPatterns) {
     auto [crow, col, index] = csr_transpose(all[0], all[1], all[2].size(0) - 1);
     all.insert(all.end(), {crow, col, index});

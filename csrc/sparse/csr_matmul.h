@@ -1,7 +1,7 @@
 // Products of two CSR matrices with planned patterns: weft::csr_matmul_plan (symbolic), weft::csr_matmul and its
 // gradients weft::csr_matmul_left and weft::csr_matmul_right (numeric).
 //
-//   csr_matmul_plan(a, b) -> (crow, col, aligned, windowed, listed, starts, left, right, info)
+//   csr_matmul_plan(a, b) -> (crow, col, aligned, windowed, listed, starts, left, right, shared, info)
 //     a, b     [crow, col], int32 or int64, on any device; the work is done on the CPU, and the device is waited for.
 //     crow, col  the pattern of a * b: every element that has a scalar product; columns sorted.
 //     Every row of the product is computed in one of three ways (sparse/plan.h chooses):
@@ -9,7 +9,11 @@
 //               of a with one element, and blocks that are dense, are of this kind.
 //     listed    elements (null where it is all of them) with few products each, which are listed: element l is the sum
 //               of a[left[s]] b[right[s]] for starts[l] <= s < starts[l + 1]. Empty starts: one each, s = l. Empty
-//               left: left[s] = s. Diagonal and permutation operands are of this kind: gathers.
+//               left: left[s] = s; empty right: right[s] = s. Diagonal and permutation operands are of this kind:
+//               gathers, and where all three are empty an elementwise product.
+//     shared    not empty where listed rows share few lists, which are then all there is (sparse/plan.h,
+//               SharedLists: where, then base unless right is counted from b's rows); `listed` has rows, not elements,
+//               null where it is all of them.
 //     windowed  all other rows: products are found again from the patterns, and added up in windows of columns.
 //     info      scalar products: of all rows, of aligned, of listed ones; int64 on the CPU.
 //     crow, col and lists take at most twice the memory of the two operands and the product, with values in float32.
@@ -18,8 +22,8 @@
 //   csr_matmul(patterns, x, y)                 values of the product, (nnz,), or (B, nnz) where x or y has a batch
 //   csr_matmul_left(patterns, y, g, shared)    values on a: sum over k of y[j, k] g[i, k]
 //   csr_matmul_right(patterns, x, g, shared)   values on b: sum over i of x[i, j] g[i, k]
-//     patterns  a's crow, col; b's crow, col; the product's crow, col; aligned, windowed, listed, starts, left, right;
-//               and, for csr_matmul_right, crow, col, index of a transposed, which is made where it is missing.
+//     patterns  a's crow, col; b's crow, col; the product's crow, col; aligned, windowed, listed, starts, left, right,
+//               shared; and, for csr_matmul_right, crow, col, index of a transposed, which is made where it is missing.
 //     x, y, g   values on a, b and the product, (nnz,) or (B, nnz). `shared`: the sum over the batch, (nnz,).
 //
 // <g, a b> is linear in x, y and g, and the three ops are its derivatives: gradients of any order follow. float16,

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -131,6 +132,90 @@ void list_products(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, int64_t i,
       right[s] = f;
     }
   }
+}
+
+// Rows of fewer elements, on the average, are not worth a block's look at where each begins.
+constexpr int64_t kLongEnough = 64;
+
+// Lists that many rows share, as rows of a Jacobian of sliding windows do. Row r of the listed ones has `elements` of
+// them: its t-th is the sum over starts[where[r] + t] <= s < starts[where[r] + t + 1] of element left[s] of its row of
+// a times element right[s] of b, which is counted from base[r], or from the first of the row of b that belongs to
+// left[s]. Where every element has one product: empty starts, s = where[r] + t; and where that is element t of the row
+// of a: empty left.
+template <typename I>
+struct SharedLists {
+  std::vector<I> where, base, starts, left, right;
+};
+
+// Finds the lists that are alike in those of list_products: row rows[r] has starts[first[r]] and what follows. False,
+// and nothing of use, where they would take more than `budget` indices.
+template <typename I>
+bool share_lists(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<int64_t>& rows, const I* starts,
+                 const I* left, const I* right, bool of_rows, int64_t budget, SharedLists<I>& made) {
+  struct Known {
+    int64_t where, elements, first, products;
+  };
+  std::unordered_multimap<uint64_t, Known> known;
+  std::vector<I> own[3];  // starts, left, right of a row, counted from its own beginnings
+  made = {};
+  bool single = true, in_order = true;
+  const int64_t per_row = of_rows ? 1 : 2;
+  for (const int64_t i : rows) {
+    const int64_t elements = c.crow[i + 1] - c.crow[i];
+    if (elements == 0) {
+      made.where.push_back(0);
+      if (!of_rows) made.base.push_back(0);
+      continue;
+    }
+    const I from = starts[0], products = starts[elements] - from, base = right[from];
+    for (auto& numbers : own) numbers.clear();
+    uint64_t hash = uint64_t(elements);
+    const auto put = [&](int kind, I number) {
+      own[kind].push_back(number);
+      hash = (hash ^ uint64_t(number)) * 0x9e3779b97f4a7c15u;
+      hash ^= hash >> 29;
+    };
+    for (int64_t t = 0; t < elements; ++t) put(0, starts[t] - from);
+    for (I s = from; s < from + products; ++s) {
+      put(1, left[s] - a.crow[i]);
+      put(2, right[s] - (of_rows ? b.crow[a.col[left[s]]] : base));
+    }
+    starts += elements;
+    const Known* found = nullptr;
+    const auto [begin, end] = known.equal_range(hash);
+    for (auto it = begin; it != end && !found; ++it) {
+      const Known& k = it->second;
+      const auto same = [](const std::vector<I>& numbers, auto from, I less) {
+        return std::equal(numbers.begin(), numbers.end(), from, [&](I x, I y) { return x == y - less; });
+      };
+      if (k.elements == elements && k.products == products && same(own[0], made.starts.begin() + k.where, I(k.first)) &&
+          same(own[1], made.left.begin() + k.first, 0) && same(own[2], made.right.begin() + k.first, 0)) {
+        found = &k;
+      }
+    }
+    if (!found) {
+      const Known k{int64_t(made.starts.size()), elements, int64_t(made.left.size()), products};
+      for (const I number : own[0]) made.starts.push_back(I(k.first) + number);
+      made.starts.push_back(I(k.first + products));
+      made.left.insert(made.left.end(), own[1].begin(), own[1].end());
+      made.right.insert(made.right.end(), own[2].begin(), own[2].end());
+      single = single && products == elements;
+      for (int64_t t = 0; in_order && t < products; ++t) in_order = own[1][t] == t;
+      found = &known.emplace(hash, k)->second;
+    }
+    made.where.push_back(I(found->where));
+    if (!of_rows) made.base.push_back(base);
+    if (int64_t(made.starts.size() + 2 * made.left.size()) + per_row * int64_t(rows.size()) > budget) return false;
+  }
+  if (single) {
+    // One start more than products for each list.
+    std::vector<I> lists_before(made.starts.size());
+    for (const auto& entry : known) lists_before[entry.second.where] = I(entry.second.first);
+    for (I& where : made.where) where = lists_before.empty() ? 0 : lists_before[where];
+    made.starts.clear();
+    if (in_order) made.left.clear();
+  }
+  return true;
 }
 
 }  // namespace weft::sparse

@@ -15,6 +15,7 @@ from weft.sparse import (
     BatchedCSR,
     MatmulPlan,
     avg_pool2d_jacobian,
+    conv1d_jacobian,
     conv2d_jacobian,
     diagonal_jacobian,
     plan_matmul,
@@ -71,17 +72,32 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
     plan = plan_matmul(J, K)
     assert all(plan.kinds)
     yield from of_product(plan, J, K, max(n or 1 for n in batch))
-    # Convolutions with a gather, and with few and several products an element: all of them listed.
+    # Products that are all listed: gathers, and few and several products an element, of rows whose lists are their own
+    # (short ones), and of such as share them, counted from the row and from b's rows; then a product in order.
     leads = [[] if n is None else [4 * n] for n in batch]
-    conv = conv2d_jacobian(torch.randn(12, 2, 3, 3, dtype=dtype), (2, 9, 7), padding=1)
-    pools = [avg_pool2d_jacobian((12, 9, 7), size, dtype=dtype) for size in (2, 3)]
-    for K in (diagonal_jacobian(torch.randn(1, 12 * 63, dtype=dtype)), *pools):
+    found = []
+    for channels, kernel, size, pools in ((7, (3, 3), (9, 7), (2, 3)), (16, (3, 5), (4, 30), (2,))):
+        padding = [k // 2 for k in kernel]
+        conv = conv2d_jacobian(torch.randn(channels, 2, *kernel, dtype=dtype), (2, *size), padding=padding)
+        others = [avg_pool2d_jacobian((channels, *size), pool, dtype=dtype) for pool in pools]
+        for K in (diagonal_jacobian(torch.randn(1, conv.shape[1], dtype=dtype)), *others):
+            found.append((conv, K, channels == 16))
+    # Of the first, half the rows are aligned; of the second, a channel goes to one or two others.
+    draw = torch.Generator().manual_seed(1)
+    few = [(torch.rand(s, generator=draw) < p).to(dtype) for s, p in (((6, 2, 3), 0.3), ((60, 6, 3), 0.2))]
+    spread = torch.eye(16, dtype=dtype).repeat(2, 1)[:26].unsqueeze(2)
+    spread[0, 1] = 1
+    for weights in (few, (torch.randn(16, 4, 3, dtype=dtype), spread)):
+        convs = (conv1d_jacobian(w, (w.shape[1], 50), padding=w.shape[2] // 2, prune=True) for w in weights)
+        found.append((*convs, True))
+    found.append((*(diagonal_jacobian(torch.randn(1, 5003, dtype=dtype)) for _ in range(2)), False))
+    for J, K, shares in found:
         J, K = (
             BatchedCSR(M.crow.to(index), M.col.to(index), torch.randn(*lead, M.nnz, dtype=dtype), M.shape)
-            for M, lead in zip((conv, K), leads, strict=True)
+            for M, lead in zip((J, K), leads, strict=True)
         )
         plan = plan_matmul(J, K)
-        assert plan.kinds.listed == plan.flops
+        assert plan.kinds.windowed == 0 and bool(plan._patterns[12].numel()) == shares
         yield from of_product(plan, J, K, max(lead[0] if lead else 1 for lead in leads))
 
 
@@ -89,10 +105,11 @@ def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterat
     patterns, index, dtype = plan._patterns, plan.crow.dtype, J.dtype
     transposed = [t.to(index) for t in J._pattern.transposed]
     g = torch.randn(B, plan.nnz, dtype=dtype)
-    listed = patterns[8].shape[0] or (plan.nnz if patterns[11].shape[0] else 0)
-    counts = [patterns[6].shape[0], patterns[7].shape[0], listed, patterns[11].shape[0]]
-    sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, *counts]
-    strides = [stride(J.values), stride(K.values), plan.nnz]
+    aligned, windowed, listed, _, left, right, shared = (t.shape[0] for t in patterns[6:])
+    rows = (listed or J.shape[0]) if shared else 0
+    elements = 0 if shared or not (left or right or not (aligned or windowed)) else listed or plan.nnz
+    sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, aligned, windowed, elements, max(left, right)]
+    strides = [stride(J.values), stride(K.values), plan.nnz, rows, shared == rows]
     op, left, right = (getattr(torch.ops.weft, f"csr_matmul{name}") for name in ("", "_left", "_right"))
     operands = [J.values, K.values, g]
 

@@ -14,7 +14,7 @@ namespace {
 template <typename I>
 struct Indices {
   const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *aligned, *windowed, *listed, *starts, *left, *right,
-      *t_crow, *t_col, *t_index;
+      *shared_lists, *t_crow, *t_col, *t_index;
   explicit Indices(const CsrMatmul& m)
       : a_crow(static_cast<const I*>(m.a_crow)),
         a_col(static_cast<const I*>(m.a_col)),
@@ -28,6 +28,7 @@ struct Indices {
         starts(static_cast<const I*>(m.starts)),
         left(static_cast<const I*>(m.left)),
         right(static_cast<const I*>(m.right)),
+        shared_lists(static_cast<const I*>(m.shared_lists)),
         t_crow(static_cast<const I*>(m.t_crow)),
         t_col(static_cast<const I*>(m.t_col)),
         t_index(static_cast<const I*>(m.t_index)) {}
@@ -51,8 +52,12 @@ void listed(const CsrMatmul& m) {
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
     auto element = [&](int64_t l) -> T& { return out[p.listed ? int64_t(p.listed[l]) : l]; };
-    if (!p.starts && !p.left) {
+    if (!p.starts && !p.left && !p.right) {
+      for (int64_t l = begin; l < end; ++l) out[l] = T(Acc(x[l]) * Acc(y[l]));
+    } else if (!p.starts && !p.left) {
       for (int64_t l = begin; l < end; ++l) element(l) = T(Acc(x[l]) * Acc(y[p.right[l]]));
+    } else if (!p.starts && !p.right) {
+      for (int64_t l = begin; l < end; ++l) element(l) = T(Acc(x[p.left[l]]) * Acc(y[l]));
     } else if (!p.starts) {
       for (int64_t l = begin; l < end; ++l) element(l) = T(Acc(x[p.left[l]]) * Acc(y[p.right[l]]));
     } else {
@@ -60,6 +65,36 @@ void listed(const CsrMatmul& m) {
         Acc sum = 0;
         for (I s = p.starts[l]; s < p.starts[l + 1]; ++s) sum += Acc(x[p.left ? p.left[s] : s]) * Acc(y[p.right[s]]);
         element(l) = T(sum);
+      }
+    }
+  });
+}
+
+template <typename I, typename T>
+void shared_lists(const CsrMatmul& m) {
+  using Acc = Accumulate<T>;
+  const Indices<I> p(m);
+  over_tiles(m.batch, m.listed_rows, 16, 2 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
+    const T* all_y = static_cast<const T*>(m.y) + sample * m.y_batch;
+    for (int64_t r = begin; r < end; ++r) {
+      const int64_t i = p.listed ? int64_t(p.listed[r]) : r, n = p.c_crow[i + 1] - p.c_crow[i];
+      const int64_t a_first = p.a_crow[i], where = p.shared_lists[r];
+      const T* x = static_cast<const T*>(m.x) + sample * m.x_batch + a_first;
+      const T* y = m.of_rows ? all_y : all_y + p.shared_lists[m.listed_rows + r];
+      T* out = static_cast<T*>(m.out) + sample * m.c_nnz + p.c_crow[i];
+      if (!p.starts && !p.left && !m.of_rows) {
+        for (int64_t e = 0; e < n; ++e) out[e] = T(Acc(x[e]) * Acc(y[p.right[where + e]]));
+        continue;
+      }
+      for (int64_t e = 0; e < n; ++e) {
+        const int64_t first = p.starts ? int64_t(p.starts[where + e]) : where + e;
+        const int64_t last = p.starts ? int64_t(p.starts[where + e + 1]) : first + 1;
+        Acc sum = 0;
+        for (int64_t s = first; s < last; ++s) {
+          const int64_t l = p.left ? int64_t(p.left[s]) : e;
+          sum += Acc(x[l]) * Acc(y[p.right[s] + (m.of_rows ? p.b_crow[p.a_col[a_first + l]] : I(0))]);
+        }
+        out[e] = T(sum);
       }
     }
   });
@@ -186,6 +221,7 @@ void csr_matmul_cpu(const CsrMatmul& m) {
     using I = std::remove_pointer_t<decltype(i)>;
     using T = std::remove_pointer_t<decltype(t)>;
     if (m.listed_elements > 0) listed<I, T>(m);
+    if (m.listed_rows > 0) shared_lists<I, T>(m);
     if (m.aligned_rows > 0) aligned<I, T>(m);
     if (m.windowed_rows > 0) windowed<I, T>(m);
   });

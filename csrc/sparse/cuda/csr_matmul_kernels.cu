@@ -4,6 +4,10 @@
 //           a large batch and a left operand that it shares, y is first laid out with its samples side by side, in the
 //           part of the result that is written last: else each sample's number is in another line, and lines are what
 //           L1 counts. Bound by the bytes, those of the lists among them.
+//           Where rows share few lists, these stay in L1 and L2: a block has a few rows that follow each other, and a
+//           thread the same element of each, so that what waits for an index waits for four at once; of the large
+//           batch a warp has 32 elements of a row and its block eight such rows, which read nearly the same y, so that
+//           two thirds of it come from L1. Where there is no list at all, numbers are multiplied four at a time.
 // aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
 // windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
@@ -14,6 +18,7 @@
 //
 // No atomics: every sum has a fixed order.
 #include <algorithm>
+#include <cstdlib>
 
 #include "common/element.cuh"
 #include "common/integers.h"
@@ -24,12 +29,19 @@
 namespace weft::sparse {
 namespace {
 
+inline int VARIANT(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kSamples = 4;           // of one thread
 constexpr int kElements = 2;          // of a thread that has one sample; more products of each wait for each other
 constexpr int kGathers = 4;           // the same where an element is one product
 constexpr int kWide = 16;             // samples whose numbers lie side by side
 constexpr int kWorthwhile = 1 << 15;  // numbers of the result a multiprocessor, from which y is laid out for them
+constexpr int kRows = 4;              // that share lists, of a thread that has one sample
+constexpr int kRowThreads = 512;      // of a row, at most
 constexpr int kColumns = 128;         // of a warp's row, four a lane
 constexpr int kWindow = 4 * 1024;     // bytes of a warp's sums
 constexpr unsigned kFull = 0xffffffffu;
@@ -87,7 +99,7 @@ __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m, int64_t d
 #pragma unroll
       for (int p = 0; p < kElements; ++p) l[p] = begin[p] + step, real[p] = l[p] < end[p];
 #pragma unroll
-      for (int p = 0; p < kElements; ++p) r[p] = real[p] ? right[l[p]] : I(0);
+      for (int p = 0; p < kElements; ++p) r[p] = !right ? l[p] : real[p] ? right[l[p]] : I(0);
       if (left) {
 #pragma unroll
         for (int p = 0; p < kElements; ++p) l[p] = real[p] ? left[l[p]] : I(0);
@@ -143,6 +155,28 @@ __device__ __forceinline__ void store(T* to, const Four<T>& four) {
   for (int i = 0; i < int(sizeof(four) / sizeof(Words)); ++i) __stcs(reinterpret_cast<Words*>(to) + i, from[i]);
 }
 
+// Products of one element each, in order: four of a thread. blockIdx.y counts samples.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) elementwise_kernel(CsrMatmul m) {
+  const int64_t own = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  for (int64_t b = blockIdx.y; b < m.batch; b += gridDim.y) {
+    const T* x = static_cast<const T*>(m.x) + b * m.x_batch + own;
+    const T* y = static_cast<const T*>(m.y) + b * m.y_batch + own;
+    T* out = static_cast<T*>(m.out) + b * m.c_nnz + own;
+    const uintptr_t places =
+        reinterpret_cast<uintptr_t>(x) | reinterpret_cast<uintptr_t>(y) | reinterpret_cast<uintptr_t>(out);
+    if (own + 4 <= m.c_nnz && places % alignof(Four<T>) == 0) {
+      const Four<T> f = *reinterpret_cast<const Four<T>*>(x), g = *reinterpret_cast<const Four<T>*>(y);
+      Four<T> found;
+#pragma unroll
+      for (int p = 0; p < 4; ++p) found.v[p] = from_state<T>(to_state(f.v[p]) * to_state(g.v[p]));
+      store(out, found);
+    } else {
+      for (int p = 0; p < 4 && own + p < m.c_nnz; ++p) out[p] = from_state<T>(to_state(x[p]) * to_state(y[p]));
+    }
+  }
+}
+
 // y with the numbers of kWide samples side by side, (groups of samples, n, kWide); zeros for samples that there are
 // not. blockIdx.y counts groups.
 template <typename T>
@@ -188,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
 #pragma unroll
     for (int p = 0; p < 4; ++p) from[p] = bound[p] + step, real[p] = from[p] < bound[p + 1];
 #pragma unroll
-    for (int p = 0; p < 4; ++p) place[p] = real[p] ? right[from[p]] : I(0);
+    for (int p = 0; p < 4; ++p) place[p] = !right ? from[p] : real[p] ? right[from[p]] : I(0);
     if (left) {
 #pragma unroll
       for (int p = 0; p < 4; ++p) from[p] = real[p] ? left[from[p]] : I(0);
@@ -225,6 +259,173 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
         if (own + p < m.listed_elements && at + p < limit) out[at + p] = four.v[p];
+      }
+    }
+  }
+}
+
+// A listed row whose list others share.
+template <typename I>
+struct ListedRow {
+  I place, n, a_first, where, base;  // place, n: its elements of the product; base: what `right` is counted from
+  __device__ __forceinline__ ListedRow(const CsrMatmul& m, int64_t r) : place(0), n(0), a_first(0), where(0), base(0) {
+    if (r >= m.listed_rows) return;
+    const int64_t i = m.listed ? int64_t(ints<I>(m.listed)[r]) : r;
+    place = ints<I>(m.c_crow)[i], n = ints<I>(m.c_crow)[i + 1] - place;
+    a_first = ints<I>(m.a_crow)[i];
+    where = ints<I>(m.shared_lists)[r];
+    if (!m.of_rows) base = ints<I>(m.shared_lists)[m.listed_rows + r];
+  }
+};
+
+// A block has kOwn rows, a thread some element of each, for kTile samples; blockIdx.y counts those. Of the first sample
+// it leaves out what is among the first `done` elements.
+template <typename I, typename T, int kTile, int kOwn>
+__global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 1
+                                               : kOwn > 2                       ? 2
+                                                          : 3) shared_lists_kernel(CsrMatmul m, int64_t done) {
+  const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
+  I place[kOwn], n[kOwn], a_first[kOwn], where[kOwn], base[kOwn], longest = 0;
+#pragma unroll
+  for (int p = 0; p < kOwn; ++p) {
+    const ListedRow<I> row(m, int64_t(blockIdx.x) * kOwn + p);
+    place[p] = row.place, n[p] = row.n, a_first[p] = row.a_first, where[p] = row.where, base[p] = row.base;
+    if (n[p] > longest) longest = n[p];
+  }
+  for (int64_t first = int64_t(blockIdx.y) * kTile; first < m.batch; first += int64_t(gridDim.y) * kTile) {
+    const T* x = static_cast<const T*>(m.x) + first * m.x_batch;
+    const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
+    T* out = static_cast<T*>(m.out) + first * m.c_nnz;
+    const int64_t count = m.batch - first, skipped = first == 0 ? done : 0;
+    for (I e = I(threadIdx.x); e < longest; e += I(blockDim.x)) {
+      I from[kOwn], steps[kOwn], most = 0;
+#pragma unroll
+      for (int p = 0; p < kOwn; ++p) {
+        const bool real = e < n[p] && place[p] + e >= skipped;
+        const I at = where[p] + e;
+        from[p] = !starts ? at : real ? starts[at] : I(0);
+        steps[p] = !starts ? I(real) : real ? starts[at + 1] - from[p] : I(0);
+        if (steps[p] > most) most = steps[p];
+      }
+      State<T> sum[kOwn][kTile] = {};
+      for (I step = 0; step < most; ++step) {
+        // Loads of one kind together, so that none waits for another's.
+        I r[kOwn], l[kOwn];
+#pragma unroll
+        for (int p = 0; p < kOwn; ++p) {
+          const bool real = step < steps[p];
+          r[p] = real ? base[p] + right[from[p] + step] : I(0);
+          l[p] = a_first[p] + (!left ? e : real ? left[from[p] + step] : I(0));
+        }
+        if (m.of_rows) {
+#pragma unroll
+          for (int p = 0; p < kOwn; ++p) {
+            if (step < steps[p]) r[p] += ints<I>(m.b_crow)[ints<I>(m.a_col)[l[p]]];
+          }
+        }
+        T factor[kOwn][kTile], number[kOwn][kTile];
+#pragma unroll
+        for (int p = 0; p < kOwn; ++p) {
+#pragma unroll
+          for (int t = 0; t < kTile; ++t) {
+            if (step < steps[p] && t < count) factor[p][t] = x[t * m.x_batch + l[p]];
+          }
+        }
+#pragma unroll
+        for (int p = 0; p < kOwn; ++p) {
+#pragma unroll
+          for (int t = 0; t < kTile; ++t) {
+            if (step < steps[p] && t < count) number[p][t] = y[t * m.y_batch + r[p]];
+          }
+        }
+#pragma unroll
+        for (int p = 0; p < kOwn; ++p) {
+#pragma unroll
+          for (int t = 0; t < kTile; ++t) {
+            if (step < steps[p] && t < count) sum[p][t] += to_state(factor[p][t]) * to_state(number[p][t]);
+          }
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < kOwn; ++p) {
+#pragma unroll
+        for (int t = 0; t < kTile; ++t) {
+          if (steps[p] > 0 && t < count) out[t * m.c_nnz + place[p] + e] = from_state<T>(sum[p][t]);
+        }
+      }
+    }
+  }
+}
+
+// As listed_wide_kernel, where rows share lists: a warp has 32 elements of a row, and a block eight rows. blockIdx.y
+// counts parts of a row, blockIdx.z groups of samples.
+template <typename I, typename T, int kBlocks>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2 : kBlocks)
+    shared_lists_wide_kernel(CsrMatmul m, const T* y, int64_t limit) {
+  constexpr int kLanes = kWide / 4;
+  const int lane = threadIdx.x % 32, quarter = lane % kLanes;
+  const ListedRow<I> row(m, int64_t(blockIdx.x) * kWarps + threadIdx.x / 32);
+  const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
+  const T* x = static_cast<const T*>(m.x) + row.a_first;
+  const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + blockIdx.z * m.b_nnz * kWide) + quarter;
+  T* out = static_cast<T*>(m.out);
+  for (I own = I(blockIdx.y) * 32 + lane / kLanes * 4; own < row.n; own += I(gridDim.y) * 32) {
+    I bound[5], most = 0;
+#pragma unroll
+    for (int p = 0; p < 5; ++p) {
+      const I e = own + p < row.n ? own + p : row.n;
+      bound[p] = starts ? starts[row.where + e] : row.where + e;
+      if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
+    }
+    State<T> sum[4][4] = {};  // samples, elements
+    for (I step = 0; step < most; ++step) {
+      bool real[4];
+      I place[4], from[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        const I s = bound[p] + step;
+        real[p] = s < bound[p + 1];
+        place[p] = real[p] ? row.base + right[s] : I(0);
+        from[p] = !left ? own + p : real[p] ? left[s] : I(0);
+      }
+      if (m.of_rows) {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          if (real[p]) place[p] += ints<I>(m.b_crow)[ints<I>(m.a_col)[row.a_first + from[p]]];
+        }
+      }
+      T factor[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        if (real[p]) factor[p] = x[from[p]];
+      }
+      Four<T> four[4];
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+        if (real[p]) four[p] = numbers[int64_t(place[p]) * kLanes];
+      }
+#pragma unroll
+      for (int p = 0; p < 4; ++p) {
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          if (real[p]) sum[t][p] += to_state(factor[p]) * to_state(four[p].v[t]);
+        }
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const int64_t sample = int64_t(blockIdx.z) * kWide + 4 * quarter + t, at = sample * m.c_nnz + row.place + own;
+      if (sample >= m.batch) break;
+      Four<T> four;
+#pragma unroll
+      for (int p = 0; p < 4; ++p) four.v[p] = from_state<T>(sum[t][p]);
+      if (at % 4 == 0 && own + 4 <= row.n && at + 4 <= limit) {
+        store(out + at, four);
+      } else {
+#pragma unroll
+        for (int p = 0; p < 4; ++p) {
+          if (own + p < row.n && at + p < limit) out[at + p] = four.v[p];
+        }
       }
     }
   }
@@ -386,11 +587,15 @@ int lanes_of(int64_t elements, int64_t rows) {
 
 template <typename I, typename T>
 void matmul(CsrMatmul m, cudaStream_t stream) {
-  if (m.listed_elements > 0) {
+  if (m.listed_elements > 0 && !m.starts && !m.left && !m.right) {
+    launch("csr_matmul_elementwise", elementwise_kernel<T>, Grid(ceil_div(m.c_nnz, kThreads * 4), most(m.batch)),
+           kThreads, 0, stream, m);
+  } else if (m.listed_elements > 0 || m.listed_rows > 0) {
     // Of a large product that a left operand shares: y of all samples at the end of the result, as it is wanted; then
     // all numbers before it; then those in its place.
     T* out = static_cast<T*>(m.out);
     const int64_t total = m.batch * m.c_nnz, groups = ceil_div(m.batch, kWide), laid_out = groups * kWide * m.b_nnz;
+    const int64_t of_row = ceil_div(m.c_nnz, std::max<int64_t>(m.rows, 1));  // elements, on the average
     int64_t done = 0;
     if (m.x_batch == 0 && m.y_batch != 0 && !m.listed && m.batch >= kWide / 2 && m.batch <= 65535 &&
         total >= kWorthwhile * device_limits().sm_count && laid_out <= total / 4) {
@@ -399,8 +604,17 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
       launch("csr_matmul_side_by_side", side_by_side_kernel<T>, Grid(ceil_div(m.b_nnz, kThreads / 4), groups), kThreads,
              0, stream, static_cast<const T*>(m.y), beside, m.b_nnz, m.batch);
       const int64_t limit = beside - out, elements = kThreads / (kWide / 4) * 4;
-      launch("csr_matmul_listed_wide", listed_wide_kernel<I, T>, Grid(ceil_div(m.listed_elements, elements), groups),
-             kThreads, 0, stream, m, static_cast<const T*>(beside), limit);
+      if (m.listed_rows > 0) {
+        const Grid grid(ceil_div(m.listed_rows, kWarps), most(ceil_div(of_row, 32)), groups);
+        const auto go = [&](auto blocks) {
+          launch("csr_matmul_shared_lists_wide", shared_lists_wide_kernel<I, T, decltype(blocks)::value>, grid,
+                 kThreads, 0, stream, m, static_cast<const T*>(beside), limit);
+        };
+        VARIANT("WEFT_WIDE", 3) == 4 ? go(std::integral_constant<int, 4>()) : go(std::integral_constant<int, 3>());
+      } else {
+        launch("csr_matmul_listed_wide", listed_wide_kernel<I, T>, Grid(ceil_div(m.listed_elements, elements), groups),
+               kThreads, 0, stream, m, static_cast<const T*>(beside), limit);
+      }
       const int64_t whole = limit / m.c_nnz;  // samples
       m.batch -= whole, m.y = static_cast<const T*>(m.y) + whole * m.y_batch, m.out = out + whole * m.c_nnz;
       done = limit % m.c_nnz;
@@ -411,7 +625,21 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
       launch("csr_matmul_listed", listed_kernel<I, T, 1, kOwn>, Grid(blocks(kOwn), most(m.batch)), kThreads, 0, stream,
              m, done);
     };
-    if (m.batch == 1 || done > 0) {
+    // Threads for one row, in as many turns as its length takes.
+    const int turns = int(std::min<int64_t>(ceil_div(of_row, kRowThreads), 64));
+    const int threads = int(std::min<int64_t>(ceil_div(ceil_div(of_row, turns), 32) * 32, kRowThreads));
+    const auto rows = [&](auto tile, auto own) {
+      constexpr int kTile = decltype(tile)::value, kOwn = decltype(own)::value;
+      launch("csr_matmul_shared_lists", shared_lists_kernel<I, T, kTile, kOwn>,
+             Grid(ceil_div(m.listed_rows, kOwn), most(ceil_div(m.batch, kTile))), threads, 0, stream, m, done);
+    };
+    using One = std::integral_constant<int, 1>;
+    const bool single = m.batch == 1 || done > 0;
+    if (m.listed_rows > 0) {
+      single ? VARIANT("WEFT_ROWS", 4) == 2 ? rows(One(), std::integral_constant<int, 2>())
+                                            : rows(One(), std::integral_constant<int, kRows>())
+             : rows(std::integral_constant<int, kSamples>(), One());
+    } else if (single) {
       m.starts ? each(std::integral_constant<int, kElements>()) : each(std::integral_constant<int, kGathers>());
     } else {
       launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>, Grid(blocks(1), most(ceil_div(m.batch, kSamples))),

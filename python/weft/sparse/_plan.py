@@ -37,7 +37,8 @@ class MatmulPlan:
         if b.diagonal and operands[0] is a.crow:
             # The product has a's pattern, and each element its own column of the diagonal.
             crow, col = a.tensors
-            rows = [*rows[:-1], a.col]
+            *before, right, shared = rows
+            rows = [*before, a.col if right.numel() and not shared.numel() else right, shared]
         elif a.diagonal and operands[2] is b.crow:
             crow, col = b.tensors
         same = crow is a.crow or crow is b.crow

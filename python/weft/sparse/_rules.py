@@ -160,7 +160,7 @@ def _max_pool_values_vmap(info, in_dims, input, *rest):
 def _csr_matmul_plan(a: list[Tensor], b: list[Tensor]) -> tuple[Tensor, ...]:
     context = torch.library.get_ctx()
     index = torch.promote_types(a[0].dtype, b[0].dtype)
-    new = (a[0].new_empty(context.new_dynamic_size(), dtype=index) for _ in range(7))
+    new = (a[0].new_empty(context.new_dynamic_size(), dtype=index) for _ in range(8))
     return (a[0].new_empty(a[0].shape[0], dtype=index), *new, torch.empty(3, dtype=torch.int64, device="cpu"))
 
 

@@ -28,7 +28,7 @@ inline DeviceLimits device_limits() {
 struct Position {
   unsigned x, y, z;
 };
-inline Position block_position, grid_size;
+inline Position block_position, grid_size, block_size;
 inline bool cooperative;
 inline unsigned seed;
 
@@ -40,6 +40,7 @@ template <typename... Params, typename... Args>
 void run_kernel(void (*kernel)(Params...), int64_t blocks, int threads, int cluster, size_t shared_bytes,
                 const Args&... args) {
   static std::function<void()> body;
+  block_size = {unsigned(threads), 1, 1};
   body = [&] { kernel(args...); };
   emulator::launch([] { body(); }, int(blocks), threads, cluster, shared_bytes, ++seed);
 }
@@ -89,3 +90,4 @@ void launch_clusters(const char*, void (*kernel)(Params...), int64_t clusters, i
 #undef blockIdx
 #define blockIdx (weft::position())
 #define gridDim (weft::grid_size)
+#define blockDim (weft::block_size)
