@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from weft.sparse import (
     BatchedCSR,
+    _jacobians,
     _windows,
     adaptive_avg_pool2d_jacobian,
     avg_pool2d_jacobian,
@@ -336,6 +337,22 @@ def pooled(x: Tensor) -> tuple:
     return crow, col, [2, 3], [2, 1], [0, 0], [1, 1], [2, 4]
 
 
+@pytest.mark.cuda
+def test_nothing_is_waited_for_that_is_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, make = [], _jacobians.made_to_stay
+
+    def noted(device: torch.device, *of):
+        waited.append((device.type, made := make(device, *of)))
+        return made
+
+    monkeypatch.setattr(_jacobians, "made_to_stay", noted)
+    weight = torch.randn(3, 2, 3, 3, device="cuda")
+    weight[0] = 0
+    clear_cache()
+    conv2d_jacobian(weight, (2, 6, 5), prune=True)
+    assert waited and all(made for device, (made, _) in waited if device == "cuda")
+
+
 @device
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_op_of_max_pooling(device: str, dtype: torch.dtype) -> None:
@@ -346,10 +363,13 @@ def test_the_op_of_max_pooling(device: str, dtype: torch.dtype) -> None:
     assert found.dtype == dtype and torch.equal(found.float(), want)
     assert torch.equal(found, torch.ops.weft.max_pool_values(x.mT.contiguous().mT, *of))
     torch.library.opcheck(torch.ops.weft.max_pool_values, (x, *of))
-    mapped = torch.func.vmap(lambda t: torch.ops.weft.max_pool_values(t, *of), 1)(
-        x.unsqueeze(1).expand(-1, 5, -1, -1, -1)
-    )
-    assert torch.equal(mapped, found.expand(5, -1, -1))
+    many = torch.randn(5, 3, 2, 4, 6, device=device).to(dtype)
+    each = torch.stack([torch.ops.weft.max_pool_values(t, *of) for t in many])
+    for dim in range(4):
+        mapped = torch.func.vmap(lambda t: torch.ops.weft.max_pool_values(t, *of), dim)(many.movedim(0, dim))
+        assert torch.equal(mapped, each)
+    jacobians = torch.func.vmap(lambda t: max_pool2d_jacobian(t, (2, 3), (2, 1)).values)(many)
+    assert torch.equal(jacobians, each)
     assert not torch.ops.weft.max_pool_values(x.requires_grad_(), *of).requires_grad
 
 

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 from weft.sparse import (
     BatchedCSR,
+    conv1d_jacobian,
     conv2d_jacobian,
     diagonal_jacobian,
     linear_jacobian,
@@ -304,6 +306,97 @@ def test_patterns_of_layers(device: str) -> None:
         held = sum(J.crow.nbytes + J.col.nbytes + 4 * J.nnz for J in parts)
         assert plan.memory <= 3 * held
     assert x.shape[0] == relu.batch_size
+
+
+def sharing(kind: str, dtype: torch.dtype, device: str) -> tuple[BatchedCSR, BatchedCSR]:
+    """Matrices like those of sliding windows, many of whose product's rows are made in the same way."""
+    weight = torch.randn(16, 2, 3, 5, dtype=dtype, device=device)
+    conv = conv2d_jacobian(weight, (2, 4, 40), padding=(1, 2))
+    hidden = torch.randn(3, 16, 4, 40, dtype=dtype, device=device)
+    if kind == "gather":
+        return conv, relu_jacobian(hidden)
+    if kind == "pool":
+        return conv, max_pool2d_jacobian(hidden, 2)
+    draw = torch.Generator().manual_seed(1)
+    sizes = (((6, 2, 3), 0.3), ((60, 6, 3), 0.2))
+    weights = [(torch.rand(size, generator=draw) < part).to(device, dtype) for size, part in sizes]
+    return tuple(conv1d_jacobian(w * torch.randn_like(w), (w.shape[1], 50), padding=1, prune=True) for w in weights)
+
+
+@device
+@dtypes
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("batch", [(None, None), (None, 3), (5, None), (2, 2), (None, 17)], ids=str)
+@pytest.mark.parametrize("kind", ["gather", "pool", "rows of b"])
+def test_rows_that_share_lists(kind: str, batch: tuple, index: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    a, b = sharing(kind, torch.float64, device)
+    a, b = (
+        BatchedCSR(J.crow.to(index), J.col.to(index), values.to(device, dtype), J.shape)
+        for J, values in (
+            (J, torch.randn((J.nnz,) if n is None else (n, J.nnz), dtype=torch.float64))
+            for J, n in zip((a, b), batch, strict=True)
+        )
+    )
+    plan = plan_matmul(a, b)
+    *_, starts, left, right, shared = plan._patterns
+    listed = plan.kinds.listed // 2
+    # Of one product each, starts are left out, and left where it is in order.
+    assert 0 < shared.numel() + starts.numel() + left.numel() + right.numel() <= (2 * listed + plan.nnz) // 4
+    assert (starts.numel() == 0) == (left.numel() == 0) == (kind == "gather")
+    of_rows = shared.numel() < 2 * a.shape[0] - 50
+    assert of_rows == (kind == "rows of b") and bool(plan.kinds.aligned) == of_rows
+    with poisoned():
+        got = plan(a, b)
+    assert_close(got.to_dense(), dense(a) @ dense(b))
+    assert torch.equal(got.values, plan(a, b).values)
+    if got.batch_size is not None:  # a sample by itself has the same bits
+        x, y = (v[-1] if v.dim() == 2 else v for v in (a.values, b.values))
+        assert torch.equal(got.values[-1], plan(a.with_values(x), b.with_values(y)).values)
+
+
+@device
+@pytest.mark.parametrize("kind", ["gather", "pool", "rows of b"])
+def test_what_rows_that_share_lists_hold(kind: str, device: str) -> None:
+    torch.manual_seed(0)
+    a, b = sharing(kind, torch.float64, device)
+    plan = plan_matmul(a, b)
+    rows = 2 * a.shape[0] * 4
+    pattern = 0 if plan.crow is a.crow else plan.crow.nbytes + plan.col.nbytes
+    assert plan.memory - pattern - rows < (2 * plan.flops + 4 * plan.nnz) // 4
+    with FlopCounterMode(display=False) as counter:
+        plan(a, b)
+    assert counter.get_total_flops() == plan.flops * (b.batch_size or 1)
+    leaves = (a.values.requires_grad_(), b.values.requires_grad_())
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return plan(a.with_values(x), b.with_values(y)).values
+
+    assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
+    assert pickle.loads(pickle.dumps(plan)).memory >= plan.memory - pattern
+
+
+@device
+@pytest.mark.parametrize("batch", [(None, None), (3, 3), (None, 3), (3, None)], ids=str)
+@pytest.mark.parametrize("size", [1, 8, 1023])
+def test_products_of_elements_in_order(size: int, batch: tuple, device: str) -> None:
+    """A diagonal and a matrix with one element a row need no list."""
+    values = [torch.randn(*([] if n is None else [n]), size, device=device) for n in batch]
+    left = diagonal_jacobian(values[0].reshape(-1, size)[:1]).with_values(values[0])
+    crow = torch.arange(size + 1, dtype=torch.int32, device=device)
+    right = BatchedCSR(crow, crow[:-1] // 3, values[1], (size, (size + 2) // 3))
+    for x, y in ((left, right), (left, left.with_values(values[1]))):
+        plan = plan_matmul(x, y)
+        assert plan.memory == 0 and plan.flops == 2 * size and sum(t.numel() for t in plan._patterns[6:]) == 0
+        with poisoned():
+            got = plan(x, y)
+        assert torch.equal(got.values, values[0] * values[1]) and got.col is y.col
+        with FlopCounterMode(display=False) as counter:
+            plan(x, y)
+        assert counter.get_total_flops() == plan.flops * (got.batch_size or 1)
+        # Values that begin where no vector does.
+        moved = [torch.cat([v.new_zeros(1), v.reshape(-1)])[1:].view(v.shape) for v in (x.values, y.values)]
+        assert torch.equal(plan(x.with_values(moved[0]), y.with_values(moved[1])).values, got.values)
 
 
 @device

@@ -18,7 +18,6 @@
 //
 // No atomics: every sum has a fixed order.
 #include <algorithm>
-#include <cstdlib>
 
 #include "common/element.cuh"
 #include "common/integers.h"
@@ -28,11 +27,6 @@
 
 namespace weft::sparse {
 namespace {
-
-inline int VARIANT(const char* name, int otherwise) {
-  const char* value = std::getenv(name);
-  return value ? std::atoi(value) : otherwise;
-}
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kSamples = 4;           // of one thread
@@ -359,8 +353,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
 
 // As listed_wide_kernel, where rows share lists: a warp has 32 elements of a row, and a block eight rows. blockIdx.y
 // counts parts of a row, blockIdx.z groups of samples.
-template <typename I, typename T, int kBlocks>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2 : kBlocks)
+template <typename I, typename T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2 : 3)
     shared_lists_wide_kernel(CsrMatmul m, const T* y, int64_t limit) {
   constexpr int kLanes = kWide / 4;
   const int lane = threadIdx.x % 32, quarter = lane % kLanes;
@@ -606,11 +600,8 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
       const int64_t limit = beside - out, elements = kThreads / (kWide / 4) * 4;
       if (m.listed_rows > 0) {
         const Grid grid(ceil_div(m.listed_rows, kWarps), most(ceil_div(of_row, 32)), groups);
-        const auto go = [&](auto blocks) {
-          launch("csr_matmul_shared_lists_wide", shared_lists_wide_kernel<I, T, decltype(blocks)::value>, grid,
-                 kThreads, 0, stream, m, static_cast<const T*>(beside), limit);
-        };
-        VARIANT("WEFT_WIDE", 3) == 4 ? go(std::integral_constant<int, 4>()) : go(std::integral_constant<int, 3>());
+        launch("csr_matmul_shared_lists_wide", shared_lists_wide_kernel<I, T>, grid, kThreads, 0, stream, m,
+               static_cast<const T*>(beside), limit);
       } else {
         launch("csr_matmul_listed_wide", listed_wide_kernel<I, T>, Grid(ceil_div(m.listed_elements, elements), groups),
                kThreads, 0, stream, m, static_cast<const T*>(beside), limit);
@@ -636,9 +627,7 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
     using One = std::integral_constant<int, 1>;
     const bool single = m.batch == 1 || done > 0;
     if (m.listed_rows > 0) {
-      single ? VARIANT("WEFT_ROWS", 4) == 2 ? rows(One(), std::integral_constant<int, 2>())
-                                            : rows(One(), std::integral_constant<int, kRows>())
-             : rows(std::integral_constant<int, kSamples>(), One());
+      single ? rows(One(), std::integral_constant<int, kRows>()) : rows(std::integral_constant<int, kSamples>(), One());
     } else if (single) {
       m.starts ? each(std::integral_constant<int, kElements>()) : each(std::integral_constant<int, kGathers>());
     } else {

@@ -220,7 +220,8 @@ _PRUNED_SIZE = 8  # sets of zeros that are kept for one layer's settings
 def _pruned(key: Hashable, weight: Tensor, windows: Windows, groups: int, owner: dict | None) -> _Pruned:
     """The pattern without zero weights, made again only when the set of zeros has changed. While a CUDA graph is
     captured nothing can be compared, and the last one is taken: of `owner`, where there is one."""
-    known: list[_Pruned] = _cached(("pruned", key), weight.device, list)
+    # An empty list is on no device: there is nothing to wait for.
+    known: list[_Pruned] = _cached(("pruned", key), torch.device("cpu"), list)
     last_key, last = owner.get("pruned", (None, None)) if owner is not None else (None, None)
     last = last if last_key == key else None
     if weight.is_cuda and torch.cuda.is_current_stream_capturing():

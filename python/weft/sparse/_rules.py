@@ -149,8 +149,9 @@ def _csr_sampled_mm_vmap(info, in_dims, pattern, transposed, left, right, shared
 
 @torch.library.register_vmap("weft::max_pool_values")
 def _max_pool_values_vmap(info, in_dims, input, *rest):
-    out = torch.ops.weft.max_pool_values(_folded(input, in_dims[0], info.batch_size, input.shape[0], 3), *rest)
-    return out.unflatten(0, (info.batch_size, -1)), 0
+    N, B = info.batch_size, _batch((input, in_dims[0], 3))
+    out = torch.ops.weft.max_pool_values(_folded(input, in_dims[0], N, B, 3), *rest)
+    return out.unflatten(0, (N, B)), 0
 
 
 # Planned products -----------------------------------------------------------------------------------------------------
