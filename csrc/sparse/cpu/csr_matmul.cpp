@@ -75,26 +75,40 @@ void shared_lists(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
   over_tiles(m.batch, m.listed_rows, 16, 2 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
-    const T* all_y = static_cast<const T*>(m.y) + sample * m.y_batch;
+    const T *all_x = static_cast<const T*>(m.x) + sample * m.x_batch,
+            *all_y = static_cast<const T*>(m.y) + sample * m.y_batch;
+    std::vector<I> origin;  // of b's rows
     for (int64_t r = begin; r < end; ++r) {
       const int64_t i = p.listed ? int64_t(p.listed[r]) : r, n = p.c_crow[i + 1] - p.c_crow[i];
-      const int64_t a_first = p.a_crow[i], where = p.shared_lists[r];
-      const T* x = static_cast<const T*>(m.x) + sample * m.x_batch + a_first;
-      const T* y = m.of_rows ? all_y : all_y + p.shared_lists[m.listed_rows + r];
+      const int64_t where = p.shared_lists[r];
+      const T *x = all_x + p.a_crow[i], *y = m.of_rows ? all_y : all_y + p.shared_lists[m.listed_rows + r];
       T* out = static_cast<T*>(m.out) + sample * m.c_nnz + p.c_crow[i];
-      if (!p.starts && !p.left && !m.of_rows) {
-        for (int64_t e = 0; e < n; ++e) out[e] = T(Acc(x[e]) * Acc(y[p.right[where + e]]));
+      if (m.of_rows) {
+        origin.clear();
+        for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) origin.push_back(p.b_crow[p.a_col[e]]);
+      }
+      // In variables of their own, which no store is feared to change.
+      const I *left = p.left, *right = p.right + (p.starts ? 0 : where), *from = origin.data();
+      if (!p.starts) {
+        if (left) left += where;
+        for (int64_t e = 0; e < n; ++e) {
+          const int64_t l = left ? int64_t(left[e]) : e;
+          out[e] = T(Acc(x[l]) * Acc(y[right[e] + (m.of_rows ? from[l] : I(0))]));
+        }
         continue;
       }
-      for (int64_t e = 0; e < n; ++e) {
-        const int64_t first = p.starts ? int64_t(p.starts[where + e]) : where + e;
-        const int64_t last = p.starts ? int64_t(p.starts[where + e + 1]) : first + 1;
-        Acc sum = 0;
-        for (int64_t s = first; s < last; ++s) {
-          const int64_t l = p.left ? int64_t(p.left[s]) : e;
-          sum += Acc(x[l]) * Acc(y[p.right[s] + (m.of_rows ? p.b_crow[p.a_col[a_first + l]] : I(0))]);
+      const I* starts = p.starts + where;
+      const auto sums = [&](auto place) {
+        for (int64_t e = 0; e < n; ++e) {
+          Acc sum = 0;
+          for (I s = starts[e]; s < starts[e + 1]; ++s) sum += Acc(x[left[s]]) * Acc(y[place(s)]);
+          out[e] = T(sum);
         }
-        out[e] = T(sum);
+      };
+      if (m.of_rows) {
+        sums([=](I s) { return from[left[s]] + right[s]; });
+      } else {
+        sums([=](I s) { return right[s]; });
       }
     }
   });

@@ -4,10 +4,11 @@
 //           a large batch and a left operand that it shares, y is first laid out with its samples side by side, in the
 //           part of the result that is written last: else each sample's number is in another line, and lines are what
 //           L1 counts. Bound by the bytes, those of the lists among them.
-//           Where rows share few lists, these stay in L1 and L2: a block has a few rows that follow each other, and a
-//           thread the same element of each, so that what waits for an index waits for four at once; of the large
-//           batch a warp has 32 elements of a row and its block eight such rows, which read nearly the same y, so that
-//           two thirds of it come from L1. Where there is no list at all, numbers are multiplied four at a time.
+//           Where rows share few lists, these stay in L1 and L2, and only x, y and the result cross the memory: a block
+//           has a few rows that follow each other, and a thread the same element of each, so that what waits for an
+//           index waits for four at once. Of the large batch a warp has 32 elements of a row and its block eight such
+//           rows: those of a 3x3 convolution, eight positions side by side, read 10 positions of y a line for 24
+//           products. Where there is no list at all, numbers are multiplied four at a time.
 // aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
 // windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks

@@ -45,11 +45,10 @@ class Record(NamedTuple):
         return type(self.module) in (nn.Identity, nn.Flatten, nn.Dropout)
 
     def jacobian(self, prune: bool) -> BatchedCSR | Tensor:
+        """To be called without grad mode."""
         if self.mask is not None:
             return dropout_jacobian(self.mask, self.module.p, dtype=self.input.dtype)
-        output = self.output.detach()
-        with torch.no_grad():
-            return transposed_jacobian(self.module, self.input, output, prune=prune)
+        return transposed_jacobian(self.module, self.input, self.output.detach(), prune=prune)
 
     def check_unchanged(self) -> None:
         for tensor, version in self.versions:

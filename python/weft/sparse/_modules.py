@@ -104,7 +104,7 @@ def checked(jacobian: object, module: nn.Module, input: Tensor, output: Tensor) 
             f"{type(jacobian).__name__}"
         )
     B = input.shape[0]
-    sizes = (input[:1].numel() if B else _elements(input), output[:1].numel() if B else _elements(output))
+    sizes = (input.numel() // B, output.numel() // B) if B else (_elements(input), _elements(output))
     if isinstance(jacobian, BatchedCSR):
         shape, batch = jacobian.shape, jacobian.batch_size
     else:

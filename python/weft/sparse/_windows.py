@@ -121,7 +121,10 @@ def tabulate(line: Line) -> Windows:
 
 def tuple_of(name: str, value: int | Sequence[int], dims: int) -> tuple[int, ...]:
     """``value`` for each dimension, as torch takes it."""
-    values = tuple(value) if isinstance(value, Sequence) else (value,) * dims
+    # What modules have, at every step: asking whether it is a sequence takes longer than the rest.
+    if type(value) is int:
+        return (value,) * dims
+    values = value if type(value) is tuple else tuple(value) if isinstance(value, Sequence) else (value,) * dims
     if len(values) == 1:
         values *= dims
     if len(values) != dims or not all(isinstance(v, int) for v in values):
