@@ -5,10 +5,11 @@
 //           part of the result that is written last: else each sample's number is in another line, and lines are what
 //           L1 counts. Bound by the bytes, those of the lists among them.
 //           Where rows share few lists, these stay in L1 and L2, and only x, y and the result cross the memory: a block
-//           has a few rows that follow each other, and a thread the same element of each, so that what waits for an
-//           index waits for four at once. Of the large batch a warp has 32 elements of a row and its block eight such
-//           rows: those of a 3x3 convolution, eight positions side by side, read 10 positions of y a line for 24
-//           products. Where there is no list at all, numbers are multiplied four at a time.
+//           has two rows that follow each other, and a thread the same element of both, so that what waits for an
+//           index waits once (four rows take 62 registers a thread, or spill). Of the large batch a warp has 32
+//           elements of a row and its block eight such rows: those of a 3x3 convolution, eight positions side by side,
+//           read 10 positions of y a line for 24 products. Where there is no list at all, numbers are multiplied four
+//           at a time.
 // aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
 // windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
@@ -35,7 +36,7 @@ constexpr int kElements = 2;          // of a thread that has one sample; more p
 constexpr int kGathers = 4;           // the same where an element is one product
 constexpr int kWide = 16;             // samples whose numbers lie side by side
 constexpr int kWorthwhile = 1 << 15;  // numbers of the result a multiprocessor, from which y is laid out for them
-constexpr int kRows = 4;              // that share lists, of a thread that has one sample
+constexpr int kRows = 2;              // that share lists, of a thread that has one sample
 constexpr int kRowThreads = 512;      // of a row, at most
 constexpr int kColumns = 128;         // of a warp's row, four a lane
 constexpr int kWindow = 4 * 1024;     // bytes of a warp's sums
@@ -276,9 +277,8 @@ struct ListedRow {
 // A block has kOwn rows, a thread some element of each, for kTile samples; blockIdx.y counts those. Of the first sample
 // it leaves out what is among the first `done` elements.
 template <typename I, typename T, int kTile, int kOwn>
-__global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 1
-                                               : kOwn > 2                       ? 2
-                                                          : 3) shared_lists_kernel(CsrMatmul m, int64_t done) {
+__global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 1 : 3)
+    shared_lists_kernel(CsrMatmul m, int64_t done) {
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
   I place[kOwn], n[kOwn], a_first[kOwn], where[kOwn], base[kOwn], longest = 0;
 #pragma unroll
