@@ -41,6 +41,17 @@ std::optional<std::vector<double>> seconds(const Ledger& ledger) {
   return result;
 }
 
+// Whether all marks have passed; of each stream the last is asked.
+bool passed(const Ledger& ledger) {
+  c10::SmallVector<const void*, 4> asked;
+  for (const MarkPtr& mark : std::views::reverse(ledger.marks)) {
+    if (mark == nullptr || std::ranges::find(asked, mark->stream()) != asked.end()) continue;
+    if (!mark->passed()) return false;
+    asked.push_back(mark->stream());
+  }
+  return true;
+}
+
 py::dict books(const Ledger& ledger) {
   py::dict d;
   const Totals& t = ledger.totals;
@@ -59,7 +70,8 @@ py::dict books(const Ledger& ledger) {
 
   py::list stalls;
   for (const Stall& s : ledger.stalls)
-    if (s.end->passed()) stalls.append(py::make_tuple(s.forward, s.operation, s.name, s.end->since(*s.begin)));
+    if (const double waited = s.end->passed() ? s.end->since(*s.begin) : 0; waited > 0)
+      stalls.append(py::make_tuple(s.forward, s.operation, s.name, waited));
   d["stalls"] = stalls;
   // (out, begin, end, bytes) since the first mark; None where there is no such mark.
   py::list copies;
@@ -136,6 +148,15 @@ std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Cod
 
 // Whoever has the trip keeps the tensors, which nothing else knows to be in use.
 void bind_testing(py::module_ testing) {
+  testing.def(
+      "offload_refuse",
+      [](int64_t host, int64_t device) {
+        refusals().host = host;
+        refusals().device = device;
+      },
+      "So many of the next allocations fail: of host memory, of memory on the device for what comes back and the "
+      "codec.",
+      py::arg("host") = 0, py::arg("device") = 0);
 #ifdef WEFT_WITH_CUDA
   testing.def(
       "offload_stages",
@@ -241,13 +262,10 @@ void bind_engine(py::module_& m) {
       .def("exit", &Use::exit)
       .def_property_readonly("finished", &Use::finished)
       .def_readonly("timed", &Use::timed)
-      .def_property_readonly("passed",
-                             [](const Use& use) {
-                               return std::ranges::all_of(use.ledgers, [](const auto& ledger) {
-                                 const auto passed = [](const MarkPtr& mark) { return !mark || mark->passed(); };
-                                 return std::ranges::all_of(std::views::reverse(ledger->marks), passed);
-                               });
-                             })
+      .def_readonly("slow", &Use::slow)
+      .def_property_readonly(
+          "passed",
+          [](const Use& use) { return std::ranges::all_of(use.ledgers, [](const auto& l) { return passed(*l); }); })
       .def("books",
            [](const Use& use) {
              py::list list;

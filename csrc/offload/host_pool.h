@@ -62,6 +62,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
       data = memory_.allocate(bytes);
     }
     if (data == nullptr) return nullptr;
+    ++allocations_;
     held_ += bytes;
     peak_ = std::max(peak_, held_);
     return std::make_unique<Buffer>(shared_from_this(), data, bytes);
@@ -86,6 +87,8 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
 
   int64_t held() const { return held_; }
   int64_t peak() const { return peak_; }
+  // How often the system had to give memory.
+  int64_t allocations() const { return allocations_; }
 
  private:
   void put(Buffer& buffer) {
@@ -103,7 +106,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     std::shared_ptr<void> busy;
   };
   HostMemory memory_;
-  int64_t limit_, held_ = 0, free_bytes_ = 0, peak_ = 0;
+  int64_t limit_, held_ = 0, free_bytes_ = 0, peak_ = 0, allocations_ = 0;
   std::unordered_map<int64_t, std::vector<Free>> free_;
   bool closed_ = false;
 };

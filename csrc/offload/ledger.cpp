@@ -49,7 +49,7 @@ void Account::pop() {
 }
 
 void Account::poll() {
-  while (!outs.empty() && std::ranges::all_of(outs.front()->parcels, [](auto& p) { return p->is_out(); })) pop();
+  while (!outs.empty() && std::ranges::all_of(outs.front()->parcels, [](auto& p) { return p->is_out(true); })) pop();
   sweep();
 }
 
@@ -86,7 +86,10 @@ Ledger::Ledger(Engine& engine, Use& use, Account& account, std::shared_ptr<const
 }
 
 Ledger::~Ledger() {
-  finish();
+  try {
+    finish();
+  } catch (...) {  // the device is gone
+  }
 }
 
 bool Ledger::look() {
@@ -97,8 +100,17 @@ bool Ledger::look() {
 
 void Ledger::finish() {
   std::erase(account.open, this);
-  // The codec's memory goes with the last use, see Mover::settle.
-  if (account.open.empty()) account.count(-std::exchange(account.staging, 0));
+  give_back();
+}
+
+void Ledger::give_back() {
+  if (!account.open.empty() || account.staging == 0) return;
+  account.count(-std::exchange(account.staging, 0));
+  engine.mover->settle(account.device);
+}
+
+void Ledger::reserve(int64_t staging) {
+  if (staging > account.staging) account.count(staging - std::exchange(account.staging, staging));
 }
 
 void Ledger::end() {
@@ -228,25 +240,28 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
   if (schedule_ == nullptr && forward == 0 && b.eligible && engine.settings.budget &&
       engine.settings.codec == Codec::automatic) {
     const Bytes bytes{b.source, b.hull.lo, b.hull.hi, b.dtype};
-    if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
+    try {
+      if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
+    } catch (const NoHostMemory&) {  // then nobody knows
+    }
   }
   if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
   if (moves) move(b, expected->compressed, expected->density);
   if (b.eligible) evictable_.push_back(block);
+  const int64_t previous = std::exchange(previous_bytes_, bytes);
   if (account.outs.empty() || capturing_) return;
   if (schedule_ != nullptr && forward == 0) {
     const size_t next = size_t(record.number) + 1;
     make_room(next < schedule_->tensors.size() ? schedule_->tensors[next].bytes : 0, b.saved);
   } else if (engine.settings.budget) {
     // What the operations that run need stays: the tensor just saved and the one before it.
-    make_room(std::min<int64_t>(0, *engine.settings.budget - bytes - previous_bytes_), nullptr);
+    make_room(std::min<int64_t>(0, *engine.settings.budget - bytes - previous), nullptr);
   }
-  previous_bytes_ = bytes;
 }
 
 std::shared_ptr<Block> Ledger::create(const at::Tensor& x, Range range, const Witness& witness, Entry& entry,
                                       Reason reason) {
-  auto block = std::make_shared<Block>(use.shared_from_this(), *this, witness);
+  auto block = std::make_shared<Block>(use.shared_from_this(), *this, witness, engine.mover->stream(account.device));
   block->key = x.storage().unsafeGetStorageImpl();
   block->source = x.storage();
   block->dtype = x.scalar_type();
@@ -265,20 +280,28 @@ std::shared_ptr<Block> Ledger::create(const at::Tensor& x, Range range, const Wi
 
 // ---- Moving
 
-std::vector<std::shared_ptr<Parcel>> Ledger::send(const c10::Storage& source, const Ranges& runs, at::ScalarType dtype,
-                                                  Codec codec, const MarkPtr& ready, double density) {
+std::vector<std::shared_ptr<Parcel>> Ledger::send(Block& block, const c10::Storage& source, const Ranges& runs,
+                                                  at::ScalarType dtype, Codec codec, const MarkPtr& ready,
+                                                  double density) {
   std::vector<std::shared_ptr<Parcel>> parcels;
+  const int64_t allocations = engine.mover->host_allocations();
   MarkPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->mark(account.device);
   for (const Range& run : runs) {
     const Bytes bytes{source, run.lo, run.hi, dtype};
     std::shared_ptr<Parcel> parcel;
     try {
+      if (codec != Codec::none && compressible(bytes)) {
+        block.staging = std::max(block.staging, engine.mover->staging(run.size(), block.record->itemsize, density));
+        reserve(block.staging);
+      }
       parcel = engine.mover->out(bytes, codec, ready, density);
     } catch (const c10::OutOfMemoryError&) {
       if (codec == Codec::none) throw;
       codec = Codec::none;  // which needs no memory on the device
       parcel = engine.mover->out(bytes, codec, ready, density);
+    } catch (const NoHostMemory&) {  // not even for what the codec counts
     }
+    use.slow |= engine.mover->host_allocations() != allocations;
     if (parcel == nullptr) {
       engine.pool_failed = true;
       return {};
@@ -301,12 +324,9 @@ void Ledger::leave(Block& block, c10::Storage source, std::vector<std::shared_pt
 bool Ledger::move(Block& block, bool compressed, double density) {
   Record& record = *block.record;
   block.eligible = false;
-  const Codec chosen = codec(compressed);
-  if (chosen != Codec::none && compressible(block.dtype)) {
-    const int64_t staging = engine.mover->staging(block.hull.size(), record.itemsize, density);
-    if (staging > account.staging) account.count(staging - std::exchange(account.staging, staging));
-  }
-  auto parcels = send(block.source, block.runs, block.dtype, chosen, block.saved, density);
+  MarkPtr ready = block.saved;
+  if (ready == nullptr && (ready = engine.mover->mark_on(block.stream)) == nullptr) return false;
+  auto parcels = send(block, block.source, block.runs, block.dtype, codec(compressed), ready, density);
   if (parcels.empty()) {
     totals.kept[record.reason] -= record.bytes, totals.kept[kPool] += record.bytes;
     record.reason = kPool;
@@ -335,6 +355,8 @@ bool Ledger::connect(Block& block, Block& other, Entry& entry) {
     Block& kept = block.moved ? other : block;
     if (kept.source && !move(kept, false)) return false;
   }
+  if (!block.moved) completed_by(block, other.stream);
+  block.staging = std::max(block.staging, other.staging);
   auto at = other.shared_from_this();
   block.runs.insert(block.runs.end(), other.runs.begin(), other.runs.end());
   block.parcels.insert(block.parcels.end(), other.parcels.begin(), other.parcels.end());
@@ -362,16 +384,29 @@ bool Ledger::extend(Block& block, const at::Tensor& x, Range range, int64_t byte
   for (const Range& run : block.runs) subtract(missing, run);
   if (block.moved && !missing.empty()) {
     // Complete as of now: what was saved first may be older than these bytes.
-    auto parcels = send(x.storage(), missing, x.scalar_type(), codec(block.record->compressed),
+    auto parcels = send(block, x.storage(), missing, x.scalar_type(), codec(block.record->compressed),
                         engine.mover->mark(account.device), 0);
     if (parcels.empty()) return false;
     account.count(bytes);
     leave(block, x.storage(), std::move(parcels), bytes);
     if (!engine.mover->asynchronous()) account.poll();
   }
+  if (!block.moved) completed_by(block, engine.mover->stream(account.device));
   block.runs.insert(block.runs.end(), missing.begin(), missing.end());
   block.hull = {std::min(block.hull.lo, range.lo), std::max(block.hull.hi, range.hi)};
   return true;
+}
+
+void Ledger::completed_by(Block& block, c10::Stream stream) {
+  if (stream == block.stream) {
+    block.saved = nullptr;
+    return;
+  }
+  MarkPtr first = engine.mover->mark_on(block.stream), second = engine.mover->mark_on(stream);
+  if (first != nullptr && second != nullptr)
+    block.saved = std::make_shared<Later>(std::move(first), std::move(second));
+  else
+    block.eligible = false;  // of a stream that is captured
 }
 
 void Ledger::evict() {
@@ -397,19 +432,22 @@ MarkPtr Ledger::make_room(int64_t next, MarkPtr now) {
 }
 
 MarkPtr Ledger::drop_until(int64_t most, MarkPtr now) {
-  bool waited = false;
-  while (!account.outs.empty() && account.counted > most) {
-    auto& parcels = account.outs.front()->parcels;
-    if (!std::ranges::all_of(parcels, [](auto& p) { return p->is_out(); })) {
+  size_t count = 0;
+  for (int64_t left = account.counted; count < account.outs.size() && left > most; ++count)
+    left -= account.outs[count]->bytes;
+  MarkPtr end;
+  // The last first: a stream that waits for it waits for those before it, too.
+  for (size_t i = count; i-- > 0;) {
+    auto& parcels = account.outs[i]->parcels;
+    for (size_t j = parcels.size(); j-- > 0;) {
+      if (parcels[j]->is_out(false)) continue;
       if (now == nullptr) now = engine.mover->mark(account.device);
-      for (auto& parcel : parcels) parcel->wait_out();
-      waited = true;
+      if (end == nullptr) end = std::make_shared<Later>(now, parcels[j]->out_end);
+      parcels[j]->wait_out();
     }
-    account.pop();
   }
-  if (!waited) return nullptr;
-  MarkPtr end = engine.mover->mark(account.device);
-  stall(std::move(now), end, "room");
+  for (; count > 0; --count) account.pop();
+  if (end != nullptr) stall(std::move(now), end, "room");
   return end;
 }
 
@@ -434,7 +472,10 @@ MarkPtr Ledger::mark_read(Block& block, Packed& packed) {
 
 // The storage to read `packed` from, and what to add to its bytes' positions there.
 c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
-  look();
+  if (look() && block.moved)
+    throw std::runtime_error(
+        "offload: a saved tensor that was moved to the host cannot come back while its stream is captured into a CUDA "
+        "graph; capture the forward that saves it, too, or run this backward outside of the capture");
   MarkPtr now = mark_read(block, packed);
   c10::Storage storage;
   *offset = 0;
@@ -448,11 +489,15 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
     else
       storage = bring(block, now, true);
     // Every reader waits: the one before may have been on another stream.
-    const bool here = std::ranges::all_of(block.parcels, [](auto& p) { return p->is_in(); });
-    MarkPtr begin = here ? nullptr : now != nullptr ? now : engine.mover->mark(account.device);
+    const bool first = std::exchange(block.arriving, false) && engine.mover->asynchronous();
+    if (first && now == nullptr) now = engine.mover->mark(account.device);
     for (auto& parcel : block.parcels) parcel->wait_in(storage);
-    if (!here && block.arriving) stall(std::move(begin), engine.mover->mark(account.device), "copy back");
-    block.arriving = false;
+    if (first) {
+      MarkPtr end = now;
+      for (auto& parcel : block.parcels)
+        if (parcel->here != nullptr) end = std::make_shared<Later>(std::move(end), parcel->here);
+      stall(now, std::move(end), "copy back");
+    }
     *offset = block.restored_offset;
   }
   if (!std::exchange(packed.read, true) && --block.unread == 0) block.held = {};
@@ -467,6 +512,7 @@ void Ledger::read_kept(Block& block, Packed& packed) {
 }
 
 c10::Storage Ledger::bring(Block& block, MarkPtr& now, bool needed) {
+  reserve(block.staging);
   const int64_t bytes = block.hull.size(), wanted = int64_t((block.address + uintptr_t(block.hull.lo)) % 256);
   const auto position = [](const c10::Storage& s) { return int64_t(reinterpret_cast<uintptr_t>(s.data()) % 256); };
   // What is allocated now may be memory that just left: `now` has to be behind what the stream waits for.

@@ -20,6 +20,10 @@
 // the next save are allocated, the compute stream waits for the oldest copies out until they fit. The host never waits;
 // where the copy has ended by the time the stream comes to the wait, the wait costs nothing.
 //
+// Cost on the host: a moved tensor takes four events (its save, the end of its copy out, its read, the end of its copy
+// back), four waits and one query, a kept one none. How long a stream waited is told by the events that it waited for
+// and was at: none is recorded behind a wait. Nobody asks whether a copy has ended where a wait does as well.
+//
 // Everything here runs under Python's lock.
 #pragma once
 #include <ATen/core/Tensor.h>
@@ -132,8 +136,8 @@ struct Outgoing {
 };
 
 struct Block : std::enable_shared_from_this<Block> {
-  Block(std::shared_ptr<Use> use, Ledger& ledger, const Witness& witness)
-      : use(std::move(use)), ledger(ledger), witness(witness) {}
+  Block(std::shared_ptr<Use> use, Ledger& ledger, const Witness& witness, c10::Stream stream)
+      : use(std::move(use)), ledger(ledger), witness(witness), stream(stream) {}
   ~Block();
 
   std::shared_ptr<Use> use;
@@ -152,7 +156,11 @@ struct Block : std::enable_shared_from_this<Block> {
   bool moved = false, eligible = false, read = false;
   int64_t bytes = 0, unread = 0;
   std::shared_ptr<Record> record;
+  // When the bytes are complete: at `saved`, or, where it is null, when `stream`, which they were saved on, has done
+  // what it has to do by the time that they move.
+  c10::Stream stream;
   MarkPtr saved;
+  int64_t staging = 0;  // device memory that the codec takes to bring it back
   // What came back: [hull at that time) at an offset; `held` until every reader has read it once.
   c10::weak_intrusive_ptr<c10::StorageImpl> restored{c10::intrusive_ptr<c10::StorageImpl>()};
   c10::Storage held;
@@ -217,7 +225,8 @@ class Ledger {
   bool is_parameter(const at::Tensor& x, Range range) const;
   void exit();
   void finish();
-  void end();  // the last operation ends at the latest now
+  void give_back();  // the codec's memory, where no use is open that may need it
+  void end();        // the last operation ends at the latest now
 
   Engine& engine;
   Use& use;
@@ -251,10 +260,13 @@ class Ledger {
   bool connect(Block& block, Block& other, Entry& entry);
   bool extend(Block& block, const at::Tensor& x, Range range, int64_t bytes);
   bool move(Block& block, bool compressed, double density = 0);
-  std::vector<std::shared_ptr<Parcel>> send(const c10::Storage& source, const Ranges& runs, at::ScalarType dtype,
-                                            Codec codec, const MarkPtr& ready, double density);
+  std::vector<std::shared_ptr<Parcel>> send(Block& block, const c10::Storage& source, const Ranges& runs,
+                                            at::ScalarType dtype, Codec codec, const MarkPtr& ready, double density);
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
+  // The block, which has not moved, is complete only when what the stream has to do is done, too.
+  void completed_by(Block& block, c10::Stream stream);
+  void reserve(int64_t staging);  // counts the codec's memory
   // Lets the stream wait for what is on its way out until there is room for so many bytes more; null where it need not,
   // else a mark behind that. `now`: a mark with no work after it, or null.
   MarkPtr make_room(int64_t next, MarkPtr now);
@@ -288,6 +300,7 @@ class Use : public std::enable_shared_from_this<Use> {
 
   std::shared_ptr<Engine> engine;
   const bool timed;
+  bool slow = false;  // its operations had to wait until the system had more host memory
   std::vector<std::unique_ptr<Ledger>> ledgers;
 
  private:

@@ -2,11 +2,14 @@
 // mover knows streams, events, host memory and codecs.
 #pragma once
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
@@ -14,26 +17,62 @@
 
 namespace weft::offload {
 
-// A moment: of a device's stream, or of the host's clock.
-class Mark {
- public:
-  virtual ~Mark() = default;
-  virtual bool passed() const = 0;
-  // Seconds from `earlier`, one of the same mover and device but no Later, to this one; both have passed.
-  virtual double since(const Mark& earlier) const = 0;
-};
+class Mark;
 using MarkPtr = std::shared_ptr<const Mark>;
 
-// When both have passed.
+// A moment: of a device's stream, or of the host's clock; or when two of them have passed.
+class Mark {
+ public:
+  struct Pair {
+    MarkPtr a, b;
+  };
+  virtual ~Mark() = default;
+  virtual bool passed() const = 0;
+  // Of two of one stream, that which was made last passes last.
+  virtual const void* stream() const { return nullptr; }
+  // Null of a moment by itself.
+  virtual const Pair* both() const { return nullptr; }
+  // Seconds from `earlier`, one of the same mover and device, to this one; both have passed.
+  double since(const Mark& earlier) const {
+    if (const Pair* own = both()) return std::max(own->a->since(earlier), own->b->since(earlier));
+    if (const Pair* its = earlier.both()) return std::min(since(*its->a), since(*its->b));
+    return elapsed(earlier);
+  }
+
+ protected:
+  // The same of two moments by themselves.
+  virtual double elapsed(const Mark& earlier) const = 0;
+};
+
+// When both have passed. What a stream waits for needs no mark of its own behind the wait: it goes on at the later of
+// its mark before the wait and of what it waits for.
 class Later : public Mark {
  public:
-  Later(MarkPtr a, MarkPtr b) : a_(std::move(a)), b_(std::move(b)) {}
-  bool passed() const override { return a_->passed() && b_->passed(); }
-  double since(const Mark& earlier) const override { return std::max(a_->since(earlier), b_->since(earlier)); }
+  Later(MarkPtr a, MarkPtr b) : pair_{std::move(a), std::move(b)} {}
+  bool passed() const override { return pair_.a->passed() && pair_.b->passed(); }
+  const Pair* both() const override { return &pair_; }
 
  private:
-  MarkPtr a_, b_;
+  double elapsed(const Mark&) const override { return 0; }  // nobody asks
+
+  const Pair pair_;
 };
+
+// What the system does not give, and the engine cannot do without.
+struct NoHostMemory : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// For tests: how many of the next allocations of host memory, and of device memory for what comes back or for the
+// codec, are refused.
+struct Refusals {
+  std::atomic<int64_t> host = 0, device = 0;
+};
+Refusals& refusals();
+// Whether this one is.
+inline bool refused(std::atomic<int64_t>& left) {
+  return left.load(std::memory_order_relaxed) > 0 && left.fetch_sub(1) > 0;
+}
 
 enum class Codec : uint8_t { none, automatic, zvc, rle };
 
@@ -70,15 +109,14 @@ struct Sent {
 class Parcel {
  public:
   virtual ~Parcel() = default;
-  // Whether the copy out has ended, as far as the host can tell without waiting.
-  virtual bool is_out() = 0;
-  // Lets the stream that the bytes were saved on wait for the copy out: what it does later may write over the source.
+  // Whether the copy out has ended, as far as the host can tell without waiting; `ask`: the device, too, and not only
+  // what it has said before.
+  virtual bool is_out(bool ask) = 0;
+  // Lets the stream that the bytes were moved on wait for the copy out: what it does later may write over the source.
   virtual void wait_out() = 0;
   // Starts the copy back to `to`, which was allocated on the current stream and is as long as what went out. `now`: a
   // mark of that stream with no work after it, or null.
   virtual void start_in(const Bytes& to, const MarkPtr& now) = 0;
-  // Whether the copy back has ended, as is_out.
-  virtual bool is_in() = 0;
   // Lets the current stream, which is going to read `to`, wait for the copy back.
   virtual void wait_in(const c10::Storage& to) = 0;
 
@@ -87,7 +125,8 @@ class Parcel {
 
   Sent sent, returned;
   bool compressed = false;
-  MarkPtr out_begin, out_end, in_begin, in_end;
+  // Of the copies on the bus; `here`: from when on what came back can be read.
+  MarkPtr out_begin, out_end, in_begin, in_end, here;
 };
 
 class Mover {
@@ -103,6 +142,9 @@ class Mover {
   virtual bool capturing(c10::Device device) const = 0;
   // Now, in the order of the device's current stream.
   virtual MarkPtr mark(c10::Device device) = 0;
+  // The device's current stream, by which `mark_on` gives a mark of it later; null of it while it is captured.
+  virtual c10::Stream stream(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, device); }
+  virtual MarkPtr mark_on(c10::Stream stream) { return mark(stream.device()); }
   // Starts the copy out of bytes that were complete at `ready` on the current stream; null without host memory for it.
   // `density`: what their share of non-zeros is expected to be, 0 where nobody knows; `staging` says what it costs.
   virtual std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) = 0;
@@ -117,8 +159,10 @@ class Mover {
   virtual int64_t host_peak_bytes() const = 0;
   virtual int64_t release() = 0;
   virtual void close() = 0;
-  // A use has ended: gives device memory back that only its copies needed.
-  virtual void settle() {}
+  // Whether `out` or `count` had to ask the system for host memory: how often so far.
+  virtual int64_t host_allocations() const { return 0; }
+  // Gives the codec's memory on the device back, which the next copy asks for again.
+  virtual void settle(c10::Device device) {}
   // Bytes per second out and back, measured once in the process; zeros where there is no bus.
   virtual std::pair<double, double> rates(c10::DeviceIndex device) { return {0, 0}; }
   // Those of the copies out and back, and of codecs out and back, for tests that delay them.

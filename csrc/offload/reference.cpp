@@ -17,11 +17,12 @@ namespace {
 class HostMark : public Mark {
  public:
   bool passed() const override { return true; }
-  double since(const Mark& earlier) const override {
+
+ private:
+  double elapsed(const Mark& earlier) const override {
     return std::chrono::duration<double>(now_ - static_cast<const HostMark&>(earlier).now_).count();
   }
 
- private:
   std::chrono::steady_clock::time_point now_ = std::chrono::steady_clock::now();
 };
 
@@ -84,9 +85,8 @@ class ReferenceParcel : public Parcel {
     return parcel;
   }
 
-  bool is_out() override { return true; }
+  bool is_out(bool) override { return true; }
   void wait_out() override {}
-  bool is_in() override { return true; }
   void start_in(const Bytes& to, const MarkPtr&) override {
     const Below below;
     in_begin = std::make_shared<HostMark>();
@@ -101,7 +101,7 @@ class ReferenceParcel : public Parcel {
                      .call(first_.to(device), second_.to(device), shape)
                      .view(at::kByte));
     }
-    in_end = std::make_shared<HostMark>();
+    here = in_end = std::make_shared<HostMark>();
   }
   void wait_in(const c10::Storage&) override {}
 
@@ -118,6 +118,7 @@ class ReferenceParcel : public Parcel {
 };
 
 void* allocate_plain(int64_t bytes) {
+  if (refused(refusals().host)) return nullptr;
   return std::aligned_alloc(4096, size_t(ceil_div(bytes, 4096) * 4096));
 }
 
@@ -140,10 +141,12 @@ class ReferenceMover : public Mover {
   }
   c10::Storage allocate(c10::Device device, int64_t bytes) override {
     const Below below;
+    TORCH_CHECK_WITH(OutOfMemoryError, !refused(refusals().device), "offload: out of memory, for a test");
     return at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte)).storage();
   }
   int64_t host_bytes() const override { return pool_->held(); }
   int64_t host_peak_bytes() const override { return pool_->peak(); }
+  int64_t host_allocations() const override { return pool_->allocations(); }
   int64_t release() override { return pool_->release(); }
   void close() override { pool_->close(); }
 
@@ -182,6 +185,11 @@ bool capturing_stream(c10::Device) {
   return false;
 }
 #endif
+
+Refusals& refusals() {
+  static Refusals all;
+  return all;
+}
 
 MarkPtr host_mark() {
   return std::make_shared<HostMark>();

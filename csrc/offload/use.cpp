@@ -256,6 +256,7 @@ at::Tensor Use::unpack(Packed& packed) {
   c10::Storage storage = block->ledger.read(*block, packed, &offset);
   if (first) --unread_;
   check();
+  if (finished_) block->ledger.give_back();
   at::Tensor x = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), packed.keys, packed.dtype);
   c10::TensorImpl& t = *x.unsafeGetTensorImpl();
   t.set_sizes_and_strides(packed.sizes, packed.strides, (packed.range.lo + offset) / int64_t(packed.dtype.itemsize()));
@@ -275,7 +276,6 @@ void Use::check() {
   if (finished_ || !exited_ || unread_ > 0) return;
   finished_ = true;
   for (auto& ledger : ledgers) ledger->finish();
-  engine->mover->settle();
 }
 
 void Use::exit() {

@@ -1,7 +1,6 @@
 // The mover "copy": pinned host memory, a stream per direction, events.
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
-#include "common/integers.h"
 #include "offload/cuda/lanes.h"
 #include "offload/cuda/parcels.h"
 #include "offload/cuda/pinned.h"
@@ -60,15 +59,20 @@ class CopyMover : public Mover {
   bool capturing(c10::Device device) const override { return capturing_stream(device); }
   MarkPtr mark(c10::Device device) override {
     if (!device.is_cuda()) return host_mark();
-    return mark_on(c10::cuda::getCurrentCUDAStream(device.index()));
+    return offload::mark_on(c10::cuda::getCurrentCUDAStream(device.index()));
   }
+  c10::Stream stream(c10::Device device) override {
+    if (!device.is_cuda()) return Mover::stream(device);
+    return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
+  }
+  MarkPtr mark_on(c10::Stream stream) override { return mark_unless_captured(stream); }
   std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     const auto start = [&]<typename P>(int64_t bytes, P*) -> std::shared_ptr<Parcel> {
       auto buffer = pool_->take(bytes);
       if (buffer == nullptr) return nullptr;
       auto parcel = std::make_shared<P>(lanes_[from.storage.device().index()], std::move(buffer), from, density);
-      parcel->start_out(from, std::static_pointer_cast<const CudaMark>(ready));
+      parcel->start_out(from, ready);
       return parcel;
     };
     auto* const raw = static_cast<RawParcel*>(nullptr);
@@ -84,8 +88,8 @@ class CopyMover : public Mover {
     const c10::cuda::CUDAGuard guard(bytes.storage.device().index());
     const auto stream = c10::cuda::getCurrentCUDAStream(bytes.storage.device().index());
     const int64_t itemsize = int64_t(c10::elementSize(bytes.dtype)), n = bytes.size() / itemsize;
-    auto number = pinned_number(n);
-    const c10::DataPtr mask = scratch(stream, size_t(4 * ceil_div(n, 32)));
+    auto number = std::make_shared<PinnedNumber>(n);
+    const c10::DataPtr mask = scratch(stream, size_t(zvc_mask_bytes(n)));
     // Room for no element: all are counted, none is written.
     const ZvcCompress args{static_cast<const char*>(bytes.storage.data()) + bytes.lo,
                            n,
@@ -93,10 +97,11 @@ class CopyMover : public Mover {
                            static_cast<uint32_t*>(mask.get()),
                            mask.get(),
                            0,
-                           number.get()};
+                           number->target()};
     const c10::DataPtr workspace = scratch(stream, zvc_compress_workspace(args));
     zvc_compress(args, workspace.get(), 0, stream.stream());
-    return {n, std::move(number)};
+    number->written(offload::mark_on(stream));
+    return {n, value_of(std::move(number))};
   }
   int64_t staging(int64_t bytes, int64_t itemsize, double density) const override {
     if (itemsize != 2 && itemsize != 4) return 0;
@@ -106,9 +111,10 @@ class CopyMover : public Mover {
   c10::Storage allocate(c10::Device device, int64_t bytes) override { return allocate_on(device, bytes); }
   int64_t host_bytes() const override { return pool_->held(); }
   int64_t host_peak_bytes() const override { return pool_->peak(); }
+  int64_t host_allocations() const override { return pool_->allocations(); }
   int64_t release() override { return pool_->release(); }
   void close() override { pool_->close(); }
-  void settle() override { lanes_.release_staging(); }
+  void settle(c10::Device device) override { lanes_.release_staging(device.index()); }
   std::pair<double, double> rates(c10::DeviceIndex device) override {
     static auto* const measured = new std::map<c10::DeviceIndex, std::pair<double, double>>;
     auto it = measured->find(device);

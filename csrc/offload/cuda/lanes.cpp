@@ -4,8 +4,10 @@
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
 #include <algorithm>
+#include <atomic>
+#include <deque>
 #include <mutex>
-#include <stdexcept>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,32 +19,55 @@ namespace {
 // Events of each device that nobody uses. Never freed: the process may end after the driver did.
 struct Events {
   std::mutex mutex;
-  std::map<c10::DeviceIndex, std::vector<cudaEvent_t>> free;
+  std::vector<std::vector<cudaEvent_t>> free;
 };
 Events& events() {
   static Events* all = new Events;
   return *all;
 }
 
+// The device of a stream that is known by its handle need not be the current one; the default stream is that of the
+// current device.
+std::optional<c10::Device> device_to_set(c10::cuda::CUDAStream stream) {
+  return stream.stream() == nullptr ? std::optional(stream.device()) : std::nullopt;
+}
+
+// One for every device: handles of default streams are the same for all.
+const void* identity(c10::cuda::CUDAStream stream) {
+  static const char defaults[C10_COMPILE_TIME_MAX_GPUS] = {};
+  return stream.stream() == nullptr ? &defaults[stream.device_index()] : static_cast<const void*>(stream.stream());
+}
+
+int64_t next_number() {
+  static std::atomic<int64_t> last = 0;
+  return ++last;
+}
+
 }  // namespace
 
-CudaMark::CudaMark(c10::cuda::CUDAStream stream) : device_(stream.device_index()), event_(nullptr) {
-  const c10::cuda::CUDAGuard guard(device_);
+CudaMark::CudaMark(c10::cuda::CUDAStream stream)
+    : device_(stream.device_index()), event_(nullptr), stream_(identity(stream)) {
   {
     const std::lock_guard lock(events().mutex);
-    auto& free = events().free[device_];
-    if (!free.empty()) {
-      event_ = free.back();
-      free.pop_back();
+    auto& free = events().free;
+    if (size_t(device_) >= free.size()) free.resize(size_t(device_) + 1);
+    if (!free[size_t(device_)].empty()) {
+      event_ = free[size_t(device_)].back();
+      free[size_t(device_)].pop_back();
     }
   }
-  if (event_ == nullptr) cuda_check(cudaEventCreate(&event_), "cudaEventCreate");
+  if (event_ == nullptr) {
+    const c10::cuda::CUDAGuard guard(device_);
+    cuda_check(cudaEventCreate(&event_), "cudaEventCreate");
+  }
+  const c10::cuda::OptionalCUDAGuard guard(device_to_set(stream));
   cuda_check(cudaEventRecord(event_, stream.stream()), "cudaEventRecord");
+  made_ = next_number();
 }
 
 CudaMark::~CudaMark() {
   const std::lock_guard lock(events().mutex);
-  events().free[device_].push_back(event_);
+  events().free[size_t(device_)].push_back(event_);
 }
 
 bool CudaMark::passed() const {
@@ -58,7 +83,7 @@ bool CudaMark::passed() const {
   return passed_ = true;
 }
 
-double CudaMark::since(const Mark& earlier) const {
+double CudaMark::elapsed(const Mark& earlier) const {
   float ms = 0;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   cuda_check(cudaEventElapsedTime(&ms, static_cast<const CudaMark&>(earlier).event_, event_), "cudaEventElapsedTime");
@@ -67,8 +92,10 @@ double CudaMark::since(const Mark& earlier) const {
 
 void CudaMark::hold(c10::cuda::CUDAStream stream) const {
   if (passed_) return;
-  const c10::cuda::CUDAGuard guard(stream.device_index());
+  const c10::cuda::OptionalCUDAGuard guard(device_to_set(stream));
   cuda_check(cudaStreamWaitEvent(stream.stream(), event_, 0), "cudaStreamWaitEvent");
+  holder_ = identity(stream);
+  held_ = next_number();
 }
 
 void CudaMark::synchronize() const {
@@ -76,7 +103,25 @@ void CudaMark::synchronize() const {
   passed_ = true;
 }
 
+void hold(const Mark& mark, c10::cuda::CUDAStream stream) {
+  if (const Mark::Pair* pair = mark.both()) {
+    hold(*pair->a, stream);
+    hold(*pair->b, stream);
+  } else {
+    static_cast<const CudaMark&>(mark).hold(stream);
+  }
+}
+
+MarkPtr mark_unless_captured(c10::Stream stream) {
+  if (!stream.device().is_cuda()) return host_mark();
+  const c10::cuda::CUDAStream on(stream);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(on.stream(), &status), "cudaStreamIsCapturing");
+  return status == cudaStreamCaptureStatusNone ? mark_on(on) : nullptr;
+}
+
 c10::Storage allocate_on(c10::Device device, int64_t bytes) {
+  TORCH_CHECK_WITH(OutOfMemoryError, !refused(refusals().device), "offload: out of memory, for a test");
   const c10::cuda::CUDAGuard guard(device.index());
   auto* allocator = c10::cuda::CUDACachingAllocator::get();
   return c10::Storage(c10::Storage::use_byte_size_t(), size_t(bytes), allocator->allocate(size_t(bytes)), allocator,
@@ -84,6 +129,7 @@ c10::Storage allocate_on(c10::Device device, int64_t bytes) {
 }
 
 c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes) {
+  TORCH_CHECK_WITH(OutOfMemoryError, !refused(refusals().device), "offload: out of memory, for a test");
   const c10::cuda::CUDAStreamGuard guard(stream);
   return c10::cuda::CUDACachingAllocator::get()->allocate(std::max<size_t>(bytes, 16));
 }
@@ -123,25 +169,43 @@ void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream) {
   c10::cuda::CUDACachingAllocator::recordStream(storage.data_ptr(), stream);
 }
 
-std::shared_ptr<int64_t> pinned_number(int64_t value) {
-  struct Numbers {
-    std::mutex mutex;
-    std::vector<int64_t*> free;
-  };
+namespace {
+
+// Pinned memory that no number has: free, or given up while the device may still write to it.
+struct Numbers {
+  std::mutex mutex;
+  std::vector<int64_t*> free;
+  std::deque<std::pair<int64_t*, CudaMarkPtr>> written;
+};
+Numbers& numbers() {
   static Numbers* const all = new Numbers;
-  const std::lock_guard lock(all->mutex);
-  if (all->free.empty()) {
+  return *all;
+}
+
+}  // namespace
+
+PinnedNumber::PinnedNumber(int64_t value) {
+  Numbers& all = numbers();
+  const std::lock_guard lock(all.mutex);
+  for (; !all.written.empty() && all.written.front().second->passed(); all.written.pop_front())
+    all.free.push_back(all.written.front().first);
+  if (all.free.empty()) {
     void* const data = allocate_pinned(4096);
-    if (data == nullptr) throw std::runtime_error("offload: the system refuses 4096 bytes of pinned host memory");
-    for (int64_t* p = static_cast<int64_t*>(data); p < static_cast<int64_t*>(data) + 512; ++p) all->free.push_back(p);
+    if (data == nullptr) throw NoHostMemory("offload: the system refuses 4096 bytes of pinned host memory");
+    for (int64_t* p = static_cast<int64_t*>(data); p < static_cast<int64_t*>(data) + 512; ++p) all.free.push_back(p);
   }
-  int64_t* const p = all->free.back();
-  all->free.pop_back();
-  *p = value;
-  return {p, [](int64_t* number) {
-            const std::lock_guard lock(all->mutex);
-            all->free.push_back(number);
-          }};
+  data_ = all.free.back();
+  all.free.pop_back();
+  *data_ = value;
+}
+
+PinnedNumber::~PinnedNumber() {
+  Numbers& all = numbers();
+  const std::lock_guard lock(all.mutex);
+  if (!wanted_)
+    all.free.push_back(data_);
+  else if (by_ != nullptr)
+    all.written.emplace_back(data_, std::move(by_));
 }
 
 }  // namespace weft::offload

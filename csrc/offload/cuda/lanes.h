@@ -7,6 +7,8 @@
 #include <array>
 #include <map>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "common/device.h"
 #include "offload/mover.h"
@@ -21,21 +23,38 @@ class CudaMark : public Mark {
   CudaMark(const CudaMark&) = delete;
   CudaMark& operator=(const CudaMark&) = delete;
   bool passed() const override;
-  double since(const Mark& earlier) const override;
+  // Whether `passed` has said so: asks no device.
+  bool seen() const { return passed_; }
+  const void* stream() const override { return stream_; }
   // Nothing that the stream does from now on starts before this point.
   void hold(c10::cuda::CUDAStream stream) const;
+  // Whether its stream had been told to wait for `other` when this mark was made, as far as that is remembered.
+  bool is_behind(const CudaMark& other) const { return other.holder_ == stream_ && other.held_ < made_; }
   void synchronize() const;
 
  private:
+  double elapsed(const Mark& earlier) const override;
+
   c10::DeviceIndex device_;
   cudaEvent_t event_;
   mutable bool passed_ = false;
+  // By the order in which marks are made and streams told to wait.
+  const void* stream_;
+  int64_t made_;
+  mutable const void* holder_ = this;  // the stream that was told last to wait for it; at first none
+  mutable int64_t held_ = 0;
 };
 using CudaMarkPtr = std::shared_ptr<const CudaMark>;
 
 inline CudaMarkPtr mark_on(c10::cuda::CUDAStream stream) {
   return std::make_shared<CudaMark>(stream);
 }
+
+// CudaMark::hold, of a mark that may be both of two.
+void hold(const Mark& mark, c10::cuda::CUDAStream stream);
+
+// What CUDA's movers say of streams; null where this one is captured.
+MarkPtr mark_unless_captured(c10::Stream stream);
 
 // Device memory that a copy and a codec hand each other, in turns: who writes to a slot waits for who read it last.
 // Belongs to a stream, by which torch's allocator knows when it is free for others.
@@ -76,6 +95,16 @@ struct Lanes {
   c10::cuda::CUDAStream out, in, pack, spread;
   Staging staging;
   MarkPtr last_out, last_in;  // ends of the latest copies
+  int64_t outs = 0;           // copies out so far
+  // Which of them each stream waits for by now, the last one.
+  int64_t& waited(c10::cuda::CUDAStream stream) {
+    for (auto& [held, last] : waited_)
+      if (held == stream) return last;
+    return waited_.emplace_back(stream, 0).second;
+  }
+
+ private:
+  std::vector<std::pair<c10::cuda::CUDAStream, int64_t>> waited_;
 };
 
 // When a copy begins that waits for `ready` and for the copy before it on its lane.
@@ -91,8 +120,8 @@ class LanesOf {
     if (lanes == nullptr) lanes = std::make_unique<Lanes>(device);
     return *lanes;
   }
-  void release_staging() {
-    for (auto& [device, lanes] : lanes_) lanes->staging.release();
+  void release_staging(c10::DeviceIndex device) {
+    if (const auto it = lanes_.find(device); it != lanes_.end()) it->second->staging.release();
   }
 
  private:
@@ -109,7 +138,32 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
 // know, or it gives the memory to work that is not behind ours. Does nothing where they are the same.
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream);
 
-// A pinned number that the device may write to. Never given back to the system.
-std::shared_ptr<int64_t> pinned_number(int64_t value);
+// A pinned number that the device writes to. Its memory is never given back to the system, and to another number only
+// when what writes to it has run.
+class PinnedNumber {
+ public:
+  // Throws NoHostMemory.
+  explicit PinnedNumber(int64_t value);
+  ~PinnedNumber();
+  PinnedNumber(const PinnedNumber&) = delete;
+  PinnedNumber& operator=(const PinnedNumber&) = delete;
+  // Where the device writes to; the caller says by `written` when it has, or the memory is given to nobody.
+  int64_t* target() {
+    wanted_ = true;
+    return data_;
+  }
+  void written(CudaMarkPtr by) { by_ = std::move(by); }
+  const volatile int64_t* data() const { return data_; }
+
+ private:
+  int64_t* data_;
+  bool wanted_ = false;
+  CudaMarkPtr by_;
+};
+// As a Count has it.
+inline std::shared_ptr<const volatile int64_t> value_of(std::shared_ptr<PinnedNumber> number) {
+  const auto* const data = number->data();
+  return {std::move(number), data};
+}
 
 }  // namespace weft::offload

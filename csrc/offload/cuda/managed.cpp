@@ -80,10 +80,10 @@ class ManagedParcel : public Parcel {
     }
   }
 
-  void start_out(CudaMarkPtr ready) {
+  void start_out(MarkPtr ready) {
     *out_bytes_ += bytes_;
     if (ready == nullptr) ready = std::make_shared<CudaMark>(saved_on_);
-    ready->hold(lanes_.out);
+    hold(*ready, lanes_.out);
     out_begin = begin_of(ready, lanes_.last_out);
     if (bytes_ > 0)
       cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, true, device_, lanes_.out.stream()),
@@ -92,23 +92,22 @@ class ManagedParcel : public Parcel {
   }
 
   c10::Storage home() const override { return storage_; }
-  bool is_out() override { return out_->passed(); }
+  bool is_out(bool ask) override { return ask ? out_->passed() : out_->seen(); }
   void wait_out() override { out_->hold(saved_on_); }
-  bool is_in() override { return in_ == nullptr || in_->passed(); }
   void start_in(const Bytes&, const MarkPtr& now) override {
     out_->hold(lanes_.in);
     const MarkPtr ready = now != nullptr ? now : std::make_shared<CudaMark>(c10::cuda::getCurrentCUDAStream(device_));
-    static_cast<const CudaMark&>(*ready).hold(lanes_.in);
+    hold(*ready, lanes_.in);
     in_begin = begin_of(ready, lanes_.last_in);
     if (bytes_ > 0)
       cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, false, device_, lanes_.in.stream()),
                  "prefetch of managed memory back to the device");
-    lanes_.last_in = in_end = in_ = std::make_shared<CudaMark>(lanes_.in);
+    lanes_.last_in = here = in_end = in_ = std::make_shared<CudaMark>(lanes_.in);
   }
   void wait_in(const c10::Storage& to) override {
     if (in_ == nullptr) return;
     const auto stream = c10::cuda::getCurrentCUDAStream(device_);
-    if (!in_->passed()) in_->hold(stream);
+    in_->hold(stream);
     used_on(to, stream);
   }
 
@@ -136,11 +135,16 @@ class ManagedMover : public Mover {
     if (!device.is_cuda()) return host_mark();
     return std::make_shared<CudaMark>(c10::cuda::getCurrentCUDAStream(device.index()));
   }
+  c10::Stream stream(c10::Device device) override {
+    if (!device.is_cuda()) return Mover::stream(device);
+    return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
+  }
+  MarkPtr mark_on(c10::Stream stream) override { return mark_unless_captured(stream); }
   std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready, double) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     if (*out_bytes_ + from.size() > limit_) return nullptr;
     auto parcel = std::make_shared<ManagedParcel>(lanes_[from.storage.device().index()], out_bytes_, from);
-    parcel->start_out(std::static_pointer_cast<const CudaMark>(ready));
+    parcel->start_out(ready);
     peak_ = std::max(peak_, *out_bytes_);
     return parcel;
   }

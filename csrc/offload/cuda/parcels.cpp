@@ -17,10 +17,6 @@ char* address(const c10::Storage& storage) {
   return static_cast<char*>(storage.mutable_data());
 }
 
-int64_t mask_bytes(int64_t n) {
-  return 4 * ceil_div(n, 32);
-}
-
 // With a little more than what was counted the last time: activations drift, and their parts differ. 0 where nothing
 // was counted.
 int64_t expected(int64_t n, double density) {
@@ -52,40 +48,55 @@ Stages& stages() {
 LaneParcel::LaneParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from)
     : lanes_(lanes),
       buffer_(std::move(buffer)),
-      saved_on_(c10::cuda::getCurrentCUDAStream(from.storage.device().index())) {}
+      moved_on_(c10::cuda::getCurrentCUDAStream(from.storage.device().index())) {}
 
-void LaneParcel::start_out(const Bytes& from, CudaMarkPtr ready) {
-  used_on(from.storage, saved_on_);
-  if (ready == nullptr) ready = mark_on(saved_on_);
+void LaneParcel::start_out(const Bytes& from, MarkPtr ready) {
+  used_on(from.storage, moved_on_);
+  if (ready == nullptr) ready = mark_on(moved_on_);
   const auto first = first_out();
-  ready->hold(first);
-  if (buffer_->busy != nullptr) std::static_pointer_cast<const CudaMark>(buffer_->busy)->hold(first);
+  hold(*ready, first);
+  if (buffer_->busy != nullptr) {
+    // Who read the last tensor of this memory may be what made this one, and has waited for the copy back already.
+    const auto busy = std::static_pointer_cast<const CudaMark>(buffer_->busy);
+    const bool waited = ready->both() == nullptr && static_cast<const CudaMark&>(*ready).is_behind(*busy);
+    if (!waited) busy->hold(first);
+  }
   out_begin = begin_of(ready, lanes_.last_out);
   send(address(from.storage) + from.lo, from.size());
   lanes_.last_out = out_end = out_ = mark_on(lanes_.out);
+  number_ = ++lanes_.outs;
+  for (auto& number : numbers_) number->written(out_);
   buffer_->busy = std::const_pointer_cast<CudaMark>(out_);
+}
+
+void LaneParcel::wait_out() {
+  int64_t& waited = lanes_.waited(moved_on_);
+  if (waited >= number_ || out_->seen()) return;
+  out_->hold(moved_on_);
+  waited = number_;
 }
 
 void LaneParcel::start_in(const Bytes& to, const MarkPtr& now) {
   const c10::cuda::CUDAGuard guard(to.storage.device().index());
   allocated_on_ = c10::cuda::getCurrentCUDAStream(to.storage.device().index());
-  const auto ready = now != nullptr ? std::static_pointer_cast<const CudaMark>(now) : mark_on(*allocated_on_);
-  ready->hold(lanes_.in);
-  if (!out_->passed()) out_->hold(lanes_.in);
+  const MarkPtr ready = now != nullptr ? now : mark_on(*allocated_on_);
+  hold(*ready, lanes_.in);
+  // A stream that waits for the copy out says so by `ready`, which is behind that.
+  if (!out_->seen() && lanes_.waited(*allocated_on_) < number_) out_->hold(lanes_.in);
   in_begin = begin_of(ready, lanes_.last_in);
   const auto last = receive(address(to.storage) + to.lo, to.size());
   const CudaMarkPtr copied = mark_on(lanes_.in);
   lanes_.last_in = in_end = copied;
-  in_ = last == lanes_.in ? copied : mark_on(last);
+  here = in_ = last == lanes_.in ? copied : mark_on(last);
   buffer_->busy = std::const_pointer_cast<CudaMark>(in_);
 }
 
 void LaneParcel::wait_in(const c10::Storage& to) {
   if (in_ == nullptr) return;
   const auto stream = c10::cuda::getCurrentCUDAStream(to.device().index());
-  if (!in_->passed()) in_->hold(stream);
+  in_->hold(stream);
   if (stream == *allocated_on_) return;
-  if (!in_->passed()) in_->hold(*allocated_on_);
+  in_->hold(*allocated_on_);
   used_on(to, stream);
 }
 
@@ -108,37 +119,38 @@ c10::cuda::CUDAStream RawParcel::receive(char* to, int64_t bytes) {
 // ---- Zero-value compression
 
 int64_t ZvcParcel::host_bytes(int64_t n, int64_t itemsize) {
-  return mask_bytes(n) + n * itemsize;
+  return zvc_mask_bytes(n) + n * itemsize;
 }
 
 int64_t ZvcParcel::staging(int64_t n, int64_t itemsize, double density) {
   n = std::min(n, stages().segment / itemsize);
   const auto workspaces = int64_t(pack_workspace(n, itemsize) + spread_workspace(n, itemsize));
-  return Staging::kSlots * (mask_bytes(n) + expected(n, density) * itemsize) + workspaces;
+  return Staging::kSlots * (zvc_mask_bytes(n) + expected(n, density) * itemsize) + workspaces;
 }
 
 ZvcParcel::ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density)
     : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
   const int64_t n = from.size() / itemsize_, most = stages().segment / itemsize_;
   compressed = true;
-  sent.fixed = mask_bytes(n);
+  sent.fixed = zvc_mask_bytes(n);
   sent.itemsize = itemsize_;
   for (int64_t first = 0; first < n; first += most) {
     const int64_t count = std::min(most, n - first);
-    segments_.push_back({first, count, expected(count, density), pinned_number(count)});
-    sent.parts.push_back({{count, segments_.back().nonzeros}, segments_.back().expected});
+    numbers_.push_back(std::make_shared<PinnedNumber>(count));
+    segments_.push_back({first, count, expected(count, density), numbers_.back().get()});
+    sent.parts.push_back({{count, value_of(numbers_.back())}, segments_.back().expected});
   }
   returned = sent;
 }
 
 int64_t ZvcParcel::staged_bytes(const Segment& segment) const {
-  return mask_bytes(segment.n) + segment.expected * itemsize_;
+  return zvc_mask_bytes(segment.n) + segment.expected * itemsize_;
 }
 uint32_t* ZvcParcel::mask(const Segment& segment) const {
-  return reinterpret_cast<uint32_t*>(host() + mask_bytes(segment.first) + segment.first * itemsize_);
+  return reinterpret_cast<uint32_t*>(host() + zvc_mask_bytes(segment.first) + segment.first * itemsize_);
 }
 char* ZvcParcel::values(const Segment& segment) const {
-  return reinterpret_cast<char*>(mask(segment)) + mask_bytes(segment.n);
+  return reinterpret_cast<char*>(mask(segment)) + zvc_mask_bytes(segment.n);
 }
 
 void ZvcParcel::send(const char* from, int64_t) {
@@ -148,13 +160,13 @@ void ZvcParcel::send(const char* from, int64_t) {
   for (const Segment& s : segments_) {
     const char* const x = from + s.first * itemsize_;
     if (!staged()) {
-      zvc_compress({x, s.n, int(itemsize_), mask(s), values(s), s.n, s.nonzeros.get()}, workspace.get(), kBlocksOut,
+      zvc_compress({x, s.n, int(itemsize_), mask(s), values(s), s.n, s.nonzeros->target()}, workspace.get(), kBlocksOut,
                    lanes_.out.stream());
       continue;
     }
     Staging::Slot& slot = lanes_.staging.next(lanes_.pack);
-    zvc_compress({x, s.n, int(itemsize_), reinterpret_cast<uint32_t*>(slot.data()), slot.data() + mask_bytes(s.n),
-                  s.expected, s.nonzeros.get(), values(s)},
+    zvc_compress({x, s.n, int(itemsize_), reinterpret_cast<uint32_t*>(slot.data()), slot.data() + zvc_mask_bytes(s.n),
+                  s.expected, s.nonzeros->target(), values(s)},
                  workspace.get(), stages().pack, lanes_.pack.stream());
     mark_on(lanes_.pack)->hold(lanes_.out);
     copy(mask(s), slot.data(), staged_bytes(s), cudaMemcpyDeviceToHost, lanes_.out);
@@ -170,7 +182,7 @@ c10::cuda::CUDAStream ZvcParcel::receive(char* to, int64_t) {
     Staging::Slot& slot = lanes_.staging.next(lanes_.in);
     copy(slot.data(), mask(s), staged_bytes(s), cudaMemcpyHostToDevice, lanes_.in);
     mark_on(lanes_.in)->hold(lanes_.spread);
-    zvc_decompress({reinterpret_cast<const uint32_t*>(slot.data()), slot.data() + mask_bytes(s.n), s.expected,
+    zvc_decompress({reinterpret_cast<const uint32_t*>(slot.data()), slot.data() + zvc_mask_bytes(s.n), s.expected,
                     to + s.first * itemsize_, s.n, int(itemsize_), values(s)},
                    workspace.get(), staged() ? stages().spread : kBlocksIn, lanes_.spread.stream());
     slot.read = mark_on(lanes_.spread);
@@ -193,7 +205,7 @@ int64_t RleParcel::host_bytes(int64_t n, int64_t itemsize) {
 }
 
 int64_t RleParcel::staging(int64_t n, int64_t itemsize) {
-  return mask_bytes(n) + runs_bytes(n) +
+  return zvc_mask_bytes(n) + runs_bytes(n) +
          int64_t(pack_workspace(n, itemsize) + spread_workspace(n, itemsize) +
                  rle_runs_workspace({nullptr, n, nullptr, nullptr}) + rle_mask_workspace({nullptr, n + 1, nullptr, n}));
 }
@@ -201,9 +213,8 @@ int64_t RleParcel::staging(int64_t n, int64_t itemsize) {
 RleParcel::RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double)
     : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
   n_ = from.size() / itemsize_;
-  nonzeros_ = pinned_number(n_);
-  used_ = pinned_number(0);
-  sent = returned = {runs_bytes(n_), itemsize_, {{{n_, nonzeros_}, 0}}};
+  numbers_ = {std::make_shared<PinnedNumber>(n_), std::make_shared<PinnedNumber>(0)};
+  sent = returned = {runs_bytes(n_), itemsize_, {{{n_, value_of(numbers_[0])}, 0}}};
   compressed = true;
 }
 
@@ -216,9 +227,10 @@ char* RleParcel::values() const {
 
 void RleParcel::send(const char* from, int64_t) {
   const auto lane = lanes_.out;
-  const c10::DataPtr mask = scratch(lane, size_t(mask_bytes(n_))), list = scratch(lane, size_t(runs_bytes(n_)));
-  const ZvcCompress zvc{from, n_, int(itemsize_), static_cast<uint32_t*>(mask.get()), values(), n_, nonzeros_.get()};
-  const RleRuns rle{zvc.mask, n_, static_cast<int32_t*>(list.get()), used_.get()};
+  const c10::DataPtr mask = scratch(lane, size_t(zvc_mask_bytes(n_))), list = scratch(lane, size_t(runs_bytes(n_)));
+  const ZvcCompress zvc{from,     n_, int(itemsize_),       static_cast<uint32_t*>(mask.get()),
+                        values(), n_, numbers_[0]->target()};
+  const RleRuns rle{zvc.mask, n_, static_cast<int32_t*>(list.get()), numbers_[1]->target()};
   const c10::DataPtr first = scratch(lane, zvc_compress_workspace(zvc)),
                      second = scratch(lane, rle_runs_workspace(rle));
   zvc_compress(zvc, first.get(), kBlocksOut, lane.stream());
@@ -228,7 +240,7 @@ void RleParcel::send(const char* from, int64_t) {
 
 c10::cuda::CUDAStream RleParcel::receive(char* to, int64_t) {
   const auto lane = lanes_.in;
-  const c10::DataPtr mask = scratch(lane, size_t(mask_bytes(n_))), list = scratch(lane, size_t(runs_bytes(n_)));
+  const c10::DataPtr mask = scratch(lane, size_t(zvc_mask_bytes(n_))), list = scratch(lane, size_t(runs_bytes(n_)));
   const RleMask rle{static_cast<const int32_t*>(list.get()), n_ + 1, static_cast<uint32_t*>(mask.get()), n_};
   const ZvcDecompress zvc{rle.mask, values(), n_, to, n_, int(itemsize_)};
   const c10::DataPtr first = scratch(lane, rle_mask_workspace(rle)),

@@ -28,13 +28,11 @@ Stages& stages();
 // On the lanes of its device; how the bytes cross the bus is up to `send` and `receive`.
 class LaneParcel : public Parcel {
  public:
-  void start_out(const Bytes& from, CudaMarkPtr ready);
-  bool is_out() override { return out_->passed(); }
-  void wait_out() override { out_->hold(saved_on_); }
+  void start_out(const Bytes& from, MarkPtr ready);
+  bool is_out(bool ask) override { return ask ? out_->passed() : out_->seen(); }
+  void wait_out() override;
 
   void start_in(const Bytes& to, const MarkPtr& now) override;
-  // What a read covers has been started in; a parcel that joined the block since may not have been.
-  bool is_in() override { return in_ == nullptr || in_->passed(); }
   void wait_in(const c10::Storage& to) override;
 
  protected:
@@ -48,10 +46,12 @@ class LaneParcel : public Parcel {
   char* host() const { return static_cast<char*>(buffer_->data()); }
 
   Lanes& lanes_;
+  std::vector<std::shared_ptr<PinnedNumber>> numbers_;  // that the copy out writes to
 
  private:
   std::unique_ptr<HostPool::Buffer> buffer_;
-  c10::cuda::CUDAStream saved_on_;
+  c10::cuda::CUDAStream moved_on_;
+  int64_t number_ = 0;  // among the copies out of the lane
   std::optional<c10::cuda::CUDAStream> allocated_on_;
   CudaMarkPtr out_, in_;
 };
@@ -78,7 +78,7 @@ class ZvcParcel : public LaneParcel {
  private:
   struct Segment {
     int64_t first, n, expected;  // elements
-    std::shared_ptr<int64_t> nonzeros;
+    PinnedNumber* nonzeros;
   };
   bool staged() const { return segments_.front().expected > 0; }
   int64_t staged_bytes(const Segment& segment) const;
@@ -107,7 +107,6 @@ class RleParcel : public LaneParcel {
   c10::cuda::CUDAStream receive(char* to, int64_t bytes) override;
 
   int64_t n_, itemsize_;
-  std::shared_ptr<int64_t> nonzeros_, used_;
 };
 
 }  // namespace weft::offload

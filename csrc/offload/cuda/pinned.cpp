@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "common/integers.h"
+#include "offload/mover.h"
 
 namespace weft::offload {
 namespace {
@@ -87,6 +88,7 @@ void* allocate_mapped(int64_t bytes) {
 }  // namespace
 
 void* allocate_pinned(int64_t bytes) {
+  if (refused(refusals().host)) return nullptr;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes) : nullptr;
   if (data != nullptr || cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;

@@ -13,6 +13,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/integers.h"
+
 namespace weft::offload {
 
 struct ZvcCompress {
@@ -26,6 +28,9 @@ struct ZvcCompress {
   // Room for n values, as aligned, of which those behind `capacity` are written; or null.
   void* all = nullptr;
 };
+constexpr int64_t zvc_mask_bytes(int64_t n) {
+  return 4 * ceil_div(n, 32);
+}
 size_t zvc_compress_workspace(const ZvcCompress& args);  // bytes, aligned to 16; free when the launch has run
 void zvc_compress(const ZvcCompress& args, void* workspace, int blocks, cudaStream_t stream);
 

@@ -71,7 +71,7 @@ class _Memory:
     cold: bool = True
     """Without a budget: whether the first use is still to be let pass."""
     slow: int = 0
-    """Uses in a row whose times say little, see :class:`_Entered`."""
+    """Uses in a row whose times say little, because they waited for the system to give host memory."""
 
 
 @dataclass
@@ -80,10 +80,6 @@ class _Entered:
 
     use: Any
     plans: dict[int, _Planned]
-    held: int
-    """Host memory when it was entered."""
-    slow: bool = False
-    """Whether it got more of it, for which its operations had to wait."""
 
 
 class offload:
@@ -112,7 +108,8 @@ class offload:
 
     Never moved: leaves that require grad and their views, CPU tensors (except with ``"reference"``), what is not a
     plain strided tensor, and what is saved while a stream is captured. A tensor that was changed in place after it was
-    saved raises torch's own error in the backward.
+    saved raises torch's own error in the backward; one that has moved cannot be read while its stream is captured,
+    which is a RuntimeError.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -207,7 +204,7 @@ class offload:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*use.hooks))  # or torch refuses
                 stack.enter_context(pool)
                 self._thread.entered = stack.pop_all()
-            self._latest = self._thread.latest = _Entered(use, plans, self._engine.host_bytes)
+            self._latest = self._thread.latest = _Entered(use, plans)
             self._unfinished.append(use)
             if may_move:
                 memory.pending.append(self._latest)
@@ -221,7 +218,6 @@ class offload:
         self._thread.entered = self._thread.latest = None
         entered.__exit__(kind, error, trace)
         latest.use.exit()
-        latest.slow = self._engine.host_bytes != latest.held
         self._tell_pool()
 
     def report(self) -> OffloadReport:
@@ -269,12 +265,12 @@ class offload:
     def _plan(self, memory: _Memory) -> None:
         """Plans from the latest use of this thread that has finished, and on its device too where that can be seen
         without waiting for it."""
-        use, known, slow = None, False, False
+        use, known = None, False
         for i in reversed(range(len(memory.pending))):
             if memory.pending[i].use.finished:
                 known = memory.pending[i].use.passed
                 if known or use is None:
-                    use, slow, keep = memory.pending[i].use, memory.pending[i].slow, memory.pending[i + 1 :]
+                    use, keep = memory.pending[i].use, memory.pending[i + 1 :]
                 if known:
                     memory.pending = keep
                     break
@@ -284,7 +280,7 @@ class offload:
         if memory.cold and self._budget is None:
             memory.cold = not known
             return  # what hides behind a first step, with all that is done once, does not hide behind the next
-        memory.slow = memory.slow + 1 if slow else 0
+        memory.slow = memory.slow + 1 if use.slow else 0
         if memory.planned and use.planned() and 0 < memory.slow <= _PATIENCE:
             return  # and look again
         memory.looked = memory.looked + 1 if use.planned() else 0
