@@ -35,6 +35,22 @@ def build(name: str, folder: Path, **macros: int) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def cuda_headers() -> Path | None:
+    """The folder of CUDA's own headers, of a toolkit or of torch's packages."""
+    roots = [os.environ.get("CUDA_HOME", "/usr/local/cuda"), *(f"{path}/nvidia/cu13" for path in sys.path)]
+    found = [Path(root) / "include" for root in roots]
+    return next((path for path in found if (path / "cuda_runtime_api.h").exists()), None)
+
+
+def build_runtime(folder: Path) -> Path:
+    """tests/emulator/runtime.cpp as a library under the driver's name."""
+    library = folder / "libcuda.so.1"
+    source = ROOT / "tests/emulator/runtime.cpp"
+    command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{cuda_headers()}", str(source), "-ldl"]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    return library
+
+
 def ends_well(function: Callable[[], None]) -> bool:
     """Whether the function returns, in a process of its own: what the emulator refuses ends it."""
     child = os.fork()

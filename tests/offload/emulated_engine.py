@@ -1,0 +1,309 @@
+"""Checks of the CUDA engine on a runtime without a device, tests/emulator/runtime.cpp: test_emulated_engine.py runs
+them in a process that has it loaded. There, what nobody waits for comes last, so that a missing wait gives wrong bytes.
+
+Kernels do nothing there: what is saved is copied to the device, and what comes back is compared on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from weft import _C
+from weft.offloading import offload
+
+SIZE = 1 << 14
+
+
+class Runtime:
+    def __init__(self, path: str) -> None:
+        self._library = ctypes.CDLL(path)
+        for name in ("calls", "errors"):
+            getattr(self._library, f"emulated_{name}").restype = ctypes.c_int64
+
+    def calls(self, name: str) -> int:
+        return self._library.emulated_calls(name.encode())
+
+    def errors(self) -> int:
+        """What the runtime was asked and must not be."""
+        return self._library.emulated_errors()
+
+    def drain(self, stream: int = 0) -> None:
+        """Runs what is enqueued, of all streams or one."""
+        self._library.emulated_drain(ctypes.c_void_p(stream))
+
+    def capture(self, begin: bool) -> None:
+        """As if the current stream were captured into a graph."""
+        self._library.emulated_capture(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), begin)
+
+    def refuse(self, host: int = 0, device: int = 0) -> None:
+        """So many of the next allocations."""
+        self._library.emulated_refuse(ctypes.c_int64(host), ctypes.c_int64(device))
+
+
+class Save(torch.autograd.Function):
+    """Saves a tensor; its backward shows what came back, on the host."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, saved: Tensor, seen: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(saved)
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (saved,) = ctx.saved_tensors
+        ctx.seen.append(saved.cpu())
+        return grad, None, None
+
+
+def numbers(count: int, size: int = SIZE, density: float = 0.5) -> list[Tensor]:
+    """Pinned, so that a copy to the device need not be waited for."""
+    return [torch.where(torch.rand(size) < density, torch.randn(size), 0.0).pin_memory() for _ in range(count)]
+
+
+class Step:
+    """Saves copies of `data`, one after the other, each on its stream."""
+
+    def __init__(self, off: offload, data: list[Tensor], streams: list | None = None, seen: list | None = None):
+        self.data, self.seen = data, [] if seen is None else seen
+        self.y = torch.zeros(1, device="cuda", requires_grad=True)
+        current = torch.cuda.current_stream()
+        with off:
+            for d, stream in zip(data, streams or [current] * len(data), strict=True):
+                with torch.cuda.stream(stream):
+                    self.y = Save.apply(self.y, d.to("cuda", non_blocking=True), self.seen)
+
+    def backward(self, retain_graph: bool = False) -> None:
+        self.seen.clear()
+        self.y.backward(retain_graph=retain_graph)
+        self.check()
+
+    def check(self) -> None:
+        assert len(self.seen) == len(self.data)
+        for i, (found, expected) in enumerate(zip(reversed(self.seen), self.data, strict=True)):
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), f"tensor {i} differs"
+
+
+def everything(**options) -> offload:
+    return offload(0, **{"min_bytes": 0, "keep_last": 0, "compress": None, **options})
+
+
+def memory() -> int:
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+# ----------------------------------------------------------------------------------------------------------- the checks
+
+
+def check_what_comes_back(runtime: Runtime) -> None:
+    """Whatever moves, however the device and the bus take turns."""
+    draw = random.Random(0)
+    for compress in (None, "zvc", "auto"):
+        for budget in (0, 3 * 4 * SIZE, 8 * 4 * SIZE, None):
+            off = offload(budget, min_bytes=0, keep_last=draw.choice([0, 1]), compress=compress)
+            for use in range(6):
+                step = Step(off, numbers(12, draw.choice([SIZE, SIZE, 1000]) if use > 3 else SIZE))
+                if draw.random() < 0.5:
+                    runtime.drain(draw.choice([0, *off._engine.streams(0)]))
+                step.backward(retain_graph=True)
+                if draw.random() < 0.5:
+                    runtime.drain()
+                step.backward()
+                if draw.random() < 0.5:
+                    torch.cuda.synchronize()
+            torch.cuda.synchronize()
+            assert off.report().to_dict()["live_bytes"] == 0
+
+
+def check_several_streams(runtime: Runtime) -> None:
+    side = torch.cuda.Stream()
+    for compress in (None, "zvc"):
+        off = everything(compress=compress)
+        for _ in range(4):
+            Step(off, numbers(8), [side, torch.cuda.current_stream()] * 4).backward()
+
+
+def check_an_evicted_tensor_is_complete(runtime: Runtime) -> None:
+    """What a use that goes off its plan moves later is complete when the stream that made it is."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    off = offload(4 * 4 * SIZE, min_bytes=0, keep_last=0, compress=None)
+    for _ in range(5):  # until not every operation is timed
+        Step(off, numbers(8)).backward()
+        torch.cuda.synchronize()
+    step = Step(off, numbers(3, SIZE + 64) + numbers(5, SIZE + 128), [side] * 3 + [current] * 5)
+    assert not off._latest.use.timed and off.report().to_dict()["moved_tensors"] > 0
+    off._engine.poll()
+    for lane in off._engine.streams(torch.cuda.current_device()):
+        runtime.drain(lane)  # the copies out before what nobody told them to wait for
+    step.backward()
+
+
+def check_the_codecs_memory_after_a_use(runtime: Runtime) -> None:
+    """A read after the end of its use has the codec's memory on the device again, and gives it back."""
+    off = everything(compress="zvc")
+    Step(off, numbers(4)).backward()
+    before = memory()
+    step = Step(off, numbers(4))
+    step.backward(retain_graph=True)
+    held = memory()
+    for _ in range(2):
+        step.backward(retain_graph=True)
+        assert memory() == held
+    del step
+    assert memory() == before and off.report().to_dict()["live_bytes"] == 0
+
+
+def check_a_captured_backward(runtime: Runtime) -> None:
+    """Of tensors that moved before is refused, and can be run outside of the capture afterwards."""
+    for compress in (None, "zvc"):
+        off = everything(compress=compress)
+        for _ in range(3):
+            step = Step(off, numbers(4))
+            runtime.capture(True)
+            try:
+                with pytest.raises(RuntimeError, match="captured into a CUDA graph"):
+                    step.y.backward(retain_graph=True)
+            finally:
+                runtime.capture(False)
+            step.backward()
+
+
+def check_numbers_of_dropped_copies(runtime: Runtime) -> None:
+    """Where the codec writes its counts: not for the next one before the kernel has run."""
+    dropped, off = everything(compress="zvc"), everything(compress="zvc")
+    counts, side = [], torch.cuda.Stream()
+    for _ in range(2):
+        Step(dropped, numbers(4, density=1.0), [side] * 4)
+        for _ in range(12):  # more than an object remembers: the use is gone, and its kernels wait
+            with dropped:
+                pass
+        step = Step(off, numbers(4, density=0.1))
+        for lane in off._engine.streams(0):
+            runtime.drain(lane)
+        runtime.drain()
+        counts.append(off.report().to_dict()["sent_bytes"])
+        step.backward()
+        torch.cuda.synchronize()
+    assert max(counts) < 4 * 4 * SIZE * 0.3, counts
+
+
+def check_room_in_a_first_use(runtime: Runtime) -> None:
+    """The tensor just saved and the one before it may stand beside a full budget: nobody waits for the latter."""
+    off = everything()
+    step = Step(off, numbers(3))
+    runtime.drain()
+    waited = [s["operation"] for s in off.report().to_dict()["stalls"]]
+    assert waited and not any(w.startswith(("forward 1", "forward 2")) for w in waited)
+    step.backward()
+
+
+def check_refused_host_memory(runtime: Runtime) -> None:
+    for compress in (None, "zvc", "auto"):
+        off = everything(compress=compress)
+        runtime.refuse(host=2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step = Step(off, [n.detach() for n in numbers_before(off, runtime)])
+        report = off.report().to_dict()
+        assert report["kept"]["pool"] == 2 * 4 * SIZE and report["moved_tensors"] == 2
+        assert [w.category for w in told] == [RuntimeWarning] and "host memory" in str(told[0].message)
+        step.backward()
+        Step(off, numbers(4)).backward()
+        assert off.report().to_dict()["moved_tensors"] == 4
+
+
+def numbers_before(off: offload, runtime: Runtime) -> list[Tensor]:
+    """Pinned by torch before anything is refused."""
+    runtime.refuse()
+    data = numbers(4)
+    runtime.refuse(host=2)
+    return data
+
+
+def check_refused_device_memory(runtime: Runtime) -> None:
+    """A read that finds no memory raises torch's error, and is as good as none: the next one gets its tensor."""
+    refuse = _C._testing.offload_refuse
+
+    class Refusing(list):
+        def append(self, x: Tensor) -> None:
+            super().append(x)
+            refuse(device=len(self) % 2)  # for what would be brought back ahead of the next
+
+    for compress in (None, "zvc", "auto"):
+        off = everything(compress=compress)
+        for use in range(4):
+            if use == 3 and compress is not None:
+                refuse(device=2)  # of the codec: what finds no memory for it goes as it is
+            step = Step(off, numbers(6))
+            assert use < 3 or off.report().to_dict()["compressed_tensors"] == (4 if compress else 0)
+            refuse(device=1 << 40)
+            with pytest.raises(torch.OutOfMemoryError):
+                step.y.backward(retain_graph=True)
+            refuse()
+            step.seen.clear()
+            step.backward()
+            step = Step(off, numbers(6), seen=Refusing())
+            step.backward()
+            refuse()
+            del step
+            assert off.report().to_dict()["live_bytes"] == 0
+
+
+def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
+    """Events, waits and copies of a tensor on its way out and back, in a use that is like the one before."""
+    names = ("EventRecord", "EventQuery", "StreamWaitEvent", "MemcpyAsync")
+    count, off = 100, everything()
+    for _ in range(8):
+        data = numbers(count)
+        torch.cuda.synchronize()
+        before = [runtime.calls(name) for name in names]
+        step = Step(off, data)
+        used = [runtime.calls(name) - b for name, b in zip(names, before, strict=True)]
+        step.backward()
+    assert not off._latest.use.timed
+    # Of each: the copy to the device and torch's event for its host memory; the mark of the save, the copy out and its
+    # end; its waits for the save, and those for room; a query of whether the oldest has ended.
+    assert used[3] == 2 * count and used[0] <= 3 * count + 4 and used[2] <= 2 * count and used[1] <= count + 4, used
+    step = Step(off, data)
+    torch.cuda.synchronize()
+    before = [runtime.calls(name) for name in names]
+    step.y.backward()
+    used = [runtime.calls(name) - b for name, b in zip(names, before, strict=True)]
+    # The mark of the read and the end of the copy back; the copy's wait, and that for it; the copies back, and the
+    # test's and that of the gradient.
+    assert used[3] == 2 * count + 1 and used[0] <= 2 * count + 4 and used[2] <= 2 * count and used[1] <= 4, used
+
+
+CHECKS: dict[str, Callable[[Runtime], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+
+def main(path: str) -> None:
+    """Prints a line per check: its name, and whether it holds; what went wrong goes to stderr."""
+    runtime = Runtime(path)
+    for name, check in CHECKS.items():
+        try:
+            torch.manual_seed(0)
+            errors = runtime.errors()
+            check(runtime)
+            runtime.drain()
+            assert runtime.errors() == errors
+            print(name, "holds", flush=True)
+        except BaseException:
+            runtime.refuse()
+            traceback.print_exc()
+            print(name, "fails", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

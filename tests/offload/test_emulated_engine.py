@@ -1,0 +1,52 @@
+"""weft.offload on CUDA, on a runtime without a device: what emulated_engine.py checks, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from weft import _C
+
+from tests import emulated
+from tests.offload import emulated_engine
+
+pytestmark = [
+    *emulated.MARKS,
+    pytest.mark.skipif(
+        emulated.cuda_headers() is None or not hasattr(_C._testing, "offload_stages"),
+        reason="the emulated runtime needs CUDA's headers, and Weft and torch built with CUDA",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> tuple[dict[str, str], str]:
+    """Check to how it ended, and what was written about it."""
+    folder = tmp_path_factory.mktemp("runtime")
+    runtime = str(emulated.build_runtime(folder))
+    # Torch looks for the driver by its name, which the runtime has; what it knows of a device is not to be seen there.
+    variables = {"LD_PRELOAD": runtime, "LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": "0"}
+    path = os.pathsep.join([str(emulated.ROOT), *sys.path])
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.offload.emulated_engine", runtime],
+        env={**os.environ, **variables, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    lines = [line.split() for line in process.stdout.splitlines()]
+    return {line[0]: line[1] for line in lines if len(line) == 2}, process.stderr[-5000:]
+
+
+@pytest.mark.parametrize("check", emulated_engine.CHECKS)
+def test_on_the_emulated_runtime(check: str, found: tuple[dict[str, str], str]) -> None:
+    ended, errors = found
+    assert ended.get(check) == "holds", errors
+
+
+def test_torch_has_cuda_here() -> None:
+    """Or the checks above would be skipped where they need not be."""
+    assert torch.version.cuda is not None
