@@ -356,8 +356,9 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
             rows.append(results.put(case, "moved", "bytes", report["moved_bytes"], "saved", saved))
             if limit is None:
                 rows.append(results.put(case, "sent", "bytes", report["sent_bytes"], "hideable", min(hideable, saved)))
-            elif limit > 0:
-                rows.append(results.put(case, "saved_peak", "bytes", report["peak_bytes"], "budget", limit))
+            else:  # a budget of 0 is none to be met: what then remains, of what was saved
+                peer, value = ("budget", limit) if limit > 0 else ("saved", saved)
+                rows.append(results.put(case, "saved_peak", "bytes", report["peak_bytes"], peer, value))
             if device == "cuda":
                 peak = peak_memory(with_offload)
                 everything = peak if limit == 0 else everything

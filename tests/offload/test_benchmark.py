@@ -37,6 +37,8 @@ def test_model_rows(tmp_path, monkeypatch) -> None:
         assert float(rows[budget, "step", "plain"]["weft"]) > 0 and (budget, "step", "floor") in rows
         moved, saved = (float(rows[budget, "moved", "saved"][key]) for key in ("weft", "peer_value"))
         assert 0 <= moved <= saved and (moved > 0) == (share is not None)
+        if share == 0:
+            assert float(rows[budget, "saved_peak", "saved"]["weft"]) < saved
         if share:
             assert float(rows[budget, "saved_peak", "budget"]["ratio"]) >= 1
             assert (budget, "predicted_step", "no_policy") in rows
