@@ -59,6 +59,40 @@ def test_the_emulator_notices(flaw: str, tmp_path) -> None:
     assert not passes(emulated.build("zvc_tiles", folder, SIZE=size), size, most_tiles)
 
 
+def runs_pass(library: ctypes.CDLL) -> bool:
+    """Masks of no run, of one, of as many as elements, of more words and runs than a tile of the scans has."""
+
+    def run() -> None:
+        for n in (0, 1, 31, 32, 33, 4097, 70000):
+            for per_mille, rest in ((0, 0), (1, 7), (1000, 0), (500, n)):
+                library.run(ctypes.c_int64(n), per_mille, ctypes.c_int64(rest), n + per_mille)
+
+    return emulated.ends_well(run)
+
+
+def test_runs_on_a_processor(tmp_path) -> None:
+    assert runs_pass(emulated.build("rle_runs", tmp_path))
+
+
+RUN_FLAWS = {
+    "forgets the tiles before": ("tile_scan.cuh", "Op::both(parts[blockIdx.x], sum", "Op::both(op.start(), sum"),
+    "sums up what is not there yet": ("tile_scan.cuh", "] = own;\n  __syncthreads();", "] = own;"),
+    "reads before it is summed up": (
+        "tile_scan.cuh", "__syncthreads();\n    sums[thread] = Op::both(other", "sums[thread] = Op::both(other",
+    ),
+    "flips behind the end": ("rle_runs.cu", "end >= 0 && end < args.n", "end >= 0 && end <= args.n"),
+    "has bits behind the end": ("rle_runs.cu", "left < 32 ? word & ((1u << left) - 1) : word", "word"),
+    "forgets the word before": ("rle_runs.cu", "w > 0 ? args.mask[w - 1] : 0", "0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("flaw", RUN_FLAWS)
+def test_the_emulator_notices_in_runs(flaw: str, tmp_path) -> None:
+    source, right, wrong = RUN_FLAWS[flaw]
+    folder = emulated.with_flaw(f"offload/cuda/{source}", right, wrong, tmp_path)
+    assert not runs_pass(emulated.build("rle_runs", folder))
+
+
 def entries(places: list[int], cuts: list[int], library: ctypes.CDLL) -> int:
     library.entries.restype = ctypes.c_int64
     array = lambda numbers: (ctypes.c_int64 * len(numbers))(*numbers)  # noqa: E731

@@ -17,7 +17,7 @@ constexpr int kScanBlock = 256, kScanItems = 8, kScanTile = kScanBlock * kScanIt
 template <typename Op, int kThreads>
 __device__ typename Op::Value sum_before(const typename Op::Value& own) {
   using Value = typename Op::Value;
-  __shared__ alignas(16) unsigned char memory[kThreads * sizeof(Value)];
+  alignas(16) __shared__ unsigned char memory[kThreads * sizeof(Value)];
   auto* const sums = reinterpret_cast<Value*>(memory);
   const int thread = int(threadIdx.x);
   sums[thread] = own;
