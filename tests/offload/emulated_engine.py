@@ -43,6 +43,10 @@ class Runtime:
         """As if the current stream were captured into a graph."""
         self._library.emulated_capture(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), begin)
 
+    def forget(self, every: int) -> None:
+        """Lets one of so many waits of a stream be none."""
+        self._library.emulated_forget(ctypes.c_int64(every))
+
     def refuse(self, host: int = 0, device: int = 0) -> None:
         """So many of the next allocations."""
         self._library.emulated_refuse(ctypes.c_int64(host), ctypes.c_int64(device))
@@ -122,6 +126,76 @@ def check_what_comes_back(runtime: Runtime) -> None:
                     torch.cuda.synchronize()
             torch.cuda.synchronize()
             assert off.report().to_dict()["live_bytes"] == 0
+
+
+def check_what_comes_back_of_several_uses(runtime: Runtime) -> None:
+    """Uses side by side, on two streams, of parts of the same memory, read twice, in parts, or never."""
+    side = torch.cuda.Stream()
+    for seed in range(12):
+        draw = random.Random(seed)
+        off = offload(
+            draw.choice([0, 0, 5 * 4 * SIZE, 20 * 4 * SIZE, None]),
+            min_bytes=draw.choice([0, 2000]),
+            keep_last=draw.choice([0, 0, 2]),
+            compress=draw.choice([None, "zvc", "auto"]),
+        )
+        shapes, uses = random.Random(seed), []
+        for _ in range(10):
+            if draw.random() < 0.7:
+                shapes = random.Random(seed)  # else another branch
+            uses.append(Parts(off, shapes, side))
+            draw.shuffle(uses)
+            while uses and draw.random() < 0.6:
+                if draw.random() < 0.3:
+                    uses[-1].backward(retain_graph=True)
+                else:
+                    uses.pop().backward() if draw.random() < 0.8 else uses.pop()
+                if draw.random() < 0.5:
+                    runtime.drain(draw.choice([0, *off._engine.streams(0)]))
+                if draw.random() < 0.3:
+                    off.report()
+        for use in uses:
+            use.backward()
+        uses.clear()
+        torch.cuda.synchronize()
+        report = off.report().to_dict()
+        assert report["live_bytes"] == 0 and report["host_peak_bytes"] >= report["host_bytes"] >= 0
+
+
+class Parts:
+    """A use that saves pieces of its memory, some of which overlap."""
+
+    def __init__(self, off: offload, draw: random.Random, side: torch.cuda.Stream) -> None:
+        self.seen: list[Tensor] = []
+        self.y, self.expected = torch.zeros(1, device="cuda", requires_grad=True), []
+        with off:
+            for _ in range(draw.randint(3, 8)):
+                (data,) = numbers(1, draw.choice([500, SIZE, SIZE]), draw.choice([0.1, 1.0]))
+                with torch.cuda.stream(draw.choice([side, torch.cuda.current_stream()])):
+                    whole = data.to("cuda", non_blocking=True)
+                    for _ in range(draw.choice([1, 1, 3])):
+                        begin, end = sorted(draw.sample(range(len(data) + 1), 2))
+                        begin, end = draw.choice([(0, len(data)), (begin, end)])
+                        self.expected.append(data[begin:end].clone())
+                        self.y = Save.apply(self.y, whole[begin:end], self.seen)
+
+    def backward(self, retain_graph: bool = False) -> None:
+        self.seen.clear()
+        self.y.backward(retain_graph=retain_graph)
+        for i, (found, expected) in enumerate(zip(reversed(self.seen), self.expected, strict=True)):
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), f"part {i} differs"
+
+
+def check_a_forgotten_wait_is_noticed(runtime: Runtime) -> None:
+    """Or the other checks would say nothing."""
+    for every in (1, 2, 3, 5):
+        runtime.forget(every)
+        try:
+            with pytest.raises(AssertionError, match="differs"):
+                check_what_comes_back(runtime)
+        finally:
+            runtime.forget(0)
+            runtime.drain()
 
 
 def check_several_streams(runtime: Runtime) -> None:
