@@ -67,6 +67,155 @@ int64_t Schedule::size(Array which) const {
   return 0;
 }
 
+void Schedule::make_block(const int32_t (&header)[kHeader]) {
+  // size() reads the numbers.
+  block_ = std::make_unique<int32_t[]>(kHeader);
+  std::copy(header, header + kHeader, block_.get());
+  int64_t offsets[kNumArrays + 1];
+  int64_t end = static_cast<int>(kHeader) + kNumArrays + 1;
+  for (int which = 0; which < kNumArrays; ++which) {
+    end = (end + 3) / 4 * 4;
+    offsets[which] = end;
+    end += size(static_cast<Array>(which));
+  }
+  offsets[kNumArrays] = end;
+  if (end > std::numeric_limits<int32_t>::max()) {
+    throw std::length_error("weft.vertex: the schedule of this batch needs more than 2147483647 integers");
+  }
+  auto block = std::make_unique_for_overwrite<int32_t[]>(end);
+  std::copy(header, header + kHeader, block.get());
+  block[kMagic] = kBlockMagic;
+  std::copy(offsets, offsets + kNumArrays + 1, block.get() + kHeader);
+  // Nor is what lies between arrays left to chance.
+  int64_t written = static_cast<int>(kHeader) + kNumArrays + 1;
+  for (int which = 0; which < kNumArrays; ++which) {
+    std::fill(block.get() + written, block.get() + offsets[which], 0);
+    written = offsets[which] + size(static_cast<Array>(which));
+  }
+  block_ = std::move(block);
+  length_ = static_cast<size_t>(end);
+}
+
+bool Schedule::plan_trees(const Graphs& graphs, int32_t columns) {
+  const int64_t V = graphs.num_vertices(), E = graphs.num_edges(), F = graphs.num_levels();
+  const int32_t *const levels = graphs.levels().data(), *const first_child = graphs.first_edge().data(),
+                       *const child = graphs.child().data(), *const slot = graphs.slot().data();
+
+  // Nobody has two parents where as many have one as there are edges. What the rows below ask of an edge is put
+  // together while its vertices are near each other: the caches of a core hold the arrays of no large batch.
+  struct Edge {
+    int32_t child;
+    uint32_t level_slot;  // 4 times the child's level + the slot
+  };
+  const auto edges = std::make_unique_for_overwrite<Edge[]>(E);
+  std::vector<uint8_t> has_parent(V);
+  for (int64_t e = 0; e < E; ++e) {
+    edges[e] = {child[e], 4 * static_cast<uint32_t>(levels[child[e]]) + static_cast<uint32_t>(slot[e])};
+    has_parent[child[e]] = 1;
+  }
+  int64_t children = 0;
+  for (const uint8_t has : has_parent) children += has;
+  if (children != E) return false;
+
+  // Of each level: how many vertices it has, and how many of them nobody reads. Vertices beside each other count in
+  // different tables: half of them are on one level, and to count one would wait for the other. Roots are listed
+  // without a branch, which could not be predicted.
+  constexpr int kTables = 4;
+  std::vector<int32_t> count(kTables * F), roots(V + 1);
+  struct Level {
+    int32_t end;     // of the rows that have no vertex yet
+    int32_t unread;  // rows of earlier levels that nobody reads
+  };
+  std::vector<Level> of_level(F);
+  int64_t num_roots = 0;
+  for (int64_t v = 0; v < V; ++v) {
+    ++count[v % kTables * F + levels[v]];
+    roots[num_roots] = static_cast<int32_t>(v);
+    num_roots += 1 - has_parent[v];
+  }
+  roots.resize(num_roots);
+  for (const int32_t v : roots) ++of_level[levels[v]].unread;
+  int32_t max_count = 0;
+  for (int64_t l = 0; l < F; ++l) {
+    for (int table = 1; table < kTables; ++table) count[l] += count[table * F + l];
+    max_count = std::max(max_count, count[l]);
+  }
+
+  int32_t header[kHeader] = {};
+  header[kVertices] = static_cast<int32_t>(V);
+  header[kTasks] = header[kFrontiers] = static_cast<int32_t>(F);
+  header[kColumns] = columns;
+  header[kUses] = static_cast<int32_t>(E);
+  header[kMaxCount] = max_count;
+  header[kSingleUse] = 1;
+  make_block(header);
+  std::iota(at(kSlots).begin(), at(kSlots).end(), 0);
+  std::iota(at(kFrontierTask).begin(), at(kFrontierTask).end(), 0);
+  std::ranges::fill(at(kFirstEdge), 0);
+  std::ranges::fill(at(kFirstSumUse), 0);
+  Task* const tasks = reinterpret_cast<Task*>(at(kTaskTable).data());
+  int32_t *const vertex_of = at(kVertexOf).data(), *const row_of = at(kRowOf).data(),
+                 *const gather = at(kGather).data(), *const runs = at(kRuns).data(),
+                 *const first_use = at(kFirstUse).data(), *const use_row = at(kUseRow).data(),
+                 *const use_column = at(kUseColumn).data();
+
+  // Those that nobody reads are the last of their level, so that where the uses of a row begin follows from its number.
+  int32_t row = 0, unread = 0;
+  for (int64_t l = 0; l < F; ++l) {
+    tasks[l] = {0, static_cast<int32_t>(l), row, count[l], 0, 0, kNone, 0};
+    const int32_t last = row + count[l], read = last - of_level[l].unread;
+    std::iota(first_use + row, first_use + read, row - unread);
+    std::fill(first_use + read, first_use + last, read - unread);
+    unread += last - read;
+    of_level[l] = {last, unread - (last - read)};
+    row = last;
+  }
+  first_use[V] = static_cast<int32_t>(E);
+  const auto place = [&](int32_t v, int32_t l) -> std::pair<int32_t, int32_t> {
+    const int32_t r = --of_level[l].end;
+    vertex_of[r] = v;
+    row_of[v] = r;
+    return {r, r - of_level[l].unread};
+  };
+  for (size_t i = roots.size(); i-- > 0;) place(roots[i], levels[roots[i]]);
+
+  const int64_t leaves = count[0], inner = V - leaves;
+  const bool full = E == columns * inner;
+  for (int32_t c = 0; c < columns; ++c) {
+    std::fill_n(gather + c * V, full ? leaves : V, kNone);
+    runs[c] = kNone;
+  }
+  struct Parent {
+    int32_t degree;
+    Edge edges[4];
+  };
+  const auto parents =
+      std::make_unique_for_overwrite<Parent[]>(F > 1 ? *std::max_element(count.begin() + 1, count.begin() + F) : 0);
+  for (int64_t l = F - 1; l > 0; --l) {
+    const int32_t first = tasks[l].first, rows = tasks[l].count;
+    int32_t most = 0;
+    for (int32_t k = 0; k < rows; ++k) {
+      const int32_t v = vertex_of[first + k], e = first_child[v], degree = first_child[v + 1] - e;
+      parents[k].degree = degree;
+      for (int32_t i = 0; i < degree; ++i) parents[k].edges[i] = edges[e + i];
+      most = std::max(most, degree);
+    }
+    for (int32_t i = most; i-- > 0;) {
+      for (int32_t k = rows; k-- > 0;) {
+        if (i >= parents[k].degree) continue;
+        const Edge edge = parents[k].edges[i];
+        const auto [from, use] = place(edge.child, edge.level_slot / 4);
+        const int32_t column = edge.level_slot % 4;
+        gather[column * V + first + k] = from;
+        use_row[use] = first + k;
+        use_column[use] = column;
+      }
+    }
+    for (int32_t c = 0; c < columns; ++c) runs[l * columns + c] = run_of({gather + c * V + first, size_t(rows)});
+  }
+  return true;
+}
+
 Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type) {
   const int64_t V = graphs.num_vertices(), F = graphs.num_levels(), num_kinds = static_cast<int64_t>(kinds.size());
   const auto levels = graphs.levels(), types = graphs.types(), first_child = graphs.first_edge();
@@ -97,6 +246,11 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     }
     return c < C && gathers[kind * C + c] ? c : kNone;
   };
+
+  if (V > 0 && one_kind && dense && !sums && C > 0 && graphs.num_slots() <= std::min<int64_t>(C, 4) && F < (1 << 30) &&
+      plan_trees(graphs, static_cast<int32_t>(C))) {
+    return;
+  }
 
   // Tasks: the non-empty pairs of level and kind. numbers holds counts before it holds the tasks' numbers, task_of
   // pairs before tasks. Vertices with children are listed, so that loops over those of a vertex are alike: half of the
@@ -173,7 +327,6 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
 
   // The block.
   int32_t header[kHeader] = {};
-  header[kMagic] = kBlockMagic;
   header[kVertices] = static_cast<int32_t>(V);
   header[kTasks] = static_cast<int32_t>(T);
   header[kFrontiers] = static_cast<int32_t>(F);
@@ -182,23 +335,8 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   header[kUses] = static_cast<int32_t>(U);
   header[kMaxCount] = max_count;
   header[kSingleUse] = single_use;
-  block_.assign(header, header + kHeader);
-  int64_t offsets[kNumArrays + 1];
-  int64_t end = static_cast<int>(kHeader) + kNumArrays + 1;
-  for (int which = 0; which < kNumArrays; ++which) {
-    end = (end + 3) / 4 * 4;
-    offsets[which] = end;
-    end += size(static_cast<Array>(which));
-  }
-  offsets[kNumArrays] = end;
-  if (end > std::numeric_limits<int32_t>::max()) {
-    throw std::length_error("weft.vertex: the schedule of this batch needs more than 2147483647 integers");
-  }
-  block_.resize(end);
-  std::copy(offsets, offsets + kNumArrays + 1, block_.begin() + kHeader);
-  const auto at = [&](Array which) {
-    return std::span<int32_t>(block_.data() + offsets[which], static_cast<size_t>(size(which)));
-  };
+  make_block(header);
+  for (const Array counted : {kFirstUse, kFirstSumUse}) std::ranges::fill(at(counted), 0);
   std::copy(slots.begin(), slots.end(), at(kSlots).begin());
   std::copy(frontiers.begin(), frontiers.end(), at(kFrontierTask).begin());
 

@@ -25,6 +25,7 @@
 // serialised form. Arrays begin at multiples of 4 integers.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -90,11 +91,10 @@ class Schedule {
 
   int32_t number(Header what) const { return block_[what]; }
   std::span<const int32_t> array(Array which) const {
-    const int32_t* const offsets = block_.data() + kHeader;
-    return {block_.data() + offsets[which], static_cast<size_t>(size(which))};
+    return {block_.get() + offset(which), static_cast<size_t>(size(which))};
   }
   int64_t size(Array which) const;
-  std::span<const Task> tasks() const { return tasks(block_); }
+  std::span<const Task> tasks() const { return tasks(block()); }
   // Those of a block.
   static std::span<const Task> tasks(std::span<const int32_t> block) {
     return {reinterpret_cast<const Task*>(block.data() + block[size_t{kHeader} + kTaskTable]),
@@ -111,11 +111,19 @@ class Schedule {
   }
   int32_t run(int task, int column) const { return array(kRuns)[task * number(kColumns) + column]; }
 
-  std::span<const int32_t> block() const { return block_; }
+  std::span<const int32_t> block() const { return {block_.get(), length_}; }
   int64_t offset(Array which) const { return block_[static_cast<int>(kHeader) + which]; }
 
  private:
-  std::vector<int32_t> block_;
+  // Makes room for the block of this header, and writes its first part. The arrays are not written.
+  void make_block(const int32_t (&header)[kHeader]);
+  std::span<int32_t> at(Array which) { return {block_.get() + offset(which), static_cast<size_t>(size(which))}; }
+  // The whole schedule of trees of up to four slots, all of which every vertex gathers; nothing, false, of other
+  // graphs.
+  bool plan_trees(const Graphs& graphs, int32_t columns);
+
+  std::unique_ptr<int32_t[]> block_;
+  size_t length_ = 0;
 };
 
 // The first vertex with a child in a slot that is not below `limits[type]` (limits[0] for all without types), and the
