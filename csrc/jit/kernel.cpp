@@ -4,6 +4,7 @@
 
 #include "common/launch.h"
 #include "jit/jit.h"
+#include "jit/too_many_blocks.h"
 
 namespace weft::jit {
 namespace {
@@ -127,12 +128,15 @@ void Kernel::launch(Grid grid, dim3 block, unsigned shared_bytes, unsigned clust
                       " bytes of shared memory";
   if (cluster_size > 1) shape += ", clusters of " + std::to_string(cluster_size);
   if (cooperative) shape += ", cooperative";
-  std::string fits;
-  if (status == cudaErrorCooperativeLaunchTooLarge) {
-    fits = "; " + std::to_string(max_active_blocks_per_sm(block, shared_bytes)) + " blocks fit on each of " +
-           std::to_string(sm_count_) + " multiprocessors";
+  const std::string why = shape + ": " + cudaGetErrorString(status);
+  if (status != cudaErrorCooperativeLaunchTooLarge) refuse(why);
+  const std::string fits = "; " + std::to_string(max_active_blocks_per_sm(block, shared_bytes)) +
+                           " blocks fit on each of " + std::to_string(sm_count_) + " multiprocessors";
+  try {
+    refuse(why + fits);
+  } catch (const std::runtime_error& error) {
+    throw TooManyBlocks(error.what());
   }
-  refuse(shape + ": " + cudaGetErrorString(status) + fits);
 }
 
 int Kernel::max_active_clusters(dim3 block, unsigned shared_bytes, unsigned cluster_size) {

@@ -25,14 +25,15 @@
 #include <exception>
 #include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 
 #include "common/check.h"
 #include "common/integers.h"
 #include "jit/jit.h"
+#include "jit/too_many_blocks.h"
 #include "vertex/cuda/frontier.jit.cuh"
 #include "vertex/source.h"
 
@@ -148,7 +149,7 @@ class CudaExecutor final : public Executor {
     try {
       kernel.kernel.launch(dim3(static_cast<unsigned>(kernel.blocks)), dim3(kTailThreads), kTailShared, 0,
                            /*cooperative=*/true, stream_, arguments);
-    } catch (const std::runtime_error&) {  // as where processes share a device; what else is wrong the steps will say
+    } catch (const jit::TooManyBlocks&) {  // as where processes share a device
       return false;
     }
     return true;
@@ -225,9 +226,12 @@ class CudaExecutor final : public Executor {
                                   "WEFT_VERTEX_STEPS=" + tail_body(*program_, steps)};
     jit::Kernel& made = jit::kernel(kTailSource, defines, "vertex_tail");
     const int resident = std::min(1, made.max_active_blocks_per_sm(dim3(kTailThreads), kTailShared));
-    auto* const tail = new Tail{made, resident * made.sm_count()};  // lives as long as the kernel
-    known.store(tail, std::memory_order_release);
-    return *tail;
+    auto tail = std::make_unique<Tail>(Tail{made, resident * made.sm_count()});
+    void* found = nullptr;
+    if (!known.compare_exchange_strong(found, tail.get(), std::memory_order_acq_rel, std::memory_order_acquire)) {
+      return *static_cast<Tail*>(found);  // another thread's
+    }
+    return *tail.release();  // lives as long as the kernel
   }
 
   const Program* program_ = nullptr;
