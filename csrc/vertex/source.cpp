@@ -30,10 +30,14 @@ class Writer {
   }
 
   std::string body() {
-    text_ = kernel_.edges ? "const long long edge = index, row = edge_parents[edge];" : "const long long row = index;";
-    if (kernel_.reduces) return reductions();
-    instructions();
-    return text_;
+    if (kernel_.reduces) {
+      reductions();
+    } else {
+      instructions();
+    }
+    return (kernel_.edges ? "const long long edge = index, row = edge_parents[edge];"
+                          : "const long long row = index;") +
+           indices() + text_;
   }
 
  private:
@@ -43,8 +47,32 @@ class Writer {
     for (const Instruction& i : code_) instruction(i);
   }
 
+  // What says where the operands of a row are, ahead of all that waits for operands: these are loads one after the
+  // other, and in a small frontier nothing else hides them. Most rows have one use at most, which is looked up here.
+  std::string indices() const {
+    std::string text;
+    if (reads_vertex_) text += " const long long vertex = vertices[row];";
+    for (const int32_t c : gathered_) {
+      const std::string n = std::to_string(c);
+      text += " const long long child" + n + " = gather[" + n + " * num_vertices + row];";
+    }
+    if (reads_uses_) {
+      text +=
+          " const int uses = first_use[row], uses_end = first_use[row + 1]; int first_user = 0, first_column = -1;"
+          " if (uses < uses_end) { first_user = use_rows[uses]; first_column = use_columns[uses]; }";
+    }
+    return text;
+  }
+
+  // A loop over the row's uses begins: q is the row that uses it.
+  std::string each_use() {
+    reads_uses_ = true;
+    return " for (int u = uses; u < uses_end; ++u) { const long long q = u == uses ? first_user : use_rows[u];"
+           " const int column = u == uses ? first_column : use_columns[u];";
+  }
+
   // The lanes of a warp share the columns of a row; each reduces its own, then they each other's.
-  std::string reductions() {
+  void reductions() {
     std::string declared, stored;
     for (const Instruction& i : code_) {
       if (!reduces(i)) continue;
@@ -57,7 +85,6 @@ class Writer {
     text_ += declared + " for (int j = lane; j < columns; j += lanes) {";
     instructions();
     text_ += " }" + stored;
-    return text_;
   }
 
   static bool reduces(const Instruction& i) { return i.op == Op::kStoreSum || i.op == Op::kStoreMax; }
@@ -69,18 +96,19 @@ class Writer {
   }
 
   // Element j of buffer b, as T, in the row of a vertex or, where the buffer has a row per edge, of an edge.
-  std::string read(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) const {
+  std::string read(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) {
     return "T(" + element(b, row, edge, first, broadcast) + ")";
   }
 
   // The same as it lies in memory.
-  std::string element(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) const {
+  std::string element(int32_t b, const std::string& row, const std::string& edge, int32_t first, bool broadcast) {
     const Buffer& buffer = program_.buffers[b];
     std::string index = buffer.space == Space::kEdges ? edge : row;
     if (buffer.space == Space::kVector) {
       index = "0";
     } else if (buffer.space >= Space::kInput) {
-      index = "vertices[" + row + "]";
+      index = row == "row" ? "vertex" : "vertices[" + row + "]";
+      reads_vertex_ |= row == "row";
     }
     const auto& used = kernel_.buffers;
     const std::string n = std::to_string(std::lower_bound(used.begin(), used.end(), b) - used.begin());
@@ -95,9 +123,7 @@ class Writer {
     for (const Use& use : table) columns.insert(use.column);
     text_ += loop_ + " " + r + " = T(0);";
     if (!columns.empty() && *columns.rbegin() >= 0) {
-      text_ +=
-          " for (int u = first_use[row]; u < first_use[row + 1]; ++u) { const long long q = use_rows[u];"
-          " switch (use_columns[u]) {";
+      text_ += each_use() + " switch (column) {";
       for (const int32_t column : columns) {
         if (column < 0) continue;
         text_ += " case " + std::to_string(column) + ":";
@@ -135,10 +161,12 @@ class Writer {
           case Access::kParent:
             set(read(i.a, "row", "edge", i.b, broadcast));
             break;
-          case Access::kGather:
-            text_ += " { const long long child = gather[" + std::to_string(i.d >> 1) + " * num_vertices + row];" +
-                     loop_ + " " + r + " = child < 0 ? T(0) : " + read(i.a, "child", "0", i.b, broadcast) + "; }";
+          case Access::kGather: {
+            const std::string child = "child" + std::to_string(i.d >> 1);
+            gathered_.insert(i.d >> 1);
+            set(child + " < 0 ? T(0) : " + read(i.a, child, "0", i.b, broadcast));
             break;
+          }
           case Access::kChild:
             text_ += " { const long long child = edge_children[edge];" + loop_ + " " + r + " = " +
                      read(i.a, "child", "0", i.b, broadcast) + "; }";
@@ -161,10 +189,8 @@ class Writer {
         break;
       case Op::kScatter:
         if (i.d >= 0) {
-          text_ +=
-              " for (int u = first_use[row]; u < first_use[row + 1]; ++u) { const long long q = use_rows[u]; if (" +
-              ("use_columns[u] == " + std::to_string(i.d)) + ")" + loop_ + " " + element(i.b, "q", "0", i.c, false) +
-              " = " + a + "; }";
+          text_ += each_use() + " if (column == " + std::to_string(i.d) + ")" + loop_ + " " +
+                   element(i.b, "q", "0", i.c, false) + " = " + a + "; }";
         } else {
           text_ +=
               " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
@@ -269,6 +295,8 @@ class Writer {
   int each_;
   std::string loop_, element_ = " + j]";  // over a thread's columns; which column an element is of
   std::string text_;
+  std::set<int32_t> gathered_;  // columns
+  bool reads_vertex_ = false, reads_uses_ = false;
 };
 
 }  // namespace
