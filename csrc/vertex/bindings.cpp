@@ -509,13 +509,6 @@ void bind(py::module_& m) {
         const auto block = schedule.block();
         return py::buffer_info(const_cast<int32_t*>(block.data()), static_cast<py::ssize_t>(block.size()));
       })
-      .def_property_readonly("size", [](const Schedule& schedule) { return schedule.block().size(); })
-      // Fills the int32 array at an address, where the caller has room for the block.
-      .def("write",
-           [](const Schedule& schedule, uintptr_t address) {
-             const auto block = schedule.block();
-             std::memcpy(reinterpret_cast<void*>(address), block.data(), block.size_bytes());
-           })
       .def("layout", &layout)
       .def_property_readonly("num_vertices", number(Schedule::kVertices))
       .def_property_readonly("num_tasks", number(Schedule::kTasks))

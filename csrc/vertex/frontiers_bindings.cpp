@@ -4,15 +4,25 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/custom_class.h>
+#ifdef WEFT_WITH_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
 
 #include <array>
+#include <cstring>
 #include <memory>
 #include <vector>
+
+#ifdef WEFT_WITH_CUDA
+#include "common/cuda/captured.h"
+#endif
+#include "vertex/schedule.h"
 
 namespace py = pybind11;
 
@@ -149,9 +159,33 @@ Tensors run(const std::shared_ptr<Compiled>& compiled, const at::Tensor& schedul
   return Node::apply(call, at::TensorList(given));
 }
 
+// The block in pinned memory. A copy by torch would wake all of its threads, which can take longer than the plan.
+at::Tensor pinned(const Schedule& schedule) {
+  const auto block = schedule.block();
+  at::Tensor tensor = at::empty({static_cast<int64_t>(block.size())},
+                                at::TensorOptions().dtype(at::kInt).device(at::kCPU).pinned_memory(true));
+  std::memcpy(tensor.mutable_data_ptr(), block.data(), block.size_bytes());
+  return tensor;
+}
+
+#ifdef WEFT_WITH_CUDA
+// A copy of pinned memory on the current device, which the host does not wait for. A graph that captures it keeps the
+// memory, from which every replay copies.
+at::Tensor copied(const at::Tensor& host) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  at::Tensor copy = host.to(host.options().device(at::kCUDA, stream.device_index()), /*non_blocking=*/true);
+  keep_while_captured(host, stream);
+  return copy;
+}
+#endif
+
 }  // namespace
 
 void bind_frontiers(py::module_& vertex) {
+  vertex.def("pinned", torch::wrap_pybind_function(&pinned), "The block of a schedule in pinned memory.");
+#ifdef WEFT_WITH_CUDA
+  vertex.def("copied", torch::wrap_pybind_function(&copied), "A copy on the current device, from pinned memory.");
+#endif
   py::class_<Compiled, std::shared_ptr<Compiled>>(vertex, "Frontiers",
                                                   "What all calls of vertex_frontiers for a program have in common.")
       .def(py::init([](at::Tensor program, std::vector<double> constants, Numbers results,

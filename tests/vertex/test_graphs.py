@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import copy
 import io
 import multiprocessing
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +22,8 @@ import weft
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
-from weft import Graphs
+from weft import _C, Graphs
+from weft.vertex._resident import Resident
 
 from tests.common import treebank
 from tests.vertex.test_schedule import dags
@@ -526,6 +529,53 @@ def test_arrays_that_are_first_asked_for_where_it_matters():
     with torch.cuda.stream(other):
         edges = moved.edges
     assert torch.equal(moved.edges.cpu(), graphs.edges) and moved.edges is edges
+
+
+@pytest.mark.cuda
+def test_what_a_capture_copies_from_goes_with_its_graph():
+    """Pinned memory that replays read stays as long as the CUDA graph, whatever becomes of the Graphs, no longer."""
+    graphs = Graphs.from_children(TWO)
+    before = _C._testing.rnn_captured()
+    captured = torch.cuda.CUDAGraph()
+    moved = graphs.to("cuda")
+    with torch.cuda.graph(captured):
+        roots = moved.roots + 0
+    del moved
+    assert _C._testing.rnn_captured() == before + 1
+    captured.replay()
+    assert torch.equal(roots.cpu(), graphs.roots)
+    del captured, roots
+    torch.cuda.synchronize()
+    for _ in range(100):  # the driver says so in its own time
+        if _C._testing.rnn_captured() == before:
+            break
+        time.sleep(0.01)
+    assert _C._testing.rnn_captured() == before
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_whether_a_stream_captures_is_asked_of_the_device_of_the_array(monkeypatch, captures):
+    """Another device may be current."""
+    current, done = [0], []
+
+    @contextlib.contextmanager
+    def device(which):
+        current.append(which.index)
+        yield
+        current.pop()
+
+    def capturing():
+        return captures if current[-1] == 1 else not captures
+
+    stream = SimpleNamespace(wait_event=lambda event: done.append(event))
+    copy = SimpleNamespace(record_stream=done.append)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda which: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    resident = Resident(torch.device("cuda", 1))
+    resident._kept = (copy, "another stream", "event")
+    assert resident.tensor(lambda: pytest.fail("it is there")) is copy
+    assert done == ([] if captures else ["event", stream])
 
 
 def test_first_seen_in_inference_mode():

@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "common/autograd.h"
+#include "common/cuda/captured.h"
 #include "common/cuda/device_costs.h"
-#include "rnn/cuda/captured.h"
 #include "rnn/cuda/multiply.h"
 #include "rnn/cuda/products_us.h"
 #include "rnn/cuda/recurrence.h"

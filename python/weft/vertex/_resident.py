@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from .._C import vertex as _C
 from .._torch_private import in_transform, outside_transforms
 
 __all__ = ["Resident", "trainable"]
-
-_read_by_graphs: list[Tensor] = []
-"""Pinned memory that captured CUDA graphs copy from at every replay."""
 
 
 def trainable() -> AbstractContextManager:
@@ -48,20 +46,21 @@ class Resident:
             return self._copied(make)
         copy, made_on, event = self._kept
         stream = torch.cuda.current_stream(self._device)
-        if stream != made_on and not torch.cuda.is_current_stream_capturing():
-            stream.wait_event(event)
-            copy.record_stream(stream)
+        if stream != made_on:
+            # Whether a stream captures is told of the current one of the current device alone.
+            with torch.cuda.device(self._device):
+                if not torch.cuda.is_current_stream_capturing():
+                    stream.wait_event(event)
+                    copy.record_stream(stream)
         return copy
 
     def _copied(self, make: Callable[[], Tensor]) -> Tensor:
         # To set what is as it should be would take a good part of the time.
         here = torch.cuda.current_device() == self._device.index
         with trainable(), nullcontext() if here else torch.cuda.device(self._device):
-            host = make()
-            copy = host.to(self._device, non_blocking=True)
-            if torch.cuda.is_current_stream_capturing():
-                _read_by_graphs.append(host)
-            else:
+            copy = _C.copied(make())
+            # Captured, it is there at replays alone: the next who asks gets another. Its graph keeps what it reads.
+            if not torch.cuda.is_current_stream_capturing():
                 event = torch.cuda.Event()
                 event.record()
                 self._kept = (copy, torch.cuda.current_stream(), event)

@@ -79,10 +79,7 @@ class Schedule:
         return (self._resident if device == self.device else Resident(device)).tensor(self._pinned)
 
     def _pinned(self) -> Tensor:
-        # A copy by torch would wake all of its threads, which can take longer than the plan.
-        block = torch.empty(self.core.size, dtype=torch.int32, device="cpu", pin_memory=True)
-        self.core.write(block.data_ptr())
-        return block
+        return _C.pinned(self.core)
 
     def array(self, name: str, block: Tensor | None = None) -> Tensor:
         """The array `name`, a view of `block` (from :meth:`block`; by default the one on the CPU).

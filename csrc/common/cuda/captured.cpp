@@ -1,4 +1,4 @@
-#include "rnn/cuda/captured.h"
+#include "common/cuda/captured.h"
 
 #include <mutex>
 #include <utility>
@@ -6,7 +6,7 @@
 
 #include "common/device.h"
 
-namespace weft::rnn {
+namespace weft {
 namespace {
 
 // A graph tells that it is gone from a thread where no call of CUDA is allowed, and to free pinned memory is one: the
@@ -78,4 +78,4 @@ int64_t captured_count() {
   return kept().count;
 }
 
-}  // namespace weft::rnn
+}  // namespace weft

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-namespace weft::rnn {
+namespace weft {
 
 // Keeps a tensor until every graph that this capture ends in is gone. Does nothing where `stream` does not capture.
 void keep_while_captured(const at::Tensor& tensor, cudaStream_t stream);
@@ -13,4 +13,4 @@ void keep_while_captured(const at::Tensor& tensor, cudaStream_t stream);
 // Tensors kept at present.
 int64_t captured_count();
 
-}  // namespace weft::rnn
+}  // namespace weft
