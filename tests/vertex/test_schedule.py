@@ -115,6 +115,36 @@ def test_every_array_of_random_graphs(children, slots, sums):
     check(graphs, kinds, [0] * graphs.num_vertices, schedule("f", graphs, kinds))
 
 
+@st.composite
+def forests(draw, max_slots=4):
+    """children[g][v][k] of graphs whose vertices have one parent at most: any numbering, empty slots, several roots."""
+    batch = []
+    for _ in range(draw(st.integers(0, 4))):
+        n = draw(st.integers(1, 14))
+        order = draw(st.permutations(range(n)))
+        rows: list[list[int]] = [[-1] * draw(st.integers(0, max_slots)) for _ in range(n)]
+        for place, v in enumerate(order):
+            free = [(u, k) for u in order[place + 1 :] for k, child in enumerate(rows[u]) if child < 0]
+            if free and draw(st.integers(0, 4)):
+                parent, k = draw(st.sampled_from(free))
+                rows[parent][k] = v
+        batch.append(rows)
+    return batch
+
+
+@given(forests(), st.integers(0, 2))
+def test_trees_are_planned_as_all_graphs_are(children, more):
+    """In fewer passes, with the same numbers; those of a function that also sums are planned in the other way."""
+    graphs = Graphs.from_children(children)
+    slots = tuple(range(max(graphs.num_slots, 1) + more))
+    kinds = (Kind(slots),)
+    plan = schedule("f", graphs, kinds)
+    check(graphs, kinds, [0] * graphs.num_vertices, plan)
+    other = schedule("f", graphs, (Kind(slots, True),))
+    for name in ("frontiers", "slots", "vertices", "rows", "gather", "runs", "first_use", "use_rows", "use_columns"):
+        assert torch.equal(plan.array(name), other.array(name)), name
+
+
 @given(dags(max_slots=2), st.data())
 def test_every_array_of_random_typed_graphs(children, data):
     graphs = Graphs.from_children(children)
