@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 from weft import _C, Graphs
 from weft.vertex._resident import Resident
+from weft.vertex.reference import keep_until_read
 
 from tests.common import treebank
 from tests.vertex.test_schedule import dags
@@ -553,10 +554,11 @@ def test_what_a_capture_copies_from_goes_with_its_graph():
     assert _C._testing.rnn_captured() == before
 
 
-@pytest.mark.parametrize("captures", [True, False])
-def test_whether_a_stream_captures_is_asked_of_the_device_of_the_array(monkeypatch, captures):
+@pytest.mark.parametrize("here", [0, 1])
+@pytest.mark.parametrize("captured", [True, False])
+def test_whether_a_stream_captures_is_asked_of_the_device_of_the_array(monkeypatch, captured, here):
     """Another device may be current."""
-    current, done = [0], []
+    current, done = [here], []
 
     @contextlib.contextmanager
     def device(which):
@@ -565,17 +567,20 @@ def test_whether_a_stream_captures_is_asked_of_the_device_of_the_array(monkeypat
         current.pop()
 
     def capturing():
-        return captures if current[-1] == 1 else not captures
+        return captured if current[-1] == 1 else not captured
 
     stream = SimpleNamespace(wait_event=lambda event: done.append(event))
     copy = SimpleNamespace(record_stream=done.append)
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "current_stream", lambda which: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
     resident = Resident(torch.device("cuda", 1))
     resident._kept = (copy, "another stream", "event")
     assert resident.tensor(lambda: pytest.fail("it is there")) is copy
-    assert done == ([] if captures else ["event", stream])
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 1), record_stream=done.append)
+    keep_until_read([tensor])
+    assert done == ([] if captured else ["event", stream, stream])
 
 
 def test_first_seen_in_inference_mode():

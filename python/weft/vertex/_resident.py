@@ -11,7 +11,7 @@ from torch import Tensor
 from .._C import vertex as _C
 from .._torch_private import in_transform, outside_transforms
 
-__all__ = ["Resident", "trainable"]
+__all__ = ["Resident", "captures", "trainable"]
 
 
 def trainable() -> AbstractContextManager:
@@ -25,6 +25,14 @@ def trainable() -> AbstractContextManager:
 def _outside() -> Iterator[None]:
     with outside_transforms(), torch.inference_mode(False):
         yield
+
+
+def captures(device: torch.device) -> bool:
+    """Whether the current stream of `device` captures; torch says so of the current device's alone."""
+    if torch.cuda.current_device() == device.index:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 class Resident:
@@ -46,12 +54,9 @@ class Resident:
             return self._copied(make)
         copy, made_on, event = self._kept
         stream = torch.cuda.current_stream(self._device)
-        if stream != made_on:
-            # Whether a stream captures is told of the current one of the current device alone.
-            with torch.cuda.device(self._device):
-                if not torch.cuda.is_current_stream_capturing():
-                    stream.wait_event(event)
-                    copy.record_stream(stream)
+        if stream != made_on and not captures(self._device):
+            stream.wait_event(event)
+            copy.record_stream(stream)
         return copy
 
     def _copied(self, make: Callable[[], Tensor]) -> Tensor:

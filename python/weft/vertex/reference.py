@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ._resident import captures
 from .trace import Trace
 from .vertex import Vertex, VertexType
 
@@ -142,7 +143,7 @@ class Plan:
 
 def keep_until_read(tensors: Sequence[Tensor]) -> None:
     """The memory of tensors that nobody outside knows of is not given away before the current stream has read them."""
-    if tensors and tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+    if tensors and tensors[0].is_cuda and not captures(tensors[0].device):
         stream = torch.cuda.current_stream(tensors[0].device)
         for t in tensors:
             t.record_stream(stream)
