@@ -198,6 +198,9 @@ struct Simd {
 
 // What lies in memory, and the vectors it is computed in: fp32, for doubles fp64. Any alignment; of n elements, n >= 1,
 // the lanes beyond are zero, or left alone. Half types are rounded to nearest.
+//
+// For work element by element there are groups of kVectors whole vectors, in the order of the type's own that costs
+// least. reorder() brings rows into that order and back.
 struct Half {
   uint16_t bits;
 };
@@ -211,6 +214,10 @@ struct Element {
   using S = Simd<E>;
   static WEFT_INLINE typename S::Vec load(const E* p, int64_t n) { return S::load(p, n); }
   static WEFT_INLINE void store(E* p, typename S::Vec v, int64_t n) { S::store(p, v, n); }
+
+  static constexpr int kVectors = 1;
+  static WEFT_INLINE void load_group(const E* p, typename S::Vec (&v)[1]) { v[0] = S::load(p, S::kLanes); }
+  static WEFT_INLINE void store_group(E* p, const typename S::Vec (&v)[1]) { S::store(p, v[0], S::kLanes); }
 };
 
 template <typename E, typename Convert>
@@ -251,6 +258,14 @@ struct SixteenBits {
     }
   }
 
+  static constexpr int kVectors = 1;
+  static WEFT_INLINE void load_group(const E* p, typename S::Vec (&v)[1]) {
+    v[0] = load(p, S::kLanes);
+  }
+  static WEFT_INLINE void store_group(E* p, const typename S::Vec (&v)[1]) {
+    store(p, v[0], S::kLanes);
+  }
+
  private:
   typedef uint64_t Words __attribute__((vector_size(WEFT_VECTOR_BYTES / 2)));
   static WEFT_INLINE uint64_t few(const E* p, int64_t n) {
@@ -265,16 +280,24 @@ struct ConvertBFloat16 {
   typedef uint16_t Bits __attribute__((vector_size(WEFT_VECTOR_BYTES / 2)));
   typedef uint32_t Words __attribute__((vector_size(WEFT_VECTOR_BYTES)));
   static WEFT_INLINE S::Vec widen(Bits bits) {
-#if WEFT_VECTOR_BYTES == 32
+#if WEFT_VECTOR_BYTES == 64
+    return (S::Vec)((Words)_mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)bits) << 16);
+#elif WEFT_VECTOR_BYTES == 32
     return (S::Vec)((Words)_mm256_cvtepu16_epi32((__m128i)bits) << 16);
 #else
     return (S::Vec)(__builtin_convertvector(bits, Words) << 16);
 #endif
   }
+  // In the upper half of each lane; what is below is anything.
+  static WEFT_INLINE Words rounded(S::Vec v) {
+    const Words x = (Words)v, sum = x + (((x >> 16) & 1) + 0x7fff);
+    return v == v ? sum : Words{} + 0x7fc00000;
+  }
   static WEFT_INLINE Bits narrow(S::Vec v) {
-    const Words x = (Words)v, rounded = (x + 0x7fff + ((x >> 16) & 1)) >> 16;
-    const Words result = v == v ? rounded : Words{} + 0x7fc0;
-#if WEFT_VECTOR_BYTES == 32
+    const Words result = rounded(v) >> 16;
+#if WEFT_VECTOR_BYTES == 64
+    return (Bits)_mm512_maskz_cvtepi32_epi16(0xFFFF, (__m512i)result);
+#elif WEFT_VECTOR_BYTES == 32
     const __m256i words = (__m256i)result;
     return (Bits)_mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 #else
@@ -319,8 +342,40 @@ struct ConvertHalf {
 
 template <>
 struct Element<Half> : SixteenBits<Half, ConvertHalf> {};
+// A group is the elements of even place, then those of odd place: in the lower and upper halves of a vector's lanes, so
+// that nothing moves from lane to lane.
 template <>
-struct Element<BFloat16> : SixteenBits<BFloat16, ConvertBFloat16> {};
+struct Element<BFloat16> : SixteenBits<BFloat16, ConvertBFloat16> {
+  using Words = ConvertBFloat16::Words;
+  static constexpr int kVectors = 2;
+  static WEFT_INLINE void load_group(const BFloat16* p, S::Vec (&v)[2]) {
+    Words both;
+    __builtin_memcpy(&both, p, sizeof(both));
+    v[0] = (S::Vec)(both << 16);
+    v[1] = (S::Vec)(both & 0xffff0000);
+  }
+  static WEFT_INLINE void store_group(BFloat16* p, const S::Vec (&v)[2]) {
+    const Words even = ConvertBFloat16::rounded(v[0]) >> 16, odd = ConvertBFloat16::rounded(v[1]) & 0xffff0000;
+    const Words both = even | odd;
+    __builtin_memcpy(p, &both, sizeof(both));
+  }
+};
+
+// Rows of whole groups from the order of memory to that of groups, or back.
+template <typename E, bool kToGroups>
+WEFT_INLINE void reorder(typename Element<E>::Compute* row, int64_t count) {
+  constexpr int kVectors = Element<E>::kVectors, kLanes = Simd<typename Element<E>::Compute>::kLanes;
+  if constexpr (kVectors == 2) {
+    for (int64_t j = 0; j + 2 * kLanes <= count; j += 2 * kLanes) {
+      typename Element<E>::Compute group[2 * kLanes];
+      for (int i = 0; i < 2 * kLanes; ++i) {
+        const int grouped = i % 2 * kLanes + i / 2;
+        group[kToGroups ? grouped : i] = row[j + (kToGroups ? i : grouped)];
+      }
+      for (int i = 0; i < 2 * kLanes; ++i) row[j + i] = group[i];
+    }
+  }
+}
 
 WEFT_INLINE int64_t smaller(int64_t a, int64_t b) {
   return a < b ? a : b;

@@ -34,7 +34,9 @@ WEFT_INLINE void narrow(const Compute<E>* from, E* to, int64_t count) {
   each_vector<T>(count, [&](int64_t j, int64_t n) { Element<E>::store(to + j, Simd<T>::load(from + j), n); });
 }
 
-// Brings the line of p, which need not exist, into L2, to be read or (1) written.
+// Brings the line of p, which need not exist, into L2, to be read or (1) written. Rows lie in different pages, where no
+// hardware prefetcher goes by itself. What calls nothing else must be inlined by force: to the compiler it has no
+// effect, and a call of it is left out.
 template <int kWritten>
 WEFT_INLINE void prefetch(const void* p) {
   __builtin_prefetch(p, kWritten, 2);
@@ -62,17 +64,67 @@ WEFT_INLINE void load_start(const LinearScan& s, const Pointers<E>& p, int64_t r
   }
 }
 
-// The states of a part's channels before its first step, from x0 or from `state`, and after its last.
+// Calls whole(j) for the groups of `count` elements, a cache line's at a time, before which it calls line(j), and
+// rest(j, n) for the vectors of what is left, which are in the order of memory.
+template <typename E, typename Line, typename Whole, typename Rest>
+WEFT_INLINE void each_group(int64_t count, Line line, Whole whole, Rest rest) {
+  constexpr int64_t kLine = 64 / sizeof(E), kGroup = Element<E>::kVectors * Simd<Compute<E>>::kLanes;
+  static_assert(kLine % kGroup == 0);
+  int64_t j = 0;
+  for (; j + kLine <= count; j += kLine) {
+    line(j);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kLine; i += kGroup) whole(j + i);
+  }
+  each_vector<Compute<E>>(count - j, [&](int64_t i, int64_t n) { rest(j + i, n); });
+}
+// How many of the elements are in groups.
+template <typename E>
+WEFT_INLINE int64_t grouped(int64_t count) {
+  constexpr int64_t kLine = 64 / sizeof(E);
+  return count / kLine * kLine;
+}
+
+// The states of a part's channels before its first step, from x0 or from `from`, and after its last, which `to` gets.
 template <typename E>
 WEFT_INLINE void load_state(const LinearScan& s, const Pointers<E>& p, const scan::Part& part, int64_t begin,
                             int64_t count, const Compute<E>* from, Compute<E>* state) {
-  if (part.first == 0) return load_start(s, p, part.row, begin, count, state);
-  for (int64_t j = 0; j < count; ++j) state[j] = from[begin - part.begin + j];
+  if (part.first == 0) {
+    load_start(s, p, part.row, begin, count, state);
+  } else {
+    for (int64_t j = 0; j < count; ++j) state[j] = from[begin - part.begin + j];
+  }
+  reorder<E, true>(state, grouped<E>(count));
 }
-template <typename T>
-WEFT_INLINE void save_state(const scan::Part& part, int64_t begin, int64_t count, const T* state, T* to) {
+template <typename E>
+WEFT_INLINE void save_state(const scan::Part& part, int64_t begin, int64_t count, Compute<E>* state, Compute<E>* to) {
+  reorder<E, false>(state, grouped<E>(count));
   if (to == nullptr) return;
   for (int64_t j = 0; j < count; ++j) to[begin - part.begin + j] = state[j];
+}
+
+// lambda or x of a group after a step, in `state` and in `x`. kFirst: a step without A.
+template <typename E, bool kFirst>
+WEFT_INLINE void next_group(const E* A, const E* b, Compute<E>* state,
+                            typename Simd<Compute<E>>::Vec (&x)[Element<E>::kVectors]) {
+  using S = Simd<Compute<E>>;
+  Element<E>::load_group(b, x);
+  if constexpr (!kFirst) {
+    typename S::Vec a[Element<E>::kVectors];
+    Element<E>::load_group(A, a);
+#pragma GCC unroll 2
+    for (int v = 0; v < Element<E>::kVectors; ++v) x[v] = a[v] * S::load(state + v * S::kLanes) + x[v];
+  }
+#pragma GCC unroll 2
+  for (int v = 0; v < Element<E>::kVectors; ++v) S::store(state + v * S::kLanes, x[v]);
+}
+template <typename E, bool kFirst>
+WEFT_INLINE typename Simd<Compute<E>>::Vec next_vector(const E* A, const E* b, Compute<E>* state, int64_t n) {
+  using S = Simd<Compute<E>>;
+  auto x = Element<E>::load(b, n);
+  if constexpr (!kFirst) x = Element<E>::load(A, n) * S::load(state) + x;
+  S::store(state, x);
+  return x;
 }
 
 template <typename E>
@@ -80,7 +132,7 @@ void diagonal(const LinearScan& s, const scan::Part& part, void* states) {
   using T = Compute<E>;
   using S = Simd<T>;
   const Pointers<E> p(s);
-  // Blocks of channels whose state stays in L1 and whose rows are long enough for the hardware prefetchers.
+  // Blocks of channels whose state stays in L1.
   constexpr int64_t kBlock = 2048;
   alignas(64) T state[kBlock];
   for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
@@ -89,23 +141,33 @@ void diagonal(const LinearScan& s, const scan::Part& part, void* states) {
     for (int64_t t = part.first; t < part.last; ++t) {
       const E* const A = p.A + t * s.A_t + part.row * s.A_b + begin;
       const E* const b = p.b + t * s.b_t + part.row * s.b_b + begin;
-      E* const out = p.out + t * s.out_t + part.row * s.out_b + begin;
-      if (t == 0 && p.x0 == nullptr) {
-        widen(b, state, count);
-        if (p.out != nullptr) narrow(state, out, count);
-      } else if (p.out == nullptr) {
-        each_vector<T>(count, [&](int64_t j, int64_t n) {
-          S::store(state + j, Element<E>::load(A + j, n) * S::load(state + j) + Element<E>::load(b + j, n));
-        });
+      E* const out = p.out == nullptr ? nullptr : p.out + t * s.out_t + part.row * s.out_b + begin;
+      const auto step = [&]<bool kFirst, bool kStores>() __attribute__((always_inline)) {
+        each_group<E>(
+            count,
+            [&](int64_t j) __attribute__((always_inline)) {
+              prefetch<0>(A + j + 2 * s.A_t);
+              prefetch<0>(b + j + 2 * s.b_t);
+              if (kStores) prefetch<1>(out + j + 2 * s.out_t);
+            },
+            [&](int64_t j) {
+              typename S::Vec x[Element<E>::kVectors];
+              next_group<E, kFirst>(A + j, b + j, state + j, x);
+              if (kStores) Element<E>::store_group(out + j, x);
+            },
+            [&](int64_t j, int64_t n) {
+              const auto x = next_vector<E, kFirst>(A + j, b + j, state + j, n);
+              if (kStores) Element<E>::store(out + j, x, n);
+            });
+      };
+      const bool first = t == 0 && p.x0 == nullptr;
+      if (out == nullptr) {
+        first ? step.template operator()<true, false>() : step.template operator()<false, false>();
       } else {
-        each_vector<T>(count, [&](int64_t j, int64_t n) {
-          const auto x = Element<E>::load(A + j, n) * S::load(state + j) + Element<E>::load(b + j, n);
-          S::store(state + j, x);
-          Element<E>::store(out + j, x, n);
-        });
+        first ? step.template operator()<true, true>() : step.template operator()<false, true>();
       }
     }
-    save_state(part, begin, count, state, static_cast<T*>(states));
+    save_state<E>(part, begin, count, state, static_cast<T*>(states));
   }
 }
 
@@ -115,6 +177,7 @@ template <typename E, GradientOfA kKind>
 void gradients(const scan::DiagonalGradients& g, const scan::Part& part, void* states, double* all_sums) {
   using T = Compute<E>;
   using S = Simd<T>;
+  constexpr int kVectors = Element<E>::kVectors;
   const LinearScan& s = g.scan;
   const Pointers<E> p(s);
   const E* const all_x = static_cast<const E*>(g.x);
@@ -143,33 +206,47 @@ void gradients(const scan::DiagonalGradients& g, const scan::Part& part, void* s
       if constexpr (kKind == GradientOfA::each) {
         grad_A = static_cast<E*>(g.grad_A) + t * g.grad_A_t + part.row * g.grad_A_b + begin;
       }
-      const auto step = [&](auto lambda_of) __attribute__((always_inline)) {
-        each_vector<T>(count, [&](int64_t j, int64_t n) {
-          // Of five streams that run backwards the processor foresees none beyond a page.
-          prefetch<0>(A + j + s.A_t);
-          prefetch<0>(b + j + s.b_t);
-          if (out != nullptr) prefetch<1>(out + j + s.out_t);
-          if (kKind != GradientOfA::none && x != nullptr) prefetch<0>(x + j + g.x_t);
-          if constexpr (kKind == GradientOfA::each) prefetch<1>(grad_A + j + g.grad_A_t);
-          const auto lambda = lambda_of(j, n);
-          S::store(state + j, lambda);
-          if (out != nullptr) Element<E>::store(out + j, lambda, n);
-          if constexpr (kKind == GradientOfA::each) {
-            Element<E>::store(grad_A + j, x != nullptr ? lambda * Element<E>::load(x + j, n) : typename S::Vec{}, n);
-          } else if constexpr (kKind == GradientOfA::summed) {
-            if (x != nullptr) S::store(few + j, S::load(few + j) + lambda * Element<E>::load(x + j, n));
-          }
-        });
+      const auto step = [&]<bool kFirst>() __attribute__((always_inline)) {
+        each_group<E>(
+            count,
+            [&](int64_t j) __attribute__((always_inline)) {
+              prefetch<0>(A + j + 2 * s.A_t);
+              prefetch<0>(b + j + 2 * s.b_t);
+              if (out != nullptr) prefetch<1>(out + j + 2 * s.out_t);
+              if (kKind != GradientOfA::none && x != nullptr) prefetch<0>(x + j + 2 * g.x_t);
+              if constexpr (kKind == GradientOfA::each) prefetch<1>(grad_A + j + 2 * g.grad_A_t);
+            },
+            [&](int64_t j) {
+              typename S::Vec lambda[kVectors], product[kVectors] = {};
+              next_group<E, kFirst>(A + j, b + j, state + j, lambda);
+              if (out != nullptr) Element<E>::store_group(out + j, lambda);
+              if constexpr (kKind == GradientOfA::none) return;
+              if (x != nullptr) {
+                Element<E>::load_group(x + j, product);
+#pragma GCC unroll 2
+                for (int v = 0; v < kVectors; ++v) {
+                  if constexpr (kKind == GradientOfA::each) product[v] = lambda[v] * product[v];
+                  T* const sum = few + j + v * S::kLanes;
+                  if constexpr (kKind == GradientOfA::summed) S::store(sum, S::load(sum) + lambda[v] * product[v]);
+                }
+              }
+              if constexpr (kKind == GradientOfA::each) Element<E>::store_group(grad_A + j, product);
+            },
+            [&](int64_t j, int64_t n) {
+              const auto lambda = next_vector<E, kFirst>(A + j, b + j, state + j, n);
+              if (out != nullptr) Element<E>::store(out + j, lambda, n);
+              if constexpr (kKind == GradientOfA::each) {
+                Element<E>::store(grad_A + j, x != nullptr ? lambda * Element<E>::load(x + j, n) : typename S::Vec{},
+                                  n);
+              } else if constexpr (kKind == GradientOfA::summed) {
+                if (x != nullptr) S::store(few + j, S::load(few + j) + lambda * Element<E>::load(x + j, n));
+              }
+            });
       };
-      if (t == 0) {
-        step([&](int64_t j, int64_t n) { return Element<E>::load(b + j, n); });
-      } else {
-        step([&](int64_t j, int64_t n) {
-          return Element<E>::load(A + j, n) * S::load(state + j) + Element<E>::load(b + j, n);
-        });
-      }
+      t == 0 ? step.template operator()<true>() : step.template operator()<false>();
       if constexpr (kKind == GradientOfA::summed) {
         if ((t - part.first) % kSteps == kSteps - 1 || t + 1 == part.last) {
+          reorder<E, false>(few, grouped<E>(count));
           for (int64_t j = 0; j < count; ++j) sums[j] += few[j];
           fill_zero(few, count);
         }
@@ -178,7 +255,7 @@ void gradients(const scan::DiagonalGradients& g, const scan::Part& part, void* s
     if constexpr (kKind == GradientOfA::summed) {
       for (int64_t j = 0; j < count; ++j) all_sums[part.row * s.H + begin + j] = sums[j];
     }
-    save_state(part, begin, count, state, static_cast<T*>(states));
+    save_state<E>(part, begin, count, state, static_cast<T*>(states));
     if (g.grad_x0 == nullptr || part.last < s.T) continue;
     const E* const A = p.A + s.T * s.A_t + part.row * s.A_b + begin;
     const int64_t at = part.row * s.H + begin;
