@@ -82,6 +82,26 @@ def test_channels_in_groups(T: int, B: int, H: int, x0: bool, layout: str, dtype
     gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", ["diagonal", "constant"])
+def test_groups_of_chunks(layout: str, dtype: torch.dtype) -> None:
+    """Threads that share few channels cut T, and hand states on from chunk to chunk."""
+    sample = Sample(4500, 1, 40, layout, x0=True)
+    inputs = sample.inputs(dtype)
+    weight = torch.randn(4500, 1, 40, dtype=torch.float64).to(dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with poisoned():
+            x, got = run(inputs, sample.flags, weight)
+    finally:
+        torch.set_num_threads(threads)
+    want_x, want = run(wide(*inputs), sample.flags, weight.double(), linear_scan_reference)
+    for h in range(40):
+        assert_close(x[..., h], want_x[..., h], 4 * BOUNDS[dtype])
+    gradients_agree(sample, got, want, 3 * BOUNDS[dtype])
+
+
 @pytest.mark.parametrize("x0", [False, True])
 def test_not_finite_among_groups(x0: bool) -> None:
     """NaN and infinity of any payload and sign stay in their channels, rounded as torch rounds them."""

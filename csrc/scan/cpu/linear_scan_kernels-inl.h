@@ -34,9 +34,9 @@ WEFT_INLINE void narrow(const Compute<E>* from, E* to, int64_t count) {
   each_vector<T>(count, [&](int64_t j, int64_t n) { Element<E>::store(to + j, Simd<T>::load(from + j), n); });
 }
 
-// Brings the line of p, which need not exist, into L2, to be read or (1) written. Rows lie in different pages, where no
-// hardware prefetcher goes by itself. What calls nothing else must be inlined by force: to the compiler it has no
-// effect, and a call of it is left out.
+// Brings the line of p, which need not exist, into L2, to be read or (1) written: of parts of rows, and of rows that
+// run backwards, the hardware foresees none beyond a page. What calls nothing else must be inlined by force: to the
+// compiler it has no effect, and a call of it is left out.
 template <int kWritten>
 WEFT_INLINE void prefetch(const void* p) {
   __builtin_prefetch(p, kWritten, 2);
@@ -137,6 +137,7 @@ void diagonal(const LinearScan& s, const scan::Part& part, void* states) {
   alignas(64) T state[kBlock];
   for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
     const int64_t count = smaller(kBlock, part.end - begin);
+    const bool follows = s.b_t == count;  // whole rows, one behind the other
     load_state(s, p, part, begin, count, static_cast<const T*>(states), state);
     for (int64_t t = part.first; t < part.last; ++t) {
       const E* const A = p.A + t * s.A_t + part.row * s.A_b + begin;
@@ -146,6 +147,7 @@ void diagonal(const LinearScan& s, const scan::Part& part, void* states) {
         each_group<E>(
             count,
             [&](int64_t j) __attribute__((always_inline)) {
+              if (follows) return;
               prefetch<0>(A + j + 2 * s.A_t);
               prefetch<0>(b + j + 2 * s.b_t);
               if (kStores) prefetch<1>(out + j + 2 * s.out_t);
@@ -210,11 +212,11 @@ void gradients(const scan::DiagonalGradients& g, const scan::Part& part, void* s
         each_group<E>(
             count,
             [&](int64_t j) __attribute__((always_inline)) {
-              prefetch<0>(A + j + 2 * s.A_t);
-              prefetch<0>(b + j + 2 * s.b_t);
-              if (out != nullptr) prefetch<1>(out + j + 2 * s.out_t);
-              if (kKind != GradientOfA::none && x != nullptr) prefetch<0>(x + j + 2 * g.x_t);
-              if constexpr (kKind == GradientOfA::each) prefetch<1>(grad_A + j + 2 * g.grad_A_t);
+              prefetch<0>(A + j + s.A_t);
+              prefetch<0>(b + j + s.b_t);
+              if (out != nullptr) prefetch<1>(out + j + s.out_t);
+              if (kKind != GradientOfA::none && x != nullptr) prefetch<0>(x + j + g.x_t);
+              if constexpr (kKind == GradientOfA::each) prefetch<1>(grad_A + j + g.grad_A_t);
             },
             [&](int64_t j) {
               typename S::Vec lambda[kVectors], product[kVectors] = {};
