@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 
 from tests.common import DEVICES, assert_close, poisoned, relative_error
@@ -86,6 +86,25 @@ def test_gradients_are_refused(op: Op, sample: Any, device: str) -> None:
     found = [r for r in call(*leaves) if r.requires_grad]
     with pytest.raises(RuntimeError, match=f"{op.name}: not differentiable"):
         torch.autograd.grad([r.sum() for r in found], leaves)
+
+
+@device
+@small
+def test_forward_mode_is_right_or_refused(op: Op, sample: Any, device: str) -> None:
+    call = Call(op, sample, device, torch.float64 if op.differentiable else torch.float32)
+    tangents = [torch.rand_like(t) for t in call.operands]
+    with forward_ad.dual_level():
+        try:
+            results = call(*map(forward_ad.make_dual, call.operands, tangents))
+        except RuntimeError as error:
+            assert "jvp is not implemented" in str(error) or f"{op.name}: not differentiable" in str(error)
+            return
+        found = [forward_ad.unpack_dual(r).tangent for r in results]
+    step = 1e-6
+    after, before = (
+        call(*(t + way * d for t, d in zip(call.operands, tangents, strict=True))) for way in (step, -step)
+    )
+    check(found, [(a - b) / (2 * step) for a, b in zip(after, before, strict=True)], 1e-6)
 
 
 @device

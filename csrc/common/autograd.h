@@ -20,10 +20,21 @@ inline bool requires_grad(at::TensorList list) {
   return std::any_of(list.begin(), list.end(), [](const at::Tensor& t) { return requires_grad(t); });
 }
 
+// Whether forward-mode AD follows the tensor: a C++ node refuses it, where a kernel alone would lose the tangent.
+inline bool has_tangent(const at::Tensor& t) {
+  return t.defined() && t._fw_grad(0).defined();
+}
+inline bool has_tangent(const OptionalTensor& t) {
+  return t && has_tangent(*t);
+}
+inline bool has_tangent(at::TensorList list) {
+  return std::any_of(list.begin(), list.end(), [](const at::Tensor& t) { return has_tangent(t); });
+}
+
 // Whether a call on these tensors has to leave a node in the graph.
 template <typename... Tensors>
 bool needs_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+  return (at::GradMode::is_enabled() && (requires_grad(tensors) || ...)) || (has_tangent(tensors) || ...);
 }
 
 // An argument as save_for_backward takes it, and back.

@@ -1,10 +1,12 @@
 // The autograd kernel of an operator without a gradient: its floating results are part of the graph, and a backward
-// that reaches them is refused by name.
+// that reaches them is refused by name, as forward-mode AD is at once.
 #pragma once
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <functional>
 #include <string>
+
+#include "common/autograd.h"
 
 namespace weft {
 
@@ -13,8 +15,9 @@ class RefusedGradient : public torch::autograd::Function<RefusedGradient> {
   using Results = torch::autograd::variable_list;
 
   // `input` is the argument that a gradient would be of, and `call` calls the operator.
-  static Results forward(torch::autograd::AutogradContext* ctx, const at::Tensor& /*input*/, const std::string& op,
+  static Results forward(torch::autograd::AutogradContext* ctx, const at::Tensor& input, const std::string& op,
                          const std::function<Results()>& call) {
+    refuse_if(has_tangent(input), op);
     at::AutoDispatchBelowADInplaceOrView guard;
     ctx->saved_data["op"] = op;
     Results results = call(), integers;
@@ -25,7 +28,13 @@ class RefusedGradient : public torch::autograd::Function<RefusedGradient> {
     return results;
   }
   static Results backward(torch::autograd::AutogradContext* ctx, const Results&) {
-    TORCH_CHECK(false, ctx->saved_data["op"].toStringRef(), ": not differentiable; give it a detached tensor");
+    refuse_if(true, ctx->saved_data["op"].toStringRef());
+    return {};
+  }
+
+ private:
+  static void refuse_if(bool asked, const std::string& op) {
+    TORCH_CHECK(!asked, op, ": not differentiable; give it a detached tensor");
   }
 };
 

@@ -43,7 +43,6 @@ class Product {
   static bool in_transform() {
     return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
   }
-  static bool has_tangent(const at::Tensor& t) { return t._fw_grad(0).defined(); }
 
   std::vector<at::Tensor> patterns_;
 };

@@ -20,7 +20,7 @@ template <typename Call, typename... Lists>
 Results refused(const char* op, const Call& call, const Lists&... lists) {
   const at::Tensor* input = nullptr;
   const auto look = [&](at::TensorList list) {
-    const auto found = std::find_if(list.begin(), list.end(), [](const at::Tensor& t) { return requires_grad(t); });
+    const auto found = std::find_if(list.begin(), list.end(), [](const at::Tensor& t) { return needs_grad(t); });
     if (input == nullptr && found != list.end()) input = &*found;
   };
   (look(lists), ...);
@@ -28,7 +28,7 @@ Results refused(const char* op, const Call& call, const Lists&... lists) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call();
   };
-  if (input == nullptr || !at::GradMode::is_enabled()) return below();
+  if (input == nullptr) return below();
   return RefusedGradient::apply(*input, std::string(op), below);
 }
 
