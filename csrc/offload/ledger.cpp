@@ -322,6 +322,12 @@ void Ledger::leave(Block& block, c10::Storage source, std::vector<std::shared_pt
 }
 
 bool Ledger::move(Block& block, bool compressed, double density) {
+  if (block.resized(*block.source.unsafeGetStorageImpl())) {
+    block.eligible = false;
+    totals.kept[block.record->reason] -= block.record->bytes, totals.kept[kOther] += block.record->bytes;
+    block.record->reason = kOther;
+    return false;
+  }
   Record& record = *block.record;
   block.eligible = false;
   MarkPtr ready = block.saved;
@@ -481,7 +487,9 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
   *offset = 0;
   if (block.source) {
     storage = block.source;
-  } else if (auto outgoing = block.outgoing.lock()) {
+  } else if (storage = refilled(block)) {
+  } else if (auto outgoing = block.outgoing.lock();
+             outgoing && !block.resized(*outgoing->source.unsafeGetStorageImpl())) {
     storage = outgoing->source;  // still here
   } else {
     if (auto alive = block.restored.lock(); alive && block.restored_hull.contains(packed.range))
@@ -503,6 +511,15 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
   if (!std::exchange(packed.read, true) && --block.unread == 0) block.held = {};
   prefetch(block.moved ? block.hull.size() : 0, now);
   return storage;
+}
+
+// The storage of a moved block where it is alive and got other memory: what is in there is what torch would read.
+c10::Storage Ledger::refilled(const Block& block) const {
+  const auto entry = entries_.find(block.key);
+  if (entry == entries_.end()) return {};
+  auto storage = entry->second.storage.lock();
+  if (!storage || !block.resized(*storage) || int64_t(storage->nbytes()) < block.hull.hi) return {};
+  return c10::Storage(std::move(storage));
 }
 
 void Ledger::read_kept(Block& block, Packed& packed) {

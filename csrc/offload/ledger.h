@@ -167,6 +167,12 @@ struct Block : std::enable_shared_from_this<Block> {
   Range restored_hull{0, 0};
   int64_t restored_offset = 0;
   bool arriving = false;  // and nobody has waited for it yet
+
+  // Whether its storage, or what of it is alive, got other memory since. That counts no version: FSDP2 frees so what it
+  // gathered, and gathers it again for the backward.
+  bool resized(const c10::StorageImpl& storage) const {
+    return reinterpret_cast<uintptr_t>(storage.data()) != address || int64_t(storage.nbytes()) < hull.hi;
+  }
 };
 
 // The block that it is a part of by now.
@@ -273,6 +279,7 @@ class Ledger {
   MarkPtr drop_until(int64_t most, MarkPtr now);    // bytes counted
   MarkPtr mark_read(Block& block, Packed& packed);  // the mark that was made of it, if any
   c10::Storage bring(Block& block, MarkPtr& now, bool needed);
+  c10::Storage refilled(const Block& block) const;
   void prefetch(int64_t current, MarkPtr& now);
   void prefetch_some(int64_t current, MarkPtr& now);
   MarkPtr boundary(bool important);

@@ -150,6 +150,17 @@ bool parameter(const at::TensorBase& x) {
   return x.requires_grad() && x.is_leaf();
 }
 
+// Whether it is a torch.nn.Parameter that requires no grad, or a view of one: the program holds it anyway, and what
+// shards parameters frees and refills their storages.
+bool frozen(PyObject* object, const at::Tensor& x) {
+  const auto is_parameter = [](PyObject* tensor) {
+    return PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(ParameterClass));
+  };
+  if (!x.is_view()) return is_parameter(object);
+  const at::Tensor base(x._base());
+  return base.is_leaf() && is_parameter(py::cast(base).ptr());
+}
+
 }  // namespace
 
 Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed)
@@ -186,8 +197,9 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
   }
   const bool capturing = books.look();
   const bool aligned = reinterpret_cast<uintptr_t>(x.storage().data()) % x.itemsize() == 0;
-  auto block = books.save(x, range, packed->witness,
-                          engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()));
+  auto block = books.save(
+      x, range, packed->witness,
+      engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()) && !frozen(object, x));
   ++block->unread;
   ++unread_;
   packed->blocks.push_back(std::move(block));

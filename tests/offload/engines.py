@@ -93,7 +93,7 @@ def step(model: nn.Module, x: Tensor, around=contextlib.nullcontext, inside: boo
             loss.backward()
     if not inside:
         loss.backward()
-    return [x.grad, *(p.grad.clone() for p in model.parameters())]
+    return [x.grad, *(p.grad.clone() for p in model.parameters() if p.requires_grad)]
 
 
 def check_same(found: list[Tensor], expected: list[Tensor]) -> None:

@@ -11,6 +11,7 @@ from weft.offloading import offload
 
 from tests.offload.engines import (
     Fails,
+    Probe,
     chain,
     cuda,
     everything,
@@ -19,6 +20,30 @@ from tests.offload.engines import (
     plain_gradient,
     saved_and_restored,
 )
+
+
+@pytest.mark.parametrize("budget", [0, 5000, None])
+def test_storage_resized_after_a_save(budget: int | None) -> None:
+    """As FSDP2 frees what it gathered, and gathers it again for the backward: no version counts it."""
+    off = offload(budget, backend="reference", min_bytes=0, keep_last=0, compress=None)
+    for refill in (True, True, False, True):
+        x, *others = (torch.randn(1000) for _ in range(4))
+        anchor = torch.zeros((), requires_grad=True)
+        seen: list = []
+        with off:
+            loss = Probe.apply(seen, x, anchor)
+            x.untyped_storage().resize_(0)
+            for other in others:
+                loss = loss + Probe.apply(seen, other, anchor)
+        if refill:
+            x.untyped_storage().resize_(1 << 20)  # not where it was
+            with torch.autograd._unsafe_preserve_version_counter(x):
+                x.fill_(7)
+            loss.backward()
+            assert all(torch.equal(saved[0], t) for saved, t in zip(seen, [*reversed(others), x], strict=True))
+        del loss, seen
+        gc.collect()
+        assert numbers(off)["live_bytes"] == 0
 
 
 def test_close() -> None:

@@ -23,6 +23,20 @@ def test_leaves_and_their_views_are_not_counted() -> None:
     assert n["saved_bytes"] == 3 * x.nbytes and n["saved_tensors"] == 3
 
 
+def test_frozen_parameters_stay() -> None:
+    frozen, buffer = nn.Parameter(torch.randn(32, 32), requires_grad=False), torch.randn(32, 32)
+    x = torch.randn(32, 32, requires_grad=True)
+    for budget in (0, frozen.nbytes + buffer.nbytes):
+        off = offload(budget, backend="reference", min_bytes=0, keep_last=0)
+        for _ in range(3):
+            with off:
+                y = nn.functional.linear(x, frozen) * frozen + x @ frozen[:, :] + x * buffer
+            y.sum().backward()
+            n = numbers(off)
+            assert n["kept"]["other"] == frozen.nbytes and n["live_bytes"] == 0
+        assert n["moved_bytes"] == (buffer.nbytes if budget == 0 else 0)
+
+
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:.*prototype")
 def test_what_is_not_plain_stays() -> None:
     off = everything()

@@ -227,9 +227,12 @@ def test_autocast(engine: tuple[str, str]) -> None:
         check_same(step(model, x, both), expected)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("sharded", [False, True])
-def test_distributed(process_group: None, sharded: bool) -> None:
+def test_distributed(process_group: None, sharded: bool, frozen: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+    if frozen:  # a weight that is gathered, and saved for the gradient of what comes before
+        model[2].requires_grad_(False)
     x = torch.randn(8, 16)
     expected = step(model, x)
     if sharded:
@@ -247,7 +250,8 @@ def test_distributed(process_group: None, sharded: bool) -> None:
         found = step(around, x, lambda: off)
         check_same([g.full_tensor() if hasattr(g, "full_tensor") else g for g in found], expected)
     n = numbers(off)
-    assert n["moved_bytes"] == n["saved_bytes"] > 0 and n["live_bytes"] == 0
+    assert n["moved_bytes"] == n["saved_bytes"] - n["kept"]["other"] > 0 and n["live_bytes"] == 0
+    assert n["kept"]["other"] == (32 * 32 * 4 if frozen else 0)
 
 
 @cuda
