@@ -5,9 +5,10 @@
 //   element is zero where all its bits are, so that -0.0 and NaN of any payload are kept.
 //
 // x       float32, float16 or bfloat16, any shape and strides; its n elements are taken in row-major order
-// mask    int32 (ceil(n/32),): bit b, lowest first, of word w is 1 where element 32 w + b is not zero; bits past n are
-// 0 values  dtype of x, (n,): the first `size` are those elements in order; the rest is unspecified size    int64 (),
-// on x's device, so that nobody waits for the device to learn it
+// mask    int32 (ceil(n/32),): bit b, lowest first, of word w is 1 where element 32 w + b is not zero; bits past n
+//         are 0
+// values  dtype of x, (n,): the first `size` are those elements in order; the rest is unspecified
+// size    int64 (), on x's device, so that nobody waits for the device to learn it
 //
 // The inverse gives a contiguous tensor of `shape`, zeros as +0.0. values may be longer than needed, or just
 // values[:size].
