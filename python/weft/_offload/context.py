@@ -106,10 +106,10 @@ class offload:
         pool_limit: Most host memory that the object ever holds; None is half of the machine's memory, or of what its
             control groups leave the process of it.
 
-    Never moved: parameters, leaves that require grad, and views of both, CPU tensors (except with ``"reference"``),
-    what is not a plain strided tensor, and what is saved while a stream is captured. A tensor that was changed in place
-    after it was saved raises torch's own error in the backward; one that has moved cannot be read while its stream is
-    captured, which is a RuntimeError.
+    Never moved: parameters, other leaves that require grad, and their views, CPU tensors (except with
+    ``"reference"``), what is not a plain strided tensor, and what is saved while a stream is captured. A tensor that
+    was changed in place after it was saved raises torch's own error in the backward; one that has moved cannot be read
+    while its stream is captured, which is a RuntimeError.
 
     Raises:
         TypeError: an argument of a wrong type.
