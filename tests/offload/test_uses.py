@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import threading
 
@@ -76,6 +77,21 @@ def test_several_uses_before_a_backward(engine: tuple[str, str]) -> None:
         e = x.detach().requires_grad_()
         e.exp().sin().sum().backward()
         assert torch.equal(x.grad, e.grad)
+
+
+def test_leaving_what_was_not_entered() -> None:
+    off = everything()
+    with pytest.raises(RuntimeError, match="not inside"):
+        off.__exit__(None, None, None)
+    with off, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        left = pool.submit(off.__exit__, None, None, None)
+        with pytest.raises(RuntimeError, match="not inside"):
+            left.result()
+    x = torch.randn(4, requires_grad=True)
+    with off:
+        loss = (x * 2).sin().sum()
+    loss.backward()
+    assert numbers(off)["uses"] == 2
 
 
 def test_reentry_and_nesting() -> None:

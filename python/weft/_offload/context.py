@@ -214,6 +214,8 @@ class offload:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if getattr(self._thread, "entered", None) is None:
+            raise RuntimeError("offload: this thread is not inside this object; leave it where it was entered")
         entered, latest = self._thread.entered, self._thread.latest
         self._thread.entered = self._thread.latest = None
         entered.__exit__(kind, error, trace)
