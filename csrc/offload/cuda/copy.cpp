@@ -118,8 +118,12 @@ class CopyMover : public Mover {
   std::pair<double, double> rates(c10::DeviceIndex device) override {
     static auto* const measured = new std::map<c10::DeviceIndex, std::pair<double, double>>;
     auto it = measured->find(device);
-    if (it == measured->end()) it = measured->emplace(device, measure(lanes_[device], device)).first;
-    return it->second;
+    if (it != measured->end()) return it->second;
+    try {
+      return measured->emplace(device, measure(lanes_[device], device)).first->second;
+    } catch (const c10::OutOfMemoryError&) {  // of a device that is full, which is no reason to refuse a step
+      return {0, 0};
+    }
   }
   std::vector<uintptr_t> streams(c10::DeviceIndex device) override {
     std::vector<uintptr_t> streams;
