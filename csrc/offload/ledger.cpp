@@ -243,6 +243,7 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
     try {
       if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
     } catch (const NoHostMemory&) {  // then nobody knows
+    } catch (const c10::OutOfMemoryError&) {
     }
   }
   if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
