@@ -66,9 +66,11 @@ void Account::sweep() {
 Block::~Block() {
   if (into != nullptr) return;
   try {
-    // On its way back, and nobody waited for it: its memory must not be given out before.
+    // On its way back, and nobody waited for it: its memory must not be given out before. Where it has arrived nothing
+    // is told to wait, for the stream may be captured.
     if (arriving && held)
-      for (auto& parcel : parcels) parcel->wait_in(held);
+      for (auto& parcel : parcels)
+        if (parcel->here == nullptr || !parcel->here->passed()) parcel->wait_in(held);
     if (!moved) ledger.account.count(-bytes);
     ledger.account.want(-bytes);
     ledger.forget(*this);
@@ -292,7 +294,7 @@ std::vector<std::shared_ptr<Parcel>> Ledger::send(Block& block, const c10::Stora
     std::shared_ptr<Parcel> parcel;
     try {
       if (codec != Codec::none && compressible(bytes)) {
-        block.staging = std::max(block.staging, engine.mover->staging(run.size(), block.record->itemsize, density));
+        block.staging = std::max(block.staging, engine.mover->staging(run.size(), int64_t(c10::elementSize(dtype)), density));
         reserve(block.staging);
       }
       parcel = engine.mover->out(bytes, codec, ready, density);
@@ -331,8 +333,12 @@ bool Ledger::move(Block& block, bool compressed, double density) {
   }
   Record& record = *block.record;
   block.eligible = false;
-  MarkPtr ready = block.saved;
-  if (ready == nullptr && (ready = engine.mover->mark_on(block.stream)) == nullptr) return false;
+  const MarkPtr ready = complete(block);
+  if (ready == nullptr) return false;
+  // Who saved it on another stream may be reading it there still.
+  const c10::Stream current = engine.mover->stream(account.device);
+  for (const c10::Stream stream : block.streams)
+    if (stream != current) engine.mover->used_on(block.source, stream);
   auto parcels = send(block, block.source, block.runs, block.dtype, codec(compressed), ready, density);
   if (parcels.empty()) {
     totals.kept[record.reason] -= record.bytes, totals.kept[kPool] += record.bytes;
@@ -362,7 +368,7 @@ bool Ledger::connect(Block& block, Block& other, Entry& entry) {
     Block& kept = block.moved ? other : block;
     if (kept.source && !move(kept, false)) return false;
   }
-  if (!block.moved) completed_by(block, other.stream);
+  if (!block.moved) completed_by(block, other.streams);
   block.staging = std::max(block.staging, other.staging);
   auto at = other.shared_from_this();
   block.runs.insert(block.runs.end(), other.runs.begin(), other.runs.end());
@@ -404,16 +410,21 @@ bool Ledger::extend(Block& block, const at::Tensor& x, Range range, int64_t byte
   return true;
 }
 
-void Ledger::completed_by(Block& block, c10::Stream stream) {
-  if (stream == block.stream) {
-    block.saved = nullptr;
-    return;
+void Ledger::completed_by(Block& block, c10::ArrayRef<c10::Stream> streams) {
+  block.saved = nullptr;
+  for (const c10::Stream stream : streams)
+    if (std::ranges::find(block.streams, stream) == block.streams.end()) block.streams.push_back(stream);
+}
+
+MarkPtr Ledger::complete(const Block& block) {
+  if (block.saved != nullptr) return block.saved;
+  MarkPtr all;
+  for (const c10::Stream stream : block.streams) {
+    MarkPtr one = engine.mover->mark_on(stream);
+    if (one == nullptr) return nullptr;
+    all = all == nullptr ? std::move(one) : std::make_shared<Later>(std::move(all), std::move(one));
   }
-  MarkPtr first = engine.mover->mark_on(block.stream), second = engine.mover->mark_on(stream);
-  if (first != nullptr && second != nullptr)
-    block.saved = std::make_shared<Later>(std::move(first), std::move(second));
-  else
-    block.eligible = false;  // of a stream that is captured
+  return all;
 }
 
 void Ledger::evict() {

@@ -137,7 +137,7 @@ struct Outgoing {
 
 struct Block : std::enable_shared_from_this<Block> {
   Block(std::shared_ptr<Use> use, Ledger& ledger, const Witness& witness, c10::Stream stream)
-      : use(std::move(use)), ledger(ledger), witness(witness), stream(stream) {}
+      : use(std::move(use)), ledger(ledger), witness(witness), streams{stream} {}
   ~Block();
 
   std::shared_ptr<Use> use;
@@ -156,9 +156,9 @@ struct Block : std::enable_shared_from_this<Block> {
   bool moved = false, eligible = false, read = false;
   int64_t bytes = 0, unread = 0;
   std::shared_ptr<Record> record;
-  // When the bytes are complete: at `saved`, or, where it is null, when `stream`, which they were saved on, has done
-  // what it has to do by the time that they move.
-  c10::Stream stream;
+  // When the bytes are complete: at `saved`, or, where it is null, when the streams that they were saved on have done
+  // what they have to do by the time that they move.
+  c10::SmallVector<c10::Stream, 1> streams;
   MarkPtr saved;
   int64_t staging = 0;  // device memory that the codec takes to bring it back
   // What came back: [hull at that time) at an offset; `held` until every reader has read it once.
@@ -271,7 +271,8 @@ class Ledger {
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
   // The block, which has not moved, is complete only when what the stream has to do is done, too.
-  void completed_by(Block& block, c10::Stream stream);
+  void completed_by(Block& block, c10::ArrayRef<c10::Stream> streams);
+  MarkPtr complete(const Block& block);  // null where one of its streams is captured
   void reserve(int64_t staging);  // counts the codec's memory
   // Lets the stream wait for what is on its way out until there is room for so many bytes more; null where it need not,
   // else a mark behind that. `now`: a mark with no work after it, or null.

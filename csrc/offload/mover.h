@@ -145,6 +145,8 @@ class Mover {
   // The device's current stream, by which `mark_on` gives a mark of it later; null of it while it is captured.
   virtual c10::Stream stream(c10::Device device) { return c10::Stream(c10::Stream::DEFAULT, device); }
   virtual MarkPtr mark_on(c10::Stream stream) { return mark(stream.device()); }
+  // The stream may be at work with the memory when its last owner lets go of it.
+  virtual void used_on(const c10::Storage& storage, c10::Stream stream) {}
   // Starts the copy out of bytes that were complete at `ready` on the current stream; null without host memory for it.
   // `density`: what their share of non-zeros is expected to be, 0 where nobody knows; `staging` says what it costs.
   virtual std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) = 0;

@@ -265,7 +265,13 @@ at::Tensor Use::unpack(Packed& packed) {
   const bool first = !packed.read;
   auto block = root(packed.blocks[0]);
   int64_t offset;
-  c10::Storage storage = block->ledger.read(*block, packed, &offset);
+  c10::Storage storage;
+  try {
+    storage = block->ledger.read(*block, packed, &offset);
+  } catch (...) {
+    if (finished_) block->ledger.give_back();
+    throw;
+  }
   if (first) --unread_;
   check();
   if (finished_) block->ledger.give_back();

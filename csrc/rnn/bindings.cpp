@@ -83,7 +83,7 @@ void bind_cuda(py::module_& m) {
       "Chunks of the chain of backward=\"scan\" on a GPU, and the microseconds that its launches, products, boundaries "
       "and replay are expected to take.",
       py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
-  m.def_submodule("_testing").def("rnn_captured", &captured_count, "Tensors that CUDA graphs keep, of all rooms.");
+  m.def_submodule("_testing").def("captured", &captured_count, "Tensors that CUDA graphs keep, of all rooms.");
 }
 
 }  // namespace

@@ -15,15 +15,16 @@ namespace {
 
 using Results = std::vector<at::Tensor>;
 
-// What `call` returns; a gradient through it is refused where one of the operands requires it.
+// What `call` returns; a gradient through it is refused where one of the operands requires it, and a tangent at once.
 template <typename Call, typename... Lists>
 Results refused(const char* op, const Call& call, const Lists&... lists) {
   const at::Tensor* input = nullptr;
-  const auto look = [&](at::TensorList list) {
-    const auto found = std::find_if(list.begin(), list.end(), [](const at::Tensor& t) { return needs_grad(t); });
+  const auto look = [&](at::TensorList list, const auto& wanted) {
+    const auto found = std::find_if(list.begin(), list.end(), wanted);
     if (input == nullptr && found != list.end()) input = &*found;
   };
-  (look(lists), ...);
+  (look(lists, [](const at::Tensor& t) { return has_tangent(t); }), ...);
+  (look(lists, [](const at::Tensor& t) { return needs_grad(t); }), ...);
   const auto below = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
     return call();

@@ -590,12 +590,12 @@ def test_what_a_cuda_graph_reads_goes_with_it():
         return [output.detach(), *torch.autograd.grad(output.sum(), static.tensors)]
 
     expected = step()
-    before = weft._C._testing.rnn_captured()
+    before = weft._C._testing.captured()
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = step()
-        assert weft._C._testing.rnn_captured() > before
+        assert weft._C._testing.captured() > before
         junk = [torch.full((1000,), 7, dtype=kind).pin_memory() for kind in (torch.int32, torch.int64)]
         graph.replay()
         torch.cuda.synchronize()
@@ -604,10 +604,10 @@ def test_what_a_cuda_graph_reads_goes_with_it():
         del graph, found, junk
         torch.cuda.synchronize()
         for _ in range(100):  # the driver says so in its own time
-            if weft._C._testing.rnn_captured() == before:
+            if weft._C._testing.captured() == before:
                 break
             time.sleep(0.01)
-        assert weft._C._testing.rnn_captured() == before
+        assert weft._C._testing.captured() == before
     step()
 
 

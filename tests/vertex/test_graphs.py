@@ -536,22 +536,22 @@ def test_arrays_that_are_first_asked_for_where_it_matters():
 def test_what_a_capture_copies_from_goes_with_its_graph():
     """Pinned memory that replays read stays as long as the CUDA graph, whatever becomes of the Graphs, no longer."""
     graphs = Graphs.from_children(TWO)
-    before = _C._testing.rnn_captured()
+    before = _C._testing.captured()
     captured = torch.cuda.CUDAGraph()
     moved = graphs.to("cuda")
     with torch.cuda.graph(captured):
         roots = moved.roots + 0
     del moved
-    assert _C._testing.rnn_captured() == before + 1
+    assert _C._testing.captured() == before + 1
     captured.replay()
     assert torch.equal(roots.cpu(), graphs.roots)
     del captured, roots
     torch.cuda.synchronize()
     for _ in range(100):  # the driver says so in its own time
-        if _C._testing.rnn_captured() == before:
+        if _C._testing.captured() == before:
             break
         time.sleep(0.01)
-    assert _C._testing.rnn_captured() == before
+    assert _C._testing.captured() == before
 
 
 @pytest.mark.parametrize("here", [0, 1])

@@ -7,7 +7,8 @@
 
 namespace weft {
 
-// Keeps a tensor until every graph that this capture ends in is gone. Does nothing where `stream` does not capture.
+// Keeps a tensor until every graph that this capture ends in is gone. Where `stream` does not capture, keeps
+// nothing, and frees what graphs that are gone have left.
 void keep_while_captured(const at::Tensor& tensor, cudaStream_t stream);
 
 // Tensors kept at present.

@@ -140,6 +140,9 @@ class ManagedMover : public Mover {
     return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
   }
   MarkPtr mark_on(c10::Stream stream) override { return mark_unless_captured(stream); }
+  void used_on(const c10::Storage& storage, c10::Stream stream) override {
+    if (stream.device().is_cuda()) offload::used_on(storage, c10::cuda::CUDAStream(stream));
+  }
   std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready, double) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     if (*out_bytes_ + from.size() > limit_) return nullptr;

@@ -31,6 +31,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/integers.h"
 #include "jit/jit.h"
 #include "jit/too_many_blocks.h"
@@ -225,7 +226,8 @@ class CudaExecutor final : public Executor {
     const jit::Defines defines = {std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
                                   "WEFT_VERTEX_STEPS=" + tail_body(*program_, steps)};
     jit::Kernel& made = jit::kernel(kTailSource, defines, "vertex_tail");
-    const int resident = std::min(1, made.max_active_blocks_per_sm(dim3(kTailThreads), kTailShared));
+    int resident = std::min(1, made.max_active_blocks_per_sm(dim3(kTailThreads), kTailShared));
+    if (!device_limits().cooperative_launch) resident = 0;  // as of some virtual GPUs
     auto tail = std::make_unique<Tail>(Tail{made, resident * made.sm_count()});
     void* found = nullptr;
     if (!known.compare_exchange_strong(found, tail.get(), std::memory_order_acq_rel, std::memory_order_acquire)) {

@@ -63,7 +63,8 @@ class Resident:
         # To set what is as it should be would take a good part of the time.
         here = torch.cuda.current_device() == self._device.index
         with trainable(), nullcontext() if here else torch.cuda.device(self._device):
-            copy = _C.copied(make())
+            host = make()
+            copy = _C.copied(host) if hasattr(_C, "copied") else host.to(self._device)  # of a build for the CPU alone
             # Captured, it is there at replays alone: the next who asks gets another. Its graph keeps what it reads.
             if not torch.cuda.is_current_stream_capturing():
                 event = torch.cuda.Event()
