@@ -294,7 +294,8 @@ std::vector<std::shared_ptr<Parcel>> Ledger::send(Block& block, const c10::Stora
     std::shared_ptr<Parcel> parcel;
     try {
       if (codec != Codec::none && compressible(bytes)) {
-        block.staging = std::max(block.staging, engine.mover->staging(run.size(), int64_t(c10::elementSize(dtype)), density));
+        block.staging =
+            std::max(block.staging, engine.mover->staging(run.size(), int64_t(c10::elementSize(dtype)), density));
         reserve(block.staging);
       }
       parcel = engine.mover->out(bytes, codec, ready, density);

@@ -273,7 +273,7 @@ class Ledger {
   // The block, which has not moved, is complete only when what the stream has to do is done, too.
   void completed_by(Block& block, c10::ArrayRef<c10::Stream> streams);
   MarkPtr complete(const Block& block);  // null where one of its streams is captured
-  void reserve(int64_t staging);  // counts the codec's memory
+  void reserve(int64_t staging);         // counts the codec's memory
   // Lets the stream wait for what is on its way out until there is room for so many bytes more; null where it need not,
   // else a mark behind that. `now`: a mark with no work after it, or null.
   MarkPtr make_room(int64_t next, MarkPtr now);

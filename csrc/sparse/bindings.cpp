@@ -1,5 +1,5 @@
 // Planned products as Python calls them: the op with patterns that do not change. By torch's own way from Python a list
-// of twelve tensors takes more of the host than the rest of a small product.
+// of thirteen tensors takes more of the host than the rest of a small product.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>

@@ -58,7 +58,9 @@ bool share_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::ve
     if (all || kinds[i] == RowKind::kListed) rows.push_back(i);
   }
   const int64_t elements = made.starts.size(0) - 1;
-  if (elements == 0 || elements < kLongEnough * int64_t(rows.size())) return false;
+  int64_t longest = 0;
+  for (const int64_t i : rows) longest = std::max<int64_t>(longest, c.crow[i + 1] - c.crow[i]);
+  if (!worth_sharing(int64_t(rows.size()), elements, longest)) return false;
   SharedLists<I> found;
   const auto shared = [&](bool of_rows) {
     return share_lists(a, b, c, rows, made.starts.const_data_ptr<I>(), made.left.const_data_ptr<I>(),
@@ -120,8 +122,8 @@ Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::
   const at::Tensor none = at::empty({0}, options);
   const bool single = made.listed_products == elements;
   if (single) made.starts = none;
-  const auto in_order = [&](const I* numbers, int64_t all) {
-    bool same = made.listed_products == all;
+  const auto in_order = [&](const I* numbers, int64_t stored) {
+    bool same = made.listed_products == stored;
     for (int64_t p = 0; same && p < made.listed_products; ++p) same = numbers[p] == p;
     return same;
   };

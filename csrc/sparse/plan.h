@@ -134,8 +134,12 @@ void list_products(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, int64_t i,
   }
 }
 
-// Rows of fewer elements, on the average, are not worth a block's look at where each begins.
-constexpr int64_t kLongEnough = 64;
+// Whether rows may share their lists: enough of them to fill the threads, long enough that where each begins may be
+// looked up, and none so long that others wait for it.
+constexpr int64_t kManyRows = 32, kLongEnough = 64, kAlike = 8;
+constexpr bool worth_sharing(int64_t rows, int64_t elements, int64_t longest) {
+  return rows >= kManyRows && elements >= kLongEnough * rows && longest * rows <= kAlike * elements;
+}
 
 // Lists that many rows share, as rows of a Jacobian of sliding windows do. Row r of the listed ones has `elements` of
 // them: its t-th is the sum over starts[where[r] + t] <= s < starts[where[r] + t + 1] of element left[s] of its row of
@@ -147,7 +151,7 @@ struct SharedLists {
   std::vector<I> where, base, starts, left, right;
 };
 
-// Finds the lists that are alike in those of list_products: row rows[r] has starts[first[r]] and what follows. False,
+// Finds the lists that are alike in those of list_products: the rows follow each other in `starts`. False,
 // and nothing of use, where they would take more than `budget` indices.
 template <typename I>
 bool share_lists(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<int64_t>& rows, const I* starts,

@@ -74,7 +74,8 @@ template <typename I, typename T>
 void shared_lists(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
-  over_tiles(m.batch, m.listed_rows, 16, 2 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
+  const int64_t rows_of_tile = std::clamp<int64_t>(2048 * m.rows / std::max<int64_t>(m.c_nnz, 1), 1, 16);
+  over_tiles(m.batch, m.listed_rows, rows_of_tile, 2 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
     const T *all_x = static_cast<const T*>(m.x) + sample * m.x_batch,
             *all_y = static_cast<const T*>(m.y) + sample * m.y_batch;
     std::vector<I> origin;  // of b's rows

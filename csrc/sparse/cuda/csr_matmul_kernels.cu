@@ -274,8 +274,8 @@ struct ListedRow {
   }
 };
 
-// A block has kOwn rows, a thread some element of each, for kTile samples; blockIdx.y counts those. Of the first sample
-// it leaves out what is among the first `done` elements.
+// A block has kOwn rows, or a part of them, which blockIdx.z counts; a thread some element of each, for kTile samples,
+// which blockIdx.y counts. Of the first sample it leaves out what is among the first `done` elements.
 template <typename I, typename T, int kTile, int kOwn>
 __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 1 : 3)
     shared_lists_kernel(CsrMatmul m, int64_t done) {
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
     const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
     T* out = static_cast<T*>(m.out) + first * m.c_nnz;
     const int64_t count = m.batch - first, skipped = first == 0 ? done : 0;
-    for (I e = I(threadIdx.x); e < longest; e += I(blockDim.x)) {
+    for (I e = I(blockIdx.z * blockDim.x + threadIdx.x); e < longest; e += I(gridDim.z * blockDim.x)) {
       I from[kOwn], steps[kOwn], most = 0;
 #pragma unroll
       for (int p = 0; p < kOwn; ++p) {
@@ -617,13 +617,15 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
       launch("csr_matmul_listed", listed_kernel<I, T, 1, kOwn>, Grid(blocks(kOwn), most(m.batch)), kThreads, 0, stream,
              m, done);
     };
-    // Threads for one row, in as many turns as its length takes.
+    // Threads for one row, in as many turns as its length takes; blocks share them as far as that fills the device.
     const int turns = int(std::min<int64_t>(ceil_div(of_row, kRowThreads), 64));
     const int threads = int(std::min<int64_t>(ceil_div(ceil_div(of_row, turns), 32) * 32, kRowThreads));
     const auto rows = [&](auto tile, auto own) {
       constexpr int kTile = decltype(tile)::value, kOwn = decltype(own)::value;
-      launch("csr_matmul_shared_lists", shared_lists_kernel<I, T, kTile, kOwn>,
-             Grid(ceil_div(m.listed_rows, kOwn), most(ceil_div(m.batch, kTile))), threads, 0, stream, m, done);
+      const int64_t blocks = ceil_div(m.listed_rows, kOwn), samples = most(ceil_div(m.batch, kTile));
+      const int64_t parts = std::min<int64_t>(turns, ceil_div(4 * device_limits().sm_count, blocks * samples));
+      launch("csr_matmul_shared_lists", shared_lists_kernel<I, T, kTile, kOwn>, Grid(blocks, samples, parts), threads,
+             0, stream, m, done);
     };
     using One = std::integral_constant<int, 1>;
     const bool single = m.batch == 1 || done > 0;
