@@ -7,6 +7,7 @@ Kernels do nothing there: what is saved is copied to the device, and what comes 
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import sys
 import traceback
@@ -330,6 +331,148 @@ def check_refused_device_memory(runtime: Runtime) -> None:
             refuse()
             del step
             assert off.report().to_dict()["live_bytes"] == 0
+
+
+def check_a_buffer_that_streams_write_in_turns(runtime: Runtime) -> None:
+    """Parts of one buffer, each saved on the stream that wrote it: the copy out waits for all of these."""
+    first, second = torch.cuda.current_stream(), torch.cuda.Stream()
+    for third in (False, True):
+        off = offload(4 * 4 * SIZE, min_bytes=0, keep_last=0, compress=None)
+        n = 4 * SIZE
+        (data,), more, seen = numbers(1, n, 1.0), numbers(4), []
+        buffer, y = torch.empty(n, device="cuda"), torch.zeros(1, device="cuda", requires_grad=True)
+        buffer[: n // 2].copy_(data[: n // 2], non_blocking=True)
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            buffer[n // 2 :].copy_(data[n // 2 :], non_blocking=True)
+        with off:
+            y = Save.apply(y, buffer[: n // 2], seen)
+            with torch.cuda.stream(second):
+                y = Save.apply(y, buffer[n // 4 :], seen)
+            if third:
+                y = Save.apply(y, buffer[: n // 8], seen)
+            for d in more:
+                y = Save.apply(y, d.to("cuda", non_blocking=True), seen)
+        assert off.report().to_dict()["moved_tensors"] > 0
+        del buffer
+        off._engine.poll()
+        for lane in off._engine.streams(0):
+            runtime.drain(lane)
+        y.backward()
+        expected = [data[: n // 2], data[n // 4 :], *([data[: n // 8]] if third else []), *more]
+        for found, e in zip(reversed(seen), expected, strict=True):
+            assert torch.equal(found, e)
+
+
+def check_a_reader_on_the_stream_of_the_save(runtime: Runtime) -> None:
+    """A tensor that is evicted on the stream of its memory, while the stream that saved it still reads it."""
+    current, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    off = offload(2 * 4 * SIZE, min_bytes=0, keep_last=0, compress=None)
+    (data,), seen, read = numbers(1, SIZE, 1.0), [], torch.zeros(SIZE).pin_memory()
+    y = torch.zeros(1, device="cuda", requires_grad=True)
+    with off:
+        x = data.to("cuda", non_blocking=True)
+        other.wait_stream(current)
+        with torch.cuda.stream(other):
+            y = Save.apply(y, x, seen)
+            read.copy_(x, non_blocking=True)
+        del x
+        for d in numbers(8):
+            y = Save.apply(y, d.to("cuda", non_blocking=True), seen)
+            off._engine.poll()
+    for lane in off._engine.streams(0):
+        runtime.drain(lane)
+    current.synchronize()
+    other.synchronize()
+    assert torch.equal(read, data)
+    y.backward()
+
+
+class Lazy(torch.autograd.Function):
+    """Saves a tensor; its backward copies to the host what came back, and waits for nothing."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, saved: Tensor, seen: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(saved)
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (saved,) = ctx.saved_tensors
+        ctx.seen.append(torch.zeros(saved.numel()).pin_memory().copy_(saved, non_blocking=True))
+        return grad, None, None
+
+
+def check_host_memory_that_a_copy_back_still_reads(runtime: Runtime) -> None:
+    """A use on one stream takes the host memory that one on another stream has not read yet."""
+    current, other = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def use(off: offload, data: list[Tensor], stream: torch.cuda.Stream) -> tuple[Tensor, list[Tensor]]:
+        seen: list[Tensor] = []
+        with torch.cuda.stream(stream):
+            y = torch.zeros(1, device="cuda", requires_grad=True)
+            with off:
+                for d in data:
+                    y = Lazy.apply(y, d.to("cuda", non_blocking=True), seen)
+        return y, seen
+
+    for compress in (None, "zvc"):
+        off = everything(compress=compress)
+        data = numbers(4), numbers(4)
+        for _ in range(3):
+            y, first = use(off, data[0], other)
+            with torch.cuda.stream(other):
+                y.backward()
+            del y
+            y, second = use(off, data[1], current)
+            runtime.drain(off._engine.streams(0)[0])
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(reversed(first), data[0], strict=True))
+            y.backward()
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(reversed(second), data[1], strict=True))
+
+
+def check_a_graph_that_goes_in_a_capture(runtime: Runtime) -> None:
+    """After a backward that failed: what had arrived is waited for by nobody, least of all by the captured stream."""
+
+    class Failing(list):
+        def append(self, x: Tensor) -> None:
+            super().append(x)
+            raise ArithmeticError
+
+    off = everything()
+    for _ in range(2):
+        Step(off, numbers(4)).backward()
+    data = numbers(
+        4
+    )  # whose memory torch would mark as used by the captured stream, if it went before the capture ends
+    step = Step(off, data, seen=Failing())
+    torch.cuda.synchronize()
+    with pytest.raises(ArithmeticError):
+        step.y.backward()
+    torch.cuda.synchronize()
+    runtime.capture(True)
+    del step
+    gc.collect()
+    runtime.capture(False)
+
+
+def check_a_finished_use_that_finds_no_memory(runtime: Runtime) -> None:
+    """The codec's memory for a late read is given back though the read fails."""
+    off = everything(compress="zvc")
+    for _ in range(3):
+        step = Step(off, numbers(4))
+        step.backward(retain_graph=True)
+    torch.cuda.synchronize()
+    _C._testing.offload_refuse(device=1 << 40)
+    with pytest.raises(torch.OutOfMemoryError):
+        step.y.backward(retain_graph=True)
+    _C._testing.offload_refuse()
+    del step
+    torch.cuda.synchronize()
+    assert off.report().to_dict()["live_bytes"] == 0
 
 
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
