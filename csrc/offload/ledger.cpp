@@ -66,16 +66,21 @@ void Account::sweep() {
 Block::~Block() {
   if (into != nullptr) return;
   try {
-    // On its way back, and nobody waited for it: its memory must not be given out before. Where it has arrived nothing
-    // is told to wait, for the stream may be captured.
-    if (arriving && held)
-      for (auto& parcel : parcels)
-        if (parcel->here == nullptr || !parcel->here->passed()) parcel->wait_in(held);
+    drop_held();
     if (!moved) ledger.account.count(-bytes);
     ledger.account.want(-bytes);
     ledger.forget(*this);
   } catch (...) {  // the device is gone
   }
+}
+
+void Block::drop_held() {
+  // On its way back, and nobody waited for it: its memory must not be given out before. Where it has arrived nothing is
+  // told to wait, for the stream may be captured.
+  if (std::exchange(arriving, false) && held)
+    for (auto& parcel : parcels)
+      if (parcel->here == nullptr || !parcel->here->passed()) parcel->wait_in(held);
+  held = {};
 }
 
 // ---- Ledger
@@ -178,7 +183,7 @@ std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witn
   std::shared_ptr<Block> block;
   for (size_t i = 0; i < entry.blocks.size(); ++i) {
     Block* other = entry.blocks[i];
-    if (!other->witness.same(witness)) continue;
+    if (other->resized(*key) || !other->witness.same(witness)) continue;
     if (std::ranges::find(other->seen, range) != other->seen.end()) return other->shared_from_this();
     if (!std::ranges::any_of(other->runs, [&](const Range& r) { return r.overlaps(range); })) continue;
     if (block == nullptr)
@@ -187,8 +192,10 @@ std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witn
       --i;
   }
   Ranges fresh{range};
-  for (Block* other : entry.blocks)
+  for (Block* other : entry.blocks) {
+    if (other->resized(*key)) continue;  // other memory
     for (const Range& run : other->runs) subtract(fresh, run);
+  }
   const int64_t bytes = total(fresh);
 
   Reason reason = kBudget;
@@ -379,9 +386,7 @@ bool Ledger::connect(Block& block, Block& other, Entry& entry) {
   if (!other.outgoing.expired()) block.outgoing = other.outgoing;
   block.bytes += std::exchange(other.bytes, 0);
   block.unread += std::exchange(other.unread, 0);
-  if (std::exchange(other.arriving, false))
-    for (auto& parcel : other.parcels) parcel->wait_in(other.held);
-  other.held = {};
+  other.drop_held();
   other.source = {};
   Record &into = *block.record, &from = *other.record;
   if (!block.moved) totals.kept[from.reason] -= from.bytes, totals.kept[into.reason] += from.bytes;
@@ -521,7 +526,7 @@ c10::Storage Ledger::read(Block& block, Packed& packed, int64_t* offset) {
     }
     *offset = block.restored_offset;
   }
-  if (!std::exchange(packed.read, true) && --block.unread == 0) block.held = {};
+  if (!std::exchange(packed.read, true) && --block.unread == 0) block.drop_held();
   prefetch(block.moved ? block.hull.size() : 0, now);
   return storage;
 }

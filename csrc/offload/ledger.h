@@ -11,7 +11,10 @@
 // bytes must overlap; ranges that a later tensor adds or connects are added to the block. Storages are compared by
 // address, while a weak reference keeps the address from being given out again. Siblings of unsafe_chunk share a
 // storage and have counters of their own: they are blocks of their own. Bytes that several blocks share count for the
-// first.
+// first. A block whose storage got memory at another address since, by resize_, is no part of what is saved after that.
+// Where that storage is alive at the read, what is read is what is in there, as torch reads it. No version counts a
+// resize_: of a storage that was freed so while its copy out was under way, and refilled at the same address or let go
+// since, what comes back may be wrong; parameters, whose storages FSDP2 treats so, do not move.
 //
 // Counting, in the order of the compute stream: a block counts from its save until the graph drops it, a moved one
 // until its copy out has ended, which is either seen by the host or waited for by the stream that it was saved on. Only
@@ -167,6 +170,8 @@ struct Block : std::enable_shared_from_this<Block> {
   Range restored_hull{0, 0};
   int64_t restored_offset = 0;
   bool arriving = false;  // and nobody has waited for it yet
+
+  void drop_held();
 
   // Whether its storage, or what of it is alive, got other memory since. That counts no version: FSDP2 frees so what it
   // gathered, and gathers it again for the backward.

@@ -475,6 +475,66 @@ def check_a_finished_use_that_finds_no_memory(runtime: Runtime) -> None:
     assert off.report().to_dict()["live_bytes"] == 0
 
 
+def check_a_tensor_refilled_on_its_way_back(runtime: Runtime) -> None:
+    """What was brought back ahead is read by nobody then; its memory is given out when the copy has ended."""
+    off, places = everything(), []
+    data, fresh = numbers(3), torch.full((SIZE,), 5.0).pin_memory()
+    xs = [d.to("cuda", non_blocking=True) for d in data]
+    kept, taken = xs[0], []
+
+    class Then(torch.autograd.Function):
+        """Does something in the backward."""
+
+        @staticmethod
+        def forward(ctx, x: Tensor, what: Callable[[], None]) -> Tensor:
+            ctx.what = what
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad: Tensor):
+            ctx.what()
+            return grad, None
+
+    class Read(torch.autograd.Function):
+        """Says where it found what it saved, and waits for nothing."""
+
+        @staticmethod
+        def forward(ctx, x: Tensor, saved: Tensor) -> Tensor:
+            ctx.save_for_backward(saved)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad: Tensor):
+            places.append(ctx.saved_tensors[0].data_ptr())
+            return grad, None
+
+    def refill() -> None:
+        kept.untyped_storage().resize_(0)
+        kept.untyped_storage().resize_(2 * 4 * SIZE)
+        with torch.autograd._unsafe_preserve_version_counter(kept):
+            kept.copy_(data[0], non_blocking=True)
+
+    def take() -> None:
+        for _ in range(4):
+            taken.append(torch.empty(SIZE, device="cuda"))
+            taken[-1].copy_(fresh, non_blocking=True)
+
+    y = torch.zeros(1, device="cuda", requires_grad=True)
+    with off:
+        y = Read.apply(Then.apply(y, take), kept)
+        y = Then.apply(y, refill)
+        for x in xs[1:]:
+            y = Read.apply(y, x)
+    runtime.drain()
+    del xs, x
+    off._engine.poll()
+    y.backward()
+    assert places[-1] == kept.data_ptr() and off.report().to_dict()["moved_tensors"] == 3
+    runtime.drain(torch.cuda.current_stream().cuda_stream)  # and the copies back as late as they may be
+    runtime.drain()
+    assert all(torch.equal(t.cpu(), fresh) for t in taken)
+
+
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     """Events, waits and copies of a tensor on its way out and back, in a use that is like the one before."""
     names = ("EventRecord", "EventQuery", "StreamWaitEvent", "MemcpyAsync")

@@ -46,6 +46,28 @@ def test_storage_resized_after_a_save(budget: int | None) -> None:
         assert numbers(off)["live_bytes"] == 0
 
 
+@pytest.mark.parametrize("budget", [0, 5000, None])
+def test_storage_resized_between_two_saves(budget: int | None) -> None:
+    """It is other memory that the second one saves, though no version tells them apart."""
+    off = offload(budget, backend="reference", min_bytes=0, keep_last=0, compress=None)
+    x, anchor, seen = torch.zeros(1000), torch.zeros((), requires_grad=True), []
+    with off:
+        loss = Probe.apply(seen, x, anchor)
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(1 << 20)  # not where it was
+        with torch.autograd._unsafe_preserve_version_counter(x):
+            x.fill_(7)
+        for _ in range(2):  # the same memory
+            loss = loss + Probe.apply(seen, x, anchor)
+        del x
+    assert numbers(off)["saved_bytes"] == 2 * 4000
+    loss.backward()
+    assert all(torch.equal(saved[0], torch.full((1000,), 7.0)) for saved in seen[:2])
+    del loss, seen
+    gc.collect()
+    assert numbers(off)["live_bytes"] == 0
+
+
 def test_close() -> None:
     off = everything()
     x = torch.randn(50, requires_grad=True)
