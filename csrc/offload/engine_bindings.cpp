@@ -110,7 +110,7 @@ py::tuple timeline(const Ledger& ledger) {
   py::list tensors, first;
   for (const auto& r : ledger.timeline) {
     const int64_t end = operations - 1;
-    tensors.append(py::make_tuple(r->bytes, r->number, r->first_read < 0 ? end : r->first_read,
+    tensors.append(py::make_tuple(r->uncounted ? 0 : r->bytes, r->number, r->first_read < 0 ? end : r->first_read,
                                   r->first_read < 0 ? end : r->last_read, density(*r), r->itemsize));
     first.append(py::make_tuple(r->first_bytes, r->itemsize, r->reason == kBudget || r->reason == kPool || r->moved,
                                 !r->counts.empty()));

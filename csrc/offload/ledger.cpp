@@ -67,8 +67,10 @@ Block::~Block() {
   if (into != nullptr) return;
   try {
     drop_held();
-    if (!moved) ledger.account.count(-bytes);
-    ledger.account.want(-bytes);
+    if (!record->uncounted) {
+      if (!moved) ledger.account.count(-bytes);
+      ledger.account.want(-bytes);
+    }
     ledger.forget(*this);
   } catch (...) {  // the device is gone
   }
@@ -174,7 +176,8 @@ Codec Ledger::codec(bool compressed) const {
   return compressed ? Codec::zvc : Codec::none;
 }
 
-std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witness& witness, bool may_move) {
+std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witness& witness, bool may_move,
+                                    bool uncounted) {
   auto* key = x.storage().unsafeGetStorageImpl();
   Entry& entry =
       entries_
@@ -201,7 +204,7 @@ std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witn
   Reason reason = kBudget;
   if (!may_move) reason = account.device.is_cpu() && !engine.mover->moves(account.device) ? kHost : kOther;
   const bool created = block == nullptr || !extend(*block, x, range, bytes);
-  if (created) block = create(x, range, witness, entry, reason);
+  if (created) block = create(x, range, witness, entry, reason, uncounted);
   Block& b = *block;
   Record& record = *b.record;
   b.seen.push_back(range);
@@ -210,8 +213,10 @@ std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witn
   (b.moved ? totals.moved_bytes : totals.kept[record.reason]) += bytes;
   if (b.moved) totals.moved_tensors += 1;
   b.bytes += bytes;
-  account.want(bytes);
-  if (!b.moved) account.count(bytes);
+  if (!record.uncounted) {
+    account.want(bytes);
+    if (!b.moved) account.count(bytes);
+  }
 
   if (!b.moved && record.reason == kSmall && b.hull.size() >= engine.settings.min_bytes) {
     totals.kept[kSmall] -= record.bytes, totals.kept[kBudget] += record.bytes;
@@ -219,7 +224,7 @@ std::shared_ptr<Block> Ledger::save(const at::Tensor& x, Range range, const Witn
     b.eligible = true;
     evictable_.push_back(block);
   }
-  if (created) admit(block, range.size());
+  if (created) admit(block, record.first_bytes);
   evict();
   return block;
 }
@@ -270,7 +275,7 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
 }
 
 std::shared_ptr<Block> Ledger::create(const at::Tensor& x, Range range, const Witness& witness, Entry& entry,
-                                      Reason reason) {
+                                      Reason reason, bool uncounted) {
   auto block = std::make_shared<Block>(use.shared_from_this(), *this, witness, engine.mover->stream(account.device));
   block->key = x.storage().unsafeGetStorageImpl();
   block->source = x.storage();
@@ -280,8 +285,11 @@ std::shared_ptr<Block> Ledger::create(const at::Tensor& x, Range range, const Wi
   block->runs = {range};
   if (reason == kBudget && range.size() < engine.settings.min_bytes) reason = kSmall;
   block->eligible = reason == kBudget;
-  block->record = std::make_shared<Record>(
-      Record{.number = numbers++, .first_bytes = range.size(), .itemsize = int64_t(x.itemsize()), .reason = reason});
+  block->record = std::make_shared<Record>(Record{.number = numbers++,
+                                                  .first_bytes = uncounted ? 0 : range.size(),
+                                                  .itemsize = int64_t(x.itemsize()),
+                                                  .reason = reason,
+                                                  .uncounted = uncounted});
   entry.blocks.push_back(block.get());
   latest.push_back(block->record);
   if (int64_t(latest.size()) > engine.settings.keep_last) latest.pop_front();
@@ -372,6 +380,7 @@ bool Ledger::move(Block& block, bool compressed, double density) {
 
 // Lets `other` become part of `block`; both are of one storage, counter and version.
 bool Ledger::connect(Block& block, Block& other, Entry& entry) {
+  if (block.record->uncounted != other.record->uncounted) return false;
   if (block.moved != other.moved) {
     Block& kept = block.moved ? other : block;
     if (kept.source && !move(kept, false)) return false;

@@ -84,6 +84,7 @@ struct Record {
   int64_t bytes = 0, tensors = 0;  // bytes that no earlier block has; distinct ranges
   Reason reason;
   bool moved = false, compressed = false, in_timeline = false;
+  bool uncounted = false;  // a parameter's: no budget is about it, and the planner takes it for 0 bytes
   int64_t first_read = -1, last_read = -1;  // operations
   std::vector<Count> counts;                // of the elements that are not zero
 };
@@ -229,7 +230,8 @@ class Ledger {
 
   // What has changed since the last tensor: called for every one that is saved. Whether the current stream is captured.
   bool look();
-  std::shared_ptr<Block> save(const at::Tensor& x, Range range, const Witness& witness, bool may_move);
+  std::shared_ptr<Block> save(const at::Tensor& x, Range range, const Witness& witness, bool may_move,
+                              bool uncounted = false);
   c10::Storage read(Block& block, Packed& packed, int64_t* offset);
   void read_kept(Block& block, Packed& packed);  // of what never moves
   void parameter(const at::Tensor& x, Range range);
@@ -266,7 +268,8 @@ class Ledger {
     c10::SmallVector<Block*, 1> blocks;
     Ranges parameters;
   };
-  std::shared_ptr<Block> create(const at::Tensor& x, Range range, const Witness& witness, Entry& entry, Reason reason);
+  std::shared_ptr<Block> create(const at::Tensor& x, Range range, const Witness& witness, Entry& entry, Reason reason,
+                                bool uncounted);
   void admit(const std::shared_ptr<Block>& block, int64_t bytes);
   bool connect(Block& block, Block& other, Entry& entry);
   bool extend(Block& block, const at::Tensor& x, Range range, int64_t bytes);

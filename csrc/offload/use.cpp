@@ -197,9 +197,11 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
   }
   const bool capturing = books.look();
   const bool aligned = reinterpret_cast<uintptr_t>(x.storage().data()) % x.itemsize() == 0;
+  const bool uncounted = frozen(object, x);
   auto block = books.save(
       x, range, packed->witness,
-      engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()) && !frozen(object, x));
+      engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()) && !uncounted,
+      uncounted);
   ++block->unread;
   ++unread_;
   packed->blocks.push_back(std::move(block));

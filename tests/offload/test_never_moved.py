@@ -26,7 +26,7 @@ def test_leaves_and_their_views_are_not_counted() -> None:
 def test_frozen_parameters_stay() -> None:
     frozen, buffer = nn.Parameter(torch.randn(32, 32), requires_grad=False), torch.randn(32, 32)
     x = torch.randn(32, 32, requires_grad=True)
-    for budget in (0, frozen.nbytes + buffer.nbytes):
+    for budget in (0, buffer.nbytes):  # which is not about parameters
         off = offload(budget, backend="reference", min_bytes=0, keep_last=0)
         for _ in range(3):
             with off:
@@ -34,7 +34,9 @@ def test_frozen_parameters_stay() -> None:
             y.sum().backward()
             n = numbers(off)
             assert n["kept"]["other"] == frozen.nbytes and n["live_bytes"] == 0
+            assert n["saved_bytes"] == frozen.nbytes + buffer.nbytes and n["peak_bytes_without"] == buffer.nbytes
         assert n["moved_bytes"] == (buffer.nbytes if budget == 0 else 0)
+        assert budget == 0 or (n["budget_met"] and n["predicted_peak_bytes"] == n["peak_bytes"] == buffer.nbytes)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested", "ignore:.*prototype")
