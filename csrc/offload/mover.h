@@ -165,7 +165,8 @@ class Mover {
   virtual int64_t host_allocations() const { return 0; }
   // Gives the codec's memory on the device back, which the next copy asks for again.
   virtual void settle(c10::Device device) {}
-  // Bytes per second out and back, measured once in the process; zeros where there is no bus.
+  // Bytes per second out and back, measured once in the process; zeros where there is no bus, or no memory now to
+  // measure.
   virtual std::pair<double, double> rates(c10::DeviceIndex device) { return {0, 0}; }
   // Those of the copies out and back, and of codecs out and back, for tests that delay them.
   virtual std::vector<uintptr_t> streams(c10::DeviceIndex device) { return {}; }

@@ -6,6 +6,7 @@ Kernels do nothing there: what is saved is copied to the device, and what comes 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import random
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 from weft import _C
-from weft.offloading import offload
+from weft.offloading import Link, offload
 
 SIZE = 1 << 14
 
@@ -107,6 +108,25 @@ def memory() -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------- the checks
+
+
+def check_rates_that_cannot_be_measured(runtime: Runtime) -> None:
+    """For want of memory are measured the next time. The first check: what is measured holds for the process."""
+    refuse = _C._testing.offload_refuse
+    off, (data,) = offload(0, min_bytes=0, keep_last=0, compress=None), numbers(1)
+    for refused in ({}, {"host": 1 << 40}, {"device": 1 << 40}, {}):
+        assert off._links == {}
+        with contextlib.ExitStack() as stack:
+            refuse(**refused)
+            stack.enter_context(off)
+            refuse()
+            seen: list[Tensor] = []
+            y = torch.zeros(1, device="cuda", requires_grad=True)
+            y = Save.apply(y, data.to("cuda", non_blocking=True), seen)
+        y.backward()
+        assert torch.equal(seen[0], data)
+        torch.cuda.synchronize()
+    assert off._links[0] != Link() and off._engine.rates(0) == (off._links[0].d2h, off._links[0].h2d)
 
 
 def check_what_comes_back(runtime: Runtime) -> None:
@@ -533,6 +553,21 @@ def check_a_tensor_refilled_on_its_way_back(runtime: Runtime) -> None:
     runtime.drain(torch.cuda.current_stream().cuda_stream)  # and the copies back as late as they may be
     runtime.drain()
     assert all(torch.equal(t.cpu(), fresh) for t in taken)
+
+
+def check_a_count_that_finds_no_memory(runtime: Runtime) -> None:
+    """Of the elements that a first use would know more about: the step goes on without."""
+    for budget in (0, 4 * 4 * SIZE, 1 << 30):
+        off = offload(budget, min_bytes=0, keep_last=0, compress="auto")
+        for refused in (1 << 40, 0):
+            _C._testing.offload_refuse(device=refused)
+            try:
+                step = Step(off, numbers(6, density=0.1))
+            finally:
+                _C._testing.offload_refuse()
+            assert off.report().to_dict()["moved_tensors"] > 0 or budget > 6 * 4 * SIZE
+            step.backward()
+            torch.cuda.synchronize()
 
 
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:

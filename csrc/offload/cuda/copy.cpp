@@ -123,7 +123,9 @@ class CopyMover : public Mover {
     auto it = measured->find(device);
     if (it != measured->end()) return it->second;
     try {
-      return measured->emplace(device, measure(lanes_[device], device)).first->second;
+      const auto found = measure(lanes_[device], device);
+      if (found.first > 0) measured->emplace(device, found);
+      return found;
     } catch (const c10::OutOfMemoryError&) {  // of a device that is full, which is no reason to refuse a step
       return {0, 0};
     }

@@ -318,16 +318,20 @@ class offload:
     def _link(self, device: int, copies: Sequence[tuple]) -> Link:
         """The rates that the copies of a use reached; before there were any, measured."""
         link = self._links.get(device)
+        known = link is not None
         if link is None:
             out, back = self._engine.rates(device) if device >= 0 else (0, 0)
-            link = Link(out, back) if out > 0 and back > 0 else Link()
+            known = out > 0 and back > 0
+            link = Link(out, back) if known else Link()
         found = {}
         for way in (True, False):
             seconds = sum(end - begin for out, begin, end, _ in copies if out == way)
             sent = sum(sent for out, _, _, sent in copies if out == way)
             # Small copies tell about their start.
             found[way] = sent / seconds if sent > 2**24 and seconds > 0 else None
-        link = self._links[device] = Link(found[True] or link.d2h, found[False] or link.h2d)
+        link = Link(found[True] or link.d2h, found[False] or link.h2d)
+        if known or all(found.values()):  # else it is measured the next time
+            self._links[device] = link
         return link
 
     def _planned(
