@@ -16,11 +16,7 @@ static void multiply(const Product<E>& p, int size, unsigned char* memory) {
     case 1:
       return by_tiles<kDots, 32, 32>(p, memory);
     case 2:
-      return by_tiles<kDots, 32, 64>(p, memory);
-    case 3:
       return by_tiles<kDots, 64, 64>(p, memory);
-    case 4:
-      return by_tiles<kDots, 64, 128>(p, memory);
     default:
       return by_best_tiles<kDots>(p, memory);
   }

@@ -4,13 +4,14 @@
 //   WEFT_VERTEX_STEPS  the steps of one task; csrc/vertex/source.h
 //
 // Decomposition: one block on each multiprocessor, all resident; a barrier of the grid (1 us) after every step. A
-// kernel's elements go round all threads as in frontier.jit.cu. A product of float32 is made of tiles
-// on the tensor cores, by three products of TF32 each, of fp32 accuracy: a block has a tile of 16 x 32 to 64 x 128,
-// whichever keeps the multiprocessors busiest, and copies its operands from L2 through shared memory. A lane's four
-// neighbours along the sum, or four neighbouring columns, are spread over fragments: any order does, if it is the same
-// for both. Half types need one product. For one row, doubles and what is not aligned a
-// warp sums up a column where the matrix is contiguous along the sum, a block 8 columns else, up to 8 rows at a time.
-// Sums run in a fixed order. Cost of a frontier of a few rows of a binary Tree-LSTM, H = 256: 6 us each way, measured.
+// kernel's elements go round all threads as in frontier.jit.cu. A product of float32 is made of tiles on the tensor
+// cores, by three products of TF32 each, of fp32 accuracy: a block has a tile of 16 x 32, 32 x 32 or 64 x 64, whichever
+// keeps the multiprocessors busiest, and copies its operands from L2 through shared memory, stage by stage, while it
+// multiplies the stages before. A lane's four neighbours along the sum, or four neighbouring columns, are spread over
+// fragments: any order does, if it is the same for both. Half types need one product. For one row, doubles and what is
+// not aligned a warp sums up a column where the matrix is contiguous along the sum, a block 8 columns else, up to 8
+// rows at a time. Sums run in a fixed order. Cost of a product of R rows: a tile's multiply-adds, at 213 a clock of
+// three TF32 each, times the tiles that one block gets; where that is little, the latency of two or three stages.
 #include "vertex/cuda/body.jit.cuh"
 
 namespace {
@@ -235,8 +236,10 @@ __device__ __noinline__ void by_tiles(const Product<E>& p, unsigned char* memory
       }
       weft::copy_commit();
     };
+#pragma unroll 1
     for (int number = 0; number < kStages - 1; ++number) copy(number);
     float d[4][4] = {};
+#pragma unroll 1
     for (int number = 0; number < count; ++number) {
       weft::copy_wait<kStages - 2>();
       __syncthreads();  // all threads' copies are there, and the stage before this one is free
@@ -256,6 +259,7 @@ __device__ __noinline__ void by_tiles(const Product<E>& p, unsigned char* memory
       }
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = threadIdx.x; i < kTall * kWide; i += kTailThreads) {
       const int r = i / kWide, c = i % kWide;
       if (row + r >= p.rows || column + c >= p.columns) continue;
@@ -278,14 +282,11 @@ __device__ __forceinline__ int cost(int rows, int columns, int tall, int wide) {
 
 template <bool kDots, typename E>
 __device__ __forceinline__ void by_best_tiles(const Product<E>& p, unsigned char* memory) {
-  const int costs[] = {cost(p.rows, p.columns, 16, 32), cost(p.rows, p.columns, 32, 32),
-                       cost(p.rows, p.columns, 32, 64), cost(p.rows, p.columns, 64, 64),
-                       cost(p.rows, p.columns, 64, 128)};
-  const int least = min(min(min(costs[0], costs[1]), min(costs[2], costs[3])), costs[4]);
-  if (costs[4] == least) return by_tiles<kDots, 64, 128>(p, memory);
-  if (costs[3] == least) return by_tiles<kDots, 64, 64>(p, memory);
-  if (costs[2] == least) return by_tiles<kDots, 32, 64>(p, memory);
-  if (costs[1] == least) return by_tiles<kDots, 32, 32>(p, memory);
+  // More sizes than these would gain a twentieth, and take as long to compile as all else.
+  const int small = cost(p.rows, p.columns, 16, 32), middle = cost(p.rows, p.columns, 32, 32),
+            large = cost(p.rows, p.columns, 64, 64);
+  if (large <= min(small, middle)) return by_tiles<kDots, 64, 64>(p, memory);
+  if (middle <= small) return by_tiles<kDots, 32, 32>(p, memory);
   by_tiles<kDots, 16, 32>(p, memory);
 }
 
