@@ -217,11 +217,13 @@ __device__ __noinline__ void by_tiles(const Product<E>& p, unsigned char* memory
         E* const to_a = stages + number % kStages * kElements;
         E* const to_b = to_a + kTall * kStage;
         const int first = number * kStage;
+#pragma unroll 1
         for (int i = threadIdx.x; i < kTall * kStage / 4; i += kTailThreads) {
           const int at = i / (kStage / 4), k = i % (kStage / 4) * 4;
           fetch(to_a + (k / kDeep * kTall + at) * kDeep + k % kDeep,
                 p.source + min(row + at, p.rows - 1) * p.source_stride + first + k, first + k < p.inner);
         }
+#pragma unroll 1
         for (int i = threadIdx.x; i < kWide * kStage / 4; i += kTailThreads) {
           if constexpr (kDots) {
             const int at = i / (kStage / 4), k = i % (kStage / 4) * 4;
@@ -236,17 +238,20 @@ __device__ __noinline__ void by_tiles(const Product<E>& p, unsigned char* memory
       }
       weft::copy_commit();
     };
-#pragma unroll 1
-    for (int number = 0; number < kStages - 1; ++number) copy(number);
     float d[4][4] = {};
+    // One loop, so that copying and multiplying stand in the code once: compiling them takes long.
 #pragma unroll 1
-    for (int number = 0; number < count; ++number) {
-      weft::copy_wait<kStages - 2>();
-      __syncthreads();  // all threads' copies are there, and the stage before this one is free
+    for (int number = 1 - kStages; number < count; ++number) {
+      if (number >= 0) {
+        weft::copy_wait<kStages - 2>();
+        __syncthreads();  // all threads' copies are there, and the stage before this one is free
+      }
       copy(number + kStages - 1);
-      const E* const a = stages + number % kStages * kElements + (mine * kTall + down + lane / 4) * kDeep;
-      const E* const b = stages + number % kStages * kElements + kTall * kStage + mine * kWide * kDeep;
-      chunk<kDots, kWide>(a, a + 8 * kDeep, b, across, d);
+      if (number >= 0) {
+        const E* const a = stages + number % kStages * kElements + (mine * kTall + down + lane / 4) * kDeep;
+        const E* const b = stages + number % kStages * kElements + kTall * kStage + mine * kWide * kDeep;
+        chunk<kDots, kWide>(a, a + 8 * kDeep, b, across, d);
+      }
     }
     weft::copy_wait<0>();
     __syncthreads();
@@ -265,6 +270,7 @@ __device__ __noinline__ void by_tiles(const Product<E>& p, unsigned char* memory
       if (row + r >= p.rows || column + c >= p.columns) continue;
       const int first = (c / kTileColumns * kDown + r / kTileRows) * kShare;
       float sum = 0;
+#pragma unroll 4
       for (int w = 0; w < kShare; ++w) {
         sum += sums[((first + w) * kTileRows + r % kTileRows) * kTileColumns + c % kTileColumns];
       }
