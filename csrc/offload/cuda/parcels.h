@@ -29,7 +29,8 @@ Stages& stages();
 class LaneParcel : public Parcel {
  public:
   void start_out(const Bytes& from, MarkPtr ready);
-  bool is_out(bool ask) override { return ask ? out_->passed() : out_->seen(); }
+  ~LaneParcel() override { settle_out(); }
+  bool is_out(bool ask) override;
   void wait_out() override;
 
   void start_in(const Bytes& to, const MarkPtr& now) override;
@@ -49,9 +50,12 @@ class LaneParcel : public Parcel {
   std::vector<std::shared_ptr<PinnedNumber>> numbers_;  // that the copy out writes to
 
  private:
+  void settle_out();  // nobody need wait for the copy out any more
+
   std::unique_ptr<HostPool::Buffer> buffer_;
   c10::cuda::CUDAStream moved_on_;
-  int64_t number_ = 0;  // among the copies out of the lane
+  const void* leaving_ = nullptr;  // the first byte of the memory that the copy out reads from
+  int64_t number_ = 0;             // among the copies out of the lane
   std::optional<c10::cuda::CUDAStream> allocated_on_;
   CudaMarkPtr out_, in_;
 };
