@@ -77,7 +77,9 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   std::vector<uint32_t> statuses(all);
   std::vector<uint64_t> words(all * S::kWidth * S::kWords);
   unsigned long long counter = 0;
+  tiles.slots = 1;
   if (tiles.chunks > 1 || all > blocks) {
+    tiles.slots = kSlots;
     tiles.counter = &counter;
     tiles.status = statuses.data();
     tiles.words = words.data();
@@ -86,5 +88,5 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   }
   tiles.sums = sums;
   emulator::launch(gradients ? kernel<T, true> : kernel<T, false>, blocks, kTileThreads, 1,
-                   size_t(tile_shared_bytes<T>(steps, gradients)), seed);
+                   size_t(tile_shared_bytes<T>(steps, gradients, tiles.slots)), seed);
 }

@@ -570,36 +570,6 @@ def check_a_count_that_finds_no_memory(runtime: Runtime) -> None:
             torch.cuda.synchronize()
 
 
-def check_memory_that_is_freed_under_a_copy_out(runtime: Runtime) -> None:
-    """As what shards frees it, and fills it again: who gets the memory meanwhile waits for the copy."""
-    side = torch.cuda.Stream()
-    for stream in (torch.cuda.current_stream(), side):
-        for compress in (None, "zvc"):
-            off, seen = everything(compress=compress), []
-            data, other = numbers(2)
-            y = torch.zeros(1, device="cuda", requires_grad=True)
-            x = data.to("cuda", non_blocking=True)
-            place, storage = x.data_ptr(), x.untyped_storage()
-            stream.wait_stream(torch.cuda.current_stream())
-            with off, torch.cuda.stream(stream):
-                y = Save.apply(y, x, seen)
-                storage.resize_(0)
-                taken = [torch.empty(SIZE, device="cuda") for _ in range(50)]
-                assert (place in [t.data_ptr() for t in taken]) == (stream != side)  # else once all is done with it
-                for t in taken:
-                    t.copy_(other, non_blocking=True)
-                runtime.drain(stream.cuda_stream)
-                del taken, t
-            storage.resize_(4 * SIZE)
-            with torch.autograd._unsafe_preserve_version_counter(x):
-                x.copy_(data, non_blocking=True)
-            del x, storage  # or what is in there is read
-            torch.cuda.synchronize()
-            off._engine.poll()
-            y.backward()
-            assert torch.equal(seen[0], data) and off.report().to_dict()["moved_tensors"] == 1
-
-
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     """Events, waits and copies of a tensor on its way out and back, in a use that is like the one before."""
     names = ("EventRecord", "EventQuery", "StreamWaitEvent", "MemcpyAsync")

@@ -218,42 +218,26 @@ def test_the_walk_on_a_processor(size: int, many: bool, tmp_path) -> None:
 
 
 FLAWS = {
-    "does not wait for its rows": ("    copy_wait<0>();\n", ""),
+    "does not wait for its rows": ("      copy_wait<1>();\n", ""),
     "takes a state that is not there": ("Acc(wait_for_word(state_word(known, c), state))", "Acc(to_word(state))"),
-    "takes a near state that is not there": (
-        "linked && nearest == kNear && state[i] != 0",
-        "linked && nearest == kNear",
-    ),
-    "believes a near total": (
-        "if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1 - i, c);",
+    "takes a near state that is not there": ("if (!__any_sync(~0u, first == 0)) {", "if (true) {"),
+    "believes the nearest total": (
+        "if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);",
         "total.follow(roundings(), x);",
     ),
     "believes every total": (
         "if (!total.follow(roundings(), x)) x = wait_for_state(k, c);",
         "total.follow(roundings(), x);",
     ),
-    "believes its own total": (
-        "after_known &= kept(shared_.all[c]).follow(roundings(), after[c]);",
-        "kept(shared_.all[c]).follow(roundings(), after[c]);",
-    ),
+    "believes its own total": ("known &= group.all[c].follow(", "group.all[c].follow("),
     "runs nothing again": ("if (known && by_total) x = start;", "x = start;"),
     "reads an A before the first": ("first_ == 0 && scan_.x0 == nullptr ? 1 : 0", "0"),
+    "starts before the starts are there": ("    __syncthreads();\n  }\n}\n", "  }\n}\n"),
     "takes x for x0": ("count_ > 0 ? count_ - 1 : count_", "count_ > 0 ? count_ : count_"),
-    "adds totals before all are made": ("    tile.make_totals();\n    __syncthreads();\n", "    tile.make_totals();\n"),
-    "starts before the state is found": ("    __syncthreads();\n    State<T> x[", "    State<T> x["),
-    "runs through rows that are run again": (
-        "    __syncthreads();\n    if (shared.again) {",
-        "    if (shared.again) {",
-    ),
-    "takes starts that are not there": (
-        "      __syncthreads();\n      tile.start_again(x);",
-        "      tile.start_again(x);",
-    ),
-    "keeps the place of one tile": ("places[(number + 1) % 2]", "places[number % 2]"),
-    "adds sums that are not there": (
-        "      __syncthreads();\n      if (warp == 0) tile.store_sums();",
-        "      if (warp == 0) tile.store_sums();",
-    ),
+    "publishes before all totals are made": ("        sync_some<1, 32 * kTileWarps>();\n", ""),
+    "has a slot too few": ("constexpr int kSlots = 4;", "constexpr int kSlots = 3;"),
+    "keeps totals of one tile": ("half_(int(number % 2))", "half_(0)"),
+    "stops a tile early": ("(sums ? 4 : 3)", "(sums ? 3 : 2)"),
 }
 
 

@@ -187,36 +187,6 @@ def test_the_last_frontiers_in_one_kernel(name, dtype, tmp_path):
     check_written_kernels(MODELS[name], True, dtype, tmp_path, tail=True)
 
 
-class ProductArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("source", "matrix", "target")),
-        *((name, ctypes.c_int) for name in ("rows", "inner", "columns", "size", "half", "dots")),
-    ]
-
-
-@pytest.fixture(scope="module")
-def products(tmp_path_factory) -> ctypes.CDLL:
-    return emulated.build("vertex_product", tmp_path_factory.mktemp("products"))
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize("dots", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [0, 1, 2, -1])
-def test_products_in_tiles(products, size, dtype, dots):
-    """Of every size of tile, along either side of the matrix: rows, columns and sums that end within a tile."""
-    for rows, inner, columns, blocks in [(2, 4, 4, 1), (67, 36, 132, 2), (40, 300, 68, 3)]:
-        source, matrix = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
-        given, target = matrix.t().contiguous() if dots else matrix, torch.full((rows, columns), torch.nan, dtype=dtype)
-        half = dtype != torch.float32
-        arguments = ProductArguments(
-            source.data_ptr(), given.data_ptr(), target.data_ptr(), rows, inner, columns, size, half, dots
-        )
-        products.run(ctypes.byref(arguments), blocks, 5)
-        # Of two numbers in bfloat16 the product is exact in fp32; their sum is rounded to one once.
-        assert relative_error(target, source.double() @ matrix.double()) < (4e-3 if half else 1e-6)
-
-
 def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bool) -> None:
     """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, on a
     processor beside the operator."""

@@ -8,7 +8,6 @@
 #include <deque>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -99,17 +98,6 @@ void CudaMark::hold(c10::cuda::CUDAStream stream) const {
   held_ = next_number();
 }
 
-void CudaMark::hold_freed(c10::cuda::CUDAStream stream) const {
-  const c10::cuda::OptionalCUDAGuard guard(device_to_set(stream));
-  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cuda_check(cudaStreamIsCapturing(stream.stream(), &status), "cudaStreamIsCapturing");
-  if (status == cudaStreamCaptureStatusNone)
-    cuda_check(cudaStreamWaitEvent(stream.stream(), event_, 0), "cudaStreamWaitEvent");
-  else
-    cuda_check(cudaEventSynchronize(event_), "cudaEventSynchronize");
-}
-
 void CudaMark::synchronize() const {
   if (!passed_) cuda_check(cudaEventSynchronize(event_), "cudaEventSynchronize");
   passed_ = true;
@@ -179,66 +167,6 @@ void Staging::release() {
 
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream) {
   c10::cuda::CUDACachingAllocator::recordStream(storage.data_ptr(), stream);
-}
-
-namespace {
-
-// Copies out under way, by the first byte of the memory that they read from.
-struct Leaving {
-  std::mutex mutex;
-  std::unordered_multimap<size_t, std::pair<c10::cuda::CUDAStream, CudaMarkPtr>> copies;
-  std::atomic<int64_t> count = 0;
-};
-
-// Called with the allocator's lock held, of every thread: asks for no other lock than ours, under which nobody asks the
-// allocator for anything.
-void freed(Leaving& leaving, const c10::CachingDeviceAllocator::TraceEntry& entry) {
-  if (entry.action_ != c10::CachingDeviceAllocator::TraceEntry::FREE_REQUESTED || leaving.count == 0) return;
-  const std::lock_guard lock(leaving.mutex);
-  const auto [begin, end] = leaving.copies.equal_range(entry.addr_);
-  for (auto it = begin; it != end; ++it) {
-    const auto& [moved_on, out] = it->second;
-    const auto own = c10::cuda::getStreamFromExternal(static_cast<cudaStream_t>(entry.stream_), entry.device_);
-    try {
-      out->hold_freed(own);
-      // By an event of this one the allocator knows when the memory is free, where it was allocated for another.
-      if (moved_on.stream() != own.stream()) out->hold_freed(moved_on);
-    } catch (...) {  // the device is gone
-    }
-  }
-}
-
-Leaving& leaving() {
-  static Leaving* const all = [] {
-    auto* const made = new Leaving;
-    try {
-      c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([made](const auto& entry) { freed(*made, entry); });
-    } catch (const c10::Error&) {  // an allocator that tells nobody
-    }
-    return made;
-  }();
-  return *all;
-}
-
-}  // namespace
-
-void leaves(const c10::Storage& storage, c10::cuda::CUDAStream moved_on, CudaMarkPtr out) {
-  Leaving& all = leaving();
-  const std::lock_guard lock(all.mutex);
-  all.copies.emplace(reinterpret_cast<size_t>(storage.data()), std::pair(moved_on, std::move(out)));
-  ++all.count;
-}
-
-void left(const void* data, const CudaMarkPtr& out) {
-  Leaving& all = leaving();
-  const std::lock_guard lock(all.mutex);
-  const auto [begin, end] = all.copies.equal_range(reinterpret_cast<size_t>(data));
-  for (auto it = begin; it != end; ++it)
-    if (it->second.second == out) {
-      all.copies.erase(it);
-      --all.count;
-      return;
-    }
 }
 
 namespace {

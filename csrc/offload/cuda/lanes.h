@@ -30,9 +30,6 @@ class CudaMark : public Mark {
   void hold(c10::cuda::CUDAStream stream) const;
   // Whether its stream had been told to wait for `other` when this mark was made, as far as that is remembered.
   bool is_behind(const CudaMark& other) const { return other.holder_ == stream_ && other.held_ < made_; }
-  // The same for who has no lock of Python's, and may be in torch's allocator: nothing is remembered of it. Where the
-  // stream is captured, which may wait for nothing outside, the host waits.
-  void hold_freed(c10::cuda::CUDAStream stream) const;
   void synchronize() const;
 
  private:
@@ -140,15 +137,6 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
 // The stream that the memory was saved or allocated on may not be the one it was allocated for: its allocator has to
 // know, or it gives the memory to work that is not behind ours. Does nothing where they are the same.
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream);
-
-// Memory that a copy out is reading while the program holds its storage, too, and may free it by resize_, as what
-// shards or recomputes does: the ledger's own reference keeps a storage, not its memory. The stream that the memory
-// goes back to waits for the copy then, when torch's allocator says that it is freed. Told to the allocator by
-// recordStream, the memory of every tensor would come back late: once the host has seen all that the lane had to do by
-// then.
-void leaves(const c10::Storage& storage, c10::cuda::CUDAStream moved_on, CudaMarkPtr out);
-// That copy has ended, or is waited for.
-void left(const void* data, const CudaMarkPtr& out);
 
 // A pinned number that the device writes to. Its memory is never given back to the system, and to another number only
 // when what writes to it has run.

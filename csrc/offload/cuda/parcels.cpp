@@ -67,22 +67,9 @@ void LaneParcel::start_out(const Bytes& from, MarkPtr ready) {
   number_ = ++lanes_.outs;
   for (auto& number : numbers_) number->written(out_);
   buffer_->busy = std::const_pointer_cast<CudaMark>(out_);
-  leaving_ = from.storage.data();
-  leaves(from.storage, moved_on_, out_);
-}
-
-void LaneParcel::settle_out() {
-  if (const void* data = std::exchange(leaving_, nullptr)) left(data, out_);
-}
-
-bool LaneParcel::is_out(bool ask) {
-  const bool out = ask ? out_->passed() : out_->seen();
-  if (out) settle_out();
-  return out;
 }
 
 void LaneParcel::wait_out() {
-  settle_out();
   int64_t& waited = lanes_.waited(moved_on_);
   if (waited >= number_ || out_->seen()) return;
   out_->hold(moved_on_);

@@ -29,8 +29,7 @@ Stages& stages();
 class LaneParcel : public Parcel {
  public:
   void start_out(const Bytes& from, MarkPtr ready);
-  ~LaneParcel() override { settle_out(); }
-  bool is_out(bool ask) override;
+  bool is_out(bool ask) override { return ask ? out_->passed() : out_->seen(); }
   void wait_out() override;
 
   void start_in(const Bytes& to, const MarkPtr& now) override;
@@ -50,12 +49,9 @@ class LaneParcel : public Parcel {
   std::vector<std::shared_ptr<PinnedNumber>> numbers_;  // that the copy out writes to
 
  private:
-  void settle_out();  // nobody need wait for the copy out any more
-
   std::unique_ptr<HostPool::Buffer> buffer_;
   c10::cuda::CUDAStream moved_on_;
-  const void* leaving_ = nullptr;  // the first byte of the memory that the copy out reads from
-  int64_t number_ = 0;             // among the copies out of the lane
+  int64_t number_ = 0;  // among the copies out of the lane
   std::optional<c10::cuda::CUDAStream> allocated_on_;
   CudaMarkPtr out_, in_;
 };

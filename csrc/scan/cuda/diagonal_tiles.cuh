@@ -1,48 +1,33 @@
-// x[t] = A[t] * x[t-1] + b[t], A diagonal, and its gradients, in one pass over
-// memory for any shape. B * H independent channels; the order of processing is
-// that of linear_scan_args.h, so that gradients are a scan, too:
-//   lambda[k] = A[k] lambda[k-1] + grad[k],  grad_A[k] = lambda[k] x[k],  A and
-//   x moved by a step by who calls.
+// x[t] = A[t] * x[t-1] + b[t], A diagonal, and its gradients, in one pass over memory for any shape. B * H independent
+// channels; the order of processing is that of linear_scan_args.h, so that gradients are a scan, too:
+//   lambda[k] = A[k] lambda[k-1] + grad[k],  grad_A[k] = lambda[k] x[k],  A and x moved by a step by who calls.
 //
-// Floor: 3 streams of T B H elements forward, 5 for the gradients; of an A that
-// is constant in time, 2 and 3.
+// Floor: 3 streams of T B H elements forward, 5 for the gradients; of an A that is constant in time, 2 and 3.
 //
-// Decomposition: a slab is kWidth adjacent channels of one batch row (rows that
-// lie end to end are one), and a tile is
-//   kTileStrands * `steps` steps of it. A strand is `steps` steps; a warp has
-//   kStrands of them, each kLanes lanes wide. Rows of 64 bytes are as narrow as
-//   the memory likes them: the narrower a slab, the longer a tile, and the
-//   fewer of them follow each other. A block takes tiles in turn, all slabs of
-//   a chunk of time before the next chunk's, so whoever is waited for is
-//   running. Several blocks share a multiprocessor, and while one waits the
-//   others work: nothing keeps them in step.
-// A tile, in a block:
-//   1. Every warp copies the rows of its strands into shared memory (cp.async),
-//   16 bytes a lane where addresses allow
-//      it, as soon as it has written those of the tile before, and makes of
-//      them the total of every strand (diagonal_totals.cuh).
-//   2. One warp makes of those the total of the tile, which it publishes.
-//   Meanwhile another finds the state before the
-//      tile: the nearest earlier state that is published, and the totals of the
-//      tiles since, followed in the order of time. So the roundings are those
-//      of a walk over all tiles, whichever states were there: the same bits in
-//      every run. A third takes the next tile.
-//   3. The state after the tile is published, every lane follows the totals
-//   before its strand, runs through the strand
-//      in shared memory, and the warp writes its rows, 16 bytes a lane.
-// Where a total cannot say what follows a state, the steps themselves do: a
-// warp runs the tile's strands one after the
-//   other, and who follows a tile's total waits for the state after it. By
-//   channel, so that none sees its neighbours.
-// Shared memory: a tile, 2 (3) rows of 64 bytes per step, its totals and its
-// states, of each of kBlocks blocks.
-//   Registers: totals, also of a few earlier tiles, and a state.
-// Cost: per tile and channel 4 words written (7 in fp64) and a few more read,
-// in L2, each of which says by itself that
-//   it is there. The latencies of a tile follow each other: of its copies, of
-//   its totals, of one or two trips to L2, of its steps. The memory is busy if
-//   that chain is shorter than it takes to move the bytes of the tiles of all
-//   blocks.
+// Decomposition: a slab is kWidth adjacent channels of one batch row (rows that lie end to end are one), and a tile is
+//   kTileStrands * `steps` steps of it. A strand is `steps` steps; a warp has kStrands of them, each kLanes lanes wide.
+//   Rows of 64 bytes are as narrow as the memory likes them: the narrower a slab, the longer a tile, and the fewer of
+//   them follow each other. A block has 8 warps that read, 8 that write and a finder. Blocks take tiles in turn, all
+//   slabs of a chunk of time before the next chunk's, so whoever is waited for is running.
+// Pipeline: between two barriers a block works on four tiles, which it has taken one after the other, so that neither
+//   reading nor writing waits for a state.
+//   1. The readers start copying the newest into shared memory (cp.async), 16 bytes a lane where addresses allow it.
+//   2. Of the one before, which has arrived, they make the total of every strand (diagonal_totals.cuh), and of those
+//      that of the tile, which they publish.
+//   3. The finder finds the state before the tile before that: the nearest earlier state that is published, and the
+//      totals of the tiles since, followed in the order of time. So the roundings are those of a walk over all tiles,
+//      whichever states were there: the same bits in every run. It publishes the state after the tile, and gives every
+//      strand its own.
+//   4. The writers run through the strands of the oldest, in shared memory, and write them, 16 bytes a lane.
+// Where a total cannot say what follows a state, the steps themselves do: the finder runs the tile's strands one after
+//   the other, and who follows a tile's total waits for the state after it. By channel, so that none sees its
+//   neighbours.
+// Shared memory: kSlots tiles, 2 (3) rows of 64 bytes per step, all that a block may have; a quarter of it is on its
+//   way, where Little's law asks for about 36 KB at 1 us; and two tiles' totals and states. Registers: totals, also of
+//   a batch of earlier tiles, and a state.
+// Cost: per tile and channel 4 words written (7 in fp64) and a few more read, in L2, each of which says by itself that
+//   it is there. A tile has to be done, in the mean, while the memory moves as many bytes: on an H200 in 2.4 us. Every
+//   role has so long: the readers are bound by the latency of their totals in fp64, the finder by two trips to L2.
 #pragma once
 #include <cstdint>
 
@@ -54,34 +39,19 @@
 
 namespace weft::scan {
 
-#ifndef WEFT_TILE_WARPS
-#define WEFT_TILE_WARPS 8
-#endif
-#ifndef WEFT_TILE_BLOCKS
-#define WEFT_TILE_BLOCKS 4
-#endif
-#ifndef WEFT_TILE_NEAR
-#define WEFT_TILE_NEAR 4
-#endif
-#ifndef WEFT_TILE_ROW
-#define WEFT_TILE_ROW 64
-#endif
-constexpr int kTileWarps = WEFT_TILE_WARPS;  // at least 3
-constexpr int kTileThreads = 32 * kTileWarps;
+constexpr int kTileWarps = 8;  // that read, and that write
+constexpr int kTileThreads = 32 * (2 * kTileWarps + 1);
+constexpr int kSlots = 4;  // for tiles: one comes in, one gets its totals, one its states, one is run through
 
 template <typename T>
 struct TileShape {
   static constexpr int kChannels = sizeof(T) < 4 ? 4 / int(sizeof(T)) : 1;  // of a lane
-  static constexpr int kLaneBytes = kChannels * int(sizeof(T)), kRowBytes = WEFT_TILE_ROW;
-  static constexpr int kBlocks = sizeof(T) == 8 ? (WEFT_TILE_BLOCKS + 1) / 2 : WEFT_TILE_BLOCKS;  // per multiprocessor
-  static constexpr int kNear = sizeof(T) == 8 ? 2 : WEFT_TILE_NEAR;  // tiles whose words come in the first trip to L2
+  static constexpr int kLaneBytes = kChannels * int(sizeof(T)), kRowBytes = 64;
   static constexpr int kLanes = kRowBytes / kLaneBytes, kWidth = kLanes * kChannels;
   static constexpr int kStrands = 32 / kLanes, kTileStrands = kTileWarps * kStrands;
-  // Words that a tile leaves for others, per channel: its total, and the state
-  // after it.
+  // Words that a tile leaves for others, per channel: its total, and the state after it.
   static constexpr int kTotalWords = Total<State<T>>::kWords, kWords = kTotalWords + 1;
-  // Rows from strand to strand, so that the strands of a warp lie in different
-  // banks.
+  // Rows from strand to strand, so that the strands of a warp lie in different banks.
   static constexpr int stride(int steps) {
     constexpr int kRows = 128 / kRowBytes;  // that all banks hold
     return steps + (kRows + 1 - steps % kRows) % kRows;
@@ -93,12 +63,12 @@ struct Tiles {
   DiagonalGradients problem;  // forward: `scan` alone
   int64_t slabs_per_row, slabs, chunks;
   int steps;                    // of a strand
+  int slots;                    // kSlots, or one
   bool pieces;                  // addresses, strides and H are multiples of 16 bytes
   unsigned long long* counter;  // zero; null: one chunk, and a block for each of its tiles
   uint32_t* status;             // (slabs, chunks), zero; of several chunks alone, as words
   uint64_t* words;              // (chunks, slabs, channels of a lane, kWords, kLanes), zero
-  void* sums;                   // (chunks, B, H) in the dtype of the state: what each adds to a
-                                // summed gradient of A
+  void* sums;                   // (chunks, B, H) in the dtype of the state: what each adds to a summed gradient of A
 };
 
 // Where a tile is.
@@ -110,23 +80,19 @@ struct Place {
 template <typename T>
 struct alignas(16) TileShared {
   using Shape = TileShape<T>;
-  using Words = double[Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
-  Words totals[Shape::kTileStrands];  // of every strand's steps, then of the
-                                      // steps before it in its group
-  Words groups[Shape::kStrands];      // of each kTileWarps strands, then of the
-                                      // steps before them
-  Words all;
-  State<T> starts[Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // of a tile that is run again; or sums for a
-                                                                          // summed gradient of A
-  State<T> found[Shape::kChannels][Shape::kLanes];                        // the state before the tile
-  bool again;                                                             // a total cannot say what follows
-  Place places[2];                                                        // of this tile and the next
+  static constexpr int kPlaces = 8;
+  // Of every strand's steps, then of the steps before it in the 8 strands that a lane of the finder takes.
+  double totals[2][Shape::kTileStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
+  double groups[2][Shape::kStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];  // of each 8 strands
+  State<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
+  State<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
+  Place places[kPlaces];
 };
 
 template <typename T>
-constexpr int64_t tile_shared_bytes(int steps, bool gradients) {
+constexpr int64_t tile_shared_bytes(int steps, bool gradients, int slots) {
   using S = TileShape<T>;
-  return int64_t(gradients ? 3 : 2) * S::kTileStrands * S::stride(steps) * S::kRowBytes +
+  return int64_t(slots) * (gradients ? 3 : 2) * S::kTileStrands * S::stride(steps) * S::kRowBytes +
          int64_t(sizeof(TileShared<T>));
 }
 
@@ -143,12 +109,14 @@ class Tile {
       : tiles_(tiles),
         scan_(tiles.problem.scan),
         shared_(*reinterpret_cast<TileShared<T>*>(memory)),
-        place_(shared_.places[number % 2]),
-        warp_(int(threadIdx.x) / 32),
+        place_(shared_.places[number % TileShared<T>::kPlaces]),
+        half_(int(number % 2)),
+        warp_(int(threadIdx.x) / 32 % kTileWarps),
         lane_(int(threadIdx.x) % 32 % kLanes),
         strand_(int(threadIdx.x) % 32 / kLanes) {
     const int rows = S::stride(tiles.steps) * S::kTileStrands;
-    A_ = memory + sizeof(TileShared<T>);
+    const unsigned slot = tiles.slots == 1 ? 0 : number % kSlots;
+    A_ = memory + sizeof(TileShared<T>) + slot * (kGradients ? 3 : 2) * rows * kRowBytes;
     b_ = A_ + rows * kRowBytes;
     x_ = b_ + rows * kRowBytes;
     begin_ = place_.chunk * S::kTileStrands * tiles.steps;
@@ -195,7 +163,7 @@ class Tile {
     for (; i + 8 <= count; i += 8) steps(i, std::integral_constant<int, 8>{});
     for (; i < count; ++i) steps(i, std::integral_constant<int, 1>{});
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) keep(shared_.totals[strand][c], total[c]);
+    for (int c = 0; c < kChannels; ++c) keep(shared_.totals[half_][strand][c], total[c]);
   }
 
   // One warp, when those of all strands are made.
@@ -205,91 +173,48 @@ class Tile {
     if (!last && strand_ == 0) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        kept(shared_.all[c]).each_word([&](int i, double& word) {
-          put_word(words(place_.chunk, c) + kLanes * i, word);
-        });
+        Total<Acc> all = kept(shared_.groups[half_][0][c]);
+        for (int i = 1; i < kStrands; ++i) all.then(kept(shared_.groups[half_][i][c]));
+        all.each_word([&](int i, double& word) { put_word(words(place_.chunk, c) + kLanes * i, word); });
       }
     }
     if (!last && place_.chunk > 0) put_status(kTotal);
   }
 
-  // One warp: the state before the tile, for all.
-  __device__ void find() {
-    Acc before[kChannels];
+  // The finder alone.
+  __device__ void find_starts() {
+    const bool last = place_.chunk + 1 == tiles_.chunks;
+    const Group group = group_totals();
+    Acc before[kChannels], after[kChannels];
     find_state(before);
-    if (strand_ == 0) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) shared_.found[c][lane_] = before[c];
-    }
-  }
-
-  // The state before the lane's strand. False where totals cannot say it, or
-  // the state after the tile, which the first warp publishes.
-  __device__ bool start(Acc (&x)[kChannels], bool& published) const {
-    const int strand = warp_ * kStrands + strand_;
+    // By the total, as everyone does who follows it.
     bool known = true;
-    published = true;
-    if (warp_ == 0 && place_.chunk + 1 < tiles_.chunks) {
-      Acc after[kChannels];
-      bool after_known = true;
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        after[c] = shared_.found[c][lane_];
-        after_known &= kept(shared_.all[c]).follow(roundings(), after[c]);
-      }
-      published = !__any_sync(~0u, !after_known);
-      if (published) publish_state(after);
-    }
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      x[c] = shared_.found[c][lane_];
-      if (strand >= kTileWarps) known &= kept(shared_.groups[strand / kTileWarps][c]).follow(roundings(), x[c]);
-      if (strand % kTileWarps > 0) known &= kept(shared_.totals[strand][c]).follow(roundings(), x[c]);
+      after[c] = before[c];
+      if (!last) known &= group.all[c].follow(roundings(), after[c]);
     }
-    return (known || strand_steps(strand) == 0) && published;
-  }
-
-  // The same by the steps where totals cannot, one strand after the other: one
-  // warp, before any has run through its own. `published`: so is the state
-  // after the tile.
-  __device__ void run_again(bool published) {
-    Acc after[kChannels];
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      const Acc before = shared_.found[c][lane_];
-      Acc x = before, group_start = before;
-      bool known = true;
-      for (int strand = 0; strand < S::kTileStrands; ++strand) {
-        if (strand % kTileWarps == 0 && strand > 0) {
-          group_start = before;
-          known = kept(shared_.groups[strand / kTileWarps][c]).follow(roundings(), group_start);
-        }
-        Acc start = group_start;
-        const bool by_total = strand % kTileWarps == 0 || kept(shared_.totals[strand][c]).follow(roundings(), start);
-        if (known && by_total) x = start;
-        shared_.starts[strand][c][lane_] = x;
-        for (int i = 0; i < strand_steps(strand); ++i) {
-          x = fused(to_state(read(A_, strand, i).of[c]), x, to_state(read(b_, strand, i).of[c]));
-        }
-      }
-      after[c] = before;
-      if (!kept(shared_.all[c]).follow(roundings(), after[c])) after[c] = x;
+    const bool all_known = !__any_sync(~0u, !known);
+    if (all_known && !last) publish_state(after);
+    const bool again = !give_starts(group, before);
+    if (__any_sync(~0u, again || !all_known)) {
+      __syncwarp();
+      run_again(group, before, after);
+      if (!all_known) publish_state(after);
     }
-    if (!published) publish_state(after);
-  }
-  __device__ void start_again(Acc (&x)[kChannels]) const {
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) x[c] = shared_.starts[warp_ * kStrands + strand_][c][lane_];
   }
 
   // Runs through the warp's strands and writes them.
-  __device__ void replay(Acc (&x)[kChannels]) {
+  __device__ void replay() {
     const DiagonalGradients& g = tiles_.problem;
     const int strand = warp_ * kStrands + strand_, count = strand_steps(strand);
     const int64_t first = begin_ + strand * tiles_.steps;
-    Acc sum[kChannels];
+    Acc x[kChannels], sum[kChannels];
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) sum[c] = 0;
+    for (int c = 0; c < kChannels; ++c) {
+      x[c] = shared_.starts[half_][strand][c][lane_];
+      sum[c] = 0;
+    }
     const bool products = kGradients && g.x != nullptr;
     auto steps = [&](int i, auto some) {
       constexpr int kSome = decltype(some)::value;
@@ -330,7 +255,7 @@ class Tile {
       if (g.grad_A != nullptr && !g.summed) store_rows(x_, g.grad_A, place_.row * g.grad_A_b, g.grad_A_t);
       if (g.summed) {
 #pragma unroll
-        for (int c = 0; c < kChannels; ++c) shared_.starts[strand][c][lane_] = sum[c];
+        for (int c = 0; c < kChannels; ++c) shared_.starts[half_][strand][c][lane_] = sum[c];
       }
       if (g.grad_x0 != nullptr && count > 0 && first + count == scan_.T) {
         const int64_t h = place_.h0 + lane_ * kChannels;
@@ -350,15 +275,16 @@ class Tile {
     __syncwarp();  // before the next tile's rows come in
   }
 
-  // One warp, when all have run through their strands.
+  // The finder alone, when all warps have run through their strands.
   __device__ void store_sums() {
     Acc* const to = static_cast<Acc*>(tiles_.sums) + (place_.chunk * scan_.B + place_.row) * scan_.H + place_.h0;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       double sum = 0;
-      for (int strand = 0; strand < S::kTileStrands; ++strand) sum += shared_.starts[strand][c][lane_];
+      for (int strand = 0; strand < S::kTileStrands; ++strand) sum += shared_.starts[half_][strand][c][lane_];
       if (c < owned_ && strand_ == 0) to[lane_ * kChannels + c] = Acc(sum);
     }
+    __syncwarp();  // before they are starts again
   }
 
  private:
@@ -395,13 +321,11 @@ class Tile {
   __device__ const T* element(const void* base, int64_t offset) const {
     return static_cast<const T*>(base) + offset + place_.h0;
   }
-  // Whether piece `piece` of a row lies within H. It does or it does not: H is
-  // a multiple of 16 bytes, too.
+  // Whether piece `piece` of a row lies within H. It does or it does not: H is a multiple of 16 bytes, too.
   __device__ bool inside(int piece) const {
     return place_.h0 * int64_t(sizeof(T)) + piece * 16 < scan_.H * int64_t(sizeof(T));
   }
-  // Bytes from the tile's first row to row i of the warp's strands, which
-  // follow each other in time.
+  // Bytes from the tile's first row to row i of the warp's strands, which follow each other in time.
   __device__ int row_at(int i) const {
     const int pad = S::stride(tiles_.steps) - tiles_.steps;
     int row = warp_ * kStrands * S::stride(tiles_.steps) + i;
@@ -410,8 +334,7 @@ class Tile {
     return row * kRowBytes;
   }
 
-  // Rows [begin, end) of the warp's, row 0 being step first_; zeros where there
-  // is nothing, and beyond H.
+  // Rows [begin, end) of the warp's, row 0 being step first_; zeros where there is nothing, and beyond H.
   __device__ void fetch_rows(unsigned char* to, const T* from, int64_t stride, int begin, int end, bool exist) const {
     if (tiles_.pieces) {
       const int lane = int(threadIdx.x) % 32, piece = lane % kPieces;
@@ -485,47 +408,105 @@ class Tile {
     total.each_word([&](int i, double& word) { words[i][lane_] = word; });
   }
 
-  // Makes of the totals of all strands those of the steps before each in its
-  // group, before each group, and of all.
+  // Totals of the tile, and of what is before the 8 strands that the lane takes.
+  struct Group {
+    Total<Acc> all[kChannels], before[kChannels];
+  };
+  // Makes of the totals of each 8 strands those of the steps before each, and of all.
   __device__ void add_totals() {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       Total<Acc> next[kTileWarps], total;
 #pragma unroll
-      for (int j = 0; j < kTileWarps; ++j) next[j] = kept(shared_.totals[strand_ * kTileWarps + j][c]);
+      for (int j = 0; j < kTileWarps; ++j) next[j] = kept(shared_.totals[half_][strand_ * kTileWarps + j][c]);
 #pragma unroll
       for (int j = 0; j < kTileWarps; ++j) {
-        keep(shared_.totals[strand_ * kTileWarps + j][c], total);
+        keep(shared_.totals[half_][strand_ * kTileWarps + j][c], total);
         if (j == 0) {
           total = next[j];
         } else {
           total.then(next[j]);
         }
       }
-      keep(shared_.groups[strand_][c], total);
+      keep(shared_.groups[half_][strand_][c], total);
     }
     __syncwarp();
-    if (strand_ == 0) {
+  }
+  __device__ Group group_totals() const {
+    Group group;
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        Total<Acc> total = kept(shared_.groups[0][c]);
-#pragma unroll
-        for (int i = 1; i < kStrands; ++i) {
-          const Total<Acc> next = kept(shared_.groups[i][c]);
-          keep(shared_.groups[i][c], total);
-          total.then(next);
+    for (int c = 0; c < kChannels; ++c) {
+      Total<Acc>& all = group.all[c];
+      for (int i = 0; i < kStrands; ++i) {
+        if (i == strand_) group.before[c] = all;
+        const Total<Acc> next = kept(shared_.groups[half_][i][c]);
+        if (i == 0) {
+          all = next;
+        } else {
+          all.then(next);
         }
-        keep(shared_.all[c], total);
       }
     }
-    __syncwarp();
+    return group;
+  }
+
+  // The state before every strand, by totals; false where they cannot say it of one.
+  __device__ bool give_starts(const Group& group, const Acc (&before)[kChannels]) {
+    bool known = true;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      Acc x = before[c], start[kTileWarps];
+      if (strand_ > 0) known &= group.before[c].follow(roundings(), x);
+      start[0] = x;
+#pragma unroll
+      for (int j = 1; j < kTileWarps; ++j) {
+        start[j] = x;
+        known &= kept(shared_.totals[half_][strand_ * kTileWarps + j][c]).follow(roundings(), start[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kTileWarps; ++j) shared_.starts[half_][strand_ * kTileWarps + j][c][lane_] = start[j];
+    }
+    return known || begin_ + strand_ * kTileWarps * tiles_.steps >= scan_.T;
+  }
+
+  // The same by the steps where totals cannot, one strand after the other. `after`: the state after the tile, by its
+  // total where that can say it.
+  __device__ void run_again(const Group& group, const Acc (&before)[kChannels], Acc (&after)[kChannels]) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      Acc x = before[c], group_start = before[c];
+      Total<Acc> groups;
+      bool known = true;
+      for (int strand = 0; strand < S::kTileStrands; ++strand) {
+        const int number = strand / kTileWarps;
+        if (strand % kTileWarps == 0 && number > 0) {
+          const Total<Acc> next = kept(shared_.groups[half_][number - 1][c]);
+          if (number == 1) {
+            groups = next;
+          } else {
+            groups.then(next);
+          }
+          group_start = before[c];
+          known = groups.follow(roundings(), group_start);
+        }
+        Acc start = group_start;
+        const bool by_total =
+            strand % kTileWarps == 0 || kept(shared_.totals[half_][strand][c]).follow(roundings(), start);
+        if (known && by_total) x = start;
+        shared_.starts[half_][strand][c][lane_] = x;
+        for (int i = 0; i < strand_steps(strand); ++i) {
+          x = fused(to_state(read(A_, strand, i).of[c]), x, to_state(read(b_, strand, i).of[c]));
+        }
+      }
+      after[c] = before[c];
+      if (!group.all[c].follow(roundings(), after[c])) after[c] = x;
+    }
   }
 
   __device__ uint32_t* status(int64_t chunk) const {
     return tiles_.status + place_.slab * tiles_.chunks + chunk;
   }
-  // A hint that saves others from asking for words: those say by themselves
-  // whether they are there.
+  // A hint that saves others from asking for words: those say by themselves whether they are there.
   __device__ void put_status(uint32_t value) const {
     if (threadIdx.x % 32 == 0) publish_status(status(place_.chunk), value);
   }
@@ -561,8 +542,8 @@ class Tile {
     }
   }
   __device__ void follow_tiles(int64_t chunk, int c, Acc& x) const {
-    // Lane i looks at the i-th tile before this one. The state is mostly that
-    // of the first or the second, whose words come in the same trip to L2.
+    // Lane i looks at the i-th tile before this one. The state is mostly that of the first or the second, whose words
+    // come in the same trip to L2.
     int nearest;
     for (bool found = false; !found;) {
       const int64_t looked_at = chunk - 1 - int(threadIdx.x) % 32;
@@ -574,8 +555,7 @@ class Tile {
     }
     const int64_t known = chunk - 1 - nearest;
     const uint64_t state = look_at_word(state_word(known, c));
-    // Totals in batches, so that one trip to L2 serves many, the first of them
-    // with the state.
+    // Totals in batches, so that one trip to L2 serves many, the first of them with the state.
     constexpr int kBatch = sizeof(T) == 8 ? 2 : 4;
     for (int64_t first = known + 1;; first += kBatch) {
       uint64_t seen[kBatch][S::kTotalWords];
@@ -599,40 +579,25 @@ class Tile {
     }
   }
 
-  // The state before the tile, where the words that say it for all lanes are
-  // there. By lane, from the nearest state that it sees.
+  // The state before the tile, where the words that say it for all lanes are there.
   __device__ bool near_state(int64_t chunk, int c, Acc& x) const {
-    constexpr int kNear = S::kNear;
-    uint64_t state[kNear], seen[kNear - 1][S::kTotalWords];
+    const uint64_t first = look_at_word(state_word(chunk - 1, c));
+    const uint64_t second = chunk > 1 ? look_at_word(state_word(chunk - 2, c)) : 0;
+    uint64_t seen[S::kTotalWords];
+    bool second_known = second != 0;
 #pragma unroll
-    for (int i = 0; i < kNear; ++i) state[i] = chunk > i ? look_at_word(state_word(chunk - 1 - i, c)) : 0;
+    for (int j = 0; j < S::kTotalWords; ++j) seen[j] = look_at_word(words(chunk - 1, c) + kLanes * j);
 #pragma unroll
-    for (int i = 0; i + 1 < kNear; ++i) {
-#pragma unroll
-      for (int j = 0; j < S::kTotalWords; ++j) {
-        seen[i][j] = chunk > i + 1 ? look_at_word(words(chunk - 1 - i, c) + kLanes * j) : 0;
-      }
+    for (int j = 0; j < S::kTotalWords; ++j) second_known &= seen[j] != 0;
+    if (!__any_sync(~0u, first == 0)) {
+      x = Acc(to_word(first));
+      return true;
     }
-    int nearest = kNear;  // tiles since the state
-    bool linked = true;
-#pragma unroll
-    for (int i = 0; i < kNear; ++i) {
-      if (linked && nearest == kNear && state[i] != 0) nearest = i;
-      if (i + 1 < kNear) {
-#pragma unroll
-        for (int j = 0; j < S::kTotalWords; ++j) linked &= seen[i][j] != 0;
-      }
-    }
-    if (__any_sync(~0u, nearest == kNear)) return false;
-#pragma unroll
-    for (int i = kNear - 1; i >= 0; --i) {
-      if (i == nearest) x = Acc(to_word(state[i]));
-      if (i + 1 < kNear && i < nearest) {
-        Total<Acc> total;
-        total.each_word([&](int j, double& word) { word = to_word(seen[i + 1 < kNear ? i : 0][j]); });
-        if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1 - i, c);
-      }
-    }
+    if (__any_sync(~0u, !second_known)) return false;
+    x = Acc(to_word(second));
+    Total<Acc> total;
+    total.each_word([&](int j, double& word) { word = to_word(seen[j]); });
+    if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);
     return true;
   }
   __device__ uint64_t* state_word(int64_t chunk, int c) const {
@@ -653,18 +618,16 @@ class Tile {
   const LinearScan& scan_;
   TileShared<T>& shared_;
   const Place& place_;
-  const int warp_, lane_, strand_;  // the lane among those of a row, and which
-                                    // of the warp's strands it has
-  int64_t begin_, first_;           // first step of the tile, and of the warp
-  int count_;                       // the warp's steps
-  int owned_;                       // channels of the lane
+  const int half_, warp_, lane_, strand_;  // the lane among those of a row, and which of the warp's strands it has
+  int64_t begin_, first_;                  // first step of the tile, and of the warp
+  int count_;                              // the warp's steps
+  int owned_;                              // channels of the lane
   unsigned char *A_, *b_, *x_;
 };
 
 template <typename T>
 __device__ Place place_of(const Tiles& tiles, int64_t index) {
-  // The host sees to it that there are less than 2^32 tiles: 64 bits take far
-  // longer to divide.
+  // The host sees to it that there are less than 2^32 tiles: 64 bits take far longer to divide.
   const uint32_t slabs = uint32_t(tiles.slabs), per_row = uint32_t(tiles.slabs_per_row);
   const uint32_t chunk = uint32_t(index) / slabs, slab = uint32_t(index) % slabs, row = slab / per_row;
   return {chunk, slab, row, int64_t(slab % per_row) * TileShape<T>::kWidth, chunk < tiles.chunks};
@@ -673,41 +636,41 @@ __device__ Place place_of(const Tiles& tiles, int64_t index) {
 template <typename T, bool kGradients>
 __device__ void run_tiles(const Tiles& tiles, unsigned char* memory) {
   auto& shared = *reinterpret_cast<TileShared<T>*>(memory);
-  const int warp = int(threadIdx.x) / 32;
+  auto place = [&](unsigned number) -> Place& { return shared.places[number % TileShared<T>::kPlaces]; };
+  const int role = int(threadIdx.x) / (32 * kTileWarps);
   const bool one = tiles.counter == nullptr, sums = kGradients && tiles.problem.summed;
-  if (threadIdx.x == 0) shared.places[0] = place_of<T>(tiles, one ? blockIdx.x : take_tile(tiles.counter));
+  const bool takes = threadIdx.x == 32 * kTileWarps;
+  if (takes) place(0) = place_of<T>(tiles, one ? blockIdx.x : take_tile(tiles.counter));
   __syncthreads();
-  for (unsigned number = 0; shared.places[number % 2].exists; ++number) {
-    Tile<T, kGradients> tile(tiles, number, memory);
-    tile.fetch();
-    copy_commit();
-    copy_wait<0>();
-    __syncwarp();
-    tile.make_totals();
-    __syncthreads();
-    if (warp == 0) {
-      tile.publish_total();
-    } else if (warp == 1) {
-      tile.find();
-    } else if (threadIdx.x == 64) {
-      shared.again = false;
-      shared.places[(number + 1) % 2] = one ? Place{} : place_of<T>(tiles, take_tile(tiles.counter));
+  bool ended = false;
+  unsigned end = 0;  // how many tiles the block has, once it is known
+  for (unsigned number = 0;; ++number) {
+    if (!ended && !place(number).exists) ended = true, end = number;
+    if (ended && number - end >= (sums ? 4 : 3)) break;
+    // The tile so many before, and whether there is one.
+    const auto has = [&](unsigned ago) { return number >= ago && (!ended || number - ago < end); };
+    const auto tile = [&](unsigned ago) { return Tile<T, kGradients>(tiles, number - ago, memory); };
+    if (role == 0) {
+      if (has(0)) tile(0).fetch();
+      copy_commit();
+      copy_wait<1>();
+      __syncwarp();
+      if (has(1)) {
+        tile(1).make_totals();
+        sync_some<1, 32 * kTileWarps>();
+        if (threadIdx.x < 32) tile(1).publish_total();
+      }
+    } else if (role == 1) {
+      int64_t next = 0;
+      const bool taken = takes && has(0);
+      if (taken && !one) next = take_tile(tiles.counter);
+      if (has(3)) tile(3).replay();
+      if (taken) place(number + 1) = one ? Place{} : place_of<T>(tiles, next);
+    } else {
+      if (sums && has(4)) tile(4).store_sums();
+      if (has(2)) tile(2).find_starts();
     }
     __syncthreads();
-    State<T> x[TileShape<T>::kChannels];
-    bool published;
-    if (!tile.start(x, published)) shared.again = true;
-    __syncthreads();
-    if (shared.again) {
-      if (warp == 0) tile.run_again(published);
-      __syncthreads();
-      tile.start_again(x);
-    }
-    tile.replay(x);
-    if (sums) {
-      __syncthreads();
-      if (warp == 0) tile.store_sums();
-    }
   }
 }
 

@@ -1,5 +1,5 @@
-// Launches of the diagonal scan and of its gradients. What the kernels do is in
-// diagonal_walk.cuh and diagonal_tiles.cuh.
+// Launches of the diagonal scan and of its gradients. What the kernels do is in diagonal_walk.cuh and
+// diagonal_tiles.cuh.
 #include <algorithm>
 #include <stdexcept>
 
@@ -12,20 +12,15 @@
 namespace weft::scan {
 namespace {
 
-// Thresholds. A walk takes 13 to 24 ns per step of an H200 however little a
-// step reads. So it keeps up with the memory where a step of all channels has
-// so many bytes per SM, and what it loses on less a short T does not notice.
+// Thresholds. A walk takes 13 to 24 ns per step of an H200 however little a step reads. So it keeps up with the memory
+// where a step of all channels has so many bytes per SM, and what it loses on less a short T does not notice.
 constexpr int64_t kWalkBytesPerSm = 96;
 constexpr int64_t kWalkT = 1024;
 constexpr int64_t kManyWarpsPerSm = 2;
-// Steps of a strand: as many as the shared memory has room for, but no fewer
-// than kLeastSteps, to which they also shrink where there would be fewer tiles
-// per SM.
+// Steps of a strand: as many as the shared memory has room for, but no fewer than kLeastSteps, to which they also
+// shrink where there would be fewer tiles per SM.
 constexpr int kMostSteps = 64, kLeastSteps = 4;
-#ifndef WEFT_TILES_PER_SM
-#define WEFT_TILES_PER_SM 8
-#endif
-constexpr int64_t kTilesPerSm = WEFT_TILES_PER_SM;
+constexpr int64_t kTilesPerSm = 6;
 
 template <typename T, bool kGradients, bool kMany>
 __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ DiagonalGradients g, int64_t slabs_per_row) {
@@ -34,8 +29,7 @@ __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ Diagon
 }
 
 template <typename T, bool kGradients>
-__global__ void __launch_bounds__(kTileThreads, TileShape<T>::kBlocks)
-    tiles_kernel(const __grid_constant__ Tiles tiles) {
+__global__ void __launch_bounds__(kTileThreads, 1) tiles_kernel(const __grid_constant__ Tiles tiles) {
   extern __shared__ __align__(128) unsigned char memory[];
   run_tiles<T, kGradients>(tiles, memory);
 }
@@ -95,12 +89,10 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   const DeviceLimits& device = device_limits();
   const int64_t sms = device.sm_count;
   auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(S::kTileStrands) * steps); };
-  auto shared_bytes = [&](int steps) { return tile_shared_bytes<T>(steps, kGradients); };
-  // Of what a multiprocessor has each block takes a kilobyte for itself.
-  const int64_t room = (device.max_shared_per_block + 1024) / S::kBlocks - 1024;
+  auto shared_bytes = [&](int steps, int slots) { return tile_shared_bytes<T>(steps, kGradients, slots); };
   int steps = kMostSteps;
-  while (steps > 1 &&
-         (shared_bytes(steps) > room || (steps > kLeastSteps && tiles.slabs * chunks(steps) < kTilesPerSm * sms))) {
+  while (steps > 1 && (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
+                       (steps > kLeastSteps && tiles.slabs * chunks(steps) < kTilesPerSm * sms))) {
     --steps;
   }
   // As even as can be; a short T is one chunk of a few steps per strand.
@@ -108,7 +100,8 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   tiles.steps = int(ceil_div(s.T, S::kTileStrands * tiles.chunks));
   const int64_t all = tiles.slabs * tiles.chunks;
   if (all + sms > int64_t(UINT32_MAX)) throw std::runtime_error("weft: linear_scan: more than 2^32 tiles of sequences");
-  const bool cut = tiles.chunks > 1, in_turn = cut || all > sms * S::kBlocks;
+  const bool cut = tiles.chunks > 1, in_turn = cut || all > sms;
+  tiles.slots = in_turn ? kSlots : 1;
 
   const bool sums = g.summed && g.grad_A != nullptr, apart = sums && cut;
   const int64_t counts = (in_turn ? 16 : 0) + (cut ? ceil_div(4 * all, 16) * 16 : 0);
@@ -126,8 +119,8 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   }
   if (sums && !apart) tiles.sums = g.grad_A;
   launch(kGradients ? "linear_scan_diagonal_gradients_tiles" : "linear_scan_diagonal_tiles",
-         tiles_kernel<T, kGradients>, Grid(in_turn ? std::min(all, sms * S::kBlocks) : all), dim3(kTileThreads),
-         size_t(shared_bytes(tiles.steps)), stream, tiles);
+         tiles_kernel<T, kGradients>, Grid(std::min(all, in_turn ? sms : all)), dim3(kTileThreads),
+         size_t(shared_bytes(tiles.steps, tiles.slots)), stream, tiles);
   if (apart) {
     using Acc = State<T>;
     launch("linear_scan_diagonal_sums", sum_chunks_kernel<Acc>, Grid(ceil_div(channels, 128)), dim3(128), 0, stream,

@@ -15,7 +15,7 @@ struct FrontierArguments {
 };
 
 constexpr int kMaxTailMatrices = 16, kTailThreads = 512;
-constexpr int kTailShared = 96 * 1024;  // bytes: two stages or more of a product
+constexpr int kTailShared = kTailThreads / 32 * 16 * 32 * 4;  // bytes: a tile of floats for each warp
 
 struct TailArguments {
   FrontierArguments frontier;  // all buffers of the program
