@@ -50,25 +50,10 @@ std::pair<double, double> measure(const Lanes& lanes, c10::DeviceIndex device) {
   return {out, timed(lanes.in, there.get(), host.get())};
 }
 
-class CopyMover : public Mover {
+class CopyMover : public CudaMover {
  public:
   CopyMover(int64_t limit, Codec codec)
       : pool_(std::make_shared<HostPool>(HostMemory{allocate_pinned, free_buffer}, limit)), codec_(codec) {}
-  bool moves(c10::Device device) const override { return device.is_cuda(); }
-  bool asynchronous() const override { return true; }
-  bool capturing(c10::Device device) const override { return capturing_stream(device); }
-  MarkPtr mark(c10::Device device) override {
-    if (!device.is_cuda()) return host_mark();
-    return offload::mark_on(c10::cuda::getCurrentCUDAStream(device.index()));
-  }
-  c10::Stream stream(c10::Device device) override {
-    if (!device.is_cuda()) return Mover::stream(device);
-    return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
-  }
-  MarkPtr mark_on(c10::Stream stream) override { return mark_unless_captured(stream); }
-  void used_on(const c10::Storage& storage, c10::Stream stream) override {
-    if (stream.device().is_cuda()) offload::used_on(storage, c10::cuda::CUDAStream(stream));
-  }
   std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     const auto start = [&]<typename P>(int64_t bytes, P*) -> std::shared_ptr<Parcel> {
@@ -111,7 +96,6 @@ class CopyMover : public Mover {
     return codec_ == Codec::rle ? RleParcel::staging(bytes / itemsize, itemsize)
                                 : ZvcParcel::staging(bytes / itemsize, itemsize, density);
   }
-  c10::Storage allocate(c10::Device device, int64_t bytes) override { return allocate_on(device, bytes); }
   int64_t host_bytes() const override { return pool_->held(); }
   int64_t host_peak_bytes() const override { return pool_->peak(); }
   int64_t host_allocations() const override { return pool_->allocations(); }

@@ -53,7 +53,7 @@ inline CudaMarkPtr mark_on(c10::cuda::CUDAStream stream) {
 // CudaMark::hold, of a mark that may be both of two.
 void hold(const Mark& mark, c10::cuda::CUDAStream stream);
 
-// What CUDA's movers say of streams; null where this one is captured.
+// A mark of a stream of any device; null where the stream is captured.
 MarkPtr mark_unless_captured(c10::Stream stream);
 
 // Device memory that a copy and a codec hand each other, in turns: who writes to a slot waits for who read it last.
@@ -137,6 +137,27 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
 // The stream that the memory was saved or allocated on may not be the one it was allocated for: its allocator has to
 // know, or it gives the memory to work that is not behind ours. Does nothing where they are the same.
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream);
+
+// What CUDA's movers say of devices, streams and memory.
+class CudaMover : public Mover {
+ public:
+  bool moves(c10::Device device) const override { return device.is_cuda(); }
+  bool asynchronous() const override { return true; }
+  bool capturing(c10::Device device) const override { return capturing_stream(device); }
+  MarkPtr mark(c10::Device device) override {
+    if (!device.is_cuda()) return host_mark();
+    return offload::mark_on(c10::cuda::getCurrentCUDAStream(device.index()));
+  }
+  c10::Stream stream(c10::Device device) override {
+    if (!device.is_cuda()) return Mover::stream(device);
+    return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
+  }
+  MarkPtr mark_on(c10::Stream stream) override { return mark_unless_captured(stream); }
+  void used_on(const c10::Storage& storage, c10::Stream stream) override {
+    if (stream.device().is_cuda()) offload::used_on(storage, c10::cuda::CUDAStream(stream));
+  }
+  c10::Storage allocate(c10::Device device, int64_t bytes) override { return allocate_on(device, bytes); }
+};
 
 // A pinned number that the device writes to. Its memory is never given back to the system, and to another number only
 // when what writes to it has run.

@@ -124,25 +124,10 @@ class ManagedParcel : public Parcel {
   CudaMarkPtr out_, in_;
 };
 
-class ManagedMover : public Mover {
+class ManagedMover : public CudaMover {
  public:
   explicit ManagedMover(int64_t limit) : limit_(limit) {}
-  bool moves(c10::Device device) const override { return device.is_cuda(); }
   bool holds(const c10::Storage& storage) const override { return is_managed(storage.data()); }
-  bool asynchronous() const override { return true; }
-  bool capturing(c10::Device device) const override { return capturing_stream(device); }
-  MarkPtr mark(c10::Device device) override {
-    if (!device.is_cuda()) return host_mark();
-    return std::make_shared<CudaMark>(c10::cuda::getCurrentCUDAStream(device.index()));
-  }
-  c10::Stream stream(c10::Device device) override {
-    if (!device.is_cuda()) return Mover::stream(device);
-    return c10::cuda::getCurrentCUDAStream(device.index()).unwrap();
-  }
-  MarkPtr mark_on(c10::Stream stream) override { return mark_unless_captured(stream); }
-  void used_on(const c10::Storage& storage, c10::Stream stream) override {
-    if (stream.device().is_cuda()) offload::used_on(storage, c10::cuda::CUDAStream(stream));
-  }
   std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready, double) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     if (*out_bytes_ + from.size() > limit_) return nullptr;
@@ -152,7 +137,6 @@ class ManagedMover : public Mover {
     return parcel;
   }
   Count count(const Bytes&) override { return {}; }
-  c10::Storage allocate(c10::Device device, int64_t bytes) override { return allocate_on(device, bytes); }
   int64_t host_bytes() const override { return *out_bytes_; }
   int64_t host_peak_bytes() const override { return peak_; }
   int64_t release() override { return 0; }
