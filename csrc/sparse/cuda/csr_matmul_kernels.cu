@@ -190,6 +190,30 @@ __global__ void __launch_bounds__(kThreads) side_by_side_kernel(const T* y, T* o
   for (int i = threadIdx.x; i < size * kWide; i += kThreads) out[i] = tile[i % kWide][i / kWide];
 }
 
+// A product of each of four elements, for the four samples of a lane: sum[t][p] += x[from[p]] y[place[p]] of sample t,
+// where `numbers` is y with kWide samples side by side. Loads of one kind together, so that none waits for another's.
+template <typename I, typename T>
+__device__ __forceinline__ void add_products(const T* x, const I (&from)[4], const Four<T>* numbers,
+                                             const I (&place)[4], const bool (&real)[4], State<T> (&sum)[4][4]) {
+  T factor[4];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    if (real[p]) factor[p] = x[from[p]];
+  }
+  Four<T> four[4];
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    if (real[p]) four[p] = numbers[int64_t(place[p]) * (kWide / 4)];
+  }
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      if (real[p]) sum[t][p] += to_state(factor[p]) * to_state(four[p].v[t]);
+    }
+  }
+}
+
 // Numbers of the result below `limit`, for a left operand that the batch shares; y as side_by_side_kernel writes it.
 // Four lanes share four elements that follow each other, for kWide samples, four of each lane: they read a product's
 // numbers in one place, instead of a line for each sample, and eight such groups write whole lines.
@@ -223,23 +247,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
 #pragma unroll
       for (int p = 0; p < 4; ++p) from[p] = real[p] ? left[from[p]] : I(0);
     }
-    T factor[4];
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      if (real[p]) factor[p] = x[from[p]];
-    }
-    Four<T> four[4];
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-      if (real[p]) four[p] = numbers[int64_t(place[p]) * kLanes];
-    }
-#pragma unroll
-    for (int p = 0; p < 4; ++p) {
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        if (real[p]) sum[t][p] += to_state(factor[p]) * to_state(four[p].v[t]);
-      }
-    }
+    add_products(x, from, numbers, place, real, sum);
   }
   T* out = static_cast<T*>(m.out);
 #pragma unroll
@@ -389,23 +397,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
           if (real[p]) place[p] += ints<I>(m.b_crow)[ints<I>(m.a_col)[row.a_first + from[p]]];
         }
       }
-      T factor[4];
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        if (real[p]) factor[p] = x[from[p]];
-      }
-      Four<T> four[4];
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-        if (real[p]) four[p] = numbers[int64_t(place[p]) * kLanes];
-      }
-#pragma unroll
-      for (int p = 0; p < 4; ++p) {
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          if (real[p]) sum[t][p] += to_state(factor[p]) * to_state(four[p].v[t]);
-        }
-      }
+      add_products(x, from, numbers, place, real, sum);
     }
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
