@@ -15,7 +15,7 @@ from weft.sparse import (
 )
 
 from tests.common import DEVICES, assert_close
-from tests.sparse.test_jacobians import f64, jacobians
+from tests.sparse.jacobians import f64, jacobians
 
 device = pytest.mark.parametrize("device", DEVICES)
 
