@@ -104,12 +104,13 @@ def test_memory_of_the_codec() -> None:
 
 @cuda
 def test_memory_of_the_device_itself() -> None:
-    """The caching allocator's own limit: what is prefetched comes later, and the gradient is right."""
+    """The caching allocator's own limit: a backward has the right gradient or raises torch's error, and the graph's
+    next one finds what it needs."""
     x = torch.randn(1 << 22, device="cuda", requires_grad=True)
     expected = plain_gradient(x)
     off = everything("copy")
     total = torch.cuda.get_device_properties(0).total_memory
-    for room in (64, 4):  # tensors beside what there is
+    for room, enough in ((64, True), (4, None), (0, False)):  # tensors beside what there is
         for _ in range(3):
             with off:
                 y = chain(x).sum()
@@ -117,8 +118,16 @@ def test_memory_of_the_device_itself() -> None:
             off.report()
             torch.cuda.empty_cache()
             torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + room * x.nbytes) / total)
+            found = None
             try:
-                found = torch.autograd.grad(y, x)[0]
+                found = torch.autograd.grad(y, x, retain_graph=True)[0]
+            except torch.OutOfMemoryError:
+                assert not enough
             finally:
                 torch.cuda.set_per_process_memory_fraction(1.0)
-            assert torch.equal(found, expected)
+            assert enough is not False or found is None
+            assert found is None or torch.equal(found, expected)
+            del found
+            assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+            del y
+            assert live_bytes(off) == 0
