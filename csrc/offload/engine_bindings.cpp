@@ -137,10 +137,11 @@ Bytes bytes_of(const Engine& engine, const at::Tensor& x) {
   return {x.storage(), lo, lo + int64_t(x.nbytes()), x.scalar_type()};
 }
 
-std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Codec codec) {
+std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Codec codec,
+                             std::optional<int64_t> budget) {
   if (backend == "reference") return make_reference_mover(pool_limit);
 #ifdef WEFT_WITH_CUDA
-  if (backend == "copy") return make_copy_mover(pool_limit, codec);
+  if (backend == "copy") return make_copy_mover(pool_limit, codec, budget);
   if (backend == "managed") return make_managed_mover(pool_limit);
 #endif
   return make_idle_mover();
@@ -161,11 +162,11 @@ void bind_testing(py::module_ testing) {
   testing.def(
       "offload_stages",
       [](int64_t segment, int pack, int spread) {
-        if (segment <= 0 || segment % 128 != 0 || pack < 0 || spread < 0)
+        if (segment < 0 || segment % 128 != 0 || pack < 0 || spread < 0)
           throw py::value_error("segment must be a multiple of 128 bytes, the numbers of blocks not negative");
         set_stages(segment, pack, spread);
       },
-      "How the codec works beside copies, from now on.", py::arg("segment") = 64 << 20, py::arg("pack") = 0,
+      "How the codecs of objects made from now on work beside copies.", py::arg("segment") = 0, py::arg("pack") = 0,
       py::arg("spread") = 0);
 #endif
   py::class_<Trip>(testing, "OffloadTrip")
@@ -290,7 +291,7 @@ void bind_engine(py::module_& m) {
                        const std::optional<std::string>& compress, int64_t min_bytes, int64_t keep_last,
                        int64_t pool_limit) {
              return std::make_shared<Engine>(Settings{budget, codec(compress), min_bytes, keep_last},
-                                             mover(backend, pool_limit, codec(compress)));
+                                             mover(backend, pool_limit, codec(compress), budget));
            }),
            py::arg("backend"), py::arg("budget"), py::arg("compress"), py::arg("min_bytes"), py::arg("keep_last"),
            py::arg("pool_limit"))

@@ -185,11 +185,11 @@ std::shared_ptr<Mover> make_reference_mover(int64_t pool_limit);
 // Moves nothing: where there is no CUDA.
 std::shared_ptr<Mover> make_idle_mover();
 #ifdef WEFT_WITH_CUDA
-std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec);
+std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec, std::optional<int64_t> budget);
 std::shared_ptr<Mover> make_managed_mover(int64_t pool_limit);
 bool has_managed(int device);
-// For tests and benchmarks: how much of a tensor the codec has on the device at a time, a multiple of 128 bytes, and
-// the blocks of its kernels.
+// For tests and benchmarks: how much of a tensor the codecs of movers made from now on have on the device at a time, a
+// multiple of 128 bytes or 0 for what fits the budget, and the blocks of their kernels.
 void set_stages(int64_t segment, int pack, int spread);
 #endif
 

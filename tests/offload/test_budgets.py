@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor, nn
+from weft import _C
 from weft._offload.memory import host_memory
 from weft.offloading import Link, Saved, Timeline, offload
 
@@ -39,6 +40,18 @@ def test_without_budget_the_reference_moves_nothing() -> None:
     for _ in range(3):
         saved_and_restored(off, *(torch.randn(100) for _ in range(5)))
         assert numbers(off)["moved_bytes"] == 0
+
+
+@pytest.mark.skipif(not hasattr(_C._testing, "offload_stages"), reason="the codec's memory is on CUDA devices")
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+def test_the_memory_of_the_codec_is_a_small_part_of_the_budget(density: float) -> None:
+    whole = offload(None, compress="zvc")._engine.staging(1 << 30, 4, density)
+    for budget in (1 << 29, 1 << 30, 1 << 32, 1 << 40):
+        engine = offload(budget)._engine
+        assert 0 < engine.staging(1 << 30, 4, density) <= min(budget / 40, whole)
+        assert engine.staging(1 << 20, 4, density) <= engine.staging(1 << 30, 4, density)
+    # There is no budget to be met.
+    assert offload(0)._engine.staging(1 << 30, 4, density) == whole
 
 
 def test_pool_limit() -> None:

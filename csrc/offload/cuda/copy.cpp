@@ -1,6 +1,8 @@
 // The mover "copy": pinned host memory, a stream per direction, events.
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
+#include <algorithm>
+
 #include "offload/cuda/lanes.h"
 #include "offload/cuda/parcels.h"
 #include "offload/cuda/pinned.h"
@@ -50,10 +52,22 @@ std::pair<double, double> measure(const Lanes& lanes, c10::DeviceIndex device) {
   return {out, timed(lanes.in, there.get(), host.get())};
 }
 
+// Bytes of a tensor that the codec stages at a time: long enough for the bus, but of a small budget, which the ring of
+// them is taken off, a small part. A budget of 0 is none to be met.
+int64_t segment_for(std::optional<int64_t> budget) {
+  constexpr int64_t kLeast = 4 << 20, kMost = 64 << 20, kShare = 128;
+  if (stages().segment > 0) return stages().segment;
+  if (!budget || *budget == 0) return kMost;
+  return std::clamp(*budget / kShare / kLeast * kLeast, kLeast, kMost);
+}
+
 class CopyMover : public CudaMover {
  public:
-  CopyMover(int64_t limit, Codec codec)
-      : pool_(std::make_shared<HostPool>(HostMemory{allocate_pinned, free_buffer}, limit)), codec_(codec) {}
+  CopyMover(int64_t limit, Codec codec, std::optional<int64_t> budget)
+      : pool_(std::make_shared<HostPool>(HostMemory{allocate_pinned, free_buffer}, limit)),
+        segment_(segment_for(budget)),
+        lanes_(segment_),
+        codec_(codec) {}
   std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     const auto start = [&]<typename P>(int64_t bytes, P*) -> std::shared_ptr<Parcel> {
@@ -94,7 +108,7 @@ class CopyMover : public CudaMover {
   int64_t staging(int64_t bytes, int64_t itemsize, double density) const override {
     if (itemsize != 2 && itemsize != 4) return 0;
     return codec_ == Codec::rle ? RleParcel::staging(bytes / itemsize, itemsize)
-                                : ZvcParcel::staging(bytes / itemsize, itemsize, density);
+                                : ZvcParcel::staging(bytes / itemsize, itemsize, density, segment_);
   }
   int64_t host_bytes() const override { return pool_->held(); }
   int64_t host_peak_bytes() const override { return pool_->peak(); }
@@ -124,6 +138,7 @@ class CopyMover : public CudaMover {
 
  private:
   std::shared_ptr<HostPool> pool_;
+  const int64_t segment_;
   LanesOf lanes_;
   const Codec codec_;
 };
@@ -134,8 +149,8 @@ void set_stages(int64_t segment, int pack, int spread) {
   stages() = {segment, pack, spread};
 }
 
-std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec) {
-  return std::make_shared<CopyMover>(pool_limit, codec);
+std::shared_ptr<Mover> make_copy_mover(int64_t pool_limit, Codec codec, std::optional<int64_t> budget) {
+  return std::make_shared<CopyMover>(pool_limit, codec, budget);
 }
 
 }  // namespace weft::offload

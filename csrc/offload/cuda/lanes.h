@@ -86,12 +86,14 @@ class Staging {
 // them, so that the bus has no rest while it does. Of high priority: what little a codec computes must not queue behind
 // the operations that wait for it.
 struct Lanes {
-  explicit Lanes(c10::DeviceIndex device)
-      : out(c10::cuda::getStreamFromPool(true, device)),
+  Lanes(c10::DeviceIndex device, int64_t segment)
+      : segment(segment),
+        out(c10::cuda::getStreamFromPool(true, device)),
         in(c10::cuda::getStreamFromPool(true, device)),
         pack(c10::cuda::getStreamFromPool(true, device)),
         spread(c10::cuda::getStreamFromPool(true, device)),
         staging(pack) {}
+  const int64_t segment;  // bytes of a tensor that the codec has in the staging memory at a time
   c10::cuda::CUDAStream out, in, pack, spread;
   Staging staging;
   MarkPtr last_out, last_in;  // ends of the latest copies
@@ -115,9 +117,10 @@ inline MarkPtr begin_of(const MarkPtr& ready, const MarkPtr& before) {
 // Of a device, made when they are first asked for.
 class LanesOf {
  public:
+  explicit LanesOf(int64_t segment = 0) : segment_(segment) {}
   Lanes& operator[](c10::DeviceIndex device) {
     auto& lanes = lanes_[device];
-    if (lanes == nullptr) lanes = std::make_unique<Lanes>(device);
+    if (lanes == nullptr) lanes = std::make_unique<Lanes>(device, segment_);
     return *lanes;
   }
   void release_staging(c10::DeviceIndex device) {
@@ -125,6 +128,7 @@ class LanesOf {
   }
 
  private:
+  const int64_t segment_;
   std::map<c10::DeviceIndex, std::unique_ptr<Lanes>> lanes_;
 };
 

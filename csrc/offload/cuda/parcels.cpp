@@ -122,15 +122,15 @@ int64_t ZvcParcel::host_bytes(int64_t n, int64_t itemsize) {
   return zvc_mask_bytes(n) + n * itemsize;
 }
 
-int64_t ZvcParcel::staging(int64_t n, int64_t itemsize, double density) {
-  n = std::min(n, stages().segment / itemsize);
+int64_t ZvcParcel::staging(int64_t n, int64_t itemsize, double density, int64_t segment) {
+  n = std::min(n, segment / itemsize);
   const auto workspaces = int64_t(pack_workspace(n, itemsize) + spread_workspace(n, itemsize));
   return Staging::kSlots * (zvc_mask_bytes(n) + expected(n, density) * itemsize) + workspaces;
 }
 
 ZvcParcel::ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density)
     : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
-  const int64_t n = from.size() / itemsize_, most = stages().segment / itemsize_;
+  const int64_t n = from.size() / itemsize_, most = lanes.segment / itemsize_;
   compressed = true;
   sent.fixed = zvc_mask_bytes(n);
   sent.itemsize = itemsize_;

@@ -17,8 +17,8 @@ namespace weft::offload {
 
 // Of the codec between a tensor and the copy engine.
 struct Stages {
-  // Bytes of a tensor that are staged at a time: long enough for the bus, and what the codec's memory comes from.
-  int64_t segment = 64 << 20;
+  // Bytes of a tensor that are staged at a time; 0: by the budget.
+  int64_t segment = 0;
   // Most blocks of the kernels before a copy and after one; 0 for what fills the device: what computes beside them
   // loses less to a short burst than to a few blocks that hold their place for long.
   int pack = 0, spread = 0;
@@ -72,7 +72,7 @@ class RawParcel : public LaneParcel {
 class ZvcParcel : public LaneParcel {
  public:
   static int64_t host_bytes(int64_t n, int64_t itemsize);
-  static int64_t staging(int64_t n, int64_t itemsize, double density);
+  static int64_t staging(int64_t n, int64_t itemsize, double density, int64_t segment);
   ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density);
 
  private:
