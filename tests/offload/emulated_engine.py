@@ -21,6 +21,8 @@ from torch import Tensor
 from weft import _C
 from weft.offloading import Link, offload
 
+from tests.offload.engines import live_bytes
+
 SIZE = 1 << 14
 
 
@@ -486,7 +488,7 @@ def check_a_finished_use_that_finds_no_memory(runtime: Runtime) -> None:
     _C._testing.offload_refuse()
     del step
     torch.cuda.synchronize()
-    assert off.report().to_dict()["live_bytes"] == 0
+    assert live_bytes(off) == 0
 
 
 def check_a_tensor_refilled_on_its_way_back(runtime: Runtime) -> None:
