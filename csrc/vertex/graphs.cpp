@@ -22,15 +22,35 @@ int32_t* append_shifted(int32_t* out, std::span<const int32_t> values, int32_t s
 
 }  // namespace
 
-Graphs::Graphs() : Graphs(0, 0, 0, false) {}
+Graphs::Graphs() : Graphs(0, 0, 0, false) {
+  data_[kHeader] = data_[kHeader + 1] = 0;  // the ends of ptr and first_edge
+}
 
 Graphs::Graphs(int64_t graphs, int64_t vertices, int64_t edges, bool typed)
-    : data_(kHeader + graphs + 2 + (typed ? 3 : 2) * vertices + 2 * edges) {
+    : length_(kHeader + graphs + 2 + (typed ? 3 : 2) * vertices + 2 * edges),
+      data_(std::make_unique_for_overwrite<int32_t[]>(length_)) {
+  std::fill_n(data_.get(), static_cast<int>(kHeader), 0);
   data_[kMagic] = kBlockMagic;
   data_[kNumGraphs] = static_cast<int32_t>(graphs);
   data_[kNumVertices] = static_cast<int32_t>(vertices);
   data_[kNumEdges] = static_cast<int32_t>(edges);
   data_[kTyped] = typed;
+}
+
+void Graphs::derive() {
+  const auto levels = this->levels(), slot = this->slot();
+  data_[kNumLevels] = levels.empty() ? 0 : 1 + *std::max_element(levels.begin(), levels.end());
+  data_[kNumSlots] = slot.empty() ? 0 : 1 + *std::max_element(slot.begin(), slot.end());
+  level_sizes_.assign(num_levels(), 0);
+  for (const int32_t level : levels) ++level_sizes_[level];
+  std::vector<char> has_parent(num_vertices());
+  for (const int32_t c : child()) {
+    forest_ = forest_ && !has_parent[c];
+    has_parent[c] = 1;
+  }
+  for (int64_t v = 0; v < num_vertices(); ++v) {
+    if (!has_parent[v]) parentless_.push_back(static_cast<int32_t>(v));
+  }
 }
 
 void Graphs::write_ptr(int64_t* out) const {
@@ -58,13 +78,11 @@ void Graphs::write_levels(int64_t* out) const {
 }
 
 void Graphs::write_roots(int64_t* out) const {
-  std::vector<bool> has_parent(num_vertices());
-  for (const int32_t c : child()) has_parent[c] = true;
   const auto ptr = this->ptr();
+  auto root = parentless_.begin();
   for (int64_t g = 0; g < num_graphs(); ++g) {
-    int64_t v = ptr[g + 1] - 1;
-    while (has_parent[v]) --v;
-    out[g] = v;
+    while (root + 1 != parentless_.end() && root[1] < ptr[g + 1]) ++root;
+    out[g] = *root++;
   }
 }
 
@@ -75,10 +93,14 @@ int64_t Graphs::graph_of(int64_t vertex) const {
 
 Graphs Graphs::with_types(std::span<const int32_t> types) const {
   Graphs result(num_graphs(), num_vertices(), num_edges(), true);
-  const int64_t untyped = kHeader + num_graphs() + 2 + 2 * num_vertices() + 2 * num_edges();
-  std::copy(data_.begin() + kNumLevels, data_.begin() + kTyped, result.data_.begin() + kNumLevels);
-  std::copy(data_.begin() + kHeader, data_.begin() + untyped, result.data_.begin() + kHeader);
-  std::copy(types.begin(), types.end(), result.data_.begin() + untyped);
+  const auto untyped = part(0, num_graphs() + 2 + 2 * num_vertices() + 2 * num_edges());
+  std::copy(untyped.begin(), untyped.end(), result.mutable_part(result.part(0, 0)));
+  std::copy(types.begin(), types.end(), result.mutable_part(result.types()));
+  result.data_[kNumLevels] = data_[kNumLevels];
+  result.data_[kNumSlots] = data_[kNumSlots];
+  result.parentless_ = parentless_;
+  result.level_sizes_ = level_sizes_;
+  result.forest_ = forest_;
   return result;
 }
 
@@ -113,26 +135,24 @@ Graphs Graphs::slice(int64_t first, int64_t count, int64_t step) const {
   }
   *to_ptr = v;
   *to_first_edge = e;
-  const auto new_levels = result.levels(), new_slots = result.slot();
-  result.data_[kNumLevels] = vertices ? 1 + *std::max_element(new_levels.begin(), new_levels.end()) : 0;
-  result.data_[kNumSlots] = edges ? 1 + *std::max_element(new_slots.begin(), new_slots.end()) : 0;
+  result.derive();
   return result;
 }
 
 Graphs Graphs::renamed_types(std::span<const int32_t> names) const {
-  Graphs result = *this;
-  int32_t* const types = result.mutable_part(result.types());
-  for (size_t v = 0; v < result.types().size(); ++v) types[v] = names[types[v]];
-  return result;
+  std::vector<int32_t> renamed(types().begin(), types().end());
+  for (int32_t& type : renamed) type = names[type];
+  return with_types(renamed);
 }
 
 Graphs Graphs::batch(std::span<const Graphs* const> parts, bool typed) {
-  int64_t graphs = 0, vertices = 0, edges = 0;
+  int64_t graphs = 0, vertices = 0, edges = 0, parentless = 0;
   int32_t num_levels = 0, num_slots = 0;
   for (const Graphs* part : parts) {
     graphs += part->num_graphs();
     vertices += part->num_vertices();
     edges += part->num_edges();
+    parentless += static_cast<int64_t>(part->parentless_.size());
     num_levels = std::max(num_levels, part->data_[kNumLevels]);
     num_slots = std::max(num_slots, part->data_[kNumSlots]);
   }
@@ -148,6 +168,9 @@ Graphs Graphs::batch(std::span<const Graphs* const> parts, bool typed) {
   int32_t* to_slot = result.mutable_part(result.slot());
   int32_t* to_levels = result.mutable_part(result.levels());
   int32_t* to_types = result.mutable_part(result.types());
+  result.parentless_.resize(parentless);
+  result.level_sizes_.assign(num_levels, 0);
+  int32_t* to_parentless = result.parentless_.data();
   int32_t v = 0, e = 0;
   for (const Graphs* pointer : parts) {
     const Graphs& part = *pointer;
@@ -158,6 +181,11 @@ Graphs Graphs::batch(std::span<const Graphs* const> parts, bool typed) {
     to_slot = append(to_slot, part.slot());
     to_levels = append(to_levels, part.levels());
     if (typed) to_types = append(to_types, part.types());
+    to_parentless = append_shifted(to_parentless, part.parentless_, v);
+    for (size_t level = 0; level < part.level_sizes_.size(); ++level) {
+      result.level_sizes_[level] += part.level_sizes_[level];
+    }
+    result.forest_ = result.forest_ && part.forest_;
     v += static_cast<int32_t>(part.num_vertices());
     e += static_cast<int32_t>(part.num_edges());
   }
@@ -175,15 +203,14 @@ Graphs Graphs::from_block(std::span<const int32_t> block) {
   require(graphs >= 0 && vertices >= 0 && edges >= 0 && (block[kTyped] == 0 || block[kTyped] == 1));
   const int64_t per_vertex = 2 + block[kTyped];
   require(static_cast<int64_t>(block.size()) == kHeader + graphs + 2 + per_vertex * vertices + 2 * edges);
-  Graphs result;
-  result.data_.assign(block.begin(), block.end());
+  Graphs result(graphs, vertices, edges, block[kTyped] != 0);
+  std::copy(block.begin(), block.end(), result.data_.get());
 
   const auto ptr = result.ptr(), first_edge = result.first_edge(), child = result.child(), slot = result.slot();
   const auto levels = result.levels();
   require(ptr[0] == 0 && ptr[graphs] == vertices && first_edge[0] == 0 && first_edge[vertices] == edges);
   for (int64_t g = 0; g < graphs; ++g) require(ptr[g] < ptr[g + 1]);
   for (int64_t v = 0; v < vertices; ++v) require(first_edge[v] <= first_edge[v + 1]);
-  int32_t num_levels = 0, num_slots = 0;
   for (int64_t g = 0; g < graphs; ++g) {
     for (int64_t v = ptr[g]; v < ptr[g + 1]; ++v) {
       int32_t level = 0;
@@ -192,15 +219,14 @@ Graphs Graphs::from_block(std::span<const int32_t> block) {
         require(slot[e] > (e == first_edge[v] ? -1 : slot[e - 1]));
         require(levels[child[e]] < kLimit);
         level = std::max(level, levels[child[e]] + 1);
-        num_slots = std::max(num_slots, slot[e] + 1);
       }
       // Levels that rise along every edge are only possible without cycles.
       require(levels[v] == level);
-      num_levels = std::max(num_levels, level + 1);
     }
   }
   for (const int32_t type : result.types()) require(type >= 0);
-  require(block[kNumLevels] == num_levels && block[kNumSlots] == num_slots);
+  result.derive();
+  require(std::equal(block.begin(), block.begin() + kHeader, result.data_.get()));
   return result;
 }
 
@@ -428,10 +454,7 @@ Graphs GraphsBuilder::finish() {
   append(result.mutable_part(result.child()), child_);
   append(result.mutable_part(result.slot()), slot_);
   append(result.mutable_part(result.levels()), levels_);
-  if (!levels_.empty()) {
-    result.data_[Graphs::kNumLevels] = 1 + *std::max_element(levels_.begin(), levels_.end());
-  }
-  if (!slot_.empty()) result.data_[Graphs::kNumSlots] = 1 + *std::max_element(slot_.begin(), slot_.end());
+  result.derive();
   return result;
 }
 

@@ -5,6 +5,7 @@
 // its children's. Indices are 32-bit: a batch has fewer than 2^31 vertices and as many edges.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -12,7 +13,8 @@
 
 namespace weft::vertex {
 
-// Immutable once built. All arrays lie in one block, which is also the serialised form.
+// Immutable once built. All arrays lie in one block, which is also the serialised form; what else a schedule asks of
+// graphs follows from it, and is known of each before they are batched.
 class Graphs {
  public:
   Graphs();  // no graphs
@@ -36,6 +38,13 @@ class Graphs {
     return part(num_graphs() + 2 * num_vertices() + 2 * num_edges() + 2, data_[kTyped] ? num_vertices() : 0);
   }
 
+  // All vertices that have no parent, ascending.
+  std::span<const int32_t> parentless() const { return parentless_; }
+  // (num_levels): of how many vertices.
+  std::span<const int32_t> level_sizes() const { return level_sizes_; }
+  // No vertex is anybody's child twice.
+  bool forest() const { return forest_; }
+
   // The arrays of the public interface, written where the caller has room for them.
   void write_ptr(int64_t* out) const;          // (num_graphs + 1)
   void write_graph_index(int64_t* out) const;  // (num_vertices)
@@ -53,7 +62,7 @@ class Graphs {
   // One after the other; all that have vertices are typed as the whole is to be.
   static Graphs batch(std::span<const Graphs* const> parts, bool typed);
 
-  std::span<const int32_t> block() const { return data_; }
+  std::span<const int32_t> block() const { return {data_.get(), length_}; }
   // std::invalid_argument unless the block is one that block() could have given.
   static Graphs from_block(std::span<const int32_t> block);
 
@@ -61,13 +70,19 @@ class Graphs {
   friend class GraphsBuilder;
   enum Header { kMagic, kNumGraphs, kNumVertices, kNumEdges, kNumLevels, kNumSlots, kTyped, kHeader };
 
+  // The arrays are not written.
   Graphs(int64_t graphs, int64_t vertices, int64_t edges, bool typed);
+  // What follows from the arrays.
+  void derive();
   std::span<const int32_t> part(int64_t first, int64_t count) const {
-    return {data_.data() + kHeader + first, static_cast<size_t>(count)};
+    return {data_.get() + kHeader + first, static_cast<size_t>(count)};
   }
-  int32_t* mutable_part(std::span<const int32_t> part) { return data_.data() + (part.data() - data_.data()); }
+  int32_t* mutable_part(std::span<const int32_t> part) { return data_.get() + (part.data() - data_.get()); }
 
-  std::vector<int32_t> data_;
+  size_t length_;
+  std::unique_ptr<int32_t[]> data_;
+  std::vector<int32_t> parentless_, level_sizes_;
+  bool forest_ = true;
 };
 
 // Builds a batch graph by graph. What is wrong with a graph is a std::invalid_argument whose message begins with `op`,
