@@ -448,15 +448,13 @@ py::dict layout(const Schedule& schedule) {
                                                                         {"frontiers", Schedule::kFrontierTask},
                                                                         {"slots", Schedule::kSlots},
                                                                         {"vertices", Schedule::kVertexOf},
-                                                                        {"rows", Schedule::kRowOf},
                                                                         {"gather", Schedule::kGather},
                                                                         {"runs", Schedule::kRuns},
                                                                         {"first_edge", Schedule::kFirstEdge},
                                                                         {"edge_children", Schedule::kEdgeChild},
                                                                         {"edge_parents", Schedule::kEdgeParent},
                                                                         {"first_use", Schedule::kFirstUse},
-                                                                        {"use_rows", Schedule::kUseRow},
-                                                                        {"use_columns", Schedule::kUseColumn},
+                                                                        {"users", Schedule::kUsers},
                                                                         {"first_sum_use", Schedule::kFirstSumUse},
                                                                         {"sum_use_edges", Schedule::kSumUseEdge}};
   static_assert(std::size(kArrays) == Schedule::kNumArrays);

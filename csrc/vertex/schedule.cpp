@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <ranges>
 #include <stdexcept>
 #include <tuple>
 
@@ -10,7 +11,7 @@ namespace weft::vertex {
 
 namespace {
 
-constexpr int32_t kBlockMagic = 0x57530001;  // "WS", version 1
+constexpr int32_t kBlockMagic = 0x57530002;  // "WS", version 2
 constexpr int kNone = -1, kScattered = -2;
 
 // -1, the first row of an unbroken run, or -2.
@@ -44,23 +45,22 @@ int64_t Schedule::size(Array which) const {
     case kSlots:
       return C;
     case kVertexOf:
-    case kRowOf:
       return V;
     case kGather:
       return C * V;
     case kRuns:
       return T * C;
-    case kFirstEdge:
     case kFirstUse:
-    case kFirstSumUse:
       return V + 1;
+    case kFirstEdge:
+    case kFirstSumUse:
+      return number(kSums) ? V + 1 : 0;
     case kEdgeChild:
     case kEdgeParent:
     case kSumUseEdge:
       return E;
-    case kUseRow:
-    case kUseColumn:
-      return U;
+    case kUsers:
+      return 2 * U;
     case kNumArrays:
       break;
   }
@@ -96,124 +96,97 @@ void Schedule::make_block(const int32_t (&header)[kHeader]) {
   length_ = static_cast<size_t>(end);
 }
 
-bool Schedule::plan_trees(const Graphs& graphs, int32_t columns) {
+template <int kMostSlots>
+void Schedule::plan_trees(const Graphs& graphs, int32_t columns) {
   const int64_t V = graphs.num_vertices(), E = graphs.num_edges(), F = graphs.num_levels();
   const int32_t *const levels = graphs.levels().data(), *const first_child = graphs.first_edge().data(),
                        *const child = graphs.child().data(), *const slot = graphs.slot().data();
-
-  // Nobody has two parents where as many have one as there are edges. What the rows below ask of an edge is put
-  // together while its vertices are near each other: the caches of a core hold the arrays of no large batch.
-  struct Edge {
-    int32_t child;
-    uint32_t level_slot;  // 4 times the child's level + the slot
-  };
-  const auto edges = std::make_unique_for_overwrite<Edge[]>(E);
-  std::vector<uint8_t> has_parent(V);
-  for (int64_t e = 0; e < E; ++e) {
-    edges[e] = {child[e], 4 * static_cast<uint32_t>(levels[child[e]]) + static_cast<uint32_t>(slot[e])};
-    has_parent[child[e]] = 1;
-  }
-  int64_t children = 0;
-  for (const uint8_t has : has_parent) children += has;
-  if (children != E) return false;
-
-  // Of each level: how many vertices it has, and how many of them nobody reads. Vertices beside each other count in
-  // different tables: half of them are on one level, and to count one would wait for the other. Roots are listed
-  // without a branch, which could not be predicted.
-  constexpr int kTables = 4;
-  std::vector<int32_t> count(kTables * F), roots(V + 1);
-  struct Level {
-    int32_t end;     // of the rows that have no vertex yet
-    int32_t unread;  // rows of earlier levels that nobody reads
-  };
-  std::vector<Level> of_level(F);
-  int64_t num_roots = 0;
-  for (int64_t v = 0; v < V; ++v) {
-    ++count[v % kTables * F + levels[v]];
-    roots[num_roots] = static_cast<int32_t>(v);
-    num_roots += 1 - has_parent[v];
-  }
-  roots.resize(num_roots);
-  for (const int32_t v : roots) ++of_level[levels[v]].unread;
-  int32_t max_count = 0;
-  for (int64_t l = 0; l < F; ++l) {
-    for (int table = 1; table < kTables; ++table) count[l] += count[table * F + l];
-    max_count = std::max(max_count, count[l]);
-  }
+  const auto count = graphs.level_sizes();
 
   int32_t header[kHeader] = {};
   header[kVertices] = static_cast<int32_t>(V);
   header[kTasks] = header[kFrontiers] = static_cast<int32_t>(F);
   header[kColumns] = columns;
   header[kUses] = static_cast<int32_t>(E);
-  header[kMaxCount] = max_count;
+  header[kMaxCount] = std::ranges::max(count);
   header[kSingleUse] = 1;
   make_block(header);
   std::iota(at(kSlots).begin(), at(kSlots).end(), 0);
   std::iota(at(kFrontierTask).begin(), at(kFrontierTask).end(), 0);
-  std::ranges::fill(at(kFirstEdge), 0);
-  std::ranges::fill(at(kFirstSumUse), 0);
   Task* const tasks = reinterpret_cast<Task*>(at(kTaskTable).data());
-  int32_t *const vertex_of = at(kVertexOf).data(), *const row_of = at(kRowOf).data(),
-                 *const gather = at(kGather).data(), *const runs = at(kRuns).data(),
-                 *const first_use = at(kFirstUse).data(), *const use_row = at(kUseRow).data(),
-                 *const use_column = at(kUseColumn).data();
+  int32_t *const vertex_of = at(kVertexOf).data(), *const gather = at(kGather).data(), *const runs = at(kRuns).data(),
+                 *const first_use = at(kFirstUse).data();
+  struct User {
+    int32_t row, column;
+  };
+  User* const users = reinterpret_cast<User*>(at(kUsers).data());
 
   // Those that nobody reads are the last of their level, so that where the uses of a row begin follows from its number.
+  struct Level {
+    int32_t end;     // of the rows that have no vertex yet
+    int32_t unread;  // rows of earlier levels that nobody reads
+  };
+  const auto of_level = std::make_unique<Level[]>(F);
+  for (const int32_t v : graphs.parentless()) ++of_level[levels[v]].unread;
   int32_t row = 0, unread = 0;
   for (int64_t l = 0; l < F; ++l) {
     tasks[l] = {0, static_cast<int32_t>(l), row, count[l], 0, 0, kNone, 0};
     const int32_t last = row + count[l], read = last - of_level[l].unread;
     std::iota(first_use + row, first_use + read, row - unread);
     std::fill(first_use + read, first_use + last, read - unread);
+    of_level[l] = {last, unread};
     unread += last - read;
-    of_level[l] = {last, unread - (last - read)};
     row = last;
   }
   first_use[V] = static_cast<int32_t>(E);
-  const auto place = [&](int32_t v, int32_t l) -> std::pair<int32_t, int32_t> {
-    const int32_t r = --of_level[l].end;
-    vertex_of[r] = v;
-    row_of[v] = r;
-    return {r, r - of_level[l].unread};
-  };
-  for (size_t i = roots.size(); i-- > 0;) place(roots[i], levels[roots[i]]);
+  for (const int32_t v : graphs.parentless() | std::views::reverse) vertex_of[--of_level[levels[v]].end] = v;
 
-  const int64_t leaves = count[0], inner = V - leaves;
-  const bool full = E == columns * inner;
+  const bool full = E == columns * (V - count[0]);
   for (int32_t c = 0; c < columns; ++c) {
-    std::fill_n(gather + c * V, full ? leaves : V, kNone);
+    std::fill_n(gather + c * V, full ? count[0] : V, kNone);
     runs[c] = kNone;
   }
+  // What the rows ask of an edge is put together while its vertices are near each other, and all that a level's rows
+  // ask before its children get theirs, without a branch: one that is not foreseen costs more than all else of a row.
+  struct Edge {
+    int32_t child;
+    uint32_t level_slot;  // 4 times the child's level + the slot
+  };
+  const auto edges = std::make_unique_for_overwrite<Edge[]>(E + kMostSlots);
+  for (int64_t e = 0; e < E; ++e) {
+    edges[e] = {child[e], 4 * static_cast<uint32_t>(levels[child[e]]) + static_cast<uint32_t>(slot[e])};
+  }
+  std::fill_n(&edges[E], kMostSlots, Edge{});
   struct Parent {
     int32_t degree;
-    Edge edges[4];
+    Edge edges[kMostSlots];
   };
   const auto parents =
-      std::make_unique_for_overwrite<Parent[]>(F > 1 ? *std::max_element(count.begin() + 1, count.begin() + F) : 0);
+      std::make_unique_for_overwrite<Parent[]>(F > 1 ? *std::max_element(count.begin() + 1, count.end()) : 0);
   for (int64_t l = F - 1; l > 0; --l) {
     const int32_t first = tasks[l].first, rows = tasks[l].count;
-    int32_t most = 0;
+    int32_t least = kMostSlots, most = 0;
     for (int32_t k = 0; k < rows; ++k) {
       const int32_t v = vertex_of[first + k], e = first_child[v], degree = first_child[v + 1] - e;
       parents[k].degree = degree;
-      for (int32_t i = 0; i < degree; ++i) parents[k].edges[i] = edges[e + i];
+      std::copy_n(&edges[e], kMostSlots, parents[k].edges);
+      least = std::min(least, degree);
       most = std::max(most, degree);
     }
     for (int32_t i = most; i-- > 0;) {
+      const bool all = i < least;
       for (int32_t k = rows; k-- > 0;) {
-        if (i >= parents[k].degree) continue;
+        if (!all && i >= parents[k].degree) continue;
         const Edge edge = parents[k].edges[i];
-        const auto [from, use] = place(edge.child, edge.level_slot / 4);
-        const int32_t column = edge.level_slot % 4;
+        Level& level = of_level[edge.level_slot / 4];
+        const int32_t from = --level.end, column = edge.level_slot % 4;
+        vertex_of[from] = edge.child;
         gather[column * V + first + k] = from;
-        use_row[use] = first + k;
-        use_column[use] = column;
+        users[from - level.unread] = {first + k, column};
       }
     }
     for (int32_t c = 0; c < columns; ++c) runs[l * columns + c] = run_of({gather + c * V + first, size_t(rows)});
   }
-  return true;
 }
 
 Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type) {
@@ -248,7 +221,9 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   };
 
   if (V > 0 && one_kind && dense && !sums && C > 0 && graphs.num_slots() <= std::min<int64_t>(C, 4) && F < (1 << 30) &&
-      plan_trees(graphs, static_cast<int32_t>(C))) {
+      graphs.forest()) {
+    const auto columns = static_cast<int32_t>(C);
+    graphs.num_slots() <= 2 ? plan_trees<2>(graphs, columns) : plan_trees<4>(graphs, columns);
     return;
   }
 
@@ -289,13 +264,9 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   // What is read, and by which edge each vertex gets its place: its only one, else the one to the nearest parent, then
   // the lowest slot.
   std::vector<int32_t> place_by, place_level;
-  std::vector<char> has_parent(V), used;
+  std::vector<char> used;
   int64_t E = 0, U = 0;
-  bool shared = false;
-  for (const int32_t c : child) {
-    shared |= has_parent[c];
-    has_parent[c] = 1;
-  }
+  const bool shared = !graphs.forest();
   bool single_use = true;
   if (shared) {
     place_by.assign(V, kNone);
@@ -335,6 +306,7 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
   header[kUses] = static_cast<int32_t>(U);
   header[kMaxCount] = max_count;
   header[kSingleUse] = single_use;
+  header[kSums] = sums;
   make_block(header);
   for (const Array counted : {kFirstUse, kFirstSumUse}) std::ranges::fill(at(counted), 0);
   std::copy(slots.begin(), slots.end(), at(kSlots).begin());
@@ -354,7 +326,8 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
 
   // Rows, from the last task to the first, and each task from its end: by the time a task is reached, all of its
   // vertices have been given their rows by parents, which are in later tasks.
-  const auto vertex_of = at(kVertexOf), row_of = at(kRowOf);
+  const auto vertex_of = at(kVertexOf);
+  std::vector<int32_t> row_of(V);
   std::vector<int32_t> end_of(T);
   for (int64_t t = 0; t < T; ++t) end_of[t] = tasks[t].first + tasks[t].count;
   const auto place = [&](int32_t v) {
@@ -363,9 +336,7 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     row_of[v] = r;
     return r;
   };
-  for (int64_t v = V - 1; v >= 0; --v) {
-    if (!has_parent[v]) place(static_cast<int32_t>(v));
-  }
+  for (const int32_t v : graphs.parentless() | std::views::reverse) place(v);
   const auto leads = [&](int32_t e) { return !shared || place_by[child[e]] == e; };
   std::vector<int32_t> by_place, starts;
   std::vector<std::pair<int32_t, int32_t>> begins;
@@ -429,12 +400,12 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     const bool sum = kinds[kind].sum, read = gathered[&task - tasks.data()];
     task.first_edge = edge;
     if (task.level == 0 || (read && !sum)) {
-      std::fill_n(first_edge.begin() + task.first, task.count, edge);
+      if (sums) std::fill_n(first_edge.begin() + task.first, task.count, edge);
       continue;
     }
     for (int32_t r = task.first; r < task.first + task.count; ++r) {
       const int32_t v = vertex_of[r];
-      first_edge[r] = edge;
+      if (sums) first_edge[r] = edge;
       for (int64_t e = first_child[v]; e < first_child[v + 1]; ++e) {
         const int32_t from = row_of[child[e]];
         if (!read) reads(r, kind, e, from);
@@ -449,7 +420,7 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     task.edge_run = run_of(edge_child.subspan(task.first_edge, task.num_edges));
     max_edges = std::max(max_edges, task.num_edges);
   }
-  first_edge[V] = edge;
+  if (sums) first_edge[V] = edge;
   block_[kMaxEdges] = max_edges;
   std::copy(tasks.begin(), tasks.end(), reinterpret_cast<Task*>(at(kTaskTable).data()));
   const auto runs = at(kRuns);
@@ -457,13 +428,13 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
     for (int64_t c = 0; c < C; ++c) runs[t * C + c] = run_of(gather.subspan(c * V + tasks[t].first, tasks[t].count));
   }
 
-  const auto use_row = at(kUseRow), use_column = at(kUseColumn), sum_use_edge = at(kSumUseEdge);
+  const auto users = at(kUsers), sum_use_edge = at(kSumUseEdge);
   if (!shared) {
     int32_t u = 0;
     for (int64_t r = 0; r < V; ++r) {
       const bool used = first_use[r] > 0;
       first_use[r] = u;
-      if (used) std::tie(use_row[u], use_column[u]) = reader[r], ++u;
+      if (used) std::tie(users[2 * u], users[2 * u + 1]) = reader[r], ++u;
     }
     first_use[V] = u;
   } else {
@@ -474,8 +445,8 @@ Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<
         const int32_t from = gather[c * V + r];
         if (from == kNone) continue;
         const int32_t u = --first_use[from];
-        use_row[u] = static_cast<int32_t>(r);
-        use_column[u] = static_cast<int32_t>(c);
+        users[2 * u] = static_cast<int32_t>(r);
+        users[2 * u + 1] = static_cast<int32_t>(c);
       }
     }
   }

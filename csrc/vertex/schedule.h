@@ -5,8 +5,7 @@
 // The vertices of level l are frontier l; its vertices that run the same function are one task. Tasks run in order,
 // those of one frontier in any. Each vertex has a *row*, numbered in the order of computation, so that the rows of a
 // frontier and of a task are contiguous: a buffer of states has one row per vertex, and a task reads and writes
-// [first, first + count) of it. Inputs and outputs keep the caller's numbering; vertices[row] and rows[vertex]
-// translate.
+// [first, first + count) of it. Inputs and outputs keep the caller's numbering; vertices[row] translates.
 //
 // Within a task, vertices stand in the order of (the frontier of the nearest parent, the slot, that parent's row), or
 // where that parent only sums, (the frontier, the parent's row, the slot); those without parents last. So the children
@@ -16,10 +15,11 @@
 // Forward, tasks in order: gather slot slots[c] of a task reads row gather[c][row] of the states, for each row of the
 // task; -1 is a row of zeros. The sum over children reads edge_children[first_edge[row] .. first_edge[row + 1] - 1].
 // Backward, tasks in reverse order: before a task runs backwards, the gradient of the state of each of its rows is the
-// sum over its uses, u in first_use[row] .. first_use[row + 1] - 1, of row use_rows[u] of the gradient of gathered slot
-// use_columns[u], plus the sum over its edges, e = sum_use_edges[first_sum_use[row] ..], of edge e's gradient, which is
-// row edge_parents[e] of the gradient of the sum where there is no message. All of these belong to later tasks. Uses
-// are sorted by parent's row, then column: the order of a sum is always the same, and no atomics are needed.
+// sum over its uses, u in first_use[row] .. first_use[row + 1] - 1, users[u] = (parent's row, column), of that row of
+// the gradient of gathered slot slots[column], plus the sum over its edges, e = sum_use_edges[first_sum_use[row] ..],
+// of edge e's gradient, which is row edge_parents[e] of the gradient of the sum where there is no message. All of these
+// belong to later tasks. Uses are sorted by parent's row, then column: the order of a sum is always the same, and no
+// atomics are needed.
 //
 // Everything lies in one block of 32-bit integers, header first: one copy takes it to a device, and the block is the
 // serialised form. Arrays begin at multiples of 4 integers.
@@ -64,6 +64,7 @@ class Schedule {
     kMaxCount,   // the most rows of a task
     kMaxEdges,   // the most edges of a task
     kSingleUse,  // 1 where no state is read twice, as in trees: gradients can be written to the child's row directly
+    kSums,       // 1 where a function sums
     kHeader = 12
   };
   enum Array {
@@ -71,16 +72,14 @@ class Schedule {
     kFrontierTask,  // (F + 1): the tasks of frontier l are frontiers[l] .. frontiers[l + 1] - 1
     kSlots,         // (C): ascending
     kVertexOf,      // (V): the vertex of each row
-    kRowOf,         // (V): the row of each vertex
     kGather,        // (C, V): the child's row, -1 where there is none or the row's function does not gather this slot
     kRuns,          // (T, C): the first of gather[c]'s rows where they ascend one by one; -1 all are -1; -2 else
-    kFirstEdge,     // (V + 1): edges whose parent is in this row and whose function sums
+    kFirstEdge,     // (V + 1): edges whose parent is in this row and whose function sums; empty where none does
     kEdgeChild,     // (E): rows, sorted by parent's row, then slot
     kEdgeParent,    // (E)
     kFirstUse,      // (V + 1)
-    kUseRow,        // (U)
-    kUseColumn,     // (U)
-    kFirstSumUse,   // (V + 1)
+    kUsers,         // (U, 2)
+    kFirstSumUse,   // (V + 1); empty where no function sums
     kSumUseEdge,    // (E)
     kNumArrays
   };
@@ -118,9 +117,10 @@ class Schedule {
   // Makes room for the block of this header, and writes its first part. The arrays are not written.
   void make_block(const int32_t (&header)[kHeader]);
   std::span<int32_t> at(Array which) { return {block_.get() + offset(which), static_cast<size_t>(size(which))}; }
-  // The whole schedule of trees of up to four slots, all of which every vertex gathers; nothing, false, of other
-  // graphs.
-  bool plan_trees(const Graphs& graphs, int32_t columns);
+  // The whole schedule of trees, all of whose slots every vertex gathers; they have at most kMostSlots, which is at
+  // most 4.
+  template <int kMostSlots>
+  void plan_trees(const Graphs& graphs, int32_t columns);
 
   std::unique_ptr<int32_t[]> block_;
   size_t length_ = 0;

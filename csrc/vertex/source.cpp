@@ -59,7 +59,7 @@ class Writer {
     if (reads_uses_) {
       text +=
           " const int uses = first_use[row], uses_end = first_use[row + 1]; int first_user = 0, first_column = -1;"
-          " if (uses < uses_end) { first_user = use_rows[uses]; first_column = use_columns[uses]; }";
+          " if (uses < uses_end) { first_user = users[2 * uses]; first_column = users[2 * uses + 1]; }";
     }
     return text;
   }
@@ -67,8 +67,8 @@ class Writer {
   // A loop over the row's uses begins: q is the row that uses it.
   std::string each_use() {
     reads_uses_ = true;
-    return " for (int u = uses; u < uses_end; ++u) { const long long q = u == uses ? first_user : use_rows[u];"
-           " const int column = u == uses ? first_column : use_columns[u];";
+    return " for (int u = uses; u < uses_end; ++u) { const long long q = u == uses ? first_user : users[2 * u];"
+           " const int column = u == uses ? first_column : users[2 * u + 1];";
   }
 
   // The lanes of a warp share the columns of a row; each reduces its own, then they each other's.

@@ -79,11 +79,21 @@ struct Run {
         device(schedule.device()),
         matrices(operands.matrices.begin(), operands.matrices.end()) {
     const int32_t* block = pointer<int32_t>(schedule);
-    const auto array = [&](Schedule::Array which) { return block + numbers[size_t{Schedule::kHeader} + which]; };
-    arrays = {array(Schedule::kVertexOf),   array(Schedule::kGather),     array(Schedule::kFirstEdge),
-              array(Schedule::kEdgeChild),  array(Schedule::kEdgeParent), array(Schedule::kFirstUse),
-              array(Schedule::kUseRow),     array(Schedule::kUseColumn),  array(Schedule::kFirstSumUse),
-              array(Schedule::kSumUseEdge), array(Schedule::kTaskTable),  num_vertices};
+    const auto array = [&](Schedule::Array which) {
+      const int32_t* const where = numbers.data() + Schedule::kHeader + which;
+      return where[0] < where[1] ? block + where[0] : nullptr;
+    };
+    arrays = {array(Schedule::kVertexOf),
+              array(Schedule::kGather),
+              array(Schedule::kFirstEdge),
+              array(Schedule::kEdgeChild),
+              array(Schedule::kEdgeParent),
+              array(Schedule::kFirstUse),
+              array(Schedule::kUsers),
+              array(Schedule::kFirstSumUse),
+              array(Schedule::kSumUseEdge),
+              array(Schedule::kTaskTable),
+              num_vertices};
     tasks = Schedule::tasks(numbers);
     for (const Task& task : tasks) {
       leaves += task.level == 0 ? task.count : 0;

@@ -40,10 +40,10 @@
 
 namespace weft::vertex {
 
-// The arrays of a schedule, on the device.
+// The arrays of a schedule, on the device; null where they are empty.
 struct Arrays {
-  const int32_t *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *use_rows, *use_columns,
-      *first_sum_use, *sum_use_edges, *tasks;
+  const int32_t *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *users, *first_sum_use,
+      *sum_use_edges, *tasks;
   int64_t num_vertices;
 };
 

@@ -34,14 +34,19 @@ def dags(draw, max_slots=5):
     return batch
 
 
+def rows_of(plan) -> list[int]:
+    """The row of each vertex."""
+    return torch.argsort(plan.array("vertices")).tolist()
+
+
 def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], plan) -> None:
     """Every array says what csrc/vertex/schedule.h promises of it."""
     V = graphs.num_vertices
     edges = graphs.edges.tolist()
     levels = graphs.levels.tolist()
-    rows, vertices = plan.array("rows").tolist(), plan.array("vertices").tolist()
+    vertices = plan.array("vertices").tolist()
     assert sorted(vertices) == list(range(V))
-    assert [rows[v] for v in vertices] == list(range(V))
+    rows = rows_of(plan)
 
     # Tasks cut the rows into pieces of one level and kind, in order.
     tasks = plan.tasks
@@ -70,7 +75,7 @@ def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], pl
             uses[rows[child]].append((rows[parent], slots.index(slot)))
     assert gather == expected
     first_use = plan.array("first_use").tolist()
-    found = list(zip(plan.array("use_rows").tolist(), plan.array("use_columns").tolist(), strict=True))
+    found = [(row, column) for row, column in plan.array("users").view(-1, 2).tolist()]
     assert first_use[0] == 0 and first_use[-1] == len(found) == plan.core.num_uses
     for row in range(V):
         assert found[first_use[row] : first_use[row + 1]] == sorted(uses[row])
@@ -83,7 +88,11 @@ def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], pl
             assert run == (read[0] if straight else -1 if set(read) == {-1} else -2)
 
     # What is summed over, and by whom each row is.
-    first_edge = plan.array("first_edge").tolist()
+    sums = any(kind.sum for kind in kinds)
+    first_edge, first_sum_use = (
+        plan.array(name).tolist() if sums else [0] * (V + 1) for name in ("first_edge", "first_sum_use")
+    )
+    assert sums or not len(plan.array("first_edge")) + len(plan.array("first_sum_use"))
     children, parents = plan.array("edge_children").tolist(), plan.array("edge_parents").tolist()
     summed = sorted((rows[p], s, rows[c]) for c, p, s in edges if kinds[kind_of_vertex[p]].sum)
     assert list(zip(parents, children, strict=True)) == [(p, c) for p, _, c in summed]
@@ -97,7 +106,7 @@ def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], pl
         read = children[task.first_edge : task.first_edge + task.num_edges]
         straight = bool(read) and read == list(range(read[0], read[0] + len(read)))
         assert task.edge_run == (read[0] if straight else -2 if read else -1)
-    first_sum_use, sum_use_edges = plan.array("first_sum_use").tolist(), plan.array("sum_use_edges").tolist()
+    sum_use_edges = plan.array("sum_use_edges").tolist()
     for row in range(V):
         mine = sum_use_edges[first_sum_use[row] : first_sum_use[row + 1]]
         assert mine == [e for e, child in enumerate(children) if child == row]
@@ -141,7 +150,7 @@ def test_trees_are_planned_as_all_graphs_are(children, more):
     plan = schedule("f", graphs, kinds)
     check(graphs, kinds, [0] * graphs.num_vertices, plan)
     other = schedule("f", graphs, (Kind(slots, True),))
-    for name in ("frontiers", "slots", "vertices", "rows", "gather", "runs", "first_use", "use_rows", "use_columns"):
+    for name in ("frontiers", "slots", "vertices", "gather", "runs", "first_use", "users"):
         assert torch.equal(plan.array(name), other.array(name)), name
 
 
@@ -172,7 +181,7 @@ def test_the_states_that_a_schedule_computes_are_those_of_a_recursion(children):
         return tuple(None if c == -1 else recursion(rows, c) for c in kept)
 
     expected = [recursion(rows, v) for rows in children for v in range(len(rows))]
-    assert [states[row] for row in plan.array("rows").tolist()] == expected
+    assert [states[row] for row in rows_of(plan)] == expected
 
 
 OPERATORS = {
@@ -189,7 +198,8 @@ def evaluate(graphs: Graphs, symbols: list[str], plan) -> list[int]:
     vertices = plan.array("vertices").tolist()
     slots = plan.array("slots").tolist()
     gather = plan.array("gather").view(len(slots), V).tolist()
-    first_edge, edge_children = plan.array("first_edge").tolist(), plan.array("edge_children").tolist()
+    edge_children = plan.array("edge_children").tolist()
+    first_edge = plan.array("first_edge").tolist() or [0] * (V + 1)
     states: list[int | None] = [None] * V
     for task in plan.tasks:
         for row in range(task.first, task.first + task.count):
@@ -199,7 +209,7 @@ def evaluate(graphs: Graphs, symbols: list[str], plan) -> list[int]:
             values = by_slot or by_sum
             symbol = symbols[vertices[row]]
             states[row] = OPERATORS[symbol](values) if symbol in OPERATORS else int(symbol)
-    return [states[row] for row in plan.array("rows").tolist()]
+    return [states[row] for row in rows_of(plan)]
 
 
 @pytest.mark.parametrize("shape", [{}, {"max_arity": 2, "max_depth": 12}, {"max_arity": 12, "max_depth": 3}])
@@ -240,14 +250,14 @@ def test_counts_of_paths_backwards():
     graphs = Graphs.from_children([rows, rows[:4]])
     for kinds in (SUM, (Kind((0, 1, 2)),)):
         plan = schedule("f", graphs, kinds)
-        arrays = ("first_use", "use_rows", "first_sum_use", "sum_use_edges", "edge_parents", "rows")
-        first_use, use_rows, first_sum_use, sum_use_edges, edge_parents, of = (
-            plan.array(name).tolist() for name in arrays
-        )
+        arrays = ("first_use", "users", "first_sum_use", "sum_use_edges", "edge_parents")
+        first_use, users_of, first_sum_use, sum_use_edges, edge_parents = (plan.array(name).tolist() for name in arrays)
+        first_sum_use = first_sum_use or [0] * (graphs.num_vertices + 1)
+        of = rows_of(plan)
         gradient = [0] * graphs.num_vertices
         for task in reversed(plan.tasks):
             for row in range(task.first, task.first + task.count):
-                users = use_rows[first_use[row] : first_use[row + 1]]
+                users = users_of[2 * first_use[row] : 2 * first_use[row + 1] : 2]
                 users += [edge_parents[e] for e in sum_use_edges[first_sum_use[row] : first_sum_use[row + 1]]]
                 assert all(user >= task.first + task.count for user in users)
                 gradient[row] = 1 + sum(gradient[user] for user in users)
@@ -286,7 +296,7 @@ def test_a_schedule_is_planned_once_and_belongs_to_all_copies():
     assert schedule("f", graphs.to("meta"), SUM).core is plan.core
     # A copy elsewhere is the same numbers, and views of it by name.
     assert plan.block() is plan.block(torch.device("cpu"))
-    assert plan.array("rows").data_ptr() == plan.array("rows").data_ptr()
+    assert plan.array("vertices").data_ptr() == plan.array("vertices").data_ptr()
 
 
 def test_the_same_graphs_have_the_same_schedule():
@@ -310,7 +320,7 @@ def test_slots_far_apart_and_a_crowd_of_children():
     graphs = Graphs.from_edges(edges, [n + 1])
     plan = schedule("f", graphs, (Kind((0, 3, 29_997), True),))
     check_rows = plan.array("gather").view(3, n + 1)[:, n].tolist()
-    rows = plan.array("rows").tolist()
+    rows = rows_of(plan)
     assert check_rows == [rows[0], rows[1], rows[n - 1]]
     assert plan.tasks[1].edge_run == 0
 

@@ -29,8 +29,8 @@ from tests.vertex.naive import random_dag, random_tree
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 ARRAYS = (
-    "vertices", "gather", "first_edge", "edge_children", "edge_parents", "first_use", "use_rows", "use_columns",
-    "first_sum_use", "sum_use_edges",
+    "vertices", "gather", "first_edge", "edge_children", "edge_parents", "first_use", "users", "first_sum_use",
+    "sum_use_edges",
 )  # fmt: skip
 BUFFERS = 64
 
@@ -74,11 +74,11 @@ static T not_a_number() { return NAN; }
 KERNEL = """
 extern "C" void {name}(const weft::vertex::FrontierArguments& p, int first, int count) {{
   const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
-            *edge_parents = p.edge_parents, *first_use = p.first_use, *use_rows = p.use_rows,
-            *use_columns = p.use_columns, *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
+            *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
+            *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
   const long long num_vertices = p.num_vertices;
   (void)vertices, (void)gather, (void)first_edge, (void)edge_children, (void)edge_parents, (void)first_use;
-  (void)use_rows, (void)use_columns, (void)first_sum_use, (void)sum_use_edges, (void)num_vertices;
+  (void)users, (void)first_sum_use, (void)sum_use_edges, (void)num_vertices;
   constexpr int columns = {width}, lanes = {lanes};
   for (long long index = first; index < first + count; ++index)
     for (int j = 0; j < lanes; ++j) {{ {body} }}

@@ -131,6 +131,8 @@ struct Interpreter {
     }
   }
 
+  WEFT_INLINE int64_t sum_uses(int64_t row) const { return k.first_sum_use == nullptr ? 0 : k.first_sum_use[row]; }
+
   WEFT_INLINE void uses(const VertexInstruction& i, int64_t row, int64_t first, int64_t n) {
     T* to = scratch + i.result * kStride;
     const T* only = nullptr;  // the one term, or the sum in `to`
@@ -151,10 +153,10 @@ struct Interpreter {
     const int32_t size = k.table_sizes[i.a];
     for (int64_t u = k.first_use[row]; u < k.first_use[row + 1]; ++u) {
       for (int32_t t = 0; t < size; ++t) {
-        if (table[t].column == k.use_columns[u]) term(table[t], k.use_rows[u], 0);
+        if (table[t].column == k.users[2 * u + 1]) term(table[t], k.users[2 * u], 0);
       }
     }
-    for (int64_t u = k.first_sum_use[row]; u < k.first_sum_use[row + 1]; ++u) {
+    for (int64_t u = sum_uses(row); u < sum_uses(row + 1); ++u) {
       const int64_t edge = k.sum_use_edges[u];
       for (int32_t t = 0; t < size; ++t) {
         if (table[t].column >= 0) continue;
@@ -169,13 +171,13 @@ struct Interpreter {
     const VertexBuffer& b = k.buffers[i.b];
     const T* from = registers[i.a];
     if (i.d < 0) {
-      for (int64_t u = k.first_sum_use[row]; u < k.first_sum_use[row + 1]; ++u) {
+      for (int64_t u = sum_uses(row); u < sum_uses(row + 1); ++u) {
         write(b, at(b, 0, k.sum_use_edges[u], i.c + first), from, n);
       }
       return;
     }
     for (int64_t u = k.first_use[row]; u < k.first_use[row + 1]; ++u) {
-      if (k.use_columns[u] == i.d) write(b, at(b, k.use_rows[u], 0, i.c + first), from, n);
+      if (k.users[2 * u + 1] == i.d) write(b, at(b, k.users[2 * u], 0, i.c + first), from, n);
     }
   }
 

@@ -52,8 +52,7 @@ class CpuExecutor final : public Executor {
     kernel_.edge_children = a.edge_children;
     kernel_.edge_parents = a.edge_parents;
     kernel_.first_use = a.first_use;
-    kernel_.use_rows = a.use_rows;
-    kernel_.use_columns = a.use_columns;
+    kernel_.users = a.users;
     kernel_.first_sum_use = a.first_sum_use;
     kernel_.sum_use_edges = a.sum_use_edges;
     kernel_.num_vertices = a.num_vertices;

@@ -23,8 +23,8 @@ extern "C" __global__ void vertex_frontier(const FrontierArguments p, int first,
   if (local >= count) return;
   const long long index = first + local;
   const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
-            *edge_parents = p.edge_parents, *first_use = p.first_use, *use_rows = p.use_rows,
-            *use_columns = p.use_columns, *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
+            *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
+            *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
   const long long num_vertices = p.num_vertices;
   WEFT_VERTEX_BODY
 }

@@ -9,8 +9,8 @@ struct FrontierArguments {
   void* data[kMaxFrontierBuffers];  // of the kernel's buffers
   long long stride[kMaxFrontierBuffers];
   // Arrays of csrc/vertex/schedule.h.
-  const int *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *use_rows, *use_columns,
-      *first_sum_use, *sum_use_edges;
+  const int *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *users, *first_sum_use,
+      *sum_use_edges;
   long long num_vertices;
 };
 

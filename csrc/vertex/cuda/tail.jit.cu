@@ -257,8 +257,8 @@ extern "C" __global__ void __launch_bounds__(kTailThreads) vertex_tail(const Tai
   T* shared = reinterpret_cast<T*>(weft::dynamic_shared_memory());
   const FrontierArguments& p = a.frontier;
   const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
-            *edge_parents = p.edge_parents, *first_use = p.first_use, *use_rows = p.use_rows,
-            *use_columns = p.use_columns, *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
+            *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
+            *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
   const long long num_vertices = p.num_vertices;
   const long long start = (long long)blockIdx.x * kTailThreads + threadIdx.x,
                   threads = (long long)gridDim.x * kTailThreads;

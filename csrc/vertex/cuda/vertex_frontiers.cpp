@@ -61,8 +61,7 @@ class CudaExecutor final : public Executor {
     arguments_.edge_children = a.edge_children;
     arguments_.edge_parents = a.edge_parents;
     arguments_.first_use = a.first_use;
-    arguments_.use_rows = a.use_rows;
-    arguments_.use_columns = a.use_columns;
+    arguments_.users = a.users;
     arguments_.first_sum_use = a.first_sum_use;
     arguments_.sum_use_edges = a.sum_use_edges;
     arguments_.num_vertices = a.num_vertices;

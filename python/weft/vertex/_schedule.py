@@ -84,10 +84,10 @@ class Schedule:
     def array(self, name: str, block: Tensor | None = None) -> Tensor:
         """The array `name`, a view of `block` (from :meth:`block`; by default the one on the CPU).
 
-        ``tasks`` is (T * 8,), ``frontiers`` (F + 1,), ``slots`` (C,), ``vertices`` and ``rows`` (V,), ``gather``
-        (C * V,), ``runs`` (T * C,), ``first_edge`` (V + 1,), ``edge_children`` and ``edge_parents`` (E,),
-        ``first_use`` (V + 1,), ``use_rows`` and ``use_columns`` (U,), ``first_sum_use`` (V + 1,), ``sum_use_edges``
-        (E,).
+        ``tasks`` is (T * 8,), ``frontiers`` (F + 1,), ``slots`` (C,), ``vertices`` (V,), ``gather`` (C * V,), ``runs``
+        (T * C,), ``first_edge`` (V + 1,), ``edge_children`` and ``edge_parents`` (E,), ``first_use`` (V + 1,),
+        ``users`` (U * 2,), ``first_sum_use`` (V + 1,), ``sum_use_edges`` (E,). ``first_edge`` and ``first_sum_use`` are
+        empty where no function sums.
         """
         first, size = self.core.layout()[name]
         return (self._host if block is None else block)[first : first + size]
