@@ -419,7 +419,11 @@ py::tuple type_names(const Graphs& graphs, const py::tuple& names) {
 Graphs batch(const py::list& parts, bool typed) {
   std::vector<const Graphs*> pointers;
   pointers.reserve(parts.size());
-  for (const auto& part : parts) pointers.push_back(&py::cast<const Graphs&>(part));
+  py::detail::make_caster<Graphs> caster;  // one for all: to make one takes longer than to copy a tree
+  for (const auto& part : parts) {
+    if (!caster.load(part, false)) throw py::type_error("batch: got " + type_name(part.ptr()));
+    pointers.push_back(&py::detail::cast_op<const Graphs&>(caster));
+  }
   return Graphs::batch(pointers, typed);
 }
 

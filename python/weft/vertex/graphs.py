@@ -114,11 +114,12 @@ class Graphs:
             parts = list(graphs)
         except TypeError:
             raise TypeError(f"Graphs.batch: expected a sequence of Graphs, got {type(graphs).__name__}") from None
-        if {*map(type, parts)} - {Graphs}:
+        try:
+            device, common = (parts[0]._device, parts[0]._names) if parts else (_CPU, None)
+            cores = [part._core for part in parts if part._device is device and part._names is common]
+        except AttributeError:
             i, part = next((i, part) for i, part in enumerate(parts) if type(part) is not Graphs)
-            raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}")
-        device, common = (parts[0]._device, parts[0]._names) if parts else (_CPU, None)
-        cores = [part._core for part in parts if part._device is device and part._names is common]
+            raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}") from None
         if len(cores) == len(parts):
             return _new(_C.batch(cores, common is not None), common, device)
         for i, part in enumerate(parts):
