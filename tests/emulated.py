@@ -51,6 +51,17 @@ def build_runtime(folder: Path) -> Path:
     return library
 
 
+def run_on(runtime: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python, with these arguments, on what build_runtime built."""
+    # Torch looks for the driver by its name, which the runtime has; what it knows of a device is not to be seen there.
+    variables = {"LD_PRELOAD": str(runtime), "LD_LIBRARY_PATH": str(runtime.parent), "CUDA_VISIBLE_DEVICES": "0"}
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    environment = {**os.environ, **variables, "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
 def ends_well(function: Callable[[], None]) -> bool:
     """Whether the function returns, in a process of its own: what the emulator refuses ends it."""
     child = os.fork()

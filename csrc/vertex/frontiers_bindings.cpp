@@ -11,6 +11,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/custom_class.h>
 #ifdef WEFT_WITH_CUDA
+#include <ATen/cuda/CUDAEvent.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -21,6 +23,7 @@
 
 #ifdef WEFT_WITH_CUDA
 #include "common/cuda/captured.h"
+#include "common/device.h"
 #endif
 #include "vertex/schedule.h"
 
@@ -169,14 +172,43 @@ at::Tensor pinned(const Schedule& schedule) {
 }
 
 #ifdef WEFT_WITH_CUDA
-// A copy of pinned memory on the current device, which the host does not wait for. A graph that captures it keeps the
-// memory, from which every replay copies.
-at::Tensor copied(const at::Tensor& host) {
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  at::Tensor copy = host.to(host.options().device(at::kCUDA, stream.device_index()), /*non_blocking=*/true);
-  keep_while_captured(host, stream);
-  return copy;
-}
+// A copy of pinned memory on a device, which the host does not wait for, known to every stream that asks for it.
+class Copy {
+ public:
+  Copy(const at::Tensor& host, at::Device device)
+      : stream_(c10::cuda::getCurrentCUDAStream(device.index())), captured_(captures(stream_)) {
+    const c10::cuda::CUDAGuard guard(stream_.device());
+    copy_ = host.to(host.options().device(stream_.device()), /*non_blocking=*/true);
+    // A graph that captures it keeps the memory, from which every replay copies.
+    keep_while_captured(host, stream_);
+    if (!captured_) made_.record(stream_);
+  }
+
+  // For the current stream.
+  at::Tensor tensor() {
+    const auto stream = c10::cuda::getCurrentCUDAStream(stream_.device_index());
+    if (stream != stream_ && !captures(stream)) {
+      made_.block(stream);
+      copy_.record_stream(stream);
+    }
+    return copy_;
+  }
+
+  // Whether it is there at replays alone.
+  bool captured() const { return captured_; }
+
+ private:
+  static bool captures(cudaStream_t stream) {
+    cudaStreamCaptureStatus status;
+    cuda_check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
+  c10::cuda::CUDAStream stream_;
+  bool captured_;
+  at::Tensor copy_;
+  at::cuda::CUDAEvent made_;
+};
 #endif
 
 }  // namespace
@@ -184,7 +216,11 @@ at::Tensor copied(const at::Tensor& host) {
 void bind_frontiers(py::module_& vertex) {
   vertex.def("pinned", torch::wrap_pybind_function(&pinned), "The block of a schedule in pinned memory.");
 #ifdef WEFT_WITH_CUDA
-  vertex.def("copied", torch::wrap_pybind_function(&copied), "A copy on the current device, from pinned memory.");
+  py::class_<Copy>(vertex, "Copy", "A copy of pinned memory on a device, known to every stream that asks for it.")
+      .def(py::init(torch::wrap_pybind_function(
+          [](const at::Tensor& host, at::Device device) { return std::make_unique<Copy>(host, device); })))
+      .def("tensor", torch::wrap_pybind_function(&Copy::tensor))
+      .def_property_readonly("captured", &Copy::captured);
 #endif
   py::class_<Compiled, std::shared_ptr<Compiled>>(vertex, "Frontiers",
                                                   "What all calls of vertex_frontiers for a program have in common.")

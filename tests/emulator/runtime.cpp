@@ -360,6 +360,13 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
   *status = of(stream).captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long*,
+                                     cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t*) {
+  CALL("StreamGetCaptureInfo");
+  *status = of(stream).captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *graph = nullptr;
+  return cudaSuccess;
+}
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   CALL("ThreadExchangeStreamCaptureMode");
   return *mode = cudaStreamCaptureModeGlobal, cudaSuccess;

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 from weft import _C
 
@@ -24,18 +20,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> tuple[dict[str, str], str]:
     """Check to how it ended, and what was written about it."""
-    folder = tmp_path_factory.mktemp("runtime")
-    runtime = str(emulated.build_runtime(folder))
-    # Torch looks for the driver by its name, which the runtime has; what it knows of a device is not to be seen there.
-    variables = {"LD_PRELOAD": runtime, "LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": "0"}
-    path = os.pathsep.join([str(emulated.ROOT), *sys.path])
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.offload.emulated_engine", runtime],
-        env={**os.environ, **variables, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    runtime = emulated.build_runtime(tmp_path_factory.mktemp("runtime"))
+    process = emulated.run_on(runtime, "-m", "tests.offload.emulated_engine", str(runtime))
     lines = [line.split() for line in process.stdout.splitlines()]
     return {line[0]: line[1] for line in lines if len(line) == 2}, process.stderr[-5000:]
 

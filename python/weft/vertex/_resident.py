@@ -35,6 +35,22 @@ def captures(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+class _Waited:
+    """As _C.Copy, of a build for the CPU alone: the host waits for the copy."""
+
+    captured = False
+
+    def __init__(self, host: Tensor, device: torch.device) -> None:
+        self._copy = host.to(device)
+
+    def tensor(self) -> Tensor:
+        self._copy.record_stream(torch.cuda.current_stream(self._copy.device))
+        return self._copy
+
+
+_Copy = getattr(_C, "Copy", _Waited)
+
+
 class Resident:
     """A tensor that is copied to a CUDA device when it is first asked for, and known to every stream that asks later.
 
@@ -42,32 +58,20 @@ class Resident:
         device: the CUDA device.
     """
 
-    __slots__ = ("_device", "_kept")
+    __slots__ = ("_copy", "_device")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: tuple[Tensor, torch.cuda.Stream, torch.cuda.Event] | None = None
+        self._copy: _Copy | None = None
 
     def tensor(self, make: Callable[[], Tensor]) -> Tensor:
         """The copy on the device of what `make` gives, a tensor in pinned memory that nobody else overwrites."""
-        if self._kept is None:
-            return self._copied(make)
-        copy, made_on, event = self._kept
-        stream = torch.cuda.current_stream(self._device)
-        if stream != made_on and not captures(self._device):
-            stream.wait_event(event)
-            copy.record_stream(stream)
-        return copy
-
-    def _copied(self, make: Callable[[], Tensor]) -> Tensor:
-        # To set what is as it should be would take a good part of the time.
-        here = torch.cuda.current_device() == self._device.index
-        with trainable(), nullcontext() if here else torch.cuda.device(self._device):
-            host = make()
-            copy = _C.copied(host) if hasattr(_C, "copied") else host.to(self._device)  # of a build for the CPU alone
-            # Captured, it is there at replays alone: the next who asks gets another. Its graph keeps what it reads.
-            if not torch.cuda.is_current_stream_capturing():
-                event = torch.cuda.Event()
-                event.record()
-                self._kept = (copy, torch.cuda.current_stream(), event)
-        return copy
+        copy = self._copy
+        if copy is None:
+            with trainable():
+                copy = _Copy(make(), self._device)
+                # Captured, it is there at replays alone: the next who asks gets another.
+                if not copy.captured:
+                    self._copy = copy
+                return copy.tensor()
+        return copy.tensor()
