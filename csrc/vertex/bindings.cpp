@@ -17,6 +17,7 @@ namespace py = pybind11;
 namespace weft::vertex {
 
 void bind_frontiers(py::module_& vertex);
+void bind_known(py::module_& vertex);
 
 namespace {
 
@@ -557,6 +558,7 @@ void bind(py::module_& m) {
   vertex.def("batch", &batch);
   vertex.def("from_bytes", &from_bytes);
   bind_frontiers(vertex);
+  bind_known(vertex);
 }
 
 }  // namespace weft::vertex

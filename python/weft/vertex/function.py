@@ -232,7 +232,8 @@ class _Compiled:
 
 
 def _compiled(module: nn.Module) -> _Compiled:
-    return module.__dict__.setdefault("_compiled", _Compiled())
+    found = module.__dict__.get("_compiled")
+    return module.__dict__.setdefault("_compiled", _Compiled()) if found is None else found
 
 
 @dataclass
