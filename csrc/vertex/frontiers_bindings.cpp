@@ -4,7 +4,10 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/sum.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -18,7 +21,11 @@
 
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <memory>
+#include <numeric>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #ifdef WEFT_WITH_CUDA
@@ -42,12 +49,40 @@ struct Compiled {
   Numbers results;
   std::array<Numbers, 3> gradients;  // numbers of the inputs, matrices and vectors that backward gives gradients of
   std::array<size_t, 3> counts;      // of inputs, matrices, vectors
+  Numbers linear;                    // per input: 0, or how many parameters of a layer are given for it
+  std::vector<bool> transposed;      // per matrix: whether its transpose is given
   size_t outputs;
   std::vector<size_t> constant;  // outputs that have no gradient
 
-  at::TensorList part(at::TensorList given, int which) const {
+  // What is given: inputs, or what a linear layer makes them of, matrices or their transposes, vectors, and each linear
+  // layer's weight and bias.
+  size_t num_operands() const { return counts[0] + counts[1] + counts[2]; }
+  size_t num_given() const {
+    return num_operands() + static_cast<size_t>(std::accumulate(linear.begin(), linear.end(), int64_t{0}));
+  }
+  // Calls `work` with the number of each input that a linear layer makes, of its weight, and of its bias or none.
+  template <typename Work>
+  void for_linear(const Work& work) const {
+    size_t next = num_operands();
+    for (size_t i = 0; i < linear.size(); ++i) {
+      if (linear[i] > 0) work(i, next, linear[i] > 1 ? std::optional(next + 1) : std::nullopt);
+      next += static_cast<size_t>(linear[i]);
+    }
+  }
+  // Inputs, matrices, vectors.
+  template <typename Inputs>
+  Tensors operands(at::TensorList given, const Inputs& made) const {
+    Tensors found(given.begin(), given.begin() + static_cast<std::ptrdiff_t>(num_operands()));
+    for_linear(
+        [&](size_t input, size_t weight, std::optional<size_t> bias) { found[input] = made(input, weight, bias); });
+    for (size_t i = 0; i < transposed.size(); ++i) {
+      if (transposed[i]) found[counts[0] + i] = found[counts[0] + i].t();
+    }
+    return found;
+  }
+  at::TensorList part(at::TensorList operands, int which) const {
     const size_t first = which == 0 ? 0 : which == 1 ? counts[0] : counts[0] + counts[1];
-    return given.slice(first, counts[which]);
+    return operands.slice(first, counts[which]);
   }
 };
 
@@ -58,33 +93,61 @@ struct Call : torch::CustomClassHolder {
   bool overlap;
   std::shared_ptr<PyObject> differentiable;
 
-  Tensors forward(at::TensorList given) const {
+  // The results, and what backward reads beside what is given: inputs that linear layers made, then of the results
+  // those that are no outputs.
+  std::pair<Tensors, Tensors> forward(at::TensorList given) const {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("weft::vertex_frontiers", "")
                                .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
                                               const at::Tensor&, const at::Tensor&, at::ArrayRef<double>, c10::SymInt,
                                               c10::SymInt, c10::SymInt, at::IntArrayRef)>();
-    return op.call(compiled->part(given, 0), compiled->part(given, 1), compiled->part(given, 2), schedule,
-                   host_schedule, compiled->program, compiled->constants, sizes[0], sizes[1], sizes[2],
-                   compiled->results);
+    Tensors saved;
+    const Tensors operands = compiled->operands(given, [&](size_t x, size_t weight, std::optional<size_t> bias) {
+      const at::Tensor matrix = given[weight].t();
+      return saved.emplace_back(bias ? at::addmm(given[*bias], given[x], matrix) : at::mm(given[x], matrix));
+    });
+    Tensors results =
+        op.call(compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2), schedule,
+                host_schedule, compiled->program, compiled->constants, sizes[0], sizes[1], sizes[2], compiled->results);
+    const auto end = results.begin() + static_cast<std::ptrdiff_t>(compiled->outputs);
+    saved.insert(saved.end(), std::make_move_iterator(end), std::make_move_iterator(results.end()));
+    results.erase(end, results.end());
+    return {std::move(results), std::move(saved)};
   }
 
-  Tensors backward(at::TensorList grads, at::TensorList given, at::TensorList saved) const {
+  // Of what is given and `needed`, the gradients; `saved` as forward gave it.
+  Tensors backward(at::TensorList grads, at::TensorList given, at::TensorList saved,
+                   const std::vector<bool>& needed) const {
     static const auto op =
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("weft::vertex_frontiers_backward", "")
             .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
                            const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ArrayRef<double>,
                            at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool)>();
-    const Tensors found = op.call(grads, compiled->part(given, 0), compiled->part(given, 1), compiled->part(given, 2),
-                                  saved, schedule, host_schedule, compiled->program, compiled->constants,
-                                  compiled->gradients[0], compiled->gradients[1], compiled->gradients[2], overlap);
+    size_t made = 0;
+    const Tensors operands =
+        compiled->operands(given, [&](size_t, size_t, std::optional<size_t>) { return saved[made++]; });
+    const Tensors found =
+        op.call(grads, compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2),
+                saved.slice(made), schedule, host_schedule, compiled->program, compiled->constants,
+                compiled->gradients[0], compiled->gradients[1], compiled->gradients[2], overlap);
     Tensors results(given.size());
     size_t next = 0, first = 0;
     for (int which = 0; which < 3; ++which) {
-      for (const int64_t number : compiled->gradients[which]) results[first + number] = found[next++];
+      for (const int64_t number : compiled->gradients[which]) {
+        const at::Tensor& gradient = found[next++];
+        const bool turned = which == 1 && compiled->transposed[number];
+        results[first + number] = turned ? gradient.t() : gradient;
+      }
       first += compiled->counts[which];
     }
+    compiled->for_linear([&](size_t x, size_t weight, std::optional<size_t> bias) {
+      const at::Tensor grad = std::exchange(results[x], at::Tensor());
+      if (!grad.defined()) return;
+      if (needed[x]) results[x] = at::mm(grad, given[weight]);
+      if (needed[weight]) results[weight] = at::mm(grad.t(), given[x]);
+      if (bias && needed[*bias]) results[*bias] = at::sum(grad, 0);
+    });
     return results;
   }
 
@@ -103,17 +166,16 @@ class Node : public torch::autograd::Function<Node> {
  public:
   static Tensors forward(torch::autograd::AutogradContext* ctx, const c10::intrusive_ptr<Call>& call,
                          at::TensorList given) {
-    Tensors results;
+    std::pair<Tensors, Tensors> found;
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
-      results = call->forward(given);
+      found = call->forward(given);
     }
-    const auto end = results.begin() + static_cast<std::ptrdiff_t>(call->compiled->outputs);
+    auto& [results, made] = found;
     Tensors saved(given.begin(), given.end());
-    saved.insert(saved.end(), end, results.end());
+    saved.insert(saved.end(), std::make_move_iterator(made.begin()), std::make_move_iterator(made.end()));
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
-    results.erase(end, results.end());
     Tensors constant;
     for (const size_t i : call->compiled->constant) constant.push_back(results[i]);
     ctx->mark_non_differentiable(constant);
@@ -123,13 +185,13 @@ class Node : public torch::autograd::Function<Node> {
   static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& grads) {
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     const Tensors saved = ctx->get_saved_variables();
-    const auto& counts = call->compiled->counts;
-    const size_t count = counts[0] + counts[1] + counts[2];
+    const size_t count = call->compiled->num_given();
     const at::TensorList given = at::TensorList(saved).slice(0, count);
     std::vector<bool> needed(count);
     for (size_t i = 0; i < count; ++i) needed[i] = ctx->needs_input_grad(i);
-    Tensors found = at::GradMode::is_enabled() ? call->again(grads, given, needed)
-                                               : call->backward(grads, given, at::TensorList(saved).slice(count));
+    Tensors found = at::GradMode::is_enabled()
+                        ? call->again(grads, given, needed)
+                        : call->backward(grads, given, at::TensorList(saved).slice(count), needed);
     Tensors results(1 + count);  // the first is the call's
     for (size_t i = 0; i < count; ++i) {
       if (needed[i]) results[1 + i] = std::move(found[i]);
@@ -149,8 +211,7 @@ std::shared_ptr<PyObject> kept(py::object object) {
 
 Tensors run(const std::shared_ptr<Compiled>& compiled, const at::Tensor& schedule, const at::Tensor& host_schedule,
             std::array<int64_t, 3> sizes, bool overlap, py::object differentiable, const Tensors& given) {
-  TORCH_CHECK_VALUE(given.size() == compiled->counts[0] + compiled->counts[1] + compiled->counts[2],
-                    "vertex_frontiers: got ", given.size(), " tensors");
+  TORCH_CHECK_VALUE(given.size() == compiled->num_given(), "vertex_frontiers: got ", given.size(), " tensors");
   auto call = c10::make_intrusive<Call>();
   call->compiled = compiled;
   call->schedule = schedule;
@@ -225,13 +286,14 @@ void bind_frontiers(py::module_& vertex) {
   py::class_<Compiled, std::shared_ptr<Compiled>>(vertex, "Frontiers",
                                                   "What all calls of vertex_frontiers for a program have in common.")
       .def(py::init([](at::Tensor program, std::vector<double> constants, Numbers results,
-                       std::array<Numbers, 3> gradients, std::array<size_t, 3> counts, size_t outputs,
-                       std::vector<size_t> constant) {
+                       std::array<Numbers, 3> gradients, std::array<size_t, 3> counts, Numbers linear,
+                       std::vector<bool> transposed, size_t outputs, std::vector<size_t> constant) {
              return std::make_shared<Compiled>(Compiled{std::move(program), std::move(constants), std::move(results),
-                                                        std::move(gradients), counts, outputs, std::move(constant)});
+                                                        std::move(gradients), counts, std::move(linear),
+                                                        std::move(transposed), outputs, std::move(constant)});
            }),
            py::arg("program"), py::arg("constants"), py::arg("results"), py::arg("gradients"), py::arg("counts"),
-           py::arg("outputs"), py::arg("constant"))
+           py::arg("linear"), py::arg("transposed"), py::arg("outputs"), py::arg("constant"))
       .def_readonly("program", &Compiled::program)
       .def_readonly("constants", &Compiled::constants)
       .def_readonly("results", &Compiled::results)

@@ -634,3 +634,39 @@ def test_large_frontiers_on_cuda(H):
     for f, a, w in zip(found, again, wanted, strict=True):
         assert torch.equal(f, a)
         assert relative_error(f, w) < 3e-6
+
+
+LAYERS = {
+    "bias": (1, lambda m, x, s: m.W(x) + m.U(s)),
+    "no bias": (1, lambda m, x, s: m.V(x) + m.U(s)),
+    "two of one weight": (2, lambda m, x, s: m.W(x) * m.U(s) + m.W(x)),
+    "beside its input": (1, lambda m, x, s: m.W(x) * m.U(s) + x),
+    "frozen": (1, lambda m, x, s: m.frozen(x) + m.U(s)),
+    "of something computed": (0, lambda m, x, s: m.W(2 * x) + m.U(s)),
+    "of a computed weight": (0, lambda m, x, s: F.linear(x, 2 * m.W.weight) + m.U(s)),
+    "read before the frontiers, too": (0, lambda m, x, s: (y := m.W(x)) * m.U(s) + torch.softmax(y, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_linear_layers_of_what_is_pulled_run_with_the_frontiers(name):
+    layers, f = LAYERS[name]
+    torch.manual_seed(0)
+    m = Cell(lambda m, x, s, *_: f(m, x, s), W=nn.Linear(3, 3), V=nn.Linear(3, 3, bias=False), frozen=nn.Linear(3, 3))
+    m = m.double()
+    m.frozen.requires_grad_(False)
+    graphs = weft.Graphs.from_children([random_tree(random.Random(i), 9) for i in range(3)])
+    x = torch.randn(graphs.num_vertices, 3, dtype=torch.float64, requires_grad=True)
+    wrt = [x, *(p for p in m.parameters() if p.requires_grad)]
+    weights = torch.randn(graphs.num_vertices, 3, dtype=torch.float64)
+
+    def gradients(executor):
+        out = m(graphs, x, executor=executor)
+        first = torch.autograd.grad((out * weights).sum(), wrt, create_graph=True, materialize_grads=True)
+        second = torch.autograd.grad(sum((g**2).sum() for g in first), wrt, materialize_grads=True)
+        return out, *first, *second
+
+    for found, want in zip(gradients("batched"), gradients("reference"), strict=True):
+        assert relative_error(found, want) < 1e-12
+    ((trace,),) = m._compiled.traces.values()
+    assert [len(compiled.layers) for compiled, _ in trace.compiled.values()] == [layers]

@@ -17,7 +17,7 @@ from . import reference
 from ._schedule import Schedule
 from .compiler import Part, Plan
 from .options import current
-from .program import Symbol
+from .program import Program, Symbol
 from .vertex import Spec, Vertex, VertexType
 
 __all__ = ["Batched", "run"]
@@ -29,12 +29,29 @@ class Batched:
 
     functions: tuple[reference.Function, ...]
     plan: Plan
+    layers: Mapping[int, tuple[int, ...]]
+    """Inputs of the frontiers that a linear layer makes of what is pulled, by position: the symbols of what is pulled,
+    its weight and its bias if any. They are made where the frontiers run, which costs less than operations of torch."""
+    given: tuple[tuple[int, int], ...]
+    """What the operators are given: function and symbol."""
+    transposed: tuple[bool, ...]
+    """Whether it is a matrix's transpose that is given."""
+    before: tuple[tuple[int, ...], ...]
+    """Of each function the operations that torch runs before the frontiers."""
     frontiers: _C.Frontiers
     """The operators with the program; csrc/vertex/frontiers_bindings.cpp."""
 
     @staticmethod
     def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:
-        compiled = plan.frontiers
+        compiled, layers, inputs, matrices = plan.frontiers, {}, [*plan.inputs], [*plan.matrices]
+        if len(functions) == 1:
+            operands = _Operands(functions[0].trace.program, plan.parts[0])
+            layers = {i: layer for i, (_, s) in enumerate(inputs) if (layer := operands.layer(s)) is not None}
+            for i, layer in layers.items():
+                inputs[i] = (0, layer[0])
+            matrices = [(0, operands.transposed.get(s, s)) for _, s in matrices]
+        transposed = [a != b for a, b in zip(matrices, plan.matrices, strict=True)]
+        given = (*inputs, *matrices, *plan.vectors, *((0, s) for layer in layers.values() for s in layer[1:]))
         with torch.inference_mode(False):
             program = torch.tensor(compiled.code, dtype=torch.int64, device="cpu")
         frontiers = _C.Frontiers(
@@ -47,10 +64,27 @@ class Batched:
                 sorted({g[0] for g in compiled.vector_gradients}),
             ),
             counts=(len(plan.inputs), len(plan.matrices), len(plan.vectors)),
+            linear=[len(layers.get(i, (0,))) - 1 for i in range(len(plan.inputs))],
+            transposed=transposed,
             outputs=len(plan.outputs),
             constant=plan.constant,
         )
-        return Batched(tuple(functions), plan, frontiers)
+        before = tuple(
+            _needed(f.trace.program, part, [s for p, s in given if p == number])
+            for number, (f, part) in enumerate(zip(functions, plan.parts, strict=True))
+        )
+        return Batched(tuple(functions), plan, layers, given, tuple(transposed), before, frontiers)
+
+    def operands(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs, matrices and vectors of the frontiers."""
+        first = len(self.plan.inputs)
+        found = [*given[: first + len(self.plan.matrices) + len(self.plan.vectors)]]
+        parameters = iter(given[len(found) :])
+        for i, layer in self.layers.items():
+            found[i] = torch.nn.functional.linear(found[i], *(next(parameters) for _ in layer[1:]))
+        for i, turned in enumerate(self.transposed, first):
+            found[i] = found[i].t() if turned else found[i]
+        return found
 
     @property
     def type(self) -> VertexType:
@@ -83,11 +117,11 @@ def run(
             _Part(part, f, where, rows, inputs, tensors)
             for part, f, where in zip(plan.parts, compiled.functions, columns, strict=True)
         ]
-        for part in parts:
-            part.replay(part.plan.before)
+        for part, before in zip(parts, compiled.before, strict=True):
+            part.replay(before)
         given = [
-            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in plan.inputs),
-            *(_number(parts[p].values[s], dtype) for p, s in (*plan.matrices, *plan.vectors)),
+            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in compiled.given[: len(plan.inputs)]),
+            *(_number(parts[p].values[s], dtype) for p, s in compiled.given[len(plan.inputs) :]),
         ]
         differentiable = functools.partial(_differentiable, compiled, levels)
         block, stream = schedule.block(device), current().stream
@@ -103,8 +137,51 @@ def run(
         else:
             pushes = max(len(p.plan.pushes) for p in parts)
             outputs = [_pushed(parts, push, results, rows) for push in range(pushes)]
+    if {*map(id, outputs)} <= {*map(id, found)} and len({*map(id, outputs)}) == len(outputs):
+        return outputs  # the operator's own, each once
     constants = [c for f in compiled.functions for c in f.trace.constants]
     return _own(outputs, [*inputs.values(), *tensors.values(), *constants])
+
+
+class _Operands:
+    """How the operands of the frontiers of one function are made from tensors of the module."""
+
+    def __init__(self, program: Program, part: Part):
+        self._symbols = program.symbols
+        self._producers = {r: o for o in program.operations for r in o.results}
+        outside = (*part.before, *part.after)
+        self._read = {*part.pushes, *(s for i in outside for s in program.operations[i].reads())}
+        turns = [o for o in program.operations if o.op == "aten.t.default"]
+        self.transposed = {o.results[0]: o.reads()[0] for o in turns if self._is_parameter(o.reads()[0])}
+        """Transposes of parameters."""
+
+    def layer(self, symbol: int) -> tuple[int, ...] | None:
+        """What is pulled, weight and bias if any, of a linear layer that makes this symbol for nobody else."""
+        o = self._producers[symbol]
+        if o.op not in ("aten.addmm.default", "aten.mm.default") or o.keywords or symbol in self._read:
+            return None
+        *bias, x, matrix = o.reads()
+        if x not in self._producers or self._producers[x].op != "pull" or matrix not in self.transposed:
+            return None
+        layer = (x, self.transposed[matrix], *bias)
+        shapes = [len(self._symbols[s].shape) for s in layer]
+        dtypes = {self._symbols[s].dtype for s in (*layer, symbol)}
+        simple = shapes == [2, 2, 1][: len(layer)] and len(dtypes) == 1 and all(map(self._is_parameter, bias))
+        return layer if simple else None
+
+    def _is_parameter(self, symbol: int) -> bool:
+        return self._symbols[symbol].kind == "parameter"
+
+
+def _needed(program: Program, part: Part, given: Sequence[int]) -> tuple[int, ...]:
+    """The operations before the frontiers that what is given to them, pushed, or read after them depends on."""
+    wanted = {*given, *part.pushes, *(s for i in part.after for s in program.operations[i].reads())}
+    found = []
+    for i in reversed(part.before):
+        if not wanted.isdisjoint(program.operations[i].results):
+            found.append(i)
+            wanted.update(program.operations[i].reads())
+    return tuple(reversed(found))
 
 
 class _Part:
@@ -257,9 +334,10 @@ def _differentiable(
 
 
 def _replayed(compiled: Batched, levels: Callable[[], reference.Plan], given: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of the frontiers by the reference executor, from their inputs, matrices and vectors."""
+    """The outputs of the frontiers by the reference executor, from what they are given."""
     plan, functions, device = compiled.plan, compiled.functions, compiled.type.device
-    inputs, shared = given[: len(plan.inputs)], given[len(plan.inputs) :]
+    operands = compiled.operands(given)
+    inputs, shared = operands[: len(plan.inputs)], operands[len(plan.inputs) :]
     rows = {f"%{i}": x for i, x in enumerate(inputs)}
     shared = dict(zip((*plan.matrices, *plan.vectors), shared, strict=True))
     traces = [f.trace for f in functions]
