@@ -15,21 +15,13 @@ from weft.scan import linear_scan_reference
 
 from tests import emulated
 from tests.common import BOUNDS, relative_error
+from tests.scan.arguments import CODES, LinearScan
 
 pytestmark = emulated.MARKS
 
 TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-CODES = {2: 1, 4: 2, 8: 3}  # of scan::DType
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int64
-
-
-class LinearScan(ctypes.Structure):
-    """csrc/scan/linear_scan_args.h, as DiagonalGradients below."""
-
-    _fields_ = [("A", _pointer), *((n, _int) for n in ("A_t", "A_b", "A_row", "A_col")), ("b", _pointer), ("b_t", _int),
-                ("b_b", _int), ("x0", _pointer), ("x0_b", _int), ("out", _pointer),
-                *((n, _int) for n in ("out_t", "out_b", "T", "B", "H")), ("dtype", ctypes.c_int32)]  # fmt: skip
 
 
 class DiagonalGradients(ctypes.Structure):

@@ -10,8 +10,10 @@
 
 #include "common/cuda/device_costs.h"
 #include "common/launch.cuh"
+#include "scan/cuda/linear_scan_columns.cuh"
 #include "scan/cuda/linear_scan_warp.h"
 #include "scan/cuda/padding.h"
+#include "scan/cuda/step_ring.cuh"
 #include "scan/cuda/warp_chunks.h"
 
 namespace weft::scan {
@@ -27,6 +29,7 @@ struct StageCosts {
 struct WarpCosts {
   double launches;
   StageCosts single[kHiddenSizes], half[kHiddenSizes];  // by padded H
+  StageCosts columns;
 
   explicit WarpCosts(const costs::Costs& all) : launches(all.table("scan.warp")("launches")) {
     const auto read = [&](const char* name, StageCosts* into) {
@@ -37,9 +40,12 @@ struct WarpCosts {
       }
     };
     read("scan.linear_warp.single", single), read("scan.linear_warp.half", half);
+    const costs::Table& table = all.table("scan.linear_columns");
+    columns = {table("boundary"), table("replay"), table("replay_each"), table("product"), table("product_each")};
   }
 
-  const StageCosts& of(const LinearScan& scan) const {
+  const StageCosts& of(const LinearScan& scan, bool in_columns) const {
+    if (in_columns) return columns;
     return (element_size(scan.dtype) == 2 ? half : single)[hidden_size_index(scan.H)];
   }
 };
@@ -64,33 +70,62 @@ double replay_step(double warps, const StageCosts& cost) {
   return rounded_max(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
 }
 
-Stages stages_of(const LinearScan& scan, int64_t chunks) {
+// Whether the products can be made by linear_scan_columns.cuh.
+bool columns_take(const LinearScan& scan) {
+  const int64_t line = scan.A_col == 1 ? scan.A_row : scan.A_col;
+  return scan.dtype == DType::f32 && scan.H == kColumnsHidden && line == scan.H && lines_are_aligned(scan) &&
+         ColumnShape::kBytes <= device_limits().max_shared_per_block;
+}
+
+Stages stages_of(const LinearScan& scan, int64_t chunks, bool columns) {
   const auto& costs = costs_here<WarpCosts>();
-  const StageCosts& cost = costs.of(scan);
-  const int resident = products_at_once(padded_hidden(scan.H));
+  const StageCosts& cost = costs.of(scan, columns);
+  const int resident = columns ? kColumnsAtOnce : products_at_once(padded_hidden(scan.H));
   const double all = schedulers(), length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
   Stages stages;
   stages.replay = length * replay_step(pairs / all, cost);
   if (chunks == 1) return stages;
   stages.launches = costs.launches;
-  stages.products = length * product_step((pairs - scan.B) / all, resident, cost);
+  const double warps = (pairs - scan.B) / (columns ? kColumnsPairs : 1);
+  stages.products = length * product_step(warps / all, resident, cost);
   stages.boundaries = double(chunks) * cost.boundary;
   return stages;
 }
 
+// The number of chunks, the time expected, and who makes the products.
+struct Choice {
+  int64_t chunks;
+  Stages stages;
+  bool columns;
+};
+
+Choice cheapest(const LinearScan& scan, bool columns) {
+  const auto time = [&](int64_t chunks) { return stages_of(scan, chunks, columns).us(); };
+  const double pairs_per_warp = columns ? kColumnsPairs : 1;
+  const int64_t chunks =
+      cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, schedulers(), 1 / pairs_per_warp, time);
+  return {chunks, stages_of(scan, chunks, columns), columns};
+}
+
+Choice choose(const LinearScan& scan) {
+  const Choice tensor_cores = cheapest(scan, false);
+  if (!columns_take(scan)) return tensor_cores;
+  const Choice columns = cheapest(scan, true);
+  return columns.stages.us() < tensor_cores.stages.us() ? columns : tensor_cores;
+}
+
 WarpPlan plan_of(const LinearScan& scan) {
-  if (scan.dtype == DType::f64) return {1, scan.T};  // no fp64 product kernel: the recurrence itself
-  const auto time = [&](int64_t chunks) { return stages_of(scan, chunks).us(); };
-  const int64_t best = cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, schedulers(), 1, time);
-  const int64_t length = (scan.T + best - 1) / best;
-  return {(scan.T + length - 1) / length, length};
+  if (scan.dtype == DType::f64) return {1, scan.T, false};  // no fp64 product kernel: the recurrence itself
+  const Choice best = choose(scan);
+  const int64_t length = (scan.T + best.chunks - 1) / best.chunks;
+  return {(scan.T + length - 1) / length, length, best.columns};
 }
 
 }  // namespace
 
 Expected expected_warp(const LinearScan& scan) {
-  const int64_t chunks = plan_of(scan).chunks;
-  return {chunks, stages_of(scan, chunks)};
+  const WarpPlan plan = plan_of(scan);
+  return {plan.chunks, stages_of(scan, plan.chunks, plan.columns)};
 }
 
 void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {

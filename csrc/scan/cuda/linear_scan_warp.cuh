@@ -1,9 +1,10 @@
 // Kernels of the dense linear_scan for H <= 32, x[t] = A[t] x[t-1] + b[t].
 //
-// T is cut into chunks of L steps (see warp_chunks.cuh):
+// T is cut into chunks of L steps (see chunk_maps.cuh):
 //
 //   1. products: one warp per (chunk, batch) multiplies the chunk's map, P and v, by A[t] on the tensor cores in split
-//      TF32, of which the half types need two products of three. H^2 (H + 1) FMA per step; A is read once.
+//      TF32, of which the half types need two products of three; where fp32 without them is faster, see
+//      linear_scan_columns.cuh. H^2 (H + 1) FMA per step; A is read once.
 //   2. boundaries: one warp per batch row takes x through the maps, 0.13 to 0.27 us per chunk.
 //   3. replay: one warp per (chunk, batch) runs the recurrence itself from the state at its chunk's start, lane i owns
 //      element i, x is exchanged through shared memory. A is read a second time.
@@ -18,6 +19,7 @@
 
 #include "common/element.cuh"
 #include "common/launch.cuh"
+#include "scan/cuda/linear_scan_columns.cuh"
 #include "scan/cuda/linear_scan_warp.h"
 #include "scan/cuda/step_ring.cuh"
 #include "scan/cuda/warp_chunks.cuh"
@@ -242,7 +244,31 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
         tiles.store(t, u, column_of(t, u), maps + int64_t(blockIdx.x) * MapLayout<1, HP>::kStride);
 }
 
+template <bool kTransposed>
+__global__ void __launch_bounds__(ColumnShape::kWarps* kWarp, kColumnsAtOnce)
+    column_kernel(LinearScan scan, WarpPlan plan, float* maps) {
+  using S = ColumnShape;
+  extern __shared__ float4 dynamic4[];
+  const int warp = threadIdx.x / kWarp;
+  multiply_chunks<kTransposed>(scan, plan, maps, int64_t(blockIdx.x) * S::kWarps + warp,
+                               reinterpret_cast<float*>(dynamic4) + warp * S::kElements);
+}
+
 // ------------------------------------------------------------------------------------------------------- launchers
+template <typename T, int HP, bool kTransposed, bool kAligned>
+void run_products(const LinearScan& scan, const WarpPlan& plan, float* maps, cudaStream_t stream) {
+  const int64_t pairs = (plan.chunks - 1) * scan.B;
+  if constexpr (std::is_same_v<T, float> && HP == kColumnsHidden && kAligned) {
+    if (plan.columns) {
+      constexpr int64_t kPairs = int64_t(ColumnShape::kWarps) * kColumnsPairs;
+      return launch("linear_scan_columns", column_kernel<kTransposed>, (pairs + kPairs - 1) / kPairs,
+                    dim3(ColumnShape::kWarps * kWarp), ColumnShape::kBytes, stream, scan, plan, maps);
+    }
+  }
+  launch("linear_scan_products", product_kernel<T, HP, kTransposed, kAligned>, pairs, dim3(kWarp), 0, stream, scan,
+         plan, maps);
+}
+
 template <typename T, int HP, bool kTransposed, bool kAligned>
 void run(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStream_t stream) {
   float *maps = static_cast<float*>(workspace), *starts = nullptr;
@@ -250,8 +276,7 @@ void run(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStre
     if (plan.chunks > 1) {
       using Map = MapLayout<1, HP>;
       starts = maps + (plan.chunks - 1) * scan.B * Map::kStride;
-      launch("linear_scan_products", product_kernel<T, HP, kTransposed, kAligned>, (plan.chunks - 1) * scan.B,
-             dim3(kWarp), 0, stream, scan, plan, maps);
+      run_products<T, HP, kTransposed, kAligned>(scan, plan, maps, stream);
       launch("linear_scan_boundaries", boundary_kernel<T, HP, kTransposed, kAligned>, scan.B, dim3(kWarp),
              sizeof(float) * kBoundaryElements<Map> + kReplayBytes<T, HP, kAligned>, stream, scan, plan, maps, starts);
     }

@@ -21,7 +21,7 @@ constexpr int64_t map_row(int64_t S) {
   return S % 8 == 4 ? S : S + 4;
 }
 
-// Floats of the map, see MapLayout in warp_chunks.cuh: P, v and the columns' exponents.
+// Floats of the map, see MapLayout in chunk_maps.cuh: P, v and the columns' exponents.
 constexpr int64_t map_floats(int64_t S) {
   return S * map_row(S) + 2 * S;
 }
