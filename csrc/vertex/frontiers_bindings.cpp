@@ -92,6 +92,14 @@ struct Call : torch::CustomClassHolder {
   std::array<int64_t, 3> sizes;
   bool overlap;
   std::shared_ptr<PyObject> differentiable;
+  // What is given and only gradients of gradients read, with its number and its version at the forward pass: until then
+  // it may change, or be a tensor of inference mode.
+  struct Unread {
+    size_t number;
+    at::Tensor tensor;
+    std::optional<int64_t> version;
+  };
+  std::vector<Unread> unread;
 
   // The results, and what backward reads beside what is given: inputs that linear layers made, then of the results
   // those that are no outputs.
@@ -151,6 +159,31 @@ struct Call : torch::CustomClassHolder {
     return results;
   }
 
+  // Takes out of `given` what `backward` does not read.
+  void hold_unread(Tensors& given) {
+    const auto hold = [&](size_t i) {
+      const std::optional version = given[i].is_inference() ? std::nullopt : std::optional(given[i]._version());
+      unread.push_back({i, std::exchange(given[i], at::Tensor()), version});
+    };
+    compiled->for_linear([&](size_t x, size_t weight, std::optional<size_t> bias) {
+      const bool reads_x = given[weight].requires_grad(), reads_weight = given[x].requires_grad();
+      if (!reads_x) hold(x);
+      if (!reads_weight) hold(weight);
+      if (bias) hold(*bias);
+    });
+  }
+
+  // Puts it back, as torch does with what is saved.
+  void restore_unread(Tensors& given) const {
+    for (const auto& [number, tensor, version] : unread) {
+      TORCH_CHECK(!version || tensor._version() == *version,
+                  "one of the variables needed for gradient computation has been modified by an inplace operation: ",
+                  "of a vertex function's linear layer, [", tensor.toString(), " ", tensor.sizes(), "] is at version ",
+                  tensor._version(), "; expected version ", *version, " instead");
+      given[number] = tensor;
+    }
+  }
+
   // The gradients as functions that have gradients: the reference's, in Python.
   Tensors again(at::TensorList grads, at::TensorList given, const std::vector<bool>& needed) const {
     const py::gil_scoped_acquire acquired;
@@ -173,6 +206,7 @@ class Node : public torch::autograd::Function<Node> {
     }
     auto& [results, made] = found;
     Tensors saved(given.begin(), given.end());
+    call->hold_unread(saved);
     saved.insert(saved.end(), std::make_move_iterator(made.begin()), std::make_move_iterator(made.end()));
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
@@ -184,8 +218,9 @@ class Node : public torch::autograd::Function<Node> {
 
   static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& grads) {
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
-    const Tensors saved = ctx->get_saved_variables();
+    Tensors saved = ctx->get_saved_variables();
     const size_t count = call->compiled->num_given();
+    if (at::GradMode::is_enabled()) call->restore_unread(saved);
     const at::TensorList given = at::TensorList(saved).slice(0, count);
     std::vector<bool> needed(count);
     for (size_t i = 0; i < count; ++i) needed[i] = ctx->needs_input_grad(i);

@@ -202,6 +202,46 @@ def test_changes_in_place_before_backward_are_noticed(executor):
             assert all(torch.equal(f, w) for f, w in zip(found, want, strict=True))
 
 
+CHANGED = {"input": lambda m, x: x, "weight": lambda m, x: m.W.weight, "bias": lambda m, x: m.W.bias}
+
+
+@devices
+@pytest.mark.parametrize("frozen", [None, *CHANGED])
+@pytest.mark.parametrize("changed", CHANGED)
+def test_what_no_gradient_of_a_layer_reads_may_change_before_them(changed, frozen, device):
+    """As in torch that of the input reads the weight, that of the weight the input; gradients of gradients read all."""
+    m, x = models.TreeLSTM(3, 2).to(device), rows(device=device, requires_grad=frozen != "input") * 1
+    if frozen in ("weight", "bias"):
+        CHANGED[frozen](m, x).requires_grad_(False)
+    wrt = [t for t in (x, *m.parameters()) if t.requires_grad]
+    loss = m(GRAPHS, x, executor="batched").square().sum()
+    want = torch.autograd.grad(loss, wrt, retain_graph=True)
+    with torch.no_grad():
+        CHANGED[changed](m, x).mul_(2)
+    if frozen == {"input": "weight", "weight": "input", "bias": frozen}[changed]:
+        found = torch.autograd.grad(loss, wrt, retain_graph=True)
+        assert all(torch.equal(f, w) for f, w in zip(found, want, strict=True))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(loss, wrt, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, wrt, create_graph=True)
+
+
+@executors
+def test_inputs_of_inference_mode_beside_a_frozen_weight(executor):
+    m, x = models.TreeLSTM(3, 2), rows()
+    m.W.weight.requires_grad_(False)
+    with torch.inference_mode():
+        same = x * 1
+    for create_graph in (False, True):
+        found, want = (
+            torch.autograd.grad(m(GRAPHS, y, executor=executor).sum(), m.W.bias, create_graph=create_graph)[0]
+            for y in (same, x)
+        )
+        assert torch.equal(found, want)
+
+
 @executors
 @devices
 def test_empty_batch(executor, device):
