@@ -157,8 +157,8 @@ class _Operands:
 
     def layer(self, symbol: int) -> tuple[int, ...] | None:
         """What is pulled, weight and bias if any, of a linear layer that makes this symbol for nobody else."""
-        o = self._producers[symbol]
-        if o.op not in ("aten.addmm.default", "aten.mm.default") or o.keywords or symbol in self._read:
+        o = self._producers.get(symbol)
+        if o is None or o.op not in ("aten.addmm.default", "aten.mm.default") or o.keywords or symbol in self._read:
             return None
         *bias, x, matrix = o.reads()
         if x not in self._producers or self._producers[x].op != "pull" or matrix not in self.transposed:
@@ -317,7 +317,8 @@ def _differentiable(
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients as functions that have gradients: the frontiers again, level by level in torch."""
-    with torch.enable_grad():
+    # The forward pass was recorded with the casts of autocast in it.
+    with torch.enable_grad(), torch.autocast(compiled.type.device.type, enabled=False):
         # One tensor may be given in several places, each of which has a gradient of its own.
         given = [x.view_as(x) for x in given]
         asked = [x for x, n in zip(given, needed, strict=True) if n]
@@ -353,8 +354,7 @@ def _replayed(compiled: Batched, levels: Callable[[], reference.Plan], given: Se
         type = VertexType(f.type.name, f.type.state, {name: Spec.of(x) for name, x in rows.items()}, device)
         shown = SimpleNamespace(outputs=specs, sums=sums, pulls=frozenset(pulled.values()), in_place=False)
         replays.append(reference.Function(replay, type, shown))
-    with torch.autocast(device.type, enabled=False):
-        outputs = reference.run(replays, levels(), rows)
+    outputs = reference.run(replays, levels(), rows)
     return [o.reshape(len(o), -1) for o in outputs]
 
 
