@@ -532,6 +532,19 @@ def test_arrays_that_are_first_asked_for_where_it_matters():
 
 
 @pytest.mark.cuda
+def test_an_array_that_a_capture_copies_is_another_outside():
+    """What a capture copies is there at replays alone."""
+    graphs, captured = Graphs.from_children(TWO), torch.cuda.CUDAGraph()
+    host, moved = torch.arange(5, dtype=torch.int32).pin_memory(), graphs.to("cuda")
+    with torch.cuda.graph(captured):
+        copy, roots = _C.vertex.Copy(host, moved.device), moved.roots
+    assert copy.captured and not _C.vertex.Copy(host, moved.device).captured
+    assert torch.equal(moved.roots.cpu(), graphs.roots) and moved.roots is not roots
+    captured.replay()
+    assert torch.equal(copy.tensor().cpu(), host) and torch.equal(roots.cpu(), graphs.roots)
+
+
+@pytest.mark.cuda
 def test_what_a_capture_copies_from_goes_with_its_graph():
     """Pinned memory that replays read stays as long as the CUDA graph, whatever becomes of the Graphs, no longer."""
     graphs = Graphs.from_children(TWO)

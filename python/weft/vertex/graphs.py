@@ -114,12 +114,11 @@ class Graphs:
             parts = list(graphs)
         except TypeError:
             raise TypeError(f"Graphs.batch: expected a sequence of Graphs, got {type(graphs).__name__}") from None
-        try:
-            device, common = (parts[0]._device, parts[0]._names) if parts else (_CPU, None)
-            cores = [part._core for part in parts if part._device is device and part._names is common]
-        except AttributeError:
+        if not {*map(type, parts)} <= {Graphs}:
             i, part = next((i, part) for i, part in enumerate(parts) if type(part) is not Graphs)
-            raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}") from None
+            raise TypeError(f"Graphs.batch: graphs[{i}] must be a Graphs, got {type(part).__name__}")
+        device, common = (parts[0]._device, parts[0]._names) if parts else (_CPU, None)
+        cores = [part._core for part in parts if part._device is device and part._names is common]
         if len(cores) == len(parts):
             return _new(_C.batch(cores, common is not None), common, device)
         for i, part in enumerate(parts):
