@@ -49,7 +49,7 @@ class Snapshot {
   // Modules; dictionaries; objects that are empty; tensors.
   Snapshot(const std::vector<py::object>& modules, const std::vector<py::dict>& tables,
            const std::vector<py::object>& empty, const std::vector<py::object>& tensors) {
-    for (const py::object& m : modules) modules_.emplace_back(m.ptr(), Py_TYPE(m.ptr()));
+    for (const py::object& m : modules) modules_.push_back({m.ptr(), Py_TYPE(m.ptr()), attributes(m.ptr())});
     for (const py::dict& t : tables) {
       auto& [dict, entries] = tables_.emplace_back(t.ptr(), Entries());
       for (const auto& [key, value] : t) entries.emplace_back(key.ptr(), value.ptr());
@@ -62,9 +62,11 @@ class Snapshot {
 
   // Whether it is of this very module, not one that a copy of it was made from, and all is as it was.
   bool holds(py::handle module) const {
-    const auto same_type = [](const auto& m) { return Py_TYPE(m.first) == m.second; };
+    const auto same_module = [](const Module& m) {
+      return Py_TYPE(m.object) == m.type && attributes(m.object) == m.attributes;
+    };
     const auto same = [](const auto& t) { return unchanged(t.first, t.second); };
-    return modules_.front().first == module.ptr() && std::all_of(modules_.begin(), modules_.end(), same_type) &&
+    return modules_.front().object == module.ptr() && std::all_of(modules_.begin(), modules_.end(), same_module) &&
            std::all_of(tables_.begin(), tables_.end(), same) &&
            std::all_of(empty_.begin(), empty_.end(), [](PyObject* e) { return py::len(e) == 0; }) &&
            std::all_of(tensors_.begin(), tensors_.end(), [](const Tensor& t) {
@@ -74,11 +76,23 @@ class Snapshot {
 
  private:
   using Entries = std::vector<std::pair<PyObject*, PyObject*>>;
+  struct Module {
+    PyObject* object;
+    PyTypeObject* type;
+    PyObject* attributes;
+  };
   struct Tensor {
     PyObject* object;
     PyTypeObject* type;
     Facts facts;
   };
+
+  // Its __dict__.
+  static PyObject* attributes(PyObject* object) {
+    const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(object, nullptr));
+    if (!dict) throw py::error_already_set();
+    return dict.ptr();
+  }
 
   static bool unchanged(PyObject* dict, const Entries& entries) {
     if (PyDict_Size(dict) != static_cast<Py_ssize_t>(entries.size())) return false;
@@ -90,7 +104,7 @@ class Snapshot {
     return true;
   }
 
-  std::vector<std::pair<PyObject*, PyTypeObject*>> modules_;
+  std::vector<Module> modules_;
   std::vector<std::pair<PyObject*, Entries>> tables_;
   std::vector<PyObject*> empty_;
   std::vector<Tensor> tensors_;

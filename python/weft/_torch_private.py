@@ -9,12 +9,14 @@ import torch
 from torch import _VF, Tensor
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
+from torch.nn.modules import module
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "COMPILER",
     "COMPILERS_ISINSTANCE",
+    "GLOBAL_HOOKS",
     "RNN_KERNELS",
     "any_autocast",
     "autograd_inside_an_op",
@@ -67,6 +69,14 @@ COMPILER = "torch._dynamo."
 
 COMPILERS_ISINSTANCE = "torch._dynamo.variables.builtin"
 """The one of them that answers isinstance in compiled code."""
+
+GLOBAL_HOOKS = (
+    module._global_forward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+)
+"""The hooks of all modules, by their handles; torch changes these dictionaries in place."""
 
 RNN_KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gru, "lstm": _VF.lstm}
 """What torch.nn's layers call."""

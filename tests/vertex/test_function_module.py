@@ -183,6 +183,7 @@ CHANGES = {
     "eval": (lambda m: m.eval(), True),
     "hook": (lambda m: m.W.register_forward_hook(lambda *_: None), True),
     "tensors in a tuple": (lambda m: setattr(m, "kept", (torch.ones(1),)), True),
+    "all attributes": (lambda m: setattr(m, "__dict__", {**m.__dict__, "_modules": {**m._modules}}), True),
 }
 
 
@@ -206,6 +207,21 @@ def test_a_call_like_the_one_before_is_known(change, monkeypatch):
         m(GRAPHS, x)
     m(weft.Graphs.from_children(CHILDREN), x)
     assert len(asked) == 3
+
+
+def test_hooks_of_all_modules_run_as_long_as_they_are_there():
+    m, x = models.TreeLSTM(3, 2), rows()
+    out = m(GRAPHS, x)
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, _, result: result * 2 if isinstance(module, nn.Linear) else None
+    )
+    try:
+        doubled = m(GRAPHS, x)
+        assert relative_error(doubled, m(GRAPHS, x, executor="reference")) < 1e-6
+    finally:
+        handle.remove()
+    assert not torch.equal(doubled, out)
+    assert torch.equal(m(GRAPHS, x), out)
 
 
 def counted(monkeypatch) -> list:

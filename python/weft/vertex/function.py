@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._torch_private import GLOBAL_HOOKS
 from . import batched, reference
 from ._schedule import Kind, schedule
 from .compiler import compile_traces
@@ -416,7 +417,7 @@ class _ModuleState:
         self.names: dict[int, str] = {}
         self.by_name: dict[str, Tensor] = {}
         self._numbers: dict[int, int] = {}
-        parts: list[object] = []
+        parts: list[object] = [tuple(hooks) for hooks in GLOBAL_HOOKS]
         seen: dict[int, int] = {}
         stack: list[tuple[str, nn.Module]] = [("", module)]
         while stack:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .._C import vertex as _C
-from .._torch_private import in_transform
+from .._torch_private import GLOBAL_HOOKS, in_transform
 from .graphs import Graphs
 from .options import current
 
@@ -38,7 +38,9 @@ class Snapshot:
     def of(module: nn.Module) -> Snapshot | None:
         """None where identity does not tell whether something changes: hooks, and tuples of other things than numbers
         and strings; and where a tensor has a history, which would live on with it."""
-        modules, tables, empty = [*module.modules()], [], []
+        modules, tables, empty = [*module.modules()], [], [*GLOBAL_HOOKS]
+        if any(GLOBAL_HOOKS):
+            return None
         for m in modules:
             attributes = m.__dict__
             hooks = [attributes[name] for name in HOOKS]
