@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 #include <tuple>
+#include <utility>
 
 #include "common/integers.h"
 
@@ -18,14 +19,36 @@ int64_t compressed_bytes(int64_t bytes, double density, int64_t itemsize) {
   return std::min(packed, bytes);
 }
 
+int64_t compressed_elements(int64_t n, double share) {
+  return share >= 1 ? n : 32 * int64_t(share * double(n) / 32);
+}
+
 namespace {
 
 constexpr int64_t kStays = -1;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// A tensor on the bus, one way.
+struct Crossing {
+  int64_t bytes, lasts;  // lasts: as long as so many bytes that no codec has to do with
+  double codec;          // seconds of both ways
+};
+
+Crossing crossing(const Saved& s, const Link& link, double share) {
+  const int64_t part = share >= 1 || (s.itemsize != 2 && s.itemsize != 4)
+                           ? s.bytes
+                           : compressed_elements(s.bytes / s.itemsize, share) * s.itemsize;
+  const int64_t packed = share > 0 ? compressed_bytes(part, s.density, s.itemsize) : part;
+  if (packed == part) return {s.bytes, s.bytes, 0};
+  const int64_t rest = s.bytes - part;
+  return {packed + rest, std::max(packed, int64_t(std::ceil(link.least * double(part)))) + rest,
+          2 * double(part + packed) / link.codec};
+}
+
 // What is done with each tensor: prefetch[i] is kStays or the operation from which it may come back.
 struct Choice {
-  std::vector<int64_t> prefetch, sent;
+  std::vector<int64_t> prefetch;
+  std::vector<Crossing> sent;
 };
 
 // The model, for one timeline and one link.
@@ -89,7 +112,7 @@ class Model {
     const auto start_in = [&] {
       const int64_t i = in_[in];
       count += t_.tensors[i].bytes;
-      in_end = now + double(choice.sent[i]) / link_.h2d;
+      in_end = now + double(choice.sent[i].lasts) / link_.h2d;
     };
     while (next < operations_) {
       if (op_end <= now) {
@@ -114,7 +137,7 @@ class Model {
       if (!runs && back && room(new_bytes_[next])) start_operation();
       const int64_t ended = next;  // operations before this one
       if (out_end == kNever && out < out_.size() && t_.tensors[out_[out]].last_forward < ended)
-        out_end = now + double(choice.sent[out_[out]]) / link_.d2h;
+        out_end = now + double(choice.sent[out_[out]].lasts) / link_.d2h;
       if (in_end == kNever && in < in_.size()) {
         const int64_t i = in_[in];
         if (choice.prefetch[i] <= ended && out_done_[i] && room(t_.tensors[i].bytes)) start_in();
@@ -223,21 +246,34 @@ class WorkingSets {
 };
 
 // A set of tensors to move, and how good it is: with a budget the seconds of the step, then the bytes moved, both to be
-// small; without one the bytes moved, to be large, and infinite seconds where something does not hide.
+// small; without one the bytes moved, to be large, and infinite seconds where something does not hide. Where the codec
+// takes time the bytes are those sent, which compression makes fewer: it is for what would not hide without.
 struct Candidate {
   std::vector<bool> moved;
   double seconds = kNever;
   int64_t bytes = 0;
+  // Where the codec takes time: its seconds, and the share of each tensor that is compressed.
+  double codec = 0;
+  std::vector<double> share;
 };
 
 class Search {
  public:
-  Search(const Timeline& timeline, Budget budget, const Link& link, bool compress, const std::vector<bool>& movable)
-      : t_(timeline), budget_(budget), model_(timeline, link), sets_(timeline, budget) {
+  Search(const Timeline& timeline, Budget budget, const Link& link, bool compress, const std::vector<bool>& movable,
+         double slowdown)
+      : t_(timeline),
+        budget_(budget),
+        link_(link),
+        in_part_(!budget && compress && std::isfinite(link.codec)),
+        model_(timeline, link),
+        sets_(timeline, budget) {
     choice_.prefetch.assign(t_.tensors.size(), kStays);
-    for (const Saved& s : t_.tensors)
-      choice_.sent.push_back(compress ? compressed_bytes(s.bytes, s.density, s.itemsize) : s.bytes);
+    for (const Saved& s : t_.tensors) choice_.sent.push_back(crossing(s, link, compress && !in_part_ ? 1 : 0));
     plain_seconds_ = model_.run(choice_, std::nullopt).seconds;
+    if (in_part_) {
+      order_codec(movable);
+      if (!codec_orders_.front().empty()) allowed_ = slowdown * plain_seconds_;
+    }
     Candidate alone = nothing();
     for (int64_t i = 0; i < model_.tensors(); ++i) {
       if (!movable[i]) continue;
@@ -258,10 +294,17 @@ class Search {
       for (int64_t i : movable_) chosen.moved[i] = true;
     } else if (movable_.size() <= kExhaustive) {
       chosen = best_of_all();
+    } else if (in_part_) {
+      // First with all tensors as they are, so that the codec is only asked for what is better than that.
+      const double allowed = std::exchange(allowed_, 0);
+      chosen = best_found(chosen);
+      allowed_ = allowed;
+      most_work_ += kWork;
+      if (allowed > 0) chosen = best_found(chosen);
     } else {
-      chosen = best_found();
+      chosen = best_found(chosen);
     }
-    return latest(chosen.moved);
+    return latest(chosen);
   }
 
  private:
@@ -285,7 +328,8 @@ class Search {
 
   bool better(const Candidate& a, const Candidate& b) const {
     if (budget_) return std::tie(a.seconds, a.bytes) < std::tie(b.seconds, b.bytes);
-    return a.seconds < kNever && (b.seconds == kNever || a.bytes > b.bytes);
+    if (a.seconds == kNever || b.seconds == kNever) return a.seconds < kNever;
+    return std::make_pair(a.bytes, b.codec) > std::make_pair(b.bytes, a.codec);
   }
 
   // With every copy in as early as possible nothing is later than it must be.
@@ -295,9 +339,92 @@ class Search {
       choice_.prefetch[i] = c.moved[i] ? t_.forward : kStays;
       if (c.moved[i]) c.bytes += t_.tensors[i].bytes;
     }
-    const Model::Result r = model_.run(choice_, budget_, budget_ ? limit : plain_seconds_);
-    const bool hides = r.out_within_forward && r.forward_stall == 0 && r.backward_stall == 0;
-    c.seconds = budget_ || hides ? r.seconds : kNever;
+    if (in_part_) {
+      fit(c);
+    } else if (budget_) {
+      c.seconds = model_.run(choice_, budget_, limit).seconds;
+    } else {
+      c.seconds = hides() ? plain_seconds_ : kNever;
+    }
+  }
+
+  // Whether what is chosen does.
+  bool hides() {
+    const Model::Result r = model_.run(choice_, std::nullopt, plain_seconds_);
+    return r.seconds < kNever && r.out_within_forward && r.forward_stall == 0 && r.backward_stall == 0;
+  }
+
+  // The orders in which tensors are compressed: the first to go out, the last; by the time on the bus that is won for
+  // the codec's, and for the bytes that cross no more.
+  void order_codec(const std::vector<bool>& movable) {
+    std::vector<int64_t> order;
+    std::vector<double> won(t_.tensors.size()), fewer = won;
+    for (int64_t i = 0; i < model_.tensors(); ++i) {
+      const Crossing whole = crossing(t_.tensors[i], link_, 1);
+      codec_.push_back(whole.codec);
+      if (!movable[i] || whole.lasts == t_.tensors[i].bytes) continue;
+      const int64_t bytes = t_.tensors[i].bytes;
+      won[i] = double(bytes - whole.lasts) / whole.codec;
+      fewer[i] = double(bytes - whole.bytes) / double(bytes - whole.lasts);
+      order.push_back(i);
+    }
+    const auto sorted = [&](auto key) {
+      std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
+      codec_orders_.push_back(order);
+    };
+    sorted([&](int64_t i) { return -t_.tensors[i].last_forward; });
+    sorted([&](int64_t i) { return t_.tensors[i].last_forward; });
+    sorted([&](int64_t i) { return -won[i]; });
+    sorted([&](int64_t i) { return fewer[i]; });
+  }
+
+  // Compresses as much of the moved tensors, in that order, as the codec does in so many seconds.
+  void compress(const Candidate& c, const std::vector<int64_t>& order, double seconds) {
+    compress_nothing();
+    for (int64_t i : order) {
+      if (!c.moved[i]) continue;
+      share_[i] = std::min(1.0, seconds / codec_[i]);
+      choice_.sent[i] = crossing(t_.tensors[i], link_, share_[i]);
+      if ((seconds -= codec_[i]) <= 0) break;
+    }
+  }
+  void compress_nothing() {
+    share_.assign(t_.tensors.size(), 0);
+    for (int64_t i = 0; i < model_.tensors(); ++i) choice_.sent[i] = crossing(t_.tensors[i], link_, 0);
+  }
+
+  // Compresses as little of the candidate, whose tensors are chosen, as lets it hide.
+  void fit(Candidate& c) {
+    constexpr int kSteps = 12;  // after which the codec's seconds are known to this power of a half
+    const auto take = [&] {
+      c.bytes = 0, c.codec = 0;
+      for (int64_t i = 0; i < model_.tensors(); ++i) {
+        if (!c.moved[i]) continue;
+        c.bytes += choice_.sent[i].bytes;
+        c.codec += choice_.sent[i].codec;
+      }
+      c.share = share_;
+      c.seconds = plain_seconds_;
+    };
+    compress_nothing();
+    c.seconds = kNever;
+    if (hides()) return take();
+    if (allowed_ <= 0) return;
+    Candidate best = c;
+    for (const auto& order : codec_orders_) {
+      compress(c, order, allowed_);
+      if (!hides()) continue;
+      double low = 0, high = allowed_;
+      for (int step = 0; step < kSteps; ++step) {
+        const double middle = (low + high) / 2;
+        compress(c, order, middle);
+        (hides() ? high : low) = middle;
+      }
+      compress(c, order, high);
+      take();
+      if (better(c, best)) best = c;
+    }
+    c = best;
   }
 
   Candidate best_of_all() {
@@ -309,7 +436,7 @@ class Search {
         if (moved != c.moved[i]) moved ? sets_.move(i) : sets_.keep(i);
         c.moved[i] = moved;
       }
-      if (!sets_.fit()) continue;
+      if (!sets_.fit() || (in_part_ && bytes_of(c) < best.bytes)) continue;
       evaluate(c, best.seconds);
       if (better(c, best)) best = c;
     }
@@ -328,8 +455,16 @@ class Search {
     return order;
   }
 
+  int64_t bytes_of(const Candidate& c) const {
+    int64_t bytes = 0;
+    for (int64_t i = 0; i < model_.tensors(); ++i)
+      if (c.moved[i]) bytes += t_.tensors[i].bytes;
+    return bytes;
+  }
+
   // Adds to `c` in that order what helps, until it fits, or, without a budget, all that still hides.
   void add(Candidate& c, const std::vector<int64_t>& order) {
+    if (in_part_) evaluate(c);
     for (int64_t i : order) {
       if (c.moved[i]) continue;
       if (budget_) {
@@ -337,6 +472,11 @@ class Search {
         if (!sets_.helped_by(i)) continue;
         c.moved[i] = true;
         sets_.move(i);
+      } else if (in_part_) {
+        Candidate more = c;
+        more.moved[i] = true;
+        evaluate(more);
+        if (better(more, c)) c = std::move(more);
       } else {
         c.moved[i] = true;
         evaluate(c);
@@ -372,7 +512,7 @@ class Search {
     completed_ += 8 * int64_t(order.size());
   }
 
-  Candidate best_found() {
+  Candidate best_found(Candidate best) {
     // Seconds between the last use in the forward and the first in the backward, were there no copies.
     std::vector<double> start(t_.seconds.size() + 1);
     std::partial_sum(t_.seconds.begin(), t_.seconds.end(), start.begin() + 1);
@@ -380,7 +520,7 @@ class Search {
       return start[t_.tensors[i].first_backward] - start[t_.tensors[i].last_forward + 1];
     };
     const auto ratio = [&](int64_t i) {
-      return double(t_.tensors[i].bytes) / double(std::max<int64_t>(choice_.sent[i], 1));
+      return double(t_.tensors[i].bytes) / double(std::max<int64_t>(choice_.sent[i].bytes, 1));
     };
     const std::vector<int64_t> orders[] = {
         by(distance),
@@ -390,7 +530,6 @@ class Search {
         by([&](int64_t i) { return double(t_.tensors[i].bytes); }),
     };
     entered_.assign(t_.tensors.size(), false);
-    Candidate best = nothing();
     const auto consider = [&](const Candidate& c) {
       if (better(c, best)) best = c;
     };
@@ -412,7 +551,7 @@ class Search {
       random ^= random << 13, random ^= random >> 7, random ^= random << 17;
       return random % below;
     };
-    while (model_.work() + completed_ < kWork && !perfect(best)) {
+    while (model_.work() + completed_ < most_work_ && !perfect(best)) {
       Candidate c = best;
       const uint64_t changes = 1 + draw(4);
       std::vector<int64_t> order = orders[draw(std::size(orders))];
@@ -438,16 +577,17 @@ class Search {
   // Whether no other set can be better in what matters.
   bool perfect(const Candidate& c) const {
     if (budget_) return c.seconds == plain_seconds_;
-    return std::all_of(movable_.begin(), movable_.end(), [&](int64_t i) { return c.moved[i]; });
+    return c.codec == 0 && std::all_of(movable_.begin(), movable_.end(), [&](int64_t i) { return c.moved[i]; });
   }
 
   // Those tensors with each copy in as late as it can be without a longer step. From the last to the first: what was
   // settled stays the latest, because a later copy in makes nothing earlier.
-  std::vector<Move> latest(const std::vector<bool>& moved) {
+  std::vector<Move> latest(const Candidate& c) {
     std::vector<int64_t> order;
     for (int64_t i : model_.by_in()) {
-      choice_.prefetch[i] = moved[i] ? t_.forward : kStays;
-      if (moved[i]) order.push_back(i);
+      choice_.prefetch[i] = c.moved[i] ? t_.forward : kStays;
+      if (in_part_) choice_.sent[i] = crossing(t_.tensors[i], link_, c.share.empty() ? 0 : c.share[i]);
+      if (c.moved[i]) order.push_back(i);
     }
     const double seconds = model_.run(choice_, budget_).seconds;
     int64_t most = model_.operations();
@@ -473,19 +613,28 @@ class Search {
       choice_.prefetch[i] = most = low;
     }
     std::vector<Move> moves;
-    for (int64_t i : order) moves.push_back({i, choice_.prefetch[i], choice_.sent[i] < t_.tensors[i].bytes});
+    for (int64_t i : order) {
+      const bool compressed = choice_.sent[i].bytes < t_.tensors[i].bytes;
+      moves.push_back({i, choice_.prefetch[i], compressed, in_part_ && compressed ? c.share[i] : 1});
+    }
     return moves;
   }
 
   const Timeline& t_;
   const Budget budget_;
+  const Link link_;
+  const bool in_part_;  // tensors may be compressed in part: where nothing may wait, and the codec takes time
   Model model_;
   WorkingSets sets_;
   Choice choice_;
+  double allowed_ = 0;                 // seconds of the codec
+  std::vector<double> share_, codec_;  // chosen; seconds of the codec for the whole tensor
+  std::vector<std::vector<int64_t>> codec_orders_;
   std::vector<int64_t> movable_;
   std::vector<bool> entered_;  // the set whose working sets `sets_` has
   double plain_seconds_ = 0;
   int64_t completed_ = 0;  // work beside the model's
+  int64_t most_work_ = kWork;
 };
 
 // AutoVM's rule for unknown run times: the tensors with the largest reuse distance go until all working sets fit, and
@@ -527,13 +676,14 @@ std::vector<Move> plan_by_order(const Timeline& t, Budget budget, bool compress,
 
 Prediction simulate(const Timeline& t, const std::vector<Move>& moves, Budget budget, const Link& link) {
   Prediction p{};
-  Choice choice{std::vector<int64_t>(t.tensors.size(), kStays), std::vector<int64_t>(t.tensors.size())};
+  Choice choice{std::vector<int64_t>(t.tensors.size(), kStays), std::vector<Crossing>(t.tensors.size())};
   for (const Move& move : moves) {
     const Saved& s = t.tensors[move.tensor];
     choice.prefetch[move.tensor] = move.prefetch;
-    choice.sent[move.tensor] = move.compressed ? compressed_bytes(s.bytes, s.density, s.itemsize) : s.bytes;
+    const Crossing& sent = choice.sent[move.tensor] = crossing(s, link, move.compressed ? move.share : 0);
     p.moved_bytes += s.bytes;
-    p.sent_bytes += choice.sent[move.tensor];
+    p.sent_bytes += sent.bytes;
+    p.codec_seconds += sent.codec;
   }
   if (!t.known) {
     WorkingSets sets(t, budget);
@@ -550,9 +700,9 @@ Prediction simulate(const Timeline& t, const std::vector<Move>& moves, Budget bu
 }
 
 std::vector<Move> plan(const Timeline& t, Budget budget, const Link& link, bool compress,
-                       const std::vector<bool>& movable) {
+                       const std::vector<bool>& movable, double slowdown) {
   if (!t.known) return plan_by_order(t, budget, compress, movable);
-  return Search(t, budget, link, compress, movable).moves();
+  return Search(t, budget, link, compress, movable, slowdown).moves();
 }
 
 }  // namespace weft::offload

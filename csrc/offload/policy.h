@@ -20,6 +20,7 @@
 // limit, order of the prefetches; vDNN (Rhu et al., MICRO 2016).
 #pragma once
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -27,6 +28,8 @@ namespace weft::offload {
 
 // Bytes of the zero-value compression of `bytes` bytes with that share of non-zeros, or `bytes` where it is not less.
 int64_t compressed_bytes(int64_t bytes, double density, int64_t itemsize);
+// Of n elements those that are compressed where that share of them is to be, the first ones: whole words of the mask.
+int64_t compressed_elements(int64_t n, double share);
 
 struct Saved {
   int64_t bytes, last_forward, first_backward, last_backward;
@@ -44,11 +47,17 @@ struct Timeline {
 
 struct Link {
   double d2h, h2d;  // bytes per second
+  // Bytes per second that the codec reads and writes; as long as it does, compute stands still.
+  double codec = std::numeric_limits<double>::infinity();
+  // What is compressed takes at least this share of the time that it would take as it is: beside compute the codec's
+  // kernels wait for a place.
+  double least = 0;
 };
 
 struct Move {
   int64_t tensor, prefetch;
   bool compressed;
+  double share = 1;  // of it that is compressed, if any, from its first element on
 };
 
 using Budget = std::optional<int64_t>;
@@ -57,12 +66,15 @@ struct Prediction {
   int64_t peak_bytes;
   double seconds, forward_stall, backward_stall;  // 0 where run times are not known
   int64_t moved_bytes, sent_bytes;
+  double codec_seconds;  // that compute stands still for the codec, in none of the other times
 };
 
 Prediction simulate(const Timeline& timeline, const std::vector<Move>& moves, Budget budget, const Link& link);
 
 // The moves, in the order of the copies in. Only tensors that are `movable` move; `compress` where it is smaller.
+// Without a budget, and where the codec takes time, no more is compressed than lets tensors hide that would not, so
+// that most bytes are sent, and at most `slowdown` of all run times is the codec's.
 std::vector<Move> plan(const Timeline& timeline, Budget budget, const Link& link, bool compress,
-                       const std::vector<bool>& movable);
+                       const std::vector<bool>& movable, double slowdown = 0);
 
 }  // namespace weft::offload

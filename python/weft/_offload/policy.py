@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from .. import _C
 from .sizes import parse_bytes
@@ -50,20 +50,32 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Link:
-    """Rates of the bus, in bytes per second: ``d2h`` out to the host, ``h2d`` back."""
+    """Rates of the bus, and what the codec costs.
+
+    Args:
+        d2h: Bytes per second out to the host.
+        h2d: Back.
+        codec: Bytes per second that the codec reads and writes; as long as it does, compute stands still. Infinite:
+            it takes no time.
+        least: What is compressed takes at least this share of the time on the bus that it would take as it is, however
+            few bytes it has: beside compute the codec's kernels wait for a place.
+    """
 
     d2h: float = 50e9
     h2d: float = 50e9
+    codec: float = math.inf
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
 class Move:
-    """One tensor to move: its index in the timeline's tensors, the operation from which it may come back, and whether
-    it is compressed on its way."""
+    """One tensor to move: its index in the timeline's tensors, the operation from which it may come back, whether it is
+    compressed on its way, and the share of it that is, from its first element on."""
 
     tensor: int
     prefetch: int
     compressed: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ class Plan:
         moved_bytes: Size of the moved tensors.
         sent_bytes: Their size on the bus, one way.
         met: Whether ``peak_bytes`` is within the budget.
+        codec_seconds: That compute stands still for the codec, out and back; in none of the other times.
     """
 
     moves: tuple[Move, ...]
@@ -89,6 +102,7 @@ class Plan:
     moved_bytes: int
     sent_bytes: int
     met: bool
+    codec_seconds: float = 0.0
 
 
 def plan(
@@ -99,6 +113,7 @@ def plan(
     compress: str | None = "auto",
     min_bytes: int | str = 0,
     keep_last: int = 0,
+    slowdown: float = 0.0,
 ) -> Plan:
     """Chooses which tensors to move, and when each comes back, so that the step takes as little longer as possible.
 
@@ -113,9 +128,12 @@ def plan(
         budget: Bytes that saved tensors may hold on the device at once, an int or a string like ``"4GB"``; None: move
             what hides.
         link: Rates of the bus.
-        compress: ``"auto"``: compress what gets smaller (see :func:`simulate`); None: nothing.
+        compress: ``"auto"``: compress what gets smaller (see :func:`simulate`); None: nothing. Without a budget, where
+            the codec takes time (``link.codec``), ``"auto"`` compresses only as much, and tensors only in part, as lets
+            tensors hide that would not as they are: the plan is the one that sends most bytes.
         min_bytes: Smaller tensors stay.
         keep_last: That many tensors stay, the last by (``last_forward``, index).
+        slowdown: Share of all run times that the codec may take where there is no budget.
 
     Raises:
         TypeError: a budget or sizes that are neither an int nor a string.
@@ -131,21 +149,28 @@ def plan(
         raise TypeError(f"plan: keep_last must be an int, got {keep_last!r}")
     if keep_last < 0:
         raise ValueError(f"plan: keep_last must not be negative, got {keep_last}")
+    if not 0 <= slowdown <= 1:
+        raise ValueError(f"plan: slowdown must be between 0 and 1, got {slowdown!r}")
     limit = _budget(budget)
     least = parse_bytes("min_bytes", min_bytes)
     tensors = timeline.tensors
     order = sorted(range(len(tensors)), key=lambda i: (tensors[i].last_forward, i))
     last = set(order[max(len(order) - keep_last, 0) :])
     movable = [i not in last and t.bytes >= least for i, t in enumerate(tensors)]
-    return plan_movable(timeline, limit, link, compress, movable)
+    return plan_movable(timeline, limit, link, compress, movable, slowdown)
 
 
 def plan_movable(
-    timeline: Timeline, limit: int | None, link: Link, compress: str | None, movable: Sequence[bool]
+    timeline: Timeline,
+    limit: int | None,
+    link: Link,
+    compress: str | None,
+    movable: Sequence[bool],
+    slowdown: float = 0.0,
 ) -> Plan:
     """:func:`plan` where the caller says of each tensor whether it may move; nothing is checked."""
     limit = _budget(limit)
-    moves = _C.offload_plan(*_packed(timeline), limit, (link.d2h, link.h2d), compress == "auto", list(movable))
+    moves = _C.offload_plan(*_packed(timeline), limit, astuple(link), compress == "auto", list(movable), slowdown)
     return _predict(timeline, [Move(*move) for move in moves], limit, link)
 
 
@@ -168,7 +193,10 @@ def simulate(
     that lacks only room starts over the budget, else the first copy in.
 
     A compressed tensor of n elements is ``round(n * density) * itemsize + 4 * ceil(n / 32)`` bytes on the bus, where
-    that is less than its size, for elements of 2 and 4 bytes; compressing takes no time.
+    that is less than its size, for elements of 2 and 4 bytes. Where a share of it is compressed that are its first
+    ``32 * floor(share * n / 32)`` elements. A copy takes the time of its bytes, or, of what is compressed, of
+    ``link.least`` of those it had, if these are more. Compressing takes no time of the step: what it takes of compute
+    is told beside it, twice the bytes that the codec reads and writes on the way out, at the rate ``link.codec``.
 
     Where run times are not known, ``peak_bytes`` is the largest working set: the tensors that count at an operation, a
     moved one at ``last_forward`` and from ``prefetch`` to ``last_backward``.
@@ -192,15 +220,17 @@ def simulate(
                 f"simulate: prefetch must lie between the end of the forward, {timeline.forward}, and first_backward, "
                 f"{first}, got {move}"
             )
+        if not 0 <= move.share <= 1:
+            raise ValueError(f"simulate: share must be between 0 and 1, got {move}")
     return _predict(timeline, moves, _budget(budget), link)
 
 
 def _predict(timeline: Timeline, moves: list[Move], limit: int | None, link: Link) -> Plan:
-    peak, seconds, forward_stall, backward_stall, moved, sent = _C.offload_simulate(
-        *_packed(timeline), [(m.tensor, m.prefetch, m.compressed) for m in moves], limit, (link.d2h, link.h2d)
+    peak, seconds, forward_stall, backward_stall, moved, sent, codec = _C.offload_simulate(
+        *_packed(timeline), [astuple(m) for m in moves], limit, astuple(link)
     )
     times = (seconds, forward_stall, backward_stall) if _known(timeline) else (None, None, None)
-    return Plan(tuple(moves), peak, *times, moved, sent, limit is None or peak <= limit)
+    return Plan(tuple(moves), peak, *times, moved, sent, limit is None or peak <= limit, codec)
 
 
 def _budget(budget: int | str | None) -> int | None:
@@ -229,9 +259,11 @@ def _packed(timeline: Timeline) -> tuple:
 
 
 def _check(timeline: Timeline, link: Link) -> None:
-    for name, rate in (("d2h", link.d2h), ("h2d", link.h2d)):
+    for name, rate in (("d2h", link.d2h), ("h2d", link.h2d), ("codec", link.codec)):
         if not rate > 0:
             raise ValueError(f"link: {name} must be positive, got {rate!r}")
+    if not 0 <= link.least <= 1:
+        raise ValueError(f"link: least must be between 0 and 1, got {link.least!r}")
     seconds, forward = timeline.seconds, timeline.forward
     unknown = sum(s is None for s in seconds)
     if unknown not in (0, len(seconds)):
