@@ -170,14 +170,15 @@ void bind_testing(py::module_ testing) {
       py::arg("spread") = 0);
 #endif
   py::class_<Trip>(testing, "OffloadTrip")
-      .def(py::init([](std::shared_ptr<Engine> engine, const at::Tensor& x, bool compressed, double density) {
-             auto parcel =
-                 engine->mover->out(bytes_of(*engine, x), compressed ? Codec::zvc : Codec::none, nullptr, density);
-             if (parcel == nullptr) throw std::runtime_error("no host memory for the tensor");
-             return Trip{std::move(parcel), x.device(), int64_t(x.nbytes())};
-           }),
-           py::arg("engine"), py::arg("x"), py::arg("compressed"), py::arg("density"), py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>())
+      .def(py::init(
+               [](std::shared_ptr<Engine> engine, const at::Tensor& x, bool compressed, double density, double share) {
+                 auto parcel = engine->mover->out(bytes_of(*engine, x), compressed ? Codec::zvc : Codec::none, nullptr,
+                                                  density, share);
+                 if (parcel == nullptr) throw std::runtime_error("no host memory for the tensor");
+                 return Trip{std::move(parcel), x.device(), int64_t(x.nbytes())};
+               }),
+           py::arg("engine"), py::arg("x"), py::arg("compressed"), py::arg("density"), py::arg("share") = 1.0,
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "bring_back",
           [](Trip& trip, const Engine& engine, const at::Tensor& to) {
@@ -248,11 +249,11 @@ void bind_engine(py::module_& m) {
       "offload_has_managed", [](int) { return false; }, py::arg("device"));
 #endif
   py::class_<Schedule, std::shared_ptr<Schedule>>(m, "OffloadSchedule")
-      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, bool, double>>& tensors,
+      .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, double, double>>& tensors,
                        std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
              auto schedule = std::make_shared<Schedule>();
-             for (const auto& [bytes, itemsize, moves, compressed, density] : tensors)
-               schedule->tensors.push_back({bytes, itemsize, moves, compressed, density});
+             for (const auto& [bytes, itemsize, moves, share, density] : tensors)
+               schedule->tensors.push_back({bytes, itemsize, moves, share, density});
              schedule->back = std::move(back);
              schedule->room = room;
              return schedule;
@@ -297,12 +298,13 @@ void bind_engine(py::module_& m) {
            py::arg("pool_limit"))
       .def(
           "use",
-          [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<Schedule>> schedules, bool timed) {
+          [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<Schedule>> schedules, bool timed,
+             bool counts) {
             return std::make_shared<Use>(
                 std::move(engine), std::map<int, std::shared_ptr<const Schedule>>(schedules.begin(), schedules.end()),
-                timed);
+                timed, counts);
           },
-          py::arg("schedules"), py::arg("timed"))
+          py::arg("schedules"), py::arg("timed"), py::arg("counts"))
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;
@@ -317,6 +319,7 @@ void bind_engine(py::module_& m) {
              for (auto& account : engine.accounts) account->poll();
            })
       .def("rates", [](Engine& engine, int device) { return engine.mover->rates(c10::DeviceIndex(device)); })
+      .def("codec_rate", [](Engine& engine, int device) { return engine.mover->codec_rate(c10::DeviceIndex(device)); })
       .def("streams", [](Engine& engine, int device) { return engine.mover->streams(c10::DeviceIndex(device)); })
       .def("staging", [](Engine& engine, int64_t bytes, int64_t itemsize,
                          double density) { return engine.mover->staging(bytes, itemsize, density); })

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "offload/policy.h"
+
 namespace weft::offload {
 namespace {
 
@@ -250,9 +252,7 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
     ++saves;
   }
   // The first use looks at what may be worth compressing; the next ones know by what they compressed.
-  // Without a budget nothing is compressed.
-  if (schedule_ == nullptr && forward == 0 && b.eligible && engine.settings.budget &&
-      engine.settings.codec == Codec::automatic) {
+  if (schedule_ == nullptr && forward == 0 && b.eligible && use.counts && engine.settings.codec == Codec::automatic) {
     const Bytes bytes{b.source, b.hull.lo, b.hull.hi, b.dtype};
     try {
       if (compressible(bytes)) record.counts = {engine.mover->count(bytes)};
@@ -261,7 +261,7 @@ void Ledger::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
     }
   }
   if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
-  if (moves) move(b, expected->compressed, expected->density);
+  if (moves) move(b, expected->share, expected->density);
   if (b.eligible) evictable_.push_back(block);
   const int64_t previous = std::exchange(previous_bytes_, bytes);
   if (account.outs.empty() || capturing_) return;
@@ -300,7 +300,7 @@ std::shared_ptr<Block> Ledger::create(const at::Tensor& x, Range range, const Wi
 
 std::vector<std::shared_ptr<Parcel>> Ledger::send(Block& block, const c10::Storage& source, const Ranges& runs,
                                                   at::ScalarType dtype, Codec codec, const MarkPtr& ready,
-                                                  double density) {
+                                                  double density, double share) {
   std::vector<std::shared_ptr<Parcel>> parcels;
   const int64_t allocations = engine.mover->host_allocations();
   MarkPtr begin = engine.mover->asynchronous() ? nullptr : engine.mover->mark(account.device);
@@ -309,15 +309,16 @@ std::vector<std::shared_ptr<Parcel>> Ledger::send(Block& block, const c10::Stora
     std::shared_ptr<Parcel> parcel;
     try {
       if (codec != Codec::none && compressible(bytes)) {
-        block.staging =
-            std::max(block.staging, engine.mover->staging(run.size(), int64_t(c10::elementSize(dtype)), density));
+        const int64_t itemsize = int64_t(c10::elementSize(dtype));
+        const int64_t coded = compressed_elements(run.size() / itemsize, share) * itemsize;
+        block.staging = std::max(block.staging, engine.mover->staging(coded, itemsize, density));
         reserve(block.staging);
       }
-      parcel = engine.mover->out(bytes, codec, ready, density);
+      parcel = engine.mover->out(bytes, codec, ready, density, share);
     } catch (const c10::OutOfMemoryError&) {
       if (codec == Codec::none) throw;
       codec = Codec::none;  // which needs no memory on the device
-      parcel = engine.mover->out(bytes, codec, ready, density);
+      parcel = engine.mover->out(bytes, codec, ready, density, share);
     } catch (const NoHostMemory&) {  // not even for what the codec counts
     }
     use.slow |= engine.mover->host_allocations() != allocations;
@@ -340,7 +341,7 @@ void Ledger::leave(Block& block, c10::Storage source, std::vector<std::shared_pt
   block.parcels.insert(block.parcels.end(), parcels.begin(), parcels.end());
 }
 
-bool Ledger::move(Block& block, bool compressed, double density) {
+bool Ledger::move(Block& block, double share, double density) {
   if (block.resized(*block.source.unsafeGetStorageImpl())) {
     block.eligible = false;
     totals.kept[block.record->reason] -= block.record->bytes, totals.kept[kOther] += block.record->bytes;
@@ -355,7 +356,9 @@ bool Ledger::move(Block& block, bool compressed, double density) {
   const c10::Stream current = engine.mover->stream(account.device);
   for (const c10::Stream stream : block.streams)
     if (stream != current) engine.mover->used_on(block.source, stream);
-  auto parcels = send(block, block.source, block.runs, block.dtype, codec(compressed), ready, density);
+  // A codec that was asked for takes whole tensors.
+  if (engine.settings.codec != Codec::automatic) share = 1;
+  auto parcels = send(block, block.source, block.runs, block.dtype, codec(share > 0), ready, density, share);
   if (parcels.empty()) {
     totals.kept[record.reason] -= record.bytes, totals.kept[kPool] += record.bytes;
     record.reason = kPool;
@@ -383,7 +386,7 @@ bool Ledger::connect(Block& block, Block& other, Entry& entry) {
   if (block.record->uncounted != other.record->uncounted) return false;
   if (block.moved != other.moved) {
     Block& kept = block.moved ? other : block;
-    if (kept.source && !move(kept, false)) return false;
+    if (kept.source && !move(kept)) return false;
   }
   if (!block.moved) completed_by(block, other.streams);
   block.staging = std::max(block.staging, other.staging);
@@ -413,7 +416,7 @@ bool Ledger::extend(Block& block, const at::Tensor& x, Range range, int64_t byte
   if (block.moved && !missing.empty()) {
     // Complete as of now: what was saved first may be older than these bytes.
     auto parcels = send(block, x.storage(), missing, x.scalar_type(), codec(block.record->compressed),
-                        engine.mover->mark(account.device), 0);
+                        engine.mover->mark(account.device), 0, 1);
     if (parcels.empty()) return false;
     account.count(bytes);
     leave(block, x.storage(), std::move(parcels), bytes);
@@ -449,7 +452,7 @@ void Ledger::evict() {
     auto block = evictable_.front().lock();
     if (block != nullptr && block->into == nullptr && block->eligible && !block->moved && !block->read) {
       if (block->record->number >= numbers - engine.settings.keep_last) return;
-      move(*block, false);
+      move(*block);
     }
     evictable_.pop_front();
   }

@@ -69,7 +69,8 @@ struct Settings {
 // What a plan decided for the tensors of one device, in the order of their saves.
 struct Expected {
   int64_t bytes, itemsize;
-  bool moves, compressed;
+  bool moves;
+  double share;  // that is compressed
   double density;
 };
 struct Schedule {
@@ -273,9 +274,11 @@ class Ledger {
   void admit(const std::shared_ptr<Block>& block, int64_t bytes);
   bool connect(Block& block, Block& other, Entry& entry);
   bool extend(Block& block, const at::Tensor& x, Range range, int64_t bytes);
-  bool move(Block& block, bool compressed, double density = 0);
+  // `share`: how much of it is compressed, where the plan has the codec.
+  bool move(Block& block, double share = 0, double density = 0);
   std::vector<std::shared_ptr<Parcel>> send(Block& block, const c10::Storage& source, const Ranges& runs,
-                                            at::ScalarType dtype, Codec codec, const MarkPtr& ready, double density);
+                                            at::ScalarType dtype, Codec codec, const MarkPtr& ready, double density,
+                                            double share);
   void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Parcel>> parcels, int64_t bytes);
   void evict();
   // The block, which has not moved, is complete only when what the stream has to do is done, too.
@@ -306,7 +309,9 @@ class Ledger {
 class Use : public std::enable_shared_from_this<Use> {
  public:
   // Timed: the run time of every operation is taken, not only that of both phases.
-  Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed);
+  // Counts: elements that are not zero, where there is no plan.
+  Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed,
+      bool counts);
 
   std::unique_ptr<Packed> pack(PyObject* object);
   at::Tensor unpack(Packed& packed);
@@ -315,7 +320,7 @@ class Use : public std::enable_shared_from_this<Use> {
   bool finished() const { return finished_; }
 
   std::shared_ptr<Engine> engine;
-  const bool timed;
+  const bool timed, counts;
   bool slow = false;  // its operations had to wait until the system had more host memory
   std::vector<std::unique_ptr<Ledger>> ledgers;
 

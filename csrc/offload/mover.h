@@ -149,7 +149,9 @@ class Mover {
   virtual void used_on(const c10::Storage& storage, c10::Stream stream) {}
   // Starts the copy out of bytes that were complete at `ready` on the current stream; null without host memory for it.
   // `density`: what their share of non-zeros is expected to be, 0 where nobody knows; `staging` says what it costs.
-  virtual std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) = 0;
+  // `share`: how much of them Codec::zvc compresses, from the first on; the rest goes as it is.
+  virtual std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density,
+                                      double share) = 0;
   // Starts to count the elements that are not zero, by their bits; empty where the mover has no use for it.
   virtual Count count(const Bytes& bytes) = 0;
   // Device memory that the codec takes beside a tensor of that size on its way.
@@ -168,6 +170,8 @@ class Mover {
   // Bytes per second out and back, measured once in the process; zeros where there is no bus, or no memory now to
   // measure.
   virtual std::pair<double, double> rates(c10::DeviceIndex device) { return {0, 0}; }
+  // Bytes per second that the codec reads and writes, about; 0 where it does not run or nobody knows.
+  virtual double codec_rate(c10::DeviceIndex device) const { return 0; }
   // Those of the copies out and back, and of codecs out and back, for tests that delay them.
   virtual std::vector<uintptr_t> streams(c10::DeviceIndex device) { return {}; }
 };

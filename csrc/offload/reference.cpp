@@ -131,7 +131,7 @@ class ReferenceMover : public Mover {
   bool asynchronous() const override { return false; }
   bool capturing(c10::Device device) const override { return capturing_stream(device); }
   MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr&, double) override {
+  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr&, double, double) override {
     return ReferenceParcel::out(*pool_, from, codec);
   }
   Count count(const Bytes& bytes) override {
@@ -160,7 +160,7 @@ class IdleMover : public Mover {
   bool asynchronous() const override { return false; }
   bool capturing(c10::Device) const override { return false; }
   MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
-  std::shared_ptr<Parcel> out(const Bytes&, Codec, const MarkPtr&, double) override { return nullptr; }
+  std::shared_ptr<Parcel> out(const Bytes&, Codec, const MarkPtr&, double, double) override { return nullptr; }
   Count count(const Bytes&) override { return {}; }
   c10::Storage allocate(c10::Device, int64_t) override { return {}; }
   int64_t host_bytes() const override { return 0; }

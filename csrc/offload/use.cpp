@@ -163,8 +163,9 @@ bool frozen(PyObject* object, const at::Tensor& x) {
 
 }  // namespace
 
-Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed)
-    : engine(std::move(engine)), timed(timed), schedules_(std::move(schedules)) {}
+Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed,
+         bool counts)
+    : engine(std::move(engine)), timed(timed), counts(counts), schedules_(std::move(schedules)) {}
 
 Ledger& Use::ledger(c10::Device device) {
   for (auto& ledger : ledgers)

@@ -168,6 +168,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrMultiProcessorCount:
       *value = 4;
       break;
+    case cudaDevAttrMemoryClockRate:
+      *value = 3'200'000;
+      break;
+    case cudaDevAttrGlobalMemoryBusWidth:
+      *value = 6144;
+      break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = 227 << 10;
       break;

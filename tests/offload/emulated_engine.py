@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
+import math
 import random
 import sys
 import traceback
@@ -21,7 +23,7 @@ from torch import Tensor
 from weft import _C
 from weft.offloading import Link, offload
 
-from tests.offload.engines import live_bytes
+from tests.offload.engines import live_bytes, planned_in_part
 
 SIZE = 1 << 14
 
@@ -209,13 +211,82 @@ class Parts:
             assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), f"part {i} differs"
 
 
+def check_what_comes_back_compressed_in_part(runtime: Runtime) -> None:
+    """Without a budget, in segments, also where there are more values than were expected."""
+    draw = random.Random(0)
+    for segment in (0, 1 << 14):
+        _C._testing.offload_stages(segment=segment)
+        off = offload(min_bytes=0, keep_last=draw.choice([0, 1]))
+        _C._testing.offload_stages()
+        with planned_in_part(draw):
+            for use in range(8):
+                step = Step(off, numbers(12, density=draw.choice([0.5, 0.5, 0.9, 0.1]) if use > 3 else 0.5))
+                if draw.random() < 0.5:
+                    runtime.drain(draw.choice([0, *off._engine.streams(0)]))
+                step.backward(retain_graph=True)
+                if draw.random() < 0.5:
+                    runtime.drain()
+                step.backward()
+                torch.cuda.synchronize()
+                report = off.report().to_dict()
+                assert report["live_bytes"] == 0 and (report["compressed_tensors"] > 0) == (use > 1), use
+                if use == 2:  # of the mean share 0.46 about a half less
+                    assert 0.5 < report["sent_bytes"] / report["moved_bytes"] < 0.98
+
+
+def check_shares_of_a_tensor(runtime: Runtime) -> None:
+    """By themselves: the bytes that cross, and what comes back, on streams that take turns in every order."""
+    side, engine = torch.cuda.Stream(), offload(0)._engine
+    for seed in range(60):
+        draw = random.Random(seed)
+        n, density, share = draw.choice([33, 5000, SIZE]), draw.choice([0.1, 0.5, 1.0]), draw.choice([0.02, 0.3, 1])
+        (data,), expected = numbers(1, n, density), draw.choice([0.0, 0.3, density])
+        coded = n if share == 1 else 32 * int(share * n / 32)
+        with torch.cuda.stream(draw.choice([side, torch.cuda.current_stream()])):
+            x = data.to("cuda", non_blocking=True)
+            trip = _C._testing.OffloadTrip(engine, x, True, expected, share)
+            lanes = [*engine.streams(0)]
+            if draw.random() < 0.5:
+                runtime.drain(draw.choice(lanes))
+            back = torch.full((n,), 7.0, device="cuda")
+            trip.bring_back(engine, back)
+            for lane in draw.sample(lanes, len(lanes)):
+                runtime.drain(lane)
+        torch.cuda.synchronize()
+        assert torch.equal(back.cpu().view(torch.int32), data.view(torch.int32)), f"tensor {seed} differs"
+        nonzeros = int(data[:coded].count_nonzero())
+        least = 4 * (nonzeros + (n - coded)) + 4 * math.ceil(coded / 32)
+        assert trip.sent_bytes >= least and ((expected > 0 and coded > 0) or trip.sent_bytes == least)
+        assert coded > 0 or trip.sent_bytes == 4 * n
+
+
+def check_zeros_are_counted_in_the_first_use(runtime: Runtime) -> None:
+    """Without a budget in that one alone, which is not planned from; with densities of their own."""
+    densities = [0.1, 0.9, 0.5, 1.0, 0.3]
+    off, launches = offload(min_bytes=0, keep_last=0), []
+    for _ in range(4):
+        data = [numbers(1, density=d)[0] for d in densities]
+        before = runtime.calls("LaunchKernel")
+        step = Step(off, data)
+        launches.append(runtime.calls("LaunchKernel") - before)
+        assert (not off._latest.plans) == (len(launches) <= 2)
+        step.backward()
+        torch.cuda.synchronize()
+    assert launches[0] == launches[1] + len(densities)
+    memory = off._thread.memory
+    assert memory.first is None and math.isfinite(memory.planned[0].link.codec)
+    assert [t.density for t in memory.planned[0].timeline.tensors] == pytest.approx(densities, abs=0.02)
+
+
 def check_a_forgotten_wait_is_noticed(runtime: Runtime) -> None:
     """Or the other checks would say nothing."""
-    for every in (1, 2, 3, 5):
+    for every, check in itertools.product(
+        (1, 2, 3, 5), (check_what_comes_back, check_what_comes_back_compressed_in_part)
+    ):
         runtime.forget(every)
         try:
             with pytest.raises(AssertionError, match="differs"):
-                check_what_comes_back(runtime)
+                check(runtime)
         finally:
             runtime.forget(0)
             runtime.drain()

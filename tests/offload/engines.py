@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import time
 
 import pytest
 import torch
 from torch import Tensor, nn
-from weft.offloading import OffloadReport, offload
+from weft.offloading import Move, OffloadReport, offload, simulate
 
 cuda = pytest.mark.cuda
 
@@ -27,6 +28,7 @@ KEYS = {
     "backend", "compress", "budget_bytes", "uses", "saved_bytes", "saved_tensors", "moved_bytes", "moved_tensors",
     "kept_bytes", "kept_tensors", "kept", "sent_bytes", "returned_bytes", "compressed_tensors", "peak_bytes",
     "peak_bytes_without", "predicted_peak_bytes", "predicted_stall_seconds", "budget_met", "live_bytes", "host_bytes",
+    "predicted_codec_seconds",
     "host_peak_bytes", "forward_seconds", "backward_seconds", "forward_stall_seconds", "backward_stall_seconds",
     "stalls",    "d2h_bytes_per_second", "h2d_bytes_per_second",
 }  # fmt: skip
@@ -124,6 +126,22 @@ def saved_and_restored(off: offload, *tensors: Tensor) -> list[Tensor]:
         loss = Probe.apply(seen, *tensors, anchor)
     loss.backward()
     return list(seen[0][:-1])
+
+
+@contextlib.contextmanager
+def planned_in_part(draw: random.Random):
+    """Without a budget all that may move does, a share of it compressed, whatever would hide."""
+
+    def plan_movable(timeline, limit, link, compress, movable, slowdown):
+        order = sorted(range(len(movable)), key=lambda i: (timeline.tensors[i].first_backward, i))
+        moves = [
+            Move(i, timeline.forward, True, draw.choice([1e-6, 0.1, 0.25, 0.5, 0.9, 1.0])) for i in order if movable[i]
+        ]
+        return simulate(timeline, moves, limit, link=link)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("weft._offload.context.plan_movable", plan_movable)
+        yield
 
 
 LONG = 50_000_000  # cycles, about 30 ms

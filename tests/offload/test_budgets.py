@@ -194,6 +194,26 @@ def test_the_codec_stays_away_where_its_memory_is_too_much() -> None:
 
 
 @pytest.mark.parametrize(
+    ("codec", "compress", "share"), [(3e12, "auto", 0.1), (float("inf"), "auto", 0), (3e12, None, 0), (3e12, "zvc", 1)]
+)
+def test_what_is_compressed_without_a_budget(codec: float, compress: str | None, share: float) -> None:
+    """A part of what would not hide; nothing where nobody knows what the codec takes; all where it was asked for."""
+    off = offload(compress=compress, min_bytes=0, keep_last=0)
+    tensors = []
+    off._engine = types.SimpleNamespace(staging=lambda bytes, itemsize, density: 0)
+    link = Link(50e9, 50e9, codec)
+    size = int(1.03 * 0.01 * 0.97 * 50e9) // 4 * 4
+    timeline = Timeline((0.0, 0.01, 0.02, 0.0), 2, (Saved(size, 0, 3, None, 0.5),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_C, "OffloadSchedule", lambda t, back, room: tensors.extend(t))
+        plan = off._planned(timeline, [(size, 4, True)], (), None, link).plan
+    assert plan.forward_stall == plan.backward_stall == 0 and bool(plan.moves) == (share > 0)
+    ((bytes, itemsize, moves, coded, density),) = tensors
+    assert (bytes, itemsize, moves, density) == (size, 4, share > 0, 0.5) and coded == pytest.approx(share, abs=0.05)
+    assert 0 <= plan.codec_seconds <= 0.01 * 0.03
+
+
+@pytest.mark.parametrize(
     ("groups", "files", "limit"),
     [
         ("0::/", {"memory.max": "1000"}, 1000),

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import weft
 from torch import nn
 from weft.offloading import offload
 
-from tests.offload.engines import LANES, LONG, chain, check_same, cuda, delay, everything, numbers, plain_gradient, step
+from tests.offload.engines import (
+    LANES,
+    LONG,
+    chain,
+    check_same,
+    cuda,
+    delay,
+    everything,
+    numbers,
+    plain_gradient,
+    planned_in_part,
+    step,
+)
 
 
 @pytest.mark.parametrize("compress", ["auto", "zvc", "rle", None])
@@ -71,6 +85,49 @@ def test_tensors_of_many_segments(dtype: torch.dtype) -> None:
         assert compressed > 10
     finally:
         weft._C._testing.offload_stages()
+
+
+@cuda
+@pytest.mark.parametrize("share", [1e-6, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 300_001), (torch.bfloat16, 33), (torch.bfloat16, 1 << 20)])
+def test_a_share_of_a_tensor(share: float, dtype: torch.dtype, n: int) -> None:
+    """What is compressed, with any expectation, and what is not: the same bits, delays on every lane."""
+    weft._C._testing.offload_stages(segment=1 << 16)
+    try:
+        off = offload()
+        for number, (density, expected) in enumerate([(0.5, 0.5), (0.5, 0.0), (0.9, 0.3), (0.1, 0.9), (1.0, 1.0)]):
+            x = torch.randn(n, device="cuda", dtype=dtype) * (torch.rand(n, device="cuda") < density)
+            delay(off, LANES[number % 4], LONG // 10)
+            trip = weft._C._testing.OffloadTrip(off._engine, x, True, expected, share)
+            delay(off, LANES[(number + 2) % 4], LONG // 10)
+            back = torch.full_like(x, 7)
+            trip.bring_back(off._engine, back)
+            torch.cuda.synchronize()
+            assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
+            coded = n if share == 1 else 32 * int(share * n / 32)
+            least = int(x[:coded].count_nonzero()) + n - coded
+            assert trip.sent_bytes >= least * x.element_size() + coded // 8
+    finally:
+        weft._C._testing.offload_stages()
+
+
+@cuda
+@pytest.mark.parametrize("segment", [0, 1 << 16])
+def test_compressed_in_part_without_a_budget(segment: int, deterministic) -> None:
+    model = nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(256, 256), nn.ReLU()))).cuda()
+    weft._C._testing.offload_stages(segment=segment)
+    off = offload(min_bytes=0)
+    weft._C._testing.offload_stages()
+    with planned_in_part(random.Random(segment)):
+        for use in range(8):
+            x = torch.randn(600, 256, device="cuda")
+            expected = step(model, x)
+            if use > 2:
+                delay(off, LANES[use % 4], LONG // 10)
+            check_same(step(model, x, lambda: off), expected)
+            torch.cuda.synchronize()
+            assert (numbers(off)["compressed_tensors"] > 0) == (use > 1)
+    assert numbers(off)["sent_bytes"] < numbers(off)["moved_bytes"] and numbers(off)["live_bytes"] == 0
 
 
 @cuda

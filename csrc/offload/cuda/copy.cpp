@@ -7,6 +7,7 @@
 #include "offload/cuda/parcels.h"
 #include "offload/cuda/pinned.h"
 #include "offload/cuda/zvc_compress.h"
+#include "offload/policy.h"
 
 namespace weft::offload {
 
@@ -68,12 +69,13 @@ class CopyMover : public CudaMover {
         segment_(segment_for(budget)),
         lanes_(segment_),
         codec_(codec) {}
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density) override {
+  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr& ready, double density,
+                              double share) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     const auto start = [&]<typename P>(int64_t bytes, P*) -> std::shared_ptr<Parcel> {
       auto buffer = pool_->take(bytes);
       if (buffer == nullptr) return nullptr;
-      auto parcel = std::make_shared<P>(lanes_[from.storage.device().index()], std::move(buffer), from, density);
+      auto parcel = std::make_shared<P>(lanes_[from.storage.device().index()], std::move(buffer), from, density, share);
       parcel->start_out(from, ready);
       return parcel;
     };
@@ -81,7 +83,7 @@ class CopyMover : public CudaMover {
     if (!compressible(from)) return start(from.size(), raw);
     const int64_t itemsize = int64_t(c10::elementSize(from.dtype)), n = from.size() / itemsize;
     // What goes as it is may go compressed in the next use: with one size the pool has the buffer then.
-    if (codec == Codec::none)
+    if (codec == Codec::none || (codec == Codec::zvc && compressed_elements(n, share) == 0))
       return start(codec_ == Codec::automatic ? ZvcParcel::host_bytes(n, itemsize) : from.size(), raw);
     if (codec == Codec::rle) return start(RleParcel::host_bytes(n, itemsize), static_cast<RleParcel*>(nullptr));
     return start(ZvcParcel::host_bytes(n, itemsize), static_cast<ZvcParcel*>(nullptr));
@@ -127,6 +129,17 @@ class CopyMover : public CudaMover {
     } catch (const c10::OutOfMemoryError&) {  // of a device that is full, which is no reason to refuse a step
       return {0, 0};
     }
+  }
+  double codec_rate(c10::DeviceIndex device) const override {
+    // Of what the memory does at most, which nobody can say of every device: in kHz, both edges, and in bits.
+    constexpr double kShare = 0.6;
+    int clock = 0, width = 0;
+    if (cudaDeviceGetAttribute(&clock, cudaDevAttrMemoryClockRate, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&width, cudaDevAttrGlobalMemoryBusWidth, device) != cudaSuccess) {
+      cudaGetLastError();
+      return 0;
+    }
+    return kShare * 2e3 * double(clock) * double(width) / 8;
   }
   std::vector<uintptr_t> streams(c10::DeviceIndex device) override {
     std::vector<uintptr_t> streams;

@@ -128,7 +128,7 @@ class ManagedMover : public CudaMover {
  public:
   explicit ManagedMover(int64_t limit) : limit_(limit) {}
   bool holds(const c10::Storage& storage) const override { return is_managed(storage.data()); }
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready, double) override {
+  std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready, double, double) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     if (*out_bytes_ + from.size() > limit_) return nullptr;
     auto parcel = std::make_shared<ManagedParcel>(lanes_[from.storage.device().index()], out_bytes_, from);

@@ -6,6 +6,7 @@
 #include "common/integers.h"
 #include "offload/cuda/rle_compress.h"
 #include "offload/cuda/zvc_compress.h"
+#include "offload/policy.h"
 
 namespace weft::offload {
 namespace {
@@ -102,7 +103,7 @@ void LaneParcel::wait_in(const c10::Storage& to) {
 
 // ---- As they are
 
-RawParcel::RawParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double)
+RawParcel::RawParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double, double)
     : LaneParcel(lanes, std::move(buffer), from) {
   sent.fixed = returned.fixed = from.size();
 }
@@ -128,14 +129,16 @@ int64_t ZvcParcel::staging(int64_t n, int64_t itemsize, double density, int64_t 
   return Staging::kSlots * (zvc_mask_bytes(n) + expected(n, density) * itemsize) + workspaces;
 }
 
-ZvcParcel::ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density)
+ZvcParcel::ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density,
+                     double share)
     : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
-  const int64_t n = from.size() / itemsize_, most = lanes.segment / itemsize_;
+  const int64_t n = from.size() / itemsize_, coded = compressed_elements(n, share), most = lanes.segment / itemsize_;
   compressed = true;
-  sent.fixed = zvc_mask_bytes(n);
+  rest_ = {coded, (n - coded) * itemsize_};
+  sent.fixed = zvc_mask_bytes(coded) + rest_.bytes;
   sent.itemsize = itemsize_;
-  for (int64_t first = 0; first < n; first += most) {
-    const int64_t count = std::min(most, n - first);
+  for (int64_t first = 0; first < coded; first += most) {
+    const int64_t count = std::min(most, coded - first);
     numbers_.push_back(std::make_shared<PinnedNumber>(count));
     segments_.push_back({first, count, expected(count, density), numbers_.back().get()});
     sent.parts.push_back({{count, value_of(numbers_.back())}, segments_.back().expected});
@@ -152,11 +155,19 @@ uint32_t* ZvcParcel::mask(const Segment& segment) const {
 char* ZvcParcel::values(const Segment& segment) const {
   return reinterpret_cast<char*>(mask(segment)) + zvc_mask_bytes(segment.n);
 }
+char* ZvcParcel::rest() const {
+  return host() + zvc_mask_bytes(rest_.first) + rest_.first * itemsize_;
+}
 
 void ZvcParcel::send(const char* from, int64_t) {
   const Segment& largest = segments_.front();
   const c10::DataPtr workspace = scratch(first_out(), pack_workspace(largest.n, itemsize_));
   if (staged()) lanes_.staging.reserve(staged_bytes(largest));
+  if (rest_.bytes > 0) {
+    // Before the segments, which the codec compresses meanwhile. Its lane has waited for what the copy has to wait for.
+    if (staged()) mark_on(lanes_.pack)->hold(lanes_.out);
+    copy(rest(), from + rest_.first * itemsize_, rest_.bytes, cudaMemcpyDeviceToHost, lanes_.out);
+  }
   for (const Segment& s : segments_) {
     const char* const x = from + s.first * itemsize_;
     if (!staged()) {
@@ -187,6 +198,10 @@ c10::cuda::CUDAStream ZvcParcel::receive(char* to, int64_t) {
                    workspace.get(), staged() ? stages().spread : kBlocksIn, lanes_.spread.stream());
     slot.read = mark_on(lanes_.spread);
   }
+  if (rest_.bytes > 0) {
+    copy(to + rest_.first * itemsize_, rest(), rest_.bytes, cudaMemcpyHostToDevice, lanes_.in);
+    mark_on(lanes_.in)->hold(lanes_.spread);  // which says when all is here
+  }
   return lanes_.spread;
 }
 
@@ -210,7 +225,7 @@ int64_t RleParcel::staging(int64_t n, int64_t itemsize) {
                  rle_runs_workspace({nullptr, n, nullptr, nullptr}) + rle_mask_workspace({nullptr, n + 1, nullptr, n}));
 }
 
-RleParcel::RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double)
+RleParcel::RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double, double)
     : LaneParcel(lanes, std::move(buffer), from), itemsize_(int64_t(c10::elementSize(from.dtype))) {
   n_ = from.size() / itemsize_;
   numbers_ = {std::make_shared<PinnedNumber>(n_), std::make_shared<PinnedNumber>(0)};

@@ -58,7 +58,7 @@ class LaneParcel : public Parcel {
 
 class RawParcel : public LaneParcel {
  public:
-  RawParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density);
+  RawParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density, double share);
 
  private:
   void send(const char* from, int64_t bytes) override;
@@ -68,28 +68,36 @@ class RawParcel : public LaneParcel {
 // Zero-value compression, by segments that a codec and the copy engine hand each other on the device. No size has to be
 // known before: as many values as are expected cross with the mask by the copy engine, which takes nothing from the
 // compute beside it; the codec's kernels themselves write those beyond to the host, and read them from there. Where
-// nothing is expected that are all of them. Host memory of a segment: its mask, then room for all elements.
+// nothing is expected that are all of them. Host memory of a segment: its mask, then room for all elements. What is not
+// to be compressed crosses in one copy, first out and last back, and lies behind the segments.
 class ZvcParcel : public LaneParcel {
  public:
   static int64_t host_bytes(int64_t n, int64_t itemsize);
   static int64_t staging(int64_t n, int64_t itemsize, double density, int64_t segment);
-  ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density);
+  // At least one element of that share is compressed.
+  ZvcParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density, double share);
 
  private:
   struct Segment {
     int64_t first, n, expected;  // elements
     PinnedNumber* nonzeros;
   };
+  // What is not compressed.
+  struct Rest {
+    int64_t first, bytes;
+  };
   bool staged() const { return segments_.front().expected > 0; }
   int64_t staged_bytes(const Segment& segment) const;
   uint32_t* mask(const Segment& segment) const;
   char* values(const Segment& segment) const;
+  char* rest() const;
   c10::cuda::CUDAStream first_out() const override { return staged() ? lanes_.pack : lanes_.out; }
   void send(const char* from, int64_t bytes) override;
   c10::cuda::CUDAStream receive(char* to, int64_t bytes) override;
 
   int64_t itemsize_;
   std::vector<Segment> segments_;
+  Rest rest_;
 };
 
 // Run lengths beside the same values. The list of runs has its longest length on the bus, since only the device knows
@@ -98,7 +106,7 @@ class RleParcel : public LaneParcel {
  public:
   static int64_t host_bytes(int64_t n, int64_t itemsize);
   static int64_t staging(int64_t n, int64_t itemsize);
-  RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density);
+  RleParcel(Lanes& lanes, std::unique_ptr<HostPool::Buffer> buffer, const Bytes& from, double density, double share);
 
  private:
   int32_t* runs() const;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import warnings
@@ -17,7 +18,7 @@ import torch
 from .. import _C
 from .managed import managed_pool
 from .memory import host_memory
-from .policy import Link, Move, Plan, Saved, Timeline, plan_movable, simulate
+from .policy import Link, Plan, Saved, Timeline, plan_movable, simulate
 from .report import OffloadReport, plot, report
 from .sizes import parse_bytes
 
@@ -32,6 +33,11 @@ _WORTH = 0.85
 """Share of a tensor's size that compressed it must stay below: the codec takes a little from compute."""
 _SPARE = 0.97
 """Share of the bus that is planned with where nothing may wait for it: no step is quite like the one before."""
+_SLOWDOWN = 0.01
+"""Share of a step that the codec may take where there is no budget, at the rate that it has alone."""
+_BESIDE = 0.75
+"""Least share of its time on the bus that compressing a tensor leaves where there is compute beside it: the codec's
+kernels wait for a place there."""
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
 _PATIENCE = 4
@@ -70,6 +76,12 @@ class _Memory:
     """Uses in a row that the plan was right for."""
     cold: bool = True
     """Without a budget: whether the first use is still to be let pass."""
+    first: Any | None = None
+    """Without a budget: the first use, until what it counted is known."""
+    counted: dict[int, Timeline] = field(default_factory=dict)
+    """Device to timeline, with the densities that the first use counted."""
+    entered: bool = False
+    """Whether there was a first use."""
     slow: int = 0
     """Uses in a row whose times say little, because they waited for the system to give host memory."""
 
@@ -95,9 +107,9 @@ class offload:
         budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string
             like ``"4GB"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves what hides behind compute, and
             nothing else. Parameters, gradients, workspaces and what the program holds itself do not count.
-        compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter and there is
-            a budget (without one nothing may take from compute, as the codec would); ``"zvc"``, ``"rle"``: that codec
-            for every float32, float16 and bfloat16 tensor; None: never.
+        compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter; without a
+            budget, where little may be taken from compute, only of parts of tensors that hide then and would not as
+            they are; ``"zvc"``, ``"rle"``: that codec for every float32, float16 and bfloat16 tensor; None: never.
         backend: ``"copy"``: pinned host memory and a stream per direction; ``"managed"``: managed memory that is
             prefetched, for devices that share memory with the host; ``"reference"``: plain torch, synchronous, on every
             device; on the CPU it copies to a second place in host memory.
@@ -197,7 +209,9 @@ class offload:
             plans = dict(memory.planned)
             # Taking the time of every operation takes time: at first, and now and then.
             timed = not plans or memory.looked <= _LOOKS or memory.looked % _EVERY < _LOOKS
-            use = self._engine.use({device: planned.schedule for device, planned in plans.items()}, timed)
+            # So does counting zeros, which without a budget is left to the use that is not planned from anyway.
+            counts = self._budget is not None or (may_move and not memory.entered and self._backend == "copy")
+            use = self._engine.use({device: planned.schedule for device, planned in plans.items()}, timed, counts)
             managed = on_cuda and self._backend == "managed" and not capturing
             pool = managed_pool() if managed else contextlib.nullcontext()
             with contextlib.ExitStack() as stack:
@@ -208,6 +222,8 @@ class offload:
             self._unfinished.append(use)
             if may_move:
                 memory.pending.append(self._latest)
+                if not memory.entered:
+                    memory.entered, memory.first = True, use if self._budget is None else None
             self._uses += 1
         return self
 
@@ -282,6 +298,11 @@ class offload:
         if memory.cold and self._budget is None:
             memory.cold = not known
             return  # what hides behind a first step, with all that is done once, does not hide behind the next
+        if use is memory.first:
+            return  # which took the time to count
+        if memory.first is not None and memory.first.finished and memory.first.passed:
+            memory.counted = {device: _timeline(raw) for device, _, raw in memory.first.timelines()}
+            memory.first = None
         memory.slow = memory.slow + 1 if use.slow else 0
         if memory.planned and use.planned() and 0 < memory.slow <= _PATIENCE:
             return  # and look again
@@ -295,7 +316,8 @@ class offload:
             if not budgeted or not timeline.tensors:
                 continue
             first = [entry[:3] for entry in raw[4]]
-            timeline = _with_densities(timeline, [entry[3] for entry in raw[4]], old)
+            before = memory.counted.get(device) if old is None else old.timeline
+            timeline = _with_densities(timeline, [entry[3] for entry in raw[4]], before)
             link = self._link(device, rates.get(f"cuda:{device}", []))
             signature = (
                 timeline.forward,
@@ -323,13 +345,15 @@ class offload:
             out, back = self._engine.rates(device) if device >= 0 else (0, 0)
             known = out > 0 and back > 0
             link = Link(out, back) if known else Link()
+            if codec := self._engine.codec_rate(device) if device >= 0 else 0:
+                link = replace(link, codec=codec)
         found = {}
         for way in (True, False):
             seconds = sum(end - begin for out, begin, end, _ in copies if out == way)
             sent = sum(sent for out, _, _, sent in copies if out == way)
             # Small copies tell about their start.
             found[way] = sent / seconds if sent > 2**24 and seconds > 0 else None
-        link = Link(found[True] or link.d2h, found[False] or link.h2d)
+        link = replace(link, d2h=found[True] or link.d2h, h2d=found[False] or link.h2d)
         if known or all(found.values()):  # else it is measured the next time
             self._links[device] = link
         return link
@@ -345,8 +369,9 @@ class offload:
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
         movable = [moves_any and may_move and i < last for i, (_, _, may_move) in enumerate(first)]
-        # Without a budget nothing may take from compute, as the codec's kernels would.
-        codec = None if self._budget is None and self._compress == "auto" else self._compress
+        # Without a budget little may be taken from compute, as the codec's kernels do: nobody knows how much.
+        unknown = self._budget is None and self._compress == "auto" and math.isinf(link.codec)
+        codec = None if unknown else self._compress
         made, seen, staging = self._made(timeline, movable, link, codec)
         if not made.met and codec == "auto":  # the codec's own memory may be what is too much
             plain = self._made(timeline, movable, link, None)
@@ -358,11 +383,11 @@ class offload:
             # early as that allows.
             sizes = [t.bytes for t in timeline.tensors]
             room = max(room, staging + max(sum(sizes[i : i + 3]) for i in range(len(sizes))))
-            early = [Move(m.tensor, timeline.forward, m.compressed) for m in made.moves]
+            early = [replace(m, prefetch=timeline.forward) for m in made.moves]
             made = simulate(seen, early, room - staging, link=link)
-        moves = {m.tensor: m.compressed for m in made.moves}
+        shares = {m.tensor: m.share if m.compressed else 0.0 for m in made.moves}
         tensors = [
-            (bytes, itemsize, i in moves, moves.get(i, False), seen.tensors[i].density)
+            (bytes, itemsize, i in shares, shares.get(i, 0.0), seen.tensors[i].density)
             for i, (bytes, itemsize, _) in enumerate(first)
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
@@ -381,11 +406,13 @@ class offload:
                 if m and (codec != "auto" or t.density < 1)
             ]
             staging = max(sizes, default=0)
-        if self._budget is None:
-            budget, link = None, Link(_SPARE * link.d2h, _SPARE * link.h2d)
-        else:
-            budget = max(self._budget - staging, 0)
-        return plan_movable(seen, budget, link, "auto" if codec is not None else None, movable), seen, staging
+        budget = None if self._budget is None else max(self._budget - staging, 0)
+        if budget is None:
+            # Whoever asks for a codec gets it, whatever it takes.
+            costs = link.codec if codec == "auto" else math.inf
+            link = Link(_SPARE * link.d2h, _SPARE * link.h2d, costs, _BESIDE if codec == "auto" else 0.0)
+        compress = "auto" if codec is not None else None
+        return plan_movable(seen, budget, link, compress, movable, _SLOWDOWN), seen, staging
 
     def _tell_pool(self) -> None:
         if not self._engine.pool_failed or self._told_pool:
@@ -406,15 +433,15 @@ def _timeline(raw: tuple) -> Timeline:
     )
 
 
-def _with_densities(timeline: Timeline, known: Sequence[bool], old: _Planned | None) -> Timeline:
-    """What no use has looked at since keeps the density that was planned with."""
-    if old is None or len(old.timeline.tensors) != len(timeline.tensors):
+def _with_densities(timeline: Timeline, known: Sequence[bool], old: Timeline | None) -> Timeline:
+    """What no use has looked at since keeps the density that it had before."""
+    if old is None or len(old.tensors) != len(timeline.tensors):
         return timeline
     return replace(
         timeline,
         tensors=tuple(
             t if k or t.bytes != before.bytes else replace(t, density=before.density)
-            for t, k, before in zip(timeline.tensors, known, old.timeline.tensors, strict=True)
+            for t, k, before in zip(timeline.tensors, known, old.tensors, strict=True)
         ),
     )
 

@@ -37,12 +37,14 @@ class OffloadReport:
         met = "" if n["budget_bytes"] is None else "  (met)" if n["budget_met"] else "  (not met)"
         predicted = "" if n["predicted_peak_bytes"] is None else f", predicted {_size(n['predicted_peak_bytes'])}"
         stall = "" if n["predicted_stall_seconds"] is None else f", predicted {_time(n['predicted_stall_seconds'])}"
+        codec = n["predicted_codec_seconds"]
+        coded = f"{n['compressed_tensors']} compressed" + (f", predicted to take {_time(codec)}" if codec else "")
         kept = ", ".join(f"{reason} {_size(b)}" for reason, b in n["kept"].items() if b)
         rows = [
             ("backend", f"{n['backend']}, compress {n['compress']}, use {n['uses']}"),
             ("budget", budget + met),
             ("saved", f"{_size(n['saved_bytes'])} in {n['saved_tensors']} tensors"),
-            ("moved", f"{_size(n['moved_bytes'])} in {n['moved_tensors']}, {n['compressed_tensors']} compressed"),
+            ("moved", f"{_size(n['moved_bytes'])} in {n['moved_tensors']}, {coded}"),
             ("kept", f"{_size(n['kept_bytes'])} in {n['kept_tensors']}" + (f": {kept}" if kept else "")),
             ("sent out", f"{_size(n['sent_bytes'])}{_rate(n['d2h_bytes_per_second'])}"),
             ("came back", f"{_size(n['returned_bytes'])}{_rate(n['h2d_bytes_per_second'])}"),
@@ -94,6 +96,7 @@ def report(settings: dict[str, Any], engine: Any, use: Any | None, plans: dict[i
         "predicted_stall_seconds": None
         if planned is None or any(p.forward_stall is None for p in planned.values())
         else sum(p.forward_stall + p.backward_stall for p in planned.values()),
+        "predicted_codec_seconds": None if planned is None else sum(p.codec_seconds for p in planned.values()),
         "budget_met": budget is None or peak <= budget,
         "live_bytes": engine.live_bytes,
         "host_bytes": engine.host_bytes,
