@@ -181,7 +181,7 @@ struct Run {
   // The number of the first of the last tasks that are small: in one kernel they cost less than their launches and than
   // products that do not fill the device.
   size_t tail() const {
-    constexpr int64_t kMultiplyAdds = int64_t{1} << 29;
+    constexpr int64_t kMultiplyAdds = int64_t{1} << 28;
     int64_t most = program->doubles ? 32 : 1024, weights = 0;
     for (const auto* list : {&program->forward, &program->backward}) {
       for (const Step& s : *list) {
