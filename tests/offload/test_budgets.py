@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import types
 import warnings
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from weft import _C
+from weft._offload.context import _at_pace
 from weft._offload.memory import host_memory
 from weft.offloading import Link, Saved, Timeline, offload
 
@@ -258,7 +260,37 @@ def test_times_of_uses_that_waited_for_host_memory_are_not_planned_with(monkeypa
         if use in (2, 3):
             assert off.release() > 0  # so that the next use gets memory anew
     # Each plan comes from the use before; the fourth and the fifth waited for memory.
-    assert planned == [1, 2, 3, 6, 7]
+    # After the last that is timed as a whole times are taken as they are.
+    assert planned == [1, 2, 3, 6, 7, 8, 9]
+
+
+def test_times_are_those_of_uses_whose_every_operation_is_not_timed() -> None:
+    """Where marks hold up the host, a plan for the time that they take would have too much hidden."""
+    off = everything("reference")
+    x, seen = torch.randn(50, 50, requires_grad=True), []
+    for _ in range(45):
+        with off:
+            y = chain(x)
+            timed = off._latest.use.timed
+            time.sleep(0.02 if timed else 0.002)
+            loss = chain(y).sum()
+        loss.backward()
+        del y, loss
+        plans = list(off._latest.plans.values())
+        seen.append((timed, plans[0].seconds[0] if plans else None, plans[0].paced if plans else None))
+    assert [timed for timed, _, _ in seen[:3]] == [True] * 3 and seen[2][1] > 0.02
+    assert sum(timed for timed, _, _ in seen) == sum(timed for timed, _, _ in seen[:10]) + 3
+    assert all(seconds < 0.02 and paced for _, seconds, paced in seen[10:])
+
+
+def test_phases_at_the_pace_of_a_use_that_knows_less() -> None:
+    tensors = tuple(Saved(8, i, 3, 3) for i in range(3))
+    timed = Timeline((1.0, 2.0, 3.0, 4.0, 2.0, 2.0), 3, tensors)
+    whole = Timeline((0.0, 2.0, 1.0, 0.0, 3.0, 0.0), 3, tensors)
+    assert _at_pace(timed, whole) == (0.5, 1.0, 1.5, 2.0, 1.0, 1.0)
+    assert _at_pace(timed, timed) == timed.seconds
+    unknown = Timeline((None,) * 6, 3, tensors)
+    assert _at_pace(unknown, whole) == whole.seconds and _at_pace(timed, unknown) == unknown.seconds
 
 
 @pytest.mark.parametrize(("budget", "first"), [(None, 2), ("1KB", 1)])

@@ -40,6 +40,9 @@ _BESIDE = 0.75
 kernels wait for a place there."""
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
+_PACED = 2
+"""Uses after these whose forward and backward as a whole are timed: marks around every operation of a net of many take
+the host so long that the device waits for it."""
 _PATIENCE = 4
 """Uses in a row that may wait for host memory before their times are taken as they are."""
 _PENDING = 8
@@ -60,6 +63,8 @@ class _Planned:
     """Of the saves and reads: the plan holds for a use in which they are the same."""
     seconds: tuple[float, float] | None
     """Of the forward and of the backward."""
+    paced: bool
+    """Whether these are those of a use in which not every operation was timed."""
     link: Link
     plan: Plan
     schedule: Any
@@ -74,6 +79,8 @@ class _Memory:
     """Uses that are not planned from yet, oldest first."""
     looked: int = 0
     """Uses in a row that the plan was right for."""
+    paces: int = 0
+    """Uses that are still to be asked how long their forward and their backward took as a whole."""
     cold: bool = True
     """Without a budget: whether the first use is still to be let pass."""
     first: Any | None = None
@@ -307,8 +314,12 @@ class offload:
         if memory.planned and use.planned() and 0 < memory.slow <= _PATIENCE:
             return  # and look again
         memory.looked = memory.looked + 1 if use.planned() else 0
-        if memory.planned and use.planned() and not use.timed:
-            return
+        if use.timed:
+            memory.paces = _PACED
+        elif memory.planned and use.planned():
+            if memory.paces == 0:
+                return
+            memory.paces -= 1
         rates = {book["device"]: book["copies"] for book in use.books()}
         for device, budgeted, raw in use.timelines():
             old = memory.planned.get(device)
@@ -324,10 +335,16 @@ class offload:
                 tuple(first),
                 tuple((t.first_backward, t.last_backward) for t in timeline.tensors),
             )
+            old = memory.planned.get(device)
+            paced = False
+            if old is not None and old.signature == signature and old.seconds is not None:
+                if not use.timed:
+                    timeline, paced = replace(timeline, seconds=_at_pace(old.timeline, timeline)), True
+                elif old.paced:
+                    timeline, paced = replace(timeline, seconds=_at_pace(timeline, old.timeline)), True
             seconds = None
             if timeline.seconds[0] is not None:
                 seconds = sum(timeline.seconds[: timeline.forward]), sum(timeline.seconds[timeline.forward :])
-            old = memory.planned.get(device)
             if (
                 old is None
                 or old.signature != signature
@@ -335,7 +352,7 @@ class offload:
                 or not _as_sparse(old, timeline)
                 or not _close(old.link, link)
             ):
-                memory.planned[device] = self._planned(timeline, first, signature, seconds, link)
+                memory.planned[device] = self._planned(timeline, first, signature, seconds, link, paced)
 
     def _link(self, device: int, copies: Sequence[tuple]) -> Link:
         """The rates that the copies of a use reached; before there were any, measured."""
@@ -365,6 +382,7 @@ class offload:
         signature: tuple,
         seconds: tuple[float, float] | None,
         link: Link,
+        paced: bool = False,
     ) -> _Planned:
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
@@ -391,7 +409,8 @@ class offload:
             for i, (bytes, itemsize, _) in enumerate(first)
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
-        return _Planned(timeline, signature, seconds, link, made, _C.OffloadSchedule(tensors, back, min(room, _MOST)))
+        scheduled = _C.OffloadSchedule(tensors, back, min(room, _MOST))
+        return _Planned(timeline, signature, seconds, paced, link, made, scheduled)
 
     def _made(
         self, timeline: Timeline, movable: Sequence[bool], link: Link, codec: str | None
@@ -431,6 +450,21 @@ def _timeline(raw: tuple) -> Timeline:
     return Timeline(
         tuple(seconds) if seconds is not None else (None,) * operations, forward, tuple(Saved(*t) for t in tensors)
     )
+
+
+def _at_pace(timed: Timeline, whole: Timeline) -> tuple[float | None, ...]:
+    """Seconds of the operations of `timed`, where each phase takes as long as in `whole`: that may know the time of
+    several operations as that of their last one, and nothing of those after the last that it knows."""
+    seconds: list[float | None] = []
+    for phase in slice(timed.forward), slice(timed.forward, None):
+        parts, known = timed.seconds[phase], whole.seconds[phase]
+        if None in parts or None in known:
+            return whole.seconds
+        end = max((i + 1 for i, s in enumerate(known) if s > 0), default=0)
+        before = sum(parts[:end])
+        scale = sum(known) / before if before > 0 else 1.0
+        seconds += (scale * s for s in parts)
+    return tuple(seconds)
 
 
 def _with_densities(timeline: Timeline, known: Sequence[bool], old: Timeline | None) -> Timeline:
