@@ -23,7 +23,7 @@ TORCH_LIBRARY(weft, m) {
       "int[] dilation, int[] output) -> Tensor",
       tags);
   m.def(
-      "csr_matmul_plan(Tensor[] a, Tensor[] b) "
+      "csr_matmul_plan(Tensor[] a, Tensor[] b, *, bool? gpu=None) "
       "-> (Tensor crow, Tensor col, Tensor aligned, Tensor windowed, Tensor listed, Tensor starts, Tensor left, "
       "Tensor right, Tensor shared, Tensor info)",
       tags);

@@ -52,19 +52,18 @@ at::Tensor as_tensor(const std::vector<I>& numbers, const at::TensorOptions& opt
 // Puts lists that rows share in the place of each row's own, where that leaves a quarter of them or less.
 template <typename I>
 bool share_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<RowKind>& kinds, bool all,
-                Numeric& made) {
+                bool gpu, Numeric& made) {
   std::vector<int64_t> rows;
   for (int64_t i = 0; i < a.rows; ++i) {
     if (all || kinds[i] == RowKind::kListed) rows.push_back(i);
   }
-  const int64_t elements = made.starts.size(0) - 1;
-  int64_t longest = 0;
-  for (const int64_t i : rows) longest = std::max<int64_t>(longest, c.crow[i + 1] - c.crow[i]);
-  if (!worth_sharing(int64_t(rows.size()), elements, longest)) return false;
+  Listed listed{int64_t(rows.size()), made.starts.size(0) - 1, made.listed_products, 0};
+  for (const int64_t i : rows) listed.longest = std::max<int64_t>(listed.longest, c.crow[i + 1] - c.crow[i]);
   SharedLists<I> found;
   const auto shared = [&](bool of_rows) {
-    return share_lists(a, b, c, rows, made.starts.const_data_ptr<I>(), made.left.const_data_ptr<I>(),
-                       made.right.const_data_ptr<I>(), of_rows, (elements + 2 * made.listed_products) / 4, found);
+    return worth_sharing(listed, of_rows, gpu) &&
+           share_lists(a, b, c, rows, made.starts.const_data_ptr<I>(), made.left.const_data_ptr<I>(),
+                       made.right.const_data_ptr<I>(), of_rows, (listed.elements + 2 * listed.products) / 4, found);
   };
   if (!shared(false) && !shared(true)) return false;
   const auto options = made.starts.options();
@@ -80,7 +79,7 @@ bool share_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::ve
 
 template <typename I>
 Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<RowCount>& counts,
-                  const std::vector<RowKind>& kinds, const at::TensorOptions& options) {
+                  const std::vector<RowKind>& kinds, bool gpu, const at::TensorOptions& options) {
   Numeric made;
   int64_t rows[4] = {}, elements = 0;
   std::vector<I> first_product(a.rows + 1, 0), first_element(a.rows + 1, 0);  // of the listed rows before
@@ -118,7 +117,7 @@ Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::
   });
   starts[elements] = I(made.listed_products);
   made.shared = at::empty({0}, options);
-  if (share_rows(a, b, c, kinds, all, made)) return made;
+  if (share_rows(a, b, c, kinds, all, gpu, made)) return made;
   const at::Tensor none = at::empty({0}, options);
   const bool single = made.listed_products == elements;
   if (single) made.starts = none;
@@ -134,7 +133,7 @@ Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::
 
 template <typename I>
 Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b_crow, const at::Tensor& b_col,
-          int64_t products, bool listable) {
+          int64_t products, bool listable, bool gpu) {
   const auto a = csr<I>(a_crow, a_col), b = csr<I>(b_crow, b_col);
   const auto options = a_crow.options();
   at::Tensor crow = at::empty({a.rows + 1}, options);
@@ -164,7 +163,7 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   const int64_t stored = a_col.size(0) + b_col.size(0) + nnz;
   const int64_t bytes = 2 * int64_t(sizeof(I) + 4) * stored - int64_t(sizeof(I)) * (nnz + a.rows + 1);
   const auto kinds = choose_kinds(counts, listable ? bytes / int64_t(sizeof(I)) - 1 : -1);
-  const Numeric made = plan_rows(a, b, csr<I>(crow, col), counts, kinds, options);
+  const Numeric made = plan_rows(a, b, csr<I>(crow, col), counts, kinds, gpu, options);
   return {crow,         col,
           made.aligned, made.windowed,
           made.listed,  made.starts,
@@ -172,7 +171,7 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
           made.shared,  at::tensor({products, made.aligned_products, made.listed_products}, at::kLong)};
 }
 
-Plan csr_matmul_plan(at::TensorList a, at::TensorList b) {
+Plan csr_matmul_plan(at::TensorList a, at::TensorList b, std::optional<bool> gpu) {
   constexpr const char* kOp = "csr_matmul_plan";
   TORCH_CHECK_VALUE(!a.empty() && !b.empty(), kOp, ": a and b must be [crow, col]");
   check_pattern(kOp, "a", a, false, a[0]);
@@ -203,7 +202,8 @@ Plan csr_matmul_plan(at::TensorList a, at::TensorList b) {
   if (grows) t = ready(at::kLong);
   Plan made;
   with_index(wide || grows, [&](auto* i) {
-    made = plan<std::remove_pointer_t<decltype(i)>>(t[0], t[1], t[2], t[3], products, !grows);
+    made = plan<std::remove_pointer_t<decltype(i)>>(t[0], t[1], t[2], t[3], products, !grows,
+                                                    gpu.value_or(device.is_cuda()));
   });
   auto& [crow, col, aligned, windowed, listed, starts, left, right, shared, info] = made;
   const bool narrow = grows && col.size(0) <= std::numeric_limits<int32_t>::max();
@@ -231,6 +231,7 @@ CsrMatmul describe(const char* op, at::TensorList p, const at::Tensor& like) {
   if (m.shared_lists) {
     m.listed_rows = m.listed ? p[8].size(0) : m.rows;
     m.of_rows = p[12].size(0) == m.listed_rows;
+    TORCH_CHECK_VALUE(!like.is_cuda() || (m.starts && !m.of_rows), op, ": patterns must be of a plan for a GPU");
   } else if (m.left || m.right || (m.aligned_rows == 0 && m.windowed_rows == 0)) {
     m.listed_elements = m.listed ? p[8].size(0) : m.c_nnz;
     m.listed_products = m.left || m.right ? std::max(p[10].size(0), p[11].size(0)) : m.c_nnz;

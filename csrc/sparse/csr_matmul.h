@@ -1,8 +1,9 @@
 // Products of two CSR matrices with planned patterns: weft::csr_matmul_plan (symbolic), weft::csr_matmul and its
 // gradients weft::csr_matmul_left and weft::csr_matmul_right (numeric).
 //
-//   csr_matmul_plan(a, b) -> (crow, col, aligned, windowed, listed, starts, left, right, shared, info)
+//   csr_matmul_plan(a, b, *, gpu) -> (crow, col, aligned, windowed, listed, starts, left, right, shared, info)
 //     a, b     [crow, col], int32 or int64, on any device; the work is done on the CPU, and the device is waited for.
+//     gpu      whether a GPU will multiply; None: whether a is on one. A plan for a GPU serves a CPU, not the reverse.
 //     crow, col  the pattern of a * b: every element that has a scalar product; columns sorted.
 //     Every row of the product is computed in one of three ways (sparse/plan.h chooses):
 //     aligned   rows to whose products every row of b brings all columns: sums of whole rows of b, term by term. A row
@@ -13,7 +14,7 @@
 //               gathers, and where all three are empty an elementwise product.
 //     shared    not empty where listed rows share few lists, which are then all there is (sparse/plan.h,
 //               SharedLists: where, then base unless right is counted from b's rows); `listed` has rows, not elements,
-//               null where it is all of them.
+//               null where it is all of them. Of a plan for a GPU there are then starts, left and base.
 //     windowed  all other rows: products are found again from the patterns, and added up in windows of columns.
 //     info      scalar products: of all rows, of aligned, of listed ones; int64 on the CPU.
 //     crow, col and lists take at most twice the memory of the two operands and the product, with values in float32.

@@ -15,7 +15,7 @@ struct CsrMatmul {
   const void *starts, *left, *right;     // each may be null
   const void* shared_lists;              // null: each listed element has a list of its own
   int64_t listed_rows;                   // 0 where shared_lists is null; `listed` has them then, or is null for all
-  bool of_rows;                          // right is counted from b's rows
+  bool of_rows;                          // right is counted from b's rows; on a CPU alone
   const void *t_crow, *t_col, *t_index;  // a transposed; csr_matmul_right alone
   const void *x, *y, *g;                 // on a, b and the product: the two that are operands
   int64_t x_batch, y_batch, g_batch;

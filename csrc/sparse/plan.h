@@ -134,11 +134,25 @@ void list_products(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, int64_t i,
   }
 }
 
+// The rows that are listed, in all.
+struct Listed {
+  int64_t rows, elements, products, longest;  // longest: elements of a row
+};
+
 // Whether rows may share their lists: enough of them to fill the threads, long enough that where each begins may be
 // looked up, and none so long that others wait for it.
+//
+// A core takes row after row, and whatever is shared stays in its L1. A GPU's threads take all rows at once: a list of
+// an element's own comes in order and waits for nothing, where a shared one waits for what its row has to say, which is
+// then in each product's chain of loads, list, number, result. That pays by the bytes it saves: two indices a product
+// and one an element, where several products make an element. Where one does, its own list is one index, a third of the
+// bytes or less. And where right is counted from b's rows (of_rows), each product waits for two loads more, a's column
+// and where b's row begins, which costs more than the bytes.
 constexpr int64_t kManyRows = 32, kLongEnough = 64, kAlike = 8;
-constexpr bool worth_sharing(int64_t rows, int64_t elements, int64_t longest) {
-  return rows >= kManyRows && elements >= kLongEnough * rows && longest * rows <= kAlike * elements;
+constexpr bool worth_sharing(const Listed& all, bool of_rows, bool gpu) {
+  if (gpu && (of_rows || all.products == all.elements)) return false;
+  return all.rows >= kManyRows && all.elements >= kLongEnough * all.rows &&
+         all.longest * all.rows <= kAlike * all.elements;
 }
 
 // Lists that many rows share, as rows of a Jacobian of sliding windows do. Row r of the listed ones has `elements` of

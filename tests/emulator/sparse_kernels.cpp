@@ -50,7 +50,7 @@ using namespace weft::sparse;
 
 #if SOURCE == 0
 // which: 0 the product, 1 and 2 its gradients. sizes: batch, rows, inner, nnz of a, b and the product, rows or elements
-// of each kind, listed products, rows that share lists, whether of b's rows, the operands' batch strides. pointers: as
+// of each kind, listed products, the operands' batch strides, rows that share lists. pointers: as
 // in CsrMatmul.
 extern "C" void run(int which, int f64, int wide, int shared, const int64_t* sizes, void* const* pointers) {
   CsrMatmul m{};
@@ -59,7 +59,6 @@ extern "C" void run(int which, int f64, int wide, int shared, const int64_t* siz
                            &m.c_nnz,   &m.aligned_rows, &m.windowed_rows, &m.listed_elements, &m.listed_products,
                            &m.x_batch, &m.y_batch,      &m.g_batch,       &m.listed_rows};
   for (int64_t* size : into) *size = *sizes++;
-  m.of_rows = *sizes;
   const void** const to[] = {&m.a_crow,   &m.a_col,   &m.b_crow, &m.b_col, &m.c_crow, &m.c_col,        &m.aligned,
                              &m.windowed, &m.listed,  &m.starts, &m.left,  &m.right,  &m.shared_lists, &m.t_crow,
                              &m.t_col,    &m.t_index, &m.x,      &m.y,     &m.g};

@@ -74,15 +74,19 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
     assert all(plan.kinds)
     yield from of_product(plan, J, K, max(n or 1 for n in batch))
     # Products that are all listed: gathers, and few and several products an element, of rows whose lists are their own
-    # (short ones), and of such as share them, counted from the row and from b's rows; then a product in order.
+    # (short ones, and such as a GPU would not share), and of such as share them; then a product in order.
     leads = [[] if n is None else [4 * n] for n in batch]
     found = []
     for channels, kernel, size, pools in ((8, (3, 3), (9, 7), (2, 3)), (16, (3, 5), (4, 22), (2,))):
         padding = [k // 2 for k in kernel]
         conv = conv2d_jacobian(torch.randn(channels, 2, *kernel, dtype=dtype), (2, *size), padding=padding)
         others = [avg_pool2d_jacobian((channels, *size), pool, dtype=dtype) for pool in pools]
-        for K in (diagonal_jacobian(torch.randn(1, conv.shape[1], dtype=dtype)), *others):
-            found.append((conv, K, channels == 16))
+        found.append((conv, diagonal_jacobian(torch.randn(1, conv.shape[1], dtype=dtype)), False))
+        found += [(conv, K, channels == 16) for K in others]
+    # Some rows before these are aligned.
+    blocks = ((torch.ones(2, 20), conv), (torch.ones(20, 40), others[0]))
+    beside = (torch.block_diag(block.to(dtype), M.to_dense()) for block, M in blocks)
+    found.append((*map(BatchedCSR.from_dense, beside), True))
     # Of the first, half the rows are aligned; of the second, a channel goes to one or two others.
     draw = torch.Generator().manual_seed(1)
     few = [(torch.rand(s, generator=draw) < p).to(dtype) for s, p in (((6, 2, 3), 0.3), ((60, 6, 3), 0.2))]
@@ -90,7 +94,7 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
     spread[0, 1] = 1
     for weights in (few, (torch.randn(16, 4, 3, dtype=dtype), spread)):
         convs = (conv1d_jacobian(w, (w.shape[1], 50), padding=w.shape[2] // 2, prune=True) for w in weights)
-        found.append((*convs, True))
+        found.append((*convs, False))
     found.append((*(diagonal_jacobian(torch.randn(1, 5003, dtype=dtype)) for _ in range(2)), False))
     for J, K, shares in found:
         J, K = (
@@ -98,20 +102,26 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
             for M, lead in zip((J, K), leads, strict=True)
         )
         plan = plan_matmul(J, K)
-        assert plan.kinds.windowed == 0 and bool(plan._patterns[12].numel()) == shares
+        assert plan.kinds.windowed == 0 and bool(for_gpu(plan)[12].numel()) == shares
         # Gradients look at no list.
         yield from itertools.islice(of_product(plan, J, K, max(lead[0] if lead else 1 for lead in leads)), 1)
 
 
+def for_gpu(plan: MatmulPlan) -> list[Tensor]:
+    operands = plan._patterns[:4]
+    *rows, _ = torch.ops.weft.csr_matmul_plan(operands[:2], operands[2:], gpu=True)
+    return [*operands, *rows]
+
+
 def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterator[Call]:
-    patterns, index, dtype = plan._patterns, plan.crow.dtype, J.dtype
+    patterns, index, dtype = for_gpu(plan), plan.crow.dtype, J.dtype
     transposed = [t.to(index) for t in J._pattern.transposed]
     g = torch.randn(B, plan.nnz, dtype=dtype)
     aligned, windowed, listed, _, left, right, shared = (t.shape[0] for t in patterns[6:])
     rows = (listed or J.shape[0]) if shared else 0
     elements = 0 if shared or not (left or right or not (aligned or windowed)) else listed or plan.nnz
     sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, aligned, windowed, elements, max(left, right)]
-    strides = [stride(J.values), stride(K.values), plan.nnz, rows, shared == rows]
+    strides = [stride(J.values), stride(K.values), plan.nnz, rows]
     op, left, right = (getattr(torch.ops.weft, f"csr_matmul{name}") for name in ("", "_left", "_right"))
     operands = [J.values, K.values, g]
 
@@ -124,7 +134,7 @@ def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterat
 
         return passes
 
-    yield run(0, op(patterns, J.values, K.values), False)
+    yield run(0, op(plan._patterns, J.values, K.values), False)
     for shared in (False, True):
         yield run(1, left(patterns, K.values, g, shared), shared)
         yield run(2, right(patterns, J.values, g, shared), shared)
@@ -287,7 +297,6 @@ FLAWS = {
     "reads a number of another sample": (MATMUL, "tile[i % kWide]", "tile[(i + 1) % kWide]"),
     "writes over y while it is read": (MATMUL, "0 && at + 4 <= limit", "0 && at + 4 <= m.batch * m.c_nnz"),
     "forgets the numbers in the place of y": (MATMUL, "done = limit % m.c_nnz", "done = m.c_nnz"),
-    "counts from the row where b's rows count": (MATMUL, "if (!m.of_rows) base = ", "base = "),
     "takes the list of the row before": (MATMUL, "[m.listed_rows + r]", "[m.listed_rows + (r > 0 ? r - 1 : 0)]"),
     "takes rows that share lists for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[r]) : r", "r"),
     "writes over y in rows that share lists": (MATMUL, "own + 4 <= row.n && at + 4 <= limit", "own + 4 <= row.n"),

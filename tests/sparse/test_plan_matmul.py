@@ -339,13 +339,6 @@ def test_rows_that_share_lists(kind: str, batch: tuple, index: torch.dtype, dtyp
         )
     )
     plan = plan_matmul(a, b)
-    *_, starts, left, right, shared = plan._patterns
-    listed = plan.kinds.listed // 2
-    # Of one product each, starts are left out, and left where it is in order.
-    assert 0 < shared.numel() + starts.numel() + left.numel() + right.numel() <= (2 * listed + plan.nnz) // 4
-    assert (starts.numel() == 0) == (left.numel() == 0) == (kind == "gather")
-    of_rows = shared.numel() < 2 * a.shape[0] - 50
-    assert of_rows == (kind == "rows of b") and bool(plan.kinds.aligned) == of_rows
     with poisoned():
         got = plan(a, b)
     assert_close(got.to_dense(), dense(a) @ dense(b))
@@ -353,6 +346,40 @@ def test_rows_that_share_lists(kind: str, batch: tuple, index: torch.dtype, dtyp
     if got.batch_size is not None:  # a sample by itself has the same bits
         x, y = (v[-1] if v.dim() == 2 else v for v in (a.values, b.values))
         assert torch.equal(got.values[-1], plan(a.with_values(x), b.with_values(y)).values)
+    *_, starts, left, right, shared = plan._patterns
+    if device == "cuda" and kind != "pool":
+        assert shared.numel() == 0
+        return
+    listed = plan.kinds.listed // 2
+    # Of one product each, starts are left out, and left where it is in order.
+    assert 0 < shared.numel() + starts.numel() + left.numel() + right.numel() <= (2 * listed + plan.nnz) // 4
+    assert (starts.numel() == 0) == (left.numel() == 0) == (kind == "gather")
+    of_rows = shared.numel() < 2 * a.shape[0] - 50
+    assert of_rows == (kind == "rows of b") and bool(plan.kinds.aligned) == of_rows
+
+
+@pytest.mark.parametrize("kind", ["gather", "pool", "rows of b"])
+def test_what_a_plan_for_a_gpu_shares(kind: str) -> None:
+    """What saves more bytes than it has threads wait; the CPU takes either plan."""
+    torch.manual_seed(0)
+    a, b = sharing(kind, torch.float64, "cpu")
+    plan = plan_matmul(a, b)
+    *rows, _ = torch.ops.weft.csr_matmul_plan(a._pattern.tensors, b._pattern.tensors, gpu=True)
+    *_, starts, _, _, shared = rows
+    assert bool(shared.numel()) == (kind == "pool")
+    # One product each: the left operand's own col is the list.
+    assert (starts.numel() == 0) == (kind == "gather")
+    patterns = [*plan._patterns[:4], *rows]
+    assert torch.equal(torch.ops.weft.csr_matmul(patterns, a.values, b.values), plan(a, b).values)
+
+
+@pytest.mark.cuda
+def test_a_plan_for_a_cpu_is_refused_on_a_gpu() -> None:
+    a, b = sharing("gather", torch.float64, "cuda")
+    patterns = plan_matmul(a, b)._patterns[:4]
+    *rows, _ = torch.ops.weft.csr_matmul_plan(patterns[:2], patterns[2:], gpu=False)
+    with pytest.raises(ValueError, match="plan for a GPU"):
+        torch.ops.weft.csr_matmul([*patterns, *rows], a.values, b.values)
 
 
 @device
@@ -363,7 +390,8 @@ def test_what_rows_that_share_lists_hold(kind: str, device: str) -> None:
     plan = plan_matmul(a, b)
     rows = 2 * a.shape[0] * 4
     pattern = 0 if plan.crow is a.crow else plan.crow.nbytes + plan.col.nbytes
-    assert plan.memory - pattern - rows < (2 * plan.flops + 4 * plan.nnz) // 4
+    if device == "cpu" or kind == "pool":
+        assert plan.memory - pattern - rows < (2 * plan.flops + 4 * plan.nnz) // 4
     with FlopCounterMode(display=False) as counter:
         plan(a, b)
     assert counter.get_total_flops() == plan.flops * (b.batch_size or 1)
@@ -392,7 +420,7 @@ def test_few_rows_and_uneven_ones_share_no_lists(device: str) -> None:
     ):
         b = diagonal_jacobian(torch.randn(2, a.shape[1], device=device))
         plan = plan_matmul(a, b)
-        assert bool(plan._patterns[12].numel()) == shares
+        assert bool(plan._patterns[12].numel()) == (shares and device == "cpu")
         assert_close(plan(a, b).to_dense(), dense(a) @ dense(b))
 
 

@@ -4,12 +4,12 @@
 //           a large batch and a left operand that it shares, y is first laid out with its samples side by side, in the
 //           part of the result that is written last: else each sample's number is in another line, and lines are what
 //           L1 counts. Bound by the bytes, those of the lists among them.
-//           Where rows share few lists, these stay in L1 and L2, and only x, y and the result cross the memory: a block
-//           has two rows that follow each other, and a thread the same element of both, so that what waits for an
-//           index waits once (four rows take 62 registers a thread, or spill). Of the large batch a warp has 32
-//           elements of a row and its block eight such rows: those of a 3x3 convolution, eight positions side by side,
-//           read 10 positions of y a line for 24 products. Where there is no list at all, numbers are multiplied four
-//           at a time.
+//           Where rows share few lists of several products an element, these stay in L1 and L2, and only x, y and the
+//           result cross the memory: a block has two rows that follow each other, and a thread the same element of
+//           both, so that what waits for an index waits once (four rows take 62 registers a thread, or spill). Of the
+//           large batch a warp has 32 elements of a row and its block eight such rows: those of a 3x3 convolution,
+//           eight positions side by side, read 10 positions of y a line for 24 products. Where there is no list at all,
+//           numbers are multiplied four at a time.
 // aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
 // windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
@@ -271,14 +271,14 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
 // A listed row whose list others share.
 template <typename I>
 struct ListedRow {
-  I place, n, a_first, where, base;  // place, n: its elements of the product; base: what `right` is counted from
+  I place, n, a_first, where, base;  // place, n: its elements of the product
   __device__ __forceinline__ ListedRow(const CsrMatmul& m, int64_t r) : place(0), n(0), a_first(0), where(0), base(0) {
     if (r >= m.listed_rows) return;
     const int64_t i = m.listed ? int64_t(ints<I>(m.listed)[r]) : r;
     place = ints<I>(m.c_crow)[i], n = ints<I>(m.c_crow)[i + 1] - place;
     a_first = ints<I>(m.a_crow)[i];
     where = ints<I>(m.shared_lists)[r];
-    if (!m.of_rows) base = ints<I>(m.shared_lists)[m.listed_rows + r];
+    base = ints<I>(m.shared_lists)[m.listed_rows + r];
   }
 };
 
@@ -305,9 +305,8 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
 #pragma unroll
       for (int p = 0; p < kOwn; ++p) {
         const bool real = e < n[p] && place[p] + e >= skipped;
-        const I at = where[p] + e;
-        from[p] = !starts ? at : real ? starts[at] : I(0);
-        steps[p] = !starts ? I(real) : real ? starts[at + 1] - from[p] : I(0);
+        from[p] = real ? starts[where[p] + e] : I(0);
+        steps[p] = real ? starts[where[p] + e + 1] - from[p] : I(0);
         if (steps[p] > most) most = steps[p];
       }
       State<T> sum[kOwn][kTile] = {};
@@ -318,13 +317,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
         for (int p = 0; p < kOwn; ++p) {
           const bool real = step < steps[p];
           r[p] = real ? base[p] + right[from[p] + step] : I(0);
-          l[p] = a_first[p] + (!left ? e : real ? left[from[p] + step] : I(0));
-        }
-        if (m.of_rows) {
-#pragma unroll
-          for (int p = 0; p < kOwn; ++p) {
-            if (step < steps[p]) r[p] += ints<I>(m.b_crow)[ints<I>(m.a_col)[l[p]]];
-          }
+          l[p] = a_first[p] + (real ? left[from[p] + step] : I(0));
         }
         T factor[kOwn][kTile], number[kOwn][kTile];
 #pragma unroll
@@ -377,7 +370,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
 #pragma unroll
     for (int p = 0; p < 5; ++p) {
       const I e = own + p < row.n ? own + p : row.n;
-      bound[p] = starts ? starts[row.where + e] : row.where + e;
+      bound[p] = starts[row.where + e];
       if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
     }
     State<T> sum[4][4] = {};  // samples, elements
@@ -389,13 +382,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
         const I s = bound[p] + step;
         real[p] = s < bound[p + 1];
         place[p] = real[p] ? row.base + right[s] : I(0);
-        from[p] = !left ? own + p : real[p] ? left[s] : I(0);
-      }
-      if (m.of_rows) {
-#pragma unroll
-        for (int p = 0; p < 4; ++p) {
-          if (real[p]) place[p] += ints<I>(m.b_crow)[ints<I>(m.a_col)[row.a_first + from[p]]];
-        }
+        from[p] = real[p] ? left[s] : I(0);
       }
       add_products(x, from, numbers, place, real, sum);
     }

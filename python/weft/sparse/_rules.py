@@ -158,7 +158,7 @@ def _max_pool_values_vmap(info, in_dims, input, *rest):
 
 
 @torch.library.register_fake("weft::csr_matmul_plan")
-def _csr_matmul_plan(a: list[Tensor], b: list[Tensor]) -> tuple[Tensor, ...]:
+def _csr_matmul_plan(a: list[Tensor], b: list[Tensor], *, gpu: bool | None = None) -> tuple[Tensor, ...]:
     context = torch.library.get_ctx()
     index = torch.promote_types(a[0].dtype, b[0].dtype)
     new = (a[0].new_empty(context.new_dynamic_size(), dtype=index) for _ in range(8))
