@@ -402,7 +402,8 @@ def test_what_rows_that_share_lists_hold(kind: str, device: str) -> None:
 
     assert torch.autograd.gradcheck(f, leaves, fast_mode=True)
     lists, own = plan.memory - pattern, plan.crow.nbytes + plan.col.nbytes
-    assert pickle.loads(pickle.dumps(plan)).memory in (lists, lists + own)
+    # A pattern that was stored does not know that it is diagonal, whose list is then a copy of the columns.
+    assert pickle.loads(pickle.dumps(plan)).memory - lists in (0, own, own + plan.col.nbytes)
 
 
 @device

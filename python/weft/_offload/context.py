@@ -41,8 +41,8 @@ kernels wait for a place there."""
 _LOOKS, _EVERY = 3, 32
 """Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
 _PACED = 2
-"""Uses after these whose forward and backward as a whole are timed: marks around every operation of a net of many take
-the host so long that the device waits for it."""
+"""Without a budget: uses after these whose forward and backward as a whole are timed. Marks around every operation of
+a net of many take the host so long that the device waits for it, and behind that nothing hides."""
 _PATIENCE = 4
 """Uses in a row that may wait for host memory before their times are taken as they are."""
 _PENDING = 8
@@ -315,7 +315,7 @@ class offload:
             return  # and look again
         memory.looked = memory.looked + 1 if use.planned() else 0
         if use.timed:
-            memory.paces = _PACED
+            memory.paces = _PACED if self._budget is None else 0
         elif memory.planned and use.planned():
             if memory.paces == 0:
                 return
