@@ -118,16 +118,16 @@ Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::
   starts[elements] = I(made.listed_products);
   made.shared = at::empty({0}, options);
   if (share_rows(a, b, c, kinds, all, gpu, made)) return made;
-  const at::Tensor none = at::empty({0}, options);
+  const auto none = [&] { return at::empty({0}, options); };  // results of an operator share no memory
   const bool single = made.listed_products == elements;
-  if (single) made.starts = none;
+  if (single) made.starts = none();
   const auto in_order = [&](const I* numbers, int64_t stored) {
     bool same = made.listed_products == stored;
     for (int64_t p = 0; same && p < made.listed_products; ++p) same = numbers[p] == p;
     return same;
   };
-  if (in_order(left, a.crow[a.rows])) made.left = none;
-  if (all && single && in_order(right, b.crow[b.rows])) made.right = none;
+  if (in_order(left, a.crow[a.rows])) made.left = none();
+  if (all && single && in_order(right, b.crow[b.rows])) made.right = none();
   return made;
 }
 

@@ -11,6 +11,8 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/custom_class.h>
 #ifdef WEFT_WITH_CUDA
@@ -19,6 +21,7 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <iterator>
@@ -90,16 +93,10 @@ struct Call : torch::CustomClassHolder {
   std::shared_ptr<const Compiled> compiled;
   at::Tensor schedule, host_schedule;
   std::array<int64_t, 3> sizes;
-  bool overlap;
+  bool overlap, recorded;  // recorded: by autograd
   std::shared_ptr<PyObject> differentiable;
-  // What is given and only gradients of gradients read, with its number and its version at the forward pass: until then
-  // it may change, or be a tensor of inference mode.
-  struct Unread {
-    size_t number;
-    at::Tensor tensor;
-    std::optional<int64_t> version;
-  };
-  std::vector<Unread> unread;
+  // What is given and only gradients of gradients read, by its number: until then it may change.
+  std::vector<std::pair<size_t, torch::autograd::SavedVariable>> unread;
 
   // The results, and what backward reads beside what is given: inputs that linear layers made, then of the results
   // those that are no outputs.
@@ -162,8 +159,9 @@ struct Call : torch::CustomClassHolder {
   // Takes out of `given` what `backward` does not read.
   void hold_unread(Tensors& given) {
     const auto hold = [&](size_t i) {
-      const std::optional version = given[i].is_inference() ? std::nullopt : std::optional(given[i]._version());
-      unread.push_back({i, std::exchange(given[i], at::Tensor()), version});
+      const at::Tensor x = std::exchange(given[i], at::Tensor());
+      // Those of inference mode have no version that would tell of a change.
+      unread.emplace_back(i, torch::autograd::SavedVariable(x.is_inference() ? x.clone() : x, /*is_output=*/false));
     };
     compiled->for_linear([&](size_t x, size_t weight, std::optional<size_t> bias) {
       const bool reads_x = given[weight].requires_grad(), reads_weight = given[x].requires_grad();
@@ -173,15 +171,8 @@ struct Call : torch::CustomClassHolder {
     });
   }
 
-  // Puts it back, as torch does with what is saved.
   void restore_unread(Tensors& given) const {
-    for (const auto& [number, tensor, version] : unread) {
-      TORCH_CHECK(!version || tensor._version() == *version,
-                  "one of the variables needed for gradient computation has been modified by an inplace operation: ",
-                  "of a vertex function's linear layer, [", tensor.toString(), " ", tensor.sizes(), "] is at version ",
-                  tensor._version(), "; expected version ", *version, " instead");
-      given[number] = tensor;
-    }
+    for (const auto& [number, x] : unread) given[number] = x.unpack();
   }
 
   // The gradients as functions that have gradients: the reference's, in Python.
@@ -206,7 +197,7 @@ class Node : public torch::autograd::Function<Node> {
     }
     auto& [results, made] = found;
     Tensors saved(given.begin(), given.end());
-    call->hold_unread(saved);
+    if (call->recorded) call->hold_unread(saved);
     saved.insert(saved.end(), std::make_move_iterator(made.begin()), std::make_move_iterator(made.end()));
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["call"] = c10::IValue::make_capsule(call);
@@ -221,9 +212,13 @@ class Node : public torch::autograd::Function<Node> {
     Tensors saved = ctx->get_saved_variables();
     const size_t count = call->compiled->num_given();
     if (at::GradMode::is_enabled()) call->restore_unread(saved);
+    // As torch does with what is saved: an input that holds this node would keep both alive.
+    if (!torch::autograd::get_current_graph_task_keep_graph()) call->unread.clear();
     const at::TensorList given = at::TensorList(saved).slice(0, count);
     std::vector<bool> needed(count);
     for (size_t i = 0; i < count; ++i) needed[i] = ctx->needs_input_grad(i);
+    // The forward pass was recorded with its casts in it.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     Tensors found = at::GradMode::is_enabled()
                         ? call->again(grads, given, needed)
                         : call->backward(grads, given, at::TensorList(saved).slice(count), needed);
@@ -253,6 +248,9 @@ Tensors run(const std::shared_ptr<Compiled>& compiled, const at::Tensor& schedul
   call->host_schedule = host_schedule;
   call->sizes = sizes;
   call->overlap = overlap;
+  call->recorded = at::GradMode::is_enabled() && std::any_of(given.begin(), given.end(), [](const at::Tensor& x) {
+    return x.requires_grad();
+  });
   call->differentiable = kept(std::move(differentiable));
   const py::gil_scoped_release released;
   return Node::apply(call, at::TensorList(given));

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.utils.prune
@@ -234,12 +237,61 @@ def test_inputs_of_inference_mode_beside_a_frozen_weight(executor):
     m.W.weight.requires_grad_(False)
     with torch.inference_mode():
         same = x * 1
+        m(GRAPHS, same, executor=executor)
     for create_graph in (False, True):
-        found, want = (
-            torch.autograd.grad(m(GRAPHS, y, executor=executor).sum(), m.W.bias, create_graph=create_graph)[0]
-            for y in (same, x)
-        )
-        assert torch.equal(found, want)
+        out = m(GRAPHS, same, executor=executor)
+        (want,) = torch.autograd.grad(m(GRAPHS, x, executor=executor).sum(), m.W.bias)
+        with torch.inference_mode():
+            same.mul_(3)  # which no version tells of
+        (found,) = torch.autograd.grad(out.sum(), m.W.bias, create_graph=create_graph)
+        assert relative_error(found, want) < 1e-6
+        with torch.inference_mode():
+            same.copy_(x)
+
+
+@executors
+def test_an_input_beside_a_frozen_weight_goes_with_the_backward(executor):
+    """Also where it becomes a result of what it went into."""
+    m = models.TreeLSTM(3, 3)
+    m.W.weight.requires_grad_(False)
+    gone = []
+    for _ in range(2):
+        x = rows(requires_grad=True) * 1
+        y = x * 1
+        gone += [weakref.ref(x), weakref.ref(y)]
+        y += m(GRAPHS, y, executor=executor)
+        loss = m(GRAPHS, x, executor=executor).sum() + y.sum()
+        del x, y
+        loss.backward()
+        gc.collect()
+        assert [r() for r in gone] == [None] * len(gone)
+
+
+@executors
+def test_hooks_of_saved_tensors_see_an_input_beside_a_frozen_weight(executor):
+    m, x, seen = models.TreeLSTM(3, 2), rows(requires_grad=True) * 1, []
+    m.W.weight.requires_grad_(False)
+
+    def pack(t):
+        seen.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = m(GRAPHS, x, executor=executor)
+    if executor == "batched":
+        assert any(t.data_ptr() == x.data_ptr() for t in seen)
+    assert all(g is not None for g in torch.autograd.grad(out.sum(), [m.W.bias, m.U.weight]))
+
+
+def test_a_backward_under_autocast_has_the_forwards_casts():
+    m, x = models.TreeLSTM(3, 2), rows(requires_grad=True)
+    loss = m(GRAPHS, x, executor="batched").sum()
+    wrt = [x, *m.parameters()]
+    want = torch.autograd.grad(loss, wrt, retain_graph=True)
+    for create_graph in (False, True):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = torch.autograd.grad(loss, wrt, retain_graph=True, create_graph=create_graph)
+        assert all(relative_error(f, w) < 1e-5 for f, w in zip(found, want, strict=True))
 
 
 @executors

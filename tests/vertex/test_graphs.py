@@ -531,6 +531,13 @@ def test_arrays_that_are_first_asked_for_where_it_matters():
     assert torch.equal(moved.edges.cpu(), graphs.edges) and moved.edges is edges
 
 
+def test_what_looks_like_graphs_is_not_batched():
+    graphs = Graphs.from_children(TWO)
+    alike = SimpleNamespace(_device=graphs.device, _names=None, _core=graphs._core)
+    with pytest.raises(TypeError, match=r"graphs\[1\] must be a Graphs, got SimpleNamespace"):
+        Graphs.batch([graphs, alike])
+
+
 @pytest.mark.cuda
 def test_an_array_that_a_capture_copies_is_another_outside():
     """What a capture copies is there at replays alone."""

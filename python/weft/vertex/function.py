@@ -417,7 +417,7 @@ class _ModuleState:
         self.names: dict[int, str] = {}
         self.by_name: dict[str, Tensor] = {}
         self._numbers: dict[int, int] = {}
-        parts: list[object] = [tuple(hooks) for hooks in GLOBAL_HOOKS]
+        parts: list[object] = []
         seen: dict[int, int] = {}
         stack: list[tuple[str, nn.Module]] = [("", module)]
         while stack:
@@ -529,7 +529,8 @@ def _traces(
             ]
         return tuple(found)
 
-    if torch._C._are_functorch_transforms_active():
+    # Hooks of all modules come and go, those of torch's counters with every use of these.
+    if torch._C._are_functorch_transforms_active() or any(GLOBAL_HOOKS):
         return make()
     key = (
         state.key,
