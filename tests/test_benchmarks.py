@@ -441,7 +441,9 @@ def test_packages_compares_a_model_before_and_after(monkeypatch):
     row = packages.compare("torch", ("Model", Model, lambda model: model(x)))
     assert list(row) == packages.COLUMNS and row["swapped"] == 1
     assert row["left"].startswith("second (") and row["left"].endswith("overrides forward")
-    assert all(0 < float(row[name]) < 1e-5 for name in ("outputs", "gradients", "losses"))
+    # Of so small a model the losses may be the same bits.
+    assert float(row["outputs"]) > 0 and float(row["gradients"]) > 0
+    assert all(float(row[name]) < 1e-5 for name in ("outputs", "gradients", "losses"))
     torch.manual_seed(0)
     monkeypatch.setattr(packages.weft, "accelerate", lambda model, **_: model.requires_grad_(True).apply(halve))
     assert float(packages.compare("torch", ("Model", Model, lambda model: model(x)))["outputs"]) > 0.1
