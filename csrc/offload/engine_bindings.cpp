@@ -73,7 +73,7 @@ py::dict books(const Ledger& ledger) {
     if (const double waited = s.end->passed() ? s.end->since(*s.begin) : 0; waited > 0)
       stalls.append(py::make_tuple(s.forward, s.operation, s.name, waited));
   d["stalls"] = stalls;
-  // (out, begin, end, bytes) since the first mark; None where there is no such mark.
+  // (out, begin, end, bytes, whether compressed) since the first mark; None where there is no such mark.
   py::list copies;
   const MarkPtr first = ledger.marks.empty() ? nullptr : ledger.marks.front();
   const MarkPtr origin = first != nullptr && first->passed() ? first : nullptr;
@@ -81,7 +81,8 @@ py::dict books(const Ledger& ledger) {
   for (const auto& [out, sent, begin, end] : ledger.spans) {
     crossed[out] += sent.bytes();
     if (origin == nullptr || begin == nullptr || end == nullptr || !end->passed()) continue;
-    copies.append(py::make_tuple(out, begin->since(*origin), end->since(*origin), sent.bytes()));
+    const bool compressed = !sent.parts.empty();
+    copies.append(py::make_tuple(out, begin->since(*origin), end->since(*origin), sent.bytes(), compressed));
   }
   d["sent_bytes"] = crossed[1], d["returned_bytes"] = crossed[0];
   d["copies"] = copies;

@@ -293,6 +293,7 @@ class Search {
     if (budget_ && !all_fit()) {
       for (int64_t i : movable_) chosen.moved[i] = true;
     } else if (movable_.size() <= kExhaustive) {
+      most_work_ = std::numeric_limits<int64_t>::max();
       chosen = best_of_all();
     } else if (in_part_) {
       // First with all tensors as they are, so that the codec is only asked for what is better than that.
@@ -409,7 +410,7 @@ class Search {
     compress_nothing();
     c.seconds = kNever;
     if (hides()) return take();
-    if (allowed_ <= 0) return;
+    if (allowed_ <= 0 || model_.work() + completed_ >= most_work_) return;
     Candidate best = c;
     for (const auto& order : codec_orders_) {
       compress(c, order, allowed_);

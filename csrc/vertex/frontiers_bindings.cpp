@@ -248,9 +248,8 @@ Tensors run(const std::shared_ptr<Compiled>& compiled, const at::Tensor& schedul
   call->host_schedule = host_schedule;
   call->sizes = sizes;
   call->overlap = overlap;
-  call->recorded = at::GradMode::is_enabled() && std::any_of(given.begin(), given.end(), [](const at::Tensor& x) {
-    return x.requires_grad();
-  });
+  call->recorded = at::GradMode::is_enabled() &&
+                   std::any_of(given.begin(), given.end(), [](const at::Tensor& x) { return x.requires_grad(); });
   call->differentiable = kept(std::move(differentiable));
   const py::gil_scoped_release released;
   return Node::apply(call, at::TensorList(given));

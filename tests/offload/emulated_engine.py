@@ -662,6 +662,47 @@ def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     assert used[3] == 2 * count + 1 and used[0] <= 2 * count + 4 and used[2] <= 2 * count and used[1] <= 4, used
 
 
+def check_densities_without_a_budget(runtime: Runtime) -> None:
+    """What the first use counted holds after a use of another size; a use that saves nothing is not the first, and what
+    comes late is planned with when it has come."""
+    shares = [0.1, 0.3, 0.5]
+
+    def step(off: offload, size: int = SIZE) -> Step:
+        return Step(off, [numbers(1, size, share)[0] for share in shares])
+
+    def run(off: offload, uses: int, size: int = SIZE) -> None:
+        for _ in range(uses):
+            step(off, size).backward()
+            torch.cuda.synchronize()
+
+    def found(off: offload) -> list[float]:
+        (planned,) = off._thread.memory.planned.values()
+        return [t.density for t in planned.timeline.tensors]
+
+    def close(densities: list[float]) -> bool:
+        return all(abs(d - share) < 0.03 for d, share in zip(densities, shares, strict=True))
+
+    off = offload(min_bytes=0, keep_last=0)
+    run(off, 6)
+    assert close(found(off))
+    run(off, 1, SIZE // 2)
+    run(off, 6)
+    assert close(found(off))
+    off = offload(min_bytes=0, keep_last=0)
+    with off:
+        pass
+    run(off, 8)
+    assert close(found(off))
+    off = offload(min_bytes=0, keep_last=0)
+    late = step(off)
+    run(off, 8)
+    assert found(off) == [1, 1, 1]
+    late.backward()
+    del late
+    run(off, 8)
+    assert close(found(off))
+
+
 CHECKS: dict[str, Callable[[Runtime], None]] = {
     name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
 }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import time
 import types
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from weft import _C
-from weft._offload.context import _at_pace
+from weft._offload import context
+from weft._offload.context import _at_pace, _with_densities
 from weft._offload.memory import host_memory
 from weft.offloading import Link, Saved, Timeline, offload
 
@@ -263,23 +264,75 @@ def test_times_of_uses_that_waited_for_host_memory_are_not_planned_with(monkeypa
     assert planned == [1, 2, 3, 6, 7]
 
 
-def test_times_are_those_of_uses_whose_every_operation_is_not_timed() -> None:
-    """Where marks hold up the host, a plan for the time that they take would have too much hidden."""
-    off = offload(None, backend="reference", min_bytes=0)
-    x, seen = torch.randn(50, 50, requires_grad=True), []
-    for _ in range(45):
+def paced(off: offload, monkeypatch: pytest.MonkeyPatch, uses: int, grow: int = -1) -> list[tuple]:
+    """Uses whose operations take 10 s where every one is timed, else 1 s. Of each: whether they are, and the forward's
+    time as the plan for it has it, in operations. One use may save another number of tensors."""
+    made, timed, found = context._timeline, [False], []
+
+    def timeline(raw: tuple) -> Timeline:
+        t = made(raw)
+        return replace(t, seconds=(10.0 if timed[0] else 1.0,) * len(t.seconds))
+
+    monkeypatch.setattr(context, "_timeline", timeline)
+    x = torch.randn(50, 50, requires_grad=True)
+    for use in range(uses):
         with off:
-            y = chain(x)
-            timed = off._latest.use.timed
-            time.sleep(0.02 if timed else 0.002)
-            loss = chain(y).sum()
-        loss.backward()
-        del y, loss
-        plans = list(off._latest.plans.values())
-        seen.append((timed, plans[0].seconds[0] if plans else None, plans[0].paced if plans else None))
-    assert [timed for timed, _, _ in seen[:3]] == [True] * 3 and seen[2][1] > 0.02
-    assert sum(timed for timed, _, _ in seen) == sum(timed for timed, _, _ in seen[:10]) + 3
-    assert all(seconds < 0.02 and paced for _, seconds, paced in seen[10:])
+            y = chain(x, 5 if use == grow else 8).sum()
+        y.backward()
+        del y
+        latest = off._latest
+        plans = list(latest.plans.values())
+        found.append((latest.use.timed, plans[0].seconds[0] / plans[0].timeline.forward if plans else None))
+        timed[0] = latest.use.timed  # which the next one plans from
+    return found
+
+
+def test_times_are_those_of_uses_whose_every_operation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where marks hold up the host, a plan for the time that they take would have too much hidden."""
+    found = paced(offload(None, backend="reference", min_bytes=0), monkeypatch, 45)
+    assert [timed for timed, _ in found[:3]] == [True] * 3 and found[2][1] == 10
+    assert sum(timed for timed, _ in found) == sum(timed for timed, _ in found[:10]) + 3
+    assert all(seconds == pytest.approx(1) for _, seconds in found[10:])
+
+
+def test_a_budget_is_kept_with_the_times_of_uses_whose_every_operation_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = paced(everything("reference"), monkeypatch, 45, grow=20)
+    assert all(
+        seconds == pytest.approx(10) for use, (_, seconds) in enumerate(found) if use in {*range(8, 20), *range(28, 45)}
+    )
+
+
+def test_rates_of_the_bus_without_a_budget_are_those_of_what_is_not_compressed() -> None:
+    """Compressed copies take longer beside compute, which is planned with as it is."""
+    copies = [(way, 0.0, 1.0, 2**25, False) for way in (True, False)]
+    slow = [(way, 1.0, 5.0, 2**26, True) for way in (True, False)]
+    for budget, rate in ((None, 2**25), (0, (2**25 + 2**26) / 5)):
+        off = offload(budget, backend="reference")
+        link = off._link(-1, [*copies, *slow])
+        assert link.d2h == link.h2d == rate
+        assert off._link(-1, slow) == (link if budget is None else replace(link, d2h=2**24, h2d=2**24))
+
+
+def test_densities_come_back_with_the_step_that_they_were_counted_in() -> None:
+    def step(*densities: float) -> Timeline:
+        tensors = tuple(Saved(8 * len(densities), i, 5, density=d) for i, d in enumerate(densities))
+        return Timeline((1.0,) * 10, 5, tensors)
+
+    unknown = step(1, 1, 1), (False,) * 3
+    assert _with_densities(*unknown, step(0.1, 0.3, 0.5), (True, True, False)) == (
+        step(0.1, 0.3, 1),
+        (True, True, False),
+    )
+    # What the use knows itself stays; of a step of another size nothing is taken.
+    assert _with_densities(step(0.2, 1, 1), (True, False, False), step(0.1, 0.3, 0.5), (True,) * 3) == (
+        step(0.2, 0.3, 0.5),
+        (True,) * 3,
+    )
+    assert _with_densities(*unknown, step(0.1, 0.3), (True, True)) == unknown
+    other = replace(step(0.1, 0.3, 0.5), tensors=tuple(replace(t, bytes=8) for t in step(0.1, 0.3, 0.5).tensors))
+    assert _with_densities(*unknown, other, (True,) * 3) == unknown
 
 
 def test_phases_at_the_pace_of_a_use_that_knows_less() -> None:

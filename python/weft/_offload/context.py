@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import os
 import threading
 import warnings
@@ -63,11 +64,15 @@ class _Planned:
     """Of the saves and reads: the plan holds for a use in which they are the same."""
     seconds: tuple[float, float] | None
     """Of the forward and of the backward."""
-    paced: bool
-    """Whether these are those of a use in which not every operation was timed."""
     link: Link
     plan: Plan
     schedule: Any
+    known: tuple[bool, ...] = ()
+    """Of each tensor, whether its density is."""
+    detailed: bool = True
+    """Whether every operation was timed."""
+    paced: bool = False
+    """Whether forward and backward as a whole take what they took in a use in which not every operation was timed."""
 
 
 @dataclass
@@ -85,10 +90,10 @@ class _Memory:
     """Without a budget: whether the first use is still to be let pass."""
     first: Any | None = None
     """Without a budget: the first use, until what it counted is known."""
-    counted: dict[int, Timeline] = field(default_factory=dict)
-    """Device to timeline, with the densities that the first use counted."""
+    counted: dict[int, tuple[Timeline, tuple[bool, ...]]] = field(default_factory=dict)
+    """Device to timeline, with the densities that the first use counted, and of which tensors it did."""
     entered: bool = False
-    """Whether there was a first use."""
+    """Whether there was a first use, one that saved something."""
     slow: int = 0
     """Uses in a row whose times say little, because they waited for the system to give host memory."""
 
@@ -308,8 +313,13 @@ class offload:
         if use is memory.first:
             return  # which took the time to count
         if memory.first is not None and memory.first.finished and memory.first.passed:
-            memory.counted = {device: _timeline(raw) for device, _, raw in memory.first.timelines()}
+            timelines = [(device, _timeline(raw), _known(raw)) for device, _, raw in memory.first.timelines()]
+            memory.counted = {device: (timeline, known) for device, timeline, known in timelines}
+            memory.entered = any(timeline.tensors for _, timeline, _ in timelines)
             memory.first = None
+            memory.planned.clear()  # what was made without
+            if not memory.entered:
+                return  # and let the next use count
         memory.slow = memory.slow + 1 if use.slow else 0
         if memory.planned and use.planned() and 0 < memory.slow <= _PATIENCE:
             return  # and look again
@@ -322,37 +332,42 @@ class offload:
             memory.paces -= 1
         rates = {book["device"]: book["copies"] for book in use.books()}
         for device, budgeted, raw in use.timelines():
-            old = memory.planned.get(device)
             timeline = _timeline(raw)
             if not budgeted or not timeline.tensors:
                 continue
+            old = memory.planned.get(device)
+            known = _known(raw)
+            for before in (old and (old.timeline, old.known), memory.counted.get(device)):
+                if before is not None:
+                    timeline, known = _with_densities(timeline, known, *before)
             first = [entry[:3] for entry in raw[4]]
-            before = memory.counted.get(device) if old is None else old.timeline
-            timeline = _with_densities(timeline, [entry[3] for entry in raw[4]], before)
             link = self._link(device, rates.get(f"cuda:{device}", []))
             signature = (
                 timeline.forward,
                 tuple(first),
                 tuple((t.first_backward, t.last_backward) for t in timeline.tensors),
             )
-            old = memory.planned.get(device)
-            paced = False
-            if old is not None and old.signature == signature and old.seconds is not None:
+            like = old if old is not None and old.signature == signature else None
+            detailed, paced = use.timed, False
+            if self._budget is None and like is not None and like.detailed and like.seconds is not None:
                 if not use.timed:
-                    timeline, paced = replace(timeline, seconds=_at_pace(old.timeline, timeline)), True
-                elif old.paced:
-                    timeline, paced = replace(timeline, seconds=_at_pace(timeline, old.timeline)), True
+                    timeline = replace(timeline, seconds=_at_pace(like.timeline, timeline))
+                    detailed = paced = True
+                elif like.paced:
+                    timeline = replace(timeline, seconds=_at_pace(timeline, like.timeline))
+                    paced = True
             seconds = None
             if timeline.seconds[0] is not None:
                 seconds = sum(timeline.seconds[: timeline.forward]), sum(timeline.seconds[timeline.forward :])
             if (
-                old is None
-                or old.signature != signature
-                or not _same(old.seconds, seconds)
-                or not _as_sparse(old, timeline)
-                or not _close(old.link, link)
+                like is None
+                or not _same(like.seconds, seconds)
+                or not _as_sparse(like, timeline)
+                or not _close(like.link, link)
+                or (detailed and not like.detailed)
             ):
-                memory.planned[device] = self._planned(timeline, first, signature, seconds, link, paced)
+                planned = self._planned(timeline, first, signature, seconds, link)
+                memory.planned[device] = replace(planned, known=known, detailed=detailed, paced=paced)
 
     def _link(self, device: int, copies: Sequence[tuple]) -> Link:
         """The rates that the copies of a use reached; before there were any, measured."""
@@ -365,6 +380,8 @@ class offload:
             if codec := self._engine.codec_rate(device) if device >= 0 else 0:
                 link = replace(link, codec=codec)
         found = {}
+        # Without a budget the time that compressing takes beside compute is planned with; it is not the bus's.
+        copies = [c[:4] for c in copies if self._budget is not None or not c[4]]
         for way in (True, False):
             seconds = sum(end - begin for out, begin, end, _ in copies if out == way)
             sent = sum(sent for out, _, _, sent in copies if out == way)
@@ -382,7 +399,6 @@ class offload:
         signature: tuple,
         seconds: tuple[float, float] | None,
         link: Link,
-        paced: bool = False,
     ) -> _Planned:
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
@@ -410,7 +426,7 @@ class offload:
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
         scheduled = _C.OffloadSchedule(tensors, back, min(room, _MOST))
-        return _Planned(timeline, signature, seconds, paced, link, made, scheduled)
+        return _Planned(timeline, signature, seconds, link, made, scheduled)
 
     def _made(
         self, timeline: Timeline, movable: Sequence[bool], link: Link, codec: str | None
@@ -452,6 +468,11 @@ def _timeline(raw: tuple) -> Timeline:
     )
 
 
+def _known(raw: tuple) -> tuple[bool, ...]:
+    """Of which tensors the use knows the density."""
+    return tuple(entry[3] for entry in raw[4])
+
+
 def _at_pace(timed: Timeline, whole: Timeline) -> tuple[float | None, ...]:
     """Seconds of the operations of `timed`, where each phase takes as long as in `whole`: that may know the time of
     several operations as that of their last one, and nothing of those after the last that it knows."""
@@ -467,17 +488,21 @@ def _at_pace(timed: Timeline, whole: Timeline) -> tuple[float | None, ...]:
     return tuple(seconds)
 
 
-def _with_densities(timeline: Timeline, known: Sequence[bool], old: Timeline | None) -> Timeline:
-    """What no use has looked at since keeps the density that it had before."""
-    if old is None or len(old.tensors) != len(timeline.tensors):
-        return timeline
-    return replace(
-        timeline,
-        tensors=tuple(
-            t if k or t.bytes != before.bytes else replace(t, density=before.density)
-            for t, k, before in zip(timeline.tensors, known, old.tensors, strict=True)
-        ),
+def _with_densities(
+    timeline: Timeline, known: tuple[bool, ...], before: Timeline, before_known: tuple[bool, ...]
+) -> tuple[Timeline, tuple[bool, ...]]:
+    """What this use has not looked at has the density that was known before, if it was."""
+    if len(before.tensors) != len(timeline.tensors):
+        return timeline, known
+    take = [
+        not k and b and t.bytes == o.bytes
+        for t, k, o, b in zip(timeline.tensors, known, before.tensors, before_known, strict=True)
+    ]
+    tensors = (
+        replace(t, density=o.density) if taken else t
+        for t, o, taken in zip(timeline.tensors, before.tensors, take, strict=True)
     )
+    return replace(timeline, tensors=tuple(tensors)), tuple(map(operator.or_, known, take))
 
 
 def _worth_compressing(timeline: Timeline) -> Timeline:

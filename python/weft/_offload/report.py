@@ -122,7 +122,7 @@ def _phases(use: Any | None) -> tuple[float, float]:
 
 
 def _bus_rate(books: list[dict[str, Any]], out: bool) -> float | None:
-    copies = [(end - begin, sent) for b in books for o, begin, end, sent in b["copies"] if o == out]
+    copies = [(end - begin, sent) for b in books for o, begin, end, sent, _ in b["copies"] if o == out]
     seconds = sum(s for s, _ in copies)
     return sum(sent for _, sent in copies) / seconds if seconds > 0 else None
 
@@ -148,7 +148,7 @@ def plot(path: str | os.PathLike[str], use: Any, budget: int | None) -> None:
         bars = [(a, b - a) for a, b in itertools.pairwise(times)]
         lanes.broken_barh([(1e3 * a, 1e3 * w) for a, w in bars], (1.6, 0.8), facecolors=("#4477aa", "#88aacc"))
         for out, row, color in ((True, 0.6, "#cc6677"), (False, -0.4, "#228833")):
-            spans = [(1e3 * a, 1e3 * (b - a)) for o, a, b, _ in book["copies"] if o == out]
+            spans = [(1e3 * a, 1e3 * (b - a)) for o, a, b, _, _ in book["copies"] if o == out]
             lanes.broken_barh(spans, (row, 0.8), facecolors=color)
         memory.step([1e3 * t for t, _ in book["curve"]], [b / 1e6 for _, b in book["curve"]], where="post")
     if budget is not None:
