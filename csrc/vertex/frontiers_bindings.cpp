@@ -95,7 +95,8 @@ struct Call : torch::CustomClassHolder {
   std::array<int64_t, 3> sizes;
   bool overlap, recorded;  // recorded: by autograd
   std::shared_ptr<PyObject> differentiable;
-  // What is given and only gradients of gradients read, by its number: until then it may change.
+  // Of what is given, by its number, what gradients of gradients alone read: whether it changed is asked where they
+  // are.
   std::vector<std::pair<size_t, torch::autograd::SavedVariable>> unread;
 
   // The results, and what backward reads beside what is given: inputs that linear layers made, then of the results
@@ -217,7 +218,7 @@ class Node : public torch::autograd::Function<Node> {
     const at::TensorList given = at::TensorList(saved).slice(0, count);
     std::vector<bool> needed(count);
     for (size_t i = 0; i < count; ++i) needed[i] = ctx->needs_input_grad(i);
-    // The forward pass was recorded with its casts in it.
+    // The forward pass was recorded with its casts in it, for `again`, too.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     Tensors found = at::GradMode::is_enabled()
                         ? call->again(grads, given, needed)

@@ -316,9 +316,9 @@ def _differentiable(
     grads: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients as functions that have gradients: the frontiers again, level by level in torch."""
-    # The forward pass was recorded with the casts of autocast in it.
-    with torch.enable_grad(), torch.autocast(compiled.type.device.type, enabled=False):
+    """The gradients as functions that have gradients: the frontiers again, level by level in torch. The node, which
+    calls it, keeps autocast out."""
+    with torch.enable_grad():
         # One tensor may be given in several places, each of which has a gradient of its own.
         given = [x.view_as(x) for x in given]
         asked = [x for x, n in zip(given, needed, strict=True) if n]

@@ -38,9 +38,9 @@ class Snapshot:
     def of(module: nn.Module) -> Snapshot | None:
         """None where identity does not tell whether something changes: hooks, and tuples of other things than numbers
         and strings; and where a tensor has a history, which would live on with it."""
-        modules, tables, empty = [*module.modules()], [], [*GLOBAL_HOOKS]
         if any(GLOBAL_HOOKS):
             return None
+        modules, tables, empty = [*module.modules()], [], [*GLOBAL_HOOKS]
         for m in modules:
             attributes = m.__dict__
             hooks = [attributes[name] for name in HOOKS]
