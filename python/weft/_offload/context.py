@@ -330,6 +330,10 @@ class offload:
             if memory.paces == 0:
                 return
             memory.paces -= 1
+        self._plan_from(memory, use)
+
+    def _plan_from(self, memory: _Memory, use: Any) -> None:
+        """Plans anew for each device on which this use does not agree with what was planned with."""
         rates = {book["device"]: book["copies"] for book in use.books()}
         for device, budgeted, raw in use.timelines():
             timeline = _timeline(raw)
