@@ -1,13 +1,10 @@
 """Checks of the CUDA engine on a runtime without a device, tests/emulator/runtime.cpp: test_emulated_engine.py runs
 them in a process that has it loaded. There, what nobody waits for comes last, so that a missing wait gives wrong bytes.
-
-Kernels do nothing there: what is saved is copied to the device, and what comes back is compared on the host.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import itertools
 import math
@@ -23,95 +20,8 @@ from torch import Tensor
 from weft import _C
 from weft.offloading import Link, offload
 
+from tests.offload.emulated_steps import SIZE, Lazy, Parts, Runtime, Save, Step, everything, memory, numbers
 from tests.offload.engines import live_bytes, planned_in_part
-
-SIZE = 1 << 14
-
-
-class Runtime:
-    def __init__(self, path: str) -> None:
-        self._library = ctypes.CDLL(path)
-        for name in ("calls", "errors"):
-            getattr(self._library, f"emulated_{name}").restype = ctypes.c_int64
-
-    def calls(self, name: str) -> int:
-        return self._library.emulated_calls(name.encode())
-
-    def errors(self) -> int:
-        """What the runtime was asked and must not be."""
-        return self._library.emulated_errors()
-
-    def drain(self, stream: int = 0) -> None:
-        """Runs what is enqueued, of all streams or one."""
-        self._library.emulated_drain(ctypes.c_void_p(stream))
-
-    def capture(self, begin: bool) -> None:
-        """As if the current stream were captured into a graph."""
-        self._library.emulated_capture(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream), begin)
-
-    def forget(self, every: int) -> None:
-        """Lets one of so many waits of a stream be none."""
-        self._library.emulated_forget(ctypes.c_int64(every))
-
-    def refuse(self, host: int = 0, device: int = 0) -> None:
-        """So many of the next allocations."""
-        self._library.emulated_refuse(ctypes.c_int64(host), ctypes.c_int64(device))
-
-
-class Save(torch.autograd.Function):
-    """Saves a tensor; its backward shows what came back, on the host."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, saved: Tensor, seen: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(saved)
-        ctx.seen = seen
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (saved,) = ctx.saved_tensors
-        ctx.seen.append(saved.cpu())
-        return grad, None, None
-
-
-def numbers(count: int, size: int = SIZE, density: float = 0.5) -> list[Tensor]:
-    """Pinned, so that a copy to the device need not be waited for."""
-    return [torch.where(torch.rand(size) < density, torch.randn(size), 0.0).pin_memory() for _ in range(count)]
-
-
-class Step:
-    """Saves copies of `data`, one after the other, each on its stream."""
-
-    def __init__(self, off: offload, data: list[Tensor], streams: list | None = None, seen: list | None = None):
-        self.data, self.seen = data, [] if seen is None else seen
-        self.y = torch.zeros(1, device="cuda", requires_grad=True)
-        current = torch.cuda.current_stream()
-        with off:
-            for d, stream in zip(data, streams or [current] * len(data), strict=True):
-                with torch.cuda.stream(stream):
-                    self.y = Save.apply(self.y, d.to("cuda", non_blocking=True), self.seen)
-
-    def backward(self, retain_graph: bool = False) -> None:
-        self.seen.clear()
-        self.y.backward(retain_graph=retain_graph)
-        self.check()
-
-    def check(self) -> None:
-        assert len(self.seen) == len(self.data)
-        for i, (found, expected) in enumerate(zip(reversed(self.seen), self.data, strict=True)):
-            assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), f"tensor {i} differs"
-
-
-def everything(**options) -> offload:
-    return offload(0, **{"min_bytes": 0, "keep_last": 0, "compress": None, **options})
-
-
-def memory() -> int:
-    torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
-
-
-# ----------------------------------------------------------------------------------------------------------- the checks
 
 
 def check_rates_that_cannot_be_measured(runtime: Runtime) -> None:
@@ -141,12 +51,7 @@ def check_what_comes_back(runtime: Runtime) -> None:
             off = offload(budget, min_bytes=0, keep_last=draw.choice([0, 1]), compress=compress)
             for use in range(6):
                 step = Step(off, numbers(12, draw.choice([SIZE, SIZE, 1000]) if use > 3 else SIZE))
-                if draw.random() < 0.5:
-                    runtime.drain(draw.choice([0, *off._engine.streams(0)]))
-                step.backward(retain_graph=True)
-                if draw.random() < 0.5:
-                    runtime.drain()
-                step.backward()
+                step.read_twice(off, draw, runtime)
                 if draw.random() < 0.5:
                     torch.cuda.synchronize()
             torch.cuda.synchronize()
@@ -187,30 +92,6 @@ def check_what_comes_back_of_several_uses(runtime: Runtime) -> None:
         assert report["live_bytes"] == 0 and report["host_peak_bytes"] >= report["host_bytes"] >= 0
 
 
-class Parts:
-    """A use that saves pieces of its memory, some of which overlap."""
-
-    def __init__(self, off: offload, draw: random.Random, side: torch.cuda.Stream) -> None:
-        self.seen: list[Tensor] = []
-        self.y, self.expected = torch.zeros(1, device="cuda", requires_grad=True), []
-        with off:
-            for _ in range(draw.randint(3, 8)):
-                (data,) = numbers(1, draw.choice([500, SIZE, SIZE]), draw.choice([0.1, 1.0]))
-                with torch.cuda.stream(draw.choice([side, torch.cuda.current_stream()])):
-                    whole = data.to("cuda", non_blocking=True)
-                    for _ in range(draw.choice([1, 1, 3])):
-                        begin, end = sorted(draw.sample(range(len(data) + 1), 2))
-                        begin, end = draw.choice([(0, len(data)), (begin, end)])
-                        self.expected.append(data[begin:end].clone())
-                        self.y = Save.apply(self.y, whole[begin:end], self.seen)
-
-    def backward(self, retain_graph: bool = False) -> None:
-        self.seen.clear()
-        self.y.backward(retain_graph=retain_graph)
-        for i, (found, expected) in enumerate(zip(reversed(self.seen), self.expected, strict=True)):
-            assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), f"part {i} differs"
-
-
 def check_what_comes_back_compressed_in_part(runtime: Runtime) -> None:
     """Without a budget, in segments, also where there are more values than were expected."""
     draw = random.Random(0)
@@ -221,12 +102,7 @@ def check_what_comes_back_compressed_in_part(runtime: Runtime) -> None:
         with planned_in_part(draw):
             for use in range(8):
                 step = Step(off, numbers(12, density=draw.choice([0.5, 0.5, 0.9, 0.1]) if use > 3 else 0.5))
-                if draw.random() < 0.5:
-                    runtime.drain(draw.choice([0, *off._engine.streams(0)]))
-                step.backward(retain_graph=True)
-                if draw.random() < 0.5:
-                    runtime.drain()
-                step.backward()
+                step.read_twice(off, draw, runtime)
                 torch.cuda.synchronize()
                 report = off.report().to_dict()
                 assert report["live_bytes"] == 0 and (report["compressed_tensors"] > 0) == (use > 1), use
@@ -479,16 +355,6 @@ def check_a_reader_on_the_stream_of_the_save(runtime: Runtime) -> None:
     other.synchronize()
     assert torch.equal(read, data)
     y.backward()
-
-
-class Lazy(Save):
-    """Saves as Save does; its backward copies to the host what came back, and waits for nothing."""
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        (saved,) = ctx.saved_tensors
-        ctx.seen.append(torch.zeros(saved.numel()).pin_memory().copy_(saved, non_blocking=True))
-        return grad, None, None
 
 
 def check_host_memory_that_a_copy_back_still_reads(runtime: Runtime) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import random
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,12 +56,17 @@ def numbers(off: offload) -> dict:
     return n
 
 
-def live_bytes(off: offload) -> int:
-    """After an error in a backward: torch's thread of the device may hold the graph for a moment longer."""
+def settled(value: Callable[[], int], wanted: int) -> int:
+    """The value, once it is as wanted: after a backward torch's thread of the device may hold the graph for a moment
+    longer."""
     end = time.monotonic() + 5
-    while (left := numbers(off)["live_bytes"]) and time.monotonic() < end:
+    while (found := value()) != wanted and time.monotonic() < end:
         time.sleep(0.01)
-    return left
+    return found
+
+
+def live_bytes(off: offload) -> int:
+    return settled(lambda: numbers(off)["live_bytes"], 0)
 
 
 class Fails(torch.autograd.Function):

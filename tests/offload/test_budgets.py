@@ -295,7 +295,7 @@ def test_times_are_those_of_uses_whose_every_operation_is_not_timed(monkeypatch:
     assert all(seconds == pytest.approx(1) for _, seconds in found[10:])
 
 
-def test_a_budget_is_kept_with_the_times_of_uses_whose_every_operation_is_timed(
+def test_with_a_budget_times_are_those_of_uses_whose_every_operation_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = paced(everything("reference"), monkeypatch, 45, grow=20)
