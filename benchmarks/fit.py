@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import weft
-from weft import _costs
+from weft._base import costs as gpu_costs
 from weft._rnn import choice, costs
 from weft._rnn.case import Case
 from weft._rnn.costs import Line
@@ -392,7 +392,7 @@ def tables_of_geometries(timed: Sequence[geometries.Timed], tables: Tables) -> I
 
 def before(gpu: Mapping[str, Any]) -> Tables:
     """A GPU's tables as they are: its file's, or else the nearest GPU's, scaled."""
-    files = {facts["name"]: tables for facts, tables in map(_costs.read, sorted(_costs.FOLDER.glob("*.json")))}
+    files = {facts["name"]: tables for facts, tables in map(gpu_costs.read, sorted(gpu_costs.FOLDER.glob("*.json")))}
     if gpu["name"] in files:
         return files[gpu["name"]]
     measured_on, _, scaled = weft._C.costs_of(**gpu)
@@ -421,7 +421,7 @@ def text_of(gpu: Mapping[str, Any], tables: Tables) -> str:
 
 
 def path_of(gpu: Mapping[str, Any]) -> Path:
-    return _costs.FOLDER / f"{'-'.join(gpu['name'].lower().split())}.json"
+    return gpu_costs.FOLDER / f"{'-'.join(gpu['name'].lower().split())}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -435,7 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     failures: list[str] = []
     if options.results is not None:
-        known = [facts for facts, _ in map(_costs.read, sorted(_costs.FOLDER.glob("*.json")))]
+        known = [facts for facts, _ in map(gpu_costs.read, sorted(gpu_costs.FOLDER.glob("*.json")))]
         gpu = next((facts for facts in known if facts["name"] == options.results), None)
         if gpu is None:
             raise SystemExit(f"there is no file for {options.results}: what the driver tells of it is not known here")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import weft
-from weft import _costs
+from weft._base import costs as gpu_costs
 from weft._rnn import choice, costs
 from weft._rnn.case import Case
 
@@ -58,7 +58,7 @@ def test_costs_are_near_the_rows(costed_rows):
 def test_the_file_is_what_the_fit_writes(costed_rows, tmp_path, capsys):
     """What can be fitted to the rows is, and the rest is kept."""
     fit.main(["--results", "--output", str(tmp_path / "costs.json")])
-    gpu, _ = _costs.read(tmp_path / "costs.json")
+    gpu, _ = gpu_costs.read(tmp_path / "costs.json")
     assert (tmp_path / "costs.json").read_text() == fit.path_of(gpu).read_text()
     with pytest.raises(SystemExit, match="there is no file for NVIDIA None"):
         fit.main(["--results", "NVIDIA None"])
@@ -94,8 +94,8 @@ def test_a_line_in_a_table_says_what_it_goes_with():
     assert table == {
         "from": "5 rows, rms 0.0%, worst 0%", "clock": {"step": 2.0, "unit": 0.5}, "chip": {"sequence": 3.0}
     }  # fmt: skip
-    weft._C.add_costs({"line": _costs._by_kind(table)}, name="line", **FACTS)
-    found = _costs.Costs(*weft._C.costs_of(name="line", **FACTS))
+    weft._C.add_costs({"line": gpu_costs._by_kind(table)}, name="line", **FACTS)
+    found = gpu_costs.Costs(*weft._C.costs_of(name="line", **FACTS))
     assert costs.line(found, "line") == LINE
 
 
@@ -117,7 +117,7 @@ def _fast_gpu_rows(scale: float) -> list[fit.Row]:
 
 def test_what_is_measured_is_enough_for_every_layers_table():
     """On a GPU without other rows; the numbers are found again, as far as the host does not cover them."""
-    _, before = _costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    _, before = gpu_costs.read(fit.path_of({"name": "NVIDIA H200"}))
     tables = fit.fitted(_fast_gpu_rows(2.0), before)
     changed = {name for name in tables if tables[name] != before[name]}
     assert changed == {name for name in tables if name.startswith(("rnn.torch", "rnn.scan.", "rnn.scan_limits"))} | {
@@ -150,19 +150,19 @@ def test_limits_lose_least():
 def test_a_gpu_without_a_file_starts_from_the_nearest(tmp_path):
     gpu = {"name": "NVIDIA Half", "capability": 90, "multiprocessors": 66, "clock_mhz": 990.0, "bandwidth_gbs": 4917.0}
     tables = fit.before(gpu)
-    _, h200 = _costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    _, h200 = gpu_costs.read(fit.path_of({"name": "NVIDIA H200"}))
     assert tables.keys() == h200.keys() and fit.path_of(gpu).name == "nvidia-half.json"
     assert tables["products"]["chip"]["half_teraflop"] == 4 * h200["products"]["chip"]["half_teraflop"]
     assert tables["rnn.host"]["fixed"] == h200["rnn.host"]["fixed"]
     assert tables["rnn.scan_warp.gru"]["from"] == "extrapolated from NVIDIA H200"
     path = tmp_path / "half.json"
     path.write_text(fit.text_of(gpu, tables))
-    assert _costs.read(path) == (gpu, tables)
+    assert gpu_costs.read(path) == (gpu, tables)
 
 
 def test_stages_are_corrected():
     """By what the points tell of them; a stage that none has stays as it was."""
-    _, tables = _costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    _, tables = gpu_costs.read(fit.path_of({"name": "NVIDIA H200"}))
     generator, timed = random.Random(0), []
     for name in stages.NUMBERS:
         for _ in range(40):
@@ -227,13 +227,13 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(geometries, "measure", lost)
     with pytest.raises(SystemExit, match="2 entries failed:\nrecurrence: the GPU is lost\none: too odd"):
         fit.main(["--minutes", "1", "--output", str(tmp_path / "half.json")])
-    found, tables = _costs.read(tmp_path / "half.json")
+    found, tables = gpu_costs.read(tmp_path / "half.json")
     assert found == gpu and tables["products"] == products and "rows" in tables["rnn.scan.gru.32"]["from"]
     assert tables["rnn.recurrence.grid.forward"]["from"] == "extrapolated from NVIDIA H200"
     assert {
         n: v for kind in ("clock", "chip", "memory", "fixed") for n, v in tables[sparse.COSTS][kind].items()
     } == chains
-    assert "50 scans" in tables["rnn.scan_warp.gru"]["from"] and tables.keys() == _costs.reference().tables.keys()
+    assert "50 scans" in tables["rnn.scan_warp.gru"]["from"] and tables.keys() == gpu_costs.reference().tables.keys()
 
 
 def test_geometries_become_tables():

@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(f"weft: the compiled library does not load ({error}); run `{_BUILD}` again") from error
 
-from . import _costs  # noqa: E402  gives the library the costs of GPUs
+from ._base import costs as _gpu_costs  # noqa: E402  gives the library the costs of GPUs
 
 # A room registers its ops' rules and flop formulas when these modules are imported.
 from ._offload import rules as _offload_rules  # noqa: E402
@@ -42,7 +42,7 @@ WITH_CUDA: bool = _C.with_cuda
 __all__ = ["WITH_CUDA"]
 _ = (
     _cell_rules,
-    _costs,
+    _gpu_costs,
     _offload_rules,
     _rnn_flops,
     _rnn_rules,

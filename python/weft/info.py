@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from . import _C, _build_info, _ops
-from ._machine import cores, cpu_name
-from ._paths import cache_dir
+from ._base.machine import cores, cpu_name
+from ._base.paths import cache_dir
 from ._version import __version__
 
 __all__ = ["cache_dir", "collect", "cpu_name", "main"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from . import _ops  # noqa: F401  loads torch.ops.weft
+from ._base.torch_private import differentiated_by_transform
 from ._scan.chain import Step, chain_backward, check_tensor
 from ._scan.sequential import ScanSequential
 from ._scan.work import ChainPlan, plan_chain
-from ._torch_private import differentiated_by_transform
 from .sparse import BatchedCSR
 
 __all__ = [

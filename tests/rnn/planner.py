@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from weft import _costs
+from weft._base import costs as gpu_costs
 
 from tests.emulated import COMPILER, ROOT
 
@@ -21,7 +21,7 @@ H200 = (132, 232_448, 90)
 class Planner:
     """`rnn_plan` by the costs and limits of a GPU; float32 is TF32."""
 
-    def __init__(self, folder: Path, costs: _costs.Costs, limits: tuple[int, int, int] = H200) -> None:
+    def __init__(self, folder: Path, costs: gpu_costs.Costs, limits: tuple[int, int, int] = H200) -> None:
         library = folder / "planner.so"
         folders = [f"-I{ROOT / place}" for place in ("tests/emulator/planner", "tests/emulator", "csrc")]
         command = [COMPILER, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", *folders]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import weft
-from weft import _costs
+from weft._base import costs as gpu_costs
 from weft._rnn import choice, costs, tuned
 from weft._rnn.case import Case
 
@@ -16,16 +16,16 @@ from benchmarks import common, fit, layers, rnn, scan, stages
 from tests import emulated
 from tests.rnn.planner import Planner
 
-FILES = sorted(_costs.FOLDER.glob("*.json"))
+FILES = sorted(gpu_costs.FOLDER.glob("*.json"))
 KINDS = {"from", "clock", "chip", "memory", "fixed"}
 H200 = {"name": "NVIDIA H200", "capability": 90, "multiprocessors": 132, "clock_mhz": 1980.0, "bandwidth_gbs": 4917.0}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_is_whole(path):
-    gpu, tables = _costs.read(path)
+    gpu, tables = gpu_costs.read(path)
     assert set(gpu) == set(H200) and path == fit.path_of(gpu)
-    assert set(tables) == set(_costs.reference().tables)
+    assert set(tables) == set(gpu_costs.reference().tables)
     for name, table in tables.items():
         assert table.keys() <= KINDS and table["from"], name
         numbers = [n for kind, some in table.items() if kind != "from" for values in some.values()
@@ -37,15 +37,15 @@ def test_a_file_is_whole(path):
     assert path.read_text() == fit.text_of(gpu, tables)
 
 
-def costs_of(**gpu) -> _costs.Costs:
-    return _costs.Costs(*weft._C.costs_of(**{**H200, **gpu}))
+def costs_of(**gpu) -> gpu_costs.Costs:
+    return gpu_costs.Costs(*weft._C.costs_of(**{**H200, **gpu}))
 
 
 def test_a_gpu_with_a_file_has_its_costs():
     own = costs_of()
     assert not own.extrapolated and own.measured_on == H200["name"]
-    assert own == _costs.reference() == _costs.of(None)
-    _, tables = _costs.read(FILES[0])
+    assert own == gpu_costs.reference() == gpu_costs.of(None)
+    _, tables = gpu_costs.read(FILES[0])
     assert own.number("products", "launch") == tables["products"]["fixed"]["launch"]
     assert own.tables["rnn.scan_warp.gru"]["boundary"] == tables["rnn.scan_warp.gru"]["clock"]["boundary"]
 
@@ -54,7 +54,7 @@ def test_another_gpu_has_those_of_the_nearest_scaled():
     own = costs_of()
     found = costs_of(name="half", capability=80, multiprocessors=66, clock_mhz=990.0, bandwidth_gbs=4917 / 4)
     assert found.extrapolated and found.measured_on == H200["name"]
-    _, tables = _costs.read(FILES[0])
+    _, tables = gpu_costs.read(FILES[0])
     times = {"clock": 2.0, "chip": 4.0, "memory": 4.0, "fixed": 1.0}
     for name, table in tables.items():
         for kind, numbers in table.items():
@@ -103,18 +103,18 @@ CASE = Case(cell="gru", device="cuda", dtype=torch.float32, hidden_size=20, batc
 def test_expected_times_follow_the_gpu(monkeypatch):
     before = {name: choice.modelled_time(name, CASE) for name in ("scan", "torch")}
     slower = costs_of(name="half", clock_mhz=990.0)
-    monkeypatch.setattr(_costs, "of", lambda index: slower)
+    monkeypatch.setattr(gpu_costs, "of", lambda index: slower)
     for name, us in before.items():
         assert 1.8 * us < choice.modelled_time(name, CASE) <= 2 * us
     host = costs.host_us(CASE)
-    assert host == _costs.reference().number("rnn.host", "weft_training")
+    assert host == gpu_costs.reference().number("rnn.host", "weft_training")
 
 
 @pytest.fixture(scope="module")
 def planner(tmp_path_factory) -> Planner:
     if emulated.MARKS[0].args[0]:
         pytest.skip(emulated.MARKS[0].kwargs["reason"])
-    return Planner(tmp_path_factory.mktemp("planner"), _costs.reference())
+    return Planner(tmp_path_factory.mktemp("planner"), gpu_costs.reference())
 
 
 @pytest.fixture
@@ -223,9 +223,9 @@ def test_what_the_driver_tells():
     assert facts["name"] == properties.name and facts["multiprocessors"] == properties.multi_processor_count
     assert facts["capability"] == 10 * properties.major + properties.minor
     assert facts["clock_mhz"] >= 0 and facts["bandwidth_gbs"] >= 0
-    known = {(gpu["name"], gpu["multiprocessors"]) for gpu, _ in map(_costs.read, FILES)}
-    assert _costs.of(0).extrapolated == ((facts["name"], facts["multiprocessors"]) not in known)
-    assert _costs.of(None) == _costs.of(torch.cuda.current_device())
+    known = {(gpu["name"], gpu["multiprocessors"]) for gpu, _ in map(gpu_costs.read, FILES)}
+    assert gpu_costs.of(0).extrapolated == ((facts["name"], facts["multiprocessors"]) not in known)
+    assert gpu_costs.of(None) == gpu_costs.of(torch.cuda.current_device())
 
 
 @pytest.mark.cuda
@@ -252,7 +252,7 @@ def test_the_parts_of_the_fit_run(monkeypatch, tmp_path):
     monkeypatch.setattr(stages, "STEPS", 200)
     monkeypatch.setattr(stages, "MOST_ELEMENTS", 2**20)
     timed = [*stages.chains(), *stages.linear_scans()]
-    _, tables = _costs.read(FILES[0])
+    _, tables = gpu_costs.read(FILES[0])
     assert dict(stages.tables_of(timed, tables)).keys() == stages.NUMBERS.keys()
     products = fit.measured_products()
     assert all(0 < us < 1e6 for us in products["chip"].values()) and products["fixed"]["launch"] > 0

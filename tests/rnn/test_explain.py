@@ -10,7 +10,7 @@ import torch
 import weft
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
-from weft import _costs
+from weft._base import costs as gpu_costs
 from weft._rnn import choice, costs, explain, runs, tuned
 from weft._rnn.calls import prepare
 from weft._rnn.case import Case, takes_tf32
@@ -479,10 +479,10 @@ def test_expected_times_are_told_from_measured_ones():
 def test_it_tells_which_gpu_the_times_are_extrapolated_from(monkeypatch, plan):
     candidates = explain._candidates("auto", ON_CUDA)
     assert explain._extrapolated_from(ON_CUDA, candidates) is None  # of the GPU that was measured
-    scaled = _costs.reference()._replace(extrapolated=True)
-    monkeypatch.setattr(_costs, "of", lambda index: scaled)
+    scaled = gpu_costs.reference()._replace(extrapolated=True)
+    monkeypatch.setattr(gpu_costs, "of", lambda index: scaled)
     name = explain._extrapolated_from(ON_CUDA, candidates)
-    assert name == _costs.reference().measured_on and explain._extrapolated_from(CASE, candidates) is None
+    assert name == gpu_costs.reference().measured_on and explain._extrapolated_from(CASE, candidates) is None
     measured = tuple(dataclasses.replace(c, measured=True) for c in candidates)
     assert explain._extrapolated_from(ON_CUDA, measured) is None
     answer = weft.Explanation("", "", "auto", "persistent", "", candidates, name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch_private import any_autocast, in_forward_mode, in_torchscript_trace, in_transform, maps_alone
+from .._base.torch_private import any_autocast, in_forward_mode, in_torchscript_trace, in_transform, maps_alone
 from . import torch_rnn
 from .case import Case, takes_tf32
 from .choice import choose, remember_choices

@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, check_devices, one_by_one
-from .._torch_private import below_autocast
+from .._base.rules import LIBRARY, check_devices, one_by_one
+from .._base.torch_private import below_autocast
 
 _SAVED_BLOCKS = {"gru": 4, "lstm": 4}  # blocks of H columns in `gates`
 

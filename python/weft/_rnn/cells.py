@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from .._torch_private import in_forward_mode, in_transform, maps_alone
+from .._base.torch_private import in_forward_mode, in_transform, maps_alone
 from .layers import leaf, leaves_weft
 
 __all__ = ["ALGORITHMS", "GRUCell", "LSTMCell", "RNNCell", "choose"]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _C, _costs
+from .. import _C
+from .._base import costs as gpu_costs
 from .._ops import WITH_CUDA
 from . import costs, tuned
 from .case import Case
@@ -70,24 +71,24 @@ _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 _LONG = Limits(dtypes=frozenset((torch.float32,)), alone=True)
 
 
-def _scan_table(costs: _costs.Costs, cell: str) -> Table:
+def _scan_table(costs: gpu_costs.Costs, cell: str) -> Table:
     found = costs.tables[f"rnn.scan_limits.{cell}"]
     rows = zip(found["hidden_size"], found["min_steps"], found["max_batch"], strict=True)
     wide = {int(largest): _LONG._replace(min_steps=int(T), max_batch=int(B)) for largest, T, B in rows if B > 0}
     return Table(_CUDA_DTYPES, {32: Limits(), **wide})
 
 
-def _scan_tables(costs: _costs.Costs) -> dict[tuple[str, str], Table]:
+def _scan_tables(costs: gpu_costs.Costs) -> dict[tuple[str, str], Table]:
     cells = {"rnn_tanh": "rnn_tanh", "rnn_relu": "rnn_tanh", "gru": "gru", "lstm": "lstm"}
     return {("cuda", cell): _scan_table(costs, measured) for cell, measured in cells.items()}
 
 
-AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(_costs.reference())
+AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(gpu_costs.reference())
 
 
 @functools.cache
 def _auto_scan_on(index: int) -> dict[tuple[str, str], Table]:
-    return _scan_tables(_costs.of(index))
+    return _scan_tables(gpu_costs.of(index))
 
 
 # A step of at most so many states, B times H, is small: 32 sequences of 1024 units. There the persistent kernels, whose

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _costs
+from .._base import costs as gpu_costs
 from .case import Case
 
 __all__ = ["Line", "cudnn_kernel", "host_us", "line", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
@@ -35,7 +35,7 @@ class Line(NamedTuple):
         return self.start + _steps(case) * step
 
 
-def line(costs: _costs.Costs, table: str) -> Line:
+def line(costs: gpu_costs.Costs, table: str) -> Line:
     """The line of a table, which names what is not zero."""
     return Line(**{name: numbers[0] for name, numbers in costs.tables[table].items()})
 
@@ -55,12 +55,12 @@ def host_us(case: Case) -> float:
 
 def _host_us(case: Case, whose: str) -> float:
     pass_ = "training" if case.trains else "forward"
-    return _costs.of(case.index).number("rnn.host", f"{whose}_{pass_}")
+    return gpu_costs.of(case.index).number("rnn.host", f"{whose}_{pass_}")
 
 
 def persistent_at_least_us(case: Case) -> float:
     """A bound from below of what a plan of the persistent kernels may expect, without planning."""
-    tables = _costs.of(case.index).tables
+    tables = gpu_costs.of(case.index).tables
     step = 0.0
     for pass_ in ("forward", "backward") if case.trains else ("forward",):
         tiers = [tables[f"rnn.recurrence.{tier}.{pass_}"] for tier in ("small", "cluster", "grid")]
@@ -90,7 +90,7 @@ def torch_us(case: Case) -> float | None:
     measured, the least."""
     if case.steps is None or case.batch is None or case.dtype not in PRECISIONS:
         return None
-    kernel, costs = cudnn_kernel(case), _costs.of(case.index)
+    kernel, costs = cudnn_kernel(case), gpu_costs.of(case.index)
     if kernel == "standard":
         launches = costs.number("rnn.torch.standard", "training_step" if case.trains else "forward_step")
         return max(_host_us(case, "torch_standard"), launches * _steps(case) + products_us(case))
@@ -123,20 +123,20 @@ def projection_us(case: Case) -> float:
     rows = GATES[case.cell] * case.hidden_size + (case.batch or 0) * (case.steps or 0)
     times = case.layers * case.directions * (3 if case.trains else 1)
     flops = 2 * rows * case.hidden_size * case.proj_size
-    launch = _costs.of(case.index).number("products", "launch")
+    launch = gpu_costs.of(case.index).number("products", "launch")
     return times * (1e-12 * flops * _teraflop_us(case, False) + 4 * launch)
 
 
 def _teraflop_us(case: Case, tf32: bool) -> float:
     precision = PRECISIONS[case.dtype] if case.dtype != torch.float32 or tf32 else "float"
-    return _costs.of(case.index).number("products", f"{precision}_teraflop")
+    return gpu_costs.of(case.index).number("products", f"{precision}_teraflop")
 
 
 def scan_us(case: Case) -> float | None:
     """Of the scan on a GPU; None where nothing like it was measured."""
     if case.steps is None or case.batch is None or case.dtype not in PRECISIONS:
         return None
-    cell, costs = _fitted(case.cell), _costs.of(case.index)
+    cell, costs = _fitted(case.cell), gpu_costs.of(case.index)
     if case.hidden_size <= 32:
         found = line(costs, f"rnn.scan.{cell}.32")
         if not case.trains:

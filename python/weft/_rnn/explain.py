@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .. import _costs
+from .._base import costs as gpu_costs
 from . import choice
 from .calls import Call, prepare
 from .case import Case
@@ -106,7 +106,7 @@ def explain(
 def _extrapolated_from(case: Case, candidates: tuple[Candidate, ...]) -> str | None:
     if case.device != "cuda" or not any(c.expected_us is not None and not c.measured for c in candidates):
         return None
-    costs = _costs.of(case.index)
+    costs = gpu_costs.of(case.index)
     return costs.measured_on if costs.extrapolated else None
 
 

@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch_private import in_torchscript_trace, in_transform, onnx_exporting
+from .._base.torch_private import in_torchscript_trace, in_transform, onnx_exporting
 from . import calls, choice, runs
 from .shown_class import own_class, shown_class
 

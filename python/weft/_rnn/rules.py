@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, check_devices, one_by_one
-from .._torch_private import below_autocast
+from .._base.rules import LIBRARY, check_devices, one_by_one
+from .._base.torch_private import below_autocast
 
 _GATE_BLOCKS = {"rnn_tanh": 0, "rnn_relu": 0, "gru": 4, "lstm": 4}  # blocks of H columns in `gates`
 

@@ -11,7 +11,7 @@ from torch.nn import RNNBase
 from torch.nn import functional as F
 
 from .. import reference
-from .._torch_private import RNN_KERNELS
+from .._base.torch_private import RNN_KERNELS
 from . import projection, torch_rnn
 from .calls import CELLS, Call
 

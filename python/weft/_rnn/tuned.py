@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._machine import cpu_name
-from .._paths import versioned_cache_dir
+from .._base.machine import cpu_name
+from .._base.paths import versioned_cache_dir
 from .._version import __version__
 from .case import Case
 

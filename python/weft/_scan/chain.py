@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _costs
-from .._torch_private import differentiated_by_transform
+from .._base import costs as gpu_costs
+from .._base.torch_private import differentiated_by_transform
 from ..sparse._csr import BatchedCSR
 from ..sparse._jacobians import full_pattern
 from ..sparse._pattern import Pattern
@@ -78,7 +78,7 @@ _SHARE_OF_MEMORY = 0.25
 def _costs_on(device: torch.device) -> Costs:
     if device.type != "cuda":
         return _CPU
-    table = _costs.of(device.index).tables["scan.sparse_chain"]
+    table = gpu_costs.of(device.index).tables["scan.sparse_chain"]
     return Costs(**{name: table[name][0] for name in Costs._fields})
 
 

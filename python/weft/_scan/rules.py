@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, check_devices, widest
-from .._torch_private import below_autocast
+from .._base.rules import LIBRARY, check_devices, widest
+from .._base.torch_private import below_autocast
 
 
 def _may_be_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:

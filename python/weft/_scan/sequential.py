@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_private import differentiated_by_transform, in_transform, keeps_graph
+from .._base.torch_private import differentiated_by_transform, in_transform, keeps_graph
 from ..sparse import dropout_jacobian
 from ..sparse._csr import BatchedCSR
 from ..sparse._modules import (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._torch_private import differentiated_by_transform, parse_to
+from .._base.torch_private import differentiated_by_transform, parse_to
 from ._pattern import INT32_MAX, Matrix, Pattern, index_dtype
 from ._plan import plan_matmul
 from ._reference import csr_mm_reference

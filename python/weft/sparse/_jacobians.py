@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch_private import differentiated_by_transform
+from .._base.torch_private import differentiated_by_transform
 from . import _windows
 from ._csr import DTYPES, BatchedCSR, gather
 from ._pattern import Pattern, diagonal, index_dtype, made_to_stay

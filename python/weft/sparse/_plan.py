@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._torch_private import differentiated_by_transform
+from .._base.torch_private import differentiated_by_transform
 from ._pattern import Matrix, Pattern, made_to_stay
 from ._reference import csr_matmul_reference
 

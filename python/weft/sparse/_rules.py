@@ -7,8 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY, widest
-from .._torch_private import below_autocast
+from .._base.rules import LIBRARY, widest
+from .._base.torch_private import below_autocast
 
 # Shapes ---------------------------------------------------------------------------------------------------------------
 

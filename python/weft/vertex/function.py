@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._torch_private import GLOBAL_HOOKS
+from .._base.torch_private import GLOBAL_HOOKS
 from . import batched, reference
 from ._schedule import Kind, schedule
 from .compiler import compile_traces

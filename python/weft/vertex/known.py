@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from .._base.torch_private import GLOBAL_HOOKS, in_transform
 from .._C import vertex as _C
-from .._torch_private import GLOBAL_HOOKS, in_transform
 from .graphs import Graphs
 from .options import current
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._rules import LIBRARY
-from .._torch_private import below_autocast
+from .._base.rules import LIBRARY
+from .._base.torch_private import below_autocast
 from .kernels import DTYPES, SPACES
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_private import uncached_parametrizations, without_modes
+from .._base.torch_private import uncached_parametrizations, without_modes
 from .program import Constant, Operation, Program, Ref, Symbol, classify
 from .vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
 

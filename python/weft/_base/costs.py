@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import _C
+from .. import _C
 
 __all__ = ["FOLDER", "Costs", "of", "reference"]
 
-FOLDER = Path(__file__).parent / "costs"
+FOLDER = Path(__file__).parents[1] / "costs"
 Tables = dict[str, dict[str, list[float]]]
 
 

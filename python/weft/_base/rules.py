@@ -1,7 +1,7 @@
 """What the rules of several rooms share.
 
 A room's rules.py registers for each of its ops what it returns for fake tensors, how autocast casts its arguments and,
-where there is a batch dimension, how vmap maps it; _ops.py imports it.
+where there is a batch dimension, how vmap maps it; weft/_ops.py imports it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ._version import __version__
+from .._version import __version__
 
 __all__ = ["cache_dir", "versioned_cache_dir"]
 
