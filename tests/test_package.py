@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import weft
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,29 @@ def test_import_needs_only_torch():
     modules = ["numpy", "tqdm", "rich", "matplotlib", "pytest"]
     done = python(f"import sys; sys.modules.update(dict.fromkeys({modules})); import weft, weft.info, weft.data")
     assert done.returncode == 0, done.stderr
+
+
+def test_import_loads_no_compiler():
+    """torch.compile's front end, symbolic algebra and Triton take seconds, and who imports Weft may need none."""
+    heavy = ["torch._dynamo", "torch._inductor", "torch.onnx", "torch.distributed.fsdp", "sympy", "triton"]
+    found = f"[name for name in {heavy} if name in sys.modules]"
+    done = python(f"import sys, torch; before = {found}; import weft, weft.info; print(before, {found})")
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.strip().split("] ")
+    assert f"{before}]" == after
+
+
+@pytest.mark.parametrize("first", ["weft", "torch.utils.flop_counter"])
+def test_torchs_counter_has_the_formulas_whichever_is_imported_first(first):
+    done = python(
+        f"import {first}, weft, torch\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "with FlopCounterMode(display=False) as counter:\n"
+        "    weft.scan.linear_scan(torch.ones(5, 2, 3), torch.ones(5, 2, 3))\n"
+        "print(counter.get_total_flops())"
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 2 * 4 * 2 * 3
 
 
 PACKAGE = ROOT / "python" / "weft"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import _VF, Tensor
@@ -21,6 +22,7 @@ __all__ = [
     "any_autocast",
     "autograd_inside_an_op",
     "below_autocast",
+    "constant_when_compiled",
     "differentiated_by_transform",
     "fp32_precision",
     "in_forward_mode",
@@ -82,7 +84,17 @@ RNN_KERNELS = {"rnn_tanh": _VF.rnn_tanh, "rnn_relu": _VF.rnn_relu, "gru": _VF.gr
 """What torch.nn's layers call."""
 
 
-@torch.compiler.assume_constant_result
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def constant_when_compiled(function: _Function) -> _Function:
+    """What torch.compiler.assume_constant_result does: torch.compile calls `function` once and takes the result for a
+    constant. torch's own decorator imports the whole compiler, which takes seconds."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@constant_when_compiled
 def onnx_exporting() -> bool:
     """Whether torch.onnx.export exports here."""
     return torch.onnx.is_in_onnx_export()

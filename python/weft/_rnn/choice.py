@@ -10,6 +10,7 @@ import torch
 
 from .. import _C
 from .._base import costs as gpu_costs
+from .._base.torch_private import constant_when_compiled
 from .._ops import WITH_CUDA
 from . import costs, tuned
 from .case import Case
@@ -233,7 +234,7 @@ def persistent_plan(case: Case) -> Plan:
     return Plan(None, how=f"{_WITHOUT_A_KERNEL}: {plan.why_not}")
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
     steps: int, batch: int, packed: bool, trains: bool,

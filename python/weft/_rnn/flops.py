@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+
+from .._base.flops import register_flop_formula
 
 
 def _forward(rows: int, weights: list[Any]) -> int:

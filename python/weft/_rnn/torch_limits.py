@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from .._base.torch_private import RNN_KERNELS
+from .._base.torch_private import RNN_KERNELS, constant_when_compiled
 
 __all__ = ["CUDNN_MAX_STEPS", "CUDNN_MAX_VALUES", "CUDNN_VALUES", "autocast_dtypes", "why_not_cudnn", "why_not_onednn"]
 
@@ -34,7 +34,7 @@ def why_not_cudnn(device: str, cell: str, units: int, steps: int | None, rows: i
     return None
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def why_not_onednn(dtype: torch.dtype) -> str | None:
     """Why torch's LSTM cannot run padded input without a projection on this CPU in an autocast region of this dtype;
     None where it can.
@@ -45,7 +45,7 @@ def why_not_onednn(dtype: torch.dtype) -> str | None:
     return None if _tiny_lstm_runs(dtype) else f"oneDNN has no LSTM in {str(dtype).removeprefix('torch.')} here"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def autocast_dtypes(
     cell: str,
     autocast: torch.dtype,

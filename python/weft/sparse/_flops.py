@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+
+from .._base.flops import register_flop_formula
 
 
 def _batch(*shapes: Any) -> int:

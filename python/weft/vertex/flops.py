@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
+from .._base.flops import register_flop_formula
 from .._C import vertex as _C
 
 
