@@ -93,8 +93,8 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_rooms_import_only_from_floors_below():
-    rooms = {"_rnn", "_scan", "sparse", "vertex", "_offload"}
-    allowed = {"_scan": {"sparse"}, "_rnn": set(), "vertex": set(), "_offload": set(), "sparse": set()}
+    rooms = {"_rnn", "_scan", "sparse", "_vertex", "_offload"}
+    allowed = {"_scan": {"sparse"}, "_rnn": set(), "_vertex": set(), "_offload": set(), "sparse": set()}
     for name in MODULES:
         room = name.split(".")[1] if "." in name else ""
         if room in rooms:
@@ -109,7 +109,7 @@ def test_torchs_private_functions_are_in_one_file():
     )
     found = {name for name, path in MODULES.items() if private.search(path.read_text())}
     # A tracer lives among torch's internals.
-    assert {name for name in found if not name.startswith("weft.vertex.")} == {"weft._base.torch_private"}
+    assert {name for name in found if not name.startswith("weft._vertex.")} == {"weft._base.torch_private"}
 
 
 def test_public_names_hide_no_module():

@@ -1,5 +1,5 @@
 // The compiled part of a vertex function, as numbers: what runs in each frontier, forward and backward. Free of torch
-// and CUDA. python/weft/vertex/kernels.py writes it, and says which expressions the steps come from.
+// and CUDA. python/weft/_vertex/compiler/kernels.py writes it, and says which expressions the steps come from.
 //
 // A step is a kernel, instructions on registers that are as wide as the kernel for each row of the task, or for each of
 // its edges; or a product, the task's rows of one buffer times a matrix into another buffer. Rows and edges are those

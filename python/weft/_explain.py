@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import vertex
 from ._rnn.explain import explain as explain_layer
-from .vertex.explain import explain as explain_vertex_function
+from ._vertex.explain import explain as explain_vertex_function
 
 
 def explain(*args, **kwargs):

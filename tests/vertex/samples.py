@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import weft
 from torch import Tensor, nn
+from weft._vertex.function import prepare
+from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
-from weft.vertex._schedule import Kind, schedule
-from weft.vertex.function import prepare
 
 from tests.ops import Op
 from tests.vertex.naive import random_tree

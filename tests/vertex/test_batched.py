@@ -10,10 +10,10 @@ import torch
 import weft
 from torch import nn
 from torch.nn import functional as F
+from weft._vertex.compiler.compiler import compile_traces
+from weft._vertex.trace.trace import trace
+from weft._vertex.vertex import Spec, VertexType
 from weft.vertex import models
-from weft.vertex.compiler import compile_traces
-from weft.vertex.trace import trace
-from weft.vertex.vertex import Spec, VertexType
 
 from tests.common import DEVICES, relative_error
 from tests.vertex.naive import evaluate, random_dag, random_tree, rvnn, tree_lstm
@@ -578,7 +578,7 @@ def test_dropout(device):
 
 def test_fused_cells_of_cuda_are_taken_apart():
     """On CUDA torch runs a cell as one operation, which keeps its own workspace."""
-    from weft.vertex import trace
+    from weft._vertex.trace import trace
 
     state = torch.randn(4, 3)
     for cell, parts, given in (
@@ -596,9 +596,9 @@ def test_fused_cells_of_cuda_are_taken_apart():
 def test_traces_for_cuda_are_compiled():
     """Tracing needs no GPU; the operations that only CUDA has are known, too."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from weft.vertex.compiler import compile_traces
-    from weft.vertex.trace import trace
-    from weft.vertex.vertex import Spec, VertexType
+    from weft._vertex.compiler.compiler import compile_traces
+    from weft._vertex.trace.trace import trace
+    from weft._vertex.vertex import Spec, VertexType
 
     f = lambda m, x, s, a, b: m.drop(m.norm(m.gru(x, s))) + m.lstm(x, (a, b))[1]  # noqa: E731
     m = Cell(f, 3, gru=nn.GRUCell(3, 3), lstm=nn.LSTMCell(3, 3, bias=False), norm=nn.LayerNorm(3), drop=nn.Dropout())

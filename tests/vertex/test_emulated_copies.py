@@ -18,7 +18,7 @@ pytestmark = [
 SCRIPT = """
 import torch
 from weft import Graphs
-from weft.vertex._schedule import Kind, schedule
+from weft._vertex.runtime.schedule import Kind, schedule
 
 graphs = Graphs.from_children([[[], [0], [1, 0]], [[]]])
 moved, other = graphs.to("cuda"), torch.cuda.Stream()

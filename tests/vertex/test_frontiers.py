@@ -9,9 +9,9 @@ import pytest
 import torch
 import weft
 from torch import nn
+from weft._vertex.compiler.kernels import Product
+from weft._vertex.function import prepare
 from weft.vertex import models
-from weft.vertex.function import prepare
-from weft.vertex.kernels import Product
 
 from tests.common import DEVICES, relative_error
 from tests.vertex.naive import random_dag, random_tree

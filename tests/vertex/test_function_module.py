@@ -15,7 +15,8 @@ import torch.nn.utils.prune
 import weft
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from weft.vertex import function, models
+from weft._vertex import function
+from weft.vertex import models
 
 from tests.common import in_a_cuda_graph, relative_error
 from tests.vertex.cells import (

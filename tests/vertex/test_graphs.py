@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 from weft import _C, Graphs
-from weft.vertex.reference import keep_until_read
+from weft._vertex.runtime.reference import keep_until_read
 
 from tests.common import treebank
 from tests.vertex.test_schedule import dags

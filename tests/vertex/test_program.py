@@ -112,7 +112,7 @@ def test_explain():
 
 
 def test_options():
-    from weft.vertex.options import Options, current
+    from weft._vertex.options import Options, current
 
     assert current() == Options(True, True, True)
     with weft.vertex.options(lazy=False), pytest.raises(KeyError), weft.vertex.options(fuse=False, lazy=None):

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from weft import Graphs
+from weft._vertex.runtime.schedule import Kind, schedule
 from weft.data import listops
-from weft.vertex._schedule import Kind, schedule
 
 BOTH = (Kind((0, 1)),)
 SUM = (Kind((), True),)

@@ -18,10 +18,10 @@ import weft
 from torch import nn
 from torch.nn import functional as F
 from weft import _C, _ops
+from weft._vertex.compiler.kernels import Product
+from weft._vertex.function import prepare
+from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
-from weft.vertex._schedule import Kind, schedule
-from weft.vertex.function import prepare
-from weft.vertex.kernels import Product
 
 from tests import emulated
 from tests.common import relative_error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from .._vertex.explain import Explanation
+from .._vertex.function import VertexFunction, VertexFunctions
+from .._vertex.graphs import Graphs
+from .._vertex.options import options
+from .._vertex.program import Program
+from .._vertex.vertex import Vertex
 from . import models
-from .function import VertexFunction, VertexFunctions
-from .graphs import Graphs
-from .options import options
-from .vertex import Vertex
 
-__all__ = ["Graphs", "Vertex", "VertexFunction", "VertexFunctions", "models", "options"]
+__all__ = ["Explanation", "Graphs", "Program", "Vertex", "VertexFunction", "VertexFunctions", "models", "options"]

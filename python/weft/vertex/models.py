@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .function import VertexFunction, VertexFunctions
-from .vertex import Vertex
+from .._vertex.function import VertexFunction, VertexFunctions
+from .._vertex.vertex import Vertex
 
 __all__ = ["ChainLSTM", "ChildSumTreeLSTM", "RvNN", "TreeFC", "TreeGRU", "TreeLSTM"]
 

@@ -15,9 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ._resident import captures
-from .trace import Trace
-from .vertex import Vertex, VertexType
+from ..trace.trace import Trace
+from ..vertex import Vertex, VertexType
+from .resident import captures
 
 __all__ = ["Function", "Plan", "run"]
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._C import vertex as _C
-from ._resident import Resident, trainable
-from .graphs import Graphs
+from ..._C import vertex as _C
+from ..graphs import Graphs
+from .resident import Resident, trainable
 
 __all__ = ["Kind", "Schedule", "Task", "schedule"]
 

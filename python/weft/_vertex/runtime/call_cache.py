@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .._base.torch_private import GLOBAL_HOOKS, in_transform
-from .._C import vertex as _C
-from .graphs import Graphs
-from .options import current
+from ..._base.torch_private import GLOBAL_HOOKS, in_transform
+from ..._C import vertex as _C
+from ..graphs import Graphs
+from ..options import current
 
 __all__ = ["HOOKS", "Known", "Snapshot", "modes"]
 

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from .. import _C
 from .._base.torch_private import GLOBAL_HOOKS
-from . import batched, reference
-from ._schedule import Kind, schedule
-from .compiler import compile_traces
+from .compiler.compiler import compile_traces
+from .compiler.ir import Unsupported
 from .graphs import Graphs
-from .ir import Unsupported
-from .known import HOOKS, Known, Snapshot, modes
 from .options import current
 from .program import Program, Programs
-from .trace import Trace, trace
+from .runtime import batched, reference
+from .runtime.call_cache import HOOKS, Known, Snapshot, modes
+from .runtime.schedule import Kind, schedule
+from .trace.trace import Trace, trace
 from .vertex import Spec, Vertex, VertexType
 
 __all__ = ["EXECUTORS", "VertexFunction", "VertexFunctions"]

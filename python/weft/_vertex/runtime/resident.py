@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from .._base.torch_private import in_transform, outside_transforms
-from .._C import vertex as _C
+from ..._base.torch_private import in_transform, outside_transforms
+from ..._C import vertex as _C
 
 __all__ = ["Resident", "captures", "trainable"]
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._base.torch_private import uncached_parametrizations, without_modes
-from .program import Constant, Operation, Program, Ref, Symbol, classify
-from .vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
+from ..._base.torch_private import uncached_parametrizations, without_modes
+from ..program import Constant, Operation, Program, Ref, Symbol, classify
+from ..vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
 
 __all__ = ["Trace", "trace"]
 

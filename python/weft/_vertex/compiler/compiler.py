@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from ..program import Constant, Operation, Program, Ref, Symbol
+from ..trace.trace import Trace
 from .folding import fold_gathers, leave_out_leaves, postpone
 from .ir import ROUNDINGS, Derivatives, Graph, Node, Unsupported, segments
 from .kernels import Compiled, Dtypes, Function, compile_frontiers
 from .operations import BOOLEAN, ELEMENTWISE, FILLS, NUMBERS, SHAPED, VIEWS, Value, broadcast
-from .program import Constant, Operation, Program, Ref, Symbol
-from .trace import Trace
 
 __all__ = ["Part", "Plan", "compile_traces"]
 

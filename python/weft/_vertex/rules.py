@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._base.rules import LIBRARY
 from .._base.torch_private import below_autocast
-from .kernels import DTYPES, SPACES
+from .compiler.kernels import DTYPES, SPACES
 
 
 @torch.library.register_fake("weft::vertex_frontiers")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._C import vertex as _C
-from ._resident import Resident, trainable
+from .runtime.resident import Resident, trainable
 
 __all__ = ["Graphs"]
 

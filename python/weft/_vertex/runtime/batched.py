@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from .._C import vertex as _C
+from ..._C import vertex as _C
+from ..compiler.compiler import Part, Plan
+from ..options import current
+from ..program import Program, Symbol
+from ..vertex import Spec, Vertex, VertexType
 from . import reference
-from ._schedule import Schedule
-from .compiler import Part, Plan
-from .options import current
-from .program import Program, Symbol
-from .vertex import Spec, Vertex, VertexType
+from .schedule import Schedule
 
 __all__ = ["Batched", "run"]
 

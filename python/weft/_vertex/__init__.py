@@ -1,0 +1,1 @@
+"""What stands behind weft.vertex: graphs, vertex functions, and how their calls run."""

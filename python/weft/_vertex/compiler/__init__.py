@@ -1,0 +1,1 @@
+"""The compiler: from a trace to kernels over frontiers."""

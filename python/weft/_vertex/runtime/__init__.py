@@ -1,0 +1,1 @@
+"""Running a call: the call cache, schedules on devices, and the executors."""

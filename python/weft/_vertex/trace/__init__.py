@@ -1,0 +1,1 @@
+"""Tracing: what a vertex function does, recorded once as a program."""
