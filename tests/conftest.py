@@ -1,12 +1,14 @@
-"""What all tests share: CUDA tests are skipped, loudly, where there is no device; every test starts from one seed.
+"""What all tests share: tests that need more CUDA devices than there are do not run; every test starts from one seed.
 
-Tests marked cuda(devices=2) need that many devices. Where there are fewer they are deselected, which pytest counts: one
-GPU is a complete machine, where nothing should be skipped, nor pass without a test.
+A test marked cuda needs a device, one marked cuda(devices=2) needs two. Tests without their devices are deselected, and
+one line at the end says how many: a test that shows as skipped is one that should have run here. One GPU is a complete
+machine for --require-cuda; a machine without a GPU is not.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 # Read when torch loads: threads that spin while they wait make small tests crawl where cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -23,6 +25,7 @@ hypothesis.settings.register_profile("weft", derandomize=True, deadline=None, ma
 hypothesis.settings.load_profile("weft")
 
 _skipped: list[str] = []
+_WITHOUT_DEVICES = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,15 +43,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def needed(item: pytest.Item) -> int:
         return max((mark.kwargs.get("devices", 1) for mark in item.iter_markers("cuda")), default=0)
 
-    beyond = [item for item in items if needed(item) > max(devices, 1)]
+    beyond = [item for item in items if needed(item) > devices]
     if beyond:
         config.hook.pytest_deselected(items=beyond)
-        items[:] = [item for item in items if needed(item) <= max(devices, 1)]
-    if devices:
-        return
-    for item in items:
-        if "cuda" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        items[:] = [item for item in items if needed(item) <= devices]
+    config.stash[_WITHOUT_DEVICES] = len(beyond) if devices == 0 else 0
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -56,17 +55,31 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         _skipped.append(report.nodeid)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """pytest-xdist's: each of its processes has collected all tests."""
+    node.config.stash[_WITHOUT_DEVICES] = getattr(node, "workeroutput", {}).get("without_devices", 0)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if session.config.getoption("--require-cuda") and _skipped and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    without_devices = session.config.stash.get(_WITHOUT_DEVICES, 0)
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["without_devices"] = without_devices
+    elif session.config.getoption("--require-cuda") and (_skipped or without_devices):
+        allowed = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if session.exitstatus in allowed:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     required = config.getoption("--require-cuda")
-    terminalreporter.write_line(
-        f"{len(_skipped)} tests skipped" + (", which --require-cuda does not allow" if required and _skipped else ""),
-        red=bool(required and _skipped),
-    )
+    refused = ", which --require-cuda does not allow" if required else ""
+    for count, what in (
+        (config.stash.get(_WITHOUT_DEVICES, 0), "tests not run: they need a CUDA device, and there is none"),
+        (len(_skipped), "tests skipped"),
+    ):
+        if count:
+            terminalreporter.write_line(f"{count:,} {what}{refused}", red=required)
 
 
 @pytest.fixture(autouse=True, scope="session")

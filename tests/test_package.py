@@ -207,6 +207,17 @@ def test_readme_shows_what_was_measured_and_nothing_else():
     assert readme == plot.with_block(readme, plot.readme_block(plot.read_results())), "run `python -m benchmarks.plot`"
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_cuda_tests_without_a_device_are_counted_and_may_be_required(required):
+    arguments = ["-q", "-p", "no:cacheprovider", "tests/scan/test_diagonal_cuda.py", *["--require-cuda"] * required]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WEFT_REQUIRE_CUDA": ""}
+    command = [sys.executable, "-m", "pytest", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    line = next(line for line in done.stdout.splitlines() if "need a CUDA device" in line)
+    assert int(line.split()[0]) > 100 and line.endswith("does not allow") == required
+    assert done.returncode == (pytest.ExitCode.TESTS_FAILED if required else pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
 def test_prose_quotes_no_measurement():
     """A ratio or a time that was measured is a row, and stands where the rows are drawn."""
     from benchmarks import plot
