@@ -1,0 +1,1 @@
+"""Behind :mod:`weft.distributed`."""

@@ -1,0 +1,17 @@
+"""Scans over ranks: one sequence, cut in time, spread over the processes of torch.distributed.
+
+Each rank of a group owns a slice of time, in order of rank; slices may differ in length and be empty. `group` is a
+ProcessGroup, a DeviceMesh of one dimension, or None for all ranks. Every rank of the group makes every call, forward
+and backward, in the same order and with the same things requiring a gradient.
+
+Gradients are those of the sum of all ranks' losses; a rank without a loss calls backward on ``output.sum() * 0``. What
+every rank has, parameters or an A that is constant in time, gets this rank's share: the shares sum to the gradient.
+
+Source: BPPSA (Wang, Bai, Pekhimenko, "Scaling back-propagation by parallel scan algorithm", MLSys 2020), section 3.
+"""
+
+from __future__ import annotations
+
+from ._distributed.costs import Exchange, Link, Prediction, exchange, predict, slice_sizes
+
+__all__ = ["Exchange", "Link", "Prediction", "exchange", "predict", "slice_sizes"]
