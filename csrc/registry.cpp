@@ -68,7 +68,7 @@ TORCH_LIBRARY(weft, m) {
   m.def("rle_compress(Tensor x) -> (Tensor runs, Tensor values, Tensor size)", tags);
   m.def("rle_decompress(Tensor runs, Tensor values, SymInt[] shape) -> Tensor", tags);
 
-  // vertex: csrc/vertex/
+  // vertex: csrc/vertex/exec/
   m.def(
       "vertex_frontiers(Tensor[] inputs, Tensor[] matrices, Tensor[] vectors, Tensor schedule, Tensor host_schedule, "
       "Tensor program, float[] constants, SymInt num_vertices, SymInt num_inner, SymInt num_edges, int[] results) -> "

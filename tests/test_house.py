@@ -12,7 +12,7 @@ import weft  # noqa: F401  registers torch.ops.weft
 CSRC = Path(__file__).parents[1] / "csrc"
 
 FILES = ("{op}.h", "{op}.cpp", "{op}_autograd.cpp", "cpu/{op}.cpp", "cuda/{op}.cpp")
-"""Of every op, in its room."""
+"""Of every op, in its room or in one folder of it."""
 
 SHARED = {
     "zvc_decompress": "zvc_compress",
@@ -60,6 +60,13 @@ def room_of(path: Path) -> str:
     return path.relative_to(CSRC).parts[0]
 
 
+def homes_of_ops() -> list[Path]:
+    """Rooms, and their folders that are no device's."""
+    rooms = [CSRC / room for room in FLOORS]
+    folders = [p for room in rooms for p in sorted(room.iterdir()) if p.is_dir() and p.name not in ("cpu", "cuda")]
+    return [*rooms, *folders]
+
+
 def test_the_registry_is_walked():
     assert {"linear_scan", "chain_backward", "rnn"} <= set(ops())
 
@@ -67,10 +74,10 @@ def test_the_registry_is_walked():
 @pytest.mark.parametrize("op", ops())
 def test_an_op_has_the_files_of_its_name(op: str):
     reasons = WITHOUT.get(op, {})
-    rooms = [room for room in FLOORS if any((CSRC / room / file.format(op=op)).exists() for file in FILES)]
-    assert len(rooms) == (0 if len(reasons) == len(FILES) else 1), f"{op} is in {rooms}"
+    homes = [home for home in homes_of_ops() if any((home / file.format(op=op)).exists() for file in FILES)]
+    assert len(homes) == (0 if len(reasons) == len(FILES) else 1), f"{op} is in {homes}"
     for file in FILES:
-        exists = bool(rooms) and (CSRC / rooms[0] / file.format(op=op)).exists()
+        exists = bool(homes) and (homes[0] / file.format(op=op)).exists()
         assert exists != (file in reasons), f"{op}: {file.format(op=op)}: {reasons.get(file, 'is missing')}"
 
 

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <optional>
 
-#include "vertex/code.h"
 #include "vertex/graphs.h"
+#include "vertex/program/program.h"
+#include "vertex/program/source.h"
 #include "vertex/schedule.h"
-#include "vertex/source.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@ static emulator::Index gridDim;
 
 #include "steps.h"
 // After which WEFT_VERTEX_STEPS is defined.
-#include "vertex/cuda/tail.jit.cu"
+#include "vertex/exec/cuda/tail.jit.cu"
 
 static const weft::vertex::TailArguments* arguments;
 

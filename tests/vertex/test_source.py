@@ -1,7 +1,7 @@
 """The kernels that are written for CUDA when a vertex function is compiled, run on a processor beside the interpreter.
 
-The body of each kernel is compiled by the C++ compiler with what vertex/cuda/frontier.jit.cu declares around it, and
-called for one thread after the other; products are torch's.
+The body of each kernel is compiled by the C++ compiler with what vertex/exec/cuda/frontier.jit.cu declares around it,
+and called for one thread after the other; products are torch's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PRELUDE = """
 #include <cstring>
 using std::exp; using std::log; using std::sqrt; using std::fabs; using std::log1p;
 using std::erf; using std::sin; using std::cos;
-#include "vertex/cuda/frontier.jit.cuh"
+#include "vertex/exec/cuda/frontier.jit.cuh"
 namespace weft {
 inline T sigmoid(T x) { return 1 / (1 + exp(-x)); }
 inline T hyperbolic_tangent(T x) { return std::tanh(x); }
@@ -323,12 +323,12 @@ def test_written_kernels_compile_for_cuda(make, dtype, tmp_path, monkeypatch):
     graphs = weft.Graphs.from_children([[[], [], [0, 1]]]).with_types(["leaf", "leaf", "inner"])
     compiled = prepare(cell, graphs, torch.randn(3, 3, requires_grad=True), "batched").compiled.plan.frontiers
     for defines in defines_of(compiled, dtype):
-        code, _ = _C._testing.jit_compile("vertex/cuda/frontier.jit.cu", defines, 90)
+        code, _ = _C._testing.jit_compile("vertex/exec/cuda/frontier.jit.cu", defines, 90)
         assert b"vertex_frontier" in code
     for backward in (False, True):
         steps = _C.vertex.tail_body(compiled.code, compiled.constants, backward)
         defines = [f"WEFT_VERTEX_TYPE={dtype}", f"WEFT_VERTEX_STEPS={steps}"]
-        code, _ = _C._testing.jit_compile("vertex/cuda/tail.jit.cu", defines, 90)
+        code, _ = _C._testing.jit_compile("vertex/exec/cuda/tail.jit.cu", defines, 90)
         assert b"vertex_tail" in code
 
 

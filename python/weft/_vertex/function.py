@@ -33,7 +33,7 @@ EXECUTORS = ("auto", "batched", "reference", "persistent")
 TRACES = 16
 """How many traces a module keeps, the latest."""
 MAX_BUFFERS = 64
-"""As csrc/vertex/cuda/frontier.jit.cuh."""
+"""As csrc/vertex/exec/cuda/frontier.jit.cuh."""
 
 
 class _Module(nn.Module):

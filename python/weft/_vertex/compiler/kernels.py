@@ -4,7 +4,7 @@ Each frontier runs the steps in order. A kernel computes some columns of some ro
 loads go through the schedule's arrays (gather), and so do the sums over uses (gather's gradient, which is scatter).
 A product multiplies the frontier's rows of one buffer by a matrix into another buffer.
 
-csrc/vertex/code.h says what the numbers of the encoded program mean.
+csrc/vertex/program/program.h says what the numbers of the encoded program mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .ir import (
 
 __all__ = ["Buffer", "Compiled", "Dtypes", "Function", "Kernel", "Product", "compile_frontiers"]
 
-# As csrc/vertex/code.h.
+# As csrc/vertex/program/program.h.
 SPACES = ("rows", "inner", "edges", "input", "output", "output_grad", "input_grad", "vector")
 OPS = (
     "load", "constant", "uses", "store", "store_sum", "store_max", "scatter", "begin", "accumulate", "end",
@@ -158,7 +158,7 @@ class Compiled:
         return max((len(k.buffers(self.tables)) for k in kernels), default=0)
 
     def encode(self) -> tuple[int, ...]:
-        """The program as one list of integers, see csrc/vertex/code.h."""
+        """The program as one list of integers, see csrc/vertex/program/program.h."""
         code: list[int] = [self.functions, self.fused, self.state, len(self.buffers)]
         for b in self.buffers:
             code += [SPACES.index(b.space), b.width, DTYPES.index(b.dtype), b.scattered, b.index, b.backward, b.saved]

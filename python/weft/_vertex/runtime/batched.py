@@ -39,7 +39,7 @@ class Batched:
     before: tuple[tuple[int, ...], ...]
     """Of each function the operations that torch runs before the frontiers."""
     frontiers: _C.Frontiers
-    """The operators with the program; csrc/vertex/frontiers_bindings.cpp."""
+    """The operators with the program; csrc/vertex/bindings/frontiers.cpp."""
 
     @staticmethod
     def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:

@@ -10,7 +10,7 @@
 //   trees                                1     25    64    256
 //   device, captured in a CUDA graph     0.29  0.54  0.72  1.5
 //   floor                                0.05  0.06  0.1   0.45   50 barriers of 0.94 us; 60 TFLOP/s
-#include "vertex/vertex_frontiers.h"
+#include "vertex/exec/vertex_frontiers.h"
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
@@ -35,14 +35,14 @@
 #include "common/integers.h"
 #include "jit/jit.h"
 #include "jit/too_many_blocks.h"
-#include "vertex/cuda/frontier.jit.cuh"
-#include "vertex/source.h"
+#include "vertex/exec/cuda/frontier.jit.cuh"
+#include "vertex/program/source.h"
 
 namespace weft::vertex {
 namespace {
 
-constexpr const char* kSource = "vertex/cuda/frontier.jit.cu";
-constexpr const char* kTailSource = "vertex/cuda/tail.jit.cu";
+constexpr const char* kSource = "vertex/exec/cuda/frontier.jit.cu";
+constexpr const char* kTailSource = "vertex/exec/cuda/tail.jit.cu";
 constexpr int kThreads = 128;
 
 class CudaExecutor final : public Executor {

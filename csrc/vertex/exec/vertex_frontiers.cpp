@@ -1,5 +1,5 @@
 // Checks, allocation and the loop over tasks; kernels are the device's.
-#include "vertex/vertex_frontiers.h"
+#include "vertex/exec/vertex_frontiers.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>

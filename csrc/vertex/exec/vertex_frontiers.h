@@ -7,10 +7,11 @@
 //   vectors        one row for all vertices each, of any shape
 //   schedule       int32, the block of csrc/vertex/schedule.h, on the device of the inputs
 //   host_schedule  the same on the CPU
-//   program        int64 on the CPU, csrc/vertex/code.h
+//   program        int64 on the CPU, csrc/vertex/program/program.h
 //   constants      that the program names
 //   num_vertices, num_inner (those with children), num_edges  of the schedule
-//   results        what the program makes, for those who cannot read it: space, width and dtype (csrc/vertex/code.h) of
+//   results        what the program makes, for those who cannot read it: space, width and dtype
+//   (csrc/vertex/program/program.h) of
 //                  each result
 // Operands of another floating dtype than the program's are cast to it. Returns the outputs (num_vertices, width), rows
 // in the caller's order, then what the backward pass reads: buffers with a row per vertex, per vertex with children or
@@ -35,7 +36,7 @@
 #include <span>
 #include <vector>
 
-#include "vertex/code.h"
+#include "vertex/program/program.h"
 #include "vertex/schedule.h"
 
 namespace weft::vertex {

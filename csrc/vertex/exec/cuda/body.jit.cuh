@@ -1,9 +1,9 @@
-// What the bodies of kernels (csrc/vertex/source.h) read.
+// What the bodies of kernels (csrc/vertex/program/source.h) read.
 //   WEFT_VERTEX_TYPE   float or double, of registers; buffers may be narrower
 #pragma once
 
 #include "common/math.jit.cuh"
-#include "vertex/cuda/frontier.jit.cuh"
+#include "vertex/exec/cuda/frontier.jit.cuh"
 
 namespace {
 

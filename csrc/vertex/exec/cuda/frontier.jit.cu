@@ -2,7 +2,7 @@
 //   WEFT_VERTEX_TYPE   float or double, of registers; buffers may be narrower
 //   WEFT_VERTEX_WIDTH  columns
 //   WEFT_VERTEX_LANES  threads of a row: 32 where it is reduced, else as many as columns or a part of that
-//   WEFT_VERTEX_BODY   csrc/vertex/source.h
+//   WEFT_VERTEX_BODY   csrc/vertex/program/source.h
 //
 // Decomposition: a thread has one column of one row (or edge), of wide rows four that lie WEFT_VERTEX_LANES apart,
 // neighbouring threads neighbouring columns, so that every load and store of a row is coalesced, those through the
@@ -10,7 +10,7 @@
 // stores; a frontier of a small batch is one launch's latency. Vertices without children have kernels of their own,
 // without what is zero there. A kernel that reduces rows has a warp for each, whose lanes add up every 32nd column and
 // then each other's sums by shuffles, in a fixed order.
-#include "vertex/cuda/body.jit.cuh"
+#include "vertex/exec/cuda/body.jit.cuh"
 
 namespace {
 constexpr int columns = WEFT_VERTEX_WIDTH, lanes = WEFT_VERTEX_LANES;

@@ -1,7 +1,7 @@
 // All steps of a pass on the last frontiers of a batch, which are small: one kernel, because a launch costs more than
 // what it would do there.
 //   WEFT_VERTEX_TYPE   float or double, of registers; buffers may be narrower
-//   WEFT_VERTEX_STEPS  the steps of one task; csrc/vertex/source.h
+//   WEFT_VERTEX_STEPS  the steps of one task; csrc/vertex/program/source.h
 //
 // Decomposition: one block on each multiprocessor, all resident; a barrier of the grid (1 us) after every step. A
 // kernel's elements go round all threads as in frontier.jit.cu. A product of float32 is made of tiles of 16 rows and 32
@@ -11,7 +11,7 @@
 // order does, if it is the same for both. Half types need one product. For one row, doubles and what is not aligned a
 // warp sums up a column where the matrix is contiguous along the sum, a block 8 columns else, up to 8 rows at a time.
 // Sums run in a fixed order. Cost of a frontier of a few rows of a binary Tree-LSTM, H = 256: 6 us each way, measured.
-#include "vertex/cuda/body.jit.cuh"
+#include "vertex/exec/cuda/body.jit.cuh"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // vertex_frontiers on the CPU: kernels are interpreted, rows in parallel; products are ATen's.
-#include "vertex/vertex_frontiers.h"
+#include "vertex/exec/vertex_frontiers.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <string>
 
-#include "vertex/cpu/kernel.h"
+#include "vertex/exec/cpu/kernel.h"
 
 namespace weft::vertex {
 namespace {

@@ -1,9 +1,9 @@
-// A kernel of a vertex function as C++: the body of vertex/cuda/frontier.jit.cu for one row (or edge) and one column.
-// Free of torch and CUDA.
+// A kernel of a vertex function as C++: the body of vertex/exec/cuda/frontier.jit.cu for one row (or edge) and one
+// column. Free of torch and CUDA.
 #pragma once
 #include <string>
 
-#include "vertex/code.h"
+#include "vertex/program/program.h"
 
 namespace weft::vertex {
 
@@ -18,8 +18,8 @@ std::string kernel_body(const Program& program, const Step& kernel, bool leaves 
 // for indices once.
 int columns_each(const Step& kernel);
 
-// All steps of a pass on one task of vertices with children, as statements of vertex/cuda/tail.jit.cu, where buffers
-// are those of the program.
+// All steps of a pass on one task of vertices with children, as statements of vertex/exec/cuda/tail.jit.cu, where
+// buffers are those of the program.
 std::string tail_body(const Program& program, const std::vector<Step>& steps);
 
 }  // namespace weft::vertex

@@ -1,7 +1,7 @@
-// The interpreter of vertex/cpu/kernel.h for one instruction set; included as common/cpu/simd-inl.h says.
+// The interpreter of vertex/exec/cpu/kernel.h for one instruction set; included as common/cpu/simd-inl.h says.
 #include "common/cpu/simd-inl.h"
-#include "vertex/code.h"
-#include "vertex/cpu/kernel.h"
+#include "vertex/exec/cpu/kernel.h"
+#include "vertex/program/program.h"
 
 // GCC warns how lambdas would be called, before it has put all of them where they are used.
 #pragma GCC diagnostic ignored "-Wpsabi"

@@ -1,4 +1,4 @@
-#include "vertex/code.h"
+#include "vertex/program/program.h"
 
 #include <algorithm>
 #include <set>

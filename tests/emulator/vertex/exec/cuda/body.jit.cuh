@@ -1,9 +1,9 @@
-// csrc/vertex/cuda/body.jit.cuh on a processor.
+// csrc/vertex/exec/cuda/body.jit.cuh on a processor.
 #pragma once
 #include <cmath>
 
 #include "common/cuda/ptx.jit.cuh"
-#include "vertex/cuda/frontier.jit.cuh"
+#include "vertex/exec/cuda/frontier.jit.cuh"
 
 using std::erf, std::exp, std::fabs, std::log, std::log1p, std::sqrt, std::sin, std::cos;
 

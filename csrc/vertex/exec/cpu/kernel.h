@@ -16,7 +16,7 @@ struct VertexBuffer {
   int64_t stride;  // in elements
   const int32_t* rows;
   bool edges;
-  int32_t dtype;  // as csrc/vertex/code.h
+  int32_t dtype;  // as csrc/vertex/program/program.h
 };
 
 struct VertexUse {

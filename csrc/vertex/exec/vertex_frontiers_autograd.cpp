@@ -8,7 +8,7 @@
 #include "common/autograd.h"
 #include "common/legacy_vmap.h"
 #include "common/refused_gradient.h"
-#include "vertex/vertex_frontiers.h"
+#include "vertex/exec/vertex_frontiers.h"
 
 namespace weft::vertex {
 namespace {

@@ -45,7 +45,7 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using Numbers = std::vector<int64_t>;
 
-// What all calls have in common; csrc/vertex/vertex_frontiers.h.
+// What all calls have in common; csrc/vertex/exec/vertex_frontiers.h.
 struct Compiled {
   at::Tensor program;
   std::vector<double> constants;

@@ -1,4 +1,4 @@
-// What vertex/cuda/frontier.jit.cu and tail.jit.cu are launched with. For hosts and kernels.
+// What vertex/exec/cuda/frontier.jit.cu and tail.jit.cu are launched with. For hosts and kernels.
 #pragma once
 
 namespace weft::vertex {

@@ -1,4 +1,4 @@
-#include "vertex/source.h"
+#include "vertex/program/source.h"
 
 #include <algorithm>
 #include <cmath>
