@@ -188,18 +188,6 @@ def test_version_and_hints():
     assert list((Path(weft.__file__).parent / "costs").glob("*.json"))
 
 
-def test_the_readmes_examples_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # where weft.tune writes
-    monkeypatch.setattr(weft._rnn.tuned, "_entries", {})
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 3
-    namespace: dict = {}
-    for block in blocks:
-        exec(block, namespace)
-    assert [tuple(g.shape) for g in namespace["grads"]] == [(4, 5), (4, 10), (4, 20)]
-    assert isinstance(namespace["model"][1], weft.nn.GRU)
-
-
 def test_readme_shows_what_was_measured_and_nothing_else():
     from benchmarks import plot  # here, because it alone needs matplotlib
 
