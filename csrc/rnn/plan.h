@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "scan/stages.h"
+#include "scan/linear/stages.h"
 
 namespace weft::rnn {
 

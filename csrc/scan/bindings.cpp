@@ -7,7 +7,7 @@
 #include <string>
 #include <tuple>
 #ifdef WEFT_WITH_CUDA
-#include "scan/cuda/linear_scan.h"
+#include "scan/linear/cuda/linear_scan.h"
 #endif
 
 namespace py = pybind11;

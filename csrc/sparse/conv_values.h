@@ -1,7 +1,7 @@
 // weft::conv_pattern, weft::conv_values and weft::conv_values_backward: the transposed Jacobian of what slides windows
 // over its input, as CSR, without an index per element.
 //
-// `windows` are tables of one channel of input and one of output, made by python/weft/sparse/_windows.py; all int32:
+// `windows` are tables of one channel of input and one of output, made by python/weft/_sparse/windows.py; all int32:
 //   crow (P + 1,)       for each of P input positions where its elements begin, in order of output positions
 //   row (n,), col (n,)  input and output position of each element
 //   tap_crow (n + 1,), taps            which taps of the kernel join the two (several where padding folds)

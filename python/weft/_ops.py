@@ -31,10 +31,10 @@ from ._rnn import flops as _rnn_flops  # noqa: E402
 from ._rnn import rules as _rnn_rules  # noqa: E402
 from ._scan import flops as _scan_flops  # noqa: E402
 from ._scan import rules as _scan_rules  # noqa: E402
+from ._sparse import flops as _sparse_flops  # noqa: E402
+from ._sparse import rules as _sparse_rules  # noqa: E402
 from ._vertex import flops as _vertex_flops  # noqa: E402
 from ._vertex import rules as _vertex_rules  # noqa: E402
-from .sparse import _flops as _sparse_flops  # noqa: E402
-from .sparse import _rules as _sparse_rules  # noqa: E402
 
 WITH_CUDA: bool = _C.with_cuda
 """Whether the CUDA kernels were built."""

@@ -15,7 +15,7 @@ from ._base.torch_private import differentiated_by_transform
 from ._scan.chain import Step, chain_backward, check_tensor
 from ._scan.sequential import ScanSequential
 from ._scan.work import ChainPlan, plan_chain
-from .sparse import BatchedCSR
+from ._sparse import BatchedCSR
 
 __all__ = [
     "ChainPlan",

@@ -1,4 +1,4 @@
-// The maps of chunks of csrc/scan/cuda: made by linear_scan_columns.cuh, and a vector's way through them. The caller
+// The maps of chunks of csrc/scan/linear/cuda: made by warp_columns.cuh, and a vector's way through them. The caller
 // compares. FEW: not every size is compiled.
 #include "emulator.h"
 
@@ -28,7 +28,7 @@ struct alignas(16) double2 {
 };
 using std::isfinite;
 
-#include "scan/cuda/linear_scan_columns.cuh"
+#include "scan/linear/cuda/warp_columns.cuh"
 
 namespace {
 

@@ -1,4 +1,5 @@
-// The tiles of csrc/scan/cuda/diagonal_tiles.cuh: a scan or its gradients by blocks of any speed. The caller compares.
+// The tiles of csrc/scan/linear/cuda/diagonal_tiles.cuh: a scan or its gradients by blocks of any speed. The caller
+// compares.
 #include "emulator.h"
 
 inline emulator::Brought brought(uint32_t x) {
@@ -34,7 +35,7 @@ inline int64_t __double_as_longlong(double x) {
 }
 using std::isfinite;
 
-#include "scan/cuda/diagonal_tiles.cuh"
+#include "scan/linear/cuda/diagonal_tiles.cuh"
 
 namespace {
 

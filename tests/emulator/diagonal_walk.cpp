@@ -1,4 +1,5 @@
-// The walk of csrc/scan/cuda/diagonal_walk.cuh: a scan or its gradients by warps of any speed. The caller compares.
+// The walk of csrc/scan/linear/cuda/diagonal_walk.cuh: a scan or its gradients by warps of any speed. The caller
+// compares.
 #include "emulator.h"
 
 inline void __syncwarp() {
@@ -6,7 +7,7 @@ inline void __syncwarp() {
   emulator::gather(&nothing, 1);
 }
 
-#include "scan/cuda/diagonal_walk.cuh"
+#include "scan/linear/cuda/diagonal_walk.cuh"
 
 namespace {
 

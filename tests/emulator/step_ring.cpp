@@ -1,4 +1,5 @@
-// The ring of csrc/scan/cuda/step_ring.cuh, filled by a warp and compared with the memory that it was filled from.
+// The ring of csrc/scan/linear/cuda/step_ring.cuh, filled by a warp and compared with the memory that it was filled
+// from.
 #include <sys/mman.h>
 
 #include "emulator.h"
@@ -12,7 +13,7 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
   return uint32_t((uint64_t(high) << 32 | low) >> (bits & 31));
 }
 
-#include "scan/cuda/step_ring.cuh"
+#include "scan/linear/cuda/step_ring.cuh"
 
 namespace {
 

@@ -1,4 +1,4 @@
-"""What the emulated kernels of linear_scan are given: csrc/scan/linear_scan_args.h."""
+"""What the emulated kernels of linear_scan are given: csrc/scan/linear/linear_scan_args.h."""
 
 from __future__ import annotations
 

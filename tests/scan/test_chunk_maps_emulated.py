@@ -165,5 +165,5 @@ FLAWS = {
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path: Path):
-    folder = emulated.with_flaw("scan/cuda/linear_scan_columns.cuh", *FLAWS[flaw], tmp_path)
+    folder = emulated.with_flaw("scan/linear/cuda/warp_columns.cuh", *FLAWS[flaw], tmp_path)
     assert not passes(emulated.build("chunk_maps", folder, FEW=1), CASES)

@@ -235,7 +235,7 @@ FLAWS = {
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path) -> None:
-    folder = emulated.with_flaw("scan/cuda/diagonal_tiles.cuh", *FLAWS[flaw], tmp_path)
+    folder = emulated.with_flaw("scan/linear/cuda/diagonal_tiles.cuh", *FLAWS[flaw], tmp_path)
     assert not passes(by_tiles(emulated.build("diagonal_tiles", folder, SIZE=4)), 4, CASES)
 
 
@@ -249,5 +249,5 @@ WALK_FLAWS = {
 
 @pytest.mark.parametrize("flaw", WALK_FLAWS)
 def test_the_emulator_notices_in_a_walk(flaw: str, tmp_path) -> None:
-    folder = emulated.with_flaw("scan/cuda/diagonal_walk.cuh", *WALK_FLAWS[flaw], tmp_path)
+    folder = emulated.with_flaw("scan/linear/cuda/diagonal_walk.cuh", *WALK_FLAWS[flaw], tmp_path)
     assert not passes(by_walk(emulated.build("diagonal_walk", folder, SIZE=4, MANY=0)), 4, WALKED)

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import prune as torch_prune
+from weft._sparse import jacobians as generators
 from weft.scan import ScanSequential, plan_chain
-from weft.sparse import _jacobians, register_jacobian
+from weft.sparse import register_jacobian
 
 from tests.common import DEVICES, assert_close
 
@@ -299,7 +300,7 @@ def test_zeros_are_compared_once_a_step_and_patterns_made_once(masked, device, m
                 module.weight.data[0].zero_()
     x = torch.randn(2, 1, 16, 16, device=device, requires_grad=True)
     check(plain, scan, x)
-    counts, equal, make = {"equal": 0, "make": 0}, torch.equal, _jacobians._make_pruned
+    counts, equal, make = {"equal": 0, "make": 0}, torch.equal, generators._make_pruned
 
     def count(name: str, function):
         def counted(*args):
@@ -308,8 +309,8 @@ def test_zeros_are_compared_once_a_step_and_patterns_made_once(masked, device, m
 
         return counted
 
-    monkeypatch.setattr(_jacobians, "_make_pruned", count("make", make))
-    monkeypatch.setattr(_jacobians.torch, "equal", count("equal", equal))
+    monkeypatch.setattr(generators, "_make_pruned", count("make", make))
+    monkeypatch.setattr(generators.torch, "equal", count("equal", equal))
     gradients(scan, x)
     assert counts == {"equal": 1, "make": 0}
     if masked:

@@ -54,5 +54,5 @@ FLAWS = {
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path):
     size, right, wrong = FLAWS[flaw]
-    folder = emulated.with_flaw("scan/cuda/step_ring.cuh", right, wrong, tmp_path)
+    folder = emulated.with_flaw("scan/linear/cuda/step_ring.cuh", right, wrong, tmp_path)
     assert not passes(emulated.build("step_ring", folder, SIZE=size), range(25, 33))

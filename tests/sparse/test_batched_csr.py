@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
+from weft._sparse.reference import conv_values_reference, csr_mm_reference, csr_sampled_mm_reference
+from weft._sparse.windows import convolution
 from weft.sparse import BatchedCSR, conv2d_jacobian
-from weft.sparse._reference import conv_values_reference, csr_mm_reference, csr_sampled_mm_reference
-from weft.sparse._windows import convolution
 
 from tests.common import DEVICES, DTYPES, assert_close, poisoned
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from weft._sparse import jacobians as generators
 from weft.sparse import (
-    _jacobians,
     adaptive_avg_pool2d_jacobian,
     avg_pool2d_jacobian,
     batch_norm_jacobian,
@@ -440,13 +440,13 @@ def test_default_device(name: str) -> None:
 
 @pytest.mark.cuda
 def test_nothing_is_waited_for_that_is_not_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited, make = [], _jacobians.made_to_stay
+    waited, make = [], generators.made_to_stay
 
     def noted(device: torch.device, *of):
         waited.append((device.type, made := make(device, *of)))
         return made
 
-    monkeypatch.setattr(_jacobians, "made_to_stay", noted)
+    monkeypatch.setattr(generators, "made_to_stay", noted)
     weight = torch.randn(3, 2, 3, 3, device="cuda")
     weight[0] = 0
     clear_cache()

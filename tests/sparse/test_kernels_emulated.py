@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from weft._sparse.jacobians import _windows
 from weft.sparse import (
     BatchedCSR,
     MatmulPlan,
@@ -21,7 +22,6 @@ from weft.sparse import (
     diagonal_jacobian,
     plan_matmul,
 )
-from weft.sparse._jacobians import _windows
 
 from tests import emulated
 from tests.sparse.test_batched_csr import random_csr

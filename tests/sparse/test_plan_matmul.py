@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
+from weft._sparse.reference import csr_matmul_reference
 from weft.sparse import (
     BatchedCSR,
     conv1d_jacobian,
@@ -22,7 +23,6 @@ from weft.sparse import (
     plan_matmul,
     relu_jacobian,
 )
-from weft.sparse._reference import csr_matmul_reference
 
 from tests.common import DEVICES, DTYPES, assert_close, poisoned
 from tests.sparse.test_batched_csr import batches, random_csr

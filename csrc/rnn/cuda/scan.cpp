@@ -30,7 +30,7 @@
 #include "common/tensor.h"
 #include "rnn/cuda/scan_kernels.h"
 #include "rnn/plan.h"
-#include "scan/linear_scan.h"
+#include "scan/linear/linear_scan.h"
 
 namespace weft::rnn {
 namespace {

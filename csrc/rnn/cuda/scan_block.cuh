@@ -20,7 +20,7 @@
 #include "common/launch.cuh"
 #include "rnn/cuda/scan_block.h"
 #include "rnn/cuda/scan_step.cuh"
-#include "scan/cuda/block_chunks.cuh"
+#include "scan/linear/cuda/block_chunks.cuh"
 
 namespace weft::rnn {
 namespace {

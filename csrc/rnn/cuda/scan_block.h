@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "rnn/cuda/scan_kernels.h"
-#include "scan/cuda/block_chunks.h"
+#include "scan/linear/cuda/block_chunks.h"
 
 namespace weft::rnn {
 

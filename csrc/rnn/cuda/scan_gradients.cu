@@ -14,7 +14,7 @@
 
 #include "common/launch.cuh"
 #include "rnn/cuda/scan_kernels.h"
-#include "scan/cuda/warp_chunks.cuh"
+#include "scan/linear/cuda/warp_chunks.cuh"
 
 namespace weft::rnn {
 namespace {

@@ -9,7 +9,7 @@
 
 #include "rnn/cell.h"
 #include "rnn/scan_limits.h"
-#include "scan/stages.h"
+#include "scan/linear/stages.h"
 
 namespace weft::rnn {
 

@@ -10,8 +10,8 @@
 #include "common/launch.cuh"
 #include "rnn/cuda/scan_block.h"
 #include "rnn/cuda/scan_kernels.h"
-#include "scan/cuda/padding.h"
-#include "scan/cuda/warp_chunks.h"
+#include "scan/linear/cuda/padding.h"
+#include "scan/linear/cuda/warp_chunks.h"
 
 namespace weft::rnn {
 

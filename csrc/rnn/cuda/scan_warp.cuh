@@ -28,7 +28,7 @@
 #include "common/math.jit.cuh"
 #include "rnn/cuda/scan_kernels.h"
 #include "rnn/cuda/scan_step.cuh"
-#include "scan/cuda/warp_chunks.cuh"
+#include "scan/linear/cuda/warp_chunks.cuh"
 
 namespace weft::rnn {
 namespace {

@@ -14,10 +14,7 @@ from torch import Tensor
 
 from .._base import costs as gpu_costs
 from .._base.torch_private import differentiated_by_transform
-from ..sparse._csr import BatchedCSR
-from ..sparse._jacobians import full_pattern
-from ..sparse._pattern import Pattern
-from ..sparse._plan import MatmulPlan, count_flops, planned
+from .._sparse import BatchedCSR, MatmulPlan, Pattern, count_flops, full_pattern, planned
 from .schedule import SCHEDULES, levels_of
 
 _csr_chain = torch.ops.weft.csr_chain.default

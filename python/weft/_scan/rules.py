@@ -20,7 +20,7 @@ def _may_be_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None) -> None:
-    """The checks of csrc/scan/linear_scan.cpp, on sizes that may be symbols."""
+    """The checks of csrc/scan/linear/linear_scan.cpp, on sizes that may be symbols."""
     torch._check_type(
         A.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64),
         lambda: f"linear_scan: A must be float16, bfloat16, float32 or float64, got {A.dtype}",

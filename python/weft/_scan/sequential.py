@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._base.torch_private import differentiated_by_transform, in_transform, keeps_graph
-from ..sparse import dropout_jacobian
-from ..sparse._csr import BatchedCSR
-from ..sparse._modules import (
+from .._sparse import (
+    BatchedCSR,
     check_batch_norm,
+    dropout_jacobian,
     find_jacobian,
     transposed_jacobian,
     unknown,

@@ -1,9 +1,0 @@
-#include "scan/cuda/linear_scan_block.cuh"
-
-namespace weft::scan::block {
-
-void run_f64(const Arguments& p, bool transposed, cudaStream_t stream) {
-  launch_all<double>(p, transposed, stream);
-}
-
-}  // namespace weft::scan::block

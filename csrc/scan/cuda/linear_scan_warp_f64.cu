@@ -1,8 +1,0 @@
-// The dense linear_scan for H <= 32 in one dtype; a file each, so that they compile side by side.
-#include "scan/cuda/linear_scan_warp.cuh"
-
-namespace weft::scan {
-
-template void run_linear_scan_warp<double>(const LinearScan&, const WarpPlan&, void*, cudaStream_t);
-
-}  // namespace weft::scan
