@@ -30,7 +30,7 @@ from benchmarks.fitting import fit
 from benchmarks.scan import GRID_CELLS
 
 VARIABLE = "WEFT_RNN_GEOMETRY"
-SOURCE = "rnn/cuda/recurrence.jit.cu"
+SOURCE = "rnn/persistent/cuda/recurrence.jit.cu"
 CALL_US = 15.0
 """Of a call with few steps, which is not the geometry's."""
 
@@ -108,7 +108,7 @@ def runs(problem: Problem, geometry: Geometry) -> bool:
     os.environ[VARIABLE] = geometry.text
     try:
         with precision(problem):
-            plan = weft._C.rnn_plan(
+            plan = weft._C.rnn_report(
                 device=torch.cuda.current_device(), cell=problem.cell, input_size=8, hidden_size=problem.H, layers=1,
                 dtype=str(torch_dtype(problem)).removeprefix("torch."), directions=1, steps=1, batch=problem.B,
                 packed=False, trains=problem.backward,

@@ -31,7 +31,7 @@ def test_auto_takes_what_the_rows_say_is_faster(costed_rows, monkeypatch):
     assert len(some) > 108
     for r in some:
         facts = {"why_not": None, "forward": None, "backward": None, "microseconds": r.weft}
-        monkeypatch.setattr(choice._C, "rnn_plan", lambda facts=facts, **_: facts, raising=False)
+        monkeypatch.setattr(choice._C, "rnn_report", lambda facts=facts, **_: facts, raising=False)
         assert choice.choose("auto", r.case)[0] == "persistent", r
 
 

@@ -141,7 +141,7 @@ def test_auto_was_measured_not_to_lose(monkeypatch):
     """Every point of the grid is there, and where "auto" takes the scan it keeps the bound that it promises. Elsewhere
     both sides run torch's kernel, and a difference is the host's."""
     monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.delattr(choice._C, "rnn_plan", raising=False)  # which asks for a device
+    monkeypatch.delattr(choice._C, "rnn_report", raising=False)  # which asks for a device
     rows = common.read_rows(common.RESULTS / "scan_auto.csv")
     options = argparse.Namespace(
         devices=["cuda"], cells=scan.GRID_CELLS, T=scan.GRID_T, B=scan.GRID_B, H=scan.GRID_H, algorithm="auto"

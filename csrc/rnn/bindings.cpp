@@ -5,10 +5,10 @@
 #include <array>
 #include <tuple>
 
-#include "rnn/scan_limits.h"
+#include "rnn/scan/limits.h"
 #ifdef WEFT_WITH_CUDA
 #include "common/cuda/captured.h"
-#include "rnn/plan.h"
+#include "rnn/report.h"
 #endif
 
 namespace py = pybind11;
@@ -33,14 +33,14 @@ py::object layout(const std::optional<RnnPass>& pass) {
 
 void bind_cuda(py::module_& m) {
   m.def(
-      "rnn_plan",
+      "rnn_report",
       [](int device, const std::string& cell, const std::string& dtype, int64_t input_size, int64_t hidden_size,
          int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains) {
-        RnnPlanReport report;
+        RnnReport report;
         {
           py::gil_scoped_release release;
-          report = rnn_plan_report(
-              device, {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains});
+          report = rnn_report(device,
+                              {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains});
         }
         py::dict facts;
         facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);

@@ -62,7 +62,7 @@
 #include <tuple>
 #include <vector>
 
-#include "rnn/cell.h"
+#include "rnn/cells/cell.h"
 
 namespace weft::rnn {
 

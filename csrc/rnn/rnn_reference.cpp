@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-#include "rnn/cell_reference.h"
+#include "rnn/cells/cell_reference.h"
 
 namespace weft::rnn {
 namespace {

@@ -1,5 +1,5 @@
 // The kernels of weft::rnn_cell as functions, in float32.
-#include "rnn/cuda/cell_step.cuh"
+#include "rnn/step/cuda/cell_step.cuh"
 #include "emulator.h"
 
 using namespace weft::rnn;

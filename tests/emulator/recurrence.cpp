@@ -1,6 +1,6 @@
 // The recurrence kernel of weft::rnn as a function, for the macros that it is compiled with.
 #include "emulator.h"
-#include "rnn/cuda/recurrence.jit.cu"
+#include "rnn/persistent/cuda/recurrence.jit.cu"
 
 using namespace weft;
 using namespace weft::rnn;

@@ -1,4 +1,4 @@
-"""What weft._C.rnn_plan says on a GPU that is not there: csrc's own planning, compiled for a processor."""
+"""What weft._C.rnn_report says on a GPU that is not there: csrc's own planning, compiled for a processor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ H200 = (132, 232_448, 90)
 
 
 class Planner:
-    """`rnn_plan` by the costs and limits of a GPU; float32 is TF32."""
+    """`rnn_report` by the costs and limits of a GPU; float32 is TF32."""
 
     def __init__(self, folder: Path, costs: gpu_costs.Costs, limits: tuple[int, int, int] = H200) -> None:
         library = folder / "planner.so"

@@ -123,7 +123,7 @@ def on_an_h200(planner, monkeypatch, tmp_path) -> Iterator[None]:
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuned, "_entries", None)
     monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(choice._C, "rnn_plan", planner, raising=False)
+    monkeypatch.setattr(choice._C, "rnn_report", planner, raising=False)
     choice.forget_choices()
     yield
     choice.forget_choices()

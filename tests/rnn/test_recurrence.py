@@ -31,7 +31,7 @@ from tests.rnn.test_rnn import (
     rnn,
 )
 
-SOURCE = "rnn/cuda/recurrence.jit.cu"
+SOURCE = "rnn/persistent/cuda/recurrence.jit.cu"
 ROOT = Path(__file__).resolve().parents[2]
 GEOMETRY = "WEFT_RNN_GEOMETRY"
 TIERS = (
@@ -314,7 +314,7 @@ def test_directions_that_do_not_fit_together():
     """They run one after the other, packed too."""
     sample = Sample("lstm", 4, 3, 3, 2048, bidirectional=True, lengths=(4, 3, 1), dtype=torch.bfloat16)
     sizes = {"cell": "lstm", "dtype": "bfloat16", "input_size": 3, "hidden_size": 2048, "layers": 1, "directions": 2}
-    plan = _C.rnn_plan(device=0, **sizes, steps=4, batch=3, packed=True, trains=True)
+    plan = _C.rnn_report(device=0, **sizes, steps=4, batch=3, packed=True, trains=True)
     assert plan["forward"]["directions"] == plan["backward"]["directions"] == 1
     args = arguments(sample, "cuda", requires_grad=True)
     exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
@@ -335,7 +335,7 @@ def test_falls_back_where_nothing_fits(monkeypatch):
     found = torch.ops.weft.rnn(x, None, None, list(layer.parameters()), cell="gru")[0]  # step by step
     assert torch.allclose(found, expected, atol=2e-3)
     huge = {"device": 0, "cell": "lstm", "dtype": "float32", "input_size": 8, "hidden_size": 8192, "layers": 1}
-    plan = _C.rnn_plan(**huge, directions=1, steps=10, batch=4, packed=False, trains=True)
+    plan = _C.rnn_report(**huge, directions=1, steps=10, batch=4, packed=False, trains=True)
     assert "do not fit" in plan["why_not"] and plan["microseconds"] is None
 
 

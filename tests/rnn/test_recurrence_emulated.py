@@ -271,13 +271,13 @@ FLAWS = {
     "does not poll": (POOLED, "jit/exchange_grid.jit.cuh", "while (__any_sync(~0u, missing())) reload();", ""),
     "does not wait for its own warps": (
         POOLED,
-        "rnn/cuda/recurrence.jit.cu",
+        "rnn/persistent/cuda/recurrence.jit.cu",
         "if (kGroup == 1) prefetch();\n    __syncthreads();",
         "",
     ),
     "writes beyond the vector": (
         Sample("gru", "cluster", 4, 3, 50),
-        "rnn/cuda/recurrence.jit.cu",
+        "rnn/persistent/cuda/recurrence.jit.cu",
         "+ chunk / kChunksOfSlice * kPitch",
         "+ (chunk / kChunksOfSlice + 3) * kPitch",
     ),

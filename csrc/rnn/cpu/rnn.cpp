@@ -1,4 +1,4 @@
-// weft::rnn on the CPU: types, the team's plan, packing. The arithmetic is in rnn_kernels-inl.h.
+// weft::rnn on the CPU: types, how a team divides the work, packing. The arithmetic is in rnn_kernels-inl.h.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -15,8 +15,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "rnn/cpu/rnn_kernels.h"
-#include "rnn/cpu/team.h"
+#include "rnn/persistent/cpu/rnn_kernels.h"
+#include "rnn/persistent/cpu/team.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_reference.h"
 
@@ -117,7 +117,7 @@ Grid choose_grid(const RnnSizes& s, StepDepth depth, int64_t lanes, int64_t elem
 constexpr int64_t kTaskRows = 128;
 
 // Who does what. Members [0, directions at once * parts) run the recurrences; all share what has no recurrence.
-struct Plan {
+struct Team {
   int members, at_once;        // threads of the team, directions that run side by side
   int slices;                  // of each batch group
   int slice_members;           // of each batch group, at the beginning of a pass
@@ -127,7 +127,7 @@ struct Plan {
   Barrier everyone;
   int64_t handed_out[5] = {};  // tasks of each product over all steps, which members take as they get free
 
-  Plan(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes, int team)
+  Team(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes, int team)
       : members(team), at_once(std::min(team, s.D)) {
     const Grid grid = choose_grid(s, depth, lanes, element_bytes, team / at_once);
     arrivals.resize(team + s.D * grid.groups * grid.slices);
@@ -186,14 +186,14 @@ int wanted_members(const RnnSizes& s, StepDepth depth, int64_t lanes) {
   return static_cast<int>(std::clamp<double>(cycles / 30000, 1, team_limit()));
 }
 
-// Runs work(plan, member) on a team, or alone where there are fewer threads than the plan counts on.
+// Runs work(team, member) on a team, or alone where there are fewer threads than that.
 template <typename Prepare, typename Work>
-void run_planned(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes,
+void run_on_team(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes,
                  Prepare prepare, Work work) {
   for (int members = wanted_members(s, depth, lanes);; members = 1) {
-    Plan plan(s, steps, depth, lanes, element_bytes, members);
-    const auto memory = prepare(plan);
-    if (run_team(members, [&](int member) { work(plan, memory, member); })) return;
+    Team team(s, steps, depth, lanes, element_bytes, members);
+    const auto memory = prepare(team);
+    if (run_team(members, [&](int member) { work(team, memory, member); })) return;
   }
 }
 
@@ -250,44 +250,44 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
   };
 
   // Memory: for each direction w_ih, w_hh and the state; then the scratch of each member's part.
-  const auto prepare = [&](Plan& plan) {
+  const auto prepare = [&](Team& team) {
     std::vector<int64_t> counts;
     for (int d = 0; d < s.D; ++d) {
-      counts.push_back(k.packed_size(packing(d, false, plan.slices)));
-      counts.push_back(k.packed_size(packing(d, true, plan.slices)));
+      counts.push_back(k.packed_size(packing(d, false, team.slices)));
+      counts.push_back(k.packed_size(packing(d, true, team.slices)));
       counts.push_back(2 * s.B * stride);
     }
-    for (int member = 0; member < plan.members; ++member) {
+    for (int member = 0; member < team.members; ++member) {
       int64_t most = 0;
-      plan.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
+      team.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
         most = std::max(most, k.forward_scratch(arguments(d), part));
       });
       counts.push_back(most);
     }
     return allocate(counts, input.options());
   };
-  const auto work = [&](Plan& plan, const Memory& memory, int member) {
+  const auto work = [&](Team& team, const Memory& memory, int member) {
     T* const base = static_cast<T*>(memory.data.mutable_data_ptr());
     const auto at = [&](int index) { return base + memory.offsets[index]; };
     for (int d = 0; d < s.D; ++d) {
       for (int which = 0; which < 2; ++which) {
-        auto pack = packing(d, which == 1, plan.slices);
+        auto pack = packing(d, which == 1, team.slices);
         pack.packed = at(3 * d + which);
-        k.pack(pack, member, plan.members);
+        k.pack(pack, member, team.members);
       }
     }
-    plan.own_parts(s.D, member,
+    team.own_parts(s.D, member,
                    [&](int d, const RnnPart& part, int) { k.forward_begin(arguments(d), part, at(3 * d + 2)); });
-    plan.everyone.wait(member);
+    team.everyone.wait(member);
     const auto scratch = [&](int index) { return at(3 * s.D + index); };
-    plan.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
+    team.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
       auto own = arguments(d);
       own.w_ih = at(3 * d);
       own.w_hh = at(3 * d + 1);
       k.forward(own, group, at(3 * d + 2));
     });
   };
-  run_planned(s, steps, {s.G * s.H, s.G * s.I}, k.lanes, sizeof(T), prepare, work);
+  run_on_team(s, steps, {s.G * s.H, s.G * s.I}, k.lanes, sizeof(T), prepare, work);
 }
 
 // The rows before each row of a direction, pointers to its states: null where the state is zero.
@@ -368,45 +368,45 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
   };
 
   // Memory: for each direction w_ih, w_hh and dgates; then the scratch of each member's part, and later of the member.
-  const auto prepare = [&](Plan& plan) {
+  const auto prepare = [&](Team& team) {
     std::vector<int64_t> counts;
     for (int d = 0; d < s.D; ++d) {
       counts.push_back(result[0].defined() ? k.packed_size(packing(d, false, 1)) : 0);
-      counts.push_back(k.packed_size(packing(d, true, plan.slices)));
+      counts.push_back(k.packed_size(packing(d, true, team.slices)));
       counts.push_back(s.R * d_stride);
     }
-    for (int member = 0; member < plan.members; ++member) {
+    for (int member = 0; member < team.members; ++member) {
       int64_t most = k.transposed_scratch();
-      plan.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
+      team.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
         most = std::max(most, k.backward_scratch(arguments(d), part));
       });
       counts.push_back(most);
     }
     return allocate(counts, options);
   };
-  const auto work = [&](Plan& plan, const Memory& memory, int member) {
+  const auto work = [&](Team& team, const Memory& memory, int member) {
     T* const base = static_cast<T*>(memory.data.mutable_data_ptr());
     const auto at = [&](int index) { return base + memory.offsets[index]; };
     const auto scratch = [&](int index) { return at(3 * s.D + index); };
     for (int d = 0; d < s.D; ++d) {
       for (int which = result[0].defined() ? 0 : 1; which < 2; ++which) {
-        auto pack = packing(d, which == 1, plan.slices);
+        auto pack = packing(d, which == 1, team.slices);
         pack.packed = at(3 * d + which);
-        k.pack(pack, member, plan.members);
+        k.pack(pack, member, team.members);
       }
     }
-    plan.everyone.wait(member);
-    plan.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
+    team.everyone.wait(member);
+    team.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
       auto own = arguments(d);
       own.w_hh = at(3 * d + 1);
       own.dgates = at(3 * d + 2);
       k.backward(own, group);
     });
-    plan.everyone.wait(member);
+    team.everyone.wait(member);
     if (result[0].defined()) {
-      const int64_t share = (s.R + plan.members - 1) / plan.members;
+      const int64_t share = (s.R + team.members - 1) / team.members;
       const int64_t rows = std::min(kTaskRows, (share + 7) / 8 * 8), tasks = (s.R + rows - 1) / rows;
-      for (int64_t task; (task = plan.take(0)) < tasks;) {
+      for (int64_t task; (task = team.take(0)) < tasks;) {
         for (int d = 0; d < s.D; ++d) {
           k.multiply({at(3 * d + 2), d_stride, M, kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
                      task * rows, std::min(s.R, (task + 1) * rows));
@@ -420,10 +420,10 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
         return which < (s.bias ? 4 : 2) ? mutable_pointer<T>(result[first + which]) : nullptr;
       };
       // Each task packs all of the right side: not more of them than what the packing is small beside.
-      const int tasks = static_cast<int>(std::clamp<int64_t>(M / 256, plan.members, 4 * plan.members));
+      const int tasks = static_cast<int>(std::clamp<int64_t>(M / 256, team.members, 4 * team.members));
       const auto transposed = [&](int product, const TransposedArgs<T>& product_args) {
         if (product_args.out == nullptr && product_args.sums == nullptr) return;  // nobody asks
-        for (int64_t task; (task = plan.take(product)) < tasks;) {
+        for (int64_t task; (task = team.take(product)) < tasks;) {
           k.transposed(product_args, static_cast<int>(task), tasks, scratch(member));
         }
       };
@@ -432,7 +432,7 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
                              0, s.H, grad(1), grad(3)});
     }
   };
-  run_planned(s, steps, {s.G * s.H, 0}, k.lanes, sizeof(T), prepare, work);
+  run_on_team(s, steps, {s.G * s.H, 0}, k.lanes, sizeof(T), prepare, work);
 
   for (Tensor& t : result) {
     t = t.defined() ? t.to(args.input.scalar_type()) : at::empty({0}, args.input.options());

@@ -21,13 +21,13 @@
 #include "common/autograd.h"
 #include "common/cuda/captured.h"
 #include "common/cuda/device_costs.h"
-#include "rnn/cuda/multiply.h"
-#include "rnn/cuda/products_us.h"
-#include "rnn/cuda/recurrence.h"
-#include "rnn/cuda/scan.h"
-#include "rnn/plan.h"
+#include "rnn/persistent/cuda/multiply.h"
+#include "rnn/persistent/cuda/products_us.h"
+#include "rnn/persistent/cuda/recurrence.h"
+#include "rnn/report.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_reference.h"
+#include "rnn/scan/cuda/scan.h"
 
 namespace weft::rnn {
 namespace {
@@ -80,18 +80,18 @@ PackedRows packed_rows(const RnnSteps& steps, const RnnSizes& s, at::Device devi
   return {to_device(lengths, device), to_device(offsets, device)};
 }
 
-// What a call multiplies in, and the plan of its recurrence; no plan where the reference has to run.
+// What a call multiplies in, and the kernel of its recurrence; null where the reference has to run.
 struct Way {
   RecurrenceType type{};
-  const RecurrencePlan* plan = nullptr;
+  const RecurrenceKernel* recurrence = nullptr;
 };
 Way way_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
   const auto type = type_of(args.input.scalar_type());
   if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.H > kMaxHidden) return {};
   if (s.T > kMaxRows || s.B > kMaxRows) return {};
-  const RecurrencePlan& plan =
-      recurrence_plan({args.cell, *type, backward, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)});
-  return {*type, plan.geometry ? &plan : nullptr};
+  const RecurrenceKernel& recurrence =
+      recurrence_kernel({args.cell, *type, backward, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)});
+  return {*type, recurrence.geometry ? &recurrence : nullptr};
 }
 
 // The arguments that forward and backward share, and what keeps their memory alive.
@@ -151,10 +151,10 @@ struct Launch {
   }
 };
 
-// The forward pass by the recurrence kernel, or the reference where there is no plan.
+// The forward pass by the recurrence kernel, or the reference where it has none.
 RnnResults persistent_forward(const Way& way, const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
-  const auto [type, plan] = way;
-  if (!plan) return rnn_reference(args, s, keep_cells, save);
+  const auto [type, recurrence] = way;
+  if (!recurrence) return rnn_reference(args, s, keep_cells, save);
   const Tensor& input = args.input;
   const RnnResults r = allocate_rnn(args, s, keep_cells, save, input.scalar_type(), input.scalar_type());
   Launch launch(args, s);
@@ -179,8 +179,8 @@ RnnResults persistent_forward(const Way& way, const RnnArgs& args, const RnnSize
   a.c_n = mutable_pointer(r.c_n);
   a.save = keeps_gates;
   if (s.packed) launch.set_packed(packed_rows(rnn_steps(args, s), s, input.device()));
-  if (plan->geometry->tier == Tier::kGrid) launch.set_exchange(r.output, s.D * s.H, s.H, 1, false, s);
-  launch_recurrence(*plan, a, c10::cuda::getCurrentCUDAStream());
+  if (recurrence->geometry->tier == Tier::kGrid) launch.set_exchange(r.output, s.D * s.H, s.H, 1, false, s);
+  launch_recurrence(*recurrence, a, c10::cuda::getCurrentCUDAStream());
   return r;
 }
 
@@ -198,8 +198,8 @@ Tensor states_before(const RnnArgs& args, const RnnSizes& s, const RnnSteps& ste
 std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& s,
                                         const Tensor& output, const Tensor& cells, const Tensor& gates,
                                         const c10::List<bool>& output_mask) {
-  const auto [type, plan] = way_of(args, s, /*backward=*/true);
-  if (!plan) return rnn_backward_reference(grads, args, s, output_mask);
+  const auto [type, recurrence] = way_of(args, s, /*backward=*/true);
+  if (!recurrence) return rnn_backward_reference(grads, args, s, output_mask);
   const Tensor& input = args.input;
   const OptionalTensor &h0 = args.h0, &c0 = args.c0;
   // A backward called inside an autocast region must not round its sums to half types.
@@ -235,10 +235,10 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
     steps = rnn_steps(args, s);
     launch.set_packed(packed_rows(*steps, s, input.device()));
   }
-  if (plan->geometry->tier == Tier::kGrid) {
+  if (recurrence->geometry->tier == Tier::kGrid) {
     launch.set_exchange(dgates, stride, s.R * stride, s.G, args.cell == Cell::kGru, s);
   }
-  launch_recurrence(*plan, a, c10::cuda::getCurrentCUDAStream());
+  launch_recurrence(*recurrence, a, c10::cuda::getCurrentCUDAStream());
 
   const Tensor rows = input.contiguous();
   const int64_t columns = s.G * H;
@@ -349,7 +349,7 @@ RnnResults forward_for_scan(const RnnArgs& args, const RnnSizes& s, bool keep_ce
   const auto type = args.input.scalar_type();
   const Widened wide(args, accumulate_type(type));
   const Way way = way_of(wide.args, s, /*backward=*/false);
-  if (!way.plan && scan_has_kernels(args, s)) return scan_forward(args, s, keep_cells, save);
+  if (!way.recurrence && scan_has_kernels(args, s)) return scan_forward(args, s, keep_cells, save);
   RnnResults r = persistent_forward(way, wide.args, s, keep_cells, save);
   for (Tensor* t : {&r.output, &r.h_n, &r.c_n}) *t = in_type(*t, type);
   return r;
@@ -442,9 +442,9 @@ std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& c, bool backw
   return result;
 }
 
-RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
+RnnReport rnn_report(int device, const RnnCase& c) {
   const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
-  RnnPlanReport report;
+  RnnReport report;
   for (const bool backward : {false, true}) {
     if (backward && !c.trains) break;
     const auto problem = problem_of(c, backward);
@@ -453,12 +453,12 @@ RnnPlanReport rnn_plan_report(int device, const RnnCase& c) {
       if (c.dtype != "float64") report.why_not = "its weights do not fit on the chip";
       return report;
     }
-    const RecurrencePlan& plan = recurrence_plan(*problem);
-    if (!plan.geometry) {
-      report.why_not = plan.why_not;
+    const RecurrenceKernel& recurrence = recurrence_kernel(*problem);
+    if (!recurrence.geometry) {
+      report.why_not = recurrence.why_not;
       continue;
     }
-    const RecurrenceGeometry& g = *plan.geometry;
+    const RecurrenceGeometry& g = *recurrence.geometry;
     (backward ? report.backward : report.forward) =
         RnnPass{tier_name(g.tier), g.fma ? "fma" : "mma", g.groups * c.directions, g.group, 32 * g.warps, g.columns,
                 g.cluster,         g.directions};

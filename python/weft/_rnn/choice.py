@@ -189,7 +189,7 @@ def why_not_persistent(case: Case) -> str | None:
     obstacle = _why_not_ours(case)
     if obstacle is not None or case.device != "cuda":
         return obstacle
-    if not hasattr(_C, "rnn_plan"):
+    if not hasattr(_C, "rnn_report"):
         return "its CUDA kernels are not built"
     return persistent_plan(case).why_not
 
@@ -239,7 +239,7 @@ def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
     steps: int, batch: int, packed: bool, trains: bool,
 ) -> Plan:  # fmt: skip
-    facts = _C.rnn_plan(
+    facts = _C.rnn_report(
         device=torch.cuda.current_device() if index is None else index,
         cell=cell,
         dtype=str(dtype).removeprefix("torch."),

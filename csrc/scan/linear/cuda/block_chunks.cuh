@@ -1,5 +1,5 @@
 // What the chunked scans share that hold a chunk's product in the registers of one block: block.cuh, which
-// reads its matrices, and rnn/cuda/scan_block.cuh, which forms them.
+// reads its matrices, and rnn/scan/cuda/scan_block.cuh, which forms them.
 //
 // A chunk of a linear recurrence is an affine map, x -> P x + v. In the kernel that makes the maps every worker warp
 // owns 16 columns of P, transposed, in registers: the accumulator layout of mma is the layout of the left operand of

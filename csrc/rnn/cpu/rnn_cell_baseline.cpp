@@ -1,9 +1,0 @@
-// weft::rnn_cell's CPU kernels for what every processor of the architecture has.
-#include "rnn/cpu/rnn_cell_kernels.h"
-
-// After the other headers, and in this order.
-#include "common/cpu/baseline-begin-inl.h"
-
-#include "rnn/cpu/rnn_cell_kernels-inl.h"
-
-#include "common/cpu/simd-end-inl.h"

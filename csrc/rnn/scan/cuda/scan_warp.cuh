@@ -1,0 +1,629 @@
+// Kernels for H <= 32, where a warp holds a chunk: one layer, one direction, forward and the scan of its backward pass.
+//
+// The backward pass of a recurrent net is the chain g[s-1] = J[s]^T (g[s] + e[s]), e the gradient arriving at the
+// output of step s (BPPSA, MLSys 2020, section 3). It is cut into chunks of L steps (see warp_chunks.cuh):
+//
+//   1. products: for every (chunk, batch) the affine map of the chunk, P and v, on the tensor cores in split TF32; one
+//      warp holds the columns in registers for all L steps. J is never stored: an RNN's columns are scaled by the
+//      derivative and multiplied by W, which is split once; a GRU's three and an LSTM's first three weight blocks are
+//      merged with their derivatives into the operand of the step, shared by all columns; an LSTM's state is (dh, dc)
+//      and only the blocks of its Jacobian that are not diagonal are multiplied. H^2 (H + 1) FMA per step and pair, an
+//      LSTM 4 H^3.
+//   2. boundaries: one warp per batch row carries g through the chunks, 0.11 to 0.24 us each (LSTM 0.22 to 0.48).
+//   3. replay: one warp per (chunk, batch), lane i owns unit i, W in registers, the gate gradients exchanged through
+//      shared memory: matrix-vector products only, and the only stage that writes per-step results. With one chunk it
+//      is the plain sequential backward pass, 0.14 us per step (GRU 0.25, LSTM 0.29).
+//
+// What was learnt: columns in fp32 FMAs, whole columns per thread, ran at 60% of the issue rate and took 1.2 (RNN) to 5
+// (LSTM) times as long as three TF32 products; the sum of a whole step left to the tensor core loses digits over a long
+// chunk, because it cuts off instead of rounding; loads into registers cannot run four steps ahead (six
+// scoreboards a warp), asynchronous copies can, which halved the time of a step; lanes without a unit must not repeat
+// the last unit's loads and stores, which take turns: without them replay takes 0.6 of the time at H = 20, a third at H
+// = 8; replay as tiles of 16 pairs on the tensor cores takes 0.65 us a step, more than the many warps it stands for;
+// the time of a product goes up in stairs, with the number of warps that share a scheduler.
+#pragma once
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "common/math.jit.cuh"
+#include "rnn/scan/cuda/scan_kernels.h"
+#include "rnn/scan/cuda/scan_step.cuh"
+#include "scan/linear/cuda/warp_chunks.cuh"
+
+namespace weft::rnn {
+namespace {
+
+using namespace scan::warp;
+
+// ------------------------------------------------------------------------------------------------------- forward
+// One warp per sequence, lane i owns unit i and its rows of W_hh; h is exchanged through shared memory. The input of
+// kAhead steps is in flight: a step takes about 0.1 us, a load from memory 0.7. A step is one dependent chain: the
+// exchange (60 cycles), the products (25), the nonlinearity (100).
+template <Cell cell, int HP, typename scalar>
+__global__ void __launch_bounds__(kWarp) forward_kernel(ScanShape shape, WarpForward<scalar> a) {
+  constexpr int G = gate_blocks(cell);
+  constexpr int kAhead = 16;
+  constexpr int kChains = G == 1 ? 4 : 2;  // independent sums per gate, to hide the latency of the FMA
+  const int lane = threadIdx.x;
+  const int64_t b = blockIdx.x;
+  const int H = shape.H;
+  // A spare lane computes with the last unit's numbers, but loads and writes nothing: stores of several lanes to one
+  // address take turns.
+  const bool own = lane < H;
+  const int unit = own ? lane : H - 1;
+
+  __shared__ alignas(32) scalar exchange[2][HP];
+  __shared__ scalar ring[kAhead][G][kWarp];
+  scalar w[G][HP], bias[G];
+#pragma unroll
+  for (int g = 0; g < G; ++g) {
+    bias[g] = a.b_hh ? a.b_hh[g * H + unit] : scalar(0);
+#pragma unroll
+    for (int k = 0; k < HP; ++k) w[g][k] = k < H ? a.w_hh[(g * H + unit) * H + k] : scalar(0);
+  }
+  scalar h = a.h0[b * H + unit];
+  scalar c = cell == Cell::kLstm ? a.c0[b * H + unit] : scalar(0);
+  if (lane < HP) exchange[0][lane] = exchange[1][lane] = scalar(0);  // the padding stays zero
+  __syncwarp();
+  if (own) exchange[0][unit] = h;
+
+  const int64_t step = shape.reverse ? -shape.B : shape.B;  // rows from one step to the next
+  const int64_t row = (shape.reverse ? shape.T - 1 : 0) * shape.B + b;
+  const scalar* ahead = a.projected + row * G * H + unit;
+  scalar* output = a.output + row * H + unit;
+  scalar* gates = a.gates ? a.gates + row * 4 * H + unit : nullptr;
+  scalar* cells = a.gates ? a.cells + row * H + unit : nullptr;
+  int64_t fetched = 0;
+  auto fetch = [&]() {
+    if (own && fetched < shape.T) {
+#pragma unroll
+      for (int g = 0; g < G; ++g) copy_async<sizeof(scalar)>(&ring[unsigned(fetched) % kAhead][g][lane], ahead + g * H);
+    }
+    copy_commit();
+    ++fetched;
+    ahead += step * G * H;
+  };
+  for (int d = 0; d < kAhead - 1; ++d) fetch();
+  __syncwarp();
+
+#pragma unroll 1
+  for (int64_t s = 0; s < shape.T; ++s) {
+    copy_wait<kAhead - 2>();
+    scalar in[G];
+#pragma unroll
+    for (int g = 0; g < G; ++g) in[g] = ring[unsigned(s) % kAhead][g][lane];
+    fetch();
+    scalar sum[G][kChains];
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+#pragma unroll
+      for (int j = 0; j < kChains; ++j) sum[g][j] = j == 0 ? bias[g] : scalar(0);
+#pragma unroll
+    for (int k = 0; k < HP; k += 4) {
+      scalar v[4];
+      load4(&exchange[s & 1][k], v);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int g = 0; g < G; ++g) sum[g][j % kChains] += w[g][k + j] * v[j];
+    }
+    scalar u[G];
+#pragma unroll
+    for (int g = 0; g < G; ++g)
+      u[g] = kChains == 4 ? (sum[g][0] + sum[g][1]) + (sum[g][2] + sum[g][kChains - 1]) : sum[g][0] + sum[g][1];
+
+    if constexpr (cell == Cell::kGru) {
+      const scalar r = sigmoid(in[0] + u[0]), z = sigmoid(in[1] + u[1]), n = hyperbolic_tangent(in[2] + r * u[2]);
+      h = n + z * (h - n);
+      if (own && gates) gates[0] = r, gates[H] = z, gates[2 * H] = n, gates[3 * H] = u[2];
+    } else if constexpr (cell == Cell::kLstm) {
+      const scalar i = sigmoid(in[0] + u[0]), f = sigmoid(in[1] + u[1]), g = hyperbolic_tangent(in[2] + u[2]),
+                   o = sigmoid(in[3] + u[3]);
+      c = f * c + i * g;
+      h = o * hyperbolic_tangent(c);
+      if (own && gates) gates[0] = i, gates[H] = f, gates[2 * H] = g, gates[3 * H] = o, cells[0] = c;
+      cells += step * H;
+    } else {
+      const scalar x = in[0] + u[0];
+      // The comparison is false for NaN, which then passes.
+      h = cell == Cell::kRnnRelu ? (x <= scalar(0) ? scalar(0) : x) : hyperbolic_tangent(x);
+    }
+    if (own) {
+      exchange[(s + 1) & 1][unit] = h;
+      output[0] = h;
+    }
+    output += step * H;
+    if constexpr (cell == Cell::kGru || cell == Cell::kLstm)
+      if (gates) gates += step * 4 * H;
+    __syncwarp();
+  }
+  copy_wait<0>();
+  if (!own) return;
+  a.h_n[b * H + unit] = h;
+  if constexpr (cell == Cell::kLstm) a.c_n[b * H + unit] = c;
+}
+
+// ------------------------------------------------------------------------------------------------------ 3. replay
+// Runs the chain over steps [low, high) of batch row b, downwards; lane i enters and leaves with the gradient of unit
+// i.
+template <Cell cell, int HP>
+struct ReplayLayout {
+  static constexpr int kAhead = 8;
+  static constexpr int kVectors = vectors_per_step<cell>;
+  static constexpr int kRing = kAhead * (kSaved<cell> + 1) * kWarp, kExchange = 2 * kVectors * HP;
+  static constexpr int kElements = kRing + kExchange;  // of shared memory, per warp
+};
+
+template <Cell cell, int HP, bool kWrite, typename scalar>
+__device__ __forceinline__ void replay_steps(const ScanShape& shape, const ScanChain<scalar>& a, int64_t b, int64_t low,
+                                             int64_t high, scalar& gh, scalar& gc, scalar* shared) {
+  using Layout = ReplayLayout<cell, HP>;
+  constexpr int R = Layout::kVectors, kAhead = Layout::kAhead, N = kSaved<cell> + 1;
+  constexpr int K = chain_blocks(cell);
+  const int lane = threadIdx.x % kWarp;
+  const int H = shape.H;
+  // A spare lane computes with the last unit's weights and numbers of no meaning, and loads and writes nothing: stores
+  // of several lanes to one address take turns.
+  const bool own = lane < H;
+  const int unit = own ? lane : H - 1;
+
+  scalar w[R][HP];
+#pragma unroll
+  for (int g = 0; g < R; ++g)
+#pragma unroll
+    for (int k = 0; k < HP; ++k) w[g][k] = k < H ? a.w_hh[(g * H + k) * H + unit] : scalar(0);
+  for (int k = lane; k < Layout::kExchange; k += kWarp) shared[k] = scalar(0);  // the padding stays zero
+
+  scalar* const ring = shared + Layout::kExchange + lane;
+  const int steps = int(high - low);
+  Cursor<cell, scalar> cursor(shape, a, high - 1, b, unit);
+  int fetched = 0;
+  auto fetch = [&]() {
+    if (own && fetched < steps) {
+      const scalar* from[kSaved<cell>];
+      cursor.sources(low == 0 && fetched == steps - 1, from);
+      scalar* to = ring + fetched % kAhead * (N * kWarp);
+#pragma unroll
+      for (int n = 0; n < N - 1; ++n) copy_async<sizeof(scalar)>(to + n * kWarp, from[n]);
+      if (cursor.gradient) copy_async<sizeof(scalar)>(to + (N - 1) * kWarp, cursor.gradient);
+      cursor.down();
+    }
+    copy_commit();
+    ++fetched;
+  };
+  for (int d = 0; d < kAhead - 1; ++d) fetch();
+  const bool arriving = a.grad_output != nullptr;
+  const int64_t out_step = (shape.reverse ? shape.B : -shape.B) * K * H;
+  [[maybe_unused]] scalar* out = kWrite ? a.dgates + row_of<scalar>(shape, high - 1, b) * K * H + unit : nullptr;
+  scalar* exchange = shared;
+  __syncwarp();
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    copy_wait<kAhead - 2>();
+    const scalar* slot = ring + step % kAhead * (N * kWarp);
+    scalar saved[kSaved<cell>];
+#pragma unroll
+    for (int n = 0; n < N - 1; ++n) saved[n] = slot[n * kWarp];
+    const scalar e = arriving ? slot[(N - 1) * kWarp] : scalar(0);
+    fetch();
+    const Derivative<cell, scalar> j(saved);
+    const scalar dh = gh + e;
+    auto publish = [&](int vector, scalar value) {
+      if (own) exchange[vector * HP + unit] = value;
+    };
+    auto write = [&](int block, scalar value) {
+      if (kWrite && own) out[block * H] = value;
+    };
+    const scalar direct = send(j, dh, gc, publish, write);
+    __syncwarp();
+    scalar sum[4] = {};
+#pragma unroll
+    for (int g = 0; g < R; ++g)
+#pragma unroll
+      for (int k = 0; k < HP; k += 4) {
+        scalar v[4];
+        load4(exchange + g * HP + k, v);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] += w[g][k + i] * v[i];
+      }
+    // What flows on directly comes last: with saturated gates it is nearly all, and would absorb the rest.
+    gh = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + direct;
+    if (kWrite) out += out_step;
+    exchange = exchange == shared ? shared + R * HP : shared;
+  }
+  copy_wait<0>();
+  __syncwarp();
+  // Spare lanes leave with the last unit's gradient, as they came.
+  gh = __shfl_sync(~0u, gh, unit);
+  if constexpr (cell == Cell::kLstm) gc = __shfl_sync(~0u, gc, unit);
+}
+
+// Chunks are cut from the end, so that all but chunk 0, whose map is not needed, have the same length.
+struct Chunks {
+  int count;
+  int64_t length;
+  __device__ int64_t low(int64_t chunk, int64_t T) const { return max(T - (count - chunk) * length, int64_t(0)); }
+  __device__ int64_t high(int64_t chunk, int64_t T) const { return T - (count - 1 - chunk) * length; }
+};
+
+template <Cell cell, int HP>
+using Map = MapLayout<cell == Cell::kLstm ? 2 : 1, HP>;
+
+struct Workspace {
+  float* maps;    // (chunks, B, Map::kStride)
+  float* starts;  // (chunks, B, S): the gradient entering the chunk
+};
+
+template <Cell cell, int HP, typename scalar>
+__global__ void __launch_bounds__(128)
+    replay_kernel(ScanShape shape, ScanChain<scalar> a, Chunks chunks, Workspace workspace) {
+  extern __shared__ float4 dynamic4[];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
+  if (id >= chunks.count * shape.B) return;
+  const int64_t chunk = id / shape.B, b = id % shape.B;
+  const int H = shape.H, unit = min(lane, H - 1);
+
+  scalar gh, gc;
+  if (chunks.count == 1) {
+    gh = a.grad_h_n ? a.grad_h_n[b * H + unit] : scalar(0);
+    gc = a.grad_c_n ? a.grad_c_n[b * H + unit] : scalar(0);
+  } else {
+    const float* start = workspace.starts + id * Map<cell, HP>::kStates + unit;
+    gh = start[0];
+    gc = cell == Cell::kLstm ? start[HP] : 0.0f;
+  }
+  replay_steps<cell, HP, true>(shape, a, b, chunks.low(chunk, shape.T), chunks.high(chunk, shape.T), gh, gc,
+                               reinterpret_cast<scalar*>(dynamic4) + warp * ReplayLayout<cell, HP>::kElements);
+  if (chunk == 0) {
+    a.grad_h0[b * H + unit] = gh;
+    if (cell == Cell::kLstm) a.grad_c0[b * H + unit] = gc;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------- 2. chunk_boundaries
+template <Cell cell, int HP>
+__device__ __noinline__ float2 redo_chunk(const ScanShape& shape, const ScanChain<float>& a, int64_t b, int64_t low,
+                                          int64_t high, float gh, float gc, float* shared) {
+  replay_steps<cell, HP, false>(shape, a, b, low, high, gh, gc, shared);
+  return make_float2(gh, gc);
+}
+
+template <Cell cell, int HP>
+__global__ void __launch_bounds__(kWarp)
+    boundary_kernel(ScanShape shape, ScanChain<float> a, Chunks chunks, Workspace workspace) {
+  using M = Map<cell, HP>;
+  const int64_t b = blockIdx.x;
+  const int unit = min(int(threadIdx.x), shape.H - 1);
+  extern __shared__ float4 dynamic4[];
+  float* const shared = reinterpret_cast<float*>(dynamic4);
+  float gh = a.grad_h_n ? a.grad_h_n[b * shape.H + unit] : 0.0f;
+  float gc = M::kParts == 2 && a.grad_c_n ? a.grad_c_n[b * shape.H + unit] : 0.0f;
+  const int64_t last = (chunks.count - 1) * shape.B + b;
+  carry_through_chunks<M, cell == Cell::kRnnRelu>(
+      chunks.count - 1, workspace.maps + last * M::kStride, -shape.B * M::kStride, workspace.starts + last * M::kStates,
+      -shape.B * M::kStates, shape.H, gh, gc, shared, [&](int done) {
+        const int64_t high = shape.T - done * chunks.length;
+        const float2 g =
+            redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc, shared + kBoundaryElements<M>);
+        gh = g.x, gc = g.y;
+      });
+}
+
+// ----------------------------------------------------------------------------------------------- 1. chunk_products
+template <Cell cell, int HP>
+struct ProductLayout {
+  static constexpr bool kRnn = cell == Cell::kRnnTanh || cell == Cell::kRnnRelu;
+  static constexpr int kParts = cell == Cell::kLstm ? 2 : 1;
+  static constexpr int kColumns = kParts * HP + 1;  // of P, and v
+  // A GRU's step is one chain, from the merged weights to the sum: with few columns, products half as deep made it a
+  // half longer.
+  using Positions = Blocks<HP, cell != Cell::kGru>;
+  static constexpr int kPadded = Positions::kPadded;
+  // An RNN's matrix is the same everywhere, so its warps pack the columns of several (chunk, batch) pairs into tiles of
+  // 16; the others take one pair, or a part of its tiles where the registers hold no more.
+  static constexpr int kPairs = !kRnn || HP > 20 ? 1 : HP <= 8 ? 7 : 3;
+  static constexpr int kAllTiles = (kPairs * kColumns + 15) / 16;
+  static constexpr int kTiles = cell == Cell::kLstm && HP > 20 ? 2 : kAllTiles;
+  static constexpr int kSplits = (kAllTiles + kTiles - 1) / kTiles;
+
+  static constexpr int kTilesAtOnce = kTiles % 3 == 0 ? 3 : kTiles;
+  // Whether one of rows 16 t + 8 u .. + 7 is some pair's offset column.
+  static constexpr bool may_hold_offset(int t, int u) {
+    if (kSplits > 1) return true;
+    for (int row = 16 * t + 8 * u; row < 16 * t + 8 * u + 8; ++row)
+      if (row % kColumns == kColumns - 1) return true;
+    return false;
+  }
+  static constexpr int kCoefficients = cell == Cell::kGru ? 5 : cell == Cell::kLstm ? 7 : 2;
+  static constexpr int kWeightStride = kPadded + 4;  // a fragment's 32 words lie in 32 banks
+  static constexpr bool kWeightsInRegisters = cell == Cell::kGru && HP <= 24;
+  static constexpr int kWeightWords = gate_blocks(cell) * kPadded * kWeightStride;
+  static constexpr int kPairWords = kCoefficients * kPadded;
+};
+
+// One warp: kTiles tiles of 16 columns, transposed (a column of P is a row of the tile), so that the accumulator of one
+// step is the left operand of the next: m16n8k8 hands out columns 2 j and 2 j + 1 of the result to the lane that holds
+// k = j and j + 4 of the operand, and k may be numbered at will as long as both operands agree.
+template <Cell cell, int HP>
+__global__ void __launch_bounds__(kWarp)
+    product_kernel(ScanShape shape, ScanChain<float> a, Chunks chunks, Workspace workspace) {
+  using Layout = ProductLayout<cell, HP>;
+  using B = typename Layout::Positions;
+  constexpr int NB = B::kCount, NC = Layout::kCoefficients, kParts = Layout::kParts, G = gate_blocks(cell);
+  constexpr int kPadded = Layout::kPadded, kStride = Layout::kWeightStride, kTiles = Layout::kTiles;
+  constexpr int kUnits = (Layout::kPairs * HP + kWarp - 1) / kWarp;  // a lane prepares per step
+  // Units by position (see Blocks). Weights are (G, k, i), row k: what unit k sends to all i.
+  __shared__ alignas(16) float weights[Layout::kWeightWords];
+  __shared__ alignas(16) float coefficients[2][Layout::kPairs][NC][kPadded];
+  const int H = shape.H, lane = threadIdx.x, quad = lane / 4, j = lane % 4;
+#pragma unroll 8
+  for (int at = lane; at < Layout::kWeightWords; at += kWarp) {
+    const int g = at / (kPadded * kStride), k = B::unit(at / kStride % kPadded);
+    const int i = at % kStride < kPadded ? B::unit(at % kStride) : H;
+    weights[at] = k < H && i < H ? a.w_hh[(g * H + k) * H + i] : 0.0f;
+  }
+  // What is no unit's position stays zero.
+  for (int at = lane; at < int(sizeof(coefficients) / sizeof(float)); at += kWarp)
+    (&coefficients[0][0][0][0])[at] = 0.0f;
+  __syncwarp();
+  auto weight = [&](int g, int kb, int nb, int half) {
+    return weights[(g * kPadded + kb * 8 + 2 * j + half) * kStride + nb * 8 + quad];
+  };
+
+  // The constant right operands: an RNN's W, split; a GRU's three blocks, as they are.
+  unsigned high_w[Layout::kRnn ? NB : 1][NB][2], low_w[Layout::kRnn ? NB : 1][NB][2];
+  float w[Layout::kWeightsInRegisters ? 3 : 1][NB][NB][2];
+#pragma unroll
+  for (int kb = 0; kb < NB; ++kb)
+#pragma unroll
+    for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+      for (int half = 0; half < B::halves(kb); ++half) {
+        if constexpr (Layout::kRnn) split_tf32(weight(0, kb, nb, half), high_w[kb][nb][half], low_w[kb][nb][half]);
+        if constexpr (Layout::kWeightsInRegisters) {
+#pragma unroll
+          for (int g = 0; g < 3; ++g) w[g][kb][nb][half] = weight(g, kb, nb, half);
+        }
+      }
+  auto gate_weight = [&](int g, int kb, int nb, int half) {
+    if constexpr (Layout::kWeightsInRegisters) {
+      return w[g][kb][nb][half];
+    } else {
+      return weight(g, kb, nb, half);
+    }
+  };
+
+  // Pairs are numbered chunk by chunk, from chunk 1: the map of chunk 0 is not needed.
+  const int64_t count = int64_t(chunks.count - 1) * shape.B;
+  const int64_t first_pair = int64_t(blockIdx.x) / Layout::kSplits * Layout::kPairs;
+  const int first_tile = int(blockIdx.x % Layout::kSplits) * kTiles;
+
+  // Tile rows: row 16 t + 8 u + quad is column `column` of pair `pair`; the last column of a pair is v.
+  ColumnTiles<kParts, kTiles, HP, B> tiles;
+  auto& ph = tiles.part[0];
+  auto& pc = tiles.part[kParts - 1];
+  int pair_at[kTiles][2];
+  auto pair_of = [&](int t, int u) { return ((first_tile + t) * 16 + u * 8 + quad) / Layout::kColumns; };
+  auto column_of = [&](int t, int u) { return ((first_tile + t) * 16 + u * 8 + quad) % Layout::kColumns; };
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int column = column_of(t, u);
+      pair_at[t][u] = min(pair_of(t, u), Layout::kPairs - 1);
+      tiles.start(t, u, column);
+    }
+
+  // What this lane prepares of every step: some units of the warp's pairs. Lanes without one repeat the last.
+  const int length = int(chunks.length);
+  Cursor<cell, float> cursor[kUnits];
+  float saved[kUnits][kSaved<cell>], arriving[kUnits];
+#pragma unroll
+  for (int r = 0; r < kUnits; ++r) {
+    const int at = min(lane + r * kWarp, Layout::kPairs * HP - 1);
+    const int64_t pair = min(first_pair + at / HP, count - 1), chunk = 1 + pair / shape.B;
+    cursor[r] = {shape, a, chunks.high(chunk, shape.T) - 1, pair % shape.B, min(at % HP, H - 1)};
+  }
+  int fetched = 0;
+  auto fetch = [&]() {
+    if (fetched == length) return;
+    ++fetched;
+#pragma unroll
+    for (int r = 0; r < kUnits; ++r) {
+      const float* from[kSaved<cell>];
+      cursor[r].sources(false, from);  // step 0 is in chunk 0
+#pragma unroll
+      for (int n = 0; n < kSaved<cell>; ++n) saved[r][n] = *from[n];
+      arriving[r] = cursor[r].gradient ? *cursor[r].gradient : 0.0f;
+      cursor[r].down();
+    }
+  };
+  fetch();
+
+#pragma unroll 1
+  for (int it = 0; it < length; ++it) {
+    auto& coefficient = coefficients[it & 1];
+#pragma unroll
+    for (int r = 0; r < kUnits; ++r) {
+      const int at = lane + r * kWarp;
+      if (kUnits * kWarp == Layout::kPairs * HP || at < Layout::kPairs * HP) {
+        const int pair = at / HP, unit = at % HP;
+        const Derivative<cell, float> d(saved[r]);
+        const bool on = unit < H;
+        auto put = [&](int n, float value) { coefficient[pair][n][B::position(unit)] = on ? value : 0.0f; };
+        put(0, arriving[r]);
+        if constexpr (cell == Cell::kGru) {
+          put(1, d.r), put(2, d.z), put(3, d.m), put(4, d.carry);
+        } else if constexpr (cell == Cell::kLstm) {
+          put(1, d.i), put(2, d.f), put(3, d.g), put(4, d.o), put(5, d.to_cell), put(6, d.carry);
+        } else {
+          put(1, d.d);
+        }
+      }
+    }
+    __syncwarp();
+    fetch();
+
+    // The right operand of a GRU, or of an LSTM's cell path: the gates' blocks merged with their derivatives.
+    unsigned high_m[Layout::kRnn ? 1 : NB][NB][2], low_m[Layout::kRnn ? 1 : NB][NB][2];
+    if constexpr (!Layout::kRnn) {
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb) {
+        const float2 c1 = *reinterpret_cast<const float2*>(&coefficient[0][1][kb * 8 + 2 * j]);
+        const float2 c2 = *reinterpret_cast<const float2*>(&coefficient[0][2][kb * 8 + 2 * j]);
+        const float2 c3 = *reinterpret_cast<const float2*>(&coefficient[0][3][kb * 8 + 2 * j]);
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+          for (int half = 0; half < B::halves(kb); ++half) {
+            const float m = (half ? c1.y : c1.x) * gate_weight(0, kb, nb, half) +
+                            (half ? c2.y : c2.x) * gate_weight(1, kb, nb, half) +
+                            (half ? c3.y : c3.x) * gate_weight(2, kb, nb, half);
+            split_tf32(m, high_m[kb][nb][half], low_m[kb][nb][half]);
+          }
+      }
+    }
+
+    // Some tiles at once: their sums are independent, and a product takes 30 cycles to come back.
+#pragma unroll
+    for (int t0 = 0; t0 < kTiles; t0 += Layout::kTilesAtOnce) {
+      SplitSum<Layout::kTilesAtOnce, B, cell == Cell::kLstm> sum;
+#pragma unroll
+      for (int kb = 0; kb < NB; ++kb) {
+        unsigned high_o[cell == Cell::kLstm ? NB : 1][2], low_o[cell == Cell::kLstm ? NB : 1][2];
+        if constexpr (cell == Cell::kLstm) {
+#pragma unroll
+          for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+            for (int half = 0; half < B::halves(kb); ++half)
+              split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
+        }
+        float rows[Layout::kTilesAtOnce][4], through_output[cell == Cell::kLstm ? Layout::kTilesAtOnce : 1][4];
+#pragma unroll
+        for (int x = 0; x < Layout::kTilesAtOnce; ++x)
+#pragma unroll
+          for (int u = 0; u < 2; ++u) {
+            const int t = t0 + x;
+            auto at = [&](int pair, int n) {
+              return *reinterpret_cast<const float2*>(&coefficient[pair][n][kb * 8 + 2 * j]);
+            };
+            const int pair = Layout::kPairs == 1 ? 0 : pair_at[t][u];
+            float2 dh = make_float2(ph[t][kb][2 * u], ph[t][kb][2 * u + 1]);
+            if (Layout::may_hold_offset(t, u)) {
+              const float2 e = at(pair, 0);
+              const bool is_offset = tiles.is_offset(t, u);
+              dh.x += is_offset ? e.x : 0.0f, dh.y += is_offset ? e.y : 0.0f;
+            }
+            if constexpr (cell == Cell::kLstm) {
+              const float2 o = at(0, 4), to_cell = at(0, 5), carry = at(0, 6);
+              float(&c)[4] = pc[t][kb];
+              const float q0 = fmaf(to_cell.x, dh.x, c[2 * u]), q1 = fmaf(to_cell.y, dh.y, c[2 * u + 1]);
+              rows[x][2 * u] = q0, rows[x][2 * u + 1] = q1;
+              c[2 * u] = q0 * carry.x, c[2 * u + 1] = q1 * carry.y;
+              through_output[x][2 * u] = o.x * dh.x, through_output[x][2 * u + 1] = o.y * dh.y;
+            } else if constexpr (cell == Cell::kGru) {
+              rows[x][2 * u] = dh.x, rows[x][2 * u + 1] = dh.y;
+              // What flows on directly is added last and in full precision: with saturated gates it is nearly all.
+              const float2 carry = at(0, 4);
+              ph[t][kb][2 * u] = carry.x * dh.x, ph[t][kb][2 * u + 1] = carry.y * dh.y;
+            } else {
+              const float2 d = at(pair, 1);
+              rows[x][2 * u] = d.x * dh.x, rows[x][2 * u + 1] = d.y * dh.y;
+            }
+          }
+        if constexpr (Layout::kRnn) {
+          sum.add(kb, rows, high_w[kb], low_w[kb]);
+        } else {
+          sum.add(kb, rows, high_m[kb], low_m[kb]);
+        }
+        if constexpr (cell == Cell::kLstm) {
+          sum.flush();
+          sum.add(kb, through_output, high_o, low_o);
+          sum.flush();
+        }
+      }
+#pragma unroll
+      for (int x = 0; x < Layout::kTilesAtOnce; ++x)
+#pragma unroll
+        for (int nb = 0; nb < NB; ++nb)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            if (i % 2 < B::halves(nb))
+              ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum.at(x, nb, i) : sum.at(x, nb, i);
+    }
+
+    if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) tiles.rescale(it == length - 1);
+  }
+
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const int64_t pair = first_pair + pair_of(t, u);
+      if (pair_of(t, u) < Layout::kPairs && pair < count)
+        tiles.store(t, u, column_of(t, u), workspace.maps + (shape.B + pair) * Map<cell, HP>::kStride);
+    }
+}
+
+// --------------------------------------------------------------------------------------------------------- launchers
+template <template <int> class Launch, typename... Args>
+void dispatch_hidden(int H, Args&&... args) {
+  switch (scan::padded_hidden(H)) {
+    case 8:
+      return Launch<8>::run(args...);
+    case 16:
+      return Launch<16>::run(args...);
+    case 20:
+      return Launch<20>::run(args...);
+    case 24:
+      return Launch<24>::run(args...);
+    default:
+      return Launch<32>::run(args...);
+  }
+}
+
+template <Cell cell>
+struct ForCell {
+  template <int HP>
+  struct Forward {
+    template <typename scalar>
+    static void run(const ScanShape& shape, const WarpForward<scalar>& a, cudaStream_t stream) {
+      launch("rnn_warp_forward", forward_kernel<cell, HP, scalar>, shape.B, dim3(kWarp), 0, stream, shape, a);
+    }
+  };
+
+  template <int HP>
+  struct Chain {
+    template <typename scalar>
+    static void run(const ScanShape& shape, const ScanChain<scalar>& a, int count, cudaStream_t stream) {
+      const int64_t length = std::max<int64_t>(1, (shape.T + count - 1) / count);
+      count = int(std::max<int64_t>(1, (shape.T + length - 1) / length));  // none is empty
+      const Chunks chunks{count, length};
+      Workspace workspace{};
+      if constexpr (sizeof(scalar) == sizeof(float)) {
+        if (count > 1) {
+          using Layout = ProductLayout<cell, HP>;
+          workspace.maps = static_cast<float*>(a.workspace);
+          workspace.starts = workspace.maps + count * shape.B * Map<cell, HP>::kStride;
+          const int64_t pairs = (count - 1) * shape.B;
+          launch("rnn_scan_products", product_kernel<cell, HP>,
+                 (pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits, dim3(kWarp), 0, stream, shape, a,
+                 chunks, workspace);
+          launch("rnn_scan_boundaries", boundary_kernel<cell, HP>, shape.B, dim3(kWarp),
+                 sizeof(float) * (kBoundaryElements<Map<cell, HP>> + ReplayLayout<cell, HP>::kElements), stream, shape,
+                 a, chunks, workspace);
+        }
+      }
+      // One warp per block spreads few warps over all multiprocessors.
+      const int64_t warps = count * shape.B;
+      const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
+      launch("rnn_scan_replay", replay_kernel<cell, HP, scalar>, (warps + per_block - 1) / per_block,
+             dim3(per_block * kWarp), per_block * ReplayLayout<cell, HP>::kElements * sizeof(scalar), stream, shape, a,
+             chunks, workspace);
+    }
+  };
+};
+
+}  // namespace
+}  // namespace weft::rnn

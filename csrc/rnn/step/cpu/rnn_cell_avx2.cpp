@@ -1,0 +1,11 @@
+// weft::rnn_cell's CPU kernels for x86-64 with AVX2 and FMA.
+#ifdef __x86_64__
+#include "rnn/step/cpu/rnn_cell_kernels.h"
+
+// After the other headers, and in this order.
+#include "common/cpu/avx2-begin-inl.h"
+
+#include "rnn/step/cpu/rnn_cell_kernels-inl.h"
+
+#include "common/cpu/simd-end-inl.h"
+#endif

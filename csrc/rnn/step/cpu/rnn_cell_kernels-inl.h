@@ -1,0 +1,234 @@
+// The CPU kernels of weft::rnn_cell: included once per instruction set, with the macros of common/cpu/simd-inl.h, whose
+// rule on the standard library's templates holds here, too.
+#include "common/cpu/simd-inl.h"
+#include "rnn/cells/cell-inl.h"
+#include "rnn/step/cpu/rnn_cell_kernels.h"
+
+namespace weft::rnn::WEFT_ISA {
+namespace {
+
+using namespace weft::cpu::WEFT_ISA;
+
+// The sums of N vectors, which come in pairs: a, b -> the sums of a's neighbours, then of b's.
+template <typename T>
+WEFT_INLINE typename Simd<T>::Vec neighbours(typename Simd<T>::Vec a, typename Simd<T>::Vec b) {
+  using Int = typename Simd<T>::Int;
+  Int even{}, odd{};
+  for (int i = 0; i < Simd<T>::kLanes; ++i) {
+    even[i] = 2 * i;
+    odd[i] = 2 * i + 1;
+  }
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, odd);
+}
+
+// Lane i: the sum of sums[i]'s lanes. Overwrites sums.
+template <typename T>
+WEFT_INLINE typename Simd<T>::Vec totals(typename Simd<T>::Vec* sums) {
+#pragma GCC unroll 4
+  for (int count = Simd<T>::kLanes; count > 1; count /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < count / 2; ++i) sums[i] = neighbours<T>(sums[2 * i], sums[2 * i + 1]);
+  }
+  return sums[0];
+}
+
+// sums[b][r] += the products of lanes of w's row r and x's row b, for NR rows of w and NB of x of `depth` elements.
+template <typename E, int NR, int NB>
+WEFT_INLINE void products(const E* w, const E* x, int64_t depth, typename Element<E>::S::Vec (*sums)[NR]) {
+  using S = typename Element<E>::S;
+  for (int64_t k = 0; k < depth; k += S::kLanes) {
+    const int64_t count = depth - k;
+    typename S::Vec right[NB];
+#pragma GCC unroll 4
+    for (int b = 0; b < NB; ++b) right[b] = Element<E>::load(x + b * depth + k, count);
+#pragma GCC unroll 8
+    for (int r = 0; r < NR; ++r) {
+      const typename S::Vec left = Element<E>::load(w + r * depth + k, count);
+#pragma GCC unroll 4
+      for (int b = 0; b < NB; ++b) sums[b][r] += left * right[b];
+    }
+  }
+}
+
+// out[b][lane] = w's row `lane` times x's row b, plus, where w2 is not null, those of w2 and x2; `rows` of them, the
+// others 0.
+template <typename E, int NB>
+WEFT_INLINE void dot_rows(const E* w, const E* x, int64_t depth, const E* w2, const E* x2, int64_t depth2, int64_t rows,
+                          typename Element<E>::Compute (*out)[Element<E>::S::kLanes]) {
+  using S = typename Element<E>::S;
+  using Vec = typename S::Vec;
+  constexpr int kLanes = S::kLanes;
+  Vec all[NB][kLanes];
+  const auto some = [&]<int NR>(int64_t row) {
+    Vec sums[NB][NR] = {};
+    products<E, NR, NB>(w + row * depth, x, depth, sums);
+    if (w2 != nullptr) products<E, NR, NB>(w2 + row * depth2, x2, depth2, sums);
+    for (int b = 0; b < NB; ++b) {
+      for (int r = 0; r < NR; ++r) all[b][row + r] = sums[b][r];
+    }
+  };
+  // As many as registers hold.
+  constexpr int kMost = WEFT_REGISTERS / 2 / NB, kRows = kMost < 8    ? kMost < kLanes ? kMost : kLanes
+                                                         : 8 < kLanes ? 8
+                                                                      : kLanes;
+  int64_t row = 0;
+  for (; row + kRows <= rows; row += kRows) some.template operator()<kRows>(row);
+  for (; row < rows; ++row) some.template operator()<1>(row);
+  for (; row < kLanes; ++row) {
+    for (int b = 0; b < NB; ++b) all[b][row] = Vec{};
+  }
+  for (int b = 0; b < NB; ++b) S::store(out[b], totals<typename Element<E>::Compute>(all[b]));
+}
+
+// Lanes [j, j + lanes) of NB sequences from b on.
+template <typename E, Cell C, int NB>
+void forward_block(const CellForwardArgs& a, int64_t b0, int64_t j) {
+  using T = typename Element<E>::Compute;
+  using S = typename Element<E>::S;
+  using Vec = typename S::Vec;
+  constexpr int G = gate_blocks(C), kLanes = S::kLanes;
+  const int64_t H = a.H, I = a.I, lanes = smaller(H - j, kLanes);
+  const auto at = [](const void* p, int64_t offset) { return static_cast<const E*>(p) + offset; };
+  const auto bias = [&](const void* p, int g) {
+    return p == nullptr ? Vec{} : Element<E>::load(at(p, g * H + j), lanes);
+  };
+  alignas(64) T gate[G][NB][kLanes], input_n[NB][kLanes] = {};
+  for (int g = 0; g < G; ++g) {
+    const bool apart = C == Cell::kGru && g == 2;
+    const int64_t row = g * H + j;
+    if (a.in == nullptr) {
+      const E *w_ih = at(a.w_ih, row * I), *w_hh = at(a.w_hh, row * H), *x = at(a.input, b0 * I), *h = at(a.h, b0 * H);
+      if (apart) {
+        dot_rows<E, NB>(w_ih, x, I, nullptr, nullptr, 0, lanes, input_n);
+        dot_rows<E, NB>(w_hh, h, H, nullptr, nullptr, 0, lanes, gate[g]);
+      } else {
+        dot_rows<E, NB>(w_ih, x, I, w_hh, h, H, lanes, gate[g]);
+      }
+    } else {
+      for (int b = 0; b < NB; ++b) {
+        const int64_t from = (b0 + b) * G * H + row;
+        const Vec in = S::load(static_cast<const T*>(a.in) + from, lanes),
+                  rec = S::load(static_cast<const T*>(a.rec) + from, lanes);
+        S::store(gate[g][b], apart ? rec : in + rec);
+        if (apart) S::store(input_n[b], in);
+      }
+    }
+    const Vec b_ih = bias(a.b_ih, g), b_hh = bias(a.b_hh, g);
+    for (int b = 0; b < NB; ++b) {
+      S::store(gate[g][b], S::load(gate[g][b]) + (apart ? b_hh : b_ih + b_hh));
+      if (apart) S::store(input_n[b], S::load(input_n[b]) + b_ih);
+    }
+  }
+  for (int b = 0; b < NB; ++b) {
+    const int64_t from = (b0 + b) * H + j;
+    alignas(64) T own[G][kLanes], h[kLanes], c[kLanes], saved[4 * kLanes];
+    for (int g = 0; g < G; ++g) S::store(own[g], S::load(gate[g][b]));
+    if (C == Cell::kGru) S::store(h, Element<E>::load(at(a.h, from), lanes));
+    if (C == Cell::kLstm) S::store(c, Element<E>::load(at(a.c, from), lanes));
+    const bool save = has_gates(C) && a.gates != nullptr;
+    const Vec next = cell_forward<T, C>(own[0], input_n[b], h, c, save ? saved : nullptr, kLanes, kLanes);
+    Element<E>::store(static_cast<E*>(a.h_next) + from, next, lanes);
+    if (C == Cell::kLstm) Element<E>::store(static_cast<E*>(a.c_next) + from, S::load(c), lanes);
+    if (!save) continue;
+    E* const to = static_cast<E*>(a.gates) + (b0 + b) * 4 * H + j;
+    for (int g = 0; g < 4; ++g) Element<E>::store(to + g * H, S::load(saved + g * kLanes), lanes);
+  }
+}
+
+template <typename E, Cell C>
+void forward(const CellForwardArgs& a, int64_t j0, int64_t j1) {
+  for (int64_t j = j0; j < j1; j += Element<E>::S::kLanes) {
+    int64_t b = 0;
+    for (; b + 4 <= a.B; b += 4) forward_block<E, C, 4>(a, b, j);
+    for (; b + 2 <= a.B; b += 2) forward_block<E, C, 2>(a, b, j);
+    for (; b < a.B; ++b) forward_block<E, C, 1>(a, b, j);
+  }
+}
+
+template <typename E, Cell C>
+void backward(const CellBackwardArgs& a, int64_t j0, int64_t j1) {
+  using T = typename Element<E>::Compute;
+  using S = typename Element<E>::S;
+  using Vec = typename S::Vec;
+  constexpr int G = gate_blocks(C), kLanes = S::kLanes;
+  const int64_t H = a.H;
+  for (int64_t b = 0; b < a.B; ++b) {
+    for (int64_t j = j0; j < j1; j += kLanes) {
+      const int64_t from = b * H + j, lanes = smaller(H - j, kLanes);
+      const auto load = [&](const void* p) {
+        return p == nullptr ? Vec{} : Element<E>::load(static_cast<const E*>(p) + from, lanes);
+      };
+      alignas(64) T y[kLanes], gates[4 * kLanes], c[kLanes], carried[kLanes], carried_c[kLanes];
+      if (!has_gates(C)) S::store(y, load(a.h_next));
+      if (has_gates(C)) {
+        const E* const saved = static_cast<const E*>(a.gates) + b * 4 * H + j;
+        for (int g = 0; g < 4; ++g) S::store(gates + g * kLanes, Element<E>::load(saved + g * H, lanes));
+      }
+      if (C == Cell::kLstm) {
+        S::store(c, load(a.c_next));
+        S::store(carried_c, load(a.grad_c_next));
+      }
+      const CellGrads<T, C> grads =
+          cell_backward<T, C>(load(a.grad_h_next), y, gates, kLanes, load(C == Cell::kGru ? a.h : a.c), c, nullptr,
+                              carried, carried_c, kLanes);
+      const auto store = [&](void* p, int g, Vec v) {
+        Element<E>::store(static_cast<E*>(p) + b * G * H + g * H + j, v, lanes);
+      };
+      for (int g = 0; g < G; ++g) {
+        store(a.in, g, grads.d[g]);
+        // gru: r, z, n, m.
+        if (C == Cell::kGru) store(a.rec, g, grads.d[g == 2 ? chain_blocks(C) - 1 : g]);
+      }
+      if (C == Cell::kGru) Element<E>::store(static_cast<E*>(a.grad_h) + from, S::load(carried), lanes);
+      if (C == Cell::kLstm) Element<E>::store(static_cast<E*>(a.grad_c) + from, S::load(carried_c), lanes);
+    }
+  }
+}
+
+template <typename E, typename F>
+WEFT_INLINE void with_cell(Cell cell, F f) {
+  switch (cell) {
+    case Cell::kRnnTanh:
+      return f.template operator()<E, Cell::kRnnTanh>();
+    case Cell::kRnnRelu:
+      return f.template operator()<E, Cell::kRnnRelu>();
+    case Cell::kGru:
+      return f.template operator()<E, Cell::kGru>();
+    case Cell::kLstm:
+      return f.template operator()<E, Cell::kLstm>();
+  }
+}
+
+template <typename F>
+WEFT_INLINE void with_types(CellElement element, Cell cell, F f) {
+  switch (element) {
+    case CellElement::kHalf:
+      return with_cell<Half>(cell, f);
+    case CellElement::kBFloat16:
+      return with_cell<BFloat16>(cell, f);
+    case CellElement::kFloat:
+      return with_cell<float>(cell, f);
+    case CellElement::kDouble:
+      return with_cell<double>(cell, f);
+  }
+}
+
+int64_t cell_lanes(CellElement element) {
+  return element == CellElement::kDouble ? Simd<double>::kLanes : Simd<float>::kLanes;
+}
+
+void cell_forward_any(CellElement element, const CellForwardArgs& a, int64_t j0, int64_t j1) {
+  with_types(element, a.cell, [&]<typename E, Cell C>() { forward<E, C>(a, j0, j1); });
+}
+
+void cell_backward_any(CellElement element, const CellBackwardArgs& a, int64_t j0, int64_t j1) {
+  with_types(element, a.cell, [&]<typename E, Cell C>() { backward<E, C>(a, j0, j1); });
+}
+
+}  // namespace
+}  // namespace weft::rnn::WEFT_ISA
+
+namespace weft::cpu::WEFT_ISA {
+const rnn::RnnCellKernels rnn_cell_kernels = {rnn::WEFT_ISA::cell_lanes, rnn::WEFT_ISA::cell_forward_any,
+                                              rnn::WEFT_ISA::cell_backward_any};
+}
