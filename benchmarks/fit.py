@@ -28,9 +28,9 @@ import numpy as np
 import torch
 import weft
 from weft._base import costs as gpu_costs
-from weft._rnn import choice, costs
-from weft._rnn.case import Case
-from weft._rnn.costs import Line
+from weft._rnn.select import choice, costs
+from weft._rnn.select.case import Case
+from weft._rnn.select.costs import Line
 
 from benchmarks import geometries, rnn, sparse, stages
 from benchmarks.common import (

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import weft
-from weft._rnn.costs import GATES
+from weft._rnn.select.costs import GATES
 
 from benchmarks.common import DTYPES
 from benchmarks.fitting import fit

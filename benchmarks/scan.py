@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import weft
 from torch import Tensor
-from weft._rnn.costs import GATES
-from weft._rnn.torch_limits import why_not_cudnn
+from weft._rnn.dropin.torch_limits import why_not_cudnn
+from weft._rnn.select.costs import GATES
 from weft.data import Vocabulary, python_docs, split
 
 from benchmarks.common import (

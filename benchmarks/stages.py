@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import weft
-from weft._rnn.costs import GATES, SCAN_LARGEST
+from weft._rnn.select.costs import GATES, SCAN_LARGEST
 
 from benchmarks.common import Candidate, measure
 from benchmarks.fitting import error, fit, rounded

@@ -85,7 +85,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_tuned() -> None:
     """What weft.tune has measured for the user of this machine is nothing that a test should depend on."""
-    from weft._rnn import tuned
+    from weft._rnn.select import tuned
 
     tuned._entries = {}
 

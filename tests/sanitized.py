@@ -25,8 +25,8 @@ import time
 import torch
 import weft
 from torch import Tensor, nn
-from weft._rnn.choice import CUDA_MAX_HIDDEN
-from weft._rnn.costs import GATES
+from weft._rnn.select.choice import CUDA_MAX_HIDDEN
+from weft._rnn.select.costs import GATES
 from weft.scan import chain_backward
 from weft.sparse import BatchedCSR, conv2d_jacobian, max_pool2d_jacobian, plan_matmul, relu_jacobian
 from weft.vertex import models

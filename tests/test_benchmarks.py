@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from weft._rnn import choice
-from weft._rnn.case import Case
+from weft._rnn.select import choice
+from weft._rnn.select.case import Case
 
 from benchmarks import common, layers, packages, rnn, scan
 from tests.benchmark_rows import rnn_rows, row

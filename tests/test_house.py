@@ -26,7 +26,7 @@ SHARED = {
 """Ops that are in another's files: its inverse, its plan, its gradients under another name."""
 
 _OF_ATEN = "made of ATen operations, which bring their devices and their gradients"
-_IN_PYTHON = "torch's own kernels, called from python/weft/_rnn/torch_rnn.py"
+_IN_PYTHON = "torch's own kernels, called from python/weft/_rnn/dropin/torch_rnn.py"
 WITHOUT = {
     "chain_backward": dict.fromkeys(FILES[2:], _OF_ATEN),
     "torch_rnn": dict.fromkeys(FILES, _IN_PYTHON),

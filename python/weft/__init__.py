@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from . import _ops, data, nn, offloading, scan, sparse, vertex
 from ._explain import explain
-from ._rnn.accelerate import accelerate
+from ._rnn.dropin.accelerate import accelerate
 from ._rnn.explain import Candidate, Explanation
-from ._rnn.tune import tune
+from ._rnn.select.tune import tune
 from ._version import __version__
 from .offloading import offload
 from .vertex import Graphs, VertexFunction, VertexFunctions

@@ -9,8 +9,8 @@ import pytest
 import torch
 import weft
 from weft._base import costs as gpu_costs
-from weft._rnn import choice, costs, tuned
-from weft._rnn.case import Case
+from weft._rnn.select import choice, costs, tuned
+from weft._rnn.select.case import Case
 
 from benchmarks import common, fit, layers, rnn, scan, stages
 from tests import emulated

@@ -11,10 +11,12 @@ import weft
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
 from weft._base import costs as gpu_costs
-from weft._rnn import choice, costs, explain, runs, tuned
+from weft._rnn import explain, runs
 from weft._rnn.calls import prepare
-from weft._rnn.case import Case, takes_tf32
-from weft._rnn.choice import (
+from weft._rnn.dropin.torch_limits import CUDNN_MAX_STEPS
+from weft._rnn.select import choice, costs, tuned
+from weft._rnn.select.case import Case, takes_tf32
+from weft._rnn.select.choice import (
     AUTO_PERSISTENT,
     AUTO_PROJECTED,
     AUTO_SCAN,
@@ -24,7 +26,6 @@ from weft._rnn.choice import (
     Table,
     choose,
 )
-from weft._rnn.torch_limits import CUDNN_MAX_STEPS
 
 CASE = Case(cell="gru", device="cpu", dtype=torch.float32, hidden_size=16, batch=4, steps=100)
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 import weft
 from torch.nn.utils import rnn
-from weft._rnn import calls, choice, torch_limits
+from weft._rnn import calls
+from weft._rnn.dropin import torch_limits
+from weft._rnn.select import choice
 
 from tests.common import pairs, relative_error, with_environment
 from tests.rnn.layers import (

@@ -10,8 +10,8 @@ import torch
 import weft
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import rnn
-from weft._rnn import torch_limits, torch_rnn
 from weft._rnn.calls import prepare
+from weft._rnn.dropin import torch_limits, torch_rnn
 
 from tests.common import relative_error
 from tests.rnn.layers import (

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn.utils import rnn
-from weft._rnn import choice, torch_rnn
-from weft._rnn.case import Case
+from weft._rnn.dropin import torch_rnn
+from weft._rnn.select import choice
+from weft._rnn.select.case import Case
 
 from tests.common import pairs
 from tests.rnn.layers import (

@@ -10,9 +10,10 @@ import pytest
 import torch
 import weft
 from torch.nn.utils import rnn
-from weft._rnn import choice, runs, tuned
+from weft._rnn import runs
 from weft._rnn.calls import choose_at_once
-from weft._rnn.case import Case
+from weft._rnn.select import choice, tuned
+from weft._rnn.select.case import Case
 
 from tests.common import DEVICES
 
@@ -42,7 +43,9 @@ def clock(monkeypatch):
     times = {"persistent": 3.0, "scan": 2.0, "torch": 1.0}
     measured = []
     # weft.tune is the function; the module is found by its name.
-    monkeypatch.setattr(weft._rnn.tune, "_measure", lambda layer, name, call: (measured.append(name), times[name])[1])
+    monkeypatch.setattr(
+        weft._rnn.select.tune, "_measure", lambda layer, name, call: (measured.append(name), times[name])[1]
+    )
     return times, measured
 
 
@@ -185,7 +188,7 @@ def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch
 def test_what_raises_is_left_out(clock, monkeypatch):
     """As cuDNN does for some lengths."""
     _, measured = clock
-    layer, x, module = weft.nn.GRU(3, 8), torch.randn(20, 5, 3), weft._rnn.tune
+    layer, x, module = weft.nn.GRU(3, 8), torch.randn(20, 5, 3), weft._rnn.select.tune
     measure = module._measure
 
     def refusing(layer, name, call):

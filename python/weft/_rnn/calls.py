@@ -11,10 +11,10 @@ from torch.nn import RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
 from .._base.torch_private import any_autocast, in_forward_mode, in_torchscript_trace, in_transform, maps_alone
-from . import torch_rnn
-from .case import Case, takes_tf32
-from .choice import choose, remember_choices
-from .torch_limits import autocast_dtypes
+from .dropin import torch_rnn
+from .dropin.torch_limits import autocast_dtypes
+from .select.case import Case, takes_tf32
+from .select.choice import choose, remember_choices
 
 __all__ = ["CELLS", "Call", "choose_at_once", "prepare"]
 

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._base import costs as gpu_costs
-from . import choice
 from .calls import Call, prepare
-from .case import Case
 from .cells import GRUCell, LSTMCell, RNNCell
 from .cells import choose as choose_step
 from .layers import GRU, LSTM, RNN
+from .select import choice
+from .select.case import Case
 
 __all__ = ["Candidate", "Explanation", "explain"]
 

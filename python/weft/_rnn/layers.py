@@ -12,8 +12,9 @@ from torch.fx.proxy import TraceError
 from torch.nn.utils.rnn import PackedSequence
 
 from .._base.torch_private import in_torchscript_trace, in_transform, onnx_exporting
-from . import calls, choice, runs
-from .shown_class import own_class, shown_class
+from . import calls, runs
+from .dropin.shown_class import own_class, shown_class
+from .select import choice
 
 __all__ = ["GRU", "LSTM", "RNN"]
 

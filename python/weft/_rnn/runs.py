@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from .. import reference
 from .._base.torch_private import RNN_KERNELS
-from . import projection, torch_rnn
+from . import projection
 from .calls import CELLS, Call
+from .dropin import torch_rnn
 
 __all__ = ["Result", "run", "run_at_once"]
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from . import choice, runs, tuned
-from .calls import Call
-from .explain import Explanation, explain, prepared
-from .layers import GRU, LSTM, RNN
+from .. import runs
+from ..calls import Call
+from ..explain import Explanation, explain, prepared
+from ..layers import GRU, LSTM, RNN
+from . import choice, tuned
 
 __all__ = ["tune"]
 

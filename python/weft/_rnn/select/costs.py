@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._base import costs as gpu_costs
+from ..._base import costs as gpu_costs
 from .case import Case
 
 __all__ = ["Line", "cudnn_kernel", "host_us", "line", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]

@@ -11,9 +11,9 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from . import choice
-from .cells import GRUCell, LSTMCell, RNNCell
-from .layers import GRU, LSTM, RNN
+from ..cells import GRUCell, LSTMCell, RNNCell
+from ..layers import GRU, LSTM, RNN
+from ..select import choice
 
 __all__ = ["accelerate"]
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _C
-from .._base import costs as gpu_costs
-from .._base.torch_private import constant_when_compiled
-from .._ops import WITH_CUDA
+from ... import _C
+from ..._base import costs as gpu_costs
+from ..._base.torch_private import constant_when_compiled
+from ..._ops import WITH_CUDA
+from ..dropin.torch_limits import why_not_cudnn, why_not_onednn
 from . import costs, tuned
 from .case import Case
-from .torch_limits import why_not_cudnn, why_not_onednn
 
 __all__ = [
     "ALGORITHMS",

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._base.machine import cpu_name
-from .._base.paths import versioned_cache_dir
-from .._version import __version__
+from ..._base.machine import cpu_name
+from ..._base.paths import versioned_cache_dir
+from ..._version import __version__
 from .case import Case
 
 __all__ = ["Entry", "look_up", "path", "remember"]

@@ -12,7 +12,7 @@ import copyreg
 import sys
 from typing import Any
 
-from .._base.torch_private import COMPILER, COMPILERS_ISINSTANCE, tracing_context
+from ..._base.torch_private import COMPILER, COMPILERS_ISINSTANCE, tracing_context
 
 __all__ = ["own_class", "shown_class"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._base.torch_private import fp32_precision
+from ..._base.torch_private import fp32_precision
 
 __all__ = ["Case", "takes_tf32"]
 

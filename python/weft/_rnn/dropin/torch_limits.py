@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from .._base.torch_private import RNN_KERNELS, constant_when_compiled
+from ..._base.torch_private import RNN_KERNELS, constant_when_compiled
 
 __all__ = ["CUDNN_MAX_STEPS", "CUDNN_MAX_VALUES", "CUDNN_VALUES", "autocast_dtypes", "why_not_cudnn", "why_not_onednn"]
 

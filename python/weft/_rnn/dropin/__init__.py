@@ -1,0 +1,1 @@
+"""Weft's layers in the place of torch's, and torch's own kernels."""
