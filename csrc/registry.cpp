@@ -80,7 +80,8 @@ TORCH_LIBRARY(weft, m) {
       "int[] of_vectors, bool overlap) -> Tensor[]",
       tags);
 
-  // rnn, in Python: python/weft/_rnn/dropin/torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph can hold
+  // rnn, in Python: python/weft/_rnn/dropin/torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph
+  // can hold
   m.def(
       "torch_rnn(Tensor input, Tensor[] state, Tensor[] weights, Tensor? batch_sizes, str cell, bool bias, "
       "SymInt num_layers, bool bidirectional, ScalarType? autocast, ScalarType dtype, ScalarType cell_dtype) "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from weft._rnn import tuned
+from weft._rnn.select import tuned
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.rst"))]
