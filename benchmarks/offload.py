@@ -121,8 +121,8 @@ def codec_entry(codec: str, device: str, dtype: str, density: float, size: int) 
 
 
 def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
-    """A stream of bf16 matrix products, alone and beside the engine's lanes, which compress tensors to the host, or
-    bring them back, as fast as the bus takes them."""
+    """A stream of bf16 matrix products, alone and beside the engine's copy streams, which send compressed tensors out,
+    or bring them back, as fast as the bus allows."""
     cases = {
         way: case_name(op=f"zvc_{way}", device="cuda", dtype=dtype, density=density, beside="gemm")
         for way in ("compress", "decompress")
@@ -135,8 +135,8 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
         engine = off._engine
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         side = torch.cuda.Stream()
-        trip = _C._testing.OffloadTrip(engine, x, True, density)
-        trip.bring_back(engine, back)
+        round_trip = _C._testing.OffloadRoundTrip(engine, x, True, density)
+        round_trip.bring_back(engine, back)
         torch.cuda.synchronize()
         check_agreement(cases["decompress"], {"x": same_bits(back, x)}, 0.0)
 
@@ -146,14 +146,14 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
             return c
 
         def send() -> None:
-            _C._testing.OffloadTrip(engine, x, True, density)
+            _C._testing.OffloadRoundTrip(engine, x, True, density)
 
         def bring_back() -> None:
-            trip.bring_back(engine, back)
+            round_trip.bring_back(engine, back)
 
         def beside(transfer: Callable[[], Any], count: int) -> Callable[[Any], Tensor]:
             def run(_: Any) -> Tensor:
-                # The products first: the lanes are behind what the current stream had to do before.
+                # The products first: the copy streams are behind what the current stream had to do before.
                 side.wait_stream(torch.cuda.current_stream())
                 c = products()
                 with torch.cuda.stream(side):
@@ -163,7 +163,7 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
 
             return run
 
-        def bytes_per_second(transfer: Callable[[], Any], lane: torch.cuda.Stream, count: int) -> float:
+        def bytes_per_second(transfer: Callable[[], Any], stream: torch.cuda.Stream, count: int) -> float:
             """Over the bus, until the last transfer that ends before the products do."""
             begin, end, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(2 + count))
             torch.cuda.synchronize()
@@ -174,33 +174,33 @@ def beside_entry(dtype: str, density: float, size: int = GIB // 4) -> Entry:
             with torch.cuda.stream(side):
                 for event in ends:
                     transfer()
-                    event.record(lane)
+                    event.record(stream)
             torch.cuda.synchronize()
             done = [begin.elapsed_time(event) for event in ends]
             done = [ms for ms in done if ms <= begin.elapsed_time(end)] or done[:1]
-            return len(done) * trip.sent_bytes / (done[-1] * 1e-3)
+            return len(done) * round_trip.sent_bytes / (done[-1] * 1e-3)
 
         rates, rows = link("cuda"), []
         alone = measure({"alone": Candidate(products)}, "cuda", repeats=4)["alone"] * 1e-3
-        out, _, _, spread = map(torch.cuda.ExternalStream, engine.streams(torch.cuda.current_device()))
-        ways = (("compress", send, rates.d2h, out), ("decompress", bring_back, rates.h2d, spread))
-        for way, transfer, rate, lane in ways:
+        out, _, _, decompress = map(torch.cuda.ExternalStream, engine.streams(torch.cuda.current_device()))
+        ways = (("compress", send, rates.d2h, out), ("decompress", bring_back, rates.h2d, decompress))
+        for way, transfer, rate, stream in ways:
             # Longer than the products, also where these slow down.
-            count = math.ceil(1.5 * alone * rate / trip.sent_bytes) + 1
+            count = math.ceil(1.5 * alone * rate / round_trip.sent_bytes) + 1
             run_beside = beside(transfer, count)
             # Both after the same rest: the products heat the device until its clock goes down.
             rest = functools.partial(time.sleep, 0.05)
             candidates = {"alone": Candidate(products, rest), "beside": Candidate(run_beside, rest)}
             times = measure(candidates, "cuda", repeats=10)
             rows.append(results.put(cases[way], "gemm", "ms", times["beside"], "alone", times["alone"]))
-            reached = statistics.median(bytes_per_second(transfer, lane, count) for _ in range(5))
+            reached = statistics.median(bytes_per_second(transfer, stream, count) for _ in range(5))
             rows.append(results.put(cases[way], "transfer", "ms/GB", 1e12 / reached, "floor", 1e12 / rate))
 
-            def run_alone(_: Any, transfer: Callable[[], Any] = transfer, lane: Any = lane) -> None:
+            def run_alone(_: Any, transfer: Callable[[], Any] = transfer, stream: Any = stream) -> None:
                 transfer()
-                torch.cuda.current_stream().wait_stream(lane)
+                torch.cuda.current_stream().wait_stream(stream)
 
-            bytes_per_ms = trip.sent_bytes / measure({"lane": Candidate(run_alone)}, "cuda", repeats=4)["lane"]
+            bytes_per_ms = round_trip.sent_bytes / measure({"alone": Candidate(run_alone)}, "cuda", repeats=4)["alone"]
             print(f"{cases[way]}: {count} transfers, alone {bytes_per_ms * 1e-6:.1f} GB/s", flush=True)
         off.close()
         return rows

@@ -2,7 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "offload/policy.h"
+#include "offload/policy/policy.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-// The offload engine, as Python sees it: an Engine per offload object, a Use per `with` block, a Packed per saved
+// The Python bindings of the offload engine: an Engine per offload object, a Use per `with` block, a Packed per saved
 // tensor.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -9,87 +9,87 @@
 #include <algorithm>
 #include <ranges>
 
-#include "offload/ledger.h"
+#include "offload/tracker/tracker.h"
 
 namespace weft::offload {
 namespace {
 
-// Seconds of each operation without what it waited: between the marks that were made and have passed. None before.
-std::optional<std::vector<double>> seconds(const Ledger& ledger) {
+// Seconds of each operation without its waits, measured between recorded events; nullopt before all have completed.
+std::optional<std::vector<double>> seconds(const Tracker& tracker) {
   std::vector<double> result;
-  const Mark* last = nullptr;
-  for (const MarkPtr& mark : ledger.marks) {
-    if (mark != nullptr && !mark->passed()) return std::nullopt;
-    if (&mark == &ledger.marks.front()) {
-      last = mark.get();
+  const Event* last = nullptr;
+  for (const EventPtr& event : tracker.events) {
+    if (event != nullptr && !event->completed()) return std::nullopt;
+    if (&event == &tracker.events.front()) {
+      last = event.get();
       continue;
     }
-    result.push_back(mark != nullptr && last != nullptr ? mark->since(*last) : 0);
-    if (mark != nullptr) last = mark.get();
+    result.push_back(event != nullptr && last != nullptr ? event->since(*last) : 0);
+    if (event != nullptr) last = event.get();
   }
-  // The last operation has no end yet where its tensors are still held.
-  const size_t operations = size_t(ledger.forward == 0 ? ledger.saves + 1 : ledger.forward + ledger.reads);
+  // The last operation has not ended while its tensors are held.
+  const size_t operations = size_t(tracker.forward == 0 ? tracker.saves + 1 : tracker.forward + tracker.reads);
   result.resize(operations, 0);
-  for (const Stall& stall : ledger.stalls) {
-    if (!stall.end->passed()) return std::nullopt;
-    // The time of an operation whose end has no mark is with the next one that has.
+  for (const Stall& stall : tracker.stalls) {
+    if (!stall.end->completed()) return std::nullopt;
+    // The time of an operation without an event at its end counts for the next one with an event.
     size_t k = size_t(stall.operation);
-    while (k + 1 < ledger.marks.size() && ledger.marks[k + 1] == nullptr) ++k;
+    while (k + 1 < tracker.events.size() && tracker.events[k + 1] == nullptr) ++k;
     if (k < operations) result[k] -= stall.end->since(*stall.begin);
   }
   for (double& s : result) s = std::max(s, 0.0);
   return result;
 }
 
-// Whether all marks have passed; of each stream the last is asked.
-bool passed(const Ledger& ledger) {
+// Whether all events have completed; queries the last one of each stream.
+bool completed(const Tracker& tracker) {
   c10::SmallVector<const void*, 4> asked;
-  for (const MarkPtr& mark : std::views::reverse(ledger.marks)) {
-    if (mark == nullptr || std::ranges::find(asked, mark->stream()) != asked.end()) continue;
-    if (!mark->passed()) return false;
-    asked.push_back(mark->stream());
+  for (const EventPtr& event : std::views::reverse(tracker.events)) {
+    if (event == nullptr || std::ranges::find(asked, event->stream()) != asked.end()) continue;
+    if (!event->completed()) return false;
+    asked.push_back(event->stream());
   }
   return true;
 }
 
-py::dict books(const Ledger& ledger) {
+py::dict statistics(const Tracker& tracker) {
   py::dict d;
-  const Totals& t = ledger.totals;
-  d["device"] = ledger.account.device.str();
-  d["budgeted"] = ledger.account.budgeted;
+  const Totals& t = tracker.totals;
+  d["device"] = tracker.residency.device.str();
+  d["budgeted"] = tracker.residency.budgeted;
   d["saved_bytes"] = t.saved_bytes, d["saved_tensors"] = t.saved_tensors;
   d["moved_bytes"] = t.moved_bytes, d["moved_tensors"] = t.moved_tensors;
   d["compressed_tensors"] = t.compressed_tensors;
-  d["peak_bytes"] = ledger.peak, d["peak_bytes_without"] = ledger.peak_without;
+  d["peak_bytes"] = tracker.peak, d["peak_bytes_without"] = tracker.peak_without;
   auto kept = t.kept;
-  for (const auto& record : ledger.latest)
+  for (const auto& record : tracker.latest)
     if (!record->moved && record->reason == kBudget) kept[kBudget] -= record->bytes, kept[kLast] += record->bytes;
   py::dict reasons;
   for (size_t i = 0; i < kReasons; ++i) reasons[kReasonNames[i]] = kept[i];
   d["kept"] = reasons;
 
   py::list stalls;
-  for (const Stall& s : ledger.stalls)
-    if (const double waited = s.end->passed() ? s.end->since(*s.begin) : 0; waited > 0)
+  for (const Stall& s : tracker.stalls)
+    if (const double waited = s.end->completed() ? s.end->since(*s.begin) : 0; waited > 0)
       stalls.append(py::make_tuple(s.forward, s.operation, s.name, waited));
   d["stalls"] = stalls;
-  // (out, begin, end, bytes, whether compressed) since the first mark; None where there is no such mark.
+  // (out, begin, end, bytes, whether compressed), in seconds since the first event.
   py::list copies;
-  const MarkPtr first = ledger.marks.empty() ? nullptr : ledger.marks.front();
-  const MarkPtr origin = first != nullptr && first->passed() ? first : nullptr;
+  const EventPtr first = tracker.events.empty() ? nullptr : tracker.events.front();
+  const EventPtr origin = first != nullptr && first->completed() ? first : nullptr;
   int64_t crossed[] = {t.returned_bytes, t.sent_bytes};
-  for (const auto& [out, sent, begin, end] : ledger.spans) {
+  for (const auto& [out, sent, begin, end] : tracker.spans) {
     crossed[out] += sent.bytes();
-    if (origin == nullptr || begin == nullptr || end == nullptr || !end->passed()) continue;
+    if (origin == nullptr || begin == nullptr || end == nullptr || !end->completed()) continue;
     const bool compressed = !sent.parts.empty();
     copies.append(py::make_tuple(out, begin->since(*origin), end->since(*origin), sent.bytes(), compressed));
   }
   d["sent_bytes"] = crossed[1], d["returned_bytes"] = crossed[0];
   d["copies"] = copies;
   py::list curve;
-  for (size_t i = 0; i < ledger.marks.size(); ++i)
-    if (ledger.marks[i] != nullptr && origin != nullptr && ledger.marks[i]->passed())
-      curve.append(py::make_tuple(ledger.marks[i]->since(*origin), ledger.curve[i]));
+  for (size_t i = 0; i < tracker.events.size(); ++i)
+    if (tracker.events[i] != nullptr && origin != nullptr && tracker.events[i]->completed())
+      curve.append(py::make_tuple(tracker.events[i]->since(*origin), tracker.curve[i]));
   d["curve"] = curve;
   return d;
 }
@@ -102,14 +102,14 @@ double density(const Record& record) {
 }
 
 // (operations, their seconds or None, operations of the forward, tensors, per tensor: bytes of its first save,
-// itemsize, whether it may move, whether its density is known). A tensor that nobody read counts to the end.
-py::tuple timeline(const Ledger& ledger) {
-  const int64_t forward = ledger.forward == 0 ? ledger.saves + 1 : ledger.forward;
-  const int64_t operations = std::max(forward + ledger.reads, forward + 1);
-  auto times = seconds(ledger);
+// itemsize, whether it may move, whether its density is known). A tensor that was never read counts to the end.
+py::tuple timeline(const Tracker& tracker) {
+  const int64_t forward = tracker.forward == 0 ? tracker.saves + 1 : tracker.forward;
+  const int64_t operations = std::max(forward + tracker.reads, forward + 1);
+  auto times = seconds(tracker);
   if (times) times->resize(size_t(operations), 0);
   py::list tensors, first;
-  for (const auto& r : ledger.timeline) {
+  for (const auto& r : tracker.timeline) {
     const int64_t end = operations - 1;
     tensors.append(py::make_tuple(r->uncounted ? 0 : r->bytes, r->number, r->first_read < 0 ? end : r->first_read,
                                   r->first_read < 0 ? end : r->last_read, density(*r), r->itemsize));
@@ -124,9 +124,9 @@ Codec codec(const std::optional<std::string>& name) {
   return *name == "auto" ? Codec::automatic : *name == "zvc" ? Codec::zvc : Codec::rle;
 }
 
-// One tensor's way to the host and back, as the ledger has it moved: for benchmarks.
-struct Trip {
-  std::shared_ptr<Parcel> parcel;
+// Moves one tensor to the host and back as the tracker does, for tests and benchmarks.
+struct RoundTrip {
+  std::shared_ptr<Transfer> transfer;
   c10::Device device;
   int64_t bytes;
 };
@@ -148,7 +148,7 @@ std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Cod
   return make_idle_mover();
 }
 
-// Whoever has the trip keeps the tensors, which nothing else knows to be in use.
+// The round trip keeps its tensors alive: nothing else knows that the copies use them.
 void bind_testing(py::module_ testing) {
   testing.def(
       "offload_refuse",
@@ -156,43 +156,44 @@ void bind_testing(py::module_ testing) {
         refusals().host = host;
         refusals().device = device;
       },
-      "So many of the next allocations fail: of host memory, of memory on the device for what comes back and the "
+      "Makes the next allocations fail: `host` of host memory, `device` of device memory for restored tensors and the "
       "codec.",
       py::arg("host") = 0, py::arg("device") = 0);
 #ifdef WEFT_WITH_CUDA
   testing.def(
       "offload_stages",
-      [](int64_t segment, int pack, int spread) {
-        if (segment < 0 || segment % 128 != 0 || pack < 0 || spread < 0)
+      [](int64_t segment, int compress, int decompress) {
+        if (segment < 0 || segment % 128 != 0 || compress < 0 || decompress < 0)
           throw py::value_error("segment must be a multiple of 128 bytes, the numbers of blocks not negative");
-        set_stages(segment, pack, spread);
+        set_stages(segment, compress, decompress);
       },
-      "How the codecs of objects made from now on work beside copies.", py::arg("segment") = 0, py::arg("pack") = 0,
-      py::arg("spread") = 0);
+      "How the codecs of objects made from now on stage a tensor.", py::arg("segment") = 0, py::arg("compress") = 0,
+      py::arg("decompress") = 0);
 #endif
-  py::class_<Trip>(testing, "OffloadTrip")
+  py::class_<RoundTrip>(testing, "OffloadRoundTrip")
       .def(py::init(
                [](std::shared_ptr<Engine> engine, const at::Tensor& x, bool compressed, double density, double share) {
-                 auto parcel = engine->mover->out(bytes_of(*engine, x), compressed ? Codec::zvc : Codec::none, nullptr,
-                                                  density, share);
-                 if (parcel == nullptr) throw std::runtime_error("no host memory for the tensor");
-                 return Trip{std::move(parcel), x.device(), int64_t(x.nbytes())};
+                 auto transfer = engine->mover->out(bytes_of(*engine, x), compressed ? Codec::zvc : Codec::none,
+                                                    nullptr, density, share);
+                 if (transfer == nullptr) throw std::runtime_error("no host memory for the tensor");
+                 return RoundTrip{std::move(transfer), x.device(), int64_t(x.nbytes())};
                }),
            py::arg("engine"), py::arg("x"), py::arg("compressed"), py::arg("density"), py::arg("share") = 1.0,
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def(
           "bring_back",
-          [](Trip& trip, const Engine& engine, const at::Tensor& to) {
-            if (to.device() != trip.device || int64_t(to.nbytes()) != trip.bytes)
+          [](RoundTrip& round_trip, const Engine& engine, const at::Tensor& to) {
+            if (to.device() != round_trip.device || int64_t(to.nbytes()) != round_trip.bytes)
               throw py::value_error("to must be as large as what went out, and on its device");
-            trip.parcel->start_in(bytes_of(engine, to), nullptr);
+            round_trip.transfer->start_in(bytes_of(engine, to), nullptr);
           },
           py::arg("engine"), py::arg("to"), py::keep_alive<1, 3>())
-      .def_property_readonly("sent_bytes", [](const Trip& trip) { return trip.parcel->sent.bytes(); });
+      .def_property_readonly("sent_bytes",
+                             [](const RoundTrip& round_trip) { return round_trip.transfer->sent.bytes(); });
 }
 
-// ---- The pair of hooks. What they are called for is every saved tensor of a step, so that pybind11's objects and its
-// dispatch would be most of their time.
+// ---- The pair of hooks, called for every saved tensor of a step: pybind11's objects and dispatch would dominate their
+// cost.
 
 constexpr const char* kUse = "weft.offload.use";
 constexpr const char* kPacked = "weft.offload.packed";
@@ -249,15 +250,15 @@ void bind_engine(py::module_& m) {
   m.def(
       "offload_has_managed", [](int) { return false; }, py::arg("device"));
 #endif
-  py::class_<Schedule, std::shared_ptr<Schedule>>(m, "OffloadSchedule")
+  py::class_<TransferPlan, std::shared_ptr<TransferPlan>>(m, "OffloadTransferPlan")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, double, double>>& tensors,
                        std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
-             auto schedule = std::make_shared<Schedule>();
+             auto plan = std::make_shared<TransferPlan>();
              for (const auto& [bytes, itemsize, moves, share, density] : tensors)
-               schedule->tensors.push_back({bytes, itemsize, moves, share, density});
-             schedule->back = std::move(back);
-             schedule->room = room;
-             return schedule;
+               plan->tensors.push_back({bytes, itemsize, moves, share, density});
+             plan->back = std::move(back);
+             plan->room = room;
+             return plan;
            }),
            py::arg("tensors"), py::arg("back"), py::arg("room"));
   py::class_<Use, std::shared_ptr<Use>>(m, "OffloadUse")
@@ -267,26 +268,26 @@ void bind_engine(py::module_& m) {
       .def_readonly("timed", &Use::timed)
       .def_readonly("slow", &Use::slow)
       .def_property_readonly(
-          "passed",
-          [](const Use& use) { return std::ranges::all_of(use.ledgers, [](const auto& l) { return passed(*l); }); })
-      .def("books",
+          "completed",
+          [](const Use& use) { return std::ranges::all_of(use.trackers, [](const auto& l) { return completed(*l); }); })
+      .def("statistics",
            [](const Use& use) {
              py::list list;
-             for (const auto& ledger : use.ledgers) list.append(books(*ledger));
+             for (const auto& tracker : use.trackers) list.append(statistics(*tracker));
              return list;
            })
       .def("timelines",
            [](const Use& use) {
              py::list list;
-             for (const auto& ledger : use.ledgers) {
-               const auto device = ledger->account.device;
-               list.append(py::make_tuple(device.is_cpu() ? -1 : int(device.index()), ledger->account.budgeted,
-                                          timeline(*ledger)));
+             for (const auto& tracker : use.trackers) {
+               const auto device = tracker->residency.device;
+               list.append(py::make_tuple(device.is_cpu() ? -1 : int(device.index()), tracker->residency.budgeted,
+                                          timeline(*tracker)));
              }
              return list;
            })
       .def("planned", [](const Use& use) {
-        return std::ranges::all_of(use.ledgers, [](const auto& ledger) { return ledger->planned(); });
+        return std::ranges::all_of(use.trackers, [](const auto& tracker) { return tracker->planned(); });
       });
   py::class_<Engine, std::shared_ptr<Engine>>(m, "OffloadEngine")
       .def(py::init([](const std::string& backend, std::optional<int64_t> budget,
@@ -299,17 +300,17 @@ void bind_engine(py::module_& m) {
            py::arg("pool_limit"))
       .def(
           "use",
-          [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<Schedule>> schedules, bool timed,
+          [](std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<TransferPlan>> plans, bool timed,
              bool counts) {
-            return std::make_shared<Use>(
-                std::move(engine), std::map<int, std::shared_ptr<const Schedule>>(schedules.begin(), schedules.end()),
-                timed, counts);
+            return std::make_shared<Use>(std::move(engine),
+                                         std::map<int, std::shared_ptr<const TransferPlan>>(plans.begin(), plans.end()),
+                                         timed, counts);
           },
-          py::arg("schedules"), py::arg("timed"), py::arg("counts"))
+          py::arg("plans"), py::arg("timed"), py::arg("counts"))
       .def_property_readonly("live_bytes",
                              [](const Engine& engine) {
                                int64_t bytes = 0;
-                               for (const auto& account : engine.accounts) bytes += account->wanted;
+                               for (const auto& residency : engine.residencies) bytes += residency->wanted;
                                return bytes;
                              })
       .def_property_readonly("host_bytes", [](const Engine& e) { return e.mover->host_bytes(); })
@@ -317,7 +318,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("pool_failed", [](const Engine& e) { return e.pool_failed; })
       .def("poll",
            [](Engine& engine) {
-             for (auto& account : engine.accounts) account->poll();
+             for (auto& residency : engine.residencies) residency->poll();
            })
       .def("rates", [](Engine& engine, int device) { return engine.mover->rates(c10::DeviceIndex(device)); })
       .def("codec_rate", [](Engine& engine, int device) { return engine.mover->codec_rate(c10::DeviceIndex(device)); })

@@ -1,18 +1,18 @@
 // rle_compress(Tensor x) -> (Tensor runs, Tensor values, Tensor size)
 // rle_decompress(Tensor runs, Tensor values, SymInt[] shape) -> Tensor, its inverse
 //
-//   Run-length coding of zeros, to be compared with zvc_compress: the lengths of runs of zeros and of others in turn,
-//   and the elements that are not zero, side by side. What is zero is as there.
+//   Run-length coding of zeros, for comparison with zvc_compress: alternating lengths of runs of zeros and of
+//   non-zeros, and the non-zero elements side by side. Zero means the same as there.
 //
 // x       float32, float16 or bfloat16, any shape and strides; its n elements are taken in row-major order
 // runs    int32 (n + 1,): lengths, zeros first, 0 where x starts with another element; the rest of runs is 0. A run
 //         above 2^31 - 1 is split by a run of length 0
-// values  dtype of x, (n,), as zvc_compress has them
+// values  dtype of x, (n,), as of zvc_compress
 // size    int64 (2,), on x's device: runs used, without zero-length runs at the end, and values used
 //
-// The inverse gives a contiguous tensor of `shape`; runs[:size[0]] and values[:size[1]] are enough. On the CPU it is a
-// ValueError where the runs do not make up the shape, one is negative, or values are too short; on CUDA nothing is read
-// or written outside, and the elements are unspecified. Everything else is as zvc_compress has it.
+// The inverse gives a contiguous tensor of `shape`; runs[:size[0]] and values[:size[1]] are enough. The CPU raises a
+// ValueError if the runs do not add up to the shape, one is negative, or values are too short; CUDA reads and writes
+// nothing outside, and leaves the elements unspecified. All else is as for zvc_compress.
 //
 // Source: Rhu et al., "Compressing DMA engine" (HPCA 2018), section V-A.
 #pragma once
@@ -24,7 +24,7 @@
 
 namespace weft::offload {
 
-// All that rle_decompress's arguments must be; returns the number of elements.
+// All checks of rle_decompress's arguments; returns the number of elements.
 int64_t check_rle(const char* op, const at::Tensor& runs, const at::Tensor& values, at::IntArrayRef shape);
 
 }  // namespace weft::offload

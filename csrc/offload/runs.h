@@ -1,8 +1,8 @@
-// Lengths of runs from the bits of a mask: what rle_compress's kernels on both devices share. Torch-free.
+// Lengths of runs from the bits of a mask, shared by rle_compress's kernels on both devices. Torch-free.
 //
-// A change is an element of another kind than the one before it; a run ends where the next change is. Runs longer than
-// an int32 holds are split, so that how many entries a change makes depends on where the last one was: a part of the
-// changes is summed up in its entries beside the first, and its first and last place.
+// A change is an element of another kind than the one before it; a run ends at the next change. Runs too long for an
+// int32 are split, so the number of entries of a change depends on the place of the one before. The summary of a part
+// of the changes is therefore: the entries of all but its first change, and its first and last place.
 #pragma once
 #include <cstdint>
 
@@ -24,7 +24,7 @@ struct Changes {
   // Before any element: as if x had begun with a zero at 0, whose run the first change ends.
   WEFT_HOST_DEVICE static constexpr Changes start() { return {0, 0, 0}; }
   WEFT_HOST_DEVICE void add(int64_t at) { *this = then({0, at, at}); }
-  // These and then those of the elements behind.
+  // The summary of these changes followed by those.
   WEFT_HOST_DEVICE constexpr Changes then(const Changes& next) const {
     if (next.first < 0) return *this;
     if (first < 0) return next;

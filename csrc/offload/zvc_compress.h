@@ -1,22 +1,22 @@
 // zvc_compress(Tensor x) -> (Tensor mask, Tensor values, Tensor size)
 // zvc_decompress(Tensor mask, Tensor values, SymInt[] shape) -> Tensor, its inverse
 //
-//   Zero-value compression: one bit per element and the elements that are not zero, side by side. Lossless on bits: an
-//   element is zero where all its bits are, so that -0.0 and NaN of any payload are kept.
+//   Zero-value compression: one bit per element, and the non-zero elements side by side. Bit-exact: an element is zero
+//   only if all its bits are, so -0.0 and NaN of any payload are kept.
 //
 // x       float32, float16 or bfloat16, any shape and strides; its n elements are taken in row-major order
 // mask    int32 (ceil(n/32),): bit b, lowest first, of word w is 1 where element 32 w + b is not zero; bits past n
 //         are 0
 // values  dtype of x, (n,): the first `size` are those elements in order; the rest is unspecified
-// size    int64 (), on x's device, so that nobody waits for the device to learn it
+// size    int64 (), on x's device: learning it costs no synchronisation
 //
-// The inverse gives a contiguous tensor of `shape`, zeros as +0.0. values may be longer than needed, or just
+// The inverse gives a contiguous tensor of `shape`, zeros as +0.0. values may be longer than needed, or exactly
 // values[:size].
 //
 // New tensors; nothing is aliased. Deterministic. n may be 0 or beyond 2^31. Errors: TypeError for other dtypes;
 // ValueError for a mask that does not fit the shape, a negative shape, dimensions other than 1, and, on the CPU alone,
-// values that are too short (on CUDA nothing is read outside them, and what is missing is unspecified); RuntimeError
-// where devices differ. Not differentiable: a backward through either is refused with a RuntimeError.
+// values that are too short (CUDA reads nothing outside them and leaves missing elements unspecified); RuntimeError if
+// devices differ. Not differentiable: a backward through either raises a RuntimeError.
 //
 // Source: Rhu et al., "Compressing DMA engine" (HPCA 2018), section V-B.
 #pragma once
@@ -34,7 +34,7 @@ at::Tensor check_compressible(const char* op, const at::Tensor& x);
 int64_t check_numel(const char* op, at::IntArrayRef shape);
 // int32 (`name`, of any length) and values, both 1-D and on one device.
 void check_compressed(const char* op, const char* name, const at::Tensor& words, const at::Tensor& values);
-// All that zvc_decompress's arguments must be; returns the number of elements.
+// All checks of zvc_decompress's arguments; returns the number of elements.
 int64_t check_zvc(const char* op, const at::Tensor& mask, const at::Tensor& values, at::IntArrayRef shape);
 
 Compressed zvc_compress_cpu(const at::Tensor& x);

@@ -120,20 +120,20 @@ def check_shares_of_a_tensor(runtime: Runtime) -> None:
         coded = n if share == 1 else 32 * int(share * n / 32)
         with torch.cuda.stream(draw.choice([side, torch.cuda.current_stream()])):
             x = data.to("cuda", non_blocking=True)
-            trip = _C._testing.OffloadTrip(engine, x, True, expected, share)
-            lanes = [*engine.streams(0)]
+            round_trip = _C._testing.OffloadRoundTrip(engine, x, True, expected, share)
+            streams = [*engine.streams(0)]
             if draw.random() < 0.5:
-                runtime.drain(draw.choice(lanes))
+                runtime.drain(draw.choice(streams))
             back = torch.full((n,), 7.0, device="cuda")
-            trip.bring_back(engine, back)
-            for lane in draw.sample(lanes, len(lanes)):
-                runtime.drain(lane)
+            round_trip.bring_back(engine, back)
+            for stream in draw.sample(streams, len(streams)):
+                runtime.drain(stream)
         torch.cuda.synchronize()
         assert torch.equal(back.cpu().view(torch.int32), data.view(torch.int32)), f"tensor {seed} differs"
         nonzeros = int(data[:coded].count_nonzero())
         least = 4 * (nonzeros + (n - coded)) + 4 * math.ceil(coded / 32)
-        assert trip.sent_bytes >= least and ((expected > 0 and coded > 0) or trip.sent_bytes == least)
-        assert coded > 0 or trip.sent_bytes == 4 * n
+        assert round_trip.sent_bytes >= least and ((expected > 0 and coded > 0) or round_trip.sent_bytes == least)
+        assert coded > 0 or round_trip.sent_bytes == 4 * n
 
 
 def check_zeros_are_counted_in_the_first_use(runtime: Runtime) -> None:
@@ -186,8 +186,8 @@ def check_an_evicted_tensor_is_complete(runtime: Runtime) -> None:
     step = Step(off, numbers(3, SIZE + 64) + numbers(5, SIZE + 128), [side] * 3 + [current] * 5)
     assert not off._latest.use.timed and off.report().to_dict()["moved_tensors"] > 0
     off._engine.poll()
-    for lane in off._engine.streams(torch.cuda.current_device()):
-        runtime.drain(lane)  # the copies out before what nobody told them to wait for
+    for stream in off._engine.streams(torch.cuda.current_device()):
+        runtime.drain(stream)  # the copies out before what nobody told them to wait for
     step.backward()
 
 
@@ -231,8 +231,8 @@ def check_numbers_of_dropped_copies(runtime: Runtime) -> None:
             with dropped:
                 pass
         step = Step(off, numbers(4, density=0.1))
-        for lane in off._engine.streams(0):
-            runtime.drain(lane)
+        for stream in off._engine.streams(0):
+            runtime.drain(stream)
         runtime.drain()
         counts.append(off.report().to_dict()["sent_bytes"])
         step.backward()
@@ -325,8 +325,8 @@ def check_a_buffer_that_streams_write_in_turns(runtime: Runtime) -> None:
         assert off.report().to_dict()["moved_tensors"] > 0
         del buffer
         off._engine.poll()
-        for lane in off._engine.streams(0):
-            runtime.drain(lane)
+        for stream in off._engine.streams(0):
+            runtime.drain(stream)
         y.backward()
         expected = [data[: n // 2], data[n // 4 :], *([data[: n // 8]] if third else []), *more]
         for found, e in zip(reversed(seen), expected, strict=True):
@@ -349,8 +349,8 @@ def check_a_reader_on_the_stream_of_the_save(runtime: Runtime) -> None:
         for d in numbers(8):
             y = Save.apply(y, d.to("cuda", non_blocking=True), seen)
             off._engine.poll()
-    for lane in off._engine.streams(0):
-        runtime.drain(lane)
+    for stream in off._engine.streams(0):
+        runtime.drain(stream)
     current.synchronize()
     other.synchronize()
     assert torch.equal(read, data)
@@ -400,7 +400,7 @@ def check_a_graph_that_goes_in_a_capture(runtime: Runtime) -> None:
         Step(off, numbers(4)).backward()
     data = numbers(
         4
-    )  # whose memory torch would mark as used by the captured stream, if it went before the capture ends
+    )  # whose memory torch would record as used by the captured stream, if it went before the capture ends
     step = Step(off, data, seen=Failing())
     torch.cuda.synchronize()
     with pytest.raises(ArithmeticError):
@@ -515,7 +515,7 @@ def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
         used = [runtime.calls(name) - b for name, b in zip(names, before, strict=True)]
         step.backward()
     assert not off._latest.use.timed
-    # Of each: the copy to the device and torch's event for its host memory; the mark of the save, the copy out and its
+    # Of each: the copy to the device and torch's event for its host memory; the event of the save, the copy out and its
     # end; its waits for the save, and those for room; a query of whether the oldest has ended.
     assert used[3] == 2 * count and used[0] <= 3 * count + 4 and used[2] <= 2 * count and used[1] <= count + 4, used
     step = Step(off, data)
@@ -523,7 +523,7 @@ def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     before = [runtime.calls(name) for name in names]
     step.y.backward()
     used = [runtime.calls(name) - b for name, b in zip(names, before, strict=True)]
-    # The mark of the read and the end of the copy back; the copy's wait, and that for it; the copies back, and the
+    # The event of the read and the end of the copy back; the copy's wait, and that for it; the copies back, and the
     # test's and that of the gradient.
     assert used[3] == 2 * count + 1 and used[0] <= 2 * count + 4 and used[2] <= 2 * count and used[1] <= 4, used
 

@@ -93,7 +93,7 @@ class Step:
         self.check()
 
     def read_twice(self, off: offload, draw: random.Random, runtime: Runtime) -> None:
-        """While a lane, or all, may be ahead."""
+        """While one stream, or all, may be ahead."""
         if draw.random() < 0.5:
             runtime.drain(draw.choice([0, *off._engine.streams(0)]))
         self.backward(retain_graph=True)

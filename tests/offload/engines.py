@@ -1,4 +1,4 @@
-"""What the offload engine's tests share: the engines, the books of a use, steps, and delays on its streams."""
+"""What the offload engine's tests share: the engines, the statistics of a use, steps, and delays on its streams."""
 
 from __future__ import annotations
 
@@ -152,12 +152,12 @@ def planned_in_part(draw: random.Random):
 
 LONG = 50_000_000  # cycles, about 30 ms
 
-LANES = ("out", "back", "pack", "spread")
+STREAMS = ("out", "back", "compress", "decompress")
 
 
-def delay(off: offload, lane: str, cycles: int = LONG) -> None:
+def delay(off: offload, name: str, cycles: int = LONG) -> None:
     """Lets a stream of the copies do nothing for a while."""
-    stream = torch.cuda.ExternalStream(off._engine.streams(torch.cuda.current_device())[LANES.index(lane)])
+    stream = torch.cuda.ExternalStream(off._engine.streams(torch.cuda.current_device())[STREAMS.index(name)])
     with torch.cuda.stream(stream):
         torch.cuda._sleep(cycles)
 

@@ -11,8 +11,8 @@ from torch import nn
 from weft.offloading import offload
 
 from tests.offload.engines import (
-    LANES,
     LONG,
+    STREAMS,
     chain,
     check_same,
     cuda,
@@ -66,7 +66,7 @@ def test_more_values_than_expected(dtype: torch.dtype) -> None:
 @cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_tensors_of_many_segments(dtype: torch.dtype) -> None:
-    """What the codec takes in parts comes back whole: parts of their own density, delays on every lane."""
+    """What the codec takes in parts comes back whole: parts of their own density, delays on every stream."""
     weft._C._testing.offload_stages(segment=1 << 16)
     try:
         off = everything("copy", compress="auto")
@@ -75,7 +75,7 @@ def test_tensors_of_many_segments(dtype: torch.dtype) -> None:
         for use in range(12):
             density = torch.rand(w.numel() // 1000 + 1, device="cuda").repeat_interleave(1000)[: w.numel()]
             xs = [torch.randn_like(w) * (torch.rand_like(w) < density * (i + 1) / 4) for i in range(4)]
-            delay(off, LANES[use % 4], LONG // 10)
+            delay(off, STREAMS[use % 4], LONG // 10)
             with off:
                 y = sum((w * (x * 1)).sum() for x in xs)
             expected = torch.autograd.grad(sum((w * (x * 1)).sum() for x in xs), w)[0]
@@ -91,22 +91,22 @@ def test_tensors_of_many_segments(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("share", [1e-6, 0.1, 0.5, 0.999, 1.0])
 @pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 300_001), (torch.bfloat16, 33), (torch.bfloat16, 1 << 20)])
 def test_a_share_of_a_tensor(share: float, dtype: torch.dtype, n: int) -> None:
-    """What is compressed, with any expectation, and what is not: the same bits, delays on every lane."""
+    """What is compressed, with any expectation, and what is not: the same bits, delays on every stream."""
     weft._C._testing.offload_stages(segment=1 << 16)
     try:
         off = offload()
         for number, (density, expected) in enumerate([(0.5, 0.5), (0.5, 0.0), (0.9, 0.3), (0.1, 0.9), (1.0, 1.0)]):
             x = torch.randn(n, device="cuda", dtype=dtype) * (torch.rand(n, device="cuda") < density)
-            delay(off, LANES[number % 4], LONG // 10)
-            trip = weft._C._testing.OffloadTrip(off._engine, x, True, expected, share)
-            delay(off, LANES[(number + 2) % 4], LONG // 10)
+            delay(off, STREAMS[number % 4], LONG // 10)
+            round_trip = weft._C._testing.OffloadRoundTrip(off._engine, x, True, expected, share)
+            delay(off, STREAMS[(number + 2) % 4], LONG // 10)
             back = torch.full_like(x, 7)
-            trip.bring_back(off._engine, back)
+            round_trip.bring_back(off._engine, back)
             torch.cuda.synchronize()
             assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
             coded = n if share == 1 else 32 * int(share * n / 32)
             least = int(x[:coded].count_nonzero()) + n - coded
-            assert trip.sent_bytes >= least * x.element_size() + coded // 8
+            assert round_trip.sent_bytes >= least * x.element_size() + coded // 8
     finally:
         weft._C._testing.offload_stages()
 
@@ -123,7 +123,7 @@ def test_compressed_in_part_without_a_budget(segment: int, deterministic) -> Non
             x = torch.randn(600, 256, device="cuda")
             expected = step(model, x)
             if use > 2:
-                delay(off, LANES[use % 4], LONG // 10)
+                delay(off, STREAMS[use % 4], LONG // 10)
             check_same(step(model, x, lambda: off), expected)
             torch.cuda.synchronize()
             assert (numbers(off)["compressed_tensors"] > 0) == (use > 1)
@@ -148,20 +148,20 @@ def test_large_host_buffers(compress: str | None) -> None:
     assert off.release() == held and numbers(off)["host_bytes"] == 0
 
 
-def test_a_trip_of_one_tensor() -> None:
+def test_a_round_trip_of_one_tensor() -> None:
     x = torch.randn(1000).relu()
     for backend, compressed in (("reference", True), ("reference", False)):
         engine = offload(0, backend=backend, compress="zvc")._engine
-        trip = weft._C._testing.OffloadTrip(engine, x, compressed, 0.5)
+        round_trip = weft._C._testing.OffloadRoundTrip(engine, x, compressed, 0.5)
         back = torch.full_like(x, float("nan"))
-        trip.bring_back(engine, back)
-        assert torch.equal(back, x) and (trip.sent_bytes < x.nbytes) == compressed
+        round_trip.bring_back(engine, back)
+        assert torch.equal(back, x) and (round_trip.sent_bytes < x.nbytes) == compressed
         for wrong in (x[1:], x.double()):
             with pytest.raises(ValueError, match="as large as what went out"):
-                trip.bring_back(engine, wrong)
+                round_trip.bring_back(engine, wrong)
     for wrong in (x.expand(2, 1000), x[::2], x[:0]):
         with pytest.raises(ValueError, match="x must be contiguous"):
-            weft._C._testing.OffloadTrip(engine, wrong, True, 0.5)
+            weft._C._testing.OffloadRoundTrip(engine, wrong, True, 0.5)
     engine = offload(0, backend="copy")._engine
     with pytest.raises(ValueError, match="a device whose tensors move"):
-        weft._C._testing.OffloadTrip(engine, x, True, 0.5)
+        weft._C._testing.OffloadRoundTrip(engine, x, True, 0.5)

@@ -42,8 +42,8 @@ def test_memory_is_not_reused_before_its_copy_out_finished(compress: str | None)
 def test_reload_does_not_race_its_own_offload(inside: bool, compress: str | None) -> None:
     off = everything("copy", compress=compress)
     x = torch.randn(1 << 18, device="cuda", requires_grad=True)
-    for lane in ("out", "back", "pack", "spread", "out"):
-        delay(off, lane)
+    for name in ("out", "back", "compress", "decompress", "out"):
+        delay(off, name)
         with off:
             y = chain(x)
             if inside:

@@ -1,6 +1,6 @@
-// rle_compress and rle_decompress on the CPU. Runs are read off zvc_compress's mask, a part of it per task: once for
-// how many entries the parts make, once to write them. The inverse copies and clears whole runs, a part of them per
-// task.
+// rle_compress and rle_decompress on the CPU. Runs are read from zvc_compress's mask, a part of it per task, in two
+// passes: one counts the entries of each part, one writes them. The inverse copies and clears whole runs, a part of
+// them per task.
 #include "offload/rle_compress.h"
 
 #include <ATen/Parallel.h>
@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kWords = 1 << 12;  // of the mask, per task
 constexpr int64_t kRuns = 1 << 13;   // per task
 
-// body(part, begin, end) for all parts of `count` things.
+// Calls body(part, begin, end) for all parts of `count` items.
 template <typename Body>
 void for_parts(int64_t count, int64_t size, const Body& body) {
   at::parallel_for(0, ceil_div(count, size), 1, [&](int64_t first, int64_t last) {
@@ -31,7 +31,7 @@ void for_parts(int64_t count, int64_t size, const Body& body) {
   });
 }
 
-// visit(place) for each change in words [begin, end).
+// Calls visit(place) for each change in words [begin, end).
 template <typename Visit>
 void for_changes(const uint32_t* mask, int64_t n, int64_t begin, int64_t end, const Visit& visit) {
   for (int64_t w = begin; w < end; ++w) {
@@ -75,7 +75,7 @@ Compressed rle_compress_cpu(const at::Tensor& tensor) {
   return {runs, values, size};
 }
 
-// Where a part of the runs begins: in the tensor and in the values.
+// Where a part of the runs starts, in the tensor and in the values.
 struct Place {
   int64_t element = 0, value = 0;
 };

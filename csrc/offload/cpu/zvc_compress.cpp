@@ -19,7 +19,7 @@
 namespace weft::offload {
 namespace {
 
-// Elements of a task: whole mask words, and enough work to be worth a thread.
+// Elements per task: whole mask words, and enough work for a thread.
 constexpr int64_t kChunk = 1 << 17;
 
 // The instruction set that torch itself uses (ATEN_CPU_CAPABILITY lowers it).
@@ -41,7 +41,7 @@ const cpu::ZvcKernels<T>& kernels() {
   }
 }
 
-// body(chunk, begin, length) for all chunks of n elements.
+// Calls body(chunk, begin, length) for all chunks of n elements.
 template <typename Body>
 void for_chunks(int64_t n, const Body& body) {
   at::parallel_for(0, ceil_div(n, kChunk), 1, [&](int64_t first, int64_t last) {
@@ -49,7 +49,7 @@ void for_chunks(int64_t n, const Body& body) {
   });
 }
 
-// Replaces counts by the sums of those before them, and returns the sum of all.
+// Replaces counts by their exclusive prefix sums and returns the total.
 int64_t exclusive_sum(std::vector<int64_t>& counts) {
   int64_t sum = 0;
   for (int64_t& count : counts) {

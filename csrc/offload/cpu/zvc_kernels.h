@@ -1,8 +1,8 @@
 // Zero-value compression on the CPU, by elements of 2 or 4 bytes as bits: -0.0 and NaN are not zero.
 //
-// Decomposition: a chunk of whole mask words per task. Compressing reads x twice, once to count, once to pack, because
-// a chunk's place in `values` is the sum of the counts before it; a single chunk is packed at once. Expanding counts
-// the bits of the mask, which is a sixteenth or less of what it then writes.
+// Decomposition: a chunk of whole mask words per task. Compressing reads x twice, to count and to write, because a
+// chunk's place in `values` is the sum of the counts before it; a single chunk is written in one pass. Decompressing
+// first counts the bits of the mask, which are at most a sixteenth of what it then writes.
 // Cost: with AVX2 eight elements per table look-up and permutation, with AVX-512 a compress instruction for sixteen.
 #pragma once
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Launchers of run-length coding on raw pointers and a stream, beside those of zero-value compression, whose mask they
-// start from or end in. Torch-free, no host synchronisation.
+// Launchers of run-length coding on raw pointers and a stream. They start from or produce the mask of zero-value
+// compression. Torch-free, no host synchronisation.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -18,7 +18,7 @@ struct RleRuns {
 size_t rle_runs_workspace(const RleRuns& args);  // bytes
 void rle_runs(const RleRuns& args, void* workspace, cudaStream_t stream);
 
-// The mask of n elements of which `count` runs say what is zero. Runs that make no sense give some mask.
+// The mask of n elements from `count` runs. Invalid runs give an unspecified mask.
 struct RleMask {
   const int32_t* runs;
   int64_t count;

@@ -1,10 +1,10 @@
-// Launchers of zero-value compression on raw pointers and a stream: for the operators, and for whoever moves tensors.
+// Launchers of zero-value compression on raw pointers and a stream: for the operators and for the transfers.
 // Torch-free, no host synchronisation, safe under stream capture.
 //
-// A pointer may be device memory or mapped host memory, but for the mask that is decompressed, which is read twice, and
-// for the workspaces, which must be on the device. `blocks` is the most thread blocks that a launch runs at a time, 0
-// for what fills the device: copies to or from mapped host memory fill the bus with few, and more of them only hurt the
-// compute beside. Blocks never wait for one that is not resident, so that any number is safe beside any other kernel.
+// Pointers may be device memory or mapped host memory, except the mask to decompress, which is read twice, and the
+// workspaces: these must be on the device. `blocks` is the most thread blocks that run at a time, 0 for as many as fill
+// the device; a few fill the bus to mapped host memory, and more only slow the compute beside them. Blocks never wait
+// for one that is not resident, so any number is safe beside other kernels.
 //
 // Errors: std::runtime_error naming the kernel.
 #pragma once

@@ -1,4 +1,4 @@
-"""The class :class:`offload`: what Python has to do. What happens at every saved tensor is csrc/offload/ledger.h."""
+"""The class :class:`offload`: settings, uses and plans. Saved tensors are handled in csrc/offload/tracker/tracker.h."""
 
 from __future__ import annotations
 
@@ -26,30 +26,29 @@ from .sizes import parse_bytes
 _COMPRESS = ("auto", "zvc", "rle", None)
 _BACKENDS = ("copy", "managed", "reference")
 _SAME_SECONDS = 0.1
-"""Share by which a forward's or a backward's time may differ from the one that was planned with before the step is
-planned again."""
+"""Share by which the time of a forward or backward may differ from the planned one before the step is planned again."""
 _SAME_RATE = 0.25
 _SAME_DENSITY = 0.02
 _WORTH = 0.85
-"""Share of a tensor's size that compressed it must stay below: the codec takes a little from compute."""
+"""A tensor is compressed if that makes it smaller than this share of its size: the codec slows compute a little."""
 _SPARE = 0.97
-"""Share of the bus that is planned with where nothing may wait for it: no step is quite like the one before."""
+"""Share of the bus that plans use where nothing may wait for it: step times vary."""
 _SLOWDOWN = 0.01
-"""Share of a step that the codec may take where there is no budget, at the rate that it has alone."""
+"""Without a budget: share of a step that the codec may take, at the rate that it has alone."""
 _BESIDE = 0.75
-"""Least share of its time on the bus that compressing a tensor leaves where there is compute beside it: the codec's
-kernels wait for a place there."""
+"""Least share of a tensor's time on the bus that compression leaves beside compute: the codec's kernels wait for free
+SMs."""
 _LOOKS, _EVERY = 3, 32
-"""Uses whose every operation is timed: the first, which warm up, and as many of so many after."""
+"""Every operation is timed in the first `_LOOKS` uses, and later in `_LOOKS` of every `_EVERY`."""
 _PACED = 2
-"""Without a budget: uses after these whose forward and backward as a whole are timed. Marks around every operation of
-a net of many take the host so long that the device waits for it, and behind that nothing hides."""
+"""Without a budget: following uses in which only forward and backward are timed as a whole. Events around every
+operation of a deep net can make the step host-bound, where nothing hides."""
 _PATIENCE = 4
-"""Uses in a row that may wait for host memory before their times are taken as they are."""
+"""Uses in a row whose times are ignored because they waited for host memory."""
 _PENDING = 8
-"""Finished uses that are kept until their device has run them."""
+"""Most finished uses that are kept until their device has run them."""
 _MOST = 2**61
-"""Bytes that the ledger can count to."""
+"""Most bytes that the tracker can count."""
 
 _warned_without_cuda = False
 _warning = threading.Lock()
@@ -57,83 +56,82 @@ _warning = threading.Lock()
 
 @dataclass
 class _Planned:
-    """What was made of a timeline of one device."""
+    """A timeline of one device and its plan."""
 
     timeline: Timeline
     signature: tuple
-    """Of the saves and reads: the plan holds for a use in which they are the same."""
+    """Identifies the order and sizes of saves and reads: the plan holds for uses with the same signature."""
     seconds: tuple[float, float] | None
-    """Of the forward and of the backward."""
+    """Of the forward, of the backward."""
     link: Link
     plan: Plan
-    schedule: Any
+    transfer_plan: Any
     known: tuple[bool, ...] = ()
-    """Of each tensor, whether its density is."""
+    """Whether each tensor's density is known."""
     detailed: bool = True
     """Whether every operation was timed."""
     paced: bool = False
-    """Whether forward and backward as a whole take what they took in a use in which not every operation was timed."""
+    """Whether the operations are scaled to forward and backward times from a use that timed only these."""
 
 
 @dataclass
 class _Memory:
-    """What one thread has learnt, device to plan."""
+    """What one thread has learnt. Dictionaries are keyed by device."""
 
     planned: dict[int, _Planned] = field(default_factory=dict)
     pending: list[_Entered] = field(default_factory=list)
-    """Uses that are not planned from yet, oldest first."""
+    """Uses that no plan was made from yet, oldest first."""
     looked: int = 0
-    """Uses in a row that the plan was right for."""
+    """Uses in a row that matched the plan."""
     paces: int = 0
-    """Uses that are still to be asked how long their forward and their backward took as a whole."""
+    """Uses whose forward and backward times are still to be taken."""
     cold: bool = True
-    """Without a budget: whether the first use is still to be let pass."""
+    """Without a budget: whether the first use is still to be ignored."""
     first: Any | None = None
-    """Without a budget: the first use, until what it counted is known."""
+    """Without a budget: the first use, until its counts are known."""
     counted: dict[int, tuple[Timeline, tuple[bool, ...]]] = field(default_factory=dict)
-    """Device to timeline, with the densities that the first use counted, and of which tensors it did."""
+    """The first use's timeline with the densities that it counted, and which of them are known."""
     entered: bool = False
-    """Whether there was a first use, one that saved something."""
+    """Whether a use has saved something."""
     slow: int = 0
-    """Uses in a row whose times say little, because they waited for the system to give host memory."""
+    """Uses in a row that waited for the system to allocate host memory, so that their times mean little."""
 
 
 @dataclass
 class _Entered:
-    """One use, with the plans that it was entered with."""
+    """One use and the plans that it was entered with."""
 
     use: Any
     plans: dict[int, _Planned]
 
 
 class offload:
-    """Moves what the forward saves for the backward to host memory, and back in time. Gradients stay the same bits.
+    """Moves tensors saved for the backward to host memory, and back in time. Gradients keep the same bits.
 
     ``with offload("4GB") as off: loss = model(x)``, then ``loss.backward()`` inside or outside of the block. One *use*
-    is one block together with every backward of what was computed in it. The first use of a thread records when what is
-    saved and read; the following ones, without a budget those after the second, move by a plan for this timeline, and
-    record on. Reusable, by several threads at once; not re-entrant. Objects nest: as with torch's saved-tensor hooks,
-    the innermost one sees a tensor.
+    is one block together with every backward of what was computed in it. The first use of a thread records when tensors
+    are saved and read. From the second use on, or the third without a budget, a plan for this timeline decides what
+    moves; every use keeps recording. Reusable, by several threads at once; not re-entrant. Objects nest: the innermost
+    one sees a tensor, as with torch's saved-tensor hooks.
 
     Args:
         budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string
-            like ``"4GB"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves what hides behind compute, and
-            nothing else. Parameters, gradients, workspaces and what the program holds itself do not count.
+            like ``"4GB"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves only what hides behind compute.
+            Parameters, gradients, workspaces and tensors that the program itself holds do not count.
         compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter; without a
-            budget, where little may be taken from compute, only of parts of tensors that hide then and would not as
-            they are; ``"zvc"``, ``"rle"``: that codec for every float32, float16 and bfloat16 tensor; None: never.
+            budget only for tensors that hide compressed and would not otherwise, because it slows compute a little.
+            ``"zvc"``, ``"rle"``: that codec for every float32, float16 and bfloat16 tensor. None: never.
         backend: ``"copy"``: pinned host memory and a stream per direction; ``"managed"``: managed memory that is
             prefetched, for devices that share memory with the host; ``"reference"``: plain torch, synchronous, on every
             device; on the CPU it copies to a second place in host memory.
         min_bytes: Smaller tensors stay.
         keep_last: That many of the last saved tensors of a use stay.
-        pool_limit: Most host memory that the object ever holds; None is half of the machine's memory, or of what its
-            control groups leave the process of it.
+        pool_limit: Most host memory that the object ever holds; None is half of the machine's memory, or of the limit
+            that control groups set for the process.
 
-    Never moved: parameters, other leaves that require grad, and their views, CPU tensors (except with
-    ``"reference"``), what is not a plain strided tensor, and what is saved while a stream is captured. A tensor that
-    was changed in place after it was saved raises torch's own error in the backward; one that has moved cannot be read
-    while its stream is captured, which is a RuntimeError.
+    Never moved: parameters, other leaves that require grad, and their views; CPU tensors (except with ``"reference"``);
+    tensors that are not plain strided; tensors saved while a stream is captured. After an in-place change of a saved
+    tensor the backward raises torch's own error. Reading a moved tensor while its stream is captured is a RuntimeError.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -171,7 +169,7 @@ class offload:
             min(keep_last, _MOST),
             min(self._pool_limit, _MOST),
         )
-        # A closed engine outlives the object as long as a graph needs it.
+        # The closed engine outlives the object while a graph needs it.
         weakref.finalize(self, self._engine.close).atexit = False
         self._thread = threading.local()
         self._lock = threading.RLock()
@@ -190,14 +188,14 @@ class offload:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Of the latest use whose tensors have all been read or dropped; None before one. Its operations are the
-        intervals between saves and reads. The forward ends at the first read; what is saved after it is left out."""
+        """The timeline of the latest use whose tensors have all been read or dropped; None before one. Its operations
+        are the intervals between saves and reads. The forward ends at the first read; later saves are left out."""
         with self._lock:
             self._settle()
             if self._finished is None:
                 return None
             found = [(budgeted, _timeline(raw)) for _, budgeted, raw in self._finished.timelines()]
-            # Those of devices, if there are any; of several, the one that saved most.
+            # A device's, if there is any; of several, the one that saved most.
             found = [t for budgeted, t in found if budgeted] or [t for _, t in found]
             return max(found, key=lambda t: sum(s.bytes for s in t.tensors), default=Timeline((), 0, ()))
 
@@ -213,17 +211,17 @@ class offload:
             if memory is None:
                 memory = self._thread.memory = _Memory()
             on_cuda = torch.cuda.is_available()
-            # While a stream is captured nothing is measured, planned, moved or learnt from.
+            # While a stream is captured nothing is measured, planned or moved.
             capturing = on_cuda and torch.cuda.is_current_stream_capturing()
             may_move = not capturing and (on_cuda or self._backend == "reference")
             if may_move:
                 self._plan(memory)
             plans = dict(memory.planned)
-            # Taking the time of every operation takes time: at first, and now and then.
+            # Timing every operation costs time: done at first, and now and then.
             timed = not plans or memory.looked <= _LOOKS or memory.looked % _EVERY < _LOOKS
-            # So does counting zeros, which without a budget is left to the use that is not planned from anyway.
+            # So does counting zeros: without a budget only in the first use, whose times are not used.
             counts = self._budget is not None or (may_move and not memory.entered and self._backend == "copy")
-            use = self._engine.use({device: planned.schedule for device, planned in plans.items()}, timed, counts)
+            use = self._engine.use({device: planned.transfer_plan for device, planned in plans.items()}, timed, counts)
             managed = on_cuda and self._backend == "managed" and not capturing
             pool = managed_pool() if managed else contextlib.nullcontext()
             with contextlib.ExitStack() as stack:
@@ -251,7 +249,7 @@ class offload:
         self._tell_pool()
 
     def report(self) -> OffloadReport:
-        """What the latest use did, as far as it has gone: the one entered last, in any thread."""
+        """On the latest use, the one entered last in any thread, as far as it has gone."""
         with self._lock:
             self._engine.poll()
             latest = self._latest
@@ -260,8 +258,8 @@ class offload:
             return report(settings, self._engine, None if latest is None else latest.use, plans)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Writes the lanes (compute, out, back) and the memory curve of the latest use to a picture, the format by the
-        suffix of `path`.
+        """Plots the latest use: rows of compute, copies out and copies back, and the memory curve. The suffix of `path`
+        decides the format.
 
         Raises:
             RuntimeError: before any use.
@@ -273,32 +271,32 @@ class offload:
         plot(path, self._latest.use, self._budget)
 
     def release(self) -> int:
-        """Gives free host buffers back to the system; those in use stay. Returns their bytes."""
+        """Returns free host buffers to the system and their bytes to the caller; buffers in use stay."""
         with self._lock:
             self._engine.poll()
             return self._engine.release()
 
     def close(self) -> None:
-        """Ends the object: entering it again is a RuntimeError. What was saved before stays valid, and its memory goes
-        with its graph."""
+        """Ends the object: entering it again is a RuntimeError. Tensors saved before stay valid; their memory goes with
+        their graph."""
         with self._lock:
             self._closed = True
             self._engine.poll()
             self._engine.close()
 
     def _settle(self) -> None:
-        """Sorts out which uses have finished, of those in the order they were entered in."""
+        """Finds the uses that have finished, in the order in which they were entered."""
         for use in [u for u in self._unfinished if u.finished]:
             self._unfinished.remove(use)
             self._finished = use
 
     def _plan(self, memory: _Memory) -> None:
-        """Plans from the latest use of this thread that has finished, and on its device too where that can be seen
-        without waiting for it."""
+        """Plans from the latest finished use of this thread, preferably one that its device has completed; never waits
+        for the device."""
         use, known = None, False
         for i in reversed(range(len(memory.pending))):
             if memory.pending[i].use.finished:
-                known = memory.pending[i].use.passed
+                known = memory.pending[i].use.completed
                 if known or use is None:
                     use, keep = memory.pending[i].use, memory.pending[i + 1 :]
                 if known:
@@ -309,20 +307,20 @@ class offload:
             return
         if memory.cold and self._budget is None:
             memory.cold = not known
-            return  # what hides behind a first step, with all that is done once, does not hide behind the next
+            return  # a first step does much once, so that what hides behind it does not hide behind the next
         if use is memory.first:
-            return  # which took the time to count
-        if memory.first is not None and memory.first.finished and memory.first.passed:
+            return  # counting took time
+        if memory.first is not None and memory.first.finished and memory.first.completed:
             timelines = [(device, _timeline(raw), _known(raw)) for device, _, raw in memory.first.timelines()]
             memory.counted = {device: (timeline, known) for device, timeline, known in timelines}
             memory.entered = any(timeline.tensors for _, timeline, _ in timelines)
             memory.first = None
-            memory.planned.clear()  # what was made without
+            memory.planned.clear()  # plans made without the counts
             if not memory.entered:
-                return  # and let the next use count
+                return  # the next use counts
         memory.slow = memory.slow + 1 if use.slow else 0
         if memory.planned and use.planned() and 0 < memory.slow <= _PATIENCE:
-            return  # and look again
+            return  # look again
         memory.looked = memory.looked + 1 if use.planned() else 0
         if use.timed:
             memory.paces = _PACED if self._budget is None else 0
@@ -333,8 +331,8 @@ class offload:
         self._plan_from(memory, use)
 
     def _plan_from(self, memory: _Memory, use: Any) -> None:
-        """Plans anew for each device on which this use does not agree with what was planned with."""
-        rates = {book["device"]: book["copies"] for book in use.books()}
+        """Plans again for each device on which this use differs from the one planned with."""
+        rates = {s["device"]: s["copies"] for s in use.statistics()}
         for device, budgeted, raw in use.timelines():
             timeline = _timeline(raw)
             if not budgeted or not timeline.tensors:
@@ -374,7 +372,7 @@ class offload:
                 memory.planned[device] = replace(planned, known=known, detailed=detailed, paced=paced)
 
     def _link(self, device: int, copies: Sequence[tuple]) -> Link:
-        """The rates that the copies of a use reached; before there were any, measured."""
+        """The rates that copies of a use reached; measured before there were any."""
         link = self._links.get(device)
         known = link is not None
         if link is None:
@@ -384,15 +382,15 @@ class offload:
             if codec := self._engine.codec_rate(device) if device >= 0 else 0:
                 link = replace(link, codec=codec)
         found = {}
-        # Without a budget the time that compressing takes beside compute is planned with; it is not the bus's.
+        # Without a budget the plan models the codec's time itself; it is not the bus's.
         copies = [c[:4] for c in copies if self._budget is not None or not c[4]]
         for way in (True, False):
             seconds = sum(end - begin for out, begin, end, _ in copies if out == way)
             sent = sum(sent for out, _, _, sent in copies if out == way)
-            # Small copies tell about their start.
+            # Small copies measure their latency.
             found[way] = sent / seconds if sent > 2**24 and seconds > 0 else None
         link = replace(link, d2h=found[True] or link.d2h, h2d=found[False] or link.h2d)
-        if known or all(found.values()):  # else it is measured the next time
+        if known or all(found.values()):  # else measured the next time
             self._links[device] = link
         return link
 
@@ -407,18 +405,18 @@ class offload:
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
         movable = [moves_any and may_move and i < last for i, (_, _, may_move) in enumerate(first)]
-        # Without a budget little may be taken from compute, as the codec's kernels do: nobody knows how much.
+        # Without a budget the codec may slow compute only a little, and here its rate is unknown.
         unknown = self._budget is None and self._compress == "auto" and math.isinf(link.codec)
         codec = None if unknown else self._compress
         made, seen, staging = self._made(timeline, movable, link, codec)
-        if not made.met and codec == "auto":  # the codec's own memory may be what is too much
+        if not made.met and codec == "auto":  # perhaps only because of the codec's own memory
             plain = self._made(timeline, movable, link, None)
             if plain[0].met:
                 made, seen, staging = plain
         room = _MOST if self._budget is None else self._budget
         if not made.met:
-            # What the running operations need: each tensor, the one after it, and one on its way beside them. Back as
-            # early as that allows.
+            # Running operations need each tensor, the one after it, and one in transfer beside them. Tensors come back
+            # as early as that allows.
             sizes = [t.bytes for t in timeline.tensors]
             room = max(room, staging + max(sum(sizes[i : i + 3]) for i in range(len(sizes))))
             early = [replace(m, prefetch=timeline.forward) for m in made.moves]
@@ -429,13 +427,13 @@ class offload:
             for i, (bytes, itemsize, _) in enumerate(first)
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
-        scheduled = _C.OffloadSchedule(tensors, back, min(room, _MOST))
-        return _Planned(timeline, signature, seconds, link, made, scheduled)
+        transfer_plan = _C.OffloadTransferPlan(tensors, back, min(room, _MOST))
+        return _Planned(timeline, signature, seconds, link, made, transfer_plan)
 
     def _made(
         self, timeline: Timeline, movable: Sequence[bool], link: Link, codec: str | None
     ) -> tuple[Plan, Timeline, int]:
-        """A plan with that codec, the timeline as it sees it, and the codec's memory, which is taken off the budget."""
+        """The plan with that codec, the timeline that it was made for, and the codec's memory, taken off the budget."""
         seen = _worth_compressing(timeline) if codec == "auto" else timeline
         staging = 0
         if codec is not None:
@@ -447,7 +445,7 @@ class offload:
             staging = max(sizes, default=0)
         budget = None if self._budget is None else max(self._budget - staging, 0)
         if budget is None:
-            # Whoever asks for a codec gets it, whatever it takes.
+            # An explicitly chosen codec is used at any cost.
             costs = link.codec if codec == "auto" else math.inf
             link = Link(_SPARE * link.d2h, _SPARE * link.h2d, costs, _BESIDE if codec == "auto" else 0.0)
         compress = "auto" if codec is not None else None
@@ -473,13 +471,13 @@ def _timeline(raw: tuple) -> Timeline:
 
 
 def _known(raw: tuple) -> tuple[bool, ...]:
-    """Of which tensors the use knows the density."""
+    """Whether the use knows the density of each tensor."""
     return tuple(entry[3] for entry in raw[4])
 
 
 def _at_pace(timed: Timeline, whole: Timeline) -> tuple[float | None, ...]:
-    """Seconds of the operations of `timed`, where each phase takes as long as in `whole`: that may know the time of
-    several operations as that of their last one, and nothing of those after the last that it knows."""
+    """Seconds of the operations of `timed`, each phase scaled to its time in `whole`. A number there may stand for all
+    operations since the one before, and those after the last number are unknown."""
     seconds: list[float | None] = []
     for phase in slice(timed.forward), slice(timed.forward, None):
         parts, known = timed.seconds[phase], whole.seconds[phase]
@@ -495,7 +493,7 @@ def _at_pace(timed: Timeline, whole: Timeline) -> tuple[float | None, ...]:
 def _with_densities(
     timeline: Timeline, known: tuple[bool, ...], before: Timeline, before_known: tuple[bool, ...]
 ) -> tuple[Timeline, tuple[bool, ...]]:
-    """What this use has not looked at has the density that was known before, if it was."""
+    """Densities that this use has not measured are taken from before, where they were known."""
     if len(before.tensors) != len(timeline.tensors):
         return timeline, known
     take = [
@@ -510,8 +508,7 @@ def _with_densities(
 
 
 def _worth_compressing(timeline: Timeline) -> Timeline:
-    """The timeline, with nothing said about the zeros of tensors that a copy brings out whole in the time in which the
-    codec's kernel brings them out compressed."""
+    """The timeline, with density 1 for tensors that cross as fast uncompressed as the codec's kernel sends them."""
 
     def known(t: Saved) -> Saved:
         n = t.bytes // max(t.itemsize, 1)
@@ -521,7 +518,7 @@ def _worth_compressing(timeline: Timeline) -> Timeline:
 
 
 def _as_sparse(old: _Planned, timeline: Timeline) -> bool:
-    """Whether what comes back compressed is about as large as was planned with."""
+    """Whether compressed tensors have about the size that was planned."""
     pairs = ((old.timeline.tensors[m.tensor], timeline.tensors[m.tensor]) for m in old.plan.moves if m.compressed)
     return all(abs(before.density - now.density) <= _SAME_DENSITY for before, now in pairs)
 
@@ -545,7 +542,7 @@ def _check_choice(name: str, value: Any, choices: tuple) -> None:
 
 
 def _prepare(backend: str) -> None:
-    """What a backend asks of the machine when it is entered."""
+    """Checks the machine for a backend when it is entered."""
     global _warned_without_cuda
     if backend == "managed" and torch.cuda.is_available():
         device = torch.cuda.current_device()

@@ -1,4 +1,4 @@
-"""The policy: which saved tensors to move and when each comes back. Checks and data; csrc/offload/policy.h computes."""
+"""The policy: which saved tensors to move and when each comes back. Data and checks of csrc/offload/policy/policy.h."""
 
 from __future__ import annotations
 

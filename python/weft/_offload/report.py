@@ -1,4 +1,4 @@
-"""What an offload object tells about a use: the numbers, the table, the picture."""
+"""The report on a use: its numbers, its table, its plot."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ class OffloadReport:
 
 def report(settings: dict[str, Any], engine: Any, use: Any | None, plans: dict[int, Plan] | None) -> OffloadReport:
     """The report of `use`; all counts are 0 where it is None."""
-    books = [] if use is None else use.books()
-    on_device = [b for b in books if b["budgeted"]]
+    statistics = [] if use is None else use.statistics()
+    on_device = [b for b in statistics if b["budgeted"]]
 
     def total(key: str) -> int:
-        return sum(b[key] for b in books)
+        return sum(b[key] for b in statistics)
 
-    kept = {reason: sum(b["kept"][reason] for b in books) for reason in _REASONS}
+    kept = {reason: sum(b["kept"][reason] for b in statistics) for reason in _REASONS}
     peak = max((b["peak_bytes"] for b in on_device), default=0)
     stalls = [
         {"operation": f"{'forward' if forward else 'backward'} {operation}: {name}", "seconds": seconds}
-        for b in books
+        for b in statistics
         for forward, operation, name, seconds in b["stalls"]
     ]
-    waited = [sum(s for b in books for f, _, _, s in b["stalls"] if f == forward) for forward in (True, False)]
+    waited = [sum(s for b in statistics for f, _, _, s in b["stalls"] if f == forward) for forward in (True, False)]
     ran = _phases(use)
     planned = plans if use is not None and plans and use.planned() else None
     budget = settings["budget_bytes"]
@@ -106,8 +106,8 @@ def report(settings: dict[str, Any], engine: Any, use: Any | None, plans: dict[i
         "forward_stall_seconds": float(waited[0]),
         "backward_stall_seconds": float(waited[1]),
         "stalls": sorted(stalls, key=lambda s: -s["seconds"]),
-        "d2h_bytes_per_second": _bus_rate(books, True),
-        "h2d_bytes_per_second": _bus_rate(books, False),
+        "d2h_bytes_per_second": _bus_rate(statistics, True),
+        "h2d_bytes_per_second": _bus_rate(statistics, False),
     }
     return OffloadReport(numbers)
 
@@ -121,36 +121,36 @@ def _phases(use: Any | None) -> tuple[float, float]:
     return max(found, key=sum)
 
 
-def _bus_rate(books: list[dict[str, Any]], out: bool) -> float | None:
-    copies = [(end - begin, sent) for b in books for o, begin, end, sent, _ in b["copies"] if o == out]
+def _bus_rate(statistics: list[dict[str, Any]], out: bool) -> float | None:
+    copies = [(end - begin, sent) for b in statistics for o, begin, end, sent, _ in b["copies"] if o == out]
     seconds = sum(s for s, _ in copies)
     return sum(sent for _, sent in copies) / seconds if seconds > 0 else None
 
 
 def plot(path: str | os.PathLike[str], use: Any, budget: int | None) -> None:
-    """Lanes and memory curve of `use`, of the device that saved most."""
+    """Rows of compute and copies, and the memory curve, of `use`, of the device that saved most."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("offload.plot needs matplotlib: pip install matplotlib") from error
 
-    books = use.books()
-    index = max(range(len(books)), key=lambda i: books[i]["saved_bytes"], default=None)
+    statistics = use.statistics()
+    index = max(range(len(statistics)), key=lambda i: statistics[i]["saved_bytes"], default=None)
     figure = Figure(figsize=(10, 4), layout="constrained")
-    lanes, memory = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    lanes.set_yticks([2, 1, 0], ["compute", "out", "back"])
-    lanes.set_ylim(-0.5, 2.5)
+    rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+    rows.set_yticks([2, 1, 0], ["compute", "out", "back"])
+    rows.set_ylim(-0.5, 2.5)
     memory.set_xlabel("ms")
     memory.set_ylabel("saved, MB")
     if index is not None:
-        book = books[index]
-        times = [t for t, _ in book["curve"]]
+        device = statistics[index]
+        times = [t for t, _ in device["curve"]]
         bars = [(a, b - a) for a, b in itertools.pairwise(times)]
-        lanes.broken_barh([(1e3 * a, 1e3 * w) for a, w in bars], (1.6, 0.8), facecolors=("#4477aa", "#88aacc"))
+        rows.broken_barh([(1e3 * a, 1e3 * w) for a, w in bars], (1.6, 0.8), facecolors=("#4477aa", "#88aacc"))
         for out, row, color in ((True, 0.6, "#cc6677"), (False, -0.4, "#228833")):
-            spans = [(1e3 * a, 1e3 * (b - a)) for o, a, b, _, _ in book["copies"] if o == out]
-            lanes.broken_barh(spans, (row, 0.8), facecolors=color)
-        memory.step([1e3 * t for t, _ in book["curve"]], [b / 1e6 for _, b in book["curve"]], where="post")
+            spans = [(1e3 * a, 1e3 * (b - a)) for o, a, b, _, _ in device["copies"] if o == out]
+            rows.broken_barh(spans, (row, 0.8), facecolors=color)
+        memory.step([1e3 * t for t, _ in device["curve"]], [b / 1e6 for _, b in device["curve"]], where="post")
     if budget is not None:
         memory.axhline(budget / 1e6, linestyle="--", color="#888888", label="budget")
         memory.legend()

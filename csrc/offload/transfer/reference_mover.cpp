@@ -1,4 +1,4 @@
-// The mover "reference": plain torch, every call done when it returns; and the one that moves nothing.
+// The mover "reference": plain torch, synchronous; and the idle mover, which moves nothing.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -9,24 +9,24 @@
 #include <cstdlib>
 
 #include "common/integers.h"
-#include "offload/mover.h"
+#include "offload/transfer/mover.h"
 
 namespace weft::offload {
 namespace {
 
-class HostMark : public Mark {
+class HostEvent : public Event {
  public:
-  bool passed() const override { return true; }
+  bool completed() const override { return true; }
 
  private:
-  double elapsed(const Mark& earlier) const override {
-    return std::chrono::duration<double>(now_ - static_cast<const HostMark&>(earlier).now_).count();
+  double elapsed(const Event& earlier) const override {
+    return std::chrono::duration<double>(now_ - static_cast<const HostEvent&>(earlier).now_).count();
   }
 
   std::chrono::steady_clock::time_point now_ = std::chrono::steady_clock::now();
 };
 
-// Runs below autograd and whatever listens to operators: hooks and modes are to see the program's operators alone.
+// Runs below autograd, autocast and dispatch modes: hooks and modes see the program's operators alone.
 struct Below {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::impl::ExcludeDispatchKeyGuard quiet{
@@ -52,12 +52,12 @@ auto op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-class ReferenceParcel : public Parcel {
+class ReferenceTransfer : public Transfer {
  public:
-  // Of `codec` none and automatic keep the bytes as they are where no code is shorter.
-  static std::shared_ptr<Parcel> out(HostPool& pool, const Bytes& from, Codec codec) {
+  // Codec::none and Codec::automatic send the bytes uncompressed where compression is not shorter.
+  static std::shared_ptr<Transfer> out(HostPool& pool, const Bytes& from, Codec codec) {
     const Below below;
-    auto parcel = std::make_shared<ReferenceParcel>();
+    auto transfer = std::make_shared<ReferenceTransfer>();
     at::Tensor first, second;
     if (codec != Codec::none && compressible(from)) {
       const bool runs = codec == Codec::rle;
@@ -68,28 +68,28 @@ class ReferenceParcel : public Parcel {
       second = values.narrow(0, 0, counts[-1].item<int64_t>());
       if (codec == Codec::automatic && int64_t(first.nbytes() + second.nbytes()) >= from.size())
         first = second = at::Tensor();
-      parcel->elements_ = x.numel();
-      parcel->runs_ = runs;
+      transfer->elements_ = x.numel();
+      transfer->runs_ = runs;
     }
-    parcel->compressed = first.defined();
+    transfer->compressed = first.defined();
     if (!first.defined()) first = view(from, at::kByte);
-    parcel->sent.fixed = int64_t(first.nbytes() + (second.defined() ? second.nbytes() : 0));
-    parcel->returned = parcel->sent;
-    parcel->buffer_ = pool.take(parcel->sent.fixed);
-    if (parcel->buffer_ == nullptr) return nullptr;
-    parcel->out_begin = std::make_shared<HostMark>();
-    auto* data = static_cast<char*>(parcel->buffer_->data());
-    parcel->first_ = copy(data, first);
-    if (second.defined()) parcel->second_ = copy(data + first.nbytes(), second);
-    parcel->out_end = std::make_shared<HostMark>();
-    return parcel;
+    transfer->sent.fixed = int64_t(first.nbytes() + (second.defined() ? second.nbytes() : 0));
+    transfer->returned = transfer->sent;
+    transfer->buffer_ = pool.take(transfer->sent.fixed);
+    if (transfer->buffer_ == nullptr) return nullptr;
+    transfer->out_begin = std::make_shared<HostEvent>();
+    auto* data = static_cast<char*>(transfer->buffer_->data());
+    transfer->first_ = copy(data, first);
+    if (second.defined()) transfer->second_ = copy(data + first.nbytes(), second);
+    transfer->out_end = std::make_shared<HostEvent>();
+    return transfer;
   }
 
   bool is_out(bool) override { return true; }
   void wait_out() override {}
-  void start_in(const Bytes& to, const MarkPtr&) override {
+  void start_in(const Bytes& to, const EventPtr&) override {
     const Below below;
-    in_begin = std::make_shared<HostMark>();
+    in_begin = std::make_shared<HostEvent>();
     if (!compressed) {
       view(to, at::kByte).copy_(first_);
     } else {
@@ -101,7 +101,7 @@ class ReferenceParcel : public Parcel {
                      .call(first_.to(device), second_.to(device), shape)
                      .view(at::kByte));
     }
-    here = in_end = std::make_shared<HostMark>();
+    here = in_end = std::make_shared<HostEvent>();
   }
   void wait_in(const c10::Storage&) override {}
 
@@ -130,9 +130,9 @@ class ReferenceMover : public Mover {
   bool moves(c10::Device) const override { return true; }
   bool asynchronous() const override { return false; }
   bool capturing(c10::Device device) const override { return capturing_stream(device); }
-  MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec codec, const MarkPtr&, double, double) override {
-    return ReferenceParcel::out(*pool_, from, codec);
+  EventPtr record(c10::Device) override { return std::make_shared<HostEvent>(); }
+  std::shared_ptr<Transfer> out(const Bytes& from, Codec codec, const EventPtr&, double, double) override {
+    return ReferenceTransfer::out(*pool_, from, codec);
   }
   Count count(const Bytes& bytes) override {
     const Below below;
@@ -159,8 +159,8 @@ class IdleMover : public Mover {
   bool moves(c10::Device) const override { return false; }
   bool asynchronous() const override { return false; }
   bool capturing(c10::Device) const override { return false; }
-  MarkPtr mark(c10::Device) override { return std::make_shared<HostMark>(); }
-  std::shared_ptr<Parcel> out(const Bytes&, Codec, const MarkPtr&, double, double) override { return nullptr; }
+  EventPtr record(c10::Device) override { return std::make_shared<HostEvent>(); }
+  std::shared_ptr<Transfer> out(const Bytes&, Codec, const EventPtr&, double, double) override { return nullptr; }
   Count count(const Bytes&) override { return {}; }
   c10::Storage allocate(c10::Device, int64_t) override { return {}; }
   int64_t host_bytes() const override { return 0; }
@@ -191,8 +191,8 @@ Refusals& refusals() {
   return all;
 }
 
-MarkPtr host_mark() {
-  return std::make_shared<HostMark>();
+EventPtr host_event() {
+  return std::make_shared<HostEvent>();
 }
 std::shared_ptr<Mover> make_reference_mover(int64_t pool_limit) {
   return std::make_shared<ReferenceMover>(pool_limit);

@@ -1,6 +1,6 @@
-// cudaHostAlloc touches one page after the other: half a second per GiB, which a first step would wait for. Large
-// buffers are mapped here, in huge pages where the system has them, touched by several threads, and registered.
-#include "offload/cuda/pinned.h"
+// cudaHostAlloc touches page by page, which takes half a second per GiB and delays a first step. Large buffers are
+// mapped here instead, in huge pages where the system has them, touched by several threads, and registered.
+#include "offload/transfer/cuda/pinned.h"
 
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "common/integers.h"
-#include "offload/mover.h"
+#include "offload/transfer/mover.h"
 
 namespace weft::offload {
 namespace {
@@ -28,7 +28,7 @@ int64_t page_size() {
   return size;
 }
 
-// Bytes of what was mapped here, in this process: a child has the numbers, and not the memory.
+// Sizes of the buffers mapped by this process. A forked child inherits the table, but not the memory.
 struct Mapped {
   const pid_t owner = getpid();
   std::mutex mutex;
@@ -50,7 +50,7 @@ void touch(char* data, int64_t bytes) {
   int64_t begin = 0;
   try {
     for (; begin + part < bytes; begin += part) threads.emplace_back(pages, data + begin, data + begin + part);
-  } catch (const std::system_error&) {  // no more threads: the rest here
+  } catch (const std::system_error&) {  // no more threads: this one touches the rest
   }
   pages(data + begin, data + bytes);
   for (std::thread& thread : threads) thread.join();
@@ -61,10 +61,10 @@ void* allocate_mapped(int64_t bytes) {
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&by_host_address, cudaDevAttrCanUseHostPointerForRegisteredMem, device) != cudaSuccess ||
       by_host_address == 0) {
-    cudaGetLastError();  // as below
+    cudaGetLastError();  // clear it, as below
     return nullptr;
   }
-  // Huge pages begin at multiples of their size; what lies around goes back at once.
+  // Huge pages start at multiples of their size; the excess on both sides is unmapped at once.
   const auto size = size_t(ceil_div(bytes, page_size()) * page_size());
   void* const all = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (all == MAP_FAILED) return nullptr;
@@ -73,10 +73,10 @@ void* allocate_mapped(int64_t bytes) {
   if (before > 0) munmap(all, before);
   munmap(data + size, kHugePage - before);
   madvise(data, size, MADV_HUGEPAGE);
-  madvise(data, size, MADV_DONTFORK);  // or a child's copy on write may part the pages from their address
+  madvise(data, size, MADV_DONTFORK);  // else copy-on-write after a fork may give the address other pages
   touch(data, int64_t(size));
   if (cudaHostRegister(data, size, cudaHostRegisterPortable | cudaHostRegisterMapped) != cudaSuccess) {
-    cudaGetLastError();  // as below: cudaHostAlloc may still do
+    cudaGetLastError();  // clear it, as below; cudaHostAlloc may still succeed
     munmap(data, size);
     return nullptr;
   }
@@ -92,7 +92,7 @@ void* allocate_pinned(int64_t bytes) {
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   void* data = bytes >= kLarge && mapped().owner == getpid() ? allocate_mapped(bytes) : nullptr;
   if (data != nullptr || cudaHostAlloc(&data, size_t(bytes), cudaHostAllocPortable) == cudaSuccess) return data;
-  cudaGetLastError();  // or the next one who asks takes it for theirs
+  cudaGetLastError();  // clear it, or the next check reports it as its own
   return nullptr;
 }
 

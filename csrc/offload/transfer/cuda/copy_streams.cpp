@@ -1,4 +1,4 @@
-#include "offload/cuda/lanes.h"
+#include "offload/transfer/cuda/copy_streams.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -11,12 +11,12 @@
 #include <utility>
 #include <vector>
 
-#include "offload/cuda/pinned.h"
+#include "offload/transfer/cuda/pinned.h"
 
 namespace weft::offload {
 namespace {
 
-// Events of each device that nobody uses. Never freed: the process may end after the driver did.
+// Unused events of each device. Never freed: the driver may shut down before the process ends.
 struct Events {
   std::mutex mutex;
   std::vector<std::vector<cudaEvent_t>> free;
@@ -26,13 +26,12 @@ Events& events() {
   return *all;
 }
 
-// The device of a stream that is known by its handle need not be the current one; the default stream is that of the
-// current device.
+// The handle of the default stream, null, means that of the current device; other handles work on any device.
 std::optional<c10::Device> device_to_set(c10::cuda::CUDAStream stream) {
   return stream.stream() == nullptr ? std::optional(stream.device()) : std::nullopt;
 }
 
-// One for every device: handles of default streams are the same for all.
+// Distinct for the default streams of different devices, which share one handle.
 const void* identity(c10::cuda::CUDAStream stream) {
   static const char defaults[C10_COMPILE_TIME_MAX_GPUS] = {};
   return stream.stream() == nullptr ? &defaults[stream.device_index()] : static_cast<const void*>(stream.stream());
@@ -45,7 +44,7 @@ int64_t next_number() {
 
 }  // namespace
 
-CudaMark::CudaMark(c10::cuda::CUDAStream stream)
+CudaEvent::CudaEvent(c10::cuda::CUDAStream stream)
     : device_(stream.device_index()), event_(nullptr), stream_(identity(stream)) {
   {
     const std::lock_guard lock(events().mutex);
@@ -62,17 +61,17 @@ CudaMark::CudaMark(c10::cuda::CUDAStream stream)
   }
   const c10::cuda::OptionalCUDAGuard guard(device_to_set(stream));
   cuda_check(cudaEventRecord(event_, stream.stream()), "cudaEventRecord");
-  made_ = next_number();
+  recorded_ = next_number();
 }
 
-CudaMark::~CudaMark() {
+CudaEvent::~CudaEvent() {
   const std::lock_guard lock(events().mutex);
   events().free[size_t(device_)].push_back(event_);
 }
 
-bool CudaMark::passed() const {
-  if (passed_) return true;
-  // A query is harmless to a capture that is under way, but CUDA refuses it there unless told so.
+bool CudaEvent::completed() const {
+  if (completed_) return true;
+  // A query does no harm to a capture in progress, but CUDA refuses it unless the mode is relaxed.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   const cudaError_t status = cudaEventQuery(event_);
   if (status == cudaErrorNotReady) {
@@ -80,44 +79,44 @@ bool CudaMark::passed() const {
     return false;
   }
   cuda_check(status, "cudaEventQuery");
-  return passed_ = true;
+  return completed_ = true;
 }
 
-double CudaMark::elapsed(const Mark& earlier) const {
+double CudaEvent::elapsed(const Event& earlier) const {
   float ms = 0;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  cuda_check(cudaEventElapsedTime(&ms, static_cast<const CudaMark&>(earlier).event_, event_), "cudaEventElapsedTime");
+  cuda_check(cudaEventElapsedTime(&ms, static_cast<const CudaEvent&>(earlier).event_, event_), "cudaEventElapsedTime");
   return 1e-3 * double(ms);
 }
 
-void CudaMark::hold(c10::cuda::CUDAStream stream) const {
-  if (passed_) return;
+void CudaEvent::make_wait(c10::cuda::CUDAStream stream) const {
+  if (completed_) return;
   const c10::cuda::OptionalCUDAGuard guard(device_to_set(stream));
   cuda_check(cudaStreamWaitEvent(stream.stream(), event_, 0), "cudaStreamWaitEvent");
-  holder_ = identity(stream);
-  held_ = next_number();
+  waiter_ = identity(stream);
+  waited_ = next_number();
 }
 
-void CudaMark::synchronize() const {
-  if (!passed_) cuda_check(cudaEventSynchronize(event_), "cudaEventSynchronize");
-  passed_ = true;
+void CudaEvent::synchronize() const {
+  if (!completed_) cuda_check(cudaEventSynchronize(event_), "cudaEventSynchronize");
+  completed_ = true;
 }
 
-void hold(const Mark& mark, c10::cuda::CUDAStream stream) {
-  if (const Mark::Pair* pair = mark.both()) {
-    hold(*pair->a, stream);
-    hold(*pair->b, stream);
+void make_wait(const Event& event, c10::cuda::CUDAStream stream) {
+  if (const Event::Pair* pair = event.pair()) {
+    make_wait(*pair->a, stream);
+    make_wait(*pair->b, stream);
   } else {
-    static_cast<const CudaMark&>(mark).hold(stream);
+    static_cast<const CudaEvent&>(event).make_wait(stream);
   }
 }
 
-MarkPtr mark_unless_captured(c10::Stream stream) {
-  if (!stream.device().is_cuda()) return host_mark();
+EventPtr record_unless_captured(c10::Stream stream) {
+  if (!stream.device().is_cuda()) return host_event();
   const c10::cuda::CUDAStream on(stream);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cuda_check(cudaStreamIsCapturing(on.stream(), &status), "cudaStreamIsCapturing");
-  return status == cudaStreamCaptureStatusNone ? mark_on(on) : nullptr;
+  return status == cudaStreamCaptureStatusNone ? record_on(on) : nullptr;
 }
 
 c10::Storage allocate_on(c10::Device device, int64_t bytes) {
@@ -145,22 +144,22 @@ void Staging::reserve(int64_t bytes) {
   if (bytes <= bytes_) return;
   release();
   for (Slot& slot : slots_) slot.memory = scratch(stream_, size_t(bytes));
-  // Memory that others on the stream may still use.
-  const CudaMarkPtr made = mark_on(stream_);
+  // Earlier work of the stream may still use the memory.
+  const CudaEventPtr made = record_on(stream_);
   for (Slot& slot : slots_) slot.read = made;
   bytes_ = bytes;
 }
 
 Staging::Slot& Staging::next(c10::cuda::CUDAStream writer) {
   Slot& slot = slots_[turn_++ % kSlots];
-  slot.read->hold(writer);
+  slot.read->make_wait(writer);
   return slot;
 }
 
 void Staging::release() {
   bytes_ = 0;
   for (Slot& slot : slots_) {
-    if (slot.read != nullptr) std::exchange(slot.read, nullptr)->hold(stream_);
+    if (slot.read != nullptr) std::exchange(slot.read, nullptr)->make_wait(stream_);
     slot.memory = {};
   }
 }
@@ -171,11 +170,11 @@ void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream) {
 
 namespace {
 
-// Pinned memory that no number has: free, or given up while the device may still write to it.
+// Pinned memory of dropped numbers: free, or still to be written by the device.
 struct Numbers {
   std::mutex mutex;
   std::vector<int64_t*> free;
-  std::deque<std::pair<int64_t*, CudaMarkPtr>> written;
+  std::deque<std::pair<int64_t*, CudaEventPtr>> written;
 };
 Numbers& numbers() {
   static Numbers* const all = new Numbers;
@@ -187,7 +186,7 @@ Numbers& numbers() {
 PinnedNumber::PinnedNumber(int64_t value) {
   Numbers& all = numbers();
   const std::lock_guard lock(all.mutex);
-  for (; !all.written.empty() && all.written.front().second->passed(); all.written.pop_front())
+  for (; !all.written.empty() && all.written.front().second->completed(); all.written.pop_front())
     all.free.push_back(all.written.front().first);
   if (all.free.empty()) {
     void* const data = allocate_pinned(4096);

@@ -1,22 +1,21 @@
-// The mover "managed": activations live in managed memory, and what moves is where their pages are. Memory comes from
-// torch's allocator through a pool of its own, which asks weft_managed_allocate for segments while a `with` block runs.
+// The mover "managed": activations live in managed memory, and a move migrates their pages. A pool of torch's allocator
+// takes its segments from weft_managed_allocate while a `with` block runs.
 //
-// A moved block keeps its memory: the host has its pages until they are prefetched back into the same place. When the
-// graph drops a block whose pages are out, they are brought back before its memory is given to anyone, because the next
-// user's kernels would fetch them one fault at a time. Only whole pages inside a tensor's range move, so that a
-// neighbour in the same page stays where it is used.
+// A moved block keeps its addresses: its pages are in host memory until they are prefetched back. When the graph drops
+// a block whose pages are out, they are prefetched back before its memory is reused, or the next user's kernels would
+// fetch them one fault at a time. Only whole pages inside a tensor's range move; a neighbour in the same page stays.
 //
 // Source: AutoVM (Chen, 2020), chapter 4.
 #include <map>
 #include <mutex>
 
 #include "common/integers.h"
-#include "offload/cuda/lanes.h"
+#include "offload/transfer/cuda/copy_streams.h"
 
 namespace weft::offload {
 namespace {
 
-// Every segment that was given out.
+// The segments handed to torch's allocator.
 struct Segments {
   std::mutex mutex;
   std::map<uintptr_t, std::pair<int64_t, bool>> all;  // address: (bytes, managed)
@@ -56,10 +55,10 @@ bool has_managed(int device) {
 
 namespace {
 
-class ManagedParcel : public Parcel {
+class ManagedTransfer : public Transfer {
  public:
-  ManagedParcel(Lanes& lanes, std::shared_ptr<int64_t> out_bytes, const Bytes& from)
-      : lanes_(lanes),
+  ManagedTransfer(CopyStreams& streams, std::shared_ptr<int64_t> out_bytes, const Bytes& from)
+      : streams_(streams),
         out_bytes_(std::move(out_bytes)),
         storage_(from.storage),
         device_(from.storage.device().index()),
@@ -69,72 +68,72 @@ class ManagedParcel : public Parcel {
     bytes_ = std::max<int64_t>(int64_t((base + uintptr_t(from.hi)) / kPage * kPage) - int64_t(first_), 0);
     sent.fixed = returned.fixed = bytes_;
   }
-  ~ManagedParcel() override {
+  ~ManagedTransfer() override {
     *out_bytes_ -= bytes_;
     if (bytes_ > 0 && out_ != nullptr && in_ == nullptr) {
       try {
-        out_->hold(saved_on_);
+        out_->make_wait(saved_on_);
         prefetch(reinterpret_cast<void*>(first_), bytes_, false, device_, saved_on_.stream());
       } catch (...) {  // the device is gone
       }
     }
   }
 
-  void start_out(MarkPtr ready) {
+  void start_out(EventPtr ready) {
     *out_bytes_ += bytes_;
-    if (ready == nullptr) ready = std::make_shared<CudaMark>(saved_on_);
-    hold(*ready, lanes_.out);
-    out_begin = begin_of(ready, lanes_.last_out);
+    if (ready == nullptr) ready = std::make_shared<CudaEvent>(saved_on_);
+    make_wait(*ready, streams_.out);
+    out_begin = begin_of(ready, streams_.last_out);
     if (bytes_ > 0)
-      cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, true, device_, lanes_.out.stream()),
+      cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, true, device_, streams_.out.stream()),
                  "prefetch of managed memory to the host");
-    lanes_.last_out = out_end = out_ = std::make_shared<CudaMark>(lanes_.out);
+    streams_.last_out = out_end = out_ = std::make_shared<CudaEvent>(streams_.out);
   }
 
   c10::Storage home() const override { return storage_; }
-  bool is_out(bool ask) override { return ask ? out_->passed() : out_->seen(); }
-  void wait_out() override { out_->hold(saved_on_); }
-  void start_in(const Bytes&, const MarkPtr& now) override {
-    out_->hold(lanes_.in);
-    const MarkPtr ready = now != nullptr ? now : std::make_shared<CudaMark>(c10::cuda::getCurrentCUDAStream(device_));
-    hold(*ready, lanes_.in);
-    in_begin = begin_of(ready, lanes_.last_in);
+  bool is_out(bool ask) override { return ask ? out_->completed() : out_->known_completed(); }
+  void wait_out() override { out_->make_wait(saved_on_); }
+  void start_in(const Bytes&, const EventPtr& now) override {
+    out_->make_wait(streams_.in);
+    const EventPtr ready = now != nullptr ? now : std::make_shared<CudaEvent>(c10::cuda::getCurrentCUDAStream(device_));
+    make_wait(*ready, streams_.in);
+    in_begin = begin_of(ready, streams_.last_in);
     if (bytes_ > 0)
-      cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, false, device_, lanes_.in.stream()),
+      cuda_check(prefetch(reinterpret_cast<void*>(first_), bytes_, false, device_, streams_.in.stream()),
                  "prefetch of managed memory back to the device");
-    lanes_.last_in = here = in_end = in_ = std::make_shared<CudaMark>(lanes_.in);
+    streams_.last_in = here = in_end = in_ = std::make_shared<CudaEvent>(streams_.in);
   }
   void wait_in(const c10::Storage& to) override {
     if (in_ == nullptr) return;
     const auto stream = c10::cuda::getCurrentCUDAStream(device_);
-    in_->hold(stream);
+    in_->make_wait(stream);
     used_on(to, stream);
   }
 
  private:
   static int64_t round_up(int64_t address) { return ceil_div(address, kPage) * kPage; }
 
-  Lanes& lanes_;
+  CopyStreams& streams_;
   std::shared_ptr<int64_t> out_bytes_;
   c10::Storage storage_;
   c10::DeviceIndex device_;
   c10::cuda::CUDAStream saved_on_;
   uintptr_t first_;
   int64_t bytes_;
-  CudaMarkPtr out_, in_;
+  CudaEventPtr out_, in_;
 };
 
 class ManagedMover : public CudaMover {
  public:
   explicit ManagedMover(int64_t limit) : limit_(limit) {}
   bool holds(const c10::Storage& storage) const override { return is_managed(storage.data()); }
-  std::shared_ptr<Parcel> out(const Bytes& from, Codec, const MarkPtr& ready, double, double) override {
+  std::shared_ptr<Transfer> out(const Bytes& from, Codec, const EventPtr& ready, double, double) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
     if (*out_bytes_ + from.size() > limit_) return nullptr;
-    auto parcel = std::make_shared<ManagedParcel>(lanes_[from.storage.device().index()], out_bytes_, from);
-    parcel->start_out(ready);
+    auto transfer = std::make_shared<ManagedTransfer>(streams_[from.storage.device().index()], out_bytes_, from);
+    transfer->start_out(ready);
     peak_ = std::max(peak_, *out_bytes_);
-    return parcel;
+    return transfer;
   }
   Count count(const Bytes&) override { return {}; }
   int64_t host_bytes() const override { return *out_bytes_; }
@@ -142,15 +141,15 @@ class ManagedMover : public CudaMover {
   int64_t release() override { return 0; }
   void close() override {}
   std::vector<uintptr_t> streams(c10::DeviceIndex device) override {
-    return {reinterpret_cast<uintptr_t>(lanes_[device].out.stream()),
-            reinterpret_cast<uintptr_t>(lanes_[device].in.stream())};
+    return {reinterpret_cast<uintptr_t>(streams_[device].out.stream()),
+            reinterpret_cast<uintptr_t>(streams_[device].in.stream())};
   }
 
  private:
   const int64_t limit_;
   int64_t peak_ = 0;
   std::shared_ptr<int64_t> out_bytes_ = std::make_shared<int64_t>(0);
-  LanesOf lanes_;
+  StreamsOfDevices streams_;
 };
 
 }  // namespace
@@ -161,7 +160,7 @@ std::shared_ptr<Mover> make_managed_mover(int64_t pool_limit) {
 
 }  // namespace weft::offload
 
-// What a torch MemPool allocates with. Managed memory up to half of what is free on the device, then ordinary memory,
+// The allocator of a torch MemPool: managed memory up to half of what is free on the device, then ordinary memory,
 // which does not move.
 extern "C" __attribute__((visibility("default"))) void* weft_managed_allocate(ssize_t bytes, int device, cudaStream_t) {
   using namespace weft::offload;

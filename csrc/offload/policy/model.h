@@ -1,5 +1,4 @@
-// The model of policy.h, which its search runs many times: a step with what is chosen for each tensor, and the working
-// sets that this leaves.
+// The model of policy.h, which the search runs many times: a step under a choice of moves, and its working sets.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -8,7 +7,7 @@
 #include <numeric>
 #include <vector>
 
-#include "offload/policy.h"
+#include "offload/policy/policy.h"
 
 namespace weft::offload::policy {
 
@@ -17,8 +16,8 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // A tensor on the bus, one way.
 struct Crossing {
-  int64_t bytes, lasts;  // lasts: as long as so many bytes that no codec has to do with
-  double codec;          // seconds of both ways
+  int64_t bytes, lasts;  // lasts: uncompressed bytes that would take as long
+  double codec;          // seconds of the codec, both ways
 };
 
 inline Crossing crossing(const Saved& s, const Link& link, double share) {
@@ -32,7 +31,7 @@ inline Crossing crossing(const Saved& s, const Link& link, double share) {
           2 * double(part + packed) / link.codec};
 }
 
-// What is done with each tensor: prefetch[i] is kStays or the operation from which it may come back.
+// A choice of moves: prefetch[i] is kStays or the operation from which tensor i may come back.
 struct Choice {
   std::vector<int64_t> prefetch;
   std::vector<Crossing> sent;
@@ -72,7 +71,7 @@ class Model {
     bool out_within_forward = true;
   };
 
-  // Runs the step; given up, with infinite `seconds`, once it takes longer than `limit`.
+  // Runs the step; gives up, with infinite `seconds`, once it takes longer than `limit`.
   Result run(const Choice& choice, Budget budget, double limit = kNever) {
     out_.clear(), in_.clear();
     std::fill(waiting_.begin(), waiting_.end(), 0);
@@ -88,7 +87,7 @@ class Model {
 
     Result result;
     int64_t count = 0, next = 0;  // next: the operation that runs, or else that starts next
-    size_t out = 0, in = 0;       // the same of the copies
+    size_t out = 0, in = 0;       // likewise for the copies
     double now = 0, op_end = kNever, out_end = kNever, in_end = kNever, last_end = 0;
     const auto room = [&](int64_t bytes) { return !budget || count + bytes <= *budget; };
     const auto start_operation = [&] {
@@ -145,7 +144,7 @@ class Model {
     return result;
   }
 
-  // Operations and copies that all runs have gone through.
+  // Operations and copies that all runs have simulated.
   int64_t work() const { return work_; }
 
  private:
@@ -154,12 +153,12 @@ class Model {
   const int64_t operations_;
   std::vector<int64_t> new_bytes_, old_bytes_, by_out_, by_in_;
   int64_t work_ = 0;
-  // Of one run, kept for their memory.
+  // Buffers of one run, kept for reuse.
   std::vector<int64_t> out_, in_, waiting_;
   std::vector<bool> out_done_;
 };
 
-// A row of numbers with a range added to and the largest of a range in logarithmic time.
+// A row of numbers; adds to a range and finds the maximum of a range in logarithmic time.
 class RangeMax {
  public:
   explicit RangeMax(int64_t size) : size_(size), most_(4 * size_t(size)), added_(4 * size_t(size)) {}
@@ -196,7 +195,7 @@ class RangeMax {
   std::vector<int64_t> most_, added_;
 };
 
-// Bytes that count at each operation when every copy in is as late as possible, or at the prefetch that is named.
+// Bytes that count at each operation with every copy in as late as possible, or at the given prefetch.
 class WorkingSets {
  public:
   WorkingSets(const Timeline& timeline, Budget budget)
@@ -211,11 +210,11 @@ class WorkingSets {
 
   int64_t peak() const { return operations_ == 0 ? 0 : sets_.most(0, operations_); }
   bool fit() const { return !above(0, operations_, 0); }
-  // Whether operation k's set has room for so much more.
+  // Whether operation k's working set has room for so many more bytes.
   bool fits(int64_t k, int64_t more) const { return !above(k, k + 1, more); }
-  // Whether moving tensor i makes a set smaller that is above the budget.
+  // Whether moving tensor i shrinks a working set that is above the budget.
   bool helped_by(int64_t i) const { return above(t_.tensors[i].last_forward + 1, t_.tensors[i].first_backward, 0); }
-  // Whether the sets, which fit, still do when tensor i, which moves, is kept.
+  // Whether the working sets still fit if moved tensor i is kept.
   bool fit_with(int64_t i) const {
     const Saved& s = t_.tensors[i];
     return !above(s.last_forward + 1, s.first_backward, s.bytes);

@@ -1,4 +1,4 @@
-// What autograd calls: a saved tensor packed into what its graph holds, and back; the version it was saved at.
+// The hooks that autograd calls for a saved tensor, and the check of its version.
 #include <ATen/SparseCsrTensorUtils.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
@@ -11,14 +11,14 @@
 #include <sstream>
 #include <typeinfo>
 
-#include "offload/ledger.h"
+#include "offload/tracker/tracker.h"
 
 namespace weft::offload {
 namespace {
 
 namespace impl = torch::autograd::impl;
 
-// The object that counts versions: two tensors share it or not. It lives as long as a VariableVersion refers to it.
+// The address of the version counter, which tensors may share. It is valid while a VariableVersion refers to it.
 const void* identity(const c10::VariableVersion& counter) {
   static_assert(sizeof(c10::VariableVersion) == sizeof(void*), "one pointer to the counter");
   const void* address;
@@ -26,13 +26,13 @@ const void* identity(const c10::VariableVersion& counter) {
   return address;
 }
 
-// Whether autograd sees a view of something that requires grad.
+// Whether it is a differentiable view of a tensor that requires grad.
 bool is_view(const at::Tensor& x) {
   const auto* meta = impl::get_view_autograd_meta(x);
   return meta != nullptr && meta->has_bw_view() && meta->get_backward_view().base_.requires_grad();
 }
 
-// torch 2.15 names a node after the operation in its messages, 2.11 by its own name.
+// In messages torch 2.15 calls a node by its operation's name, 2.11 by its own.
 template <typename Node>
 constexpr bool kForwardNames = requires(const Node& node) {
   node.forward_op_name();
@@ -49,7 +49,7 @@ std::string shown_name(const Node& node) {
 
 }  // namespace
 
-Witness::Witness(const at::Tensor& x)
+VersionCheck::VersionCheck(const at::Tensor& x)
     : counter_(impl::version_counter(x)),
       version_(counter_.enabled() ? counter_.current_version() : 0),
       output_nr_(uint32_t(x.output_nr())),
@@ -57,17 +57,16 @@ Witness::Witness(const at::Tensor& x)
       producer_(x.is_leaf() ? nullptr : x.grad_fn().get()),
       view_(is_view(x)) {}
 
-bool Witness::same(const Witness& other) const {
+bool VersionCheck::same(const VersionCheck& other) const {
   return counter_.enabled() && identity(counter_) == identity(other.counter_) && version_ == other.version_;
 }
 
-void Witness::complain(const std::string& type, const std::string& sizes) const {
+void VersionCheck::raise_error(const std::string& type, const std::string& sizes) const {
   std::ostringstream message;
   message << "one of the variables needed for gradient computation has been modified by an inplace operation: [" << type
           << ' ' << sizes << ']';
-  // An output is named after the node that is being evaluated, which made it; what came in after the node that made
-  // what it is now.
-  // A view that is gone would have got a new node.
+  // torch names the node that is being evaluated if it produced the tensor, else the node that the tensor has now. A
+  // view that is gone would have got a new node.
   auto node = torch::autograd::get_current_node();
   std::string name;
   if (producer_ != nullptr && node.get() == producer_) {
@@ -113,7 +112,7 @@ Packed::~Packed() {
 
 namespace {
 
-// Whether the dimensions have names, which torch 2.15 no longer knows.
+// Whether the dimensions have names; torch 2.15 has none.
 template <typename Impl>
 bool named(const Impl& t) {
   if constexpr (requires { t.has_named_tensor_meta(); }) {
@@ -141,7 +140,7 @@ Range bytes_of(const at::Tensor& x) {
   return {lo, lo + elements * int64_t(x.itemsize())};
 }
 
-// Shares memory and version counter with x, and has no history: what a graph holds must not hold the graph.
+// Shares memory and version counter with x but has no history: a graph must not hold a tensor that holds the graph.
 at::Tensor shared(const at::Tensor& x) {
   return at::Tensor(x.unsafeGetTensorImpl()->shallow_copy_and_detach(impl::version_counter(x), true));
 }
@@ -150,8 +149,8 @@ bool parameter(const at::TensorBase& x) {
   return x.requires_grad() && x.is_leaf();
 }
 
-// Whether it is a torch.nn.Parameter that requires no grad, or a view of one: the program holds it anyway, and what
-// shards parameters frees and refills their storages.
+// Whether it is a torch.nn.Parameter that requires no grad, or a view of one: the program holds it anyway, and sharding
+// frees and refills its storage.
 bool frozen(PyObject* object, const at::Tensor& x) {
   const auto is_parameter = [](PyObject* tensor) {
     return PyType_IsSubtype(Py_TYPE(tensor), reinterpret_cast<PyTypeObject*>(ParameterClass));
@@ -163,17 +162,17 @@ bool frozen(PyObject* object, const at::Tensor& x) {
 
 }  // namespace
 
-Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const Schedule>> schedules, bool timed,
+Use::Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
          bool counts)
-    : engine(std::move(engine)), timed(timed), counts(counts), schedules_(std::move(schedules)) {}
+    : engine(std::move(engine)), timed(timed), counts(counts), plans_(std::move(plans)) {}
 
-Ledger& Use::ledger(c10::Device device) {
-  for (auto& ledger : ledgers)
-    if (ledger->account.device == device) return *ledger;
-  const auto it = schedules_.find(device.is_cpu() ? -1 : device.index());
-  ledgers.push_back(
-      std::make_unique<Ledger>(*engine, *this, engine->account(device), it == schedules_.end() ? nullptr : it->second));
-  return *ledgers.back();
+Tracker& Use::tracker(c10::Device device) {
+  for (auto& tracker : trackers)
+    if (tracker->residency.device == device) return *tracker;
+  const auto it = plans_.find(device.is_cpu() ? -1 : device.index());
+  trackers.push_back(
+      std::make_unique<Tracker>(*engine, *this, engine->residency(device), it == plans_.end() ? nullptr : it->second));
+  return *trackers.back();
 }
 
 std::unique_ptr<Packed> Use::pack(PyObject* object) {
@@ -190,19 +189,19 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
   }
   const Range range = bytes_of(x);
   const c10::Device device = x.device();
-  Ledger& books = ledger(device);
-  if (leaf || (x.is_view() && parameter(x._base())) || books.is_parameter(x, range)) {
-    if (leaf) books.parameter(x, range);
+  Tracker& own = tracker(device);
+  if (leaf || (x.is_view() && parameter(x._base())) || own.is_parameter(x, range)) {
+    if (leaf) own.parameter(x, range);
     packed->tensor = leaf ? x : shared(x);
     return packed;
   }
-  const bool capturing = books.look();
+  const bool capturing = own.look();
   const bool aligned = reinterpret_cast<uintptr_t>(x.storage().data()) % x.itemsize() == 0;
   const bool uncounted = frozen(object, x);
-  auto block = books.save(
-      x, range, packed->witness,
-      engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()) && !uncounted,
-      uncounted);
+  auto block =
+      own.save(x, range, packed->version,
+               engine->mover->moves(device) && !capturing && aligned && engine->mover->holds(x.storage()) && !uncounted,
+               uncounted);
   ++block->unread;
   ++unread_;
   packed->blocks.push_back(std::move(block));
@@ -214,7 +213,7 @@ std::unique_ptr<Packed> Use::pack(PyObject* object) {
   return packed;
 }
 
-// What is no plain tensor stays as it is; the memory of its parts is counted.
+// Keeps what is no plain tensor; the memory of its parts is counted.
 void Use::keep(Packed& packed, PyObject* object, const at::Tensor& x) {
   const auto handle = py::handle(object);
   packed.tensor = parameter(x) ? x : handle.attr("detach")().cast<at::Tensor>();
@@ -236,9 +235,9 @@ void Use::keep(Packed& packed, PyObject* object, const at::Tensor& x) {
   for (const at::Tensor& part : parts) {
     if (!part.has_storage() || part.numel() == 0 || part.is_meta() || part.storage().data() == nullptr) continue;
     const auto bytes = int64_t(part.storage().nbytes());
-    Ledger& books = ledger(part.device());
-    books.look();
-    auto block = books.save(part, {0, bytes}, Witness(part), false);
+    Tracker& own = tracker(part.device());
+    own.look();
+    auto block = own.save(part, {0, bytes}, VersionCheck(part), false);
     ++block->unread;
     ++unread_;
     packed.blocks.push_back(std::move(block));
@@ -246,19 +245,19 @@ void Use::keep(Packed& packed, PyObject* object, const at::Tensor& x) {
 }
 
 at::Tensor Use::unpack(Packed& packed) {
-  if (packed.witness.changed()) {
+  if (packed.version.changed()) {
     const at::Tensor x =
         packed.tensor.defined()
             ? packed.tensor
-            : at::empty({0}, at::TensorOptions(packed.dtype).device(root(packed.blocks[0])->ledger.account.device));
+            : at::empty({0}, at::TensorOptions(packed.dtype).device(root(packed.blocks[0])->tracker.residency.device));
     std::ostringstream sizes;
     sizes << (packed.tensor.defined() ? packed.tensor.sizes() : at::IntArrayRef(packed.sizes));
-    packed.witness.complain(torch::processErrorMsg(x.toString()), sizes.str());
+    packed.version.raise_error(torch::processErrorMsg(x.toString()), sizes.str());
   }
   if (packed.tensor.defined()) {
     for (auto& block : packed.blocks) {
       auto at = root(block);
-      at->ledger.read_kept(*at, packed);
+      at->tracker.read_kept(*at, packed);
       if (!packed.read) --at->unread, --unread_;
     }
     packed.read = true;
@@ -270,46 +269,46 @@ at::Tensor Use::unpack(Packed& packed) {
   int64_t offset;
   c10::Storage storage;
   try {
-    storage = block->ledger.read(*block, packed, &offset);
+    storage = block->tracker.read(*block, packed, &offset);
   } catch (...) {
-    if (finished_) block->ledger.give_back();
+    if (finished_) block->tracker.give_back();
     throw;
   }
   if (first) --unread_;
   check();
-  if (finished_) block->ledger.give_back();
+  if (finished_) block->tracker.give_back();
   at::Tensor x = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), packed.keys, packed.dtype);
   c10::TensorImpl& t = *x.unsafeGetTensorImpl();
   t.set_sizes_and_strides(packed.sizes, packed.strides, (packed.range.lo + offset) / int64_t(packed.dtype.itemsize()));
-  // A later change of the saved tensor is one of this one, as without hooks.
-  t.set_version_counter(packed.witness.counter());
+  // Changing the saved tensor in place changes this one, as without hooks.
+  t.set_version_counter(packed.version.counter());
   return x;
 }
 
 void Use::dropped(int64_t unread) {
   unread_ -= unread;
   if (unread_ == 0)
-    for (auto& ledger : ledgers) ledger->end();
+    for (auto& tracker : trackers) tracker->end();
   check();
 }
 
 void Use::check() {
   if (finished_ || !exited_ || unread_ > 0) return;
   finished_ = true;
-  for (auto& ledger : ledgers) ledger->finish();
+  for (auto& tracker : trackers) tracker->finish();
 }
 
 void Use::exit() {
   exited_ = true;
-  for (auto& ledger : ledgers) ledger->exit();
+  for (auto& tracker : trackers) tracker->exit();
   check();
 }
 
-Account& Engine::account(c10::Device device) {
-  for (auto& account : accounts)
-    if (account->device == device) return *account;
-  accounts.push_back(std::make_unique<Account>(device, !device.is_cpu() || mover->moves(device)));
-  return *accounts.back();
+Residency& Engine::residency(c10::Device device) {
+  for (auto& residency : residencies)
+    if (residency->device == device) return *residency;
+  residencies.push_back(std::make_unique<Residency>(device, !device.is_cpu() || mover->moves(device)));
+  return *residencies.back();
 }
 
 }  // namespace weft::offload

@@ -1,5 +1,5 @@
 // Host memory for moved tensors: buffers of exactly the bytes asked for, kept for reuse, never more than a limit.
-// Torch-free. Not thread-safe: whoever calls it holds Python's lock.
+// Torch-free. Not thread-safe: its callers hold Python's lock.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace weft::offload {
 
-// Bytes of the system; neither throws. `busy` is what a buffer's last user left: free has to wait for it.
+// The system's allocator; neither function throws. `busy` is what a buffer's last user left: free waits for it.
 struct HostMemory {
   std::function<void*(int64_t bytes)> allocate;  // null on failure
   std::function<void(void* data, const std::shared_ptr<void>& busy)> free;
@@ -27,9 +27,9 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     ~Buffer() { pool_->put(*this); }
     void* data() const { return data_; }
     int64_t bytes() const { return bytes_; }
-    // What the next owner of the memory has to wait for before it writes, e.g. the copy that still reads it.
+    // What the next owner of the memory must wait for before it writes, e.g. the copy that still reads it.
     std::shared_ptr<void> busy;
-    // Whether the pool keeps the memory for the next one who asks for as much.
+    // Whether the pool keeps the memory for the next request of this size.
     bool reusable = true;
 
    private:
@@ -44,7 +44,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   HostPool& operator=(const HostPool&) = delete;
   ~HostPool() { release(); }
 
-  // Null where the limit or the system does not allow it, also after all free buffers were given back.
+  // Null where the limit or the system refuses, even after all free buffers were released.
   std::unique_ptr<Buffer> take(int64_t bytes) {
     auto& stack = free_[bytes];
     if (!stack.empty()) {
@@ -68,7 +68,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     return std::make_unique<Buffer>(shared_from_this(), data, bytes);
   }
 
-  // Gives the free buffers back to the system; returns their bytes.
+  // Returns the free buffers to the system, and their total bytes to the caller.
   int64_t release() {
     const int64_t bytes = free_bytes_;
     for (auto& [size, stack] : free_)
@@ -79,7 +79,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     return bytes;
   }
 
-  // From now on a buffer goes back to the system as soon as nobody uses it.
+  // From now on a buffer returns to the system when its user drops it.
   void close() {
     closed_ = true;
     release();
@@ -87,7 +87,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
 
   int64_t held() const { return held_; }
   int64_t peak() const { return peak_; }
-  // How often the system had to give memory.
+  // Number of allocations from the system.
   int64_t allocations() const { return allocations_; }
 
  private:

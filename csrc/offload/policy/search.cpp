@@ -1,4 +1,4 @@
-#include "offload/policy.h"
+#include "offload/policy/policy.h"
 
 #include <algorithm>
 #include <cmath>
@@ -8,14 +8,14 @@
 #include <utility>
 
 #include "common/integers.h"
-#include "offload/policy_model.h"
+#include "offload/policy/model.h"
 
 namespace weft::offload {
 
 int64_t compressed_bytes(int64_t bytes, double density, int64_t itemsize) {
   if (itemsize != 2 && itemsize != 4) return bytes;
   const int64_t n = bytes / itemsize;
-  // Ties to even, as Python's round.
+  // Rounds ties to even, as Python does.
   const int64_t packed = int64_t(std::nearbyint(double(n) * density)) * itemsize + 4 * ceil_div(n, 32);
   return std::min(packed, bytes);
 }
@@ -28,9 +28,9 @@ namespace {
 
 using namespace policy;
 
-// A set of tensors to move, and how good it is: with a budget the seconds of the step, then the bytes moved, both to be
-// small; without one the bytes moved, to be large, and infinite seconds where something does not hide. Where the codec
-// takes time the bytes are those sent, which compression makes fewer: it is for what would not hide without.
+// A set of tensors to move, and its cost. With a budget: the seconds of the step, then the bytes moved, both small.
+// Without: the bytes moved, large, and infinite seconds if something does not hide. Where the codec takes time the
+// bytes are those sent, which compression reduces: it is meant for what would not hide otherwise.
 struct Candidate {
   std::vector<bool> moved;
   double seconds = kNever;
@@ -79,7 +79,7 @@ class Search {
       most_work_ = std::numeric_limits<int64_t>::max();
       chosen = best_of_all();
     } else if (in_part_) {
-      // First with all tensors as they are, so that the codec is only asked for what is better than that.
+      // First without compression: the codec is used only for something better.
       const double allowed = std::exchange(allowed_, 0);
       chosen = best_found(chosen);
       allowed_ = allowed;
@@ -92,9 +92,9 @@ class Search {
   }
 
  private:
-  // 4096 steps of a dozen tensors are run in a few milliseconds.
+  // 4096 steps of a dozen tensors run in a few milliseconds.
   static constexpr size_t kExhaustive = 12;
-  // Operations, copies and tensors gone through in a search, which take some 10 ns each.
+  // Operations, copies and tensors that a search may visit, at some 10 ns each.
   static constexpr int64_t kWork = 10'000'000;
 
   Candidate nothing() const {
@@ -116,7 +116,7 @@ class Search {
     return std::make_pair(a.bytes, b.codec) > std::make_pair(b.bytes, a.codec);
   }
 
-  // With every copy in as early as possible nothing is later than it must be.
+  // With every copy in as early as possible no operation is later than it must be.
   void evaluate(Candidate& c, double limit = kNever) {
     c.bytes = 0;
     for (int64_t i = 0; i < model_.tensors(); ++i) {
@@ -132,14 +132,14 @@ class Search {
     }
   }
 
-  // Whether what is chosen does.
+  // Whether the chosen set fits.
   bool hides() {
     const Model::Result r = model_.run(choice_, std::nullopt, plain_seconds_);
     return r.seconds < kNever && r.out_within_forward && r.forward_stall == 0 && r.backward_stall == 0;
   }
 
-  // The orders in which tensors are compressed: the first to go out, the last; by the time on the bus that is won for
-  // the codec's, and for the bytes that cross no more.
+  // The orders in which tensors are compressed: first or last copied out; by bus time saved per second of the codec,
+  // and per byte that no longer crosses.
   void order_codec(const std::vector<bool>& movable) {
     std::vector<int64_t> order;
     std::vector<double> won(t_.tensors.size()), fewer = won;
@@ -162,7 +162,7 @@ class Search {
     sorted([&](int64_t i) { return fewer[i]; });
   }
 
-  // Compresses as much of the moved tensors, in that order, as the codec does in so many seconds.
+  // Compresses as much of the moved tensors, in that order, as the codec can in so many seconds.
   void compress(const Candidate& c, const std::vector<int64_t>& order, double seconds) {
     compress_nothing();
     for (int64_t i : order) {
@@ -177,9 +177,9 @@ class Search {
     for (int64_t i = 0; i < model_.tensors(); ++i) choice_.sent[i] = crossing(t_.tensors[i], link_, 0);
   }
 
-  // Compresses as little of the candidate, whose tensors are chosen, as lets it hide.
+  // Compresses as little of the candidate's tensors as makes it hide.
   void fit(Candidate& c) {
-    constexpr int kSteps = 12;  // after which the codec's seconds are known to this power of a half
+    constexpr int kSteps = 12;  // of a bisection of the codec's seconds
     const auto take = [&] {
       c.bytes = 0, c.codec = 0;
       for (int64_t i = 0; i < model_.tensors(); ++i) {
@@ -193,7 +193,7 @@ class Search {
     compress_nothing();
     c.seconds = kNever;
     if (hides()) return take();
-    if (allowed_ <= 0 || model_.work() + completed_ >= most_work_) return;
+    if (allowed_ <= 0 || model_.work() + work_ >= most_work_) return;
     Candidate best = c;
     for (const auto& order : codec_orders_) {
       compress(c, order, allowed_);
@@ -246,7 +246,7 @@ class Search {
     return bytes;
   }
 
-  // Adds to `c` in that order what helps, until it fits, or, without a budget, all that still hides.
+  // Adds tensors in that order: with a budget those that help, until the set fits; without, all that still hide.
   void add(Candidate& c, const std::vector<int64_t>& order) {
     if (in_part_) evaluate(c);
     for (int64_t i : order) {
@@ -269,7 +269,7 @@ class Search {
     }
   }
 
-  // Keeps what need not move, last in the order first.
+  // Takes out what need not move, from the end of the order.
   void prune(Candidate& c, const std::vector<int64_t>& order) {
     for (size_t j = order.size(); j-- > 0;) {
       const int64_t i = order[j];
@@ -293,11 +293,11 @@ class Search {
     if (budget_ && least) prune(c, order);
     entered_ = c.moved;
     evaluate(c);
-    completed_ += 8 * int64_t(order.size());
+    work_ += 8 * int64_t(order.size());
   }
 
   Candidate best_found(Candidate best) {
-    // Seconds between the last use in the forward and the first in the backward, were there no copies.
+    // Seconds between the last use in the forward and the first in the backward, without copies.
     std::vector<double> start(t_.seconds.size() + 1);
     std::partial_sum(t_.seconds.begin(), t_.seconds.end(), start.begin() + 1);
     const auto distance = [&](int64_t i) {
@@ -329,13 +329,13 @@ class Search {
       consider(all);
     }
 
-    // Lets a few tensors stay or go that were not meant to, completes the set again, and keeps what is better.
+    // Exchanges a few tensors, completes the set again, and keeps what is better.
     uint64_t random = 0x9e3779b97f4a7c15;
     const auto draw = [&](uint64_t below) {
       random ^= random << 13, random ^= random >> 7, random ^= random << 17;
       return random % below;
     };
-    while (model_.work() + completed_ < most_work_ && !perfect(best)) {
+    while (model_.work() + work_ < most_work_ && !perfect(best)) {
       Candidate c = best;
       const uint64_t changes = 1 + draw(4);
       std::vector<int64_t> order = orders[draw(std::size(orders))];
@@ -343,7 +343,7 @@ class Search {
         const uint64_t at = draw(order.size());
         const int64_t i = order[at];
         const auto from = order.begin() + int64_t(at);
-        // What is taken out comes last when the set is completed, and what is put in first.
+        // When the set is completed, tensors taken out come last and tensors put in first.
         if (c.moved[i]) {
           c.moved[i] = false;
           std::rotate(from, from + 1, order.end());
@@ -358,14 +358,14 @@ class Search {
     return best;
   }
 
-  // Whether no other set can be better in what matters.
+  // Whether no other set can be better.
   bool perfect(const Candidate& c) const {
     if (budget_) return c.seconds == plain_seconds_;
     return c.codec == 0 && std::all_of(movable_.begin(), movable_.end(), [&](int64_t i) { return c.moved[i]; });
   }
 
-  // Those tensors with each copy in as late as it can be without a longer step. From the last to the first: what was
-  // settled stays the latest, because a later copy in makes nothing earlier.
+  // The set with each copy in as late as possible without a longer step, settled from the last to the first: a later
+  // copy in makes nothing earlier, so what is settled stays the latest.
   std::vector<Move> latest(const Candidate& c) {
     std::vector<int64_t> order;
     for (int64_t i : model_.by_in()) {
@@ -417,11 +417,11 @@ class Search {
   std::vector<int64_t> movable_;
   std::vector<bool> entered_;  // the set whose working sets `sets_` has
   double plain_seconds_ = 0;
-  int64_t completed_ = 0;  // work beside the model's
+  int64_t work_ = 0;  // work beside the model's
   int64_t most_work_ = kWork;
 };
 
-// AutoVM's rule for unknown run times: the tensors with the largest reuse distance go until all working sets fit, and
+// AutoVM's rule for unknown run times: tensors with the largest reuse distance move until all working sets fit, and
 // come back as early as these allow.
 std::vector<Move> plan_by_order(const Timeline& t, Budget budget, bool compress, const std::vector<bool>& movable) {
   std::vector<Move> moves;

@@ -1,0 +1,348 @@
+// The tracker of an offload object: what is saved for backward, which saved tensors are the same memory, what counts
+// against the budget, what moves and when it comes back. Autograd calls it for every tensor that it saves (the pack
+// hook) and reads (the unpack hook).
+//
+// Ownership. A graph owns a Packed for each saved tensor. Packeds own a Block, which is memory: a connected range of
+// bytes of one storage, at one version of one version counter. A Block owns the source while it is kept, and transfers
+// once it has moved. The Use (one `with` block and its backwards) and the Engine (the offload object) own no tensors:
+// when a graph goes, its memory goes.
+//
+// Identity. Two tensors are the same memory where storage, version counter and version are equal and their bytes
+// overlap; a later tensor can extend a block or connect two. Storages are compared by address, while a weak reference
+// keeps the address from being reused. Siblings of unsafe_chunk share a storage but have version counters of their own,
+// so they are separate blocks; bytes that several blocks share count for the first. If resize_ has given a block's
+// storage memory at another address, the block takes no part in later saves, and a read returns what the storage holds,
+// as torch does, while the storage is alive.
+//
+// Counting, in the order of the compute stream. A block counts from its save until the graph drops it; a moved one
+// until its copy out has ended, which the host has seen or the stream of the save waits for. Only then is the source
+// dropped: torch's allocator gives its memory to later work of that stream, which is then behind the copy. A restored
+// block counts while anyone holds the restored memory. This bounds memory: before the next save's bytes are allocated,
+// the compute stream waits for the oldest copies out until they fit. The host never waits; a wait for a copy that has
+// ended is free.
+//
+// Host cost. A moved tensor takes four events (save, end of the copy out, read, end of the copy back), four waits and
+// one query; a kept one takes none. How long a stream waited follows from the event that it was at and the one that it
+// waited for; none is recorded behind a wait. Nothing is queried where a wait does as well.
+//
+// All of this runs under Python's lock.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/python_headers.h>
+
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "offload/transfer/mover.h"
+
+namespace weft::offload {
+
+struct Range {
+  int64_t lo, hi;
+  int64_t size() const { return hi - lo; }
+  bool operator==(const Range&) const = default;
+  bool overlaps(const Range& r) const { return lo < r.hi && r.lo < hi; }
+  bool contains(const Range& r) const { return lo <= r.lo && r.hi <= hi; }
+};
+
+using Ranges = c10::SmallVector<Range, 1>;
+
+enum Reason : uint8_t { kSmall, kLast, kPool, kHost, kBudget, kOther, kReasons };
+constexpr std::array<const char*, kReasons> kReasonNames = {"small", "last", "pool", "host", "budget", "other"};
+
+struct Settings {
+  std::optional<int64_t> budget;
+  Codec codec;
+  int64_t min_bytes, keep_last;
+};
+
+// A plan's decision for a saved tensor, and what it expects of it.
+struct Expected {
+  int64_t bytes, itemsize;
+  bool moves;
+  double share;  // compressed share of its bytes
+  double density;
+};
+// The plan for one device.
+struct TransferPlan {
+  std::vector<Expected> tensors;                  // in the order of their saves
+  std::vector<std::pair<int64_t, int64_t>> back;  // (tensor, operation from which it may come back), in order
+  int64_t room;                                   // most bytes that may be counted at once
+};
+
+// A block in the statistics; outlives it.
+struct Record {
+  int64_t number, first_bytes, itemsize;
+  int64_t bytes = 0, tensors = 0;  // bytes of no earlier block; distinct ranges
+  Reason reason;
+  bool moved = false, compressed = false, in_timeline = false;
+  bool uncounted = false;                   // a parameter: outside of the budget, 0 bytes for the planner
+  int64_t first_read = -1, last_read = -1;  // operations
+  std::vector<Count> counts;                // of non-zero elements
+};
+
+struct Totals {
+  int64_t saved_bytes = 0, saved_tensors = 0, moved_bytes = 0, moved_tensors = 0;
+  int64_t sent_bytes = 0, returned_bytes = 0;  // in addition to the spans
+  int64_t compressed_tensors = 0;
+  std::array<int64_t, kReasons> kept{};
+};
+
+struct Stall {
+  int64_t operation;
+  bool forward;
+  std::string name;
+  EventPtr begin, end;
+};
+
+// One copy on the bus.
+struct Span {
+  bool out;
+  Sent sent;
+  EventPtr begin, end;
+};
+
+class Engine;
+class Use;
+class Tracker;
+struct Residency;
+
+// The version of a tensor when it was saved; raises torch's own error if it has changed.
+class VersionCheck {
+ public:
+  explicit VersionCheck(const at::Tensor& x);
+  bool same(const VersionCheck& other) const;
+  const c10::VariableVersion& counter() const { return counter_; }
+  bool changed() const { return counter_.enabled() && counter_.current_version() != version_; }
+  [[noreturn]] void raise_error(const std::string& type, const std::string& sizes) const;
+
+ private:
+  c10::VariableVersion counter_;
+  uint32_t version_, output_nr_;
+  c10::weak_intrusive_ptr<c10::TensorImpl> original_;  // does not keep its memory
+  const torch::autograd::Node* producer_;              // only ever compared
+  bool view_;
+};
+
+// A copy out in progress: keeps the source alive and counted until it has ended.
+struct Outgoing {
+  c10::Storage source;
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  int64_t bytes;
+};
+
+struct Block : std::enable_shared_from_this<Block> {
+  Block(std::shared_ptr<Use> use, Tracker& tracker, const VersionCheck& version, c10::Stream stream)
+      : use(std::move(use)), tracker(tracker), version(version), streams{stream} {}
+  ~Block();
+
+  std::shared_ptr<Use> use;
+  Tracker& tracker;
+  VersionCheck version;
+  std::shared_ptr<Block> into;  // the block that absorbed this one
+  c10::StorageImpl* key = nullptr;
+  c10::Storage source;  // while kept
+  std::weak_ptr<Outgoing> outgoing;
+  at::ScalarType dtype;
+  uintptr_t address = 0;  // of the storage's byte 0
+  Range hull{0, 0};
+  Ranges seen;                                       // distinct tensors
+  Ranges runs;                                       // disjoint bytes
+  std::vector<std::shared_ptr<Transfer>> transfers;  // one per run, once moved
+  bool moved = false, eligible = false, read = false;
+  int64_t bytes = 0, unread = 0;
+  std::shared_ptr<Record> record;
+  // The bytes are complete at `saved`, or, where it is null, when `streams` have done the work that they have when the
+  // bytes move.
+  c10::SmallVector<c10::Stream, 1> streams;
+  EventPtr saved;
+  int64_t staging = 0;  // device memory that the codec needs to bring it back
+  // The restored memory: the hull at that time, shifted by an offset; `held` until every reader has read it once.
+  c10::weak_intrusive_ptr<c10::StorageImpl> restored{c10::intrusive_ptr<c10::StorageImpl>()};
+  c10::Storage held;
+  Range restored_hull{0, 0};
+  int64_t restored_offset = 0;
+  bool arriving = false;  // no stream has waited for the copy back yet
+
+  void drop_held();
+
+  // Whether resize_ has given the storage other memory since. No version counts that: FSDP2 frees and gathers
+  // parameters so.
+  bool resized(const c10::StorageImpl& storage) const {
+    return reinterpret_cast<uintptr_t>(storage.data()) != address || int64_t(storage.nbytes()) < hull.hi;
+  }
+};
+
+// The block that it is part of now.
+inline std::shared_ptr<Block> root(std::shared_ptr<Block> block) {
+  while (block->into) block = block->into;
+  return block;
+}
+
+// What a graph holds for one saved tensor.
+struct Packed {
+  explicit Packed(const at::Tensor& x) : version(x) {}
+  Packed(const Packed&) = delete;
+  Packed& operator=(const Packed&) = delete;
+  ~Packed();
+
+  VersionCheck version;
+  at::Tensor tensor;                                   // only of a tensor that never moves
+  c10::SmallVector<std::shared_ptr<Block>, 1> blocks;  // its block; of a tensor that never moves, for the statistics
+  Range range{0, 0};
+  c10::DispatchKeySet keys;
+  caffe2::TypeMeta dtype;
+  c10::DimVector sizes, strides;
+  bool read = false;
+};
+
+// The bytes of saved tensors that are on one device, of all uses of an object.
+struct Residency {
+  Residency(c10::Device device, bool budgeted) : device(device), budgeted(budgeted) {}
+  const c10::Device device;
+  const bool budgeted;                           // false: host memory, which has no budget
+  int64_t counted = 0, wanted = 0, leaving = 0;  // leaving: the part of counted on its way out
+  int64_t staging = 0;                           // the codec's part of counted
+  std::deque<std::shared_ptr<Outgoing>> outs;
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> restored;
+  std::vector<Tracker*> open;
+
+  void count(int64_t bytes);
+  void want(int64_t bytes);
+  void pop();    // the oldest copy out has ended
+  void poll();   // no longer counts ended copies out and dropped restored memory
+  void sweep();  // the latter alone, without asking the device
+};
+
+// One use on one device: its timeline, its statistics, and its moves.
+class Tracker {
+ public:
+  Tracker(Engine& engine, Use& use, Residency& residency, std::shared_ptr<const TransferPlan> plan);
+  ~Tracker();
+
+  // Updates residency and capture state; called for every save and read. Returns whether the current stream is
+  // captured.
+  bool look();
+  std::shared_ptr<Block> save(const at::Tensor& x, Range range, const VersionCheck& version, bool may_move,
+                              bool uncounted = false);
+  c10::Storage read(Block& block, Packed& packed, int64_t* offset);
+  void read_kept(Block& block, Packed& packed);  // of a tensor that never moves
+  void parameter(const at::Tensor& x, Range range);
+  bool is_parameter(const at::Tensor& x, Range range) const;
+  void exit();
+  void finish();
+  void give_back();  // frees the codec's memory if no open use may need it
+  void end();        // ends the last operation
+
+  Engine& engine;
+  Use& use;
+  Residency& residency;
+  Totals totals;
+  int64_t peak = 0, peak_without = 0;
+  // Of the timeline. `forward`: number of operations in the forward, 0 until it ends.
+  int64_t saves = 0, reads = 0, forward = 0;
+  int64_t numbers = 0;
+  std::vector<std::shared_ptr<Record>> timeline;
+  std::deque<std::shared_ptr<Record>> latest;  // the last `keep_last` saved
+  std::vector<EventPtr> events;
+  std::vector<int64_t> curve;  // bytes counted at each event
+  std::vector<Stall> stalls;
+  std::vector<Span> spans;
+  bool ended = false;
+
+  int64_t operation() const { return forward == 0 ? saves : forward + reads - 1; }
+  void stall(EventPtr begin, EventPtr end, const std::string& name);
+  void span(bool out, const Transfer& transfer);
+  bool planned() const { return plan_ != nullptr; }
+  void forget(Block& block);
+
+ private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    c10::SmallVector<Block*, 1> blocks;
+    Ranges parameters;
+  };
+  std::shared_ptr<Block> create(const at::Tensor& x, Range range, const VersionCheck& version, Entry& entry,
+                                Reason reason, bool uncounted);
+  void admit(const std::shared_ptr<Block>& block, int64_t bytes);
+  bool connect(Block& block, Block& other, Entry& entry);
+  bool extend(Block& block, const at::Tensor& x, Range range, int64_t bytes);
+  // `share`: compressed share of its bytes, where the plan chooses the codec.
+  bool move(Block& block, double share = 0, double density = 0);
+  std::vector<std::shared_ptr<Transfer>> send(Block& block, const c10::Storage& source, const Ranges& runs,
+                                              at::ScalarType dtype, Codec codec, const EventPtr& ready, double density,
+                                              double share);
+  void leave(Block& block, c10::Storage source, std::vector<std::shared_ptr<Transfer>> transfers, int64_t bytes);
+  void evict();
+  // The bytes of a block that has not moved are complete only after the pending work of these streams, too.
+  void completed_by(Block& block, c10::ArrayRef<c10::Stream> streams);
+  EventPtr complete(const Block& block);  // null if one of its streams is captured
+  void reserve(int64_t staging);          // counts the codec's memory
+  // Makes the stream wait for copies out until `next` more bytes fit. Returns null if no wait was needed, else an event
+  // behind it. `now`: an event with no work after it, or null.
+  EventPtr make_room(int64_t next, EventPtr now);
+  EventPtr drop_until(int64_t most, EventPtr now);     // until at most so many bytes count
+  EventPtr record_read(Block& block, Packed& packed);  // the event of the read, if one was recorded
+  c10::Storage bring(Block& block, EventPtr& now, bool needed);
+  c10::Storage refilled(const Block& block) const;
+  void prefetch(int64_t current, EventPtr& now);
+  void prefetch_some(int64_t current, EventPtr& now);
+  EventPtr boundary(bool important);
+  Codec codec(bool compressed) const;
+
+  std::unordered_map<c10::StorageImpl*, Entry> entries_;
+  std::deque<std::weak_ptr<Block>> evictable_, moved_;
+  std::vector<std::weak_ptr<Block>> planned_blocks_;
+  std::shared_ptr<const TransferPlan> plan_;
+  bool capturing_ = false;  // at the last look
+  size_t next_back_ = 0;
+  int64_t previous_bytes_ = 0;
+};
+
+class Use : public std::enable_shared_from_this<Use> {
+ public:
+  // `timed`: measures every operation, not only both phases. `counts`: counts non-zero elements where there is no plan.
+  Use(std::shared_ptr<Engine> engine, std::map<int, std::shared_ptr<const TransferPlan>> plans, bool timed,
+      bool counts);
+
+  std::unique_ptr<Packed> pack(PyObject* object);
+  at::Tensor unpack(Packed& packed);
+  void exit();
+  void dropped(int64_t unread);
+  bool finished() const { return finished_; }
+
+  std::shared_ptr<Engine> engine;
+  const bool timed, counts;
+  bool slow = false;  // it had to wait for the system to allocate host memory
+  std::vector<std::unique_ptr<Tracker>> trackers;
+
+ private:
+  Tracker& tracker(c10::Device device);
+  void keep(Packed& packed, PyObject* object, const at::Tensor& x);
+  void check();
+
+  std::map<int, std::shared_ptr<const TransferPlan>> plans_;
+  int64_t unread_ = 0;
+  bool exited_ = false, finished_ = false;
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  Engine(Settings settings, std::shared_ptr<Mover> mover) : settings(settings), mover(std::move(mover)) {}
+  Residency& residency(c10::Device device);
+
+  const Settings settings;
+  const std::shared_ptr<Mover> mover;
+  std::vector<std::unique_ptr<Residency>> residencies;
+  bool pool_failed = false;
+};
+
+}  // namespace weft::offload
