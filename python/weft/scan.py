@@ -109,7 +109,7 @@ def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor | BatchedC
     """:func:`chain_backward` in plain torch, one product after the other; differentiable to any order."""
     gradients = [grad]
     for jacobian in jacobians:
-        if isinstance(jacobian, BatchedCSR):
+        if isinstance(jacobian, BatchedCSR) or jacobian.layout != torch.strided:
             jacobian = jacobian.to_dense()
         gradients.append((jacobian @ gradients[-1].unsqueeze(-1)).squeeze(-1))
     return gradients

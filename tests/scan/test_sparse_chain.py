@@ -315,3 +315,71 @@ def test_small_chains_of_many_samples_and_of_uneven_products(device: str) -> Non
             for J, g in zip(jacobians, got[1:], strict=True):
                 want = J.mv(want)
                 assert_close(g, want, 1e-5)
+
+
+@device
+@schedules
+def test_torchs_own_csr_tensors(device: str, schedule: str | int) -> None:
+    """In any mixture with the others: shared, per sample, with values that samples share in memory, and without."""
+    grad, jacobians = chain(
+        3, [6, 7, 7, 5, 8, 4, 4], ["sparse shared", "sparse", "dense", *["sparse"] * 3], device=device
+    )
+    given = [J.to_sparse_csr() if isinstance(J, BatchedCSR) else J for J in jacobians]
+    J = jacobians[3]
+    crow, col = given[3].crow_indices(), given[3].col_indices()
+    jacobians[3] = J.with_values(J.values[0].expand(3, -1))
+    given[3] = torch.sparse_csr_tensor(crow, col, J.values[0].expand(3, -1), given[3].shape)
+    assert [J.dim() for J in given] == [2, 3, 3, 3, 3, 3]
+    want = chain_backward_reference(grad, jacobians)
+    for other in (chain_backward(grad, given, schedule), chain_backward_reference(grad, given)):
+        for g, w in zip(other, want, strict=True):
+            assert_close(g, w, 1e-12)
+    one = chain_backward(grad[0], given[:1], schedule)
+    assert_close(one[1], want[1][0], 1e-12)
+
+
+@device
+def test_gradients_of_torchs_own_csr_tensors(device: str) -> None:
+    grad, jacobians = chain(2, [5, 6, 4], ["sparse shared", "sparse"], device=device)
+    leaves = [J.to_sparse_csr().requires_grad_() for J in jacobians]
+    values = [J.values.clone().requires_grad_() for J in jacobians]
+    matrices = [J.with_values(v) for J, v in zip(jacobians, values, strict=True)]
+    for got, want in zip(chain_backward(grad, leaves)[1:], chain_backward(grad, matrices)[1:], strict=True):
+        weight = torch.randn_like(want)
+        for of, into in ((got, leaves), (want, values)):
+            (of * weight).sum().backward(inputs=into, retain_graph=True)
+    for leaf, v in zip(leaves, values, strict=True):
+        assert_close(leaf.grad.values(), v.grad, 1e-12)
+
+
+def test_patterns_of_torchs_own_csr_tensors_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad, jacobians = chain(2, [9] * 7, ["sparse", "sparse shared"] * 3)
+    given = [J.to_sparse_csr() for J in jacobians]
+    want = chain_backward(grad, given, "blelloch")
+    from weft._sparse import csr, plan
+
+    def refuse(*args) -> None:
+        raise AssertionError("looked at again")
+
+    monkeypatch.setattr(plan.MatmulPlan, "__init__", refuse)
+    monkeypatch.setattr(csr, "_check_indices", refuse)
+    for g, w in zip(chain_backward(grad, given, "blelloch"), want, strict=True):
+        assert torch.equal(g, w)
+    given[1].col_indices()[0] = 0  # written to: another pattern
+    with pytest.raises(AssertionError, match="looked at again"):
+        chain_backward(grad, given, "blelloch")
+
+
+def test_what_is_no_chain_of_torchs_own_csr_tensors() -> None:
+    grad, dense = torch.randn(2, 3), torch.tensor([[[1.0, 0, 0], [0, 1, 0]], [[0, 1, 0], [0, 0, 1]]])
+    with pytest.raises(ValueError, match=r"jacobians\[1\] .*from_sparse_csr.* one pattern"):
+        chain_backward(grad, [torch.randn(3, 3), dense.to_sparse_csr()])
+    for other in (dense[0].to_sparse(), dense[0].to_sparse_csc()):
+        with pytest.raises(TypeError, match=r"jacobians\[0\] .*from_sparse_csr.* layout"):
+            chain_backward(grad, [other])
+    with pytest.raises(TypeError, match=r"jacobians\[0\] .*int64"):
+        chain_backward(grad, [dense[0].long().to_sparse_csr()])
+    with pytest.raises(ValueError, match=r"jacobians\[0\] does not chain"):
+        chain_backward(grad, [dense[0].t().to_sparse_csr()])
+    with pytest.raises(TypeError, match=r"jacobians\[0\] must be dense"):
+        torch.ops.weft.chain_backward(grad, [dense[0].to_sparse_csr()])

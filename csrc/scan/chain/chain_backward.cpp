@@ -42,6 +42,8 @@ void check_chain(const at::Tensor& grad, at::TensorList jacobians, int64_t level
   for (size_t k = 0; k < jacobians.size(); ++k) {
     const at::Tensor& J = jacobians[k];
     const std::string name = "jacobians[" + std::to_string(k) + "]";
+    TORCH_CHECK_TYPE(J.layout() == at::kStrided, kOp, ": ", name,
+                     " must be dense (weft.scan.chain_backward also takes torch.sparse_csr), got ", J.layout());
     check_like(kOp, name.c_str(), J, "grad", grad);
     TORCH_CHECK_VALUE(J.dim() == 2 || (batched && J.dim() == 3), kOp, ": ", name,
                       batched ? " must be (B, n_in, n_out), or (n_in, n_out) shared by the batch, got "

@@ -377,8 +377,8 @@ def chain_backward(
         grad: ``(B, n_0)``, the gradient of the loss by the chain's output; or ``(n_0,)``, and nothing has a batch.
         jacobians: transposed Jacobians, the last layer's first: each ``(B, n_k, n_{k-1})``, or ``(n_k, n_{k-1})`` for
             the whole batch, where ``n_{k-1}`` is the length of the gradient that reaches it; or a
-            :class:`weft.sparse.BatchedCSR`, in any mixture. Sizes may differ from layer to layer; the list may be
-            empty.
+            :class:`weft.sparse.BatchedCSR`, or a ``torch.sparse_csr`` tensor whose samples have one pattern, in any
+            mixture. Sizes may differ from layer to layer; the list may be empty.
         schedule: ``"auto"``, the fast one: products of a matrix and a vector, fused into one :func:`linear_scan` where
             all Jacobians have one square shape; ``"linear"``, one product after the other; ``"blelloch"``, the
             modified Blelloch scan in O(log n) levels (operator A <> B = B A, operands reversed in the down-sweep); or
@@ -389,8 +389,8 @@ def chain_backward(
         in float32.
 
     Raises:
-        TypeError: dtypes are not floating, or differ; an argument is no tensor, ``jacobians`` no list of them;
-            ``schedule`` is neither a string nor an int.
+        TypeError: dtypes are not floating, or differ; an argument is no tensor, ``jacobians`` no list of them; another
+            layout; ``schedule`` is neither a string nor an int.
         ValueError: a Jacobian does not chain (named by its position), shapes do not fit, an unknown schedule.
         RuntimeError: devices differ.
 
@@ -414,16 +414,29 @@ def chain_backward(
     jacobians = list(jacobians)
     sparse = False
     for position, jacobian in enumerate(jacobians):
-        if isinstance(jacobian, BatchedCSR):
-            sparse = True
-        else:
+        if not isinstance(jacobian, BatchedCSR):
             check_tensor("chain_backward", f"jacobians[{position}]", jacobian)
+            if jacobian.layout == torch.strided:
+                continue
+            jacobians[position] = _compressed(position, jacobian)
+        sparse = True
     levels = levels_of("chain_backward", schedule)
     if sparse:
         return [grad, *chain_backward_sparse(grad, jacobians, levels)]
     if levels != SCHEDULES["linear"] and differentiated_by_transform(grad, *jacobians):
         levels = SCHEDULES["linear"]  # every other one may take linear_scan
     return [grad, *torch.ops.weft.chain_backward(grad, jacobians, levels)]
+
+
+def _compressed(position: int, J: Tensor) -> BatchedCSR:
+    """Of a tensor that is not dense."""
+    try:
+        return BatchedCSR.from_sparse_csr(J)
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"chain_backward: jacobians[{position}] must be dense, a BatchedCSR, or what BatchedCSR.from_sparse_csr "
+            f"takes: {error}"
+        ) from None
 
 
 def check_tensor(op: str, name: str, value: object) -> None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._base.torch_private import differentiated_by_transform, parse_to
-from .pattern import INT32_MAX, Matrix, Pattern, index_dtype
+from .pattern import INT32_MAX, Matrix, Pattern, index_dtype, version
 from .plan import plan_matmul
 from .reference import csr_mm_reference
 
 _csr_mm = torch.ops.weft.csr_mm.default
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+# Patterns that lie in the memory of sparse_csr tensors, which a pattern keeps from being used again.
+_of_torch: weakref.WeakValueDictionary[tuple, Pattern] = weakref.WeakValueDictionary()
 
 
 def _check_tensor(name: str, value: object) -> None:
@@ -238,7 +243,8 @@ class BatchedCSR(Matrix):
 
     @classmethod
     def from_sparse_csr(cls, tensor: Tensor) -> BatchedCSR:
-        """Of a ``torch.sparse_csr`` tensor of two dimensions, or of three where every sample has the same pattern."""
+        """Of a ``torch.sparse_csr`` tensor of two dimensions, or of three where every sample has the same pattern.
+        The matrix shares the tensor's memory, and its pattern is found again while anything holds it."""
         _check_tensor("tensor", tensor)
         if tensor.layout != torch.sparse_csr:
             raise TypeError(f"BatchedCSR: tensor must have the layout torch.sparse_csr, got {tensor.layout}")
@@ -246,15 +252,25 @@ class BatchedCSR(Matrix):
             raise ValueError(
                 f"BatchedCSR: tensor must be (rows, columns) or (B, rows, columns), got {tuple(tensor.shape)}"
             )
+        _check_dtype(tensor.dtype)
         crow, col, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
         shape = tuple(tensor.shape[-2:])
-        if tensor.dim() == 2:
-            return cls(crow, col, values, shape)
-        if tensor.shape[0] == 0:
+        batch = tensor.shape[0] if tensor.dim() == 3 else None
+        if batch == 0:
             return cls(crow.new_zeros(shape[0] + 1), col.new_zeros(0), values.new_zeros(0, 0), shape)
-        if not (torch.equal(crow, crow[:1].expand_as(crow)) and torch.equal(col, col[:1].expand_as(col))):
-            raise ValueError("BatchedCSR: the samples of tensor must have one pattern, got different ones")
-        return cls(crow[0].contiguous(), col[0].contiguous(), values, shape)
+        # torch makes new tensors of the indices at every call.
+        place = (crow.data_ptr(), col.data_ptr(), crow.dtype, crow.device, col.shape, shape)
+        found = _of_torch.get(place)
+        if found is not None and found.versions == (version(crow), version(col)):
+            return cls._of(found, values)
+        if batch is not None:
+            if not (torch.equal(crow, crow[:1].expand_as(crow)) and torch.equal(col, col[:1].expand_as(col))):
+                raise ValueError("BatchedCSR: the samples of tensor must have one pattern, got different ones")
+            crow, col = crow[0], col[0]
+        made = cls(crow, col, values, shape)
+        if made.crow is crow:
+            _of_torch[place] = made._pattern
+        return made
 
     def mv(self, x: Tensor) -> Tensor:
         """The product with one vector per sample.
