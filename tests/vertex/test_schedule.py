@@ -40,7 +40,7 @@ def rows_of(plan) -> list[int]:
 
 
 def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], plan) -> None:
-    """Every array says what csrc/vertex/schedule.h promises of it."""
+    """Every array says what csrc/vertex/graph/schedule.h promises of it."""
     V = graphs.num_vertices
     edges = graphs.edges.tolist()
     levels = graphs.levels.tolist()

@@ -35,7 +35,7 @@
 #include "common/cuda/captured.h"
 #include "common/device.h"
 #endif
-#include "vertex/schedule.h"
+#include "vertex/graph/schedule.h"
 
 namespace py = pybind11;
 

@@ -5,7 +5,7 @@
 //   inputs         (num_vertices, width) each, rows in the caller's order
 //   matrices       (rows, columns) each: products are x @ matrix
 //   vectors        one row for all vertices each, of any shape
-//   schedule       int32, the block of csrc/vertex/schedule.h, on the device of the inputs
+//   schedule       int32, the block of csrc/vertex/graph/schedule.h, on the device of the inputs
 //   host_schedule  the same on the CPU
 //   program        int64 on the CPU, csrc/vertex/program/program.h
 //   constants      that the program names
@@ -36,8 +36,8 @@
 #include <span>
 #include <vector>
 
+#include "vertex/graph/schedule.h"
 #include "vertex/program/program.h"
-#include "vertex/schedule.h"
 
 namespace weft::vertex {
 

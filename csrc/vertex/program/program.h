@@ -3,7 +3,7 @@
 //
 // A step is a kernel, instructions on registers that are as wide as the kernel for each row of the task, or for each of
 // its edges; or a product, the task's rows of one buffer times a matrix into another buffer. Rows and edges are those
-// of csrc/vertex/schedule.h. Steps run in order, tasks in order forward and in reverse backward.
+// of csrc/vertex/graph/schedule.h. Steps run in order, tasks in order forward and in reverse backward.
 //
 // The encoded form is what Program::parse reads: functions; fused; state buffer; buffers; tables; forward steps;
 // backward steps; matrix gradients; vector gradients; each list with its length first.
@@ -14,7 +14,7 @@
 #include <span>
 #include <vector>
 
-#include "vertex/schedule.h"
+#include "vertex/graph/schedule.h"
 
 namespace weft::vertex {
 

@@ -37,7 +37,7 @@ struct VertexKernel {
   const double* constants;
   const VertexUse* const* tables;
   const int32_t* table_sizes;
-  // Arrays of csrc/vertex/schedule.h; first_sum_use is null where it is empty.
+  // Arrays of csrc/vertex/graph/schedule.h; first_sum_use is null where it is empty.
   const int32_t *gather, *first_edge, *edge_children, *edge_parents, *first_use, *users, *first_sum_use, *sum_use_edges;
   int64_t num_vertices;
 };

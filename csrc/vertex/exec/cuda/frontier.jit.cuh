@@ -8,7 +8,7 @@ constexpr int kMaxFrontierBuffers = 64;
 struct FrontierArguments {
   void* data[kMaxFrontierBuffers];  // of the kernel's buffers
   long long stride[kMaxFrontierBuffers];
-  // Arrays of csrc/vertex/schedule.h.
+  // Arrays of csrc/vertex/graph/schedule.h.
   const int *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *users, *first_sum_use,
       *sum_use_edges;
   long long num_vertices;
@@ -23,7 +23,7 @@ struct TailArguments {
     const void* data;
     long long row, column;  // strides in elements, one of them 1
   } matrices[kMaxTailMatrices];
-  const int* tasks;         // csrc/vertex/schedule.h
+  const int* tasks;         // csrc/vertex/graph/schedule.h
   int first, count, apart;  // tasks first, first + apart, ...: count of them
   unsigned* arrived;        // 0
 };

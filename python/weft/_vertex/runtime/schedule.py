@@ -1,6 +1,6 @@
 """In which order a vertex function runs over a batch, and where each vertex finds its children and its parents.
 
-The numbers come from csrc/vertex/schedule.h, which says what every array means; here they are planned once per
+The numbers come from csrc/vertex/graph/schedule.h, which says what every array means; here they are planned once per
 Graphs and function shape, kept, and taken to the device.
 """
 

@@ -151,7 +151,7 @@ int64_t modes(at::Device device) {
 
 }  // namespace
 
-void bind_known(py::module_& vertex) {
+void bind_call_cache(py::module_& vertex) {
   py::class_<Snapshot>(vertex, "Snapshot", "Modules as they are, by identity; who makes it keeps them alive.")
       .def(py::init<const std::vector<py::object>&, const std::vector<py::dict>&, const std::vector<py::object>&,
                     const std::vector<py::object>&>(),

@@ -21,6 +21,9 @@
 // belong to later tasks. Uses are sorted by parent's row, then column: the order of a sum is always the same, and no
 // atomics are needed.
 //
+// Where several functions run, kind_vertices lists the vertices of each, ascending: those of kind k from kind_starts[k]
+// on.
+//
 // Everything lies in one block of 32-bit integers, header first: one copy takes it to a device, and the block is the
 // serialised form. Arrays begin at multiples of 4 integers.
 #pragma once
@@ -29,7 +32,7 @@
 #include <span>
 #include <vector>
 
-#include "vertex/graphs.h"
+#include "vertex/graph/graphs.h"
 
 namespace weft::vertex {
 
@@ -65,7 +68,8 @@ class Schedule {
     kMaxEdges,   // the most edges of a task
     kSingleUse,  // 1 where no state is read twice, as in trees: gradients can be written to the child's row directly
     kSums,       // 1 where a function sums
-    kHeader = 12
+    kKinds,      // K: functions
+    kHeader
   };
   enum Array {
     kTaskTable,     // (T, 8): Task
@@ -81,6 +85,8 @@ class Schedule {
     kUsers,         // (U, 2)
     kFirstSumUse,   // (V + 1); empty where no function sums
     kSumUseEdge,    // (E)
+    kKindStart,     // (K + 1); empty where K is 1
+    kKindVertex,    // (V); empty where K is 1
     kNumArrays
   };
 
@@ -114,13 +120,13 @@ class Schedule {
   int64_t offset(Array which) const { return block_[static_cast<int>(kHeader) + which]; }
 
  private:
+  friend class TreePlanner;
+  friend class DagPlanner;
+  friend struct TaskTable;
+
   // Makes room for the block of this header, and writes its first part. The arrays are not written.
   void make_block(const int32_t (&header)[kHeader]);
   std::span<int32_t> at(Array which) { return {block_.get() + offset(which), static_cast<size_t>(size(which))}; }
-  // The whole schedule of trees, all of whose slots every vertex gathers; they have at most kMostSlots, which is at
-  // most 4.
-  template <int kMostSlots>
-  void plan_trees(const Graphs& graphs, int32_t columns);
 
   std::unique_ptr<int32_t[]> block_;
   size_t length_ = 0;

@@ -1,4 +1,4 @@
-#include "vertex/graphs.h"
+#include "vertex/graph/graphs.h"
 
 #include <algorithm>
 #include <limits>
