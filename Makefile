@@ -78,7 +78,7 @@ sdist: $(call requirements,dist)
 	$(PY) -m build --sdist --no-isolation
 
 clean:
-	rm -rf build dist docs/_build docs/_figures python/weft/_build_info.py python/weft/_C*.so python/*.egg-info *.egg-info
+	rm -rf build dist docs/_build python/weft/_build_info.py python/weft/_C*.so python/*.egg-info *.egg-info
 
 ifneq ($(strip $(VENV)),)
 $(VENV)/bin/pip:

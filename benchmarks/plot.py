@@ -1,7 +1,7 @@
 """Draws the figures and tables of the README and the docs from benchmarks/results, and from nothing else.
 
-``python -m benchmarks.plot`` rewrites the README's block of results and its figures; the docs' build calls
-`write_docs`. Without rows both say so.
+``python -m benchmarks.plot`` rewrites the README's block of results, that of each page in docs/performance, and the
+figures in docs/images. All are committed, so that they show wherever the source is read. Without rows a block says so.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from benchmarks import rnn
-from benchmarks.common import RESULTS, ROOT, parse_case, read_rows
-from benchmarks.figures import HEADER, Results, Row, by_hardware, cells_of
+from benchmarks.common import RESULTS, ROOT, read_rows, significant
+from benchmarks.figures import Results, Row, by_hardware, quantity, ratio_of
 from benchmarks.figures import offload as offload_figures
 from benchmarks.figures import rnn as rnn_figures
 from benchmarks.figures import scan as scan_figures
@@ -21,8 +22,10 @@ from benchmarks.figures import sparse as sparse_figures
 from benchmarks.figures import vertex as vertex_figures
 
 README = ROOT / "README.md"
-RNN_FIGURE = ROOT / "docs" / "images" / "rnn_speedup.svg"
+DOCS = ROOT / "docs"
+RNN_FIGURE = DOCS / "images" / "rnn_speedup.svg"
 BEGIN, END = "<!-- results: begin, written by `python -m benchmarks.plot` -->", "<!-- results: end -->"
+PAGE_BEGIN, PAGE_END = ".. results: begin, written by `python -m benchmarks.plot`", ".. results: end"
 NO_ROWS = "Rows appear here as they are measured; there are none yet."
 ROOMS: dict[str, ModuleType] = {
     "rnn": rnn_figures,
@@ -31,16 +34,49 @@ ROOMS: dict[str, ModuleType] = {
     "vertex": vertex_figures,
     "offload": offload_figures,
 }
-# Room, case, metric, peers (None: all of them): one of each kind, beside the worst.
-README_ROWS = (
-    ("rnn", "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024", "forward_backward", None),
-    ("rnn", "cell=gru device=cuda dtype=fp32 H=128 B=1 T=1", "decode", None),
-    ("rnn", "cell=gru device=cpu dtype=fp32 H=512 B=32 T=256 threads=2", "forward_backward", None),
-    ("scan", "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1", "backward", None),
-    ("sparse", "model=vgg11_pruned device=cuda dtype=fp32 B=1 schedule=auto", "input_gradients_captured", None),
-    ("vertex", "model=treelstm device=cuda dtype=fp32 H=256 B=25 executor=batched", "forward_backward", None),
-    ("offload", "model=vgg19 device=cuda dtype=fp32 B=64 budget=0", "step", ("floor", "plain", "save_on_cpu")),
-)
+
+
+class Line(NamedTuple):
+    """A line of the README's table: a row in words, and why it comes out as it does."""
+
+    what: str
+    room: str
+    case: str
+    metric: str
+    peer: str
+    instead: str
+    why: str
+
+
+_VGG = "model=vgg19 device=cuda dtype=fp32 B=64 budget=50%"
+README_LINES = (
+    Line(
+        "train a GRU: 512 units, 16 sequences of 1024 steps, bf16",
+        "rnn", "cell=gru device=cuda dtype=bf16 H=512 B=16 T=1024", "forward_backward", "torch.nn", "torch.nn",
+        "one kernel for all steps, the weights stay on the chip",
+    ),
+    Line(
+        "backward pass of a tanh RNN: 20 units, 30,000 steps, fp32",
+        "scan", "cell=rnn_tanh device=cuda dtype=fp32 H=20 B=16 T=30000 inputs=1", "backward", "torch.nn", "torch.nn",
+        "pieces of the sequence run side by side",
+    ),
+    Line(
+        "train a Tree-LSTM: 256 units, batches of 25 sentences, fp32",
+        "vertex", "model=treelstm device=cuda dtype=fp32 H=256 B=25 executor=batched", "forward_backward", "captured",
+        "a loop over the levels of one batch, in a CUDA graph",
+        "two kernels for a level of all trees, or one for many levels",
+    ),
+    Line(
+        "train VGG-19, 64 images, with half the memory for activations, fp32",
+        "offload", _VGG, "step", "save_on_cpu", "torch's save_on_cpu, which moves all of them",
+        "copies run beside compute, and only what has to move moves",
+    ),
+    Line(
+        "the same step beside one that moves nothing",
+        "offload", _VGG, "step", "plain", "no offload, all activations in memory",
+        "below 1: this is the price, as the bus takes longer than the compute that could hide it",
+    ),
+)  # fmt: skip
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: str) -> str:
@@ -48,46 +84,46 @@ def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], alignment: 
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *lines])
 
 
-def readme_rows(results: Results) -> list[Row]:
-    """The rows of the README's table, as far as they were measured; first that of the layers' grid where Weft gains
-    least."""
-    grid = rnn.grid_rows(results.get("rnn", ())).values()
-    found = [min(grid, key=lambda row: float(row["ratio"]))] if grid else []
-    for room, case, metric, peers in README_ROWS:
-        rows = (row for row in results.get(room, ()) if (row["case"], row["metric"]) == (case, metric))
-        found += [row for row in rows if peers is None or row["peer"] in peers]
-    return found
+def readme_rows(results: Results) -> list[tuple[Line, Row]]:
+    """The lines of the README's table with their rows, as far as they were measured."""
+    return [
+        (line, row)
+        for line in README_LINES
+        for row in results.get(line.room, ())
+        if (row["case"], row["metric"], row["peer"]) == (line.case, line.metric, line.peer)
+    ]
+
+
+def _cells(line: Line, row: Row) -> list[str]:
+    mine, peers = (quantity(significant(float(row[key]), 3), row["unit"]) for key in ("weft", "peer_value"))
+    return [line.what, mine, f"{peers}: {line.instead}", ratio_of(row), line.why]
 
 
 def readme_block(results: Results) -> str:
-    """What stands between the README's markers: the figure, how the grid is spread, and a few rows of all rooms."""
+    """What stands between the README's markers: the figure, how the grid is spread, and a line for each engine."""
     parts = []
     grid = results.get("rnn", ())
     if rnn.grid_rows(grid):
         alt = "Speed-up of a training step over torch.nn by cell, dtype, hidden size and batch"
-        parts += [_markdown_image(alt, RNN_FIGURE), rnn_figures.grid_summary(grid)]
+        parts += [f"![{alt}]({RNN_FIGURE.relative_to(ROOT).as_posix()})", rnn_figures.grid_summary(grid)]
     rows = readme_rows(results)
     if rows:
-        measured_on = " and ".join(by_hardware(rows))
-        parts += [_markdown(HEADER, map(cells_of, rows), "llrrr"), f"Measured on {measured_on}."]
-    models, lines = scan_figures.language_models(results.get("scan", ()))
-    if models:
-        seconds = parse_case(models[0]["case"])["seconds"]
-        text = f"`examples/char_lm.py --cell mingru` trains a GRU and a stack of minGRUs, here for {seconds} s each"
-        table = _markdown(["character model", "bits per character", "characters/s"], lines, "lrr")
-        parts += [f"{text} ({' and '.join(by_hardware(models))}):", table]
+        header = ["what you run", "Weft", "instead", "gain", "why"]
+        parts += [_markdown(header, [_cells(*pair) for pair in rows], "lrlrl")]
+        parts += [f"Measured on {' and '.join(by_hardware([row for _, row in rows]))}."]
     return "\n\n".join(parts or [NO_ROWS])
 
 
-def _markdown_image(alt: str, path: Path) -> str:
-    return f"![{alt}]({path.relative_to(ROOT).as_posix()})"
+def with_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
+    """The text with `block` between its markers."""
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n\n{block}\n\n{end}{after}"
 
 
-def with_block(readme: str, block: str) -> str:
-    """The README with `block` between its markers."""
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+def page_block(room: str, results: Results, images: Path) -> str:
+    """What stands between the markers of a room's page; draws the figures that it shows into `images`."""
+    return "\n\n".join(ROOMS[room].page(results, images) or [NO_ROWS])
 
 
 def read_results() -> Results:
@@ -97,25 +133,23 @@ def read_results() -> Results:
 
 
 def write_readme() -> None:
-    results = read_results()
-    README.write_text(with_block(README.read_text(), readme_block(results)))
-    if rnn.grid_rows(results["rnn"]):
-        rnn_figures.draw_speedup(results["rnn"], RNN_FIGURE)
+    README.write_text(with_block(README.read_text(), readme_block(read_results())))
 
 
-def write_docs(folder: Path) -> None:
-    """Every room's figures, and ``<room>.rst`` that shows them; the page that includes these lies beside `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_docs(docs: Path = DOCS) -> None:
+    """Every room's page in ``performance/``, between its markers, and its figures in ``images/``."""
     results = read_results()
-    for room, module in ROOMS.items():
-        parts = module.page(results, folder)
-        (folder / f"{room}.rst").write_text("\n\n".join(parts or [NO_ROWS]) + "\n")
+    for room in ROOMS:
+        page = docs / "performance" / f"{room}.rst"
+        block = page_block(room, results, docs / "images")
+        page.write_text(with_block(page.read_text(), block, PAGE_BEGIN, PAGE_END))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot", description=__doc__)
     parser.parse_args(arguments)
     write_readme()
+    write_docs()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sphinx configuration. The tables and figures of measurements are drawn first, from benchmarks/results alone."""
+"""Sphinx configuration. `python -m benchmarks.plot` has written the tables and figures of measurements."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
+sys.path.insert(0, str(ROOT / "python"))
 
 import weft  # noqa: E402
-
-from benchmarks import plot  # noqa: E402
-
-plot.write_docs(ROOT / "docs" / "_figures")
 
 project = "Weft"
 author = "the Weft authors"
@@ -20,7 +16,7 @@ copyright = f"2026, {author}"
 version = release = weft.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
-exclude_patterns = ["_build", "_figures"]
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"Weft {release}"
 autodoc_member_order = "bysource"

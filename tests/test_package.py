@@ -188,11 +188,18 @@ def test_version_and_hints():
     assert list((Path(weft.__file__).parent / "costs").glob("*.json"))
 
 
-def test_readme_shows_what_was_measured_and_nothing_else():
+def test_the_readme_and_the_docs_show_what_was_measured_and_nothing_else(tmp_path):
     from benchmarks import plot  # here, because it alone needs matplotlib
 
+    results, stale = plot.read_results(), "run `python -m benchmarks.plot`"
     readme = (ROOT / "README.md").read_text()
-    assert readme == plot.with_block(readme, plot.readme_block(plot.read_results())), "run `python -m benchmarks.plot`"
+    assert readme == plot.with_block(readme, plot.readme_block(results)), stale
+    for room in plot.ROOMS:
+        page = (ROOT / "docs" / "performance" / f"{room}.rst").read_text()
+        block = plot.page_block(room, results, tmp_path / "images")
+        assert page == plot.with_block(page, block, plot.PAGE_BEGIN, plot.PAGE_END), stale
+        for image in re.findall(r"^\.\. image:: (.*)$", page, re.MULTILINE):
+            assert (ROOT / "docs" / "performance" / image).resolve().exists(), stale
 
 
 @pytest.mark.parametrize("required", [False, True])
@@ -212,8 +219,9 @@ def test_prose_quotes_no_measurement():
 
     readme = (ROOT / "README.md").read_text()
     texts = {"README.md": plot.with_block(readme, "")}
-    texts.update({str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "docs").glob("[!_]*/*.rst")})
-    texts.update({path.name: path.read_text() for path in (ROOT / "docs").glob("*.rst")})
-    assert "docs/guide/rnn.rst" in texts and "performance.rst" in texts
+    for path in (ROOT / "docs").rglob("*.rst"):
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        texts[name] = plot.with_block(text, "", plot.PAGE_BEGIN, plot.PAGE_END) if plot.PAGE_BEGIN in text else text
+    assert {"docs/guide/rnn.rst", "docs/performance/rnn.rst", "docs/performance.rst"} <= texts.keys()
     for name, text in texts.items():
         assert not re.findall(r"\d[\d.,]*(?:x\b| ?us\b| times (?:faster|slower|as))", text), name

@@ -6,7 +6,7 @@ page as reStructuredText, none where there are no rows. `results` maps the name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -147,13 +147,13 @@ def by_hardware(rows: Rows) -> dict[str, list[Row]]:
 
 
 def rst_tables(rows: Rows) -> str:
-    parts = []
-    for hardware, group in by_hardware(rows).items():
-        lines = [f".. list-table:: {hardware}", "   :header-rows: 1", ""]
-        for line in [HEADER, *map(cells_of, group)]:
-            lines += [("   * - " if i == 0 else "     - ") + cell for i, cell in enumerate(line)]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
+    return "\n\n".join(rst_table(name, [HEADER, *map(cells_of, group)]) for name, group in by_hardware(rows).items())
+
+
+def rst_table(title: str, lines: Iterable[Sequence[str]]) -> str:
+    """A table whose first line is its header: a line of text for each of its own, which code hosts show, too."""
+    header, *rest = (", ".join('"' + cell.replace('"', '""') + '"' for cell in line) for line in lines)
+    return "\n".join([f".. csv-table:: {title}", f"   :header: {header}", "", *(f"   {line}" for line in rest)])
 
 
 def save(figure: plt.Figure, path: Path) -> None:
@@ -163,5 +163,5 @@ def save(figure: plt.Figure, path: Path) -> None:
 
 
 def image(path: Path) -> str:
-    """The figure as the page beside its folder includes it."""
-    return f".. image:: {path.parent.name}/{path.name}"
+    """The figure, on a page in a folder beside the figures'."""
+    return f".. image:: ../{path.parent.name}/{path.name}"

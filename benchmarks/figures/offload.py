@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from benchmarks.common import parse_case
-from benchmarks.figures import NAMES, PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
+from benchmarks.figures import NAMES, PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_table, rst_tables, save
 
 BUDGETS = ("none", "75%", "50%", "25%", "0")
 LINES = {
@@ -62,15 +62,11 @@ def density_table(rows: Rows) -> str:
         return f"{sum(values) / len(values):.2f} ({min(values):.2f} to {max(values):.2f})" if values else ""
 
     gpus = ", ".join(sorted({row["gpu"] for row in rows}))
-    lines = [f".. list-table:: Share of non-zeros behind every ReLU: mean (least to largest), {gpus}"]
-    lines += ["   :header-rows: 1", ""]
     cells = [["network", "ReLUs", "at initialisation", "trained"]]
     for name, found in densities(rows).items():
         before, after = (list(found.get(trained, {}).values()) for trained in ("no", "yes"))
         cells.append([NAMES.get(name, name), str(max(len(before), len(after))), spread(before), spread(after)])
-    for line in cells:
-        lines += [("   * - " if i == 0 else "     - ") + cell for i, cell in enumerate(line)]
-    return "\n".join(lines)
+    return rst_table(f"Share of non-zeros behind every ReLU: mean (least to largest), {gpus}", cells)
 
 
 def draw_budgets(rows: Rows, path: Path) -> None:

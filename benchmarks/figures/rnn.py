@@ -17,6 +17,7 @@ from benchmarks.figures import (
     describe,
     image,
     ratio_of,
+    rst_table,
     rst_tables,
     save,
 )
@@ -77,8 +78,7 @@ def grid_summary(rows: Rows) -> str:
 def grid_table(rows: Rows) -> str:
     """The grid as reStructuredText: Weft's milliseconds and the ratio, a line per cell, dtype and batch."""
     grid = rnn.grid_rows(rows)
-    lines = [f".. list-table:: {next(iter(grid.values()))['gpu']}: forward + backward, ms (torch.nn's time over it)"]
-    lines += ["   :header-rows: 1", ""]
+    title = f"{next(iter(grid.values()))['gpu']}: forward + backward, ms (torch.nn's time over it)"
     table = [["layer", *(f"H {H}" for H in rnn.GRID_H)]]
     groups: dict[tuple[str, str, int], dict[int, str]] = {}
     for case in rnn.grid_cases():
@@ -87,6 +87,4 @@ def grid_table(rows: Rows) -> str:
             groups.setdefault((case.cell, case.dtype, case.B), {})[case.H] = f"{row['weft']} ({ratio_of(row)})"
     for (cell, dtype, B), values in groups.items():
         table.append([f"{NAMES[cell]}, {dtype}, B {B}", *(values.get(H, "") for H in rnn.GRID_H)])
-    for line in table:
-        lines += [f"{'   * -' if i == 0 else '     -'} {cell}".rstrip() for i, cell in enumerate(line)]
-    return "\n".join(lines)
+    return rst_table(title, table)

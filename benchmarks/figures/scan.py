@@ -8,7 +8,19 @@ import matplotlib
 import matplotlib.pyplot as plt
 
 from benchmarks.common import parse_case
-from benchmarks.figures import NAMES, PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_tables, save
+from benchmarks.figures import (
+    NAMES,
+    PEER_COLOR,
+    WEFT_COLOR,
+    Results,
+    Row,
+    Rows,
+    by_hardware,
+    image,
+    rst_table,
+    rst_tables,
+    save,
+)
 from benchmarks.scan import GRID_B, GRID_CELLS, GRID_H, GRID_T
 
 
@@ -20,11 +32,18 @@ def page(results: Results, folder: Path) -> list[str]:
     if diagonal_points(rows):
         draw_diagonal(rows, folder / "scan_diagonal.svg")
         parts.append(image(folder / "scan_diagonal.svg"))
+    models, lines = language_models(rows)
+    if models:
+        seconds = parse_case(models[0]["case"])["seconds"]
+        header = ["character model", "bits per character", "characters/s"]
+        parts.append(
+            rst_table(f"Trained for {seconds} s each on {' and '.join(by_hardware(models))}", [header, *lines])
+        )
     if rows:
         parts.append(rst_tables(rows))
     if any(parse_case(row["case"])["device"] == "cuda" for row in grid):
-        draw_grid(grid, folder / "scan_auto.svg")
-        parts.append(image(folder / "scan_auto.svg"))
+        draw_grid(grid, folder / "scan_auto.png")
+        parts.append(image(folder / "scan_auto.png"))
     return parts
 
 

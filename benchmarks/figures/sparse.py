@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from benchmarks.common import parse_case
-from benchmarks.figures import Results, Row, Rows, image, ratio_of, rst_tables, save
+from benchmarks.figures import Results, Row, Rows, image, ratio_of, rst_table, rst_tables, save
 
 
 def page(results: Results, folder: Path) -> list[str]:
@@ -50,7 +50,6 @@ def sparsity_table(rows: Rows) -> str:
         keys = parse_case(row["case"])
         if keys.get("op") == "jacobian" and keys["B"] == "1":
             found.setdefault((row["gpu"], keys["layer"]), {})[row["metric"]] = row
-    lines = [".. list-table:: Transposed Jacobians, one sample of 32x32", "   :header-rows: 1", ""]
     table = [["on", "layer", "stored elements", "sparsity", "made in", "floor", "autograd, by columns", "faster"]]
     for (hardware, layer), of in found.items():
         if {"elements", "generate", "device_time"} <= set(of):
@@ -60,9 +59,7 @@ def sparsity_table(rows: Rows) -> str:
                 [hardware, layer, elements["weft"], f"{sparsity:.5f}", f"{device['weft']} ms",
                  f"{device['peer_value']} ms", f"{made['peer_value']} ms", ratio_of(made)]
             )  # fmt: skip
-    for line in table:
-        lines += [f"{'   * -' if i == 0 else '     -'} {cell}".rstrip() for i, cell in enumerate(line)]
-    return "\n".join(lines) if len(table) > 1 else ""
+    return rst_table("Transposed Jacobians, one sample of 32x32", table) if len(table) > 1 else ""
 
 
 def draw_levels(rows: Rows, path: Path) -> None:
