@@ -60,7 +60,7 @@ def test_figures(tmp_path) -> None:
     assert figures.page({"offload": []}, tmp_path) == []
     parts = "\n".join(figures.page({"offload": rows}, tmp_path))
     assert "VGG-19, B 64, fp32, budget 75%" in parts and "without offload: 1.0 ms" in parts and "density" not in parts
-    assert "   * - VGG-19\n     - 3\n     - 0.50 (0.50 to 0.50)\n     - 0.50 (0.50 to 0.50)" in parts
+    assert '   "VGG-19", "3", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)"' in parts
     for name in ("offload_budgets.svg", "offload_densities.svg"):
         assert name in parts and (tmp_path / name).read_bytes().startswith(b"<?xml")
 

@@ -54,7 +54,7 @@ def test_the_page(tmp_path) -> None:
         first = (tmp_path / name).read_bytes()
         page(shown)
         assert (tmp_path / name).read_bytes() == first and first.startswith(b"<?xml")
-    assert "image" not in page(jacobian) and "list-table" not in page(jacobian[:1])
+    assert "image" not in page(jacobian) and "csv-table" not in page(jacobian[:1])
 
 
 def test_rows(tmp_path, capsys) -> None:
