@@ -193,9 +193,6 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrWarpSize:
       *value = 32;
       break;
-    case cudaDevAttrConcurrentManagedAccess:
-      *value = 0;
-      break;
     default:
       *value = 1;
   }
@@ -257,6 +254,14 @@ cudaError_t cudaMalloc(void** data, size_t bytes) {
   std::memset(*data, 0xff, bytes);
   device_memory[static_cast<char*>(*data)] = bytes;
   return cudaSuccess;
+}
+cudaError_t cudaMallocManaged(void** data, size_t bytes, unsigned) {
+  CALL("MallocManaged");
+  return cudaMalloc(data, bytes);
+}
+cudaError_t cudaMemPrefetchAsync(const void*, size_t, cudaMemLocation, unsigned, cudaStream_t stream) {
+  CALL("MemPrefetchAsync");
+  return enqueue(of(stream), {}), cudaSuccess;
 }
 cudaError_t cudaFree(void* data) {
   CALL("Free");

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -501,6 +502,74 @@ def check_a_count_that_finds_no_memory(runtime: Runtime) -> None:
             assert off.report().to_dict()["moved_tensors"] > 0 or budget > 6 * 4 * SIZE
             step.backward()
             torch.cuda.synchronize()
+
+
+def check_memory_freed_during_its_copy_out(runtime: Runtime) -> None:
+    """By resize_, as sharding frees it and fills it again: the next owner of the memory waits for the copy."""
+    side = torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), side):
+        for compress in (None, "zvc"):
+            off, seen = everything(compress=compress), []
+            data, other = numbers(2)
+            y = torch.zeros(1, device="cuda", requires_grad=True)
+            x = data.to("cuda", non_blocking=True)
+            place, storage = x.data_ptr(), x.untyped_storage()
+            stream.wait_stream(torch.cuda.current_stream())
+            with off, torch.cuda.stream(stream):
+                y = Save.apply(y, x, seen)
+                storage.resize_(0)
+                taken = [torch.empty(SIZE, device="cuda") for _ in range(50)]
+                # Memory of another stream is reused only after all work on it.
+                assert (place in [t.data_ptr() for t in taken]) == (stream != side)
+                for t in taken:
+                    t.copy_(other, non_blocking=True)
+                runtime.drain(stream.cuda_stream)
+                del taken, t
+            storage.resize_(4 * SIZE)
+            with torch.autograd._unsafe_preserve_version_counter(x):
+                x.copy_(data, non_blocking=True)
+            del x, storage  # else the read finds it there
+            torch.cuda.synchronize()
+            off._engine.poll()
+            y.backward()
+            assert torch.equal(seen[0], data) and off.report().to_dict()["moved_tensors"] == 1
+
+
+def check_managed_objects(runtime: Runtime) -> None:
+    """Nest, and may be entered by several threads at once."""
+
+    def allocations() -> int:
+        return runtime.calls("MallocManaged")
+
+    before = allocations()
+    first, second = everything(backend="managed"), everything(backend="managed")
+    both = threading.Barrier(2)
+
+    def other() -> None:
+        with second:
+            both.wait()
+            torch.empty(3 << 20, device="cuda")
+            both.wait()
+
+    for _ in range(3):
+        with first:
+            with second:
+                inner = torch.empty(1 << 20, device="cuda")
+            outer = torch.empty(1 << 20, device="cuda")
+        del inner, outer
+        thread = threading.Thread(target=other)
+        with first:
+            thread.start()
+            both.wait()
+            torch.empty(1 << 20, device="cuda")
+            both.wait()
+            thread.join()
+        with pytest.raises(ZeroDivisionError), first, second:
+            raise ZeroDivisionError
+    assert 0 < allocations() - before <= 6  # segments, and not one per use
+    found = allocations()
+    torch.empty(64 << 20, device="cuda")  # outside
+    assert allocations() == found
 
 
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:

@@ -9,6 +9,7 @@ from weft.offloading import offload
 from tests.offload.engines import (
     LONG,
     Fails,
+    Probe,
     chain,
     cuda,
     delay,
@@ -34,6 +35,45 @@ def test_memory_is_not_reused_before_its_copy_out_finished(compress: str | None)
         for _ in range(8):
             torch.full((1 << 20,), float("nan"), device="cuda")
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x))
+
+
+@cuda
+@pytest.mark.parametrize("compress", [None, "zvc"])
+def test_memory_freed_during_its_copy_out(compress: str | None) -> None:
+    """By resize_, which no version counts, and filled again: the copy has the bytes of the save."""
+    off, seen = everything("copy", compress=compress), []
+    anchor = torch.zeros((), device="cuda", requires_grad=True)
+    saved_and_restored(off, torch.randn(1000, device="cuda"))  # or there are no streams to delay
+    for _ in range(3):
+        x = torch.randn(1 << 20, device="cuda")
+        expected, storage, place = x.clone(), x.untyped_storage(), x.data_ptr()
+        delay(off, "out")
+        delay(off, "compress")
+        with off:
+            loss = Probe.apply(seen, x, anchor)
+            storage.resize_(0)
+            taken = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(50)]
+            assert place in [t.data_ptr() for t in taken]
+            del taken
+        storage.resize_(4 << 20)
+        with torch.autograd._unsafe_preserve_version_counter(x):
+            x.copy_(expected)
+        del x, storage  # else the read finds it there
+        loss.backward()
+        assert torch.equal(seen.pop()[0], expected)
+
+
+@cuda
+def test_managed_objects_nest() -> None:
+    outer, inner = everything("managed"), everything("managed")
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    for _ in range(3):
+        with outer:
+            y = chain(x)
+            with inner:
+                y = chain(y)
+        assert numbers(outer)["moved_bytes"] > 0 and numbers(inner)["moved_bytes"] > 0
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], plain_gradient(x, 8))
 
 
 @cuda

@@ -8,6 +8,7 @@
 #include <deque>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -97,6 +98,18 @@ void CudaEvent::make_wait(c10::cuda::CUDAStream stream) const {
   waited_ = next_number();
 }
 
+void CudaEvent::make_wait_after_free(cudaStream_t stream) const {
+  const c10::cuda::OptionalCUDAGuard guard(stream == nullptr ? std::optional(c10::Device(c10::kCUDA, device_))
+                                                             : std::nullopt);
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cuda_check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  if (status == cudaStreamCaptureStatusNone)
+    cuda_check(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
+  else
+    cuda_check(cudaEventSynchronize(event_), "cudaEventSynchronize");
+}
+
 void CudaEvent::synchronize() const {
   if (!completed_) cuda_check(cudaEventSynchronize(event_), "cudaEventSynchronize");
   completed_ = true;
@@ -166,6 +179,72 @@ void Staging::release() {
 
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream) {
   c10::cuda::CUDACachingAllocator::recordStream(storage.data_ptr(), stream);
+}
+
+namespace {
+
+// Copies out in progress, by the address of the memory that they read.
+struct Sources {
+  struct Copy {
+    cudaStream_t moved_on;
+    CudaEventPtr out;
+  };
+  std::mutex mutex;
+  std::unordered_multimap<size_t, Copy> copies;
+  std::atomic<int64_t> count = 0;
+};
+
+// Runs on any thread with the allocator's lock held. It takes no lock but that of `sources`, whose holders never call
+// the allocator.
+void on_allocator_trace(Sources& sources, const c10::CachingDeviceAllocator::TraceEntry& entry) {
+  if (sources.count == 0 || entry.action_ != c10::CachingDeviceAllocator::TraceEntry::FREE_REQUESTED) return;
+  const std::lock_guard lock(sources.mutex);
+  const auto [begin, end] = sources.copies.equal_range(size_t(entry.addr_));
+  for (auto it = begin; it != end; ++it) {
+    const auto own = static_cast<cudaStream_t>(entry.stream_);
+    const auto& [moved_on, out] = it->second;
+    try {
+      out->make_wait_after_free(own);
+      // The allocator frees memory of another stream when an event that it records there has completed.
+      if (moved_on != own) out->make_wait_after_free(moved_on);
+    } catch (...) {  // the device is gone
+    }
+  }
+}
+
+// Never freed: the allocator keeps the callback.
+Sources& sources() {
+  static Sources* const all = [] {
+    auto* const made = new Sources;
+    try {
+      c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
+          [made](const auto& entry) { on_allocator_trace(*made, entry); });
+    } catch (const c10::Error&) {  // an allocator without traces
+    }
+    return made;
+  }();
+  return *all;
+}
+
+}  // namespace
+
+void guard_source(const c10::Storage& storage, c10::cuda::CUDAStream moved_on, CudaEventPtr out) {
+  Sources& all = sources();
+  const std::lock_guard lock(all.mutex);
+  all.copies.emplace(reinterpret_cast<size_t>(storage.data()), Sources::Copy{moved_on.stream(), std::move(out)});
+  ++all.count;
+}
+
+void release_source(const void* data, const CudaEventPtr& out) {
+  Sources& all = sources();
+  const std::lock_guard lock(all.mutex);
+  const auto [begin, end] = all.copies.equal_range(reinterpret_cast<size_t>(data));
+  for (auto it = begin; it != end; ++it)
+    if (it->second.out == out) {
+      all.copies.erase(it);
+      --all.count;
+      return;
+    }
 }
 
 namespace {

@@ -30,6 +30,9 @@ class CudaEvent : public Event {
   void make_wait(c10::cuda::CUDAStream stream) const;
   // Whether its stream waited for `other` before this event was recorded, as far as `other` remembers.
   bool is_behind(const CudaEvent& other) const { return other.waiter_ == stream_ && other.waited_ < recorded_; }
+  // make_wait for callers inside torch's allocator, which may not hold Python's lock: remembers nothing. A captured
+  // stream cannot wait for work outside of its graph, so the host waits instead.
+  void make_wait_after_free(cudaStream_t stream) const;
   void synchronize() const;
 
  private:
@@ -141,6 +144,14 @@ c10::DataPtr scratch(c10::cuda::CUDAStream stream, size_t bytes);
 // Tells torch's allocator that the stream uses the memory, so that after the last owner released it nobody gets it
 // before the stream is done. Does nothing for the stream that the memory was allocated for.
 void used_on(const c10::Storage& storage, c10::cuda::CUDAStream stream);
+
+// Guards memory that a copy out reads while the program holds its storage, too: the program may free the memory by
+// resize_, because a reference to a storage does not keep its memory. When torch's allocator reports the free, the
+// memory's stream waits for the copy. (recordStream would delay the reuse of every moved tensor's memory until the host
+// has seen the copy stream's work end.) `moved_on`: the stream that the memory was saved on.
+void guard_source(const c10::Storage& storage, c10::cuda::CUDAStream moved_on, CudaEventPtr out);
+// Ends the guard: the copy has ended, or the stream waits for it.
+void release_source(const void* data, const CudaEventPtr& out);
 
 // What both CUDA movers share.
 class CudaMover : public Mover {

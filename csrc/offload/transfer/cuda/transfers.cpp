@@ -68,9 +68,22 @@ void CopyTransfer::start_out(const Bytes& from, EventPtr ready) {
   number_ = ++streams_.outs;
   for (auto& number : numbers_) number->written(out_);
   buffer_->busy = std::const_pointer_cast<CudaEvent>(out_);
+  source_ = from.storage.data();
+  guard_source(from.storage, moved_on_, out_);
+}
+
+void CopyTransfer::release_out() {
+  if (const void* source = std::exchange(source_, nullptr)) release_source(source, out_);
+}
+
+bool CopyTransfer::is_out(bool ask) {
+  const bool out = ask ? out_->completed() : out_->known_completed();
+  if (out) release_out();
+  return out;
 }
 
 void CopyTransfer::wait_out() {
+  release_out();
   int64_t& waited = streams_.waited(moved_on_);
   if (waited >= number_ || out_->known_completed()) return;
   out_->make_wait(moved_on_);

@@ -28,8 +28,9 @@ Stages& stages();
 // A transfer on the copy streams of its device. `send` and `receive` define how the bytes cross the bus.
 class CopyTransfer : public Transfer {
  public:
+  ~CopyTransfer() override { release_out(); }
   void start_out(const Bytes& from, EventPtr ready);
-  bool is_out(bool ask) override { return ask ? out_->completed() : out_->known_completed(); }
+  bool is_out(bool ask) override;
   void wait_out() override;
 
   void start_in(const Bytes& to, const EventPtr& now) override;
@@ -49,7 +50,10 @@ class CopyTransfer : public Transfer {
   std::vector<std::shared_ptr<PinnedNumber>> numbers_;  // that the copy out writes to
 
  private:
+  void release_out();  // nothing needs to wait for the copy out any more
+
   std::unique_ptr<HostPool::Buffer> buffer_;
+  const void* source_ = nullptr;  // the first byte of the guarded storage
   c10::cuda::CUDAStream moved_on_;
   int64_t number_ = 0;  // among the copies out of its device
   std::optional<c10::cuda::CUDAStream> allocated_on_;
