@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -12,18 +14,22 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "COMPILER",
     "COMPILERS_ISINSTANCE",
+    "FAKE_TENSORS",
     "GLOBAL_HOOKS",
     "RNN_KERNELS",
+    "TorchDispatchMode",
     "any_autocast",
     "autograd_inside_an_op",
     "below_autocast",
     "constant_when_compiled",
     "differentiated_by_transform",
+    "fake_tensors",
     "fp32_precision",
     "in_forward_mode",
     "in_torchscript_trace",
@@ -34,7 +40,9 @@ __all__ = [
     "outside_transforms",
     "parse_to",
     "tracing_context",
+    "tree_leaves",
     "uncached_parametrizations",
+    "without_forward_mode",
     "without_modes",
 ]
 
@@ -72,6 +80,9 @@ COMPILER = "torch._dynamo."
 COMPILERS_ISINSTANCE = "torch._dynamo.variables.builtin"
 """The one of them that answers isinstance in compiled code."""
 
+FAKE_TENSORS = "torch._subclasses.fake_tensor"
+"""The module of fake tensors, and the logger that it writes to."""
+
 GLOBAL_HOOKS = (
     module._global_forward_hooks,
     module._global_forward_pre_hooks,
@@ -103,6 +114,16 @@ def onnx_exporting() -> bool:
 def in_forward_mode() -> bool:
     """Whether a level of forward-mode AD is open."""
     return forward_ad._current_level >= 0
+
+
+def without_forward_mode() -> AbstractContextManager[None]:
+    """A context in which no tangent propagates."""
+    return forward_ad._set_fwd_grad_enabled(False)
+
+
+def fake_tensors() -> ModuleType:
+    """The module of fake tensors, which is slow to import."""
+    return importlib.import_module(FAKE_TENSORS)
 
 
 def _transforms() -> set:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
-from .._base.torch_private import GLOBAL_HOOKS
+from .._base.torch_private import GLOBAL_HOOKS, fake_tensors, in_forward_mode, in_transform
 from .compiler.compiler import compile_traces
 from .compiler.ir import Unsupported
 from .graphs import Graphs
@@ -316,7 +316,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
         return batched.run(compiled, plan, levels, None, rows, state.by_name)
 
     def known(program: Program | Programs) -> Known | None:
-        if before is None or types is not None or torch._C._are_functorch_transforms_active():
+        if before is None or types is not None or in_transform():
             return None
         if not rows and not state.tensors:  # the graphs alone say where it runs
             return None
@@ -327,7 +327,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
 
 def _obstacle(functions: Sequence[reference.Function]) -> str | None:
     """Why functions whose traces are complete do not run batched here."""
-    if torch.autograd.forward_ad._current_level >= 0:
+    if in_forward_mode():
         return "forward-mode AD runs"
     device = functions[0].type.device.type
     if device not in ("cpu", "cuda"):
@@ -493,8 +493,7 @@ def _state_dtype(tensors: Sequence[Tensor], rows: Mapping[str, Tensor]) -> torch
 @contextmanager
 def _nothing_fake_left(module: nn.Module) -> Iterator[None]:
     """What a trace puts into attributes and buffers, as old-style hooks do with weights, does not stay there."""
-    from torch._subclasses.fake_tensor import FakeTensor  # slow to import
-
+    FakeTensor = fake_tensors().FakeTensor
     kept = [(d, dict(d)) for m in module.modules() for d in (m.__dict__, m._parameters, m._buffers)]
     try:
         yield
@@ -530,7 +529,7 @@ def _traces(
         return tuple(found)
 
     # Hooks of all modules come and go, those of torch's counters with every use of these.
-    if torch._C._are_functorch_transforms_active() or any(GLOBAL_HOOKS):
+    if in_transform() or any(GLOBAL_HOOKS):
         return make()
     key = (
         state.key,
@@ -586,7 +585,7 @@ _kept_lock = threading.Lock()
 
 def _keep(graphs: Graphs, key: object, make: Callable[[], object]):
     """What was computed once from graphs, which do not change."""
-    if torch._C._are_functorch_transforms_active():  # whose tensors do not outlive them
+    if in_transform():  # whose tensors do not outlive them
         return make()
     with _kept_lock:
         found = _kept.setdefault(graphs, {})

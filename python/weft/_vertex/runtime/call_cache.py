@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from ..._base.torch_private import GLOBAL_HOOKS, in_transform
+from ..._base.torch_private import GLOBAL_HOOKS, in_forward_mode, in_transform
 from ..._C import vertex as _C
 from ..graphs import Graphs
 from ..options import current
@@ -95,7 +94,7 @@ class Known:
             executor != self._executor
             or type(graphs) is not Graphs
             or in_transform()
-            or forward_ad._current_level >= 0
+            or in_forward_mode()
             or modes(self._device) != self._modes
             or current()[:2] != self._options
         ):

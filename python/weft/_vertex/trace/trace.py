@@ -15,9 +15,17 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..._base.torch_private import uncached_parametrizations, without_modes
+from ..._base.torch_private import (
+    FAKE_TENSORS,
+    TorchDispatchMode,
+    fake_tensors,
+    in_transform,
+    tree_leaves,
+    uncached_parametrizations,
+    without_forward_mode,
+    without_modes,
+)
 from ..program import Constant, Operation, Program, Ref, Symbol, classify
 from ..vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
 
@@ -99,7 +107,7 @@ def trace(
     Raises:
         What the contract refuses, and what the user's code raises.
     """
-    if torch._C._are_functorch_transforms_active():
+    if in_transform():
         return _probe(vertex, type, "torch.func runs")
     rows = _row_counts(sizes)
     try:
@@ -260,7 +268,7 @@ class _Recorder(TorchDispatchMode):
             args = (*args[:3], torch.finfo(torch.promote_types(args[0].dtype, torch.float32)).eps)
         foreign = [
             t
-            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            for t in tree_leaves((args, kwargs))
             if isinstance(t, Tensor) and id(t) not in self._numbers and id(t) not in self.known
         ]
         if any(t.requires_grad for t in foreign) and func is not torch.ops.aten.detach.default:
@@ -273,7 +281,7 @@ class _Recorder(TorchDispatchMode):
             self._stop(f"an autograd.Function or no_grad in its vertex function, which runs {func}")
         changed = self._changed(func, args, kwargs)
         results = func(*args, **kwargs)
-        tensors = [r for r in torch.utils._pytree.tree_leaves(results) if isinstance(r, Tensor)]
+        tensors = [r for r in tree_leaves(results) if isinstance(r, Tensor)]
         if func._schema.is_mutable:
             self._mutate(func, changed)
         if func in _SHAPE_ALONE:
@@ -303,7 +311,7 @@ class _Recorder(TorchDispatchMode):
         for i, a in enumerate(func._schema.arguments):
             if a.alias_info is not None and a.alias_info.is_write:
                 value = kwargs.get(a.name) if a.kwarg_only or i >= len(args) else args[i]
-                written += [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
+                written += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
         return written
 
     def _mutate(self, func, changed: Sequence[Tensor]) -> None:
@@ -456,13 +464,12 @@ class _Traced(Vertex):
 
 
 def _fake(vertex, type: VertexType, known, requires_grad, rows: int, children: int) -> Trace:
-    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-
+    fake = fake_tensors()
     recorder = _Recorder(type, known, rows, children)
     with ExitStack() as stack:
         stack.enter_context(_aside())
         stack.enter_context(without_modes())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
 
         def empty(n: int, spec: Spec, grad: bool) -> Tensor:
             value = torch.empty((n, *spec.shape), dtype=spec.dtype, device=type.device)
@@ -474,7 +481,7 @@ def _fake(vertex, type: VertexType, known, requires_grad, rows: int, children: i
         v = _Traced(type, recorder, empty, requires_grad)
         try:
             vertex(v)
-        except DataDependentOutputException as error:
+        except fake.DataDependentOutputException as error:
             raise _Refused(RuntimeError(f"{type.name}: {VALUES_AS_NUMBERS} ({error.func})")) from None
         except Exception as error:
             if error is v.refusal or error is recorder.refusal:
@@ -503,7 +510,7 @@ class _Quiet(threading.local):
 
 _quiet = _Quiet()
 # torch logs what an operation raises on fake tensors, which here is the user's error or no error at all.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: not _quiet.on)
+logging.getLogger(FAKE_TENSORS).addFilter(lambda record: not _quiet.on)
 
 
 @contextmanager
@@ -515,9 +522,9 @@ def _aside() -> Iterator[None]:
     quiet, _quiet.on = _quiet.on, True
     try:
         with ExitStack() as stack:
-            if not torch._C._are_functorch_transforms_active():  # which refuse these hooks
+            if not in_transform():  # which refuse these hooks
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
-            stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(False))
+            stack.enter_context(without_forward_mode())
             stack.enter_context(uncached_parametrizations())
             yield
     finally:
