@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import operator
 import os
 import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -23,6 +25,8 @@ from .policy import Link, Plan, Saved, Timeline, plan_movable, simulate
 from .report import OffloadReport, plot, report
 from .sizes import parse_bytes
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _COMPRESS = ("auto", "zvc", "rle", None)
 _BACKENDS = ("copy", "managed", "reference")
 _SAME_SECONDS = 0.1
@@ -112,12 +116,13 @@ class offload:
     is one block together with every backward of what was computed in it. The first use of a thread records when tensors
     are saved and read. From the second use on, or the third without a budget, a plan for this timeline decides what
     moves; every use keeps recording. Reusable, by several threads at once; not re-entrant. Objects nest: the innermost
-    one sees a tensor, as with torch's saved-tensor hooks.
+    one sees a tensor, as with torch's saved-tensor hooks. As a decorator, ``@weft.offload("4GB")``, it makes every call
+    of a function such a block. Copies and pickles of an object have its settings and have learnt nothing.
 
     Args:
         budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string
-            like ``"4GB"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves only what hides behind compute.
-            Parameters, gradients, workspaces and tensors that the program itself holds do not count.
+            like ``"4GB"``, ``"4G"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves only what hides behind
+            compute. Parameters, gradients, workspaces and tensors that the program itself holds do not count.
         compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter; without a
             budget only for tensors that hide compressed and would not otherwise, because it slows compute a little.
             ``"zvc"``, ``"rle"``: that codec for every float32, float16 and bfloat16 tensor. None: never.
@@ -142,14 +147,22 @@ class offload:
 
     def __init__(
         self,
-        budget: int | str | None = None,
+        budget: float | str | None = None,
         *,
         compress: str | None = "auto",
         backend: str = "copy",
-        min_bytes: int | str = "1MiB",
+        min_bytes: float | str = "1MiB",
         keep_last: int = 1,
-        pool_limit: int | str | None = None,
+        pool_limit: float | str | None = None,
     ) -> None:
+        self._arguments = dict(
+            budget=budget,
+            compress=compress,
+            backend=backend,
+            min_bytes=min_bytes,
+            keep_last=keep_last,
+            pool_limit=pool_limit,
+        )
         self._budget = None if budget is None else parse_bytes("budget", budget)
         _check_choice("compress", compress, _COMPRESS)
         _check_choice("backend", backend, _BACKENDS)
@@ -180,6 +193,33 @@ class offload:
         self._finished: Any | None = None
         self._links: dict[int, Link] = {}
         self._told_pool = False
+
+    def __call__(self, function: Callable[_P, _T]) -> Callable[_P, _T]:
+        """As a decorator: every call of the function is a ``with`` block of this object.
+
+        Raises:
+            TypeError: not a function, or one whose body runs after the call, as of a coroutine or a generator.
+        """
+        delayed = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if not callable(function) or any(check(function) for check in delayed):
+            raise TypeError(f"offload decorates functions whose body runs when they are called, got {function!r}")
+
+        @functools.wraps(function)
+        def inside(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            with self:
+                return function(*args, **kwargs)
+
+        return inside
+
+    def __reduce__(self) -> tuple:
+        """A copy has the same settings, and has learnt nothing."""
+        return _copied, (type(self), self._arguments, self._closed)
+
+    def __repr__(self) -> str:
+        defaults = inspect.signature(offload).parameters
+        given = {name: value for name, value in self._arguments.items() if value != defaults[name].default}
+        parts = [repr(given.pop("budget"))] if "budget" in given else []
+        return f"{type(self).__name__}({', '.join([*parts, *(f'{name}={value!r}' for name, value in given.items())])})"
 
     @property
     def budget(self) -> int | None:
@@ -461,6 +501,13 @@ class offload:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+def _copied(of: type[offload], arguments: dict[str, Any], closed: bool) -> offload:
+    copy = of(**arguments)
+    if closed:
+        copy.close()
+    return copy
 
 
 def _timeline(raw: tuple) -> Timeline:
