@@ -491,14 +491,14 @@ def fit(device: str) -> dict[str, float]:
         return us(lambda: plan(a, b)), plan.flops
 
     torch.manual_seed(0)
-    found = {"product": product(sparse(0.5, 4, 4), sparse(0.5, 4, 4), "listed")[0]}
+    found = {"product": product(sparse(0.5, 4, 4), sparse(0.5, 4, 4), "gather")[0]}
     large = {
-        "aligned": (sparse(0.3, 1000, 1500), sparse(2.0, 1500, 120)),
-        "listed": (
+        "axpy": (sparse(0.3, 1000, 1500), sparse(2.0, 1500, 120)),
+        "gather": (
             conv2d_jacobian(torch.randn(64, 3, 3, 3, device=device), (3, 32, 32), padding=1),
             avg_pool2d_jacobian((64, 32, 32), 2, device=device),
         ),
-        "windowed": (sparse(0.3, 400, 800), sparse(0.3, 800, 8000)),
+        "accumulate": (sparse(0.3, 400, 800), sparse(0.3, 800, 8000)),
     }
     for kind, pair in large.items():
         time, flops = product(*pair, kind)
@@ -536,8 +536,8 @@ def costs_table(found: dict[str, float]) -> dict[str, Any]:
     """That table as weft/costs/<gpu>.json has it: by what each number goes with on another GPU."""
     kinds = {
         "clock": ("link",),
-        "chip": ("aligned", "dense"),
-        "memory": ("listed", "windowed", "vector"),
+        "chip": ("axpy", "dense"),
+        "memory": ("gather", "accumulate", "vector"),
         "fixed": ("product", "call", "layer"),
     }
     numbers = {kind: {name: rounded(found[name]) for name in names} for kind, names in kinds.items()}

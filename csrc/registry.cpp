@@ -24,7 +24,7 @@ TORCH_LIBRARY(weft, m) {
       tags);
   m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b, *, bool? gpu=None) "
-      "-> (Tensor crow, Tensor col, Tensor aligned, Tensor windowed, Tensor listed, Tensor starts, Tensor left, "
+      "-> (Tensor crow, Tensor col, Tensor axpy, Tensor accumulate, Tensor gather, Tensor starts, Tensor left, "
       "Tensor right, Tensor shared, Tensor info)",
       tags);
   m.def("csr_matmul(Tensor[] patterns, Tensor x, Tensor y) -> Tensor", tags);

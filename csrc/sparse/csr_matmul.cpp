@@ -38,8 +38,8 @@ Csr<I> csr(const at::Tensor& crow, const at::Tensor& col) {
 
 // What a plan has beside the product's pattern.
 struct Numeric {
-  at::Tensor aligned, windowed, listed, starts, left, right, shared;
-  int64_t aligned_products = 0, listed_products = 0;
+  at::Tensor axpy, accumulate, gather, starts, left, right, shared;
+  int64_t axpy_products = 0, gather_products = 0;
 };
 
 template <typename I>
@@ -55,21 +55,21 @@ bool share_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::ve
                 bool gpu, Numeric& made) {
   std::vector<int64_t> rows;
   for (int64_t i = 0; i < a.rows; ++i) {
-    if (all || kinds[i] == RowKind::kListed) rows.push_back(i);
+    if (all || kinds[i] == RowKind::kGather) rows.push_back(i);
   }
-  Listed listed{int64_t(rows.size()), made.starts.size(0) - 1, made.listed_products, 0};
-  for (const int64_t i : rows) listed.longest = std::max<int64_t>(listed.longest, c.crow[i + 1] - c.crow[i]);
+  GatherTotals gather{int64_t(rows.size()), made.starts.size(0) - 1, made.gather_products, 0};
+  for (const int64_t i : rows) gather.longest = std::max<int64_t>(gather.longest, c.crow[i + 1] - c.crow[i]);
   SharedLists<I> found;
   const auto shared = [&](bool of_rows) {
-    return worth_sharing(listed, of_rows, gpu) &&
+    return worth_sharing(gather, of_rows, gpu) &&
            share_lists(a, b, c, rows, made.starts.const_data_ptr<I>(), made.left.const_data_ptr<I>(),
-                       made.right.const_data_ptr<I>(), of_rows, (listed.elements + 2 * listed.products) / 4, found);
+                       made.right.const_data_ptr<I>(), of_rows, (gather.elements + 2 * gather.products) / 4, found);
   };
   if (!shared(false) && !shared(true)) return false;
   const auto options = made.starts.options();
   if (!all) {
-    made.listed = at::empty({int64_t(rows.size())}, options);
-    std::copy(rows.begin(), rows.end(), made.listed.mutable_data_ptr<I>());
+    made.gather = at::empty({int64_t(rows.size())}, options);
+    std::copy(rows.begin(), rows.end(), made.gather.mutable_data_ptr<I>());
   }
   found.where.insert(found.where.end(), found.base.begin(), found.base.end());
   made.starts = as_tensor(found.starts, options), made.left = as_tensor(found.left, options);
@@ -82,48 +82,48 @@ Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::
                   const std::vector<RowKind>& kinds, bool gpu, const at::TensorOptions& options) {
   Numeric made;
   int64_t rows[4] = {}, elements = 0;
-  std::vector<I> first_product(a.rows + 1, 0), first_element(a.rows + 1, 0);  // of the listed rows before
+  std::vector<I> first_product(a.rows + 1, 0), first_element(a.rows + 1, 0);  // of the gathered rows before
   for (int64_t i = 0; i < a.rows; ++i) {
-    const bool listed = kinds[i] == RowKind::kListed;
+    const bool gather = kinds[i] == RowKind::kGather;
     ++rows[int(kinds[i])];
-    if (kinds[i] == RowKind::kAligned) made.aligned_products += counts[i].products;
-    made.listed_products += listed ? counts[i].products : 0;
-    elements += listed ? counts[i].elements : 0;
-    first_product[i + 1] = I(made.listed_products), first_element[i + 1] = I(elements);
+    if (kinds[i] == RowKind::kAxpy) made.axpy_products += counts[i].products;
+    made.gather_products += gather ? counts[i].products : 0;
+    elements += gather ? counts[i].elements : 0;
+    first_product[i + 1] = I(made.gather_products), first_element[i + 1] = I(elements);
   }
-  made.aligned = at::empty({rows[int(RowKind::kAligned)]}, options);
-  made.windowed = at::empty({rows[int(RowKind::kWindowed)]}, options);
+  made.axpy = at::empty({rows[int(RowKind::kAxpy)]}, options);
+  made.accumulate = at::empty({rows[int(RowKind::kAccumulate)]}, options);
   const bool all = elements == c.crow[c.rows];
-  made.listed = at::empty({all ? 0 : elements}, options);
+  made.gather = at::empty({all ? 0 : elements}, options);
   made.starts = at::empty({elements + 1}, options);
-  made.left = at::empty({made.listed_products}, options), made.right = at::empty({made.listed_products}, options);
-  I *aligned = made.aligned.mutable_data_ptr<I>(), *windowed = made.windowed.mutable_data_ptr<I>(),
-    *listed = made.listed.mutable_data_ptr<I>(), *starts = made.starts.mutable_data_ptr<I>(),
+  made.left = at::empty({made.gather_products}, options), made.right = at::empty({made.gather_products}, options);
+  I *axpy = made.axpy.mutable_data_ptr<I>(), *accumulate = made.accumulate.mutable_data_ptr<I>(),
+    *gather = made.gather.mutable_data_ptr<I>(), *starts = made.starts.mutable_data_ptr<I>(),
     *left = made.left.mutable_data_ptr<I>(), *right = made.right.mutable_data_ptr<I>();
   for (int64_t i = 0; i < a.rows; ++i) {
-    if (kinds[i] == RowKind::kAligned) *aligned++ = I(i);
-    if (kinds[i] == RowKind::kWindowed) *windowed++ = I(i);
-    if (kinds[i] == RowKind::kListed && !all) {
-      for (I e = c.crow[i]; e < c.crow[i + 1]; ++e) *listed++ = e;
+    if (kinds[i] == RowKind::kAxpy) *axpy++ = I(i);
+    if (kinds[i] == RowKind::kAccumulate) *accumulate++ = I(i);
+    if (kinds[i] == RowKind::kGather && !all) {
+      for (I e = c.crow[i]; e < c.crow[i + 1]; ++e) *gather++ = e;
     }
   }
-  over_rows_of(a.rows, made.listed_products, [&](int64_t begin, int64_t end) {
+  over_rows_of(a.rows, made.gather_products, [&](int64_t begin, int64_t end) {
     std::vector<I> place(b.columns);
     for (int64_t i = begin; i < end; ++i) {
-      if (kinds[i] == RowKind::kListed) {
+      if (kinds[i] == RowKind::kGather) {
         list_products(a, b, c, i, place, starts + first_element[i], left, right, first_product[i]);
       }
     }
   });
-  starts[elements] = I(made.listed_products);
+  starts[elements] = I(made.gather_products);
   made.shared = at::empty({0}, options);
   if (share_rows(a, b, c, kinds, all, gpu, made)) return made;
   const auto none = [&] { return at::empty({0}, options); };  // results of an operator share no memory
-  const bool single = made.listed_products == elements;
+  const bool single = made.gather_products == elements;
   if (single) made.starts = none();
   const auto in_order = [&](const I* numbers, int64_t stored) {
-    bool same = made.listed_products == stored;
-    for (int64_t p = 0; same && p < made.listed_products; ++p) same = numbers[p] == p;
+    bool same = made.gather_products == stored;
+    for (int64_t p = 0; same && p < made.gather_products; ++p) same = numbers[p] == p;
     return same;
   };
   if (in_order(left, a.crow[a.rows])) made.left = none();
@@ -164,11 +164,11 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   const int64_t bytes = 2 * int64_t(sizeof(I) + 4) * stored - int64_t(sizeof(I)) * (nnz + a.rows + 1);
   const auto kinds = choose_kinds(counts, listable ? bytes / int64_t(sizeof(I)) - 1 : -1);
   const Numeric made = plan_rows(a, b, csr<I>(crow, col), counts, kinds, gpu, options);
-  return {crow,         col,
-          made.aligned, made.windowed,
-          made.listed,  made.starts,
-          made.left,    made.right,
-          made.shared,  at::tensor({products, made.aligned_products, made.listed_products}, at::kLong)};
+  return {crow,        col,
+          made.axpy,   made.accumulate,
+          made.gather, made.starts,
+          made.left,   made.right,
+          made.shared, at::tensor({products, made.axpy_products, made.gather_products}, at::kLong)};
 }
 
 Plan csr_matmul_plan(at::TensorList a, at::TensorList b, std::optional<bool> gpu) {
@@ -205,11 +205,11 @@ Plan csr_matmul_plan(at::TensorList a, at::TensorList b, std::optional<bool> gpu
     made = plan<std::remove_pointer_t<decltype(i)>>(t[0], t[1], t[2], t[3], products, !grows,
                                                     gpu.value_or(device.is_cuda()));
   });
-  auto& [crow, col, aligned, windowed, listed, starts, left, right, shared, info] = made;
+  auto& [crow, col, axpy, accumulate, gather, starts, left, right, shared, info] = made;
   const bool narrow = grows && col.size(0) <= std::numeric_limits<int32_t>::max();
   auto there = [&](const at::Tensor& p) { return p.to(device, narrow ? at::kInt : p.scalar_type()); };
-  return {there(crow),   there(col),  there(aligned), there(windowed), there(listed),
-          there(starts), there(left), there(right),   there(shared),   info};
+  return {there(crow),   there(col),  there(axpy),  there(accumulate), there(gather),
+          there(starts), there(left), there(right), there(shared),     info};
 }
 
 constexpr size_t kPatterns = 13, kWithTransposed = 16;
@@ -225,16 +225,16 @@ CsrMatmul describe(const char* op, at::TensorList p, const at::Tensor& like) {
   m.a_nnz = p[1].size(0), m.b_nnz = p[3].size(0), m.c_nnz = p[5].size(0);
   auto data = [&](size_t i) { return p[i].numel() > 0 ? p[i].const_data_ptr() : nullptr; };
   m.a_crow = data(0), m.a_col = data(1), m.b_crow = data(2), m.b_col = data(3), m.c_crow = data(4), m.c_col = data(5);
-  m.aligned = data(6), m.windowed = data(7), m.listed = data(8);
+  m.axpy = data(6), m.accumulate = data(7), m.gather = data(8);
   m.starts = data(9), m.left = data(10), m.right = data(11), m.shared_lists = data(12);
-  m.aligned_rows = p[6].size(0), m.windowed_rows = p[7].size(0);
+  m.axpy_rows = p[6].size(0), m.accumulate_rows = p[7].size(0);
   if (m.shared_lists) {
-    m.listed_rows = m.listed ? p[8].size(0) : m.rows;
-    m.of_rows = p[12].size(0) == m.listed_rows;
+    m.gather_rows = m.gather ? p[8].size(0) : m.rows;
+    m.of_rows = p[12].size(0) == m.gather_rows;
     TORCH_CHECK_VALUE(!like.is_cuda() || (m.starts && !m.of_rows), op, ": patterns must be of a plan for a GPU");
-  } else if (m.left || m.right || (m.aligned_rows == 0 && m.windowed_rows == 0)) {
-    m.listed_elements = m.listed ? p[8].size(0) : m.c_nnz;
-    m.listed_products = m.left || m.right ? std::max(p[10].size(0), p[11].size(0)) : m.c_nnz;
+  } else if (m.left || m.right || (m.axpy_rows == 0 && m.accumulate_rows == 0)) {
+    m.gather_elements = m.gather ? p[8].size(0) : m.c_nnz;
+    m.gather_products = m.left || m.right ? std::max(p[10].size(0), p[11].size(0)) : m.c_nnz;
   }
   if (p.size() == kWithTransposed) m.t_crow = data(13), m.t_col = data(14), m.t_index = data(15);
   return m;

@@ -10,11 +10,11 @@ struct CsrMatmul {
   int64_t batch, rows, inner;  // a is rows x inner
   int64_t a_nnz, b_nnz, c_nnz;
   const void *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col;
-  const void *aligned, *windowed, *listed;  // listed may be null: all elements of the product
-  int64_t aligned_rows, windowed_rows, listed_elements, listed_products;
+  const void *axpy, *accumulate, *gather;  // gather may be null: all elements of the product
+  int64_t axpy_rows, accumulate_rows, gather_elements, gather_products;
   const void *starts, *left, *right;     // each may be null
-  const void* shared_lists;              // null: each listed element has a list of its own
-  int64_t listed_rows;                   // 0 where shared_lists is null; `listed` has them then, or is null for all
+  const void* shared_lists;              // null: each gathered element has a list of its own
+  int64_t gather_rows;                   // 0 where shared_lists is null; `gather` has them then, or is null for all
   bool of_rows;                          // right is counted from b's rows; on a CPU alone
   const void *t_crow, *t_col, *t_index;  // a transposed; csr_matmul_right alone
   const void *x, *y, *g;                 // on a, b and the product: the two that are operands

@@ -64,16 +64,17 @@ class Symbolic {
 };
 
 // How the numeric phase computes a row of the product: see csr_matmul.h.
-enum class RowKind : uint8_t { kEmpty, kAligned, kListed, kWindowed };
+enum class RowKind : uint8_t { kEmpty, kAxpy, kGather, kAccumulate };
 
-// A row shorter than this is listed rather than aligned, where there is memory: a warp, or a vector, would be idle.
+// A row shorter than this is gathered rather than a sum of rows, where there is memory: a warp, or a vector, would be
+// idle.
 constexpr int64_t kShort = 16;
 // Products of an element beyond which a list costs more reads than finding them again.
 constexpr int64_t kLongestList = 32;
 
 struct RowCount {
   int64_t products, elements;
-  bool aligned;  // each row of b that has a part in it has all of its columns
+  bool axpy;  // each row of b that has a part in it has all of its columns
 };
 
 template <typename I>
@@ -82,7 +83,7 @@ RowCount count_row(const Csr<I>& a, const Csr<I>& b, int64_t i, int64_t elements
   for (I e = a.crow[i]; e < a.crow[i + 1]; ++e) {
     const int64_t length = b.crow[a.col[e] + 1] - b.crow[a.col[e]];
     row.products += length;
-    row.aligned = row.aligned && length == elements;
+    row.axpy = row.axpy && length == elements;
   }
   return row;
 }
@@ -90,7 +91,7 @@ RowCount count_row(const Csr<I>& a, const Csr<I>& b, int64_t i, int64_t elements
 // A kind for every row, whose lists take at most `budget` indices: rows with the fewest products per element first.
 inline std::vector<RowKind> choose_kinds(const std::vector<RowCount>& rows, int64_t budget) {
   auto listable = [](const RowCount& row, int64_t longest) {
-    return row.elements > 0 && !(row.aligned && row.elements >= kShort) && row.products <= longest * row.elements;
+    return row.elements > 0 && !(row.axpy && row.elements >= kShort) && row.products <= longest * row.elements;
   };
   int64_t longest = kLongestList;
   for (; longest > 0; longest /= 2) {
@@ -103,9 +104,9 @@ inline std::vector<RowKind> choose_kinds(const std::vector<RowCount>& rows, int6
   std::vector<RowKind> kinds(rows.size(), RowKind::kEmpty);
   for (size_t i = 0; i < rows.size(); ++i) {
     if (rows[i].elements == 0) continue;
-    kinds[i] = longest > 0 && listable(rows[i], longest) ? RowKind::kListed
-               : rows[i].aligned                         ? RowKind::kAligned
-                                                         : RowKind::kWindowed;
+    kinds[i] = longest > 0 && listable(rows[i], longest) ? RowKind::kGather
+               : rows[i].axpy                            ? RowKind::kAxpy
+                                                         : RowKind::kAccumulate;
   }
   return kinds;
 }
@@ -134,8 +135,8 @@ void list_products(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, int64_t i,
   }
 }
 
-// The rows that are listed, in all.
-struct Listed {
+// The rows that are gathered, in all.
+struct GatherTotals {
   int64_t rows, elements, products, longest;  // longest: elements of a row
 };
 
@@ -149,13 +150,13 @@ struct Listed {
 // bytes or less. And where right is counted from b's rows (of_rows), each product waits for two loads more, a's column
 // and where b's row begins, which costs more than the bytes.
 constexpr int64_t kManyRows = 32, kLongEnough = 64, kAlike = 8;
-constexpr bool worth_sharing(const Listed& all, bool of_rows, bool gpu) {
+constexpr bool worth_sharing(const GatherTotals& all, bool of_rows, bool gpu) {
   if (gpu && (of_rows || all.products == all.elements)) return false;
   return all.rows >= kManyRows && all.elements >= kLongEnough * all.rows &&
          all.longest * all.rows <= kAlike * all.elements;
 }
 
-// Lists that many rows share, as rows of a Jacobian of sliding windows do. Row r of the listed ones has `elements` of
+// Lists that many rows share, as rows of a Jacobian of sliding windows do. Row r of the gathered ones has `elements` of
 // them: its t-th is the sum over starts[where[r] + t] <= s < starts[where[r] + t + 1] of element left[s] of its row of
 // a times element right[s] of b, which is counted from base[r], or from the first of the row of b that belongs to
 // left[s]. Where every element has one product: empty starts, s = where[r] + t; and where that is element t of the row

@@ -50,18 +50,18 @@ using namespace weft::sparse;
 
 #if SOURCE == 0
 // which: 0 the product, 1 and 2 its gradients. sizes: batch, rows, inner, nnz of a, b and the product, rows or elements
-// of each kind, listed products, the operands' batch strides, rows that share lists. pointers: as
+// of each kind, gathered products, the operands' batch strides, rows that share lists. pointers: as
 // in CsrMatmul.
 extern "C" void run(int which, int f64, int wide, int shared, const int64_t* sizes, void* const* pointers) {
   CsrMatmul m{};
   m.dtype = f64 ? DType::f64 : DType::f32, m.wide = wide, m.shared = shared;
-  int64_t* const into[] = {&m.batch,   &m.rows,         &m.inner,         &m.a_nnz,           &m.b_nnz,
-                           &m.c_nnz,   &m.aligned_rows, &m.windowed_rows, &m.listed_elements, &m.listed_products,
-                           &m.x_batch, &m.y_batch,      &m.g_batch,       &m.listed_rows};
+  int64_t* const into[] = {&m.batch,   &m.rows,      &m.inner,           &m.a_nnz,           &m.b_nnz,
+                           &m.c_nnz,   &m.axpy_rows, &m.accumulate_rows, &m.gather_elements, &m.gather_products,
+                           &m.x_batch, &m.y_batch,   &m.g_batch,         &m.gather_rows};
   for (int64_t* size : into) *size = *sizes++;
-  const void** const to[] = {&m.a_crow,   &m.a_col,   &m.b_crow, &m.b_col, &m.c_crow, &m.c_col,        &m.aligned,
-                             &m.windowed, &m.listed,  &m.starts, &m.left,  &m.right,  &m.shared_lists, &m.t_crow,
-                             &m.t_col,    &m.t_index, &m.x,      &m.y,     &m.g};
+  const void** const to[] = {&m.a_crow,     &m.a_col,   &m.b_crow, &m.b_col, &m.c_crow, &m.c_col,        &m.axpy,
+                             &m.accumulate, &m.gather,  &m.starts, &m.left,  &m.right,  &m.shared_lists, &m.t_crow,
+                             &m.t_col,      &m.t_index, &m.x,      &m.y,     &m.g};
   for (const void** pointer : to) *pointer = *pointers++;
   m.out = *pointers;
   (which == 0 ? csr_matmul_cuda : which == 1 ? csr_matmul_left_cuda : csr_matmul_right_cuda)(m, nullptr);

@@ -73,7 +73,7 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
     plan = plan_matmul(J, K)
     assert all(plan.kinds)
     yield from of_product(plan, J, K, max(n or 1 for n in batch))
-    # Products that are all listed: gathers, and few and several products an element, of rows whose lists are their own
+    # Products that are all gathered: one, few and several products an element, of rows whose lists are their own
     # (short ones, and such as a GPU would not share), and of such as share them; then a product in order.
     leads = [[] if n is None else [4 * n] for n in batch]
     found = []
@@ -83,11 +83,11 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
         others = [avg_pool2d_jacobian((channels, *size), pool, dtype=dtype) for pool in pools]
         found.append((conv, diagonal_jacobian(torch.randn(1, conv.shape[1], dtype=dtype)), False))
         found += [(conv, K, channels == 16) for K in others]
-    # Some rows before these are aligned.
+    # Some rows before these are sums of rows.
     blocks = ((torch.ones(2, 20), conv), (torch.ones(20, 40), others[0]))
     beside = (torch.block_diag(block.to(dtype), M.to_dense()) for block, M in blocks)
     found.append((*map(BatchedCSR.from_dense, beside), True))
-    # Of the first, half the rows are aligned; of the second, a channel goes to one or two others.
+    # Of the first, half the rows are sums of rows; of the second, a channel goes to one or two others.
     draw = torch.Generator().manual_seed(1)
     few = [(torch.rand(s, generator=draw) < p).to(dtype) for s, p in (((6, 2, 3), 0.3), ((60, 6, 3), 0.2))]
     spread = torch.eye(16, dtype=dtype).repeat(2, 1)[:26].unsqueeze(2)
@@ -102,7 +102,7 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
             for M, lead in zip((J, K), leads, strict=True)
         )
         plan = plan_matmul(J, K)
-        assert plan.kinds.windowed == 0 and bool(for_gpu(plan)[12].numel()) == shares
+        assert plan.kinds.accumulate == 0 and bool(for_gpu(plan)[12].numel()) == shares
         # Gradients look at no list.
         yield from itertools.islice(of_product(plan, J, K, max(lead[0] if lead else 1 for lead in leads)), 1)
 
@@ -117,10 +117,10 @@ def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterat
     patterns, index, dtype = for_gpu(plan), plan.crow.dtype, J.dtype
     transposed = [t.to(index) for t in J._pattern.transposed]
     g = torch.randn(B, plan.nnz, dtype=dtype)
-    aligned, windowed, listed, _, left, right, shared = (t.shape[0] for t in patterns[6:])
-    rows = (listed or J.shape[0]) if shared else 0
-    elements = 0 if shared or not (left or right or not (aligned or windowed)) else listed or plan.nnz
-    sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, aligned, windowed, elements, max(left, right)]
+    axpy, accumulate, gather, _, left, right, shared = (t.shape[0] for t in patterns[6:])
+    rows = (gather or J.shape[0]) if shared else 0
+    elements = 0 if shared or not (left or right or not (axpy or accumulate)) else gather or plan.nnz
+    sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, axpy, accumulate, elements, max(left, right)]
     strides = [stride(J.values), stride(K.values), plan.nnz, rows]
     op, left, right = (getattr(torch.ops.weft, f"csr_matmul{name}") for name in ("", "_left", "_right"))
     operands = [J.values, K.values, g]
@@ -297,11 +297,11 @@ FLAWS = {
     "reads a number of another sample": (MATMUL, "tile[i % kWide]", "tile[(i + 1) % kWide]"),
     "writes over y while it is read": (MATMUL, "0 && at + 4 <= limit", "0 && at + 4 <= m.batch * m.c_nnz"),
     "forgets the numbers in the place of y": (MATMUL, "done = limit % m.c_nnz", "done = m.c_nnz"),
-    "takes the list of the row before": (MATMUL, "[m.listed_rows + r]", "[m.listed_rows + (r > 0 ? r - 1 : 0)]"),
-    "takes rows that share lists for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[r]) : r", "r"),
+    "takes the list of the row before": (MATMUL, "[m.gather_rows + r]", "[m.gather_rows + (r > 0 ? r - 1 : 0)]"),
+    "takes rows that share lists for all": (MATMUL, "m.gather ? int64_t(ints<I>(m.gather)[r]) : r", "r"),
     "writes over y in rows that share lists": (MATMUL, "own + 4 <= row.n && at + 4 <= limit", "own + 4 <= row.n"),
     "forgets the last numbers in order": (MATMUL, "p < 4 && own + p < m.c_nnz", "p < 3 && own + p < m.c_nnz"),
-    "takes listed elements for all": (MATMUL, "m.listed ? int64_t(ints<I>(m.listed)[e]) : e", "e"),
+    "takes gathered elements for all": (MATMUL, "m.gather ? int64_t(ints<I>(m.gather)[e]) : e", "e"),
     "leaves a barrier out": (
         CHAIN,
         "next);\n      barrier.wait();",

@@ -30,7 +30,7 @@ from tests.sparse.test_batched_csr import batches, random_csr
 device = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 sizes = st.integers(0, 6)
-ALIGNED, LISTED, WINDOWED, MIXED = "aligned", "listed", "windowed", "mixed"
+AXPY, GATHER, ACCUMULATE, MIXED = "axpy", "gather", "accumulate", "mixed"
 
 
 def dense(J: BatchedCSR) -> Tensor:
@@ -42,12 +42,12 @@ def pair(kind: str, batch: tuple, dtype: torch.dtype = torch.float64, device: st
     torch.manual_seed(0)
     full, sparse = (lambda *shape: torch.ones(shape)), (lambda density, *shape: (torch.rand(shape) < density).float())
     a = {
-        ALIGNED: lambda: torch.cat([full(7, 23), torch.eye(23)]),
-        LISTED: lambda: sparse(0.15, 17, 23),
-        WINDOWED: lambda: sparse(0.9, 9, 64),
+        AXPY: lambda: torch.cat([full(7, 23), torch.eye(23)]),
+        GATHER: lambda: sparse(0.15, 17, 23),
+        ACCUMULATE: lambda: sparse(0.9, 9, 64),
     }
-    b = {ALIGNED: lambda: full(23, 19), LISTED: lambda: sparse(0.05, 23, 90), WINDOWED: lambda: sparse(0.9, 64, 19)}
-    kinds = [kind] if kind != MIXED else [ALIGNED, LISTED, WINDOWED, LISTED]
+    b = {AXPY: lambda: full(23, 19), GATHER: lambda: sparse(0.05, 23, 90), ACCUMULATE: lambda: sparse(0.9, 64, 19)}
+    kinds = [kind] if kind != MIXED else [AXPY, GATHER, ACCUMULATE, GATHER]
     found = []
     for parts, samples in ((a, batch[0]), (b, batch[1])):
         matrix = BatchedCSR.from_dense(torch.block_diag(*(parts[k]() for k in kinds)))
@@ -57,7 +57,7 @@ def pair(kind: str, batch: tuple, dtype: torch.dtype = torch.float64, device: st
     return tuple(found)
 
 
-KINDS = pytest.mark.parametrize("kind", [ALIGNED, LISTED, WINDOWED, MIXED])
+KINDS = pytest.mark.parametrize("kind", [AXPY, GATHER, ACCUMULATE, MIXED])
 BATCHES = pytest.mark.parametrize(
     "batch",
     [(None, None), (None, 3), (3, None), (3, 3), (0, 0), (9, None), (None, 9), (None, 20), (None, 37)],
@@ -73,7 +73,7 @@ def test_products(batch: tuple, kind: str, dtype: torch.dtype, device: str) -> N
     a, b = pair(kind, batch, dtype, device)
     plan = plan_matmul(a, b)
     used = {name for name, flops in plan.kinds._asdict().items() if flops}
-    assert used == ({ALIGNED, LISTED, WINDOWED} if kind == MIXED else {kind}) and sum(plan.kinds) == plan.flops
+    assert used == ({AXPY, GATHER, ACCUMULATE} if kind == MIXED else {kind}) and sum(plan.kinds) == plan.flops
     with poisoned():
         got = plan(a, b)
     assert got.crow is plan.crow and got.col is plan.col and got.dtype == dtype
@@ -243,7 +243,7 @@ def test_opcheck_of_the_symbolic_phase(device: str) -> None:
 @device
 def test_vmap_and_function_transforms(device: str) -> None:
     for batch in (None, 2):
-        a, b = pair(LISTED, (batch, None), device=device)
+        a, b = pair(GATHER, (batch, None), device=device)
         plan = plan_matmul(a, b)
 
         def f(x: Tensor, y: Tensor, a=a, b=b, plan=plan) -> Tensor:
@@ -350,12 +350,12 @@ def test_rows_that_share_lists(kind: str, batch: tuple, index: torch.dtype, dtyp
     if device == "cuda" and kind != "pool":
         assert shared.numel() == 0
         return
-    listed = plan.kinds.listed // 2
+    gather = plan.kinds.gather // 2
     # Of one product each, starts are left out, and left where it is in order.
-    assert 0 < shared.numel() + starts.numel() + left.numel() + right.numel() <= (2 * listed + plan.nnz) // 4
+    assert 0 < shared.numel() + starts.numel() + left.numel() + right.numel() <= (2 * gather + plan.nnz) // 4
     assert (starts.numel() == 0) == (left.numel() == 0) == (kind == "gather")
     of_rows = shared.numel() < 2 * a.shape[0] - 50
-    assert of_rows == (kind == "rows of b") and bool(plan.kinds.aligned) == of_rows
+    assert of_rows == (kind == "rows of b") and bool(plan.kinds.axpy) == of_rows
 
 
 @pytest.mark.parametrize("kind", ["gather", "pool", "rows of b"])
@@ -450,7 +450,7 @@ def test_products_of_elements_in_order(size: int, batch: tuple, device: str) -> 
 
 @device
 def test_one_plan_for_one_pair_of_patterns(device: str) -> None:
-    a, b = pair(LISTED, (None, None), device=device)
+    a, b = pair(GATHER, (None, None), device=device)
     plan = plan_matmul(a, b)
     assert plan_matmul(a.with_values(2 * a.values), b) is plan
     assert (a @ b).col is plan.col
@@ -458,7 +458,7 @@ def test_one_plan_for_one_pair_of_patterns(device: str) -> None:
 
 @device
 def test_equal_patterns_are_compared_once(device: str) -> None:
-    a, b = pair(LISTED, (None, None), device=device)
+    a, b = pair(GATHER, (None, None), device=device)
     plan = plan_matmul(a, b)
     again = BatchedCSR(a.crow.clone(), a.col.clone(), a.values, a.shape)
     assert torch.equal(plan(again, b).values, plan(a, b).values)
@@ -525,7 +525,7 @@ def test_bad_input(case: str) -> None:
 
 @pytest.mark.cuda
 def test_capture() -> None:
-    for kind in (ALIGNED, LISTED, WINDOWED, MIXED):
+    for kind in (AXPY, GATHER, ACCUMULATE, MIXED):
         a, b = pair(kind, (3, None), torch.float32, "cuda")
         plan = plan_matmul(a, b)
         plan(a, b)
@@ -568,7 +568,7 @@ def test_long_rows() -> None:
     """Rows of the product wider than the window of sums in shared memory."""
     a, b = random_csr(5, 120, 2, 0.9, torch.float32, "cuda"), random_csr(120, 40_000, None, 0.3, torch.float32, "cuda")
     plan = plan_matmul(a, b)
-    assert plan.kinds.windowed
+    assert plan.kinds.accumulate
     assert_close(plan(a, b).to_dense(), dense(a) @ dense(b))
 
 

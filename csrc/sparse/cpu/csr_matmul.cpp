@@ -1,5 +1,5 @@
-// CPU kernels of csr_matmul and its gradients: threads over tiles of rows, or of listed elements, whose samples follow
-// each other; a dense row of workspace each where products are found again.
+// CPU kernels of csr_matmul and its gradients: threads over tiles of rows, or of gathered elements, whose
+// samples follow each other; a dense row of workspace each where products are found again.
 #include "sparse/csr_matmul.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 template <typename I>
 struct Indices {
-  const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *aligned, *windowed, *listed, *starts, *left, *right,
+  const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *axpy, *accumulate, *gather, *starts, *left, *right,
       *shared_lists, *t_crow, *t_col, *t_index;
   explicit Indices(const CsrMatmul& m)
       : a_crow(static_cast<const I*>(m.a_crow)),
@@ -22,9 +22,9 @@ struct Indices {
         b_col(static_cast<const I*>(m.b_col)),
         c_crow(static_cast<const I*>(m.c_crow)),
         c_col(static_cast<const I*>(m.c_col)),
-        aligned(static_cast<const I*>(m.aligned)),
-        windowed(static_cast<const I*>(m.windowed)),
-        listed(static_cast<const I*>(m.listed)),
+        axpy(static_cast<const I*>(m.axpy)),
+        accumulate(static_cast<const I*>(m.accumulate)),
+        gather(static_cast<const I*>(m.gather)),
         starts(static_cast<const I*>(m.starts)),
         left(static_cast<const I*>(m.left)),
         right(static_cast<const I*>(m.right)),
@@ -44,14 +44,14 @@ struct Indices {
 };
 
 template <typename I, typename T>
-void listed(const CsrMatmul& m) {
+void gather(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
-  over_tiles(m.batch, m.listed_elements, 2048, 2 * m.listed_products, [&](int64_t sample, int64_t begin, int64_t end) {
+  over_tiles(m.batch, m.gather_elements, 2048, 2 * m.gather_products, [&](int64_t sample, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
-    auto element = [&](int64_t l) -> T& { return out[p.listed ? int64_t(p.listed[l]) : l]; };
+    auto element = [&](int64_t l) -> T& { return out[p.gather ? int64_t(p.gather[l]) : l]; };
     if (!p.starts && !p.left && !p.right) {
       for (int64_t l = begin; l < end; ++l) out[l] = T(Acc(x[l]) * Acc(y[l]));
     } else if (!p.starts && !p.left) {
@@ -75,14 +75,14 @@ void shared_lists(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
   const int64_t rows_of_tile = std::clamp<int64_t>(2048 * m.rows / std::max<int64_t>(m.c_nnz, 1), 1, 16);
-  over_tiles(m.batch, m.listed_rows, rows_of_tile, 2 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
+  over_tiles(m.batch, m.gather_rows, rows_of_tile, 2 * m.c_nnz, [&](int64_t sample, int64_t begin, int64_t end) {
     const T *all_x = static_cast<const T*>(m.x) + sample * m.x_batch,
             *all_y = static_cast<const T*>(m.y) + sample * m.y_batch;
     std::vector<I> origin;  // of b's rows
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t i = p.listed ? int64_t(p.listed[r]) : r, n = p.c_crow[i + 1] - p.c_crow[i];
+      const int64_t i = p.gather ? int64_t(p.gather[r]) : r, n = p.c_crow[i + 1] - p.c_crow[i];
       const int64_t where = p.shared_lists[r];
-      const T *x = all_x + p.a_crow[i], *y = m.of_rows ? all_y : all_y + p.shared_lists[m.listed_rows + r];
+      const T *x = all_x + p.a_crow[i], *y = m.of_rows ? all_y : all_y + p.shared_lists[m.gather_rows + r];
       T* out = static_cast<T*>(m.out) + sample * m.c_nnz + p.c_crow[i];
       if (m.of_rows) {
         origin.clear();
@@ -116,21 +116,21 @@ void shared_lists(const CsrMatmul& m) {
 }
 
 template <typename I, typename T>
-void aligned(const CsrMatmul& m) {
+void axpy(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
   const auto combine = cpu::row_kernels().combine[int(m.dtype)];
   // The number of products is not known here; an element of a has a row of b.
   const int64_t work =
-      m.aligned_rows * (1 + m.b_nnz / std::max<int64_t>(m.inner, 1)) * (1 + m.a_nnz / std::max<int64_t>(m.rows, 1));
-  over_tiles(m.batch, m.aligned_rows, 16, work, [&](int64_t sample, int64_t begin, int64_t end) {
+      m.axpy_rows * (1 + m.b_nnz / std::max<int64_t>(m.inner, 1)) * (1 + m.a_nnz / std::max<int64_t>(m.rows, 1));
+  over_tiles(m.batch, m.axpy_rows, 16, work, [&](int64_t sample, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
     std::vector<int64_t> starts;
     std::vector<Acc> factors;
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t i = p.aligned[r];
+      const int64_t i = p.axpy[r];
       starts.clear(), factors.clear();
       for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) {
         starts.push_back(p.b_crow[p.a_col[e]]);
@@ -143,18 +143,18 @@ void aligned(const CsrMatmul& m) {
 }
 
 template <typename I, typename T>
-void windowed(const CsrMatmul& m) {
+void accumulate(const CsrMatmul& m) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
   const int64_t columns = p.columns(m);
   // The number of products is not known here; each element of a has a row of b.
-  over_rows(m.batch, m.windowed_rows, m.c_nnz + m.a_nnz * 8, [&](int64_t sample, int64_t begin, int64_t end) {
+  over_rows(m.batch, m.accumulate_rows, m.c_nnz + m.a_nnz * 8, [&](int64_t sample, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
     std::vector<Acc> row(columns);
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t i = p.windowed[r];
+      const int64_t i = p.accumulate[r];
       for (I e = p.c_crow[i]; e < p.c_crow[i + 1]; ++e) row[p.c_col[e]] = 0;
       for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) {
         const Acc factor = Acc(x[e]);
@@ -235,10 +235,10 @@ void csr_matmul_cpu(const CsrMatmul& m) {
   dispatch(m.wide, m.dtype, [&](auto* i, auto* t) {
     using I = std::remove_pointer_t<decltype(i)>;
     using T = std::remove_pointer_t<decltype(t)>;
-    if (m.listed_elements > 0) listed<I, T>(m);
-    if (m.listed_rows > 0) shared_lists<I, T>(m);
-    if (m.aligned_rows > 0) aligned<I, T>(m);
-    if (m.windowed_rows > 0) windowed<I, T>(m);
+    if (m.gather_elements > 0) gather<I, T>(m);
+    if (m.gather_rows > 0) shared_lists<I, T>(m);
+    if (m.axpy_rows > 0) axpy<I, T>(m);
+    if (m.accumulate_rows > 0) accumulate<I, T>(m);
   });
 }
 

@@ -1,6 +1,6 @@
 // Products of CSR matrices whose pattern is planned, and their gradients.
 //
-// listed    a thread has a few elements of the product, or one for a few samples, for which it reads the list once. Of
+// gather    a thread has a few elements of the product, or one for a few samples, for which it reads the list once. Of
 //           a large batch and a left operand that it shares, y is first laid out with its samples side by side, in the
 //           part of the result that is written last: else each sample's number is in another line, and lines are what
 //           L1 counts. Bound by the bytes, those of the lists among them.
@@ -10,11 +10,11 @@
 //           large batch a warp has 32 elements of a row and its block eight such rows: those of a 3x3 convolution,
 //           eight positions side by side, read 10 positions of y a line for 24 products. Where there is no list at all,
 //           numbers are multiplied four at a time.
-// aligned   a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
+// axpy      a warp has a row, whose sums lie in registers, kColumns columns at a time. It reads a's elements 32 at a
 //           time, a lane each, and hands them round; then rows of b, lanes next to each other.
-// windowed  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane looks
-//           up the window's part of another row of b; then the warp adds the parts one after the other. Within a row
-//           columns differ, so that no two lanes add to one sum, and a warp waits for nobody.
+// accumulate  a warp has a row and a window of kColumns of its columns, whose sums lie in shared memory. Each lane
+//           looks up the window's part of another row of b; then the warp adds the parts one after the other. Within a
+//           row columns differ, so that no two lanes add to one sum, and a warp waits for nobody.
 // left, right   lanes share an element of a, or of b, and look each product's element up in the sorted row of the
 //           product.
 //
@@ -70,7 +70,7 @@ __device__ __forceinline__ int64_t row_of(const I* crow, int64_t rows, int64_t e
 // A thread has kElements elements of the product, for kTile samples: what it reads of one does not wait for another. Of
 // the first sample it leaves out blocks whose elements are all among the first `done`.
 template <typename I, typename T, int kTile, int kElements>
-__global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m, int64_t done) {
+__global__ void __launch_bounds__(kThreads) gather_kernel(CsrMatmul m, int64_t done) {
   const int64_t own = int64_t(blockIdx.x) * (kThreads * kElements) + threadIdx.x;
   if (kTile == 1 && blockIdx.y == 0 && int64_t(blockIdx.x + 1) * (kThreads * kElements) <= done) return;
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m, int64_t d
 #pragma unroll
   for (int p = 0; p < kElements; ++p) {
     const int64_t e = own + p * kThreads;
-    const bool real = e < m.listed_elements;
+    const bool real = e < m.gather_elements;
     begin[p] = !starts ? I(e) : real ? starts[e] : I(0);
     end[p] = !starts ? I(e + real) : real ? starts[e + 1] : I(0);
     if (end[p] - begin[p] > most) most = end[p] - begin[p];
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) listed_kernel(CsrMatmul m, int64_t d
 #pragma unroll
     for (int p = 0; p < kElements; ++p) {
       const int64_t e = own + p * kThreads;
-      if (e >= m.listed_elements) break;
-      const int64_t place = m.listed ? int64_t(ints<I>(m.listed)[e]) : e;
+      if (e >= m.gather_elements) break;
+      const int64_t place = m.gather ? int64_t(ints<I>(m.gather)[e]) : e;
 #pragma unroll
       for (int t = 0; t < kTile; ++t) {
         if (t < count) static_cast<T*>(m.out)[(first + t) * m.c_nnz + place] = from_state<T>(sum[p][t]);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads) elementwise_kernel(CsrMatmul m) {
 // y with the numbers of kWide samples side by side, (groups of samples, n, kWide); zeros for samples that there are
 // not. blockIdx.y counts groups.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) side_by_side_kernel(const T* y, T* out, int64_t n, int64_t batch) {
+__global__ void __launch_bounds__(kThreads) interleave_kernel(const T* y, T* out, int64_t n, int64_t batch) {
   static __shared__ T tile[kWide][kThreads / 4 + 1];
   constexpr int kPart = kThreads / 4;
   const int64_t first = int64_t(blockIdx.x) * kPart, sample = int64_t(blockIdx.y) * kWide;
@@ -214,23 +214,23 @@ __device__ __forceinline__ void add_products(const T* x, const I (&from)[4], con
   }
 }
 
-// Numbers of the result below `limit`, for a left operand that the batch shares; y as side_by_side_kernel writes it.
+// Numbers of the result below `limit`, for a left operand that the batch shares; y as interleave_kernel writes it.
 // Four lanes share four elements that follow each other, for kWide samples, four of each lane: they read a product's
 // numbers in one place, instead of a line for each sample, and eight such groups write whole lines.
 template <typename I, typename T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
-    listed_wide_kernel(CsrMatmul m, const T* y, int64_t limit) {
+    gather_interleaved_kernel(CsrMatmul m, const T* y, int64_t limit) {
   constexpr int kLanes = kWide / 4;
   const int quarter = threadIdx.x % kLanes;
   const int64_t own = (int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes) * 4;
-  if (own >= m.listed_elements) return;
+  if (own >= m.gather_elements) return;
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
   const T* x = static_cast<const T*>(m.x);
   const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + blockIdx.y * m.b_nnz * kWide) + quarter;
   I bound[5], most = 0;
 #pragma unroll
   for (int p = 0; p < 5; ++p) {
-    const int64_t e = own + p < m.listed_elements ? own + p : m.listed_elements;
+    const int64_t e = own + p < m.gather_elements ? own + p : m.gather_elements;
     bound[p] = starts ? starts[e] : I(e);
     if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
   }
@@ -262,23 +262,23 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     } else {
 #pragma unroll
       for (int p = 0; p < 4; ++p) {
-        if (own + p < m.listed_elements && at + p < limit) out[at + p] = four.v[p];
+        if (own + p < m.gather_elements && at + p < limit) out[at + p] = four.v[p];
       }
     }
   }
 }
 
-// A listed row whose list others share.
+// A gathered row whose list others share.
 template <typename I>
-struct ListedRow {
+struct GatherRow {
   I place, n, a_first, where, base;  // place, n: its elements of the product
-  __device__ __forceinline__ ListedRow(const CsrMatmul& m, int64_t r) : place(0), n(0), a_first(0), where(0), base(0) {
-    if (r >= m.listed_rows) return;
-    const int64_t i = m.listed ? int64_t(ints<I>(m.listed)[r]) : r;
+  __device__ __forceinline__ GatherRow(const CsrMatmul& m, int64_t r) : place(0), n(0), a_first(0), where(0), base(0) {
+    if (r >= m.gather_rows) return;
+    const int64_t i = m.gather ? int64_t(ints<I>(m.gather)[r]) : r;
     place = ints<I>(m.c_crow)[i], n = ints<I>(m.c_crow)[i + 1] - place;
     a_first = ints<I>(m.a_crow)[i];
     where = ints<I>(m.shared_lists)[r];
-    base = ints<I>(m.shared_lists)[m.listed_rows + r];
+    base = ints<I>(m.shared_lists)[m.gather_rows + r];
   }
 };
 
@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
   I place[kOwn], n[kOwn], a_first[kOwn], where[kOwn], base[kOwn], longest = 0;
 #pragma unroll
   for (int p = 0; p < kOwn; ++p) {
-    const ListedRow<I> row(m, int64_t(blockIdx.x) * kOwn + p);
+    const GatherRow<I> row(m, int64_t(blockIdx.x) * kOwn + p);
     place[p] = row.place, n[p] = row.n, a_first[p] = row.a_first, where[p] = row.where, base[p] = row.base;
     if (n[p] > longest) longest = n[p];
   }
@@ -353,14 +353,14 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
   }
 }
 
-// As listed_wide_kernel, where rows share lists: a warp has 32 elements of a row, and a block eight rows. blockIdx.y
-// counts parts of a row, blockIdx.z groups of samples.
+// As gather_interleaved_kernel, where rows share lists: a warp has 32 elements of a row, and a block eight rows.
+// blockIdx.y counts parts of a row, blockIdx.z groups of samples.
 template <typename I, typename T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2 : 3)
-    shared_lists_wide_kernel(CsrMatmul m, const T* y, int64_t limit) {
+    shared_lists_interleaved_kernel(CsrMatmul m, const T* y, int64_t limit) {
   constexpr int kLanes = kWide / 4;
   const int lane = threadIdx.x % 32, quarter = lane % kLanes;
-  const ListedRow<I> row(m, int64_t(blockIdx.x) * kWarps + threadIdx.x / 32);
+  const GatherRow<I> row(m, int64_t(blockIdx.x) * kWarps + threadIdx.x / 32);
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
   const T* x = static_cast<const T*>(m.x) + row.a_first;
   const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + blockIdx.z * m.b_nnz * kWide) + quarter;
@@ -407,13 +407,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
 
 // blockIdx.z counts parts of a row.
 template <typename I, typename T>
-__global__ void __launch_bounds__(kThreads) aligned_kernel(CsrMatmul m) {
+__global__ void __launch_bounds__(kThreads) axpy_kernel(CsrMatmul m) {
   using Acc = State<T>;
   constexpr int kOwn = kColumns / 32;  // columns of a lane
   const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (r >= m.aligned_rows) return;  // with all of its warp
+  if (r >= m.axpy_rows) return;  // with all of its warp
   const int lane = threadIdx.x % 32;
-  const int64_t i = ints<I>(m.aligned)[r], begin = ints<I>(m.a_crow)[i], end = ints<I>(m.a_crow)[i + 1];
+  const int64_t i = ints<I>(m.axpy)[r], begin = ints<I>(m.a_crow)[i], end = ints<I>(m.a_crow)[i + 1];
   const int64_t place = ints<I>(m.c_crow)[i], n = ints<I>(m.c_crow)[i + 1] - place;
   for (int64_t b = blockIdx.y; b < m.batch; b += gridDim.y) {
     const T* x = static_cast<const T*>(m.x) + b * m.x_batch;
@@ -450,16 +450,16 @@ __global__ void __launch_bounds__(kThreads) aligned_kernel(CsrMatmul m) {
 
 // blockIdx.z counts windows of a row.
 template <typename I, typename T>
-__global__ void __launch_bounds__(kThreads) windowed_kernel(CsrMatmul m) {
+__global__ void __launch_bounds__(kThreads) accumulate_kernel(CsrMatmul m) {
   using Acc = State<T>;
   constexpr int kWidth = kWindow / sizeof(Acc);
   static __shared__ Acc windows[kWarps][kWidth];
   const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
-  if (r >= m.windowed_rows) return;  // with all of its warp
+  if (r >= m.accumulate_rows) return;  // with all of its warp
   const int lane = threadIdx.x % 32;
   Acc* sums = windows[threadIdx.x / 32];
   const I *b_crow = ints<I>(m.b_crow), *b_col = ints<I>(m.b_col), *c_col = ints<I>(m.c_col);
-  const int64_t i = ints<I>(m.windowed)[r], a_begin = ints<I>(m.a_crow)[i], a_end = ints<I>(m.a_crow)[i + 1];
+  const int64_t i = ints<I>(m.accumulate)[r], a_begin = ints<I>(m.a_crow)[i], a_end = ints<I>(m.a_crow)[i + 1];
   const int64_t c_begin = ints<I>(m.c_crow)[i], c_end = ints<I>(m.c_crow)[i + 1], last = c_col[c_end - 1];
   for (int64_t low = c_col[c_begin] + int64_t(blockIdx.z) * kWidth; low <= last; low += int64_t(gridDim.z) * kWidth) {
     const int64_t high = low + kWidth;
@@ -561,39 +561,40 @@ int lanes_of(int64_t elements, int64_t rows) {
 
 template <typename I, typename T>
 void matmul(CsrMatmul m, cudaStream_t stream) {
-  if (m.listed_elements > 0 && !m.starts && !m.left && !m.right) {
+  if (m.gather_elements > 0 && !m.starts && !m.left && !m.right) {
     launch("csr_matmul_elementwise", elementwise_kernel<T>, Grid(ceil_div(m.c_nnz, kThreads * 4), most(m.batch)),
            kThreads, 0, stream, m);
-  } else if (m.listed_elements > 0 || m.listed_rows > 0) {
+  } else if (m.gather_elements > 0 || m.gather_rows > 0) {
     // Of a large product that a left operand shares: y of all samples at the end of the result, as it is wanted; then
     // all numbers before it; then those in its place.
     T* out = static_cast<T*>(m.out);
     const int64_t total = m.batch * m.c_nnz, groups = ceil_div(m.batch, kWide), laid_out = groups * kWide * m.b_nnz;
     const int64_t of_row = ceil_div(m.c_nnz, std::max<int64_t>(m.rows, 1));  // elements, on the average
     int64_t done = 0;
-    if (m.x_batch == 0 && m.y_batch != 0 && !m.listed && m.batch >= kWide / 2 && m.batch <= 65535 &&
+    if (m.x_batch == 0 && m.y_batch != 0 && !m.gather && m.batch >= kWide / 2 && m.batch <= 65535 &&
         total >= kWorthwhile * device_limits().sm_count && laid_out <= total / 4) {
       const uintptr_t end = reinterpret_cast<uintptr_t>(out + total - laid_out);
       T* beside = reinterpret_cast<T*>(end - end % alignof(Four<T>));
-      launch("csr_matmul_side_by_side", side_by_side_kernel<T>, Grid(ceil_div(m.b_nnz, kThreads / 4), groups), kThreads,
-             0, stream, static_cast<const T*>(m.y), beside, m.b_nnz, m.batch);
+      launch("csr_matmul_interleave", interleave_kernel<T>, Grid(ceil_div(m.b_nnz, kThreads / 4), groups), kThreads, 0,
+             stream, static_cast<const T*>(m.y), beside, m.b_nnz, m.batch);
       const int64_t limit = beside - out, elements = kThreads / (kWide / 4) * 4;
-      if (m.listed_rows > 0) {
-        const Grid grid(ceil_div(m.listed_rows, kWarps), most(ceil_div(of_row, 32)), groups);
-        launch("csr_matmul_shared_lists_wide", shared_lists_wide_kernel<I, T>, grid, kThreads, 0, stream, m,
-               static_cast<const T*>(beside), limit);
+      if (m.gather_rows > 0) {
+        const Grid grid(ceil_div(m.gather_rows, kWarps), most(ceil_div(of_row, 32)), groups);
+        launch("csr_matmul_shared_lists_interleaved", shared_lists_interleaved_kernel<I, T>, grid, kThreads, 0, stream,
+               m, static_cast<const T*>(beside), limit);
       } else {
-        launch("csr_matmul_listed_wide", listed_wide_kernel<I, T>, Grid(ceil_div(m.listed_elements, elements), groups),
-               kThreads, 0, stream, m, static_cast<const T*>(beside), limit);
+        launch("csr_matmul_gather_interleaved", gather_interleaved_kernel<I, T>,
+               Grid(ceil_div(m.gather_elements, elements), groups), kThreads, 0, stream, m,
+               static_cast<const T*>(beside), limit);
       }
       const int64_t whole = limit / m.c_nnz;  // samples
       m.batch -= whole, m.y = static_cast<const T*>(m.y) + whole * m.y_batch, m.out = out + whole * m.c_nnz;
       done = limit % m.c_nnz;
     }
-    const auto blocks = [&](int64_t elements) { return ceil_div(m.listed_elements, kThreads * elements); };
+    const auto blocks = [&](int64_t elements) { return ceil_div(m.gather_elements, kThreads * elements); };
     const auto each = [&](auto elements) {
       constexpr int kOwn = decltype(elements)::value;
-      launch("csr_matmul_listed", listed_kernel<I, T, 1, kOwn>, Grid(blocks(kOwn), most(m.batch)), kThreads, 0, stream,
+      launch("csr_matmul_gather", gather_kernel<I, T, 1, kOwn>, Grid(blocks(kOwn), most(m.batch)), kThreads, 0, stream,
              m, done);
     };
     // Threads for one row, in as many turns as its length takes; blocks share them as far as that fills the device.
@@ -601,19 +602,19 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
     const int threads = int(std::min<int64_t>(ceil_div(ceil_div(of_row, turns), 32) * 32, kRowThreads));
     const auto rows = [&](auto tile, auto own) {
       constexpr int kTile = decltype(tile)::value, kOwn = decltype(own)::value;
-      const int64_t blocks = ceil_div(m.listed_rows, kOwn), samples = most(ceil_div(m.batch, kTile));
+      const int64_t blocks = ceil_div(m.gather_rows, kOwn), samples = most(ceil_div(m.batch, kTile));
       const int64_t parts = std::min<int64_t>(turns, ceil_div(4 * device_limits().sm_count, blocks * samples));
       launch("csr_matmul_shared_lists", shared_lists_kernel<I, T, kTile, kOwn>, Grid(blocks, samples, parts), threads,
              0, stream, m, done);
     };
     using One = std::integral_constant<int, 1>;
     const bool single = m.batch == 1 || done > 0;
-    if (m.listed_rows > 0) {
+    if (m.gather_rows > 0) {
       single ? rows(One(), std::integral_constant<int, kRows>()) : rows(std::integral_constant<int, kSamples>(), One());
     } else if (single) {
       m.starts ? each(std::integral_constant<int, kElements>()) : each(std::integral_constant<int, kGathers>());
     } else {
-      launch("csr_matmul_listed", listed_kernel<I, T, kSamples, 1>, Grid(blocks(1), most(ceil_div(m.batch, kSamples))),
+      launch("csr_matmul_gather", gather_kernel<I, T, kSamples, 1>, Grid(blocks(1), most(ceil_div(m.batch, kSamples))),
              kThreads, 0, stream, m, done);
     }
   }
@@ -622,13 +623,13 @@ void matmul(CsrMatmul m, cudaStream_t stream) {
     const int64_t blocks = ceil_div(rows, kWarps) * m.batch, wanted = 16 * int64_t(device_limits().sm_count);
     return std::max<int64_t>(1, std::min(ceil_div(columns, kColumns), ceil_div(wanted, blocks)));
   };
-  if (m.aligned_rows > 0) {
-    const Grid grid(ceil_div(m.aligned_rows, kWarps), most(m.batch), parts(m.aligned_rows, m.c_nnz / m.rows));
-    launch("csr_matmul_aligned", aligned_kernel<I, T>, grid, kThreads, 0, stream, m);
+  if (m.axpy_rows > 0) {
+    const Grid grid(ceil_div(m.axpy_rows, kWarps), most(m.batch), parts(m.axpy_rows, m.c_nnz / m.rows));
+    launch("csr_matmul_axpy", axpy_kernel<I, T>, grid, kThreads, 0, stream, m);
   }
-  if (m.windowed_rows > 0) {
-    const Grid grid(ceil_div(m.windowed_rows, kWarps), most(m.batch), parts(m.windowed_rows, 64 * kColumns));
-    launch("csr_matmul_windowed", windowed_kernel<I, T>, grid, kThreads, 0, stream, m);
+  if (m.accumulate_rows > 0) {
+    const Grid grid(ceil_div(m.accumulate_rows, kWarps), most(m.batch), parts(m.accumulate_rows, 64 * kColumns));
+    launch("csr_matmul_accumulate", accumulate_kernel<I, T>, grid, kThreads, 0, stream, m);
   }
 }
 

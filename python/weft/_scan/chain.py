@@ -50,11 +50,11 @@ class Costs(NamedTuple):
     """The call of a product of matrix and vector by itself."""
     link: float
     """One more product of matrix and vector in a linear chain."""
-    aligned: float
+    axpy: float
     """1e9 FLOPs of a product's rows that are sums of whole rows."""
-    listed: float
+    gather: float
     """The same of rows whose products are listed."""
-    windowed: float
+    accumulate: float
     """The same of a product's other rows."""
     vector: float
     """1e9 FLOPs of products of matrix and vector."""
@@ -66,7 +66,7 @@ class Costs(NamedTuple):
 
 # As `python -m benchmarks.sparse fit` prints it, on two cores that had other work, too.
 _CPU = Costs(
-    product=7.6, call=15.0, link=7.1, aligned=2.2e5, listed=7.1e6, windowed=2.1e6, vector=1.7e6, layer=14.0, dense=5.7e4
+    product=7.6, call=15.0, link=7.1, axpy=2.2e5, gather=7.1e6, accumulate=2.1e6, vector=1.7e6, layer=14.0, dense=5.7e4
 )
 _SHARE_OF_MEMORY = 0.25
 """Of the device's, that products may take."""
@@ -238,7 +238,7 @@ def _choose(
     if len(patterns) < 3:
         return best, seen
     limit = _SHARE_OF_MEMORY * _memory(device)
-    cheapest = min(costs.aligned, costs.listed, costs.windowed)
+    cheapest = min(costs.axpy, costs.gather, costs.accumulate)
     tree, ups = best, 0.0
     for levels in range(1, ALL_LEVELS):
         nodes = tree.nodes[-1]
@@ -279,7 +279,7 @@ def _microseconds(flops: int, gigaflop: float, batch: int) -> float:
 
 
 def _products(plan: MatmulPlan, costs: Costs, batch: int) -> float:
-    kinds = (costs.aligned, costs.listed, costs.windowed)
+    kinds = (costs.axpy, costs.gather, costs.accumulate)
     return sum(_microseconds(flops, gigaflop, batch) for flops, gigaflop in zip(plan.kinds, kinds, strict=True))
 
 

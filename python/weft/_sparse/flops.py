@@ -36,8 +36,8 @@ def _csr_chain_flops(grad, crows, cols, values, **_: Any) -> int:
     [torch.ops.weft.csr_matmul, torch.ops.weft.csr_matmul_left, torch.ops.weft.csr_matmul_right], get_raw=True
 )
 def _csr_matmul_flops(patterns: list[Tensor], first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
-    _, a_col, b_crow, _, _, col, aligned, windowed, _, starts, left, right, shared = patterns[:13]
-    if not (len(aligned) or len(windowed)) and not (len(shared) and len(starts)):
+    _, a_col, b_crow, _, _, col, axpy, accumulate, _, starts, left, right, shared = patterns[:13]
+    if not (len(axpy) or len(accumulate)) and not (len(shared) and len(starts)):
         products = len(col) if len(shared) else max(len(left), len(right)) or len(col)
     else:  # no list has all: each element of a meets a row of b
         products = int(b_crow.diff()[a_col.long()].sum())

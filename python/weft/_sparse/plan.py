@@ -19,11 +19,11 @@ _csr_matmul = torch.ops.weft.csr_matmul.default
 class Kinds(NamedTuple):
     """FLOPs of a product by how its rows are computed."""
 
-    aligned: int
+    axpy: int
     """Sums of whole rows of b: where an element of a has a row to itself, and dense blocks."""
-    listed: int
-    """Few products an element, listed by the plan: gathers, where there is one."""
-    windowed: int
+    gather: int
+    """Few products an element, listed by the plan."""
+    accumulate: int
     """Found again from the patterns, and added up in windows of columns."""
 
 
@@ -48,9 +48,9 @@ class MatmulPlan:
         self._patterns = [*operands, crow, col, *rows]
         self._product = _C.SparseProduct(self._patterns)
         self._own = [t for t in self._patterns if id(t) not in given]
-        products, aligned, listed = info.tolist()
+        products, axpy, gather = info.tolist()
         self._flops = 2 * products
-        self._kinds = Kinds(2 * aligned, 2 * listed, 2 * (products - aligned - listed))
+        self._kinds = Kinds(2 * axpy, 2 * gather, 2 * (products - axpy - gather))
         # Other patterns that turned out to be equal to the planned ones.
         self._equal: tuple[weakref.WeakSet[Pattern], weakref.WeakSet[Pattern]] = (weakref.WeakSet(), weakref.WeakSet())
 
@@ -81,7 +81,7 @@ class MatmulPlan:
 
     @property
     def kinds(self) -> Kinds:
-        """``flops`` by how rows are computed: ``aligned``, ``listed`` and ``windowed``."""
+        """``flops`` by how rows are computed: ``axpy``, ``gather`` and ``accumulate``."""
         return self._kinds
 
     @property
