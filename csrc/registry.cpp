@@ -62,6 +62,17 @@ TORCH_LIBRARY(weft, m) {
       "bool[7] output_mask) -> Tensor[]",
       tags);
 
+  // distributed: python/weft/_distributed/scan.py, of the ops above and of torch's collectives; `group` is its name
+  m.def(
+      "slice_scan(Tensor A, Tensor b, Tensor? x0, Tensor? extra, str group, bool reverse, bool transpose) "
+      "-> (Tensor x, Tensor entered, Tensor end, Tensor products)",
+      tags);
+  m.def(
+      "slice_scan_backward(Tensor grad, Tensor grad_entered, Tensor? grad_end, Tensor A, Tensor x, Tensor entered, "
+      "Tensor products, bool has_x0, str group, bool reverse, bool transpose, bool[] output_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor)",
+      tags);
+
   // offload: csrc/offload/
   m.def("zvc_compress(Tensor x) -> (Tensor mask, Tensor values, Tensor size)", tags);
   m.def("zvc_decompress(Tensor mask, Tensor values, SymInt[] shape) -> Tensor", tags);

@@ -31,6 +31,7 @@ ROOMS = ("offload", "rnn", "scan", "vertex")
 _OF_PATTERNS = "its integers have to fit together, which only a plan makes: tests/sparse and tests/scan"
 OTHERWISE = {
     "torch_rnn": "torch's own kernels: beside torch's layers in tests/rnn",
+    "slice_scan": "it takes a group of ranks: tests/distributed",
     "csr_mm": _OF_PATTERNS,
     "csr_sampled_mm": _OF_PATTERNS,
     "csr_transpose": _OF_PATTERNS,

@@ -30,6 +30,7 @@ _IN_PYTHON = "torch's own kernels, called from python/weft/_rnn/dropin/torch_rnn
 WITHOUT = {
     "chain_backward": dict.fromkeys(FILES[2:], _OF_ATEN),
     "torch_rnn": dict.fromkeys(FILES, _IN_PYTHON),
+    "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
 }
 """Files that an op does not have, and why."""

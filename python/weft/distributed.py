@@ -12,6 +12,19 @@ Source: BPPSA (Wang, Bai, Pekhimenko, "Scaling back-propagation by parallel scan
 
 from __future__ import annotations
 
+from . import _ops  # noqa: F401  loads torch.ops.weft
 from ._distributed.costs import Exchange, Link, Prediction, exchange, predict, slice_sizes
+from ._distributed.scan import linear_scan
+from ._distributed.slices import shard, unshard
 
-__all__ = ["Exchange", "Link", "Prediction", "exchange", "predict", "slice_sizes"]
+__all__ = [
+    "Exchange",
+    "Link",
+    "Prediction",
+    "exchange",
+    "linear_scan",
+    "predict",
+    "shard",
+    "slice_sizes",
+    "unshard",
+]

@@ -31,6 +31,8 @@ __all__ = [
     "differentiated_by_transform",
     "fake_tensors",
     "fp32_precision",
+    "functional_collectives",
+    "group_named",
     "in_forward_mode",
     "in_torchscript_trace",
     "in_transform",
@@ -109,6 +111,19 @@ def constant_when_compiled(function: _Function) -> _Function:
 def onnx_exporting() -> bool:
     """Whether torch.onnx.export exports here."""
     return torch.onnx.is_in_onnx_export()
+
+
+def functional_collectives():
+    """torch.ops' collectives, which a graph of torch.compile holds and, once torch's module of them is imported, never
+    drops."""
+    import torch.distributed._functional_collectives
+
+    return torch.ops._c10d_functional
+
+
+def group_named(name: str):
+    """The ProcessGroup of this name, by which collectives in a graph know it."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 def in_forward_mode() -> bool:

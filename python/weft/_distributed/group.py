@@ -1,0 +1,145 @@
+"""The group of a call: who this process is in it, and the one collective that everything here is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from .._base.torch_private import functional_collectives, group_named
+
+__all__ = ["Ranks", "check_alike", "check_tensor", "known", "ranks_named", "ranks_of"]
+
+_collectives = functional_collectives()
+
+
+class Ranks:
+    """This process among `size` others. What ranks tell each other goes through :meth:`gather` alone."""
+
+    name: str
+    """By which an op finds it again."""
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``(size, *x.shape)``: x of every rank, in order of rank. All have the same shape."""
+        raise NotImplementedError
+
+    def scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
+        """``(size, own rows, ...)``: of x of every rank, sizes[r] rows for each rank r, those for this one."""
+        raise NotImplementedError
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """Small Python values of every rank; the host waits."""
+        raise NotImplementedError
+
+    def check_device(self, op: str, x: Tensor) -> None:
+        """RuntimeError where the group has no way to send x."""
+
+
+@dataclass(frozen=True)
+class GroupRanks(Ranks):
+    """The ranks of a ProcessGroup."""
+
+    name: str
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        if self.size == 1:
+            return x.unsqueeze(0)
+        # The functional collective: a graph of torch.compile holds it, and so does a CUDA graph.
+        gathered = _collectives.all_gather_into_tensor(x.contiguous().view(-1), self.size, self.name)
+        return _collectives.wait_tensor(gathered).view(self.size, *x.shape)
+
+    def scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
+        if self.size == 1:
+            return x.unsqueeze(0)
+        own = sizes[self.rank]
+        rows = _collectives.all_to_all_single(x.contiguous(), [own] * self.size, sizes, self.name)
+        return _collectives.wait_tensor(rows).view(self.size, own, *x.shape[1:])
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, x, group_named(self.name))
+        return found
+
+    def check_device(self, op: str, x: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            return
+        # "cpu:gloo,cuda:nccl"
+        devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group_named(self.name))).split(",")]
+        if x.device.type not in devices:
+            raise RuntimeError(
+                f"{op}: the group's backend takes tensors on {' or '.join(devices)}, got one on {x.device}"
+            )
+
+
+def ranks_of(op: str, group: Any) -> Ranks:
+    """Who this process is in `group`: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a mesh has several dimensions.
+        RuntimeError: torch.distributed is not initialised, or this process is not in the group.
+    """
+    if isinstance(group, Ranks):
+        return group
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not (group is None or outside or isinstance(group, (ProcessGroup, DeviceMesh))):
+        raise TypeError(
+            f"{op}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got {type(group).__name__}"
+        )
+    if isinstance(group, DeviceMesh) and group.ndim != 1:
+        raise ValueError(
+            f"{op}: group must be a DeviceMesh of one dimension, got one of {group.ndim}; mesh[name] is one of them"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(f"{op}: torch.distributed is not initialised: call init_process_group first")
+    if isinstance(group, DeviceMesh):
+        outside = group.get_coordinate() is None
+        group = None if outside else group.get_group()
+    elif group is None:
+        group = dist.group.WORLD
+    rank = -1 if outside else dist.get_rank(group)
+    if rank < 0:
+        raise RuntimeError(f"{op}: this process, rank {dist.get_rank()} of all, is not in the group")
+    return GroupRanks(group.group_name, rank, dist.get_world_size(group))
+
+
+known: dict[str, Ranks] = {}
+"""By name, those of no ProcessGroup."""
+
+
+def ranks_named(name: str) -> Ranks:
+    """Who this process is in the group of this name: what an op takes, because a graph of torch.compile holds no
+    groups."""
+    if name in known:
+        return known[name]
+    group = group_named(name)
+    return GroupRanks(name, dist.get_rank(group), dist.get_world_size(group))
+
+
+def check_tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
+
+
+def check_alike(ranks: Ranks, op: str, values: Mapping[str, Any]) -> None:
+    """With WEFT_CHECK_RANKS=1: ValueError on every rank where one brings something else than rank 0."""
+    if os.environ.get("WEFT_CHECK_RANKS") != "1" or torch.compiler.is_compiling():
+        return
+    first, *others = ranks.gather_objects({"op": op, **values})
+    for rank, other in enumerate(others, 1):
+        for name in dict.fromkeys((*first, *other)):
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"{op}: rank {rank} differs from rank 0: {name} is {other.get(name)} there and {first.get(name)} "
+                    "on rank 0"
+                )

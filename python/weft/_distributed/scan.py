@@ -1,0 +1,362 @@
+"""linear_scan over slices.
+
+A rank's slice does to the state that comes in what one map does, x -> product x + value. Ranks gather these maps, in
+one collective, and each follows them from the first rank to itself. Backward, gradients of the state run through the
+same products, transposed, so that only values are gathered.
+
+Let P, v be a rank's product and value, s the state that enters it, g the gradient of its x, and M the gradient of the
+state that leaves it, which comes from the rank after it:
+
+    lambda[t] = g[t] + A[t+1]^T lambda[t+1], with M added to g at the slice's last step,
+    m = A[first]^T lambda[first] = P^T M + w, where w is m for M = 0,
+    M of the rank before = m + the gradient of s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .group import Ranks, check_alike, check_tensor, ranks_named, ranks_of
+from .totals import between_ranks, pack, product_of_steps, unpack
+
+__all__ = ["Scanned", "linear_scan", "scan_slice"]
+
+_linear_scan = torch.ops.weft.linear_scan.default
+_gradients = torch.ops.weft.linear_scan_backward.default
+
+
+class Scanned(NamedTuple):
+    """Of a slice: its states ``(T, B, H)``, the one before its first step and the one after the whole's last step,
+    ``(B, H)``."""
+
+    states: Tensor
+    entered: Tensor
+    end: Tensor
+
+
+class _Slice(NamedTuple):
+    """One rank's part of a scan, other than its tensors."""
+
+    ranks: Ranks
+    reverse: bool
+    transpose: bool
+
+    @property
+    def order(self) -> int:
+        """This rank's place in the order of the scan."""
+        return self.ranks.size - 1 - self.ranks.rank if self.reverse else self.ranks.rank
+
+    def ordered(self, gathered: Tensor) -> Tensor:
+        return gathered.flip(0) if self.reverse else gathered
+
+    def turned(self) -> _Slice:
+        return self._replace(reverse=not self.reverse, transpose=not self.transpose)
+
+
+def linear_scan(
+    A: Tensor,
+    b: Tensor,
+    x0: Tensor | None = None,
+    *,
+    group: Any = None,
+    reverse: bool = False,
+    transpose: bool = False,
+) -> Tensor:
+    """:func:`weft.scan.linear_scan` over the slices of all ranks: ``x[t] = A[t] @ x[t-1] + b[t]``.
+
+    Args:
+        A: this rank's slice, in a layout of :func:`weft.scan.linear_scan`; where it is constant in time, the same on
+            every rank.
+        b: this rank's slice ``(T, B, H)``. T may differ from rank to rank and be 0.
+        x0: ``(B, H)`` or ``(H)``, the state before the first step of the whole, read on the first rank, with `reverse`
+            on the last. None there is zeros, and ``A`` of the first step is then not used.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks.
+        reverse: ``x[t] = A[t] @ x[t+1] + b[t]`` instead.
+        transpose: takes ``A[t].mT`` in the place of ``A[t]``.
+
+    Returns:
+        This rank's slice of x, ``(T, B, H)``.
+
+    One collective forward, one backward; what is exchanged, a product and a state, does not grow with T, and the host
+    waits for nothing. Gradients of any order are scans over ranks themselves. Products that overflow or underflow where
+    the states do not do no harm. But a slice is summed up in one map, in the digits of float64 and with a value of the
+    state's own dtype: where what the map makes of a state cancels against what it adds, digits are lost, which
+    :func:`weft.scan.linear_scan` would save step by step.
+
+    Raises:
+        TypeError: an argument is no tensor, has another dtype, or dtypes differ; the group is none.
+        ValueError: shapes do not fit; a mesh has several dimensions; with WEFT_CHECK_RANKS=1 also where ranks differ.
+        RuntimeError: devices differ; torch.distributed is not initialised, this process is not in the group, or the
+            group's backend does not take the tensors' device.
+    """
+    op = "linear_scan"
+    ranks = ranks_of(op, group)
+    check_tensor(op, "A", A)
+    check_tensor(op, "b", b)
+    if x0 is not None:
+        check_tensor(op, "x0", x0)
+    if torch.is_autocast_enabled(b.device.type):
+        given = [t for t in (A, b, x0) if t is not None]
+        dtype = given[0].dtype
+        for t in given:
+            dtype = torch.promote_types(dtype, t.dtype)
+        A, b, x0 = A.to(dtype), b.to(dtype), None if x0 is None else x0.to(dtype)
+    with torch.autocast(b.device.type, enabled=False):
+        return scan_slice(op, A, b, x0, ranks, reverse, transpose).states
+
+
+def scan_slice(
+    op: str,
+    A: Tensor,
+    b: Tensor,
+    x0: Tensor | None,
+    ranks: Ranks,
+    reverse: bool = False,
+    transpose: bool = False,
+    ends: bool = False,
+) -> Scanned:
+    """:func:`linear_scan`, with the states at the slice's seam and at the end of the whole, which is differentiable
+    with `ends`; outside of autocast."""
+    dtype = b.dtype
+    check_alike(ranks, op, _what_ranks_share(A, b))
+    ranks.check_device(op, b)
+    part = _Slice(ranks, reverse, transpose)
+    if part.order > 0 and x0 is not None and not x0.requires_grad:
+        x0 = None
+    # Half precision carries a state in float32, from slice to slice, too.
+    if dtype in (torch.float16, torch.bfloat16):
+        for name, t in (("A", A), ("x0", x0)):
+            if t is not None and t.dtype != dtype:
+                raise TypeError(f"{op}: {name} must have the dtype of b, {dtype}, got {t.dtype}")
+        A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
+    states, entered, end = _Scan.apply(A, b, x0, None, part, ends)
+    return Scanned(states.to(dtype), entered, end)
+
+
+def _is_varying(A: Tensor, b: Tensor) -> bool:
+    """Whether A has a dimension of time. What fits neither way is left to the op, which says so."""
+    return A.dim() == 4 or (A.dim() == 3 and (A.shape == b.shape or A.shape == (b.size(0), b.size(2), b.size(2))))
+
+
+def _what_ranks_share(A: Tensor, b: Tensor) -> dict[str, Any]:
+    found: dict[str, Any] = {"dtype": b.dtype, "dimensions of b": b.dim()}
+    if b.dim() == 3:
+        T, B, H = b.shape
+        diagonal = A.dim() < 4 and not (A.dim() == 3 and A.shape == (T, H, H) and A.shape != b.shape)
+        shared = not diagonal and B != 1 and (A.dim() == 3 or A.size(1) != B)
+        layout = "diagonal" if diagonal else "dense, shared by the batch" if shared else "dense"
+        found |= {"B": B, "H": H, "layout": layout if H != 1 else "diagonal"}
+    return found
+
+
+def _canonical(A: Tensor, b: Tensor) -> tuple[Tensor, bool]:
+    """A as (T, B, H, H) or (T, 1, H, H), or as diagonal it may be; and whether it is diagonal. A of H = 1 is."""
+    T, B, H = b.shape
+    if A.dim() == 3 and A.shape != b.shape and A.shape == (T, H, H):
+        A = A.unsqueeze(1)
+    if A.dim() == 4 and H == 1:
+        A = A.squeeze(-1).expand(T, B, 1)
+    return A, A.dim() != 4
+
+
+def _product(A: Tensor, b: Tensor, part: _Slice) -> Tensor:
+    """The packed product of a slice's steps: (B, H), or (B, H, H) with B or 1."""
+    T, B, H = b.shape
+    matrices, diagonal = _canonical(A, b)
+    if T > 0 and b.numel() > 0:
+        m, e = product_of_steps(matrices, T, diagonal, part.transpose, part.reverse)
+        m, e = (t.expand(B, H) if diagonal else t for t in (m, e))
+    elif diagonal:
+        m, e = b.new_full((B, H), 0.5, dtype=torch.float64), b.new_ones(B, H, dtype=torch.int64)
+    else:
+        m = 0.5 * torch.eye(H, dtype=torch.float64, device=b.device).expand(matrices.size(1), H, H)
+        e = torch.ones_like(m, dtype=torch.int64)
+    return pack(m, e, b.dtype)
+
+
+def _end(t: Tensor, reverse: bool) -> int:
+    """The last step of t in the order of a scan."""
+    return 0 if reverse else t.size(0) - 1
+
+
+@torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
+def _slice_scan(
+    A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, group: str, reverse: bool, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The fields of Scanned, and the products of all ranks as :func:`between_ranks` takes them."""
+    part = _Slice(ranks_named(group), reverse, transpose)
+    order, ranks = part.order, part.ranks
+    first = order == 0
+    start = x0 if first else None
+    states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
+    T, B, H = b.shape
+    if T > 0:
+        value = states[_end(states, reverse)]
+    else:
+        value = b.new_zeros(B, H) if start is None else start.expand(B, H)
+    if extra is not None:
+        value = value + extra
+    product = _product(A, b, part)
+    has = product.new_full((1,), T > 0 or start is not None or extra is not None)
+    message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
+    gathered = part.ordered(ranks.gather(message))
+    count = product.numel()
+    products = unpack(gathered[:, :count], b.dtype).view(ranks.size, *product.shape)
+    values = gathered[:, count:-1].contiguous().view(b.dtype).view(ranks.size, B, H)
+    # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
+    came = gathered[:, -1].cumsum(0) - gathered[:, -1] > 0
+    products = torch.where(came.view(-1, *(1,) * product.dim()), products, 0.0)
+    entering, end = between_ranks(products, values, None, False)
+    if first:
+        entered = b.new_zeros(B, H) if start is None else start.expand(B, H).clone()
+    else:
+        entered = entering[order].to(b.dtype)
+        states = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
+    return states, entered, end.to(b.dtype), products
+
+
+@torch.library.impl("weft::slice_scan_backward", "CompositeExplicitAutograd")
+def _slice_scan_backward(
+    grad: Tensor, grad_entered: Tensor, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
+    products: Tensor, has_x0: bool, group: str, reverse: bool, transpose: bool, output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of A, b, the state that enters the slice and the one that leaves it; ``(0)`` where masked out."""
+    part = _Slice(ranks_named(group), reverse, transpose)
+    order, ranks = part.order, part.ranks
+    first, T = order == 0, grad.size(0)
+    value = grad_entered
+    if T > 0 and not first:
+        value = value + _gradients(grad, A, None, entered, reverse, transpose, [False, False, True])[2]
+    message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
+    gathered = part.ordered(ranks.gather(message))
+    end = None if grad_end is None else gathered[:, 1].double().sum(0)
+    entering, _ = between_ranks(products, gathered[:, 0], end, True)
+    left = entering[order].to(grad.dtype)
+    nothing = grad.new_empty(0)
+    if T == 0:
+        grad_A = torch.zeros_like(A) if output_mask[0] else nothing
+        grad_b = torch.zeros_like(grad) if output_mask[1] else nothing
+        return grad_A, grad_b, left + grad_entered, left
+    grad = grad.clone()
+    grad[_end(grad, reverse)] += left
+    start = entered if has_x0 or not first else None
+    mask = [*output_mask, first and has_x0]
+    grad_A, grad_b, grad_start = _gradients(grad, A, states, start, reverse, transpose, mask)
+    grad_A, grad_b = (g if wanted else nothing for g, wanted in zip((grad_A, grad_b), output_mask, strict=True))
+    return grad_A, grad_b, grad_start + grad_entered if mask[2] else torch.zeros_like(left), left
+
+
+@torch.library.register_fake("weft::slice_scan")
+def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose):
+    _, B, H = b.shape
+    _, diagonal = _canonical(A, b)
+    product = (B, H) if diagonal else (1 if A.dim() == 3 else A.size(1), H, H)
+    row = b.new_empty(B, H)
+    states = torch.empty_like(b, memory_format=torch.contiguous_format)
+    products = b.new_empty(ranks_named(group).size, *product, dtype=torch.float64)
+    return states, row, torch.empty_like(row), products
+
+
+@torch.library.register_fake("weft::slice_scan_backward")
+def _slice_scan_backward_fake(
+    grad, grad_entered, grad_end, A, states, entered, products, has_x0, group, reverse, transpose, output_mask
+):
+    nothing = grad.new_empty(0)
+    grad_A = torch.empty_like(A, memory_format=torch.contiguous_format) if output_mask[0] else nothing
+    grad_b = torch.empty_like(grad, memory_format=torch.contiguous_format) if output_mask[1] else nothing
+    return grad_A, grad_b, torch.empty_like(entered), torch.empty_like(entered)
+
+
+for _op in ("slice_scan", "slice_scan_backward"):
+    # Every rank takes part, also where a graph does not need what comes back.
+    torch.fx.node.has_side_effect(getattr(torch.ops.weft, _op).default)
+
+
+class _Scan(torch.autograd.Function):
+    """A, b, x0 and what is added to the state that leaves the slice -> the fields of Scanned. float32 or float64."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        *scanned, products = torch.ops.weft.slice_scan(A, b, x0, extra, part.ranks.name, part.reverse, part.transpose)
+        states, entered, end = scanned
+        ctx.part, ctx.ends = part, ends
+        ctx.save_for_backward(A, states, entered, products, x0)
+        return states, entered, end
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor, grad_entered: Tensor, grad_end: Tensor) -> tuple:
+        A, states, entered, products, x0 = ctx.saved_tensors
+        part, wanted = ctx.part, ctx.needs_input_grad
+        if not ctx.ends:
+            grad_end = None
+        if torch.is_grad_enabled():
+            found = _differentiable_gradients(grad, grad_entered, grad_end, A, states, entered, x0 is not None, part)
+        else:
+            found = torch.ops.weft.slice_scan_backward(
+                grad, grad_entered, grad_end, A, states, entered, products, x0 is not None, part.ranks.name,
+                part.reverse, part.transpose, wanted[:2],
+            )  # fmt: skip
+        grad_A, grad_b, grad_start, left = found
+        grad_x0 = None
+        if wanted[2]:
+            grad_x0 = grad_start.sum_to_size(x0.shape) if part.order == 0 else torch.zeros_like(x0)
+        grads = (grad_A, grad_b, grad_x0, left)
+        return (*(g if w else None for g, w in zip(grads, wanted, strict=False)), None, None)
+
+
+def _differentiable_gradients(
+    grad: Tensor, grad_entered: Tensor, grad_end: Tensor | None, A: Tensor, states: Tensor, entered: Tensor,
+    has_x0: bool, part: _Slice,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same as slice_scan_backward's by a scan over ranks that runs the other way, of
+    m[t] = A[t]^T (g[t] + m[t+1]), so that it has gradients itself."""
+    T, reverse = grad.size(0), part.reverse
+    matrices, diagonal = _canonical(A, grad)
+    if diagonal:
+        matrices = matrices.expand(grad.shape)
+    if part.order == 0 and not has_x0:  # the first step's A is not looked at
+        step = torch.arange(T, device=A.device) == (T - 1 if reverse else 0)
+        matrices = torch.where(step.view(-1, *(1,) * (matrices.dim() - 1)), 0.0, matrices)
+    turned = matrices if diagonal or part.transpose else matrices.mT
+    b = turned * grad if diagonal else _applied(turned, grad)
+    start = None if grad_end is None else _SumOverRanks.apply(grad_end, part.ranks)
+    moved, left, _ = _Scan.apply(matrices, b, start, grad_entered, part.turned(), False)
+    if T == 0:
+        # Of nothing, and yet of the scan: this rank joins in what follows from it, too.
+        return A * 0 + moved.sum(), grad + moved, left + grad_entered, left
+    row, before = left.unsqueeze(0), entered.unsqueeze(0)
+    lambdas = grad + torch.cat((row, moved[:-1]) if reverse else (moved[1:], row))
+    before = torch.cat((states[1:], before) if reverse else (before, states[:-1]))
+    if diagonal:
+        grad_A = lambdas * before
+        if A.dim() == 4:
+            grad_A = grad_A.unsqueeze(-1)
+        grad_A = grad_A.sum_to_size(A.shape)
+    else:
+        rows, columns = (before, lambdas) if part.transpose else (lambdas, before)
+        grad_A = (rows.unsqueeze(-1) * columns.unsqueeze(-2)).sum_to_size(matrices.shape).view(A.shape)
+    return grad_A, lambdas, moved[T - 1 if reverse else 0] + grad_entered, left
+
+
+def _applied(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Sums in the dtype of the vectors, never in TF32."""
+    return (matrices * vectors.unsqueeze(-2)).sum(-1)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of every rank's tensor, on every rank, in order of rank; its own gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return ranks.gather(x).sum(0)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple:
+        return _SumOverRanks.apply(grad, ctx.ranks), None

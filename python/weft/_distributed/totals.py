@@ -1,0 +1,154 @@
+"""What a slice of a linear recurrence does to a state, x -> product x + value, and what follows from those of all
+ranks. Plain torch.
+
+Products of many steps leave the range of the state where the state itself does not, so a product is m 2^e, and sent as
+a number with one bit more of exponent than the state's dtype has, which spans every ratio of two states, and one bit
+less of mantissa. What lies beyond saturates: below it is zero to every state, above it only a state of zero stays
+finite, and does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["between_ranks", "pack", "product_of_steps", "unpack"]
+
+_NEVER = -(1 << 40)
+"""The exponent of a zero: below every other."""
+
+
+def _frexp(t: Tensor) -> tuple[Tensor, Tensor]:
+    m, e = torch.frexp(t)
+    return m, torch.where(m != 0, e.to(torch.int64), _NEVER)
+
+
+def _ldexp(t: Tensor, e: Tensor) -> Tensor:
+    """t 2^e in float64, for any e."""
+    for _ in range(3):
+        part = e.clamp(-1022, 1023)
+        t = t * ((part + 1023) << 52).view(torch.float64)
+        e = e - part
+    return t
+
+
+def product_of_steps(A: Tensor, steps: int, diagonal: bool, transpose: bool, reverse: bool) -> tuple[Tensor, Tensor]:
+    """m and e, float64 and int64, of the product m 2^e of all steps.
+
+    Args:
+        A: ``(T, B, H)`` or, constant in time, ``(1, ...)`` or ``(H)``, diagonal; else ``(T, B, H, H)`` or
+            ``(T, 1, H, H)``.
+        steps: T.
+
+    Returns:
+        ``(B, H)`` or ``(H)`` and the like of a diagonal A; else ``(B, H, H)``, B or 1.
+    """
+    if diagonal:
+        return _power(A, steps) if A.dim() == 1 or A.size(0) != steps else _diagonal_product(A)
+    matrices = A.mT if transpose else A
+    return _dense_product(matrices.flip(0) if reverse else matrices)
+
+
+def _diagonal_product(A: Tensor) -> tuple[Tensor, Tensor]:
+    m, e = torch.frexp(A.double())
+    e = e.to(torch.int64)
+    while m.size(0) > 1:
+        even = m.size(0) // 2 * 2
+        product, more = torch.frexp(m[0:even:2] * m[1:even:2])
+        sums = e[0:even:2] + e[1:even:2] + more
+        m, e = torch.cat((product, m[even:])), torch.cat((sums, e[even:]))
+    return m.squeeze(0), e.squeeze(0)
+
+
+def _power(A: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """A ** steps by squaring."""
+    if A.dim() == 3:
+        A = A.squeeze(0)
+    base, base_e = torch.frexp(A.double())
+    base_e = base_e.to(torch.int64)
+    m, e = torch.full_like(base, 0.5), torch.ones_like(base_e)
+    while steps > 0:
+        if steps % 2:
+            m, more = torch.frexp(m * base)
+            e = e + base_e + more
+        base, more = torch.frexp(base * base)
+        base_e, steps = 2 * base_e + more, steps // 2
+    return m, e
+
+
+def _columns(t: Tensor) -> tuple[Tensor, Tensor]:
+    """t (..., H, H) with the largest entry of every column in [0.5, 1), and the columns' exponents (..., 1, H)."""
+    e = _frexp(t)[1].amax(-2, keepdim=True).clamp_min(-5000)
+    return _ldexp(t, -e), e
+
+
+def _dense_product(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Of matrices (T, B, H, H), the last leftmost. Columns carry exponents, as each says what becomes of one component
+    of the state; row r of the earlier matrix meets column r of the later one and takes its exponent."""
+    t, e = _columns(A.double())
+    while t.size(0) > 1:
+        even = t.size(0) // 2 * 2
+        earlier, later = t[0:even:2], t[1:even:2]
+        earlier_e, rows = e[0:even:2], e[1:even:2].mT
+        largest = (_frexp(earlier)[1] + rows).amax(-2, keepdim=True).clamp_min(-(1 << 39))
+        products, more = _columns(later @ _ldexp(earlier, rows - largest))
+        t, e = torch.cat((products, t[even:])), torch.cat((earlier_e + largest + more, e[even:]))
+    m, own = _frexp(t.squeeze(0))
+    return m, own + e.squeeze(0)
+
+
+def _layout(dtype: torch.dtype) -> tuple[torch.dtype, int, int]:
+    """Of a packed number: its dtype, and the bits of exponent and of mantissa."""
+    return (torch.int64, 12, 51) if dtype == torch.float64 else (torch.int32, 9, 22)
+
+
+def pack(m: Tensor, e: Tensor, dtype: torch.dtype) -> Tensor:
+    """m 2^e, where m is 0, in [0.5, 1), or not finite, in the bits of one number of a state's dtype."""
+    integer, exponent_bits, mantissa_bits = _layout(dtype)
+    bits = m.view(torch.int64)
+    magnitude, sign = bits & ((1 << 63) - 1), bits >> 63
+    drop, most = 52 - mantissa_bits, (1 << exponent_bits) - 1
+    # The bits of m say its exponent as 1022; rounding may carry into it.
+    rounded = (magnitude + (1 << (drop - 1))) >> drop
+    field = e.clamp(-(1 << 20), 1 << 20) + (most >> 1)
+    packed = rounded + ((field - 1022) << mantissa_bits)
+    packed = torch.where(field >= most, (most << mantissa_bits) - 1, packed)
+    packed = torch.where((field <= 0) | (m == 0), 0, packed)
+    special = (most << mantissa_bits) + m.isnan()
+    packed = torch.where(m.isfinite(), packed.clamp_max((most << mantissa_bits) - 1), special)
+    return (packed | (sign << (exponent_bits + mantissa_bits))).to(integer)
+
+
+def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """In float64; what is beyond its range saturates."""
+    _, exponent_bits, mantissa_bits = _layout(dtype)
+    bits = packed.to(torch.int64)
+    magnitude, most = bits & ((1 << (exponent_bits + mantissa_bits)) - 1), (1 << exponent_bits) - 1
+    field, mantissa = magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1)
+    m = ((mantissa << (52 - mantissa_bits)) | (1022 << 52)).view(torch.float64)
+    finite = _ldexp(m, field - (most >> 1)).clamp_max(torch.finfo(torch.float64).max)
+    special = torch.where(mantissa == 0, math.inf, math.nan)
+    value = torch.where(field == most, special, torch.where(field == 0, 0.0, finite))
+    return torch.where(bits < 0, -value, value)
+
+
+def between_ranks(products: Tensor, values: Tensor, end: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
+    """States between slices, in the order of the scan.
+
+    Args:
+        products: of every rank, float64, ``(R, B, H)`` diagonal or ``(R, B, H, H)``, B or 1.
+        values: ``(R, B, H)``, what a rank gives on where nothing comes in.
+        end: what enters the last rank of a scan that runs backward, ``(B, H)``; None for zeros.
+        backward: from the last rank to the first, by the transposed products.
+
+    Returns:
+        ``(R, B, H)``, the state that enters each rank, and the one that leaves the last, ``(B, H)``; in float64.
+    """
+    start = None if end is None else end.double()
+    leaving = torch.ops.weft.linear_scan(products, values.double(), start, reverse=backward, transpose=backward)
+    first = (torch.zeros_like(leaving[0]) if start is None else start).unsqueeze(0)
+    if backward:
+        return torch.cat((leaving[1:], first)), leaving[0]
+    return torch.cat((first, leaving[:-1])), leaving[-1]

@@ -1,0 +1,329 @@
+"""linear_scan over the slices of four ranks, beside the same on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import weft.distributed as wd
+from torch import Tensor
+from weft.scan import linear_scan, linear_scan_reference
+
+from tests.common import BOUNDS, assert_close
+from tests.distributed.team import Team
+from tests.scan.linear_scans import chaotic, chaotic_bound, chaotic_error, wide
+from tests.scan.samples import CONSTANT, LAYOUTS, LinearScan
+
+UNEVEN = [5, 1, 4, 3]
+SIZES = [UNEVEN, [0, 6, 0, 7], [6, 0, 7, 0], [0, 0, 13, 0], [4, 4, 4, 1]]
+
+
+def cut(t: Tensor, sizes: list[int], rank: int) -> Tensor:
+    return t.split(sizes)[rank].clone()
+
+
+def slices(sample: LinearScan, inputs: tuple, sizes: list[int], rank: int) -> tuple:
+    """This rank's A, b and x0; x0 is on the rank that has it alone, poisoned elsewhere."""
+    A, b, x0 = inputs
+    A = A if sample.layout in CONSTANT else cut(A, sizes, rank)
+    first = 3 if sample.reverse else 0
+    if x0 is not None and rank != first:
+        x0 = torch.full_like(x0, torch.nan)
+    return A, cut(b, sizes, rank), x0
+
+
+def summed(t: Tensor) -> Tensor:
+    t = t.clone()
+    dist.all_reduce(t)
+    return t
+
+
+def _beside_one_process(rank: int, sample: LinearScan, sizes: list[int], dtype: torch.dtype) -> None:
+    inputs = sample.inputs(dtype)
+    if sample.layout in CONSTANT or sizes[3 if sample.reverse else 0] == 0:
+        inputs = (inputs[0].nan_to_num(), *inputs[1:])
+    weight = torch.randn(sample.T, sample.B, sample.H, dtype=torch.float64)
+    leaves = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
+    present = [t for t in leaves if t is not None]
+    want = linear_scan(*leaves, **sample.flags)
+    want_grads = torch.autograd.grad((want * weight).sum(), present)
+
+    A, b, x0 = (None if t is None else t.requires_grad_() for t in slices(sample, inputs, sizes, rank))
+    x = wd.linear_scan(A, b, x0, **sample.flags)
+    assert x.dtype == dtype and x.shape == b.shape
+    bound = BOUNDS[dtype] * (1 if dtype.itemsize > 2 else 2)
+    assert_close(x, cut(want, sizes, rank), bound)
+    got = torch.autograd.grad((x.double() * cut(weight, sizes, rank)).sum(), [t for t in (A, b, x0) if t is not None])
+    want_A, want_b, *want_x0 = want_grads
+    if sample.layout in CONSTANT:
+        assert_close(summed(got[0].double()), want_A, 4 * bound)
+    else:
+        assert_close(got[0], cut(want_A, sizes, rank), 4 * bound)
+    assert_close(got[1], cut(want_b, sizes, rank), 2 * bound)
+    if want_x0:
+        first = rank == (3 if sample.reverse else 0)
+        assert_close(got[2], want_x0[0] if first else torch.zeros_like(want_x0[0]), 2 * bound)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("x0", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_gradients(team: Team, layout: str, x0: bool, sizes: list[int]) -> None:
+    number = LAYOUTS.index(layout) + x0
+    sample = LinearScan(13, 2, 3, layout, x0, reverse=number % 2 == 1, transpose=number % 3 == 1)
+    team.run(_beside_one_process, sample, sizes, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ["dense", "diagonal", "constant"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_dtypes(team: Team, layout: str, reverse: bool, dtype: torch.dtype) -> None:
+    team.run(_beside_one_process, LinearScan(60, 2, 4, layout, True, reverse), [20, 1, 30, 9], dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("transpose", [False, True])
+def test_flags(team: Team, layout: str, transpose: bool) -> None:
+    for reverse in (False, True):
+        for H in (1, 2):
+            sample = LinearScan(13, 2, H, layout, True, reverse, transpose)
+            team.run(_beside_one_process, sample, UNEVEN, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "sizes"), [(0, 3, UNEVEN), (2, 0, UNEVEN), (2, 3, [0, 0, 0, 0]), (4, 4, [4, 1, 4, 0])]
+)
+@pytest.mark.parametrize("layout", ["dense", "shared", "diagonal", "constant", "constant_row", "constant_1d"])
+def test_sizes_of_nothing_and_of_the_same(team: Team, layout: str, B: int, H: int, sizes: list[int]) -> None:
+    team.run(_beside_one_process, LinearScan(sum(sizes), B, H, layout), sizes, torch.float64)
+
+
+def _chaos(rank: int, kind: str, layout: str, reverse: bool, T: int) -> None:
+    A, b, x0 = (t.float() for t in chaotic(kind, T, 2, 4, layout))
+    if reverse:
+        A, b = A.flip(0), b.flip(0)
+    want = linear_scan_reference(*wide(A, b, x0), reverse=reverse)
+    sizes = [T // 4 + 7, T // 4 - 50, T // 4 + 30, T - T // 4 * 3 + 13]
+    x = wd.linear_scan(cut(A, sizes, rank), cut(b, sizes, rank), x0, reverse=reverse)
+    assert chaotic_error(x, cut(want, sizes, rank)) < chaotic_bound(T)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", ["dense", "diagonal"])
+@pytest.mark.parametrize("kind", ["up", "down", "both", "zeros", "resets"])
+def test_products_that_overflow_or_underflow(team: Team, kind: str, layout: str, reverse: bool) -> None:
+    team.run(_chaos, kind, layout, reverse, 600)
+
+
+def _bad_row(rank: int, layout: str, where: str) -> None:
+    sizes = [5, 5, 5, 5]
+    A, b, x0 = LinearScan(20, 3, 4, layout).inputs(torch.float32)
+    clean = wd.linear_scan(cut(A, sizes, rank), cut(b, sizes, rank), x0)
+    {"A": A[7], "b": b[7], "x0": x0}[where][1] = torch.nan
+    x = wd.linear_scan(cut(A, sizes, rank), cut(b, sizes, rank), x0)
+    assert torch.equal(x[:, [0, 2]], clean[:, [0, 2]])
+    begin = (0 if where == "x0" else 7) - 5 * rank
+    assert x[max(begin, 0) :, 1].isnan().all() and x[: max(begin, 0), 1].isfinite().all()
+
+
+@pytest.mark.parametrize("layout", ["dense", "diagonal"])
+def test_a_bad_row_stays_alone(team: Team, layout: str) -> None:
+    for where in ("A", "b", "x0"):
+        team.run(_bad_row, layout, where)
+
+
+def _only_one_loss(rank: int) -> None:
+    sample = LinearScan(13, 2, 3, "diagonal")
+    inputs = sample.inputs()
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    whole = linear_scan(*leaves)
+    want = torch.autograd.grad(whole[6:10].square().sum(), leaves)  # rank 2 alone has a loss
+    A, b, x0 = (t.requires_grad_() for t in slices(sample, inputs, UNEVEN, rank))
+    x = wd.linear_scan(A, b, x0)
+    loss = x.square().sum() if rank == 2 else x.sum() * 0
+    got = torch.autograd.grad(loss, [A, b, x0])
+    assert_close(got[0], cut(want[0], UNEVEN, rank))
+    assert_close(got[1], cut(want[1], UNEVEN, rank))
+    assert_close(got[2], want[2] * (rank == 0))
+
+
+def test_a_loss_on_one_rank(team: Team) -> None:
+    team.run(_only_one_loss)
+
+
+def _second(rank: int, sample: LinearScan, sizes: list[int]) -> None:
+    inputs = tuple(None if t is None else t.nan_to_num() for t in sample.inputs())
+    weights = torch.randn(2, sample.T, sample.B, sample.H, dtype=torch.float64)
+
+    def second(op, leaves, weight, other):
+        present = [t for t in leaves if t is not None]
+        x = op(*leaves, **sample.flags)
+        first = torch.autograd.grad((x.square() * weight).sum(), present, create_graph=True)
+        # b's gradient is one for each step, so that it can be weighted alike.
+        return torch.autograd.grad((first[1].square() * other).sum(), present)
+
+    leaves = [None if t is None else t.clone().requires_grad_() for t in inputs]
+    want_A, want_b, *want_x0 = second(linear_scan, leaves, *weights)
+    own = [None if t is None else t.clone().requires_grad_() for t in slices(sample, inputs, sizes, rank)]
+    got_A, got_b, *got_x0 = second(wd.linear_scan, own, *(cut(w, sizes, rank) for w in weights))
+    if sample.layout in CONSTANT:
+        assert_close(summed(got_A), want_A, 1e-12)
+    else:
+        assert_close(got_A, cut(want_A, sizes, rank), 1e-12)
+    assert_close(got_b, cut(want_b, sizes, rank), 1e-12)
+    if want_x0:
+        assert_close(got_x0[0], want_x0[0] * (rank == (3 if sample.reverse else 0)), 1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_gradients(team: Team, layout: str) -> None:
+    for x0, reverse, transpose, sizes in (
+        (True, False, True, UNEVEN),
+        (True, True, False, [0, 6, 0, 7]),
+        (False, False, False, UNEVEN),
+    ):
+        team.run(_second, LinearScan(13, 2, 3, layout, x0, reverse, transpose), sizes)
+
+
+def _autocast(rank: int) -> None:
+    A, b, x0 = LinearScan(13, 2, 3, "diagonal").inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        x = wd.linear_scan(cut(A, UNEVEN, rank).bfloat16(), cut(b, UNEVEN, rank), x0)
+    want = linear_scan(A.bfloat16().double(), b.double(), x0.double())
+    assert x.dtype == torch.float32
+    assert_close(x, cut(want, UNEVEN, rank))
+
+
+def test_autocast(team: Team) -> None:
+    team.run(_autocast)
+
+
+class Counting:
+    """Counts the bytes that a rank sends to all."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def __enter__(self) -> list[int]:
+        from weft._distributed.group import GroupRanks
+
+        self.original = GroupRanks.gather
+
+        def gather(ranks, x):
+            self.sent.append(x.numel() * x.element_size())
+            return self.original(ranks, x)
+
+        GroupRanks.gather = gather
+        return self.sent
+
+    def __exit__(self, *_: object) -> None:
+        from weft._distributed.group import GroupRanks
+
+        GroupRanks.gather = self.original
+
+
+def _bytes(rank: int, layout: str, T: int) -> list[int]:
+    B, H = 3, 8
+    A, b, x0 = (t.requires_grad_() for t in LinearScan(T, B, H, layout).inputs(torch.float32))
+    with Counting() as sent:
+        wd.linear_scan(A, b, x0).sum().backward()
+    return sent
+
+
+@pytest.mark.parametrize("layout", ["dense", "diagonal"])
+def test_one_exchange_each_way_of_bytes_that_do_not_grow(team: Team, layout: str) -> None:
+    few, many = team.run(_bytes, layout, 2)[0], team.run(_bytes, layout, 50)[0]
+    assert few == many and len(few) == 2
+    limit = 4 * 3 * 8 * (8 + 1) if layout == "dense" else 8 * 3 * 8
+    assert few[0] <= limit + 4 and few[1] <= 4 * 3 * 8
+
+
+def _twice(rank: int) -> None:
+    A, b, x0 = (t.requires_grad_() for t in LinearScan(100, 2, 8, "diagonal").inputs(torch.float32))
+
+    def run():
+        x = wd.linear_scan(A, b, x0)
+        return [x, *torch.autograd.grad(x.sum(), [A, b, x0])]
+
+    for one, other in zip(run(), run(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_two_runs_give_the_same_bits(team: Team) -> None:
+    team.run(_twice)
+
+
+def _refused(rank: int) -> None:
+    A, b, _ = LinearScan(5, 2, 3, "diagonal").inputs(torch.float32)
+    with pytest.raises(TypeError, match=r"linear_scan: A must be a Tensor, got list"):
+        wd.linear_scan([1], b)
+    with pytest.raises(TypeError, match=r"linear_scan: b must have the dtype of A"):
+        wd.linear_scan(A, b.double())
+    with pytest.raises(TypeError, match=r"linear_scan: A must have the dtype of b"):
+        wd.linear_scan(A, b.half())
+    with pytest.raises(ValueError, match=r"linear_scan: A must be"):
+        wd.linear_scan(A[:4], b)
+    with pytest.raises(TypeError, match=r"linear_scan: group must be"):
+        wd.linear_scan(A, b, group=3)
+
+
+def test_bad_input_is_refused_before_anything_is_exchanged(team: Team) -> None:
+    team.run(_refused)
+
+
+def _differing(rank: int, what: str) -> str:
+    A, b, _ = LinearScan(5, 2, 3, "diagonal").inputs(torch.float32)
+    if rank >= 2:
+        if what == "H":
+            A, b = A[..., :2], b[..., :2]
+        elif what == "layout":
+            A = torch.zeros(5, 3, 3)
+        elif what == "dtype":
+            A, b = A.double(), b.double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_CHECK_RANKS", "1")
+        with pytest.raises(ValueError) as caught:
+            wd.unshard(b) if what == "op" and rank >= 2 else wd.linear_scan(A, b)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["H", "layout", "dtype", "op"])
+def test_ranks_that_differ_are_named_everywhere(team: Team, what: str) -> None:
+    messages = team.run(_differing, what)
+    if what == "op":
+        messages = [m.partition(": ")[2] for m in messages]
+    assert len(set(messages)) == 1 and f"rank 2 differs from rank 0: {what} is" in messages[0]
+
+
+def _checked(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_CHECK_RANKS", "1")
+        for layout in LAYOUTS:
+            for sizes in (UNEVEN, [0, 1, 6, 6]):
+                _beside_one_process(rank, LinearScan(13, 2, 3, layout), sizes, torch.float64)
+
+
+def test_checked_ranks_agree(team: Team) -> None:
+    team.run(_checked)
+
+
+def _compiled(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    if rank > 1:  # each has to import the compiler
+        return
+    A, b, x0 = LinearScan(13, 2, 3, "diagonal").inputs()
+    own = [t.requires_grad_() for t in (cut(A, [6, 7], rank), cut(b, [6, 7], rank), x0)]
+
+    def run(*inputs: Tensor) -> Tensor:
+        return wd.linear_scan(*inputs, group=group).sin()
+
+    results = []
+    for call in (torch.compile(run, fullgraph=True, backend="aot_eager"), run):
+        x = call(*own)
+        results.append([x, *torch.autograd.grad(x.sum(), own)])
+    for compiled, eager in zip(*results, strict=True):
+        assert torch.equal(compiled, eager)
+
+
+def test_compiled(team: Team) -> None:
+    team.run(_compiled)

@@ -1,0 +1,107 @@
+"""shard, unshard and groups."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import weft.distributed as wd
+from torch.distributed import init_device_mesh
+
+from tests.distributed.team import Team
+
+
+def _sharded(rank: int, steps: int, dim: int) -> None:
+    whole = torch.randn(3, 2, steps, dtype=torch.float64).movedim(2, dim).requires_grad_()
+    sizes = wd.slice_sizes(steps, 4)
+    own = wd.shard(whole, dim=dim)
+    assert own.shape[dim] == sizes[rank]
+    assert torch.equal(own, whole.split(sizes, dim)[rank])
+    assert torch.equal(wd.unshard(own, dim=dim), whole)
+    (share,) = torch.autograd.grad((own * 2).sum(), whole)
+    dist.all_reduce(share)
+    assert torch.equal(share, torch.full_like(whole, 2))
+
+
+@pytest.mark.parametrize(("steps", "dim"), [(7, 0), (8, 1), (2, -1), (0, 0)])
+def test_slices_make_up_the_whole(team: Team, steps: int, dim: int) -> None:
+    team.run(_sharded, steps, dim)
+
+
+def _gradients_of_uneven_slices(rank: int, sizes: list[int]) -> None:
+    own = torch.full((sizes[rank], 2), float(rank), dtype=torch.float64, requires_grad=True)
+    whole = wd.unshard(own)
+    assert whole[:, 0].tolist() == [float(r) for r in range(4) for _ in range(sizes[r])]
+    weights = torch.randn(4, *whole.shape, dtype=torch.float64)  # the same on every rank
+    (grad,) = torch.autograd.grad((whole**3 * weights[rank]).sum(), own, create_graph=True)
+    begin = sum(sizes[:rank])
+    total = weights.sum(0)[begin : begin + sizes[rank]]
+    torch.testing.assert_close(grad, 3 * rank**2 * total)
+    (second,) = torch.autograd.grad(grad.sum(), own)
+    torch.testing.assert_close(second, 6 * rank * total)
+
+
+@pytest.mark.parametrize("sizes", [[3, 1, 2, 2], [0, 5, 0, 1], [0, 0, 0, 0]], ids=str)
+def test_a_slices_gradient_is_the_sum_of_all_ranks(team: Team, sizes: list[int]) -> None:
+    team.run(_gradients_of_uneven_slices, sizes)
+
+
+def _dtypes(rank: int) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool):
+        whole = torch.arange(10).remainder(3).to(dtype)
+        own = whole.split([1, 2, 3, 4])[rank]
+        assert torch.equal(wd.unshard(own), whole)
+
+
+def test_any_dtype(team: Team) -> None:
+    team.run(_dtypes)
+
+
+def _groups(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    whole = torch.arange(5)
+    half = whole[:3] if rank % 2 == 0 else whole[3:]
+    assert torch.equal(wd.shard(whole, pairs[rank // 2]), half)
+    assert torch.equal(wd.shard(whole, mesh["cp"]), half)
+    assert torch.equal(wd.unshard(half, mesh["cp"]), whole)
+    assert torch.equal(wd.unshard(half, pairs[rank // 2]), whole)
+    for call in (wd.shard, wd.unshard):
+        name = call.__name__
+        with pytest.raises(ValueError, match=rf"^{name}: group must be a DeviceMesh of one dimension, got one of 2"):
+            call(whole, mesh)
+        with pytest.raises(RuntimeError, match=rf"^{name}: this process, rank {rank} of all, is not in the group"):
+            call(whole, pairs[1 - rank // 2])
+        with pytest.raises(TypeError, match=rf"^{name}: group must be a ProcessGroup, .* got str"):
+            call(whole, "cp")
+        with pytest.raises(TypeError, match=rf"^{name}: x must be a Tensor, got list"):
+            call([1, 2])
+        with pytest.raises(ValueError, match=rf"^{name}: dim must be a dimension of x, which has 1, got 1"):
+            call(whole, dim=1)
+    with pytest.raises(RuntimeError, match=r"^unshard: the group's backend takes tensors on .*, got one on meta"):
+        wd.unshard(whole.to("meta"))
+
+
+def test_groups(team: Team) -> None:
+    team.run(_groups)
+
+
+def _differing(rank: int) -> str:
+    x = torch.zeros(3, 4 if rank == 2 else 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_CHECK_RANKS", "1")
+        with pytest.raises(ValueError, match=re.escape("rank 2 differs from rank 0")) as caught:
+            wd.unshard(x)
+    return str(caught.value)
+
+
+def test_what_differs_is_named_on_every_rank(team: Team) -> None:
+    messages = team.run(_differing)
+    assert len(set(messages)) == 1 and "other dimensions is (4,) there and (5,) on rank 0" in messages[0]
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(RuntimeError, match=r"^shard: torch\.distributed is not initialised"):
+        wd.shard(torch.zeros(3))
