@@ -366,3 +366,88 @@ def test_graphs_do_not_see_each_other(net, executor):
     whole = m(GRAPHS, x, executor=executor).split([len(c) for c in CHILDREN])
     for children, part, alone in zip(CHILDREN, x.split([len(c) for c in CHILDREN]), whole, strict=True):
         assert relative_error(m(weft.Graphs.from_children([children]), part, executor=executor), alone) < 1e-13
+
+
+# ---- Messages that change their shape --------------------------------------------------------------------------------
+
+RESHAPED = {
+    "view": lambda s: s.view(s.shape[0], 1, 3).sin().view(s.shape[0], 3),
+    "flatten": lambda s: s.unsqueeze(2).flatten(1).sin(),
+    "reshape": lambda s: s.reshape(-1, 3).sin().reshape(len(s), 3),
+    "expand": lambda s: s * s.sum(1, keepdim=True).expand(len(s), 3),
+}
+
+
+@executors
+@pytest.mark.parametrize("change", RESHAPED)
+def test_second_derivatives_of_messages_that_change_their_shape(change, executor):
+    def vertex(self, v):
+        both(v, torch.tanh(v.pull() + v.gather_sum(lambda s, x: RESHAPED[change](self.W(s) * x), v.pull())))
+
+    m, x = Cell(vertex).double(), rows(dtype=torch.float64, requires_grad=True)
+    assert gradgradcheck(lambda x: m(GRAPHS, x, executor=executor), (x,))
+
+
+# ---- What a trace leaves ---------------------------------------------------------------------------------------------
+
+
+def _accumulator_is_new(p: torch.Tensor) -> bool:
+    """Whether nothing keeps the node that accumulates the gradient of a parameter."""
+
+    def node():
+        return p.view_as(p).grad_fn.next_functions[0][0]
+
+    node().metadata["seen"] = True
+    return "seen" not in node().metadata
+
+
+@executors
+def test_a_module_that_was_called_is_freed_with_its_last_reference(executor):
+    """No collector of cycles is asked: a circle through autograd's nodes is none that Python's would find."""
+
+    def train():
+        m = models.ChildSumTreeLSTM(3, 4)
+        m(GRAPHS, rows(), executor=executor).sum().backward()
+        return m
+
+    train()  # imports that keep frames of their first caller
+    gc.collect()
+    gc.disable()
+    try:
+        m = train()
+        assert all(map(_accumulator_is_new, m.parameters()))
+        kept = [weakref.ref(p) for p in m.parameters()]
+        del m
+        assert [p() for p in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.cuda
+@executors
+def test_modules_that_were_called_leave_no_memory_on_the_device_and_captures_as_they_were(executor):
+    def leave() -> int:
+        m = models.TreeLSTM(3, 512).cuda()
+        m(GRAPHS, rows().cuda(), executor=executor).sum().backward()
+        del m
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = leave()  # the first, which counts what libraries allocate
+    assert all(leave() <= before for _ in range(3))
+
+    m = models.TreeLSTM(3, 8).cuda()
+    m(GRAPHS, rows().cuda(), executor=executor).sum().backward()
+    # The caller's own net of the same parameters, captured with its backward on another stream.
+    x = torch.randn(5, 3, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.autograd.grad(m.W(x).sum(), [*m.W.parameters()])
+    torch.cuda.current_stream().wait_stream(side)
+    m.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        m.W(x).sum().backward()
+    graph.replay()
+    assert torch.allclose(m.W.weight.grad, x.sum(0).expand_as(m.W.weight), rtol=1e-4)

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -73,7 +73,10 @@ class Batched:
             _needed(f.trace.program, part, [s for p, s in given if p == number])
             for number, (f, part) in enumerate(zip(functions, plan.parts, strict=True))
         )
-        return Batched(tuple(functions), plan, layers, given, tuple(transposed), before, frontiers)
+        # Not the functions themselves: what is compiled is kept with the trace, and would keep the module alive.
+        return Batched(
+            tuple(replace(f, vertex=None) for f in functions), plan, layers, given, tuple(transposed), before, frontiers
+        )
 
     def operands(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The inputs, matrices and vectors of the frontiers."""
@@ -246,12 +249,12 @@ def _pushed(parts: Sequence[_Part], push: int, results: Mapping[int, Tensor], ro
     return found
 
 
-def _torch(call, values: Mapping[int, Tensor], rows: int):
+def _torch(call, values: Mapping[int, Tensor], rows: int, children: int | None = None):
     """An operation as torch runs it; one in place on a copy, because others may still read its argument."""
     if not call.changes:
-        return call(values, rows)
+        return call(values, rows, children)
     changed = call.args[0].symbol
-    return call(_Over(values, changed, values[changed].clone()), rows)
+    return call(_Over(values, changed, values[changed].clone()), rows, children)
 
 
 class _Over(dict):
@@ -433,7 +436,7 @@ class _Replay:
                 local[children] = child
             local.update(zip(repeats, repeated, strict=True))
             for i in sorted(inside):
-                self._set(local, i, _torch(self._calls[i], local, v._rows))
+                self._set(local, i, _torch(self._calls[i], local, v._rows, len(child)))
             return local[message]
 
         return v.gather_sum(send, *(values[x] for x in repeats.values()))

@@ -28,8 +28,11 @@ class Snapshot:
     """A module and its submodules as they are, by identity; tensors by what a trace depends on."""
 
     def __init__(self, modules: list[nn.Module], tables: list[dict], empty: list[dict], tensors: list[Tensor]):
-        # The values are held, or another object might get the place of one that is gone.
-        self._held = modules, empty, [(table, [*table], [*table.values()]) for table in tables]
+        # The values are held, or another object might get the place of one that is gone. Not so the module and what is
+        # compiled for it, which hold this: they would live until cycles are collected.
+        module, *inner = modules
+        self._held = inner, empty, [_contents(table) for table in tables if table is not module.__dict__]
+        self._own = _contents({k: v for k, v in module.__dict__.items() if k != "_compiled"})
         self.holds: Callable[[nn.Module], bool] = _C.Snapshot(modules, tables, empty, tensors).holds
         """Whether it is of this very module, not one that a copy of it was made from, and all is as it was."""
 
@@ -52,6 +55,10 @@ class Snapshot:
         if any(t.grad_fn is not None for t in tensors):
             return None
         return Snapshot(modules, tables, empty, tensors)
+
+
+def _contents(table: dict) -> tuple[dict, list, list]:
+    return table, [*table], [*table.values()]
 
 
 def _is_plain(value: object) -> bool:

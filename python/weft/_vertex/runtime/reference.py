@@ -26,7 +26,8 @@ __all__ = ["Function", "Plan", "run"]
 class Function:
     """A vertex function and what its trace showed."""
 
-    vertex: Callable[[Vertex], object]
+    vertex: Callable[[Vertex], object] | None
+    """None where it only counts what its trace showed."""
     type: VertexType
     trace: Trace
 

@@ -32,13 +32,16 @@ from ..vertex import VALUES_AS_NUMBERS, Spec, Vertex, VertexType
 __all__ = ["Trace", "trace"]
 
 
-ROWS = object()
-"""Among the arguments of a call: the number of vertices."""
+ROWS, CHILDREN = object(), object()
+"""Among the arguments of a call: the number of vertices, and that of their children."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """An operation of torch; arguments are values, :class:`Ref` for a symbol, and ROWS. No function: a method of v."""
+    """An operation of torch; arguments are values, :class:`Ref` for a symbol, ROWS or CHILDREN.
+
+    Without a function it is a method of v.
+    """
 
     function: Callable | None
     args: tuple
@@ -46,18 +49,18 @@ class Call:
     changes: bool = False
     """Whether it changes its first argument in place."""
 
-    def __call__(self, values: Mapping[int, Tensor], rows: int):
-        args = [_filled(a, values, rows) for a in self.args]
-        return self.function(*args, **{name: _filled(a, values, rows) for name, a in self.kwargs.items()})
+    def __call__(self, values: Mapping[int, Tensor], rows: int, children: int | None = None):
+        args = [_filled(a, values, rows, children) for a in self.args]
+        return self.function(*args, **{name: _filled(a, values, rows, children) for name, a in self.kwargs.items()})
 
 
-def _filled(a: object, values: Mapping[int, Tensor], rows: int) -> object:
+def _filled(a: object, values: Mapping[int, Tensor], rows: int, children: int | None) -> object:
     """An argument of a call. No closure that calls itself: it would keep the values until cycles are collected."""
     if isinstance(a, Ref):
         return values[a.symbol]
     if isinstance(a, (list, tuple)):
-        return type(a)(_filled(x, values, rows) for x in a)
-    return rows if a is ROWS else a
+        return type(a)(_filled(x, values, rows, children) for x in a)
+    return rows if a is ROWS else children if a is CHILDREN else a
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,9 @@ class _Recorder(TorchDispatchMode):
             return Ref(next(reads))
         if isinstance(a, (list, tuple)):
             return [self._template(x, reads) for x in a]
-        return ROWS if isinstance(a, int) and not isinstance(a, bool) and a == self.rows else a
+        if isinstance(a, int) and not isinstance(a, bool):
+            return ROWS if a == self.rows else CHILDREN if a == self.children else a
+        return a
 
     def _stop(self, obstacle: str) -> None:
         self.obstacle = self.obstacle or obstacle
@@ -523,7 +528,8 @@ def _aside() -> Iterator[None]:
     try:
         with ExitStack() as stack:
             if not in_transform():  # which refuse these hooks
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+                kept = stack.enter_context(_Kept())
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack))
             stack.enter_context(without_forward_mode())
             stack.enter_context(uncached_parametrizations())
             yield
@@ -532,8 +538,28 @@ def _aside() -> Iterator[None]:
         _quiet.on = quiet
 
 
-def _same(value):
-    return value
+class _Kept:
+    """Tensors that autograd saves, for as long as the context lasts.
+
+    Hooks that hand the tensor itself to autograd close a circle, the tensor holding its node and the node the tensor,
+    which no collector of Python's sees: all that the node reaches, parameters among it, would live for ever.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def pack(self, tensor: Tensor) -> int:
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+    def __enter__(self) -> _Kept:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._tensors.clear()
 
 
 class _NoNumbers(TorchFunctionMode):
