@@ -1,7 +1,9 @@
-"""Where things are: the files of every op by its name alone, the floors that rooms stand on, and their namespaces."""
+"""Where things are: the files of every op by its name alone, the floors that rooms stand on in C++ and in Python, and
+their namespaces."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -95,3 +97,96 @@ def test_a_room_stands_on_lower_floors(path: Path):
         spaces = set(re.findall(r"^namespace weft(?:::(\w+))?", text, re.MULTILINE))
         allowed = below | {"cpu"}  # the vector layer's, in common/cpu
         assert spaces <= allowed, f"namespaces weft::{spaces - allowed}"
+
+
+PACKAGE = CSRC.parent / "python" / "weft"
+MODULES = {
+    ".".join(("weft", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(name: str) -> set[str]:
+    """Modules of the package that a module imports, anywhere in it."""
+    found = set()
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            base = ".".join(filter(None, (base, node.module)))
+            # What is imported from a package is a module of that name, or else the package's own.
+            names = [a.name for a in node.names if a.name != "_C"]  # the compiled library
+            found |= {f"{base}.{name}" if f"{base}.{name}" in MODULES else base for name in names}
+    # With a module its package is imported, too; the outermost comes first whatever is imported.
+    found |= {wanted.rpartition(".")[0] for wanted in found if wanted.count(".") > 1}
+    return found & MODULES.keys() - {name, package}
+
+
+PYTHON_FLOORS: dict[str, set[str]] = {
+    "_base": {"_version"},
+    "_sparse": {"_base"},
+    "_scan": {"_base", "_sparse"},
+    "_rnn": {"_base", "_version"},
+    "_vertex": {"_base"},
+    "_offload": set(),
+    "_distributed": set(),
+}
+"""The rooms that a room of Python imports, just these: of _base its modules, of another room what its package names."""
+
+FACES = ("nn", "scan", "sparse", "vertex", "offloading", "distributed", "reference")
+"""Public modules that hold names and docstrings."""
+
+
+def room_of_module(name: str) -> str:
+    """The part of a module's name behind weft, empty for weft itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_rooms_of_python_are_listed():
+    rooms = {room_of_module(name) for name, path in MODULES.items() if path.name == "__init__.py"} - {"", "vertex"}
+    assert rooms == PYTHON_FLOORS.keys()
+
+
+@pytest.mark.parametrize("room", PYTHON_FLOORS)
+def test_a_room_of_python_stands_on_lower_floors(room: str):
+    used: dict[str, str] = {}
+    for name in MODULES:
+        if room_of_module(name) == room:
+            for wanted in imports(name) - {"weft"}:
+                if room_of_module(wanted) != room:
+                    used[wanted] = name
+    assert {room_of_module(wanted) for wanted in used} == PYTHON_FLOORS[room], f"{room} imports {used}"
+    private = {
+        wanted: by for wanted, by in used.items() if wanted.count(".") > 1 and not wanted.startswith("weft._base.")
+    }
+    assert not private, f"{room} imports another room's modules: {private}"
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_face_holds_names_alone(face: str):
+    for node in ast.parse(MODULES[f"weft.{face}"].read_text()).body:
+        assert not isinstance(node, (ast.FunctionDef, ast.ClassDef)), f"{face}: {node.name} belongs behind it"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    left = {name: imports(name) for name in MODULES}
+    assert left["weft._rnn.explain"] >= {"weft._rnn.select.choice", "weft._rnn.calls"} and "weft._ops" in left["weft"]
+    while True:
+        ready = {name for name, wanted in left.items() if not wanted & left.keys()}
+        if not ready:
+            break
+        left = {name: wanted for name, wanted in left.items() if name not in ready}
+    assert not left, f"these import each other: {left}"
+
+
+def test_torchs_private_functions_are_in_one_file():
+    # torch._check and its kin, and these two of Dynamo's, are documented.
+    private = re.compile(
+        r"torch\._(?!_|check|dynamo\.(?:graph_break|disable)\()|torch\.[\w.]+\._[a-z]|forward_ad\._"
+        r"|^ *from torch[\w.]* import .*\b_\w|^ *from torch\._|^ *from torch\.[\w.]+\._|import torch\._",
+        re.MULTILINE,
+    )
+    found = {name for name, path in MODULES.items() if private.search(path.read_text())}
+    assert found == {"weft._base.torch_private"}

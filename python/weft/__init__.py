@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import _ops, data, nn, offloading, scan, sparse, vertex
+from . import _ops, data, nn, offloading, reference, scan, sparse, vertex
 from ._explain import explain
 from ._rnn.dropin.accelerate import accelerate
 from ._rnn.explain import Candidate, Explanation
@@ -24,6 +24,7 @@ __all__ = [
     "nn",
     "offload",
     "offloading",
+    "reference",
     "scan",
     "sparse",
     "tune",

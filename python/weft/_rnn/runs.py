@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import RNNBase
 from torch.nn import functional as F
 
-from .. import reference
 from .._base.torch_private import RNN_KERNELS
-from . import projection
+from . import projection, reference
 from .calls import CELLS, Call
 from .dropin import torch_rnn
 

@@ -442,3 +442,13 @@ def _compressed(position: int, J: Tensor) -> BatchedCSR:
 def check_tensor(op: str, name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
+
+
+def chain_backward_reference(grad: Tensor, jacobians: Sequence[Tensor | BatchedCSR]) -> list[Tensor]:
+    """:func:`chain_backward` in plain torch, one product after the other; differentiable to any order."""
+    gradients = [grad]
+    for jacobian in jacobians:
+        if isinstance(jacobian, BatchedCSR) or jacobian.layout != torch.strided:
+            jacobian = jacobian.to_dense()
+        gradients.append((jacobian @ gradients[-1].unsqueeze(-1)).squeeze(-1))
+    return gradients

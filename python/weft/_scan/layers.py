@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..scan import linear_scan
 from .chain import check_tensor
+from .linear import linear_scan
 
 __all__ = ["RGLRU", "MinGRU", "MinLSTM"]
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import reference
 from ..._base.torch_private import RNN_KERNELS, autograd_inside_an_op, keeps_graph
+from .. import reference
 from ..select.case import Case
 from .torch_limits import why_not_cudnn, why_not_onednn
 

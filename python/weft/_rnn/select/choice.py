@@ -11,7 +11,6 @@ import torch
 from ... import _C
 from ..._base import costs as gpu_costs
 from ..._base.torch_private import constant_when_compiled
-from ..._ops import WITH_CUDA
 from ..dropin.torch_limits import why_not_cudnn, why_not_onednn
 from . import costs, tuned
 from .case import Case
@@ -132,7 +131,7 @@ CUDA_MAX_HIDDEN: dict[str, int] = _C.rnn_scan_max_hidden
 CUDA_MAX_HIDDEN_FP64: int = _C.rnn_scan_max_hidden_fp64
 """The same in float64, of every cell."""
 
-_DEVICES = ("cpu", "cuda") if WITH_CUDA else ("cpu",)
+_DEVICES = ("cpu", "cuda") if _C.with_cuda else ("cpu",)
 
 
 def check_algorithm(name: str) -> str:
