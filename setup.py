@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -16,8 +17,9 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 
 ROOT = Path(__file__).parent
 CSRC = ROOT / "csrc"
-# sm_80's PTX is what later architectures compile from; sm_90a has Hopper's own instructions and no forward PTX.
-DEFAULT_ARCHITECTURES = "8.0+PTX;9.0a"
+# The unit in which a room's checks, registration and bindings are compiled, "common" for the others: few, because each
+# reads torch's headers anew; not one, because what changes in a room compiles its unit.
+GLUE = {"rnn": "rnn", "vertex": "rnn", "offload": "offload"}
 
 
 def nvcc_version() -> tuple[int, int] | None:
@@ -32,14 +34,21 @@ def nvcc_version() -> tuple[int, int] | None:
     return None if release is None else (int(release[1]), int(release[2]))
 
 
+def default_architectures() -> list[str]:
+    """TORCH_CUDA_ARCH_LIST of a build for every GPU. 8.0's PTX serves those between the listed ones, 12.0's later ones;
+    9.0a has Hopper's own instructions and no forward PTX."""
+    blackwell = ["10.0", "12.0+PTX"] if nvcc_version() >= (12, 8) else []
+    return ["8.0+PTX", "9.0a", *blackwell]
+
+
 def architectures_here() -> str:
     """TORCH_CUDA_ARCH_LIST for the GPUs of this machine, empty where there is none that the kernels run on."""
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or nvcc_version() is None:
         return ""
-    found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
-    return ";".join(
-        sorted({"9.0a" if capability == (9, 0) else "8.0+PTX" for capability in found if capability >= (8, 0)})
-    )
+    found = {torch.cuda.get_device_capability(device)[0] for device in range(torch.cuda.device_count())}
+    # A GPU runs what was compiled for its major capability.
+    built = {int(architecture.split(".")[0]): architecture for architecture in default_architectures()}
+    return ";".join(sorted({built.get(major, built[8]) for major in found if major >= 8}))
 
 
 def with_cuda() -> bool:
@@ -70,27 +79,72 @@ def with_cuda() -> bool:
     return False
 
 
-def sources(cuda: bool) -> list[str]:
-    """Every .cpp and .cu, without CUDA none in a folder named cuda or in csrc/jit, which serves CUDA kernels alone; as
-    paths relative to the root (an sdist needs them so). *.jit.cu are not compiled here but embedded."""
+def sources(cuda: bool) -> list[Path]:
+    """Every .cpp and .cu, without CUDA none in a folder named cuda or in csrc/jit, which serves CUDA kernels alone.
+    *.jit.cu are not compiled here but embedded."""
 
     def for_cuda(path: Path) -> bool:
         return "cuda" in path.relative_to(CSRC).parts or CSRC / "jit" in path.parents
 
     found = [p for p in sorted(CSRC.rglob("*.c*")) if p.suffix in (".cpp", ".cu") and not p.name.endswith(".jit.cu")]
-    return [str(p.relative_to(ROOT)) for p in found if cuda or not for_cuda(p)]
+    return [p for p in found if cuda or not for_cuda(p)]
 
 
-def embedded_files() -> list[Path]:
-    """Every *.jit.* and, because NVRTC finds no headers, what they include of csrc."""
+def includes(paths: Iterable[Path]) -> tuple[set[Path], set[str]]:
+    """The files of csrc that `paths` are and include, and the headers from elsewhere that these include."""
     found: set[Path] = set()
-    left = list(CSRC.rglob("*.jit.*"))
+    others: set[str] = set()
+    left = list(paths)
     while left:
         path = left.pop()
         if path not in found:
             found.add(path)
-            left += [CSRC / name for name in re.findall(r'^#include "(.+)"', path.read_text(encoding="utf-8"), re.M)]
-    return sorted(found)
+            text = path.read_text(encoding="utf-8")
+            left += [CSRC / name for name in re.findall(r'^#include "(.+)"', text, re.M) if (CSRC / name).exists()]
+            others |= set(re.findall(r"^#include <(.+)>", text, re.M))
+    return found, others
+
+
+def unit_of(path: Path) -> str | None:
+    """The unit that a source is compiled in, None for one that is compiled alone: CUDA's, and what includes nothing of
+    torch, as plans and the vectorised kernels."""
+    folders = path.relative_to(CSRC).with_suffix("").parts
+    torch_facing = any(name.startswith(("torch/", "ATen/", "c10/", "pybind11/")) for name in includes([path])[1])
+    if path.suffix == ".cu" or not torch_facing:
+        return None
+    if "cpu" in folders:
+        return "cpu"
+    if "cuda" in folders or folders[0] == "jit":
+        return "cuda"
+    return GLUE.get(folders[0], "common")
+
+
+def units(cuda: bool, folder: Path) -> tuple[list[str], list[str]]:
+    """What is compiled at -O3, and at -O1: sources as they are, and units written to `folder`, which include many
+    sources each, because torch's headers take longer to compile than most of what includes them. WEFT_UNITY=0 leaves
+    every source to itself, for who edits one at a time."""
+    alone, members = [], {}
+    for path in sources(cuda):
+        unit = None if os.environ.get("WEFT_UNITY") == "0" else unit_of(path)
+        members.setdefault(unit, []).append(path) if unit else alone.append(str(path.relative_to(ROOT)))
+    for unit, paths in members.items():
+        text = "".join(f'#include "{path.relative_to(CSRC).as_posix()}"\n' for path in paths)
+        write_if_changed(folder / f"{unit}.cpp", f"// Written by setup.py.\n{text}")
+    written = {unit: str(folder / f"{unit}.cpp") for unit in members}
+    numeric = [written.pop("cpu")] if "cpu" in written else []
+    return alone + numeric, list(written.values())
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    """Unchanged text keeps its time, for ninja."""
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def embedded_files() -> list[Path]:
+    """Every *.jit.* and, because NVRTC finds no headers, what they include of csrc."""
+    return sorted(includes(CSRC.rglob("*.jit.*"))[0])
 
 
 def embedded_sources(version: str) -> str:
@@ -135,14 +189,16 @@ def extension(cuda: bool):
     # Some compilers link libstdc++ statically. Its symbols must not mix with those of torch's copy: none is exported.
     link = ["-Wl,--strip-all", "-Wl,--exclude-libs,ALL", *openmp]
     common = dict(include_dirs=[str(CSRC)], define_macros=macros, extra_link_args=link)
+    # Relative to the root, because an sdist needs them so.
+    files = [str(path.relative_to(ROOT)) for path in sources(cuda)]
     if not cuda:
-        return CppExtension("weft._C", sources(cuda), extra_compile_args={"cxx": cxx}, **common)
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHITECTURES)
+        return CppExtension("weft._C", files, extra_compile_args={"cxx": cxx}, **common)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ";".join(default_architectures()))
     nvcc = ["-std=c++20", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "-Xcompiler", "-fvisibility=hidden"]
     nvcc += ["--threads", "1"]
     if nvcc_version() >= (13, 0):  # a fifth of the size; what it writes needs a driver that every CUDA 13 has
         nvcc.append("--compress-mode=size")
-    return CUDAExtension("weft._C", sources(cuda), extra_compile_args={"cxx": cxx, "nvcc": nvcc}, **common)
+    return CUDAExtension("weft._C", files, extra_compile_args={"cxx": cxx, "nvcc": nvcc}, **common)
 
 
 class BuildWeft(BuildExtension):
@@ -155,15 +211,27 @@ class BuildWeft(BuildExtension):
         name = f"{target}-torch-{torch.__version__}-{sys.implementation.cache_tag}"
         self.build_temp = str(Path(self.build_temp).with_name(re.sub(r"[^\w.-]", "-", name)))
 
-    def run(self) -> None:
+    def build_extension(self, ext) -> None:
+        """Compiles units instead of the sources that they include; what is not numeric at -O1, in half the time."""
+        folder = Path(self.build_temp)
+        ext.sources, glue = units(CUDA, folder / "units")
         if CUDA:
-            # Only now, because what `setup` is told becomes part of an sdist. Unchanged text keeps its time, for ninja.
-            generated = Path(self.build_temp) / "jit_sources.cpp"
-            text = embedded_sources(self.distribution.get_version())
-            if not generated.exists() or generated.read_text() != text:
-                generated.parent.mkdir(parents=True, exist_ok=True)
-                generated.write_text(text)
-            self.extensions[0].sources.append(str(generated))
+            generated = folder / "jit_sources.cpp"
+            write_if_changed(generated, embedded_sources(self.distribution.get_version()))
+            ext.sources.append(str(generated))
+        if glue:
+            flags = {**ext.extra_compile_args, "cxx": [*ext.extra_compile_args["cxx"], "-O1"]}
+            ext.extra_objects += self.compiler.compile(
+                glue,
+                output_dir=str(folder / "glue"),
+                macros=ext.define_macros,
+                include_dirs=ext.include_dirs,
+                extra_postargs=flags,
+                depends=ext.depends,
+            )
+        super().build_extension(ext)
+
+    def run(self) -> None:
         super().run()
         package = ROOT / "python" / "weft" if self.inplace else Path(self.build_lib) / "weft"
         architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";") if CUDA else []

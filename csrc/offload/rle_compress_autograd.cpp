@@ -9,7 +9,7 @@
 namespace weft::offload {
 namespace {
 
-Compressed compress(const at::Tensor& x) {
+Compressed rle_compress(const at::Tensor& x) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("weft::rle_compress", "").typed<Compressed(const at::Tensor&)>();
   const auto call = [&] {
@@ -24,7 +24,7 @@ Compressed compress(const at::Tensor& x) {
   return {results[0], results[1], results[2]};
 }
 
-at::Tensor decompress(const at::Tensor& runs, const at::Tensor& values, c10::SymIntArrayRef shape) {
+at::Tensor rle_decompress(const at::Tensor& runs, const at::Tensor& values, c10::SymIntArrayRef shape) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("weft::rle_decompress", "")
                              .typed<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef)>();
@@ -38,8 +38,8 @@ at::Tensor decompress(const at::Tensor& runs, const at::Tensor& values, c10::Sym
 }
 
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
-  m.impl("rle_compress", compress);
-  m.impl("rle_decompress", decompress);
+  m.impl("rle_compress", rle_compress);
+  m.impl("rle_decompress", rle_decompress);
 }
 
 }  // namespace

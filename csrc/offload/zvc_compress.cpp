@@ -7,14 +7,14 @@
 namespace weft::offload {
 namespace {
 
-bool compressible(at::ScalarType type) {
+bool is_compressible(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
 }
 
 }  // namespace
 
 at::Tensor check_compressible(const char* op, const at::Tensor& x) {
-  TORCH_CHECK_TYPE(compressible(x.scalar_type()), op, ": x must be float32, float16 or bfloat16, got ",
+  TORCH_CHECK_TYPE(is_compressible(x.scalar_type()), op, ": x must be float32, float16 or bfloat16, got ",
                    x.scalar_type());
   return x.contiguous();
 }
@@ -33,7 +33,7 @@ int64_t check_numel(const char* op, at::IntArrayRef shape) {
 
 void check_compressed(const char* op, const char* name, const at::Tensor& words, const at::Tensor& values) {
   TORCH_CHECK_TYPE(words.scalar_type() == at::kInt, op, ": ", name, " must be int32, got ", words.scalar_type());
-  TORCH_CHECK_TYPE(compressible(values.scalar_type()), op, ": values must be float32, float16 or bfloat16, got ",
+  TORCH_CHECK_TYPE(is_compressible(values.scalar_type()), op, ": values must be float32, float16 or bfloat16, got ",
                    values.scalar_type());
   TORCH_CHECK_VALUE(words.dim() == 1, op, ": ", name, " must have one dimension, got ", words.sizes());
   TORCH_CHECK_VALUE(values.dim() == 1, op, ": values must have one dimension, got ", values.sizes());

@@ -9,7 +9,7 @@
 namespace weft::offload {
 namespace {
 
-Compressed compress(const at::Tensor& x) {
+Compressed zvc_compress(const at::Tensor& x) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("weft::zvc_compress", "").typed<Compressed(const at::Tensor&)>();
   const auto call = [&] {
@@ -24,7 +24,7 @@ Compressed compress(const at::Tensor& x) {
   return {results[0], results[1], results[2]};
 }
 
-at::Tensor decompress(const at::Tensor& mask, const at::Tensor& values, c10::SymIntArrayRef shape) {
+at::Tensor zvc_decompress(const at::Tensor& mask, const at::Tensor& values, c10::SymIntArrayRef shape) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("weft::zvc_decompress", "")
                              .typed<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef)>();
@@ -38,8 +38,8 @@ at::Tensor decompress(const at::Tensor& mask, const at::Tensor& values, c10::Sym
 }
 
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
-  m.impl("zvc_compress", compress);
-  m.impl("zvc_decompress", decompress);
+  m.impl("zvc_compress", zvc_compress);
+  m.impl("zvc_decompress", zvc_decompress);
 }
 
 }  // namespace

@@ -36,10 +36,10 @@ void save(AutogradContext* ctx, const at::Tensor& first, const at::Tensor& secon
   ctx->save_for_backward(std::move(saved));
 }
 
-struct Saved {
+struct SavedProduct {
   at::Tensor first, second;
   Patterns patterns;
-  explicit Saved(AutogradContext* ctx) {
+  explicit SavedProduct(AutogradContext* ctx) {
     const auto saved = ctx->get_saved_variables();
     first = saved[0], second = saved[1];
     patterns.assign(saved.begin() + 2, saved.end());
@@ -60,7 +60,7 @@ struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto [x, y, patterns] = Saved(ctx);
+    const auto [x, y, patterns] = SavedProduct(ctx);
     at::Tensor grad_x, grad_y;
     if (ctx->needs_input_grad(0)) grad_x = call_gradient<true>(patterns, y, grads[0], x.dim() == 1);
     if (ctx->needs_input_grad(1)) grad_y = call_gradient<false>(patterns, x, grads[0], y.dim() == 1);
@@ -78,7 +78,7 @@ struct GradientFunction : torch::autograd::Function<GradientFunction<kLeft>> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto [other, g, patterns] = Saved(ctx);
+    const auto [other, g, patterns] = SavedProduct(ctx);
     const at::Tensor& h = grads[0];
     at::Tensor grad_other, grad_g;
     if (ctx->needs_input_grad(0)) {

@@ -65,16 +65,16 @@ at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, cons
 
 namespace {
 
-at::Tensor values_cpu(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col, at::IntArrayRef kernel,
-                      at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                      at::IntArrayRef output) {
+at::Tensor pool_values_cpu(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col,
+                           at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+                           at::IntArrayRef dilation, at::IntArrayRef output) {
   return max_pool_values_forward(max_pool_values_cpu, input, crow, col, kernel, stride, padding, dilation, output);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  m.impl("max_pool_values", values_cpu);
+  m.impl("max_pool_values", pool_values_cpu);
 }
 
 }  // namespace weft::sparse

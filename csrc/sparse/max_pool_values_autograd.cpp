@@ -6,9 +6,9 @@
 namespace weft::sparse {
 namespace {
 
-at::Tensor values_autograd(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col,
-                           at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
-                           at::IntArrayRef dilation, at::IntArrayRef output) {
+at::Tensor pool_values_autograd(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col,
+                                at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+                                at::IntArrayRef dilation, at::IntArrayRef output) {
   static auto op = c10::Dispatcher::singleton()
                        .findSchemaOrThrow("weft::max_pool_values", "")
                        .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::IntArrayRef,
@@ -20,7 +20,7 @@ at::Tensor values_autograd(const at::Tensor& input, const at::Tensor& crow, cons
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
-  m.impl("max_pool_values", values_autograd);
+  m.impl("max_pool_values", pool_values_autograd);
 }
 
 }  // namespace weft::sparse

@@ -22,22 +22,22 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using Results = std::tuple<Tensor, Tensor, Tensor>;
+using CellResults = std::tuple<Tensor, Tensor, Tensor>;
 
-using ForwardSignature = Results(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                 const OptionalTensor&, const OptionalTensor&, c10::string_view, bool);
-const c10::TypedOperatorHandle<ForwardSignature>& forward_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_cell", "").typed<ForwardSignature>();
+using CellSignature = CellResults(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, bool);
+const c10::TypedOperatorHandle<CellSignature>& cell_op() {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_cell", "").typed<CellSignature>();
   return op;
 }
 
-using BackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                              const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                              const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                              const Tensor&, const Tensor&, c10::string_view, RnnCellMask);
-const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
+using CellBackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                                                  const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+                                                  const OptionalTensor&, const OptionalTensor&, const Tensor&,
+                                                  const Tensor&, const Tensor&, c10::string_view, RnnCellMask);
+const c10::TypedOperatorHandle<CellBackwardSignature>& cell_backward_op() {
   static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_cell_backward", "").typed<BackwardSignature>();
+      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_cell_backward", "").typed<CellBackwardSignature>();
   return op;
 }
 
@@ -47,7 +47,7 @@ class RnnCell : public torch::autograd::Function<RnnCell> {
                                const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
                                const OptionalTensor& b_hh, const std::string& cell) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h_next, c_next, gates] = forward_op().call(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, /*save=*/true);
+    auto [h_next, c_next, gates] = cell_op().call(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, /*save=*/true);
     ctx->save_for_backward(
         {input, h, or_undefined(c), w_ih, w_hh, or_undefined(b_ih), or_undefined(b_hh), h_next, c_next, gates});
     ctx->saved_data["cell"] = cell;
@@ -70,9 +70,9 @@ class RnnCell : public torch::autograd::Function<RnnCell> {
     for (size_t i = 0, edge = 0; i < kOperands; ++i) mask[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
     // With create_graph, grad mode is on here and the op's own autograd kernel answers with the reference.
     const auto found =
-        backward_op().call(optional(grads[0]), optional(grads[1]), saved[0], saved[1], optional(saved[2]), saved[3],
-                           saved[4], optional(saved[5]), optional(saved[6]), saved[7], saved[8], saved[9],
-                           ctx->saved_data["cell"].toStringRef(), mask);
+        cell_backward_op().call(optional(grads[0]), optional(grads[1]), saved[0], saved[1], optional(saved[2]),
+                                saved[3], saved[4], optional(saved[5]), optional(saved[6]), saved[7], saved[8],
+                                saved[9], ctx->saved_data["cell"].toStringRef(), mask);
     for (size_t i = 0; i < kOperands; ++i) {
       if (mask[i]) result[i] = found[i];
     }
@@ -80,12 +80,12 @@ class RnnCell : public torch::autograd::Function<RnnCell> {
   }
 };
 
-Results rnn_cell_autograd(const Tensor& input, const Tensor& h, const OptionalTensor& c, const Tensor& w_ih,
-                          const Tensor& w_hh, const OptionalTensor& b_ih, const OptionalTensor& b_hh,
-                          c10::string_view cell, bool save) {
+CellResults rnn_cell_autograd(const Tensor& input, const Tensor& h, const OptionalTensor& c, const Tensor& w_ih,
+                              const Tensor& w_hh, const OptionalTensor& b_ih, const OptionalTensor& b_hh,
+                              c10::string_view cell, bool save) {
   if (!needs_grad(input, h, c, w_ih, w_hh, b_ih, b_hh)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op().call(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, save);
+    return cell_op().call(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, save);
   }
   const auto r = RnnCell::apply(input, h, c, w_ih, w_hh, b_ih, b_hh, std::string(cell));
   return {r[0], r[1], r[2]};
@@ -98,8 +98,8 @@ std::vector<Tensor> rnn_cell_backward_autograd(const OptionalTensor& grad_h_next
                                                const Tensor& gates, c10::string_view cell, RnnCellMask mask) {
   if (!needs_grad(grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, b_ih, b_hh, h_next, c_next, gates)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return backward_op().call(grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, b_ih, b_hh, h_next, c_next, gates,
-                              cell, mask);
+    return cell_backward_op().call(grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, b_ih, b_hh, h_next, c_next, gates,
+                                   cell, mask);
   }
   const char* op = "weft::rnn_cell_backward";
   const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell)};

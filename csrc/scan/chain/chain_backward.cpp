@@ -29,30 +29,30 @@
 namespace weft::scan {
 namespace {
 
-constexpr const char* kOp = "chain_backward";
+constexpr const char* kChain = "chain_backward";
 
 void check_chain(const at::Tensor& grad, at::TensorList jacobians, int64_t levels) {
-  check_floating(kOp, "grad", grad);
-  TORCH_CHECK_VALUE(grad.dim() == 1 || grad.dim() == 2, kOp, ": grad must be (B, n), or (n) without a batch, got ",
+  check_floating(kChain, "grad", grad);
+  TORCH_CHECK_VALUE(grad.dim() == 1 || grad.dim() == 2, kChain, ": grad must be (B, n), or (n) without a batch, got ",
                     grad.sym_sizes());
   const bool batched = grad.dim() == 2;
-  TORCH_CHECK_VALUE(levels >= -1, kOp, ": levels must be -1 (auto), 0 (linear) or a number of up-sweep levels, got ",
+  TORCH_CHECK_VALUE(levels >= -1, kChain, ": levels must be -1 (auto), 0 (linear) or a number of up-sweep levels, got ",
                     levels);
   auto length = grad.sym_size(-1);
   for (size_t k = 0; k < jacobians.size(); ++k) {
     const at::Tensor& J = jacobians[k];
     const std::string name = "jacobians[" + std::to_string(k) + "]";
-    TORCH_CHECK_TYPE(J.layout() == at::kStrided, kOp, ": ", name,
+    TORCH_CHECK_TYPE(J.layout() == at::kStrided, kChain, ": ", name,
                      " must be dense (weft.scan.chain_backward also takes torch.sparse_csr), got ", J.layout());
-    check_like(kOp, name.c_str(), J, "grad", grad);
-    TORCH_CHECK_VALUE(J.dim() == 2 || (batched && J.dim() == 3), kOp, ": ", name,
+    check_like(kChain, name.c_str(), J, "grad", grad);
+    TORCH_CHECK_VALUE(J.dim() == 2 || (batched && J.dim() == 3), kChain, ": ", name,
                       batched ? " must be (B, n_in, n_out), or (n_in, n_out) shared by the batch, got "
                               : " must be (n_in, n_out) where grad has no batch, got ",
                       J.sym_sizes());
-    TORCH_CHECK_VALUE(J.dim() == 2 || J.sym_size(0) == grad.sym_size(0), kOp, ": ", name, " must have grad's batch, ",
-                      grad.sym_size(0), ", got ", J.sym_sizes());
-    TORCH_CHECK_VALUE(J.sym_size(-1) == length, kOp, ": ", name, " does not chain: its last dimension must be ", length,
-                      ", the length of the gradient that reaches it, got ", J.sym_sizes());
+    TORCH_CHECK_VALUE(J.dim() == 2 || J.sym_size(0) == grad.sym_size(0), kChain, ": ", name,
+                      " must have grad's batch, ", grad.sym_size(0), ", got ", J.sym_sizes());
+    TORCH_CHECK_VALUE(J.sym_size(-1) == length, kChain, ": ", name, " does not chain: its last dimension must be ",
+                      length, ", the length of the gradient that reaches it, got ", J.sym_sizes());
     length = J.sym_size(-2);
   }
 }

@@ -76,7 +76,7 @@ int64_t choose_chunks(int64_t T, int64_t B, int64_t H, const BatchedCosts& costs
 
 // The problem in the layout of batched products: every state is (G, H, n), G groups that have their own A and n columns
 // that share it. Steps are counted in the order of processing.
-struct Problem {
+struct BatchedProblem {
   at::Tensor A;  // (T, G, H, H), as given
   at::Tensor x;  // (T, G, H, n) in the accumulation type: b, replaced by the states
   at::ScalarType type;
@@ -87,7 +87,7 @@ struct Problem {
 };
 
 // Steps [begin, end) one by one from `state` (G, H, n); returns the last state.
-at::Tensor run_steps(const Problem& p, at::Tensor state, int64_t begin, int64_t end) {
+at::Tensor run_steps(const BatchedProblem& p, at::Tensor state, int64_t begin, int64_t end) {
   const int64_t per_step = std::max<int64_t>(p.A.size(1) * p.A.size(2) * p.A.size(2), 1);
   const int64_t block = std::max<int64_t>(kWidenedElements / per_step, 1);
   for (int64_t s = begin; s < end; s += block) {
@@ -103,7 +103,7 @@ at::Tensor run_steps(const Problem& p, at::Tensor state, int64_t begin, int64_t 
 }
 
 // Steps [begin, begin + chunks * length) from `state`; returns the last state.
-at::Tensor run_chunks(const Problem& p, at::Tensor state, int64_t begin, int64_t chunks, int64_t length) {
+at::Tensor run_chunks(const BatchedProblem& p, at::Tensor state, int64_t begin, int64_t chunks, int64_t length) {
   const int64_t steps = chunks * length, low = std::min(p.at(begin), p.at(begin + steps - 1));
   const int64_t G = p.x.size(1), H = p.x.size(2), n = p.x.size(3);
   const at::Tensor A = p.A.narrow(0, low, steps).unflatten(0, {chunks, length});
@@ -172,7 +172,7 @@ at::Tensor linear_scan_batched(const at::Tensor& A, const at::Tensor& b, const s
   auto grouped = [&](const at::Tensor& t) {  // (..., B, H) to (..., G, H, n)
     return shared ? t.transpose(-2, -1).unsqueeze(-3) : t.unsqueeze(-1);
   };
-  Problem p{A, {}, b.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, reverse, transpose};
+  BatchedProblem p{A, {}, b.scalar_type() == at::kDouble ? at::kDouble : at::kFloat, reverse, transpose};
   p.x = at::empty(grouped(b).sizes(), b.options().dtype(p.type)).copy_(grouped(b));
 
   // Without x0 the first state is b alone.

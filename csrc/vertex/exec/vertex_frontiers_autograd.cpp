@@ -33,11 +33,12 @@ Results refused(const char* op, const Call& call, const Lists&... lists) {
   return RefusedGradient::apply(*input, std::string(op), below);
 }
 
-Results forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors, const at::Tensor& schedule,
-                const at::Tensor& host_schedule, const at::Tensor& program, at::ArrayRef<double> constants,
-                c10::SymInt num_vertices, c10::SymInt num_inner, c10::SymInt num_edges, at::IntArrayRef results) {
+Results forward_autograd(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
+                         const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
+                         at::ArrayRef<double> constants, c10::SymInt num_vertices, c10::SymInt num_inner,
+                         c10::SymInt num_edges, at::IntArrayRef results) {
   static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::vertex_frontiers", "").typed<decltype(forward)>();
+      c10::Dispatcher::singleton().findSchemaOrThrow("weft::vertex_frontiers", "").typed<decltype(forward_autograd)>();
   const auto call = [&] {
     return op.call(inputs, matrices, vectors, schedule, host_schedule, program, constants, num_vertices, num_inner,
                    num_edges, results);
@@ -45,12 +46,13 @@ Results forward(at::TensorList inputs, at::TensorList matrices, at::TensorList v
   return refused("vertex_frontiers", call, inputs, matrices, vectors);
 }
 
-Results backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
-                 at::TensorList saved, const at::Tensor& schedule, const at::Tensor& host_schedule,
-                 const at::Tensor& program, at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
-                 at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::vertex_frontiers_backward", "").typed<decltype(backward)>();
+Results backward_autograd(at::TensorList grads, at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
+                          at::TensorList saved, const at::Tensor& schedule, const at::Tensor& host_schedule,
+                          const at::Tensor& program, at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
+                          at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("weft::vertex_frontiers_backward", "")
+                             .typed<decltype(backward_autograd)>();
   const auto call = [&] {
     return op.call(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, of_inputs,
                    of_matrices, of_vectors, overlap);
@@ -61,8 +63,8 @@ Results backward(at::TensorList grads, at::TensorList inputs, at::TensorList mat
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
-  m.impl("vertex_frontiers", forward);
-  m.impl("vertex_frontiers_backward", backward);
+  m.impl("vertex_frontiers", forward_autograd);
+  m.impl("vertex_frontiers_backward", backward_autograd);
 }
 
 TORCH_LIBRARY_IMPL(weft, Batched, m) {

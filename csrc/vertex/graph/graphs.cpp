@@ -8,7 +8,7 @@ namespace weft::vertex {
 
 namespace {
 
-constexpr int32_t kBlockMagic = 0x57470001;  // "WG", version 1; also tells byte orders apart
+constexpr int32_t kGraphsMagic = 0x57470001;  // "WG", version 1; also tells byte orders apart
 constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
 
 template <typename T>
@@ -30,7 +30,7 @@ Graphs::Graphs(int64_t graphs, int64_t vertices, int64_t edges, bool typed)
     : length_(kHeader + graphs + 2 + (typed ? 3 : 2) * vertices + 2 * edges),
       data_(std::make_unique_for_overwrite<int32_t[]>(length_)) {
   std::fill_n(data_.get(), static_cast<int>(kHeader), 0);
-  data_[kMagic] = kBlockMagic;
+  data_[kMagic] = kGraphsMagic;
   data_[kNumGraphs] = static_cast<int32_t>(graphs);
   data_[kNumVertices] = static_cast<int32_t>(vertices);
   data_[kNumEdges] = static_cast<int32_t>(edges);
@@ -198,7 +198,7 @@ Graphs Graphs::from_block(std::span<const int32_t> block) {
   const auto require = [](bool condition) {
     if (!condition) throw std::invalid_argument("Graphs: the serialised form is damaged");
   };
-  require(block.size() >= kHeader && block[kMagic] == kBlockMagic);
+  require(block.size() >= kHeader && block[kMagic] == kGraphsMagic);
   const int64_t graphs = block[kNumGraphs], vertices = block[kNumVertices], edges = block[kNumEdges];
   require(graphs >= 0 && vertices >= 0 && edges >= 0 && (block[kTyped] == 0 || block[kTyped] == 1));
   const int64_t per_vertex = 2 + block[kTyped];

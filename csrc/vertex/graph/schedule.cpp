@@ -10,7 +10,7 @@ namespace weft::vertex {
 
 namespace {
 
-constexpr int32_t kBlockMagic = 0x57530003;  // "WS", version 3
+constexpr int32_t kScheduleMagic = 0x57530003;  // "WS", version 3
 
 }  // namespace
 
@@ -67,7 +67,7 @@ void Schedule::make_block(const int32_t (&header)[kHeader]) {
   }
   auto block = std::make_unique_for_overwrite<int32_t[]>(end);
   std::copy(header, header + kHeader, block.get());
-  block[kMagic] = kBlockMagic;
+  block[kMagic] = kScheduleMagic;
   std::copy(offsets, offsets + kNumArrays + 1, block.get() + kHeader);
   // Nor is what lies between arrays left to chance.
   int64_t written = static_cast<int>(kHeader) + kNumArrays + 1;

@@ -97,20 +97,20 @@ class CpuExecutor final : public Executor {
   std::vector<int32_t> table_sizes_;
 };
 
-std::vector<at::Tensor> forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
-                                const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
-                                at::ArrayRef<double> constants, int64_t num_vertices, int64_t num_inner,
-                                int64_t num_edges, at::IntArrayRef results) {
+std::vector<at::Tensor> forward_cpu(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
+                                    const at::Tensor& schedule, const at::Tensor& host_schedule,
+                                    const at::Tensor& program, at::ArrayRef<double> constants, int64_t num_vertices,
+                                    int64_t num_inner, int64_t num_edges, at::IntArrayRef results) {
   CpuExecutor executor;
   return run_forward({inputs, matrices, vectors, schedule, host_schedule, program, constants},
                      {num_vertices, num_inner, num_edges}, results, executor);
 }
 
-std::vector<at::Tensor> backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
-                                 at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
-                                 const at::Tensor& host_schedule, const at::Tensor& program,
-                                 at::ArrayRef<double> constants, at::IntArrayRef of_inputs, at::IntArrayRef of_matrices,
-                                 at::IntArrayRef of_vectors, bool overlap) {
+std::vector<at::Tensor> backward_cpu(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
+                                     at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
+                                     const at::Tensor& host_schedule, const at::Tensor& program,
+                                     at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
+                                     at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
   CpuExecutor executor;
   return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program, constants}, saved, of_inputs,
                       of_matrices, of_vectors, overlap, executor);
@@ -119,8 +119,8 @@ std::vector<at::Tensor> backward(at::TensorList grads, at::TensorList inputs, at
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  m.impl("vertex_frontiers", forward);
-  m.impl("vertex_frontiers_backward", backward);
+  m.impl("vertex_frontiers", forward_cpu);
+  m.impl("vertex_frontiers_backward", backward_cpu);
 }
 
 }  // namespace weft::vertex

@@ -245,21 +245,21 @@ class CudaExecutor final : public Executor {
   FrontierArguments arguments_{};
 };
 
-std::vector<at::Tensor> forward(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
-                                const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
-                                at::ArrayRef<double> constants, int64_t num_vertices, int64_t num_inner,
-                                int64_t num_edges, at::IntArrayRef results) {
+std::vector<at::Tensor> forward_cuda(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
+                                     const at::Tensor& schedule, const at::Tensor& host_schedule,
+                                     const at::Tensor& program, at::ArrayRef<double> constants, int64_t num_vertices,
+                                     int64_t num_inner, int64_t num_edges, at::IntArrayRef results) {
   const c10::cuda::CUDAGuard guard(schedule.device());
   CudaExecutor executor;
   return run_forward({inputs, matrices, vectors, schedule, host_schedule, program, constants},
                      {num_vertices, num_inner, num_edges}, results, executor);
 }
 
-std::vector<at::Tensor> backward(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
-                                 at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
-                                 const at::Tensor& host_schedule, const at::Tensor& program,
-                                 at::ArrayRef<double> constants, at::IntArrayRef of_inputs, at::IntArrayRef of_matrices,
-                                 at::IntArrayRef of_vectors, bool overlap) {
+std::vector<at::Tensor> backward_cuda(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
+                                      at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
+                                      const at::Tensor& host_schedule, const at::Tensor& program,
+                                      at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
+                                      at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
   const c10::cuda::CUDAGuard guard(schedule.device());
   CudaExecutor executor;
   return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program, constants}, saved, of_inputs,
@@ -269,8 +269,8 @@ std::vector<at::Tensor> backward(at::TensorList grads, at::TensorList inputs, at
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
-  m.impl("vertex_frontiers", forward);
-  m.impl("vertex_frontiers_backward", backward);
+  m.impl("vertex_frontiers", forward_cuda);
+  m.impl("vertex_frontiers_backward", backward_cuda);
 }
 
 }  // namespace weft::vertex
