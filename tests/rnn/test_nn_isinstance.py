@@ -201,10 +201,11 @@ def test_initialisers():
 
 
 def test_replicas():
-    layer = weft.nn.GRU(I, H)
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where DataParallel puts what it is given
+    layer = weft.nn.GRU(I, H, device=device)
     replica = layer._replicate_for_data_parallel()  # what DataParallel makes on each device
     assert type(replica) is weft.nn.GRU and isinstance(replica, torch.nn.GRU)
-    x = torch.randn(5, 2, I)
+    x = torch.randn(5, 2, I, device=device)
     assert torch.equal(torch.nn.DataParallel(layer)(x)[0], layer(x)[0])
 
 

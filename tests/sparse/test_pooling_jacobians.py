@@ -8,12 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from weft.sparse import (
-    _windows,
-    adaptive_avg_pool2d_jacobian,
-    avg_pool2d_jacobian,
-    max_pool2d_jacobian,
-)
+from weft._sparse import windows
+from weft.sparse import adaptive_avg_pool2d_jacobian, avg_pool2d_jacobian, max_pool2d_jacobian
 
 from tests.common import DEVICES
 from tests.sparse.jacobians import check, f64, jacobian, jacobians
@@ -97,8 +93,8 @@ def test_max_pool2d_picks_as_torch_does(device: str) -> None:
 
 def pooled(x: Tensor) -> tuple:
     """What max_pool_values takes for windows of 2x3, one column apart."""
-    lines = [_windows.sliding(x.shape[2], 2, 2, 2, 0, 1), _windows.sliding(x.shape[3], 4, 3, 1, 0, 1)]
-    crow, _, col, *_ = (t.to(x.device) for t in _windows.join(lines).tables)
+    lines = [windows.sliding(x.shape[2], 2, 2, 2, 0, 1), windows.sliding(x.shape[3], 4, 3, 1, 0, 1)]
+    crow, _, col, *_ = (t.to(x.device) for t in windows.join(lines).tables)
     return crow, col, [2, 3], [2, 1], [0, 0], [1, 1], [2, 4]
 
 
