@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import weft
+from curves import Point, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -44,6 +46,8 @@ class Speed(NamedTuple):
     tokens_per_second: float
     loss: float
     """Of the last step, in nats per token."""
+    curve: list[Point]
+    """Seconds and loss."""
 
 
 def train(
@@ -70,15 +74,18 @@ def train(
         step()
     wait()
     count, start = 0, time.perf_counter()
+    losses: list[tuple[float, Tensor]] = []
     with tqdm(total=options.steps, desc=name, unit="step", dynamic_ncols=True) as bar:
         while count < options.steps and time.perf_counter() - start < options.seconds:
             loss = step()
             count += 1
             bar.update()
+            losses.append((time.perf_counter() - start, loss.detach()))
             if count % 10 == 0:  # the host must not run ahead of the clock
                 wait()
     wait()
-    return Speed(count * options.batch * options.length / (time.perf_counter() - start), loss.item())
+    speed = count * options.batch * options.length / (time.perf_counter() - start)
+    return Speed(speed, loss.item(), [(seconds, loss.item()) for seconds, loss in losses])
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -94,6 +101,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, help="train at most this many steps, twice (default 1000)")
     parser.add_argument("--device", default="cuda" if on_cuda else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, default=Path("accelerate_lm.png"), help="the figure (default accelerate_lm.png)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -106,6 +116,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Speed]:
     options = parse(arguments)
     console = Console()
     torch.manual_seed(options.seed)
+    console.print("reads the documentation inside Python")
     text = python_docs()
     vocabulary = Vocabulary.of(text)
     tokens = vocabulary.encode(text).to(options.device)
@@ -129,6 +140,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Speed]:
         rate = speed.tokens_per_second
         table.add_row(name, algorithm, f"{rate:,.0f}", f"{rate / before:.2f}", f"{speed.loss:.3f}")
     console.print(table)
+    curves = {name: speed.curve for name, speed in speeds.items()}
+    draw(options.output, f"LSTM language model on {options.device}", curves, x="seconds of each phase")
     return speeds
 
 

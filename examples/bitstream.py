@@ -15,12 +15,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")
-import matplotlib.pyplot as plt
 import torch
 import weft
+from curves import draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -94,17 +91,6 @@ def train(name: str, model: Classifier, bits: Tensor, classes: Tensor, options: 
     return curve
 
 
-def draw(curves: dict[str, Curve], title: str, path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, curve), colour in zip(curves.items(), ("#c2410c", "#888888"), strict=True):
-        axes.plot(curve.seconds, curve.loss, color=colour, label=f"{name}, {curve.steps} steps")
-    axes.set(xlabel="wall time, s", ylabel="training loss, nats", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=1000, help="bits T per stream; the paper: 10 to 30000")
@@ -117,7 +103,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60, help="of training per run at most (default 60)")
     parser.add_argument("--every", type=int, default=20, help="steps per point of the curve")
     parser.add_argument("--algorithm", default="auto", help="of Weft's layer (default: auto)")
-    parser.add_argument("--output", type=Path, default=Path("bitstream.png"), help="the figure (default bitstream.png)")
+    parser.add_argument("--output", type=Path, default=Path("bitstream.png"), help="of the figure")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps on short streams, to see that it runs")
@@ -142,11 +128,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Curve]:
         "torch.nn": train("torch.nn", peer, bits, classes, options),
     }
     device = torch.cuda.get_device_name() if options.device.startswith("cuda") else "CPU"
-    draw(curves, f"T {options.length}, B {options.batch}, tanh RNN with H {options.hidden}, {device}", options.output)
+    title = f"T {options.length}, B {options.batch}, tanh RNN with H {options.hidden}, {device}"
+    lines = {f"{name}, {c.steps} steps": list(zip(c.seconds, c.loss, strict=True)) for name, c in curves.items()}
+    draw(options.output, title, lines, x="wall time, s", y="training loss, nats")
     for name, curve in curves.items():
         rate = curve.seconds[-1] / curve.steps * 1e3
         print(f"{name:<9} {curve.steps} steps, {rate:.2f} ms per step, last loss {curve.loss[-1]:.4f}")
-    print(f"drawn to {options.output}")
     return curves
 
 

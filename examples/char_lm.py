@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import weft
+from curves import Point, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -86,9 +87,9 @@ def learning_rate(peak: float, step: int, progress: float) -> float:
     return peak * min(1.0, (step + 1) / 20) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def train(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> float:
+def train(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> tuple[float, list[Point]]:
     """Truncated back-propagation through time: the state is carried from one piece of the text to the next. Returns the
-    characters per second."""
+    characters per second, and the curve of seconds and loss."""
     columns = streams(tokens, options.batch)
     steps_per_epoch = (len(columns) - 1) // options.length
     if steps_per_epoch == 0:
@@ -96,6 +97,7 @@ def train(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> floa
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     state = None
     smooth = None
+    curve: list[Point] = []
     start = time.perf_counter()
     with tqdm(total=options.steps, unit="step", dynamic_ncols=True) as bar:
         for step in range(options.steps):
@@ -123,8 +125,9 @@ def train(model: nn.Module, tokens: Tensor, options: argparse.Namespace) -> floa
                 smooth = value if smooth is None else 0.9 * smooth + 0.1 * value
                 speed = (step + 1) * options.batch * options.length / (time.perf_counter() - start)
                 bar.set_postfix_str(f"loss {smooth:.3f}, {speed:,.0f} characters/s")
-        loss.item()
-        return bar.n * options.batch * options.length / (time.perf_counter() - start)
+                curve.append((time.perf_counter() - start, smooth))
+        last, seconds = loss.item(), time.perf_counter() - start
+        return bar.n * options.batch * options.length / seconds, curve or [(seconds, last)]
 
 
 @torch.no_grad()
@@ -209,6 +212,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sample", type=int, default=400, help="characters to generate (default 400)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=Path("char_lm.png"), help="of the figure")
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -223,7 +227,10 @@ def main(arguments: list[str] | None = None) -> float:
     options = parse(arguments)
     console = Console()
     torch.manual_seed(options.seed)
-    text = options.text.read_text(encoding="utf-8") if options.text else python_docs()
+    try:
+        text = options.text.read_text(encoding="utf-8") if options.text else python_docs()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SystemExit(f"--text: cannot read {options.text} as UTF-8: {error}") from None
     if options.quick:
         text = text[:20000]
     vocabulary = Vocabulary.of(text)
@@ -238,7 +245,9 @@ def main(arguments: list[str] | None = None) -> float:
     example = torch.zeros(options.length, options.batch, options.embedding, device=options.device)
     console.print(str(weft.explain(model.gru, example)), markup=False)
 
-    speed = train(model, tokens, options)
+    console.print(f"trains for at most {options.seconds:g} s or {options.steps:,} steps")
+    speed, curve = train(model, tokens, options)
+    curves = {"GRU": curve}
     bits = bits_per_character(model, held_out)
     if options.cell == "mingru":
         other = MinGRULM(len(vocabulary), options.embedding, options.hidden).to(options.device)
@@ -246,7 +255,7 @@ def main(arguments: list[str] | None = None) -> float:
         for name in ("", "parameters", "bits per character", "characters/s"):
             table.add_column(name, justify="right" if name else "left")
         rows = [("GRU", model, speed, bits)]
-        speed = train(other, tokens, options)
+        speed, curves["minGRU"] = train(other, tokens, options)
         bits = bits_per_character(other, held_out)
         for name, net, its_speed, its_bits in (*rows, ("minGRU", other, speed, bits)):
             size = sum(p.numel() for p in net.parameters())
@@ -258,6 +267,7 @@ def main(arguments: list[str] | None = None) -> float:
     console.rule()
     if options.cell == "gru":
         console.print(compare(model, tokens, options, repeats=3 if options.quick else 15))
+    draw(options.output, f"Character model, H {options.hidden}, {options.device}", curves, x="seconds")
     console.print(f"held-out bits per character: [bold]{bits:.3f}[/bold]")
     return bits
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 import weft
+from curves import draw
 from torch import Tensor, nn
+from tqdm import tqdm
 
 LETTERS, LENGTH, START = 8, 5, 8  # START is one more symbol
 
@@ -39,6 +42,9 @@ class Reverser(nn.Module):
 
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, default=Path("greedy_decoder.png"), help="the figure (default greedy_decoder.png)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few seconds on a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--algorithm", default="auto", choices=("auto", "fused", "torch"), help="of the cell")
@@ -47,7 +53,9 @@ def main(arguments: list[str] | None = None) -> float:
     torch.manual_seed(0)
     model = Reverser(hidden, options.algorithm).to(options.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(steps):
+    print(weft.explain(model.step, torch.empty(32, hidden, device=options.device)))
+    losses: list[Tensor] = []
+    for _ in tqdm(range(steps), desc="learns to reverse words", unit="step"):
         words = torch.randint(LETTERS, (LENGTH, 32), device=options.device)
         backwards = words.flip(0)
         scores = model(words, teacher=backwards)
@@ -55,6 +63,7 @@ def main(arguments: list[str] | None = None) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        losses.append(loss.detach())
     words = torch.randint(LETTERS, (LENGTH, 512), device=options.device)
     with torch.no_grad():
         right = (model(words).argmax(-1) == words.flip(0)).float().mean().item()
@@ -65,6 +74,7 @@ def main(arguments: list[str] | None = None) -> float:
             torch.cuda.synchronize()
         each = 1e6 * (time.perf_counter() - start) / 20
     taken = weft.explain(model.step, torch.empty(1, hidden, device=options.device)).algorithm
+    draw(options.output, "Words backwards", {"loss": list(enumerate(torch.stack(losses).tolist()))})
     print(f"{100 * right:.1f}% of the letters are right; one word takes {each:.0f} us ({taken})")
     return right
 

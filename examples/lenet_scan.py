@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 import weft
+from curves import draw
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -71,6 +73,9 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], list[float]]:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, default=Path("lenet_scan.png"), help="the figure (default lenet_scan.png)"
+    )
     parser.add_argument("--quick", action="store_true", help="five steps of eight samples, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -91,6 +96,8 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], list[float]]:
     for step in range(0, options.steps, max(1, options.steps // 10)):
         table.add_row(str(step), f"{by_scan[step]:.6f}", f"{by_autograd[step]:.6f}")
     Console().print(table)
+    curves = {"scan": list(enumerate(by_scan)), "autograd": list(enumerate(by_autograd))}
+    draw(options.output, f"LeNet-5, schedule {options.schedule}", curves)
     difference = max(abs(a - b) for a, b in zip(by_scan, by_autograd, strict=True))
     print(f"largest difference of the two curves: {difference:.2e}")
     return by_scan, by_autograd

@@ -14,9 +14,11 @@ and runs in parallel over time. The last state is passed on, so that a stream ca
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 import weft
+from curves import draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -53,6 +55,7 @@ def main(arguments: list[str] | None = None) -> float:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--steps", type=int, default=600, help="of training (default 600)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path, default=Path("mingru.png"), help="of the figure")
     parser.add_argument("--quick", action="store_true", help="a few short steps, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -62,6 +65,7 @@ def main(arguments: list[str] | None = None) -> float:
     torch.manual_seed(0)
     layer, output = MinGRU(2, options.hidden).to(options.device), nn.Linear(options.hidden, 1).to(options.device)
     optimizer = torch.optim.Adam([*layer.parameters(), *output.parameters()], lr=2e-2)
+    losses: list[float] = []
     progress = tqdm(range(options.steps), unit="step")
     for _ in progress:
         x, wanted = make_streams(options.length, options.batch, options.device)
@@ -69,8 +73,10 @@ def main(arguments: list[str] | None = None) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        progress.set_postfix(loss=f"{loss.item():.4f}")
-    print(f"loss {loss.item():.4f}; to answer 0 everywhere is 1")
+        losses.append(loss.item())
+        progress.set_postfix(loss=f"{losses[-1]:.4f}")
+    draw(options.output, f"minGRU, T {options.length}", {"loss": list(enumerate(losses))})
+    print(f"loss {losses[-1]:.4f}; to answer 0 everywhere is 1")
 
     with torch.no_grad():
         x, _ = make_streams(options.length, 1, options.device)
@@ -79,7 +85,7 @@ def main(arguments: list[str] | None = None) -> float:
         second = layer(x[half:], first[-1])
         difference = (torch.cat([first, second]) - whole).abs().max().item()
     print(f"the same stream in two pieces: states differ by {difference:.1e}")
-    return loss.item()
+    return losses[-1]
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 import weft
+from curves import Point, draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -95,7 +97,8 @@ def accuracy(model: ModuleClassifier, functions: Functions, options: argparse.Na
     return right / len(functions)
 
 
-def train(model: ModuleClassifier, functions: Functions, options: argparse.Namespace) -> None:
+def train(model: ModuleClassifier, functions: Functions, options: argparse.Namespace) -> list[Point]:
+    """Returns the curve of epochs and loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
     batches = [
         order[i : i + options.batch]
@@ -105,6 +108,7 @@ def train(model: ModuleClassifier, functions: Functions, options: argparse.Names
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, total_steps=len(batches))
     model.train()
     start, vertices, smooth = time.perf_counter(), 0, None
+    curve: list[Point] = []
     with tqdm(batches, unit="batch", dynamic_ncols=True) as bar:
         for step, chosen in enumerate(bar):
             graphs, kinds, labels = functions.batch(chosen, options.device)
@@ -116,11 +120,13 @@ def train(model: ModuleClassifier, functions: Functions, options: argparse.Names
             schedule.step()
             vertices += graphs.num_vertices
             # Reading the loss waits for the GPU, so not at every step.
-            if step % 10 == 9:
+            if step % 10 == 9 or step + 1 == len(batches):
                 value = loss.item()
                 smooth = value if smooth is None else 0.9 * smooth + 0.1 * value
                 speed = vertices / (time.perf_counter() - start)
                 bar.set_postfix_str(f"loss {smooth:.3f}, {speed:,.0f} vertices/s")
+                curve.append(((step + 1) * options.batch / len(functions), smooth))
+    return curve
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -136,6 +142,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--executor", default="auto", help="of the Tree-LSTM (default: auto)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, default=Path("treelstm_ast.png"), help="the figure (default treelstm_ast.png)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -150,6 +159,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     options = parse(arguments)
     console = Console()
     torch.manual_seed(options.seed)
+    console.print("parses the functions of 20 modules of Python")
     trees = python_asts()
     classes = 1 + max(tree.labels[-1] for tree in trees)
     numbers = {symbol: i for i, symbol in enumerate(sorted({symbol for tree in trees for symbol in tree.symbols}))}
@@ -164,7 +174,9 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         f"{sum(len(tree.children) for tree in trees):,} vertices, on {options.device}",
         highlight=False,
     )
-    train(model, train_set, options)
+    curve = train(model, train_set, options)
+    draw(options.output, "Child-sum Tree-LSTM on syntax trees", {"training loss": curve}, x="epoch")
+    console.print("fits the bag of node types, and tests both on the functions held out")
     found = {
         "largest module": (held_out.labels == train_set.labels.mode().values).float().mean().item(),
         "bag of node types": bag_accuracy(train_set, held_out, classes),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import weft
+from curves import Point, draw
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -86,14 +87,17 @@ def accuracy(model: SentimentClassifier, bank: Treebank, options: argparse.Names
     return right_roots / roots, right / vertices
 
 
-def train(model: SentimentClassifier, train_set: Treebank, dev_set: Treebank, options: argparse.Namespace) -> float:
-    """Returns the best accuracy at the roots."""
+def train(
+    model: SentimentClassifier, train_set: Treebank, dev_set: Treebank, options: argparse.Namespace
+) -> tuple[float, dict[str, list[Point]]]:
+    """Returns the best accuracy at the roots, and the curves over epochs: the loss, and the accuracy at the roots."""
     rest = [p for p in model.parameters() if p is not model.embedding.weight]
     optimizer = torch.optim.Adam(
         [{"params": rest, "weight_decay": options.weight_decay}, {"params": [model.embedding.weight]}],
         lr=options.learning_rate,
     )
     best = 0.0
+    curves: dict[str, list[Point]] = {"training loss": [], "dev accuracy at the roots": []}
     for epoch in range(1, options.epochs + 1):
         model.train()
         order = torch.randperm(len(train_set)).tolist()
@@ -109,15 +113,17 @@ def train(model: SentimentClassifier, train_set: Treebank, dev_set: Treebank, op
                 optimizer.step()
                 vertices += graphs.num_vertices
                 # Reading the loss waits for the GPU, so not at every step.
-                if step % 10 == 9:
+                if step % 10 == 9 or step + 1 == len(batches):
                     value = loss.item()
                     smooth = value if smooth is None else 0.9 * smooth + 0.1 * value
                     speed = vertices / (time.perf_counter() - start)
                     bar.set_postfix_str(f"loss {smooth:.3f}, {speed:,.0f} vertices/s")
+                    curves["training loss"].append((epoch - 1 + (step + 1) / len(batches), smooth))
         at_roots, at_all = accuracy(model, dev_set, options)
         best = max(best, at_roots)
+        curves["dev accuracy at the roots"].append((epoch, at_roots))
         print(f"epoch {epoch}: dev accuracy {at_roots:.4f} at the roots, {at_all:.4f} at all vertices", flush=True)
-    return best
+    return best, curves
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -134,6 +140,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--executor", default="auto", help="of the Tree-LSTM (default: auto)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, default=Path("treelstm_sst.png"), help="the figure (default treelstm_sst.png)"
+    )
     parser.add_argument("--quick", action="store_true", help="a few steps of a small model, to see that it runs")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -148,6 +157,11 @@ def main(arguments: list[str] | None = None) -> float:
     options = parse(arguments)
     console = Console()
     torch.manual_seed(options.seed)
+    missing = [name for name in ("train.txt", "dev.txt") if not (options.data / name).is_file()]
+    if missing:
+        wanted = "the folder of the Stanford Sentiment Treebank in bracket format"
+        raise SystemExit(f"{options.data}: no {' and no '.join(missing)} here; name {wanted}")
+    console.print(f"reads the trees in {options.data}")
     trees, held_out = sst(options.data / "train.txt"), sst(options.data / "dev.txt")
     vocabulary = vocabulary_of(trees)
     train_set, dev_set = Treebank(trees, vocabulary), Treebank(held_out, vocabulary)
@@ -162,7 +176,8 @@ def main(arguments: list[str] | None = None) -> float:
     console.print(
         str(weft.explain(model.tree, graphs, model.embedding(words), executor=options.executor)), markup=False
     )
-    best = train(model, train_set, dev_set, options)
+    best, curves = train(model, train_set, dev_set, options)
+    draw(options.output, "Tree-LSTM on the Stanford Sentiment Treebank", curves, x="epoch", y="")
     console.print(f"best dev accuracy at the roots: [bold]{best:.4f}[/bold]", highlight=False)
     return best
 

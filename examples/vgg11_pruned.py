@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import weft
+from curves import draw
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ def cifar10(folder: Path, device: str) -> tuple[Tensor, Tensor]:
         images.append(torch.as_tensor(batch[b"data"]).view(-1, 3, 32, 32))
         classes += batch[b"labels"]
     if not images:
-        raise SystemExit(f"no data_batch_* in {folder}")
+        raise SystemExit(f"--data: no data_batch_* in {folder}; name the unpacked folder of CIFAR-10's Python version")
     pixels = torch.cat(images).to(device, torch.float32)
     return (pixels - pixels.mean()) / pixels.std(), torch.tensor(classes, device=device)
 
@@ -63,8 +64,10 @@ def digits(device: str) -> tuple[Tensor, Tensor]:
     return (images - images.mean()) / images.std(), torch.tensor(data.target, device=device)
 
 
-def train(name: str, net: nn.Module, images: Tensor, classes: Tensor, steps: int, options: argparse.Namespace) -> float:
-    """The mean loss of the last tenth of the steps."""
+def train(
+    name: str, net: nn.Module, images: Tensor, classes: Tensor, steps: int, options: argparse.Namespace
+) -> list[float]:
+    """The loss of every step."""
     optimizer = torch.optim.Adam(net.parameters(), lr=options.learning_rate)
     generator = torch.Generator().manual_seed(options.seed)
     losses: list[Tensor] = []
@@ -75,7 +78,13 @@ def train(name: str, net: nn.Module, images: Tensor, classes: Tensor, steps: int
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return float(torch.stack(losses[-max(1, steps // 10) :]).mean())
+    return torch.stack(losses).tolist()
+
+
+def reached(losses: list[float]) -> float:
+    """The mean loss of the last tenth of the steps."""
+    last = losses[-max(1, len(losses) // 10) :]
+    return sum(last) / len(last)
 
 
 def main(arguments: list[str] | None = None) -> weft.scan.ChainPlan:
@@ -89,6 +98,9 @@ def main(arguments: list[str] | None = None) -> weft.scan.ChainPlan:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--output", type=Path, default=Path("vgg11_pruned.png"), help="the figure (default vgg11_pruned.png)"
+    )
     parser.add_argument("--quick", action="store_true", help="a narrow net, three steps of two samples")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -99,6 +111,7 @@ def main(arguments: list[str] | None = None) -> weft.scan.ChainPlan:
         parser.error("--sparsity must lie between 0 and 1")
 
     torch.manual_seed(options.seed)
+    print(f"reads {'the digits inside scikit-learn' if options.data is None else options.data}", flush=True)
     images, classes = digits(options.device) if options.data is None else cifar10(options.data, options.device)
     dense = nn.Sequential(*vgg11(options.width)).to(options.device)
     before = train("dense, autograd", dense, images, classes, options.steps, options)
@@ -118,8 +131,10 @@ def main(arguments: list[str] | None = None) -> weft.scan.ChainPlan:
     )
     table.add_row("MFLOP of the critical path", f"{sum(baseline) / 1e6:.2f}", f"{plan.critical_flops / 1e6:.2f}")
     table.add_row("levels of the up-sweep", "", str(plan.levels))
-    table.add_row("loss", f"{before:.4f}", f"{after:.4f}")
+    table.add_row("loss", f"{reached(before):.4f}", f"{reached(after):.4f}")
     Console().print(table)
+    curves = {"dense, autograd": list(enumerate(before)), "pruned, scan": list(enumerate(after, len(before)))}
+    draw(options.output, f"VGG-11, {100 * options.sparsity:g}% pruned", curves)
     return plan
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import runpy
 import subprocess
 import sys
@@ -21,6 +22,13 @@ EXAMPLES = {
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
 }
+
+
+@pytest.fixture(autouse=True)
+def _beside_each_other(tmp_path, monkeypatch):
+    """A script finds examples/curves.py beside itself; its figure goes to a folder of this test's."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
 
 
 def example(name: str) -> dict:
@@ -55,6 +63,34 @@ def test_arguments_out_of_range_are_refused_before_any_work(name, arguments, cap
     with pytest.raises(SystemExit, match="2"):
         example(name)["main"](arguments)
     assert arguments[-2] in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        ("treelstm_sst.py", ["nowhere"], "nowhere: no train.txt and no dev.txt here; name the folder"),
+        ("vgg11_pruned.py", ["--quick", "--data", "nowhere"], "--data: no data_batch_* in nowhere; name the"),
+        ("char_lm.py", ["--text", "nowhere"], "--text: cannot read nowhere as UTF-8: "),
+    ],
+)
+def test_data_that_is_not_there_is_one_sentence(name, arguments, message):
+    with pytest.raises(SystemExit) as ended:
+        example(name)["main"](arguments)
+    assert str(ended.value).startswith(message) and "\n" not in str(ended.value)
+
+
+def test_every_example_shows_progress_and_draws():
+    names = {path.name for path in (ROOT / "examples").glob("*.py")} - {"curves.py"}
+    assert {*EXAMPLES, "lenet_scan.py", "offload_vgg.py", "vgg11_pruned.py"} == names
+    for name in names:
+        text = (ROOT / "examples" / name).read_text()
+        assert "tqdm(" in text and re.search(r"\b(?:draw|off\.plot)\(options\.output", text), name
+
+
+def test_curves(tmp_path, capsys):
+    figure = tmp_path / "figure.png"
+    example("curves.py")["draw"](figure, "title", {"one": [(0, 1.0)], "two": list(enumerate([3.0, 2.0]))})
+    assert figure.stat().st_size > 1000 and capsys.readouterr().out == f"drawn to {figure}\n"
 
 
 def test_offload_vgg(tmp_path, capsys):
@@ -102,6 +138,7 @@ def test_char_lm_with_a_mingru_beside(tmp_path, capsys):
 @pytest.mark.parametrize("algorithm", ["auto", "torch"])
 def test_greedy_decoder(algorithm, capsys):
     assert example("greedy_decoder.py")["main"](["--quick", "--device", "cpu", "--algorithm", algorithm]) > 0.8
+    assert Path("greedy_decoder.png").stat().st_size > 1000
     assert f"({'fused' if algorithm == 'auto' else 'torch'})" in capsys.readouterr().out
 
 
@@ -166,7 +203,8 @@ def test_treelstm_sst_learns_a_treebank(tmp_path, capsys):
     assert best > 0.6
     printed = capsys.readouterr().out
     assert "400 trees to train on, 80 held out, 5 words" in printed
-    assert printed.count("at the roots") == 5
+    assert printed.count("at the roots,") == 4 and "best dev accuracy at the roots" in printed
+    assert Path("treelstm_sst.png").stat().st_size > 1000
 
 
 def test_treelstm_sst_quickly(tmp_path):
@@ -182,3 +220,4 @@ def test_treelstm_ast(capsys):
     assert found["largest module"] < 0.15 < 0.25 < found["bag of node types"] < 0.8
     assert 0 < found["child-sum Tree-LSTM"] < 0.8
     assert "the tree is better by" in capsys.readouterr().out
+    assert Path("treelstm_ast.png").stat().st_size > 1000

@@ -14,6 +14,13 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytest.importorskip("sklearn")
 
 
+@pytest.fixture(autouse=True)
+def _beside_each_other(tmp_path, monkeypatch):
+    """A script finds examples/curves.py beside itself; its figure goes to a folder of this test's."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("schedule", ["auto", "1"])
 def test_lenet_scan(schedule: str, device: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +30,7 @@ def test_lenet_scan(schedule: str, device: str, capsys: pytest.CaptureFixture, m
     assert len(scan) == len(autograd) == 5
     assert scan == pytest.approx(autograd, rel=1e-4)
     assert "largest difference of the two curves" in capsys.readouterr().out
+    assert Path("lenet_scan.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -30,3 +38,4 @@ def test_vgg11_pruned(device: str, capsys: pytest.CaptureFixture) -> None:
     plan = runpy.run_path(str(EXAMPLES / "vgg11_pruned.py"))["main"](["--quick", "--device", device])
     assert plan.levels == 0 and plan.flops < sum(flops for _, flops in plan.baseline)
     assert "critical path" in capsys.readouterr().out
+    assert Path("vgg11_pruned.png").stat().st_size > 1000
