@@ -29,7 +29,8 @@ CXX_SOURCES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.c
 .NOTPARALLEL:
 
 demo: build
-	$(PY) examples/char_lm.py $(DEMO)
+	@echo "Training a character model on the documentation inside Python: at most two minutes on two CPU cores"
+	@$(PY) examples/char_lm.py --output build/char_lm.png $(DEMO)
 
 test: $(call requirements,test) build
 	$(PY) -m pytest $(PYTEST)
@@ -69,7 +70,8 @@ docs: $(call requirements,docs) build
 # configuration has a folder of its own in build/.
 build: export WEFT_CUDA ?= here
 build: $(call requirements,demo)
-	$(PY) setup.py -q build_ext --inplace
+	@echo "Building Weft: minutes from nothing, seconds where little has changed"
+	@$(PY) .ci/progress.py build/build.log $(PY) setup.py -q build_ext --inplace
 
 wheel: $(call requirements,build)
 	$(PY) -m pip wheel . --no-build-isolation --no-deps -w dist
@@ -82,14 +84,16 @@ clean:
 
 ifneq ($(strip $(VENV)),)
 $(VENV)/bin/pip:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Weft needs Python 3.10 or newer: make PYTHON=...")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Weft needs Python 3.10 or newer: make PYTHON=...")'
+	@echo "Making the virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 # The requirements include each other, so a change in one of them checks all.
 $(VENV)/.installed-%: requirements/%.txt $(wildcard requirements/*.txt) | $(VENV)/bin/pip
-	mkdir -p $(VENV)/requirements
-	cp requirements/*.txt $(VENV)/requirements
-	$(if $(TORCH),sed -i 's/^torch==.*/torch==$(TORCH)/' $(VENV)/requirements/build.txt)
-	$(PY) -m pip install --disable-pip-version-check -q -r $(VENV)/requirements/$(<F)
-	touch $@
+	@mkdir -p $(VENV)/requirements
+	@cp requirements/*.txt $(VENV)/requirements
+	@$(if $(TORCH),sed -i 's/^torch==.*/torch==$(TORCH)/' $(VENV)/requirements/build.txt)
+	@echo "Installing the packages of requirements/$(<F) into $(VENV); torch alone is gigabytes, some minutes the first time"
+	@$(PY) -m pip install --disable-pip-version-check -q -r $(VENV)/requirements/$(<F)
+	@touch $@
 endif

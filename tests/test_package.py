@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,32 @@ def test_the_build_says_why_it_leaves_cuda_out(tmp_path):
     else:
         assert f"building for the CPU alone, {reason}" in free.stderr
     assert reason in forced.stderr
+
+
+def test_a_build_shows_one_line_of_progress(tmp_path, capsys):
+    progress = runpy.run_path(str(ROOT / ".ci" / "progress.py"))
+    line = "[2/8] c++ -MF /x/a.o.d -c -c /x/csrc/scan/chain.cpp -o /x/a.o -std=c++20\n"
+    assert progress["describe"](line, 10.0) == (2, 8, "compiled 2/8, about 30 s left: csrc/scan/chain.cpp")
+    assert progress["describe"]("[8/8] c++ -c /x/build/units/rnn.cpp -o y\n", 10.0)[2] == "compiled 8/8: units/rnn.cpp"
+    assert progress["describe"]("g++ -shared\n", 1.0) is None
+
+    def build(*lines: str, status: int = 0) -> str:
+        command = [
+            sys.executable,
+            "-c",
+            f"import sys; print({'|'.join(lines)!r}.replace('|', chr(10))); sys.exit({status})",
+        ]
+        assert progress["run"](tmp_path / "build" / "log", command) == status
+        assert (tmp_path / "build" / "log").read_text().split("\n")[: len(lines)] == list(lines)
+        return capsys.readouterr().out
+
+    shown = build("weft: for the CPU alone", "[1/1] c++ -c csrc/a.cpp -o a.o -std=c++20")
+    assert (
+        shown.startswith("weft: for the CPU alone\ncompiled 1/1: csrc/a.cpp\nbuilt 1 files in 0 s;")
+        and "std" not in shown
+    )
+    assert "a.cpp:1: error: no" in build("[1/2] c++ -c csrc/b.cpp -o b.o", "a.cpp:1: error: no", status=3)
+    assert build("ninja: no work to do.") == ""
 
 
 def test_version_and_hints():
