@@ -1,11 +1,17 @@
-// linear_scan as the fit of its costs and tests see it.
+// The tree of a chain of CSR Jacobians as Python calls it; linear_scan as the fit of its costs and tests see it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <vector>
+
+#include "scan/chain/csr_tree.h"
+#include "sparse/python_first.h"
 #ifdef WEFT_WITH_CUDA
 #include "scan/linear/cuda/linear_scan.h"
 #endif
@@ -14,7 +20,33 @@ namespace py = pybind11;
 
 namespace weft::scan {
 
-void bind([[maybe_unused]] py::module_& m) {
+namespace {
+
+// None where Python has to look first.
+py::object tree_backward(const CsrTree& tree, py::handle grad, const std::vector<py::object>& values,
+                         const CsrTree::OfLevels& transposed) {
+  if (sparse::python_first() || sparse::python_first(grad)) return py::none();
+  for (const py::object& v : values) {
+    if (sparse::python_first(v)) return py::none();
+  }
+  std::vector<at::Tensor> given, found;
+  for (const py::object& v : values) given.push_back(THPVariable_Unpack(v.ptr()));
+  {
+    py::gil_scoped_release released;
+    found = tree.backward(THPVariable_Unpack(grad.ptr()), given, transposed);
+  }
+  return py::cast(std::move(found));
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+  py::class_<CsrTree>(m, "CsrTree")
+      .def(py::init<CsrTree::OfLevels, CsrTree::OfLevels>(), py::arg("patterns"), py::arg("plans"))
+      .def("backward",
+           torch::wrap_pybind_function(
+               [](const CsrTree& tree, py::handle grad, const std::vector<py::object>& values,
+                  const CsrTree::OfLevels& transposed) { return tree_backward(tree, grad, values, transposed); }));
 #ifdef WEFT_WITH_CUDA
   m.def(
       "linear_scan_expected",

@@ -1,16 +1,13 @@
 // Planned products as Python calls them: the op with patterns that do not change. By torch's own way from Python a list
 // of thirteen tensors takes more of the host than the rest of a small product.
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <vector>
 
-#include "common/autograd.h"
+#include "sparse/python_first.h"
 
 namespace py = pybind11;
 
@@ -21,13 +18,12 @@ class Product {
  public:
   explicit Product(std::vector<at::Tensor> patterns) : patterns_(std::move(patterns)) {}
 
-  // csr_matmul(patterns, x, y), through the dispatcher; None where Python has to look first: at subclasses and modes
-  // that override functions, transforms and forward-mode AD, and where y wants a gradient, which takes more patterns.
+  // csr_matmul(patterns, x, y), through the dispatcher; None where Python has to look first, and where y wants a
+  // gradient, which takes more patterns.
   py::object operator()(py::handle x, py::handle y) const {
-    if (!(THPVariable_CheckExact(x.ptr()) && THPVariable_CheckExact(y.ptr()))) return py::none();
+    if (python_first() || python_first(x) || python_first(y)) return py::none();
     const at::Tensor &a = THPVariable_Unpack(x.ptr()), &b = THPVariable_Unpack(y.ptr());
-    if (at::impl::torch_function_mode_enabled() || in_transform() || has_tangent(a) || has_tangent(b) || needs_grad(b))
-      return py::none();
+    if (needs_grad(b)) return py::none();
     static auto op = c10::Dispatcher::singleton()
                          .findSchemaOrThrow("weft::csr_matmul", "")
                          .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&)>();
@@ -40,10 +36,6 @@ class Product {
   }
 
  private:
-  static bool in_transform() {
-    return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-  }
-
   std::vector<at::Tensor> patterns_;
 };
 

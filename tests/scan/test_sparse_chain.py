@@ -383,3 +383,21 @@ def test_what_is_no_chain_of_torchs_own_csr_tensors() -> None:
         chain_backward(grad, [dense[0].t().to_sparse_csr()])
     with pytest.raises(TypeError, match=r"jacobians\[0\] must be dense"):
         torch.ops.weft.chain_backward(grad, [dense[0].to_sparse_csr()])
+
+
+@device
+@schedules
+def test_what_python_has_to_see(device: str, schedule: str | int) -> None:
+    """Modes that override functions, transforms, forward-mode AD: the same numbers by single products."""
+    kinds = ["sparse", "diagonal", "sparse shared", "dense", "sparse"]
+    grad, jacobians = chain(2, [6, 7, 7, 5, 8, 4], kinds, device=device)
+    want = chain_backward(grad, jacobians, schedule)
+    with torch.overrides.BaseTorchFunctionMode():
+        for g, w in zip(chain_backward(grad, jacobians, schedule), want, strict=True):
+            assert_close(g, w, 1e-12)
+    shared = [J for J in jacobians if not isinstance(J, Tensor)][2:3]
+    start = torch.randn(2, 3, shared[0].shape[1], dtype=grad.dtype, device=device)
+    got = torch.func.vmap(lambda g: chain_backward(g, shared, schedule)[-1])(start)
+    assert_close(got.flatten(0, 1), chain_backward(start.flatten(0, 1), shared, schedule)[-1], 1e-12)
+    _, tangent = torch.func.jvp(lambda g: chain_backward(g, jacobians, schedule)[-1], (grad,), (grad,))
+    assert_close(tangent, want[-1], 1e-12)

@@ -25,6 +25,7 @@
 #include <utility>
 
 #include "common/check.h"
+#include "scan/chain/tree.h"
 
 namespace weft::scan {
 namespace {
@@ -173,40 +174,28 @@ std::vector<at::Tensor> apply_all(const std::vector<Node>& nodes, const std::vec
   return results;
 }
 
-// The gradients as columns (B, n_k, 1), all but the given one, by `levels` levels of the tree.
-std::vector<at::Tensor> by_tree(const at::Tensor& start, std::vector<Node> leaves, int64_t levels) {
-  std::vector<std::vector<Node>> tree = {std::move(leaves)};
-  // Up-sweep. The last node of a level leads to nothing that lies after it: its product is never formed.
-  for (int64_t level = 0; level < levels && tree.back().size() > 1; ++level) {
-    const auto& below = tree.back();
-    std::vector<Node> later, earlier;
-    for (size_t i = 0; i + 2 < below.size(); i += 2) {
-      auto scaled = [](const Node& node) { return node.exponent.defined() ? node : normalise(node); };
-      earlier.push_back(scaled(below[i]));
-      later.push_back(scaled(below[i + 1]));
+// What the tree is made of here. Vectors are columns (B, n, 1).
+struct DenseNodes {
+  using Node = scan::Node;
+  using Vector = at::Tensor;
+
+  std::vector<Node> compose(size_t, std::vector<Node> later, std::vector<Node> earlier) const {
+    for (auto* nodes : {&later, &earlier}) {
+      for (Node& node : *nodes) {
+        if (!node.exponent.defined()) node = normalise(node);
+      }
     }
-    std::vector<Node> nodes = compose_all(later, earlier);
-    nodes.emplace_back();
-    tree.push_back(std::move(nodes));
+    return compose_all(later, earlier);
   }
-  // The middle: the gradient that enters each node of the top level.
-  std::vector<at::Tensor> entering = {start};
-  for (size_t i = 0; i + 1 < tree.back().size(); ++i) entering.push_back(apply(tree.back()[i], entering.back()));
-  // Down-sweep: a left child receives what its parent does, a right child what leaves its sibling.
-  const Node last = tree.front().back();
-  for (size_t level = tree.size() - 1; level-- > 0;) {
-    const auto& nodes = tree[level];
-    std::vector<Node> left;
-    for (size_t i = 0; i + 1 < nodes.size(); i += 2) left.push_back(nodes[i]);
-    const auto leaving = apply_all(left, {entering.begin(), entering.begin() + int64_t(left.size())});
-    std::vector<at::Tensor> below;
-    for (size_t i = 0; i < nodes.size(); ++i) below.push_back(i % 2 ? leaving[i / 2] : entering[i / 2]);
-    entering = std::move(below);
+  std::vector<Vector> apply(const std::vector<Node>& nodes, const std::vector<Vector>& x) const {
+    return apply_all(nodes, x);
   }
-  entering.push_back(apply(last, entering.back()));
-  entering.erase(entering.begin());
-  return entering;
-}
+  std::vector<Vector> apply_in_turn(const std::vector<Node>& nodes, Vector x) const {
+    std::vector<Vector> results;
+    for (const Node& node : nodes) results.push_back(x = scan::apply(node, x));
+    return results;
+  }
+};
 
 // From this many Jacobians of one square shape on, and up to this size, stacking them for linear_scan costs less than
 // the calls of one product after the other.
@@ -254,7 +243,8 @@ std::vector<at::Tensor> by_tree_of(const at::Tensor& grad, at::TensorList jacobi
   for (const at::Tensor& J : jacobians) {
     leaves.push_back({(J.dim() == 2 ? J.unsqueeze(0) : J).detach().to(accumulate(grad)), at::Tensor()});
   }
-  auto gradients = by_tree(grad.detach().to(accumulate(grad)).unsqueeze(-1), std::move(leaves), levels);
+  DenseNodes kind;
+  auto gradients = scan_tree(kind, std::move(leaves), grad.detach().to(accumulate(grad)).unsqueeze(-1), levels);
   for (at::Tensor& g : gradients) g = g.squeeze(-1).to(grad.scalar_type());
   return gradients;
 }

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _C
 from .._base import costs as gpu_costs
 from .._base.torch_private import differentiated_by_transform
 from .._sparse import BatchedCSR, MatmulPlan, Pattern, count_flops, full_pattern, planned
 from .schedule import SCHEDULES, levels_of
 
-_csr_chain = torch.ops.weft.csr_chain.default
 ALL_LEVELS = 63
 
 
@@ -87,7 +87,7 @@ class Tree:
         self.plans: list[list[MatmulPlan]] = []  # of each up-sweep level
         nodes: list[Pattern | None] = list(patterns)
         self.nodes = [nodes]  # patterns of every level; the last one above the leaves is never formed
-        self._links: tuple[list[Tensor], list[Tensor]] | None = None  # of the linear part, made when it first runs
+        self._core: _C.CsrTree | None = None  # made when it first runs
         while len(self.plans) < levels and len(nodes) > 1:
             # Products may be empty where two nodes are left: the level then only moves the last one.
             plans = [planned(nodes[i + 1], nodes[i]) for i in range(0, len(nodes) - 2, 2)]
@@ -142,48 +142,26 @@ class Tree:
 
     def run(self, grad: Tensor, matrices: Sequence[BatchedCSR]) -> list[Tensor]:
         """``grad`` (B, n_0); all gradients but ``grad``."""
-        values: list[list[BatchedCSR]] = [list(matrices)]
-        for plans in self.plans:
-            below = values[-1]
-            values.append([plan(below[2 * i + 1], below[2 * i]) for i, plan in enumerate(plans)])
-        entering = [grad]
-        if self.levels == 0:
-            return self._linear(grad, matrices)
-        entering += self._linear(grad, values[-1])
-        for level in range(self.levels - 1, -1, -1):
-            count = len(self.nodes[level])
-            left = [values[level][2 * i].mv(entering[i]) for i in range(count // 2)]
-            entering = [left[i // 2] if i % 2 else entering[i // 2] for i in range(count)]
-        return [*entering[1:], matrices[-1].mv(entering[-1])]
-
-    def _linear(self, grad: Tensor, matrices: Sequence[BatchedCSR]) -> list[Tensor]:
-        """Products of matrix and vector, one after the other: on CUDA one kernel for all of them."""
-        values = [J._values for J in matrices]
-        if not values:
+        if not matrices:
             return []
-        if torch.is_grad_enabled() and (grad.requires_grad or any(v.requires_grad for v in values)):
-            out = []
+        values = [J._values for J in matrices]
+        found = None
+        if not torch.compiler.is_compiling():
+            if self._core is None:
+                patterns = [[[] if p.diagonal else p.tensors for p in level if p is not None] for level in self.nodes]
+                self._core = _C.CsrTree(patterns, [[plan._patterns for plan in plans] for plans in self.plans])
+            graph = torch.is_grad_enabled() and (grad.requires_grad or any(v.requires_grad for v in values))
+            found = self._core.backward(grad, values, self._transposed() if graph else [])
+        if found is None:  # in graphs and transforms of torch one product after the other, with the same numbers
+            found = []
             for J in matrices:
                 grad = J.mv(grad)
-                out.append(grad)
-            return out
-        links = self._links
-        if links is None:
-            patterns = [J._pattern for J in matrices]
-            links = _links(patterns)
-            # What was converted is this call's: another stream, or a graph's replay, would not wait for it.
-            if len({p.crow.dtype for p in patterns if not p.diagonal}) <= 1:
-                self._links = links
-        return _csr_chain(grad, *links, values)
+                found.append(grad)
+        return found
 
-
-def _links(patterns: Sequence[Pattern]) -> tuple[list[Tensor], list[Tensor]]:
-    """crows and cols as csr_chain takes them: all of one dtype, empty for a diagonal."""
-    wide = any(p.crow.dtype == torch.int64 for p in patterns if not p.diagonal)
-    index = torch.int64 if wide else torch.int32
-    none = torch.empty(0, dtype=index, device=patterns[0].crow.device)
-    crows = [none if p.diagonal else p.crow.to(index) for p in patterns]
-    return crows, [none if p.diagonal else p.col.to(index) for p in patterns]
+    def _transposed(self) -> list[list[list[Tensor]]]:
+        """Of every node, for gradients."""
+        return [[[] if p.diagonal else p.transposed for p in level if p is not None] for level in self.nodes]
 
 
 # The trees of chains that have been seen, least recently used dropped first.
