@@ -52,10 +52,10 @@ std::optional<RecurrenceType> type_of(at::ScalarType type) {
   return std::nullopt;
 }
 
-const void* pointer(const OptionalTensor& t) {
+const void* data_of(const OptionalTensor& t) {
   return t && t->defined() && t->numel() > 0 ? t->const_data_ptr() : nullptr;
 }
-void* mutable_pointer(const Tensor& t) {
+void* mutable_data_of(const Tensor& t) {
   return t.defined() && t.numel() > 0 ? t.mutable_data_ptr() : nullptr;
 }
 
@@ -102,7 +102,7 @@ struct Launch {
   const void* keep(const OptionalTensor& t) {
     if (!t || !t->defined()) return nullptr;
     alive.push_back(t->contiguous());
-    return pointer(alive.back());
+    return data_of(alive.back());
   }
 
   Launch(const RnnArgs& a, const RnnSizes& s) {
@@ -174,9 +174,9 @@ RnnResults persistent_forward(const Way& way, const RnnArgs& args, const RnnSize
   a.x_stride = static_cast<int>(stride);
   a.x_direction = s.R * stride;
   a.output = r.output.mutable_data_ptr();
-  a.cells = mutable_pointer(r.cells);
+  a.cells = mutable_data_of(r.cells);
   a.h_n = r.h_n.mutable_data_ptr();
-  a.c_n = mutable_pointer(r.c_n);
+  a.c_n = mutable_data_of(r.c_n);
   a.save = keeps_gates;
   if (s.packed) launch.set_packed(packed_rows(rnn_steps(args, s), s, input.device()));
   if (recurrence->geometry->tier == Tier::kGrid) launch.set_exchange(r.output, s.D * s.H, s.H, 1, false, s);
@@ -221,8 +221,8 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
   const Tensor states = output.contiguous();
   a.output = const_cast<void*>(states.const_data_ptr());
   a.cells = const_cast<void*>(launch.keep(cells));
-  a.h_n = mutable_pointer(result[1]);
-  a.c_n = mutable_pointer(result[2]);
+  a.h_n = mutable_data_of(result[1]);
+  a.c_n = mutable_data_of(result[2]);
   a.grad_output = launch.keep(grads.output);
   a.grad_cells = launch.keep(grads.cells);
   a.grad_h_n = launch.keep(grads.h_n);

@@ -10,9 +10,9 @@
 namespace weft::sparse {
 namespace {
 
-at::Tensor values_cuda(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col, at::IntArrayRef kernel,
-                       at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                       at::IntArrayRef output) {
+at::Tensor pool_values_cuda(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col,
+                            at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
+                            at::IntArrayRef dilation, at::IntArrayRef output) {
   const c10::cuda::OptionalCUDAGuard guard(input.is_cuda() ? std::optional(input.device()) : std::nullopt);
   return max_pool_values_forward([](const MaxPool& m) { max_pool_values_cuda(m, at::cuda::getCurrentCUDAStream()); },
                                  input, crow, col, kernel, stride, padding, dilation, output);
@@ -21,7 +21,7 @@ at::Tensor values_cuda(const at::Tensor& input, const at::Tensor& crow, const at
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
-  m.impl("max_pool_values", values_cuda);
+  m.impl("max_pool_values", pool_values_cuda);
 }
 
 }  // namespace weft::sparse

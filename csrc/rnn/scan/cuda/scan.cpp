@@ -41,12 +41,12 @@ using at::Tensor;
 constexpr int64_t kMaxFusedInputs = 128;
 
 // A tensor that is as it should be does not go through the dispatcher; one that is not there stays so.
-Tensor in_type(const Tensor& t, at::ScalarType type) {
+Tensor contiguous_in(const Tensor& t, at::ScalarType type) {
   if (!t.defined()) return t;
   return t.scalar_type() == type ? t.contiguous() : t.to(type).contiguous();
 }
-Tensor in_type(const OptionalTensor& t, at::ScalarType type) {
-  return t ? in_type(*t, type) : Tensor();
+Tensor contiguous_in(const OptionalTensor& t, at::ScalarType type) {
+  return t ? contiguous_in(*t, type) : Tensor();
 }
 
 // One direction of a tensor with D in front, and of one whose columns are both directions'; what is not there stays so.
@@ -59,7 +59,7 @@ Tensor columns_of(const Tensor& t, const RnnSizes& s, int d) {
 
 // h0 and, of an lstm, c0 (D,B,H) in `compute`; zeros where they are not given.
 std::pair<Tensor, Tensor> initial_state(const RnnArgs& args, const RnnSizes& s, at::ScalarType compute) {
-  if (args.h0) return {in_type(*args.h0, compute), in_type(args.c0, compute)};
+  if (args.h0) return {contiguous_in(*args.h0, compute), contiguous_in(args.c0, compute)};
   const Tensor zeros = at::zeros({s.D, s.B, s.H}, args.input.options().dtype(compute));
   return {zeros, args.cell == Cell::kLstm ? zeros : Tensor()};
 }
@@ -297,13 +297,14 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
   const bool lstm = args.cell == Cell::kLstm;
   // Gates and cells come together.
   RnnResults r = allocate_rnn(args, s, keep_cells, save || (lstm && keep_cells), compute, compute);
-  const Tensor x = in_type(args.input, compute);
+  const Tensor x = contiguous_in(args.input, compute);
   const auto [h0, c0] = initial_state(args, s, compute);
   std::vector<Tensor> outputs, cells;  // of two directions
   for (int d = 0; d < s.D; ++d) {
     const RnnWeights w = rnn_weights(args, s, d);
-    const Tensor w_ih = in_type(w.w_ih, compute), w_hh = in_type(w.w_hh, compute), b_ih = in_type(w.b_ih, compute),
-                 b_hh = in_type(w.b_hh, compute), h = direction_of(h0, s, d), c = direction_of(c0, s, d);
+    const Tensor w_ih = contiguous_in(w.w_ih, compute), w_hh = contiguous_in(w.w_hh, compute),
+                 b_ih = contiguous_in(w.b_ih, compute), b_hh = contiguous_in(w.b_hh, compute),
+                 h = direction_of(h0, s, d), c = direction_of(c0, s, d);
     const ScanShape shape = shape_of(args, s, d);
     RnnResults own = r;
     if (s.D > 1) {
@@ -334,9 +335,9 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
     at::cat_out(r.output, outputs, 2);
     if (r.cells.dim() == 3) at::cat_out(r.cells, cells, 2);
   }
-  r.output = in_type(r.output, type);
-  r.h_n = in_type(r.h_n, type);
-  r.c_n = in_type(r.c_n, type);
+  r.output = contiguous_in(r.output, type);
+  r.h_n = contiguous_in(r.h_n, type);
+  r.c_n = contiguous_in(r.c_n, type);
   if (!save && r.gates.dim() == 3) r.gates = at::empty({0}, r.gates.options());
   return r;
 }
@@ -350,8 +351,8 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
   const bool lstm = args.cell == Cell::kLstm, bias = s.bias;
   const auto options = args.input.options().dtype(compute);
   const auto [h0, c0] = initial_state(args, s, compute);
-  const Tensor saved_gates = gates.contiguous(), arriving_h = in_type(given.h_n, compute),
-               arriving_c = in_type(given.c_n, compute), grad_h0 = at::empty({s.D, s.B, s.H}, options),
+  const Tensor saved_gates = gates.contiguous(), arriving_h = contiguous_in(given.h_n, compute),
+               arriving_c = contiguous_in(given.c_n, compute), grad_h0 = at::empty({s.D, s.B, s.H}, options),
                grad_c0 = lstm ? at::empty({s.D, s.B, s.H}, options) : Tensor();
   std::vector<Tensor> result(output_mask.size());
   for (int d = 0; d < s.D; ++d) {
@@ -365,10 +366,10 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
                        bias && output_mask[first + 3]};
     const RnnWeights weights = rnn_weights(args, s, d);
     const ScanShape shape = shape_of(args, s, d);
-    const Tensor state = direction_of(h0, s, d), w = in_type(weights.w_hh, compute),
-                 own_output = columns_of(output, s, d), saved_output = in_type(own_output, compute),
+    const Tensor state = direction_of(h0, s, d), w = contiguous_in(weights.w_hh, compute),
+                 own_output = columns_of(output, s, d), saved_output = contiguous_in(own_output, compute),
                  saved_cells = columns_of(cells, s, d).contiguous(),
-                 arriving = in_type(columns_of(or_undefined(given.output), s, d), compute);
+                 arriving = contiguous_in(columns_of(or_undefined(given.output), s, d), compute);
     // What the kernels make of dgates. The rest are GEMMs.
     const bool small = warp_holds(s) && compute == at::kFloat, narrow = s.I <= kMaxFusedInputs;
     const bool input_here = small && narrow && mask[0], w_ih_here = small && narrow && mask[3],
@@ -393,13 +394,13 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
                                                    workspace);
 
     const Tensor given_state =
-        !by_gemm[4] || args.h0 ? direction_of(or_undefined(args.h0), s, d) : in_type(state, type);
+        !by_gemm[4] || args.h0 ? direction_of(or_undefined(args.h0), s, d) : contiguous_in(state, type);
     Gradients grads = gradients_by_products(dgates, args, s, d, weights, given_state, own_output, by_gemm);
     if (input_here || parameters_here) {
       const int64_t rows = s.G * s.H;
       auto wanted = [&](bool asked, at::IntArrayRef sizes) { return asked ? at::empty(sizes, options) : Tensor(); };
-      const Tensor x = w_ih_here ? in_type(args.input, compute) : Tensor(),
-                   w_in = input_here ? in_type(weights.w_ih, compute) : Tensor();
+      const Tensor x = w_ih_here ? contiguous_in(args.input, compute) : Tensor(),
+                   w_in = input_here ? contiguous_in(weights.w_ih, compute) : Tensor();
       const Tensor d_input = wanted(input_here, {s.T, s.B, s.I}), d_w_ih = wanted(w_ih_here, {rows, s.I}),
                    d_w_hh = wanted(mask[4], {rows, s.H}), d_b_ih = wanted(mask[5], {rows}),
                    d_b_hh = wanted(mask[6], {rows});
@@ -417,7 +418,7 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
                                         workspace.data_ptr()};
       scan_gradients(shape, kernel, c10::cuda::getCurrentCUDAStream());
       auto put = [&](Tensor& grad, const Tensor& found) {
-        if (found.defined()) grad = in_type(found, type);
+        if (found.defined()) grad = contiguous_in(found, type);
       };
       put(grads[0], d_input);
       put(grads[3], d_w_ih);
@@ -428,8 +429,8 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
     if (mask[0]) result[0] = d == 0 ? grads[0] : result[0].add_(grads[0]);
     for (size_t i = 0; i < (bias ? 4 : 2); ++i) result[first + i] = grads[3 + i];
   }
-  if (output_mask[1] && args.h0) result[1] = in_type(grad_h0, type);
-  if (output_mask[2] && args.c0) result[2] = in_type(grad_c0, type);
+  if (output_mask[1] && args.h0) result[1] = contiguous_in(grad_h0, type);
+  if (output_mask[2] && args.c0) result[2] = contiguous_in(grad_c0, type);
   // An op's results are tensors; empty ones are only made for those that are missing, each costs two microseconds.
   for (Tensor& t : result) {
     if (!t.defined()) t = at::empty({0}, args.input.options());
