@@ -13,7 +13,9 @@ Source: BPPSA (Wang, Bai, Pekhimenko, "Scaling back-propagation by parallel scan
 from __future__ import annotations
 
 from . import _ops  # noqa: F401  loads torch.ops.weft
+from ._distributed.chain import chain_backward
 from ._distributed.costs import Exchange, Link, Prediction, exchange, predict, slice_sizes
+from ._distributed.layers import shard_time
 from ._distributed.scan import linear_scan
 from ._distributed.slices import shard, unshard
 
@@ -21,10 +23,12 @@ __all__ = [
     "Exchange",
     "Link",
     "Prediction",
+    "chain_backward",
     "exchange",
     "linear_scan",
     "predict",
     "shard",
+    "shard_time",
     "slice_sizes",
     "unshard",
 ]

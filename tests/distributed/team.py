@@ -54,9 +54,13 @@ class Team:
                 self.stop()
                 raise TimeoutError(f"rank {rank} of {function.__name__} does not answer")
             answers.append(pipe.recv())
-        for rank, (done, value) in enumerate(answers):
-            if not done:
-                raise AssertionError(f"rank {rank} of {function.__name__}:\n{value}")
+        failed = [
+            f"rank {rank} of {function.__name__}:\n{value}" for rank, (done, value) in enumerate(answers) if not done
+        ]
+        if failed:
+            self.stop()  # the others may be somewhere else
+            # Those that another one left alone say little.
+            raise AssertionError(min(failed, key=lambda text: "gloo" in text or "_c10d" in text or "timeout" in text))
         return [value for _, value in answers]
 
 

@@ -27,6 +27,11 @@ class Ranks:
     rank: int
     size: int
 
+    @property
+    def device(self) -> torch.device:
+        """One from which the group sends."""
+        return torch.device("cpu")
+
     def gather(self, x: Tensor) -> Tensor:
         """``(size, *x.shape)``: x of every rank, in order of rank. All have the same shape."""
         raise NotImplementedError
@@ -51,6 +56,15 @@ class GroupRanks(Ranks):
     rank: int
     size: int
 
+    @property
+    def _devices(self) -> list[str]:
+        # "cpu:gloo,cuda:nccl"
+        return [part.partition(":")[0] for part in str(dist.get_backend_config(group_named(self.name))).split(",")]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu" if "cpu" in self._devices else self._devices[0])
+
     def gather(self, x: Tensor) -> Tensor:
         if self.size == 1:
             return x.unsqueeze(0)
@@ -73,11 +87,9 @@ class GroupRanks(Ranks):
     def check_device(self, op: str, x: Tensor) -> None:
         if torch.compiler.is_compiling():
             return
-        # "cpu:gloo,cuda:nccl"
-        devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group_named(self.name))).split(",")]
-        if x.device.type not in devices:
+        if x.device.type not in self._devices:
             raise RuntimeError(
-                f"{op}: the group's backend takes tensors on {' or '.join(devices)}, got one on {x.device}"
+                f"{op}: the group's backend takes tensors on {' or '.join(self._devices)}, got one on {x.device}"
             )
 
 

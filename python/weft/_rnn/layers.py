@@ -11,10 +11,12 @@ from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 from torch.nn.utils.rnn import PackedSequence
 
+from .._base.over_ranks import TakesSlices
 from .._base.torch_private import in_torchscript_trace, in_transform, onnx_exporting
 from . import calls, runs
 from .dropin.shown_class import own_class, shown_class
 from .select import choice
+from .slices import run_slice
 
 __all__ = ["GRU", "LSTM", "RNN"]
 
@@ -29,7 +31,7 @@ def leaf(module: torch.nn.Module, input: Proxy, hx: Any) -> Proxy:
     return input.tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
 
 
-class _Layer(torch.nn.RNNBase):
+class _Layer(TakesSlices, torch.nn.RNNBase):
     """What the three layers share."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [
@@ -109,6 +111,8 @@ class _Layer(torch.nn.RNNBase):
 
     def _forward(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
         """``output, final`` or, with return_cells, ``output, final, cells``."""
+        if self._over_ranks is not None:
+            return run_slice(self, self._over_ranks, input, state)
         name = calls.choose_at_once(self, input, state)
         if name is not None:
             return runs.run_at_once(self, name, input, state)

@@ -15,7 +15,7 @@ from . import projection, reference
 from .calls import CELLS, Call
 from .dropin import torch_rnn
 
-__all__ = ["Result", "run", "run_at_once"]
+__all__ = ["Result", "in_one_dtype", "run", "run_at_once"]
 
 _rnn = torch.ops.weft.rnn.default
 
@@ -133,7 +133,7 @@ def _run_weft(layer: RNNBase, call: Call, backward: str) -> Result:
 
 
 def _run_layers(layer: RNNBase, call: Call, backward: str) -> Result:
-    input, state, weights, cell = _in_one_dtype(call)
+    input, state, weights, cell = in_one_dtype(call)
     lstm = cell == "lstm"
     rows = 2 if layer.bidirectional else 1
     stride = len(weights) // layer.num_layers
@@ -159,7 +159,7 @@ def _run_layers(layer: RNNBase, call: Call, backward: str) -> Result:
     return Result(input, final, cells.to(call.dtypes[1]) if layer.return_cells else None)
 
 
-def _in_one_dtype(call: Call) -> tuple[Tensor, tuple[Tensor, ...] | None, list[Tensor], str]:
+def in_one_dtype(call: Call) -> tuple[Tensor, tuple[Tensor, ...] | None, list[Tensor], str]:
     """Input, state and weights in the dtype that torch's layer runs in here, and the cell."""
     input, state, weights = call.input, call.state, call.weights
     if call.autocast is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._base.over_ranks import TakesSlices
 from .chain import check_tensor
 from .linear import linear_scan
 
@@ -27,7 +28,15 @@ def _check_size(name: str, argument: str, size: object) -> None:
         raise ValueError(f"{name}: {argument} must be positive, got {size}")
 
 
-class _ScanLayer(nn.Module):
+def _scanned(A: Tensor, b: Tensor, h_0: Tensor | None) -> tuple[Tensor, Tensor]:
+    """All states, and the last."""
+    states = linear_scan(A, b, h_0)
+    if states.size(0):
+        return states, states[-1].clone()  # not a view: that would hold all states
+    return states, b.new_zeros(b.shape[1:]) if h_0 is None else h_0.clone()
+
+
+class _ScanLayer(TakesSlices, nn.Module):
     """What the layers share: layouts and the state."""
 
     input_size: int
@@ -65,6 +74,9 @@ class _ScanLayer(nn.Module):
             )
         x = input if batched else input.unsqueeze(batch)
         A, b, dtype = self._terms(x.transpose(0, 1) if self.batch_first else x)
+        ranks = self._over_ranks
+        if ranks is not None and not ranks.reads(h_0):
+            h_0 = None
         if h_0 is not None:
             check_tensor(name, "h_0", h_0)
             shape = b.shape[1:] if batched else b.shape[2:]
@@ -75,11 +87,7 @@ class _ScanLayer(nn.Module):
             if h_0.dtype != b.dtype:
                 raise TypeError(f"{name}: h_0 must be {b.dtype}, as the states are, got {h_0.dtype}")
             h_0 = h_0.expand(b.shape[1:])
-        states = linear_scan(A, b, h_0)
-        if states.size(0):
-            h_n = states[-1].clone()  # not a view: that would hold all states
-        else:
-            h_n = b.new_zeros(b.shape[1:]) if h_0 is None else h_0.clone()
+        states, h_n = _scanned(A, b, h_0) if ranks is None else ranks.scan(name, A, b, h_0)
         output = states.to(dtype)
         if self.batch_first:
             output = output.transpose(0, 1)

@@ -1,0 +1,98 @@
+"""shard_time: layers that take slices of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._base.over_ranks import TakesSlices
+from .group import Ranks, check_alike, ranks_of
+from .recurrent import Direction, walk_slices
+from .scan import scan_slice
+
+__all__ = ["shard_time"]
+
+
+def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
+    """Makes the recurrent layers inside a module take slices of time, in place.
+
+    Every :class:`weft.nn.MinGRU`, :class:`~weft.nn.MinLSTM`, :class:`~weft.nn.RGLRU`, :class:`~weft.nn.RNN`,
+    :class:`~weft.nn.GRU` and :class:`~weft.nn.LSTM` inside then takes and returns this rank's slice, in the order of
+    ranks. Slices may differ in length and be empty. `h_0` is the start of the whole, read on the first rank; `h_n` is
+    the end of the whole, on every rank. Dropout between layers draws for each slice.
+
+    Gradients are those of the sum of all ranks' losses, of parameters each rank's share: their sum over the group is
+    the gradient. MinGRU, MinLSTM and RGLRU exchange once each way. RNN, GRU and LSTM walk in rounds: nets that forget
+    within a slice take two, others one for each rank, in which case ranks save memory, not time.
+
+    Args:
+        module: any module; other layers inside, which do not look across time, stay as they are.
+        group: a ProcessGroup, a DeviceMesh of one dimension, or None for all ranks. False undoes.
+
+    Returns:
+        `module`. Its copies and pickles know no group; its state_dict is as before.
+
+    Raises:
+        TypeError: module is no module, or group is none.
+        ValueError: a mesh has several dimensions; inside is a torch.nn.RNN, GRU or LSTM, which
+            :func:`weft.accelerate` would replace, or an LSTM with projections. A layer raises it for a PackedSequence.
+        RuntimeError: torch.distributed is not initialised, or this process is not in the group.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"shard_time: module must be a torch.nn.Module, got {type(module).__name__}")
+    if group is False:
+        for _, layer in _layers(module):
+            vars(layer).pop("_over_ranks", None)
+        return module
+    over = OverRanks(ranks_of("shard_time", group))
+    for name, inside in module.named_modules():
+        where = f" {name!r}" if name else ""
+        if issubclass(type(inside), torch.nn.RNNBase) and not isinstance(inside, TakesSlices):
+            kind = type(inside).__name__
+            raise ValueError(
+                f"shard_time: the layer{where} is torch.nn.{kind}, which takes no slices; weft.accelerate(module) "
+                f"makes it a weft.nn.{kind}"
+            )
+        if isinstance(inside, TakesSlices) and getattr(inside, "proj_size", 0):
+            raise ValueError(f"shard_time: the layer{where} is an LSTM with projections, which takes no slices")
+    for _, layer in _layers(module):
+        layer._over_ranks = over
+    return module
+
+
+def _layers(module: torch.nn.Module) -> Iterator[tuple[str, TakesSlices]]:
+    return ((name, inside) for name, inside in module.named_modules() if isinstance(inside, TakesSlices))
+
+
+@dataclass(frozen=True)
+class OverRanks:
+    """How a layer runs whose input is this rank's slice."""
+
+    ranks: Ranks
+
+    def reads(self, state: Any) -> bool:
+        """Whether a state that was given is looked at here; its gradient elsewhere is zero."""
+        return self.ranks.rank == 0 or (isinstance(state, Tensor) and state.requires_grad)
+
+    def scan(self, name: str, A: Tensor, b: Tensor, h_0: Tensor | None) -> tuple[Tensor, Tensor]:
+        """All states of the slice, and the last of the whole."""
+        with torch.autocast(b.device.type, enabled=False):
+            dtype = torch.promote_types(A.dtype, b.dtype)
+            states, _, end = scan_slice(name, A.to(dtype), b.to(dtype), h_0, self.ranks, ends=True)
+        return states, end.to(states.dtype)
+
+    def check(self, name: str, B: int, H: int, input: Tensor) -> None:
+        """Before an RNN, GRU or LSTM exchanges anything; input is of the dtype that it runs in."""
+        check_alike(self.ranks, name, {"B": B, "H": H, "dtype": input.dtype})
+        self.ranks.check_device(name, input)
+
+    def walk(
+        self, cell: str, backward: str, reverse: bool, saves: bool, keeps_cells: bool, input: Tensor, state: Tensor,
+        weights: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """What :func:`walk_slices` returns."""
+        return walk_slices(Direction(self.ranks, cell, backward, reverse, saves, keeps_cells), input, state, weights)

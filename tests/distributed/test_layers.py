@@ -1,0 +1,288 @@
+"""Layers over slices of four ranks, beside the same on one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import weft
+import weft.distributed as wd
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.nn.utils.rnn import pack_sequence
+
+from tests.common import assert_close
+from tests.distributed.team import Team
+
+UNEVEN = [5, 1, 0, 7]
+LONG = [300, 200, 0, 400]
+
+
+def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
+    torch.manual_seed(3)
+    inputs = 6 if kind == "RGLRU" else 4
+    sizes = (6,) if kind == "RGLRU" else (inputs, 6)
+    return getattr(weft.nn, kind)(*sizes, dtype=dtype, **options)
+
+
+def states_of(layer: nn.Module, B: int, dtype: torch.dtype) -> Any:
+    if not isinstance(layer, nn.RNNBase):
+        return torch.randn(B, 6, dtype=dtype)
+    rows = layer.num_layers * (2 if layer.bidirectional else 1)
+    states = [torch.randn(rows, B, 6, dtype=dtype) for _ in range(2)]
+    return tuple(states) if layer.mode == "LSTM" else states[0]
+
+
+def leaves_of(state: Any) -> list[Tensor]:
+    return [] if state is None else [state] if isinstance(state, Tensor) else list(state)
+
+
+def final_of(result: tuple) -> list[Tensor]:
+    return leaves_of(result[1])
+
+
+def copied(state: Any) -> Any:
+    if state is None:
+        return None
+    if isinstance(state, Tensor):
+        return state.clone().requires_grad_()
+    return tuple(s.clone().requires_grad_() for s in state)
+
+
+def _beside_one_process(
+    rank: int, kind: str, options: dict, sizes: list[int], given: bool, dtype: torch.dtype, bound: float
+) -> None:
+    layer = make(kind, dtype, **options)
+    time, B = (1 if options.get("batch_first") else 0), 2
+    steps, features = sum(sizes), 6 if kind == "RGLRU" else 4
+    x = torch.randn((B, steps, features) if time else (steps, B, features), dtype=dtype)
+    state = states_of(layer, B, dtype) if given else None
+
+    def run(layer: nn.Module, x: Tensor, state: Any, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        result = layer(x, state)
+        results = [result[0], *final_of(result), *result[2:]]
+        return results, list(
+            torch.autograd.grad(
+                sum((r * w).sum() for r, w in zip(results, weights, strict=True)),
+                [x, *leaves_of(state), *layer.parameters()],
+            )
+        )
+
+    x.requires_grad_()
+    whole = layer(x, state)
+    weights = [torch.randn_like(r) for r in (whole[0], *final_of(whole), *whole[2:])]
+    want, want_grads = run(layer, x, copied(state), weights)
+
+    # The end's loss counts once, in parts on all ranks.
+    finals = len(final_of(whole))
+    shares = [0.1, 0.2, 0.3, 0.4]
+    own_weights = [w * shares[rank] if 0 < i <= finals else w.split(sizes, time)[rank] for i, w in enumerate(weights)]
+    own = x.detach().split(sizes, time)[rank].clone().requires_grad_()
+    start = copied(state)
+    if rank > 0 and start is not None:  # read on the first rank alone
+        for leaf in leaves_of(start):
+            leaf.data.fill_(0.5)
+    assert wd.shard_time(layer) is layer
+    got, got_grads = run(layer, own, start, own_weights)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert_close(g, w if 0 < i <= finals else w.split(sizes, time)[rank], bound)
+    assert_close(got_grads[0], want_grads[0].split(sizes, time)[rank], bound)
+    for g, w in zip(got_grads[1:], want_grads[1:], strict=True):
+        dist.all_reduce(g)
+        assert_close(g, w, bound)
+    wd.shard_time(layer, False)
+    assert torch.equal(layer(x, state)[0], whole[0])
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", ["MinGRU", "MinLSTM", "RGLRU"])
+def test_layers_that_are_linear_in_the_state(team: Team, kind: str, given: bool) -> None:
+    for options in ({}, {"batch_first": True}):
+        for sizes in (UNEVEN, [0, 0, 4, 0]):
+            team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-13)
+
+
+OPTIONS = [
+    {},
+    {"num_layers": 2, "batch_first": True},
+    {"bidirectional": True},
+    {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False},
+]
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_recurrent_layers(team: Team, kind: str, options: dict, given: bool) -> None:
+    for sizes in (UNEVEN, [3, 3, 3, 3]):
+        team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM"])
+def test_slices_that_forget(team: Team, kind: str) -> None:
+    options = {"bidirectional": True} | ({"return_cells": True} if kind == "LSTM" else {"nonlinearity": "relu"})
+    team.run(_beside_one_process, kind, options, LONG, True, torch.float32, 1e-5)
+    team.run(_beside_one_process, kind, options, LONG, True, torch.float64, 1e-12)
+
+
+def _rounds(rank: int, forgets: bool) -> int:
+    from tests.distributed.test_linear_scan import Counting
+
+    layer = make("RNN", torch.float32)
+    with torch.no_grad():
+        layer.weight_hh_l0.copy_(torch.eye(6) * (0.1 if forgets else 1.0))
+        if not forgets:
+            layer.nonlinearity, layer.mode = "relu", "RNN_RELU"
+    wd.shard_time(layer)
+    with Counting() as sent, torch.no_grad():
+        layer(torch.rand(80, 2, 4))
+    return len(sent)
+
+
+def test_rounds(team: Team) -> None:
+    assert set(team.run(_rounds, True)) == {2}, "a net that forgets walks, tells, looks again and is done"
+    assert set(team.run(_rounds, False)) == {4}, "else one round for each rank"
+
+
+def _unbatched(rank: int) -> None:
+    for kind in ("MinGRU", "GRU", "LSTM"):
+        layer = make(kind)
+        x = torch.randn(13, 4, dtype=torch.float64)
+        want = layer(x)
+        wd.shard_time(layer)
+        got = layer(x.split(UNEVEN)[rank])
+        assert_close(got[0], want[0].split(UNEVEN)[rank], 1e-13)
+        for g, w in zip(final_of(got), final_of(want), strict=True):
+            assert_close(g, w, 1e-13)
+
+
+def test_unbatched(team: Team) -> None:
+    team.run(_unbatched)
+
+
+def _half(rank: int) -> None:
+    for kind in ("MinGRU", "RGLRU", "GRU"):
+        layer = make(kind, torch.float32)
+        x = torch.randn(40, 2, 6 if kind == "RGLRU" else 4)
+        sizes = [10, 12, 8, 10]
+        for autocast in (True, False):
+            if not autocast:
+                layer, x = wd.shard_time(layer, False).bfloat16(), x.bfloat16()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                want = layer(x)
+                got = wd.shard_time(layer)(x.split(sizes)[rank])
+                wd.shard_time(layer, False)
+            assert got[0].dtype == want[0].dtype and got[1].dtype == want[1].dtype
+            assert_close(got[0], want[0].split(sizes)[rank], 2e-2)
+            assert_close(got[1], want[1], 2e-2)
+
+
+def test_half_precision(team: Team) -> None:
+    team.run(_half)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = weft.nn.MinGRU(4, 6)
+        self.second = weft.nn.GRU(6, 6, num_layers=2, dropout=0.0)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)[0])[0])
+
+
+def _trained(rank: int) -> None:
+    """Two data-parallel pairs, each with its own sequences, cut in time within the pair."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(5)
+    alone = Model().double()
+    model = copy.deepcopy(alone)
+    x = torch.randn(24, 4, 4, dtype=torch.float64)
+    y = torch.randint(3, (24, 4))
+    optimiser = torch.optim.SGD(alone.parameters(), 0.5)
+    losses = []
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(alone(x).flatten(0, 1), y.flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+
+    wd.shard_time(model, mesh["cp"])
+    wrapped = nn.parallel.DistributedDataParallel(model)  # over both dimensions
+    optimiser = torch.optim.SGD(model.parameters(), 0.5)
+    columns = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+    own_x, own_y = (wd.shard(t[:, columns], mesh["cp"]) for t in (x, y))
+    for want in losses:
+        # DDP's mean over all ranks of four parts of a mean over all elements.
+        out = wrapped(own_x)
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), own_y.flatten(), reduction="sum") / y.numel() * 4
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        total = loss.detach() / 4
+        dist.all_reduce(total)
+        assert abs(total.item() - want) < 1e-10
+    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_close(got, want, 1e-10)
+
+
+def test_training_equals_one_process(team: Team) -> None:
+    team.run(_trained)
+
+
+def _forgotten(rank: int) -> None:
+    model = Model()
+    names = list(model.state_dict())
+    wd.shard_time(model)
+    assert list(model.state_dict()) == names
+    x = torch.randn(5, 2, 4)
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)):
+        if rank == 0:  # alone: a copy knows no group
+            other(x)
+    wd.shard_time(model, False)
+    if rank == 1:
+        model(x)
+
+
+def test_copies_and_pickles_forget_the_group(team: Team) -> None:
+    team.run(_forgotten)
+
+
+def _refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"^shard_time: the layer 'a\.0' is torch\.nn\.GRU"):
+        wd.shard_time(nn.ModuleDict({"a": nn.Sequential(nn.GRU(2, 3))}))
+    with pytest.raises(TypeError, match=r"^shard_time: module must be a torch\.nn\.Module, got int"):
+        wd.shard_time(3)
+    with pytest.raises(TypeError, match=r"^shard_time: group must be"):
+        wd.shard_time(Model(), True)
+    layer = wd.shard_time(weft.nn.GRU(2, 3))
+    with pytest.raises(ValueError, match=r"^GRU: a layer over ranks takes no PackedSequence"):
+        layer(pack_sequence([torch.zeros(3, 2)]))
+    with pytest.raises(ValueError, match="projections"):
+        wd.shard_time(weft.nn.LSTM(2, 3, proj_size=2))
+
+
+def test_refused(team: Team) -> None:
+    team.run(_refused)
+
+
+def _twice_differentiated(rank: int) -> None:
+    layer = wd.shard_time(make("GRU"))
+    x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+def test_second_derivatives_are_refused_everywhere(team: Team) -> None:
+    team.run(_twice_differentiated)
