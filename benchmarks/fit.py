@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.fit [--minutes 15]`` measures on the GPU at hand and fits: layers by each algorithm into
 results/fit.csv, large products, the stages of the scans, sparse chains, and ways to lay the recurrence out. What it has
-no time to measure, could not, or does not (linear scans by batched products, the launches of scans in chunks) stays as
+no time to measure, could not, or does not (linear scans by batched products, limits of diagonal ones, the launches of scans in chunks) stays as
 it was: what the GPU's file says, or what the nearest GPU's says, scaled. A second run goes on with the layers where the
 first one stopped.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import time
@@ -46,6 +45,7 @@ from benchmarks.common import (
     read_rows,
     run_entries,
 )
+from benchmarks.costs_file import Tables, before, path_of, text_of
 from benchmarks.fitting import error, fit, rounded
 from benchmarks.layers import LayerCase, LayerStep, check_layers
 
@@ -71,9 +71,6 @@ GOES_WITH = {
 SCANS = (("rnn_tanh", 32), ("gru", 32), ("lstm", 32), ("rnn_tanh", 128), ("gru", 128), ("lstm", 64))
 """Cells and the largest H of each of their lines."""
 FILES = ("rnn", "scan", "scan_auto", "fit")
-
-Tables = dict[str, dict[str, Any]]
-"""The costs as a file has them."""
 
 
 class Row(NamedTuple):
@@ -385,43 +382,6 @@ def tables_of_geometries(timed: Sequence[geometries.Timed], tables: Tables) -> I
         needed = {n for n in constants if any(each.geometry.amounts[n] for each in some)}
         clock = {n: rounded(c) if n in needed else tables[name]["clock"][n] for n, c in constants.items()}
         yield name, {"from": words, "clock": clock}
-
-
-# --------------------------------------------------------------------------------------------------------------- files
-
-
-def before(gpu: Mapping[str, Any]) -> Tables:
-    """A GPU's tables as they are: its file's, or else the nearest GPU's, scaled."""
-    files = {facts["name"]: tables for facts, tables in map(gpu_costs.read, sorted(gpu_costs.FOLDER.glob("*.json")))}
-    if gpu["name"] in files:
-        return files[gpu["name"]]
-    measured_on, _, scaled = weft._C.costs_of(**gpu)
-
-    def numbers(table: str, name: str) -> Any:
-        found = [rounded(number) for number in scaled[table][name]]
-        return found if len(found) > 1 else found[0]
-
-    return {
-        table: {
-            kind: f"extrapolated from {measured_on}" if kind == "from" else {n: numbers(table, n) for n in value}
-            for kind, value in kinds.items()
-        }
-        for table, kinds in files[measured_on].items()
-    }
-
-
-def text_of(gpu: Mapping[str, Any], tables: Tables) -> str:
-    """The file: a line for every kind of a table's numbers."""
-    entries = []
-    for name, table in sorted(tables.items()):
-        kinds = [f'      "{kind}": {json.dumps(table[kind])}' for kind in ("from", "clock", "chip", "memory", "fixed")
-                 if kind in table]  # fmt: skip
-        entries.append(f'    "{name}": {{\n' + ",\n".join(kinds) + "\n    }")
-    return f'{{\n  "gpu": {json.dumps(dict(gpu))},\n  "costs": {{\n' + ",\n".join(entries) + "\n  }\n}\n"
-
-
-def path_of(gpu: Mapping[str, Any]) -> Path:
-    return gpu_costs.FOLDER / f"{'-'.join(gpu['name'].lower().split())}.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -31,6 +31,7 @@ from weft.sparse import (
 )
 from weft.sparse import transposed_jacobian as jacobian_of
 
+from benchmarks import costs_file
 from benchmarks.common import (
     RESULTS,
     Candidate,
@@ -546,10 +547,8 @@ def costs_table(found: dict[str, float]) -> dict[str, Any]:
 
 def write_costs(path: Path, found: dict[str, float]) -> None:
     """This GPU's costs with that table in place of the one that is known."""
-    from benchmarks import fit as costs  # which measures by this module
-
     gpu = weft._C.gpu_facts(torch.cuda.current_device())
-    path.write_text(costs.text_of(gpu, {**costs.before(gpu), COSTS: costs_table(found)}), encoding="utf-8")
+    path.write_text(costs_file.text_of(gpu, {**costs_file.before(gpu), COSTS: costs_table(found)}), encoding="utf-8")
 
 
 def table(device: str) -> Iterator[Entry]:

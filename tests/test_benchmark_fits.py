@@ -13,7 +13,7 @@ from weft._base import costs as gpu_costs
 from weft._rnn.select import choice, costs
 from weft._rnn.select.case import Case
 
-from benchmarks import common, fit, fitting, geometries, rnn, sparse, stages
+from benchmarks import common, costs_file, fit, fitting, geometries, rnn, sparse, stages
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_the_file_is_what_the_fit_writes(costed_rows, tmp_path, capsys):
     """What can be fitted to the rows is, and the rest is kept."""
     fit.main(["--results", "--output", str(tmp_path / "costs.json")])
     gpu, _ = gpu_costs.read(tmp_path / "costs.json")
-    assert (tmp_path / "costs.json").read_text() == fit.path_of(gpu).read_text()
+    assert (tmp_path / "costs.json").read_text() == costs_file.path_of(gpu).read_text()
     with pytest.raises(SystemExit, match="there is no file for NVIDIA None"):
         fit.main(["--results", "NVIDIA None"])
     if not torch.cuda.is_available():
@@ -117,7 +117,7 @@ def _fast_gpu_rows(scale: float) -> list[fit.Row]:
 
 def test_what_is_measured_is_enough_for_every_layers_table():
     """On a GPU without other rows; the numbers are found again, as far as the host does not cover them."""
-    _, before = gpu_costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    _, before = gpu_costs.read(costs_file.path_of({"name": "NVIDIA H200"}))
     tables = fit.fitted(_fast_gpu_rows(2.0), before)
     changed = {name for name in tables if tables[name] != before[name]}
     assert changed == {name for name in tables if name.startswith(("rnn.torch", "rnn.scan.", "rnn.scan_limits"))} | {
@@ -149,20 +149,20 @@ def test_limits_lose_least():
 
 def test_a_gpu_without_a_file_starts_from_the_nearest(tmp_path):
     gpu = {"name": "NVIDIA Half", "capability": 90, "multiprocessors": 66, "clock_mhz": 990.0, "bandwidth_gbs": 4917.0}
-    tables = fit.before(gpu)
-    _, h200 = gpu_costs.read(fit.path_of({"name": "NVIDIA H200"}))
-    assert tables.keys() == h200.keys() and fit.path_of(gpu).name == "nvidia-half.json"
+    tables = costs_file.before(gpu)
+    _, h200 = gpu_costs.read(costs_file.path_of({"name": "NVIDIA H200"}))
+    assert tables.keys() == h200.keys() and costs_file.path_of(gpu).name == "nvidia-half.json"
     assert tables["products"]["chip"]["half_teraflop"] == 4 * h200["products"]["chip"]["half_teraflop"]
     assert tables["rnn.host"]["fixed"] == h200["rnn.host"]["fixed"]
     assert tables["rnn.scan_warp.gru"]["from"] == "extrapolated from NVIDIA H200"
     path = tmp_path / "half.json"
-    path.write_text(fit.text_of(gpu, tables))
+    path.write_text(costs_file.text_of(gpu, tables))
     assert gpu_costs.read(path) == (gpu, tables)
 
 
 def test_stages_are_corrected():
     """By what the points tell of them; a stage that none has stays as it was."""
-    _, tables = gpu_costs.read(fit.path_of({"name": "NVIDIA H200"}))
+    _, tables = gpu_costs.read(costs_file.path_of({"name": "NVIDIA H200"}))
     generator, timed = random.Random(0), []
     for name in stages.NUMBERS:
         for _ in range(40):

@@ -12,7 +12,7 @@ from weft._base import costs as gpu_costs
 from weft._rnn.select import choice, costs, tuned
 from weft._rnn.select.case import Case
 
-from benchmarks import common, fit, layers, rnn, scan, stages
+from benchmarks import common, costs_file, fit, layers, rnn, scan, stages
 from tests import emulated
 from tests.rnn.planner import Planner
 
@@ -24,7 +24,7 @@ H200 = {"name": "NVIDIA H200", "capability": 90, "multiprocessors": 132, "clock_
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_file_is_whole(path):
     gpu, tables = gpu_costs.read(path)
-    assert set(gpu) == set(H200) and path == fit.path_of(gpu)
+    assert set(gpu) == set(H200) and path == costs_file.path_of(gpu)
     assert set(tables) == set(gpu_costs.reference().tables)
     for name, table in tables.items():
         assert table.keys() <= KINDS and table["from"], name
@@ -34,7 +34,7 @@ def test_a_file_is_whole(path):
         # Of every padded H.
         if "warp." in name and name != "scan.warp":
             assert all(len(values) == 5 for kind in table.keys() - {"from"} for values in table[kind].values())
-    assert path.read_text() == fit.text_of(gpu, tables)
+    assert path.read_text() == costs_file.text_of(gpu, tables)
 
 
 def costs_of(**gpu) -> gpu_costs.Costs:
