@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.fit [--minutes 15]`` measures on the GPU at hand and fits: layers by each algorithm into
 results/fit.csv, large products, the stages of the scans, sparse chains, and ways to lay the recurrence out. What it has
-no time to measure, could not, or does not (linear scans by batched products, limits of diagonal ones, the launches of scans in chunks) stays as
-it was: what the GPU's file says, or what the nearest GPU's says, scaled. A second run goes on with the layers where the
-first one stopped.
+no time to measure, could not, or does not (linear scans by batched products, the limits of diagonal ones, the launches
+of scans in chunks) stays as it was: what the GPU's file says, or what the nearest GPU's says, scaled. A second run goes
+on with the layers where the first one stopped.
 
 ``python -m benchmarks.fit --results [GPU]`` fits to the rows of benchmarks/results alone and needs no GPU.
 

@@ -16,8 +16,8 @@ from tests.scan.samples import LinearScan as Sample
 pytestmark = pytest.mark.cuda
 
 
-# csrc/scan/linear/cuda/diagonal.cu chooses by the size of the device: it walks where T is up to 1024 or a step
-# has 96 bytes per multiprocessor, and takes the kernel for many warps from 64 channels per multiprocessor on.
+# csrc/scan/linear/cuda/diagonal.cu chooses by the costs of the device. On an H200 it walks where T is up to 1024 or a
+# step has 96 bytes per multiprocessor, and takes the kernel for many warps from 64 channels per multiprocessor on.
 SMS = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132
 
 SAMPLES = [

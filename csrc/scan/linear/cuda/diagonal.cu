@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "common/cuda/device_costs.h"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "scan/linear/cuda/diagonal_tiles.cuh"
@@ -12,15 +13,24 @@
 namespace weft::scan {
 namespace {
 
-// Thresholds. A walk takes 13 to 24 ns per step of an H200 however little a step reads. So it keeps up with the memory
-// where a step of all channels has so many bytes per SM, and what it loses on less a short T does not notice.
-constexpr int64_t kWalkBytesPerSm = 96;
-constexpr int64_t kWalkT = 1024;
-constexpr int64_t kManyWarpsPerSm = 2;
+// What a GPU's costs say of the two ways, per SM.
+struct DiagonalCosts {
+  // A step of a walk takes a time of its own, however little it reads. So a walk keeps up with the memory where a step
+  // of all channels has so many bytes, and what it loses on less a T of up to walk_steps does not notice.
+  int64_t walk_bytes, walk_steps;
+  int64_t many_warps;  // from which a walk has the kernel for many
+  int64_t tiles;       // fewer make the strands of a tile shorter
+
+  explicit DiagonalCosts(const costs::Costs& all) {
+    const costs::Table& of = all.table("scan.linear_diagonal");
+    walk_bytes = int64_t(of("walk_bytes")), walk_steps = int64_t(of("walk_steps"));
+    many_warps = int64_t(of("many_warps")), tiles = int64_t(of("tiles"));
+  }
+};
+
 // Steps of a strand: as many as the shared memory has room for, but no fewer than kLeastSteps, to which they also
-// shrink where there would be fewer tiles per SM.
+// shrink where there would be too few tiles.
 constexpr int kMostSteps = 64, kLeastSteps = 4;
-constexpr int64_t kTilesPerSm = 6;
 
 template <typename T, bool kGradients, bool kMany>
 __global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ DiagonalGradients g, int64_t slabs_per_row) {
@@ -91,8 +101,9 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(S::kTileStrands) * steps); };
   auto shared_bytes = [&](int steps, int slots) { return tile_shared_bytes<T>(steps, kGradients, slots); };
   int steps = kMostSteps;
-  while (steps > 1 && (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
-                       (steps > kLeastSteps && tiles.slabs * chunks(steps) < kTilesPerSm * sms))) {
+  while (steps > 1 &&
+         (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
+          (steps > kLeastSteps && tiles.slabs * chunks(steps) < costs_here<DiagonalCosts>().tiles * sms))) {
     --steps;
   }
   // As even as can be; a short T is one chunk of a few steps per strand.
@@ -134,10 +145,11 @@ void run(DiagonalGradients g, const Workspace& workspace, cudaStream_t stream) {
   const LinearScan& s = g.scan;
   const bool pieces = in_pieces(g, sizeof(T));
   const int64_t sms = device_limits().sm_count, warps = s.B * ceil_div(s.H, int64_t(32));
-  const bool wide = s.B * s.H * int64_t(sizeof(T)) >= kWalkBytesPerSm * sms;
-  if (!pieces || !(wide || s.T <= kWalkT)) {
+  const DiagonalCosts& costs = costs_here<DiagonalCosts>();
+  const bool wide = s.B * s.H * int64_t(sizeof(T)) >= costs.walk_bytes * sms;
+  if (!pieces || !(wide || s.T <= costs.walk_steps)) {
     tile<T, kGradients>(g, pieces, workspace, stream);
-  } else if (warps > kManyWarpsPerSm * sms) {
+  } else if (warps > costs.many_warps * sms) {
     walk<T, kGradients, true>(g, stream);
   } else {
     walk<T, kGradients, false>(g, stream);
