@@ -226,3 +226,17 @@ def test_listops_refuses_what_cannot_be():
     for wrong in ({"count": -1}, {"count": 1, "max_depth": 0}, {"count": 1, "max_arity": 1}):
         with pytest.raises(ValueError, match="listops"):
             listops(**wrong)
+
+
+def test_tagged_sentences(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes("The|O Mad|I-ORG a|b|X\t\N{NO-BREAK SPACE}c|Y\r\n\n|||Z\n".encode())
+    assert weft.data.tagged(path) == [
+        weft.data.Sentence(["The", "Mad", "a|b", "\N{NO-BREAK SPACE}c"], ["O", "I-ORG", "X", "Y"]),
+        weft.data.Sentence(["||"], ["Z"]),
+    ]
+    path.write_text("a|B\n\nc|D e\n")
+    with pytest.raises(ValueError, match=r"weft\.data\.tagged: .*: line 3: 'e' has no tag"):
+        weft.data.tagged(str(path))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        weft.data.Sentence(["a"], ["B"]).words = []

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Tree", "Vocabulary", "listops", "python_asts", "python_docs", "split", "sst"]
+__all__ = ["Sentence", "Tree", "Vocabulary", "listops", "python_asts", "python_docs", "split", "sst", "tagged"]
 
 
 def python_docs() -> str:
@@ -175,6 +175,40 @@ def _bracketed(tokens: list[str], where: str) -> Tree:
     if opened:
         raise ValueError(f"{where}{len(opened)} brackets are not closed")
     return tree
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """A sentence with a tag for each word.
+
+    Attributes:
+        words: as they stand in the text.
+        tags: one for each word.
+    """
+
+    words: list[str]
+    tags: list[str]
+
+
+def tagged(path: str | os.PathLike[str]) -> list[Sentence]:
+    """Sentences of tagged words, a sentence in each line: ``The|O Mad|I-ORG Capsule|I-ORG``, as WikiNER has them.
+
+    The tag follows the last ``|`` of a word. The file is UTF-8; only space, tab, CR and LF separate. Empty lines are
+    skipped.
+
+    Raises:
+        ValueError: a word has no tag; the message says in which line, counted from 1.
+    """
+    with open(path, encoding="utf-8", newline="\n") as file:
+        sentences = []
+        for number, line in enumerate(file, 1):
+            found = [token.rpartition("|") for token in re.findall(r"[^ \t\r\n]+", line)]
+            for word, bar, rest in found:
+                if not bar:
+                    raise ValueError(f"weft.data.tagged: {os.fspath(path)}: line {number}: {word or rest!r} has no tag")
+            if found:
+                sentences.append(Sentence([word for word, _, _ in found], [tag for _, _, tag in found]))
+        return sentences
 
 
 _MODULES = (

@@ -142,3 +142,48 @@ def test_parameters_and_initialisation():
     ]
     assert sorted(models.TreeFC(H).state_dict()) == ["U.bias", "U.weight"]
     assert sorted(models.ChainLSTM(X, H).state_dict()) == ["U.weight", "W.bias", "W.weight"]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_bilstm_tagger(executor):
+    """The tags of each sentence are those of two loops over its words."""
+    torch.manual_seed(0)
+    lengths, X, H = [4, 1, 6], 3, 5
+    m = models.BiLSTMTagger(X, H, num_tags=7, mlp_size=2)
+    graphs = m.graphs(lengths)
+    assert graphs.num_graphs == 3 and graphs.num_vertices == 3 * sum(lengths) and graphs.num_slots == 2
+    assert graphs[1].types == ("fw", "bw", "tag") and graphs[0].types[:4] == ("fw",) * 4
+    x = torch.randn(graphs.num_vertices, X, requires_grad=True)
+    out = m(graphs, x, executor=executor)
+    assert weft.explain(m, graphs, x, executor=executor).executor == executor
+    assert {name: tuple(p.shape) for name, p in m["tag"].named_parameters()} == {
+        "M.weight": (2, 2 * H), "M.bias": (2,), "T.weight": (7, 2), "T.bias": (7,)
+    }  # fmt: skip
+
+    def run(lstm, rows):
+        h, c, found = torch.zeros(H), torch.zeros(H), []
+        for row in rows:
+            i, f, g, o = (lstm.W(row) + lstm.U(h)).chunk(4)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            found.append(h)
+        return found
+
+    wanted, first = [], 0
+    for n in lengths:
+        fw = run(m["fw"], x[first : first + n])
+        bw = run(m["bw"], x[first + n : first + 2 * n].flip(0))[::-1]
+        rows = [m["tag"].T(torch.tanh(m["tag"].M(torch.cat(pair)))) for pair in zip(fw, bw, strict=True)]
+        wanted += [torch.zeros(2 * n, 7), torch.stack(rows)]
+        first += 3 * n
+    want = torch.cat(wanted)
+    assert relative_error(out, want) < 1e-5
+    grad = torch.randn_like(want)
+    for got, expected in zip(
+        torch.autograd.grad(out, [x, *m.parameters()], grad),
+        torch.autograd.grad(want, [x, *m.parameters()], grad),
+        strict=True,
+    ):
+        assert relative_error(got, expected) < 1e-4
+    with pytest.raises(ValueError, match="the length must be positive"):
+        m.graphs([2, 0])

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "vertex/bindings/readers.h"
 #include "vertex/graph/graphs.h"
@@ -84,24 +85,35 @@ Graphs from_parents(const py::object& parents, const py::object& slots) {
   return builder.finish();
 }
 
-Graphs from_edges(const py::object& edges, const py::object& num_vertices) {
-  const std::string op = "Graphs.from_edges";
+// `op` begins the messages: other readers end here, too.
+Graphs from_edges(const py::object& edges, const py::object& num_vertices, const std::string& op) {
   GraphsBuilder builder(op);
   const auto graphs = entries(edges, op, "edges");
   const int64_t n = static_cast<int64_t>(graphs.size());
   const auto sizes = entries(num_vertices, builder, op, "num_vertices", n);
   std::vector<int64_t> values;
+  bool warned = false;
   for (int64_t g = 0; g < n; ++g) {
     values.clear();
     const int64_t size = read_index(sizes[g].ptr(), {builder, g});
     int64_t columns = 0;
     const auto refuse = [&](const std::string& got) {
-      throw py::value_error(builder.where(g) + "edges must have shape (edges, 2) or (edges, 3), got " + got);
+      throw py::value_error(builder.where(g) + "edges must have shape (edges, 2) or (edges, 3), got " + got +
+                            "; Graphs.from_edge_index takes shape (2, edges)");
     };
     if (const auto shape = read_array(graphs[g].ptr(), Where{builder, g}, values)) {
       const bool empty = shape->size() == 1 && (*shape)[0] == 0;
       if (!empty && (shape->size() != 2 || ((*shape)[1] != 2 && (*shape)[1] != 3))) refuse(text(*shape));
       columns = empty ? 2 : (*shape)[1];
+      if (!empty && (*shape)[0] == 2 && !std::exchange(warned, true) &&
+          PyErr_WarnEx(
+              PyExc_UserWarning,
+              (builder.where(g) + "edges of shape " + text(*shape) + " are read as 2 rows (child, parent" +
+               (columns == 3 ? ", slot" : "") + "); for an edge_index of shape (2, edges) call Graphs.from_edge_index")
+                  .c_str(),
+              2) != 0) {
+        throw py::error_already_set();
+      }
     } else {
       for_each(graphs[g].ptr(), builder.where(g) + "edges must be a sequence of rows, got ",
                [&](PyObject* row, int64_t e) {
@@ -117,6 +129,54 @@ Graphs from_edges(const py::object& edges, const py::object& num_vertices) {
       if (values.empty()) columns = 2;
     }
     builder.add_edges(values, static_cast<int>(columns), size);
+  }
+  return builder.finish();
+}
+
+Graphs from_edge_index(const py::object& edge_index, const py::object& num_vertices, const std::string& op) {
+  GraphsBuilder builder(op);
+  const auto graphs = entries(edge_index, op, "edge_index");
+  const int64_t n = static_cast<int64_t>(graphs.size());
+  const auto sizes = entries(num_vertices, builder, op, "num_vertices", n);
+  std::vector<int64_t> values, rows;
+  for (int64_t g = 0; g < n; ++g) {
+    values.clear();
+    const int64_t size = read_index(sizes[g].ptr(), {builder, g});
+    const auto refuse = [&](const std::string& got) {
+      throw py::value_error(builder.where(g) + "edge_index must have shape (2, edges), row 0 the children and row 1 " +
+                            "the parents, got " + got + "; Graphs.from_edges takes shape (edges, 2)");
+    };
+    if (const auto shape = read_array(graphs[g].ptr(), Where{builder, g}, values)) {
+      if (shape->size() != 2 || (*shape)[0] != 2) refuse(text(*shape));
+    } else {
+      std::vector<int64_t> lengths;
+      for_each(graphs[g].ptr(), builder.where(g) + "edge_index must be a tensor, an array or two rows, got ",
+               [&](PyObject* row, int64_t) {
+                 const size_t before = values.size();
+                 read_row(row, {builder, g}, "a row of edge_index", values);
+                 lengths.push_back(static_cast<int64_t>(values.size() - before));
+               });
+      if (lengths.size() != 2 || lengths[0] != lengths[1]) {
+        refuse(std::to_string(lengths.size()) + " rows" + (lengths.size() == 2 ? " of different lengths" : ""));
+      }
+    }
+    const size_t edges = values.size() / 2;
+    rows.resize(values.size());
+    for (size_t e = 0; e < edges; ++e) {
+      rows[2 * e] = values[e];
+      rows[2 * e + 1] = values[edges + e];
+    }
+    builder.add_edges(rows, 2, size);
+  }
+  return builder.finish();
+}
+
+Graphs pyramid(const py::object& lengths) {
+  const std::string op = "Graphs.pyramid";
+  GraphsBuilder builder(op);
+  const auto rows = entries(lengths, op, "lengths");
+  for (size_t g = 0; g < rows.size(); ++g) {
+    builder.add_pyramid(read_index(rows[g].ptr(), {builder, static_cast<int64_t>(g)}));
   }
   return builder.finish();
 }
@@ -246,6 +306,7 @@ void bind_graphs(py::module_& vertex) {
              const int64_t graph = graphs.graph_of(vertex);
              return py::make_tuple(graph, vertex - graphs.ptr()[graph]);
            })
+      .def("equals", [](const Graphs& graphs, const Graphs& other) { return graphs == other; })
       .def("with_types", &with_types)
       .def("type_names", &type_names)
       .def("renamed_types",
@@ -283,7 +344,9 @@ void bind_graphs(py::module_& vertex) {
   vertex.def("from_children", &from_children);
   vertex.def("from_parents", &from_parents);
   vertex.def("from_edges", &from_edges);
+  vertex.def("from_edge_index", &from_edge_index);
   vertex.def("chain", &chain);
+  vertex.def("pyramid", &pyramid);
   vertex.def("batch", &batch);
   vertex.def("from_bytes", &from_bytes);
 }

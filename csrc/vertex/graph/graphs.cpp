@@ -194,6 +194,10 @@ Graphs Graphs::batch(std::span<const Graphs* const> parts, bool typed) {
   return result;
 }
 
+bool Graphs::operator==(const Graphs& other) const {
+  return std::ranges::equal(block(), other.block());
+}
+
 Graphs Graphs::from_block(std::span<const int32_t> block) {
   const auto require = [](bool condition) {
     if (!condition) throw std::invalid_argument("Graphs: the serialised form is damaged");
@@ -381,6 +385,29 @@ void GraphsBuilder::add_chain(int64_t length, bool reverse) {
   ptr_.push_back(static_cast<int32_t>(first + length));
 }
 
+void GraphsBuilder::add_pyramid(int64_t length) {
+  if (length <= 0) fail(-1, "the length must be positive, got " + std::to_string(length));
+  if (length > 65535) fail(-1, "more than 2147483647 vertices in one batch");
+  const int64_t first = begin(length * (length + 1) / 2);
+  if (length * (length - 1) > kLimit - first_edge_.back()) fail(-1, "more than 2147483647 edges in one batch");
+  int64_t below = first;
+  for (int64_t width = length; width > 0; --width) {
+    const int64_t level = length - width;
+    for (int64_t i = 0; i < width; ++i) {
+      if (level > 0) {
+        for (int32_t slot = 0; slot < 2; ++slot) {
+          child_.push_back(static_cast<int32_t>(below + i + slot));
+          slot_.push_back(slot);
+        }
+      }
+      first_edge_.push_back(static_cast<int32_t>(child_.size()));
+      levels_.push_back(static_cast<int32_t>(level));
+    }
+    if (level > 0) below += width + 1;
+  }
+  ptr_.push_back(static_cast<int32_t>(first + vertices_));
+}
+
 void GraphsBuilder::find_levels(int64_t first) {
   const int64_t last = first + vertices_;
   if (static_cast<int64_t>(child_.size()) > kLimit) fail(-1, "more than 2147483647 edges in one batch");
@@ -441,7 +468,18 @@ void GraphsBuilder::find_levels(int64_t first) {
         while (pending[child_[e] - first] == 0) ++e;
         v = child_[e] - first;
       }
-      fail(v, "lies on a cycle");
+      // A child that also has this vertex as its child: an edge that runs both ways.
+      bool both = false;
+      for (int64_t e = first_edge_[first + v]; e < first_edge_[first + v + 1]; ++e) {
+        const int64_t c = child_[e];
+        both |= c != first + v && std::find(child_.begin() + first_edge_[c], child_.begin() + first_edge_[c + 1],
+                                            static_cast<int32_t>(first + v)) != child_.begin() + first_edge_[c + 1];
+      }
+      fail(v, std::string("lies on a cycle") +
+                  (both ? ", as in an undirected graph, whose edges run both ways; keep each edge once, from child to "
+                          "parent, or use"
+                        : "; vertex functions run on directed acyclic graphs: leave out an edge of it, or use") +
+                  " a library for message passing on any graph, such as PyTorch Geometric or DGL");
     }
   }
   ptr_.push_back(static_cast<int32_t>(last));

@@ -62,6 +62,9 @@ class Graphs {
   // One after the other; all that have vertices are typed as the whole is to be.
   static Graphs batch(std::span<const Graphs* const> parts, bool typed);
 
+  // The same graphs with the same numbers for types.
+  bool operator==(const Graphs& other) const;
+
   std::span<const int32_t> block() const { return {data_.get(), length_}; }
   // std::invalid_argument unless the block is one that block() could have given.
   static Graphs from_block(std::span<const int32_t> block);
@@ -99,6 +102,8 @@ class GraphsBuilder {
   // Rows of 2 (child, parent) or 3 (and slot). Without slots an edge takes the lowest that no earlier row took.
   void add_edges(std::span<const int64_t> rows, int columns, int64_t num_vertices);
   void add_chain(int64_t length, bool reverse);
+  // `length` leaves, one vertex less over each two neighbours (slots 0 and 1), and so on up to one vertex.
+  void add_pyramid(int64_t length);
 
   Graphs finish();
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -122,8 +121,8 @@ class VertexFunction(_Module):
 
         Args:
             graphs: a batch of graphs.
-            inputs: what ``pull`` gives: tensors (num_vertices, ...) by name; a tensor is short for
-                ``{"input": tensor}``.
+            inputs: what ``pull`` gives: tensors (num_vertices, ...) by name, (num_edges, ...) of what ``pull_edges``
+                gives; a tensor is short for ``{"input": tensor}``.
             executor: ``"auto"``, ``"batched"`` or ``"reference"``. What ``"batched"`` cannot do runs as
                 ``"reference"``; :func:`weft.explain` says so.
 
@@ -281,7 +280,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     types_of = [VertexType(type(f).__name__, Spec(f.state_size, dtype), specs, device) for f in functions]
     traces = _traces(module, functions, types_of, rows, state)
     called = [reference.Function(f.vertex, t, s) for f, t, s in zip(functions, types_of, traces, strict=True)]
-    _check_inputs(name, rows, traces)
+    _check_inputs(name, graphs, rows, traces)
     _check_functions(name, called, several=types is not None)
     which = None if types is None else _which(name, graphs, types)
     _check_slots(graphs, called, types, which)
@@ -377,12 +376,15 @@ def _inputs(name: str, graphs: Graphs, inputs: object) -> dict[str, Tensor]:
         what = f"input {key!r}" if isinstance(inputs, Mapping) else "inputs"
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {what} must be a tensor, got {type(x).__name__}")
-        if x.dim() == 0 or x.shape[0] != graphs.num_vertices:
-            count = "none" if x.dim() == 0 else x.shape[0]
-            raise ValueError(
-                f"{name}: input {key!r} must have one row per vertex, {graphs.num_vertices} rows, got {count}"
-            )
+        # Which inputs have a row per edge, the trace will say.
+        if x.dim() == 0 or x.shape[0] not in (graphs.num_vertices, graphs.num_edges):
+            raise _other_rows(name, key, x, "vertex", graphs.num_vertices)
     return found
+
+
+def _other_rows(name: str, key: str, x: Tensor, row: str, rows: int) -> ValueError:
+    count = "none" if x.dim() == 0 else x.shape[0]
+    return ValueError(f"{name}: input {key!r} must have one row per {row}, {rows} rows, got {count}")
 
 
 # Of a module's __dict__, what is not an attribute of its own.
@@ -551,12 +553,19 @@ def _traces(
     return found
 
 
-def _check_inputs(name: str, rows: Mapping[str, Tensor], traces: Sequence[Trace]) -> None:
+def _check_inputs(name: str, graphs: Graphs, rows: Mapping[str, Tensor], traces: Sequence[Trace]) -> None:
     pulled = frozenset().union(*(t.pulls for t in traces))
-    for key in rows:
-        if key not in pulled:
-            names = ", ".join(map(repr, sorted(pulled))) or "none"
+    of_edges = frozenset().union(*(t.pulls_edges for t in traces))
+    for key, x in rows.items():
+        if key not in pulled | of_edges:
+            names = ", ".join(map(repr, sorted(pulled | of_edges))) or "none"
             raise ValueError(f"{name}: input {key!r} is superfluous; inputs pulled: {names}")
+        if key in pulled and x.shape[0] != graphs.num_vertices:
+            raise _other_rows(name, key, x, "vertex", graphs.num_vertices)
+        if key in of_edges and x.shape[0] != graphs.num_edges:
+            raise _other_rows(name, key, x, "edge", graphs.num_edges)
+        if key in pulled & of_edges:
+            raise ValueError(f"{name}: input {key!r} is pulled by one function for vertices, by another for edges")
 
 
 def _check_functions(name: str, functions: Sequence[reference.Function], several: bool) -> None:
@@ -579,20 +588,15 @@ def _describe(outputs: Sequence[Spec]) -> str:
     return ", ".join(f"{str(s.dtype).removeprefix('torch.')} {('N', *s.shape)}".replace("'", "") for s in outputs)
 
 
-_kept: weakref.WeakKeyDictionary[Graphs, dict] = weakref.WeakKeyDictionary()
-_kept_lock = threading.Lock()
-
-
 def _keep(graphs: Graphs, key: object, make: Callable[[], object]):
     """What was computed once from graphs, which do not change."""
     if in_transform():  # whose tensors do not outlive them
         return make()
-    with _kept_lock:
-        found = _kept.setdefault(graphs, {})
-    if key not in found:
+    found = graphs._kept.get(key)
+    if found is None:
         with torch.inference_mode(False):  # for later calls, of which some may train
-            found[key] = make()
-    return found[key]
+            found = graphs._kept.setdefault(key, make())
+    return found
 
 
 def _where(graphs: Graphs, vertex: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._C import vertex as _C
+from .readers import read_dgl, read_networkx, read_pyg, write_networkx
 from .runtime.resident import Resident, trainable
 
 __all__ = ["Graphs"]
@@ -50,7 +51,7 @@ class Graphs:
         device: of all tensors above.
     """
 
-    __slots__ = ("__weakref__", "_core", "_device", "_names", "_pinned", "_plans", "_schedules", "_tensors", "_types")
+    __slots__ = ("__weakref__", "_core", "_device", "_kept", "_names", "_pinned", "_plans", "_tensors", "_types")
 
     _core: _C.Graphs
     _names: tuple[str, ...] | None  # what the core's types are called
@@ -59,11 +60,12 @@ class Graphs:
     _pinned: bool  # tensors are in pinned memory
     _tensors: dict[str, Tensor | Resident]  # made when they are first asked for: most are not
     _plans: dict[Any, _C.Schedule]  # shared by all copies of these graphs
-    _schedules: dict[Any, Any]  # the same with what is on the device
+    _kept: dict[Any, Any]  # what executors made of them, here and on the device
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Graphs:
         raise TypeError(
-            "Graphs has no public constructor; use Graphs.from_children, from_parents, from_edges, chain or batch"
+            "Graphs has no public constructor; use Graphs.from_children, from_parents, from_edges, from_edge_index, "
+            "from_pyg, from_dgl, from_networkx, chain, pyramid or batch"
         )
 
     @staticmethod
@@ -89,9 +91,68 @@ class Graphs:
         """``edges[g]`` has rows (child, parent) or (child, parent, slot); ``num_vertices[g]`` vertices.
 
         The shape is (E, 2) or (E, 3); ``[]`` is a graph without edges. Without slots each edge takes the lowest slot
-        of its parent that no earlier row took.
+        of its parent that no earlier row took. An array of 2 rows is read so, too, with a UserWarning: it may be meant
+        for :meth:`from_edge_index`.
         """
-        return _new(_C.from_edges(edges, num_vertices))
+        return _new(_C.from_edges(edges, num_vertices, "Graphs.from_edges"))
+
+    @staticmethod
+    def from_edge_index(edge_index: Iterable[Any], num_vertices: Iterable[Any]) -> Graphs:
+        """As :meth:`from_edges`, of tensors or arrays of shape (2, E): row 0 the children, row 1 the parents.
+
+        Each edge takes the lowest slot of its parent that no earlier one took, so that features of the edges, (E, ...),
+        are in the order of ``edges`` by ``features[torch.argsort(edge_index[g][1], stable=True)]``.
+        """
+        return _new(_C.from_edge_index(edge_index, num_vertices, "Graphs.from_edge_index"))
+
+    @staticmethod
+    def from_pyg(data: Any) -> Graphs:
+        """A ``torch_geometric.data.Data`` or ``Batch``, or a sequence of them; edges run from child to parent.
+
+        Slots as in :meth:`from_edge_index`. What torch_geometric calls the source of an edge is the child: states flow
+        from it.
+
+        Raises:
+            ValueError: a graph has a cycle, as one has whose edges run both ways.
+            TypeError: something else.
+        """
+        return _new(read_pyg(data)[0])
+
+    @staticmethod
+    def from_dgl(graphs: Any) -> Graphs:
+        """A ``dgl.DGLGraph``, a batch of them, or a sequence; edges run from child to parent.
+
+        Slots as in :meth:`from_edge_index`.
+
+        Raises:
+            ValueError: a graph has a cycle, as one has whose edges run both ways, or several types of nodes.
+            TypeError: something else.
+        """
+        return _new(read_dgl(graphs)[0])
+
+    @staticmethod
+    def from_networkx(graphs: Any) -> Graphs:
+        """A ``networkx.DiGraph`` or ``MultiDiGraph``, or a sequence of them; edges run from child to parent.
+
+        Vertices are numbered in the order of the nodes. The attribute ``slot`` of the edges is their slot where all
+        edges have it, else slots are as in :meth:`from_edge_index`; the attribute ``type`` of the nodes gives the
+        vertices their types where all have it.
+
+        Raises:
+            ValueError: a graph is undirected or has a cycle.
+            TypeError: something else.
+        """
+        core, types = read_networkx(graphs)
+        return _new(core) if types is None else _new(core).with_types(types)
+
+    def to_networkx(self) -> Any:
+        """All graphs as one ``networkx.DiGraph``, a ``MultiDiGraph`` where a child stands in two slots of a parent.
+
+        Nodes are the vertices 0, 1, ... with the attributes ``graph`` and, of typed graphs, ``type``; edges run from
+        child to parent and have the attribute ``slot``. :meth:`from_networkx` reads it back as one graph; to keep the
+        graphs apart, call it on each: ``[g.to_networkx() for g in graphs]``.
+        """
+        return write_networkx(self)
 
     @staticmethod
     def chain(lengths: Iterable[Any], reverse: bool = False) -> Graphs:
@@ -100,6 +161,16 @@ class Graphs:
         Lengths need not be sorted.
         """
         return _new(_C.chain(lengths, bool(reverse)))
+
+    @staticmethod
+    def pyramid(lengths: Iterable[Any]) -> Graphs:
+        """Pyramids: n leaves, n - 1 vertices over two neighbours each (slots 0 and 1), and so on up to one.
+
+        Vertices are numbered from the leaves up, each row from left to right; a graph has n (n + 1) / 2.
+
+        Source: VPPS (MICRO 2018), the nets TD-RNN and TD-LSTM.
+        """
+        return _new(_C.pyramid(lengths))
 
     @staticmethod
     def batch(graphs: Iterable[Graphs]) -> Graphs:
@@ -230,6 +301,14 @@ class Graphs:
             target = torch.empty(0, device=target).device  # which says whether there is such a device, and its number
         return self if target == self._device else self._moved(target)
 
+    def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Graphs:
+        """As :meth:`to`, on a CUDA device, the current one by default."""
+        return self.to("cuda" if device is None else device, non_blocking)
+
+    def cpu(self) -> Graphs:
+        """As :meth:`to`, on the CPU."""
+        return self.to(_CPU)
+
     def pin_memory(self) -> Graphs:
         """The graphs with their tensors in pinned memory: itself where they are, else a copy."""
         if self._pinned:
@@ -243,6 +322,22 @@ class Graphs:
     def is_pinned(self) -> bool:
         """Whether the tensors are in pinned memory."""
         return self._pinned
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the graphs, their order, slots and types are the same, wherever the tensors are."""
+        if not isinstance(other, Graphs):
+            return NotImplemented
+        if self is other or self._core is other._core:
+            return self is other or self._names == other._names
+        if self._names == other._names:
+            return self._core.equals(other._core)
+        if self._names is None or other._names is None:
+            return False
+        number = {name: i for i, name in enumerate(self._names)}
+        return self._core.equals(other._core.renamed_types([number.get(name, -1) for name in other._names]))
+
+    def __hash__(self) -> int:
+        return hash((self.num_graphs, self.num_vertices, self.num_edges, self.num_levels, self.num_slots))
 
     def __repr__(self) -> str:
         where = "" if self.device == _CPU else f", device='{self.device}'"
@@ -297,7 +392,7 @@ def _new(
     graphs._pinned = pinned
     graphs._tensors = {}
     graphs._plans = {} if plans is None else plans
-    graphs._schedules = {}
+    graphs._kept = {}
     return graphs
 
 

@@ -58,7 +58,7 @@ class Operation:
     """One line of the program."""
 
     op: str
-    """``pull``, ``gather``, ``children``, ``repeat``, ``sum``, ``scatter``, ``push``, or torch's name,
+    """``pull``, ``pull_edges``, ``gather``, ``children``, ``repeat``, ``sum``, ``scatter``, ``push``, or torch's name,
     ``aten.addmm.default``."""
     arguments: tuple[Argument, ...]
     keywords: tuple[tuple[str, Argument], ...]
@@ -169,7 +169,7 @@ def classify(operations: Sequence[Operation], lazy: bool) -> tuple[Operation, ..
     if not lazy:
         return tuple(replace(o, when="in") for o in operations)
     # Rows of children are rows of the frontiers, also where they hold nothing but the parent's.
-    from_gather = _reached(operations, lambda o: o.op in ("gather", "children", "repeat", "sum"))
+    from_gather = _reached(operations, lambda o: o.op in ("gather", "children", "repeat", "sum", "pull_edges"))
     to_scatter: set[int] = set()
     needed = []
     for o in reversed(operations):

@@ -54,6 +54,7 @@ class Vertex:
     def __init__(self, type: VertexType, rows: int):
         self._type, self._rows = type, rows
         self._pulled: dict[str, Tensor] = {}
+        self._pulled_edges: dict[str, Tensor] = {}
         self._in_message = False
         self.state: Tensor | None = None
         self.outputs: list[Tensor] = []
@@ -63,6 +64,10 @@ class Vertex:
     # What executors give. --------------------------------------------------------------------------------------------
 
     def _pull(self, name: str) -> Tensor:
+        raise NotImplementedError
+
+    def _pull_edges(self, name: str) -> Tensor:
+        """(E, ...)."""
         raise NotImplementedError
 
     def _gather(self, k: int) -> Tensor:
@@ -101,15 +106,16 @@ class Vertex:
 
     def pull(self, name: str = "input") -> Tensor:
         """These vertices' rows of the input `name`, (N, ...)."""
-        self._enter("pull")
-        if not isinstance(name, str):
-            self._refuse(TypeError, f"pull: name must be a str, got {type(name).__name__}")
-        if name not in self._pulled:
-            if name not in self._type.inputs:
-                given = ", ".join(map(repr, self._type.inputs)) or "none"
-                self._refuse(ValueError, f"vertex pulls input {name!r}, which is missing; inputs given: {given}")
-            self._pulled[name] = self._pull(name)
-        return self._pulled[name]
+        return self._once("pull", name, self._pulled, self._pulled_edges, self._pull)
+
+    def pull_edges(self, name: str) -> Tensor:
+        """Rows of the input `name` for the edges to these vertices' children, (E, ...).
+
+        The input has a row per edge, in the order of ``graphs.edges``. What this returns goes to :meth:`gather_sum` as
+        it is, among `args`, and comes to the message beside the child that the edge leads to. Vertex functions that
+        call it run on the reference executor.
+        """
+        return self._once("pull_edges", name, self._pulled_edges, self._pulled, self._pull_edges)
 
     def gather(self, k: int) -> Tensor:
         """States of the children in slot `k`, ``(N, *state_size)``, zeros where there is none."""
@@ -126,7 +132,7 @@ class Vertex:
         Args:
             message: takes the states of children, ``(E, *state_size)``, and `args` with the row of a vertex repeated
                 for each of its children, (E, ...); returns (E, ...).
-            args: values of these vertices, (N, ...).
+            args: values of these vertices, (N, ...), and what :meth:`pull_edges` gave, (E, ...).
 
         Returns:
             ``(N, *state_size)``, or ``(N, ...)`` in the shape of the messages.
@@ -138,11 +144,13 @@ class Vertex:
             return self._sum(self._children()) if self._messages() else self._sum_of_none()
         if not callable(message):
             self._refuse(TypeError, f"gather_sum: message must be callable, got {type(message).__name__}")
+        of_edges = {id(value) for value in self._pulled_edges.values()}
         for i, arg in enumerate(args):
-            self._check_rows(f"argument {i} of gather_sum", arg)
+            if id(arg) not in of_edges:
+                self._check_rows(f"argument {i} of gather_sum", arg)
         if self._messages() == 0:
             return self._sum_of_none()
-        children, repeated = self._children(), [self._repeat(arg) for arg in args]
+        children, repeated = self._children(), [arg if id(arg) in of_edges else self._repeat(arg) for arg in args]
         with self._inside_message():
             self._in_message = True
             try:
@@ -175,6 +183,26 @@ class Vertex:
         self._enter("push")
         self._check_rows("what vertex pushes", output)
         self.outputs.append(self._push(output))
+
+    def _once(
+        self,
+        method: str,
+        name: str,
+        pulled: dict[str, Tensor],
+        otherwise: dict[str, Tensor],
+        pull: Callable[[str], Tensor],
+    ) -> Tensor:
+        self._enter(method)
+        if not isinstance(name, str):
+            self._refuse(TypeError, f"{method}: name must be a str, got {type(name).__name__}")
+        if name not in pulled:
+            if name not in self._type.inputs:
+                given = ", ".join(map(repr, self._type.inputs)) or "none"
+                self._refuse(ValueError, f"vertex pulls input {name!r}, which is missing; inputs given: {given}")
+            if name in otherwise:
+                self._refuse(ValueError, f"vertex pulls input {name!r} both for vertices and for edges")
+            pulled[name] = pull(name)
+        return pulled[name]
 
     def _enter(self, method: str) -> None:
         if self._in_message:

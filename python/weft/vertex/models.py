@@ -1,14 +1,17 @@
-"""Vertex functions from the literature. Each pushes h, (num_vertices, H)."""
+"""Vertex functions from the literature. Each but the tagger pushes h, (num_vertices, H)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._vertex.function import VertexFunction, VertexFunctions
+from .._vertex.graphs import Graphs
 from .._vertex.vertex import Vertex
 
-__all__ = ["ChainLSTM", "ChildSumTreeLSTM", "RvNN", "TreeFC", "TreeGRU", "TreeLSTM"]
+__all__ = ["BiLSTMTagger", "ChainLSTM", "ChildSumTreeLSTM", "RvNN", "TreeFC", "TreeGRU", "TreeLSTM"]
 
 
 class TreeLSTM(VertexFunction):
@@ -191,9 +194,77 @@ class ChainLSTM(VertexFunction):
         self.U = nn.Linear(hidden_size, 4 * hidden_size, bias=False)
 
     def vertex(self, v: Vertex) -> None:
+        v.push(self.step(v))
+
+    def step(self, v: Vertex) -> Tensor:
+        """Scatters [h; c], and returns h."""
         h, c = v.gather(0).chunk(2, 1)
         i, f, g, o = (self.W(v.pull()) + self.U(h)).chunk(4, 1)
         new_c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
         new_h = torch.sigmoid(o) * torch.tanh(new_c)
         v.scatter(torch.cat((new_h, new_c), 1))
-        v.push(new_h)
+        return new_h
+
+
+class BiLSTMTagger(VertexFunctions):
+    """A tag for each word by LSTMs in both directions, as one graph per sentence, which :meth:`graphs` makes.
+
+    Vertices of the types ``"fw"`` and ``"bw"`` are LSTMs' cells that push nothing, those of the type ``"tag"`` push
+    T tanh(M [h_fw; h_bw]), (num_vertices, num_tags); the rows of the others are zeros. The input (num_vertices, X) is
+    read at the vertices of the LSTMs.
+
+    Args:
+        input_size: X.
+        hidden_size: H, of each direction.
+        num_tags: how many tags there are.
+        mlp_size: the width between M and T.
+
+    Attributes:
+        fw, bw: as :class:`ChainLSTM`, by ``["fw"]`` and ``["bw"]``.
+        tag: ``M: Linear(2H, mlp_size)`` and ``T: Linear(mlp_size, num_tags)``, by ``["tag"]``.
+
+    Source: VPPS (MICRO 2018), section IV; Huang et al., Bidirectional LSTM-CRF Models for Sequence Tagging, 2015.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, num_tags: int, mlp_size: int):
+        super().__init__(
+            {
+                "fw": _SilentLSTM(input_size, hidden_size),
+                "bw": _SilentLSTM(input_size, hidden_size),
+                "tag": _Tag(hidden_size, num_tags, mlp_size),
+            }
+        )
+
+    @staticmethod
+    def graphs(lengths: Iterable[int]) -> Graphs:
+        """A graph per sentence of n words: n vertices "fw", n "bw" and n "tag", each in the order of the words.
+
+        Raises:
+            ValueError: a length is not positive.
+            TypeError: one is no integer.
+        """
+        children, types = [], []
+        for n in Graphs.chain(lengths).ptr.diff().tolist():
+            t, none = torch.arange(n), torch.full((n,), -1)
+            after = torch.where(t < n - 1, n + t + 1, -1)
+            slots = (torch.cat((t - 1, after, t)), torch.cat((none, none, n + t)))
+            children.append(torch.stack(slots, 1))
+            types += ["fw"] * n + ["bw"] * n + ["tag"] * n
+        return Graphs.from_children(children).with_types(types)
+
+
+class _SilentLSTM(ChainLSTM):
+    def vertex(self, v: Vertex) -> None:
+        self.step(v)
+
+
+class _Tag(VertexFunction):
+    def __init__(self, hidden_size: int, num_tags: int, mlp_size: int):
+        super().__init__(state_size=2 * hidden_size)
+        self.M, self.T = nn.Linear(2 * hidden_size, mlp_size), nn.Linear(mlp_size, num_tags)
+
+    def vertex(self, v: Vertex) -> None:
+        fw, bw = v.gather(0), v.gather(1)
+        h = torch.cat((fw.chunk(2, 1)[0], bw.chunk(2, 1)[0]), 1)
+        v.push(self.T(torch.tanh(self.M(h))))
+        v.scatter(fw)  # what gathers must scatter; nobody reads it

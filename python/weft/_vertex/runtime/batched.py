@@ -355,7 +355,9 @@ def _replayed(compiled: Batched, levels: Callable[[], reference.Plan], given: Se
         symbols, operations = f.trace.program.symbols, f.trace.program.operations
         sums = tuple(_spec(symbols[operations[i].results[0]]) for i in part.replayed if operations[i].op == "sum")
         type = VertexType(f.type.name, f.type.state, {name: Spec.of(x) for name, x in rows.items()}, device)
-        shown = SimpleNamespace(outputs=specs, sums=sums, pulls=frozenset(pulled.values()), in_place=False)
+        shown = SimpleNamespace(
+            outputs=specs, sums=sums, pulls=frozenset(pulled.values()), pulls_edges=frozenset(), in_place=False
+        )
         replays.append(reference.Function(replay, type, shown))
     outputs = reference.run(replays, levels(), rows)
     return [o.reshape(len(o), -1) for o in outputs]

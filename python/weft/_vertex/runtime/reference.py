@@ -108,6 +108,7 @@ class Plan:
 
         self.order = here(order)
         self.inverse = here(torch.argsort(order))
+        self.edge_order = here(by_taker)
         self.ordered = bool((order == torch.arange(n, device="cpu")).all())
         sources, takers = defaultdict(list), defaultdict(list)
         for (a, b), count in zip(pairs.tolist(), pair_counts.tolist(), strict=True):
@@ -158,15 +159,26 @@ def run(functions: Sequence[Function], plan: Plan, inputs: dict[str, Tensor]) ->
     """The pushed tensors (num_vertices, ...), row i of vertex i."""
     plan.read()
     tasks = plan.tasks
-    sizes = [t.rows for t in tasks]
-    rows = {name: (x if plan.ordered else x.index_select(0, plan.order)).split(sizes) for name, x in inputs.items()}
+    sizes, edges = [t.rows for t in tasks], [t.edges for t in tasks]
+    of_edges = frozenset().union(*(f.trace.pulls_edges for f in functions))
+    rows = {
+        name: x.index_select(0, plan.edge_order).split(edges)
+        if name in of_edges
+        else (x if plan.ordered else x.index_select(0, plan.order)).split(sizes)
+        for name, x in inputs.items()
+    }
     handed: dict[int, list[Tensor]] = defaultdict(list)
     specs = next(f.trace.outputs for f in functions if f.trace.outputs)
     outputs: list[list[Tensor]] = [[] for _ in specs]
     for i, task in enumerate(tasks):
         function = functions[task.function]
         children = handed.pop(i, [])
-        v = _Level(function, task, children, {name: rows[name][i] for name in function.trace.pulls})
+        v = _Level(
+            function,
+            task,
+            children,
+            {name: rows[name][i] for name in function.trace.pulls | function.trace.pulls_edges},
+        )
         function.vertex(v)
         if task.takers:
             state = v.state
@@ -197,6 +209,9 @@ class _Level(Vertex):
         return value.clone() if self._trace.in_place else value
 
     def _pull(self, name: str) -> Tensor:
+        return self._own(self._inputs[name])
+
+    def _pull_edges(self, name: str) -> Tensor:
         return self._own(self._inputs[name])
 
     def _gather(self, k: int) -> Tensor:

@@ -104,14 +104,14 @@ def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping
             that `kind_of` lacks.
     """
     key = (kinds, None if kind_of is None else tuple(kind_of.items()))
-    found = graphs._schedules.get(key)
+    found = graphs._kept.get(key)
     if found is None:
         core = graphs._plans.get(key)
         if core is None:
             core = _plan(who, graphs, kinds, kind_of)
             graphs._plans[key] = core
         found = Schedule(core, graphs.device)
-        graphs._schedules[key] = found
+        graphs._kept[key] = found
     return found
 
 

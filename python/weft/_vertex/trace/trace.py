@@ -76,6 +76,8 @@ class Trace:
     takes_all_children: bool
     """Whether it calls gather_sum."""
     pulls: frozenset[str]
+    pulls_edges: frozenset[str]
+    """Inputs with a row per edge."""
     scatters: bool
     outputs: tuple[Spec, ...]
     in_place: bool
@@ -117,8 +119,9 @@ def trace(
         first, second = (_fake(vertex, type, known, requires_grad, n, e) for n, e in (rows[:2], rows[2:]))
     except _Refused as refused:
         raise refused.error from None
-    except Exception as error:
-        return _probe(vertex, type, f"its vertex function does not run on fake tensors ({_line(error)})")
+    except _Failed as failed:
+        why = f"its vertex function does not run on fake tensors ({_line(failed.error)})"
+        return _probe(vertex, type, why, failed.inputs)
     obstacle = first.obstacle
     if obstacle is None and first.program != second.program:
         obstacle = "its vertex function depends on the number of vertices"
@@ -131,6 +134,14 @@ class _Refused(Exception):
     def __init__(self, error: Exception):
         super().__init__()
         self.error = error
+
+
+class _Failed(Exception):
+    """An error of the user's code, and the inputs that the operation read which raised it."""
+
+    def __init__(self, error: Exception, inputs: Sequence[str]):
+        super().__init__()
+        self.error, self.inputs = error, inputs
 
 
 def _line(error: Exception) -> str:
@@ -225,6 +236,8 @@ class _Recorder(TorchDispatchMode):
         self.obstacle: str | None = None
         self.in_place = not complete
         self.refusal: Exception | None = None
+        self.failed: list[Tensor] = []
+        """What the operation read that raised."""
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []
         self._storages: dict[int, int] = {}
@@ -281,9 +294,13 @@ class _Recorder(TorchDispatchMode):
             )
             raise self.refusal
         if self._grad_mode and not torch.is_grad_enabled():
-            self._stop(f"an autograd.Function or no_grad in its vertex function, which runs {func}")
+            self.stop(f"an autograd.Function or no_grad in its vertex function, which runs {func}")
         changed = self._changed(func, args, kwargs)
-        results = func(*args, **kwargs)
+        try:
+            results = func(*args, **kwargs)
+        except Exception:
+            self.failed = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            raise
         tensors = [r for r in tree_leaves(results) if isinstance(r, Tensor)]
         if func._schema.is_mutable:
             self._mutate(func, changed)
@@ -305,7 +322,8 @@ class _Recorder(TorchDispatchMode):
             return ROWS if a == self.rows else CHILDREN if a == self.children else a
         return a
 
-    def _stop(self, obstacle: str) -> None:
+    def stop(self, obstacle: str) -> None:
+        """It cannot be compiled."""
         self.obstacle = self.obstacle or obstacle
 
     def _changed(self, func, args, kwargs) -> list[Tensor]:
@@ -323,9 +341,9 @@ class _Recorder(TorchDispatchMode):
         self.in_place = True
         for t in changed:
             if id(t) not in self._numbers:
-                self._stop(f"{func}, which changes a tensor of the module")
+                self.stop(f"{func}, which changes a tensor of the module")
             elif id(t) not in self._unshared and self._storages[t.untyped_storage()._cdata] > 1:
-                self._stop(f"{func}, which changes a view")
+                self.stop(f"{func}, which changes a view")
 
     def _define(self, value: Tensor, op: str, shared: bool, own: bool = False) -> int:
         if id(value) not in self._numbers:
@@ -338,7 +356,7 @@ class _Recorder(TorchDispatchMode):
         shape = self._shape(value)
         kind = "row" if shape[:1] == ("N",) else "child" if shape[:1] == ("E",) else "shared"
         if kind == "shared" and not shared:
-            self._stop(f"{op}, whose result has no row per vertex")
+            self.stop(f"{op}, whose result has no row per vertex")
         return self._symbol(value, Symbol(shape, _dtype(value), f"%{len(self.symbols)}", kind))
 
     def _symbol(self, value: Tensor, symbol: Symbol) -> int:
@@ -410,6 +428,12 @@ class _Traced(Vertex):
         self._record("pull", [name], [value])
         return value
 
+    def _pull_edges(self, name: str) -> Tensor:
+        value = self._make(self._messages(), self._type.inputs[name], name)
+        self._record("pull_edges", [name], [value])
+        self._recorder.stop("pull_edges, whose rows of edges only the reference executor has")
+        return value
+
     def _gather(self, k: int) -> Tensor:
         self.slots, self.gathers = max(self.slots, k + 1), True
         self.slots_gathered.add(k)
@@ -447,6 +471,11 @@ class _Traced(Vertex):
         self._record("push", [output])
         return output
 
+    def named(self, values: Sequence[Tensor]) -> list[str]:
+        """The inputs among these values."""
+        pulled = {id(x): name for name, x in (*self._pulled.items(), *self._pulled_edges.items())}
+        return [pulled[id(x)] for x in values if id(x) in pulled]
+
     def result(self, obstacle: str | None) -> Trace:
         """What was seen, the vertex function done."""
         recorder = self._recorder
@@ -458,6 +487,7 @@ class _Traced(Vertex):
             tuple(self.sums),
             self.takes_all_children,
             frozenset(self._pulled),
+            frozenset(self._pulled_edges),
             self.state is not None,
             tuple(map(Spec.of, self.outputs)),
             recorder.in_place,
@@ -491,12 +521,12 @@ def _fake(vertex, type: VertexType, known, requires_grad, rows: int, children: i
         except Exception as error:
             if error is v.refusal or error is recorder.refusal:
                 raise _Refused(error) from None
-            raise
+            raise _Failed(error, v.named(recorder.failed)) from error
     return v.result(None)
 
 
-def _probe(vertex, type: VertexType, obstacle: str) -> Trace:
-    """One row of zeros, for what does not run on fake tensors."""
+def _probe(vertex, type: VertexType, obstacle: str, inputs: Sequence[str] = ()) -> Trace:
+    """One row of zeros, for what does not run on fake tensors, perhaps because of these inputs."""
     devices = [type.device] if type.device.type == "cuda" else []
     recorder = _Recorder(type, {}, 1, 1, complete=False)
     with torch.random.fork_rng(devices), _aside(), _NoNumbers(type.name):
@@ -505,7 +535,14 @@ def _probe(vertex, type: VertexType, obstacle: str) -> Trace:
             return torch.zeros((n, *spec.shape), dtype=spec.dtype, device=type.device)
 
         v = _Traced(type, recorder, empty, lambda name: False)
-        vertex(v)
+        try:
+            vertex(v)
+        except RuntimeError as error:
+            # torch's, of shapes that do not go together: of which input they are says nobody else.
+            if not inputs or error is v.refusal or error.__class__ is not RuntimeError:
+                raise
+            shapes = ", ".join(f"input {name!r} has rows of shape {type.inputs[name].shape}" for name in inputs)
+            raise RuntimeError(f"{type.name}: {shapes}, and vertex computes with them: {error}") from error
     return v.result(obstacle)
 
 
