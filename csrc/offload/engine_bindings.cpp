@@ -94,6 +94,17 @@ py::dict statistics(const Tracker& tracker) {
   return d;
 }
 
+// Seconds and bytes of the copies that have ended: (out, bytes out, back, bytes back). `compressed`: counts those, too.
+std::tuple<double, int64_t, double, int64_t> copied(const Tracker& tracker, bool compressed) {
+  double seconds[] = {0, 0};
+  int64_t bytes[] = {0, 0};
+  for (const auto& [out, sent, begin, end] : tracker.spans) {
+    if (begin == nullptr || end == nullptr || (!compressed && !sent.parts.empty()) || !end->completed()) continue;
+    seconds[out] += end->since(*begin), bytes[out] += sent.bytes();
+  }
+  return {seconds[1], bytes[1], seconds[0], bytes[0]};
+}
+
 double density(const Record& record) {
   int64_t n = 0, nonzeros = 0;
   for (const Count& count : record.counts)
@@ -276,6 +287,16 @@ void bind_engine(py::module_& m) {
              for (const auto& tracker : use.trackers) list.append(statistics(*tracker));
              return list;
            })
+      .def(
+          "copied",
+          [](const Use& use, bool compressed) {
+            std::map<int, std::tuple<double, int64_t, double, int64_t>> found;
+            for (const auto& tracker : use.trackers)
+              if (tracker->residency.device.is_cuda())
+                found.emplace(tracker->residency.device.index(), copied(*tracker, compressed));
+            return found;
+          },
+          py::arg("compressed"))
       .def("timelines",
            [](const Use& use) {
              py::list list;

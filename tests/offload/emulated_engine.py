@@ -19,10 +19,14 @@ import pytest
 import torch
 from torch import Tensor
 from weft import _C
+from weft._offload import context
+from weft._offload.pace import Pace
 from weft.offloading import Link, offload
 
 from tests.offload.emulated_steps import SIZE, Lazy, Parts, Runtime, Save, Step, everything, memory, numbers
 from tests.offload.engines import live_bytes, planned_in_part
+
+enter_by_pace = Pace.enter
 
 
 def check_rates_that_cannot_be_measured(runtime: Runtime) -> None:
@@ -572,6 +576,43 @@ def check_managed_objects(runtime: Runtime) -> None:
     assert allocations() == found
 
 
+class Long(Step):
+    """A step with work of its own, which takes an operation of the device each."""
+
+    def __init__(self, off: offload, data: list[Tensor], work: int) -> None:
+        super().__init__(off, data)
+        x, one = torch.zeros(1, device="cuda"), torch.zeros(1).pin_memory()
+        for _ in range(work):
+            x.copy_(one, non_blocking=True)
+
+
+def check_steps_aside(runtime: Runtime) -> None:
+    """Without a budget, where hooks make the step longer; by the device's time, which is the number of operations."""
+    names = ("EventRecord", "EventQuery", "StreamWaitEvent", "ThreadExchangeStreamCaptureMode")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pace, "enter", enter_by_pace)
+        for work, aside in ((0, True), (10000, False)):
+            off, hooked = offload(min_bytes=0, keep_last=0, compress=None), []
+            for _ in range(16):
+                step = Long(off, numbers(8), work)
+                hooked.append(off._latest.use)
+                step.backward()
+                torch.cuda.synchronize()
+            report = off.report().to_dict()
+            assert report["uses"] == 16 and report["stepped_aside"] == aside, (work, report["slowdown"])
+            assert (report["slowdown"] > 0.02) == aside
+            with_hooks = sum(a is not b for a, b in itertools.pairwise([None, *hooked]))
+            assert (with_hooks <= 10) == aside and with_hooks < 16, with_hooks
+            assert ("stepped aside" in str(off.report())) == aside
+            if not aside:
+                continue
+            before = [runtime.calls(name) for name in names]
+            y = torch.zeros(1, device="cuda", requires_grad=True)
+            with off:
+                y = Save.apply(y, y.detach(), [])
+            assert [runtime.calls(name) for name in names] == before
+
+
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     """Events, waits and copies of a tensor on its way out and back, in a use that is like the one before."""
     names = ("EventRecord", "EventQuery", "StreamWaitEvent", "MemcpyAsync")
@@ -646,6 +687,9 @@ CHECKS: dict[str, Callable[[Runtime], None]] = {
 def main(path: str) -> None:
     """Prints a line per check: its name, and whether it holds; what went wrong goes to stderr."""
     runtime = Runtime(path)
+    # An operation takes as long as any other here: hooks cost more than they do, and the checks are about their work.
+    Pace.enter = lambda pace, now, steady: True
+    context._WAIT = context._FIRST_WAIT = 60.0
     for name, check in CHECKS.items():
         try:
             torch.manual_seed(0)

@@ -55,6 +55,13 @@ void Residency::poll() {
   sweep();
 }
 
+void Residency::glance() {
+  constexpr auto kEvery = std::chrono::microseconds(100);
+  if (std::chrono::steady_clock::now() - polled < kEvery) return sweep();
+  poll();
+  polled = std::chrono::steady_clock::now();
+}
+
 void Residency::sweep() {
   std::erase_if(restored, [this](const auto& entry) {
     if (!entry.first.expired()) return false;
@@ -105,7 +112,7 @@ Tracker::~Tracker() {
 
 bool Tracker::look() {
   capturing_ = engine.mover->capturing(residency.device);
-  capturing_ ? residency.sweep() : residency.poll();
+  capturing_ ? residency.sweep() : residency.glance();
   return capturing_;
 }
 

@@ -23,7 +23,8 @@
 //
 // Host cost. A moved tensor takes four events (save, end of the copy out, read, end of the copy back), four waits and
 // one query; a kept one takes none. How long a stream waited follows from the event that it was at and the one that it
-// waited for; none is recorded behind a wait. Nothing is queried where a wait does as well.
+// waited for; none is recorded behind a wait. Nothing is queried where a wait does as well, and
+// otherwise at most every tenth of a millisecond.
 //
 // All of this runs under Python's lock.
 #pragma once
@@ -33,6 +34,7 @@
 #include <torch/csrc/python_headers.h>
 
 #include <array>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
@@ -214,12 +216,14 @@ struct Residency {
   std::deque<std::shared_ptr<Outgoing>> outs;
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, int64_t>> restored;
   std::vector<Tracker*> open;
+  std::chrono::steady_clock::time_point polled{};
 
   void count(int64_t bytes);
   void want(int64_t bytes);
-  void pop();    // the oldest copy out has ended
-  void poll();   // no longer counts ended copies out and dropped restored memory
-  void sweep();  // the latter alone, without asking the device
+  void pop();     // the oldest copy out has ended
+  void glance();  // polls if a while has passed since
+  void poll();    // no longer counts ended copies out and dropped restored memory
+  void sweep();   // the latter alone, without asking the device
 };
 
 // One use on one device: its timeline, its statistics, and its moves.

@@ -9,9 +9,11 @@ import math
 import operator
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -21,6 +23,7 @@ import torch
 from .. import _C
 from .managed import managed_pool
 from .memory import host_memory
+from .pace import SHARES, DeviceMoment, Pace
 from .policy import Link, Plan, Saved, Timeline, plan_movable, simulate
 from .report import OffloadReport, plot, report
 from .sizes import parse_bytes
@@ -35,8 +38,6 @@ _SAME_RATE = 0.25
 _SAME_DENSITY = 0.02
 _WORTH = 0.85
 """A tensor is compressed if that makes it smaller than this share of its size: the codec slows compute a little."""
-_SPARE = 0.97
-"""Share of the bus that plans use where nothing may wait for it: step times vary."""
 _SLOWDOWN = 0.01
 """Without a budget: share of a step that the codec may take, at the rate that it has alone."""
 _BESIDE = 0.75
@@ -47,6 +48,10 @@ _LOOKS, _EVERY = 3, 32
 _PACED = 2
 """Without a budget: following uses in which only forward and backward are timed as a whole. Events around every
 operation of a deep net can make the step host-bound, where nothing hides."""
+_WAIT = 0.005
+"""Without a budget: seconds of a use that may wait for its plan; a thread goes on planning."""
+_FIRST_WAIT, _FIRST_EFFORT = 0.02, 0.05
+"""The same for a first plan, and the share of the usual work that it takes: a full one follows."""
 _PATIENCE = 4
 """Uses in a row whose times are ignored because they waited for host memory."""
 _PENDING = 8
@@ -74,6 +79,10 @@ class _Planned:
     """Whether each tensor's density is known."""
     detailed: bool = True
     """Whether every operation was timed."""
+    share: float = SHARES[0]
+    """Of the bus, that the plan may use."""
+    effort: float = 1.0
+    """Of the search, as a share of the usual."""
     paced: bool = False
     """Whether the operations are scaled to forward and backward times from a use that timed only these."""
 
@@ -97,6 +106,9 @@ class _Memory:
     """The first use's timeline with the densities that it counted, and which of them are known."""
     entered: bool = False
     """Whether a use has saved something."""
+    waiting: dict[int, tuple[Future, dict[str, Any]]] = field(default_factory=dict)
+    """Plans in the making, and what is known about them."""
+    pace: Pace = field(default_factory=Pace)
     slow: int = 0
     """Uses in a row that waited for the system to allocate host memory, so that their times mean little."""
 
@@ -107,6 +119,7 @@ class _Entered:
 
     use: Any
     plans: dict[int, _Planned]
+    memory: _Memory
 
 
 class offload:
@@ -122,7 +135,8 @@ class offload:
     Args:
         budget: Device memory, per device, that tensors saved for backward may hold at any moment: bytes, or a string
             like ``"4GB"``, ``"4G"`` or ``"1.5 GiB"``. 0 moves all that may move. None moves only what hides behind
-            compute. Parameters, gradients, workspaces and tensors that the program itself holds do not count.
+            compute, and steps aside where that slows the step by more than 2%. Parameters, gradients, workspaces and
+            tensors that the program itself holds do not count.
         compress: ``"auto"``: zero-value compression where the measured density makes the transfer shorter; without a
             budget only for tensors that hide compressed and would not otherwise, because it slows compute a little.
             ``"zvc"``, ``"rle"``: that codec for every float32, float16 and bfloat16 tensor. None: never.
@@ -173,6 +187,8 @@ class offload:
         if keep_last < 0:
             raise ValueError(f"keep_last must not be negative, got {keep_last}")
         self._keep_last = keep_last
+        # Whether the step's time decides how much moves, and whether anything does.
+        self._yields = self._budget is None and backend != "reference"
         self._pool_limit = host_memory() // 2 if pool_limit is None else parse_bytes("pool_limit", pool_limit)
         self._engine = _C.OffloadEngine(
             backend,
@@ -254,11 +270,16 @@ class offload:
             # While a stream is captured nothing is measured, planned or moved.
             capturing = on_cuda and torch.cuda.is_current_stream_capturing()
             may_move = not capturing and (on_cuda or self._backend == "reference")
-            if may_move:
+            if may_move and memory.pace.share is not None:
                 self._plan(memory)
             plans = dict(memory.planned)
             # Timing every operation costs time: done at first, and now and then.
-            timed = not plans or memory.looked <= _LOOKS or memory.looked % _EVERY < _LOOKS
+            looks = 1 if self._yields else _LOOKS
+            timed = not plans or memory.looked <= looks or memory.looked % _EVERY < looks
+            if self._yields and not self._hooks(memory, may_move, timed):
+                self._thread.entered, self._thread.latest = contextlib.ExitStack(), None
+                self._uses += 1
+                return self
             # So does counting zeros: without a budget only in the first use, whose times are not used.
             counts = self._budget is not None or (may_move and not memory.entered and self._backend == "copy")
             use = self._engine.use({device: planned.transfer_plan for device, planned in plans.items()}, timed, counts)
@@ -268,7 +289,7 @@ class offload:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*use.hooks))  # or torch refuses
                 stack.enter_context(pool)
                 self._thread.entered = stack.pop_all()
-            self._latest = self._thread.latest = _Entered(use, plans)
+            self._latest = self._thread.latest = _Entered(use, plans, memory)
             self._unfinished.append(use)
             if may_move:
                 memory.pending.append(self._latest)
@@ -285,15 +306,20 @@ class offload:
         entered, latest = self._thread.entered, self._thread.latest
         self._thread.entered = self._thread.latest = None
         entered.__exit__(kind, error, trace)
-        latest.use.exit()
-        self._tell_pool()
+        if latest is not None:
+            latest.use.exit()
+            self._tell_pool()
 
     def report(self) -> OffloadReport:
-        """On the latest use, the one entered last in any thread, as far as it has gone."""
+        """On the latest use, the one entered last in any thread, as far as it has gone. Without a budget some uses have
+        no hooks; the report is on the latest one with them."""
         with self._lock:
             self._engine.poll()
             latest = self._latest
             settings = dict(backend=self._backend, compress=self._compress, budget_bytes=self._budget, uses=self._uses)
+            memory = None if latest is None else latest.memory
+            settings["slowdown"] = None if memory is None else memory.pace.slowdown
+            settings["stepped_aside"] = memory is not None and memory.pace.share is None
             plans = None if latest is None else {d: p.plan for d, p in latest.plans.items()}
             return report(settings, self._engine, None if latest is None else latest.use, plans)
 
@@ -330,9 +356,31 @@ class offload:
             self._unfinished.remove(use)
             self._finished = use
 
+    def _hooks(self, memory: _Memory, may_move: bool, timed: bool) -> bool:
+        """Without a budget: whether the use has hooks."""
+        if memory.pace.share is None:
+            return False
+        if not may_move:
+            memory.pace.pause()
+            return True
+        if memory.waiting and not memory.planned:
+            memory.pace.pause()
+            return False  # recording costs, and nothing can move yet
+        return memory.pace.enter(DeviceMoment(), bool(memory.planned) and not timed)
+
+    def _take_plans(self, memory: _Memory, seconds: float) -> None:
+        """The plans that are ready by then."""
+        end = time.perf_counter() + seconds
+        for device, (future, more) in list(memory.waiting.items()):
+            if not wait([future], max(end - time.perf_counter(), 0)).done:
+                continue
+            del memory.waiting[device]
+            memory.planned[device] = replace(future.result(), **more)
+
     def _plan(self, memory: _Memory) -> None:
         """Plans from the latest finished use of this thread, preferably one that its device has completed; never waits
         for the device."""
+        self._take_plans(memory, 0)
         use, known = None, False
         for i in reversed(range(len(memory.pending))):
             if memory.pending[i].use.finished:
@@ -372,10 +420,11 @@ class offload:
 
     def _plan_from(self, memory: _Memory, use: Any) -> None:
         """Plans again for each device on which this use differs from the one planned with."""
-        rates = {s["device"]: s["copies"] for s in use.statistics()}
+        # Without a budget the plan models the codec's time itself; it is not the bus's.
+        copied = use.copied(self._budget is not None)
         for device, budgeted, raw in use.timelines():
             timeline = _timeline(raw)
-            if not budgeted or not timeline.tensors:
+            if not budgeted or not timeline.tensors or device in memory.waiting:
                 continue
             old = memory.planned.get(device)
             known = _known(raw)
@@ -383,7 +432,7 @@ class offload:
                 if before is not None:
                     timeline, known = _with_densities(timeline, known, *before)
             first = [entry[:3] for entry in raw[4]]
-            link = self._link(device, rates.get(f"cuda:{device}", []))
+            link = self._link(device, *copied.get(device, (0, 0, 0, 0)))
             signature = (
                 timeline.forward,
                 tuple(first),
@@ -407,11 +456,20 @@ class offload:
                 or not _as_sparse(like, timeline)
                 or not _close(like.link, link)
                 or (detailed and not like.detailed)
+                or (memory.pace.share is not None and like.share != memory.pace.share)
+                or like.effort < 1
             ):
-                planned = self._planned(timeline, first, signature, seconds, link)
-                memory.planned[device] = replace(planned, known=known, detailed=detailed, paced=paced)
+                share = memory.pace.share or SHARES[-1]
+                effort = _FIRST_EFFORT if self._yields and not memory.planned else 1.0
+                make = functools.partial(self._planned, timeline, first, signature, seconds, link, share, effort)
+                more = dict(known=known, detailed=detailed, paced=paced)
+                if self._yields:
+                    memory.waiting[device] = (_in_background(make), more)
+                else:
+                    memory.planned[device] = replace(make(), **more)
+        self._take_plans(memory, _WAIT if memory.planned else _FIRST_WAIT)
 
-    def _link(self, device: int, copies: Sequence[tuple]) -> Link:
+    def _link(self, device: int, out_seconds: float, out_bytes: int, in_seconds: float, in_bytes: int) -> Link:
         """The rates that copies of a use reached; measured before there were any."""
         link = self._links.get(device)
         known = link is not None
@@ -421,16 +479,13 @@ class offload:
             link = Link(out, back) if known else Link()
             if codec := self._engine.codec_rate(device) if device >= 0 else 0:
                 link = replace(link, codec=codec)
-        found = {}
-        # Without a budget the plan models the codec's time itself; it is not the bus's.
-        copies = [c[:4] for c in copies if self._budget is not None or not c[4]]
-        for way in (True, False):
-            seconds = sum(end - begin for out, begin, end, _ in copies if out == way)
-            sent = sum(sent for out, _, _, sent in copies if out == way)
-            # Small copies measure their latency.
-            found[way] = sent / seconds if sent > 2**24 and seconds > 0 else None
-        link = replace(link, d2h=found[True] or link.d2h, h2d=found[False] or link.h2d)
-        if known or all(found.values()):  # else measured the next time
+        # Small copies measure their latency.
+        d2h, h2d = (
+            bytes / seconds if bytes > 2**24 and seconds > 0 else None
+            for seconds, bytes in ((out_seconds, out_bytes), (in_seconds, in_bytes))
+        )
+        link = replace(link, d2h=d2h or link.d2h, h2d=h2d or link.h2d)
+        if known or (d2h and h2d):  # else measured the next time
             self._links[device] = link
         return link
 
@@ -441,6 +496,8 @@ class offload:
         signature: tuple,
         seconds: tuple[float, float] | None,
         link: Link,
+        share: float = SHARES[0],
+        effort: float = 1.0,
     ) -> _Planned:
         last = len(first) - self._keep_last
         moves_any = self._backend != "reference" or self._budget is not None
@@ -448,9 +505,9 @@ class offload:
         # Without a budget the codec may slow compute only a little, and here its rate is unknown.
         unknown = self._budget is None and self._compress == "auto" and math.isinf(link.codec)
         codec = None if unknown else self._compress
-        made, seen, staging = self._made(timeline, movable, link, codec)
+        made, seen, staging = self._made(timeline, movable, link, codec, share, effort)
         if not made.met and codec == "auto":  # perhaps only because of the codec's own memory
-            plain = self._made(timeline, movable, link, None)
+            plain = self._made(timeline, movable, link, None, share, effort)
             if plain[0].met:
                 made, seen, staging = plain
         room = _MOST if self._budget is None else self._budget
@@ -468,10 +525,10 @@ class offload:
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
         transfer_plan = _C.OffloadTransferPlan(tensors, back, min(room, _MOST))
-        return _Planned(timeline, signature, seconds, link, made, transfer_plan)
+        return _Planned(timeline, signature, seconds, link, made, transfer_plan, share=share, effort=effort)
 
     def _made(
-        self, timeline: Timeline, movable: Sequence[bool], link: Link, codec: str | None
+        self, timeline: Timeline, movable: Sequence[bool], link: Link, codec: str | None, share: float, effort: float
     ) -> tuple[Plan, Timeline, int]:
         """The plan with that codec, the timeline that it was made for, and the codec's memory, taken off the budget."""
         seen = _worth_compressing(timeline) if codec == "auto" else timeline
@@ -487,9 +544,9 @@ class offload:
         if budget is None:
             # An explicitly chosen codec is used at any cost.
             costs = link.codec if codec == "auto" else math.inf
-            link = Link(_SPARE * link.d2h, _SPARE * link.h2d, costs, _BESIDE if codec == "auto" else 0.0)
+            link = Link(share * link.d2h, share * link.h2d, costs, _BESIDE if codec == "auto" else 0.0)
         compress = "auto" if codec is not None else None
-        return plan_movable(seen, budget, link, compress, movable, _SLOWDOWN), seen, staging
+        return plan_movable(seen, budget, link, compress, movable, _SLOWDOWN, effort), seen, staging
 
     def _tell_pool(self) -> None:
         if not self._engine.pool_failed or self._told_pool:
@@ -508,6 +565,20 @@ def _copied(of: type[offload], arguments: dict[str, Any], closed: bool) -> offlo
     if closed:
         copy.close()
     return copy
+
+
+def _in_background(make: Callable[[], _T]) -> Future[_T]:
+    """Runs on a thread of its own; the search holds no lock of Python's."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weft-offload-plan").start()
+    return future
 
 
 def _timeline(raw: tuple) -> Timeline:

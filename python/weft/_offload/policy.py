@@ -167,10 +167,14 @@ def plan_movable(
     compress: str | None,
     movable: Sequence[bool],
     slowdown: float = 0.0,
+    effort: float = 1.0,
 ) -> Plan:
-    """:func:`plan` where the caller says of each tensor whether it may move; nothing is checked."""
+    """:func:`plan` where the caller says of each tensor whether it may move; nothing is checked. `effort`: share of the
+    usual work of the search."""
     limit = _budget(limit)
-    moves = _C.offload_plan(*_packed(timeline), limit, astuple(link), compress == "auto", list(movable), slowdown)
+    moves = _C.offload_plan(
+        *_packed(timeline), limit, astuple(link), compress == "auto", list(movable), slowdown, effort
+    )
     return _predict(timeline, [Move(*move) for move in moves], limit, link)
 
 

@@ -54,6 +54,10 @@ class OffloadReport:
             ("forward", f"{_time(n['forward_seconds'])}, waited {_time(n['forward_stall_seconds'])}"),
             ("backward", f"{_time(n['backward_seconds'])}, waited {_time(n['backward_stall_seconds'])}{stall}"),
         ]
+        if n["stepped_aside"]:
+            rows.append(("stepped aside", f"hooks made the step {100 * n['slowdown']:.2g}% slower"))
+        elif n["slowdown"] is not None:
+            rows.append(("slowdown", f"{100 * n['slowdown']:.2g}%, measured against steps without hooks"))
         rows += [("waited", f"{_time(s['seconds'])} at {s['operation']}") for s in n["stalls"][:5]]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
