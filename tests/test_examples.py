@@ -18,6 +18,7 @@ EXAMPLES = {
     "bitstream.py": "--algorithm",
     "char_lm.py": "--algorithm",
     "greedy_decoder.py": "--algorithm",
+    "long_context.py": "--length",
     "mingru.py": "--hidden",
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
@@ -108,6 +109,13 @@ def test_mingru(capsys):
     assert 0 < example("mingru.py")["main"](["--quick", "--device", "cpu"]) < 4
     difference = capsys.readouterr().out.split("states differ by ")[1]
     assert float(difference) < 1e-4
+
+
+def test_long_context(tmp_path, capsys):
+    arguments = ["--quick", "--output", str(tmp_path / "long.png")]
+    losses = example("long_context.py")["main"](arguments)
+    assert len(losses) == 3 and math.isclose(losses[0], math.log(128), rel_tol=0.1) and losses[-1] < losses[0]
+    assert (tmp_path / "long.png").stat().st_size > 1000 and "1 ranks:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "persistent", "scan", "torch"])
