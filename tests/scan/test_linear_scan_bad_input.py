@@ -76,3 +76,15 @@ def test_mixed_devices() -> None:
         linear_scan(f32(4, 2, 3), f32(4, 2, 3).cuda())
     with pytest.raises(RuntimeError, match="linear_scan: x0 must be on the device of A, cuda"):
         linear_scan(f32(4, 2, 3).cuda(), f32(4, 2, 3).cuda(), f32(2, 3))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_shape_error_names_the_layout(device):
+    b = torch.ones(5, 4, 3, device=device)
+    for wrong, message in (
+        ((b[0], b[0], None), r"b must be \(T, B, H\), got .4, 3.; time is first$"),
+        ((b.transpose(0, 1), b, None), r"A must be .* got .4, 5, 3.; b is \(T, B, H\), time first$"),
+        ((b, b, b[:, 0]), r"x0 must be \(B, H\).* got .5, 3.$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_scan(*wrong)

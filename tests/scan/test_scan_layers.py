@@ -240,3 +240,13 @@ def test_the_last_state_is_no_view(name: str, T: int) -> None:
     assert h_n.untyped_storage().nbytes() == h_n.numel() * h_n.element_size()
     h_n.detach().zero_()
     assert torch.equal(output, before) and torch.equal(h_0, torch.ones_like(h_0))
+
+
+@pytest.mark.parametrize("batch_first, layout", [(False, r"\(T, B, 3\)"), (True, r"\(B, T, 3\)")])
+def test_a_shape_error_names_the_layout(batch_first, layout):
+    for layer in (weft.nn.MinGRU(3, 4, batch_first=batch_first), weft.nn.GRU(3, 4, batch_first=batch_first)):
+        with pytest.raises((ValueError, RuntimeError), match=f"{layout}.* batch_first is {batch_first}"):
+            layer(torch.ones(5, 2, 7))
+        state = torch.ones(9, 4) if isinstance(layer, weft.nn.MinGRU) else torch.ones(1, 9, 4)
+        with pytest.raises((ValueError, RuntimeError), match=f"{layout}, as batch_first is {batch_first}"):
+            layer(torch.ones(5, 2, 3), state)

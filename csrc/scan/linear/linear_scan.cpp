@@ -20,7 +20,7 @@ constexpr const char* kOp = "linear_scan";
 enum class Layout { dense, shared, diagonal, constant };
 
 Layout check_sizes(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {
-  TORCH_CHECK_VALUE(b.dim() == 3, kOp, ": b must be (T, B, H), got ", b.sizes());
+  TORCH_CHECK_VALUE(b.dim() == 3, kOp, ": b must be (T, B, H), got ", b.sizes(), "; time is first");
   const int64_t T = b.size(0), B = b.size(1), H = b.size(2);
   if (x0.defined() && x0.sizes() != at::IntArrayRef({H})) {
     check_shape(kOp, "x0", x0, {B, H}, "(B, H), or (H) shared by the batch,");
@@ -32,8 +32,9 @@ Layout check_sizes(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x
   if (A.dim() == 1 && A.size(0) == H) return Layout::constant;
   if (A.dim() == 3 && A.size(0) == 1 && (A.size(1) == B || A.size(1) == 1) && A.size(2) == H) return Layout::constant;
   TORCH_CHECK_VALUE(false, kOp, ": A must be (T, B, H, H) = [", T, ", ", B, ", ", H, ", ", H,
-                    "], (T, H, H) or (T, 1, H, H) ", "shared by the batch, (T, B, H) diagonal, or (H), (1, B, H) or ",
-                    "(1, 1, H) diagonal and constant in time, to go with b ", b.sizes(), "; got ", A.sizes());
+                    "], (T, H, H) or (T, 1, H, H) shared by the batch, (T, B, H) diagonal, or (H), (1, B, H) or ",
+                    "(1, 1, H) diagonal and constant in time, to go with b ", b.sizes(), "; got ", A.sizes(),
+                    "; b is (T, B, H), time first");
 }
 
 Layout check(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {

@@ -60,7 +60,7 @@ def prepare(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[Tensor,
             _fail(layer, ValueError, f"Expected input to be 2D or 3D, {layout}; got {dim}D tensor instead")
         if state is not None and any(s.dim() != dim for s in state):
             kind, got = "unbatched 2-D" if dim == 2 else "batched 3-D", " and ".join(f"{s.dim()}-D" for s in state)
-            _fail(layer, RuntimeError, f"For {kind} input, hx should also be {dim}-D but got {got}")
+            _fail(layer, RuntimeError, f"For {kind} input, hx should also be {dim}-D but got {got}; {_layout(layer)}")
         if dim == 2:
             input = input.unsqueeze(0 if layer.batch_first else 1)
             state = None if state is None else tuple(s.unsqueeze(1) for s in state)
@@ -112,6 +112,12 @@ def _fail(layer: RNNBase, error: type[Exception], message: str) -> NoReturn:
     raise error(f"{type(layer).__name__}: {message}")
 
 
+def _layout(layer: RNNBase) -> str:
+    """What a batched input is, for messages."""
+    sizes = f"(B, T, {layer.input_size})" if layer.batch_first else f"(T, B, {layer.input_size})"
+    return f"a batched input is {sizes}, as batch_first is {layer.batch_first}"
+
+
 def _check_input(layer: RNNBase, input: Tensor, weight: Tensor, dim: int) -> None:
     if input.dtype != weight.dtype and not any_autocast():
         # torch.nn.LSTM leaves packed input to its kernel. The words are torch's, whose tests look for them.
@@ -123,7 +129,7 @@ def _check_input(layer: RNNBase, input: Tensor, weight: Tensor, dim: int) -> Non
     if input.dim() != dim:
         _fail(layer, RuntimeError, f"packed input must have {dim} dimensions, got {input.dim()}")
     if input.size(-1) != layer.input_size:
-        expected = f"Expected {layer.input_size}, got {input.size(-1)}"
+        expected = f"Expected {layer.input_size}, got {input.size(-1)}; {_layout(layer)}"
         _fail(layer, RuntimeError, f"input.size(-1) must be equal to input_size. {expected}")
     if input.device != weight.device:
         _fail(layer, RuntimeError, f"input must be on the weights' device, {weight.device}, got {input.device}")
@@ -136,7 +142,8 @@ def _check_state(layer: RNNBase, input: Tensor, state: tuple[Tensor, ...], batch
         expected = (count, batch, width)
         if s.shape != expected:
             layout = "(layers * directions, B, features)"
-            _fail(layer, RuntimeError, f"Expected {name} size {expected} = {layout}, got {list(s.shape)}")
+            sizes = f"Expected {name} size {expected} = {layout}, got {list(s.shape)}; {_layout(layer)}"
+            _fail(layer, RuntimeError, sizes)
         if s.device != input.device:
             _fail(layer, RuntimeError, f"{name} must be on the input's device, {input.device}, got {s.device}")
         if s.dtype != input.dtype and not autocast:

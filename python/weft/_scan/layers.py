@@ -66,11 +66,11 @@ class _ScanLayer(TakesSlices, nn.Module):
         name = type(self).__name__
         check_tensor(name, "input", input)
         batched, batch = input.dim() == 3, 0 if self.batch_first else 1
+        layout = "B, T" if self.batch_first else "T, B"
         if not (batched or input.dim() == 2) or input.size(-1) != self.input_size:
-            sizes = "B, T" if self.batch_first else "T, B"
             raise ValueError(
-                f"{name}: input must be ({sizes}, {self.input_size}) or (T, {self.input_size}), got "
-                f"{tuple(input.shape)}"
+                f"{name}: input must be ({layout}, {self.input_size}) or (T, {self.input_size}), got "
+                f"{tuple(input.shape)}; batch_first is {self.batch_first}"
             )
         x = input if batched else input.unsqueeze(batch)
         A, b, dtype = self._terms(x.transpose(0, 1) if self.batch_first else x)
@@ -81,7 +81,10 @@ class _ScanLayer(TakesSlices, nn.Module):
             check_tensor(name, "h_0", h_0)
             shape = b.shape[1:] if batched else b.shape[2:]
             if h_0.shape != shape:
-                raise ValueError(f"{name}: h_0 must be {tuple(shape)}, got {tuple(h_0.shape)}")
+                raise ValueError(
+                    f"{name}: h_0 must be {tuple(shape)}, got {tuple(h_0.shape)}; it is (B, H), or (H) unbatched, "
+                    f"to go with input ({layout}, {self.input_size}), as batch_first is {self.batch_first}"
+                )
             if torch.is_autocast_enabled(h_0.device.type):
                 h_0 = h_0.to(b.dtype)
             if h_0.dtype != b.dtype:

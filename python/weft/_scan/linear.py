@@ -23,7 +23,9 @@ def linear_scan(
             ``(H)``, ``(1, B, H)`` or ``(1, 1, H)``, diagonal and constant in time, which is not expanded in memory. A
             3-D ``A`` with the shape of ``b`` is diagonal, also where B = H: pass a shared one as ``(T, 1, H, H)``
             there.
-        b: ``(T, B, H)``.
+        b: ``(T, B, H)``. Time is always first. A batch-first ``(B, T, H)`` would be a recurrence over B, and nothing
+            can tell where B = T: pass ``b.transpose(0, 1)``, ``A`` likewise, and transpose the result. The layers have
+            `batch_first`.
         x0: ``(B, H)``, or ``(H)`` for the whole batch, the state before the first step; None is zeros, and ``A`` of the
             first step is then not used.
         reverse: ``x[t] = A[t] @ x[t+1] + b[t]`` instead, with ``x[T] = x0``.

@@ -31,7 +31,7 @@ def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None) -> None:
         lambda: f"linear_scan: x0 must have the dtype of A, {A.dtype}, got {x0.dtype}",
     )
     check_devices("linear_scan", A=A, b=b, x0=x0)
-    torch._check_value(b.dim() == 3, lambda: f"linear_scan: b must be (T, B, H), got {tuple(b.shape)}")
+    torch._check_value(b.dim() == 3, lambda: f"linear_scan: b must be (T, B, H), got {tuple(b.shape)}; time is first")
     T, B, H = b.shape
     torch._check_value(
         x0 is None or any(_may_be_equal(x0.shape, shape) for shape in ((B, H), (H,))),
@@ -43,7 +43,7 @@ def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None) -> None:
         lambda: (
             f"linear_scan: A must be (T, B, H, H) = {(T, B, H, H)}, (T, H, H) or (T, 1, H, H) shared by the batch, "
             f"(T, B, H) diagonal, or (H), (1, B, H) or (1, 1, H) diagonal and constant in time, to go with b "
-            f"{tuple(b.shape)}; got {tuple(A.shape)}"
+            f"{tuple(b.shape)}; got {tuple(A.shape)}; b is (T, B, H), time first"
         ),
     )
 
