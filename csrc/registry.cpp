@@ -3,6 +3,8 @@
 // and vmap in the room's folder of python/weft.
 #include <torch/library.h>
 
+#include "vertex/program/object.h"  // which registers the class that schemas name
+
 TORCH_LIBRARY(weft, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
@@ -82,13 +84,13 @@ TORCH_LIBRARY(weft, m) {
   // vertex: csrc/vertex/exec/
   m.def(
       "vertex_frontiers(Tensor[] inputs, Tensor[] matrices, Tensor[] vectors, Tensor schedule, Tensor host_schedule, "
-      "Tensor program, float[] constants, SymInt num_vertices, SymInt num_inner, SymInt num_edges, int[] results) -> "
+      "__torch__.torch.classes.weft.VertexProgram program, SymInt num_vertices, SymInt num_inner, SymInt num_edges) -> "
       "Tensor[]",
       tags);
   m.def(
       "vertex_frontiers_backward(Tensor[] grads, Tensor[] inputs, Tensor[] matrices, Tensor[] vectors, Tensor[] saved, "
-      "Tensor schedule, Tensor host_schedule, Tensor program, float[] constants, int[] of_inputs, int[] of_matrices, "
-      "int[] of_vectors, bool overlap) -> Tensor[]",
+      "Tensor schedule, Tensor host_schedule, __torch__.torch.classes.weft.VertexProgram program, int[] of_inputs, "
+      "int[] of_matrices, int[] of_vectors, bool overlap) -> Tensor[]",
       tags);
 
   // rnn, in Python: python/weft/_rnn/dropin/torch_rnn.py, torch's own recurrent kernels as ops that a compiled graph

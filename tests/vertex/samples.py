@@ -55,8 +55,8 @@ class Frontiers:
         symbols = trace.program.symbols
         matrices = [draw(*symbols[s].shape) for _, s in compiled.plan.matrices]
         operands = (of("input", n), matrices, of("vector", 1))
-        shared = (plan.block(graphs.device), plan.block(), frontiers.program, frontiers.constants)
-        forward = (*operands, *shared, *plan.sizes, frontiers.results)
+        shared = (plan.block(graphs.device), plan.block(), compiled.program)
+        forward = (*operands, *shared, *plan.sizes)
         if not self.back:
             return forward, {}
         saved = torch.ops.weft.vertex_frontiers(*forward)[len(compiled.plan.outputs) :]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import weft
 from torch import nn
-from weft._vertex.compiler.kernels import Product
+from weft._vertex.compiler.steps import Product
 from weft._vertex.function import prepare
 from weft.vertex import models
 

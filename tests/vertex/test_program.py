@@ -12,6 +12,7 @@ import torch
 import torch.nn.utils.prune
 import weft
 from torch.utils._python_dispatch import TorchDispatchMode
+from weft._vertex.function import prepare
 from weft.vertex import models
 
 from tests.common import relative_error
@@ -80,17 +81,21 @@ class Called(TorchDispatchMode):
 
 def test_programs_and_schedules_are_plain_data(tmp_path):
     """Written down, and run by a process that has neither the function nor the graphs."""
+    programs = []
     with Called() as called:
         for make in NETS.values():
             m = make()
             m(GRAPHS, rows())
+            programs.append(prepare(m, GRAPHS, rows(), "batched").compiled.plan.frontiers.fields())
             assert type(m.program).loads(m.program.dumps()) == m.program and m.program.backward is not None
     assert len(called.calls) == len(NETS)
     path = str(tmp_path / "calls.pt")
-    torch.save(called.calls, path)
+    calls = [((*a[:5], p, *a[6:]), results) for (a, results), p in zip(called.calls, programs, strict=True)]
+    torch.save(calls, path)
     code = (
         "import torch, weft\n"
-        f"for args, results in torch.load({path!r}, weights_only=True):\n"
+        f"for (*args, fields, a, b, c), results in torch.load({path!r}, weights_only=True):\n"
+        "    args += [torch.classes.weft.VertexProgram(*fields), a, b, c]\n"
         "    with torch.no_grad(): found = torch.ops.weft.vertex_frontiers(*args)\n"
         "    assert len(found) == len(results) and all(map(torch.equal, found, results))"
     )

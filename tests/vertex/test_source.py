@@ -18,7 +18,7 @@ import weft
 from torch import nn
 from torch.nn import functional as F
 from weft import _C, _ops
-from weft._vertex.compiler.kernels import Product
+from weft._vertex.compiler.steps import Product
 from weft._vertex.function import prepare
 from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
@@ -112,7 +112,7 @@ def tail_library(compiled, backward: bool, folder: Path) -> ctypes.CDLL:
     """The kernel of the last frontiers on a processor."""
     folder.mkdir()
     doubles = any(b.dtype == "float64" for b in compiled.buffers)
-    steps = _C.vertex.tail_body(compiled.code, compiled.constants, backward)
+    steps = compiled.program().tail_body(backward)
     lines = (f"WEFT_VERTEX_TYPE {'double' if doubles else 'float'}", f"WEFT_VERTEX_STEPS {steps}")
     (folder / "steps.h").write_text("".join(f"#define {line}\n" for line in lines))
     return emulated.build("vertex_tail", folder)
@@ -121,14 +121,14 @@ def tail_library(compiled, backward: bool, folder: Path) -> ctypes.CDLL:
 def library(compiled, folder: Path) -> tuple[ctypes.CDLL, dict[str, list[int]]]:
     """The kernels, for vertices with and without children, and the buffers of each."""
     doubles = any(b.dtype == "float64" for b in compiled.buffers)
+    program = compiled.program()
     text, used = f"using T = {'double' if doubles else 'float'};" + PRELUDE, {}
     for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
         for i, step in enumerate(steps):
             for leaves in [] if isinstance(step, Product) else [False, True]:
                 name = f"step_{int(backward)}_{i}_{int(leaves)}"
                 each = 2 if step.width % 2 == 0 and not step.reduces else 1
-                place = compiled.code, compiled.constants, backward, i, leaves
-                body, used[name] = _C.vertex.kernel_body(*place, each)
+                body, used[name] = program.kernel_body(backward, i, leaves, each)
                 assert set(used[name]) == step.buffers(compiled.tables)
                 lanes = 1 if step.reduces else step.width // each
                 text += KERNEL.format(name=name, width=step.width, lanes=lanes, body=body)
@@ -230,8 +230,8 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
 
     given = of("input"), matrices, of("vector")
     block = places.block()
-    shared = (block, block, batched.frontiers.program, batched.frontiers.constants)
-    results = torch.ops.weft.vertex_frontiers(*given, *shared, n, n - leaves, m, batched.frontiers.results)
+    shared = (block, block, batched.program)
+    results = torch.ops.weft.vertex_frontiers(*given, *shared, n, n - leaves, m)
     outputs, saved = results[: len(plan.outputs)], results[len(plan.outputs) :]
     gradients = torch.ops.weft.vertex_frontiers_backward(
         of("output_grad"), *given, saved, *shared, *batched.frontiers.gradients, True
@@ -326,7 +326,7 @@ def test_written_kernels_compile_for_cuda(make, dtype, tmp_path, monkeypatch):
         code, _ = _C._testing.jit_compile("vertex/exec/cuda/frontier.jit.cu", defines, 90)
         assert b"vertex_frontier" in code
     for backward in (False, True):
-        steps = _C.vertex.tail_body(compiled.code, compiled.constants, backward)
+        steps = compiled.program().tail_body(backward)
         defines = [f"WEFT_VERTEX_TYPE={dtype}", f"WEFT_VERTEX_STEPS={steps}"]
         code, _ = _C._testing.jit_compile("vertex/exec/cuda/tail.jit.cu", defines, 90)
         assert b"vertex_tail" in code
@@ -334,13 +334,13 @@ def test_written_kernels_compile_for_cuda(make, dtype, tmp_path, monkeypatch):
 
 def defines_of(compiled, dtype: str) -> list[list[str]]:
     """What the launcher compiles each kernel with."""
-    found = []
+    found, program = [], compiled.program()
     for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
         for i, step in enumerate(steps):
             if not isinstance(step, Product):
                 each = 4 if step.width % 4 == 0 and not step.reduces else 1
                 for leaves in (False, True):
-                    body, _ = _C.vertex.kernel_body(compiled.code, compiled.constants, backward, i, leaves, each)
+                    body, _ = program.kernel_body(backward, i, leaves, each)
                     lanes = 32 if step.reduces else step.width // each
                     names = {"TYPE": dtype, "WIDTH": step.width, "LANES": lanes, "BODY": body}
                     found.append([f"WEFT_VERTEX_{name}={value}" for name, value in names.items()])

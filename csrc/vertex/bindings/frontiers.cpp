@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/jit/api/object.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/custom_class.h>
 #ifdef WEFT_WITH_CUDA
@@ -36,6 +37,7 @@
 #include "common/device.h"
 #endif
 #include "vertex/graph/schedule.h"
+#include "vertex/program/object.h"
 
 namespace py = pybind11;
 
@@ -47,9 +49,7 @@ using Numbers = std::vector<int64_t>;
 
 // What all calls have in common; csrc/vertex/exec/vertex_frontiers.h.
 struct Compiled {
-  at::Tensor program;
-  std::vector<double> constants;
-  Numbers results;
+  ProgramPointer program;
   std::array<Numbers, 3> gradients;  // numbers of the inputs, matrices and vectors that backward gives gradients of
   std::array<size_t, 3> counts;      // of inputs, matrices, vectors
   Numbers linear;                    // per input: 0, or how many parameters of a layer are given for it
@@ -102,19 +102,18 @@ struct Call : torch::CustomClassHolder {
   // The results, and what backward reads beside what is given: inputs that linear layers made, then of the results
   // those that are no outputs.
   std::pair<Tensors, Tensors> forward(at::TensorList given) const {
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("weft::vertex_frontiers", "")
-                               .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
-                                              const at::Tensor&, const at::Tensor&, at::ArrayRef<double>, c10::SymInt,
-                                              c10::SymInt, c10::SymInt, at::IntArrayRef)>();
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("weft::vertex_frontiers", "")
+            .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&, const at::Tensor&,
+                           const ProgramPointer&, c10::SymInt, c10::SymInt, c10::SymInt)>();
     Tensors saved;
     const Tensors operands = compiled->operands(given, [&](size_t x, size_t weight, std::optional<size_t> bias) {
       const at::Tensor matrix = given[weight].t();
       return saved.emplace_back(bias ? at::addmm(given[*bias], given[x], matrix) : at::mm(given[x], matrix));
     });
-    Tensors results =
-        op.call(compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2), schedule,
-                host_schedule, compiled->program, compiled->constants, sizes[0], sizes[1], sizes[2], compiled->results);
+    Tensors results = op.call(compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2),
+                              schedule, host_schedule, compiled->program, sizes[0], sizes[1], sizes[2]);
     const auto end = results.begin() + static_cast<std::ptrdiff_t>(compiled->outputs);
     saved.insert(saved.end(), std::make_move_iterator(end), std::make_move_iterator(results.end()));
     results.erase(end, results.end());
@@ -128,15 +127,15 @@ struct Call : torch::CustomClassHolder {
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("weft::vertex_frontiers_backward", "")
             .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                           const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ArrayRef<double>,
-                           at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool)>();
+                           const at::Tensor&, const at::Tensor&, const ProgramPointer&, at::IntArrayRef,
+                           at::IntArrayRef, at::IntArrayRef, bool)>();
     size_t made = 0;
     const Tensors operands =
         compiled->operands(given, [&](size_t, size_t, std::optional<size_t>) { return saved[made++]; });
     const Tensors found =
         op.call(grads, compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2),
-                saved.slice(made), schedule, host_schedule, compiled->program, compiled->constants,
-                compiled->gradients[0], compiled->gradients[1], compiled->gradients[2], overlap);
+                saved.slice(made), schedule, host_schedule, compiled->program, compiled->gradients[0],
+                compiled->gradients[1], compiled->gradients[2], overlap);
     Tensors results(given.size());
     size_t next = 0, first = 0;
     for (int which = 0; which < 3; ++which) {
@@ -308,6 +307,10 @@ class Copy {
 }  // namespace
 
 void bind_frontiers(py::module_& vertex) {
+  py::list instructions;
+  for (const OpInfo& op : kOps)
+    instructions.append(py::make_tuple(op.name, op.operands, op.elementwise, op.derivatives));
+  vertex.attr("INSTRUCTIONS") = instructions;
   vertex.def("pinned", torch::wrap_pybind_function(&pinned), "The block of a schedule in pinned memory.");
 #ifdef WEFT_WITH_CUDA
   py::class_<Copy>(vertex, "Copy", "A copy of pinned memory on a device, known to every stream that asks for it.")
@@ -318,18 +321,15 @@ void bind_frontiers(py::module_& vertex) {
 #endif
   py::class_<Compiled, std::shared_ptr<Compiled>>(vertex, "Frontiers",
                                                   "What all calls of vertex_frontiers for a program have in common.")
-      .def(py::init([](at::Tensor program, std::vector<double> constants, Numbers results,
-                       std::array<Numbers, 3> gradients, std::array<size_t, 3> counts, Numbers linear,
-                       std::vector<bool> transposed, size_t outputs, std::vector<size_t> constant) {
-             return std::make_shared<Compiled>(Compiled{std::move(program), std::move(constants), std::move(results),
-                                                        std::move(gradients), counts, std::move(linear),
-                                                        std::move(transposed), outputs, std::move(constant)});
-           }),
-           py::arg("program"), py::arg("constants"), py::arg("results"), py::arg("gradients"), py::arg("counts"),
-           py::arg("linear"), py::arg("transposed"), py::arg("outputs"), py::arg("constant"))
-      .def_readonly("program", &Compiled::program)
-      .def_readonly("constants", &Compiled::constants)
-      .def_readonly("results", &Compiled::results)
+      .def(
+          py::init([](const torch::jit::Object& program, std::array<Numbers, 3> gradients, std::array<size_t, 3> counts,
+                      Numbers linear, std::vector<bool> transposed, size_t outputs, std::vector<size_t> constant) {
+            return std::make_shared<Compiled>(Compiled{c10::IValue(program._ivalue()).toCustomClass<ProgramObject>(),
+                                                       std::move(gradients), counts, std::move(linear),
+                                                       std::move(transposed), outputs, std::move(constant)});
+          }),
+          py::arg("program"), py::arg("gradients"), py::arg("counts"), py::arg("linear"), py::arg("transposed"),
+          py::arg("outputs"), py::arg("constant"))
       .def_readonly("gradients", &Compiled::gradients)
       // The outputs, differentiable; `differentiable(given, grads, needed)` gives gradients that have gradients.
       .def("__call__", torch::wrap_pybind_function(&run), py::arg("schedule"), py::arg("host_schedule"),

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <map>
 #include <memory>
 #include <set>
@@ -21,36 +20,6 @@ namespace weft::vertex {
 namespace {
 
 constexpr const char* kOp = "vertex_frontiers";
-
-// Parsed programs of this thread; a call finds its own by comparing a few kilobytes.
-std::shared_ptr<const Program> parsed(const at::Tensor& program, at::ArrayRef<double> constants) {
-  struct Known {
-    std::vector<int64_t> code;
-    std::shared_ptr<const Program> program;
-  };
-  thread_local std::vector<Known> known;
-  TORCH_CHECK_TYPE(program.scalar_type() == at::kLong && program.is_cpu(), kOp,
-                   ": program must be an int64 tensor on the CPU");
-  const std::span<const int64_t> code(pointer<int64_t>(program), program.numel());
-  const std::span<const double> numbers(constants.data(), constants.size());
-  const auto same_bits = [](double a, double b) { return std::bit_cast<int64_t>(a) == std::bit_cast<int64_t>(b); };
-  for (const Known& k : known) {
-    if (std::equal(code.begin(), code.end(), k.code.begin(), k.code.end()) &&
-        std::equal(numbers.begin(), numbers.end(), k.program->constants.begin(), k.program->constants.end(),
-                   same_bits)) {
-      return k.program;
-    }
-  }
-  std::shared_ptr<const Program> made;
-  try {
-    made = std::make_shared<const Program>(Program::parse(code, numbers));
-  } catch (const std::invalid_argument& error) {
-    TORCH_CHECK_VALUE(false, error.what());
-  }
-  if (known.size() >= 64) known.erase(known.begin());
-  known.push_back({{code.begin(), code.end()}, made});
-  return made;
-}
 
 at::ScalarType type_of(const Buffer& b) {
   constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
@@ -70,7 +39,7 @@ std::span<const int32_t> checked(const at::Tensor& schedule, const at::Tensor& h
 
 struct Run {
   explicit Run(const Operands& operands)
-      : program(parsed(operands.program.contiguous(), operands.constants)),
+      : program(operands.program),
         schedule(operands.schedule.contiguous()),
         host_schedule(operands.host_schedule.contiguous()),
         numbers(checked(schedule, host_schedule)),
@@ -97,15 +66,15 @@ struct Run {
     tasks = Schedule::tasks(numbers);
     for (const Task& task : tasks) {
       leaves += task.level == 0 ? task.count : 0;
-      TORCH_CHECK_VALUE(task.kind < program->functions, kOp, ": the schedule has tasks of function ", task.kind,
-                        ", the program ", program->functions, " functions");
+      TORCH_CHECK_VALUE(task.kind < program.functions, kOp, ": the schedule has tasks of function ", task.kind,
+                        ", the program ", program.functions, " functions");
     }
-    for (const auto* list : {&program->forward, &program->backward}) {
+    for (const auto* list : {&program.forward, &program.backward}) {
       for (const Step& s : *list) {
         if (s.product) check_matrix(s);
       }
     }
-    tensors.resize(program->buffers.size());
+    tensors.resize(program.buffers.size());
     places.resize(tensors.size());
   }
 
@@ -113,7 +82,7 @@ struct Run {
     TORCH_CHECK_VALUE(s.matrix < static_cast<int64_t>(matrices.size()), kOp, ": the program reads matrix ", s.matrix,
                       ", got ", matrices.size());
     at::Tensor& m = matrices[s.matrix];
-    const auto &source = program->buffers[s.source], &target = program->buffers[s.target];
+    const auto &source = program.buffers[s.source], &target = program.buffers[s.target];
     const std::array<int64_t, 2> shape = {s.transposed ? target.width : source.width,
                                           s.transposed ? source.width : target.width};
     TORCH_CHECK_VALUE(m.sizes() == at::IntArrayRef(shape), kOp, ": matrix ", s.matrix, " must be ",
@@ -141,10 +110,10 @@ struct Run {
     }
   }
   // The row (of all vertices) that the buffer begins with.
-  int64_t first_row(int64_t buffer) const { return program->buffers[buffer].space == Space::kInner ? leaves : 0; }
+  int64_t first_row(int64_t buffer) const { return program.buffers[buffer].space == Space::kInner ? leaves : 0; }
 
   void put(size_t i, at::Tensor tensor) {
-    const Buffer& b = program->buffers[i];
+    const Buffer& b = program.buffers[i];
     const bool callers = b.space >= Space::kInput && b.space != Space::kVector;
     const int64_t stride = b.space == Space::kVector ? 0 : tensor.stride(0);
     // Kernels count rows from the first vertex.
@@ -172,22 +141,22 @@ struct Run {
   at::Tensor make(const Buffer& b) const {
     const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (num_vertices - leaves);
     const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
-    const bool zeros = program->functions > 1 || (b.scattered && !full);
+    const bool zeros = program.functions > 1 || (b.scattered && !full);
     return zeros ? at::zeros({rows(b), b.width}, options(b)) : at::empty({rows(b), b.width}, options(b));
   }
 
-  Frontier frontier() const { return {places, *program, arrays, matrices}; }
+  Frontier frontier() const { return {places, program, arrays, matrices}; }
 
   // The number of the first of the last tasks that are small: in one kernel they cost less than their launches and than
   // products that do not fill the device.
   size_t tail() const {
     constexpr int64_t kMultiplyAdds = int64_t{1} << 28;
-    int64_t most = program->doubles ? 32 : 1024, weights = 0;
-    for (const auto* list : {&program->forward, &program->backward}) {
+    int64_t most = program.doubles ? 32 : 1024, weights = 0;
+    for (const auto* list : {&program.forward, &program.backward}) {
       for (const Step& s : *list) {
         if (!s.product) continue;
         weights = std::max<int64_t>(weights, matrices[s.matrix].numel());
-        if (program->buffers[s.source].width % 4 != 0 || program->buffers[s.target].width % 4 != 0) most = 32;
+        if (program.buffers[s.source].width % 4 != 0 || program.buffers[s.target].width % 4 != 0) most = 32;
       }
     }
     size_t first = tasks.size();
@@ -219,7 +188,7 @@ struct Run {
   void late_steps(const std::vector<Step>& list, Executor& executor) const {
     for (const Step& s : list) {
       if (!s.late) continue;
-      if (program->functions > 1) {
+      if (program.functions > 1) {
         for (const Task& task : tasks) {
           if (s.function == task.kind) executor.kernel(s, task.first, task.count, task.level == 0);
         }
@@ -230,7 +199,7 @@ struct Run {
     }
   }
 
-  std::shared_ptr<const Program> program;
+  const Program& program;
   at::Tensor schedule, host_schedule;
   std::span<const int32_t> numbers;
   int64_t num_vertices, num_edges;
@@ -249,13 +218,13 @@ class MatrixGradients {
  public:
   MatrixGradients(const Run& run, Executor& executor)
       : run_(run), executor_(executor), rows_(run.num_vertices), edges_(run.num_edges) {
-    for (const MatrixGradient& g : run.program->matrix_gradients) {
+    for (const MatrixGradient& g : run.program.matrix_gradients) {
       const at::Tensor& matrix = run.matrices[g.matrix];
       at::Tensor& total = found[g.matrix];
       if (!total.defined()) total = at::empty(matrix.sizes(), matrix.options());
       cut_ = cut_ && (matrix.scalar_type() == at::kFloat || matrix.scalar_type() == at::kDouble);
     }
-    cut_ = cut_ && run.program->functions == 1;
+    cut_ = cut_ && run.program.functions == 1;
   }
 
   // Rows from this task on are done.
@@ -288,7 +257,7 @@ class MatrixGradients {
     edges_ = edge;
   }
   void add(int64_t row, int64_t edge) {
-    for (const MatrixGradient& g : run_.program->matrix_gradients) {
+    for (const MatrixGradient& g : run_.program.matrix_gradients) {
       const int64_t first = g.edges ? edge : g.skips_leaves ? std::max(row, run_.leaves) : row;
       const int64_t end = g.edges ? edges_ : rows_;
       if (first >= end) continue;
@@ -320,20 +289,12 @@ void check_numbers(const std::map<int32_t, at::Tensor>& found, at::IntArrayRef e
 
 }  // namespace
 
-std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, at::IntArrayRef results,
-                                    Executor& executor) {
+std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, Executor& executor) {
   Run r(operands);
   const std::array<int64_t, 3> planned = {r.num_vertices, r.num_vertices - r.leaves, r.num_edges};
   TORCH_CHECK_VALUE(sizes == planned, kOp, ": the schedule has ", at::IntArrayRef(planned),
                     " vertices, vertices with children and edges, expected ", at::IntArrayRef(sizes));
-  std::vector<at::Tensor> made;
-  std::vector<int64_t> described;
-  const auto result = [&](size_t i) {
-    const Buffer& b = r.program->buffers[i];
-    made.push_back(r.tensors[i]);
-    described.insert(described.end(), {static_cast<int64_t>(b.space), b.width, static_cast<int64_t>(b.dtype)});
-  };
-  const auto& buffers = r.program->buffers;
+  const auto& buffers = r.program.buffers;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const Buffer& b = buffers[i];
     if (b.backward || b.space == Space::kOutputGrad) continue;
@@ -343,21 +304,17 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
       r.put(i, r.given(operands.vectors, b, "vector"));
     } else {
       r.put(i, r.make(b));
-      if (b.space == Space::kOutput) result(i);
     }
   }
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    if (buffers[i].saved) result(i);
-  }
-  TORCH_CHECK_VALUE(results == at::IntArrayRef(described), kOp, ": the program's results are ",
-                    at::IntArrayRef(described), ", expected ", results);
+  std::vector<at::Tensor> made;
+  for (const int32_t i : r.program.results()) made.push_back(r.tensors[i]);
   executor.begin(r.frontier());
   const size_t tail = r.tail();
-  for (const Task& task : r.tasks.first(tail)) r.steps(r.program->forward, task, executor);
-  if (tail < r.tasks.size() && !executor.tail(r.program->forward, r.tasks, tail, /*backward=*/false)) {
-    for (const Task& task : r.tasks.subspan(tail)) r.steps(r.program->forward, task, executor);
+  for (const Task& task : r.tasks.first(tail)) r.steps(r.program.forward, task, executor);
+  if (tail < r.tasks.size() && !executor.tail(r.program.forward, r.tasks, tail, /*backward=*/false)) {
+    for (const Task& task : r.tasks.subspan(tail)) r.steps(r.program.forward, task, executor);
   }
-  r.late_steps(r.program->forward, executor);
+  r.late_steps(r.program.forward, executor);
   return made;
 }
 
@@ -366,7 +323,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
                                      bool overlap, Executor& executor) {
   Run r(operands);
   std::map<int32_t, at::Tensor> input_grads, vector_grads;
-  const auto& buffers = r.program->buffers;
+  const auto& buffers = r.program.buffers;
   size_t next = 0;
   for (size_t i = 0; i < buffers.size(); ++i) {
     const Buffer& b = buffers[i];
@@ -394,19 +351,18 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   executor.begin(r.frontier());
   MatrixGradients matrices(r, executor);
   size_t end = r.tasks.size();
-  if (const size_t tail = r.tail();
-      tail < end && executor.tail(r.program->backward, r.tasks, tail, /*backward=*/true)) {
+  if (const size_t tail = r.tail(); tail < end && executor.tail(r.program.backward, r.tasks, tail, /*backward=*/true)) {
     end = tail;
   }
   for (size_t i = end; i-- > 0;) {
-    r.steps(r.program->backward, r.tasks[i], executor);
+    r.steps(r.program.backward, r.tasks[i], executor);
     if (overlap && i > 0) matrices.advance(r.tasks[i]);
   }
   matrices.finish();
-  r.late_steps(r.program->backward, executor);
+  r.late_steps(r.program.backward, executor);
 
-  const at::ScalarType registers = r.program->doubles ? at::kDouble : at::kFloat;
-  for (const VectorGradient& g : r.program->vector_gradients) {
+  const at::ScalarType registers = r.program.doubles ? at::kDouble : at::kFloat;
+  for (const VectorGradient& g : r.program.vector_gradients) {
     at::Tensor& total = vector_grads[g.vector];
     if (!total.defined()) {
       total = at::zeros({operands.vectors[g.vector].numel()}, at::TensorOptions().dtype(registers).device(r.device));

@@ -7,8 +7,7 @@
 //   vectors        one row for all vertices each, of any shape
 //   schedule       int32, the block of csrc/vertex/graph/schedule.h, on the device of the inputs
 //   host_schedule  the same on the CPU
-//   program        int64 on the CPU, csrc/vertex/program/program.h
-//   constants      that the program names
+//   program        csrc/vertex/program/program.h
 //   num_vertices, num_inner (those with children), num_edges  of the schedule
 //   results        what the program makes, for those who cannot read it: space, width and dtype
 //   (csrc/vertex/program/program.h) of
@@ -88,13 +87,12 @@ class Executor {
 // The arguments that both passes have.
 struct Operands {
   at::TensorList inputs, matrices, vectors;
-  const at::Tensor &schedule, &host_schedule, &program;
-  at::ArrayRef<double> constants;
+  const at::Tensor &schedule, &host_schedule;
+  const Program& program;
 };
 
 // `sizes`: vertices, those with children, edges.
-std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, at::IntArrayRef results,
-                                    Executor& executor);
+std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, Executor& executor);
 std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor);

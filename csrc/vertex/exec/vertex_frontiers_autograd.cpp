@@ -9,6 +9,7 @@
 #include "common/legacy_vmap.h"
 #include "common/refused_gradient.h"
 #include "vertex/exec/vertex_frontiers.h"
+#include "vertex/program/object.h"
 
 namespace weft::vertex {
 namespace {
@@ -34,28 +35,26 @@ Results refused(const char* op, const Call& call, const Lists&... lists) {
 }
 
 Results forward_autograd(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
-                         const at::Tensor& schedule, const at::Tensor& host_schedule, const at::Tensor& program,
-                         at::ArrayRef<double> constants, c10::SymInt num_vertices, c10::SymInt num_inner,
-                         c10::SymInt num_edges, at::IntArrayRef results) {
+                         const at::Tensor& schedule, const at::Tensor& host_schedule, const ProgramPointer& program,
+                         c10::SymInt num_vertices, c10::SymInt num_inner, c10::SymInt num_edges) {
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("weft::vertex_frontiers", "").typed<decltype(forward_autograd)>();
   const auto call = [&] {
-    return op.call(inputs, matrices, vectors, schedule, host_schedule, program, constants, num_vertices, num_inner,
-                   num_edges, results);
+    return op.call(inputs, matrices, vectors, schedule, host_schedule, program, num_vertices, num_inner, num_edges);
   };
   return refused("vertex_frontiers", call, inputs, matrices, vectors);
 }
 
 Results backward_autograd(at::TensorList grads, at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                           at::TensorList saved, const at::Tensor& schedule, const at::Tensor& host_schedule,
-                          const at::Tensor& program, at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
-                          at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
+                          const ProgramPointer& program, at::IntArrayRef of_inputs, at::IntArrayRef of_matrices,
+                          at::IntArrayRef of_vectors, bool overlap) {
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("weft::vertex_frontiers_backward", "")
                              .typed<decltype(backward_autograd)>();
   const auto call = [&] {
-    return op.call(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, of_inputs,
-                   of_matrices, of_vectors, overlap);
+    return op.call(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, of_inputs, of_matrices,
+                   of_vectors, overlap);
   };
   return refused("vertex_frontiers_backward", call, grads, inputs, matrices, vectors, saved);
 }

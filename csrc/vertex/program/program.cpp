@@ -3,288 +3,152 @@
 #include <algorithm>
 #include <set>
 #include <stdexcept>
+#include <string>
+
+#include "vertex/program/analyses.h"
 
 namespace weft::vertex {
 namespace {
 
-class Reader {
+// One step's; `where` names it in errors.
+class Checks {
  public:
-  explicit Reader(std::span<const int64_t> code) : code_(code) {}
+  Checks(const Program& p, const Step& step, std::string where) : p_(p), step_(step), where_(std::move(where)) {}
 
-  int32_t next() {
-    if (at_ >= code_.size()) fail();
-    return static_cast<int32_t>(code_[at_++]);
+  void step() {
+    require(in(step_.function, p_.functions), "function");
+    if (step_.product) {
+      const Buffer &source = buffer(step_.source), &target = buffer(step_.target);
+      require(source.dtype == target.dtype, "dtypes of source and target");
+      require(step_.matrix >= 0, "matrix");
+      return;
+    }
+    require(step_.width >= 0 && step_.registers >= 0, "width or registers");
+    for (size_t i = 0; i < step_.code.size(); ++i) {
+      const std::string kernel = where_;
+      where_ += ", instruction " + std::to_string(i) + " (" + info(step_.code[i].op).name + ")";
+      instruction(step_.code[i]);
+      where_ = kernel;
+    }
   }
-  // Below `end`, or the numbers are no program.
-  int32_t below(int64_t end) {
-    const int32_t value = next();
-    if (value < 0 || value >= end) fail();
-    return value;
+
+  const Buffer& buffer(int32_t b) const {
+    require(in(b, p_.buffers.size()), "buffer");
+    return p_.buffers[b];
   }
-  bool flag() { return below(2) != 0; }
-  int32_t count() { return below(int64_t{1} << 24); }
-  bool done() const { return at_ == code_.size(); }
-  [[noreturn]] static void fail() { throw std::invalid_argument("vertex_frontiers: the program is damaged"); }
+  void require(bool condition, const char* what) const {
+    if (!condition) throw std::invalid_argument("vertex_frontiers: " + where_ + ": impossible " + what);
+  }
 
  private:
-  std::span<const int64_t> code_;
-  size_t at_ = 0;
-};
-
-void check(const Program& p, const Step& step, const Instruction& i) {
-  const auto require = [](bool condition) {
-    if (!condition) Reader::fail();
-  };
-  const auto is_register = [&](int32_t r) { return r >= 0 && r < step.registers; };
-  const auto buffer = [&](int32_t b, int32_t first) -> const Buffer& {
-    require(b >= 0 && b < static_cast<int32_t>(p.buffers.size()) && first >= 0 && first < p.buffers[b].width);
-    return p.buffers[b];
-  };
-  const bool stores = i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax || i.op == Op::kScatter;
-  if (!stores) require(is_register(i.result));
-  switch (i.op) {
-    case Op::kLoad:
-      require(i.c >= 0 && i.c <= static_cast<int32_t>(Access::kChild));
-      require(buffer(i.a, i.b).width >= i.b + (i.d & 1 ? 1 : step.width));
-      break;
-    case Op::kConstant:
-      require(i.a >= 0 && i.a < static_cast<int32_t>(p.constants.size()));
-      break;
-    case Op::kUses:
-      require(i.a >= 0 && i.a < static_cast<int32_t>(p.tables.size()) && !step.edges);
-      for (const Use& use : p.tables[i.a]) require(buffer(use.buffer, use.first).width >= use.first + i.b + step.width);
-      break;
-    case Op::kStore:
-      require(is_register(i.a) && buffer(i.b, i.c).width >= i.c + step.width && !step.reduces);
-      break;
-    case Op::kStoreSum:
-    case Op::kStoreMax:
-      require(is_register(i.a) && buffer(i.b, i.c).width > i.c && step.reduces);
-      break;
-    case Op::kScatter:
-      require(is_register(i.a) && buffer(i.b, i.c).width >= i.c + step.width && !step.reduces && !step.edges);
-      require(i.d >= -1 && p.buffers[i.b].scattered);
-      require((p.buffers[i.b].space == Space::kEdges) == (i.d < 0));
-      break;
-    case Op::kBegin:
-      require(!step.edges);
-      break;
-    case Op::kEnd:
-      break;
-    case Op::kSelect:
-      require(is_register(i.c));
-      [[fallthrough]];
-    case Op::kAdd:
-    case Op::kSub:
-    case Op::kMul:
-    case Op::kDiv:
-    case Op::kMax:
-    case Op::kMin:
-    case Op::kGreater:
-    case Op::kGreaterEqual:
-    case Op::kEqual:
-      require(is_register(i.b));
-      [[fallthrough]];
-    default:
-      require(is_register(i.a) && !(p.doubles && (i.op == Op::kFloat16 || i.op == Op::kBFloat16)));
+  static bool in(int64_t x, size_t end) { return x >= 0 && x < static_cast<int64_t>(end); }
+  // `width` columns from `first` on.
+  void columns(int32_t b, int32_t first, int32_t width) const {
+    require(first >= 0 && first < buffer(b).width && first + width <= p_.buffers[b].width, "columns");
   }
-}
+
+  void instruction(const Instruction& i) const {
+    const OpInfo& op = info(i.op);
+    require(op.stores || in(i.result, step_.registers), "result");
+    for (int r = 0; r < op.operands; ++r) require(in(i.operands[r], step_.registers), "operand");
+    switch (i.op) {
+      case Op::kLoad:
+        columns(i.buffer, i.column, i.broadcast ? 1 : step_.width);
+        require((i.access == Access::kGather) == (i.gather >= 0), "gather");
+        break;
+      case Op::kConstant:
+        require(in(i.constant, p_.constants.size()), "constant");
+        break;
+      case Op::kUses:
+        require(in(i.table, p_.tables.size()) && !step_.edges, "table");
+        for (const Use& use : p_.tables[i.table]) columns(use.buffer, use.first + i.column, step_.width);
+        break;
+      case Op::kStore:
+        columns(i.buffer, i.column, step_.width);
+        require(!step_.reduces, "store of a kernel that reduces");
+        break;
+      case Op::kStoreSum:
+      case Op::kStoreMax:
+        columns(i.buffer, i.column, 1);
+        require(step_.reduces, "store of a kernel that does not reduce");
+        break;
+      case Op::kScatter:
+        columns(i.buffer, i.column, step_.width);
+        require(!step_.reduces && !step_.edges && p_.buffers[i.buffer].scattered, "scatter");
+        require(i.gather >= -1 && (p_.buffers[i.buffer].space == Space::kEdges) == (i.gather < 0), "gather");
+        break;
+      case Op::kBegin:
+        require(!step_.edges, "loop over the edges of edges");
+        break;
+      case Op::kFloat16:
+      case Op::kBFloat16:
+        require(!p_.doubles, "rounding of doubles");
+        break;
+      default:
+        require(i.op != Op::kZero, "instruction");
+    }
+  }
+
+  const Program& p_;
+  const Step& step_;
+  std::string where_;
+};
 
 std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
   std::set<int32_t> found;
   for (const Instruction& i : step.code) {
-    if (i.op == Op::kLoad) found.insert(i.a);
-    if (i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax || i.op == Op::kScatter) found.insert(i.b);
+    if (i.op == Op::kLoad || info(i.op).stores) found.insert(i.buffer);
     if (i.op != Op::kUses) continue;
-    for (const Use& use : p.tables[i.a]) found.insert(use.buffer);
+    for (const Use& use : p.tables[i.table]) found.insert(use.buffer);
   }
   return {found.begin(), found.end()};
 }
 
-std::vector<Step> steps(Reader& in, const Program& p) {
-  std::vector<Step> found(in.count());
-  const auto buffers = static_cast<int64_t>(p.buffers.size());
-  for (Step& s : found) {
-    s.function = in.below(p.functions);
-    s.product = in.flag();
-    s.edges = in.flag();
-    s.late = in.flag();
-    if (s.product) {
-      s.source = in.below(buffers);
-      s.matrix = in.count();
-      s.transposed = in.flag();
-      s.target = in.below(buffers);
-      s.skips_leaves = in.flag();
-      if (p.buffers[s.source].dtype != p.buffers[s.target].dtype) Reader::fail();
-      continue;
-    }
-    s.width = in.count();
-    s.registers = in.count();
-    s.reduces = in.flag();
-    s.code.resize(in.count());
-    for (Instruction& i : s.code) {
-      i.op = static_cast<Op>(in.below(static_cast<int64_t>(Op::kSelect) + 1));
-      i = {i.op, in.next(), in.next(), in.next(), in.next(), in.next()};
-      check(p, s, i);
-    }
-    s.buffers = buffers_of(p, s);
-  }
-  return found;
-}
-
-// Instructions that no store needs are left out. In a loop all is needed: it is empty where there are no children.
-std::vector<Instruction> needed(const std::vector<Instruction>& code) {
-  std::vector<Instruction> kept;
-  std::set<int32_t> read;
-  bool loop = false;
-  for (size_t k = code.size(); k-- > 0;) {
-    const Instruction& i = code[k];
-    if (i.op == Op::kEnd) loop = true;
-    const bool stores = i.op == Op::kStore || i.op == Op::kStoreSum || i.op == Op::kStoreMax || i.op == Op::kScatter;
-    if (!stores && !loop && !read.contains(i.result)) continue;
-    kept.push_back(i);
-    if (i.op == Op::kBegin) loop = false;
-    const bool operands = stores || i.op == Op::kAccumulate || (i.op >= Op::kNeg && i.op <= Op::kSelect);
-    if (!stores && !loop && i.op != Op::kAccumulate && i.op != Op::kEnd) read.erase(i.result);
-    if (i.op == Op::kEnd || i.op == Op::kAccumulate) read.insert(i.result);
-    if (!operands) continue;
-    read.insert(i.a);
-    if (stores || i.op == Op::kAccumulate || i.op < Op::kAdd) continue;
-    read.insert(i.b);
-    if (i.op == Op::kSelect) read.insert(i.c);
-  }
-  return {kept.rbegin(), kept.rend()};
-}
-
-// What kernels do at vertices without children: what is gathered, and products of nothing else, are zero, and inner
-// rows are not there.
-void specialise_for_leaves(Program& p) {
-  std::vector<char> zero(p.buffers.size()), read(p.buffers.size());
-  for (const auto* list : {&p.forward, &p.backward}) {
-    for (const Step& s : *list) {
-      if (s.product && !s.skips_leaves) read[s.source] = 1;
-    }
-  }
-  for (const MatrixGradient& g : p.matrix_gradients) {
-    if (!g.skips_leaves) read[g.source] = 1;
-  }
-  for (Step& s : p.forward) {
-    if (!s.product || !s.skips_leaves || s.edges) continue;
-    zero[s.target] = 1;
-    s.zeroes_leaves = p.buffers[s.target].space != Space::kInner && read[s.target];
-  }
-  for (auto* list : {&p.forward, &p.backward}) {
-    for (Step& s : *list) {
-      for (Instruction i : s.code) {
-        if (i.op == Op::kStore && p.buffers[i.b].space == Space::kInner) continue;
-        const auto access = static_cast<Access>(i.c);
-        if (i.op == Op::kLoad && (access == Access::kGather || access == Access::kChild || zero[i.a])) {
-          i = {Op::kZero, i.result, 0, 0, 0, 0};
-        }
-        s.leaf_code.push_back(i);
-      }
-      s.leaf_code = needed(s.leaf_code);
-    }
-  }
-}
-
-void find_written(Program& p) {
-  std::vector<std::vector<char>> columns;
-  for (const Buffer& b : p.buffers) columns.emplace_back(b.space == Space::kInputGrad ? b.width : 0);
-  for (const Step& s : p.backward) {
-    if (s.product || s.edges) continue;
-    for (const Instruction& i : s.code) {
-      if (i.op != Op::kStore || columns[i.b].empty()) continue;
-      std::fill_n(columns[i.b].begin() + i.c, s.width, char{1});
-    }
-  }
-  for (size_t b = 0; b < columns.size(); ++b) {
-    const auto& c = columns[b];
-    p.buffers[b].written = p.functions == 1 && !c.empty() && std::find(c.begin(), c.end(), 0) == c.end();
-  }
-}
-
 }  // namespace
 
-Program Program::parse(std::span<const int64_t> code, std::span<const double> constants) {
-  Reader in(code);
-  Program p;
-  p.constants.assign(constants.begin(), constants.end());
-  p.functions = in.count();
-  p.fused = in.flag();
-  p.state = in.next();
-  p.buffers.resize(in.count());
-  for (Buffer& b : p.buffers) {
-    b.space = static_cast<Space>(in.below(static_cast<int64_t>(Space::kVector) + 1));
-    b.width = in.count();
-    b.dtype = static_cast<Dtype>(in.below(static_cast<int64_t>(Dtype::kFloat64) + 1));
-    b.scattered = in.flag();
-    b.index = in.count();
-    b.backward = in.flag();
-    b.saved = in.flag();
-  }
-  const auto buffers = static_cast<int64_t>(p.buffers.size());
-  if (p.state >= buffers) Reader::fail();
+void Program::finish() {
   const auto is_double = [](const Buffer& b) { return b.dtype == Dtype::kFloat64; };
-  p.doubles = std::any_of(p.buffers.begin(), p.buffers.end(), is_double);
-  if (p.doubles && !std::all_of(p.buffers.begin(), p.buffers.end(), is_double)) Reader::fail();
-  p.tables.resize(in.count());
-  for (auto& table : p.tables) {
-    table.resize(in.count());
-    for (Use& use : table) {
-      use.column = in.next();
-      use.buffer = in.below(buffers);
-      use.first = in.count();
-      use.by_parent = in.flag();
+  doubles = std::any_of(buffers.begin(), buffers.end(), is_double);
+  const Step none{};
+  const Checks checks(*this, none, "the program");
+  checks.require(functions > 0, "number of functions");
+  checks.require(!doubles || std::all_of(buffers.begin(), buffers.end(), is_double), "mixture of dtypes");
+  for (const Buffer& b : buffers) checks.require(b.width >= 0 && b.index >= 0, "buffer");
+  if (state != -1) checks.buffer(state);
+  for (const auto& table : tables) {
+    for (const Use& use : table) {
+      checks.buffer(use.buffer);
+      checks.require(use.column >= -1 && use.first >= 0, "use");
     }
   }
-  p.forward = steps(in, p);
-  p.backward = steps(in, p);
-  p.matrix_gradients.resize(in.count());
-  for (MatrixGradient& g : p.matrix_gradients) {
-    g.matrix = in.count();
-    g.source = in.below(buffers);
-    g.gradient = in.below(buffers);
-    g.edges = in.flag();
-    g.skips_leaves = in.flag();
-    if (p.buffers[g.source].dtype != p.buffers[g.gradient].dtype) Reader::fail();
+  for (const MatrixGradient& g : matrix_gradients) {
+    checks.require(g.matrix >= 0 && checks.buffer(g.source).dtype == checks.buffer(g.gradient).dtype,
+                   "gradient of a matrix");
   }
-  p.vector_gradients.resize(in.count());
-  for (VectorGradient& g : p.vector_gradients) {
-    g.vector = in.count();
-    g.first = in.count();
-    g.buffer = in.below(buffers);
-    g.column = in.count();
-    g.width = in.count();
+  for (const VectorGradient& g : vector_gradients) {
+    const bool fits = g.width >= 0 && g.column >= 0 && g.column + g.width <= checks.buffer(g.buffer).width;
+    checks.require(g.vector >= 0 && g.first >= 0 && fits, "gradient of a vector");
   }
-  if (!in.done()) Reader::fail();
-  specialise_for_leaves(p);
-  find_written(p);
-  return p;
+  for (auto* list : {&forward, &backward}) {
+    const std::string pass = list == &forward ? "forward" : "backward";
+    for (size_t s = 0; s < list->size(); ++s) {
+      Step& step = (*list)[s];
+      Checks(*this, step, pass + " step " + std::to_string(s)).step();
+      if (!step.product) step.buffers = buffers_of(*this, step);
+    }
+  }
+  specialise_for_leaves(*this);
+  find_written(*this);
 }
 
-int64_t multiply_adds(const Program& program, std::span<const Task> tasks, bool backward) {
-  int64_t total = 0;
-  const auto add = [&](int32_t source, int32_t target, bool edges, bool skips_leaves, int32_t function) {
-    int64_t rows = 0;
-    for (const Task& task : tasks) {
-      if (function >= 0 && task.kind != function) continue;
-      if (edges) {
-        rows += task.num_edges;
-      } else if (!skips_leaves || task.level > 0) {
-        rows += task.count;
-      }
+std::vector<int32_t> Program::results() const {
+  std::vector<int32_t> found;
+  for (const bool saved : {false, true}) {
+    for (size_t b = 0; b < buffers.size(); ++b) {
+      if (saved ? buffers[b].saved : buffers[b].space == Space::kOutput) found.push_back(static_cast<int32_t>(b));
     }
-    total += rows * program.buffers[source].width * program.buffers[target].width;
-  };
-  for (const Step& s : backward ? program.backward : program.forward) {
-    if (s.product) add(s.source, s.target, s.edges, s.skips_leaves, s.function);
   }
-  if (!backward) return total;
-  for (const MatrixGradient& g : program.matrix_gradients) {
-    add(g.source, g.gradient, g.edges, g.skips_leaves, /*function=*/-1);
-  }
-  return total;
+  return found;
 }
 
 }  // namespace weft::vertex

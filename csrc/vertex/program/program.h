@@ -1,20 +1,17 @@
-// The compiled part of a vertex function, as numbers: what runs in each frontier, forward and backward. Free of torch
-// and CUDA. python/weft/_vertex/compiler/kernels.py writes it, and says which expressions the steps come from.
+// The compiled part of a vertex function: what runs in each frontier, forward and backward. Free of torch and CUDA.
+// python/weft/_vertex/compiler writes it, and says which expressions the steps come from.
 //
 // A step is a kernel, instructions on registers that are as wide as the kernel for each row of the task, or for each of
 // its edges; or a product, the task's rows of one buffer times a matrix into another buffer. Rows and edges are those
 // of csrc/vertex/graph/schedule.h. Steps run in order, tasks in order forward and in reverse backward.
-//
-// The encoded form is what Program::parse reads: functions; fused; state buffer; buffers; tables; forward steps;
-// backward steps; matrix gradients; vector gradients; each list with its length first.
 #pragma once
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
 
-#include "vertex/graph/schedule.h"
+#include "vertex/program/ops.h"
 
 namespace weft::vertex {
 
@@ -35,51 +32,22 @@ struct Buffer {
   bool written = false;  // in all columns of all rows, by kernels of the backward pass
 };
 
-enum class Op : int32_t {
-  kLoad,      // result = buffer a, first column b; c an Access; d = 2 * column of the gather + (1: one number for all)
-  kConstant,  // result = constants[a]
-  kUses,      // result = sum over the row's uses, by table a, of first column b
-  kStore,     // buffer b, first column c = a
-  kStoreSum,  // buffer b, column c = the sum of the columns of a; a kernel with reductions has no other stores
-  kStoreMax,  // the same of the greatest, NaN where there is one
-  kScatter,  // buffer b, first column c = a, in the rows that gather this row by schedule column d, or for d -1, in the
-             // edges that sum over it
-  kBegin,    // result = 0, and a loop over the row's edges begins
-  kAccumulate,
-  kEnd,
-  kNeg,
-  kSigmoid,
-  kTanh,
-  kRelu,
-  kExp,
-  kLog,
-  kSqrt,
-  kAbs,
-  kLog1p,
-  kSign,
-  kErf,
-  kSin,
-  kCos,
-  kFloat16,  // rounded to this type
-  kBFloat16,
-  kAdd,
-  kSub,
-  kMul,
-  kDiv,
-  kMax,
-  kMin,
-  kGreater,
-  kGreaterEqual,
-  kEqual,
-  kSelect,
-  kZero,  // result = 0; in no encoded program
-};
-
 enum class Access : int32_t { kRow, kParent, kGather, kChild };
 
+// What an instruction does not need it leaves as it is here.
 struct Instruction {
   Op op;
-  int32_t result, a, b, c, d;
+  int32_t result = -1;                // register
+  std::array<int32_t, 3> operands{};  // registers: a, b, c
+  int32_t buffer = -1, column = 0;    // the first of the columns in memory, or in the span of a table of uses
+  Access access = Access::kRow;       // of a load
+  int32_t gather = -1;                // schedule column of a load or scatter; of a scatter -1: sums over children
+  bool broadcast = false;             // a load of one number for all columns
+  int32_t constant = -1, table = -1;
+
+  int32_t a() const { return operands[0]; }
+  int32_t b() const { return operands[1]; }
+  int32_t c() const { return operands[2]; }
 };
 
 // One term of a gradient of a state: what a use of it by the gather of `column`, or for -1 by a sum over children,
@@ -135,11 +103,11 @@ struct Program {
   std::vector<double> constants;
   std::shared_ptr<Handles> tails = std::make_shared<Handles>();  // the second of the backward pass
 
-  // std::invalid_argument where the numbers are no program.
-  static Program parse(std::span<const int64_t> code, std::span<const double> constants);
-};
+  // Checks what was put together, and finds what the rest says. std::invalid_argument names what is wrong.
+  void finish();
 
-// Multiply-adds of the products of a pass over these tasks.
-int64_t multiply_adds(const Program& program, std::span<const Task> tasks, bool backward);
+  // Buffers that the forward pass gives away: outputs, then what the backward pass reads.
+  std::vector<int32_t> results() const;
+};
 
 }  // namespace weft::vertex

@@ -1,10 +1,13 @@
 #include "vertex/program/source.h"
 
 #include <algorithm>
+#include <array>
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 #include <numeric>
 #include <set>
+#include <string_view>
 
 namespace weft::vertex {
 namespace {
@@ -17,6 +20,19 @@ std::string number(double value) {
   char text[64];
   std::snprintf(text, sizeof text, "T(%.17g)", value);
   return text;
+}
+
+// `text` with the operands in the place of a, b and c.
+std::string filled(std::string_view text, const std::array<std::string, 3>& operands) {
+  const auto in_name = [&](size_t k) {
+    return k < text.size() && (std::isalnum(static_cast<unsigned char>(text[k])) || text[k] == '_');
+  };
+  std::string found;
+  for (size_t k = 0; k < text.size(); ++k) {
+    const bool operand = text[k] >= 'a' && text[k] <= 'c' && !(k > 0 && in_name(k - 1)) && !in_name(k + 1);
+    found += operand ? operands[text[k] - 'a'] : std::string(1, text[k]);
+  }
+  return found;
 }
 
 class Writer {
@@ -80,7 +96,7 @@ class Writer {
       declared += " T " + total + (i.op == Op::kStoreSum ? " = T(0);" : " = T(-infinite());");
       stored += " for (int apart = lanes / 2; apart > 0; apart /= 2) { const T other = from_lane(" + total +
                 ", apart); " + total + " = " + combined(i, total, "other") + "; } if (lane == 0) " +
-                element(i.b, "row", "edge", i.c, true) + " = " + total + ";";
+                element(i.buffer, "row", "edge", i.column, true) + " = " + total + ";";
     }
     text_ += declared + " for (int j = lane; j < columns; j += lanes) {";
     instructions();
@@ -118,7 +134,7 @@ class Writer {
   }
 
   void uses(const Instruction& i, const std::string& r) {
-    const auto& table = program_.tables[i.a];
+    const auto& table = program_.tables[i.table];
     std::set<int32_t> columns;
     for (const Use& use : table) columns.insert(use.column);
     text_ += loop_ + " " + r + " = T(0);";
@@ -129,7 +145,7 @@ class Writer {
         text_ += " case " + std::to_string(column) + ":";
         for (const Use& use : table) {
           if (use.column == column)
-            text_ += loop_ + " " + r + " += " + read(use.buffer, "q", "0", use.first + i.b, false) + ";";
+            text_ += loop_ + " " + r + " += " + read(use.buffer, "q", "0", use.first + i.column, false) + ";";
         }
         text_ += " break;";
       }
@@ -142,7 +158,7 @@ class Writer {
       for (const Use& use : table) {
         if (use.column >= 0) continue;
         const std::string parent = use.by_parent ? "(long long)edge_parents[used]" : "0";
-        text_ += loop_ + " " + r + " += " + read(use.buffer, parent, "used", use.first + i.b, false) + ";";
+        text_ += loop_ + " " + r + " += " + read(use.buffer, parent, "used", use.first + i.column, false) + ";";
       }
       text_ += " }";
     }
@@ -150,52 +166,50 @@ class Writer {
 
   void instruction(const Instruction& i) {
     const std::string one = each_ > 1 ? "[c]" : "", r = "r" + std::to_string(i.result) + one,
-                      a = "r" + std::to_string(i.a) + one, b = "r" + std::to_string(i.b) + one,
-                      c = "r" + std::to_string(i.c) + one;
+                      a = "r" + std::to_string(i.a()) + one, b = "r" + std::to_string(i.b()) + one,
+                      c = "r" + std::to_string(i.c()) + one;
     const auto set = [&](const std::string& value) { text_ += loop_ + " " + r + " = " + value + ";"; };
     switch (i.op) {
-      case Op::kLoad: {
-        const bool broadcast = i.d & 1;
-        switch (static_cast<Access>(i.c)) {
+      case Op::kLoad:
+        switch (i.access) {
           case Access::kRow:
           case Access::kParent:
-            set(read(i.a, "row", "edge", i.b, broadcast));
+            set(read(i.buffer, "row", "edge", i.column, i.broadcast));
             break;
           case Access::kGather: {
-            const std::string child = "child" + std::to_string(i.d >> 1);
-            gathered_.insert(i.d >> 1);
-            set(child + " < 0 ? T(0) : " + read(i.a, child, "0", i.b, broadcast));
+            const std::string child = "child" + std::to_string(i.gather);
+            gathered_.insert(i.gather);
+            set(child + " < 0 ? T(0) : " + read(i.buffer, child, "0", i.column, i.broadcast));
             break;
           }
           case Access::kChild:
             text_ += " { const long long child = edge_children[edge];" + loop_ + " " + r + " = " +
-                     read(i.a, "child", "0", i.b, broadcast) + "; }";
+                     read(i.buffer, "child", "0", i.column, i.broadcast) + "; }";
             break;
         }
         break;
-      }
       case Op::kConstant:
-        set(number(program_.constants[i.a]));
+        set(number(program_.constants[i.constant]));
         break;
       case Op::kUses:
         uses(i, r);
         break;
       case Op::kStore:
-        text_ += loop_ + " " + element(i.b, "row", "edge", i.c, false) + " = " + a + ";";
+        text_ += loop_ + " " + element(i.buffer, "row", "edge", i.column, false) + " = " + a + ";";
         break;
       case Op::kStoreSum:
       case Op::kStoreMax:
         text_ += " " + total_of(i) + " = " + combined(i, total_of(i), a) + ";";
         break;
       case Op::kScatter:
-        if (i.d >= 0) {
-          text_ += each_use() + " if (column == " + std::to_string(i.d) + ")" + loop_ + " " +
-                   element(i.b, "q", "0", i.c, false) + " = " + a + "; }";
+        if (i.gather >= 0) {
+          text_ += each_use() + " if (column == " + std::to_string(i.gather) + ")" + loop_ + " " +
+                   element(i.buffer, "q", "0", i.column, false) + " = " + a + "; }";
         } else {
           text_ +=
               " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
               "sum_use_edges[u];" +
-              loop_ + " " + element(i.b, "0", "used", i.c, false) + " = " + a + "; }";
+              loop_ + " " + element(i.buffer, "0", "used", i.column, false) + " = " + a + "; }";
         }
         break;
       case Op::kZero:
@@ -211,81 +225,8 @@ class Writer {
       case Op::kEnd:
         text_ += " }";
         break;
-      case Op::kNeg:
-        set("-" + a);
-        break;
-      case Op::kSigmoid:
-        set("weft::sigmoid(" + a + ")");
-        break;
-      case Op::kTanh:
-        set("weft::hyperbolic_tangent(" + a + ")");
-        break;
-      case Op::kRelu:
-        set(a + " < T(0) ? T(0) : " + a);
-        break;
-      case Op::kExp:
-        set("exp(" + a + ")");
-        break;
-      case Op::kLog:
-        set("log(" + a + ")");
-        break;
-      case Op::kSqrt:
-        set("sqrt(" + a + ")");
-        break;
-      case Op::kAbs:
-        set("fabs(" + a + ")");
-        break;
-      case Op::kLog1p:
-        set("log1p(" + a + ")");
-        break;
-      case Op::kSign:
-        set(a + " > T(0) ? T(1) : " + a + " < T(0) ? T(-1) : " + a + " * T(0)");
-        break;
-      case Op::kErf:
-        set("erf(" + a + ")");
-        break;
-      case Op::kSin:
-        set("sin(" + a + ")");
-        break;
-      case Op::kCos:
-        set("cos(" + a + ")");
-        break;
-      case Op::kFloat16:
-        set("T(Float16(" + a + "))");
-        break;
-      case Op::kBFloat16:
-        set("T(BFloat16(" + a + "))");
-        break;
-      case Op::kAdd:
-        set(a + " + " + b);
-        break;
-      case Op::kSub:
-        set(a + " - " + b);
-        break;
-      case Op::kMul:
-        set(a + " * " + b);
-        break;
-      case Op::kDiv:
-        set(a + " / " + b);
-        break;
-      case Op::kMax:
-        set(a + " != " + a + " ? " + a + " : " + a + " > " + b + " ? " + a + " : " + b);
-        break;
-      case Op::kMin:
-        set(a + " != " + a + " ? " + a + " : " + a + " < " + b + " ? " + a + " : " + b);
-        break;
-      case Op::kGreater:
-        set(a + " > " + b + " ? T(1) : T(0)");
-        break;
-      case Op::kGreaterEqual:
-        set(a + " >= " + b + " ? T(1) : T(0)");
-        break;
-      case Op::kEqual:
-        set(a + " == " + b + " ? T(1) : T(0)");
-        break;
-      case Op::kSelect:
-        set(a + " != T(0) ? " + b + " : " + c);
-        break;
+      default:
+        set(filled(info(i.op).cuda, {a, b, c}));
     }
   }
 

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 
 from .._base.flops import register_flop_formula
-from .._C import vertex as _C
 
 
 @register_flop_formula(torch.ops.weft.vertex_frontiers, get_raw=True)
-def _forward(inputs, matrices, vectors, schedule, host_schedule, program, constants, *_: Any, **__: Any) -> int:
-    return 2 * _C.multiply_adds(program.tolist(), constants, host_schedule.tolist(), backward=False)
+def _forward(inputs, matrices, vectors, schedule, host_schedule, program, *_: Any, **__: Any) -> int:
+    return 2 * program.multiply_adds(host_schedule, False)
 
 
 @register_flop_formula(torch.ops.weft.vertex_frontiers_backward, get_raw=True)
-def _backward(
-    grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, constants, *_: Any, **__: Any
-) -> int:
-    return 2 * _C.multiply_adds(program.tolist(), constants, host_schedule.tolist(), backward=True)
+def _backward(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, *_: Any, **__: Any) -> int:
+    return 2 * program.multiply_adds(host_schedule, True)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._base.rules import LIBRARY
 from .._base.torch_private import below_autocast
-from .compiler.kernels import DTYPES, SPACES
 
 
 @torch.library.register_fake("weft::vertex_frontiers")
@@ -20,17 +19,15 @@ def _forward_fake(
     vectors: Sequence[Tensor],
     schedule: Tensor,
     host_schedule: Tensor,
-    program: Tensor,
-    constants: Sequence[float],
+    program: torch.ScriptObject,
     num_vertices: int,
     num_inner: int,
     num_edges: int,
-    results: Sequence[int],
 ) -> list[Tensor]:
     rows = {"inner": num_inner, "edges": num_edges}
     return [
-        schedule.new_empty((rows.get(SPACES[space], num_vertices), width), dtype=getattr(torch, DTYPES[dtype]))
-        for space, width, dtype in zip(results[::3], results[1::3], results[2::3], strict=True)
+        schedule.new_empty((rows.get(space, num_vertices), width), dtype=getattr(torch, dtype))
+        for space, width, dtype in program.results()
     ]
 
 
@@ -43,8 +40,7 @@ def _backward_fake(
     saved: Sequence[Tensor],
     schedule: Tensor,
     host_schedule: Tensor,
-    program: Tensor,
-    constants: Sequence[float],
+    program: torch.ScriptObject,
     of_inputs: Sequence[int],
     of_matrices: Sequence[int],
     of_vectors: Sequence[int],

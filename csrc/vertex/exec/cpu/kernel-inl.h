@@ -11,7 +11,9 @@ namespace {
 
 using vertex::Access;
 using vertex::Dtype;
+using vertex::Instruction;
 using vertex::Op;
+using vertex::Use;
 
 template <typename T>
 struct Interpreter {
@@ -26,31 +28,39 @@ struct Interpreter {
   T* converted;
 
   template <typename F>
-  WEFT_INLINE void unary(const VertexInstruction& i, int64_t n, F f) {
-    const T* a = registers[i.a];
+  WEFT_INLINE void unary(const Instruction& i, int64_t n, F f) {
+    const T* a = registers[i.a()];
     T* to = target(i);
     for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, f(S::load(a + j, n - j)), S::kLanes);
   }
   template <typename F>
-  WEFT_INLINE void binary(const VertexInstruction& i, int64_t n, F f) {
-    const T *a = registers[i.a], *b = registers[i.b];
+  WEFT_INLINE void binary(const Instruction& i, int64_t n, F f) {
+    const T *a = registers[i.a()], *b = registers[i.b()];
     T* to = target(i);
     for (int64_t j = 0; j < n; j += S::kLanes) {
       S::store(to + j, f(S::load(a + j, n - j), S::load(b + j, n - j)), S::kLanes);
     }
   }
   template <typename F>
-  WEFT_INLINE void scalar(const VertexInstruction& i, int64_t n, F f) {
-    const T* a = registers[i.a];
+  WEFT_INLINE void ternary(const Instruction& i, int64_t n, F f) {
+    const T *a = registers[i.a()], *b = registers[i.b()], *c = registers[i.c()];
+    T* to = target(i);
+    for (int64_t j = 0; j < n; j += S::kLanes) {
+      S::store(to + j, f(S::load(a + j, n - j), S::load(b + j, n - j), S::load(c + j, n - j)), S::kLanes);
+    }
+  }
+  template <typename F>
+  WEFT_INLINE void scalar(const Instruction& i, int64_t n, F f) {
+    const T* a = registers[i.a()];
     T* to = target(i);
     for (int64_t j = 0; j < n; ++j) to[j] = f(a[j]);
   }
-  WEFT_INLINE T* target(const VertexInstruction& i) {
+  WEFT_INLINE T* target(const Instruction& i) {
     T* to = scratch + i.result * kStride;
     registers[i.result] = to;
     return to;
   }
-  WEFT_INLINE void fill(const VertexInstruction& i, T value) {
+  WEFT_INLINE void fill(const Instruction& i, T value) {
     T* to = target(i);
     for (int64_t j = 0; j < kVertexBlock; j += S::kLanes) S::store(to + j, S::broadcast(value), S::kLanes);
   }
@@ -77,11 +87,11 @@ struct Interpreter {
   // n elements as registers have them: in the buffer where that is their type, else in `room`.
   WEFT_INLINE const T* read(const VertexBuffer& b, int64_t at, T* room, int64_t n) const {
     if constexpr (sizeof(T) == 4) {
-      if (static_cast<Dtype>(b.dtype) == Dtype::kFloat16) {
+      if (b.dtype == Dtype::kFloat16) {
         widen<Half>(b, at, room, n);
         return room;
       }
-      if (static_cast<Dtype>(b.dtype) == Dtype::kBFloat16) {
+      if (b.dtype == Dtype::kBFloat16) {
         widen<BFloat16>(b, at, room, n);
         return room;
       }
@@ -90,55 +100,52 @@ struct Interpreter {
   }
   WEFT_INLINE void write(const VertexBuffer& b, int64_t at, const T* from, int64_t n) const {
     if constexpr (sizeof(T) == 4) {
-      if (static_cast<Dtype>(b.dtype) == Dtype::kFloat16) return narrow<Half>(b, at, from, n);
-      if (static_cast<Dtype>(b.dtype) == Dtype::kBFloat16) return narrow<BFloat16>(b, at, from, n);
+      if (b.dtype == Dtype::kFloat16) return narrow<Half>(b, at, from, n);
+      if (b.dtype == Dtype::kBFloat16) return narrow<BFloat16>(b, at, from, n);
     }
     T* to = static_cast<T*>(b.data) + at;
     for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, S::load(from + j, n - j), n - j);
   }
   // To the precision of a narrower type.
   template <typename E>
-  WEFT_INLINE void round(const VertexInstruction& i, int64_t n) {
-    unary(i, n, [](Vec x) {
-      if constexpr (sizeof(T) == 4) {
-        E narrow[S::kLanes];
-        Element<E>::store(narrow, x, S::kLanes);
-        return Element<E>::load(narrow, S::kLanes);
-      } else {
-        return x;
-      }
-    });
+  WEFT_INLINE static Vec rounded(Vec x) {
+    if constexpr (sizeof(T) == 4) {
+      E narrow[S::kLanes];
+      Element<E>::store(narrow, x, S::kLanes);
+      return Element<E>::load(narrow, S::kLanes);
+    } else {
+      return x;
+    }
   }
 
-  WEFT_INLINE void load(const VertexInstruction& i, int64_t row, int64_t edge, int64_t first, int64_t n) {
-    const VertexBuffer& b = k.buffers[i.a];
+  WEFT_INLINE void load(const Instruction& i, int64_t row, int64_t edge, int64_t first, int64_t n) {
+    const VertexBuffer& b = k.buffers[i.buffer];
     int64_t from = row;
-    const auto access = static_cast<Access>(i.c);
-    if (access == Access::kGather || access == Access::kChild) {
+    if (i.access == Access::kGather || i.access == Access::kChild) {
       const int64_t child =
-          access == Access::kChild ? k.edge_children[edge] : k.gather[(i.d >> 1) * k.num_vertices + row];
+          i.access == Access::kChild ? k.edge_children[edge] : k.gather[i.gather * k.num_vertices + row];
       if (child < 0) {
         registers[i.result] = zeros;
         return;
       }
       from = child;
     }
-    if (i.d & 1) {
+    if (i.broadcast) {
       T one[S::kLanes];
-      fill(i, *read(b, at(b, from, edge, i.b), one, 1));
+      fill(i, *read(b, at(b, from, edge, i.column), one, 1));
     } else {
-      registers[i.result] = read(b, at(b, from, edge, i.b + first), scratch + i.result * kStride, n);
+      registers[i.result] = read(b, at(b, from, edge, i.column + first), scratch + i.result * kStride, n);
     }
   }
 
   WEFT_INLINE int64_t sum_uses(int64_t row) const { return k.first_sum_use == nullptr ? 0 : k.first_sum_use[row]; }
 
-  WEFT_INLINE void uses(const VertexInstruction& i, int64_t row, int64_t first, int64_t n) {
+  WEFT_INLINE void uses(const Instruction& i, int64_t row, int64_t first, int64_t n) {
     T* to = scratch + i.result * kStride;
     const T* only = nullptr;  // the one term, or the sum in `to`
-    const auto term = [&](const VertexUse& use, int64_t row, int64_t edge) {
+    const auto term = [&](const Use& use, int64_t row, int64_t edge) {
       const VertexBuffer& b = k.buffers[use.buffer];
-      const T* from = read(b, at(b, row, edge, use.first + i.b + first), only == nullptr ? to : converted, n);
+      const T* from = read(b, at(b, row, edge, use.first + i.column + first), only == nullptr ? to : converted, n);
       if (only == nullptr) {
         only = from;
         return;
@@ -149,42 +156,39 @@ struct Interpreter {
       }
       add(to, from, n);
     };
-    const VertexUse* table = k.tables[i.a];
-    const int32_t size = k.table_sizes[i.a];
+    const std::vector<Use>& table = k.tables[i.table];
     for (int64_t u = k.first_use[row]; u < k.first_use[row + 1]; ++u) {
-      for (int32_t t = 0; t < size; ++t) {
-        if (table[t].column == k.users[2 * u + 1]) term(table[t], k.users[2 * u], 0);
+      for (const Use& use : table) {
+        if (use.column == k.users[2 * u + 1]) term(use, k.users[2 * u], 0);
       }
     }
     for (int64_t u = sum_uses(row); u < sum_uses(row + 1); ++u) {
       const int64_t edge = k.sum_use_edges[u];
-      for (int32_t t = 0; t < size; ++t) {
-        if (table[t].column >= 0) continue;
-        const int64_t parent = table[t].by_parent ? k.edge_parents[edge] : 0;
-        term(table[t], parent, edge);
+      for (const Use& use : table) {
+        if (use.column < 0) term(use, use.by_parent ? k.edge_parents[edge] : 0, edge);
       }
     }
     registers[i.result] = only == nullptr ? zeros : only;
   }
 
-  WEFT_INLINE void scatter(const VertexInstruction& i, int64_t row, int64_t first, int64_t n) {
-    const VertexBuffer& b = k.buffers[i.b];
-    const T* from = registers[i.a];
-    if (i.d < 0) {
+  WEFT_INLINE void scatter(const Instruction& i, int64_t row, int64_t first, int64_t n) {
+    const VertexBuffer& b = k.buffers[i.buffer];
+    const T* from = registers[i.a()];
+    if (i.gather < 0) {
       for (int64_t u = sum_uses(row); u < sum_uses(row + 1); ++u) {
-        write(b, at(b, 0, k.sum_use_edges[u], i.c + first), from, n);
+        write(b, at(b, 0, k.sum_use_edges[u], i.column + first), from, n);
       }
       return;
     }
     for (int64_t u = k.first_use[row]; u < k.first_use[row + 1]; ++u) {
-      if (k.users[2 * u + 1] == i.d) write(b, at(b, k.users[2 * u], 0, i.c + first), from, n);
+      if (k.users[2 * u + 1] == i.gather) write(b, at(b, k.users[2 * u], 0, i.column + first), from, n);
     }
   }
 
   // A block's sum, or its greatest, put where that of the blocks before it is.
-  WEFT_INLINE void reduce(const VertexInstruction& i, int64_t row, int64_t edge, bool fresh, int64_t n) {
-    const T* a = registers[i.a];
-    const bool sums = static_cast<Op>(i.op) == Op::kStoreSum;
+  WEFT_INLINE void reduce(const Instruction& i, int64_t row, int64_t edge, bool fresh, int64_t n) {
+    const T* a = registers[i.a()];
+    const bool sums = i.op == Op::kStoreSum;
     const auto greater = [](T x, T y) { return x != x ? x : x > y ? x : y; };
     T found = sums ? T(0) : a[0];
     if (sums) {
@@ -194,8 +198,8 @@ struct Interpreter {
     } else {
       for (int64_t j = 1; j < n; ++j) found = greater(found, a[j]);
     }
-    const VertexBuffer& b = k.buffers[i.b];
-    const int64_t place = at(b, row, edge, i.c);
+    const VertexBuffer& b = k.buffers[i.buffer];
+    const int64_t place = at(b, row, edge, i.column);
     if (!fresh) {
       const T before = *read(b, place, converted, 1);
       found = sums ? before + found : greater(before, found);
@@ -209,20 +213,20 @@ struct Interpreter {
       const int64_t n = smaller(kVertexBlock, k.width - first);
       int64_t loop = 0, e = edge, end = edge;
       for (int64_t p = 0; p < k.length; ++p) {
-        const VertexInstruction& i = k.code[p];
+        const Instruction& i = k.code[p];
         const Vec one = S::broadcast(1), zero = Vec{};
-        switch (static_cast<Op>(i.op)) {
+        switch (i.op) {
           case Op::kLoad:
             load(i, row, e, first, n);
             break;
           case Op::kConstant:
-            fill(i, T(k.constants[i.a]));
+            fill(i, T(k.constants[i.constant]));
             break;
           case Op::kUses:
             uses(i, row, first, n);
             break;
           case Op::kStore:
-            write(k.buffers[i.b], at(k.buffers[i.b], row, e, i.c + first), registers[i.a], n);
+            write(k.buffers[i.buffer], at(k.buffers[i.buffer], row, e, i.column + first), registers[i.a()], n);
             break;
           case Op::kStoreSum:
           case Op::kStoreMax:
@@ -240,97 +244,33 @@ struct Interpreter {
             e = k.first_edge[row];
             end = k.first_edge[row + 1];
             if (e == end) {
-              while (static_cast<Op>(k.code[p].op) != Op::kEnd) ++p;
+              while (k.code[p].op != Op::kEnd) ++p;
             }
             break;
           case Op::kAccumulate:
-            add(scratch + i.result * kStride, registers[i.a], n);
+            add(scratch + i.result * kStride, registers[i.a()], n);
             break;
           case Op::kEnd:
             if (++e < end) p = loop;
             break;
-          case Op::kNeg:
-            unary(i, n, [](Vec x) { return -x; });
-            break;
-          case Op::kSigmoid:
-            unary(i, n, [](Vec x) { return S::sigmoid(x); });
-            break;
-          case Op::kTanh:
-            unary(i, n, [](Vec x) { return S::tanh(x); });
-            break;
-          case Op::kRelu:
-            unary(i, n, [](Vec x) { return S::relu(x); });
-            break;
-          case Op::kExp:
-            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_expf(x)) : T(__builtin_exp(x)); });
-            break;
-          case Op::kLog:
-            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_logf(x)) : T(__builtin_log(x)); });
-            break;
-          case Op::kSqrt:
-            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_sqrtf(x)) : T(__builtin_sqrt(x)); });
-            break;
-          case Op::kLog1p:
-            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_log1pf(x)) : T(__builtin_log1p(x)); });
-            break;
-          case Op::kErf:
-            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_erff(x)) : T(__builtin_erf(x)); });
-            break;
-          case Op::kSin:
-            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_sinf(x)) : T(__builtin_sin(x)); });
-            break;
-          case Op::kCos:
-            scalar(i, n, [](T x) { return sizeof(T) == 4 ? T(__builtin_cosf(x)) : T(__builtin_cos(x)); });
-            break;
-          case Op::kAbs:
-            unary(i, n, [zero](Vec x) { return x < zero ? -x : x + zero; });
-            break;
-          case Op::kSign:
-            unary(i, n, [zero, one](Vec x) { return x > zero ? one : x < zero ? -one : x * zero; });
-            break;
-          case Op::kFloat16:
-            round<Half>(i, n);
-            break;
-          case Op::kBFloat16:
-            round<BFloat16>(i, n);
-            break;
-          case Op::kAdd:
-            binary(i, n, [](Vec x, Vec y) { return x + y; });
-            break;
-          case Op::kSub:
-            binary(i, n, [](Vec x, Vec y) { return x - y; });
-            break;
-          case Op::kMul:
-            binary(i, n, [](Vec x, Vec y) { return x * y; });
-            break;
-          case Op::kDiv:
-            binary(i, n, [](Vec x, Vec y) { return x / y; });
-            break;
-          case Op::kMax:
-            // NaN of either side stays.
-            binary(i, n, [](Vec x, Vec y) { return x != x ? x : x > y ? x : y; });
-            break;
-          case Op::kMin:
-            binary(i, n, [](Vec x, Vec y) { return x != x ? x : x < y ? x : y; });
-            break;
-          case Op::kGreater:
-            binary(i, n, [zero, one](Vec x, Vec y) { return x > y ? one : zero; });
-            break;
-          case Op::kGreaterEqual:
-            binary(i, n, [zero, one](Vec x, Vec y) { return x >= y ? one : zero; });
-            break;
-          case Op::kEqual:
-            binary(i, n, [zero, one](Vec x, Vec y) { return x == y ? one : zero; });
-            break;
-          case Op::kSelect: {
-            const T *c = registers[i.a], *a = registers[i.b], *b = registers[i.c];
-            T* to = target(i);
-            for (int64_t j = 0; j < n; j += S::kLanes) {
-              S::store(to + j, S::load(c + j, n - j) != zero ? S::load(a + j, n - j) : S::load(b + j, n - j),
-                       S::kLanes);
-            }
-            break;
-          }
+#define WEFT_MEMORY(name, Name, ...)
+#define WEFT_UNARY(name, Name, cpu, ...)     \
+  case Op::k##Name:                          \
+    unary(i, n, [=](Vec a) { return cpu; }); \
+    break;
+#define WEFT_SCALAR(name, Name, cpu, ...)                                                                \
+  case Op::k##Name:                                                                                      \
+    scalar(i, n, [](T a) { return sizeof(T) == 4 ? T(__builtin_##cpu##f(a)) : T(__builtin_##cpu(a)); }); \
+    break;
+#define WEFT_BINARY(name, Name, cpu, ...)            \
+  case Op::k##Name:                                  \
+    binary(i, n, [=](Vec a, Vec b) { return cpu; }); \
+    break;
+#define WEFT_TERNARY(name, Name, cpu, ...)                   \
+  case Op::k##Name:                                          \
+    ternary(i, n, [=](Vec a, Vec b, Vec c) { return cpu; }); \
+    break;
+#include "vertex/program/ops.def"
         }
       }
     }

@@ -6,37 +6,31 @@
 // stay in L1. A load is no copy where the buffer has the registers' type: the register points into it.
 #pragma once
 #include <cstdint>
+#include <vector>
+
+#include "vertex/program/program.h"
 
 namespace weft::cpu {
 
 constexpr int64_t kVertexBlock = 256;
 
+// A buffer of the program, in memory.
 struct VertexBuffer {
   void* data;
-  int64_t stride;  // in elements
-  const int32_t* rows;
+  int64_t stride;       // in elements
+  const int32_t* rows;  // the caller's row of each row, for his tensors
   bool edges;
-  int32_t dtype;  // as csrc/vertex/program/program.h
-};
-
-struct VertexUse {
-  int32_t column, buffer, first;
-  bool by_parent;
-};
-
-struct VertexInstruction {
-  int32_t op, result, a, b, c, d;
+  vertex::Dtype dtype;
 };
 
 struct VertexKernel {
-  const VertexInstruction* code;
+  const vertex::Instruction* code;
   int64_t length;
   int64_t width, registers;
   bool edges;
   const VertexBuffer* buffers;
   const double* constants;
-  const VertexUse* const* tables;
-  const int32_t* table_sizes;
+  const std::vector<vertex::Use>* tables;
   // Arrays of csrc/vertex/graph/schedule.h; first_sum_use is null where it is empty.
   const int32_t *gather, *first_edge, *edge_children, *edge_parents, *first_use, *users, *first_sum_use, *sum_use_edges;
   int64_t num_vertices;

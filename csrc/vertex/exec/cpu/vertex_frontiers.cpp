@@ -10,6 +10,7 @@
 #include <string>
 
 #include "vertex/exec/cpu/kernel.h"
+#include "vertex/program/object.h"
 
 namespace weft::vertex {
 namespace {
@@ -23,30 +24,18 @@ const cpu::VertexTables& tables() {
   return cpu::vertex_baseline();
 }
 
-static_assert(sizeof(cpu::VertexInstruction) == sizeof(Instruction));
-
 class CpuExecutor final : public Executor {
  public:
   void begin(const Frontier& frontier) override {
     single_ = !frontier.program.doubles;
     for (size_t i = 0; i < frontier.places.size(); ++i) {
       const Place& place = frontier.places[i];
-      const auto dtype = static_cast<int32_t>(frontier.program.buffers[i].dtype);
-      buffers_.push_back({place.data, place.stride, place.rows, place.edges, dtype});
-    }
-    for (const auto& table : frontier.program.tables) {
-      auto& copy = uses_.emplace_back();
-      for (const Use& use : table) copy.push_back({use.column, use.buffer, use.first, use.by_parent});
-    }
-    for (const auto& table : uses_) {
-      tables_.push_back(table.data());
-      table_sizes_.push_back(static_cast<int32_t>(table.size()));
+      buffers_.push_back({place.data, place.stride, place.rows, place.edges, frontier.program.buffers[i].dtype});
     }
     const Arrays& a = frontier.arrays;
     kernel_.buffers = buffers_.data();
     kernel_.constants = frontier.program.constants.data();
-    kernel_.tables = tables_.data();
-    kernel_.table_sizes = table_sizes_.data();
+    kernel_.tables = frontier.program.tables.data();
     kernel_.gather = a.gather;
     kernel_.first_edge = a.first_edge;
     kernel_.edge_children = a.edge_children;
@@ -61,7 +50,7 @@ class CpuExecutor final : public Executor {
   void kernel(const Step& step, int64_t first, int64_t count, bool leaves) override {
     cpu::VertexKernel k = kernel_;
     const std::vector<Instruction>& code = leaves ? step.leaf_code : step.code;
-    k.code = reinterpret_cast<const cpu::VertexInstruction*>(code.data());
+    k.code = code.data();
     k.length = static_cast<int64_t>(code.size());
     k.width = step.width;
     k.registers = step.registers;
@@ -92,27 +81,24 @@ class CpuExecutor final : public Executor {
   bool single_ = true;
   cpu::VertexKernel kernel_{};
   std::vector<cpu::VertexBuffer> buffers_;
-  std::vector<std::vector<cpu::VertexUse>> uses_;
-  std::vector<const cpu::VertexUse*> tables_;
-  std::vector<int32_t> table_sizes_;
 };
 
 std::vector<at::Tensor> forward_cpu(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                                     const at::Tensor& schedule, const at::Tensor& host_schedule,
-                                    const at::Tensor& program, at::ArrayRef<double> constants, int64_t num_vertices,
-                                    int64_t num_inner, int64_t num_edges, at::IntArrayRef results) {
+                                    const ProgramPointer& program, int64_t num_vertices, int64_t num_inner,
+                                    int64_t num_edges) {
   CpuExecutor executor;
-  return run_forward({inputs, matrices, vectors, schedule, host_schedule, program, constants},
-                     {num_vertices, num_inner, num_edges}, results, executor);
+  return run_forward({inputs, matrices, vectors, schedule, host_schedule, program->program},
+                     {num_vertices, num_inner, num_edges}, executor);
 }
 
 std::vector<at::Tensor> backward_cpu(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
                                      at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
-                                     const at::Tensor& host_schedule, const at::Tensor& program,
-                                     at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
-                                     at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
+                                     const at::Tensor& host_schedule, const ProgramPointer& program,
+                                     at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
+                                     bool overlap) {
   CpuExecutor executor;
-  return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program, constants}, saved, of_inputs,
+  return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program->program}, saved, of_inputs,
                       of_matrices, of_vectors, overlap, executor);
 }
 

@@ -36,6 +36,7 @@
 #include "jit/jit.h"
 #include "jit/too_many_blocks.h"
 #include "vertex/exec/cuda/frontier.jit.cuh"
+#include "vertex/program/object.h"
 #include "vertex/program/source.h"
 
 namespace weft::vertex {
@@ -124,7 +125,7 @@ class CudaExecutor final : public Executor {
   bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) override {
     const bool fits = places_.size() <= size_t{kMaxFrontierBuffers} && matrices_.size() <= size_t{kMaxTailMatrices};
     if (!program_->fused || !fits || at::cuda::getCurrentDeviceProperties()->major < 8) return false;
-    const Tail& kernel = compiled_tail(steps, backward);
+    const Tail& kernel = compiled_tail(steps, backward_cuda);
     if (kernel.blocks == 0) return false;
     TailArguments a{arguments_};
     for (size_t i = 0; i < places_.size(); ++i) {
@@ -247,22 +248,22 @@ class CudaExecutor final : public Executor {
 
 std::vector<at::Tensor> forward_cuda(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                                      const at::Tensor& schedule, const at::Tensor& host_schedule,
-                                     const at::Tensor& program, at::ArrayRef<double> constants, int64_t num_vertices,
-                                     int64_t num_inner, int64_t num_edges, at::IntArrayRef results) {
+                                     const ProgramPointer& program, int64_t num_vertices, int64_t num_inner,
+                                     int64_t num_edges) {
   const c10::cuda::CUDAGuard guard(schedule.device());
   CudaExecutor executor;
-  return run_forward({inputs, matrices, vectors, schedule, host_schedule, program, constants},
-                     {num_vertices, num_inner, num_edges}, results, executor);
+  return run_forward({inputs, matrices, vectors, schedule, host_schedule, program->program},
+                     {num_vertices, num_inner, num_edges}, executor);
 }
 
 std::vector<at::Tensor> backward_cuda(at::TensorList grads, at::TensorList inputs, at::TensorList matrices,
                                       at::TensorList vectors, at::TensorList saved, const at::Tensor& schedule,
-                                      const at::Tensor& host_schedule, const at::Tensor& program,
-                                      at::ArrayRef<double> constants, at::IntArrayRef of_inputs,
-                                      at::IntArrayRef of_matrices, at::IntArrayRef of_vectors, bool overlap) {
+                                      const at::Tensor& host_schedule, const ProgramPointer& program,
+                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices,
+                                      at::IntArrayRef of_vectors, bool overlap) {
   const c10::cuda::CUDAGuard guard(schedule.device());
   CudaExecutor executor;
-  return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program, constants}, saved, of_inputs,
+  return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program->program}, saved, of_inputs,
                       of_matrices, of_vectors, overlap, executor);
 }
 

@@ -10,63 +10,19 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 
-from ..program import Constant, Operation, Program, Ref, Symbol
+from ..program import Constant, Operation, Ref
 from ..trace.trace import Trace
-from .folding import fold_gathers, leave_out_leaves, postpone
-from .ir import ROUNDINGS, Derivatives, Graph, Node, Unsupported, segments
-from .kernels import Compiled, Dtypes, Function, compile_frontiers
+from .derived import derived_program
+from .instructions import ROUNDINGS
+from .ir import Node, Unsupported, segments
+from .lowering import Function, compile_frontiers
 from .operations import BOOLEAN, ELEMENTWISE, FILLS, NUMBERS, SHAPED, VIEWS, Value, broadcast
+from .passes import fold_gathers, leave_out_leaves, postpone
+from .plan import Part, Plan, Shared
+from .steps import Dtypes
 
-__all__ = ["Part", "Plan", "compile_traces"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One vertex function of a plan. Numbers are those of symbols of its trace's program, or of its operations."""
-
-    before: tuple[int, ...]
-    """Operations."""
-    after: tuple[int, ...]
-    pushes: tuple[int, ...]
-    """Symbols."""
-    outputs: tuple[tuple[int, int], ...]
-    """Symbols that leave the frontiers, each with the number of the output."""
-    replayed: tuple[int, ...]
-    """Operations in the frontiers, for the reference."""
-    scattered: int | None
-    """Symbol."""
-
-    def direct(self, push: int) -> bool:
-        """Whether what is pushed as number `push` comes from the frontiers as it is."""
-        return (self.pushes[push], push) in self.outputs
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The vertex functions of a graph, compiled. What the frontiers read is named by function and symbol."""
-
-    parts: tuple[Part, ...]
-    inputs: tuple[tuple[int, int], ...]
-    """(N, ...)."""
-    matrices: tuple[tuple[int, int], ...]
-    vectors: tuple[tuple[int, int], ...]
-    outputs: tuple[int, ...]
-    """Numbers of what leaves the frontiers. Those below the number of pushes are pushed as they are."""
-    constant: tuple[int, ...]
-    """Positions in `outputs` of what has no gradient."""
-    frontiers: Compiled
-    backward: tuple[Program, ...]
-    """The derived program of each function; none where nothing asks for a gradient."""
-
-    def shape(self, number: int, traces: Sequence[Trace]) -> Symbol:
-        """A symbol that leaves the frontiers as output `number`."""
-        for part, trace in zip(self.parts, traces, strict=True):
-            for symbol, n in part.outputs:
-                if n == number:
-                    return trace.program.symbols[symbol]
-        raise KeyError(number)
+__all__ = ["compile_traces"]
 
 
 def compile_traces(
@@ -92,7 +48,7 @@ def compile_traces(
     """
     if math.prod(state) == 0 and any(t.scatters for t in traces):
         raise Unsupported("a state without numbers")
-    shared = _Shared(math.prod(state), dtype, lazy, max(len(t.outputs) for t in traces))
+    shared = Shared(math.prod(state), dtype, lazy, max(len(t.outputs) for t in traces))
     compilers = [_Compiler(shared, i, t, requires_grad) for i, t in enumerate(traces)]
     parts, functions = zip(*(c.part() for c in compilers), strict=True)
 
@@ -123,7 +79,6 @@ def compile_traces(
     if lazy:
         postpone(frontiers)
     leave_out_leaves(frontiers)
-    frontiers.code = frontiers.encode()
     derived = zip(compilers, parts, frontiers.derivatives, strict=False)
     return Plan(
         parts,
@@ -133,7 +88,7 @@ def compile_traces(
         tuple(outputs),
         tuple(i for i, number in enumerate(outputs) if number not in varying),
         frontiers,
-        tuple(_Backward(c, part, d, outputs, needed).program() for c, part, d in derived),
+        tuple(derived_program(c.program, c.shared, c.converted, part, d, outputs, needed) for c, part, d in derived),
     )
 
 
@@ -147,7 +102,7 @@ def _varying(compilers: Sequence[_Compiler], parts: Sequence[Part]) -> set[int]:
         leaves = ("gather", "children")
 
 
-def _dtypes(shared: _Shared, traces: Sequence[Trace], parts: Sequence[Part], outputs: Sequence[int]) -> Dtypes:
+def _dtypes(shared: Shared, traces: Sequence[Trace], parts: Sequence[Part], outputs: Sequence[int]) -> Dtypes:
     """Of what the frontiers read and write; booleans are numbers of the state's dtype."""
 
     def of(function: int, symbol: int) -> str:
@@ -159,29 +114,10 @@ def _dtypes(shared: _Shared, traces: Sequence[Trace], parts: Sequence[Part], out
     return Dtypes(shared.dtype, *given, [of(*leaving[number]) for number in outputs])
 
 
-@dataclass
-class _Shared:
-    """What the functions of a graph have in common."""
-
-    state: int
-    dtype: str
-    lazy: bool
-    pushes: int
-    graph: Graph = field(default_factory=Graph)
-    inputs: list[tuple[int, int]] = field(default_factory=list)
-    matrices: list[tuple[int, int]] = field(default_factory=list)
-    vectors: list[tuple[int, int]] = field(default_factory=list)
-    others: int = 0
-    """Outputs that no function pushes as they are."""
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """What goes together: registers are float32 for all but float64."""
-        return ("float64",) if self.dtype == "float64" else ("float32", "float16", "bfloat16")
-
-
 class _Compiler:
-    def __init__(self, shared: _Shared, number: int, trace: Trace, requires_grad: Callable[[str, str], bool]):
+    """Turns one function's operations into expressions."""
+
+    def __init__(self, shared: Shared, number: int, trace: Trace, requires_grad: Callable[[str, str], bool]):
         self.shared, self.number, self.program = shared, number, trace.program
         self._dtypes, self._lazy, self._state, self._graph = shared.dtypes, shared.lazy, shared.state, shared.graph
         self._operations = self.program.operations
@@ -494,110 +430,6 @@ class _Compiler:
         except TypeError:
             raise Unsupported(f"{o.op} with these arguments") from None
         self._set(o, node)
-
-
-class _Backward:
-    """The derivatives of one function written down as a program.
-
-    ``gather_grad(first, end)`` is the gradient of these columns of the state, gathered from all that use it;
-    ``pull_grad(x)`` that of what left the frontiers; ``scatter_grad(slot, d)`` goes to the child in a slot, or to all
-    ``children``; ``push_grad(x, d)`` leaves the frontiers. ``outer`` and ``total`` run once for all vertices.
-    """
-
-    def __init__(
-        self, compiler: _Compiler, part: Part, derivatives: Derivatives, outputs: Sequence[int], needed: Callable
-    ):
-        self._compiler, self._part, self._derivatives = compiler, part, derivatives
-        self._outputs, self._needed = outputs, needed
-        self._symbols: list[Symbol] = []
-        self._operations: list[Operation] = []
-        self._numbers: dict[Node, int] = {}
-        self._symbol_of: dict[Node, int] = {}
-        for symbol, node in compiler.converted.items():
-            if node is not None:
-                self._symbol_of.setdefault(node, symbol)
-
-    def program(self) -> Program:
-        d, c = self._derivatives, self._compiler
-        products = [(node, gradient) for node, gradient in d.products if self._needed(node)]
-        roots = [*(gradient for _, gradient in products), *d.leaves.values()]
-        for root in roots:
-            self._written(root)
-        for leaf, gradient in d.leaves.items():
-            if leaf.op in ("gather", "children"):
-                where = str(leaf.attribute) if leaf.op == "gather" else "children"
-                self._operate("scatter_grad", [Constant(where), self._ref(gradient)], "in")
-            elif leaf.op == "input":
-                name = c.program.symbols[c.shared.inputs[leaf.attribute][1]].name
-                self._operate("push_grad", [Constant(name), self._ref(gradient)], "in")
-        for node, gradient in products:
-            matrix = c.program.symbols[c.shared.matrices[node.attribute[0]][1]]
-            result = self._define(f"grad of {matrix.name}", matrix.shape, "shared")
-            arguments = [self._ref(node.args[0]), self._ref(gradient)]
-            self._operate("outer", arguments, "after", [result])
-        for leaf, gradient in d.leaves.items():
-            if leaf.op == "vector":
-                vector = c.program.symbols[c.shared.vectors[leaf.attribute][1]]
-                result = self._define(f"grad of {vector.name}", vector.shape, "shared")
-                self._operate("total", [self._ref(gradient)], "after", [result])
-        return Program(f"{c.program.name}, backward", tuple(self._symbols), tuple(self._operations))
-
-    def _written(self, root: Node) -> None:
-        """Write down what a gradient depends on, as far as the forward pass has no name for it."""
-        stack = [(root, False)]
-        while stack:
-            node, done = stack.pop()
-            if done:
-                self._number(node)
-            elif node not in self._numbers:
-                stack.append((node, True))
-                if node not in self._symbol_of:
-                    stack.extend((a, False) for a in node.args)
-
-    def _define(self, name: str, shape: Sequence[int | str], kind: str, dtype: str | None = None) -> int:
-        self._symbols.append(Symbol(tuple(shape), dtype or self._compiler.shared.dtype, name, kind))
-        return len(self._symbols) - 1
-
-    def _operate(self, op: str, arguments: Sequence[Ref | Constant], when: str, results: Sequence[int] = ()) -> None:
-        self._operations.append(Operation(op, tuple(arguments), (), tuple(results), when))
-
-    def _ref(self, node: Node) -> Ref:
-        return Ref(self._number(node))
-
-    def _number(self, node: Node) -> int:
-        """The symbol of a node: one of the forward pass by its name, or a new one, whose arguments come before it."""
-        if node in self._numbers:
-            return self._numbers[node]
-        if node in self._symbol_of:
-            symbol = self._compiler.program.symbols[self._symbol_of[node]]
-            self._numbers[node] = self._define(symbol.name, symbol.shape, symbol.kind, symbol.dtype)
-            return self._numbers[node]
-        arguments: list[Ref | Constant] = []
-        if node.op == "constant":
-            arguments = [Constant(f"{node.attribute:g}")]
-        elif node.op == "state_grad":
-            arguments = [*map(Constant, map(str, node.attribute))]
-        elif node.op == "output_grad":
-            arguments = [Constant(self._output(node.attribute))]
-        elif node.op == "linear":
-            matrix, transposed, _ = node.attribute
-            name = self._compiler.program.symbols[self._compiler.shared.matrices[matrix][1]].name
-            arguments = [self._ref(node.args[0]), Constant(name + (".T" if transposed else ""))]
-        else:
-            arguments = [self._ref(a) for a in node.args]
-            if node.op == "slice":
-                arguments += [Constant(str(node.attribute)), Constant(str(node.attribute + node.width))]
-        rows = {"N": ("N",), "E": ("E",), "S": ()}[node.domain]
-        kind = {"N": "row", "E": "child", "S": "shared"}[node.domain]
-        self._numbers[node] = self._define(f"d{len(self._operations)}", (*rows, node.width), kind)
-        op = {"state_grad": "gather_grad", "output_grad": "pull_grad", "linear": "mm"}.get(node.op, node.op)
-        self._operate(op, arguments, "in", [self._numbers[node]])
-        return self._numbers[node]
-
-    def _output(self, position: int) -> str:
-        """The symbol that leaves the frontiers at this position."""
-        symbols = {number: symbol for symbol, number in self._part.outputs}
-        return self._compiler.program.symbols[symbols[self._outputs[position]]].name
 
 
 def _out_of_place(name: str) -> str:

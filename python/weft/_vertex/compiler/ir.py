@@ -13,19 +13,16 @@ Plain data, free of torch.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
+from .instructions import INSTRUCTIONS, evaluate
+
 __all__ = ["Derivatives", "Graph", "Node", "Unsupported", "segments", "state_cuts", "topological"]
 
 LEAVES = frozenset(("input", "vector", "gather", "children", "linear", "state_grad", "output_grad"))
-UNARY = ("neg", "sigmoid", "tanh", "relu", "exp", "log", "sqrt", "abs", "log1p", "sign", "erf", "sin", "cos", "stop")
-ROUNDINGS = ("float16", "bfloat16")
-BINARY = ("add", "sub", "mul", "div", "max", "min", "gt", "ge", "eq")
 REDUCTIONS = frozenset(("rowsum", "rowmax"))
-ELEMENTWISE = frozenset((*UNARY, *ROUNDINGS, *BINARY, "select"))
 
 
 class Unsupported(Exception):
@@ -281,7 +278,8 @@ class Derivatives:
             elif node.op == "linear":
                 needs = needed(node) or self._needs[node.args[0].number]
             else:
-                differentiable = node.op not in ("stop", "gt", "ge", "eq", "sign", "constant")
+                known = INSTRUCTIONS.get(node.op)
+                differentiable = node.op not in ("stop", "constant") and (known is None or known.differentiable)
                 needs = differentiable and any(self._needs[a.number] for a in node.args)
             self._needs[node.number] = needs
 
@@ -380,57 +378,10 @@ class Derivatives:
 
     def _partials(self, y: Node, d: Node) -> list[Node | None]:
         """The gradients of the arguments of an element-wise operation with the result y, of which d is the gradient."""
-        g = self._graph
-        apply, a = g.apply, y.args
-        one, zero = g.constant(1.0), g.constant(0.0)
-
-        def where(condition: Node, yes: Node, no: Node) -> Node:
-            return apply("select", condition, yes, no)
-
-        if y.op == "add":
-            return [d, d]
-        if y.op == "sub":
-            return [d, apply("neg", d)]
-        if y.op == "mul":
-            return [apply("mul", d, a[1]), apply("mul", d, a[0])]
-        if y.op == "div":
-            quotient = apply("div", d, a[1])
-            return [quotient, apply("neg", apply("mul", quotient, y))]
-        if y.op in ("max", "min"):
-            half = apply("mul", d, g.constant(0.5))
-            first = apply("gt", *(a if y.op == "max" else a[::-1]))
-            tie = apply("eq", *a)
-            return [
-                where(tie, half, where(first, d, zero)),
-                where(tie, half, where(first, zero, d)),
-            ]
-        if y.op == "select":
-            return [None, where(a[0], d, zero), where(a[0], zero, d)]
-        if y.op == "neg":
-            return [apply("neg", d)]
-        if y.op in ROUNDINGS:
-            return [d]
-        if y.op == "sigmoid":
-            return [apply("mul", d, apply("mul", y, apply("sub", one, y)))]
-        if y.op == "tanh":
-            return [apply("mul", d, apply("sub", one, apply("mul", y, y)))]
-        if y.op == "relu":
-            return [where(apply("gt", y, zero), d, zero)]
-        if y.op == "exp":
-            return [apply("mul", d, y)]
-        if y.op == "log":
-            return [apply("div", d, a[0])]
-        if y.op == "log1p":
-            return [apply("div", d, apply("add", a[0], one))]
-        if y.op == "sqrt":
-            return [apply("div", d, apply("add", y, y))]
-        if y.op == "erf":
-            bell = apply("exp", apply("neg", apply("mul", a[0], a[0])))
-            return [apply("mul", d, apply("mul", bell, g.constant(2 / math.sqrt(math.pi))))]
-        if y.op == "sin":
-            return [apply("mul", d, apply("cos", a[0]))]
-        if y.op == "cos":
-            return [apply("neg", apply("mul", d, apply("sin", a[0])))]
-        if y.op == "abs":
-            return [apply("mul", d, apply("sign", a[0]))]
-        return [None] * len(a)
+        if y.op not in INSTRUCTIONS:
+            return [None] * len(y.args)
+        values = dict(zip("abc", y.args, strict=False), d=d, y=y)
+        return [
+            None if expression is None else evaluate(expression, values, self._graph.apply, self._graph.constant)
+            for expression in INSTRUCTIONS[y.op].derivatives
+        ]

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from .ir import UNARY, Graph, Node, Unsupported
+from .instructions import UNARY
+from .ir import Graph, Node, Unsupported
 
 __all__ = ["BOOLEAN", "ELEMENTWISE", "FILLS", "NUMBERS", "SHAPED", "VIEWS", "Value", "broadcast"]
 
@@ -178,7 +179,7 @@ def _both(name: str, make: Callable) -> dict[str, Callable]:
 
 
 ELEMENTWISE: dict[str, Callable] = {
-    **{f"aten.{op}.default": _unary(op) for op in UNARY if op != "stop"},
+    **{f"aten.{op}.default": _unary(op) for op in UNARY},
     "aten.sgn.default": _unary("sign"),
     "aten.detach.default": _unary("stop"),
     **_both("add", _binary("add")),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..._C import vertex as _C
-from ..compiler.compiler import Part, Plan
+from ..compiler.plan import Part, Plan
 from ..options import current
 from ..program import Program, Symbol
 from ..vertex import Spec, Vertex, VertexType
@@ -38,6 +38,8 @@ class Batched:
     """Whether it is a matrix's transpose that is given."""
     before: tuple[tuple[int, ...], ...]
     """Of each function the operations that torch runs before the frontiers."""
+    program: torch.ScriptObject
+    """As the operators take it."""
     frontiers: _C.Frontiers
     """The operators with the program; csrc/vertex/bindings/frontiers.cpp."""
 
@@ -52,16 +54,13 @@ class Batched:
             matrices = [(0, operands.transposed.get(s, s)) for _, s in matrices]
         transposed = [a != b for a, b in zip(matrices, plan.matrices, strict=True)]
         given = (*inputs, *matrices, *plan.vectors, *((0, s) for layer in layers.values() for s in layer[1:]))
-        with torch.inference_mode(False):
-            program = torch.tensor(compiled.code, dtype=torch.int64, device="cpu")
+        program = compiled.program()
         frontiers = _C.Frontiers(
             program=program,
-            constants=compiled.constants,
-            results=compiled.results,
             gradients=(
                 sorted({b.index for b in compiled.buffers if b.space == "input_grad"}),
-                sorted({g[0] for g in compiled.matrix_gradients}),
-                sorted({g[0] for g in compiled.vector_gradients}),
+                sorted({g.matrix for g in compiled.matrix_gradients}),
+                sorted({g.vector for g in compiled.vector_gradients}),
             ),
             counts=(len(plan.inputs), len(plan.matrices), len(plan.vectors)),
             linear=[len(layers.get(i, (0,))) - 1 for i in range(len(plan.inputs))],
@@ -74,9 +73,8 @@ class Batched:
             for number, (f, part) in enumerate(zip(functions, plan.parts, strict=True))
         )
         # Not the functions themselves: what is compiled is kept with the trace, and would keep the module alive.
-        return Batched(
-            tuple(replace(f, vertex=None) for f in functions), plan, layers, given, tuple(transposed), before, frontiers
-        )
+        kept = tuple(replace(f, vertex=None) for f in functions)
+        return Batched(kept, plan, layers, given, tuple(transposed), before, program, frontiers)
 
     def operands(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The inputs, matrices and vectors of the frontiers."""

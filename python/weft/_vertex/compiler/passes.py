@@ -6,13 +6,10 @@ Tree-LSTM has two a frontier each way, a product and a kernel; a child-sum Tree-
 
 from __future__ import annotations
 
-from .kernels import ACCESS, OPS, STORES, Compiled, Kernel, Product
+from .instructions import STORES, Instruction
+from .steps import Compiled, Kernel, Product
 
 __all__ = ["fold_gathers", "leave_out_leaves", "postpone"]
-
-_LOAD, _STORE, _SCATTER, _USES = (OPS.index(op) for op in ("load", "store", "scatter", "uses"))
-_WRITES = tuple(OPS.index(op) for op in STORES)
-_END = OPS.index("end")
 
 
 def fold_gathers(compiled: Compiled) -> None:
@@ -25,26 +22,29 @@ def fold_gathers(compiled: Compiled) -> None:
     made = _state_stores(compiled)
     for kernel in [s for s in compiled.forward if isinstance(s, Kernel)]:
         kept = []
-        loads: dict[int, tuple[int, ...]] = {}
+        loads: dict[int, Instruction] = {}
         depth = 0
-        for instruction in kernel.code:
-            op, result, a, b, c, _ = instruction
-            depth += {"begin": 1, "end": -1}.get(OPS[op], 0)
-            ours = op == _STORE and depth == 0 and compiled.buffers[b].space in ("rows", "edges")
-            source = loads.get(a) if ours else None
-            parts = None if source is None else _covering(made, source[3], kernel.width)
+        for i in kernel.code:
+            depth += {"begin": 1, "end": -1}.get(i.op, 0)
+            ours = i.op == "store" and depth == 0 and compiled.buffers[i.buffer].space in ("rows", "edges")
+            source = loads.get(i.operands[0]) if ours else None
+            parts = None if source is None else _covering(made, source.column, kernel.width)
             if parts is None:
-                kept.append(instruction)
+                kept.append(i)
             else:
-                column = source[5] // 2 if source[4] == ACCESS.index("gather") else -1
                 for maker, register, first in parts:
-                    maker.code.append((_SCATTER, -1, register, b, c + first - source[3], column))
-                compiled.buffers[b].scattered = True
-            if op not in _WRITES and op != _END:
-                loads.pop(result, None)
-                if _copies(compiled, instruction):
-                    loads[result] = instruction
-        kernel.code = _live(kept)
+                    column = i.column + first - source.column
+                    place = dict(buffer=i.buffer, column=column, gather=source.gather)
+                    maker.code.append(Instruction("scatter", operands=(register,), **place))
+                compiled.buffers[i.buffer].scattered = True
+            if i.op not in STORES and i.op != "end":
+                loads.pop(i.result, None)
+                if _copies(compiled, i):
+                    loads[i.result] = i
+        kernel.code = kept
+    # Only now: a later kernel's copy may have become a scatter of what an earlier one loads.
+    for kernel in [s for s in compiled.forward if isinstance(s, Kernel)]:
+        kernel.code = _live(kernel.code)
     compiled.forward = [s for s in compiled.forward if isinstance(s, Product) or s.code]
 
 
@@ -53,9 +53,9 @@ def _state_stores(compiled: Compiled) -> list[tuple[int, int, Kernel, int]]:
     found = []
     for kernel in compiled.forward:
         if isinstance(kernel, Kernel) and kernel.domain == "N" and not kernel.reduces:
-            for op, _, a, b, c, _ in kernel.code:
-                if op == _STORE and b == compiled.state:
-                    found.append((c, kernel.width, kernel, a))
+            for i in kernel.code:
+                if i.op == "store" and i.buffer == compiled.state:
+                    found.append((i.column, kernel.width, kernel, i.operands[0]))
     return sorted(found, key=lambda store: store[0])
 
 
@@ -69,30 +69,24 @@ def _covering(made, first: int, width: int) -> list[tuple[Kernel, int, int]] | N
     return parts if at == first + width else None
 
 
-def _copies(compiled: Compiled, instruction: tuple[int, ...]) -> bool:
+def _copies(compiled: Compiled, i: Instruction) -> bool:
     """Whether an instruction loads columns of a child."""
-    op, _, a, _, c, d = instruction
-    return op == _LOAD and a == compiled.state and ACCESS[c] in ("gather", "child") and d % 2 == 0
+    return i.op == "load" and i.buffer == compiled.state and i.access in ("gather", "child") and not i.broadcast
 
 
-def _live(code: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _live(code: list[Instruction]) -> list[Instruction]:
     """The code without loads that nothing reads any more."""
-    kept: list[tuple[int, ...]] = []
+    kept: list[Instruction] = []
     read: set[int] = set()
-    for instruction in reversed(code):
-        op, result, a, b, c, _ = instruction
-        if op == _LOAD and result not in read:
+    for i in reversed(code):
+        if i.op == "load" and i.result not in read:
             continue
-        kept.append(instruction)
-        name = OPS[op]
-        if op in _WRITES:
-            read.add(a)
-        elif name in ("accumulate", "end"):
-            read |= {result, a} if name == "accumulate" else {result}
-        elif op == _LOAD:
-            read.discard(result)
-        elif name not in ("constant", "uses", "begin"):
-            read |= {a, b, c}
+        kept.append(i)
+        if i.op == "load":
+            read.discard(i.result)
+        elif i.op in ("accumulate", "end"):
+            read.add(i.result)
+        read.update(i.operands)
     return kept[::-1]
 
 
@@ -103,12 +97,13 @@ def leave_out_leaves(compiled: Compiled) -> None:
     # The executor knows that these are zero there.
     zero = {s.target for s in compiled.forward if isinstance(s, Product) and s.domain == "N" and s.skips_leaves}
     read = {s.source for s in products if not s.skips_leaves} | {s.target for s in products if not s.skips_leaves}
-    read |= {b for _, *both, _, skips in compiled.matrix_gradients for b in both if not skips}
-    read |= {buffer for _, _, buffer, _, _ in compiled.vector_gradients} | {compiled.state}
+    read |= {b for g in compiled.matrix_gradients for b in (g.source, g.gradient) if not g.skips_leaves}
+    read |= {g.buffer for g in compiled.vector_gradients} | {compiled.state}
     for step in steps:
         if isinstance(step, Kernel) and step.domain == "N":
-            read |= {a for op, _, a, _, c, _ in step.code if op == _LOAD and ACCESS[c] == "row" and a not in zero}
-            read |= {b for op, _, _, b, *_ in step.code if op in _WRITES and OPS[op] in ("store_sum", "store_max")}
+            loads = [i.buffer for i in step.code if i.op == "load" and i.access == "row"]
+            read |= {buffer for buffer in loads if buffer not in zero}
+            read |= {i.buffer for i in step.code if i.op in ("store_sum", "store_max")}
     for number, buffer in enumerate(compiled.buffers):
         if buffer.space == "rows" and number not in read:
             buffer.space = "inner"
@@ -118,5 +113,4 @@ def postpone(compiled: Compiled) -> None:
     """Backward kernels that only write gradients of inputs run once, after the last frontier."""
     for step in compiled.backward:
         if isinstance(step, Kernel) and step.domain == "N":
-            written = {b for op, _, _, b, *_ in step.code if op in _WRITES}
-            step.late = all(compiled.buffers[b].space == "input_grad" for b in written)
+            step.late = all(compiled.buffers[b].space == "input_grad" for b in step.stores())
