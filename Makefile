@@ -6,7 +6,7 @@ TORCH ?=
 VENV ?= .venv$(if $(TORCH),-torch-$(TORCH))
 BENCH ?=
 SANITIZER ?= compute-sanitizer
-# Processes of `make test-cuda`, which share the GPU and the cache of compiled kernels.
+# Processes of the tests; those of `make test-cuda` share the GPU and the cache of compiled kernels.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 
 ifeq ($(strip $(VENV)),)
@@ -32,8 +32,9 @@ demo: build
 	@echo "Training a character model on the documentation inside Python: at most two minutes on two CPU cores"
 	@$(PY) examples/char_lm.py --output build/char_lm.png $(DEMO)
 
+# PYTEST="-m 'not slow'" leaves out what takes most of the time; WORKERS=0 runs all in one process.
 test: $(call requirements,test) build
-	$(PY) -m pytest $(PYTEST)
+	$(PY) -m pytest -n $(WORKERS) $(PYTEST)
 
 test-cuda: $(call requirements,test) build
 	WEFT_REQUIRE_CUDA=1 $(PY) -m pytest -m cuda -n $(WORKERS) $(PYTEST)
