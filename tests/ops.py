@@ -26,23 +26,16 @@ import weft  # noqa: F401  registers torch.ops.weft
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-ROOMS = ("offload", "rnn", "scan", "vertex")
+ROOMS = ("offload", "rnn", "scan", "sparse", "vertex")
 
-_OF_PATTERNS = "its integers have to fit together, which only a plan makes: tests/sparse and tests/scan"
+_INTEGERS = "its results are integers alone: tests/sparse"
 OTHERWISE = {
     "torch_rnn": "torch's own kernels: beside torch's layers in tests/rnn",
     "slice_scan": "it takes a group of ranks: tests/distributed",
-    "csr_mm": _OF_PATTERNS,
-    "csr_sampled_mm": _OF_PATTERNS,
-    "csr_transpose": _OF_PATTERNS,
-    "csr_matmul_plan": _OF_PATTERNS,
-    "csr_matmul": _OF_PATTERNS,
-    "csr_matmul_left": _OF_PATTERNS,
-    "csr_matmul_right": _OF_PATTERNS,
-    "csr_chain": _OF_PATTERNS,
-    "conv_pattern": _OF_PATTERNS,
-    "conv_values": _OF_PATTERNS,
-    "max_pool_values": _OF_PATTERNS,
+    "csr_transpose": _INTEGERS,
+    "csr_matmul_plan": _INTEGERS,
+    "conv_pattern": _INTEGERS,
+    "max_pool_values": "piecewise constant, no finite differences: tests/sparse/test_pooling_jacobians.py",
 }
 """Ops without samples, and why. A backward op is tested by its forward op's."""
 
@@ -65,6 +58,8 @@ class Op:
     vmap: bool = True
     autocast: Callable[[Any, str, Sequence[Tensor]], torch.dtype] = lambda sample, device, operands: widest(operands)
     """The dtype of the results under autocast to bf16."""
+    contiguous_integers: bool = False
+    """Whether its tensors of integers, patterns and plans, have to be contiguous."""
 
     def __str__(self) -> str:
         return self.name
@@ -89,7 +84,10 @@ class Call:
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Call:
         """The same call with every tensor in another layout."""
         changed = copy.copy(self)
-        changed.leaves = [view(t) if isinstance(t, Tensor) else t for t in self.leaves]
+        changed.leaves = [
+            view(t) if isinstance(t, Tensor) and not (self.op.contiguous_integers and not t.is_floating_point()) else t
+            for t in self.leaves
+        ]
         return changed
 
     def arguments(self, *operands: Tensor) -> tuple[tuple, dict]:

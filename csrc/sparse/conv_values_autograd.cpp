@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/legacy_vmap.h"
 #include "sparse/conv_values.h"
 
 namespace weft::sparse {
@@ -80,6 +81,10 @@ at::Tensor values_backward_autograd(const at::Tensor& grad, at::TensorList windo
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("conv_values", values_autograd);
   m.impl("conv_values_backward", values_backward_autograd);
+}
+TORCH_LIBRARY_IMPL(weft, Batched, m) {
+  m.impl("conv_values", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
+  m.impl("conv_values_backward", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
 }
 
 }  // namespace weft::sparse

@@ -5,7 +5,9 @@
 #include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/legacy_vmap.h"
 #include "sparse/csr_matmul.h"
+#include "sparse/like_operand.h"
 
 namespace weft::sparse {
 namespace {
@@ -46,12 +48,6 @@ struct SavedProduct {
   }
 };
 
-// The product of an operand that the batch shares is summed over it.
-at::Tensor product_like(const at::Tensor& like, at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
-  const at::Tensor values = call_matmul(patterns, x, y);
-  return like.dim() == 1 && values.dim() == 2 ? values.sum(0) : values;
-}
-
 struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
   static at::Tensor forward(AutogradContext* ctx, const Patterns& patterns, const at::Tensor& x, const at::Tensor& y) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -83,10 +79,10 @@ struct GradientFunction : torch::autograd::Function<GradientFunction<kLeft>> {
     at::Tensor grad_other, grad_g;
     if (ctx->needs_input_grad(0)) {
       // h lies on a and `other` on b, or the other way round.
-      grad_other = call_gradient<!kLeft>(patterns, h, g, other.dim() == 1);
+      grad_other = like_operand(call_gradient<!kLeft>(patterns, h, g, other.dim() == 1), other);
     }
     if (ctx->needs_input_grad(1)) {
-      grad_g = kLeft ? product_like(g, patterns, h, other) : product_like(g, patterns, other, h);
+      grad_g = like_operand(kLeft ? call_matmul(patterns, h, other) : call_matmul(patterns, other, h), g);
     }
     return {at::Tensor(), grad_other, grad_g, at::Tensor()};
   }
@@ -111,6 +107,11 @@ TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("csr_matmul", matmul_autograd);
   m.impl("csr_matmul_left", gradient_autograd<true>);
   m.impl("csr_matmul_right", gradient_autograd<false>);
+}
+TORCH_LIBRARY_IMPL(weft, Batched, m) {
+  m.impl("csr_matmul", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
+  m.impl("csr_matmul_left", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
+  m.impl("csr_matmul_right", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
 }
 
 }  // namespace weft::sparse

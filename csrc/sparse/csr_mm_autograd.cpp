@@ -5,7 +5,9 @@
 #include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/legacy_vmap.h"
 #include "sparse/csr_mm.h"
+#include "sparse/like_operand.h"
 #include "sparse/tensors.h"
 
 namespace weft::sparse {
@@ -45,11 +47,6 @@ Pattern transposed_or_made(const char* op, const Pattern& pattern, const Pattern
   if (!transposed.empty()) return transposed;
   TORCH_CHECK_VALUE(pattern.size() == 2, op, ": a pattern with an index is differentiable only beside its transposed");
   return call_transpose(pattern[0], pattern[1], columns);
-}
-
-// What an operand that the batch shares gets: the sum over the batch.
-at::Tensor like_operand(const at::Tensor& grad, int64_t dim) {
-  return grad.dim() > dim ? grad.sum(0) : grad;
 }
 
 // Two operands and the two patterns.
@@ -93,7 +90,7 @@ struct CsrMmFunction : torch::autograd::Function<CsrMmFunction> {
                                         : call_sampled_mm({transposed[0], transposed[1]}, pattern, x, grad, shared);
     }
     if (ctx->needs_input_grad(values.defined() ? 1 : 0)) {
-      grad_x = like_operand(call_mm(transposed, pattern, optional(values), grad), x.dim());
+      grad_x = like_operand(call_mm(transposed, pattern, optional(values), grad), x);
     }
     return {at::Tensor(), at::Tensor(), grad_values, grad_x};
   }
@@ -111,8 +108,8 @@ struct CsrSampledMmFunction : torch::autograd::Function<CsrSampledMmFunction> {
     const auto [left, right, pattern, transposed] = Saved(ctx);
     const at::Tensor& grad = grads[0];
     at::Tensor grad_left, grad_right;
-    if (ctx->needs_input_grad(0)) grad_left = like_operand(call_mm(pattern, transposed, grad, right), left.dim());
-    if (ctx->needs_input_grad(1)) grad_right = like_operand(call_mm(transposed, pattern, grad, left), right.dim());
+    if (ctx->needs_input_grad(0)) grad_left = like_operand(call_mm(pattern, transposed, grad, right), left);
+    if (ctx->needs_input_grad(1)) grad_right = like_operand(call_mm(transposed, pattern, grad, left), right);
     return {at::Tensor(), at::Tensor(), grad_left, grad_right, at::Tensor()};
   }
 };
@@ -136,6 +133,10 @@ at::Tensor sampled_mm_autograd(at::TensorList pattern, at::TensorList transposed
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("csr_mm", mm_autograd);
   m.impl("csr_sampled_mm", sampled_mm_autograd);
+}
+TORCH_LIBRARY_IMPL(weft, Batched, m) {
+  m.impl("csr_mm", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
+  m.impl("csr_sampled_mm", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
 }
 
 }  // namespace weft::sparse

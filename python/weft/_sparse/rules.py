@@ -154,6 +154,15 @@ def _max_pool_values_vmap(info, in_dims, input, *rest):
     return out.unflatten(0, (N, B)), 0
 
 
+def _one_by_one(op, info, in_dims, mapped, windows, *rest):
+    """Weights have no batch: a call for each."""
+    return torch.stack([op(t, windows, *rest) for t in mapped.unbind(in_dims[0])]), 0
+
+
+for _name in ("conv_values", "conv_values_backward"):
+    torch.library.register_vmap(f"weft::{_name}", functools.partial(_one_by_one, getattr(torch.ops.weft, _name)))
+
+
 # Planned products -----------------------------------------------------------------------------------------------------
 
 
@@ -190,8 +199,20 @@ def _csr_matmul_autocast(patterns: list[Tensor], x: Tensor, y: Tensor) -> Tensor
         return torch.ops.weft.csr_matmul(patterns, *widest(x, y))
 
 
+def _csr_matmul_left_autocast(patterns: list[Tensor], y: Tensor, g: Tensor, shared: bool) -> Tensor:
+    with below_autocast():
+        return torch.ops.weft.csr_matmul_left(patterns, *widest(y, g), shared)
+
+
+def _csr_matmul_right_autocast(patterns: list[Tensor], x: Tensor, g: Tensor, shared: bool) -> Tensor:
+    with below_autocast():
+        return torch.ops.weft.csr_matmul_right(patterns, *widest(x, g), shared)
+
+
 for _key in ("AutocastCPU", "AutocastCUDA"):
     LIBRARY.impl("csr_matmul", _csr_matmul_autocast, _key)
+    LIBRARY.impl("csr_matmul_left", _csr_matmul_left_autocast, _key)
+    LIBRARY.impl("csr_matmul_right", _csr_matmul_right_autocast, _key)
 
 
 def _csr_matmul_vmap(op, info, in_dims, patterns, x, y, shared=None):
