@@ -8,6 +8,7 @@ machine for --require-cuda; a machine without a GPU is not.
 from __future__ import annotations
 
 import os
+from fnmatch import fnmatch
 from typing import Any
 
 # Read when torch loads: threads that spin while they wait make small tests crawl where cores are shared.
@@ -24,6 +25,23 @@ import torch
 hypothesis.settings.register_profile("weft", derandomize=True, deadline=None, max_examples=40, database=None)
 hypothesis.settings.load_profile("weft")
 
+# What takes most of the time, as measured on one case of each test: files whose tests compile C++ for the emulator,
+# train, or trace by torch's compilers, and all tests of torch.compile.
+SLOW_FILES = (
+    "*_emulated.py",
+    "test_emulated_*.py",
+    "test_codec.py",
+    "test_examples.py",
+    "test_nn_compile.py",
+    "test_nn_projected.py",
+    "test_nn_tracing.py",
+    "test_sanitized.py",
+    "test_scan_examples.py",
+    "test_source.py",
+    "test_torch_module_inputs.py",
+)
+SLOW_NAME = "compile"
+
 _skipped: list[str] = []
 _WITHOUT_DEVICES = pytest.StashKey[int]()
 
@@ -37,7 +55,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if SLOW_NAME in item.name.split("[")[0] or any(fnmatch(item.path.name, pattern) for pattern in SLOW_FILES):
+            item.add_marker(pytest.mark.slow)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def needed(item: pytest.Item) -> int:
