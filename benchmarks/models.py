@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 def vgg19(classes: int = 1000, width: int = 64, size: int = 224) -> nn.Module:
@@ -91,3 +92,60 @@ def gpt(
 ) -> nn.Module:
     """A decoder as GPT-2's (Radford et al., 2019): pre-norm, GELU. Input (B, T) of tokens; (B * T, vocabulary)."""
     return _Gpt(vocabulary, hidden, layers, heads, length)
+
+
+class _LlamaBlock(nn.Module):
+    def __init__(self, hidden: int, heads: int, groups: int, wide: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, hidden // heads
+        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.qkv = nn.Linear(hidden, (heads + 2 * groups) * self.size, bias=False)
+        self.projection = nn.Linear(hidden, hidden, bias=False)
+        self.gate, self.up = nn.Linear(hidden, wide, bias=False), nn.Linear(hidden, wide, bias=False)
+        self.down = nn.Linear(wide, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def rotated(y: Tensor) -> Tensor:
+            a, b = y.chunk(2, dim=-1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (-1, self.size)).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.groups, self.groups], dim=1)
+        attended = functional.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True, enable_gqa=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        y = self.norm2(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class _Llama(nn.Module):
+    checkpointed = False
+    """Whether every block is recomputed in the backward."""
+
+    def __init__(self, vocabulary: int, hidden: int, layers: int, heads: int, groups: int, wide: int) -> None:
+        super().__init__()
+        self.size = hidden // heads
+        self.tokens = nn.Embedding(vocabulary, hidden)
+        self.blocks = nn.ModuleList(_LlamaBlock(hidden, heads, groups, wide) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        rates = 500000.0 ** -(torch.arange(0, self.size, 2, device=x.device) / self.size)
+        angles = torch.outer(torch.arange(tokens.shape[1], device=x.device), rates)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = checkpoint(block, x, cos, sin, use_reentrant=False) if self.checkpointed else block(x, cos, sin)
+        return self.head(self.norm(x)).flatten(0, 1)
+
+
+def llama(
+    vocabulary: int = 16384,
+    hidden: int = 4096,
+    layers: int = 8,
+    heads: int = 32,
+    groups: int = 8,
+    wide: int = 14336,
+) -> nn.Module:
+    """A decoder of Llama 3's shape (Grattafiori et al., 2024; its 8B has 32 layers and a larger vocabulary): grouped
+    queries, rotary positions, SwiGLU. Input (B, T) of tokens; (B * T, vocabulary)."""
+    return _Llama(vocabulary, hidden, layers, heads, groups, wide)

@@ -2,13 +2,15 @@
 
 ``python -m benchmarks.offload [FILTER]`` measures the table into results/offload.csv: the codecs against the bytes that
 they read and write at the rate of a device-to-device copy, and beside a matrix product; training steps of VGG-19,
-ResNet-152 and a GPT-like decoder with budgets of 75, 50, 25 and 0 percent of what they save, and with none; the plans
-for these steps against moving everything on demand; the host's part of a saved tensor; managed memory beside pinned
-copies; the share of non-zeros behind every ReLU of the networks of cDMA, before and after a short training. FILTER is a
-substring of the case or the metric.
+ResNet-152, a GPT-like and a Llama-shaped decoder with budgets of 75, 50, 25 and 0 percent of what they save, and with
+none, the last one also against checkpointing of every block; the plans for these steps against moving everything on
+demand; the host's part of a saved tensor; managed memory beside pinned copies; the share of non-zeros behind every ReLU
+of the networks of cDMA, before and after a short training. FILTER is a substring of the case or the metric.
 
 The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
-the rates of pinned copies, all measured in the same run. A step that the bus holds up, and save_on_cpu's, is the median
+the rates of pinned copies, all measured in the same run. Where the policy's model predicts that this step has to wait
+longer, for room within the budget, the floor is the plain step with that wait: a budget that holds one tensor cannot
+overlap its copy with the operation that makes the next. A step that the bus holds up, and save_on_cpu's, is the median
 of 4 after one warm-up: it takes long, and as long as the next.
 """
 
@@ -249,6 +251,7 @@ MODELS = (
     Model("vgg19", "fp32", 64, models.vgg19, 1000, image=224),
     Model("resnet152", "fp32", 64, models.resnet152, 1000, image=224),
     Model("gpt", "bf16", 4, models.gpt, 16384, length=2048),
+    Model("llama", "bf16", 4, models.llama, 16384, length=2048),
 )
 
 
@@ -310,8 +313,9 @@ def saved_bytes(step: Step, **options: Any) -> int:
     return saved
 
 
-SETTLES = 3
-"""Uses after which an offload object has planned with the times of its steps."""
+SETTLES, SETTLES_WITHOUT = 3, 20
+"""Uses after which an offload object has planned with the times of its steps; without a budget also compared them with
+steps without hooks."""
 BUDGETS = {"75%": 0.75, "50%": 0.5, "25%": 0.25, "0": 0.0, "none": None}
 
 
@@ -331,6 +335,15 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
             on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=True)
             peer = {"save_on_cpu": Candidate(step.inside(on_cpu))}
             times |= measure(peer, device, **few)
+        peaks = {}
+        if device == "cuda":
+            peaks = {"plain": peak_memory(step.plain), "save_on_cpu": peak_memory(peer["save_on_cpu"].run)}
+        if hasattr(step.net, "checkpointed"):
+            step.net.checkpointed = True
+            times |= measure({"checkpoint": Candidate(step.plain)}, device, **rounds)
+            if device == "cuda":
+                peaks["checkpoint"] = peak_memory(step.plain)
+            step.net.checkpointed = False
         ahead, behind = times["forward"] * 1e-3, (times["plain"] - times["forward"]) * 1e-3
         saved = saved_bytes(step, **options)
         hideable = min(rates.d2h * ahead, rates.h2d * behind)
@@ -342,15 +355,19 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
             with_offload = step.inside(off)
             with_offload()  # records
             step.check(case, with_offload)
-            for _ in range(SETTLES):  # torch's deterministic algorithms take their own time, which was planned with
+            # torch's deterministic algorithms take their own time, which was planned with.
+            for _ in range(SETTLES_WITHOUT if limit is None else SETTLES):
                 with_offload()
                 if device == "cuda":
                     torch.cuda.synchronize()
             times |= measure({"weft": Candidate(with_offload)}, device, **(rounds if limit is None else few))
             report = off.report().to_dict()
+            if report["stepped_aside"]:  # the report is on a use before
+                report |= dict.fromkeys(("sent_bytes", "returned_bytes", "moved_bytes"), 0)
             out, back = report["sent_bytes"] / rates.d2h, report["returned_bytes"] / rates.h2d
-            times["floor"] = 1e3 * (max(ahead, out) + max(behind, back))
-            for peer in ("plain", "save_on_cpu", "floor"):
+            waits = (report["predicted_stall_seconds"] or 0.0) if limit is not None else 0.0
+            times["floor"] = 1e3 * max(max(ahead, out) + max(behind, back), ahead + behind + waits)
+            for peer in ("plain", "save_on_cpu", "checkpoint", "floor"):
                 if peer in times:
                     rows.append(results.put(case, "step", "ms", times["weft"], peer, times[peer]))
             rows.append(results.put(case, "moved", "bytes", report["moved_bytes"], "saved", saved))
@@ -361,6 +378,8 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
                 rows.append(results.put(case, "saved_peak", "bytes", report["peak_bytes"], peer, value))
             if device == "cuda":
                 peak = peak_memory(with_offload)
+                for peer, value in peaks.items():
+                    rows.append(results.put(case, "peak_memory", "bytes", peak, peer, value))
                 everything = peak if limit == 0 else everything
                 if limit:
                     peer = "everything_and_budget"

@@ -14,8 +14,18 @@
 namespace weft::offload {
 namespace {
 
+// Asks for the latest events first: those before them on their streams are then known to have completed.
+void ask_latest(const Tracker& tracker) {
+  for (const bool out : {false, true})
+    for (const Span& span : std::views::reverse(tracker.spans))
+      if (span.out == out && span.end != nullptr && span.end->completed()) break;
+  for (const EventPtr& event : std::views::reverse(tracker.events))
+    if (event != nullptr && event->completed()) break;
+}
+
 // Seconds of each operation without its waits, measured between recorded events; nullopt before all have completed.
 std::optional<std::vector<double>> seconds(const Tracker& tracker) {
+  ask_latest(tracker);
   std::vector<double> result;
   const Event* last = nullptr;
   for (const EventPtr& event : tracker.events) {
@@ -53,6 +63,7 @@ bool completed(const Tracker& tracker) {
 }
 
 py::dict statistics(const Tracker& tracker) {
+  ask_latest(tracker);
   py::dict d;
   const Totals& t = tracker.totals;
   d["device"] = tracker.residency.device.str();
@@ -96,6 +107,7 @@ py::dict statistics(const Tracker& tracker) {
 
 // Seconds and bytes of the copies that have ended: (out, bytes out, back, bytes back). `compressed`: counts those, too.
 std::tuple<double, int64_t, double, int64_t> copied(const Tracker& tracker, bool compressed) {
+  ask_latest(tracker);
   double seconds[] = {0, 0};
   int64_t bytes[] = {0, 0};
   for (const auto& [out, sent, begin, end] : tracker.spans) {

@@ -615,7 +615,7 @@ def check_steps_aside(runtime: Runtime) -> None:
 
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     """Events, waits and copies of a tensor on its way out and back, in a use that is like the one before."""
-    names = ("EventRecord", "EventQuery", "StreamWaitEvent", "MemcpyAsync")
+    names = ("EventRecord", "EventQuery", "StreamWaitEvent", "MemcpyAsync", "ThreadExchangeStreamCaptureMode")
     count, off = 100, everything()
     for _ in range(8):
         data = numbers(count)
@@ -628,6 +628,7 @@ def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     # Of each: the copy to the device and torch's event for its host memory; the event of the save, the copy out and its
     # end; its waits for the save, and those for room; a query of whether the oldest has ended.
     assert used[3] == 2 * count and used[0] <= 3 * count + 4 and used[2] <= 2 * count and used[1] <= count + 4, used
+    assert used[4] <= 2 * used[1] + 4, used  # for queries alone
     step = Step(off, data)
     torch.cuda.synchronize()
     before = [runtime.calls(name) for name in names]
@@ -636,6 +637,7 @@ def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     # The event of the read and the end of the copy back; the copy's wait, and that for it; the copies back, and the
     # test's and that of the gradient.
     assert used[3] == 2 * count + 1 and used[0] <= 2 * count + 4 and used[2] <= 2 * count and used[1] <= 4, used
+    assert used[4] <= 2 * used[1] + 4, used
 
 
 def check_densities_without_a_budget(runtime: Runtime) -> None:

@@ -21,7 +21,8 @@ def test_codec_rows(codec: str, tmp_path) -> None:
         assert float(rows["zvc_compress", "compressed"]["ratio"]) == pytest.approx(1, abs=0.01)
 
 
-def test_model_rows(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_model_rows(name: str, tmp_path, monkeypatch) -> None:
     """Every budget has its rows, and a budget is met."""
 
     def once(candidates: dict, device: str, **_: float) -> dict[str, float]:
@@ -30,11 +31,14 @@ def test_model_rows(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(offload, "measure", once)
     results = Results(tmp_path / "offload.csv")
     net = functools.partial(models.gpt, 50, 32, 2, 2, 16)
-    model = offload.Model("gpt", "fp32", 2, net, 50, length=16)
+    if name == "llama":
+        net = functools.partial(models.llama, 50, 32, 2, 4, 2, 64)
+    model = offload.Model(name, "fp32", 2, net, 50, length=16)
     offload.model_entry(model, "cpu", backend="reference", min_bytes=0).run(results)
     rows = {(parse_case(row["case"])["budget"], row["metric"], row["peer"]): row for row in results.rows.values()}
     for budget, share in offload.BUDGETS.items():
         assert float(rows[budget, "step", "plain"]["weft"]) > 0 and (budget, "step", "floor") in rows
+        assert ((budget, "step", "checkpoint") in rows) == (name == "llama")
         moved, saved = (float(rows[budget, "moved", "saved"][key]) for key in ("weft", "peer_value"))
         assert 0 <= moved <= saved and (moved > 0) == (share is not None)
         if share == 0:
@@ -76,9 +80,11 @@ def test_density_rows(tmp_path) -> None:
 
 def test_models_have_the_published_sizes() -> None:
     with torch.device("meta"):
-        nets = [models.vgg19(), models.resnet152(), models.gpt()]
+        nets = [models.vgg19(), models.resnet152(), models.gpt(), models.llama()]
         sizes = [sum(p.numel() for p in net.parameters()) for net in nets]
         assert nets[0](torch.empty(2, 3, 224, 224)).shape == nets[1](torch.empty(2, 3, 224, 224)).shape == (2, 1000)
         assert nets[2](torch.empty(2, 64, dtype=torch.long)).shape == (128, 16384)
+        assert nets[3](torch.empty(2, 64, dtype=torch.long)).shape == (128, 16384)
     assert sizes[:2] == [143_667_240, 60_192_808]
+    assert sizes[3] == 8 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096) + (2 * 16384 + 1) * 4096
     assert sizes[2] == 12 * (12 * 2048**2 + 13 * 2048) + (2 * 16384 + 2048 + 2) * 2048

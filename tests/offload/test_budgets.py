@@ -164,6 +164,21 @@ def test_without_budget_nothing_waits() -> None:
 
 
 @cuda
+def test_without_budget_a_step_bound_by_the_host_has_no_hooks() -> None:
+    """Many small tensors, whose operations take the device less time than the host: hooks are all that it waits for."""
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    expected = plain_gradient(x, 60)
+    off = offload(min_bytes=0, compress=None)
+    for _ in range(40):
+        with off:
+            y = chain(x, 60)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    report = numbers(off)
+    assert report["uses"] == 40 and report["slowdown"] > 0.02 and report["stepped_aside"]
+    assert report["saved_bytes"] > 0  # of the last use that had hooks
+
+
+@cuda
 def test_pinning_refused_keeps_the_tensor() -> None:
     off = everything("copy", pool_limit=1 << 20)
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
@@ -288,7 +303,7 @@ def paced(off: offload, monkeypatch: pytest.MonkeyPatch, uses: int, grow: int = 
 
 
 def test_times_are_those_of_uses_whose_every_operation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where marks hold up the host, a plan for the time that they take would have too much hidden."""
+    """Where events hold up the host, a plan for the time that they take would have too much hidden."""
     found = paced(offload(None, backend="reference", min_bytes=0), monkeypatch, 45)
     assert [timed for timed, _ in found[:3]] == [True] * 3 and found[2][1] == 10
     assert sum(timed for timed, _ in found) == sum(timed for timed, _ in found[:10]) + 3

@@ -4,8 +4,8 @@
 // To a mask: a run flips the bit behind its end, for which the lengths are summed up; two that end in one place cancel,
 //   in whatever order the atomics come. Then every bit is the parity of the flips up to it: within a word by shifts,
 //   across words by a scan.
-// Cost: RLE is here to be compared with zero-value compression, whose kernels do the rest; these read what they need
-//   twice and write runs wherever they belong.
+// Cost: RLE serves as a comparison for zero-value compression, whose kernels do the rest; these read their input twice
+//   and scatter runs.
 #include <algorithm>
 
 #include "offload/cuda/rle_compress.h"

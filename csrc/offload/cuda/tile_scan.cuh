@@ -1,5 +1,5 @@
-// A scan of many items by tiles of a block each, in three launches: sums of tiles, sums of those before each, and once
-// more through the items with what came before. It reads its items twice, and is for what is not in a hurry.
+// A scan of many items by tiles, one block each, in three launches: the sum of each tile, the prefix sums of tiles, and
+// a second pass over the items. Reads its items twice: meant for work that is not time-critical.
 //
 // Op: a type Value; int64_t items; static Value none() and static Value both(a, b), a monoid, not necessarily
 // commutative; Value start(), before all items; Value item(i); void apply(i, Value before); void finish(Value all).

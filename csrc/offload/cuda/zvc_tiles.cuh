@@ -2,20 +2,20 @@
 //
 // Compressing, in one pass: x is read once. Blocks take tiles in turn from a counter. A thread owns four pieces of 16
 //   bytes, one in each row of its warp; the bits of a row's pieces become mask words by three exchanges between lanes,
-//   and places by one scan over the warp, four rows in one register. The tile's non-zeros are packed in shared memory.
-//   Where they go is the sum of the counts of all tiles before: a warp of its own looks back over the words that these
-//   have published (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back", 2016), 128 of
-//   them in one trip to L2. It does so a round after the tile's own count was published, when most others are there,
-//   and has a round of time; the tile is written in the round after that, a line per warp and store.
-// Decompressing, in three: the mask's bits are counted by tiles and groups of tiles, the groups' counts are summed, and
-//   every tile reads its values, whose place it now knows, into shared memory and spreads them from there.
+//   and places by one scan over the warp, four rows in one register. The tile's non-zeros are gathered in shared
+//   memory. Their place in `values` is the sum of the counts of all tiles before: a separate warp looks back over the
+//   words that these have published (Merrill and Garland, "Single-pass parallel prefix scan with decoupled look-back",
+//   2016), 128 of them per read of L2. It does so a round after the tile's own count was published, when most other
+//   counts are there, and has a round of time; the tile is written in the round after that, a line per warp and store.
+// Decompressing, in three passes: the mask's bits are counted by tiles and groups of tiles; the groups' counts are
+//   summed; every tile reads its values, whose place is known then, into shared memory and distributes them from there.
 //
-// Registers: 16 of input, asked for a round ahead; decompressing, what tells where a tile's values are is asked for a
-//   tile ahead. Shared memory: compressing three tiles, one that is packed, one whose start is looked for, one that is
-//   written; two blocks on an SM. Decompressing one tile; four.
-// L2: x is read and decompressed for the last time in a while, and leaves what computes beside its lines.
+// Registers: 16 of input, loaded a round ahead; decompressing loads the place of a tile's values a tile ahead. Shared
+//   memory: compressing three tiles (one being gathered, one looking back, one being written), two blocks per SM;
+//   decompressing one tile, four blocks per SM.
+// L2: x is read and written without keeping its lines, which leaves them to the compute beside.
 // Cost: the bytes of x, mask and values, once each; decompressing reads the mask, at most a sixteenth of x, twice. A
-//   tile waits for one barrier when it is compressed, for two when it is spread.
+//   tile takes one barrier to compress, two to decompress.
 #pragma once
 #include <cstdint>
 
@@ -44,7 +44,7 @@ struct Element<4> {
   using T = uint32_t;
 };
 
-// What the warps of a block have in hand.
+// The tile that the warps of a block process.
 template <int kItem, int kOfWarps>
 struct Tile {
   static constexpr int kWarps = kOfWarps, kThreads = kWarp * kWarps;
@@ -175,7 +175,7 @@ __device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, i
         const unsigned silent = __ballot_sync(kAll, !knows && (odd[i] == 0 || even[i] == 0));
         const int first = sums != 0 ? __ffs(int(sums)) - 1 : kWarp;  // the nearest that knows
         if (silent != 0 && __ffs(int(silent)) - 1 < first) {
-          pause();  // what is asked for all the time is late
+          pause();  // constant polling delays the word that it polls
           if (pair >= 0 && (odd[i] == 0 || even[i] == 0)) load_statuses(statuses + 2 * pair, even[i], odd[i]);
           continue;
         }

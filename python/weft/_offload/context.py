@@ -109,6 +109,8 @@ class _Memory:
     waiting: dict[int, tuple[Future, dict[str, Any]]] = field(default_factory=dict)
     """Plans in the making, and what is known about them."""
     pace: Pace = field(default_factory=Pace)
+    device: int | None = None
+    """The current CUDA device of the latest use."""
     slow: int = 0
     """Uses in a row that waited for the system to allocate host memory, so that their times mean little."""
 
@@ -366,6 +368,10 @@ class offload:
         if memory.waiting and not memory.planned:
             memory.pace.pause()
             return False  # recording costs, and nothing can move yet
+        device = torch.cuda.current_device()
+        if memory.device != device:  # whose moments cannot be compared with those before
+            memory.device = device
+            memory.pace.pause()
         return memory.pace.enter(DeviceMoment(), bool(memory.planned) and not timed)
 
     def _take_plans(self, memory: _Memory, seconds: float) -> None:

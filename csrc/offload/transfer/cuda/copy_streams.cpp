@@ -38,6 +38,16 @@ const void* identity(c10::cuda::CUDAStream stream) {
   return stream.stream() == nullptr ? &defaults[stream.device_index()] : static_cast<const void*>(stream.stream());
 }
 
+// By identity. Never freed, as streams; their handles may be reused, and numbers only grow.
+StreamProgress* progress_of(const void* stream) {
+  static auto* const mutex = new std::mutex;
+  static auto* const all = new std::unordered_map<const void*, std::unique_ptr<StreamProgress>>;
+  const std::lock_guard lock(*mutex);
+  auto& progress = (*all)[stream];
+  if (progress == nullptr) progress = std::make_unique<StreamProgress>();
+  return progress.get();
+}
+
 int64_t next_number() {
   static std::atomic<int64_t> last = 0;
   return ++last;
@@ -46,7 +56,7 @@ int64_t next_number() {
 }  // namespace
 
 CudaEvent::CudaEvent(c10::cuda::CUDAStream stream)
-    : device_(stream.device_index()), event_(nullptr), stream_(identity(stream)) {
+    : device_(stream.device_index()), event_(nullptr), stream_(identity(stream)), progress_(progress_of(stream_)) {
   {
     const std::lock_guard lock(events().mutex);
     auto& free = events().free;
@@ -71,7 +81,7 @@ CudaEvent::~CudaEvent() {
 }
 
 bool CudaEvent::completed() const {
-  if (completed_) return true;
+  if (known_completed()) return true;
   // A query does no harm to a capture in progress, but CUDA refuses it unless the mode is relaxed.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   const cudaError_t status = cudaEventQuery(event_);
@@ -80,6 +90,7 @@ bool CudaEvent::completed() const {
     return false;
   }
   cuda_check(status, "cudaEventQuery");
+  if (recorded_ > progress_->completed) progress_->completed = recorded_;
   return completed_ = true;
 }
 
@@ -91,7 +102,7 @@ double CudaEvent::elapsed(const Event& earlier) const {
 }
 
 void CudaEvent::make_wait(c10::cuda::CUDAStream stream) const {
-  if (completed_) return;
+  if (known_completed()) return;
   const c10::cuda::OptionalCUDAGuard guard(device_to_set(stream));
   cuda_check(cudaStreamWaitEvent(stream.stream(), event_, 0), "cudaStreamWaitEvent");
   waiter_ = identity(stream);

@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <array>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <utility>
@@ -15,7 +16,13 @@
 
 namespace weft::offload {
 
+// How far the host knows a stream to be: the position of the latest event that is known to have completed.
+struct StreamProgress {
+  std::atomic<int64_t> completed = 0;
+};
+
 // A CUDA event, recorded when constructed; the handles are reused. A wait covers what was recorded before the wait.
+// Completion is asked of the device only where no later event of the stream is known to have completed.
 class CudaEvent : public Event {
  public:
   explicit CudaEvent(c10::cuda::CUDAStream stream);
@@ -23,8 +30,8 @@ class CudaEvent : public Event {
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
   bool completed() const override;
-  // Whether `completed` has returned true before; does not ask the device.
-  bool known_completed() const { return completed_; }
+  // Whether the host knows that it has completed; does not ask the device.
+  bool known_completed() const { return completed_ || (completed_ = progress_->completed >= recorded_); }
   const void* stream() const override { return stream_; }
   // Makes the stream's later work wait for this event.
   void make_wait(c10::cuda::CUDAStream stream) const;
@@ -42,6 +49,7 @@ class CudaEvent : public Event {
   cudaEvent_t event_;
   mutable bool completed_ = false;
   const void* stream_;
+  StreamProgress* progress_;
   mutable const void* waiter_ = this;  // the last stream that was made to wait for it; at first none
   // Positions in the order of all records and waits.
   int64_t recorded_;
