@@ -28,6 +28,9 @@ __all__ = ["Scanned", "linear_scan", "scan_slice"]
 _linear_scan = torch.ops.weft.linear_scan.default
 _gradients = torch.ops.weft.linear_scan_backward.default
 
+_FIRST_BLOCK = 64
+"""Steps that are scanned again before states are compared; each next block is twice as long."""
+
 
 class Scanned(NamedTuple):
     """Of a slice: its states ``(T, B, H)``, the one before its first step and the one after the whole's last step,
@@ -183,6 +186,23 @@ def _end(t: Tensor, reverse: bool) -> int:
     return 0 if reverse else t.size(0) - 1
 
 
+def _mend(states: Tensor, A: Tensor, b: Tensor, state: Tensor, reverse: bool, transpose: bool) -> None:
+    """Scans again from the state that comes in, into the states from zero, until the two are the same: from there on
+    they stay so."""
+    T, begin, block = b.size(0), 0, _FIRST_BLOCK
+    varying = _is_varying(A, b)
+    while begin < T:
+        end = min(begin + block, T)
+        steps = slice(T - end, T - begin) if reverse else slice(begin, end)
+        part = _linear_scan(A[steps] if varying else A, b[steps], state, reverse=reverse, transpose=transpose)
+        state = part[_end(part, reverse)]
+        met = torch.equal(state, states[steps][_end(part, reverse)])
+        states[steps] = part
+        if met:
+            return
+        begin, block = end, 2 * block
+
+
 @torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
 def _slice_scan(
     A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, group: str, reverse: bool, transpose: bool
@@ -215,7 +235,11 @@ def _slice_scan(
         entered = b.new_zeros(B, H) if start is None else start.expand(B, H).clone()
     else:
         entered = entering[order].to(b.dtype)
-        states = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
+        if b.device.type == "cpu":
+            if came[order]:
+                _mend(states, A, b, entered, reverse, transpose)
+        else:  # how far is known to the device alone
+            states = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
     return states, entered, end.to(b.dtype), products
 
 

@@ -18,6 +18,10 @@ __all__ = ["apply_scaled", "between_ranks", "columns_of", "pack", "product_of_st
 
 _NEVER = -(1 << 40)
 """The exponent of a zero: below every other."""
+_UNSCALED = 6
+"""Factors of float32, from 2^-149 to 2^128, whose product float64 holds."""
+_MANTISSAS = 512
+"""Factors in [0.5, 1), likewise."""
 
 
 def _frexp(t: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,15 +55,35 @@ def product_of_steps(A: Tensor, steps: int, diagonal: bool, transpose: bool, rev
     return _dense_product(matrices.flip(0) if reverse else matrices)
 
 
+def _grouped(t: Tensor, count: int, fill: float) -> Tensor:
+    """(T, ...) as (groups, count, ...), `fill` beyond the end."""
+    short = -t.size(0) % count
+    if short:
+        t = torch.cat((t, t.new_full((short, *t.shape[1:]), fill)))
+    return t.unflatten(0, (-1, count))
+
+
 def _diagonal_product(A: Tensor) -> tuple[Tensor, Tensor]:
-    m, e = torch.frexp(A.double())
-    e = e.to(torch.int64)
-    while m.size(0) > 1:
-        even = m.size(0) // 2 * 2
-        product, more = torch.frexp(m[0:even:2] * m[1:even:2])
-        sums = e[0:even:2] + e[1:even:2] + more
-        m, e = torch.cat((product, m[even:])), torch.cat((sums, e[even:]))
-    return m.squeeze(0), e.squeeze(0)
+    """A is read once, and what follows is of a few of its bytes."""
+    if A.dtype == torch.float64:
+        t = A
+    else:
+        whole = A.size(0) // _UNSCALED * _UNSCALED
+        if A.device.type == "cpu":  # whose products over a dimension in the middle are slow
+            t = A[:whole:_UNSCALED].double()
+            for k in range(1, _UNSCALED):
+                t.mul_(A[k:whole:_UNSCALED])
+        else:
+            t = A[:whole].unflatten(0, (-1, _UNSCALED)).prod(1, dtype=torch.float64)
+        t = torch.cat((t, A[whole:].prod(0, keepdim=True, dtype=torch.float64)))
+    e = torch.zeros((), dtype=torch.int64, device=A.device)
+    while True:
+        m, more = torch.frexp(t)
+        e = e + more.sum(0, dtype=torch.int64)
+        if m.size(0) == 1:
+            return m.squeeze(0), e
+        # So many numbers of at least a half are far from the end of the range.
+        t = _grouped(m, min(_MANTISSAS, m.size(0)), 1.0).prod(1)
 
 
 def _power(A: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -87,7 +111,12 @@ def columns_of(t: Tensor) -> tuple[Tensor, Tensor]:
 def _dense_product(A: Tensor) -> tuple[Tensor, Tensor]:
     """Of matrices (T, B, H, H), the last leftmost. Columns carry exponents, as each says what becomes of one component
     of the state; row r of the earlier matrix meets column r of the later one and takes its exponent."""
-    t, e = columns_of(A.double())
+    t = A.double()
+    if A.dtype != torch.float64:  # products of four are within the range of float64
+        for _ in range(2):
+            even = t.size(0) // 2 * 2
+            t = torch.cat((t[1:even:2] @ t[0:even:2], t[even:]))
+    t, e = columns_of(t)
     while t.size(0) > 1:
         even = t.size(0) // 2 * 2
         earlier, later = t[0:even:2], t[1:even:2]

@@ -1,0 +1,221 @@
+"""Scans over ranks: what a link between processes costs, and what one rank's part costs beside the same slice alone.
+
+    python -m benchmarks.ranks                              both, here: 2 and 4 processes with gloo
+    torchrun --nproc-per-node 8 -m benchmarks.ranks         the link between these, NCCL where there are GPUs
+
+``link`` gathers 1 KB to 10 MB, fits the latency and bandwidth of :class:`weft.distributed.Link` to what it took, and
+puts beside each measurement what the model says that was fitted to the others. ``slice`` times a rank in the middle of
+a stand-in group, which answers at once with totals made beforehand, so that one GPU is enough.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import weft
+import weft.distributed as wd
+from torch import Tensor
+from weft._distributed.stand_in import StandIn
+
+from benchmarks.common import (
+    RESULTS,
+    Candidate,
+    Entry,
+    Results,
+    begin_table,
+    case_name,
+    exit_with,
+    measure,
+    run_entries,
+    table_parser,
+)  # fmt: skip
+
+BYTES = [1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000]
+ROUNDS = 15
+RANKS = 8
+
+
+def time_gathers(device: torch.device) -> dict[int, float]:
+    """Seconds of an all-gather of so many bytes from each rank: the best round of the slowest rank, because what else a
+    machine does is no part of its link."""
+    found = {}
+    for size in BYTES:
+        sent = torch.zeros(size // 4, device=device)
+        received = torch.empty(dist.get_world_size() * sent.numel(), device=device)
+        times = []
+        for _ in range(ROUNDS + 3):
+            dist.barrier()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            dist.all_gather_into_tensor(received, sent)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        slowest = torch.tensor(min(times[3:]), dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        found[size] = slowest.item()
+    return found
+
+
+def fit_link(times: dict[int, float], ranks: int) -> wd.Link:
+    """The latency and bandwidth that say each time best, in parts of itself."""
+    # t = latency + s * (ranks - 1) bytes, each row divided by its t.
+    rows = torch.tensor([[1 / t, (ranks - 1) * size / t] for size, t in times.items()], dtype=torch.float64)
+    latency, slope = (
+        torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten().tolist()
+    )
+    return wd.Link(max(latency, 0.0), 1 / slope)
+
+
+def _gloo_member(rank: int, ranks: int, store: str, answers: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    found = time_gathers(torch.device("cpu"))
+    if rank == 0:
+        answers.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_gloo(ranks: int) -> dict[int, float]:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        members = [
+            context.Process(target=_gloo_member, args=(rank, ranks, str(Path(folder) / "store"), answers))
+            for rank in range(ranks)
+        ]
+        for member in members:
+            member.start()
+        found = answers.get(timeout=300)
+        for member in members:
+            member.join()
+    return found
+
+
+def put_link(results: Results, device: str, backend: str, ranks: int, times: dict[int, float]) -> list[dict[str, str]]:
+    link = fit_link(times, ranks)
+    print(f"{backend}, {ranks} ranks: Link(latency={link.latency:.3g}, bandwidth={link.bandwidth:.3g})")
+    rows = []
+    for size, took in times.items():
+        others = fit_link({s: t for s, t in times.items() if s != size}, ranks)
+        said = others.latency + (ranks - 1) * size / others.bandwidth
+        case = case_name(op="all_gather", device=device, ranks=ranks, backend=backend, bytes=size)
+        rows.append(results.put(case, "exchange", "ms", 1e3 * took, "predicted", 1e3 * said))
+    return rows
+
+
+def link_entries() -> list[Entry]:
+    def entry(ranks: int) -> Entry:
+        name = case_name(op="all_gather", device="cpu", ranks=ranks, backend="gloo")
+        return Entry(name, ("exchange",), lambda results: put_link(results, "cpu", "gloo", ranks, time_gloo(ranks)))
+
+    return [entry(2), entry(4)]
+
+
+def _both(run: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[Any], Any]:
+    def step(_: Any) -> None:
+        for t in inputs:
+            t.grad = None
+        out = run(*inputs)
+        out.backward(out.detach())
+
+    return step
+
+
+def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool) -> Entry:
+    """A rank's part of a scan: the middle one of RANKS."""
+    keys = {"op": "linear_scan", "device": device, "dtype": "fp32", "layout": layout, "H": H, "B": B, "T": T}
+    name = case_name(**keys, ranks=RANKS, A="0.8" if forgets else "1")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        shape = (T, B, H) if layout == "diagonal" else (T, B, H, H)
+        A = torch.rand(shape, device=device)
+        A = A * 0.2 + 0.8 if forgets else torch.ones_like(A)
+        if layout == "dense":
+            A = A / H
+        inputs = [A.requires_grad_(), torch.randn(T, B, H, device=device, requires_grad=True)]
+        group = StandIn(RANKS // 2, RANKS)
+        rows = []
+        try:
+            over: Callable[..., Tensor] = lambda A, b: wd.linear_scan(A, b, group=group)  # noqa: E731
+            with torch.no_grad():
+                want = over(*inputs)
+                # All ranks have this slice, so that the state that enters is the end of as many of it.
+                start = torch.zeros(B, H, device=device)
+                for _ in range(group.rank):
+                    start = weft.scan.linear_scan(*inputs, start)[-1]
+                error = (weft.scan.linear_scan(*inputs, start) - want).norm() / want.norm()
+            assert error < 1e-4, f"{name}: off by {error:.1e}"
+
+            def forward(run: Callable[..., Tensor]) -> Callable[[Any], Any]:
+                @torch.no_grad()
+                def call(_: Any) -> Tensor:
+                    return run(*inputs)
+
+                return call
+
+            for metric, timed in (("forward", forward), ("forward_backward", lambda run: _both(run, inputs))):
+                times = measure(
+                    {"ranks": Candidate(timed(over)), "alone": Candidate(timed(weft.scan.linear_scan))}, device
+                )
+                rows.append(results.put(name, metric, "ms", times["ranks"], "one_rank", times["alone"]))
+        finally:
+            group.close()
+        return rows
+
+    return Entry(name, ("forward", "forward_backward"), run)
+
+
+def slice_entries(device: str) -> list[Entry]:
+    if device == "cpu":
+        return [
+            slice_entry(device, "diagonal", 256, 2, 4096, True),
+            slice_entry(device, "dense", 8, 2, 2048, True),
+        ]
+    return [
+        slice_entry(device, "diagonal", 1536, 8, 2048, True),
+        slice_entry(device, "diagonal", 1536, 8, 65536, True),
+        slice_entry(device, "diagonal", 1536, 8, 65536, False),
+        slice_entry(device, "dense", 20, 16, 30000, True),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = table_parser("ranks", __doc__, filters="`link`, `slice`, or a substring of a case or metric")
+    options = parser.parse_args(arguments)
+    devices = begin_table(options)
+    results = Results(options.output or RESULTS / "ranks.csv")
+    if "RANK" in os.environ:
+        device = (
+            torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+        )
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend)
+        times = time_gathers(device)
+        if dist.get_rank() == 0:
+            put_link(results, device.type, backend, dist.get_world_size(), times)
+            results.save()
+        dist.destroy_process_group()
+        return
+    slices = [entry for device in devices for entry in slice_entries(device)]
+    parts = {"link": link_entries(), "slice": slices}
+    chosen = parts.get(options.filter) or [
+        e for entries in parts.values() for e in entries if e.matches(options.filter)
+    ]
+    exit_with(run_entries(chosen, results, minutes=options.minutes))
+
+
+if __name__ == "__main__":
+    main()
