@@ -13,7 +13,12 @@ from benchmarks.common import Results, parse_case
 
 @pytest.fixture
 def trees() -> list[weft.data.Tree]:
-    return weft.data.listops(40, max_arity=2, max_depth=8)
+    """With words at the leaves alone, as the treebank has them."""
+    found = weft.data.listops(40, max_arity=2, max_depth=8)
+    return [
+        weft.data.Tree(t.children, [None if c else s for c, s in zip(t.children, t.symbols, strict=True)], t.labels)
+        for t in found
+    ]
 
 
 def graphs_of(trees: list[weft.data.Tree]) -> Graphs:
@@ -69,12 +74,17 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
         vertex._chain_entry("dense", lambda: [4] * 3, 8, 3, "cpu", T=4),
         vertex._schedule_entry(trees, 8, 10, "cpu"),
         *vertex._ablation_entries(small, 8, 40, "cpu"),
+        *(vertex._training_entry(name, trees, 8, 10, "cpu") for name in ("treelstm", "typed", "childsum", "treefc")),
     ]
     results = Results(tmp_path / "vertex.csv")
     rows = [row for entry in entries for row in entry.run(results)]
     results.save()
-    assert {row["peer"] for row in rows} == {"eager", "floor", "torch.nn", "step", "seen", "none"}
-    assert {row["metric"] for row in rows} == {"forward_backward", "schedule", "steps_in_a_row", "throughput"}
+    assert {row["peer"] for row in rows} == {
+        "eager", "floor", "torch.nn", "step", "seen", "none", "untyped"
+    }  # fmt: skip
+    assert {row["metric"] for row in rows} == {
+        "forward_backward", "schedule", "step", "steps_in_a_row", "throughput"
+    }  # fmt: skip
     for row in rows:
         case = parse_case(row["case"])
         assert list(case)[:3] == ["model", "device", "dtype"] and case["executor"] == "batched"
@@ -82,12 +92,26 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
     assert len(results.rows) == len(rows)
 
 
+def test_training_steps_learn_and_are_the_loops(trees):
+    for name in ("treelstm", "typed"):
+        step = vertex.Training(name, trees, 8, 20, "cpu")
+        step.check(name)
+        step.RATE = 0.5
+        losses = [float(step.weft()) for _ in range(40)]
+        assert losses[-1] < 0.9 * losses[0]
+    graphs, words, _ = step.batch()
+    assert weft.explain(step.cell, graphs, step.embedding(words)).executor == "batched"
+
+
 def test_the_tables_are_the_issue(trees):
     cuda = {(entry.name, entry.metrics) for entry in vertex.table("cuda", trees)}
     names = {name for name, _ in cuda}
     for B in (1, 25, 64, 256):
         assert f"model=treelstm device=cuda dtype=fp32 H=256 B={B} executor=batched" in names
-    assert len(cuda) >= 18
+    for model in ("treelstm", "typed", "childsum", "treefc"):
+        for B in (1, 25, 256):
+            assert (f"model={model} device=cuda dtype=fp32 H=256 B={B} executor=batched task=train", ("step",)) in cuda
+    assert len(cuda) >= 30
     # Without the treebank what remains needs none.
     assert {parse_case(entry.name)["model"] for entry in vertex.table("cuda", None)} == {
         "treefc",

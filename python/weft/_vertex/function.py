@@ -21,8 +21,8 @@ from .graphs import Graphs
 from .options import current
 from .program import Program, Programs
 from .runtime import batched, reference
-from .runtime.call_cache import HOOKS, Known, Snapshot, modes
-from .runtime.schedule import Kind, schedule
+from .runtime.call_cache import HOOKS, CallCache, RecentCall, Snapshot, modes
+from .runtime.schedule import Kind, fits, planned
 from .trace.trace import Trace, trace
 from .vertex import Spec, Vertex, VertexType
 
@@ -65,15 +65,15 @@ class _Module(nn.Module):
 
     def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
         compiled = _compiled(self)
-        known = compiled.known
-        rows = None if known is None else known.rows(self, graphs, inputs, executor)
-        if rows is not None:
-            compiled.program = known.program
-            outputs = known.run(graphs, rows)
+        found = compiled.calls.find(self, graphs, inputs, executor)
+        if found is not None:
+            recent, rows = found
+            compiled.program = recent.program
+            outputs = recent.run(graphs, rows)
         else:
             call = prepare(self, graphs, inputs, executor)
             compiled.program = call.program
-            compiled.known = call.known(compiled.program)
+            compiled.calls.add(call.recent(compiled.program))
             outputs = call.run()
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -227,8 +227,7 @@ class _Compiled:
         self.lock = threading.Lock()
         self.traces: OrderedDict[object, tuple[Trace, ...]] = OrderedDict()
         self.program: Program | Programs | None = None
-        self.known: Known | None = None
-        """The latest call."""
+        self.calls = CallCache()
 
 
 def _compiled(module: nn.Module) -> _Compiled:
@@ -246,7 +245,7 @@ class Call:
     reason: str
     run: Callable[[], list[Tensor]]
     compiled: batched.Batched | None = None
-    known: Callable[[Program | Programs], Known | None] = lambda program: None
+    recent: Callable[[Program | Programs], RecentCall | None] = lambda program: None
     """Makes what the next call like this one needs."""
 
     @property
@@ -282,13 +281,15 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     called = [reference.Function(f.vertex, t, s) for f, t, s in zip(functions, types_of, traces, strict=True)]
     _check_inputs(name, graphs, rows, traces)
     _check_functions(name, called, several=types is not None)
-    which = None if types is None else _which(name, graphs, types)
-    _check_slots(graphs, called, types, which)
+    kinds = tuple(Kind(t.slots_gathered, t.takes_all_children) for t in traces)
+    kind_of = types if len(called) > 1 else None
+    _check_types(name, graphs, types)
+    _check_slots(graphs, called, kinds, kind_of)
 
     def run() -> list[Tensor]:
         if graphs.num_vertices == 0:
             return _nothing(called, [*rows.values(), *state.tensors])
-        return reference.run(called, _plan(graphs, types, which, device), rows)
+        return reference.run(called, _levels(graphs, kinds, kind_of, device), rows)
 
     if executor == "reference":
         return Call(called, "reference", executor, "asked for", run)
@@ -300,28 +301,25 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
         return Call(called, "reference", executor, obstacle, run)
     if graphs.num_vertices == 0:
         return Call(called, "batched", executor, "compiled", run)
-    kinds = tuple(Kind(t.slots_gathered, t.takes_all_children) for t in traces)
-    several = len(called) > 1
-    plan = schedule(name, graphs, kinds, types if several else None)
-    vertices = _vertices(graphs, types, which, len(called), device) if several else None
 
-    def run_batched() -> list[Tensor]:
-        levels = functools.partial(_plan, graphs, types, which, device)
-        return batched.run(compiled, plan, levels, vertices, rows, state.by_name)
+    def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
+        vertices = None if kind_of is None else _vertices(graphs, kinds, kind_of, device)
+        levels = functools.partial(_levels, graphs, kinds, kind_of, device)
+        return batched.run(compiled, planned(graphs, kinds, kind_of), levels, vertices, rows, tensors)
 
-    def run_again(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
-        plan = schedule(name, graphs, kinds)
-        levels = functools.partial(_plan, graphs, None, None, device)
-        return batched.run(compiled, plan, levels, None, rows, state.by_name)
-
-    def known(program: Program | Programs) -> Known | None:
-        if before is None or types is not None or in_transform():
+    def recent(program: Program | Programs) -> RecentCall | None:
+        if before is None or in_transform():
             return None
-        if not rows and not state.tensors:  # the graphs alone say where it runs
+        if not rows and not tensors:  # the graphs alone say where it runs
             return None
-        return Known(before, rows, executor, device, kinds[0].limit, run_again, program)
 
-    return Call(called, "batched", executor, "compiled", run_batched, compiled, known)
+        def again(graphs: Graphs) -> bool:
+            return (types is None or _typed_by(graphs, types)) and fits(graphs, kinds, kind_of)
+
+        return RecentCall(before, rows, ("auto", "batched"), device, again, run_batched, program)
+
+    tensors = state.by_name
+    return Call(called, "batched", executor, "compiled", lambda: run_batched(graphs, rows), compiled, recent)
 
 
 def _obstacle(functions: Sequence[reference.Function]) -> str | None:
@@ -606,39 +604,34 @@ def _where(graphs: Graphs, vertex: int) -> str:
     return f"graph {graph}, vertex {vertex - int(graphs.ptr[graph])}"
 
 
-def _which(name: str, graphs: Graphs, types: Mapping[str, int]) -> Tensor | None:
-    """(num_vertices,) the number of each vertex's function."""
-    if graphs.num_vertices == 0:
-        return None
-    if graphs.types is None:
+def _typed_by(graphs: Graphs, types: Mapping[str, int]) -> bool:
+    """Whether all types of the graphs have a function."""
+    return graphs._names is not None and types.keys() >= {*graphs._names}
+
+
+def _check_types(name: str, graphs: Graphs, types: Mapping[str, int] | None) -> None:
+    if types is None or graphs.num_vertices == 0 or _typed_by(graphs, types):
+        return
+    if graphs._names is None:
         raise ValueError(f"{name}: graphs have no types; there are functions for {', '.join(map(repr, types))}")
-
-    def number() -> Tensor:
-        numbers = torch.tensor([types.get(t, -1) for t in graphs.types], device="cpu")
-        for v in (numbers < 0).nonzero()[:1, 0].tolist():
-            raise ValueError(f"{name}: {_where(graphs, v)}: there is no function for type {graphs.types[v]!r}")
-        return numbers
-
-    return _keep(graphs, ("which", *types.items()), number)
+    vertex = _C.vertex.first_typed(graphs._core, [n not in types for n in graphs._names])
+    if vertex >= 0:  # or nothing in the batch has that type
+        raise ValueError(f"{name}: {_where(graphs, vertex)}: there is no function for type {graphs.types[vertex]!r}")
 
 
 def _check_slots(
-    graphs: Graphs, functions: Sequence[reference.Function], types: Mapping[str, int] | None, which: Tensor | None
+    graphs: Graphs,
+    functions: Sequence[reference.Function],
+    kinds: tuple[Kind, ...],
+    kind_of: Mapping[str, int] | None,
 ) -> None:
     """Every child is in a slot that its parent gathers."""
-    allowed = [graphs.num_slots if f.trace.takes_all_children else f.trace.slots for f in functions]
-    if graphs.num_slots <= min(allowed):
+    if graphs.num_slots <= min(kind.limit for kind in kinds):
         return
-
-    def beyond() -> int:
-        _, parents, slots = graphs.to("cpu").edges.unbind(1)
-        limit = allowed[0] if which is None else torch.tensor(allowed, device="cpu")[which[parents]]
-        return next(iter((slots >= limit).nonzero()[:1, 0].tolist()), -1)
-
-    edge = _keep(graphs, ("beyond", tuple(allowed), None if types is None else tuple(types.items())), beyond)
-    if edge >= 0:
-        _, parent, slot = graphs.to("cpu").edges[edge].tolist()
-        f = functions[0 if which is None else int(which[parent])]
+    numbers = [0] if kind_of is None else [kind_of.get(n, 0) for n in graphs._names or ()]
+    parent, slot = _C.vertex.first_beyond(graphs._core, [kinds[k].limit for k in numbers])
+    if parent >= 0:
+        f = functions[0 if kind_of is None else kind_of[graphs.types[parent]]]
         gathers = f"slots 0 to {f.trace.slots - 1}" if f.trace.slots else "no slot"
         raise ValueError(
             f"{f.type.name}: {_where(graphs, parent)}: there is a child in slot {slot}, vertex gathers {gathers}"
@@ -646,20 +639,29 @@ def _check_slots(
 
 
 def _vertices(
-    graphs: Graphs, types: Mapping[str, int], which: Tensor, functions: int, device: torch.device
+    graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int], device: torch.device
 ) -> list[Tensor]:
     """The vertices of each function, ascending."""
-    key = ("vertices", tuple(types.items()), device)
-    found = _keep(graphs, key, lambda: [(which == f).nonzero()[:, 0].to(device) for f in range(functions)])
+    key = ("vertices", kinds, tuple(kind_of.items()), device)
+    found = _keep(graphs, key, lambda: planned(graphs, kinds, kind_of).vertices(device))
     reference.keep_until_read(found)
     return found
 
 
-def _plan(
-    graphs: Graphs, types: Mapping[str, int] | None, which: Tensor | None, device: torch.device
+def _levels(
+    graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None, device: torch.device
 ) -> reference.Plan:
-    key = ("plan", None if types is None else tuple(types.items()), device)
-    return _keep(graphs, key, lambda: reference.Plan(graphs, which, device))
+    """What the reference executor runs by."""
+
+    def make() -> reference.Plan:
+        if kind_of is None:
+            return reference.Plan(graphs, None, device)
+        which = torch.empty(graphs.num_vertices, dtype=torch.int64, device="cpu")
+        for number, vertices in enumerate(planned(graphs, kinds, kind_of).vertices(which.device)):
+            which[vertices] = number
+        return reference.Plan(graphs, which, device)
+
+    return _keep(graphs, ("levels", kinds, None if kind_of is None else tuple(kind_of.items()), device), make)
 
 
 def _nothing(functions: Sequence[reference.Function], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from .runtime.resident import Resident, trainable
 __all__ = ["Graphs"]
 
 _CPU = torch.device("cpu")
+
+on_move: list[Callable[[Graphs], None]] = []
+"""Called with graphs that have just been made for a device or pinned memory."""
 
 
 class Graphs:
@@ -285,7 +288,8 @@ class Graphs:
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Graphs:
         """The graphs with their tensors on `device`: itself where nothing changes, else a copy.
 
-        Only what is asked for is copied, when it first is.
+        Only what is asked for is copied, when it first is; on a CUDA device the schedules of the vertex functions last
+        used are sent at once.
         """
         if isinstance(device, torch.dtype) or isinstance(non_blocking, torch.dtype):
             raise TypeError("Graphs.to: takes a device; the tensors of Graphs stay int64")
@@ -299,7 +303,12 @@ class Graphs:
             target = torch.device("cuda", torch.cuda.current_device())
         else:
             target = torch.empty(0, device=target).device  # which says whether there is such a device, and its number
-        return self if target == self._device else self._moved(target)
+        if target == self._device:
+            return self
+        moved = self._moved(target)
+        if target.type == "cuda":
+            _tell(moved)
+        return moved
 
     def cuda(self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> Graphs:
         """As :meth:`to`, on a CUDA device, the current one by default."""
@@ -317,6 +326,7 @@ class Graphs:
             torch.empty(0, device=self._device).pin_memory()  # which torch refuses
         pinned = _new(self._core, self._names, plans=self._plans, pinned=True)
         pinned._tensor("ptr")  # where nothing can be pinned, this call shall say so
+        _tell(pinned)
         return pinned
 
     def is_pinned(self) -> bool:
@@ -394,6 +404,11 @@ def _new(
     graphs._plans = {} if plans is None else plans
     graphs._kept = {}
     return graphs
+
+
+def _tell(graphs: Graphs) -> None:
+    for callback in on_move:
+        callback(graphs)
 
 
 def _load(data: bytes, names: tuple[str, ...] | None, place: Tensor | None) -> Graphs:

@@ -1,4 +1,4 @@
-"""The call before, for the next one like it: what the next one depends on is compared, not looked at again.
+"""Recent calls, for the next one like one of them: what it depends on is compared, not looked at again.
 
 A training step of few vertices is bound by what the host does in it, and most calls of a module differ in their graphs
 and in the values of tensors alone.
@@ -16,7 +16,10 @@ from ..._C import vertex as _C
 from ..graphs import Graphs
 from ..options import current
 
-__all__ = ["HOOKS", "Known", "Snapshot", "modes"]
+__all__ = ["HOOKS", "CallCache", "RecentCall", "Snapshot", "modes"]
+
+MOST = 4
+"""Calls that are kept."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -33,6 +36,7 @@ class Snapshot:
         module, *inner = modules
         self._held = inner, empty, [_contents(table) for table in tables if table is not module.__dict__]
         self._own = _contents({k: v for k, v in module.__dict__.items() if k != "_compiled"})
+        self.tensors = frozenset(map(id, tensors))
         self.holds: Callable[[nn.Module], bool] = _C.Snapshot(modules, tables, empty, tensors).holds
         """Whether it is of this very module, not one that a copy of it was made from, and all is as it was."""
 
@@ -67,15 +71,15 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str))
 
 
-class Known:
-    """A call that passed all checks and ran batched, of a function without types.
+class RecentCall:
+    """A call that passed all checks and ran batched.
 
     Args:
         snapshot: what was called, as it was before it was looked at.
         inputs: what was pulled.
-        executor: what was asked for.
+        executors: what may be asked for to run it so.
         device: of all tensors.
-        slots: children may stand in slots below this one.
+        fits: whether it can run on graphs.
         run: runs it on graphs and inputs.
         program: what the module's program is.
     """
@@ -84,21 +88,21 @@ class Known:
         self,
         snapshot: Snapshot,
         inputs: Mapping[str, Tensor],
-        executor: str,
+        executors: tuple[str, ...],
         device: torch.device,
-        slots: int,
+        fits: Callable[[Graphs], bool],
         run: Callable[[Graphs, Mapping[str, Tensor]], list[Tensor]],
         program: object,
     ):
         self._snapshot, self._inputs = snapshot, _C.Inputs(dict(inputs))
-        self._executor, self._device, self._slots = executor, device, slots
+        self._executors, self._device, self._fits = executors, device, fits
         self._modes, self._options = modes(device), current()[:2]
         self.run, self.program = run, program
 
     def rows(self, module: nn.Module, graphs: object, inputs: object, executor: object) -> dict[str, Tensor] | None:
         """The inputs of a call that differs in nothing that counts, None of any other."""
         if (
-            executor != self._executor
+            executor not in self._executors
             or type(graphs) is not Graphs
             or in_transform()
             or in_forward_mode()
@@ -108,8 +112,40 @@ class Known:
             return None
         rows = dict(inputs) if type(inputs) is dict else {} if inputs is None else {"input": inputs}
         count = graphs.num_vertices
-        if count == 0 or graphs.num_slots > self._slots:
+        if count == 0:
             return None
         if graphs.device.type != "cpu" and graphs.device != self._device:
             return None
-        return rows if self._inputs.hold(rows, count) and self._snapshot.holds(module) else None
+        same = self._inputs.hold(rows, count) and self._snapshot.holds(module) and self._fits(graphs)
+        return rows if same else None
+
+    def shares_tensors(self, other: RecentCall) -> bool:
+        """Whether it is of the same parameters and buffers: what a module no longer has is not kept."""
+        return self._snapshot.tensors == other._snapshot.tensors
+
+
+class CallCache:
+    """The latest calls of a module that differ in more than graphs and values, the last one first.
+
+    As of a net in training that is evaluated in between, or under two executors in turns.
+    """
+
+    def __init__(self) -> None:
+        self._calls: tuple[RecentCall, ...] = ()
+
+    def find(
+        self, module: nn.Module, graphs: object, inputs: object, executor: object
+    ) -> tuple[RecentCall, dict[str, Tensor]] | None:
+        """The call that this one repeats, and its inputs."""
+        calls = self._calls
+        for call in calls:
+            rows = call.rows(module, graphs, inputs, executor)
+            if rows is not None:
+                if call is not calls[0]:
+                    self._calls = (call, *(other for other in calls if other is not call))
+                return call, rows
+        return None
+
+    def add(self, call: RecentCall | None) -> None:
+        if call is not None:
+            self._calls = (call, *(other for other in self._calls if other.shares_tensors(call)))[:MOST]

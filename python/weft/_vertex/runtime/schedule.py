@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ..._C import vertex as _C
-from ..graphs import Graphs
-from .resident import Resident, trainable
+from ..graphs import Graphs, on_move
+from .resident import Resident, captures, trainable
 
-__all__ = ["Kind", "Schedule", "Task", "schedule"]
+__all__ = ["Kind", "Schedule", "Task", "fits", "planned", "schedule"]
 
 _NO_LIMIT = 2**62
 
@@ -92,6 +92,11 @@ class Schedule:
         first, size = self.core.layout()[name]
         return (self._host if block is None else block)[first : first + size]
 
+    def vertices(self, device: torch.device) -> list[Tensor]:
+        """The vertices of each of several functions, ascending, int64 on `device`."""
+        sizes = self.array("kind_starts").diff().tolist()
+        return [*self.array("kind_vertices", self.block(device)).long().split(sizes)]
+
 
 def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> Schedule:
     """The schedule of `graphs` for vertex functions that gather as `kinds` say; planned once and kept in `graphs`.
@@ -103,21 +108,68 @@ def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping
         ValueError: a child stands in a slot above all that its parent's function gathers; there are no types, or one
             that `kind_of` lacks.
     """
-    key = (kinds, None if kind_of is None else tuple(kind_of.items()))
+    if _key(kinds, kind_of) not in graphs._plans:
+        _check(who, graphs, kinds, kind_of)
+    return planned(graphs, kinds, kind_of)
+
+
+def planned(graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> Schedule:
+    """As :func:`schedule`, of what was checked."""
+    key = _key(kinds, kind_of)
     found = graphs._kept.get(key)
     if found is None:
         core = graphs._plans.get(key)
         if core is None:
-            core = _plan(who, graphs, kinds, kind_of)
-            graphs._plans[key] = core
-        found = Schedule(core, graphs.device)
-        graphs._kept[key] = found
+            types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
+            core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types)
+        found = graphs._kept[key] = Schedule(core, graphs.device)
+        _used(kinds, kind_of)
     return found
 
 
-def _plan(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> _C.Schedule:
+def fits(graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> bool:
+    """Whether there is a schedule: every type has a function, which gathers all slots in use."""
+    if _key(kinds, kind_of) in graphs._plans:
+        return True
+    if kind_of is None:
+        return graphs.num_slots <= kinds[0].limit
+    if graphs._names is None or not kind_of.keys() >= {*graphs._names}:
+        return False
+    return _C.first_beyond(graphs._core, [kinds[kind_of[name]].limit for name in graphs._names])[0] < 0
+
+
+def _key(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> tuple:
+    return (kinds, None if kind_of is None else tuple(kind_of.items()))
+
+
+_recent: list[tuple[tuple[Kind, ...], Mapping[str, int] | None]] = []
+"""What the functions last used gather, the latest first."""
+_MOST_RECENT = 2
+
+
+def _used(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> None:
+    used = (kinds, kind_of)
+    if not _recent or _recent[0] != used:
+        _recent[:] = [used, *(other for other in _recent if other != used)][:_MOST_RECENT]
+
+
+def _prepare(graphs: Graphs) -> None:
+    """Plan, and send to the graphs' device, what the functions last used are going to ask for.
+
+    Functions of the same process: what a worker of a DataLoader plans does not cross to it.
+    """
+    if graphs.num_vertices == 0 or (graphs.device.type == "cuda" and captures(graphs.device)):
+        return
+    for kinds, kind_of in [*_recent]:
+        if fits(graphs, kinds, kind_of):
+            planned(graphs, kinds, kind_of).block(graphs.device)
+
+
+on_move.append(_prepare)
+
+
+def _check(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> None:
     core = graphs._core
-    types: list[int] = []
     limits = [kinds[0].limit]
     if kind_of is not None:
         if graphs._names is None and len(graphs):
@@ -130,12 +182,10 @@ def _plan(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[st
                 f"{who}: graph {graph}, vertex {local}: there is no function for type {graphs.types[vertex]!r}, only "
                 f"for {', '.join(map(repr, kind_of))}"
             )
-        types = [kind_of.get(name, 0) for name in names]
-        limits = [kinds[kind].limit for kind in types]
+        limits = [kinds[kind_of.get(name, 0)].limit for name in names]
     vertex, slot = _C.first_beyond(core, limits)
     if vertex >= 0:
         graph, local = core.graph_of(vertex)
         raise ValueError(
             f"{who}: graph {graph}, vertex {local}: has a child in slot {slot}, above all that its function gathers"
         )
-    return _C.schedule(core, kinds, types)
