@@ -51,6 +51,7 @@ bench: build
 	$(PY) -m benchmarks.vertex $(BENCH)
 	$(PY) -m benchmarks.offload $(BENCH)
 	$(PY) -m benchmarks.sparse $(BENCH)
+	$(PY) -m benchmarks.ranks $(BENCH)
 	$(PY) -m benchmarks.plot
 
 lint: $(call requirements,lint)

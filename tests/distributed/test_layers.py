@@ -237,6 +237,30 @@ def test_training_equals_one_process(team: Team) -> None:
     team.run(_trained)
 
 
+def _fully_sharded(rank: int) -> None:
+    """FSDP2 over the other dimension of the mesh."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    alone = Model().double()
+    model = copy.deepcopy(alone)
+    x = torch.randn(24, 4, 4, dtype=torch.float64)
+    alone(x).square().sum().backward()
+    wd.shard_time(model, mesh["cp"])
+    fully_shard(model.second, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    columns = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+    model(wd.shard(x[:, columns], mesh["cp"])).square().sum().backward()
+    for got, want in zip(model.parameters(), alone.parameters(), strict=True):
+        grad = 2 * got.grad.full_tensor()  # FSDP's mean over dp
+        dist.all_reduce(grad, group=mesh["cp"].get_group())
+        assert_close(grad, want.grad, 1e-12)
+
+
+def test_fully_sharded_over_the_other_dimension(team: Team) -> None:
+    team.run(_fully_sharded)
+
+
 def _forgotten(rank: int) -> None:
     model = Model()
     names = list(model.state_dict())
