@@ -61,7 +61,7 @@ def read_text(length: int) -> Tensor:
 
 def connect() -> torch.device:
     """This process's device, in a group of all that torchrun has started; of one where it has not."""
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     else:
