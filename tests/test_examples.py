@@ -81,7 +81,12 @@ def test_data_that_is_not_there_is_one_sentence(name, arguments, message):
 
 
 def test_every_example_shows_progress_and_draws():
-    names = {path.name for path in (ROOT / "examples").glob("*.py")} - {"curves.py"}
+    # What runs in another package's trainer shows that one's progress.
+    names = {path.name for path in (ROOT / "examples").glob("*.py")} - {
+        "curves.py",
+        "offload_lightning.py",
+        "offload_trainer.py",
+    }
     assert {*EXAMPLES, "lenet_scan.py", "offload_vgg.py", "vgg11_pruned.py"} == names
     for name in names:
         text = (ROOT / "examples" / name).read_text()
