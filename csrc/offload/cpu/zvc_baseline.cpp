@@ -1,10 +1,9 @@
 // zvc_compress's CPU kernels for what every processor of the architecture has.
-#define WEFT_ISA baseline
-#define WEFT_VECTOR_BYTES 16
+#include "offload/cpu/zvc_kernels.h"
+
+// After the other headers, and in this order.
+#include "common/cpu/baseline-begin-inl.h"
+
 #include "offload/cpu/zvc_kernels-inl.h"
 
-namespace weft::cpu {
-const ZvcTables& zvc_baseline() {
-  return baseline::kZvcTables;
-}
-}  // namespace weft::cpu
+#include "common/cpu/simd-end-inl.h"

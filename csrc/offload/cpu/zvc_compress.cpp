@@ -2,12 +2,10 @@
 #include "offload/zvc_compress.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -22,22 +20,12 @@ namespace {
 // Elements per task: whole mask words, and enough work for a thread.
 constexpr int64_t kChunk = 1 << 17;
 
-// The instruction set that torch itself uses (ATEN_CPU_CAPABILITY lowers it).
-const cpu::ZvcTables& tables() {
-#ifdef __x86_64__
-  static const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return cpu::zvc_avx512();
-  if (capability == "AVX2") return cpu::zvc_avx2();
-#endif
-  return cpu::zvc_baseline();
-}
-
 template <typename T>
 const cpu::ZvcKernels<T>& kernels() {
   if constexpr (std::is_same_v<T, uint16_t>) {
-    return tables().b16;
+    return cpu::zvc_kernels().b16;
   } else {
-    return tables().b32;
+    return cpu::zvc_kernels().b32;
   }
 }
 

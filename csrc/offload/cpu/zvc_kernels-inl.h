@@ -209,7 +209,8 @@ void expand(const uint32_t* mask, int64_t n, const T* values, int64_t available,
 template <typename T>
 constexpr ZvcKernels<T> kZvcKernels = {count<T>, pack<T>, expand<T>};
 
-constexpr ZvcTables kZvcTables = {kZvcKernels<uint16_t>, kZvcKernels<uint32_t>};
-
 }  // namespace
+
+const ZvcTables zvc_kernels = {kZvcKernels<uint16_t>, kZvcKernels<uint32_t>};
+
 }  // namespace weft::cpu::WEFT_ISA

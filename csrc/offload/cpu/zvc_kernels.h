@@ -7,6 +7,8 @@
 #pragma once
 #include <cstdint>
 
+#include "common/cpu/kernels.h"
+
 namespace weft::cpu {
 
 template <typename T>
@@ -19,13 +21,11 @@ struct ZvcKernels {
   void (*expand)(const uint32_t* mask, int64_t n, const T* values, int64_t available, T* out);
 };
 
-// One source, zvc_kernels-inl.h, compiled three times. The AVX2 and AVX-512 tables exist on x86-64 only.
 struct ZvcTables {
   ZvcKernels<uint16_t> b16;
   ZvcKernels<uint32_t> b32;
 };
-const ZvcTables& zvc_baseline();
-const ZvcTables& zvc_avx2();
-const ZvcTables& zvc_avx512();
 
 }  // namespace weft::cpu
+
+WEFT_CPU_KERNELS(ZvcTables, zvc_kernels)

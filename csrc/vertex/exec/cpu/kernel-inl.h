@@ -295,7 +295,8 @@ void run_kernel(const VertexKernel& kernel, int64_t first, int64_t end, void* me
   }
 }
 
-constexpr VertexTables kVertexTables = {run_kernel<float>, run_kernel<double>};
-
 }  // namespace
+
+const VertexTables vertex_kernels = {run_kernel<float>, run_kernel<double>};
+
 }  // namespace weft::cpu::WEFT_ISA

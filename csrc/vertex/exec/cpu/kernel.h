@@ -10,6 +10,8 @@
 
 #include "vertex/program/program.h"
 
+#include "common/cpu/kernels.h"
+
 namespace weft::cpu {
 
 constexpr int64_t kVertexBlock = 256;
@@ -47,8 +49,6 @@ struct VertexTables {
   void (*run_double)(const VertexKernel& kernel, int64_t first, int64_t end, void* scratch);
 };
 
-const VertexTables& vertex_baseline();
-const VertexTables& vertex_avx2();
-const VertexTables& vertex_avx512();
-
 }  // namespace weft::cpu
+
+WEFT_CPU_KERNELS(VertexTables, vertex_kernels)

@@ -2,27 +2,16 @@
 #include "vertex/exec/vertex_frontiers.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <string>
 
 #include "vertex/exec/cpu/kernel.h"
 #include "vertex/program/object.h"
 
 namespace weft::vertex {
 namespace {
-
-const cpu::VertexTables& tables() {
-#ifdef __x86_64__
-  static const std::string capability = at::get_cpu_capability();
-  if (capability == "AVX512") return cpu::vertex_avx512();
-  if (capability == "AVX2") return cpu::vertex_avx2();
-#endif
-  return cpu::vertex_baseline();
-}
 
 class CpuExecutor final : public Executor {
  public:
@@ -55,7 +44,7 @@ class CpuExecutor final : public Executor {
     k.width = step.width;
     k.registers = step.registers;
     k.edges = step.edges;
-    const auto run = single_ ? tables().run_float : tables().run_double;
+    const auto run = single_ ? cpu::vertex_kernels().run_float : cpu::vertex_kernels().run_double;
     const int64_t bytes = cpu::vertex_scratch(step.registers, single_ ? 4 : 8);
     // What a row costs: its instructions times its columns. A thread is worth its start for some ten microseconds.
     const int64_t work = std::max<int64_t>(1, k.width * k.length);
