@@ -20,11 +20,16 @@
 
 #include <tuple>
 
+#include "common/op_handle.h"
 #include "offload/zvc_compress.h"
 
 namespace weft::offload {
 
 // All checks of rle_decompress's arguments; returns the number of elements.
 int64_t check_rle(const char* op, const at::Tensor& runs, const at::Tensor& values, at::IntArrayRef shape);
+
+inline const OpHandle<Compressed(const at::Tensor&)> rle_compress_op("weft::rle_compress");
+inline const OpHandle<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef)> rle_decompress_op(
+    "weft::rle_decompress");
 
 }  // namespace weft::offload

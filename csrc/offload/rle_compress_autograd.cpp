@@ -1,5 +1,4 @@
 // rle_compress and rle_decompress have no gradient: a backward through them is refused.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -10,11 +9,9 @@ namespace weft::offload {
 namespace {
 
 Compressed rle_compress(const at::Tensor& x) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rle_compress", "").typed<Compressed(const at::Tensor&)>();
   const auto call = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return op.call(x);
+    return rle_compress_op(x);
   };
   if (!needs_grad(x)) return call();
   const auto results = RefusedGradient::apply(x, std::string("rle_compress"), [&] {
@@ -25,12 +22,9 @@ Compressed rle_compress(const at::Tensor& x) {
 }
 
 at::Tensor rle_decompress(const at::Tensor& runs, const at::Tensor& values, c10::SymIntArrayRef shape) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("weft::rle_decompress", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef)>();
   const auto call = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return op.call(runs, values, shape);
+    return rle_decompress_op(runs, values, shape);
   };
   if (!needs_grad(values)) return call();
   return RefusedGradient::apply(values, std::string("rle_decompress"),

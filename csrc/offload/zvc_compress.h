@@ -24,6 +24,8 @@
 
 #include <tuple>
 
+#include "common/op_handle.h"
+
 namespace weft::offload {
 
 using Compressed = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
@@ -38,5 +40,9 @@ void check_compressed(const char* op, const char* name, const at::Tensor& words,
 int64_t check_zvc(const char* op, const at::Tensor& mask, const at::Tensor& values, at::IntArrayRef shape);
 
 Compressed zvc_compress_cpu(const at::Tensor& x);
+
+inline const OpHandle<Compressed(const at::Tensor&)> zvc_compress_op("weft::zvc_compress");
+inline const OpHandle<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef)> zvc_decompress_op(
+    "weft::zvc_decompress");
 
 }  // namespace weft::offload

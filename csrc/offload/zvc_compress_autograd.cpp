@@ -1,5 +1,4 @@
 // zvc_compress and zvc_decompress have no gradient: a backward through them is refused.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
@@ -10,11 +9,9 @@ namespace weft::offload {
 namespace {
 
 Compressed zvc_compress(const at::Tensor& x) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::zvc_compress", "").typed<Compressed(const at::Tensor&)>();
   const auto call = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return op.call(x);
+    return zvc_compress_op(x);
   };
   if (!needs_grad(x)) return call();
   const auto results = RefusedGradient::apply(x, std::string("zvc_compress"), [&] {
@@ -25,12 +22,9 @@ Compressed zvc_compress(const at::Tensor& x) {
 }
 
 at::Tensor zvc_decompress(const at::Tensor& mask, const at::Tensor& values, c10::SymIntArrayRef shape) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("weft::zvc_decompress", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef)>();
   const auto call = [&] {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return op.call(mask, values, shape);
+    return zvc_decompress_op(mask, values, shape);
   };
   if (!needs_grad(values)) return call();
   return RefusedGradient::apply(values, std::string("zvc_decompress"),

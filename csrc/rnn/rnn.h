@@ -62,6 +62,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/op_handle.h"
 #include "rnn/cells/cell.h"
 
 namespace weft::rnn {
@@ -160,5 +161,16 @@ struct RnnResults {
 // Uninitialised: output, h_n and c_n in `type`, cells and gates in `saved`; those that are not asked for are (0).
 RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save, at::ScalarType type,
                         at::ScalarType saved);
+
+inline const OpHandle<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, at::TensorList,
+    const std::optional<at::Tensor>&, c10::string_view, bool, bool, bool, c10::string_view)>
+    rnn_op("weft::rnn");
+inline const OpHandle<std::vector<at::Tensor>(
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&, const at::Tensor&, const std::optional<at::Tensor>&,
+    const std::optional<at::Tensor>&, at::TensorList, const std::optional<at::Tensor>&, const at::Tensor&,
+    const at::Tensor&, const at::Tensor&, c10::string_view, bool, c10::List<bool>, c10::string_view)>
+    rnn_backward_op("weft::rnn_backward");
 
 }  // namespace weft::rnn

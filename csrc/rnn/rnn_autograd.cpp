@@ -1,5 +1,4 @@
 // The gradient of weft::rnn is weft::rnn_backward, whose own gradient goes through the reference.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -24,24 +23,6 @@ using torch::autograd::variable_list;
 
 using Results = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-using ForwardSignature = Results(const Tensor&, const OptionalTensor&, const OptionalTensor&, at::TensorList,
-                                 const OptionalTensor&, c10::string_view, bool, bool, bool, c10::string_view);
-const c10::TypedOperatorHandle<ForwardSignature>& forward_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn", "").typed<ForwardSignature>();
-  return op;
-}
-
-using BackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                              const OptionalTensor&, const Tensor&, const OptionalTensor&,
-                                              const OptionalTensor&, at::TensorList, const OptionalTensor&,
-                                              const Tensor&, const Tensor&, const Tensor&, c10::string_view, bool,
-                                              c10::List<bool>, c10::string_view);
-const c10::TypedOperatorHandle<BackwardSignature>& backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_backward", "").typed<BackwardSignature>();
-  return op;
-}
-
 // A tensor as save_for_backward takes it: of one that torch.inference_mode made, which it refuses, a copy.
 Tensor savable(const Tensor& t) {
   return t.defined() && t.is_inference() ? t.clone() : t;
@@ -54,8 +35,8 @@ class Rnn : public torch::autograd::Function<Rnn> {
                                const OptionalTensor& batch_sizes, const std::string& cell, bool bidirectional,
                                const std::string& way) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [output, h_n, c_n, cells, gates] = forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional,
-                                                              /*keep_cells=*/true, /*save=*/true, way);
+    auto [output, h_n, c_n, cells, gates] = rnn_op(input, h0, c0, weights, batch_sizes, cell, bidirectional,
+                                                   /*keep_cells=*/true, /*save=*/true, way);
     variable_list saved{input, or_undefined(h0), or_undefined(c0)};
     saved.insert(saved.end(), weights.begin(), weights.end());
     saved.insert(saved.end(), {or_undefined(batch_sizes), output, cells, gates});
@@ -88,10 +69,10 @@ class Rnn : public torch::autograd::Function<Rnn> {
     const std::string &cell = ctx->saved_data["cell"].toStringRef(), &way = ctx->saved_data["backward"].toStringRef();
     // With create_graph, grad mode is on here and the op's own autograd kernel answers with the reference.
     const auto found =
-        backward_op().call(optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0],
-                           optional(saved[1]), optional(saved[2]), at::TensorList(saved).slice(3, operands - 3),
-                           optional(saved[operands]), saved[operands + 1], saved[operands + 2], saved[operands + 3],
-                           cell, ctx->saved_data["bidirectional"].toBool(), mask, way);
+        rnn_backward_op(optional(grads[0]), optional(grads[1]), optional(grads[2]), optional(grads[3]), saved[0],
+                        optional(saved[1]), optional(saved[2]), at::TensorList(saved).slice(3, operands - 3),
+                        optional(saved[operands]), saved[operands + 1], saved[operands + 2], saved[operands + 3], cell,
+                        ctx->saved_data["bidirectional"].toBool(), mask, way);
     for (size_t i = 0; i < operands; ++i) {
       if (mask[i]) result[i] = found[i];
     }
@@ -104,7 +85,7 @@ Results rnn_autograd(const Tensor& input, const OptionalTensor& h0, const Option
                      bool save, c10::string_view way) {
   if (!needs_grad(input, h0, c0, weights)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op().call(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save, way);
+    return rnn_op(input, h0, c0, weights, batch_sizes, cell, bidirectional, keep_cells, save, way);
   }
   OptionalTensor h = h0, c = c0;
   if (way == "scan" && !h0 && !c0 && input.dim() == 3 && weights.size() > 1 && weights[1].dim() == 2) {
@@ -125,8 +106,8 @@ std::vector<Tensor> rnn_backward_autograd(const OptionalTensor& grad_output, con
                                           c10::string_view way) {
   if (!needs_grad(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, output, cells, gates)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return backward_op().call(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output,
-                              cells, gates, cell_name, bidirectional, output_mask, way);
+    return rnn_backward_op(grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output,
+                           cells, gates, cell_name, bidirectional, output_mask, way);
   }
   const char* op = "weft::rnn_backward";
   TORCH_CHECK(

@@ -1,12 +1,12 @@
 // Planned products as Python calls them: the op with patterns that do not change. By torch's own way from Python a list
 // of thirteen tensors takes more of the host than the rest of a small product.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <vector>
 
+#include "sparse/csr_matmul.h"
 #include "sparse/python_first.h"
 
 namespace py = pybind11;
@@ -24,13 +24,10 @@ class Product {
     if (python_first() || python_first(x) || python_first(y)) return py::none();
     const at::Tensor &a = THPVariable_Unpack(x.ptr()), &b = THPVariable_Unpack(y.ptr());
     if (needs_grad(b)) return py::none();
-    static auto op = c10::Dispatcher::singleton()
-                         .findSchemaOrThrow("weft::csr_matmul", "")
-                         .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&)>();
     at::Tensor values;
     {
       py::gil_scoped_release released;
-      values = op.call(patterns_, a, b);
+      values = csr_matmul_op(patterns_, a, b);
     }
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(values)));
   }

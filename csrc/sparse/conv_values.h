@@ -23,6 +23,7 @@
 
 #include <tuple>
 
+#include "common/op_handle.h"
 #include "sparse/conv_values_args.h"
 
 namespace weft::sparse {
@@ -39,5 +40,9 @@ at::Tensor conv_values_gradient(RunConv run, const at::Tensor& grad, at::TensorL
 void conv_pattern_cpu(const Conv& args);
 void conv_values_cpu(const Conv& args);
 void conv_values_backward_cpu(const Conv& args);
+
+inline const OpHandle<at::Tensor(const at::Tensor&, at::TensorList, int64_t)> conv_values_op("weft::conv_values");
+inline const OpHandle<at::Tensor(const at::Tensor&, at::TensorList, int64_t, int64_t, int64_t)> conv_values_backward_op(
+    "weft::conv_values_backward");
 
 }  // namespace weft::sparse

@@ -1,5 +1,4 @@
 // Gradients of conv_values and conv_values_backward of any order: both are linear, each the other's adjoint.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -14,21 +13,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Tables = std::vector<at::Tensor>;
 
-at::Tensor call_values(const at::Tensor& weight, at::TensorList windows, int64_t groups) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::conv_values", "")
-                       .typed<at::Tensor(const at::Tensor&, at::TensorList, int64_t)>();
-  return op.call(weight, windows, groups);
-}
-
-at::Tensor call_backward(const at::Tensor& grad, at::TensorList windows, int64_t groups, int64_t out_channels,
-                         int64_t in_channels) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::conv_values_backward", "")
-                       .typed<at::Tensor(const at::Tensor&, at::TensorList, int64_t, int64_t, int64_t)>();
-  return op.call(grad, windows, groups, out_channels, in_channels);
-}
-
 struct ConvValuesFunction : torch::autograd::Function<ConvValuesFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& weight, const Tables& windows, int64_t groups) {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -36,12 +20,12 @@ struct ConvValuesFunction : torch::autograd::Function<ConvValuesFunction> {
     ctx->saved_data["groups"] = groups;
     ctx->saved_data["out_channels"] = weight.size(0) / groups;
     ctx->saved_data["in_channels"] = weight.size(1);
-    return call_values(weight, windows, groups);
+    return conv_values_op(weight, windows, groups);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    return {call_backward(grads[0], ctx->get_saved_variables(), ctx->saved_data["groups"].toInt(),
-                          ctx->saved_data["out_channels"].toInt(), ctx->saved_data["in_channels"].toInt()),
+    return {conv_values_backward_op(grads[0], ctx->get_saved_variables(), ctx->saved_data["groups"].toInt(),
+                                    ctx->saved_data["out_channels"].toInt(), ctx->saved_data["in_channels"].toInt()),
             at::Tensor(), at::Tensor()};
   }
 };
@@ -52,11 +36,11 @@ struct ConvValuesBackwardFunction : torch::autograd::Function<ConvValuesBackward
     at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward(windows);
     ctx->saved_data["groups"] = groups;
-    return call_backward(grad, windows, groups, out_channels, in_channels);
+    return conv_values_backward_op(grad, windows, groups, out_channels, in_channels);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    return {call_values(grads[0], ctx->get_saved_variables(), ctx->saved_data["groups"].toInt()), at::Tensor(),
+    return {conv_values_op(grads[0], ctx->get_saved_variables(), ctx->saved_data["groups"].toInt()), at::Tensor(),
             at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
@@ -64,7 +48,7 @@ struct ConvValuesBackwardFunction : torch::autograd::Function<ConvValuesBackward
 at::Tensor values_autograd(const at::Tensor& weight, at::TensorList windows, int64_t groups) {
   if (needs_grad(weight)) return ConvValuesFunction::apply(weight, windows.vec(), groups);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_values(weight, windows, groups);
+  return conv_values_op(weight, windows, groups);
 }
 
 at::Tensor values_backward_autograd(const at::Tensor& grad, at::TensorList windows, int64_t groups,
@@ -73,7 +57,7 @@ at::Tensor values_backward_autograd(const at::Tensor& grad, at::TensorList windo
     return ConvValuesBackwardFunction::apply(grad, windows.vec(), groups, out_channels, in_channels);
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_backward(grad, windows, groups, out_channels, in_channels);
+  return conv_values_backward_op(grad, windows, groups, out_channels, in_channels);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 
 #include <vector>
 
+#include "common/op_handle.h"
 #include "sparse/csr_chain_args.h"
 
 namespace weft::sparse {
@@ -23,5 +24,8 @@ using RunChain = void (*)(const std::vector<CsrLink>& links, DType dtype, bool w
 
 std::vector<at::Tensor> csr_chain_forward(RunChain run, const at::Tensor& grad, at::TensorList crows,
                                           at::TensorList cols, at::TensorList values);
+
+inline const OpHandle<std::vector<at::Tensor>(const at::Tensor&, at::TensorList, at::TensorList, at::TensorList)>
+    csr_chain_op("weft::csr_chain");
 
 }  // namespace weft::sparse

@@ -1,34 +1,27 @@
 // csr_chain under autograd: products one after the other, each differentiable to any order.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
 #include "sparse/csr_chain.h"
+#include "sparse/csr_mm.h"
 
 namespace weft::sparse {
 namespace {
 
 std::vector<at::Tensor> chain_autograd(const at::Tensor& grad, at::TensorList crows, at::TensorList cols,
                                        at::TensorList values) {
-  static auto chain =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("weft::csr_chain", "")
-          .typed<std::vector<at::Tensor>(const at::Tensor&, at::TensorList, at::TensorList, at::TensorList)>();
   if (!needs_grad(grad, values)) {
     at::AutoDispatchBelowADInplaceOrView below;
-    return chain.call(grad, crows, cols, values);
+    return csr_chain_op(grad, crows, cols, values);
   }
-  static auto mm = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::csr_mm", "")
-                       .typed<at::Tensor(at::TensorList, at::TensorList, const OptionalTensor&, const at::Tensor&)>();
   std::vector<at::Tensor> out;
   at::Tensor x = grad;
   for (size_t k = 0; k < values.size(); ++k) {
     if (crows[k].sym_numel() == 0) {
       x = at::mul(values[k], x);
     } else {
-      x = mm.call({crows[k], cols[k]}, {}, values[k], x.unsqueeze(-1)).squeeze(-1);
+      x = csr_mm_op({crows[k], cols[k]}, {}, values[k], x.unsqueeze(-1)).squeeze(-1);
     }
     out.push_back(x);
   }

@@ -33,6 +33,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include "common/op_handle.h"
 #include "sparse/csr_matmul_args.h"
 
 namespace weft::sparse {
@@ -50,5 +51,12 @@ at::Tensor csr_matmul_right_forward(RunMatmul run, at::TensorList patterns, cons
 void csr_matmul_cpu(const CsrMatmul& args);
 void csr_matmul_left_cpu(const CsrMatmul& args);
 void csr_matmul_right_cpu(const CsrMatmul& args);
+
+inline const OpHandle<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&)> csr_matmul_op(
+    "weft::csr_matmul");
+inline const OpHandle<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&, bool)> csr_matmul_left_op(
+    "weft::csr_matmul_left");
+inline const OpHandle<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&, bool)> csr_matmul_right_op(
+    "weft::csr_matmul_right");
 
 }  // namespace weft::sparse

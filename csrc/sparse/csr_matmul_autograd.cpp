@@ -1,6 +1,5 @@
 // Gradients of csr_matmul, csr_matmul_left and csr_matmul_right of any order: the three are the derivatives of one
 // function that is linear in the values on a, on b and on the product, and each is differentiated by the other two.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -16,20 +15,10 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Patterns = std::vector<at::Tensor>;
 
-at::Tensor call_matmul(at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::csr_matmul", "")
-                       .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&)>();
-  return op.call(patterns, x, y);
-}
-
 // csr_matmul_left and csr_matmul_right
 template <bool kLeft>
 at::Tensor call_gradient(at::TensorList patterns, const at::Tensor& other, const at::Tensor& g, bool shared) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow(kLeft ? "weft::csr_matmul_left" : "weft::csr_matmul_right", "")
-                       .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&, bool)>();
-  return op.call(patterns, other, g, shared);
+  return (kLeft ? csr_matmul_left_op : csr_matmul_right_op)(patterns, other, g, shared);
 }
 
 void save(AutogradContext* ctx, const at::Tensor& first, const at::Tensor& second, const Patterns& patterns) {
@@ -52,7 +41,7 @@ struct MatmulFunction : torch::autograd::Function<MatmulFunction> {
   static at::Tensor forward(AutogradContext* ctx, const Patterns& patterns, const at::Tensor& x, const at::Tensor& y) {
     at::AutoDispatchBelowADInplaceOrView below;
     save(ctx, x, y, patterns);
-    return call_matmul(patterns, x, y);
+    return csr_matmul_op(patterns, x, y);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -82,7 +71,7 @@ struct GradientFunction : torch::autograd::Function<GradientFunction<kLeft>> {
       grad_other = like_operand(call_gradient<!kLeft>(patterns, h, g, other.dim() == 1), other);
     }
     if (ctx->needs_input_grad(1)) {
-      grad_g = like_operand(kLeft ? call_matmul(patterns, h, other) : call_matmul(patterns, other, h), g);
+      grad_g = like_operand(kLeft ? csr_matmul_op(patterns, h, other) : csr_matmul_op(patterns, other, h), g);
     }
     return {at::Tensor(), grad_other, grad_g, at::Tensor()};
   }
@@ -91,7 +80,7 @@ struct GradientFunction : torch::autograd::Function<GradientFunction<kLeft>> {
 at::Tensor matmul_autograd(at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
   if (needs_grad(x, y)) return MatmulFunction::apply(patterns.vec(), x, y);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_matmul(patterns, x, y);
+  return csr_matmul_op(patterns, x, y);
 }
 
 template <bool kLeft>

@@ -23,6 +23,7 @@
 
 #include <optional>
 
+#include "common/op_handle.h"
 #include "sparse/csr_mm_args.h"
 
 namespace weft::sparse {
@@ -37,5 +38,10 @@ at::Tensor csr_sampled_mm_forward(RunSampledMm run, at::TensorList pattern, cons
 
 void csr_mm_cpu(const CsrMm& args);
 void csr_sampled_mm_cpu(const CsrSampledMm& args);
+
+inline const OpHandle<at::Tensor(at::TensorList, at::TensorList, const std::optional<at::Tensor>&, const at::Tensor&)>
+    csr_mm_op("weft::csr_mm");
+inline const OpHandle<at::Tensor(at::TensorList, at::TensorList, const at::Tensor&, const at::Tensor&, bool)>
+    csr_sampled_mm_op("weft::csr_sampled_mm");
 
 }  // namespace weft::sparse

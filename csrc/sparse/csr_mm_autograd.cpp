@@ -1,12 +1,12 @@
 // Gradients of csr_mm and csr_sampled_mm of any order: <out, csr_mm(values, x)> is linear in values, x and out, and the
 // derivative by each of the three is one of the two ops.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
 #include "common/legacy_vmap.h"
 #include "sparse/csr_mm.h"
+#include "sparse/csr_transpose.h"
 #include "sparse/like_operand.h"
 #include "sparse/tensors.h"
 
@@ -17,28 +17,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Pattern = std::vector<at::Tensor>;
 
-at::Tensor call_mm(at::TensorList pattern, at::TensorList transposed, const OptionalTensor& values,
-                   const at::Tensor& x) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::csr_mm", "")
-                       .typed<at::Tensor(at::TensorList, at::TensorList, const OptionalTensor&, const at::Tensor&)>();
-  return op.call(pattern, transposed, values, x);
-}
-
-at::Tensor call_sampled_mm(at::TensorList pattern, at::TensorList transposed, const at::Tensor& left,
-                           const at::Tensor& right, bool shared) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::csr_sampled_mm", "")
-                       .typed<at::Tensor(at::TensorList, at::TensorList, const at::Tensor&, const at::Tensor&, bool)>();
-  return op.call(pattern, transposed, left, right, shared);
-}
-
 Pattern call_transpose(const at::Tensor& crow, const at::Tensor& col, const c10::SymInt& columns) {
-  static auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("weft::csr_transpose", "")
-          .typed<std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, c10::SymInt)>();
-  auto [t_crow, t_col, index] = op.call(crow, col, columns);
+  auto [t_crow, t_col, index] = csr_transpose_op(crow, col, columns);
   return {t_crow, t_col, index};
 }
 
@@ -77,7 +57,7 @@ struct CsrMmFunction : torch::autograd::Function<CsrMmFunction> {
                             const OptionalTensor& values, const at::Tensor& x) {
     at::AutoDispatchBelowADInplaceOrView below;
     save(ctx, or_undefined(values), x, pattern, transposed_or_made("csr_mm", pattern, transposed, x.sym_size(-2)));
-    return call_mm(pattern, {}, values, x);
+    return csr_mm_op(pattern, {}, values, x);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
@@ -86,11 +66,11 @@ struct CsrMmFunction : torch::autograd::Function<CsrMmFunction> {
     at::Tensor grad_values, grad_x;
     if (values.defined() && ctx->needs_input_grad(0)) {
       const bool shared = values.dim() == 1;
-      grad_values = pattern.size() == 2 ? call_sampled_mm(pattern, transposed, grad, x, shared)
-                                        : call_sampled_mm({transposed[0], transposed[1]}, pattern, x, grad, shared);
+      grad_values = pattern.size() == 2 ? csr_sampled_mm_op(pattern, transposed, grad, x, shared)
+                                        : csr_sampled_mm_op({transposed[0], transposed[1]}, pattern, x, grad, shared);
     }
     if (ctx->needs_input_grad(values.defined() ? 1 : 0)) {
-      grad_x = like_operand(call_mm(transposed, pattern, optional(values), grad), x);
+      grad_x = like_operand(csr_mm_op(transposed, pattern, optional(values), grad), x);
     }
     return {at::Tensor(), at::Tensor(), grad_values, grad_x};
   }
@@ -101,15 +81,15 @@ struct CsrSampledMmFunction : torch::autograd::Function<CsrSampledMmFunction> {
                             const at::Tensor& left, const at::Tensor& right, bool shared) {
     at::AutoDispatchBelowADInplaceOrView below;
     save(ctx, left, right, pattern, transposed_or_made("csr_sampled_mm", pattern, transposed, right.sym_size(-2)));
-    return call_sampled_mm(pattern, {}, left, right, shared);
+    return csr_sampled_mm_op(pattern, {}, left, right, shared);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto [left, right, pattern, transposed] = Saved(ctx);
     const at::Tensor& grad = grads[0];
     at::Tensor grad_left, grad_right;
-    if (ctx->needs_input_grad(0)) grad_left = like_operand(call_mm(pattern, transposed, grad, right), left);
-    if (ctx->needs_input_grad(1)) grad_right = like_operand(call_mm(transposed, pattern, grad, left), right);
+    if (ctx->needs_input_grad(0)) grad_left = like_operand(csr_mm_op(pattern, transposed, grad, right), left);
+    if (ctx->needs_input_grad(1)) grad_right = like_operand(csr_mm_op(transposed, pattern, grad, left), right);
     return {at::Tensor(), at::Tensor(), grad_left, grad_right, at::Tensor()};
   }
 };
@@ -118,14 +98,14 @@ at::Tensor mm_autograd(at::TensorList pattern, at::TensorList transposed, const 
                        const at::Tensor& x) {
   if (needs_grad(values, x)) return CsrMmFunction::apply(pattern.vec(), transposed.vec(), values, x);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_mm(pattern, transposed, values, x);
+  return csr_mm_op(pattern, transposed, values, x);
 }
 
 at::Tensor sampled_mm_autograd(at::TensorList pattern, at::TensorList transposed, const at::Tensor& left,
                                const at::Tensor& right, bool shared) {
   if (needs_grad(left, right)) return CsrSampledMmFunction::apply(pattern.vec(), transposed.vec(), left, right, shared);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_sampled_mm(pattern, transposed, left, right, shared);
+  return csr_sampled_mm_op(pattern, transposed, left, right, shared);
 }
 
 }  // namespace

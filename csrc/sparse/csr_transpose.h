@@ -6,9 +6,14 @@
 
 #include <tuple>
 
+#include "common/op_handle.h"
+
 namespace weft::sparse {
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> csr_transpose(const at::Tensor& crow, const at::Tensor& col,
                                                              int64_t columns);
+
+inline const OpHandle<std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, c10::SymInt)>
+    csr_transpose_op("weft::csr_transpose");
 
 }  // namespace weft::sparse

@@ -12,6 +12,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
+#include "common/op_handle.h"
 #include "sparse/max_pool_values_args.h"
 
 namespace weft::sparse {
@@ -23,5 +24,9 @@ at::Tensor max_pool_values_forward(RunMaxPool run, const at::Tensor& input, cons
                                    at::IntArrayRef padding, at::IntArrayRef dilation, at::IntArrayRef output);
 
 void max_pool_values_cpu(const MaxPool& args);
+
+inline const OpHandle<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::IntArrayRef,
+                                 at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef)>
+    max_pool_values_op("weft::max_pool_values");
 
 }  // namespace weft::sparse

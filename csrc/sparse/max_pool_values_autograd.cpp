@@ -1,7 +1,8 @@
 // max_pool_values under autograd: its result has no gradient.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
+
+#include "sparse/max_pool_values.h"
 
 namespace weft::sparse {
 namespace {
@@ -9,12 +10,8 @@ namespace {
 at::Tensor pool_values_autograd(const at::Tensor& input, const at::Tensor& crow, const at::Tensor& col,
                                 at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
                                 at::IntArrayRef dilation, at::IntArrayRef output) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::max_pool_values", "")
-                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::IntArrayRef,
-                                         at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef)>();
   at::AutoDispatchBelowADInplaceOrView below;
-  return op.call(input, crow, col, kernel, stride, padding, dilation, output);
+  return max_pool_values_op(input, crow, col, kernel, stride, padding, dilation, output);
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
 // The mover "reference": plain torch, synchronous; and the idle mover, which moves nothing.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
@@ -9,7 +8,9 @@
 #include <cstdlib>
 
 #include "common/integers.h"
+#include "offload/rle_compress.h"
 #include "offload/transfer/mover.h"
+#include "offload/zvc_compress.h"
 
 namespace weft::offload {
 namespace {
@@ -45,13 +46,6 @@ at::Tensor view(const Bytes& b, at::ScalarType dtype) {
   return x;
 }
 
-using Compress = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&);
-using Decompress = at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef);
-template <typename Signature>
-auto op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 class ReferenceTransfer : public Transfer {
  public:
   // Codec::none and Codec::automatic send the bytes uncompressed where compression is not shorter.
@@ -62,7 +56,7 @@ class ReferenceTransfer : public Transfer {
     if (codec != Codec::none && compressible(from)) {
       const bool runs = codec == Codec::rle;
       const at::Tensor x = view(from, from.dtype);
-      const auto [index, values, size] = op<Compress>(runs ? "weft::rle_compress" : "weft::zvc_compress").call(x);
+      const auto [index, values, size] = (runs ? rle_compress_op : zvc_compress_op)(x);
       const at::Tensor counts = size.reshape({-1}).cpu();
       first = runs ? index.narrow(0, 0, counts[0].item<int64_t>()) : index;
       second = values.narrow(0, 0, counts[-1].item<int64_t>());
@@ -97,8 +91,7 @@ class ReferenceTransfer : public Transfer {
       const c10::SymInt shape[] = {elements_};
       view(to, to.dtype)
           .view(at::kByte)
-          .copy_(op<Decompress>(runs_ ? "weft::rle_decompress" : "weft::zvc_decompress")
-                     .call(first_.to(device), second_.to(device), shape)
+          .copy_((runs_ ? rle_decompress_op : zvc_decompress_op)(first_.to(device), second_.to(device), shape)
                      .view(at::kByte));
     }
     here = in_end = std::make_shared<HostEvent>();

@@ -37,6 +37,7 @@
 #include <tuple>
 #include <vector>
 
+#include "common/op_handle.h"
 #include "rnn/cells/cell.h"
 #include "rnn/step/cell_step.h"
 
@@ -124,5 +125,16 @@ class RnnCellBackward {
   CellBackwardArgs kernel_;
   std::array<at::Tensor, 7> held_;
 };
+
+inline const OpHandle<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, c10::string_view, bool)>
+    rnn_cell_op("weft::rnn_cell");
+inline const OpHandle<std::vector<at::Tensor>(const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
+                                              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                                              const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                                              const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
+                                              const at::Tensor&, c10::string_view, RnnCellMask)>
+    rnn_cell_backward_op("weft::rnn_cell_backward");
 
 }  // namespace weft::rnn

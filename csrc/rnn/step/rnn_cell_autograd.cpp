@@ -1,5 +1,4 @@
 // The gradient of weft::rnn_cell is weft::rnn_cell_backward, whose own gradient goes through the reference.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -24,30 +23,13 @@ using torch::autograd::variable_list;
 
 using CellResults = std::tuple<Tensor, Tensor, Tensor>;
 
-using CellSignature = CellResults(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                  const OptionalTensor&, const OptionalTensor&, c10::string_view, bool);
-const c10::TypedOperatorHandle<CellSignature>& cell_op() {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_cell", "").typed<CellSignature>();
-  return op;
-}
-
-using CellBackwardSignature = std::vector<Tensor>(const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                                  const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                                                  const OptionalTensor&, const OptionalTensor&, const Tensor&,
-                                                  const Tensor&, const Tensor&, c10::string_view, RnnCellMask);
-const c10::TypedOperatorHandle<CellBackwardSignature>& cell_backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::rnn_cell_backward", "").typed<CellBackwardSignature>();
-  return op;
-}
-
 class RnnCell : public torch::autograd::Function<RnnCell> {
  public:
   static variable_list forward(AutogradContext* ctx, const Tensor& input, const Tensor& h, const OptionalTensor& c,
                                const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
                                const OptionalTensor& b_hh, const std::string& cell) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h_next, c_next, gates] = cell_op().call(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, /*save=*/true);
+    auto [h_next, c_next, gates] = rnn_cell_op(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, /*save=*/true);
     ctx->save_for_backward(
         {input, h, or_undefined(c), w_ih, w_hh, or_undefined(b_ih), or_undefined(b_hh), h_next, c_next, gates});
     ctx->saved_data["cell"] = cell;
@@ -70,9 +52,9 @@ class RnnCell : public torch::autograd::Function<RnnCell> {
     for (size_t i = 0, edge = 0; i < kOperands; ++i) mask[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
     // With create_graph, grad mode is on here and the op's own autograd kernel answers with the reference.
     const auto found =
-        cell_backward_op().call(optional(grads[0]), optional(grads[1]), saved[0], saved[1], optional(saved[2]),
-                                saved[3], saved[4], optional(saved[5]), optional(saved[6]), saved[7], saved[8],
-                                saved[9], ctx->saved_data["cell"].toStringRef(), mask);
+        rnn_cell_backward_op(optional(grads[0]), optional(grads[1]), saved[0], saved[1], optional(saved[2]), saved[3],
+                             saved[4], optional(saved[5]), optional(saved[6]), saved[7], saved[8], saved[9],
+                             ctx->saved_data["cell"].toStringRef(), mask);
     for (size_t i = 0; i < kOperands; ++i) {
       if (mask[i]) result[i] = found[i];
     }
@@ -85,7 +67,7 @@ CellResults rnn_cell_autograd(const Tensor& input, const Tensor& h, const Option
                               c10::string_view cell, bool save) {
   if (!needs_grad(input, h, c, w_ih, w_hh, b_ih, b_hh)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return cell_op().call(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, save);
+    return rnn_cell_op(input, h, c, w_ih, w_hh, b_ih, b_hh, cell, save);
   }
   const auto r = RnnCell::apply(input, h, c, w_ih, w_hh, b_ih, b_hh, std::string(cell));
   return {r[0], r[1], r[2]};
@@ -98,8 +80,8 @@ std::vector<Tensor> rnn_cell_backward_autograd(const OptionalTensor& grad_h_next
                                                const Tensor& gates, c10::string_view cell, RnnCellMask mask) {
   if (!needs_grad(grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, b_ih, b_hh, h_next, c_next, gates)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return cell_backward_op().call(grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, b_ih, b_hh, h_next, c_next, gates,
-                                   cell, mask);
+    return rnn_cell_backward_op(grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, b_ih, b_hh, h_next, c_next, gates,
+                                cell, mask);
   }
   const char* op = "weft::rnn_cell_backward";
   const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell)};

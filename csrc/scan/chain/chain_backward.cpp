@@ -7,7 +7,6 @@
 #include "scan/chain/chain_backward.h"
 
 #include <ATen/Context.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/abs.h>
 #include <ATen/ops/amax.h>
 #include <ATen/ops/frexp.h>
@@ -26,6 +25,7 @@
 
 #include "common/check.h"
 #include "scan/chain/tree.h"
+#include "scan/linear/linear_scan.h"
 
 namespace weft::scan {
 namespace {
@@ -212,15 +212,11 @@ bool can_stack(at::TensorList jacobians) {
 
 // x[k] = J_k x[k-1] + 0
 std::vector<at::Tensor> by_linear_scan(const at::Tensor& grad, at::TensorList jacobians) {
-  static auto linear_scan =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("weft::linear_scan", "")
-          .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool, bool)>();
   at::Tensor A = at::stack(jacobians);
   if (A.dim() == 3) A = A.unsqueeze(1);
   const at::Tensor b = at::zeros_symint({1, 1, grad.sym_size(1)}, grad.options())
                            .expand_symint({int64_t(jacobians.size()), grad.sym_size(0), grad.sym_size(1)});
-  return linear_scan.call(A, b, grad, false, false).unbind();
+  return linear_scan_op(A, b, grad, false, false).unbind();
 }
 
 // Half precision is computed in float.

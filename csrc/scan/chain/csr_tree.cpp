@@ -1,38 +1,19 @@
 // Nodes of the tree that are CSR matrices, and the backward pass along them.
 #include "scan/chain/csr_tree.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 
 #include "common/autograd.h"
 #include "scan/chain/tree.h"
+#include "sparse/csr_chain.h"
+#include "sparse/csr_matmul.h"
+#include "sparse/csr_mm.h"
 
 namespace weft::scan {
 namespace {
 
 using Tensors = CsrTree::Tensors;
-
-at::Tensor csr_matmul(at::TensorList plan, const at::Tensor& x, const at::Tensor& y) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::csr_matmul", "")
-                       .typed<at::Tensor(at::TensorList, const at::Tensor&, const at::Tensor&)>();
-  return op.call(plan, x, y);
-}
-
-at::Tensor csr_mm(at::TensorList pattern, at::TensorList transposed, const at::Tensor& values, const at::Tensor& x) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::csr_mm", "")
-                       .typed<at::Tensor(at::TensorList, at::TensorList, const OptionalTensor&, const at::Tensor&)>();
-  return op.call(pattern, transposed, values, x);
-}
-
-Tensors csr_chain(const at::Tensor& grad, at::TensorList crows, at::TensorList cols, at::TensorList values) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::csr_chain", "")
-                       .typed<Tensors(const at::Tensor&, at::TensorList, at::TensorList, at::TensorList)>();
-  return op.call(grad, crows, cols, values);
-}
 
 class CsrNodes {
  public:
@@ -53,9 +34,9 @@ class CsrNodes {
       if (needs_grad(y) && !transposed_.empty()) {
         Tensors with_transposed = plan;
         for (const at::Tensor& t : transposed_of(later[i])) with_transposed.push_back(t.to(plan[0].scalar_type()));
-        values = csr_matmul(with_transposed, x, y);
+        values = sparse::csr_matmul_op(with_transposed, x, y);
       } else {
-        values = csr_matmul(plan, x, y);
+        values = sparse::csr_matmul_op(plan, x, y);
       }
       products.push_back({level + 1, i, std::move(values)});
     }
@@ -92,7 +73,7 @@ class CsrNodes {
       crows.push_back(pattern.empty() ? none : as_index(pattern[0]));
       cols.push_back(pattern.empty() ? none : as_index(pattern[1]));
     }
-    return csr_chain(x, crows, cols, values);
+    return sparse::csr_chain_op(x, crows, cols, values);
   }
 
  private:
@@ -103,7 +84,8 @@ class CsrNodes {
     const Tensors& pattern = pattern_of(node);
     if (pattern.empty()) return at::mul(node.values, x);
     const bool graph = needs_grad(x, node.values) && !transposed_.empty();
-    return csr_mm(pattern, graph ? transposed_of(node) : Tensors(), node.values, x.unsqueeze(-1)).squeeze(-1);
+    return sparse::csr_mm_op(pattern, graph ? transposed_of(node) : Tensors(), node.values, x.unsqueeze(-1))
+        .squeeze(-1);
   }
 
   const CsrTree& tree_;

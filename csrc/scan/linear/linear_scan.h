@@ -33,6 +33,7 @@
 #include <optional>
 #include <tuple>
 
+#include "common/op_handle.h"
 #include "scan/linear/linear_scan_args.h"
 
 namespace weft::scan {
@@ -79,5 +80,11 @@ using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 Gradients linear_scan_gradients(ScanInto scan, GradientsInto gradients, const at::Tensor& grad, const at::Tensor& A,
                                 const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& x0, bool reverse,
                                 bool transpose, std::array<bool, 3> output_mask);
+
+inline const OpHandle<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool, bool)>
+    linear_scan_op("weft::linear_scan");
+inline const OpHandle<Gradients(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
+                                const std::optional<at::Tensor>&, bool, bool, std::array<bool, 3>)>
+    linear_scan_backward_op("weft::linear_scan_backward");
 
 }  // namespace weft::scan

@@ -1,6 +1,5 @@
 // Gradients of linear_scan of any order: the first backward is the registered linear_scan_backward; under create_graph
 // that op is made of differentiable ops, linear_scan among them.
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mul.h>
@@ -14,23 +13,6 @@
 
 namespace weft::scan {
 namespace {
-
-at::Tensor call_forward(const at::Tensor& A, const at::Tensor& b, const OptionalTensor& x0, bool reverse,
-                        bool transpose) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::linear_scan", "")
-                       .typed<at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, bool, bool)>();
-  return op.call(A, b, x0, reverse, transpose);
-}
-
-Gradients call_backward(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x, const OptionalTensor& x0,
-                        bool reverse, bool transpose, std::array<bool, 3> output_mask) {
-  static auto op = c10::Dispatcher::singleton()
-                       .findSchemaOrThrow("weft::linear_scan_backward", "")
-                       .typed<Gradients(const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                                        const OptionalTensor&, bool, bool, std::array<bool, 3>)>();
-  return op.call(grad, A, x, x0, reverse, transpose, output_mask);
-}
 
 Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x,
                                   const OptionalTensor& x0, bool reverse, bool transpose,
@@ -66,8 +48,8 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
   at::Tensor lambda = grad;
   if (n > 0) {
     const at::Tensor end = steps(grad, n - first, 1);
-    lambda =
-        join(call_forward(steps(matrices, late, n), steps(grad, early, n), end.squeeze(0), !reverse, !transpose), end);
+    lambda = join(linear_scan_op(steps(matrices, late, n), steps(grad, early, n), end.squeeze(0), !reverse, !transpose),
+                  end);
   }
   if (output_mask[0]) {
     const at::Tensor start =
@@ -98,7 +80,7 @@ struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& A, const at::Tensor& b,
                             const OptionalTensor& x0, bool reverse, bool transpose) {
     at::AutoDispatchBelowADInplaceOrView below;
-    at::Tensor x = call_forward(A, b, x0, reverse, transpose);
+    at::Tensor x = linear_scan_op(A, b, x0, reverse, transpose);
     // Only the gradient of A looks at x. Within a backward of its own, needs_input_grad would speak of that one.
     ctx->save_for_backward({A, A.requires_grad() ? x : at::Tensor(), or_undefined(x0)});
     ctx->saved_data["reverse"] = reverse;
@@ -112,8 +94,8 @@ struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
     const std::array<bool, 3> mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                       saved[2].defined() && ctx->needs_input_grad(2)};
     auto [grad_A, grad_b, grad_x0] =
-        call_backward(grads[0], saved[0], optional(saved[1]), optional(saved[2]), ctx->saved_data["reverse"].toBool(),
-                      ctx->saved_data["transpose"].toBool(), mask);
+        linear_scan_backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]),
+                                ctx->saved_data["reverse"].toBool(), ctx->saved_data["transpose"].toBool(), mask);
     return {grad_A, grad_b, grad_x0, at::Tensor(), at::Tensor()};
   }
 };
@@ -122,7 +104,7 @@ at::Tensor forward_autograd(const at::Tensor& A, const at::Tensor& b, const Opti
                             bool transpose) {
   if (needs_grad(A, b, x0)) return LinearScanFunction::apply(A, b, x0, reverse, transpose);
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_forward(A, b, x0, reverse, transpose);
+  return linear_scan_op(A, b, x0, reverse, transpose);
 }
 
 Gradients backward_autograd(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x,
@@ -131,7 +113,7 @@ Gradients backward_autograd(const at::Tensor& grad, const at::Tensor& A, const O
     return differentiable_backward(grad, A, x, x0, reverse, transpose, output_mask);
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  return call_backward(grad, A, x, x0, reverse, transpose, output_mask);
+  return linear_scan_backward_op(grad, A, x, x0, reverse, transpose, output_mask);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // The frontiers of a compiled vertex function as Python calls them: one node of autograd's graph, whose backward pass
 // needs no Python. Of a function in Python each call costs more than the launches of a small batch.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/addmm.h>
@@ -36,6 +35,7 @@
 #include "common/cuda/captured.h"
 #include "common/device.h"
 #endif
+#include "vertex/exec/vertex_frontiers.h"
 #include "vertex/graph/schedule.h"
 #include "vertex/program/object.h"
 
@@ -102,18 +102,14 @@ struct Call : torch::CustomClassHolder {
   // The results, and what backward reads beside what is given: inputs that linear layers made, then of the results
   // those that are no outputs.
   std::pair<Tensors, Tensors> forward(at::TensorList given) const {
-    static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("weft::vertex_frontiers", "")
-            .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&, const at::Tensor&,
-                           const ProgramPointer&, c10::SymInt, c10::SymInt, c10::SymInt)>();
     Tensors saved;
     const Tensors operands = compiled->operands(given, [&](size_t x, size_t weight, std::optional<size_t> bias) {
       const at::Tensor matrix = given[weight].t();
       return saved.emplace_back(bias ? at::addmm(given[*bias], given[x], matrix) : at::mm(given[x], matrix));
     });
-    Tensors results = op.call(compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2),
-                              schedule, host_schedule, compiled->program, sizes[0], sizes[1], sizes[2]);
+    Tensors results =
+        vertex_frontiers_op(compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2),
+                            schedule, host_schedule, compiled->program, sizes[0], sizes[1], sizes[2]);
     const auto end = results.begin() + static_cast<std::ptrdiff_t>(compiled->outputs);
     saved.insert(saved.end(), std::make_move_iterator(end), std::make_move_iterator(results.end()));
     results.erase(end, results.end());
@@ -123,19 +119,13 @@ struct Call : torch::CustomClassHolder {
   // Of what is given and `needed`, the gradients; `saved` as forward gave it.
   Tensors backward(at::TensorList grads, at::TensorList given, at::TensorList saved,
                    const std::vector<bool>& needed) const {
-    static const auto op =
-        c10::Dispatcher::singleton()
-            .findSchemaOrThrow("weft::vertex_frontiers_backward", "")
-            .typed<Tensors(at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                           const at::Tensor&, const at::Tensor&, const ProgramPointer&, at::IntArrayRef,
-                           at::IntArrayRef, at::IntArrayRef, bool)>();
     size_t made = 0;
     const Tensors operands =
         compiled->operands(given, [&](size_t, size_t, std::optional<size_t>) { return saved[made++]; });
-    const Tensors found =
-        op.call(grads, compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2),
-                saved.slice(made), schedule, host_schedule, compiled->program, compiled->gradients[0],
-                compiled->gradients[1], compiled->gradients[2], overlap);
+    const Tensors found = vertex_frontiers_backward_op(grads, compiled->part(operands, 0), compiled->part(operands, 1),
+                                                       compiled->part(operands, 2), saved.slice(made), schedule,
+                                                       host_schedule, compiled->program, compiled->gradients[0],
+                                                       compiled->gradients[1], compiled->gradients[2], overlap);
     Tensors results(given.size());
     size_t next = 0, first = 0;
     for (int which = 0; which < 3; ++which) {

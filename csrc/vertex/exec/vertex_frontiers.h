@@ -35,7 +35,9 @@
 #include <span>
 #include <vector>
 
+#include "common/op_handle.h"
 #include "vertex/graph/schedule.h"
+#include "vertex/program/object.h"
 #include "vertex/program/program.h"
 
 namespace weft::vertex {
@@ -96,5 +98,14 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
 std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor);
+
+inline const OpHandle<std::vector<at::Tensor>(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
+                                              const at::Tensor&, const ProgramPointer&, c10::SymInt, c10::SymInt,
+                                              c10::SymInt)>
+    vertex_frontiers_op("weft::vertex_frontiers");
+inline const OpHandle<std::vector<at::Tensor>(
+    at::TensorList, at::TensorList, at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
+    const at::Tensor&, const ProgramPointer&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool)>
+    vertex_frontiers_backward_op("weft::vertex_frontiers_backward");
 
 }  // namespace weft::vertex

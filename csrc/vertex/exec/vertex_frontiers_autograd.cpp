@@ -1,6 +1,5 @@
 // The frontiers have no derivative of their own: weft.vertex's autograd function has.
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -37,10 +36,9 @@ Results refused(const char* op, const Call& call, const Lists&... lists) {
 Results forward_autograd(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
                          const at::Tensor& schedule, const at::Tensor& host_schedule, const ProgramPointer& program,
                          c10::SymInt num_vertices, c10::SymInt num_inner, c10::SymInt num_edges) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("weft::vertex_frontiers", "").typed<decltype(forward_autograd)>();
   const auto call = [&] {
-    return op.call(inputs, matrices, vectors, schedule, host_schedule, program, num_vertices, num_inner, num_edges);
+    return vertex_frontiers_op(inputs, matrices, vectors, schedule, host_schedule, program, num_vertices, num_inner,
+                               num_edges);
   };
   return refused("vertex_frontiers", call, inputs, matrices, vectors);
 }
@@ -49,12 +47,9 @@ Results backward_autograd(at::TensorList grads, at::TensorList inputs, at::Tenso
                           at::TensorList saved, const at::Tensor& schedule, const at::Tensor& host_schedule,
                           const ProgramPointer& program, at::IntArrayRef of_inputs, at::IntArrayRef of_matrices,
                           at::IntArrayRef of_vectors, bool overlap) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("weft::vertex_frontiers_backward", "")
-                             .typed<decltype(backward_autograd)>();
   const auto call = [&] {
-    return op.call(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, of_inputs, of_matrices,
-                   of_vectors, overlap);
+    return vertex_frontiers_backward_op(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program,
+                                        of_inputs, of_matrices, of_vectors, overlap);
   };
   return refused("vertex_frontiers_backward", call, grads, inputs, matrices, vectors, saved);
 }
