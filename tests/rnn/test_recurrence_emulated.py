@@ -264,11 +264,11 @@ POOLED = Sample("lstm", "grid", 16, 2, 52, cluster=4)
 FLAWS = {
     "does not wait for the sums": (
         POOLED,
-        "jit/exchange_cluster.jit.cuh",
-        "arrivals_wait<true>(barrier(round), u32((round - kFirst) >> 1) & 1);",
+        "common/cuda/exchange_cluster.jit.cuh",
+        "mbarrier_wait<true>(barrier(round), u32((round - kFirst) >> 1) & 1);",
         "",
     ),
-    "does not poll": (POOLED, "jit/exchange_grid.jit.cuh", "while (__any_sync(~0u, missing())) reload();", ""),
+    "does not poll": (POOLED, "common/cuda/exchange_grid.jit.cuh", "while (__any_sync(~0u, missing())) reload();", ""),
     "does not wait for its own warps": (
         POOLED,
         "rnn/persistent/cuda/recurrence.jit.cu",

@@ -85,7 +85,7 @@ __device__ __forceinline__ void load_matrices(u32 address, u32& a, u32& b, u32& 
 // ---------------------------------------------------------------------------------------------- threads of a block
 // kThreads of them, whole warps, meet; 0 is the barrier of __syncthreads.
 template <int kBarrier, int kThreads>
-__device__ __forceinline__ void sync_some() {
+__device__ __forceinline__ void named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
 }
 // All of them meet, from different places of the program, which __syncthreads does not allow.
@@ -125,31 +125,31 @@ __device__ __forceinline__ void copy_wait() {
 // ------------------------------------------------------------------------------------------------------- mbarrier
 // A barrier in shared memory (8 bytes) whose phase ends when one thread has said how many bytes to expect and as many
 // have come, by bulk copies or from other blocks.
-__device__ __forceinline__ void arrivals_init(u32 barrier) {
+__device__ __forceinline__ void mbarrier_init(u32 barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 #endif
 }
 // Its memory may be used for something else.
-__device__ __forceinline__ void arrivals_end(u32 barrier) {
+__device__ __forceinline__ void mbarrier_invalidate(u32 barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
 }
 // Makes what this thread has initialised known to the copy engine and to the cluster.
-__device__ __forceinline__ void arrivals_publish() {
+__device__ __forceinline__ void mbarrier_publish() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void arrivals_expect(u32 barrier, u32 bytes) {
+__device__ __forceinline__ void mbarrier_expect(u32 barrier, u32 bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
 // Waits for the phase of this parity; what has come in it is seen after. kFromCluster: from other blocks.
 template <bool kFromCluster = false>
-__device__ __forceinline__ void arrivals_wait(u32 barrier, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kFromCluster) {
     asm volatile(

@@ -116,9 +116,9 @@ __global__ void __launch_bounds__(kThreads) conv_values_kernel(Conv c) {
           row[e] = taps[c.taps[from]];
           return;
         }
-        State<T> sum = 0;
-        for (int s = from; s < to; ++s) sum += to_state(taps[c.taps[s]]);
-        row[e] = from_state<T>(sum);
+        acc_t<T> sum = 0;
+        for (int s = from; s < to; ++s) sum += to_acc(taps[c.taps[s]]);
+        row[e] = from_acc<T>(sum);
       });
     }
   }
@@ -133,13 +133,13 @@ __global__ void __launch_bounds__(kThreads) conv_values_backward_kernel(Conv c) 
     const int64_t tap = i % c.kernel, ci = i / c.kernel % c.in_channels, channel = i / c.kernel / c.in_channels;
     const int64_t group = channel / c.out_channels, co = channel % c.out_channels;
     const T* g = grad + (group * c.in_channels + ci) * c.out_channels * c.elements;
-    State<T> sum = 0;
+    acc_t<T> sum = 0;
     for (int s = c.tap_crow_t[tap] + lane; s < c.tap_crow_t[tap + 1]; s += 32) {
       const int w = c.taps_t[s], first = c.crow[c.row[w]], n = c.crow[c.row[w] + 1] - first;
-      sum += to_state(g[c.out_channels * first + co * n + w - first]);
+      sum += to_acc(g[c.out_channels * first + co * n + w - first]);
     }
     for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-    if (lane == 0) static_cast<T*>(c.out)[i] = from_state<T>(sum);
+    if (lane == 0) static_cast<T*>(c.out)[i] = from_acc<T>(sum);
   }
 }
 

@@ -39,12 +39,12 @@ constexpr int kFewLinks = 80, kManyLinks = 640;
 static_assert(sizeof(ClusterChain<kFewLinks>) <= 4000 && sizeof(ClusterChain<kManyLinks>) <= 32000);
 
 template <typename T>
-constexpr int kNumbers = 16 / sizeof(State<T>);  // of a message
+constexpr int kNumbers = 16 / sizeof(acc_t<T>);  // of a message
 
 // Dynamic shared memory: two vectors and two barriers.
 template <typename T>
 constexpr size_t cluster_bytes(int64_t room) {
-  return 2 * room * sizeof(State<T>) + 16;
+  return 2 * room * sizeof(acc_t<T>) + 16;
 }
 
 template <typename I>
@@ -65,7 +65,7 @@ template <typename I, typename T, typename Chain>
 struct ClusterRun {
   const Chain& chain;
   const int sample, warp, lane;  // warp: of the cluster
-  State<T>* const buffers;
+  acc_t<T>* const buffers;
   const u32 barriers;
 
   // The first product from link k on.
@@ -113,48 +113,48 @@ struct ClusterRun {
   __device__ __forceinline__ void multiply(int k, int p, const RowPart<I, T>& part, bool sent) const {
     constexpr int kRows = 32 / kLanes, kMessages = kRows / kNumbers<T>;  // of a warp
     const ClusterLink& link = chain.links[k];
-    const State<T>* x = buffers + (p & 1) * chain.room;
+    const acc_t<T>* x = buffers + (p & 1) * chain.room;
     const I* col = static_cast<const I*>(link.col);
     const T* values = values_of(link);
     const int first = warp * kRows, step = chain.blocks * kClusterWarps * kRows;
     for (int base = first; base < link.rows; base += step) {
       const int row = base + lane / kLanes;
-      State<T> sum = 0;
+      acc_t<T> sum = 0;
       RowEnds<I> ends = part.ends;
       I from = ends.begin + lane % kLanes;
       if (base == first) {
 #pragma unroll
         for (int u = 0; u < kClusterAhead; ++u) {
-          if (part.col[u] >= 0) sum += to_state(part.value[u]) * x[part.col[u]];
+          if (part.col[u] >= 0) sum += to_acc(part.value[u]) * x[part.col[u]];
         }
         from += kClusterAhead * kLanes;
       } else {
         ends = ends_of(link, row), from = ends.begin + lane % kLanes;
       }
-      for (I e = from; e < ends.end; e += kLanes) sum += to_state(values[e]) * x[col[e]];
+      for (I e = from; e < ends.end; e += kLanes) sum += to_acc(values[e]) * x[col[e]];
 #pragma unroll
       for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
       // Every result is rounded, as if it had come by itself.
       const bool real = row < link.rows, writes = real && lane % kLanes == 0;
-      T number = from_state<T>(real ? sum : State<T>(0));
+      T number = from_acc<T>(real ? sum : acc_t<T>(0));
       if (writes) out_of(link)[row] = number;
       for (int d = k + 1; d < chain.count && !chain.links[d].crow; ++d) {
         const ClusterLink& diagonal = chain.links[d];
         if (real) {
           const T scale = d == k + 1 && base == first ? part.scale : values_of(diagonal)[row];
-          number = from_state<T>(to_state(scale) * to_state(number));
+          number = from_acc<T>(to_acc(scale) * to_acc(number));
         }
         if (writes) out_of(diagonal)[row] = number;
       }
-      if (sent) send<kLanes, kMessages>(base, p, to_state(number), link.rows);
+      if (sent) send<kLanes, kMessages>(base, p, to_acc(number), link.rows);
     }
   }
 
   // Lane l sends message l % kMessages of its warp's, and to every (32 / kMessages)-th block.
   template <int kLanes, int kMessages>
-  __device__ __forceinline__ void send(int base, int p, State<T> number, int rows) const {
+  __device__ __forceinline__ void send(int base, int p, acc_t<T> number, int rows) const {
     const int message = lane % kMessages;
-    State<T> numbers[kNumbers<T>];
+    acc_t<T> numbers[kNumbers<T>];
 #pragma unroll
     for (int i = 0; i < kNumbers<T>; ++i) {
       numbers[i] = __shfl_sync(0xffffffffu, number, (message * kNumbers<T> + i) * kLanes);
@@ -176,7 +176,7 @@ struct ClusterRun {
   // Of the product of link k: nothing where none is sent, because it is the last.
   __device__ __forceinline__ void expect(int p, int k) const {
     if (threadIdx.x != 0 || product_from(k + 1) >= chain.count) return;
-    arrivals_expect(barrier(p), 16 * ((chain.links[k].rows + kNumbers<T> - 1) / kNumbers<T>));
+    mbarrier_expect(barrier(p), 16 * ((chain.links[k].rows + kNumbers<T> - 1) / kNumbers<T>));
   }
 
   // The vector that the launch begins with, in every block, with the diagonals before the first product.
@@ -185,10 +185,10 @@ struct ClusterRun {
     for (int i = threadIdx.x; i < chain.columns; i += kClusterThreads) {
       T number = x[i];
       for (int d = 0; d < first; ++d) {
-        number = from_state<T>(to_state(values_of(chain.links[d])[i]) * to_state(number));
+        number = from_acc<T>(to_acc(values_of(chain.links[d])[i]) * to_acc(number));
         if (i / kClusterThreads % chain.blocks == int(blockIdx.x % chain.blocks)) out_of(chain.links[d])[i] = number;
       }
-      buffers[i] = to_state(number);
+      buffers[i] = to_acc(number);
     }
   }
 };
@@ -196,7 +196,7 @@ struct ClusterRun {
 template <typename I, typename T, int kLinks>
 __global__ void __launch_bounds__(kClusterThreads, 1)
     csr_chain_cluster_kernel(const __grid_constant__ ClusterChain<kLinks> chain) {
-  State<T>* buffers = reinterpret_cast<State<T>*>(dynamic_shared_memory());
+  acc_t<T>* buffers = reinterpret_cast<acc_t<T>*>(dynamic_shared_memory());
   const int rank = blockIdx.x % chain.blocks;
   const ClusterRun<I, T, ClusterChain<kLinks>> run{chain,
                                                    int(blockIdx.x / chain.blocks),
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
                                                    shared_address(buffers + 2 * chain.room)};
   int k = run.product_from(0), next = run.product_from(k + 1), after = run.product_from(next + 1), p = 0;
   if (threadIdx.x == 0) {
-    arrivals_init(run.barrier(0)), arrivals_init(run.barrier(1));
+    mbarrier_init(run.barrier(0)), mbarrier_init(run.barrier(1));
     if (k < chain.count) run.expect(0, k);
     if (next < chain.count) run.expect(1, next);
   }
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     const int later = run.product_from(after + 1);
     run.read(part, after, ends);
     ends = run.first_ends(later);
-    arrivals_wait<true>(run.barrier(p), (p >> 1) & 1);
+    mbarrier_wait<true>(run.barrier(p), (p >> 1) & 1);
     // All warps have seen this phase before the barrier can begin the one after next, which looks the same.
     __syncthreads();
     if (after < chain.count) run.expect(p, after);

@@ -68,7 +68,7 @@ constexpr int kAhead = kSamples == 1 ? 6 : 2;
 template <typename I, typename T, int kSamples>
 struct Part {
   I col[kAhead<kSamples>];
-  State<T> value[kAhead<kSamples>];
+  acc_t<T> value[kAhead<kSamples>];
 };
 
 template <typename I, typename T, int kSamples>
@@ -78,7 +78,7 @@ __device__ __forceinline__ Part<I, T, kSamples> read_part(const CsrLink& link, i
   for (int u = 0; u < kAhead<kSamples>; ++u, e += lanes) {
     const bool real = e < end;
     part.col[u] = real ? static_cast<const I*>(link.col)[e] : I(-1);
-    part.value[u] = real && !link.values_batch ? to_state(static_cast<const T*>(link.values)[e]) : State<T>(0);
+    part.value[u] = real && !link.values_batch ? to_acc(static_cast<const T*>(link.values)[e]) : acc_t<T>(0);
   }
   return part;
 }
@@ -123,7 +123,7 @@ __device__ __forceinline__ void read_ahead(Ahead<I, T, kSamples>& ahead, const C
 template <typename I, typename T, int kSamples, int kLanes>
 __device__ __forceinline__ void multiply(const Chain& chain, int k, const Beside<T, kSamples>* x,
                                          Beside<T, kSamples>* to, const Ahead<I, T, kSamples>& ahead) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   constexpr int kPart = kAhead<kSamples>;
   const CsrLink& link = chain.links[k];
   const I* crow = static_cast<const I*>(link.crow);
@@ -165,7 +165,7 @@ __device__ __forceinline__ void multiply(const Chain& chain, int k, const Beside
 #pragma unroll
         for (int s = 0; s < kSamples; ++s) {
           if (part.col[u] >= 0 && s < count) {
-            sum[s] += (link.values_batch ? to_state(value[u][s]) : part.value[u]) * to_state(factor[u].v[s]);
+            sum[s] += (link.values_batch ? to_acc(value[u][s]) : part.value[u]) * to_acc(factor[u].v[s]);
           }
         }
       }
@@ -176,12 +176,12 @@ __device__ __forceinline__ void multiply(const Chain& chain, int k, const Beside
       for (int other = kLanes / 2; other > 0; other /= 2) sum[s] += __shfl_xor_sync(0xffffffffu, sum[s], other);
       if (lane != s % kLanes || s >= count) continue;
       // Every result is rounded, as if it had come by itself.
-      T number = from_state<T>(sum[s]);
+      T number = from_acc<T>(sum[s]);
       static_cast<T*>(link.out)[(first + s) * link.rows + row] = number;
       for (int d = k + 1; d < chain.count && !chain.links[d].crow; ++d) {
         const CsrLink& diagonal = chain.links[d];
         const T scale = known && d == k + 1 ? ahead.scale[s] : diagonal_value<T>(diagonal, first + s, row);
-        number = from_state<T>(to_state(scale) * to_state(number));
+        number = from_acc<T>(to_acc(scale) * to_acc(number));
         static_cast<T*>(diagonal.out)[(first + s) * link.rows + row] = number;
       }
       to[first / kSamples * link.rows + row].v[s] = number;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void begin(const Chain& chain, int first, Beside<T, k
     T number = static_cast<const T*>(chain.links[0].x)[i];
     const int64_t b = i / n, place = i - b * n;
     for (int d = 0; d < first; ++d) {
-      number = from_state<T>(to_state(diagonal_value<T>(chain.links[d], b, place)) * to_state(number));
+      number = from_acc<T>(to_acc(diagonal_value<T>(chain.links[d], b, place)) * to_acc(number));
       static_cast<T*>(chain.links[d].out)[i] = number;
     }
     to[b / kSamples * n + place].v[b % kSamples] = number;

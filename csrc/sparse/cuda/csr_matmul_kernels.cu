@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(CsrMatmul m, int64_t d
     const T* x = static_cast<const T*>(m.x) + first * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + first * m.y_batch;
     const int64_t count = m.batch - first;
-    State<T> sum[kElements][kTile] = {};
+    acc_t<T> sum[kElements][kTile] = {};
     for (I step = 0; step < most; ++step) {
       // Loads of one kind together, so that none waits for another's.
       bool real[kElements];
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(CsrMatmul m, int64_t d
       for (int p = 0; p < kElements; ++p) {
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
-          if (real[p] && t < count) sum[p][t] += to_state(factor[p][t]) * to_state(number[p][t]);
+          if (real[p] && t < count) sum[p][t] += to_acc(factor[p][t]) * to_acc(number[p][t]);
         }
       }
     }
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(CsrMatmul m, int64_t d
       const int64_t place = m.gather ? int64_t(ints<I>(m.gather)[e]) : e;
 #pragma unroll
       for (int t = 0; t < kTile; ++t) {
-        if (t < count) static_cast<T*>(m.out)[(first + t) * m.c_nnz + place] = from_state<T>(sum[p][t]);
+        if (t < count) static_cast<T*>(m.out)[(first + t) * m.c_nnz + place] = from_acc<T>(sum[p][t]);
       }
     }
   }
@@ -165,10 +165,10 @@ __global__ void __launch_bounds__(kThreads) elementwise_kernel(CsrMatmul m) {
       const Four<T> f = *reinterpret_cast<const Four<T>*>(x), g = *reinterpret_cast<const Four<T>*>(y);
       Four<T> found;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) found.v[p] = from_state<T>(to_state(f.v[p]) * to_state(g.v[p]));
+      for (int p = 0; p < 4; ++p) found.v[p] = from_acc<T>(to_acc(f.v[p]) * to_acc(g.v[p]));
       store(out, found);
     } else {
-      for (int p = 0; p < 4 && own + p < m.c_nnz; ++p) out[p] = from_state<T>(to_state(x[p]) * to_state(y[p]));
+      for (int p = 0; p < 4 && own + p < m.c_nnz; ++p) out[p] = from_acc<T>(to_acc(x[p]) * to_acc(y[p]));
     }
   }
 }
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads) interleave_kernel(const T* y, T* out
   const int size = int(n - first < kPart ? n - first : kPart);
   for (int t = threadIdx.x / kPart; t < kWide; t += kThreads / kPart) {
     const int i = threadIdx.x % kPart;
-    if (i < size) tile[t][i] = sample + t < batch ? y[(sample + t) * n + first + i] : from_state<T>(State<T>(0));
+    if (i < size) tile[t][i] = sample + t < batch ? y[(sample + t) * n + first + i] : from_acc<T>(acc_t<T>(0));
   }
   __syncthreads();
   out += (int64_t(blockIdx.y) * n + first) * kWide;
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) interleave_kernel(const T* y, T* out
 // where `numbers` is y with kWide samples side by side. Loads of one kind together, so that none waits for another's.
 template <typename I, typename T>
 __device__ __forceinline__ void add_products(const T* x, const I (&from)[4], const Four<T>* numbers,
-                                             const I (&place)[4], const bool (&real)[4], State<T> (&sum)[4][4]) {
+                                             const I (&place)[4], const bool (&real)[4], acc_t<T> (&sum)[4][4]) {
   T factor[4];
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
@@ -209,7 +209,7 @@ __device__ __forceinline__ void add_products(const T* x, const I (&from)[4], con
   for (int p = 0; p < 4; ++p) {
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      if (real[p]) sum[t][p] += to_state(factor[p]) * to_state(four[p].v[t]);
+      if (real[p]) sum[t][p] += to_acc(factor[p]) * to_acc(four[p].v[t]);
     }
   }
 }
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     bound[p] = starts ? starts[e] : I(e);
     if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
   }
-  State<T> sum[4][4] = {};  // samples, elements
+  acc_t<T> sum[4][4] = {};  // samples, elements
   for (I step = 0; step < most; ++step) {
     // Loads of one kind together, so that none waits for another's.
     bool real[4];
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     if (sample >= m.batch) return;
     Four<T> four;
 #pragma unroll
-    for (int p = 0; p < 4; ++p) four.v[p] = from_state<T>(sum[t][p]);
+    for (int p = 0; p < 4; ++p) four.v[p] = from_acc<T>(sum[t][p]);
     if (m.c_nnz % 4 == 0 && at + 4 <= limit) {
       store(out + at, four);
     } else {
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
         steps[p] = real ? starts[where[p] + e + 1] - from[p] : I(0);
         if (steps[p] > most) most = steps[p];
       }
-      State<T> sum[kOwn][kTile] = {};
+      acc_t<T> sum[kOwn][kTile] = {};
       for (I step = 0; step < most; ++step) {
         // Loads of one kind together, so that none waits for another's.
         I r[kOwn], l[kOwn];
@@ -338,7 +338,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
         for (int p = 0; p < kOwn; ++p) {
 #pragma unroll
           for (int t = 0; t < kTile; ++t) {
-            if (step < steps[p] && t < count) sum[p][t] += to_state(factor[p][t]) * to_state(number[p][t]);
+            if (step < steps[p] && t < count) sum[p][t] += to_acc(factor[p][t]) * to_acc(number[p][t]);
           }
         }
       }
@@ -346,7 +346,7 @@ __global__ void __launch_bounds__(kRowThreads, sizeof(T) == 8 || sizeof(I) == 8 
       for (int p = 0; p < kOwn; ++p) {
 #pragma unroll
         for (int t = 0; t < kTile; ++t) {
-          if (steps[p] > 0 && t < count) out[t * m.c_nnz + place[p] + e] = from_state<T>(sum[p][t]);
+          if (steps[p] > 0 && t < count) out[t * m.c_nnz + place[p] + e] = from_acc<T>(sum[p][t]);
         }
       }
     }
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
       bound[p] = starts[row.where + e];
       if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
     }
-    State<T> sum[4][4] = {};  // samples, elements
+    acc_t<T> sum[4][4] = {};  // samples, elements
     for (I step = 0; step < most; ++step) {
       bool real[4];
       I place[4], from[4];
@@ -392,7 +392,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
       if (sample >= m.batch) break;
       Four<T> four;
 #pragma unroll
-      for (int p = 0; p < 4; ++p) four.v[p] = from_state<T>(sum[t][p]);
+      for (int p = 0; p < 4; ++p) four.v[p] = from_acc<T>(sum[t][p]);
       if (at % 4 == 0 && own + 4 <= row.n && at + 4 <= limit) {
         store(out + at, four);
       } else {
@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
 // blockIdx.z counts parts of a row.
 template <typename I, typename T>
 __global__ void __launch_bounds__(kThreads) axpy_kernel(CsrMatmul m) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   constexpr int kOwn = kColumns / 32;  // columns of a lane
   const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (r >= m.axpy_rows) return;  // with all of its warp
@@ -428,7 +428,7 @@ __global__ void __launch_bounds__(kThreads) axpy_kernel(CsrMatmul m) {
         Acc factor = 0;
         if (lane < count) {
           start = ints<I>(m.b_crow)[ints<I>(m.a_col)[from + lane]];
-          factor = to_state(x[from + lane]);
+          factor = to_acc(x[from + lane]);
         }
 #pragma unroll 4
         for (int k = 0; k < count; ++k) {
@@ -436,13 +436,13 @@ __global__ void __launch_bounds__(kThreads) axpy_kernel(CsrMatmul m) {
           const Acc f = __shfl_sync(kFull, factor, k);
 #pragma unroll
           for (int c = 0; c < kOwn; ++c) {
-            if (32 * c < left) sum[c] += f * to_state(row[32 * c]);
+            if (32 * c < left) sum[c] += f * to_acc(row[32 * c]);
           }
         }
       }
 #pragma unroll
       for (int c = 0; c < kOwn; ++c) {
-        if (32 * c < left) out[own + 32 * c] = from_state<T>(sum[c]);
+        if (32 * c < left) out[own + 32 * c] = from_acc<T>(sum[c]);
       }
     }
   }
@@ -451,7 +451,7 @@ __global__ void __launch_bounds__(kThreads) axpy_kernel(CsrMatmul m) {
 // blockIdx.z counts windows of a row.
 template <typename I, typename T>
 __global__ void __launch_bounds__(kThreads) accumulate_kernel(CsrMatmul m) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   constexpr int kWidth = kWindow / sizeof(Acc);
   static __shared__ Acc windows[kWarps][kWidth];
   const int64_t r = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
@@ -479,16 +479,16 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(CsrMatmul m) {
           const int64_t j = ints<I>(m.a_col)[from + lane];
           first = lower_bound(b_col, int64_t(b_crow[j]), int64_t(b_crow[j + 1]), low);
           stop = lower_bound(b_col, first, int64_t(b_crow[j + 1]), high);
-          factor = to_state(x[from + lane]);
+          factor = to_acc(x[from + lane]);
         }
         for (int k = 0; k < count; ++k) {
           const int64_t f_begin = __shfl_sync(kFull, first, k), f_end = __shfl_sync(kFull, stop, k);
           const Acc v = __shfl_sync(kFull, factor, k);
-          for (int64_t f = f_begin + lane; f < f_end; f += 32) sums[b_col[f] - low] += v * to_state(y[f]);
+          for (int64_t f = f_begin + lane; f < f_end; f += 32) sums[b_col[f] - low] += v * to_acc(y[f]);
           __syncwarp();
         }
       }
-      for (int64_t s = begin + lane; s < end; s += 32) out[s] = from_state<T>(sums[c_col[s] - low]);
+      for (int64_t s = begin + lane; s < end; s += 32) out[s] = from_acc<T>(sums[c_col[s] - low]);
       __syncwarp();  // the sums are read before the next sample's are set to zero
     }
   }
@@ -497,7 +497,7 @@ __global__ void __launch_bounds__(kThreads) accumulate_kernel(CsrMatmul m) {
 // out[e] = sum over k of y[j, k] g[i, k], element e of a in row i and column j.
 template <typename I, typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) left_kernel(CsrMatmul m) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   const int64_t e = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
   const bool real = e < m.a_nnz;  // lanes beyond the last stay for the shuffles
   const int lane = threadIdx.x % kLanes;
@@ -513,19 +513,19 @@ __global__ void __launch_bounds__(kThreads) left_kernel(CsrMatmul m) {
     for (int64_t f = first + lane; f < last; f += kLanes) {
       const int64_t at = lower_bound(ints<I>(m.c_col), begin, end, ints<I>(m.b_col)[f]);
       for (int64_t b = set; b < set + summed; ++b) {
-        sum += to_state(static_cast<const T*>(m.y)[b * m.y_batch + f]) *
-               to_state(static_cast<const T*>(m.g)[b * m.g_batch + at]);
+        sum += to_acc(static_cast<const T*>(m.y)[b * m.y_batch + f]) *
+               to_acc(static_cast<const T*>(m.g)[b * m.g_batch + at]);
       }
     }
     for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-    if (real && lane == 0) static_cast<T*>(m.out)[set * m.a_nnz + e] = from_state<T>(sum);
+    if (real && lane == 0) static_cast<T*>(m.out)[set * m.a_nnz + e] = from_acc<T>(sum);
   }
 }
 
 // out[f] = sum over i of x[i, j] g[i, k], element f of b in row j and column k.
 template <typename I, typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) right_kernel(CsrMatmul m) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   const int64_t f = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
   const bool real = f < m.b_nnz;
   const int lane = threadIdx.x % kLanes;
@@ -541,12 +541,12 @@ __global__ void __launch_bounds__(kThreads) right_kernel(CsrMatmul m) {
       const int64_t i = ints<I>(m.t_col)[s], e = ints<I>(m.t_index)[s];
       const int64_t at = lower_bound(ints<I>(m.c_col), ints<I>(m.c_crow)[i], ints<I>(m.c_crow)[i + 1], k);
       for (int64_t b = set; b < set + summed; ++b) {
-        sum += to_state(static_cast<const T*>(m.x)[b * m.x_batch + e]) *
-               to_state(static_cast<const T*>(m.g)[b * m.g_batch + at]);
+        sum += to_acc(static_cast<const T*>(m.x)[b * m.x_batch + e]) *
+               to_acc(static_cast<const T*>(m.g)[b * m.g_batch + at]);
       }
     }
     for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-    if (real && lane == 0) static_cast<T*>(m.out)[set * m.b_nnz + f] = from_state<T>(sum);
+    if (real && lane == 0) static_cast<T*>(m.out)[set * m.b_nnz + f] = from_acc<T>(sum);
   }
 }
 

@@ -18,7 +18,7 @@ constexpr int kSamples = 4;  // of one thread
 
 template <typename I, typename T, int kLanes, int kTile>
 __global__ void __launch_bounds__(kThreads) csr_mv_kernel(CsrMm p) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   const I *crow = static_cast<const I*>(p.crow), *col = static_cast<const I*>(p.col),
           *index = static_cast<const I*>(p.index);
   const T *values = static_cast<const T*>(p.values), *x = static_cast<const T*>(p.x);
@@ -31,12 +31,12 @@ __global__ void __launch_bounds__(kThreads) csr_mv_kernel(CsrMm p) {
     Acc sum[kTile] = {};
     for (int64_t e = begin + lane; e < end; e += kLanes) {
       const int64_t j = col[e], at = index ? int64_t(index[e]) : e;
-      Acc v = values && !p.values_batch ? to_state(values[at]) : Acc(1);
+      Acc v = values && !p.values_batch ? to_acc(values[at]) : Acc(1);
 #pragma unroll
       for (int s = 0; s < kTile; ++s) {
         if (s < count) {
-          if (p.values_batch) v = to_state(values[(first + s) * p.values_batch + at]);
-          sum[s] += v * to_state(x[(first + s) * p.x_batch + j]);
+          if (p.values_batch) v = to_acc(values[(first + s) * p.values_batch + at]);
+          sum[s] += v * to_acc(x[(first + s) * p.x_batch + j]);
         }
       }
     }
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) csr_mv_kernel(CsrMm p) {
 #pragma unroll
       for (int other = kLanes / 2; other > 0; other /= 2) sum[s] += __shfl_xor_sync(0xffffffffu, sum[s], other);
       if (lane == 0 && row < p.rows && s < count) {
-        static_cast<T*>(p.out)[(first + s) * p.rows + row] = from_state<T>(sum[s]);
+        static_cast<T*>(p.out)[(first + s) * p.rows + row] = from_acc<T>(sum[s]);
       }
     }
   }
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) csr_mv_kernel(CsrMm p) {
 
 template <typename I, typename T>
 __global__ void __launch_bounds__(kThreads) csr_mm_kernel(CsrMm p) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   const I *crow = static_cast<const I*>(p.crow), *col = static_cast<const I*>(p.col),
           *index = static_cast<const I*>(p.index);
   const int64_t total = p.batch * p.rows * p.k;
@@ -64,17 +64,17 @@ __global__ void __launch_bounds__(kThreads) csr_mm_kernel(CsrMm p) {
     Acc sum = 0;
     const int64_t end = crow[row + 1];
     for (int64_t e = crow[row]; e < end; ++e) {
-      const Acc v = values ? to_state(values[index ? int64_t(index[e]) : e]) : Acc(1);
-      sum += v * to_state(x[int64_t(col[e]) * p.k]);
+      const Acc v = values ? to_acc(values[index ? int64_t(index[e]) : e]) : Acc(1);
+      sum += v * to_acc(x[int64_t(col[e]) * p.k]);
     }
-    static_cast<T*>(p.out)[i] = from_state<T>(sum);
+    static_cast<T*>(p.out)[i] = from_acc<T>(sum);
   }
 }
 
 // kLanes threads share a row, each with every kLanes-th of its elements. blockIdx.y counts results of the batch.
 template <typename I, typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) csr_sampled_mm_kernel(CsrSampledMm p) {
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   const I *crow = static_cast<const I*>(p.crow), *col = static_cast<const I*>(p.col);
   const T *left = static_cast<const T*>(p.left), *right = static_cast<const T*>(p.right);
   const int64_t row = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kLanes;
@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(kThreads) csr_sampled_mm_kernel(CsrSampledMm p
       for (int64_t b = set; b < set + summed; ++b) {
         const T* l = left + b * p.left_batch + row * p.k;
         const T* r = right + b * p.right_batch + int64_t(col[e]) * p.k;
-        for (int64_t c = 0; c < p.k; ++c) sum += to_state(l[c]) * to_state(r[c]);
+        for (int64_t c = 0; c < p.k; ++c) sum += to_acc(l[c]) * to_acc(r[c]);
       }
-      static_cast<T*>(p.out)[set * p.nnz + e] = from_state<T>(sum);
+      static_cast<T*>(p.out)[set * p.nnz + e] = from_acc<T>(sum);
     }
   }
 }

@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kThreads) max_pool_values_kernel(MaxPool m) {
     const unsigned plane = i / windows;
     const T* in = static_cast<const T*>(m.in) + int64_t(plane) * m.height * m.width;
     T* out = static_cast<T*>(m.out) + plane * m.elements;
-    const auto read = [&](int at) { return to_state(in[at]); };
-    const auto write = [&](int e, bool picked) { out[e] = from_state<T>(State<T>(picked)); };
+    const auto read = [&](int at) { return to_acc(in[at]); };
+    const auto write = [&](int e, bool picked) { out[e] = from_acc<T>(acc_t<T>(picked)); };
     pool(m, int(i - plane * windows), read, write);
   }
 }

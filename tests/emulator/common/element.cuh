@@ -11,20 +11,20 @@ struct BFloat16 {
 };
 
 template <typename T>
-using State = std::conditional_t<std::is_same_v<T, double>, double, float>;
+using acc_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-inline float to_state(float x) {
+inline float to_acc(float x) {
   return x;
 }
-inline double to_state(double x) {
+inline double to_acc(double x) {
   return x;
 }
-inline float to_state(BFloat16 x) {
+inline float to_acc(BFloat16 x) {
   return __uint_as_float(uint32_t(x.bits) << 16);
 }
 
 template <typename T>
-inline T from_state(State<T> x) {
+inline T from_acc(acc_t<T> x) {
   if constexpr (std::is_same_v<T, BFloat16>) {
     const uint32_t bits = __float_as_uint(x);
     return {uint16_t(x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0)};

@@ -38,7 +38,7 @@
 // warps, SPLIT partial sums through shared memory, two block barriers, and one exchange (0.4 to 1 us in a cluster,
 // 0.7 to 2 us through L2, nothing where a block is alone).
 
-#include "jit/exchange_grid.jit.cuh"
+#include "common/cuda/exchange_grid.jit.cuh"
 #include "rnn/persistent/cuda/recurrence_cell.jit.cuh"
 #include "rnn/persistent/cuda/recurrence_product.jit.cuh"
 

@@ -5,7 +5,7 @@
 // row, which serve two mma instructions, and no ldmatrix is needed.
 #pragma once
 
-#include "jit/exchange_cluster.jit.cuh"
+#include "common/cuda/exchange_cluster.jit.cuh"
 #include "rnn/persistent/cuda/recurrence_constants.jit.cuh"
 
 namespace weft::rnn {

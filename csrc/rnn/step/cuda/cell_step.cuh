@@ -31,12 +31,12 @@ struct alignas(sizeof(scalar) * N) CellVector {
 // input_n the input side's.
 template <Cell C, typename scalar>
 __device__ __forceinline__ void cell_finish(const CellForwardArgs& a, int64_t b, int64_t j,
-                                            const State<scalar> (&sum)[gate_blocks(C)], State<scalar> input_n) {
-  using S = State<scalar>;
+                                            const acc_t<scalar> (&sum)[gate_blocks(C)], acc_t<scalar> input_n) {
+  using S = acc_t<scalar>;
   constexpr int G = gate_blocks(C);
   const int64_t at = b * a.H + j;
   const auto bias = [&](const void* p, int g) {
-    return p == nullptr ? S(0) : S(to_state(static_cast<const scalar*>(p)[g * a.H + j]));
+    return p == nullptr ? S(0) : S(to_acc(static_cast<const scalar*>(p)[g * a.H + j]));
   };
   S pre[G];
   for (int g = 0; g < G; ++g) {
@@ -47,34 +47,34 @@ __device__ __forceinline__ void cell_finish(const CellForwardArgs& a, int64_t b,
   scalar* const saved = a.gates == nullptr ? nullptr : static_cast<scalar*>(a.gates) + b * 4 * a.H + j;
   const auto save = [&](S g0, S g1, S g2, S g3) {
     if (saved == nullptr) return;
-    saved[0] = from_state<scalar>(g0);
-    saved[a.H] = from_state<scalar>(g1);
-    saved[2 * a.H] = from_state<scalar>(g2);
-    saved[3 * a.H] = from_state<scalar>(g3);
+    saved[0] = from_acc<scalar>(g0);
+    saved[a.H] = from_acc<scalar>(g1);
+    saved[2 * a.H] = from_acc<scalar>(g2);
+    saved[3 * a.H] = from_acc<scalar>(g3);
   };
   if constexpr (C == Cell::kRnnTanh) {
-    *h_next = from_state<scalar>(hyperbolic_tangent(pre[0]));
+    *h_next = from_acc<scalar>(hyperbolic_tangent(pre[0]));
   } else if constexpr (C == Cell::kRnnRelu) {
-    *h_next = from_state<scalar>(pre[0] < S(0) ? S(0) : pre[0]);  // NaN stays
+    *h_next = from_acc<scalar>(pre[0] < S(0) ? S(0) : pre[0]);  // NaN stays
   } else if constexpr (C == Cell::kGru) {
-    const S h = to_state(static_cast<const scalar*>(a.h)[at]);
+    const S h = to_acc(static_cast<const scalar*>(a.h)[at]);
     const S r = sigmoid(pre[0]), z = sigmoid(pre[1]), n = hyperbolic_tangent(input_n + bias(a.b_ih, 2) + r * pre[2]);
     save(r, z, n, pre[2]);
-    *h_next = from_state<scalar>(n + z * (h - n));
+    *h_next = from_acc<scalar>(n + z * (h - n));
   } else {
-    const S c = to_state(static_cast<const scalar*>(a.c)[at]);
+    const S c = to_acc(static_cast<const scalar*>(a.c)[at]);
     const S i = sigmoid(pre[0]), f = sigmoid(pre[1]), g = hyperbolic_tangent(pre[2]), o = sigmoid(pre[3]);
     const S next = f * c + i * g;
     save(i, f, g, o);
-    static_cast<scalar*>(a.c_next)[at] = from_state<scalar>(next);
-    *h_next = from_state<scalar>(o * hyperbolic_tangent(next));
+    static_cast<scalar*>(a.c_next)[at] = from_acc<scalar>(next);
+    *h_next = from_acc<scalar>(o * hyperbolic_tangent(next));
   }
 }
 
 // sums[slot(g)][b] += this lane's part of x's rows times rows g * H + j of w. x: (NB rows, depth) by `rows`.
 template <typename scalar, int G, int NB, int N, int kSums, typename Slot>
 __device__ __forceinline__ void cell_products(const scalar* w, int64_t block, const scalar* const (&rows)[NB],
-                                              int64_t depth, int lane, State<scalar> (&sums)[kSums][NB], Slot slot) {
+                                              int64_t depth, int lane, acc_t<scalar> (&sums)[kSums][NB], Slot slot) {
   using Vector = CellVector<scalar, N>;
   for (int64_t k = lane * N; k < depth; k += 32 * N) {
     Vector x[NB];
@@ -86,7 +86,7 @@ __device__ __forceinline__ void cell_products(const scalar* w, int64_t block, co
 #pragma unroll
       for (int i = 0; i < N; ++i) {
 #pragma unroll
-        for (int b = 0; b < NB; ++b) sums[slot(g)][b] += to_state(left.values[i]) * to_state(x[b].values[i]);
+        for (int b = 0; b < NB; ++b) sums[slot(g)][b] += to_acc(left.values[i]) * to_acc(x[b].values[i]);
       }
     }
   }
@@ -95,7 +95,7 @@ __device__ __forceinline__ void cell_products(const scalar* w, int64_t block, co
 // Block `block_index` of ceil(H / kCellWarps) * ceil(B / NB). N elements in a vector divide I and H.
 template <Cell C, typename scalar, int NB, int N>
 __device__ __forceinline__ void cell_forward_few(const CellForwardArgs& a, int64_t block_index, int thread) {
-  using S = State<scalar>;
+  using S = acc_t<scalar>;
   constexpr int G = gate_blocks(C), kSums = C == Cell::kGru ? 4 : G;  // gru's last: the input side of n
   const int64_t tiles = (a.H + kCellWarps - 1) / kCellWarps;
   const int64_t j = block_index % tiles * kCellWarps + thread / 32, b0 = block_index / tiles * NB;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void cell_forward_few(const CellForwardArgs& a, int64
 // Element `index` of B * H, from the products.
 template <Cell C, typename scalar>
 __device__ __forceinline__ void cell_forward_gates(const CellForwardArgs& a, int64_t index) {
-  using S = State<scalar>;
+  using S = acc_t<scalar>;
   constexpr int G = gate_blocks(C);
   if (index >= a.B * a.H) return;
   const int64_t b = index / a.H, j = index % a.H;
@@ -139,11 +139,11 @@ __device__ __forceinline__ void cell_forward_gates(const CellForwardArgs& a, int
   const scalar* const rec = static_cast<const scalar*>(a.rec) + b * G * a.H + j;
   S sum[G], input_n = 0;
   for (int g = 0; g < G; ++g) {
-    sum[g] = to_state(rec[g * a.H]);
+    sum[g] = to_acc(rec[g * a.H]);
     if (C == Cell::kGru && g == 2) {
-      input_n = to_state(in[g * a.H]);
+      input_n = to_acc(in[g * a.H]);
     } else {
-      sum[g] += to_state(in[g * a.H]);
+      sum[g] += to_acc(in[g * a.H]);
     }
   }
   cell_finish<C, scalar>(a, b, j, sum, input_n);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void cell_forward_gates(const CellForwardArgs& a, int
 // Warp `warp` of ceil(H / kBackwardUnits) times, without sums, ceil(B / kBackwardRows).
 template <Cell C, typename scalar>
 __device__ __forceinline__ void cell_backward_step(const CellBackwardArgs& a, int64_t warp, int lane) {
-  using S = State<scalar>;
+  using S = acc_t<scalar>;
   constexpr int G = gate_blocks(C), K = chain_blocks(C);
   const bool sum = a.b_ih != nullptr || a.b_hh != nullptr;
   const int64_t H = a.H, tiles = (H + kBackwardUnits - 1) / kBackwardUnits;
@@ -161,9 +161,9 @@ __device__ __forceinline__ void cell_backward_step(const CellBackwardArgs& a, in
   const int64_t first = warp / tiles * kBackwardRows + lane / kBackwardUnits;
   const int64_t end = j >= H ? 0 : sum ? a.B : first < a.B ? first + 1 : 0;
   const auto load = [&](const void* p, int64_t at) {
-    return p == nullptr ? S(0) : S(to_state(static_cast<const scalar*>(p)[at]));
+    return p == nullptr ? S(0) : S(to_acc(static_cast<const scalar*>(p)[at]));
   };
-  const auto store = [](void* p, int64_t at, S value) { static_cast<scalar*>(p)[at] = from_state<scalar>(value); };
+  const auto store = [](void* p, int64_t at, S value) { static_cast<scalar*>(p)[at] = from_acc<scalar>(value); };
   S sums[K] = {};  // gru: r, z, n, m; lstm: i, f, g, o
   for (int64_t b = first; b < end; b += kBackwardRows) {
     const int64_t at = b * H + j, out = b * G * H + j, saved = b * 4 * H + j;

@@ -161,7 +161,7 @@ struct Feeder {
   // been asked for; the first of the next step, at A_next unless that is null, is when this returns.
   __device__ void feed(const E* A, const E* A_next, const E* b, bool first, uint16_t* tile, const float* v,
                        float* v_new, float growth, float* growth_new) {
-    const float offset = own < p.H ? to_state(b[own]) : 0.f;
+    const float offset = own < p.H ? to_acc(b[own]) : 0.f;
     float4 x{};
     if constexpr (!kTransposed) {
       if (inside) x = *reinterpret_cast<const float4*>(v + 4 * unit);
@@ -175,7 +175,7 @@ struct Feeder {
         const int r = row(batch, i);
         float a[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) a[e] = to_state(reinterpret_cast<const E*>(&raw[i])[e]);
+        for (int e = 0; e < 4; ++e) a[e] = to_acc(reinterpret_cast<const E*>(&raw[i])[e]);
         if (batch + 1 < kBatches) {
           load(A, batch + 1, i);
         } else if (A_next) {
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(32 * (kPadded / 16 + kFeeders), kPadded == 64 
 // The state and the ring of stages of replay and boundaries, in shared memory.
 template <typename E>
 struct ReplayMemory {
-  using S = State<E>;
+  using S = acc_t<E>;
   S* x[2];
   S* partial;          // one pack of sums per thread, for transposed A
   uint64_t* barriers;  // one per stage
@@ -407,7 +407,7 @@ __device__ inline void load_states(const S* from, S (&to)[kCount]) {
 template <typename E, int kPadded, bool kTransposed>
 __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_t row, int64_t begin, int64_t end,
                        bool write) {
-  using S = State<E>;
+  using S = acc_t<E>;
   constexpr int kPack = Pack<E>::kSize;
   // As A[t] x: 8 lanes share a row, each group of 8 lanes has rows group, group + 32, ...
   constexpr int kLanes = 8, kGroups = kReplayThreads / kLanes, kRows = kPadded / kGroups;
@@ -502,7 +502,7 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
                 const int r = min(group + kGroups * m, rows - 1);
                 const auto a = *reinterpret_cast<const Pack<E>*>(tile + r * pitch + at * kPack);
 #pragma unroll
-                for (int e = 0; e < kPack; ++e) sum[m] += to_state(a.at[e]) * xs[e];
+                for (int e = 0; e < kPack; ++e) sum[m] += to_acc(a.at[e]) * xs[e];
               }
             }
           }
@@ -524,9 +524,9 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
         total += __shfl_xor_sync(~0u, total, 1);
         const int r = group + kGroups * (2 * upper + odd);
         if (lane % 2 == 0 && r < rows) {
-          const S value = total + to_state(bt[r0 + r]);
+          const S value = total + to_acc(bt[r0 + r]);
           y[r0 + r] = value;
-          if (write) out[t * p.out_t + r0 + r] = from_state<E>(value);
+          if (write) out[t * p.out_t + r0 + r] = from_acc<E>(value);
         }
       }
     }
@@ -538,9 +538,9 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
         S value = 0;
 #pragma unroll 8
         for (int i = 0; i < parts; ++i) value += memory.partial[i * packs * kPack + threadIdx.x];
-        value += to_state(bt[threadIdx.x]);
+        value += to_acc(bt[threadIdx.x]);
         y[threadIdx.x] = value;
-        if (write) out[t * p.out_t + threadIdx.x] = from_state<E>(value);
+        if (write) out[t * p.out_t + threadIdx.x] = from_acc<E>(value);
       }
     }
     slot = slot + 1 == p.stages ? 0 : slot + 1;
@@ -561,10 +561,10 @@ __device__ void replay(const Arguments& p, const ReplayMemory<E>& memory, int64_
 template <typename E>
 __device__ void load_start(const Arguments& p, const ReplayMemory<E>& memory, int64_t row) {
   for (int i = threadIdx.x; i < p.padded; i += kReplayThreads) {
-    State<E> value = 0;
+    acc_t<E> value = 0;
     if (i < p.H) {
       value =
-          to_state(p.x0 ? static_cast<const E*>(p.x0)[row * p.x0_b + i] : static_cast<const E*>(p.b)[row * p.b_b + i]);
+          to_acc(p.x0 ? static_cast<const E*>(p.x0)[row * p.x0_b + i] : static_cast<const E*>(p.b)[row * p.b_b + i]);
     }
     memory.x[0][i] = value;
     memory.x[1][i] = 0;
@@ -574,7 +574,7 @@ __device__ void load_start(const Arguments& p, const ReplayMemory<E>& memory, in
 // (3). Grid: (chunks, B) flattened, chunks fastest.
 template <typename E, int kPadded, bool kTransposed>
 __global__ void __launch_bounds__(kReplayThreads) replay_kernel(const Arguments p) {
-  using S = State<E>;
+  using S = acc_t<E>;
   extern __shared__ __align__(16) unsigned char shared[];
   const ReplayMemory<E> memory(p, shared);
   const int64_t chunk = blockIdx.x % p.chunks, row = blockIdx.x / p.chunks;
@@ -595,15 +595,15 @@ constexpr int kScratchBytes = 2 * (kReplayThreads / 32) * sizeof(int) + 4 * size
 
 template <typename E>
 int boundaries_shared_bytes(const Arguments& p) {
-  const int products = p.map_stages * p.H * p.padded * int(sizeof(State<E>));
+  const int products = p.map_stages * p.H * p.padded * int(sizeof(acc_t<E>));
   return ReplayMemory<E>::fixed_bytes(p) + std::max(products, p.stages * ReplayMemory<E>::stage(p)) + kScratchBytes +
-         p.padded * int(sizeof(State<E>));
+         p.padded * int(sizeof(acc_t<E>));
 }
 
 // (2). Grid: B.
 template <typename E, int kPadded, bool kTransposed>
 __global__ void __launch_bounds__(kReplayThreads) boundaries_kernel(const Arguments p, int shared_bytes) {
-  using S = State<E>;
+  using S = acc_t<E>;
   extern __shared__ __align__(16) unsigned char shared[];
   const ReplayMemory<E> memory(p, shared);
   S* const z = reinterpret_cast<S*>(shared + shared_bytes - kScratchBytes) - p.padded;

@@ -92,22 +92,22 @@ __device__ inline void bulk_release() {
 }
 __device__ inline void bulk_init(uint64_t* barriers, int count) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < count; ++i) arrivals_init(shared_address(barriers + i));
-    arrivals_publish();
+    for (int i = 0; i < count; ++i) mbarrier_init(shared_address(barriers + i));
+    mbarrier_publish();
   }
   bulk_release();
 }
 __device__ inline void bulk_end(uint64_t* barriers, int count) {
   if (threadIdx.x == 0) {
-    for (int i = 0; i < count; ++i) arrivals_end(shared_address(barriers + i));
+    for (int i = 0; i < count; ++i) mbarrier_invalidate(shared_address(barriers + i));
   }
 }
 __device__ inline void bulk_copy(void* to, const void* from, int bytes, uint64_t* barrier) {
-  arrivals_expect(shared_address(barrier), bytes);
+  mbarrier_expect(shared_address(barrier), bytes);
   copy_bulk(shared_address(to), from, bytes, shared_address(barrier));
 }
 __device__ inline void bulk_wait(uint64_t* barrier, uint32_t parity) {
-  arrivals_wait(shared_address(barrier), parity);
+  mbarrier_wait(shared_address(barrier), parity);
 }
 
 __device__ inline void clear_shared(void* p, int bytes) {
@@ -183,7 +183,7 @@ __device__ inline S rescale(Column<S>& column, S top, bool first, bool last, flo
 constexpr int kFeeders = 4;  // warps that feed A
 
 __device__ inline void feeders_sync() {
-  sync_some<1, 32 * kFeeders>();
+  named_barrier<1, 32 * kFeeders>();
 }
 
 // Ends a step for feeders and workers.
@@ -280,7 +280,7 @@ __device__ inline void accumulate_columns(const E* tile, int pitch, int rows, co
     const auto a = *reinterpret_cast<const Pack<E>*>(tile + k * pitch + pack * Pack<E>::kSize);
     const S xk = x[k];
 #pragma unroll
-    for (int i = 0; i < Pack<E>::kSize; ++i) sum[i] += to_state(a.at[i]) * xk;
+    for (int i = 0; i < Pack<E>::kSize; ++i) sum[i] += to_acc(a.at[i]) * xk;
   }
 }
 

@@ -117,7 +117,7 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
   const bool sums = g.summed && g.grad_A != nullptr, apart = sums && cut;
   const int64_t counts = (in_turn ? 16 : 0) + (cut ? ceil_div(4 * all, 16) * 16 : 0);
   const int64_t words = cut ? all * S::kWidth * S::kWords * 8 : 0;
-  const int64_t channels = s.B * s.H, parts = apart ? tiles.chunks * channels * int64_t(sizeof(State<T>)) : 0;
+  const int64_t channels = s.B * s.H, parts = apart ? tiles.chunks * channels * int64_t(sizeof(acc_t<T>)) : 0;
   if (counts + words + parts > 0) {
     char* const memory = static_cast<char*>(workspace(size_t(counts + words + parts)));
     if (in_turn) {
@@ -133,7 +133,7 @@ void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, c
          tiles_kernel<T, kGradients>, Grid(std::min(all, in_turn ? sms : all)), dim3(kTileThreads),
          size_t(shared_bytes(tiles.steps, tiles.slots)), stream, tiles);
   if (apart) {
-    using Acc = State<T>;
+    using Acc = acc_t<T>;
     launch("linear_scan_diagonal_sums", sum_chunks_kernel<Acc>, Grid(ceil_div(channels, 128)), dim3(128), 0, stream,
            static_cast<const Acc*>(tiles.sums), tiles.chunks, channels, static_cast<Acc*>(g.grad_A));
   }

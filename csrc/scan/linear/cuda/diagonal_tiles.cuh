@@ -50,7 +50,7 @@ struct TileShape {
   static constexpr int kLanes = kRowBytes / kLaneBytes, kWidth = kLanes * kChannels;
   static constexpr int kStrands = 32 / kLanes, kTileStrands = kTileWarps * kStrands;
   // Words that a tile leaves for others, per channel: its total, and the state after it.
-  static constexpr int kTotalWords = Total<State<T>>::kWords, kWords = kTotalWords + 1;
+  static constexpr int kTotalWords = Total<acc_t<T>>::kWords, kWords = kTotalWords + 1;
   // Rows from strand to strand, so that the strands of a warp lie in different banks.
   static constexpr int stride(int steps) {
     constexpr int kRows = 128 / kRowBytes;  // that all banks hold
@@ -84,8 +84,8 @@ struct alignas(16) TileShared {
   // Of every strand's steps, then of the steps before it in the 8 strands that a lane of the finder takes.
   double totals[2][Shape::kTileStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
   double groups[2][Shape::kStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];  // of each 8 strands
-  State<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
-  State<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
+  acc_t<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
+  acc_t<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
   Place places[kPlaces];
 };
 
@@ -100,7 +100,7 @@ constexpr int64_t tile_shared_bytes(int steps, bool gradients, int slots) {
 template <typename T, bool kGradients>
 class Tile {
   using S = TileShape<T>;
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   static constexpr int kChannels = S::kChannels, kRowBytes = S::kRowBytes, kPieces = kRowBytes / 16;
   static constexpr int kLanes = S::kLanes, kStrands = S::kStrands;
 
@@ -154,7 +154,7 @@ class Tile {
       for (int c = 0; c < kChannels; ++c) {
 #pragma unroll
         for (int j = 0; j < kSome; ++j) {
-          total[c].step(to_state(a[j].of[c]), to_state(b[j].of[c]));
+          total[c].step(to_acc(a[j].of[c]), to_acc(b[j].of[c]));
           if (j % kFactorsPerNormalise == kFactorsPerNormalise - 1 || j == kSome - 1) total[c].normalise();
         }
       }
@@ -229,8 +229,8 @@ class Tile {
       for (int j = 0; j < kSome; ++j) {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          x[c] = fused(to_state(a[j].of[c]), x[c], to_state(b[j].of[c]));
-          b[j].of[c] = from_state<T>(x[c]);
+          x[c] = fused(to_acc(a[j].of[c]), x[c], to_acc(b[j].of[c]));
+          b[j].of[c] = from_acc<T>(x[c]);
         }
         write(b_, strand, i + j, b[j]);
         if (products) {
@@ -238,9 +238,9 @@ class Tile {
           const bool none = g.x0 == nullptr && first + i + j + 1 == scan_.T;
 #pragma unroll
           for (int c = 0; c < kChannels; ++c) {
-            const Acc product = none ? Acc(0) : x[c] * to_state(previous[j].of[c]);
+            const Acc product = none ? Acc(0) : x[c] * to_acc(previous[j].of[c]);
             sum[c] += product;
-            previous[j].of[c] = from_state<T>(product);
+            previous[j].of[c] = from_acc<T>(product);
           }
           write(x_, strand, i + j, previous[j]);
         }
@@ -263,11 +263,11 @@ class Tile {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
           if (c >= owned_) continue;
-          const Acc product = to_state(A[c]) * x[c];
+          const Acc product = to_acc(A[c]) * x[c];
           if (g.wide_x0) {
             static_cast<Acc*>(g.grad_x0)[place_.row * scan_.H + h + c] = product;
           } else {
-            static_cast<T*>(g.grad_x0)[place_.row * scan_.H + h + c] = from_state<T>(product);
+            static_cast<T*>(g.grad_x0)[place_.row * scan_.H + h + c] = from_acc<T>(product);
           }
         }
       }
@@ -495,7 +495,7 @@ class Tile {
         if (known && by_total) x = start;
         shared_.starts[half_][strand][c][lane_] = x;
         for (int i = 0; i < strand_steps(strand); ++i) {
-          x = fused(to_state(read(A_, strand, i).of[c]), x, to_state(read(b_, strand, i).of[c]));
+          x = fused(to_acc(read(A_, strand, i).of[c]), x, to_acc(read(b_, strand, i).of[c]));
         }
       }
       after[c] = before[c];
@@ -521,7 +521,7 @@ class Tile {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         x[c] = scan_.x0 != nullptr && c < owned_
-                   ? to_state(element(scan_.x0, place_.row * scan_.x0_b)[lane_ * kChannels + c])
+                   ? to_acc(element(scan_.x0, place_.row * scan_.x0_b)[lane_ * kChannels + c])
                    : Acc(0);
       }
       return;
@@ -657,7 +657,7 @@ __device__ void run_tiles(const Tiles& tiles, unsigned char* memory) {
       __syncwarp();
       if (has(1)) {
         tile(1).make_totals();
-        sync_some<1, 32 * kTileWarps>();
+        named_barrier<1, 32 * kTileWarps>();
         if (threadIdx.x < 32) tile(1).publish_total();
       }
     } else if (role == 1) {

@@ -89,7 +89,7 @@ __device__ inline double walk_fused(double a, double x, double b) {
 template <typename T, bool kGradients, bool kMany>
 __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsigned char* ring) {
   using S = WalkShape<T, kGradients, kMany>;
-  using Acc = State<T>;
+  using Acc = acc_t<T>;
   constexpr int kChannels = S::kChannels, kSteps = S::kSteps, kStages = S::kStages, kSize = int(sizeof(T));
   struct alignas(S::kLaneBytes) Lane {
     T of[kChannels];
@@ -126,7 +126,7 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
   double sum[kChannels];
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    x[c] = to_state(start.of[c]);
+    x[c] = to_acc(start.of[c]);
     sum[c] = 0;
   }
   T* out = static_cast<T*>(s.out) + row * s.out_b + h;
@@ -147,17 +147,17 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
     auto step = [&](const Lane& a, Lane value, Lane previous, bool exists) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        x[c] = walk_fused(to_state(a.of[c]), x[c], to_state(value.of[c]));
-        value.of[c] = from_state<T>(x[c]);
+        x[c] = walk_fused(to_acc(a.of[c]), x[c], to_acc(value.of[c]));
+        value.of[c] = from_acc<T>(x[c]);
       }
       if (writes) *reinterpret_cast<Lane*>(out) = value;
       out += s.out_t;
       if constexpr (kGradients) {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          const Acc product = exists ? x[c] * to_state(previous.of[c]) : Acc(0);
+          const Acc product = exists ? x[c] * to_acc(previous.of[c]) : Acc(0);
           part[c] += product;
-          previous.of[c] = from_state<T>(product);
+          previous.of[c] = from_acc<T>(product);
         }
         if (writes_A) *reinterpret_cast<Lane*>(grad_A) = previous;
         grad_A += g.grad_A_t;
@@ -193,11 +193,11 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
       const int64_t at = row * s.H + h + c;
       if (g.summed && g.grad_A != nullptr) static_cast<Acc*>(g.grad_A)[at] = Acc(sum[c]);
       if (g.grad_x0 == nullptr) continue;
-      const Acc product = to_state(first.of[c]) * x[c];
+      const Acc product = to_acc(first.of[c]) * x[c];
       if (g.wide_x0) {
         static_cast<Acc*>(g.grad_x0)[at] = product;
       } else {
-        static_cast<T*>(g.grad_x0)[at] = from_state<T>(product);
+        static_cast<T*>(g.grad_x0)[at] = from_acc<T>(product);
       }
     }
   }

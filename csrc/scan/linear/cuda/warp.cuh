@@ -47,13 +47,13 @@ using ReplayRing = FourSteps<T, HP, (HP * int(sizeof(T)) / 16 | 1) * 16 / int(si
 
 template <typename T, int HP, bool kTransposed, bool kAligned, bool kWrite>
 __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t batch, int64_t first, int steps,
-                                             State<T>& x, char* shared) {
+                                             acc_t<T>& x, char* shared) {
   using Ring = ReplayRing<T, HP, kAligned>;
   const int lane = threadIdx.x % kWarp, unit = min(lane, int(scan.H) - 1);
   const bool own = lane == unit;  // a spare lane repeats the last unit, but stores nothing
   Ring ring(scan, reinterpret_cast<T*>(shared), batch, first, steps);
-  State<T>* exchange = reinterpret_cast<State<T>*>(shared + Ring::kBytes);
-  for (int k = lane; k < 2 * HP; k += kWarp) exchange[k] = State<T>(0);
+  acc_t<T>* exchange = reinterpret_cast<acc_t<T>*>(shared + Ring::kBytes);
+  for (int k = lane; k < 2 * HP; k += kWarp) exchange[k] = acc_t<T>(0);
   ring.start();
   T* out = static_cast<T*>(const_cast<void*>(static_cast<const void*>(scan.out))) + first * scan.out_t +
            batch * scan.out_b + unit;
@@ -62,36 +62,36 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
   for (int step = 0; step < steps; ++step) {
     if (own) exchange[unit] = x;
     const auto read = ring.wait(step);  // its barrier also shows x
-    State<T> sum[4] = {};
+    acc_t<T> sum[4] = {};
     if (!(from_nothing && step == 0)) {
       alignas(T) Line<T, HP> row;
       if constexpr (!kTransposed) read.load(unit, row);
 #pragma unroll
       for (int k = 0; k < HP; k += 4) {
-        State<T> v[4];
+        acc_t<T> v[4];
         load4(exchange + k, v);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const bool inside = k + i < kSurelyInside<HP> || read.inside(k + i, unit);
           const T a = kTransposed ? *read.at(k + i, unit) : reinterpret_cast<const T*>(row)[k + i];
-          sum[i] += (inside ? to_state(a) : State<T>(0)) * v[i];
+          sum[i] += (inside ? to_acc(a) : acc_t<T>(0)) * v[i];
         }
       }
     }
-    x = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + to_state(read.b[unit]);
+    x = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + to_acc(read.b[unit]);
     ring.fetch();  // into the stage of the step before
     if (kWrite) {
-      if (own) *out = from_state<T>(x);
+      if (own) *out = from_acc<T>(x);
       out += scan.out_t;
     }
-    exchange = reinterpret_cast<State<T>*>(shared + Ring::kBytes) + (step & 1 ? 0 : HP);
+    exchange = reinterpret_cast<acc_t<T>*>(shared + Ring::kBytes) + (step & 1 ? 0 : HP);
   }
   copy_wait<0>();
   __syncwarp();
 }
 
 template <typename T, int HP, bool kAligned>
-constexpr int kReplayBytes = ReplayRing<T, HP, kAligned>::kBytes + 2 * HP* int(sizeof(State<T>));
+constexpr int kReplayBytes = ReplayRing<T, HP, kAligned>::kBytes + 2 * HP* int(sizeof(acc_t<T>));
 
 template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, WarpPlan plan, const float* starts) {
@@ -101,11 +101,11 @@ __global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, WarpPlan p
   if (id >= plan.chunks * scan.B) return;
   const int64_t chunk = id / scan.B, batch = id % scan.B;
   const int unit = min(int(threadIdx.x) % kWarp, int(scan.H) - 1);
-  State<T> x = State<T>(0);
+  acc_t<T> x = acc_t<T>(0);
   if (chunk > 0) {
     x = starts[id * HP + unit];
   } else if (scan.x0) {
-    x = to_state(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]);
+    x = to_acc(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]);
   }
   const int64_t first = chunk * plan.length;
   replay_steps<T, HP, kTransposed, kAligned, true>(
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kWarp)
   float* const shared = reinterpret_cast<float*>(dynamic4);
   const int64_t batch = blockIdx.x;
   const int H = int(scan.H), unit = min(int(threadIdx.x), H - 1);
-  float x = scan.x0 ? to_state(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]) : 0.0f, none = 0.0f;
+  float x = scan.x0 ? to_acc(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]) : 0.0f, none = 0.0f;
   carry_through_chunks<Map, false>(int(plan.chunks - 1), maps + batch * Map::kStride, scan.B * Map::kStride,
                                    starts + batch * HP, scan.B * HP, H, x, none, shared, [&](int done) {
                                      x = redo_chunk<T, HP, kTransposed, kAligned>(
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (i % 2 < B::halves(nb))
-            p[t][nb][i] = tiles.is_offset(t, i / 2) ? to_state(b[B::unit(nb * 8 + 2 * j + i % 2)]) : 0.0f;
+            p[t][nb][i] = tiles.is_offset(t, i / 2) ? to_acc(b[B::unit(nb * 8 + 2 * j + i % 2)]) : 0.0f;
     ring.fetch();
     if (steps == 1) tiles.rescale(true);
     start = 1;
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
           const int k = B::unit(kb * 8 + 2 * j + half);
           const T* at = kTransposed ? read.at(k, n) : read.at(n, k);
           const bool inside = (nb < NB - 1 && kb < NB - 1) || read.inside(n, k);
-          const float a = (!B::is_half(nb) || n < HP) && inside ? to_state(*at) : 0.0f;
+          const float a = (!B::is_half(nb) || n < HP) && inside ? to_acc(*at) : 0.0f;
           if constexpr (kExact) {
             high[nb][half] = __float_as_uint(a);
           } else {
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
           if (i % 2 >= B::halves(nb)) continue;
           float next = sum.at(t, nb, i);
           // v is column HP, in the last tile.
-          if (t == kTiles - 1 && tiles.is_offset(t, i / 2)) next += to_state(b[B::unit(nb * 8 + 2 * j + i % 2)]);
+          if (t == kTiles - 1 && tiles.is_offset(t, i / 2)) next += to_acc(b[B::unit(nb * 8 + 2 * j + i % 2)]);
           p[t][nb][i] = next;
         }
     ring.fetch();

@@ -54,7 +54,7 @@ inline void store_shared(u32 address, uint4 v) {
 
 // Threads of a block.
 template <int kBarrier, int kThreads>
-inline void sync_some() {
+inline void named_barrier() {
   emulator::Meeting& meeting = emulator::current->block->others[kBarrier];
   meeting.expected = kThreads;
   emulator::meet(meeting);
@@ -98,7 +98,7 @@ inline void copy_wait() {
 }
 
 // Barriers in shared memory.
-inline void arrivals_init(u32 barrier) {
+inline void mbarrier_init(u32 barrier) {
   emulator::Block& block = *emulator::current->block;
   emulator::shared_at(barrier, 8);
   if (block.arrivals_at == 0) block.arrivals_at = barrier;
@@ -106,7 +106,7 @@ inline void arrivals_init(u32 barrier) {
   if (arrivals.initialised) emulator::fail("a barrier is initialised twice");
   arrivals.initialised = true;
 }
-inline void arrivals_expect(u32 barrier, u32 bytes) {
+inline void mbarrier_expect(u32 barrier, u32 bytes) {
   emulator::Arrivals& arrivals = emulator::arrivals_at(*emulator::current->block, barrier);
   if (!arrivals.initialised) emulator::fail("a barrier is not initialised");
   if (arrivals.pending == 0) emulator::fail("a second arrival in a phase");
@@ -116,7 +116,7 @@ inline void arrivals_expect(u32 barrier, u32 bytes) {
   arrivals.advance();
 }
 template <bool kFromCluster = false>
-inline void arrivals_wait(u32 barrier, u32 parity) {
+inline void mbarrier_wait(u32 barrier, u32 parity) {
   const emulator::Arrivals& arrivals = emulator::arrivals_at(*emulator::current->block, barrier);
   for (long i = 0; (arrivals.phase & 1) == parity; ++i) {
     if (i == 10'000'000) emulator::fail("waits for ever");

@@ -18,8 +18,8 @@ struct ClusterExchange {
   __device__ __forceinline__ void start() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
-        arrivals_init(barrier(i));
-        arrivals_expect(barrier(i), kBytes);
+        mbarrier_init(barrier(i));
+        mbarrier_expect(barrier(i), kBytes);
       }
     }
     __syncthreads();
@@ -31,8 +31,8 @@ struct ClusterExchange {
 
   // What has come in the round is seen after.
   __device__ __forceinline__ void wait(int round) const {
-    arrivals_wait<true>(barrier(round), u32((round - kFirst) >> 1) & 1);
-    if (threadIdx.x == 0) arrivals_expect(barrier(round), kBytes);
+    mbarrier_wait<true>(barrier(round), u32((round - kFirst) >> 1) & 1);
+    if (threadIdx.x == 0) mbarrier_expect(barrier(round), kBytes);
   }
 
   // A block must not leave while others may send to it.
