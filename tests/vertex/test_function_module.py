@@ -326,6 +326,12 @@ def test_graphs_on_their_way_to_a_device_are_planned_for_the_functions_last_used
     untyped = weft.Graphs.from_children([[[], [0]]])
     schedule._prepare(untyped)
     assert len(untyped._plans) == 1
+    for _ in range(100):  # without a use
+        schedule._prepare(weft.Graphs.from_children([[[], [0]]]))
+    forgotten = weft.Graphs.from_children([[[], [0]]])
+    schedule._prepare(forgotten)
+    assert not forgotten._plans
+    cell(BINARY, rows(BINARY))
     ternary = weft.Graphs.from_children([[[], [-1, -1, 0]]])
     schedule._prepare(ternary)
     assert not ternary._plans

@@ -22,7 +22,7 @@ from .options import current
 from .program import Program, Programs
 from .runtime import batched, reference
 from .runtime.call_cache import HOOKS, CallCache, RecentCall, Snapshot, modes
-from .runtime.schedule import Kind, fits, planned
+from .runtime.schedule import Kind, check, fits, planned, used
 from .trace.trace import Trace, trace
 from .vertex import Spec, Vertex, VertexType
 
@@ -283,8 +283,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     _check_functions(name, called, several=types is not None)
     kinds = tuple(Kind(t.slots_gathered, t.takes_all_children) for t in traces)
     kind_of = types if len(called) > 1 else None
-    _check_types(name, graphs, types)
-    _check_slots(graphs, called, kinds, kind_of)
+    check(name, graphs, kinds, types)
 
     def run() -> list[Tensor]:
         if graphs.num_vertices == 0:
@@ -303,6 +302,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
         return Call(called, "batched", executor, "compiled", run)
 
     def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
+        used(kinds, kind_of)
         vertices = None if kind_of is None else _vertices(graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
         return batched.run(compiled, planned(graphs, kinds, kind_of), levels, vertices, rows, tensors)
@@ -314,7 +314,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
             return None
 
         def again(graphs: Graphs) -> bool:
-            return (types is None or _typed_by(graphs, types)) and fits(graphs, kinds, kind_of)
+            return fits(graphs, kinds, types)
 
         return RecentCall(before, rows, ("auto", "batched"), device, again, run_batched, program)
 
@@ -595,47 +595,6 @@ def _keep(graphs: Graphs, key: object, make: Callable[[], object]):
         with torch.inference_mode(False):  # for later calls, of which some may train
             found = graphs._kept.setdefault(key, make())
     return found
-
-
-def _where(graphs: Graphs, vertex: int) -> str:
-    """A vertex in the caller's numbering."""
-    graphs = graphs.to("cpu")
-    graph = int(graphs.graph_index[vertex])
-    return f"graph {graph}, vertex {vertex - int(graphs.ptr[graph])}"
-
-
-def _typed_by(graphs: Graphs, types: Mapping[str, int]) -> bool:
-    """Whether all types of the graphs have a function."""
-    return graphs._names is not None and types.keys() >= {*graphs._names}
-
-
-def _check_types(name: str, graphs: Graphs, types: Mapping[str, int] | None) -> None:
-    if types is None or graphs.num_vertices == 0 or _typed_by(graphs, types):
-        return
-    if graphs._names is None:
-        raise ValueError(f"{name}: graphs have no types; there are functions for {', '.join(map(repr, types))}")
-    vertex = _C.vertex.first_typed(graphs._core, [n not in types for n in graphs._names])
-    if vertex >= 0:  # or nothing in the batch has that type
-        raise ValueError(f"{name}: {_where(graphs, vertex)}: there is no function for type {graphs.types[vertex]!r}")
-
-
-def _check_slots(
-    graphs: Graphs,
-    functions: Sequence[reference.Function],
-    kinds: tuple[Kind, ...],
-    kind_of: Mapping[str, int] | None,
-) -> None:
-    """Every child is in a slot that its parent gathers."""
-    if graphs.num_slots <= min(kind.limit for kind in kinds):
-        return
-    numbers = [0] if kind_of is None else [kind_of.get(n, 0) for n in graphs._names or ()]
-    parent, slot = _C.vertex.first_beyond(graphs._core, [kinds[k].limit for k in numbers])
-    if parent >= 0:
-        f = functions[0 if kind_of is None else kind_of[graphs.types[parent]]]
-        gathers = f"slots 0 to {f.trace.slots - 1}" if f.trace.slots else "no slot"
-        raise ValueError(
-            f"{f.type.name}: {_where(graphs, parent)}: there is a child in slot {slot}, vertex gathers {gathers}"
-        )
 
 
 def _vertices(

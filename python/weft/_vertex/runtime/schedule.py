@@ -16,7 +16,7 @@ from ..._C import vertex as _C
 from ..graphs import Graphs, on_move
 from .resident import Resident, captures, trainable
 
-__all__ = ["Kind", "Schedule", "Task", "fits", "planned", "schedule"]
+__all__ = ["Kind", "Schedule", "Task", "check", "fits", "planned", "schedule", "used"]
 
 _NO_LIMIT = 2**62
 
@@ -109,7 +109,7 @@ def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping
             that `kind_of` lacks.
     """
     if _key(kinds, kind_of) not in graphs._plans:
-        _check(who, graphs, kinds, kind_of)
+        check(who, graphs, kinds, kind_of)
     return planned(graphs, kinds, kind_of)
 
 
@@ -123,7 +123,6 @@ def planned(graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] 
             types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
             core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types)
         found = graphs._kept[key] = Schedule(core, graphs.device)
-        _used(kinds, kind_of)
     return found
 
 
@@ -142,15 +141,18 @@ def _key(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> tuple:
     return (kinds, None if kind_of is None else tuple(kind_of.items()))
 
 
-_recent: list[tuple[tuple[Kind, ...], Mapping[str, int] | None]] = []
-"""What the functions last used gather, the latest first."""
-_MOST_RECENT = 2
+_recent: dict[tuple, list] = {}
+"""What the functions last used gather, the latest last; with how often graphs were prepared for it since its use."""
+_MOST_RECENT, _UNUSED = 2, 32
 
 
-def _used(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> None:
-    used = (kinds, kind_of)
-    if not _recent or _recent[0] != used:
-        _recent[:] = [used, *(other for other in _recent if other != used)][:_MOST_RECENT]
+def used(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> None:
+    """Graphs that go to a device are going to be prepared for functions that gather so."""
+    key = _key(kinds, kind_of)
+    _recent.pop(key, None)
+    _recent[key] = [kinds, kind_of, 0]
+    for oldest in [*_recent][:-_MOST_RECENT]:
+        _recent.pop(oldest, None)
 
 
 def _prepare(graphs: Graphs) -> None:
@@ -160,32 +162,44 @@ def _prepare(graphs: Graphs) -> None:
     """
     if graphs.num_vertices == 0 or (graphs.device.type == "cuda" and captures(graphs.device)):
         return
-    for kinds, kind_of in [*_recent]:
-        if fits(graphs, kinds, kind_of):
+    for key, entry in [*_recent.items()]:
+        kinds, kind_of, unused = entry
+        entry[2] = unused + 1
+        if unused > _UNUSED:
+            _recent.pop(key, None)
+        elif fits(graphs, kinds, kind_of):
             planned(graphs, kinds, kind_of).block(graphs.device)
 
 
 on_move.append(_prepare)
 
 
-def _check(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> None:
+def check(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> None:
+    """Refuse what :func:`schedule` refuses."""
     core = graphs._core
-    limits = [kinds[0].limit]
-    if kind_of is not None:
+    if kind_of is None:
+        chosen = [kinds[0]]
+    else:
         if graphs._names is None and len(graphs):
-            raise ValueError(f"{who}: graph 0, vertex 0: has no type; name one for each vertex by Graphs.with_types")
+            raise ValueError(
+                f"{who}: graphs have no types, graph 0, vertex 0 for one; name them by Graphs.with_types; there are "
+                f"functions for {', '.join(map(repr, kind_of))}"
+            )
         names = graphs._names or ()
-        vertex = _C.first_typed(core, [name not in kind_of for name in names])
+        missing = [name not in kind_of for name in names]
+        vertex = _C.first_typed(core, missing) if any(missing) else -1  # perhaps nothing here has that type
         if vertex >= 0:
             graph, local = core.graph_of(vertex)
             raise ValueError(
                 f"{who}: graph {graph}, vertex {local}: there is no function for type {graphs.types[vertex]!r}, only "
                 f"for {', '.join(map(repr, kind_of))}"
             )
-        limits = [kinds[kind_of.get(name, 0)].limit for name in names]
-    vertex, slot = _C.first_beyond(core, limits)
+        chosen = [kinds[kind_of.get(name, 0)] for name in names]
+    vertex, slot = _C.first_beyond(core, [kind.limit for kind in chosen])
     if vertex >= 0:
         graph, local = core.graph_of(vertex)
+        kind = chosen[0] if kind_of is None else kinds[kind_of[graphs.types[vertex]]]
+        gathers = f"slots 0 to {kind.limit - 1}" if kind.slots else "no slot"
         raise ValueError(
-            f"{who}: graph {graph}, vertex {local}: has a child in slot {slot}, above all that its function gathers"
+            f"{who}: graph {graph}, vertex {local}: there is a child in slot {slot}, vertex gathers {gathers}"
         )
