@@ -125,7 +125,7 @@ class CudaExecutor final : public Executor {
   bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) override {
     const bool fits = places_.size() <= size_t{kMaxFrontierBuffers} && matrices_.size() <= size_t{kMaxTailMatrices};
     if (!program_->fused || !fits || at::cuda::getCurrentDeviceProperties()->major < 8) return false;
-    const Tail& kernel = compiled_tail(steps, backward_cuda);
+    const Tail& kernel = compiled_tail(steps, backward);
     if (kernel.blocks == 0) return false;
     TailArguments a{arguments_};
     for (size_t i = 0; i < places_.size(); ++i) {
