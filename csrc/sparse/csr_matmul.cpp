@@ -11,6 +11,7 @@
 #include "common/tensor.h"
 #include "sparse/csr_transpose.h"
 #include "sparse/plan.h"
+#include "sparse/product_plan.h"
 #include "sparse/tensors.h"
 #include "sparse/types.h"
 
@@ -212,31 +213,32 @@ Plan csr_matmul_plan(at::TensorList a, at::TensorList b, std::optional<bool> gpu
           there(starts), there(left), there(right), there(shared),     info};
 }
 
-constexpr size_t kPatterns = 13, kWithTransposed = 16;
-
-CsrMatmul describe(const char* op, at::TensorList p, const at::Tensor& like) {
+CsrMatmul describe(const char* op, const ProductPlan& p, const at::Tensor& like) {
   check_floating(op, "values", like);
-  TORCH_CHECK_VALUE(p.size() == kPatterns || p.size() == kWithTransposed, op,
-                    ": patterns must be 13 or 16 tensors, got ", p.size());
-  check_indices(op, "patterns", p, like);
+  check_indices(op, "patterns", {p.a_crow, p.a_col, p.b_crow, p.b_col, p.crow, p.col}, like);
+  check_indices(op, "patterns", {p.a_crow, p.axpy, p.accumulate, p.gather, p.starts, p.left, p.right, p.shared}, like);
   CsrMatmul m{};
-  m.dtype = dtype_of(like), m.wide = is_wide(p[0]);
-  m.rows = p[0].size(0) - 1, m.inner = p[2].size(0) - 1;
-  m.a_nnz = p[1].size(0), m.b_nnz = p[3].size(0), m.c_nnz = p[5].size(0);
-  auto data = [&](size_t i) { return p[i].numel() > 0 ? p[i].const_data_ptr() : nullptr; };
-  m.a_crow = data(0), m.a_col = data(1), m.b_crow = data(2), m.b_col = data(3), m.c_crow = data(4), m.c_col = data(5);
-  m.axpy = data(6), m.accumulate = data(7), m.gather = data(8);
-  m.starts = data(9), m.left = data(10), m.right = data(11), m.shared_lists = data(12);
-  m.axpy_rows = p[6].size(0), m.accumulate_rows = p[7].size(0);
+  m.dtype = dtype_of(like), m.wide = is_wide(p.a_crow);
+  m.rows = p.a_crow.size(0) - 1, m.inner = p.b_crow.size(0) - 1;
+  m.a_nnz = p.a_col.size(0), m.b_nnz = p.b_col.size(0), m.c_nnz = p.col.size(0);
+  const auto data = [](const at::Tensor& t) { return t.numel() > 0 ? t.const_data_ptr() : nullptr; };
+  m.a_crow = data(p.a_crow), m.a_col = data(p.a_col), m.b_crow = data(p.b_crow), m.b_col = data(p.b_col);
+  m.c_crow = data(p.crow), m.c_col = data(p.col);
+  m.axpy = data(p.axpy), m.accumulate = data(p.accumulate), m.gather = data(p.gather);
+  m.starts = data(p.starts), m.left = data(p.left), m.right = data(p.right), m.shared_lists = data(p.shared);
+  m.axpy_rows = p.axpy.size(0), m.accumulate_rows = p.accumulate.size(0);
   if (m.shared_lists) {
-    m.gather_rows = m.gather ? p[8].size(0) : m.rows;
-    m.of_rows = p[12].size(0) == m.gather_rows;
+    m.gather_rows = m.gather ? p.gather.size(0) : m.rows;
+    m.of_rows = p.shared.size(0) == m.gather_rows;
     TORCH_CHECK_VALUE(!like.is_cuda() || (m.starts && !m.of_rows), op, ": patterns must be of a plan for a GPU");
   } else if (m.left || m.right || (m.axpy_rows == 0 && m.accumulate_rows == 0)) {
-    m.gather_elements = m.gather ? p[8].size(0) : m.c_nnz;
-    m.gather_products = m.left || m.right ? std::max(p[10].size(0), p[11].size(0)) : m.c_nnz;
+    m.gather_elements = m.gather ? p.gather.size(0) : m.c_nnz;
+    m.gather_products = m.left || m.right ? std::max(p.left.size(0), p.right.size(0)) : m.c_nnz;
   }
-  if (p.size() == kWithTransposed) m.t_crow = data(13), m.t_col = data(14), m.t_index = data(15);
+  if (p.t_crow.defined()) {
+    check_indices(op, "patterns", {p.a_crow, p.t_crow, p.t_col, p.t_index}, like);
+    m.t_crow = data(p.t_crow), m.t_col = data(p.t_col), m.t_index = data(p.t_index);
+  }
   return m;
 }
 
@@ -264,7 +266,7 @@ at::Tensor run_into(RunMatmul run, CsrMatmul& m, const Batch& batch, bool shared
 }  // namespace
 
 at::Tensor csr_matmul_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& x, const at::Tensor& y) {
-  CsrMatmul m = describe("csr_matmul", patterns, x);
+  CsrMatmul m = describe("csr_matmul", ProductPlan::of("csr_matmul", patterns), x);
   Batch batch;
   at::Tensor kept_x, kept_y;
   operand("csr_matmul", "x", x, x, m.a_nnz, batch, kept_x, m.x, m.x_batch);
@@ -274,7 +276,7 @@ at::Tensor csr_matmul_forward(RunMatmul run, at::TensorList patterns, const at::
 
 at::Tensor csr_matmul_left_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& y, const at::Tensor& g,
                                    bool shared) {
-  CsrMatmul m = describe("csr_matmul_left", patterns, y);
+  CsrMatmul m = describe("csr_matmul_left", ProductPlan::of("csr_matmul_left", patterns), y);
   Batch batch;
   at::Tensor kept_y, kept_g;
   operand("csr_matmul_left", "y", y, y, m.b_nnz, batch, kept_y, m.y, m.y_batch);
@@ -284,13 +286,11 @@ at::Tensor csr_matmul_left_forward(RunMatmul run, at::TensorList patterns, const
 
 at::Tensor csr_matmul_right_forward(RunMatmul run, at::TensorList patterns, const at::Tensor& x, const at::Tensor& g,
                                     bool shared) {
-  std::vector<at::Tensor> all = patterns.vec();
-  TORCH_CHECK_VALUE(all.size() >= kPatterns, "csr_matmul_right: patterns must be 13 or 16 tensors, got ", all.size());
-  if (all.size() == kPatterns) {
-    auto [crow, col, index] = csr_transpose(all[0], all[1], all[2].size(0) - 1);
-    all.insert(all.end(), {crow, col, index});
+  ProductPlan plan = ProductPlan::of("csr_matmul_right", patterns);
+  if (!plan.t_crow.defined()) {
+    std::tie(plan.t_crow, plan.t_col, plan.t_index) = csr_transpose(plan.a_crow, plan.a_col, plan.b_crow.size(0) - 1);
   }
-  CsrMatmul m = describe("csr_matmul_right", all, x);
+  CsrMatmul m = describe("csr_matmul_right", plan, x);
   Batch batch;
   at::Tensor kept_x, kept_g;
   operand("csr_matmul_right", "x", x, x, m.a_nnz, batch, kept_x, m.x, m.x_batch);

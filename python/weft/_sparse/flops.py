@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._base.flops import register_flop_formula
+from .plan import PlanTensors
 
 
 def _batch(*shapes: Any) -> int:
@@ -36,11 +37,11 @@ def _csr_chain_flops(grad, crows, cols, values, **_: Any) -> int:
     [torch.ops.weft.csr_matmul, torch.ops.weft.csr_matmul_left, torch.ops.weft.csr_matmul_right], get_raw=True
 )
 def _csr_matmul_flops(patterns: list[Tensor], first: Tensor, second: Tensor, *_: Any, **__: Any) -> int:
-    _, a_col, b_crow, _, _, col, axpy, accumulate, _, starts, left, right, shared = patterns[:13]
-    if not (len(axpy) or len(accumulate)) and not (len(shared) and len(starts)):
-        products = len(col) if len(shared) else max(len(left), len(right)) or len(col)
+    plan = PlanTensors.of(patterns)
+    if not (len(plan.axpy) or len(plan.accumulate)) and not (len(plan.shared) and len(plan.starts)):
+        products = len(plan.col) if len(plan.shared) else max(len(plan.left), len(plan.right)) or len(plan.col)
     else:  # no list has all: each element of a meets a row of b
-        products = int(b_crow.diff()[a_col.long()].sum())
+        products = int(plan.b_crow.diff()[plan.a_col.long()].sum())
     return 2 * products * math.prod(_batched(first, second))
 
 

@@ -27,6 +27,29 @@ class Kinds(NamedTuple):
     """Found again from the patterns, and added up in windows of columns."""
 
 
+class PlanTensors(NamedTuple):
+    """A planned product as csr_matmul takes it, by name: csrc/sparse/csr_matmul.h says what each is."""
+
+    a_crow: Tensor
+    a_col: Tensor
+    b_crow: Tensor
+    b_col: Tensor
+    crow: Tensor
+    col: Tensor
+    axpy: Tensor
+    accumulate: Tensor
+    gather: Tensor
+    starts: Tensor
+    left: Tensor
+    right: Tensor
+    shared: Tensor
+
+    @classmethod
+    def of(cls, patterns: list[Tensor]) -> PlanTensors:
+        """Without the transposed operand that may follow."""
+        return cls(*patterns[: len(cls._fields)])
+
+
 class MatmulPlan:
     """What :func:`plan_matmul` returns: ``plan(a, b)`` is ``a @ b`` for any values on the planned patterns."""
 
