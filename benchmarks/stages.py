@@ -34,7 +34,7 @@ NUMBERS = {
     "rnn.scan_block": {
         "products": (
             *("product_step", "product_megafma", "wide_product_megafma"),
-            *("feed_rnn", "feed_gru", "feed_lstm", "feed_wide_gru", "weight_megabyte"),
+            *("feed_rnn", "feed_gru", "feed_lstm", "feed_wide", "weight_megabyte"),
         ),
         "boundaries": BOUNDARIES,
         "replay": ("replay_step", "replay_megafma"),

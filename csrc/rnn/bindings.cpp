@@ -5,6 +5,7 @@
 #include <array>
 #include <tuple>
 
+#include "rnn/cells/cells.h"
 #include "rnn/scan/limits.h"
 #ifdef WEFT_WITH_CUDA
 #include "common/cuda/captured.h"
@@ -91,7 +92,18 @@ void bind_cuda(py::module_& m) {
 
 void bind(py::module_& m) {
   py::dict most;
-  for (const auto& [name, cell] : kCells) most[name] = scan_max_hidden(cell);
+  py::dict cells;
+  for (int i = 0; i < kCellCount; ++i) {
+    const Cell cell = Cell(i);
+    most[kCells[i].name] = scan_max_hidden(cell);
+    py::dict traits;
+    traits["costs"] = kCells[i].costs;
+    traits["gates"] = gate_blocks(cell);
+    traits["saved"] = saved_blocks(cell);
+    traits["states"] = states_of(cell);
+    cells[kCells[i].name] = traits;
+  }
+  m.attr("rnn_cells") = cells;
   m.attr("rnn_scan_max_hidden") = most;
   m.attr("rnn_scan_max_hidden_fp64") = kWarpHidden;
 #ifdef WEFT_WITH_CUDA

@@ -3,6 +3,8 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
+#include <cctype>
 #include <string>
 #include <utility>
 
@@ -51,7 +53,26 @@ int64_t check_batch_sizes(const char* op, const at::Tensor& batch_sizes, int64_t
 }  // namespace
 
 Cell parse_cell(const char* op, c10::string_view name) {
-  return parse(op, "cell", kCells, name);
+  std::string known;
+  for (int i = 0; i < kCellCount; ++i) {
+    if (name == kCells[i].name) return Cell(i);
+    known += (known.empty() ? "'" : ", '") + std::string(kCells[i].name) + "'";
+  }
+  TORCH_CHECK_VALUE(false, op, ": cell must be one of ", known, ", got '", name, "'");
+}
+
+std::string cells_with_c() {
+  std::string names;
+  for (int i = 0; i < kCellCount; ++i) {
+    if (has_c(Cell(i))) names += (names.empty() ? "" : ", ") + std::string(kCells[i].name);
+  }
+  return names;
+}
+
+std::string layer_of(Cell cell) {
+  std::string name = kCells[int(cell)].costs;
+  std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::toupper(c); });
+  return "weft.nn." + name;
 }
 
 Backward parse_backward(const char* op, c10::string_view name) {
@@ -64,7 +85,7 @@ at::ScalarType accumulate_type(at::ScalarType type) {
 
 RnnSizes check_rnn(const char* op, const RnnArgs& args) {
   const auto& [input, h0, c0, weights, batch_sizes, cell, bidirectional, backward] = args;
-  const bool lstm = cell == Cell::kLstm;
+  const bool with_c = has_c(cell);
   RnnSizes s{};
   s.packed = batch_sizes.has_value();
   TORCH_CHECK_VALUE(input.dim() == (s.packed ? 2 : 3), op, ": input must be ",
@@ -111,8 +132,8 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
     check_shape(op, "h0", *h0, {s.D, s.B, s.H}, "(D, B, H)");
     check_like(op, "h0", *h0, "input", input);
   }
-  TORCH_CHECK_VALUE(lstm || !c0, op, ": c0 must be None except for lstm, got a tensor");
-  TORCH_CHECK_VALUE(!lstm || c0.has_value() == h0.has_value(), op,
+  TORCH_CHECK_VALUE(with_c || !c0, op, ": c0 must be None except for ", cells_with_c(), ", got a tensor");
+  TORCH_CHECK_VALUE(!with_c || c0.has_value() == h0.has_value(), op,
                     ": h0 and c0 must both be given or both be None, got ", c0 ? "only c0" : "only h0");
   if (c0) {
     check_shape(op, "c0", *c0, {s.D, s.B, s.H}, "(D, B, H)");
@@ -124,7 +145,7 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
 void check_rnn_saved(const char* op, const RnnArgs& args, const RnnSizes& s, const RnnGrads& grads,
                      const at::Tensor& output, const at::Tensor& cells, const at::Tensor& gates,
                      const c10::List<bool>& output_mask) {
-  const bool lstm = args.cell == Cell::kLstm;
+  const bool with_c = has_c(args.cell);
   const auto check = [&](const char* name, const at::Tensor& t, at::IntArrayRef shape, const char* layout) {
     check_shape(op, name, t, shape, layout);
     check_like(op, name, t, "input", args.input);
@@ -148,12 +169,13 @@ void check_rnn_saved(const char* op, const RnnArgs& args, const RnnSizes& s, con
   };
   if (grads.output) check_rows(check, "grad_output", *grads.output);
   if (grads.h_n) check("grad_h_n", *grads.h_n, {s.D, s.B, s.H}, "(D, B, H)");
-  TORCH_CHECK_VALUE(lstm || !grads.c_n, op, ": grad_c_n must be None except for lstm, got a tensor");
+  TORCH_CHECK_VALUE(with_c || !grads.c_n, op, ": grad_c_n must be None except for ", cells_with_c(), ", got a tensor");
   if (grads.c_n) check("grad_c_n", *grads.c_n, {s.D, s.B, s.H}, "(D, B, H)");
-  TORCH_CHECK_VALUE(lstm || !grads.cells, op, ": grad_cells must be None except for lstm, got a tensor");
+  TORCH_CHECK_VALUE(with_c || !grads.cells, op, ": grad_cells must be None except for ", cells_with_c(),
+                    ", got a tensor");
   if (grads.cells) check_rows(check_saved, "grad_cells", *grads.cells);
   check_rows(check, "output", output);
-  if (lstm) check_rows(check_saved, "cells", cells);
+  if (with_c) check_rows(check_saved, "cells", cells);
   if (has_gates(args.cell)) {
     check_saved("gates", gates, {s.D, s.R, 4 * s.H}, "(D, R, 4H) as a forward with save=True returns it");
   }
@@ -185,15 +207,15 @@ RnnSteps rnn_steps(const RnnArgs& args, const RnnSizes& s) {
 RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save, at::ScalarType type,
                         at::ScalarType saved_type) {
   const auto options = args.input.options().dtype(type), saved = options.dtype(saved_type);
-  const bool lstm = args.cell == Cell::kLstm;
+  const bool with_c = has_c(args.cell);
   const auto like_output = [&](const at::TensorOptions& options) {
     return s.packed ? at::empty({s.R, s.D * s.H}, options) : at::empty({s.T, s.B, s.D * s.H}, options);
   };
   RnnResults r;
   r.output = like_output(options);
   r.h_n = at::empty({s.D, s.B, s.H}, options);
-  r.c_n = lstm ? at::empty({s.D, s.B, s.H}, options) : at::empty({0}, options);
-  r.cells = lstm && (save || keep_cells) ? like_output(saved) : at::empty({0}, saved);
+  r.c_n = with_c ? at::empty({s.D, s.B, s.H}, options) : at::empty({0}, options);
+  r.cells = with_c && (save || keep_cells) ? like_output(saved) : at::empty({0}, saved);
   r.gates = save && has_gates(args.cell) ? at::empty({s.D, s.R, 4 * s.H}, saved) : at::empty({0}, saved);
   return r;
 }

@@ -59,16 +59,23 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "common/op_handle.h"
-#include "rnn/cells/cell.h"
+#include "rnn/cells/cells.h"
 
 namespace weft::rnn {
 
 // ValueError that names the op and lists the known cells, for any other name.
 Cell parse_cell(const char* op, c10::string_view name);
+
+// The names of the cells that have a state c, for messages.
+std::string cells_with_c();
+
+// What users call the layer of a cell: weft.nn.RNN, ...
+std::string layer_of(Cell cell);
 
 // How the backward pass runs.
 enum class Backward { kPersistent, kScan };

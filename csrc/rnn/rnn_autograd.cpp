@@ -13,6 +13,7 @@
 #include "common/legacy_vmap.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_reference.h"
+#include "rnn/saved_variables.h"
 
 namespace weft::rnn {
 namespace {
@@ -46,7 +47,7 @@ class Rnn : public torch::autograd::Function<Rnn> {
     ctx->saved_data["bidirectional"] = bidirectional;
     ctx->saved_data["backward"] = way;
     ctx->set_materialize_grads(false);
-    if (cell == "lstm") {
+    if (has_c(parse_cell("weft::rnn", cell))) {
       ctx->mark_non_differentiable({gates});
     } else {
       ctx->mark_non_differentiable({c_n, cells, gates});
@@ -55,7 +56,7 @@ class Rnn : public torch::autograd::Function<Rnn> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto saved = ctx->get_saved_variables();
+    const auto saved = saved_variables(ctx, layer_of(parse_cell("weft::rnn", ctx->saved_data["cell"].toStringRef())));
     const size_t operands = saved.size() - 4;  // input, h0, c0 and the weights
     // One gradient per argument of forward; those after the weights have none.
     variable_list result(operands + 4);
@@ -91,7 +92,7 @@ Results rnn_autograd(const Tensor& input, const OptionalTensor& h0, const Option
   if (way == "scan" && !h0 && !c0 && input.dim() == 3 && weights.size() > 1 && weights[1].dim() == 2) {
     // The scan's kernels read an initial state in both passes: it is made once.
     h = at::zeros_symint({bidirectional ? 2 : 1, input.sym_size(1), weights[1].sym_size(1)}, input.options());
-    if (cell == "lstm") c = h;
+    if (has_c(parse_cell("weft::rnn", cell))) c = h;
   }
   const auto r = Rnn::apply(input, h, c, weights, batch_sizes, std::string(cell), bidirectional, std::string(way));
   return {r[0], r[1], r[2], r[3], r[4]};

@@ -35,7 +35,7 @@ struct Problem {
   RnnSteps places;
   at::Tensor x;   // (R,I)
   at::Tensor h0;  // (D,B,H)
-  at::Tensor c0;  // (D,B,H), undefined except for an lstm
+  at::Tensor c0;  // (D,B,H), undefined where the cell has no c
 
   Problem(const RnnArgs& args, const RnnSizes& s)
       : sizes(s),
@@ -47,7 +47,7 @@ struct Problem {
       return t ? t->to(compute) : at::zeros({s.D, s.B, s.H}, x.options());
     };
     h0 = state(args.h0);
-    if (cell == Cell::kLstm) c0 = state(args.c0);
+    if (has_c(cell)) c0 = state(args.c0);
   }
 
   int64_t running(int64_t t) const { return places.offsets[t + 1] - places.offsets[t]; }
@@ -99,15 +99,15 @@ RnnResults rnn_reference(const RnnArgs& args, const RnnSizes& s, bool keep_cells
   // Under autocast the products here would round to half types.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = args.input.scalar_type();
-  const bool lstm = args.cell == Cell::kLstm, with_gates = save && (lstm || args.cell == Cell::kGru),
-             with_cells = lstm && (save || keep_cells);
+  const bool with_c = has_c(args.cell), with_gates = save && has_gates(args.cell),
+             with_cells = with_c && (save || keep_cells);
   const Problem p(args, s);
   std::vector<at::Tensor> outputs, cells, h_n, c_n, gates;
   for (int direction = 0; direction < s.D; ++direction) {
     const Direction d = run(p, rnn_weights(args, s, direction), direction);
     outputs.push_back(all_rows(p, s.H, d.steps, [](const CellStep& step) { return step.h; }));
     h_n.push_back(d.h);
-    if (lstm) c_n.push_back(d.c);
+    if (with_c) c_n.push_back(d.c);
     if (with_cells) cells.push_back(all_rows(p, s.H, d.steps, [](const CellStep& step) { return step.c; }));
     if (with_gates) {
       gates.push_back(all_rows(p, 4 * s.H, d.steps, [](const CellStep& step) { return at::cat(step.gates, 1); }));
@@ -122,7 +122,7 @@ RnnResults rnn_reference(const RnnArgs& args, const RnnSizes& s, bool keep_cells
   const auto stacked = [](const std::vector<at::Tensor>& parts, at::ScalarType type) {
     return at::stack(parts).to(type);
   };
-  return {like_output(outputs, type), stacked(h_n, type), lstm ? stacked(c_n, type) : none(type),
+  return {like_output(outputs, type), stacked(h_n, type), with_c ? stacked(c_n, type) : none(type),
           with_cells ? like_output(cells, saved) : none(saved), with_gates ? stacked(gates, saved) : none(saved)};
 }
 
@@ -130,7 +130,7 @@ std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnA
                                                const c10::List<bool>& mask) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = args.input.scalar_type();
-  const bool lstm = args.cell == Cell::kLstm;
+  const bool with_c = has_c(args.cell);
   const Problem p(args, s);
   const auto columns = [&](const std::optional<at::Tensor>& t, int direction) {
     return t ? t->reshape({s.R, s.D * s.H}).narrow(1, direction * s.H, s.H).to(p.compute) : at::Tensor();
@@ -145,11 +145,11 @@ std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnA
   for (int direction = 0; direction < s.D; ++direction) {
     const Direction d = run(p, rnn_weights(args, s, direction), direction);
     const at::Tensor grad_output = columns(grads.output, direction), grad_cells = columns(grads.cells, direction);
-    at::Tensor dh = state(grads.h_n, direction), dc = lstm ? state(grads.c_n, direction) : at::Tensor();
+    at::Tensor dh = state(grads.h_n, direction), dc = with_c ? state(grads.c_n, direction) : at::Tensor();
     std::vector<at::Tensor> in(s.T), rec(s.T);
     for (int64_t n = s.T - 1; n >= 0; --n) {
       const int64_t t = p.step_at(direction, n), rows = p.running(t);
-      at::Tensor h = dh.narrow(0, 0, rows), c = lstm ? dc.narrow(0, 0, rows) : dc;
+      at::Tensor h = dh.narrow(0, 0, rows), c = with_c ? dc.narrow(0, 0, rows) : dc;
       if (grad_output.defined()) h = h + p.rows(grad_output, t);
       if (grad_cells.defined()) c = c + p.rows(grad_cells, t);
       const CellStepGrads step = cell_step_backward(p.cell, d.steps[t], h, c);
@@ -157,10 +157,10 @@ std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnA
       rec[t] = step.rec;
       h = at::mm(step.rec, d.weights.w_hh);
       dh = with_first_rows(dh, step.h.defined() ? h + step.h : h);
-      if (lstm) dc = with_first_rows(dc, step.c);
+      if (with_c) dc = with_first_rows(dc, step.c);
     }
     grad_h0.push_back(dh);
-    if (lstm) grad_c0.push_back(dc);
+    if (with_c) grad_c0.push_back(dc);
 
     const auto all = [&](const std::vector<at::Tensor>& parts) {
       return parts.empty() ? at::zeros({0, s.G * s.H}, p.x.options()) : at::cat(parts, 0);

@@ -32,16 +32,7 @@ static void choose(int vector) {
 extern "C" void prepare(const CellForwardArgs* forward, const CellBackwardArgs* backward, int vector) {
   forward_args = *forward;
   backward_args = *backward;
-  switch (forward_args.cell) {
-    case Cell::kRnnTanh:
-      return choose<Cell::kRnnTanh>(vector);
-    case Cell::kRnnRelu:
-      return choose<Cell::kRnnRelu>(vector);
-    case Cell::kGru:
-      return choose<Cell::kGru>(vector);
-    case Cell::kLstm:
-      return choose<Cell::kLstm>(vector);
-  }
+  with_cell(forward_args.cell, [&]<Cell C>() { choose<C>(vector); });
 }
 
 static long blocks_of(long a, long b) {

@@ -3,62 +3,55 @@
 // most; beyond, what is read is zero and nothing is written.
 #pragma once
 #include "common/cpu/simd-inl.h"
-#include "rnn/cells/cell.h"
+#include "rnn/cells/cells.h"
 
 namespace weft::rnn::WEFT_ISA {
 namespace {
 
 using namespace weft::cpu::WEFT_ISA;
 
-// h after the step. `gate`: the sums before the nonlinearities, a vector for each gate block; gru's third is W_hn h +
-// b_hn, to which the input side `input_n` comes when r has multiplied it. `h`: before the step, for gru. `c`: for lstm,
-// replaced. The gates after their nonlinearities are left in `saved`, H apart, unless that is null.
+// The math of a cell's step for a vector, see cells.h.
+template <typename T>
+struct VectorMath {
+  using Vec = typename Simd<T>::Vec;
+  static constexpr T kOne = T(1);
+  static WEFT_INLINE Vec sigmoid(Vec x) { return Simd<T>::sigmoid(x); }
+  static WEFT_INLINE Vec tanh(Vec x) { return Simd<T>::tanh(x); }
+  static WEFT_INLINE Vec relu(Vec x) { return Simd<T>::relu(x); }
+  static WEFT_INLINE Vec where_positive(Vec y, Vec x) { return y <= T(0) ? Vec{} : x; }
+};
+
+// h after the step. `gate`: the sums before the nonlinearities, a vector for each gate block; of a gate whose sides
+// stay apart the recurrent side's, and `apart` its input side. `h` and `c`: before the step, where the cell reads them;
+// c is replaced. What is saved of the gates is left in `saved`, H apart, unless that is null.
 template <typename T, Cell C>
-WEFT_INLINE typename Simd<T>::Vec cell_forward(const T* gate, const T* input_n, const T* h, T* c, T* saved, int64_t H,
+WEFT_INLINE typename Simd<T>::Vec cell_forward(const T* gate, const T* apart, const T* h, T* c, T* saved, int64_t H,
                                                int64_t lanes) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
-  constexpr int kLanes = S::kLanes;
-  if constexpr (C == Cell::kRnnTanh) {
-    return S::tanh(S::load(gate));
-  } else if constexpr (C == Cell::kRnnRelu) {
-    return S::relu(S::load(gate));
-  } else if constexpr (C == Cell::kGru) {
-    const Vec reset = S::sigmoid(S::load(gate));
-    const Vec update = S::sigmoid(S::load(gate + kLanes));
-    const Vec m = S::load(gate + 2 * kLanes);
-    const Vec n = S::tanh(S::load(input_n) + reset * m);
-    if (saved != nullptr) {
-      S::store(saved, reset, lanes);
-      S::store(saved + H, update, lanes);
-      S::store(saved + 2 * H, n, lanes);
-      S::store(saved + 3 * H, m, lanes);
-    }
-    return n + update * (S::load(h) - n);
-  } else {
-    const Vec in = S::sigmoid(S::load(gate));
-    const Vec forget = S::sigmoid(S::load(gate + kLanes));
-    const Vec g = S::tanh(S::load(gate + 2 * kLanes));
-    const Vec out = S::sigmoid(S::load(gate + 3 * kLanes));
-    const Vec next = forget * S::load(c) + in * g;
-    S::store(c, next);
-    if (saved != nullptr) {
-      S::store(saved, in, lanes);
-      S::store(saved + H, forget, lanes);
-      S::store(saved + 2 * H, g, lanes);
-      S::store(saved + 3 * H, out, lanes);
-    }
-    return out * S::tanh(next);
+  using Tr = Traits<C>;
+  Vec pre[Tr::kGates], input{}, before{}, cell{}, kept[Tr::kSaved + 1];
+#pragma GCC unroll 8
+  for (int g = 0; g < Tr::kGates; ++g) pre[g] = S::load(gate + g * S::kLanes);
+  if constexpr (Tr::kApart >= 0) input = S::load(apart);
+  if constexpr (Tr::kBefore == StateName::kH) before = S::load(h);
+  if constexpr (Tr::kStates == 2) cell = S::load(c);
+  const Vec next = Tr::template forward<VectorMath<T>>(pre, input, before, cell, kept);
+  if constexpr (Tr::kStates == 2) S::store(c, cell);
+  if (Tr::kSaved > 0 && saved != nullptr) {
+#pragma GCC unroll 8
+    for (int g = 0; g < Tr::kSaved; ++g) S::store(saved + g * H, kept[g], lanes);
   }
+  return next;
 }
 
-// The gradients before the nonlinearities. `grad`: of h after the step. `y`: that h, for the rnns. `gates`: as saved.
-// `before`: h (gru) or c (lstm) before the step. `c`: after it, and `grad_c` what arrives at it from outside, or null.
-// `carried`: for gru, set to what reaches h before the step past the weights. `carried_c`: for lstm, the gradient of c
-// after the step, replaced by that of c before it.
+// The gradients before the nonlinearities. `grad`: of h after the step. `y`: that h, `c`: the other state after it,
+// where the cell reads them. `gates`: as saved. `before`: the state before the step that the cell reads. `grad_c`: what
+// arrives at c after the step from outside, or null. `carried`: set to what reaches h before the step past the weights,
+// where something does. `carried_c`: the gradient of c after the step, replaced by that of c before it.
 template <typename T, Cell C>
 struct CellGrads {
-  typename Simd<T>::Vec d[chain_blocks(C)];  // gru: r, z, n, m; lstm: i, f, g, o
+  typename Simd<T>::Vec d[Traits<C>::kChain];
 };
 template <typename T, Cell C>
 WEFT_INLINE CellGrads<T, C> cell_backward(typename Simd<T>::Vec grad, const T* y, const T* gates, int64_t H,
@@ -66,27 +59,22 @@ WEFT_INLINE CellGrads<T, C> cell_backward(typename Simd<T>::Vec grad, const T* y
                                           T* carried_c, int64_t lanes) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
-  if constexpr (C == Cell::kRnnTanh) {
-    const Vec h = S::load(y, lanes);
-    return {{grad * (T(1) - h * h)}};
-  } else if constexpr (C == Cell::kRnnRelu) {
-    return {{S::load(y, lanes) <= T(0) ? Vec{} : grad}};
-  } else if constexpr (C == Cell::kGru) {
-    const Vec reset = S::load(gates, lanes), update = S::load(gates + H, lanes), n = S::load(gates + 2 * H, lanes),
-              m = S::load(gates + 3 * H, lanes);
-    const Vec dn = grad * (T(1) - update) * (T(1) - n * n);
-    S::store(carried, grad * update);
-    return {{dn * m * reset * (T(1) - reset), grad * (before - n) * update * (T(1) - update), dn, dn * reset}};
-  } else {
-    const Vec in = S::load(gates, lanes), forget = S::load(gates + H, lanes), g = S::load(gates + 2 * H, lanes),
-              out = S::load(gates + 3 * H, lanes);
-    const Vec squashed = S::tanh(S::load(c, lanes));
-    Vec dc = S::load(carried_c) + grad * out * (T(1) - squashed * squashed);
-    if (grad_c != nullptr) dc += S::load(grad_c, lanes);
-    S::store(carried_c, dc * forget);
-    return {{dc * g * in * (T(1) - in), dc * before * forget * (T(1) - forget), dc * in * (T(1) - g * g),
-             grad * squashed * out * (T(1) - out)}};
-  }
+  using Tr = Traits<C>;
+  Vec kept[Tr::kSaved + 1], after{}, direct{};
+#pragma GCC unroll 8
+  for (int g = 0; g < Tr::kSaved; ++g) kept[g] = S::load(gates + g * H, lanes);
+  if constexpr (Tr::kAfter == StateName::kH) after = S::load(y, lanes);
+  if constexpr (Tr::kAfter == StateName::kC) after = S::load(c, lanes);
+  const auto arrive = [&](Vec from_h) __attribute__((always_inline)) {
+    Vec sum = S::load(carried_c) + from_h;
+    if (grad_c != nullptr) sum += S::load(grad_c, lanes);
+    return sum;
+  };
+  CellGrads<T, C> grads;
+  Tr::template backward<VectorMath<T>>(grad, arrive, kept, after, before, grads.d, direct);
+  if constexpr (Tr::kBefore == StateName::kH) S::store(carried, direct);
+  if constexpr (Tr::kBefore == StateName::kC) S::store(carried_c, direct);
+  return grads;
 }
 
 }  // namespace

@@ -1,32 +1,19 @@
-// The recurrent cells, without a torch header so that kernels can include it.
+// The recurrent cells by name. What each is, in its own header beside this one; what kernels ask about any, in cells.h.
+//
+// Apart from those, because the CPU's kernels include the cells' arithmetic once per instruction set, and this before.
 #pragma once
-#ifndef __CUDACC_RTC__
-#include <utility>
-#endif
 
 namespace weft::rnn {
 
-enum class Cell { kRnnTanh, kRnnRelu, kGru, kLstm };
-#ifndef __CUDACC_RTC__  // which finds no headers
-constexpr std::pair<const char*, Cell> kCells[] = {
-    {"rnn_tanh", Cell::kRnnTanh}, {"rnn_relu", Cell::kRnnRelu}, {"gru", Cell::kGru}, {"lstm", Cell::kLstm}};
-#endif
+// CELL(name of the traits, ARGUMENT) of every cell, in the order of their numbers.
+#define WEFT_RNN_CELLS(CELL, ARGUMENT) \
+  CELL(RnnTanh, ARGUMENT) CELL(RnnRelu, ARGUMENT) CELL(Gru, ARGUMENT) CELL(Lstm, ARGUMENT)
 
-// G: blocks of H rows in w_ih and w_hh.
-constexpr int gate_blocks(Cell cell) {
-  return cell == Cell::kGru ? 3 : cell == Cell::kLstm ? 4 : 1;
-}
+#define WEFT_ENUMERATE(Name, _) k##Name,
+enum class Cell { WEFT_RNN_CELLS(WEFT_ENUMERATE, _) };
+#undef WEFT_ENUMERATE
 
-// Whether a forward that saves leaves four values of every unit and step: gru r, z, n, m; lstm i, f, g, o.
-constexpr bool has_gates(Cell cell) {
-  return cell == Cell::kGru || cell == Cell::kLstm;
-}
-
-// K: blocks of H columns in dgates, the gradients before the nonlinearities. rnn: one; gru: dr, dz, dn, dm with dm =
-// dn * r, so that columns [0, 3H) belong to the input side and [0, 2H) and [3H, 4H) to the recurrent side; lstm: di,
-// df, dg, do.
-constexpr int chain_blocks(Cell cell) {
-  return has_gates(cell) ? 4 : 1;
-}
+// One of the states that a cell may have.
+enum class StateName { kNone, kH, kC };
 
 }  // namespace weft::rnn

@@ -8,73 +8,73 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 
-namespace weft::rnn {
+#include <vector>
 
-CellStep cell_step(Cell cell, const at::Tensor& in, const at::Tensor& rec, const at::Tensor& h, const at::Tensor& c) {
+#include "rnn/cells/cells.h"
+
+namespace weft::rnn {
+namespace {
+
+using at::Tensor;
+
+// The math of a cell's step for whole tensors, see cells.h.
+struct TensorMath {
+  static constexpr int kOne = 1;
+  static Tensor sigmoid(const Tensor& x) { return at::sigmoid(x); }
+  static Tensor tanh(const Tensor& x) { return at::tanh(x); }
+  static Tensor relu(const Tensor& x) { return at::relu(x); }
+  static Tensor where_positive(const Tensor& y, const Tensor& x) { return at::where(y <= 0, at::zeros_like(x), x); }
+};
+
+template <Cell C>
+CellStep step_of(const Tensor& in, const Tensor& rec, const Tensor& h, const Tensor& c) {
+  using Tr = Traits<C>;
   const int64_t H = h.size(1);
-  const auto block = [H](const at::Tensor& t, int64_t index) { return t.narrow(1, index * H, H); };
+  const auto block = [H](const Tensor& t, int64_t index) { return t.narrow(1, index * H, H); };
   CellStep s;
   s.h_before = h;
-  s.c_before = c;
-  switch (cell) {
-    case Cell::kRnnTanh:
-      s.h = at::tanh(in + rec);
-      break;
-    case Cell::kRnnRelu:
-      s.h = at::relu(in + rec);
-      break;
-    case Cell::kGru: {
-      auto& [r, z, n, m] = s.gates;
-      r = at::sigmoid(block(in, 0) + block(rec, 0));
-      z = at::sigmoid(block(in, 1) + block(rec, 1));
-      m = block(rec, 2);
-      n = at::tanh(block(in, 2) + r * m);
-      s.h = n + z * (h - n);
-      break;
-    }
-    case Cell::kLstm: {
-      auto& [i, f, g, o] = s.gates;
-      const at::Tensor pre = in + rec;
-      i = at::sigmoid(block(pre, 0));
-      f = at::sigmoid(block(pre, 1));
-      g = at::tanh(block(pre, 2));
-      o = at::sigmoid(block(pre, 3));
-      s.c = f * c + i * g;
-      s.h = o * at::tanh(s.c);
-      break;
-    }
+  s.c_before = s.c = c;
+  Tensor pre[Tr::kGates], apart;
+  // Where all sides are added, one sum serves all gates.
+  const Tensor sum = Tr::kApart < 0 ? in + rec : Tensor();
+  for (int g = 0; g < Tr::kGates; ++g) {
+    pre[g] = Tr::kApart < 0 ? block(sum, g) : g == Tr::kApart ? block(rec, g) : block(in, g) + block(rec, g);
   }
+  if constexpr (Tr::kApart >= 0) apart = block(in, Tr::kApart);
+  s.h = Tr::template forward<TensorMath>(pre, apart, h, s.c, s.gates.data());
   return s;
 }
 
-CellStepGrads cell_step_backward(Cell cell, const CellStep& s, const at::Tensor& dh, const at::Tensor& dc) {
+template <Cell C>
+CellStepGrads grads_of(const CellStep& s, const Tensor& dh, const Tensor& dc) {
+  using Tr = Traits<C>;
+  Tensor d[Tr::kChain], direct;
+  const Tensor &after = Tr::kAfter == StateName::kC ? s.c : s.h,
+               &before = Tr::kBefore == StateName::kC ? s.c_before : s.h_before;
+  const auto arrive = [&](const Tensor& from_h) { return dc + from_h; };
+  Tr::template backward<TensorMath>(dh, arrive, s.gates.data(), after, before, d, direct);
   CellStepGrads grads;
-  switch (cell) {
-    case Cell::kRnnTanh:
-      grads.in = grads.rec = dh * (1 - s.h * s.h);
-      break;
-    case Cell::kRnnRelu:
-      grads.in = grads.rec = at::where(s.h <= 0, at::zeros_like(dh), dh);
-      break;
-    case Cell::kGru: {
-      const auto& [r, z, n, m] = s.gates;
-      const at::Tensor dn = dh * (1 - z) * (1 - n * n), dz = dh * (s.h_before - n) * z * (1 - z),
-                       dr = dn * m * r * (1 - r);
-      grads.in = at::cat({dr, dz, dn}, 1);
-      grads.rec = at::cat({dr, dz, dn * r}, 1);
-      grads.h = dh * z;
-      break;
-    }
-    case Cell::kLstm: {
-      const auto& [i, f, g, o] = s.gates;
-      const at::Tensor squashed = at::tanh(s.c), d = dc + dh * o * (1 - squashed * squashed);
-      grads.in = grads.rec = at::cat(
-          {d * g * i * (1 - i), d * s.c_before * f * (1 - f), d * i * (1 - g * g), dh * squashed * o * (1 - o)}, 1);
-      grads.c = d * f;
-      break;
-    }
-  }
+  std::vector<Tensor> in(d, d + Tr::kGates), rec = in;
+  if constexpr (Tr::kApart >= 0) rec[Tr::kApart] = d[Tr::kChain - 1];
+  grads.in = at::cat(in, 1);
+  grads.rec = Tr::kApart >= 0 ? at::cat(rec, 1) : grads.in;
+  if constexpr (Tr::kBefore == StateName::kH) grads.h = direct;
+  if constexpr (Tr::kBefore == StateName::kC) grads.c = direct;
   return grads;
+}
+
+}  // namespace
+
+CellStep cell_step(Cell cell, const Tensor& in, const Tensor& rec, const Tensor& h, const Tensor& c) {
+  CellStep result;
+  with_cell(cell, [&]<Cell C>() { result = step_of<C>(in, rec, h, c); });
+  return result;
+}
+
+CellStepGrads cell_step_backward(Cell cell, const CellStep& step, const Tensor& dh, const Tensor& dc) {
+  CellStepGrads result;
+  with_cell(cell, [&]<Cell C>() { result = grads_of<C>(step, dh, dc); });
+  return result;
 }
 
 }  // namespace weft::rnn

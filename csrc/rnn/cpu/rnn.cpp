@@ -331,9 +331,9 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
 
   if (result[0].defined()) prefer_huge_pages(result[0]);
 
-  const bool gru = args.cell == Cell::kGru;
+  const bool apart = sides_apart(args.cell);
   const int64_t states = s.B * s.H, M = s.G * s.H;
-  const int64_t d_columns = (gru ? 4 : s.G) * s.H;
+  const int64_t d_columns = chain_blocks(args.cell) * s.H;
   // Rows a power of two apart would share few sets of L1.
   const int64_t d_stride = padded(d_columns);
   std::array<std::vector<const T*>, 2> before;
@@ -359,8 +359,8 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
                               mutable_pointer<T>(result[1], d * states),
                               mutable_pointer<T>(result[2], d * states)};
   };
-  // The input side's columns of dgates begin with gru's n, the last block of w_ih.
-  const int64_t rotate = gru ? 2 * s.H : 0;
+  // The input side's columns of dgates begin with those of a gate whose sides stay apart, the last block of w_ih.
+  const int64_t rotate = apart ? (s.G - 1) * s.H : 0;
   const auto packing = [&](int d, bool recurrent, int slices) {
     const Tensor& w = recurrent ? weights[d].w_hh : weights[d].w_ih;
     return recurrent ? PackArgs<T>{w.const_data_ptr<T>(), M, s.H, 1, 0, M, 1, s.H, slices, nullptr}
@@ -428,8 +428,8 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
         }
       };
       transposed(1 + 2 * d, {dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)});
-      transposed(2 + 2 * d, {dgates + recurrent_column(args.cell, s.H), d_stride, s.R, M, 0, nullptr, before[d].data(),
-                             0, s.H, grad(1), grad(3)});
+      transposed(2 + 2 * d, {dgates + (apart ? s.H : 0), d_stride, s.R, M, 0, nullptr, before[d].data(), 0, s.H,
+                             grad(1), grad(3)});
     }
   };
   run_on_team(s, steps, {s.G * s.H, 0}, k.lanes, sizeof(T), prepare, work);

@@ -97,6 +97,7 @@ Way way_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
 // The arguments that forward and backward share, and what keeps their memory alive.
 struct Launch {
   RecurrenceArgs args{};
+  Cell cell;
   std::vector<Tensor> alive;
 
   const void* keep(const OptionalTensor& t) {
@@ -105,7 +106,7 @@ struct Launch {
     return data_of(alive.back());
   }
 
-  Launch(const RnnArgs& a, const RnnSizes& s) {
+  Launch(const RnnArgs& a, const RnnSizes& s) : cell(a.cell) {
     for (int d = 0; d < s.D; ++d) {
       const RnnWeights w = rnn_weights(a, s, d);
       args.w_hh[d] = keep(w.w_hh);
@@ -129,14 +130,14 @@ struct Launch {
 
   // The tensor through which the blocks of a grid exchange: `result` itself where its rows are aligned to 16 bytes,
   // else one with padded rows. Filled with ones bits.
-  void set_exchange(const Tensor& result, int64_t stride, int64_t direction, int values, bool gru_backward,
+  void set_exchange(const Tensor& result, int64_t stride, int64_t direction, int values, bool backward,
                     const RnnSizes& s) {
     const int per_chunk = 16 / int(result.element_size());
     const int64_t padded = (s.H + per_chunk - 1) / per_chunk * per_chunk;
     Tensor tensor = result;
     args.exchange_stride = static_cast<int>(stride);
     args.exchange_direction = direction;
-    for (int v = 0; v < values; ++v) args.exchange_value[v] = int((gru_backward && v == 2 ? 3 : v) * s.H);
+    for (int v = 0; v < values; ++v) args.exchange_value[v] = int((backward ? recurrent_block(cell, v) : v) * s.H);
     args.publishes_result = padded == s.H && stride % per_chunk == 0;
     if (!args.publishes_result) {
       tensor = at::empty({s.D, s.R, values * padded}, result.options());
@@ -236,13 +237,15 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
     launch.set_packed(packed_rows(*steps, s, input.device()));
   }
   if (recurrence->geometry->tier == Tier::kGrid) {
-    launch.set_exchange(dgates, stride, s.R * stride, s.G, args.cell == Cell::kGru, s);
+    launch.set_exchange(dgates, stride, s.R * stride, s.G, /*backward=*/true, s);
   }
   launch_recurrence(*recurrence, a, c10::cuda::getCurrentCUDAStream());
 
   const Tensor rows = input.contiguous();
   const int64_t columns = s.G * H;
-  const bool gru = args.cell == Cell::kGru;
+  // Where a gate's sides stay apart, its recurrent side is the last block of dgates, else all are side by side.
+  const bool apart = sides_apart(args.cell);
+  const int64_t together = apart ? columns - H : columns;
   if (output_mask[0]) result[0] = at::empty(input.sizes(), options);
   for (int d = 0; d < s.D; ++d) {
     const RnnWeights w = rnn_weights(args, s, d);
@@ -268,8 +271,8 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
         term(dg + column * bytes, count, to);
       };
       const auto all_parts = [&](const auto& term) {
-        part(0, 0, gru ? 2 * H : columns, term);
-        if (gru) part(2 * H, 3 * H, H, term);
+        part(0, 0, together, term);
+        if (apart) part(together, columns, H, term);
       };
       if (s.packed) {
         const Tensor zero = h0 ? Tensor() : at::zeros({s.B, H}, options);
@@ -295,7 +298,7 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
       const Tensor sums = dgates.select(0, d).sum(at::IntArrayRef{0}, false, at::kFloat);
       if (output_mask[first + 2]) result[first + 2] = sums.narrow(0, 0, columns).to(options.dtype(), false, true);
       if (output_mask[first + 3]) {
-        result[first + 3] = (gru ? at::cat({sums.narrow(0, 0, 2 * H), sums.narrow(0, 3 * H, H)}) : sums)
+        result[first + 3] = (apart ? at::cat({sums.narrow(0, 0, together), sums.narrow(0, columns, H)}) : sums)
                                 .to(options.dtype(), false, true);
       }
     }
@@ -343,8 +346,8 @@ struct Widened {
 // to it.
 RnnResults forward_for_scan(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
   const bool cudnn = at::Context::hasCuDNN() && at::globalContext().userEnabledCuDNN();
-  const bool lstm_of_cudnn = args.cell == Cell::kLstm && s.D == 1 && cudnn;
-  if (scan_has_kernels(args, s) && (warp_holds(s) || lstm_of_cudnn)) return scan_forward(args, s, keep_cells, save);
+  const bool by_cudnn = has_c(args.cell) && s.D == 1 && cudnn;
+  if (scan_has_kernels(args, s) && (warp_holds(s) || by_cudnn)) return scan_forward(args, s, keep_cells, save);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = args.input.scalar_type();
   const Widened wide(args, accumulate_type(type));

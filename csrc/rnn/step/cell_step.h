@@ -13,7 +13,7 @@ enum class CellElement { kHalf, kBFloat16, kFloat, kDouble };
 struct CellForwardArgs {
   Cell cell;
   int64_t B, I, H;
-  const void *input, *h, *c, *w_ih, *w_hh, *b_ih, *b_hh;  // c: lstm; the biases may be null
+  const void *input, *h, *c, *w_ih, *w_hh, *b_ih, *b_hh;  // c where the cell has it; the biases may be null
   const void *in, *rec;                                   // (B,G*H): the products; null where the kernel makes them
   void *h_next, *c_next, *gates;                          // gates may be null
 };
@@ -22,8 +22,8 @@ struct CellBackwardArgs {
   int64_t B, H;
   const void *grad_h_next, *grad_c_next;  // may be null
   const void *h, *c, *h_next, *c_next, *gates;
-  void *in, *rec;         // (B,G*H): dgates; rec for a gru alone
-  void *grad_h, *grad_c;  // (B,H), past the weights: gru and lstm alone
+  void *in, *rec;         // (B,G*H): dgates; rec where a gate's sides stay apart
+  void *grad_h, *grad_c;  // (B,H), past the weights, where something flows there
   void *b_ih, *b_hh;      // (G*H): the sums of the columns of dgates on either side, or null
 };
 

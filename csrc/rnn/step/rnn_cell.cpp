@@ -8,6 +8,8 @@
 #include <ATen/ops/sum.h>
 
 #include "common/check.h"
+#include "rnn/cells/cells.h"
+#include "rnn/rnn.h"
 
 namespace weft::rnn {
 namespace {
@@ -36,7 +38,7 @@ void* mutable_data(const at::Tensor& t) {
 }  // namespace
 
 void check_rnn_cell(const char* op, const RnnCellArgs& a) {
-  const bool lstm = a.cell == Cell::kLstm;
+  const bool with_c = has_c(a.cell);
   TORCH_CHECK_VALUE(a.input.dim() == 2, op, ": input must be (B, I), got ", a.input.dim(),
                     " dimensions: ", a.input.sizes());
   check_floating(op, "input", a.input);
@@ -48,9 +50,9 @@ void check_rnn_cell(const char* op, const RnnCellArgs& a) {
     check_like(op, name, t, "input", a.input);
   };
   check("h", a.h, {B, H}, "(B, H)");
-  TORCH_CHECK_VALUE(a.c.has_value() == lstm, op, ": c must be ",
-                    lstm ? "(B, H) for lstm, got None" : "None except for lstm, got a tensor");
-  if (lstm) check("c", *a.c, {B, H}, "(B, H)");
+  TORCH_CHECK_VALUE(a.c.has_value() == with_c, op, ": c must be ", with_c ? "(B, H) for " : "None except for ",
+                    cells_with_c(), with_c ? ", got None" : ", got a tensor");
+  if (with_c) check("c", *a.c, {B, H}, "(B, H)");
   check("w_ih", a.w_ih, {rows, I}, "(G*H, I)");
   check("w_hh", a.w_hh, {rows, H}, "(G*H, H)");
   TORCH_CHECK_VALUE(a.b_ih.has_value() == a.b_hh.has_value(), op,
@@ -62,17 +64,18 @@ void check_rnn_cell(const char* op, const RnnCellArgs& a) {
 }
 
 void check_rnn_cell_saved(const char* op, const RnnCellArgs& a, const RnnCellGrads& grads, const RnnCellSaved& saved) {
-  const bool lstm = a.cell == Cell::kLstm;
+  const bool with_c = has_c(a.cell);
   const int64_t B = a.B(), H = a.H();
   const auto check = [&](const char* name, const at::Tensor& t, at::IntArrayRef shape, const char* layout) {
     check_shape(op, name, t, shape, layout);
     check_like(op, name, t, "input", a.input);
   };
   if (grads.h_next) check("grad_h_next", *grads.h_next, {B, H}, "(B, H)");
-  TORCH_CHECK_VALUE(lstm || !grads.c_next, op, ": grad_c_next must be None except for lstm, got a tensor");
+  TORCH_CHECK_VALUE(with_c || !grads.c_next, op, ": grad_c_next must be None except for ", cells_with_c(),
+                    ", got a tensor");
   if (grads.c_next) check("grad_c_next", *grads.c_next, {B, H}, "(B, H)");
   check("h_next", saved.h_next, {B, H}, "(B, H)");
-  if (lstm) check("c_next", saved.c_next, {B, H}, "(B, H)");
+  if (with_c) check("c_next", saved.c_next, {B, H}, "(B, H)");
   if (has_gates(a.cell)) check("gates", saved.gates, {B, 4 * H}, "(B, 4H) as a forward with save=True returns it");
 }
 
@@ -94,10 +97,10 @@ std::vector<at::Tensor> rnn_cell_products(const RnnCellArgs& a, const RnnCellSte
 RnnCellForward prepare_rnn_cell(const RnnCellArgs& a, bool save, int64_t few, RnnCellProduct product) {
   const auto options = a.input.options();
   const int64_t B = a.B(), I = a.I(), H = a.H();
-  const bool lstm = a.cell == Cell::kLstm;
+  const bool with_c = has_c(a.cell);
   RnnCellForward f;
   f.results.h_next = at::empty({B, H}, options);
-  f.results.c_next = at::empty(lstm ? at::IntArrayRef{B, H} : at::IntArrayRef{0}, options);
+  f.results.c_next = at::empty(with_c ? at::IntArrayRef{B, H} : at::IntArrayRef{0}, options);
   f.results.gates = at::empty(save && has_gates(a.cell) ? at::IntArrayRef{B, 4 * H} : at::IntArrayRef{0}, options);
   auto& [x, h, c, w_ih, w_hh, b_ih, b_hh, in, rec] = f.held;
   x = a.input.contiguous();
@@ -136,11 +139,10 @@ RnnCellBackward::RnnCellBackward(const RnnCellArgs& a, const RnnCellGrads& grads
     : args_(a), mask_(mask), element_(element_of(a.input.scalar_type())) {
   const auto options = a.input.options();
   const int64_t B = a.B(), H = a.H(), columns = gate_blocks(a.cell) * H;
-  const bool gru = a.cell == Cell::kGru, lstm = a.cell == Cell::kLstm;
   steps_.in = at::empty({B, columns}, options);
-  steps_.rec = gru ? at::empty({B, columns}, options) : steps_.in;
-  if (gru) steps_.h = at::empty({B, H}, options);
-  if (lstm) steps_.c = at::empty({B, H}, options);
+  steps_.rec = sides_apart(a.cell) ? at::empty({B, columns}, options) : steps_.in;
+  if (state_before(a.cell) == StateName::kH) steps_.h = at::empty({B, H}, options);
+  if (state_before(a.cell) == StateName::kC) steps_.c = at::empty({B, H}, options);
   if (sum_bias && mask[5] && a.b_ih) steps_.b_ih = at::empty({columns}, options);
   if (sum_bias && mask[6] && a.b_hh) steps_.b_hh = at::empty({columns}, options);
   auto& [grad_h, grad_c, h, c, h_next, c_next, gates] = held_;

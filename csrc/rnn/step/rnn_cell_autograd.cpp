@@ -11,6 +11,7 @@
 #include "common/autograd.h"
 #include "common/legacy_vmap.h"
 #include "rnn/rnn.h"
+#include "rnn/saved_variables.h"
 #include "rnn/step/rnn_cell.h"
 #include "rnn/step/rnn_cell_reference.h"
 
@@ -46,7 +47,8 @@ class RnnCell : public torch::autograd::Function<RnnCell> {
     constexpr size_t kOperands = std::tuple_size_v<RnnCellMask>;
     variable_list result(kOperands + 1);  // the cell's name has none
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); })) return result;
-    const auto saved = ctx->get_saved_variables();
+    const auto saved =
+        saved_variables(ctx, layer_of(parse_cell("weft::rnn_cell", ctx->saved_data["cell"].toStringRef())) + "Cell");
     RnnCellMask mask;
     // needs_input_grad counts the tensors that were there.
     for (size_t i = 0, edge = 0; i < kOperands; ++i) mask[i] = saved[i].defined() && ctx->needs_input_grad(edge++);

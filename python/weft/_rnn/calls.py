@@ -15,11 +15,9 @@ from .dropin import torch_rnn
 from .dropin.torch_limits import autocast_dtypes
 from .select.case import Case, takes_tf32
 from .select.choice import choose, remember_choices
+from .table import MODES
 
-__all__ = ["CELLS", "Call", "choose_at_once", "prepare"]
-
-CELLS = {"RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu", "GRU": "gru", "LSTM": "lstm"}
-"""A layer's mode -> its cell's name."""
+__all__ = ["Call", "choose_at_once", "prepare"]
 
 _capability = functools.cache(torch.cuda.get_device_capability)
 
@@ -85,7 +83,7 @@ def prepare(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[Tensor,
         index, tf32 = input.device.index, takes_tf32(device, dtypes[0])
     transformed, mapped = _transforms()
     case = Case(
-        cell=CELLS[layer.mode],
+        cell=MODES[layer.mode],
         device=device,
         dtype=dtypes[0],
         hidden_size=layer.hidden_size,
@@ -176,7 +174,7 @@ def _result_dtypes(
     if batch_sizes is not None:  # torch 2.15 takes sequences of one length for a padded batch; a graph cannot look
         even = not torch.compiler.is_compiling() and bool(batch_sizes[0] == batch_sizes[-1])
         packed = (1, 1) if even else (2, 1)
-    found = autocast_dtypes(CELLS[layer.mode], autocast, input.dtype, given, packed, layer.proj_size > 0)
+    found = autocast_dtypes(MODES[layer.mode], autocast, input.dtype, given, packed, layer.proj_size > 0)
     if found is not None:
         return found
     if layer.mode in ("RNN_TANH", "RNN_RELU"):
@@ -241,7 +239,7 @@ def _choice_for_shapes(
         return None
     index = device.index if device.type == "cuda" else None
     case = Case(
-        cell=CELLS[mode],
+        cell=MODES[mode],
         device=device.type,
         dtype=dtype,
         hidden_size=hidden_size,

@@ -9,18 +9,17 @@ from torch import Tensor
 
 from .._base.rules import LIBRARY, check_devices, one_by_one
 from .._base.torch_private import below_autocast
-
-_SAVED_BLOCKS = {"gru": 4, "lstm": 4}  # blocks of H columns in `gates`
+from .table import traits
 
 
 @torch.library.register_fake("weft::rnn_cell")
 def _rnn_cell_fake(input, h, c, w_ih, w_hh, b_ih=None, b_hh=None, *, cell, save=False):
     check_devices("weft::rnn_cell", input=input, h=h, c=c, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh)
     batch, hidden = input.shape[0], w_hh.shape[1]
-    blocks = _SAVED_BLOCKS.get(cell, 0) if save else 0
+    blocks = traits(cell).saved if save else 0
     return (
         input.new_empty((batch, hidden)),
-        input.new_empty((batch, hidden) if cell == "lstm" else (0,)),
+        input.new_empty((batch, hidden) if traits(cell).states == 2 else (0,)),
         input.new_empty((batch, blocks * hidden) if blocks else (0,)),
     )
 
@@ -89,7 +88,7 @@ def cell_dtype(device: str, cell: str, state: torch.dtype) -> torch.dtype:
     """What a cell runs in under autocast, which is torch's own: the region's dtype; on the CPU, where torch casts the
     products alone, a gru and an lstm have the state's where it is wider."""
     dtype = torch.get_autocast_dtype(device)
-    return torch.promote_types(dtype, state) if device == "cpu" and cell in _SAVED_BLOCKS else dtype
+    return torch.promote_types(dtype, state) if device == "cpu" and traits(cell).saved else dtype
 
 
 def _rnn_cell_autocast(device: str, input, h, c, *weights, cell: str, **options):

@@ -10,6 +10,7 @@ from torch.fx import Proxy
 
 from .._base.torch_private import in_forward_mode, in_transform, maps_alone
 from .layers import leaf, leaves_weft
+from .table import traits
 
 __all__ = ["ALGORITHMS", "GRUCell", "LSTMCell", "RNNCell", "choose"]
 
@@ -38,6 +39,8 @@ class _Cell:
 
     # An attribute of the class, so that cells which accelerate made and older pickles have it.
     _algorithm = "auto"
+    _accelerated = False
+    """Whether weft.accelerate has put it in a torch cell's place."""
     _parameters: dict[str, Tensor | None]
     hidden_size: int
 
@@ -55,7 +58,8 @@ class _Cell:
 
     def extra_repr(self) -> str:
         text = super().extra_repr()  # type: ignore[misc]
-        return text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
+        text = text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
+        return f"{text}, accelerated=True" if self._accelerated else text
 
     def _weights(self) -> list[Tensor | None]:
         parameters = self._parameters
@@ -72,7 +76,7 @@ class _Cell:
         if not batched:
             input, state = input.unsqueeze(0), tuple(s.unsqueeze(0) for s in state)
         if not state:
-            state = (input.new_zeros(input.shape[0], self.hidden_size),) * _STATES.get(cell, 1)
+            state = (input.new_zeros(input.shape[0], self.hidden_size),) * traits(cell).states
         try:
             h, c, _ = _rnn_cell(input, state[0], state[1] if len(state) > 1 else None, *self._weights(), cell=cell)
         except (NotImplementedError, TypeError, ValueError):
@@ -81,7 +85,6 @@ class _Cell:
 
 
 _WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-_STATES = {"lstm": 2}  # others have one
 
 
 def choose(module: _Cell, input: Tensor) -> Choice:

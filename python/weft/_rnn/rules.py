@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .._base.rules import LIBRARY, check_devices, one_by_one
 from .._base.torch_private import below_autocast
-
-_GATE_BLOCKS = {"rnn_tanh": 0, "rnn_relu": 0, "gru": 4, "lstm": 4}  # blocks of H columns in `gates`
+from .table import traits
 
 
 @torch.library.register_fake("weft::rnn")
@@ -26,16 +25,16 @@ def _rnn_fake(
         # Without a state, the number of sequences is known to the data of batch_sizes alone.
         batch = torch.library.get_ctx().new_dynamic_size() if h0 is None else h0.shape[1]
         rows = input.shape[0]
-    lstm = cell == "lstm"
+    with_c = traits(cell).states == 2
     width = directions * hidden
-    blocks = _GATE_BLOCKS.get(cell, 0) if save else 0
+    blocks = traits(cell).saved if save else 0
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
     saved = wide if backward == "scan" else input.dtype
     return (
         input.new_empty((*input.shape[:-1], width)),
         input.new_empty((directions, batch, hidden)),
-        input.new_empty((directions, batch, hidden) if lstm else (0,)),
-        input.new_empty((*input.shape[:-1], width) if lstm and (save or keep_cells) else (0,), dtype=saved),
+        input.new_empty((directions, batch, hidden) if with_c else (0,)),
+        input.new_empty((*input.shape[:-1], width) if with_c and (save or keep_cells) else (0,), dtype=saved),
         input.new_empty((directions, rows, blocks * hidden) if blocks else (0,), dtype=saved),
     )
 
@@ -105,9 +104,9 @@ def _rnn_backward_vmap(info, in_dims, *args, output_mask, **kwargs):
         results = one_by_one(op, info.batch_size, in_dims, args, kwargs)
         return results, [0] * len(results)
     folding = _Folding(info.batch_size, args[8])
-    rows, blocks = folding.rows, _GATE_BLOCKS.get(kwargs["cell"])
+    rows, blocks = folding.rows, traits(kwargs["cell"]).saved
     # Four gradients, input, h0, c0; output, and cells and gates where the cell has them.
-    batches = (rows, 1, 1, rows, rows, 1, 1, None, None, rows, rows if kwargs["cell"] == "lstm" else None)
+    batches = (rows, 1, 1, rows, rows, 1, 1, None, None, rows, rows if traits(kwargs["cell"]).states == 2 else None)
     batches = (*batches, 1 if blocks else None)
     folded = [a if b is None else folding.fold(a, d, b) for a, d, b in zip(args, in_dims, batches, strict=True)]
     folded[8] = folding.batch_sizes

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from .._base.torch_private import RNN_KERNELS
 from . import projection, reference
-from .calls import CELLS, Call
+from .calls import Call
 from .dropin import torch_rnn
+from .table import MODES
 
 __all__ = ["Result", "in_one_dtype", "run", "run_at_once"]
 
@@ -32,7 +33,7 @@ class Result(NamedTuple):
 def run_at_once(layer: RNNBase, name: str, input: Tensor, state: tuple[Tensor, ...] | None) -> Any:
     lstm = layer.mode == "LSTM"
     if name == "torch":
-        kernel = RNN_KERNELS[CELLS[layer.mode]]
+        kernel = RNN_KERNELS[MODES[layer.mode]]
         output, *final = kernel(
             input, state if lstm else state[0], layer._flat_weights, layer.bias, layer.num_layers, layer.dropout,
             layer.training, layer.bidirectional, layer.batch_first,
@@ -41,7 +42,7 @@ def run_at_once(layer: RNNBase, name: str, input: Tensor, state: tuple[Tensor, .
     steps = input.transpose(0, 1) if layer.batch_first else input
     h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
     output, h_n, c_n, _, _ = _rnn(
-        steps, h0, c0, layer._flat_weights, None, cell=CELLS[layer.mode], bidirectional=layer.bidirectional,
+        steps, h0, c0, layer._flat_weights, None, cell=MODES[layer.mode], bidirectional=layer.bidirectional,
         backward=name,
     )  # fmt: skip
     return output.transpose(0, 1) if layer.batch_first else output, (h_n, c_n) if lstm else (h_n,)

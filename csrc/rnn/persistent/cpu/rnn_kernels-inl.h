@@ -405,8 +405,8 @@ struct ForwardScratch {
   static constexpr int kLanes = Simd<T>::kLanes, G = gate_blocks(C);
   int64_t rows, own;
   T* bias;       // (panels, G, lanes): what the input side adds
-  T* bias_m;     // (panels, lanes): gru's b_hn, which r multiplies
-  T* c;          // (rows, own): lstm's cell state
+  T* bias_m;     // (panels, lanes): of the recurrent side that stays apart
+  T* c;          // (rows, own): c, where the cell has it
   T* projected;  // (chunk * rows, panels, G, lanes): W_ih x + bias
   WEFT_INLINE ForwardScratch(const RnnPart& part, T* scratch)
       : rows(part.b1 - part.b0),
@@ -428,13 +428,13 @@ void forward_start(const RnnForwardArgs<T>& a, const RnnPart& part, const Forwar
       const int64_t j = j0 + p * kLanes + lane;
       const bool present = a.b_ih != nullptr && j < H;
       for (int g = 0; g < G; ++g) {
-        const bool apart = C == Cell::kGru && g == 2;
+        const bool apart = g == Traits<C>::kApart;
         at.bias[(p * G + g) * kLanes + lane] = present ? a.b_ih[g * H + j] + (apart ? T(0) : a.b_hh[g * H + j]) : T(0);
       }
-      at.bias_m[p * kLanes + lane] = C == Cell::kGru && present ? a.b_hh[2 * H + j] : T(0);
+      at.bias_m[p * kLanes + lane] = sides_apart(C) && present ? a.b_hh[Traits<C>::kApart * H + j] : T(0);
     }
   }
-  if constexpr (C == Cell::kLstm) {
+  if constexpr (has_c(C)) {
     fill_zero(at.c, at.rows * at.own);
     if (a.c0 != nullptr) copy_rows(a.c0 + part.b0 * H + j0, H, at.c, at.own, at.rows, smaller(H - j0, at.own));
   }
@@ -468,8 +468,8 @@ __attribute__((noinline)) void forward_step(const RnnForwardArgs<T>& a, const Rn
       const T* const x = x_step + first * projected_stride + local * G;
       alignas(64) T pre[MR * NV * kLanes];
       auto start = [&](int r, int v) {
-        // r multiplies gru's W_hn h + b_hn before the input side is added, so that product starts from b_hn.
-        if (C == Cell::kGru && v == 2) return S::load(bias_m + local);
+        // The recurrent side of a gate whose sides stay apart begins with its own bias.
+        if (v == Traits<C>::kApart) return S::load(bias_m + local);
         return S::load(x + r * projected_stride + v * kLanes);
       };
       auto finish = [&](int r, int v, Vec sum) { S::store(pre + (r * NV + v) * kLanes, sum); };
@@ -482,9 +482,10 @@ __attribute__((noinline)) void forward_step(const RnnForwardArgs<T>& a, const Rn
           const int64_t j = (panel + p) * kLanes, lanes = H - j;
           const T* gate = pre + (r * NV + p * G) * kLanes;
           T* const cell = c + (first + r) * own + local;
-          const Vec next = cell_forward<T, C>(gate, x + r * projected_stride + 2 * kLanes, h + (first + r) * stride + j,
-                                              cell, a.gates == nullptr ? nullptr : a.gates + row * 4 * H + j, H, lanes);
-          if (C == Cell::kLstm && a.cells != nullptr) S::store(a.cells + row * s.stride + j, S::load(cell), lanes);
+          const Vec next =
+              cell_forward<T, C>(gate, x + r * projected_stride + (G - 1) * kLanes, h + (first + r) * stride + j, cell,
+                                 a.gates == nullptr ? nullptr : a.gates + row * 4 * H + j, H, lanes);
+          if (has_c(C) && a.cells != nullptr) S::store(a.cells + row * s.stride + j, S::load(cell), lanes);
           S::store(h_next + (first + r) * stride + j, next);
           S::store(a.output + row * s.stride + j, next, lanes);
         }
@@ -535,7 +536,7 @@ void forward(const RnnForwardArgs<T>& a, const RnnGroup<T>& group, T* state) {
     h = h_next;
     h_next = last;
   }
-  if constexpr (C == Cell::kLstm) {
+  if constexpr (has_c(C)) {
     each_part([&](const RnnPart& part, const ForwardScratch<T, C>& at) {
       const int64_t j0 = part.p0 * kLanes;
       copy_rows(at.c, at.own, a.c_n + b0 * s.H + j0, s.H, at.rows, smaller(s.H - j0, at.own));
@@ -545,16 +546,7 @@ void forward(const RnnForwardArgs<T>& a, const RnnGroup<T>& group, T* state) {
 
 template <typename T>
 void forward(const RnnForwardArgs<T>& a, const RnnGroup<T>& group, T* state) {
-  switch (a.sequence.cell) {
-    case Cell::kRnnTanh:
-      return forward<T, Cell::kRnnTanh>(a, group, state);
-    case Cell::kRnnRelu:
-      return forward<T, Cell::kRnnRelu>(a, group, state);
-    case Cell::kGru:
-      return forward<T, Cell::kGru>(a, group, state);
-    case Cell::kLstm:
-      return forward<T, Cell::kLstm>(a, group, state);
-  }
+  with_cell(a.sequence.cell, [&]<Cell C>() { forward<T, C>(a, group, state); });
 }
 
 // ---- Backward
@@ -593,7 +585,7 @@ template <typename T>
 struct BackwardScratch {
   int64_t rows, own;
   T* dh;  // (rows, own): what has arrived at the state from later steps
-  T* dc;  // (rows, own): the same for lstm's cell state
+  T* dc;  // (rows, own): the same for c, where the cell has it
   WEFT_INLINE BackwardScratch(const RnnPart& part, T* scratch)
       : rows(part.b1 - part.b0), own((part.p1 - part.p0) * Simd<T>::kLanes), dh(scratch), dc(dh + rows * own) {}
 };
@@ -604,7 +596,7 @@ __attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const 
                                              const BackwardScratch<T>& at, int64_t step, int64_t running) {
   using S = Simd<T>;
   using Vec = typename S::Vec;
-  constexpr int kLanes = S::kLanes;
+  constexpr int kLanes = S::kLanes, G = gate_blocks(C);
   const RnnSequence& s = a.sequence;
   const int64_t H = s.H, own = at.own, j0 = part.p0 * kLanes, panels = part.p1 - part.p0;
   T* const dh = at.dh;
@@ -619,7 +611,7 @@ __attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const 
     const T *h_before = nullptr, *c_before = nullptr;
     if (r < fresh) {
       h_before = a.output + (row_before + r) * s.stride;
-      if (C == Cell::kLstm) c_before = a.cells + (row_before + r) * s.stride;
+      if (has_c(C)) c_before = a.cells + (row_before + r) * s.stride;
     } else {
       if (a.h0 != nullptr) h_before = a.h0 + (part.b0 + r) * H;
       if (a.c0 != nullptr) c_before = a.c0 + (part.b0 + r) * H;
@@ -630,15 +622,17 @@ __attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const 
       T* const d = a.dgates + row * a.d_stride + j;
       Vec grad = S::load(carried);
       if (a.grad_output != nullptr) grad += S::load(a.grad_output + row * s.stride + j, lanes);
-      const T* const state_before = C == Cell::kGru ? h_before : C == Cell::kLstm ? c_before : nullptr;
+      const T* const state_before = Traits<C>::kBefore == StateName::kH   ? h_before
+                                    : Traits<C>::kBefore == StateName::kC ? c_before
+                                                                          : nullptr;
       const CellGrads<T, C> grads = cell_backward<T, C>(
           grad, a.output + row * s.stride + j, a.gates + row * 4 * H + j, H,
           state_before != nullptr ? S::load(state_before + j, lanes) : Vec{}, a.cells + row * s.stride + j,
           a.grad_cells == nullptr ? nullptr : a.grad_cells + row * s.stride + j, carried, dc + r * own + panel * kLanes,
           lanes);
       for (int block = 0; block < chain_blocks(C); ++block) {
-        // gru: n, r, z, m.
-        S::store(d + block * H, grads.d[C == Cell::kGru && block < 3 ? (block + 2) % 3 : block], lanes);
+        // See RnnBackwardArgs: the gate whose sides stay apart is the first.
+        S::store(d + block * H, grads.d[sides_apart(C) && block < G ? (block + G - 1) % G : block], lanes);
       }
     }
   }
@@ -671,29 +665,20 @@ void backward(const RnnBackwardArgs<T>& a, const RnnGroup<T>& group) {
     if (step == 0 && a.grad_h0 == nullptr) break;
     crew.meet();
     each_part([&](const RnnPart& part, const BackwardScratch<T>& at) {
-      propagate(a.dgates + (s.offsets[t] + b0) * a.d_stride + recurrent_column(C, H), a.d_stride, G * H,
-                a.w_hh + part.p0 * kLanes * G * H, at.dh, at.own, running, C == Cell::kGru);
+      propagate(a.dgates + (s.offsets[t] + b0) * a.d_stride + (sides_apart(C) ? H : 0), a.d_stride, G * H,
+                a.w_hh + part.p0 * kLanes * G * H, at.dh, at.own, running, Traits<C>::kBefore == StateName::kH);
     });
   }
   each_part([&](const RnnPart& part, const BackwardScratch<T>& at) {
     const int64_t first = b0 * H + part.p0 * kLanes, columns = smaller(H - part.p0 * kLanes, at.own);
     if (a.grad_h0 != nullptr) copy_rows(at.dh, at.own, a.grad_h0 + first, H, at.rows, columns);
-    if (C == Cell::kLstm && a.grad_c0 != nullptr) copy_rows(at.dc, at.own, a.grad_c0 + first, H, at.rows, columns);
+    if (has_c(C) && a.grad_c0 != nullptr) copy_rows(at.dc, at.own, a.grad_c0 + first, H, at.rows, columns);
   });
 }
 
 template <typename T>
 void backward(const RnnBackwardArgs<T>& a, const RnnGroup<T>& group) {
-  switch (a.sequence.cell) {
-    case Cell::kRnnTanh:
-      return backward<T, Cell::kRnnTanh>(a, group);
-    case Cell::kRnnRelu:
-      return backward<T, Cell::kRnnRelu>(a, group);
-    case Cell::kGru:
-      return backward<T, Cell::kGru>(a, group);
-    case Cell::kLstm:
-      return backward<T, Cell::kLstm>(a, group);
-  }
+  with_cell(a.sequence.cell, [&]<Cell C>() { backward<T, C>(a, group); });
 }
 
 template <typename T>

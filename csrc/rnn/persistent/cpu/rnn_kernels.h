@@ -77,15 +77,11 @@ struct RnnBackwardArgs {
   const T *grad_output, *grad_h_n, *grad_c_n, *grad_cells;
   const T *h0, *c0, *output, *gates, *cells;
   const T* w_hh;     // packed for the slices
-  T* dgates;         // (R, dgates_stride): gru n, r, z, m, so that both sides' columns are contiguous; lstm i, f, g, o
+  T* dgates;         // (R, dgates_stride): chain blocks, where a gate's sides stay apart its input side's first, so
+                     // that both sides' columns are contiguous
   int64_t d_stride;  // elements between its rows
   T *grad_h0, *grad_c0;
 };
-
-// Columns of dgates that belong to the recurrent side begin here; the input side's begin at 0.
-constexpr int64_t recurrent_column(Cell cell, int64_t H) {
-  return cell == Cell::kGru ? H : 0;
-}
 
 // A (depth, blocks * columns) matrix to pack, element (k, j) at data[k' * depth_stride + j * column_stride] with
 // k' = (k + rotate) % depth; one of the strides is 1, without rotate if it is depth_stride. Packed: [slice][depth

@@ -1,7 +1,7 @@
 // A recurrent cell, one thread per (unit, sequence): what it keeps, loads ahead, computes in fp32 and stores.
 #pragma once
 
-#include "common/math.jit.cuh"
+#include "rnn/cells/device_math.jit.cuh"
 #include "rnn/persistent/cuda/recurrence_constants.jit.cuh"
 
 namespace weft::rnn {
@@ -11,8 +11,9 @@ struct Pair {
   int unit, column;  // of the layer, of the group
   int length;        // steps of the sequence, 0 where there is no such pair
   int sequence;
-  float bias[kGates + (kGru ? 1 : 0)];
-  float carried;       // forward: h of a gru. Backward: the part of dh that does not come through the weights
+  float bias[kGates + kApart];  // the last, of the recurrent side that stays apart
+  float carried;  // forward: h, where it flows on directly. Backward: the part of dh that does not come through the
+                  // weights
   float carried_cell;  // forward: c. Backward: dc
   float cell;          // backward: c of the step at hand
 };
@@ -20,9 +21,9 @@ struct Pair {
 // Loaded a step ahead, and not looked at before: a conversion would wait for the load.
 struct Ahead {
   int64_t row;
-  Element x[kBackward ? (kSaved > 0 ? kSaved : 1) : kGates];  // backward: gates, of an rnn its output
+  Element x[kBackward ? (kSaved > 0 ? kSaved : 1) : kGates];  // backward: the saved gates, or the output
   Element grad, grad_cell;                                    // of output and cells
-  Element before;                                             // h (gru) or c (lstm) before the step
+  Element before;                                             // the state that the derivative reads, before the step
 };
 
 __device__ __forceinline__ Element load(const Element* p, int64_t at) {
@@ -44,14 +45,14 @@ __device__ __forceinline__ void start_pair(Pair& pair, const Args& args, int dir
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
         pair.bias[g] = widen(load(bi, g * kHidden + pair.unit));
-        if (!(kGru && g == 2)) pair.bias[g] += widen(load(bh, g * kHidden + pair.unit));
+        if (g != CellTraits::kApart) pair.bias[g] += widen(load(bh, g * kHidden + pair.unit));
       }
-      if constexpr (kGru) pair.bias[3] = widen(load(bh, 2 * kHidden + pair.unit));
-      if (kGru) pair.carried = widen(load(args.h0, at));
-      if (kLstm) pair.carried_cell = widen(load(args.c0, at));
+      if constexpr (kApart) pair.bias[kGates] = widen(load(bh, CellTraits::kApart * kHidden + pair.unit));
+      if (CellTraits::kBefore == StateName::kH) pair.carried = widen(load(args.h0, at));
+      if (kHasC) pair.carried_cell = widen(load(args.c0, at));
     } else {
       pair.carried = widen(load(args.grad_h_n, at));
-      if constexpr (kLstm) {
+      if constexpr (kHasC) {
         pair.carried_cell = widen(load(args.grad_c_n, at));
         pair.cell =
             widen(args.cells[row_of(args, direction, pair.sequence, pair.length, pair.length - 1) * args.output_stride +
@@ -74,14 +75,14 @@ __device__ __forceinline__ void load_ahead(Ahead& a, const Args& args, int direc
     if constexpr (kSaved > 0) {
 #pragma unroll
       for (int g = 0; g < kSaved; ++g) a.x[g] = x[g * kHidden];
-      if (kLstm) a.grad_cell = load(args.grad_cells, at);
-      const Element* const states = kLstm ? args.cells : args.output;
+      if (kHasC) a.grad_cell = load(args.grad_cells, at);
+      const Element* const states = kHasC ? args.cells : args.output;
       if (step > 0) {
         const int64_t row = row_of(args, direction, pair.sequence, pair.length, step - 1);
         a.before = states[row * args.output_stride + direction * kHidden + pair.unit];
       } else {
         a.before =
-            load(kLstm ? args.c0 : args.h0, int64_t(direction * args.batch + pair.sequence) * kHidden + pair.unit);
+            load(kHasC ? args.c0 : args.h0, int64_t(direction * args.batch + pair.sequence) * kHidden + pair.unit);
       }
     } else {
       a.x[0] = args.output[at];
@@ -92,35 +93,32 @@ __device__ __forceinline__ void load_ahead(Ahead& a, const Args& args, int direc
 // What a step makes of a pair; zeros in the vector where its sequence does not run.
 struct Results {
   Element next[kValues];  // its part of the next vector
-  Element gates[4];       // forward: what is saved. Backward: gates[2] is dn of a gru
+  Element gates[4];       // forward: what is saved. Backward: [0] is the input side of a gate whose sides stay apart
   Element cell;
 };
 
 __device__ __forceinline__ Results step_forward(Pair& pair, const Ahead& now, const float (&product)[kRowsOfUnit],
                                                 bool active) {
   Results result = {};
-  float pre[kGates];
+  float pre[kGates], saved[CellTraits::kSaved + 1], input = 0.0f, c = pair.carried_cell;
 #pragma unroll
-  for (int g = 0; g < kGates; ++g) pre[g] = widen(now.x[g]) + pair.bias[g];
-  float h;
-  if constexpr (kGru) {
-    const float r = sigmoid(pre[0] + product[0]), z = sigmoid(pre[1] + product[1]), m = pair.bias[3] + product[2];
-    const float n = hyperbolic_tangent(pre[2] + r * m);
-    h = n + z * (pair.carried - n);
-    pair.carried = active ? h : pair.carried;
-    result.gates[0] = narrow(r), result.gates[1] = narrow(z), result.gates[2] = narrow(n), result.gates[3] = narrow(m);
-  } else if constexpr (kLstm) {
-    const float in = sigmoid(pre[0] + product[0]), f = sigmoid(pre[1] + product[1]);
-    const float g = hyperbolic_tangent(pre[2] + product[2]), o = sigmoid(pre[3] + product[3]);
-    const float c = f * pair.carried_cell + in * g;
-    h = o * hyperbolic_tangent(c);
-    pair.carried_cell = active ? c : pair.carried_cell;
-    result.gates[0] = narrow(in), result.gates[1] = narrow(f), result.gates[2] = narrow(g), result.gates[3] = narrow(o);
-    result.cell = narrow(pair.carried_cell);
-  } else {
-    h = pre[0] + product[0];
-    h = kCell == Cell::kRnnTanh ? hyperbolic_tangent(h) : h <= 0.0f ? 0.0f : h;
+  for (int g = 0; g < kGates; ++g) {
+    const float entering = widen(now.x[g]) + pair.bias[g];
+    if (g == CellTraits::kApart) {
+      input = entering;
+      pre[g] = pair.bias[kGates - 1 + kApart] + product[g];
+    } else {
+      pre[g] = entering + product[g];
+    }
   }
+  const float h = CellTraits::forward<DeviceMath<float>>(pre, input, pair.carried, c, saved);
+  if constexpr (CellTraits::kBefore == StateName::kH) pair.carried = active ? h : pair.carried;
+  if constexpr (kHasC) {
+    pair.carried_cell = active ? c : pair.carried_cell;
+    result.cell = narrow(pair.carried_cell);
+  }
+#pragma unroll
+  for (int g = 0; g < CellTraits::kSaved; ++g) result.gates[g] = narrow(saved[g]);
   result.next[0] = active ? narrow(h) : Element(0);
   return result;
 }
@@ -129,29 +127,21 @@ __device__ __forceinline__ Results step_backward(Pair& pair, const Ahead& now, c
                                                  bool active) {
   Results result = {};
   const float dh = product[0] + pair.carried + widen(now.grad);
-  if constexpr (kGru) {
-    const float r = widen(now.x[0]), z = widen(now.x[1]), n = widen(now.x[2]), m = widen(now.x[3]);
-    const float dn = dh * (1.0f - z) * (1.0f - n * n);
-    pair.carried = active ? dh * z : pair.carried;
-    result.next[0] = narrow(dn * m * r * (1.0f - r));
-    result.next[1] = narrow(dh * (widen(now.before) - n) * z * (1.0f - z));
-    result.next[2] = narrow(dn * r);
-    result.gates[2] = narrow(dn);
-  } else if constexpr (kLstm) {
-    const float in = widen(now.x[0]), f = widen(now.x[1]), g = widen(now.x[2]), o = widen(now.x[3]);
-    const float before = widen(now.before), squashed = hyperbolic_tangent(pair.cell);
-    const float dc = pair.carried_cell + widen(now.grad_cell) + dh * o * (1.0f - squashed * squashed);
-    result.next[0] = narrow(dc * g * in * (1.0f - in));
-    result.next[1] = narrow(dc * before * f * (1.0f - f));
-    result.next[2] = narrow(dc * in * (1.0f - g * g));
-    result.next[3] = narrow(dh * squashed * o * (1.0f - o));
-    pair.carried = active ? 0.0f : pair.carried;
-    pair.carried_cell = active ? dc * f : pair.carried_cell;
+  float d[CellTraits::kChain], saved[CellTraits::kSaved + 1], after = 0.0f, before = 0.0f, direct = 0.0f;
+#pragma unroll
+  for (int g = 0; g < CellTraits::kSaved; ++g) saved[g] = widen(now.x[g]);
+  if constexpr (CellTraits::kAfter == StateName::kH) after = widen(now.x[0]);
+  if constexpr (CellTraits::kAfter == StateName::kC) after = pair.cell;
+  if constexpr (CellTraits::kBefore != StateName::kNone) before = widen(now.before);
+  const auto arrive = [&](float from_h) { return pair.carried_cell + widen(now.grad_cell) + from_h; };
+  CellTraits::backward<DeviceMath<float>>(dh, arrive, saved, after, before, d, direct);
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) result.next[v] = narrow(d[v == CellTraits::kApart ? CellTraits::kChain - 1 : v]);
+  if constexpr (kApart) result.gates[0] = narrow(d[CellTraits::kApart]);
+  pair.carried = active ? (CellTraits::kBefore == StateName::kH ? direct : 0.0f) : pair.carried;
+  if constexpr (kHasC) {
+    pair.carried_cell = active ? direct : pair.carried_cell;
     pair.cell = active ? before : pair.cell;
-  } else {
-    const float y = widen(now.x[0]);
-    result.next[0] = narrow(kCell == Cell::kRnnTanh ? dh * (1.0f - y * y) : y <= 0.0f ? 0.0f : dh);
-    pair.carried = active ? 0.0f : pair.carried;
   }
 #pragma unroll
   for (int v = 0; v < kValues; ++v) result.next[v] = active ? result.next[v] : Element(0);
@@ -165,7 +155,7 @@ __device__ __forceinline__ void store_results(const Args& args, int direction, c
   if constexpr (!kBackward) {
     const int64_t at = row * args.output_stride + direction * kHidden + pair.unit;
     if (stores) args.output[at] = result.next[0];
-    if (kLstm && args.cells) args.cells[at] = result.cell;
+    if (kHasC && args.cells) args.cells[at] = result.cell;
     if (kSaved > 0 && args.save) {
       Element* const gates = args.x + direction * args.x_direction + row * args.x_stride + pair.unit;
 #pragma unroll
@@ -174,14 +164,15 @@ __device__ __forceinline__ void store_results(const Args& args, int direction, c
     if (step == pair.length - 1) {
       const int64_t end = int64_t(direction * args.batch + pair.sequence) * kHidden + pair.unit;
       args.h_n[end] = result.next[0];
-      if (kLstm) args.c_n[end] = result.cell;
+      if (kHasC) args.c_n[end] = result.cell;
     }
   } else {
     Element* const dgates = args.dgates + direction * args.dgates_direction + row * args.dgates_stride + pair.unit;
-    if (kGru) dgates[2 * kHidden] = result.gates[2];
+    if (kApart) dgates[CellTraits::kApart * kHidden] = result.gates[0];
     if (stores) {
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) dgates[(kGru && v == 2 ? 3 : v) * kHidden] = result.next[v];
+      for (int v = 0; v < kValues; ++v)
+        dgates[(v == CellTraits::kApart ? CellTraits::kChain - 1 : v) * kHidden] = result.next[v];
     }
   }
 }
@@ -191,7 +182,7 @@ __device__ __forceinline__ void store_initial(const Args& args, int direction, c
   if (pair.length == 0) return;
   const int64_t at = int64_t(direction * args.batch + pair.sequence) * kHidden + pair.unit;
   if (args.h_n) args.h_n[at] = narrow(product + pair.carried);
-  if (kLstm && args.c_n) args.c_n[at] = narrow(pair.carried_cell);
+  if (kHasC && args.c_n) args.c_n[at] = narrow(pair.carried_cell);
 }
 
 }  // namespace weft::rnn

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/cuda/ptx.jit.cuh"
+#include "rnn/cells/cells.h"
 #include "rnn/persistent/cuda/recurrence_args.h"
 #include "rnn/persistent/cuda/recurrence_layout.h"
 
@@ -15,7 +16,8 @@ namespace weft::rnn {
 constexpr Cell kCell = Cell(CELL);
 constexpr RecurrenceType kType = RecurrenceType(TYPE);
 constexpr bool kBackward = BACKWARD, kPacked = PACKED, kFma = FMA, kShared = EXCHANGE == 0, kPools = CLUSTER > 1;
-constexpr bool kGru = kCell == Cell::kGru, kLstm = kCell == Cell::kLstm;
+using CellTraits = Traits<kCell>;
+constexpr bool kApart = CellTraits::kApart >= 0, kHasC = CellTraits::kStates == 2;
 constexpr int kHidden = HIDDEN, kGroup = GROUP, kColumns = COLUMNS, kUnits = UNITS, kSplit = SPLIT, kCluster = CLUSTER;
 constexpr int kThreads = 32 * WARPS;
 

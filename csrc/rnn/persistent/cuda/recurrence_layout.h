@@ -2,7 +2,7 @@
 // that runs compute it here. Integers alone.
 #pragma once
 #include "common/integers.h"
-#include "rnn/cells/cell.h"
+#include "rnn/cells/cells.h"
 
 namespace weft::rnn {
 
@@ -64,7 +64,7 @@ struct RecurrenceLayout {
     const int bytes = element_bytes(s.type);
     per_chunk = 16 / bytes;
     gates = gate_blocks(s.cell);
-    saved = has_gates(s.cell) ? 4 : 0;
+    saved = saved_blocks(s.cell);
     rows_of_unit = s.backward ? 1 : gates;
     values = s.backward ? gates : 1;
     padded_hidden = int(ceil_div(s.hidden, per_chunk)) * per_chunk;

@@ -1,6 +1,7 @@
 #include "rnn/scan/cuda/scan.h"
 
 #include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/_cudnn_rnn.h>
 #include <ATen/ops/_cudnn_rnn_flatten_weight.h>
 #include <ATen/ops/addmm.h>
@@ -9,11 +10,7 @@
 #include <ATen/ops/cudnn_is_acceptable.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/gru.h>
-#include <ATen/ops/lstm.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/rnn_relu.h>
-#include <ATen/ops/rnn_tanh.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -57,11 +54,11 @@ Tensor columns_of(const Tensor& t, const RnnSizes& s, int d) {
   return s.D == 1 || !t.defined() || t.dim() != 3 ? t : t.narrow(2, d * s.H, s.H);
 }
 
-// h0 and, of an lstm, c0 (D,B,H) in `compute`; zeros where they are not given.
+// h0 and, where the cell has it, c0 (D,B,H) in `compute`; zeros where they are not given.
 std::pair<Tensor, Tensor> initial_state(const RnnArgs& args, const RnnSizes& s, at::ScalarType compute) {
   if (args.h0) return {contiguous_in(*args.h0, compute), contiguous_in(args.c0, compute)};
   const Tensor zeros = at::zeros({s.D, s.B, s.H}, args.input.options().dtype(compute));
-  return {zeros, args.cell == Cell::kLstm ? zeros : Tensor()};
+  return {zeros, has_c(args.cell) ? zeros : Tensor()};
 }
 
 ScanShape shape_of(const RnnArgs& args, const RnnSizes& s, int d) {
@@ -79,37 +76,39 @@ int64_t steps_at_a_time(int64_t gates_of_a_step) {
 void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor& h0, const Tensor& c0,
                       const Tensor& w_ih, const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh,
                       RnnResults& results) {
-  const bool bias = b_ih.defined(), lstm = cell == Cell::kLstm;
+  const bool bias = b_ih.defined(), with_c = has_c(cell);
   const Tensor steps = reverse ? input.flip(0) : input;
   Tensor h = h0, c = c0;
   std::vector<Tensor> weights = {w_ih, w_hh};
   if (bias) weights.insert(weights.end(), {b_ih, b_hh});
   const bool cudnn = at::cudnn_is_acceptable(steps);
-  const int64_t mode = cell == Cell::kRnnRelu ? 0 : cell == Cell::kRnnTanh ? 1 : lstm ? 2 : 3;  // cudnnRNNMode_t
+  const int64_t mode = kCells[int(cell)].cudnn_mode;
   Tensor buffer;
   if (cudnn) {
-    // at::lstm and its kin end in the same kernel, and warn of weights that do not lie in one piece of memory. These
+    // torch's own functions end in the same kernel, and warn of weights that do not lie in one piece of memory. These
     // are moved into one; the aliases follow them there, the caller's tensors stay where they are.
     for (Tensor& w : weights) w = at::alias(w);
     buffer = at::_cudnn_rnn_flatten_weight(weights, int64_t(weights.size()), input.size(2), mode, h0.size(2),
                                            /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false,
                                            /*bidirectional=*/false);
   }
+  const auto torchs =
+      c10::Dispatcher::singleton().findSchemaOrThrow((std::string("aten::") + kCells[int(cell)].name).c_str(), "input");
   auto run = [&](const Tensor& part) {
     Tensor output;
     if (cudnn) {
       std::tie(output, h, c, std::ignore, std::ignore) =
-          at::_cudnn_rnn(part, weights, int64_t(weights.size()), buffer, h, lstm ? OptionalTensor(c) : std::nullopt,
+          at::_cudnn_rnn(part, weights, int64_t(weights.size()), buffer, h, with_c ? OptionalTensor(c) : std::nullopt,
                          mode, h0.size(2), /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*dropout=*/0.0,
                          /*train=*/false, /*bidirectional=*/false, {}, std::nullopt);
-    } else if (lstm) {
-      std::tie(output, h, c) = at::lstm(part, {h, c}, weights, bias, 1, 0.0, false, false, false);
-    } else if (cell == Cell::kGru) {
-      std::tie(output, h) = at::gru(part, h, weights, bias, 1, 0.0, false, false, false);
-    } else if (cell == Cell::kRnnRelu) {
-      std::tie(output, h) = at::rnn_relu(part, h, weights, bias, 1, 0.0, false, false, false);
+    } else if (with_c) {
+      using Signature = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, at::TensorList, at::TensorList, bool, int64_t,
+                                                           double, bool, bool, bool);
+      std::tie(output, h, c) = torchs.typed<Signature>().call(part, {h, c}, weights, bias, 1, 0.0, false, false, false);
     } else {
-      std::tie(output, h) = at::rnn_tanh(part, h, weights, bias, 1, 0.0, false, false, false);
+      using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, at::TensorList, bool, int64_t, double,
+                                                   bool, bool, bool);
+      std::tie(output, h) = torchs.typed<Signature>().call(part, h, weights, bias, 1, 0.0, false, false, false);
     }
     return output;
   };
@@ -125,21 +124,22 @@ void forward_by_torch(Cell cell, bool reverse, const Tensor& input, const Tensor
   }
   results.output = reverse ? output.flip(0) : output.contiguous();
   results.h_n.copy_(h);
-  if (lstm) results.c_n.copy_(c);
+  if (with_c) results.c_n.copy_(c);
 }
 
 // The gates that torch's kernel keeps to itself, from its output: two matrix products over all steps and a pointwise
-// kernel; the cells of an lstm are a diagonal scan over them.
+// kernel; c, where the cell has it, is a diagonal scan over them.
 void recover_gates(const ScanShape& shape, const Tensor& input, const Tensor& h0, const Tensor& c0, const Tensor& w_ih,
                    const Tensor& w_hh, const Tensor& b_ih, const Tensor& b_hh, const RnnResults& results) {
   const int64_t T = shape.T, B = shape.B, H = shape.H, later = (T - 1) * B;
-  const bool gru = shape.cell == Cell::kGru, bias = b_ih.defined();
+  const bool apart = sides_apart(shape.cell), bias = b_ih.defined();
   const Tensor gates = results.gates.view({T * B, 4 * H}), output = results.output.view({T * B, H});
   // The rows of all steps but the first, and those of the states before them.
   const Tensor after = gates.narrow(0, shape.reverse ? 0 : B, later),
                first = gates.narrow(0, shape.reverse ? later : 0, B),
                before = output.narrow(0, shape.reverse ? B : 0, later), start = h0.squeeze(0);
-  const int64_t summed = gru ? 2 * H : 4 * H;  // columns where both sides are added
+  const int64_t rows_of_w = w_hh.size(0),
+                summed = apart ? rows_of_w - H : rows_of_w;  // columns where both sides are added
 
   Tensor entering = gates.narrow(1, 0, w_ih.size(0));
   const Tensor rows = input.view({T * B, input.size(2)});
@@ -153,11 +153,11 @@ void recover_gates(const ScanShape& shape, const Tensor& input, const Tensor& h0
   const Tensor w_summed = w_hh.narrow(0, 0, summed).t();
   after.narrow(1, 0, summed).addmm_(before, w_summed);
   first.narrow(1, 0, summed).addmm_(start, w_summed);
-  if (gru) {
-    const Tensor w_n = w_hh.narrow(0, 2 * H, H).t();
-    Tensor m = after.narrow(1, 3 * H, H), m_first = first.narrow(1, 3 * H, H);
+  if (apart) {
+    const Tensor w_n = w_hh.narrow(0, summed, H).t();
+    Tensor m = after.narrow(1, rows_of_w, H), m_first = first.narrow(1, rows_of_w, H);
     if (bias) {
-      const Tensor b_n = b_hh.narrow(0, 2 * H, H);
+      const Tensor b_n = b_hh.narrow(0, summed, H);
       at::addmm_out(m, b_n, before, w_n);
       at::addmm_out(m_first, b_n, start, w_n);
     } else {
@@ -166,14 +166,14 @@ void recover_gates(const ScanShape& shape, const Tensor& input, const Tensor& h0
     }
   }
 
-  const Tensor into_cells = gru ? Tensor() : at::empty_like(results.cells);
+  const Tensor into_cells = !has_c(shape.cell) ? Tensor() : at::empty_like(results.cells);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (gates.scalar_type() == at::kFloat) {
     scan_gates(shape, mutable_pointer<float>(gates), mutable_pointer<float>(into_cells), stream);
   } else {
     scan_gates(shape, mutable_pointer<double>(gates), mutable_pointer<double>(into_cells), stream);
   }
-  if (!gru) {
+  if (has_c(shape.cell)) {
     // c[t] = f c[t-1] + i g
     const Tensor forget = results.gates.view({T, B, 4 * H}).narrow(2, H, H);
     scan::linear_scan_cuda({forget, into_cells, c0.squeeze(0), /*diagonal=*/true, shape.reverse, /*transpose=*/false},
@@ -237,7 +237,8 @@ Gradients gradients_by_products(const Tensor& dgates, const RnnArgs& args, const
                                 const RnnWeights& weights, const Tensor& h0, const Tensor& output, const Mask& mask) {
   const int64_t T = s.T, B = s.B, H = s.H, rows = s.G * H;
   const auto type = args.input.scalar_type();
-  const bool gru = args.cell == Cell::kGru, reverse = direction == 1;
+  const bool apart = sides_apart(args.cell), reverse = direction == 1;
+  const int64_t together = apart ? rows - H : rows;  // whose recurrent sides lie with the input sides in dgates
   Gradients grads;
   const bool products = mask[0] || mask[3] || mask[4];
   const Tensor d = products ? dgates.to(type) : dgates;  // (T, B, K*H)
@@ -260,12 +261,8 @@ Gradients gradients_by_products(const Tensor& dgates, const RnnArgs& args, const
       transposed_product(out, later.narrow(1, column, count), before);
       out.addmm_(first.narrow(1, column, count).t(), h0[0]);
     };
-    if (gru) {
-      part(0, 0, 2 * H);
-      part(2 * H, 3 * H, H);
-    } else {
-      part(0, 0, rows);
-    }
+    part(0, 0, together);
+    if (apart) part(together, rows, H);
   }
   if (mask[5] || mask[6]) {
     const Tensor sums = dgates.sum(at::IntArrayRef{0, 1});  // (K*H)
@@ -273,7 +270,7 @@ Gradients gradients_by_products(const Tensor& dgates, const RnnArgs& args, const
     if (mask[5]) grads[5] = sums.narrow(0, 0, rows).to(type, /*non_blocking=*/false, /*copy=*/true);
     if (mask[6]) {
       grads[6] =
-          gru ? at::cat({sums.narrow(0, 0, 2 * H), sums.narrow(0, 3 * H, H)}).to(type) : sums.to(type, false, true);
+          apart ? at::cat({sums.narrow(0, 0, together), sums.narrow(0, rows, H)}).to(type) : sums.to(type, false, true);
     }
   }
   return grads;
@@ -294,9 +291,9 @@ bool scan_has_kernels(const RnnArgs& args, const RnnSizes& s) {
 RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = args.input.scalar_type(), compute = accumulate_type(type);
-  const bool lstm = args.cell == Cell::kLstm;
+  const bool with_c = has_c(args.cell);
   // Gates and cells come together.
-  RnnResults r = allocate_rnn(args, s, keep_cells, save || (lstm && keep_cells), compute, compute);
+  RnnResults r = allocate_rnn(args, s, keep_cells, save || (with_c && keep_cells), compute, compute);
   const Tensor x = contiguous_in(args.input, compute);
   const auto [h0, c0] = initial_state(args, s, compute);
   std::vector<Tensor> outputs, cells;  // of two directions
@@ -348,12 +345,12 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
   // The kernels keep fp32's digits, and so do the matrix products around them.
   const at::NoTF32Guard no_tf32;
   const auto type = args.input.scalar_type(), compute = accumulate_type(type);
-  const bool lstm = args.cell == Cell::kLstm, bias = s.bias;
+  const bool with_c = has_c(args.cell), bias = s.bias;
   const auto options = args.input.options().dtype(compute);
   const auto [h0, c0] = initial_state(args, s, compute);
   const Tensor saved_gates = gates.contiguous(), arriving_h = contiguous_in(given.h_n, compute),
                arriving_c = contiguous_in(given.c_n, compute), grad_h0 = at::empty({s.D, s.B, s.H}, options),
-               grad_c0 = lstm ? at::empty({s.D, s.B, s.H}, options) : Tensor();
+               grad_c0 = with_c ? at::empty({s.D, s.B, s.H}, options) : Tensor();
   std::vector<Tensor> result(output_mask.size());
   for (int d = 0; d < s.D; ++d) {
     const size_t first = size_t(rnn_first_weight(s, d));

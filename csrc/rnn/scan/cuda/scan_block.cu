@@ -2,6 +2,7 @@
 #include "rnn/scan/cuda/scan_block.h"
 
 #include <algorithm>
+#include <string>
 
 #include "common/cuda/device_costs.h"
 #include "common/integers.h"
@@ -14,8 +15,8 @@ namespace {
 struct BlockCosts {
   double product_step;                           // one step of (1) beside what follows
   double product_megafma, wide_product_megafma;  // bf16 multiply-adds of one SM, for H <= 64 and above
-  double feed_rnn, feed_gru, feed_lstm;          // what the feeders of a block take for a step
-  double feed_wide_gru, weight_megabyte;         // with W from L2
+  double feed[kCellCount];                       // what the feeders of a block take for a step of each cell
+  double feed_wide, weight_megabyte;             // with W from L2
   double boundary_step, boundary_megabyte;       // one chunk in (2) beside what the bytes of P cost
   double replay_step, replay_megafma;            // one step of one block beside its arithmetic, of one SM
   double launches;                               // three more kernels, and the start of a chunk in each
@@ -24,8 +25,8 @@ struct BlockCosts {
     const costs::Table& of = all.table("rnn.scan_block");
     product_step = of("product_step");
     product_megafma = of("product_megafma"), wide_product_megafma = of("wide_product_megafma");
-    feed_rnn = of("feed_rnn"), feed_gru = of("feed_gru"), feed_lstm = of("feed_lstm");
-    feed_wide_gru = of("feed_wide_gru"), weight_megabyte = of("weight_megabyte");
+    for (int cell = 0; cell < kCellCount; ++cell) feed[cell] = of((std::string("feed_") + kCells[cell].costs).c_str());
+    feed_wide = of("feed_wide"), weight_megabyte = of("weight_megabyte");
     boundary_step = of("boundary_step"), boundary_megabyte = of("boundary_megabyte");
     replay_step = of("replay_step"), replay_megafma = of("replay_megafma");
     launches = of("launches");
@@ -35,10 +36,6 @@ constexpr double kReplayResident = 2;  // blocks on an SM whose latencies overla
 constexpr int64_t kShortestChunk = 4;
 // The maps take this much memory, or half of what the activations of the gates take where that is more.
 constexpr double kMapBytes = 32 << 20;
-
-int parts(Cell cell) {
-  return cell == Cell::kLstm ? 2 : 1;
-}
 
 // Two blocks for every product while that leaves no SM with two of them.
 int choose_splits(int64_t products, int sm_count) {
@@ -54,16 +51,14 @@ double replay_time(const ScanShape& shape, int64_t chunks, int sm_count) {
 
 double products_time(const ScanShape& shape, int64_t chunks, int sm_count) {
   const int64_t H = shape.H, k = ceil_div(H, 16) * 16, n = ceil_div(H, 32) * 32, products = shape.B * (chunks - 1);
-  const bool lstm = shape.cell == Cell::kLstm, gru = shape.cell == Cell::kGru, wide = lstm || H > 64;
+  const bool two = has_c(shape.cell), wide = two || H > 64, direct = has_gates(shape.cell) && !two;
   const auto& costs = costs_here<BlockCosts>();
   const int splits = choose_splits(products, sm_count);
   const double blocks = double(ceil_div(products * splits, sm_count));
   const double multiply =
-      6e-6 * k * n * k * (lstm ? 4 : 1) / splits * (wide ? costs.wide_product_megafma : costs.product_megafma);
-  const double feed = lstm   ? costs.feed_lstm
-                      : !gru ? costs.feed_rnn
-                      : wide ? costs.feed_wide_gru + 12e-6 * H * H * costs.weight_megabyte
-                             : costs.feed_gru;
+      6e-6 * k * n * k * (two ? 4 : 1) / splits * (wide ? costs.wide_product_megafma : costs.product_megafma);
+  const double feed =
+      direct && wide ? costs.feed_wide + 12e-6 * H * H * costs.weight_megabyte : costs.feed[int(shape.cell)];
   const double resident = wide ? 1 : 2;
   return ceil_div(shape.T, chunks) *
          (costs.product_step + std::max(multiply * blocks, feed * std::max(1., blocks / resident)));
@@ -82,8 +77,8 @@ BlockGeometry block_geometry(const ScanShape& shape, int64_t chunks) {
   const DeviceLimits& limits = device_limits();
   BlockGeometry p{};
   p.units = padded_units(shape.H);
-  p.padded = parts(shape.cell) * p.units;
-  p.H = shape.cell == Cell::kLstm ? p.padded : shape.H;
+  p.padded = states_of(shape.cell) * p.units;
+  p.H = has_c(shape.cell) ? p.padded : shape.H;
   p.batch = shape.B;
   p.length = std::max<int64_t>(ceil_div(shape.T, std::max<int64_t>(chunks, 1)), 1);
   p.chunks = std::max<int64_t>(ceil_div(shape.T, p.length), 1);
@@ -106,7 +101,7 @@ scan::Stages block_stages(const ScanShape& shape, int64_t chunks) {
   stages.replay = replay_time(shape, chunks, sm_count);
   if (chunks == 1) return stages;
   const auto& costs = costs_here<BlockCosts>();
-  const double states = double(parts(shape.cell)) * shape.H;
+  const double states = double(states_of(shape.cell)) * shape.H;
   const double boundary = costs.boundary_step + 4e-6 * states * states * costs.boundary_megabyte;
   stages.launches = costs.launches;
   stages.products = products_time(shape, chunks, sm_count);
@@ -151,16 +146,7 @@ int64_t block_workspace(const ScanShape& shape, int64_t chunks) {
 void block_chain(const ScanShape& shape, const ScanChain<float>& args, int64_t chunks, cudaStream_t stream) {
   BlockGeometry p = block_geometry(shape, chunks);
   p.workspace = args.workspace;
-  switch (shape.cell) {
-    case Cell::kGru:
-      return gru_block(shape, args, p, stream);
-    case Cell::kLstm:
-      return lstm_block(shape, args, p, stream);
-    case Cell::kRnnRelu:
-      return relu_block(shape, args, p, stream);
-    case Cell::kRnnTanh:
-      return tanh_block(shape, args, p, stream);
-  }
+  with_cell(shape.cell, [&]<Cell cell>() { cell_block<cell>(shape, args, p, stream); });
 }
 
 }  // namespace weft::rnn

@@ -28,9 +28,7 @@ namespace {
 using namespace scan::block;
 
 template <Cell cell>
-constexpr bool kGated = cell == Cell::kGru || cell == Cell::kLstm;
-template <Cell cell>
-constexpr int kParts = cell == Cell::kLstm ? 2 : 1;
+constexpr int kParts = states_of(cell);
 
 // ------------------------------------------------------------------------------------------------------ 1. products
 template <Cell cell, int kUnits>
@@ -39,34 +37,33 @@ struct ProductMemory {
   static constexpr int kGates = gate_blocks(cell), kWeights = kUnits * kUnits;
   // 16 bytes more than a multiple of 32 banks: the eight rows that ldmatrix reads lie in different banks.
   static constexpr int kPitch = kUnits + 8, kPlane = kUnits * kPitch, kTile = 3 * kPlane;
-  static constexpr int kTiles = cell == Cell::kLstm ? 3 : kGated<cell> ? 2 : 1;
-  static constexpr int kCoefficients = cell == Cell::kLstm ? 3 : 1;
+  static constexpr int kTiles = kTwoStates<cell> ? 3 : !kScaled<cell> ? 2 : 1;
+  static constexpr int kCoefficients = kTwoStates<cell> ? 3 : 1;
   static constexpr int kRowsAtOnce = kUnits == 64 ? 2 : 1;  // of one feeder's load of 4 columns per lane
-  static constexpr int kSums = kGated<cell> ? kFeeders * kRowsAtOnce : 0;
+  static constexpr int kSums = !kScaled<cell> ? kFeeders * kRowsAtOnce : 0;
   static constexpr size_t kBytes = product_shared_bytes(cell, kUnits);
 
   uint16_t* tiles;      // the formed matrix twice, then what is the same at every step
   float* weights;       // (G, units, units)
-  float* coefficients;  // twice (kCoefficients, units): rnn d; gru carry; lstm o, to_cell, carry
+  float* coefficients;  // twice (kCoefficients, units): scaled d; direct carry; two states o, to_cell, carry
   float4* forming;      // (units): the derivatives that row k of each block is merged with, and what v sends through it
-  float* through;       // (units): what v sends through an LSTM's W_o, or an RNN's W
+  float* through;       // (units): what v sends through the constant matrix: W, or W_o with two states
   float *sums, *tops, *others, *growths;
   __device__ explicit ProductMemory(unsigned char* shared) {
     tiles = reinterpret_cast<uint16_t*>(shared);
     weights = reinterpret_cast<float*>(tiles + kTiles * kTile);
     coefficients = weights + (kHeld ? kGates * kWeights : 0);
     forming = reinterpret_cast<float4*>(coefficients + 2 * kCoefficients * kUnits);
-    through = reinterpret_cast<float*>(forming + (kGated<cell> ? kUnits : 0));
-    sums = through + (cell == Cell::kGru ? 0 : kUnits);
+    through = reinterpret_cast<float*>(forming + (!kScaled<cell> ? kUnits : 0));
+    sums = through + (kDirect<cell> ? 0 : kUnits);
     tops = sums + kSums * kUnits;
     others = tops + kFeeders;
     growths = others + kFeeders;
-    static_assert(kBytes ==
-                  2 * kTiles * kTile + 4 * ((kHeld ? kGates * kWeights : 0) + 2 * kCoefficients * kUnits +
-                                            (kGated<cell> ? 4 * kUnits : 0) + (cell == Cell::kGru ? 0 : kUnits) +
-                                            kSums * kUnits + 2 * kFeeders + 4));
+    static_assert(kBytes == 2 * kTiles * kTile + 4 * ((kHeld ? kGates * kWeights : 0) + 2 * kCoefficients * kUnits +
+                                                      (!kScaled<cell> ? 4 * kUnits : 0) + (kDirect<cell> ? 0 : kUnits) +
+                                                      kSums * kUnits + 2 * kFeeders + 4));
   }
-  __device__ uint16_t* formed(int step) const { return tiles + (kGated<cell> ? step % 2 * kTile : 0); }
+  __device__ uint16_t* formed(int step) const { return tiles + (!kScaled<cell> ? step % 2 * kTile : 0); }
   __device__ uint16_t* constant() const { return tiles + (kTiles - 1) * kTile; }
   __device__ float* coefficient(int step) const { return coefficients + step % 2 * (kCoefficients * kUnits); }
   __device__ float* growth(int step) const { return growths + (step + 4) % 4; }
@@ -116,8 +113,8 @@ struct Feeder {
   float saved[kSaved<cell>] = {}, arriving = 0;
   float gh = 0, gc = 0;      // v
   float largest_weight = 0;  // of row `own` of the constant planes
-  float column[kGated<cell> ? 1 : kUnits];
-  float4 ahead[kGated<cell> && !Memory::kHeld ? kBatch : 1][3];
+  float column[!kScaled<cell> ? 1 : kUnits];
+  float4 ahead[!kScaled<cell> && !Memory::kHeld ? kBatch : 1][3];
 
   __device__ Feeder(const Memory& memory, const ScanShape& shape, const ScanChain<float>& a, const float* weights,
                     int64_t row, int64_t last_step, int index)
@@ -133,17 +130,18 @@ struct Feeder {
         inside(lane < kLanes * kRowsAtOnce),
         cursor(shape, a, last_step, row, min(own, H - 1)) {
     fetch();
-    if constexpr (cell != Cell::kGru) {
-      const float* const constant = this->weights + (cell == Cell::kLstm ? 3 * Memory::kWeights : 0);
+    if constexpr (!kDirect<cell>) {
+      const float* const constant =
+          this->weights + (kTwoStates<cell> ? Traits<cell>::kThroughOutput * Memory::kWeights : 0);
       if (on) {
         for (int n = 0; n < H; ++n) largest_weight = fmaxf(largest_weight, fabsf(constant[own * kUnits + n]));
       }
-      if constexpr (!kGated<cell>) {
+      if constexpr (kScaled<cell>) {
 #pragma unroll
         for (int k = 0; k < kUnits; ++k) column[k] = own < kUnits ? constant[k * kUnits + own] : 0.f;
       }
     }
-    if constexpr (kGated<cell> && !Memory::kHeld) {
+    if constexpr (!kScaled<cell> && !Memory::kHeld) {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) load(i, i);
     }
@@ -202,25 +200,25 @@ struct Feeder {
     float* const coefficient = memory.coefficient(step);
     float direct = 0.f, other = 0.f;
     if (own < kUnits) {
-      if constexpr (cell == Cell::kGru) {
+      if constexpr (kDirect<cell>) {
         coefficient[own] = other = on ? j.carry : 0.f;
-        memory.forming[own] = on ? make_float4(j.r, j.z, j.m, dh) : float4{};
+        memory.forming[own] = on ? make_float4(j.recurrent(0), j.recurrent(1), j.recurrent(2), dh) : float4{};
         direct = on ? j.carry * dh : 0.f;
-      } else if constexpr (cell == Cell::kLstm) {
-        const float q = gc + j.to_cell * dh;
-        coefficient[own] = on ? j.o : 0.f;
+      } else if constexpr (kTwoStates<cell>) {
+        const float q = gc + j.to_cell * dh, o = j.gate[Traits<cell>::kThroughOutput];
+        coefficient[own] = on ? o : 0.f;
         coefficient[kUnits + own] = on ? j.to_cell : 0.f;
         coefficient[2 * kUnits + own] = on ? j.carry : 0.f;
-        memory.forming[own] = on ? make_float4(j.i, j.f, j.g, q) : float4{};
-        memory.through[own] = on ? j.o * dh : 0.f;
+        memory.forming[own] = on ? make_float4(j.gate[0], j.gate[1], j.gate[2], q) : float4{};
+        memory.through[own] = on ? o * dh : 0.f;
         gc = on ? j.carry * q : 0.f;
-        other = on ? float(H) * fabsf(j.o) * largest_weight + j.carry : 0.f;
+        other = on ? float(H) * fabsf(o) * largest_weight + j.carry : 0.f;
       } else {
-        coefficient[own] = on ? j.d : 0.f;
+        coefficient[own] = on ? j.gate[0] : 0.f;
         // ReLU selects: what arrives at a unit that is off is dropped even where it is inf.
-        const bool off = !on || (cell == Cell::kRnnRelu && j.d == 0.f);
-        memory.through[own] = off ? 0.f : j.d * dh;
-        other = on ? fabsf(j.d) * largest_weight : 0.f;
+        const bool off = !on || (Traits<cell>::kSelects && j.gate[0] == 0.f);
+        memory.through[own] = off ? 0.f : j.gate[0] * dh;
+        other = on ? fabsf(j.gate[0]) * largest_weight : 0.f;
       }
     }
     other = warp_max(other);
@@ -229,7 +227,7 @@ struct Feeder {
     feeders_sync();
 
     float norm_of_formed = 0.f;
-    if constexpr (kGated<cell>) {
+    if constexpr (!kScaled<cell>) {
       uint16_t* const tile = memory.formed(step);
       float sum[4] = {}, top = 0.f;
       if constexpr (Memory::kHeld) {
@@ -238,8 +236,8 @@ struct Feeder {
           const int r = index * kStride + row0;
           if (!inside || r >= H) break;
           form(r, *weight(0, index), *weight(1, index), *weight(2, index), tile, sum, top);
-          if constexpr (cell == Cell::kLstm) {
-            const float4 w = *weight(3, index);
+          if constexpr (kTwoStates<cell>) {
+            const float4 w = *weight(Traits<cell>::kThroughOutput, index);
             const float x = memory.through[r];
             sum[0] = fmaf(w.x, x, sum[0]);
             sum[1] = fmaf(w.y, x, sum[1]);
@@ -288,11 +286,11 @@ struct Feeder {
     }
     if (own == 0) {
       for (int i = 0; i < kFeeders; ++i) other = fmaxf(other, memory.others[i]);
-      // Bounds of the Jacobian's norm: H times the largest element, and what flows on directly. An LSTM's q and dh may
-      // both be as large as the state's two parts together.
-      const float norm = cell == Cell::kGru    ? norm_of_formed + other
-                         : cell == Cell::kLstm ? 2.f * norm_of_formed + 4.f * other
-                                               : float(H) * other;
+      // Bounds of the Jacobian's norm: H times the largest element, and what flows on directly. With two states q and
+      // dh may both be as large as the state's two parts together.
+      const float norm = kDirect<cell>      ? norm_of_formed + other
+                         : kTwoStates<cell> ? 2.f * norm_of_formed + 4.f * other
+                                            : float(H) * other;
       *memory.growth(step) = step == 0 ? 0.f : *memory.growth(step - 1) + (norm == 0.f ? 2 * kZeroGrowth : log2f(norm));
     }
   }
@@ -303,7 +301,7 @@ constexpr int kProductThreads = 32 * (kParts<cell> * kUnits / 16 + kFeeders);
 
 // Grid: (splits, chunks - 1, B) flattened, split fastest; a split has its own columns.
 template <Cell cell, int kUnits>
-__global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::kLstm && kUnits == 64 ? 2 : 1)
+__global__ void __launch_bounds__(kProductThreads<cell, kUnits>, !kTwoStates<cell> && kUnits == 64 ? 2 : 1)
     product_kernel(const ScanShape shape, const ScanChain<float> a, const BlockGeometry p) {
   using Memory = ProductMemory<cell, kUnits>;
   constexpr int kTiles = kUnits / 8, kAll = kParts<cell> * kTiles;  // of 8 entries of a column
@@ -315,7 +313,7 @@ __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::k
   const int64_t rest = blockIdx.x / p.splits, chunk = rest % (p.chunks - 1), row = rest / (p.chunks - 1);
   const int H = shape.H, length = int(p.length);
   const ChunkMap<float> map(p, row, chunk);
-  fill(memory, p.weights, shared, cell != Cell::kGru, cell == Cell::kLstm ? 3 : 0);
+  fill(memory, p.weights, shared, !kDirect<cell>, kTwoStates<cell> ? Traits<cell>::kThroughOutput : 0);
 
   if (warp >= workers) {
     const int own = int(threadIdx.x) - 32 * workers;
@@ -364,7 +362,7 @@ __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::k
         const int q = 2 * kk + half;
         auto at = [&](int n) { return *reinterpret_cast<const float2*>(coefficient + n * kUnits + 8 * q); };
         float(&h)[4] = P[q];
-        if constexpr (cell == Cell::kLstm) {
+        if constexpr (kTwoStates<cell>) {
           const float2 o = at(0), to_cell = at(1), carry = at(2);
           float(&cell_part)[4] = P[kTiles + q];
 #pragma unroll
@@ -373,7 +371,7 @@ __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::k
             cell_part[i] = (i % 2 ? carry.y : carry.x) * rows[half][i];
             through_output[half][i] = (i % 2 ? o.y : o.x) * h[i];
           }
-        } else if constexpr (cell == Cell::kGru) {
+        } else if constexpr (kDirect<cell>) {
           // What flows on directly is added last and in full precision: with saturated gates it is nearly all.
           const float2 carry = at(0);
 #pragma unroll
@@ -388,14 +386,14 @@ __global__ void __launch_bounds__(kProductThreads<cell, kUnits>, cell != Cell::k
         }
       }
       multiply_rows<3, Memory::kPlane, Memory::kPitch, true>(rows, tile, kk, H, lane, Q);
-      if constexpr (cell == Cell::kLstm) {
+      if constexpr (kTwoStates<cell>) {
         multiply_rows<3, Memory::kPlane, Memory::kPitch, true>(through_output, memory.constant(), kk, H, lane, Q);
       }
     }
 #pragma unroll
     for (int q = 0; q < kTiles; ++q) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) P[q][i] = cell == Cell::kGru ? P[q][i] + Q[q][i] : Q[q][i];
+      for (int i = 0; i < 4; ++i) P[q][i] = kDirect<cell> ? P[q][i] + Q[q][i] : Q[q][i];
     }
   }
   step_sync();
@@ -553,7 +551,7 @@ __global__ void __launch_bounds__(kReplayThreads)
   Replay<cell, kUnits>::template run<true>(shape, a, row, begin, end, g.x, g.y, reinterpret_cast<float*>(shared));
   if (on && chunk == p.chunks - 1) {
     a.grad_h0[row * shape.H + own] = g.x;
-    if constexpr (cell == Cell::kLstm) a.grad_c0[row * shape.H + own] = g.y;
+    if constexpr (kTwoStates<cell>) a.grad_c0[row * shape.H + own] = g.y;
   }
 }
 
@@ -598,7 +596,7 @@ __global__ void __launch_bounds__(kReplayThreads)
     x[own] = g.x;
     if constexpr (kParts<cell> == 2) x[kUnits + own] = g.y;
   }
-  carry_through_chunks<float, cell == Cell::kRnnRelu>(
+  carry_through_chunks<float, Traits<cell>::kSelects>(
       p, row, {x, z, partial, ring, barriers, scratch}, [&](int64_t chunk) {
         const bool on = own < shape.H;
         const float gh = on ? x[own] : 0.f, gc = on && kParts<cell> == 2 ? x[kUnits + own] : 0.f;
@@ -642,11 +640,17 @@ void launch_units(const ScanShape& shape, const ScanChain<float>& a, BlockGeomet
 template <Cell cell>
 void launch_cell(const ScanShape& shape, const ScanChain<float>& a, const BlockGeometry& p, cudaStream_t stream) {
   if (p.units == 64) return launch_units<cell, 64>(shape, a, p, stream);
-  if constexpr (cell != Cell::kLstm) {
+  if constexpr (Traits<cell>::kScanHidden > 64) {
     if (p.units == 96) return launch_units<cell, 96>(shape, a, p, stream);
     launch_units<cell, 128>(shape, a, p, stream);
   }
 }
 
 }  // namespace
+
+template <Cell cell>
+void cell_block(const ScanShape& shape, const ScanChain<float>& args, BlockGeometry p, cudaStream_t stream) {
+  launch_cell<cell>(shape, args, p, stream);
+}
+
 }  // namespace weft::rnn

@@ -21,14 +21,14 @@ constexpr int padded_units(int H) {
 
 // Bytes of shared memory of the kernel that makes the maps, as ProductMemory lays it out.
 constexpr bool holds_weights(Cell cell, int units) {
-  return cell == Cell::kLstm || (cell == Cell::kGru && units == 64);
+  return has_c(cell) || (has_gates(cell) && units == 64);
 }
 constexpr size_t product_shared_bytes(Cell cell, int units) {
-  const bool lstm = cell == Cell::kLstm, gated = lstm || cell == Cell::kGru;
-  const size_t tiles = lstm ? 3 : gated ? 2 : 1;
+  const bool two = has_c(cell), gated = has_gates(cell);
+  const size_t tiles = two ? 3 : gated ? 2 : 1;
   size_t floats = holds_weights(cell, units) ? size_t(gate_blocks(cell)) * units * units : 0;
-  floats += 2 * (lstm ? 3 : 1) * units;                            // what the workers scale by
-  floats += gated ? (lstm ? 5 : 4) * units : units;                // what the feeders form the matrix with
+  floats += 2 * (two ? 3 : 1) * units;                             // what the workers scale by
+  floats += gated ? (two ? 5 : 4) * units : units;                 // what the feeders form the matrix with
   floats += gated ? (units == 64 ? 8 : 4) * size_t(units) : 0;     // their sums
   return tiles * 3 * 2 * units * (units + 8) + 4 * (floats + 12);  // and maxima
 }
@@ -42,9 +42,8 @@ scan::Stages block_stages(const ScanShape& shape, int64_t chunks);
 int64_t block_workspace(const ScanShape& shape, int64_t chunks);
 void block_chain(const ScanShape& shape, const ScanChain<float>& args, int64_t chunks, cudaStream_t stream);
 
-void tanh_block(const ScanShape& shape, const ScanChain<float>& args, BlockGeometry p, cudaStream_t stream);
-void relu_block(const ScanShape& shape, const ScanChain<float>& args, BlockGeometry p, cudaStream_t stream);
-void gru_block(const ScanShape& shape, const ScanChain<float>& args, BlockGeometry p, cudaStream_t stream);
-void lstm_block(const ScanShape& shape, const ScanChain<float>& args, BlockGeometry p, cudaStream_t stream);
+// The chain of one cell, instantiated in a file of its own, so that they compile side by side.
+template <Cell cell>
+void cell_block(const ScanShape& shape, const ScanChain<float>& args, BlockGeometry p, cudaStream_t stream);
 
 }  // namespace weft::rnn

@@ -1,10 +1,5 @@
-// The scan by blocks for one kind of cell; a file each, so that they compile side by side.
+// The scan by blocks of one cell; a file each, so that they compile side by side.
 #include "rnn/scan/cuda/scan_block.cuh"
 
-namespace weft::rnn {
-
-void lstm_block(const ScanShape& shape, const ScanChain<float>& args, BlockGeometry p, cudaStream_t stream) {
-  launch_cell<Cell::kLstm>(shape, args, p, stream);
-}
-
-}  // namespace weft::rnn
+template void weft::rnn::cell_block<weft::rnn::Cell::kLstm>(const ScanShape&, const ScanChain<float>&, BlockGeometry,
+                                                            cudaStream_t);

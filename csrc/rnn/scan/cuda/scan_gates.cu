@@ -2,7 +2,8 @@
 //
 // In place, a thread per unit of one step and sequence: bound by the bytes of the gates, read and written once.
 #include "common/launch.cuh"
-#include "common/math.jit.cuh"
+#include "rnn/cells/cells.h"
+#include "rnn/cells/device_math.jit.cuh"
 #include "rnn/scan/cuda/scan_kernels.h"
 
 namespace weft::rnn {
@@ -12,29 +13,32 @@ constexpr int kThreads = 256;
 
 template <Cell cell, typename scalar>
 __global__ void __launch_bounds__(kThreads) gates_kernel(int64_t count, int H, scalar* gates, scalar* entering) {
+  using Tr = Traits<cell>;
   const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= count) return;
-  scalar* const g = gates + at / H * 4 * H + at % H;
-  if constexpr (cell == Cell::kGru) {
-    const scalar r = sigmoid(g[0]), z = sigmoid(g[H]), n = hyperbolic_tangent(g[2 * H] + r * g[3 * H]);
-    g[0] = r, g[H] = z, g[2 * H] = n;
-  } else {
-    const scalar i = sigmoid(g[0]), f = sigmoid(g[H]), c = hyperbolic_tangent(g[2 * H]), o = sigmoid(g[3 * H]);
-    g[0] = i, g[H] = f, g[2 * H] = c, g[3 * H] = o;
-    entering[at] = i * c;
+  scalar* const g = gates + at / H * Tr::kSaved * H + at % H;
+  scalar pre[Tr::kGates], kept[Tr::kSaved], apart = 0;
+#pragma unroll
+  for (int i = 0; i < Tr::kGates; ++i) pre[i] = g[i * H];
+  if constexpr (Tr::kApart >= 0) {
+    apart = pre[Tr::kApart];
+    pre[Tr::kApart] = g[(Tr::kSaved - 1) * H];
   }
+  Tr::template gates<DeviceMath<scalar>>(pre, apart, kept);
+#pragma unroll
+  for (int i = 0; i < Tr::kGates; ++i) g[i * H] = kept[i];
+  if constexpr (has_c(cell)) entering[at] = Tr::into_c(kept);
 }
 
 template <typename scalar>
 void gates(const ScanShape& shape, scalar* gates, scalar* entering, cudaStream_t stream) {
   const int64_t count = shape.T * shape.B * shape.H, blocks = (count + kThreads - 1) / kThreads;
-  if (shape.cell == Cell::kGru) {
-    launch("rnn_scan_gates", gates_kernel<Cell::kGru, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H, gates,
-           entering);
-  } else {
-    launch("rnn_scan_gates", gates_kernel<Cell::kLstm, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H,
-           gates, entering);
-  }
+  with_cell(shape.cell, [&]<Cell cell>() {
+    if constexpr (has_gates(cell)) {
+      launch("rnn_scan_gates", gates_kernel<cell, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H, gates,
+             entering);
+    }
+  });
 }
 
 }  // namespace

@@ -182,11 +182,10 @@ __device__ void add_slabs(const ScanShape& shape, const ScanGradients<float>& a,
   if (share != 0 || n >= p.N) return;
 #pragma unroll
   for (int s = 1; s < kSumShares; ++s) sum += shares[s * kSumElements + lane];
-  // GRU's columns are dr, dz, dn, dm: the input side takes the first three, the recurrent side all but dn.
-  const bool gru = shape.cell == Cell::kGru;
-  const int gate = m / H;
-  const bool input_side = !gru || gate != 3, recurrent_side = !gru || gate != 2;
-  const int recurrent_row = gru && gate == 3 ? m - H : m;
+  // Where a gate's sides stay apart, its columns are the last two blocks: the input side's, then the recurrent side's.
+  const int gate = m / H, G = gate_blocks(shape.cell), apart = apart_gate(shape.cell);
+  const bool input_side = gate < G, recurrent_side = gate != apart;
+  const int recurrent_row = gate < G ? m : m - H;
   if (n < H) {
     if (a.grad_w_hh && recurrent_side) a.grad_w_hh[recurrent_row * H + n] = sum;
   } else if (n < H + p.inputs) {

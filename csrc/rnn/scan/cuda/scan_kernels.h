@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "rnn/cells/cell.h"
+#include "rnn/cells/cells.h"
 #include "rnn/scan/limits.h"
 #include "scan/linear/stages.h"
 

@@ -15,45 +15,22 @@
 
 namespace weft::rnn {
 
-#define WEFT_DECLARE_CELL(name)                                                    \
-  template <typename scalar>                                                       \
-  void name##_forward(const ScanShape&, const WarpForward<scalar>&, cudaStream_t); \
-  template <typename scalar>                                                       \
-  void name##_chain(const ScanShape&, const ScanChain<scalar>&, int, cudaStream_t);
-WEFT_DECLARE_CELL(tanh)
-WEFT_DECLARE_CELL(relu)
-WEFT_DECLARE_CELL(gru)
-WEFT_DECLARE_CELL(lstm)
-#undef WEFT_DECLARE_CELL
+// Of one cell, in a file of its own.
+template <Cell cell, typename scalar>
+void cell_forward(const ScanShape& shape, const WarpForward<scalar>& args, cudaStream_t stream);
+template <Cell cell, typename scalar>
+void cell_chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cudaStream_t stream);
 
 namespace {
 
 template <typename scalar>
 void forward(const ScanShape& shape, const WarpForward<scalar>& args, cudaStream_t stream) {
-  switch (shape.cell) {
-    case Cell::kGru:
-      return gru_forward(shape, args, stream);
-    case Cell::kLstm:
-      return lstm_forward(shape, args, stream);
-    case Cell::kRnnRelu:
-      return relu_forward(shape, args, stream);
-    case Cell::kRnnTanh:
-      return tanh_forward(shape, args, stream);
-  }
+  with_cell(shape.cell, [&]<Cell cell>() { cell_forward<cell>(shape, args, stream); });
 }
 
 template <typename scalar>
 void chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cudaStream_t stream) {
-  switch (shape.cell) {
-    case Cell::kGru:
-      return gru_chain(shape, args, chunks, stream);
-    case Cell::kLstm:
-      return lstm_chain(shape, args, chunks, stream);
-    case Cell::kRnnRelu:
-      return relu_chain(shape, args, chunks, stream);
-    case Cell::kRnnTanh:
-      return tanh_chain(shape, args, chunks, stream);
-  }
+  with_cell(shape.cell, [&]<Cell cell>() { cell_chain<cell>(shape, args, chunks, stream); });
 }
 
 // How the products of a padded H are laid out: blocks per (chunk, batch), and how many of them a scheduler holds at
@@ -62,15 +39,15 @@ struct Products {
   double blocks_per_pair;
   int resident;
 };
-constexpr Products kRnnProducts[] = {{1 / 7.0, 4}, {1 / 3.0, 3}, {1 / 3.0, 2}, {1, 4}, {1, 2}};
-constexpr Products kGruProducts[] = {{1, 8}, {1, 4}, {1, 2}, {1, 2}, {1, 2}};
-constexpr Products kLstmProducts[] = {{1, 6}, {1, 3}, {1, 2}, {2, 2}, {3, 2}};
+constexpr Products kScaledProducts[] = {{1 / 7.0, 4}, {1 / 3.0, 3}, {1 / 3.0, 2}, {1, 4}, {1, 2}};
+constexpr Products kDirectProducts[] = {{1, 8}, {1, 4}, {1, 2}, {1, 2}, {1, 2}};
+constexpr Products kTwoStateProducts[] = {{1, 6}, {1, 3}, {1, 2}, {2, 2}, {3, 2}};
 
 const Products& products_of(const ScanShape& shape) {
   const int size = scan::hidden_size_index(shape.H);
-  return shape.cell == Cell::kGru    ? kGruProducts[size]
-         : shape.cell == Cell::kLstm ? kLstmProducts[size]
-                                     : kRnnProducts[size];
+  return has_c(shape.cell)       ? kTwoStateProducts[size]
+         : has_gates(shape.cell) ? kDirectProducts[size]
+                                 : kScaledProducts[size];
 }
 
 // Microseconds: a chunk at the boundary; a step of the product where a scheduler has one block, and for each of
@@ -81,7 +58,7 @@ struct StageCosts {
 
 struct WarpCosts {
   double launches;
-  StageCosts rnn[scan::kHiddenSizes], gru[scan::kHiddenSizes], lstm[scan::kHiddenSizes];
+  StageCosts costs[kCellCount][scan::kHiddenSizes];
 
   explicit WarpCosts(const costs::Costs& all) : launches(all.table("scan.warp")("launches")) {
     const auto read = [&](const char* cell, StageCosts* into) {
@@ -91,12 +68,11 @@ struct WarpCosts {
         into[i] = {of("boundary"), of("product"), of("product_each"), of("replay"), of("replay_each")};
       }
     };
-    read("rnn", rnn), read("gru", gru), read("lstm", lstm);
+    for (int cell = 0; cell < kCellCount; ++cell) read(kCells[cell].costs, costs[cell]);
   }
 
   const StageCosts& of(const ScanShape& shape) const {
-    const int size = scan::hidden_size_index(shape.H);
-    return shape.cell == Cell::kGru ? gru[size] : shape.cell == Cell::kLstm ? lstm[size] : rnn[size];
+    return costs[int(shape.cell)][scan::hidden_size_index(shape.H)];
   }
 };
 
@@ -145,7 +121,7 @@ int64_t scan_chain_workspace(const ScanShape& shape, int chunks) {
   if (shape.H > kWarpHidden) return block_workspace(shape, chunks);
   if (chunks <= 1) return 0;
   // Per chunk and batch a map and the gradient entering it.
-  const int64_t S = (shape.cell == Cell::kLstm ? 2 : 1) * scan::padded_hidden(shape.H);
+  const int64_t S = states_of(shape.cell) * scan::padded_hidden(shape.H);
   const int64_t floats = scan::map_floats(S) + S;
   return int64_t(chunks) * shape.B * floats * int64_t(sizeof(float));
 }

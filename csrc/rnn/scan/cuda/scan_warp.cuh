@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanShape shape, WarpFor
     for (int k = 0; k < HP; ++k) w[g][k] = k < H ? a.w_hh[(g * H + unit) * H + k] : scalar(0);
   }
   scalar h = a.h0[b * H + unit];
-  scalar c = cell == Cell::kLstm ? a.c0[b * H + unit] : scalar(0);
+  scalar c = has_c(cell) ? a.c0[b * H + unit] : scalar(0);
   if (lane < HP) exchange[0][lane] = exchange[1][lane] = scalar(0);  // the padding stays zero
   __syncwarp();
   if (own) exchange[0][unit] = h;
@@ -112,35 +112,30 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanShape shape, WarpFor
     for (int g = 0; g < G; ++g)
       u[g] = kChains == 4 ? (sum[g][0] + sum[g][1]) + (sum[g][2] + sum[g][kChains - 1]) : sum[g][0] + sum[g][1];
 
-    if constexpr (cell == Cell::kGru) {
-      const scalar r = sigmoid(in[0] + u[0]), z = sigmoid(in[1] + u[1]), n = hyperbolic_tangent(in[2] + r * u[2]);
-      h = n + z * (h - n);
-      if (own && gates) gates[0] = r, gates[H] = z, gates[2 * H] = n, gates[3 * H] = u[2];
-    } else if constexpr (cell == Cell::kLstm) {
-      const scalar i = sigmoid(in[0] + u[0]), f = sigmoid(in[1] + u[1]), g = hyperbolic_tangent(in[2] + u[2]),
-                   o = sigmoid(in[3] + u[3]);
-      c = f * c + i * g;
-      h = o * hyperbolic_tangent(c);
-      if (own && gates) gates[0] = i, gates[H] = f, gates[2 * H] = g, gates[3 * H] = o, cells[0] = c;
-      cells += step * H;
-    } else {
-      const scalar x = in[0] + u[0];
-      // The comparison is false for NaN, which then passes.
-      h = cell == Cell::kRnnRelu ? (x <= scalar(0) ? scalar(0) : x) : hyperbolic_tangent(x);
+    using Tr = Traits<cell>;
+    scalar pre[G], kept[Tr::kSaved + 1];
+#pragma unroll
+    for (int g = 0; g < G; ++g) pre[g] = g == Tr::kApart ? u[g] : in[g] + u[g];
+    h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, c, kept);
+    if (own && gates) {
+#pragma unroll
+      for (int g = 0; g < Tr::kSaved; ++g) gates[g * H] = kept[g];
+      if constexpr (has_c(cell)) cells[0] = c;
     }
+    if constexpr (has_c(cell)) cells += step * H;
     if (own) {
       exchange[(s + 1) & 1][unit] = h;
       output[0] = h;
     }
     output += step * H;
-    if constexpr (cell == Cell::kGru || cell == Cell::kLstm)
+    if constexpr (has_gates(cell))
       if (gates) gates += step * 4 * H;
     __syncwarp();
   }
   copy_wait<0>();
   if (!own) return;
   a.h_n[b * H + unit] = h;
-  if constexpr (cell == Cell::kLstm) a.c_n[b * H + unit] = c;
+  if constexpr (has_c(cell)) a.c_n[b * H + unit] = c;
 }
 
 // ------------------------------------------------------------------------------------------------------ 3. replay
@@ -235,7 +230,7 @@ __device__ __forceinline__ void replay_steps(const ScanShape& shape, const ScanC
   __syncwarp();
   // Spare lanes leave with the last unit's gradient, as they came.
   gh = __shfl_sync(~0u, gh, unit);
-  if constexpr (cell == Cell::kLstm) gc = __shfl_sync(~0u, gc, unit);
+  if constexpr (kTwoStates<cell>) gc = __shfl_sync(~0u, gc, unit);
 }
 
 // Chunks are cut from the end, so that all but chunk 0, whose map is not needed, have the same length.
@@ -247,7 +242,7 @@ struct Chunks {
 };
 
 template <Cell cell, int HP>
-using Map = MapLayout<cell == Cell::kLstm ? 2 : 1, HP>;
+using Map = MapLayout<states_of(cell), HP>;
 
 struct Workspace {
   float* maps;    // (chunks, B, Map::kStride)
@@ -271,13 +266,13 @@ __global__ void __launch_bounds__(128)
   } else {
     const float* start = workspace.starts + id * Map<cell, HP>::kStates + unit;
     gh = start[0];
-    gc = cell == Cell::kLstm ? start[HP] : 0.0f;
+    gc = kTwoStates<cell> ? start[HP] : 0.0f;
   }
   replay_steps<cell, HP, true>(shape, a, b, chunks.low(chunk, shape.T), chunks.high(chunk, shape.T), gh, gc,
                                reinterpret_cast<scalar*>(dynamic4) + warp * ReplayLayout<cell, HP>::kElements);
   if (chunk == 0) {
     a.grad_h0[b * H + unit] = gh;
-    if (cell == Cell::kLstm) a.grad_c0[b * H + unit] = gc;
+    if (kTwoStates<cell>) a.grad_c0[b * H + unit] = gc;
   }
 }
 
@@ -300,7 +295,7 @@ __global__ void __launch_bounds__(kWarp)
   float gh = a.grad_h_n ? a.grad_h_n[b * shape.H + unit] : 0.0f;
   float gc = M::kParts == 2 && a.grad_c_n ? a.grad_c_n[b * shape.H + unit] : 0.0f;
   const int64_t last = (chunks.count - 1) * shape.B + b;
-  carry_through_chunks<M, cell == Cell::kRnnRelu>(
+  carry_through_chunks<M, Traits<cell>::kSelects>(
       chunks.count - 1, workspace.maps + last * M::kStride, -shape.B * M::kStride, workspace.starts + last * M::kStates,
       -shape.B * M::kStates, shape.H, gh, gc, shared, [&](int done) {
         const int64_t high = shape.T - done * chunks.length;
@@ -313,18 +308,17 @@ __global__ void __launch_bounds__(kWarp)
 // ----------------------------------------------------------------------------------------------- 1. chunk_products
 template <Cell cell, int HP>
 struct ProductLayout {
-  static constexpr bool kRnn = cell == Cell::kRnnTanh || cell == Cell::kRnnRelu;
-  static constexpr int kParts = cell == Cell::kLstm ? 2 : 1;
+  static constexpr int kParts = states_of(cell);
   static constexpr int kColumns = kParts * HP + 1;  // of P, and v
-  // A GRU's step is one chain, from the merged weights to the sum: with few columns, products half as deep made it a
-  // half longer.
-  using Positions = Blocks<HP, cell != Cell::kGru>;
+  // With one state and merged weights a step is one chain, from the merged weights to the sum: with few columns,
+  // products half as deep made it a half longer.
+  using Positions = Blocks<HP, !kDirect<cell>>;
   static constexpr int kPadded = Positions::kPadded;
-  // An RNN's matrix is the same everywhere, so its warps pack the columns of several (chunk, batch) pairs into tiles of
+  // A scaled matrix is the same everywhere, so the warps pack the columns of several (chunk, batch) pairs into tiles of
   // 16; the others take one pair, or a part of its tiles where the registers hold no more.
-  static constexpr int kPairs = !kRnn || HP > 20 ? 1 : HP <= 8 ? 7 : 3;
+  static constexpr int kPairs = !kScaled<cell> || HP > 20 ? 1 : HP <= 8 ? 7 : 3;
   static constexpr int kAllTiles = (kPairs * kColumns + 15) / 16;
-  static constexpr int kTiles = cell == Cell::kLstm && HP > 20 ? 2 : kAllTiles;
+  static constexpr int kTiles = kTwoStates<cell> && HP > 20 ? 2 : kAllTiles;
   static constexpr int kSplits = (kAllTiles + kTiles - 1) / kTiles;
 
   static constexpr int kTilesAtOnce = kTiles % 3 == 0 ? 3 : kTiles;
@@ -335,9 +329,9 @@ struct ProductLayout {
       if (row % kColumns == kColumns - 1) return true;
     return false;
   }
-  static constexpr int kCoefficients = cell == Cell::kGru ? 5 : cell == Cell::kLstm ? 7 : 2;
+  static constexpr int kCoefficients = 1 + gate_blocks(cell) + kTwoStates<cell> + kBefores<cell>;
   static constexpr int kWeightStride = kPadded + 4;  // a fragment's 32 words lie in 32 banks
-  static constexpr bool kWeightsInRegisters = cell == Cell::kGru && HP <= 24;
+  static constexpr bool kWeightsInRegisters = kDirect<cell> && HP <= 24;
   static constexpr int kWeightWords = gate_blocks(cell) * kPadded * kWeightStride;
   static constexpr int kPairWords = kCoefficients * kPadded;
 };
@@ -371,8 +365,8 @@ __global__ void __launch_bounds__(kWarp)
     return weights[(g * kPadded + kb * 8 + 2 * j + half) * kStride + nb * 8 + quad];
   };
 
-  // The constant right operands: an RNN's W, split; a GRU's three blocks, as they are.
-  unsigned high_w[Layout::kRnn ? NB : 1][NB][2], low_w[Layout::kRnn ? NB : 1][NB][2];
+  // The constant right operands: W, split; or the three blocks to merge, as they are.
+  unsigned high_w[kScaled<cell> ? NB : 1][NB][2], low_w[kScaled<cell> ? NB : 1][NB][2];
   float w[Layout::kWeightsInRegisters ? 3 : 1][NB][NB][2];
 #pragma unroll
   for (int kb = 0; kb < NB; ++kb)
@@ -380,7 +374,7 @@ __global__ void __launch_bounds__(kWarp)
     for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
       for (int half = 0; half < B::halves(kb); ++half) {
-        if constexpr (Layout::kRnn) split_tf32(weight(0, kb, nb, half), high_w[kb][nb][half], low_w[kb][nb][half]);
+        if constexpr (kScaled<cell>) split_tf32(weight(0, kb, nb, half), high_w[kb][nb][half], low_w[kb][nb][half]);
         if constexpr (Layout::kWeightsInRegisters) {
 #pragma unroll
           for (int g = 0; g < 3; ++g) w[g][kb][nb][half] = weight(g, kb, nb, half);
@@ -453,21 +447,18 @@ __global__ void __launch_bounds__(kWarp)
         const bool on = unit < H;
         auto put = [&](int n, float value) { coefficient[pair][n][B::position(unit)] = on ? value : 0.0f; };
         put(0, arriving[r]);
-        if constexpr (cell == Cell::kGru) {
-          put(1, d.r), put(2, d.z), put(3, d.m), put(4, d.carry);
-        } else if constexpr (cell == Cell::kLstm) {
-          put(1, d.i), put(2, d.f), put(3, d.g), put(4, d.o), put(5, d.to_cell), put(6, d.carry);
-        } else {
-          put(1, d.d);
-        }
+#pragma unroll
+        for (int g = 0; g < G; ++g) put(1 + g, d.recurrent(g));
+        if constexpr (kTwoStates<cell>) put(1 + G, d.to_cell);
+        if constexpr (!kScaled<cell>) put(NC - 1, d.carry);
       }
     }
     __syncwarp();
     fetch();
 
-    // The right operand of a GRU, or of an LSTM's cell path: the gates' blocks merged with their derivatives.
-    unsigned high_m[Layout::kRnn ? 1 : NB][NB][2], low_m[Layout::kRnn ? 1 : NB][NB][2];
-    if constexpr (!Layout::kRnn) {
+    // The right operand, with two states that of the way through c: the gates' blocks merged with their derivatives.
+    unsigned high_m[kScaled<cell> ? 1 : NB][NB][2], low_m[kScaled<cell> ? 1 : NB][NB][2];
+    if constexpr (!kScaled<cell>) {
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb) {
         const float2 c1 = *reinterpret_cast<const float2*>(&coefficient[0][1][kb * 8 + 2 * j]);
@@ -488,18 +479,18 @@ __global__ void __launch_bounds__(kWarp)
     // Some tiles at once: their sums are independent, and a product takes 30 cycles to come back.
 #pragma unroll
     for (int t0 = 0; t0 < kTiles; t0 += Layout::kTilesAtOnce) {
-      SplitSum<Layout::kTilesAtOnce, B, cell == Cell::kLstm> sum;
+      SplitSum<Layout::kTilesAtOnce, B, kTwoStates<cell>> sum;
 #pragma unroll
       for (int kb = 0; kb < NB; ++kb) {
-        unsigned high_o[cell == Cell::kLstm ? NB : 1][2], low_o[cell == Cell::kLstm ? NB : 1][2];
-        if constexpr (cell == Cell::kLstm) {
+        unsigned high_o[kTwoStates<cell> ? NB : 1][2], low_o[kTwoStates<cell> ? NB : 1][2];
+        if constexpr (kTwoStates<cell>) {
 #pragma unroll
           for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
             for (int half = 0; half < B::halves(kb); ++half)
               split_tf32(weight(3, kb, nb, half), high_o[nb][half], low_o[nb][half]);
         }
-        float rows[Layout::kTilesAtOnce][4], through_output[cell == Cell::kLstm ? Layout::kTilesAtOnce : 1][4];
+        float rows[Layout::kTilesAtOnce][4], through_output[kTwoStates<cell> ? Layout::kTilesAtOnce : 1][4];
 #pragma unroll
         for (int x = 0; x < Layout::kTilesAtOnce; ++x)
 #pragma unroll
@@ -515,14 +506,14 @@ __global__ void __launch_bounds__(kWarp)
               const bool is_offset = tiles.is_offset(t, u);
               dh.x += is_offset ? e.x : 0.0f, dh.y += is_offset ? e.y : 0.0f;
             }
-            if constexpr (cell == Cell::kLstm) {
+            if constexpr (kTwoStates<cell>) {
               const float2 o = at(0, 4), to_cell = at(0, 5), carry = at(0, 6);
               float(&c)[4] = pc[t][kb];
               const float q0 = fmaf(to_cell.x, dh.x, c[2 * u]), q1 = fmaf(to_cell.y, dh.y, c[2 * u + 1]);
               rows[x][2 * u] = q0, rows[x][2 * u + 1] = q1;
               c[2 * u] = q0 * carry.x, c[2 * u + 1] = q1 * carry.y;
               through_output[x][2 * u] = o.x * dh.x, through_output[x][2 * u + 1] = o.y * dh.y;
-            } else if constexpr (cell == Cell::kGru) {
+            } else if constexpr (kDirect<cell>) {
               rows[x][2 * u] = dh.x, rows[x][2 * u + 1] = dh.y;
               // What flows on directly is added last and in full precision: with saturated gates it is nearly all.
               const float2 carry = at(0, 4);
@@ -532,12 +523,12 @@ __global__ void __launch_bounds__(kWarp)
               rows[x][2 * u] = d.x * dh.x, rows[x][2 * u + 1] = d.y * dh.y;
             }
           }
-        if constexpr (Layout::kRnn) {
+        if constexpr (kScaled<cell>) {
           sum.add(kb, rows, high_w[kb], low_w[kb]);
         } else {
           sum.add(kb, rows, high_m[kb], low_m[kb]);
         }
-        if constexpr (cell == Cell::kLstm) {
+        if constexpr (kTwoStates<cell>) {
           sum.flush();
           sum.add(kb, through_output, high_o, low_o);
           sum.flush();
@@ -550,7 +541,7 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             if (i % 2 < B::halves(nb))
-              ph[t0 + x][nb][i] = cell == Cell::kGru ? ph[t0 + x][nb][i] + sum.at(x, nb, i) : sum.at(x, nb, i);
+              ph[t0 + x][nb][i] = kDirect<cell> ? ph[t0 + x][nb][i] + sum.at(x, nb, i) : sum.at(x, nb, i);
     }
 
     if (it % kRescaleSteps == kRescaleSteps - 1 || it == length - 1) tiles.rescale(it == length - 1);
@@ -626,4 +617,24 @@ struct ForCell {
 };
 
 }  // namespace
+
+template <Cell cell, typename scalar>
+void cell_forward(const ScanShape& shape, const WarpForward<scalar>& args, cudaStream_t stream) {
+  dispatch_hidden<ForCell<cell>::template Forward>(shape.H, shape, args, stream);
+}
+
+template <Cell cell, typename scalar>
+void cell_chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cudaStream_t stream) {
+  dispatch_hidden<ForCell<cell>::template Chain>(shape.H, shape, args, chunks, stream);
+}
+
 }  // namespace weft::rnn
+
+// All launchers of a cell.
+#define WEFT_SCAN_WARP(NAME)                                                                           \
+  namespace weft::rnn {                                                                                \
+  template void cell_forward<Cell::NAME>(const ScanShape&, const WarpForward<float>&, cudaStream_t);   \
+  template void cell_forward<Cell::NAME>(const ScanShape&, const WarpForward<double>&, cudaStream_t);  \
+  template void cell_chain<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, cudaStream_t);  \
+  template void cell_chain<Cell::NAME>(const ScanShape&, const ScanChain<double>&, int, cudaStream_t); \
+  }

@@ -94,7 +94,7 @@ void forward_block(const CellForwardArgs& a, int64_t b0, int64_t j) {
   };
   alignas(64) T gate[G][NB][kLanes], input_n[NB][kLanes] = {};
   for (int g = 0; g < G; ++g) {
-    const bool apart = C == Cell::kGru && g == 2;
+    const bool apart = g == Traits<C>::kApart;
     const int64_t row = g * H + j;
     if (a.in == nullptr) {
       const E *w_ih = at(a.w_ih, row * I), *w_hh = at(a.w_hh, row * H), *x = at(a.input, b0 * I), *h = at(a.h, b0 * H);
@@ -123,12 +123,12 @@ void forward_block(const CellForwardArgs& a, int64_t b0, int64_t j) {
     const int64_t from = (b0 + b) * H + j;
     alignas(64) T own[G][kLanes], h[kLanes], c[kLanes], saved[4 * kLanes];
     for (int g = 0; g < G; ++g) S::store(own[g], S::load(gate[g][b]));
-    if (C == Cell::kGru) S::store(h, Element<E>::load(at(a.h, from), lanes));
-    if (C == Cell::kLstm) S::store(c, Element<E>::load(at(a.c, from), lanes));
+    if (Traits<C>::kBefore == StateName::kH) S::store(h, Element<E>::load(at(a.h, from), lanes));
+    if (has_c(C)) S::store(c, Element<E>::load(at(a.c, from), lanes));
     const bool save = has_gates(C) && a.gates != nullptr;
     const Vec next = cell_forward<T, C>(own[0], input_n[b], h, c, save ? saved : nullptr, kLanes, kLanes);
     Element<E>::store(static_cast<E*>(a.h_next) + from, next, lanes);
-    if (C == Cell::kLstm) Element<E>::store(static_cast<E*>(a.c_next) + from, S::load(c), lanes);
+    if (has_c(C)) Element<E>::store(static_cast<E*>(a.c_next) + from, S::load(c), lanes);
     if (!save) continue;
     E* const to = static_cast<E*>(a.gates) + (b0 + b) * 4 * H + j;
     for (int g = 0; g < 4; ++g) Element<E>::store(to + g * H, S::load(saved + g * kLanes), lanes);
@@ -164,52 +164,40 @@ void backward(const CellBackwardArgs& a, int64_t j0, int64_t j1) {
         const E* const saved = static_cast<const E*>(a.gates) + b * 4 * H + j;
         for (int g = 0; g < 4; ++g) S::store(gates + g * kLanes, Element<E>::load(saved + g * H, lanes));
       }
-      if (C == Cell::kLstm) {
+      if (has_c(C)) {
         S::store(c, load(a.c_next));
         S::store(carried_c, load(a.grad_c_next));
       }
-      const CellGrads<T, C> grads =
-          cell_backward<T, C>(load(a.grad_h_next), y, gates, kLanes, load(C == Cell::kGru ? a.h : a.c), c, nullptr,
-                              carried, carried_c, kLanes);
+      const CellGrads<T, C> grads = cell_backward<T, C>(load(a.grad_h_next), y, gates, kLanes,
+                                                        load(Traits<C>::kBefore == StateName::kH ? a.h : a.c), c,
+                                                        nullptr, carried, carried_c, kLanes);
       const auto store = [&](void* p, int g, Vec v) {
         Element<E>::store(static_cast<E*>(p) + b * G * H + g * H + j, v, lanes);
       };
       for (int g = 0; g < G; ++g) {
         store(a.in, g, grads.d[g]);
-        // gru: r, z, n, m.
-        if (C == Cell::kGru) store(a.rec, g, grads.d[g == 2 ? chain_blocks(C) - 1 : g]);
+        if (sides_apart(C)) store(a.rec, g, grads.d[recurrent_block(C, g)]);
       }
-      if (C == Cell::kGru) Element<E>::store(static_cast<E*>(a.grad_h) + from, S::load(carried), lanes);
-      if (C == Cell::kLstm) Element<E>::store(static_cast<E*>(a.grad_c) + from, S::load(carried_c), lanes);
+      if (Traits<C>::kBefore == StateName::kH)
+        Element<E>::store(static_cast<E*>(a.grad_h) + from, S::load(carried), lanes);
+      if (Traits<C>::kBefore == StateName::kC)
+        Element<E>::store(static_cast<E*>(a.grad_c) + from, S::load(carried_c), lanes);
     }
-  }
-}
-
-template <typename E, typename F>
-WEFT_INLINE void with_cell(Cell cell, F f) {
-  switch (cell) {
-    case Cell::kRnnTanh:
-      return f.template operator()<E, Cell::kRnnTanh>();
-    case Cell::kRnnRelu:
-      return f.template operator()<E, Cell::kRnnRelu>();
-    case Cell::kGru:
-      return f.template operator()<E, Cell::kGru>();
-    case Cell::kLstm:
-      return f.template operator()<E, Cell::kLstm>();
   }
 }
 
 template <typename F>
 WEFT_INLINE void with_types(CellElement element, Cell cell, F f) {
+  const auto of = [&]<typename E>() { with_cell(cell, [&]<Cell C>() { f.template operator()<E, C>(); }); };
   switch (element) {
     case CellElement::kHalf:
-      return with_cell<Half>(cell, f);
+      return of.template operator()<Half>();
     case CellElement::kBFloat16:
-      return with_cell<BFloat16>(cell, f);
+      return of.template operator()<BFloat16>();
     case CellElement::kFloat:
-      return with_cell<float>(cell, f);
+      return of.template operator()<float>();
     case CellElement::kDouble:
-      return with_cell<double>(cell, f);
+      return of.template operator()<double>();
   }
 }
 

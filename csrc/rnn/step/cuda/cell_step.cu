@@ -60,27 +60,16 @@ void backward(const CellBackwardArgs& a, cudaStream_t stream) {
 
 template <typename F>
 void with_types(CellElement element, Cell cell, F f) {
-  const auto with_cell = [&]<typename scalar>() {
-    switch (cell) {
-      case Cell::kRnnTanh:
-        return f.template operator()<Cell::kRnnTanh, scalar>();
-      case Cell::kRnnRelu:
-        return f.template operator()<Cell::kRnnRelu, scalar>();
-      case Cell::kGru:
-        return f.template operator()<Cell::kGru, scalar>();
-      case Cell::kLstm:
-        return f.template operator()<Cell::kLstm, scalar>();
-    }
-  };
+  const auto of = [&]<typename scalar>() { with_cell(cell, [&]<Cell C>() { f.template operator()<C, scalar>(); }); };
   switch (element) {
     case CellElement::kHalf:
-      return with_cell.template operator()<__half>();
+      return of.template operator()<__half>();
     case CellElement::kBFloat16:
-      return with_cell.template operator()<__nv_bfloat16>();
+      return of.template operator()<__nv_bfloat16>();
     case CellElement::kFloat:
-      return with_cell.template operator()<float>();
+      return of.template operator()<float>();
     case CellElement::kDouble:
-      return with_cell.template operator()<double>();
+      return of.template operator()<double>();
   }
 }
 

@@ -14,7 +14,8 @@
 // its lanes.
 #pragma once
 #include "common/element.cuh"
-#include "common/math.jit.cuh"
+#include "rnn/cells/cells.h"
+#include "rnn/cells/device_math.jit.cuh"
 #include "rnn/step/cell_step.h"
 
 namespace weft::rnn {
@@ -27,8 +28,8 @@ struct alignas(sizeof(scalar) * N) CellVector {
   scalar values[N];
 };
 
-// The gates of unit j of sequence b. sum: of each gate block, without biases; gru's third is the recurrent side's, and
-// input_n the input side's.
+// The gates of unit j of sequence b. sum: of each gate block, without biases; where a gate's sides stay apart
+// the recurrent side's, and input_n its input side's.
 template <Cell C, typename scalar>
 __device__ __forceinline__ void cell_finish(const CellForwardArgs& a, int64_t b, int64_t j,
                                             const acc_t<scalar> (&sum)[gate_blocks(C)], acc_t<scalar> input_n) {
@@ -38,37 +39,24 @@ __device__ __forceinline__ void cell_finish(const CellForwardArgs& a, int64_t b,
   const auto bias = [&](const void* p, int g) {
     return p == nullptr ? S(0) : S(to_acc(static_cast<const scalar*>(p)[g * a.H + j]));
   };
-  S pre[G];
+  using Tr = Traits<C>;
+  S pre[G], kept[Tr::kSaved + 1], h = 0, c = 0;
+#pragma unroll
   for (int g = 0; g < G; ++g) {
     pre[g] = sum[g] + bias(a.b_hh, g);
-    if (C != Cell::kGru || g < 2) pre[g] += bias(a.b_ih, g);
+    if (g != Tr::kApart) pre[g] += bias(a.b_ih, g);
   }
-  scalar* const h_next = static_cast<scalar*>(a.h_next) + at;
-  scalar* const saved = a.gates == nullptr ? nullptr : static_cast<scalar*>(a.gates) + b * 4 * a.H + j;
-  const auto save = [&](S g0, S g1, S g2, S g3) {
-    if (saved == nullptr) return;
-    saved[0] = from_acc<scalar>(g0);
-    saved[a.H] = from_acc<scalar>(g1);
-    saved[2 * a.H] = from_acc<scalar>(g2);
-    saved[3 * a.H] = from_acc<scalar>(g3);
-  };
-  if constexpr (C == Cell::kRnnTanh) {
-    *h_next = from_acc<scalar>(hyperbolic_tangent(pre[0]));
-  } else if constexpr (C == Cell::kRnnRelu) {
-    *h_next = from_acc<scalar>(pre[0] < S(0) ? S(0) : pre[0]);  // NaN stays
-  } else if constexpr (C == Cell::kGru) {
-    const S h = to_acc(static_cast<const scalar*>(a.h)[at]);
-    const S r = sigmoid(pre[0]), z = sigmoid(pre[1]), n = hyperbolic_tangent(input_n + bias(a.b_ih, 2) + r * pre[2]);
-    save(r, z, n, pre[2]);
-    *h_next = from_acc<scalar>(n + z * (h - n));
-  } else {
-    const S c = to_acc(static_cast<const scalar*>(a.c)[at]);
-    const S i = sigmoid(pre[0]), f = sigmoid(pre[1]), g = hyperbolic_tangent(pre[2]), o = sigmoid(pre[3]);
-    const S next = f * c + i * g;
-    save(i, f, g, o);
-    static_cast<scalar*>(a.c_next)[at] = from_acc<scalar>(next);
-    *h_next = from_acc<scalar>(o * hyperbolic_tangent(next));
+  const S apart = Tr::kApart >= 0 ? input_n + bias(a.b_ih, G - 1) : S(0);
+  if constexpr (Tr::kBefore == StateName::kH) h = to_acc(static_cast<const scalar*>(a.h)[at]);
+  if constexpr (Tr::kStates == 2) c = to_acc(static_cast<const scalar*>(a.c)[at]);
+  const S next = Tr::template forward<DeviceMath<S>>(pre, apart, h, c, kept);
+  if (Tr::kSaved > 0 && a.gates != nullptr) {
+    scalar* const saved = static_cast<scalar*>(a.gates) + b * Tr::kSaved * a.H + j;
+#pragma unroll
+    for (int g = 0; g < Tr::kSaved; ++g) saved[g * a.H] = from_acc<scalar>(kept[g]);
   }
+  if constexpr (Tr::kStates == 2) static_cast<scalar*>(a.c_next)[at] = from_acc<scalar>(c);
+  static_cast<scalar*>(a.h_next)[at] = from_acc<scalar>(next);
 }
 
 // sums[slot(g)][b] += this lane's part of x's rows times rows g * H + j of w. x: (NB rows, depth) by `rows`.
@@ -96,7 +84,7 @@ __device__ __forceinline__ void cell_products(const scalar* w, int64_t block, co
 template <Cell C, typename scalar, int NB, int N>
 __device__ __forceinline__ void cell_forward_few(const CellForwardArgs& a, int64_t block_index, int thread) {
   using S = acc_t<scalar>;
-  constexpr int G = gate_blocks(C), kSums = C == Cell::kGru ? 4 : G;  // gru's last: the input side of n
+  constexpr int G = gate_blocks(C), kSums = G + (Traits<C>::kApart >= 0);  // the last: an input side apart
   const int64_t tiles = (a.H + kCellWarps - 1) / kCellWarps;
   const int64_t j = block_index % tiles * kCellWarps + thread / 32, b0 = block_index / tiles * NB;
   const int lane = thread % 32;
@@ -109,7 +97,7 @@ __device__ __forceinline__ void cell_forward_few(const CellForwardArgs& a, int64
   }
   S sums[kSums][NB] = {};
   cell_products<scalar, G, NB, N>(static_cast<const scalar*>(a.w_ih) + j * a.I, a.H * a.I, x, a.I, lane, sums,
-                                  [](int g) { return C == Cell::kGru && g == 2 ? 3 : g; });
+                                  [](int g) { return g == Traits<C>::kApart ? G : g; });
   cell_products<scalar, G, NB, N>(static_cast<const scalar*>(a.w_hh) + j * a.H, a.H * a.H, h, a.H, lane, sums,
                                   [](int g) { return g; });
 #pragma unroll
@@ -140,7 +128,7 @@ __device__ __forceinline__ void cell_forward_gates(const CellForwardArgs& a, int
   S sum[G], input_n = 0;
   for (int g = 0; g < G; ++g) {
     sum[g] = to_acc(rec[g * a.H]);
-    if (C == Cell::kGru && g == 2) {
+    if (g == Traits<C>::kApart) {
       input_n = to_acc(in[g * a.H]);
     } else {
       sum[g] += to_acc(in[g * a.H]);
@@ -164,32 +152,25 @@ __device__ __forceinline__ void cell_backward_step(const CellBackwardArgs& a, in
     return p == nullptr ? S(0) : S(to_acc(static_cast<const scalar*>(p)[at]));
   };
   const auto store = [](void* p, int64_t at, S value) { static_cast<scalar*>(p)[at] = from_acc<scalar>(value); };
-  S sums[K] = {};  // gru: r, z, n, m; lstm: i, f, g, o
+  S sums[K] = {};
   for (int64_t b = first; b < end; b += kBackwardRows) {
     const int64_t at = b * H + j, out = b * G * H + j, saved = b * 4 * H + j;
     const S grad = load(a.grad_h_next, at);
-    S d[K];
-    if constexpr (C == Cell::kRnnTanh || C == Cell::kRnnRelu) {
-      const S h = load(a.h_next, at);
-      d[0] = C == Cell::kRnnTanh ? grad * (S(1) - h * h) : h <= S(0) ? S(0) : grad;
-    } else if constexpr (C == Cell::kGru) {
-      const S r = load(a.gates, saved), z = load(a.gates, saved + H), n = load(a.gates, saved + 2 * H),
-              m = load(a.gates, saved + 3 * H), h = load(a.h, at);
-      const S dn = grad * (S(1) - z) * (S(1) - n * n);
-      d[0] = dn * m * r * (S(1) - r), d[1] = grad * (h - n) * z * (S(1) - z), d[2] = dn, d[3] = dn * r;
-      store(a.grad_h, at, grad * z);
-    } else {
-      const S i = load(a.gates, saved), f = load(a.gates, saved + H), g = load(a.gates, saved + 2 * H),
-              o = load(a.gates, saved + 3 * H), c = load(a.c, at), squashed = hyperbolic_tangent(load(a.c_next, at));
-      const S dc = load(a.grad_c_next, at) + grad * o * (S(1) - squashed * squashed);
-      d[0] = dc * g * i * (S(1) - i), d[1] = dc * c * f * (S(1) - f), d[2] = dc * i * (S(1) - g * g),
-      d[3] = grad * squashed * o * (S(1) - o);
-      store(a.grad_c, at, dc * f);
-    }
+    using Tr = Traits<C>;
+    S d[K], kept[Tr::kSaved + 1], after = 0, before = 0, direct = 0;
+#pragma unroll
+    for (int g = 0; g < Tr::kSaved; ++g) kept[g] = load(a.gates, saved + g * H);
+    if constexpr (Tr::kAfter == StateName::kH) after = load(a.h_next, at);
+    if constexpr (Tr::kAfter == StateName::kC) after = load(a.c_next, at);
+    if constexpr (Tr::kBefore != StateName::kNone) before = load(Tr::kBefore == StateName::kH ? a.h : a.c, at);
+    const auto arrive = [&](S from_h) { return load(a.grad_c_next, at) + from_h; };
+    Tr::template backward<DeviceMath<S>>(grad, arrive, kept, after, before, d, direct);
+    if constexpr (Tr::kBefore != StateName::kNone)
+      store(Tr::kBefore == StateName::kH ? a.grad_h : a.grad_c, at, direct);
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       store(a.in, out + g * H, d[g]);
-      if (C == Cell::kGru) store(a.rec, out + g * H, d[g == 2 ? K - 1 : g]);
+      if (Traits<C>::kApart >= 0) store(a.rec, out + g * H, d[g == Traits<C>::kApart ? K - 1 : g]);
     }
 #pragma unroll
     for (int k = 0; k < K; ++k) sums[k] += d[k];
@@ -203,7 +184,7 @@ __device__ __forceinline__ void cell_backward_step(const CellBackwardArgs& a, in
 #pragma unroll
   for (int g = 0; g < G; ++g) {
     if (a.b_ih != nullptr) store(a.b_ih, g * H + j, sums[g]);
-    if (a.b_hh != nullptr) store(a.b_hh, g * H + j, sums[C == Cell::kGru && g == 2 ? K - 1 : g]);
+    if (a.b_hh != nullptr) store(a.b_hh, g * H + j, sums[g == Traits<C>::kApart ? K - 1 : g]);
   }
 }
 

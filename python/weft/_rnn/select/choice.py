@@ -12,6 +12,7 @@ from ... import _C
 from ..._base import costs as gpu_costs
 from ..._base.torch_private import constant_when_compiled
 from ..dropin.torch_limits import why_not_cudnn, why_not_onednn
+from ..table import CELLS
 from . import costs, tuned
 from .case import Case
 
@@ -79,8 +80,7 @@ def _scan_table(costs: gpu_costs.Costs, cell: str) -> Table:
 
 
 def _scan_tables(costs: gpu_costs.Costs) -> dict[tuple[str, str], Table]:
-    cells = {"rnn_tanh": "rnn_tanh", "rnn_relu": "rnn_tanh", "gru": "gru", "lstm": "lstm"}
-    return {("cuda", cell): _scan_table(costs, measured) for cell, measured in cells.items()}
+    return {("cuda", name): _scan_table(costs, cell.costs) for name, cell in CELLS.items()}
 
 
 AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(gpu_costs.reference())
@@ -90,11 +90,6 @@ AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(gpu_costs.reference())
 def _auto_scan_on(index: int) -> dict[tuple[str, str], Table]:
     return _scan_tables(gpu_costs.of(index))
 
-
-# A step of at most so many states, B times H, is small: 32 sequences of 1024 units. There the persistent kernels, whose
-# step takes what its exchange takes, are faster than torch's launches wherever the weights fit. With more states the
-# products are what takes time, and torch's are faster in the end.
-_FEW_STATES = 32_768
 
 # On the CPU "persistent" is taken before "scan": what stands here was faster than torch's layer on two cores, forward
 # alone and with the backward pass. A single step of a large layer pays for the packing of the weights; oneDNN's LSTM is
@@ -316,7 +311,12 @@ def why_auto_skips_persistent(case: Case) -> str | None:
 
 
 def _is_small(case: Case) -> bool:
-    return case.batch is not None and case.batch * case.hidden_size <= _FEW_STATES
+    """Whether a step has few states, B times H. There the persistent kernels, whose step takes what its exchange takes,
+    are faster than torch's launches wherever the weights fit. With more states the products are what takes time, and
+    torch's are faster in the end."""
+    if case.batch is None:
+        return False
+    return case.batch * case.hidden_size <= gpu_costs.of(case.index).number("rnn.choice", "few_states")
 
 
 def _why_auto_takes(name: str, case: Case) -> str:

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from ... import _C
 from ..._base import costs as gpu_costs
+from ..table import CELLS
 from .case import Case
 
 __all__ = ["Line", "cudnn_kernel", "host_us", "line", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
@@ -40,9 +42,9 @@ def line(costs: gpu_costs.Costs, table: str) -> Line:
     return Line(**{name: numbers[0] for name, numbers in costs.tables[table].items()})
 
 
-SCAN_LARGEST = {"rnn_tanh": 128, "gru": 128, "lstm": 64}
+SCAN_LARGEST = {name: _C.rnn_scan_max_hidden[name] for name in {cell.costs for cell in CELLS.values()}}
 """H up to which a cell's scan was measured."""
-GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+GATES = {name: cell.gates for name, cell in CELLS.items()}
 
 
 PRECISIONS = {torch.float16: "half", torch.bfloat16: "half", torch.float32: "tf32"}
@@ -155,4 +157,4 @@ def _steps(case: Case) -> int:
 
 
 def _fitted(cell: str) -> str:
-    return "rnn_tanh" if cell == "rnn_relu" else cell
+    return CELLS[cell].costs
