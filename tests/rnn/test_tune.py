@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
 def cache(monkeypatch, tmp_path):
     """A directory of the test's own, and a process that has read nothing."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(weft._rnn.select.tune, "_SPREAD", math.inf)  # whatever else this machine does
     before = tuned._entries
     _forget()
     yield tmp_path
@@ -42,10 +44,12 @@ def clock(monkeypatch):
     """Measured times as the test sets them; what was measured."""
     times = {"persistent": 3.0, "scan": 2.0, "torch": 1.0}
     measured = []
-    # weft.tune is the function; the module is found by its name.
-    monkeypatch.setattr(
-        weft._rnn.select.tune, "_measure", lambda layer, name, call: (measured.append(name), times[name])[1]
-    )
+
+    def stopwatch(layer, name, call):
+        measured.append(name)
+        return lambda: times[name]
+
+    monkeypatch.setattr(weft._rnn.select.tune, "_stopwatch", stopwatch)  # weft.tune is the function
     return times, measured
 
 
@@ -189,19 +193,61 @@ def test_what_raises_is_left_out(clock, monkeypatch):
     """As cuDNN does for some lengths."""
     _, measured = clock
     layer, x, module = weft.nn.GRU(3, 8), torch.randn(20, 5, 3), weft._rnn.select.tune
-    measure = module._measure
+    stopwatch = module._stopwatch
 
     def refusing(layer, name, call):
         if name in refused:
             raise RuntimeError(f"{name} refuses")
-        return measure(layer, name, call)
+        return stopwatch(layer, name, call)
 
-    monkeypatch.setattr(module, "_measure", refusing)
+    monkeypatch.setattr(module, "_stopwatch", refusing)
     refused = {"torch"}
     assert weft.tune(layer, x).algorithm == "scan" and sorted(measured) == ["persistent", "scan"]
     refused |= {"persistent", "scan"}
     with pytest.raises(RuntimeError, match="refuses"):
         weft.tune(layer, x)
+
+
+def test_the_fastest_run_counts(monkeypatch, cache):
+    """On a machine that does something else at times: a candidate's runs come one by one, between those of others."""
+    order, slow = [], {3, 7}
+
+    def stopwatch(layer, name, call):
+        def run():
+            order.append(name)
+            late = order.count(name) in slow and name == "torch"
+            return {"torch": 1.0, "persistent": 2.0, "scan": 3.0}[name] * (1000 if late else 1)
+
+        return run
+
+    monkeypatch.setattr(weft._rnn.select.tune, "_stopwatch", stopwatch)
+    assert weft.tune(weft.nn.GRU(3, 8), torch.randn(20, 5, 3)).algorithm == "torch"
+    (entry,) = written(cache).values()
+    assert entry["microseconds"] == {"torch": 1.0, "persistent": 2.0, "scan": 3.0}
+    measured = order[3 * order.index("torch") + 9 :][-6:]
+    assert len(set(measured[:3])) == 3 and measured[:3] == measured[3:]
+
+
+def test_a_busy_machine_stores_nothing(monkeypatch, cache):
+    monkeypatch.setattr(weft._rnn.select.tune, "_SPREAD", 0.5)
+    elapsed = iter(range(1, 1000))
+    monkeypatch.setattr(weft._rnn.select.tune, "_stopwatch", lambda *_: lambda: float(next(elapsed)))
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    before = weft.explain(layer, x)
+    with pytest.warns(UserWarning, match="stored nothing.*machine is busy"):
+        assert weft.tune(layer, x) == before
+    assert not (cache / weft.__version__ / "tune.json").exists()
+
+
+def test_absurd_times_are_not_believed(clock):
+    times, _ = clock
+    layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
+    for name in times:
+        times[name] += 92_000.0  # microseconds, of 20 small steps
+    assert "weft.tune" not in weft.tune(layer, x).reason
+    for name in times:
+        times[name] -= 91_800.0
+    assert "weft.tune" in weft.tune(layer, x).reason
 
 
 def test_other_processes_read_it(clock, cache):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -23,6 +23,9 @@ _WARM_UPS = 3
 _RUNS = 10
 _PATIENCE = 2.0  # seconds for one candidate; a slow one is run fewer times
 _FEWEST_RUNS = 3
+_SPREAD = 0.5
+"""How much longer than its fastest run a quarter of a candidate's runs may take. Above, the machine was busy with
+something else, and what was measured says nothing."""
 
 
 def tune(
@@ -36,6 +39,9 @@ def tune(
     interval between powers of two, in the same dtype, with or without TF32, packed or not, with or without gradients.
     It is kept in ``$WEFT_CACHE_DIR/<version>/tune.json`` or ``~/.cache/weft/<version>/tune.json``, which other
     processes read when they start.
+
+    All candidates run in turn, so that whatever else the machine does meets all of them, and each counts by its fastest
+    run. Where even those are not repeated, because the machine is busy, nothing is stored, and a warning says so.
 
     Measured is the forward pass, and the backward pass where anything asks for a gradient: call it under
     ``torch.no_grad`` to tune for inference. Gradients, the random number generators and the layer stay as they are; the
@@ -53,6 +59,9 @@ def tune(
         TypeError: `layer` is not one of Weft's layers, `x` no Tensor and no PackedSequence, or `hx` not of Tensors.
         RuntimeError: inside ``torch.compile``, a ``torch.func`` transform, forward-mode AD or the capture of a graph.
         Otherwise what the layer itself raises for this input, whichever algorithm runs.
+
+    Warns:
+        UserWarning: times differ too much from run to run; nothing was stored.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("tune: a compiled graph cannot measure; call weft.tune before torch.compile")
@@ -67,10 +76,20 @@ def tune(
     names = [c.name for c in explanation.candidates if c.eligible and c.name != "reference"]
     if names:
         with torch.random.fork_rng([call.input.device] if on_cuda else []), _in_training(layer, case.trains):
-            times = _measure_all(layer, names, call)
-        best = min(times, key=times.__getitem__)
-        tuned.remember(case, tuned.Entry(best, times))
-        choice.forget_choices()
+            runs_of = _measure_all(layer, names, call)
+        spreads = {name: _spread(times) for name, times in runs_of.items()}
+        widest = max(spreads, key=spreads.__getitem__)
+        if spreads[widest] > _SPREAD:
+            warnings.warn(
+                f"weft.tune stored nothing: only a quarter of the runs of {widest!r} took less than "
+                f"{1 + spreads[widest]:.1f} times the fastest one, so the machine is busy with something else; tune "
+                "again when it is idle",
+                stacklevel=2,
+            )
+        else:
+            times = {name: min(found) for name, found in runs_of.items()}
+            tuned.remember(case, tuned.Entry(min(times, key=times.__getitem__), times))
+            choice.forget_choices()
     return explain(layer, x, hx)
 
 
@@ -85,22 +104,39 @@ def _in_training(layer: torch.nn.Module, wanted: bool) -> Iterator[None]:
         layer.training = before
 
 
-def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: Call) -> dict[str, float]:
-    """Microseconds by algorithm, of those that run: memory may not do for all."""
-    times: dict[str, float] = {}
+def _spread(times: list[float]) -> float:
+    """How much longer than the fastest the run takes that a quarter of the others do not exceed."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 4] / ordered[0] - 1 if ordered[0] > 0 else 0.0
+
+
+def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: Call) -> dict[str, list[float]]:
+    """Microseconds of the runs of every algorithm, of those that run: memory may not do for all."""
+    stopwatches: dict[str, Callable[[], float]] = {}
     failure: RuntimeError | None = None
     for name in names:
         try:
-            times[name] = _measure(layer, name, call)
+            stopwatch, spent = _stopwatch(layer, name, call), 0.0
+            for _ in range(_WARM_UPS):
+                if spent < 1e6 * _PATIENCE:
+                    spent += stopwatch()
         except RuntimeError as error:
             failure = error
-    if not times and failure is not None:
+        else:
+            stopwatches[name] = stopwatch
+    if not stopwatches and failure is not None:
         raise failure
+    times: dict[str, list[float]] = {name: [] for name in stopwatches}
+    for count in range(_RUNS):
+        for name, stopwatch in stopwatches.items():
+            if count < _FEWEST_RUNS or sum(times[name]) < 1e6 * _PATIENCE:
+                times[name].append(stopwatch())
     return times
 
 
-def _measure(layer: RNN | GRU | LSTM, name: str, call: Call) -> float:
-    """Microseconds of one run, the median of several."""
+def _stopwatch(layer: RNN | GRU | LSTM, name: str, call: Call) -> Callable[[], float]:
+    """What runs an algorithm once, with the backward pass where anything asks for a gradient, and returns the
+    microseconds."""
     # Leaves of their own, so that no gradient goes further than the layer.
     own = [t.detach().requires_grad_(t.requires_grad) for t in (call.input, *(call.state or ()))]
     call = call._replace(input=own[0], state=tuple(own[1:]) or None)
@@ -117,17 +153,11 @@ def _measure(layer: RNN | GRU | LSTM, name: str, call: Call) -> float:
             outgoing.extend(torch.ones_like(r) for r in results)
         torch.autograd.grad(results, wanted, outgoing, allow_unused=True)
 
-    clock = _cuda_clock if on_cuda else _host_clock
-    with torch.cuda.device(call.input.device) if on_cuda else contextlib.nullcontext():
-        started = time.perf_counter()
-        times: list[float] = []
-        for count in range(_WARM_UPS + _RUNS):
-            elapsed = clock(run)
-            if count >= _WARM_UPS:
-                times.append(elapsed)
-            if len(times) >= _FEWEST_RUNS and time.perf_counter() - started > _PATIENCE:
-                break
-    return statistics.median(times)
+    def stopwatch() -> float:
+        with torch.cuda.device(call.input.device) if on_cuda else contextlib.nullcontext():
+            return (_cuda_clock if on_cuda else _host_clock)(run)
+
+    return stopwatch
 
 
 def _host_clock(run: Callable[[], None]) -> float:

@@ -16,6 +16,7 @@ from ..._base.machine import cpu_name
 from ..._base.paths import versioned_cache_dir
 from ..._version import __version__
 from .case import Case
+from .costs import products_flops
 
 __all__ = ["Entry", "look_up", "path", "remember"]
 
@@ -42,7 +43,16 @@ def look_up(case: Case) -> Entry | None:
     global _entries
     if _entries is None:
         _entries = _read()
-    return _entries.get(_key(case)) if _entries else None
+    entry = _entries.get(_key(case)) if _entries else None
+    return None if entry is None or entry.microseconds[entry.algorithm] > _absurd_us(case) else entry
+
+
+def _absurd_us(case: Case) -> float:
+    """Microseconds that no fastest algorithm takes on any machine: what is slower was measured while the machine was
+    busy with something else, and is not believed. A millisecond, one for every ten steps, and 100 MFLOP/s."""
+    steps = _bucket(case.steps or 0) * case.layers * case.directions
+    largest = case._replace(steps=_bucket(case.steps or 0), batch=_bucket(case.batch or 0))
+    return 1000 + (3 if case.trains else 1) * 100 * steps + 1e-2 * products_flops(largest)
 
 
 def remember(case: Case, entry: Entry) -> None:
