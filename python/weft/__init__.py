@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import _ops, data, nn, offloading, reference, scan, sparse, vertex
-from ._explain import explain
-from ._rnn.dropin.accelerate import accelerate
+from ._explain import ModelExplanation, PartExplanation, ScanExplanation, explain
+from ._rnn.dropin.accelerate import accelerate, restore
 from ._rnn.explain import Candidate, Explanation
 from ._rnn.select.tune import tune
 from ._version import __version__
@@ -15,6 +15,9 @@ __all__ = [
     "Candidate",
     "Explanation",
     "Graphs",
+    "ModelExplanation",
+    "PartExplanation",
+    "ScanExplanation",
     "VertexFunction",
     "VertexFunctions",
     "__version__",
@@ -25,6 +28,7 @@ __all__ = [
     "offload",
     "offloading",
     "reference",
+    "restore",
     "scan",
     "sparse",
     "tune",

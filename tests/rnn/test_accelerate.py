@@ -70,7 +70,7 @@ def test_bare_layer(theirs, ours):
     layer = theirs(3, 4, 2, batch_first=True, dropout=0.25, bidirectional=True)
     result = weft.accelerate(layer)
     assert type(result) is ours and type(layer) is theirs
-    assert repr(result) == repr(layer)
+    assert repr(result) == repr(layer)[:-1] + ", accelerated=True)"
     assert all(a is b for a, b in zip(result.parameters(), layer.parameters(), strict=True))
     x = torch.randn(2, 5, 3)
     torch.testing.assert_close(result.eval()(x)[0], layer.eval()(x)[0])
@@ -386,3 +386,61 @@ def test_checkpoint_of_the_torch_model_loads():
     state = Model(torch.nn.LSTM).state_dict()
     model = weft.accelerate(Model(torch.nn.LSTM))
     assert not model.load_state_dict(state).missing_keys
+
+
+@pairs
+def test_restore_undoes_it(theirs, ours):
+    model = Model(theirs).double()
+    x, kept = torch.randn(6, 2, 3).double(), weft.nn.GRU(3, 4)
+    model.kept = kept
+    before, shown, parameters = model(x), repr(model), list(model.parameters())
+    weft.accelerate(model, algorithm="persistent")
+    assert type(model.first) is ours and "accelerated=True" in repr(model)
+    assert weft.restore(model) is model
+    assert type(model.first) is type(model.stack[0]) is theirs and model.again is model.first
+    assert model.kept is kept and repr(model) == shown
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert not {"_algorithm", "_accelerated"} & model.first.__dict__.keys()
+    torch.testing.assert_close(model(x), before)
+    assert type(weft.accelerate(model).first) is ours
+    bare = theirs(3, 4)
+    assert type(weft.restore(weft.accelerate(bare))) is theirs and weft.restore(bare) is bare
+    with pytest.raises(TypeError, match=r"restore: model must be a torch\.nn\.Module, got list"):
+        weft.restore([model])
+
+
+def test_restore_keeps_parametrizations_and_subclasses():
+    layer = torch.nn.GRU(3, 4)
+    parametrize.register_parametrization(layer, "weight_hh_l0", Scaled())
+    x = torch.randn(5, 2, 3)
+    before = layer(x)[0]
+    ours = weft.accelerate(layer)
+    back = weft.restore(ours)
+    assert isinstance(back, torch.nn.GRU) and parametrize.is_parametrized(back, "weight_hh_l0")
+    torch.testing.assert_close(back(x)[0], before)
+
+
+def test_verbose_says_what_was_swapped(capsys):
+    model = Model(torch.nn.GRU)
+    weft.accelerate(model, verbose=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "weft.accelerate: first: torch.nn.GRU -> weft.nn.GRU" in lines and len(lines) == 3
+    weft.accelerate(model, verbose=True)
+    assert capsys.readouterr().out == "weft.accelerate: nothing swapped\n"
+    weft.accelerate(torch.nn.LSTM(3, 4), verbose=True)
+    assert "the model itself: torch.nn.LSTM -> weft.nn.LSTM" in capsys.readouterr().out
+
+
+def test_nothing_to_swap_is_a_warning():
+    with pytest.warns(UserWarning, match="swapped nothing: Linear has no torch.nn.RNN, GRU"):
+        weft.accelerate(torch.nn.Linear(3, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        weft.accelerate(torch.nn.Sequential(weft.nn.GRU(3, 4)))
+
+
+def test_scripted_layers_are_named():
+    model = torch.nn.ModuleDict({"old": torch.jit.script(torch.nn.GRU(3, 4)), "new": torch.nn.GRU(3, 4)})
+    with pytest.warns(UserWarning, match=r"old \(.*\) is compiled by torch.jit.script: accelerate the model before"):
+        weft.accelerate(model)
+    assert type(model["new"]) is weft.nn.GRU

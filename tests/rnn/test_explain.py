@@ -451,8 +451,8 @@ def test_explanation():
     answer = weft.explain(layer, torch.randn(100, 4, 3))
     assert answer.algorithm == "persistent" and answer.asked == "auto"
     candidates = by_name(answer)
-    assert list(candidates) == ["persistent", "scan", "newton", "torch", "reference"]
-    assert [c.name for c in answer.candidates if not c.eligible] == ["newton"]
+    assert list(candidates) == ["persistent", "scan", "torch", "reference"]
+    assert all(c.eligible for c in answer.candidates)
     assert "auto" in candidates["scan"].reason
     assert all(c.reason for c in answer.candidates)
     text = str(answer)
@@ -562,10 +562,72 @@ def test_arguments_are_checked_as_in_forward(layer):
             weft.explain(layer, *arguments)
 
 
-def test_only_wefts_layers():
-    for other in (torch.nn.GRU(3, 4), torch.nn.Linear(3, 4), None):
+def test_what_nobody_can_explain():
+    for other in (None, "GRU"):
         with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU or LSTM, got"):
             weft.explain(other, torch.randn(5, 2, 3))
+    with pytest.raises(TypeError, match="what to explain is missing"):
+        weft.explain()
+    for layer in (weft.nn.GRU(3, 4), torch.nn.Linear(3, 4)):
+        with pytest.raises(TypeError, match=f"the input of {type(layer).__name__} is missing"):
+            weft.explain(layer)
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_torchs_layers_are_explained_as_what_would_run(kind):
+    theirs, x = getattr(torch.nn, kind)(3, 16), torch.randn(100, 4, 3)
+    answer = weft.explain(theirs, x)
+    assert answer.algorithm == weft.explain(getattr(weft.nn, kind)(3, 16), x).algorithm
+    assert "weft.accelerate the model first" in str(answer)
+    assert type(theirs) is getattr(torch.nn, kind) and theirs(x)[0].shape == (100, 4, 16)
+    step = weft.explain(getattr(torch.nn, f"{kind}Cell")(3, 16), torch.randn(4, 3))
+    assert step.algorithm == "fused" and "first" in step.note
+
+
+class _Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.old = torch.nn.GRU(3, 16)
+        self.new = weft.nn.LSTM(16, 8, num_layers=2)
+        self.scan = weft.nn.MinGRU(8, 8)
+        self.spare = torch.nn.GRUCell(3, 4)
+
+    def forward(self, x):
+        x = self.norm(x.flatten(0, 1)).view_as(x)
+        return self.scan(self.new(input=self.old(x)[0])[0])[0]
+
+
+def test_a_whole_model():
+    model, x = _Model(), torch.randn(100, 4, 3)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    answer = weft.explain(model, x)
+    assert [p.name for p in answer.parts] == ["old", "new", "scan", "spare"]
+    old, new, scan, spare = answer.parts
+    assert old.algorithm == weft.explain(weft.nn.GRU(3, 16), x).algorithm and old.kind == "torch.GRU"
+    assert old.reason.startswith("after weft.accelerate: ")
+    assert new.algorithm == weft.explain(model.new, torch.randn(100, 4, 16)).algorithm and "T=100 B=4" in new.input
+    assert scan.algorithm == "diagonal scan" and spare.reason == "not called for this input"
+    text = str(answer)
+    assert all(name in text for name in ("_Model", "old", "weft.LSTM", "weft.MinGRU", "runs as"))
+    assert model.training and model.norm.training  # as before, and nothing was learnt
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert str(weft.explain(torch.nn.Linear(3, 4), x)).startswith("Linear: no recurrent layer")
+
+
+def test_scans_and_offload():
+    A, b = torch.rand(10, 2, 4), torch.randn(10, 2, 4)
+    assert weft.explain(weft.scan.linear_scan, A, b).algorithm == "diagonal scan"
+    assert weft.explain(weft.scan.linear_scan, torch.rand(10, 2, 4, 4), b).algorithm == "dense scan"
+    with pytest.raises(ValueError):
+        weft.explain(weft.scan.linear_scan, A, b[:, :1])
+    for kind in (weft.nn.MinGRU, weft.nn.MinLSTM):
+        assert "one scan" in str(weft.explain(kind(3, 4), torch.randn(10, 2, 3)))
+    net = weft.scan.ScanSequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    answer = weft.explain(net, torch.randn(3, 4))
+    assert answer.algorithm == "chain_backward" and len(answer.layers) == 3
+    offload = weft.offload("1GB")
+    assert str(weft.explain(offload)) == str(offload.report())
 
 
 @pytest.mark.parametrize("function", [weft.explain, weft.tune])

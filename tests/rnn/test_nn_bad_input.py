@@ -145,3 +145,31 @@ def test_signature_is_documented():
         for argument in ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "algorithm"):
             assert f"{argument}:" in doc
         assert "Raises" in inspect.getdoc(layer.forward)
+
+
+def test_constructors_name_the_class_and_what_was_meant():
+    with pytest.raises(TypeError, match=r"GRU: unexpected argument 'num_layer'; did you mean 'num_layers'\?"):
+        weft.nn.GRU(3, 4, num_layer=2)
+    with pytest.raises(TypeError, match=r"LSTM: unexpected argument 'proj'; did you mean 'proj_size'\?"):
+        weft.nn.LSTM(3, 4, proj=2)
+    with pytest.raises(TypeError, match=r"RNN: unexpected argument 'colour'; it takes input_size, "):
+        weft.nn.RNN(3, 4, colour="red")
+    with pytest.raises(TypeError, match=r"GRU: hidden_size is missing"):
+        weft.nn.GRU(3)
+
+
+def test_calls_say_where_a_tensor_belongs():
+    x, h = torch.randn(5, 2, 3), torch.zeros(1, 2, 4)
+    gru, lstm = weft.nn.GRU(3, 4), weft.nn.LSTM(3, 4)
+    with pytest.raises(AttributeError, match=r"GRU: input must be a Tensor or a PackedSequence, got tuple"):
+        gru((x, h))
+    with pytest.raises(AttributeError, match=r"GRU: hx must be a Tensor or None, got tuple"):
+        gru(x, (h,))
+    with pytest.raises(IndexError, match=r"LSTM: hx must be a tuple \(h0, c0\) of Tensors or None, got a Tensor"):
+        lstm(x, h)
+    with pytest.raises(AttributeError, match=r"LSTM: c0 must be a Tensor, got NoneType"):
+        lstm(x, (h, None))
+    nested = torch.nested.nested_tensor([torch.randn(5, 3), torch.randn(2, 3)])
+    with pytest.raises(TypeError, match=r"GRU: input is a NestedTensor.*pack_sequence"):
+        gru(nested)
+    gru(rnn.pack_sequence(nested.unbind(), enforce_sorted=False))

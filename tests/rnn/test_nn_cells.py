@@ -9,6 +9,7 @@ import torch
 import weft
 from torch.autograd import gradgradcheck
 from torch.nn.utils import rnn
+from weft._rnn.dropin.torch_limits import why_not_onednn
 
 from tests.common import pairs, relative_error
 from tests.rnn.layers import ALGORITHMS, BOUNDS, H, I, _pickled, algorithms, assert_same, devices, layers, states
@@ -96,8 +97,11 @@ def test_cells_everywhere(fresh_dynamo, device, cell):
     single = copy.deepcopy(ours).float()
     with torch.autocast(device, torch.bfloat16):
         output, (_, c_n), narrow = single(x.float())
-        expected, (_, expected_c_n) = theirs.float()(x.float())
-    assert output.dtype == expected.dtype and narrow.dtype == c_n.dtype == expected_c_n.dtype
+        expected = (torch.bfloat16, torch.bfloat16)  # where torch's own LSTM cannot run
+        if cell != "lstm" or device != "cpu" or why_not_onednn(torch.bfloat16) is None:
+            like, (_, like_c_n) = theirs.float()(x.float())
+            expected = (like.dtype, like_c_n.dtype)
+    assert (output.dtype, c_n.dtype) == expected and narrow.dtype == c_n.dtype
     assert relative_error(narrow, cells) <= BOUNDS[torch.bfloat16]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -12,6 +13,7 @@ from .._base import costs as gpu_costs
 from .calls import Call, prepare
 from .cells import GRUCell, LSTMCell, RNNCell
 from .cells import choose as choose_step
+from .dropin.accelerate import swapped
 from .layers import GRU, LSTM, RNN
 from .select import choice
 from .select.case import Case
@@ -48,6 +50,8 @@ class Explanation:
     candidates: tuple[Candidate, ...]
     extrapolated_from: str | None = None
     """The GPU whose costs the expected times are scaled from, None where they are this one's, or there are none."""
+    note: str | None = None
+    """What has to be done first, None for nothing."""
 
     def __str__(self) -> str:
         lines = [
@@ -60,18 +64,21 @@ class Explanation:
             lines.append(f"  {c.name:<10} {mark:<8} {time:>11}  {c.reason}")
         if self.extrapolated_from is not None:
             lines.append(f"~ is extrapolated from an {self.extrapolated_from}; weft.tune(layer, x) measures it here")
+        if self.note is not None:
+            lines.append(self.note)
         return "\n".join(lines)
 
 
 def explain(
-    layer: RNN | GRU | LSTM,
+    layer: RNN | GRU | LSTM | RNNCell | GRUCell | LSTMCell | torch.nn.RNNBase | torch.nn.RNNCellBase,
     x: Tensor | PackedSequence,
     hx: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Explanation:
     """Say which algorithm ``layer(x, hx)`` would run, and why not the others. Nothing is computed.
 
     Args:
-        layer: one of Weft's recurrent layers or cells.
+        layer: one of Weft's recurrent layers or cells, or one of torch's: the answer is then what would run after
+            :func:`weft.accelerate`, and its ``note`` says so.
         x: the input, as the layer takes it.
         hx: the initial state, as the layer takes it; a cell's makes no difference.
 
@@ -87,6 +94,11 @@ def explain(
         TypeError: `layer` is not one of Weft's layers or cells, `x` no Tensor and no PackedSequence, or `hx` not of
         Tensors. Otherwise what the layer itself raises for this input.
     """
+    ours = swapped(layer) if isinstance(layer, torch.nn.Module) else None
+    if ours is not None:
+        found = explain(ours, x, hx)
+        note = f"weft.accelerate the model first: this {type(layer).__name__} is torch's own, which runs until then"
+        return replace(found, layer=repr(layer), note=note)
     if isinstance(layer, (RNNCell, GRUCell, LSTMCell)):
         return _explain_cell(layer, x)
     case = prepared("explain", layer, x, hx).case
@@ -144,7 +156,9 @@ def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
 
 def _candidates(asked: str, case: Case) -> tuple[Candidate, ...]:
     algorithm, reason = choice.choose(asked, case)
-    return tuple(_candidate(name, algorithm, reason, asked, case) for name in choice.ALGORITHMS[1:])
+    return tuple(
+        _candidate(name, algorithm, reason, asked, case) for name in choice.ALGORITHMS[1:] if name not in choice.MISSING
+    )
 
 
 def _candidate(name: str, taken: str, why: str, asked: str, case: Case) -> Candidate:

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .._base.over_ranks import TakesSlices
 from .._base.torch_private import in_torchscript_trace, in_transform, onnx_exporting
 from . import calls, runs
+from .arguments import check_constructor, check_input, check_state
 from .dropin.shown_class import own_class, shown_class
 from .select import choice
 from .slices import run_slice
@@ -41,11 +42,22 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
     _algorithm: str
     # An attribute of the class, so that layers which accelerate made and older pickles have it.
     return_cells: bool = False
+    _accelerated: bool = False
+    """Whether weft.accelerate has put it in a torch layer's place."""
+    _arguments: ClassVar[tuple[str, ...]] = (
+        "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "device", "dtype",
+        "algorithm",
+    )  # fmt: skip
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Layer:
         return super().__new__(own_class(cls))
 
     def __init__(self, mode: str, *args: Any, algorithm: str, **kwargs: Any) -> None:
+        name = type(self).__name__
+        check_constructor(name, kwargs, self._arguments)
+        for argument in ("input_size", "hidden_size")[len(args) :]:
+            if argument not in kwargs:
+                raise TypeError(f"{name}: {argument} is missing")
         self.algorithm = algorithm
         super().__init__(mode, *args, **kwargs)
 
@@ -74,7 +86,8 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
-        return text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
+        text = text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
+        return f"{text}, accelerated=True" if self._accelerated else text
 
     def _current_weights(self) -> list[Tensor]:
         """The weights as the attributes are now. torch asks a weak reference and two attributes per weight; here an
@@ -111,6 +124,7 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
 
     def _forward(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
         """``output, final`` or, with return_cells, ``output, final, cells``."""
+        check_input(type(self).__name__, input)
         if self._over_ranks is not None:
             return run_slice(self, self._over_ranks, input, state)
         name = calls.choose_at_once(self, input, state)
@@ -161,6 +175,7 @@ class _OneState(_Layer):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
+        check_state(type(self).__name__, hx, pair=False)
         output, (h_n,) = self._forward(input, None if hx is None else (hx,))
         return output, h_n
 
@@ -192,6 +207,7 @@ class RNN(_OneState):
     """
 
     _torch_class = torch.nn.RNN
+    _arguments = (*_Layer._arguments, "nonlinearity")
     nonlinearity: str
 
     @overload
@@ -312,6 +328,7 @@ class LSTM(_Layer):
     """
 
     _torch_class = torch.nn.LSTM
+    _arguments = (*_Layer._arguments, "proj_size", "return_cells")
     # Part of torch.nn.LSTM's interface, and plain functions of what RNNBase has.
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
     check_forward_args = torch.nn.LSTM.check_forward_args
@@ -378,6 +395,7 @@ class LSTM(_Layer):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
+        check_state(type(self).__name__, hx, pair=True)
         self._check_pair(hx)
         return self._forward(input, hx)
 

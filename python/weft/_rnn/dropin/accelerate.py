@@ -15,7 +15,7 @@ from ..cells import GRUCell, LSTMCell, RNNCell
 from ..layers import GRU, LSTM, RNN
 from ..select import choice
 
-__all__ = ["accelerate"]
+__all__ = ["accelerate", "restore", "swapped"]
 
 M = TypeVar("M", bound=Module)
 
@@ -33,7 +33,7 @@ _RUNS = {"__call__", "__class__", "__getattr__", "__getattribute__", "__new__", 
 _NEVER_RUNS = {"_apply", "_replicate_for_data_parallel", "extra_repr", "flatten_parameters", "reset_parameters"}
 
 
-def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -> M:
+def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, verbose: bool = False) -> M:
     """Swap every torch.nn.RNN, GRU, LSTM, RNNCell, GRUCell and LSTMCell inside `model` for Weft's, in place.
 
     Everything of a layer goes over as it is: the same Parameter objects (an optimizer built before goes on working),
@@ -41,6 +41,8 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -
     (``torch.nn.utils.parametrize`` and the older ``weight_norm``). A layer that stands in two places stays one layer.
     Weft's own layers are left alone, and so are instances of a user's subclass of torch's layers, unless `subclasses`
     is set; one warning names them and says why.
+
+    A swapped layer says ``accelerated=True`` when it is printed; :func:`restore` undoes all of it.
 
     The swapped torch layer itself stays a torch layer: what still refers to it outside the model shares its parameters.
 
@@ -50,6 +52,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -
         subclasses: also swap instances of subclasses that override nothing that runs, that is ``forward``, what it
             calls and what it reads. They keep their own methods and attributes, and go on being instances of their
             class. Those of cells stay as they are. Default: False.
+        verbose: print a line for every layer that was swapped. Default: False.
 
     Returns:
         `model` itself; where `model` is a recurrent layer itself, Weft's in its place.
@@ -59,14 +62,14 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -
         ValueError: unknown algorithm; NotImplementedError: a reserved one. The model is then unchanged.
 
     Warns:
-        UserWarning: recurrent layers were left as they are.
+        UserWarning: recurrent layers were left as they are, scripted ones among them, or there is none in the model.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 32), torch.nn.GRU(32, 32))
         >>> weft.accelerate(model)
         Sequential(
           (0): Embedding(100, 32)
-          (1): GRU(32, 32)
+          (1): GRU(32, 32, accelerated=True)
         )
     """
     if not isinstance(model, Module):
@@ -77,6 +80,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -
         obstacle = _obstacle(module, subclasses)
         if obstacle is not None:
             left.append(f"{name or 'the model itself'} ({_class_name(module)}) {obstacle}")
+    names = {module: name for name, module in model.named_modules()}
     swapped: dict[Module, Module] = {}
     for parent in list(model.modules()):
         # Not named_children: it names a child that stands twice only once.
@@ -89,7 +93,79 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False) -
     if left:
         warnings.warn(f"weft.accelerate left these layers as they are: {'; '.join(left)}", stacklevel=2)
     target = _replacement_class(model, subclasses)
-    return model if target is None else _swap(model, target, algorithm)
+    result = model if target is None else _swap(model, target, algorithm)
+    if target is not None:
+        swapped[model] = result
+    if not swapped and not left and not any(_is_wefts(module) for module in model.modules()):
+        warnings.warn(
+            f"weft.accelerate swapped nothing: {type(model).__name__} has no torch.nn.RNN, GRU, LSTM, RNNCell, GRUCell "
+            "or LSTMCell inside",
+            stacklevel=2,
+        )
+    if verbose:
+        for module in swapped:
+            what = _class_name(module).replace("torch.nn.modules.rnn.", "torch.nn.")
+            ours = _torch_class(_class_before_parametrizations(module)).__name__
+            print(f"weft.accelerate: {names[module] or 'the model itself'}: {what} -> weft.nn.{ours}")
+        if not swapped:
+            print("weft.accelerate: nothing swapped")
+    return result
+
+
+def restore(model: M) -> M:
+    """Undo :func:`accelerate`: put torch's own layers back in the place of those that it put in theirs, in place.
+
+    Everything of a layer goes back as it is now: the same Parameter objects, buffers, hooks, training mode and
+    attributes. Weft's layers that accelerate has not made stay. :func:`accelerate` takes a restored model again.
+
+    Args:
+        model: any module.
+
+    Returns:
+        `model` itself; where `model` is a swapped layer itself, torch's in its place.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
+    restored: dict[Module, Module] = {}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child is not None and getattr(child, "_accelerated", False):
+                if child not in restored:
+                    restored[child] = _swap_back(child)
+                parent._modules[name] = restored[child]
+    return _swap_back(model) if getattr(model, "_accelerated", False) else model
+
+
+def swapped(module: Module, algorithm: str = "auto") -> Module | None:
+    """What accelerate would put in the place of one of torch's layers or cells; None for every other module. The
+    module stays as it is."""
+    target = _replacement_class(module, subclasses=False)
+    if target is None:
+        return None
+    layer = _swap(module, target, algorithm)
+    _point_hooks(module)
+    return layer
+
+
+def _is_wefts(module: Module) -> bool:
+    return issubclass(type(module), tuple(_REPLACEMENTS.values()))
+
+
+def _swap_back(layer: Module) -> Module:
+    kind = _class_before_parametrizations(layer)
+    own = getattr(kind, "_torch_class", None)  # of a cell torch's own is among its bases
+    torchs = next(base for base in kind.__mro__ if base in _REPLACEMENTS) if own is None else own
+    if kind is not type(layer):
+        torchs = type(type(layer).__name__, (torchs,), _members(type(layer)))
+    module = torchs.__new__(torchs)
+    module.__dict__.update(layer.__dict__)
+    for name in ("_algorithm", "_accelerated", "return_cells"):
+        module.__dict__.pop(name, None)
+    _point_hooks(module)
+    return module
 
 
 def _class_before_parametrizations(module: Module) -> type[Module]:
@@ -128,6 +204,10 @@ def _own_bases(kind: type[Module]) -> list[type]:
 
 def _obstacle(module: Module, subclasses: bool) -> str | None:
     """Why a recurrent layer stays what it is; None for one that is swapped, for Weft's and for every other module."""
+    if isinstance(module, torch.jit.ScriptModule):
+        recurrent = {kind.__name__ for kind in _REPLACEMENTS}
+        named = getattr(module, "original_name", "") in recurrent
+        return "is compiled by torch.jit.script: accelerate the model before scripting it" if named else None
     kind = _class_before_parametrizations(module)
     if kind in _REPLACEMENTS or issubclass(kind, tuple(_REPLACEMENTS.values())):
         return None
@@ -188,8 +268,13 @@ def _swap(module: Module, target: type[Module], algorithm: str) -> Module:
     layer.__dict__.update(module.__dict__)
     cell = issubclass(target, torch.nn.RNNCellBase)
     layer.algorithm = algorithm if not cell else "torch" if algorithm in ("torch", "reference") else "auto"
-    for hook in module._load_state_dict_pre_hooks.values():
-        # These alone hold their module themselves, weakly, and it may not outlive the swap.
+    layer._accelerated = True
+    _point_hooks(layer)
+    return layer
+
+
+def _point_hooks(layer: Module) -> None:
+    """Make hooks that hold their module themselves, weakly, hold this one: the one before may not outlive the swap."""
+    for hook in layer._load_state_dict_pre_hooks.values():
         if getattr(hook, "with_module", False):
             hook.module = weakref.ref(layer)
-    return layer
