@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import weft
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.nn.utils import rnn
 from weft._rnn.dropin import torch_rnn
@@ -301,3 +302,19 @@ def test_hessian_vector_product(device, cell):
     (backward,) = torch.autograd.grad(first, x, v)
     forward = torch.func.jvp(torch.func.grad(lambda x: ours(x)[0].pow(3).sum()), (x.detach(),), (v,))[1]
     assert_same([backward], [forward])
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_a_change_in_place_names_the_layer(kind):
+    layer, x = getattr(weft.nn, kind)(3, 4, algorithm="persistent"), torch.randn(5, 2, 3)
+    output = layer(x)[0]
+    output.mul_(2)
+    with pytest.raises(RuntimeError, match=rf"^weft\.nn\.{kind}: .*modified by an inplace operation") as found:
+        output.sum().backward()
+    assert "CppNode" not in str(found.value)
+    cell = getattr(weft.nn, f"{kind}Cell")(3, 4)
+    state = cell(x[0])
+    h = state[0] if kind == "LSTM" else state
+    h.mul_(2)
+    with pytest.raises(RuntimeError, match=rf"^weft\.nn\.{kind}Cell: "):
+        h.sum().backward()
