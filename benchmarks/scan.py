@@ -17,6 +17,7 @@ import argparse
 import importlib.util
 import random
 import runpy
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -233,7 +234,12 @@ def _language_model_entry(device: str = "cuda", seconds: float | None = None) ->
     """What examples/char_lm.py compares: a stack of minGRUs beside a GRU, each trained on Python's documentation for so
     many seconds; bits per character of the tenth that was held out, and characters per second of training."""
     seconds = LANGUAGE_MODEL_SECONDS[device] if seconds is None else seconds
-    example = runpy.run_path(str(ROOT / "examples" / "char_lm.py"))
+    folder = str(ROOT / "examples")
+    sys.path.insert(0, folder)  # where the example finds its neighbours
+    try:
+        example = runpy.run_path(f"{folder}/char_lm.py")
+    finally:
+        sys.path.remove(folder)
     options = example["parse"](["--device", device, "--seconds", str(seconds), "--steps", "1000000"])
     sizes = {"H": options.hidden, "B": options.batch, "T": options.length}
     name = case_name(cell="mingru", model="char_lm", device=device, dtype="fp32", **sizes, seconds=f"{seconds:g}")
@@ -246,7 +252,7 @@ def _language_model_entry(device: str = "cuda", seconds: float | None = None) ->
         for cell, model, more in (("gru", "CharLM", [options.algorithm]), ("mingru", "MinGRULM", [])):
             torch.manual_seed(0)
             net = example[model](len(vocabulary), options.embedding, options.hidden, *more).to(device)
-            speeds[cell] = example["train"](net, tokens, options)
+            speeds[cell], _ = example["train"](net, tokens, options)
             bits[cell] = example["bits_per_character"](net, held_out)
         return [
             results.put(name, "bits_per_character", "bits", bits["mingru"], "gru", bits["gru"]),

@@ -131,7 +131,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "_rnn": {"_base", "_version"},
     "_vertex": {"_base"},
     "_offload": set(),
-    "_distributed": {"_base"},
+    "_distributed": {"_base", "_scan"},
 }
 """The rooms that a room of Python imports, just these: of _base its modules, of another room what its package names."""
 

@@ -25,6 +25,7 @@ except ImportError as error:
 from ._base import costs as _gpu_costs  # noqa: E402  gives the library the costs of GPUs
 
 # A room registers its ops' rules and flop formulas when these modules are imported.
+from ._distributed import flops as _distributed_flops  # noqa: E402
 from ._offload import rules as _offload_rules  # noqa: E402
 from ._rnn import cell_rules as _cell_rules  # noqa: E402
 from ._rnn import flops as _rnn_flops  # noqa: E402
@@ -42,6 +43,7 @@ WITH_CUDA: bool = _C.with_cuda
 __all__ = ["WITH_CUDA"]
 _ = (
     _cell_rules,
+    _distributed_flops,
     _gpu_costs,
     _offload_rules,
     _rnn_flops,

@@ -1,1 +1,5 @@
-"""The scan engine. The public names are in weft.scan."""
+"""The scan engine. The public names are in weft.scan; here is what rooms above use of it."""
+
+from .flops import linear_scan_backward_flops, linear_scan_flops
+
+__all__ = ["linear_scan_backward_flops", "linear_scan_flops"]

@@ -10,6 +10,8 @@ import torch
 
 from .._base.flops import register_flop_formula
 
+__all__ = ["linear_scan_backward_flops", "linear_scan_flops"]
+
 
 def _product(A, b) -> int:
     """Of one step: a product of a matrix and a vector for each row of the batch, or of two vectors."""
@@ -23,12 +25,12 @@ def _products(b, x0) -> int:
 
 
 @register_flop_formula(torch.ops.weft.linear_scan)
-def _linear_scan_flops(A, b, x0=None, **_: Any) -> int:
+def linear_scan_flops(A, b, x0=None, **_: Any) -> int:
     return _products(b, x0) * _product(A, b)
 
 
 @register_flop_formula(torch.ops.weft.linear_scan_backward)
-def _linear_scan_backward_flops(grad, A, x, x0, reverse, transpose, output_mask, **_: Any) -> int:
+def linear_scan_backward_flops(grad, A, x, x0, reverse, transpose, output_mask, **_: Any) -> int:
     """A scan in the other direction, and the products of its states with the forward's, for the gradient of A."""
     scan = max(grad[0] - 1, 0) + (x0 is not None and output_mask[2])
     return (scan + output_mask[0] * _products(grad, x0)) * _product(A, grad)
