@@ -504,7 +504,13 @@ class Training:
         """The level loop in a CUDA graph, which can only run one batch."""
         graphs, words, labels = self.batch()
         loop = LevelLoop(self.model, graphs.to("cpu"), self.device)
-        return captured(lambda: self.update(self.loss(loop, words, labels)))
+
+        def step() -> Tensor:
+            return self.update(self.loss(loop, words, labels))
+
+        replay = captured(step)
+        replay.reads = step  # the graph reads what the step holds, and does not hold it itself
+        return replay
 
     def check(self, case: str) -> None:
         """The losses of Weft's steps are those of the loop's, which starts from the same parameters."""
