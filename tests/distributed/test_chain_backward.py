@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -98,3 +99,25 @@ def _refused(rank: int) -> None:
 
 def test_bad_input_is_refused_on_every_rank(team: Team) -> None:
     team.run(_refused)
+
+
+def _only_later_ranks_train(rank: int) -> None:
+    grad, J = torch.randn(2, 3), torch.randn(2, 4, 3)
+    own = J.clone().requires_grad_()
+    for check in ("0", "1"):
+        os.environ["WEFT_CHECK_RANKS"] = check
+        try:
+            got = wd.chain_backward(grad if rank == 0 else None, [own] if rank == 2 else [])
+        finally:
+            os.environ.pop("WEFT_CHECK_RANKS")
+        want = grad if rank < 2 else (J @ grad.unsqueeze(-1)).squeeze(-1)
+        assert_close(got[-1], want, BOUNDS[torch.float32])
+        own.grad = None
+        got[-1].sum().backward()
+        if rank == 2:
+            # The last rank's result is this one's.
+            assert_close(own.grad, 2 * grad.unsqueeze(1).expand(2, 4, 3), BOUNDS[torch.float32])
+
+
+def test_only_later_ranks_have_jacobians(team: Team) -> None:
+    team.run(_only_later_ranks_train)

@@ -84,13 +84,14 @@ def chain_backward(
     elif not isinstance(grad, Tensor) or not grad.requires_grad:
         grad = None
     given = [t for t in (grad if ranks.rank == 0 else None, *jacobians) if t is not None]
-    check_alike(ranks, op, {"schedule": schedule, "dtype": given[0].dtype if given else None} if given else {})
+    check_alike(ranks, op, {"schedule": schedule} | ({"dtype": given[0].dtype} if given else {}))
     for t in given:
         ranks.check_device(op, t)
     device = given[0].device if given else ranks.device
     chain, batched, trains = _meet(op, ranks, schedule, grad if ranks.rank == 0 else None, jacobians, device)
     if trains and not any(t.requires_grad for t in (grad, *jacobians) if t is not None):
-        grad = torch.zeros(0, device=device, requires_grad=True)  # joins in the backward pass all the same
+        # Joins in the backward pass all the same.
+        grad = (grad.detach() if ranks.rank == 0 else torch.zeros(0, device=device)).requires_grad_()
     gradients = _Chained.apply(chain, device, grad, *jacobians)
     return [g if batched else g.squeeze(0) for g in gradients]
 

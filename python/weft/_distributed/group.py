@@ -150,8 +150,8 @@ def check_alike(ranks: Ranks, op: str, values: Mapping[str, Any]) -> None:
     first, *others = ranks.gather_objects({"op": op, **values})
     for rank, other in enumerate(others, 1):
         for name in dict.fromkeys((*first, *other)):
-            if first.get(name) != other.get(name):
+            # A rank of no tensors has nothing to say of them.
+            if name in first and name in other and first[name] != other[name]:
                 raise ValueError(
-                    f"{op}: rank {rank} differs from rank 0: {name} is {other.get(name)} there and {first.get(name)} "
-                    "on rank 0"
+                    f"{op}: rank {rank} differs from rank 0: {name} is {other[name]} there and {first[name]} on rank 0"
                 )
