@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -36,18 +35,6 @@ int32_t as_int32(int64_t x) {
   TORCH_CHECK_VALUE(x == static_cast<int32_t>(x), "VertexProgram: ", x, " does not fit in 32 bits");
   return static_cast<int32_t>(x);
 }
-
-// What the compiler's dataclasses (compiler/ir.py and its neighbours) hold, field by field.
-using Numbers = std::vector<int64_t>;
-using BufferFields = std::tuple<std::string, int64_t, std::string, int64_t, bool, bool, bool>;
-using UseFields = std::tuple<int64_t, int64_t, int64_t, bool>;
-using InstructionFields =
-    std::tuple<std::string, int64_t, Numbers, int64_t, int64_t, std::string, int64_t, bool, int64_t, int64_t>;
-using KernelFields = std::tuple<int64_t, bool, bool, int64_t, int64_t, bool, std::vector<InstructionFields>>;
-using ProductFields = std::tuple<int64_t, bool, int64_t, int64_t, bool, int64_t, bool>;
-using StepFields = std::tuple<std::optional<KernelFields>, std::optional<ProductFields>>;
-using MatrixFields = std::tuple<int64_t, int64_t, int64_t, bool, bool>;
-using VectorFields = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 Buffer buffer_of(const BufferFields& fields) {
   const auto& [space, width, dtype, index, backward, saved, scattered] = fields;
@@ -134,7 +121,9 @@ ProgramPointer make_program(int64_t functions, bool fused, int64_t state, const 
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
-  return c10::make_intrusive<ProgramObject>(std::move(p));
+  return c10::make_intrusive<ProgramObject>(
+      std::move(p), ProgramFields(functions, fused, state, buffers, tables, constants, forward, backward,
+                                  matrix_gradients, vector_gradients));
 }
 
 const std::vector<Step>& steps_of(const Program& p, bool backward) {
@@ -171,21 +160,24 @@ std::string tail_source(const ProgramPointer& self, bool backward) {
 }  // namespace
 
 bool register_program() {
-  static const auto once = torch::class_<ProgramObject>("weft", "VertexProgram")
-                               .def(torch::init(&make_program))
-                               // torch asks everything that it is given; by itself it would raise NotImplementedError,
-                               // which it does not catch.
-                               .def("__len__",
-                                    [](const ProgramPointer&) -> int64_t {
-                                      TORCH_CHECK_TYPE(false, "a VertexProgram has no length");
-                                      return 0;
-                                    })
-                               // To torch's tracers, what it is among fake tensors.
-                               .def("tracing_mode", [](const ProgramPointer&) { return std::string("real"); })
-                               .def("results", &results_of)
-                               .def("multiply_adds", &multiply_adds_of)
-                               .def("kernel_body", &kernel_source)
-                               .def("tail_body", &tail_source);
+  static const auto once =
+      torch::class_<ProgramObject>("weft", "VertexProgram")
+          .def(torch::init(&make_program))
+          .def_pickle([](const ProgramPointer& self) { return self->fields; },
+                      [](ProgramFields fields) { return std::apply(make_program, std::move(fields)); })
+          // torch asks everything that it is given; by itself it would raise NotImplementedError,
+          // which it does not catch.
+          .def("__len__",
+               [](const ProgramPointer&) -> int64_t {
+                 TORCH_CHECK_TYPE(false, "a VertexProgram has no length");
+                 return 0;
+               })
+          // To torch's tracers, what it is among fake tensors.
+          .def("tracing_mode", [](const ProgramPointer&) { return std::string("real"); })
+          .def("results", &results_of)
+          .def("multiply_adds", &multiply_adds_of)
+          .def("kernel_body", &kernel_source)
+          .def("tail_body", &tail_source);
   return true;
 }
 
