@@ -208,3 +208,17 @@ def test_dgl():
     g = dgl.graph((EDGES[0], EDGES[1]))
     want = Graphs.from_edge_index([EDGES], [4])
     assert Graphs.from_dgl(g) == want and Graphs.from_dgl(dgl.batch([g, g])) == Graphs.batch([want, want])
+
+
+def test_slots_of_one_networkx_graph_are_its_own():
+    networkx = pytest.importorskip("networkx")
+    a, b, c = (networkx.DiGraph() for _ in range(3))
+    a.add_edge(0, 2, slot=1)
+    a.add_edge(1, 2, slot=0)
+    b.add_edge(0, 1)
+    alone = Graphs.from_networkx(a).edges
+    assert torch.equal(Graphs.from_networkx([a, b]).edges[: len(alone)], alone)
+    c.add_edge(0, 2, slot=1)
+    c.add_edge(1, 2)
+    with pytest.raises(ValueError, match="graph 1: 1 of 2 edges have a slot"):
+        Graphs.from_networkx([a, c])

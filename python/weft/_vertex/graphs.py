@@ -137,12 +137,12 @@ class Graphs:
     def from_networkx(graphs: Any) -> Graphs:
         """A ``networkx.DiGraph`` or ``MultiDiGraph``, or a sequence of them; edges run from child to parent.
 
-        Vertices are numbered in the order of the nodes. The attribute ``slot`` of the edges is their slot where all
-        edges have it, else slots are as in :meth:`from_edge_index`; the attribute ``type`` of the nodes gives the
-        vertices their types where all have it.
+        Vertices are numbered in the order of the nodes. The attribute ``slot`` of the edges is their slot where the
+        edges of a graph have it, else slots are as in :meth:`from_edge_index`; the attribute ``type`` of the nodes
+        gives the vertices their types where all have it.
 
         Raises:
-            ValueError: a graph is undirected or has a cycle.
+            ValueError: a graph is undirected or has a cycle, or some of its edges have a slot and some do not.
             TypeError: something else.
         """
         core, types = read_networkx(graphs)

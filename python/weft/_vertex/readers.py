@@ -84,7 +84,6 @@ def read_networkx(graphs: object) -> Read:
 
     op = "Graphs.from_networkx"
     edges, sizes, types = [], [], []
-    slotted = True
     for i, g in enumerate(_each(graphs, op, lambda g: isinstance(g, networkx.Graph), "a networkx.DiGraph")):
         if not g.is_directed():
             raise ValueError(
@@ -93,16 +92,15 @@ def read_networkx(graphs: object) -> Read:
             )
         number = {node: v for v, node in enumerate(g.nodes)}
         found = [(number[u], number[v], slot) for u, v, slot in g.edges(data="slot")]
-        slotted = slotted and all(slot is not None for _, _, slot in found)
-        edges.append(found)
+        slotted = sum(slot is not None for _, _, slot in found)
+        if slotted not in (0, len(found)):
+            raise ValueError(
+                f"{op}: graph {i}: {slotted} of {len(found)} edges have a slot; give one to all or to none"
+            )
+        edges.append([[*edge] if slotted else [*edge[:2]] for edge in found])
         sizes.append(len(number))
         types += [name for _, name in g.nodes(data="type")]
-    if slotted:
-        core = _C.from_edges([[*map(list, rows)] for rows in edges], sizes, op)
-    else:
-        indices = [[[u for u, _, _ in rows], [v for _, v, _ in rows]] for rows in edges]
-        core = _C.from_edge_index(indices, sizes, op)
-    return core, types if types and None not in types else None
+    return _C.from_edges(edges, sizes, op), types if types and None not in types else None
 
 
 def write_networkx(graphs: Any) -> Any:
