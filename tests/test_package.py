@@ -196,3 +196,11 @@ def test_prose_quotes_no_measurement():
     assert {"docs/guide/rnn.rst", "docs/performance/rnn.rst", "docs/performance.rst"} <= texts.keys()
     for name, text in texts.items():
         assert not re.findall(r"\d[\d.,]*(?:x\b| ?us\b| times (?:faster|slower|as))", text), name
+
+
+def test_formulas_outlast_who_only_looks_for_the_counter():
+    done = python(
+        "import importlib.util, weft, torch; importlib.util.find_spec('torch.utils.flop_counter')\n"
+        "from torch.utils.flop_counter import flop_registry; assert torch.ops.weft.rnn in flop_registry"
+    )
+    assert done.returncode == 0, done.stderr

@@ -38,13 +38,18 @@ class _RegistersOnImport(MetaPathFinder):
         if name != _COUNTER:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # who asked may only have wanted to know
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             for targets, get_raw, formula in _waiting:
                 module.register_flop_formula(targets, get_raw)(formula)
             _waiting.clear()
