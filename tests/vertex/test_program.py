@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import pickle
 import subprocess
@@ -102,6 +104,43 @@ def test_programs_and_schedules_are_plain_data(tmp_path):
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     )
+
+
+def test_an_exported_program_is_copied_and_saved():
+    x = rows()
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = cell()
+
+        def forward(self, x):
+            return self.cell(GRAPHS, x)
+
+    net = Net()
+    exported = torch.export.export(net, (x,), strict=False)
+    assert any("vertex_frontiers" in str(node.target) for node in exported.graph.nodes)
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(exported), torch.export.load(file)):
+        assert torch.equal(twin.module()(x), net(x))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ([("neg", 0, [0])], "operand"),
+        ([("end", 0, [])], "end of no loop"),
+        ([("begin", 0, [])], "loop without an end"),
+        ([("begin", 0, []), ("begin", 0, []), ("end", 0, []), ("end", 0, [])], "loop in a loop"),
+    ],
+)
+def test_an_impossible_program_is_refused(code, message):
+    instructions = [(op, result, operands, 0, 0, "row", -1, False, 0, 0) for op, result, operands in code]
+    kernel = (0, False, False, 4, 1, False, instructions)
+    with pytest.raises(ValueError, match=message):
+        torch.classes.weft.VertexProgram(1, True, -1, [], [], [1.0], [(kernel, None)], [], [], [])
 
 
 def test_explain():

@@ -63,6 +63,14 @@ struct Run {
               array(Schedule::kSumUseEdge),
               array(Schedule::kTaskTable),
               num_vertices};
+    TORCH_CHECK_VALUE(program.gathered <= numbers[Schedule::kColumns], kOp, ": the program gathers by ",
+                      program.gathered, " columns, the schedule has ", numbers[Schedule::kColumns]);
+    for (const MatrixGradient& g : program.matrix_gradients) {
+      TORCH_CHECK_VALUE(size_t(g.matrix) < matrices.size(), kOp, ": there is no matrix ", g.matrix);
+    }
+    for (const VectorGradient& g : program.vector_gradients) {
+      TORCH_CHECK_VALUE(size_t(g.vector) < operands.vectors.size(), kOp, ": there is no vector ", g.vector);
+    }
     tasks = Schedule::tasks(numbers);
     for (const Task& task : tasks) {
       leaves += task.level == 0 ? task.count : 0;

@@ -9,9 +9,6 @@
 //   host_schedule  the same on the CPU
 //   program        csrc/vertex/program/program.h
 //   num_vertices, num_inner (those with children), num_edges  of the schedule
-//   results        what the program makes, for those who cannot read it: space, width and dtype
-//   (csrc/vertex/program/program.h) of
-//                  each result
 // Operands of another floating dtype than the program's are cast to it. Returns the outputs (num_vertices, width), rows
 // in the caller's order, then what the backward pass reads: buffers with a row per vertex, per vertex with children or
 // per edge, in the schedule's order.

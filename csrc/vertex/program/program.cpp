@@ -4,11 +4,15 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "vertex/program/analyses.h"
 
 namespace weft::vertex {
 namespace {
+
+// Far beyond what a kernel has: a damaged number shall not become an allocation.
+constexpr size_t kMaxRegisters = size_t{1} << 16;
 
 // One step's; `where` names it in errors.
 class Checks {
@@ -23,13 +27,16 @@ class Checks {
       require(step_.matrix >= 0, "matrix");
       return;
     }
-    require(step_.width >= 0 && step_.registers >= 0, "width or registers");
+    require(step_.width >= 0 && in(step_.registers, kMaxRegisters), "width or registers");
+    written_.assign(step_.registers, false);
+    const std::string kernel = where_;
     for (size_t i = 0; i < step_.code.size(); ++i) {
-      const std::string kernel = where_;
-      where_ += ", instruction " + std::to_string(i) + " (" + info(step_.code[i].op).name + ")";
+      where_ = kernel + ", instruction " + std::to_string(i) + " (" + info(step_.code[i].op).name + ")";
       instruction(step_.code[i]);
-      where_ = kernel;
+      if (!info(step_.code[i].op).stores) written_[step_.code[i].result] = true;
     }
+    where_ = kernel;
+    require(!loop_, "loop without an end");
   }
 
   const Buffer& buffer(int32_t b) const {
@@ -43,25 +50,28 @@ class Checks {
  private:
   static bool in(int64_t x, size_t end) { return x >= 0 && x < static_cast<int64_t>(end); }
   // `width` columns from `first` on.
-  void columns(int32_t b, int32_t first, int32_t width) const {
+  void columns(int32_t b, int64_t first, int64_t width) const {
     require(first >= 0 && first < buffer(b).width && first + width <= p_.buffers[b].width, "columns");
   }
 
-  void instruction(const Instruction& i) const {
+  void instruction(const Instruction& i) {
     const OpInfo& op = info(i.op);
     require(op.stores || in(i.result, step_.registers), "result");
-    for (int r = 0; r < op.operands; ++r) require(in(i.operands[r], step_.registers), "operand");
+    for (int r = 0; r < op.operands; ++r) {
+      require(in(i.operands[r], step_.registers) && written_[i.operands[r]], "operand");
+    }
     switch (i.op) {
       case Op::kLoad:
         columns(i.buffer, i.column, i.broadcast ? 1 : step_.width);
         require((i.access == Access::kGather) == (i.gather >= 0), "gather");
+        require(i.access != Access::kChild || step_.edges || loop_, "load of a child outside a loop");
         break;
       case Op::kConstant:
         require(in(i.constant, p_.constants.size()), "constant");
         break;
       case Op::kUses:
         require(in(i.table, p_.tables.size()) && !step_.edges, "table");
-        for (const Use& use : p_.tables[i.table]) columns(use.buffer, use.first + i.column, step_.width);
+        for (const Use& use : p_.tables[i.table]) columns(use.buffer, int64_t{use.first} + i.column, step_.width);
         break;
       case Op::kStore:
         columns(i.buffer, i.column, step_.width);
@@ -78,7 +88,13 @@ class Checks {
         require(i.gather >= -1 && (p_.buffers[i.buffer].space == Space::kEdges) == (i.gather < 0), "gather");
         break;
       case Op::kBegin:
-        require(!step_.edges, "loop over the edges of edges");
+        require(!step_.edges && !loop_, "loop in a loop");
+        loop_ = true;
+        break;
+      case Op::kAccumulate:
+      case Op::kEnd:
+        require(loop_ && written_[i.result], "end of no loop");
+        loop_ = i.op != Op::kEnd;
         break;
       case Op::kFloat16:
       case Op::kBFloat16:
@@ -92,6 +108,8 @@ class Checks {
   const Program& p_;
   const Step& step_;
   std::string where_;
+  std::vector<bool> written_;  // registers, by the instructions so far
+  bool loop_ = false;
 };
 
 std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
@@ -135,6 +153,9 @@ void Program::finish() {
       Step& step = (*list)[s];
       Checks(*this, step, pass + " step " + std::to_string(s)).step();
       if (!step.product) step.buffers = buffers_of(*this, step);
+      for (const Instruction& i : step.code) {
+        if (i.op == Op::kLoad && i.access == Access::kGather) gathered = std::max(gathered, i.gather + 1);
+      }
     }
   }
   specialise_for_leaves(*this);

@@ -101,6 +101,7 @@ struct Program {
   std::vector<MatrixGradient> matrix_gradients;
   std::vector<VectorGradient> vector_gradients;
   std::vector<double> constants;
+  int32_t gathered = 0;                                          // columns of the schedule that loads gather by
   std::shared_ptr<Handles> tails = std::make_shared<Handles>();  // the second of the backward pass
 
   // Checks what was put together, and finds what the rest says. std::invalid_argument names what is wrong.
