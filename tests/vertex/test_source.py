@@ -213,13 +213,15 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
         "inner": n - leaves,
         "edges": m,
         "input": n,
+        "layer": n,
+        "layer_grad": n,
         "output": n,
         "output_grad": n,
         "input_grad": n,
         "vector": 1,
     }
     tensors = [torch.randn(sizes[b.space], b.width).to(getattr(torch, b.dtype)) for b in compiled.buffers]
-    matrices = [torch.randn(traces[f].program.symbols[s].shape, dtype=type) for f, s in plan.matrices]
+    matrices = [torch.randn(traces[f].program.symbols[s].shape, dtype=type) for f, s in plan.given.matrices]
     # Rows of other functions, and slots without a child, are read as zeros.
     for b, t in zip(compiled.buffers, tensors, strict=True):
         t.mul_(not b.scattered and (types is None or b.space not in ("rows", "inner", "edges", "output")))
@@ -234,7 +236,7 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
     results = torch.ops.weft.vertex_frontiers(*given, *shared, n, n - leaves, m)
     outputs, saved = results[: len(plan.outputs)], results[len(plan.outputs) :]
     gradients = torch.ops.weft.vertex_frontiers_backward(
-        of("output_grad"), *given, saved, *shared, *batched.frontiers.gradients, True
+        of("output_grad"), *given, saved, *shared, *batched.program.gradients(), True
     )
 
     arguments = Arguments(num_vertices=n)
@@ -300,13 +302,18 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
         elif not backward and compiled.buffers[step.target].space == "rows":  # products read it
             tensors[step.target][rows] = 0
 
+    for layer in compiled.layers:
+        made = tensors[layer.source] @ matrices[layer.matrix].T
+        tensors[layer.target][:] = made if layer.bias < 0 else made + tensors[layer.bias]
     run(compiled.forward, False, places.tasks)
     bound = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
     for found, want in zip(of("output"), outputs, strict=True):
         assert relative_error(found, want) < bound
-    for t in of("input_grad"):
+    for t in (*of("input_grad"), *of("layer_grad")):
         t.zero_()
     run(compiled.backward, True, places.tasks[::-1])
+    for layer in compiled.layer_gradients:
+        tensors[layer.target][:] = tensors[layer.source] @ matrices[layer.matrix]
     assert of("input_grad")
     for found, want in zip(of("input_grad"), gradients, strict=False):
         assert relative_error(found, want) < bound
