@@ -33,6 +33,7 @@ OTHERWISE = {
     "torch_rnn": "torch's own kernels: beside torch's layers in tests/rnn",
     "slice_scan": "it takes a group of ranks: tests/distributed",
     "csr_transpose": _INTEGERS,
+    "zeros_changed": _INTEGERS,
     "csr_matmul_plan": _INTEGERS,
     "conv_pattern": _INTEGERS,
     "max_pool_values": "piecewise constant, no finite differences: tests/sparse/test_pooling_jacobians.py",

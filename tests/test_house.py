@@ -24,6 +24,7 @@ SHARED = {
     "csr_matmul_plan": "csr_matmul",
     "csr_matmul_left": "csr_matmul",
     "csr_matmul_right": "csr_matmul",
+    "layer_chain": "csr_chain",
 }
 """Ops that are in another's files: its inverse, its plan, its gradients under another name."""
 
@@ -34,6 +35,7 @@ WITHOUT = {
     "torch_rnn": dict.fromkeys(FILES, _IN_PYTHON),
     "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
+    "zeros_changed": {FILES[2]: "its result is a flag, which has no gradient"},
 }
 """Files that an op does not have, and why."""
 

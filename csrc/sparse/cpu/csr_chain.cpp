@@ -41,10 +41,17 @@ std::vector<at::Tensor> forward_cpu(const at::Tensor& grad, at::TensorList crows
   return csr_chain_forward(chain_cpu, grad, crows, cols, values);
 }
 
+// A core writes what a layer's Jacobian has before it multiplies: most of it is in its cache then.
+std::vector<at::Tensor> layers_cpu(const at::Tensor& grad, at::TensorList crows, at::TensorList cols,
+                                   at::TensorList values, at::TensorList sources, at::IntArrayRef reads) {
+  return csr_chain_forward(chain_cpu, grad, crows, cols, written_values(grad, crows, cols, values, sources, reads));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {
   m.impl("csr_chain", forward_cpu);
+  m.impl("layer_chain", layers_cpu);
 }
 
 }  // namespace weft::sparse
