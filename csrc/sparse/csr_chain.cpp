@@ -84,7 +84,8 @@ std::vector<at::Tensor> written_values(const at::Tensor& grad, at::TensorList cr
     if (reads[k] < 0) {
       written.push_back(at::threshold_backward(at::ones_like(values[k]), values[k], 0));
     } else if (reads[k] > 0) {
-      const at::Tensor row = at::repeat_interleave_symint(crows[k].diff().to(at::kLong), cols[k].sym_size(0));
+      const at::Tensor row =
+          at::repeat_interleave_symint(crows[k].diff().to(at::kLong), std::optional(cols[k].sym_size(0)));
       const at::Tensor picked = values[k].index_select(1, cols[k]);
       written.push_back(at::eq(picked, row.remainder(reads[k])).to(grad.scalar_type()));
     } else {

@@ -81,7 +81,7 @@ def test_layers_that_are_alike_are_computed_together(device: str) -> None:
     same[5].weight.requires_grad_(False)
     mixed = [m for conv in same for m in (conv, nn.ReLU())]
     linear = [m for _ in range(5) for m in (nn.Linear(12, 12), nn.Tanh())]
-    layers = [*blocks, *mixed, nn.Flatten(), nn.Linear(4 * 9 * 3, 12), *linear]
+    layers = [*blocks, *mixed, nn.Flatten(), nn.Linear(72, 12), *linear]
     plain = nn.Sequential(*layers).to(device)
     scan = ScanSequential(*copy.deepcopy(layers)).to(device)
     for batch in (1, 3):

@@ -10,20 +10,20 @@
 namespace weft::sparse {
 namespace {
 
-void run_cuda(const std::vector<StoredZeros>& parts, int element_size, int* changed) {
+void compare_cuda(const std::vector<StoredZeros>& parts, int element_size, int* changed) {
   zeros_changed_cuda(parts.data(), int64_t(parts.size()), element_size, changed, at::cuda::getCurrentCUDAStream());
 }
 
-at::Tensor forward_cuda(at::TensorList weights, at::TensorList stored) {
+at::Tensor zeros_cuda(at::TensorList weights, at::TensorList stored) {
   const c10::cuda::OptionalCUDAGuard guard(!weights.empty() && weights[0].is_cuda() ? std::optional(weights[0].device())
                                                                                     : std::nullopt);
-  return zeros_changed_forward(run_cuda, weights, stored);
+  return zeros_changed_forward(compare_cuda, weights, stored);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
-  m.impl("zeros_changed", forward_cuda);
+  m.impl("zeros_changed", zeros_cuda);
 }
 
 }  // namespace weft::sparse

@@ -47,6 +47,12 @@ def is_direct(module: nn.Module, input: Tensor) -> bool:
     return kind is nn.Linear or (module.padding_mode == "zeros" and type(module.padding) is tuple)
 
 
+def weight_and_bias(module: nn.Module) -> list[Tensor]:
+    """In this order, those that there are."""
+    parameters = module._parameters
+    return [p for p in (parameters.get("weight"), parameters.get("bias")) if p is not None] if parameters else []
+
+
 @functools.lru_cache(maxsize=256)
 def _settings(stride: tuple, padding: tuple, dilation: tuple, groups: int) -> _C.ConvSettings:
     return _C.ConvSettings(list(stride), list(padding), list(dilation), groups)

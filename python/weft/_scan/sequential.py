@@ -23,7 +23,7 @@ from .._sparse import (
     zeros_compared,
 )
 from .chain import chain_backward
-from .layer_chain import LeftToTorch, Zeros, along_layers, is_direct, parameter_gradients
+from .layer_chain import LeftToTorch, Zeros, along_layers, is_direct, parameter_gradients, weight_and_bias
 from .schedule import levels_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -101,21 +101,21 @@ def run(
         all_parameters, buffers = _state(module)
         parameters = [p for p in all_parameters if p.requires_grad]
         mask = kept = indices = entered = None
-        # What works in place would overwrite what its Jacobian is made from.
-        before = x.clone() if getattr(module, "inplace", False) else x
         if direct and x.dtype in (torch.float32, torch.float64) and is_direct(module, x):
             if left is not None and all_parameters and wanted and left.takes(position, module, x, prune):
-                entered = before.detach().requires_grad_()
+                entered = x.detach().requires_grad_()
             else:
-                kept = all_parameters
+                kept = weight_and_bias(module)
+        # What works in place would overwrite what its Jacobian is made from.
+        before = x.clone() if kept is None and getattr(module, "inplace", False) else x
         if entered is not None:
             with torch.enable_grad():
                 output = module(entered)
         elif kept is not None and isinstance(module, nn.MaxPool2d) and not module.return_indices:
             settings = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
-            output, indices = F.max_pool2d(before, *settings, return_indices=True)
+            output, indices = F.max_pool2d(x, *settings, return_indices=True)
         elif kept is not None:
-            output = module(before)
+            output = torch.relu(x) if type(module) is nn.ReLU else module(x)
         elif type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
             with torch.no_grad():
                 output, mask = _dropout(x, module.p, module.inplace)
@@ -129,9 +129,9 @@ def run(
             )
         # What its Jacobian is made from; where autograd looks by itself, it looks too.
         tensors = [*all_parameters, *buffers]
-        if kept is not None or not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
+        if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)) or (kept is not None and parameters):
             tensors.append(x)
-        if kept is not None:
+        if kept is not None and type(module) is nn.ReLU:
             tensors.append(output)
         versions = [(t, t._version) for t in tensors]
         records.append(Record(position, module, x, output, parameters, mask, versions, kept, indices, entered))
@@ -224,8 +224,10 @@ class _Scan(torch.autograd.Function):
         input_needed = ctx.needs_input_grad[1]
         through = needed(records, input_needed)
         moving = [r for r in through if not r.is_identity]
-        for record in moving:
-            record.check_unchanged()
+        moved = {r.position for r in moving}
+        for record in records:
+            if record.kept is not None or record.position in moved:
+                record.check_unchanged()
         B = grad.shape[0]
         flat = grad.reshape(B, grad.shape[1:].numel())
         wanted: dict[Tensor, Tensor | None] = {}
@@ -245,12 +247,12 @@ class _Scan(torch.autograd.Function):
             own = [p for p in record.parameters if p.requires_grad]
             if not own or record.position not in reaching or record.position in done:
                 continue
-            g = reaching[record.position].to(record.output.dtype)
+            arrives = reaching[record.position].to(record.output.dtype)
             if record.kept is not None:
-                without.append((record, g, [p.requires_grad for p in record.kept]))
+                without.append((record, arrives, [p.requires_grad for p in record.kept]))
             elif record.output.requires_grad:
                 outputs.append(record.output)
-                arriving.append(g.reshape(record.output.shape))
+                arriving.append(arrives.reshape(record.output.shape))
                 own_graph.update(dict.fromkeys(own))
         if outputs:
             parts = torch.autograd.grad(outputs, list(own_graph), arriving, retain_graph=keep, allow_unused=True)

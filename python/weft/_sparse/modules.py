@@ -278,7 +278,9 @@ def unwritten(module: nn.Module, input: Tensor, output: Tensor, prune: bool, set
     found_key, found, pruned = owned.get("unwritten", (None, None, None))
     if found_key == key and (weight is None or not prune or (settled and owned.get("pruned") is pruned)):
         return found
-    found = make(module, input, output, prune, owned)
+    made = make(module, input, output, prune, owned)
+    if found is None or made is None or made.pattern is not found.pattern:  # the same one is the same object
+        found = made
     owned["unwritten"] = key, found, owned.get("pruned")
     return found
 
