@@ -89,15 +89,23 @@ def _state(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
     )
 
 
+def layers_of(net: nn.Module) -> list[nn.Module]:
+    return [module for _, module in unrolled(net)]
+
+
 def run(
-    net: nn.Module, input: Tensor, left: LeftToTorch | None = None, prune: bool = False, direct: bool = False
+    layers: list[nn.Module],
+    input: Tensor,
+    left: LeftToTorch | None = None,
+    prune: bool = False,
+    direct: bool = False,
 ) -> list[Record]:
     """The forward pass, layer by layer, each with its own graph of parameters alone. `direct`: those that need no graph
     without one. `left` says which layers are torch's altogether, of those that something before them, or they
     themselves, want a gradient."""
     records, x = [], input.detach()
     wanted = input.requires_grad
-    for position, (_, module) in enumerate(unrolled(net)):
+    for position, module in enumerate(layers):
         all_parameters, buffers = _state(module)
         parameters = [p for p in all_parameters if p.requires_grad]
         mask = kept = indices = entered = None
@@ -151,9 +159,9 @@ def _dropout(x: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor]:
     return x * scale, scale != 0
 
 
-def check_layers(net: nn.Module) -> None:
+def check_layers(layers: list[nn.Module]) -> None:
     """Raises for a layer that has no Jacobian."""
-    for position, (_, module) in enumerate(unrolled(net)):
+    for position, module in enumerate(layers):
         if find_jacobian(module) is None:
             raise TypeError(f"ScanSequential: layer {position}: {unknown(module)}")
         if isinstance(module, _BATCH_NORMS):
@@ -187,12 +195,12 @@ def _case(net: ScanSequential, input: Tensor) -> tuple:
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, net: ScanSequential, input: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx, net: ScanSequential, layers: list[nn.Module], input: Tensor, *parameters: Tensor) -> Tensor:
         direct = not (torch.compiler.is_compiling() or any_autocast() or any(GLOBAL_HOOKS))
         ctx.kept = _kept.setdefault(net, _Kept()) if direct else None
-        ctx.zeros = Zeros.ask([m for _, m in unrolled(net)]) if direct and net.prune else None
+        ctx.zeros = Zeros.ask(layers) if direct and net.prune else None
         left = ctx.kept.left if direct and net.schedule == "auto" else None
-        ctx.records = run(net, input, left, net.prune, direct)
+        ctx.records = run(layers, input, left, net.prune, direct)
         if left is not None:
             left.step(net.prune)
             left.conclude(_case(net, input), [(r.position, r.input) for r in ctx.records])
@@ -221,7 +229,7 @@ class _Scan(torch.autograd.Function):
         keep = keeps_graph()
         if not keep:
             ctx.records = None
-        input_needed = ctx.needs_input_grad[1]
+        input_needed = ctx.needs_input_grad[2]
         through = needed(records, input_needed)
         moving = [r for r in through if not r.is_identity]
         moved = {r.position for r in moving}
@@ -236,7 +244,7 @@ class _Scan(torch.autograd.Function):
         reaching, g = {}, next(gradients)
         for record in through:
             reaching[record.position] = g
-            if not record.is_identity:
+            if record.position in moved:
                 g = next(gradients)
         if len(through) < len(records):
             reaching[len(records) - len(through) - 1] = g
@@ -262,7 +270,7 @@ class _Scan(torch.autograd.Function):
             branches = grad.is_cuda and torch.cuda.is_current_stream_capturing()
             _add(wanted, parameter_gradients(without, branches))
         grad_input = g.to(ctx.input.dtype).reshape(ctx.input.shape) if input_needed else None
-        return None, grad_input, *(wanted.get(p) for p in ctx.parameters)
+        return None, None, grad_input, *(wanted.get(p) for p in ctx.parameters)
 
     @staticmethod
     def along(ctx, moving: list[Record], flat: Tensor, wanted: dict[Tensor, Tensor | None], keep: bool) -> list[Tensor]:
@@ -364,15 +372,19 @@ class ScanSequential(nn.Sequential):
         return found
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not isinstance(input, Tensor) or next(unrolled(self), None) is None:
+        if not torch.is_grad_enabled() or not isinstance(input, Tensor):
             return super().forward(input)
-        parameters = [p for p in self.parameters() if p.requires_grad]
+        layers = layers_of(self)
+        if not layers:
+            return super().forward(input)
+        # torch's own walk over all parameters takes longer than a small layer.
+        parameters = list(dict.fromkeys(p for module in layers for p in _state(module)[0] if p.requires_grad))
         # Lazy layers get their sizes in the first pass.
         if not (parameters or input.requires_grad) or any(map(is_lazy, parameters)):
             return super().forward(input)
         if not torch.compiler.is_compiling() and (in_transform() or differentiated_by_transform(input, *parameters)):
             return super().forward(input)
-        check_layers(self)
+        check_layers(layers)
         if input.dim() == 0:
             raise ValueError("ScanSequential: input must have the batch first, got ()")
         if self.schedule == "auto" and not torch.compiler.is_compiling():
@@ -380,4 +392,4 @@ class ScanSequential(nn.Sequential):
             if kept is not None and kept.left.whole.get(_case(self, input)):
                 kept.left.step(self.prune)
                 return super().forward(input)
-        return _Scan.apply(self, input, *parameters)
+        return _Scan.apply(self, layers, input, *parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -265,15 +266,21 @@ def _batch_norm(module, input, output, prune):
 def unwritten(module: nn.Module, input: Tensor, output: Tensor, prune: bool, settled: bool) -> of.Unwritten | None:
     """The Jacobian of a layer as weft::layer_chain reads it, None where it has to be written; for modules of torch's
     own types. `settled`: whether the weight is known to have the zeros that it had last."""
-    make = _unwritten.get(type(module))
-    if make is None or type(module) in _registered:
+    kind = type(module)
+    if kind not in _unwritten or kind in _registered:
         return None
+    make, settings = _unwritten[kind]
     owned = _owned.get(module)
     if owned is None:
         owned = _owned[module] = {}
-    weight = module._parameters.get("weight")
-    settings = tuple([module.__dict__.get(name) for name in _SETTINGS])
-    key = (input.shape[1:], input.device, None if weight is None else weight.shape, prune, settings)
+    weight = module._parameters.get("weight") if module._parameters else None
+    key = (
+        input.shape,
+        input.device,
+        None if weight is None else weight.shape,
+        prune,
+        None if settings is None else settings(module.__dict__),
+    )
     # What is kept serves as long as the zeros are those that it was made for.
     found_key, found, pruned = owned.get("unwritten", (None, None, None))
     if found_key == key and (weight is None or not prune or (settled and owned.get("pruned") is pruned)):
@@ -283,9 +290,6 @@ def unwritten(module: nn.Module, input: Tensor, output: Tensor, prune: bool, set
         found = made
     owned["unwritten"] = key, found, owned.get("pruned")
     return found
-
-
-_SETTINGS = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "ceil_mode", "return_indices")
 
 
 def _unwritten_conv(module, input, output, prune, owned) -> of.Unwritten | None:
@@ -308,12 +312,15 @@ def _unwritten_max_pool2d(module, input, output, prune, owned) -> of.Unwritten |
     return None if module.return_indices else of.unwritten_max_pool2d(input, *settings)
 
 
-_unwritten: dict[type[nn.Module], Callable[..., of.Unwritten | None]] = {
-    nn.Conv1d: _unwritten_conv,
-    nn.Conv2d: _unwritten_conv,
-    nn.Linear: _unwritten_linear,
-    nn.MaxPool2d: _unwritten_max_pool2d,
-    nn.ReLU: lambda module, input, output, prune, owned: of.unwritten_relu(output),
+_of_conv = operator.itemgetter("stride", "padding", "dilation", "groups", "padding_mode")
+_of_pool = operator.itemgetter("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+# With what their patterns depend on beside sizes.
+_unwritten: dict[type[nn.Module], tuple[Callable[..., of.Unwritten | None], Callable[[dict], tuple] | None]] = {
+    nn.Conv1d: (_unwritten_conv, _of_conv),
+    nn.Conv2d: (_unwritten_conv, _of_conv),
+    nn.Linear: (_unwritten_linear, None),
+    nn.MaxPool2d: (_unwritten_max_pool2d, _of_pool),
+    nn.ReLU: (lambda module, input, output, prune, owned: of.unwritten_relu(output), None),
 }
 
 
