@@ -14,6 +14,7 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -33,6 +34,7 @@ __all__ = [
     "fp32_precision",
     "functional_collectives",
     "group_named",
+    "has_step_hooks",
     "in_forward_mode",
     "in_torchscript_trace",
     "in_transform",
@@ -124,6 +126,12 @@ def functional_collectives():
 def group_named(name: str):
     """The ProcessGroup of this name, by which collectives in a graph know it."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something else happens in the optimizer's step, before or after it."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any(map(bool, (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)))
 
 
 def in_forward_mode() -> bool:
