@@ -190,7 +190,7 @@ def test_what_is_refused():
         weft.tune(m, GRAPHS, x[:2])
     with pytest.raises(TypeError, match="Graphs"):
         weft.tune(m, None, x)
-    with pytest.raises(RuntimeError, match="torch.func"):
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.vmap(lambda x: (weft.tune(m, GRAPHS, x), x)[1])(x[None])
     with pytest.raises(TypeError):
         weft.tune()
