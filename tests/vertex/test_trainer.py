@@ -55,7 +55,8 @@ class TwoPushes(weft.VertexFunction):
         self.W = nn.Linear(3, 3)
 
     def vertex(self, v):
-        h = self.W(v.pull())
+        h = self.W(v.pull()) + v.gather_sum()
+        v.scatter(h)
         v.push(h)
         v.push(h + 1)
 
@@ -519,11 +520,13 @@ def test_other_refusals(device):
 
     class Flat(weft.VertexFunction):
         def __init__(self):
-            super().__init__(1)
+            super().__init__(3)
             self.w = nn.Parameter(torch.ones(3))
 
         def vertex(self, v):
-            v.push((v.pull() * self.w).sum(1))
+            h = v.pull() * self.w + v.gather_sum()
+            v.scatter(h)
+            v.push(h.sum(1))
 
     cell = Flat().to(device)
     with pytest.raises(ValueError, match=r"y must be \(rows, classes\) for 'cross_entropy', got \(3,\)"):

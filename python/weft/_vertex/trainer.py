@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from .._base.torch_private import has_hooks
 from .explain import Explanation, explanation
 from .function import EXECUTORS, VertexFunction, VertexFunctions, prepare, ready
 from .graphs import Graphs
 from .runtime import persistent, training
-from .runtime.call_cache import Ready
+from .runtime.call_cache import HOOKS, Ready
 from .runtime.resident import captures
 
 __all__ = ["Trainer", "TrainerExplanation", "explain_trainer"]
@@ -226,7 +227,7 @@ class Trainer:
     def _plain_linear(self) -> bool:
         """Whether the head is a Linear that does nothing else."""
         head = self.head
-        return type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks or head._backward_hooks)
+        return type(head) is nn.Linear and not any(getattr(head, name) for name in HOOKS)
 
     # The loop.
 
@@ -260,7 +261,12 @@ class Trainer:
                     kept = _Kept(self.optimizer, buffers)
                 elif known.value():
                     raise self._not_a_class(classes)
+            versions = [p._version for p in trained]
             self.optimizer.step()
+            # Fused kernels of torch do not say what they have changed.
+            torch.autograd.graph.increment_version(
+                [p for p, v in zip(trained, versions, strict=True) if p._version == v and p.grad is not None]
+            )
             if kept is not None:
                 kept.put_back_where(bad)
             self._pending = _Pending(sent, known, classes, _nothing if kept is None else kept.undo)
@@ -335,7 +341,7 @@ class Trainer:
         parameters = [*self.cell.parameters(), *head]
         if torch.is_autocast_enabled("cuda") or any(p.dtype != torch.float32 for p in parameters):
             return "it is not float32"
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
+        if any(map(has_hooks, parameters)):
             return "a parameter has hooks"
         if not {*map(id, self.cell.parameters())}.isdisjoint(map(id, head)):
             return "the cell and the head share a parameter"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..._base.torch_private import has_step_hooks
+from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
 
 __all__ = ["Begun", "Launched", "Request", "Update", "Updates", "obstacle"]
 
@@ -135,8 +135,8 @@ class Updates:
                 counters.append(counter)
         torch.autograd.graph.increment_version(changed)
         if counters:
-            torch._foreach_add_(counters, 1)
-            torch._foreach_sub_(counters, [refused.view(())] * len(counters))
+            foreach_add_(counters, 1)
+            foreach_sub_(counters, [refused.view(())] * len(counters))
             for counter in counters:
                 self._counts[id(counter)] = counter, counter._version, self._counts[id(counter)][2] + 1
 
