@@ -138,9 +138,9 @@ def test_an_exported_program_is_copied_and_saved():
 )
 def test_an_impossible_program_is_refused(code, message):
     instructions = [(op, result, operands, 0, 0, "row", -1, False, 0, 0) for op, result, operands in code]
-    kernel = (0, False, False, 4, 1, False, instructions)
+    kernel = ("frontiers", 0, False, 4, 1, False, instructions)
     with pytest.raises(ValueError, match=message):
-        torch.classes.weft.VertexProgram(1, True, -1, [], [], [1.0], [(kernel, None)], [], [], [])
+        torch.classes.weft.VertexProgram(1, True, -1, [], [], [1.0], [(kernel, None, None, None)], [])
 
 
 def test_explain():
