@@ -1,0 +1,125 @@
+// Scripts and partitions of persistent kernels, as Python asks for them.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/jit/python/pybind.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "common/tensor.h"
+#include "vertex/exec/persistent_source.h"
+#include "vertex/exec/script.h"
+#include "vertex/graph/schedule.h"
+#include "vertex/program/object.h"
+#include "vertex/program/partition.h"
+
+namespace py = pybind11;
+
+namespace weft::vertex {
+namespace {
+
+ProgramPointer program_of(const torch::jit::Object& object) {
+  return c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
+}
+
+std::span<const int32_t> numbers_of(const at::Tensor& block) {
+  TORCH_CHECK_VALUE(block.is_cpu() && block.is_contiguous() && block.scalar_type() == at::kInt,
+                    "scripts: the block must be a contiguous int32 tensor on the CPU");
+  return {pointer<int32_t>(block), static_cast<size_t>(block.numel())};
+}
+
+// The block of a schedule with the scripts of a program behind it.
+at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program, int32_t most_blocks, bool pin) {
+  const auto block = schedule.block();
+  const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, schedule.tasks(), most_blocks);
+  const size_t begin = (block.size() + 3) / 4 * 4;
+  at::Tensor tensor = at::empty({static_cast<int64_t>(begin + scripts.size())},
+                                at::TensorOptions().dtype(at::kInt).device(at::kCPU).pinned_memory(pin));
+  auto* to = static_cast<int32_t*>(tensor.mutable_data_ptr());
+  std::memcpy(to, block.data(), block.size_bytes());
+  std::fill(to + block.size(), to + begin, 0);
+  std::memcpy(to + begin, scripts.data(), scripts.size() * sizeof(int32_t));
+  return tensor;
+}
+
+const std::span<const ScriptInstruction>& one_of(const Scripts& scripts, bool backward) {
+  return backward ? scripts.backward : scripts.forward;
+}
+
+std::string text(const torch::jit::Object& program, const at::Tensor& block, bool backward) {
+  return script_text(program_of(program)->program, backward, one_of(scripts_in(numbers_of(block)), backward));
+}
+
+std::string fault(const torch::jit::Object& program, const at::Tensor& block, bool backward) {
+  const auto numbers = numbers_of(block);
+  const Scripts scripts = scripts_in(numbers);
+  if (scripts.most_blocks == 0) return "there is no script";
+  const Program& p = program_of(program)->program;
+  return script_fault(p, backward, partition_of(p, backward, scripts.most_blocks), Schedule::tasks(numbers),
+                      one_of(scripts, backward));
+}
+
+// Instructions and waits of both passes.
+std::tuple<int64_t, int64_t> counts(const at::Tensor& block) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  int64_t instructions = 0, waits = 0;
+  for (const bool backward : {false, true}) {
+    for (const ScriptInstruction& i : one_of(scripts, backward)) {
+      ++instructions;
+      waits += i.op == ScriptInstruction::kWait;
+    }
+  }
+  return {instructions, waits};
+}
+
+// Blocks of a pass, and the number and bytes of what each keeps of a matrix.
+std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t>>> partition_shown(const torch::jit::Object& program,
+                                                                               bool backward, int32_t most_blocks) {
+  const ProgramPointer p = program_of(program);
+  const Partition& part = partition_of(p->program, backward, most_blocks);
+  std::vector<std::tuple<int32_t, int64_t>> found;
+  for (const Kept& k : kept_by_a_block(p->program, backward, part)) found.emplace_back(k.matrix, k.bytes);
+  return {part.blocks, found};
+}
+
+std::tuple<std::vector<std::string>, int64_t, int32_t> source_of(const torch::jit::Object& program, bool backward,
+                                                                 int32_t most_blocks, bool tf32, int32_t matrices) {
+  const ProgramPointer p = program_of(program);
+  const Partition& part = partition_of(p->program, backward, most_blocks);
+  PersistentSource source = persistent_source(p->program, backward, part, tf32, matrices);
+  return {std::move(source.defines), source.shared_bytes, part.blocks};
+}
+
+}  // namespace
+
+void bind_persistent(py::module_& vertex) {
+  vertex.def("scripted", torch::wrap_pybind_function(&scripted), py::arg("schedule"), py::arg("program"),
+             py::arg("most_blocks"), py::arg("pin"),
+             "The block of a schedule with the scripts of a program behind it, for groups of at most so many blocks.");
+  vertex.def("script_text", torch::wrap_pybind_function(&text), py::arg("program"), py::arg("block"),
+             py::arg("backward"), "The instructions of a script, one line each.");
+  vertex.def("script_fault", torch::wrap_pybind_function(&fault), py::arg("program"), py::arg("block"),
+             py::arg("backward"), "What is wrong with a script; nothing where nothing is.");
+  vertex.def("script_counts", torch::wrap_pybind_function(&counts), py::arg("block"),
+             "Instructions and waits of both passes.");
+  vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("backward"),
+             py::arg("most_blocks"), "Blocks of a pass; of what each keeps of a matrix its number and bytes.");
+  vertex.def("persistent_source", torch::wrap_pybind_function(&source_of), py::arg("program"), py::arg("backward"),
+             py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"),
+             "What the persistent kernel of a pass is compiled with, its shared memory and its blocks.");
+  vertex.def("persistent_obstacle",
+             torch::wrap_pybind_function(
+                 [](const torch::jit::Object& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices) {
+                   return persistent_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices);
+                 }),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
+             "Why the program does not run in persistent kernels; nothing where it does.");
+}
+
+}  // namespace weft::vertex

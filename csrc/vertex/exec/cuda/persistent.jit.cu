@@ -1,0 +1,94 @@
+// A pass of a vertex program over all frontiers in one kernel that a script drives. Source: VPPS (MICRO 2018), sections
+// III and IV.
+//   WEFT_VERTEX_TYPE      float, of registers; buffers may be narrower
+//   WEFT_VERTEX_BUFFERS   how many the program has
+//   WEFT_VERTEX_MATRICES  the same, or 1 where it has none
+//   WEFT_VERTEX_BLOCKS    of the group
+//   WEFT_VERTEX_PRODUCTS  types of the products; csrc/vertex/exec/persistent_source.h
+//   WEFT_VERTEX_WEIGHTS   loads what the block keeps of each matrix
+//   WEFT_VERTEX_STEPS     the instructions that are steps
+//
+// Decomposition: one block on each multiprocessor, all resident. A block owns the same columns of every kernel and the
+// columns of each matrix that these read (csrc/vertex/program/partition.h). What it keeps of the matrices lies in
+// shared memory from the first frontier to the last; buffers lie in L2. Blocks meet only where a step reads what others
+// wrote: of a Tree-LSTM once a frontier, forward before the product that reads h, backward before the one that reads
+// the gradients of the gates.
+#include "common/cuda/group_signal.jit.cuh"
+#include "jit/resident_product.jit.cuh"
+#include "vertex/exec/cuda/body.jit.cuh"
+#include "vertex/exec/cuda/persistent.jit.cuh"
+
+namespace {
+
+using weft::DealtColumns;
+using weft::FourOf;
+using weft::Multiply;
+using weft::ResidentProduct;
+using weft::vertex::kPersistentThreads;
+using weft::vertex::kScriptWindow;
+using weft::vertex::MatrixArgument;
+using weft::vertex::PersistentArguments;
+using weft::vertex::ScriptInstruction;
+
+constexpr int kBlocks = WEFT_VERTEX_BLOCKS, kWarps = kPersistentThreads / 32;
+
+WEFT_VERTEX_PRODUCTS
+
+// Rows of `target`, the block's columns, = rows of `source` @ matrix.
+template <typename Product, typename E>
+__device__ __noinline__ void product(const BufferArgument& source, const BufferArgument& target, int first, int count,
+                                     int rank, const unsigned char* weights, unsigned char* partials) {
+  const E* const from = static_cast<const E*>(source.data) + first * source.stride;
+  E* const to = static_cast<E*>(target.data) + first * target.stride;
+  const long long from_stride = source.stride, to_stride = target.stride;
+  Product::run(
+      count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
+      [=](int i) { return from + i * from_stride; },
+      [=](int i, int column, float sum) { to[i * to_stride + column] = E(sum); });
+}
+
+template <typename Columns, typename E>
+__device__ __noinline__ void zero(const BufferArgument& target, int first, int count, int rank) {
+  E* const to = static_cast<E*>(target.data) + first * target.stride;
+  for (int i = threadIdx.x; i < count * Columns::count(); i += kPersistentThreads) {
+    const int column = Columns::of(i % Columns::count(), rank);
+    if (column >= 0) to[i / Columns::count() * target.stride + column] = E(0.0f);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
+    vertex_persistent(const PersistentArguments a, const Many<BufferArgument, WEFT_VERTEX_BUFFERS> buffers,
+                      const Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices) {
+  unsigned char* const shared = weft::dynamic_shared_memory();
+  ScriptInstruction* const window = reinterpret_cast<ScriptInstruction*>(shared);
+  unsigned char* const partials = shared + kScriptWindow * sizeof(ScriptInstruction);
+  const FrontierArguments& p = a.frontier;
+  const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
+            *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
+            *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
+  const long long num_vertices = p.num_vertices;
+  const int rank = blockIdx.x;
+  WEFT_VERTEX_WEIGHTS
+  for (int at = 0;; ++at) {
+    __syncthreads();  // what the block did is seen by its next instruction
+    if (at % kScriptWindow == 0) {
+      if (threadIdx.x < kScriptWindow) window[threadIdx.x] = a.script[at + threadIdx.x];
+      __syncthreads();
+    }
+    const ScriptInstruction instruction = window[at % kScriptWindow];
+    const int first = instruction.first, count = instruction.count;
+    if (instruction.op == ScriptInstruction::kEnd) return;
+    if (instruction.op == ScriptInstruction::kSignal) {
+      weft::group_signal(a.arrived);
+      continue;
+    }
+    if (instruction.op == ScriptInstruction::kWait) {
+      weft::group_wait(a.arrived, unsigned(first) * kBlocks);
+      continue;
+    }
+    // Which step, and how: ScriptInstruction::kZero, kRun, kRunLeaves.
+    switch (instruction.step * 8 + instruction.op) { WEFT_VERTEX_STEPS }
+  }
+}

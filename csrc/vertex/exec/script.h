@@ -1,0 +1,42 @@
+// The script of a persistent kernel: which of its instructions each group of blocks runs on which rows, in order. Made
+// on the host from a program, its partition and the tasks of a schedule; free of torch and CUDA. Source: VPPS
+// (MICRO 2018), section III.
+//
+// All blocks of a group run the same stream in the same order, so a wait can only be for what each of them has
+// signalled before, and none can be for ever.
+#pragma once
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "vertex/exec/script.jit.cuh"
+#include "vertex/graph/schedule.h"
+#include "vertex/program/partition.h"
+
+namespace weft::vertex {
+
+// The frontiers of one pass, for one group that has all rows.
+std::vector<ScriptInstruction> script_of(const Program& program, bool backward, const Partition& partition,
+                                         std::span<const Task> tasks);
+
+// What is wrong with a script, empty where nothing is: an unknown instruction, rows outside the tasks of its step, a
+// wait without a signal before it, a step that reads what another block wrote without a wait between, no end.
+std::string script_fault(const Program& program, bool backward, const Partition& partition, std::span<const Task> tasks,
+                         std::span<const ScriptInstruction> script);
+
+// The scripts of both passes as they follow a schedule in its block: a header, then the instructions. So one copy takes
+// both to a device.
+std::vector<int32_t> scripts_block(const Program& program, std::span<const Task> tasks, int32_t most_blocks);
+
+// Those of a block that begins with a schedule.
+struct Scripts {
+  int32_t most_blocks = 0;  // 0: there are none
+  std::span<const ScriptInstruction> forward, backward;
+};
+Scripts scripts_in(std::span<const int32_t> block);
+
+// One line per instruction.
+std::string script_text(const Program& program, bool backward, std::span<const ScriptInstruction> script);
+
+}  // namespace weft::vertex

@@ -1,0 +1,213 @@
+#include "vertex/program/partition.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+namespace weft::vertex {
+namespace {
+
+bool in_frontiers(const Step& s) {
+  return s.when == Step::When::kFrontiers && (s.kind == Step::Kind::kKernel || s.kind == Step::Kind::kProduct);
+}
+
+constexpr int32_t kNobody = -1, kAnybody = -2;
+
+// Which block writes each column of a buffer.
+using Owners = std::vector<int32_t>;
+
+class Partitioner {
+ public:
+  Partitioner(const Program& program, bool backward, int32_t most)
+      : program_(program), steps_(backward ? program.backward : program.forward) {
+    int32_t widest = 1;
+    for (const Step& s : steps_) {
+      if (in_frontiers(s) && s.kind == Step::Kind::kKernel && !s.reduces) widest = std::max(widest, s.width);
+    }
+    const int32_t units = (widest + most - 1) / most;
+    found_.blocks = (widest + units - 1) / units;
+    found_.shares.resize(steps_.size());
+  }
+
+  Partition make() {
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      const Step& s = steps_[i];
+      if (!in_frontiers(s)) continue;
+      Share& share = found_.shares[i];
+      share.by_rows = s.kind == Step::Kind::kKernel && s.reduces;
+      if (share.by_rows) continue;
+      share.segments = s.kind == Step::Kind::kKernel ? std::vector<Segment>{{0, s.width}} : segments_of(s.target);
+      for (const Segment& g : share.segments) share.columns += g.units(found_.blocks);
+    }
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      if (in_frontiers(steps_[i])) find_writes(i);
+    }
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      if (!in_frontiers(steps_[i])) continue;
+      find_reads(i);
+      if (steps_[i].kind == Step::Kind::kProduct) {
+        const bool half = program_.buffers[steps_[i].source].dtype < Dtype::kFloat32;
+        found_.weight_bytes += resident_elements(program_, steps_[i], found_.shares[i]) * (half ? 2 : 4);
+      }
+    }
+    return std::move(found_);
+  }
+
+ private:
+  // The columns of a product's target as its readers have them: each unit of a kernel reads the same column of several
+  // pieces of it, as of the gates.
+  std::vector<Segment> segments_of(int32_t target) const {
+    const int32_t width = program_.buffers[target].width;
+    std::vector<Segment> found;
+    const auto add = [&](int64_t first, int32_t size) {
+      const bool overlaps = std::any_of(found.begin(), found.end(), [&](const Segment& g) {
+        return first < g.first + g.width && g.first < first + size;
+      });
+      if (first >= 0 && size > 0 && first + size <= width && !overlaps)
+        found.push_back({static_cast<int32_t>(first), size});
+    };
+    for (const Step& s : steps_) {
+      if (!in_frontiers(s) || s.kind != Step::Kind::kKernel || s.reduces) continue;
+      for (const Instruction& i : s.code) {
+        if (i.op == Op::kLoad && i.buffer == target && !i.broadcast) add(i.column, s.width);
+        if (i.op != Op::kUses) continue;
+        for (const Use& use : program_.tables[i.table]) {
+          if (use.buffer == target) add(int64_t{use.first} + i.column, s.width);
+        }
+      }
+    }
+    std::sort(found.begin(), found.end(), [](const Segment& a, const Segment& b) { return a.first < b.first; });
+    std::vector<Segment> all;
+    int32_t next = 0;
+    for (const Segment& g : found) {
+      if (next < g.first) all.push_back({next, g.first - next});
+      all.push_back(g);
+      next = g.first + g.width;
+    }
+    if (next < width) all.push_back({next, width - next});
+    return all;
+  }
+
+  // The block that has column j of a step of this share, counted from the first of a kernel's columns, or of the
+  // target's.
+  int32_t owner(const Share& share, int32_t column) const {
+    if (share.by_rows) return kAnybody;
+    for (const Segment& g : share.segments) {
+      if (column >= g.first && column < g.first + g.width) return (column - g.first) / g.units(found_.blocks);
+    }
+    return kNobody;
+  }
+
+  void write(size_t step, int32_t buffer, int64_t first, int32_t count, const Share& share, bool product) {
+    Owners& owners = written_[{buffer, static_cast<int32_t>(step)}];
+    owners.resize(program_.buffers[buffer].width, kNobody);
+    for (int32_t j = 0; j < count; ++j) {
+      const int32_t mine = owner(share, product ? static_cast<int32_t>(first) + j : j);
+      int32_t& there = owners[first + j];
+      there = there == kNobody || there == mine ? mine : kAnybody;
+    }
+  }
+
+  void find_writes(size_t i) {
+    const Step& s = steps_[i];
+    Share& share = found_.shares[i];
+    std::set<int32_t> stores, scatters;
+    if (s.kind == Step::Kind::kProduct) {
+      write(i, s.target, 0, program_.buffers[s.target].width, share, true);
+      stores.insert(s.target);
+    } else {
+      for (const Instruction& x : s.code) {
+        if (!info(x.op).stores) continue;
+        const bool one = x.op == Op::kStoreSum || x.op == Op::kStoreMax;
+        write(i, x.buffer, x.column, one ? 1 : s.width, share, false);
+        (x.op == Op::kScatter ? scatters : stores).insert(x.buffer);
+      }
+    }
+    share.stores.assign(stores.begin(), stores.end());
+    share.scatters.assign(scatters.begin(), scatters.end());
+  }
+
+  // Whether a block reads what another wrote. `by_unit`: column first + j where the reader has column j, else all of
+  // them.
+  bool crosses(const Share& share, int32_t buffer, int64_t first, int32_t count, bool by_unit) const {
+    if (found_.blocks == 1) return false;
+    for (const auto& [key, owners] : written_) {
+      if (key.first != buffer) continue;
+      for (int32_t j = 0; j < count; ++j) {
+        const int32_t writer = owners[first + j];
+        if (writer == kNobody) continue;
+        if (!by_unit || share.by_rows || writer == kAnybody || writer != owner(share, j)) return true;
+      }
+    }
+    return false;
+  }
+
+  void read(Share& share, int32_t buffer, bool own, bool other) {
+    for (CrossRead& r : share.reads) {
+      if (r.buffer != buffer) continue;
+      r.own |= own;
+      r.other |= other;
+      return;
+    }
+    share.reads.push_back({buffer, own, other});
+  }
+
+  void find_reads(size_t i) {
+    const Step& s = steps_[i];
+    Share& share = found_.shares[i];
+    if (s.kind == Step::Kind::kProduct) {
+      const Buffer& b = program_.buffers[s.source];
+      if (crosses(share, s.source, 0, b.width, false)) read(share, s.source, true, b.scattered);
+      return;
+    }
+    for (const Instruction& x : s.code) {
+      if (x.op == Op::kLoad) {
+        const bool of_child = x.access == Access::kGather || x.access == Access::kChild;
+        const bool other = of_child || program_.buffers[x.buffer].scattered;
+        if (crosses(share, x.buffer, x.column, x.broadcast ? 1 : s.width, !x.broadcast)) {
+          read(share, x.buffer, !of_child, other);
+        }
+      }
+      if (x.op != Op::kUses) continue;
+      for (const Use& use : program_.tables[x.table]) {
+        if (crosses(share, use.buffer, int64_t{use.first} + x.column, s.width, true)) {
+          read(share, use.buffer, false, true);
+        }
+      }
+    }
+  }
+
+  const Program& program_;
+  const std::vector<Step>& steps_;
+  Partition found_;
+  std::map<std::pair<int32_t, int32_t>, Owners> written_;  // by buffer and step
+};
+
+}  // namespace
+
+const Partition& partition_of(const Program& program, bool backward, int32_t most) {
+  const std::lock_guard lock(program.partitions->mutex);
+  std::unique_ptr<const Partition>& found = program.partitions->of[{backward, most}];
+  if (found == nullptr) found = std::make_unique<const Partition>(Partitioner(program, backward, most).make());
+  return *found;
+}
+
+int64_t resident_elements(const Program& program, const Step& product, const Share& share) {
+  const auto round = [](int64_t x) { return (x + 15) / 16 * 16; };
+  return round(program.buffers[product.source].width) * round(share.columns);
+}
+
+std::string script_obstacle(const Program& program) {
+  if (program.doubles) return "float64";
+  for (const auto* list : {&program.forward, &program.backward}) {
+    for (const Step& s : *list) {
+      if (!in_frontiers(s)) continue;
+      if (s.kind == Step::Kind::kProduct && program.buffers[s.source].width == 0) return "a product of no columns";
+      if (s.kind == Step::Kind::kProduct && s.bias >= 0) return "a product with a bias in the frontiers";
+    }
+  }
+  return {};
+}
+
+}  // namespace weft::vertex

@@ -1,0 +1,63 @@
+// Who does what in a group of blocks that run a pass together (VPPS, MICRO 2018, section III): a block owns the same
+// columns of every kernel, and of every matrix the columns that make what its kernels read. So most of what a step
+// reads its own block has written, and only what crosses from block to block needs a signal and a wait. Free of torch
+// and CUDA.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "vertex/program/program.h"
+
+namespace weft::vertex {
+
+// Neighbouring columns, of which block b has those from first + b * units() on, as many as there are.
+struct Segment {
+  int32_t first, width;
+  int32_t units(int32_t blocks) const { return (width + blocks - 1) / blocks; }
+};
+
+// What a step reads and other blocks may have written in this pass.
+struct CrossRead {
+  int32_t buffer;
+  bool own;    // in the rows of its task, where an earlier step of the same task wrote it
+  bool other;  // in the rows of other frontiers
+};
+
+// One step of a pass.
+struct Share {
+  bool by_rows;                           // its rows go round the blocks, each of which takes all columns
+  std::vector<Segment> segments;          // else: the columns of a kernel, or of a product's target
+  int32_t columns = 0;                    // of a block: of all segments
+  std::vector<CrossRead> reads;           // what makes it wait
+  std::vector<int32_t> stores, scatters;  // buffers that it writes in its own rows, and in those of later tasks
+};
+
+struct Partition {
+  int32_t blocks;             // of a group
+  std::vector<Share> shares;  // by step of the pass; empty where a step does not run in the frontiers
+  int64_t weight_bytes = 0;   // that a block keeps
+};
+
+// The widest kernel decides how many of at most `most` blocks have columns. Made once, and lives with the program.
+const Partition& partition_of(const Program& program, bool backward, int32_t most);
+
+// What is made once for a program, and by a device for it.
+struct Partitions {
+  std::mutex mutex;
+  std::map<std::array<int64_t, 2>, std::unique_ptr<const Partition>> of;  // by pass and the most blocks
+  std::map<std::array<int64_t, 4>, std::shared_ptr<void>> kernels;
+};
+
+// Elements of the matrix that a block keeps for a product: columns and reduction rounded up to what its kernel
+// multiplies at a time.
+int64_t resident_elements(const Program& program, const Step& product, const Share& share);
+
+// Why no script can be made for the program; empty where one can.
+std::string script_obstacle(const Program& program);
+
+}  // namespace weft::vertex

@@ -1,0 +1,24 @@
+// The persistent kernel of a pass of a vertex function, whose steps are in steps.h, as a function.
+#include "emulator.h"
+
+static emulator::Index gridDim;
+
+#include "steps.h"
+// After which WEFT_VERTEX_STEPS is defined.
+#include "vertex/exec/cuda/persistent.jit.cu"
+
+using Buffers = Many<BufferArgument, WEFT_VERTEX_BUFFERS>;
+using Matrices = Many<MatrixArgument, WEFT_VERTEX_MATRICES>;
+
+static const PersistentArguments* arguments;
+static const Buffers* buffers;
+static const Matrices* matrices;
+
+extern "C" void run(const PersistentArguments* a, const Buffers* b, const Matrices* m, int blocks, long shared_bytes,
+                    unsigned seed) {
+  arguments = a;
+  buffers = b;
+  matrices = m;
+  emulator::launch([] { vertex_persistent(*arguments, *buffers, *matrices); }, blocks, kPersistentThreads, 1,
+                   shared_bytes, seed);
+}
