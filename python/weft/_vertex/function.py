@@ -31,8 +31,8 @@ __all__ = ["EXECUTORS", "VertexFunction", "VertexFunctions"]
 EXECUTORS = ("auto", "batched", "reference", "persistent")
 TRACES = 16
 """How many traces a module keeps, the latest."""
-MAX_BUFFERS = 64
-"""As csrc/vertex/exec/cuda/frontier.jit.cuh."""
+MAX_BUFFERS = 2000
+"""Of a kernel on CUDA, as csrc/vertex/exec/cuda/frontier.jit.cuh has it."""
 
 
 class _Module(nn.Module):
