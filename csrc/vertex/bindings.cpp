@@ -8,12 +8,14 @@ namespace weft::vertex {
 void bind_call_cache(py::module_& vertex);
 void bind_frontiers(py::module_& vertex);
 void bind_graphs(py::module_& vertex);
+void bind_persistent(py::module_& vertex);
 
 void bind(py::module_& m) {
   auto vertex = m.def_submodule("vertex", "Graphs, schedules and programs as integers.");
   bind_graphs(vertex);
   bind_frontiers(vertex);
   bind_call_cache(vertex);
+  bind_persistent(vertex);
 }
 
 }  // namespace weft::vertex

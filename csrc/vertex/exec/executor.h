@@ -1,9 +1,11 @@
 // What runs a pass of a program on a device. Memory comes as places: torch's tensors stay outside.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "vertex/exec/script.jit.cuh"
 #include "vertex/program/pass.h"
 
 namespace weft::vertex {
@@ -39,6 +41,10 @@ struct Memory {
   std::span<const Matrix> matrices;
   std::span<const Matrix> matrix_gradients,
       vector_gradients;  // by the number of the matrix or vector; of those asked for
+  // For a group of at most so many blocks the instructions of the forward and of the backward pass, on the device; 0
+  // where there are none.
+  int32_t most_blocks = 0;
+  std::array<const ScriptInstruction*, 2> scripts{};
 };
 
 class Executor {
@@ -49,6 +55,8 @@ class Executor {
   virtual void begin(const Memory& memory) = 0;
   // Whether the device has one kernel for the last tasks of a pass.
   virtual bool has_tail(bool backward) { return false; }
+  // Whether the device runs all tasks of a pass by their script.
+  virtual bool has_script(bool backward) { return false; }
   // Runs the pass; what was put aside is done for all that comes later on the device.
   void run(const std::vector<Entry>& pass, std::span<const Task> tasks, bool backward);
 

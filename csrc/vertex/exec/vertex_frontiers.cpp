@@ -11,6 +11,7 @@
 #include "common/check.h"
 #include "common/tensor.h"
 #include "vertex/exec/aten_executor.h"
+#include "vertex/exec/script.h"
 
 namespace weft::vertex {
 namespace {
@@ -141,7 +142,18 @@ struct Run {
     return zeros ? at::zeros({rows(b), b.width}, options(b.dtype)) : at::empty({rows(b), b.width}, options(b.dtype));
   }
 
-  Memory memory() const { return {program, arrays, places, matrix_places, matrix_gradients, vector_gradients}; }
+  Memory memory() const {
+    Memory m{program, arrays, places, matrix_places, matrix_gradients, vector_gradients};
+    const Scripts scripts = scripts_in(numbers);
+    if (scripts.most_blocks == 0) return m;
+    const auto on_device = [&](std::span<const ScriptInstruction> script) {
+      const auto at = reinterpret_cast<const int32_t*>(script.data()) - numbers.data();
+      return reinterpret_cast<const ScriptInstruction*>(pointer<int32_t>(schedule) + at);
+    };
+    m.most_blocks = scripts.most_blocks;
+    m.scripts = {on_device(scripts.forward), on_device(scripts.backward)};
+    return m;
+  }
 
   // The number of the first of the last tasks that are small: in one kernel they cost less than their launches and than
   // products that do not fill the device.
@@ -162,6 +174,13 @@ struct Run {
       if (task.level == 0 || rows > most || rows * weights > kMultiplyAdds) break;
     }
     return first + 2 < tasks.size() ? first : tasks.size();
+  }
+
+  // Where one kernel takes over; a script has all tasks.
+  size_t first_of_tail(const std::vector<Step>& steps, const Memory& memory, Executor& executor, bool backward) const {
+    if (memory.most_blocks > 0 && executor.has_script(backward)) return 0;
+    const size_t first = tail(steps);
+    return first < extent.tasks.size() && executor.has_tail(backward) ? first : extent.tasks.size();
   }
 
   const Program& program;
@@ -206,8 +225,7 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
   for (const int32_t i : r.program.results()) made.push_back(r.tensors[i]);
   const Memory memory = r.memory();
   executor.begin(memory);
-  size_t tail = r.tail(r.program.forward);
-  if (tail < e.tasks.size() && !executor.has_tail(/*backward=*/false)) tail = e.tasks.size();
+  const size_t tail = r.first_of_tail(r.program.forward, memory, executor, /*backward=*/false);
   executor.run(forward_pass(r.program, e, tail), e.tasks, /*backward=*/false);
   return made;
 }
@@ -273,8 +291,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   }
   const Memory memory = r.memory();
   executor.begin(memory);
-  size_t tail = r.tail(p.backward);
-  if (tail < e.tasks.size() && !executor.has_tail(/*backward=*/true)) tail = e.tasks.size();
+  const size_t tail = r.first_of_tail(p.backward, memory, executor, /*backward=*/true);
   executor.run(backward_pass(p, e, tail, overlap, {of_inputs, of_matrices, of_vectors}), e.tasks, /*backward=*/true);
 
   std::vector<at::Tensor> results;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "vertex/program/analyses.h"
+#include "vertex/program/partition.h"
 
 namespace weft::vertex {
 namespace {
@@ -140,6 +141,7 @@ std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
 }  // namespace
 
 void Program::finish() {
+  partitions = std::make_shared<Partitions>();
   const auto is_double = [](const Buffer& b) { return b.dtype == Dtype::kFloat64; };
   doubles = std::any_of(buffers.begin(), buffers.end(), is_double);
   const Step none{};

@@ -77,6 +77,8 @@ struct Handles {
   std::atomic<void*> of[64][2] = {};  // of a step the second is for vertices without children
 };
 
+struct Partitions;  // program/partition.h
+
 struct Step {
   enum class Kind : int32_t {
     kKernel,   // instructions
@@ -119,6 +121,8 @@ struct Program {
   std::vector<double> constants;
   int32_t gathered = 0;                                          // columns of the schedule that loads gather by
   std::shared_ptr<Handles> tails = std::make_shared<Handles>();  // the second of the backward pass
+
+  std::shared_ptr<Partitions> partitions;
 
   // Checks what was put together, and finds what the rest says. std::invalid_argument names what is wrong.
   void finish();

@@ -37,6 +37,7 @@
 #include "jit/too_many_blocks.h"
 #include "vertex/exec/aten_executor.h"
 #include "vertex/exec/cuda/frontier.jit.cuh"
+#include "vertex/exec/cuda/persistent.h"
 #include "vertex/program/object.h"
 #include "vertex/program/source.h"
 
@@ -56,17 +57,7 @@ class CudaExecutor final : public AtenExecutor {
     program_ = &memory.program;
     stream_ = at::cuda::getCurrentCUDAStream();
     device_ = at::cuda::current_device();
-    const Arrays& a = memory.arrays;
-    arguments_.vertices = a.vertices;
-    arguments_.gather = a.gather;
-    arguments_.first_edge = a.first_edge;
-    arguments_.edge_children = a.edge_children;
-    arguments_.edge_parents = a.edge_parents;
-    arguments_.first_use = a.first_use;
-    arguments_.users = a.users;
-    arguments_.first_sum_use = a.first_sum_use;
-    arguments_.sum_use_edges = a.sum_use_edges;
-    arguments_.num_vertices = a.num_vertices;
+    arguments_ = arguments_of(memory.arrays);
   }
 
   bool has_tail(bool backward) override {
@@ -76,6 +67,8 @@ class CudaExecutor final : public AtenExecutor {
     if (!program_->fused || !fits || at::cuda::getCurrentDeviceProperties()->major < 8) return false;
     return compiled_tail(backward).blocks > 0;
   }
+
+  bool has_script(bool backward) override { return persistent(backward).resident; }
 
   ~CudaExecutor() override {
     try {
@@ -133,6 +126,12 @@ class CudaExecutor final : public AtenExecutor {
   }
 
   bool tail(std::span<const Task> tasks, size_t first, bool backward) override {
+    const at::Tensor arrived = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
+    AT_CUDA_CHECK(cudaMemsetAsync(arrived.mutable_data_ptr(), 0, sizeof(int), stream_));
+    if (first == 0 && memory().most_blocks > 0) {
+      return launch_persistent(persistent(backward), memory(), backward,
+                               static_cast<unsigned*>(arrived.mutable_data_ptr()), stream_);
+    }
     const Tail& kernel = compiled_tail(backward);
     TailArguments a{arguments_};
     buffers_.clear();
@@ -140,8 +139,6 @@ class CudaExecutor final : public AtenExecutor {
     std::vector<MatrixArgument> matrices;
     for (const Matrix& m : memory().matrices) matrices.push_back({m.data, m.row_stride, m.column_stride});
     if (matrices.empty()) matrices.emplace_back();
-    const at::Tensor arrived = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
-    AT_CUDA_CHECK(cudaMemsetAsync(arrived.mutable_data_ptr(), 0, sizeof(int), stream_));
     const int count = static_cast<int>(tasks.size() - first);
     a.tasks = memory().arrays.tasks;
     a.first = static_cast<int>(backward ? tasks.size() - 1 : first);
@@ -210,6 +207,13 @@ class CudaExecutor final : public AtenExecutor {
     jit::Kernel& made = jit::kernel(kSource, defines, "vertex_frontier");
     known.store(&made, std::memory_order_release);
     return made;
+  }
+
+  const PersistentKernel& persistent(bool backward) {
+    const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+                      at::Float32Precision::TF32;
+    return persistent_kernel(*program_, backward, memory().most_blocks, tf32,
+                             static_cast<int32_t>(memory().matrices.size()));
   }
 
   struct Tail {

@@ -58,6 +58,15 @@ class Schedule:
             self._host = torch.frombuffer(core, dtype=torch.int32)
         self._resident = Resident(device)
         self._tasks: list[Task] | None = None
+        self._scripted: tuple[object, Scripted] | None = None
+
+    def scripted(self, program: torch.ScriptObject, most_blocks: int) -> Scripted:
+        """With the scripts of a program in its block, for persistent kernels of at most so many blocks. Kept for the latest
+        program."""
+        known = self._scripted
+        if known is None or known[0] is not program or known[1].most_blocks != most_blocks:
+            known = self._scripted = program, Scripted(self, program, most_blocks)
+        return known[1]
 
     @property
     def tasks(self) -> list[Task]:
@@ -96,6 +105,19 @@ class Schedule:
         """The vertices of each of several functions, ascending, int64 on `device`."""
         sizes = self.array("kind_starts").diff().tolist()
         return [*self.array("kind_vertices", self.block(device)).long().split(sizes)]
+
+
+class Scripted(Schedule):
+    """A schedule with the scripts of a program behind it in its block; csrc/vertex/exec/script.h."""
+
+    def __init__(self, plain: Schedule, program: torch.ScriptObject, most_blocks: int) -> None:
+        super().__init__(plain.core, plain.device)
+        self.most_blocks = most_blocks
+        with trainable():
+            self._host = _C.scripted(plain.core, program, most_blocks, torch.cuda.is_available())
+
+    def _pinned(self) -> Tensor:
+        return self._host
 
 
 def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> Schedule:
