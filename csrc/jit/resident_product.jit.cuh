@@ -10,6 +10,7 @@
 // Cost, of 8 rows: 6 mma of 2 clocks for each 16 x 16 weights, and as much again for the splits.
 #pragma once
 
+#include "common/cuda/group_signal.jit.cuh"
 #include "common/cuda/ptx.jit.cuh"
 
 namespace weft {
@@ -47,7 +48,8 @@ struct alignas(4 * sizeof(E)) FourOf {
   E x[4];
 };
 
-template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns>
+// kPublished: rows of the left factor are waited for (common/cuda/group_signal.jit.cuh); kInner is a multiple of four.
+template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false>
 struct ResidentProduct {
   static constexpr int kWarps = kThreads / 32, kColumns = Columns::count(), kTiles = (kColumns + 15) / 16;
   static constexpr int kChunks = (kInner + 15) / 16, kOfWarp = (kChunks + kWarps - 1) / kWarps;
@@ -85,8 +87,8 @@ struct ResidentProduct {
   }
 
   // Rows i = 0 to count - 1: source(i), 0 beyond, points to row i of the left factor, of kInner neighbouring elements
-  // aligned to four where kInner is a multiple of four; store(i, column, sum) takes a sum. Begins and ends without a
-  // barrier of the block: the caller's come before and after.
+  // aligned to four where kInner is a multiple of four; store(i, local, column, sum) takes the sum of the block's
+  // `local`-th column. Ends with a barrier of the block.
   template <typename Source, typename Store>
   static __device__ __forceinline__ void run(int count, int rank, const FourOf<E>* weights, float* partials,
                                              const Source& source, const Store& store) {
@@ -98,8 +100,23 @@ struct ResidentProduct {
     }
     for (; first < count; first += 8) some<1>(first, count, rank, weights, partials, source, store);
   }
+  // The same of at most 8.
+  template <typename Source, typename Store>
+  static __device__ __forceinline__ void run_few(int count, int rank, const FourOf<E>* weights, float* partials,
+                                                 const Source& source, const Store& store) {
+    some<1>(0, count, rank, weights, partials, source, store);
+  }
 
  private:
+  static __device__ __forceinline__ bool ask(const E* from, FourOf<E>& to) {
+    if constexpr (sizeof(E) == 2) {
+      return load_published(reinterpret_cast<const unsigned short*>(from),
+                            reinterpret_cast<unsigned short(&)[4]>(to.x));
+    } else {
+      return load_published(from, to.x);
+    }
+  }
+
   static __device__ __forceinline__ void split(float x, u32& high, u32& low) {
     if constexpr (kMultiply == Multiply::kFloat) {
       high = cut_tf32(__float_as_uint(x)), low = cut_off_tf32(__float_as_uint(x));
@@ -126,17 +143,44 @@ struct ResidentProduct {
     }
     for (int batch = 0; batch < kOfWarp; batch += kBatch) {
       FourOf<E> b[kBatch][kGroups];
+      bool missing[kBatch][kGroups] = {};
 #pragma unroll
       for (int c = 0; c < kBatch; ++c) {
         const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
 #pragma unroll
         for (int g = 0; g < kGroups; ++g) {
           if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
-            b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
+            if constexpr (kPublished) {
+              missing[c][g] = ask(from[g] + k, b[c][g]);
+            } else {
+              b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
+            }
           } else {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               b[c][g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
+            }
+          }
+        }
+      }
+      if constexpr (kPublished) {
+        const auto any = [&] {
+          bool found = false;
+#pragma unroll
+          for (int c = 0; c < kBatch; ++c) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) found |= missing[c][g];
+          }
+          return found;
+        };
+        // All that are missing at once: one after the other costs a round trip each.
+        while (__any_sync(~0u, any())) {
+#pragma unroll
+          for (int c = 0; c < kBatch; ++c) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
+              if (missing[c][g]) missing[c][g] = ask(from[g] + k, b[c][g]);
             }
           }
         }
@@ -198,7 +242,7 @@ struct ResidentProduct {
       float sum = 0.0f;
 #pragma unroll
       for (int w = 0; w < kActive; ++w) sum += partials[(w * kMostGroups * 8 + row) * kPitch + local];
-      if (column >= 0) store(first + row, column, sum);
+      if (column >= 0) store(first + row, local, column, sum);
     }
     __syncthreads();
   }

@@ -37,7 +37,7 @@ std::span<const int32_t> numbers_of(const at::Tensor& block) {
 // The block of a schedule with the scripts of a program behind it.
 at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program, int32_t most_blocks, bool pin) {
   const auto block = schedule.block();
-  const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, schedule.tasks(), most_blocks);
+  const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, block, most_blocks);
   const size_t begin = (block.size() + 3) / 4 * 4;
   at::Tensor tensor = at::empty({static_cast<int64_t>(begin + scripts.size())},
                                 at::TensorOptions().dtype(at::kInt).device(at::kCPU).pinned_memory(pin));
@@ -62,7 +62,7 @@ std::string fault(const torch::jit::Object& program, const at::Tensor& block, bo
   if (scripts.most_blocks == 0) return "there is no script";
   const Program& p = program_of(program)->program;
   return script_fault(p, backward, partition_of(p, backward, scripts.most_blocks), Schedule::tasks(numbers),
-                      one_of(scripts, backward));
+                      one_of(scripts, backward), scripts.published[backward ? 1 : 0]);
 }
 
 // Instructions and waits of both passes.

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "vertex/exec/cuda/persistent.jit.cuh"
+#include "vertex/exec/script.h"
 #include "vertex/program/source.h"
 
 namespace weft::vertex {
@@ -30,12 +31,33 @@ struct Sizes {
   }
 };
 
+// Of a pass, in shared memory.
+struct Room {
+  int64_t sums = 0, partials = 0, weights = 0;
+  Room(const Program& program, bool backward, const Partition& partition) {
+    const auto& steps = backward ? program.backward : program.forward;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      const Share& share = partition.shares[i];
+      if (share.segments.empty() || steps[i].kind != Step::Kind::kProduct) continue;
+      const Sizes sizes(program, steps[i], share);
+      sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
+      partials = std::max(partials, sizes.partials);
+      weights += sizes.weights;
+    }
+    sums = (sums + 15) / 16 * 16;
+  }
+  int64_t before_weights() const {
+    return kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction)) + sums + partials;
+  }
+};
+
 std::string label(size_t step, ScriptInstruction::Op op) {
+  static_assert(ScriptInstruction::kOps <= 8);
   return " case " + std::to_string(step * 8 + op) + ": ";
 }
 
 std::string kernel_text(const Program& program, const Step& step, size_t number, const Share& share,
-                        const std::vector<int32_t>& all) {
+                        const std::vector<int32_t>& all, const std::vector<char>& published) {
   Step kernel = step;
   kernel.buffers = all;
   std::string text;
@@ -53,9 +75,45 @@ std::string kernel_text(const Program& program, const Step& step, size_t number,
               units + " + i % " + units + "; if (j >= columns) continue; const long long index = first + i / " + units +
               "; ";
     }
-    text += kernel_body(program, kernel, leaves) + " } } break;";
+    const Parts body = kernel_parts(program, kernel, leaves, {&published});
+    text += body.early + body.late + " } } break;";
   }
   return text;
+}
+
+// The kernel that may follow product `number` in one instruction, as statements that have its own in the middle.
+std::string pair_text(const Program& program, bool backward, size_t number, const Partition& partition,
+                      const std::vector<int32_t>& all, const std::string& product) {
+  const auto& steps = backward ? program.backward : program.forward;
+  const Step& p = steps[number];
+  for (size_t k = 0; k < steps.size(); ++k) {
+    if (k == number || partition.shares[k].segments.empty() || steps[k].width == 0) continue;
+    if (!pairs(program, backward, static_cast<int32_t>(number), static_cast<int32_t>(k))) continue;
+    const Share& share = partition.shares[k];
+    if (share.columns > kMostPairElements) return {};
+    Placed placed{&partition.published, p.target, {}};
+    if (k > number) {  // on the same rows
+      int32_t local = 0;
+      for (const Segment& g : partition.shares[number].segments) {
+        if (g.width == steps[k].width) {
+          placed.sums.emplace_back(g.first, "sums[pair * Product" + std::to_string(number) + "::kColumns + " +
+                                                std::to_string(local) + " + local]");
+        }
+        local += g.units(partition.blocks);
+      }
+    }
+    Step kernel = steps[k];
+    kernel.buffers = all;
+    const Parts body = kernel_parts(program, kernel, /*leaves=*/false, placed);
+    const std::string units = std::to_string(share.columns);
+    return label(number, ScriptInstruction::kPair) + "{ constexpr int columns = " + std::to_string(kernel.width) +
+           "; const int local = threadIdx.x % " + units + ", own = rank * " + units +
+           " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
+           " && own < columns; const int pair = mine ? threadIdx.x / " + units +
+           " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.early + " " +
+           product + " if (mine) { " + body.late + " } } break;";
+  }
+  return {};
 }
 
 }  // namespace
@@ -65,20 +123,15 @@ PersistentSource persistent_source(const Program& program, bool backward, const 
   std::vector<int32_t> all(program.buffers.size());
   std::iota(all.begin(), all.end(), 0);
   const auto& steps = backward ? program.backward : program.forward;
-  int64_t partials = 0;
-  for (size_t i = 0; i < steps.size(); ++i) {
-    if (!partition.shares[i].segments.empty() && steps[i].kind == Step::Kind::kProduct) {
-      partials = std::max(partials, Sizes(program, steps[i], partition.shares[i]).partials);
-    }
-  }
-  const int64_t first_weights = kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction)) + partials;
+  const Room room(program, backward, partition);
+  const int64_t first_weights = room.before_weights();
   int64_t weights = first_weights;
   std::string types, loads, cases;
   for (size_t i = 0; i < steps.size(); ++i) {
     const Step& s = steps[i];
     const Share& share = partition.shares[i];
     if (s.when != Step::When::kFrontiers) continue;
-    if (s.kind == Step::Kind::kKernel) cases += kernel_text(program, s, i, share, all);
+    if (s.kind == Step::Kind::kKernel) cases += kernel_text(program, s, i, share, all, partition.published);
     if (s.kind != Step::Kind::kProduct || share.segments.empty()) continue;
     const Buffer& source = program.buffers[s.source];
     const std::string type = kTypes[static_cast<int>(source.dtype)], n = std::to_string(i),
@@ -87,12 +140,16 @@ PersistentSource persistent_source(const Program& program, bool backward, const 
                       matrix = "matrices.of[" + std::to_string(s.matrix) + "]", at = std::to_string(weights);
     const char* how = source.dtype < Dtype::kFloat32 ? "kHalf" : tf32 ? "kTf32" : "kFloat";
     types += "using Product" + n + " = ResidentProduct<" + type + ", Multiply::" + how + ", kPersistentThreads, " +
-             std::to_string(source.width) + ", " + columns_of(share, partition.blocks) + ">; ";
+             std::to_string(source.width) + ", " + columns_of(share, partition.blocks) +
+             (partition.published[s.source] ? ", true>; " : ">; ");
     loads += " Product" + n + "::load(static_cast<const " + type + "*>(" + matrix + ".data), " + matrix +
              (s.transposed ? ".column, " : ".row, ") + matrix + (s.transposed ? ".row" : ".column") +
              ", rank, reinterpret_cast<FourOf<" + type + ">*>(shared + " + at + "));";
     cases += label(i, ScriptInstruction::kRun) + "product<Product" + n + ", " + type + ">(" + from + ", " + to +
              ", first, count, rank, shared + " + at + ", partials); break;";
+    cases += pair_text(program, backward, i, partition, all,
+                       "few<Product" + n + ", " + type + ">(" + from + ", " + to + ", first, count, rank, shared + " +
+                           at + ", partials, sums);");
     if (s.zeroes_leaves) {
       cases += label(i, ScriptInstruction::kZero) + "zero<" + columns_of(share, partition.blocks) + ", " + type + ">(" +
                to + ", first, count, rank); break;";
@@ -106,6 +163,7 @@ PersistentSource persistent_source(const Program& program, bool backward, const 
                    "WEFT_VERTEX_BLOCKS=" + std::to_string(partition.blocks),
                    "WEFT_VERTEX_PRODUCTS=" + types,
                    "WEFT_VERTEX_WEIGHTS=" + loads,
+                   "WEFT_VERTEX_SUMS=" + std::to_string(room.sums),
                    "WEFT_VERTEX_STEPS=" + cases};
   found.shared_bytes = weights;
   found.weight_bytes = weights - first_weights;
@@ -132,19 +190,12 @@ std::string persistent_obstacle(const Program& program, int32_t most_blocks, int
   }
   for (const bool backward : {false, true}) {
     const Partition& part = partition_of(program, backward, most_blocks);
-    int64_t all = 0, partials = 0;
-    const auto& steps = backward ? program.backward : program.forward;
-    for (size_t i = 0; i < steps.size(); ++i) {
-      if (steps[i].kind != Step::Kind::kProduct || part.shares[i].segments.empty()) continue;
-      const Sizes sizes(program, steps[i], part.shares[i]);
-      all += sizes.weights;
-      partials = std::max(partials, sizes.partials);
-    }
-    const int64_t room = shared_limit - partials - kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction));
-    if (all > room) {
+    const Room room(program, backward, part);
+    const int64_t free = shared_limit - room.before_weights();
+    if (room.weights > free) {
       return "the weights of the " + std::string(backward ? "backward" : "forward") + " pass take " +
-             std::to_string(all * part.blocks) + " bytes, " + std::to_string(part.blocks) + " blocks keep " +
-             std::to_string(std::max<int64_t>(0, room) * part.blocks);
+             std::to_string(room.weights * part.blocks) + " bytes, " + std::to_string(part.blocks) + " blocks keep " +
+             std::to_string(std::max<int64_t>(0, free) * part.blocks);
     }
   }
   return {};

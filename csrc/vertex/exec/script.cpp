@@ -10,6 +10,7 @@ namespace weft::vertex {
 namespace {
 
 constexpr int32_t kScriptMagic = 0x57530101;
+constexpr size_t kHeader = 8;
 
 // What the blocks of a group have written and not signalled yet: by steps of this task in its rows, by tasks of this
 // frontier, which none of them reads, and before.
@@ -22,8 +23,9 @@ class Unseen {
     before_.insert(frontier_.begin(), frontier_.end());
     frontier_.clear();
   }
-  bool concerns(const Share& share) const {
+  bool concerns(const Share& share, bool published) const {
     return std::any_of(share.reads.begin(), share.reads.end(), [&](const CrossRead& r) {
+      if (r.published && published) return false;
       return (r.own && own_.contains(r.buffer)) || (r.other && before_.contains(r.buffer));
     });
   }
@@ -81,7 +83,7 @@ void walk(const Program& program, bool backward, std::span<const Task> tasks, co
 }  // namespace
 
 std::vector<ScriptInstruction> script_of(const Program& program, bool backward, const Partition& partition,
-                                         std::span<const Task> tasks) {
+                                         std::span<const Task> tasks, bool published) {
   std::vector<ScriptInstruction> script;
   Unseen unseen;
   int signals = 0;
@@ -89,22 +91,56 @@ std::vector<ScriptInstruction> script_of(const Program& program, bool backward, 
       program, backward, tasks, [&](bool next_frontier) { unseen.next_task(next_frontier); },
       [&](const Visit& v) {
         const Share& share = partition.shares[v.step];
-        if (unseen.concerns(share)) {
+        if (unseen.concerns(share, published)) {
           ++signals;
           script.push_back({ScriptInstruction::kSignal, 0, signals, 0});
           script.push_back({ScriptInstruction::kWait, 0, signals, 0});
           unseen.clear();
         }
-        script.push_back({v.op, v.step, v.first, v.count});
         unseen.write(share);
+        ScriptInstruction* const last = script.empty() ? nullptr : &script.back();
+        if (last != nullptr && last->op == ScriptInstruction::kRun && v.op == ScriptInstruction::kRun &&
+            last->count <= kMostPairRows && v.count * share.columns <= kMostPairElements &&
+            pairs(program, backward, last->step, v.step)) {
+          last->op = ScriptInstruction::kPair;
+          last->next = v.step;
+          last->next_first = v.first;
+          last->next_count = v.count;
+        } else {
+          script.push_back({v.op, v.step, v.first, v.count});
+        }
       });
   script.push_back({ScriptInstruction::kEnd, 0, 0, 0});
   return script;
 }
 
+bool waits_for_values(const Partition& partition, std::span<const int32_t> block) {
+  if (!partition.published_by_slots) return true;
+  int64_t inner = 0;
+  for (const Task& task : Schedule::tasks(block)) inner += task.level > 0 ? task.count : 0;
+  return int64_t{block[Schedule::kUses]} == block[Schedule::kColumns] * inner;
+}
+
+bool pairs(const Program& program, bool backward, int32_t product, int32_t kernel) {
+  const auto& steps = steps_of(program, backward);
+  const Step &p = steps[product], &k = steps[kernel];
+  // The next of the function's steps, or the first after the last.
+  const auto here = [&](size_t i) {
+    const bool runs = steps[i].kind == Step::Kind::kProduct || steps[i].kind == Step::Kind::kKernel;
+    return runs && steps[i].when == Step::When::kFrontiers && steps[i].function == p.function;
+  };
+  for (auto i = static_cast<size_t>(product + 1) % steps.size(); i != static_cast<size_t>(kernel);
+       i = (i + 1) % steps.size()) {
+    if (here(i)) return false;
+  }
+  return p.kind == Step::Kind::kProduct && k.kind == Step::Kind::kKernel && p.function == k.function && !k.reduces &&
+         !p.edges && !k.edges;
+}
+
 std::string script_fault(const Program& program, bool backward, const Partition& partition, std::span<const Task> tasks,
-                         std::span<const ScriptInstruction> script) {
+                         std::span<const ScriptInstruction> script, bool published) {
   size_t at = 0;
+  bool second = false;  // of the pair at `at`
   int signals = 0, waited = 0;
   Unseen unseen;
   std::string fault;
@@ -129,25 +165,36 @@ std::string script_fault(const Program& program, bool backward, const Partition&
   walk(
       program, backward, tasks, [&](bool next_frontier) { unseen.next_task(next_frontier); },
       [&](const Visit& v) {
-        meet();
+        if (!second) meet();
         if (!fault.empty()) return;
         if (at == script.size()) return blame("the script ends too early");
         const ScriptInstruction& i = script[at];
-        if (i.op != v.op || i.step != v.step || i.first != v.first || i.count != v.count) return blame("another step");
-        if (unseen.concerns(partition.shares[v.step])) blame("reads what nobody waited for");
+        const bool pair = i.op == ScriptInstruction::kPair;
+        const ScriptInstruction mine =
+            second ? ScriptInstruction{ScriptInstruction::kRun, i.next, i.next_first, i.next_count} : i;
+        if ((pair ? ScriptInstruction::kRun : i.op) != v.op || mine.step != v.step || mine.first != v.first ||
+            mine.count != v.count) {
+          return blame("another step");
+        }
+        if (second && !pairs(program, backward, i.step, i.next)) return blame("no pair");
+        if (unseen.concerns(partition.shares[v.step], published)) blame("reads what nobody waited for");
         unseen.write(partition.shares[v.step]);
-        ++at;
+        second = pair && !second;
+        at += !second;
       });
   meet();
   if (fault.empty() && (at + 1 != script.size() || script[at].op != ScriptInstruction::kEnd)) blame("no end");
   return fault;
 }
 
-std::vector<int32_t> scripts_block(const Program& program, std::span<const Task> tasks, int32_t most_blocks) {
+std::vector<int32_t> scripts_block(const Program& program, std::span<const int32_t> schedule, int32_t most_blocks) {
   constexpr int kEach = sizeof(ScriptInstruction) / sizeof(int32_t);
-  std::vector<int32_t> block = {kScriptMagic, most_blocks, 0, 0};
+  std::vector<int32_t> block = {kScriptMagic, most_blocks, 0, 0, 0, 0, 0, 0};
   for (const bool backward : {false, true}) {
-    const auto script = script_of(program, backward, partition_of(program, backward, most_blocks), tasks);
+    const Partition& part = partition_of(program, backward, most_blocks);
+    const bool published = waits_for_values(part, schedule);
+    const auto script = script_of(program, backward, part, Schedule::tasks(schedule), published);
+    block[backward ? 5 : 4] = published;
     block[backward ? 3 : 2] = static_cast<int32_t>(script.size());
     const size_t first = block.size();
     block.resize(first + script.size() * kEach);
@@ -158,12 +205,14 @@ std::vector<int32_t> scripts_block(const Program& program, std::span<const Task>
 }
 
 Scripts scripts_in(std::span<const int32_t> block) {
+  constexpr size_t kEach = sizeof(ScriptInstruction) / sizeof(int32_t);
   const auto begin = static_cast<size_t>((block[size_t{Schedule::kHeader} + Schedule::kNumArrays] + 3) / 4 * 4);
-  if (block.size() < begin + 4 || block[begin] != kScriptMagic) return {};
-  const auto* first = reinterpret_cast<const ScriptInstruction*>(block.data() + begin + 4);
+  if (block.size() < begin + kHeader || block[begin] != kScriptMagic) return {};
+  const auto* first = reinterpret_cast<const ScriptInstruction*>(block.data() + begin + kHeader);
   const auto forward = static_cast<size_t>(block[begin + 2]), backward = static_cast<size_t>(block[begin + 3]);
-  if (block.size() < begin + 4 + 4 * (forward + backward + kScriptWindow)) return {};
-  return {block[begin + 1], {first, forward}, {first + forward, backward}};
+  if (block.size() < begin + kHeader + kEach * (forward + backward + kScriptWindow)) return {};
+  return {
+      block[begin + 1], {block[begin + 4] != 0, block[begin + 5] != 0}, {first, forward}, {first + forward, backward}};
 }
 
 std::string script_text(const Program& program, bool backward, std::span<const ScriptInstruction> script) {
@@ -182,6 +231,10 @@ std::string script_text(const Program& program, bool backward, std::span<const S
       default:
         break;
     }
+    const auto rows = [&](int32_t step, int first, int count) {
+      return std::string(steps_of(program, backward)[step].edges ? ", edges " : ", rows ") + std::to_string(first) +
+             " to " + std::to_string(first + count - 1);
+    };
     const Step& s = steps_of(program, backward)[i.step];
     if (i.op == ScriptInstruction::kZero) {
       text += "zero #" + std::to_string(s.target);
@@ -192,8 +245,11 @@ std::string script_text(const Program& program, bool backward, std::span<const S
       text += (s.reduces ? "reduction " : "kernel ") + std::to_string(i.step) +
               (i.op == ScriptInstruction::kRunLeaves ? " of leaves" : "");
     }
-    text += std::string(", ") + (s.edges ? "edges " : "rows ") + std::to_string(i.first) + " to " +
-            std::to_string(i.first + i.count - 1) + "\n";
+    text += rows(i.step, i.first, i.count);
+    if (i.op == ScriptInstruction::kPair) {
+      text += "; kernel " + std::to_string(i.next) + rows(i.next, i.next_first, i.next_count);
+    }
+    text += "\n";
   }
   return text;
 }

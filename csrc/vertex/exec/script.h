@@ -16,22 +16,29 @@
 
 namespace weft::vertex {
 
-// The frontiers of one pass, for one group that has all rows.
+// The frontiers of one pass, for one group that has all rows. `published`: products wait for values.
 std::vector<ScriptInstruction> script_of(const Program& program, bool backward, const Partition& partition,
-                                         std::span<const Task> tasks);
+                                         std::span<const Task> tasks, bool published);
+
+// Whether they can: that every slot that is gathered has a child, where that matters. `block` is the schedule's.
+bool waits_for_values(const Partition& partition, std::span<const int32_t> block);
+
+// Whether a kernel may follow a product in one instruction: they are neighbours in a script.
+bool pairs(const Program& program, bool backward, int32_t product, int32_t kernel);
 
 // What is wrong with a script, empty where nothing is: an unknown instruction, rows outside the tasks of its step, a
 // wait without a signal before it, a step that reads what another block wrote without a wait between, no end.
 std::string script_fault(const Program& program, bool backward, const Partition& partition, std::span<const Task> tasks,
-                         std::span<const ScriptInstruction> script);
+                         std::span<const ScriptInstruction> script, bool published);
 
 // The scripts of both passes as they follow a schedule in its block: a header, then the instructions. So one copy takes
 // both to a device.
-std::vector<int32_t> scripts_block(const Program& program, std::span<const Task> tasks, int32_t most_blocks);
+std::vector<int32_t> scripts_block(const Program& program, std::span<const int32_t> schedule, int32_t most_blocks);
 
 // Those of a block that begins with a schedule.
 struct Scripts {
   int32_t most_blocks = 0;  // 0: there are none
+  bool published[2] = {};   // by pass: products wait for values
   std::span<const ScriptInstruction> forward, backward;
 };
 Scripts scripts_in(std::span<const int32_t> block);

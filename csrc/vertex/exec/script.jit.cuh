@@ -15,8 +15,14 @@ struct ScriptInstruction {
     kZero,    // the product would be zero there
     kRun,
     kRunLeaves,  // the rows are of vertices without children
+    kPair,       // the product on these rows, and the kernel `next` on its own, whose operands are asked for before
+    kOps
   };
   int op, step, first, count;
+  int next, next_first, next_count, unused;
 };
+
+// Rows of the product of a pair, and elements of a kernel that a block has in one.
+constexpr int kMostPairRows = 8, kMostPairElements = 512;
 
 }  // namespace weft::vertex

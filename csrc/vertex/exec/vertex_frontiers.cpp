@@ -65,6 +65,11 @@ struct Run {
     for (const Step& s : steps) {
       if (s.kind == Step::Kind::kProduct) take_matrix(s, operands.matrices);
     }
+    scripts = scripts_in(numbers);
+    const bool backward = &steps == &program.backward;
+    if (scripts.most_blocks > 0 && scripts.published[backward ? 1 : 0]) {
+      published = &partition_of(program, backward, scripts.most_blocks).published;
+    }
   }
 
   void take_matrix(const Step& s, at::TensorList given) {
@@ -135,16 +140,20 @@ struct Run {
 
   // A buffer that the executor makes. Rows that only other functions write, and slots without a child, are read as
   // zeros.
-  at::Tensor make(const Buffer& b) const {
+  at::Tensor make(size_t buffer) const {
+    const Buffer& b = program.buffers[buffer];
+    at::Tensor made = at::empty({rows(b), b.width}, options(b.dtype));
+    if (published != nullptr && (*published)[buffer]) {
+      made.view(c10::elementSize(made.scalar_type()) == 2 ? at::kShort : at::kInt).fill_(-1);
+      return made;
+    }
     const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (extent.num_vertices - extent.leaves);
     const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
-    const bool zeros = program.functions > 1 || (b.scattered && !full);
-    return zeros ? at::zeros({rows(b), b.width}, options(b.dtype)) : at::empty({rows(b), b.width}, options(b.dtype));
+    return program.functions > 1 || (b.scattered && !full) ? made.zero_() : made;
   }
 
   Memory memory() const {
     Memory m{program, arrays, places, matrix_places, matrix_gradients, vector_gradients};
-    const Scripts scripts = scripts_in(numbers);
     if (scripts.most_blocks == 0) return m;
     const auto on_device = [&](std::span<const ScriptInstruction> script) {
       const auto at = reinterpret_cast<const int32_t*>(script.data()) - numbers.data();
@@ -191,6 +200,8 @@ struct Run {
   Extent extent;
   std::vector<at::Tensor> matrices, tensors;
   std::vector<Place> places;
+  Scripts scripts;
+  const std::vector<char>* published = nullptr;  // buffers whose values are waited for: each is missing at first
   std::vector<Matrix> matrix_places, matrix_gradients, vector_gradients;
 };
 
@@ -218,7 +229,7 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
     } else if (b.space == Space::kVector) {
       r.put(i, r.given(operands.vectors, b, "vector"));
     } else {
-      r.put(i, r.make(b));
+      r.put(i, r.make(i));
     }
   }
   std::vector<at::Tensor> made;
@@ -263,7 +274,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
       if (b.space == Space::kInputGrad) input_grads[b.index] = r.tensors[i];
     } else if (b.backward) {
-      r.put(i, r.make(b));
+      r.put(i, r.make(i));
     }
   }
   // Of a matrix that is given as the transpose of what products read, the gradient is made as these have it.

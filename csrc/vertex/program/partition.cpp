@@ -43,6 +43,13 @@ class Partitioner {
     for (size_t i = 0; i < steps_.size(); ++i) {
       if (in_frontiers(steps_[i])) find_writes(i);
     }
+    found_.published.resize(program_.buffers.size());
+    for (size_t i = 0; i < steps_.size(); ++i) {
+      const Step& s = steps_[i];
+      if (!in_frontiers(s) || s.kind != Step::Kind::kProduct) continue;
+      found_.published[s.source] = found_.blocks > 1 && is_all_written(s.source);
+      found_.published_by_slots |= found_.published[s.source] && by_slots(s.source);
+    }
     for (size_t i = 0; i < steps_.size(); ++i) {
       if (!in_frontiers(steps_[i])) continue;
       find_reads(i);
@@ -143,14 +150,46 @@ class Partitioner {
     return false;
   }
 
-  void read(Share& share, int32_t buffer, bool own, bool other) {
+  bool by_slots(int32_t buffer) const {
+    const Buffer& b = program_.buffers[buffer];
+    return b.scattered && b.space != Space::kEdges;
+  }
+
+  // Whether products that read the buffer find all columns of all of their rows written in this pass, by every function
+  // whose vertices these rows, or their children, are. They read four neighbours at a time.
+  bool is_all_written(int32_t buffer) const {
+    const Buffer& b = program_.buffers[buffer];
+    if (b.width % 4 != 0 || b.backward != (&steps_ == &program_.backward)) return false;
+    for (int32_t f = 0; f < program_.functions; ++f) {
+      std::vector<char> columns(b.width, 0);
+      bool before = true, reads = false;  // of the products that read it
+      for (const Step& s : steps_) {
+        if (!in_frontiers(s) || s.function != f) continue;
+        if (s.kind == Step::Kind::kProduct) {
+          if (s.target == buffer) return false;
+          if (s.source == buffer) before = false, reads = true;
+          continue;
+        }
+        for (const Instruction& i : s.code) {
+          if (!info(i.op).stores || i.buffer != buffer) continue;
+          if (i.op != (b.scattered ? Op::kScatter : Op::kStore)) return false;
+          if (b.scattered || before) std::fill_n(columns.begin() + i.column, s.width, char{1});
+        }
+      }
+      const bool all = std::find(columns.begin(), columns.end(), 0) == columns.end();
+      if (!all && (b.scattered || reads)) return false;
+    }
+    return true;
+  }
+
+  void read(Share& share, int32_t buffer, bool published, bool own, bool other) {
     for (CrossRead& r : share.reads) {
       if (r.buffer != buffer) continue;
       r.own |= own;
       r.other |= other;
       return;
     }
-    share.reads.push_back({buffer, own, other});
+    share.reads.push_back({buffer, published, own, other});
   }
 
   void find_reads(size_t i) {
@@ -158,7 +197,8 @@ class Partitioner {
     Share& share = found_.shares[i];
     if (s.kind == Step::Kind::kProduct) {
       const Buffer& b = program_.buffers[s.source];
-      if (crosses(share, s.source, 0, b.width, false)) read(share, s.source, true, b.scattered);
+      if (crosses(share, s.source, 0, b.width, false))
+        read(share, s.source, found_.published[s.source] != 0, true, b.scattered);
       return;
     }
     for (const Instruction& x : s.code) {
@@ -166,13 +206,13 @@ class Partitioner {
         const bool of_child = x.access == Access::kGather || x.access == Access::kChild;
         const bool other = of_child || program_.buffers[x.buffer].scattered;
         if (crosses(share, x.buffer, x.column, x.broadcast ? 1 : s.width, !x.broadcast)) {
-          read(share, x.buffer, !of_child, other);
+          read(share, x.buffer, false, !of_child, other);
         }
       }
       if (x.op != Op::kUses) continue;
       for (const Use& use : program_.tables[x.table]) {
         if (crosses(share, use.buffer, int64_t{use.first} + x.column, s.width, true)) {
-          read(share, use.buffer, false, true);
+          read(share, use.buffer, false, false, true);
         }
       }
     }

@@ -24,8 +24,9 @@ struct Segment {
 // What a step reads and other blocks may have written in this pass.
 struct CrossRead {
   int32_t buffer;
-  bool own;    // in the rows of its task, where an earlier step of the same task wrote it
-  bool other;  // in the rows of other frontiers
+  bool published;  // it can wait for the values themselves
+  bool own;        // in the rows of its task, where an earlier step of the same task wrote it
+  bool other;      // in the rows of other frontiers
 };
 
 // One step of a pass.
@@ -41,6 +42,10 @@ struct Partition {
   int32_t blocks;             // of a group
   std::vector<Share> shares;  // by step of the pass; empty where a step does not run in the frontiers
   int64_t weight_bytes = 0;   // that a block keeps
+  // By buffer: products wait for its values instead of a signal, where every one of them is written. Those of slots
+  // are so where no vertex with children lacks one.
+  std::vector<char> published;
+  bool published_by_slots = false;  // one of them is
 };
 
 // The widest kernel decides how many of at most `most` blocks have columns. Made once, and lives with the program.

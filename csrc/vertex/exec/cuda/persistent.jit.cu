@@ -6,6 +6,7 @@
 //   WEFT_VERTEX_BLOCKS    of the group
 //   WEFT_VERTEX_PRODUCTS  types of the products; csrc/vertex/exec/persistent_source.h
 //   WEFT_VERTEX_WEIGHTS   loads what the block keeps of each matrix
+//   WEFT_VERTEX_SUMS      bytes for what a pair's product hands to its kernel
 //   WEFT_VERTEX_STEPS     the instructions that are steps
 //
 // Decomposition: one block on each multiprocessor, all resident. A block owns the same columns of every kernel and the
@@ -34,6 +35,15 @@ constexpr int kBlocks = WEFT_VERTEX_BLOCKS, kWarps = kPersistentThreads / 32;
 
 WEFT_VERTEX_PRODUCTS
 
+// What other blocks wait for.
+__device__ __forceinline__ void publish(float& to, float x) {
+  weft::store_published(&to, x);
+}
+template <typename Half>
+__device__ __forceinline__ void publish(Half& to, float x) {
+  weft::store_published(&to.bits, Half(x).bits);
+}
+
 // Rows of `target`, the block's columns, = rows of `source` @ matrix.
 template <typename Product, typename E>
 __device__ __noinline__ void product(const BufferArgument& source, const BufferArgument& target, int first, int count,
@@ -44,7 +54,23 @@ __device__ __noinline__ void product(const BufferArgument& source, const BufferA
   Product::run(
       count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
       [=](int i) { return from + i * from_stride; },
-      [=](int i, int column, float sum) { to[i * to_stride + column] = E(sum); });
+      [=](int i, int, int column, float sum) { to[i * to_stride + column] = E(sum); });
+}
+
+// The same of at most 8 rows, whose sums stay in `sums`, too.
+template <typename Product, typename E>
+__device__ __forceinline__ void few(const BufferArgument& source, const BufferArgument& target, int first, int count,
+                                    int rank, const unsigned char* weights, unsigned char* partials, float* sums) {
+  const E* const from = static_cast<const E*>(source.data) + first * source.stride;
+  E* const to = static_cast<E*>(target.data) + first * target.stride;
+  const long long from_stride = source.stride, to_stride = target.stride;
+  Product::run_few(
+      count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
+      [=](int i) { return from + i * from_stride; },
+      [=](int i, int local, int column, float sum) {
+        to[i * to_stride + column] = E(sum);
+        sums[i * Product::kColumns + local] = float(E(sum));
+      });
 }
 
 template <typename Columns, typename E>
@@ -63,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
                       const Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices) {
   unsigned char* const shared = weft::dynamic_shared_memory();
   ScriptInstruction* const window = reinterpret_cast<ScriptInstruction*>(shared);
-  unsigned char* const partials = shared + kScriptWindow * sizeof(ScriptInstruction);
+  float* const sums = reinterpret_cast<float*>(shared + kScriptWindow * sizeof(ScriptInstruction));
+  unsigned char* const partials = reinterpret_cast<unsigned char*>(sums) + WEFT_VERTEX_SUMS;
   const FrontierArguments& p = a.frontier;
   const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
             *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
@@ -88,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
       weft::group_wait(a.arrived, unsigned(first) * kBlocks);
       continue;
     }
-    // Which step, and how: ScriptInstruction::kZero, kRun, kRunLeaves.
+    // Which step, and how.
     switch (instruction.step * 8 + instruction.op) { WEFT_VERTEX_STEPS }
   }
 }
