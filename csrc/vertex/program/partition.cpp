@@ -160,6 +160,8 @@ class Partitioner {
   bool is_all_written(int32_t buffer) const {
     const Buffer& b = program_.buffers[buffer];
     if (b.width % 4 != 0 || b.backward != (&steps_ == &program_.backward)) return false;
+    // Later products over all rows find zeros in rows that nobody writes.
+    if (b.scattered ? b.space != Space::kInner && b.space != Space::kEdges : program_.functions > 1) return false;
     for (int32_t f = 0; f < program_.functions; ++f) {
       std::vector<char> columns(b.width, 0);
       bool before = true, reads = false;  // of the products that read it
