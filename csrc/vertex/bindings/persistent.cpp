@@ -6,10 +6,12 @@
 #include <torch/csrc/jit/python/pybind.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/tensor.h"
@@ -35,9 +37,12 @@ std::span<const int32_t> numbers_of(const at::Tensor& block) {
 }
 
 // The block of a schedule with the scripts of a program behind it.
-at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program, int32_t most_blocks, bool pin) {
+at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program, int32_t most_blocks, bool training,
+                    bool pin) {
   const auto block = schedule.block();
-  const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, block, most_blocks);
+  const std::vector<Pass> passes =
+      training ? std::vector<Pass>{Pass::kTraining} : std::vector<Pass>{Pass::kForward, Pass::kBackward};
+  const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, block, most_blocks, passes);
   const size_t begin = (block.size() + 3) / 4 * 4;
   at::Tensor tensor = at::empty({static_cast<int64_t>(begin + scripts.size())},
                                 at::TensorOptions().dtype(at::kInt).device(at::kCPU).pinned_memory(pin));
@@ -48,31 +53,47 @@ at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program,
   return tensor;
 }
 
-const std::span<const ScriptInstruction>& one_of(const Scripts& scripts, bool backward) {
-  return backward ? scripts.backward : scripts.forward;
+std::string text(const torch::jit::Object& program, const at::Tensor& block) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  const ProgramPointer p = program_of(program);
+  std::string found;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const Script script = scripts.of[pass];
+    if (!script.empty())
+      found += script_text(partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks), script);
+  }
+  return found;
 }
 
-std::string text(const torch::jit::Object& program, const at::Tensor& block, bool backward) {
-  return script_text(program_of(program)->program, backward, one_of(scripts_in(numbers_of(block)), backward));
-}
-
-std::string fault(const torch::jit::Object& program, const at::Tensor& block, bool backward) {
+std::string fault(const torch::jit::Object& program, const at::Tensor& block) {
   const auto numbers = numbers_of(block);
   const Scripts scripts = scripts_in(numbers);
   if (scripts.most_blocks == 0) return "there is no script";
-  const Program& p = program_of(program)->program;
-  return script_fault(p, backward, partition_of(p, backward, scripts.most_blocks), Schedule::tasks(numbers),
-                      one_of(scripts, backward), scripts.published[backward ? 1 : 0]);
+  const ProgramPointer p = program_of(program);
+  for (int pass = 0; pass < kPasses; ++pass) {
+    if (scripts.of[pass].empty()) continue;
+    const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
+    std::string why =
+        script_fault(p->program, part, Schedule::tasks(numbers), scripts.of[pass], scripts.published[pass]);
+    if (!why.empty()) return why;
+  }
+  return {};
 }
 
-// Instructions and waits of both passes.
-std::tuple<int64_t, int64_t> counts(const at::Tensor& block) {
+// Instructions, and those that wait for other blocks: for a signal, or for the values that a product reads.
+std::tuple<int64_t, int64_t> counts(const torch::jit::Object& program, const at::Tensor& block) {
   const Scripts scripts = scripts_in(numbers_of(block));
+  const ProgramPointer p = program_of(program);
   int64_t instructions = 0, waits = 0;
-  for (const bool backward : {false, true}) {
-    for (const ScriptInstruction& i : one_of(scripts, backward)) {
+  for (int pass = 0; pass < kPasses; ++pass) {
+    if (scripts.of[pass].empty()) continue;
+    const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
+    for (const ScriptInstruction& i : scripts.of[pass]) {
       ++instructions;
-      waits += i.op == ScriptInstruction::kWait;
+      const bool product = (i.op == ScriptInstruction::kRun || i.op == ScriptInstruction::kPair) &&
+                           part.steps[i.step]->kind == Step::Kind::kProduct;
+      waits += i.op == ScriptInstruction::kWait ||
+               (product && scripts.published[pass] && part.published[part.steps[i.step]->source]);
     }
   }
   return {instructions, waits};
@@ -80,38 +101,48 @@ std::tuple<int64_t, int64_t> counts(const at::Tensor& block) {
 
 // Blocks of a pass, and the number and bytes of what each keeps of a matrix.
 std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t>>> partition_shown(const torch::jit::Object& program,
-                                                                               bool backward, int32_t most_blocks) {
+                                                                               int64_t pass, int32_t most_blocks) {
   const ProgramPointer p = program_of(program);
-  const Partition& part = partition_of(p->program, backward, most_blocks);
+  const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
   std::vector<std::tuple<int32_t, int64_t>> found;
-  for (const Kept& k : kept_by_a_block(p->program, backward, part)) found.emplace_back(k.matrix, k.bytes);
+  for (const Kept& k : kept_by_a_block(p->program, part)) found.emplace_back(k.matrix, k.bytes);
   return {part.blocks, found};
 }
 
-std::tuple<std::vector<std::string>, int64_t, int32_t> source_of(const torch::jit::Object& program, bool backward,
-                                                                 int32_t most_blocks, bool tf32, int32_t matrices) {
+LossForm form_of(bool cross_entropy, bool head, int32_t classes) {
+  return {cross_entropy, head, classes};
+}
+
+std::tuple<std::vector<std::string>, int64_t, int32_t> source_of(const torch::jit::Object& program, int64_t pass,
+                                                                 int32_t most_blocks, bool tf32, int32_t matrices,
+                                                                 int32_t vectors, bool cross_entropy, bool head,
+                                                                 int32_t classes) {
   const ProgramPointer p = program_of(program);
-  const Partition& part = partition_of(p->program, backward, most_blocks);
-  PersistentSource source = persistent_source(p->program, backward, part, tf32, matrices);
+  const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
+  PersistentSource source =
+      persistent_source(p->program, part, tf32, matrices, vectors, form_of(cross_entropy, head, classes));
   return {std::move(source.defines), source.shared_bytes, part.blocks};
 }
 
 }  // namespace
 
 void bind_persistent(py::module_& vertex) {
-  vertex.def("scripted", torch::wrap_pybind_function(&scripted), py::arg("schedule"), py::arg("program"),
-             py::arg("most_blocks"), py::arg("pin"),
-             "The block of a schedule with the scripts of a program behind it, for groups of at most so many blocks.");
+  vertex.def(
+      "scripted", torch::wrap_pybind_function(&scripted), py::arg("schedule"), py::arg("program"),
+      py::arg("most_blocks"), py::arg("training"), py::arg("pin"),
+      "The block of a schedule with the scripts of a program behind it, for groups of at most so many blocks: of "
+      "both passes, or of a training step.");
   vertex.def("script_text", torch::wrap_pybind_function(&text), py::arg("program"), py::arg("block"),
-             py::arg("backward"), "The instructions of a script, one line each.");
+             "The instructions of the scripts, one line each.");
   vertex.def("script_fault", torch::wrap_pybind_function(&fault), py::arg("program"), py::arg("block"),
-             py::arg("backward"), "What is wrong with a script; nothing where nothing is.");
-  vertex.def("script_counts", torch::wrap_pybind_function(&counts), py::arg("block"),
-             "Instructions and waits of both passes.");
-  vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("backward"),
+             "What is wrong with a script; nothing where nothing is.");
+  vertex.def("script_counts", torch::wrap_pybind_function(&counts), py::arg("program"), py::arg("block"),
+             "Instructions and waits.");
+  vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),
              py::arg("most_blocks"), "Blocks of a pass; of what each keeps of a matrix its number and bytes.");
-  vertex.def("persistent_source", torch::wrap_pybind_function(&source_of), py::arg("program"), py::arg("backward"),
-             py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"),
+  vertex.def("persistent_source", torch::wrap_pybind_function(&source_of), py::arg("program"), py::arg("pass_"),
+             py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"), py::arg("vectors") = 0,
+             py::arg("cross_entropy") = true, py::arg("head") = false, py::arg("classes") = 0,
              "What the persistent kernel of a pass is compiled with, its shared memory and its blocks.");
   vertex.def("persistent_obstacle",
              torch::wrap_pybind_function(
@@ -120,6 +151,16 @@ void bind_persistent(py::module_& vertex) {
                  }),
              py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
              "Why the program does not run in persistent kernels; nothing where it does.");
+  vertex.def("training_obstacle",
+             torch::wrap_pybind_function([](const torch::jit::Object& program, int32_t most_blocks,
+                                            int64_t shared_limit, int32_t matrices, const std::vector<int64_t>& vectors,
+                                            bool cross_entropy, bool head, int32_t classes) {
+               return training_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices, vectors,
+                                        form_of(cross_entropy, head, classes));
+             }),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
+             py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),
+             "The same of a training step; `vectors` are their sizes.");
 }
 
 }  // namespace weft::vertex

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "vertex/exec/script.jit.cuh"
+#include "vertex/program/partition.h"
 #include "vertex/program/pass.h"
 
 namespace weft::vertex {
@@ -41,10 +42,9 @@ struct Memory {
   std::span<const Matrix> matrices;
   std::span<const Matrix> matrix_gradients,
       vector_gradients;  // by the number of the matrix or vector; of those asked for
-  // For a group of at most so many blocks the instructions of the forward and of the backward pass, on the device; 0
-  // where there are none.
+  // For a group of at most so many blocks the instructions of each Pass, on the device; null where there are none.
   int32_t most_blocks = 0;
-  std::array<const ScriptInstruction*, 2> scripts{};
+  std::array<const ScriptInstruction*, kPasses> scripts{};
 };
 
 class Executor {

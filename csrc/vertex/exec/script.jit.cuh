@@ -16,7 +16,11 @@ struct ScriptInstruction {
     kRun,
     kRunLeaves,  // the rows are of vertices without children
     kPair,       // the product on these rows, and the kernel `next` on its own, whose operands are asked for before
-    kOps
+    kOps,
+    // Of a training step, once each.
+    kLoss,        // of the outputs, and its gradient by what the head makes, where there is one
+    kLossOfHead,  // the gradient of the outputs by that of the head
+    kUpdateHead,
   };
   int op, step, first, count;
   int next, next_first, next_count, unused;

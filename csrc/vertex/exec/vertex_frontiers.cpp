@@ -66,9 +66,9 @@ struct Run {
       if (s.kind == Step::Kind::kProduct) take_matrix(s, operands.matrices);
     }
     scripts = scripts_in(numbers);
-    const bool backward = &steps == &program.backward;
-    if (scripts.most_blocks > 0 && scripts.published[backward ? 1 : 0]) {
-      published = &partition_of(program, backward, scripts.most_blocks).published;
+    const Pass pass = &steps == &program.backward ? Pass::kBackward : Pass::kForward;
+    if (scripts.published[static_cast<size_t>(pass)]) {
+      published = &partition_of(program, pass, scripts.most_blocks).published;
     }
   }
 
@@ -154,13 +154,12 @@ struct Run {
 
   Memory memory() const {
     Memory m{program, arrays, places, matrix_places, matrix_gradients, vector_gradients};
-    if (scripts.most_blocks == 0) return m;
-    const auto on_device = [&](std::span<const ScriptInstruction> script) {
-      const auto at = reinterpret_cast<const int32_t*>(script.data()) - numbers.data();
-      return reinterpret_cast<const ScriptInstruction*>(pointer<int32_t>(schedule) + at);
-    };
     m.most_blocks = scripts.most_blocks;
-    m.scripts = {on_device(scripts.forward), on_device(scripts.backward)};
+    for (size_t pass = 0; pass < kPasses; ++pass) {
+      if (scripts.of[pass].empty()) continue;
+      const auto at = reinterpret_cast<const int32_t*>(scripts.of[pass].data()) - numbers.data();
+      m.scripts[pass] = reinterpret_cast<const ScriptInstruction*>(pointer<int32_t>(schedule) + at);
+    }
     return m;
   }
 

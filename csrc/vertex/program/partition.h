@@ -25,23 +25,32 @@ struct Segment {
 struct CrossRead {
   int32_t buffer;
   bool published;  // it can wait for the values themselves
-  bool own;        // in the rows of its task, where an earlier step of the same task wrote it
-  bool other;      // in the rows of other frontiers
+  bool own;        // in the rows of its task, too, where an earlier step of the same task may have written it
 };
+
+// What a script runs: the frontiers of one pass, or a whole training step, from linear layers to gradients.
+enum class Pass : int32_t { kForward, kBackward, kTraining };
+constexpr int kPasses = 3;
 
 // One step of a pass.
 struct Share {
-  bool by_rows;                           // its rows go round the blocks, each of which takes all columns
-  std::vector<Segment> segments;          // else: the columns of a kernel, or of a product's target
+  bool runs = false;
+  bool by_rows = false;    // its rows go round the blocks, each of which takes all columns
+  bool of_source = false;  // of the gradient of a matrix: the segments are the source's columns, else the target's
+  std::vector<Segment> segments;          // else: the columns of a kernel, of a product's target, of a gradient
   int32_t columns = 0;                    // of a block: of all segments
   std::vector<CrossRead> reads;           // what makes it wait
   std::vector<int32_t> stores, scatters;  // buffers that it writes in its own rows, and in those of later tasks
 };
 
 struct Partition {
-  int32_t blocks;             // of a group
-  std::vector<Share> shares;  // by step of the pass; empty where a step does not run in the frontiers
-  int64_t weight_bytes = 0;   // that a block keeps
+  Pass pass;
+  std::vector<const Step*> steps;          // of the forward pass, then of the backward pass
+  size_t forward_steps = 0;                // so many are of the forward pass
+  std::vector<char> inner_only, of_edges;  // by step: rows of its operands, where it runs once for all
+  int32_t blocks;                          // of a group
+  std::vector<Share> shares;               // by step
+  int64_t weight_bytes = 0;                // that a block keeps
   // By buffer: products wait for its values instead of a signal, where every one of them is written. Those of slots
   // are so where no vertex with children lacks one.
   std::vector<char> published;
@@ -49,7 +58,7 @@ struct Partition {
 };
 
 // The widest kernel decides how many of at most `most` blocks have columns. Made once, and lives with the program.
-const Partition& partition_of(const Program& program, bool backward, int32_t most);
+const Partition& partition_of(const Program& program, Pass pass, int32_t most);
 
 // What is made once for a program, and by a device for it.
 struct Partitions {

@@ -18,15 +18,17 @@ constexpr const char* kSource = "vertex/exec/cuda/persistent.jit.cu";
 
 }  // namespace
 
-const PersistentKernel& persistent_kernel(const Program& program, bool backward, int32_t most_blocks, bool tf32,
-                                          int32_t matrices) {
-  const Partition& part = partition_of(program, backward, most_blocks);
+const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int32_t most_blocks, bool tf32,
+                                          int32_t matrices, int32_t vectors, const LossForm& form) {
+  const Partition& part = partition_of(program, pass, most_blocks);
   int device = 0;
   cuda_check(cudaGetDevice(&device), "cudaGetDevice");
   const std::lock_guard lock(program.partitions->mutex);
-  std::shared_ptr<void>& known = program.partitions->kernels[{device, backward, most_blocks, tf32}];
+  std::shared_ptr<void>& known =
+      program.partitions->kernels[{device, static_cast<int64_t>(pass) + kPasses * tf32, most_blocks,
+                                   form.classes * 4 + form.head * 2 + form.cross_entropy}];
   if (known == nullptr) {
-    const PersistentSource source = persistent_source(program, backward, part, tf32, matrices);
+    const PersistentSource source = persistent_source(program, part, tf32, matrices, vectors, form);
     jit::Kernel& made = jit::kernel(kSource, source.defines, "vertex_persistent");
     const auto shared = static_cast<unsigned>(source.shared_bytes);
     const int at_once = made.max_active_blocks_per_sm(dim3(kPersistentThreads), shared) * made.sm_count();
@@ -51,16 +53,17 @@ FrontierArguments arguments_of(const Arrays& a) {
   return found;
 }
 
-bool launch_persistent(const PersistentKernel& kernel, const Memory& memory, bool backward, unsigned* arrived,
-                       cudaStream_t stream) {
-  PersistentArguments a{arguments_of(memory.arrays), memory.scripts[backward ? 1 : 0], arrived};
+bool launch_persistent(const PersistentKernel& kernel, const Memory& memory, Pass pass, unsigned* arrived,
+                       cudaStream_t stream, const TrainingArguments* training, const UpdateArgument* updates) {
+  PersistentArguments a{arguments_of(memory.arrays), memory.scripts[static_cast<size_t>(pass)], arrived};
   std::vector<BufferArgument> buffers;
   for (const Place& place : memory.buffers) buffers.push_back({place.data, place.stride});
   std::vector<MatrixArgument> matrices;
   for (const Matrix& m : memory.matrices) matrices.push_back({m.data, m.row_stride, m.column_stride});
   if (buffers.empty()) buffers.emplace_back();
   if (matrices.empty()) matrices.emplace_back();
-  void* arguments[] = {&a, buffers.data(), matrices.data()};
+  void* arguments[] = {&a, buffers.data(), matrices.data(), const_cast<TrainingArguments*>(training),
+                       const_cast<UpdateArgument*>(updates)};
   try {
     kernel.kernel->launch(dim3(static_cast<unsigned>(kernel.blocks)), dim3(kPersistentThreads), kernel.shared_bytes, 0,
                           /*cooperative=*/true, stream, arguments);

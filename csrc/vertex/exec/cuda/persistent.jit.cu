@@ -19,6 +19,10 @@
 #include "vertex/exec/cuda/body.jit.cuh"
 #include "vertex/exec/cuda/persistent.jit.cuh"
 
+#ifdef WEFT_VERTEX_UPDATES
+#include "vertex/exec/cuda/training.jit.cuh"
+#endif
+
 namespace {
 
 using weft::DealtColumns;
@@ -44,17 +48,20 @@ __device__ __forceinline__ void publish(Half& to, float x) {
   weft::store_published(&to.bits, Half(x).bits);
 }
 
-// Rows of `target`, the block's columns, = rows of `source` @ matrix.
+// Rows of `target`, the block's columns, = rows of `source` @ matrix [+ bias].
 template <typename Product, typename E>
 __device__ __noinline__ void product(const BufferArgument& source, const BufferArgument& target, int first, int count,
-                                     int rank, const unsigned char* weights, unsigned char* partials) {
+                                     int rank, const unsigned char* weights, unsigned char* partials, const E* bias) {
   const E* const from = static_cast<const E*>(source.data) + first * source.stride;
   E* const to = static_cast<E*>(target.data) + first * target.stride;
   const long long from_stride = source.stride, to_stride = target.stride;
   Product::run(
       count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
       [=](int i) { return from + i * from_stride; },
-      [=](int i, int, int column, float sum) { to[i * to_stride + column] = E(sum); });
+      [=](int i, int, int column, float sum) {
+        if (bias != nullptr) sum += float(bias[column]);
+        to[i * to_stride + column] = E(sum);
+      });
 }
 
 // The same of at most 8 rows, whose sums stay in `sums`, too.
@@ -86,7 +93,12 @@ __device__ __noinline__ void zero(const BufferArgument& target, int first, int c
 
 extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
     vertex_persistent(const PersistentArguments a, const Many<BufferArgument, WEFT_VERTEX_BUFFERS> buffers,
-                      const Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices) {
+                      const Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices
+#ifdef WEFT_VERTEX_UPDATES
+                      ,
+                      const TrainingArguments training, const Many<UpdateArgument, WEFT_VERTEX_UPDATES> updates
+#endif
+    ) {
   unsigned char* const shared = weft::dynamic_shared_memory();
   ScriptInstruction* const window = reinterpret_cast<ScriptInstruction*>(shared);
   float* const sums = reinterpret_cast<float*>(shared + kScriptWindow * sizeof(ScriptInstruction));
@@ -97,6 +109,10 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
             *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
   const long long num_vertices = p.num_vertices;
   const int rank = blockIdx.x;
+#ifdef WEFT_VERTEX_UPDATES
+  float counted = 0.0f;
+  bool refused = false;
+#endif
   WEFT_VERTEX_WEIGHTS
   for (int at = 0;; ++at) {
     __syncthreads();  // what the block did is seen by its next instruction
@@ -115,6 +131,23 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
       weft::group_wait(a.arrived, unsigned(first) * kBlocks);
       continue;
     }
+#ifdef WEFT_VERTEX_UPDATES
+    const auto &outputs = buffers.of[WEFT_VERTEX_OUTPUT], &output_grads = buffers.of[WEFT_VERTEX_OUTPUT_GRAD];
+    if (instruction.op == ScriptInstruction::kLoss) {
+      look_at_targets(training, reinterpret_cast<float*>(partials), counted, refused);
+      loss(training, outputs, output_grads, rank, kBlocks, counted, refused, reinterpret_cast<float*>(partials));
+      continue;
+    }
+    if (instruction.op == ScriptInstruction::kLossOfHead) {
+      loss_of_head(training, output_grads, rank, kBlocks);
+      continue;
+    }
+    if (instruction.op == ScriptInstruction::kUpdateHead) {
+      update_head(training, outputs, rank, kBlocks, counted, refused, updates.of[kUpdates - 2],
+                  updates.of[kUpdates - 1]);
+      continue;
+    }
+#endif
     // Which step, and how.
     switch (instruction.step * 8 + instruction.op) { WEFT_VERTEX_STEPS }
   }

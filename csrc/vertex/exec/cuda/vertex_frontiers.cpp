@@ -68,7 +68,9 @@ class CudaExecutor final : public AtenExecutor {
     return compiled_tail(backward).blocks > 0;
   }
 
-  bool has_script(bool backward) override { return persistent(backward).resident; }
+  bool has_script(bool backward) override {
+    return memory().scripts[backward ? 1 : 0] != nullptr && persistent(backward).resident;
+  }
 
   ~CudaExecutor() override {
     try {
@@ -128,8 +130,8 @@ class CudaExecutor final : public AtenExecutor {
   bool tail(std::span<const Task> tasks, size_t first, bool backward) override {
     const at::Tensor arrived = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
     AT_CUDA_CHECK(cudaMemsetAsync(arrived.mutable_data_ptr(), 0, sizeof(int), stream_));
-    if (first == 0 && memory().most_blocks > 0) {
-      return launch_persistent(persistent(backward), memory(), backward,
+    if (first == 0 && memory().scripts[backward ? 1 : 0] != nullptr) {
+      return launch_persistent(persistent(backward), memory(), backward ? Pass::kBackward : Pass::kForward,
                                static_cast<unsigned*>(arrived.mutable_data_ptr()), stream_);
     }
     const Tail& kernel = compiled_tail(backward);
@@ -212,7 +214,7 @@ class CudaExecutor final : public AtenExecutor {
   const PersistentKernel& persistent(bool backward) {
     const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
                       at::Float32Precision::TF32;
-    return persistent_kernel(*program_, backward, memory().most_blocks, tf32,
+    return persistent_kernel(*program_, backward ? Pass::kBackward : Pass::kForward, memory().most_blocks, tf32,
                              static_cast<int32_t>(memory().matrices.size()));
   }
 

@@ -58,14 +58,14 @@ class Schedule:
             self._host = torch.frombuffer(core, dtype=torch.int32)
         self._resident = Resident(device)
         self._tasks: list[Task] | None = None
-        self._scripted: tuple[object, Scripted] | None = None
+        self._scripted: tuple[tuple, Scripted] | None = None
 
-    def scripted(self, program: torch.ScriptObject, most_blocks: int) -> Scripted:
-        """With the scripts of a program in its block, for persistent kernels of at most so many blocks. Kept for the latest
-        program."""
+    def scripted(self, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> Scripted:
+        """With scripts of a program in its block, for persistent kernels of at most so many blocks. Kept for the latest."""
+        key = program, most_blocks, training
         known = self._scripted
-        if known is None or known[0] is not program or known[1].most_blocks != most_blocks:
-            known = self._scripted = program, Scripted(self, program, most_blocks)
+        if known is None or known[0] != key:
+            known = self._scripted = key, Scripted(self, *key)
         return known[1]
 
     @property
@@ -108,13 +108,19 @@ class Schedule:
 
 
 class Scripted(Schedule):
-    """A schedule with the scripts of a program behind it in its block; csrc/vertex/exec/script.h."""
+    """A schedule with scripts of a program behind it in its block; csrc/vertex/exec/script.h.
 
-    def __init__(self, plain: Schedule, program: torch.ScriptObject, most_blocks: int) -> None:
+    Args:
+        plain: the schedule.
+        program: as the operators take it.
+        most_blocks: of a kernel.
+        training: of a training step, else of both passes.
+    """
+
+    def __init__(self, plain: Schedule, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> None:
         super().__init__(plain.core, plain.device)
-        self.most_blocks = most_blocks
         with trainable():
-            self._host = _C.scripted(plain.core, program, most_blocks, torch.cuda.is_available())
+            self._host = _C.scripted(plain.core, program, most_blocks, training, torch.cuda.is_available())
 
     def _pinned(self) -> Tensor:
         return self._host
