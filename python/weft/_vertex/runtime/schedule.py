@@ -58,15 +58,15 @@ class Schedule:
             self._host = torch.frombuffer(core, dtype=torch.int32)
         self._resident = Resident(device)
         self._tasks: list[Task] | None = None
-        self._scripted: tuple[tuple, Scripted] | None = None
+        self._scripted: tuple[object, tuple[int, bool], Scripted] | None = None
 
     def scripted(self, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> Scripted:
         """With scripts of a program in its block, for persistent kernels of at most so many blocks. Kept for the latest."""
-        key = program, most_blocks, training
         known = self._scripted
-        if known is None or known[0] != key:
-            known = self._scripted = key, Scripted(self, *key)
-        return known[1]
+        if known is None or known[0] is not program or known[1] != (most_blocks, training):
+            made = Scripted(self, program, most_blocks, training)
+            known = self._scripted = program, (most_blocks, training), made
+        return known[2]
 
     @property
     def tasks(self) -> list[Task]:
