@@ -14,11 +14,24 @@ static const PersistentArguments* arguments;
 static const Buffers* buffers;
 static const Matrices* matrices;
 
-extern "C" void run(const PersistentArguments* a, const Buffers* b, const Matrices* m, int blocks, long shared_bytes,
-                    unsigned seed) {
+#ifdef WEFT_VERTEX_UPDATES
+using Updates = Many<UpdateArgument, WEFT_VERTEX_UPDATES>;
+
+static const TrainingArguments* training;
+static const Updates* updates;
+#endif
+
+extern "C" void run(const PersistentArguments* a, const Buffers* b, const Matrices* m, const void* t, const void* u,
+                    int blocks, long shared_bytes, unsigned seed) {
   arguments = a;
   buffers = b;
   matrices = m;
-  emulator::launch([] { vertex_persistent(*arguments, *buffers, *matrices); }, blocks, kPersistentThreads, 1,
-                   shared_bytes, seed);
+#ifdef WEFT_VERTEX_UPDATES
+  training = static_cast<const TrainingArguments*>(t);
+  updates = static_cast<const Updates*>(u);
+  const auto kernel = [] { vertex_persistent(*arguments, *buffers, *matrices, *training, *updates); };
+#else
+  const auto kernel = [] { vertex_persistent(*arguments, *buffers, *matrices); };
+#endif
+  emulator::launch(kernel, blocks, kPersistentThreads, 1, shared_bytes, seed);
 }

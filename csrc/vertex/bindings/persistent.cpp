@@ -53,7 +53,7 @@ at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program,
   return tensor;
 }
 
-std::string text(const torch::jit::Object& program, const at::Tensor& block) {
+std::string script_text_of(const torch::jit::Object& program, const at::Tensor& block) {
   const Scripts scripts = scripts_in(numbers_of(block));
   const ProgramPointer p = program_of(program);
   std::string found;
@@ -65,7 +65,7 @@ std::string text(const torch::jit::Object& program, const at::Tensor& block) {
   return found;
 }
 
-std::string fault(const torch::jit::Object& program, const at::Tensor& block) {
+std::string script_fault_of(const torch::jit::Object& program, const at::Tensor& block) {
   const auto numbers = numbers_of(block);
   const Scripts scripts = scripts_in(numbers);
   if (scripts.most_blocks == 0) return "there is no script";
@@ -81,7 +81,7 @@ std::string fault(const torch::jit::Object& program, const at::Tensor& block) {
 }
 
 // Instructions, and those that wait for other blocks: for a signal, or for the values that a product reads.
-std::tuple<int64_t, int64_t> counts(const torch::jit::Object& program, const at::Tensor& block) {
+std::tuple<int64_t, int64_t> script_counts(const torch::jit::Object& program, const at::Tensor& block) {
   const Scripts scripts = scripts_in(numbers_of(block));
   const ProgramPointer p = program_of(program);
   int64_t instructions = 0, waits = 0;
@@ -109,18 +109,19 @@ std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t>>> partition_shown(c
   return {part.blocks, found};
 }
 
-LossForm form_of(bool cross_entropy, bool head, int32_t classes) {
+LossForm loss_form(bool cross_entropy, bool head, int32_t classes) {
   return {cross_entropy, head, classes};
 }
 
-std::tuple<std::vector<std::string>, int64_t, int32_t> source_of(const torch::jit::Object& program, int64_t pass,
-                                                                 int32_t most_blocks, bool tf32, int32_t matrices,
-                                                                 int32_t vectors, bool cross_entropy, bool head,
-                                                                 int32_t classes) {
+std::tuple<std::vector<std::string>, int64_t, int32_t> persistent_source_of(const torch::jit::Object& program,
+                                                                            int64_t pass, int32_t most_blocks,
+                                                                            bool tf32, int32_t matrices,
+                                                                            int32_t vectors, bool cross_entropy,
+                                                                            bool head, int32_t classes) {
   const ProgramPointer p = program_of(program);
   const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
   PersistentSource source =
-      persistent_source(p->program, part, tf32, matrices, vectors, form_of(cross_entropy, head, classes));
+      persistent_source(p->program, part, tf32, matrices, vectors, loss_form(cross_entropy, head, classes));
   return {std::move(source.defines), source.shared_bytes, part.blocks};
 }
 
@@ -132,16 +133,16 @@ void bind_persistent(py::module_& vertex) {
       py::arg("most_blocks"), py::arg("training"), py::arg("pin"),
       "The block of a schedule with the scripts of a program behind it, for groups of at most so many blocks: of "
       "both passes, or of a training step.");
-  vertex.def("script_text", torch::wrap_pybind_function(&text), py::arg("program"), py::arg("block"),
+  vertex.def("script_text", torch::wrap_pybind_function(&script_text_of), py::arg("program"), py::arg("block"),
              "The instructions of the scripts, one line each.");
-  vertex.def("script_fault", torch::wrap_pybind_function(&fault), py::arg("program"), py::arg("block"),
+  vertex.def("script_fault", torch::wrap_pybind_function(&script_fault_of), py::arg("program"), py::arg("block"),
              "What is wrong with a script; nothing where nothing is.");
-  vertex.def("script_counts", torch::wrap_pybind_function(&counts), py::arg("program"), py::arg("block"),
+  vertex.def("script_counts", torch::wrap_pybind_function(&script_counts), py::arg("program"), py::arg("block"),
              "Instructions and waits.");
   vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),
              py::arg("most_blocks"), "Blocks of a pass; of what each keeps of a matrix its number and bytes.");
-  vertex.def("persistent_source", torch::wrap_pybind_function(&source_of), py::arg("program"), py::arg("pass_"),
-             py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"), py::arg("vectors") = 0,
+  vertex.def("persistent_source", torch::wrap_pybind_function(&persistent_source_of), py::arg("program"),
+             py::arg("pass_"), py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"), py::arg("vectors") = 0,
              py::arg("cross_entropy") = true, py::arg("head") = false, py::arg("classes") = 0,
              "What the persistent kernel of a pass is compiled with, its shared memory and its blocks.");
   vertex.def("persistent_obstacle",
@@ -156,7 +157,7 @@ void bind_persistent(py::module_& vertex) {
                                             int64_t shared_limit, int32_t matrices, const std::vector<int64_t>& vectors,
                                             bool cross_entropy, bool head, int32_t classes) {
                return training_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices, vectors,
-                                        form_of(cross_entropy, head, classes));
+                                        loss_form(cross_entropy, head, classes));
              }),
              py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
              py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),

@@ -31,7 +31,7 @@ std::span<const int32_t> checked(const at::Tensor& schedule, const at::Tensor& h
 
 // One call: its operands checked, its memory found or made.
 struct Run {
-  Run(const Operands& operands, const std::vector<Step>& steps)
+  Run(const Operands& operands, Pass pass)
       : program(operands.program),
         schedule(operands.schedule.contiguous()),
         host_schedule(operands.host_schedule.contiguous()),
@@ -62,11 +62,13 @@ struct Run {
       TORCH_CHECK_VALUE(task.kind < program.functions, kOp, ": the schedule has tasks of function ", task.kind,
                         ", the program ", program.functions, " functions");
     }
-    for (const Step& s : steps) {
-      if (s.kind == Step::Kind::kProduct) take_matrix(s, operands.matrices);
+    for (const auto* steps : {&program.forward, &program.backward}) {
+      if (pass == (steps == &program.forward ? Pass::kBackward : Pass::kForward)) continue;
+      for (const Step& s : *steps) {
+        if (s.kind == Step::Kind::kProduct) take_matrix(s, operands.matrices);
+      }
     }
     scripts = scripts_in(numbers);
-    const Pass pass = &steps == &program.backward ? Pass::kBackward : Pass::kForward;
     if (scripts.published[static_cast<size_t>(pass)]) {
       published = &partition_of(program, pass, scripts.most_blocks).published;
     }
@@ -214,7 +216,7 @@ void check_numbers(const std::vector<int32_t>& computed, at::IntArrayRef wanted,
 }  // namespace
 
 std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, Executor& executor) {
-  Run r(operands, operands.program.forward);
+  Run r(operands, Pass::kForward);
   const Extent& e = r.extent;
   const std::array<int64_t, 3> planned = {e.num_vertices, e.num_vertices - e.leaves, e.num_edges};
   TORCH_CHECK_VALUE(sizes == planned, kOp, ": the schedule has ", at::IntArrayRef(planned),
@@ -243,7 +245,7 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
 std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor) {
-  Run r(operands, operands.program.backward);
+  Run r(operands, Pass::kBackward);
   const Program& p = r.program;
   const Extent& e = r.extent;
   check_numbers(p.gradients.inputs, of_inputs, "inputs");
@@ -314,6 +316,31 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   give(matrix_grads, of_matrices, operands.matrices);
   give(vector_grads, of_vectors, operands.vectors);
   return results;
+}
+
+void run_training(const Operands& operands, bool zeroes_grads, const std::function<void(const Memory&)>& launch) {
+  Run r(operands, Pass::kTraining);
+  TORCH_CHECK_VALUE(!r.scripts.of[static_cast<size_t>(Pass::kTraining)].empty(), kOp,
+                    "_training: the schedule has no script of a training step");
+  const auto& buffers = r.program.buffers;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const Buffer& b = buffers[i];
+    const std::array<int64_t, 2> shape = {r.rows(b), b.width};
+    if (b.space == Space::kInput) {
+      at::Tensor x = r.given(operands.inputs, b, "input");
+      const bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && x.stride(0) % 4 == 0;
+      r.put(i, aligned || x.numel() == 0 ? std::move(x) : x.clone(at::MemoryFormat::Contiguous));
+    } else if (b.space == Space::kVector) {
+      r.put(i, r.given(operands.vectors, b, "vector"));
+    } else if (b.space == Space::kOutputGrad) {
+      r.put(i, zeroes_grads ? at::zeros(shape, r.options(b.dtype)) : at::empty(shape, r.options(b.dtype)));
+    } else if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
+      r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
+    } else {
+      r.put(i, r.make(i));
+    }
+  }
+  launch(r.memory());
 }
 
 }  // namespace weft::vertex

@@ -17,6 +17,7 @@
 namespace {
 
 using weft::u32;
+using weft::vertex::kPersistentThreads;
 using weft::vertex::TrainingArguments;
 using weft::vertex::UpdateArgument;
 
