@@ -66,7 +66,7 @@ static constexpr int lane = 0, lanes = 1;
 static T from_lane(T x, int) { return x; }
 static T infinite() { return INFINITY; }
 static T not_a_number() { return NAN; }
-using Buffers = weft::vertex::Many<weft::vertex::BufferArgument, 1>;
+using Buffers = weft::vertex::Many<weft::vertex::BufferArgument, 1000>;
 #define data(type, b) (static_cast<type*>(buffers.of[b].data))
 #define stride(b) (buffers.of[b].stride)
 """
@@ -312,7 +312,7 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
         made = tensors[layer.source] @ matrices[layer.matrix].T
         tensors[layer.target][:] = made if layer.bias < 0 else made + tensors[layer.bias]
     run(compiled.forward, False, places.tasks)
-    bound = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    bound = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
     for found, want in zip(of("output"), outputs, strict=True):
         assert relative_error(found, want) < bound
     for t in (*of("input_grad"), *of("layer_grad")):
