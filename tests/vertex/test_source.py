@@ -110,6 +110,10 @@ class TailArguments(ctypes.Structure):
     ]
 
 
+class PersistentArguments(ctypes.Structure):
+    _fields_ = [("frontier", Arguments), ("script", ctypes.c_void_p), ("arrived", ctypes.c_void_p)]
+
+
 def tail_library(compiled, matrices: int, backward: bool, folder: Path) -> ctypes.CDLL:
     """The kernel of the last frontiers on a processor."""
     folder.mkdir()
@@ -194,13 +198,18 @@ def test_the_last_frontiers_in_one_kernel(name, dtype, tmp_path):
     check_written_kernels(MODELS[name], True, dtype, tmp_path, tail=True)
 
 
-def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bool) -> None:
-    """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, on a
-    processor beside the operator."""
+def check_written_kernels(
+    make, fuse: bool, dtype: str, tmp_path: Path, tail: bool = False, blocks: int = 0, full: bool = False, seed: int = 7
+) -> None:
+    """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, with `blocks`
+    those of all frontiers in one that a script drives, on a processor beside the operator. `full`: no vertex with
+    children lacks one."""
     rng = random.Random(4)
     type = getattr(torch, dtype)
     cell = make().to(type)
     children = [random_tree(rng, 5), random_dag(rng, 7, 2), [[]], *([[[], [], [0, 1], [2]]] * 18 if tail else [])]
+    if full:
+        children = [[[], [], [0, 1]], [[], [], [], [1, 0], [3, 2], [4, 3]], [[]], [[], [], [0, 1], [2, 2]] * 1]
     graphs = weft.Graphs.from_children(children)
     types = {"leaf": 0, "inner": 1} if isinstance(cell, weft.VertexFunctions) else None
     if types is not None:
@@ -277,10 +286,37 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
         kernel = tail_library(compiled, len(matrices), backward, tmp_path / f"tail{int(backward)}")
         kernel.run(ctypes.byref(arguments), buffers, given, 2, 7)
 
+    def run_script(backward: bool) -> None:
+        program = batched.program
+        block = _C.vertex.scripted(places.core, program, blocks, False, False)
+        assert _C.vertex.script_fault(program, block) == ""
+        for b in _C.vertex.script_published(program, block, int(backward)):
+            tensors[b].view(torch.int32 if tensors[b].element_size() == 4 else torch.int16).fill_(-1)
+        found, shared_bytes, count = _C.vertex.persistent_source(program, int(backward), blocks, False, len(matrices))
+        folder = tmp_path / f"script{int(backward)}"
+        folder.mkdir()
+        (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in found))
+        kernel = emulated.build("vertex_persistent", folder)
+        arguments = PersistentArguments()
+        for name in ARRAYS:
+            setattr(arguments.frontier, name, places.array(name).data_ptr())
+        arguments.frontier.num_vertices = n
+        arguments.script = block.data_ptr() + 4 * _C.vertex.script_offset(block, int(backward))
+        arrived = ctypes.c_uint(0)
+        arguments.arrived = ctypes.addressof(arrived)
+        given = (MatrixArgument * max(1, len(matrices)))()
+        held = [m.t().contiguous().t() if i % 2 == 0 else m.contiguous() for i, m in enumerate(matrices)]
+        for i, m in enumerate(held):
+            given[i] = MatrixArgument(m.data_ptr(), *m.stride())
+        buffers = (BufferArgument * len(tensors))(*map(buffer_argument, range(len(tensors))))
+        kernel.run(ctypes.byref(arguments), buffers, given, None, None, count, ctypes.c_long(shared_bytes), seed)
+
     def run(steps, backward: bool, tasks) -> None:
         last = next(i for i, task in enumerate(places.tasks) if task.level > 0)
         for late in (False, True):
-            if tail and not late:
+            if blocks and not late:
+                run_script(backward)
+            elif tail and not late:
                 if backward:
                     run_tail(backward, last)
                 run_steps(steps, backward, tasks[-last:] if backward else tasks[:last], late)

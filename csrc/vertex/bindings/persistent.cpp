@@ -99,6 +99,26 @@ std::tuple<int64_t, int64_t> script_counts(const torch::jit::Object& program, co
   return {instructions, waits};
 }
 
+// Where the instructions of a pass are in the block.
+int64_t script_offset(const at::Tensor& block, int64_t pass) {
+  const auto numbers = numbers_of(block);
+  const Scripts scripts = scripts_in(numbers);
+  return reinterpret_cast<const int32_t*>(scripts.of.at(pass).data()) - numbers.data();
+}
+
+// Buffers whose values products wait for: each is missing when the kernel begins.
+std::vector<int32_t> script_published(const torch::jit::Object& program, const at::Tensor& block, int64_t pass) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  const ProgramPointer p = program_of(program);
+  std::vector<int32_t> found;
+  if (!scripts.published.at(pass)) return found;
+  const auto& published = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks).published;
+  for (size_t b = 0; b < published.size(); ++b) {
+    if (published[b]) found.push_back(static_cast<int32_t>(b));
+  }
+  return found;
+}
+
 // Blocks of a pass, and the number and bytes of what each keeps of a matrix.
 std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t>>> partition_shown(const torch::jit::Object& program,
                                                                                int64_t pass, int32_t most_blocks) {
@@ -139,6 +159,10 @@ void bind_persistent(py::module_& vertex) {
              "What is wrong with a script; nothing where nothing is.");
   vertex.def("script_counts", torch::wrap_pybind_function(&script_counts), py::arg("program"), py::arg("block"),
              "Instructions and waits.");
+  vertex.def("script_offset", torch::wrap_pybind_function(&script_offset), py::arg("block"), py::arg("pass_"),
+             "Where the instructions of a pass are.");
+  vertex.def("script_published", torch::wrap_pybind_function(&script_published), py::arg("program"), py::arg("block"),
+             py::arg("pass_"), "Buffers whose values products wait for, filled with ones bits beforehand.");
   vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),
              py::arg("most_blocks"), "Blocks of a pass; of what each keeps of a matrix its number and bytes.");
   vertex.def("persistent_source", torch::wrap_pybind_function(&persistent_source_of), py::arg("program"),

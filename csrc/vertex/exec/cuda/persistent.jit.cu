@@ -92,11 +92,13 @@ __device__ __noinline__ void zero(const BufferArgument& target, int first, int c
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
-    vertex_persistent(const PersistentArguments a, const Many<BufferArgument, WEFT_VERTEX_BUFFERS> buffers,
-                      const Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices
+    vertex_persistent(const __grid_constant__ PersistentArguments a,
+                      const __grid_constant__ Many<BufferArgument, WEFT_VERTEX_BUFFERS> buffers,
+                      const __grid_constant__ Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices
 #ifdef WEFT_VERTEX_UPDATES
                       ,
-                      const TrainingArguments training, const Many<UpdateArgument, WEFT_VERTEX_UPDATES> updates
+                      const __grid_constant__ TrainingArguments training,
+                      const __grid_constant__ Many<UpdateArgument, WEFT_VERTEX_UPDATES> updates
 #endif
     ) {
   unsigned char* const shared = weft::dynamic_shared_memory();

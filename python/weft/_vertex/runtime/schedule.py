@@ -61,7 +61,7 @@ class Schedule:
         self._scripted: tuple[object, tuple[int, bool], Scripted] | None = None
 
     def scripted(self, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> Scripted:
-        """With scripts of a program in its block, for persistent kernels of at most so many blocks. Kept for the latest."""
+        """With scripts of a program in its block, for persistent kernels of at most so many blocks; kept."""
         known = self._scripted
         if known is None or known[0] is not program or known[1] != (most_blocks, training):
             made = Scripted(self, program, most_blocks, training)
