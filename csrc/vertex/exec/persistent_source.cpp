@@ -38,9 +38,11 @@ struct Sizes {
   }
 };
 
-// Of a pass, in shared memory.
+// Of a pass, in shared memory. Where a training step's weights are many, those of the backward pass take the place of
+// the others when it turns.
 struct Room {
-  int64_t sums = 0, partials = 0, weights = 0;
+  int64_t sums = 0, partials = 0, weights = 0, weights_forward = 0;
+  bool turns = false;
   Room(const Program& program, const Partition& partition, int32_t classes) {
     partials = int64_t{kWarps} * (classes + 2) * 4;
     for (size_t i = 0; i < partition.steps.size(); ++i) {
@@ -49,8 +51,11 @@ struct Room {
       const Sizes sizes(program, *partition.steps[i], share);
       sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
       partials = std::max(partials, sizes.partials);
-      weights += sizes.weights;
+      (i < partition.forward_steps ? weights_forward : weights) += sizes.weights;
     }
+    constexpr int64_t kForBoth = 160 << 10;
+    turns = weights > 0 && weights_forward + weights > kForBoth;
+    weights = turns ? std::max(weights_forward, weights) : weights_forward + weights;
     sums = (sums + 15) / 16 * 16;
     partials = (partials + 15) / 16 * 16;
   }
@@ -72,15 +77,17 @@ class SourceWriter {
   }
 
   // `weights`: where in shared memory they begin.
-  void write(int64_t weights) {
+  void write(int64_t weights, bool turn) {
+    const int64_t begin = weights;
     for (size_t i = 0; i < partition_.steps.size(); ++i) {
+      if (i == partition_.forward_steps && turn) weights = begin;
       if (!partition_.shares[i].runs) continue;
       switch (partition_.steps[i]->kind) {
         case Step::Kind::kKernel:
           kernel(i);
           break;
         case Step::Kind::kProduct:
-          product(i, weights);
+          product(i, weights, turn && i >= partition_.forward_steps ? turns : loads);
           weights += Sizes(program_, *partition_.steps[i], partition_.shares[i]).weights;
           break;
         case Step::Kind::kOuter:
@@ -93,7 +100,7 @@ class SourceWriter {
     }
   }
 
-  std::string types, loads, cases;
+  std::string types, loads, turns, cases;  // turns: loads when the forward pass is over
 
  private:
   static std::string buffer(int32_t b) { return "buffers.of[" + std::to_string(b) + "]"; }
@@ -124,7 +131,7 @@ class SourceWriter {
     }
   }
 
-  void product(size_t i, int64_t weights) {
+  void product(size_t i, int64_t weights, std::string& load) {
     const Step& s = *partition_.steps[i];
     const Share& share = partition_.shares[i];
     const Buffer& source = program_.buffers[s.source];
@@ -135,7 +142,7 @@ class SourceWriter {
     types += "using Product" + n + " = ResidentProduct<" + type + ", Multiply::" + how + ", kPersistentThreads, " +
              std::to_string(source.width) + ", " + columns_of(share, partition_.blocks) +
              (partition_.published[s.source] ? ", true>; " : ">; ");
-    loads += " Product" + n + "::load(static_cast<const " + type + "*>(" + matrix + ".data), " + matrix +
+    load += " Product" + n + "::load(static_cast<const " + type + "*>(" + matrix + ".data), " + matrix +
              (s.transposed ? ".column, " : ".row, ") + matrix + (s.transposed ? ".row" : ".column") +
              ", rank, reinterpret_cast<FourOf<" + type + ">*>(shared + " + at + "));";
     const std::string bias = s.bias < 0 ? "nullptr" : "static_cast<const " + type + "*>(" + buffer(s.bias) + ".data)";
@@ -237,7 +244,7 @@ PersistentSource persistent_source(const Program& program, const Partition& part
   const bool training = partition.pass == Pass::kTraining;
   const Room room(program, partition, training ? form.classes : 0);
   SourceWriter writer(program, partition, tf32);
-  writer.write(room.before_weights());
+  writer.write(room.before_weights(), room.turns);
   PersistentSource found;
   const auto define = [&](const char* name, const std::string& text) {
     found.defines.push_back("WEFT_VERTEX_" + std::string(name) + "=" + text);
@@ -251,6 +258,7 @@ PersistentSource persistent_source(const Program& program, const Partition& part
   define("SUMS", std::to_string(room.sums));
   define("STEPS", writer.cases);
   if (training) {
+    define("TURN", writer.turns);
     const int32_t output = find_buffer(program, Space::kOutput);
     define("UPDATES", std::to_string(std::max(1, matrices) + vectors + 2));
     define("VECTORS", std::to_string(vectors));

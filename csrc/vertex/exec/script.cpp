@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 
 namespace weft::vertex {
 namespace {
@@ -14,31 +13,29 @@ constexpr size_t kHeader = 12, kEach = sizeof(ScriptInstruction) / sizeof(int32_
 // frontier, which none of them reads, and before.
 class Unseen {
  public:
+  explicit Unseen(size_t buffers) : written_(buffers, kNothing) {}
+
   void next_task(bool next_frontier) {
-    frontier_.insert(own_.begin(), own_.end());
-    own_.clear();
-    if (!next_frontier) return;
-    before_.insert(frontier_.begin(), frontier_.end());
-    frontier_.clear();
+    for (uint8_t& w : written_) {
+      if (w & kOwn) w = (w & ~kOwn) | kFrontier;
+      if (next_frontier && (w & kFrontier)) w = kBefore;
+    }
   }
   bool concerns(const Share& share, bool published) const {
     return std::any_of(share.reads.begin(), share.reads.end(), [&](const CrossRead& r) {
       if (r.published && published) return false;
-      return before_.contains(r.buffer) || (r.own && own_.contains(r.buffer));
+      return (written_[r.buffer] & (r.own ? kBefore | kOwn : kBefore)) != 0;
     });
   }
   void write(const Share& share) {
-    own_.insert(share.stores.begin(), share.stores.end());
-    frontier_.insert(share.scatters.begin(), share.scatters.end());
+    for (const int32_t b : share.stores) written_[b] |= kOwn;
+    for (const int32_t b : share.scatters) written_[b] |= kFrontier;
   }
-  void clear() {
-    own_.clear();
-    frontier_.clear();
-    before_.clear();
-  }
+  void clear() { std::fill(written_.begin(), written_.end(), kNothing); }
 
  private:
-  std::set<int32_t> own_, frontier_, before_;
+  enum : uint8_t { kNothing = 0, kOwn = 1, kFrontier = 2, kBefore = 4 };
+  std::vector<uint8_t> written_;  // by buffer
 };
 
 struct Visit {
@@ -164,7 +161,7 @@ class Walk {
 std::vector<ScriptInstruction> script_of(const Program& program, const Partition& partition,
                                          std::span<const Task> tasks, bool published) {
   std::vector<ScriptInstruction> script;
-  Unseen unseen;
+  Unseen unseen(program.buffers.size());
   int signals = 0;
   const auto meet = [&] {
     ++signals;
@@ -226,7 +223,7 @@ std::string script_fault(const Program& program, const Partition& partition, std
   size_t at = 0;
   bool second = false;  // of the pair at `at`
   int signals = 0, waited = 0;
-  Unseen unseen;
+  Unseen unseen(program.buffers.size());
   std::string fault;
   const auto blame = [&](const std::string& what) {
     if (fault.empty()) fault = "instruction " + std::to_string(at) + ": " + what;

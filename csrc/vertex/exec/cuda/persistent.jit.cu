@@ -8,6 +8,7 @@
 //   WEFT_VERTEX_WEIGHTS   loads what the block keeps of each matrix
 //   WEFT_VERTEX_SUMS      bytes for what a pair's product hands to its kernel
 //   WEFT_VERTEX_STEPS     the instructions that are steps
+//   WEFT_VERTEX_TURN      loads what the backward part of a training step keeps where there is no room for both
 //
 // Decomposition: one block on each multiprocessor, all resident. A block owns the same columns of every kernel and the
 // columns of each matrix that these read (csrc/vertex/program/partition.h). What it keeps of the matrices lies in
@@ -142,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
     }
     if (instruction.op == ScriptInstruction::kLossOfHead) {
       loss_of_head(training, output_grads, rank, kBlocks);
+      WEFT_VERTEX_TURN
       continue;
     }
     if (instruction.op == ScriptInstruction::kUpdateHead) {
