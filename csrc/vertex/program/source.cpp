@@ -67,8 +67,11 @@ class Writer {
     std::string& declared = kernel_.reduces ? text_ : early_;
     for (int r = 0; r < kernel_.registers; ++r) declared += " T r" + std::to_string(r) + many + ";";
     std::set<int32_t> touched, stored;  // registers and buffers, by what is not early
+    bool loop = false;  // over children, of which what is in it may be
     for (const Instruction& i : code_) {
-      const bool early = !kernel_.reduces && i.op == Op::kLoad && i.access != Access::kChild &&
+      if (i.op == Op::kBegin) loop = true;
+      if (i.op == Op::kEnd) loop = false;
+      const bool early = !kernel_.reduces && !loop && i.op == Op::kLoad && i.access != Access::kChild &&
                          i.buffer != placed_.awaited && !touched.contains(i.result) && !stored.contains(i.buffer);
       if (early) std::swap(text_, early_);
       instruction(i);
