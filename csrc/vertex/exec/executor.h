@@ -67,8 +67,8 @@ class Executor {
   virtual void product(const Step& step, int64_t first, int64_t count) = 0;
   // The gradient of a matrix = rows of the source, transposed, @ rows of the target; added to it where `more`.
   virtual void outer(const Step& step, int64_t first, int64_t count, bool more) = 0;
-  // Columns of the gradient of a vector = the sum of those rows of columns of the source.
-  virtual void total(const Step& step, int64_t first, int64_t count) = 0;
+  // The gradient of each vector = the sum of its totals: each adds rows of columns of its source to columns of it.
+  virtual void totals(std::span<const Entry> entries) = 0;
   // Those rows of a product, or the gradient of a matrix, = 0.
   virtual void zero(const Step& step, int64_t first, int64_t count) = 0;
   // All steps on the last tasks, from number `first` on; false where it does not run after all.

@@ -70,10 +70,10 @@ class Walk {
     }
     const size_t forward = partition_.forward_steps, all = partition_.steps.size();
     next_task(true);
-    each(0, forward, Step::When::kBefore, Step::Kind::kProduct, [&](size_t i) { whole(i, visit); });
+    once(0, forward, Step::When::kBefore, visit);
     frontiers(0, forward, false, next_task, visit);
     next_task(true);
-    each(0, forward, Step::When::kAfter, Step::Kind::kKernel, [&](size_t i) { late(i, visit); });
+    once(0, forward, Step::When::kAfter, visit);
     meet();
     other(ScriptInstruction::kLoss);
     meet();
@@ -81,7 +81,7 @@ class Walk {
     meet();
     frontiers(forward, all, true, next_task, visit);
     next_task(true);
-    each(forward, all, Step::When::kAfter, Step::Kind::kKernel, [&](size_t i) { late(i, visit); });
+    once(forward, all, Step::When::kAfter, visit);
     meet();
     for (size_t i = forward; i < all; ++i) {
       if (step(i).kind == Step::Kind::kOuter || step(i).kind == Step::Kind::kTotal) whole(i, visit);
@@ -92,10 +92,13 @@ class Walk {
  private:
   const Step& step(size_t i) const { return *partition_.steps[i]; }
 
-  template <typename Work>
-  void each(size_t begin, size_t end, Step::When when, Step::Kind kind, const Work& work) const {
+  // Kernels and products that run once.
+  template <typename OnStep>
+  void once(size_t begin, size_t end, Step::When when, const OnStep& visit) const {
     for (size_t i = begin; i < end; ++i) {
-      if (partition_.shares[i].runs && step(i).when == when && step(i).kind == kind) work(i);
+      if (!partition_.shares[i].runs || step(i).when != when) continue;
+      if (step(i).kind == Step::Kind::kKernel) late(i, visit);
+      if (step(i).kind == Step::Kind::kProduct) whole(i, visit);
     }
   }
 
@@ -133,7 +136,7 @@ class Walk {
     visit(Visit{static_cast<int>(i), ScriptInstruction::kRun, first, std::max(0, end - first)});
   }
 
-  // The rows of one function are together, and those without children first.
+  // A kernel that runs once, on the rows of its function; those without children run other code.
   template <typename OnStep>
   void late(size_t i, const OnStep& visit) const {
     const auto add = [&](int first, int count, bool leaves) {

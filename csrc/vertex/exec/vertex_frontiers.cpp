@@ -62,6 +62,8 @@ struct Run {
       TORCH_CHECK_VALUE(task.kind < program.functions, kOp, ": the schedule has tasks of function ", task.kind,
                         ", the program ", program.functions, " functions");
     }
+    // A training step's sums run over all rows.
+    together = functions_together(program, extent) && (pass != Pass::kTraining || program.functions == 1);
     for (const auto* steps : {&program.forward, &program.backward}) {
       if (pass == (steps == &program.forward ? Pass::kBackward : Pass::kForward)) continue;
       for (const Step& s : *steps) {
@@ -140,8 +142,8 @@ struct Run {
 
   at::TensorOptions options(Dtype dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
 
-  // A buffer that the executor makes. Rows that only other functions write, and slots without a child, are read as
-  // zeros.
+  // A buffer that the executor makes. Slots without a child are read as zeros, and so may be rows that only other
+  // functions write.
   at::Tensor make(size_t buffer) const {
     const Buffer& b = program.buffers[buffer];
     at::Tensor made = at::empty({rows(b), b.width}, options(b.dtype));
@@ -151,7 +153,7 @@ struct Run {
     }
     const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (extent.num_vertices - extent.leaves);
     const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
-    return program.functions > 1 || (b.scattered && !full) ? made.zero_() : made;
+    return b.zeros || !together || (b.scattered && !full) ? made.zero_() : made;
   }
 
   Memory memory() const {
@@ -199,6 +201,7 @@ struct Run {
   at::Device device;
   Arrays arrays;
   Extent extent;
+  bool together = true;
   std::vector<at::Tensor> matrices, tensors;
   std::vector<Place> places;
   Scripts scripts;
@@ -278,7 +281,6 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       r.put(i, r.make(i));
     }
   }
-  // Of a matrix that is given as the transpose of what products read, the gradient is made as these have it.
   for (const Step& s : p.backward) {
     if (s.kind == Step::Kind::kOuter && std::binary_search(of_matrices.begin(), of_matrices.end(), s.matrix)) {
       at::Tensor& found = matrix_grads[s.matrix];
@@ -287,8 +289,9 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       found = at::empty({source.width, p.buffers[s.target].width}, r.options(source.dtype));
       TORCH_CHECK_VALUE(s.matrix < static_cast<int64_t>(operands.matrices.size()), kOp,
                         "_backward: the program has matrix ", s.matrix, ", got ", operands.matrices.size());
+      TORCH_CHECK_VALUE(found.sizes() == operands.matrices[s.matrix].sizes(), kOp, "_backward: the gradient of matrix ",
+                        s.matrix, " is ", found.sizes(), ", got ", operands.matrices[s.matrix].sizes());
       r.matrix_gradients[s.matrix] = Run::place(found, source.dtype);
-      if (s.transposed) found = found.t();
     }
     if (s.kind == Step::Kind::kTotal && std::binary_search(of_vectors.begin(), of_vectors.end(), s.vector)) {
       at::Tensor& found = vector_grads[s.vector];
@@ -297,7 +300,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
                         "_backward: the program has vector ", s.vector, ", got ", operands.vectors.size());
       const Dtype registers = p.doubles ? Dtype::kFloat64 : Dtype::kFloat32;
       const std::array<int64_t, 2> shape = {1, operands.vectors[s.vector].numel()};
-      found = s.whole ? at::empty(shape, r.options(registers)) : at::zeros(shape, r.options(registers));
+      found = at::empty(shape, r.options(registers));
       r.vector_gradients[s.vector] = Run::place(found, registers);
     }
   }

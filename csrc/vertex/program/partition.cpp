@@ -13,9 +13,9 @@ bool in_frontiers(const Step& s) {
 }
 
 // Of a training step all but the gradients of inputs.
-bool runs(const Step& s, Pass pass) {
+bool runs(const Program& program, const Step& s, Pass pass) {
   if (pass != Pass::kTraining) return in_frontiers(s);
-  return s.kind != Step::Kind::kProduct || s.when != Step::When::kAfter;
+  return s.kind != Step::Kind::kProduct || program.buffers[s.target].space != Space::kInputGrad;
 }
 
 constexpr int32_t kNobody = -1, kAnybody = -2;
@@ -71,7 +71,7 @@ class Partitioner {
                                   (space(s.source) == Space::kInner || (two && space(s.target) == Space::kInner)));
       found_.of_edges.push_back(!kernel && space(s.source) == Space::kEdges);
       found_.steps.push_back(&s);
-      found_.shares.emplace_back().runs = weft::vertex::runs(s, found_.pass);
+      found_.shares.emplace_back().runs = weft::vertex::runs(program_, s, found_.pass);
     }
   }
   const Step& step(size_t i) const { return *found_.steps[i]; }

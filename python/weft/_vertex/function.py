@@ -348,7 +348,7 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
 
     def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
         used(kinds, kind_of)
-        vertices = None if kind_of is None else _vertices(graphs, kinds, kind_of, device)
+        vertices = None if kind_of is None else functools.partial(_vertices, graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
         return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)
 
