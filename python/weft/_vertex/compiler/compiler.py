@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from ..program import Constant, Operation, Ref
 from ..trace.trace import Trace
@@ -49,7 +50,25 @@ def compile_traces(
     """
     if math.prod(state) == 0 and any(t.scatters for t in traces):
         raise Unsupported("a state without numbers")
-    shared = Shared(math.prod(state), dtype, lazy, max(len(t.outputs) for t in traces))
+    try:
+        return _compile(traces, requires_grad, state, dtype, lazy, fuse, early=len(traces) > 1)
+    except Unsupported:
+        if len(traces) == 1:
+            raise
+    # Torch may know what the frontiers do not.
+    return _compile(traces, requires_grad, state, dtype, lazy, fuse, early=False)
+
+
+def _compile(
+    traces: Sequence[Trace],
+    requires_grad: Callable[[str, str], bool],
+    state: Sequence[int],
+    dtype: str,
+    lazy: bool,
+    fuse: bool,
+    early: bool,
+) -> Plan:
+    shared = Shared(math.prod(state), dtype, lazy, early, max(len(t.outputs) for t in traces))
     compilers = [_Compiler(shared, i, t, requires_grad) for i, t in enumerate(traces)]
     parts, functions = zip(*(c.part() for c in compilers), strict=True)
 
@@ -62,9 +81,7 @@ def compile_traces(
 
     outputs = sorted({number for p in parts for _, number in p.outputs})
     varying = _varying(compilers, parts)
-    functions = [
-        Function(f.scattered, [(outputs.index(number), node) for number, node in f.outputs]) for f in functions
-    ]
+    functions = [replace(f, outputs=[(outputs.index(number), node) for number, node in f.outputs]) for f in functions]
     slots = sorted({slot for t in traces for slot in t.slots_gathered})
     frontiers = compile_frontiers(
         shared.graph,
@@ -130,6 +147,8 @@ class _Compiler:
         self._inside: set[int] = set()
         self._requires_grad = requires_grad
         self.differentiable = self.with_gradients(())
+        self._gathers = trace.slots_gathered, trace.takes_all_children
+        self._inside_early = not shared.lazy or (shared.early and not any(self._gathers))
 
     def with_gradients(self, leaves: Collection[str]) -> set[int]:
         """Symbols that may have a gradient, where the results of the methods `leaves` have one."""
@@ -184,7 +203,8 @@ class _Compiler:
                 stack.extend(o.reads())
 
         for number, s in enumerate(pushes):
-            if not self._lazy and self._producer.get(s) is not None and self.program.symbols[s].dtype in self._dtypes:
+            produced = self._producer.get(s) is not None and self.program.symbols[s].dtype in self._dtypes
+            if self._inside_early and produced:
                 try:
                     leave(s, number)
                     continue
@@ -203,7 +223,7 @@ class _Compiler:
             tuple(sorted(self._inside)),
             scatter,
         )
-        return part, Function(scattered, nodes)
+        return part, Function(scattered, nodes, *self._gathers)
 
     def _runs_after(self, o: Operation) -> bool:
         kinds = {self.program.symbols[s].kind for s in (*o.reads(), *o.results)}
@@ -248,17 +268,18 @@ class _Compiler:
         return self.converted[symbol]
 
     def _convertible(self, o: Operation) -> bool:
-        """Whether an operation that could run before the frontiers is compiled into them: a view, or all without lazy
-        batching."""
+        """Whether an operation that could run before the frontiers is compiled into them: a view, all without lazy
+        batching, and all but products of a function beside others that gathers nothing. What is such a function's runs
+        once anyway, and as kernels of the frontiers on its own rows."""
         if o.op in VIEWS:
             symbol = self.program.symbols[o.reads()[0]]
             if symbol.kind == "row" and symbol.dtype in self._dtypes and self._keeps_rows(o):
                 return True
         if o.op in FILLS:
             return self.program.symbols[o.results[0]].dtype in (*self._dtypes, "bool")
-        if self._lazy:
+        if not self._inside_early or not self._knows(o):
             return False
-        if not self._knows(o):
+        if self._lazy and o.op in _PRODUCTS:
             return False
         return all(self.program.symbols[s].dtype in (*self._dtypes, "bool") for s in (*o.reads(), *o.results))
 
