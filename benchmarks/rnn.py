@@ -2,10 +2,10 @@
 
 ``python -m benchmarks.rnn [FILTER]`` measures into results/rnn.csv: the training step of ``algorithm="auto"`` over a
 grid of cells, dtypes, hidden sizes and batches at T = 1024, with as many inputs as hidden units; single cases beyond
-it; forward passes of nets that remember so many steps (memory=...), or whose recurrent weights are so many times torch's
-(weights=...), beside the scan's; 50 chained steps of the cells, per step (model=..._cell); on a CPU three cases with two threads, and some on shared
-processors: beside two busy processes (load=2), and with twice as many threads as there are processors. A layer runs as
-users call it, without an initial state; a random gradient arrives at every output, and gradients are taken for the
+it; forward passes of nets that remember so many steps (memory=...), or whose recurrent weights are so many times
+torch's (weights=...), beside the scan's; 50 chained steps of the cells, per step (model=..._cell); on a CPU three cases
+with two threads, and some on shared processors: beside two busy processes (load=2), and with twice as many threads as
+there are processors. A layer runs as users call it, without an initial state; a random gradient arrives at every output, and gradients are taken for the
 input and all parameters. FILTER is a substring of the case or the metric. What this commit has not measured comes
 first, so that the next run goes on where one was out of time.
 
@@ -307,11 +307,8 @@ def _newton_entry(case: NewtonCase) -> Entry:
             {name: Candidate(lambda _, layer=layer: step.forward(layer)) for name, layer in layers.items()},
             case.device, at_most=0.15,
         )  # fmt: skip
-        return [
-            results.put(case.name, "forward", "ms", times["weft"], name, times[name])
-            for name in layers
-            if name != "weft"
-        ]
+        ours = times.pop("weft")
+        return [results.put(case.name, "forward", "ms", ours, name, theirs) for name, theirs in times.items()]
 
     return Entry(case.name, ("forward",), run)
 

@@ -6,8 +6,8 @@ the same batches with Weft and with torch.nn, and the two loss curves are drawn 
 
     python examples/bitstream.py --length 10000 --batch 16 --output bitstream.png
 
-With ``--algorithm newton`` the forward pass walks many chunks of the stream at once, and again until their seams meet; at
-the end stands what that took after training.
+With ``--algorithm newton`` the forward pass walks many chunks of the stream at once, and again until their seams meet;
+at the end stands what that took after training.
 """
 
 from __future__ import annotations

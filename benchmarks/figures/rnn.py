@@ -80,7 +80,7 @@ def memory_rows(rows: Rows) -> dict[int, Rows]:
 
 
 def draw_memory(rows: Rows, path: Path) -> None:
-    """The time of a forward pass in chunks of time over how many steps the net remembers, beside the scan's, which walks
+    """The time of a forward pass in chunks of time over how many steps the net remembers, beside the scan's, which is
     one step after the other, and torch.nn's."""
     found = memory_rows(rows)
     one = next(iter(found.values()))[0]

@@ -1,5 +1,5 @@
-"""weft::rnn with backward="newton" and algorithm="newton" of the layers: torch's results, whatever the chunks of time and
-however long the net remembers, and what a report says of them."""
+"""weft::rnn with backward="newton" and algorithm="newton" of the layers: torch's results, whatever the chunks of time
+and however long the net remembers, and what a report says of them."""
 
 from __future__ import annotations
 
