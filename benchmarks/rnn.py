@@ -5,9 +5,9 @@ grid of cells, dtypes, hidden sizes and batches at T = 1024, with as many inputs
 it; forward passes of nets that remember so many steps (memory=...), or whose recurrent weights are so many times
 torch's (weights=...), beside the scan's; 50 chained steps of the cells, per step (model=..._cell); on a CPU three cases
 with two threads, and some on shared processors: beside two busy processes (load=2), and with twice as many threads as
-there are processors. A layer runs as users call it, without an initial state; a random gradient arrives at every output, and gradients are taken for the
-input and all parameters. FILTER is a substring of the case or the metric. What this commit has not measured comes
-first, so that the next run goes on where one was out of time.
+there are processors. A layer runs as users call it, without an initial state; a random gradient arrives at every
+output, and gradients are taken for the input and all parameters. FILTER is a substring of the case or the metric. What
+this commit has not measured comes first, so that the next run goes on where one was out of time.
 
 ``step_forward`` is the time of a forward step without what a call costs once: the difference between 1024 and 512
 steps, divided by 512. Its peer ``exchange_floor`` is what the exchange of h alone takes in the layout that runs.
