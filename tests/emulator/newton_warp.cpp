@@ -102,6 +102,6 @@ extern "C" void choose(int64_t steps, int64_t sequences, int64_t walkers, int64_
   const TimeChunks found = choose_chunks(steps, sequences, walkers, shortest);
   to[0] = found.count, to[1] = found.length;
 }
-extern "C" bool few(int64_t round, int64_t count, int64_t changed) {
-  return few_meet(round, count, changed);
+extern "C" bool few(int64_t round, int64_t count, int64_t changed, int64_t closer) {
+  return few_meet(round, count, changed, closer);
 }

@@ -29,8 +29,8 @@ def cut(steps: int, count: int) -> tuple[int, int]:
     return -(-steps // length), length
 
 
-def few_meet(round_: int, chunks: int, changed: int) -> bool:
-    return round_ >= 3 and 4 * round_ >= chunks and 2 * changed > chunks - round_
+def few_meet(round_: int, chunks: int, changed: int, closer: int) -> bool:
+    return round_ >= 3 and 2 * changed > chunks - round_ and 2 * closer < changed
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -87,6 +87,7 @@ def walk(
             states[t] = state = step(state, t, everyone)
     for b in range(batch):
         changed = [True] * (chunks - 1) + [False]  # of the last chunk nobody asks
+        moved = [0.0] * chunks
         while rounds[b] < chunks:
             rounds[b] += 1
             ends = [states[(k + 1) * length - 1, b].clone() for k in range(chunks - 1)]
@@ -94,7 +95,13 @@ def walk(
             changed[-1] = False
             if not any(changed):
                 break
-            if few_meet(int(rounds[b]), chunks, sum(changed)):
+            closer = 0
+            for k in range(chunks - 1):
+                if changed[k]:
+                    by = float(mismatch(states[(k + 1) * length - 1, b], ends[k]).max())
+                    closer += 2 * by <= moved[k]
+                    moved[k] = by
+            if few_meet(int(rounds[b]), chunks, sum(changed), closer):
                 alone[b] = True
                 for k in range(int(rounds[b]), chunks):
                     if changed[k - 1]:

@@ -201,7 +201,7 @@ def test_each_step_follows_from_the_one_before(kernels) -> None:
 
 
 FLAWS = {
-    "rounds that end too early": ("if (all == 0) break;", "if (all <= 1) break;"),
+    "rounds that end too early": ("if (all.changed == 0) break;", "if (all.changed <= 1) break;"),
     "a message of another round": ("follow(int(round - 1) % 2, uint32_t(round - 1))",
                                    "follow(int(round) % 2, uint32_t(round))"),
     "an end that is not handed on": ("put(kLast, 1, changed || changes)", "put(kLast, 1, changes)"),
@@ -243,9 +243,9 @@ def test_chunks_of_time(kernels) -> None:
     for chunks in range(2, 30):
         for round_ in range(2, chunks + 1):
             for changed in range(chunks):
-                assert library.few(*map(ctypes.c_int64, (round_, chunks, changed))) == chunked.few_meet(
-                    round_, chunks, changed
-                )
+                for closer in {0, changed // 2, (changed + 1) // 2, changed}:
+                    sizes = round_, chunks, changed, closer
+                    assert library.few(*map(ctypes.c_int64, sizes)) == chunked.few_meet(*sizes)
 
 
 class Seams(ctypes.Structure):

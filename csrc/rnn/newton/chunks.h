@@ -5,7 +5,7 @@
 // round r + 1 a chunk whose left neighbour's end changed in round r is walked again from that end, until it meets what
 // is stored: from there on all is right. Where it does not meet it, its own end has changed. Rounds end when no end
 // that another chunk begins with changes, after at most as many as there are chunks: round r makes the r-th chunk
-// final. Where few meet, they end earlier, and the chunks that are left are walked one after the other.
+// final. Where few meet or come closer, they end earlier, and the chunks that are left are walked one after the other.
 #pragma once
 #include <cstdint>
 
@@ -42,10 +42,11 @@ WEFT_HOST_DEVICE constexpr bool looks_at(int64_t step, int64_t length) {
 }
 
 // Whether rounds end after this one, the number `round`, in which so many chunks changed their ends, the last one not
-// counted. A round that changes most of those that are not final costs what it costs, and moves the front by a chunk,
-// which the front does alone; as long as it may be that the net only remembers some chunks, the rounds go on.
-WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed) {
-  return round >= 3 && 4 * round >= chunks && 2 * changed > chunks - round;
+// counted, and `closer` of them by at most half as much as in the round before. Where most of those that are not final
+// change, and few come closer, the net does not forget, as far as its chunks tell; and the front moves by a chunk in a
+// round, as it does alone.
+WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer) {
+  return round >= 3 && 2 * changed > chunks - round && 2 * closer < changed;
 }
 
 // How far a unit's state may be from what is stored, over max(1, |h|).

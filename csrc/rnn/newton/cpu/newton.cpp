@@ -89,11 +89,23 @@ class Direction {
     return t.const_data_ptr<T>() + (step * s_.B + b) * t.size(2);
   }
   State end_of(int64_t chunk, int64_t b) const {
-    const int64_t step = (chunk + 1) * chunks_.length - 1;
+    const int64_t step = std::min((chunk + 1) * chunks_.length, s_.T) - 1;
     const auto copy = [&](const Tensor& t) {
       return t.defined() ? std::vector<T>(row_of(t, step, b), row_of(t, step, b) + s_.H) : std::vector<T>();
     };
     return {copy(walked_.output), copy(walked_.cells)};
+  }
+
+  // The largest mismatch of two states; NaN stays.
+  static T apart_from(const State& found, const State& stored) {
+    T most = 0;
+    for (const auto which : {&State::h, &State::c}) {
+      for (size_t j = 0; j < (found.*which).size(); ++j) {
+        const T each = mismatch((found.*which)[j], (stored.*which)[j]);
+        if (!(each <= most)) most = each;
+      }
+    }
+    return most;
   }
 
   // Chunks of sequence b that are walked again, each from a state; whether their ends have changed.
@@ -178,19 +190,28 @@ class Direction {
     T apart = 0;
     bool alone = false;
     std::vector<char> changed(K, 1);
+    std::vector<T> moved(K, 0);  // by how much the last walk that did not meet has moved each end
     while (round < K) {
       ++round;
       std::vector<int64_t> chunks;
-      std::vector<State> from;
+      std::vector<State> from, ends;
       for (int64_t k = 1; k < K; ++k) {
-        if (changed[k - 1]) chunks.push_back(k), from.push_back(end_of(k - 1, b));
+        if (changed[k - 1]) chunks.push_back(k), from.push_back(end_of(k - 1, b)), ends.push_back(end_of(k, b));
       }
       const std::vector<char> found = again(b, chunks, from, redone, apart);
       std::fill(changed.begin(), changed.end(), 0);
-      for (size_t i = 0; i < chunks.size(); ++i) changed[chunks[i]] = found[i];
-      const int64_t all = std::count(changed.begin(), changed.end() - 1, 1);  // of the last chunk nobody asks
+      int64_t all = 0, closer = 0;  // of the last chunk nobody asks
+      for (size_t i = 0; i < chunks.size(); ++i) {
+        const int64_t k = chunks[i];
+        if (found[i] == 0 || k == K - 1) continue;
+        const T by = apart_from(end_of(k, b), ends[i]);
+        changed[k] = 1;
+        ++all;
+        closer += 2 * by <= moved[k];
+        moved[k] = by;
+      }
       if (all == 0) break;
-      if (few_meet(round, K, all)) {
+      if (few_meet(round, K, all, closer)) {
         alone = true;
         for (int64_t k = round; k < K; ++k) {
           if (changed[k - 1] && again(b, {k}, {end_of(k - 1, b)}, redone, apart)[0]) changed[k] = 1;

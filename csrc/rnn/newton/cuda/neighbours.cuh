@@ -18,9 +18,8 @@ __device__ __forceinline__ uint64_t look_at_tagged(const uint64_t* from) {
   return seen;
 }
 
-// One more has arrived, with this in the lower half.
-__device__ __forceinline__ void add_arrival(uint64_t* counter, uint32_t with) {
-  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(uint64_t(1) << 32 | with) : "memory");
+__device__ __forceinline__ void add_to_counter(uint64_t* counter, uint64_t x) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(counter), "l"(x) : "memory");
 }
 
 // Between two looks: whoever waits leaves the multiprocessor to those who walk.

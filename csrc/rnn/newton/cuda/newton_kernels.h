@@ -9,6 +9,8 @@
 
 namespace weft::rnn {
 
+constexpr int64_t kMostChunks = 1024;
+
 // For H <= kWarpHidden, a warp per chunk and sequence, all of them at once on the device.
 struct NewtonWarps {
   TimeChunks chunks;

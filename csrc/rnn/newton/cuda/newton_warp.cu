@@ -69,9 +69,10 @@ void forward(const ScanShape& shape, const WarpForward<scalar>& args, const Newt
 
 TimeChunks newton_chunks(const ScanShape& shape, int scalar_bytes) {
   const int64_t at_once = scalar_bytes == 4 ? resident<float>(shape) : resident<double>(shape);
-  if (const auto forced = forced_chunks()) return cut_time(shape.T, std::min(*forced, at_once / shape.B));
+  if (const auto forced = forced_chunks())
+    return cut_time(shape.T, std::min({*forced, at_once / shape.B, kMostChunks}));
   const auto& costs = costs_here<NewtonCosts>();
-  const auto walkers = std::min(at_once, int64_t(costs.walkers * device_limits().sm_count));
+  const auto walkers = std::min({at_once, int64_t(costs.walkers * device_limits().sm_count), kMostChunks * shape.B});
   return choose_chunks(shape.T, shape.B, walkers, int64_t(costs.shortest[int(shape.cell)]));
 }
 

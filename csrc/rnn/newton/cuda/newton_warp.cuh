@@ -24,6 +24,13 @@ struct Messages {
   static constexpr int kHalves = sizeof(scalar) / 4, kWords = states_of(cell) * kHalves;
   static constexpr int kSlots = 3, kLast = 2;
 
+  // What the counters sum up over all rounds of a turn, and how many have arrived.
+  static constexpr int kCountBits = 20;
+  static_assert(kMostChunks * kMostChunks / 2 < 1 << kCountBits);
+  struct Counts {
+    int64_t changed, closer;
+  };
+
   uint64_t* counters;  // (2): of the rounds in turn
   uint64_t* words;     // (kSlots, chunks, kWords, HP)
   int64_t chunks;
@@ -81,22 +88,35 @@ struct Messages {
     return __any_sync(~0u, own && (seen[0] >> 32 & 1));
   }
 
-  // All warps of the sequence meet; `before` is what the counter had been when they last met there. Returns how many of
-  // them had `changed`.
-  __device__ __forceinline__ uint32_t meet(int64_t round, bool changed, uint32_t& before) const {
-    const bool first = threadIdx.x % kWarp == 0;
+  // All warps of the sequence meet, each with what it has to count; `before` is what the counter had been when they
+  // last met there. Returns the sums.
+  __device__ __forceinline__ Counts meet(int64_t round, bool changed, bool closer, uint64_t& before) const {
     uint64_t* const counter = counters + round % 2;
     const uint64_t wanted = uint64_t(round / 2 * chunks);
     uint64_t seen = 0;
-    if (first) {
-      add_arrival(counter, changed);
-      for (seen = look_at_tagged(counter); seen >> 32 != wanted; seen = look_at_tagged(counter)) rest<100>();
+    if (threadIdx.x % kWarp == 0) {
+      add_to_counter(counter, uint64_t(1) << 2 * kCountBits | uint64_t(closer) << kCountBits | uint64_t(changed));
+      for (seen = look_at_tagged(counter); seen >> 2 * kCountBits != wanted; seen = look_at_tagged(counter))
+        rest<100>();
     }
-    const uint32_t all = __shfl_sync(~0u, uint32_t(seen), 0), now = all - before;
-    before = all;
-    return now;
+    seen = __shfl_sync(~0u, seen, 0);
+    const uint64_t now = seen - before;
+    before = seen;
+    constexpr uint64_t kMask = (uint64_t(1) << kCountBits) - 1;
+    return {int64_t(now & kMask), int64_t(now >> kCountBits & kMask)};
   }
 };
+
+// NaN stays.
+template <typename scalar>
+__device__ __forceinline__ scalar largest_of_warp(scalar x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const scalar other = __shfl_xor_sync(~0u, x, lanes);
+    x = other <= x ? x : other;
+  }
+  return x;
+}
 
 template <Cell cell, int HP, typename scalar>
 using ChunkWalk = ForwardWalk<cell, HP, scalar, true>;
@@ -128,6 +148,8 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
 
   int64_t redone = 0;
   bool ready = false;  // what a walk reads is on its way
+  scalar moved = 0;    // by how much the last walk that did not meet has moved the end
+  bool closer = false;
   // Walks again from the end of the left neighbour, where that has changed; whether the own end then has.
   const auto follow = [&](int slot, uint32_t number) {
     if (chunk == 0) return false;
@@ -141,22 +163,28 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
     ready = false;
     redone += end.walked;
     if (end.met) return false;
+    const scalar by_h = own ? mismatch(h, end_h) : scalar(0),
+                 by_c = has_c(cell) && own ? mismatch(c, end_c) : scalar(0);
+    const scalar by = largest_of_warp(by_c <= by_h ? by_h : by_c);
+    closer = 2 * by <= moved;
+    moved = by;
     end_h = h, end_c = c;
     return true;
   };
 
   int64_t round = 1;
   bool alone = false;
-  uint32_t before[2] = {};
+  uint64_t before[2] = {};
 #pragma unroll 1
   while (round < chunks.count) {
     ++round;
     const bool changed = follow(int(round - 1) % 2, uint32_t(round - 1));
     put(int(round % 2), round, changed);
-    const uint32_t all = round % 2 == 0 ? messages.meet(round, changed && chunk < last, before[0])
-                                        : messages.meet(round, changed && chunk < last, before[1]);
-    if (all == 0) break;
-    if (few_meet(round, chunks.count, all)) {
+    const bool counts = changed && chunk < last;
+    const auto all = round % 2 == 0 ? messages.meet(round, counts, counts && closer, before[0])
+                                    : messages.meet(round, counts, counts && closer, before[1]);
+    if (all.changed == 0) break;
+    if (few_meet(round, chunks.count, all.changed, all.closer)) {
       alone = true;
       constexpr int kLast = Messages<cell, HP, scalar>::kLast;
       const bool changes = chunk >= round && follow(kLast, 1);
@@ -171,11 +199,7 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
     if constexpr (has_c(cell)) a.c_n[b * shape.H + unit] = end_c;
   }
   if (warps.statistics == nullptr) return;
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const scalar other = __shfl_xor_sync(~0u, apart, lanes);
-    apart = other > apart ? other : apart;
-  }
+  apart = largest_of_warp(apart);
   if (walk.lane != 0) return;
   int* const statistics = warps.statistics + 4 * b;
   atomicAdd(statistics + 1, int(least(redone, 0x7fffffff / chunks.count)));

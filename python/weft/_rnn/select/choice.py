@@ -193,7 +193,8 @@ def why_not_newton(case: Case) -> str | None:
 def row_chunks(case: Case) -> int:
     """Chunks of time that are rows of the persistent kernel's batch above what a warp holds; 1 where those would not
     be faster."""
-    if not hasattr(_C, "rnn_row_chunks") or not isinstance(case.steps, int) or not isinstance(case.batch, int):
+    known = isinstance(case.steps, int) and isinstance(case.batch, int)  # and no symbols
+    if not (known and hasattr(_C, "rnn_row_chunks") and torch.cuda.is_available()):
         return 1
     index = torch.cuda.current_device() if case.index is None else case.index
     return _C.rnn_row_chunks(index, case.cell, case.hidden_size, case.steps, case.batch)
@@ -504,7 +505,9 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
     if entry is not None and obstacle(entry.algorithm, case) is None:
         return entry.algorithm, "the fastest that weft.tune measured"
     # On the CPU what is in AUTO_PERSISTENT was measured to be faster than the scan.
-    order = ("persistent", "scan") if case.device == "cpu" else ("newton", "scan", "persistent")
+    # Where a warp does not hold a layer, whether chunks would be faster depends on how long the net remembers.
+    few = case.hidden_size <= CUDA_MAX_HIDDEN_FP64
+    order = ("persistent", "scan") if case.device == "cpu" else ("newton", "scan", "persistent")[0 if few else 1 :]
     reasons = []
     for name in order:
         reason = obstacle(name, case) or why_auto_skips(name, case)
