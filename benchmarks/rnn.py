@@ -2,11 +2,12 @@
 
 ``python -m benchmarks.rnn [FILTER]`` measures into results/rnn.csv: the training step of ``algorithm="auto"`` over a
 grid of cells, dtypes, hidden sizes and batches at T = 1024, with as many inputs as hidden units; single cases beyond
-it; 50 chained steps of the cells, per step (model=..._cell); on a CPU three cases with two threads, and some on shared
-processors: beside two busy processes (load=2), and with twice as many threads as there are processors. A layer runs as
-users call it, without an initial state; a random gradient arrives at every output, and gradients are taken for the
-input and all parameters. FILTER is a substring of the case or the metric. What this commit has not measured comes
-first, so that the next run goes on where one was out of time.
+it; forward passes of nets that remember so many steps (memory=...), or whose recurrent weights are so many times
+torch's (weights=...), beside the scan's; 50 chained steps of the cells, per step (model=..._cell); on a CPU three cases
+with two threads, and some on shared processors: beside two busy processes (load=2), and with twice as many threads as
+there are processors. A layer runs as users call it, without an initial state; a random gradient arrives at every
+output, and gradients are taken for the input and all parameters. FILTER is a substring of the case or the metric. What
+this commit has not measured comes first, so that the next run goes on where one was out of time.
 
 ``step_forward`` is the time of a forward step without what a call costs once: the difference between 1024 and 512
 steps, divided by 512. Its peer ``exchange_floor`` is what the exchange of h alone takes in the layout that runs.
@@ -90,6 +91,67 @@ def grid_cases() -> Iterator[RnnCase]:
 LARGE = RnnCase("gru", 2048, 32, 1024, dtype="bf16")
 PACKED = RnnCase("lstm", 512, 32, 1024, dtype="bf16", layers=2, directions=2, layout="packed")
 LONG = RnnCase("rnn_tanh", 20, 16, 30000, inputs=1)
+
+
+@dataclass(frozen=True)
+class NewtonCase(RnnCase):
+    """A layer whose forward pass depends on how long it remembers, see `remembered`: its recurrent weights are torch's
+    times `weights`, or times what makes it remember about `memory` steps."""
+
+    weights: float = 1
+    memory: int = 0
+
+    def keys(self) -> dict[str, Any]:
+        more = {"memory": self.memory} if self.memory else {"weights": f"{self.weights:g}"}
+        return {**super().keys(), **more}
+
+    def prepare(self, step: LayerStep) -> None:
+        """Scales the weights of both layers."""
+        factor = factor_of(step.peer, self.memory) if self.memory else self.weights
+        with torch.no_grad():
+            for layer in (step.weft, step.peer):
+                layer.weight_hh_l0.mul_(factor)
+
+
+NEWTON = (
+    *(NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, memory=m) for m in (50, 100, 200, 500, 1000, 3000)),
+    NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, weights=3),
+    *(NewtonCase(cell, 20, 16, 10000, inputs=1) for cell in ("gru", "lstm")),
+    NewtonCase("gru", 128, 16, 10000, algorithm="newton"),
+)
+AUTO_NEWTON = tuple(
+    NewtonCase("rnn_tanh", H, B, T, inputs=1, weights=weights)
+    for T, B, H, weights in itertools.product((1000, 5000, 30000), (1, 16, 64), (8, 20, 32), (1, 3))
+)
+"""Where "auto" may not take longer than it does without "newton", as far as 1.1 times."""
+
+
+@torch.no_grad()
+def remembered(layer: nn.RNNBase, factor: float = 1.0, most: int = 8000) -> int:
+    """Steps until two walks from different states agree to 2^-22, in float64 on the CPU; `most` where they do not."""
+    kind, extra = ("RNN", {"nonlinearity": layer.mode[4:].lower()}) if layer.mode[:3] == "RNN" else (layer.mode, {})
+    wide = getattr(weft.nn, kind)(
+        layer.input_size, layer.hidden_size, algorithm="persistent", dtype=torch.float64, **extra
+    )
+    wide.load_state_dict({name: value.double().cpu() for name, value in layer.state_dict().items()})
+    wide.weight_hh_l0.mul_(factor)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(most, 1, layer.input_size, generator=generator, dtype=torch.float64).expand(-1, 4, -1)
+    start = torch.randn(1, 4, layer.hidden_size, generator=generator, dtype=torch.float64)
+    output, _ = wide(x.contiguous(), (start, start) if layer.mode == "LSTM" else start)
+    apart = (output - output[:, :1]).abs().amax((1, 2)) > 2.0**-22
+    return int(apart.nonzero()[-1, 0]) + 1 if apart.any() else 0
+
+
+def factor_of(layer: nn.RNNBase, memory: int) -> float:
+    """What the recurrent weights are multiplied by so that the layer remembers about so many steps."""
+    low, high = 0.5, 4.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if remembered(layer, middle) < memory else (low, middle)
+    return low
+
+
 INFERENCE = RnnCase("gru", 512, 1, 1024, dtype="bf16")
 DECODE = tuple(RnnCase(cell, 128, 1, 1, dtype=dtype) for cell in ("gru", "lstm") for dtype in ("fp32", "bf16"))
 STEPS = (
@@ -221,6 +283,34 @@ def compile_kernels(cases: Iterable[tuple[LayerCase, bool]]) -> None:
     for (case, _), reason in zip(cases, reasons, strict=True):
         if reason:
             print(f"  not {case.name}: {reason}", flush=True)
+
+
+def _newton_entry(case: NewtonCase) -> Entry:
+    """A forward pass in chunks of time beside torch's and beside the scan's, and what a report says of it."""
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = LayerStep(case)
+        case.prepare(step)
+        _say_algorithm(step)
+        walk = getattr(weft.nn, type(step.peer).__name__)(
+            case.inputs, case.H, algorithm="scan", device=case.device, dtype=DTYPES[case.dtype]
+        )
+        walk.load_state_dict(step.weft.state_dict())
+        with weft.scan.newton_report() as report:
+            step.forward(step.weft)
+        print(f"{case.name}: remembers {remembered(step.peer)} steps\n{report}", flush=True)
+        # A net that never forgets turns what is rounded in another way into other states.
+        if case.memory or case.weights == 1:
+            check_layers(step)
+        layers = {"weft": step.weft, "scan": walk, "torch.nn": step.peer}
+        times = measure(
+            {name: Candidate(lambda _, layer=layer: step.forward(layer)) for name, layer in layers.items()},
+            case.device, at_most=0.15,
+        )  # fmt: skip
+        ours = times.pop("weft")
+        return [results.put(case.name, "forward", "ms", ours, name, theirs) for name, theirs in times.items()]
+
+    return Entry(case.name, ("forward",), run)
 
 
 def _say_algorithm(step: LayerStep) -> None:
@@ -383,6 +473,8 @@ def table(device: str) -> Iterator[tuple[LayerCase, Entry]]:
     yield LARGE, _layer_entry(LARGE)
     yield PACKED, _layer_entry(PACKED)
     yield LONG, _layer_entry(LONG, ("forward",))
+    for case in (*NEWTON, *AUTO_NEWTON):
+        yield case, _newton_entry(case)
     yield INFERENCE, _layer_entry(INFERENCE, ("inference",))
     for case in DECODE:
         yield case, decode_entry(case)
@@ -504,7 +596,7 @@ def main(arguments: list[str] | None = None) -> None:
             compile_kernels(
                 (case, not {"inference", "decode"} & set(entry.metrics))
                 for case, entry in chosen
-                if not isinstance(case, CellCase)
+                if not isinstance(case, (CellCase, NewtonCase))
             )
         left = options.minutes - (time.monotonic() - start) / 60
         failures += run_entries([entry for _, entry in chosen], results, minutes=left, patience=PATIENCE)

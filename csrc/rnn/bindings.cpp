@@ -1,4 +1,4 @@
-// rnn, as Python sees it: what the scan's kernels hold, and what a call would do on a GPU.
+// rnn, as Python sees it: what the scan's kernels hold, how time is cut, and what a call would do on a GPU.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "rnn/cells/cells.h"
+#include "rnn/newton/chunks.h"
 #include "rnn/scan/limits.h"
 #ifdef WEFT_WITH_CUDA
 #include "common/cuda/captured.h"
@@ -58,6 +59,16 @@ void bind_cuda(py::module_& m) {
       py::arg("layers"), py::arg("directions"), py::arg("steps"), py::arg("batch"), py::arg("packed"),
       py::arg("trains"));
   m.def(
+      "rnn_row_chunks",
+      [](int device, const std::string& cell, int64_t hidden, int64_t steps, int64_t batch) {
+        py::gil_scoped_release release;
+        return rnn_row_chunks(device, {cell, "float32", steps, batch, 1, hidden, 1, 1, false, false}).count;
+      },
+      "Chunks that algorithm=\"newton\" makes rows of a batch of, where a warp does not hold a layer of one direction; "
+      "1 "
+      "where that is not expected to be faster.",
+      py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
+  m.def(
       "rnn_geometries",
       [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
          bool packed, bool backward) {
@@ -106,6 +117,14 @@ void bind(py::module_& m) {
   m.attr("rnn_cells") = cells;
   m.attr("rnn_scan_max_hidden") = most;
   m.attr("rnn_scan_max_hidden_fp64") = kWarpHidden;
+  m.def(
+      "rnn_time_chunks",
+      [](int64_t steps, int64_t sequences, int64_t walkers, int64_t shortest) {
+        const TimeChunks chunks = choose_chunks(steps, sequences, walkers, shortest);
+        return std::make_tuple(chunks.count, chunks.length);
+      },
+      "Chunks of time that algorithm=\"newton\" cuts sequences into, and the steps of one.", py::arg("steps"),
+      py::arg("sequences"), py::arg("walkers"), py::arg("shortest"));
 #ifdef WEFT_WITH_CUDA
   bind_cuda(m);
 #endif

@@ -14,7 +14,8 @@ namespace weft::rnn {
 namespace {
 
 constexpr std::pair<const char*, Backward> kBackwards[] = {{"persistent", Backward::kPersistent},
-                                                           {"scan", Backward::kScan}};
+                                                           {"scan", Backward::kScan},
+                                                           {"newton", Backward::kNewton}};
 
 template <typename Value, size_t count>
 Value parse(const char* op, const char* argument, const std::pair<const char*, Value> (&table)[count],
@@ -156,7 +157,7 @@ void check_rnn_saved(const char* op, const RnnArgs& args, const RnnSizes& s, con
     if (type == args.input.scalar_type()) return check(name, t, shape, layout);
     check_shape(op, name, t, shape, layout);
     TORCH_CHECK_TYPE(t.scalar_type() == type, op, ": ", name, " must be ", type, " for ", args.input.scalar_type(),
-                     " input and backward='scan', got ", t.scalar_type());
+                     " input and backward='scan' or 'newton', got ", t.scalar_type());
     TORCH_CHECK(t.device() == args.input.device(), op, ": ", name, " must be on the device of input, ",
                 args.input.device(), ", got ", t.device());
   };

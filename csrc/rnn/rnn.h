@@ -41,6 +41,10 @@
 //                 accumulate type: the chunks' products of Jacobians multiply what rounding leaves in them. It has
 //                 kernels on CUDA for padded input and H up to 128, an lstm's up to 64, in float64 up to 32. Elsewhere,
 //                 and where cells have a gradient, it is "persistent" in the accumulate type.
+//   "newton"      the backward pass of "scan"; the forward pass in chunks of time that are walked at once and again
+//                 until their seams meet, see newton/chunks.h. Each step satisfies the recurrence from the step before
+//                 it to 2^-20 max(1, |h|), in float64 to 2^-48. It has kernels for padded input, on CUDA where a warp
+//                 holds the layer; elsewhere it is "scan". An open weft.scan.newton_report is told of it.
 //   The forward pass is chosen apart from it: on CUDA, with "scan", one warp per sequence for H <= 32, beyond the
 //   persistent kernel in the accumulate type, else torch's (cuDNN), from whose output gates and cells are recovered;
 //   cuDNN's first for an lstm in one direction.
@@ -78,7 +82,7 @@ std::string cells_with_c();
 std::string layer_of(Cell cell);
 
 // How the backward pass runs.
-enum class Backward { kPersistent, kScan };
+enum class Backward { kPersistent, kScan, kNewton };
 Backward parse_backward(const char* op, c10::string_view name);  // ValueError likewise
 
 // float32 for float16, bfloat16 and float32; float64 for float64.
@@ -98,7 +102,7 @@ struct RnnArgs {
   // Of cells and gates.
   at::ScalarType saved_type() const {
     const auto type = input.scalar_type();
-    return backward == Backward::kScan ? accumulate_type(type) : type;
+    return backward == Backward::kPersistent ? type : accumulate_type(type);
   }
 };
 

@@ -1,16 +1,19 @@
-// The tree of a chain of CSR Jacobians as Python calls it; linear_scan as the fit of its costs and tests see it.
+// The tree of a chain of CSR Jacobians as Python calls it; reports of Newton runs; linear_scan as the fit of its costs
+// and tests see it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "scan/chain/csr_tree.h"
+#include "scan/newton/report.h"
 #include "sparse/python_first.h"
 #ifdef WEFT_WITH_CUDA
 #include "scan/linear/cuda/linear_scan.h"
@@ -47,6 +50,15 @@ void bind(py::module_& m) {
            torch::wrap_pybind_function(
                [](const CsrTree& tree, py::handle grad, const std::vector<py::object>& values,
                   const CsrTree::OfLevels& transposed) { return tree_backward(tree, grad, values, transposed); }));
+  py::class_<NewtonReport, std::shared_ptr<NewtonReport>>(m, "NewtonReport")
+      .def(py::init<>())
+      .def("__enter__", [](std::shared_ptr<NewtonReport> report) { push_newton_report(std::move(report)); })
+      .def("__exit__", [](NewtonReport&, const py::args&) { pop_newton_report(); })
+      .def("runs", [](const NewtonReport& report) {
+        std::vector<std::tuple<std::string, int64_t, int64_t, at::Tensor>> found;
+        for (const NewtonRun& r : report.runs) found.emplace_back(r.op, r.steps, r.chunks, r.statistics);
+        return found;
+      });
 #ifdef WEFT_WITH_CUDA
   m.def(
       "linear_scan_expected",

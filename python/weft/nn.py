@@ -13,9 +13,11 @@ The keyword ``algorithm`` says what runs:
 - ``"persistent"``: one operator per layer for all time steps and both directions, packed sequences without padding
   included; on a GPU one kernel that keeps the weights on the chip (Persistent RNN, ICML 2016);
 - ``"scan"``: the same operator, its backward pass a parallel scan over transposed Jacobians (BPPSA, MLSys 2020);
+- ``"newton"``: the same, its forward pass in chunks of time that are walked at once, and again until their seams meet:
+  short where a net forgets. Each step satisfies the recurrence from the step before it up to rounding, across chunks
+  too; :class:`weft.scan.newton_report` tells what it did;
 - ``"torch"``: torch's own kernel (cuDNN on a GPU);
-- ``"reference"``: :mod:`weft.reference`, a slow loop in plain torch, differentiable to any order;
-- ``"newton"`` is reserved and raises NotImplementedError.
+- ``"reference"``: :mod:`weft.reference`, a slow loop in plain torch, differentiable to any order.
 
 An algorithm that does not fit an input runs as another, never as an error; :func:`weft.explain` says which and why.
 Under ``torch.func`` transforms that differentiate and in forward-mode AD the reference runs.

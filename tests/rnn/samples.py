@@ -65,6 +65,10 @@ def by_scan(samples: Iterable[Sample]) -> list[Sample]:
     return [replace(sample, backward="scan") for sample in samples]
 
 
+def by_newton(samples: Iterable[Sample]) -> list[Sample]:
+    return [replace(sample, backward="newton") for sample in samples]
+
+
 def packed(cell: str, lengths: tuple[int, ...], I: int, H: int, **options) -> Sample:
     return Sample(cell, lengths[0], len(lengths), I, H, lengths=lengths, **options)
 
@@ -137,16 +141,20 @@ SMALL = [
         Sample(cell, 3, 2, 2, 3, bidirectional=both, bias=not both),
         packed(cell, (3, 2, 1), 2, 2, bidirectional=both, state=not both),
         Sample(cell, 3, 2, 2, 3, bidirectional=both, state=both, backward="scan"),
+        Sample(cell, 3, 2, 2, 3, bidirectional=both, state=not both, backward="newton"),
     )
 ]
 # A kernel of one warp, of a cluster or grid of blocks, packed; of one warp and of one block for a chunk.
 LARGE = [Sample(c, 64, 5, 3, h) for c in CELLS for h in (20, 512)]
 LARGE += [packed(c, (30, 12, 12, 5), 3, 128, bidirectional=True) for c in CELLS]
 LARGE += by_scan(Sample(c, 64, 5, 3, h, bidirectional=both) for c in CELLS for h, both in ((20, False), (64, True)))
+LARGE += by_newton(Sample(c, 700, 2, 3, 20) for c in CELLS)
 EMPTY_SIZES = ((0, 2, 3, 4), (3, 0, 2, 4), (3, 2, 0, 4), (3, 2, 4, 0), (0, 0, 0, 0))
 EMPTY = [
     Sample(cell, *size, bidirectional=index % 2 == 0, state=index % 3 != 0, backward=backward)
-    for cell, (index, size), backward in itertools.product(CELLS, enumerate(EMPTY_SIZES), ("persistent", "scan"))
+    for cell, (index, size), backward in itertools.product(
+        CELLS, enumerate(EMPTY_SIZES), ("persistent", "scan", "newton")
+    )
 ]
 
 

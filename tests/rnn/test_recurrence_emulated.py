@@ -98,6 +98,7 @@ class Arguments(ctypes.Structure):
                 "steps", "batch", "first_sequence", "first_direction", "directions", "save", "publishes_result"
             )
         ),
+        ("gate", ctypes.c_void_p),
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "rnn/newton/cpu/newton.h"
+#include "rnn/newton/report.h"
 #include "rnn/persistent/cpu/rnn_kernels.h"
 #include "rnn/persistent/cpu/team.h"
 #include "rnn/rnn.h"
@@ -444,6 +446,16 @@ bool has_work(const RnnSizes& s) {
   return s.R > 0 && s.I > 0 && s.H > 0;
 }
 
+// The forward pass step by step, in the accumulate type.
+RnnResults in_order(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save) {
+  const RnnSteps steps = rnn_steps(args, sizes);
+  const auto compute = accumulate_type(args.input.scalar_type());
+  const RnnResults r = allocate_rnn(args, sizes, keep_cells, save, compute, compute);
+  for (const Tensor& t : {r.output, r.cells, r.gates}) prefer_huge_pages(t);
+  (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, r);
+  return r;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, const OptionalTensor& h0,
                                                            const OptionalTensor& c0, at::TensorList weights,
                                                            const OptionalTensor& batch_sizes,
@@ -454,11 +466,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, 
       input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
   const RnnSizes sizes = check_rnn(op, args);
   if (!has_work(sizes)) return rnn_reference(args, sizes, keep_cells, save).tuple();
-  const RnnSteps steps = rnn_steps(args, sizes);
-  const auto type = input.scalar_type(), saved = args.saved_type(), compute = accumulate_type(type);
-  const RnnResults r = allocate_rnn(args, sizes, keep_cells, save, compute, compute);
-  for (const Tensor& t : {r.output, r.cells, r.gates}) prefer_huge_pages(t);
-  (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, r);
+  const int64_t chunks = args.backward == Backward::kNewton ? newton_chunks_cpu(sizes) : 1;
+  const RnnResults r = chunks > 1 ? newton_forward_cpu(args, sizes, chunks, keep_cells, save, in_order)
+                                  : in_order(args, sizes, keep_cells, save);
+  if (args.backward == Backward::kNewton && chunks == 1 && !sizes.packed) newton_statistics(args, sizes, 1);
+  const auto type = input.scalar_type(), saved = args.saved_type();
   return {r.output.to(type), r.h_n.to(type), r.c_n.to(type), r.cells.to(saved), r.gates.to(saved)};
 }
 

@@ -255,7 +255,7 @@ def _choice_for_shapes(
         tf32=tf32,
     )
     name, _ = choose(algorithm, case)
-    if name in ("persistent", "scan"):
+    if name in ("persistent", "scan", "newton"):
         return name if layers == 1 and proj_size == 0 else None
     at_once = name == "torch" and state is not None and not torch_rnn.needs_any_derivative(case)
     return name if at_once else None

@@ -156,9 +156,7 @@ def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
 
 def _candidates(asked: str, case: Case) -> tuple[Candidate, ...]:
     algorithm, reason = choice.choose(asked, case)
-    return tuple(
-        _candidate(name, algorithm, reason, asked, case) for name in choice.ALGORITHMS[1:] if name not in choice.MISSING
-    )
+    return tuple(_candidate(name, algorithm, reason, asked, case) for name in choice.ALGORITHMS[1:])
 
 
 def _candidate(name: str, taken: str, why: str, asked: str, case: Case) -> Candidate:

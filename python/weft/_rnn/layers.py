@@ -196,8 +196,7 @@ class RNN(_OneState):
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
 
     The parameters, their names and their initialisation are those of :class:`torch.nn.RNN`, so a state_dict goes both
-    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
-    NotImplementedError.
+    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError.
 
     Example:
         >>> layer = weft.nn.RNN(10, 20, num_layers=2)
@@ -260,8 +259,7 @@ class GRU(_OneState):
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
 
     The parameters, their names and their initialisation are those of :class:`torch.nn.GRU`, so a state_dict goes both
-    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
-    NotImplementedError.
+    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError.
 
     Example:
         >>> layer = weft.nn.GRU(128, 32)
@@ -317,8 +315,7 @@ class LSTM(_Layer):
         return_cells: also return the last layer's c at every step. Default: False.
 
     The parameters, their names and their initialisation are those of :class:`torch.nn.LSTM`, so a state_dict goes both
-    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
-    NotImplementedError.
+    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError.
 
     Example:
         >>> layer = weft.nn.LSTM(128, 32, bidirectional=True)

@@ -29,7 +29,7 @@ def _rnn_fake(
     width = directions * hidden
     blocks = traits(cell).saved if save else 0
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    saved = wide if backward == "scan" else input.dtype
+    saved = input.dtype if backward == "persistent" else wide
     return (
         input.new_empty((*input.shape[:-1], width)),
         input.new_empty((directions, batch, hidden)),

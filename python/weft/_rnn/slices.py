@@ -54,7 +54,9 @@ def _run(layer: Any, over: Any, name: str, call: calls.Call) -> tuple[Tensor, tu
     input, state, weights, cell = runs.in_one_dtype(call)
     over.check(name, input.size(1), layer.hidden_size, input)
     lstm, directions = cell == "lstm", 2 if layer.bidirectional else 1
-    backward = "scan" if choice.choose_cached(layer._algorithm, call.case)[0] == "scan" else "persistent"
+    # A slice is walked as it is: what chunks of it would begin with comes from another rank.
+    chosen = choice.choose_cached(layer._algorithm, call.case)[0]
+    backward = "scan" if chosen in ("scan", "newton") else "persistent"
     rows = layer.num_layers * directions
     starts = input.new_zeros(2 if lstm else 1, rows, input.size(1), layer.hidden_size)
     if state is not None:

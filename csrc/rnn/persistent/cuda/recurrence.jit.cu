@@ -67,6 +67,7 @@ __device__ __forceinline__ Element* own_chunk(const Args& args, int direction, i
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __grid_constant__ Args args) {
+  if (args.gate && *args.gate == 0) return;
   unsigned char* const memory = dynamic_shared_memory();
   const u32 weights = shared_address(memory), stage = weights + kStage, buffers = weights + kBuffers;
   Element* const stage_pointer = reinterpret_cast<Element*>(memory + kStage);

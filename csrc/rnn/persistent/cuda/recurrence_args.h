@@ -43,6 +43,7 @@ struct RecurrenceArgsOf {
   int first_direction, directions;  // of this launch
   int save;                         // forward: leave the gates
   int publishes_result;             // the exchanged tensor is output or dgates itself
+  const int* gate;                  // where that is 0 the launch does nothing; null: it does
 };
 
 }  // namespace weft::rnn

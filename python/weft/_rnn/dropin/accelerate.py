@@ -59,7 +59,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: unknown algorithm; NotImplementedError: a reserved one. The model is then unchanged.
+        ValueError: unknown algorithm. The model is then unchanged.
 
     Warns:
         UserWarning: recurrent layers were left as they are, scripted ones among them, or there is none in the model.
