@@ -27,12 +27,17 @@ TORCH_LIBRARY(weft, m) {
   m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b, *, bool? gpu=None) "
       "-> (Tensor crow, Tensor col, Tensor axpy, Tensor accumulate, Tensor gather, Tensor starts, Tensor left, "
-      "Tensor right, Tensor shared, Tensor info)",
+      "Tensor right, Tensor shared, Tensor expand, Tensor pieces, Tensor segments, Tensor lists, Tensor info)",
       tags);
   m.def("csr_matmul(Tensor[] patterns, Tensor x, Tensor y) -> Tensor", tags);
   m.def("csr_matmul_left(Tensor[] patterns, Tensor y, Tensor g, bool shared) -> Tensor", tags);
   m.def("csr_matmul_right(Tensor[] patterns, Tensor x, Tensor g, bool shared) -> Tensor", tags);
   m.def("csr_chain(Tensor grad, Tensor[] crows, Tensor[] cols, Tensor[] values) -> Tensor[]", tags);
+  m.def(
+      "layer_chain(Tensor grad, Tensor[] crows, Tensor[] cols, Tensor[] values, Tensor[] sources, int[] reads) "
+      "-> Tensor[]",
+      tags);
+  m.def("zeros_changed(Tensor[] weights, Tensor[] stored) -> Tensor", tags);
 
   // scan: csrc/scan/
   m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",

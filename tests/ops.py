@@ -37,6 +37,7 @@ OTHERWISE = {
         "parts of slice_scan, which work in place: tests/scan/test_slice_mend.py",
     ),
     "csr_transpose": _INTEGERS,
+    "zeros_changed": _INTEGERS,
     "csr_matmul_plan": _INTEGERS,
     "conv_pattern": _INTEGERS,
     "max_pool_values": "piecewise constant, no finite differences: tests/sparse/test_pooling_jacobians.py",

@@ -54,6 +54,7 @@ METRICS = {
     "plan_memory": "memory of the plan",
     "input_gradients": "all input gradients",
     "input_gradients_captured": "all input gradients, captured",
+    "backward_captured": "backward, captured",
     "input_flops": "all input gradients",
     "flops": "all steps",
     "critical_flops": "the critical path",
