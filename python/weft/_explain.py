@@ -22,6 +22,7 @@ from ._vertex.trainer import explain_trainer
 
 __all__ = ["ModelExplanation", "PartExplanation", "ScanExplanation", "explain"]
 
+State = Tensor | tuple[Tensor, Tensor] | None
 _SCAN_LAYERS = (weft_nn.MinGRU, weft_nn.MinLSTM, weft_nn.RGLRU)
 _TORCHS = (nn.RNNBase, nn.RNNCellBase)
 
@@ -72,10 +73,10 @@ class ModelExplanation:
 
 @overload
 def explain(
-    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM, x: Tensor | PackedSequence, hx: Any = None
+    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM, x: Tensor | PackedSequence, hx: State = None
 ) -> Explanation: ...
 @overload
-def explain(subject: nn.RNNBase | nn.RNNCellBase, x: Tensor | PackedSequence, hx: Any = None) -> Explanation: ...
+def explain(subject: nn.RNNBase | nn.RNNCellBase, x: Tensor | PackedSequence, hx: State = None) -> Explanation: ...
 @overload
 def explain(
     subject: vertex.VertexFunction | vertex.VertexFunctions,
@@ -89,14 +90,20 @@ def explain(
     subject: vertex.Trainer, graphs: vertex.Graphs, inputs: Tensor | Mapping[str, Tensor] | None = None
 ) -> vertex.TrainerExplanation: ...
 @overload
+def explain(subject: offloading.offload) -> offloading.OffloadReport: ...
+@overload
+def explain(
+    subject: weft_nn.MinGRU | weft_nn.MinLSTM | weft_nn.RGLRU, input: Tensor, h_0: Tensor | None = None
+) -> ScanExplanation: ...
+@overload
+def explain(subject: scan.ScanSequential, input: Tensor) -> ScanExplanation: ...
+@overload
+def explain(subject: nn.Module, *inputs: object, **keywords: object) -> ModelExplanation: ...
+@overload
 def explain(
     subject: Callable[..., Tensor], A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False,
     transpose: bool = False,
 ) -> ScanExplanation: ...  # fmt: skip
-@overload
-def explain(subject: nn.Module, *inputs: Any, **keywords: Any) -> ModelExplanation | ScanExplanation: ...
-@overload
-def explain(subject: offloading.offload) -> offloading.OffloadReport: ...
 
 
 def explain(*args, **kwargs):
