@@ -51,6 +51,7 @@ TORCH_LIBRARY(weft, m) {
       "slice_states(Tensor messages, Tensor value, int order, bool reverse) "
       "-> (Tensor entered, Tensor end, Tensor products, Tensor came)",
       tags);
+  m.def("slice_left(Tensor messages, Tensor products, int order, bool reverse) -> Tensor", tags);
   m.def("slice_mend_(Tensor(a!) x, Tensor A, Tensor state, Tensor? came, bool reverse) -> ()", tags);
   m.def(
       "slice_mend_gradients_(Tensor(a!) grad_b, Tensor(b!)? grad_A, Tensor A, Tensor? x, Tensor? first, Tensor state, "

@@ -138,3 +138,18 @@ def test_the_rnn_engines_tables_and_figure(tmp_path):
     rest = [r for r in rows if r["case"] not in grid]
     assert "image" not in page_of(rest)
     assert "Speed-up" not in plot.readme_block({"rnn": rest})
+
+
+def test_what_ranks_are_predicted_to_give(tmp_path):
+    from benchmarks.figures import ranks as figures
+
+    case = "op=linear_scan device=cuda dtype=fp32 layout=diagonal H=1536 B=8 T={} ranks=8 A=0.8"
+    rows = [row(case.format(T), "forward", T / 20000, T / 20480, peer="one_rank") for T in (2048, 131072)]
+    part = figures.measured_part(rows)
+    assert part is rows[1] and figures.measured_part(rows[:0]) is None
+    strong, weak = figures.predictions(part)
+    assert strong[0].efficiency == weak[0] == 1 and strong[0].seconds == 8 * 6.4e-3
+    assert 0.99 > strong[3].efficiency > strong[10].efficiency and weak[10] > strong[10].efficiency
+    text = figures.page({"ranks": rows}, tmp_path)
+    assert text[0] == f".. image:: ../{tmp_path.name}/ranks_scaling.svg" and "one rank: 6.400 ms" in text[1]
+    assert "Predicted" in (tmp_path / "ranks_scaling.svg").read_text() and figures.page({}, tmp_path) == []

@@ -25,6 +25,7 @@ SHARED = {
     "csr_matmul_left": "csr_matmul",
     "csr_matmul_right": "csr_matmul",
     "slice_states": "slice_message",
+    "slice_left": "slice_message",
     "slice_mend_": "slice_message",
     "slice_mend_gradients_": "slice_message",
     "layer_chain": "csr_chain",

@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 from benchmarks.common import CASE_KEYS, parse_case, significant
 
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
+NAMES |= {"rnn": "tanh RNN", "all_gather": "all-gather"}
 NAMES |= {"mingru": "minGRU", "char_lm": "character model"}
 NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG-11", "lenet5": "LeNet-5"}
 NAMES |= {"treelstm": "Tree-LSTM", "childsum": "child-sum Tree-LSTM", "treefc": "Tree-FC", "chainlstm": "LSTM chain"}
@@ -63,6 +64,7 @@ METRICS = {
     "level_forward": "one more level, forward",
     "level_backward": "one more level, backward",
     "schedule": "scheduling of a new batch",
+    "exchange": "an exchange between ranks",
     "steps_in_a_row": "a step of many, each on a new batch",
     "throughput": "throughput",
     "bits_per_character": "bits per character of held-out text",
@@ -79,6 +81,8 @@ PEERS = {
     "no_policy": "without a policy",
     "python_hooks": "empty hooks in Python",
     "alone": "alone",
+    "one_rank": "one rank",
+    "predicted": "predicted",
     "checkpoint": "checkpointing",
     "torchtune": "torchtune's OffloadActivations",
     "batched": '"batched"',

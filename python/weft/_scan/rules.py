@@ -70,6 +70,11 @@ def _slice_states_fake(
     return value.new_empty(value.shape), value.new_empty(value.shape), products, value.new_empty(1, dtype=torch.int32)
 
 
+@torch.library.register_fake("weft::slice_left")
+def _slice_left_fake(messages: Tensor, products: Tensor, order: int, reverse: bool) -> Tensor:
+    return messages.new_empty(products.shape[1:])
+
+
 @torch.library.register_fake("weft::slice_mend_")
 def _slice_mend_fake(x: Tensor, A: Tensor, state: Tensor, came: Tensor | None, reverse: bool) -> None:
     return None
