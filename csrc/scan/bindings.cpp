@@ -14,6 +14,8 @@
 
 #include "scan/chain/csr_tree.h"
 #include "scan/newton/report.h"
+#include "scan/pointwise/pointwise_scan.h"
+#include "scan/pointwise/source.h"
 #include "sparse/python_first.h"
 #ifdef WEFT_WITH_CUDA
 #include "scan/linear/cuda/linear_scan.h"
@@ -59,6 +61,16 @@ void bind(py::module_& m) {
         for (const NewtonRun& r : report.runs) found.emplace_back(r.op, r.steps, r.chunks, r.statistics);
         return found;
       });
+  m.def_submodule("_testing").def(
+      "pointwise_bodies",
+      [](const std::string& program) {
+        const StepProgram& step = step_program(program);
+        return std::array{step_body(step, {{"next", step.next}}),
+                          step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
+                          step_body(step, {{"g", step.vjp}}),
+                          step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
+      },
+      "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
 #ifdef WEFT_WITH_CUDA
   m.def(
       "linear_scan_expected",

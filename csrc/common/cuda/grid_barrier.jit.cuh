@@ -19,4 +19,11 @@ __device__ __forceinline__ void meet(unsigned* arrived, unsigned& expected) {
   __syncthreads();
 }
 
+// What a flag is that threads set before a barrier.
+__device__ __forceinline__ unsigned seen(const unsigned* flag) {
+  unsigned value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+  return value;
+}
+
 }  // namespace weft

@@ -15,23 +15,24 @@ import torch
 from torch import Tensor
 
 from .._base.elementwise import BOOLEAN, ELEMENTWISE, NUMBERS, Unsupported
-from .._base.torch_private import TorchDispatchMode, tree_leaves
+from .._base.torch_private import tree_leaves
 from .step_program import Graph, Node
 
 __all__ = ["Traced", "traced"]
 
 Step = Callable[[Any, Any, Any], Any]
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SAME = frozenset(
-    ("aten.clone.default", "aten.alias.default", "aten.expand.default", "aten.lift_fresh.default", "aten.lift.default")
+_SAME = frozenset(("aten.clone.default", "aten.alias.default", "aten.expand.default"))
+_TO_BOOL = frozenset(
+    ("gt", "ge", "lt", "le", "eq", "ne", "logical_and", "logical_or", "logical_not", "logical_xor", "isnan", "isinf")
 )
 _FILLS = {
-    "aten.zeros": 0.0, "aten.zeros_like": 0.0, "aten.new_zeros": 0.0,
-    "aten.ones": 1.0, "aten.ones_like": 1.0, "aten.new_ones": 1.0,
-    "aten.scalar_tensor": None, "aten.full": None, "aten.full_like": None, "aten.new_full": None,
+    "aten.zeros_like": 0.0, "aten.new_zeros": 0.0,
+    "aten.ones_like": 1.0, "aten.new_ones": 1.0,
+    "aten.full_like": None, "aten.new_full": None,
 }  # fmt: skip
 """By torch's name: what they fill a tensor with, None for what they are given."""
-_FILL_ARGUMENT = {"aten.scalar_tensor": 0, "aten.full": 1, "aten.full_like": 1, "aten.new_full": 2}
+_FILL_ARGUMENT = {"aten.full_like": 1, "aten.new_full": 2}
 _READS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.item.default", "aten.equal.default")
 
 
@@ -50,53 +51,64 @@ class _NotCompiled(Exception):
     """The step is allowed, but no program is made of it."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Value(Tensor):
+    """A tensor without data, whose operations are written down."""
+
+    recorder: _Recorder
+    node: Node | None
+    shared: bool
+    """Whether it is what the step was given, or shares memory: not to be changed."""
+
+    @staticmethod
+    def __new__(cls, recorder: _Recorder, node: Node | None, shape: Sequence[int], dtype: torch.dtype, shared: bool):
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        made.recorder, made.node, made.shared = recorder, node, shared
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        recorder = next(t.recorder for t in tree_leaves((args, kwargs)) if isinstance(t, _Value))
+        return recorder.operation(func, args, kwargs or {})
+
+
+class _Recorder:
     def __init__(self, op: str, graph: Graph, dtype: torch.dtype, shape: torch.Size):
-        super().__init__()
         self.op, self.graph, self.dtype, self.shape = op, graph, dtype, shape
         self.foreign: list[Tensor] = []
         self.obstacle: str | None = None
         self.refusal: Exception | None = None
+        self.guessed = False
+        """Whether there is an operation whose dtype is not known here."""
         self._nodes: dict[int, Node] = {}
-        self._alive: list[Tensor] = []
-        self._arguments: set[int] = set()
 
     def argument(self, node: Node, shape: Sequence[int]) -> Tensor:
-        made = torch.empty(shape, dtype=self.dtype, device="meta")
-        self._know(made, node)
-        self._arguments.add(id(made))
-        return made
+        return _Value(self, node, shape, self.dtype, True)
 
     def node_of(self, tensor: Tensor) -> Node:
-        """The expression of a tensor; one from elsewhere is a parameter."""
-        found = self._nodes.get(id(tensor))
-        if found is not None:
-            return found
-        if tensor.requires_grad:
-            self._refuse(
-                RuntimeError(
-                    f"{self.op}: step uses a tensor from elsewhere that requires grad; pass it in parameters, or detach "
-                    "it outside of step"
-                )
-            )
+        """The expression of a tensor; one from elsewhere is a parameter, or a number."""
+        if isinstance(tensor, _Value):
+            if tensor.node is None:
+                raise _NotCompiled(self.obstacle or "an operation without a name")
+            return tensor.node
+        if id(tensor) in self._nodes:
+            return self._nodes[id(tensor)]
+        self._check_foreign(tensor)
+        if tensor.dim() == 0 and tensor.device.type == "cpu":
+            return self.graph.constant(float(tensor))
         if tensor.dtype not in (*_FLOATING, torch.bool) or tensor.layout != torch.strided:
             raise _NotCompiled(f"a tensor from elsewhere of {tensor.dtype}")
-        try:
-            fits = torch.broadcast_shapes(tensor.shape, self.shape) == self.shape
-        except RuntimeError:
-            fits = False
-        if not fits:
+        if len(_broadcast(tensor.shape, self.shape)) != len(self.shape):
             raise _NotCompiled(f"a tensor from elsewhere of shape {tuple(tensor.shape)}")
         self.foreign.append(tensor)
-        node = self.graph.parameter()
-        self._know(tensor, node)
-        return node
+        self._nodes[id(tensor)] = self.graph.parameter()
+        return self._nodes[id(tensor)]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+    def operation(self, func, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         name = str(func)
         if func.namespace == "prim":
-            return func(*args, **kwargs)
+            raise NotImplementedError(name)
         if name in _READS:
             self._refuse(RuntimeError(f"{self.op}: step reads a value ({name}); it runs on tensors without data"))
         family = name.rsplit(".", 1)[0]
@@ -104,34 +116,53 @@ class _Recorder(TorchDispatchMode):
         in_place = not known and func._schema.is_mutable and _out_of_place(name) in ELEMENTWISE
         if not (known or in_place or torch.Tag.pointwise in func.tags):
             self._refuse(ValueError(f"{self.op}: step may run pointwise operations of torch only, it ran {name}"))
-        if func._schema.is_mutable and (not in_place or id(args[0]) in self._arguments or id(args[0]) not in self._nodes):
+        if func._schema.is_mutable and (not in_place or not isinstance(args[0], _Value) or args[0].shared):
             self._refuse(ValueError(f"{self.op}: step may not change what it is given, it ran {name}"))
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for t in tensors:
+            self._check_foreign(t)
         if not torch.is_grad_enabled():
             self._stop(f"an autograd.Function or no_grad, which runs {name}")
-        nodes = None
+        shape, dtype = self._result(name, family, tensors, args, kwargs)
+        node = None
         if self.obstacle is None:
             try:
-                nodes = self._written(name, _out_of_place(name) if in_place else name, family, args, kwargs)
+                node = self._written(name, _out_of_place(name) if in_place else name, family, args, kwargs)
+                if dtype not in self._dtypes(name):
+                    raise _NotCompiled(f"{name} to {dtype}")
             except (_NotCompiled, Unsupported) as why:
                 self._stop(str(why))
             except TypeError:
                 self._stop(f"{name} with these arguments")
-        else:
-            for t in tree_leaves((args, kwargs)):
-                if isinstance(t, Tensor) and t.requires_grad:
-                    self.node_of(t)  # refuses it
-        result = func(*(_meta(a) for a in args), **{key: _meta(value) for key, value in _on_meta(func, kwargs).items()})
-        if self.obstacle is None and isinstance(result, Tensor):
-            if result.dtype not in self._dtypes(name):
-                self._stop(f"{name} to {result.dtype}")
-            elif in_place:
-                self._nodes[id(args[0])] = nodes
-                return args[0]
-            else:
-                self._know(result, nodes)
-                if name in _SAME or name == "aten.detach.default":  # shares memory: not to be changed
-                    self._arguments.add(id(result))
-        return result
+        if in_place:
+            args[0].node = node
+            return args[0]
+        return _Value(self, node, shape, dtype, name in _SAME or name == "aten.detach.default")
+
+    def _result(
+        self, name: str, family: str, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[int], torch.dtype]:
+        """Shape and dtype of a result, by torch's rules for pointwise operations."""
+        like = tensors[0]
+        if family in _FILLS or name == "aten._to_copy.default":
+            shape = args[1] if family.startswith("aten.new_") else like.shape
+            return shape, kwargs.get("dtype") or like.dtype
+        if name == "aten.expand.default":
+            size = [have if want == -1 else want for have, want in zip(_padded(like.shape, len(args[1])), args[1])]  # noqa: B905
+            return size, like.dtype
+        shape = functools.reduce(_broadcast, (t.shape for t in tensors))
+        base = name.split(".")[1].removesuffix("_")
+        if base in _TO_BOOL or name in BOOLEAN:
+            return shape, torch.bool
+        operands = tensors[1:] if base == "where" else tensors
+        found = [t.dtype for t in operands if t.dim() > 0] or [t.dtype for t in operands]
+        if any(t.dtype.is_floating_point for t in operands) and not any(d.is_floating_point for d in found):
+            found.append(self.dtype)
+        dtype = functools.reduce(torch.promote_types, found)
+        if not dtype.is_floating_point and (name not in _SAME and base not in ("where", "detach", "maximum", "minimum")):
+            number = any(isinstance(a, float) for a in args)
+            dtype = torch.get_default_dtype() if number or dtype == torch.bool and name not in NUMBERS else dtype
+        return shape, dtype
 
     def _dtypes(self, name: str) -> tuple[torch.dtype, ...]:
         if name in BOOLEAN:
@@ -143,9 +174,6 @@ class _Recorder(TorchDispatchMode):
         return (self.dtype, torch.bool)
 
     def _written(self, name: str, op: str, family: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Node:
-        if name == "aten.lift_fresh.default" and not isinstance(args[0], Node) and args[0].numel() == 1:
-            if id(args[0]) not in self._nodes and args[0].device.type == "cpu":
-                return self.graph.constant(float(args[0]))
         if name in _SAME:
             return self.node_of(args[0])
         if family in _FILLS:
@@ -159,16 +187,21 @@ class _Recorder(TorchDispatchMode):
             if target != self.dtype and not (target in _FLOATING and source == torch.bool):
                 raise _NotCompiled(f"a cast from {source} to {target}")
             return self.node_of(args[0])
+        if op not in ELEMENTWISE:
+            self.guessed = True
+            raise _NotCompiled(op)
         values = [self.node_of(a) if isinstance(a, Tensor) else a for a in args]
         keywords = {key: self.node_of(v) if isinstance(v, Tensor) else v for key, v in kwargs.items()}
-        return ELEMENTWISE[op](self.graph, *values, **keywords) if op in ELEMENTWISE else self._unknown(op)
+        return ELEMENTWISE[op](self.graph, *values, **keywords)
 
-    def _unknown(self, op: str) -> Node:
-        raise _NotCompiled(op)
-
-    def _know(self, tensor: Tensor, node: Node) -> None:
-        self._alive.append(tensor)
-        self._nodes[id(tensor)] = node
+    def _check_foreign(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, _Value) and tensor.requires_grad:
+            self._refuse(
+                RuntimeError(
+                    f"{self.op}: step uses a tensor from elsewhere that requires grad; pass it in parameters, or detach "
+                    "it outside of step"
+                )
+            )
 
     def _stop(self, obstacle: str) -> None:
         self.obstacle = self.obstacle or obstacle
@@ -178,19 +211,19 @@ class _Recorder(TorchDispatchMode):
         raise error
 
 
-def _meta(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.device.type != "meta":
-        return torch.empty_like(value, device="meta", requires_grad=False)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_meta(v) for v in value)
-    return value
+def _padded(shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    return (1,) * (rank - len(shape)) + tuple(shape)
 
 
-def _on_meta(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keywords of a call that makes its result on "meta"."""
-    if any(a.name == "device" for a in func._schema.arguments) and str(func) != "aten._to_copy.default":
-        return {**kwargs, "device": torch.device("meta"), "pin_memory": None}
-    return {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory", "non_blocking")}
+def _broadcast(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    """torch.broadcast_shapes, which takes long to import."""
+    rank = max(len(a), len(b))
+    found = []
+    for m, n in zip(_padded(a, rank), _padded(b, rank), strict=True):
+        if m != n and 1 not in (m, n):
+            raise RuntimeError(f"shapes {tuple(a)} and {tuple(b)} do not broadcast")
+        found.append(n if m == 1 else m)
+    return tuple(found)
 
 
 def _out_of_place(name: str) -> str:
@@ -208,14 +241,19 @@ def _trace(
     x = [recorder.argument(node, shape) for node in graph.inputs]
     p = [recorder.argument(graph.parameter(), size) for size in parameters]
     given = [values[0] if alone else tuple(values) for values, alone in zip((h, x, p), single, strict=True)]
+    drawn = torch.get_rng_state()
     try:
-        with torch.enable_grad(), recorder:
+        with torch.enable_grad():
             returned = step(*given)
     except Exception:
         if recorder.refusal is not None:
             raise recorder.refusal from None
         raise
-    results = check_returned(op, returned, states, single[0], dtype, shape)
+    if recorder.refusal is not None:  # which the step has caught
+        raise recorder.refusal
+    if not torch.equal(drawn, torch.get_rng_state()):
+        raise ValueError(f"{op}: step may run pointwise operations of torch only, it drew random numbers")
+    results = check_returned(op, returned, states, single[0], None if recorder.guessed else dtype, shape)
     if recorder.obstacle is None:
         try:
             after = [recorder.node_of(t) for t in results]
@@ -227,9 +265,9 @@ def _trace(
 
 
 def check_returned(
-    op: str, returned: Any, states: int, single: bool, dtype: torch.dtype, shape: torch.Size
+    op: str, returned: Any, states: int, single: bool, dtype: torch.dtype | None, shape: torch.Size
 ) -> tuple[Tensor, ...]:
-    """The states that a step returned, which must be as those that it got."""
+    """The states that a step returned, which must be as those that it got; of any dtype for None."""
     results = (returned,) if single else returned
     fits = isinstance(results, (tuple, list)) and len(results) == states and all(isinstance(t, Tensor) for t in results)
     if not fits:
@@ -242,7 +280,7 @@ def check_returned(
         what = "step's result" if single else f"step's result[{i}]"
         if t.shape != shape:
             raise ValueError(f"{op}: {what} must have the shape of init, {tuple(shape)}, got {tuple(t.shape)}")
-        if t.dtype != dtype:
+        if dtype is not None and t.dtype != dtype:
             raise TypeError(f"{op}: {what} must be {dtype}, as what step gets, got {t.dtype}")
     return tuple(results)
 
@@ -278,6 +316,8 @@ class _Fingerprint:
         self._seen[id(value)] = len(self._seen)
         self._held.append(value)
         if isinstance(value, Tensor):
+            if value.dim() == 0 and value.device.type == "cpu" and not value.requires_grad:
+                return (value.dtype, float(value))
             self.known.append(weakref.ref(value))
             return (id(value), value.dtype, value.shape, value.device, value.requires_grad)
         if isinstance(value, ModuleType):
@@ -294,6 +334,8 @@ class _Fingerprint:
             return (self.of(value.func), self.of(value.args), self.of(value.keywords))
         if isinstance(value, (tuple, list)):
             return (type(value), *(self.of(v) for v in value))
+        if isinstance(value, (set, frozenset)):
+            return (type(value), frozenset(self.of(v) for v in value))
         if isinstance(value, dict):
             return (type(value), *((self.of(k), self.of(v)) for k, v in value.items()))
         if type(value).__module__.startswith("torch.") and not isinstance(value, torch.nn.Module):

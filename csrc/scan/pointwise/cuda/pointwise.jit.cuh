@@ -45,12 +45,6 @@ __device__ __forceinline__ T& element(const PointwiseArgs& a, void* data, int tu
   return static_cast<T*>(data)[((((long long)turn * a.chunks + chunk) * count) + i) * a.N + n];
 }
 
-__device__ __forceinline__ unsigned seen(const unsigned* flag) {
-  unsigned value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
-}
-
 // A warp's work: 32 channels of a chunk.
 struct Task {
   long long n;  // the lane's channel

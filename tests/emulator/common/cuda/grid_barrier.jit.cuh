@@ -13,4 +13,8 @@ inline void meet(unsigned* arrived, unsigned& expected) {
   __syncthreads();
 }
 
+inline unsigned seen(const unsigned* flag) {
+  return *flag;
+}
+
 }  // namespace weft
