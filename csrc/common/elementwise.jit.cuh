@@ -14,6 +14,7 @@ __device__ __forceinline__ float not_a_number() {
 
 struct Float16 {
   unsigned short bits;
+  Float16() = default;
   __device__ __forceinline__ Float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
   __device__ __forceinline__ operator float() const {
     float x;
@@ -23,6 +24,7 @@ struct Float16 {
 };
 struct BFloat16 {
   unsigned short bits;
+  BFloat16() = default;
   __device__ __forceinline__ BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
   __device__ __forceinline__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
 };

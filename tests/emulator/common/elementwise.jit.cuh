@@ -24,11 +24,13 @@ inline float not_a_number() {
 
 struct Float16 {
   unsigned short bits;
+  Float16() = default;
   Float16(float x) : bits(float_to_half(x)) {}
   operator float() const { return half_to_float(bits); }
 };
 struct BFloat16 {
   unsigned short bits;
+  BFloat16() = default;
   BFloat16(float x) : bits(float_to_bfloat16(x)) {}
   operator float() const { return bfloat16_to_float(bits); }
 };

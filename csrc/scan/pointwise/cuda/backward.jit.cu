@@ -275,7 +275,7 @@ __device__ __forceinline__ void second_round(const PointwiseArgs& a, long long w
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128) pointwise_backward(const __grid_constant__ PointwiseArgs a) {
+extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 3 : 1) pointwise_backward(const __grid_constant__ PointwiseArgs a) {
   const long long groups = (a.N + 31) / 32;
   const long long warp = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const long long warps = (long long)gridDim.x * (blockDim.x / 32);

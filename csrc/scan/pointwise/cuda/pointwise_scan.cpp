@@ -160,7 +160,7 @@ std::vector<at::Tensor> backward_cuda(const OptionalTensors& grads, at::TensorLi
       check_pointwise("pointwise_scan_backward", init, inputs, parameters, program, stacked, reverse, algorithm);
   const c10::cuda::CUDAGuard guard(init[0].device());
   const StepProgram& step = *p.step;
-  const int64_t S = step.states, batch = batch_of(step.inputs + 2 * S - 1), fill = busy(kBackwardWarps);
+  const int64_t S = step.states, batch = batch_of(step.inputs + 2 * S), fill = busy(kBackwardWarps);
   PointwisePlan plan = plan_pointwise(p.T, p.N, batch, fill, p.chunks_allowed && fill > 0, p.chunks_wanted);
   std::vector<at::Tensor> kept;
   while (true) {
