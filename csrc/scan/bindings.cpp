@@ -71,6 +71,17 @@ void bind(py::module_& m) {
                           step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
       },
       "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
+  m.def(
+      "pointwise_chunks",
+      [](bool cuda, int64_t steps, int64_t channels, int64_t inputs, bool wanted) {
+        PointwisePlan plan = plan_on_cpu(steps, channels, true, wanted);
+#ifdef WEFT_WITH_CUDA
+        if (cuda) plan = plan_on_cuda(steps, channels, inputs, true, wanted);
+#endif
+        return plan.chunks;
+      },
+      "Into how many chunks of time pointwise_scan cuts a sequence on the CPU, or the current CUDA device.",
+      py::arg("cuda"), py::arg("steps"), py::arg("channels"), py::arg("inputs"), py::arg("wanted"));
 #ifdef WEFT_WITH_CUDA
   m.def(
       "linear_scan_expected",

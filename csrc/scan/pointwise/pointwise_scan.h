@@ -75,6 +75,10 @@ struct PointwisePlan {
 // `busy`: channels that fill the device, of which half are enough not to cut at all.
 PointwisePlan plan_pointwise(int64_t T, int64_t N, int64_t batch, int64_t busy, bool allowed, bool wanted);
 
+// What a call of these sizes runs with on a device, the current one of CUDA's.
+PointwisePlan plan_on_cpu(int64_t T, int64_t N, bool allowed, bool wanted);
+PointwisePlan plan_on_cuda(int64_t T, int64_t N, int64_t inputs, bool allowed, bool wanted);
+
 // The operands of a problem as kernels want them. A tensor whose strides they cannot express is copied to `kept`.
 PointwiseArgs describe_pointwise(const Pointwise& problem, const PointwisePlan& plan, std::vector<at::Tensor>& kept);
 

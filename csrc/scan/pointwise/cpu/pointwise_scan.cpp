@@ -252,8 +252,7 @@ std::vector<at::Tensor> forward_cpu(at::TensorList init, at::TensorList inputs, 
   std::vector<at::Tensor> states;
   for (int32_t i = 0; i < step.states; ++i) states.push_back(at::empty(p.states_shape(), init[0].options()));
   if (p.empty()) return states;
-  const PointwisePlan plan =
-      plan_pointwise(p.T, p.N, kPointwiseBatch, kBusy, p.chunks_allowed, p.chunks_wanted);
+  const PointwisePlan plan = plan_on_cpu(p.T, p.N, p.chunks_allowed, p.chunks_wanted);
   std::vector<at::Tensor> kept;
   PointwiseArgs a = describe_pointwise(p, plan, kept);
   for (int32_t i = 0; i < step.states; ++i) a.states[i] = states[i].mutable_data_ptr();
@@ -357,8 +356,7 @@ std::vector<at::Tensor> backward_cpu(const OptionalTensors& grads, at::TensorLis
   const Pointwise p =
       check_pointwise("pointwise_scan_backward", init, inputs, parameters, program, stacked, reverse, algorithm);
   const StepProgram& step = *p.step;
-  const PointwisePlan plan =
-      plan_pointwise(p.T, p.N, kPointwiseBatch, kBusy, p.chunks_allowed, p.chunks_wanted);
+  const PointwisePlan plan = plan_on_cpu(p.T, p.N, p.chunks_allowed, p.chunks_wanted);
   std::vector<at::Tensor> kept;
   PointwiseArgs a = describe_pointwise(p, plan, kept);
   PointwiseGradients gradients(p, grads, states, output_mask, plan, a, kept);
@@ -381,6 +379,10 @@ std::vector<at::Tensor> backward_cpu(const OptionalTensors& grads, at::TensorLis
 }
 
 }  // namespace
+
+PointwisePlan plan_on_cpu(int64_t T, int64_t N, bool allowed, bool wanted) {
+  return plan_pointwise(T, N, kPointwiseBatch, kBusy, allowed, wanted);
+}
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {
   m.impl("pointwise_scan", forward_cpu);

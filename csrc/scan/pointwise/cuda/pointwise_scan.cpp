@@ -113,8 +113,8 @@ std::vector<at::Tensor> forward_cuda(at::TensorList init, at::TensorList inputs,
   std::vector<at::Tensor> states, kept;
   for (int32_t i = 0; i < step.states; ++i) states.push_back(at::empty(p.states_shape(), init[0].options()));
   if (p.empty()) return states;
-  const int64_t batch = batch_of(step.inputs), S = step.states, fill = busy(kForwardWarps);
-  PointwisePlan plan = plan_pointwise(p.T, p.N, batch, fill, p.chunks_allowed && fill > 0, p.chunks_wanted);
+  const int64_t batch = batch_of(step.inputs), S = step.states;
+  PointwisePlan plan = plan_on_cuda(p.T, p.N, step.inputs, p.chunks_allowed, p.chunks_wanted);
   while (true) {
     PointwiseArgs a = describe_pointwise(p, plan, kept);
     for (int32_t i = 0; i < S; ++i) a.states[i] = states[i].mutable_data_ptr();
@@ -191,6 +191,11 @@ std::vector<at::Tensor> backward_cuda(const OptionalTensors& grads, at::TensorLi
 }
 
 }  // namespace
+
+PointwisePlan plan_on_cuda(int64_t T, int64_t N, int64_t inputs, bool allowed, bool wanted) {
+  const int64_t fill = busy(kForwardWarps);
+  return plan_pointwise(T, N, batch_of(inputs), fill, allowed && fill > 0, wanted);
+}
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
   m.impl("pointwise_scan", forward_cuda);
