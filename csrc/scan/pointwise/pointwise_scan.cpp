@@ -250,7 +250,7 @@ std::vector<at::Tensor> PointwiseGradients::results() {
   }
   for (size_t i = first; i < made_.size(); ++i) {
     if (!made_[i].defined()) {
-      made_[i] = reduced(sums_.select(0, static_cast<int64_t>(i - first)), p.parameters[i - first], 1);
+      made_[i] = reduced(sums_.select(0, static_cast<int64_t>(i - first)), p.parameters[i - first]);
     }
   }
   return made_;
