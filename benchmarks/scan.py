@@ -278,6 +278,8 @@ POINTWISE = [
     (64, 1536, 2048, "fp32", 0.0),
     (64, 1536, 2048, "bf16", 0.0),
 ]
+MEMORIES = (2.0, 0.0, -2.0, -3.5, -5.0, -6.5, -8.0, -10.0)
+"""What is added to the update gates' inputs, for the figure: the nearer the gates are to 0, the longer it remembers."""
 STEP_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -310,6 +312,8 @@ def _pointwise_entry(B: int, H: int, T: int, dtype: str, shift: float = 0.0, dev
     more = {} if shift == 0 else {"shift": f"{shift:g}"}
     name = case_name(op="pointwise_scan", device=device, dtype=dtype, H=H, B=B, T=T, **more)
 
+    metrics = ("forward", "forward_backward", "memory") if B == 1 else ("forward", "forward_backward")
+
     def run(results: Results) -> list[dict[str, str]]:
         kind = DTYPES[dtype]
         h, x, p, leaves = _pointwise_arguments(B, H, T, kind, shift, device)
@@ -327,6 +331,8 @@ def _pointwise_entry(B: int, H: int, T: int, dtype: str, shift: float = 0.0, dev
             "walk": functools.partial(weft.scan.pointwise_scan, algorithm="walk")
         }  # fmt: skip
         rows = []
+        if "memory" in metrics:
+            rows.append(results.put(name, "memory", "steps", _memory(x, p), "sequence", T))
         for metric, streams in (("forward", 4), ("forward_backward", 12)):
             with torch.set_grad_enabled(metric == "forward_backward"):
 
@@ -343,7 +349,17 @@ def _pointwise_entry(B: int, H: int, T: int, dtype: str, shift: float = 0.0, dev
             rows += [results.put(name, metric, "ms", mine, peer, time) for peer, time in times.items()]
         return rows
 
-    return Entry(name, ("forward", "forward_backward"), run)
+    return Entry(name, metrics, run)
+
+
+@torch.no_grad()
+def _memory(x: Sequence[Tensor], p: Sequence[Tensor]) -> float:
+    """Steps until walks in float64 from 0 and from 1 agree to 2^-22, the mean of the channels; all where never."""
+    wide, parameters = tuple(t.double() for t in x), tuple(t.double() for t in p)
+    low = torch.zeros_like(wide[0][0])
+    walks = (weft.scan.pointwise_scan(paragru_step, h, wide, parameters, algorithm="walk") for h in (low, low + 1))
+    apart = (next(walks) - next(walks)).abs() > 2.0**-22
+    return (apart * torch.arange(1, len(apart) + 1, device=apart.device).view(-1, 1, 1)).amax(0).double().mean().item()
 
 
 def _para_entry(cell: str, B: int, H: int, T: int, inputs: int = 16) -> Entry:
@@ -537,6 +553,9 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
             yield _diagonal_entry(H, B, T, dtype)
     for B, H, T, dtype, shift in POINTWISE:
         yield _pointwise_entry(B, H, T, dtype, shift)
+    for shift in MEMORIES:
+        if shift not in (0.0, -5.0):
+            yield _pointwise_entry(1, 768, 65536, "fp32", shift)
     for cell in ("paragru", "paralstm"):
         for B, H, T, dtype, shift in POINTWISE:
             if dtype == "fp32" and not shift:

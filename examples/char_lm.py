@@ -204,7 +204,12 @@ def compare(model: CharLM, tokens: Tensor, options: argparse.Namespace, repeats:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a UTF-8 file to train on (default: Python's documentation)")
-    parser.add_argument("--cell", default="gru", choices=("gru", "mingru", "paragru"), help="mingru: train that, too; paragru: all three")
+    parser.add_argument(
+        "--cell",
+        default="gru",
+        choices=("gru", "mingru", "paragru"),
+        help="mingru: train that, too; paragru: all three",
+    )
     parser.add_argument("--algorithm", default="auto", help="of the GRU (default: auto)")
     parser.add_argument("--seconds", type=float, default=75, help="train at most this long (default 75)")
     parser.add_argument("--steps", type=int, default=3000, help="train at most this many steps (default 3000)")

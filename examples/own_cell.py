@@ -3,11 +3,11 @@
     python examples/own_cell.py              # half a minute on two CPU cores; uses a GPU if there is one
     python examples/own_cell.py --hidden 512 --show 32 --epochs 30
 
-A digit's 8 rows are shown one after the other, each for some time steps. Two layers of leaky integrate-and-fire neurons
-answer with spikes; how often the second layer's fire tells the digit. A spike is a step function, which has no gradient:
-backward it is taken for a steep sigmoid. The neuron is ten lines below, and `weft.scan.pointwise_scan` makes a kernel of
-them. At the end: the accuracy on digits that it has not seen, what a training step costs beside a loop over time, which
-must agree on every gradient, and the report of one long sequence.
+A digit's 8 rows are shown one after the other, each for some time steps. Two layers of leaky integrate-and-fire
+neurons answer with spikes; how often the second layer's fire tells the digit. A spike is a step function, which has
+no gradient: backward it is taken for a steep sigmoid. The neuron is ten lines below, and `weft.scan.pointwise_scan`
+makes a kernel of them. At the end: the accuracy on digits that it has not seen, what a training step costs beside a
+loop over time, which must agree on every gradient, and the report of one long sequence.
 """
 
 from __future__ import annotations

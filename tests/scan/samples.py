@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
 from weft._scan.step_trace import traced
 
 from tests.ops import Op
@@ -135,7 +134,6 @@ CHAINS_EMPTY = [
     for B, sizes in ((0, (4, 5, 3, 2)), (2, (4, 0, 3, 2)), (2, (0, 3, 2)), (2, (4, 4, 4, 0)))
     for levels in (0, 63)
 ]
-
 
 
 class Pointwise(NamedTuple):

@@ -1,8 +1,9 @@
-"""The kernels of pointwise_scan on a processor, by tests/emulator: warps of any speed, chunks that meet in any order."""
+"""The kernels of pointwise_scan on a processor, by tests/emulator: warps of any speed, chunks meet in any order."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,10 @@ class Run:
         self.case, self.T, self.dtype, self.reverse, self.batch = case, T, dtype, reverse, batch
         self.acc = torch.float64 if dtype == torch.float64 else torch.float32
         self.shape, self.N = (3, 40), 120
-        self.chunk = -(-(-(-T // chunks)) // batch) * batch
-        self.chunks = -(-T // self.chunk)
+        self.chunk = math.ceil(T / chunks / batch) * batch
+        self.chunks = math.ceil(T / self.chunk)
         lists = arguments(case, T, self.shape, dtype)
-        self.init, self.inputs, self.parameters = (
-            list(a) if isinstance(a, tuple) else [a] for a in lists
-        )
+        self.init, self.inputs, self.parameters = (list(a) if isinstance(a, tuple) else [a] for a in lists)
         self.given = lists
         self.alive: list[Tensor] = []
 
@@ -97,7 +96,7 @@ class Run:
         a.starts = self.empty(2, C, S, self.N).data_ptr()
         a.ends = self.empty(2, C, S, self.N).data_ptr()
         a.derivatives = self.empty(2, C, S * S, self.N).data_ptr()
-        a.marks = self.empty(-(-self.T // self.batch), S, self.N).data_ptr()
+        a.marks = self.empty(math.ceil(self.T / self.batch), S, self.N).data_ptr()
         a.counters = self.zeros(ROUNDS + 4).data_ptr()
         a.fallen = self.zeros(self.N).data_ptr()
         return a
@@ -154,7 +153,9 @@ def steps_hold(run: Run, states: list[Tensor]) -> None:
     before = [torch.cat([h[None], s[:-1]]) if not run.reverse else torch.cat([s[1:], h[None]])
               for h, s in zip(run.init, states, strict=True)]  # fmt: skip
     tuples = run.case.tuples
-    given = [tuple(v) if several else v[0] for v, several in zip((before, run.inputs, run.parameters), tuples, strict=True)]  # noqa: E501
+    given = [
+        tuple(v) if several else v[0] for v, several in zip((before, run.inputs, run.parameters), tuples, strict=True)
+    ]
     after = run.case.step(*given)
     for want, have in zip(after if tuples[0] else (after,), states, strict=True):
         assert ((want - have).abs() <= near * have.abs().clamp(min=1)).all()

@@ -202,9 +202,7 @@ def test_many_states_run_as_the_reference():
     step = lambda h, x, p: tuple(0.5 * a + x for a in h)  # noqa: E731
     init = tuple(torch.randn(4, dtype=torch.float64) for _ in range(9))
     x = torch.randn(20, 4, dtype=torch.float64)
-    for have, want in zip(
-        pointwise_scan(step, init, x), pointwise_scan_reference(step, init, x), strict=True
-    ):
+    for have, want in zip(pointwise_scan(step, init, x), pointwise_scan_reference(step, init, x), strict=True):
         assert torch.equal(have, want)
 
 

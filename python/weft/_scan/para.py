@@ -1,4 +1,4 @@
-"""ParaGRU and ParaLSTM: recurrent layers whose gates look at their own channel's state alone, which one kernel walks."""
+"""ParaGRU and ParaLSTM: recurrent layers whose gates look at their own channel's state alone."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ class _Para(nn.Module):
                 f"{name}: blocks must divide input_size {input_size} and hidden_size {hidden_size}, got {blocks}"
             )
         if algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"{name}: algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}"
-            )
+            raise ValueError(f"{name}: algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
         self.input_size, self.hidden_size, self.blocks = input_size, hidden_size, blocks
         self.batch_first, self.algorithm = batch_first, algorithm
         width = 3 * hidden_size // blocks
@@ -278,9 +276,7 @@ class ParaLSTM(_Para):
 
     _name, _parts = "paralstm", ("h_0", "c_0")
 
-    def forward(
-        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Run the layer.
 
         Args:

@@ -88,9 +88,7 @@ def _run(step: Step, init: Tensors, inputs: Tensors, parameters: Tensors, revers
     if reverse is False and algorithm == "auto":  # an argument takes the dispatcher close to a microsecond
         states = _pointwise_scan(call.init, call.inputs, call.operands, call.program)
     else:
-        states = _pointwise_scan(
-            call.init, call.inputs, call.operands, call.program, False, bool(reverse), algorithm
-        )
+        states = _pointwise_scan(call.init, call.inputs, call.operands, call.program, False, bool(reverse), algorithm)
     return call.returned(states)
 
 
@@ -249,6 +247,4 @@ def _tensors(op: str, name: str, value: object, may_be_empty: bool = False) -> l
 
 @functools.lru_cache(maxsize=256)
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(
-        a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False)
-    )
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))

@@ -159,9 +159,11 @@ class _Recorder:
         if any(t.dtype.is_floating_point for t in operands) and not any(d.is_floating_point for d in found):
             found.append(self.dtype)
         dtype = functools.reduce(torch.promote_types, found)
-        if not dtype.is_floating_point and (name not in _SAME and base not in ("where", "detach", "maximum", "minimum")):
+        if not dtype.is_floating_point and (
+            name not in _SAME and base not in ("where", "detach", "maximum", "minimum")
+        ):
             number = any(isinstance(a, float) for a in args)
-            dtype = torch.get_default_dtype() if number or dtype == torch.bool and name not in NUMBERS else dtype
+            dtype = torch.get_default_dtype() if number or (dtype == torch.bool and name not in NUMBERS) else dtype
         return shape, dtype
 
     def _dtypes(self, name: str) -> tuple[torch.dtype, ...]:
@@ -198,8 +200,8 @@ class _Recorder:
         if not isinstance(tensor, _Value) and tensor.requires_grad:
             self._refuse(
                 RuntimeError(
-                    f"{self.op}: step uses a tensor from elsewhere that requires grad; pass it in parameters, or detach "
-                    "it outside of step"
+                    f"{self.op}: step uses a tensor from elsewhere that requires grad; pass it in parameters, or "
+                    "detach it outside of step"
                 )
             )
 
@@ -340,10 +342,17 @@ class _Fingerprint:
             return (type(value), *((self.of(k), self.of(v)) for k, v in value.items()))
         if type(value).__module__.startswith("torch.") and not isinstance(value, torch.nn.Module):
             return id(value)
-        if not hasattr(value, "__dict__") or hasattr(type(value), "__getattr__") and not isinstance(value, torch.nn.Module):
+        if not hasattr(value, "__dict__") or (
+            hasattr(type(value), "__getattr__") and not isinstance(value, torch.nn.Module)
+        ):
             raise _Unknown
         self.known.append(weakref.ref(value))
-        return (type(value), id(value), self.of(vars(value)), self.of(getattr(type(value), "__call__", None)))
+        return (
+            type(value),
+            id(value),
+            self.of(vars(value)),
+            self.of(type(value).__call__ if callable(value) else None),
+        )
 
     def _function(self, function: FunctionType) -> object:
         if (function.__module__ or "").partition(".")[0] == "torch":
