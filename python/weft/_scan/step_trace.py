@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._base.elementwise import BOOLEAN, ELEMENTWISE, NUMBERS, Unsupported
-from .._base.torch_private import tree_leaves
+from .._base.torch_private import no_torch_function, tree_leaves, wrapper_tensor
 from .step_program import Graph, Node
 
 __all__ = ["Traced", "traced"]
@@ -61,11 +61,11 @@ class _Value(Tensor):
 
     @staticmethod
     def __new__(cls, recorder: _Recorder, node: Node | None, shape: Sequence[int], dtype: torch.dtype, shared: bool):
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device="cpu")
+        made = wrapper_tensor(cls, shape, dtype=dtype, device="cpu")
         made.recorder, made.node, made.shared = recorder, node, shared
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
