@@ -10,7 +10,9 @@ namespace {
 
 using T = WEFT_VERTEX_TYPE;
 using namespace weft;
+using weft::vertex::BufferArgument;
 using weft::vertex::FrontierArguments;
+using weft::vertex::Many;
 
 __device__ __forceinline__ T from_lane(T x, int apart) {
   return __shfl_xor_sync(0xffffffffu, x, apart);
@@ -18,5 +20,5 @@ __device__ __forceinline__ T from_lane(T x, int apart) {
 
 }  // namespace
 
-#define data(type, b) (static_cast<type*>(p.data[b]))
-#define stride(b) (p.stride[b])
+#define data(type, b) (static_cast<type*>(buffers.of[b].data))
+#define stride(b) (buffers.of[b].stride)

@@ -18,6 +18,7 @@ from ..trace.trace import Trace
 from .derived import derived_program
 from .ir import Node, segments
 from .lowering import Function, compile_frontiers
+from .operands import take_operands
 from .operations import FILLS, SHAPED, VIEWS, Value, broadcast
 from .passes import fold_gathers, leave_out_leaves, postpone
 from .plan import Part, Plan, Shared
@@ -80,6 +81,8 @@ def compile_traces(
     if lazy:
         postpone(frontiers)
     leave_out_leaves(frontiers)
+    programs, differentiable = [t.program for t in traces], [c.differentiable for c in compilers]
+    given = take_operands(frontiers, programs, parts, shared.inputs, shared.matrices, shared.vectors, differentiable)
     derived = zip(compilers, parts, frontiers.derivatives, strict=False)
     return Plan(
         parts,
@@ -88,6 +91,7 @@ def compile_traces(
         tuple(shared.vectors),
         tuple(outputs),
         tuple(i for i, number in enumerate(outputs) if number not in varying),
+        given,
         frontiers,
         tuple(derived_program(c.program, c.shared, c.converted, part, d, outputs, needed) for c, part, d in derived),
     )

@@ -6,7 +6,9 @@
 
 using T = WEFT_VERTEX_TYPE;
 using namespace weft;
+using weft::vertex::BufferArgument;
 using weft::vertex::FrontierArguments;
+using weft::vertex::Many;
 
 inline T from_lane(T x, int apart) {
   uint32_t words[sizeof(T) / 4];
@@ -15,5 +17,5 @@ inline T from_lane(T x, int apart) {
   return x;
 }
 
-#define data(type, b) (static_cast<type*>(p.data[b]))
-#define stride(b) (p.stride[b])
+#define data(type, b) (static_cast<type*>(buffers.of[b].data))
+#define stride(b) (buffers.of[b].stride)
