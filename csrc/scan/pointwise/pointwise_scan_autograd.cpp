@@ -69,9 +69,9 @@ class PointwiseScan : public torch::autograd::Function<PointwiseScan> {
   }
 };
 
-variable_list forward_autograd(at::TensorList init, at::TensorList inputs, at::TensorList parameters,
-                               c10::string_view program, bool stacked, bool reverse, c10::string_view algorithm,
-                               c10::string_view name) {
+variable_list pointwise_forward_autograd(at::TensorList init, at::TensorList inputs, at::TensorList parameters,
+                                         c10::string_view program, bool stacked, bool reverse,
+                                         c10::string_view algorithm, c10::string_view name) {
   if (needs_grad(init, inputs, parameters)) {
     return PointwiseScan::apply(init, inputs, parameters, std::string(program), stacked, reverse,
                                 std::string(algorithm), std::string(name));
@@ -87,9 +87,10 @@ bool any_needs_grad(const OptionalTensors& list) {
   return false;
 }
 
-variable_list backward_autograd(const OptionalTensors& grads, at::TensorList init, at::TensorList inputs,
-                                at::TensorList parameters, at::TensorList states, c10::string_view program,
-                                bool stacked, bool reverse, c10::string_view algorithm, c10::List<bool> output_mask) {
+variable_list pointwise_backward_autograd(const OptionalTensors& grads, at::TensorList init, at::TensorList inputs,
+                                          at::TensorList parameters, at::TensorList states, c10::string_view program,
+                                          bool stacked, bool reverse, c10::string_view algorithm,
+                                          c10::List<bool> output_mask) {
   if (!any_needs_grad(grads) && !needs_grad(init, inputs, parameters, states)) {
     at::AutoDispatchBelowADInplaceOrView below;
     return pointwise_scan_backward_op(grads, init, inputs, parameters, states, program, stacked, reverse, algorithm,
@@ -97,8 +98,8 @@ variable_list backward_autograd(const OptionalTensors& grads, at::TensorList ini
   }
   // The states are functions of the other arguments and are computed again from them: their part of the gradient
   // arrives there.
-  const Pointwise problem = check_pointwise("pointwise_scan_backward", init, inputs, parameters, program, stacked,
-                                            reverse, algorithm);
+  const Pointwise problem =
+      check_pointwise("pointwise_scan_backward", init, inputs, parameters, program, stacked, reverse, algorithm);
   variable_list found = pointwise_backward_reference(problem, grads, output_mask);
   for (Tensor& t : found) {
     if (!t.defined()) t = at::empty({0}, init[0].options());
@@ -109,8 +110,8 @@ variable_list backward_autograd(const OptionalTensors& grads, at::TensorList ini
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
-  m.impl("pointwise_scan", forward_autograd);
-  m.impl("pointwise_scan_backward", backward_autograd);
+  m.impl("pointwise_scan", pointwise_forward_autograd);
+  m.impl("pointwise_scan_backward", pointwise_backward_autograd);
 }
 
 TORCH_LIBRARY_IMPL(weft, Batched, m) {

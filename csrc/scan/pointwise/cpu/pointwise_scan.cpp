@@ -75,7 +75,8 @@ std::vector<int32_t> joined(std::vector<int32_t> a, const std::vector<int32_t>& 
 class Runner {
  public:
   Runner(const Pointwise& p, const PointwisePlan& plan) : p_(p), plan_(plan) {
-    bytes_ = cpu::pointwise_scratch(p.step->registers(), p.step->states, p.step->parameters, p.acc == at::kDouble ? 8 : 4);
+    bytes_ =
+        cpu::pointwise_scratch(p.step->registers(), p.step->states, p.step->parameters, p.acc == at::kDouble ? 8 : 4);
   }
 
   // All columns, or those of `active`; a block's chunks side by side where its channels are few.
@@ -244,9 +245,9 @@ std::vector<at::Tensor> workspaces(const Pointwise& p, const PointwisePlan& plan
   return made;
 }
 
-std::vector<at::Tensor> forward_cpu(at::TensorList init, at::TensorList inputs, at::TensorList parameters,
-                                    c10::string_view program, bool stacked, bool reverse, c10::string_view algorithm,
-                                    c10::string_view name) {
+std::vector<at::Tensor> pointwise_forward_cpu(at::TensorList init, at::TensorList inputs, at::TensorList parameters,
+                                              c10::string_view program, bool stacked, bool reverse,
+                                              c10::string_view algorithm, c10::string_view name) {
   const Pointwise p = check_pointwise("pointwise_scan", init, inputs, parameters, program, stacked, reverse, algorithm);
   const StepProgram& step = *p.step;
   std::vector<at::Tensor> states;
@@ -349,10 +350,10 @@ void correct_gradients(const Runner& runner, PointwiseWalk walk, PointwiseJob jo
   });
 }
 
-std::vector<at::Tensor> backward_cpu(const OptionalTensors& grads, at::TensorList init, at::TensorList inputs,
-                                     at::TensorList parameters, at::TensorList states, c10::string_view program,
-                                     bool stacked, bool reverse, c10::string_view algorithm,
-                                     c10::List<bool> output_mask) {
+std::vector<at::Tensor> pointwise_backward_cpu(const OptionalTensors& grads, at::TensorList init, at::TensorList inputs,
+                                               at::TensorList parameters, at::TensorList states,
+                                               c10::string_view program, bool stacked, bool reverse,
+                                               c10::string_view algorithm, c10::List<bool> output_mask) {
   const Pointwise p =
       check_pointwise("pointwise_scan_backward", init, inputs, parameters, program, stacked, reverse, algorithm);
   const StepProgram& step = *p.step;
@@ -385,8 +386,8 @@ PointwisePlan plan_on_cpu(int64_t T, int64_t N, bool allowed, bool wanted) {
 }
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  m.impl("pointwise_scan", forward_cpu);
-  m.impl("pointwise_scan_backward", backward_cpu);
+  m.impl("pointwise_scan", pointwise_forward_cpu);
+  m.impl("pointwise_scan_backward", pointwise_backward_cpu);
 }
 
 }  // namespace weft::scan

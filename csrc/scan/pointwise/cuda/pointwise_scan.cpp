@@ -27,8 +27,8 @@ namespace weft::scan {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-// Warps that a multiprocessor is given where time is cut: enough to wait for memory and arithmetic at once. The backward
-// pass has more of both in a warp.
+// Warps that a multiprocessor is given where time is cut: enough to wait for memory and arithmetic at once. The
+// backward pass has more of both in a warp.
 constexpr int kForwardWarps = 16, kBackwardWarps = 12;
 
 // Steps that are loaded at once: what a lane has room for.
@@ -73,9 +73,9 @@ Compiled compiled(const Pointwise& p, bool backward, bool chunked, int64_t batch
     defines.push_back("WEFT_NEXT=" + step_body(step, {{"next", step.next}}));
     defines.push_back("WEFT_NEXT_JACOBIAN=" + step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}));
   }
-  jit::Kernel& kernel = jit::kernel(
-      backward ? "scan/pointwise/cuda/backward.jit.cu" : "scan/pointwise/cuda/forward.jit.cu", defines,
-      backward ? "pointwise_backward" : "pointwise_forward");
+  jit::Kernel& kernel =
+      jit::kernel(backward ? "scan/pointwise/cuda/backward.jit.cu" : "scan/pointwise/cuda/forward.jit.cu", defines,
+                  backward ? "pointwise_backward" : "pointwise_forward");
   const Compiled made{&kernel, kernel.max_active_blocks_per_sm(dim3(kThreads), 0)};
   const std::lock_guard lock(mutex);
   return known.emplace(key, made).first->second;
@@ -104,9 +104,9 @@ int64_t busy(int warps) {
   return limits.cooperative_launch ? int64_t{32} * warps * limits.sm_count : 0;
 }
 
-std::vector<at::Tensor> forward_cuda(at::TensorList init, at::TensorList inputs, at::TensorList parameters,
-                                     c10::string_view program, bool stacked, bool reverse, c10::string_view algorithm,
-                                     c10::string_view name) {
+std::vector<at::Tensor> pointwise_forward_cuda(at::TensorList init, at::TensorList inputs, at::TensorList parameters,
+                                               c10::string_view program, bool stacked, bool reverse,
+                                               c10::string_view algorithm, c10::string_view name) {
   const Pointwise p = check_pointwise("pointwise_scan", init, inputs, parameters, program, stacked, reverse, algorithm);
   const c10::cuda::CUDAGuard guard(init[0].device());
   const StepProgram& step = *p.step;
@@ -152,10 +152,10 @@ std::vector<at::Tensor> forward_cuda(at::TensorList init, at::TensorList inputs,
   }
 }
 
-std::vector<at::Tensor> backward_cuda(const OptionalTensors& grads, at::TensorList init, at::TensorList inputs,
-                                      at::TensorList parameters, at::TensorList states, c10::string_view program,
-                                      bool stacked, bool reverse, c10::string_view algorithm,
-                                      c10::List<bool> output_mask) {
+std::vector<at::Tensor> pointwise_backward_cuda(const OptionalTensors& grads, at::TensorList init,
+                                                at::TensorList inputs, at::TensorList parameters, at::TensorList states,
+                                                c10::string_view program, bool stacked, bool reverse,
+                                                c10::string_view algorithm, c10::List<bool> output_mask) {
   const Pointwise p =
       check_pointwise("pointwise_scan_backward", init, inputs, parameters, program, stacked, reverse, algorithm);
   const c10::cuda::CUDAGuard guard(init[0].device());
@@ -198,8 +198,8 @@ PointwisePlan plan_on_cuda(int64_t T, int64_t N, int64_t inputs, bool allowed, b
 }
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
-  m.impl("pointwise_scan", forward_cuda);
-  m.impl("pointwise_scan_backward", backward_cuda);
+  m.impl("pointwise_scan", pointwise_forward_cuda);
+  m.impl("pointwise_scan_backward", pointwise_backward_cuda);
 }
 
 }  // namespace weft::scan
