@@ -59,6 +59,15 @@ TORCH_LIBRARY(weft, m) {
       tags);
   m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);
 
+  m.def(
+      "pointwise_scan(Tensor[] init, Tensor[] inputs, Tensor[] parameters, str program, bool stacked=False, "
+      "bool reverse=False, str algorithm='auto', str name='pointwise_scan') -> Tensor[]",
+      tags);
+  m.def(
+      "pointwise_scan_backward(Tensor?[] grads, Tensor[] init, Tensor[] inputs, Tensor[] parameters, Tensor[] states, "
+      "str program, bool stacked, bool reverse, str algorithm, bool[] output_mask) -> Tensor[]",
+      tags);
+
   // rnn: csrc/rnn/
   m.def(
       "rnn(Tensor input, Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes=None, *, str cell, "

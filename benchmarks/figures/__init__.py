@@ -18,6 +18,7 @@ from benchmarks.common import CASE_KEYS, parse_case, significant
 
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
 NAMES |= {"rnn": "tanh RNN", "all_gather": "all-gather"}
+NAMES |= {"pointwise_scan": "pointwise_scan", "paragru": "ParaGRU", "paralstm": "ParaLSTM", "spiking": "spiking"}
 NAMES |= {"mingru": "minGRU", "char_lm": "character model"}
 NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG-11", "lenet5": "LeNet-5"}
 NAMES |= {"treelstm": "Tree-LSTM", "childsum": "child-sum Tree-LSTM", "treefc": "Tree-FC", "chainlstm": "LSTM chain"}
@@ -67,10 +68,17 @@ METRICS = {
     "exchange": "an exchange between ranks",
     "steps_in_a_row": "a step of many, each on a new batch",
     "throughput": "throughput",
+    "memory": "steps that it remembers for",
+    "first_call": "the first call of a new step",
     "bits_per_character": "bits per character of held-out text",
 }
 PEERS = {
     "gru": "GRU",
+    "walk": "one walk",
+    "loop": "a loop over time",
+    "pararnn": "pararnn-torch",
+    "sequence": "the sequence",
+    "from_disk": "machine code on disk",
     "gate_activations": "bytes of the gates' activations",
     "floor": "floor of the bandwidth",
     "exchange_floor": "floor of the exchange",

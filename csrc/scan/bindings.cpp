@@ -18,6 +18,8 @@
 #include "scan/newton/report.h"
 #include "scan/chain/layer_gradients.h"
 #include "sparse/csr_chain.h"
+#include "scan/pointwise/pointwise_scan.h"
+#include "scan/pointwise/source.h"
 #include "sparse/python_first.h"
 #ifdef WEFT_WITH_CUDA
 #include "scan/linear/cuda/linear_scan.h"
@@ -118,6 +120,27 @@ void bind(py::module_& m) {
         "Gradients of the weight and the bias of each layer, given as (ConvSettings or None, input, flat gradient of "
         "the output, its shape, weight, whether the weight's is wanted, and the bias's).",
         py::arg("layers"), py::arg("branches"));
+  m.def_submodule("_testing").def(
+      "pointwise_bodies",
+      [](const std::string& program) {
+        const StepProgram& step = step_program(program);
+        return std::array{step_body(step, {{"next", step.next}}),
+                          step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
+                          step_body(step, {{"g", step.vjp}}),
+                          step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
+      },
+      "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
+  m.def(
+      "pointwise_chunks",
+      [](bool cuda, int64_t steps, int64_t channels, int64_t inputs, bool wanted) {
+        PointwisePlan plan = plan_on_cpu(steps, channels, true, wanted);
+#ifdef WEFT_WITH_CUDA
+        if (cuda) plan = plan_on_cuda(steps, channels, inputs, true, wanted);
+#endif
+        return plan.chunks;
+      },
+      "Into how many chunks of time pointwise_scan cuts a sequence on the CPU, or the current CUDA device.",
+      py::arg("cuda"), py::arg("steps"), py::arg("channels"), py::arg("inputs"), py::arg("wanted"));
 #ifdef WEFT_WITH_CUDA
   m.def(
       "linear_scan_expected",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from . import _C, offloading, scan, vertex
 from . import nn as weft_nn
-from . import offloading, scan, vertex
 from ._rnn.explain import Explanation
 from ._rnn.explain import explain as explain_layer
+from ._scan.pointwise import checked
 from ._scan.sequential import unrolled
 from ._sparse import find_jacobian
 from ._vertex.explain import Explanation as VertexExplanation
@@ -23,13 +25,13 @@ from ._vertex.trainer import explain_trainer
 __all__ = ["ModelExplanation", "PartExplanation", "ScanExplanation", "explain"]
 
 State = Tensor | tuple[Tensor, Tensor] | None
-_SCAN_LAYERS = (weft_nn.MinGRU, weft_nn.MinLSTM, weft_nn.RGLRU)
+_SCAN_LAYERS = (weft_nn.MinGRU, weft_nn.MinLSTM, weft_nn.RGLRU, weft_nn.ParaGRU, weft_nn.ParaLSTM)
 _TORCHS = (nn.RNNBase, nn.RNNCellBase)
 
 
 @dataclass(frozen=True)
 class ScanExplanation:
-    """What runs a linear recurrence or a chain of layers; ``print`` it."""
+    """What runs a recurrence or a chain of layers; ``print`` it."""
 
     subject: str
     input: str
@@ -114,8 +116,10 @@ def explain(*args, **kwargs):
       and ``candidates``.
     - ``explain(model, *inputs)``: any other module: a table of the recurrent and scan layers inside, with the inputs
       that they get. The model runs once for that, in evaluation mode and without gradients.
-    - ``explain(layer, x)`` of a :class:`~weft.nn.MinGRU`, :class:`~weft.nn.MinLSTM`, :class:`~weft.nn.RGLRU` or
-      :class:`~weft.scan.ScanSequential`, and ``explain(weft.scan.linear_scan, A, b, x0=None)``: which scan runs.
+    - ``explain(layer, x)`` of a :class:`~weft.nn.MinGRU`, :class:`~weft.nn.MinLSTM`, :class:`~weft.nn.RGLRU`,
+      :class:`~weft.nn.ParaGRU`, :class:`~weft.nn.ParaLSTM` or :class:`~weft.scan.ScanSequential`, and
+      ``explain(weft.scan.linear_scan, A, b, x0=None)`` or ``explain(weft.scan.pointwise_scan, step, init, inputs)``:
+      which scan runs.
     - ``explain(cell, graphs, inputs=None, *, executor="auto")``: a vertex function: which ``executor`` runs, and the
       ``reason``.
     - ``explain(trainer, graphs, inputs=None)``: a :class:`weft.vertex.Trainer`: whether a step is one kernel.
@@ -141,6 +145,8 @@ def explain(*args, **kwargs):
         return subject.report()
     if subject is scan.linear_scan:
         return _explain_linear_scan(*rest, **kwargs)
+    if subject is scan.pointwise_scan:
+        return _explain_pointwise_scan(*rest, **kwargs)
     if isinstance(subject, nn.Module) and not isinstance(subject, _TORCHS) and not rest and not kwargs:
         raise TypeError(f"explain: the input of {type(subject).__name__} is missing: weft.explain(model, x)")
     if isinstance(subject, _SCAN_LAYERS):
@@ -178,9 +184,41 @@ def _explain_linear_scan(
     return ScanExplanation("linear_scan", f"A {tuple(A.shape)}, b {_sizes(b)}", algorithm, reason)
 
 
-def _explain_scan_layer(layer: nn.Module, input: Tensor, h_0: Tensor | None = None) -> ScanExplanation:
+def _explain_pointwise_scan(
+    step: Callable[..., Any], init: Any, inputs: Any, parameters: Any = (), *, reverse: bool = False,
+    algorithm: str = "auto",
+) -> ScanExplanation:  # fmt: skip
+    call = checked("explain", step, init, inputs, parameters, algorithm)
+    x = call.inputs[0]
+    sizes = f"{len(call.init)} states, {len(call.inputs)} inputs {_sizes(x)}"
+    if call.program is None:
+        return ScanExplanation("pointwise_scan", sizes, "reference", call.obstacle or "")
+    return ScanExplanation("pointwise_scan", sizes, *_walked(x, call.init[0].numel(), len(call.inputs), algorithm))
+
+
+def _walked(x: Tensor, channels: int, inputs: int, algorithm: str) -> tuple[str, str]:
+    """What runs a pointwise step, and why."""
+    steps, cuda = x.shape[0], x.device.type == "cuda"
+    chunks = 1
+    if algorithm != "walk":
+        with torch.cuda.device(x.device) if cuda else nullcontext():
+            chunks = _C.pointwise_chunks(cuda, steps, channels, inputs, algorithm == "newton")
+    if chunks > 1:
+        return "newton", f"{channels} channels leave the device idle: {chunks} chunks of time are walked at once"
+    if algorithm == "walk":
+        return "walk", 'algorithm="walk"'
+    return "walk", f"{channels} channels over {steps} steps are walked as fast in one piece"
+
+
+def _explain_scan_layer(layer: nn.Module, input: Tensor, h_0: Any = None) -> ScanExplanation:
     if not isinstance(input, Tensor):
         raise TypeError(f"explain: x must be a Tensor, got {type(input).__name__}")
+    if isinstance(layer, (weft_nn.ParaGRU, weft_nn.ParaLSTM)):
+        if layer.algorithm == "reference":
+            return ScanExplanation(repr(layer), _sizes(input), "reference", 'algorithm="reference"')
+        x = input.transpose(0, 1) if layer.batch_first and input.dim() == 3 else input
+        channels = layer.hidden_size * (x.shape[1] if x.dim() == 3 else 1)
+        return ScanExplanation(repr(layer), _sizes(input), *_walked(x, channels, 3, layer.algorithm))
     algorithm, reason = _kind_of_scan(3)
     reason = f"its gates depend on the input alone, so that all steps are one linear layer and one scan; {reason}"
     return ScanExplanation(repr(layer), _sizes(input), algorithm, reason)

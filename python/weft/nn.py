@@ -29,7 +29,8 @@ on a CPU "torch" for more than 4 sequences of more than 256 hidden units. Under 
 differentiate and in forward-mode AD torch's operations run.
 
 :class:`MinGRU`, :class:`MinLSTM` and :class:`RGLRU` are recurrences whose gates depend on the input alone, so that all
-time steps run in parallel, by :func:`weft.scan.linear_scan`.
+time steps run in parallel, by :func:`weft.scan.linear_scan`. :class:`ParaGRU` and :class:`ParaLSTM` have gates that
+look at the state, each at its own channel's: :func:`weft.scan.pointwise_scan` walks them.
 """
 
 from __future__ import annotations
@@ -37,5 +38,6 @@ from __future__ import annotations
 from ._rnn.cells import GRUCell, LSTMCell, RNNCell
 from ._rnn.layers import GRU, LSTM, RNN
 from ._scan.layers import RGLRU, MinGRU, MinLSTM
+from ._scan.para import ParaGRU, ParaLSTM
 
-__all__ = ["GRU", "LSTM", "RGLRU", "RNN", "GRUCell", "LSTMCell", "MinGRU", "MinLSTM", "RNNCell"]
+__all__ = ["GRU", "LSTM", "RGLRU", "RNN", "GRUCell", "LSTMCell", "MinGRU", "MinLSTM", "ParaGRU", "ParaLSTM", "RNNCell"]

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from weft._scan.step_trace import traced
 
 from tests.ops import Op
+from tests.scan.pointwise_steps import STEPS, arguments
 
 LAYOUTS = ["dense", "shared", "shared_4d", "diagonal", "constant", "constant_1d"]
 CONSTANT = {
@@ -133,7 +135,52 @@ CHAINS_EMPTY = [
     for levels in (0, 63)
 ]
 
+
+class Pointwise(NamedTuple):
+    """A step of tests/scan/pointwise_steps.py over T steps of (B, H) channels."""
+
+    step: str
+    T: int
+    B: int
+    H: int
+    reverse: bool = False
+    stacked: bool = False
+    algorithm: str = "auto"
+
+    def call(self, device: str, dtype: torch.dtype, more: int = 0) -> tuple[tuple, dict]:
+        case, shape = STEPS[self.step], (self.B + more, self.H + more)
+        lists = arguments(case, self.T + more, shape, dtype, device)
+        init, inputs, parameters = (list(a) if isinstance(a, tuple) else [a] for a in lists)
+        program = traced(
+            "pointwise_scan", case.step, case.states, case.inputs, tuple(not several for several in case.tuples),
+            torch.float32, torch.Size(shape), [p.shape for p in parameters],
+        ).program  # fmt: skip
+        if self.stacked:
+            inputs = [torch.stack(inputs, 2)]
+        args = (init, inputs, parameters, program, self.stacked, self.reverse, self.algorithm)
+        return args, {}
+
+    def __str__(self) -> str:
+        flags = [name for name in ("reverse", "stacked") if getattr(self, name)]
+        return "-".join([self.step, f"T{self.T}", f"B{self.B}", f"H{self.H}", self.algorithm, *flags])
+
+
+POINTWISE = [
+    Pointwise("gru", 3, 2, 3),
+    Pointwise("gru", 20, 1, 2, algorithm="newton"),
+    Pointwise("lstm", 3, 2, 2, reverse=True, stacked=True),
+    Pointwise("lstm", 18, 1, 2, stacked=True, algorithm="newton"),
+    Pointwise("decay", 4, 2, 3, algorithm="walk"),
+]
+POINTWISE_LARGE = [
+    Pointwise("gru", 400, 3, 70),
+    Pointwise("lstm", 300, 2, 50, algorithm="newton"),
+    Pointwise("gru", 40, 3, 70, reverse=True, stacked=True, algorithm="walk"),
+]
+POINTWISE_EMPTY = [Pointwise("lstm", *size) for size in [(0, 3, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0)]]
+
 OPS = [
+    Op("pointwise_scan", POINTWISE, POINTWISE_LARGE, POINTWISE_EMPTY, vmap=False),
     Op("linear_scan", LINEAR, LINEAR_LARGE, LINEAR_EMPTY),
     Op("chain_backward", CHAINS, CHAINS_LARGE, CHAINS_EMPTY),
 ]

@@ -43,6 +43,7 @@ __all__ = [
     "in_transform",
     "keeps_graph",
     "maps_alone",
+    "no_torch_function",
     "onnx_exporting",
     "outside_transforms",
     "parse_to",
@@ -51,6 +52,7 @@ __all__ = [
     "uncached_parametrizations",
     "without_forward_mode",
     "without_modes",
+    "wrapper_tensor",
 ]
 
 # Functions of torch's own, not wrapped: what a layer asks in every call is bound by the host.
@@ -72,6 +74,9 @@ fp32_precision = torch._C._get_fp32_precision_getter
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass that runs keeps its graph."""
 
+no_torch_function = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a class of tensors: torch's functions treat it as any tensor."""
+
 outside_transforms = torch._C._DisableFuncTorch
 """A context in which tensors are made outside of torch.func's transforms, whose own do not outlive them."""
 
@@ -80,6 +85,9 @@ parse_to = torch._C._nn._parse_to
 
 tracing_context = TracingContext.try_get
 """torch.compile's or torch.export's state where it traces in this thread, None elsewhere."""
+
+wrapper_tensor = Tensor._make_wrapper_subclass
+"""(class, sizes, dtype=, device=) -> a tensor without data, of a class that has ``__torch_dispatch__``."""
 
 without_modes = _disable_current_modes
 """A context in which no mode sees torch's operations, a counter of them neither."""

@@ -31,7 +31,7 @@ class NewtonRun(NamedTuple):
     """The share of the sequences or channels that fell back to a walk, chunk after chunk."""
 
 
-class newton_report:  # noqa: N801  a context manager, as torch.no_grad is
+class newton_report:
     """Collects what runs as "newton" in this thread.
 
     >>> with weft.scan.newton_report() as report:

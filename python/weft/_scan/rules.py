@@ -1,4 +1,4 @@
-"""Rules of linear_scan and chain_backward: fake tensors, vmap, autocast."""
+"""Rules of linear_scan, chain_backward and pointwise_scan: fake tensors, vmap, autocast."""
 
 from __future__ import annotations
 
@@ -221,6 +221,47 @@ def _linear_scan_backward_vmap(
     return results, tuple(None if t is None else dim for t, dim in zip(results, (dim_of_A, 1, 0), strict=True))
 
 
+@torch.library.register_fake("weft::pointwise_scan")
+def _pointwise_scan_fake(
+    init: list[Tensor], inputs: list[Tensor], parameters: list[Tensor], program: str, stacked: bool = False,
+    reverse: bool = False, algorithm: str = "auto", name: str = "pointwise_scan",
+) -> list[Tensor]:  # fmt: skip
+    _check_lists("pointwise_scan", init=init, inputs=inputs, parameters=parameters)
+    return [t.new_empty((inputs[0].shape[0], *t.shape)) for t in init]
+
+
+@torch.library.register_fake("weft::pointwise_scan_backward")
+def _pointwise_scan_backward_fake(
+    grads: list[Tensor | None], init: list[Tensor], inputs: list[Tensor], parameters: list[Tensor],
+    states: list[Tensor], program: str, stacked: bool, reverse: bool, algorithm: str, output_mask: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    _check_lists("pointwise_scan_backward", init=init, inputs=inputs, parameters=parameters, states=states)
+    return [
+        t.new_empty(t.shape if wanted else (0,))
+        for t, wanted in zip((*init, *inputs, *parameters), output_mask, strict=True)
+    ]
+
+
+def _check_lists(op: str, **lists: list[Tensor]) -> None:
+    tensors = {f"{name}[{i}]": t for name, found in lists.items() for i, t in enumerate(found)}
+    like = tensors["init[0]"]
+    for name, t in tensors.items():
+        torch._check_type(
+            t.dtype == like.dtype, lambda n=name, t=t: f"{op}: {n} must have the dtype of init[0], got {t.dtype}"
+        )
+    check_devices(op, **tensors)
+
+
+def _pointwise_scan_autocast(init, inputs, parameters, program, stacked=False, reverse=False, algorithm="auto",
+                             name="pointwise_scan"):  # fmt: skip
+    with below_autocast():
+        wide = widest(*init, *inputs, *parameters)
+        first, second = len(init), len(init) + len(inputs)
+        return torch.ops.weft.pointwise_scan(
+            wide[:first], wide[first:second], wide[second:], program, stacked, reverse, algorithm, name
+        )
+
+
 def _linear_scan_autocast(
     A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
 ) -> Tensor:
@@ -237,4 +278,5 @@ def _chain_backward_autocast(grad: Tensor, jacobians: list[Tensor], levels: int 
 
 for _key in ("AutocastCPU", "AutocastCUDA"):
     LIBRARY.impl("linear_scan", _linear_scan_autocast, _key)
+    LIBRARY.impl("pointwise_scan", _pointwise_scan_autocast, _key)
     LIBRARY.impl("chain_backward", _chain_backward_autocast, _key)

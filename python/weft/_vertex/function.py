@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._base.elementwise import Unsupported
 from .._base.torch_private import GLOBAL_HOOKS, fake_tensors, in_forward_mode, in_transform
 from . import tuned
 from .compiler.compiler import compile_traces
-from .compiler.ir import Unsupported
 from .graphs import Graphs
 from .options import current
 from .program import Program, Programs

@@ -12,14 +12,15 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from ..._base.elementwise import BOOLEAN, ELEMENTWISE, NUMBERS, Unsupported
+from ..._base.instructions import ROUNDINGS
 from ..program import Constant, Operation, Ref
 from ..trace.trace import Trace
 from .derived import derived_program
-from .instructions import ROUNDINGS
-from .ir import Node, Unsupported, segments
+from .ir import Node, segments
 from .lowering import Function, compile_frontiers
 from .operands import take_operands
-from .operations import BOOLEAN, ELEMENTWISE, FILLS, NUMBERS, SHAPED, VIEWS, Value, broadcast
+from .operations import FILLS, SHAPED, VIEWS, Value, broadcast
 from .passes import fold_gathers, leave_out_leaves, postpone
 from .plan import Part, Plan, Shared
 from .steps import Dtypes
