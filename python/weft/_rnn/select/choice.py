@@ -10,7 +10,7 @@ import torch
 
 from ... import _C
 from ..._base import costs as gpu_costs
-from ..._base.torch_private import constant_when_compiled
+from ..._base.torch_private import RNN_KERNELS, constant_when_compiled
 from ..dropin.torch_limits import why_not_cudnn, why_not_onednn
 from ..table import CELLS
 from . import costs, tuned
@@ -147,6 +147,10 @@ def why_only_reference(case: Case) -> str | None:
 
 def why_not_torch(case: Case) -> str | None:
     """Why torch's kernel cannot run this case, or None."""
+    if case.cell not in RNN_KERNELS:
+        return f"torch has no {case.cell.split('_')[0].upper()}"
+    if case.heads > 1:
+        return "torch's layers have no heads (num_heads)"
     if case.mapped:
         return "torch.func.vmap has no rule for torch's kernels"
     if case.keeps_cells:
@@ -166,6 +170,10 @@ def why_not_scan(case: Case) -> str | None:
         return "it does not return the cells of every step"
     if case.projected:
         return "it has no projection (proj_size)"
+    if case.heads > 1:
+        return "it has no heads (num_heads)"
+    if CUDA_MAX_HIDDEN[case.cell] == 0:
+        return f"it has no {case.cell.split('_')[0].upper()}"
     obstacle = _why_not_ours(case)
     if obstacle is not None:
         return obstacle
@@ -221,7 +229,7 @@ def persistent_plan(case: Case) -> Plan:
         return Plan(None, how=_WITHOUT_A_KERNEL)
     plan = _plan(
         case.index, case.cell, case.dtype, case.input_size, case.hidden_size, case.layers, case.directions,
-        case.steps or 1, case.batch or 1, case.packed, case.trains,
+        case.steps or 1, case.batch or 1, case.packed, case.trains, case.heads,
     )  # fmt: skip
     if plan.why_not is None or why_not_torch(case) is None:
         return plan
@@ -231,7 +239,7 @@ def persistent_plan(case: Case) -> Plan:
 @constant_when_compiled
 def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
-    steps: int, batch: int, packed: bool, trains: bool,
+    steps: int, batch: int, packed: bool, trains: bool, heads: int,
 ) -> Plan:  # fmt: skip
     facts = _C.rnn_report(
         device=torch.cuda.current_device() if index is None else index,
@@ -245,6 +253,7 @@ def _plan(
         batch=batch,
         packed=packed,
         trains=trains,
+        heads=heads,
     )
     if facts["why_not"] is not None:
         return Plan(facts["why_not"])
@@ -297,10 +306,14 @@ def why_auto_skips_scan(case: Case) -> str | None:
 
 def why_auto_skips_persistent(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "persistent", or None."""
+    if case.device != "cuda" and ours_alone(case):
+        return None
     if case.device != "cuda":
         return beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
     if persistent_plan(case).expected_us is None:
         return "auto takes it where it has a kernel"
+    if ours_alone(case):
+        return None
     # The weights fit. Against cuDNN's kernels for all steps, and for packed input, it was then faster wherever it was
     # measured, by less in places than the errors of the two models; against its others where the batch is small.
     if case.packed or costs.cudnn_kernel(case) != "standard":
@@ -308,6 +321,11 @@ def why_auto_skips_persistent(case: Case) -> str | None:
     if _is_small(case):
         return None
     return _why_slower(case, "persistent", "torch")
+
+
+def ours_alone(case: Case) -> bool:
+    """Whether torch has no such layer."""
+    return case.heads > 1 or case.cell not in RNN_KERNELS
 
 
 def _is_small(case: Case) -> bool:
@@ -320,6 +338,8 @@ def _is_small(case: Case) -> bool:
 
 
 def _why_auto_takes(name: str, case: Case) -> str:
+    if ours_alone(case):
+        return "torch has no such layer"
     if name == "scan" or case.device == "cpu":
         return "within auto's limits"
     if case.batch is None:

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .. import runs
 from ..calls import Call
 from ..explain import Explanation, explain, prepared
-from ..layers import GRU, LSTM, RNN
+from ..layers import GRU, LSTM, RNN, SLSTM
 from . import choice, tuned
 
 __all__ = ["tune"]
@@ -29,9 +29,9 @@ something else, and what was measured says nothing."""
 
 
 def tune(
-    layer: RNN | GRU | LSTM,
+    layer: RNN | GRU | LSTM | SLSTM,
     x: Tensor | PackedSequence,
-    hx: Tensor | tuple[Tensor, Tensor] | None = None,
+    hx: Tensor | tuple[Tensor, ...] | None = None,
 ) -> Explanation:
     """Measure every algorithm that can run ``layer(x, hx)``, and let ``algorithm="auto"`` take the fastest from now on.
 
@@ -110,7 +110,7 @@ def _spread(times: list[float]) -> float:
     return ordered[len(ordered) // 4] / ordered[0] - 1 if ordered[0] > 0 else 0.0
 
 
-def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: Call) -> dict[str, list[float]]:
+def _measure_all(layer: RNN | GRU | LSTM | SLSTM, names: list[str], call: Call) -> dict[str, list[float]]:
     """Microseconds of the runs of every algorithm, of those that run: memory may not do for all."""
     stopwatches: dict[str, Callable[[], float]] = {}
     failure: RuntimeError | None = None
@@ -134,7 +134,7 @@ def _measure_all(layer: RNN | GRU | LSTM, names: list[str], call: Call) -> dict[
     return times
 
 
-def _stopwatch(layer: RNN | GRU | LSTM, name: str, call: Call) -> Callable[[], float]:
+def _stopwatch(layer: RNN | GRU | LSTM | SLSTM, name: str, call: Call) -> Callable[[], float]:
     """What runs an algorithm once, with the backward pass where anything asks for a gradient, and returns the
     microseconds."""
     # Leaves of their own, so that no gradient goes further than the layer.
