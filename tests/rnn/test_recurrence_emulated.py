@@ -144,9 +144,10 @@ def build(sample: Sample, folder: Path) -> ctypes.CDLL:
     units = math.ceil(math.ceil(sample.H / sample.group) / per_chunk) * per_chunk
     constants = {
         "CELL": CELLS.index(sample.cell), "TYPE": 2 if sample.tf32 else TYPES[sample.dtype],
-        "BACKWARD": sample.backward, "HIDDEN": sample.H, "HEADS": sample.heads, "GROUP": sample.group, "COLUMNS": sample.columns,
-        "UNITS": units, "WARPS": 8, "SPLIT": sample.split, "RESIDENT": sample.resident, "CLUSTER": sample.cluster,
-        "FMA": sample.fma, "EXCHANGE": sample.tier == "grid", "PACKED": sample.lengths is not None,
+        "BACKWARD": sample.backward, "HIDDEN": sample.H, "HEADS": sample.heads, "GROUP": sample.group,
+        "COLUMNS": sample.columns, "UNITS": units, "WARPS": 8, "SPLIT": sample.split, "RESIDENT": sample.resident,
+        "CLUSTER": sample.cluster, "FMA": sample.fma, "EXCHANGE": sample.tier == "grid",
+        "PACKED": sample.lengths is not None,
     }  # fmt: skip
     return emulated.build("recurrence", folder, **constants)
 

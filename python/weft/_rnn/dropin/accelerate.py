@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 from ..cells import GRUCell, LSTMCell, RNNCell
 from ..layers import GRU, LSTM, RNN
 from ..select import choice
+from . import xlstm_cells
 
 __all__ = ["accelerate", "restore", "swapped"]
 
@@ -41,6 +42,10 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
     (``torch.nn.utils.parametrize`` and the older ``weight_norm``). A layer that stands in two places stays one layer.
     Weft's own layers are left alone, and so are instances of a user's subclass of torch's layers, unless `subclasses`
     is set; one warning names them and says why.
+
+    Of the ``xlstm`` package (PyPI) the sLSTM cells are swapped, in the layers and blocks that hold them: the cell object
+    stays, with its parameters, and runs by Weft's operator. Left, and named in the warning, are cells that cut or clip
+    gradients or outputs and those of another function than sLSTM. `algorithm` is not for them.
 
     A swapped layer says ``accelerated=True`` when it is printed; :func:`restore` undoes all of it.
 
@@ -77,7 +82,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
     choice.check_algorithm(algorithm)
     left = []
     for name, module in model.named_modules():
-        obstacle = _obstacle(module, subclasses)
+        obstacle = _obstacle(module, subclasses) or xlstm_cells.obstacle(module)
         if obstacle is not None:
             left.append(f"{name or 'the model itself'} ({_class_name(module)}) {obstacle}")
     names = {module: name for name, module in model.named_modules()}
@@ -90,13 +95,17 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
                 if child not in swapped:
                     swapped[child] = _swap(child, target, algorithm)
                 parent._modules[name] = swapped[child]
+    of_xlstm = [module for module in model.modules() if xlstm_cells.swappable(module)]
+    for cell in of_xlstm:
+        xlstm_cells.swap(cell)
     if left:
         warnings.warn(f"weft.accelerate left these layers as they are: {'; '.join(left)}", stacklevel=2)
     target = _replacement_class(model, subclasses)
     result = model if target is None else _swap(model, target, algorithm)
     if target is not None:
         swapped[model] = result
-    if not swapped and not left and not any(_is_wefts(module) for module in model.modules()):
+    known = any(_is_wefts(m) or xlstm_cells.is_swapped(m) for m in model.modules())
+    if not swapped and not left and not known:
         warnings.warn(
             f"weft.accelerate swapped nothing: {type(model).__name__} has no torch.nn.RNN, GRU, LSTM, RNNCell, GRUCell "
             "or LSTMCell inside",
@@ -107,7 +116,9 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
             what = _class_name(module).replace("torch.nn.modules.rnn.", "torch.nn.")
             ours = _torch_class(_class_before_parametrizations(module)).__name__
             print(f"weft.accelerate: {names[module] or 'the model itself'}: {what} -> weft.nn.{ours}")
-        if not swapped:
+        for cell in of_xlstm:
+            print(f"weft.accelerate: {names[cell] or 'the model itself'}: xlstm's {type(cell).__name__} -> weft::rnn")
+        if not swapped and not of_xlstm:
             print("weft.accelerate: nothing swapped")
     return result
 
@@ -130,6 +141,9 @@ def restore(model: M) -> M:
     if not isinstance(model, Module):
         raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
     restored: dict[Module, Module] = {}
+    for module in list(model.modules()):
+        if xlstm_cells.is_swapped(module):
+            xlstm_cells.swap_back(module)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and getattr(child, "_accelerated", False):
