@@ -11,8 +11,8 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from ..cells import GRUCell, LSTMCell, RNNCell
-from ..layers import GRU, LSTM, RNN
+from ..cells import GRUCell, LSTMCell, RNNCell, SLSTMCell
+from ..layers import GRU, LSTM, RNN, SLSTM
 from ..select import choice
 from . import xlstm_cells
 
@@ -28,6 +28,8 @@ _REPLACEMENTS: dict[type[Module], type[Module]] = {
     torch.nn.GRUCell: GRUCell,
     torch.nn.LSTMCell: LSTMCell,
 }
+
+_OURS = (*_REPLACEMENTS.values(), SLSTM, SLSTMCell)
 
 # Of the special members of a subclass those that a call may reach, and of the others of RNNBase those that none does.
 _RUNS = {"__call__", "__class__", "__getattr__", "__getattribute__", "__new__", "__reduce_ex__", "__slots__"}
@@ -165,7 +167,7 @@ def swapped(module: Module, algorithm: str = "auto") -> Module | None:
 
 
 def _is_wefts(module: Module) -> bool:
-    return issubclass(type(module), tuple(_REPLACEMENTS.values()))
+    return issubclass(type(module), _OURS)
 
 
 def _swap_back(layer: Module) -> Module:
@@ -223,7 +225,7 @@ def _obstacle(module: Module, subclasses: bool) -> str | None:
         named = getattr(module, "original_name", "") in recurrent
         return "is compiled by torch.jit.script: accelerate the model before scripting it" if named else None
     kind = _class_before_parametrizations(module)
-    if kind in _REPLACEMENTS or issubclass(kind, tuple(_REPLACEMENTS.values())):
+    if kind in _REPLACEMENTS or issubclass(kind, _OURS):
         return None
     if _torch_class(kind) is None:
         return None if not issubclass(kind, torch.nn.RNNBase) else "is none of torch.nn.RNN, GRU and LSTM"
