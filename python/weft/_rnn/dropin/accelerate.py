@@ -45,9 +45,9 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
     Weft's own layers are left alone, and so are instances of a user's subclass of torch's layers, unless `subclasses`
     is set; one warning names them and says why.
 
-    Of the ``xlstm`` package (PyPI) the sLSTM cells are swapped, in the layers and blocks that hold them: the cell object
-    stays, with its parameters, and runs by Weft's operator. Left, and named in the warning, are cells that cut or clip
-    gradients or outputs and those of another function than sLSTM. `algorithm` is not for them.
+    Of the ``xlstm`` package (PyPI) the sLSTM cells are swapped, in the layers and blocks that hold them: the cell
+    object stays, with its parameters, and runs by Weft's operator. Left, and named in the warning, are cells that cut
+    or clip gradients or outputs, and those of another function than sLSTM. `algorithm` is not for them.
 
     A swapped layer says ``accelerated=True`` when it is printed; :func:`restore` undoes all of it.
 

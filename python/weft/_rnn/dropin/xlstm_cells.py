@@ -1,8 +1,8 @@
 """The sLSTM cells of the ``xlstm`` package (PyPI, NXAI), by weft::rnn: what weft.accelerate does with them.
 
-Such a cell takes the four gates' input sides for all time steps, so its steps are those of a layer whose input weight is
-the identity, one product more than it needs. The package's layers and blocks around it stay. A swapped cell is of a class
-derived from its own, with the same attributes: parameters, their names and layout, configuration and hooks.
+Such a cell takes the four gates' input sides for all time steps, so its steps are those of a layer whose input weight
+is the identity, one product more than it needs. The package's layers and blocks around it stay. A swapped cell is of a
+class derived from its own, with the same attributes: parameters, their names and layout, configuration and hooks.
 
 Source: Beck et al., "xLSTM: Extended Long Short-Term Memory", NeurIPS 2024.
 """
@@ -107,7 +107,7 @@ def _weights(cell: nn.Module, like: Tensor) -> list[Tensor]:
 def _forward(
     cell: nn.Module, input: Tensor, state: Tensor | None = None, lengths: Any = None
 ) -> tuple[Tensor, Tensor]:
-    """What the package's forward returns: output as the configuration lays it out, and the last states ``(4, B, H)``."""
+    """What the package's forward returns: output as the configuration has it, and the last states ``(4, B, H)``."""
     cell._check_input(input)
     steps = input.transpose(0, 1) if _LEADING[cell.config.input_shape] else input
     given = None if state is None else cell._get_state(steps, state).to(steps.dtype)
