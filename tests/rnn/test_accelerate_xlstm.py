@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -62,9 +61,9 @@ def test_in_a_layer_and_back():
     assert layer.slstm_cell is cell and "accelerated=True" in repr(layer) and layer.state_dict().keys() == keys
     torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
     assert isinstance(cell, cell_module.sLSTMCellBase)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        torch.testing.assert_close(other(x), layer(x))
-        assert "accelerated=True" in repr(other)
+    other = copy.deepcopy(layer)
+    torch.testing.assert_close(other(x), layer(x))
+    assert "accelerated=True" in repr(other)
     compiled = torch.compile(cell, fullgraph=True, backend="aot_eager")
     gates = torch.randn(2, 5, 64)
     torch.testing.assert_close(compiled(gates)[0], cell(gates)[0])

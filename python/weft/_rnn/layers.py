@@ -36,7 +36,7 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
     """What the three layers share."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [
-        *torch.nn.RNNBase.__jit_unused_properties__, "__class__", "algorithm"
+        *torch.nn.RNNBase.__jit_unused_properties__, "__class__", "algorithm", "_is_torchs"
     ]  # fmt: skip
     _torch_class: type[torch.nn.RNNBase]
     _algorithm: str

@@ -104,9 +104,7 @@ def _weights(cell: nn.Module, like: Tensor) -> list[Tensor]:
     return [eye, recurrent, bias, torch.zeros_like(bias)]
 
 
-def _forward(
-    cell: nn.Module, input: Tensor, state: Tensor | None = None, lengths: Any = None
-) -> tuple[Tensor, Tensor]:
+def _forward(cell: nn.Module, input: Tensor, state: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
     """What the package's forward returns: output as the configuration has it, and the last states ``(4, B, H)``."""
     cell._check_input(input)
     steps = input.transpose(0, 1) if _LEADING[cell.config.input_shape] else input
@@ -123,4 +121,3 @@ def _run(cell: nn.Module, steps: Tensor, state: Tensor | None, weights: list[Ten
         steps, h, c, weights, None, cell="slstm", num_heads=cell.config.num_heads
     )
     return output, torch.cat([h_n, *c_n.chunk(_GATES - 1, -1)])
-

@@ -60,6 +60,9 @@ class Table(NamedTuple):
     """Largest hidden size of a bucket -> its limits, ascending; above the last, the algorithm is not taken."""
 
 
+CUDA_MAX_HIDDEN: dict[str, int] = {cell: largest for cell, largest in _C.rnn_scan_max_hidden.items() if largest > 0}
+"""By cell, H that the CUDA kernels of the scan hold. The others have no scan."""
+
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
@@ -80,7 +83,7 @@ def _scan_table(costs: gpu_costs.Costs, cell: str) -> Table:
 
 
 def _scan_tables(costs: gpu_costs.Costs) -> dict[tuple[str, str], Table]:
-    return {("cuda", name): _scan_table(costs, cell.costs) for name, cell in CELLS.items()}
+    return {("cuda", name): _scan_table(costs, CELLS[name].costs) for name in CUDA_MAX_HIDDEN}
 
 
 AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(gpu_costs.reference())
@@ -119,9 +122,6 @@ AUTO_PROJECTED: dict[tuple[str, str], Table] = {
         },
     ),
 }
-
-CUDA_MAX_HIDDEN: dict[str, int] = _C.rnn_scan_max_hidden
-"""By cell, H that the CUDA kernels of the scan hold."""
 
 CUDA_MAX_HIDDEN_FP64: int = _C.rnn_scan_max_hidden_fp64
 """The same in float64, of every cell."""
@@ -172,7 +172,7 @@ def why_not_scan(case: Case) -> str | None:
         return "it has no projection (proj_size)"
     if case.heads > 1:
         return "it has no heads (num_heads)"
-    if CUDA_MAX_HIDDEN[case.cell] == 0:
+    if case.cell not in CUDA_MAX_HIDDEN:
         return f"it has no {case.cell.split('_')[0].upper()}"
     obstacle = _why_not_ours(case)
     if obstacle is not None:
@@ -253,7 +253,7 @@ def _plan(
         batch=batch,
         packed=packed,
         trains=trains,
-        heads=heads,
+        **({} if heads == 1 else {"heads": heads}),
     )
     if facts["why_not"] is not None:
         return Plan(facts["why_not"])
