@@ -71,22 +71,22 @@ TORCH_LIBRARY(weft, m) {
   // rnn: csrc/rnn/
   m.def(
       "rnn(Tensor input, Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes=None, *, str cell, "
-      "bool bidirectional=False, bool keep_cells=False, bool save=False, str backward='persistent') "
+      "bool bidirectional=False, bool keep_cells=False, bool save=False, str backward='persistent', int num_heads=1) "
       "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor cells, Tensor gates)",
       tags);
   m.def(
       "rnn_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor input, "
       "Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, Tensor output, Tensor cells, Tensor gates, *, "
-      "str cell, bool bidirectional, bool[] output_mask, str backward='persistent') -> Tensor[]",
+      "str cell, bool bidirectional, bool[] output_mask, str backward='persistent', int num_heads=1) -> Tensor[]",
       tags);
   m.def(
       "rnn_cell(Tensor input, Tensor h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih=None, Tensor? b_hh=None, *, "
-      "str cell, bool save=False) -> (Tensor h_next, Tensor c_next, Tensor gates)",
+      "str cell, bool save=False, int num_heads=1) -> (Tensor h_next, Tensor c_next, Tensor gates)",
       tags);
   m.def(
       "rnn_cell_backward(Tensor? grad_h_next, Tensor? grad_c_next, Tensor input, Tensor h, Tensor? c, Tensor w_ih, "
       "Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor h_next, Tensor c_next, Tensor gates, *, str cell, "
-      "bool[7] output_mask) -> Tensor[]",
+      "bool[7] output_mask, int num_heads=1) -> Tensor[]",
       tags);
 
   // distributed: python/weft/_distributed/scan.py, of the ops above and of torch's collectives; `group` is its name

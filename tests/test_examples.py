@@ -20,6 +20,7 @@ EXAMPLES = {
     "greedy_decoder.py": "--algorithm",
     "long_context.py": "--length",
     "mingru.py": "--hidden",
+    "slstm_lm.py": "--heads",
     "six_nets.py": "--net",
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
@@ -54,6 +55,8 @@ def test_help(name):
         ("lenet_scan.py", ["--batch", "0"]),
         ("mingru.py", ["--hidden", "0"]),
         ("mingru.py", ["--steps", "0"]),
+        ("slstm_lm.py", ["--heads", "0"]),
+        ("slstm_lm.py", ["--heads", "3"]),
         ("six_nets.py", ["--hidden", "6"]),
         ("six_nets.py", ["--batch", "0"]),
         ("treelstm_ast.py", ["--epochs", "0"]),
@@ -119,6 +122,14 @@ def test_mingru(capsys):
     assert 0 < example("mingru.py")["main"](["--quick", "--device", "cpu"]) < 4
     difference = capsys.readouterr().out.split("states differ by ")[1]
     assert float(difference) < 1e-4
+
+
+def test_slstm_lm(tmp_path, capsys):
+    arguments = ["--quick", "--device", "cpu", "--output", str(tmp_path / "slstm.png")]
+    reached = example("slstm_lm.py")["main"](arguments)
+    assert reached.keys() == {"sLSTM", "LSTM", "minGRU"} and all(0 < share < 1 for share in reached.values())
+    printed = capsys.readouterr().out
+    assert "bits per character" in printed and "right at 160" in printed
 
 
 def test_long_context(tmp_path, capsys):

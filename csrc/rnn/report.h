@@ -17,6 +17,7 @@ struct RnnCase {
   int64_t T, B, I, H;
   int layers, directions;
   bool packed, trains;
+  int heads = 1;
 };
 
 // How the recurrence of one pass is laid out.

@@ -602,7 +602,7 @@ def test_arguments_are_checked_as_in_forward(layer):
 
 def test_what_nobody_can_explain():
     for other in (None, "GRU"):
-        with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU or LSTM, got"):
+        with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got"):
             weft.explain(other, torch.randn(5, 2, 3))
     with pytest.raises(TypeError, match="what to explain is missing"):
         weft.explain()

@@ -82,7 +82,7 @@ def test_unknown_names(device: str):
     args = arguments(Sample("gru", 4, 3, 2, 5), device)
     with pytest.raises(ValueError, match=r"weft::rnn: backward must be one of 'persistent', 'scan', 'newton', got 'auto'"):
         rnn(*args, cell="gru", backward="auto")
-    with pytest.raises(ValueError, match=r"weft::rnn: cell must be one of 'rnn_tanh', .*, 'lstm', got 'elman'"):
+    with pytest.raises(ValueError, match=r"weft::rnn: cell must be one of 'rnn_tanh', .*, 'slstm_exp', got 'elman'"):
         rnn(*args, cell="elman")
 
 

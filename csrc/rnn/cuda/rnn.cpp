@@ -94,8 +94,8 @@ Way way_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
   const auto type = type_of(args.input.scalar_type());
   if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.H > kMaxHidden) return {};
   if (s.T > kMaxRows || s.B > kMaxRows) return {};
-  const RecurrenceKernel& recurrence =
-      recurrence_kernel({args.cell, *type, backward, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)});
+  const RecurrenceKernel& recurrence = recurrence_kernel({args.cell, *type, backward, s.packed, static_cast<int>(s.P),
+                                                          static_cast<int>(s.heads), s.D, static_cast<int>(s.B)});
   return {*type, recurrence.geometry ? &recurrence : nullptr};
 }
 
@@ -134,11 +134,11 @@ struct Launch {
   }
 
   // The tensor through which the blocks of a grid exchange: `result` itself where its rows are aligned to 16 bytes,
-  // else one with padded rows. Filled with ones bits.
+  // else one with padded rows, of each head. Filled with ones bits.
   void set_exchange(const Tensor& result, int64_t stride, int64_t direction, int values, bool backward,
                     const RnnSizes& s) {
     const int per_chunk = 16 / int(result.element_size());
-    const int64_t padded = (s.H + per_chunk - 1) / per_chunk * per_chunk;
+    const int64_t padded_head = (s.P + per_chunk - 1) / per_chunk * per_chunk, padded = s.heads * padded_head;
     Tensor tensor = result;
     args.exchange_stride = static_cast<int>(stride);
     args.exchange_direction = direction;
@@ -216,7 +216,7 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
 
   std::vector<Tensor> result(output_mask.size());
   if (output_mask[1] && h0) result[1] = at::empty({s.D, s.B, H}, options);
-  if (output_mask[2] && c0) result[2] = at::empty({s.D, s.B, H}, options);
+  if (output_mask[2] && c0) result[2] = at::empty({s.D, s.B, s.S * H}, options);
   Launch launch(args, s);
   const int64_t blocks = chain_blocks(args.cell), stride = blocks * H;
   const Tensor dgates = at::empty({s.D, s.R, stride}, options);
@@ -268,33 +268,39 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
     }
     if (output_mask[first + 1]) {
       Tensor& out = result[first + 1];
-      out = at::empty({columns, H}, options);
+      out = at::empty({columns, s.P}, options);
       const char* const initial = h0 ? static_cast<const char*>(a.h0) + d * s.B * H * bytes : nullptr;
       // Rows [row, row + count) of the gradient, from columns [column, column + count) of dgates.
       const auto part = [&](int64_t row, int64_t column, int64_t count, const auto& term) {
-        char* const to = static_cast<char*>(out.mutable_data_ptr()) + row * H * bytes;
+        char* const to = static_cast<char*>(out.mutable_data_ptr()) + row * s.P * bytes;
         term(dg + column * bytes, count, to);
       };
+      // Of several heads those of a gate at a time, the states' columns being the head's.
       const auto all_parts = [&](const auto& term) {
+        if (s.heads > 1) {
+          for (int g = 0; g < s.G; ++g) part(g * H, recurrent_block(args.cell, g) * H, s.P, term);
+          return;
+        }
         part(0, 0, together, term);
         if (apart) part(together, columns, H, term);
       };
+      const Heads heads{s.heads, s.P, s.P, s.P * s.P};
       if (s.packed) {
         const Tensor zero = h0 ? Tensor() : at::zeros({s.B, H}, options);
         const Tensor before = states_before(args, s, *steps, states, h0 ? h0->select(0, d) : zero, d);
         all_parts([&](const char* left, int64_t count, char* to) {
-          multiply(type, count, H, s.R, {left, stride, true}, {before.const_data_ptr(), H}, to, H, false);
+          multiply(type, count, s.P, s.R, {left, stride, true}, {before.const_data_ptr(), H}, to, s.P, false, heads);
         });
       } else {
         // The state before each step is h0 and then the output shifted by one: two products instead of a copy.
         const int64_t later = (s.T - 1) * s.B;
         const char* const y = static_cast<const char*>(states.const_data_ptr()) + d * H * bytes;
         all_parts([&](const char* left, int64_t count, char* to) {
-          multiply(type, count, H, later, {left + (d == 0 ? s.B * stride * bytes : 0), stride, true},
-                   {y + (d == 0 ? 0 : s.B * s.D * H * bytes), s.D * H}, to, H, false);
+          multiply(type, count, s.P, later, {left + (d == 0 ? s.B * stride * bytes : 0), stride, true},
+                   {y + (d == 0 ? 0 : s.B * s.D * H * bytes), s.D * H}, to, s.P, false, heads);
           if (initial) {
-            multiply(type, count, H, s.B, {left + (d == 0 ? 0 : later * stride * bytes), stride, true}, {initial, H},
-                     to, H, true);
+            multiply(type, count, s.P, s.B, {left + (d == 0 ? 0 : later * stride * bytes), stride, true}, {initial, H},
+                     to, s.P, true, heads);
           }
         });
       }
@@ -334,7 +340,7 @@ struct Widened {
         h0(in_type(a.h0, type)),
         c0(in_type(a.c0, type)),
         weights(all(a.weights, type)),
-        args{input, h0, c0, weights, a.batch_sizes, a.cell, a.bidirectional, a.backward} {}
+        args{input, h0, c0, weights, a.batch_sizes, a.cell, a.bidirectional, a.backward, a.heads} {}
   Widened(const Widened&) = delete;
 
   static std::vector<Tensor> all(at::TensorList list, at::ScalarType type) {
@@ -518,11 +524,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input,
                                                             const OptionalTensor& c0, at::TensorList weights,
                                                             const OptionalTensor& batch_sizes,
                                                             c10::string_view cell_name, bool bidirectional,
-                                                            bool keep_cells, bool save,
-                                                            c10::string_view backward_name) {
+                                                            bool keep_cells, bool save, c10::string_view backward_name,
+                                                            int64_t heads) {
   const char* op = "weft::rnn";
   const RnnArgs args{
-      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name),
+      heads};
   const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
   if (args.backward != Backward::kPersistent) return forward_for_scan(args, s, keep_cells, save).tuple();
@@ -534,10 +541,12 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
                                       const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
                                       at::TensorList weights, const OptionalTensor& batch_sizes, const Tensor& output,
                                       const Tensor& cells, const Tensor& gates, c10::string_view cell_name,
-                                      bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name) {
+                                      bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name,
+                                      int64_t heads) {
   const char* op = "weft::rnn_backward";
   const RnnArgs args{
-      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name),
+      heads};
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
   const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
@@ -561,7 +570,8 @@ std::optional<RecurrenceProblem> problem_of(const RnnCase& c, bool backward) {
                            *type,
                            backward,
                            c.packed,
-                           static_cast<int>(c.H),
+                           static_cast<int>(c.H / c.heads),
+                           c.heads,
                            c.directions,
                            static_cast<int>(std::max<int64_t>(1, c.B))};
 }

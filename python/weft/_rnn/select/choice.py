@@ -10,7 +10,7 @@ import torch
 
 from ... import _C
 from ..._base import costs as gpu_costs
-from ..._base.torch_private import constant_when_compiled
+from ..._base.torch_private import RNN_KERNELS, constant_when_compiled
 from ..dropin.torch_limits import why_not_cudnn, why_not_onednn
 from ..table import CELLS
 from . import costs, tuned
@@ -57,6 +57,9 @@ class Table(NamedTuple):
     """Largest hidden size of a bucket -> its limits, ascending; above the last, the algorithm is not taken."""
 
 
+CUDA_MAX_HIDDEN: dict[str, int] = {cell: largest for cell, largest in _C.rnn_scan_max_hidden.items() if largest > 0}
+"""By cell, H that the CUDA kernels of the scan hold. The others have no scan."""
+
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
@@ -77,7 +80,7 @@ def _scan_table(costs: gpu_costs.Costs, cell: str) -> Table:
 
 
 def _scan_tables(costs: gpu_costs.Costs) -> dict[tuple[str, str], Table]:
-    return {("cuda", name): _scan_table(costs, cell.costs) for name, cell in CELLS.items()}
+    return {("cuda", name): _scan_table(costs, CELLS[name].costs) for name in CUDA_MAX_HIDDEN}
 
 
 AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(gpu_costs.reference())
@@ -117,9 +120,6 @@ AUTO_PROJECTED: dict[tuple[str, str], Table] = {
     ),
 }
 
-CUDA_MAX_HIDDEN: dict[str, int] = _C.rnn_scan_max_hidden
-"""By cell, H that the CUDA kernels of the scan hold."""
-
 CUDA_MAX_HIDDEN_FP64: int = _C.rnn_scan_max_hidden_fp64
 """The same in float64, of every cell."""
 
@@ -142,6 +142,10 @@ def why_only_reference(case: Case) -> str | None:
 
 def why_not_torch(case: Case) -> str | None:
     """Why torch's kernel cannot run this case, or None."""
+    if case.cell not in RNN_KERNELS:
+        return f"torch has no {case.cell.split('_')[0].upper()}"
+    if case.heads > 1:
+        return "torch's layers have no heads (num_heads)"
     if case.mapped:
         return "torch.func.vmap has no rule for torch's kernels"
     if case.keeps_cells:
@@ -161,6 +165,10 @@ def why_not_scan(case: Case) -> str | None:
         return "it does not return the cells of every step"
     if case.projected:
         return "it has no projection (proj_size)"
+    if case.heads > 1:
+        return "it has no heads (num_heads)"
+    if case.cell not in CUDA_MAX_HIDDEN:
+        return f"it has no {case.cell.split('_')[0].upper()}"
     obstacle = _why_not_ours(case)
     if obstacle is not None:
         return obstacle
@@ -243,7 +251,7 @@ def persistent_plan(case: Case) -> Plan:
         return Plan(None, how=_WITHOUT_A_KERNEL)
     plan = _plan(
         case.index, case.cell, case.dtype, case.input_size, case.hidden_size, case.layers, case.directions,
-        case.steps or 1, case.batch or 1, case.packed, case.trains,
+        case.steps or 1, case.batch or 1, case.packed, case.trains, case.heads,
     )  # fmt: skip
     if plan.why_not is None or why_not_torch(case) is None:
         return plan
@@ -253,7 +261,7 @@ def persistent_plan(case: Case) -> Plan:
 @constant_when_compiled
 def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
-    steps: int, batch: int, packed: bool, trains: bool,
+    steps: int, batch: int, packed: bool, trains: bool, heads: int,
 ) -> Plan:  # fmt: skip
     facts = _C.rnn_report(
         device=torch.cuda.current_device() if index is None else index,
@@ -267,6 +275,7 @@ def _plan(
         batch=batch,
         packed=packed,
         trains=trains,
+        **({} if heads == 1 else {"heads": heads}),
     )
     if facts["why_not"] is not None:
         return Plan(facts["why_not"])
@@ -348,10 +357,14 @@ def _count(number: int, what: str) -> str:
 
 def why_auto_skips_persistent(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "persistent", or None."""
+    if case.device != "cuda" and ours_alone(case):
+        return None
     if case.device != "cuda":
         return beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
     if persistent_plan(case).expected_us is None:
         return "auto takes it where it has a kernel"
+    if ours_alone(case):
+        return None
     # The weights fit. Against cuDNN's kernels for all steps, and for packed input, it was then faster wherever it was
     # measured, by less in places than the errors of the two models; against its others where the batch is small.
     if case.packed or costs.cudnn_kernel(case) != "standard":
@@ -359,6 +372,11 @@ def why_auto_skips_persistent(case: Case) -> str | None:
     if _is_small(case):
         return None
     return _why_slower(case, "persistent", "torch")
+
+
+def ours_alone(case: Case) -> bool:
+    """Whether torch has no such layer."""
+    return case.heads > 1 or case.cell not in RNN_KERNELS
 
 
 def _is_small(case: Case) -> bool:
@@ -371,6 +389,8 @@ def _is_small(case: Case) -> bool:
 
 
 def _why_auto_takes(name: str, case: Case) -> str:
+    if ours_alone(case):
+        return "torch has no such layer"
     if name == "newton":
         return "a fraction of the scan where the net forgets, and at most a tenth more where it does not"
     if name == "scan" or case.device == "cpu":

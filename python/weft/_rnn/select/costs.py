@@ -124,7 +124,7 @@ def products_us(case: Case) -> float:
 def products_flops(case: Case) -> int:
     """Operations of all matrix products of torch's layer."""
     state = case.proj_size or case.hidden_size
-    inputs = case.input_size + (case.layers - 1) * state * case.directions + case.layers * state
+    inputs = case.input_size + (case.layers - 1) * state * case.directions + case.layers * (state // case.heads)
     columns = GATES[case.cell] * inputs + case.layers * case.proj_size
     flops = 2 * case.hidden_size * columns * (case.batch or 0) * (case.steps or 0) * case.directions
     return flops * (3 if case.trains else 1)

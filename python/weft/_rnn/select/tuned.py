@@ -107,6 +107,8 @@ def _key(case: Case) -> str:
         "cells": int(case.keeps_cells),
         "trains": int(case.trains),
     }
+    if case.heads > 1:
+        parts["heads"] = case.heads
     return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
