@@ -35,11 +35,22 @@ TORCH_LIBRARY(weft, m) {
   m.def("csr_chain(Tensor grad, Tensor[] crows, Tensor[] cols, Tensor[] values) -> Tensor[]", tags);
 
   // scan: csrc/scan/
-  m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",
-        tags);
+  m.def(
+      "linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False, "
+      "bool batch_first=False) -> Tensor",
+      tags);
   m.def(
       "linear_scan_backward(Tensor grad, Tensor A, Tensor? x, Tensor? x0, bool reverse, bool transpose, "
-      "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      "bool[3] output_mask, bool batch_first=False) -> (Tensor, Tensor, Tensor)",
+      tags);
+  m.def(
+      "linear_scan_readout(Tensor A, Tensor b, Tensor c, Tensor? x0=None, *, bool reverse=False, "
+      "bool batch_first=False, bool save=False) -> (Tensor y, Tensor starts)",
+      tags);
+  m.def(
+      "linear_scan_readout_backward(Tensor grad, Tensor A, Tensor b, Tensor c, Tensor? x0, Tensor starts, bool "
+      "reverse, "
+      "bool batch_first, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);
 

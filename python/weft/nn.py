@@ -26,14 +26,15 @@ that decide at each step what the next one gets. They are subclasses of torch's.
 on a CPU "torch" for more than 4 sequences of more than 256 hidden units. Under ``torch.func`` transforms that
 differentiate and in forward-mode AD torch's operations run.
 
-:class:`MinGRU`, :class:`MinLSTM` and :class:`RGLRU` are recurrences whose gates depend on the input alone, so that all
-time steps run in parallel, by :func:`weft.scan.linear_scan`.
+:class:`MinGRU`, :class:`MinLSTM` and :class:`RGLRU` are recurrences whose gates depend on the input alone, :class:`LRU`
+and :class:`S5` linear ones over complex states, so that all time steps run in parallel, by
+:func:`weft.scan.linear_scan`. They stand in a GRU's place: its arguments, layouts, states and packed sequences.
 """
 
 from __future__ import annotations
 
 from ._rnn.cells import GRUCell, LSTMCell, RNNCell
 from ._rnn.layers import GRU, LSTM, RNN
-from ._scan.layers import RGLRU, MinGRU, MinLSTM
+from ._scan.layers import LRU, RGLRU, S5, MinGRU, MinLSTM
 
-__all__ = ["GRU", "LSTM", "RGLRU", "RNN", "GRUCell", "LSTMCell", "MinGRU", "MinLSTM", "RNNCell"]
+__all__ = ["GRU", "LRU", "LSTM", "RGLRU", "RNN", "S5", "GRUCell", "LSTMCell", "MinGRU", "MinLSTM", "RNNCell"]
