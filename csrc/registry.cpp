@@ -52,6 +52,7 @@ TORCH_LIBRARY(weft, m) {
       "reverse, "
       "bool batch_first, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
+  m.def("scan_cell(Tensor input, Tensor? h, Tensor?[] weights, *, str cell) -> (Tensor output, Tensor h_next)", tags);
   m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);
 
   // rnn: csrc/rnn/

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -172,6 +173,53 @@ LINEAR_EMPTY = [
     for size in [(0, 3, 5), (4, 0, 5), (4, 3, 0), (0, 0, 0)]
 ]
 
+
+class Cell(NamedTuple):
+    """One step of a layer that is linear in its state."""
+
+    cell: str
+    B: int = 2
+    X: int = 3
+    H: int = 4
+    h: bool = True
+    bias: bool = True
+
+    def __str__(self) -> str:
+        flags = [name for name in ("h", "bias") if getattr(self, name)]
+        return "-".join([self.cell, f"B{self.B}", f"X{self.X}", f"H{self.H}", *flags])
+
+    def call(self, device: str, dtype: torch.dtype, more: int = 0) -> tuple[tuple, dict]:
+        B, X, H, N = self.B + more, self.X + more, self.H + 2 * more, self.H + 2 * more + 1
+        shapes = {
+            "min_gru": [(2 * H, X), (2 * H,)],
+            "min_lstm": [(3 * H, X), (3 * H,)],
+            "rg_lru": [(2, H, H // 2), (2, H), (H,), (H, X), (H,)],
+            "lru": [*((N,),) * 3, (N, 2, X), (H, N, 2), (H, X)],
+            "s5": [*((N,),) * 3, (N, 2, X), (H, N, 2), (H, X)],
+        }[self.cell.removesuffix("_g")]
+        optional = {"min": (1,), "rg": (1, 4), "lr": (5,), "s5": (5,)}[self.cell[: 3 if self.cell[0] == "m" else 2]]
+        weights = [
+            None if i in optional and not self.bias else torch.randn(shape, dtype=torch.float64)
+            for i, shape in enumerate(shapes)
+        ]
+        if self.cell == "s5":
+            weights[0] = -weights[0].abs() - 0.1
+        is_complex = self.cell in ("lru", "s5")
+        kind = torch.promote_types(dtype, torch.complex64) if is_complex else dtype
+        kind = torch.promote_types(kind, torch.float32) if self.cell == "rg_lru" else kind
+        wide = torch.complex128 if is_complex else torch.float64
+        h = torch.randn(B, N if is_complex else H, dtype=wide).to(device, kind) if self.h else None
+        tensors = [
+            None if t is None else t.to(device, dtype) for t in (torch.randn(B, X, dtype=torch.float64), *weights)
+        ]
+        return (tensors[0], h, tensors[1:]), {"cell": self.cell}
+
+
+CELLS = [
+    *(Cell(cell) for cell in ("min_gru", "min_gru_g", "min_lstm", "min_lstm_g", "rg_lru", "lru", "s5")),
+    *(Cell(cell, h=False, bias=False) for cell in ("min_gru", "min_lstm", "rg_lru", "lru", "s5")),
+]
+
 READOUTS = [
     ReadOut(3, 2, 3, 4),
     ReadOut(3, 2, 2, 3, "TB", "TB", True, None, reverse=True),
@@ -201,8 +249,15 @@ CHAINS_EMPTY = [
     for levels in (0, 63)
 ]
 
+
+def _of_products(sample: Cell, device: str, operands: Sequence[Tensor]) -> torch.dtype:
+    """Autocast narrows products; it leaves float64."""
+    return torch.float64 if operands[0].dtype == torch.float64 else torch.bfloat16
+
+
 OPS = [
     Op("linear_scan", LINEAR, LINEAR_LARGE, LINEAR_EMPTY),
     Op("linear_scan_readout", READOUTS, READOUTS_LARGE, READOUTS_EMPTY, results=lambda sample, results: results[:1]),
+    Op("scan_cell", CELLS, results=lambda sample, results: results[:1], autocast=_of_products),
     Op("chain_backward", CHAINS, CHAINS_LARGE, CHAINS_EMPTY),
 ]

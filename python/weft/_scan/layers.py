@@ -21,6 +21,8 @@ __all__ = ["LRU", "RGLRU", "S5", "MinGRU", "MinLSTM"]
 ACTIVATIONS = ("identity", "g")
 _C = 8.0  # of RG-LRU
 
+_scan_cell = torch.ops.weft.scan_cell.default
+
 Device: TypeAlias = torch.device | str | int | None
 
 
@@ -121,6 +123,15 @@ class _ScanLayer(TakesSlices, nn.Module):
         """A and b of h[t] = A[t] * h[t-1] + b[t], A like b or (H), and the dtype of the output, from x (..., X)."""
         raise NotImplementedError
 
+    @property
+    def _cell(self) -> str:
+        """What weft::scan_cell calls it."""
+        raise NotImplementedError
+
+    def _weights(self, suffix: str) -> list[Tensor | None]:
+        """What weft::scan_cell takes for it."""
+        raise NotImplementedError
+
     def _read(self, states: Tensor, x: Tensor, suffix: str, dtype: torch.dtype) -> Tensor:
         """A direction's output (..., H), from its states and its input."""
         return states.to(dtype)
@@ -178,15 +189,24 @@ class _ScanLayer(TakesSlices, nn.Module):
             starts = starts.index_select(1, input.sorted_indices)
         if ranks is not None and not self.bidirectional and not ranks.reads(hx):
             starts = None
+        # A single step, as in decoding, is one operator for each layer and direction.
+        time = 1 if self.batch_first else 0
+        one = packed is None and ranks is None and x.size(time) == 1
         last, directions = [], []
         for layer, direction, suffix in self._suffixes():
             if layer > 0 and direction == 0:
                 x = self._between(torch.cat(directions, -1) if self.bidirectional else directions[0])
                 directions = []
-            A, b, dtype = self._terms(x, suffix)
-            start = None if starts is None else self._start(starts[layer * self._directions + direction], b)
-            states, h = self._scan(A, b, start, direction == 1, packed, B)
-            directions.append(self._read(states, x, suffix, dtype))
+            start = None if starts is None else starts[layer * self._directions + direction]
+            if one:
+                output, h = _scan_cell(x.select(time, 0), start, self._weights(suffix), cell=self._cell)
+                output = output.unsqueeze(time)
+            else:
+                A, b, dtype = self._terms(x, suffix)
+                start = None if start is None else self._start(start, b)
+                states, h = self._scan(A, b, start, direction == 1, packed, B)
+                output = self._read(states, x, suffix, dtype)
+            directions.append(output)
             last.append(h)
         output = torch.cat(directions, -1) if self.bidirectional else directions[0]
         h_n = last[0].clone() if flat else torch.stack(last)  # never a view, which would hold all states
@@ -265,6 +285,14 @@ class _Min(_ScanLayer):
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return text if self.activation == "identity" else f"{text}, activation={self.activation!r}"
+
+    @property
+    def _cell(self) -> str:
+        return f"min_{'gru' if self._gates == 1 else 'lstm'}" + ("_g" if self.activation == "g" else "")
+
+    def _weights(self, suffix: str) -> list[Tensor | None]:
+        linear = self._get("linear", suffix)
+        return [linear.weight, linear.bias]
 
     def _candidate(self, x: Tensor) -> Tensor:
         return _g(x) if self.activation == "g" else x
@@ -404,6 +432,13 @@ class RGLRU(_ScanLayer):
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", blocks={self.blocks}" if self.blocks > 1 else "")
 
+    _cell = "rg_lru"
+
+    def _weights(self, suffix: str) -> list[Tensor | None]:
+        linear = getattr(self, "projection" + suffix, None)
+        projection = [None, None] if linear is None else [linear.weight, linear.bias]
+        return [*(self._get(n, suffix) for n in ("weight", "gate_bias", "Lambda")), *projection]
+
     def _projected(self, x: Tensor, suffix: str) -> Tensor:
         return x if x.size(-1) == self.hidden_size else self._get("projection", suffix)(x)
 
@@ -428,11 +463,15 @@ class _Complex(_ScanLayer):
 
     takes_slices = False
 
-    def _make(self, N: int, device: Device, dtype: torch.dtype | None, vectors: tuple[str, ...]) -> None:
+    def _make(self, N: int, device: Device, dtype: torch.dtype | None) -> None:
         made = {"device": device, "dtype": dtype}
         for layer, _, suffix in self._suffixes():
             X, H = self._width(layer), self.hidden_size
-            shapes = dict.fromkeys(vectors, (N,)) | {"B": (N, 2, X), "C": (H, N, 2), "D": (H,) if X == H else (H, X)}
+            shapes = dict.fromkeys(self._vectors, (N,)) | {
+                "B": (N, 2, X),
+                "C": (H, N, 2),
+                "D": (H,) if X == H else (H, X),
+            }
             for name, shape in shapes.items():
                 there = name != "D" or self.bias
                 self.register_parameter(name + suffix, nn.Parameter(torch.empty(shape, **made)) if there else None)
@@ -458,10 +497,24 @@ class _Complex(_ScanLayer):
         b = torch.view_as_complex(pairs.to(state).unflatten(-1, (-1, 2)))
         return A, b, pairs.dtype
 
+    @property
+    def _cell(self) -> str:
+        """What weft::scan_cell calls it."""
+        raise NotImplementedError
+
+    def _weights(self, suffix: str) -> list[Tensor | None]:
+        """What weft::scan_cell takes for it."""
+        raise NotImplementedError
+
+    _vectors: tuple[str, ...]
+
+    def _weights(self, suffix: str) -> list[Tensor | None]:
+        return [self._get(n, suffix) for n in (*self._vectors, "B", "C", "D")]
+
     def _read(self, states: Tensor, x: Tensor, suffix: str, dtype: torch.dtype) -> Tensor:
         C, D = self._get("C", suffix), self._get("D", suffix)
         # Re(C h) of pairs is one real product with (re, -im).
-        weight = (C * C.new_tensor([1.0, -1.0])).flatten(1) * self._parts
+        weight = torch.stack((C[..., 0], -C[..., 1]), -1).flatten(1) * self._parts
         y = F.linear(torch.view_as_real(states).flatten(-2).to(dtype), weight.to(dtype))
         if D is None:
             return y
@@ -505,6 +558,8 @@ class LRU(_Complex):
         (torch.Size([500, 3, 20]), torch.Size([1, 3, 20]), torch.complex64)
     """
 
+    _cell, _vectors = "lru", ("nu_log", "theta_log", "gamma_log")
+
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
         dropout: float = 0.0, bidirectional: bool = False, device: Device = None, dtype: torch.dtype | None = None, *,
@@ -518,7 +573,7 @@ class LRU(_Complex):
         if not 0 < max_phase <= 2 * math.pi:
             raise ValueError(f"LRU: max_phase must be from 0 to 2 pi, got {max_phase}")
         self.state_size, self.r_min, self.r_max, self.max_phase = N, r_min, r_max, max_phase
-        self._make(N, device, dtype, ("nu_log", "theta_log", "gamma_log"))
+        self._make(N, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -570,6 +625,7 @@ class S5(_Complex):
     and appendix B.
     """
 
+    _cell, _vectors = "s5", ("Lambda_re", "Lambda_im", "log_step")
     _parts = 2.0
 
     def __init__(
@@ -585,7 +641,7 @@ class S5(_Complex):
         if not 0 < dt_min <= dt_max:
             raise ValueError(f"S5: dt_min and dt_max must be 0 < dt_min <= dt_max, got {dt_min} and {dt_max}")
         self.state_size, self.blocks, self.dt_min, self.dt_max = P, blocks, dt_min, dt_max
-        self._make(P // 2, device, dtype, ("Lambda_re", "Lambda_im", "log_step"))
+        self._make(P // 2, device, dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
