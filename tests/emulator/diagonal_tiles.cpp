@@ -33,6 +33,9 @@ inline int64_t __double_as_longlong(double x) {
   std::memcpy(&y, &x, 8);
   return y;
 }
+inline float rsqrtf(float x) {
+  return 1 / std::sqrt(x);
+}
 using std::isfinite;
 
 #include "scan/linear/cuda/diagonal_tiles.cuh"

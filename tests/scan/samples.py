@@ -99,7 +99,8 @@ class ReadOut(NamedTuple):
             sizes = T if "T" in name else 1, B if "B" in name else 1
             return torch.randn(*(sizes[::-1] if self.batch_first else sizes), H, N, dtype=wide)
 
-        A, c = 0.6 * field(self.A), field(self.c)
+        A, c = field(self.A), field(self.c)
+        A = 0.9 * A / A.abs().clamp(min=1)  # x stays of order 1, also in float16
         b = torch.randn(*((B, T) if self.batch_first else (T, B)), H, N if self.full else 1, dtype=wide)
         x0 = torch.randn(*((B, H, N) if self.x0 == "rows" else (H, N)), dtype=wide)
         tensors = [t.to(device=device, dtype=dtype) for t in (A, b, c, x0)]

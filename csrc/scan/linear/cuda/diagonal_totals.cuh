@@ -205,19 +205,16 @@ struct Total<float> {
 
 template <>
 struct Total<Complex<float>> {
-  static constexpr int kWords = 5;
+  static constexpr int kWords = 6;
   Complex<double> product{1, 0}, value{0, 0};
-  double magnitude = 0;
+  double size = 1, magnitude = 0;  // size: a bound of abs(product) that needs no root
 
-  // At least |a|, and not much more: an excess grows with every step. In float, whose range the square may leave:
-  // above, nothing is taken from this total; below, the bound is far too small to matter.
-  __device__ static double size(Complex<float> a) {
-    const float square = fmaf(a.re, a.re, a.im * a.im);
+  // At least |a|, and not much more: an excess grows with every step. In float, whose range the square may leave: above,
+  // nothing is taken from this total; below, the bound is far too small to matter.
+  __device__ static double size_of(Complex<float> a) {
+    const float square = fmaxf(fmaf(a.re, a.re, a.im * a.im), 0x1p-124f);
     const bool zero = a.re == 0 && a.im == 0;
-    return zero ? 0 : double(fmaxf(sqrtf(square), 0x1p-62f)) * (1 + 0x1p-21);
-  }
-  __device__ static double size(const Complex<double>& a) {
-    return fmax(sqrt(fma(a.re, a.re, __dmul_rn(a.im, a.im))), 0x1p-500) * (1 + 0x1p-50);
+    return zero ? 0 : double(square * rsqrtf(square)) * (1 + 0x1p-20);
   }
   __device__ static Complex<double> multiply(const Complex<double>& a, const Complex<double>& b) {
     return {fma(a.re, b.re, -__dmul_rn(a.im, b.im)), fma(a.re, b.im, __dmul_rn(a.im, b.re))};
@@ -227,13 +224,16 @@ struct Total<Complex<float>> {
     const Complex<double> wide{a.re, a.im};
     product = multiply(wide, product);
     value = fused(wide, value, Complex<double>{b.re, b.im});
-    magnitude = fma(size(a), magnitude, fabs(double(b.re)) + fabs(double(b.im)));
+    const double factor = size_of(a);
+    size = __dmul_rn(size, factor);
+    magnitude = fma(factor, magnitude, double(fabsf(b.re) + fabsf(b.im)));
   }
   __device__ void normalise() { magnitude = fmax(magnitude, 0x1p-300); }
   __device__ void then(const Total& later) {
     value = fused(later.product, value, later.value);
-    magnitude = fma(size(later.product), magnitude, later.magnitude);
+    magnitude = fma(later.size, magnitude, later.magnitude);
     product = multiply(later.product, product);
+    size = __dmul_rn(later.size, size);
   }
   __device__ bool follow(double roundings, Complex<float>& x) const {
     const Complex<double> moved = multiply(product, {x.re, x.im});
@@ -252,7 +252,8 @@ struct Total<Complex<float>> {
     f(1, product.im);
     f(2, value.re);
     f(3, value.im);
-    f(4, magnitude);
+    f(4, size);
+    f(5, magnitude);
   }
 };
 
