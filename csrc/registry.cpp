@@ -53,6 +53,16 @@ TORCH_LIBRARY(weft, m) {
       "bool batch_first, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def("scan_cell(Tensor input, Tensor? h, Tensor?[] weights, *, str cell) -> (Tensor output, Tensor h_next)", tags);
+  m.def("slice_message(Tensor A, Tensor value, bool leaves) -> Tensor", tags);
+  m.def(
+      "slice_states(Tensor messages, Tensor value, int order, bool reverse) "
+      "-> (Tensor entered, Tensor end, Tensor products, Tensor came)",
+      tags);
+  m.def("slice_mend_(Tensor(a!) x, Tensor A, Tensor state, Tensor? came, bool reverse) -> ()", tags);
+  m.def(
+      "slice_mend_gradients_(Tensor(a!) grad_b, Tensor(b!)? grad_A, Tensor A, Tensor? x, Tensor? first, Tensor state, "
+      "bool reverse) -> ()",
+      tags);
   m.def("chain_backward(Tensor grad, Tensor[] jacobians, int levels=-1) -> Tensor[]", tags);
 
   // rnn: csrc/rnn/

@@ -24,8 +24,11 @@ SHARED = {
     "csr_matmul_plan": "csr_matmul",
     "csr_matmul_left": "csr_matmul",
     "csr_matmul_right": "csr_matmul",
+    "slice_states": "slice_message",
+    "slice_mend_": "slice_message",
+    "slice_mend_gradients_": "slice_message",
 }
-"""Ops that are in another's files: its inverse, its plan, its gradients under another name."""
+"""Ops that are in another's files: its inverse, its plan, its gradients under another name, what follows it."""
 
 _OF_ATEN = "made of ATen operations, which bring their devices and their gradients"
 _IN_PYTHON = "torch's own kernels, called from python/weft/_rnn/dropin/torch_rnn.py"
@@ -35,6 +38,7 @@ WITHOUT = {
     "torch_rnn": dict.fromkeys(FILES, _IN_PYTHON),
     "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
+    "slice_message": {FILES[2]: "below autograd: a part of slice_scan"},
 }
 """Files that an op does not have, and why."""
 
@@ -130,7 +134,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "_sparse": {"_base"},
     "_scan": {"_base", "_sparse"},
     "_rnn": {"_base", "_version"},
-    "_vertex": {"_base"},
+    "_vertex": {"_base", "_version"},
     "_offload": set(),
     "_distributed": {"_base", "_scan"},
 }

@@ -18,6 +18,7 @@ from ._scan.sequential import unrolled
 from ._sparse import find_jacobian
 from ._vertex.explain import Explanation as VertexExplanation
 from ._vertex.explain import explain as explain_vertex_function
+from ._vertex.trainer import explain_trainer
 
 __all__ = ["ModelExplanation", "PartExplanation", "ScanExplanation", "explain"]
 
@@ -85,6 +86,10 @@ def explain(
 ) -> VertexExplanation: ...
 @overload
 def explain(
+    subject: vertex.Trainer, graphs: vertex.Graphs, inputs: Tensor | Mapping[str, Tensor] | None = None
+) -> vertex.TrainerExplanation: ...
+@overload
+def explain(
     subject: Callable[..., Tensor], A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False,
     transpose: bool = False, batch_first: bool = False,
 ) -> ScanExplanation: ...  # fmt: skip
@@ -106,6 +111,7 @@ def explain(*args, **kwargs):
       :class:`~weft.scan.ScanSequential`, and ``explain(weft.scan.linear_scan, A, b, x0=None)``: which scan runs.
     - ``explain(cell, graphs, inputs=None, *, executor="auto")``: a vertex function: which ``executor`` runs, and the
       ``reason``.
+    - ``explain(trainer, graphs, inputs=None)``: a :class:`weft.vertex.Trainer`: whether a step is one kernel.
     - ``explain(offload)``: the report of the last use of a :class:`weft.offload`.
 
     Of a layer, a scan or a vertex function nothing is computed.
@@ -122,6 +128,8 @@ def explain(*args, **kwargs):
     subject, *rest = args
     if isinstance(subject, (vertex.VertexFunction, vertex.VertexFunctions)):
         return explain_vertex_function(subject, *rest, **kwargs)
+    if isinstance(subject, vertex.Trainer):
+        return explain_trainer(subject, *rest, **kwargs)
     if isinstance(subject, offloading.offload):
         return subject.report()
     if subject is scan.linear_scan:

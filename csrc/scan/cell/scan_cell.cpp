@@ -18,7 +18,7 @@
 
 #include <limits>
 
-namespace weft::scan {
+namespace weft::scan::cell {
 namespace {
 
 constexpr const char* kOp = "scan_cell";
@@ -139,4 +139,4 @@ TORCH_LIBRARY_IMPL(weft, CompositeImplicitAutograd, m) {
   m.impl("scan_cell", scan_cell);
 }
 
-}  // namespace weft::scan
+}  // namespace weft::scan::cell

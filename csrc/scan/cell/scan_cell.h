@@ -25,10 +25,10 @@
 #include <string_view>
 #include <tuple>
 
-namespace weft::scan {
+namespace weft::scan::cell {
 
 std::tuple<at::Tensor, at::Tensor> scan_cell(const at::Tensor& input, const std::optional<at::Tensor>& h,
                                              const c10::List<std::optional<at::Tensor>>& weights,
                                              std::string_view cell);
 
-}  // namespace weft::scan
+}  // namespace weft::scan::cell

@@ -75,12 +75,6 @@ at::Tensor empty_steps(at::IntArrayRef sizes, const at::TensorOptions& options, 
   return at::empty(other, options).transpose(0, 1);
 }
 
-// In what the state is carried.
-at::ScalarType state_type(const at::Tensor& t) {
-  const auto type = t.scalar_type();
-  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
-}
-
 // A with its dimensions of time and batch, as a view: (T, B, H), (T, B, H, H) or (T, 1, H, H).
 at::Tensor every_step(const at::Tensor& A, Layout layout, const at::Tensor& b) {
   if (layout == Layout::constant) return A.contiguous().expand(b.sizes());
@@ -99,6 +93,28 @@ int64_t stride(const at::Tensor& t, int64_t dim, int64_t if_single) {
 }
 
 }  // namespace
+
+at::ScalarType state_type(const at::Tensor& t) {
+  const auto type = t.scalar_type();
+  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
+}
+
+DType dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf:
+      return DType::f16;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kFloat:
+      return DType::f32;
+    case at::kDouble:
+      return DType::f64;
+    case at::kComplexFloat:
+      return DType::c64;
+    default:
+      return DType::c128;
+  }
+}
 
 Described describe(Problem p, const at::Tensor& out) {
   const int64_t T = p.b.size(0), B = p.b.size(1), H = p.b.size(2);
@@ -119,13 +135,7 @@ Described describe(Problem p, const at::Tensor& out) {
 
   LinearScan s{};
   s.T = T, s.B = B, s.H = H;
-  const auto type = p.b.scalar_type();
-  s.dtype = type == at::kHalf           ? DType::f16
-            : type == at::kBFloat16     ? DType::bf16
-            : type == at::kFloat        ? DType::f32
-            : type == at::kDouble       ? DType::f64
-            : type == at::kComplexFloat ? DType::c64
-                                        : DType::c128;
+  s.dtype = dtype_of(p.b);
   const int64_t matrix = p.diagonal ? H : H * H;
   s.A_b = p.A.size(1) == B ? stride(p.A, 1, matrix) : 0;
   s.A_t = stride(p.A, 0, p.A.size(1) * matrix);

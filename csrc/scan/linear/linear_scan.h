@@ -44,6 +44,10 @@
 
 namespace weft::scan {
 
+// What a state of such elements is carried in, and the elements' name in the kernels.
+at::ScalarType state_type(const at::Tensor& t);
+DType dtype_of(const at::Tensor& t);
+
 // One checked problem of which no size is 0. A is (T, B, H, H) or (T, 1, H, H) or, with `diagonal`, (T, B, H).
 struct Problem {
   at::Tensor A, b, x0;  // x0 undefined: zeros

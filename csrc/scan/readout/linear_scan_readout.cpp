@@ -13,7 +13,7 @@
 #include "common/integers.h"
 #include "scan/linear/linear_scan.h"
 
-namespace weft::scan {
+namespace weft::scan::read_out {
 namespace {
 
 constexpr const char* kOp = "linear_scan_readout";
@@ -52,28 +52,6 @@ void check(const at::Tensor& A, const at::Tensor& b, const at::Tensor& c, const 
   TORCH_CHECK_VALUE(!x0.defined() || x0.sizes() == at::IntArrayRef({B, H, N}) || x0.sizes() == at::IntArrayRef({H, N}),
                     kOp, ": x0 must be (B, H, N) = [", B, ", ", H, ", ", N, "], or (H, N) shared by the batch, got ",
                     x0.sizes());
-}
-
-at::ScalarType state_type(const at::Tensor& t) {
-  const auto type = t.scalar_type();
-  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
-}
-
-DType dtype_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf:
-      return DType::f16;
-    case at::kBFloat16:
-      return DType::bf16;
-    case at::kFloat:
-      return DType::f32;
-    case at::kDouble:
-      return DType::f64;
-    case at::kComplexFloat:
-      return DType::c64;
-    default:
-      return DType::c128;
-  }
 }
 
 // Keeps what has to be copied alive while kernels read it.
@@ -117,7 +95,7 @@ struct Fields {
 };
 
 Fields describe(const at::Tensor& A, const at::Tensor& b, const at::Tensor& c, const at::Tensor& x0, bool reverse,
-                   bool batch_first) {
+                bool batch_first) {
   Fields d;
   d.reverse = reverse, d.batch_first = batch_first;
   ReadOut& s = d.args;
@@ -270,4 +248,4 @@ ReadOutGradientsOf composed_readout_gradients(const at::Tensor& grad, const at::
   return {grad_A, grad_b, grad_c, grad_x0};
 }
 
-}  // namespace weft::scan
+}  // namespace weft::scan::read_out

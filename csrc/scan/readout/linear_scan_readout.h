@@ -38,7 +38,7 @@
 #include "common/op_handle.h"
 #include "scan/readout/readout_args.h"
 
-namespace weft::scan {
+namespace weft::scan::read_out {
 
 using ReadOutGradientsOf = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -69,4 +69,4 @@ inline const OpHandle<ReadOutGradientsOf(const at::Tensor&, const at::Tensor&, c
                                          std::array<bool, 4>)>
     linear_scan_readout_backward_op("weft::linear_scan_readout_backward");
 
-}  // namespace weft::scan
+}  // namespace weft::scan::read_out

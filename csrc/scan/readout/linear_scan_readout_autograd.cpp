@@ -7,7 +7,7 @@
 #include "common/autograd.h"
 #include "scan/readout/linear_scan_readout.h"
 
-namespace weft::scan {
+namespace weft::scan::read_out {
 namespace {
 
 struct ReadOutFunction : torch::autograd::Function<ReadOutFunction> {
@@ -64,4 +64,4 @@ TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("linear_scan_readout_backward", backward_autograd);
 }
 
-}  // namespace weft::scan
+}  // namespace weft::scan::read_out

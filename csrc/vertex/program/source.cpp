@@ -256,15 +256,16 @@ std::string tail_body(const Program& program, const std::vector<Step>& steps) {
   std::iota(all.begin(), all.end(), 0);
   std::string text;
   for (const Step& s : steps) {
-    if (s.late) continue;
+    const bool here = s.kind == Step::Kind::kKernel || s.kind == Step::Kind::kProduct;
+    if (!here || s.when != Step::When::kFrontiers) continue;
     text += " if (kind == " + std::to_string(s.function) + (s.edges ? " && task[5] > 0" : "") +
             ") { const int first = " + (s.edges ? "task[4], count = task[5];" : "task[2], count = task[3];");
-    if (s.product) {
+    if (s.kind == Step::Kind::kProduct) {
       const Buffer &source = program.buffers[s.source], &target = program.buffers[s.target];
       const bool fours = source.width % 4 == 0 && target.width % 4 == 0;
       text += std::string(" product<") + kTypes[static_cast<int>(source.dtype)] + (fours ? ", true" : ", false") +
-              ">(a, " + std::to_string(s.source) + ", " + std::to_string(s.matrix) +
-              (s.transposed ? ", true, " : ", false, ") + std::to_string(s.target) + ", " +
+              ">(buffers.of[" + std::to_string(s.source) + "], matrices.of[" + std::to_string(s.matrix) +
+              (s.transposed ? "], true, " : "], false, ") + "buffers.of[" + std::to_string(s.target) + "], " +
               std::to_string(source.width) + ", " + std::to_string(target.width) + ", first, count, shared);";
     } else {
       Step kernel = s;

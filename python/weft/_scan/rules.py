@@ -79,6 +79,33 @@ def _linear_scan_fake(
     return b.new_empty(b.shape)
 
 
+@torch.library.register_fake("weft::slice_message")
+def _slice_message_fake(A: Tensor, value: Tensor, leaves: bool) -> Tensor:
+    dtype = torch.int64 if A.dtype == torch.float64 else torch.int32
+    return A.new_empty(2 * value.numel() + 1, dtype=dtype)
+
+
+@torch.library.register_fake("weft::slice_states")
+def _slice_states_fake(
+    messages: Tensor, value: Tensor, order: int, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    products = value.new_empty(messages.size(0), *value.shape, dtype=torch.float64)
+    return value.new_empty(value.shape), value.new_empty(value.shape), products, value.new_empty(1, dtype=torch.int32)
+
+
+@torch.library.register_fake("weft::slice_mend_")
+def _slice_mend_fake(x: Tensor, A: Tensor, state: Tensor, came: Tensor | None, reverse: bool) -> None:
+    return None
+
+
+@torch.library.register_fake("weft::slice_mend_gradients_")
+def _slice_mend_gradients_fake(
+    grad_b: Tensor, grad_A: Tensor | None, A: Tensor, x: Tensor | None, first: Tensor | None, state: Tensor,
+    reverse: bool,
+) -> None:  # fmt: skip
+    return None
+
+
 @torch.library.register_fake("weft::linear_scan_backward")
 def _linear_scan_backward_fake(
     grad: Tensor,

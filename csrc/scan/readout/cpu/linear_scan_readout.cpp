@@ -9,7 +9,7 @@
 #include "scan/readout/cpu/linear_scan_readout_kernels.h"
 #include "scan/readout/linear_scan_readout.h"
 
-namespace weft::scan {
+namespace weft::scan::read_out {
 namespace {
 
 // Below this many operations a thread costs more than it saves.
@@ -55,4 +55,4 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
   m.impl("linear_scan_readout_backward", backward_cpu);
 }
 
-}  // namespace weft::scan
+}  // namespace weft::scan::read_out

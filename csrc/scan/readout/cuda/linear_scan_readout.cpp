@@ -6,7 +6,7 @@
 #include "scan/readout/cuda/readout.h"
 #include "scan/readout/linear_scan_readout.h"
 
-namespace weft::scan {
+namespace weft::scan::read_out {
 namespace {
 
 void run(const ReadOut& problem, const at::Tensor&) {
@@ -44,4 +44,4 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
   m.impl("linear_scan_readout_backward", backward_cuda);
 }
 
-}  // namespace weft::scan
+}  // namespace weft::scan::read_out

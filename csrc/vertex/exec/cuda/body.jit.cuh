@@ -8,7 +8,9 @@
 namespace {
 
 using T = WEFT_VERTEX_TYPE;
+using weft::vertex::BufferArgument;
 using weft::vertex::FrontierArguments;
+using weft::vertex::Many;
 
 __device__ __forceinline__ float infinite() {
   return __int_as_float(0x7f800000);
@@ -54,5 +56,5 @@ __device__ __forceinline__ void meet(unsigned* arrived, unsigned& expected) {
 
 }  // namespace
 
-#define data(type, b) (static_cast<type*>(p.data[b]))
-#define stride(b) (p.stride[b])
+#define data(type, b) (static_cast<type*>(buffers.of[b].data))
+#define stride(b) (buffers.of[b].stride)

@@ -17,6 +17,7 @@ from .derived import derived_program
 from .instructions import ROUNDINGS
 from .ir import Node, Unsupported, segments
 from .lowering import Function, compile_frontiers
+from .operands import take_operands
 from .operations import BOOLEAN, ELEMENTWISE, FILLS, NUMBERS, SHAPED, VIEWS, Value, broadcast
 from .passes import fold_gathers, leave_out_leaves, postpone
 from .plan import Part, Plan, Shared
@@ -79,6 +80,8 @@ def compile_traces(
     if lazy:
         postpone(frontiers)
     leave_out_leaves(frontiers)
+    programs, differentiable = [t.program for t in traces], [c.differentiable for c in compilers]
+    given = take_operands(frontiers, programs, parts, shared.inputs, shared.matrices, shared.vectors, differentiable)
     derived = zip(compilers, parts, frontiers.derivatives, strict=False)
     return Plan(
         parts,
@@ -87,6 +90,7 @@ def compile_traces(
         tuple(shared.vectors),
         tuple(outputs),
         tuple(i for i, number in enumerate(outputs) if number not in varying),
+        given,
         frontiers,
         tuple(derived_program(c.program, c.shared, c.converted, part, d, outputs, needed) for c, part, d in derived),
     )

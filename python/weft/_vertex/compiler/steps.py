@@ -86,8 +86,9 @@ class Kernel:
 
     def fields(self) -> tuple:
         """As torch.classes.weft.VertexProgram takes it."""
-        edges = self.domain == "E"
-        return (self.function, edges, self.late, self.width, self.registers, self.reduces, _plain(self.code)), None
+        edges, when = self.domain == "E", "after" if self.late else "frontiers"
+        code = _plain(self.code)
+        return (when, self.function, edges, self.width, self.registers, self.reduces, code), None, None, None
 
 
 @dataclass
@@ -102,20 +103,17 @@ class Product:
     target: int
     skips_leaves: bool = False
     """Whether it is zero, or nobody's, on vertices without children."""
+    when: str = "frontiers"
+    """Else once for all vertices: ``before`` them a linear layer of an input, ``after`` them its gradient."""
+    bias: int = -1
+    """The buffer of a vector that is added."""
     late = False
 
     def fields(self) -> tuple:
         """As torch.classes.weft.VertexProgram takes it."""
         edges = self.domain == "E"
-        return None, (
-            self.function,
-            edges,
-            self.source,
-            self.matrix,
-            self.transposed,
-            self.target,
-            self.skips_leaves,
-        )
+        where = self.source, self.matrix, self.transposed, self.target
+        return None, (self.when, self.function, edges, *where, self.skips_leaves, self.bias), None, None
 
 
 class Use(NamedTuple):
@@ -139,6 +137,15 @@ class MatrixGradient(NamedTuple):
     """Buffer of the gradient of the product."""
     edges: bool
     skips_leaves: bool
+    transposed: bool = False
+    """Whether the gradient of the matrix is the transpose of that."""
+    when: str = "frontiers"
+    """As of a product."""
+
+    def fields(self) -> tuple:
+        """As torch.classes.weft.VertexProgram takes it."""
+        where = self.source, self.matrix, self.transposed, self.gradient
+        return None, None, (self.when, 0, self.edges, *where, self.skips_leaves), None
 
 
 class VectorGradient(NamedTuple):
@@ -149,6 +156,10 @@ class VectorGradient(NamedTuple):
     buffer: int
     column: int
     width: int
+
+    def fields(self) -> tuple:
+        """As torch.classes.weft.VertexProgram takes it."""
+        return None, None, None, tuple(self)
 
 
 @dataclass
@@ -164,6 +175,10 @@ class Compiled:
     """Of ``uses`` instructions."""
     forward: list[Kernel | Product] = field(default_factory=list)
     backward: list[Kernel | Product] = field(default_factory=list)
+    layers: list[Product] = field(default_factory=list)
+    """Before the frontiers."""
+    layer_gradients: list[Product] = field(default_factory=list)
+    """After them, in the backward pass."""
     matrix_gradients: list[MatrixGradient] = field(default_factory=list)
     vector_gradients: list[VectorGradient] = field(default_factory=list)
     state: int = -1
@@ -183,6 +198,7 @@ class Compiled:
 
     def fields(self) -> tuple:
         """What a program is made from: numbers, texts, lists and tuples."""
+        backward = (*self.backward, *self.matrix_gradients, *self.vector_gradients, *self.layer_gradients)
         return (
             self.functions,
             self.fused,
@@ -190,8 +206,6 @@ class Compiled:
             [astuple(b) for b in self.buffers],
             [_plain(table) for table in self.tables],
             self.constants,
-            [s.fields() for s in self.forward],
-            [s.fields() for s in self.backward],
-            _plain(self.matrix_gradients),
-            _plain(self.vector_gradients),
+            [s.fields() for s in (*self.forward, *self.layers)],
+            [s.fields() for s in backward],
         )

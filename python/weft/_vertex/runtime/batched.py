@@ -29,13 +29,6 @@ class Batched:
 
     functions: tuple[reference.Function, ...]
     plan: Plan
-    layers: Mapping[int, tuple[int, ...]]
-    """Inputs of the frontiers that a linear layer makes of what is pulled, by position: the symbols of what is pulled,
-    its weight and its bias if any. They are made where the frontiers run, which costs less than operations of torch."""
-    given: tuple[tuple[int, int], ...]
-    """What the operators are given: function and symbol."""
-    transposed: tuple[bool, ...]
-    """Whether it is a matrix's transpose that is given."""
     before: tuple[tuple[int, ...], ...]
     """Of each function the operations that torch runs before the frontiers."""
     program: torch.ScriptObject
@@ -45,47 +38,31 @@ class Batched:
 
     @staticmethod
     def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:
-        compiled, layers, inputs, matrices = plan.frontiers, {}, [*plan.inputs], [*plan.matrices]
-        if len(functions) == 1:
-            operands = _Operands(functions[0].trace.program, plan.parts[0])
-            layers = {i: layer for i, (_, s) in enumerate(inputs) if (layer := operands.layer(s)) is not None}
-            for i, layer in layers.items():
-                inputs[i] = (0, layer[0])
-            matrices = [(0, operands.transposed.get(s, s)) for _, s in matrices]
-        transposed = [a != b for a, b in zip(matrices, plan.matrices, strict=True)]
-        given = (*inputs, *matrices, *plan.vectors, *((0, s) for layer in layers.values() for s in layer[1:]))
-        program = compiled.program()
+        program, given = plan.frontiers.program(), plan.given
         frontiers = _C.Frontiers(
             program=program,
-            gradients=(
-                sorted({b.index for b in compiled.buffers if b.space == "input_grad"}),
-                sorted({g.matrix for g in compiled.matrix_gradients}),
-                sorted({g.vector for g in compiled.vector_gradients}),
-            ),
-            counts=(len(plan.inputs), len(plan.matrices), len(plan.vectors)),
-            linear=[len(layers.get(i, (0,))) - 1 for i in range(len(plan.inputs))],
-            transposed=transposed,
+            counts=(len(given.inputs), len(given.matrices), len(given.vectors)),
             outputs=len(plan.outputs),
             constant=plan.constant,
         )
         before = tuple(
-            _needed(f.trace.program, part, [s for p, s in given if p == number])
+            _needed(f.trace.program, part, [s for p, s in given.all if p == number])
             for number, (f, part) in enumerate(zip(functions, plan.parts, strict=True))
         )
         # Not the functions themselves: what is compiled is kept with the trace, and would keep the module alive.
         kept = tuple(replace(f, vertex=None) for f in functions)
-        return Batched(kept, plan, layers, given, tuple(transposed), before, program, frontiers)
+        return Batched(kept, plan, before, program, frontiers)
 
     def operands(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs, matrices and vectors of the frontiers."""
-        first = len(self.plan.inputs)
-        found = [*given[: first + len(self.plan.matrices) + len(self.plan.vectors)]]
-        parameters = iter(given[len(found) :])
-        for i, layer in self.layers.items():
-            found[i] = torch.nn.functional.linear(found[i], *(next(parameters) for _ in layer[1:]))
-        for i, turned in enumerate(self.transposed, first):
-            found[i] = found[i].t() if turned else found[i]
-        return found
+        """The inputs, matrices and vectors of the plan."""
+        known, plan = self.plan.given, self.plan
+        inputs, matrices = given[: len(known.inputs)], given[len(known.inputs) :][: len(known.matrices)]
+        vectors = given[len(known.inputs) + len(known.matrices) :]
+        found = list(inputs)
+        for i, (matrix, bias) in known.layers.items():
+            found[i] = torch.nn.functional.linear(inputs[i], matrices[matrix], None if bias is None else vectors[bias])
+        turned = (matrices[number].t() if turn else matrices[number] for number, turn in known.matrix_of)
+        return [*found, *turned, *vectors[: len(plan.vectors)]]
 
     @property
     def type(self) -> VertexType:
@@ -120,9 +97,10 @@ def run(
         ]
         for part, before in zip(parts, compiled.before, strict=True):
             part.replay(before)
+        known = plan.given
         given = [
-            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in compiled.given[: len(plan.inputs)]),
-            *(_number(parts[p].values[s], dtype) for p, s in compiled.given[len(plan.inputs) :]),
+            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in known.inputs),
+            *(_number(parts[p].values[s], dtype) for p, s in (*known.matrices, *known.vectors)),
         ]
         differentiable = functools.partial(_differentiable, compiled, levels)
         block, stream = schedule.block(device), current().stream
@@ -142,36 +120,6 @@ def run(
         return outputs  # the operator's own, each once
     constants = [c for f in compiled.functions for c in f.trace.constants]
     return _own(outputs, [*inputs.values(), *tensors.values(), *constants])
-
-
-class _Operands:
-    """How the operands of the frontiers of one function are made from tensors of the module."""
-
-    def __init__(self, program: Program, part: Part):
-        self._symbols = program.symbols
-        self._producers = {r: o for o in program.operations for r in o.results}
-        outside = (*part.before, *part.after)
-        self._read = {*part.pushes, *(s for i in outside for s in program.operations[i].reads())}
-        turns = [o for o in program.operations if o.op == "aten.t.default"]
-        self.transposed = {o.results[0]: o.reads()[0] for o in turns if self._is_parameter(o.reads()[0])}
-        """Transposes of parameters."""
-
-    def layer(self, symbol: int) -> tuple[int, ...] | None:
-        """What is pulled, weight and bias if any, of a linear layer that makes this symbol for nobody else."""
-        o = self._producers.get(symbol)
-        if o is None or o.op not in ("aten.addmm.default", "aten.mm.default") or o.keywords or symbol in self._read:
-            return None
-        *bias, x, matrix = o.reads()
-        if x not in self._producers or self._producers[x].op != "pull" or matrix not in self.transposed:
-            return None
-        layer = (x, self.transposed[matrix], *bias)
-        shapes = [len(self._symbols[s].shape) for s in layer]
-        dtypes = {self._symbols[s].dtype for s in (*layer, symbol)}
-        simple = shapes == [2, 2, 1][: len(layer)] and len(dtypes) == 1 and all(map(self._is_parameter, bias))
-        return layer if simple else None
-
-    def _is_parameter(self, symbol: int) -> bool:
-        return self._symbols[symbol].kind == "parameter"
 
 
 def _needed(program: Program, part: Part, given: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,9 @@ T hyperbolic_tangent(T x) {
 }  // namespace weft
 
 using T = WEFT_VERTEX_TYPE;
+using weft::vertex::BufferArgument;
 using weft::vertex::FrontierArguments;
+using weft::vertex::Many;
 
 inline float infinite() {
   return INFINITY;
@@ -55,5 +57,5 @@ inline void meet(unsigned* arrived, unsigned& expected) {
   __syncthreads();
 }
 
-#define data(type, b) (static_cast<type*>(p.data[b]))
-#define stride(b) (p.stride[b])
+#define data(type, b) (static_cast<type*>(buffers.of[b].data))
+#define stride(b) (buffers.of[b].stride)
