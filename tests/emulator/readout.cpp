@@ -24,21 +24,21 @@ ReadOutGradients problem;
 int lanes;
 bool whole;
 
-template <typename T, bool kGeneral, bool kGradients>
+template <typename T, Reads kReads, bool kGradients>
 void kernel() {
   const auto* block = emulator::current->block;
   if constexpr (kGradients) {
-    run_readout_gradients<T, kGeneral>(problem, lanes, whole, blockIdx.x, block->shared);
+    run_readout_gradients<T, kReads>(problem, lanes, whole, blockIdx.x, block->shared);
   } else {
-    run_readout<T, kGeneral>(problem.scan, lanes, whole, blockIdx.x);
+    run_readout<T, kReads>(problem.scan, lanes, whole, blockIdx.x);
   }
 }
 
-template <typename T, bool kGeneral, bool kGradients>
+template <typename T, Reads kReads, bool kGradients>
 void launch(unsigned seed) {
   const int64_t channels = problem.scan.B * problem.scan.H, per_warp = 32 >> lanes;
-  emulator::launch(kernel<T, kGeneral, kGradients>, int((channels + per_warp - 1) / per_warp), 32, 1,
-                   ReadOutShape<T, kGeneral>::kSharedBytes, seed);
+  emulator::launch(kernel<T, kReads, kGradients>, int((channels + per_warp - 1) / per_warp), 32, 1,
+                   ReadOutShape<T, kReads>::kSharedBytes, seed);
 }
 
 }  // namespace
@@ -47,7 +47,7 @@ extern "C" int problem_bytes() {
   return int(sizeof(ReadOutGradients));
 }
 
-extern "C" void run(const ReadOutGradients* given, bool general, bool gradients, bool aligned, unsigned seed) {
+extern "C" void run(const ReadOutGradients* given, int reads, bool gradients, bool aligned, unsigned seed) {
   using Real = std::conditional_t<SIZE == 2, weft::BFloat16, std::conditional_t<SIZE == 4, float, double>>;
   using Pair = Complex<std::conditional_t<SIZE == 8, float, double>>;
   using T = std::conditional_t<COMPLEX, Pair, Real>;
@@ -55,9 +55,10 @@ extern "C" void run(const ReadOutGradients* given, bool general, bool gradients,
   whole = aligned;
   for (lanes = 0; (int64_t(kReadOutStates) << lanes) < problem.scan.N; ++lanes) {
   }
-  if (general) {
-    gradients ? launch<T, true, true>(seed) : launch<T, true, false>(seed);
-  } else {
-    gradients ? launch<T, false, true>(seed) : launch<T, false, false>(seed);
-  }
+  const auto run_of = [&]<Reads kReads>() {
+    gradients ? launch<T, kReads, true>(seed) : launch<T, kReads, false>(seed);
+  };
+  if (reads == 0) return run_of.template operator()<Reads::kOne>();
+  if (reads == 1) return run_of.template operator()<Reads::kFull>();
+  run_of.template operator()<Reads::kEach>();
 }

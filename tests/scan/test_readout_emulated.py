@@ -61,6 +61,8 @@ CASES = [
     (Sample(35, 1, 2, 70, x0=None), False),
     (Sample(21, 2, 3, 8, "B", "B", full=True), True),
     (Sample(37, 1, 3, 5, "TB", "TB", True, None), False),
+    (Sample(34, 2, 3, 7, full=True), False),
+    (Sample(70, 1, 2, 4, full=True, x0=None), True),
     (Sample(20, 2, 2, 36, "T", None, False), True),
 ]
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -89,8 +91,8 @@ def check(library: ctypes.CDLL, dtype: torch.dtype, sample: Sample, aligned: boo
     scan = ReadOut(field(A), field(c), field(b), sample.full or N == 1, field(x0), result(y), starts.data_ptr(),
                    T, B, H, N, TYPES[dtype])  # fmt: skip
     constant = not (A.dim() == 4 and A.shape[0] > 1), not (c.dim() == 4 and c.shape[0] > 1)
-    general = sample.full or N == 1 or not all(constant)
-    library.run(ctypes.byref(Gradients(scan=scan)), general, False, aligned, seed)
+    reads = 2 if not all(constant) else int(sample.full or N == 1)
+    library.run(ctypes.byref(Gradients(scan=scan)), reads, False, aligned, seed)
     leaves = [None if t is None else wide(t).requires_grad_() for t in (A.nan_to_num() if x0 is None else A, b, c, x0)]
     want = linear_scan_reference(leaves[0], leaves[1], leaves[3], c=leaves[2])
     bound = 4 * BOUNDS[dtype.to_real()]
@@ -108,7 +110,7 @@ def check(library: ctypes.CDLL, dtype: torch.dtype, sample: Sample, aligned: boo
     scan.y = Result()
     problem = Gradients(scan, field(grad.unsqueeze(-1)), into(grad_A, constant[0]), result(grad_b),
                         into(grad_c, constant[1]), *constant, None if x0 is None else grad_x0.data_ptr())  # fmt: skip
-    library.run(ctypes.byref(problem), general, True, aligned, seed + 1)
+    library.run(ctypes.byref(problem), reads, True, aligned, seed + 1)
     present = [t for t in leaves if t is not None]
     wanted = iter(torch.autograd.grad(want, present, wide(grad), allow_unused=True, materialize_grads=True))
     for got, leaf in zip((grad_A, grad_b, grad_c, grad_x0), leaves, strict=True):
@@ -144,8 +146,15 @@ FLAWS = {
     "sums the wrong lanes": ("mask >>= 1;\n  };", "};"),
     "keeps a state too late": ("t % Shape::kSegment == 0) my.keep", "t % Shape::kSegment == kSteps) my.keep"),
     "uses an A before the first": ("x.of[r] = first ? b.of[r] :", "x.of[r] ="),
-    "forgets the state before": ("i0 + i > 0 ? place(max(i0 + i - 1, 0), r) : start.of[r]", "place(i0 + i, r)"),
-    "conjugates no A": ("conjugate(kGeneral ? as[i].of[r] : a.of[r])", "(kGeneral ? as[i].of[r] : a.of[r])"),
+    "forgets the state before": (
+        "place(i0 + i - (i > 0 || i0 > 0), r) : start.of[r]",
+        "place(i0 + i, r) : start.of[r]",
+    ),
+    "conjugates no A": ("conjugate(kEach ? as[i].of[r] : a.of[r])", "(kEach ? as[i].of[r] : a.of[r])"),
+    "reads a segment's first steps twice": (
+        "next_b.fetch(my, begin - kSegment, s.T);",
+        "next_b.fetch(my, begin, s.T);",
+    ),
     "takes A of the step": ("my.load(s.A, min(t + 1, s.T - 1))", "my.load(s.A, min(t, s.T - 1))"),
 }
 

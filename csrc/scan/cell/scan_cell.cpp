@@ -138,5 +138,8 @@ Step scan_cell(const at::Tensor& input, const std::optional<at::Tensor>& h, cons
 TORCH_LIBRARY_IMPL(weft, CompositeImplicitAutograd, m) {
   m.impl("scan_cell", scan_cell);
 }
+TORCH_LIBRARY_IMPL(weft, FuncTorchBatchedDecomposition, m) {
+  m.impl("scan_cell", scan_cell);
+}
 
 }  // namespace weft::scan::cell

@@ -10,17 +10,17 @@ namespace {
 
 constexpr int kReadOutWarps = 4;  // of a block, forward
 
-template <typename T, bool kGeneral>
+template <typename T, Reads kReads>
 __global__ void __launch_bounds__(32 * kReadOutWarps)
     readout_kernel(const __grid_constant__ ReadOut s, int log, bool whole) {
-  run_readout<T, kGeneral>(s, log, whole, blockIdx.x * int64_t(kReadOutWarps) + threadIdx.x / 32);
+  run_readout<T, kReads>(s, log, whole, blockIdx.x * int64_t(kReadOutWarps) + threadIdx.x / 32);
 }
 
-template <typename T, bool kGeneral>
+template <typename T, Reads kReads>
 __global__ void __launch_bounds__(32)
     readout_gradients_kernel(const __grid_constant__ ReadOutGradients g, int log, bool whole) {
   extern __shared__ __align__(128) unsigned char memory[];
-  run_readout_gradients<T, kGeneral>(g, log, whole, blockIdx.x, memory);
+  run_readout_gradients<T, kReads>(g, log, whole, blockIdx.x, memory);
 }
 
 // log2 of the lanes of a channel.
@@ -41,8 +41,12 @@ bool loads_whole(const ReadOut& s) {
   return s.N % kReadOutStates == 0 && fits(s.A) && fits(s.c) && fits(s.x0) && (!s.full || fits(s.b));
 }
 
-bool is_general(const ReadOut& s) {
-  return s.full || s.A.t != 0 || s.c.t != 0;
+// Runs f for what is read at every step; `each`: gradients of A or c of every step are asked for.
+template <typename F>
+void by_reads(const ReadOut& s, bool each, F f) {
+  if (each || s.A.t != 0 || s.c.t != 0) return f(std::integral_constant<Reads, Reads::kEach>{});
+  if (s.full) return f(std::integral_constant<Reads, Reads::kFull>{});
+  f(std::integral_constant<Reads, Reads::kOne>{});
 }
 
 int64_t warps_of(const ReadOut& s, int log) {
@@ -52,25 +56,21 @@ int64_t warps_of(const ReadOut& s, int log) {
 template <typename T>
 void launch_readout(const ReadOut& s, cudaStream_t stream) {
   const int log = lanes_log(s);
-  const Grid grid(ceil_div(warps_of(s, log), int64_t(kReadOutWarps)));
-  const auto run = [&](auto kernel) {
-    launch("linear_scan_readout", kernel, grid, dim3(32 * kReadOutWarps), 0, stream, s, log, loads_whole<T>(s));
-  };
-  is_general(s) ? run(readout_kernel<T, true>) : run(readout_kernel<T, false>);
+  by_reads(s, false, [&](auto reads) {
+    launch("linear_scan_readout", readout_kernel<T, decltype(reads)::value>,
+           Grid(ceil_div(warps_of(s, log), int64_t(kReadOutWarps))), dim3(32 * kReadOutWarps), 0, stream, s, log,
+           loads_whole<T>(s));
+  });
 }
 
 template <typename T>
 void launch_readout_gradients(const ReadOutGradients& g, cudaStream_t stream) {
   const int log = lanes_log(g.scan);
-  // With a sum over T of what varies in none the two kernels give the same; a constant field may still be asked for
-  // each.
-  const bool general = is_general(g.scan) || (g.A.at != nullptr && !g.sum_A) || (g.c.at != nullptr && !g.sum_c);
-  const auto run = [&](auto kernel, int shared) {
-    launch("linear_scan_readout_gradients", kernel, Grid(warps_of(g.scan, log)), dim3(32), size_t(shared), stream, g,
-           log, loads_whole<T>(g.scan));
-  };
-  general ? run(readout_gradients_kernel<T, true>, ReadOutShape<T, true>::kSharedBytes)
-          : run(readout_gradients_kernel<T, false>, ReadOutShape<T, false>::kSharedBytes);
+  by_reads(g.scan, (g.A.at != nullptr && !g.sum_A) || (g.c.at != nullptr && !g.sum_c), [&](auto reads) {
+    constexpr Reads kReads = decltype(reads)::value;
+    launch("linear_scan_readout_gradients", readout_gradients_kernel<T, kReads>, Grid(warps_of(g.scan, log)), dim3(32),
+           size_t(ReadOutShape<T, kReads>::kSharedBytes), stream, g, log, loads_whole<T>(g.scan));
+  });
 }
 
 }  // namespace

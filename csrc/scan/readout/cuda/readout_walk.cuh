@@ -14,8 +14,8 @@
 // Gradients: from the last segment of segment_steps() to the first the states are made anew from the one that the
 //   forward pass has left, in shared memory, 16 KB of a warp; then lambda walks back over them. Sums over time are kept
 //   in the dtype of the state for a segment, in fp64 beyond.
-// Cost: forward, per step of a lane, 8 multiply-adds (32 of complex numbers), a load and an exchange, or with kGeneral
-//   4 to 12 loads.
+// Cost: forward, per step of a lane, 8 multiply-adds (32 of complex numbers), a load and an exchange, or with a
+//   number of b for every state four, with A and c of every step twelve.
 #pragma once
 #include <cstdint>
 
@@ -33,23 +33,32 @@ constexpr DType kTypeOf = sizeof(T) == 16  ? DType::c128
                           : sizeof(T) == 4 ? DType::f32
                                            : DType::bf16;
 
-// kGeneral: A, b and c may have numbers of their own for every step, row and state; else A and c are constant in time
-// and b has one for all states.
-template <typename T, bool kGeneral>
+// What is read at every step. kOne: one number of b for all states of a channel; A and c are constant in time. kFull: a
+// number of b for every state. kEach: A and c of every step, too, and b of either kind.
+enum class Reads { kOne, kFull, kEach };
+
+template <typename T, Reads kReads>
 struct ReadOutShape {
-  static constexpr int kSteps = !kGeneral ? 8 : sizeof(T) > 8 ? 2 : 4;
+  // That are read at once, and with kOne and kFull while those before are walked.
+  static constexpr int kSteps = kReads == Reads::kOne                     ? 8
+                                : sizeof(T) > 8                           ? 2
+                                : kReads == Reads::kFull && sizeof(T) < 8 ? 8
+                                                                          : 4;
   static constexpr int kSegment = segment_steps(kTypeOf<T>);
   static constexpr int kSharedBytes = kSegment * kReadOutStates * 32 * int(sizeof(state_t<T>));
   static_assert(kSegment % kSteps == 0);
 };
 
-// What one lane has of the problem. kLog: a channel has 2^kLog lanes.
-template <typename T, bool kGeneral>
+// What one lane has of the problem; a channel has 2^log lanes.
+template <typename T>
 struct ReadOutLane {
   using State = state_t<T>;
   static constexpr int kStates = kReadOutStates;
   struct States {
     State of[kStates];
+  };
+  struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) Four {
+    T of[kStates];
   };
 
   const ReadOut& s;
@@ -72,9 +81,6 @@ struct ReadOutLane {
 
   // Four states of a field at a step, zero where there are none.
   __device__ States load(const Field& f, int64_t t) const {
-    struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) Four {
-      T of[kStates];
-    };
     States found;
     const T* const from = static_cast<const T*>(f.at) + at(f, t) + n;
     if (whole) {
@@ -128,6 +134,13 @@ struct ReadOutLane {
   // Four numbers of a result of every step.
   __device__ void store(const Result& to, int64_t t, const States& x) const {
     T* const place = static_cast<T*>(to.at) + t * to.t + row * to.b + h * s.N + n;
+    if (whole) {  // N is a multiple of four, and results are contiguous
+      Four four;
+#pragma unroll
+      for (int r = 0; r < kStates; ++r) four.of[r] = to_element<T>(x.of[r]);
+      if (owned > 0) *reinterpret_cast<Four*>(place) = four;
+      return;
+    }
 #pragma unroll
     for (int r = 0; r < kStates; ++r) {
       if (r < owned) place[r] = to_element<T>(x.of[r]);
@@ -213,74 +226,87 @@ __device__ __forceinline__ void sum_channel(int log, State (&part)[kCount], int 
   }
 }
 
-template <typename T, bool kGeneral>
+// b of some steps, from `first` on: a number or four of each, nothing past `end`.
+template <typename T, Reads kReads, int kSteps>
+struct ReadOutInput {
+  using Lane = ReadOutLane<T>;
+  std::conditional_t<kReads == Reads::kOne, typename Lane::State, typename Lane::States> at[kSteps];
+
+  __device__ void fetch(const Lane& my, int64_t first, int64_t end) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      at[i] = {};
+      if (first + i >= end) continue;
+      if constexpr (kReads == Reads::kOne) {
+        at[i] = my.load_one(my.s.b, first + i);
+      } else if constexpr (kReads == Reads::kFull) {
+        at[i] = my.load(my.s.b, first + i);
+      } else {
+        at[i] = my.load_b(first + i);
+      }
+    }
+  }
+  __device__ typename Lane::States states(const Lane& my, int i) const {
+    if constexpr (kReads == Reads::kOne) {
+      return my.same(at[i]);
+    } else {
+      return at[i];
+    }
+  }
+};
+
+template <typename T, Reads kReads>
 __device__ void run_readout(const ReadOut& s, int log, bool whole, int64_t warp) {
-  using Lane = ReadOutLane<T, kGeneral>;
+  using Lane = ReadOutLane<T>;
   using State = state_t<T>;
   using States = typename Lane::States;
-  using Shape = ReadOutShape<T, kGeneral>;
+  using Shape = ReadOutShape<T, kReads>;
   constexpr int kSteps = Shape::kSteps;
+  constexpr bool kEach = kReads == Reads::kEach;
   const Lane my(s, log, whole, warp);
-  // A channel's first lane is always in use, so that it is one that exists which writes for all, or none.
+  // A channel's first lane is always in use: whether there is a channel, for all its lanes.
   const bool channel = __shfl_sync(~0u, int(my.exists()), my.lane % (32 >> log));
-  States x = my.start(), a{}, c{};
   const bool no_x0 = s.x0.at == nullptr;
   T* const y = static_cast<T*>(s.y.at) + my.row * s.y.b + my.h;
-  auto write = [&](int64_t first, State(&part)[kSteps]) {
+  States x = my.start(), a{}, c{};
+  if constexpr (!kEach) a = my.load(s.A, 0), c = my.load(s.c, 0);
+  ReadOutInput<T, kReads, kSteps> b, next;
+  if constexpr (!kEach) next.fetch(my, 0, s.T);
+  for (int64_t t = 0; t < s.T; t += kSteps) {
+    States as[kSteps], cs[kSteps];
+    State part[kSteps];
+    if constexpr (kEach) {
+      b.fetch(my, t, s.T);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        as[i] = my.load(s.A, min(t + i, s.T - 1)), cs[i] = my.load(s.c, min(t + i, s.T - 1));
+      }
+    } else {
+      b = next;
+      next.fetch(my, t + kSteps, s.T);
+    }
+    if (s.starts != nullptr && t % Shape::kSegment == 0) my.keep(s.starts, t / Shape::kSegment, x);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      my.step(kEach ? as[i] : a, b.states(my, i), no_x0 && t + i == 0, x);
+      part[i] = Lane::dot(kEach ? cs[i] : c, x);
+    }
     sum_channel(log, part, my.lane, [&](int i, State sum) {
-      if (channel && first + i < s.T) y[(first + i) * s.y.t] = to_element<T>(sum);
+      if (channel && t + i < s.T) y[(t + i) * s.y.t] = to_element<T>(sum);
     });
-  };
-  if constexpr (!kGeneral) {
-    a = my.load(s.A, 0), c = my.load(s.c, 0);
-    State next[kSteps];
-    auto fetch = [&](int64_t t) {
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) next[i] = t + i < s.T ? my.load_one(s.b, t + i) : State{};
-    };
-    fetch(0);
-    for (int64_t t = 0; t < s.T; t += kSteps) {
-      State b[kSteps], part[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) b[i] = next[i];
-      fetch(t + kSteps);
-      if (s.starts != nullptr && t % Shape::kSegment == 0) my.keep(s.starts, t / Shape::kSegment, x);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        my.step(a, my.same(b[i]), no_x0 && t + i == 0, x);
-        part[i] = Lane::dot(c, x);
-      }
-      write(t, part);
-    }
-  } else {
-    for (int64_t t = 0; t < s.T; t += kSteps) {
-      States as[kSteps], bs[kSteps], cs[kSteps];
-      State part[kSteps];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int64_t step = min(t + i, s.T - 1);
-        as[i] = my.load(s.A, step), bs[i] = my.load_b(step), cs[i] = my.load(s.c, step);
-      }
-      if (s.starts != nullptr && t % Shape::kSegment == 0) my.keep(s.starts, t / Shape::kSegment, x);
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        my.step(as[i], bs[i], no_x0 && t + i == 0, x);
-        part[i] = Lane::dot(cs[i], x);
-      }
-      write(t, part);
-    }
   }
 }
 
 // `memory`: kSharedBytes of the warp's own.
-template <typename T, bool kGeneral>
+template <typename T, Reads kReads>
 __device__ void run_readout_gradients(const ReadOutGradients& g, int log, bool whole, int64_t warp,
                                       unsigned char* memory) {
-  using Lane = ReadOutLane<T, kGeneral>;
+  using Lane = ReadOutLane<T>;
   using State = state_t<T>;
   using States = typename Lane::States;
-  using Shape = ReadOutShape<T, kGeneral>;
+  using Shape = ReadOutShape<T, kReads>;
   constexpr int kSteps = Shape::kSteps, kSegment = Shape::kSegment, kStates = kReadOutStates;
+  constexpr bool kEach = kReads == Reads::kEach;
   const ReadOut& s = g.scan;
   const Lane my(s, log, whole, warp);
   const bool channel = __shfl_sync(~0u, int(my.exists()), my.lane % (32 >> log));
@@ -288,56 +314,71 @@ __device__ void run_readout_gradients(const ReadOutGradients& g, int log, bool w
   auto place = [&](int i, int r) -> State& { return states[(i * kStates + r) * 32]; };
   const bool no_x0 = s.x0.at == nullptr, each_A = g.A.at != nullptr && !g.sum_A, each_c = g.c.at != nullptr && !g.sum_c;
   States a{}, c{}, lambda{};
-  if constexpr (!kGeneral) a = my.load(s.A, 0), c = my.load(s.c, 0);
+  if constexpr (!kEach) a = my.load(s.A, 0), c = my.load(s.c, 0);
   sum_t<State> sum_A[kStates] = {}, sum_c[kStates] = {};
   T* const to_b = static_cast<T*>(g.b.at) + my.row * g.b.b + my.h;
   const int64_t segments = (s.T + kSegment - 1) / kSegment;
+  // What a segment begins with is on its way while the one after it is walked back.
+  ReadOutInput<T, kReads, kSteps> b, next_b;
+  State grads[kSteps], next_grads[kSteps];
+  auto fetch_grads = [&](int64_t first) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) next_grads[i] = first + i < s.T ? my.load_one(g.grad, first + i) : State{};
+  };
+  States next_start = my.recall(segments - 1);
+  next_b.fetch(my, (segments - 1) * kSegment, s.T);
   for (int64_t segment = segments - 1; segment >= 0; --segment) {
     const int64_t begin = segment * kSegment;
-    const int count = int(min(int64_t(kSegment), s.T - begin));
-    const States start = my.recall(segment);
+    const int count = int(min(int64_t(kSegment), s.T - begin)), last = (count - 1) / kSteps * kSteps;
+    const States start = next_start;
     States x = start;
+    fetch_grads(begin + last);
     for (int i0 = 0; i0 < count; i0 += kSteps) {
-      States bs[kSteps], as[kSteps];
+      States as[kSteps];
+      b = next_b;
+      if (i0 + kSteps < count) next_b.fetch(my, begin + i0 + kSteps, s.T);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        const int64_t t = min(begin + i0 + i, s.T - 1);
-        bs[i] = my.load_b(t);
-        if constexpr (kGeneral) as[i] = my.load(s.A, t);
+        if constexpr (kEach) as[i] = my.load(s.A, min(begin + i0 + i, s.T - 1));
       }
+      // Past the last step a state is made that nobody looks at.
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        if (i0 + i >= count) break;
-        my.step(kGeneral ? as[i] : a, bs[i], no_x0 && begin + i0 + i == 0, x);
+        my.step(kEach ? as[i] : a, b.states(my, i), no_x0 && begin + i0 + i == 0, x);
 #pragma unroll
         for (int r = 0; r < kStates; ++r) place(i0 + i, r) = x.of[r];
       }
     }
+    if (segment > 0) {
+      next_start = my.recall(segment - 1);
+      next_b.fetch(my, begin - kSegment, s.T);
+    }
     States few_A{}, few_c{};
-    for (int i0 = (count - 1) / kSteps * kSteps; i0 >= 0; i0 -= kSteps) {
-      State grads[kSteps], part[kSteps];
+    for (int i0 = last; i0 >= 0; i0 -= kSteps) {
+      State part[kSteps];
       States as[kSteps], cs[kSteps];  // A of the step that follows
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int64_t t = begin + i0 + i;
-        grads[i] = t < s.T ? my.load_one(g.grad, t) : State{};
-        if constexpr (kGeneral) as[i] = my.load(s.A, min(t + 1, s.T - 1)), cs[i] = my.load(s.c, min(t, s.T - 1));
+        grads[i] = next_grads[i];
+        if constexpr (kEach) as[i] = my.load(s.A, min(t + 1, s.T - 1)), cs[i] = my.load(s.c, min(t, s.T - 1));
       }
+      if (i0 > 0) fetch_grads(begin + i0 - kSteps);
 #pragma unroll
       for (int i = kSteps - 1; i >= 0; --i) {
-        part[i] = State{};
-        if (i0 + i >= count) continue;
         const int64_t t = begin + i0 + i;
+        part[i] = State{};
+        if (t >= s.T) continue;
         States product_A, product_c;
 #pragma unroll
         for (int r = 0; r < kStates; ++r) {
-          const State a_next = conjugate(kGeneral ? as[i].of[r] : a.of[r]);
-          const State c_now = conjugate(kGeneral ? cs[i].of[r] : c.of[r]);
+          const State a_next = conjugate(kEach ? as[i].of[r] : a.of[r]);
+          const State c_now = conjugate(kEach ? cs[i].of[r] : c.of[r]);
           // What does not exist stays zero, whatever the gradient is.
           const State gradient = r < my.owned ? grads[i] : State{};
           const State enters = times(c_now, gradient);
           lambda.of[r] = t + 1 == s.T ? enters : fused(a_next, lambda.of[r], enters);
-          const State before = i0 + i > 0 ? place(max(i0 + i - 1, 0), r) : start.of[r];
+          const State before = i > 0 || i0 > 0 ? place(i0 + i - (i > 0 || i0 > 0), r) : start.of[r];
           const bool none = t == 0 && no_x0;
           product_A.of[r] = none ? State{} : times(lambda.of[r], conjugate(before));
           product_c.of[r] = times(gradient, conjugate(place(i0 + i, r)));
@@ -345,13 +386,15 @@ __device__ void run_readout_gradients(const ReadOutGradients& g, int log, bool w
           few_c.of[r] += product_c.of[r];
         }
         part[i] = Lane::total(lambda);
-        if constexpr (kGeneral) {
+        if constexpr (kEach) {
           if (each_A) my.store(g.A, t, product_A);
           if (each_c) my.store(g.c, t, product_c);
+        }
+        if constexpr (kReads != Reads::kOne) {
           if (g.b.at != nullptr && s.full) my.store(g.b, t, lambda);
         }
       }
-      if (g.b.at != nullptr && !(kGeneral && s.full)) {
+      if (g.b.at != nullptr && (kReads == Reads::kOne || !s.full)) {
         sum_channel(log, part, my.lane, [&](int i, State sum) {
           if (channel && i0 + i < count) to_b[(begin + i0 + i) * g.b.t] = to_element<T>(sum);
         });
