@@ -169,7 +169,7 @@ class _ScanLayer(TakesSlices, nn.Module):
         name, packed, ranks = type(self).__name__, None, self._over_ranks
         if isinstance(input, PackedSequence):
             if ranks is not None:
-                raise ValueError(f"{name}: a layer that takes slices of time takes no PackedSequence")
+                raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
             packed, x, batched = _Packed(input), input.data, True
             if x.dim() != 2 or x.size(-1) != self.input_size:
                 raise ValueError(f"{name}: data of input must be (N, {self.input_size}), got {tuple(x.shape)}")
@@ -187,8 +187,11 @@ class _ScanLayer(TakesSlices, nn.Module):
         starts, flat = self._starts(hx, B, batched)
         if packed is not None and starts is not None and input.sorted_indices is not None:
             starts = starts.index_select(1, input.sorted_indices)
-        if ranks is not None and not self.bidirectional and not ranks.reads(hx):
-            starts = None
+        if ranks is not None:
+            if self.bidirectional and hx is not None:
+                raise ValueError(f"{name}: a bidirectional layer over ranks takes no hx: it begins at both ends")
+            if not ranks.reads(hx):
+                starts = None
         # A single step, as in decoding, is one operator for each layer and direction.
         time = 1 if self.batch_first else 0
         one = packed is None and ranks is None and x.size(time) == 1
