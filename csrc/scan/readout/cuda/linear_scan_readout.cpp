@@ -18,21 +18,17 @@ void run_gradients(const ReadOutGradients& problem, const at::Tensor&) {
 bool fits(const at::Tensor& A) {
   return A.dim() == 0 || A.size(-1) <= kReadOutMaxN;
 }
-std::optional<at::Device> device_of(const at::Tensor& t) {
-  return t.is_cuda() ? std::optional(t.device()) : std::nullopt;
-}
-
 std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& A, const at::Tensor& b, const at::Tensor& c,
                                                 const std::optional<at::Tensor>& x0, bool reverse, bool batch_first,
                                                 bool save) {
-  const c10::cuda::OptionalCUDAGuard guard(device_of(b));
+  const c10::cuda::OptionalCUDAGuard guard(b.is_cuda() ? std::optional(b.device()) : std::nullopt);
   return readout_forward(fits(A) ? run : nullptr, A, b, c, x0, reverse, batch_first, save);
 }
 
 ReadOutGradientsOf backward_cuda(const at::Tensor& grad, const at::Tensor& A, const at::Tensor& b, const at::Tensor& c,
                                  const std::optional<at::Tensor>& x0, const at::Tensor& starts, bool reverse,
                                  bool batch_first, std::array<bool, 4> output_mask) {
-  const c10::cuda::OptionalCUDAGuard guard(device_of(grad));
+  const c10::cuda::OptionalCUDAGuard guard(grad.is_cuda() ? std::optional(grad.device()) : std::nullopt);
   return readout_gradients(fits(A) ? run_gradients : nullptr, grad, A, b, c, x0, starts, reverse, batch_first,
                            output_mask);
 }
