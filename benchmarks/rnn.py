@@ -4,8 +4,8 @@
 grid of cells, dtypes, hidden sizes and batches at T = 1024, with as many inputs as hidden units; single cases beyond
 it; layers of several heads and sLSTM, which torch has not, beside the loop over their steps: ``captured``, that loop in
 a CUDA graph, on a CPU ``eager``, and ``flashrnn`` where that package is installed; forward passes of
-nets that remember so many steps (memory=...), or whose recurrent weights are so many times torch's (weights=...), beside
-the scan's; 50 chained steps of the cells, per
+nets that remember so many steps (memory=...), or whose recurrent weights are so many times torch's (weights=...),
+beside the scan's; 50 chained steps of the cells, per
 step (model=..._cell); on a CPU three cases with two threads, and some on shared processors: beside two busy processes
 (load=2), and with twice as many threads as there are processors. A layer runs as users call it, without an initial
 state; a random gradient arrives at every output, and gradients are taken for the input and all parameters. FILTER is a

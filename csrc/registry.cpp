@@ -40,12 +40,24 @@ TORCH_LIBRARY(weft, m) {
   m.def("zeros_changed(Tensor[] weights, Tensor[] stored) -> Tensor", tags);
 
   // scan: csrc/scan/
-  m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",
-        tags);
+  m.def(
+      "linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False, "
+      "bool batch_first=False) -> Tensor",
+      tags);
   m.def(
       "linear_scan_backward(Tensor grad, Tensor A, Tensor? x, Tensor? x0, bool reverse, bool transpose, "
-      "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      "bool[3] output_mask, bool batch_first=False) -> (Tensor, Tensor, Tensor)",
       tags);
+  m.def(
+      "linear_scan_readout(Tensor A, Tensor b, Tensor c, Tensor? x0=None, *, bool reverse=False, "
+      "bool batch_first=False, bool save=False) -> (Tensor y, Tensor starts)",
+      tags);
+  m.def(
+      "linear_scan_readout_backward(Tensor grad, Tensor A, Tensor b, Tensor c, Tensor? x0, Tensor starts, bool "
+      "reverse, "
+      "bool batch_first, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def("scan_cell(Tensor input, Tensor? h, Tensor?[] weights, *, str cell) -> (Tensor output, Tensor h_next)", tags);
   m.def("slice_message(Tensor A, Tensor value, bool leaves) -> Tensor", tags);
   m.def(
       "slice_states(Tensor messages, Tensor value, int order, bool reverse) "

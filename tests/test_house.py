@@ -36,6 +36,7 @@ _OF_ATEN = "made of ATen operations, which bring their devices and their gradien
 _IN_PYTHON = "torch's own kernels, called from python/weft/_rnn/dropin/torch_rnn.py"
 WITHOUT = {
     "chain_backward": dict.fromkeys(FILES[2:], _OF_ATEN),
+    "scan_cell": dict.fromkeys(FILES[2:], _OF_ATEN),
     "torch_rnn": dict.fromkeys(FILES, _IN_PYTHON),
     "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),

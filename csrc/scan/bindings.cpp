@@ -1,7 +1,5 @@
-// The tree of a chain of CSR Jacobians as Python calls it; reports of Newton runs; linear_scan as the fit of its costs
-// and tests see it.
-// The tree of a chain of CSR Jacobians, and a backward pass along layers, as Python calls them; linear_scan as the fit
-// of its costs and tests see it.
+// The tree of a chain of CSR Jacobians, and a backward pass along layers, as Python calls them; reports of Newton runs;
+// linear_scan as the fit of its costs and tests see it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -15,11 +13,11 @@
 #include <vector>
 
 #include "scan/chain/csr_tree.h"
-#include "scan/newton/report.h"
 #include "scan/chain/layer_gradients.h"
-#include "sparse/csr_chain.h"
+#include "scan/newton/report.h"
 #include "scan/pointwise/pointwise_scan.h"
 #include "scan/pointwise/source.h"
+#include "sparse/csr_chain.h"
 #include "sparse/python_first.h"
 #ifdef WEFT_WITH_CUDA
 #include "scan/linear/cuda/linear_scan.h"
@@ -120,16 +118,17 @@ void bind(py::module_& m) {
         "Gradients of the weight and the bias of each layer, given as (ConvSettings or None, input, flat gradient of "
         "the output, its shape, weight, whether the weight's is wanted, and the bias's).",
         py::arg("layers"), py::arg("branches"));
-  m.def_submodule("_testing").def(
-      "pointwise_bodies",
-      [](const std::string& program) {
-        const StepProgram& step = step_program(program);
-        return std::array{step_body(step, {{"next", step.next}}),
-                          step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
-                          step_body(step, {{"g", step.vjp}}),
-                          step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
-      },
-      "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
+  m.def_submodule("_testing")
+      .def(
+          "pointwise_bodies",
+          [](const std::string& program) {
+            const StepProgram& step = step_program(program);
+            return std::array{step_body(step, {{"next", step.next}}),
+                              step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
+                              step_body(step, {{"g", step.vjp}}),
+                              step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
+          },
+          "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
   m.def(
       "pointwise_chunks",
       [](bool cuda, int64_t steps, int64_t channels, int64_t inputs, bool wanted) {

@@ -35,16 +35,19 @@ run as "persistent". On a GPU heads run beside each other, and larger H fit on t
 :class:`MinGRU`, :class:`MinLSTM` and :class:`RGLRU` are recurrences whose gates depend on the input alone, so that all
 time steps run in parallel, by :func:`weft.scan.linear_scan`. :class:`ParaGRU` and :class:`ParaLSTM` have gates that
 look at the state, each at its own channel's: :func:`weft.scan.pointwise_scan` walks them.
+:class:`MinGRU`, :class:`MinLSTM` and :class:`RGLRU` are recurrences whose gates depend on the input alone, :class:`LRU`
+and :class:`S5` linear ones over complex states, so that all time steps run in parallel, by
+:func:`weft.scan.linear_scan`. They stand in a GRU's place: its arguments, layouts, states and packed sequences.
 """
 
 from __future__ import annotations
 
 from ._rnn.cells import GRUCell, LSTMCell, RNNCell, SLSTMCell
 from ._rnn.layers import GRU, LSTM, RNN, SLSTM
-from ._scan.layers import RGLRU, MinGRU, MinLSTM
+from ._scan.layers import LRU, RGLRU, S5, MinGRU, MinLSTM
 from ._scan.para import ParaGRU, ParaLSTM
 
-__all__ = ["GRU", "LSTM", "RGLRU", "RNN", "GRUCell", "LSTMCell", "MinGRU", "MinLSTM", "ParaGRU", "ParaLSTM", "RNNCell"]
 __all__ = [
-    "GRU", "LSTM", "RGLRU", "RNN", "SLSTM", "GRUCell", "LSTMCell", "MinGRU", "MinLSTM", "RNNCell", "SLSTMCell"
+    "GRU", "LRU", "LSTM", "RGLRU", "RNN", "S5", "SLSTM", "GRUCell", "LSTMCell", "MinGRU", "MinLSTM", "ParaGRU",
+    "ParaLSTM", "RNNCell", "SLSTMCell",
 ]  # fmt: skip

@@ -125,6 +125,8 @@ def scan_slice(
     """:func:`linear_scan`, with the states at the slice's seam and at the end of the whole, which is differentiable
     with `ends`; outside of autocast."""
     dtype = b.dtype
+    if A.is_complex() or b.is_complex():
+        raise TypeError(f"{op}: complex numbers are not exchanged between ranks, got A {A.dtype} and b {b.dtype}")
     check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
     part = _Slice(ranks, reverse, transpose)
