@@ -61,6 +61,25 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path):
         assert (tmp_path / "images" / name).read_bytes() == first
 
 
+def test_the_figure_of_executors(tmp_path):
+    from benchmarks import plot  # here, because it needs matplotlib
+
+    case = "model={} device=cuda dtype=fp32 H=256 B={} executor={}"
+    rows = [
+        row(case.format("treelstm", B, "trainer"), "step", 0.1 * B, B * ratio, peer=peer)
+        for B in (1, 25)
+        for peer, ratio in (("batched", 0.4), ("persistent", 0.2), ("reference", 3.0), ("device_busy", 0.1))
+    ]
+    rows += [row(case.format("rvnn", B, "persistent"), mine=1.0, peers=1.5, peer="batched") for B in (1, 2)]
+    text = plot.page_block("vertex", {"vertex": rows}, tmp_path)
+    assert "/vertex_executors.svg" in text and "vertex_batches" not in text
+    assert 'The persistent executor takes 1.50 times less time than ``"batched"``, the geometric mean of 2' in text
+    assert "The Trainer takes 4.00 times less time" in text and "of 1 nets" in text
+    drawn = (tmp_path / "vertex_executors.svg").read_text()
+    assert all(name in drawn for name in ("Trainer", '"batched"', '"persistent"', '"reference"'))
+    assert "image" not in plot.page_block("vertex", {"vertex": rows[-2:]}, tmp_path)
+
+
 def test_a_table_holds_any_text():
     from benchmarks import figures  # here, because it needs matplotlib
 

@@ -133,7 +133,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "_sparse": {"_base"},
     "_scan": {"_base", "_sparse"},
     "_rnn": {"_base", "_version"},
-    "_vertex": {"_base"},
+    "_vertex": {"_base", "_version"},
     "_offload": set(),
     "_distributed": {"_base", "_scan"},
 }

@@ -18,9 +18,11 @@ from ._scan.sequential import unrolled
 from ._sparse import find_jacobian
 from ._vertex.explain import Explanation as VertexExplanation
 from ._vertex.explain import explain as explain_vertex_function
+from ._vertex.trainer import explain_trainer
 
 __all__ = ["ModelExplanation", "PartExplanation", "ScanExplanation", "explain"]
 
+State = Tensor | tuple[Tensor, Tensor] | None
 _SCAN_LAYERS = (weft_nn.MinGRU, weft_nn.MinLSTM, weft_nn.RGLRU)
 _TORCHS = (nn.RNNBase, nn.RNNCellBase)
 
@@ -71,10 +73,10 @@ class ModelExplanation:
 
 @overload
 def explain(
-    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM, x: Tensor | PackedSequence, hx: Any = None
+    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM, x: Tensor | PackedSequence, hx: State = None
 ) -> Explanation: ...
 @overload
-def explain(subject: nn.RNNBase | nn.RNNCellBase, x: Tensor | PackedSequence, hx: Any = None) -> Explanation: ...
+def explain(subject: nn.RNNBase | nn.RNNCellBase, x: Tensor | PackedSequence, hx: State = None) -> Explanation: ...
 @overload
 def explain(
     subject: vertex.VertexFunction | vertex.VertexFunctions,
@@ -85,13 +87,23 @@ def explain(
 ) -> VertexExplanation: ...
 @overload
 def explain(
+    subject: vertex.Trainer, graphs: vertex.Graphs, inputs: Tensor | Mapping[str, Tensor] | None = None
+) -> vertex.TrainerExplanation: ...
+@overload
+def explain(subject: offloading.offload) -> offloading.OffloadReport: ...
+@overload
+def explain(
+    subject: weft_nn.MinGRU | weft_nn.MinLSTM | weft_nn.RGLRU, input: Tensor, h_0: Tensor | None = None
+) -> ScanExplanation: ...
+@overload
+def explain(subject: scan.ScanSequential, input: Tensor) -> ScanExplanation: ...
+@overload
+def explain(subject: nn.Module, *inputs: object, **keywords: object) -> ModelExplanation: ...
+@overload
+def explain(
     subject: Callable[..., Tensor], A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False,
     transpose: bool = False,
 ) -> ScanExplanation: ...  # fmt: skip
-@overload
-def explain(subject: nn.Module, *inputs: Any, **keywords: Any) -> ModelExplanation | ScanExplanation: ...
-@overload
-def explain(subject: offloading.offload) -> offloading.OffloadReport: ...
 
 
 def explain(*args, **kwargs):
@@ -106,6 +118,7 @@ def explain(*args, **kwargs):
       :class:`~weft.scan.ScanSequential`, and ``explain(weft.scan.linear_scan, A, b, x0=None)``: which scan runs.
     - ``explain(cell, graphs, inputs=None, *, executor="auto")``: a vertex function: which ``executor`` runs, and the
       ``reason``.
+    - ``explain(trainer, graphs, inputs=None)``: a :class:`weft.vertex.Trainer`: whether a step is one kernel.
     - ``explain(offload)``: the report of the last use of a :class:`weft.offload`.
 
     Of a layer, a scan or a vertex function nothing is computed.
@@ -122,6 +135,8 @@ def explain(*args, **kwargs):
     subject, *rest = args
     if isinstance(subject, (vertex.VertexFunction, vertex.VertexFunctions)):
         return explain_vertex_function(subject, *rest, **kwargs)
+    if isinstance(subject, vertex.Trainer):
+        return explain_trainer(subject, *rest, **kwargs)
     if isinstance(subject, offloading.offload):
         return subject.report()
     if subject is scan.linear_scan:

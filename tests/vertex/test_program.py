@@ -151,8 +151,25 @@ def test_explain():
     assert found.asked == "auto" and found.executor == "reference"
     with pytest.raises(ValueError):
         weft.explain(m, GRAPHS, x, executor="fast")
-    with pytest.raises(NotImplementedError):
-        weft.explain(m, GRAPHS, x, executor="persistent")
+    found = weft.explain(m, GRAPHS, x, executor="persistent")
+    assert (found.executor, found.asked) == ("batched", "persistent") and "CUDA device" in found.reason
+    assert (found.blocks, found.partitions, found.launches) == (None, None, None)
+
+
+def test_persistent_runs_batched_on_the_cpu():
+    """What it cannot do runs as "batched", and what that cannot do as "reference"; there is no script then."""
+    m, x = cell(), rows()
+    want = m(GRAPHS, x, executor="batched")
+    with pytest.raises(RuntimeError, match="did not run on the persistent executor"):
+        _ = m.script
+    for _ in range(2):  # the second call is a recent one
+        assert torch.equal(m(GRAPHS, x, executor="persistent"), want)
+    with pytest.raises(RuntimeError, match="Cell: the latest call did not run on the persistent executor"):
+        _ = m.script
+    odd = cell(lambda h: torch.cumsum(h, 1))
+    found = weft.explain(odd, GRAPHS, x, executor="persistent")
+    assert found.executor == "reference" and "cumsum" in found.reason
+    assert torch.equal(odd(GRAPHS, x, executor="persistent"), odd(GRAPHS, x, executor="reference"))
 
 
 def test_options():

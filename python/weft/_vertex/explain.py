@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .function import VertexFunction, VertexFunctions, prepare
+from .function import Call, VertexFunction, VertexFunctions, prepare
 from .graphs import Graphs
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "explain", "explanation"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,22 @@ class Explanation:
     """The executor that runs."""
     reason: str
     """Why; the operation that the compiler does not know among it."""
+    blocks: int | None = None
+    """Of the persistent kernel. This and what follows is None under other executors."""
+    group: int | None = None
+    """How many of them share one copy of the weights."""
+    partitions: tuple[tuple[str, str, int], ...] | None = None
+    """Of each parameter that stays on the chip: its name, ``"registers"`` or ``"shared"``, and bytes."""
+    registers: int | None = None
+    """Of a thread."""
+    shared_bytes: int | None = None
+    """Of a block."""
+    instructions: int | None = None
+    """Of the script."""
+    waits: int | None = None
+    """Of these, those that wait for another block."""
+    launches: int | None = None
+    """Of kernels, forward and backward."""
 
     def __str__(self) -> str:
         return f"{self.cell} on {self.graphs}\nruns as {self.executor!r} ({self.reason}); asked for: {self.asked!r}"
@@ -46,5 +62,9 @@ def explain(
     Raises:
         What the call itself refuses.
     """
-    call = prepare(cell, graphs, inputs, executor)
-    return Explanation(type(cell).__name__, repr(graphs), executor, call.executor, call.reason)
+    return explanation(cell, graphs, prepare(cell, graphs, inputs, executor))
+
+
+def explanation(cell: VertexFunction | VertexFunctions, graphs: Graphs, call: Call) -> Explanation:
+    """What a call that was looked at is going to do."""
+    return Explanation(type(cell).__name__, repr(graphs), call.asked, call.executor, call.reason)

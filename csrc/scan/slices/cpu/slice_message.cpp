@@ -12,17 +12,17 @@
 namespace weft::scan {
 namespace {
 
-constexpr int64_t kLine = 64;    // channels that a thread takes at once
+constexpr int64_t kChannels = 64;    // channels that a thread takes at once
 constexpr int64_t kLooks = 128;  // steps between two looks whether any of them still matters
 
 // Calls run(row, first channel, channels) for every line of B rows of H.
 template <typename Run>
 void for_lines(int64_t B, int64_t H, const Run& run) {
-  const int64_t lines = ceil_div(H, kLine);
+  const int64_t lines = ceil_div(H, kChannels);
   at::parallel_for(0, B * lines, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t h = i % lines * kLine;
-      run(i / lines, h, std::min(kLine, H - h));
+      const int64_t h = i % lines * kChannels;
+      run(i / lines, h, std::min(kChannels, H - h));
     }
   });
 }
@@ -31,7 +31,7 @@ template <typename T>
 void write_message(const SliceProduct& p, const T* value, bool leaves, typename Packed<T>::Number* message) {
   const int64_t channels = p.B * p.H;
   for_lines(p.B, p.H, [&](int64_t row, int64_t h, int64_t count) {
-    Scaled products[kLine];
+    Scaled products[kChannels];
     const T* A = static_cast<const T*>(p.A) + row * p.A_b + h;
     for (int64_t t = 0; t < p.T; ++t, A += p.A_t) {
       for (int64_t i = 0; i < count; ++i) products[i].multiply(A[i]);
@@ -67,7 +67,7 @@ void mend_slice(const SliceMend& m) {
   if (m.came != nullptr && *m.came == 0) return;
   const bool gradients = m.gradients;
   for_lines(m.B, m.H, [&](int64_t row, int64_t h, int64_t count) {
-    double v[kLine];
+    double v[kChannels];
     const T* const state = static_cast<const T*>(m.state) + row * m.H + h;
     std::copy_n(state, count, v);
     const T* A = static_cast<const T*>(m.A) + row * m.A_b + h;
