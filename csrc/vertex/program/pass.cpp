@@ -71,11 +71,14 @@ class Maker {
 
   // A step on all rows of its function at once; `more`: something has been written to its target.
   void whole(const Step& s, bool more = false) {
-    for (const Range& range : rows.of(program_, s)) {
+    const std::vector<Range> ranges = rows.of(program_, s);
+    const bool sum = s.kind != Step::Kind::kProduct;
+    if (ranges.empty() && sum && !more) found.push_back({Action::kRun, false, false, false, &s, 0, 0});  // of nothing
+    for (const Range& range : ranges) {
       // Earlier pieces of the same gradient may have been put aside: it follows them.
       const bool aside = more && s.kind == Step::Kind::kOuter;
       found.push_back({Action::kRun, false, more, aside, &s, range.first, range.count});
-      more = more || s.kind != Step::Kind::kProduct;
+      more = more || sum;
     }
   }
 
