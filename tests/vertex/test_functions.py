@@ -258,3 +258,20 @@ def test_a_function_without_state_or_push_beside_others():
     grads = [torch.autograd.grad(out.sum(), [x, W.weight]) for out in outs]
     assert not grads[0][0][silent].any()
     assert all(relative_error(found, want) < 1e-5 for found, want in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["word", "phrase"])
+def test_a_batch_without_a_function(kind):
+    W = nn.Linear(5, 3)
+    m = weft.VertexFunctions({"word": Word(W, 3), "phrase": Phrase(nn.Linear(5, 3), 3, True)})
+    both = weft.Graphs.from_children([[[], [0]]]).with_types(["word", "phrase"])
+    wrt = [*m.parameters()]
+    torch.autograd.grad(m(both, torch.randn(2, 5), executor="batched").sum(), wrt)
+    graphs = weft.Graphs.from_children([[[], []]]).with_types([kind] * 2)
+    x = torch.randn(2, 5)
+    found, want = (
+        torch.autograd.grad(m(graphs, x, executor=executor).sum(), wrt, materialize_grads=True)
+        for executor in ("batched", "reference")
+    )
+    for a, b in zip(found, want, strict=True):
+        assert not a.isnan().any() and (a - b).norm() <= 1e-5 * b.norm()

@@ -236,15 +236,22 @@ def check_written_kernels(
         "input_grad": n,
         "vector": 1,
     }
-    tensors = [torch.randn(sizes[b.space], b.width).to(getattr(torch, b.dtype)) for b in compiled.buffers]
+    callers: dict[tuple[str, int], torch.Tensor] = {}  # that several functions may read
+
+    def tensor_of(b) -> torch.Tensor:
+        made = torch.randn(sizes[b.space], b.width).to(getattr(torch, b.dtype))
+        shared = b.space in ("input", "output_grad", "vector")
+        return callers.setdefault((b.space, b.index), made) if shared else made
+
+    tensors = [tensor_of(b) for b in compiled.buffers]
     matrices = [torch.randn(traces[f].program.symbols[s].shape, dtype=type) for f, s in plan.given.matrices]
     # Rows of other functions, and slots without a child, are read as zeros.
     for b, t in zip(compiled.buffers, tensors, strict=True):
         t.mul_(not b.scattered and (types is None or b.space not in ("rows", "inner", "edges", "output")))
 
     def of(space: str) -> list[torch.Tensor]:
-        found = [(b.index, t) for b, t in zip(compiled.buffers, tensors, strict=True) if b.space == space]
-        return [t for _, t in sorted(found, key=lambda pair: pair[0])]
+        found = {b.index: t for b, t in zip(compiled.buffers, tensors, strict=True) if b.space == space}
+        return [found[index] for index in sorted(found)]
 
     given = of("input"), matrices, of("vector")
     block = places.block()

@@ -14,38 +14,36 @@ struct Range {
   int64_t first, count;
 };
 
-// Where the rows of each function are. They are together where no level above the leaves has several functions and
-// levels do not take turns; else steps over all rows of a function are steps over all rows, with zeros in those of the
-// others.
+// Where the rows of each function are, and its edges. They are together where no level above the leaves has several
+// functions and levels do not take turns; else steps over all rows of a function are steps over all rows, with zeros in
+// those of the others.
 class Rows {
  public:
-  Rows(const Program& program, const Extent& extent) : extent_(extent), of_(program.functions) {
-    if (program.functions == 1) {
-      together_ = true;
-      return;
-    }
+  Rows(const Program& program, const Extent& extent)
+      : extent_(extent),
+        alone_(program.functions == 1),
+        together_(functions_together(program, extent)),
+        rows_(program.functions),
+        edges_(program.functions) {
+    if (alone_) return;
     for (const Task& task : extent.tasks) {
-      std::vector<Range>& mine = of_[task.kind];
-      if (!mine.empty() && mine.back().first + mine.back().count == task.first) {
-        mine.back().count += task.count;
-      } else {
-        mine.push_back({task.first, task.count});
-      }
+      add(rows_[task.kind], {task.first, task.count});
+      add(edges_[task.kind], {task.first_edge, task.num_edges});
     }
-    together_ = functions_together(program, extent);
   }
 
   bool together() const { return together_; }
   // What a step on all rows, or edges, of its function reads.
   std::vector<Range> of(const Program& program, const Step& s) const {
     const Space space = program.buffers[s.source].space;
-    if (space == Space::kEdges) return {{0, extent_.num_edges}};
-    const int64_t first = space == Space::kInner || s.skips_leaves ? extent_.leaves : 0;
+    const bool edges = space == Space::kEdges;
+    const int64_t first = !edges && (space == Space::kInner || s.skips_leaves) ? extent_.leaves : 0;
     // The caller's order is another than that of rows.
-    const bool all = program.functions == 1 || !together_ || (space >= Space::kInput && space != Space::kVector);
-    if (all) return {{first, extent_.num_vertices - first}};
+    if (alone_ || !together_ || (space >= Space::kInput && space != Space::kVector)) {
+      return {{first, (edges ? extent_.num_edges : extent_.num_vertices) - first}};
+    }
     std::vector<Range> found;
-    for (const Range& range : of_[s.function]) {
+    for (const Range& range : (edges ? edges_ : rows_)[s.function]) {
       const int64_t from = std::max(range.first, first), end = range.first + range.count;
       if (from < end) found.push_back({from, end - from});
     }
@@ -53,9 +51,18 @@ class Rows {
   }
 
  private:
+  static void add(std::vector<Range>& ranges, const Range& next) {
+    if (next.count == 0) return;
+    if (!ranges.empty() && ranges.back().first + ranges.back().count == next.first) {
+      ranges.back().count += next.count;
+    } else {
+      ranges.push_back(next);
+    }
+  }
+
   const Extent& extent_;
-  std::vector<std::vector<Range>> of_;
-  bool together_ = false;
+  bool alone_, together_;
+  std::vector<std::vector<Range>> rows_, edges_;
 };
 
 class Maker {
@@ -64,11 +71,14 @@ class Maker {
 
   // A step on all rows of its function at once; `more`: something has been written to its target.
   void whole(const Step& s, bool more = false) {
-    for (const Range& range : rows.of(program_, s)) {
+    const std::vector<Range> ranges = rows.of(program_, s);
+    const bool sum = s.kind != Step::Kind::kProduct;
+    if (ranges.empty() && sum && !more) found.push_back({Action::kRun, false, false, false, &s, 0, 0});  // of nothing
+    for (const Range& range : ranges) {
       // Earlier pieces of the same gradient may have been put aside: it follows them.
       const bool aside = more && s.kind == Step::Kind::kOuter;
       found.push_back({Action::kRun, false, more, aside, &s, range.first, range.count});
-      more = more || s.kind != Step::Kind::kProduct;
+      more = more || sum;
     }
   }
 

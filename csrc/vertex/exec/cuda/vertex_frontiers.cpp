@@ -109,6 +109,10 @@ class CudaExecutor final : public AtenExecutor {
   void outer(const Step& step, int64_t first, int64_t count, bool more) override {
     const Matrix& m = memory().matrix_gradients[step.matrix];
     if (m.rows == 0 || m.columns == 0) return;
+    if (count == 0) {
+      if (!more) zero(step, first, count);
+      return;
+    }
     multiply(m.dtype, m.rows, m.columns, count, {row(step.source, first), 1, stride(step.source)},
              {row(step.target, first), stride(step.target), 1}, m.data, m.row_stride, more);
   }

@@ -324,7 +324,32 @@ class _Compiler:
         shape = self.program.symbols[symbol].shape
         if any(isinstance(s, str) for s in shape):
             raise Unsupported("a tensor of as many rows as there are vertices")
-        return self._graph.node("vector", (), math.prod(shape), "S", self._index(self.shared.vectors, symbol))
+        symbol, first = self._whole(symbol)
+        width = math.prod(self.program.symbols[symbol].shape)
+        vector = self._graph.node("vector", (), width, "S", self._index(self.shared.vectors, symbol))
+        return self._graph.slice(vector, first, first + math.prod(shape))
+
+    def _whole(self, symbol: int) -> tuple[int, int]:
+        """What a piece of a vector is cut from, as the chunks of a bias are, and its first column there: the gradient
+        of the whole is then one sum."""
+        symbols, i = self.program.symbols, self._producer.get(symbol)
+        o = None if i is None else self._operations[i]
+        if o is None or o.op not in _CUTS or o.keywords:
+            return symbol, 0
+        source, *arguments = o.arguments
+        if not isinstance(source, Ref) or len(symbols[source.symbol].shape) != 1:
+            return symbol, 0
+        if o.op == "aten.slice.Tensor":
+            numbers = [a.text for a in arguments[1:]]
+            if len(numbers) not in (1, 2) or not numbers[0].isdigit():
+                return symbol, 0
+            start = int(numbers[0])
+        else:
+            widths = (symbols[r].shape[0] for r in o.results[: o.results.index(symbol)])
+            start = sum(widths)
+        self._inside.add(i)
+        whole, first = self._whole(source.symbol)
+        return whole, first + start
 
     # Operations. -----------------------------------------------------------------------------------------------------
 
@@ -476,4 +501,5 @@ def _number(text: str) -> object:
 
 _METHODS = frozenset(("pull", "gather", "children", "repeat", "sum"))
 _CAST = "aten._to_copy.default"
+_CUTS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.slice.Tensor"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))
