@@ -215,7 +215,7 @@ def test_flaws_are_found(tmp_path, flaw: str) -> None:
     library = build("newton_warp", folder, PADDED=8, SIZE=8)
 
     def run() -> None:
-        signal.setitimer(signal.ITIMER_PROF, 30)  # for a walker that waits for ever, in seconds of computing
+        signal.setitimer(signal.ITIMER_PROF, 10)  # for a walker that waits for ever, in seconds of computing
         for case in (CASES[-4], CASES[-3], CASES[-2]):
             for seed in (1, 2):
                 problem = Problem(case, 8)
