@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _C
@@ -16,6 +17,7 @@ from .chain import costs_on, sparse_of, tree_of
 from .schedule import levels_of
 
 _CONVS = (nn.Conv1d, nn.Conv2d)
+_DIRECT = frozenset((*_CONVS, nn.Linear, nn.ReLU, nn.MaxPool2d))
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -34,23 +36,44 @@ class Layer(Protocol):
 
 def is_direct(module: nn.Module, input: Tensor) -> bool:
     """Whether a layer is torch's own, as it is: no hook sees it, nothing makes its weight."""
-    kind = type(module)
-    if kind not in (nn.Conv1d, nn.Conv2d, nn.Linear, nn.ReLU, nn.MaxPool2d):
+    kind, own = type(module), module.__dict__
+    if kind not in _DIRECT or input.dtype not in _DTYPES or "forward" in own:
         return False
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
-    if kind is nn.ReLU or kind is nn.MaxPool2d:
+    if kind is nn.ReLU:
         return True
-    weight = module._parameters.get("weight")
+    if kind is nn.MaxPool2d:
+        return input.dim() == 4 and not own["return_indices"]
+    weight = own["_parameters"].get("weight")
     if weight is None or weight.dtype is not input.dtype or input.dim() != (2 if kind is nn.Linear else weight.dim()):
         return False
-    return kind is nn.Linear or (module.padding_mode == "zeros" and type(module.padding) is tuple)
+    return kind is nn.Linear or (own["padding_mode"] == "zeros" and type(own["padding"]) is tuple)
+
+
+def forward_of(module: nn.Module, input: Tensor, kept: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """What such a layer gives, and the indices of a max-pooling: torch's own functions, without the way through
+    Module.__call__."""
+    kind = type(module)
+    if kind is nn.ReLU:
+        return torch.relu(input), None
+    if kind is nn.MaxPool2d:
+        settings = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
+        return F.max_pool2d(input, *settings, return_indices=True)
+    weight, bias = kept if len(kept) == 2 else (kept[0], None)
+    if kind is nn.Linear:
+        return F.linear(input, weight, bias), None
+    conv = torch.conv2d if kind is nn.Conv2d else torch.conv1d
+    return conv(input, weight, bias, module.stride, module.padding, module.dilation, module.groups), None
 
 
 def weight_and_bias(module: nn.Module) -> list[Tensor]:
     """In this order, those that there are."""
     parameters = module._parameters
-    return [p for p in (parameters.get("weight"), parameters.get("bias")) if p is not None] if parameters else []
+    if not parameters:
+        return []
+    weight, bias = parameters["weight"], parameters.get("bias")
+    return [weight] if bias is None else [weight, bias]
 
 
 @functools.lru_cache(maxsize=256)

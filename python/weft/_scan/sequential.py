@@ -23,7 +23,15 @@ from .._sparse import (
     zeros_compared,
 )
 from .chain import chain_backward
-from .layer_chain import LeftToTorch, Zeros, along_layers, is_direct, parameter_gradients, weight_and_bias
+from .layer_chain import (
+    LeftToTorch,
+    Zeros,
+    along_layers,
+    forward_of,
+    is_direct,
+    parameter_gradients,
+    weight_and_bias,
+)
 from .schedule import levels_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -55,15 +63,13 @@ class Record(NamedTuple):
             return dropout_jacobian(self.mask, self.module.p, dtype=self.input.dtype)
         return transposed_jacobian(self.module, self.input, self.output.detach(), prune=prune)
 
-    def check_unchanged(self) -> None:
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"ScanSequential: layer {self.position} ({type(self.module).__qualname__}) or its input was "
-                    f"changed in place between the forward and the backward pass, it is at version {tensor._version}; "
-                    f"expected version {version} instead"
-                )
+    def refuse(self, tensor: Tensor, version: int) -> None:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"ScanSequential: layer {self.position} ({type(self.module).__qualname__}) or its input was changed in "
+            f"place between the forward and the backward pass, it is at version {tensor._version}; expected version "
+            f"{version} instead"
+        )
 
 
 def unrolled(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -106,24 +112,27 @@ def run(
     records, x = [], input.detach()
     wanted = input.requires_grad
     for position, module in enumerate(layers):
+        mask = entered = None
+        if direct and is_direct(module, x):
+            kept = weight_and_bias(module)
+            if not (left is not None and kept and wanted and left.takes(position, module, x, prune)):
+                parameters = [p for p in kept if p.requires_grad]
+                output, indices = forward_of(module, x, kept)
+                # A product that is written is made from what went in, too.
+                held = (x, output) if type(module) is nn.ReLU else (x, *kept) if parameters or not kept else kept
+                versions = [(t, t._version) for t in held]
+                records.append(Record(position, module, x, output, parameters, None, versions, kept, indices))
+                wanted = wanted or bool(parameters)
+                x = output
+                continue
+            entered = x.detach().requires_grad_()
         all_parameters, buffers = _state(module)
         parameters = [p for p in all_parameters if p.requires_grad]
-        mask = kept = indices = entered = None
-        if direct and x.dtype in (torch.float32, torch.float64) and is_direct(module, x):
-            if left is not None and all_parameters and wanted and left.takes(position, module, x, prune):
-                entered = x.detach().requires_grad_()
-            else:
-                kept = weight_and_bias(module)
         # What works in place would overwrite what its Jacobian is made from.
-        before = x.clone() if kept is None and getattr(module, "inplace", False) else x
+        before = x.clone() if getattr(module, "inplace", False) else x
         if entered is not None:
             with torch.enable_grad():
                 output = module(entered)
-        elif kept is not None and isinstance(module, nn.MaxPool2d) and not module.return_indices:
-            settings = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
-            output, indices = F.max_pool2d(x, *settings, return_indices=True)
-        elif kept is not None:
-            output = torch.relu(x) if type(module) is nn.ReLU else module(x)
         elif type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
             with torch.no_grad():
                 output, mask = _dropout(x, module.p, module.inplace)
@@ -137,12 +146,10 @@ def run(
             )
         # What its Jacobian is made from; where autograd looks by itself, it looks too.
         tensors = [*all_parameters, *buffers]
-        if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)) or (kept is not None and parameters):
+        if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
             tensors.append(x)
-        if kept is not None and type(module) is nn.ReLU:
-            tensors.append(output)
         versions = [(t, t._version) for t in tensors]
-        records.append(Record(position, module, x, output, parameters, mask, versions, kept, indices, entered))
+        records.append(Record(position, module, x, output, parameters, mask, versions, entered=entered))
         wanted = wanted or bool(parameters)
         x = output.detach() if output.requires_grad else output
     return records
@@ -203,7 +210,8 @@ class _Scan(torch.autograd.Function):
         ctx.records = run(layers, input, left, net.prune, direct)
         if left is not None:
             left.step(net.prune)
-            left.conclude(_case(net, input), [(r.position, r.input) for r in ctx.records])
+            if (case := _case(net, input)) not in left.whole:
+                left.conclude(case, [(r.position, r.input) for r in ctx.records])
         ctx.input = input
         ctx.schedule, ctx.prune = net.schedule, net.prune
         ctx.parameters = parameters
@@ -231,11 +239,13 @@ class _Scan(torch.autograd.Function):
             ctx.records = None
         input_needed = ctx.needs_input_grad[2]
         through = needed(records, input_needed)
-        moving = [r for r in through if not r.is_identity]
+        moving = [r for r in through if r.kept is not None or not r.is_identity]
         moved = {r.position for r in moving}
         for record in records:
             if record.kept is not None or record.position in moved:
-                record.check_unchanged()
+                for tensor, version in record.versions:
+                    if tensor._version != version:
+                        record.refuse(tensor, version)
         B = grad.shape[0]
         flat = grad.reshape(B, grad.shape[1:].numel())
         wanted: dict[Tensor, Tensor | None] = {}
