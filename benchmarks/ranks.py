@@ -10,6 +10,7 @@ a stand-in group, which answers at once with totals made beforehand, so that one
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import tempfile
@@ -176,17 +177,56 @@ def slice_entry(device: str, layout: str, H: int, B: int, T: int, forgets: bool)
     return Entry(name, ("forward", "forward_backward"), run)
 
 
+def layer_entry(device: str, cell: str, inputs: int, H: int, B: int, T: int, metric: str) -> Entry:
+    """A rank's part of a layer: its backward pass alone, or forward and backward."""
+    name = case_name(cell=cell.lower(), device=device, dtype="fp32", H=H, B=B, T=T, ranks=RANKS)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        group = StandIn(RANKS // 2, RANKS)
+        alone = getattr(weft.nn, cell)(inputs, H, device=device)
+        x = torch.randn(T, B, inputs, device=device)
+
+        def timed(layer: torch.nn.Module) -> Callable[[Any], Any]:
+            def forward_backward(_: Any) -> None:
+                layer.zero_grad()
+                layer(x)[0].sum().backward()
+
+            if metric == "forward_backward":
+                return forward_backward
+            output = layer(x)[0]
+            grad = torch.randn_like(output)
+
+            def backward(_: Any) -> None:
+                layer.zero_grad()
+                output.backward(grad, retain_graph=True)
+
+            return backward
+
+        try:
+            sharded = wd.shard_time(copy.deepcopy(alone), group)
+            times = measure({"ranks": Candidate(timed(sharded)), "alone": Candidate(timed(alone))}, device)
+            return [results.put(name, metric, "ms", times["ranks"], "one_rank", times["alone"])]
+        finally:
+            group.close()
+
+    return Entry(name, (metric,), run)
+
+
 def slice_entries(device: str) -> list[Entry]:
     if device == "cpu":
         return [
             slice_entry(device, "diagonal", 256, 2, 4096, True),
             slice_entry(device, "dense", 8, 2, 2048, True),
+            layer_entry(device, "MinGRU", 16, 32, 2, 512, "forward_backward"),
+            layer_entry(device, "GRU", 16, 8, 2, 512, "backward"),
         ]
     return [
         slice_entry(device, "diagonal", 1536, 8, 2048, True),
-        slice_entry(device, "diagonal", 1536, 8, 65536, True),
-        slice_entry(device, "diagonal", 1536, 8, 65536, False),
+        slice_entry(device, "diagonal", 1536, 8, 131072, True),
+        slice_entry(device, "diagonal", 1536, 8, 131072, False),
         slice_entry(device, "dense", 20, 16, 30000, True),
+        *(layer_entry(device, cell, 20, 20, 16, 30000, "backward") for cell in ("RNN", "GRU", "LSTM")),
+        layer_entry(device, "MinGRU", 512, 1536, 8, 16384, "forward_backward"),
     ]
 
 

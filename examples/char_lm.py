@@ -3,10 +3,11 @@
     python examples/char_lm.py               # at most two minutes on two CPU cores; uses a GPU if there is one
     python examples/char_lm.py --text my_book.txt --hidden 512 --seconds 600
     python examples/char_lm.py --cell mingru # a stack of minGRUs beside the GRU, each for so many seconds
+    python examples/char_lm.py --cell paragru  # and a stack of ParaGRUs, whose gates look at the state
 
 At the end it prints the bits per character on the last tenth of the text, which it has not trained on, a sample, and
 what one training step costs with Weft's GRU and with torch.nn.GRU, which must agree on every gradient, and by which
-algorithm Weft's ran; with ``--cell mingru``, what both models reached, and how fast.
+algorithm Weft's ran; with another ``--cell``, what the models reached, and how fast.
 """
 
 from __future__ import annotations
@@ -43,28 +44,31 @@ class CharLM(nn.Module):
         return self.scores(output), state
 
 
-class MinGRUBlock(nn.Module):
-    """A minGRU and a layer of the width of its input, added to that input. Gates that do not look at the state see what
-    came before only through the layers below, so that there have to be several."""
+class Block(nn.Module):
+    """A minGRU or a ParaGRU and a layer of the width of its input, added to that input. A minGRU's gates see what came
+    before only through the layers below, a ParaGRU's beside that each the state of its own channel, so that there have
+    to be several."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, cell: type[nn.Module]) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.gru = weft.nn.MinGRU(width, hidden)
+        self.cell = cell(width, hidden)
         self.mix = nn.Sequential(nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        output, state = self.gru(self.norm(x), state)
+        output, state = self.cell(self.norm(x), state)
         return x + self.mix(output), state
 
 
-class MinGRULM(nn.Module):
-    """Embedding, blocks of minGRUs, and a linear layer that scores the next character."""
+class BlocksLM(nn.Module):
+    """Embedding, blocks of minGRUs or ParaGRUs, and a linear layer that scores the next character."""
 
-    def __init__(self, characters: int, embedding: int, hidden: int, layers: int = 3) -> None:
+    def __init__(
+        self, characters: int, embedding: int, hidden: int, cell: type[nn.Module] = weft.nn.MinGRU, layers: int = 3
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(characters, embedding)
-        self.blocks = nn.ModuleList(MinGRUBlock(embedding, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(embedding, hidden, cell) for _ in range(layers))
         self.scores = nn.Sequential(nn.LayerNorm(embedding), nn.Linear(embedding, characters))
 
     def forward(self, tokens: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -200,7 +204,12 @@ def compare(model: CharLM, tokens: Tensor, options: argparse.Namespace, repeats:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, help="a UTF-8 file to train on (default: Python's documentation)")
-    parser.add_argument("--cell", default="gru", choices=("gru", "mingru"), help="mingru: train that, too")
+    parser.add_argument(
+        "--cell",
+        default="gru",
+        choices=("gru", "mingru", "paragru"),
+        help="mingru: train that, too; paragru: all three",
+    )
     parser.add_argument("--algorithm", default="auto", help="of the GRU (default: auto)")
     parser.add_argument("--seconds", type=float, default=75, help="train at most this long (default 75)")
     parser.add_argument("--steps", type=int, default=3000, help="train at most this many steps (default 3000)")
@@ -249,20 +258,27 @@ def main(arguments: list[str] | None = None) -> float:
     speed, curve = train(model, tokens, options)
     curves = {"GRU": curve}
     bits = bits_per_character(model, held_out)
-    if options.cell == "mingru":
-        other = MinGRULM(len(vocabulary), options.embedding, options.hidden).to(options.device)
+    drawn_by: nn.Module = model
+    if options.cell != "gru":
         table = Table(title="Bits per character of held-out text, and speed of training")
         for name in ("", "parameters", "bits per character", "characters/s"):
             table.add_column(name, justify="right" if name else "left")
         rows = [("GRU", model, speed, bits)]
-        speed, curves["minGRU"] = train(other, tokens, options)
-        bits = bits_per_character(other, held_out)
-        for name, net, its_speed, its_bits in (*rows, ("minGRU", other, speed, bits)):
+        cells = {"minGRU": weft.nn.MinGRU, "ParaGRU": weft.nn.ParaGRU}
+        for name in ("minGRU",) if options.cell == "mingru" else ("minGRU", "ParaGRU"):
+            drawn_by = BlocksLM(len(vocabulary), options.embedding, options.hidden, cells[name]).to(options.device)
+            speed, curves[name] = train(drawn_by, tokens, options)
+            bits = bits_per_character(drawn_by, held_out)
+            rows.append((name, drawn_by, speed, bits))
+        for name, net, its_speed, its_bits in rows:
             size = sum(p.numel() for p in net.parameters())
             table.add_row(name, f"{size:,}", f"{its_bits:.3f}", f"{its_speed:,.0f}")
         console.print(table)
+    if options.cell == "paragru":
+        with weft.scan.newton_report() as report:
+            drawn_by(held_out[:2048, None])
+        console.print("one sequence of 2048 characters:", str(report), sep="\n", markup=False)
     console.rule("sample")
-    drawn_by = other if options.cell == "mingru" else model
     console.print(sample(drawn_by, vocabulary, options.sample), markup=False, highlight=False)
     console.rule()
     if options.cell == "gru":

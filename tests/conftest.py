@@ -108,8 +108,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _nothing_tuned() -> None:
     """What weft.tune has measured for the user of this machine is nothing that a test should depend on."""
     from weft._rnn.select import tuned
+    from weft._vertex import tuned as tuned_vertex
 
     tuned._entries = {}
+    tuned_vertex._entries = {}
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,8 @@ EXAMPLES = {
     "greedy_decoder.py": "--algorithm",
     "long_context.py": "--length",
     "mingru.py": "--hidden",
+    "slstm_lm.py": "--heads",
+    "six_nets.py": "--net",
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
 }
@@ -53,6 +55,10 @@ def test_help(name):
         ("lenet_scan.py", ["--batch", "0"]),
         ("mingru.py", ["--hidden", "0"]),
         ("mingru.py", ["--steps", "0"]),
+        ("slstm_lm.py", ["--heads", "0"]),
+        ("slstm_lm.py", ["--heads", "3"]),
+        ("six_nets.py", ["--hidden", "6"]),
+        ("six_nets.py", ["--batch", "0"]),
         ("treelstm_ast.py", ["--epochs", "0"]),
         ("treelstm_ast.py", ["--batch", "0"]),
         ("treelstm_sst.py", ["nowhere", "--epochs", "0"]),
@@ -69,6 +75,8 @@ def test_arguments_out_of_range_are_refused_before_any_work(name, arguments, cap
 @pytest.mark.parametrize(
     "name, arguments, message",
     [
+        ("six_nets.py", ["nowhere"], "nowhere: no train.txt with a dev.txt here; name the folder"),
+        ("six_nets.py", ["nowhere", "--net", "bilstm"], "nowhere: no dev.txt here; name the folder of WikiNER"),
         ("treelstm_sst.py", ["nowhere"], "nowhere: no train.txt and no dev.txt here; name the folder"),
         ("vgg11_pruned.py", ["--quick", "--data", "nowhere"], "--data: no data_batch_* in nowhere; name the"),
         ("char_lm.py", ["--text", "nowhere"], "--text: cannot read nowhere as UTF-8: "),
@@ -114,6 +122,14 @@ def test_mingru(capsys):
     assert 0 < example("mingru.py")["main"](["--quick", "--device", "cpu"]) < 4
     difference = capsys.readouterr().out.split("states differ by ")[1]
     assert float(difference) < 1e-4
+
+
+def test_slstm_lm(tmp_path, capsys):
+    arguments = ["--quick", "--device", "cpu", "--output", str(tmp_path / "slstm.png")]
+    reached = example("slstm_lm.py")["main"](arguments)
+    assert reached.keys() == {"sLSTM", "LSTM", "minGRU"} and all(0 < share < 1 for share in reached.values())
+    printed = capsys.readouterr().out
+    assert "bits per character" in printed and "right at 160" in printed
 
 
 def test_long_context(tmp_path, capsys):
@@ -225,6 +241,34 @@ def test_treelstm_sst_quickly(tmp_path):
         (tmp_path / name).write_text("(3 (2 a) (4 b))\n(1 (1 b) (2 (2 a) (2 c)))\n" * 30)
     arguments = [str(tmp_path), "--quick", "--device", "cpu", "--executor", "reference"]
     assert 0 <= example("treelstm_sst.py")["main"](arguments) <= 1
+
+
+SIX = ("treelstm", "rvnn", "td-rnn", "td-lstm", "bilstm", "bilstm-char")
+
+
+def test_six_nets_quickly(capsys):
+    found = example("six_nets.py")["main"](["--quick", "--device", "cpu"])
+    assert [*found] == [*SIX] and all(0 <= share <= 1 for share in found.values())
+    printed = capsys.readouterr().out
+    assert printed.count("a step is the loop in torch (the cell is on the CPU)") == 6
+    assert printed.count(" sentences/s\n") == 6
+    assert Path("six_nets.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("net, least", [("treelstm", 0.8), ("bilstm", 0.7), ("bilstm-char", 0.9)])
+def test_six_nets_learn(net, least):
+    """What is made up can be learned: sums of moods, common words' tags, and all tags by the words' last letters."""
+    arguments = ["--net", net, "--hidden", "32", "--made-up", "400", "--epochs", "6", "--learning-rate", "1e-2"]
+    assert example("six_nets.py")["main"]([*arguments, "--device", "cpu"])[net] > least
+
+
+def test_six_nets_read_data(tmp_path):
+    (tmp_path / "sst").mkdir()
+    (tmp_path / "wikiner").mkdir()
+    for name in ("train.txt", "dev.txt"):
+        (tmp_path / "sst" / name).write_text("(3 (2 a) (4 b))\n(1 (1 b) (2 (2 a) (2 c)))\n" * 5)
+    (tmp_path / "wikiner" / "dev.txt").write_text("Rome|PLACE is|O old|O\nParis|PLACE too|O\n" * 10)
+    assert [*example("six_nets.py")["main"]([str(tmp_path), "--quick", "--device", "cpu"])] == [*SIX]
 
 
 def test_treelstm_ast(capsys):

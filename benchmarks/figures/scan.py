@@ -32,6 +32,9 @@ def page(results: Results, folder: Path) -> list[str]:
     if diagonal_points(rows):
         draw_diagonal(rows, folder / "scan_diagonal.svg")
         parts.append(image(folder / "scan_diagonal.svg"))
+    if len(memory_points(rows)) > 1:
+        draw_memory(rows, folder / "scan_memory.svg")
+        parts.append(image(folder / "scan_memory.svg"))
     models, lines = language_models(rows)
     if models:
         seconds = parse_case(models[0]["case"])["seconds"]
@@ -116,6 +119,37 @@ def draw_diagonal(rows: Rows, path: Path) -> None:
     figure.supxlabel("sequence length T")
     figure.supylabel("forward + backward, ms")
     panels[0][0].legend(frameon=False, fontsize=8)
+    save(figure, path)
+
+
+def memory_points(rows: Rows) -> list[tuple[float, float, float]]:
+    """Of ParaGRU's cell on a GPU, few channels over a long sequence: how many steps it remembers for, the forward
+    pass's milliseconds as "auto" runs it, and those of a plain walk."""
+    found: dict[str, dict[str, float]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        if keys.get("op") != "pointwise_scan" or keys["device"] != "cuda" or keys.get("B") != "1":
+            continue
+        values = found.setdefault(row["case"], {})
+        if row["metric"] == "memory":
+            values["memory"] = float(row["weft"])
+        if row["metric"] == "forward" and row["peer"] == "walk":
+            values["weft"], values["walk"] = float(row["weft"]), float(row["peer_value"])
+    return sorted((v["memory"], v["weft"], v["walk"]) for v in found.values() if len(v) == 3)
+
+
+def draw_memory(rows: Rows, path: Path) -> None:
+    """Time of the forward pass over the length of the memory: chunks of time beside a plain walk."""
+    memory, mine, walk = zip(*memory_points(rows), strict=True)
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    axes.loglog(memory, walk, "o-", color=PEER_COLOR, label="one walk")
+    axes.loglog(memory, mine, "o-", color=WEFT_COLOR, label="chunks of time")
+    axes.set(xlabel="steps until two starts agree to 2^-22 (mean of the channels)", ylabel="forward pass, ms")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_title("ParaGRU's cell, 768 channels, T 65536, fp32", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False)
     save(figure, path)
 
 

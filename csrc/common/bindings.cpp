@@ -1,8 +1,9 @@
-// The costs of GPUs, as Python adds and reads them.
+// The costs of GPUs, as Python adds and reads them; the list of element-wise instructions.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "common/costs.h"
+#include "common/elementwise.h"
 #ifdef WEFT_WITH_CUDA
 #include "common/cuda/device_costs.h"
 #endif
@@ -26,6 +27,11 @@ py::tuple in_python(const Costs& costs) {
 }  // namespace
 
 void bind(py::module_& m) {
+  py::list elementwise;
+  for (const ElementwiseInfo& op : kElementwise) {
+    elementwise.append(py::make_tuple(op.name, op.operands, op.derivatives));
+  }
+  m.attr("ELEMENTWISE") = elementwise;
   m.def(
       "add_costs",
       [](const Measured& tables, const std::string& name, int capability, int multiprocessors, double clock_mhz,

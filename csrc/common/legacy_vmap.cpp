@@ -5,6 +5,7 @@
 #include <ATen/ops/stack.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 namespace weft {
@@ -19,12 +20,23 @@ void for_each_tensor(const c10::IValue& value, const Visit& visit) {
     visit(value.toTensor());
   } else if (value.isTensorList()) {
     for (const Tensor& t : value.toTensorVector()) visit(t);
+  } else if (value.isOptionalTensorList()) {
+    for (const std::optional<Tensor> t : value.toOptionalTensorList()) {
+      if (t) visit(*t);
+    }
   }
 }
 
 template <typename Change>
 c10::IValue with_each_tensor(const c10::IValue& value, const Change& change) {
   if (value.isTensor()) return change(value.toTensor());
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> changed;
+    for (const std::optional<Tensor> t : value.toOptionalTensorList()) {
+      changed.push_back(t ? std::optional<Tensor>(change(*t)) : std::nullopt);
+    }
+    return changed;
+  }
   if (!value.isTensorList()) return value;
   std::vector<Tensor> changed = value.toTensorVector();
   for (Tensor& t : changed) t = change(t);

@@ -1,11 +1,12 @@
-// The tree of a chain of CSR Jacobians, and a backward pass along layers, as Python calls them; linear_scan as the fit
-// of its costs and tests see it.
+// The tree of a chain of CSR Jacobians, and a backward pass along layers, as Python calls them; reports of Newton runs;
+// linear_scan as the fit of its costs and tests see it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -13,6 +14,9 @@
 
 #include "scan/chain/csr_tree.h"
 #include "scan/chain/layer_gradients.h"
+#include "scan/newton/report.h"
+#include "scan/pointwise/pointwise_scan.h"
+#include "scan/pointwise/source.h"
 #include "sparse/csr_chain.h"
 #include "sparse/python_first.h"
 #ifdef WEFT_WITH_CUDA
@@ -91,6 +95,15 @@ void bind(py::module_& m) {
            torch::wrap_pybind_function(
                [](const CsrTree& tree, py::handle grad, const std::vector<py::object>& values,
                   const CsrTree::OfLevels& transposed) { return tree_backward(tree, grad, values, transposed); }));
+  py::class_<NewtonReport, std::shared_ptr<NewtonReport>>(m, "NewtonReport")
+      .def(py::init<>())
+      .def("__enter__", [](std::shared_ptr<NewtonReport> report) { push_newton_report(std::move(report)); })
+      .def("__exit__", [](NewtonReport&, const py::args&) { pop_newton_report(); })
+      .def("runs", [](const NewtonReport& report) {
+        std::vector<std::tuple<std::string, int64_t, int64_t, at::Tensor>> found;
+        for (const NewtonRun& r : report.runs) found.emplace_back(r.op, r.steps, r.chunks, r.statistics);
+        return found;
+      });
   py::class_<LayerChain>(m, "LayerChain")
       .def(py::init<LayerChain::Tensors, LayerChain::Tensors, LayerChain::Tensors, std::vector<int64_t>>(),
            py::arg("crows"), py::arg("cols"), py::arg("sources"), py::arg("reads"))
@@ -105,6 +118,28 @@ void bind(py::module_& m) {
         "Gradients of the weight and the bias of each layer, given as (ConvSettings or None, input, flat gradient of "
         "the output, its shape, weight, whether the weight's is wanted, and the bias's).",
         py::arg("layers"), py::arg("branches"));
+  m.def_submodule("_testing")
+      .def(
+          "pointwise_bodies",
+          [](const std::string& program) {
+            const StepProgram& step = step_program(program);
+            return std::array{step_body(step, {{"next", step.next}}),
+                              step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
+                              step_body(step, {{"g", step.vjp}}),
+                              step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
+          },
+          "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
+  m.def(
+      "pointwise_chunks",
+      [](bool cuda, int64_t steps, int64_t channels, int64_t inputs, bool wanted) {
+        PointwisePlan plan = plan_on_cpu(steps, channels, true, wanted);
+#ifdef WEFT_WITH_CUDA
+        if (cuda) plan = plan_on_cuda(steps, channels, inputs, true, wanted);
+#endif
+        return plan.chunks;
+      },
+      "Into how many chunks of time pointwise_scan cuts a sequence on the CPU, or the current CUDA device.",
+      py::arg("cuda"), py::arg("steps"), py::arg("channels"), py::arg("inputs"), py::arg("wanted"));
 #ifdef WEFT_WITH_CUDA
   m.def(
       "linear_scan_expected",

@@ -6,7 +6,7 @@ from . import _ops, data, nn, offloading, reference, scan, sparse, vertex
 from ._explain import ModelExplanation, PartExplanation, ScanExplanation, explain
 from ._rnn.dropin.accelerate import accelerate, restore
 from ._rnn.explain import Candidate, Explanation
-from ._rnn.select.tune import tune
+from ._tune import tune
 from ._version import __version__
 from .offloading import offload
 from .vertex import Graphs, VertexFunction, VertexFunctions

@@ -7,11 +7,18 @@ static emulator::Index gridDim;
 // After which WEFT_VERTEX_STEPS is defined.
 #include "vertex/exec/cuda/tail.jit.cu"
 
-static const weft::vertex::TailArguments* arguments;
+using Buffers = Many<BufferArgument, WEFT_VERTEX_BUFFERS>;
+using Matrices = Many<MatrixArgument, WEFT_VERTEX_MATRICES>;
 
-extern "C" void run(const weft::vertex::TailArguments* args, int blocks, unsigned seed) {
-  arguments = args;
+static const TailArguments* arguments;
+static const Buffers* buffers;
+static const Matrices* matrices;
+
+extern "C" void run(const TailArguments* a, const Buffers* b, const Matrices* m, int blocks, unsigned seed) {
+  arguments = a;
+  buffers = b;
+  matrices = m;
   gridDim.x = blocks;
-  emulator::launch([] { vertex_tail(*arguments); }, blocks, weft::vertex::kTailThreads, 1, weft::vertex::kTailShared,
-                   seed);
+  emulator::launch([] { vertex_tail(*arguments, *buffers, *matrices); }, blocks, weft::vertex::kTailThreads, 1,
+                   weft::vertex::kTailShared, seed);
 }

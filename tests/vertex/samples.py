@@ -46,21 +46,21 @@ class Frontiers:
         call = prepare(cell, one, torch.zeros(1, X, dtype=dtype, device=device, requires_grad=True), "batched")
         compiled, (trace,) = call.compiled, [f.trace for f in call.functions]
         plan = schedule("samples", graphs, (Kind(trace.slots_gathered, trace.takes_all_children),))
-        frontiers, buffers = compiled.frontiers, compiled.plan.frontiers.buffers
+        buffers = compiled.plan.frontiers.buffers
 
         def of(space: str, rows: int) -> list[Tensor]:
             widths = {b.index: b.width for b in buffers if b.space == space}
             return [draw(rows, widths[i]) for i in sorted(widths)]
 
         symbols = trace.program.symbols
-        matrices = [draw(*symbols[s].shape) for _, s in compiled.plan.matrices]
+        matrices = [draw(*symbols[s].shape) for _, s in compiled.plan.given.matrices]
         operands = (of("input", n), matrices, of("vector", 1))
         shared = (plan.block(graphs.device), plan.block(), compiled.program)
         forward = (*operands, *shared, *plan.sizes)
         if not self.back:
             return forward, {}
         saved = torch.ops.weft.vertex_frontiers(*forward)[len(compiled.plan.outputs) :]
-        return (of("output_grad", n), *operands, saved, *shared, *frontiers.gradients, True), {}
+        return (of("output_grad", n), *operands, saved, *shared, *compiled.program.gradients(), True), {}
 
     def __str__(self) -> str:
         return f"{self.model}-{self.trees}"

@@ -669,4 +669,4 @@ def test_linear_layers_of_what_is_pulled_run_with_the_frontiers(name):
     for found, want in zip(gradients("batched"), gradients("reference"), strict=True):
         assert relative_error(found, want) < 1e-12
     ((trace,),) = m._compiled.traces.values()
-    assert [len(compiled.layers) for compiled, _ in trace.compiled.values()] == [layers]
+    assert [len(compiled.plan.given.layers) for compiled, _ in trace.compiled.values()] == [layers]

@@ -401,8 +401,6 @@ def test_refusals_of_the_call(graphs, executor):
         m(graphs, {"input": x, "other": x}, executor=executor)
     with pytest.raises(ValueError, match="executor"):
         m(graphs, x, executor="fast")
-    with pytest.raises(NotImplementedError, match="persistent"):
-        m(graphs, x, executor="persistent")
     with pytest.raises(RuntimeError, match="different devices"):
         cell().to("meta")(graphs, x, executor=executor)
     assert m(graphs, x, executor=executor).shape == (n, 3)

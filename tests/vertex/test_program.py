@@ -138,9 +138,9 @@ def test_an_exported_program_is_copied_and_saved():
 )
 def test_an_impossible_program_is_refused(code, message):
     instructions = [(op, result, operands, 0, 0, "row", -1, False, 0, 0) for op, result, operands in code]
-    kernel = (0, False, False, 4, 1, False, instructions)
+    kernel = ("frontiers", 0, False, 4, 1, False, instructions)
     with pytest.raises(ValueError, match=message):
-        torch.classes.weft.VertexProgram(1, True, -1, [], [], [1.0], [(kernel, None)], [], [], [])
+        torch.classes.weft.VertexProgram(1, True, -1, [], [], [1.0], [(kernel, None, None, None)], [])
 
 
 def test_explain():
@@ -151,8 +151,25 @@ def test_explain():
     assert found.asked == "auto" and found.executor == "reference"
     with pytest.raises(ValueError):
         weft.explain(m, GRAPHS, x, executor="fast")
-    with pytest.raises(NotImplementedError):
-        weft.explain(m, GRAPHS, x, executor="persistent")
+    found = weft.explain(m, GRAPHS, x, executor="persistent")
+    assert (found.executor, found.asked) == ("batched", "persistent") and "CUDA device" in found.reason
+    assert (found.blocks, found.partitions, found.launches) == (None, None, None)
+
+
+def test_persistent_runs_batched_on_the_cpu():
+    """What it cannot do runs as "batched", and what that cannot do as "reference"; there is no script then."""
+    m, x = cell(), rows()
+    want = m(GRAPHS, x, executor="batched")
+    with pytest.raises(RuntimeError, match="did not run on the persistent executor"):
+        _ = m.script
+    for _ in range(2):  # the second call is a recent one
+        assert torch.equal(m(GRAPHS, x, executor="persistent"), want)
+    with pytest.raises(RuntimeError, match="Cell: the latest call did not run on the persistent executor"):
+        _ = m.script
+    odd = cell(lambda h: torch.cumsum(h, 1))
+    found = weft.explain(odd, GRAPHS, x, executor="persistent")
+    assert found.executor == "reference" and "cumsum" in found.reason
+    assert torch.equal(odd(GRAPHS, x, executor="persistent"), odd(GRAPHS, x, executor="reference"))
 
 
 def test_options():

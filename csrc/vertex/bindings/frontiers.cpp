@@ -3,10 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -26,8 +23,6 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
-#include <numeric>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -45,48 +40,34 @@ namespace weft::vertex {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-using Numbers = std::vector<int64_t>;
 
-// What all calls have in common; csrc/vertex/exec/vertex_frontiers.h.
+// What all calls of a program have in common; csrc/vertex/exec/vertex_frontiers.h. What is given: inputs, matrices,
+// vectors.
 struct Compiled {
+  Compiled(ProgramPointer made, std::array<size_t, 3> sizes, size_t num_outputs, std::vector<size_t> without_gradient)
+      : program(std::move(made)), counts(sizes), outputs(num_outputs), constant(std::move(without_gradient)) {
+    const Program::Numbers& reads = program->program.reads;
+    size_t first = 0;
+    for (int which = 0; which < 3; ++which) {
+      const auto& read = which == 0 ? reads.inputs : which == 1 ? reads.matrices : reads.vectors;
+      for (size_t i = 0; i < counts[which]; ++i) {
+        if (!std::binary_search(read.begin(), read.end(), static_cast<int32_t>(i))) unread.push_back(first + i);
+      }
+      first += counts[which];
+    }
+  }
+
+  size_t num_given() const { return counts[0] + counts[1] + counts[2]; }
+  at::TensorList part(at::TensorList given, int which) const {
+    const size_t first = which == 0 ? 0 : which == 1 ? counts[0] : counts[0] + counts[1];
+    return given.slice(first, counts[which]);
+  }
+
   ProgramPointer program;
-  std::array<Numbers, 3> gradients;  // numbers of the inputs, matrices and vectors that backward gives gradients of
-  std::array<size_t, 3> counts;      // of inputs, matrices, vectors
-  Numbers linear;                    // per input: 0, or how many parameters of a layer are given for it
-  std::vector<bool> transposed;      // per matrix: whether its transpose is given
+  std::array<size_t, 3> counts;
   size_t outputs;
   std::vector<size_t> constant;  // outputs that have no gradient
-
-  // What is given: inputs, or what a linear layer makes them of, matrices or their transposes, vectors, and each linear
-  // layer's weight and bias.
-  size_t num_operands() const { return counts[0] + counts[1] + counts[2]; }
-  size_t num_given() const {
-    return num_operands() + static_cast<size_t>(std::accumulate(linear.begin(), linear.end(), int64_t{0}));
-  }
-  // Calls `work` with the number of each input that a linear layer makes, of its weight, and of its bias or none.
-  template <typename Work>
-  void for_linear(const Work& work) const {
-    size_t next = num_operands();
-    for (size_t i = 0; i < linear.size(); ++i) {
-      if (linear[i] > 0) work(i, next, linear[i] > 1 ? std::optional(next + 1) : std::nullopt);
-      next += static_cast<size_t>(linear[i]);
-    }
-  }
-  // Inputs, matrices, vectors.
-  template <typename Inputs>
-  Tensors operands(at::TensorList given, const Inputs& made) const {
-    Tensors found(given.begin(), given.begin() + static_cast<std::ptrdiff_t>(num_operands()));
-    for_linear(
-        [&](size_t input, size_t weight, std::optional<size_t> bias) { found[input] = made(input, weight, bias); });
-    for (size_t i = 0; i < transposed.size(); ++i) {
-      if (transposed[i]) found[counts[0] + i] = found[counts[0] + i].t();
-    }
-    return found;
-  }
-  at::TensorList part(at::TensorList operands, int which) const {
-    const size_t first = which == 0 ? 0 : which == 1 ? counts[0] : counts[0] + counts[1];
-    return operands.slice(first, counts[which]);
-  }
+  std::vector<size_t> unread;    // numbers of what is given and the backward pass does not read
 };
 
 struct Call : torch::CustomClassHolder {
@@ -96,22 +77,20 @@ struct Call : torch::CustomClassHolder {
   bool overlap, recorded;  // recorded: by autograd
   std::shared_ptr<PyObject> differentiable;
   // Of what is given, by its number, what gradients of gradients alone read: whether it changed is asked where they
-  // are.
-  std::vector<std::pair<size_t, torch::autograd::SavedVariable>> unread;
+  // are. The backward pass takes shape and dtype from `like`.
+  struct Unread {
+    size_t number;
+    torch::autograd::SavedVariable saved;
+    at::Tensor like;
+  };
+  std::vector<Unread> unread;
 
-  // The results, and what backward reads beside what is given: inputs that linear layers made, then of the results
-  // those that are no outputs.
+  // The outputs, and what backward reads beside what is given.
   std::pair<Tensors, Tensors> forward(at::TensorList given) const {
-    Tensors saved;
-    const Tensors operands = compiled->operands(given, [&](size_t x, size_t weight, std::optional<size_t> bias) {
-      const at::Tensor matrix = given[weight].t();
-      return saved.emplace_back(bias ? at::addmm(given[*bias], given[x], matrix) : at::mm(given[x], matrix));
-    });
-    Tensors results =
-        vertex_frontiers_op(compiled->part(operands, 0), compiled->part(operands, 1), compiled->part(operands, 2),
-                            schedule, host_schedule, compiled->program, sizes[0], sizes[1], sizes[2]);
+    Tensors results = vertex_frontiers_op(compiled->part(given, 0), compiled->part(given, 1), compiled->part(given, 2),
+                                          schedule, host_schedule, compiled->program, sizes[0], sizes[1], sizes[2]);
     const auto end = results.begin() + static_cast<std::ptrdiff_t>(compiled->outputs);
-    saved.insert(saved.end(), std::make_move_iterator(end), std::make_move_iterator(results.end()));
+    Tensors saved(std::make_move_iterator(end), std::make_move_iterator(results.end()));
     results.erase(end, results.end());
     return {std::move(results), std::move(saved)};
   }
@@ -119,50 +98,34 @@ struct Call : torch::CustomClassHolder {
   // Of what is given and `needed`, the gradients; `saved` as forward gave it.
   Tensors backward(at::TensorList grads, at::TensorList given, at::TensorList saved,
                    const std::vector<bool>& needed) const {
-    size_t made = 0;
-    const Tensors operands =
-        compiled->operands(given, [&](size_t, size_t, std::optional<size_t>) { return saved[made++]; });
-    const Tensors found = vertex_frontiers_backward_op(grads, compiled->part(operands, 0), compiled->part(operands, 1),
-                                                       compiled->part(operands, 2), saved.slice(made), schedule,
-                                                       host_schedule, compiled->program, compiled->gradients[0],
-                                                       compiled->gradients[1], compiled->gradients[2], overlap);
-    Tensors results(given.size());
-    size_t next = 0, first = 0;
+    const Program::Numbers& computed = compiled->program->program.gradients;
+    std::array<std::vector<int64_t>, 3> wanted;
+    std::vector<size_t> places;  // of the gradients among the results
+    size_t first = 0;
     for (int which = 0; which < 3; ++which) {
-      for (const int64_t number : compiled->gradients[which]) {
-        const at::Tensor& gradient = found[next++];
-        const bool turned = which == 1 && compiled->transposed[number];
-        results[first + number] = turned ? gradient.t() : gradient;
+      for (const int32_t i : which == 0 ? computed.inputs : which == 1 ? computed.matrices : computed.vectors) {
+        if (!needed[first + i]) continue;
+        wanted[which].push_back(i);
+        places.push_back(first + i);
       }
       first += compiled->counts[which];
     }
-    compiled->for_linear([&](size_t x, size_t weight, std::optional<size_t> bias) {
-      const at::Tensor grad = std::exchange(results[x], at::Tensor());
-      if (!grad.defined()) return;
-      if (needed[x]) results[x] = at::mm(grad, given[weight]);
-      if (needed[weight]) results[weight] = at::mm(grad.t(), given[x]);
-      if (bias && needed[*bias]) results[*bias] = at::sum(grad, 0);
-    });
+    const Tensors found = vertex_frontiers_backward_op(grads, compiled->part(given, 0), compiled->part(given, 1),
+                                                       compiled->part(given, 2), saved, schedule, host_schedule,
+                                                       compiled->program, wanted[0], wanted[1], wanted[2], overlap);
+    Tensors results(given.size());
+    for (size_t i = 0; i < places.size(); ++i) results[places[i]] = found[i];
     return results;
   }
 
   // Takes out of `given` what `backward` does not read.
   void hold_unread(Tensors& given) {
-    const auto hold = [&](size_t i) {
+    for (const size_t i : compiled->unread) {
       const at::Tensor x = std::exchange(given[i], at::Tensor());
       // Those of inference mode have no version that would tell of a change.
-      unread.emplace_back(i, torch::autograd::SavedVariable(x.is_inference() ? x.clone() : x, /*is_output=*/false));
-    };
-    compiled->for_linear([&](size_t x, size_t weight, std::optional<size_t> bias) {
-      const bool reads_x = given[weight].requires_grad(), reads_weight = given[x].requires_grad();
-      if (!reads_x) hold(x);
-      if (!reads_weight) hold(weight);
-      if (bias) hold(*bias);
-    });
-  }
-
-  void restore_unread(Tensors& given) const {
-    for (const auto& [number, x] : unread) given[number] = x.unpack();
+      torch::autograd::SavedVariable saved(x.is_inference() ? x.clone() : x, /*is_output=*/false);
+      unread.push_back({i, std::move(saved), x.tensor_data()});
+    }
   }
 
   // The gradients as functions that have gradients: the reference's, in Python.
@@ -201,7 +164,7 @@ class Node : public torch::autograd::Function<Node> {
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
     Tensors saved = ctx->get_saved_variables();
     const size_t count = call->compiled->num_given();
-    if (at::GradMode::is_enabled()) call->restore_unread(saved);
+    for (const auto& x : call->unread) saved[x.number] = at::GradMode::is_enabled() ? x.saved.unpack() : x.like;
     // As torch does with what is saved: an input that holds this node would keep both alive.
     if (!torch::autograd::get_current_graph_task_keep_graph()) call->unread.clear();
     const at::TensorList given = at::TensorList(saved).slice(0, count);
@@ -311,16 +274,12 @@ void bind_frontiers(py::module_& vertex) {
 #endif
   py::class_<Compiled, std::shared_ptr<Compiled>>(vertex, "Frontiers",
                                                   "What all calls of vertex_frontiers for a program have in common.")
-      .def(
-          py::init([](const torch::jit::Object& program, std::array<Numbers, 3> gradients, std::array<size_t, 3> counts,
-                      Numbers linear, std::vector<bool> transposed, size_t outputs, std::vector<size_t> constant) {
-            return std::make_shared<Compiled>(Compiled{c10::IValue(program._ivalue()).toCustomClass<ProgramObject>(),
-                                                       std::move(gradients), counts, std::move(linear),
-                                                       std::move(transposed), outputs, std::move(constant)});
-          }),
-          py::arg("program"), py::arg("gradients"), py::arg("counts"), py::arg("linear"), py::arg("transposed"),
-          py::arg("outputs"), py::arg("constant"))
-      .def_readonly("gradients", &Compiled::gradients)
+      .def(py::init([](const torch::jit::Object& program, std::array<size_t, 3> counts, size_t outputs,
+                       std::vector<size_t> constant) {
+             return std::make_shared<Compiled>(c10::IValue(program._ivalue()).toCustomClass<ProgramObject>(), counts,
+                                               outputs, std::move(constant));
+           }),
+           py::arg("program"), py::arg("counts"), py::arg("outputs"), py::arg("constant"))
       // The outputs, differentiable; `differentiable(given, grads, needed)` gives gradients that have gradients.
       .def("__call__", torch::wrap_pybind_function(&run), py::arg("schedule"), py::arg("host_schedule"),
            py::arg("sizes"), py::arg("overlap"), py::arg("differentiable"), py::arg("given"));

@@ -1,30 +1,22 @@
 // Checks, allocation and the loop over tasks; kernels are the device's.
 #include "vertex/exec/vertex_frontiers.h"
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
 #include <map>
-#include <memory>
-#include <set>
 
 #include "common/check.h"
 #include "common/tensor.h"
+#include "vertex/exec/aten_executor.h"
+#include "vertex/exec/script.h"
 
 namespace weft::vertex {
 namespace {
 
 constexpr const char* kOp = "vertex_frontiers";
-
-at::ScalarType type_of(const Buffer& b) {
-  constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
-  return kTypes[static_cast<int>(b.dtype)];
-}
 
 std::span<const int32_t> checked(const at::Tensor& schedule, const at::Tensor& host_schedule) {
   TORCH_CHECK_TYPE(host_schedule.scalar_type() == at::kInt && host_schedule.is_cpu(), kOp,
@@ -37,95 +29,101 @@ std::span<const int32_t> checked(const at::Tensor& schedule, const at::Tensor& h
   return numbers;
 }
 
+// One call: its operands checked, its memory found or made.
 struct Run {
-  explicit Run(const Operands& operands)
+  Run(const Operands& operands, Pass pass)
       : program(operands.program),
         schedule(operands.schedule.contiguous()),
         host_schedule(operands.host_schedule.contiguous()),
         numbers(checked(schedule, host_schedule)),
-        num_vertices(numbers[Schedule::kVertices]),
-        num_edges(numbers[Schedule::kEdges]),
         device(schedule.device()),
-        matrices(operands.matrices.begin(), operands.matrices.end()) {
+        matrices(operands.matrices.size()),
+        tensors(program.buffers.size()),
+        places(tensors.size()),
+        matrix_places(matrices.size()),
+        matrix_gradients(matrices.size()),
+        vector_gradients(operands.vectors.size()) {
+    extent = {Schedule::tasks(numbers), numbers[Schedule::kVertices], numbers[Schedule::kEdges], 0};
     const int32_t* block = pointer<int32_t>(schedule);
     const auto array = [&](Schedule::Array which) {
       const int32_t* const where = numbers.data() + Schedule::kHeader + which;
       return where[0] < where[1] ? block + where[0] : nullptr;
     };
-    arrays = {array(Schedule::kVertexOf),
-              array(Schedule::kGather),
-              array(Schedule::kFirstEdge),
-              array(Schedule::kEdgeChild),
-              array(Schedule::kEdgeParent),
-              array(Schedule::kFirstUse),
-              array(Schedule::kUsers),
-              array(Schedule::kFirstSumUse),
-              array(Schedule::kSumUseEdge),
-              array(Schedule::kTaskTable),
-              num_vertices};
+    arrays = {array(Schedule::kVertexOf),   array(Schedule::kGather),
+              array(Schedule::kFirstEdge),  array(Schedule::kEdgeChild),
+              array(Schedule::kEdgeParent), array(Schedule::kFirstUse),
+              array(Schedule::kUsers),      array(Schedule::kFirstSumUse),
+              array(Schedule::kSumUseEdge), array(Schedule::kTaskTable),
+              extent.num_vertices};
     TORCH_CHECK_VALUE(program.gathered <= numbers[Schedule::kColumns], kOp, ": the program gathers by ",
                       program.gathered, " columns, the schedule has ", numbers[Schedule::kColumns]);
-    for (const MatrixGradient& g : program.matrix_gradients) {
-      TORCH_CHECK_VALUE(size_t(g.matrix) < matrices.size(), kOp, ": there is no matrix ", g.matrix);
-    }
-    for (const VectorGradient& g : program.vector_gradients) {
-      TORCH_CHECK_VALUE(size_t(g.vector) < operands.vectors.size(), kOp, ": there is no vector ", g.vector);
-    }
-    tasks = Schedule::tasks(numbers);
-    for (const Task& task : tasks) {
-      leaves += task.level == 0 ? task.count : 0;
+    for (const Task& task : extent.tasks) {
+      extent.leaves += task.level == 0 ? task.count : 0;
       TORCH_CHECK_VALUE(task.kind < program.functions, kOp, ": the schedule has tasks of function ", task.kind,
                         ", the program ", program.functions, " functions");
     }
-    for (const auto* list : {&program.forward, &program.backward}) {
-      for (const Step& s : *list) {
-        if (s.product) check_matrix(s);
+    // A training step's sums run over all rows.
+    together = functions_together(program, extent) && (pass != Pass::kTraining || program.functions == 1);
+    for (const auto* steps : {&program.forward, &program.backward}) {
+      if (pass == (steps == &program.forward ? Pass::kBackward : Pass::kForward)) continue;
+      for (const Step& s : *steps) {
+        if (s.kind == Step::Kind::kProduct) take_matrix(s, operands.matrices);
       }
     }
-    tensors.resize(program.buffers.size());
-    places.resize(tensors.size());
+    scripts = scripts_in(numbers);
+    if (scripts.published[static_cast<size_t>(pass)]) {
+      published = &partition_of(program, pass, scripts.most_blocks).published;
+    }
   }
 
-  void check_matrix(const Step& s) {
-    TORCH_CHECK_VALUE(s.matrix < static_cast<int64_t>(matrices.size()), kOp, ": the program reads matrix ", s.matrix,
-                      ", got ", matrices.size());
-    at::Tensor& m = matrices[s.matrix];
+  void take_matrix(const Step& s, at::TensorList given) {
+    TORCH_CHECK_VALUE(s.matrix < static_cast<int64_t>(given.size()), kOp, ": the program reads matrix ", s.matrix,
+                      ", got ", given.size());
+    if (matrices[s.matrix].defined()) return;
     const auto &source = program.buffers[s.source], &target = program.buffers[s.target];
     const std::array<int64_t, 2> shape = {s.transposed ? target.width : source.width,
                                           s.transposed ? source.width : target.width};
-    TORCH_CHECK_VALUE(m.sizes() == at::IntArrayRef(shape), kOp, ": matrix ", s.matrix, " must be ",
-                      at::IntArrayRef(shape), ", got ", m.sizes());
-    m = cast(m, source, "matrix", s.matrix);
+    TORCH_CHECK_VALUE(given[s.matrix].sizes() == at::IntArrayRef(shape), kOp, ": matrix ", s.matrix, " must be ",
+                      at::IntArrayRef(shape), ", got ", given[s.matrix].sizes());
+    at::Tensor m = cast(given[s.matrix], source, "matrix", s.matrix);
+    const bool by_rows = m.stride(1) == 1 && m.stride(0) >= std::max<int64_t>(1, m.size(1));
+    const bool by_columns = m.stride(0) == 1 && m.stride(1) >= std::max<int64_t>(1, m.size(0));
+    if (!by_rows && !by_columns) m = m.contiguous();
+    matrix_places[s.matrix] = place(m, source.dtype);
+    matrices[s.matrix] = std::move(m);
+  }
+
+  static Matrix place(const at::Tensor& m, Dtype dtype) {
+    void* data = m.numel() > 0 ? const_cast<void*>(m.const_data_ptr()) : nullptr;
+    return {data, m.size(0), m.size(1), m.stride(0), m.stride(1), dtype};
   }
 
   at::Tensor cast(const at::Tensor& t, const Buffer& b, const char* name, int64_t index) const {
+    const at::ScalarType type = scalar_type(b.dtype);
     TORCH_CHECK(t.device() == device, kOp, ": ", name, " ", index, " must be on ", device, ", got ", t.device());
-    TORCH_CHECK_TYPE(t.is_floating_point(), kOp, ": ", name, " ", index, " must be ", type_of(b), ", got ",
-                     t.scalar_type());
-    return t.to(type_of(b));
+    TORCH_CHECK_TYPE(t.is_floating_point(), kOp, ": ", name, " ", index, " must be ", type, ", got ", t.scalar_type());
+    return t.to(type);
   }
 
   int64_t rows(const Buffer& b) const {
     switch (b.space) {
       case Space::kInner:
-        return num_vertices - leaves;
+        return extent.num_vertices - extent.leaves;
       case Space::kEdges:
-        return num_edges;
+        return extent.num_edges;
       case Space::kVector:
         return 1;
       default:
-        return num_vertices;
+        return extent.num_vertices;
     }
   }
-  // The row (of all vertices) that the buffer begins with.
-  int64_t first_row(int64_t buffer) const { return program.buffers[buffer].space == Space::kInner ? leaves : 0; }
-
   void put(size_t i, at::Tensor tensor) {
     const Buffer& b = program.buffers[i];
     const bool callers = b.space >= Space::kInput && b.space != Space::kVector;
     const int64_t stride = b.space == Space::kVector ? 0 : tensor.stride(0);
     // Kernels count rows from the first vertex.
-    const int64_t before = first_row(static_cast<int64_t>(i)) * stride * static_cast<int64_t>(tensor.element_size());
+    const int64_t before =
+        (b.space == Space::kInner ? extent.leaves : 0) * stride * static_cast<int64_t>(tensor.element_size());
     void* data = tensor.numel() > 0 ? static_cast<char*>(tensor.data_ptr()) - before : nullptr;
     places[i] = {data, stride, callers ? arrays.vertices : nullptr, b.space == Space::kEdges};
     tensors[i] = std::move(tensor);
@@ -142,31 +140,45 @@ struct Run {
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
 
-  at::TensorOptions options(const Buffer& b) const { return at::TensorOptions().dtype(type_of(b)).device(device); }
+  at::TensorOptions options(Dtype dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
 
-  // A buffer that the executor makes. Rows that only other functions write, and slots without a child, are read as
-  // zeros.
-  at::Tensor make(const Buffer& b) const {
-    const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (num_vertices - leaves);
+  // A buffer that the executor makes. Slots without a child are read as zeros, and so may be rows that only other
+  // functions write.
+  at::Tensor make(size_t buffer) const {
+    const Buffer& b = program.buffers[buffer];
+    at::Tensor made = at::empty({rows(b), b.width}, options(b.dtype));
+    if (published != nullptr && (*published)[buffer]) {
+      made.view(c10::elementSize(made.scalar_type()) == 2 ? at::kShort : at::kInt).fill_(-1);
+      return made;
+    }
+    const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (extent.num_vertices - extent.leaves);
     const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
-    const bool zeros = program.functions > 1 || (b.scattered && !full);
-    return zeros ? at::zeros({rows(b), b.width}, options(b)) : at::empty({rows(b), b.width}, options(b));
+    return b.zeros || !together || (b.scattered && !full) ? made.zero_() : made;
   }
 
-  Frontier frontier() const { return {places, program, arrays, matrices}; }
+  Memory memory() const {
+    Memory m{program, arrays, places, matrix_places, matrix_gradients, vector_gradients};
+    m.most_blocks = scripts.most_blocks;
+    for (size_t pass = 0; pass < kPasses; ++pass) {
+      if (scripts.of[pass].empty()) continue;
+      const auto at = reinterpret_cast<const int32_t*>(scripts.of[pass].data()) - numbers.data();
+      m.scripts[pass] = reinterpret_cast<const ScriptInstruction*>(pointer<int32_t>(schedule) + at);
+    }
+    return m;
+  }
 
   // The number of the first of the last tasks that are small: in one kernel they cost less than their launches and than
   // products that do not fill the device.
-  size_t tail() const {
+  size_t tail(const std::vector<Step>& steps) const {
     constexpr int64_t kMultiplyAdds = int64_t{1} << 28;
     int64_t most = program.doubles ? 32 : 1024, weights = 0;
-    for (const auto* list : {&program.forward, &program.backward}) {
-      for (const Step& s : *list) {
-        if (!s.product) continue;
-        weights = std::max<int64_t>(weights, matrices[s.matrix].numel());
-        if (program.buffers[s.source].width % 4 != 0 || program.buffers[s.target].width % 4 != 0) most = 32;
-      }
+    for (const Step& s : steps) {
+      if (s.kind != Step::Kind::kProduct || s.when != Step::When::kFrontiers) continue;
+      const int64_t inner = program.buffers[s.source].width, columns = program.buffers[s.target].width;
+      weights = std::max(weights, inner * columns);
+      if (inner % 4 != 0 || columns % 4 != 0) most = 32;
     }
+    const std::span<const Task> tasks = extent.tasks;
     size_t first = tasks.size();
     for (; first > 0; --first) {
       const Task& task = tasks[first - 1];
@@ -176,130 +188,40 @@ struct Run {
     return first + 2 < tasks.size() ? first : tasks.size();
   }
 
-  void steps(const std::vector<Step>& list, const Task& task, Executor& executor) const {
-    for (const Step& s : list) {
-      if (s.function != task.kind || s.late) continue;
-      const int64_t first = s.edges ? task.first_edge : task.first, count = s.edges ? task.num_edges : task.count;
-      if (count == 0) continue;
-      if (!s.product) {
-        executor.kernel(s, first, count, task.level == 0);
-      } else if (!s.skips_leaves || task.level > 0) {
-        executor.product(s.transposed, tensors[s.source], first - first_row(s.source), matrices[s.matrix],
-                         tensors[s.target], first - first_row(s.target), count);
-      } else if (s.zeroes_leaves) {
-        tensors[s.target].narrow(0, first - first_row(s.target), count).zero_();
-      }
-    }
-  }
-
-  // What was put off until all tasks are done. The rows of one function are together, and those without children first.
-  void late_steps(const std::vector<Step>& list, Executor& executor) const {
-    for (const Step& s : list) {
-      if (!s.late) continue;
-      if (program.functions > 1) {
-        for (const Task& task : tasks) {
-          if (s.function == task.kind) executor.kernel(s, task.first, task.count, task.level == 0);
-        }
-        continue;
-      }
-      if (leaves > 0) executor.kernel(s, 0, leaves, true);
-      if (leaves < num_vertices) executor.kernel(s, leaves, num_vertices - leaves, false);
-    }
+  // Where one kernel takes over; a script has all tasks.
+  size_t first_of_tail(const std::vector<Step>& steps, const Memory& memory, Executor& executor, bool backward) const {
+    if (memory.most_blocks > 0 && executor.has_script(backward)) return 0;
+    const size_t first = tail(steps);
+    return first < extent.tasks.size() && executor.has_tail(backward) ? first : extent.tasks.size();
   }
 
   const Program& program;
   at::Tensor schedule, host_schedule;
   std::span<const int32_t> numbers;
-  int64_t num_vertices, num_edges;
   at::Device device;
-  std::vector<at::Tensor> matrices;
   Arrays arrays;
-  std::span<const Task> tasks;
-  int64_t leaves = 0;  // vertices without children: the first rows
-  std::vector<at::Tensor> tensors;
+  Extent extent;
+  bool together = true;
+  std::vector<at::Tensor> matrices, tensors;
   std::vector<Place> places;
+  Scripts scripts;
+  const std::vector<char>* published = nullptr;  // buffers whose values are waited for: each is missing at first
+  std::vector<Matrix> matrix_places, matrix_gradients, vector_gradients;
 };
 
-// The gradients of matrices: sums over rows, from the last row to the first, as these are done. In float16 and bfloat16
-// they are not cut, so that they are rounded once.
-class MatrixGradients {
- public:
-  MatrixGradients(const Run& run, Executor& executor)
-      : run_(run), executor_(executor), rows_(run.num_vertices), edges_(run.num_edges) {
-    for (const MatrixGradient& g : run.program.matrix_gradients) {
-      const at::Tensor& matrix = run.matrices[g.matrix];
-      at::Tensor& total = found[g.matrix];
-      if (!total.defined()) total = at::empty(matrix.sizes(), matrix.options());
-      cut_ = cut_ && (matrix.scalar_type() == at::kFloat || matrix.scalar_type() == at::kDouble);
-    }
-    cut_ = cut_ && run.program.functions == 1;
-  }
-
-  // Rows from this task on are done.
-  void advance(const Task& task) {
-    if (cut_ && std::max(rows_ - task.first, edges_ - task.first_edge) >= kRows) {
-      take(std::max<int64_t>(task.first, run_.leaves), task.first_edge);
-    }
-  }
-  void finish() {
-    take(0, 0);
-    for (auto& [number, total] : found) {
-      if (!started_.contains(number)) total.zero_();
-    }
-  }
-
-  std::map<int32_t, at::Tensor> found;
-
- private:
-  // Worth a product of their own.
-  static constexpr int64_t kRows = 1024;
-
-  void take(int64_t row, int64_t edge) {
-    aside_ = aside_ || std::max(rows_ - row, edges_ - edge) >= kRows;
-    if (!found.empty() && !aside_) {
-      add(row, edge);  // all there is, too little to wait for another stream
-    } else if (!found.empty()) {
-      executor_.aside([&] { add(row, edge); });
-    }
-    rows_ = row;
-    edges_ = edge;
-  }
-  void add(int64_t row, int64_t edge) {
-    for (const MatrixGradient& g : run_.program.matrix_gradients) {
-      const int64_t first = g.edges ? edge : g.skips_leaves ? std::max(row, run_.leaves) : row;
-      const int64_t end = g.edges ? edges_ : rows_;
-      if (first >= end) continue;
-      const auto rows = [&](int32_t buffer) {
-        return run_.tensors[buffer].narrow(0, first - run_.first_row(buffer), end - first);
-      };
-      at::Tensor& total = found.at(g.matrix);
-      if (started_.insert(g.matrix).second) {
-        at::mm_out(total, rows(g.source).t(), rows(g.gradient));
-      } else {
-        at::addmm_out(total, total, rows(g.source).t(), rows(g.gradient));
-      }
-    }
-  }
-
-  const Run& run_;
-  Executor& executor_;
-  int64_t rows_, edges_;  // from here on all are in the sums
-  bool cut_ = true, aside_ = false;
-  std::set<int32_t> started_;
-};
-
-// That the numbers of `found` are those that the caller expects.
-void check_numbers(const std::map<int32_t, at::Tensor>& found, at::IntArrayRef expected, const char* name) {
-  const bool same = std::equal(found.begin(), found.end(), expected.begin(), expected.end(),
-                               [](const auto& pair, int64_t number) { return pair.first == number; });
-  TORCH_CHECK_VALUE(same, kOp, "_backward: the program computes gradients of other ", name, " than ", expected);
+// That the program computes the gradients that are asked for.
+void check_numbers(const std::vector<int32_t>& computed, at::IntArrayRef wanted, const char* name) {
+  TORCH_CHECK_VALUE(std::is_sorted(wanted.begin(), wanted.end()) &&
+                        std::includes(computed.begin(), computed.end(), wanted.begin(), wanted.end()),
+                    kOp, "_backward: the program computes gradients of the ", name, " ", computed, ", not of ", wanted);
 }
 
 }  // namespace
 
 std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, Executor& executor) {
-  Run r(operands);
-  const std::array<int64_t, 3> planned = {r.num_vertices, r.num_vertices - r.leaves, r.num_edges};
+  Run r(operands, Pass::kForward);
+  const Extent& e = r.extent;
+  const std::array<int64_t, 3> planned = {e.num_vertices, e.num_vertices - e.leaves, e.num_edges};
   TORCH_CHECK_VALUE(sizes == planned, kOp, ": the schedule has ", at::IntArrayRef(planned),
                     " vertices, vertices with children and edges, expected ", at::IntArrayRef(sizes));
   const auto& buffers = r.program.buffers;
@@ -311,87 +233,117 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
     } else if (b.space == Space::kVector) {
       r.put(i, r.given(operands.vectors, b, "vector"));
     } else {
-      r.put(i, r.make(b));
+      r.put(i, r.make(i));
     }
   }
   std::vector<at::Tensor> made;
   for (const int32_t i : r.program.results()) made.push_back(r.tensors[i]);
-  executor.begin(r.frontier());
-  const size_t tail = r.tail();
-  for (const Task& task : r.tasks.first(tail)) r.steps(r.program.forward, task, executor);
-  if (tail < r.tasks.size() && !executor.tail(r.program.forward, r.tasks, tail, /*backward=*/false)) {
-    for (const Task& task : r.tasks.subspan(tail)) r.steps(r.program.forward, task, executor);
-  }
-  r.late_steps(r.program.forward, executor);
+  const Memory memory = r.memory();
+  executor.begin(memory);
+  const size_t tail = r.first_of_tail(r.program.forward, memory, executor, /*backward=*/false);
+  executor.run(forward_pass(r.program, e, tail), e.tasks, /*backward=*/false);
   return made;
 }
 
 std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor) {
-  Run r(operands);
-  std::map<int32_t, at::Tensor> input_grads, vector_grads;
-  const auto& buffers = r.program.buffers;
+  Run r(operands, Pass::kBackward);
+  const Program& p = r.program;
+  const Extent& e = r.extent;
+  check_numbers(p.gradients.inputs, of_inputs, "inputs");
+  check_numbers(p.gradients.matrices, of_matrices, "matrices");
+  check_numbers(p.gradients.vectors, of_vectors, "vectors");
+  std::map<int64_t, at::Tensor> input_grads, matrix_grads, vector_grads;
   size_t next = 0;
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const Buffer& b = buffers[i];
+  for (size_t i = 0; i < p.buffers.size(); ++i) {
+    const Buffer& b = p.buffers[i];
     if (b.saved) {
       TORCH_CHECK_VALUE(next < saved.size(), kOp, "_backward: the program saves more than ", saved.size(), " tensors");
       const at::Tensor& t = saved[next++];
       TORCH_CHECK_VALUE(t.dim() == 2 && t.size(0) == r.rows(b) && t.size(1) == b.width && t.device() == r.device, kOp,
                         "_backward: saved tensor ", next - 1, " is not what the forward pass saved");
-      r.put(i, t.to(type_of(b)).contiguous());
+      r.put(i, t.to(scalar_type(b.dtype)).contiguous());
+    } else if (!b.read_backward && (b.space == Space::kInput || b.space == Space::kVector)) {
+      continue;
     } else if (b.space == Space::kInput) {
       r.put(i, r.given(operands.inputs, b, "input"));
     } else if (b.space == Space::kVector) {
       r.put(i, r.given(operands.vectors, b, "vector"));
     } else if (b.space == Space::kOutputGrad) {
       r.put(i, r.given(grads, b, "gradient"));
-    } else if (b.space == Space::kInputGrad) {
+    } else if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
       // Columns that nothing depends on are written by nobody.
       const std::array<int64_t, 2> shape = {r.rows(b), b.width};
-      input_grads[b.index] = b.written ? at::empty(shape, r.options(b)) : at::zeros(shape, r.options(b));
-      r.put(i, input_grads[b.index]);
+      r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
+      if (b.space == Space::kInputGrad) input_grads[b.index] = r.tensors[i];
     } else if (b.backward) {
-      r.put(i, r.make(b));
+      r.put(i, r.make(i));
     }
   }
-  executor.begin(r.frontier());
-  MatrixGradients matrices(r, executor);
-  size_t end = r.tasks.size();
-  if (const size_t tail = r.tail(); tail < end && executor.tail(r.program.backward, r.tasks, tail, /*backward=*/true)) {
-    end = tail;
+  for (const Step& s : p.backward) {
+    if (s.kind == Step::Kind::kOuter && std::binary_search(of_matrices.begin(), of_matrices.end(), s.matrix)) {
+      at::Tensor& found = matrix_grads[s.matrix];
+      if (found.defined()) continue;
+      const Buffer& source = p.buffers[s.source];
+      found = at::empty({source.width, p.buffers[s.target].width}, r.options(source.dtype));
+      TORCH_CHECK_VALUE(s.matrix < static_cast<int64_t>(operands.matrices.size()), kOp,
+                        "_backward: the program has matrix ", s.matrix, ", got ", operands.matrices.size());
+      TORCH_CHECK_VALUE(found.sizes() == operands.matrices[s.matrix].sizes(), kOp, "_backward: the gradient of matrix ",
+                        s.matrix, " is ", found.sizes(), ", got ", operands.matrices[s.matrix].sizes());
+      r.matrix_gradients[s.matrix] = Run::place(found, source.dtype);
+    }
+    if (s.kind == Step::Kind::kTotal && std::binary_search(of_vectors.begin(), of_vectors.end(), s.vector)) {
+      at::Tensor& found = vector_grads[s.vector];
+      if (found.defined()) continue;
+      TORCH_CHECK_VALUE(s.vector < static_cast<int64_t>(operands.vectors.size()), kOp,
+                        "_backward: the program has vector ", s.vector, ", got ", operands.vectors.size());
+      const Dtype registers = p.doubles ? Dtype::kFloat64 : Dtype::kFloat32;
+      const std::array<int64_t, 2> shape = {1, operands.vectors[s.vector].numel()};
+      found = at::empty(shape, r.options(registers));
+      r.vector_gradients[s.vector] = Run::place(found, registers);
+    }
   }
-  for (size_t i = end; i-- > 0;) {
-    r.steps(r.program.backward, r.tasks[i], executor);
-    if (overlap && i > 0) matrices.advance(r.tasks[i]);
-  }
-  matrices.finish();
-  r.late_steps(r.program.backward, executor);
+  const Memory memory = r.memory();
+  executor.begin(memory);
+  const size_t tail = r.first_of_tail(p.backward, memory, executor, /*backward=*/true);
+  executor.run(backward_pass(p, e, tail, overlap, {of_inputs, of_matrices, of_vectors}), e.tasks, /*backward=*/true);
 
-  const at::ScalarType registers = r.program.doubles ? at::kDouble : at::kFloat;
-  for (const VectorGradient& g : r.program.vector_gradients) {
-    at::Tensor& total = vector_grads[g.vector];
-    if (!total.defined()) {
-      total = at::zeros({operands.vectors[g.vector].numel()}, at::TensorOptions().dtype(registers).device(r.device));
-    }
-    total.narrow(0, g.first, g.width)
-        .add_(at::sum(r.tensors[g.buffer].narrow(1, g.column, g.width), 0, /*keepdim=*/false, registers));
-  }
-  executor.join();
-  check_numbers(input_grads, of_inputs, "inputs");
-  check_numbers(matrices.found, of_matrices, "matrices");
-  check_numbers(vector_grads, of_vectors, "vectors");
   std::vector<at::Tensor> results;
-  const auto give = [&](const std::map<int32_t, at::Tensor>& found, at::TensorList of) {
-    for (const auto& [number, gradient] : found) {
-      results.push_back(gradient.to(of[number].scalar_type()).view(of[number].sizes()));
+  const auto give = [&](const std::map<int64_t, at::Tensor>& found, at::IntArrayRef numbers, at::TensorList of) {
+    for (const int64_t number : numbers) {
+      results.push_back(found.at(number).to(of[number].scalar_type()).contiguous().view(of[number].sizes()));
     }
   };
-  give(input_grads, operands.inputs);
-  give(matrices.found, operands.matrices);
-  give(vector_grads, operands.vectors);
+  give(input_grads, of_inputs, operands.inputs);
+  give(matrix_grads, of_matrices, operands.matrices);
+  give(vector_grads, of_vectors, operands.vectors);
   return results;
+}
+
+void run_training(const Operands& operands, bool zeroes_grads, const std::function<void(const Memory&)>& launch) {
+  Run r(operands, Pass::kTraining);
+  TORCH_CHECK_VALUE(!r.scripts.of[static_cast<size_t>(Pass::kTraining)].empty(), kOp,
+                    "_training: the schedule has no script of a training step");
+  const auto& buffers = r.program.buffers;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const Buffer& b = buffers[i];
+    const std::array<int64_t, 2> shape = {r.rows(b), b.width};
+    if (b.space == Space::kInput) {
+      at::Tensor x = r.given(operands.inputs, b, "input");
+      const bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && x.stride(0) % 4 == 0;
+      r.put(i, aligned || x.numel() == 0 ? std::move(x) : x.clone(at::MemoryFormat::Contiguous));
+    } else if (b.space == Space::kVector) {
+      r.put(i, r.given(operands.vectors, b, "vector"));
+    } else if (b.space == Space::kOutputGrad) {
+      r.put(i, zeroes_grads ? at::zeros(shape, r.options(b.dtype)) : at::empty(shape, r.options(b.dtype)));
+    } else if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
+      r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
+    } else {
+      r.put(i, r.make(i));
+    }
+  }
+  launch(r.memory());
 }
 
 }  // namespace weft::vertex

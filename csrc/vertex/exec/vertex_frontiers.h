@@ -1,11 +1,12 @@
-// vertex_frontiers: the part of a vertex function that depends on gather, run frontier by frontier over a batch of
-// graphs in one call; vertex_frontiers_backward: its gradients, frontiers in reverse, the gradients of matrices and
-// vectors once for all vertices after the last. Source: Cavs (USENIX ATC 2018), sections 3.2 to 3.5.
+// vertex_frontiers: the compiled part of a vertex function, run over a batch of graphs in one call: linear layers of
+// inputs, then what depends on gather, frontier by frontier; vertex_frontiers_backward: its gradients, frontiers in
+// reverse, those of layers, matrices and vectors once for all vertices after the last. Source: Cavs (USENIX ATC 2018),
+// sections 3.2 to 3.5.
 //
 //   inputs         (num_vertices, width) each, rows in the caller's order
 //   matrices       (rows, columns) each: products are x @ matrix
 //   vectors        one row for all vertices each, of any shape
-//   schedule       int32, the block of csrc/vertex/graph/schedule.h, on the device of the inputs
+//   schedule       int32, the block of csrc/vertex/schedule.h, on the device of the inputs
 //   host_schedule  the same on the CPU
 //   program        csrc/vertex/program/program.h
 //   num_vertices, num_inner (those with children), num_edges  of the schedule
@@ -13,10 +14,11 @@
 // in the caller's order, then what the backward pass reads: buffers with a row per vertex, per vertex with children or
 // per edge, in the schedule's order.
 //
-// Backward: grads of the outputs, each (num_vertices, width); saved as forward returned it. Returns the gradients that
-// the program computes, of the inputs, matrices and vectors that `of_inputs`, `of_matrices` and `of_vectors` number in
-// ascending order: each in the shape and dtype of what it is the gradient of. With `overlap` the gradients of matrices
-// grow while frontiers run, as their rows are done (Cavs' streaming); the result is the same up to rounding.
+// Backward: grads of the outputs, each (num_vertices, width); saved as forward returned it. Returns the gradients of
+// the inputs, matrices and vectors that `of_inputs`, `of_matrices` and `of_vectors` number in ascending order, which
+// are some of those that the program computes: each in the shape and dtype of what it is the gradient of. With
+// `overlap` the gradients of matrices grow while frontiers run, as their rows are done (Cavs' streaming); the result is
+// the same up to rounding.
 //
 // Products sum in float32 whatever their dtype (double in double), element-wise arithmetic is in float32, and only what
 // is stored is rounded.
@@ -29,59 +31,12 @@
 
 #include <array>
 #include <functional>
-#include <span>
-#include <vector>
 
 #include "common/op_handle.h"
-#include "vertex/graph/schedule.h"
+#include "vertex/exec/executor.h"
 #include "vertex/program/object.h"
-#include "vertex/program/program.h"
 
 namespace weft::vertex {
-
-// The arrays of a schedule, on the device; null where they are empty.
-struct Arrays {
-  const int32_t *vertices, *gather, *first_edge, *edge_children, *edge_parents, *first_use, *users, *first_sum_use,
-      *sum_use_edges, *tasks;
-  int64_t num_vertices;
-};
-
-// A buffer of the program, in memory.
-struct Place {
-  void* data = nullptr;
-  int64_t stride = 0;             // between rows, in elements; 0 for a vector
-  const int32_t* rows = nullptr;  // the caller's row of each row, for his tensors
-  bool edges = false;
-};
-
-// What kernels are run on.
-struct Frontier {
-  std::span<const Place> places;
-  const Program& program;
-  const Arrays& arrays;
-  std::span<const at::Tensor> matrices;
-};
-
-// What a device does with the steps of one call.
-class Executor {
- public:
-  virtual ~Executor() = default;
-  // Before the first step, when all buffers are there.
-  virtual void begin(const Frontier& frontier) = 0;
-  // A kernel on rows or edges [first, first + count), all of them vertices without children where `leaves`.
-  virtual void kernel(const Step& kernel, int64_t first, int64_t count, bool leaves) = 0;
-  // `count` rows of the target, from `to` on, = those of the source, from `from` on, @ matrix, or @ matrix.T. Target
-  // and source are contiguous.
-  virtual void product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix,
-                       const at::Tensor& target, int64_t to, int64_t count) = 0;
-  // All steps of a pass on the last tasks, from number `first` on, where the device does that faster than step by step.
-  virtual bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) {
-    return false;
-  }
-  // Runs after all that was asked for so far, and beside what comes until join. `work` allocates nothing.
-  virtual void aside(const std::function<void()>& work) = 0;
-  virtual void join() = 0;
-};
 
 // The arguments that both passes have.
 struct Operands {
@@ -95,6 +50,10 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
 std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor);
+
+// A whole training step: `launch` gets the memory of both passes, which lives until it returns. The rows of outputs
+// that the loss is not of have gradients of zero where `zeroes_grads`. The schedule has the script of one.
+void run_training(const Operands& operands, bool zeroes_grads, const std::function<void(const Memory&)>& launch);
 
 inline const OpHandle<std::vector<at::Tensor>(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
                                               const at::Tensor&, const ProgramPointer&, c10::SymInt, c10::SymInt,

@@ -1,6 +1,7 @@
 #include "vertex/program/analyses.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 
 namespace weft::vertex {
@@ -33,14 +34,13 @@ void specialise_for_leaves(Program& p) {
   std::vector<char> zero(p.buffers.size()), read(p.buffers.size());
   for (const auto* list : {&p.forward, &p.backward}) {
     for (const Step& s : *list) {
-      if (s.product && !s.skips_leaves) read[s.source] = 1;
+      const bool products = s.kind == Step::Kind::kProduct || s.kind == Step::Kind::kOuter;
+      if (products && !s.skips_leaves) read[s.source] = 1;
+      if (s.kind == Step::Kind::kOuter && !s.skips_leaves) read[s.target] = 1;
     }
   }
-  for (const MatrixGradient& g : p.matrix_gradients) {
-    if (!g.skips_leaves) read[g.source] = 1;
-  }
   for (Step& s : p.forward) {
-    if (!s.product || !s.skips_leaves || s.edges) continue;
+    if (s.kind != Step::Kind::kProduct || !s.skips_leaves || s.edges) continue;
     zero[s.target] = 1;
     s.zeroes_leaves = p.buffers[s.target].space != Space::kInner && read[s.target];
   }
@@ -58,43 +58,54 @@ void specialise_for_leaves(Program& p) {
 }
 
 void find_written(Program& p) {
-  std::vector<std::vector<char>> columns;
-  for (const Buffer& b : p.buffers) columns.emplace_back(b.space == Space::kInputGrad ? b.width : 0);
-  for (const Step& s : p.backward) {
-    if (s.product || s.edges) continue;
-    for (const Instruction& i : s.code) {
-      if (i.op != Op::kStore || columns[i.buffer].empty()) continue;
-      std::fill_n(columns[i.buffer].begin() + i.column, s.width, char{1});
+  for (size_t b = 0; b < p.buffers.size(); ++b) {
+    Buffer& buffer = p.buffers[b];
+    if (buffer.space != Space::kInputGrad && buffer.space != Space::kLayerGrad) continue;
+    std::vector<std::vector<char>> columns(p.functions, std::vector<char>(buffer.width));  // of each function's rows
+    for (const Step& s : p.backward) {
+      std::vector<char>& mine = columns[s.function];
+      if (s.kind == Step::Kind::kProduct && s.when == Step::When::kAfter && s.target == static_cast<int32_t>(b)) {
+        std::fill(mine.begin(), mine.end(), char{1});
+      }
+      if (s.kind != Step::Kind::kKernel || s.edges) continue;
+      for (const Instruction& i : s.code) {
+        if (i.op == Op::kStore && i.buffer == static_cast<int32_t>(b)) {
+          std::fill_n(mine.begin() + i.column, s.width, char{1});
+        }
+      }
     }
-  }
-  for (size_t b = 0; b < columns.size(); ++b) {
-    const auto& c = columns[b];
-    p.buffers[b].written = p.functions == 1 && !c.empty() && std::find(c.begin(), c.end(), 0) == c.end();
+    const auto all = [](const std::vector<char>& c) { return std::find(c.begin(), c.end(), 0) == c.end(); };
+    buffer.written = buffer.width > 0 && std::all_of(columns.begin(), columns.end(), all);
   }
 }
 
-int64_t multiply_adds(const Program& program, std::span<const Task> tasks, bool backward) {
-  int64_t total = 0;
-  const auto add = [&](int32_t source, int32_t target, bool edges, bool skips_leaves, int32_t function) {
-    int64_t rows = 0;
-    for (const Task& task : tasks) {
-      if (function >= 0 && task.kind != function) continue;
-      if (edges) {
-        rows += task.num_edges;
-      } else if (!skips_leaves || task.level > 0) {
-        rows += task.count;
-      }
-    }
-    total += rows * program.buffers[source].width * program.buffers[target].width;
-  };
-  for (const Step& s : backward ? program.backward : program.forward) {
-    if (s.product) add(s.source, s.target, s.edges, s.skips_leaves, s.function);
+void find_gradients(Program& p) {
+  std::set<int32_t> inputs, matrices, vectors, read_matrices, read_inputs, read_vectors;
+  std::map<int32_t, int> terms;  // of the gradient of each vector
+  for (const Buffer& b : p.buffers) {
+    if (b.space == Space::kInputGrad) inputs.insert(b.index);
   }
-  if (!backward) return total;
-  for (const MatrixGradient& g : program.matrix_gradients) {
-    add(g.source, g.gradient, g.edges, g.skips_leaves, /*function=*/-1);
+  for (Step& s : p.backward) {
+    for (const int32_t b : s.buffers) p.buffers[b].read_backward = true;
+    if (s.kind == Step::Kind::kOuter) matrices.insert(s.matrix);
+    if (s.kind == Step::Kind::kProduct) read_matrices.insert(s.matrix);
+    if (s.kind != Step::Kind::kTotal) continue;
+    vectors.insert(s.vector);
+    ++terms[s.vector];
   }
-  return total;
+  std::map<int32_t, int32_t> widths;
+  for (const Buffer& b : p.buffers) {
+    if (b.space == Space::kVector) widths[b.index] = b.width;
+    if (b.read_backward && b.space == Space::kInput) read_inputs.insert(b.index);
+    if (b.read_backward && b.space == Space::kVector) read_vectors.insert(b.index);
+  }
+  for (Step& s : p.backward) {
+    if (s.kind != Step::Kind::kTotal) continue;
+    s.whole = terms[s.vector] == 1 && s.first == 0 && widths.contains(s.vector) && widths[s.vector] == s.width;
+  }
+  const auto list = [](const std::set<int32_t>& x) { return std::vector<int32_t>(x.begin(), x.end()); };
+  p.gradients = {list(inputs), list(matrices), list(vectors)};
+  p.reads = {list(read_inputs), list(read_matrices), list(read_vectors)};
 }
 
 }  // namespace weft::vertex

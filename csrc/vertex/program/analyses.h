@@ -1,9 +1,5 @@
 // What follows from a program's steps. Free of torch and CUDA.
 #pragma once
-#include <cstdint>
-#include <span>
-
-#include "vertex/graph/schedule.h"
 #include "vertex/program/program.h"
 
 namespace weft::vertex {
@@ -12,10 +8,10 @@ namespace weft::vertex {
 // rows are not there.
 void specialise_for_leaves(Program& program);
 
-// Which gradients of inputs the backward pass writes in all rows and columns.
+// Which gradients of inputs and layers the backward pass writes in all rows and columns.
 void find_written(Program& program);
 
-// Multiply-adds of the products of a pass over these tasks.
-int64_t multiply_adds(const Program& program, std::span<const Task> tasks, bool backward);
+// What the backward pass reads, of what it gives gradients, and which totals are all that there is of a vector's.
+void find_gradients(Program& program);
 
 }  // namespace weft::vertex

@@ -7,14 +7,15 @@
 #include <utility>
 
 #include "common/tensor.h"
-#include "vertex/program/analyses.h"
+#include "vertex/program/pass.h"
 #include "vertex/program/source.h"
 
 namespace weft::vertex {
 namespace {
 
-constexpr std::array<std::string_view, 8> kSpaces = {"rows",   "inner",       "edges",      "input",
-                                                     "output", "output_grad", "input_grad", "vector"};
+constexpr std::array<std::string_view, 10> kSpaces = {"rows",   "inner",       "edges",      "input",      "layer",
+                                                      "output", "output_grad", "input_grad", "layer_grad", "vector"};
+constexpr std::array<std::string_view, 3> kTimes = {"before", "frontiers", "after"};
 constexpr std::array<std::string_view, 4> kDtypes = {"float16", "bfloat16", "float32", "float64"};
 constexpr std::array<std::string_view, 4> kAccesses = {"row", "parent", "gather", "child"};
 
@@ -37,14 +38,15 @@ int32_t as_int32(int64_t x) {
 }
 
 Buffer buffer_of(const BufferFields& fields) {
-  const auto& [space, width, dtype, index, backward, saved, scattered] = fields;
+  const auto& [space, width, dtype, index, backward, saved, scattered, zeros] = fields;
   return {enum_named<Space>(kSpaces, space),
           as_int32(width),
           enum_named<Dtype>(kDtypes, dtype),
           scattered,
           as_int32(index),
           backward,
-          saved};
+          saved,
+          zeros};
 }
 
 Instruction instruction_of(const InstructionFields& fields) {
@@ -64,37 +66,55 @@ Instruction instruction_of(const InstructionFields& fields) {
 }
 
 Step step_of(const StepFields& fields) {
-  const auto& [kernel, product] = fields;
-  TORCH_CHECK_VALUE(kernel.has_value() != product.has_value(), "VertexProgram: a step is a kernel or a product");
+  const auto& [kernel, product, outer, total] = fields;
+  const int kinds = kernel.has_value() + product.has_value() + outer.has_value() + total.has_value();
+  TORCH_CHECK_VALUE(kinds == 1, "VertexProgram: a step is one of a kernel, a product, an outer product, a total");
   Step s{};
-  s.product = product.has_value();
-  if (s.product) {
-    const auto& [function, edges, source, matrix, transposed, target, skips_leaves] = *product;
+  s.source = s.target = s.matrix = s.bias = s.vector = -1;
+  const auto common = [&](Step::Kind kind, const std::string& when, int64_t function, bool edges) {
+    s.kind = kind;
+    s.when = enum_named<Step::When>(kTimes, when);
     s.function = as_int32(function);
     s.edges = edges;
+  };
+  const auto products = [&](int64_t source, int64_t matrix, bool transposed, int64_t target, bool skips_leaves) {
     s.source = as_int32(source);
     s.matrix = as_int32(matrix);
     s.transposed = transposed;
     s.target = as_int32(target);
     s.skips_leaves = skips_leaves;
-    return s;
+  };
+  if (product) {
+    const auto& [when, function, edges, source, matrix, transposed, target, skips_leaves, bias] = *product;
+    common(Step::Kind::kProduct, when, function, edges);
+    products(source, matrix, transposed, target, skips_leaves);
+    s.bias = as_int32(bias);
+  } else if (outer) {
+    const auto& [when, function, edges, source, matrix, target, skips_leaves] = *outer;
+    common(Step::Kind::kOuter, when, function, edges);
+    products(source, matrix, /*transposed=*/false, target, skips_leaves);
+  } else if (total) {
+    const auto& [function, vector, first, buffer, column, width] = *total;
+    common(Step::Kind::kTotal, "after", function, false);
+    s.vector = as_int32(vector);
+    s.first = as_int32(first);
+    s.source = as_int32(buffer);
+    s.column = as_int32(column);
+    s.width = as_int32(width);
+  } else {
+    const auto& [when, function, edges, width, registers, reduces, code] = *kernel;
+    common(Step::Kind::kKernel, when, function, edges);
+    s.width = as_int32(width);
+    s.registers = as_int32(registers);
+    s.reduces = reduces;
+    for (const InstructionFields& i : code) s.code.push_back(instruction_of(i));
   }
-  const auto& [function, edges, late, width, registers, reduces, code] = *kernel;
-  s.function = as_int32(function);
-  s.edges = edges;
-  s.late = late;
-  s.width = as_int32(width);
-  s.registers = as_int32(registers);
-  s.reduces = reduces;
-  for (const InstructionFields& i : code) s.code.push_back(instruction_of(i));
   return s;
 }
 
 ProgramPointer make_program(int64_t functions, bool fused, int64_t state, const std::vector<BufferFields>& buffers,
                             const std::vector<std::vector<UseFields>>& tables, const std::vector<double>& constants,
-                            const std::vector<StepFields>& forward, const std::vector<StepFields>& backward,
-                            const std::vector<MatrixFields>& matrix_gradients,
-                            const std::vector<VectorFields>& vector_gradients) {
+                            const std::vector<StepFields>& forward, const std::vector<StepFields>& backward) {
   Program p{};
   p.functions = as_int32(functions);
   p.fused = fused;
@@ -109,21 +129,13 @@ ProgramPointer make_program(int64_t functions, bool fused, int64_t state, const 
   p.constants = constants;
   for (const StepFields& s : forward) p.forward.push_back(step_of(s));
   for (const StepFields& s : backward) p.backward.push_back(step_of(s));
-  for (const auto& [matrix, source, gradient, edges, skips_leaves] : matrix_gradients) {
-    p.matrix_gradients.push_back({as_int32(matrix), as_int32(source), as_int32(gradient), edges, skips_leaves});
-  }
-  for (const auto& [vector, first, buffer, column, width] : vector_gradients) {
-    p.vector_gradients.push_back(
-        {as_int32(vector), as_int32(first), as_int32(buffer), as_int32(column), as_int32(width)});
-  }
   try {
     p.finish();
   } catch (const std::invalid_argument& error) {
     TORCH_CHECK_VALUE(false, error.what());
   }
   return c10::make_intrusive<ProgramObject>(
-      std::move(p), ProgramFields(functions, fused, state, buffers, tables, constants, forward, backward,
-                                  matrix_gradients, vector_gradients));
+      std::move(p), ProgramFields(functions, fused, state, buffers, tables, constants, forward, backward));
 }
 
 const std::vector<Step>& steps_of(const Program& p, bool backward) {
@@ -140,9 +152,22 @@ std::vector<std::tuple<std::string, int64_t, std::string>> results_of(const Prog
   return found;
 }
 
-int64_t multiply_adds_of(const ProgramPointer& self, const at::Tensor& schedule, bool backward) {
+int64_t multiply_adds_of(const ProgramPointer& self, const at::Tensor& schedule,
+                         const std::optional<std::vector<Numbers>>& wanted) {
   const std::span<const int32_t> numbers(pointer<int32_t>(schedule), schedule.numel());
-  return multiply_adds(self->program, Schedule::tasks(numbers), backward);
+  Extent extent{Schedule::tasks(numbers), numbers[Schedule::kVertices], numbers[Schedule::kEdges], 0};
+  for (const Task& task : extent.tasks) extent.leaves += task.level == 0 ? task.count : 0;
+  const Program& p = self->program;
+  if (!wanted) return multiply_adds(p, forward_pass(p, extent, extent.tasks.size()));
+  const Wanted numbers_wanted = {wanted->at(0), wanted->at(1), wanted->at(2)};
+  return multiply_adds(p, backward_pass(p, extent, extent.tasks.size(), /*overlap=*/false, numbers_wanted));
+}
+
+// Numbers of the inputs, matrices and vectors that the backward pass gives gradients of.
+std::vector<Numbers> gradients_of(const ProgramPointer& self) {
+  const auto wide = [](const std::vector<int32_t>& x) { return Numbers(x.begin(), x.end()); };
+  const auto& g = self->program.gradients;
+  return {wide(g.inputs), wide(g.matrices), wide(g.vectors)};
 }
 
 // For the tests: the source of a kernel, and its buffers.
@@ -175,6 +200,7 @@ bool register_program() {
           // To torch's tracers, what it is among fake tensors.
           .def("tracing_mode", [](const ProgramPointer&) { return std::string("real"); })
           .def("results", &results_of)
+          .def("gradients", &gradients_of)
           .def("multiply_adds", &multiply_adds_of)
           .def("kernel_body", &kernel_source)
           .def("tail_body", &tail_source);

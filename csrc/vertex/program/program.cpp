@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "vertex/program/analyses.h"
+#include "vertex/program/partition.h"
 
 namespace weft::vertex {
 namespace {
@@ -21,10 +22,23 @@ class Checks {
 
   void step() {
     require(in(step_.function, p_.functions), "function");
-    if (step_.product) {
+    const bool once = step_.when != Step::When::kFrontiers;
+    const bool layer = once && step_.kind == Step::Kind::kProduct;
+    require(!layer || p_.functions == 1 || (by_row(step_.source) && by_row(step_.target)), "layer of all rows");
+    if (step_.kind == Step::Kind::kTotal) {
+      const bool fits = step_.column >= 0 && step_.column + step_.width <= buffer(step_.source).width;
+      require(step_.width >= 0 && fits && step_.vector >= 0 && step_.first >= 0, "columns");
+      return;
+    }
+    if (step_.kind != Step::Kind::kKernel) {
       const Buffer &source = buffer(step_.source), &target = buffer(step_.target);
       require(source.dtype == target.dtype, "dtypes of source and target");
       require(step_.matrix >= 0, "matrix");
+      const bool added = step_.kind == Step::Kind::kProduct && step_.bias >= 0;
+      if (added)
+        require(buffer(step_.bias).space == Space::kVector && p_.buffers[step_.bias].width == target.width &&
+                    p_.buffers[step_.bias].dtype == target.dtype && step_.when == Step::When::kBefore,
+                "bias");
       return;
     }
     require(step_.width >= 0 && in(step_.registers, kMaxRegisters), "width or registers");
@@ -48,6 +62,7 @@ class Checks {
   }
 
  private:
+  bool by_row(int32_t b) const { return buffer(b).space == Space::kRows || p_.buffers[b].space == Space::kInner; }
   static bool in(int64_t x, size_t end) { return x >= 0 && x < static_cast<int64_t>(end); }
   // `width` columns from `first` on.
   void columns(int32_t b, int64_t first, int64_t width) const {
@@ -113,7 +128,10 @@ class Checks {
 };
 
 std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
+  if (step.kind == Step::Kind::kTotal) return {step.source};
   std::set<int32_t> found;
+  if (step.kind != Step::Kind::kKernel) found = {step.source, step.target};
+  if (step.kind == Step::Kind::kProduct && step.bias >= 0) found.insert(step.bias);
   for (const Instruction& i : step.code) {
     if (i.op == Op::kLoad || info(i.op).stores) found.insert(i.buffer);
     if (i.op != Op::kUses) continue;
@@ -125,6 +143,7 @@ std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
 }  // namespace
 
 void Program::finish() {
+  partitions = std::make_shared<Partitions>();
   const auto is_double = [](const Buffer& b) { return b.dtype == Dtype::kFloat64; };
   doubles = std::any_of(buffers.begin(), buffers.end(), is_double);
   const Step none{};
@@ -139,20 +158,12 @@ void Program::finish() {
       checks.require(use.column >= -1 && use.first >= 0, "use");
     }
   }
-  for (const MatrixGradient& g : matrix_gradients) {
-    checks.require(g.matrix >= 0 && checks.buffer(g.source).dtype == checks.buffer(g.gradient).dtype,
-                   "gradient of a matrix");
-  }
-  for (const VectorGradient& g : vector_gradients) {
-    const bool fits = g.width >= 0 && g.column >= 0 && g.column + g.width <= checks.buffer(g.buffer).width;
-    checks.require(g.vector >= 0 && g.first >= 0 && fits, "gradient of a vector");
-  }
   for (auto* list : {&forward, &backward}) {
     const std::string pass = list == &forward ? "forward" : "backward";
     for (size_t s = 0; s < list->size(); ++s) {
       Step& step = (*list)[s];
       Checks(*this, step, pass + " step " + std::to_string(s)).step();
-      if (!step.product) step.buffers = buffers_of(*this, step);
+      step.buffers = buffers_of(*this, step);
       for (const Instruction& i : step.code) {
         if (i.op == Op::kLoad && i.access == Access::kGather) gathered = std::max(gathered, i.gather + 1);
       }
@@ -160,6 +171,7 @@ void Program::finish() {
   }
   specialise_for_leaves(*this);
   find_written(*this);
+  find_gradients(*this);
 }
 
 std::vector<int32_t> Program::results() const {

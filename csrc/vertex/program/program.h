@@ -2,8 +2,10 @@
 // python/weft/_vertex/compiler writes it, and says which expressions the steps come from.
 //
 // A step is a kernel, instructions on registers that are as wide as the kernel for each row of the task, or for each of
-// its edges; or a product, the task's rows of one buffer times a matrix into another buffer. Rows and edges are those
-// of csrc/vertex/graph/schedule.h. Steps run in order, tasks in order forward and in reverse backward.
+// its edges; or a product, the task's rows of one buffer times a matrix into another buffer; or a sum over rows, which
+// is the gradient of a matrix or of a vector. Rows and edges are those of csrc/vertex/graph/schedule.h. Steps run in
+// order, tasks in order forward and in reverse backward; linear layers of inputs run once before all tasks, their
+// gradients once after them. program/pass.h makes of it what runs over a batch.
 #pragma once
 #include <array>
 #include <atomic>
@@ -15,8 +17,20 @@
 
 namespace weft::vertex {
 
-// kInner: rows of vertices with children, which are the last of all.
-enum class Space : int32_t { kRows, kInner, kEdges, kInput, kOutput, kOutputGrad, kInputGrad, kVector };
+// kInner: rows of vertices with children, which are the last of all. kLayer: what a linear layer makes of an input
+// before the frontiers. All from kInput to kLayerGrad have their rows in the caller's order.
+enum class Space : int32_t {
+  kRows,
+  kInner,
+  kEdges,
+  kInput,
+  kLayer,
+  kOutput,
+  kOutputGrad,
+  kInputGrad,
+  kLayerGrad,
+  kVector
+};
 
 // Of a buffer's elements. Registers are float, double where there are doubles, which mix with nothing else.
 enum class Dtype : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
@@ -29,7 +43,9 @@ struct Buffer {
   int32_t index;         // which of the caller's tensors
   bool backward;         // made by the backward pass
   bool saved;            // made by the forward pass, read by the backward pass
-  bool written = false;  // in all columns of all rows, by kernels of the backward pass
+  bool zeros;            // rows of functions that do not write it are read
+  bool written = false;  // of a gradient: in all columns of all rows
+  bool read_backward = false;
 };
 
 enum class Access : int32_t { kRow, kParent, kGather, kChild };
@@ -62,32 +78,37 @@ struct Handles {
   std::atomic<void*> of[64][2] = {};  // of a step the second is for vertices without children
 };
 
+struct Partitions;  // program/partition.h
+
 struct Step {
+  enum class Kind : int32_t {
+    kKernel,   // instructions
+    kProduct,  // target = source @ matrix, or @ matrix.T, + bias
+    kOuter,    // the gradient of a matrix: source.T @ target, over all rows of the function
+    kTotal,    // the gradient of a vector: the sum over all rows of the function of columns of the source
+  };
+  enum class When : int32_t { kBefore, kFrontiers, kAfter };  // once for all rows, or task by task
+
+  Kind kind;
+  When when;
   int32_t function;  // the kind of the tasks that it is a step of
-  bool product;
   bool edges;
-  bool late;  // runs once for all rows, after the last task
-  // A kernel's.
+  // Of a kernel; the width of a total, too.
   int32_t width, registers;
   bool reduces;                              // stores sums over its columns, or their greatest, and nothing else
   std::vector<Instruction> code, leaf_code;  // the second for vertices without children, where what is gathered is zero
   std::vector<int32_t> buffers;              // that it reads or writes, ascending
-  // A product's.
-  int32_t source, matrix, target;
-  bool transposed;
+  // Of products.
+  int32_t source, target, matrix;
+  int32_t bias;        // buffer, -1 without
+  bool transposed;     // the matrix is
   bool skips_leaves;   // zero, or nobody's, where there are no children
   bool zeroes_leaves;  // those zeros are read
+  // Of a total: columns [column, column + width) of the source are those from `first` on of the vector.
+  int32_t vector, first, column;
+  bool whole;  // these are all of its columns, and nothing else adds to them
 
   std::shared_ptr<Handles> compiled = std::make_shared<Handles>();
-};
-
-struct MatrixGradient {
-  int32_t matrix, source, gradient;
-  bool edges, skips_leaves;
-};
-
-struct VectorGradient {
-  int32_t vector, first, buffer, column, width;
 };
 
 struct Program {
@@ -98,14 +119,21 @@ struct Program {
   std::vector<Buffer> buffers;
   std::vector<std::vector<Use>> tables;
   std::vector<Step> forward, backward;
-  std::vector<MatrixGradient> matrix_gradients;
-  std::vector<VectorGradient> vector_gradients;
   std::vector<double> constants;
   int32_t gathered = 0;                                          // columns of the schedule that loads gather by
   std::shared_ptr<Handles> tails = std::make_shared<Handles>();  // the second of the backward pass
 
+  std::shared_ptr<Partitions> partitions;
+
   // Checks what was put together, and finds what the rest says. std::invalid_argument names what is wrong.
   void finish();
+
+  // Numbers of the inputs, matrices and vectors that the backward pass gives gradients of, and that it reads;
+  // ascending.
+  struct Numbers {
+    std::vector<int32_t> inputs, matrices, vectors;
+  };
+  Numbers gradients, reads;
 
   // Buffers that the forward pass gives away: outputs, then what the backward pass reads.
   std::vector<int32_t> results() const;

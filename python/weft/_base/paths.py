@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from .._version import __version__
 
-__all__ = ["cache_dir", "versioned_cache_dir"]
+__all__ = ["cache_dir", "replace_file", "versioned_cache_dir"]
 
 
 def cache_dir() -> Path:
@@ -22,3 +23,16 @@ def cache_dir() -> Path:
 def versioned_cache_dir() -> Path:
     """The folder in it of this version's files: compiled kernels (csrc/jit) and what weft.tune measured."""
     return cache_dir() / __version__
+
+
+def replace_file(file: Path, text: str) -> None:
+    """Write a file such that others see the old one or the new one and nothing between."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".tmp", text=True)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as written:
+            written.write(text)
+        os.replace(temporary, file)
+    except BaseException:
+        os.unlink(temporary)
+        raise

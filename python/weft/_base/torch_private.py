@@ -14,6 +14,7 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.nn.modules import module
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -30,14 +31,19 @@ __all__ = [
     "constant_when_compiled",
     "differentiated_by_transform",
     "fake_tensors",
+    "foreach_add_",
+    "foreach_sub_",
     "fp32_precision",
     "functional_collectives",
     "group_named",
+    "has_hooks",
+    "has_step_hooks",
     "in_forward_mode",
     "in_torchscript_trace",
     "in_transform",
     "keeps_graph",
     "maps_alone",
+    "no_torch_function",
     "onnx_exporting",
     "outside_transforms",
     "parse_to",
@@ -46,11 +52,15 @@ __all__ = [
     "uncached_parametrizations",
     "without_forward_mode",
     "without_modes",
+    "wrapper_tensor",
 ]
 
 # Functions of torch's own, not wrapped: what a layer asks in every call is bound by the host.
 any_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is enabled for any device."""
+
+foreach_add_, foreach_sub_ = torch._foreach_add_, torch._foreach_sub_
+"""Several tensors changed in place by one launch."""
 
 in_torchscript_trace = torch._C._is_tracing
 """Whether torch.jit.trace, or the ONNX exporter that builds on it, records here."""
@@ -64,6 +74,9 @@ fp32_precision = torch._C._get_fp32_precision_getter
 keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the backward pass that runs keeps its graph."""
 
+no_torch_function = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a class of tensors: torch's functions treat it as any tensor."""
+
 outside_transforms = torch._C._DisableFuncTorch
 """A context in which tensors are made outside of torch.func's transforms, whose own do not outlive them."""
 
@@ -72,6 +85,9 @@ parse_to = torch._C._nn._parse_to
 
 tracing_context = TracingContext.try_get
 """torch.compile's or torch.export's state where it traces in this thread, None elsewhere."""
+
+wrapper_tensor = Tensor._make_wrapper_subclass
+"""(class, sizes, dtype=, device=) -> a tensor without data, of a class that has ``__torch_dispatch__``."""
 
 without_modes = _disable_current_modes
 """A context in which no mode sees torch's operations, a counter of them neither."""
@@ -124,6 +140,17 @@ def functional_collectives():
 def group_named(name: str):
     """The ProcessGroup of this name, by which collectives in a graph know it."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether something else happens where the parameter gets a gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether something else happens in the optimizer's step, before or after it."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any(map(bool, (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks)))
 
 
 def in_forward_mode() -> bool:

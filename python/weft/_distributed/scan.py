@@ -125,6 +125,8 @@ def scan_slice(
     """:func:`linear_scan`, with the states at the slice's seam and at the end of the whole, which is differentiable
     with `ends`; outside of autocast."""
     dtype = b.dtype
+    if A.is_complex() or b.is_complex():
+        raise TypeError(f"{op}: complex numbers are not exchanged between ranks, got A {A.dtype} and b {b.dtype}")
     check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
     part = _Slice(ranks, reverse, transpose)
@@ -143,6 +145,11 @@ def scan_slice(
 def _is_varying(A: Tensor, b: Tensor) -> bool:
     """Whether A has a dimension of time. What fits neither way is left to the op, which says so."""
     return A.dim() == 4 or (A.dim() == 3 and (A.shape == b.shape or A.shape == (b.size(0), b.size(2), b.size(2))))
+
+
+def _is_sliced_diagonal(A: Tensor, b: Tensor) -> bool:
+    """Whether A is a diagonal for every step, for which there are kernels of a slice."""
+    return A.dim() == 3 and A.shape == b.shape
 
 
 def _what_ranks_share(A: Tensor, b: Tensor) -> dict[str, Any]:
@@ -220,23 +227,32 @@ def _slice_scan(
         value = b.new_zeros(B, H) if start is None else start.expand(B, H)
     if extra is not None:
         value = value + extra
+    leaves = T > 0 or start is not None or extra is not None
+    if _is_sliced_diagonal(A, b):
+        gathered = ranks.gather(torch.ops.weft.slice_message(A, value, leaves))
+        entered, end, products, came = torch.ops.weft.slice_states(gathered, value, order, reverse)
+        if not first:
+            torch.ops.weft.slice_mend_(states, A, entered, came, reverse)
+        elif start is not None:
+            entered = start.expand(B, H).clone()
+        return states, entered, end, products
     product = _product(A, b, part)
-    has = product.new_full((1,), T > 0 or start is not None or extra is not None)
+    has = product.new_full((1,), leaves)
     message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
     gathered = part.ordered(ranks.gather(message))
     count = product.numel()
     products = unpack(gathered[:, :count], b.dtype).view(ranks.size, *product.shape)
     values = gathered[:, count:-1].contiguous().view(b.dtype).view(ranks.size, B, H)
     # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
-    came = gathered[:, -1].cumsum(0) - gathered[:, -1] > 0
-    products = torch.where(came.view(-1, *(1,) * product.dim()), products, 0.0)
+    arrived = gathered[:, -1].cumsum(0) - gathered[:, -1] > 0
+    products = torch.where(arrived.view(-1, *(1,) * product.dim()), products, 0.0)
     entering, end = between_ranks(products, values, None, False)
     if first:
         entered = b.new_zeros(B, H) if start is None else start.expand(B, H).clone()
     else:
         entered = entering[order].to(b.dtype)
         if b.device.type == "cpu":
-            if came[order]:
+            if arrived[order]:
                 _mend(states, A, b, entered, reverse, transpose)
         else:  # how far is known to the device alone
             states = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
@@ -252,22 +268,41 @@ def _slice_scan_backward(
     part = _Slice(ranks_named(group), reverse, transpose)
     order, ranks = part.order, part.ranks
     first, T = order == 0, grad.size(0)
+    sliced = T > 0 and _is_sliced_diagonal(A, grad)
+    start = entered if has_x0 or not first else None
     value = grad_entered
+    if sliced:  # one pass, mended once the gradient of the state that leaves is there
+        grad_A, grad_b, grad_start = _gradients(
+            grad, A, states, start, reverse, transpose, [output_mask[0], True, not first]
+        )
+    elif T > 0 and not first:
+        grad_start = _gradients(grad, A, None, entered, reverse, transpose, [False, False, True])[2]
     if T > 0 and not first:
-        value = value + _gradients(grad, A, None, entered, reverse, transpose, [False, False, True])[2]
+        value = value + grad_start
     message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
-    gathered = part.ordered(ranks.gather(message))
-    end = None if grad_end is None else gathered[:, 1].double().sum(0)
-    entering, _ = between_ranks(products, gathered[:, 0], end, True)
-    left = entering[order].to(grad.dtype)
+    gathered = ranks.gather(message)
+    if products.dim() == 3:
+        left = torch.ops.weft.slice_left(
+            gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
+        )
+    else:
+        gathered = part.ordered(gathered)
+        end = None if grad_end is None else gathered[:, 1].double().sum(0)
+        entering, _ = between_ranks(products, gathered[:, 0], end, True)
+        left = entering[order].to(grad.dtype)
     nothing = grad.new_empty(0)
     if T == 0:
         grad_A = torch.zeros_like(A) if output_mask[0] else nothing
         grad_b = torch.zeros_like(grad) if output_mask[1] else nothing
         return grad_A, grad_b, left + grad_entered, left
+    if sliced:
+        mended_A = grad_A if output_mask[0] else None
+        torch.ops.weft.slice_mend_gradients_(grad_b, mended_A, A, states, start, left, reverse)
+        step = -1 if reverse else 0
+        grad_start = A[step] * grad_b[step] + grad_entered if first and has_x0 else torch.zeros_like(left)
+        return grad_A if output_mask[0] else nothing, grad_b if output_mask[1] else nothing, grad_start, left
     grad = grad.clone()
     grad[_end(grad, reverse)] += left
-    start = entered if has_x0 or not first else None
     mask = [*output_mask, first and has_x0]
     grad_A, grad_b, grad_start = _gradients(grad, A, states, start, reverse, transpose, mask)
     grad_A, grad_b = (g if wanted else nothing for g, wanted in zip((grad_A, grad_b), output_mask, strict=True))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .function import VertexFunction, VertexFunctions, prepare
+from .function import Call, VertexFunction, VertexFunctions, prepare
 from .graphs import Graphs
+from .runtime import persistent
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "explain", "explanation"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,22 @@ class Explanation:
     """The executor that runs."""
     reason: str
     """Why; the operation that the compiler does not know among it."""
+    blocks: int | None = None
+    """Of the persistent kernel. This and what follows is None under other executors."""
+    group: int | None = None
+    """How many of them share one copy of the weights."""
+    partitions: tuple[tuple[str, str, int], ...] | None = None
+    """Of each parameter that stays on the chip: its name, ``"registers"`` or ``"shared"``, and bytes."""
+    registers: int | None = None
+    """Of a thread."""
+    shared_bytes: int | None = None
+    """Of a block."""
+    instructions: int | None = None
+    """Of the script."""
+    waits: int | None = None
+    """Of these, those that wait for another block."""
+    launches: int | None = None
+    """Of kernels, forward and backward."""
 
     def __str__(self) -> str:
         return f"{self.cell} on {self.graphs}\nruns as {self.executor!r} ({self.reason}); asked for: {self.asked!r}"
@@ -46,5 +63,13 @@ def explain(
     Raises:
         What the call itself refuses.
     """
-    call = prepare(cell, graphs, inputs, executor)
-    return Explanation(type(cell).__name__, repr(graphs), executor, call.executor, call.reason)
+    return explanation(cell, graphs, prepare(cell, graphs, inputs, executor))
+
+
+def explanation(cell: VertexFunction | VertexFunctions, graphs: Graphs, call: Call) -> Explanation:
+    """What a call that was looked at is going to do."""
+    found = Explanation(type(cell).__name__, repr(graphs), call.asked, call.executor, call.reason)
+    if call.executor != "persistent" or graphs.num_vertices == 0:
+        return found
+    shape = persistent.shape(call.ready)
+    return replace(found, group=shape.blocks, **vars(shape))

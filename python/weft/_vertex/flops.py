@@ -12,9 +12,11 @@ from .._base.flops import register_flop_formula
 
 @register_flop_formula(torch.ops.weft.vertex_frontiers, get_raw=True)
 def _forward(inputs, matrices, vectors, schedule, host_schedule, program, *_: Any, **__: Any) -> int:
-    return 2 * program.multiply_adds(host_schedule, False)
+    return 2 * program.multiply_adds(host_schedule, None)
 
 
 @register_flop_formula(torch.ops.weft.vertex_frontiers_backward, get_raw=True)
-def _backward(grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, *_: Any, **__: Any) -> int:
-    return 2 * program.multiply_adds(host_schedule, True)
+def _backward(
+    grads, inputs, matrices, vectors, saved, schedule, host_schedule, program, *wanted: Any, **__: Any
+) -> int:
+    return 2 * program.multiply_adds(host_schedule, [list(numbers) for numbers in wanted[:3]])

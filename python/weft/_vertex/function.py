@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._base.elementwise import Unsupported
 from .._base.torch_private import GLOBAL_HOOKS, fake_tensors, in_forward_mode, in_transform
+from . import tuned
 from .compiler.compiler import compile_traces
-from .compiler.ir import Unsupported
 from .graphs import Graphs
 from .options import current
 from .program import Program, Programs
-from .runtime import batched, reference
-from .runtime.call_cache import HOOKS, CallCache, RecentCall, Snapshot, modes
-from .runtime.schedule import Kind, check, fits, planned, used
+from .runtime import batched, persistent, reference
+from .runtime.call_cache import HOOKS, CallCache, Ready, RecentCall, Snapshot, modes
+from .runtime.schedule import Kind, Schedule, check, fits, planned, used
 from .trace.trace import Trace, trace
 from .vertex import Spec, Vertex, VertexType
 
@@ -31,8 +32,8 @@ __all__ = ["EXECUTORS", "VertexFunction", "VertexFunctions"]
 EXECUTORS = ("auto", "batched", "reference", "persistent")
 TRACES = 16
 """How many traces a module keeps, the latest."""
-MAX_BUFFERS = 64
-"""As csrc/vertex/exec/cuda/frontier.jit.cuh."""
+MAX_BUFFERS = 2000
+"""Of a kernel on CUDA, as csrc/vertex/exec/cuda/frontier.jit.cuh has it."""
 
 
 class _Module(nn.Module):
@@ -59,22 +60,24 @@ class _Module(nn.Module):
             raise RuntimeError(f"{type(self).__name__}: there is no program before the first call")
         return program
 
+    @property
+    def script(self) -> str:
+        """What drove the persistent kernel in the latest call, a line per instruction.
+
+        Raises:
+            RuntimeError: the latest call did not run on the persistent executor, or there was none.
+        """
+        script = _compiled(self).script
+        if script is None:
+            raise RuntimeError(f"{type(self).__name__}: the latest call did not run on the persistent executor")
+        return str(script)
+
     def _functions(self) -> tuple[list[VertexFunction], dict[str, int] | None]:
         """The functions, each once, and the number of that of each type, None where types do not count."""
         raise NotImplementedError
 
     def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
-        compiled = _compiled(self)
-        found = compiled.calls.find(self, graphs, inputs, executor)
-        if found is not None:
-            recent, rows = found
-            compiled.program = recent.program
-            outputs = recent.run(graphs, rows)
-        else:
-            call = prepare(self, graphs, inputs, executor)
-            compiled.program = call.program
-            compiled.calls.add(call.recent(compiled.program))
-            outputs = call.run()
+        outputs = ready(self, graphs, inputs, executor).run()
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -123,8 +126,8 @@ class VertexFunction(_Module):
             graphs: a batch of graphs.
             inputs: what ``pull`` gives: tensors (num_vertices, ...) by name, (num_edges, ...) of what ``pull_edges``
                 gives; a tensor is short for ``{"input": tensor}``.
-            executor: ``"auto"``, ``"batched"`` or ``"reference"``. What ``"batched"`` cannot do runs as
-                ``"reference"``; :func:`weft.explain` says so.
+            executor: ``"auto"``, ``"persistent"``, ``"batched"`` or ``"reference"``. What ``"persistent"`` cannot do
+                runs as ``"batched"``, and what that cannot do as ``"reference"``; :func:`weft.explain` says why.
 
         Returns:
             What ``vertex`` pushes, (num_vertices, ...), row i of vertex i; a tuple where it pushes several times.
@@ -137,7 +140,6 @@ class VertexFunction(_Module):
             RuntimeError: a Python number in ``vertex`` depends on a value; it scatters twice, pushes nothing, gathers
                 but does not scatter, or uses a tensor that requires grad and is not the module's; tensors are on
                 different devices.
-            NotImplementedError: ``executor="persistent"``.
         """
         return _apart(self, graphs, inputs, executor)
 
@@ -227,12 +229,30 @@ class _Compiled:
         self.lock = threading.Lock()
         self.traces: OrderedDict[object, tuple[Trace, ...]] = OrderedDict()
         self.program: Program | Programs | None = None
+        self.script: object = None
         self.calls = CallCache()
 
 
 def _compiled(module: nn.Module) -> _Compiled:
     found = module.__dict__.get("_compiled")
     return module.__dict__.setdefault("_compiled", _Compiled()) if found is None else found
+
+
+def ready(module: _Module, graphs: Graphs, inputs: object, executor: str) -> Ready:
+    """Refuse what a call refuses. What comes back can run, and the module's program is its."""
+    compiled = _compiled(module)
+    found = compiled.calls.find(module, graphs, inputs, executor)
+    if found is None:
+        call = prepare(module, graphs, inputs, executor)
+        compiled.program = call.program
+        compiled.calls.add(call.recent(compiled.program))
+        made = call.ready
+    else:
+        recent, rows = found
+        compiled.program = recent.program
+        made = recent.ready(graphs, rows)
+    compiled.script = made.script
+    return made
 
 
 @dataclass
@@ -243,10 +263,13 @@ class Call:
     executor: str
     asked: str
     reason: str
-    run: Callable[[], list[Tensor]]
-    compiled: batched.Batched | None = None
+    ready: Ready
     recent: Callable[[Program | Programs], RecentCall | None] = lambda program: None
     """Makes what the next call like this one needs."""
+
+    @property
+    def compiled(self) -> batched.Batched | None:
+        return self.ready.compiled
 
     @property
     def program(self) -> Program | Programs:
@@ -262,8 +285,6 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     name = type(module).__name__
     if executor not in EXECUTORS:
         raise ValueError(f"{name}: executor must be one of {', '.join(map(repr, EXECUTORS))}, got {executor!r}")
-    if executor == "persistent":
-        raise NotImplementedError(f"{name}: executor 'persistent' is not there yet")
     if not isinstance(graphs, Graphs):
         raise TypeError(f"{name}: graphs must be a weft.Graphs, got {type(graphs).__name__}")
     rows = _inputs(name, graphs, inputs)
@@ -285,27 +306,58 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     kind_of = types if len(called) > 1 else None
     check(name, graphs, kinds, types)
 
+    outputs = next(t.outputs for t in traces if t.outputs)
+
     def run() -> list[Tensor]:
         if graphs.num_vertices == 0:
             return _nothing(called, [*rows.values(), *state.tensors])
         return reference.run(called, _levels(graphs, kinds, kind_of, device), rows)
 
+    def schedule(graphs: Graphs) -> Schedule:
+        return planned(graphs, kinds, kind_of)
+
+    by_reference = Ready(device, outputs, rows, state.by_name, None, functools.partial(schedule, graphs), run)
     if executor == "reference":
-        return Call(called, "reference", executor, "asked for", run)
+        return Call(called, "reference", executor, "asked for", by_reference)
     obstacle = next((t.obstacle for t in traces if t.obstacle), None) or _obstacle(called)
     compiled = None
     if obstacle is None:
         compiled, obstacle = _compiled_functions(called, rows, state)
     if obstacle is not None:
-        return Call(called, "reference", executor, obstacle, run)
+        return Call(called, "reference", executor, obstacle, by_reference)
+    trains = by_reference.trains
+
+    def measured(graphs: Graphs) -> tuned.Entry | None:
+        return tuned.look_up(compiled.functions, trains, graphs)
+
+    reason, chosen = "compiled", "batched"
+    if executor == "auto" and (entry := measured(graphs)) is not None:
+        reason, chosen = str(entry), entry.executor
+        if chosen == "reference":
+            return Call(called, "reference", executor, reason, by_reference)
+    elif executor == "persistent":
+        chosen = executor
+    if chosen == "persistent" and (why := persistent.obstacle(compiled, device)) is not None:
+        reason, chosen = f"{reason}; {why}", "batched"
     if graphs.num_vertices == 0:
-        return Call(called, "batched", executor, "compiled", run)
+        return Call(called, chosen, executor, reason, by_reference)
+
+    def used_schedule(graphs: Graphs) -> Schedule:
+        plain = schedule(graphs)
+        return persistent.scripted(compiled, plain, device) if chosen == "persistent" else plain
 
     def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
         used(kinds, kind_of)
-        vertices = None if kind_of is None else _vertices(graphs, kinds, kind_of, device)
+        vertices = None if kind_of is None else functools.partial(_vertices, graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
-        return batched.run(compiled, planned(graphs, kinds, kind_of), levels, vertices, rows, tensors)
+        return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)
+
+    def compiled_ready(graphs: Graphs, rows: Mapping[str, Tensor]) -> Ready:
+        run, plain = functools.partial(run_batched, graphs, rows), functools.partial(schedule, graphs)
+        script = None
+        if chosen == "persistent":
+            script = persistent.Script(compiled.program, functools.partial(used_schedule, graphs))
+        return Ready(device, outputs, rows, tensors, compiled, plain, run, script)
 
     def recent(program: Program | Programs) -> RecentCall | None:
         if before is None or in_transform():
@@ -313,13 +365,21 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
         if not rows and not tensors:  # the graphs alone say where it runs
             return None
 
-        def again(graphs: Graphs) -> bool:
+        def again(graphs: Graphs, asked: str) -> bool:
+            if asked == "auto":
+                entry = measured(graphs)
+                if (entry.executor if entry is not None else "batched") != chosen:
+                    return False
             return fits(graphs, kinds, types)
 
-        return RecentCall(before, rows, ("auto", "batched"), device, again, run_batched, program)
+        # A persistent kernel that cannot run runs batched.
+        executors = (
+            ("auto", "persistent") if executor == "persistent" or chosen == "persistent" else ("auto", "batched")
+        )
+        return RecentCall(before, rows, executors, device, again, compiled_ready, program)
 
     tensors = state.by_name
-    return Call(called, "batched", executor, "compiled", lambda: run_batched(graphs, rows), compiled, recent)
+    return Call(called, chosen, executor, reason, compiled_ready(graphs, rows), recent)
 
 
 def _obstacle(functions: Sequence[reference.Function]) -> str | None:

@@ -6,6 +6,8 @@ depends on no gather, after them where no scatter depends on it, and in them oth
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -98,6 +100,11 @@ class Program:
         width = max((len(o.when) for o in self.operations), default=0)
         lines = [f"{self.name}:", *(f"  {o.when:<{width}}  {self._line(o)}" for o in self.operations)]
         return "\n".join(lines if self.backward is None else [*lines, str(self.backward)])
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What tells programs apart that run differently."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:32]
 
     def dumps(self) -> str:
         """The program as JSON; :meth:`loads` reads it."""

@@ -7,7 +7,19 @@ from .._vertex.function import VertexFunction, VertexFunctions
 from .._vertex.graphs import Graphs
 from .._vertex.options import options
 from .._vertex.program import Program
+from .._vertex.trainer import Trainer, TrainerExplanation
 from .._vertex.vertex import Vertex
 from . import models
 
-__all__ = ["Explanation", "Graphs", "Program", "Vertex", "VertexFunction", "VertexFunctions", "models", "options"]
+__all__ = [
+    "Explanation",
+    "Graphs",
+    "Program",
+    "Trainer",
+    "TrainerExplanation",
+    "Vertex",
+    "VertexFunction",
+    "VertexFunctions",
+    "models",
+    "options",
+]

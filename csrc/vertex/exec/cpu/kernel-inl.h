@@ -1,10 +1,7 @@
 // The interpreter of vertex/exec/cpu/kernel.h for one instruction set; included as common/cpu/simd-inl.h says.
-#include "common/cpu/simd-inl.h"
+#include "common/cpu/elementwise-inl.h"
 #include "vertex/exec/cpu/kernel.h"
 #include "vertex/program/program.h"
-
-// GCC warns how lambdas would be called, before it has put all of them where they are used.
-#pragma GCC diagnostic ignored "-Wpsabi"
 
 namespace weft::cpu::WEFT_ISA {
 namespace {
@@ -27,34 +24,6 @@ struct Interpreter {
   const T* zeros;
   T* converted;
 
-  template <typename F>
-  WEFT_INLINE void unary(const Instruction& i, int64_t n, F f) {
-    const T* a = registers[i.a()];
-    T* to = target(i);
-    for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, f(S::load(a + j, n - j)), S::kLanes);
-  }
-  template <typename F>
-  WEFT_INLINE void binary(const Instruction& i, int64_t n, F f) {
-    const T *a = registers[i.a()], *b = registers[i.b()];
-    T* to = target(i);
-    for (int64_t j = 0; j < n; j += S::kLanes) {
-      S::store(to + j, f(S::load(a + j, n - j), S::load(b + j, n - j)), S::kLanes);
-    }
-  }
-  template <typename F>
-  WEFT_INLINE void ternary(const Instruction& i, int64_t n, F f) {
-    const T *a = registers[i.a()], *b = registers[i.b()], *c = registers[i.c()];
-    T* to = target(i);
-    for (int64_t j = 0; j < n; j += S::kLanes) {
-      S::store(to + j, f(S::load(a + j, n - j), S::load(b + j, n - j), S::load(c + j, n - j)), S::kLanes);
-    }
-  }
-  template <typename F>
-  WEFT_INLINE void scalar(const Instruction& i, int64_t n, F f) {
-    const T* a = registers[i.a()];
-    T* to = target(i);
-    for (int64_t j = 0; j < n; ++j) to[j] = f(a[j]);
-  }
   WEFT_INLINE T* target(const Instruction& i) {
     T* to = scratch + i.result * kStride;
     registers[i.result] = to;
@@ -106,18 +75,6 @@ struct Interpreter {
     T* to = static_cast<T*>(b.data) + at;
     for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, S::load(from + j, n - j), n - j);
   }
-  // To the precision of a narrower type.
-  template <typename E>
-  WEFT_INLINE static Vec rounded(Vec x) {
-    if constexpr (sizeof(T) == 4) {
-      E narrow[S::kLanes];
-      Element<E>::store(narrow, x, S::kLanes);
-      return Element<E>::load(narrow, S::kLanes);
-    } else {
-      return x;
-    }
-  }
-
   WEFT_INLINE void load(const Instruction& i, int64_t row, int64_t edge, int64_t first, int64_t n) {
     const VertexBuffer& b = k.buffers[i.buffer];
     int64_t from = row;
@@ -214,7 +171,6 @@ struct Interpreter {
       int64_t loop = 0, e = edge, end = edge;
       for (int64_t p = 0; p < k.length; ++p) {
         const Instruction& i = k.code[p];
-        const Vec one = S::broadcast(1), zero = Vec{};
         switch (i.op) {
           case Op::kLoad:
             load(i, row, e, first, n);
@@ -253,24 +209,10 @@ struct Interpreter {
           case Op::kEnd:
             if (++e < end) p = loop;
             break;
-#define WEFT_MEMORY(name, Name, ...)
-#define WEFT_UNARY(name, Name, cpu, ...)     \
-  case Op::k##Name:                          \
-    unary(i, n, [=](Vec a) { return cpu; }); \
-    break;
-#define WEFT_SCALAR(name, Name, cpu, ...)                                                                \
-  case Op::k##Name:                                                                                      \
-    scalar(i, n, [](T a) { return sizeof(T) == 4 ? T(__builtin_##cpu##f(a)) : T(__builtin_##cpu(a)); }); \
-    break;
-#define WEFT_BINARY(name, Name, cpu, ...)            \
-  case Op::k##Name:                                  \
-    binary(i, n, [=](Vec a, Vec b) { return cpu; }); \
-    break;
-#define WEFT_TERNARY(name, Name, cpu, ...)                   \
-  case Op::k##Name:                                          \
-    ternary(i, n, [=](Vec a, Vec b, Vec c) { return cpu; }); \
-    break;
-#include "vertex/program/ops.def"
+          default: {
+            const T *a = registers[i.a()], *b = registers[i.b()], *c = registers[i.c()];
+            Elements<T>::apply(i.op, target(i), a, b, c, n);
+          }
         }
       }
     }

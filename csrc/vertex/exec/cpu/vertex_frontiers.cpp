@@ -2,29 +2,33 @@
 #include "vertex/exec/vertex_frontiers.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
+#include "vertex/exec/aten_executor.h"
 #include "vertex/exec/cpu/kernel.h"
 #include "vertex/program/object.h"
 
 namespace weft::vertex {
 namespace {
 
-class CpuExecutor final : public Executor {
+class CpuExecutor final : public AtenExecutor {
  public:
-  void begin(const Frontier& frontier) override {
-    single_ = !frontier.program.doubles;
-    for (size_t i = 0; i < frontier.places.size(); ++i) {
-      const Place& place = frontier.places[i];
-      buffers_.push_back({place.data, place.stride, place.rows, place.edges, frontier.program.buffers[i].dtype});
+  CpuExecutor() : AtenExecutor(at::kCPU) {}
+
+  void begin(const Memory& memory) override {
+    AtenExecutor::begin(memory);
+    const Program& program = memory.program;
+    single_ = !program.doubles;
+    for (size_t i = 0; i < memory.buffers.size(); ++i) {
+      const Place& place = memory.buffers[i];
+      buffers_.push_back({place.data, place.stride, place.rows, place.edges, program.buffers[i].dtype});
     }
-    const Arrays& a = frontier.arrays;
+    const Arrays& a = memory.arrays;
     kernel_.buffers = buffers_.data();
-    kernel_.constants = frontier.program.constants.data();
-    kernel_.tables = frontier.program.tables.data();
+    kernel_.constants = memory.program.constants.data();
+    kernel_.tables = memory.program.tables.data();
     kernel_.gather = a.gather;
     kernel_.first_edge = a.first_edge;
     kernel_.edge_children = a.edge_children;
@@ -36,6 +40,7 @@ class CpuExecutor final : public Executor {
     kernel_.num_vertices = a.num_vertices;
   }
 
+ protected:
   void kernel(const Step& step, int64_t first, int64_t count, bool leaves) override {
     cpu::VertexKernel k = kernel_;
     const std::vector<Instruction>& code = leaves ? step.leaf_code : step.code;
@@ -56,15 +61,6 @@ class CpuExecutor final : public Executor {
       run(k, begin, end, reinterpret_cast<void*>((address + 63) / 64 * 64));
     });
   }
-
-  void product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix,
-               const at::Tensor& target, int64_t to, int64_t count) override {
-    at::Tensor result = target.narrow(0, to, count);
-    at::mm_out(result, source.narrow(0, from, count), transposed ? matrix.t() : matrix);
-  }
-
-  void aside(const std::function<void()>& work) override { work(); }
-  void join() override {}
 
  private:
   bool single_ = true;

@@ -1,8 +1,9 @@
 // One kernel of a vertex function on one task of a frontier.
-//   WEFT_VERTEX_TYPE   float or double, of registers; buffers may be narrower
-//   WEFT_VERTEX_WIDTH  columns
-//   WEFT_VERTEX_LANES  threads of a row: 32 where it is reduced, else as many as columns or a part of that
-//   WEFT_VERTEX_BODY   csrc/vertex/program/source.h
+//   WEFT_VERTEX_TYPE     float or double, of registers; buffers may be narrower
+//   WEFT_VERTEX_BUFFERS  how many it reads or writes
+//   WEFT_VERTEX_WIDTH    columns
+//   WEFT_VERTEX_LANES    threads of a row: 32 where it is reduced, else as many as columns or a part of that
+//   WEFT_VERTEX_BODY     csrc/vertex/program/source.h
 //
 // Decomposition: a thread has one column of one row (or edge), of wide rows four that lie WEFT_VERTEX_LANES apart,
 // neighbouring threads neighbouring columns, so that every load and store of a row is coalesced, those through the
@@ -16,7 +17,9 @@ namespace {
 constexpr int columns = WEFT_VERTEX_WIDTH, lanes = WEFT_VERTEX_LANES;
 }
 
-extern "C" __global__ void vertex_frontier(const FrontierArguments p, int first, int count) {
+extern "C" __global__ void vertex_frontier(const FrontierArguments p,
+                                           const Many<BufferArgument, WEFT_VERTEX_BUFFERS> buffers, int first,
+                                           int count) {
   const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
   const int lane = int(thread % lanes), j = lane;
   const long long local = thread / lanes;

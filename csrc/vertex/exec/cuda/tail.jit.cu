@@ -1,7 +1,9 @@
 // All steps of a pass on the last frontiers of a batch, which are small: one kernel, because a launch costs more than
 // what it would do there.
-//   WEFT_VERTEX_TYPE   float or double, of registers; buffers may be narrower
-//   WEFT_VERTEX_STEPS  the steps of one task; csrc/vertex/program/source.h
+//   WEFT_VERTEX_TYPE      float or double, of registers; buffers may be narrower
+//   WEFT_VERTEX_BUFFERS   how many the program has
+//   WEFT_VERTEX_MATRICES  the same, or 1 where it has none
+//   WEFT_VERTEX_STEPS     the steps of one task; csrc/vertex/program/source.h
 //
 // Decomposition: one block on each multiprocessor, all resident; a barrier of the grid (1 us) after every step. A
 // kernel's elements go round all threads as in frontier.jit.cu. A product of float32 is made of tiles of 16 rows and 32
@@ -16,6 +18,7 @@
 namespace {
 
 using weft::vertex::kTailThreads;
+using weft::vertex::MatrixArgument;
 using weft::vertex::TailArguments;
 
 constexpr int kWarps = kTailThreads / 32, kRows = 8, kColumns = 8;
@@ -226,17 +229,16 @@ __device__ __forceinline__ bool aligned(const E* x, long long stride) {
 
 // kFours: source and target are as wide as a multiple of 4.
 template <typename E, bool kFours>
-__device__ __forceinline__ void product(const TailArguments& a, int source, int matrix, bool transposed, int target,
-                                        int inner, int columns, int first, int count, T* shared) {
-  const FrontierArguments& p = a.frontier;
-  const TailArguments::Matrix& m = a.matrices[matrix];
-  const Product<E> product = {data(const E, source) + first * stride(source),
-                              stride(source),
-                              static_cast<const E*>(m.data),
-                              transposed ? m.column : m.row,
-                              transposed ? m.row : m.column,
-                              data(E, target) + first * stride(target),
-                              stride(target),
+__device__ __forceinline__ void product(const BufferArgument& source, const MatrixArgument& matrix, bool transposed,
+                                        const BufferArgument& target, int inner, int columns, int first, int count,
+                                        T* shared) {
+  const Product<E> product = {static_cast<const E*>(source.data) + first * source.stride,
+                              source.stride,
+                              static_cast<const E*>(matrix.data),
+                              transposed ? matrix.column : matrix.row,
+                              transposed ? matrix.row : matrix.column,
+                              static_cast<E*>(target.data) + first * target.stride,
+                              target.stride,
                               count,
                               inner,
                               columns};
@@ -253,7 +255,9 @@ __device__ __forceinline__ void product(const TailArguments& a, int source, int 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kTailThreads) vertex_tail(const TailArguments a) {
+extern "C" __global__ void __launch_bounds__(kTailThreads)
+    vertex_tail(const TailArguments a, const Many<BufferArgument, WEFT_VERTEX_BUFFERS> buffers,
+                const Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices) {
   T* shared = reinterpret_cast<T*>(weft::dynamic_shared_memory());
   const FrontierArguments& p = a.frontier;
   const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,

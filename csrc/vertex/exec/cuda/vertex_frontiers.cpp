@@ -1,4 +1,5 @@
-// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's. The host runs
+// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's, sums of vectors
+// one kernel (totals.cu). The host runs
 // ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph. Gradients of matrices run
 // on a second stream.
 //
@@ -23,7 +24,6 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -35,7 +35,12 @@
 #include "common/integers.h"
 #include "jit/jit.h"
 #include "jit/too_many_blocks.h"
+#include "vertex/exec/aten_executor.h"
+#include "vertex/exec/cuda/counters.h"
 #include "vertex/exec/cuda/frontier.jit.cuh"
+#include "vertex/exec/cuda/multiply.h"
+#include "vertex/exec/cuda/persistent.h"
+#include "vertex/exec/cuda/totals.h"
 #include "vertex/program/object.h"
 #include "vertex/program/source.h"
 
@@ -46,107 +51,125 @@ constexpr const char* kSource = "vertex/exec/cuda/frontier.jit.cu";
 constexpr const char* kTailSource = "vertex/exec/cuda/tail.jit.cu";
 constexpr int kThreads = 128;
 
-class CudaExecutor final : public Executor {
+class CudaExecutor final : public AtenExecutor {
  public:
-  void begin(const Frontier& frontier) override {
-    program_ = &frontier.program;
+  explicit CudaExecutor(at::Device device) : AtenExecutor(device) {}
+
+  void begin(const Memory& memory) override {
+    AtenExecutor::begin(memory);
+    program_ = &memory.program;
     stream_ = at::cuda::getCurrentCUDAStream();
     device_ = at::cuda::current_device();
-    places_ = frontier.places;
-    matrices_ = frontier.matrices;
-    tasks_ = frontier.arrays.tasks;
-    const Arrays& a = frontier.arrays;
-    arguments_.vertices = a.vertices;
-    arguments_.gather = a.gather;
-    arguments_.first_edge = a.first_edge;
-    arguments_.edge_children = a.edge_children;
-    arguments_.edge_parents = a.edge_parents;
-    arguments_.first_use = a.first_use;
-    arguments_.users = a.users;
-    arguments_.first_sum_use = a.first_sum_use;
-    arguments_.sum_use_edges = a.sum_use_edges;
-    arguments_.num_vertices = a.num_vertices;
+    arguments_ = arguments_of(memory.arrays);
   }
 
+  bool has_tail(bool backward) override {
+    const size_t bytes = sizeof(TailArguments) + memory().buffers.size() * sizeof(BufferArgument) +
+                         memory().matrices.size() * sizeof(MatrixArgument);
+    const bool fits = bytes <= size_t{kMaxParameterBytes};
+    if (!program_->fused || !fits || at::cuda::getCurrentDeviceProperties()->major < 8) return false;
+    return compiled_tail(backward).blocks > 0;
+  }
+
+  bool has_script(bool backward) override {
+    return memory().scripts[backward ? 1 : 0] != nullptr && persistent(backward).resident;
+  }
+
+  ~CudaExecutor() override {
+    try {
+      CudaExecutor::join();
+    } catch (const std::exception&) {  // an error is on its way already
+    }
+  }
+
+ protected:
   void kernel(const Step& step, int64_t first, int64_t count, bool leaves) override {
     TORCH_CHECK_VALUE(step.buffers.size() <= size_t{kMaxFrontierBuffers}, "vertex_frontiers: a kernel of ",
                       step.buffers.size(), " buffers, at most ", kMaxFrontierBuffers, " are possible");
-    for (size_t i = 0; i < step.buffers.size(); ++i) {
-      arguments_.data[i] = places_[step.buffers[i]].data;
-      arguments_.stride[i] = places_[step.buffers[i]].stride;
-    }
+    buffers_.clear();
+    for (const int32_t b : step.buffers) buffers_.push_back(argument(b));
     int from = static_cast<int>(first), rows = static_cast<int>(count);
-    void* arguments[] = {&arguments_, &from, &rows};
+    void* arguments[] = {&arguments_, buffers_.data(), &from, &rows};
     const int64_t blocks = ceil_div(count * lanes(step), kThreads);
     compiled(step, leaves).launch(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, 0, false, stream_, arguments);
   }
 
-  // Row-major matrices are cuBLAS's transposed: target^T = matrix^T source^T.
-  void product(bool transposed, const at::Tensor& source, int64_t from, const at::Tensor& matrix,
-               const at::Tensor& target, int64_t to, int64_t count) override {
-    const bool rows_contiguous = matrix.stride(1) == 1 && matrix.stride(0) >= std::max<int64_t>(1, matrix.size(1));
-    const bool columns_contiguous = matrix.stride(0) == 1 && matrix.stride(1) >= std::max<int64_t>(1, matrix.size(0));
-    const at::Tensor dense = rows_contiguous || columns_contiguous ? matrix : matrix.contiguous();
-    const bool by_rows = rows_contiguous || !columns_contiguous;
-    // As cuBLAS sees it, a matrix by rows is transposed already, which is what the left factor shall be.
-    const char form = by_rows != transposed ? 'n' : 't';
-    const int64_t leading = by_rows ? dense.stride(0) : dense.stride(1);
-    const int64_t inner = source.size(1), columns = target.size(1);
+  void product(const Step& step, int64_t first, int64_t count) override {
+    if (step.bias >= 0) return AtenExecutor::product(step, first, count);
+    const Matrix& m = memory().matrices[step.matrix];
+    const Factor matrix = {m.data, step.transposed ? m.column_stride : m.row_stride,
+                           step.transposed ? m.row_stride : m.column_stride};
+    const int64_t inner = width(step.source), columns = width(step.target);
     if (columns == 0) return;
-    if (inner == 0) {
-      target.narrow(0, to, count).zero_();
-      return;
-    }
-    // torch's own wrappers are not exported. Its handle is on the current stream and follows its setting of TF32.
-    const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
-    const cublasOperation_t operation = form == 'n' ? CUBLAS_OP_N : CUBLAS_OP_T;
-    const int m = size(columns), n = size(count), k = size(inner), lda = size(leading);
-    const int64_t bytes = static_cast<int64_t>(source.element_size());
-    const void *a = dense.const_data_ptr(),
-               *b = static_cast<const char*>(source.const_data_ptr()) + from * inner * bytes;
-    void* c = static_cast<char*>(target.mutable_data_ptr()) + to * columns * bytes;
-    if (dense.scalar_type() == at::kDouble) {
-      const double one = 1, zero = 0;
-      TORCH_CUDABLAS_CHECK(cublasDgemm(handle, operation, CUBLAS_OP_N, m, n, k, &one, static_cast<const double*>(a),
-                                       lda, static_cast<const double*>(b), k, &zero, static_cast<double*>(c), m));
-      return;
-    }
-    const float one = 1, zero = 0;
-    if (dense.scalar_type() == at::kFloat) {
-      TORCH_CUDABLAS_CHECK(cublasSgemm(handle, operation, CUBLAS_OP_N, m, n, k, &one, static_cast<const float*>(a), lda,
-                                       static_cast<const float*>(b), k, &zero, static_cast<float*>(c), m));
-      return;
-    }
-    const cudaDataType type = dense.scalar_type() == at::kHalf ? CUDA_R_16F : CUDA_R_16BF;
-    TORCH_CUDABLAS_CHECK(cublasGemmEx(handle, operation, CUBLAS_OP_N, m, n, k, &one, a, type, lda, b, type, k, &zero, c,
-                                      type, m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    if (inner == 0) return zero(step, first, count);
+    multiply(m.dtype, count, columns, inner, {row(step.source, first), stride(step.source), 1}, matrix,
+             row(step.target, first), stride(step.target), /*more=*/false);
   }
 
-  bool tail(const std::vector<Step>& steps, std::span<const Task> tasks, size_t first, bool backward) override {
-    const bool fits = places_.size() <= size_t{kMaxFrontierBuffers} && matrices_.size() <= size_t{kMaxTailMatrices};
-    if (!program_->fused || !fits || at::cuda::getCurrentDeviceProperties()->major < 8) return false;
-    const Tail& kernel = compiled_tail(steps, backward);
-    if (kernel.blocks == 0) return false;
+  void outer(const Step& step, int64_t first, int64_t count, bool more) override {
+    const Matrix& m = memory().matrix_gradients[step.matrix];
+    if (m.rows == 0 || m.columns == 0) return;
+    if (count == 0) {
+      if (!more) zero(step, first, count);
+      return;
+    }
+    multiply(m.dtype, m.rows, m.columns, count, {row(step.source, first), 1, stride(step.source)},
+             {row(step.target, first), stride(step.target), 1}, m.data, m.row_stride, more);
+  }
+
+  void totals(std::span<const Entry> entries) override {
+    TotalsLaunch launch{};
+    int64_t rows = 0;
+    int count = 0;
+    std::vector<int32_t> vectors;  // each once
+    for (const Entry& e : entries) {
+      if (std::find(vectors.begin(), vectors.end(), e.step->vector) == vectors.end()) vectors.push_back(e.step->vector);
+    }
+    for (const int32_t v : vectors) {
+      const auto mine = [&](const Entry& e) { return e.step->vector == v; };
+      const auto terms = std::count_if(entries.begin(), entries.end(), mine);
+      if (terms > kMaxTotals) return AtenExecutor::totals(entries);
+      if (count + terms > kMaxTotals || launch.num_vectors == kMaxTotalVectors) {
+        run(launch, rows);
+        launch = {};
+        rows = count = 0;
+      }
+      const Matrix& m = memory().vector_gradients[v];
+      TotalVector& vector = launch.vectors[launch.num_vectors++];
+      vector = {m.data, static_cast<int32_t>(m.columns), count, count + static_cast<int32_t>(terms), launch.groups};
+      launch.groups += static_cast<int32_t>(ceil_div(m.columns, 32));
+      for (const Entry& e : entries) {
+        if (!mine(e)) continue;
+        const Step& s = *e.step;
+        const char* source = static_cast<const char*>(row(s.source, e.first));
+        launch.totals[count++] = {source + s.column * bytes(s.source), stride(s.source), e.count, s.width, s.first,
+                                  program_->buffers[s.source].dtype};
+        rows = std::max(rows, e.count);
+      }
+    }
+    run(launch, rows);
+  }
+
+  bool tail(std::span<const Task> tasks, size_t first, bool backward) override {
+    const Counters arrived = zeroed_counters(1);
+    if (first == 0 && memory().scripts[backward ? 1 : 0] != nullptr) {
+      return launch_persistent(persistent(backward), memory(), backward ? Pass::kBackward : Pass::kForward,
+                               reinterpret_cast<unsigned*>(arrived.first), stream_);
+    }
+    const Tail& kernel = compiled_tail(backward);
     TailArguments a{arguments_};
-    for (size_t i = 0; i < places_.size(); ++i) {
-      a.frontier.data[i] = places_[i].data;
-      a.frontier.stride[i] = places_[i].stride;
-    }
-    std::vector<at::Tensor> dense;  // freed when the kernel has started, in the stream's order
-    for (size_t i = 0; i < matrices_.size(); ++i) {
-      const at::Tensor& m = matrices_[i];
-      dense.push_back(m.stride(0) == 1 || m.stride(1) == 1 ? m : m.contiguous());
-      a.matrices[i] = {dense[i].const_data_ptr(), dense[i].stride(0), dense[i].stride(1)};
-    }
-    const at::Tensor arrived = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
-    AT_CUDA_CHECK(cudaMemsetAsync(arrived.mutable_data_ptr(), 0, sizeof(int), stream_));
+    buffers_.clear();
+    for (size_t b = 0; b < memory().buffers.size(); ++b) buffers_.push_back(argument(static_cast<int32_t>(b)));
+    std::vector<MatrixArgument> matrices;
+    for (const Matrix& m : memory().matrices) matrices.push_back({m.data, m.row_stride, m.column_stride});
+    if (matrices.empty()) matrices.emplace_back();
     const int count = static_cast<int>(tasks.size() - first);
-    a.tasks = tasks_;
+    a.tasks = memory().arrays.tasks;
     a.first = static_cast<int>(backward ? tasks.size() - 1 : first);
     a.count = count;
     a.apart = backward ? -1 : 1;
-    a.arrived = static_cast<unsigned*>(arrived.mutable_data_ptr());
-    void* arguments[] = {&a};
+    a.arrived = reinterpret_cast<unsigned*>(arrived.first);
+    void* arguments[] = {&a, buffers_.data(), matrices.data()};
     try {
       kernel.kernel.launch(dim3(static_cast<unsigned>(kernel.blocks)), dim3(kTailThreads), kTailShared, 0,
                            /*cooperative=*/true, stream_, arguments);
@@ -157,31 +180,25 @@ class CudaExecutor final : public Executor {
   }
 
   // On another stream. In a capture on the same: a capture's memory belongs to its one stream's order.
-  void aside(const std::function<void()>& work) override {
-    if (at::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return work();
+  void begin_aside() override {
+    if (at::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None) return;
     const c10::cuda::CUDAStream main = c10::cuda::getCurrentCUDAStream(), side = side_stream(main.device_index());
     at::cuda::CUDAEvent ready;
     ready.record(main);
     ready.block(side);
     aside_ = side;
-    const c10::cuda::CUDAStreamGuard guard(side);
-    work();
+    guard_.emplace(side);
   }
+  void end_aside() override { guard_.reset(); }
 
   // No tensor needs to be told of the other stream: what it reads is freed on this one, which waits for it first.
   void join() override {
+    guard_.reset();
     if (!aside_) return;
     at::cuda::CUDAEvent done;
     done.record(*aside_);
     done.block(c10::cuda::getCurrentCUDAStream());
     aside_.reset();
-  }
-
-  ~CudaExecutor() override {
-    try {
-      join();
-    } catch (const std::exception&) {  // an error is on its way already
-    }
   }
 
  private:
@@ -195,24 +212,52 @@ class CudaExecutor final : public Executor {
     return streams.emplace(device, c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device)).first->second;
   }
 
-  static int size(int64_t n) {
-    TORCH_CHECK(n <= std::numeric_limits<int>::max(), "vertex_frontiers: cuBLAS takes sizes below 2^31, got ", n);
-    return static_cast<int>(n);
+  int64_t width(int32_t buffer) const { return program_->buffers[buffer].width; }
+  int64_t bytes(int32_t buffer) const {
+    return static_cast<int64_t>(c10::elementSize(scalar_type(program_->buffers[buffer].dtype)));
+  }
+  int64_t stride(int32_t buffer) const { return memory().buffers[buffer].stride; }
+  void* row(int32_t buffer, int64_t first) const {
+    return static_cast<char*>(memory().buffers[buffer].data) + first * stride(buffer) * bytes(buffer);
+  }
+
+  void run(TotalsLaunch& launch, int64_t rows) {
+    if (launch.groups == 0) return;
+    launch.pieces = totals_pieces(rows, launch.groups, device_limits().sm_count);
+    at::Tensor partial;
+    Counters arrived{};
+    if (launch.pieces > 1) {
+      const auto type = program_->doubles ? at::kDouble : at::kFloat;
+      partial =
+          at::empty({launch.pieces, int64_t{launch.groups} * 32}, at::TensorOptions().dtype(type).device(device()));
+      arrived = zeroed_counters(launch.groups);
+      launch.partial = partial.mutable_data_ptr();
+      launch.arrived = arrived.first;
+    }
+    launch_totals(launch, program_->doubles, stream_);
   }
 
   // Threads of a row.
   static int64_t lanes(const Step& step) { return step.reduces ? 32 : step.width / columns_each(step); }
 
   jit::Kernel& compiled(const Step& step, bool leaves) {
-    std::atomic<void*>& known = step.compiled->of[device_ % 64][leaves];
-    if (void* found = known.load(std::memory_order_acquire)) return *static_cast<jit::Kernel*>(found);
+    std::atomic<void*>& handle = step.compiled->of[device_ % 64][leaves];
+    if (void* found = handle.load(std::memory_order_acquire)) return *static_cast<jit::Kernel*>(found);
     const jit::Defines defines = {std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
+                                  "WEFT_VERTEX_BUFFERS=" + std::to_string(step.buffers.size()),
                                   "WEFT_VERTEX_WIDTH=" + std::to_string(step.width),
                                   "WEFT_VERTEX_LANES=" + std::to_string(lanes(step)),
                                   "WEFT_VERTEX_BODY=" + kernel_body(*program_, step, leaves, columns_each(step))};
     jit::Kernel& made = jit::kernel(kSource, defines, "vertex_frontier");
-    known.store(&made, std::memory_order_release);
+    handle.store(&made, std::memory_order_release);
     return made;
+  }
+
+  const PersistentKernel& persistent(bool backward) {
+    const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+                      at::Float32Precision::TF32;
+    return persistent_kernel(*program_, backward ? Pass::kBackward : Pass::kForward, memory().most_blocks, tf32,
+                             static_cast<int32_t>(memory().matrices.size()));
   }
 
   struct Tail {
@@ -220,30 +265,36 @@ class CudaExecutor final : public Executor {
     int blocks;  // one on each multiprocessor, or 0 where not even that many are resident at once
   };
 
-  const Tail& compiled_tail(const std::vector<Step>& steps, bool backward) {
-    std::atomic<void*>& known = program_->tails->of[device_ % 64][backward];
-    if (void* found = known.load(std::memory_order_acquire)) return *static_cast<Tail*>(found);
-    const jit::Defines defines = {std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
-                                  "WEFT_VERTEX_STEPS=" + tail_body(*program_, steps)};
+  const Tail& compiled_tail(bool backward) {
+    std::atomic<void*>& handle = program_->tails->of[device_ % 64][backward];
+    if (void* found = handle.load(std::memory_order_acquire)) return *static_cast<Tail*>(found);
+    const jit::Defines defines = {
+        std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
+        "WEFT_VERTEX_BUFFERS=" + std::to_string(memory().buffers.size()),
+        "WEFT_VERTEX_MATRICES=" + std::to_string(std::max<size_t>(1, memory().matrices.size())),
+        "WEFT_VERTEX_STEPS=" + tail_body(*program_, backward ? program_->backward : program_->forward)};
     jit::Kernel& made = jit::kernel(kTailSource, defines, "vertex_tail");
     int resident = std::min(1, made.max_active_blocks_per_sm(dim3(kTailThreads), kTailShared));
     if (!device_limits().cooperative_launch) resident = 0;  // as of some virtual GPUs
     auto tail = std::make_unique<Tail>(Tail{made, resident * made.sm_count()});
     void* found = nullptr;
-    if (!known.compare_exchange_strong(found, tail.get(), std::memory_order_acq_rel, std::memory_order_acquire)) {
+    if (!handle.compare_exchange_strong(found, tail.get(), std::memory_order_acq_rel, std::memory_order_acquire)) {
       return *static_cast<Tail*>(found);  // another thread's
     }
     return *tail.release();  // lives as long as the kernel
   }
 
+  BufferArgument argument(int32_t buffer) const {
+    return {memory().buffers[buffer].data, memory().buffers[buffer].stride};
+  }
+
   const Program* program_ = nullptr;
-  std::span<const Place> places_;
-  std::span<const at::Tensor> matrices_;
-  const int32_t* tasks_ = nullptr;
   int device_ = 0;
   cudaStream_t stream_ = nullptr;
   std::optional<c10::cuda::CUDAStream> aside_;
+  std::optional<c10::cuda::CUDAStreamGuard> guard_;  // while work is put aside
   FrontierArguments arguments_{};
+  std::vector<BufferArgument> buffers_;  // of a launch
 };
 
 std::vector<at::Tensor> forward_cuda(at::TensorList inputs, at::TensorList matrices, at::TensorList vectors,
@@ -251,7 +302,7 @@ std::vector<at::Tensor> forward_cuda(at::TensorList inputs, at::TensorList matri
                                      const ProgramPointer& program, int64_t num_vertices, int64_t num_inner,
                                      int64_t num_edges) {
   const c10::cuda::CUDAGuard guard(schedule.device());
-  CudaExecutor executor;
+  CudaExecutor executor(schedule.device());
   return run_forward({inputs, matrices, vectors, schedule, host_schedule, program->program},
                      {num_vertices, num_inner, num_edges}, executor);
 }
@@ -262,7 +313,7 @@ std::vector<at::Tensor> backward_cuda(at::TensorList grads, at::TensorList input
                                       at::IntArrayRef of_inputs, at::IntArrayRef of_matrices,
                                       at::IntArrayRef of_vectors, bool overlap) {
   const c10::cuda::CUDAGuard guard(schedule.device());
-  CudaExecutor executor;
+  CudaExecutor executor(schedule.device());
   return run_backward(grads, {inputs, matrices, vectors, schedule, host_schedule, program->program}, saved, of_inputs,
                       of_matrices, of_vectors, overlap, executor);
 }

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..._base.machine import cpu_name
-from ..._base.paths import versioned_cache_dir
+from ..._base.machine import machine_name
+from ..._base.paths import replace_file, versioned_cache_dir
 from ..._version import __version__
 from .case import Case
 from .costs import products_flops
@@ -62,22 +60,9 @@ def remember(case: Case, entry: Entry) -> None:
     _entries = {**(_entries or {}), **_read(), _key(case): entry}
     text = json.dumps({key: e._asdict() for key, e in _entries.items()}, indent=1, sort_keys=True)
     try:
-        _replace(path(), text)
+        replace_file(path(), text)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        warnings.warn(f"weft.tune: the measurement is kept in this process alone: {error}", stacklevel=3)
-
-
-def _replace(file: Path, text: str) -> None:
-    """Write a file such that others see the old one or the new one and nothing between."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".tmp", text=True)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as written:
-            written.write(text)
-        os.replace(temporary, file)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        warnings.warn(f"weft.tune: the measurement is kept in this process alone: {error}", stacklevel=4)
 
 
 def _read() -> dict[str, Entry]:
@@ -93,7 +78,7 @@ def _entry(value: Any) -> Entry | None:
     if not isinstance(value, dict) or not isinstance(value.get("microseconds"), dict):
         return None
     times = value["microseconds"]
-    known = {"persistent", "scan", "torch", "reference"}
+    known = {"persistent", "scan", "newton", "torch", "reference"}
     if not times.keys() <= known or value.get("algorithm") not in times:
         return None
     if not all(isinstance(t, float) and math.isfinite(t) and t >= 0 for t in times.values()):
@@ -106,7 +91,7 @@ def _key(case: Case) -> str:
     parts = {
         "weft": __version__,
         "torch": torch.__version__,
-        "device": _device_name(case),
+        "device": machine_name(torch.device(case.device, case.index)),
         "cell": case.cell,
         "dtype": str(case.dtype).removeprefix("torch."),
         "tf32": int(case.tf32),
@@ -122,14 +107,10 @@ def _key(case: Case) -> str:
         "cells": int(case.keeps_cells),
         "trains": int(case.trains),
     }
+    if case.heads > 1:
+        parts["heads"] = case.heads
     return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
 def _bucket(size: int) -> int:
     return 1 << (size - 1).bit_length() if size > 0 else 0
-
-
-def _device_name(case: Case) -> str:
-    if case.device == "cuda":
-        return torch.cuda.get_device_name(case.index).replace(" ", "_")
-    return f"{'_'.join(cpu_name().split())}:{torch.get_num_threads()}" if case.device == "cpu" else case.device

@@ -17,16 +17,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from .instructions import INSTRUCTIONS, evaluate
+from ..._base.elementwise import Unsupported
+from ..._base.instructions import evaluate
+from .instructions import INSTRUCTIONS
 
-__all__ = ["Derivatives", "Graph", "Node", "Unsupported", "segments", "state_cuts", "topological"]
+__all__ = ["Derivatives", "Graph", "Node", "segments", "state_cuts", "topological"]
 
 LEAVES = frozenset(("input", "vector", "gather", "children", "linear", "state_grad", "output_grad"))
 REDUCTIONS = frozenset(("rowsum", "rowmax"))
-
-
-class Unsupported(Exception):
-    """What the compiler does not know."""
 
 
 class Node:

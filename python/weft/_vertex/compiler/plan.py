@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..program import Program, Symbol
@@ -10,7 +10,7 @@ from ..trace.trace import Trace
 from .ir import Graph
 from .steps import Compiled
 
-__all__ = ["Part", "Plan", "Shared"]
+__all__ = ["Given", "Part", "Plan", "Shared"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,25 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What the operators are given, each by function and symbol."""
+
+    inputs: tuple[tuple[int, int], ...]
+    matrices: tuple[tuple[int, int], ...]
+    vectors: tuple[tuple[int, int], ...]
+    matrix_of: tuple[tuple[int, bool], ...]
+    """For each matrix of the plan which one is given, and whether it is the transpose of that."""
+    vector_of: tuple[int, ...]
+    """For each vector of the plan which one is given."""
+    layers: Mapping[int, tuple[int, int | None]]
+    """Inputs of the plan that linear layers make of what is given for them: numbers of the matrix and of the bias."""
+
+    @property
+    def all(self) -> tuple[tuple[int, int], ...]:
+        return (*self.inputs, *self.matrices, *self.vectors)
+
+
+@dataclass(frozen=True)
 class Plan:
     """The vertex functions of a graph, compiled. What the frontiers read is named by function and symbol."""
 
@@ -47,6 +66,7 @@ class Plan:
     """Numbers of what leaves the frontiers. Those below the number of pushes are pushed as they are."""
     constant: tuple[int, ...]
     """Positions in `outputs` of what has no gradient."""
+    given: Given
     frontiers: Compiled
     backward: tuple[Program, ...]
     """The derived program of each function; none where nothing asks for a gradient."""
@@ -67,6 +87,8 @@ class Shared:
     state: int
     dtype: str
     lazy: bool
+    early: bool
+    """Whether functions that gather nothing run in the frontiers, but for their products."""
     pushes: int
     graph: Graph = field(default_factory=Graph)
     inputs: list[tuple[int, int]] = field(default_factory=list)

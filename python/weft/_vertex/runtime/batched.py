@@ -29,63 +29,43 @@ class Batched:
 
     functions: tuple[reference.Function, ...]
     plan: Plan
-    layers: Mapping[int, tuple[int, ...]]
-    """Inputs of the frontiers that a linear layer makes of what is pulled, by position: the symbols of what is pulled,
-    its weight and its bias if any. They are made where the frontiers run, which costs less than operations of torch."""
-    given: tuple[tuple[int, int], ...]
-    """What the operators are given: function and symbol."""
-    transposed: tuple[bool, ...]
-    """Whether it is a matrix's transpose that is given."""
     before: tuple[tuple[int, ...], ...]
     """Of each function the operations that torch runs before the frontiers."""
     program: torch.ScriptObject
     """As the operators take it."""
     frontiers: _C.Frontiers
     """The operators with the program; csrc/vertex/bindings/frontiers.cpp."""
+    direct: tuple[tuple[tuple[bool, str], ...], tuple[int, ...]] | None
+    """Where torch has nothing to do before or after the frontiers: the names of what is given, each with whether it is
+    pulled, and which of the operator's outputs are pushed."""
 
     @staticmethod
     def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:
-        compiled, layers, inputs, matrices = plan.frontiers, {}, [*plan.inputs], [*plan.matrices]
-        if len(functions) == 1:
-            operands = _Operands(functions[0].trace.program, plan.parts[0])
-            layers = {i: layer for i, (_, s) in enumerate(inputs) if (layer := operands.layer(s)) is not None}
-            for i, layer in layers.items():
-                inputs[i] = (0, layer[0])
-            matrices = [(0, operands.transposed.get(s, s)) for _, s in matrices]
-        transposed = [a != b for a, b in zip(matrices, plan.matrices, strict=True)]
-        given = (*inputs, *matrices, *plan.vectors, *((0, s) for layer in layers.values() for s in layer[1:]))
-        program = compiled.program()
+        program, given = plan.frontiers.program(), plan.given
         frontiers = _C.Frontiers(
             program=program,
-            gradients=(
-                sorted({b.index for b in compiled.buffers if b.space == "input_grad"}),
-                sorted({g.matrix for g in compiled.matrix_gradients}),
-                sorted({g.vector for g in compiled.vector_gradients}),
-            ),
-            counts=(len(plan.inputs), len(plan.matrices), len(plan.vectors)),
-            linear=[len(layers.get(i, (0,))) - 1 for i in range(len(plan.inputs))],
-            transposed=transposed,
+            counts=(len(given.inputs), len(given.matrices), len(given.vectors)),
             outputs=len(plan.outputs),
             constant=plan.constant,
         )
         before = tuple(
-            _needed(f.trace.program, part, [s for p, s in given if p == number])
+            _needed(f.trace.program, part, [s for p, s in given.all if p == number])
             for number, (f, part) in enumerate(zip(functions, plan.parts, strict=True))
         )
         # Not the functions themselves: what is compiled is kept with the trace, and would keep the module alive.
         kept = tuple(replace(f, vertex=None) for f in functions)
-        return Batched(kept, plan, layers, given, tuple(transposed), before, program, frontiers)
+        return Batched(kept, plan, before, program, frontiers, _direct(functions, plan, before))
 
     def operands(self, given: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs, matrices and vectors of the frontiers."""
-        first = len(self.plan.inputs)
-        found = [*given[: first + len(self.plan.matrices) + len(self.plan.vectors)]]
-        parameters = iter(given[len(found) :])
-        for i, layer in self.layers.items():
-            found[i] = torch.nn.functional.linear(found[i], *(next(parameters) for _ in layer[1:]))
-        for i, turned in enumerate(self.transposed, first):
-            found[i] = found[i].t() if turned else found[i]
-        return found
+        """The inputs, matrices and vectors of the plan."""
+        operands = self.plan.given
+        inputs, matrices = given[: len(operands.inputs)], given[len(operands.inputs) :][: len(operands.matrices)]
+        vectors = given[len(operands.inputs) + len(operands.matrices) :]
+        found = list(inputs)
+        for i, (matrix, bias) in operands.layers.items():
+            found[i] = torch.nn.functional.linear(inputs[i], matrices[matrix], None if bias is None else vectors[bias])
+        turned = (matrices[number].t() if turn else matrices[number] for number, turn in operands.matrix_of)
+        return [*found, *turned, *(vectors[number] for number in operands.vector_of)]
 
     @property
     def type(self) -> VertexType:
@@ -96,7 +76,7 @@ def run(
     compiled: Batched,
     schedule: Schedule,
     levels: Callable[[], reference.Plan],
-    vertices: Sequence[Tensor] | None,
+    vertices: Callable[[], Sequence[Tensor]] | None,
     inputs: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
 ) -> list[Tensor]:
@@ -106,13 +86,20 @@ def run(
         compiled: the functions.
         schedule: of the graphs.
         levels: makes the plan of the reference, for second derivatives.
-        vertices: those of each function, None where there is one function.
+        vertices: gives those of each function, None where there is one function.
         inputs: what is pulled.
         tensors: of the module, by name.
     """
     plan, device, dtype = compiled.plan, compiled.type.device, compiled.type.state.dtype
     rows = schedule.core.num_vertices
-    columns = [None] * len(plan.parts) if vertices is None else vertices
+    differentiable = functools.partial(_differentiable, compiled, levels)
+    shared = schedule.block(device), schedule.block(), schedule.sizes, current().stream, differentiable
+    if compiled.direct is not None and not torch.is_autocast_enabled(device.type):
+        names, order = compiled.direct
+        given = [(inputs if pulled else tensors)[name] for pulled, name in names]
+        found = compiled.frontiers(*shared, given)
+        return [found[i] for i in order]
+    columns = [None] * len(plan.parts) if vertices is None else vertices()
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         parts = [
             _Part(part, f, where, rows, inputs, tensors)
@@ -120,13 +107,12 @@ def run(
         ]
         for part, before in zip(parts, compiled.before, strict=True):
             part.replay(before)
+        operands = plan.given
         given = [
-            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in compiled.given[: len(plan.inputs)]),
-            *(_number(parts[p].values[s], dtype) for p, s in compiled.given[len(plan.inputs) :]),
+            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in operands.inputs),
+            *(_number(parts[p].values[s], dtype) for p, s in (*operands.matrices, *operands.vectors)),
         ]
-        differentiable = functools.partial(_differentiable, compiled, levels)
-        block, stream = schedule.block(device), current().stream
-        found = compiled.frontiers(block, schedule.block(), schedule.sizes, stream, differentiable, given)
+        found = compiled.frontiers(*shared, given)
         results = dict(zip(plan.outputs, found, strict=True))
         for part in parts:
             for symbol, number in part.plan.outputs:
@@ -144,34 +130,34 @@ def run(
     return _own(outputs, [*inputs.values(), *tensors.values(), *constants])
 
 
-class _Operands:
-    """How the operands of the frontiers of one function are made from tensors of the module."""
-
-    def __init__(self, program: Program, part: Part):
-        self._symbols = program.symbols
-        self._producers = {r: o for o in program.operations for r in o.results}
-        outside = (*part.before, *part.after)
-        self._read = {*part.pushes, *(s for i in outside for s in program.operations[i].reads())}
-        turns = [o for o in program.operations if o.op == "aten.t.default"]
-        self.transposed = {o.results[0]: o.reads()[0] for o in turns if self._is_parameter(o.reads()[0])}
-        """Transposes of parameters."""
-
-    def layer(self, symbol: int) -> tuple[int, ...] | None:
-        """What is pulled, weight and bias if any, of a linear layer that makes this symbol for nobody else."""
-        o = self._producers.get(symbol)
-        if o is None or o.op not in ("aten.addmm.default", "aten.mm.default") or o.keywords or symbol in self._read:
+def _direct(
+    functions: Sequence[reference.Function], plan: Plan, before: Sequence[Sequence[int]]
+) -> tuple[tuple[tuple[bool, str], ...], tuple[int, ...]] | None:
+    """As Batched has it."""
+    names: list[tuple[bool, str]] = []
+    pulled: list[dict[int, str]] = []
+    for f, operations in zip(functions, before, strict=True):
+        program, calls = f.trace.program, f.trace.calls
+        if any(program.operations[i].op != "pull" for i in operations):
             return None
-        *bias, x, matrix = o.reads()
-        if x not in self._producers or self._producers[x].op != "pull" or matrix not in self.transposed:
+        pulled.append({program.operations[i].results[0]: calls[i].args[0] for i in operations})
+    for number, symbol in plan.given.all:
+        info = functions[number].trace.program.symbols[symbol]
+        name = pulled[number].get(symbol)
+        if info.dtype == "bool" or (name is None and info.kind != "parameter"):
             return None
-        layer = (x, self.transposed[matrix], *bias)
-        shapes = [len(self._symbols[s].shape) for s in layer]
-        dtypes = {self._symbols[s].dtype for s in (*layer, symbol)}
-        simple = shapes == [2, 2, 1][: len(layer)] and len(dtypes) == 1 and all(map(self._is_parameter, bias))
-        return layer if simple else None
-
-    def _is_parameter(self, symbol: int) -> bool:
-        return self._symbols[symbol].kind == "parameter"
+        if name is not None and len(info.shape) != 2:
+            return None
+        names.append((False, info.name) if name is None else (True, name))
+    pushes = max(len(part.pushes) for part in plan.parts)
+    for part, f in zip(plan.parts, functions, strict=True):
+        symbols = f.trace.program.symbols
+        simple = all(len(symbols[s].shape) == 2 and symbols[s].dtype != "bool" for s, _ in part.outputs)
+        if part.after or not simple or not all(map(part.direct, range(len(part.pushes)))):
+            return None
+    if any(number not in plan.outputs for number in range(pushes)):
+        return None
+    return tuple(names), tuple(plan.outputs.index(number) for number in range(pushes))
 
 
 def _needed(program: Program, part: Part, given: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ and in the values of tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,11 @@ from ..._base.torch_private import GLOBAL_HOOKS, in_forward_mode, in_transform
 from ..._C import vertex as _C
 from ..graphs import Graphs
 from ..options import current
+from ..vertex import Spec
+from .batched import Batched
+from .schedule import Schedule
 
-__all__ = ["HOOKS", "CallCache", "RecentCall", "Snapshot", "modes"]
+__all__ = ["HOOKS", "CallCache", "Ready", "RecentCall", "Snapshot", "modes"]
 
 MOST = 4
 """Calls that are kept."""
@@ -25,6 +29,31 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 modes: Callable[[torch.device], int] = _C.modes
 """What a trace depends on besides the module and its inputs."""
+
+
+class Ready(NamedTuple):
+    """A call that passed all checks, looked at now or like a recent one."""
+
+    device: torch.device
+    outputs: Sequence[Spec]
+    """What is pushed, without the dimension of the vertices."""
+    rows: Mapping[str, Tensor]
+    """The inputs by name."""
+    tensors: Mapping[str, Tensor]
+    """Of the module, by name."""
+    compiled: Batched | None
+    """None where it runs as the reference."""
+    schedule: Callable[[], Schedule]
+    """Of the graphs, for the compiled functions."""
+    run: Callable[[], list[Tensor]]
+    script: object = None
+    """What drives persistent kernels, None where it runs otherwise."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything asks for a gradient here."""
+        tensors = (*self.rows.values(), *self.tensors.values())
+        return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 class Snapshot:
@@ -79,8 +108,8 @@ class RecentCall:
         inputs: what was pulled.
         executors: what may be asked for to run it so.
         device: of all tensors.
-        fits: whether it can run on graphs.
-        run: runs it on graphs and inputs.
+        fits: whether it is what runs on graphs where this executor is asked for.
+        ready: what runs it on graphs and inputs.
         program: what the module's program is.
     """
 
@@ -90,14 +119,14 @@ class RecentCall:
         inputs: Mapping[str, Tensor],
         executors: tuple[str, ...],
         device: torch.device,
-        fits: Callable[[Graphs], bool],
-        run: Callable[[Graphs, Mapping[str, Tensor]], list[Tensor]],
+        fits: Callable[[Graphs, str], bool],
+        ready: Callable[[Graphs, Mapping[str, Tensor]], Ready],
         program: object,
     ):
         self._snapshot, self._inputs = snapshot, _C.Inputs(dict(inputs))
         self._executors, self._device, self._fits = executors, device, fits
         self._modes, self._options = modes(device), current()[:2]
-        self.run, self.program = run, program
+        self.ready, self.program = ready, program
 
     def rows(self, module: nn.Module, graphs: object, inputs: object, executor: object) -> dict[str, Tensor] | None:
         """The inputs of a call that differs in nothing that counts, None of any other."""
@@ -116,7 +145,7 @@ class RecentCall:
             return None
         if graphs.device.type != "cpu" and graphs.device != self._device:
             return None
-        same = self._inputs.hold(rows, count) and self._snapshot.holds(module) and self._fits(graphs)
+        same = self._inputs.hold(rows, count) and self._snapshot.holds(module) and self._fits(graphs, executor)
         return rows if same else None
 
     def shares_tensors(self, other: RecentCall) -> bool:

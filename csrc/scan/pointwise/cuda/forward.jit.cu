@@ -1,0 +1,311 @@
+// h[t] = step(h[t-1], x[t], p) for channels that are independent of each other.
+//   WEFT_CHUNKED        whether there are chunks of time
+//   WEFT_NEXT           statements: next[S] from h[S], x[I] and p[P]
+//   WEFT_NEXT_JACOBIAN  statements: next and jacobian[S * S], of each state after the step by each before it
+// and those of pointwise.jit.cuh.
+//
+// Decomposition: a lane has a channel of a chunk of time and walks it; neighbouring lanes have neighbouring channels. A
+// batch of steps of all inputs is loaded into registers while the batch before it is computed, so that the walk waits
+// for arithmetic alone: 127 ns a step of a GRU's gates on an H200, where one warp a scheduler or more reach the bus.
+//
+// Chunks: all are walked at once, from the initial state, and carry the derivative of their end by their start. Then,
+// in rounds between barriers of the grid, every lane computes by a scan over its channel's chunks where its own should
+// have started, if each end moves with its start as the derivative says (Newton's method), and where that is elsewhere,
+// walks again, until it meets what is stored: from there all is right. No chunk moves in the last round. The first chunk
+// that moves always starts right, so each round makes one more final; what moves after the last round is walked in
+// order. All is decided by a channel alone, so none depends on its neighbours, and in a fixed order: the same bits in
+// every run.
+#include "scan/pointwise/cuda/pointwise.jit.cuh"
+
+namespace {
+
+constexpr T kNear = sizeof(T) == 8 ? T(0x1p-51) : T(0x1p-22);
+
+// Whether a state is the same as another but for a rounding; otherwise `apart` is not touched.
+__device__ __forceinline__ bool meets(const T (&h)[S], const T (&other)[S], T& apart) {
+  bool same = true;
+  T most = apart;
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    const T size = absolute(other[i]) > T(1) ? absolute(other[i]) : T(1), off = absolute(h[i] - other[i]);
+    const bool equal = h[i] == other[i] || (h[i] != h[i] && other[i] != other[i]);
+    same = same && (equal || off <= kNear * size);
+    if (!equal && off > most * size) most = off / size;
+  }
+  if (same) apart = most;
+  return same;
+}
+
+struct Walk {
+  bool met;
+  int steps;
+  T apart;
+};
+
+__device__ __forceinline__ void load_batch(E (&to)[U][I], const E* (&from)[I], const long long (&step)[I], int count) {
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    if (u < count) {
+#pragma unroll
+      for (int i = 0; i < I; ++i) {
+        to[u][i] = *from[i];
+        from[i] += step[i];
+      }
+    }
+  }
+}
+
+// Steps [first, end) from h on. kAgain: lanes that are `active` write, each until it meets what is stored.
+template <bool kDerivative, bool kAgain>
+__device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool active, long long first, long long end,
+                                     T (&h)[S], T (&derivative)[S * S]) {
+  T p[P + 1];
+  load_parameters(a, n, p);
+  const long long direction = a.reverse ? -1 : 1;
+  const E* from[I];
+  long long step[I];
+#pragma unroll
+  for (int i = 0; i < I; ++i) {
+    from[i] = at<const E>(a.operands[kInputs + i], n, in_memory(a, first));
+    step[i] = direction * a.operands[kInputs + i].step;
+  }
+  long long to = in_memory(a, first) * a.N + n;
+  const long long onward = direction * a.N;
+  Walk found{false, 0, T(0)};
+  if (kDerivative) {
+#pragma unroll
+    for (int i = 0; i < S * S; ++i) derivative[i] = T(i % (S + 1) == 0);
+  }
+  E ahead[U][I];
+  load_batch(ahead, from, step, int(end - first < U ? end - first : U));
+  for (long long t = first; t < end; t += U) {
+    E now[U][I];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+#pragma unroll
+      for (int i = 0; i < I; ++i) now[u][i] = ahead[u][i];
+    }
+    const int count = int(end - t < U ? end - t : U);
+    if (t + U < end) load_batch(ahead, from, step, int(end - t - U < U ? end - t - U : U));
+    T stored[S];
+    const long long mark = t / U * S * a.N + n;
+    if (kAgain) {
+#pragma unroll
+      for (int i = 0; i < S; ++i) {
+        if constexpr (kHalf) {
+          stored[i] = static_cast<const T*>(a.marks)[mark + i * a.N];
+        } else {
+          stored[i] = T(static_cast<const E*>(a.states[i])[to + (count - 1) * onward]);
+        }
+      }
+    }
+    const auto one = [&](int u) {
+      T x[I], next[S];
+#pragma unroll
+      for (int i = 0; i < I; ++i) x[i] = T(now[u][i]);
+      if constexpr (kDerivative) {
+        T jacobian[S * S], product[S * S];
+        WEFT_NEXT_JACOBIAN
+#pragma unroll
+        for (int i = 0; i < S; ++i) {
+#pragma unroll
+          for (int j = 0; j < S; ++j) {
+            T sum = T(0);
+#pragma unroll
+            for (int k = 0; k < S; ++k) sum += jacobian[i * S + k] * derivative[k * S + j];
+            product[i * S + j] = sum;
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < S * S; ++i) derivative[i] = product[i];
+      } else {
+        WEFT_NEXT
+      }
+#pragma unroll
+      for (int i = 0; i < S; ++i) {
+        h[i] = next[i];
+        if (active) static_cast<E*>(a.states[i])[to] = E(h[i]);
+      }
+      to += onward;
+    };
+    if (count == U) {
+#pragma unroll
+      for (int u = 0; u < U; ++u) one(u);
+    } else {
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        if (u < count) one(u);
+      }
+    }
+    if (kHalf && WEFT_CHUNKED && active) {
+#pragma unroll
+      for (int i = 0; i < S; ++i) static_cast<T*>(a.marks)[mark + i * a.N] = h[i];
+    }
+    if (kAgain) {
+      if (active) {
+        found.steps += count;
+        found.met = meets(h, stored, found.apart);
+        active = !found.met;
+      }
+      if (!__any_sync(~0u, active)) break;
+    }
+  }
+  return found;
+}
+
+#if WEFT_CHUNKED
+
+__device__ __forceinline__ void note(const PointwiseArgs& a, long long n, int round, const Walk& walk, bool fell) {
+  if (a.statistics == nullptr) return;
+  int* row = a.statistics + 4 * n;
+  atomicMax(row, round);
+  atomicAdd(row + 1, walk.steps);
+  if (walk.met) atomicMax(row + 2, __float_as_int(float(walk.apart)));
+  if (fell) row[3] = 1;
+}
+
+__device__ __forceinline__ void accepted(const PointwiseArgs& a, long long n, T apart) {
+  if (a.statistics != nullptr && apart > T(0)) atomicMax(a.statistics + 4 * n + 2, __float_as_int(float(apart)));
+}
+
+// Where `chunk` should start, and whether that is elsewhere than where it did.
+__device__ __forceinline__ bool moved(const PointwiseArgs& a, int turn, int chunk, long long n, T (&start)[S],
+                                      T& apart) {
+  constexpr int kAtOnce = S == 1 ? 8 : S == 2 ? 3 : 1;
+#pragma unroll
+  for (int i = 0; i < S; ++i) start[i] = element(a, a.ends, turn, 0, S, i, n);
+  for (int first = 1; first < chunk; first += kAtOnce) {
+    T began[kAtOnce][S], end[kAtOnce][S], derivative[kAtOnce][S * S];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k < chunk) {
+#pragma unroll
+        for (int i = 0; i < S; ++i) {
+          began[k][i] = element(a, a.starts, turn, first + k, S, i, n);
+          end[k][i] = element(a, a.ends, turn, first + k, S, i, n);
+        }
+#pragma unroll
+        for (int i = 0; i < S * S; ++i) {
+          derivative[k][i] = element(a, a.derivatives, turn, first + k, S * S, i, n);
+        }
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (first + k < chunk) {
+        T nothing = T(0), next[S];
+        const bool stays = meets(start, began[k], nothing);
+        bool all_finite = true;
+#pragma unroll
+        for (int i = 0; i < S; ++i) {
+          next[i] = end[k][i];
+#pragma unroll
+          for (int j = 0; j < S; ++j) next[i] += derivative[k][i * S + j] * (start[j] - began[k][j]);
+          all_finite = all_finite && finite(next[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < S; ++i) start[i] = stays || !all_finite ? end[k][i] : next[i];
+      }
+    }
+  }
+  T began[S];
+#pragma unroll
+  for (int i = 0; i < S; ++i) began[i] = element(a, a.starts, turn, chunk, S, i, n);
+  return !meets(start, began, apart);
+}
+
+__device__ __forceinline__ void rounds(const PointwiseArgs& a, long long warp, long long warps, long long groups) {
+  unsigned* arrived = a.counters;
+  unsigned* walked = a.counters + 1;  // in this round
+  unsigned expected = 0;
+  for (int round = 2;; ++round) {
+    meet(arrived, expected);
+    if (round > 2 && !seen(walked + round - 1)) return;
+    const int before = round & 1, after = before ^ 1;
+    if (round > scan::kPointwiseRounds) {
+      for (long long group = warp; group < groups; group += warps) {
+        const Task task = task_of(a, group, groups);
+        for (int chunk = 1; chunk < a.chunks; ++chunk) {
+          T start[S], began[S], unused[S * S];
+#pragma unroll
+          for (int i = 0; i < S; ++i) {
+            start[i] = element(a, a.ends, before, chunk - 1, S, i, task.n);
+            began[i] = element(a, a.starts, before, chunk, S, i, task.n);
+          }
+          T apart = T(0);
+          const bool active = !meets(start, began, apart) && task.valid;
+          if (!__any_sync(~0u, active)) continue;
+          const long long first = chunk * a.chunk, end = first + a.chunk < a.T ? first + a.chunk : a.T;
+          const Walk found = walk<false, true>(a, task.n, active, first, end, start, unused);
+          if (!active) continue;
+          note(a, task.n, round, found, true);
+          if (found.met) continue;
+#pragma unroll
+          for (int i = 0; i < S; ++i) element(a, a.ends, before, chunk, S, i, task.n) = start[i];
+        }
+      }
+      return;
+    }
+    for (long long index = warp; index < groups * a.chunks; index += warps) {
+      const Task task = task_of(a, index, groups);
+      const long long n = task.n;
+      T start[S], end[S], derivative[S * S];
+      T apart = T(0);
+      const bool active = task.chunk > 0 && moved(a, before, task.chunk, n, start, apart) && task.valid;
+      if (!active && task.valid) accepted(a, n, apart);
+      Walk found{true, 0, T(0)};
+#pragma unroll
+      for (int i = 0; i < S; ++i) end[i] = active ? start[i] : T(0);
+      if (__any_sync(~0u, active)) {
+        if (threadIdx.x % 32 == 0) walked[round] = 1;
+        const long long first = task.chunk * a.chunk, last = first + a.chunk < a.T ? first + a.chunk : a.T;
+        found = walk<true, true>(a, n, active, first, last, end, derivative);
+      }
+      if (!task.valid) continue;
+      const bool kept = !active || found.met;
+#pragma unroll
+      for (int i = 0; i < S; ++i) {
+        element(a, a.starts, after, task.chunk, S, i, n) =
+            active ? start[i] : element(a, a.starts, before, task.chunk, S, i, n);
+        element(a, a.ends, after, task.chunk, S, i, n) =
+            kept ? element(a, a.ends, before, task.chunk, S, i, n) : end[i];
+      }
+#pragma unroll
+      for (int i = 0; i < S * S; ++i) {
+        element(a, a.derivatives, after, task.chunk, S * S, i, n) =
+            kept ? element(a, a.derivatives, before, task.chunk, S * S, i, n) : derivative[i];
+      }
+      if (active) note(a, n, round, found, false);
+    }
+  }
+}
+
+#endif
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 4 : 1) pointwise_forward(const __grid_constant__ PointwiseArgs a) {
+  const long long groups = (a.N + 31) / 32;
+  const long long warp = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  const long long warps = (long long)gridDim.x * (blockDim.x / 32);
+  for (long long index = warp; index < groups * a.chunks; index += warps) {
+    const Task task = task_of(a, index, groups);
+    const long long first = task.chunk * a.chunk, end = first + a.chunk < a.T ? first + a.chunk : a.T;
+    T h[S], derivative[S * S];
+#pragma unroll
+    for (int i = 0; i < S; ++i) {
+      h[i] = T(*at<const E>(a.operands[i], task.n, 0));
+      if (WEFT_CHUNKED && task.valid) element(a, a.starts, 0, task.chunk, S, i, task.n) = h[i];
+    }
+    walk<WEFT_CHUNKED, false>(a, task.n, task.valid, first, end, h, derivative);
+    if (WEFT_CHUNKED && task.valid) {
+#pragma unroll
+      for (int i = 0; i < S; ++i) element(a, a.ends, 0, task.chunk, S, i, task.n) = h[i];
+#pragma unroll
+      for (int i = 0; i < S * S; ++i) element(a, a.derivatives, 0, task.chunk, S * S, i, task.n) = derivative[i];
+    }
+  }
+#if WEFT_CHUNKED
+  rounds(a, warp, warps, groups);
+#endif
+}

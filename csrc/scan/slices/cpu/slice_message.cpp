@@ -1,0 +1,131 @@
+// Slices on the CPU: threads over lines of channels, steps outermost so that rows are read as they lie.
+#include "scan/slices/slice_message.h"
+
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/integers.h"
+
+namespace weft::scan {
+namespace {
+
+constexpr int64_t kSliceLine = 64;    // channels that a thread takes at once
+constexpr int64_t kSliceLooks = 128;  // steps between two looks whether any of them still matters
+
+// Calls run(row, first channel, channels) for every line of B rows of H.
+template <typename Run>
+void for_lines(int64_t B, int64_t H, const Run& run) {
+  const int64_t lines = ceil_div(H, kSliceLine);
+  at::parallel_for(0, B * lines, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t h = i % lines * kSliceLine;
+      run(i / lines, h, std::min(kSliceLine, H - h));
+    }
+  });
+}
+
+template <typename T>
+void write_message(const SliceProduct& p, const T* value, bool leaves, typename Packed<T>::Number* message) {
+  const int64_t channels = p.B * p.H;
+  for_lines(p.B, p.H, [&](int64_t row, int64_t h, int64_t count) {
+    Scaled products[kSliceLine];
+    const T* A = static_cast<const T*>(p.A) + row * p.A_b + h;
+    for (int64_t t = 0; t < p.T; ++t, A += p.A_t) {
+      for (int64_t i = 0; i < count; ++i) products[i].multiply(A[i]);
+      if ((t + 1) % kFactors == 0) {
+        for (int64_t i = 0; i < count; ++i) products[i].rescale();
+        if ((t + 1) % kSliceLooks == 0 &&
+            std::all_of(products, products + count, [](const Scaled& s) { return s.is_zero<T>(); })) {
+          break;
+        }
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) message[row * p.H + h + i] = pack_product<T>(products[i]);
+  });
+  std::memcpy(message + channels, value, channels * sizeof(T));
+  message[2 * channels] = leaves;
+}
+
+void message(const SliceProduct& product, const at::Tensor& value, bool leaves, const at::Tensor& message) {
+  if (product.wide) {
+    write_message(product, value.const_data_ptr<double>(), leaves, message.data_ptr<int64_t>());
+  } else {
+    write_message(product, value.const_data_ptr<float>(), leaves, message.data_ptr<int32_t>());
+  }
+}
+
+void states(const SliceStates& s) {
+  for (int64_t i = 0; i < s.channels; ++i)
+    s.wide ? carry_between_slices<double>(s, i) : carry_between_slices<float>(s, i);
+}
+
+void gradients(const SliceGradients& s) {
+  for (int64_t i = 0; i < s.channels; ++i) {
+    s.wide ? carry_back_between_slices<double>(s, i) : carry_back_between_slices<float>(s, i);
+  }
+}
+
+template <typename T>
+void mend_slice(const SliceMend& m) {
+  if (m.came != nullptr && *m.came == 0) return;
+  const bool gradients = m.gradients;
+  for_lines(m.B, m.H, [&](int64_t row, int64_t h, int64_t count) {
+    double v[kSliceLine];
+    const T* const state = static_cast<const T*>(m.state) + row * m.H + h;
+    std::copy_n(state, count, v);
+    const T* A = static_cast<const T*>(m.A) + row * m.A_b + h;
+    T* x = static_cast<T*>(m.x) + row * m.x_b + h;
+    const T* before = static_cast<const T*>(m.before) + row * m.before_b + h;
+    T* grad_A = static_cast<T*>(m.grad_A) + row * m.grad_A_b + h;
+    const T* const first = m.first ? static_cast<const T*>(m.first) + row * m.H + h : nullptr;
+    for (int64_t t = 0; t < m.T; ++t, A += m.A_t, x += m.x_t, before += m.before_t, grad_A += m.grad_A_t) {
+      bool matters = false;
+      for (int64_t i = 0; i < count; ++i) {
+        if (!gradients) v[i] *= double(A[i]);
+        const T mended = T(double(x[i]) + v[i]);
+        matters |= !(mended == x[i] || x[i] != x[i]);
+        x[i] = mended;
+      }
+      if (m.grad_A != nullptr && (t < m.T - 1 || first != nullptr)) {
+        const T* const of = t < m.T - 1 ? before : first;
+        for (int64_t i = 0; i < count; ++i) grad_A[i] = T(double(grad_A[i]) + v[i] * double(of[i]));
+      }
+      if (gradients && t < m.T - 1) {
+        for (int64_t i = 0; i < count; ++i) v[i] *= double(A[i]);
+      }
+      if (!matters) return;
+    }
+  });
+}
+
+void mend(const SliceMend& m) {
+  m.wide ? mend_slice<double>(m) : mend_slice<float>(m);
+}
+
+constexpr SliceKernels kKernels{message, states, gradients, mend};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CPU, m) {
+  m.impl("slice_message", [](const at::Tensor& A, const at::Tensor& value, bool leaves) {
+    return slice_message(kKernels, A, value, leaves);
+  });
+  m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse) {
+    return slice_states(kKernels, messages, value, order, reverse);
+  });
+  m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
+    return slice_left(kKernels, messages, products, order, reverse);
+  });
+  m.impl("slice_mend_",
+         [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& state, const std::optional<at::Tensor>& came,
+            bool reverse) { slice_mend(kKernels, x, A, state, came, reverse); });
+  m.impl("slice_mend_gradients_",
+         [](const at::Tensor& grad_b, const std::optional<at::Tensor>& grad_A, const at::Tensor& A,
+            const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& first, const at::Tensor& state,
+            bool reverse) { slice_mend_gradients(kKernels, grad_b, grad_A, A, x, first, state, reverse); });
+}
+
+}  // namespace weft::scan

@@ -1,0 +1,263 @@
+// Slices of a diagonal scan on CUDA.
+//
+// Floor: the product reads A, the mending A and x, and writes x; with gradients it reads x before and grad_A, too, and
+// writes that. All as far only as the product of A still shows in a float: where A forgets, a few hundred steps of a
+// slice, which cost a few microseconds; where it does not, all bytes of the slice once more.
+//
+// Decomposition: a block has 32 adjacent channels of a batch row, its warps consecutive pieces of kSteps steps, whose
+//   loads are all on their way at once. Of the product every block has a piece of time of its own, where channels are
+//   few; a second kernel multiplies these. Mending is in tiles of time: warps tell each other the products of their
+//   pieces, and each walks its own from the state that so comes in. What tiles add to a channel never leaves registers.
+// Numbers: a piece's product and steps in the dtype, what pieces hand on in double. A product that leaves the middle of
+// its range is not trusted: the lane walks from the
+//   tile's begin, step by step, as the scan itself would.
+#include <algorithm>
+#include <type_traits>
+
+#include "common/integers.h"
+#include "common/launch.cuh"
+#include "scan/slices/cuda/slice_kernels.h"
+
+namespace weft::scan {
+namespace {
+
+constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8;
+// Of a warp between two meetings, as many as there are registers for.
+template <typename T, int kWarps = kFewWarps>
+constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
+// Of a warp between two looks whether the product is zero.
+constexpr int kProductSteps = 32;
+
+template <typename T>
+__global__ void __launch_bounds__(kLanes* kFewWarps)
+    product_kernel(const __grid_constant__ SliceProduct p, int64_t steps, Scaled* parts) {
+  __shared__ double mantissas[kFewWarps][kLanes];
+  __shared__ int64_t exponents[kFewWarps][kLanes], looks[2][kFewWarps][kLanes];
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const int64_t slabs = ceil_div(p.H, int64_t(kLanes));
+  const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
+  const bool owned = h < p.H;
+  const int64_t begin = blockIdx.y * steps, end = min(begin + steps, p.T);
+  const T* const A = static_cast<const T*>(p.A) + row * p.A_b + (owned ? h : 0);
+  Scaled product;
+  // Warps take turns, and look together whether the rest still matters.
+  int turn = 0;
+  for (int64_t tile = begin; tile < end; tile += kFewWarps * kProductSteps, turn ^= 1) {
+    const int64_t first = tile + warp * kProductSteps;
+#pragma unroll 1
+    for (int64_t from = first; from < min(first + kProductSteps, end); from += kSteps<T>) {
+      T a[kSteps<T>];
+#pragma unroll
+      for (int i = 0; i < kSteps<T>; ++i) a[i] = from + i < end ? A[(from + i) * p.A_t] : T(1);
+#pragma unroll
+      for (int i = 0; i < kSteps<T>; ++i) {
+        product.multiply(a[i]);
+        if ((i + 1) % kFactors == 0) product.rescale_if_far();
+      }
+    }
+    looks[turn][warp][lane] = product.exponent();
+    __syncthreads();
+    int64_t exponent = 0;
+#pragma unroll
+    for (int w = 0; w < kFewWarps; ++w) exponent += looks[turn][w][lane];
+    if (!__any_sync(~0u, owned && exponent >= kProductIsZero<T>)) break;
+  }
+  mantissas[warp][lane] = product.m, exponents[warp][lane] = product.e;
+  __syncthreads();
+  if (warp != 0 || !owned) return;
+  for (int w = 1; w < kFewWarps; ++w) product.multiply(Scaled{mantissas[w][lane], exponents[w][lane]});
+  parts[(blockIdx.y * p.B + row) * p.H + h] = product;
+}
+
+// Message: products of the parts, values, and the flag.
+template <typename T>
+__global__ void __launch_bounds__(128) message_kernel(const Scaled* parts, int64_t count, int64_t channels,
+                                                      const T* value, bool leaves, typename Packed<T>::Number* to) {
+  const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
+  if (channel == 0) to[2 * channels] = leaves;
+  if (channel >= channels) return;
+  Scaled product;
+#pragma unroll 4
+  for (int64_t i = 0; i < count; ++i) product.multiply(parts[i * channels + channel]);
+  to[channel] = pack_product<T>(product);
+  const T v = value[channel];
+  memcpy(to + channels + channel, &v, sizeof(T));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(128) states_kernel(const __grid_constant__ SliceStates s) {
+  const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
+  if (channel < s.channels) carry_between_slices<T>(s, channel);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(128) gradients_kernel(const __grid_constant__ SliceGradients s) {
+  const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
+  if (channel < s.channels) carry_back_between_slices<T>(s, channel);
+}
+
+// Whether a product, of one factor in the middle of the range, is as good as the steps.
+template <typename T>
+__device__ inline bool is_trusted(T product, bool zero) {
+  constexpr T far = sizeof(T) == 8 ? T(0x1p400) : T(0x1p100f);
+  const T size = product < 0 ? -product : product;
+  return (size > 1 / far && size < far) || (zero && product == 0);
+}
+
+template <typename T, bool kGradients, int kWarps>
+__global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_constant__ SliceMend m) {
+  __shared__ double products[kWarps][kLanes];
+  __shared__ bool zeros[kWarps][kLanes];
+  __shared__ bool goes_on[2];
+  if (m.came != nullptr && *m.came == 0) return;
+  constexpr int kPiece = kSteps<T, kWarps>, kTile = kWarps * kPiece;
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const int64_t slabs = ceil_div(m.H, int64_t(kLanes));
+  const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
+  const bool owned = h < m.H;
+  const int64_t at = owned ? h : 0;
+  const T* const A = static_cast<const T*>(m.A) + row * m.A_b + at;
+  T* const x = static_cast<T*>(m.x) + row * m.x_b + at;
+  const T* const before = static_cast<const T*>(m.before) + row * m.before_b + at;
+  T* const grad_A = static_cast<T*>(m.grad_A) + row * m.grad_A_b + at;
+  const bool of_A = kGradients && m.grad_A != nullptr;
+  // What the step's factor is: in a scan A of the step, before it; in its gradients after it, but not of the last.
+  const int64_t factors = kGradients ? m.T - 1 : m.T;
+  double carry = owned ? double(static_cast<const T*>(m.state)[row * m.H + h]) : 0.0;
+
+  int turn = 0;
+  for (int64_t tile = 0; tile < m.T; tile += kTile, turn ^= 1) {
+    const int64_t begin = tile + warp * kPiece;
+    T a[kPiece], value[kPiece], other[kPiece], gradient[kPiece];
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      const int64_t t = begin + i;
+      a[i] = t < factors ? A[t * m.A_t] : T(1);
+      value[i] = t < m.T ? x[t * m.x_t] : T(0);
+      if constexpr (kGradients) {
+        other[i] = T(0), gradient[i] = T(0);
+        if (of_A && t < m.T) {
+          gradient[i] = grad_A[t * m.grad_A_t];
+          if (t < m.T - 1) {
+            other[i] = before[t * m.before_t];
+          } else if (m.first != nullptr) {
+            other[i] = static_cast<const T*>(m.first)[row * m.H + at];
+          }
+        }
+      }
+    }
+    T product = 1;
+    bool trusted = true, zero = false;
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      zero |= a[i] == T(0);
+      product *= a[i];
+      trusted &= is_trusted(product, zero);
+    }
+    products[warp][lane] = trusted ? double(product) : nan("");
+    zeros[warp][lane] = zero;
+    if (threadIdx.x == 0) goes_on[turn] = false;
+    __syncthreads();
+    // The state at the begin of this warp's piece, and of the next tile.
+    double v = carry, next = carry;
+    bool walked = false;
+    zero = next == 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      if (w == warp) v = next;
+      next *= products[w][lane];
+      zero |= zeros[w][lane];
+      walked |= !(is_trusted(next, zero));
+    }
+    if (walked) {
+      next = carry;
+      for (int64_t t = tile; t < min(tile + kTile, m.T); ++t) {
+        if (t == begin) v = next;
+        if (t < factors) next *= double(A[t * m.A_t]);
+      }
+    }
+    // A float's scan would long have made zero of it.
+    carry = sizeof(T) == 4 && next > -0x1p-200 && next < 0x1p-200 ? 0.0 : next;
+
+    bool matters = false;
+    T added = T(v);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) {
+      const int64_t t = begin + i;
+      if constexpr (!kGradients) added *= a[i];
+      const T mended = value[i] + added;
+      // Of the tile's last step, or the slice's.
+      if (t == tile + kTile - 1) matters = owned && !(mended == value[i] || value[i] != value[i]);
+      if (owned && t < m.T) {
+        x[t * m.x_t] = mended;
+        // Without a state before the first step its A has no gradient, also where lambda is not finite.
+        if (of_A && (t < m.T - 1 || m.first != nullptr)) {
+          grad_A[t * m.grad_A_t] = gradient[i] + added * other[i];
+        }
+      }
+      if constexpr (kGradients) added *= a[i];
+    }
+    if (matters) goes_on[turn] = true;
+    __syncthreads();
+    if (!goes_on[turn]) return;
+  }
+}
+
+template <typename Run>
+void with_type(bool wide, const Run& run) {
+  wide ? run(double()) : run(float());
+}
+
+}  // namespace
+
+void slice_message_cuda(const SliceProduct& p, const void* value, bool leaves, void* message,
+                        const Workspace& workspace, cudaStream_t stream) {
+  const int64_t channels = p.B * p.H, slabs = p.B * ceil_div(p.H, int64_t(kLanes));
+  const int64_t wanted = ceil_div(4 * int64_t(device_limits().sm_count), std::max<int64_t>(slabs, 1));
+  const int64_t least = kFewWarps * kProductSteps;
+  const int64_t chunks = p.T == 0 ? 0 : std::max<int64_t>(1, std::min({wanted, ceil_div(p.T, least), int64_t(65535)}));
+  const int64_t steps = chunks == 0 ? 0 : ceil_div(ceil_div(p.T, chunks), least) * least;
+  const int64_t parts = chunks == 0 ? 0 : ceil_div(p.T, steps);
+  Scaled* const to = static_cast<Scaled*>(workspace(size_t(std::max<int64_t>(1, parts * channels)) * sizeof(Scaled)));
+  with_type(p.wide, [&](auto zero) {
+    using T = decltype(zero);
+    using Number = typename Packed<T>::Number;
+    launch("slice_product", product_kernel<T>, Grid(slabs, parts), kLanes * kFewWarps, 0, stream, p, steps, to);
+    launch("slice_message", message_kernel<T>, Grid(std::max<int64_t>(1, ceil_div(channels, int64_t(128)))), 128, 0,
+           stream, static_cast<const Scaled*>(to), parts, channels, static_cast<const T*>(value), leaves,
+           static_cast<Number*>(message));
+  });
+}
+
+void slice_states_cuda(const SliceStates& s, cudaStream_t stream) {
+  with_type(s.wide, [&](auto zero) {
+    using T = decltype(zero);
+    launch("slice_states", states_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
+  });
+}
+
+void slice_gradients_cuda(const SliceGradients& s, cudaStream_t stream) {
+  with_type(s.wide, [&](auto zero) {
+    using T = decltype(zero);
+    launch("slice_left", gradients_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
+  });
+}
+
+void slice_mend_cuda(const SliceMend& m, cudaStream_t stream) {
+  const int64_t slabs = m.B * ceil_div(m.H, int64_t(kLanes));
+  auto run = [&](const char* name, auto kernel, int warps) {
+    launch(name, kernel, Grid(slabs), kLanes * warps, 0, stream, m);
+  };
+  with_type(m.wide, [&](auto zero) {
+    using T = decltype(zero);
+    if (m.gradients) return run("slice_mend_gradients", mend_kernel<T, true, kFewWarps>, kFewWarps);
+    if constexpr (sizeof(T) == 4) {
+      // A block of doubles would not have the registers.
+      const bool alone = slabs < 2 * int64_t(device_limits().sm_count);
+      if (alone) return run("slice_mend", mend_kernel<T, false, kManyWarps>, kManyWarps);
+    }
+    run("slice_mend", mend_kernel<T, false, kFewWarps>, kFewWarps);
+  });
+}
+
+}  // namespace weft::scan

@@ -1,0 +1,66 @@
+// Slices on CUDA: workspace and registration.
+#include "scan/slices/slice_message.h"
+
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "scan/slices/cuda/slice_kernels.h"
+
+namespace weft::scan {
+namespace {
+
+void message(const SliceProduct& product, const at::Tensor& value, bool leaves, const at::Tensor& message) {
+  at::Tensor workspace;
+  const auto allocate = [&](size_t bytes) {
+    workspace = at::empty({int64_t(bytes)}, value.options().dtype(at::kByte));
+    return workspace.data_ptr();
+  };
+  slice_message_cuda(product, value.const_data_ptr(), leaves, message.data_ptr(), allocate,
+                     at::cuda::getCurrentCUDAStream());
+}
+
+void states(const SliceStates& s) {
+  slice_states_cuda(s, at::cuda::getCurrentCUDAStream());
+}
+
+void gradients(const SliceGradients& s) {
+  slice_gradients_cuda(s, at::cuda::getCurrentCUDAStream());
+}
+
+void mend(const SliceMend& m) {
+  slice_mend_cuda(m, at::cuda::getCurrentCUDAStream());
+}
+
+constexpr SliceKernels kKernels{message, states, gradients, mend};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(weft, CUDA, m) {
+  m.impl("slice_message", [](const at::Tensor& A, const at::Tensor& value, bool leaves) {
+    const c10::cuda::OptionalCUDAGuard guard(A.device());
+    return slice_message(kKernels, A, value, leaves);
+  });
+  m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse) {
+    const c10::cuda::OptionalCUDAGuard guard(value.device());
+    return slice_states(kKernels, messages, value, order, reverse);
+  });
+  m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
+    const c10::cuda::OptionalCUDAGuard guard(messages.device());
+    return slice_left(kKernels, messages, products, order, reverse);
+  });
+  m.impl("slice_mend_", [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& state,
+                           const std::optional<at::Tensor>& came, bool reverse) {
+    const c10::cuda::OptionalCUDAGuard guard(x.device());
+    slice_mend(kKernels, x, A, state, came, reverse);
+  });
+  m.impl("slice_mend_gradients_", [](const at::Tensor& grad_b, const std::optional<at::Tensor>& grad_A,
+                                     const at::Tensor& A, const std::optional<at::Tensor>& x,
+                                     const std::optional<at::Tensor>& first, const at::Tensor& state, bool reverse) {
+    const c10::cuda::OptionalCUDAGuard guard(grad_b.device());
+    slice_mend_gradients(kKernels, grad_b, grad_A, A, x, first, state, reverse);
+  });
+}
+
+}  // namespace weft::scan

@@ -1,0 +1,201 @@
+"""A whole training step as a kernel can take it: what an optimizer of torch does next, as numbers and tensors.
+
+``optimizer.state`` has torch's own form before and after, so that a step of the kernel and one of ``optimizer.step()``
+may follow each other, and state dicts of either load into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
+
+__all__ = ["Begun", "Launched", "Request", "Update", "Updates", "obstacle"]
+
+
+class Update(NamedTuple):
+    """What happens to one parameter, all its tensors float32 and contiguous on the parameter's device.
+
+    ``sgd``: numbers lr, momentum, dampening, weight_decay, nesterov. With g the gradient: g += weight_decay p;
+    b = momentum b + (1 - dampening) g; g = g + momentum b if nesterov, else b; p -= lr g. Here b is `first`; without
+    momentum that is None, and b = g.
+
+    ``adam``: numbers lr, beta1, beta2, eps, weight_decay, 1 - beta1^t, sqrt(1 - beta2^t), decoupled. Decoupled:
+    p *= 1 - lr weight_decay, else g += weight_decay p; then m += (1 - beta1)(g - m); v = beta2 v + (1 - beta2) g^2;
+    p -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps), where m is `first` and v `second`.
+    """
+
+    parameter: Tensor
+    kind: str
+    first: Tensor | None
+    second: Tensor | None
+    numbers: tuple[float, ...]
+
+
+class Request(NamedTuple):
+    """All of a step that is not the cell's call."""
+
+    weight: Tensor | None
+    """(C, P) of the head, None without one."""
+    bias: Tensor | None
+    """(C,)"""
+    loss: str
+    """``cross_entropy`` or ``mse``, means as torch's."""
+    roots: Tensor | None
+    """int64: the rows in whose order `targets` are, on their device; None where these are all vertices."""
+    targets: Tensor
+    """int64 (rows,), or float32 as y."""
+    ignore_index: int
+    updates: list[Update]
+    refused: Tensor
+    """float32 (1,) on the device. A kernel reads it before it writes anything. Where it is not 0, or a class is neither
+    in [0, C) nor `ignore_index`, nothing changes and it is 1 afterwards: the steps that were launched before the host
+    knows do nothing either."""
+
+
+class Launched(NamedTuple):
+    """What a launch leaves."""
+
+    numbers: Tensor
+    """float32 (2,) in pinned memory: the loss, and `refused` after the step."""
+    event: torch.cuda.Event
+    """After their copy."""
+
+
+class Begun(NamedTuple):
+    """What was done on the host for a step that the device may yet refuse."""
+
+    before: list[tuple[Tensor, dict | None]]
+    """Parameters that got a state, and which they had."""
+    counters: list[Tensor]
+    """Counters of steps on the host, each one up."""
+
+
+def obstacle(optimizer: Optimizer) -> str | None:
+    """Why :class:`Updates` does not know what the optimizer does."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (SGD, Adam, AdamW):
+        return f"the optimizer is {name}, not SGD, Adam or AdamW"
+    step = optimizer.__dict__.get("step")  # schedulers of the learning rate count its calls
+    if has_step_hooks(optimizer) or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
+        return f"{name}.step has hooks"
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group.get(option):
+                return f"{name} has {option}=True"
+        values = (*group.values(), *group.get("betas", ()))
+        if any(isinstance(v, Tensor) and (v.device.type != "cpu" or v.requires_grad) for v in values):
+            return f"a hyperparameter of {name} is a tensor on a device"
+        for p in group["params"]:
+            state = optimizer.state.get(p, {})
+            moments = [x for key, x in state.items() if key != "step" and x is not None]
+            if any(x.dtype != torch.float32 or not x.is_contiguous() or x.device != p.device for x in (p, *moments)):
+                return f"a parameter or its state in {name} is not float32 and contiguous"
+    return None
+
+
+class Updates:
+    """The next steps of an optimizer.
+
+    Args:
+        optimizer: one that has no `obstacle`.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+        # Counters that a device holds are read once, and again where somebody else has written to them.
+        self._counts: dict[int, tuple[Tensor, int, float]] = {}
+
+    def begin(self, reached: Iterable[Tensor]) -> tuple[list[Update], Begun]:
+        """The updates of those parameters that have gradients, and what :meth:`undo` takes.
+
+        Counters of steps on the host are one up then; those on the device are for :meth:`finish`.
+        """
+        wanted = {id(p) for p in reached}
+        updates: list[Update] = []
+        begun = Begun([], [])
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in wanted and p.requires_grad:
+                    updates.append((self._sgd if "momentum" in group else self._adam)(p, group, begun))
+        return updates, begun
+
+    def finish(self, updates: Iterable[Update], refused: Tensor) -> None:
+        """After the launch: counters on the device are one up, unless `refused`, (1,) there, is 1. Versions grow."""
+        changed, counters = [], []
+        for update in updates:
+            changed += [x for x in (update.parameter, update.first, update.second) if x is not None]
+            counter = self._optimizer.state.get(update.parameter, {}).get("step")
+            if counter is not None and counter.device.type != "cpu":
+                counters.append(counter)
+        torch.autograd.graph.increment_version(changed)
+        if counters:
+            foreach_add_(counters, 1)
+            foreach_sub_(counters, [refused.view(())] * len(counters))
+            for counter in counters:
+                self._counts[id(counter)] = counter, counter._version, self._counts[id(counter)][2] + 1
+
+    def undo(self, begun: Begun) -> None:
+        """The host's part of a step that the device refused."""
+        for counter in begun.counters:
+            counter.sub_(1)
+        self._counts.clear()
+        for p, before in begun.before:
+            if before is None:
+                self._optimizer.state.pop(p, None)
+            else:
+                self._optimizer.state[p] = before
+
+    def _state(self, p: Tensor, begun: Begun, missing: Mapping[str, Tensor]) -> dict:
+        """A parameter's state, with what it lacks."""
+        state = self._optimizer.state.get(p)
+        begun.before.append((p, None if state is None else dict(state)))
+        state = self._optimizer.state[p]
+        state.update(missing)
+        return state
+
+    def _sgd(self, p: Tensor, group: Mapping, begun: Begun) -> Update:
+        momentum, dampening, buffer = float(group["momentum"]), float(group["dampening"]), None
+        if momentum != 0:
+            buffer = self._optimizer.state.get(p, {}).get("momentum_buffer")
+            if buffer is None:  # which becomes the gradient, dampened or not
+                dampening = 0.0
+                buffer = torch.zeros_like(p, requires_grad=False)
+                self._state(p, begun, {"momentum_buffer": buffer})
+        numbers = (float(group["lr"]), momentum, dampening, float(group["weight_decay"]), float(group["nesterov"]))
+        return Update(p, "sgd", buffer, None, numbers)
+
+    def _adam(self, p: Tensor, group: Mapping, begun: Begun) -> Update:
+        state = self._optimizer.state.get(p)
+        if not state:
+            on_device = group["capturable"] or group["fused"]
+            double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+            dtype, device = torch.float64 if double else torch.float32, p.device if on_device else "cpu"
+            fresh = {"step": torch.zeros((), dtype=dtype, device=device)}
+            fresh |= {name: torch.zeros_like(p, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+            if on_device:
+                self._counts[id(fresh["step"])] = fresh["step"], fresh["step"]._version, 0.0
+            state = self._state(p, begun, fresh)
+        count = self._count(state["step"]) + 1
+        if state["step"].device.type == "cpu":
+            state["step"] += 1
+            begun.counters.append(state["step"])
+        beta1, beta2 = map(float, group["betas"])
+        numbers = (
+            *(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])),
+            *(1 - beta1**count, (1 - beta2**count) ** 0.5, float(group["decoupled_weight_decay"])),
+        )
+        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], numbers)
+
+    def _count(self, counter: Tensor) -> float:
+        if counter.device.type == "cpu":
+            return counter.item()
+        found = self._counts.get(id(counter))
+        if found is None or found[0] is not counter or found[1] != counter._version:
+            found = self._counts[id(counter)] = counter, counter._version, counter.item()
+        return found[2]
