@@ -378,8 +378,8 @@ def convolutions(device: str, batch: tuple) -> tuple:
     torch.manual_seed(0)
     weights = (torch.randn(s) * (torch.rand(s) < 0.4) for s in ((8, 2, 3, 3), (6, 8, 3, 3)))
     made = [conv2d_jacobian(w.to(device), (w.shape[1], 8, 8), padding=1, prune=True) for w in weights]
-    numbers = (J.values if n is None else torch.randn(n, J.nnz, device=device) for J, n in zip(made, batch, strict=True))
-    return tuple(J.with_values(v) for J, v in zip(made, numbers, strict=True))
+    sizes = ((J.nnz,) if n is None else (n, J.nnz) for J, n in zip(made, batch, strict=True))
+    return tuple(J.with_values(torch.randn(s, device=device)) for J, s in zip(made, sizes, strict=True))
 
 
 @pytest.mark.parametrize("batch", [(None, None), (3, None), (None, 2)], ids=str)
