@@ -392,7 +392,7 @@ def test_what_a_plan_for_a_gpu_expands(batch: tuple) -> None:
     assert expand == products and not (axpy or gather) and plan.kinds.expand == 0
     patterns = [*plan._patterns[:4], *rows]
     assert_close(torch.ops.weft.csr_matmul(patterns, a.values, b.values), plan(a, b).values, 1e-6)
-    pieces, segments, lists = rows[10:13]
+    pieces, segments, lists = (t.long() for t in rows[10:13])
     held = sum(t.nbytes for t in rows)
     assert held <= 3 * sum(J.crow.nbytes + J.col.nbytes + 4 * J.nnz for J in (a, b)) + 3 * 12 * plan.nnz
     left, right = segments.view(2, -1)
@@ -403,11 +403,11 @@ def test_what_a_plan_for_a_gpu_expands(batch: tuple) -> None:
     for element, segment, place in where.tolist():
         n, elements = lists[place], lists[place + 1]
         begins, starts = lists[place + 2 :][: n + 1], lists[place + n + 3 :][: elements + 1]
-        places = lists[place + n + elements + 4 :][: begins[-1]].long()
+        places = lists[place + n + elements + 4 :][: begins[-1]]
         number = torch.arange(len(places)) + torch.repeat_interleave(right[segment : segment + n], begins.diff())
-        factor = torch.repeat_interleave(a.values[left[segment : segment + n].long()], begins.diff())
+        factor = torch.repeat_interleave(a.values[left[segment : segment + n]], begins.diff())
         sums = torch.zeros(len(places))
-        sums[places] = factor * b.values[number.long()]
+        sums[places] = factor * b.values[number]
         owner = torch.repeat_interleave(torch.arange(int(elements)), starts.diff())
         found[element : element + elements] = torch.zeros(int(elements)).index_add(0, owner, sums)
     assert_close(found, plan(a, b).values, 1e-6)
