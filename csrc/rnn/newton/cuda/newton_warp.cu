@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kWarp) newton_kernel(ScanShape shape, WarpForw
 
 constexpr const char* kName = "rnn_newton_warps";
 
-// f.template operator()<cell, HP>() of a shape.
+// f.template operator()<cell, HP>() of a shape whose cell has a scan.
 template <typename F>
 void with_sizes(const ScanShape& shape, const F& f) {
   with_cell(shape.cell, [&]<Cell cell>() {
