@@ -20,6 +20,7 @@ EXAMPLES = {
     "greedy_decoder.py": "--algorithm",
     "long_context.py": "--length",
     "mingru.py": "--hidden",
+    "own_cell.py": "--hidden",
     "six_nets.py": "--net",
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
@@ -53,6 +54,7 @@ def test_help(name):
         ("lenet_scan.py", ["--steps", "0"]),
         ("lenet_scan.py", ["--batch", "0"]),
         ("mingru.py", ["--hidden", "0"]),
+        ("own_cell.py", ["--show", "0"]),
         ("mingru.py", ["--steps", "0"]),
         ("six_nets.py", ["--hidden", "6"]),
         ("six_nets.py", ["--batch", "0"]),
@@ -119,6 +121,14 @@ def test_mingru(capsys):
     assert 0 < example("mingru.py")["main"](["--quick", "--device", "cpu"]) < 4
     difference = capsys.readouterr().out.split("states differ by ")[1]
     assert float(difference) < 1e-4
+
+
+def test_own_cell(capsys):
+    assert 0 <= example("own_cell.py")["main"](["--quick", "--device", "cpu"]) <= 1
+    printed = capsys.readouterr().out
+    difference = next(line for line in printed.splitlines() if "largest relative gradient difference" in line)
+    assert float(difference.split("│")[2]) < 1e-4
+    assert "pointwise_scan" in printed.split("one sequence of digits:")[1]
 
 
 def test_long_context(tmp_path, capsys):
