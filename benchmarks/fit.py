@@ -101,6 +101,8 @@ def rows(gpu: str | None = None) -> Iterator[Row]:
             keys = parse_case(row["case"])
             if "cell" not in keys or keys["device"] != "cuda" or (file != "fit" and "algorithm" in keys):
                 continue
+            if "memory" in keys or "weights" in keys:  # times of a net, not of its sizes
+                continue
             if row["peer"] == "torch.nn" and row["unit"] in ("ms", "us"):
                 scale = {"ms": 1e3, "us": 1.0}[row["unit"]]
                 times = scale * float(row["weft"]), scale * float(row["peer_value"])

@@ -3,7 +3,8 @@
 ``python -m benchmarks.offload [FILTER]`` measures the table into results/offload.csv: the codecs against the bytes that
 they read and write at the rate of a device-to-device copy, and beside a matrix product; training steps of VGG-19,
 ResNet-152, a GPT-like and a Llama-shaped decoder with budgets of 75, 50, 25 and 0 percent of what they save, and with
-none, the last one also against checkpointing of every block; the plans for these steps against moving everything on
+none, the last one also against checkpointing of every block, and all against torchtune's offloading where it is
+installed; the plans for these steps against moving everything on
 demand; the host's part of a saved tensor; managed memory beside pinned copies; the share of non-zeros behind every ReLU
 of the networks of cDMA, before and after a short training. FILTER is a substring of the case or the metric.
 
@@ -332,12 +333,18 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
         peers = {"plain": Candidate(step.plain), "forward": forward}
         times = measure(peers, device, **rounds)
         if device == "cuda":
-            on_cpu = torch.autograd.graph.save_on_cpu(pin_memory=True)
-            peer = {"save_on_cpu": Candidate(step.inside(on_cpu))}
-            times |= measure(peer, device, **few)
+            moving = {"save_on_cpu": torch.autograd.graph.save_on_cpu(pin_memory=True), **torchtunes()}
+            moving = {peer: step.inside(context) for peer, context in moving.items()}
+            for peer in [*moving.keys() - {"save_on_cpu"}]:
+                try:
+                    step.check(f"{model.name}, {peer}", moving[peer])
+                except Exception as error:  # somebody else's package, and another torch than it knows
+                    print(f"left out: {peer} fails on {model.name}: {error}", flush=True)
+                    del moving[peer]
+            times |= measure({peer: Candidate(run_peer) for peer, run_peer in moving.items()}, device, **few)
         peaks = {}
         if device == "cuda":
-            peaks = {"plain": peak_memory(step.plain), "save_on_cpu": peak_memory(peer["save_on_cpu"].run)}
+            peaks = {peer: peak_memory(run_peer) for peer, run_peer in {"plain": step.plain, **moving}.items()}
         if hasattr(step.net, "checkpointed"):
             step.net.checkpointed = True
             times |= measure({"checkpoint": Candidate(step.plain)}, device, **rounds)
@@ -367,7 +374,7 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
             out, back = report["sent_bytes"] / rates.d2h, report["returned_bytes"] / rates.h2d
             waits = (report["predicted_stall_seconds"] or 0.0) if limit is not None else 0.0
             times["floor"] = 1e3 * max(max(ahead, out) + max(behind, back), ahead + behind + waits)
-            for peer in ("plain", "save_on_cpu", "checkpoint", "floor"):
+            for peer in ("plain", "save_on_cpu", "torchtune", "checkpoint", "floor"):
                 if peer in times:
                     rows.append(results.put(case, "step", "ms", times["weft"], peer, times[peer]))
             rows.append(results.put(case, "moved", "bytes", report["moved_bytes"], "saved", saved))
@@ -394,6 +401,15 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
 
     metrics = ("step", "moved", "sent", "saved_peak", "peak_memory", "predicted_step")
     return Entry(" ".join(cases.values()), metrics, run)
+
+
+def torchtunes() -> dict[str, Any]:
+    """torchtune's offloading as it comes, on a stream of its own, where the package is installed."""
+    if importlib.util.find_spec("torchtune") is None:
+        return {}
+    from torchtune.training import OffloadActivations
+
+    return {"torchtune": OffloadActivations()}
 
 
 def plan_rows(case: str, off: Any, limit: int | None, rates: Link, results: Results) -> Rows:

@@ -16,6 +16,7 @@ from benchmarks import rnn
 from benchmarks.common import RESULTS, ROOT, read_rows, significant
 from benchmarks.figures import Results, Row, by_hardware, quantity, ratio_of
 from benchmarks.figures import offload as offload_figures
+from benchmarks.figures import ranks as ranks_figures
 from benchmarks.figures import rnn as rnn_figures
 from benchmarks.figures import scan as scan_figures
 from benchmarks.figures import sparse as sparse_figures
@@ -33,6 +34,7 @@ ROOMS: dict[str, ModuleType] = {
     "sparse": sparse_figures,
     "vertex": vertex_figures,
     "offload": offload_figures,
+    "ranks": ranks_figures,
 }
 
 

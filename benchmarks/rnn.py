@@ -2,11 +2,15 @@
 
 ``python -m benchmarks.rnn [FILTER]`` measures into results/rnn.csv: the training step of ``algorithm="auto"`` over a
 grid of cells, dtypes, hidden sizes and batches at T = 1024, with as many inputs as hidden units; single cases beyond
-it; 50 chained steps of the cells, per step (model=..._cell); on a CPU three cases with two threads, and some on shared
-processors: beside two busy processes (load=2), and with twice as many threads as there are processors. A layer runs as
-users call it, without an initial state; a random gradient arrives at every output, and gradients are taken for the
-input and all parameters. FILTER is a substring of the case or the metric. What this commit has not measured comes
-first, so that the next run goes on where one was out of time.
+it; layers of several heads and sLSTM, which torch has not, beside the loop over their steps: ``captured``, that loop in
+a CUDA graph, on a CPU ``eager``, and ``flashrnn`` where that package is installed; forward passes of
+nets that remember so many steps (memory=...), or whose recurrent weights are so many times torch's (weights=...),
+beside the scan's; 50 chained steps of the cells, per
+step (model=..._cell); on a CPU three cases with two threads, and some on shared processors: beside two busy processes
+(load=2), and with twice as many threads as there are processors. A layer runs as users call it, without an initial
+state; a random gradient arrives at every output, and gradients are taken for the input and all parameters. FILTER is a
+substring of the case or the metric. What this commit has not measured comes first, so that the next run goes on where
+one was out of time.
 
 ``step_forward`` is the time of a forward step without what a call costs once: the difference between 1024 and 512
 steps, divided by 512. Its peer ``exchange_floor`` is what the exchange of h alone takes in the layout that runs.
@@ -39,6 +43,7 @@ from benchmarks.common import (
     Results,
     begin_table,
     busy_processes,
+    captured,
     check_agreement,
     exit_with,
     hardware,
@@ -51,6 +56,7 @@ from benchmarks.common import (
     significant,
     table_parser,
 )
+from benchmarks.heads import CAPTURED_STEPS, HeadsCase, HeadsStep, flashrnn_step
 from benchmarks.layers import LayerCase, LayerStep, agreement_bound, check_layers
 
 GRID_CELLS = ("rnn_tanh", "gru", "lstm")
@@ -90,6 +96,67 @@ def grid_cases() -> Iterator[RnnCase]:
 LARGE = RnnCase("gru", 2048, 32, 1024, dtype="bf16")
 PACKED = RnnCase("lstm", 512, 32, 1024, dtype="bf16", layers=2, directions=2, layout="packed")
 LONG = RnnCase("rnn_tanh", 20, 16, 30000, inputs=1)
+
+
+@dataclass(frozen=True)
+class NewtonCase(RnnCase):
+    """A layer whose forward pass depends on how long it remembers, see `remembered`: its recurrent weights are torch's
+    times `weights`, or times what makes it remember about `memory` steps."""
+
+    weights: float = 1
+    memory: int = 0
+
+    def keys(self) -> dict[str, Any]:
+        more = {"memory": self.memory} if self.memory else {"weights": f"{self.weights:g}"}
+        return {**super().keys(), **more}
+
+    def prepare(self, step: LayerStep) -> None:
+        """Scales the weights of both layers."""
+        factor = factor_of(step.peer, self.memory) if self.memory else self.weights
+        with torch.no_grad():
+            for layer in (step.weft, step.peer):
+                layer.weight_hh_l0.mul_(factor)
+
+
+NEWTON = (
+    *(NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, memory=m) for m in (50, 100, 200, 500, 1000, 3000)),
+    NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, weights=3),
+    *(NewtonCase(cell, 20, 16, 10000, inputs=1) for cell in ("gru", "lstm")),
+    NewtonCase("gru", 128, 16, 10000, algorithm="newton"),
+)
+AUTO_NEWTON = tuple(
+    NewtonCase("rnn_tanh", H, B, T, inputs=1, weights=weights)
+    for T, B, H, weights in itertools.product((1000, 5000, 30000), (1, 16, 64), (8, 20, 32), (1, 3))
+)
+"""Where "auto" may not take longer than it does without "newton", as far as 1.1 times."""
+
+
+@torch.no_grad()
+def remembered(layer: nn.RNNBase, factor: float = 1.0, most: int = 8000) -> int:
+    """Steps until two walks from different states agree to 2^-22, in float64 on the CPU; `most` where they do not."""
+    kind, extra = ("RNN", {"nonlinearity": layer.mode[4:].lower()}) if layer.mode[:3] == "RNN" else (layer.mode, {})
+    wide = getattr(weft.nn, kind)(
+        layer.input_size, layer.hidden_size, algorithm="persistent", dtype=torch.float64, **extra
+    )
+    wide.load_state_dict({name: value.double().cpu() for name, value in layer.state_dict().items()})
+    wide.weight_hh_l0.mul_(factor)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(most, 1, layer.input_size, generator=generator, dtype=torch.float64).expand(-1, 4, -1)
+    start = torch.randn(1, 4, layer.hidden_size, generator=generator, dtype=torch.float64)
+    output, _ = wide(x.contiguous(), (start, start) if layer.mode == "LSTM" else start)
+    apart = (output - output[:, :1]).abs().amax((1, 2)) > 2.0**-22
+    return int(apart.nonzero()[-1, 0]) + 1 if apart.any() else 0
+
+
+def factor_of(layer: nn.RNNBase, memory: int) -> float:
+    """What the recurrent weights are multiplied by so that the layer remembers about so many steps."""
+    low, high = 0.5, 4.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (middle, high) if remembered(layer, middle) < memory else (low, middle)
+    return low
+
+
 INFERENCE = RnnCase("gru", 512, 1, 1024, dtype="bf16")
 DECODE = tuple(RnnCase(cell, 128, 1, 1, dtype=dtype) for cell in ("gru", "lstm") for dtype in ("fp32", "bf16"))
 STEPS = (
@@ -101,6 +168,14 @@ CPU = tuple(
     RnnCase(cell, H, B, 256, device="cpu", threads=CPU_THREADS)
     for cell, H, B in (("gru", 128, 8), ("lstm", 128, 8), ("gru", 512, 32))
 )
+
+
+HEADS = tuple(
+    HeadsCase(cell, H, 16, 1024, dtype=dtype, heads=heads)
+    for dtype in ("bf16", "fp16", "fp32")
+    for cell, H, heads in (("slstm", 768, 4), ("slstm", 768, 1), ("lstm", 1024, 8), ("gru", 2048, 4))
+)
+HEADS_CPU = HeadsCase("slstm", 256, 16, 256, device="cpu", heads=4, threads=CPU_THREADS)
 
 
 @dataclass(frozen=True)
@@ -178,7 +253,8 @@ class Layout(NamedTuple):
         """Microseconds of the exchange of one step; groups run at the same time, each at this price."""
         if self.blocks == 1:
             raise RuntimeError(f"{case.name}: one block holds everything and exchanges nothing")
-        return exchange_floor(self.tier, case.H * self.sequences * DTYPES[case.dtype].itemsize)
+        H = case.H // getattr(case, "heads", 1)
+        return exchange_floor(self.tier, H * self.sequences * DTYPES[case.dtype].itemsize)
 
 
 def plan(case: LayerCase, trains: bool) -> dict[str, Any]:
@@ -198,6 +274,7 @@ def plan(case: LayerCase, trains: bool) -> dict[str, Any]:
         batch=case.B,
         packed=case.layout == "packed",
         trains=trains,
+        heads=getattr(case, "heads", 1),
     )
 
 
@@ -221,6 +298,34 @@ def compile_kernels(cases: Iterable[tuple[LayerCase, bool]]) -> None:
     for (case, _), reason in zip(cases, reasons, strict=True):
         if reason:
             print(f"  not {case.name}: {reason}", flush=True)
+
+
+def _newton_entry(case: NewtonCase) -> Entry:
+    """A forward pass in chunks of time beside torch's and beside the scan's, and what a report says of it."""
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = LayerStep(case)
+        case.prepare(step)
+        _say_algorithm(step)
+        walk = getattr(weft.nn, type(step.peer).__name__)(
+            case.inputs, case.H, algorithm="scan", device=case.device, dtype=DTYPES[case.dtype]
+        )
+        walk.load_state_dict(step.weft.state_dict())
+        with weft.scan.newton_report() as report:
+            step.forward(step.weft)
+        print(f"{case.name}: remembers {remembered(step.peer)} steps\n{report}", flush=True)
+        # A net that never forgets turns what is rounded in another way into other states.
+        if case.memory or case.weights == 1:
+            check_layers(step)
+        layers = {"weft": step.weft, "scan": walk, "torch.nn": step.peer}
+        times = measure(
+            {name: Candidate(lambda _, layer=layer: step.forward(layer)) for name, layer in layers.items()},
+            case.device, at_most=0.15,
+        )  # fmt: skip
+        ours = times.pop("weft")
+        return [results.put(case.name, "forward", "ms", ours, name, theirs) for name, theirs in times.items()]
+
+    return Entry(case.name, ("forward",), run)
 
 
 def _say_algorithm(step: LayerStep) -> None:
@@ -264,6 +369,47 @@ def _loaded_entry(case: LoadedCase) -> Entry:
         finally:
             torch.set_num_threads(before)
         return [results.put(case.name, "forward_backward", "ms", times["weft"], "torch.nn", times["torch.nn"])]
+
+    return Entry(case.name, ("forward_backward",), run)
+
+
+def _heads_entry(case: HeadsCase) -> Entry:
+    """A training step beside the loop, on a GPU in a CUDA graph, and a forward step beside its exchange."""
+    cuda = case.device == "cuda"
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = HeadsStep(case)
+        step.check()
+        mine = {"weft": Candidate(lambda _: step.forward_backward())}
+        if not cuda:
+            peers = dict(mine)
+            peers["eager"] = Candidate(lambda _: step.loop_forward_backward(case.T))
+            before = torch.get_num_threads()
+            torch.set_num_threads(case.threads or before)
+            try:
+                times = measure_in_turns(peers, rounds=10)
+            finally:
+                torch.set_num_threads(before)
+            return [results.put(case.name, "forward_backward", "ms", times["weft"], "eager", times["eager"])]
+        times, rows = measure(mine, case.device, at_most=0.15), []
+        replay = captured(lambda: step.loop_forward_backward(CAPTURED_STEPS))
+        loop = measure({"captured": Candidate(lambda _: replay())}, case.device, at_most=0.5)["captured"]
+        loop *= case.T / CAPTURED_STEPS
+        rows.append(results.put(case.name, "forward_backward", "ms", times["weft"], "captured", loop))
+        flash = flashrnn_step(step)
+        if flash is not None:
+            theirs = measure({"flashrnn": Candidate(lambda _: flash())}, case.device, at_most=0.5)["flashrnn"]
+            rows.append(results.put(case.name, "forward_backward", "ms", times["weft"], "flashrnn", theirs))
+        facts = plan(case, trains=True)
+        print(f"{case.name}: {facts['forward']} {facts['backward']}", flush=True)
+        if facts["forward"]["blocks"] > 1:
+            shorter = HeadsStep(replace(case, T=case.T // 2))
+            forward = {str(s.case.T): Candidate(lambda _, s=s: s.forward()) for s in (step, shorter)}
+            times = measure(forward, case.device, at_most=0.5)
+            each = 1e3 * (times[str(case.T)] - times[str(case.T // 2)]) / (case.T - case.T // 2)
+            floor = Layout.of(facts["forward"]).floor(case)
+            rows.append(results.put(case.name, "step_forward", "us", each, "exchange_floor", floor))
+        return rows
 
     return Entry(case.name, ("forward_backward",), run)
 
@@ -373,6 +519,7 @@ def table(device: str) -> Iterator[tuple[LayerCase, Entry]]:
     if device == "cpu":
         for case in CPU:
             yield case, _layer_entry(case)
+        yield HEADS_CPU, _heads_entry(HEADS_CPU)
         for case in cell_cases("cpu"):
             yield case, _cell_entry(case)
         for case in LOADED:
@@ -380,9 +527,13 @@ def table(device: str) -> Iterator[tuple[LayerCase, Entry]]:
         return
     for case in STEPS:
         yield case, _step_entry(case)
+    for case in HEADS:
+        yield case, _heads_entry(case)
     yield LARGE, _layer_entry(LARGE)
     yield PACKED, _layer_entry(PACKED)
     yield LONG, _layer_entry(LONG, ("forward",))
+    for case in (*NEWTON, *AUTO_NEWTON):
+        yield case, _newton_entry(case)
     yield INFERENCE, _layer_entry(INFERENCE, ("inference",))
     for case in DECODE:
         yield case, decode_entry(case)
@@ -403,6 +554,7 @@ class Target(NamedTuple):
     least: float
     per_step: bool = False
     """`least` is not a ratio but the most microseconds per step."""
+    peer: str = "torch.nn"
 
 
 _LSTM_HALF = {H: RnnCase("lstm", H, 16, 1024, dtype="fp16") for H in (512, 1024)}
@@ -418,6 +570,8 @@ TARGETS = (
     Target(LONG, "forward", 3.0),
     Target(INFERENCE, "inference", 8.0),
     *(Target(case, "decode", {"fp32": 1.3, "bf16": 4.0}[case.dtype]) for case in DECODE),
+    *(Target(case, "forward_backward", 8.0, peer="captured") for case in HEADS[:4]),
+    Target(HEADS_CPU, "forward_backward", 8.0, peer="eager"),
     *(Target(case, "forward_backward", least) for case, least in zip(CPU, (4.0, 1.1, 1.2), strict=True)),
 )
 GRID_MEAN, GRID_WORST = 5.0, 1.0
@@ -457,10 +611,10 @@ def verdicts(rows: Sequence[Mapping[str, str]]) -> list[Verdict]:
         Verdict(f"geometric mean of the grid, at least {GRID_MEAN:g}x", mean, mean and mean >= GRID_MEAN),
         Verdict(f"worst case of the grid, at least {GRID_WORST:g}x", worst, worst and worst >= GRID_WORST),
     ]
-    present = {(row["case"], row["metric"]): row for row in of_one_gpu(rows) if row["peer"] == "torch.nn"}
+    present = {(row["case"], row["metric"], row["peer"]): row for row in of_one_gpu(rows)}
     for target in TARGETS:
         words = f"{target.case.name} {target.metric}"
-        row = present.get((target.case.name, target.metric))
+        row = present.get((target.case.name, target.metric, target.peer))
         if target.per_step:
             value = 1e3 * float(row["weft"]) / target.case.T if row else None
             words += f", at most {target.least:g} us per step"
@@ -504,7 +658,7 @@ def main(arguments: list[str] | None = None) -> None:
             compile_kernels(
                 (case, not {"inference", "decode"} & set(entry.metrics))
                 for case, entry in chosen
-                if not isinstance(case, CellCase)
+                if not isinstance(case, (CellCase, NewtonCase))
             )
         left = options.minutes - (time.monotonic() - start) / 60
         failures += run_entries([entry for _, entry in chosen], results, minutes=left, patience=PATIENCE)
@@ -515,10 +669,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _is_measured(results: Results, case: LayerCase, entry: Entry) -> bool:
     return all(
-        results.measured(case.name, metric, "exchange_floor" if metric == "step_forward" else "torch.nn",
-                         hardware(case.device))
+        results.measured(case.name, metric, _peer(case, metric), hardware(case.device))
         for metric in entry.metrics
     )  # fmt: skip
+
+
+def _peer(case: LayerCase, metric: str) -> str:
+    if isinstance(case, HeadsCase):
+        return "captured" if case.device == "cuda" else "eager"
+    return "exchange_floor" if metric == "step_forward" else "torch.nn"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,12 @@
 
 ``python -m benchmarks.scan [FILTER]`` measures the table into results/scan.csv: layers with a random gradient at every
 output and gradients for input, h0, c0 and all parameters; `linear_scan` against the bytes it must move and, diagonal in
-fp32 on CUDA, against the package accelerated-scan where it is installed (in that package's own layout, (B, H, T)); peak
-memory; errors against fp64; what the minGRUs of examples/char_lm.py reach beside a GRU, and how fast they train.
-`pointwise_scan` with ParaGRU's cell against the bytes, beside a plain walk; its layers against the package
-pararnn-torch, where it is installed (with as many Newton iterations as it takes by itself); spiking neurons against
-their loop in a CUDA graph; the first call of a new step. FILTER is a substring of the case or the metric.
+fp32 on CUDA, against the package accelerated-scan where it is installed (in that package's own layout, (B, H, T));
+batch first beside time first; a scan that is read out beside scan and einsum; peak memory; errors against fp64; what
+the minGRUs of examples/char_lm.py reach beside a GRU, and how fast they train. `pointwise_scan` with ParaGRU's cell
+against the bytes, beside a plain walk; its layers against the package pararnn-torch, where it is installed (with as
+many Newton iterations as it takes by itself); spiking neurons against their loop in a CUDA graph; the first call of a
+new step. FILTER is a substring of the case or the metric.
 
 ``python -m benchmarks.scan grid`` measures the training step of ``algorithm="auto"`` against torch.nn over sequence
 length, batch and hidden size into results/scan_auto.csv, in random order within ``--minutes``, what this commit has
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
+import itertools
 import os
 import random
 import runpy
@@ -137,8 +139,17 @@ DIAGONAL = [
     (64, 64, (1024, 4096, 16384)),
     (256, 16, (256, 1024, 4096)),
 ]
-RESIDUALS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+RESIDUALS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.complex64: 1e-5}
 """A few roundings of every element."""
+
+
+KINDS = DTYPES | {"c64": torch.complex64}
+
+
+def _factors(*shape: int, kind: torch.dtype, device: str) -> Tensor:
+    """A of sizes 0.8 to 1, of any phase where it is complex."""
+    size = torch.rand(shape, device=device).mul_(0.2).add_(0.8)
+    return torch.polar(size, 6.28 * torch.rand(shape, device=device)) if kind.is_complex else size.to(kind)
 
 
 def _diagonal_entry(H: int, B: int, T: int, dtype: str, device: str = "cuda") -> Entry:
@@ -155,9 +166,10 @@ def _diagonal_entry(H: int, B: int, T: int, dtype: str, device: str = "cuda") ->
 
 def _measure_diagonal(name: str, H: int, B: int, T: int, dtype: str, device: str, results: Results) -> list:
     torch.manual_seed(0)
-    kind = DTYPES[dtype]
-    A = torch.rand(T, B, H, device=device).mul_(0.2).add_(0.8).to(kind).requires_grad_()
-    b, weight = (torch.randn(T, B, H, device=device).to(kind) for _ in range(2))
+    kind = KINDS[dtype]
+    A = _factors(T, B, H, kind=kind, device=device).requires_grad_()
+    drawn = torch.promote_types(kind, torch.float32)
+    b, weight = (torch.randn(T, B, H, dtype=drawn, device=device).to(kind) for _ in range(2))
     b.requires_grad_()
 
     def both(scan, A, b, weight):
@@ -169,7 +181,7 @@ def _measure_diagonal(name: str, H: int, B: int, T: int, dtype: str, device: str
         errors = {
             "x": _residual(A, b, torch.zeros_like(b[0]), x),
             "the gradient of b": _residual_of_gradient(A, weight, grad_b),
-            "the gradient of A": relative_error(grad_A[1:], grad_b[1:] * x[:-1]),
+            "the gradient of A": _error(grad_A[1:], grad_b[1:] * x[:-1].conj()),
         }
     check_agreement(name, errors, RESIDUALS[kind])
     del x, grad_A, grad_b
@@ -196,6 +208,92 @@ def _measure_diagonal(name: str, H: int, B: int, T: int, dtype: str, device: str
             times["floor"] = streams * b.nbytes / copy_bandwidth() * 1e3
         rows += [results.put(name, metric, "ms", mine, peer_name, time) for peer_name, time in times.items()]
     return rows
+
+
+def _error(value: Tensor, reference: Tensor) -> float:
+    """relative_error, of complex numbers as pairs."""
+    if value.is_complex():
+        value, reference = (torch.view_as_real(t.resolve_conj()) for t in (value, reference))
+    return relative_error(value, reference)
+
+
+def _batch_first_entry(H: int, B: int, T: int, dtype: str) -> Entry:
+    """The same scan of (B, T, H), read where it lies, beside (T, B, H)."""
+    name = case_name(op="linear_scan", device="cuda", dtype=dtype, layout="batch_first", H=H, B=B, T=T)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        kind = KINDS[dtype]
+        A, (b, weight) = (
+            _factors(T, B, H, kind=kind, device="cuda"),
+            (torch.randn(T, B, H, device="cuda").to(kind) for _ in range(2)),
+        )
+        inputs = {"time_first": [A, b, weight], "weft": [t.transpose(0, 1).contiguous() for t in (A, b, weight)]}
+
+        def both(key: str) -> list[Tensor]:
+            A, b, weight = inputs[key]
+            x = weft.scan.linear_scan(A, b, batch_first=key == "weft")
+            return [x.detach(), *torch.autograd.grad(x, (A, b), weight)] if x.requires_grad else [x]
+
+        for tensors in inputs.values():
+            for t in tensors[:2]:
+                t.requires_grad_()
+        pairs = zip(both("weft"), both("time_first"), strict=True)
+        errors = {str(i): _error(x.transpose(0, 1), y) for i, (x, y) in enumerate(pairs)}
+        check_agreement(name, errors, RESIDUALS[kind])
+        rows = []
+        for metric in ("forward", "forward_backward"):
+            with torch.set_grad_enabled(metric == "forward_backward"):
+                times = measure({key: Candidate(lambda _, key=key: both(key)) for key in inputs}, "cuda")
+            rows.append(results.put(name, metric, "ms", times["weft"], "time_first", times["time_first"]))
+        return rows
+
+    return Entry(name, ("forward", "forward_backward"), run)
+
+
+def _read_out_entry(N: int, H: int, B: int, T: int, dtype: str, full: bool = False) -> Entry:
+    """A constant diagonal system of N states a channel that is read out, forward and with the gradients of A, b and c,
+    beside the scan that writes the states and einsum, and the most memory that each needs. `full`: b has N numbers."""
+    metrics = ("forward", "forward_backward", "peak_memory")
+    inputs = {"inputs": "N"} if full else {}
+    name = case_name(op="linear_scan_readout", device="cuda", dtype=dtype, H=H, B=B, T=T, N=N, **inputs)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        kind = KINDS[dtype]
+        drawn = torch.promote_types(kind, torch.float32)
+        A = _factors(H, N, kind=kind, device="cuda").requires_grad_()
+        b = torch.randn(T, B, H, N if full else 1, dtype=drawn, device="cuda").to(kind).requires_grad_()
+        c = torch.randn(H, N, dtype=drawn, device="cuda").to(kind).requires_grad_()
+        weight = torch.randn(T, B, H, dtype=drawn, device="cuda").to(kind)
+
+        def fused() -> Tensor:
+            return weft.scan.linear_scan(A, b, c=c)
+
+        def apart() -> Tensor:
+            x = weft.scan.linear_scan(A.flatten(), b.expand(T, B, H, N).flatten(2))
+            return torch.einsum("tbhn,hn->tbh", x.unflatten(2, (H, N)), c)
+
+        def both(function: Callable[[], Tensor]) -> list[Tensor]:
+            y = function()
+            return [y.detach(), *torch.autograd.grad(y, (A, b, c), weight)]
+
+        errors = {str(i): _error(x, y) for i, (x, y) in enumerate(zip(both(fused), both(apart), strict=True))}
+        check_agreement(name, errors, 1e-3)
+        rows = []
+        for metric, call in (("forward", lambda function: function()), ("forward_backward", both)):
+            with torch.set_grad_enabled(metric == "forward_backward"):
+                candidates = {
+                    key: Candidate(lambda _, function=function, call=call: call(function))
+                    for key, function in (("weft", fused), ("scan_einsum", apart))
+                }
+                times = measure(candidates, "cuda")
+            rows.append(results.put(name, metric, "ms", times["weft"], "scan_einsum", times["scan_einsum"]))
+        mine, theirs = peak_memory(lambda: both(fused)), peak_memory(lambda: both(apart))
+        rows.append(results.put(name, "peak_memory", "bytes", mine, "scan_einsum", theirs))
+        return rows
+
+    return Entry(name, metrics, run)
 
 
 HOST_CALLS = 100
@@ -500,11 +598,11 @@ def _accelerated_scan(T: int):
 
 def _residual_of_gradient(A: Tensor, weight: Tensor, gradient: Tensor) -> float:
     """How far the gradient of b is from lambda[t] = A[t+1] lambda[t+1] + weight[t]."""
-    worst = relative_error(gradient[-1], weight[-1])
+    worst = _error(gradient[-1], weight[-1])
     for part in torch.arange(A.shape[0] - 1, device="cpu").chunk(max(1, A.nbytes // 2**28)):
         start, stop = int(part[0]), int(part[-1]) + 1
-        expected = A[start + 1 : stop + 1] * gradient[start + 1 : stop + 1] + weight[start:stop]
-        worst = max(worst, relative_error(gradient[start:stop], expected))
+        expected = A[start + 1 : stop + 1].conj() * gradient[start + 1 : stop + 1] + weight[start:stop]
+        worst = max(worst, _error(gradient[start:stop], expected))
     return worst
 
 
@@ -520,7 +618,7 @@ def _residual(A: Tensor, b: Tensor, x0: Tensor, x: Tensor) -> float:
         before = torch.cat([x0[None] if start == 0 else x[start - 1 : start], x[start : stop - 1]])
         a = A[start:stop]
         product = a * before if a.dim() == 3 else (a @ before.unsqueeze(-1)).squeeze(-1)
-        worst = max(worst, relative_error(x[start:stop], product + b[start:stop]))
+        worst = max(worst, _error(x[start:stop], product + b[start:stop]))
     return worst
 
 
@@ -562,6 +660,13 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
                 yield _para_entry(cell, B, H, T)
     yield _spiking_entry()
     yield _first_call_entry()
+    for B, H, T in ((8, 1536, 16384), (1, 768, 65536)):
+        yield _diagonal_entry(H, B, T, "c64")
+    for B, H, T, dtype in ((8, 1536, 16384, "fp32"), (8, 1536, 16384, "bf16"), (4, 768, 16384, "fp32")):
+        yield _batch_first_entry(H, B, T, dtype)
+    for dtype, N in itertools.product(("fp32", "c64"), (16, 64)):
+        yield _read_out_entry(N, 512, 8, 2048, dtype)
+    yield _read_out_entry(16, 512, 8, 2048, "fp32", full=True)
     yield _host_entry()
     yield _dense_entry(20, 16, 30000)
     yield _language_model_entry()

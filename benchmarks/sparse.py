@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import weft
 from torch import Tensor, nn
+from weft._scan.chain import sparse_of
 from weft.scan import ScanSequential, chain_backward, plan_chain
 from weft.sparse import (
     BatchedCSR,
@@ -55,6 +56,16 @@ BATCHES = (1, 16)
 LAYERS = (64, "pool", 128, "pool", 256, 256, "pool", 512, 512, "pool", 512, 512, "pool")
 
 
+def pruned(layers: list[nn.Module], density: float) -> list[nn.Module]:
+    """The same layers, of whose weights all but a part are zero."""
+    for module in layers:
+        if isinstance(module, (nn.Conv2d, nn.Linear)) and density < 1:
+            weight = module.weight.detach()
+            cut = weight.abs().flatten().kthvalue(max(1, int((1 - density) * weight.numel()))).values
+            weight[weight.abs() <= cut] = 0
+    return layers
+
+
 def vgg11(device: str, density: float = 1.0, width: float = 1.0) -> list[nn.Module]:
     """VGG-11 for samples (3, 32, 32), with a part of its channels, of whose weights all but a part are zero."""
     torch.manual_seed(0)
@@ -68,12 +79,7 @@ def vgg11(device: str, density: float = 1.0, width: float = 1.0) -> list[nn.Modu
             layers += [nn.Conv2d(channels, outputs, 3, padding=1), nn.ReLU()]
             channels = outputs
     layers += [nn.Flatten(), nn.Linear(channels, 10)]
-    for module in layers:
-        if isinstance(module, (nn.Conv2d, nn.Linear)) and density < 1:
-            weight = module.weight.detach()
-            cut = weight.abs().flatten().kthvalue(max(1, int((1 - density) * weight.numel()))).values
-            weight[weight.abs() <= cut] = 0
-    return [module.to(device) for module in layers]
+    return [module.to(device) for module in pruned(layers, density)]
 
 
 def forward(layers: list[nn.Module], x: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
@@ -239,13 +245,13 @@ def pairs(device: str, B: int) -> dict[str, Callable[[], tuple[BatchedCSR, Batch
         pool, relu, conv = chain
         return {"conv1-relu1": (conv, relu), "conv1-pool1": (conv, pool), "relu1-pool1": (relu, pool)}[kind]
 
-    def pruned() -> tuple[BatchedCSR, BatchedCSR]:
+    def level1() -> tuple[BatchedCSR, BatchedCSR]:
         chain = chain_of(vgg11(device, 0.03)[:4], torch.randn(B, 3, 32, 32, device=device), prune=True)
         after, pool, relu, conv = chain
         return conv @ relu, pool @ after
 
     found = {kind: (lambda kind=kind: first(kind)) for kind in ("conv1-relu1", "conv1-pool1", "relu1-pool1")}
-    return {**found, "pruned_conv1-conv2": pruned}
+    return {**found, "pruned_conv1-conv2": level1}
 
 
 def product_entry(device: str, pair: str, B: int) -> Entry:
@@ -298,6 +304,71 @@ def product_entry(device: str, pair: str, B: int) -> Entry:
         return rows + put_all(results, name, "forward", times)
 
     return Entry(name, ("forward", "device_time", "plan_memory"), run)
+
+
+def level_products(layers: list[nn.Module], x: Tensor, levels: int) -> dict[str, tuple[BatchedCSR, BatchedCSR]]:
+    """The products of an up-sweep over a pruned net, of all levels, by level and place."""
+    nodes: list[BatchedCSR] = [sparse_of(J) for J in chain_of(layers, x, prune=True)]
+    found = {}
+    for level in range(levels):
+        products = []
+        for i in range(0, len(nodes) - 2, 2):
+            found[f"level{level}_{i // 2}"] = nodes[i + 1], nodes[i]
+            if level + 1 < levels:
+                products.append(plan_matmul(nodes[i + 1], nodes[i])(nodes[i + 1], nodes[i]))
+        nodes = [*products, nodes[-1]] if products else []
+    return found
+
+
+PRUNED_NETS: dict[str, Callable[[str, int], tuple[list[nn.Module], Tensor]]] = {
+    "vgg11": lambda device, B: (vgg11(device, 0.03), torch.randn(B, 3, 32, 32, device=device)),
+    "lenet5": lambda device, B: (pruned(lenet(device)[0], 0.03), torch.randn(B, 1, 32, 32, device=device)),
+}
+
+
+def levels_entry(device: str, net: str, B: int, levels: int = 3, most: float = 2e9) -> Entry:
+    """Every product of the first levels of a pruned net's up-sweep beside the numeric phase of SpGEMMreuse, once a
+    sample, as it has no batch: in a row, as the host calls it, and alone on the device. Products of more scalar
+    products than `most` are left out, and said."""
+    name = case_name(op="plan_matmul", device=device, dtype="fp32", B=B, model=f"{net}_pruned")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        rows = []
+        layers, x = PRUNED_NETS[net](device, B)
+        for place, (a, b) in level_products(layers, x, levels).items():
+            plan = plan_matmul(a, b)
+            case = f"{name} pair={place}"
+            if B * plan.flops > 2 * most:
+                print(f"{case}: {plan.flops / 2:.3g} scalar products a sample, not measured")
+                continue
+            product = plan(a, b)
+            singles = [
+                [J.with_values(v).to_sparse_csr() for v in (J.values if J.batch_size else [J.values] * B)]
+                for J in (a, b)
+            ]
+            peers = [SpGEMM(u, v) for u, v in zip(*singles, strict=True)]
+            for one in peers:
+                one.prepare()
+            probe = torch.randn(b.shape[1], device=device)
+            mine = product.with_values(product.values.reshape(-1, plan.nnz)[0]).mv(probe)
+            check_agreement(case, {"product": relative_error(mine, peers[0].result() @ probe)}, 1e-5)
+
+            def theirs(peers=peers) -> None:
+                for one in peers:
+                    one.rerun()
+
+            def ours(plan=plan, a=a, b=b) -> BatchedCSR:
+                return plan(a, b)
+
+            times = measure({"weft": timed(ours), "cusparse_spgemm_reuse": timed(theirs)}, device)
+            rows += put_all(results, case, "forward", times)
+            spent = {"weft": device_time(ours), "cusparse_spgemm_reuse": device_time(theirs)}
+            rows += put_all(results, case, "device_time", spent)
+            del product, peers, singles, plan
+            torch.cuda.empty_cache()
+        return rows
+
+    return Entry(name, ("forward", "device_time"), run)
 
 
 def _held(*matrices: BatchedCSR) -> int:
@@ -414,6 +485,57 @@ def net_entry(device: str, density: float, B: int, width: float) -> Entry:
     return Entry(name, ("backward", "forward_backward", "input_flops"), run)
 
 
+def pass_entry(device: str, model: str, B: int, make: Callable[[], list[nn.Module]], shape: tuple[int, ...],
+               prune: bool) -> Entry:  # fmt: skip
+    """A whole backward pass of ScanSequential, the gradients of all parameters, beside autograd's: eager, and captured
+    in a CUDA graph after a forward pass that is not."""
+    name = case_name(op="backward_pass", model=model, device=device, dtype="fp32", B=B)
+
+    def run(results: Results) -> list[dict[str, str]]:
+        plain = nn.Sequential(*make())
+        scan = ScanSequential(*copy.deepcopy(plain), prune=prune)
+        x = torch.randn(B, *shape, device=device)
+
+        def prepare(net: nn.Module) -> Callable[[], tuple[Tensor, ...]]:
+            net = copy.deepcopy(net)  # leaves whose nodes are of this stream
+            parameters = list(net.parameters())
+            for _ in range(2):  # in the first step of a pruned net patterns are made
+                out = net(x)
+                torch.autograd.grad(out.square().sum(), parameters)
+            out = net(x)
+            grad = torch.ones_like(out)
+            return lambda: torch.autograd.grad(out, parameters, grad, retain_graph=True)
+
+        def backward(net: nn.Module) -> Candidate:
+            return Candidate(lambda loss: loss.backward(), lambda: net(x).square().sum())
+
+        found, want = (prepare(net)() for net in (scan, plain))
+        error = max(relative_error(p, q) for p, q in zip(found, want, strict=True))
+        check_agreement(name, {"parameters": error}, 1e-4)
+        for net in (plain, scan):
+            for _ in range(2):
+                net(x).square().sum().backward()
+        times = measure({"weft": backward(scan), "autograd": backward(plain)}, device)
+        rows = put_all(results, name, "backward", times)
+        if device == "cuda":
+            graphs = {"weft": timed(captured(call, lambda: prepare(scan)))}
+            graphs |= peer("captured", lambda: timed(captured(call, lambda: prepare(plain))))
+            rows += put_all(results, name, "backward_captured", measure(graphs, device))
+        return rows
+
+    return Entry(name, ("backward", "backward_captured"), run)
+
+
+def pass_entries(device: str) -> Iterator[Entry]:
+    image = (3, 32, 32)
+    width = 1.0 if device == "cuda" else 0.25
+    for B in BATCHES:
+        yield pass_entry(device, "vgg11_pruned", B, lambda: vgg11(device, 0.03, width), image, True)
+    yield pass_entry(device, "blocks256", 1, lambda: blocks(256, device)[0], (4, 16, 16), False)
+    for B in BATCHES:
+        yield pass_entry(device, "vgg11", B, lambda: vgg11(device, 1.0, width), image, False)
+
+
 def lenet(device: str) -> tuple[list[nn.Module], Tensor]:
     """LeNet-5 for samples (1, 32, 32)."""
     torch.manual_seed(0)
@@ -501,9 +623,14 @@ def fit(device: str) -> dict[str, float]:
         ),
         "accumulate": (sparse(0.3, 400, 800), sparse(0.3, 800, 8000)),
     }
+    if device == "cuda":
+        convs = (torch.randn(n, m, 3, 3, device=device) * (torch.rand(n, m, 3, 3, device=device) < 0.03)
+                 for m, n in ((128, 256), (256, 256)))  # fmt: skip
+        large["expand"] = tuple(conv2d_jacobian(w, (w.shape[1], 8, 8), padding=1, prune=True) for w in convs)
     for kind, pair in large.items():
         time, flops = product(*pair, kind)
         found[kind] = 1e9 * (time - found["product"]) / flops
+    found.setdefault("expand", found["accumulate"])
     small, x = sparse(0.3, 16, 16), torch.randn(1, 16, device=device)
     found["call"] = us(lambda: small.mv(x))
     short, long = ([small] * n for n in (2, 34))
@@ -538,7 +665,7 @@ def costs_table(found: dict[str, float]) -> dict[str, Any]:
     kinds = {
         "clock": ("link",),
         "chip": ("axpy", "dense"),
-        "memory": ("gather", "accumulate", "vector"),
+        "memory": ("gather", "accumulate", "expand", "vector"),
         "fixed": ("product", "call", "layer"),
     }
     numbers = {kind: {name: rounded(found[name]) for name in names} for kind, names in kinds.items()}
@@ -552,7 +679,7 @@ def write_costs(path: Path, found: dict[str, float]) -> None:
 
 
 def table(device: str) -> Iterator[Entry]:
-    def pruned(B: int) -> Callable[[], tuple[list[nn.Module], Tensor]]:
+    def pruned_vgg11(B: int) -> Callable[[], tuple[list[nn.Module], Tensor]]:
         return lambda: (vgg11(device, 0.03), torch.randn(B, 3, 32, 32, device=device))
 
     for layer in ("conv", "relu", "max_pool"):
@@ -560,8 +687,13 @@ def table(device: str) -> Iterator[Entry]:
     for pair in pairs(device, 1):
         for B in BATCHES:
             yield product_entry(device, pair, B)
+    if device == "cuda":
+        for net in PRUNED_NETS:
+            for B in BATCHES:
+                yield levels_entry(device, net, B)
+    yield from pass_entries(device)
     for B in BATCHES:
-        yield chain_entry(device, "vgg11_pruned", B, pruned(B), True)
+        yield chain_entry(device, "vgg11_pruned", B, pruned_vgg11(B), True)
     for layer in ("relu", "max_pool"):
         yield generator_entry(device, layer, 16)
     for layer in ("gelu", "avg_pool", "linear"):

@@ -18,6 +18,11 @@ Their ``eager`` builds the loop's indices for each batch, ``captured`` repeats o
 one function for all vertices, and ``device_busy`` is the time in which the device has work. ``python -m
 benchmarks.vertex task=train`` measures these alone.
 
+Rows of ``executor=persistent`` are steps on graphs that were never seen, those of ``executor=trainer`` whole steps of
+weft.vertex.Trainer, with SGD and momentum in the peers, too. Of six nets (benchmarks/nets.py) they stand beside the
+same net under ``batched``, those of ``executor=auto`` beside the ``best`` of both. ``level_forward`` and
+``level_backward`` are what one more level of one vertex costs on the device.
+
 All in fp32 without TF32, but for the chain LSTMs: there both follow cuDNN's default, TF32.
 """
 
@@ -39,6 +44,7 @@ from torch.nn.utils.rnn import pack_sequence
 from weft import Graphs
 from weft.vertex import models
 
+from benchmarks import nets
 from benchmarks.common import (
     CPU_THREADS,
     RESULTS,
@@ -211,6 +217,10 @@ class Step:
     def _context(self) -> Any:
         return torch.autocast(self.device, torch.bfloat16) if self.autocast else contextlib.nullcontext()
 
+    def forward(self) -> Tensor:
+        with torch.no_grad(), self._context():
+            return self.model(self.graphs, self.x, executor=self.executor)
+
     def weft(self, graphs: Graphs | None = None) -> tuple[Tensor, ...]:
         with self._context():
             output = self.model(self.graphs if graphs is None else graphs, self.x, executor=self.executor)
@@ -223,6 +233,13 @@ class Step:
 
     def _differentiate(self, output: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return output.detach(), *torch.autograd.grad(output, leaves, self.grad.to(output.dtype))
+
+    def runs(self) -> bool:
+        """Whether the executor runs here; says why not."""
+        found = weft.explain(self.model, self.graphs, self.x, executor=self.executor)
+        if found.executor != self.executor:
+            print(f"{self.executor} does not run here: {found.reason}", flush=True)
+        return found.executor == self.executor
 
     def check(self, case: str, other: Sequence[Tensor]) -> None:
         """Weft's outputs and gradients are the other's."""
@@ -240,24 +257,28 @@ def _loop_entry(
     autocast: bool = False,
     peers: Sequence[str] = ("eager", "captured"),
     memory: bool = False,
+    executor: str = "batched",
     **keys: Any,
 ) -> Entry:
-    """A step beside the level loop, as it is and captured."""
-    case = _case(name, device, H, B, "bf16" if autocast else "fp32", **keys)
+    """A step beside the level loop, as it is and captured; the persistent executor's on graphs never seen."""
+    case = _case(name, device, H, B, "bf16" if autocast else "fp32", executor, **keys)
 
     def run(results: Results) -> list[dict[str, str]]:
         batch = graphs()
-        step = Step(name, batch, H, device, autocast=autocast)
+        step = Step(name, batch, H, device, executor, autocast)
+        if not step.runs():
+            return []
+        fresh = _fresh(graphs(), device) if executor == "persistent" else lambda: None
         loop = LevelLoop(step.model, batch, device)
         step.check(case, step.peer(loop))
         if memory:
             mine, peers_bytes = peak_memory(step.weft), peak_memory(lambda: step.peer(loop))
             return [results.put(case, "peak_memory", "bytes", mine, "eager", peers_bytes)]
-        candidates = {"weft": Candidate(lambda _: step.weft()), "eager": Candidate(lambda _: step.peer(loop))}
+        candidates = {"weft": Candidate(lambda _: step.weft(fresh())), "eager": Candidate(lambda _: step.peer(loop))}
         obstacle = None
         if "captured" in peers and device == "cuda":
             # Leaves of their own, because a capture must not meet those of a graph on another stream.
-            mine, theirs = (Step(name, batch, H, device, autocast=autocast) for _ in range(2))
+            mine, theirs = (Step(name, batch, H, device, executor, autocast) for _ in range(2))
             again = LevelLoop(theirs.model, batch, device)
             try:
                 replays = {"captured": captured(lambda: theirs.peer(again)), "weft captured": captured(mine.weft)}
@@ -603,14 +624,214 @@ def _ablation_entries(graphs: Callable[[], Graphs], H: int, B: int, device: str)
         yield Entry(case, ("forward_backward", "none"), run)
 
 
-def _case(name: str, device: str, H: int, B: int, dtype: str = "fp32", **keys: Any) -> str:
+def _case(name: str, device: str, H: int, B: int, dtype: str = "fp32", executor: str = "batched", **keys: Any) -> str:
     if device == "cpu":
         keys["threads"] = torch.get_num_threads()
-    return case_name(model=name, device=device, dtype=dtype, H=H, B=B, executor="batched", **keys)
+    return case_name(model=name, device=device, dtype=dtype, H=H, B=B, executor=executor, **keys)
 
 
-def table(device: str, trees: Sequence[weft.data.Tree] | None) -> Iterator[Entry]:
-    """Every entry of the table that runs on this device and with these trees."""
+def _fresh(graphs: Graphs, device: str) -> Callable[[], Graphs]:
+    """The same graphs as nobody has seen them, put together and sent to the device as a batch of a data set is."""
+    parts = [*graphs.to("cpu")]
+    return lambda: Graphs.batch(parts).to(device)
+
+
+def _net_entry(
+    name: str,
+    data: Callable[[], nets.Data],
+    B: int,
+    device: str,
+    *,
+    loops: bool = False,
+    H: int | None = None,
+) -> Entry:
+    """A net's steps in a row by the persistent executor and by the Trainer, beside the same net batched.
+
+    With `loops`, of the binary Tree-LSTM, level loops with the same optimizer stand beside the Trainer, too.
+    """
+    cases = {
+        executor: _case(name, device, H or nets.hidden_of(name), B, "fp32", executor)
+        for executor in ("persistent", "trainer", "auto")
+    }
+
+    def in_a_row(step: Callable[[], Any]) -> Candidate:
+        return Candidate(lambda _: [step() for _ in range(STEPS)][-1])
+
+    def run(results: Results) -> list[dict[str, str]]:
+        training = functools.partial(nets.Training, name, data(), B, device, H)
+        first = training()
+        runs = {executor: first.runs_as(executor) == executor for executor in ("persistent", "trainer")}
+        if not any(runs.values()):
+            print(f"neither the persistent executor nor the Trainer's kernel runs {name} here", flush=True)
+            return []
+        rows: list[dict[str, str]] = []
+        want = first.losses(first.by("batched"))
+        steps: dict[str, Callable[[], Any]] = {}
+        for executor, there in runs.items():
+            if there:
+                one = training()
+                step = one.trainer() if executor == "trainer" else one.by(executor)
+                errors = {"losses": relative_error(one.losses(step), want)}
+                check_agreement(cases[executor], errors, 1e-4)
+                steps[executor] = training().trainer() if executor == "trainer" else training().by(executor)
+        if runs["persistent"]:
+            gradients = {e: training().gradients_by(e) for e in ("persistent", "batched", "auto")}
+            times = measure({e: in_a_row(g) for e, g in gradients.items()}, device)
+            own, other, auto = (times[e] / STEPS for e in ("persistent", "batched", "auto"))
+            rows.append(results.put(cases["persistent"], "forward_backward", "ms", own, "batched", other))
+            rows.append(results.put(cases["auto"], "forward_backward", "ms", auto, "best", min(own, other)))
+        if runs["trainer"]:
+            steps["batched"] = training().by("batched")
+            if loops:
+                steps["reference"] = training().by("reference")
+                eager, repeated = training(), training()
+                steps["eager"] = lambda: eager.step(lambda graphs: LevelLoop(eager.cell, graphs.to("cpu"), device))
+                batch = repeated.batch()
+                loop = LevelLoop(repeated.cell, batch[0].to("cpu"), device)
+                steps["captured"] = captured(lambda: repeated.captured_step(loop, *batch))
+            times = measure({who: in_a_row(step) for who, step in steps.items()}, device)
+            times = {who: time / STEPS for who, time in times.items()}
+            times["device_busy"] = device_busy(lambda: [steps["trainer"]() for _ in range(STEPS)]) / STEPS
+            rows += [
+                results.put(cases["trainer"], "step", "ms", times["trainer"], peer, time)
+                for peer, time in times.items()
+                if peer != "trainer"
+            ]
+        return rows
+
+    return Entry(f"{cases['trainer']} {cases['persistent']}", ("forward_backward", "step"), run)
+
+
+def _level_entry(H: int, device: str) -> Entry:
+    """Microseconds of a level of one vertex, from chains of 16 and of 64, in CUDA graphs; beside "batched"."""
+    case = _case("treelstm", device, H, 1, "fp32", "persistent", data="chains")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        times: dict[tuple[str, bool, int], float] = {}
+        for executor in ("persistent", "batched"):
+            for length in (16, 64):
+                step = Step("treelstm", Graphs.chain([length]), H, device, executor)
+                if not step.runs():
+                    return []
+                for back in (False, True):
+                    once = Step("treelstm", Graphs.chain([length]), H, device, executor)
+                    replay = captured(once.weft if back else once.forward)
+                    candidate = Candidate(lambda _, replay=replay: replay())
+                    times[executor, back, length] = measure({"weft": candidate}, device)["weft"]
+        rows = []
+        for metric, back in (("level_forward", False), ("level_backward", True)):
+
+            def level(executor: str, back: bool = back) -> float:
+                forward, both = ((times[executor, b, 64] - times[executor, b, 16]) / 48 for b in (False, True))
+                return 1e3 * (both - forward if back else forward)
+
+            rows.append(results.put(case, metric, "us", level("persistent"), "batched", level("batched")))
+        return rows
+
+    return Entry(case, ("level_forward", "level_backward"), run)
+
+
+def _recurrent_entry(name: str, H: int, dtype: torch.dtype, device: str, B: int = 16, T: int = 1024) -> Entry:
+    """A recurrent cell over chains: LSTM beside weft.nn.LSTM, a cell of the user's own beside its captured loop."""
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    case = _case(name, device, H, B, short, "persistent", T=T)
+    peer = "weft.nn" if name == "chainlstm" else "captured"
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        cell = (models.ChainLSTM if name == "chainlstm" else nets.OwnCell)(H, H).to(device, dtype)
+        graphs = Graphs.chain([T] * B).to(device)
+        x = torch.randn(B * T, H, device=device, dtype=dtype).requires_grad_()
+        found = weft.explain(cell, graphs, x, executor="persistent")
+        if found.executor != "persistent":
+            print(f"persistent does not run here: {found.reason}", flush=True)
+            return []
+        grad = torch.randn(B * T, H, device=device, dtype=dtype)
+        leaves = [x, *cell.parameters()]
+
+        def mine() -> tuple[Tensor, ...]:
+            y = cell(graphs, x, executor="persistent")
+            return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+        if name == "chainlstm":
+            layer = weft.nn.LSTM(H, H, batch_first=True, device=device, dtype=dtype)
+            with torch.no_grad():
+                layer.weight_ih_l0.copy_(cell.W.weight)
+                layer.weight_hh_l0.copy_(cell.U.weight)
+                layer.bias_ih_l0.copy_(cell.W.bias)
+                layer.bias_hh_l0.zero_()
+            z = x.detach().view(B, T, H).requires_grad_()
+            weights = [z, layer.weight_ih_l0, layer.bias_ih_l0, layer.weight_hh_l0]
+
+            def theirs() -> tuple[Tensor, ...]:
+                y, _ = layer(z)
+                return y.detach().reshape(B * T, H), *torch.autograd.grad(y, weights, grad.view(B, T, H))
+
+        else:
+            own = nets.OwnCell(H, H).to(device, dtype)
+            own.load_state_dict(cell.state_dict())
+            z = x.detach().clone().requires_grad_()
+            weights = [z, *own.parameters()]
+
+            def loop() -> tuple[Tensor, ...]:
+                wx = own.W(z).view(B, T, -1).transpose(0, 1)
+                h, states = z.new_zeros(B, H), []
+                for t in range(T):
+                    h = own.step(wx[t], h)
+                    states.append(h)
+                y = torch.stack(states, 1).view(B * T, H)
+                return y.detach(), *torch.autograd.grad(y, weights, grad)
+
+            theirs = captured(loop)
+        bound = 1e-3 if dtype == torch.float32 else 0.1
+        pairs = zip(("output", "grad_input"), mine(), theirs(), strict=False)
+        check_agreement(case, {what: relative_error(a, b.reshape(a.shape)) for what, a, b in pairs}, bound)
+        times = measure({"weft": Candidate(lambda _: mine()), peer: Candidate(lambda _: theirs())}, device)
+        return [results.put(case, "forward_backward", "ms", times["weft"], peer, times[peer])]
+
+    return Entry(case, ("forward_backward",), run)
+
+
+def persistent_table(
+    trees: Sequence[weft.data.Tree] | None, sentences: Sequence[weft.data.Sentence] | None, device: str = "cuda"
+) -> Iterator[Entry]:
+    """Entries of the persistent executor and of the Trainer. Those that do not run here write no row."""
+    if trees:
+
+        def graphs(B: int) -> Callable[[], Graphs]:
+            return lambda: Graphs.from_children([tree.children for tree in sample(trees, B)])
+
+        for B in (1, 25, 64, 256):
+            yield _loop_entry("treelstm", graphs(B), 256, B, device, executor="persistent")
+        yield _loop_entry("treelstm", graphs(256), 256, 256, device, executor="persistent", autocast=True)
+        for H in (512, 1024):
+            yield _loop_entry("treelstm", graphs(64), H, 64, device, executor="persistent")
+
+    @functools.cache
+    def data(name: str) -> nets.Data:
+        return nets.data_of(name, trees or [], sentences or [])
+
+    yield _level_entry(256, device)
+    if trees:
+        for B in (1, 25, 64, 256):
+            yield _net_entry("treelstm", functools.partial(data, "treelstm"), B, device, loops=True)
+    for name in nets.NETS:
+        if trees if not name.startswith("bilstm") else sentences:
+            for B in (1, 2, 4, 8, 16, 32, 64, 128):
+                if (name, B) != ("treelstm", 1) and (name, B) != ("treelstm", 64):  # which stand above
+                    yield _net_entry(name, functools.partial(data, name), B, device)
+    for name in ("chainlstm", "own"):
+        for H in (256, 512):
+            for dtype in (torch.float32, torch.bfloat16):
+                yield _recurrent_entry(name, H, dtype, device)
+
+
+def table(
+    device: str,
+    trees: Sequence[weft.data.Tree] | None,
+    sentences: Sequence[weft.data.Sentence] | None = None,
+) -> Iterator[Entry]:
+    """Every entry of the table that runs on this device and with these trees and sentences."""
 
     def treebank_graphs(B: int) -> Callable[[], Graphs]:
         return lambda: Graphs.from_children([tree.children for tree in sample(trees or [], B)])
@@ -647,22 +868,27 @@ def table(device: str, trees: Sequence[weft.data.Tree] | None) -> Iterator[Entry
         return Graphs.from_children([shared_subtrees(tree) for tree in sample(weft.data.python_asts(), 256)])
 
     yield _loop_entry("childsum", shared, 256, 256, device, data="shared_asts")
+    yield from persistent_table(trees, sentences, device)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = table_parser("vertex", __doc__, filters="substring of case, metric or peer")
     parser.add_argument("--sst", type=Path, help="folder with the treebank's train.txt")
+    parser.add_argument("--wikiner", type=Path, help="folder with WikiNER's dev.txt")
     options = parser.parse_args(arguments)
     threads = torch.get_num_threads()
     devices = begin_table(options)
     trees = treebank(options.sst)
     if trees is None:
         print("the Stanford Sentiment Treebank is not here: its rows are left out (--sst)", flush=True)
+    sentences = nets.sentences(options.wikiner)
+    if sentences is None:
+        print("WikiNER is not here: its rows are left out (--wikiner)", flush=True)
     results = Results(options.output or RESULTS / "vertex.csv")
     failures: list[str] = []
     for device in devices:
         torch.set_num_threads(CPU_THREADS if device == "cpu" else threads)
-        entries = [entry for entry in table(device, trees) if entry.matches(options.filter)]
+        entries = [entry for entry in table(device, trees, sentences) if entry.matches(options.filter)]
         failures += run_entries(entries, results, minutes=options.minutes)
     exit_with(failures)
 

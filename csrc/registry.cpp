@@ -27,25 +27,43 @@ TORCH_LIBRARY(weft, m) {
   m.def(
       "csr_matmul_plan(Tensor[] a, Tensor[] b, *, bool? gpu=None) "
       "-> (Tensor crow, Tensor col, Tensor axpy, Tensor accumulate, Tensor gather, Tensor starts, Tensor left, "
-      "Tensor right, Tensor shared, Tensor info)",
+      "Tensor right, Tensor shared, Tensor expand, Tensor pieces, Tensor segments, Tensor lists, Tensor info)",
       tags);
   m.def("csr_matmul(Tensor[] patterns, Tensor x, Tensor y) -> Tensor", tags);
   m.def("csr_matmul_left(Tensor[] patterns, Tensor y, Tensor g, bool shared) -> Tensor", tags);
   m.def("csr_matmul_right(Tensor[] patterns, Tensor x, Tensor g, bool shared) -> Tensor", tags);
   m.def("csr_chain(Tensor grad, Tensor[] crows, Tensor[] cols, Tensor[] values) -> Tensor[]", tags);
+  m.def(
+      "layer_chain(Tensor grad, Tensor[] crows, Tensor[] cols, Tensor[] values, Tensor[] sources, int[] reads) "
+      "-> Tensor[]",
+      tags);
+  m.def("zeros_changed(Tensor[] weights, Tensor[] stored) -> Tensor", tags);
 
   // scan: csrc/scan/
-  m.def("linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False) -> Tensor",
-        tags);
+  m.def(
+      "linear_scan(Tensor A, Tensor b, Tensor? x0=None, *, bool reverse=False, bool transpose=False, "
+      "bool batch_first=False) -> Tensor",
+      tags);
   m.def(
       "linear_scan_backward(Tensor grad, Tensor A, Tensor? x, Tensor? x0, bool reverse, bool transpose, "
-      "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      "bool[3] output_mask, bool batch_first=False) -> (Tensor, Tensor, Tensor)",
       tags);
+  m.def(
+      "linear_scan_readout(Tensor A, Tensor b, Tensor c, Tensor? x0=None, *, bool reverse=False, "
+      "bool batch_first=False, bool save=False) -> (Tensor y, Tensor starts)",
+      tags);
+  m.def(
+      "linear_scan_readout_backward(Tensor grad, Tensor A, Tensor b, Tensor c, Tensor? x0, Tensor starts, bool "
+      "reverse, "
+      "bool batch_first, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
+      tags);
+  m.def("scan_cell(Tensor input, Tensor? h, Tensor?[] weights, *, str cell) -> (Tensor output, Tensor h_next)", tags);
   m.def("slice_message(Tensor A, Tensor value, bool leaves) -> Tensor", tags);
   m.def(
       "slice_states(Tensor messages, Tensor value, int order, bool reverse) "
       "-> (Tensor entered, Tensor end, Tensor products, Tensor came)",
       tags);
+  m.def("slice_left(Tensor messages, Tensor products, int order, bool reverse) -> Tensor", tags);
   m.def("slice_mend_(Tensor(a!) x, Tensor A, Tensor state, Tensor? came, bool reverse) -> ()", tags);
   m.def(
       "slice_mend_gradients_(Tensor(a!) grad_b, Tensor(b!)? grad_A, Tensor A, Tensor? x, Tensor? first, Tensor state, "
@@ -65,22 +83,22 @@ TORCH_LIBRARY(weft, m) {
   // rnn: csrc/rnn/
   m.def(
       "rnn(Tensor input, Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes=None, *, str cell, "
-      "bool bidirectional=False, bool keep_cells=False, bool save=False, str backward='persistent') "
+      "bool bidirectional=False, bool keep_cells=False, bool save=False, str backward='persistent', int num_heads=1) "
       "-> (Tensor output, Tensor h_n, Tensor c_n, Tensor cells, Tensor gates)",
       tags);
   m.def(
       "rnn_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor input, "
       "Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, Tensor output, Tensor cells, Tensor gates, *, "
-      "str cell, bool bidirectional, bool[] output_mask, str backward='persistent') -> Tensor[]",
+      "str cell, bool bidirectional, bool[] output_mask, str backward='persistent', int num_heads=1) -> Tensor[]",
       tags);
   m.def(
       "rnn_cell(Tensor input, Tensor h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih=None, Tensor? b_hh=None, *, "
-      "str cell, bool save=False) -> (Tensor h_next, Tensor c_next, Tensor gates)",
+      "str cell, bool save=False, int num_heads=1) -> (Tensor h_next, Tensor c_next, Tensor gates)",
       tags);
   m.def(
       "rnn_cell_backward(Tensor? grad_h_next, Tensor? grad_c_next, Tensor input, Tensor h, Tensor? c, Tensor w_ih, "
       "Tensor w_hh, Tensor? b_ih, Tensor? b_hh, Tensor h_next, Tensor c_next, Tensor gates, *, str cell, "
-      "bool[7] output_mask) -> Tensor[]",
+      "bool[7] output_mask, int num_heads=1) -> Tensor[]",
       tags);
 
   // distributed: python/weft/_distributed/scan.py, of the ops above and of torch's collectives; `group` is its name

@@ -5,6 +5,9 @@ linear layer names the class from the last state, so every gradient travels thro
 the same batches with Weft and with torch.nn, and the two loss curves are drawn over wall time.
 
     python examples/bitstream.py --length 10000 --batch 16 --output bitstream.png
+
+With ``--algorithm newton`` the forward pass walks many chunks of the stream at once, and again until their seams meet;
+at the end stands what that took after training.
 """
 
 from __future__ import annotations
@@ -91,6 +94,15 @@ def train(name: str, model: Classifier, bits: Tensor, classes: Tensor, options: 
     return curve
 
 
+@torch.no_grad()
+def report_chunks(model: Classifier, bits: Tensor, options: argparse.Namespace) -> None:
+    """Prints into how many chunks a batch was cut, and how much of it was walked again."""
+    with weft.scan.newton_report() as report:
+        model(bits[: options.batch].t()[..., None].float())
+    if report.runs:
+        print(report)
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=1000, help="bits T per stream; the paper: 10 to 30000")
@@ -131,6 +143,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Curve]:
     title = f"T {options.length}, B {options.batch}, tanh RNN with H {options.hidden}, {device}"
     lines = {f"{name}, {c.steps} steps": list(zip(c.seconds, c.loss, strict=True)) for name, c in curves.items()}
     draw(options.output, title, lines, x="wall time, s", y="training loss, nats")
+    report_chunks(model, bits, options)
     for name, curve in curves.items():
         rate = curve.seconds[-1] / curve.steps * 1e3
         print(f"{name:<9} {curve.steps} steps, {rate:.2f} ms per step, last loss {curve.loss[-1]:.4f}")

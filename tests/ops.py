@@ -33,10 +33,11 @@ OTHERWISE = {
     "torch_rnn": "torch's own kernels: beside torch's layers in tests/rnn",
     "slice_scan": "it takes a group of ranks: tests/distributed",
     **dict.fromkeys(
-        ("slice_message", "slice_states", "slice_mend_", "slice_mend_gradients_"),
-        "parts of slice_scan, which work in place: tests/scan/test_slice_mend.py",
+        ("slice_message", "slice_states", "slice_left", "slice_mend_", "slice_mend_gradients_"),
+        "parts of slice_scan, which work in place: tests/scan/test_slice_message.py",
     ),
     "csr_transpose": _INTEGERS,
+    "zeros_changed": _INTEGERS,
     "csr_matmul_plan": _INTEGERS,
     "conv_pattern": _INTEGERS,
     "max_pool_values": "piecewise constant, no finite differences: tests/sparse/test_pooling_jacobians.py",

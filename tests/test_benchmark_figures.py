@@ -61,6 +61,25 @@ def test_tables_and_figures_come_from_rows_alone(tmp_path):
         assert (tmp_path / "images" / name).read_bytes() == first
 
 
+def test_the_figure_of_executors(tmp_path):
+    from benchmarks import plot  # here, because it needs matplotlib
+
+    case = "model={} device=cuda dtype=fp32 H=256 B={} executor={}"
+    rows = [
+        row(case.format("treelstm", B, "trainer"), "step", 0.1 * B, B * ratio, peer=peer)
+        for B in (1, 25)
+        for peer, ratio in (("batched", 0.4), ("persistent", 0.2), ("reference", 3.0), ("device_busy", 0.1))
+    ]
+    rows += [row(case.format("rvnn", B, "persistent"), mine=1.0, peers=1.5, peer="batched") for B in (1, 2)]
+    text = plot.page_block("vertex", {"vertex": rows}, tmp_path)
+    assert "/vertex_executors.svg" in text and "vertex_batches" not in text
+    assert 'The persistent executor takes 1.50 times less time than ``"batched"``, the geometric mean of 2' in text
+    assert "The Trainer takes 4.00 times less time" in text and "of 1 nets" in text
+    drawn = (tmp_path / "vertex_executors.svg").read_text()
+    assert all(name in drawn for name in ("Trainer", '"batched"', '"persistent"', '"reference"'))
+    assert "image" not in plot.page_block("vertex", {"vertex": rows[-2:]}, tmp_path)
+
+
 def test_a_table_holds_any_text():
     from benchmarks import figures  # here, because it needs matplotlib
 
@@ -119,3 +138,18 @@ def test_the_rnn_engines_tables_and_figure(tmp_path):
     rest = [r for r in rows if r["case"] not in grid]
     assert "image" not in page_of(rest)
     assert "Speed-up" not in plot.readme_block({"rnn": rest})
+
+
+def test_what_ranks_are_predicted_to_give(tmp_path):
+    from benchmarks.figures import ranks as figures
+
+    case = "op=linear_scan device=cuda dtype=fp32 layout=diagonal H=1536 B=8 T={} ranks=8 A=0.8"
+    rows = [row(case.format(T), "forward", T / 20000, T / 20480, peer="one_rank") for T in (2048, 131072)]
+    part = figures.measured_part(rows)
+    assert part is rows[1] and figures.measured_part(rows[:0]) is None
+    strong, weak = figures.predictions(part)
+    assert strong[0].efficiency == weak[0] == 1 and strong[0].seconds == 8 * 6.4e-3
+    assert 0.99 > strong[3].efficiency > strong[10].efficiency and weak[10] > strong[10].efficiency
+    text = figures.page({"ranks": rows}, tmp_path)
+    assert text[0] == f".. image:: ../{tmp_path.name}/ranks_scaling.svg" and "one rank: 6.400 ms" in text[1]
+    assert "Predicted" in (tmp_path / "ranks_scaling.svg").read_text() and figures.page({}, tmp_path) == []

@@ -21,6 +21,7 @@ EXAMPLES = {
     "long_context.py": "--length",
     "mingru.py": "--hidden",
     "own_cell.py": "--hidden",
+    "slstm_lm.py": "--heads",
     "six_nets.py": "--net",
     "treelstm_ast.py": "--executor",
     "treelstm_sst.py": "--executor",
@@ -56,6 +57,8 @@ def test_help(name):
         ("mingru.py", ["--hidden", "0"]),
         ("own_cell.py", ["--show", "0"]),
         ("mingru.py", ["--steps", "0"]),
+        ("slstm_lm.py", ["--heads", "0"]),
+        ("slstm_lm.py", ["--heads", "3"]),
         ("six_nets.py", ["--hidden", "6"]),
         ("six_nets.py", ["--batch", "0"]),
         ("treelstm_ast.py", ["--epochs", "0"]),
@@ -129,6 +132,14 @@ def test_own_cell(capsys):
     difference = next(line for line in printed.splitlines() if "largest relative gradient difference" in line)
     assert float(difference.split("│")[2]) < 1e-4
     assert "pointwise_scan" in printed.split("one sequence of digits:")[1]
+
+
+def test_slstm_lm(tmp_path, capsys):
+    arguments = ["--quick", "--device", "cpu", "--output", str(tmp_path / "slstm.png")]
+    reached = example("slstm_lm.py")["main"](arguments)
+    assert reached.keys() == {"sLSTM", "LSTM", "minGRU"} and all(0 < share < 1 for share in reached.values())
+    printed = capsys.readouterr().out
+    assert "bits per character" in printed and "right at 160" in printed
 
 
 def test_long_context(tmp_path, capsys):

@@ -11,7 +11,7 @@ from weft.sparse import BatchedCSR, plan_matmul
 
 # Plans, moves, sums and codes values, without a product.
 NOT_COUNTED = {
-    "csr_transpose", "conv_pattern", "conv_values", "conv_values_backward", "csr_matmul_plan",
+    "csr_transpose", "conv_pattern", "conv_values", "conv_values_backward", "csr_matmul_plan", "zeros_changed",
     "max_pool_values",
     "zvc_compress", "zvc_decompress", "rle_compress", "rle_decompress",
 }  # fmt: skip

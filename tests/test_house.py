@@ -25,8 +25,10 @@ SHARED = {
     "csr_matmul_left": "csr_matmul",
     "csr_matmul_right": "csr_matmul",
     "slice_states": "slice_message",
+    "slice_left": "slice_message",
     "slice_mend_": "slice_message",
     "slice_mend_gradients_": "slice_message",
+    "layer_chain": "csr_chain",
 }
 """Ops that are in another's files: its inverse, its plan, its gradients under another name, what follows it."""
 
@@ -34,10 +36,12 @@ _OF_ATEN = "made of ATen operations, which bring their devices and their gradien
 _IN_PYTHON = "torch's own kernels, called from python/weft/_rnn/dropin/torch_rnn.py"
 WITHOUT = {
     "chain_backward": dict.fromkeys(FILES[2:], _OF_ATEN),
+    "scan_cell": dict.fromkeys(FILES[2:], _OF_ATEN),
     "torch_rnn": dict.fromkeys(FILES, _IN_PYTHON),
     "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
     "slice_message": {FILES[2]: "below autograd: a part of slice_scan"},
+    "zeros_changed": {FILES[2]: "its result is a flag, which has no gradient"},
 }
 """Files that an op does not have, and why."""
 

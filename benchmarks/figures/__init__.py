@@ -17,11 +17,14 @@ import matplotlib.pyplot as plt
 from benchmarks.common import CASE_KEYS, parse_case, significant
 
 NAMES = {"rnn_tanh": "tanh RNN", "rnn_relu": "ReLU RNN", "gru": "GRU", "lstm": "LSTM", "linear_scan": "linear_scan"}
+NAMES |= {"rnn": "tanh RNN", "all_gather": "all-gather"}
 NAMES |= {"pointwise_scan": "pointwise_scan", "paragru": "ParaGRU", "paralstm": "ParaLSTM", "spiking": "spiking"}
 NAMES |= {"mingru": "minGRU", "char_lm": "character model"}
 NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG-11", "lenet5": "LeNet-5"}
 NAMES |= {"treelstm": "Tree-LSTM", "childsum": "child-sum Tree-LSTM", "treefc": "Tree-FC", "chainlstm": "LSTM chain"}
-NAMES |= {"vgg19": "VGG-19", "resnet152": "ResNet-152", "gpt": "GPT"}
+NAMES |= {"rvnn": "RvNN", "td-rnn": "TD-RNN", "td-lstm": "TD-LSTM", "own": "a cell of one's own"}
+NAMES |= {"bilstm": "LSTM tagger", "bilstm-char": "LSTM tagger with characters"}
+NAMES |= {"vgg19": "VGG-19", "resnet152": "ResNet-152", "gpt": "GPT", "llama": "Llama-shaped decoder"}
 NAMES |= {"alexnet": "AlexNet", "squeezenet": "SqueezeNet", "googlenet": "GoogLeNet"}
 NAMES |= {f"blocks{n}": f"{n} blocks" for n in (8, 16, 32, 64, 128, 256)}
 METRICS = {
@@ -53,12 +56,16 @@ METRICS = {
     "plan_memory": "memory of the plan",
     "input_gradients": "all input gradients",
     "input_gradients_captured": "all input gradients, captured",
+    "backward_captured": "backward, captured",
     "input_flops": "all input gradients",
     "flops": "all steps",
     "critical_flops": "the critical path",
     "level_flops": "a level",
     "level_elements": "Jacobians of a level",
+    "level_forward": "one more level, forward",
+    "level_backward": "one more level, backward",
     "schedule": "scheduling of a new batch",
+    "exchange": "an exchange between ranks",
     "steps_in_a_row": "a step of many, each on a new batch",
     "throughput": "throughput",
     "memory": "steps that it remembers for",
@@ -82,6 +89,15 @@ PEERS = {
     "no_policy": "without a policy",
     "python_hooks": "empty hooks in Python",
     "alone": "alone",
+    "one_rank": "one rank",
+    "predicted": "predicted",
+    "checkpoint": "checkpointing",
+    "torchtune": "torchtune's OffloadActivations",
+    "batched": '"batched"',
+    "persistent": '"persistent"',
+    "reference": '"reference"',
+    "best": "the faster executor",
+    "device_busy": "the device's part of it",
     "eager": "eager PyTorch",
     "captured": "PyTorch in a CUDA graph",
     "cusparse_spgemm": "cuSPARSE SpGEMM",

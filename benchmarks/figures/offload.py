@@ -8,13 +8,33 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from benchmarks.common import parse_case
-from benchmarks.figures import NAMES, PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image, rst_table, rst_tables, save
+from benchmarks.figures import (
+    NAMES,
+    PEER_COLOR,
+    WEFT_COLOR,
+    Results,
+    Row,
+    Rows,
+    image,
+    quantity,
+    rst_table,
+    rst_tables,
+    save,
+)
 
 BUDGETS = ("none", "75%", "50%", "25%", "0")
 LINES = {
     "floor": ("floor of the bus", ":", "#15803d"),
     "plain": ("without offload", "-", PEER_COLOR),
     "save_on_cpu": ("save_on_cpu", "--", PEER_COLOR),
+    "torchtune": ("torchtune", "-.", PEER_COLOR),
+    "checkpoint": ("checkpointing", (0, (1, 3)), PEER_COLOR),
+}
+WAYS = {
+    "plain": "nothing: all in memory",
+    "checkpoint": "checkpointing of every block",
+    "save_on_cpu": "torch's save_on_cpu",
+    "torchtune": "torchtune's OffloadActivations",
 }
 
 
@@ -30,6 +50,8 @@ def page(results: Results, folder: Path) -> list[str]:
             parts.append(image(folder / f"{name}.svg"))
             if draw is draw_densities:
                 parts.append(density_table(shown))
+            else:
+                parts += ways_tables(rows)
     tables = [row for row in rows if row["metric"] != "density"]
     if tables:
         parts.append(rst_tables(tables))
@@ -69,6 +91,38 @@ def density_table(rows: Rows) -> str:
     return rst_table(f"Share of non-zeros behind every ReLU: mean (least to largest), {gpus}", cells)
 
 
+def ways_tables(rows: Rows) -> list[str]:
+    """For each model what a step takes and how much memory, by every way to make it fit."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    gpus: dict[str, set[str]] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        on_gpu = keys["device"] == "cuda" and keys.get("budget") in BUDGETS
+        if not on_gpu or row["metric"] not in ("step", "peak_memory"):
+            continue
+        name = f"{NAMES.get(keys['model'], keys['model'])}, {keys['dtype']}, B {keys['B']}"
+        ways = found.setdefault(name, {})
+        gpus.setdefault(name, set()).add(row["gpu"])
+        ways.setdefault(keys["budget"], {})[row["metric"]] = float(row["weft"])
+        if row["peer"] in WAYS:
+            ways.setdefault(row["peer"], {})[row["metric"]] = float(row["peer_value"])
+    tables = []
+    for name, ways in found.items():
+        plain = ways.get("plain", {})
+        if {"step", "peak_memory"} - plain.keys():
+            continue
+        cells = [["way", "training step", "time lost", "peak memory", "memory saved"]]
+        budgets = {budget: f"weft.offload, budget {budget}" for budget in BUDGETS}
+        for way, label in (WAYS | budgets).items():
+            numbers = ways.get(way, {})
+            if not {"step", "peak_memory"} - numbers.keys():
+                lost, saved = numbers["step"] / plain["step"] - 1, 1 - numbers["peak_memory"] / plain["peak_memory"]
+                step, peak = f"{numbers['step']:.4g} ms", quantity(str(numbers["peak_memory"]), "bytes")
+                cells.append([label, step, f"{lost:.0%}", peak, f"{saved:.0%}"])
+        tables.append(rst_table(f"Ways to make {name} fit, {', '.join(sorted(gpus[name]))}", cells))
+    return tables
+
+
 def draw_budgets(rows: Rows, path: Path) -> None:
     """Time of a training step over the budget, Weft beside its floor, the plain step and save_on_cpu: a panel per
     model."""
@@ -82,8 +136,10 @@ def draw_budgets(rows: Rows, path: Path) -> None:
     places = range(len(BUDGETS))
     for axes, (name, lines) in zip(panels[0], times.items(), strict=True):
         for peer, (label, style, color) in LINES.items():
+            if peer not in lines:
+                continue
             values = [lines.get(peer, {}).get(budget, float("nan")) for budget in BUDGETS]
-            axes.plot(places, values, style, color=color, label=label)
+            axes.plot(places, values, linestyle=style, color=color, label=label)
         values = [lines["weft"].get(budget, float("nan")) for budget in BUDGETS]
         axes.plot(places, values, "o-", color=WEFT_COLOR, label="Weft")
         axes.set_ylim(bottom=0)

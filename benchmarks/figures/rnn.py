@@ -12,6 +12,7 @@ from benchmarks.figures import (
     DTYPE_COLORS,
     NAMES,
     PEER_COLOR,
+    WEFT_COLOR,
     Results,
     Rows,
     describe,
@@ -29,6 +30,9 @@ def page(results: Results, folder: Path) -> list[str]:
     if grid:
         draw_speedup(rows, folder / "rnn_speedup.svg")
         parts += [image(folder / "rnn_speedup.svg"), grid_summary(rows), grid_table(rows)]
+    if memory_rows(rows):
+        draw_memory(rows, folder / "rnn_memory.svg")
+        parts.append(image(folder / "rnn_memory.svg"))
     others = [row for row in rows if row["case"] not in grid or row["metric"] != "forward_backward"]
     if others:
         parts.append(rst_tables(others))
@@ -62,6 +66,40 @@ def draw_speedup(rows: Rows, path: Path) -> None:
     figure.supylabel("time of torch.nn / time of Weft")
     gpu = next(iter(rnn.grid_rows(rows).values()))["gpu"]
     figure.suptitle(f"training step, T {rnn.GRID_T}, {gpu}", fontsize=10)
+    save(figure, path)
+
+
+def memory_rows(rows: Rows) -> dict[int, Rows]:
+    """Steps that a net remembers -> the rows of its forward pass, of the longest sequences that were measured."""
+    found: dict[int, Rows] = {}
+    for row in rows:
+        keys = parse_case(row["case"])
+        if "memory" in keys and row["metric"] == "forward":
+            found.setdefault(int(keys["memory"]), []).append(row)
+    return dict(sorted(found.items()))
+
+
+def draw_memory(rows: Rows, path: Path) -> None:
+    """The time of a forward pass in chunks of time over how many steps the net remembers, beside the scan's, which is
+    one step after the other, and torch.nn's."""
+    found = memory_rows(rows)
+    one = next(iter(found.values()))[0]
+    keys = parse_case(one["case"])
+    figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    axes.plot(list(found), [float(rs[0]["weft"]) for rs in found.values()], "o-", color=WEFT_COLOR, label="newton")
+    for peer, style in (("scan", "--"), ("torch.nn", ":")):
+        times = {m: float(r["peer_value"]) for m, rs in found.items() for r in rs if r["peer"] == peer}
+        axes.plot(list(times), list(times.values()), style, color=PEER_COLOR, label=peer)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(True, which="major", alpha=0.3)
+    axes.set_xlabel("steps until two starts agree to $2^{-22}$")
+    axes.set_ylabel("forward pass, ms")
+    axes.legend(frameon=False, fontsize=8)
+    title = f"{NAMES[keys['cell']]}, H {keys['H']}, B {keys['B']}, T {keys['T']}, {one['gpu']}"
+    axes.set_title(title, fontsize=10)
     save(figure, path)
 
 

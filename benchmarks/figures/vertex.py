@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -11,12 +12,16 @@ from benchmarks.figures import PEER_COLOR, WEFT_COLOR, Results, Row, Rows, image
 
 OPTIONS = ("lazy", "fuse", "stream")
 LINES = {"eager": ("level loop", "-"), "captured": ("level loop in a CUDA graph", "--")}
+SIZES = [str(2**i) for i in range(8)]
+"""Of batches of the six nets."""
+EXECUTORS = {"reference": ":", "batched": "--", "persistent": "-.", "trainer": "-"}
 
 
 def page(results: Results, folder: Path) -> list[str]:
     rows, parts = results["vertex"], []
     for rows_of, draw, name in (
         (batch_rows, draw_batches, "vertex_batches"),
+        (executor_rows, draw_executors, "vertex_executors"),
         (ablation_rows, draw_ablation, "vertex_ablation"),
     ):
         shown = rows_of(rows)
@@ -24,6 +29,7 @@ def page(results: Results, folder: Path) -> list[str]:
             draw(shown, folder / f"{name}.svg")
             parts.append(image(folder / f"{name}.svg"))
     if rows:
+        parts += filter(None, [six_nets(rows)])
         parts.append(rst_tables(rows))
     return parts
 
@@ -31,13 +37,63 @@ def page(results: Results, folder: Path) -> list[str]:
 def batch_rows(rows: Rows) -> list[Row]:
     """Training steps of the Tree-LSTM of hidden size 256 in fp32 on a GPU, beside level loops."""
     keys = ((row, parse_case(row["case"])) for row in rows if row["metric"] == "forward_backward")
-    same = {"model": "treelstm", "device": "cuda", "dtype": "fp32", "H": "256"}
+    same = {"model": "treelstm", "device": "cuda", "dtype": "fp32", "H": "256", "executor": "batched"}
     return [row for row, case in keys if row["peer"] in LINES and same.items() <= case.items() and "lazy" not in case]
 
 
 def ablation_rows(rows: Rows) -> list[Row]:
     """Training steps with some options, beside one with none."""
     return [row for row in rows if row["peer"] == "none" and "lazy" in parse_case(row["case"])]
+
+
+def executor_rows(rows: Rows) -> list[Row]:
+    """Whole steps of the Trainer on the Tree-LSTM of hidden size 256, beside the loop under the other executors."""
+    same = {"model": "treelstm", "device": "cuda", "dtype": "fp32", "H": "256", "executor": "trainer"}
+    steps = [row for row in rows if row["metric"] == "step" and row["peer"] in EXECUTORS]
+    return [row for row in steps if same.items() <= parse_case(row["case"]).items()]
+
+
+def six_nets(rows: Rows) -> str:
+    """How the persistent executor and the Trainer stand to "batched" over the six nets and their batches."""
+    shown = []
+    for executor, metric, what in (
+        ("persistent", "forward_backward", "The persistent executor"),
+        ("trainer", "step", "The Trainer"),
+    ):
+        cases = [(parse_case(row["case"]), row) for row in rows if (row["metric"], row["peer"]) == (metric, "batched")]
+        ratios = [float(row["ratio"]) for case, row in cases if case["executor"] == executor and case["B"] in SIZES]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            shown.append(
+                f'{what} takes {mean:.2f} times less time than ``"batched"``, the geometric mean of {len(ratios)} nets '
+                f"and batch sizes, {min(ratios):.2f} to {max(ratios):.2f} times."
+            )
+    return "\n".join(shown)
+
+
+def draw_executors(rows: Rows, path: Path) -> None:
+    """Time of a whole step over the number of trees, by each executor and by the Trainer."""
+    times: dict[str, dict[int, float]] = {}
+    for row in rows:
+        B = int(parse_case(row["case"])["B"])
+        times.setdefault("trainer", {})[B] = float(row["weft"])
+        times.setdefault(row["peer"], {})[B] = float(row["peer_value"])
+    figure, axes = plt.subplots(figsize=(5.2, 3.4), layout="constrained")
+    for name, style in EXECUTORS.items():
+        points = sorted(times.get(name, {}).items())
+        label = "Trainer" if name == "trainer" else f'"{name}"'
+        color = PEER_COLOR if name == "reference" else WEFT_COLOR
+        axes.plot([B for B, _ in points], [t for _, t in points], f"o{style}", color=color, label=label)
+    points = sorted(times["trainer"])
+    axes.set_xscale("log", base=4)
+    axes.set_yscale("log")
+    axes.set_xticks(points, [str(B) for B in points])
+    axes.set_xlabel("trees per batch")
+    axes.set_ylabel("training step with SGD, ms")
+    axes.grid(True, alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    _title(figure, rows)
+    save(figure, path)
 
 
 def draw_batches(rows: Rows, path: Path) -> None:

@@ -1,4 +1,4 @@
-// rnn, as Python sees it: what the scan's kernels hold, and what a call would do on a GPU.
+// rnn, as Python sees it: what the scan's kernels hold, how time is cut, and what a call would do on a GPU.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "rnn/cells/cells.h"
+#include "rnn/newton/chunks.h"
 #include "rnn/scan/limits.h"
 #ifdef WEFT_WITH_CUDA
 #include "common/cuda/captured.h"
@@ -36,12 +37,12 @@ void bind_cuda(py::module_& m) {
   m.def(
       "rnn_report",
       [](int device, const std::string& cell, const std::string& dtype, int64_t input_size, int64_t hidden_size,
-         int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains) {
+         int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains, int heads) {
         RnnReport report;
         {
           py::gil_scoped_release release;
-          report = rnn_report(device,
-                              {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains});
+          report = rnn_report(
+              device, {cell, dtype, steps, batch, input_size, hidden_size, layers, directions, packed, trains, heads});
         }
         py::dict facts;
         facts["why_not"] = report.why_not.empty() ? py::object(py::none()) : py::str(report.why_not);
@@ -56,14 +57,24 @@ void bind_cuda(py::module_& m) {
       "cluster of blocks that pool their rows, directions at the same time); the microseconds expected, or None.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("input_size"), py::arg("hidden_size"),
       py::arg("layers"), py::arg("directions"), py::arg("steps"), py::arg("batch"), py::arg("packed"),
-      py::arg("trains"));
+      py::arg("trains"), py::arg("heads") = 1);
+  m.def(
+      "rnn_row_chunks",
+      [](int device, const std::string& cell, int64_t hidden, int64_t steps, int64_t batch) {
+        py::gil_scoped_release release;
+        return rnn_row_chunks(device, {cell, "float32", steps, batch, 1, hidden, 1, 1, false, false}).count;
+      },
+      "Chunks that algorithm=\"newton\" makes rows of a batch of, where a warp does not hold a layer of one direction; "
+      "1 "
+      "where that is not expected to be faster.",
+      py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
   m.def(
       "rnn_geometries",
       [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
-         bool packed, bool backward) {
+         bool packed, bool backward, int heads) {
         py::list list;
         for (const auto& g :
-             rnn_geometries(device, {cell, dtype, 1, batch, 1, hidden, 1, directions, packed, true}, backward)) {
+             rnn_geometries(device, {cell, dtype, 1, batch, 1, hidden, 1, directions, packed, true, heads}, backward)) {
           py::dict amounts;
           for (const auto& [name, amount] : g.amounts) amounts[py::str(name)] = amount;
           list.append(py::make_tuple(g.text, g.defines, g.step_us, g.launches, amounts));
@@ -73,7 +84,7 @@ void bind_cuda(py::module_& m) {
       "(text for WEFT_RNN_GEOMETRY, macros, expected microseconds of a step, launches of the kernel, amount of each "
       "cost in a step of one) of each geometry that fits.",
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
-      py::arg("packed"), py::arg("backward"));
+      py::arg("packed"), py::arg("backward"), py::arg("heads") = 1);
   m.def(
       "rnn_scan_expected",
       [](int device, const std::string& cell, int hidden, int64_t steps, int64_t batch) {
@@ -101,11 +112,20 @@ void bind(py::module_& m) {
     traits["gates"] = gate_blocks(cell);
     traits["saved"] = saved_blocks(cell);
     traits["states"] = states_of(cell);
+    traits["kept"] = kept_states(cell);
     cells[kCells[i].name] = traits;
   }
   m.attr("rnn_cells") = cells;
   m.attr("rnn_scan_max_hidden") = most;
   m.attr("rnn_scan_max_hidden_fp64") = kWarpHidden;
+  m.def(
+      "rnn_time_chunks",
+      [](int64_t steps, int64_t sequences, int64_t walkers, int64_t shortest) {
+        const TimeChunks chunks = choose_chunks(steps, sequences, walkers, shortest);
+        return std::make_tuple(chunks.count, chunks.length);
+      },
+      "Chunks of time that algorithm=\"newton\" cuts sequences into, and the steps of one.", py::arg("steps"),
+      py::arg("sequences"), py::arg("walkers"), py::arg("shortest"));
 #ifdef WEFT_WITH_CUDA
   bind_cuda(m);
 #endif

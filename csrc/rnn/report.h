@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "rnn/newton/chunks.h"
 #include "scan/linear/stages.h"
 
 namespace weft::rnn {
@@ -16,6 +17,7 @@ struct RnnCase {
   int64_t T, B, I, H;
   int layers, directions;
   bool packed, trains;
+  int heads = 1;
 };
 
 // How the recurrence of one pass is laid out.
@@ -35,6 +37,10 @@ struct RnnReport {
 
 // Compiles the kernels where they are not yet.
 RnnReport rnn_report(int device, const RnnCase& layer);
+
+// How backward="newton" cuts a float32 layer above what a warp holds into chunks that are rows of the persistent
+// kernel's batch: 1 where that is not expected to be faster.
+TimeChunks rnn_row_chunks(int device, const RnnCase& layer);
 
 // Every geometry that fits, the fastest expected first: the text for WEFT_RNN_GEOMETRY, what compiles it, the expected
 // microseconds of a step, and how much of what they are made of.

@@ -14,7 +14,8 @@ namespace weft::rnn {
 namespace {
 
 constexpr std::pair<const char*, Backward> kBackwards[] = {{"persistent", Backward::kPersistent},
-                                                           {"scan", Backward::kScan}};
+                                                           {"scan", Backward::kScan},
+                                                           {"newton", Backward::kNewton}};
 
 template <typename Value, size_t count>
 Value parse(const char* op, const char* argument, const std::pair<const char*, Value> (&table)[count],
@@ -30,6 +31,11 @@ Value parse(const char* op, const char* argument, const std::pair<const char*, V
 constexpr const char* kWeightNames[2][4] = {
     {"w_ih", "w_hh", "b_ih", "b_hh"},
     {"w_ih of direction 1", "w_hh of direction 1", "b_ih of direction 1", "b_hh of direction 1"}};
+
+// What w_hh is, for messages.
+const char* recurrent_layout(int64_t heads) {
+  return heads == 1 ? "(G*H, H)" : "(G*H, H / num_heads)";
+}
 
 // The number of sequences; torch's kernels refuse the same batch_sizes, with the same exception type.
 int64_t check_batch_sizes(const char* op, const at::Tensor& batch_sizes, int64_t rows,
@@ -70,7 +76,9 @@ std::string cells_with_c() {
 }
 
 std::string layer_of(Cell cell) {
-  std::string name = kCells[int(cell)].costs;
+  // rnn_tanh is a way of RNN, as slstm_exp is of SLSTM.
+  std::string name = kCells[int(cell)].name;
+  name = name.substr(0, name.find('_'));
   std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) { return std::toupper(c); });
   return "weft.nn." + name;
 }
@@ -84,7 +92,7 @@ at::ScalarType accumulate_type(at::ScalarType type) {
 }
 
 RnnSizes check_rnn(const char* op, const RnnArgs& args) {
-  const auto& [input, h0, c0, weights, batch_sizes, cell, bidirectional, backward] = args;
+  const auto& [input, h0, c0, weights, batch_sizes, cell, bidirectional, backward, heads] = args;
   const bool with_c = has_c(cell);
   RnnSizes s{};
   s.packed = batch_sizes.has_value();
@@ -95,6 +103,10 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
   s.I = input.size(-1);
   s.D = bidirectional ? 2 : 1;
   s.G = gate_blocks(cell);
+  s.S = other_states(cell);
+  s.K = kept_states(cell);
+  s.heads = heads;
+  TORCH_CHECK_VALUE(heads >= 1, op, ": num_heads must be at least 1, got ", heads);
   if (s.packed) {
     s.B = check_batch_sizes(op, *batch_sizes, input.size(0), h0);
     s.T = batch_sizes->size(0);
@@ -109,9 +121,10 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
   TORCH_CHECK_VALUE(given == 2 * s.D || given == 4 * s.D, op, ": weights must be w_ih, w_hh[, b_ih, b_hh] for each of ",
                     s.D, s.D == 1 ? " direction" : " directions", ", got ", given, " tensors");
   s.bias = given == 4 * s.D;
-  TORCH_CHECK_VALUE(weights[1].dim() == 2, op, ": w_hh must be (G*H, H), got ", weights[1].dim(),
+  TORCH_CHECK_VALUE(weights[1].dim() == 2, op, ": w_hh must be ", recurrent_layout(heads), ", got ", weights[1].dim(),
                     " dimensions: ", weights[1].sizes());
-  s.H = weights[1].size(1);
+  s.P = weights[1].size(1);
+  s.H = heads * s.P;
   const int64_t rows = s.G * s.H;
   for (int d = 0, index = 0; d < s.D; ++d) {
     const auto& names = kWeightNames[d];
@@ -121,7 +134,7 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
       check_like(op, names[which], weight, "input", input);
     };
     check(0, {rows, s.I}, "(G*H, I)");
-    check(1, {rows, s.H}, "(G*H, H)");
+    check(1, {rows, s.P}, recurrent_layout(heads));
     if (s.bias) {
       check(2, {rows}, "(G*H)");
       check(3, {rows}, "(G*H)");
@@ -136,7 +149,7 @@ RnnSizes check_rnn(const char* op, const RnnArgs& args) {
   TORCH_CHECK_VALUE(!with_c || c0.has_value() == h0.has_value(), op,
                     ": h0 and c0 must both be given or both be None, got ", c0 ? "only c0" : "only h0");
   if (c0) {
-    check_shape(op, "c0", *c0, {s.D, s.B, s.H}, "(D, B, H)");
+    check_shape(op, "c0", *c0, {s.D, s.B, s.S * s.H}, s.S == 1 ? "(D, B, H)" : "(D, B, S*H)");
     check_like(op, "c0", *c0, "input", input);
   }
   return s;
@@ -156,26 +169,30 @@ void check_rnn_saved(const char* op, const RnnArgs& args, const RnnSizes& s, con
     if (type == args.input.scalar_type()) return check(name, t, shape, layout);
     check_shape(op, name, t, shape, layout);
     TORCH_CHECK_TYPE(t.scalar_type() == type, op, ": ", name, " must be ", type, " for ", args.input.scalar_type(),
-                     " input and backward='scan', got ", t.scalar_type());
+                     " input and backward='scan' or 'newton', got ", t.scalar_type());
     TORCH_CHECK(t.device() == args.input.device(), op, ": ", name, " must be on the device of input, ",
                 args.input.device(), ", got ", t.device());
   };
-  const auto check_rows = [&](const auto& check, const char* name, const at::Tensor& t) {
+  // Of one state, or of all that are kept.
+  const auto check_rows = [&](const auto& check, const char* name, const at::Tensor& t, int states = 1) {
+    const int64_t columns = s.D * states * s.H;
     if (s.packed) {
-      check(name, t, {s.R, s.D * s.H}, "(N, D*H)");
+      check(name, t, {s.R, columns}, states == 1 ? "(N, D*H)" : "(N, D*K*H)");
     } else {
-      check(name, t, {s.T, s.B, s.D * s.H}, "(T, B, D*H)");
+      check(name, t, {s.T, s.B, columns}, states == 1 ? "(T, B, D*H)" : "(T, B, D*K*H)");
     }
   };
   if (grads.output) check_rows(check, "grad_output", *grads.output);
   if (grads.h_n) check("grad_h_n", *grads.h_n, {s.D, s.B, s.H}, "(D, B, H)");
   TORCH_CHECK_VALUE(with_c || !grads.c_n, op, ": grad_c_n must be None except for ", cells_with_c(), ", got a tensor");
-  if (grads.c_n) check("grad_c_n", *grads.c_n, {s.D, s.B, s.H}, "(D, B, H)");
+  if (grads.c_n) {
+    check("grad_c_n", *grads.c_n, {s.D, s.B, s.S * s.H}, s.S == 1 ? "(D, B, H)" : "(D, B, S*H)");
+  }
   TORCH_CHECK_VALUE(with_c || !grads.cells, op, ": grad_cells must be None except for ", cells_with_c(),
                     ", got a tensor");
-  if (grads.cells) check_rows(check_saved, "grad_cells", *grads.cells);
+  if (grads.cells) check_rows(check_saved, "grad_cells", *grads.cells, s.K);
   check_rows(check, "output", output);
-  if (with_c) check_rows(check_saved, "cells", cells);
+  if (with_c) check_rows(check_saved, "cells", cells, s.K);
   if (has_gates(args.cell)) {
     check_saved("gates", gates, {s.D, s.R, 4 * s.H}, "(D, R, 4H) as a forward with save=True returns it");
   }
@@ -208,14 +225,15 @@ RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
                         at::ScalarType saved_type) {
   const auto options = args.input.options().dtype(type), saved = options.dtype(saved_type);
   const bool with_c = has_c(args.cell);
-  const auto like_output = [&](const at::TensorOptions& options) {
-    return s.packed ? at::empty({s.R, s.D * s.H}, options) : at::empty({s.T, s.B, s.D * s.H}, options);
+  const auto like_output = [&](const at::TensorOptions& options, int states) {
+    const int64_t columns = s.D * states * s.H;
+    return s.packed ? at::empty({s.R, columns}, options) : at::empty({s.T, s.B, columns}, options);
   };
   RnnResults r;
-  r.output = like_output(options);
+  r.output = like_output(options, 1);
   r.h_n = at::empty({s.D, s.B, s.H}, options);
-  r.c_n = with_c ? at::empty({s.D, s.B, s.H}, options) : at::empty({0}, options);
-  r.cells = with_c && (save || keep_cells) ? like_output(saved) : at::empty({0}, saved);
+  r.c_n = with_c ? at::empty({s.D, s.B, s.S * s.H}, options) : at::empty({0}, options);
+  r.cells = with_c && (save || keep_cells) ? like_output(saved, s.K) : at::empty({0}, saved);
   r.gates = save && has_gates(args.cell) ? at::empty({s.D, s.R, 4 * s.H}, saved) : at::empty({0}, saved);
   return r;
 }

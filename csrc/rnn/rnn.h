@@ -1,18 +1,23 @@
-// weft::rnn: one layer of a tanh RNN, ReLU RNN, GRU or LSTM over all its time steps, in one or two directions, padded
-// or packed; its backward pass step by step or, with backward="scan", as a linear scan.
+// weft::rnn: one layer of a tanh RNN, ReLU RNN, GRU, LSTM or sLSTM over all its time steps, in one or two directions,
+// padded or packed, of one head or several; its backward pass step by step or, with backward="scan", as a linear scan.
 //
 //   rnn    h[t] = f(W_ih x[t] + b_ih + W_hh h[t-1] + b_hh)                         f = tanh or relu
 //   gru    r = s(..), z = s(..), m = W_hn h[t-1] + b_hn, n = tanh(W_in x[t] + b_in + r m),  h[t] = n + z (h[t-1] - n)
 //   lstm   i = s(..), f = s(..), g = tanh(..), o = s(..),  c[t] = f c[t-1] + i g,  h[t] = o tanh(c[t])
+//   slstm  see cells/slstm.h: states h, c, n, m; slstm_exp has the exponential forget gate
 //
-// T steps, B sequences, I inputs, H hidden units, G = 1, 1, 3, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm, in
-// torch's order (gru: r, z, n; lstm: i, f, g, o); D = 2 directions if bidirectional, else 1; R rows of input: T*B,
+// The states beside h are called c: S of them, 1 of an lstm, 3 of an slstm, lie side by side.
+//
+// T steps, B sequences, I inputs, H hidden units, G = 1, 1, 3, 4, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm,
+// slstm, in torch's order (gru: r, z, n; lstm: i, f, g, o; slstm: i, f, z, o); heads of P = H / num_heads units, each
+// with recurrent weights of its own; D = 2 directions if bidirectional, else 1; R rows of input: T*B,
 // packed N = sum of batch_sizes. Any of T, B, I, H may be 0; T = 0 gives h_n = h0.
 //
 // rnn(input (T,B,I) or packed (N,I), h0 (D,B,H) | None, c0 (D,B,H) | None, weights, batch_sizes (T) | None;
-//     cell, bidirectional, keep_cells, save, backward)
-//   h0, c0       None for zeros; c0 for an lstm alone, and there exactly where h0 is given
-//   weights      for each direction w_ih (G*H,I), w_hh (G*H,H) and, in both directions or in none,
+//     cell, bidirectional, keep_cells, save, backward, num_heads)
+//   h0, c0       None for zeros; c0 (D,B,S*H) for an lstm or slstm, and there exactly where h0 is given
+//   weights      for each direction w_ih (G*H,I), w_hh (G*H,P), rows of head h after each other within a gate, and, in
+//   both directions or in none,
 //                b_ih (G*H), b_hh (G*H)
 //   batch_sizes  packed: sequences running at each step, int64 on the CPU, each at least 1, none above the one before,
 //                their sum N. B is the first. Step t has the rows after those of the steps before it; sequence b is row
@@ -20,15 +25,17 @@
 //   output (T,B,D*H) or (N,D*H)  h at every step; direction d in columns [d*H, (d+1)*H). Direction 1 runs from each
 //                                sequence's own last step to its first; its h at step t stays at step t.
 //   h_n    (D,B,H)  the state after the last step that each sequence takes: its own last one, in direction 1 step 0
-//   c_n    (D,B,H)  lstm; else (0)
-//   cells  like output  lstm with save or keep_cells: c at every step, rounded to the saved dtype; else (0)
-//   gates  (D,R,4*H)  with save: gru r, z, n, m with m = W_hn h + b_hn; lstm i, f, g, o; after their nonlinearity,
-//                     rounded to the saved dtype. Without save, and for the rnns: (0)
+//   c_n    (D,B,S*H)  lstm, slstm; else (0)
+//   cells  like output, with K*H columns for each direction: lstm (K = 1) and slstm (K = 2, c and n) with save or
+//          keep_cells: the state at every step, rounded to the saved dtype; else (0)
+//   gates  (D,R,4*H)  with save: gru r, z, n, m with m = W_hn h + b_hn; lstm i, f, g, o; slstm see there; after their
+//                     nonlinearity, rounded to the saved dtype. Without save, and for the rnns: (0)
 //   save is switched on by the autograd kernel where a gradient is needed. output, h_n, c_n and cells are
 //   differentiable, gates is not.
 //
 // rnn_backward(grad_output, grad_h_n, grad_c_n, grad_cells: each like its result | None, the five tensor arguments
-//              above, output, cells, gates; cell, bidirectional, output_mask, backward: the forward pass's)
+//              above, output, cells, gates; cell, bidirectional, output_mask, backward and num_heads: the forward
+//              pass's)
 //   one gradient for each of input, h0, c0, *weights, in this order, which is that of output_mask; (0) where masked out
 //   or where the argument is None. A gradient that is not asked for costs no matrix product. None means zeros.
 //   It is differentiable to any order, step by step through rnn_reference.h, in everything but output, cells and gates,
@@ -39,8 +46,13 @@
 //   "scan"        a parallel scan over transposed Jacobians (BPPSA, MLSys 2020, section 3), in the accumulate type and
 //                 never in TF32, for long sequences, small batches and few hidden units. The saved dtype is the
 //                 accumulate type: the chunks' products of Jacobians multiply what rounding leaves in them. It has
-//                 kernels on CUDA for padded input and H up to 128, an lstm's up to 64, in float64 up to 32. Elsewhere,
+//                 kernels on CUDA for padded input and H up to 128, an lstm's up to 64, in float64 up to 32; none
+//                 for an slstm or several heads. Elsewhere,
 //                 and where cells have a gradient, it is "persistent" in the accumulate type.
+//   "newton"      the backward pass of "scan"; the forward pass in chunks of time that are walked at once and again
+//                 until their seams meet, see newton/chunks.h. Each step satisfies the recurrence from the step before
+//                 it to 2^-20 max(1, |h|), in float64 to 2^-48. It has kernels for padded input, on CUDA where a warp
+//                 holds the layer; elsewhere it is "scan". An open weft.scan.newton_report is told of it.
 //   The forward pass is chosen apart from it: on CUDA, with "scan", one warp per sequence for H <= 32, beyond the
 //   persistent kernel in the accumulate type, else torch's (cuDNN), from whose output gates and cells are recovered;
 //   cuDNN's first for an lstm in one direction.
@@ -78,7 +90,7 @@ std::string cells_with_c();
 std::string layer_of(Cell cell);
 
 // How the backward pass runs.
-enum class Backward { kPersistent, kScan };
+enum class Backward { kPersistent, kScan, kNewton };
 Backward parse_backward(const char* op, c10::string_view name);  // ValueError likewise
 
 // float32 for float16, bfloat16 and float32; float64 for float64.
@@ -94,11 +106,12 @@ struct RnnArgs {
   Cell cell;
   bool bidirectional;
   Backward backward = Backward::kPersistent;
+  int64_t heads = 1;
 
   // Of cells and gates.
   at::ScalarType saved_type() const {
     const auto type = input.scalar_type();
-    return backward == Backward::kScan ? accumulate_type(type) : type;
+    return backward == Backward::kPersistent ? type : accumulate_type(type);
   }
 };
 
@@ -112,8 +125,10 @@ struct RnnGrads {
 
 struct RnnSizes {
   int64_t T, B, I, H;
-  int64_t R;  // rows: T*B, packed N
-  int D, G;   // directions, gate blocks
+  int64_t R;         // rows: T*B, packed N
+  int D, G;          // directions, gate blocks
+  int64_t heads, P;  // H = heads * P
+  int S, K;          // other states, and those of them that `cells` holds
   bool packed, bias;
 };
 
@@ -171,13 +186,13 @@ RnnResults allocate_rnn(const RnnArgs& args, const RnnSizes& sizes, bool keep_ce
 
 inline const OpHandle<std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, at::TensorList,
-    const std::optional<at::Tensor>&, c10::string_view, bool, bool, bool, c10::string_view)>
+    const std::optional<at::Tensor>&, c10::string_view, bool, bool, bool, c10::string_view, int64_t)>
     rnn_op("weft::rnn");
 inline const OpHandle<std::vector<at::Tensor>(
     const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
     const std::optional<at::Tensor>&, const at::Tensor&, const std::optional<at::Tensor>&,
     const std::optional<at::Tensor>&, at::TensorList, const std::optional<at::Tensor>&, const at::Tensor&,
-    const at::Tensor&, const at::Tensor&, c10::string_view, bool, c10::List<bool>, c10::string_view)>
+    const at::Tensor&, const at::Tensor&, c10::string_view, bool, c10::List<bool>, c10::string_view, int64_t)>
     rnn_backward_op("weft::rnn_backward");
 
 }  // namespace weft::rnn

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "rnn/cells/cell_reference.h"
+#include "rnn/cells/heads.h"
 
 namespace weft::rnn {
 namespace {
@@ -35,7 +36,7 @@ struct Problem {
   RnnSteps places;
   at::Tensor x;   // (R,I)
   at::Tensor h0;  // (D,B,H)
-  at::Tensor c0;  // (D,B,H), undefined where the cell has no c
+  at::Tensor c0;  // (D,B,S*H), undefined where the cell has no c
 
   Problem(const RnnArgs& args, const RnnSizes& s)
       : sizes(s),
@@ -43,11 +44,11 @@ struct Problem {
         compute(accumulate_type(args.input.scalar_type())),
         places(rnn_steps(args, s)),
         x(args.input.reshape({s.R, s.I}).to(compute)) {
-    const auto state = [&](const std::optional<at::Tensor>& t) {
-      return t ? t->to(compute) : at::zeros({s.D, s.B, s.H}, x.options());
+    const auto state = [&](const std::optional<at::Tensor>& t, int states) {
+      return t ? t->to(compute) : at::zeros({s.D, s.B, states * s.H}, x.options());
     };
-    h0 = state(args.h0);
-    if (has_c(cell)) c0 = state(args.c0);
+    h0 = state(args.h0, 1);
+    if (has_c(cell)) c0 = state(args.c0, s.S);
   }
 
   int64_t running(int64_t t) const { return places.offsets[t + 1] - places.offsets[t]; }
@@ -60,7 +61,7 @@ struct Problem {
 struct Direction {
   RnnWeights weights;           // in the accumulate type
   std::vector<CellStep> steps;  // (T), each with the rows of the sequences that run in it
-  at::Tensor h, c;              // (B,H), after the last step
+  at::Tensor h, c;              // (B,H) and (B,S*H), after the last step
 };
 
 Direction run(const Problem& p, const RnnWeights& given, int direction) {
@@ -77,7 +78,8 @@ Direction run(const Problem& p, const RnnWeights& given, int direction) {
   for (int64_t n = 0; n < p.sizes.T; ++n) {
     const int64_t t = p.step_at(direction, n), rows = p.running(t);
     const at::Tensor h = d.h.narrow(0, 0, rows), c = d.c.defined() ? d.c.narrow(0, 0, rows) : d.c;
-    d.steps[t] = cell_step(p.cell, p.rows(projected, t), affine(h, d.weights.w_hh, d.weights.b_hh), h, c);
+    d.steps[t] =
+        cell_step(p.cell, p.rows(projected, t), heads_product(h, d.weights.w_hh, d.weights.b_hh, p.sizes.heads), h, c);
     d.h = with_first_rows(d.h, d.steps[t].h);
     if (d.c.defined()) d.c = with_first_rows(d.c, d.steps[t].c);
   }
@@ -108,7 +110,10 @@ RnnResults rnn_reference(const RnnArgs& args, const RnnSizes& s, bool keep_cells
     outputs.push_back(all_rows(p, s.H, d.steps, [](const CellStep& step) { return step.h; }));
     h_n.push_back(d.h);
     if (with_c) c_n.push_back(d.c);
-    if (with_cells) cells.push_back(all_rows(p, s.H, d.steps, [](const CellStep& step) { return step.c; }));
+    if (with_cells) {
+      cells.push_back(
+          all_rows(p, s.K * s.H, d.steps, [&](const CellStep& step) { return step.c.narrow(1, 0, s.K * s.H); }));
+    }
     if (with_gates) {
       gates.push_back(all_rows(p, 4 * s.H, d.steps, [](const CellStep& step) { return at::cat(step.gates, 1); }));
     }
@@ -117,7 +122,7 @@ RnnResults rnn_reference(const RnnArgs& args, const RnnSizes& s, bool keep_cells
   const auto none = [&](at::ScalarType type) { return at::empty({0}, args.input.options().dtype(type)); };
   const auto like_output = [&](const std::vector<at::Tensor>& parts, at::ScalarType type) {
     const at::Tensor rows = joined(parts, 1).to(type);
-    return s.packed ? rows : rows.view({s.T, s.B, s.D * s.H});
+    return s.packed ? rows : rows.view({s.T, s.B, rows.size(1)});
   };
   const auto stacked = [](const std::vector<at::Tensor>& parts, at::ScalarType type) {
     return at::stack(parts).to(type);
@@ -132,11 +137,17 @@ std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnA
   const auto type = args.input.scalar_type();
   const bool with_c = has_c(args.cell);
   const Problem p(args, s);
-  const auto columns = [&](const std::optional<at::Tensor>& t, int direction) {
-    return t ? t->reshape({s.R, s.D * s.H}).narrow(1, direction * s.H, s.H).to(p.compute) : at::Tensor();
+  const auto columns = [&](const std::optional<at::Tensor>& t, int direction, int states) {
+    const int64_t width = states * s.H;
+    return t ? t->reshape({s.R, s.D * width}).narrow(1, direction * width, width).to(p.compute) : at::Tensor();
   };
-  const auto state = [&](const std::optional<at::Tensor>& t, int direction) {
-    return t ? t->select(0, direction).to(p.compute) : at::zeros({s.B, s.H}, p.x.options());
+  const auto state = [&](const std::optional<at::Tensor>& t, int direction, int states) {
+    return t ? t->select(0, direction).to(p.compute) : at::zeros({s.B, states * s.H}, p.x.options());
+  };
+  // The gradient of the kept states is that of the first of all others.
+  const auto with_kept = [&](const at::Tensor& all, const at::Tensor& kept) {
+    const int64_t width = s.K * s.H, rest = all.size(1) - width;
+    return rest == 0 ? all + kept : at::cat({all.narrow(1, 0, width) + kept, all.narrow(1, width, rest)}, 1);
   };
 
   std::vector<at::Tensor> result(mask.size());
@@ -144,18 +155,19 @@ std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnA
   std::vector<at::Tensor> grad_h0, grad_c0;
   for (int direction = 0; direction < s.D; ++direction) {
     const Direction d = run(p, rnn_weights(args, s, direction), direction);
-    const at::Tensor grad_output = columns(grads.output, direction), grad_cells = columns(grads.cells, direction);
-    at::Tensor dh = state(grads.h_n, direction), dc = with_c ? state(grads.c_n, direction) : at::Tensor();
+    const at::Tensor grad_output = columns(grads.output, direction, 1),
+                     grad_cells = columns(grads.cells, direction, s.K);
+    at::Tensor dh = state(grads.h_n, direction, 1), dc = with_c ? state(grads.c_n, direction, s.S) : at::Tensor();
     std::vector<at::Tensor> in(s.T), rec(s.T);
     for (int64_t n = s.T - 1; n >= 0; --n) {
       const int64_t t = p.step_at(direction, n), rows = p.running(t);
       at::Tensor h = dh.narrow(0, 0, rows), c = with_c ? dc.narrow(0, 0, rows) : dc;
       if (grad_output.defined()) h = h + p.rows(grad_output, t);
-      if (grad_cells.defined()) c = c + p.rows(grad_cells, t);
+      if (grad_cells.defined()) c = with_kept(c, p.rows(grad_cells, t));
       const CellStepGrads step = cell_step_backward(p.cell, d.steps[t], h, c);
       in[t] = step.in;
       rec[t] = step.rec;
-      h = at::mm(step.rec, d.weights.w_hh);
+      h = heads_grad_state(step.rec, d.weights.w_hh, s.heads);
       dh = with_first_rows(dh, step.h.defined() ? h + step.h : h);
       if (with_c) dc = with_first_rows(dc, step.c);
     }
@@ -180,7 +192,7 @@ std::vector<at::Tensor> rnn_backward_reference(const RnnGrads& grads, const RnnA
       const at::Tensor d_rec = all(rec);
       if (mask[first + 1]) {
         const auto before = all_rows(p, s.H, d.steps, [](const CellStep& step) { return step.h_before; });
-        result[first + 1] = at::mm(d_rec.t(), before);
+        result[first + 1] = heads_grad_weight(d_rec, before, s.heads);
       }
       if (wants_b_hh) result[first + 3] = d_rec.sum(0);
     }

@@ -1,5 +1,5 @@
-// The tree of a chain of CSR Jacobians as Python calls it; reports of Newton runs; linear_scan as the fit of its costs
-// and tests see it.
+// The tree of a chain of CSR Jacobians, and a backward pass along layers, as Python calls them; reports of Newton runs;
+// linear_scan as the fit of its costs and tests see it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
@@ -13,9 +13,11 @@
 #include <vector>
 
 #include "scan/chain/csr_tree.h"
+#include "scan/chain/layer_gradients.h"
 #include "scan/newton/report.h"
 #include "scan/pointwise/pointwise_scan.h"
 #include "scan/pointwise/source.h"
+#include "sparse/csr_chain.h"
 #include "sparse/python_first.h"
 #ifdef WEFT_WITH_CUDA
 #include "scan/linear/cuda/linear_scan.h"
@@ -43,6 +45,47 @@ py::object tree_backward(const CsrTree& tree, py::handle grad, const std::vector
   return py::cast(std::move(found));
 }
 
+// The links of a net's layers, which do not change from step to step; called with what does.
+class LayerChain {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  LayerChain(Tensors crows, Tensors cols, Tensors sources, std::vector<int64_t> reads)
+      : crows_(std::move(crows)), cols_(std::move(cols)), sources_(std::move(sources)), reads_(std::move(reads)) {}
+  // layer_chain(grad, ..., values), values in any shape that has the batch first where there is one.
+  Tensors operator()(const at::Tensor& grad, Tensors values) const {
+    for (size_t k = 0; k < values.size() && k < reads_.size(); ++k) {
+      if (reads_[k] != 0 && values[k].dim() != 2) values[k] = values[k].flatten(1);
+    }
+    return sparse::layer_chain_op(grad, crows_, cols_, values, sources_, reads_);
+  }
+
+ private:
+  Tensors crows_, cols_, sources_;
+  std::vector<int64_t> reads_;
+};
+
+// (settings, input, flat gradient of the output, its shape, weight, wants weight, wants bias)
+using GivenLayer =
+    std::tuple<std::optional<ConvSettings>, at::Tensor, at::Tensor, std::vector<int64_t>, at::Tensor, bool, bool>;
+
+// A weight's gradient and a bias's, or None, of each layer.
+std::vector<std::pair<py::object, py::object>> gradients_of(std::vector<GivenLayer> given, bool branches) {
+  std::vector<LayerGradient> found;
+  {
+    py::gil_scoped_release released;
+    std::vector<Layer> layers;
+    for (auto& [conv, input, grad, shape, weight, wants_weight, wants_bias] : given) {
+      layers.push_back(
+          {std::move(conv), std::move(input), grad.view(shape), std::move(weight), wants_weight, wants_bias});
+    }
+    found = layer_gradients(layers, branches);
+  }
+  const auto object = [](const at::Tensor& t) { return t.defined() ? py::cast(t) : py::object(py::none()); };
+  std::vector<std::pair<py::object, py::object>> results;
+  for (const LayerGradient& f : found) results.emplace_back(object(f.weight), object(f.bias));
+  return results;
+}
+
 }  // namespace
 
 void bind(py::module_& m) {
@@ -61,16 +104,31 @@ void bind(py::module_& m) {
         for (const NewtonRun& r : report.runs) found.emplace_back(r.op, r.steps, r.chunks, r.statistics);
         return found;
       });
-  m.def_submodule("_testing").def(
-      "pointwise_bodies",
-      [](const std::string& program) {
-        const StepProgram& step = step_program(program);
-        return std::array{step_body(step, {{"next", step.next}}),
-                          step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
-                          step_body(step, {{"g", step.vjp}}),
-                          step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
-      },
-      "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
+  py::class_<LayerChain>(m, "LayerChain")
+      .def(py::init<LayerChain::Tensors, LayerChain::Tensors, LayerChain::Tensors, std::vector<int64_t>>(),
+           py::arg("crows"), py::arg("cols"), py::arg("sources"), py::arg("reads"))
+      .def("__call__", torch::wrap_pybind_function_no_gil(
+                           [](const LayerChain& chain, const at::Tensor& grad, LayerChain::Tensors values) {
+                             return chain(grad, std::move(values));
+                           }));
+  py::class_<ConvSettings>(m, "ConvSettings")
+      .def(py::init<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t>(), py::arg("stride"),
+           py::arg("padding"), py::arg("dilation"), py::arg("groups"));
+  m.def("layer_gradients", torch::wrap_pybind_function(gradients_of),
+        "Gradients of the weight and the bias of each layer, given as (ConvSettings or None, input, flat gradient of "
+        "the output, its shape, weight, whether the weight's is wanted, and the bias's).",
+        py::arg("layers"), py::arg("branches"));
+  m.def_submodule("_testing")
+      .def(
+          "pointwise_bodies",
+          [](const std::string& program) {
+            const StepProgram& step = step_program(program);
+            return std::array{step_body(step, {{"next", step.next}}),
+                              step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
+                              step_body(step, {{"g", step.vjp}}),
+                              step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
+          },
+          "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
   m.def(
       "pointwise_chunks",
       [](bool cuda, int64_t steps, int64_t channels, int64_t inputs, bool wanted) {

@@ -1,4 +1,4 @@
-// One product of csr_chain. Torch-free.
+// One product of csr_chain or layer_chain. Torch-free.
 #pragma once
 #include "sparse/types.h"
 
@@ -9,8 +9,10 @@ struct CsrLink {
   const void* values;
   const void* x;
   void* out;
+  const void* source;    // where in `values` each element's number is; null: in order
   int64_t values_batch;  // 0: shared by the batch
   int64_t rows, columns, nnz;
+  int64_t reads;  // see csr_chain.h, layer_chain; positive: `values` are int64
 };
 
 }  // namespace weft::sparse

@@ -1,8 +1,9 @@
-// csr_chain under autograd: products one after the other, each differentiable to any order.
+// csr_chain and layer_chain under autograd: products one after the other, each differentiable to any order.
 #include <ATen/ops/mul.h>
 #include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/legacy_vmap.h"
 #include "sparse/csr_chain.h"
 #include "sparse/csr_mm.h"
 
@@ -28,10 +29,23 @@ std::vector<at::Tensor> chain_autograd(const at::Tensor& grad, at::TensorList cr
   return out;
 }
 
+std::vector<at::Tensor> layers_autograd(const at::Tensor& grad, at::TensorList crows, at::TensorList cols,
+                                        at::TensorList values, at::TensorList sources, at::IntArrayRef reads) {
+  if (!needs_grad(grad, values)) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return layer_chain_op(grad, crows, cols, values, sources, reads);
+  }
+  return csr_chain_op(grad, crows, cols, written_values(grad, crows, cols, values, sources, reads));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, Autograd, m) {
   m.impl("csr_chain", chain_autograd);
+  m.impl("layer_chain", layers_autograd);
+}
+TORCH_LIBRARY_IMPL(weft, Batched, m) {
+  m.impl("layer_chain", torch::CppFunction::makeFromBoxedFunction<one_by_one>());
 }
 
 }  // namespace weft::sparse

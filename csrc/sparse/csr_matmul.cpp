@@ -19,7 +19,7 @@ namespace weft::sparse {
 namespace {
 
 using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor,
-                        at::Tensor, at::Tensor>;
+                        at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 // Parts of the rows that are worth a thread and a marker array of its own.
 template <typename F>
@@ -39,8 +39,8 @@ Csr<I> csr(const at::Tensor& crow, const at::Tensor& col) {
 
 // What a plan has beside the product's pattern.
 struct Numeric {
-  at::Tensor axpy, accumulate, gather, starts, left, right, shared;
-  int64_t axpy_products = 0, gather_products = 0;
+  at::Tensor axpy, accumulate, gather, starts, left, right, shared, expand;
+  int64_t axpy_products = 0, gather_products = 0, expand_products = 0;
 };
 
 template <typename I>
@@ -82,28 +82,32 @@ template <typename I>
 Numeric plan_rows(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::vector<RowCount>& counts,
                   const std::vector<RowKind>& kinds, bool gpu, const at::TensorOptions& options) {
   Numeric made;
-  int64_t rows[4] = {}, elements = 0;
+  int64_t rows[5] = {}, elements = 0;
   std::vector<I> first_product(a.rows + 1, 0), first_element(a.rows + 1, 0);  // of the gathered rows before
   for (int64_t i = 0; i < a.rows; ++i) {
     const bool gather = kinds[i] == RowKind::kGather;
     ++rows[int(kinds[i])];
     if (kinds[i] == RowKind::kAxpy) made.axpy_products += counts[i].products;
+    if (kinds[i] == RowKind::kExpand) made.expand_products += counts[i].products;
     made.gather_products += gather ? counts[i].products : 0;
     elements += gather ? counts[i].elements : 0;
     first_product[i + 1] = I(made.gather_products), first_element[i + 1] = I(elements);
   }
   made.axpy = at::empty({rows[int(RowKind::kAxpy)]}, options);
   made.accumulate = at::empty({rows[int(RowKind::kAccumulate)]}, options);
+  made.expand = at::empty({rows[int(RowKind::kExpand)]}, options);
   const bool all = elements == c.crow[c.rows];
   made.gather = at::empty({all ? 0 : elements}, options);
   made.starts = at::empty({elements + 1}, options);
   made.left = at::empty({made.gather_products}, options), made.right = at::empty({made.gather_products}, options);
   I *axpy = made.axpy.mutable_data_ptr<I>(), *accumulate = made.accumulate.mutable_data_ptr<I>(),
-    *gather = made.gather.mutable_data_ptr<I>(), *starts = made.starts.mutable_data_ptr<I>(),
-    *left = made.left.mutable_data_ptr<I>(), *right = made.right.mutable_data_ptr<I>();
+    *expand = made.expand.mutable_data_ptr<I>(), *gather = made.gather.mutable_data_ptr<I>(),
+    *starts = made.starts.mutable_data_ptr<I>(), *left = made.left.mutable_data_ptr<I>(),
+    *right = made.right.mutable_data_ptr<I>();
   for (int64_t i = 0; i < a.rows; ++i) {
     if (kinds[i] == RowKind::kAxpy) *axpy++ = I(i);
     if (kinds[i] == RowKind::kAccumulate) *accumulate++ = I(i);
+    if (kinds[i] == RowKind::kExpand) *expand++ = I(i);
     if (kinds[i] == RowKind::kGather && !all) {
       for (I e = c.crow[i]; e < c.crow[i + 1]; ++e) *gather++ = e;
     }
@@ -163,13 +167,34 @@ Plan plan(const at::Tensor& a_crow, const at::Tensor& a_col, const at::Tensor& b
   // Twice what the operands and the product take in float32, less the pattern, is left for lists.
   const int64_t stored = a_col.size(0) + b_col.size(0) + nnz;
   const int64_t bytes = 2 * int64_t(sizeof(I) + 4) * stored - int64_t(sizeof(I)) * (nnz + a.rows + 1);
-  const auto kinds = choose_kinds(counts, listable ? bytes / int64_t(sizeof(I)) - 1 : -1);
+  auto kinds = choose_kinds(counts, listable ? bytes / int64_t(sizeof(I)) - 1 : -1);
+  Expansion<I> expansion;
+  if (gpu && listable) {
+    auto expanded = choose_expanded(counts, kinds);
+    const int64_t rows = std::count(expanded.begin(), expanded.end(), RowKind::kExpand);
+    if (rows > 0 &&
+        Expander<I>(a, b, csr<I>(crow, col), expansion).expand(expanded, counts, bytes - int64_t(sizeof(I)) * rows)) {
+      kinds = std::move(expanded);
+    } else {
+      expansion = {};
+    }
+  }
   const Numeric made = plan_rows(a, b, csr<I>(crow, col), counts, kinds, gpu, options);
-  return {crow,        col,
-          made.axpy,   made.accumulate,
-          made.gather, made.starts,
-          made.left,   made.right,
-          made.shared, at::tensor({products, made.axpy_products, made.gather_products}, at::kLong)};
+  expansion.left.insert(expansion.left.end(), expansion.right.begin(), expansion.right.end());
+  return {crow,
+          col,
+          made.axpy,
+          made.accumulate,
+          made.gather,
+          made.starts,
+          made.left,
+          made.right,
+          made.shared,
+          made.expand,
+          as_tensor(expansion.pieces, options),
+          as_tensor(expansion.left, options),
+          as_tensor(expansion.lists, options.dtype(at::kShort)),
+          at::tensor({products, made.axpy_products, made.gather_products, made.expand_products}, at::kLong)};
 }
 
 Plan csr_matmul_plan(at::TensorList a, at::TensorList b, std::optional<bool> gpu) {
@@ -206,17 +231,21 @@ Plan csr_matmul_plan(at::TensorList a, at::TensorList b, std::optional<bool> gpu
     made = plan<std::remove_pointer_t<decltype(i)>>(t[0], t[1], t[2], t[3], products, !grows,
                                                     gpu.value_or(device.is_cuda()));
   });
-  auto& [crow, col, axpy, accumulate, gather, starts, left, right, shared, info] = made;
+  auto& [crow, col, axpy, accumulate, gather, starts, left, right, shared, expand, pieces, segments, lists, info] =
+      made;
   const bool narrow = grows && col.size(0) <= std::numeric_limits<int32_t>::max();
   auto there = [&](const at::Tensor& p) { return p.to(device, narrow ? at::kInt : p.scalar_type()); };
-  return {there(crow),   there(col),  there(axpy),  there(accumulate), there(gather),
-          there(starts), there(left), there(right), there(shared),     info};
+  return {there(crow),  there(col),    there(axpy),   there(accumulate), there(gather),   there(starts),    there(left),
+          there(right), there(shared), there(expand), there(pieces),     there(segments), lists.to(device), info};
 }
 
 CsrMatmul describe(const char* op, const ProductPlan& p, const at::Tensor& like) {
   check_floating(op, "values", like);
   check_indices(op, "patterns", {p.a_crow, p.a_col, p.b_crow, p.b_col, p.crow, p.col}, like);
   check_indices(op, "patterns", {p.a_crow, p.axpy, p.accumulate, p.gather, p.starts, p.left, p.right, p.shared}, like);
+  check_indices(op, "patterns", {p.a_crow, p.expand, p.pieces, p.segments}, like);
+  TORCH_CHECK_VALUE(p.lists.scalar_type() == at::kShort && p.lists.device() == like.device() && p.lists.is_contiguous(),
+                    op, ": the lists of pieces must be int16 on ", like.device());
   CsrMatmul m{};
   m.dtype = dtype_of(like), m.wide = is_wide(p.a_crow);
   m.rows = p.a_crow.size(0) - 1, m.inner = p.b_crow.size(0) - 1;
@@ -227,11 +256,14 @@ CsrMatmul describe(const char* op, const ProductPlan& p, const at::Tensor& like)
   m.axpy = data(p.axpy), m.accumulate = data(p.accumulate), m.gather = data(p.gather);
   m.starts = data(p.starts), m.left = data(p.left), m.right = data(p.right), m.shared_lists = data(p.shared);
   m.axpy_rows = p.axpy.size(0), m.accumulate_rows = p.accumulate.size(0);
+  m.expand = data(p.expand), m.expand_rows = p.expand.size(0);
+  m.pieces = data(p.pieces), m.segments = data(p.segments), m.lists = static_cast<const int16_t*>(data(p.lists));
+  m.piece_count = p.pieces.size(0) / 3, m.segment_count = p.segments.size(0) / 2;
   if (m.shared_lists) {
     m.gather_rows = m.gather ? p.gather.size(0) : m.rows;
     m.of_rows = p.shared.size(0) == m.gather_rows;
     TORCH_CHECK_VALUE(!like.is_cuda() || (m.starts && !m.of_rows), op, ": patterns must be of a plan for a GPU");
-  } else if (m.left || m.right || (m.axpy_rows == 0 && m.accumulate_rows == 0)) {
+  } else if (m.left || m.right || (m.axpy_rows == 0 && m.accumulate_rows == 0 && m.expand_rows == 0)) {
     m.gather_elements = m.gather ? p.gather.size(0) : m.c_nnz;
     m.gather_products = m.left || m.right ? std::max(p.left.size(0), p.right.size(0)) : m.c_nnz;
   }

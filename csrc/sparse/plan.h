@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -64,7 +65,7 @@ class Symbolic {
 };
 
 // How the numeric phase computes a row of the product: see csr_matmul.h.
-enum class RowKind : uint8_t { kEmpty, kAxpy, kGather, kAccumulate };
+enum class RowKind : uint8_t { kEmpty, kAxpy, kGather, kAccumulate, kExpand };
 
 // A row shorter than this is gathered rather than a sum of rows, where there is memory: a warp, or a vector, would be
 // idle.
@@ -236,5 +237,211 @@ bool share_lists(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, const std::v
   }
   return true;
 }
+
+// Pieces of a product whose scalar products a block of a GPU writes into its shared memory, those of an element side by
+// side, before it sums them: elements of the product that follow each other, of one row or of several short ones.
+constexpr int64_t kPieceProducts = 2048;  // that a block has room for
+constexpr int64_t kPieceSegments = 512;   // the same of segments: what one element of a brings to a piece
+constexpr int64_t kSmallPiece = 256;      // products; a piece of fewer takes the next row, too
+
+// Piece p has the elements from pieces[3 p] on, the segments from pieces[3 p + 1] on and the list at pieces[3 p + 2],
+// which pieces that are alike share. Segment s multiplies element left[s] of a by elements of b: product q of the piece
+// is with right[s] + q. A list: how many segments and elements; where each segment's products begin, counted in their
+// own order, and where they end; the same of elements, counted in the order in which they are summed; and the place of
+// each product in that order. An element's products are in the order of a's elements.
+template <typename I>
+struct Expansion {
+  std::vector<I> pieces, left, right;
+  std::vector<int16_t> lists;
+
+  int64_t bytes() const {
+    return int64_t(sizeof(I) * (pieces.size() + left.size() + right.size()) + sizeof(int16_t) * lists.size());
+  }
+};
+
+// Which rows a GPU expands, beside what choose_kinds has chosen: all but those that have too many products an element
+// for a list, and sums of whole rows, where these are most of the product. None where nothing would have to be found
+// again: lists that are read once are as fast, and their plan is there.
+inline std::vector<RowKind> choose_expanded(const std::vector<RowCount>& rows, std::vector<RowKind> kinds) {
+  int64_t all = 0, axpy = 0;
+  bool found_again = false;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    all += rows[i].products, axpy += kinds[i] == RowKind::kAxpy ? rows[i].products : 0;
+    found_again = found_again || kinds[i] == RowKind::kAccumulate;
+  }
+  if (!found_again) return kinds;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const bool taken = kinds[i] == RowKind::kAxpy ? 2 * axpy < all : kinds[i] != RowKind::kEmpty;
+    if (taken && rows[i].products <= kLongestList * rows[i].elements) kinds[i] = RowKind::kExpand;
+  }
+  return kinds;
+}
+
+// Works out pieces, one after the other.
+template <typename I>
+class Expander {
+ public:
+  Expander(const Csr<I>& a, const Csr<I>& b, const Csr<I>& c, Expansion<I>& made)
+      : a_(a), b_(b), c_(c), made_(made), place_(b.columns) {}
+
+  // Rows in order; those with an element of more products than a piece takes accumulate. False, and nothing of use,
+  // where it would take more than `budget` bytes.
+  bool expand(std::vector<RowKind>& kinds, const std::vector<RowCount>& counts, int64_t budget) {
+    for (int64_t i = 0; i < a_.rows; ++i) {
+      if (kinds[i] == RowKind::kEmpty) continue;
+      const int64_t stored = a_.crow[i + 1] - a_.crow[i];
+      const bool whole = counts[i].products <= kPieceProducts && stored <= kPieceSegments;
+      if (products_ > 0 && (kinds[i] != RowKind::kExpand || products_ >= kSmallPiece || !whole ||
+                            products_ + counts[i].products > kPieceProducts || segments() + stored > kPieceSegments)) {
+        close();
+      }
+      if (kinds[i] != RowKind::kExpand) continue;
+      if (whole) {
+        add(i, c_.crow[i], c_.crow[i + 1]);
+      } else if (!cut(i, counts[i].products)) {
+        kinds[i] = RowKind::kAccumulate;
+      }
+      if (made_.bytes() > budget || !numbered()) return false;
+    }
+    if (products_ > 0) close();
+    return made_.bytes() <= budget && numbered();
+  }
+
+ private:
+  struct Known {
+    int64_t where, segment, segments, elements;
+  };
+
+  int64_t segments() const { return int64_t(made_.left.size()) - first_segment_; }
+  bool numbered() const {
+    const size_t most = size_t(std::numeric_limits<I>::max());
+    return made_.left.size() <= most && made_.lists.size() <= most;
+  }
+
+  // A row of more products than fit: as many pieces as it takes, of about as many products each. False where an
+  // element's own do not fit.
+  bool cut(int64_t i, int64_t products) {
+    const I begin = c_.crow[i], end = c_.crow[i + 1];
+    for (I e = begin; e < end; ++e) place_[c_.col[e]] = 0;
+    for (I e = a_.crow[i]; e < a_.crow[i + 1]; ++e) {
+      for (I f = b_.crow[a_.col[e]]; f < b_.crow[a_.col[e] + 1]; ++f) ++place_[b_.col[f]];
+    }
+    // Each segment has a product, and brings an element one at most.
+    const int64_t stored = a_.crow[i + 1] - a_.crow[i];
+    const int64_t most = stored > kPieceSegments ? kPieceSegments : kPieceProducts;
+    const int64_t parts = (products + most - 1) / most, wanted = (products + parts - 1) / parts;
+    std::vector<I> cuts = {begin};
+    int64_t taken = 0;
+    for (I e = begin; e < end; ++e) {
+      const int64_t own = place_[c_.col[e]];
+      if (own > most) return false;
+      if (taken > 0 && taken + own > most) cuts.push_back(e), taken = 0;
+      taken += own;
+      if (taken >= wanted && e + 1 < end) cuts.push_back(e + 1), taken = 0;
+    }
+    cuts.push_back(end);
+    for (size_t k = 0; k + 1 < cuts.size(); ++k) add(i, cuts[k], cuts[k + 1]), close();
+    return true;
+  }
+
+  // Elements [begin, end) of the product, of row i, to the piece that is open.
+  void add(int64_t i, I begin, I end) {
+    if (products_ == 0) first_element_ = begin, first_segment_ = int64_t(made_.left.size()), hash_ = 0;
+    const I low = c_.col[begin], high = c_.col[end - 1];
+    const bool all = begin == c_.crow[i] && end == c_.crow[i + 1];
+    const auto put = [&](uint64_t number) {
+      hash_ = (hash_ ^ number) * 0x9e3779b97f4a7c15u;
+      hash_ ^= hash_ >> 29;
+    };
+    for (I e = a_.crow[i]; e < a_.crow[i + 1]; ++e) {
+      const I *from = b_.col + b_.crow[a_.col[e]], *to = b_.col + b_.crow[a_.col[e] + 1];
+      if (!all) from = std::lower_bound(from, to, low), to = std::upper_bound(from, to, high);
+      if (from == to) continue;
+      made_.left.push_back(e), made_.right.push_back(I(from - b_.col - products_));
+      rows_.push_back({low, I(begin - first_element_), int64_t(to - from)});
+      put(uint64_t(begin - first_element_)), put(uint64_t(to - from));
+      for (const I* f = from; f < to; ++f) put(uint64_t(*f - low));
+      products_ += to - from;
+    }
+    parts_.push_back({begin, end});
+  }
+
+  // A list for the piece that is open: of one that is alike, or its own.
+  void close() {
+    const int64_t n = segments(), elements = parts_.back().second - first_element_;
+    const Known* found = nullptr;
+    const auto [begin, end] = known_.equal_range(hash_);
+    for (auto it = begin; it != end && !found; ++it) {
+      if (it->second.segments == n && it->second.elements == elements && alike(it->second.segment)) found = &it->second;
+    }
+    if (!found) {
+      const Known own{int64_t(made_.lists.size()), first_segment_, n, elements};
+      list(n, elements);
+      found = &known_.emplace(hash_, own)->second;
+    }
+    for (const int64_t number : {int64_t(first_element_), first_segment_, found->where}) {
+      made_.pieces.push_back(I(number));
+    }
+    products_ = 0, parts_.clear();
+  }
+
+  // Whether the open piece's segments join as those from `other` on do: the same columns, counted from the first of
+  // their row, so that they belong to the same elements.
+  bool alike(int64_t other) const {
+    int64_t before = 0, before_other = 0;
+    for (int64_t s = first_segment_; s < first_segment_ + segments(); ++s, ++other) {
+      const Segment &own = rows_[s], &its = rows_[other];
+      if (own.size != its.size || own.element != its.element) return false;
+      const I *f = b_.col + made_.right[s] + before, *g = b_.col + made_.right[other] + before_other;
+      for (int64_t q = 0; q < own.size; ++q) {
+        if (f[q] - own.low != g[q] - its.low) return false;
+      }
+      before += own.size, before_other += its.size;
+    }
+    return true;
+  }
+
+  void list(int64_t n, int64_t elements) {
+    const size_t at = made_.lists.size();
+    made_.lists.resize(at + 2 + n + 1 + elements + 1 + products_, 0);
+    int16_t *list = made_.lists.data() + at, *begins = list + 2, *starts = begins + n + 1,
+            *places = starts + elements + 1;
+    list[0] = int16_t(n), list[1] = int16_t(elements);
+    // An element's number by its column: of one row at a time.
+    std::vector<int16_t> next(elements + 1, 0), element_of(products_);
+    int64_t q = 0, s = 0;
+    for (const auto& [begin, end] : parts_) {
+      for (I e = begin; e < end; ++e) place_[c_.col[e]] = I(e - first_element_);
+      for (; s < n && rows_[first_segment_ + s].element == begin - first_element_; ++s) {
+        begins[s] = int16_t(q);
+        const I* f = b_.col + made_.right[first_segment_ + s] + q;
+        for (int64_t k = 0; k < rows_[first_segment_ + s].size; ++k, ++q) {
+          element_of[q] = int16_t(place_[f[k]]);
+          ++next[element_of[q] + 1];
+        }
+      }
+    }
+    begins[n] = int16_t(q);
+    for (int64_t e = 0; e < elements; ++e) next[e + 1] = int16_t(next[e + 1] + next[e]);
+    std::copy(next.begin(), next.end(), starts);
+    for (q = 0; q < products_; ++q) places[q] = next[element_of[q]]++;
+  }
+
+  struct Segment {
+    I low;      // the first column of its row in the piece
+    I element;  // that row's first element of the piece
+    int64_t size;
+  };
+
+  Csr<I> a_, b_, c_;
+  Expansion<I>& made_;
+  std::vector<I> place_;                // a number per column, of any value
+  std::vector<Segment> rows_;           // of every segment
+  std::vector<std::pair<I, I>> parts_;  // of the open piece: elements of one row each
+  int64_t products_ = 0, first_segment_ = 0;
+  I first_element_ = 0;
+  uint64_t hash_ = 0;
+  std::unordered_multimap<uint64_t, Known> known_;
+};
 
 }  // namespace weft::sparse

@@ -24,7 +24,16 @@ from ._vertex.trainer import explain_trainer
 
 __all__ = ["ModelExplanation", "PartExplanation", "ScanExplanation", "explain"]
 
-_SCAN_LAYERS = (weft_nn.MinGRU, weft_nn.MinLSTM, weft_nn.RGLRU, weft_nn.ParaGRU, weft_nn.ParaLSTM)
+State = Tensor | tuple[Tensor, Tensor] | None
+_SCAN_LAYERS = (
+    weft_nn.MinGRU,
+    weft_nn.MinLSTM,
+    weft_nn.RGLRU,
+    weft_nn.ParaGRU,
+    weft_nn.ParaLSTM,
+    weft_nn.LRU,
+    weft_nn.S5,
+)
 _TORCHS = (nn.RNNBase, nn.RNNCellBase)
 
 
@@ -74,10 +83,10 @@ class ModelExplanation:
 
 @overload
 def explain(
-    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM, x: Tensor | PackedSequence, hx: Any = None
+    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM, x: Tensor | PackedSequence, hx: State = None
 ) -> Explanation: ...
 @overload
-def explain(subject: nn.RNNBase | nn.RNNCellBase, x: Tensor | PackedSequence, hx: Any = None) -> Explanation: ...
+def explain(subject: nn.RNNBase | nn.RNNCellBase, x: Tensor | PackedSequence, hx: State = None) -> Explanation: ...
 @overload
 def explain(
     subject: vertex.VertexFunction | vertex.VertexFunctions,
@@ -91,14 +100,20 @@ def explain(
     subject: vertex.Trainer, graphs: vertex.Graphs, inputs: Tensor | Mapping[str, Tensor] | None = None
 ) -> vertex.TrainerExplanation: ...
 @overload
+def explain(subject: offloading.offload) -> offloading.OffloadReport: ...
+@overload
+def explain(
+    subject: weft_nn.MinGRU | weft_nn.MinLSTM | weft_nn.RGLRU, input: Tensor, h_0: Tensor | None = None
+) -> ScanExplanation: ...
+@overload
+def explain(subject: scan.ScanSequential, input: Tensor) -> ScanExplanation: ...
+@overload
+def explain(subject: nn.Module, *inputs: object, **keywords: object) -> ModelExplanation: ...
+@overload
 def explain(
     subject: Callable[..., Tensor], A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False,
-    transpose: bool = False,
+    transpose: bool = False, batch_first: bool = False,
 ) -> ScanExplanation: ...  # fmt: skip
-@overload
-def explain(subject: nn.Module, *inputs: Any, **keywords: Any) -> ModelExplanation | ScanExplanation: ...
-@overload
-def explain(subject: offloading.offload) -> offloading.OffloadReport: ...
 
 
 def explain(*args, **kwargs):
@@ -163,16 +178,18 @@ def _kind_of_scan(dims: int) -> tuple[str, str]:
     return "dense scan", "A (T, B, H, H) is dense: H x H multiply-adds for every sequence and step"
 
 
-def _explain_linear_scan(
-    A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False, transpose: bool = False
-) -> ScanExplanation:
+def _explain_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None = None, **flags: bool) -> ScanExplanation:
     for name, tensor in (("A", A), ("b", b)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"explain: {name} must be a Tensor, got {type(tensor).__name__}")
     with torch.no_grad():
         # What is wrong with the arguments is said by the operator, on tensors without data.
         meta = [None if t is None else torch.empty_like(t, device="meta") for t in (A, b, x0)]
-        scan.linear_scan(*meta, reverse=reverse, transpose=transpose)
+        scan.linear_scan(*meta, **flags)
+    if A.dim() == 4 and A.is_complex():
+        return ScanExplanation(
+            "linear_scan", f"A {tuple(A.shape)}, b {_sizes(b)}", "reference", "A is complex and dense"
+        )
     algorithm, reason = _kind_of_scan(A.dim())
     return ScanExplanation("linear_scan", f"A {tuple(A.shape)}, b {_sizes(b)}", algorithm, reason)
 
@@ -203,7 +220,9 @@ def _walked(x: Tensor, channels: int, inputs: int, algorithm: str) -> tuple[str,
     return "walk", f"{channels} channels over {steps} steps are walked as fast in one piece"
 
 
-def _explain_scan_layer(layer: nn.Module, input: Tensor, h_0: Any = None) -> ScanExplanation:
+def _explain_scan_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Tensor | None = None) -> ScanExplanation:
+    if isinstance(input, PackedSequence):
+        input = input.data
     if not isinstance(input, Tensor):
         raise TypeError(f"explain: x must be a Tensor, got {type(input).__name__}")
     if isinstance(layer, (weft_nn.ParaGRU, weft_nn.ParaLSTM)):
@@ -213,7 +232,12 @@ def _explain_scan_layer(layer: nn.Module, input: Tensor, h_0: Any = None) -> Sca
         channels = layer.hidden_size * (x.shape[1] if x.dim() == 3 else 1)
         return ScanExplanation(repr(layer), _sizes(input), *_walked(x, channels, 3, layer.algorithm))
     algorithm, reason = _kind_of_scan(3)
-    reason = f"its gates depend on the input alone, so that all steps are one linear layer and one scan; {reason}"
+    alone = (
+        "it is linear in its state"
+        if isinstance(layer, (weft_nn.LRU, weft_nn.S5))
+        else "its gates depend on the input alone"
+    )
+    reason = f"{alone}, so that all steps are one linear layer and one scan; {reason}"
     return ScanExplanation(repr(layer), _sizes(input), algorithm, reason)
 
 

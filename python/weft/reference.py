@@ -6,6 +6,6 @@ functions: under ``torch.func`` transforms and in forward-mode AD.
 
 from __future__ import annotations
 
-from ._rnn.reference import rnn
+from ._rnn.reference import rnn, step
 
-__all__ = ["rnn"]
+__all__ = ["rnn", "step"]

@@ -32,7 +32,7 @@ def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Mo
 
 def states_of(layer: nn.Module, B: int, dtype: torch.dtype) -> Any:
     if not isinstance(layer, nn.RNNBase):
-        return torch.randn(B, 6, dtype=dtype)
+        return torch.randn(layer.num_layers, B, 6, dtype=dtype)
     rows = layer.num_layers * (2 if layer.bidirectional else 1)
     states = [torch.randn(rows, B, 6, dtype=dtype) for _ in range(2)]
     return tuple(states) if layer.mode == "LSTM" else states[0]
@@ -102,7 +102,8 @@ def _beside_one_process(
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("kind", ["MinGRU", "MinLSTM", "RGLRU"])
 def test_layers_that_are_linear_in_the_state(team: Team, kind: str, given: bool) -> None:
-    for options in ({}, {"batch_first": True}):
+    deep = {"num_layers": 2, "bidirectional": not given, "batch_first": given}
+    for options in ({}, {"batch_first": True}, deep):
         for sizes in (UNEVEN, [0, 0, 4, 0]):
             team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-13)
 
@@ -292,6 +293,13 @@ def _refused(rank: int) -> None:
     layer = wd.shard_time(weft.nn.GRU(2, 3))
     with pytest.raises(ValueError, match=r"^GRU: a layer over ranks takes no PackedSequence"):
         layer(pack_sequence([torch.zeros(3, 2)]))
+    layer = wd.shard_time(weft.nn.MinGRU(2, 3, bidirectional=True))
+    with pytest.raises(ValueError, match=r"^MinGRU: a bidirectional layer over ranks takes no hx"):
+        layer(torch.zeros(4, 1, 2), torch.zeros(2, 1, 3))
+    with pytest.raises(ValueError, match=r"^shard_time: the layer '0' is a LRU, whose complex states"):
+        wd.shard_time(nn.Sequential(weft.nn.LRU(2, 3)))
+    with pytest.raises(TypeError, match=r"^linear_scan: complex numbers are not exchanged between ranks"):
+        wd.linear_scan(torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 1, 3, dtype=torch.complex64))
     with pytest.raises(ValueError, match="projections"):
         wd.shard_time(weft.nn.LSTM(2, 3, proj_size=2))
 

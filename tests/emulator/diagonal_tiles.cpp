@@ -33,6 +33,9 @@ inline int64_t __double_as_longlong(double x) {
   std::memcpy(&y, &x, 8);
   return y;
 }
+inline float rsqrtf(float x) {
+  return 1 / std::sqrt(x);
+}
 using std::isfinite;
 
 #include "scan/linear/cuda/diagonal_tiles.cuh"
@@ -52,7 +55,9 @@ void kernel() {
 
 // Lays out a problem of merged rows as the launcher does, and runs it. `sums`: (chunks, B, H).
 template <int kSize>
-using Element = std::conditional_t<kSize == 2, weft::BFloat16, std::conditional_t<kSize == 4, float, double>>;
+using Real = std::conditional_t<kSize == 2, weft::BFloat16, std::conditional_t<kSize == 4, float, double>>;
+template <int kSize>
+using Element = std::conditional_t<COMPLEX, Complex<float>, Real<kSize>>;
 
 extern "C" int64_t chunks_of(int64_t T, int steps) {
   const int64_t all = TileShape<Element<SIZE>>::kTileStrands * steps;

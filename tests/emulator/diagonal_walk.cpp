@@ -31,7 +31,9 @@ void launch(unsigned seed) {
 }  // namespace
 
 extern "C" void run(const DiagonalGradients* given, bool gradients, unsigned seed) {
-  using T = std::conditional_t<SIZE == 2, weft::BFloat16, std::conditional_t<SIZE == 4, float, double>>;
+  using Real = std::conditional_t<SIZE == 2, weft::BFloat16, std::conditional_t<SIZE == 4, float, double>>;
+  using Pair = Complex<std::conditional_t<SIZE == 8, float, double>>;
+  using T = std::conditional_t<COMPLEX, Pair, Real>;
   weft::when.seed(seed);
   weft::copies.clear();
   problem = *given;

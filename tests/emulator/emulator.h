@@ -238,6 +238,9 @@ inline float __uint_as_float(unsigned x) {
 inline void __syncthreads() {
   emulator::meet(emulator::current->block->meeting);
 }
+inline void __syncwarp() {
+  emulator::meet(emulator::current->warp->meeting);
+}
 inline float __shfl_xor_sync(unsigned, float x, int lanes) {
   const unsigned mine = __float_as_uint(x);
   return __uint_as_float(emulator::gather(&mine, 1)[emulator::current->lane ^ lanes][0]);

@@ -20,19 +20,21 @@ extern "C" void put_cost(const char* table, const char* name, double value) {
 }
 
 // Microseconds of all steps and layers, 0 where the weights do not fit.
-extern "C" double expected_us(int cell, int type, int input_size, int hidden, int layers, int directions, int64_t steps,
-                              int batch, bool packed, bool trains) {
+extern "C" double expected_us(int cell, int type, int input_size, int hidden, int heads, int layers, int directions,
+                              int64_t steps, int batch, bool packed, bool trains) {
   using namespace weft::rnn;
   double us = 0;
   for (const bool backward : {false, true}) {
     if (backward && !trains) break;
-    const RecurrenceProblem problem{Cell(cell), RecurrenceType(type), backward, packed, hidden, directions, batch};
+    const RecurrenceProblem problem{Cell(cell), RecurrenceType(type), backward, packed, hidden,
+                                    heads,      directions,           batch};
     const auto found = recurrence_geometries(problem);
     if (found.empty()) return 0;
     us += found.front().step_us * double(steps) * layers;
     if (backward) continue;
-    us += products_us(problem, {"", "", steps, batch, input_size, hidden, layers, directions, packed, trains},
-                      the_costs.table("products"));
+    us += products_us(
+        problem, {"", "", steps, batch, input_size, int64_t(hidden) * heads, layers, directions, packed, trains, heads},
+        the_costs.table("products"));
   }
   return us;
 }

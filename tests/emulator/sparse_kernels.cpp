@@ -50,19 +50,22 @@ using namespace weft::sparse;
 
 #if SOURCE == 0
 // which: 0 the product, 1 and 2 its gradients. sizes: batch, rows, inner, nnz of a, b and the product, rows or elements
-// of each kind, gathered products, the operands' batch strides, rows that share lists. pointers: as
-// in CsrMatmul.
+// of each kind, gathered products, the operands' batch strides, rows that share lists, pieces, their segments.
+// pointers: as in CsrMatmul.
 extern "C" void run(int which, int f64, int wide, int shared, const int64_t* sizes, void* const* pointers) {
   CsrMatmul m{};
   m.dtype = f64 ? DType::f64 : DType::f32, m.wide = wide, m.shared = shared;
-  int64_t* const into[] = {&m.batch,   &m.rows,      &m.inner,           &m.a_nnz,           &m.b_nnz,
-                           &m.c_nnz,   &m.axpy_rows, &m.accumulate_rows, &m.gather_elements, &m.gather_products,
-                           &m.x_batch, &m.y_batch,   &m.g_batch,         &m.gather_rows};
+  int64_t* const into[] = {&m.batch,        &m.rows,      &m.inner,           &m.a_nnz,           &m.b_nnz,
+                           &m.c_nnz,        &m.axpy_rows, &m.accumulate_rows, &m.gather_elements, &m.gather_products,
+                           &m.x_batch,      &m.y_batch,   &m.g_batch,         &m.gather_rows,     &m.piece_count,
+                           &m.segment_count};
   for (int64_t* size : into) *size = *sizes++;
-  const void** const to[] = {&m.a_crow,     &m.a_col,   &m.b_crow, &m.b_col, &m.c_crow, &m.c_col,        &m.axpy,
-                             &m.accumulate, &m.gather,  &m.starts, &m.left,  &m.right,  &m.shared_lists, &m.t_crow,
-                             &m.t_col,      &m.t_index, &m.x,      &m.y,     &m.g};
+  const void** const to[] = {&m.a_crow,       &m.a_col,      &m.b_crow, &m.b_col,   &m.c_crow, &m.c_col,
+                             &m.axpy,         &m.accumulate, &m.gather, &m.starts,  &m.left,   &m.right,
+                             &m.shared_lists, &m.expand,     &m.pieces, &m.segments};
   for (const void** pointer : to) *pointer = *pointers++;
+  m.lists = static_cast<const int16_t*>(*pointers++);
+  for (const void** pointer : {&m.t_crow, &m.t_col, &m.t_index, &m.x, &m.y, &m.g}) *pointer = *pointers++;
   m.out = *pointers;
   (which == 0 ? csr_matmul_cuda : which == 1 ? csr_matmul_left_cuda : csr_matmul_right_cuda)(m, nullptr);
 }
@@ -80,12 +83,13 @@ extern "C" void run(int which, int f64, int wide, int shared, const int64_t* s, 
   }
 }
 #elif SOURCE == 2
-// `which` links, in clusters or not. sizes: batch, then values' batch stride, rows, columns, nnz of each. pointers:
-// crow, col, values, x, out of each.
+// `which` links, in clusters or not. sizes: batch, then values' batch stride, rows, columns, nnz, reads of each.
+// pointers: crow, col, values, x, out, source of each.
 extern "C" void run(int which, int f64, int wide, int clusters, const int64_t* s, void* const* p) {
   std::vector<CsrLink> links;
-  for (int k = 0; k < which; ++k, p += 5) {
-    links.push_back({p[0], p[1], p[2], p[3], p[4], s[1 + 4 * k], s[2 + 4 * k], s[3 + 4 * k], s[4 + 4 * k]});
+  for (int k = 0; k < which; ++k, p += 6) {
+    const int64_t* of = s + 1 + 5 * k;
+    links.push_back({p[0], p[1], p[2], p[3], p[4], p[5], of[0], of[1], of[2], of[3], of[4]});
   }
   weft::with_clusters = clusters, weft::processors = clusters ? 40 : 3;
   std::vector<std::unique_ptr<uint4[]> > held;

@@ -61,9 +61,22 @@ def test_figures(tmp_path) -> None:
     density = "model=vgg19 device=cuda dtype=fp32 B=64 trained={} layer={}"
     rows = [row(step.format(b), "step", 2.0, p, 1.0) for b in offload.BUDGETS for p in ("plain", "floor")]
     rows += [row(density.format(t, k), "density", 0.5, "on_the_bus", 0.6) for t in ("no", "yes") for k in range(3)]
+    for budget, peak in (("none", 6e9), ("0", 1e9)):
+        case = step.format(budget)
+        rows += [row(case, "step", 2.0, peer, value) for peer, value in (("checkpoint", 1.3), ("torchtune", 1.8))]
+        memory = (("plain", 8e9), ("checkpoint", 4e9), ("torchtune", 1.2e9), ("everything_and_budget", 9e9))
+        rows += [row(case, "peak_memory", peak, peer, value) for peer, value in memory]
     assert figures.page({"offload": []}, tmp_path) == []
     parts = "\n".join(figures.page({"offload": rows}, tmp_path))
     assert "VGG-19, B 64, fp32, budget 75%" in parts and "without offload: 1.0 ms" in parts and "density" not in parts
+    table = parts.split(".. csv-table:: Ways to make VGG-19, fp32, B 64 fit, GPU")[1].split(".. csv-table")[0]
+    assert [line.strip() for line in table.splitlines() if line.startswith('   "')] == [
+        '"nothing: all in memory", "1 ms", "0%", "8000 MB", "0%"',
+        '"checkpointing of every block", "1.3 ms", "30%", "4000 MB", "50%"',
+        '"torchtune\'s OffloadActivations", "1.8 ms", "80%", "1200 MB", "85%"',
+        '"weft.offload, budget none", "2 ms", "100%", "6000 MB", "25%"',
+        '"weft.offload, budget 0", "2 ms", "100%", "1000 MB", "88%"',
+    ]
     assert '   "VGG-19", "3", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)"' in parts
     for name in ("offload_budgets.svg", "offload_densities.svg"):
         assert name in parts and (tmp_path / name).read_bytes().startswith(b"<?xml")

@@ -20,7 +20,7 @@ CELLS = {
 }
 PROJECTED = {"projected": (weft.nn.LSTM, torch.nn.LSTM, {"proj_size": 2})}
 LAYERS = CELLS | PROJECTED
-ALGORITHMS = ["auto", "persistent", "scan", "torch", "reference"]
+ALGORITHMS = ["auto", "persistent", "scan", "newton", "torch", "reference"]
 I, H = 3, 4
 # Relative error of the norm. fp64: rounding of a few hundred operations. fp32: the same at 1e9 times its epsilon.
 BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}

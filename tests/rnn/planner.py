@@ -12,7 +12,7 @@ from weft._base import costs as gpu_costs
 
 from tests.emulated import COMPILER, ROOT
 
-CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
+CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm", "slstm", "slstm_exp")
 TYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "exact": 3}
 H200 = (132, 232_448, 90)
 """Multiprocessors, bytes of shared memory of a block, compute capability."""
@@ -44,8 +44,10 @@ class Planner:
 
     def __call__(
         self, *, device: int, cell: str, dtype: str, input_size: int, hidden_size: int, layers: int, directions: int,
-        steps: int, batch: int, packed: bool, trains: bool,
+        steps: int, batch: int, packed: bool, trains: bool, heads: int = 1,
     ) -> dict[str, Any]:  # fmt: skip
-        us = self.expected_us(cell, dtype, input_size, hidden_size, layers, directions, steps, batch, packed, trains)
+        us = self.expected_us(
+            cell, dtype, input_size, hidden_size // heads, heads, layers, directions, steps, batch, packed, trains
+        )
         why_not = None if us else "its weights do not fit on the chip"
         return {"why_not": why_not, "forward": None, "backward": None, "microseconds": us or None}

@@ -84,12 +84,8 @@ def test_algorithm_keyword():
 
 def test_refusals_leave_the_model_alone():
     model = Model(torch.nn.GRU)
-    for error, arguments in (
-        (ValueError, {"algorithm": "fast"}),
-        (NotImplementedError, {"algorithm": "newton"}),
-    ):
-        with pytest.raises(error):
-            weft.accelerate(model, **arguments)
+    with pytest.raises(ValueError, match="unknown algorithm 'fast'"):
+        weft.accelerate(model, algorithm="fast")
     with pytest.raises(TypeError, match=r"accelerate: model must be a torch\.nn\.Module, got list"):
         weft.accelerate([model])
     assert type(model.first) is torch.nn.GRU

@@ -19,11 +19,12 @@ SHARED = ("rnn/cells/cell.h", "rnn/cells/cells.h")
 def naming(cell: str) -> set[str]:
     """The files whose code names a cell, by its own name or its traits'."""
     traits = "".join(part.capitalize() for part in cell.split("_"))
-    pattern = re.compile(rf'\bk?{traits}\b|\b{cell}(_\w+)?\b|"{cell}"|{cell}\.h')
+    pattern = re.compile(rf'\bk?{traits}\b|\b{cell}(_\w+)?\b|"{cell}"|\b{cell}\.h')
     found = set()
     for path in CSRC.rglob("*.*"):
         if path.suffix in (".h", ".cpp", ".cu", ".cuh"):
             code = re.sub(r"//.*", "", path.read_text(encoding="utf-8"))
+            code = re.sub(r'kCosts = "\w+"', "", code)  # a table of costs, which a cell may borrow
             if pattern.search(code):
                 found.add(path.relative_to(CSRC).as_posix())
     return found

@@ -281,7 +281,7 @@ def test_bits_do_not_depend_on_threads(kind: str) -> None:
         (lambda a: a.update(input=a["input"][0]), ValueError, r"input must be \(B, I\), got 1 dimensions"),
         (lambda a: a.update(h=a["h"][:1]), ValueError, r"h must be \(B, H\) = \[2, 4\], got \[1, 4\]"),
         (lambda a: a.update(c=None), ValueError, r"c must be \(B, H\) for lstm, got None"),
-        (lambda a: a.update(cell="gru"), ValueError, "c must be None except for lstm, got a tensor"),
+        (lambda a: a.update(cell="gru"), ValueError, "c must be None except for lstm, slstm, slstm_exp, got a tensor"),
         (lambda a: a.update(cell="no"), ValueError, "cell must be one of 'rnn_tanh', .*, got 'no'"),
         (lambda a: a.update(w_ih=a["w_hh"]), ValueError, r"w_ih must be \(G\*H, I\) = \[16, 3\], got \[16, 4\]"),
         (lambda a: a.update(b_ih=None), ValueError, "b_ih and b_hh must both be given or both be None, got only b_hh"),

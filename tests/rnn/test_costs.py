@@ -164,6 +164,7 @@ def test_auto_keeps_its_bound_on_every_committed_point(on_an_h200):
             continue
         counted[row.file] += 1
         name, _ = choice.choose("auto", row.case)
+        name = "scan" if name == "newton" else name  # which it takes where it is the scan behind a shorter forward pass
         us = row.torch if name == "torch" else row.weft
         assert us <= min(row.weft, row.torch) and not loses(us, row.torch), row
         before = taken_when_measured(row.case) if row.file == "scan_auto" else "persistent"

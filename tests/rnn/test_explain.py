@@ -143,7 +143,7 @@ def test_what_does_not_fit_runs_as_torch(asked):
 
 
 def test_names_are_obeyed():
-    for asked in ("persistent", "scan", "torch", "reference"):
+    for asked in ("persistent", "scan", "newton", "torch", "reference"):
         assert choose(asked, CASE) == (asked, "asked for by name")
         assert choose(asked, CASE._replace(transformed=True))[0] == "reference"
     assert choose("reference", CASE._replace(packed=True))[0] == "reference"
@@ -248,6 +248,44 @@ def test_auto_takes_the_faster_of_scan_and_persistent(plan):
     assert choose("auto", SMALL_ON_CUDA._replace(hidden_size=64, steps=10_000, batch=4))[0] == "scan"
     plan.why_not = "there is no compiler"
     assert choose("auto", large)[0] == "scan"
+
+
+def test_auto_takes_chunks_of_time_where_a_net_that_never_forgets_loses_little(plan):
+    long = SMALL_ON_CUDA._replace(cell="rnn_tanh", steps=30_000)
+    name, reason = choose("auto", long)
+    assert name == "newton" and "at most a tenth more" in reason and not plan.asked
+    assert choice.how("newton", long) == "66 chunks of 455 steps"
+    scan_us, us = (choice.expected_time(name, long) for name in ("scan", "newton"))
+    assert scan_us < us <= 1.1 * scan_us
+    assert choose("auto", long._replace(trains=False))[0] == "newton"
+    assert choose("auto", long._replace(steps=1000))[0] == "scan"
+    skips = {
+        "2 chunks of time would gain little": {"batch": 500},
+        "1 chunk of time would gain little": {"steps": 300},
+        "where the length is unknown": {"steps": None, "batch": None},
+        "never forgets would take more than a tenth": {"steps": 1000, "batch": 1},
+        "where a warp does not hold": {"hidden_size": 40},
+        "does not take it on cpu": {"device": "cpu"},
+    }
+    for words, change in skips.items():
+        case = long._replace(**change)
+        assert words in choice.why_auto_skips("newton", case) and choose("auto", case)[0] != "newton"
+
+
+def test_what_newton_does_not_do_is_said(plan):
+    case = SMALL_ON_CUDA._replace(cell="lstm", steps=30_000)
+    misfits = {
+        "PackedSequence": ({"packed": True}, "persistent"),
+        "proj_size": ({"proj_size": 2}, "persistent"),
+        "cells of every step": ({"keeps_cells": True}, "persistent"),
+        "a warp holds 32 hidden units, got 40": ({"hidden_size": 40}, "scan"),
+        "got 300": ({"hidden_size": 300}, "persistent"),
+    }
+    for words, (change, instead) in misfits.items():
+        name, reason = choose("newton", case._replace(**change))
+        assert name == instead and reason.startswith("newton: ") and words in reason
+    assert choose("newton", case._replace(steps=1, batch=10**6)) == ("newton", "asked for by name")
+    assert choose("newton", case._replace(steps=None, batch=None)) == ("newton", "asked for by name")
 
 
 def test_every_candidate_has_an_expected_time_on_cuda(plan):
@@ -451,7 +489,7 @@ def test_explanation():
     answer = weft.explain(layer, torch.randn(100, 4, 3))
     assert answer.algorithm == "persistent" and answer.asked == "auto"
     candidates = by_name(answer)
-    assert list(candidates) == ["persistent", "scan", "torch", "reference"]
+    assert list(candidates) == ["persistent", "scan", "newton", "torch", "reference"]
     assert all(c.eligible for c in answer.candidates)
     assert "auto" in candidates["scan"].reason
     assert all(c.reason for c in answer.candidates)
@@ -564,7 +602,7 @@ def test_arguments_are_checked_as_in_forward(layer):
 
 def test_what_nobody_can_explain():
     for other in (None, "GRU"):
-        with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU or LSTM, got"):
+        with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got"):
             weft.explain(other, torch.randn(5, 2, 3))
     with pytest.raises(TypeError, match="what to explain is missing"):
         weft.explain()
@@ -660,7 +698,7 @@ def test_the_algorithm_that_is_told_is_the_one_that_runs(monkeypatch):
         monkeypatch.setattr(runs, name, run)
     x = torch.randn(5, 2, 3)
     inputs = (x, x[:, 0], rnn.pack_padded_sequence(x, [5, 2]))
-    for asked in ("auto", "persistent", "scan", "torch", "reference"):
+    for asked in ("auto", "persistent", "scan", "newton", "torch", "reference"):
         for hidden in (4, 200):
             layer = weft.nn.GRU(3, hidden, num_layers=2, algorithm=asked)
             for each in inputs:

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import weft  # noqa: F401  registers torch.ops.weft
 from torch import Tensor
+from weft._rnn.table import CELLS as TRAITS
 
 from tests import emulated
 from tests.common import relative_error
 
-CELLS = ("rnn_tanh", "rnn_relu", "gru", "lstm")
-GATES = {"rnn_tanh": 1, "rnn_relu": 1, "gru": 3, "lstm": 4}
+CELLS = tuple(TRAITS)
 TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 3}
 BOUNDS = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 2e-5}
 PAGE = mmap.PAGESIZE
@@ -33,6 +32,7 @@ class Sample:
     group: int
     columns: int
     H: int
+    """Of each head."""
     backward: bool = False
     dtype: torch.dtype = torch.float32
     cluster: int = 1
@@ -49,9 +49,11 @@ class Sample:
     at_once: int | None = None
     """Groups of a launch."""
     state: bool = True
+    heads: int = 1
 
     def __str__(self) -> str:
         words = [self.cell, "backward" if self.backward else "forward", self.tier, f"{self.group}x{self.columns}"]
+        words += [f"heads{self.heads}"] if self.heads > 1 else []
         words += [str(self.dtype).removeprefix("torch."), "fma" if self.fma else "mma"]
         return "-".join([*words, *([f"pool{self.cluster}"] if self.cluster > 1 else [])])
 
@@ -69,6 +71,18 @@ SAMPLES = [
     Sample("lstm", "grid", 8, 3, 61, backward=True, dtype=torch.bfloat16, cluster=2, directions=2),
     Sample("gru", "grid", 8, 1, 33, fma=True, cluster=2, directions=2, together=False, at_once=2),
     Sample("rnn_relu", "grid", 8, 2, 24, backward=True, fma=True, cluster=4, state=False),
+    Sample("lstm", "small", 1, 2, 20, heads=3, directions=2),
+    Sample("gru", "small", 1, 3, 13, heads=2, backward=True, dtype=torch.float16, lengths=(9, 7, 7, 1)),
+    Sample("gru", "cluster", 4, 2, 36, heads=3, directions=2, together=False, lengths=(9, 4, 1)),
+    Sample("lstm", "cluster", 4, 2, 33, heads=2, backward=True, directions=2, dtype=torch.bfloat16),
+    Sample("lstm", "grid", 8, 2, 32, heads=2, at_once=1, dtype=torch.float16),
+    Sample("gru", "grid", 8, 2, 29, heads=3, backward=True, cluster=2, at_once=4),
+    Sample("slstm", "small", 1, 3, 20, heads=2, directions=2, lengths=(9, 7, 7, 1)),
+    Sample("slstm", "small", 1, 2, 13, heads=3, backward=True, lengths=(9, 7, 7, 1)),
+    Sample("slstm_exp", "cluster", 4, 2, 33, heads=2, dtype=torch.bfloat16),
+    Sample("slstm", "cluster", 8, 2, 61, backward=True, dtype=torch.float16, directions=2, resident=1),
+    Sample("slstm", "grid", 8, 3, 61, cluster=2, state=False),
+    Sample("slstm_exp", "grid", 8, 2, 29, heads=2, backward=True, cluster=4, lengths=(14, 9, 9, 3, 1), at_once=3),
 ]
 
 
@@ -98,6 +112,7 @@ class Arguments(ctypes.Structure):
                 "steps", "batch", "first_sequence", "first_direction", "directions", "save", "publishes_result"
             )
         ),
+        ("gate", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -130,9 +145,10 @@ def build(sample: Sample, folder: Path) -> ctypes.CDLL:
     units = math.ceil(math.ceil(sample.H / sample.group) / per_chunk) * per_chunk
     constants = {
         "CELL": CELLS.index(sample.cell), "TYPE": 2 if sample.tf32 else TYPES[sample.dtype],
-        "BACKWARD": sample.backward, "HIDDEN": sample.H, "GROUP": sample.group, "COLUMNS": sample.columns,
-        "UNITS": units, "WARPS": 8, "SPLIT": sample.split, "RESIDENT": sample.resident, "CLUSTER": sample.cluster,
-        "FMA": sample.fma, "EXCHANGE": sample.tier == "grid", "PACKED": sample.lengths is not None,
+        "BACKWARD": sample.backward, "HIDDEN": sample.H, "HEADS": sample.heads, "GROUP": sample.group,
+        "COLUMNS": sample.columns, "UNITS": units, "WARPS": 8, "SPLIT": sample.split, "RESIDENT": sample.resident,
+        "CLUSTER": sample.cluster, "FMA": sample.fma, "EXCHANGE": sample.tier == "grid",
+        "PACKED": sample.lengths is not None,
     }  # fmt: skip
     return emulated.build("recurrence", folder, **constants)
 
@@ -146,8 +162,9 @@ def launch(library: ctypes.CDLL, a: Arguments, blocks: int, cluster: int, exchan
 def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
     """Runs the kernel on random data, and compares with the operator."""
     torch.manual_seed(seed)
-    cell, H, D, dtype = sample.cell, sample.H, sample.directions, sample.dtype
-    G, lstm, gated = GATES[cell], cell == "lstm", cell in ("gru", "lstm")
+    cell, P, heads, D, dtype = sample.cell, sample.H, sample.heads, sample.directions, sample.dtype
+    H, (G, saved, others, kept) = P * heads, (getattr(TRAITS[cell], n) for n in ("gates", "saved", "others", "kept"))
+    lstm, gated = others > 0, saved > 0
     if sample.lengths is None:
         T, B, sizes = sample.steps, sample.batch, None
         x = torch.randn(T, B, G * H).to(dtype)
@@ -156,14 +173,17 @@ def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
         sizes = torch.tensor([sum(n > t for n in sample.lengths) for t in range(T)])
         x = torch.randn(int(sizes.sum()), G * H).to(dtype)
     rows = x.numel() // (G * H)
-    h0, c0 = ((torch.randn(D, B, H).to(dtype) if sample.state else None) for _ in range(2))
-    c0 = c0 if lstm else None
+    h0, c0 = torch.randn(D, B, H).to(dtype), torch.randn(D, B, others, H)
+    if others > 2:  # a normaliser is positive, but where there is no state yet
+        c0[:, :, 1] = c0[:, :, 1].relu()
+        c0[:, :, 0] *= c0[:, :, 1] > 0
+    h0, c0 = (h0, c0.flatten(2).to(dtype) if lstm else None) if sample.state else (None, None)
     weights = []
     for _ in range(D):  # the projected input is the input
-        bound = H**-0.5
-        random = [torch.empty(n, *m).uniform_(-bound, bound).to(dtype) for n, *m in ((G * H, H), (G * H,), (G * H,))]
+        bound = P**-0.5
+        random = [torch.empty(n, *m).uniform_(-bound, bound).to(dtype) for n, *m in ((G * H, P), (G * H,), (G * H,))]
         weights += [torch.eye(G * H).to(dtype), *random]
-    flags = {"cell": cell, "bidirectional": D == 2}
+    flags = {"cell": cell, "bidirectional": D == 2, "num_heads": heads}
     output, h_n, c_n, cells, gates = torch.ops.weft.rnn(x, h0, c0, weights, sizes, save=True, **flags)
 
     memory, alive, a = Memory(), [], Arguments()
@@ -191,13 +211,13 @@ def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
         projected[..., : G * H] = x.view(rows, -1)
         exchanged, values, places = result(rows, D * H), 1, [0]
         a.x, a.x_stride, a.x_direction, a.output = projected.data_ptr(), stride, rows * stride, exchanged.data_ptr()
-        ends = result(D, B, H), result(D, B, H)
+        ends = result(D, B, H), result(D, B, max(others, 1) * H)
         a.h_n, a.c_n = (end.data_ptr() for end in ends)
         found |= {"output": (exchanged, output), "h_n": (ends[0], h_n)}
         if gated:
             found["gates"] = projected, gates
         if lstm:
-            states = result(rows, D * H)
+            states = result(rows, D * kept * H)
             a.cells = states.data_ptr()
             found |= {"cells": (states, cells), "c_n": (ends[1], c_n)}
         a.exchange_stride, a.exchange_direction = D * H, H
@@ -216,7 +236,7 @@ def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
         a.dgates, a.dgates_stride, a.dgates_direction = exchanged.data_ptr(), stride, rows * stride
         found["dgates"] = exchanged, expected[0]
         if sample.state:
-            initial = result(D, B, H), result(D, B, H)
+            initial = result(D, B, H), result(D, B, max(others, 1) * H)
             a.h_n, a.c_n = initial[0].data_ptr(), initial[1].data_ptr() if lstm else None
             found["grad_h0"] = initial[0], expected[1]
             if lstm:
@@ -224,7 +244,7 @@ def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
         a.exchange_stride, a.exchange_direction = stride, rows * stride
     # As cuda/rnn.cpp lays the exchanged tensor out.
     per_chunk = 16 // dtype.itemsize
-    padded = math.ceil(H / per_chunk) * per_chunk
+    padded = heads * math.ceil(P / per_chunk) * per_chunk
     a.publishes_result = padded == H and a.exchange_stride % per_chunk == 0
     a.exchange_value[:values] = [place * H for place in places]
     if not a.publishes_result:
@@ -235,7 +255,7 @@ def emulate(sample: Sample, library: ctypes.CDLL, seed: int) -> None:
         exchanged.view(torch.int16 if dtype.itemsize == 2 else torch.int32).fill_(-1)
         a.exchange = exchanged.data_ptr()
 
-    groups = math.ceil(B / sample.columns)
+    groups = math.ceil(B / sample.columns) * heads
     a.directions = D if sample.together else 1
     at_once = sample.at_once or groups
     cluster = sample.group if sample.tier == "cluster" else sample.cluster

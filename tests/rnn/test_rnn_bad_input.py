@@ -80,9 +80,10 @@ def test_bad_batch_sizes(name: str, device: str):
 @pytest.mark.parametrize("device", DEVICES)
 def test_unknown_names(device: str):
     args = arguments(Sample("gru", 4, 3, 2, 5), device)
-    with pytest.raises(ValueError, match=r"weft::rnn: backward must be one of 'persistent', 'scan', got 'auto'"):
+    known = r"weft::rnn: backward must be one of 'persistent', 'scan', 'newton', got 'auto'"
+    with pytest.raises(ValueError, match=known):
         rnn(*args, cell="gru", backward="auto")
-    with pytest.raises(ValueError, match=r"weft::rnn: cell must be one of 'rnn_tanh', .*, 'lstm', got 'elman'"):
+    with pytest.raises(ValueError, match=r"weft::rnn: cell must be one of 'rnn_tanh', .*, 'slstm_exp', got 'elman'"):
         rnn(*args, cell="elman")
 
 
@@ -136,7 +137,8 @@ def test_bad_arguments_of_the_backward(cell: str, device: str):
     half = [
         a if i == 4 else [w.half() for w in a] if i == 3 else a if a is None else a.half() for i, a in enumerate(args)
     ]
-    with pytest.raises(TypeError, match=r"gates must be Float for Half input and backward='scan', got Half"):
+    message = r"gates must be Float for Half input and backward='scan' or 'newton', got Half"
+    with pytest.raises(TypeError, match=message):
         rnn_backward(
             *(a if a is None else a.half() for a in arriving[:3]), None, *half, output.half(),
             cells, gates.half(), cell=cell, bidirectional=False, output_mask=mask, backward="scan",

@@ -29,7 +29,7 @@ INFOS = [info for info in module_db if info.module_cls in LAYERS]
 
 devices = pytest.mark.parametrize("device", DEVICES)
 infos = pytest.mark.parametrize("info", INFOS, ids=lambda info: info.module_cls.__name__)
-ALGORITHMS = ["auto", "persistent", "scan", "torch", "reference"]
+ALGORITHMS = ["auto", "persistent", "scan", "newton", "torch", "reference"]
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 trainings = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 

@@ -42,7 +42,7 @@ def _forget() -> None:
 @pytest.fixture
 def clock(monkeypatch):
     """Measured times as the test sets them; what was measured."""
-    times = {"persistent": 3.0, "scan": 2.0, "torch": 1.0}
+    times = {"persistent": 3.0, "scan": 2.0, "newton": 4.0, "torch": 1.0}
     measured = []
 
     def stopwatch(layer, name, call):
@@ -94,11 +94,11 @@ def test_auto_takes_the_fastest(clock, monkeypatch):
     times, measured = clock
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 4, 3)
     assert weft.explain(layer, x).algorithm == "persistent"
-    for best in ("torch", "persistent", "scan"):
+    for best in ("torch", "persistent", "scan", "newton"):
         times[best] = min(times.values()) / 2
         answer = weft.tune(layer, x)
         assert answer.algorithm == weft.explain(layer, x).algorithm == best
-        assert sorted(measured) == ["persistent", "scan", "torch"]
+        assert sorted(measured) == ["newton", "persistent", "scan", "torch"]
         measured.clear()
         ran = []
         with monkeypatch.context() as patch:
@@ -202,30 +202,30 @@ def test_what_raises_is_left_out(clock, monkeypatch):
 
     monkeypatch.setattr(module, "_stopwatch", refusing)
     refused = {"torch"}
-    assert weft.tune(layer, x).algorithm == "scan" and sorted(measured) == ["persistent", "scan"]
-    refused |= {"persistent", "scan"}
+    assert weft.tune(layer, x).algorithm == "scan" and sorted(measured) == ["newton", "persistent", "scan"]
+    refused |= {"newton", "persistent", "scan"}
     with pytest.raises(RuntimeError, match="refuses"):
         weft.tune(layer, x)
 
 
 def test_the_fastest_run_counts(monkeypatch, cache):
     """On a machine that does something else at times: a candidate's runs come one by one, between those of others."""
-    order, slow = [], {3, 7}
+    order, slow, times = [], {3, 7}, {"torch": 1.0, "persistent": 2.0, "scan": 3.0, "newton": 4.0}
 
     def stopwatch(layer, name, call):
         def run():
             order.append(name)
             late = order.count(name) in slow and name == "torch"
-            return {"torch": 1.0, "persistent": 2.0, "scan": 3.0}[name] * (1000 if late else 1)
+            return times[name] * (1000 if late else 1)
 
         return run
 
     monkeypatch.setattr(weft._rnn.select.tune, "_stopwatch", stopwatch)
     assert weft.tune(weft.nn.GRU(3, 8), torch.randn(20, 5, 3)).algorithm == "torch"
     (entry,) = written(cache).values()
-    assert entry["microseconds"] == {"torch": 1.0, "persistent": 2.0, "scan": 3.0}
-    measured = order[3 * order.index("torch") + 9 :][-6:]
-    assert len(set(measured[:3])) == 3 and measured[:3] == measured[3:]
+    assert entry["microseconds"] == times
+    measured = order[-8:]
+    assert len(set(measured[:4])) == 4 and measured[:4] == measured[4:]
 
 
 def test_a_busy_machine_stores_nothing(monkeypatch, cache):
@@ -365,7 +365,7 @@ def test_under_autocast(cache):
 
 def test_refusals(cache):
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 4, 3)
-    with pytest.raises(TypeError, match=r"layer must be a weft.nn.RNN, GRU or LSTM, got GRU"):
+    with pytest.raises(TypeError, match=r"layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got GRU"):
         weft.tune(torch.nn.GRU(3, 8), x)
     with pytest.raises(RuntimeError, match=r"Expected 3, got 4"):
         weft.tune(layer, torch.randn(20, 4, 4))

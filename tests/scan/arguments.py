@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 
-CODES = {2: 1, 4: 2, 8: 3}  # of scan::DType
+import torch
+
+CODES = {2: 1, 4: 2, 8: 3}  # of scan::DType, by bytes of a real element
+TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.complex64: 4, torch.complex128: 5}
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int64
 

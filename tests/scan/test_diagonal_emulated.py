@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -15,11 +16,11 @@ from weft.scan import linear_scan_reference
 
 from tests import emulated
 from tests.common import BOUNDS, relative_error
-from tests.scan.arguments import CODES, LinearScan
+from tests.scan.arguments import TYPES, LinearScan
 
 pytestmark = emulated.MARKS
 
-TYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+REAL, COMPLEX = (torch.bfloat16, torch.float32, torch.float64), (torch.complex64, torch.complex128)
 
 _pointer, _int = ctypes.c_void_p, ctypes.c_int64
 
@@ -61,20 +62,25 @@ def inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Non
     T, B, H = case.T, case.B, case.H
     A = torch.rand(1 if case.constant else T, B, H).add(0.2)
     b, x0 = torch.randn(T, B, H), torch.randn(B, H)
+    if dtype.is_complex:
+        A = torch.polar(A, 6.3 * torch.rand_like(A))
+        b, x0 = torch.complex(b, torch.randn(T, B, H)), torch.complex(x0, torch.randn(B, H))
     if case.kind == "cancels":
         states = torch.randint(1, 4, (T + 1, B, H))[..., ::2].float()
-        A[..., ::2], b[..., ::2], x0[..., ::2] = 2, states[1:] - 2 * states[:-1], states[0]
+        turn = 2j if dtype.is_complex else 2
+        A[..., ::2], b[..., ::2], x0[..., ::2] = turn, states[1:] - turn * states[:-1], states[0]
     elif case.kind == "bad":
         b[T // 2, 0, 0] = torch.nan
     elif case.kind == "swings":
-        A[..., 0] = torch.where((torch.arange(T) // 60) % 2 == 0, 8.0, 0.125)[: A.shape[0], None]
+        swing = torch.where((torch.arange(T) // 60) % 2 == 0, 8.0, 0.125)[: A.shape[0], None]
+        A[..., 0] = swing * 1j if dtype.is_complex else swing
         b[..., 0], x0[..., 0] = 0, 1e-27
     if not case.x0 and not case.constant:
         A[0] = torch.nan
     return A.to(dtype), b.to(dtype), x0.to(dtype) if case.x0 else None
 
 
-Run = Callable[[DiagonalGradients, Case, int, Tensor | None, int], None]
+Run = Callable[[DiagonalGradients, Case, int, Tensor | None, int], None]  # int: bytes of an element, and a seed
 """Runs the scan, or with sums, (chunks, B, H) of nothing yet, the gradients."""
 
 
@@ -99,14 +105,26 @@ def by_walk(library: ctypes.CDLL) -> Run:
 
 def close(got: Tensor, want: Tensor, bound: float) -> bool:
     """Channel by channel, and NaN where there is NaN."""
+    if got.is_complex():  # a channel's error is one of the pair
+        if not torch.equal(got.isnan(), want.isnan()):
+            return False
+        got, want = (torch.view_as_real(t.where(~t.isnan(), 0)).movedim(-1, 1).flatten(0, 1) for t in (got, want))
     if not torch.equal(got.isnan(), want.isnan()):
         return False
     channels = zip(*(t.nan_to_num().permute(1, 2, 0).flatten(0, 1) for t in (got, want)), strict=True)
     return all(relative_error(g, w) <= bound for g, w in channels)
 
 
-def forward(run: Run, case: Case, size: int, seed: int) -> None:
-    dtype = TYPES[size]
+def view(t: Tensor) -> Tensor:
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+def wide(t: Tensor) -> Tensor:
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
+
+
+def forward(run: Run, case: Case, dtype: torch.dtype, seed: int) -> None:
+    size = dtype.itemsize
     torch.manual_seed(seed)
     A, b, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
     results = []
@@ -115,45 +133,46 @@ def forward(run: Run, case: Case, size: int, seed: int) -> None:
         scan = LinearScan(A=A.data_ptr(), A_t=0 if case.constant else A.stride(0), A_b=A.stride(1), A_row=1,
                           b=b.data_ptr(), b_t=b.stride(0), b_b=b.stride(1), x0=None if x0 is None else x0.data_ptr(),
                           x0_b=case.H, out=out.data_ptr(), out_t=out.stride(0), out_b=out.stride(1), T=case.T, B=case.B,
-                          H=case.H, dtype=CODES[size])  # fmt: skip
+                          H=case.H, dtype=TYPES[dtype])  # fmt: skip
         run(DiagonalGradients(scan=scan), case, size, None, 2 * seed + again)
         results.append(out)
-    want = linear_scan_reference(A.double().expand(b.shape), b.double(), None if x0 is None else x0.double())
-    assert close(results[0], want, 4 * BOUNDS[dtype])
-    assert torch.equal(results[0].nan_to_num(), results[1].nan_to_num()), "other bits"
+    want = linear_scan_reference(wide(A).expand(b.shape), wide(b), None if x0 is None else wide(x0))
+    assert close(results[0], want, 4 * BOUNDS[dtype.to_real()])
+    first, second = (r.where(~r.isnan(), 0) for r in results)
+    assert torch.equal(first, second), "other bits"
 
 
-def gradients(run: Run, case: Case, size: int, seed: int) -> None:
+def gradients(run: Run, case: Case, dtype: torch.dtype, seed: int) -> None:
     """Of a scan that runs forward: the order of processing is the other."""
-    dtype, wide = TYPES[size], torch.float64 if size == 8 else torch.float32
+    size, state = dtype.itemsize, dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
     torch.manual_seed(seed)
     T, B, H = case.T, case.B, case.H
     A, grad, x0 = (None if t is None else off(t, case.offset) for t in inputs(case, dtype))
-    x, grad_A, grad_b = (off(torch.randn(T, B, H).to(dtype), case.offset) for _ in range(3))
+    x, grad_A, grad_b = (off(torch.randn(T, B, H, dtype=state).to(dtype), case.offset) for _ in range(3))
     strands = 32 if size == 8 else 16  # of a tile
-    sums = torch.full((-(-T // (strands * case.steps)), B, H), torch.nan, dtype=wide)
-    grad_x0 = torch.full((B, H), torch.nan, dtype=wide)
+    sums = torch.full((-(-T // (strands * case.steps)), B, H), torch.nan, dtype=state)
+    grad_x0 = torch.full((B, H), torch.nan, dtype=state)
     end, step = (T - 1) * B * H * size, 0 if case.constant else B * H
     start = None if x0 is None else x0.data_ptr()
     scan = LinearScan(A=A.data_ptr() + T * step * size, A_t=-step, A_b=H, A_row=1, b=grad.data_ptr() + end, b_t=-B * H,
                       b_b=H, out=grad_b.data_ptr() + end, out_t=-B * H, out_b=H, T=T, B=B, H=H,
-                      dtype=CODES[size])  # fmt: skip
+                      dtype=TYPES[dtype])  # fmt: skip
     problem = DiagonalGradients(scan=scan, x=x.data_ptr() + end - B * H * size, x_t=-B * H, x_b=H, x0=start, x0_b=H,
                                 grad_A=grad_A.data_ptr() + end, grad_A_t=-B * H, grad_A_b=H, summed=case.constant,
                                 grad_x0=None if x0 is None else grad_x0.data_ptr(), wide_x0=True)  # fmt: skip
     run(problem, case, size, sums, seed)
-    zeros = torch.zeros(1, B, H, dtype=torch.float64)
-    after = torch.cat([A.double().expand(T, B, H)[1:], zeros])
-    lambdas = linear_scan_reference(after, grad.double(), reverse=True)
-    want_A = lambdas * torch.cat([zeros if x0 is None else x0.double()[None], x[:-1].double()])
-    assert close(grad_b, lambdas, 4 * BOUNDS[dtype])
+    zeros = wide(torch.zeros(1, B, H, dtype=dtype))
+    after = torch.cat([wide(A).conj().expand(T, B, H)[1:], zeros])
+    lambdas = linear_scan_reference(after, wide(grad), reverse=True)
+    want_A = lambdas * torch.cat([zeros if x0 is None else wide(x0)[None], wide(x[:-1])]).conj()
+    assert close(grad_b, lambdas, 4 * BOUNDS[dtype.to_real()])
     if case.constant:
-        assert relative_error(sums.sum(0), want_A.sum(0)) <= 1e-5
+        assert relative_error(view(sums.sum(0)), view(want_A.sum(0))) <= 1e-5
     else:
-        assert close(grad_A, want_A, 4 * BOUNDS[dtype])
+        assert close(grad_A, want_A, 4 * BOUNDS[dtype.to_real()])
         assert x0 is not None or (grad_A[0] == 0).all()
     if x0 is not None:
-        assert relative_error(grad_x0, A[0].double() * lambdas[0]) <= 1e-5
+        assert relative_error(view(grad_x0), view(wide(A[0]).conj() * lambdas[0])) <= 1e-5
 
 
 CASES = [
@@ -188,25 +207,30 @@ WALKED = [
 ]
 
 
-def passes(run: Run, size: int, cases: list[Case]) -> bool:
+def passes(run: Run, dtype: torch.dtype, cases: list[Case]) -> bool:
     def everything() -> None:
         signal.setitimer(signal.ITIMER_PROF, 60)  # who waits for what never comes ends, too, in seconds of computing
         for number, case in enumerate(cases):
-            forward(run, case, size, number)
+            forward(run, case, dtype, number)
             if case.kind == "tame":
-                gradients(run, case, size, number)
+                gradients(run, case, dtype, number)
 
     return emulated.ends_well(everything)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_the_tiles_on_a_processor(size: int, tmp_path) -> None:
-    assert passes(by_tiles(emulated.build("diagonal_tiles", tmp_path, SIZE=size)), size, CASES)
+def build(kernel: str, dtype: torch.dtype, folder: Path, **macros: int) -> ctypes.CDLL:
+    return emulated.build(kernel, folder, SIZE=dtype.itemsize, COMPLEX=dtype.is_complex, **macros)
 
 
-@pytest.mark.parametrize(("size", "many"), [(size, many) for size in (2, 4, 8) for many in (False, True)])
-def test_the_walk_on_a_processor(size: int, many: bool, tmp_path) -> None:
-    assert passes(by_walk(emulated.build("diagonal_walk", tmp_path, SIZE=size, MANY=many)), size, WALKED)
+@pytest.mark.parametrize("dtype", [*REAL, torch.complex64], ids=str)
+def test_the_tiles_on_a_processor(dtype: torch.dtype, tmp_path) -> None:
+    assert passes(by_tiles(build("diagonal_tiles", dtype, tmp_path)), dtype, CASES)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("dtype", [*REAL, *COMPLEX], ids=str)
+def test_the_walk_on_a_processor(dtype: torch.dtype, many: bool, tmp_path) -> None:
+    assert passes(by_walk(build("diagonal_walk", dtype, tmp_path, MANY=many)), dtype, WALKED)
 
 
 FLAWS = {
@@ -236,7 +260,7 @@ FLAWS = {
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path) -> None:
     folder = emulated.with_flaw("scan/linear/cuda/diagonal_tiles.cuh", *FLAWS[flaw], tmp_path)
-    assert not passes(by_tiles(emulated.build("diagonal_tiles", folder, SIZE=4)), 4, CASES)
+    assert not passes(by_tiles(build("diagonal_tiles", torch.float32, folder)), torch.float32, CASES)
 
 
 WALK_FLAWS = {
@@ -250,4 +274,10 @@ WALK_FLAWS = {
 @pytest.mark.parametrize("flaw", WALK_FLAWS)
 def test_the_emulator_notices_in_a_walk(flaw: str, tmp_path) -> None:
     folder = emulated.with_flaw("scan/linear/cuda/diagonal_walk.cuh", *WALK_FLAWS[flaw], tmp_path)
-    assert not passes(by_walk(emulated.build("diagonal_walk", folder, SIZE=4, MANY=0)), 4, WALKED)
+    assert not passes(by_walk(build("diagonal_walk", torch.float32, folder, MANY=0)), torch.float32, WALKED)
+
+
+def test_the_emulator_notices_what_is_not_conjugated(tmp_path) -> None:
+    wrong = emulated.with_flaw("scan/linear/cuda/state.cuh", "kGradients ? conjugate(a) : a", "a", tmp_path)
+    assert not passes(by_walk(build("diagonal_walk", torch.complex64, wrong, MANY=0)), torch.complex64, WALKED)
+    assert not passes(by_tiles(build("diagonal_tiles", torch.complex64, wrong)), torch.complex64, CASES)

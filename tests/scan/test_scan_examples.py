@@ -39,3 +39,12 @@ def test_vgg11_pruned(device: str, capsys: pytest.CaptureFixture) -> None:
     assert plan.levels == 0 and plan.flops < sum(flops for _, flops in plan.baseline)
     assert "critical path" in capsys.readouterr().out
     assert Path("vgg11_pruned.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("more", [[], ["--pixels"]], ids=["rows", "pixels"])
+def test_digits(more: list[str], device: str, capsys: pytest.CaptureFixture) -> None:
+    found = runpy.run_path(str(EXAMPLES / "digits.py"))["main"](["--quick", "--device", device, *more])
+    assert set(found) == {"gru", "lru", "s5", "mingru"} and all(0.05 < a <= 1 for a in found.values())
+    assert "sequences/s" in capsys.readouterr().out
+    assert Path("digits.png").stat().st_size > 1000

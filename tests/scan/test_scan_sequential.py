@@ -312,7 +312,8 @@ def test_zeros_are_compared_once_a_step_and_patterns_made_once(masked, device, m
     monkeypatch.setattr(generators, "_make_pruned", count("make", make))
     monkeypatch.setattr(generators.torch, "equal", count("equal", equal))
     gradients(scan, x)
-    assert counts == {"equal": 1, "make": 0}
+    # On CUDA the weights of torch's own layers are compared without torch.equal, which waits.
+    assert counts == {"equal": int(masked or device == "cpu"), "make": 0}
     if masked:
         return
     old = weights[0][1].weight[1, 0, 0, 0].item()

@@ -142,6 +142,22 @@ def test_a_message_says_the_product(dtype: torch.dtype, device: str) -> None:
 
 
 @device
+@dtypes
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gradients_between_slices(reverse: bool, dtype: torch.dtype, device: str) -> None:
+    """Beside a scan over the ranks that runs the other way."""
+    products = torch.randn(5, 2, 40, dtype=torch.float64, device=device)
+    given, shares = (torch.randn(5, 2, 40, device=device, dtype=dtype) for _ in range(2))
+    for end in (None, shares.double().sum(0)):
+        by_rank = given if end is None else torch.stack((given, shares), 1)
+        messages = by_rank.flip(0) if reverse else by_rank
+        leaving = linear_scan(products, given.double(), end, reverse=True)
+        for order in range(5):
+            want = leaving[order + 1] if order < 4 else torch.zeros_like(leaving[0]) if end is None else end
+            assert_close(ops.slice_left(messages, products, order, reverse), want, 2 * BOUNDS[dtype])
+
+
+@device
 def test_a_bad_channel_stays_alone(device: str) -> None:
     A, b, x0 = problem(400, 2, 5, 0.2, torch.float32, device)
     sizes = [130, 150, 120]
@@ -179,6 +195,7 @@ def test_opcheck() -> None:
     calls: list[tuple[Any, tuple]] = [
         (ops.slice_message, (A, x0, True)),
         (ops.slice_states, (torch.stack([message] * 3), x0, 1, False)),
+        (ops.slice_left, (torch.stack([x0] * 3), torch.rand(3, 2, 3, dtype=torch.float64), 1, False)),
         (ops.slice_mend_, (b.clone(), A, x0, came, False)),
         (ops.slice_mend_gradients_, (b.clone(), b.clone(), A, b, x0, x0, True)),
     ]
@@ -194,6 +211,8 @@ def test_opcheck() -> None:
         (lambda A, x0: ops.slice_states(A.int(), x0, 0, True), ValueError, r"messages must be \(ranks, 13\)"),
         (lambda A, x0: ops.slice_states(A, x0, 0, True), TypeError, "messages must be int32"),
         (lambda A, x0: ops.slice_states(A.new_zeros(2, 13).int(), x0, 2, True), ValueError, "order must be"),
+        (lambda A, x0: ops.slice_left(A, A, 0, True), TypeError, "products must be float64"),
+        (lambda A, x0: ops.slice_left(A, A[:2].double(), 0, True), ValueError, r"messages must be \(ranks, B, H\)"),
         (lambda A, x0: ops.slice_mend_(A[::2], A[::2], x0, None, True), ValueError, "x must be contiguous"),
         (lambda A, x0: ops.slice_mend_(A, A[:1], x0, None, True), ValueError, r"A must be \(T, B, H\)"),
         (lambda A, x0: ops.slice_mend_(A, A, x0.double(), None, True), TypeError, "state must have the dtype"),

@@ -121,6 +121,33 @@ class Chain(NamedTuple):
         return (draw.numbers(B, sizes[0]), crows, cols, values), {}
 
 
+class Layers(NamedTuple):
+    """layer_chain of a convolution's weight, a ReLU's output, a max-pooling's indices, and a matrix that is written."""
+
+    B: int
+    n: int
+
+    def __str__(self) -> str:
+        return f"B={self.B}-n={self.n}"
+
+    def call(self, device: str, dtype: torch.dtype, more: int = 0) -> tuple[tuple, dict]:
+        draw, B, n = Drawn(device, dtype), self.B + more, self.n
+        outputs = max(n // 2, 1)
+        conv, last = draw.matrix(2 * n, n), draw.matrix(3, 2 * n, B)
+        weight = draw.numbers(None, 7)
+        source = (torch.arange(conv.nnz, device=device) % 7).to(torch.int32)
+        # Outputs of two elements each; which of them was picked.
+        rows = torch.arange(n, device=device)
+        crow = torch.cat([rows.new_zeros(1), ((rows + 1).clamp(max=2 * outputs))]).to(torch.int32)
+        col = (rows[: 2 * outputs] // 2).to(torch.int32)
+        picked = (torch.arange(outputs, device=device) * 2 + torch.arange(B, device=device)[:, None] % 2) % max(n, 1)
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        grad, relu = draw.numbers(B, outputs), draw.numbers(B, n)
+        crows, cols = [crow, none, conv.crow, last.crow], [col, none, conv.col, last.col]
+        values, sources = [picked, relu, weight, last.values], [none, none, source, none]
+        return (grad, crows, cols, values, sources, [n, -1, 0, 0]), {}
+
+
 class Convolution(NamedTuple):
     """conv_values of a 3x2 kernel. Channels are numbers of its backward op, not sizes, and a graph is for those."""
 
@@ -185,6 +212,13 @@ OPS = [
         [Chain(2, (3, 5, 4)), Chain(3, (4, 2, 3, 3))],
         [Chain(4, (200, 300, 150, 150))],
         [Chain(0, (4, 5, 3)), Chain(2, (4, 0, 3)), Chain(2, (3, 0))],
+        contiguous_integers=True,
+    ),
+    Op(
+        "layer_chain",
+        [Layers(2, 6), Layers(3, 9)],
+        [Layers(4, 200)],
+        [Layers(0, 6)],
         contiguous_integers=True,
     ),
     Op(

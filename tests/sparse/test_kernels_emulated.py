@@ -27,7 +27,7 @@ from tests import emulated
 from tests.sparse.test_batched_csr import random_csr
 
 pytestmark = emulated.MARKS
-MATMUL, MM, CHAIN, CONV, POOL, CLUSTER = range(6)  # the last is a header of csr_chain
+MATMUL, MM, CHAIN, CONV, POOL, CLUSTER, LINKS = range(7)  # the last two are headers of csr_chain
 SOURCES = ["csr_matmul", "csr_mm", "csr_chain", "conv_values", "max_pool_values"]
 Call = Callable[[ctypes.CDLL], bool]
 
@@ -71,8 +71,10 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
         for M, lead in zip((J, K), leads, strict=True)
     )
     plan = plan_matmul(J, K)
-    assert all(plan.kinds)
-    yield from of_product(plan, J, K, max(n or 1 for n in batch))
+    assert all(plan.kinds[:3])
+    # Of a plan for a CPU the kinds that a GPU expands; of one for a GPU the pieces.
+    for gpu in (False, True):
+        yield from itertools.islice(of_product(plan, J, K, max(n or 1 for n in batch), gpu), 5 - 4 * gpu)
     # Products that are all gathered: one, few and several products an element, of rows whose lists are their own
     # (short ones, and such as a GPU would not share), and of such as share them; then a product in order.
     leads = [[] if n is None else [4 * n] for n in batch]
@@ -107,21 +109,21 @@ def products(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
         yield from itertools.islice(of_product(plan, J, K, max(lead[0] if lead else 1 for lead in leads)), 1)
 
 
-def for_gpu(plan: MatmulPlan) -> list[Tensor]:
+def for_gpu(plan: MatmulPlan, gpu: bool = True) -> list[Tensor]:
     operands = plan._patterns[:4]
-    *rows, _ = torch.ops.weft.csr_matmul_plan(operands[:2], operands[2:], gpu=True)
+    *rows, _ = torch.ops.weft.csr_matmul_plan(operands[:2], operands[2:], gpu=gpu)
     return [*operands, *rows]
 
 
-def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int) -> Iterator[Call]:
-    patterns, index, dtype = for_gpu(plan), plan.crow.dtype, J.dtype
+def of_product(plan: MatmulPlan, J: BatchedCSR, K: BatchedCSR, B: int, gpu: bool = True) -> Iterator[Call]:
+    patterns, index, dtype = for_gpu(plan, gpu), plan.crow.dtype, J.dtype
     transposed = [t.to(index) for t in J._pattern.transposed]
     g = torch.randn(B, plan.nnz, dtype=dtype)
-    axpy, accumulate, gather, _, left, right, shared = (t.shape[0] for t in patterns[6:])
+    axpy, accumulate, gather, _, left, right, shared, expand, pieces, segments, _ = (t.shape[0] for t in patterns[6:])
     rows = (gather or J.shape[0]) if shared else 0
-    elements = 0 if shared or not (left or right or not (axpy or accumulate)) else gather or plan.nnz
+    elements = 0 if shared or not (left or right or not (axpy or accumulate or expand)) else gather or plan.nnz
     sizes = [B, J.shape[0], J.shape[1], J.nnz, K.nnz, plan.nnz, axpy, accumulate, elements, max(left, right)]
-    strides = [stride(J.values), stride(K.values), plan.nnz, rows]
+    strides = [stride(J.values), stride(K.values), plan.nnz, rows, pieces // 3, segments // 2]
     op, left, right = (getattr(torch.ops.weft, f"csr_matmul{name}") for name in ("", "_left", "_right"))
     operands = [J.values, K.values, g]
 
@@ -171,7 +173,7 @@ def vectors(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> 
 
 def chains(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
     """Products of every length of rows, with diagonals between them, at the ends and side by side; once more than a
-    launch takes."""
+    launch takes. Of some the values are where their layers have them."""
     torch.manual_seed(seed)
     B, count = max(n or 1 for n in batch), 20 if seed else 52
     kinds = [(0.02, 0.2, 1.0, None, None)[(k + seed) % 5] for k in range(count)]
@@ -180,25 +182,33 @@ def chains(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> I
     for k, density in enumerate(kinds):
         lead = [] if batch[k % 2] is None else [B]
         if density is None:
-            links.append((None, None, torch.randn(*lead, n, dtype=dtype), n))
+            reads = -(k % 2) if lead else 0
+            links.append((None, None, torch.randn(*lead, n, dtype=dtype), n, None, reads))
             continue
         rows = 30 + (7 * k) % 41
         J = random_csr(rows, n, None, density, dtype, index=index)
-        links.append((J.crow, J.col, torch.randn(*lead, J.nnz, dtype=dtype) / (1 + J.nnz / rows) ** 0.5, rows))
+        values, source, reads = torch.randn(*lead, J.nnz, dtype=dtype) / (1 + J.nnz / rows) ** 0.5, None, 0
+        if not lead and k % 3:
+            source, values = torch.randint(0, 9, (J.nnz,), dtype=index), torch.randn(9, dtype=dtype) / 3
+        elif lead and k % 3 and J.nnz:
+            reads = 7
+            values = torch.randint(0, 7, (B, n)) if n else values
+        links.append((J.crow, J.col, values, rows, source, reads))
         n = rows
     none = torch.empty(0, dtype=index)
-    want = torch.ops.weft.csr_chain(
-        grad, [none if c is None else c for c, *_ in links], [none if c is None else c for _, c, *_ in links],
-        [v for *_, v, _ in links],
+    want = torch.ops.weft.layer_chain(
+        grad, *([none if t is None else t for t in (link[i] for link in links)] for i in (0, 1)),
+        [link[2] for link in links], [none if link[4] is None else link[4] for link in links],
+        [link[5] for link in links],
     )  # fmt: skip
 
     def run(clusters: bool, count: int) -> Call:
         def passes(library: ctypes.CDLL) -> bool:
             sizes, tensors, x, columns, found = [B], [], grad, 40, []
-            for crow, col, values, rows in links[:count]:
+            for crow, col, values, rows, source, reads in links[:count]:
                 found.append(poison(B, rows, like=grad))
-                sizes += [stride(values), rows, columns, values.shape[-1]]
-                tensors += [crow, crow if col is not None and col.numel() == 0 else col, values, x, found[-1]]
+                sizes += [stride(values), rows, columns, rows if col is None else col.shape[0], reads]
+                tensors += [crow, crow if col is not None and col.numel() == 0 else col, values, x, found[-1], source]
                 x, columns = found[-1], rows
             # Without elements a product is still none with a diagonal.
             call(library, count, grad, index == torch.int64, clusters, sizes, tensors)
@@ -267,7 +277,38 @@ def pools(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> It
     yield passes
 
 
-CHECKS = [products, vectors, chains, convolutions, pools]
+def expanded(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) -> Iterator[Call]:
+    """Products in pieces: of short rows that share one, of rows that are alike, and of rows that take several, beside
+    rows that accumulate."""
+    torch.manual_seed(seed)
+
+    def sparse(density: float, *shape: int) -> Tensor:
+        return (torch.rand(shape) < density).to(dtype)
+
+    weights = ((torch.rand(s) < 0.5).to(dtype) for s in ((8, 1, 3, 3), (8, 8, 3, 3)))
+    first, second = (conv2d_jacobian(w, (w.shape[1], 7, 7), padding=1, prune=True) for w in weights)
+    long = sparse(0.3, 2, 40), torch.cat([sparse(0.5, 40, 400), torch.zeros(40, 1)], 1)
+    many = torch.cat([torch.ones(1, 300), sparse(0.2, 1, 300)]), sparse(0.4, 300, 5)
+    short = sparse(0.1, 60, 30), sparse(0.3, 30, 12)
+    blocks = [torch.block_diag(*parts) for parts in zip(long, many, short, strict=True)]
+    for a, b in ((first, second), [BatchedCSR.from_dense(block.to(dtype)) for block in blocks]):
+        J, K = (
+            BatchedCSR(M.crow.to(index), M.col.to(index), torch.randn(*([] if n is None else [n]), M.nnz, dtype=dtype),
+                       M.shape) for M, n in zip((a, b), batch, strict=True)
+        )  # fmt: skip
+        plan = plan_matmul(J, K)
+        pieces, lists = (for_gpu(plan)[at] for at in (14, 16))
+        places = pieces.view(-1, 3)[:, 2]
+        assert 0 < len(places) and (a is not first or len(places.unique()) < len(places)) and len(lists)
+        yield from itertools.islice(of_product(plan, J, K, max(n or 1 for n in batch)), 1)
+
+
+def products_and_pieces(*case: object) -> Iterator[Call]:
+    yield from products(*case)
+    yield from expanded(*case)
+
+
+CHECKS = [products_and_pieces, vectors, chains, convolutions, pools]
 CASES = [
     (torch.int32, torch.float32, (None, None), 0),
     (torch.int64, torch.float64, (5, None), 1),
@@ -292,7 +333,7 @@ def test_kernels_on_a_processor(file: int, tmp_path: Path) -> None:
 
 FLAWS = {
     "forgets the last columns of a row": (MATMUL, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
-    "adds rows of a window at once": (MATMUL, "          __syncwarp();\n        }", "        }"),
+    "adds rows of a window at once": (MATMUL, "          __syncwarp();\n          f = g", "          f = g"),
     "takes a window too far": (MATMUL, "high = low + kWidth;", "high = low + kWidth + 1;"),
     "reads a number of another sample": (MATMUL, "tile[i % kWide]", "tile[(i + 1) % kWide]"),
     "writes over y while it is read": (MATMUL, "0 && at + 4 <= limit", "0 && at + 4 <= m.batch * m.c_nnz"),
@@ -301,6 +342,14 @@ FLAWS = {
     "takes rows that share lists for all": (MATMUL, "m.gather ? int64_t(ints<I>(m.gather)[r]) : r", "r"),
     "writes over y in rows that share lists": (MATMUL, "own + 4 <= row.n && at + 4 <= limit", "own + 4 <= row.n"),
     "forgets the last numbers in order": (MATMUL, "p < 4 && own + p < m.c_nnz", "p < 3 && own + p < m.c_nnz"),
+    "puts products at the places of the ones before": (MATMUL, "places[q + kLanes] : 0", "places[q] : 0"),
+    "sums before all products are there": (
+        MATMUL,
+        "read_begins(threadIdx.x);\n    __syncthreads();",
+        "read_begins(threadIdx.x);",
+    ),
+    "forgets an element's last product": (MATMUL, "q < to[p]; ++q", "q + 1 < to[p]; ++q"),
+    "takes another segment's number": (MATMUL, "x[t * m.x_batch + l]", "x[t * m.x_batch]"),
     "takes gathered elements for all": (MATMUL, "m.gather ? int64_t(ints<I>(m.gather)[e]) : e", "e"),
     "leaves a barrier out": (
         CHAIN,
@@ -311,8 +360,11 @@ FLAWS = {
     "multiplies the diagonal before": (CHAIN, "diagonal_value<T>(diagonal, first + s, row)", "ahead.scale[s]"),
     "writes the vector that is read": (CHAIN, "    to = x, x = written", "    x = written"),
     "sends into the vector that is read": (CLUSTER, "((p + 1) & 1) * chain.room + row", "(p & 1) * chain.room + row"),
+    "takes a ReLU's output for its derivative": (LINKS, "reads == 0 ? number", "reads < 1 ? number"),
+    "reads a weight in order": (CLUSTER, "[first + part.from[u]]", "[first + part.col[u] % 9]"),
+    "takes an output for another": (CLUSTER, "link.values, first + part.col[u]", "link.values, first"),
     "reads the rows of the product before": (CLUSTER, "ends = run.first_ends(later)", "ends = run.first_ends(after)"),
-    "scales by the diagonal before": (CLUSTER, "chain.links[k + 1])[row]", "chain.links[k + 1])[0]"),
+    "scales by the diagonal before": (CLUSTER, "chain.links[k + 1], row)", "chain.links[k + 1], 0)"),
     "takes the taps of another row": (CONV, "window_of(c, p + gridDim.x * kWarps)", "window_of(c, p)"),
     "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
 }
@@ -321,7 +373,8 @@ FLAWS = {
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path: Path) -> None:
     file, right, wrong = FLAWS[flaw]
-    source = "csr_chain_cluster.cuh" if file == CLUSTER else f"{SOURCES[file]}_kernels.cu"
-    file = CHAIN if file == CLUSTER else file
+    headers = {CLUSTER: "csr_chain_cluster.cuh", LINKS: "link_values.cuh"}
+    source = headers[file] if file in headers else f"{SOURCES[file]}_kernels.cu"
+    file = CHAIN if file in headers else file
     folder = emulated.with_flaw(f"sparse/cuda/{source}", right, wrong, tmp_path)
     assert not passes(emulated.build("sparse_kernels", folder, SOURCE=file), file)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import weft
 from weft import Graphs
 
-from benchmarks import vertex
-from benchmarks.common import Results, parse_case
+from benchmarks import nets, vertex
+from benchmarks.common import Results, parse_case, relative_error
 
 
 @pytest.fixture
@@ -115,10 +117,73 @@ def test_the_tables_are_the_issue(trees):
     # Without the treebank what remains needs none.
     assert {parse_case(entry.name)["model"] for entry in vertex.table("cuda", None)} == {
         "treefc",
+        "treelstm",
         "chainlstm",
         "childsum",
+        "own",
     }
     assert list(vertex.table("cpu", None)) == []
+
+
+@pytest.fixture
+def sentences() -> list[weft.data.Sentence]:
+    return [weft.data.Sentence(["Rome", "is", "old"], ["P", "V", "A"]), weft.data.Sentence(["Paris"], ["P"])] * 3
+
+
+@pytest.mark.parametrize("name", nets.NETS)
+def test_six_nets(name, trees, sentences):
+    """Each is compiled, and the Trainer's losses are the loop's."""
+    training = nets.Training(name, nets.data_of(name, trees, sentences), 3, "cpu", H=64)
+    assert training.runs_as("batched") == "batched" and training.runs_as("trainer") == "batched"
+    want = training.losses(training.by("reference"))
+    for step in (training.by("batched"), training.by("auto"), training.trainer(), training.trainer()):
+        assert relative_error(training.losses(step), want) < 1e-4
+    assert len({float(x) for x in want}) > 1
+    assert all(g.shape == p.shape for g, p in zip(training.gradients_by("batched")(), training.parameters, strict=True))
+
+
+def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypatch):
+    """As on CUDA, with what takes its place here; where it does not run, no row is written."""
+    results = Results(tmp_path / "vertex.csv")
+    entries = [
+        vertex._loop_entry("treelstm", lambda: graphs_of(trees), 8, 40, "cpu", executor="persistent"),
+        vertex._level_entry(8, "cpu"),
+        vertex._net_entry("rvnn", lambda: nets.data_of("rvnn", trees, sentences), 3, "cpu", H=8),
+        vertex._recurrent_entry("own", 8, torch.float32, "cpu", 2, 3),
+    ]
+    monkeypatch.setattr(vertex, "captured", lambda run: run)
+    assert [entry.run(results) for entry in entries] == [[], [], [], []] and not results.rows
+
+    def once(candidate) -> float:
+        candidate.run(candidate.prepare())
+        return 2.0
+
+    monkeypatch.setattr(vertex, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
+    monkeypatch.setattr(vertex, "device_busy", lambda run: 1.0)
+    monkeypatch.setattr(vertex.Step, "runs", lambda self: True)
+    monkeypatch.setattr(nets.Training, "runs_as", lambda self, executor: executor)
+    explain = weft.explain
+
+    def explained(*args, **options):
+        return dataclasses.replace(explain(*args, **options), executor="persistent")
+
+    monkeypatch.setattr(weft, "explain", explained)
+    data = nets.data_of("treelstm", trees, sentences)
+    entries.append(vertex._net_entry("treelstm", lambda: data, 3, "cpu", loops=True, H=8))
+    entries.append(vertex._recurrent_entry("chainlstm", 8, torch.float32, "cpu", 2, 3))
+    rows = [row for entry in entries for row in entry.run(results)]
+    found = {(parse_case(row["case"])["executor"], row["metric"], row["peer"]) for row in rows}
+    steps = {("trainer", "step", p) for p in ("persistent", "batched", "reference", "eager", "captured", "device_busy")}
+    assert steps | {("persistent", "forward_backward", p) for p in ("eager", "batched", "captured", "weft.nn")} <= found
+    assert ("auto", "forward_backward", "best") in found and ("persistent", "level_forward", "batched") in found
+
+
+def test_the_persistent_table(trees, sentences):
+    entries = [*vertex.persistent_table(trees, sentences)]
+    nets_of = [entry for entry in entries if entry.metrics == ("forward_backward", "step")]
+    assert len(nets_of) == 6 * 8 - 2 + 4 and len({entry.name for entry in entries}) == len(entries)
+    few = [*vertex.persistent_table(None, None)]
+    assert {parse_case(entry.name)["model"] for entry in few} == {"treelstm", "chainlstm", "own"}
 
 
 def test_on_the_command_line(tmp_path, monkeypatch, capsys):

@@ -95,7 +95,7 @@ def test_launches_of_a_frontier(name, forward, backward):
     x = torch.randn(graphs.num_vertices, X, requires_grad=True)
     program = prepare(MODELS[name](), graphs, x, "batched").compiled.plan.frontiers
     assert len(program.forward) == forward
-    assert len([s for s in program.backward if not s.late]) == backward
+    assert len([s for s in program.backward if s.when == "frontiers"]) == backward
     with weft.vertex.options(fuse=False):
         apart = prepare(MODELS[name](), graphs, x, "batched").compiled.plan.frontiers
     assert len(apart.forward) > forward and len(apart.backward) > backward

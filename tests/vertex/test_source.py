@@ -18,7 +18,7 @@ import weft
 from torch import nn
 from torch.nn import functional as F
 from weft import _C, _ops
-from weft._vertex.compiler.steps import Product
+from weft._vertex.compiler.steps import Kernel, Product
 from weft._vertex.function import prepare
 from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
@@ -110,6 +110,10 @@ class TailArguments(ctypes.Structure):
     ]
 
 
+class PersistentArguments(ctypes.Structure):
+    _fields_ = [("frontier", Arguments), ("script", ctypes.c_void_p), ("arrived", ctypes.c_void_p)]
+
+
 def tail_library(compiled, matrices: int, backward: bool, folder: Path) -> ctypes.CDLL:
     """The kernel of the last frontiers on a processor."""
     folder.mkdir()
@@ -130,12 +134,12 @@ def library(compiled, folder: Path) -> tuple[ctypes.CDLL, dict[str, list[int]]]:
     doubles = any(b.dtype == "float64" for b in compiled.buffers)
     program = compiled.program()
     text, used = f"using T = {'double' if doubles else 'float'};" + PRELUDE, {}
-    for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
+    for backward, steps in enumerate(compiled.passes()):
         for i, step in enumerate(steps):
-            for leaves in [] if isinstance(step, Product) else [False, True]:
-                name = f"step_{int(backward)}_{i}_{int(leaves)}"
+            for leaves in [False, True] if isinstance(step, Kernel) else []:
+                name = f"step_{backward}_{i}_{int(leaves)}"
                 each = 2 if step.width % 2 == 0 and not step.reduces else 1
-                body, used[name] = program.kernel_body(backward, i, leaves, each)
+                body, used[name] = program.kernel_body(bool(backward), i, leaves, each)
                 assert set(used[name]) == step.buffers(compiled.tables)
                 lanes = 1 if step.reduces else step.width // each
                 text += KERNEL.format(name=name, width=step.width, lanes=lanes, body=body)
@@ -194,13 +198,18 @@ def test_the_last_frontiers_in_one_kernel(name, dtype, tmp_path):
     check_written_kernels(MODELS[name], True, dtype, tmp_path, tail=True)
 
 
-def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bool) -> None:
-    """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, on a
-    processor beside the operator."""
+def check_written_kernels(
+    make, fuse: bool, dtype: str, tmp_path: Path, tail: bool = False, blocks: int = 0, full: bool = False, seed: int = 7
+) -> None:
+    """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, with `blocks`
+    those of all frontiers in one that a script drives, on a processor beside the operator. `full`: no vertex with
+    children lacks one."""
     rng = random.Random(4)
     type = getattr(torch, dtype)
     cell = make().to(type)
     children = [random_tree(rng, 5), random_dag(rng, 7, 2), [[]], *([[[], [], [0, 1], [2]]] * 18 if tail else [])]
+    if full:
+        children = [[[], [], [0, 1]], [[], [], [], [1, 0], [3, 2], [4, 3]], [[]], [[], [], [0, 1], [2, 2]]]
     graphs = weft.Graphs.from_children(children)
     types = {"leaf": 0, "inner": 1} if isinstance(cell, weft.VertexFunctions) else None
     if types is not None:
@@ -227,15 +236,22 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
         "input_grad": n,
         "vector": 1,
     }
-    tensors = [torch.randn(sizes[b.space], b.width).to(getattr(torch, b.dtype)) for b in compiled.buffers]
+    callers: dict[tuple[str, int], torch.Tensor] = {}  # that several functions may read
+
+    def tensor_of(b) -> torch.Tensor:
+        made = torch.randn(sizes[b.space], b.width).to(getattr(torch, b.dtype))
+        shared = b.space in ("input", "output_grad", "vector")
+        return callers.setdefault((b.space, b.index), made) if shared else made
+
+    tensors = [tensor_of(b) for b in compiled.buffers]
     matrices = [torch.randn(traces[f].program.symbols[s].shape, dtype=type) for f, s in plan.given.matrices]
     # Rows of other functions, and slots without a child, are read as zeros.
     for b, t in zip(compiled.buffers, tensors, strict=True):
         t.mul_(not b.scattered and (types is None or b.space not in ("rows", "inner", "edges", "output")))
 
     def of(space: str) -> list[torch.Tensor]:
-        found = [(b.index, t) for b, t in zip(compiled.buffers, tensors, strict=True) if b.space == space]
-        return [t for _, t in sorted(found, key=lambda pair: pair[0])]
+        found = {b.index: t for b, t in zip(compiled.buffers, tensors, strict=True) if b.space == space}
+        return [found[index] for index in sorted(found)]
 
     given = of("input"), matrices, of("vector")
     block = places.block()
@@ -277,49 +293,78 @@ def check_written_kernels(make, fuse: bool, dtype: str, tmp_path: Path, tail: bo
         kernel = tail_library(compiled, len(matrices), backward, tmp_path / f"tail{int(backward)}")
         kernel.run(ctypes.byref(arguments), buffers, given, 2, 7)
 
-    def run(steps, backward: bool, tasks) -> None:
-        last = next(i for i, task in enumerate(places.tasks) if task.level > 0)
-        for late in (False, True):
-            if tail and not late:
-                if backward:
-                    run_tail(backward, last)
-                run_steps(steps, backward, tasks[-last:] if backward else tasks[:last], late)
-                if not backward:
-                    run_tail(backward, last)
-            else:
-                run_steps(steps, backward, tasks, late)
+    def here(step, when: str) -> bool:
+        return isinstance(step, (Kernel, Product)) and step.when == when
 
-    def run_steps(steps, backward: bool, tasks, late: bool) -> None:
-        for task in tasks:
+    def run_script(backward: bool) -> None:
+        program = batched.program
+        block = _C.vertex.scripted(places.core, program, blocks, False, False)
+        assert _C.vertex.script_fault(program, block) == ""
+        for b in _C.vertex.script_published(program, block, int(backward)):
+            tensors[b].view(torch.int32 if tensors[b].element_size() == 4 else torch.int16).fill_(-1)
+        found, shared_bytes, count = _C.vertex.persistent_source(program, int(backward), blocks, False, len(matrices))
+        folder = tmp_path / f"script{int(backward)}"
+        folder.mkdir()
+        (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in found))
+        kernel = emulated.build("vertex_persistent", folder)
+        arguments = PersistentArguments()
+        for name in ARRAYS:
+            setattr(arguments.frontier, name, places.array(name).data_ptr())
+        arguments.frontier.num_vertices = n
+        arguments.script = block.data_ptr() + 4 * _C.vertex.script_offset(block, int(backward))
+        arrived = ctypes.c_uint(0)
+        arguments.arrived = ctypes.addressof(arrived)
+        given = (MatrixArgument * max(1, len(matrices)))()
+        held = [m.t().contiguous().t() if i % 2 == 0 else m.contiguous() for i, m in enumerate(matrices)]
+        for i, m in enumerate(held):
+            given[i] = MatrixArgument(m.data_ptr(), *m.stride())
+        buffers = (BufferArgument * len(tensors))(*map(buffer_argument, range(len(tensors))))
+        kernel.run(ctypes.byref(arguments), buffers, given, None, None, count, ctypes.c_long(shared_bytes), seed)
+
+    def run(backward: bool) -> None:
+        steps = compiled.passes()[backward]
+        last = next(i for i, task in enumerate(places.tasks) if task.level > 0) if tail else len(places.tasks)
+        run_once(steps, backward, "before")
+        if blocks:
+            run_script(backward)
+            last = 0
+        if tail and backward:
+            run_tail(backward, last)
+        for task in places.tasks[:last][:: -1 if backward else 1]:
             for i, step in enumerate(steps):
-                if step.function == task.kind and step.late == late:
+                if here(step, "frontiers") and step.function == task.kind:
+                    run_step(i, step, backward, task)
+        if tail and not backward:
+            run_tail(backward, last)
+        run_once(steps, backward, "after")
+
+    def run_once(steps, backward: bool, when: str) -> None:
+        for i, step in enumerate(steps):
+            for task in places.tasks if here(step, when) else []:
+                if step.function == task.kind:
                     run_step(i, step, backward, task)
 
     def run_step(i, step, backward: bool, task) -> None:
-        first, count = (task.first_edge, task.num_edges) if step.domain == "E" else (task.first, task.count)
+        first, count = (task.first_edge, task.num_edges) if step.edges else (task.first, task.count)
         rows = slice(first, first + count)
-        if not isinstance(step, Product):
+        if isinstance(step, Kernel):
             name = f"step_{int(backward)}_{i}_{int(task.level == 0)}"
             buffers = (BufferArgument * len(used[name]))(*map(buffer_argument, used[name]))
             getattr(kernels, name)(ctypes.byref(arguments), buffers, first, count)
         elif not step.skips_leaves or task.level > 0:
             matrix = matrices[step.matrix].T if step.transposed else matrices[step.matrix]
-            rows_of(step.target, rows)[:] = rows_of(step.source, rows) @ matrix
+            product = rows_of(step.source, rows) @ matrix
+            rows_of(step.target, rows)[:] = product if step.bias < 0 else product + tensors[step.bias]
         elif not backward and compiled.buffers[step.target].space == "rows":  # products read it
             tensors[step.target][rows] = 0
 
-    for layer in compiled.layers:
-        made = tensors[layer.source] @ matrices[layer.matrix].T
-        tensors[layer.target][:] = made if layer.bias < 0 else made + tensors[layer.bias]
-    run(compiled.forward, False, places.tasks)
+    run(False)
     bound = {"float64": 1e-13, "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[dtype]
     for found, want in zip(of("output"), outputs, strict=True):
         assert relative_error(found, want) < bound
     for t in (*of("input_grad"), *of("layer_grad")):
         t.zero_()
-    run(compiled.backward, True, places.tasks[::-1])
-    for layer in compiled.layer_gradients:
-        tensors[layer.target][:] = tensors[layer.source] @ matrices[layer.matrix]
+    run(True)
     assert of("input_grad")
     for found, want in zip(of("input_grad"), gradients, strict=False):
         assert relative_error(found, want) < bound
@@ -349,12 +394,12 @@ def test_written_kernels_compile_for_cuda(make, dtype, tmp_path, monkeypatch):
 def defines_of(compiled, dtype: str) -> list[list[str]]:
     """What the launcher compiles each kernel with."""
     found, program = [], compiled.program()
-    for backward, steps in ((False, compiled.forward), (True, compiled.backward)):
+    for backward, steps in enumerate(compiled.passes()):
         for i, step in enumerate(steps):
-            if not isinstance(step, Product):
+            if isinstance(step, Kernel):
                 each = 4 if step.width % 4 == 0 and not step.reduces else 1
                 for leaves in (False, True):
-                    body, used = program.kernel_body(backward, i, leaves, each)
+                    body, used = program.kernel_body(bool(backward), i, leaves, each)
                     lanes = 32 if step.reduces else step.width // each
                     sizes = {"BUFFERS": len(used), "WIDTH": step.width, "LANES": lanes}
                     names = {"TYPE": dtype, **sizes, "BODY": body}

@@ -761,12 +761,12 @@ def emulated(monkeypatch):
 
     monkeypatch.setattr(persistent, "train", train)
     monkeypatch.setattr(persistent, "training_obstacle", lambda call, head, loss: None)
-    inner = Trainer._obstacle
+    inner = Trainer._lasting_obstacle
 
-    def obstacle(trainer, call):
-        return inner(trainer, call._replace(device=torch.device("cuda")))
+    def obstacle(trainer, call, parts):
+        return inner(trainer, call._replace(device=torch.device("cuda")), parts)
 
-    monkeypatch.setattr(Trainer, "_obstacle", obstacle)
+    monkeypatch.setattr(Trainer, "_lasting_obstacle", obstacle)
     return launches
 
 

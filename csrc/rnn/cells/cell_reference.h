@@ -10,17 +10,17 @@ namespace weft::rnn {
 
 // A step taken, with what its derivative needs; every tensor (B,H).
 struct CellStep {
-  at::Tensor h_before, c_before;
-  std::array<at::Tensor, 4> gates;  // gru: r, z, n, m; lstm: i, f, g, o; else undefined
-  at::Tensor h, c;                  // after the step; c for an lstm alone
+  at::Tensor h_before, c_before;    // c: all other states, (B, states * H)
+  std::array<at::Tensor, 4> gates;  // what the cell saves; else undefined
+  at::Tensor h, c;                  // after the step
 };
 
-// The step from the state (h, c), given in = W_ih x + b_ih and rec = W_hh h + b_hh, both (B,G*H). c is undefined except
-// for an lstm.
+// The step from the state (h, c), given in = W_ih x + b_ih and rec = W_hh h + b_hh, both (B,G*H). c is undefined where
+// the cell has no other states.
 CellStep cell_step(Cell cell, const at::Tensor& in, const at::Tensor& rec, const at::Tensor& h, const at::Tensor& c);
 
 // The gradients of a step: of in and rec, (B,G*H), and of the state before it along the ways that do not lead through
-// rec, (B,H): h (undefined for none) and, for an lstm, c.
+// rec: h, (B,H), undefined for none, and c.
 struct CellStepGrads {
   at::Tensor in, rec, h, c;
 };

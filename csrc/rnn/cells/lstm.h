@@ -11,7 +11,7 @@ struct Lstm {
   static constexpr const char* kName = "lstm";
   static constexpr const char* kCosts = "lstm";
   static constexpr int kCudnnMode = 2;
-  static constexpr int kGates = 4, kSaved = 4, kChain = 4, kStates = 2;
+  static constexpr int kGates = 4, kSaved = 4, kChain = 4, kStates = 2, kKept = 1;
   static constexpr int kApart = -1, kThroughOutput = 3;
   static constexpr StateName kAfter = StateName::kC, kBefore = StateName::kC;
   static constexpr bool kSelects = false;
@@ -33,23 +33,25 @@ struct Lstm {
   static constexpr int kForget = 1;
 
   template <typename M, typename V>
-  WEFT_CELL_STEP static V forward(const V* pre, const V& apart, const V&, V& c, V* saved) {
+  WEFT_CELL_STEP static V forward(const V* pre, const V& apart, const V&, V* others, V* saved) {
     gates<M>(pre, apart, saved);
+    V& c = others[0];
     c = saved[1] * c + saved[0] * saved[2];
     return saved[3] * M::tanh(c);
   }
 
   template <typename M, typename V, typename Arrive>
-  WEFT_CELL_STEP static void backward(const V& dh, const Arrive& arrive, const V* saved, const V& next, const V& c,
-                                      V* d, V& direct) {
+  WEFT_CELL_STEP static void backward(const V& dh, const Arrive& arrive, const V* saved, const V* after,
+                                      const V* before, V* d, V* direct) {
     const V &i = saved[0], &f = saved[1], &g = saved[2], &o = saved[3];
+    const V &next = after[0], &c = before[0];
     const V squashed = M::tanh(next);
     const V dc = arrive(dh * o * (M::kOne - squashed * squashed));
     d[0] = dc * g * i * (M::kOne - i);
     d[1] = dc * c * f * (M::kOne - f);
     d[2] = dc * i * (M::kOne - g * g);
     d[3] = dh * squashed * o * (M::kOne - o);
-    direct = dc * f;
+    direct[0] = dc * f;
   }
 };
 

@@ -10,20 +10,20 @@ struct RnnRelu {
   static constexpr const char* kName = "rnn_relu";
   static constexpr const char* kCosts = "rnn";
   static constexpr int kCudnnMode = 0;
-  static constexpr int kGates = 1, kSaved = 0, kChain = 1, kStates = 1;
+  static constexpr int kGates = 1, kSaved = 0, kChain = 1, kStates = 1, kKept = 0;
   static constexpr int kApart = -1, kThroughOutput = -1;
   static constexpr StateName kAfter = StateName::kH, kBefore = StateName::kNone;
   static constexpr bool kSelects = true;
   static constexpr int kScanHidden = 128;
 
   template <typename M, typename V>
-  WEFT_CELL_STEP static V forward(const V* pre, const V&, const V&, V&, V*) {
+  WEFT_CELL_STEP static V forward(const V* pre, const V&, const V&, V*, V*) {
     return M::relu(pre[0]);
   }
 
   template <typename M, typename V, typename Arrive>
-  WEFT_CELL_STEP static void backward(const V& dh, const Arrive&, const V*, const V& y, const V&, V* d, V&) {
-    d[0] = M::where_positive(y, dh);
+  WEFT_CELL_STEP static void backward(const V& dh, const Arrive&, const V*, const V* after, const V*, V* d, V*) {
+    d[0] = M::where_positive(after[0], dh);
   }
 };
 

@@ -10,19 +10,20 @@ struct RnnTanh {
   static constexpr const char* kName = "rnn_tanh";
   static constexpr const char* kCosts = "rnn";
   static constexpr int kCudnnMode = 1;
-  static constexpr int kGates = 1, kSaved = 0, kChain = 1, kStates = 1;
+  static constexpr int kGates = 1, kSaved = 0, kChain = 1, kStates = 1, kKept = 0;
   static constexpr int kApart = -1, kThroughOutput = -1;
   static constexpr StateName kAfter = StateName::kH, kBefore = StateName::kNone;
   static constexpr bool kSelects = false;
   static constexpr int kScanHidden = 128;
 
   template <typename M, typename V>
-  WEFT_CELL_STEP static V forward(const V* pre, const V&, const V&, V&, V*) {
+  WEFT_CELL_STEP static V forward(const V* pre, const V&, const V&, V*, V*) {
     return M::tanh(pre[0]);
   }
 
   template <typename M, typename V, typename Arrive>
-  WEFT_CELL_STEP static void backward(const V& dh, const Arrive&, const V*, const V& y, const V&, V* d, V&) {
+  WEFT_CELL_STEP static void backward(const V& dh, const Arrive&, const V*, const V* after, const V*, V* d, V*) {
+    const V& y = after[0];
     d[0] = dh * (M::kOne - y * y);
   }
 };

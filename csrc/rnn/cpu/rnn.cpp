@@ -15,6 +15,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "rnn/newton/cpu/newton.h"
+#include "rnn/newton/report.h"
 #include "rnn/persistent/cpu/rnn_kernels.h"
 #include "rnn/persistent/cpu/team.h"
 #include "rnn/rnn.h"
@@ -116,7 +118,25 @@ Grid choose_grid(const RnnSizes& s, StepDepth depth, int64_t lanes, int64_t elem
 // Rows of a task of a product over all steps, at most.
 constexpr int64_t kTaskRows = 128;
 
-// Who does what. Members [0, directions at once * parts) run the recurrences; all share what has no recurrence.
+// A head of a direction is a recurrence of its own: as if it were a direction of a layer of P units.
+int recurrences(const RnnSizes& s) {
+  return s.D * static_cast<int>(s.heads);
+}
+RnnSizes of_a_head(RnnSizes s) {
+  s.D = recurrences(s);
+  s.H = s.P;
+  return s;
+}
+
+// As many as run side by side, such that none has to wait for threads: what divides their number.
+int at_once_of(int count, int threads) {
+  int found = std::min(count, threads);
+  while (count % found != 0) --found;
+  return found;
+}
+
+// Who does what. Members [0, directions at once * parts) run the recurrences; all share what has no recurrence. Sizes
+// are those of_a_head.
 struct Team {
   int members, at_once;        // threads of the team, directions that run side by side
   int slices;                  // of each batch group
@@ -125,10 +145,10 @@ struct Team {
   std::vector<Arrivals> arrivals;
   std::vector<Wish> wishes;  // of each batch group
   Barrier everyone;
-  int64_t handed_out[5] = {};  // tasks of each product over all steps, which members take as they get free
+  std::vector<int64_t> handed_out;  // tasks of each product over all steps, which members take as they get free
 
   Team(const RnnSizes& s, const RnnSteps& steps, StepDepth depth, int64_t lanes, int64_t element_bytes, int team)
-      : members(team), at_once(std::min(team, s.D)) {
+      : members(team), at_once(at_once_of(s.D, team)), handed_out(1 + 2 * s.D) {
     const Grid grid = choose_grid(s, depth, lanes, element_bytes, team / at_once);
     arrivals.resize(team + s.D * grid.groups * grid.slices);
     wishes.resize(s.D * grid.groups);
@@ -153,13 +173,13 @@ struct Team {
   // The next task of a product.
   int64_t take(int product) { return __atomic_fetch_add(&handed_out[product], 1, __ATOMIC_RELAXED); }
 
-  // Calls f(direction, part, index) for the part with which a member begins in each of its directions: index counts the
-  // parts of directions that run at once.
+  // Calls f(direction, part, index) for the part with which a member begins in each of its directions of
+  // [first_direction, D): index counts the parts of directions that run at once.
   template <typename F>
-  void own_parts(int D, int member, F f) const {
+  void own_parts(int D, int member, F f, int first_direction = 0) const {
     const int count = static_cast<int>(parts.size());
-    for (int d = 0; d < D; ++d) {
-      const int first = at_once > 1 ? d * count : 0;
+    for (int d = first_direction; d < D; ++d) {
+      const int first = d % at_once * count;
       if (member >= first && member < first + count) f(d, parts[member - first], member);
     }
   }
@@ -167,7 +187,7 @@ struct Team {
   // Calls f(direction, group) for the groups that a member runs, with part_scratch(index) for each of their parts.
   template <typename T, typename Scratch, typename F>
   void run_groups(int D, int member, Scratch part_scratch, F f) {
-    own_parts(D, member, [&](int d, const RnnPart& part, int index) {
+    const auto run = [&](int d, const RnnPart& part, int index) {
       const int count = static_cast<int>(parts.size());
       const int own = static_cast<int>(&part - parts.data()), slice = own % slices, first = own - slice;
       Arrivals* const at = arrivals.data() + members + d * count + first;
@@ -175,7 +195,12 @@ struct Team {
       RnnGroup<T> group{&parts[first], {}, Crew(at, wish, slices, slice_members, slice)};
       for (int i = 0; i < slices; ++i) group.scratch[i] = part_scratch(index - slice + i);
       f(d, group);
-    });
+    };
+    for (int first = 0; first < D; first += at_once) {
+      // Whoever runs a slice of another member uses that one's scratch until the end.
+      if (first > 0 && slices > 1) everyone.wait(member);
+      own_parts(first + at_once, member, run, first);
+    }
   }
 };
 
@@ -226,40 +251,55 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
     weights[d] = {compute_copy(w.w_ih, type), compute_copy(w.w_hh, type), compute_copy(w.b_ih, type),
                   compute_copy(w.b_hh, type)};
   }
-  const int64_t states = s.B * s.H, stride = k.state_stride(s.H);
-  const auto arguments = [&](int d) {
-    return RnnForwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
+  const RnnSizes own = of_a_head(s);
+  const int64_t states = s.B * s.H, stride = k.state_stride(s.P);
+  const auto arguments = [&](int run) {
+    const int d = run / static_cast<int>(s.heads);
+    const int64_t first = run % s.heads * s.P;
+    return RnnForwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.P, s.H, s.D * s.H, steps.offsets.data()},
                              pointer<T>(input),
-                             pointer<T>(h0, d * states),
-                             pointer<T>(c0, d * states),
+                             pointer<T>(h0, d * states + first),
+                             pointer<T>(c0, d * s.S * states + first),
                              nullptr,
                              nullptr,
-                             pointer<T>(weights[d].b_ih),
-                             pointer<T>(weights[d].b_hh),
-                             results.output.mutable_data_ptr<T>() + d * s.H,
-                             results.h_n.mutable_data_ptr<T>() + d * states,
-                             mutable_pointer<T>(results.c_n, d * states),
-                             mutable_pointer<T>(results.gates, d * s.R * 4 * s.H),
-                             mutable_pointer<T>(results.cells, d * s.H)};
+                             pointer<T>(weights[d].b_ih, first),
+                             pointer<T>(weights[d].b_hh, first),
+                             results.output.mutable_data_ptr<T>() + d * s.H + first,
+                             results.h_n.mutable_data_ptr<T>() + d * states + first,
+                             mutable_pointer<T>(results.c_n, d * s.S * states + first),
+                             mutable_pointer<T>(results.gates, d * s.R * 4 * s.H + first),
+                             mutable_pointer<T>(results.cells, d * s.K * s.H + first)};
   };
-  const auto packing = [&](int d, bool recurrent, int slices) {
-    const Tensor& w = recurrent ? weights[d].w_hh : weights[d].w_ih;
-    const int64_t depth = w.size(1);
-    return PackArgs<T>{w.const_data_ptr<T>(),           depth, 1,   depth,  0,
-                       recurrent ? depth : kDepthBlock, s.G,   s.H, slices, nullptr};
+  const auto packing = [&](int run, bool recurrent, int slices) {
+    const RnnWeights& of = weights[run / s.heads];
+    const Tensor& w = recurrent ? of.w_hh : of.w_ih;
+    const int64_t depth = w.size(1), first = run % s.heads * s.P;
+    return PackArgs<T>{.data = w.const_data_ptr<T>() + first * depth,
+                       .depth = depth,
+                       .depth_stride = 1,
+                       .column_stride = depth,
+                       .rotate = 0,
+                       .run = depth,
+                       .run_apart = depth,
+                       .depth_block = recurrent ? depth : kDepthBlock,
+                       .blocks = s.G,
+                       .columns = s.P,
+                       .apart = s.H,
+                       .slices = slices,
+                       .packed = nullptr};
   };
 
-  // Memory: for each direction w_ih, w_hh and the state; then the scratch of each member's part.
+  // Memory: for each recurrence w_ih, w_hh and the state; then the scratch of each member's part.
   const auto prepare = [&](Team& team) {
     std::vector<int64_t> counts;
-    for (int d = 0; d < s.D; ++d) {
+    for (int d = 0; d < own.D; ++d) {
       counts.push_back(k.packed_size(packing(d, false, team.slices)));
       counts.push_back(k.packed_size(packing(d, true, team.slices)));
       counts.push_back(2 * s.B * stride);
     }
     for (int member = 0; member < team.members; ++member) {
       int64_t most = 0;
-      team.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
+      team.own_parts(own.D, member, [&](int d, const RnnPart& part, int) {
         most = std::max(most, k.forward_scratch(arguments(d), part));
       });
       counts.push_back(most);
@@ -269,25 +309,25 @@ void forward(const RnnArgs& args, const RnnSizes& s, const RnnSteps& steps, cons
   const auto work = [&](Team& team, const Memory& memory, int member) {
     T* const base = static_cast<T*>(memory.data.mutable_data_ptr());
     const auto at = [&](int index) { return base + memory.offsets[index]; };
-    for (int d = 0; d < s.D; ++d) {
+    for (int d = 0; d < own.D; ++d) {
       for (int which = 0; which < 2; ++which) {
         auto pack = packing(d, which == 1, team.slices);
         pack.packed = at(3 * d + which);
         k.pack(pack, member, team.members);
       }
     }
-    team.own_parts(s.D, member,
+    team.own_parts(own.D, member,
                    [&](int d, const RnnPart& part, int) { k.forward_begin(arguments(d), part, at(3 * d + 2)); });
     team.everyone.wait(member);
-    const auto scratch = [&](int index) { return at(3 * s.D + index); };
-    team.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
-      auto own = arguments(d);
-      own.w_ih = at(3 * d);
-      own.w_hh = at(3 * d + 1);
-      k.forward(own, group, at(3 * d + 2));
+    const auto scratch = [&](int index) { return at(3 * own.D + index); };
+    team.run_groups<T>(own.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
+      auto arguments_of = arguments(d);
+      arguments_of.w_ih = at(3 * d);
+      arguments_of.w_hh = at(3 * d + 1);
+      k.forward(arguments_of, group, at(3 * d + 2));
     });
   };
-  run_on_team(s, steps, {s.G * s.H, s.G * s.I}, k.lanes, sizeof(T), prepare, work);
+  run_on_team(own, steps, {s.G * s.P, s.G * s.I}, k.lanes, sizeof(T), prepare, work);
 }
 
 // The rows before each row of a direction, pointers to its states: null where the state is zero.
@@ -332,52 +372,75 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
   if (result[0].defined()) prefer_huge_pages(result[0]);
 
   const bool apart = sides_apart(args.cell);
-  const int64_t states = s.B * s.H, M = s.G * s.H;
-  const int64_t d_columns = chain_blocks(args.cell) * s.H;
+  // Of each recurrence.
+  const RnnSizes own = of_a_head(s);
+  const int64_t states = s.B * s.H, M = s.G * s.P;
+  const int64_t d_columns = chain_blocks(args.cell) * s.P;
   // Rows a power of two apart would share few sets of L1.
   const int64_t d_stride = padded(d_columns);
-  std::array<std::vector<const T*>, 2> before;
-  for (int d = 0; d < s.D; ++d) {
+  const auto direction_of = [&](int run) { return run / static_cast<int>(s.heads); };
+  const auto first_of = [&](int run) { return run % s.heads * s.P; };
+  std::vector<std::vector<const T*>> before(own.D);
+  for (int run = 0; run < own.D; ++run) {
+    const int d = direction_of(run);
     if (result[rnn_first_weight(s, d) + 1].defined()) {
-      before[d] = states_before<T>(s, steps, d, pointer<T>(output, d * s.H), pointer<T>(h0, d * states));
+      before[run] = states_before<T>(s, steps, d, pointer<T>(output, d * s.H + first_of(run)),
+                                     pointer<T>(h0, d * states + first_of(run)));
     }
   }
-  const auto arguments = [&](int d) {
-    return RnnBackwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.H, s.D * s.H, steps.offsets.data()},
-                              pointer<T>(grad_output, d * s.H),
-                              pointer<T>(grad_h_n, d * states),
-                              pointer<T>(grad_c_n, d * states),
-                              pointer<T>(grad_cells, d * s.H),
-                              pointer<T>(h0, d * states),
-                              pointer<T>(c0, d * states),
-                              pointer<T>(output, d * s.H),
-                              gates.numel() > 0 ? pointer<T>(gates, d * s.R * 4 * s.H) : nullptr,
-                              cells.numel() > 0 ? pointer<T>(cells, d * s.H) : nullptr,
+  const auto arguments = [&](int run) {
+    const int d = direction_of(run);
+    const int64_t first = first_of(run);
+    return RnnBackwardArgs<T>{{args.cell, d == 1, s.packed, s.T, s.B, s.I, s.P, s.H, s.D * s.H, steps.offsets.data()},
+                              pointer<T>(grad_output, d * s.H + first),
+                              pointer<T>(grad_h_n, d * states + first),
+                              pointer<T>(grad_c_n, d * s.S * states + first),
+                              pointer<T>(grad_cells, d * s.K * s.H + first),
+                              pointer<T>(h0, d * states + first),
+                              pointer<T>(c0, d * s.S * states + first),
+                              pointer<T>(output, d * s.H + first),
+                              gates.numel() > 0 ? pointer<T>(gates, d * s.R * 4 * s.H + first) : nullptr,
+                              cells.numel() > 0 ? pointer<T>(cells, d * s.K * s.H + first) : nullptr,
                               nullptr,
                               nullptr,
                               d_stride,
-                              mutable_pointer<T>(result[1], d * states),
-                              mutable_pointer<T>(result[2], d * states)};
+                              mutable_pointer<T>(result[1], d * states + first),
+                              mutable_pointer<T>(result[2], d * s.S * states + first)};
   };
   // The input side's columns of dgates begin with those of a gate whose sides stay apart, the last block of w_ih.
-  const int64_t rotate = apart ? (s.G - 1) * s.H : 0;
-  const auto packing = [&](int d, bool recurrent, int slices) {
-    const Tensor& w = recurrent ? weights[d].w_hh : weights[d].w_ih;
-    return recurrent ? PackArgs<T>{w.const_data_ptr<T>(), M, s.H, 1, 0, M, 1, s.H, slices, nullptr}
-                     : PackArgs<T>{w.const_data_ptr<T>(), M, s.I, 1, rotate, kDepthBlock, 1, s.I, 1, nullptr};
+  const int64_t rotate = apart ? (s.G - 1) * s.P : 0;
+  // Rows of a head's weights: the P of each gate lie H apart.
+  const int64_t run_rows = s.heads == 1 ? M : s.P, run_apart = s.heads == 1 ? M : s.H;
+  const auto packing = [&](int run, bool recurrent, int slices) {
+    const RnnWeights& of = weights[direction_of(run)];
+    const Tensor& w = recurrent ? of.w_hh : of.w_ih;
+    const int64_t columns = w.size(1);
+    return PackArgs<T>{.data = w.const_data_ptr<T>() + first_of(run) * columns,
+                       .depth = M,
+                       .depth_stride = columns,
+                       .column_stride = 1,
+                       .rotate = recurrent ? 0 : rotate,
+                       .run = run_rows,
+                       .run_apart = run_apart,
+                       .depth_block = recurrent ? M : kDepthBlock,
+                       .blocks = 1,
+                       .columns = columns,
+                       .apart = columns,
+                       .slices = recurrent ? slices : 1,
+                       .packed = nullptr};
   };
 
-  // Memory: for each direction w_ih, w_hh and dgates; then the scratch of each member's part, and later of the member.
+  // Memory: for each recurrence w_ih, w_hh and dgates; then the scratch of each member's part, and later of the member.
   const auto prepare = [&](Team& team) {
     std::vector<int64_t> counts;
-    for (int d = 0; d < s.D; ++d) {
+    for (int d = 0; d < own.D; ++d) {
       counts.push_back(result[0].defined() ? k.packed_size(packing(d, false, 1)) : 0);
       counts.push_back(k.packed_size(packing(d, true, team.slices)));
       counts.push_back(s.R * d_stride);
     }
     for (int member = 0; member < team.members; ++member) {
       int64_t most = k.transposed_scratch();
-      team.own_parts(s.D, member, [&](int d, const RnnPart& part, int) {
+      team.own_parts(own.D, member, [&](int d, const RnnPart& part, int) {
         most = std::max(most, k.backward_scratch(arguments(d), part));
       });
       counts.push_back(most);
@@ -387,8 +450,8 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
   const auto work = [&](Team& team, const Memory& memory, int member) {
     T* const base = static_cast<T*>(memory.data.mutable_data_ptr());
     const auto at = [&](int index) { return base + memory.offsets[index]; };
-    const auto scratch = [&](int index) { return at(3 * s.D + index); };
-    for (int d = 0; d < s.D; ++d) {
+    const auto scratch = [&](int index) { return at(3 * own.D + index); };
+    for (int d = 0; d < own.D; ++d) {
       for (int which = result[0].defined() ? 0 : 1; which < 2; ++which) {
         auto pack = packing(d, which == 1, team.slices);
         pack.packed = at(3 * d + which);
@@ -396,28 +459,29 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
       }
     }
     team.everyone.wait(member);
-    team.run_groups<T>(s.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
-      auto own = arguments(d);
-      own.w_hh = at(3 * d + 1);
-      own.dgates = at(3 * d + 2);
-      k.backward(own, group);
+    team.run_groups<T>(own.D, member, scratch, [&](int d, const RnnGroup<T>& group) {
+      auto arguments_of = arguments(d);
+      arguments_of.w_hh = at(3 * d + 1);
+      arguments_of.dgates = at(3 * d + 2);
+      k.backward(arguments_of, group);
     });
     team.everyone.wait(member);
     if (result[0].defined()) {
       const int64_t share = (s.R + team.members - 1) / team.members;
       const int64_t rows = std::min(kTaskRows, (share + 7) / 8 * 8), tasks = (s.R + rows - 1) / rows;
       for (int64_t task; (task = team.take(0)) < tasks;) {
-        for (int d = 0; d < s.D; ++d) {
-          k.multiply({at(3 * d + 2), d_stride, M, kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d == 1},
+        for (int d = 0; d < own.D; ++d) {
+          k.multiply({at(3 * d + 2), d_stride, M, kDepthBlock, at(3 * d), result[0].mutable_data_ptr<T>(), s.I, d > 0},
                      task * rows, std::min(s.R, (task + 1) * rows));
         }
       }
     }
-    for (int d = 0; d < s.D; ++d) {
+    for (int d = 0; d < own.D; ++d) {
       const T* const dgates = at(3 * d + 2);
-      const int first = rnn_first_weight(s, d);
-      const auto grad = [&](int which) {
-        return which < (s.bias ? 4 : 2) ? mutable_pointer<T>(result[first + which]) : nullptr;
+      const int first = rnn_first_weight(s, direction_of(d));
+      // The head's first row, of so many columns.
+      const auto grad = [&](int which, int64_t columns) {
+        return which < (s.bias ? 4 : 2) ? mutable_pointer<T>(result[first + which], first_of(d) * columns) : nullptr;
       };
       // Each task packs all of the right side: not more of them than what the packing is small beside.
       const int tasks = static_cast<int>(std::clamp<int64_t>(M / 256, team.members, 4 * team.members));
@@ -427,12 +491,13 @@ std::vector<Tensor> backward(const RnnGrads& grads, const RnnArgs& args, const R
           k.transposed(product_args, static_cast<int>(task), tasks, scratch(member));
         }
       };
-      transposed(1 + 2 * d, {dgates, d_stride, s.R, M, rotate, pointer<T>(input), nullptr, s.I, s.I, grad(0), grad(2)});
-      transposed(2 + 2 * d, {dgates + (apart ? s.H : 0), d_stride, s.R, M, 0, nullptr, before[d].data(), 0, s.H,
-                             grad(1), grad(3)});
+      transposed(1 + 2 * d, {dgates, d_stride, s.R, M, rotate, run_rows, run_apart, pointer<T>(input), nullptr, s.I,
+                             s.I, grad(0, s.I), grad(2, 1)});
+      transposed(2 + 2 * d, {dgates + (apart ? s.P : 0), d_stride, s.R, M, 0, run_rows, run_apart, nullptr,
+                             before[d].data(), 0, s.P, grad(1, s.P), grad(3, 1)});
     }
   };
-  run_on_team(s, steps, {s.G * s.H, 0}, k.lanes, sizeof(T), prepare, work);
+  run_on_team(own, steps, {s.G * s.P, 0}, k.lanes, sizeof(T), prepare, work);
 
   for (Tensor& t : result) {
     t = t.defined() ? t.to(args.input.scalar_type()) : at::empty({0}, args.input.options());
@@ -444,21 +509,33 @@ bool has_work(const RnnSizes& s) {
   return s.R > 0 && s.I > 0 && s.H > 0;
 }
 
+// The forward pass step by step, in the accumulate type.
+RnnResults in_order(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save) {
+  const RnnSteps steps = rnn_steps(args, sizes);
+  const auto compute = accumulate_type(args.input.scalar_type());
+  const RnnResults r = allocate_rnn(args, sizes, keep_cells, save, compute, compute);
+  for (const Tensor& t : {r.output, r.cells, r.gates}) prefer_huge_pages(t);
+  (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, r);
+  return r;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, const OptionalTensor& h0,
                                                            const OptionalTensor& c0, at::TensorList weights,
                                                            const OptionalTensor& batch_sizes,
                                                            c10::string_view cell_name, bool bidirectional,
-                                                           bool keep_cells, bool save, c10::string_view backward_name) {
+                                                           bool keep_cells, bool save, c10::string_view backward_name,
+                                                           int64_t heads) {
   const char* op = "weft::rnn";
   const RnnArgs args{
-      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name),
+      heads};
   const RnnSizes sizes = check_rnn(op, args);
   if (!has_work(sizes)) return rnn_reference(args, sizes, keep_cells, save).tuple();
-  const RnnSteps steps = rnn_steps(args, sizes);
-  const auto type = input.scalar_type(), saved = args.saved_type(), compute = accumulate_type(type);
-  const RnnResults r = allocate_rnn(args, sizes, keep_cells, save, compute, compute);
-  for (const Tensor& t : {r.output, r.cells, r.gates}) prefer_huge_pages(t);
-  (compute == at::kDouble ? forward<double> : forward<float>)(args, sizes, steps, r);
+  const int64_t chunks = args.backward == Backward::kNewton ? newton_chunks_cpu(sizes) : 1;
+  const RnnResults r = chunks > 1 ? newton_forward_cpu(args, sizes, chunks, keep_cells, save, in_order)
+                                  : in_order(args, sizes, keep_cells, save);
+  if (args.backward == Backward::kNewton && chunks == 1 && !sizes.packed) newton_statistics(args, sizes, 1);
+  const auto type = input.scalar_type(), saved = args.saved_type();
   return {r.output.to(type), r.h_n.to(type), r.c_n.to(type), r.cells.to(saved), r.gates.to(saved)};
 }
 
@@ -467,10 +544,12 @@ std::vector<Tensor> rnn_backward_cpu(const OptionalTensor& grad_output, const Op
                                      const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
                                      at::TensorList weights, const OptionalTensor& batch_sizes, const Tensor& output,
                                      const Tensor& cells, const Tensor& gates, c10::string_view cell_name,
-                                     bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name) {
+                                     bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name,
+                                     int64_t heads) {
   const char* op = "weft::rnn_backward";
   const RnnArgs args{
-      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name),
+      heads};
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
   const RnnSizes sizes = check_rnn(op, args);
   check_rnn_saved(op, args, sizes, grads, output, cells, gates, output_mask);

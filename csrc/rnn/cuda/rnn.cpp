@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/index_select.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
@@ -21,6 +22,10 @@
 #include "common/autograd.h"
 #include "common/cuda/captured.h"
 #include "common/cuda/device_costs.h"
+#include "rnn/newton/chunks.h"
+#include "rnn/newton/cuda/newton_kernels.h"
+#include "rnn/newton/forced.h"
+#include "rnn/newton/report.h"
 #include "rnn/persistent/cuda/multiply.h"
 #include "rnn/persistent/cuda/products_us.h"
 #include "rnn/persistent/cuda/recurrence.h"
@@ -89,8 +94,8 @@ Way way_of(const RnnArgs& args, const RnnSizes& s, bool backward) {
   const auto type = type_of(args.input.scalar_type());
   if (!type || s.R == 0 || s.H == 0 || s.I == 0 || s.H > kMaxHidden) return {};
   if (s.T > kMaxRows || s.B > kMaxRows) return {};
-  const RecurrenceKernel& recurrence =
-      recurrence_kernel({args.cell, *type, backward, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)});
+  const RecurrenceKernel& recurrence = recurrence_kernel({args.cell, *type, backward, s.packed, static_cast<int>(s.P),
+                                                          static_cast<int>(s.heads), s.D, static_cast<int>(s.B)});
   return {*type, recurrence.geometry ? &recurrence : nullptr};
 }
 
@@ -129,11 +134,11 @@ struct Launch {
   }
 
   // The tensor through which the blocks of a grid exchange: `result` itself where its rows are aligned to 16 bytes,
-  // else one with padded rows. Filled with ones bits.
+  // else one with padded rows, of each head. Filled with ones bits.
   void set_exchange(const Tensor& result, int64_t stride, int64_t direction, int values, bool backward,
                     const RnnSizes& s) {
     const int per_chunk = 16 / int(result.element_size());
-    const int64_t padded = (s.H + per_chunk - 1) / per_chunk * per_chunk;
+    const int64_t padded_head = (s.P + per_chunk - 1) / per_chunk * per_chunk, padded = s.heads * padded_head;
     Tensor tensor = result;
     args.exchange_stride = static_cast<int>(stride);
     args.exchange_direction = direction;
@@ -211,7 +216,7 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
 
   std::vector<Tensor> result(output_mask.size());
   if (output_mask[1] && h0) result[1] = at::empty({s.D, s.B, H}, options);
-  if (output_mask[2] && c0) result[2] = at::empty({s.D, s.B, H}, options);
+  if (output_mask[2] && c0) result[2] = at::empty({s.D, s.B, s.S * H}, options);
   Launch launch(args, s);
   const int64_t blocks = chain_blocks(args.cell), stride = blocks * H;
   const Tensor dgates = at::empty({s.D, s.R, stride}, options);
@@ -263,33 +268,39 @@ std::vector<Tensor> persistent_backward(const RnnGrads& grads, const RnnArgs& ar
     }
     if (output_mask[first + 1]) {
       Tensor& out = result[first + 1];
-      out = at::empty({columns, H}, options);
+      out = at::empty({columns, s.P}, options);
       const char* const initial = h0 ? static_cast<const char*>(a.h0) + d * s.B * H * bytes : nullptr;
       // Rows [row, row + count) of the gradient, from columns [column, column + count) of dgates.
       const auto part = [&](int64_t row, int64_t column, int64_t count, const auto& term) {
-        char* const to = static_cast<char*>(out.mutable_data_ptr()) + row * H * bytes;
+        char* const to = static_cast<char*>(out.mutable_data_ptr()) + row * s.P * bytes;
         term(dg + column * bytes, count, to);
       };
+      // Of several heads those of a gate at a time, the states' columns being the head's.
       const auto all_parts = [&](const auto& term) {
+        if (s.heads > 1) {
+          for (int g = 0; g < s.G; ++g) part(g * H, recurrent_block(args.cell, g) * H, s.P, term);
+          return;
+        }
         part(0, 0, together, term);
         if (apart) part(together, columns, H, term);
       };
+      const Heads heads{s.heads, s.P, s.P, s.P * s.P};
       if (s.packed) {
         const Tensor zero = h0 ? Tensor() : at::zeros({s.B, H}, options);
         const Tensor before = states_before(args, s, *steps, states, h0 ? h0->select(0, d) : zero, d);
         all_parts([&](const char* left, int64_t count, char* to) {
-          multiply(type, count, H, s.R, {left, stride, true}, {before.const_data_ptr(), H}, to, H, false);
+          multiply(type, count, s.P, s.R, {left, stride, true}, {before.const_data_ptr(), H}, to, s.P, false, heads);
         });
       } else {
         // The state before each step is h0 and then the output shifted by one: two products instead of a copy.
         const int64_t later = (s.T - 1) * s.B;
         const char* const y = static_cast<const char*>(states.const_data_ptr()) + d * H * bytes;
         all_parts([&](const char* left, int64_t count, char* to) {
-          multiply(type, count, H, later, {left + (d == 0 ? s.B * stride * bytes : 0), stride, true},
-                   {y + (d == 0 ? 0 : s.B * s.D * H * bytes), s.D * H}, to, H, false);
+          multiply(type, count, s.P, later, {left + (d == 0 ? s.B * stride * bytes : 0), stride, true},
+                   {y + (d == 0 ? 0 : s.B * s.D * H * bytes), s.D * H}, to, s.P, false, heads);
           if (initial) {
-            multiply(type, count, H, s.B, {left + (d == 0 ? 0 : later * stride * bytes), stride, true}, {initial, H},
-                     to, H, true);
+            multiply(type, count, s.P, s.B, {left + (d == 0 ? 0 : later * stride * bytes), stride, true}, {initial, H},
+                     to, s.P, true, heads);
           }
         });
       }
@@ -329,7 +340,7 @@ struct Widened {
         h0(in_type(a.h0, type)),
         c0(in_type(a.c0, type)),
         weights(all(a.weights, type)),
-        args{input, h0, c0, weights, a.batch_sizes, a.cell, a.bidirectional, a.backward} {}
+        args{input, h0, c0, weights, a.batch_sizes, a.cell, a.bidirectional, a.backward, a.heads} {}
   Widened(const Widened&) = delete;
 
   static std::vector<Tensor> all(at::TensorList list, at::ScalarType type) {
@@ -339,6 +350,125 @@ struct Widened {
   }
 };
 
+// How backward="newton" cuts a problem above what a warp holds: its chunks are rows of the persistent kernel's batch,
+// where that runs more of them beside each other in about the time of a step. Two rounds walk all steps of a chunk; a
+// net that remembers longer takes more of them, up to one for each chunk.
+constexpr int64_t kMostRowChunks = 32, kShortestRows = 128;
+// The share of the chain that two rounds may take.
+constexpr double kWorthRows = 0.7;
+
+TimeChunks row_chunks(const RecurrenceProblem& problem, int64_t T) {
+  const TimeChunks whole{1, T};
+  if (problem.packed || problem.directions > 1 || problem.backward || T >= kMaxRows) return whole;
+  const auto step_us = [&](int64_t chunks) {
+    RecurrenceProblem rows = problem;
+    if (problem.batch > kMaxRows / chunks) return 0.0;
+    rows.batch = static_cast<int>(problem.batch * chunks);
+    const auto found = recurrence_geometries(rows);
+    // Through L2 every row is published once, which leaves no second round.
+    return found.empty() || found.front().tier == Tier::kGrid ? 0.0 : found.front().step_us;
+  };
+  if (const auto forced = forced_chunks()) return step_us(*forced) > 0 ? cut_time(T, *forced) : whole;
+  const double chain = step_us(1) * double(T);
+  TimeChunks best = whole;
+  double least_us = kWorthRows * chain;
+  for (int64_t count = 2; count <= kMostRowChunks && T / count >= kShortestRows; count *= 2) {
+    const TimeChunks chunks = cut_time(T, count);
+    const double each = step_us(chunks.count), us = 2 * each * double(chunks.length);
+    if (each > 0 && us < least_us) best = chunks, least_us = us;
+  }
+  return best;
+}
+
+// The same, found once.
+TimeChunks row_chunks_cached(const RecurrenceProblem& problem, int64_t T) {
+  struct Known {
+    int device;
+    RecurrenceProblem problem;
+    int64_t T;
+    TimeChunks chunks;
+  };
+  if (forced_chunks()) return row_chunks(problem, T);
+  static thread_local std::vector<Known> known;
+  const int device = c10::cuda::current_device();
+  for (const Known& k : known) {
+    if (k.device == device && k.T == T && k.problem == problem) return k.chunks;
+  }
+  if (known.size() > 64) known.clear();
+  return known.emplace_back(Known{device, problem, T, row_chunks(problem, T)}).chunks;
+}
+
+// The forward pass in chunks that are rows of a batch: float32, one direction. Gates are recovered from the output, as
+// the kernel leaves them where a second round looks for its input.
+RnnResults newton_rows(const RnnArgs& args, const RnnSizes& s, const TimeChunks& chunks, RecurrenceType type,
+                       const RecurrenceKernel& recurrence, bool keep_cells, bool save) {
+  const int64_t K = chunks.count, L = chunks.length, B = s.B, H = s.H;
+  const bool with_c = has_c(args.cell), saves = save && has_gates(args.cell);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const auto options = args.input.options();
+  const Tensor statistics = newton_statistics(args, s, K);
+  Tensor steps = args.input;
+  if (K * L > s.T) steps = at::cat({steps, at::zeros({K * L - s.T, B, s.I}, options)});
+  const Tensor rows = steps.contiguous().view({K, L, B, s.I}).transpose(0, 1).contiguous().view({L, K * B, s.I});
+  const auto starts = [&](const OptionalTensor& first) {
+    Tensor t = at::zeros({1, K * B, H}, options);
+    if (first) t.narrow(1, 0, B).copy_(*first);
+    return t;
+  };
+  const OptionalTensor h = starts(args.h0), c = with_c ? OptionalTensor(starts(args.c0)) : std::nullopt, none;
+  const RnnArgs row_args{rows, h, c, args.weights, none, args.cell, false, args.backward};
+  RnnSizes sizes = s;
+  sizes.T = L, sizes.B = K * B, sizes.R = L * K * B;
+  const RnnResults r = allocate_rnn(row_args, sizes, /*keep_cells=*/with_c, /*save=*/false, at::kFloat, at::kFloat);
+
+  Launch launch(row_args, sizes);
+  const int64_t columns = s.G * H;
+  const Tensor x = at::empty({sizes.R, columns}, options), w_ih = rnn_weights(args, s, 0).w_ih.contiguous();
+  multiply(type, sizes.R, columns, s.I, {rows.const_data_ptr(), s.I}, {w_ih.const_data_ptr(), s.I, true},
+           x.mutable_data_ptr(), columns, false);
+  RecurrenceArgs& a = launch.args;
+  a.x = x.mutable_data_ptr();
+  a.x_stride = static_cast<int>(columns);
+  a.x_direction = sizes.R * columns;
+  a.output = r.output.mutable_data_ptr();
+  a.cells = mutable_data_of(r.cells);
+  a.h_n = r.h_n.mutable_data_ptr();
+  a.c_n = mutable_data_of(r.c_n);
+  const Tensor gates = at::zeros({K + 1}, options.dtype(at::kInt));
+  int* const gate = gates.mutable_data_ptr<int>();
+  const auto last_row = [&](const Tensor& t) {
+    return t.numel() > 0 ? t.mutable_data_ptr<float>() + (L - 1) * K * B * H : nullptr;
+  };
+  for (int64_t round = 1; round <= K; ++round) {
+    a.gate = round == 1 ? nullptr : gate + round;
+    launch_recurrence(recurrence, a, stream);
+    if (round == K) break;
+    newton_seams({chunks, s.T, B, H, round, last_row(r.output), last_row(r.cells), h->mutable_data_ptr<float>(),
+                  c ? c->mutable_data_ptr<float>() : nullptr, a.gate, gate + round + 1,
+                  statistics.defined() ? statistics.mutable_data_ptr<int>() : nullptr},
+                 stream);
+  }
+
+  const auto in_time = [&](const Tensor& t) {
+    return t.view({L, K, B, H}).transpose(0, 1).reshape({K * L, B, H}).narrow(0, 0, s.T).contiguous();
+  };
+  RnnResults found = allocate_rnn(args, s, keep_cells, save, at::kFloat, at::kFloat);
+  found.output = in_time(r.output);
+  found.h_n.copy_(found.output.narrow(0, s.T - 1, 1));
+  if (with_c) {
+    const Tensor cells = in_time(r.cells);
+    found.c_n.copy_(cells.narrow(0, s.T - 1, 1));
+    if (save || keep_cells) found.cells = cells;
+  }
+  if (saves) {
+    RnnResults recovered = found;
+    // The seams are between the walk's own cells.
+    if (with_c) recovered.cells = at::empty_like(found.cells);
+    scan_recover_gates(args, s, recovered);
+  }
+  return found;
+}
+
 // The forward pass for backward="scan": where both the persistent kernel and another can run it, the persistent one
 // does, but for two cases. One warp is as fast where it holds the layer. And cuDNN's LSTM with the gates recovered
 // takes a tenth less than the persistent kernel at the sizes that the scan holds beyond a warp, which no other cell's
@@ -347,11 +477,26 @@ struct Widened {
 RnnResults forward_for_scan(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
   const bool cudnn = at::Context::hasCuDNN() && at::globalContext().userEnabledCuDNN();
   const bool by_cudnn = has_c(args.cell) && s.D == 1 && cudnn;
-  if (scan_has_kernels(args, s) && (warp_holds(s) || by_cudnn)) return scan_forward(args, s, keep_cells, save);
+  const bool in_rows = args.backward == Backward::kNewton && !warp_holds(s) && s.D == 1 && !s.packed;
+  if (scan_has_kernels(args, s) && (warp_holds(s) || (by_cudnn && !in_rows)))
+    return scan_forward(args, s, keep_cells, save);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = args.input.scalar_type();
   const Widened wide(args, accumulate_type(type));
   const Way way = way_of(wide.args, s, /*backward=*/false);
+  if (args.backward == Backward::kNewton && way.recurrence && !warp_holds(s)) {
+    const RecurrenceProblem problem{
+        args.cell, way.type, /*backward=*/false, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)};
+    const TimeChunks chunks = row_chunks_cached(problem, s.T);
+    RecurrenceProblem rows = problem;
+    rows.batch = static_cast<int>(s.B * chunks.count);
+    const RecurrenceKernel* const recurrence = chunks.count > 1 ? &recurrence_kernel(rows) : nullptr;
+    if (recurrence && recurrence->geometry && recurrence->geometry->tier != Tier::kGrid) {
+      RnnResults r = newton_rows(wide.args, s, chunks, way.type, *recurrence, keep_cells, save);
+      for (Tensor* t : {&r.output, &r.h_n, &r.c_n}) *t = in_type(*t, type);
+      return r;
+    }
+  }
   if (!way.recurrence && scan_has_kernels(args, s)) return scan_forward(args, s, keep_cells, save);
   RnnResults r = persistent_forward(way, wide.args, s, keep_cells, save);
   for (Tensor* t : {&r.output, &r.h_n, &r.c_n}) *t = in_type(*t, type);
@@ -379,14 +524,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cuda(const Tensor& input,
                                                             const OptionalTensor& c0, at::TensorList weights,
                                                             const OptionalTensor& batch_sizes,
                                                             c10::string_view cell_name, bool bidirectional,
-                                                            bool keep_cells, bool save,
-                                                            c10::string_view backward_name) {
+                                                            bool keep_cells, bool save, c10::string_view backward_name,
+                                                            int64_t heads) {
   const char* op = "weft::rnn";
   const RnnArgs args{
-      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name),
+      heads};
   const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
-  if (args.backward == Backward::kScan) return forward_for_scan(args, s, keep_cells, save).tuple();
+  if (args.backward != Backward::kPersistent) return forward_for_scan(args, s, keep_cells, save).tuple();
   return persistent_forward(way_of(args, s, /*backward=*/false), args, s, keep_cells, save).tuple();
 }
 
@@ -395,15 +541,17 @@ std::vector<Tensor> rnn_backward_cuda(const OptionalTensor& grad_output, const O
                                       const Tensor& input, const OptionalTensor& h0, const OptionalTensor& c0,
                                       at::TensorList weights, const OptionalTensor& batch_sizes, const Tensor& output,
                                       const Tensor& cells, const Tensor& gates, c10::string_view cell_name,
-                                      bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name) {
+                                      bool bidirectional, c10::List<bool> output_mask, c10::string_view backward_name,
+                                      int64_t heads) {
   const char* op = "weft::rnn_backward";
   const RnnArgs args{
-      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name)};
+      input, h0, c0, weights, batch_sizes, parse_cell(op, cell_name), bidirectional, parse_backward(op, backward_name),
+      heads};
   const RnnGrads grads{grad_output, grad_h_n, grad_c_n, grad_cells};
   const RnnSizes s = check_rnn(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
   check_rnn_saved(op, args, s, grads, output, cells, gates, output_mask);
-  const auto run = args.backward == Backward::kScan ? backward_by_scan : persistent_backward;
+  const auto run = args.backward == Backward::kPersistent ? persistent_backward : backward_by_scan;
   return run(grads, args, s, output, cells, gates, output_mask);
 }
 
@@ -422,7 +570,8 @@ std::optional<RecurrenceProblem> problem_of(const RnnCase& c, bool backward) {
                            *type,
                            backward,
                            c.packed,
-                           static_cast<int>(c.H),
+                           static_cast<int>(c.H / c.heads),
+                           c.heads,
                            c.directions,
                            static_cast<int>(std::max<int64_t>(1, c.B))};
 }
@@ -443,6 +592,12 @@ std::vector<RnnGeometry> rnn_geometries(int device, const RnnCase& c, bool backw
     }
   }
   return result;
+}
+
+TimeChunks rnn_row_chunks(int device, const RnnCase& c) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  const auto problem = problem_of(c, /*backward=*/false);
+  return problem && c.T > 0 && c.H > kWarpHidden ? row_chunks_cached(*problem, c.T) : TimeChunks{1, c.T};
 }
 
 RnnReport rnn_report(int device, const RnnCase& c) {

@@ -12,8 +12,8 @@ enum class CellElement { kHalf, kBFloat16, kFloat, kDouble };
 // All contiguous, as in rnn_cell.h, of one element type.
 struct CellForwardArgs {
   Cell cell;
-  int64_t B, I, H;
-  const void *input, *h, *c, *w_ih, *w_hh, *b_ih, *b_hh;  // c where the cell has it; the biases may be null
+  int64_t B, I, H, P;                                     // H = heads of P units
+  const void *input, *h, *c, *w_ih, *w_hh, *b_ih, *b_hh;  // c: all other states; the biases may be null
   const void *in, *rec;                                   // (B,G*H): the products; null where the kernel makes them
   void *h_next, *c_next, *gates;                          // gates may be null
 };
@@ -23,7 +23,7 @@ struct CellBackwardArgs {
   const void *grad_h_next, *grad_c_next;  // may be null
   const void *h, *c, *h_next, *c_next, *gates;
   void *in, *rec;         // (B,G*H): dgates; rec where a gate's sides stay apart
-  void *grad_h, *grad_c;  // (B,H), past the weights, where something flows there
+  void *grad_h, *grad_c;  // like h and c, past the weights, where something flows there
   void *b_ih, *b_hh;      // (G*H): the sums of the columns of dgates on either side, or null
 };
 

@@ -9,6 +9,7 @@
 
 #include "common/check.h"
 #include "rnn/cells/cells.h"
+#include "rnn/cells/heads.h"
 #include "rnn/rnn.h"
 
 namespace weft::rnn {
@@ -42,19 +43,24 @@ void check_rnn_cell(const char* op, const RnnCellArgs& a) {
   TORCH_CHECK_VALUE(a.input.dim() == 2, op, ": input must be (B, I), got ", a.input.dim(),
                     " dimensions: ", a.input.sizes());
   check_floating(op, "input", a.input);
-  TORCH_CHECK_VALUE(a.w_hh.dim() == 2, op, ": w_hh must be (G*H, H), got ", a.w_hh.dim(),
+  TORCH_CHECK_VALUE(a.heads >= 1, op, ": num_heads must be at least 1, got ", a.heads);
+  const char* const recurrent = a.heads == 1 ? "(G*H, H)" : "(G*H, H / num_heads)";
+  TORCH_CHECK_VALUE(a.w_hh.dim() == 2, op, ": w_hh must be ", recurrent, ", got ", a.w_hh.dim(),
                     " dimensions: ", a.w_hh.sizes());
-  const int64_t B = a.input.size(0), I = a.input.size(1), H = a.w_hh.size(1), rows = gate_blocks(a.cell) * H;
+  const int64_t B = a.input.size(0), I = a.input.size(1), P = a.w_hh.size(1), H = a.heads * P,
+                rows = gate_blocks(a.cell) * H;
+  const int S = other_states(a.cell);
+  const char* const others = S == 1 ? "(B, H)" : "(B, S*H)";
   const auto check = [&](const char* name, const at::Tensor& t, at::IntArrayRef shape, const char* layout) {
     check_shape(op, name, t, shape, layout);
     check_like(op, name, t, "input", a.input);
   };
   check("h", a.h, {B, H}, "(B, H)");
-  TORCH_CHECK_VALUE(a.c.has_value() == with_c, op, ": c must be ", with_c ? "(B, H) for " : "None except for ",
-                    cells_with_c(), with_c ? ", got None" : ", got a tensor");
-  if (with_c) check("c", *a.c, {B, H}, "(B, H)");
+  TORCH_CHECK_VALUE(a.c.has_value() == with_c, op, ": c must be ", with_c ? others : "None except", " for ",
+                    with_c ? std::string(kCells[int(a.cell)].name) : cells_with_c(), with_c ? ", got None" : ", got a tensor");
+  if (with_c) check("c", *a.c, {B, S * H}, others);
   check("w_ih", a.w_ih, {rows, I}, "(G*H, I)");
-  check("w_hh", a.w_hh, {rows, H}, "(G*H, H)");
+  check("w_hh", a.w_hh, {rows, P}, recurrent);
   TORCH_CHECK_VALUE(a.b_ih.has_value() == a.b_hh.has_value(), op,
                     ": b_ih and b_hh must both be given or both be None, got ", a.b_ih ? "only b_ih" : "only b_hh");
   if (a.b_ih) {
@@ -66,6 +72,8 @@ void check_rnn_cell(const char* op, const RnnCellArgs& a) {
 void check_rnn_cell_saved(const char* op, const RnnCellArgs& a, const RnnCellGrads& grads, const RnnCellSaved& saved) {
   const bool with_c = has_c(a.cell);
   const int64_t B = a.B(), H = a.H();
+  const int S = other_states(a.cell);
+  const char* const others = S == 1 ? "(B, H)" : "(B, S*H)";
   const auto check = [&](const char* name, const at::Tensor& t, at::IntArrayRef shape, const char* layout) {
     check_shape(op, name, t, shape, layout);
     check_like(op, name, t, "input", a.input);
@@ -73,19 +81,23 @@ void check_rnn_cell_saved(const char* op, const RnnCellArgs& a, const RnnCellGra
   if (grads.h_next) check("grad_h_next", *grads.h_next, {B, H}, "(B, H)");
   TORCH_CHECK_VALUE(with_c || !grads.c_next, op, ": grad_c_next must be None except for ", cells_with_c(),
                     ", got a tensor");
-  if (grads.c_next) check("grad_c_next", *grads.c_next, {B, H}, "(B, H)");
+  if (grads.c_next) check("grad_c_next", *grads.c_next, {B, S * H}, others);
   check("h_next", saved.h_next, {B, H}, "(B, H)");
-  if (with_c) check("c_next", saved.c_next, {B, H}, "(B, H)");
+  if (with_c) check("c_next", saved.c_next, {B, S * H}, others);
   if (has_gates(a.cell)) check("gates", saved.gates, {B, 4 * H}, "(B, 4H) as a forward with save=True returns it");
 }
 
 std::vector<at::Tensor> rnn_cell_products(const RnnCellArgs& a, const RnnCellSteps& d, const RnnCellMask& mask) {
   std::vector<at::Tensor> grads(mask.size());
   if (mask[0]) grads[0] = at::mm(d.in, a.w_ih);
-  if (mask[1]) grads[1] = d.h.defined() ? at::addmm(d.h, d.rec, a.w_hh) : at::mm(d.rec, a.w_hh);
+  if (mask[1] && a.heads == 1) grads[1] = d.h.defined() ? at::addmm(d.h, d.rec, a.w_hh) : at::mm(d.rec, a.w_hh);
+  if (mask[1] && a.heads > 1) {
+    grads[1] = heads_grad_state(d.rec, a.w_hh, a.heads);
+    if (d.h.defined()) grads[1] += d.h;
+  }
   if (mask[2] && a.c) grads[2] = d.c;
   if (mask[3]) grads[3] = at::mm(d.in.t(), a.input);
-  if (mask[4]) grads[4] = at::mm(d.rec.t(), a.h);
+  if (mask[4]) grads[4] = heads_grad_weight(d.rec, a.h, a.heads);
   if (mask[5] && a.b_ih) grads[5] = d.b_ih.defined() ? d.b_ih : d.in.sum(0);
   if (mask[6] && a.b_hh) grads[6] = d.b_hh.defined() ? d.b_hh : d.rec.sum(0);
   for (at::Tensor& grad : grads) {
@@ -100,7 +112,7 @@ RnnCellForward prepare_rnn_cell(const RnnCellArgs& a, bool save, int64_t few, Rn
   const bool with_c = has_c(a.cell);
   RnnCellForward f;
   f.results.h_next = at::empty({B, H}, options);
-  f.results.c_next = at::empty(with_c ? at::IntArrayRef{B, H} : at::IntArrayRef{0}, options);
+  f.results.c_next = with_c ? at::empty({B, other_states(a.cell) * H}, options) : at::empty({0}, options);
   f.results.gates = at::empty(save && has_gates(a.cell) ? at::IntArrayRef{B, 4 * H} : at::IntArrayRef{0}, options);
   auto& [x, h, c, w_ih, w_hh, b_ih, b_hh, in, rec] = f.held;
   x = a.input.contiguous();
@@ -112,13 +124,14 @@ RnnCellForward prepare_rnn_cell(const RnnCellArgs& a, bool save, int64_t few, Rn
     w_hh = a.w_hh.contiguous();
   } else {
     in = product(x, a.w_ih);
-    rec = product(h, a.w_hh);
+    rec = a.heads == 1 ? product(h, a.w_hh) : heads_product(h, a.w_hh, {}, a.heads).to(in.scalar_type());
   }
   f.element = element_of(a.input.scalar_type());
   f.args = {a.cell,
             B,
             I,
             H,
+            H / a.heads,
             data(x),
             data(h),
             data(c),
@@ -142,7 +155,7 @@ RnnCellBackward::RnnCellBackward(const RnnCellArgs& a, const RnnCellGrads& grads
   steps_.in = at::empty({B, columns}, options);
   steps_.rec = sides_apart(a.cell) ? at::empty({B, columns}, options) : steps_.in;
   if (state_before(a.cell) == StateName::kH) steps_.h = at::empty({B, H}, options);
-  if (state_before(a.cell) == StateName::kC) steps_.c = at::empty({B, H}, options);
+  if (state_before(a.cell) == StateName::kC) steps_.c = at::empty({B, other_states(a.cell) * H}, options);
   if (sum_bias && mask[5] && a.b_ih) steps_.b_ih = at::empty({columns}, options);
   if (sum_bias && mask[6] && a.b_hh) steps_.b_hh = at::empty({columns}, options);
   auto& [grad_h, grad_c, h, c, h_next, c_next, gates] = held_;

@@ -1,21 +1,20 @@
-// weft::rnn_cell: one time step of a tanh RNN, ReLU RNN, GRU or LSTM, both products and the gates in one op. The
-// formulas are those of weft::rnn, see rnn/rnn.h.
+// weft::rnn_cell: one time step of a tanh RNN, ReLU RNN, GRU, LSTM or sLSTM, both products and the gates in one op. The
+// formulas are those of weft::rnn, see rnn/rnn.h, as are S, the number of states beside h, and num_heads.
 //
-// B sequences, I inputs, H hidden units, G = 1, 1, 3, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm, in torch's
-// order. Any of B, I, H may be 0.
+// B sequences, I inputs, H hidden units, G = 1, 1, 3, 4, 4 gate blocks for rnn_tanh, rnn_relu, gru, lstm, slstm,
+// in torch's order; P = H / num_heads. Any of B, I, H may be 0.
 //
-// rnn_cell(input (B,I), h (B,H), c (B,H) | None, w_ih (G*H,I), w_hh (G*H,H), b_ih (G*H) | None, b_hh (G*H) | None;
-//          cell, save)
-//   c       for an lstm, and for no other cell; the biases both or neither
+// rnn_cell(input (B,I), h (B,H), c (B,S*H) | None, w_ih (G*H,I), w_hh (G*H,P), b_ih (G*H) | None, b_hh (G*H) | None;
+//          cell, save, num_heads)
+//   c       where S > 0; the biases both or neither
 //   h_next  (B,H)  the state after the step
-//   c_next  (B,H)  for an lstm, else (0)
-//   gates   (B,4*H)  with save: gru r, z, n, m with m = W_hn h + b_hn; lstm i, f, g, o; after their nonlinearity.
-//   Without
-//                    save, and for the rnns: (0)
+//   c_next  (B,S*H)  or (0)
+//   gates   (B,4*H)  with save: gru r, z, n, m with m = W_hn h + b_hn; lstm i, f, g, o; slstm see cells/slstm.h; after
+//                    their nonlinearity. Without save, and for the rnns: (0)
 //   save is switched on by the autograd kernel where a gradient is needed. h_next and c_next are differentiable.
 //
 // rnn_cell_backward(grad_h_next, grad_c_next: each like its result | None, the seven tensor arguments above, h_next,
-//                   c_next, gates; cell, output_mask)
+//                   c_next, gates; cell, output_mask, num_heads)
 //   one gradient for each of input, h, c, w_ih, w_hh, b_ih, b_hh, in this order, which is that of output_mask; (0)
 //   where masked out or where the argument is None. None means zeros. It is differentiable to any order, through
 //   rnn_cell_reference.h, in everything but h_next, c_next and gates, which it takes for the functions of the other
@@ -53,6 +52,7 @@ struct RnnCellArgs {
   const std::optional<at::Tensor>& b_ih;
   const std::optional<at::Tensor>& b_hh;
   Cell cell;
+  int64_t heads = 1;
 
   int64_t B() const { return input.size(0); }
   int64_t I() const { return input.size(1); }
@@ -128,13 +128,13 @@ class RnnCellBackward {
 
 inline const OpHandle<std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, c10::string_view, bool)>
+    const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, c10::string_view, bool, int64_t)>
     rnn_cell_op("weft::rnn_cell");
 inline const OpHandle<std::vector<at::Tensor>(const std::optional<at::Tensor>&, const std::optional<at::Tensor>&,
                                               const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                                               const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
                                               const std::optional<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-                                              const at::Tensor&, c10::string_view, RnnCellMask)>
+                                              const at::Tensor&, c10::string_view, RnnCellMask, int64_t)>
     rnn_cell_backward_op("weft::rnn_cell_backward");
 
 }  // namespace weft::rnn

@@ -8,6 +8,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "rnn/cells/cell_reference.h"
+#include "rnn/cells/heads.h"
 #include "rnn/rnn.h"
 
 namespace weft::rnn {
@@ -29,7 +30,8 @@ struct Step {
     };
     input = a.input.to(type), h = a.h.to(type), w_ih = a.w_ih.to(type), w_hh = a.w_hh.to(type);
     c = cast(a.c), b_ih = cast(a.b_ih), b_hh = cast(a.b_hh);
-    step = cell_step(a.cell, affine(input, w_ih, b_ih), affine(h, w_hh, b_hh), h, c ? *c : Tensor());
+    step = cell_step(a.cell, affine(input, w_ih, b_ih), heads_product(h, w_hh, b_hh ? *b_hh : Tensor(), a.heads), h,
+                     c ? *c : Tensor());
   }
 };
 
@@ -50,12 +52,12 @@ std::vector<Tensor> rnn_cell_backward_reference(const RnnCellGrads& grads, const
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = a.input.scalar_type();
   const Step s(a);
-  const auto arriving = [&](const std::optional<Tensor>& t) {
-    return t ? t->to(s.h.scalar_type()) : at::zeros_like(s.h);
+  const auto arriving = [&](const std::optional<Tensor>& t, const Tensor& like) {
+    return t ? t->to(like.scalar_type()) : at::zeros_like(like);
   };
   const CellStepGrads d =
-      cell_step_backward(a.cell, s.step, arriving(grads.h_next), a.c ? arriving(grads.c_next) : Tensor());
-  const RnnCellArgs cast{s.input, s.h, s.c, s.w_ih, s.w_hh, s.b_ih, s.b_hh, a.cell};
+      cell_step_backward(a.cell, s.step, arriving(grads.h_next, s.h), a.c ? arriving(grads.c_next, *s.c) : Tensor());
+  const RnnCellArgs cast{s.input, s.h, s.c, s.w_ih, s.w_hh, s.b_ih, s.b_hh, a.cell, a.heads};
   std::vector<Tensor> result = rnn_cell_products(cast, {d.in, d.rec, d.h, d.c, {}, {}}, mask);
   for (Tensor& t : result) t = t.to(type);
   return result;

@@ -216,7 +216,7 @@ std::vector<at::Tensor> by_linear_scan(const at::Tensor& grad, at::TensorList ja
   if (A.dim() == 3) A = A.unsqueeze(1);
   const at::Tensor b = at::zeros_symint({1, 1, grad.sym_size(1)}, grad.options())
                            .expand_symint({int64_t(jacobians.size()), grad.sym_size(0), grad.sym_size(1)});
-  return linear_scan_op(A, b, grad, false, false).unbind();
+  return linear_scan_op(A, b, grad, false, false, false).unbind();
 }
 
 // Half precision is computed in float.

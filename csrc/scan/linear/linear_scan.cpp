@@ -19,33 +19,60 @@ constexpr const char* kOp = "linear_scan";
 
 enum class Layout { dense, shared, diagonal, constant };
 
-Layout check_sizes(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {
-  TORCH_CHECK_VALUE(b.dim() == 3, kOp, ": b must be (T, B, H), got ", b.sizes(), "; time is first");
-  const int64_t T = b.size(0), B = b.size(1), H = b.size(2);
+Layout check_sizes(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0, bool batch_first) {
+  TORCH_CHECK_VALUE(b.dim() == 3, kOp, ": b must be ", batch_first ? "(B, T, H)" : "(T, B, H)", ", got ", b.sizes(),
+                    "; ", batch_first ? "batch" : "time", " is first");
+  const int64_t T = b.size(batch_first), B = b.size(!batch_first), H = b.size(2);
   if (x0.defined() && x0.sizes() != at::IntArrayRef({H})) {
     check_shape(kOp, "x0", x0, {B, H}, "(B, H), or (H) shared by the batch,");
   }
   if (A.dim() == 3 && A.sizes() == b.sizes()) return Layout::diagonal;
-  if (A.dim() == 4 && A.sizes() == at::IntArrayRef({T, B, H, H})) return Layout::dense;
-  if (A.dim() == 4 && A.sizes() == at::IntArrayRef({T, 1, H, H})) return Layout::shared;
-  if (A.dim() == 3 && A.sizes() == at::IntArrayRef({T, H, H})) return Layout::shared;
+  const int64_t steps = A.dim() >= 3 ? A.size(batch_first) : 0, rows = A.dim() >= 3 ? A.size(!batch_first) : 0;
+  const bool matrices = A.dim() == 4 && steps == T && A.size(2) == H && A.size(3) == H;
+  if (matrices && rows == B) return Layout::dense;
+  if (matrices && rows == 1) return Layout::shared;
+  if (!batch_first && A.dim() == 3 && A.sizes() == at::IntArrayRef({T, H, H})) return Layout::shared;
   if (A.dim() == 1 && A.size(0) == H) return Layout::constant;
-  if (A.dim() == 3 && A.size(0) == 1 && (A.size(1) == B || A.size(1) == 1) && A.size(2) == H) return Layout::constant;
+  if (A.dim() == 3 && steps == 1 && (rows == B || rows == 1) && A.size(2) == H) return Layout::constant;
+  TORCH_CHECK_VALUE(
+      !batch_first, kOp, ": A must be (B, T, H, H) = [", B, ", ", T, ", ", H, ", ", H,
+      "], (1, T, H, H) shared by the batch, (B, T, H) diagonal, or (H), (B, 1, H) or (1, 1, H) diagonal and ",
+      "constant in time, to go with b ", b.sizes(), "; got ", A.sizes(), "; b is (B, T, H), batch first");
   TORCH_CHECK_VALUE(false, kOp, ": A must be (T, B, H, H) = [", T, ", ", B, ", ", H, ", ", H,
                     "], (T, H, H) or (T, 1, H, H) shared by the batch, (T, B, H) diagonal, or (H), (1, B, H) or ",
                     "(1, 1, H) diagonal and constant in time, to go with b ", b.sizes(), "; got ", A.sizes(),
                     "; b is (T, B, H), time first");
 }
 
-Layout check(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0) {
-  check_floating(kOp, "A", A);
-  check_like(kOp, "b", b, "A", A);
-  if (x0.defined()) check_like(kOp, "x0", x0, "A", A);
-  return check_sizes(A, b, x0);
-}
-
 bool is_diagonal(Layout layout) {
   return layout == Layout::diagonal || layout == Layout::constant;
+}
+
+Layout check(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x0, bool batch_first) {
+  const auto type = A.scalar_type();
+  const bool is_complex = type == at::kComplexFloat || type == at::kComplexDouble;
+  TORCH_CHECK_TYPE(
+      is_complex || type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble, kOp,
+      ": A must be float16, bfloat16, float32, float64, complex64 or complex128, got ", type);
+  check_like(kOp, "b", b, "A", A);
+  if (x0.defined()) check_like(kOp, "x0", x0, "A", A);
+  const Layout layout = check_sizes(A, b, x0, batch_first);
+  TORCH_CHECK_TYPE(!is_complex || is_diagonal(layout), kOp, ": A must be diagonal where it is complex, got ", type,
+                   " of ", A.sizes());
+  return layout;
+}
+
+// A view with time first, and back.
+at::Tensor turned(const at::Tensor& t, bool batch_first) {
+  return batch_first && t.defined() && t.dim() >= 3 ? t.transpose(0, 1) : t;
+}
+
+// New memory for a tensor with time first, contiguous as its caller sees it.
+at::Tensor empty_steps(at::IntArrayRef sizes, const at::TensorOptions& options, bool batch_first) {
+  if (!batch_first || sizes.size() < 3) return at::empty(sizes, options);
+  std::vector<int64_t> other = sizes.vec();
+  std::swap(other[0], other[1]);
+  return at::empty(other, options).transpose(0, 1);
 }
 
 // A with its dimensions of time and batch, as a view: (T, B, H), (T, B, H, H) or (T, 1, H, H).
@@ -67,6 +94,28 @@ int64_t stride(const at::Tensor& t, int64_t dim, int64_t if_single) {
 
 }  // namespace
 
+at::ScalarType state_type(const at::Tensor& t) {
+  const auto type = t.scalar_type();
+  return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
+}
+
+DType dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf:
+      return DType::f16;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kFloat:
+      return DType::f32;
+    case at::kDouble:
+      return DType::f64;
+    case at::kComplexFloat:
+      return DType::c64;
+    default:
+      return DType::c128;
+  }
+}
+
 Described describe(Problem p, const at::Tensor& out) {
   const int64_t T = p.b.size(0), B = p.b.size(1), H = p.b.size(2);
   // A 1 x 1 matrix is a diagonal, and the diagonal kernel reads it once.
@@ -75,17 +124,18 @@ Described describe(Problem p, const at::Tensor& out) {
     p.diagonal = true;
   }
   auto unit = [](const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 || t.stride(dim) == 1; };
+  // A pair of numbers is loaded at once.
+  auto whole = [](at::Tensor& t) {
+    if (t.defined() && t.is_complex() && reinterpret_cast<uintptr_t>(t.data_ptr()) % t.element_size()) t = t.clone();
+  };
+  whole(p.A), whole(p.b), whole(p.x0);
   if (!(unit(p.A, -1) || (!p.diagonal && unit(p.A, -2)))) p.A = p.A.contiguous();
   if (!unit(p.b, -1)) p.b = p.b.contiguous();
   if (p.x0.defined() && !unit(p.x0, -1)) p.x0 = p.x0.contiguous();
 
   LinearScan s{};
   s.T = T, s.B = B, s.H = H;
-  const auto type = p.b.scalar_type();
-  s.dtype = type == at::kHalf       ? DType::f16
-            : type == at::kBFloat16 ? DType::bf16
-            : type == at::kFloat    ? DType::f32
-                                    : DType::f64;
+  s.dtype = dtype_of(p.b);
   const int64_t matrix = p.diagonal ? H : H * H;
   s.A_b = p.A.size(1) == B ? stride(p.A, 1, matrix) : 0;
   s.A_t = stride(p.A, 0, p.A.size(1) * matrix);
@@ -119,6 +169,11 @@ DescribedGradients describe(DiagonalBackward p) {
   Described lambda =
       describe(Problem{p.A, p.grad, at::Tensor(), true, !p.reverse, false}, p.grad_b.defined() ? p.grad_b : p.grad);
   p.A = lambda.problem.A, p.grad = lambda.problem.b;
+  for (at::Tensor* t : {&p.x, &p.x0}) {
+    if (t->defined() && t->is_complex() && reinterpret_cast<uintptr_t>(t->data_ptr()) % t->element_size()) {
+      *t = t->clone();
+    }
+  }
   if (p.x0.defined() && p.x0.size(1) != 1 && p.x0.stride(1) != 1) p.x0 = p.x0.contiguous();
   if (p.grad_A.defined() && p.x.size(2) != 1 && p.x.stride(2) != 1) p.x = p.x.contiguous();
   DiagonalGradients g{};
@@ -152,14 +207,17 @@ DescribedGradients describe(DiagonalBackward p) {
 }
 
 at::Tensor linear_scan_forward(ScanInto scan, const at::Tensor& A, const at::Tensor& b,
-                               const std::optional<at::Tensor>& x0, bool reverse, bool transpose) {
+                               const std::optional<at::Tensor>& x0, bool reverse, bool transpose, bool batch_first) {
   // A backward pass may run inside autocast, which would narrow what ATen operations of the kernels are given.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::Tensor start = x0.value_or(at::Tensor());
-  const Layout layout = check(A, b, start);
+  const Layout layout = check(A, b, start, batch_first);
   at::Tensor out = at::empty(b.sizes(), b.options());
   if (out.numel() == 0) return out;
-  scan({every_step(A, layout, b), b, every_row(start, b), is_diagonal(layout), reverse, transpose}, out);
+  const at::Tensor steps = turned(b, batch_first);
+  scan({every_step(turned(A, batch_first), layout, steps), steps, every_row(start, steps), is_diagonal(layout), reverse,
+        transpose},
+       turned(out, batch_first));
   return out;
 }
 
@@ -171,13 +229,15 @@ at::Tensor summed_to(const at::Tensor& gradient, const at::Tensor& argument) {
 }
 
 Gradients diagonal_gradients(GradientsInto gradients, const at::Tensor& grad, const at::Tensor& A, const at::Tensor& x,
-                             const at::Tensor& x0, Layout layout, bool reverse, std::array<bool, 3> wanted) {
-  const auto state = grad.options().dtype(grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+                             const at::Tensor& x0, Layout layout, bool reverse, std::array<bool, 3> wanted,
+                             bool batch_first) {
+  const auto state = grad.options().dtype(state_type(grad));
   const int64_t B = grad.size(1), H = grad.size(2);
   const bool constant = layout == Layout::constant, one_x0 = x0.defined() && x0.dim() == 1;
   DiagonalBackward p{grad, every_step(A, layout, grad), x, every_row(x0, grad), reverse, {}, {}, {}};
-  if (wanted[0]) p.grad_A = constant ? at::empty({B, H}, state) : at::empty(grad.sizes(), grad.options());
-  if (wanted[1]) p.grad_b = at::empty(grad.sizes(), grad.options());
+  if (wanted[0])
+    p.grad_A = constant ? at::empty({B, H}, state) : empty_steps(grad.sizes(), grad.options(), batch_first);
+  if (wanted[1]) p.grad_b = empty_steps(grad.sizes(), grad.options(), batch_first);
   if (wanted[2]) p.grad_x0 = at::empty({B, H}, one_x0 ? state : grad.options());
   gradients(p);
   if (wanted[0] && constant) p.grad_A = summed_to(p.grad_A.unsqueeze(0), A);
@@ -185,37 +245,17 @@ Gradients diagonal_gradients(GradientsInto gradients, const at::Tensor& grad, co
   return {p.grad_A, p.grad_b, p.grad_x0};
 }
 
-}  // namespace
-
-Gradients linear_scan_gradients(ScanInto scan, GradientsInto gradients, const at::Tensor& grad, const at::Tensor& A,
-                                const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& x0, bool reverse,
-                                bool transpose, std::array<bool, 3> output_mask) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  const at::Tensor start = x0.value_or(at::Tensor());
-  const Layout layout = check(A, grad, start);
-  const bool want_A = output_mask[0], want_x0 = output_mask[2] && start.defined();
-  TORCH_CHECK_VALUE(!want_A || x.has_value(), "linear_scan_backward: x is needed for the gradient of A");
-  if (x.has_value()) {
-    check_like("linear_scan_backward", "x", *x, "A", A);
-    check_shape("linear_scan_backward", "x", *x, grad.sizes(), "(T, B, H)");
-  }
-
+// The gradients of a dense scan, and of a diagonal one where the device has no kernel for them; with time first.
+Gradients gradients_by_products(ScanInto scan, const at::Tensor& grad, const at::Tensor& A, const at::Tensor& x,
+                                const at::Tensor& start, Layout layout, bool reverse, bool transpose, bool want_A,
+                                bool want_x0, bool batch_first) {
   const bool diagonal = is_diagonal(layout);
-  if (diagonal && gradients != nullptr && grad.numel() > 0) {
-    return diagonal_gradients(gradients, grad, A, x.value_or(at::Tensor()), start, layout, reverse,
-                              {want_A, output_mask[1], want_x0});
-  }
   at::Tensor grad_A, grad_x0;
-  at::Tensor lambda = at::empty(grad.sizes(), grad.options());
-  if (lambda.numel() == 0) {
-    if (want_A) grad_A = at::zeros_like(A, at::MemoryFormat::Contiguous);
-    if (want_x0) grad_x0 = at::zeros_like(start, at::MemoryFormat::Contiguous);
-    return {grad_A, output_mask[1] ? lambda : at::Tensor(), grad_x0};
-  }
+  at::Tensor lambda = empty_steps(grad.sizes(), grad.options(), batch_first);
   // Products below are gradients of fp32 products, which never use TF32.
   const at::NoTF32Guard no_tf32;
   // Sums of half-precision products are float sums throughout: at::bmm may split a sum and round its parts.
-  const auto accumulate = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto accumulate = state_type(grad);
 
   // `first` is the step that x0 enters. lambda starts at the other end, `last`, with the gradient itself, and its scan
   // writes straight into the remaining steps.
@@ -229,7 +269,7 @@ Gradients linear_scan_gradients(ScanInto scan, GradientsInto gradients, const at
   }
 
   if (want_A) {
-    grad_A = at::empty(layout == Layout::constant ? grad.sizes() : A.sizes(), A.options());
+    grad_A = empty_steps(layout == Layout::constant ? grad.sizes() : A.sizes(), A.options(), batch_first);
     at::Tensor all = layout == Layout::shared && A.dim() == 3 ? grad_A.unsqueeze(1) : grad_A;
     auto outer = [&](at::Tensor into, const at::Tensor& rows, const at::Tensor& columns) {
       if (diagonal) {
@@ -245,7 +285,7 @@ Gradients linear_scan_gradients(ScanInto scan, GradientsInto gradients, const at
       const bool flip = transpose && !diagonal;
       outer(all.narrow(0, begin, length), flip ? previous : l, flip ? l : previous);
     };
-    if (n > 0) product(late, n, x->narrow(0, early, n));
+    if (n > 0) product(late, n, x.narrow(0, early, n));
     if (start.defined()) {
       product(first, 1, every_row(start, grad).unsqueeze(0));
     } else {
@@ -264,7 +304,37 @@ Gradients linear_scan_gradients(ScanInto scan, GradientsInto gradients, const at
     }
     grad_x0 = summed_to(grad_x0, start);
   }
-  return {grad_A, output_mask[1] ? lambda : at::Tensor(), grad_x0};
+  return {grad_A, lambda, grad_x0};
+}
+
+}  // namespace
+
+Gradients linear_scan_gradients(ScanInto scan, GradientsInto gradients, const at::Tensor& grad, const at::Tensor& A,
+                                const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& x0, bool reverse,
+                                bool transpose, std::array<bool, 3> output_mask, bool batch_first) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const at::Tensor start = x0.value_or(at::Tensor());
+  const Layout layout = check(A, grad, start, batch_first);
+  const bool want_A = output_mask[0], want_x0 = output_mask[2] && start.defined();
+  TORCH_CHECK_VALUE(!want_A || x.has_value(), "linear_scan_backward: x is needed for the gradient of A");
+  if (x.has_value()) {
+    check_like("linear_scan_backward", "x", *x, "A", A);
+    check_shape("linear_scan_backward", "x", *x, grad.sizes(), batch_first ? "(B, T, H)" : "(T, B, H)");
+  }
+  if (grad.numel() == 0) {
+    return {want_A ? at::zeros_like(A, at::MemoryFormat::Contiguous) : at::Tensor(),
+            output_mask[1] ? at::empty(grad.sizes(), grad.options()) : at::Tensor(),
+            want_x0 ? at::zeros_like(start, at::MemoryFormat::Contiguous) : at::Tensor()};
+  }
+  const at::Tensor g = turned(grad, batch_first), a = turned(A, batch_first),
+                   states = turned(x.value_or(at::Tensor()), batch_first);
+  auto [grad_A, grad_b, grad_x0] =
+      is_diagonal(layout) && gradients != nullptr
+          ? diagonal_gradients(gradients, g, a, states, start, layout, reverse, {want_A, output_mask[1], want_x0},
+                               batch_first)
+          : gradients_by_products(scan, g, a, states, start, layout, reverse, transpose, want_A, want_x0, batch_first);
+  if (!output_mask[1]) grad_b = at::Tensor();
+  return {turned(grad_A, batch_first), turned(grad_b, batch_first), grad_x0};
 }
 
 }  // namespace weft::scan

@@ -1,4 +1,4 @@
-// linear_scan(A, b, x0=None, *, reverse=False, transpose=False) -> x
+// linear_scan(A, b, x0=None, *, reverse=False, transpose=False, batch_first=False) -> x
 //
 //   x[t] = A[t] x[t-1] + b[t],  x[-1] = x0        reverse:   x[t] = A[t] x[t+1] + b[t],  x[T] = x0
 //                                                 transpose: A[t]^T instead of A[t]
@@ -8,18 +8,24 @@
 // b      (T, B, H)
 // x0     (B, H), (H) shared by the batch, or none for zeros: A at the first step is then not used
 // x      (T, B, H), new and contiguous; aliases nothing
-// dtypes float16, bfloat16, float32, float64, one for all. The state is carried in float32 (float64 for float64) and
-//        rounded once when it is written; float32 never uses TF32.
+// batch_first: b and x are (B, T, H), A is (B, T, H, H), (1, T, H, H), (B, T, H), (H), (B, 1, H) or (1, 1, H), and so
+// are
+//        their gradients; read and written where they lie.
+// dtypes float16, bfloat16, float32, float64, and where A is diagonal complex64 and complex128; one for all. The state
+// is
+//        carried in float32 (float64 for float64), complex numbers in pairs of these, and rounded once when it is
+//        written; float32 never uses TF32.
 //
 // T, B and H may be 0. Inputs may have any strides. Deterministic: two runs give the same bits, on the CPU with the
 // same number of threads. Rows of the batch are independent: NaN or inf in one touches no other. Wherever the
 // sequential recurrence is finite, so is the result. Errors: TypeError for dtypes, ValueError for shapes, RuntimeError
 // for devices; each names the argument.
 //
-// linear_scan_backward(grad, A, x, x0, reverse, transpose, output_mask) -> (grad_A, grad_b, grad_x0), undefined where
-// masked out; x may be none where grad_A is. It is a linear_scan over A shifted by one step with both flags flipped,
-//   lambda[t] = A[t+1]^T lambda[t+1] + grad[t]
-//   grad_b = lambda,  grad_A[t] = lambda[t] x[t-1]^T,  grad_x0 = A[0]^T lambda[0],
+// linear_scan_backward(grad, A, x, x0, reverse, transpose, output_mask, batch_first=False) -> (grad_A, grad_b,
+// grad_x0), undefined where masked out; x may be none where grad_A is. It is a linear_scan over A shifted by one step
+// with both flags flipped, of complex numbers with their conjugates (torch's convention),
+//   lambda[t] = A[t+1]^H lambda[t+1] + grad[t]
+//   grad_b = lambda,  grad_A[t] = lambda[t] x[t-1]^H,  grad_x0 = A[0]^H lambda[0],
 // each summed where the argument is broadcast, in float32 at least. Diagonal gradients are one pass over memory where
 // the device has a kernel for it: nothing is kept between lambda and the gradient of A.
 // Under create_graph it is made of differentiable ops, so gradients of any order are scans again.
@@ -38,6 +44,10 @@
 
 namespace weft::scan {
 
+// What a state of such elements is carried in, and the elements' name in the kernels.
+at::ScalarType state_type(const at::Tensor& t);
+DType dtype_of(const at::Tensor& t);
+
 // One checked problem of which no size is 0. A is (T, B, H, H) or (T, 1, H, H) or, with `diagonal`, (T, B, H).
 struct Problem {
   at::Tensor A, b, x0;  // x0 undefined: zeros
@@ -53,13 +63,13 @@ struct Described {
 Described describe(Problem problem, const at::Tensor& out);
 
 // The gradients of a diagonal scan, none of whose sizes is 0, in one pass. A is (T, B, H), with stride 0 in t where it
-// is constant; what is not wanted is undefined. The outputs are contiguous.
+// is constant; what is not wanted is undefined. The outputs have unit stride in h, grad_x0 and a sum are contiguous.
 struct DiagonalBackward {
   at::Tensor grad, A, x, x0;
   bool reverse;
-  at::Tensor grad_A;   // (T, B, H); (B, H), the sum over T, in float (double for double) where A is constant
+  at::Tensor grad_A;   // (T, B, H); (B, H), the sum over T, in the dtype of the state where A is constant
   at::Tensor grad_b;   // (T, B, H)
-  at::Tensor grad_x0;  // (B, H), in the dtype of the others or in float (double for double)
+  at::Tensor grad_x0;  // (B, H), in the dtype of the others or of the state
 };
 struct DescribedGradients {
   DiagonalBackward problem;
@@ -75,16 +85,17 @@ void linear_scan_cuda(const Problem& problem, const at::Tensor& out);
 using ScanInto = void (*)(const Problem&, const at::Tensor&);
 using GradientsInto = void (*)(const DiagonalBackward&);
 at::Tensor linear_scan_forward(ScanInto scan, const at::Tensor& A, const at::Tensor& b,
-                               const std::optional<at::Tensor>& x0, bool reverse, bool transpose);
+                               const std::optional<at::Tensor>& x0, bool reverse, bool transpose, bool batch_first);
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 Gradients linear_scan_gradients(ScanInto scan, GradientsInto gradients, const at::Tensor& grad, const at::Tensor& A,
                                 const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& x0, bool reverse,
-                                bool transpose, std::array<bool, 3> output_mask);
+                                bool transpose, std::array<bool, 3> output_mask, bool batch_first);
 
-inline const OpHandle<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool, bool)>
+inline const OpHandle<at::Tensor(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, bool, bool,
+                                 bool)>
     linear_scan_op("weft::linear_scan");
 inline const OpHandle<Gradients(const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&,
-                                const std::optional<at::Tensor>&, bool, bool, std::array<bool, 3>)>
+                                const std::optional<at::Tensor>&, bool, bool, std::array<bool, 3>, bool)>
     linear_scan_backward_op("weft::linear_scan_backward");
 
 }  // namespace weft::scan

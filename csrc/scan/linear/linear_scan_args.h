@@ -15,10 +15,11 @@
 
 namespace weft::scan {
 
-enum class DType : int32_t { f16, bf16, f32, f64 };
+enum class DType : int32_t { f16, bf16, f32, f64, c64, c128 };  // c: pairs of f32, of f64
 
 inline size_t element_size(DType dtype) {
-  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+  constexpr size_t kSizes[] = {2, 2, 4, 8, 8, 16};
+  return kSizes[int(dtype)];
 }
 
 struct LinearScan {
@@ -35,7 +36,7 @@ struct LinearScan {
 };
 
 // The gradients of a diagonal scan, in the order of their own processing, which is the scan's turned round. `scan`
-// makes lambda, the gradient of b, of the gradient of x:
+// makes lambda, the gradient of b, of the gradient of x; of complex numbers it takes A, x and x0 conjugated:
 //   A    moved by one step: step k is given the A that follows it in the scan, step T the A that follows x0. No x0 of
 //        its own, so that step 0 reads no A.
 //   out  null where the gradient of b is not wanted.
@@ -49,7 +50,7 @@ struct DiagonalGradients {
   int64_t grad_A_t, grad_A_b;
   bool summed;
   void* grad_x0;  // (B, H), contiguous; null: not wanted
-  bool wide_x0;   // grad_x0 in float, or double for f64, because it is to be summed over B
+  bool wide_x0;   // grad_x0 in the dtype of the state, because it is to be summed over B
 };
 
 }  // namespace weft::scan

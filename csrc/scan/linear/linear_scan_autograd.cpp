@@ -16,10 +16,10 @@ namespace {
 
 Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x,
                                   const OptionalTensor& x0, bool reverse, bool transpose,
-                                  std::array<bool, 3> output_mask) {
+                                  std::array<bool, 3> output_mask) {  // with time first
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // As in the kernels, sums of half-precision products are float sums.
-  const auto accumulate = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto accumulate = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;  // of what is dense
   auto product = [&](const at::Tensor& left, const at::Tensor& right) {
     return at::matmul(left.to(accumulate), right.to(accumulate)).to(grad.scalar_type());
   };
@@ -29,7 +29,7 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
   const bool constant = !varying && (A.dim() == 1 || (A.dim() == 3 && A.sym_sizes() != c10::SymIntArrayRef({T, H, H})));
   const bool diagonal = varying || constant;
   const bool shared = !diagonal && (A.dim() == 3 || (A.sym_size(1) == 1 && B != 1));
-  const at::Tensor matrices = constant ? A.expand_symint(grad.sym_sizes()) : A;
+  const at::Tensor matrices = (constant ? A.expand_symint(grad.sym_sizes()) : A).conj();
   at::Tensor grad_A, grad_b, grad_x0;
   if (T == 0) {
     if (output_mask[0]) grad_A = at::zeros_like(A);
@@ -48,8 +48,9 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
   at::Tensor lambda = grad;
   if (n > 0) {
     const at::Tensor end = steps(grad, n - first, 1);
-    lambda = join(linear_scan_op(steps(matrices, late, n), steps(grad, early, n), end.squeeze(0), !reverse, !transpose),
-                  end);
+    lambda = join(
+        linear_scan_op(steps(matrices, late, n), steps(grad, early, n), end.squeeze(0), !reverse, !transpose, false),
+        end);
   }
   if (output_mask[0]) {
     const at::Tensor start =
@@ -58,7 +59,7 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
     const at::Tensor &rows = transpose && !diagonal ? previous : lambda,
                      &columns = &rows == &lambda ? previous : lambda;
     if (diagonal) {
-      grad_A = at::mul(rows, columns);
+      grad_A = at::mul(lambda, previous.conj());
       if (constant) grad_A = grad_A.sum_to_size_symint(A.sym_sizes());
     } else if (shared) {
       grad_A = product(rows.transpose(1, 2), columns);
@@ -78,13 +79,14 @@ Gradients differentiable_backward(const at::Tensor& grad, const at::Tensor& A, c
 
 struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
   static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& A, const at::Tensor& b,
-                            const OptionalTensor& x0, bool reverse, bool transpose) {
+                            const OptionalTensor& x0, bool reverse, bool transpose, bool batch_first) {
     at::AutoDispatchBelowADInplaceOrView below;
-    at::Tensor x = linear_scan_op(A, b, x0, reverse, transpose);
+    at::Tensor x = linear_scan_op(A, b, x0, reverse, transpose, batch_first);
     // Only the gradient of A looks at x. Within a backward of its own, needs_input_grad would speak of that one.
     ctx->save_for_backward({A, A.requires_grad() ? x : at::Tensor(), or_undefined(x0)});
     ctx->saved_data["reverse"] = reverse;
     ctx->saved_data["transpose"] = transpose;
+    ctx->saved_data["batch_first"] = batch_first;
     return x;
   }
 
@@ -93,27 +95,33 @@ struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
     const auto saved = ctx->get_saved_variables();
     const std::array<bool, 3> mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                       saved[2].defined() && ctx->needs_input_grad(2)};
-    auto [grad_A, grad_b, grad_x0] =
-        linear_scan_backward_op(grads[0], saved[0], optional(saved[1]), optional(saved[2]),
-                                ctx->saved_data["reverse"].toBool(), ctx->saved_data["transpose"].toBool(), mask);
-    return {grad_A, grad_b, grad_x0, at::Tensor(), at::Tensor()};
+    auto [grad_A, grad_b, grad_x0] = linear_scan_backward_op(
+        grads[0], saved[0], optional(saved[1]), optional(saved[2]), ctx->saved_data["reverse"].toBool(),
+        ctx->saved_data["transpose"].toBool(), mask, ctx->saved_data["batch_first"].toBool());
+    return {grad_A, grad_b, grad_x0, at::Tensor(), at::Tensor(), at::Tensor()};
   }
 };
 
 at::Tensor forward_autograd(const at::Tensor& A, const at::Tensor& b, const OptionalTensor& x0, bool reverse,
-                            bool transpose) {
-  if (needs_grad(A, b, x0)) return LinearScanFunction::apply(A, b, x0, reverse, transpose);
+                            bool transpose, bool batch_first) {
+  if (needs_grad(A, b, x0)) return LinearScanFunction::apply(A, b, x0, reverse, transpose, batch_first);
   at::AutoDispatchBelowADInplaceOrView below;
-  return linear_scan_op(A, b, x0, reverse, transpose);
+  return linear_scan_op(A, b, x0, reverse, transpose, batch_first);
 }
 
 Gradients backward_autograd(const at::Tensor& grad, const at::Tensor& A, const OptionalTensor& x,
-                            const OptionalTensor& x0, bool reverse, bool transpose, std::array<bool, 3> output_mask) {
+                            const OptionalTensor& x0, bool reverse, bool transpose, std::array<bool, 3> output_mask,
+                            bool batch_first) {
   if (needs_grad(grad, A, x, x0)) {
-    return differentiable_backward(grad, A, x, x0, reverse, transpose, output_mask);
+    const auto turned = [&](const at::Tensor& t) {
+      return batch_first && t.defined() && t.dim() >= 3 ? t.transpose(0, 1) : t;
+    };
+    auto [grad_A, grad_b, grad_x0] = differentiable_backward(
+        turned(grad), turned(A), x ? OptionalTensor(turned(*x)) : x, x0, reverse, transpose, output_mask);
+    return {turned(grad_A), turned(grad_b), grad_x0};
   }
   at::AutoDispatchBelowADInplaceOrView below;
-  return linear_scan_backward_op(grad, A, x, x0, reverse, transpose, output_mask);
+  return linear_scan_backward_op(grad, A, x, x0, reverse, transpose, output_mask, batch_first);
 }
 
 }  // namespace

@@ -32,6 +32,17 @@ struct SliceStates {
   int32_t* came;        // whether anything comes in
 };
 
+// Gradients of the states between slices, in the order of the scan: `messages` (ranks, B, H), in order of rank, what
+// each rank gives on where nothing enters its end; or (ranks, 2, B, H), where the second is its share of what enters
+// the last.
+struct SliceGradients {
+  const void* messages;
+  const double* products;
+  int64_t ranks, channels, order;
+  bool reverse, shares, wide;
+  void* left;  // (B, H), of the state that leaves this slice
+};
+
 // x[k] += v[k], where v[k] = A[k] v[k-1] and v[-1] is the state. With gradients, x is the gradient of b, grad_A gets
 // v[k] times the x before it, and v[k] = A[k-1] v[k-1], v[0] being the state.
 struct SliceMend {
@@ -97,18 +108,30 @@ struct Scaled {
   WEFT_HOST_DEVICE void rescale() {
     if (m != 0 && is_finite_bits(m)) m = mantissa_of(m, e);
   }
+  // The same where the next factors could leave the range.
+  WEFT_HOST_DEVICE void rescale_if_far() {
+    const double size = m < 0 ? -m : m;
+    if (!(size > 0x1p-300 && size < 0x1p300)) rescale();
+  }
   WEFT_HOST_DEVICE void multiply(float a) { m *= double(a); }
   WEFT_HOST_DEVICE void multiply(double a) { m *= a != 0 && is_finite_bits(a) ? mantissa_of(a, e) : a; }
   WEFT_HOST_DEVICE void multiply(const Scaled& other) {
     m *= other.m, e += other.e;
     rescale();
   }
+  // Of the whole, to a few: that of a zero is far below every other.
+  WEFT_HOST_DEVICE int64_t exponent() const {
+    int64_t found = e;
+    if (m == 0) return -(1ll << 40);
+    if (is_finite_bits(m)) mantissa_of(m, found);
+    return found;
+  }
   template <typename T>
   WEFT_HOST_DEVICE bool is_zero() const {
-    return m == 0 || e < kProductIsZero<T>;
+    return exponent() < kProductIsZero<T>;
   }
 };
-// Factors of a float between two calls of rescale, whose product with an m in [1, 2) a double holds.
+// Factors of a float between two calls of rescale, or of rescale_if_far: their product with m a double holds.
 constexpr int kFactors = 4;
 
 template <typename T>
@@ -191,6 +214,24 @@ WEFT_HOST_DEVICE void carry_between_slices(const SliceStates& s, int64_t channel
     came = came || message[2 * s.channels] != 0;
   }
   static_cast<T*>(s.end)[channel] = T(state);
+}
+
+// The gradient that enters this slice's end, of one channel: products transposed, from the last rank to the first.
+template <typename T>
+WEFT_HOST_DEVICE void carry_back_between_slices(const SliceGradients& s, int64_t channel) {
+  const int64_t numbers = (s.shares ? 2 : 1) * s.channels;
+  const T* const messages = static_cast<const T*>(s.messages) + channel;
+  double state = 0;
+  for (int64_t i = 0; s.shares && i < s.ranks; ++i) {
+    state += double(messages[(s.reverse ? s.ranks - 1 - i : i) * numbers + s.channels]);
+  }
+  for (int64_t i = s.ranks - 1; i > s.order; --i) {
+    const double value = double(messages[(s.reverse ? s.ranks - 1 - i : i) * numbers]);
+    // Nothing has entered the last one's end, whose product then is nobody's.
+    const bool entered = s.shares || i < s.ranks - 1;
+    state = entered ? s.products[i * s.channels + channel] * state + value : value;
+  }
+  static_cast<T*>(s.left)[channel] = T(state);
 }
 
 }  // namespace weft::scan

@@ -86,6 +86,31 @@ States slice_states(const SliceKernels& kernels, const at::Tensor& messages, con
   return {entered, end, products, came};
 }
 
+at::Tensor slice_left(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& products,
+                      int64_t order, bool reverse) {
+  const char* const op = "slice_left";
+  check_type(op, "messages", messages);
+  TORCH_CHECK_TYPE(products.scalar_type() == at::kDouble, op, ": products must be float64, got ",
+                   products.scalar_type());
+  TORCH_CHECK(products.device() == messages.device(), op, ": products must be on the device of messages, ",
+              messages.device(), ", got ", products.device());
+  const bool shares = messages.dim() == 4;
+  TORCH_CHECK_VALUE((messages.dim() == 3 || (shares && messages.size(1) == 2)) && products.dim() == 3 &&
+                        products.size(0) == messages.size(0) &&
+                        products.sizes().slice(1) == messages.sizes().slice(shares ? 2 : 1),
+                    op, ": messages must be (ranks, B, H) or (ranks, 2, B, H) and products (ranks, B, H), got ",
+                    messages.sizes(), " and ", products.sizes());
+  const int64_t ranks = messages.size(0);
+  TORCH_CHECK_VALUE(0 <= order && order < ranks, op, ": order must be at least 0 and below ", ranks, ", got ", order);
+  const at::Tensor left = at::empty(products.sizes().slice(1), messages.options());
+  const at::Tensor rows = messages.contiguous(), of_ranks = products.contiguous();
+  if (left.numel() > 0) {
+    kernels.gradients({rows.const_data_ptr(), of_ranks.const_data_ptr<double>(), ranks, left.numel(), order, reverse,
+                       shares, messages.scalar_type() == at::kDouble, left.data_ptr()});
+  }
+  return left;
+}
+
 void slice_mend(const SliceKernels& kernels, const at::Tensor& x, const at::Tensor& A, const at::Tensor& state,
                 const std::optional<at::Tensor>& came, bool reverse) {
   const char* const op = "slice_mend_";

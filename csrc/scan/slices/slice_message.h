@@ -13,6 +13,10 @@
 //   entered  (B, H), what comes into this slice, zeros for nothing; end (B, H), what leaves the last
 //   products (R, B, H), float64, in the order of the scan, zero where nothing comes in; came (1), int32: whether it
 //   does
+// slice_left(messages, products, order, reverse) -> left
+//   messages (R, B, H), in order of rank: the gradient that each rank's slice gives to the state before it, where
+//   nothing enters its end; or (R, 2, B, H), with each rank's share of the gradient of what leaves the last left (B,
+//   H), the gradient of the state that leaves this slice
 // slice_mend_(x, A, state, came, reverse)
 //   x        (T, B, H), scanned from zero, becomes the scan from `state` (B, H)
 // slice_mend_gradients_(grad_b, grad_A, A, x, first, state, reverse)
@@ -41,6 +45,7 @@ struct SliceKernels {
   // Writes the message.
   void (*message)(const SliceProduct& product, const at::Tensor& value, bool leaves, const at::Tensor& message);
   void (*states)(const SliceStates& states);
+  void (*gradients)(const SliceGradients& gradients);
   void (*mend)(const SliceMend& mend);
 };
 
@@ -48,6 +53,8 @@ struct SliceKernels {
 at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const at::Tensor& value, bool leaves);
 States slice_states(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& value, int64_t order,
                     bool reverse);
+at::Tensor slice_left(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& products,
+                      int64_t order, bool reverse);
 void slice_mend(const SliceKernels& kernels, const at::Tensor& x, const at::Tensor& A, const at::Tensor& state,
                 const std::optional<at::Tensor>& came, bool reverse);
 void slice_mend_gradients(const SliceKernels& kernels, const at::Tensor& grad_b,

@@ -13,8 +13,8 @@ namespace {
 
 template <typename I>
 struct Indices {
-  const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *axpy, *accumulate, *gather, *starts, *left, *right,
-      *shared_lists, *t_crow, *t_col, *t_index;
+  const I *a_crow, *a_col, *b_crow, *b_col, *c_crow, *c_col, *axpy, *gather, *starts, *left, *right, *shared_lists,
+      *t_crow, *t_col, *t_index;
   explicit Indices(const CsrMatmul& m)
       : a_crow(static_cast<const I*>(m.a_crow)),
         a_col(static_cast<const I*>(m.a_col)),
@@ -23,7 +23,6 @@ struct Indices {
         c_crow(static_cast<const I*>(m.c_crow)),
         c_col(static_cast<const I*>(m.c_col)),
         axpy(static_cast<const I*>(m.axpy)),
-        accumulate(static_cast<const I*>(m.accumulate)),
         gather(static_cast<const I*>(m.gather)),
         starts(static_cast<const I*>(m.starts)),
         left(static_cast<const I*>(m.left)),
@@ -142,19 +141,20 @@ void axpy(const CsrMatmul& m) {
   });
 }
 
+// Of `rows`: a core expands nothing, its workspace is as near.
 template <typename I, typename T>
-void accumulate(const CsrMatmul& m) {
+void accumulate(const CsrMatmul& m, const void* rows, int64_t count) {
   using Acc = Accumulate<T>;
   const Indices<I> p(m);
   const int64_t columns = p.columns(m);
   // The number of products is not known here; each element of a has a row of b.
-  over_rows(m.batch, m.accumulate_rows, m.c_nnz + m.a_nnz * 8, [&](int64_t sample, int64_t begin, int64_t end) {
+  over_rows(m.batch, count, m.c_nnz + m.a_nnz * 8, [&](int64_t sample, int64_t begin, int64_t end) {
     const T* x = static_cast<const T*>(m.x) + sample * m.x_batch;
     const T* y = static_cast<const T*>(m.y) + sample * m.y_batch;
     T* out = static_cast<T*>(m.out) + sample * m.c_nnz;
     std::vector<Acc> row(columns);
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t i = p.accumulate[r];
+      const int64_t i = static_cast<const I*>(rows)[r];
       for (I e = p.c_crow[i]; e < p.c_crow[i + 1]; ++e) row[p.c_col[e]] = 0;
       for (I e = p.a_crow[i]; e < p.a_crow[i + 1]; ++e) {
         const Acc factor = Acc(x[e]);
@@ -238,7 +238,8 @@ void csr_matmul_cpu(const CsrMatmul& m) {
     if (m.gather_elements > 0) gather<I, T>(m);
     if (m.gather_rows > 0) shared_lists<I, T>(m);
     if (m.axpy_rows > 0) axpy<I, T>(m);
-    if (m.accumulate_rows > 0) accumulate<I, T>(m);
+    if (m.accumulate_rows > 0) accumulate<I, T>(m, m.accumulate, m.accumulate_rows);
+    if (m.expand_rows > 0) accumulate<I, T>(m, m.expand, m.expand_rows);
   });
 }
 

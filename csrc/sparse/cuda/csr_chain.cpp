@@ -29,10 +29,17 @@ std::vector<at::Tensor> forward_cuda(const at::Tensor& grad, at::TensorList crow
   return csr_chain_forward(chain_cuda, grad, crows, cols, values);
 }
 
+std::vector<at::Tensor> layers_cuda(const at::Tensor& grad, at::TensorList crows, at::TensorList cols,
+                                    at::TensorList values, at::TensorList sources, at::IntArrayRef reads) {
+  const c10::cuda::OptionalCUDAGuard guard(grad.is_cuda() ? std::optional(grad.device()) : std::nullopt);
+  return csr_chain_forward(chain_cuda, grad, crows, cols, values, sources, reads);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CUDA, m) {
   m.impl("csr_chain", forward_cuda);
+  m.impl("layer_chain", layers_cuda);
 }
 
 }  // namespace weft::sparse

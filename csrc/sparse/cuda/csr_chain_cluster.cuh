@@ -10,6 +10,7 @@
 #include "common/cuda/ptx.jit.cuh"
 #include "common/element.cuh"
 #include "sparse/csr_chain_args.h"
+#include "sparse/cuda/link_values.cuh"
 
 namespace weft::sparse {
 
@@ -19,9 +20,9 @@ constexpr int kClusterAhead = 6;  // elements of a row that a lane reads ahead
 // A CsrLink without what the one before it tells.
 struct ClusterLink {
   const void *crow, *col;  // null: diagonal
-  const void* values;
+  const void *values, *source;
   void* out;
-  int64_t values_batch;
+  int values_batch, reads;
   int rows;
   int lanes;  // log2 of the lanes that share a row: 0 or 3
 };
@@ -35,7 +36,7 @@ struct ClusterChain {
   const void* x;
 };
 // Kernels take 4 KiB of parameters without more ado, and 32,764 bytes on every device of our compilers.
-constexpr int kFewLinks = 80, kManyLinks = 640;
+constexpr int kFewLinks = 70, kManyLinks = 570;
 static_assert(sizeof(ClusterChain<kFewLinks>) <= 4000 && sizeof(ClusterChain<kManyLinks>) <= 32000);
 
 template <typename T>
@@ -56,7 +57,8 @@ struct RowEnds {
 template <typename I, typename T>
 struct RowPart {
   RowEnds<I> ends;
-  I col[kClusterAhead];  // -1: none
+  I col[kClusterAhead];   // -1: none
+  I from[kClusterAhead];  // where its number is
   T value[kClusterAhead];
   T scale;  // of the diagonal that follows
 };
@@ -73,8 +75,14 @@ struct ClusterRun {
     while (k < chain.count && !chain.links[k].crow) ++k;
     return k;
   }
-  __device__ __forceinline__ const T* values_of(const ClusterLink& link) const {
-    return static_cast<const T*>(link.values) + sample * link.values_batch;
+  __device__ __forceinline__ T diagonal_of(const ClusterLink& link, int i) const {
+    return diagonal_number(static_cast<const T*>(link.values), int64_t(sample) * link.values_batch + i, link.reads);
+  }
+  // Of element e in `row`, which may wait for another number.
+  __device__ __forceinline__ T number_of(const ClusterLink& link, I e, int row) const {
+    const int64_t first = int64_t(sample) * link.values_batch;
+    if (link.reads > 0) return picked<T>(link.values, first + static_cast<const I*>(link.col)[e], row, link.reads);
+    return static_cast<const T*>(link.values)[first + (link.source ? static_cast<const I*>(link.source)[e] : e)];
   }
   __device__ __forceinline__ T* out_of(const ClusterLink& link) const {
     return static_cast<T*>(link.out) + int64_t(sample) * link.rows;
@@ -93,18 +101,39 @@ struct ClusterRun {
   __device__ __forceinline__ void read(RowPart<I, T>& part, int k, RowEnds<I> ends) const {
     if (k >= chain.count) return;
     const ClusterLink& link = chain.links[k];
-    const I* col = static_cast<const I*>(link.col);
-    const T* values = values_of(link);
+    const I *col = static_cast<const I*>(link.col), *source = static_cast<const I*>(link.source);
+    const T* values = static_cast<const T*>(link.values) + int64_t(sample) * link.values_batch;
     part.ends = ends;
     I e = ends.begin + (lane & ((1 << link.lanes) - 1));
 #pragma unroll
     for (int u = 0; u < kClusterAhead; ++u, e += 1 << link.lanes) {
       part.col[u] = I(-1);
-      if (e < ends.end) part.col[u] = col[e], part.value[u] = values[e];
+      if (e >= ends.end) continue;
+      part.col[u] = col[e];
+      if (source) {
+        part.from[u] = source[e];
+      } else if (link.reads == 0) {
+        part.value[u] = values[e];
+      }
     }
     const int row = first_row(link);
     if (k + 1 < chain.count && !chain.links[k + 1].crow && row < link.rows) {
-      part.scale = values_of(chain.links[k + 1])[row];
+      part.scale = diagonal_of(chain.links[k + 1], row);
+    }
+  }
+
+  // Numbers whose places `read` has read, one product ahead.
+  __device__ __forceinline__ void read_numbers(RowPart<I, T>& part, int k) const {
+    if (k >= chain.count) return;
+    const ClusterLink& link = chain.links[k];
+    if (!link.source && link.reads == 0) return;
+    const int64_t first = int64_t(sample) * link.values_batch;
+    const int row = first_row(link);
+#pragma unroll
+    for (int u = 0; u < kClusterAhead; ++u) {
+      if (part.col[u] < 0) continue;
+      part.value[u] = link.source ? static_cast<const T*>(link.values)[first + part.from[u]]
+                                  : picked<T>(link.values, first + part.col[u], row, link.reads);
     }
   }
 
@@ -115,7 +144,6 @@ struct ClusterRun {
     const ClusterLink& link = chain.links[k];
     const acc_t<T>* x = buffers + (p & 1) * chain.room;
     const I* col = static_cast<const I*>(link.col);
-    const T* values = values_of(link);
     const int first = warp * kRows, step = chain.blocks * kClusterWarps * kRows;
     for (int base = first; base < link.rows; base += step) {
       const int row = base + lane / kLanes;
@@ -131,7 +159,7 @@ struct ClusterRun {
       } else {
         ends = ends_of(link, row), from = ends.begin + lane % kLanes;
       }
-      for (I e = from; e < ends.end; e += kLanes) sum += to_acc(values[e]) * x[col[e]];
+      for (I e = from; e < ends.end; e += kLanes) sum += to_acc(number_of(link, e, row)) * x[col[e]];
 #pragma unroll
       for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
       // Every result is rounded, as if it had come by itself.
@@ -141,7 +169,7 @@ struct ClusterRun {
       for (int d = k + 1; d < chain.count && !chain.links[d].crow; ++d) {
         const ClusterLink& diagonal = chain.links[d];
         if (real) {
-          const T scale = d == k + 1 && base == first ? part.scale : values_of(diagonal)[row];
+          const T scale = d == k + 1 && base == first ? part.scale : diagonal_of(diagonal, row);
           number = from_acc<T>(to_acc(scale) * to_acc(number));
         }
         if (writes) out_of(diagonal)[row] = number;
@@ -185,7 +213,7 @@ struct ClusterRun {
     for (int i = threadIdx.x; i < chain.columns; i += kClusterThreads) {
       T number = x[i];
       for (int d = 0; d < first; ++d) {
-        number = from_acc<T>(to_acc(values_of(chain.links[d])[i]) * to_acc(number));
+        number = from_acc<T>(to_acc(diagonal_of(chain.links[d], i)) * to_acc(number));
         if (i / kClusterThreads % chain.blocks == int(blockIdx.x % chain.blocks)) out_of(chain.links[d])[i] = number;
       }
       buffers[i] = to_acc(number);
@@ -213,16 +241,18 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
   RowPart<I, T> even, odd;
   run.read(even, k, run.first_ends(k));
   run.read(odd, next, run.first_ends(next));
+  run.read_numbers(even, k);
   RowEnds<I> ends = run.first_ends(after);
   run.begin(k);
   __syncthreads();
   cluster::barrier();
   // One product; false after the last.
-  const auto turn = [&](RowPart<I, T>& part) {
+  const auto turn = [&](RowPart<I, T>& part, RowPart<I, T>& following) {
     const bool sent = next < chain.count;
     chain.links[k].lanes == 0 ? run.template multiply<1>(k, p, part, sent) : run.template multiply<8>(k, p, part, sent);
     if (!sent) return false;
     const int later = run.product_from(after + 1);
+    run.read_numbers(following, next);
     run.read(part, after, ends);
     ends = run.first_ends(later);
     mbarrier_wait<true>(run.barrier(p), (p >> 1) & 1);
@@ -233,7 +263,7 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
     return true;
   };
   if (k < chain.count) {
-    while (turn(even) && turn(odd)) {
+    while (turn(even, odd) && turn(odd, even)) {
     }
   }
   // A block that has begun its last product has received all that is ever sent to it, and may leave.

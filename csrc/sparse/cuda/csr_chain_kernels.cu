@@ -9,6 +9,7 @@
 // captured graph holds all it needs.
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <memory>
 
 #include "common/element.cuh"
@@ -18,12 +19,13 @@
 #include "sparse/cuda/csr_chain_kernels.h"
 #include "sparse/cuda/dispatch.cuh"
 #include "sparse/cuda/grid_barrier.cuh"
+#include "sparse/cuda/link_values.cuh"
 
 namespace weft::sparse {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kLinks = 48;  // with the rest below the 4 KiB that every device takes
+constexpr int kLinks = 40;  // with the rest below the 4 KiB that every device takes
 constexpr int kTile = 4;    // samples of one lane group at a time; of a single one, 1
 constexpr int kTurns = 2;   // of a cluster's threads in a product, and of clusters: more take longer than the grid
 
@@ -78,7 +80,8 @@ __device__ __forceinline__ Part<I, T, kSamples> read_part(const CsrLink& link, i
   for (int u = 0; u < kAhead<kSamples>; ++u, e += lanes) {
     const bool real = e < end;
     part.col[u] = real ? static_cast<const I*>(link.col)[e] : I(-1);
-    part.value[u] = real && !link.values_batch ? to_acc(static_cast<const T*>(link.values)[e]) : acc_t<T>(0);
+    const int64_t at = real && link.source ? int64_t(static_cast<const I*>(link.source)[e]) : e;
+    part.value[u] = real && !link.values_batch ? to_acc(static_cast<const T*>(link.values)[at]) : acc_t<T>(0);
   }
   return part;
 }
@@ -86,7 +89,7 @@ __device__ __forceinline__ Part<I, T, kSamples> read_part(const CsrLink& link, i
 // Of sample b in row `row`.
 template <typename T>
 __device__ __forceinline__ T diagonal_value(const CsrLink& diagonal, int64_t b, int64_t row) {
-  return static_cast<const T*>(diagonal.values)[b * diagonal.values_batch + row];
+  return diagonal_number(static_cast<const T*>(diagonal.values), b * diagonal.values_batch + row, diagonal.reads);
 }
 
 // A lane's first row in a link and its first elements there: nothing that depends on the vector. `scale`: of the
@@ -156,7 +159,9 @@ __device__ __forceinline__ void multiply(const Chain& chain, int k, const Beside
 #pragma unroll
         for (int s = 0; s < kSamples; ++s) {
           if (link.values_batch && part.col[u] >= 0 && s < count) {
-            value[u][s] = values[(first + s) * link.values_batch + e + u * kLanes];
+            const int64_t own = (first + s) * link.values_batch;
+            value[u][s] = link.reads > 0 ? picked<T>(link.values, own + part.col[u], row, link.reads)
+                                         : values[own + e + u * kLanes];
           }
         }
       }
@@ -289,8 +294,9 @@ bool ran_in_clusters_of(int64_t blocks, int64_t room, const CsrLink* links, int6
     chain->count = int(std::min<int64_t>(kMost, count - begin)), chain->blocks = int(blocks);
     chain->columns = int(own[0].columns), chain->room = int(room), chain->x = own[0].x;
     for (int k = 0; k < chain->count; ++k) {
-      chain->links[k] = {own[k].crow,         own[k].col,       own[k].values,           own[k].out,
-                         own[k].values_batch, int(own[k].rows), cluster_lanes_of(own[k])};
+      chain->links[k] = {own[k].crow,       own[k].col,       own[k].values,
+                         own[k].source,     own[k].out,       int(own[k].values_batch),
+                         int(own[k].reads), int(own[k].rows), cluster_lanes_of(own[k])};
     }
     launch_clusters(kName, kernel, batch, blocks, kClusterThreads, cluster_bytes<T>(room), stream, *chain);
   }
@@ -303,6 +309,7 @@ bool ran_in_clusters(const CsrLink* links, int64_t count, int64_t batch, cudaStr
   int64_t work = 1, longest = links[0].columns, least = kLargestCluster, last = least;
   for (int64_t k = 0; k < count; ++k) {
     longest = std::max(longest, links[k].rows);
+    if (links[k].values_batch > std::numeric_limits<int>::max()) return false;
     if (!links[k].crow) continue;
     const int64_t busy = ceil_div(links[k].rows << cluster_lanes_of(links[k]), kClusterThreads);
     // Every block must have rows of all products but the last, see the kernel.

@@ -124,8 +124,8 @@ class Inputs {
     if (inputs.size() != inputs_.size()) return false;
     auto expected = inputs_.begin();
     for (const auto& [name, x] : inputs) {
-      const auto& [known, facts] = *expected++;
-      if (!same_name(name.ptr(), known.ptr()) || !THPVariable_Check(x.ptr())) return false;
+      const auto& [expected_name, facts] = *expected++;
+      if (!same_name(name.ptr(), expected_name.ptr()) || !THPVariable_Check(x.ptr())) return false;
       const at::Tensor& t = THPVariable_Unpack(x.ptr());
       if (!facts.hold(t) || t.sym_size(0) != count) return false;
     }

@@ -52,16 +52,21 @@ void AtenExecutor::outer(const Step& step, int64_t first, int64_t count, bool mo
   more ? at::addmm_out(found, found, left, right) : at::mm_out(found, left, right);
 }
 
-void AtenExecutor::total(const Step& step, int64_t first, int64_t count) {
-  const Matrix& m = memory_->vector_gradients[step.vector];
-  const auto bytes = static_cast<int64_t>(c10::elementSize(scalar_type(m.dtype)));
-  at::Tensor found = view(static_cast<char*>(m.data) + step.first * bytes, std::array{int64_t{step.width}},
-                          std::array{int64_t{1}}, m.dtype);
-  const at::Tensor source = rows(step.source, first, count, step.column, step.width);
-  if (step.whole) {
-    at::sum_out(found, source, 0, /*keepdim=*/false, scalar_type(m.dtype));
-  } else {
-    found.add_(at::sum(source, 0, /*keepdim=*/false, scalar_type(m.dtype)));
+void AtenExecutor::totals(std::span<const Entry> entries) {
+  for (const Entry& e : entries) {
+    const Step& step = *e.step;
+    const Matrix& m = memory_->vector_gradients[step.vector];
+    const bool fresh = step.whole && !e.more;
+    if (!e.more && !fresh) view(m).zero_();
+    const auto bytes = static_cast<int64_t>(c10::elementSize(scalar_type(m.dtype)));
+    at::Tensor found = view(static_cast<char*>(m.data) + step.first * bytes, std::array{int64_t{step.width}},
+                            std::array{int64_t{1}}, m.dtype);
+    const at::Tensor source = rows(step.source, e.first, e.count, step.column, step.width);
+    if (fresh) {
+      at::sum_out(found, source, 0, /*keepdim=*/false, scalar_type(m.dtype));
+    } else {
+      found.add_(at::sum(source, 0, /*keepdim=*/false, scalar_type(m.dtype)));
+    }
   }
 }
 

@@ -14,10 +14,11 @@ class AtenExecutor : public Executor {
  protected:
   void product(const Step& step, int64_t first, int64_t count) override;
   void outer(const Step& step, int64_t first, int64_t count, bool more) override;
-  void total(const Step& step, int64_t first, int64_t count) override;
+  void totals(std::span<const Entry> entries) override;
   void zero(const Step& step, int64_t first, int64_t count) override;
 
   const Memory& memory() const { return *memory_; }
+  at::Device device() const { return device_; }
 
  private:
   at::Tensor view(void* data, at::IntArrayRef sizes, at::IntArrayRef strides, Dtype dtype) const;

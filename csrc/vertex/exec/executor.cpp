@@ -1,5 +1,7 @@
 #include "vertex/exec/executor.h"
 
+#include <algorithm>
+
 namespace weft::vertex {
 
 void Executor::run(const std::vector<Entry>& pass, std::span<const Task> tasks, bool backward) {
@@ -25,9 +27,14 @@ void Executor::run(const std::vector<Entry>& pass, std::span<const Task> tasks, 
         case Step::Kind::kOuter:
           outer(*e.step, e.first, e.count, e.more);
           break;
-        case Step::Kind::kTotal:
-          total(*e.step, e.first, e.count);
+        case Step::Kind::kTotal: {
+          const auto other = [](const Entry& x) { return x.step == nullptr || x.step->kind != Step::Kind::kTotal; };
+          const auto end = std::find_if(pass.begin() + static_cast<std::ptrdiff_t>(i), pass.end(), other);
+          const auto count = static_cast<size_t>(end - pass.begin()) - i;
+          totals(std::span(pass).subspan(i, count));
+          i += count - 1;
           break;
+        }
       }
     }
   }

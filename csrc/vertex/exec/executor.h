@@ -1,9 +1,12 @@
 // What runs a pass of a program on a device. Memory comes as places: torch's tensors stay outside.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <span>
 #include <vector>
 
+#include "vertex/exec/script.jit.cuh"
+#include "vertex/program/partition.h"
 #include "vertex/program/pass.h"
 
 namespace weft::vertex {
@@ -39,6 +42,9 @@ struct Memory {
   std::span<const Matrix> matrices;
   std::span<const Matrix> matrix_gradients,
       vector_gradients;  // by the number of the matrix or vector; of those asked for
+  // For a group of at most so many blocks the instructions of each Pass, on the device; null where there are none.
+  int32_t most_blocks = 0;
+  std::array<const ScriptInstruction*, kPasses> scripts{};
 };
 
 class Executor {
@@ -49,6 +55,8 @@ class Executor {
   virtual void begin(const Memory& memory) = 0;
   // Whether the device has one kernel for the last tasks of a pass.
   virtual bool has_tail(bool backward) { return false; }
+  // Whether the device runs all tasks of a pass by their script.
+  virtual bool has_script(bool backward) { return false; }
   // Runs the pass; what was put aside is done for all that comes later on the device.
   void run(const std::vector<Entry>& pass, std::span<const Task> tasks, bool backward);
 
@@ -59,8 +67,8 @@ class Executor {
   virtual void product(const Step& step, int64_t first, int64_t count) = 0;
   // The gradient of a matrix = rows of the source, transposed, @ rows of the target; added to it where `more`.
   virtual void outer(const Step& step, int64_t first, int64_t count, bool more) = 0;
-  // Columns of the gradient of a vector = the sum of those rows of columns of the source.
-  virtual void total(const Step& step, int64_t first, int64_t count) = 0;
+  // The gradient of each vector = the sum of its totals: each adds rows of columns of its source to columns of it.
+  virtual void totals(std::span<const Entry> entries) = 0;
   // Those rows of a product, or the gradient of a matrix, = 0.
   virtual void zero(const Step& step, int64_t first, int64_t count) = 0;
   // All steps on the last tasks, from number `first` on; false where it does not run after all.

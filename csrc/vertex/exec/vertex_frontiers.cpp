@@ -11,6 +11,7 @@
 #include "common/check.h"
 #include "common/tensor.h"
 #include "vertex/exec/aten_executor.h"
+#include "vertex/exec/script.h"
 
 namespace weft::vertex {
 namespace {
@@ -30,7 +31,7 @@ std::span<const int32_t> checked(const at::Tensor& schedule, const at::Tensor& h
 
 // One call: its operands checked, its memory found or made.
 struct Run {
-  Run(const Operands& operands, const std::vector<Step>& steps)
+  Run(const Operands& operands, Pass pass)
       : program(operands.program),
         schedule(operands.schedule.contiguous()),
         host_schedule(operands.host_schedule.contiguous()),
@@ -61,8 +62,17 @@ struct Run {
       TORCH_CHECK_VALUE(task.kind < program.functions, kOp, ": the schedule has tasks of function ", task.kind,
                         ", the program ", program.functions, " functions");
     }
-    for (const Step& s : steps) {
-      if (s.kind == Step::Kind::kProduct) take_matrix(s, operands.matrices);
+    // A training step's sums run over all rows.
+    together = functions_together(program, extent) && (pass != Pass::kTraining || program.functions == 1);
+    for (const auto* steps : {&program.forward, &program.backward}) {
+      if (pass == (steps == &program.forward ? Pass::kBackward : Pass::kForward)) continue;
+      for (const Step& s : *steps) {
+        if (s.kind == Step::Kind::kProduct) take_matrix(s, operands.matrices);
+      }
+    }
+    scripts = scripts_in(numbers);
+    if (scripts.published[static_cast<size_t>(pass)]) {
+      published = &partition_of(program, pass, scripts.most_blocks).published;
     }
   }
 
@@ -132,16 +142,30 @@ struct Run {
 
   at::TensorOptions options(Dtype dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
 
-  // A buffer that the executor makes. Rows that only other functions write, and slots without a child, are read as
-  // zeros.
-  at::Tensor make(const Buffer& b) const {
+  // A buffer that the executor makes. Slots without a child are read as zeros, and so may be rows that only other
+  // functions write.
+  at::Tensor make(size_t buffer) const {
+    const Buffer& b = program.buffers[buffer];
+    at::Tensor made = at::empty({rows(b), b.width}, options(b.dtype));
+    if (published != nullptr && (*published)[buffer]) {
+      made.view(c10::elementSize(made.scalar_type()) == 2 ? at::kShort : at::kInt).fill_(-1);
+      return made;
+    }
     const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (extent.num_vertices - extent.leaves);
     const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
-    const bool zeros = program.functions > 1 || (b.scattered && !full);
-    return zeros ? at::zeros({rows(b), b.width}, options(b.dtype)) : at::empty({rows(b), b.width}, options(b.dtype));
+    return b.zeros || !together || (b.scattered && !full) ? made.zero_() : made;
   }
 
-  Memory memory() const { return {program, arrays, places, matrix_places, matrix_gradients, vector_gradients}; }
+  Memory memory() const {
+    Memory m{program, arrays, places, matrix_places, matrix_gradients, vector_gradients};
+    m.most_blocks = scripts.most_blocks;
+    for (size_t pass = 0; pass < kPasses; ++pass) {
+      if (scripts.of[pass].empty()) continue;
+      const auto at = reinterpret_cast<const int32_t*>(scripts.of[pass].data()) - numbers.data();
+      m.scripts[pass] = reinterpret_cast<const ScriptInstruction*>(pointer<int32_t>(schedule) + at);
+    }
+    return m;
+  }
 
   // The number of the first of the last tasks that are small: in one kernel they cost less than their launches and than
   // products that do not fill the device.
@@ -164,14 +188,24 @@ struct Run {
     return first + 2 < tasks.size() ? first : tasks.size();
   }
 
+  // Where one kernel takes over; a script has all tasks.
+  size_t first_of_tail(const std::vector<Step>& steps, const Memory& memory, Executor& executor, bool backward) const {
+    if (memory.most_blocks > 0 && executor.has_script(backward)) return 0;
+    const size_t first = tail(steps);
+    return first < extent.tasks.size() && executor.has_tail(backward) ? first : extent.tasks.size();
+  }
+
   const Program& program;
   at::Tensor schedule, host_schedule;
   std::span<const int32_t> numbers;
   at::Device device;
   Arrays arrays;
   Extent extent;
+  bool together = true;
   std::vector<at::Tensor> matrices, tensors;
   std::vector<Place> places;
+  Scripts scripts;
+  const std::vector<char>* published = nullptr;  // buffers whose values are waited for: each is missing at first
   std::vector<Matrix> matrix_places, matrix_gradients, vector_gradients;
 };
 
@@ -185,7 +219,7 @@ void check_numbers(const std::vector<int32_t>& computed, at::IntArrayRef wanted,
 }  // namespace
 
 std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t, 3> sizes, Executor& executor) {
-  Run r(operands, operands.program.forward);
+  Run r(operands, Pass::kForward);
   const Extent& e = r.extent;
   const std::array<int64_t, 3> planned = {e.num_vertices, e.num_vertices - e.leaves, e.num_edges};
   TORCH_CHECK_VALUE(sizes == planned, kOp, ": the schedule has ", at::IntArrayRef(planned),
@@ -199,15 +233,14 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
     } else if (b.space == Space::kVector) {
       r.put(i, r.given(operands.vectors, b, "vector"));
     } else {
-      r.put(i, r.make(b));
+      r.put(i, r.make(i));
     }
   }
   std::vector<at::Tensor> made;
   for (const int32_t i : r.program.results()) made.push_back(r.tensors[i]);
   const Memory memory = r.memory();
   executor.begin(memory);
-  size_t tail = r.tail(r.program.forward);
-  if (tail < e.tasks.size() && !executor.has_tail(/*backward=*/false)) tail = e.tasks.size();
+  const size_t tail = r.first_of_tail(r.program.forward, memory, executor, /*backward=*/false);
   executor.run(forward_pass(r.program, e, tail), e.tasks, /*backward=*/false);
   return made;
 }
@@ -215,7 +248,7 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
 std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor) {
-  Run r(operands, operands.program.backward);
+  Run r(operands, Pass::kBackward);
   const Program& p = r.program;
   const Extent& e = r.extent;
   check_numbers(p.gradients.inputs, of_inputs, "inputs");
@@ -245,10 +278,9 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
       if (b.space == Space::kInputGrad) input_grads[b.index] = r.tensors[i];
     } else if (b.backward) {
-      r.put(i, r.make(b));
+      r.put(i, r.make(i));
     }
   }
-  // Of a matrix that is given as the transpose of what products read, the gradient is made as these have it.
   for (const Step& s : p.backward) {
     if (s.kind == Step::Kind::kOuter && std::binary_search(of_matrices.begin(), of_matrices.end(), s.matrix)) {
       at::Tensor& found = matrix_grads[s.matrix];
@@ -257,8 +289,9 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       found = at::empty({source.width, p.buffers[s.target].width}, r.options(source.dtype));
       TORCH_CHECK_VALUE(s.matrix < static_cast<int64_t>(operands.matrices.size()), kOp,
                         "_backward: the program has matrix ", s.matrix, ", got ", operands.matrices.size());
+      TORCH_CHECK_VALUE(found.sizes() == operands.matrices[s.matrix].sizes(), kOp, "_backward: the gradient of matrix ",
+                        s.matrix, " is ", found.sizes(), ", got ", operands.matrices[s.matrix].sizes());
       r.matrix_gradients[s.matrix] = Run::place(found, source.dtype);
-      if (s.transposed) found = found.t();
     }
     if (s.kind == Step::Kind::kTotal && std::binary_search(of_vectors.begin(), of_vectors.end(), s.vector)) {
       at::Tensor& found = vector_grads[s.vector];
@@ -267,14 +300,13 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
                         "_backward: the program has vector ", s.vector, ", got ", operands.vectors.size());
       const Dtype registers = p.doubles ? Dtype::kFloat64 : Dtype::kFloat32;
       const std::array<int64_t, 2> shape = {1, operands.vectors[s.vector].numel()};
-      found = s.whole ? at::empty(shape, r.options(registers)) : at::zeros(shape, r.options(registers));
+      found = at::empty(shape, r.options(registers));
       r.vector_gradients[s.vector] = Run::place(found, registers);
     }
   }
   const Memory memory = r.memory();
   executor.begin(memory);
-  size_t tail = r.tail(p.backward);
-  if (tail < e.tasks.size() && !executor.has_tail(/*backward=*/true)) tail = e.tasks.size();
+  const size_t tail = r.first_of_tail(p.backward, memory, executor, /*backward=*/true);
   executor.run(backward_pass(p, e, tail, overlap, {of_inputs, of_matrices, of_vectors}), e.tasks, /*backward=*/true);
 
   std::vector<at::Tensor> results;
@@ -287,6 +319,31 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   give(matrix_grads, of_matrices, operands.matrices);
   give(vector_grads, of_vectors, operands.vectors);
   return results;
+}
+
+void run_training(const Operands& operands, bool zeroes_grads, const std::function<void(const Memory&)>& launch) {
+  Run r(operands, Pass::kTraining);
+  TORCH_CHECK_VALUE(!r.scripts.of[static_cast<size_t>(Pass::kTraining)].empty(), kOp,
+                    "_training: the schedule has no script of a training step");
+  const auto& buffers = r.program.buffers;
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    const Buffer& b = buffers[i];
+    const std::array<int64_t, 2> shape = {r.rows(b), b.width};
+    if (b.space == Space::kInput) {
+      at::Tensor x = r.given(operands.inputs, b, "input");
+      const bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && x.stride(0) % 4 == 0;
+      r.put(i, aligned || x.numel() == 0 ? std::move(x) : x.clone(at::MemoryFormat::Contiguous));
+    } else if (b.space == Space::kVector) {
+      r.put(i, r.given(operands.vectors, b, "vector"));
+    } else if (b.space == Space::kOutputGrad) {
+      r.put(i, zeroes_grads ? at::zeros(shape, r.options(b.dtype)) : at::empty(shape, r.options(b.dtype)));
+    } else if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
+      r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
+    } else {
+      r.put(i, r.make(i));
+    }
+  }
+  launch(r.memory());
 }
 
 }  // namespace weft::vertex

@@ -30,6 +30,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <functional>
 
 #include "common/op_handle.h"
 #include "vertex/exec/executor.h"
@@ -49,6 +50,10 @@ std::vector<at::Tensor> run_forward(const Operands& operands, std::array<int64_t
 std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& operands, at::TensorList saved,
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor);
+
+// A whole training step: `launch` gets the memory of both passes, which lives until it returns. The rows of outputs
+// that the loss is not of have gradients of zero where `zeroes_grads`. The schedule has the script of one.
+void run_training(const Operands& operands, bool zeroes_grads, const std::function<void(const Memory&)>& launch);
 
 inline const OpHandle<std::vector<at::Tensor>(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
                                               const at::Tensor&, const ProgramPointer&, c10::SymInt, c10::SymInt,

@@ -36,6 +36,7 @@ void specialise_for_leaves(Program& p) {
     for (const Step& s : *list) {
       const bool products = s.kind == Step::Kind::kProduct || s.kind == Step::Kind::kOuter;
       if (products && !s.skips_leaves) read[s.source] = 1;
+      if (s.kind == Step::Kind::kOuter && !s.skips_leaves) read[s.target] = 1;
     }
   }
   for (Step& s : p.forward) {
@@ -57,23 +58,24 @@ void specialise_for_leaves(Program& p) {
 }
 
 void find_written(Program& p) {
-  std::vector<std::vector<char>> columns;
-  for (const Buffer& b : p.buffers) {
-    columns.emplace_back(b.space == Space::kInputGrad || b.space == Space::kLayerGrad ? b.width : 0);
-  }
-  for (const Step& s : p.backward) {
-    if (s.kind == Step::Kind::kProduct && s.when == Step::When::kAfter) {
-      std::fill(columns[s.target].begin(), columns[s.target].end(), char{1});
+  for (size_t b = 0; b < p.buffers.size(); ++b) {
+    Buffer& buffer = p.buffers[b];
+    if (buffer.space != Space::kInputGrad && buffer.space != Space::kLayerGrad) continue;
+    std::vector<std::vector<char>> columns(p.functions, std::vector<char>(buffer.width));  // of each function's rows
+    for (const Step& s : p.backward) {
+      std::vector<char>& mine = columns[s.function];
+      if (s.kind == Step::Kind::kProduct && s.when == Step::When::kAfter && s.target == static_cast<int32_t>(b)) {
+        std::fill(mine.begin(), mine.end(), char{1});
+      }
+      if (s.kind != Step::Kind::kKernel || s.edges) continue;
+      for (const Instruction& i : s.code) {
+        if (i.op == Op::kStore && i.buffer == static_cast<int32_t>(b)) {
+          std::fill_n(mine.begin() + i.column, s.width, char{1});
+        }
+      }
     }
-    if (s.kind != Step::Kind::kKernel || s.edges) continue;
-    for (const Instruction& i : s.code) {
-      if (i.op != Op::kStore || columns[i.buffer].empty()) continue;
-      std::fill_n(columns[i.buffer].begin() + i.column, s.width, char{1});
-    }
-  }
-  for (size_t b = 0; b < columns.size(); ++b) {
-    const auto& c = columns[b];
-    p.buffers[b].written = p.functions == 1 && !c.empty() && std::find(c.begin(), c.end(), 0) == c.end();
+    const auto all = [](const std::vector<char>& c) { return std::find(c.begin(), c.end(), 0) == c.end(); };
+    buffer.written = buffer.width > 0 && std::all_of(columns.begin(), columns.end(), all);
   }
 }
 

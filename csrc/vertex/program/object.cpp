@@ -38,14 +38,15 @@ int32_t as_int32(int64_t x) {
 }
 
 Buffer buffer_of(const BufferFields& fields) {
-  const auto& [space, width, dtype, index, backward, saved, scattered] = fields;
+  const auto& [space, width, dtype, index, backward, saved, scattered, zeros] = fields;
   return {enum_named<Space>(kSpaces, space),
           as_int32(width),
           enum_named<Dtype>(kDtypes, dtype),
           scattered,
           as_int32(index),
           backward,
-          saved};
+          saved,
+          zeros};
 }
 
 Instruction instruction_of(const InstructionFields& fields) {
@@ -89,12 +90,12 @@ Step step_of(const StepFields& fields) {
     products(source, matrix, transposed, target, skips_leaves);
     s.bias = as_int32(bias);
   } else if (outer) {
-    const auto& [when, function, edges, source, matrix, transposed, target, skips_leaves] = *outer;
+    const auto& [when, function, edges, source, matrix, target, skips_leaves] = *outer;
     common(Step::Kind::kOuter, when, function, edges);
-    products(source, matrix, transposed, target, skips_leaves);
+    products(source, matrix, /*transposed=*/false, target, skips_leaves);
   } else if (total) {
-    const auto& [vector, first, buffer, column, width] = *total;
-    common(Step::Kind::kTotal, "after", 0, false);
+    const auto& [function, vector, first, buffer, column, width] = *total;
+    common(Step::Kind::kTotal, "after", function, false);
     s.vector = as_int32(vector);
     s.first = as_int32(first);
     s.source = as_int32(buffer);

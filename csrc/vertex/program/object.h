@@ -16,14 +16,14 @@ namespace weft::vertex {
 // What the compiler's dataclasses (compiler/ir.py and its neighbours) hold, field by field, in the order of the class's
 // constructor.
 using Numbers = std::vector<int64_t>;
-using BufferFields = std::tuple<std::string, int64_t, std::string, int64_t, bool, bool, bool>;
+using BufferFields = std::tuple<std::string, int64_t, std::string, int64_t, bool, bool, bool, bool>;
 using UseFields = std::tuple<int64_t, int64_t, int64_t, bool>;
 using InstructionFields =
     std::tuple<std::string, int64_t, Numbers, int64_t, int64_t, std::string, int64_t, bool, int64_t, int64_t>;
 using KernelFields = std::tuple<std::string, int64_t, bool, int64_t, int64_t, bool, std::vector<InstructionFields>>;
 using ProductFields = std::tuple<std::string, int64_t, bool, int64_t, int64_t, bool, int64_t, bool, int64_t>;
-using OuterFields = std::tuple<std::string, int64_t, bool, int64_t, int64_t, bool, int64_t, bool>;
-using TotalFields = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+using OuterFields = std::tuple<std::string, int64_t, bool, int64_t, int64_t, int64_t, bool>;
+using TotalFields = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 using StepFields = std::tuple<std::optional<KernelFields>, std::optional<ProductFields>, std::optional<OuterFields>,
                               std::optional<TotalFields>>;
 using ProgramFields = std::tuple<int64_t, bool, int64_t, std::vector<BufferFields>, std::vector<std::vector<UseFields>>,

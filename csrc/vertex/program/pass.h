@@ -18,7 +18,7 @@ struct Entry {
   };
   Action action;
   bool leaves;  // all of the rows are vertices without children
-  bool more;    // adds to what an earlier entry wrote
+  bool more;    // of a sum: adds to what an earlier entry wrote
   bool aside;   // may run beside what follows, up to the end of the pass
   const Step* step;
   int64_t first, count;
@@ -35,6 +35,10 @@ struct Extent {
 struct Wanted {
   std::span<const int64_t> inputs, matrices, vectors;
 };
+
+// Whether the rows of each function lie in few ranges, as where all above the leaves are of one type. Steps on all rows
+// of a function then leave out those of the others; else they read zeros there.
+bool functions_together(const Program& program, const Extent& extent);
 
 // Layers, then the tasks in order, then kernels that wait for all of them. The tasks from number `tail` on are one
 // kernel's.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "vertex/program/analyses.h"
+#include "vertex/program/partition.h"
 
 namespace weft::vertex {
 namespace {
@@ -22,7 +23,8 @@ class Checks {
   void step() {
     require(in(step_.function, p_.functions), "function");
     const bool once = step_.when != Step::When::kFrontiers;
-    require(!once || p_.functions == 1 || step_.kind != Step::Kind::kProduct, "layer beside another function");
+    const bool layer = once && step_.kind == Step::Kind::kProduct;
+    require(!layer || p_.functions == 1 || (by_row(step_.source) && by_row(step_.target)), "layer of all rows");
     if (step_.kind == Step::Kind::kTotal) {
       const bool fits = step_.column >= 0 && step_.column + step_.width <= buffer(step_.source).width;
       require(step_.width >= 0 && fits && step_.vector >= 0 && step_.first >= 0, "columns");
@@ -60,6 +62,7 @@ class Checks {
   }
 
  private:
+  bool by_row(int32_t b) const { return buffer(b).space == Space::kRows || p_.buffers[b].space == Space::kInner; }
   static bool in(int64_t x, size_t end) { return x >= 0 && x < static_cast<int64_t>(end); }
   // `width` columns from `first` on.
   void columns(int32_t b, int64_t first, int64_t width) const {
@@ -140,6 +143,7 @@ std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
 }  // namespace
 
 void Program::finish() {
+  partitions = std::make_shared<Partitions>();
   const auto is_double = [](const Buffer& b) { return b.dtype == Dtype::kFloat64; };
   doubles = std::any_of(buffers.begin(), buffers.end(), is_double);
   const Step none{};

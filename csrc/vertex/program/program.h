@@ -43,6 +43,7 @@ struct Buffer {
   int32_t index;         // which of the caller's tensors
   bool backward;         // made by the backward pass
   bool saved;            // made by the forward pass, read by the backward pass
+  bool zeros;            // rows of functions that do not write it are read
   bool written = false;  // of a gradient: in all columns of all rows
   bool read_backward = false;
 };
@@ -77,12 +78,14 @@ struct Handles {
   std::atomic<void*> of[64][2] = {};  // of a step the second is for vertices without children
 };
 
+struct Partitions;  // program/partition.h
+
 struct Step {
   enum class Kind : int32_t {
     kKernel,   // instructions
     kProduct,  // target = source @ matrix, or @ matrix.T, + bias
-    kOuter,    // the gradient of a matrix: source.T @ target, over all rows
-    kTotal,    // the gradient of a vector: the sum over all rows of columns of the source
+    kOuter,    // the gradient of a matrix: source.T @ target, over all rows of the function
+    kTotal,    // the gradient of a vector: the sum over all rows of the function of columns of the source
   };
   enum class When : int32_t { kBefore, kFrontiers, kAfter };  // once for all rows, or task by task
 
@@ -98,7 +101,7 @@ struct Step {
   // Of products.
   int32_t source, target, matrix;
   int32_t bias;        // buffer, -1 without
-  bool transposed;     // the matrix is, and of an outer product the result is to be
+  bool transposed;     // the matrix is
   bool skips_leaves;   // zero, or nobody's, where there are no children
   bool zeroes_leaves;  // those zeros are read
   // Of a total: columns [column, column + width) of the source are those from `first` on of the vector.
@@ -119,6 +122,8 @@ struct Program {
   std::vector<double> constants;
   int32_t gathered = 0;                                          // columns of the schedule that loads gather by
   std::shared_ptr<Handles> tails = std::make_shared<Handles>();  // the second of the backward pass
+
+  std::shared_ptr<Partitions> partitions;
 
   // Checks what was put together, and finds what the rest says. std::invalid_argument names what is wrong.
   void finish();

@@ -14,30 +14,52 @@ constexpr const char* kTypes[] = {"Float16", "BFloat16", "float", "double"};
 
 class Writer {
  public:
-  Writer(const Program& program, const Step& kernel, bool leaves, int each)
-      : program_(program), kernel_(kernel), code_(leaves ? kernel.leaf_code : kernel.code), each_(each) {
+  Writer(const Program& program, const Step& kernel, bool leaves, int each, const Placed& placed = {})
+      : program_(program),
+        kernel_(kernel),
+        code_(leaves ? kernel.leaf_code : kernel.code),
+        each_(each),
+        placed_(placed) {
     if (each_ > 1) {
       loop_ = " for (int c = 0; c < " + std::to_string(each_) + "; ++c)";
       element_ = " + j + c * lanes]";
     }
   }
 
-  std::string body() {
+  Parts parts() {
     if (kernel_.reduces) {
       reductions();
     } else {
       instructions();
     }
-    return (kernel_.edges ? "const long long edge = index, row = edge_parents[edge];"
-                          : "const long long row = index;") +
-           indices() + text_;
+    return {
+        (kernel_.edges ? "const long long edge = index, row = edge_parents[edge];" : "const long long row = index;") +
+            indices() + early_,
+        text_};
   }
 
  private:
   void instructions() {
     const std::string many = each_ > 1 ? "[" + std::to_string(each_) + "]" : "";
-    for (int r = 0; r < kernel_.registers; ++r) text_ += " T r" + std::to_string(r) + many + ";";
-    for (const Instruction& i : code_) instruction(i);
+    std::string& declared = kernel_.reduces ? text_ : early_;
+    for (int r = 0; r < kernel_.registers; ++r) declared += " T r" + std::to_string(r) + many + ";";
+    std::set<int32_t> touched, stored;  // registers and buffers, by what is not early
+    bool loop = false;  // over children, of which what is in it may be
+    for (const Instruction& i : code_) {
+      if (i.op == Op::kBegin) loop = true;
+      if (i.op == Op::kEnd) loop = false;
+      const bool early = !kernel_.reduces && !loop && i.op == Op::kLoad && i.access != Access::kChild &&
+                         i.buffer != placed_.awaited && !touched.contains(i.result) && !stored.contains(i.buffer);
+      if (early) std::swap(text_, early_);
+      instruction(i);
+      if (early) {
+        std::swap(text_, early_);
+        continue;
+      }
+      touched.insert(i.operands.begin(), i.operands.begin() + info(i.op).operands);
+      if (info(i.op).stores) stored.insert(i.buffer);
+      if (!info(i.op).stores) touched.insert(i.result);
+    }
   }
 
   // What says where the operands of a row are, ahead of all that waits for operands: these are loads one after the
@@ -73,7 +95,7 @@ class Writer {
       declared += " T " + total + (i.op == Op::kStoreSum ? " = T(0);" : " = T(-infinite());");
       stored += " for (int apart = lanes / 2; apart > 0; apart /= 2) { const T other = from_lane(" + total +
                 ", apart); " + total + " = " + combined(i, total, "other") + "; } if (lane == 0) " +
-                element(i.buffer, "row", "edge", i.column, true) + " = " + total + ";";
+                stored_as(i.buffer, element(i.buffer, "row", "edge", i.column, true), total);
     }
     text_ += declared + " for (int j = lane; j < columns; j += lanes) {";
     instructions();
@@ -86,6 +108,12 @@ class Writer {
   static std::string combined(const Instruction& i, const std::string& a, const std::string& b) {
     if (i.op == Op::kStoreSum) return a + " + " + b;
     return a + " != " + a + " ? " + a + " : " + a + " > " + b + " ? " + a + " : " + b;
+  }
+
+  // A store there.
+  std::string stored_as(int32_t b, const std::string& element, const std::string& value) const {
+    const bool published = placed_.published != nullptr && (*placed_.published)[b];
+    return published ? "publish(" + element + ", " + value + ");" : element + " = " + value + ";";
   }
 
   // Element j of buffer b, as T, in the row of a vertex or, where the buffer has a row per edge, of an edge.
@@ -108,6 +136,14 @@ class Writer {
     const std::string type = kTypes[static_cast<int>(buffer.dtype)];
     return "data(" + type + ", " + n + ")[" + index + " * stride(" + n + ") + " + std::to_string(first) +
            (broadcast ? "]" : element_);
+  }
+
+  const std::string* awaited_sum(const Instruction& i) const {
+    if (i.buffer != placed_.awaited || i.broadcast || i.access != Access::kRow) return nullptr;
+    for (const auto& [column, sum] : placed_.sums) {
+      if (column == i.column) return &sum;
+    }
+    return nullptr;
   }
 
   void uses(const Instruction& i, const std::string& r) {
@@ -151,6 +187,10 @@ class Writer {
         switch (i.access) {
           case Access::kRow:
           case Access::kParent:
+            if (const std::string* sum = awaited_sum(i)) {
+              set("T(" + *sum + ")");
+              break;
+            }
             set(read(i.buffer, "row", "edge", i.column, i.broadcast));
             break;
           case Access::kGather: {
@@ -172,7 +212,7 @@ class Writer {
         uses(i, r);
         break;
       case Op::kStore:
-        text_ += loop_ + " " + element(i.buffer, "row", "edge", i.column, false) + " = " + a + ";";
+        text_ += loop_ + " " + stored_as(i.buffer, element(i.buffer, "row", "edge", i.column, false), a);
         break;
       case Op::kStoreSum:
       case Op::kStoreMax:
@@ -181,12 +221,12 @@ class Writer {
       case Op::kScatter:
         if (i.gather >= 0) {
           text_ += each_use() + " if (column == " + std::to_string(i.gather) + ")" + loop_ + " " +
-                   element(i.buffer, "q", "0", i.column, false) + " = " + a + "; }";
+                   stored_as(i.buffer, element(i.buffer, "q", "0", i.column, false), a) + " }";
         } else {
           text_ +=
               " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
               "sum_use_edges[u];" +
-              loop_ + " " + element(i.buffer, "0", "used", i.column, false) + " = " + a + "; }";
+              loop_ + " " + stored_as(i.buffer, element(i.buffer, "0", "used", i.column, false), a) + " }";
         }
         break;
       case Op::kZero:
@@ -212,7 +252,8 @@ class Writer {
   const std::vector<Instruction>& code_;
   int each_;
   std::string loop_, element_ = " + j]";  // over a thread's columns; which column an element is of
-  std::string text_;
+  const Placed placed_;
+  std::string early_, text_;
   std::set<int32_t> gathered_;  // columns
   bool reads_vertex_ = false, reads_uses_ = false;
 };
@@ -220,7 +261,12 @@ class Writer {
 }  // namespace
 
 std::string kernel_body(const Program& program, const Step& kernel, bool leaves, int each) {
-  return Writer(program, kernel, leaves, each).body();
+  const Parts parts = Writer(program, kernel, leaves, each).parts();
+  return parts.early + parts.late;
+}
+
+Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed) {
+  return Writer(program, kernel, leaves, 1, placed).parts();
 }
 
 int columns_each(const Step& kernel) {

@@ -2,6 +2,8 @@
 // column. Free of torch and CUDA.
 #pragma once
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "vertex/program/program.h"
 
@@ -13,6 +15,22 @@ namespace weft::vertex {
 // For vertices without children where `leaves`. With `each` above 1 a row has `lanes` threads, each of which has as
 // many columns, `lanes` apart.
 std::string kernel_body(const Program& program, const Step& kernel, bool leaves = false, int each = 1);
+
+// How a kernel is written into a persistent one (csrc/vertex/exec/cuda/persistent.jit.cu).
+struct Placed {
+  // By buffer: other blocks wait for what is stored there by its bits, which publish(element, value) stores.
+  const std::vector<char>* published = nullptr;
+  // The target of a product that the same instruction makes before it, -1 without; where a column of it, the first of
+  // the kernel's, is found elsewhere, as an expression.
+  int32_t awaited = -1;
+  std::vector<std::pair<int32_t, std::string>> sums;
+};
+
+// The statements of a kernel body that may run before the product, and the others, which see what those declare.
+struct Parts {
+  std::string early, late;
+};
+Parts kernel_parts(const Program& program, const Step& kernel, bool leaves, const Placed& placed);
 
 // How many columns of a row a thread of a kernel of its own best has: so that it asks memory for several at once, and
 // for indices once.

@@ -39,7 +39,8 @@ def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
     Raises:
         TypeError: module is no module, or group is none.
         ValueError: a mesh has several dimensions; inside is a torch.nn.RNN, GRU or LSTM, which
-            :func:`weft.accelerate` would replace, or an LSTM with projections. A layer raises it for a PackedSequence.
+            :func:`weft.accelerate` would replace, an LSTM with projections, or an LRU or S5. A layer raises it for a
+            PackedSequence.
         RuntimeError: torch.distributed is not initialised, or this process is not in the group.
     """
     if not isinstance(module, torch.nn.Module):
@@ -51,6 +52,10 @@ def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
     over = OverRanks(ranks_of("shard_time", group))
     for name, inside in module.named_modules():
         where = f" {name!r}" if name else ""
+        if not getattr(inside, "takes_slices", True):
+            raise ValueError(
+                f"shard_time: the layer{where} is a {type(inside).__name__}, whose complex states ranks do not exchange"
+            )
         if issubclass(type(inside), torch.nn.RNNBase) and not isinstance(inside, TakesSlices):
             kind = type(inside).__name__
             raise ValueError(
@@ -78,11 +83,11 @@ class OverRanks:
         """Whether a state that was given is looked at here; its gradient elsewhere is zero."""
         return self.ranks.rank == 0 or (isinstance(state, Tensor) and state.requires_grad)
 
-    def scan(self, name: str, A: Tensor, b: Tensor, h_0: Tensor | None) -> tuple[Tensor, Tensor]:
+    def scan(self, name: str, A: Tensor, b: Tensor, h_0: Tensor | None, reverse: bool = False) -> tuple[Tensor, Tensor]:
         """All states of the slice, and the last of the whole."""
         with torch.autocast(b.device.type, enabled=False):
             dtype = torch.promote_types(A.dtype, b.dtype)
-            states, _, end = scan_slice(name, A.to(dtype), b.to(dtype), h_0, self.ranks, ends=True)
+            states, _, end = scan_slice(name, A.to(dtype), b.to(dtype), h_0, self.ranks, reverse, ends=True)
         return states, end.to(states.dtype)
 
     def check(self, name: str, B: int, H: int, input: Tensor) -> None:

@@ -125,6 +125,8 @@ def scan_slice(
     """:func:`linear_scan`, with the states at the slice's seam and at the end of the whole, which is differentiable
     with `ends`; outside of autocast."""
     dtype = b.dtype
+    if A.is_complex() or b.is_complex():
+        raise TypeError(f"{op}: complex numbers are not exchanged between ranks, got A {A.dtype} and b {b.dtype}")
     check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
     part = _Slice(ranks, reverse, transpose)
@@ -278,10 +280,16 @@ def _slice_scan_backward(
     if T > 0 and not first:
         value = value + grad_start
     message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
-    gathered = part.ordered(ranks.gather(message))
-    end = None if grad_end is None else gathered[:, 1].double().sum(0)
-    entering, _ = between_ranks(products, gathered[:, 0], end, True)
-    left = entering[order].to(grad.dtype)
+    gathered = ranks.gather(message)
+    if products.dim() == 3:
+        left = torch.ops.weft.slice_left(
+            gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
+        )
+    else:
+        gathered = part.ordered(gathered)
+        end = None if grad_end is None else gathered[:, 1].double().sum(0)
+        entering, _ = between_ranks(products, gathered[:, 0], end, True)
+        left = entering[order].to(grad.dtype)
     nothing = grad.new_empty(0)
     if T == 0:
         grad_A = torch.zeros_like(A) if output_mask[0] else nothing

@@ -35,15 +35,16 @@ def check_input(name: str, input: Any) -> None:
         raise AttributeError(f"{name}: input must be a Tensor or a PackedSequence, got {type(input).__name__}")
 
 
-def check_state(name: str, hx: Any, pair: bool) -> None:
-    """Refuse an initial state that is not None, one Tensor or, with `pair`, two."""
-    if hx is None or (isinstance(hx, Tensor) and not pair):
+def check_state(name: str, hx: Any, states: tuple[str, ...] = ()) -> None:
+    """Refuse an initial state that is not None, one Tensor or, with the names of `states`, a Tensor for each."""
+    if hx is None or (isinstance(hx, Tensor) and not states):
         return
-    if not pair:
+    if not states:
         raise AttributeError(f"{name}: hx must be a Tensor or None, got {type(hx).__name__}")
     if isinstance(hx, Tensor):
         error = IndexError if len(hx) < 2 else RuntimeError
-        raise error(f"{name}: hx must be a tuple (h0, c0) of Tensors or None, got a Tensor {tuple(hx.shape)}")
-    for which, state in zip(("h0", "c0"), hx, strict=False):
+        wanted = f"a tuple ({', '.join(states)}) of Tensors"
+        raise error(f"{name}: hx must be {wanted} or None, got a Tensor {tuple(hx.shape)}")
+    for which, state in zip(states, hx, strict=False):
         if not isinstance(state, Tensor):
             raise AttributeError(f"{name}: {which} must be a Tensor, got {type(state).__name__}")

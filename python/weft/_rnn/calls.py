@@ -15,7 +15,7 @@ from .dropin import torch_rnn
 from .dropin.torch_limits import autocast_dtypes
 from .select.case import Case, takes_tf32
 from .select.choice import choose, remember_choices
-from .table import MODES
+from .table import MODES, traits
 
 __all__ = ["Call", "choose_at_once", "prepare"]
 
@@ -29,14 +29,14 @@ class Call(NamedTuple):
     input: Tensor
     """(T, B, I), (B, T, I) with batch_first, or packed data (N, I)."""
     state: tuple[Tensor, ...] | None
-    """(h,), for an LSTM (h, c); None for zeros."""
+    """(h,), for an LSTM (h, c), for an sLSTM (h, c, n, m); None for zeros."""
     batch: int | torch.SymInt | Tensor
     batch_sizes: Tensor | None
     weights: list[Tensor]
     autocast: torch.dtype | None
     """The dtype of the autocast region, or None outside of one."""
-    dtypes: tuple[torch.dtype, torch.dtype]
-    """Of output and h_n, and of c_n."""
+    dtypes: tuple[torch.dtype, ...]
+    """Of output and h_n, and of the other last states."""
 
 
 def prepare(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Call:
@@ -98,6 +98,7 @@ def prepare(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[Tensor,
         trains=trains,
         keeps_cells=layer.return_cells,
         input_size=layer.input_size,
+        heads=layer.num_heads,
         index=index,
         capability=None if index is None else _capability(index),
         tf32=tf32,
@@ -135,8 +136,9 @@ def _check_input(layer: RNNBase, input: Tensor, weight: Tensor, dim: int) -> Non
 
 def _check_state(layer: RNNBase, input: Tensor, state: tuple[Tensor, ...], batch: Any, autocast: bool) -> None:
     count = layer.num_layers * (2 if layer.bidirectional else 1)
-    names = ("hidden[0]", "hidden[1]") if layer.mode == "LSTM" else ("hidden",)
-    for name, s, width in zip(names, state, (layer.proj_size or layer.hidden_size, layer.hidden_size), strict=False):
+    for index, s in enumerate(state):
+        name = "hidden" if len(state) == 1 else f"hidden[{index}]"
+        width = layer.proj_size if index == 0 and layer.proj_size else layer.hidden_size
         expected = (count, batch, width)
         if s.shape != expected:
             layout = "(layers * directions, B, features)"
@@ -161,10 +163,14 @@ def _result_dtypes(
     state: tuple[Tensor, ...] | None,
     batch_sizes: Tensor | None,
     autocast: torch.dtype | None,
-) -> tuple[torch.dtype, torch.dtype]:
-    """Dtypes of output and h_n, and of c_n: the input's, under autocast what torch's layers return there."""
+) -> tuple[torch.dtype, ...]:
+    """Dtypes of output and h_n, and of the other last states: the input's, under autocast what torch's layers return
+    there, of a layer that torch has not the region's."""
+    others = max(traits(MODES[layer.mode]).others, 1)
     if autocast is None or input.dtype == torch.float64 or not input.dtype.is_floating_point:
-        return input.dtype, input.dtype
+        return (input.dtype,) * (1 + others)
+    if others > 1:
+        return (autocast,) * (1 + others)
     if input.device.type == "cuda":  # cuDNN's rule is to run in half, whatever autocast's dtype
         return torch.float16, torch.float16
     if input.device.type != "cpu":
@@ -208,13 +214,13 @@ def choose_at_once(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[
         for s in state:
             if s.dtype != dtype or s.device != device:
                 return None
-        shapes = state[0].shape if len(state) == 1 else (state[0].shape, state[1].shape)
+        shapes = state[0].shape if len(state) == 1 else tuple(s.shape for s in state)
     trains = torch.is_grad_enabled() and any(t.requires_grad for t in (*weights, input, *(state or ())))
     try:
         name = _choice_for_shapes(
             layer._algorithm, layer.mode, input.shape, shapes, dtype, device, layer.batch_first, layer.input_size,
             layer.hidden_size, layer.proj_size, layer.num_layers, layer.bidirectional, trains,
-            takes_tf32(device.type, dtype),
+            takes_tf32(device.type, dtype), layer.num_heads,
         )  # fmt: skip
     except TypeError:  # make_fx gives sizes that are symbols, which have no hash
         return None
@@ -227,15 +233,17 @@ def choose_at_once(layer: RNNBase, input: Tensor | PackedSequence, state: tuple[
 def _choice_for_shapes(
     algorithm: str, mode: str, input: torch.Size, state: Any, dtype: torch.dtype, device: torch.device,
     batch_first: bool, input_size: int, hidden_size: int, proj_size: int, layers: int, bidirectional: bool,
-    trains: bool, tf32: bool,
+    trains: bool, tf32: bool, heads: int,
 ) -> str | None:  # fmt: skip
-    """What `choose_at_once` returns for tensors of these shapes; `state` is that of h0, or those of h0 and c0."""
+    """What `choose_at_once` returns for tensors of these shapes; `state` is that of h0, or those of h0
+    and the others."""
     if len(input) != 3 or input[2] != input_size:
         return None
     batch, steps = input[:2] if batch_first else (input[1], input[0])
     directions = 2 if bidirectional else 1
     hidden = (layers * directions, batch, proj_size or hidden_size)
-    if steps == 0 or state not in (None, hidden if mode != "LSTM" else (hidden, (*hidden[:2], hidden_size))):
+    others = traits(MODES[mode]).others
+    if steps == 0 or state not in (None, (hidden, *[(*hidden[:2], hidden_size)] * others) if others else hidden):
         return None
     index = device.index if device.type == "cuda" else None
     case = Case(
@@ -250,12 +258,13 @@ def _choice_for_shapes(
         directions=directions,
         trains=trains,
         input_size=input_size,
+        heads=heads,
         index=index,
         capability=None if index is None else _capability(index),
         tf32=tf32,
     )
     name, _ = choose(algorithm, case)
-    if name in ("persistent", "scan"):
+    if name in ("persistent", "scan", "newton"):
         return name if layers == 1 and proj_size == 0 else None
     at_once = name == "torch" and state is not None and not torch_rnn.needs_any_derivative(case)
     return name if at_once else None

@@ -13,20 +13,35 @@ from .table import traits
 
 
 @torch.library.register_fake("weft::rnn_cell")
-def _rnn_cell_fake(input, h, c, w_ih, w_hh, b_ih=None, b_hh=None, *, cell, save=False):
+def _rnn_cell_fake(input, h, c, w_ih, w_hh, b_ih=None, b_hh=None, *, cell, save=False, num_heads=1):
     check_devices("weft::rnn_cell", input=input, h=h, c=c, w_ih=w_ih, w_hh=w_hh, b_ih=b_ih, b_hh=b_hh)
-    batch, hidden = input.shape[0], w_hh.shape[1]
-    blocks = traits(cell).saved if save else 0
+    batch, hidden = input.shape[0], w_hh.shape[1] * num_heads
+    blocks, others = traits(cell).saved if save else 0, traits(cell).others
     return (
         input.new_empty((batch, hidden)),
-        input.new_empty((batch, hidden) if traits(cell).states == 2 else (0,)),
+        input.new_empty((batch, others * hidden) if others else (0,)),
         input.new_empty((batch, blocks * hidden) if blocks else (0,)),
     )
 
 
 @torch.library.register_fake("weft::rnn_cell_backward")
 def _rnn_cell_backward_fake(
-    grad_h_next, grad_c_next, input, h, c, w_ih, w_hh, b_ih, b_hh, h_next, c_next, gates, *, cell, output_mask
+    grad_h_next,
+    grad_c_next,
+    input,
+    h,
+    c,
+    w_ih,
+    w_hh,
+    b_ih,
+    b_hh,
+    h_next,
+    c_next,
+    gates,
+    *,
+    cell,
+    output_mask,
+    num_heads=1,
 ):
     return [
         torch.empty_like(argument, memory_format=torch.contiguous_format)

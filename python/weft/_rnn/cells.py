@@ -1,18 +1,20 @@
-"""weft.nn.RNNCell, GRUCell and LSTMCell: torch.nn's cells, a step of which is one op."""
+"""weft.nn.RNNCell, GRUCell and LSTMCell: torch.nn's cells, a step of which is one op; and SLSTMCell."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import Proxy
 
 from .._base.torch_private import in_forward_mode, in_transform, maps_alone
-from .layers import leaf, leaves_weft
+from . import reference
+from .layers import check_heads, forget_bias, leaf, leaves_weft
+from .runs import operands, states
 from .table import traits
 
-__all__ = ["ALGORITHMS", "GRUCell", "LSTMCell", "RNNCell", "choose"]
+__all__ = ["ALGORITHMS", "GRUCell", "LSTMCell", "RNNCell", "SLSTMCell", "choose"]
 
 Device: TypeAlias = torch.device | str | int | None
 
@@ -34,15 +36,32 @@ class Choice(NamedTuple):
 
 
 class _Cell:
-    """What the three cells share: the step by Weft's op. Below it stands torch's cell, whose forward runs everything
-    else and has the words for what is wrong."""
+    """What the cells share: the step by Weft's op. Below it stands torch's cell, whose forward runs everything else and
+    has the words for what is wrong; but for several heads and an sLSTM, which torch has not."""
 
     # An attribute of the class, so that cells which accelerate made and older pickles have it.
     _algorithm = "auto"
+    num_heads: int = 1
     _accelerated = False
     """Whether weft.accelerate has put it in a torch cell's place."""
     _parameters: dict[str, Tensor | None]
+    input_size: int
     hidden_size: int
+
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether torch has a cell of these parameters."""
+        return self.num_heads == 1
+
+    def _split_heads(self, num_heads: int) -> None:
+        """A recurrent weight (G H, H / num_heads) in that of one head's place."""
+        if num_heads == 1:
+            return
+        check_heads(type(self).__name__, num_heads, self.hidden_size)
+        self.num_heads = num_heads
+        weight = self.weight_hh
+        self.weight_hh = torch.nn.Parameter(weight.new_empty(len(weight), self.hidden_size // num_heads))
+        self.reset_parameters()
 
     @property
     def algorithm(self) -> str:
@@ -58,6 +77,7 @@ class _Cell:
 
     def extra_repr(self) -> str:
         text = super().extra_repr()  # type: ignore[misc]
+        text = text if self.num_heads == 1 else f"{text}, num_heads={self.num_heads}"
         text = text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
         return f"{text}, accelerated=True" if self._accelerated else text
 
@@ -68,20 +88,43 @@ class _Cell:
         except KeyError:  # a parametrization, or weight_norm, computes it
             return [getattr(self, name) for name in _WEIGHTS]
 
-    def _step(self, cell: str, input: Tensor, *state: Tensor) -> tuple[Tensor, Tensor] | None:
-        """h and c after the step; None where torch's cell is to run."""
-        if choose(self, input).algorithm == "torch":
+    def _check(self, input: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Refuse what does not fit, where torch's cell cannot."""
+        name = type(self).__name__
+        if input.dim() not in (1, 2):
+            raise ValueError(f"{name}: input must be (B, I) or (I), got {input.dim()} dimensions: {tuple(input.shape)}")
+        if input.size(-1) != self.input_size:
+            raise RuntimeError(f"{name}: input must have {self.input_size} features, got {tuple(input.shape)}")
+        expected = (*input.shape[:-1], self.hidden_size)
+        for s in state:
+            if s.dim() != input.dim():
+                raise ValueError(f"{name}: states must be {expected} as the input is, got {tuple(s.shape)}")
+            if s.shape != expected:
+                raise RuntimeError(f"{name}: states must be {expected}, got {tuple(s.shape)}")
+
+    def _step(self, cell: str, input: Tensor, *state: Tensor) -> tuple[Tensor, ...] | None:
+        """The states after the step; None where torch's cell is to run."""
+        in_torch = choose(self, input).algorithm == "torch"
+        if in_torch and self._is_torchs:
             return None
+        if not self._is_torchs:
+            self._check(input, state)
         batched = input.dim() == 2
         if not batched:
             input, state = input.unsqueeze(0), tuple(s.unsqueeze(0) for s in state)
         if not state:
             state = (input.new_zeros(input.shape[0], self.hidden_size),) * traits(cell).states
-        try:
-            h, c, _ = _rnn_cell(input, state[0], state[1] if len(state) > 1 else None, *self._weights(), cell=cell)
-        except (NotImplementedError, TypeError, ValueError):
-            return None
-        return (h, c) if batched else (h.squeeze(0), c.squeeze(0))
+        if in_torch:
+            found = reference.step(cell, input, state, *self._weights())
+        else:
+            try:
+                h, c, _ = _rnn_cell(input, *operands(state), *self._weights(), cell=cell, num_heads=self.num_heads)
+            except (NotImplementedError, TypeError, ValueError):
+                if not self._is_torchs:
+                    raise
+                return None
+            found = states(cell, h, c)
+        return found if batched else tuple(s.squeeze(0) for s in found)
 
 
 _WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
@@ -97,6 +140,8 @@ def choose(module: _Cell, input: Tensor) -> Choice:
     asked = module._algorithm
     if asked != "auto":
         return Choice(asked, f'algorithm="{asked}" was asked for')
+    if not module._is_torchs:
+        return Choice("fused", "torch has no such cell")
     if input.device.type == "cpu" and module.hidden_size > CPU_HIDDEN and not torch.compiler.is_compiling():
         batch = input.shape[0] if input.dim() == 2 else 1
         if batch > CPU_SEQUENCES:
@@ -112,7 +157,8 @@ class _OneState(_Cell):
     def _forward(self, cell: str, input: Tensor, hx: Tensor | None) -> Tensor:
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        step = None if hx is not None and hx.dim() != input.dim() else self._step(cell, input, *_states(hx))
+        fits = hx is None or hx.dim() == input.dim() or not self._is_torchs
+        step = self._step(cell, input, *_states(hx)) if fits else None
         return super().forward(input, hx) if step is None else step[0]  # type: ignore[misc]
 
 
@@ -130,9 +176,12 @@ class RNNCell(_OneState, torch.nn.RNNCell):
         nonlinearity: "tanh" (default) or "relu".
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own: weight_hh is
+            ``(G H, H / num_heads)``. Default: 1.
 
     The parameters, their names and their initialisation are those of :class:`torch.nn.RNNCell`, so a state_dict goes
-    both ways; arguments are refused as torch refuses them. An unknown `algorithm` is a ValueError.
+    both ways with one head; arguments are refused as torch refuses them. An unknown `algorithm`, or heads that do not
+    divide H, are a ValueError.
 
     Example:
         >>> cell = weft.nn.RNNCell(10, 20)
@@ -145,10 +194,11 @@ class RNNCell(_OneState, torch.nn.RNNCell):
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh",
-        device: Device = None, dtype: torch.dtype | None = None, *, algorithm: str = "auto",
+        device: Device = None, dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(input_size, hidden_size, bias, nonlinearity, device, dtype)
         self.algorithm = algorithm
+        self._split_heads(num_heads)
 
     @property
     def _cell(self) -> str:
@@ -183,9 +233,12 @@ class GRUCell(_OneState, torch.nn.GRUCell):
         bias: with b_ih and b_hh. Default: True.
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own: weight_hh is
+            ``(G H, H / num_heads)``. Default: 1.
 
     The parameters, their names and their initialisation are those of :class:`torch.nn.GRUCell`, so a state_dict goes
-    both ways; arguments are refused as torch refuses them. An unknown `algorithm` is a ValueError.
+    both ways with one head; arguments are refused as torch refuses them. An unknown `algorithm`, or heads that do not
+    divide H, are a ValueError.
 
     Example:
         >>> cell = weft.nn.GRUCell(10, 20)
@@ -197,10 +250,11 @@ class GRUCell(_OneState, torch.nn.GRUCell):
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, device: Device = None,
-        dtype: torch.dtype | None = None, *, algorithm: str = "auto",
+        dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.algorithm = algorithm
+        self._split_heads(num_heads)
 
     def forward(self, input: Tensor, hx: Tensor | None = None) -> Tensor:
         """One step: see :meth:`weft.nn.RNNCell.forward`."""
@@ -218,9 +272,12 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
         bias: with b_ih and b_hh. Default: True.
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own: weight_hh is
+            ``(G H, H / num_heads)``. Default: 1.
 
     The parameters, their names and their initialisation are those of :class:`torch.nn.LSTMCell`, so a state_dict goes
-    both ways; arguments are refused as torch refuses them. An unknown `algorithm` is a ValueError.
+    both ways with one head; arguments are refused as torch refuses them. An unknown `algorithm`, or heads that do not
+    divide H, are a ValueError.
 
     Example:
         >>> cell = weft.nn.LSTMCell(10, 20)
@@ -233,10 +290,11 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
 
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, device: Device = None,
-        dtype: torch.dtype | None = None, *, algorithm: str = "auto",
+        dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.algorithm = algorithm
+        self._split_heads(num_heads)
 
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """One step.
@@ -254,11 +312,94 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        states = () if hx is None else tuple(hx)
-        fits = hx is None or (len(states) == 2 and all(s.dim() == input.dim() for s in states))
-        step = self._step("lstm", input, *states) if fits else None
+        given = () if hx is None else tuple(hx)
+        if not self._is_torchs and hx is not None and len(given) != 2:
+            raise ValueError(f"{type(self).__name__}: hx must be (h, c), got {len(given)} tensors")
+        fits = hx is None or (len(given) == 2 and all(s.dim() == input.dim() for s in given)) or not self._is_torchs
+        step = self._step("lstm", input, *given) if fits else None
         return super().forward(input, hx) if step is None else step
 
 
-for _kind in (RNNCell, GRUCell, LSTMCell):
+class SLSTMCell(_Cell, torch.nn.RNNCellBase):
+    """The step of :class:`weft.nn.SLSTM`, which has its equations, by one op.
+
+    Args:
+        input_size: features of the input.
+        hidden_size: H, features of the state.
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own. Default: 4.
+        forget_gate: "sigmoid" (default) or "exp".
+        bias: with b_ih and b_hh. Default: True.
+        device, dtype: of the parameters.
+        algorithm: what runs, see :mod:`weft.nn`; "torch" is a step in torch's operations. Default: "auto".
+
+    Parameters: weight_ih ``(4 H, input_size)``, weight_hh ``(4 H, H / num_heads)``, bias_ih and bias_hh ``(4 H)``,
+    gates in the order i, f, z, o, initialised as the layer's.
+
+    Raises:
+        ValueError: num_heads does not divide H, an unknown forget_gate or algorithm.
+
+    Example:
+        >>> cell = weft.nn.SLSTMCell(10, 20)
+        >>> h, c, n, m = cell(torch.randn(3, 10))
+        >>> h.shape
+        torch.Size([3, 20])
+    """
+
+    forget_gate: str
+
+    def __init__(
+        self, input_size: int, hidden_size: int, num_heads: int = 4, forget_gate: Literal["sigmoid", "exp"] = "sigmoid",
+        bias: bool = True, device: Device = None, dtype: torch.dtype | None = None, *, algorithm: str = "auto",
+    ) -> None:  # fmt: skip
+        if forget_gate not in ("sigmoid", "exp"):
+            raise ValueError(f"SLSTMCell: forget_gate must be 'sigmoid' or 'exp', got {forget_gate!r}")
+        super().__init__(input_size, hidden_size, bias, 4, device, dtype)
+        self.forget_gate = forget_gate
+        self.algorithm = algorithm
+        self._split_heads(num_heads)
+
+    @property
+    def _is_torchs(self) -> bool:
+        return False
+
+    @property
+    def _cell(self) -> str:
+        return "slstm" if self.forget_gate == "sigmoid" else "slstm_exp"
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.bias:
+            with torch.no_grad():
+                self.bias_hh.zero_()
+                H = self.hidden_size
+                self.bias_ih.zero_()[H : 2 * H] = forget_bias(H, self.num_heads, 0.3, self.bias_ih.device)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.forget_gate == "sigmoid" else f", forget_gate={self.forget_gate!r}")
+
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """One step.
+
+        Args:
+            input: ``(B, input_size)``, or ``(input_size)`` unbatched.
+            hx: ``(h, c, n, m)``, each ``(B, hidden_size)``, without the B unbatched; None for zeros.
+
+        Returns:
+            ``(h, c, n, m)`` after the step, laid out like `hx`.
+
+        Raises:
+            ValueError: the rank of an argument does not fit, or there are not four states.
+            RuntimeError: a size, dtype or device does not fit.
+        """
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx)
+        given = () if hx is None else tuple(hx)
+        if hx is not None and len(given) != 4:
+            raise ValueError(f"{type(self).__name__}: hx must be (h, c, n, m), got {len(given)} tensors")
+        return self._step(self._cell, input, *given)
+
+
+for _kind in (RNNCell, GRUCell, LSTMCell, SLSTMCell):
     _kind.__module__ = "weft.nn"  # where users, pickles and documents find them

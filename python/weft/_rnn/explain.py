@@ -11,10 +11,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._base import costs as gpu_costs
 from .calls import Call, prepare
-from .cells import GRUCell, LSTMCell, RNNCell
+from .cells import GRUCell, LSTMCell, RNNCell, SLSTMCell
 from .cells import choose as choose_step
 from .dropin.accelerate import swapped
-from .layers import GRU, LSTM, RNN
+from .layers import GRU, LSTM, RNN, SLSTM
 from .select import choice
 from .select.case import Case
 
@@ -70,9 +70,18 @@ class Explanation:
 
 
 def explain(
-    layer: RNN | GRU | LSTM | RNNCell | GRUCell | LSTMCell | torch.nn.RNNBase | torch.nn.RNNCellBase,
+    layer: RNN
+    | GRU
+    | LSTM
+    | SLSTM
+    | RNNCell
+    | GRUCell
+    | LSTMCell
+    | SLSTMCell
+    | torch.nn.RNNBase
+    | torch.nn.RNNCellBase,
     x: Tensor | PackedSequence,
-    hx: Tensor | tuple[Tensor, Tensor] | None = None,
+    hx: Tensor | tuple[Tensor, ...] | None = None,
 ) -> Explanation:
     """Say which algorithm ``layer(x, hx)`` would run, and why not the others. Nothing is computed.
 
@@ -99,7 +108,7 @@ def explain(
         found = explain(ours, x, hx)
         note = f"weft.accelerate the model first: this {type(layer).__name__} is torch's own, which runs until then"
         return replace(found, layer=repr(layer), note=note)
-    if isinstance(layer, (RNNCell, GRUCell, LSTMCell)):
+    if isinstance(layer, (RNNCell, GRUCell, LSTMCell, SLSTMCell)):
         return _explain_cell(layer, x)
     case = prepared("explain", layer, x, hx).case
     algorithm, reason = choice.choose(layer.algorithm, case)
@@ -122,7 +131,7 @@ def _extrapolated_from(case: Case, candidates: tuple[Candidate, ...]) -> str | N
     return costs.measured_on if costs.extrapolated else None
 
 
-def _explain_cell(cell: RNNCell | GRUCell | LSTMCell, x: Tensor) -> Explanation:
+def _explain_cell(cell: RNNCell | GRUCell | LSTMCell | SLSTMCell, x: Tensor) -> Explanation:
     if not isinstance(x, Tensor):
         raise TypeError(f"explain: x must be a Tensor, got {type(x).__name__}")
     algorithm, reason = choose_step(cell, x)
@@ -140,25 +149,24 @@ def _explain_cell(cell: RNNCell | GRUCell | LSTMCell, x: Tensor) -> Explanation:
 
 def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
     """The call ``layer(x, hx)``, its arguments checked for `function`."""
-    if not isinstance(layer, (RNN, GRU, LSTM)):
-        raise TypeError(f"{function}: layer must be a weft.nn.RNN, GRU or LSTM, got {type(layer).__name__}")
+    if not isinstance(layer, (RNN, GRU, LSTM, SLSTM)):
+        raise TypeError(f"{function}: layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got {type(layer).__name__}")
     if not isinstance(x, (Tensor, PackedSequence)):
         raise TypeError(f"{function}: x must be a Tensor or a PackedSequence, got {type(x).__name__}")
-    lstm = isinstance(layer, LSTM)
-    states = hx if lstm else None if hx is None else (hx,)
+    names = layer._state_names
+    states = hx if names else None if hx is None else (hx,)
     if states is not None and not (isinstance(states, (tuple, list)) and all(isinstance(s, Tensor) for s in states)):
-        wanted = "(h0, c0), two Tensors," if lstm else "a Tensor"
+        count = {2: "two", 4: "four"}.get(len(names))
+        wanted = f"({', '.join(names)}), {count} Tensors," if names else "a Tensor"
         raise TypeError(f"{function}: hx must be {wanted} or None, got {type(hx).__name__}")
-    if lstm:
-        layer._check_pair(states)
+    if names:
+        layer._checked(states)
     return prepare(layer, x, states)
 
 
 def _candidates(asked: str, case: Case) -> tuple[Candidate, ...]:
     algorithm, reason = choice.choose(asked, case)
-    return tuple(
-        _candidate(name, algorithm, reason, asked, case) for name in choice.ALGORITHMS[1:] if name not in choice.MISSING
-    )
+    return tuple(_candidate(name, algorithm, reason, asked, case) for name in choice.ALGORITHMS[1:])
 
 
 def _candidate(name: str, taken: str, why: str, asked: str, case: Case) -> Candidate:

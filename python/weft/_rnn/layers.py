@@ -1,9 +1,9 @@
-"""weft.nn.RNN, GRU and LSTM: torch.nn's arguments and parameters, with a choice of algorithm."""
+"""weft.nn.RNN, GRU and LSTM: torch.nn's arguments and parameters, with a choice of algorithm; and SLSTM."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn, TypeAlias, overload
+from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from .dropin.shown_class import own_class, shown_class
 from .select import choice
 from .slices import run_slice
 
-__all__ = ["GRU", "LSTM", "RNN"]
+__all__ = ["GRU", "LSTM", "RNN", "SLSTM", "check_heads", "forget_bias"]
 
 Device: TypeAlias = torch.device | str | int | None
 
@@ -36,30 +36,65 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
     """What the three layers share."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [
-        *torch.nn.RNNBase.__jit_unused_properties__, "__class__", "algorithm"
+        *torch.nn.RNNBase.__jit_unused_properties__, "__class__", "algorithm", "_is_torchs"
     ]  # fmt: skip
     _torch_class: type[torch.nn.RNNBase]
     _algorithm: str
     # An attribute of the class, so that layers which accelerate made and older pickles have it.
     return_cells: bool = False
+    num_heads: int = 1
+    _state_names: ClassVar[tuple[str, ...]] = ()
+    """Of a tuple hx; none where hx is a tensor."""
     _accelerated: bool = False
     """Whether weft.accelerate has put it in a torch layer's place."""
     _arguments: ClassVar[tuple[str, ...]] = (
         "input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "device", "dtype",
-        "algorithm",
+        "algorithm", "num_heads",
     )  # fmt: skip
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Layer:
         return super().__new__(own_class(cls))
 
-    def __init__(self, mode: str, *args: Any, algorithm: str, **kwargs: Any) -> None:
+    def __init__(self, mode: str, *args: Any, algorithm: str, num_heads: int = 1, **kwargs: Any) -> None:
         name = type(self).__name__
         check_constructor(name, kwargs, self._arguments)
         for argument in ("input_size", "hidden_size")[len(args) :]:
             if argument not in kwargs:
                 raise TypeError(f"{name}: {argument} is missing")
         self.algorithm = algorithm
+        if num_heads != 1:
+            check_heads(name, num_heads, kwargs.get("hidden_size", args[1] if len(args) > 1 else None))
+            if kwargs.get("proj_size", 0):
+                raise ValueError(
+                    f"{name}: a state that is projected (proj_size) has one head, got num_heads={num_heads}"
+                )
         super().__init__(mode, *args, **kwargs)
+        if num_heads != 1:
+            self._split_heads(num_heads)
+
+    def _split_heads(self, num_heads: int) -> None:
+        """Recurrent weights (G H, H / num_heads) in those of one head's place."""
+        if self.proj_size > 0:
+            raise ValueError(
+                f"{type(self).__name__}: a state that is projected (proj_size) has one head, got {num_heads}"
+            )
+        self.num_heads = num_heads
+        for name in self._flat_weights_names:
+            if name.startswith("weight_hh"):
+                weight = getattr(self, name)
+                setattr(self, name, torch.nn.Parameter(weight.new_empty(len(weight), self.hidden_size // num_heads)))
+        self._init_flat_weights()
+        self.reset_parameters()
+
+    def flatten_parameters(self) -> None:
+        """As torch.nn.RNNBase's; nothing where torch has no such layer."""
+        if self._is_torchs:
+            super().flatten_parameters()
+
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether torch has a layer of these parameters."""
+        return self.num_heads == 1
 
     @property
     def __class__(self) -> type:
@@ -86,6 +121,7 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
+        text = text if self.num_heads == 1 else f"{text}, num_heads={self.num_heads}"
         text = text if self._algorithm == "auto" else f"{text}, algorithm={self._algorithm!r}"
         return f"{text}, accelerated=True" if self._accelerated else text
 
@@ -111,10 +147,18 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
                 f"{type(self).__name__}: torch.jit.trace and torch.onnx.export hold torch's own layer, which has no "
                 "return_cells"
             )
+        if not self._is_torchs:
+            return self._unrolled(input, state)
         if self.mode == "LSTM":
             return self._torch_class.forward(self, input, state)
         output, h_n = self._torch_class.forward(self, input, None if state is None else state[0])
         return output, (h_n,)
+
+    def _unrolled(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
+        """The reference's steps, for a graph of torch's own operations."""
+        call = calls.prepare(self, input, state)
+        result = runs.run(self, "reference", call)
+        return self._as_given(input, result.output, result.final, None)
 
     def __prepare_scriptable__(self) -> NoReturn:
         raise NotImplementedError(
@@ -133,7 +177,12 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
         if leaves_weft():
             return self._torchs(input, state)
         call = calls.prepare(self, input, state)
-        output, final, cells = runs.run(self, choice.choose_cached(self._algorithm, call.case)[0], call)
+        return self._as_given(input, *runs.run(self, choice.choose_cached(self._algorithm, call.case)[0], call))
+
+    def _as_given(
+        self, input: Tensor | PackedSequence, output: Tensor, final: tuple[Tensor, ...], cells: Tensor | None
+    ) -> Any:
+        """Results laid out as the input is."""
         if isinstance(input, PackedSequence):
             _, batch_sizes, sorted_indices, unsorted_indices = input
             if unsorted_indices is not None:
@@ -175,7 +224,7 @@ class _OneState(_Layer):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        check_state(type(self).__name__, hx, pair=False)
+        check_state(type(self).__name__, hx)
         output, (h_n,) = self._forward(input, None if hx is None else (hx,))
         return output, h_n
 
@@ -194,10 +243,12 @@ class RNN(_OneState):
         bidirectional: a second direction, from the last step to the first. Default: False.
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own: weight_hh_l{k} is
+            ``(G H, H / num_heads)`` for G gates, rows of each head after each other within a gate. Default: 1.
 
-    The parameters, their names and their initialisation are those of :class:`torch.nn.RNN`, so a state_dict goes both
-    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
-    NotImplementedError.
+    The parameters, their names and their initialisation are those of :class:`torch.nn.RNN`, so with one head a
+    state_dict goes both ways. Arguments are refused as torch refuses them; an unknown `algorithm`, or heads that do not
+    divide H, are a ValueError.
 
     Example:
         >>> layer = weft.nn.RNN(10, 20, num_layers=2)
@@ -225,12 +276,13 @@ class RNN(_OneState):
         dtype: torch.dtype | None = None,
         *,
         algorithm: str = "auto",
+        num_heads: int = 1,
     ) -> None: ...
 
     @overload
-    def __init__(self, *args: Any, algorithm: str = "auto", **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, algorithm: str = "auto", num_heads: int = 1, **kwargs: Any) -> None: ...
 
-    def __init__(self, *args, algorithm="auto", **kwargs):
+    def __init__(self, *args, algorithm="auto", num_heads=1, **kwargs):
         _refuse_projection(kwargs)
         if len(args) > 3:
             self.nonlinearity = args[3]
@@ -239,7 +291,7 @@ class RNN(_OneState):
             self.nonlinearity = kwargs.pop("nonlinearity", "tanh")
         if self.nonlinearity not in ("tanh", "relu"):
             raise ValueError(f"RNN: nonlinearity must be 'tanh' or 'relu', got {self.nonlinearity!r}")
-        super().__init__(f"RNN_{self.nonlinearity.upper()}", *args, algorithm=algorithm, **kwargs)
+        super().__init__(f"RNN_{self.nonlinearity.upper()}", *args, algorithm=algorithm, num_heads=num_heads, **kwargs)
 
 
 class GRU(_OneState):
@@ -258,10 +310,12 @@ class GRU(_OneState):
         bidirectional: a second direction, from the last step to the first. Default: False.
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own: weight_hh_l{k} is
+            ``(G H, H / num_heads)`` for G gates, rows of each head after each other within a gate. Default: 1.
 
-    The parameters, their names and their initialisation are those of :class:`torch.nn.GRU`, so a state_dict goes both
-    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
-    NotImplementedError.
+    The parameters, their names and their initialisation are those of :class:`torch.nn.GRU`, so with one head a
+    state_dict goes both ways. Arguments are refused as torch refuses them; an unknown `algorithm`, or heads that do not
+    divide H, are a ValueError.
 
     Example:
         >>> layer = weft.nn.GRU(128, 32)
@@ -286,17 +340,30 @@ class GRU(_OneState):
         dtype: torch.dtype | None = None,
         *,
         algorithm: str = "auto",
+        num_heads: int = 1,
     ) -> None: ...
 
     @overload
-    def __init__(self, *args: Any, algorithm: str = "auto", **kwargs: Any) -> None: ...
+    def __init__(self, *args: Any, algorithm: str = "auto", num_heads: int = 1, **kwargs: Any) -> None: ...
 
-    def __init__(self, *args, algorithm="auto", **kwargs):
+    def __init__(self, *args, algorithm="auto", num_heads=1, **kwargs):
         _refuse_projection(kwargs)
-        super().__init__("GRU", *args, algorithm=algorithm, **kwargs)
+        super().__init__("GRU", *args, algorithm=algorithm, num_heads=num_heads, **kwargs)
 
 
-class LSTM(_Layer):
+class _Tuple(_Layer):
+    """LSTM and SLSTM: hx and what is returned are tuples."""
+
+    def _checked(self, hx: Sequence[Tensor] | None) -> tuple[Tensor, ...] | None:
+        names, name = self._state_names, type(self).__name__
+        check_state(name, hx, names)
+        if hx is not None and len(hx) != len(names):
+            error = IndexError if len(hx) < len(names) else RuntimeError
+            raise error(f"{name}: hx must be ({', '.join(names)}), got {len(hx)} tensors")
+        return hx
+
+
+class LSTM(_Tuple):
     """:class:`torch.nn.LSTM` with a choice of algorithm. Gates i, f, g, o in torch's order:
 
     c[t] = f c[t-1] + i g and h[t] = o tanh(c[t]), with i, f, o sigmoids and g a tanh of
@@ -314,11 +381,13 @@ class LSTM(_Layer):
             the recurrent weights.
         device, dtype: of the parameters.
         algorithm: what runs, see :mod:`weft.nn`. Default: "auto".
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own: weight_hh_l{k} is
+            ``(G H, H / num_heads)`` for G gates, rows of each head after each other within a gate. Default: 1.
         return_cells: also return the last layer's c at every step. Default: False.
 
-    The parameters, their names and their initialisation are those of :class:`torch.nn.LSTM`, so a state_dict goes both
-    ways. Arguments are refused as torch refuses them; an unknown `algorithm` is a ValueError, a reserved one a
-    NotImplementedError.
+    The parameters, their names and their initialisation are those of :class:`torch.nn.LSTM`, so with one head a
+    state_dict goes both ways. Arguments are refused as torch refuses them; an unknown `algorithm`, or heads that do not
+    divide H, are a ValueError.
 
     Example:
         >>> layer = weft.nn.LSTM(128, 32, bidirectional=True)
@@ -328,6 +397,7 @@ class LSTM(_Layer):
     """
 
     _torch_class = torch.nn.LSTM
+    _state_names = ("h0", "c0")
     _arguments = (*_Layer._arguments, "proj_size", "return_cells")
     # Part of torch.nn.LSTM's interface, and plain functions of what RNNBase has.
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
@@ -349,16 +419,19 @@ class LSTM(_Layer):
         dtype: torch.dtype | None = None,
         *,
         algorithm: str = "auto",
+        num_heads: int = 1,
         return_cells: bool = False,
     ) -> None: ...
 
     @overload
-    def __init__(self, *args: Any, algorithm: str = "auto", return_cells: bool = False, **kwargs: Any) -> None: ...
+    def __init__(
+        self, *args: Any, algorithm: str = "auto", num_heads: int = 1, return_cells: bool = False, **kwargs: Any
+    ) -> None: ...
 
-    def __init__(self, *args, algorithm="auto", return_cells=False, **kwargs):
+    def __init__(self, *args, algorithm="auto", num_heads=1, return_cells=False, **kwargs):
         if not isinstance(return_cells, bool):
             raise TypeError(f"LSTM: return_cells must be a bool, got {type(return_cells).__name__}")
-        super().__init__("LSTM", *args, algorithm=algorithm, **kwargs)
+        super().__init__("LSTM", *args, algorithm=algorithm, num_heads=num_heads, **kwargs)
         self.return_cells = return_cells
 
     def extra_repr(self) -> str:
@@ -395,14 +468,147 @@ class LSTM(_Layer):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        check_state(type(self).__name__, hx, pair=True)
-        self._check_pair(hx)
-        return self._forward(input, hx)
+        return self._forward(input, self._checked(hx))
 
-    def _check_pair(self, hx: Sequence[Tensor] | None) -> None:
-        if hx is not None and len(hx) != 2:
-            error = IndexError if len(hx) < 2 else RuntimeError
-            raise error(f"{type(self).__name__}: hx must be (h0, c0), got {len(hx)} tensors")
+
+class SLSTM(_Tuple):
+    """The sLSTM of xLSTM: an LSTM with an exponential input gate, a normaliser n and a stabiliser m.
+
+    With a = W_i* x[t] + b_i* + W_h* h[t-1] + b_h*, gates i, f, z, o in this order:
+
+    z = tanh(a_z), o = sigmoid(a_o), l = log sigmoid(a_f), m[t] = max(l + m[t-1], a_i), i = exp(a_i - m[t]),
+    f = exp(l + m[t-1] - m[t]), c[t] = f c[t-1] + i z, n[t] = f n[t-1] + i, h[t] = o c[t] / n[t].
+
+    Source: Beck et al., "xLSTM: Extended Long Short-Term Memory", NeurIPS 2024, equations 9 to 18. A state with n = 0
+    holds nothing: then m[t] = a_i, so that zeros are the initial state.
+
+    Args:
+        input_size: features of the input.
+        hidden_size: H, features of the state.
+        num_layers: layers on top of each other. Default: 1.
+        num_heads: heads of H / num_heads units, each with recurrent weights of its own. Default: 4.
+        forget_gate: "sigmoid" (default), or "exp" for l = a_f.
+        bias: with b_ih and b_hh. Default: True.
+        batch_first: padded input and output are ``(B, T, features)``; states are not. Default: False.
+        dropout: probability of dropping an output between layers while training. Default: 0.
+        bidirectional: a second direction, from the last step to the first. Default: False.
+        device, dtype: of the parameters.
+        algorithm: what runs, see :mod:`weft.nn`; "torch" runs as "persistent". Default: "auto".
+
+    Parameters have the names of :class:`torch.nn.LSTM`'s: weight_ih_l{k} ``(4 H, features)``, weight_hh_l{k}
+    ``(4 H, H / num_heads)``, rows of each head after each other within a gate, bias_ih_l{k} and bias_hh_l{k} ``(4 H)``.
+    Weights are uniform as an LSTM's. Biases are zero but the forget gate's, which within each head falls from 5 to -7
+    by a power law, as in the authors' models: 5 - 12 (k / (H / num_heads - 1))^e, e from 0.3 in the first layer to 3
+    in the last.
+
+    Raises:
+        ValueError: num_heads does not divide H, an unknown forget_gate or algorithm; else as torch's layers.
+
+    Example:
+        >>> layer = weft.nn.SLSTM(128, 32, num_heads=2)
+        >>> output, (h_n, c_n, n_n, m_n) = layer(torch.randn(1000, 16, 128))
+        >>> output.shape, h_n.shape
+        (torch.Size([1000, 16, 32]), torch.Size([1, 16, 32]))
+    """
+
+    _torch_class = torch.nn.RNNBase  # torch has none
+    _state_names = ("h0", "c0", "n0", "m0")
+    _arguments = (*_Layer._arguments, "forget_gate")
+    forget_gate: str
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        num_heads: int = 4,
+        forget_gate: Literal["sigmoid", "exp"] = "sigmoid",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        algorithm: str = "auto",
+    ) -> None:
+        if forget_gate not in ("sigmoid", "exp"):
+            raise ValueError(f"SLSTM: forget_gate must be 'sigmoid' or 'exp', got {forget_gate!r}")
+        self.forget_gate = forget_gate
+        options = {"bias": bias, "batch_first": batch_first, "dropout": dropout, "bidirectional": bidirectional}
+        super().__init__(
+            "LSTM", input_size, hidden_size, num_layers, algorithm=algorithm, num_heads=num_heads, device=device,
+            dtype=dtype, **options,
+        )  # fmt: skip
+        self.mode = "SLSTM" if forget_gate == "sigmoid" else "SLSTM_EXP"
+
+    @property
+    def _is_torchs(self) -> bool:
+        return False
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.bias:
+            return
+        H = self.hidden_size
+        with torch.no_grad():
+            for name in self._flat_weights_names:
+                if name.startswith("bias"):
+                    bias = getattr(self, name).zero_()
+                if name.startswith("bias_ih"):
+                    layer = int(name.removeprefix("bias_ih_l").removesuffix("_reverse"))
+                    exponent = 0.3 * 10 ** (layer / max(self.num_layers - 1, 1))
+                    bias[H : 2 * H] = forget_bias(H, self.num_heads, exponent, bias.device)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.forget_gate == "sigmoid" else f", forget_gate={self.forget_gate!r}")
+
+    @overload
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]: ...
+
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    ) -> tuple[PackedSequence, tuple[Tensor, Tensor, Tensor, Tensor]]: ...
+
+    def forward(self, input, hx=None):
+        """Run the layer.
+
+        Args:
+            input: ``(T, B, input_size)``; ``(B, T, input_size)`` with `batch_first`; ``(T, input_size)`` unbatched;
+                or a PackedSequence.
+            hx: ``(h0, c0, n0, m0)``, each ``(layers * directions, B, hidden_size)``, without the B unbatched; None for
+                zeros.
+
+        Returns:
+            ``output``, the last layer's h, laid out like the input and ``directions * hidden_size`` wide (a
+            PackedSequence for a PackedSequence); and ``(h_n, c_n, n_n, m_n)``, laid out like `hx`.
+
+        Raises:
+            ValueError: the input's rank or dtype does not fit.
+            RuntimeError: a size, or the rank, dtype or device of `hx` does not fit; there is no time step.
+        """
+        if isinstance(input, Proxy):
+            return leaf(self, input, hx)
+        return self._forward(input, self._checked(hx))
+
+
+def forget_bias(hidden_size: int, num_heads: int, exponent: float, device: torch.device) -> Tensor:
+    """An sLSTM's initial bias of the forget gate, (H)."""
+    size = hidden_size // num_heads
+    place = torch.arange(size, device=device, dtype=torch.float32) / max(size - 1, 1)
+    return (5 - 12 * place**exponent).repeat(num_heads)
+
+
+def check_heads(name: str, num_heads: Any, hidden_size: Any) -> None:
+    """Refuse a number of heads that does not divide H; of an H that is no size other words follow."""
+    if not isinstance(num_heads, int) or isinstance(num_heads, bool):
+        raise TypeError(f"{name}: num_heads must be an int, got {type(num_heads).__name__}")
+    sized = isinstance(hidden_size, int) and hidden_size > 0
+    if num_heads < 1 or (sized and hidden_size % num_heads):
+        raise ValueError(f"{name}: num_heads must divide hidden_size {hidden_size}, got {num_heads}")
 
 
 def leaves_weft() -> bool:
@@ -422,5 +628,5 @@ def _refuse_projection(kwargs: dict[str, Any]) -> None:
         raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
 
 
-for _layer in (RNN, GRU, LSTM):
+for _layer in (RNN, GRU, LSTM, SLSTM):
     _layer.__module__ = "weft.nn"  # where users, pickles and documents find them

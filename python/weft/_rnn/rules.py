@@ -15,26 +15,26 @@ from .table import traits
 @torch.library.register_fake("weft::rnn")
 def _rnn_fake(
     input, h0, c0, weights, batch_sizes=None, *, cell, bidirectional=False, keep_cells=False, save=False,
-    backward="persistent",
+    backward="persistent", num_heads=1,
 ):  # fmt: skip
     check_devices("weft::rnn", input=input, h0=h0, c0=c0, **{f"weights[{i}]": w for i, w in enumerate(weights)})
-    directions, hidden = 2 if bidirectional else 1, weights[1].shape[1]
+    directions, hidden = 2 if bidirectional else 1, weights[1].shape[1] * num_heads
     if batch_sizes is None:
         batch, rows = input.shape[1], input.shape[0] * input.shape[1]
     else:
         # Without a state, the number of sequences is known to the data of batch_sizes alone.
         batch = torch.library.get_ctx().new_dynamic_size() if h0 is None else h0.shape[1]
         rows = input.shape[0]
-    with_c = traits(cell).states == 2
+    others, kept = traits(cell).others, traits(cell).kept
     width = directions * hidden
     blocks = traits(cell).saved if save else 0
     wide = torch.float64 if input.dtype == torch.float64 else torch.float32
-    saved = wide if backward == "scan" else input.dtype
+    saved = input.dtype if backward == "persistent" else wide
     return (
         input.new_empty((*input.shape[:-1], width)),
         input.new_empty((directions, batch, hidden)),
-        input.new_empty((directions, batch, hidden) if with_c else (0,)),
-        input.new_empty((*input.shape[:-1], width) if with_c and (save or keep_cells) else (0,), dtype=saved),
+        input.new_empty((directions, batch, others * hidden) if others else (0,)),
+        input.new_empty((*input.shape[:-1], kept * width) if kept and (save or keep_cells) else (0,), dtype=saved),
         input.new_empty((directions, rows, blocks * hidden) if blocks else (0,), dtype=saved),
     )
 
@@ -42,7 +42,7 @@ def _rnn_fake(
 @torch.library.register_fake("weft::rnn_backward")
 def _rnn_backward_fake(
     grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output, cells, gates, *, cell,
-    bidirectional, output_mask, backward="persistent",
+    bidirectional, output_mask, backward="persistent", num_heads=1,
 ):  # fmt: skip
     return [
         torch.empty_like(argument, memory_format=torch.contiguous_format)
@@ -106,7 +106,7 @@ def _rnn_backward_vmap(info, in_dims, *args, output_mask, **kwargs):
     folding = _Folding(info.batch_size, args[8])
     rows, blocks = folding.rows, traits(kwargs["cell"]).saved
     # Four gradients, input, h0, c0; output, and cells and gates where the cell has them.
-    batches = (rows, 1, 1, rows, rows, 1, 1, None, None, rows, rows if traits(kwargs["cell"]).states == 2 else None)
+    batches = (rows, 1, 1, rows, rows, 1, 1, None, None, rows, rows if traits(kwargs["cell"]).others else None)
     batches = (*batches, 1 if blocks else None)
     folded = [a if b is None else folding.fold(a, d, b) for a, d, b in zip(args, in_dims, batches, strict=True)]
     folded[8] = folding.batch_sizes

@@ -14,7 +14,7 @@ from .._base.torch_private import RNN_KERNELS
 from . import projection, reference
 from .calls import Call
 from .dropin import torch_rnn
-from .table import MODES
+from .table import MODES, traits
 
 __all__ = ["Result", "in_one_dtype", "run", "run_at_once"]
 
@@ -22,8 +22,8 @@ _rnn = torch.ops.weft.rnn.default
 
 
 class Result(NamedTuple):
-    """What a run returns: output (T, B, features) or as the input is laid out; (h_n,), for an LSTM (h_n, c_n); the last
-    layer's c at every step, where it is asked for."""
+    """What a run returns: output (T, B, features) or as the input is laid out; (h_n,), for an LSTM (h_n, c_n), for an
+    sLSTM (h_n, c_n, n_n, m_n); the last layer's c at every step, where it is asked for."""
 
     output: Tensor
     final: tuple[Tensor, ...]
@@ -40,12 +40,26 @@ def run_at_once(layer: RNNBase, name: str, input: Tensor, state: tuple[Tensor, .
         )  # fmt: skip
         return output, tuple(final)
     steps = input.transpose(0, 1) if layer.batch_first else input
-    h0, c0 = (None, None) if state is None else (state[0], state[1] if lstm else None)
+    cell = MODES[layer.mode]
     output, h_n, c_n, _, _ = _rnn(
-        steps, h0, c0, layer._flat_weights, None, cell=MODES[layer.mode], bidirectional=layer.bidirectional,
-        backward=name,
+        steps, *operands(state), layer._flat_weights, None, cell=cell, bidirectional=layer.bidirectional, backward=name,
+        num_heads=layer.num_heads,
     )  # fmt: skip
-    return output.transpose(0, 1) if layer.batch_first else output, (h_n, c_n) if lstm else (h_n,)
+    return output.transpose(0, 1) if layer.batch_first else output, states(cell, h_n, c_n)
+
+
+def operands(state: Sequence[Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    """h0 and c0 of the operator, which takes all states beside h side by side."""
+    if state is None:
+        return None, None
+    h, *others = state
+    return h, None if not others else others[0] if len(others) == 1 else torch.cat(others, -1)
+
+
+def states(cell: str, h: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """The states that the operator returns as h and c."""
+    others = traits(cell).others
+    return (h,) if others == 0 else (h, c) if others == 1 else (h, *c.chunk(others, -1))
 
 
 def run(layer: RNNBase, name: str, call: Call) -> Result:
@@ -71,9 +85,10 @@ def run(layer: RNNBase, name: str, call: Call) -> Result:
 def _zero_state(layer: RNNBase, call: Call) -> tuple[Tensor, ...]:
     count = layer.num_layers * (2 if layer.bidirectional else 1)
     h0 = call.input.new_zeros(count, call.batch, layer.proj_size or layer.hidden_size)
-    if layer.mode != "LSTM":
-        return (h0,)
-    return h0, h0 if layer.proj_size == 0 else call.input.new_zeros(count, call.batch, layer.hidden_size)
+    others = traits(MODES[layer.mode]).others
+    if layer.proj_size == 0:
+        return (h0,) * (1 + others)
+    return h0, call.input.new_zeros(count, call.batch, layer.hidden_size)
 
 
 def _run_torch(layer: RNNBase, call: Call) -> Result:
@@ -135,24 +150,24 @@ def _run_weft(layer: RNNBase, call: Call, backward: str) -> Result:
 
 def _run_layers(layer: RNNBase, call: Call, backward: str) -> Result:
     input, state, weights, cell = in_one_dtype(call)
-    lstm = cell == "lstm"
     rows = 2 if layer.bidirectional else 1
     stride = len(weights) // layer.num_layers
     cells, finals = None, []
     for number in range(layer.num_layers):
         last = number + 1 == layer.num_layers
-        h0, c0 = None, None
-        if state is not None:
+        part = state
+        if state is not None and layer.num_layers > 1:
             # Short sequences wait for the host, for which a node of autograd is much.
-            part = state if layer.num_layers == 1 else (s.narrow(0, number * rows, rows) for s in state)
-            h0, c0, *_ = (*part, None)
-        operands = input, h0, c0, weights[number * stride : (number + 1) * stride], call.batch_sizes
+            part = tuple(s.narrow(0, number * rows, rows) for s in state)
+        arguments = input, *operands(part), weights[number * stride : (number + 1) * stride], call.batch_sizes
         flags = {"bidirectional": layer.bidirectional, "keep_cells": last and layer.return_cells}
         if layer.proj_size > 0:
-            input, h_n, c_n, cells = projection.lstm(*operands, **flags)
+            input, h_n, c_n, cells = projection.lstm(*arguments, **flags)
         else:
-            input, h_n, c_n, cells, _ = _rnn(*operands, cell=cell, backward=backward, **flags)
-        finals.append((h_n, c_n) if lstm else (h_n,))
+            input, h_n, c_n, cells, _ = _rnn(
+                *arguments, cell=cell, backward=backward, num_heads=layer.num_heads, **flags
+            )
+        finals.append(states(cell, h_n, c_n))
         if layer.dropout > 0 and layer.training and not last:
             input = F.dropout(input, layer.dropout, True)
     # Under autocast on a CPU torch keeps the c of a projected LSTM wider than the rest.
@@ -186,7 +201,7 @@ def _run_reference(layer: RNNBase, call: Call) -> Result:
     if call.autocast is None:
         return Result(*reference.rnn(input, state, call.weights, **options))
     with torch.autocast(input.device.type, enabled=False):
-        wide = input.to(torch.promote_types(*call.dtypes))
+        wide = input.to(torch.promote_types(*call.dtypes[:2]))
         output, final, *cells = reference.rnn(wide, state, call.weights, **options)
         final = tuple(s.to(d) for s, d in zip(final, call.dtypes, strict=False))
         return Result(output.to(call.dtypes[0]), final, *(c.to(call.dtypes[1]) for c in cells))

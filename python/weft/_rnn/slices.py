@@ -19,6 +19,8 @@ __all__ = ["run_slice"]
 def run_slice(layer: Any, over: Any, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
     """``output, final`` or, with return_cells, ``output, final, cells``."""
     name = type(layer).__name__
+    if layer.num_heads > 1 or len(layer._state_names) > 2:
+        raise ValueError(f"{name}: over ranks run layers of one head, and no sLSTM")
     if isinstance(input, PackedSequence):
         raise ValueError(f"{name}: a layer over ranks takes no PackedSequence: its sequences end in other slices")
     if state is not None and not any(over.reads(s) for s in state):
@@ -54,7 +56,9 @@ def _run(layer: Any, over: Any, name: str, call: calls.Call) -> tuple[Tensor, tu
     input, state, weights, cell = runs.in_one_dtype(call)
     over.check(name, input.size(1), layer.hidden_size, input)
     lstm, directions = cell == "lstm", 2 if layer.bidirectional else 1
-    backward = "scan" if choice.choose_cached(layer._algorithm, call.case)[0] == "scan" else "persistent"
+    # A slice is walked as it is: what chunks of it would begin with comes from another rank.
+    chosen = choice.choose_cached(layer._algorithm, call.case)[0]
+    backward = "scan" if chosen in ("scan", "newton") else "persistent"
     rows = layer.num_layers * directions
     starts = input.new_zeros(2 if lstm else 1, rows, input.size(1), layer.hidden_size)
     if state is not None:

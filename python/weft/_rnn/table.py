@@ -19,7 +19,14 @@ class Cell(NamedTuple):
     saved: int
     """Blocks of H columns in the `gates` that a forward with save leaves."""
     states: int
-    """1: h. 2: h and c."""
+    """h and the others: 2 with c, 4 with c, n and m."""
+    kept: int
+    """How many of the others `cells` holds at every step."""
+
+    @property
+    def others(self) -> int:
+        """States beside h, which the operators take side by side as c."""
+        return self.states - 1
 
 
 def _fitted(costs: str) -> str:
@@ -28,7 +35,7 @@ def _fitted(costs: str) -> str:
 
 
 CELLS: dict[str, Cell] = {
-    name: Cell(_fitted(traits["costs"]), traits["gates"], traits["saved"], traits["states"])
+    name: Cell(_fitted(traits["costs"]), traits["gates"], traits["saved"], traits["states"], traits["kept"])
     for name, traits in _C.rnn_cells.items()
 }
 """Name -> traits."""
@@ -36,7 +43,7 @@ CELLS: dict[str, Cell] = {
 MODES: dict[str, str] = {name.upper(): name for name in CELLS}
 """A layer's mode -> its cell's name."""
 
-_UNKNOWN = Cell("", 0, 0, 1)
+_UNKNOWN = Cell("", 0, 0, 1, 0)
 
 
 def traits(name: str) -> Cell:

@@ -56,6 +56,8 @@ class Costs(NamedTuple):
     """The same of rows whose products are listed."""
     accumulate: float
     """The same of a product's other rows."""
+    expand: float
+    """The same of rows that a GPU expands in shared memory."""
     vector: float
     """1e9 FLOPs of products of matrix and vector."""
     layer: float
@@ -64,15 +66,16 @@ class Costs(NamedTuple):
     """1e9 FLOPs of its convolutions and matrix products."""
 
 
-# As `python -m benchmarks.sparse fit` prints it, on two cores that had other work, too.
+# As `python -m benchmarks.sparse fit` prints it, on two cores that had other work, too; a CPU expands nothing.
 _CPU = Costs(
-    product=7.6, call=15.0, link=7.1, axpy=2.2e5, gather=7.1e6, accumulate=2.1e6, vector=1.7e6, layer=14.0, dense=5.7e4
-)
+    product=7.6, call=15.0, link=7.1, axpy=2.2e5, gather=7.1e6, accumulate=2.1e6, expand=2.1e6, vector=1.7e6,
+    layer=14.0, dense=5.7e4,
+)  # fmt: skip
 _SHARE_OF_MEMORY = 0.25
 """Of the device's, that products may take."""
 
 
-def _costs_on(device: torch.device) -> Costs:
+def costs_on(device: torch.device) -> Costs:
     if device.type != "cuda":
         return _CPU
     table = gpu_costs.of(device.index).tables["scan.sparse_chain"]
@@ -210,13 +213,13 @@ def _choose(
     if not patterns:
         return best, []
     device = patterns[0].crow.device
-    costs = _costs_on(device)
+    costs = costs_on(device)
     least = costs.call + _vectors(patterns, costs, batch)
     seen = [Candidate(0, least, "")]
     if len(patterns) < 3:
         return best, seen
     limit = _SHARE_OF_MEMORY * _memory(device)
-    cheapest = min(costs.axpy, costs.gather, costs.accumulate)
+    cheapest = min(costs.axpy, costs.gather, costs.accumulate, costs.expand)
     tree, ups = best, 0.0
     for levels in range(1, ALL_LEVELS):
         nodes = tree.nodes[-1]
@@ -248,7 +251,7 @@ def _choose(
 
 def torch_microseconds(flops: Sequence[int], device: torch.device, batch: int) -> float:
     """What torch's own backward pass may take to the same gradients, of layers with these FLOPs a sample."""
-    costs = _costs_on(device)
+    costs = costs_on(device)
     return sum(costs.layer + _microseconds(f, costs.dense, batch) for f in flops)
 
 
@@ -257,7 +260,7 @@ def _microseconds(flops: int, gigaflop: float, batch: int) -> float:
 
 
 def _products(plan: MatmulPlan, costs: Costs, batch: int) -> float:
-    kinds = (costs.axpy, costs.gather, costs.accumulate)
+    kinds = (costs.axpy, costs.gather, costs.accumulate, costs.expand)
     return sum(_microseconds(flops, gigaflop, batch) for flops, gigaflop in zip(plan.kinds, kinds, strict=True))
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._base.torch_private import differentiated_by_transform, in_transform, keeps_graph
+from .._base.torch_private import GLOBAL_HOOKS, any_autocast, differentiated_by_transform, in_transform, keeps_graph
 from .._sparse import (
     BatchedCSR,
     check_batch_norm,
@@ -22,6 +23,15 @@ from .._sparse import (
     zeros_compared,
 )
 from .chain import chain_backward
+from .layer_chain import (
+    LeftToTorch,
+    Zeros,
+    along_layers,
+    forward_of,
+    is_direct,
+    parameter_gradients,
+    weight_and_bias,
+)
 from .schedule import levels_of
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
@@ -37,6 +47,9 @@ class Record(NamedTuple):
     parameters: list[nn.Parameter]  # that require a gradient
     mask: Tensor | None  # of a dropout that drops
     versions: list[tuple[Tensor, int]]
+    kept: list[Tensor] | None = None  # of torch's own layer whose gradients need no graph: its parameters
+    indices: Tensor | None = None  # that a max-pooling has picked
+    entered: Tensor | None = None  # what went into a layer that is left to torch, as the leaf of its graph
 
     @property
     def is_identity(self) -> bool:
@@ -50,15 +63,13 @@ class Record(NamedTuple):
             return dropout_jacobian(self.mask, self.module.p, dtype=self.input.dtype)
         return transposed_jacobian(self.module, self.input, self.output.detach(), prune=prune)
 
-    def check_unchanged(self) -> None:
-        for tensor, version in self.versions:
-            if tensor._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"ScanSequential: layer {self.position} ({type(self.module).__qualname__}) or its input was "
-                    f"changed in place between the forward and the backward pass, it is at version {tensor._version}; "
-                    f"expected version {version} instead"
-                )
+    def refuse(self, tensor: Tensor, version: int) -> None:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"ScanSequential: layer {self.position} ({type(self.module).__qualname__}) or its input was changed in "
+            f"place between the forward and the backward pass, it is at version {tensor._version}; expected version "
+            f"{version} instead"
+        )
 
 
 def unrolled(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -84,16 +95,45 @@ def _state(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
     )
 
 
-def run(net: nn.Module, input: Tensor) -> list[Record]:
-    """The forward pass, layer by layer, each with its own graph of parameters alone."""
+def layers_of(net: nn.Module) -> list[nn.Module]:
+    return [module for _, module in unrolled(net)]
+
+
+def run(
+    layers: list[nn.Module],
+    input: Tensor,
+    left: LeftToTorch | None = None,
+    prune: bool = False,
+    direct: bool = False,
+) -> list[Record]:
+    """The forward pass, layer by layer, each with its own graph of parameters alone. `direct`: those that need no graph
+    without one. `left` says which layers are torch's altogether, of those that something before them, or they
+    themselves, want a gradient."""
     records, x = [], input.detach()
-    for position, (_, module) in enumerate(unrolled(net)):
+    wanted = input.requires_grad
+    for position, module in enumerate(layers):
+        mask = entered = None
+        if direct and is_direct(module, x):
+            kept = weight_and_bias(module)
+            if not (left is not None and kept and wanted and left.takes(position, module, x, prune)):
+                parameters = [p for p in kept if p.requires_grad]
+                output, indices = forward_of(module, x, kept)
+                # A product that is written is made from what went in, too.
+                held = (x, output) if type(module) is nn.ReLU else (x, *kept) if parameters or not kept else kept
+                versions = [(t, t._version) for t in held]
+                records.append(Record(position, module, x, output, parameters, None, versions, kept, indices))
+                wanted = wanted or bool(parameters)
+                x = output
+                continue
+            entered = x.detach().requires_grad_()
         all_parameters, buffers = _state(module)
         parameters = [p for p in all_parameters if p.requires_grad]
-        mask = None
         # What works in place would overwrite what its Jacobian is made from.
         before = x.clone() if getattr(module, "inplace", False) else x
-        if type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
+        if entered is not None:
+            with torch.enable_grad():
+                output = module(entered)
+        elif type(module).forward is nn.Dropout.forward and module.training and module.p > 0 and x.numel():
             with torch.no_grad():
                 output, mask = _dropout(x, module.p, module.inplace)
         else:
@@ -109,8 +149,9 @@ def run(net: nn.Module, input: Tensor) -> list[Record]:
         if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
             tensors.append(x)
         versions = [(t, t._version) for t in tensors]
-        records.append(Record(position, module, x, output, parameters, mask, versions))
-        x = output.detach()
+        records.append(Record(position, module, x, output, parameters, mask, versions, entered=entered))
+        wanted = wanted or bool(parameters)
+        x = output.detach() if output.requires_grad else output
     return records
 
 
@@ -125,9 +166,9 @@ def _dropout(x: Tensor, p: float, inplace: bool) -> tuple[Tensor, Tensor]:
     return x * scale, scale != 0
 
 
-def check_layers(net: nn.Module) -> None:
+def check_layers(layers: list[nn.Module]) -> None:
     """Raises for a layer that has no Jacobian."""
-    for position, (_, module) in enumerate(unrolled(net)):
+    for position, module in enumerate(layers):
         if find_jacobian(module) is None:
             raise TypeError(f"ScanSequential: layer {position}: {unknown(module)}")
         if isinstance(module, _BATCH_NORMS):
@@ -143,10 +184,34 @@ def needed(records: list[Record], input_needed: bool) -> list[Record]:
     return records[first:][::-1]
 
 
+class _Kept:
+    """What is kept with a net from step to step."""
+
+    def __init__(self) -> None:
+        self.left = LeftToTorch()
+        self.chains: dict[Any, Any] = {}
+
+
+_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+def _case(net: ScanSequential, input: Tensor) -> tuple:
+    """What a decision about a whole net holds for."""
+    return input.shape, input.dtype, input.device, input.requires_grad, net.prune
+
+
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, net: ScanSequential, input: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.records = run(net, input)
+    def forward(ctx, net: ScanSequential, layers: list[nn.Module], input: Tensor, *parameters: Tensor) -> Tensor:
+        direct = not (torch.compiler.is_compiling() or any_autocast() or any(GLOBAL_HOOKS))
+        ctx.kept = _kept.setdefault(net, _Kept()) if direct else None
+        ctx.zeros = Zeros.ask(layers) if direct and net.prune else None
+        left = ctx.kept.left if direct and net.schedule == "auto" else None
+        ctx.records = run(layers, input, left, net.prune, direct)
+        if left is not None:
+            left.step(net.prune)
+            if (case := _case(net, input)) not in left.whole:
+                left.conclude(case, [(r.position, r.input) for r in ctx.records])
         ctx.input = input
         ctx.schedule, ctx.prune = net.schedule, net.prune
         ctx.parameters = parameters
@@ -172,42 +237,98 @@ class _Scan(torch.autograd.Function):
         keep = keeps_graph()
         if not keep:
             ctx.records = None
-        input_needed = ctx.needs_input_grad[1]
+        input_needed = ctx.needs_input_grad[2]
         through = needed(records, input_needed)
-        moving = [r for r in through if not r.is_identity]
-        for record in moving:
-            record.check_unchanged()
+        moving = [r for r in through if r.kept is not None or not r.is_identity]
+        moved = {r.position for r in moving}
+        for record in records:
+            if record.kept is not None or record.position in moved:
+                for tensor, version in record.versions:
+                    if tensor._version != version:
+                        record.refuse(tensor, version)
         B = grad.shape[0]
         flat = grad.reshape(B, grad.shape[1:].numel())
-        with zeros_compared(r.module for r in moving if ctx.prune):
-            jacobians = [r.jacobian(ctx.prune) for r in moving]
-        dtype = flat.dtype
-        for J in jacobians:
-            dtype = torch.promote_types(dtype, J.dtype)
-        jacobians = [J if J.dtype == dtype else J.to(dtype) for J in jacobians]
-        with torch.autocast(grad.device.type, enabled=False):
-            gradients = iter(chain_backward(flat.to(dtype), jacobians, ctx.schedule))
+        wanted: dict[Tensor, Tensor | None] = {}
+        gradients = iter(_Scan.along(ctx, moving, flat, wanted, keep))
         # What reaches each layer's output, and behind the first one the input.
         reaching, g = {}, next(gradients)
         for record in through:
             reaching[record.position] = g
-            if not record.is_identity:
+            if record.position in moved:
                 g = next(gradients)
         if len(through) < len(records):
             reaching[len(records) - len(through) - 1] = g
         # All layers at once: waking autograd's thread for the device takes longer than a small layer.
-        outputs, arriving, wanted = [], [], {}
+        outputs, arriving, own_graph, without = [], [], {}, []
+        done = {r.position for r in moving if r.entered is not None}
         for record in records:
             own = [p for p in record.parameters if p.requires_grad]
-            if own and record.output.requires_grad and record.position in reaching:
+            if not own or record.position not in reaching or record.position in done:
+                continue
+            arrives = reaching[record.position].to(record.output.dtype)
+            if record.kept is not None:
+                without.append((record, arrives, [p.requires_grad for p in record.kept]))
+            elif record.output.requires_grad:
                 outputs.append(record.output)
-                arriving.append(reaching[record.position].to(record.output.dtype).reshape(record.output.shape))
-                wanted.update(dict.fromkeys(own))
+                arriving.append(arrives.reshape(record.output.shape))
+                own_graph.update(dict.fromkeys(own))
         if outputs:
-            parts = torch.autograd.grad(outputs, list(wanted), arriving, retain_graph=keep, allow_unused=True)
-            wanted = dict(zip(wanted, parts, strict=True))
+            parts = torch.autograd.grad(outputs, list(own_graph), arriving, retain_graph=keep, allow_unused=True)
+            _add(wanted, zip(own_graph, parts, strict=True))
+        if without:
+            # Side by side in a CUDA graph; elsewhere the host is what a step waits for.
+            branches = grad.is_cuda and torch.cuda.is_current_stream_capturing()
+            _add(wanted, parameter_gradients(without, branches))
         grad_input = g.to(ctx.input.dtype).reshape(ctx.input.shape) if input_needed else None
-        return None, grad_input, *(wanted.get(p) for p in ctx.parameters)
+        return None, None, grad_input, *(wanted.get(p) for p in ctx.parameters)
+
+    @staticmethod
+    def along(ctx, moving: list[Record], flat: Tensor, wanted: dict[Tensor, Tensor | None], keep: bool) -> list[Tensor]:
+        """``flat`` and the gradients that leave each layer; of those that are left to torch the parameters' into
+        `wanted`."""
+        found, segment = [flat], []
+        # While a graph is captured nothing can be compared, and the last zeros are taken.
+        capturing = flat.is_cuda and torch.cuda.is_current_stream_capturing()
+        asked = capturing or (ctx.zeros is not None and ctx.zeros.same())
+        compared = (r.module for r in moving if ctx.prune and not (asked and r.kept is not None) and r.entered is None)
+        with zeros_compared(compared) as same:
+            settled = asked or same
+            for record in moving:
+                if record.entered is None:
+                    segment.append(record)
+                    continue
+                found += _Scan.linked(ctx, segment, found[-1], settled)
+                segment = []
+                own = [p for p in record.parameters if p.requires_grad]
+                g = found[-1].to(record.output.dtype).reshape(record.output.shape)
+                g, *parts = torch.autograd.grad(record.output, [record.entered, *own], g, retain_graph=keep)
+                _add(wanted, zip(own, parts, strict=True))
+                found.append(g.reshape(flat.shape[0], -1) if g.numel() else g.flatten(1))
+            return found + _Scan.linked(ctx, segment, found[-1], settled)
+
+    @staticmethod
+    def linked(ctx, layers: list[Record], grad: Tensor, settled: bool) -> list[Tensor]:
+        """The gradients that leave layers of a chain."""
+        if not layers:
+            return []
+        if ctx.kept is not None:
+            gradients = along_layers(layers, grad, ctx.prune, settled, ctx.schedule, ctx.kept.chains)
+            if gradients is not None:
+                return gradients[1:]
+        jacobians = [r.jacobian(ctx.prune) for r in layers]
+        dtype = grad.dtype
+        for J in jacobians:
+            dtype = torch.promote_types(dtype, J.dtype)
+        jacobians = [J if J.dtype == dtype else J.to(dtype) for J in jacobians]
+        with torch.autocast(grad.device.type, enabled=False):
+            return chain_backward(grad.to(dtype), jacobians, ctx.schedule)[1:]
+
+
+def _add(wanted: dict[Tensor, Tensor | None], parts) -> None:
+    """Parameters' gradients, of one that several layers have their sum."""
+    for parameter, grad in parts:
+        before = wanted.get(parameter)
+        wanted[parameter] = grad if before is None else before if grad is None else before + grad
 
 
 class _Once(torch.autograd.Function):
@@ -261,15 +382,24 @@ class ScanSequential(nn.Sequential):
         return found
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() or not isinstance(input, Tensor) or next(unrolled(self), None) is None:
+        if not torch.is_grad_enabled() or not isinstance(input, Tensor):
             return super().forward(input)
-        parameters = [p for p in self.parameters() if p.requires_grad]
+        layers = layers_of(self)
+        if not layers:
+            return super().forward(input)
+        # torch's own walk over all parameters takes longer than a small layer.
+        parameters = list(dict.fromkeys(p for module in layers for p in _state(module)[0] if p.requires_grad))
         # Lazy layers get their sizes in the first pass.
         if not (parameters or input.requires_grad) or any(map(is_lazy, parameters)):
             return super().forward(input)
         if not torch.compiler.is_compiling() and (in_transform() or differentiated_by_transform(input, *parameters)):
             return super().forward(input)
-        check_layers(self)
+        check_layers(layers)
         if input.dim() == 0:
             raise ValueError("ScanSequential: input must have the batch first, got ()")
-        return _Scan.apply(self, input, *parameters)
+        if self.schedule == "auto" and not torch.compiler.is_compiling():
+            kept = _kept.get(self)
+            if kept is not None and kept.left.whole.get(_case(self, input)):
+                kept.left.step(self.prune)
+                return super().forward(input)
+        return _Scan.apply(self, layers, input, *parameters)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .chain import Candidate, Step, explain, sparse_of, torch_microseconds, tree_of
 from .schedule import levels_of
-from .sequential import Record, ScanSequential, check_layers, needed, run
+from .sequential import Record, ScanSequential, check_layers, layers_of, needed, run
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def plan_chain(net: nn.Sequential, input: Tensor, schedule: str | int | None = N
     if schedule is None:
         schedule = net.schedule if isinstance(net, ScanSequential) else "auto"
     levels = levels_of("plan_chain", schedule)
-    check_layers(net)
+    check_layers(layers_of(net))
     with torch.random.fork_rng(devices=[input.device] if input.is_cuda else []), torch.no_grad():
-        records = run(net, input)
+        records = run(layers_of(net), input)
     records = [r._replace(output=r.output.detach()) for r in records]
     through = needed(records, input.requires_grad)
     moving = [r for r in through if not r.is_identity]

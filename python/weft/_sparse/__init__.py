@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from .csr import BatchedCSR
 from .jacobians import dropout_jacobian, full_pattern
-from .modules import check_batch_norm, find_jacobian, transposed_jacobian, unknown, zeros_compared
+from .modules import (
+    check_batch_norm,
+    find_jacobian,
+    known_zeros,
+    transposed_jacobian,
+    unknown,
+    unwritten,
+    zeros_compared,
+)
 from .pattern import Pattern
 from .plan import MatmulPlan, count_flops, planned
 
@@ -17,8 +25,10 @@ __all__ = [
     "dropout_jacobian",
     "find_jacobian",
     "full_pattern",
+    "known_zeros",
     "planned",
     "transposed_jacobian",
     "unknown",
+    "unwritten",
     "zeros_compared",
 ]

@@ -6,6 +6,7 @@ Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3.3 and appendix D.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -205,6 +206,16 @@ def _conv_values(weight: Tensor, windows: Windows, groups: int) -> Tensor:
     return _weft_conv_values(weight, windows.tables, groups)
 
 
+class Unwritten(NamedTuple):
+    """A Jacobian whose values nobody writes: weft::layer_chain reads them where its layer has them."""
+
+    pattern: Pattern
+    source: Tensor | None = None
+    """Of a convolution or a linear layer, which of its weights each element has."""
+    reads: int = 0
+    """As csrc/sparse/csr_chain.h says: -1 of a ReLU, positive of a max-pooling."""
+
+
 class _Pruned(NamedTuple):
     """What is left of a pattern without the taps whose weight is zero."""
 
@@ -244,9 +255,9 @@ def _pruned(key: Hashable, weight: Tensor, windows: Windows, groups: int, owner:
 
 
 @contextlib.contextmanager
-def zeros_compared(weights: Sequence[tuple[Tensor, dict]]) -> Iterator[None]:
+def zeros_compared(weights: Sequence[tuple[Tensor, dict]]) -> Iterator[bool]:
     """Inside, what a module keeps (`owner`) says whether its weight has the zeros that it had last: compared for all of
-    them at once, because each comparison waits for the device."""
+    them at once, because each comparison waits for the device. True where all have, and are known to."""
     pairs = [(w.detach(), owner) for w, owner in weights if "pruned" in owner]
     pairs = [(w, owner) for w, owner in pairs if owner["pruned"][1].kept.numel() == w.numel()]
     marked = []
@@ -260,10 +271,17 @@ def zeros_compared(weights: Sequence[tuple[Tensor, dict]]) -> Iterator[None]:
     for owner in marked:
         owner["same zeros"] = True
     try:
-        yield
+        yield len(marked) == len(weights) > 0
     finally:
         for owner in marked:
             owner.pop("same zeros", None)
+
+
+def _sources(weight: Tensor, windows: Windows, groups: int, chosen: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """Which weight each element has, where no taps fold, of the chosen elements."""
+    # Places of weights as floating numbers: float64 has them exactly up to 2^53.
+    places = torch.arange(weight.numel(), dtype=torch.float64, device=weight.device).view(weight.shape)
+    return torch.ops.weft.conv_values(places, windows.tables, groups)[chosen].to(dtype)
 
 
 def _make_pruned(kept: Tensor, windows: Windows, groups: int) -> _Pruned:
@@ -273,22 +291,34 @@ def _make_pruned(kept: Tensor, windows: Windows, groups: int) -> _Pruned:
     before = torch.cat([element.new_zeros(1, dtype=torch.int64), element.cumsum(0)])
     chosen = element.nonzero().squeeze(1)
     pattern = Pattern(before[whole.crow.long()].to(whole.crow.dtype), whole.col[chosen], whole.shape)
-    if windows.folds:
-        source = chosen
-    else:
-        # Places of weights as floating numbers: float64 has them exactly up to 2^53.
-        places = torch.arange(kept.numel(), dtype=torch.float64, device=kept.device).view(kept.shape)
-        source = torch.ops.weft.conv_values(places, windows.tables, groups)[chosen]
-    return _Pruned(kept, pattern, source.to(index_dtype(kept.numel(), element.numel())), windows.folds)
+    dtype = index_dtype(kept.numel(), element.numel())
+    source = chosen.to(dtype) if windows.folds else _sources(kept, windows, groups, chosen, dtype)
+    return _Pruned(kept, pattern, source, windows.folds)
 
 
 def _weighted(
-    key: Hashable, weight: Tensor, windows: Windows, groups: int, prune: bool, owner: dict | None, whole: Callable
-) -> BatchedCSR:
-    """weight (groups * out_channels, in_channels, K); `whole` gives the pattern with nothing left out."""
+    key: Hashable,
+    weight: Tensor,
+    windows: Windows,
+    groups: int,
+    prune: bool,
+    owner: dict | None,
+    whole: Callable,
+    unwritten: bool = False,
+) -> BatchedCSR | Unwritten | None:
+    """weight (groups * out_channels, in_channels, K); `whole` gives the pattern with nothing left out. `unwritten`: not
+    the values but where they are, None where taps fold."""
+    if unwritten and windows.folds:
+        return None
+    if unwritten and not prune:
+        pattern = whole().pattern
+        make = functools.partial(_sources, weight.detach(), windows, groups, slice(None), pattern.crow.dtype)
+        return Unwritten(pattern, _cached(("sources", key), weight.device, make))
     if not prune:
         return BatchedCSR._of(whole().pattern, _conv_values(weight, windows, groups))
     pruned = _pruned(key, weight, windows, groups, owner)
+    if unwritten:
+        return Unwritten(pruned.pattern, pruned.source.to(pruned.pattern.crow.dtype))
     source = _conv_values(weight * pruned.kept, windows, groups) if pruned.folds else weight.reshape(-1)
     if not (torch.is_grad_enabled() and source.requires_grad) and not differentiated_by_transform(source):
         return BatchedCSR._of(pruned.pattern, source.index_select(0, pruned.source))
@@ -312,7 +342,8 @@ def _conv(
     padding_mode: str,
     prune: bool,
     owner: dict | None = None,
-) -> BatchedCSR:
+    unwritten: bool = False,
+) -> BatchedCSR | Unwritten | None:
     _check_floating(op, "weight", weight)
     sizes = check_sizes(op, "input_size", input_size, dims + 1, "(C, L)" if dims == 1 else "(C, H, W)")
     if weight.dim() != dims + 2:
@@ -339,7 +370,7 @@ def _conv(
     def whole() -> _Sliding:
         return _cached(key, weight.device, lambda: _sliding(windows, groups, in_channels, out_channels, weight.device))
 
-    return _weighted(key, weight.flatten(2), windows, groups, prune, owner, whole)
+    return _weighted(key, weight.flatten(2), windows, groups, prune, owner, whole, unwritten)
 
 
 def conv1d_jacobian(
@@ -407,7 +438,13 @@ def _point(device: torch.device) -> Windows:
     return _cached(("point", device), device, lambda: _windows.join([_windows.sliding(1, 1, 1, 1, 0, 1)]).to(device))
 
 
-def _linear(weight: Tensor, input_size: Sequence[int] | None, prune: bool, owner: dict | None = None) -> BatchedCSR:
+def _linear(
+    weight: Tensor,
+    input_size: Sequence[int] | None,
+    prune: bool,
+    owner: dict | None = None,
+    unwritten: bool = False,
+) -> BatchedCSR | Unwritten | None:
     op = "linear_jacobian"
     _check_floating(op, "weight", weight)
     if weight.dim() != 2:
@@ -423,6 +460,10 @@ def _linear(weight: Tensor, input_size: Sequence[int] | None, prune: bool, owner
     def whole() -> _Sliding:
         return _blocks(groups, in_features, out_features, device)
 
+    if unwritten and groups != 1:
+        return None
+    if unwritten:
+        return _weighted(key, weight.unsqueeze(2), _point(device), 1, prune, owner, whole, True)
     if prune and groups:
         repeated = weight.expand(groups, -1, -1).reshape(groups * out_features, in_features, 1)
         return _weighted(key, repeated, _point(device), groups, True, owner, whole)
@@ -467,6 +508,21 @@ def max_pool2d_jacobian(
     the others.
     """
     op = "max_pool2d_jacobian"
+    sliding, settings = _max_pool(op, input, kernel_size, stride, padding, dilation, ceil_mode)
+    crow, _, col, *_ = sliding.windows.tables
+    return BatchedCSR._of(sliding.pattern, _max_pool_values(input.detach(), crow, col, *settings, sliding.extra))
+
+
+def _max_pool(
+    op: str,
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None,
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    ceil_mode: bool,
+) -> tuple[_Sliding, list[tuple[int, ...]]]:
+    """The pattern, with the output's size beside it, and the settings for both dimensions."""
     _check_floating(op, "input", input)
     _check_batch(op, "input", input, 4)
     named = (
@@ -485,9 +541,25 @@ def max_pool2d_jacobian(
         made = _sliding(_pool_windows(op, outputs, sizes, *settings), C, 1, 1, input.device)
         return made._replace(extra=list(outputs))
 
-    sliding = _cached(key, input.device, make)
-    crow, _, col, *_ = sliding.windows.tables
-    return BatchedCSR._of(sliding.pattern, _max_pool_values(input.detach(), crow, col, *settings, sliding.extra))
+    return _cached(key, input.device, make), settings
+
+
+def unwritten_max_pool2d(
+    input: Tensor,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None,
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+    ceil_mode: bool,
+) -> Unwritten:
+    """For the indices that torch's max-pooling gives beside its output."""
+    sliding, _ = _max_pool("max_pool2d_jacobian", input, kernel_size, stride, padding, dilation, ceil_mode)
+    return Unwritten(sliding.pattern, reads=input.shape[2] * input.shape[3])
+
+
+def unwritten_relu(output: Tensor) -> Unwritten:
+    n, device = math.prod(output.shape[1:]), output.device
+    return Unwritten(_cached(("diagonal", n, device), device, lambda: diagonal(n, device)), reads=-1)
 
 
 def _averages(sliding: _Sliding, channels: int, dtype: torch.dtype) -> BatchedCSR:

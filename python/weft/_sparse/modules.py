@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -262,9 +263,83 @@ def _batch_norm(module, input, output, prune):
     return of.batch_norm_jacobian(tuple(input.shape[1:]), module.running_var.to(input.dtype), weight, module.eps)
 
 
-def zeros_compared(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """A context in which the pruned patterns of all these modules have been looked at together."""
-    return of.zeros_compared([(m.weight, _owned[m]) for m in dict.fromkeys(modules) if m in _owned])
+def unwritten(module: nn.Module, input: Tensor, output: Tensor, prune: bool, settled: bool) -> of.Unwritten | None:
+    """The Jacobian of a layer as weft::layer_chain reads it, None where it has to be written; for modules of torch's
+    own types. `settled`: whether the weight is known to have the zeros that it had last."""
+    kind = type(module)
+    if kind not in _unwritten or kind in _registered:
+        return None
+    make, settings = _unwritten[kind]
+    owned = _owned.get(module)
+    if owned is None:
+        owned = _owned[module] = {}
+    weight = module._parameters.get("weight") if module._parameters else None
+    key = (
+        input.shape,
+        input.device,
+        None if weight is None else weight.shape,
+        prune,
+        None if settings is None else settings(module.__dict__),
+    )
+    # What is kept serves as long as the zeros are those that it was made for.
+    found_key, found, pruned = owned.get("unwritten", (None, None, None))
+    if found_key == key and (weight is None or not prune or (settled and owned.get("pruned") is pruned)):
+        return found
+    made = make(module, input, output, prune, owned)
+    if found is None or made is None or made.pattern is not found.pattern:  # the same one is the same object
+        found = made
+    owned["unwritten"] = key, found, owned.get("pruned")
+    return found
+
+
+def _unwritten_conv(module, input, output, prune, owned) -> of.Unwritten | None:
+    if module.padding_mode != "zeros" or module._parameters.get("weight") is None:
+        return None
+    dims = len(module.kernel_size)
+    settings = (module.stride, module.padding, module.dilation, module.groups, module.padding_mode)
+    op = f"conv{dims}d_jacobian"
+    return of._conv(op, dims, module.weight, input.shape[1:], *settings, prune, owned, unwritten=True)
+
+
+def _unwritten_linear(module, input, output, prune, owned) -> of.Unwritten | None:
+    if module._parameters.get("weight") is None or input.dim() != 2:
+        return None
+    return of._linear(module.weight, input.shape[1:], prune, owned, unwritten=True)
+
+
+def _unwritten_max_pool2d(module, input, output, prune, owned) -> of.Unwritten | None:
+    settings = (module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode)
+    return None if module.return_indices else of.unwritten_max_pool2d(input, *settings)
+
+
+_of_conv = operator.itemgetter("stride", "padding", "dilation", "groups", "padding_mode")
+_of_pool = operator.itemgetter("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+# With what their patterns depend on beside sizes.
+_unwritten: dict[type[nn.Module], tuple[Callable[..., of.Unwritten | None], Callable[[dict], tuple] | None]] = {
+    nn.Conv1d: (_unwritten_conv, _of_conv),
+    nn.Conv2d: (_unwritten_conv, _of_conv),
+    nn.Linear: (_unwritten_linear, None),
+    nn.MaxPool2d: (_unwritten_max_pool2d, _of_pool),
+    nn.ReLU: (lambda module, input, output, prune, owned: of.unwritten_relu(output), None),
+}
+
+
+def known_zeros(module: nn.Module) -> Tensor | None:
+    """Where a module's weight was not zero when its pattern was last looked at."""
+    owned = _owned.get(module)
+    weight = module._parameters.get("weight")
+    if owned is None or weight is None or "pruned" not in owned:
+        return None
+    kept = owned["pruned"][1].kept
+    fits = kept.numel() == weight.numel() and kept.device == weight.device and weight.is_contiguous()
+    return kept if fits and kept.is_contiguous() else None
+
+
+def zeros_compared(modules: Iterable[nn.Module]) -> AbstractContextManager[bool]:
+    """A context in which the pruned patterns of all these modules have been looked at together: True where they are
+    known to be those of before."""
+    owners = [(m, _owned[m]) for m in dict.fromkeys(modules) if m in _owned]
+    return of.zeros_compared([(m.weight, owned) for m, owned in owners if getattr(m, "weight", None) is not None])
 
 
 def check_batch_norm(op: str, module: nn.Module) -> None:

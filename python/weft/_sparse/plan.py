@@ -25,6 +25,8 @@ class Kinds(NamedTuple):
     """Few products an element, listed by the plan."""
     accumulate: int
     """Found again from the patterns, and added up in windows of columns."""
+    expand: int
+    """Written one after another into a GPU's shared memory, and summed there; a CPU's plan has none."""
 
 
 class PlanTensors(NamedTuple):
@@ -43,6 +45,10 @@ class PlanTensors(NamedTuple):
     left: Tensor
     right: Tensor
     shared: Tensor
+    expand: Tensor
+    pieces: Tensor
+    segments: Tensor
+    lists: Tensor
 
     @classmethod
     def of(cls, patterns: list[Tensor]) -> PlanTensors:
@@ -60,8 +66,9 @@ class MatmulPlan:
         if b.diagonal and operands[0] is a.crow:
             # The product has a's pattern, and each element its own column of the diagonal.
             crow, col = a.tensors
-            *before, right, shared = rows
-            rows = [*before, a.col if right.numel() and not shared.numel() else right, shared]
+            *before, right, shared, expand, pieces, segments, lists = rows
+            own = a.col if right.numel() and not shared.numel() else right
+            rows = [*before, own, shared, expand, pieces, segments, lists]
         elif a.diagonal and operands[2] is b.crow:
             crow, col = b.tensors
         same = crow is a.crow or crow is b.crow
@@ -71,9 +78,9 @@ class MatmulPlan:
         self._patterns = [*operands, crow, col, *rows]
         self._product = _C.SparseProduct(self._patterns)
         self._own = [t for t in self._patterns if id(t) not in given]
-        products, axpy, gather = info.tolist()
+        products, axpy, gather, expand = info.tolist()
         self._flops = 2 * products
-        self._kinds = Kinds(2 * axpy, 2 * gather, 2 * (products - axpy - gather))
+        self._kinds = Kinds(2 * axpy, 2 * gather, 2 * (products - axpy - gather - expand), 2 * expand)
         # Other patterns that turned out to be equal to the planned ones.
         self._equal: tuple[weakref.WeakSet[Pattern], weakref.WeakSet[Pattern]] = (weakref.WeakSet(), weakref.WeakSet())
 
@@ -104,7 +111,7 @@ class MatmulPlan:
 
     @property
     def kinds(self) -> Kinds:
-        """``flops`` by how rows are computed: ``axpy``, ``gather`` and ``accumulate``."""
+        """``flops`` by how rows are computed: ``axpy``, ``gather``, ``accumulate`` and ``expand``."""
         return self._kinds
 
     @property
@@ -198,7 +205,8 @@ def plan_matmul(a: Matrix, b: Matrix) -> MatmulPlan:
     The symbolic phase runs on the CPU and waits for the device. It chooses for every row of the product how its values
     are computed (``plan.kinds``): as a sum of whole rows of b, where each of them has all columns of the row; by a list
     of its scalar products, where these are few and the list takes little memory; else by finding them again from the
-    patterns. A plan takes at most three times the memory of operands and product.
+    patterns, or on a GPU by expanding them in shared memory, where lists of two bytes a product fit. A plan takes at
+    most three times the memory of operands and product.
 
     Source: BPPSA, section 3.4 (deterministic sparsity).
     """

@@ -170,8 +170,8 @@ for _name in ("conv_values", "conv_values_backward"):
 def _csr_matmul_plan(a: list[Tensor], b: list[Tensor], *, gpu: bool | None = None) -> tuple[Tensor, ...]:
     context = torch.library.get_ctx()
     index = torch.promote_types(a[0].dtype, b[0].dtype)
-    new = (a[0].new_empty(context.new_dynamic_size(), dtype=index) for _ in range(8))
-    return (a[0].new_empty(a[0].shape[0], dtype=index), *new, torch.empty(3, dtype=torch.int64, device="cpu"))
+    new = (a[0].new_empty(context.new_dynamic_size(), dtype=dtype) for dtype in [*[index] * 11, torch.int16])
+    return (a[0].new_empty(a[0].shape[0], dtype=index), *new, torch.empty(4, dtype=torch.int64, device="cpu"))
 
 
 @torch.library.register_fake("weft::csr_matmul")
@@ -266,3 +266,47 @@ def _csr_chain_vmap(info, in_dims, grad, crows, cols, values):
     values = [_folded(v, dim, N, B, 1) for v, dim in zip(values, value_dims, strict=True)]
     out = torch.ops.weft.csr_chain(_folded(grad, grad_dim, N, B, 1), crows, cols, values)
     return [t.unflatten(0, (N, B)) for t in out], [0] * len(out)
+
+
+@torch.library.register_fake("weft::layer_chain")
+def _layer_chain(
+    grad: Tensor,
+    crows: list[Tensor],
+    cols: list[Tensor],
+    values: list[Tensor],
+    sources: list[Tensor],
+    reads: list[int],
+) -> list[Tensor]:
+    return _csr_chain(grad, crows, cols, values)
+
+
+def _layer_chain_autocast(grad, crows, cols, values, sources, reads):
+    with below_autocast():
+        floating = [k for k, read in enumerate(reads) if read <= 0]
+        grad, *given = widest(grad, *(values[k] for k in floating))
+        values = list(values)
+        for k, v in zip(floating, given, strict=True):
+            values[k] = v
+        return torch.ops.weft.layer_chain(grad, crows, cols, values, sources, reads)
+
+
+for _key in ("AutocastCPU", "AutocastCUDA"):
+    LIBRARY.impl("layer_chain", _layer_chain_autocast, _key)
+
+
+@torch.library.register_vmap("weft::layer_chain")
+def _layer_chain_vmap(info, in_dims, grad, crows, cols, values, sources, reads):
+    """A call for each index: weights have no batch."""
+    found = []
+    for i in range(info.batch_size):
+        own, *rest = (
+            t if dim is None else t.select(dim, i)
+            for t, dim in zip((grad, *values), (in_dims[0], *in_dims[3]), strict=True)
+        )
+        found.append(torch.ops.weft.layer_chain(own, crows, cols, rest, sources, reads))
+    return [torch.stack(parts) for parts in zip(*found, strict=True)], [0] * len(values)
+
+
+@torch.library.register_fake("weft::zeros_changed")
+def _zeros_changed(weights: list[Tensor], stored: list[Tensor]) -> Tensor:
+    return weights[0].new_empty(1, dtype=torch.int32)

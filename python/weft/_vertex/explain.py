@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from .function import Call, VertexFunction, VertexFunctions, prepare
 from .graphs import Graphs
+from .runtime import persistent
 
 __all__ = ["Explanation", "explain", "explanation"]
 
@@ -67,4 +68,8 @@ def explain(
 
 def explanation(cell: VertexFunction | VertexFunctions, graphs: Graphs, call: Call) -> Explanation:
     """What a call that was looked at is going to do."""
-    return Explanation(type(cell).__name__, repr(graphs), call.asked, call.executor, call.reason)
+    found = Explanation(type(cell).__name__, repr(graphs), call.asked, call.executor, call.reason)
+    if call.executor != "persistent" or graphs.num_vertices == 0:
+        return found
+    shape = persistent.shape(call.ready)
+    return replace(found, group=shape.blocks, **vars(shape))

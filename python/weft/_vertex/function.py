@@ -246,10 +246,13 @@ def ready(module: _Module, graphs: Graphs, inputs: object, executor: str) -> Rea
         call = prepare(module, graphs, inputs, executor)
         compiled.program = call.program
         compiled.calls.add(call.recent(compiled.program))
-        return call.ready
-    recent, rows = found
-    compiled.program = recent.program
-    return recent.ready(graphs, rows)
+        made = call.ready
+    else:
+        recent, rows = found
+        compiled.program = recent.program
+        made = recent.ready(graphs, rows)
+    compiled.script = made.script
+    return made
 
 
 @dataclass
@@ -327,25 +330,34 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     def measured(graphs: Graphs) -> tuned.Entry | None:
         return tuned.look_up(compiled.functions, trains, graphs)
 
-    reason = "compiled"
-    if executor == "persistent":
-        reason = f"compiled; {persistent.obstacle(device)}"
-    elif executor == "auto" and (entry := measured(graphs)) is not None:
-        reason = str(entry)
-        if entry.executor == "reference":
+    reason, chosen = "compiled", "batched"
+    if executor == "auto" and (entry := measured(graphs)) is not None:
+        reason, chosen = str(entry), entry.executor
+        if chosen == "reference":
             return Call(called, "reference", executor, reason, by_reference)
+    elif executor == "persistent":
+        chosen = executor
+    if chosen == "persistent" and (why := persistent.obstacle(compiled, device)) is not None:
+        reason, chosen = f"{reason}; {why}", "batched"
     if graphs.num_vertices == 0:
-        return Call(called, "batched", executor, reason, by_reference)
+        return Call(called, chosen, executor, reason, by_reference)
+
+    def used_schedule(graphs: Graphs) -> Schedule:
+        plain = schedule(graphs)
+        return persistent.scripted(compiled, plain, device) if chosen == "persistent" else plain
 
     def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
         used(kinds, kind_of)
-        vertices = None if kind_of is None else _vertices(graphs, kinds, kind_of, device)
+        vertices = None if kind_of is None else functools.partial(_vertices, graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
-        return batched.run(compiled, schedule(graphs), levels, vertices, rows, tensors)
+        return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)
 
     def compiled_ready(graphs: Graphs, rows: Mapping[str, Tensor]) -> Ready:
-        run = functools.partial(run_batched, graphs, rows)
-        return Ready(device, outputs, rows, tensors, compiled, functools.partial(schedule, graphs), run)
+        run, plain = functools.partial(run_batched, graphs, rows), functools.partial(schedule, graphs)
+        script = None
+        if chosen == "persistent":
+            script = persistent.Script(compiled.program, functools.partial(used_schedule, graphs))
+        return Ready(device, outputs, rows, tensors, compiled, plain, run, script)
 
     def recent(program: Program | Programs) -> RecentCall | None:
         if before is None or in_transform():
@@ -354,15 +366,20 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
             return None
 
         def again(graphs: Graphs, asked: str) -> bool:
-            if asked == "auto" and (entry := measured(graphs)) is not None and entry.executor != "batched":
-                return False
+            if asked == "auto":
+                entry = measured(graphs)
+                if (entry.executor if entry is not None else "batched") != chosen:
+                    return False
             return fits(graphs, kinds, types)
 
-        executors = ("auto", "persistent", "batched")
+        # A persistent kernel that cannot run runs batched.
+        executors = (
+            ("auto", "persistent") if executor == "persistent" or chosen == "persistent" else ("auto", "batched")
+        )
         return RecentCall(before, rows, executors, device, again, compiled_ready, program)
 
     tensors = state.by_name
-    return Call(called, "batched", executor, reason, compiled_ready(graphs, rows), recent)
+    return Call(called, chosen, executor, reason, compiled_ready(graphs, rows), recent)
 
 
 def _obstacle(functions: Sequence[reference.Function]) -> str | None:

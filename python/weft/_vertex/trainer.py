@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -94,7 +94,9 @@ class Trainer:
         self._pending: _Pending | None = None
         self._refused: Tensor | None = None
         """On the device, 1 from a step that the kernel refused until the host knows."""
-        self._parameters()
+        self._parts: _Parts | None = None
+        """Of the latest step."""
+        self._check_trained(self._trained(), cell.parameters())
 
     def step(self, graphs: Graphs, inputs: Tensor | Mapping[str, Tensor] | None, targets: Tensor) -> float | None:
         """One training step. On CUDA it waits for the step before, if at all.
@@ -142,35 +144,53 @@ class Trainer:
 
     def __getstate__(self) -> dict:
         self.sync()
-        return {**self.__dict__, "_refused": None, "_updates": training.Updates(self.optimizer)}
+        own = {"_refused": None, "_parts": None, "_updates": training.Updates(self.optimizer)}
+        return {**self.__dict__, **own}
 
     def _step(self, graphs: Graphs, inputs: object, targets: object) -> float | None:
-        trained = self._parameters()
-        with torch.enable_grad():
-            call = ready(self.cell, graphs, inputs, self.executor)
-        self._check(call, graphs, targets)
+        if not torch.is_grad_enabled():
+            with torch.enable_grad():
+                return self._step(graphs, inputs, targets)
+        call = ready(self.cell, graphs, inputs, self.executor)
+        parts = self._parts_of(call)
+        self._check(call, graphs, targets, parts)
         if call.device.type == "cuda" and captures(call.device):
             raise RuntimeError("Trainer: a step waits for the one before it, which cannot be captured in a CUDA graph")
         if self._pending is not None and self._pending.loss.there():
             self._settle()  # what is known to be refused need not be launched again
-        if self._obstacle(call) is None:
-            self._train(call, graphs, targets)
+        if self._obstacle(call, parts) is None:
+            self._train(call, graphs, targets, parts)
         else:
-            self._loop(call, graphs, targets, trained)
+            self._loop(call, graphs, targets, parts)
         return self._latest
 
     # What is refused.
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """Those of the optimizer."""
-        heads = self.head.parameters() if isinstance(self.head, nn.Module) else ()
-        possible = {id(p) for parameters in (self.cell.parameters(), heads) for p in parameters}
-        found = [p for group in self.optimizer.param_groups for p in group["params"]]
-        for i, p in enumerate(found):
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _head_parameters(self) -> list[nn.Parameter]:
+        head = self.head
+        if type(head) is nn.Linear:
+            return [head.weight] if head.bias is None else [head.weight, head.bias]
+        return [*head.parameters()] if isinstance(head, nn.Module) else []
+
+    def _check_trained(self, trained: Sequence[nn.Parameter], cells: Iterable[Tensor]) -> None:
+        possible = {id(p) for p in (*cells, *self._head_parameters())}
+        for i, p in enumerate(trained):
             if id(p) not in possible:
                 raise ValueError(
                     f"Trainer: parameter {i} of the optimizer, {tuple(p.shape)}, is neither the cell's nor the head's"
                 )
+
+    def _parts_of(self, call: Ready) -> _Parts:
+        """What takes part in a step; looked at once as long as the tensors stay the same."""
+        trained, heads = self._trained(), self._head_parameters()
+        found, key = self._parts, [id(x) for x in (call.tensors, call.compiled, *trained, *heads)]
+        if found is None or found.key != key or found.loss != self.loss:
+            self._check_trained(trained, self.cell.parameters())
+            self._parts = found = _Parts(key, self.loss, call.tensors, call.compiled, trained, heads)
+            found.obstacle = self._lasting_obstacle(call, found)
         return found
 
     def _check_call(self, call: Ready, graphs: Graphs) -> None:
@@ -180,7 +200,7 @@ class Trainer:
             pushes = len(call.outputs)
             raise ValueError(f"Trainer: {type(self.cell).__name__} pushes {pushes} tensors, a loss is of one")
 
-    def _check(self, call: Ready, graphs: Graphs, targets: object) -> None:
+    def _check(self, call: Ready, graphs: Graphs, targets: object, parts: _Parts) -> None:
         """Refuse what can be known before anything runs."""
         self._check_call(call, graphs)
         if not isinstance(targets, Tensor):
@@ -189,8 +209,7 @@ class Trainer:
             raise TypeError(f"Trainer: targets must be classes, torch.int64, got {targets.dtype}")
         if targets.device != call.device:
             raise RuntimeError(f"Trainer: targets are on {targets.device}, the cell on {call.device}")
-        heads = self.head.parameters() if isinstance(self.head, nn.Module) else ()
-        for p in heads:
+        for p in parts.heads:
             if p.device != call.device:
                 raise RuntimeError(f"Trainer: the head is on {p.device}, the cell on {call.device}")
         rows = graphs.num_graphs if self.at == "roots" else graphs.num_vertices
@@ -231,22 +250,23 @@ class Trainer:
 
     # The loop.
 
-    def _loop(self, call: Ready, graphs: Graphs, targets: Tensor, trained: list[nn.Parameter]) -> None:
-        on_cuda = call.device.type == "cuda"
+    def _loop(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> None:
+        trained = parts.trained
         classes, bad, known = 0, None, None
-        with torch.enable_grad(), self._own_gradients(trained), self._same_buffers() as buffers:
+        with self._own_gradients(call, parts), self._same_buffers() as buffers:
             y = self._scores(call, graphs)
             self._check_targets(y.shape, y.dtype, targets)
             if self.loss == "mse":
                 loss = F.mse_loss(y, targets)
             else:
                 classes = y.shape[1]
-                targets, bad = self._possible(targets, classes)
-                if on_cuda:
+                if call.device.type == "cuda":  # whose kernels end the process where a class is none
+                    targets, bad = self._possible(targets, classes)
                     known = _Sent(call.device, bad)
-                elif bad.item():
-                    raise self._not_a_class(classes)
-                loss = F.cross_entropy(y, targets, ignore_index=self.ignore_index)
+                try:
+                    loss = F.cross_entropy(y, targets, ignore_index=self.ignore_index)
+                except IndexError:
+                    raise self._not_a_class(classes) from None
             sent = _Sent(call.device, loss.detach())
             wanted = [p for p in trained if p.requires_grad]
             alone = self.head is None or isinstance(self.head, nn.Module)
@@ -297,11 +317,10 @@ class Trainer:
         )
 
     @contextmanager
-    def _own_gradients(self, trained: Sequence[nn.Parameter]) -> Iterator[None]:
+    def _own_gradients(self, call: Ready, parts: _Parts) -> Iterator[None]:
         """No gradients in ``.grad`` at first, and those of before in the end."""
-        modules = [m for m in (self.cell, self.head) if isinstance(m, nn.Module)]
-        parameters = {id(p): p for p in (*trained, *(p for m in modules for p in m.parameters()))}
-        kept = [(p, p.grad) for p in parameters.values()]
+        parameters = {id(p): p for p in (*parts.trained, *parts.heads, *call.tensors.values())}
+        kept = [(p, p.grad) for p in parameters.values() if p.is_leaf]
         for p, _ in kept:
             p.grad = None
         try:
@@ -325,27 +344,36 @@ class Trainer:
 
     # One kernel.
 
-    def _obstacle(self, call: Ready) -> str | None:
+    def _obstacle(self, call: Ready, parts: _Parts) -> str | None:
         """Why a step does not run as one kernel."""
         if self.executor not in ("auto", "persistent"):
             return f"executor={self.executor!r} is asked for"
-        if call.device.type != "cuda":
-            return f"the cell is on the {call.device.type.upper()}"
-        if call.compiled is None:
-            return "the cell runs on the reference executor"
+        if parts.obstacle is not None:
+            return parts.obstacle
         if any(x.requires_grad for x in call.rows.values()):
             return "an input requires grad"
         if self.head is not None and not self._plain_linear():
             return f"the head is {type(self.head).__name__}, not a Linear without hooks"
-        head = [] if self.head is None else [*self.head.parameters()]
-        parameters = [*self.cell.parameters(), *head]
-        if torch.is_autocast_enabled("cuda") or any(p.dtype != torch.float32 for p in parameters):
+        if torch.is_autocast_enabled("cuda"):
             return "it is not float32"
-        if any(map(has_hooks, parameters)):
+        if any(map(has_hooks, parts.trained)):
             return "a parameter has hooks"
-        if not {*map(id, self.cell.parameters())}.isdisjoint(map(id, head)):
+        return training.obstacle(self.optimizer)
+
+    def _lasting_obstacle(self, call: Ready, parts: _Parts) -> str | None:
+        """That part of it that holds as long as the tensors stay the same."""
+        if call.device.type != "cuda":
+            return f"the cell is on the {call.device.type.upper()}"
+        if call.compiled is None:
+            return "the cell runs on the reference executor"
+        if self.head is not None and type(self.head) is not nn.Linear:
+            return f"the head is {type(self.head).__name__}, not a Linear without hooks"
+        cells = [t for t in call.tensors.values() if t.is_floating_point()]
+        if any(t.dtype != torch.float32 for t in (*cells, *parts.heads)):
+            return "it is not float32"
+        if not {*map(id, cells)}.isdisjoint(map(id, parts.heads)):
             return "the cell and the head share a parameter"
-        return training.obstacle(self.optimizer) or persistent.training_obstacle(call, self.head, self.loss)
+        return persistent.training_obstacle(call, self.head, self.loss)
 
     def _request(self, graphs: Graphs, targets: Tensor, changes: list[training.Update]) -> training.Request:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
@@ -354,10 +382,9 @@ class Trainer:
         roots = _roots(graphs, targets.device) if self.at == "roots" else None
         return training.Request(weight, bias, self.loss, roots, targets, self.ignore_index, changes, self._refused)
 
-    def _train(self, call: Ready, graphs: Graphs, targets: Tensor) -> None:
+    def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> None:
         """All of a step in one launch; what the device refuses is undone on the host when that is known."""
-        heads = [] if self.head is None else [*self.head.parameters()]
-        changes, begun = self._updates.begin([*call.tensors.values(), *heads])
+        changes, begun = self._updates.begin([*call.tensors.values(), *parts.heads])
         try:
             launched = persistent.train(call, self._request(graphs, targets, changes))
         except BaseException:
@@ -379,11 +406,11 @@ class Trainer:
         )
 
     def _explain(self, graphs: Graphs, inputs: object) -> TrainerExplanation:
-        self._parameters()
         with torch.enable_grad():
             call = prepare(self.cell, graphs, inputs, self.executor)
-        self._check_call(call.ready, graphs)
-        obstacle = self._obstacle(call.ready)
+            parts = self._parts_of(call.ready)
+            self._check_call(call.ready, graphs)
+            obstacle = self._obstacle(call.ready, parts)
         why = obstacle or f"float32 on CUDA, {type(self.optimizer).__name__}"
         return TrainerExplanation(repr(self), explanation(self.cell, graphs, call), obstacle is None, why)
 
@@ -401,6 +428,21 @@ class Trainer:
                 self._refused.zero_()
             raise self._not_a_class(pending.classes, before=True)
         self._latest = loss
+
+
+@dataclass
+class _Parts:
+    """What takes part in a step."""
+
+    key: list[int]
+    """Identities of what follows, which is held so that nothing else can have them."""
+    loss: str
+    tensors: Mapping[str, Tensor]
+    compiled: object
+    trained: list[nn.Parameter]
+    heads: list[nn.Parameter]
+    obstacle: str | None = None
+    """Why a step with these is not one kernel."""
 
 
 class _Sent:

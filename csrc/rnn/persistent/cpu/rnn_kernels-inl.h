@@ -152,10 +152,11 @@ void pack(const PackArgs<T>& a, int member, int members) {
         if (unit++ % members != member) return;
         if (a.column_stride == 1) {
           for (int64_t k = k0; k < k1; ++k) {
-            const int64_t from = k + a.rotate < a.depth ? k + a.rotate : k + a.rotate - a.depth;
+            const int64_t turned = k + a.rotate < a.depth ? k + a.rotate : k + a.rotate - a.depth;
+            const int64_t from = turned / a.run * a.run_apart + turned % a.run;
             for (int v = 0; v < NV; ++v) {
               const int64_t column = (panel + v / BLOCKS) * kLanes;
-              const T* const row = a.data + from * a.depth_stride + (v % BLOCKS) * a.columns + column;
+              const T* const row = a.data + from * a.depth_stride + (v % BLOCKS) * a.apart + column;
               Simd<T>::store(group + ((k - k0) * NV + v) * kLanes, Simd<T>::load(row, a.columns - column));
             }
           }
@@ -169,7 +170,7 @@ void pack(const PackArgs<T>& a, int member, int members) {
           for (int v = 0; v < NV; ++v) {
             for (int lane = 0; lane < kLanes; lane += kTile) {
               const int64_t column = (panel + v / BLOCKS) * kLanes + lane;
-              const T* const from = a.data + run + ((v % BLOCKS) * a.columns + column) * a.column_stride;
+              const T* const from = a.data + run + ((v % BLOCKS) * a.apart + column) * a.column_stride;
               T* const to = group + ((run - k0) * NV + v) * kLanes + lane;
               int64_t k = 0;
               if (column + kTile <= a.columns) {
@@ -247,9 +248,24 @@ template <typename T>
 void transposed(const TransposedArgs<T>& a, int task, int tasks, T* scratch) {
   using S = Simd<T>;
   constexpr int kLanes = S::kLanes;
-  // The columns of left that wrap around under `rotate` go apart, so that a strip's rows of out are contiguous.
-  const int64_t wrapped = a.M - a.rotate, strips0 = ceil_div(wrapped, kStrip),
-                strips = strips0 + ceil_div(a.M - wrapped, kStrip);
+  // The columns of left that wrap around under `rotate` go apart, and so do those of each run where they lie apart, so
+  // that a strip's rows of out are contiguous.
+  const bool runs = a.run < a.run_apart;
+  const int64_t wrapped = a.M - a.rotate, strips0 = ceil_div(wrapped, kStrip), of_run = ceil_div(a.run, kStrip),
+                strips = runs ? a.M / a.run * of_run : strips0 + ceil_div(a.M - wrapped, kStrip);
+  struct Strip {
+    int64_t column, count, to_row;
+  };
+  const auto strip_at = [&](int64_t strip) -> Strip {
+    if (runs) {
+      const int64_t run = strip / of_run, first = strip % of_run * kStrip;
+      const int64_t turned = (run + a.rotate / a.run) % (a.M / a.run);
+      return {run * a.run + first, smaller(kStrip, a.run - first), turned * a.run_apart + first};
+    }
+    const bool second = strip >= strips0;
+    const int64_t column = second ? wrapped + (strip - strips0) * kStrip : strip * kStrip;
+    return {column, smaller(kStrip, (second ? a.M : wrapped) - column), second ? column - wrapped : column + a.rotate};
+  };
   const int64_t panels = a.out == nullptr ? 0 : panels_of<T>(a.N);
   const int64_t along_m = smaller(tasks, strips), along_n = smaller(tasks / along_m, panels > 1 ? panels : 1);
   if (task >= along_m * along_n) return;
@@ -275,10 +291,8 @@ void transposed(const TransposedArgs<T>& a, int task, int tasks, T* scratch) {
         }
       });
       for (int64_t strip = mine.begin; strip < mine.end; ++strip) {
-        const bool second = strip >= strips0;
-        const int64_t column = second ? wrapped + (strip - strips0) * kStrip : strip * kStrip;
-        const int64_t count = smaller(kStrip, (second ? a.M : wrapped) - column);
-        const int64_t to_row = second ? column - wrapped : column + a.rotate;
+        const Strip place = strip_at(strip);
+        const int64_t column = place.column, count = place.count, to_row = place.to_row;
         typename S::Vec sums[kStrip / kLanes > 0 ? kStrip / kLanes : 1] = {};
         for (int64_t k = 0; k < rows; ++k) {
           const T* const from = a.left + (k0 + k) * a.left_stride + column;
@@ -336,7 +350,8 @@ template <typename T>
 int64_t forward_scratch(const RnnForwardArgs<T>& a, const RnnPart& part) {
   const RnnSequence& s = a.sequence;
   const int64_t rows = part.b1 - part.b0, own = (part.p1 - part.p0) * Simd<T>::kLanes, G = gate_blocks(s.cell);
-  return own * (G + 1 + rows + chunk_steps<T>(s, part) * rows * G);
+  return own *
+         (G + 1 + rows * (other_states(s.cell) > 1 ? other_states(s.cell) : 1) + chunk_steps<T>(s, part) * rows * G);
 }
 
 template <typename T>
@@ -346,7 +361,7 @@ void forward_begin(const RnnForwardArgs<T>& a, const RnnPart& part, T* state) {
   for (int buffer = 0; buffer < 2; ++buffer) {
     for (int64_t b = part.b0; b < part.b1; ++b) {
       T* const row = state + (buffer * s.B + b) * stride;
-      for (int64_t j = j0; j < j1; ++j) row[j] = a.h0 != nullptr && j < s.H ? a.h0[b * s.H + j] : T(0);
+      for (int64_t j = j0; j < j1; ++j) row[j] = a.h0 != nullptr && j < s.H ? a.h0[b * s.all + j] : T(0);
     }
   }
 }
@@ -406,7 +421,7 @@ struct ForwardScratch {
   int64_t rows, own;
   T* bias;       // (panels, G, lanes): what the input side adds
   T* bias_m;     // (panels, lanes): of the recurrent side that stays apart
-  T* c;          // (rows, own): c, where the cell has it
+  T* c;          // (others, rows, own): the states beside h
   T* projected;  // (chunk * rows, panels, G, lanes): W_ih x + bias
   WEFT_INLINE ForwardScratch(const RnnPart& part, T* scratch)
       : rows(part.b1 - part.b0),
@@ -414,7 +429,7 @@ struct ForwardScratch {
         bias(scratch),
         bias_m(bias + own * G),
         c(bias_m + own),
-        projected(c + rows * own) {}
+        projected(c + (other_states(C) > 1 ? other_states(C) : 1) * rows * own) {}
 };
 
 // What a part needs before its first step.
@@ -422,21 +437,26 @@ template <typename T, Cell C>
 void forward_start(const RnnForwardArgs<T>& a, const RnnPart& part, const ForwardScratch<T, C>& at) {
   constexpr int G = gate_blocks(C);
   constexpr int kLanes = Simd<T>::kLanes;
-  const int64_t H = a.sequence.H, j0 = part.p0 * kLanes;
+  const int64_t H = a.sequence.H, all = a.sequence.all, j0 = part.p0 * kLanes;
   for (int64_t p = 0; p < part.p1 - part.p0; ++p) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const int64_t j = j0 + p * kLanes + lane;
       const bool present = a.b_ih != nullptr && j < H;
       for (int g = 0; g < G; ++g) {
         const bool apart = g == Traits<C>::kApart;
-        at.bias[(p * G + g) * kLanes + lane] = present ? a.b_ih[g * H + j] + (apart ? T(0) : a.b_hh[g * H + j]) : T(0);
+        at.bias[(p * G + g) * kLanes + lane] =
+            present ? a.b_ih[g * all + j] + (apart ? T(0) : a.b_hh[g * all + j]) : T(0);
       }
-      at.bias_m[p * kLanes + lane] = sides_apart(C) && present ? a.b_hh[Traits<C>::kApart * H + j] : T(0);
+      at.bias_m[p * kLanes + lane] = sides_apart(C) && present ? a.b_hh[Traits<C>::kApart * all + j] : T(0);
     }
   }
   if constexpr (has_c(C)) {
-    fill_zero(at.c, at.rows * at.own);
-    if (a.c0 != nullptr) copy_rows(a.c0 + part.b0 * H + j0, H, at.c, at.own, at.rows, smaller(H - j0, at.own));
+    constexpr int kOthers = other_states(C);
+    fill_zero(at.c, kOthers * at.rows * at.own);
+    for (int i = 0; i < kOthers && a.c0 != nullptr; ++i) {
+      copy_rows(a.c0 + (part.b0 * kOthers + i) * all + j0, kOthers * all, at.c + i * at.rows * at.own, at.own, at.rows,
+                smaller(H - j0, at.own));
+    }
   }
 }
 
@@ -454,7 +474,7 @@ __attribute__((noinline)) void forward_step(const RnnForwardArgs<T>& a, const Rn
   const int64_t chunk = chunk_steps<T>(s, part), chunk_start = step - step % chunk,
                 chunk_end = smaller(chunk_start + chunk, s.steps);
   const int64_t t = s.reverse ? s.steps - 1 - step : step, t0 = s.reverse ? s.steps - chunk_end : chunk_start;
-  const int64_t H = s.H, own = at.own, stride = state_stride<T>(H), projected_stride = own * G,
+  const int64_t H = s.H, all = s.all, own = at.own, stride = state_stride<T>(H), projected_stride = own * G,
                 row0 = s.offsets[t] + part.b0, j0 = part.p0 * kLanes;
   const T* const x_step = at.projected + projected_row(s, part, t0, t) * projected_stride;
   const T* const bias_m = at.bias_m;
@@ -484,8 +504,13 @@ __attribute__((noinline)) void forward_step(const RnnForwardArgs<T>& a, const Rn
           T* const cell = c + (first + r) * own + local;
           const Vec next =
               cell_forward<T, C>(gate, x + r * projected_stride + (G - 1) * kLanes, h + (first + r) * stride + j, cell,
-                                 a.gates == nullptr ? nullptr : a.gates + row * 4 * H + j, H, lanes);
-          if (has_c(C) && a.cells != nullptr) S::store(a.cells + row * s.stride + j, S::load(cell), lanes);
+                                 at.rows * own, a.gates == nullptr ? nullptr : a.gates + row * 4 * all + j, all, lanes);
+          if (has_c(C) && a.cells != nullptr) {
+            for (int i = 0; i < kept_states(C); ++i) {
+              S::store(a.cells + row * kept_states(C) * s.stride + i * all + j, S::load(cell + i * at.rows * own),
+                       lanes);
+            }
+          }
           S::store(h_next + (first + r) * stride + j, next);
           S::store(a.output + row * s.stride + j, next, lanes);
         }
@@ -495,7 +520,7 @@ __attribute__((noinline)) void forward_step(const RnnForwardArgs<T>& a, const Rn
   // Sequences that this was the last step of; without reverse they are the shortest ones.
   const int64_t staying = step + 1 < s.steps ? s.running(s.reverse ? t - 1 : t + 1, part.b0, part.b1) : 0;
   if (staying < running) {
-    copy_rows(h_next + staying * stride + j0, stride, a.h_n + (part.b0 + staying) * H + j0, H, running - staying,
+    copy_rows(h_next + staying * stride + j0, stride, a.h_n + (part.b0 + staying) * all + j0, all, running - staying,
               smaller(H - j0, own));
   }
 }
@@ -538,8 +563,12 @@ void forward(const RnnForwardArgs<T>& a, const RnnGroup<T>& group, T* state) {
   }
   if constexpr (has_c(C)) {
     each_part([&](const RnnPart& part, const ForwardScratch<T, C>& at) {
+      constexpr int kOthers = other_states(C);
       const int64_t j0 = part.p0 * kLanes;
-      copy_rows(at.c, at.own, a.c_n + b0 * s.H + j0, s.H, at.rows, smaller(s.H - j0, at.own));
+      for (int i = 0; i < kOthers; ++i) {
+        copy_rows(at.c + i * at.rows * at.own, at.own, a.c_n + (b0 * kOthers + i) * s.all + j0, kOthers * s.all,
+                  at.rows, smaller(s.H - j0, at.own));
+      }
     });
   }
 }
@@ -556,8 +585,9 @@ void forward(const RnnForwardArgs<T>& a, const RnnGroup<T>& group, T* state) {
 // this step wait in dh and dc, where forward's last step finds them and backward's last one leaves them.
 
 template <typename T>
-int64_t backward_scratch(const RnnBackwardArgs<T>&, const RnnPart& part) {
-  return 2 * (part.b1 - part.b0) * (part.p1 - part.p0) * Simd<T>::kLanes;
+int64_t backward_scratch(const RnnBackwardArgs<T>& a, const RnnPart& part) {
+  const int others = other_states(a.sequence.cell);
+  return (1 + (others > 1 ? others : 1)) * (part.b1 - part.b0) * (part.p1 - part.p0) * Simd<T>::kLanes;
 }
 
 // dh (rows, own) [+]= d (rows, depth) times the slice's weights.
@@ -585,7 +615,7 @@ template <typename T>
 struct BackwardScratch {
   int64_t rows, own;
   T* dh;  // (rows, own): what has arrived at the state from later steps
-  T* dc;  // (rows, own): the same for c, where the cell has it
+  T* dc;  // (others, rows, own): the same for the states beside h
   WEFT_INLINE BackwardScratch(const RnnPart& part, T* scratch)
       : rows(part.b1 - part.b0), own((part.p1 - part.p0) * Simd<T>::kLanes), dh(scratch), dc(dh + rows * own) {}
 };
@@ -598,7 +628,8 @@ __attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const 
   using Vec = typename S::Vec;
   constexpr int kLanes = S::kLanes, G = gate_blocks(C);
   const RnnSequence& s = a.sequence;
-  const int64_t H = s.H, own = at.own, j0 = part.p0 * kLanes, panels = part.p1 - part.p0;
+  constexpr int kOthers = other_states(C), kKept = kept_states(C);
+  const int64_t H = s.H, all = s.all, own = at.own, j0 = part.p0 * kLanes, panels = part.p1 - part.p0;
   T* const dh = at.dh;
   T* const dc = at.dc;
   const int64_t t = s.reverse ? s.steps - 1 - step : step;
@@ -611,10 +642,10 @@ __attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const 
     const T *h_before = nullptr, *c_before = nullptr;
     if (r < fresh) {
       h_before = a.output + (row_before + r) * s.stride;
-      if (has_c(C)) c_before = a.cells + (row_before + r) * s.stride;
+      if (has_c(C)) c_before = a.cells + (row_before + r) * kKept * s.stride;
     } else {
-      if (a.h0 != nullptr) h_before = a.h0 + (part.b0 + r) * H;
-      if (a.c0 != nullptr) c_before = a.c0 + (part.b0 + r) * H;
+      if (a.h0 != nullptr) h_before = a.h0 + (part.b0 + r) * all;
+      if (a.c0 != nullptr) c_before = a.c0 + (part.b0 + r) * kOthers * all;
     }
     for (int64_t panel = 0; panel < panels; ++panel) {
       const int64_t j = j0 + panel * kLanes, lanes = H - j;
@@ -626,10 +657,10 @@ __attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const 
                                     : Traits<C>::kBefore == StateName::kC ? c_before
                                                                           : nullptr;
       const CellGrads<T, C> grads = cell_backward<T, C>(
-          grad, a.output + row * s.stride + j, a.gates + row * 4 * H + j, H,
-          state_before != nullptr ? S::load(state_before + j, lanes) : Vec{}, a.cells + row * s.stride + j,
-          a.grad_cells == nullptr ? nullptr : a.grad_cells + row * s.stride + j, carried, dc + r * own + panel * kLanes,
-          lanes);
+          grad, a.output + row * s.stride + j, a.gates + row * 4 * all + j, all,
+          state_before != nullptr ? state_before + j : nullptr, a.cells + row * kKept * s.stride + j,
+          a.grad_cells == nullptr ? nullptr : a.grad_cells + row * kKept * s.stride + j, carried,
+          dc + r * own + panel * kLanes, at.rows * own, lanes);
       for (int block = 0; block < chain_blocks(C); ++block) {
         // See RnnBackwardArgs: the gate whose sides stay apart is the first.
         S::store(d + block * H, grads.d[sides_apart(C) && block < G ? (block + G - 1) % G : block], lanes);
@@ -640,10 +671,10 @@ __attribute__((noinline)) void backward_step(const RnnBackwardArgs<T>& a, const 
 
 template <typename T, Cell C>
 void backward(const RnnBackwardArgs<T>& a, const RnnGroup<T>& group) {
-  constexpr int G = gate_blocks(C);
+  constexpr int G = gate_blocks(C), kOthers = other_states(C);
   constexpr int kLanes = Simd<T>::kLanes;
   const RnnSequence& s = a.sequence;
-  const int64_t H = s.H, b0 = group.parts[0].b0, b1 = group.parts[0].b1;
+  const int64_t H = s.H, all = s.all, b0 = group.parts[0].b0, b1 = group.parts[0].b1;
   Crew crew = group.crew;
   const auto each_part = [&](auto f) {
     const Range mine = crew.mine();
@@ -651,10 +682,12 @@ void backward(const RnnBackwardArgs<T>& a, const RnnGroup<T>& group) {
       f(group.parts[i], BackwardScratch<T>(group.parts[i], group.scratch[i]));
   };
   each_part([&](const RnnPart& part, const BackwardScratch<T>& at) {
-    const int64_t first = b0 * H + part.p0 * kLanes, columns = smaller(H - part.p0 * kLanes, at.own);
-    fill_zero(at.dh, 2 * at.rows * at.own);
-    if (a.grad_h_n != nullptr) copy_rows(a.grad_h_n + first, H, at.dh, at.own, at.rows, columns);
-    if (a.grad_c_n != nullptr) copy_rows(a.grad_c_n + first, H, at.dc, at.own, at.rows, columns);
+    const int64_t j0 = part.p0 * kLanes, columns = smaller(H - j0, at.own), size = at.rows * at.own;
+    fill_zero(at.dh, (1 + kOthers) * size);
+    if (a.grad_h_n != nullptr) copy_rows(a.grad_h_n + b0 * all + j0, all, at.dh, at.own, at.rows, columns);
+    for (int i = 0; i < kOthers && a.grad_c_n != nullptr; ++i) {
+      copy_rows(a.grad_c_n + (b0 * kOthers + i) * all + j0, kOthers * all, at.dc + i * size, at.own, at.rows, columns);
+    }
   });
   for (int64_t step = s.steps - 1; step >= 0 && crew.present(); --step) {
     const int64_t t = s.reverse ? s.steps - 1 - step : step;
@@ -670,9 +703,11 @@ void backward(const RnnBackwardArgs<T>& a, const RnnGroup<T>& group) {
     });
   }
   each_part([&](const RnnPart& part, const BackwardScratch<T>& at) {
-    const int64_t first = b0 * H + part.p0 * kLanes, columns = smaller(H - part.p0 * kLanes, at.own);
-    if (a.grad_h0 != nullptr) copy_rows(at.dh, at.own, a.grad_h0 + first, H, at.rows, columns);
-    if (has_c(C) && a.grad_c0 != nullptr) copy_rows(at.dc, at.own, a.grad_c0 + first, H, at.rows, columns);
+    const int64_t j0 = part.p0 * kLanes, columns = smaller(H - j0, at.own), size = at.rows * at.own;
+    if (a.grad_h0 != nullptr) copy_rows(at.dh, at.own, a.grad_h0 + b0 * all + j0, all, at.rows, columns);
+    for (int i = 0; i < kOthers && a.grad_c0 != nullptr; ++i) {
+      copy_rows(at.dc + i * size, at.own, a.grad_c0 + (b0 * kOthers + i) * all + j0, kOthers * all, at.rows, columns);
+    }
   });
 }
 

@@ -1,11 +1,12 @@
 // The CPU kernels of weft::rnn, one table per instruction set (common/cpu/kernels.h). No torch header.
 //
-// Decomposition. One team of threads runs the whole op in one parallel region. A direction's threads form a grid of
-// batch groups times slices of the hidden units; two directions run side by side. Batch groups are independent of each
-// other. The slices of a group hand each other the state (forward) or the gate gradients (backward) once per step,
-// where they meet (cpu/meeting.h): they are for batches with few sequences per thread, and for weights that outgrow a
-// thread's share of the cache bandwidth. Elsewhere groups are as fast, and a thread that loses its processor does not
-// hold up others; in a group the others soon go on without it.
+// Decomposition. One team of threads runs the whole op in one parallel region. A direction, and each head of several,
+// is a recurrence of its own, whose threads form a grid of batch groups times slices of the hidden units; as many as
+// divide the threads run side by side. Batch groups are independent of each other. The slices of a group hand each
+// other the state (forward) or the gate gradients (backward) once per step, where they meet (cpu/meeting.h): they are
+// for batches with few sequences per thread, and for weights that outgrow a thread's share of the cache bandwidth.
+// Elsewhere groups are as fast, and a thread that loses its processor does not hold up others; in a group the others
+// soon go on without it.
 //
 // Where things live. Weights are packed once per call, panel by panel. A slice's recurrent weights stay in the L2 cache
 // of its thread, or stream from L3; the state and the gates of a register block are in L1. The input projection runs
@@ -30,11 +31,13 @@
 
 namespace weft::rnn {
 
-// What all members know about a direction. offsets as in RnnSteps; rows of output and cells lie `stride` apart.
+// What all members know about a recurrence: one head of a direction, of H units of the layer's `all`. Pointers are to
+// the head's first unit; gates, weights' blocks and states of `all` units lie side by side. offsets as in RnnSteps;
+// rows of output lie `stride` apart, those of cells kept_states times as far.
 struct RnnSequence {
   Cell cell;
   bool reverse, packed;
-  int64_t steps, B, I, H, stride;
+  int64_t steps, B, I, H, all, stride;
   const int64_t* offsets;
   // Sequences of batch group [b0, b1) that run at step t.
   int64_t running(int64_t t, int64_t b0, int64_t b1) const {
@@ -76,23 +79,25 @@ struct RnnBackwardArgs {
   RnnSequence sequence;
   const T *grad_output, *grad_h_n, *grad_c_n, *grad_cells;
   const T *h0, *c0, *output, *gates, *cells;
-  const T* w_hh;     // packed for the slices
-  T* dgates;         // (R, dgates_stride): chain blocks, where a gate's sides stay apart its input side's first, so
-                     // that both sides' columns are contiguous
+  const T* w_hh;  // packed for the slices
+  T* dgates;      // (R, dgates_stride): chain blocks of H, where a gate's sides stay apart its input side's first, so
+                  // that both sides' columns are contiguous
   int64_t d_stride;  // elements between its rows
   T *grad_h0, *grad_c0;
 };
 
-// A (depth, blocks * columns) matrix to pack, element (k, j) at data[k' * depth_stride + j * column_stride] with
-// k' = (k + rotate) % depth; one of the strides is 1, without rotate if it is depth_stride. Packed: [slice][depth
-// block][group of panels][k][panel][block][lane], zero beyond columns.
+// A (depth, blocks * columns) matrix to pack, element (k, column j of block b) at data[k'' * depth_stride + (b * apart
+// + j) * column_stride] with k' = (k + rotate) % depth and k'' = k' / run * run_apart + k' % run; one of the strides is
+// 1, with k'' = k if it is depth_stride. Packed: [slice][depth block][group of panels][k][panel][block][lane], zero
+// beyond columns.
 template <typename T>
 struct PackArgs {
   const T* data;
   int64_t depth, depth_stride, column_stride, rotate;
+  int64_t run, run_apart;
   int64_t depth_block;
   int blocks;
-  int64_t columns;
+  int64_t columns, apart;
   int slices;
   T* packed;
 };
@@ -108,13 +113,13 @@ struct MultiplyArgs {
   bool add;
 };
 
-// out (M, N) = left (rows, M)^T right (rows, N), column j of left giving row (j + rotate) % M of out; sums (M) = the
-// sums of left's columns in the same order. Rows of right lie at right_rows[k], null for zeros, or at right + k *
-// right_stride.
+// out (.., N) = left (rows, M)^T right (rows, N), column j of left giving row j' / run * run_apart + j' % run of out
+// with j' = (j + rotate) % M, where run divides rotate and M; sums = the sums of left's columns in the same order. Rows
+// of right lie at right_rows[k], null for zeros, or at right + k * right_stride.
 template <typename T>
 struct TransposedArgs {
   const T* left;
-  int64_t left_stride, rows, M, rotate;
+  int64_t left_stride, rows, M, rotate, run, run_apart;
   const T* right;
   const T* const* right_rows;
   int64_t right_stride, N;

@@ -15,7 +15,7 @@ constexpr int64_t kMaxElements = int64_t{1} << 30;
 }  // namespace
 
 void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left, Matrix right, void* out,
-              int64_t out_stride, bool accumulate) {
+              int64_t out_stride, bool accumulate, const Heads& heads) {
   if (m == 0 || n == 0 || (k == 0 && accumulate)) return;
   // Operands of 2^31 elements have ended in illegal memory accesses in several versions of cuBLAS. What is long here
   // are the rows of all steps: those of left, and with them those of out, or of right where left is transposed.
@@ -32,10 +32,10 @@ void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left,
       const int64_t count = std::min(slice, rows - first);
       if (left.transposed) {
         multiply(type, m, n, count, advanced(left, first), advanced(right, first), out, out_stride,
-                 accumulate || first > 0);
+                 accumulate || first > 0, heads);
       } else {
         multiply(type, count, n, k, advanced(left, first), right, static_cast<char*>(out) + first * out_stride * bytes,
-                 out_stride, accumulate);
+                 out_stride, accumulate, heads);
       }
     }
     return;
@@ -54,6 +54,13 @@ void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left,
       cublasSetMathMode(handle, reduced ? CUBLAS_DEFAULT_MATH : CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
   const float one = 1, scale = accumulate ? 1 : 0;
   // cuBLAS is column-major, in which a row-major matrix is its transpose.
+  if (heads.count > 1) {
+    TORCH_CUDABLAS_CHECK(cublasGemmStridedBatchedEx_64(
+        handle, right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, left.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k,
+        &one, right.data, element, right.stride, heads.right, left.data, element, left.stride, heads.left, &scale, out,
+        element, out_stride, heads.out, heads.count, compute, CUBLAS_GEMM_DEFAULT));
+    return;
+  }
   TORCH_CUDABLAS_CHECK(cublasGemmEx_64(handle, right.transposed ? CUBLAS_OP_T : CUBLAS_OP_N,
                                        left.transposed ? CUBLAS_OP_T : CUBLAS_OP_N, n, m, k, &one, right.data, element,
                                        right.stride, left.data, element, left.stride, &scale, out, element, out_stride,

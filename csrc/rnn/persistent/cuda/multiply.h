@@ -14,9 +14,15 @@ struct Matrix {
   bool transposed = false;
 };
 
-// out (m, n) = left (m, k) right (k, n) [+ out]. In the half types sums are in float32, but where the user allows torch
-// others.
+// Several products of the same sizes: elements from one's operand to the next one's. They share a row of left and
+// right.
+struct Heads {
+  int64_t count = 1, left = 0, right = 0, out = 0;
+};
+
+// out (m, n) = left (m, k) right (k, n) [+ out], of each head. In the half types sums are in float32, but where the
+// user allows torch others.
 void multiply(RecurrenceType type, int64_t m, int64_t n, int64_t k, Matrix left, Matrix right, void* out,
-              int64_t out_stride, bool accumulate);
+              int64_t out_stride, bool accumulate, const Heads& heads = {});
 
 }  // namespace weft::rnn

@@ -47,6 +47,7 @@ RecurrenceShape shape_of(const RecurrenceProblem& p, const RecurrenceGeometry& g
 // Registers of a thread besides resident weights: estimated, with room for the compiler.
 int other_registers(const RecurrenceShape& s, const RecurrenceLayout& l) {
   int count = 64 + l.row_tiles * l.vectors * l.sums * 4 + l.pairs * (s.backward ? 22 : 18);
+  if (states_of(s.cell) > 2) count += l.pairs * (s.backward ? 16 : 8);
   if (s.through_l2) count += 32 + l.blocks + 4 * l.vectors;
   if (s.type == RecurrenceType::kFloat && !s.fma) count += 16;
   return count;
@@ -190,9 +191,10 @@ struct Key {
 struct KeyHash {
   size_t operator()(const Key& k) const {
     size_t hash = 0;
-    for (const int64_t part : {int64_t(k.device), int64_t(k.restriction), int64_t(k.problem.cell),
-                               int64_t(k.problem.type), int64_t(k.problem.backward), int64_t(k.problem.packed),
-                               int64_t(k.problem.hidden), int64_t(k.problem.directions), int64_t(k.problem.batch)}) {
+    for (const int64_t part :
+         {int64_t(k.device), int64_t(k.restriction), int64_t(k.problem.cell), int64_t(k.problem.type),
+          int64_t(k.problem.backward), int64_t(k.problem.packed), int64_t(k.problem.hidden), int64_t(k.problem.heads),
+          int64_t(k.problem.directions), int64_t(k.problem.batch)}) {
       hash = hash * 1000003 + std::hash<int64_t>()(part);
     }
     return hash;
@@ -208,20 +210,11 @@ const char* tier_name(Tier tier) {
 std::vector<std::string> geometry_defines(const RecurrenceProblem& p, const RecurrenceGeometry& g) {
   const auto define = [](const char* name, int value) { return std::string(name) + "=" + std::to_string(value); };
   const RecurrenceShape s = shape_of(p, g);
-  return {define("CELL", int(s.cell)),
-          define("TYPE", int(s.type)),
-          define("BACKWARD", s.backward),
-          define("HIDDEN", s.hidden),
-          define("GROUP", s.group),
-          define("COLUMNS", s.columns),
-          define("UNITS", s.units),
-          define("WARPS", s.warps),
-          define("SPLIT", s.split),
-          define("RESIDENT", s.resident),
-          define("SHARED_BYTES", g.shared_bytes),
-          define("CLUSTER", s.cluster),
-          define("FMA", s.fma),
-          define("EXCHANGE", s.through_l2),
+  return {define("CELL", int(s.cell)),  define("TYPE", int(s.type)),    define("BACKWARD", s.backward),
+          define("HIDDEN", s.hidden),   define("HEADS", p.heads),       define("GROUP", s.group),
+          define("COLUMNS", s.columns), define("UNITS", s.units),       define("WARPS", s.warps),
+          define("SPLIT", s.split),     define("RESIDENT", s.resident), define("SHARED_BYTES", g.shared_bytes),
+          define("CLUSTER", s.cluster), define("FMA", s.fma),           define("EXCHANGE", s.through_l2),
           define("PACKED", p.packed)};
 }
 
@@ -254,7 +247,7 @@ std::vector<RecurrenceGeometry> recurrence_geometries(const RecurrenceProblem& p
     for (int i = 0; i < 6; ++i) {
       if (only.numbers[i] != 0 && only.numbers[i] != numbers[i]) return;
     }
-    g.groups = ceil_div(p.batch, g.columns);
+    g.groups = ceil_div(p.batch, g.columns) * p.heads;
     g.units = ceil_div(ceil_div(p.hidden, g.group), per_chunk) * per_chunk;
     // Clusters lie within a processing cluster of the device, whose size they do not divide: an H200 with 132
     // multiprocessors holds 66, 30, 15 and 7 clusters of 2, 4, 8 and 16 blocks.

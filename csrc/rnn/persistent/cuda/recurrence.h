@@ -23,7 +23,7 @@ struct RecurrenceProblem {
   Cell cell;
   RecurrenceType type;
   bool backward, packed;
-  int hidden, directions, batch;
+  int hidden, heads, directions, batch;  // hidden: of a head
   bool operator==(const RecurrenceProblem&) const = default;
 };
 
@@ -37,7 +37,7 @@ struct RecurrenceGeometry {
   bool fma;
   int directions;  // that run at the same time
   int shared_bytes;
-  int64_t groups;   // of one direction
+  int64_t groups;   // of one direction, of all heads
   int64_t at_once;  // groups of one direction that a launch may have; a grid's blocks must all be resident
   double step_us;   // expected, of all sequences
 };

@@ -1,7 +1,8 @@
-// The recurrence of one layer, both directions, in one launch: all T steps with the recurrent weights on the chip.
-// Compiled at run time for one size; recurrence_constants.jit.cuh has the macros, which recurrence.cpp sets.
+// The recurrence of one layer, both directions and all heads, in one launch: all T steps with the recurrent weights on
+// the chip. Compiled at run time for one size; recurrence_constants.jit.cuh has the macros, which recurrence.cpp sets.
 //
-// Decomposition. A group of GROUP blocks runs COLUMNS sequences of one direction. Block p owns UNITS hidden units, i.e.
+// Decomposition. A group of GROUP blocks runs COLUMNS sequences of one direction and head. Heads have weights of their
+// own and nothing to say to each other. Block p owns UNITS hidden units, i.e.
 // their rows of the recurrent weights, their gates and their state. A step is a product of the block's weight rows with
 // the vector that all blocks of the group share (forward: h[t-1], backward: the gate gradients of step t+1), then gate
 // arithmetic on the block's own units, then the exchange of the block's slice of the next vector.
@@ -54,8 +55,8 @@ constexpr bool kDefers = kPairs <= 2;
 constexpr int kChunksOfSlice = kSlice / kPerChunk, kChunks = kColumns * kChunksOfSlice;
 
 // Where a chunk of a block's stage lies in the exchanged tensor at a step, null for none.
-__device__ __forceinline__ Element* own_chunk(const Args& args, int direction, int block, int first_sequence, int index,
-                                              int step) {
+__device__ __forceinline__ Element* own_chunk(const Args& args, int direction, int head, int block, int first_sequence,
+                                              int index, int step) {
   constexpr int kChunksOfValue = kUnits / kPerChunk;
   const int column = index / kChunksOfSlice, value = index % kChunksOfSlice / kChunksOfValue;
   const int unit = block * kUnits + index % kChunksOfValue * kPerChunk;
@@ -63,10 +64,11 @@ __device__ __forceinline__ Element* own_chunk(const Args& args, int direction, i
   if (unit >= kPaddedHidden || step < 0 || step >= length) return nullptr;
   return args.exchange + direction * args.exchange_direction +
          row_of(args, direction, first_sequence + column, length, step) * args.exchange_stride +
-         args.exchange_value[value] + unit;
+         args.exchange_value[value] + head * kPaddedHidden + unit;
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __grid_constant__ Args args) {
+  if (args.gate && *args.gate == 0) return;
   unsigned char* const memory = dynamic_shared_memory();
   const u32 weights = shared_address(memory), stage = weights + kStage, buffers = weights + kBuffers;
   Element* const stage_pointer = reinterpret_cast<Element*>(memory + kStage);
@@ -78,7 +80,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const int warp_row = warp / kSplit, warp_part = warp % kSplit;
   const int block = blockIdx.x % kGroup, direction = args.first_direction + blockIdx.x / kGroup % args.directions;
-  const int first_sequence = args.first_sequence + blockIdx.x / kGroup / args.directions * kColumns;
+  int head = 0, first_sequence = args.first_sequence + blockIdx.x / kGroup / args.directions * kColumns;
+  if constexpr (kHeads > 1) {
+    const int group = first_sequence / kColumns;  // of all heads
+    head = group % kHeads;
+    first_sequence = group / kHeads * kColumns;
+  }
   const int steps = length_of(args, first_sequence);  // of the longest sequence of the group
 
   // The sequence of the group whose chunk of the vector a lane has.
@@ -92,13 +99,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
   for (int b = 0; b < kInRegisters; ++b) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      load_fragment(args, direction, block, rank, first_row, first_index, b, tile, resident[b][tile]);
+      load_fragment(args, direction, head, block, rank, first_row, first_index, b, tile, resident[b][tile]);
     }
   }
   for (int b = 0; b < kInShared; ++b) {
     for (int tile = 0; tile < kRowTiles; ++tile) {
       u32 w[8];
-      load_fragment(args, direction, block, rank, first_row, first_index, kInRegisters + b, tile, w);
+      load_fragment(args, direction, head, block, rank, first_row, first_index, kInRegisters + b, tile, w);
       const u32 to = own_weights + (b * kRowTiles + tile) * kTileBytes;
       store_shared(to, {w[0], w[1], w[2], w[3]});
       store_shared(to + kTileBytes / 2, {w[4], w[5], w[6], w[7]});
@@ -110,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
   const int start = kBackward ? steps - 1 : 0;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    start_pair(pairs[i], args, direction, block, first_sequence, thread + i * kThreads);
+    start_pair(pairs[i], args, direction, head, block, first_sequence, thread + i * kThreads);
     ahead[i] = {};
     load_ahead(ahead[i], args, direction, pairs[i], start);
   }
@@ -124,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
         const int column = i / (kGroup * kSlice), index = i % (kGroup * kSlice), unit = place_of(index).unit;
         if (unit < kHidden && first_sequence + column < args.batch) {
           *reinterpret_cast<Element*>(buffers_pointer + column * kPitch + index * kBytes) =
-              args.h0[int64_t(direction * args.batch + first_sequence + column) * kHidden + unit];
+              args.h0[int64_t(direction * args.batch + first_sequence + column) * kAll + head * kHidden + unit];
         }
       }
     }
@@ -143,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
     for (int b = 0; b < kBlocks; ++b) {
       const Place place = place_of(first_index + b * 4 * kPerChunk);
       chunk_at[b] = place.unit < kPaddedHidden && first_index + b * 4 * kPerChunk < kVector
-                        ? args.exchange_value[place.value] + place.unit
+                        ? args.exchange_value[place.value] + head * kPaddedHidden + place.unit
                         : -1;
     }
   }
@@ -194,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
           const int length = column_of(c) < kColumns ? length_of(args, sequence) : 0;
           from[c] = nullptr;
           if (k == 0) {
-            if (length > 0) from[c] = args.h0 + int64_t(direction * args.batch + sequence) * kHidden;
+            if (length > 0) from[c] = args.h0 + int64_t(direction * args.batch + sequence) * kAll + head * kHidden;
           } else if (last < length) {
             from[c] = args.exchange + direction * args.exchange_direction +
                       row_of(args, direction, sequence, length, last) * args.exchange_stride;
@@ -322,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
     if constexpr (!kShared) {
       if (!last_exchange || args.publishes_result) {
         for (int index = thread; index < kChunks; index += kThreads) {
-          Element* const to = own_chunk(args, direction, block, first_sequence, index, step);
+          Element* const to = own_chunk(args, direction, head, block, first_sequence, index, step);
           if (to) publish(to, load_shared(stage + index * 16));
         }
       }
@@ -335,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) recurrence(const __gri
     if constexpr (!kShared) {
       // A long tensor has left the L2 cache since it was filled, and who polls it would wait for memory.
       for (int index = thread; index < kChunks; index += kThreads) {
-        const Element* const p = own_chunk(args, direction, block, first_sequence, index,
+        const Element* const p = own_chunk(args, direction, head, block, first_sequence, index,
                                            kBackward ? step - kFetchedAhead : step + kFetchedAhead);
         if ((u64(p) & 31) == 0 && p) prefetch_l2(p);  // a sector of the cache
       }

@@ -1,9 +1,9 @@
 // What the recurrence kernel is compiled for: macros, the layout that follows from them, and the element type.
 //
 // CELL and TYPE: the numbers of Cell and RecurrenceType. BACKWARD, PACKED (rows and lengths come from the batch sizes):
-// 0 or 1. HIDDEN: H. EXCHANGE: 0 through shared memory, of a cluster where there are others, 1 through L2. GROUP,
-// COLUMNS, UNITS, WARPS, SPLIT, CLUSTER, RESIDENT, FMA: those of RecurrenceShape. SHARED_BYTES, where it is given: what
-// the host allocates.
+// 0 or 1. HIDDEN: H of a head, of which there are HEADS. EXCHANGE: 0 through shared memory, of a cluster where there
+// are others, 1 through L2. GROUP, COLUMNS, UNITS, WARPS, SPLIT, CLUSTER, RESIDENT, FMA: those of RecurrenceShape.
+// SHARED_BYTES, where it is given: what the host allocates.
 #pragma once
 
 #include "common/cuda/ptx.jit.cuh"
@@ -17,8 +17,13 @@ constexpr Cell kCell = Cell(CELL);
 constexpr RecurrenceType kType = RecurrenceType(TYPE);
 constexpr bool kBackward = BACKWARD, kPacked = PACKED, kFma = FMA, kShared = EXCHANGE == 0, kPools = CLUSTER > 1;
 using CellTraits = Traits<kCell>;
-constexpr bool kApart = CellTraits::kApart >= 0, kHasC = CellTraits::kStates == 2;
-constexpr int kHidden = HIDDEN, kGroup = GROUP, kColumns = COLUMNS, kUnits = UNITS, kSplit = SPLIT, kCluster = CLUSTER;
+constexpr bool kApart = CellTraits::kApart >= 0, kHasC = CellTraits::kStates > 1;
+// States beside h, those of them that `cells` holds, and those before a step that the derivative reads.
+constexpr int kOthers = CellTraits::kStates - 1, kKept = CellTraits::kKept, kRead = states_read(kCell);
+// kAll: units of the layer.
+constexpr int kHeads = HEADS, kHidden = HIDDEN, kAll = kHeads * kHidden, kGroup = GROUP, kColumns = COLUMNS,
+              kUnits = UNITS;
+constexpr int kSplit = SPLIT, kCluster = CLUSTER;
 constexpr int kThreads = 32 * WARPS;
 
 constexpr RecurrenceLayout kLayout(RecurrenceShape{kCell, kType, kBackward, kHidden, kGroup, kColumns, kUnits, WARPS,
@@ -74,7 +79,7 @@ __device__ __forceinline__ uint4 pack(const Element (&e)[kPerChunk]) {
   }
 }
 
-// Unit and value at an index of the vector; a unit of kHidden or more is padding.
+// Unit of the head and value at an index of the vector; a unit of kHidden or more is padding.
 struct Place {
   int unit, value;
 };

@@ -57,21 +57,21 @@ __device__ __forceinline__ void multiply_chunk(float (&sum)[kSums][4], const u32
   }
 }
 
-// 16 bytes of a row of the weights of a block, of a cluster those of all its blocks.
+// 16 bytes of a row of the weights of a block, of a cluster those of all its blocks. w: of the head.
 __device__ inline uint4 weights_chunk(const Element* w, int first_unit, int row, int index) {
   const int unit_out = first_unit + row % kRowUnits;
   const bool inside = row < kRowsOfUnit * kRowUnits && unit_out < kHidden;
   const Place first = place_of(index);
   if (!inside || first.unit >= kHidden) return {0, 0, 0, 0};
   if (!kBackward && kHidden % kPerChunk == 0 && (u64(w) & 15) == 0) {
-    return *reinterpret_cast<const uint4*>(w + int64_t(row / kRowUnits * kHidden + unit_out) * kHidden + first.unit);
+    return *reinterpret_cast<const uint4*>(w + int64_t(row / kRowUnits * kAll + unit_out) * kHidden + first.unit);
   }
   Element e[kPerChunk];
 #pragma unroll
   for (int i = 0; i < kPerChunk; ++i) {
     const Place in = place_of(index + i);
-    const int64_t at = kBackward ? int64_t(in.value * kHidden + in.unit) * kHidden + unit_out
-                                 : int64_t(row / kRowUnits * kHidden + unit_out) * kHidden + in.unit;
+    const int64_t at = kBackward ? int64_t(in.value * kAll + in.unit) * kHidden + unit_out
+                                 : int64_t(row / kRowUnits * kAll + unit_out) * kHidden + in.unit;
     e[i] = in.unit < kHidden ? w[at] : Element(0);
   }
   return pack(e);
@@ -85,11 +85,12 @@ using ResidentWeights = u32[kInRegisters > 0 ? kInRegisters : 1][kRowTiles][8];
 // The fragment of the weights at block `b` of the vector. A lane's chunk of row r and of row r + 8 are the eight words
 // of two mma instructions. first_row, first_index: the lane's first row, and the index of its first chunk in the
 // vector.
-__device__ __forceinline__ void load_fragment(const Args& args, int direction, int block, int rank, int first_row,
-                                              int first_index, int b, int tile, u32 (&words)[8]) {
+__device__ __forceinline__ void load_fragment(const Args& args, int direction, int head, int block, int rank,
+                                              int first_row, int first_index, int b, int tile, u32 (&words)[8]) {
   const int index = first_index + b * 4 * kPerChunk, first_unit = (block - rank) * kUnits;
-  const uint4 upper = rounded(weights_chunk(args.w_hh[direction], first_unit, first_row + tile * 16, index));
-  const uint4 lower = rounded(weights_chunk(args.w_hh[direction], first_unit, first_row + tile * 16 + 8, index));
+  const Element* const w = args.w_hh[direction] + head * kHidden * kHidden;
+  const uint4 upper = rounded(weights_chunk(w, first_unit, first_row + tile * 16, index));
+  const uint4 lower = rounded(weights_chunk(w, first_unit, first_row + tile * 16 + 8, index));
   words[0] = upper.x, words[1] = lower.x, words[2] = upper.y, words[3] = lower.y;
   words[4] = upper.z, words[5] = lower.z, words[6] = upper.w, words[7] = lower.w;
 }

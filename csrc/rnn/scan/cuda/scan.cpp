@@ -25,6 +25,8 @@
 
 #include "common/autograd.h"
 #include "common/tensor.h"
+#include "rnn/newton/cuda/newton_kernels.h"
+#include "rnn/newton/report.h"
 #include "rnn/report.h"
 #include "rnn/scan/cuda/scan_kernels.h"
 #include "scan/linear/linear_scan.h"
@@ -181,9 +183,15 @@ void recover_gates(const ScanShape& shape, const Tensor& input, const Tensor& h0
   }
 }
 
+// Undefined statistics: nobody asks.
+struct Chunked {
+  TimeChunks chunks{1, 0};
+  Tensor statistics;
+};
+
 template <typename scalar>
 void forward_kernel(const ScanShape& shape, const Tensor& projected, const Tensor& w_hh, const Tensor& b_hh,
-                    const Tensor& h0, const Tensor& c0, const RnnResults& r) {
+                    const Tensor& h0, const Tensor& c0, const RnnResults& r, const Chunked& chunked, int d) {
   const WarpForward<scalar> args{pointer<scalar>(projected),
                                  pointer<scalar>(w_hh),
                                  pointer<scalar>(b_hh),
@@ -194,7 +202,15 @@ void forward_kernel(const ScanShape& shape, const Tensor& projected, const Tenso
                                  mutable_pointer<scalar>(r.c_n),
                                  mutable_pointer<scalar>(r.gates),
                                  mutable_pointer<scalar>(r.cells)};
-  warp_forward(shape, args, c10::cuda::getCurrentCUDAStream());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if (chunked.chunks.count == 1) return warp_forward(shape, args, stream);
+  const Tensor messages =
+      at::empty({newton_messages(shape, chunked.chunks, sizeof(scalar))}, projected.options().dtype(at::kLong));
+  C10_CUDA_CHECK(cudaMemsetAsync(messages.data_ptr(), 0, messages.nbytes(), stream));
+  newton_forward(shape, args,
+                 {chunked.chunks, static_cast<uint64_t*>(messages.data_ptr()),
+                  chunked.statistics.defined() ? chunked.statistics.data_ptr<int>() + 4 * d * shape.B : nullptr},
+                 stream);
 }
 
 template <typename scalar>
@@ -284,7 +300,7 @@ bool warp_holds(const RnnSizes& s) {
 
 bool scan_has_kernels(const RnnArgs& args, const RnnSizes& s) {
   const bool wide = s.H <= scan_max_hidden(args.cell) && args.input.scalar_type() != at::kDouble;
-  return !s.packed && s.R > 0 && s.I > 0 && s.T < std::numeric_limits<int>::max() &&
+  return s.heads == 1 && scan_max_hidden(args.cell) > 0 && !s.packed && s.R > 0 && s.I > 0 && s.T < std::numeric_limits<int>::max() &&
          (warp_holds(s) || (s.H > 0 && wide));
 }
 
@@ -296,6 +312,11 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
   RnnResults r = allocate_rnn(args, s, keep_cells, save || (with_c && keep_cells), compute, compute);
   const Tensor x = contiguous_in(args.input, compute);
   const auto [h0, c0] = initial_state(args, s, compute);
+  Chunked chunked;
+  if (args.backward == Backward::kNewton && warp_holds(s)) {
+    chunked.chunks = newton_chunks(shape_of(args, s, 0), compute == at::kFloat ? 4 : 8);
+    chunked.statistics = newton_statistics(args, s, chunked.chunks.count);
+  }
   std::vector<Tensor> outputs, cells;  // of two directions
   for (int d = 0; d < s.D; ++d) {
     const RnnWeights w = rnn_weights(args, s, d);
@@ -314,7 +335,13 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
       const at::NoTF32Guard no_tf32;
       const Tensor rows = x.view({s.R, s.I}), right = w_ih.t();
       const Tensor projected = b_ih.defined() ? at::addmm(b_ih, rows, right) : at::mm(rows, right);
-      (compute == at::kFloat ? forward_kernel<float> : forward_kernel<double>)(shape, projected, w_hh, b_hh, h, c, own);
+      RnnResults walked = own;
+      // Whether chunks meet depends on c, too.
+      if (with_c && chunked.chunks.count > 1 && own.cells.dim() != 3) {
+        walked.cells = at::empty({s.T, s.B, s.H}, x.options());
+      }
+      (compute == at::kFloat ? forward_kernel<float> : forward_kernel<double>)(shape, projected, w_hh, b_hh, h, c,
+                                                                               walked, chunked, d);
     } else {
       if (s.D == 1) r.output.reset();  // torch allocates its own
       forward_by_torch(args.cell, shape.reverse, x, h, c, w_ih, w_hh, b_ih, b_hh, own);
@@ -337,6 +364,15 @@ RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells,
   r.c_n = contiguous_in(r.c_n, type);
   if (!save && r.gates.dim() == 3) r.gates = at::empty({0}, r.gates.options());
   return r;
+}
+
+void scan_recover_gates(const RnnArgs& args, const RnnSizes& s, const RnnResults& results) {
+  const auto compute = accumulate_type(args.input.scalar_type());
+  const RnnWeights w = rnn_weights(args, s, 0);
+  const auto [h0, c0] = initial_state(args, s, compute);
+  const at::NoTF32Guard no_tf32;
+  recover_gates(shape_of(args, s, 0), args.input.contiguous(), h0, c0, w.w_ih.contiguous(), w.w_hh.contiguous(),
+                contiguous_in(w.b_ih, compute), contiguous_in(w.b_hh, compute), results);
 }
 
 std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, const RnnSizes& s, const Tensor& output,

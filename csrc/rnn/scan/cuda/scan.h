@@ -16,6 +16,10 @@ bool warp_holds(const RnnSizes& sizes);
 // The forward pass of a problem that scan_has_kernels: by one warp per sequence where warp_holds, else by torch.
 RnnResults scan_forward(const RnnArgs& args, const RnnSizes& sizes, bool keep_cells, bool save);
 
+// Gates and, where the cell has them, cells of one direction from its output: what scan_forward leaves with save. All
+// in the accumulate type; h0 and c0 are given.
+void scan_recover_gates(const RnnArgs& args, const RnnSizes& sizes, const RnnResults& results);
+
 // All that rnn_backward returns, for a problem that scan_has_kernels and cells without a gradient.
 std::vector<at::Tensor> scan_backward(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& sizes,
                                       const at::Tensor& output, const at::Tensor& cells, const at::Tensor& gates,

@@ -146,7 +146,9 @@ int64_t block_workspace(const ScanShape& shape, int64_t chunks) {
 void block_chain(const ScanShape& shape, const ScanChain<float>& args, int64_t chunks, cudaStream_t stream) {
   BlockGeometry p = block_geometry(shape, chunks);
   p.workspace = args.workspace;
-  with_cell(shape.cell, [&]<Cell cell>() { cell_block<cell>(shape, args, p, stream); });
+  with_cell(shape.cell, [&]<Cell cell>() {
+    if constexpr (scan_max_hidden(cell) > 0) cell_block<cell>(shape, args, p, stream);
+  });
 }
 
 }  // namespace weft::rnn

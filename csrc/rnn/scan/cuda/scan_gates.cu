@@ -34,7 +34,7 @@ template <typename scalar>
 void gates(const ScanShape& shape, scalar* gates, scalar* entering, cudaStream_t stream) {
   const int64_t count = shape.T * shape.B * shape.H, blocks = (count + kThreads - 1) / kThreads;
   with_cell(shape.cell, [&]<Cell cell>() {
-    if constexpr (has_gates(cell)) {
+    if constexpr (has_gates(cell) && scan_max_hidden(cell) > 0) {
       launch("rnn_scan_gates", gates_kernel<cell, scalar>, blocks, dim3(kThreads), 0, stream, count, shape.H, gates,
              entering);
     }

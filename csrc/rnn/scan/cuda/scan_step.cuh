@@ -90,8 +90,8 @@ struct Derivative {
       to_cell = from_h;
       return scalar(1);
     };
-    Tr::template backward<DeviceMath<scalar>>(one, arrive, saved, saved[kAfters<cell> == 1 ? Tr::kSaved : 0],
-                                              saved[kSaved<cell> - 1], gate, carry);
+    Tr::template backward<DeviceMath<scalar>>(one, arrive, saved, saved + (kAfters<cell> == 1 ? Tr::kSaved : 0),
+                                              saved + kSaved<cell> - 1, gate, &carry);
   }
   // Of gate g's recurrent side.
   __device__ __forceinline__ scalar recurrent(int g) const { return gate[g == Tr::kApart ? Tr::kChain - 1 : g]; }

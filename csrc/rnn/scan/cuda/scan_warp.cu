@@ -25,12 +25,16 @@ namespace {
 
 template <typename scalar>
 void forward(const ScanShape& shape, const WarpForward<scalar>& args, cudaStream_t stream) {
-  with_cell(shape.cell, [&]<Cell cell>() { cell_forward<cell>(shape, args, stream); });
+  with_cell(shape.cell, [&]<Cell cell>() {
+    if constexpr (scan_max_hidden(cell) > 0) cell_forward<cell>(shape, args, stream);
+  });
 }
 
 template <typename scalar>
 void chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cudaStream_t stream) {
-  with_cell(shape.cell, [&]<Cell cell>() { cell_chain<cell>(shape, args, chunks, stream); });
+  with_cell(shape.cell, [&]<Cell cell>() {
+    if constexpr (scan_max_hidden(cell) > 0) cell_chain<cell>(shape, args, chunks, stream);
+  });
 }
 
 // How the products of a padded H are laid out: blocks per (chunk, batch), and how many of them a scheduler holds at

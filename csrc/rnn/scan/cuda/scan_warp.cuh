@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kWarp) forward_kernel(ScanShape shape, WarpFor
     scalar pre[G], kept[Tr::kSaved + 1];
 #pragma unroll
     for (int g = 0; g < G; ++g) pre[g] = g == Tr::kApart ? u[g] : in[g] + u[g];
-    h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, c, kept);
+    h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, &c, kept);
     if (own && gates) {
 #pragma unroll
       for (int g = 0; g < Tr::kSaved; ++g) gates[g * H] = kept[g];

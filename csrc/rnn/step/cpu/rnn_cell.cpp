@@ -40,16 +40,19 @@ Tensor product(const Tensor& x, const Tensor& w) {
 
 std::tuple<Tensor, Tensor, Tensor> rnn_cell_cpu(const Tensor& input, const Tensor& h, const OptionalTensor& c,
                                                 const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
-                                                const OptionalTensor& b_hh, c10::string_view cell, bool save) {
+                                                const OptionalTensor& b_hh, c10::string_view cell, bool save,
+                                                int64_t heads) {
   const char* op = "weft::rnn_cell";
-  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell)};
+  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell), heads};
   check_rnn_cell(op, args);
   if (!args.has_work()) return rnn_cell_reference(args, save).tuple();
   const RnnCellForward f = prepare_rnn_cell(args, save, kFewSequences, product);
   const int64_t G = gate_blocks(args.cell);
   const bool few = f.args.in == nullptr;
-  for_each_units(f.element, args.H(), G * (few ? args.I() + args.H() : args.B()),
-                 few ? kThreadProducts : kThreadElements,
+  // A vector of units lies within a head.
+  const int64_t lanes = cpu::rnn_cell_kernels().lanes(f.element), padded = (f.args.P + lanes - 1) / lanes * lanes,
+                units = heads == 1 ? args.H() : heads * padded;
+  for_each_units(f.element, units, G * (few ? args.I() + f.args.P : args.B()), few ? kThreadProducts : kThreadElements,
                  [&](int64_t j0, int64_t j1) { cpu::rnn_cell_kernels().forward(f.element, f.args, j0, j1); });
   return f.results.tuple();
 }
@@ -58,9 +61,9 @@ std::vector<Tensor> rnn_cell_backward_cpu(const OptionalTensor& grad_h_next, con
                                           const Tensor& input, const Tensor& h, const OptionalTensor& c,
                                           const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
                                           const OptionalTensor& b_hh, const Tensor& h_next, const Tensor& c_next,
-                                          const Tensor& gates, c10::string_view cell, RnnCellMask mask) {
+                                          const Tensor& gates, c10::string_view cell, RnnCellMask mask, int64_t heads) {
   const char* op = "weft::rnn_cell_backward";
-  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell)};
+  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell), heads};
   const RnnCellGrads grads{grad_h_next, grad_c_next};
   const RnnCellSaved saved{h_next, c_next, gates};
   check_rnn_cell(op, args);

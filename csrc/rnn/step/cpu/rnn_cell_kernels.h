@@ -15,7 +15,8 @@ namespace weft::rnn {
 
 struct RnnCellKernels {
   int64_t (*lanes)(CellElement);
-  // Hidden units [j0, j1) of all sequences, j0 a multiple of lanes.
+  // Hidden units [j0, j1) of all sequences, j0 a multiple of lanes; forward counts those of each of several heads in
+  // whole vectors.
   void (*forward)(CellElement, const CellForwardArgs&, int64_t j0, int64_t j1);
   void (*backward)(CellElement, const CellBackwardArgs&, int64_t j0, int64_t j1);
 };

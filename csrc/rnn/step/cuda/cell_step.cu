@@ -37,7 +37,7 @@ void forward(const CellForwardArgs& a, cudaStream_t stream) {
                   a);
   }
   constexpr int kVector = 16 / sizeof(scalar);
-  bool aligned = a.I % kVector == 0 && a.H % kVector == 0;
+  bool aligned = a.I % kVector == 0 && a.P % kVector == 0;
   for (const void* p : {a.input, a.h, a.w_ih, a.w_hh}) aligned = aligned && reinterpret_cast<uintptr_t>(p) % 16 == 0;
   const auto run = [&](auto kernel, int64_t NB) {
     launch("rnn_cell", kernel, ceil_div(a.H, kCellWarps) * ceil_div(a.B, NB), dim3(kThreads), 0, stream, a);

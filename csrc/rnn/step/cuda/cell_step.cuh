@@ -40,7 +40,8 @@ __device__ __forceinline__ void cell_finish(const CellForwardArgs& a, int64_t b,
     return p == nullptr ? S(0) : S(to_acc(static_cast<const scalar*>(p)[g * a.H + j]));
   };
   using Tr = Traits<C>;
-  S pre[G], kept[Tr::kSaved + 1], h = 0, c = 0;
+  constexpr int kOthers = Tr::kStates - 1;
+  S pre[G], kept[Tr::kSaved + 1], h = 0, c[kOthers + 1] = {};
 #pragma unroll
   for (int g = 0; g < G; ++g) {
     pre[g] = sum[g] + bias(a.b_hh, g);
@@ -48,14 +49,17 @@ __device__ __forceinline__ void cell_finish(const CellForwardArgs& a, int64_t b,
   }
   const S apart = Tr::kApart >= 0 ? input_n + bias(a.b_ih, G - 1) : S(0);
   if constexpr (Tr::kBefore == StateName::kH) h = to_acc(static_cast<const scalar*>(a.h)[at]);
-  if constexpr (Tr::kStates == 2) c = to_acc(static_cast<const scalar*>(a.c)[at]);
+  const int64_t at_c = b * kOthers * a.H + j;
+#pragma unroll
+  for (int s = 0; s < kOthers; ++s) c[s] = to_acc(static_cast<const scalar*>(a.c)[at_c + s * a.H]);
   const S next = Tr::template forward<DeviceMath<S>>(pre, apart, h, c, kept);
   if (Tr::kSaved > 0 && a.gates != nullptr) {
     scalar* const saved = static_cast<scalar*>(a.gates) + b * Tr::kSaved * a.H + j;
 #pragma unroll
     for (int g = 0; g < Tr::kSaved; ++g) saved[g * a.H] = from_acc<scalar>(kept[g]);
   }
-  if constexpr (Tr::kStates == 2) static_cast<scalar*>(a.c_next)[at] = from_acc<scalar>(c);
+#pragma unroll
+  for (int s = 0; s < kOthers; ++s) static_cast<scalar*>(a.c_next)[at_c + s * a.H] = from_acc<scalar>(c[s]);
   static_cast<scalar*>(a.h_next)[at] = from_acc<scalar>(next);
 }
 
@@ -80,7 +84,7 @@ __device__ __forceinline__ void cell_products(const scalar* w, int64_t block, co
   }
 }
 
-// Block `block_index` of ceil(H / kCellWarps) * ceil(B / NB). N elements in a vector divide I and H.
+// Block `block_index` of ceil(H / kCellWarps) * ceil(B / NB). N elements in a vector divide I and P.
 template <Cell C, typename scalar, int NB, int N>
 __device__ __forceinline__ void cell_forward_few(const CellForwardArgs& a, int64_t block_index, int thread) {
   using S = acc_t<scalar>;
@@ -93,12 +97,12 @@ __device__ __forceinline__ void cell_forward_few(const CellForwardArgs& a, int64
   for (int b = 0; b < NB; ++b) {
     const int64_t row = b0 + b < a.B ? b0 + b : a.B - 1;
     x[b] = static_cast<const scalar*>(a.input) + row * a.I;
-    h[b] = static_cast<const scalar*>(a.h) + row * a.H;
+    h[b] = static_cast<const scalar*>(a.h) + row * a.H + j / a.P * a.P;
   }
   S sums[kSums][NB] = {};
   cell_products<scalar, G, NB, N>(static_cast<const scalar*>(a.w_ih) + j * a.I, a.H * a.I, x, a.I, lane, sums,
                                   [](int g) { return g == Traits<C>::kApart ? G : g; });
-  cell_products<scalar, G, NB, N>(static_cast<const scalar*>(a.w_hh) + j * a.H, a.H * a.H, h, a.H, lane, sums,
+  cell_products<scalar, G, NB, N>(static_cast<const scalar*>(a.w_hh) + j * a.P, a.H * a.P, h, a.P, lane, sums,
                                   [](int g) { return g; });
 #pragma unroll
   for (int s = 0; s < kSums; ++s) {
@@ -157,16 +161,23 @@ __device__ __forceinline__ void cell_backward_step(const CellBackwardArgs& a, in
     const int64_t at = b * H + j, out = b * G * H + j, saved = b * 4 * H + j;
     const S grad = load(a.grad_h_next, at);
     using Tr = Traits<C>;
-    S d[K], kept[Tr::kSaved + 1], after = 0, before = 0, direct = 0;
+    constexpr int kOthers = Tr::kStates - 1, kRead = states_read(C);
+    const int64_t at_c = b * kOthers * H + j;
+    S d[K], kept[Tr::kSaved + 1], after[Tr::kKept + 1] = {}, before[kRead + 1] = {}, direct[kOthers + 1] = {};
 #pragma unroll
     for (int g = 0; g < Tr::kSaved; ++g) kept[g] = load(a.gates, saved + g * H);
-    if constexpr (Tr::kAfter == StateName::kH) after = load(a.h_next, at);
-    if constexpr (Tr::kAfter == StateName::kC) after = load(a.c_next, at);
-    if constexpr (Tr::kBefore != StateName::kNone) before = load(Tr::kBefore == StateName::kH ? a.h : a.c, at);
-    const auto arrive = [&](S from_h) { return load(a.grad_c_next, at) + from_h; };
+    if constexpr (Tr::kAfter == StateName::kH) after[0] = load(a.h_next, at);
+    if constexpr (Tr::kBefore == StateName::kH) before[0] = load(a.h, at);
+#pragma unroll
+    for (int s = 0; s < Tr::kKept; ++s) {
+      if constexpr (Tr::kAfter == StateName::kC) after[s] = load(a.c_next, at_c + s * H);
+      if constexpr (Tr::kBefore == StateName::kC) before[s] = load(a.c, at_c + s * H);
+    }
+    const auto arrive = [&](S from_h, int s = 0) { return load(a.grad_c_next, at_c + s * H) + from_h; };
     Tr::template backward<DeviceMath<S>>(grad, arrive, kept, after, before, d, direct);
-    if constexpr (Tr::kBefore != StateName::kNone)
-      store(Tr::kBefore == StateName::kH ? a.grad_h : a.grad_c, at, direct);
+    if constexpr (Tr::kBefore == StateName::kH) store(a.grad_h, at, direct[0]);
+#pragma unroll
+    for (int s = 0; s < kOthers; ++s) store(a.grad_c, at_c + s * H, direct[s]);
 #pragma unroll
     for (int g = 0; g < G; ++g) {
       store(a.in, out + g * H, d[g]);

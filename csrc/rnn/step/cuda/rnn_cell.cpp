@@ -40,9 +40,10 @@ Tensor product(const Tensor& x, const Tensor& w) {
 
 std::tuple<Tensor, Tensor, Tensor> rnn_cell_cuda(const Tensor& input, const Tensor& h, const OptionalTensor& c,
                                                  const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
-                                                 const OptionalTensor& b_hh, c10::string_view cell, bool save) {
+                                                 const OptionalTensor& b_hh, c10::string_view cell, bool save,
+                                                 int64_t heads) {
   const char* op = "weft::rnn_cell";
-  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell)};
+  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell), heads};
   check_rnn_cell(op, args);
   const c10::cuda::CUDAGuard guard(input.device());
   if (!args.has_work()) return rnn_cell_reference(args, save).tuple();
@@ -56,9 +57,10 @@ std::vector<Tensor> rnn_cell_backward_cuda(const OptionalTensor& grad_h_next, co
                                            const Tensor& input, const Tensor& h, const OptionalTensor& c,
                                            const Tensor& w_ih, const Tensor& w_hh, const OptionalTensor& b_ih,
                                            const OptionalTensor& b_hh, const Tensor& h_next, const Tensor& c_next,
-                                           const Tensor& gates, c10::string_view cell, RnnCellMask mask) {
+                                           const Tensor& gates, c10::string_view cell, RnnCellMask mask,
+                                           int64_t heads) {
   const char* op = "weft::rnn_cell_backward";
-  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell)};
+  const RnnCellArgs args{input, h, c, w_ih, w_hh, b_ih, b_hh, parse_cell(op, cell), heads};
   const RnnCellGrads grads{grad_h_next, grad_c_next};
   const RnnCellSaved saved{h_next, c_next, gates};
   check_rnn_cell(op, args);

@@ -108,7 +108,7 @@ int64_t chunks_of(const LinearScan& s, int64_t& chunk) {
   const int64_t parts = s.B * ceil_div(s.H, kLine);
   chunk = std::max(kChunk, ceil_div(s.T, kMaxChunks));
   const bool idle = 2 * parts <= at::get_num_threads() && !at::in_parallel_region();
-  return idle && s.dtype != DType::f64 ? ceil_div(s.T, chunk) : 1;
+  return idle && int(s.dtype) < kChunkedTypes ? ceil_div(s.T, chunk) : 1;
 }
 
 void scan_diagonal(LinearScan s) {
@@ -149,8 +149,9 @@ void gradients_cpu(const DiagonalBackward& problem) {
   at::Tensor sums;
   double* parts = nullptr;
   if (g.grad_A && g.summed) {
-    sums = at::empty({chunks, d.problem.grad.size(1), H}, d.problem.grad.options().dtype(at::kDouble));
-    parts = sums.mutable_data_ptr<double>();
+    const auto type = d.problem.grad.is_complex() ? at::kComplexDouble : at::kDouble;
+    sums = at::empty({chunks, d.problem.grad.size(1), H}, d.problem.grad.options().dtype(type));
+    parts = static_cast<double*>(sums.mutable_data_ptr());
   }
   const RunPart run = [&](const Part& part, int64_t k, void* state) {
     kernels.gradients[int(s.dtype)](g, part, state, parts ? parts + k * channels : nullptr);
@@ -160,14 +161,15 @@ void gradients_cpu(const DiagonalBackward& problem) {
 }
 
 at::Tensor forward_cpu(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, bool reverse,
-                       bool transpose) {
-  return linear_scan_forward(linear_scan_cpu, A, b, x0, reverse, transpose);
+                       bool transpose, bool batch_first) {
+  return linear_scan_forward(linear_scan_cpu, A, b, x0, reverse, transpose, batch_first);
 }
 
 Gradients backward_cpu(const at::Tensor& grad, const at::Tensor& A, const std::optional<at::Tensor>& x,
                        const std::optional<at::Tensor>& x0, bool reverse, bool transpose,
-                       std::array<bool, 3> output_mask) {
-  return linear_scan_gradients(linear_scan_cpu, gradients_cpu, grad, A, x, x0, reverse, transpose, output_mask);
+                       std::array<bool, 3> output_mask, bool batch_first) {
+  return linear_scan_gradients(linear_scan_cpu, gradients_cpu, grad, A, x, x0, reverse, transpose, output_mask,
+                               batch_first);
 }
 
 }  // namespace

@@ -279,6 +279,114 @@ void all_gradients(const scan::DiagonalGradients& g, const scan::Part& part, voi
   gradients<E, GradientOfA::each>(g, part, states, sums);
 }
 
+// The same of complex numbers, pairs (re, im), in one part in time: plain loops, which the compiler vectorises with
+// shuffles, as the memory bounds what is not in cache.
+template <typename R>
+WEFT_INLINE void load_complex_start(const void* x0, int64_t at, int64_t count, R* state) {
+  const R* const from = static_cast<const R*>(x0) + 2 * at;
+  for (int64_t j = 0; j < 2 * count; ++j) state[j] = x0 == nullptr ? R(0) : from[j];
+}
+
+template <typename R>
+void complex_diagonal(const LinearScan& s, const scan::Part& part, void*) {
+  const Pointers<R> p(s);
+  constexpr int64_t kBlock = 1024;
+  alignas(64) R state[2 * kBlock];
+  for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
+    const int64_t count = smaller(kBlock, part.end - begin);
+    load_complex_start(s.x0, part.row * s.x0_b + begin, count, state);
+    for (int64_t t = part.first; t < part.last; ++t) {
+      const R* __restrict const A = p.A + 2 * (t * s.A_t + part.row * s.A_b + begin);
+      const R* __restrict const b = p.b + 2 * (t * s.b_t + part.row * s.b_b + begin);
+      R* __restrict const out = p.out + 2 * (t * s.out_t + part.row * s.out_b + begin);
+      if (t == 0 && p.x0 == nullptr) {
+        for (int64_t j = 0; j < 2 * count; ++j) out[j] = state[j] = b[j];
+        continue;
+      }
+      for (int64_t j = 0; j < count; ++j) {
+        const R a_re = A[2 * j], a_im = A[2 * j + 1], re = state[2 * j], im = state[2 * j + 1];
+        const R next_re = a_re * re - a_im * im + b[2 * j], next_im = a_re * im + a_im * re + b[2 * j + 1];
+        out[2 * j] = state[2 * j] = next_re;
+        out[2 * j + 1] = state[2 * j + 1] = next_im;
+      }
+    }
+  }
+}
+
+template <typename R, GradientOfA kKind, bool kStores>
+void complex_gradients(const scan::DiagonalGradients& g, const scan::Part& part, double* all_sums) {
+  const LinearScan& s = g.scan;
+  const Pointers<R> p(s);
+  const R* const all_x = static_cast<const R*>(g.x);
+  constexpr int64_t kBlock = 1024;
+  alignas(64) R state[2 * kBlock];
+  double sums[2 * kBlock];
+  for (int64_t begin = part.begin; begin < part.end; begin += kBlock) {
+    const int64_t count = smaller(kBlock, part.end - begin);
+    fill_zero(state, 2 * count);
+    fill_zero(sums, 2 * count);
+    for (int64_t t = 0; t < s.T; ++t) {
+      const R* __restrict const A = p.A + 2 * (t * s.A_t + part.row * s.A_b + begin);
+      const R* __restrict const b = p.b + 2 * (t * s.b_t + part.row * s.b_b + begin);
+      R* __restrict const out = kStores ? p.out + 2 * (t * s.out_t + part.row * s.out_b + begin) : nullptr;
+      const R* __restrict x = nullptr;
+      R* __restrict grad_A = nullptr;
+      if constexpr (kKind != GradientOfA::none) {
+        x = t + 1 < s.T ? all_x + 2 * (t * g.x_t + part.row * g.x_b + begin)
+            : g.x0      ? static_cast<const R*>(g.x0) + 2 * (part.row * g.x0_b + begin)
+                        : nullptr;
+      }
+      if constexpr (kKind == GradientOfA::each) {
+        grad_A = static_cast<R*>(g.grad_A) + 2 * (t * g.grad_A_t + part.row * g.grad_A_b + begin);
+      }
+      const auto step = [&]<bool kFirst, bool kProducts>() __attribute__((always_inline)) {
+        for (int64_t j = 0; j < count; ++j) {
+          R re = b[2 * j], im = b[2 * j + 1];
+          if constexpr (!kFirst) {
+            const R a_re = A[2 * j], a_im = -A[2 * j + 1], was_re = state[2 * j], was_im = state[2 * j + 1];
+            re = a_re * was_re - a_im * was_im + re, im = a_re * was_im + a_im * was_re + im;
+          }
+          state[2 * j] = re, state[2 * j + 1] = im;
+          if constexpr (kStores) out[2 * j] = re, out[2 * j + 1] = im;
+          if constexpr (kKind == GradientOfA::none) continue;
+          const R x_re = kProducts ? x[2 * j] : R(0), x_im = kProducts ? -x[2 * j + 1] : R(0);
+          const R product_re = kProducts ? re * x_re - im * x_im : R(0);
+          const R product_im = kProducts ? re * x_im + im * x_re : R(0);
+          if constexpr (kKind == GradientOfA::each) grad_A[2 * j] = product_re, grad_A[2 * j + 1] = product_im;
+          if constexpr (kKind == GradientOfA::summed) sums[2 * j] += product_re, sums[2 * j + 1] += product_im;
+        }
+      };
+      if (x != nullptr) {
+        t == 0 ? step.template operator()<true, true>() : step.template operator()<false, true>();
+      } else {
+        t == 0 ? step.template operator()<true, false>() : step.template operator()<false, false>();
+      }
+    }
+    if constexpr (kKind == GradientOfA::summed) {
+      for (int64_t j = 0; j < 2 * count; ++j) all_sums[2 * (part.row * s.H + begin) + j] = sums[j];
+    }
+    if (g.grad_x0 == nullptr) continue;
+    const R* const A = p.A + 2 * (s.T * s.A_t + part.row * s.A_b + begin);
+    R* const to = static_cast<R*>(g.grad_x0) + 2 * (part.row * s.H + begin);
+    for (int64_t j = 0; j < count; ++j) {
+      const R a_re = A[2 * j], a_im = -A[2 * j + 1], re = state[2 * j], im = state[2 * j + 1];
+      to[2 * j] = a_re * re - a_im * im;
+      to[2 * j + 1] = a_re * im + a_im * re;
+    }
+  }
+}
+
+template <typename R>
+void all_complex_gradients(const scan::DiagonalGradients& g, const scan::Part& part, void*, double* sums) {
+  const auto run = [&]<GradientOfA kKind>() {
+    g.scan.out != nullptr ? complex_gradients<R, kKind, true>(g, part, sums)
+                          : complex_gradients<R, kKind, false>(g, part, sums);
+  };
+  if (g.grad_A == nullptr) return run.template operator()<GradientOfA::none>();
+  if (g.summed) return run.template operator()<GradientOfA::summed>();
+  run.template operator()<GradientOfA::each>();
+}
+
 // The loops over plain arrays are for the compiler to vectorise.
 template <typename E>
 void totals(const LinearScan& s, const scan::Part& part, const scan::Totals& result) {
@@ -499,8 +607,10 @@ void dense(const LinearScan& s, int64_t row0, int64_t row1, void* scratch) {
 const scan::LinearScanKernels linear_scan_kernels = {
     {scratch_bytes<Half>, scratch_bytes<BFloat16>, scratch_bytes<float>, scratch_bytes<double>},
     {dense<Half>, dense<BFloat16>, dense<float>, dense<double>},
-    {diagonal<Half>, diagonal<BFloat16>, diagonal<float>, diagonal<double>},
-    {all_gradients<Half>, all_gradients<BFloat16>, all_gradients<float>, all_gradients<double>},
+    {diagonal<Half>, diagonal<BFloat16>, diagonal<float>, diagonal<double>, complex_diagonal<float>,
+     complex_diagonal<double>},
+    {all_gradients<Half>, all_gradients<BFloat16>, all_gradients<float>, all_gradients<double>,
+     all_complex_gradients<float>, all_complex_gradients<double>},
     {totals<Half>, totals<BFloat16>, totals<float>}};
 
 }  // namespace weft::cpu::WEFT_ISA

@@ -30,16 +30,20 @@ struct Totals {
   double *product, *product_bound, *offset, *offset_bound;
 };
 
+constexpr int kChunkedTypes = 3;
+
 struct LinearScanKernels {
-  // Of each DType. Bytes of scratch for so many batch rows, and all steps of batch rows [row0, row1).
+  // Of each DType; the first two not for complex numbers. Bytes of scratch for so many batch rows, and all steps of
+  // batch rows [row0, row1).
   int64_t (*scratch_bytes[4])(const LinearScan& scan, int64_t rows);
   void (*dense[4])(const LinearScan& scan, int64_t row0, int64_t row1, void* scratch);
   // A part. Its channels' states, fp32 or for doubles fp64, are read from `state` unless the part begins at step 0, and
-  // left there; null where nobody asks.
-  void (*diagonal[4])(const LinearScan& scan, const Part& part, void* state);
-  // The same of lambda, with its gradients; `sums`, in fp64, is given what the part adds to a summed gradient of A.
-  void (*gradients[4])(const DiagonalGradients& problem, const Part& part, void* state, double* sums);
-  // Not for f64.
+  // left there; null where nobody asks. Complex numbers have one part in time.
+  void (*diagonal[6])(const LinearScan& scan, const Part& part, void* state);
+  // The same of lambda, with its gradients; `sums`, in fp64 or pairs of it, is given what the part adds to a summed
+  // gradient of A.
+  void (*gradients[6])(const DiagonalGradients& problem, const Part& part, void* state, double* sums);
+  // Of the first kChunkedTypes.
   void (*totals[3])(const LinearScan& scan, const Part& part, const Totals& totals);
 };
 

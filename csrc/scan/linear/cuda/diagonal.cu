@@ -1,160 +1,9 @@
-// Launches of the diagonal scan and of its gradients. What the kernels do is in diagonal_walk.cuh and
-// diagonal_tiles.cuh.
-#include <algorithm>
-#include <stdexcept>
-
-#include "common/cuda/device_costs.h"
-#include "common/integers.h"
-#include "common/launch.cuh"
-#include "scan/linear/cuda/diagonal_tiles.cuh"
-#include "scan/linear/cuda/diagonal_walk.cuh"
-#include "scan/linear/cuda/linear_scan.h"
+// The diagonal scan and its gradients of real numbers; diagonal_complex.cu has those of complex ones.
+#include "scan/linear/cuda/diagonal_complex.h"
+#include "scan/linear/cuda/diagonal_launch.cuh"
 
 namespace weft::scan {
 namespace {
-
-// What a GPU's costs say of the two ways, per SM.
-struct DiagonalCosts {
-  // A step of a walk takes a time of its own, however little it reads. So a walk keeps up with the memory where a step
-  // of all channels has so many bytes, and what it loses on less a T of up to walk_steps does not notice.
-  int64_t walk_bytes, walk_steps;
-  int64_t many_warps;  // from which a walk has the kernel for many
-  int64_t tiles;       // fewer make the strands of a tile shorter
-
-  explicit DiagonalCosts(const costs::Costs& all) {
-    const costs::Table& of = all.table("scan.linear_diagonal");
-    walk_bytes = int64_t(of("walk_bytes")), walk_steps = int64_t(of("walk_steps"));
-    many_warps = int64_t(of("many_warps")), tiles = int64_t(of("tiles"));
-  }
-};
-
-// Steps of a strand: as many as the shared memory has room for, but no fewer than kLeastSteps, to which they also
-// shrink where there would be too few tiles.
-constexpr int kMostSteps = 64, kLeastSteps = 4;
-
-template <typename T, bool kGradients, bool kMany>
-__global__ void __launch_bounds__(32) walk_kernel(const __grid_constant__ DiagonalGradients g, int64_t slabs_per_row) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  run_walk<T, kGradients, kMany>(g, slabs_per_row, memory);
-}
-
-template <typename T, bool kGradients>
-__global__ void __launch_bounds__(kTileThreads, 1) tiles_kernel(const __grid_constant__ Tiles tiles) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  run_tiles<T, kGradients>(tiles, memory);
-}
-
-// The sum of what the chunks have added to each channel.
-template <typename Acc>
-__global__ void __launch_bounds__(128) sum_chunks_kernel(const Acc* parts, int64_t chunks, int64_t channels, Acc* to) {
-  const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
-  if (channel >= channels) return;
-  double sum = 0;
-#pragma unroll 8
-  for (int64_t k = 0; k < chunks; ++k) sum += parts[k * channels + channel];
-  to[channel] = Acc(sum);
-}
-
-// Rows that lie end to end are one.
-void merge_rows(DiagonalGradients& g) {
-  LinearScan& s = g.scan;
-  auto together = [&](const void* p, int64_t stride) { return p == nullptr || stride == s.H; };
-  if (s.B == 1 || (s.A_b == s.H && s.b_b == s.H && together(s.out, s.out_b) && together(s.x0, s.x0_b) &&
-                   together(g.x, g.x_b) && together(g.x0, g.x0_b) && (g.summed || together(g.grad_A, g.grad_A_b)))) {
-    s.H *= s.B;
-    s.B = 1;
-  }
-}
-
-// Whether all rows begin and end at multiples of 16 bytes.
-bool in_pieces(const DiagonalGradients& g, int64_t size) {
-  const LinearScan& s = g.scan;
-  auto aligned = [&](const void* base, int64_t stride_t, int64_t stride_b) {
-    return base == nullptr || (reinterpret_cast<uintptr_t>(base) % 16 == 0 && (s.T == 1 || stride_t * size % 16 == 0) &&
-                               (s.B == 1 || stride_b * size % 16 == 0));
-  };
-  return s.H * size % 16 == 0 && aligned(s.A, s.A_t, s.A_b) && aligned(s.b, s.b_t, s.b_b) &&
-         aligned(s.out, s.out_t, s.out_b) && aligned(g.x, g.x_t, g.x_b) && aligned(g.x0, 0, g.x0_b) &&
-         (g.summed || aligned(g.grad_A, g.grad_A_t, g.grad_A_b));
-}
-
-template <typename T, bool kGradients, bool kMany>
-void walk(const DiagonalGradients& g, cudaStream_t stream) {
-  using S = WalkShape<T, kGradients, kMany>;
-  const int64_t slabs_per_row = ceil_div(g.scan.H, int64_t(S::kWidth));
-  launch(kGradients ? "linear_scan_diagonal_gradients_walk" : "linear_scan_diagonal_walk",
-         walk_kernel<T, kGradients, kMany>, Grid(slabs_per_row * g.scan.B), dim3(32), S::kSharedBytes, stream, g,
-         slabs_per_row);
-}
-
-template <typename T, bool kGradients>
-void tile(const DiagonalGradients& g, bool pieces, const Workspace& workspace, cudaStream_t stream) {
-  using S = TileShape<T>;
-  const LinearScan& s = g.scan;
-  Tiles tiles{};
-  tiles.problem = g;
-  tiles.pieces = pieces;
-  tiles.slabs_per_row = ceil_div(s.H, S::kWidth);
-  tiles.slabs = s.B * tiles.slabs_per_row;
-  const DeviceLimits& device = device_limits();
-  const int64_t sms = device.sm_count;
-  auto chunks = [&](int steps) { return ceil_div(s.T, int64_t(S::kTileStrands) * steps); };
-  auto shared_bytes = [&](int steps, int slots) { return tile_shared_bytes<T>(steps, kGradients, slots); };
-  int steps = kMostSteps;
-  while (steps > 1 &&
-         (shared_bytes(steps, kSlots) > device.max_shared_per_block ||
-          (steps > kLeastSteps && tiles.slabs * chunks(steps) < costs_here<DiagonalCosts>().tiles * sms))) {
-    --steps;
-  }
-  // As even as can be; a short T is one chunk of a few steps per strand.
-  tiles.chunks = chunks(steps);
-  tiles.steps = int(ceil_div(s.T, S::kTileStrands * tiles.chunks));
-  const int64_t all = tiles.slabs * tiles.chunks;
-  if (all + sms > int64_t(UINT32_MAX)) throw std::runtime_error("weft: linear_scan: more than 2^32 tiles of sequences");
-  const bool cut = tiles.chunks > 1, in_turn = cut || all > sms;
-  tiles.slots = in_turn ? kSlots : 1;
-
-  const bool sums = g.summed && g.grad_A != nullptr, apart = sums && cut;
-  const int64_t counts = (in_turn ? 16 : 0) + (cut ? ceil_div(4 * all, 16) * 16 : 0);
-  const int64_t words = cut ? all * S::kWidth * S::kWords * 8 : 0;
-  const int64_t channels = s.B * s.H, parts = apart ? tiles.chunks * channels * int64_t(sizeof(acc_t<T>)) : 0;
-  if (counts + words + parts > 0) {
-    char* const memory = static_cast<char*>(workspace(size_t(counts + words + parts)));
-    if (in_turn) {
-      tiles.counter = reinterpret_cast<unsigned long long*>(memory);
-      tiles.status = reinterpret_cast<uint32_t*>(memory + 16);
-      tiles.words = reinterpret_cast<uint64_t*>(memory + counts);
-      cuda_check(cudaMemsetAsync(memory, 0, size_t(counts + words), stream), "linear_scan_diagonal_tiles");
-    }
-    tiles.sums = memory + counts + words;
-  }
-  if (sums && !apart) tiles.sums = g.grad_A;
-  launch(kGradients ? "linear_scan_diagonal_gradients_tiles" : "linear_scan_diagonal_tiles",
-         tiles_kernel<T, kGradients>, Grid(std::min(all, in_turn ? sms : all)), dim3(kTileThreads),
-         size_t(shared_bytes(tiles.steps, tiles.slots)), stream, tiles);
-  if (apart) {
-    using Acc = acc_t<T>;
-    launch("linear_scan_diagonal_sums", sum_chunks_kernel<Acc>, Grid(ceil_div(channels, 128)), dim3(128), 0, stream,
-           static_cast<const Acc*>(tiles.sums), tiles.chunks, channels, static_cast<Acc*>(g.grad_A));
-  }
-}
-
-template <typename T, bool kGradients>
-void run(DiagonalGradients g, const Workspace& workspace, cudaStream_t stream) {
-  merge_rows(g);
-  const LinearScan& s = g.scan;
-  const bool pieces = in_pieces(g, sizeof(T));
-  const int64_t sms = device_limits().sm_count, warps = s.B * ceil_div(s.H, int64_t(32));
-  const DiagonalCosts& costs = costs_here<DiagonalCosts>();
-  const bool wide = s.B * s.H * int64_t(sizeof(T)) >= costs.walk_bytes * sms;
-  if (!pieces || !(wide || s.T <= costs.walk_steps)) {
-    tile<T, kGradients>(g, pieces, workspace, stream);
-  } else if (warps > costs.many_warps * sms) {
-    walk<T, kGradients, true>(g, stream);
-  } else {
-    walk<T, kGradients, false>(g, stream);
-  }
-}
 
 template <bool kGradients>
 void run_any(const DiagonalGradients& g, const Workspace& workspace, cudaStream_t stream) {
@@ -168,6 +17,9 @@ void run_any(const DiagonalGradients& g, const Workspace& workspace, cudaStream_
       return run<float, kGradients>(g, workspace, stream);
     case DType::f64:
       return run<double, kGradients>(g, workspace, stream);
+    case DType::c64:
+    case DType::c128:
+      return linear_scan_diagonal_complex(g, kGradients, workspace, stream);
   }
 }
 

@@ -32,9 +32,9 @@
 #include <cstdint>
 
 #include "common/cuda/ptx.jit.cuh"
-#include "common/element.cuh"
 #include "scan/linear/cuda/chunk_status.cuh"
 #include "scan/linear/cuda/diagonal_totals.cuh"
+#include "scan/linear/cuda/state.cuh"
 #include "scan/linear/linear_scan_args.h"
 
 namespace weft::scan {
@@ -50,7 +50,7 @@ struct TileShape {
   static constexpr int kLanes = kRowBytes / kLaneBytes, kWidth = kLanes * kChannels;
   static constexpr int kStrands = 32 / kLanes, kTileStrands = kTileWarps * kStrands;
   // Words that a tile leaves for others, per channel: its total, and the state after it.
-  static constexpr int kTotalWords = Total<acc_t<T>>::kWords, kWords = kTotalWords + 1;
+  static constexpr int kTotalWords = Total<state_t<T>>::kWords, kWords = kTotalWords + 1;
   // Rows from strand to strand, so that the strands of a warp lie in different banks.
   static constexpr int stride(int steps) {
     constexpr int kRows = 128 / kRowBytes;  // that all banks hold
@@ -84,8 +84,8 @@ struct alignas(16) TileShared {
   // Of every strand's steps, then of the steps before it in the 8 strands that a lane of the finder takes.
   double totals[2][Shape::kTileStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];
   double groups[2][Shape::kStrands][Shape::kChannels][Shape::kTotalWords][Shape::kLanes];  // of each 8 strands
-  acc_t<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
-  acc_t<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
+  state_t<T> starts[2][Shape::kTileStrands][Shape::kChannels][Shape::kLanes];  // then sums for a summed gradient of A
+  state_t<T> found[Shape::kChannels][Shape::kLanes];                           // the state before a tile
   Place places[kPlaces];
 };
 
@@ -100,7 +100,7 @@ constexpr int64_t tile_shared_bytes(int steps, bool gradients, int slots) {
 template <typename T, bool kGradients>
 class Tile {
   using S = TileShape<T>;
-  using Acc = acc_t<T>;
+  using Acc = state_t<T>;
   static constexpr int kChannels = S::kChannels, kRowBytes = S::kRowBytes, kPieces = kRowBytes / 16;
   static constexpr int kLanes = S::kLanes, kStrands = S::kStrands;
 
@@ -154,7 +154,7 @@ class Tile {
       for (int c = 0; c < kChannels; ++c) {
 #pragma unroll
         for (int j = 0; j < kSome; ++j) {
-          total[c].step(to_acc(a[j].of[c]), to_acc(b[j].of[c]));
+          total[c].step(factor<kGradients>(to_state(a[j].of[c])), to_state(b[j].of[c]));
           if (j % kFactorsPerNormalise == kFactorsPerNormalise - 1 || j == kSome - 1) total[c].normalise();
         }
       }
@@ -213,7 +213,7 @@ class Tile {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       x[c] = shared_.starts[half_][strand][c][lane_];
-      sum[c] = 0;
+      sum[c] = Acc{};
     }
     const bool products = kGradients && g.x != nullptr;
     auto steps = [&](int i, auto some) {
@@ -229,8 +229,8 @@ class Tile {
       for (int j = 0; j < kSome; ++j) {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          x[c] = fused(to_acc(a[j].of[c]), x[c], to_acc(b[j].of[c]));
-          b[j].of[c] = from_acc<T>(x[c]);
+          x[c] = fused(factor<kGradients>(to_state(a[j].of[c])), x[c], to_state(b[j].of[c]));
+          b[j].of[c] = to_element<T>(x[c]);
         }
         write(b_, strand, i + j, b[j]);
         if (products) {
@@ -238,9 +238,9 @@ class Tile {
           const bool none = g.x0 == nullptr && first + i + j + 1 == scan_.T;
 #pragma unroll
           for (int c = 0; c < kChannels; ++c) {
-            const Acc product = none ? Acc(0) : x[c] * to_acc(previous[j].of[c]);
+            const Acc product = none ? Acc{} : times(x[c], conjugate(to_state(previous[j].of[c])));
             sum[c] += product;
-            previous[j].of[c] = from_acc<T>(product);
+            previous[j].of[c] = to_element<T>(product);
           }
           write(x_, strand, i + j, previous[j]);
         }
@@ -263,11 +263,11 @@ class Tile {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
           if (c >= owned_) continue;
-          const Acc product = to_acc(A[c]) * x[c];
+          const Acc product = times(conjugate(to_state(A[c])), x[c]);
           if (g.wide_x0) {
             static_cast<Acc*>(g.grad_x0)[place_.row * scan_.H + h + c] = product;
           } else {
-            static_cast<T*>(g.grad_x0)[place_.row * scan_.H + h + c] = from_acc<T>(product);
+            static_cast<T*>(g.grad_x0)[place_.row * scan_.H + h + c] = to_element<T>(product);
           }
         }
       }
@@ -280,9 +280,9 @@ class Tile {
     Acc* const to = static_cast<Acc*>(tiles_.sums) + (place_.chunk * scan_.B + place_.row) * scan_.H + place_.h0;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      double sum = 0;
+      sum_t<Acc> sum{};
       for (int strand = 0; strand < S::kTileStrands; ++strand) sum += shared_.starts[half_][strand][c][lane_];
-      if (c < owned_ && strand_ == 0) to[lane_ * kChannels + c] = Acc(sum);
+      if (c < owned_ && strand_ == 0) to[lane_ * kChannels + c] = rounded<Acc>(sum);
     }
     __syncwarp();  // before they are starts again
   }
@@ -300,13 +300,6 @@ class Tile {
   }
   __device__ void write(unsigned char* rows, int strand, int i, const Lane& value) const {
     *reinterpret_cast<Lane*>(rows + at(strand, i)) = value;
-  }
-
-  __device__ static float fused(float a, float x, float b) {
-    return fmaf(a, x, b);
-  }
-  __device__ static double fused(double a, double x, double b) {
-    return fma(a, x, b);
   }
 
   // How many of `most` steps from `first` there are.
@@ -357,7 +350,7 @@ class Tile {
         if (exist && owned_) {
           copy_async<int(sizeof(T))>(place, at);
         } else {
-          *place = T(0);
+          *place = T{};
         }
       } else {  // cp.async has no 2-byte form
         Lane value{};
@@ -395,7 +388,8 @@ class Tile {
 
   // Roundings of a term on its way through a tile's steps, totals and a state.
   __device__ double roundings() const {
-    return S::kTileStrands * tiles_.steps + 2 * S::kTileStrands + 2;
+    // A product of pairs rounds a little more than twice what one of numbers does.
+    return (kComplex<T> ? 3 : 1) * (S::kTileStrands * tiles_.steps + 2 * S::kTileStrands + 2);
   }
 
   using Kept = double[S::kTotalWords][kLanes];
@@ -495,7 +489,7 @@ class Tile {
         if (known && by_total) x = start;
         shared_.starts[half_][strand][c][lane_] = x;
         for (int i = 0; i < strand_steps(strand); ++i) {
-          x = fused(to_acc(read(A_, strand, i).of[c]), x, to_acc(read(b_, strand, i).of[c]));
+          x = fused(factor<kGradients>(to_state(read(A_, strand, i).of[c])), x, to_state(read(b_, strand, i).of[c]));
         }
       }
       after[c] = before[c];
@@ -521,8 +515,8 @@ class Tile {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
         x[c] = scan_.x0 != nullptr && c < owned_
-                   ? to_acc(element(scan_.x0, place_.row * scan_.x0_b)[lane_ * kChannels + c])
-                   : Acc(0);
+                   ? to_state(element(scan_.x0, place_.row * scan_.x0_b)[lane_ * kChannels + c])
+                   : Acc{};
       }
       return;
     }
@@ -566,7 +560,7 @@ class Tile {
           seen[i][j] = first + i < chunk ? look_at_word(words(first + i, c) + kLanes * j) : 1;
         }
       }
-      if (first == known + 1) x = Acc(wait_for_word(state_word(known, c), state));
+      if (first == known + 1) x = from_word<Acc>(wait_for_word(state_word(known, c), state));
       if (first >= chunk) break;
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -590,11 +584,11 @@ class Tile {
 #pragma unroll
     for (int j = 0; j < S::kTotalWords; ++j) second_known &= seen[j] != 0;
     if (!__any_sync(~0u, first == 0)) {
-      x = Acc(to_word(first));
+      x = from_word<Acc>(to_word(first));
       return true;
     }
     if (__any_sync(~0u, !second_known)) return false;
-    x = Acc(to_word(second));
+    x = from_word<Acc>(to_word(second));
     Total<Acc> total;
     total.each_word([&](int j, double& word) { word = to_word(seen[j]); });
     if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);
@@ -604,12 +598,12 @@ class Tile {
     return words(chunk, c) + kLanes * S::kTotalWords;
   }
   __device__ Acc wait_for_state(int64_t chunk, int c) const {
-    return Acc(wait_for_word(state_word(chunk, c), look_at_word(state_word(chunk, c))));
+    return from_word<Acc>(wait_for_word(state_word(chunk, c), look_at_word(state_word(chunk, c))));
   }
   __device__ void publish_state(const Acc (&x)[kChannels]) const {
     if (strand_ == 0) {
 #pragma unroll
-      for (int c = 0; c < kChannels; ++c) put_word(state_word(place_.chunk, c), double(x[c]));
+      for (int c = 0; c < kChannels; ++c) put_word(state_word(place_.chunk, c), as_word(x[c]));
     }
     put_status(kState);
   }

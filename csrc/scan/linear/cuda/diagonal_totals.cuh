@@ -4,9 +4,12 @@
 //
 // A float state has totals in double. Where their range is left, the steps are run again: a product that overflows says
 // so, and one that underflows takes along a share of the state that is nothing to a float, which may only not grow back
-// unseen. A double state has totals in pairs of doubles, and a product a 64-bit power of two of its own.
+// unseen. A double state has totals in pairs of doubles, and a product a 64-bit power of two of its own. A complex
+// state of floats has complex totals in double, which say what follows beside the size of the whole, not of each part.
 #pragma once
 #include <cstdint>
+
+#include "scan/linear/cuda/state.cuh"
 
 namespace weft::scan {
 
@@ -28,6 +31,31 @@ template <>
 struct Kept<double> {
   static constexpr double kLeast = 0x1p-1022, kLost = 0x1p-48;
 };
+
+template <>
+struct Kept<Complex<float>> : Kept<float> {};
+
+// A state as one word, and back.
+__device__ inline double as_word(float x) {
+  return x;
+}
+__device__ inline double as_word(double x) {
+  return x;
+}
+__device__ inline double as_word(Complex<float> x) {
+  // Of a NaN without its payload, which could make the word look like none.
+  const auto bits = [](float v) { return uint64_t(v == v ? __float_as_uint(v) : 0x7fc00000u); };
+  return __longlong_as_double(int64_t(bits(x.im) << 32 | bits(x.re)));
+}
+template <typename State>
+__device__ inline State from_word(double word) {
+  if constexpr (kComplex<State>) {
+    const uint64_t bits = uint64_t(__double_as_longlong(word));
+    return {__uint_as_float(uint32_t(bits)), __uint_as_float(uint32_t(bits >> 32))};
+  } else {
+    return State(word);
+  }
+}
 
 // a + b exactly, and as a pair, for |a| >= |b|.
 __device__ inline Wide ordered_sum(double a, double b) {
@@ -172,6 +200,60 @@ struct Total<float> {
     f(0, product);
     f(1, value);
     f(2, magnitude);
+  }
+};
+
+template <>
+struct Total<Complex<float>> {
+  static constexpr int kWords = 6;
+  Complex<double> product{1, 0}, value{0, 0};
+  double size = 1, magnitude = 0;  // size: a bound of abs(product) that needs no root
+
+  // At least |a|, and not much more: an excess grows with every step. In float, whose range the square may leave: above,
+  // nothing is taken from this total; below, the bound is far too small to matter.
+  __device__ static double size_of(Complex<float> a) {
+    const float square = fmaxf(fmaf(a.re, a.re, a.im * a.im), 0x1p-124f);
+    const bool zero = a.re == 0 && a.im == 0;
+    return zero ? 0 : double(square * rsqrtf(square)) * (1 + 0x1p-20);
+  }
+  __device__ static Complex<double> multiply(const Complex<double>& a, const Complex<double>& b) {
+    return {fma(a.re, b.re, -__dmul_rn(a.im, b.im)), fma(a.re, b.im, __dmul_rn(a.im, b.re))};
+  }
+
+  __device__ void step(Complex<float> a, Complex<float> b) {
+    const Complex<double> wide{a.re, a.im};
+    product = multiply(wide, product);
+    value = fused(wide, value, Complex<double>{b.re, b.im});
+    const double factor = size_of(a);
+    size = __dmul_rn(size, factor);
+    magnitude = fma(factor, magnitude, double(fabsf(b.re) + fabsf(b.im)));
+  }
+  __device__ void normalise() { magnitude = fmax(magnitude, 0x1p-300); }
+  __device__ void then(const Total& later) {
+    value = fused(later.product, value, later.value);
+    magnitude = fma(later.size, magnitude, later.magnitude);
+    product = multiply(later.product, product);
+    size = __dmul_rn(later.size, size);
+  }
+  __device__ bool follow(double roundings, Complex<float>& x) const {
+    const Complex<double> moved = multiply(product, {x.re, x.im});
+    const double re = __dadd_rn(moved.re, value.re), im = __dadd_rn(moved.im, value.im);
+    const double lost = (fabs(moved.re) + fabs(moved.im) + magnitude) * (roundings * Kept<float>::kLost);
+    const Complex<float> next{float(re), float(im)};
+    const auto finite = [](Complex<float> z) { return bool(isfinite(z.re)) & bool(isfinite(z.im)); };
+    const bool digits_left = (lost <= fmax(fabs(re), fabs(im))) | (lost <= Kept<float>::kLeast);
+    const bool taken = (digits_left & finite(next)) | !finite(x);
+    x = taken ? next : x;
+    return taken;
+  }
+  template <typename F>
+  __device__ void each_word(F f) {
+    f(0, product.re);
+    f(1, product.im);
+    f(2, value.re);
+    f(3, value.im);
+    f(4, size);
+    f(5, magnitude);
   }
 };
 

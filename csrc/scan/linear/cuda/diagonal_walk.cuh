@@ -17,7 +17,7 @@
 #include <cstdint>
 
 #include "common/cuda/ptx.jit.cuh"
-#include "common/element.cuh"
+#include "scan/linear/cuda/state.cuh"
 #include "scan/linear/linear_scan_args.h"
 
 namespace weft::scan {
@@ -27,9 +27,9 @@ struct WalkShape {
   // Of a lane. Wide rows are kind to the memory's pages where there are warps enough without them.
   static constexpr int kChannels = kGradients && kMany && sizeof(T) == 4 ? 2 : 1;
   static constexpr int kLaneBytes = kChannels * int(sizeof(T)), kWidth = 32 * kChannels, kRowBytes = 32 * kLaneBytes;
-  static constexpr int kSteps = (kMany ? 16 : kGradients ? 32 : 64) / (kLaneBytes == 8 ? 2 : 1);
+  static constexpr int kSteps = (kMany ? 16 : kGradients ? 32 : 64) / (kLaneBytes > 4 ? kLaneBytes / 4 : 1);
   static constexpr int kStages = !kMany       ? (kGradients ? 5 : 4)
-                                 : kGradients ? (kLaneBytes == 8 ? 8 : 5)
+                                 : kGradients ? (kLaneBytes >= 8 ? 8 : 5)
                                               : (kLaneBytes == 2 ? 12 : 6);
   static constexpr int kInputs = kGradients ? 3 : 2, kInputBytes = kSteps * kRowBytes;
   static constexpr int kStageBytes = kInputs * kInputBytes, kSharedBytes = kStages * kStageBytes;
@@ -77,19 +77,12 @@ class WalkInput {
   bool exists_;
 };
 
-__device__ inline float walk_fused(float a, float x, float b) {
-  return fmaf(a, x, b);
-}
-__device__ inline double walk_fused(double a, double x, double b) {
-  return fma(a, x, b);
-}
-
 // Forward: `g.scan` alone, which starts from its x0 or from zero; the gradients' scan has none, and `g.x0` is what
 // their last step multiplies lambda by. All addresses, strides and H are multiples of 16 bytes.
 template <typename T, bool kGradients, bool kMany>
 __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsigned char* ring) {
   using S = WalkShape<T, kGradients, kMany>;
-  using Acc = acc_t<T>;
+  using State = state_t<T>;
   constexpr int kChannels = S::kChannels, kSteps = S::kSteps, kStages = S::kStages, kSize = int(sizeof(T));
   struct alignas(S::kLaneBytes) Lane {
     T of[kChannels];
@@ -122,12 +115,12 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
 
   Lane start{};
   if (owned && s.x0 != nullptr) start = own(s.x0, row * s.x0_b);
-  Acc x[kChannels];
-  double sum[kChannels];
+  State x[kChannels];
+  sum_t<State> sum[kChannels];
 #pragma unroll
   for (int c = 0; c < kChannels; ++c) {
-    x[c] = to_acc(start.of[c]);
-    sum[c] = 0;
+    x[c] = to_state(start.of[c]);
+    sum[c] = {};
   }
   T* out = static_cast<T*>(s.out) + row * s.out_b + h;
   T* grad_A = static_cast<T*>(g.grad_A) + row * g.grad_A_b + h;
@@ -143,21 +136,21 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
     auto read = [&](int input, int i) {
       return reinterpret_cast<const Lane*>(base + input * S::kInputBytes + i * S::kRowBytes)[lane];
     };
-    Acc part[kChannels] = {};
+    State part[kChannels] = {};
     auto step = [&](const Lane& a, Lane value, Lane previous, bool exists) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        x[c] = walk_fused(to_acc(a.of[c]), x[c], to_acc(value.of[c]));
-        value.of[c] = from_acc<T>(x[c]);
+        x[c] = fused(factor<kGradients>(to_state(a.of[c])), x[c], to_state(value.of[c]));
+        value.of[c] = to_element<T>(x[c]);
       }
       if (writes) *reinterpret_cast<Lane*>(out) = value;
       out += s.out_t;
       if constexpr (kGradients) {
 #pragma unroll
         for (int c = 0; c < kChannels; ++c) {
-          const Acc product = exists ? x[c] * to_acc(previous.of[c]) : Acc(0);
+          const State product = exists ? times(x[c], conjugate(to_state(previous.of[c]))) : State{};
           part[c] += product;
-          previous.of[c] = from_acc<T>(product);
+          previous.of[c] = to_element<T>(product);
         }
         if (writes_A) *reinterpret_cast<Lane*>(grad_A) = previous;
         grad_A += g.grad_A_t;
@@ -191,13 +184,13 @@ __device__ void run_walk(const DiagonalGradients& g, int64_t slabs_per_row, unsi
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
       const int64_t at = row * s.H + h + c;
-      if (g.summed && g.grad_A != nullptr) static_cast<Acc*>(g.grad_A)[at] = Acc(sum[c]);
+      if (g.summed && g.grad_A != nullptr) static_cast<State*>(g.grad_A)[at] = rounded<State>(sum[c]);
       if (g.grad_x0 == nullptr) continue;
-      const Acc product = to_acc(first.of[c]) * x[c];
+      const State product = times(conjugate(to_state(first.of[c])), x[c]);
       if (g.wide_x0) {
-        static_cast<Acc*>(g.grad_x0)[at] = product;
+        static_cast<State*>(g.grad_x0)[at] = product;
       } else {
-        static_cast<T*>(g.grad_x0)[at] = from_acc<T>(product);
+        static_cast<T*>(g.grad_x0)[at] = to_element<T>(product);
       }
     }
   }

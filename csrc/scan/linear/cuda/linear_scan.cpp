@@ -36,16 +36,17 @@ void gradients_cuda(const DiagonalBackward& problem) {
 }
 
 at::Tensor forward_cuda(const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, bool reverse,
-                        bool transpose) {
+                        bool transpose, bool batch_first) {
   const c10::cuda::OptionalCUDAGuard guard(b.is_cuda() ? std::optional(b.device()) : std::nullopt);
-  return linear_scan_forward(linear_scan_cuda, A, b, x0, reverse, transpose);
+  return linear_scan_forward(linear_scan_cuda, A, b, x0, reverse, transpose, batch_first);
 }
 
 Gradients backward_cuda(const at::Tensor& grad, const at::Tensor& A, const std::optional<at::Tensor>& x,
                         const std::optional<at::Tensor>& x0, bool reverse, bool transpose,
-                        std::array<bool, 3> output_mask) {
+                        std::array<bool, 3> output_mask, bool batch_first) {
   const c10::cuda::OptionalCUDAGuard guard(grad.is_cuda() ? std::optional(grad.device()) : std::nullopt);
-  return linear_scan_gradients(linear_scan_cuda, gradients_cuda, grad, A, x, x0, reverse, transpose, output_mask);
+  return linear_scan_gradients(linear_scan_cuda, gradients_cuda, grad, A, x, x0, reverse, transpose, output_mask,
+                               batch_first);
 }
 
 }  // namespace

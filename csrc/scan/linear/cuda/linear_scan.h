@@ -3,7 +3,8 @@
 // Every launcher
 //   - writes all of out (T, B, H) and returns at once where it is empty;
 //   - does not use A at the first step when x0 is null (it may hold NaN there);
-//   - carries the state in fp32 (f16, bf16, f32) or fp64 (f64), rounds once when it writes, never uses TF32 alone;
+//   - carries the state in fp32 (f16, bf16, f32) or fp64 (f64), complex numbers in pairs of these, rounds once when it
+//     writes, never uses TF32 alone;
 //   - gives the numbers of the sequential recurrence wherever those are finite, without host synchronisation;
 //   - gives the same bits in every run, and keeps the rows of the batch apart (NaN in one touches no other);
 //   - takes the memory it works in from `workspace`, at most once.

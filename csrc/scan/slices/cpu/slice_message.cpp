@@ -12,17 +12,17 @@
 namespace weft::scan {
 namespace {
 
-constexpr int64_t kLine = 64;    // channels that a thread takes at once
-constexpr int64_t kLooks = 128;  // steps between two looks whether any of them still matters
+constexpr int64_t kSliceLine = 64;    // channels that a thread takes at once
+constexpr int64_t kSliceLooks = 128;  // steps between two looks whether any of them still matters
 
 // Calls run(row, first channel, channels) for every line of B rows of H.
 template <typename Run>
 void for_lines(int64_t B, int64_t H, const Run& run) {
-  const int64_t lines = ceil_div(H, kLine);
+  const int64_t lines = ceil_div(H, kSliceLine);
   at::parallel_for(0, B * lines, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t h = i % lines * kLine;
-      run(i / lines, h, std::min(kLine, H - h));
+      const int64_t h = i % lines * kSliceLine;
+      run(i / lines, h, std::min(kSliceLine, H - h));
     }
   });
 }
@@ -31,13 +31,13 @@ template <typename T>
 void write_message(const SliceProduct& p, const T* value, bool leaves, typename Packed<T>::Number* message) {
   const int64_t channels = p.B * p.H;
   for_lines(p.B, p.H, [&](int64_t row, int64_t h, int64_t count) {
-    Scaled products[kLine];
+    Scaled products[kSliceLine];
     const T* A = static_cast<const T*>(p.A) + row * p.A_b + h;
     for (int64_t t = 0; t < p.T; ++t, A += p.A_t) {
       for (int64_t i = 0; i < count; ++i) products[i].multiply(A[i]);
       if ((t + 1) % kFactors == 0) {
         for (int64_t i = 0; i < count; ++i) products[i].rescale();
-        if ((t + 1) % kLooks == 0 &&
+        if ((t + 1) % kSliceLooks == 0 &&
             std::all_of(products, products + count, [](const Scaled& s) { return s.is_zero<T>(); })) {
           break;
         }
@@ -62,12 +62,18 @@ void states(const SliceStates& s) {
     s.wide ? carry_between_slices<double>(s, i) : carry_between_slices<float>(s, i);
 }
 
+void gradients(const SliceGradients& s) {
+  for (int64_t i = 0; i < s.channels; ++i) {
+    s.wide ? carry_back_between_slices<double>(s, i) : carry_back_between_slices<float>(s, i);
+  }
+}
+
 template <typename T>
 void mend_slice(const SliceMend& m) {
   if (m.came != nullptr && *m.came == 0) return;
   const bool gradients = m.gradients;
   for_lines(m.B, m.H, [&](int64_t row, int64_t h, int64_t count) {
-    double v[kLine];
+    double v[kSliceLine];
     const T* const state = static_cast<const T*>(m.state) + row * m.H + h;
     std::copy_n(state, count, v);
     const T* A = static_cast<const T*>(m.A) + row * m.A_b + h;
@@ -99,7 +105,7 @@ void mend(const SliceMend& m) {
   m.wide ? mend_slice<double>(m) : mend_slice<float>(m);
 }
 
-constexpr SliceKernels kKernels{message, states, mend};
+constexpr SliceKernels kKernels{message, states, gradients, mend};
 
 }  // namespace
 
@@ -109,6 +115,9 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
   });
   m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse) {
     return slice_states(kKernels, messages, value, order, reverse);
+  });
+  m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
+    return slice_left(kKernels, messages, products, order, reverse);
   });
   m.impl("slice_mend_",
          [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& state, const std::optional<at::Tensor>& came,

@@ -8,7 +8,8 @@
 //   loads are all on their way at once. Of the product every block has a piece of time of its own, where channels are
 //   few; a second kernel multiplies these. Mending is in tiles of time: warps tell each other the products of their
 //   pieces, and each walks its own from the state that so comes in. What tiles add to a channel never leaves registers.
-// Numbers: products in double. A product that leaves the middle of its range is not trusted: the lane walks from the
+// Numbers: a piece's product and steps in the dtype, what pieces hand on in double. A product that leaves the middle of
+// its range is not trusted: the lane walks from the
 //   tile's begin, step by step, as the scan itself would.
 #include <algorithm>
 #include <type_traits>
@@ -24,14 +25,14 @@ constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8;
 // Of a warp between two meetings, as many as there are registers for.
 template <typename T, int kWarps = kFewWarps>
 constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
-// Steps between two looks whether the product is zero.
-constexpr int kProductSteps = 64;
+// Of a warp between two looks whether the product is zero.
+constexpr int kProductSteps = 32;
 
 template <typename T>
 __global__ void __launch_bounds__(kLanes* kFewWarps)
     product_kernel(const __grid_constant__ SliceProduct p, int64_t steps, Scaled* parts) {
   __shared__ double mantissas[kFewWarps][kLanes];
-  __shared__ int64_t exponents[kFewWarps][kLanes];
+  __shared__ int64_t exponents[kFewWarps][kLanes], looks[2][kFewWarps][kLanes];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const int64_t slabs = ceil_div(p.H, int64_t(kLanes));
   const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
@@ -39,20 +40,27 @@ __global__ void __launch_bounds__(kLanes* kFewWarps)
   const int64_t begin = blockIdx.y * steps, end = min(begin + steps, p.T);
   const T* const A = static_cast<const T*>(p.A) + row * p.A_b + (owned ? h : 0);
   Scaled product;
-  // Warps take turns, so that all of them see early that the rest does not matter.
-  for (int64_t t = begin + warp * kProductSteps; t < end; t += kFewWarps * kProductSteps) {
+  // Warps take turns, and look together whether the rest still matters.
+  int turn = 0;
+  for (int64_t tile = begin; tile < end; tile += kFewWarps * kProductSteps, turn ^= 1) {
+    const int64_t first = tile + warp * kProductSteps;
 #pragma unroll 1
-    for (int64_t from = t; from < min(t + kProductSteps, end); from += kSteps<T>) {
+    for (int64_t from = first; from < min(first + kProductSteps, end); from += kSteps<T>) {
       T a[kSteps<T>];
 #pragma unroll
       for (int i = 0; i < kSteps<T>; ++i) a[i] = from + i < end ? A[(from + i) * p.A_t] : T(1);
 #pragma unroll
       for (int i = 0; i < kSteps<T>; ++i) {
         product.multiply(a[i]);
-        if ((i + 1) % kFactors == 0) product.rescale();
+        if ((i + 1) % kFactors == 0) product.rescale_if_far();
       }
     }
-    if (!__any_sync(~0u, owned && !product.is_zero<T>())) break;
+    looks[turn][warp][lane] = product.exponent();
+    __syncthreads();
+    int64_t exponent = 0;
+#pragma unroll
+    for (int w = 0; w < kFewWarps; ++w) exponent += looks[turn][w][lane];
+    if (!__any_sync(~0u, owned && exponent >= kProductIsZero<T>)) break;
   }
   mantissas[warp][lane] = product.m, exponents[warp][lane] = product.e;
   __syncthreads();
@@ -82,10 +90,18 @@ __global__ void __launch_bounds__(128) states_kernel(const __grid_constant__ Sli
   if (channel < s.channels) carry_between_slices<T>(s, channel);
 }
 
-// Whether a product of doubles, of one factor in the middle of the range, is as good as the steps.
-__device__ inline bool is_trusted(double product, bool zero) {
-  const double size = product < 0 ? -product : product;
-  return (size > 0x1p-400 && size < 0x1p400) || (zero && product == 0);
+template <typename T>
+__global__ void __launch_bounds__(128) gradients_kernel(const __grid_constant__ SliceGradients s) {
+  const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
+  if (channel < s.channels) carry_back_between_slices<T>(s, channel);
+}
+
+// Whether a product, of one factor in the middle of the range, is as good as the steps.
+template <typename T>
+__device__ inline bool is_trusted(T product, bool zero) {
+  constexpr T far = sizeof(T) == 8 ? T(0x1p400) : T(0x1p100f);
+  const T size = product < 0 ? -product : product;
+  return (size > 1 / far && size < far) || (zero && product == 0);
 }
 
 template <typename T, bool kGradients, int kWarps>
@@ -130,15 +146,15 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
         }
       }
     }
-    double product = 1;
+    T product = 1;
     bool trusted = true, zero = false;
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       zero |= a[i] == T(0);
-      product *= double(a[i]);
+      product *= a[i];
       trusted &= is_trusted(product, zero);
     }
-    products[warp][lane] = trusted ? product : nan("");
+    products[warp][lane] = trusted ? double(product) : nan("");
     zeros[warp][lane] = zero;
     if (threadIdx.x == 0) goes_on[turn] = false;
     __syncthreads();
@@ -164,21 +180,22 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
     carry = sizeof(T) == 4 && next > -0x1p-200 && next < 0x1p-200 ? 0.0 : next;
 
     bool matters = false;
+    T added = T(v);
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       const int64_t t = begin + i;
-      if constexpr (!kGradients) v *= double(a[i]);
-      const T mended = T(double(value[i]) + v);
+      if constexpr (!kGradients) added *= a[i];
+      const T mended = value[i] + added;
       // Of the tile's last step, or the slice's.
       if (t == tile + kTile - 1) matters = owned && !(mended == value[i] || value[i] != value[i]);
       if (owned && t < m.T) {
         x[t * m.x_t] = mended;
         // Without a state before the first step its A has no gradient, also where lambda is not finite.
         if (of_A && (t < m.T - 1 || m.first != nullptr)) {
-          grad_A[t * m.grad_A_t] = T(double(gradient[i]) + v * double(other[i]));
+          grad_A[t * m.grad_A_t] = gradient[i] + added * other[i];
         }
       }
-      if constexpr (kGradients) v *= double(a[i]);
+      if constexpr (kGradients) added *= a[i];
     }
     if (matters) goes_on[turn] = true;
     __syncthreads();
@@ -216,6 +233,13 @@ void slice_states_cuda(const SliceStates& s, cudaStream_t stream) {
   with_type(s.wide, [&](auto zero) {
     using T = decltype(zero);
     launch("slice_states", states_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
+  });
+}
+
+void slice_gradients_cuda(const SliceGradients& s, cudaStream_t stream) {
+  with_type(s.wide, [&](auto zero) {
+    using T = decltype(zero);
+    launch("slice_left", gradients_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
   });
 }
 

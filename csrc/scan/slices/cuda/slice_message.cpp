@@ -25,11 +25,15 @@ void states(const SliceStates& s) {
   slice_states_cuda(s, at::cuda::getCurrentCUDAStream());
 }
 
+void gradients(const SliceGradients& s) {
+  slice_gradients_cuda(s, at::cuda::getCurrentCUDAStream());
+}
+
 void mend(const SliceMend& m) {
   slice_mend_cuda(m, at::cuda::getCurrentCUDAStream());
 }
 
-constexpr SliceKernels kKernels{message, states, mend};
+constexpr SliceKernels kKernels{message, states, gradients, mend};
 
 }  // namespace
 
@@ -41,6 +45,10 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
   m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse) {
     const c10::cuda::OptionalCUDAGuard guard(value.device());
     return slice_states(kKernels, messages, value, order, reverse);
+  });
+  m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
+    const c10::cuda::OptionalCUDAGuard guard(messages.device());
+    return slice_left(kKernels, messages, products, order, reverse);
   });
   m.impl("slice_mend_", [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& state,
                            const std::optional<at::Tensor>& came, bool reverse) {

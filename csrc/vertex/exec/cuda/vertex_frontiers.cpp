@@ -1,4 +1,5 @@
-// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's. The host runs
+// vertex_frontiers on CUDA: a compiled kernel per step, launched once per task; products are cuBLAS's, sums of vectors
+// one kernel (totals.cu). The host runs
 // ahead of the device: nothing here waits for it, so calls can be captured in a CUDA graph. Gradients of matrices run
 // on a second stream.
 //
@@ -23,7 +24,6 @@
 #include <algorithm>
 #include <atomic>
 #include <exception>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,7 +36,11 @@
 #include "jit/jit.h"
 #include "jit/too_many_blocks.h"
 #include "vertex/exec/aten_executor.h"
+#include "vertex/exec/cuda/counters.h"
 #include "vertex/exec/cuda/frontier.jit.cuh"
+#include "vertex/exec/cuda/multiply.h"
+#include "vertex/exec/cuda/persistent.h"
+#include "vertex/exec/cuda/totals.h"
 #include "vertex/program/object.h"
 #include "vertex/program/source.h"
 
@@ -56,17 +60,7 @@ class CudaExecutor final : public AtenExecutor {
     program_ = &memory.program;
     stream_ = at::cuda::getCurrentCUDAStream();
     device_ = at::cuda::current_device();
-    const Arrays& a = memory.arrays;
-    arguments_.vertices = a.vertices;
-    arguments_.gather = a.gather;
-    arguments_.first_edge = a.first_edge;
-    arguments_.edge_children = a.edge_children;
-    arguments_.edge_parents = a.edge_parents;
-    arguments_.first_use = a.first_use;
-    arguments_.users = a.users;
-    arguments_.first_sum_use = a.first_sum_use;
-    arguments_.sum_use_edges = a.sum_use_edges;
-    arguments_.num_vertices = a.num_vertices;
+    arguments_ = arguments_of(memory.arrays);
   }
 
   bool has_tail(bool backward) override {
@@ -75,6 +69,10 @@ class CudaExecutor final : public AtenExecutor {
     const bool fits = bytes <= size_t{kMaxParameterBytes};
     if (!program_->fused || !fits || at::cuda::getCurrentDeviceProperties()->major < 8) return false;
     return compiled_tail(backward).blocks > 0;
+  }
+
+  bool has_script(bool backward) override {
+    return memory().scripts[backward ? 1 : 0] != nullptr && persistent(backward).resident;
   }
 
   ~CudaExecutor() override {
@@ -96,43 +94,68 @@ class CudaExecutor final : public AtenExecutor {
     compiled(step, leaves).launch(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, 0, false, stream_, arguments);
   }
 
-  // Row-major matrices are cuBLAS's transposed: target^T = matrix^T source^T.
   void product(const Step& step, int64_t first, int64_t count) override {
-    if (step.when != Step::When::kFrontiers) return AtenExecutor::product(step, first, count);
-    const Matrix& matrix = memory().matrices[step.matrix];
-    const Place &source = memory().buffers[step.source], &target = memory().buffers[step.target];
-    const bool by_rows = matrix.column_stride == 1 && matrix.row_stride >= std::max<int64_t>(1, matrix.columns);
-    // As cuBLAS sees it, a matrix by rows is transposed already, which is what the left factor shall be.
-    const char form = by_rows != step.transposed ? 'n' : 't';
-    const int64_t leading = by_rows ? matrix.row_stride : matrix.column_stride;
-    const int64_t inner = program_->buffers[step.source].width, columns = program_->buffers[step.target].width;
+    if (step.bias >= 0) return AtenExecutor::product(step, first, count);
+    const Matrix& m = memory().matrices[step.matrix];
+    const Factor matrix = {m.data, step.transposed ? m.column_stride : m.row_stride,
+                           step.transposed ? m.row_stride : m.column_stride};
+    const int64_t inner = width(step.source), columns = width(step.target);
     if (columns == 0) return;
     if (inner == 0) return zero(step, first, count);
-    // torch's own wrappers are not exported. Its handle is on the current stream and follows its setting of TF32.
-    const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
-    const cublasOperation_t operation = form == 'n' ? CUBLAS_OP_N : CUBLAS_OP_T;
-    const int m = size(columns), n = size(count), k = size(inner), lda = size(leading);
-    const auto bytes = static_cast<int64_t>(c10::elementSize(scalar_type(matrix.dtype)));
-    const void *a = matrix.data, *b = static_cast<const char*>(source.data) + first * inner * bytes;
-    void* c = static_cast<char*>(target.data) + first * columns * bytes;
-    if (matrix.dtype == Dtype::kFloat64) {
-      const double one = 1, zero = 0;
-      TORCH_CUDABLAS_CHECK(cublasDgemm(handle, operation, CUBLAS_OP_N, m, n, k, &one, static_cast<const double*>(a),
-                                       lda, static_cast<const double*>(b), k, &zero, static_cast<double*>(c), m));
+    multiply(m.dtype, count, columns, inner, {row(step.source, first), stride(step.source), 1}, matrix,
+             row(step.target, first), stride(step.target), /*more=*/false);
+  }
+
+  void outer(const Step& step, int64_t first, int64_t count, bool more) override {
+    const Matrix& m = memory().matrix_gradients[step.matrix];
+    if (m.rows == 0 || m.columns == 0) return;
+    if (count == 0) {
+      if (!more) zero(step, first, count);
       return;
     }
-    const float one = 1, zero = 0;
-    if (matrix.dtype == Dtype::kFloat32) {
-      TORCH_CUDABLAS_CHECK(cublasSgemm(handle, operation, CUBLAS_OP_N, m, n, k, &one, static_cast<const float*>(a), lda,
-                                       static_cast<const float*>(b), k, &zero, static_cast<float*>(c), m));
-      return;
+    multiply(m.dtype, m.rows, m.columns, count, {row(step.source, first), 1, stride(step.source)},
+             {row(step.target, first), stride(step.target), 1}, m.data, m.row_stride, more);
+  }
+
+  void totals(std::span<const Entry> entries) override {
+    TotalsLaunch launch{};
+    int64_t rows = 0;
+    int count = 0;
+    std::vector<int32_t> vectors;  // each once
+    for (const Entry& e : entries) {
+      if (std::find(vectors.begin(), vectors.end(), e.step->vector) == vectors.end()) vectors.push_back(e.step->vector);
     }
-    const cudaDataType type = matrix.dtype == Dtype::kFloat16 ? CUDA_R_16F : CUDA_R_16BF;
-    TORCH_CUDABLAS_CHECK(cublasGemmEx(handle, operation, CUBLAS_OP_N, m, n, k, &one, a, type, lda, b, type, k, &zero, c,
-                                      type, m, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT));
+    for (const int32_t v : vectors) {
+      const auto mine = [&](const Entry& e) { return e.step->vector == v; };
+      const auto terms = std::count_if(entries.begin(), entries.end(), mine);
+      if (terms > kMaxTotals) return AtenExecutor::totals(entries);
+      if (count + terms > kMaxTotals || launch.num_vectors == kMaxTotalVectors) {
+        run(launch, rows);
+        launch = {};
+        rows = count = 0;
+      }
+      const Matrix& m = memory().vector_gradients[v];
+      TotalVector& vector = launch.vectors[launch.num_vectors++];
+      vector = {m.data, static_cast<int32_t>(m.columns), count, count + static_cast<int32_t>(terms), launch.groups};
+      launch.groups += static_cast<int32_t>(ceil_div(m.columns, 32));
+      for (const Entry& e : entries) {
+        if (!mine(e)) continue;
+        const Step& s = *e.step;
+        const char* source = static_cast<const char*>(row(s.source, e.first));
+        launch.totals[count++] = {source + s.column * bytes(s.source), stride(s.source), e.count, s.width, s.first,
+                                  program_->buffers[s.source].dtype};
+        rows = std::max(rows, e.count);
+      }
+    }
+    run(launch, rows);
   }
 
   bool tail(std::span<const Task> tasks, size_t first, bool backward) override {
+    const Counters arrived = zeroed_counters(1);
+    if (first == 0 && memory().scripts[backward ? 1 : 0] != nullptr) {
+      return launch_persistent(persistent(backward), memory(), backward ? Pass::kBackward : Pass::kForward,
+                               reinterpret_cast<unsigned*>(arrived.first), stream_);
+    }
     const Tail& kernel = compiled_tail(backward);
     TailArguments a{arguments_};
     buffers_.clear();
@@ -140,14 +163,12 @@ class CudaExecutor final : public AtenExecutor {
     std::vector<MatrixArgument> matrices;
     for (const Matrix& m : memory().matrices) matrices.push_back({m.data, m.row_stride, m.column_stride});
     if (matrices.empty()) matrices.emplace_back();
-    const at::Tensor arrived = at::empty({1}, at::TensorOptions().dtype(at::kInt).device(at::kCUDA, device_));
-    AT_CUDA_CHECK(cudaMemsetAsync(arrived.mutable_data_ptr(), 0, sizeof(int), stream_));
     const int count = static_cast<int>(tasks.size() - first);
     a.tasks = memory().arrays.tasks;
     a.first = static_cast<int>(backward ? tasks.size() - 1 : first);
     a.count = count;
     a.apart = backward ? -1 : 1;
-    a.arrived = static_cast<unsigned*>(arrived.mutable_data_ptr());
+    a.arrived = reinterpret_cast<unsigned*>(arrived.first);
     void* arguments[] = {&a, buffers_.data(), matrices.data()};
     try {
       kernel.kernel.launch(dim3(static_cast<unsigned>(kernel.blocks)), dim3(kTailThreads), kTailShared, 0,
@@ -191,25 +212,52 @@ class CudaExecutor final : public AtenExecutor {
     return streams.emplace(device, c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device)).first->second;
   }
 
-  static int size(int64_t n) {
-    TORCH_CHECK(n <= std::numeric_limits<int>::max(), "vertex_frontiers: cuBLAS takes sizes below 2^31, got ", n);
-    return static_cast<int>(n);
+  int64_t width(int32_t buffer) const { return program_->buffers[buffer].width; }
+  int64_t bytes(int32_t buffer) const {
+    return static_cast<int64_t>(c10::elementSize(scalar_type(program_->buffers[buffer].dtype)));
+  }
+  int64_t stride(int32_t buffer) const { return memory().buffers[buffer].stride; }
+  void* row(int32_t buffer, int64_t first) const {
+    return static_cast<char*>(memory().buffers[buffer].data) + first * stride(buffer) * bytes(buffer);
+  }
+
+  void run(TotalsLaunch& launch, int64_t rows) {
+    if (launch.groups == 0) return;
+    launch.pieces = totals_pieces(rows, launch.groups, device_limits().sm_count);
+    at::Tensor partial;
+    Counters arrived{};
+    if (launch.pieces > 1) {
+      const auto type = program_->doubles ? at::kDouble : at::kFloat;
+      partial =
+          at::empty({launch.pieces, int64_t{launch.groups} * 32}, at::TensorOptions().dtype(type).device(device()));
+      arrived = zeroed_counters(launch.groups);
+      launch.partial = partial.mutable_data_ptr();
+      launch.arrived = arrived.first;
+    }
+    launch_totals(launch, program_->doubles, stream_);
   }
 
   // Threads of a row.
   static int64_t lanes(const Step& step) { return step.reduces ? 32 : step.width / columns_each(step); }
 
   jit::Kernel& compiled(const Step& step, bool leaves) {
-    std::atomic<void*>& known = step.compiled->of[device_ % 64][leaves];
-    if (void* found = known.load(std::memory_order_acquire)) return *static_cast<jit::Kernel*>(found);
+    std::atomic<void*>& handle = step.compiled->of[device_ % 64][leaves];
+    if (void* found = handle.load(std::memory_order_acquire)) return *static_cast<jit::Kernel*>(found);
     const jit::Defines defines = {std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
                                   "WEFT_VERTEX_BUFFERS=" + std::to_string(step.buffers.size()),
                                   "WEFT_VERTEX_WIDTH=" + std::to_string(step.width),
                                   "WEFT_VERTEX_LANES=" + std::to_string(lanes(step)),
                                   "WEFT_VERTEX_BODY=" + kernel_body(*program_, step, leaves, columns_each(step))};
     jit::Kernel& made = jit::kernel(kSource, defines, "vertex_frontier");
-    known.store(&made, std::memory_order_release);
+    handle.store(&made, std::memory_order_release);
     return made;
+  }
+
+  const PersistentKernel& persistent(bool backward) {
+    const bool tf32 = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+                      at::Float32Precision::TF32;
+    return persistent_kernel(*program_, backward ? Pass::kBackward : Pass::kForward, memory().most_blocks, tf32,
+                             static_cast<int32_t>(memory().matrices.size()));
   }
 
   struct Tail {
@@ -218,8 +266,8 @@ class CudaExecutor final : public AtenExecutor {
   };
 
   const Tail& compiled_tail(bool backward) {
-    std::atomic<void*>& known = program_->tails->of[device_ % 64][backward];
-    if (void* found = known.load(std::memory_order_acquire)) return *static_cast<Tail*>(found);
+    std::atomic<void*>& handle = program_->tails->of[device_ % 64][backward];
+    if (void* found = handle.load(std::memory_order_acquire)) return *static_cast<Tail*>(found);
     const jit::Defines defines = {
         std::string("WEFT_VERTEX_TYPE=") + (program_->doubles ? "double" : "float"),
         "WEFT_VERTEX_BUFFERS=" + std::to_string(memory().buffers.size()),
@@ -230,7 +278,7 @@ class CudaExecutor final : public AtenExecutor {
     if (!device_limits().cooperative_launch) resident = 0;  // as of some virtual GPUs
     auto tail = std::make_unique<Tail>(Tail{made, resident * made.sm_count()});
     void* found = nullptr;
-    if (!known.compare_exchange_strong(found, tail.get(), std::memory_order_acq_rel, std::memory_order_acquire)) {
+    if (!handle.compare_exchange_strong(found, tail.get(), std::memory_order_acq_rel, std::memory_order_acquire)) {
       return *static_cast<Tail*>(found);  // another thread's
     }
     return *tail.release();  // lives as long as the kernel

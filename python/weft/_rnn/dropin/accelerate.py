@@ -11,9 +11,10 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from ..cells import GRUCell, LSTMCell, RNNCell
-from ..layers import GRU, LSTM, RNN
+from ..cells import GRUCell, LSTMCell, RNNCell, SLSTMCell
+from ..layers import GRU, LSTM, RNN, SLSTM
 from ..select import choice
+from . import xlstm_cells
 
 __all__ = ["accelerate", "restore", "swapped"]
 
@@ -28,6 +29,8 @@ _REPLACEMENTS: dict[type[Module], type[Module]] = {
     torch.nn.LSTMCell: LSTMCell,
 }
 
+_OURS = (*_REPLACEMENTS.values(), SLSTM, SLSTMCell)
+
 # Of the special members of a subclass those that a call may reach, and of the others of RNNBase those that none does.
 _RUNS = {"__call__", "__class__", "__getattr__", "__getattribute__", "__new__", "__reduce_ex__", "__slots__"}
 _NEVER_RUNS = {"_apply", "_replicate_for_data_parallel", "extra_repr", "flatten_parameters", "reset_parameters"}
@@ -41,6 +44,10 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
     (``torch.nn.utils.parametrize`` and the older ``weight_norm``). A layer that stands in two places stays one layer.
     Weft's own layers are left alone, and so are instances of a user's subclass of torch's layers, unless `subclasses`
     is set; one warning names them and says why.
+
+    Of the ``xlstm`` package (PyPI) the sLSTM cells are swapped, in the layers and blocks that hold them: the cell
+    object stays, with its parameters, and runs by Weft's operator. Left, and named in the warning, are cells that cut
+    or clip gradients or outputs, and those of another function than sLSTM. `algorithm` is not for them.
 
     A swapped layer says ``accelerated=True`` when it is printed; :func:`restore` undoes all of it.
 
@@ -59,7 +66,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: unknown algorithm; NotImplementedError: a reserved one. The model is then unchanged.
+        ValueError: unknown algorithm. The model is then unchanged.
 
     Warns:
         UserWarning: recurrent layers were left as they are, scripted ones among them, or there is none in the model.
@@ -77,7 +84,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
     choice.check_algorithm(algorithm)
     left = []
     for name, module in model.named_modules():
-        obstacle = _obstacle(module, subclasses)
+        obstacle = _obstacle(module, subclasses) or xlstm_cells.obstacle(module)
         if obstacle is not None:
             left.append(f"{name or 'the model itself'} ({_class_name(module)}) {obstacle}")
     names = {module: name for name, module in model.named_modules()}
@@ -90,13 +97,17 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
                 if child not in swapped:
                     swapped[child] = _swap(child, target, algorithm)
                 parent._modules[name] = swapped[child]
+    of_xlstm = [module for module in model.modules() if xlstm_cells.swappable(module)]
+    for cell in of_xlstm:
+        xlstm_cells.swap(cell)
     if left:
         warnings.warn(f"weft.accelerate left these layers as they are: {'; '.join(left)}", stacklevel=2)
     target = _replacement_class(model, subclasses)
     result = model if target is None else _swap(model, target, algorithm)
     if target is not None:
         swapped[model] = result
-    if not swapped and not left and not any(_is_wefts(module) for module in model.modules()):
+    known = any(_is_wefts(m) or xlstm_cells.is_swapped(m) for m in model.modules())
+    if not swapped and not left and not known:
         warnings.warn(
             f"weft.accelerate swapped nothing: {type(model).__name__} has no torch.nn.RNN, GRU, LSTM, RNNCell, GRUCell "
             "or LSTMCell inside",
@@ -107,7 +118,9 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
             what = _class_name(module).replace("torch.nn.modules.rnn.", "torch.nn.")
             ours = _torch_class(_class_before_parametrizations(module)).__name__
             print(f"weft.accelerate: {names[module] or 'the model itself'}: {what} -> weft.nn.{ours}")
-        if not swapped:
+        for cell in of_xlstm:
+            print(f"weft.accelerate: {names[cell] or 'the model itself'}: xlstm's {type(cell).__name__} -> weft::rnn")
+        if not swapped and not of_xlstm:
             print("weft.accelerate: nothing swapped")
     return result
 
@@ -130,6 +143,9 @@ def restore(model: M) -> M:
     if not isinstance(model, Module):
         raise TypeError(f"restore: model must be a torch.nn.Module, got {type(model).__name__}")
     restored: dict[Module, Module] = {}
+    for module in list(model.modules()):
+        if xlstm_cells.is_swapped(module):
+            xlstm_cells.swap_back(module)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None and getattr(child, "_accelerated", False):
@@ -151,7 +167,7 @@ def swapped(module: Module, algorithm: str = "auto") -> Module | None:
 
 
 def _is_wefts(module: Module) -> bool:
-    return issubclass(type(module), tuple(_REPLACEMENTS.values()))
+    return issubclass(type(module), _OURS)
 
 
 def _swap_back(layer: Module) -> Module:
@@ -209,7 +225,7 @@ def _obstacle(module: Module, subclasses: bool) -> str | None:
         named = getattr(module, "original_name", "") in recurrent
         return "is compiled by torch.jit.script: accelerate the model before scripting it" if named else None
     kind = _class_before_parametrizations(module)
-    if kind in _REPLACEMENTS or issubclass(kind, tuple(_REPLACEMENTS.values())):
+    if kind in _REPLACEMENTS or issubclass(kind, _OURS):
         return None
     if _torch_class(kind) is None:
         return None if not issubclass(kind, torch.nn.RNNBase) else "is none of torch.nn.RNN, GRU and LSTM"

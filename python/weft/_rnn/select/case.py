@@ -18,7 +18,7 @@ class Case:
     """What the choice of an algorithm looks at."""
 
     cell: str
-    """ "rnn_tanh", "rnn_relu", "gru" or "lstm"."""
+    """A name of weft._rnn.table.CELLS."""
     device: str
     dtype: torch.dtype
     """What the layer computes in: the input's dtype, or autocast's."""
@@ -41,6 +41,7 @@ class Case:
     keeps_cells: bool = False
     """Whether the cell state of every step is a result."""
     input_size: int = 1
+    heads: int = 1
     index: int | None = None
     """The GPU's, None on a CPU and in a compiled graph."""
     capability: tuple[int, int] | None = None

@@ -10,7 +10,7 @@ import torch
 
 from ... import _C
 from ..._base import costs as gpu_costs
-from ..._base.torch_private import constant_when_compiled
+from ..._base.torch_private import RNN_KERNELS, constant_when_compiled
 from ..dropin.torch_limits import why_not_cudnn, why_not_onednn
 from ..table import CELLS
 from . import costs, tuned
@@ -37,9 +37,6 @@ __all__ = [
 
 ALGORITHMS = ("auto", "persistent", "scan", "newton", "torch", "reference")
 
-MISSING = {"newton": "it is not implemented yet"}
-"""Reserved names, and why each does not run."""
-
 
 class Limits(NamedTuple):
     """Where "auto" takes an algorithm: in a bucket of hidden sizes, T >= min_steps and B <= max_batch."""
@@ -59,6 +56,9 @@ class Table(NamedTuple):
     buckets: dict[int, Limits]
     """Largest hidden size of a bucket -> its limits, ascending; above the last, the algorithm is not taken."""
 
+
+CUDA_MAX_HIDDEN: dict[str, int] = {cell: largest for cell, largest in _C.rnn_scan_max_hidden.items() if largest > 0}
+"""By cell, H that the CUDA kernels of the scan hold. The others have no scan."""
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _CUDA_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
@@ -80,7 +80,7 @@ def _scan_table(costs: gpu_costs.Costs, cell: str) -> Table:
 
 
 def _scan_tables(costs: gpu_costs.Costs) -> dict[tuple[str, str], Table]:
-    return {("cuda", name): _scan_table(costs, cell.costs) for name, cell in CELLS.items()}
+    return {("cuda", name): _scan_table(costs, CELLS[name].costs) for name in CUDA_MAX_HIDDEN}
 
 
 AUTO_SCAN: dict[tuple[str, str], Table] = _scan_tables(gpu_costs.reference())
@@ -120,9 +120,6 @@ AUTO_PROJECTED: dict[tuple[str, str], Table] = {
     ),
 }
 
-CUDA_MAX_HIDDEN: dict[str, int] = _C.rnn_scan_max_hidden
-"""By cell, H that the CUDA kernels of the scan hold."""
-
 CUDA_MAX_HIDDEN_FP64: int = _C.rnn_scan_max_hidden_fp64
 """The same in float64, of every cell."""
 
@@ -130,11 +127,9 @@ _DEVICES = ("cpu", "cuda") if _C.with_cuda else ("cpu",)
 
 
 def check_algorithm(name: str) -> str:
-    """Return the name; ValueError for an unknown one, NotImplementedError for a reserved one."""
+    """Return the name; ValueError for an unknown one."""
     if name not in ALGORITHMS:
         raise ValueError(f"unknown algorithm {name!r}; known are {', '.join(map(repr, ALGORITHMS))}")
-    if name in MISSING:
-        raise NotImplementedError(f'algorithm="{name}": {MISSING[name]}; use "auto"')
     return name
 
 
@@ -147,6 +142,10 @@ def why_only_reference(case: Case) -> str | None:
 
 def why_not_torch(case: Case) -> str | None:
     """Why torch's kernel cannot run this case, or None."""
+    if case.cell not in RNN_KERNELS:
+        return f"torch has no {case.cell.split('_')[0].upper()}"
+    if case.heads > 1:
+        return "torch's layers have no heads (num_heads)"
     if case.mapped:
         return "torch.func.vmap has no rule for torch's kernels"
     if case.keeps_cells:
@@ -166,6 +165,10 @@ def why_not_scan(case: Case) -> str | None:
         return "it does not return the cells of every step"
     if case.projected:
         return "it has no projection (proj_size)"
+    if case.heads > 1:
+        return "it has no heads (num_heads)"
+    if case.cell not in CUDA_MAX_HIDDEN:
+        return f"it has no {case.cell.split('_')[0].upper()}"
     obstacle = _why_not_ours(case)
     if obstacle is not None:
         return obstacle
@@ -176,6 +179,33 @@ def why_not_scan(case: Case) -> str | None:
             kernels = f"the kernels of {case.cell}{' in float64' if double else ''}"
             return f"{kernels} hold {largest} hidden units, got {case.hidden_size}"
     return None
+
+
+def why_not_newton(case: Case) -> str | None:
+    """Why "newton" cannot run this case, or None."""
+    if case.packed:
+        return "it takes no PackedSequence"
+    if case.keeps_cells:
+        return "it does not return the cells of every step"
+    if case.projected:
+        return "it has no projection (proj_size)"
+    obstacle = _why_not_ours(case)
+    if obstacle is not None or case.device != "cuda" or case.hidden_size <= CUDA_MAX_HIDDEN_FP64:
+        return obstacle
+    beyond = f"a warp holds {CUDA_MAX_HIDDEN_FP64} hidden units, got {case.hidden_size}"
+    if case.dtype == torch.float64 or case.directions > 1 or row_chunks(case) == 1:
+        return f"{beyond}, and chunks of time as rows of the persistent kernel's batch would not be faster"
+    return None
+
+
+def row_chunks(case: Case) -> int:
+    """Chunks of time that are rows of the persistent kernel's batch above what a warp holds; 1 where those would not
+    be faster."""
+    known = isinstance(case.steps, int) and isinstance(case.batch, int)  # and no symbols
+    if not (known and hasattr(_C, "rnn_row_chunks") and torch.cuda.is_available()):
+        return 1
+    index = torch.cuda.current_device() if case.index is None else case.index
+    return _C.rnn_row_chunks(index, case.cell, case.hidden_size, case.steps, case.batch)
 
 
 def why_not_persistent(case: Case) -> str | None:
@@ -221,7 +251,7 @@ def persistent_plan(case: Case) -> Plan:
         return Plan(None, how=_WITHOUT_A_KERNEL)
     plan = _plan(
         case.index, case.cell, case.dtype, case.input_size, case.hidden_size, case.layers, case.directions,
-        case.steps or 1, case.batch or 1, case.packed, case.trains,
+        case.steps or 1, case.batch or 1, case.packed, case.trains, case.heads,
     )  # fmt: skip
     if plan.why_not is None or why_not_torch(case) is None:
         return plan
@@ -231,7 +261,7 @@ def persistent_plan(case: Case) -> Plan:
 @constant_when_compiled
 def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
-    steps: int, batch: int, packed: bool, trains: bool,
+    steps: int, batch: int, packed: bool, trains: bool, heads: int,
 ) -> Plan:  # fmt: skip
     facts = _C.rnn_report(
         device=torch.cuda.current_device() if index is None else index,
@@ -245,6 +275,7 @@ def _plan(
         batch=batch,
         packed=packed,
         trains=trains,
+        **({} if heads == 1 else {"heads": heads}),
     )
     if facts["why_not"] is not None:
         return Plan(facts["why_not"])
@@ -295,12 +326,45 @@ def why_auto_skips_scan(case: Case) -> str | None:
     return _why_slower(case, "scan", "persistent")
 
 
+def why_auto_skips_newton(case: Case) -> str | None:
+    """Why "auto" prefers another to an eligible "newton", or None. How long a net remembers is not known before it has
+    run: it is taken where it costs at most a tenth more than the scan even if the net never forgets."""
+    if case.device != "cuda":
+        return f"auto does not take it on {case.device}"
+    if not isinstance(case.steps, int) or not isinstance(case.batch, int):  # but None or a symbol
+        return "auto does not take it where the length is unknown"
+    if case.hidden_size > CUDA_MAX_HIDDEN_FP64:
+        return "auto does not take it where a warp does not hold a layer"
+    reason = why_auto_skips_scan(case)
+    if reason is not None:
+        return reason
+    chunks, _ = costs.newton_chunks(case)
+    if chunks < costs.FEWEST_CHUNKS:
+        return f"{_count(chunks, 'chunk')} of time would gain little"
+    us, scan_us = modelled_time("newton", case), modelled_time("scan", case)
+    if us is None or scan_us is None or us > NEWTON_AT_MOST * scan_us:
+        return "a net that never forgets would take more than a tenth longer than as scan"
+    return None
+
+
+NEWTON_AT_MOST = 1.1
+"""What "auto" accepts that "newton" takes, where a net never forgets, over the scan."""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def why_auto_skips_persistent(case: Case) -> str | None:
     """Why "auto" prefers another to an eligible "persistent", or None."""
+    if case.device != "cuda" and ours_alone(case):
+        return None
     if case.device != "cuda":
         return beyond_limits(case, AUTO_PROJECTED if case.projected else AUTO_PERSISTENT)
     if persistent_plan(case).expected_us is None:
         return "auto takes it where it has a kernel"
+    if ours_alone(case):
+        return None
     # The weights fit. Against cuDNN's kernels for all steps, and for packed input, it was then faster wherever it was
     # measured, by less in places than the errors of the two models; against its others where the batch is small.
     if case.packed or costs.cudnn_kernel(case) != "standard":
@@ -308,6 +372,11 @@ def why_auto_skips_persistent(case: Case) -> str | None:
     if _is_small(case):
         return None
     return _why_slower(case, "persistent", "torch")
+
+
+def ours_alone(case: Case) -> bool:
+    """Whether torch has no such layer."""
+    return case.heads > 1 or case.cell not in RNN_KERNELS
 
 
 def _is_small(case: Case) -> bool:
@@ -320,6 +389,10 @@ def _is_small(case: Case) -> bool:
 
 
 def _why_auto_takes(name: str, case: Case) -> str:
+    if ours_alone(case):
+        return "torch has no such layer"
+    if name == "newton":
+        return "a fraction of the scan where the net forgets, and at most a tenth more where it does not"
     if name == "scan" or case.device == "cpu":
         return "within auto's limits"
     if case.batch is None:
@@ -365,16 +438,23 @@ def beyond_limits(case: Case, tables: dict[tuple[str, str], Table]) -> str | Non
     return None
 
 
-_OBSTACLES = {"persistent": why_not_persistent, "scan": why_not_scan, "torch": why_not_torch}
-_PREFERENCES = {"persistent": why_auto_skips_persistent, "scan": why_auto_skips_scan}
+_OBSTACLES = {
+    "persistent": why_not_persistent,
+    "scan": why_not_scan,
+    "newton": why_not_newton,
+    "torch": why_not_torch,
+}
+_PREFERENCES = {
+    "persistent": why_auto_skips_persistent,
+    "scan": why_auto_skips_scan,
+    "newton": why_auto_skips_newton,
+}
 
 
 def obstacle(name: str, case: Case) -> str | None:
     """Why the algorithm cannot run this case, or None."""
     if name == "reference":
         return None
-    if name in MISSING:
-        return MISSING[name]
     return why_only_reference(case) or _OBSTACLES[name](case)
 
 
@@ -392,6 +472,11 @@ def measured(case: Case) -> tuned.Entry | None:
 
 def how(name: str, case: Case) -> str:
     """More on how an eligible algorithm runs this case, or nothing."""
+    if name == "newton" and case.device == "cuda" and isinstance(case.steps, int) and isinstance(case.batch, int):
+        if case.hidden_size > CUDA_MAX_HIDDEN_FP64:
+            return f"{row_chunks(case)} chunks as rows of the persistent kernel's batch"
+        chunks, length = costs.newton_chunks(case)
+        return f"{_count(chunks, 'chunk')} of {_count(length, 'step')}"
     if name != "persistent":
         return ""
     projection = "the projection multiplied into the recurrent weights" if case.projected else ""
@@ -421,13 +506,13 @@ def modelled_time(name: str, case: Case) -> float | None:
     if name == "persistent":
         us = persistent_plan(case).expected_us
         us = None if us is None else max(us + costs.projection_us(case), costs.host_us(case))
-    elif name in ("scan", "torch"):
-        us = (costs.scan_us if name == "scan" else costs.torch_us)(case)
+    elif name in ("scan", "newton", "torch"):
+        us = {"scan": costs.scan_us, "newton": costs.newton_us, "torch": costs.torch_us}[name](case)
     return None if us is None else float(us)  # of sizes that are symbols, a symbol
 
 
 def choose(algorithm: str, case: Case) -> tuple[str, str]:
-    """The algorithm that runs, and why: "persistent", "scan", "torch" or "reference"."""
+    """The algorithm that runs, and why: "persistent", "scan", "newton", "torch" or "reference"."""
     reason = why_only_reference(case)
     if reason is not None:
         return "reference", reason
@@ -435,12 +520,14 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
         reason = obstacle(algorithm, case)
         if reason is None:
             return algorithm, "asked for by name"
-        return _fallback(case), f"{algorithm}: {reason}"
+        return _fallback(case, algorithm), f"{algorithm}: {reason}"
     entry = measured(case)
     if entry is not None and obstacle(entry.algorithm, case) is None:
         return entry.algorithm, "the fastest that weft.tune measured"
     # On the CPU what is in AUTO_PERSISTENT was measured to be faster than the scan.
-    order = ("persistent", "scan") if case.device == "cpu" else ("scan", "persistent")
+    # Where a warp does not hold a layer, whether chunks would be faster depends on how long the net remembers.
+    few = case.hidden_size <= CUDA_MAX_HIDDEN_FP64
+    order = ("persistent", "scan") if case.device == "cpu" else ("newton", "scan", "persistent")[0 if few else 1 :]
     reasons = []
     for name in order:
         reason = obstacle(name, case) or why_auto_skips(name, case)
@@ -453,9 +540,13 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
     return name, "; ".join(reasons)
 
 
-def _fallback(case: Case) -> str:
-    """What runs where nothing else was chosen: torch's kernel if it can."""
-    return next(name for name in ("torch", "persistent", "reference") if obstacle(name, case) is None)
+def _fallback(case: Case, asked: str = "auto") -> str:
+    """What runs where nothing else was chosen: torch's kernel if it can; in the place of "newton" what it stands
+    beside."""
+    names = ("torch", "persistent", "reference")
+    if asked == "newton":
+        names = ("scan", "persistent", *names)
+    return next(name for name in names if obstacle(name, case) is None)
 
 
 _remembered: list[functools._lru_cache_wrapper] = []

@@ -8,6 +8,7 @@ The costs of the persistent kernels follow from how they are laid out on the dev
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,19 @@ from ..._base import costs as gpu_costs
 from ..table import CELLS
 from .case import Case
 
-__all__ = ["Line", "cudnn_kernel", "host_us", "line", "persistent_at_least_us", "products_us", "scan_us", "torch_us"]
+__all__ = [
+    "FEWEST_CHUNKS",
+    "Line",
+    "cudnn_kernel",
+    "host_us",
+    "line",
+    "newton_chunks",
+    "newton_us",
+    "persistent_at_least_us",
+    "products_us",
+    "scan_us",
+    "torch_us",
+]
 
 
 class Line(NamedTuple):
@@ -111,7 +124,7 @@ def products_us(case: Case) -> float:
 def products_flops(case: Case) -> int:
     """Operations of all matrix products of torch's layer."""
     state = case.proj_size or case.hidden_size
-    inputs = case.input_size + (case.layers - 1) * state * case.directions + case.layers * state
+    inputs = case.input_size + (case.layers - 1) * state * case.directions + case.layers * (state // case.heads)
     columns = GATES[case.cell] * inputs + case.layers * case.proj_size
     flops = 2 * case.hidden_size * columns * (case.batch or 0) * (case.steps or 0) * case.directions
     return flops * (3 if case.trains else 1)
@@ -150,6 +163,41 @@ def scan_us(case: Case) -> float | None:
         return None
     largest = SCAN_LARGEST[cell]
     return max(host_us(case), line(costs, f"rnn.scan.{cell}.{largest}").us(case)) if case.trains else torch_us(case)
+
+
+FEWEST_CHUNKS = 3
+"""Below, "auto" leaves a sequence to the scan: a round walks as much as the chain, and there are two at least."""
+
+
+def newton_chunks(case: Case) -> tuple[int, int]:
+    """Chunks of time that "newton" is expected to cut a case on a GPU into, and the steps of one."""
+    costs = gpu_costs.of(case.index)
+    walkers = int(costs.number("rnn.newton", "walkers")) * _multiprocessors(case.index)
+    shortest = int(costs.number(_newton_table(case), "shortest"))
+    return _C.rnn_time_chunks(case.steps or 1, case.batch or 1, walkers, shortest)
+
+
+def _newton_table(case: Case) -> str:
+    return f"rnn.newton.{_C.rnn_cells[case.cell]['costs']}"
+
+
+@functools.cache
+def _multiprocessors(index: int | None) -> int:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties("cuda" if index is None else index).multi_processor_count
+    return next(gpu_costs.read(path)[0]["multiprocessors"] for path in sorted(gpu_costs.FOLDER.glob("*.json")))
+
+
+def newton_us(case: Case) -> float | None:
+    """Of "newton" on a GPU where the net never forgets: the scan's chain, one chunk that is walked beside all others,
+    and a message for every chunk. None where nothing like it was measured."""
+    us = scan_us(case)
+    if us is None or case.hidden_size > 32 or not isinstance(case.steps, int):
+        return None
+    costs = gpu_costs.of(case.index)
+    chunks, length = newton_chunks(case)
+    step, message = (costs.number(_newton_table(case), name) for name in ("step", "message"))
+    return us + case.layers * case.directions * (length * step + chunks * message) if chunks > 1 else us
 
 
 def _steps(case: Case) -> int:

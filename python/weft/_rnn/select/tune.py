@@ -14,7 +14,7 @@ from ..._base.stopwatch import by_turns, microseconds, steady
 from .. import runs
 from ..calls import Call
 from ..explain import Explanation, explain, prepared
-from ..layers import GRU, LSTM, RNN
+from ..layers import GRU, LSTM, RNN, SLSTM
 from . import choice, tuned
 
 __all__ = ["tune"]
@@ -24,9 +24,9 @@ _SPREAD = 0.5
 
 
 def tune(
-    layer: RNN | GRU | LSTM,
+    layer: RNN | GRU | LSTM | SLSTM,
     x: Tensor | PackedSequence,
-    hx: Tensor | tuple[Tensor, Tensor] | None = None,
+    hx: Tensor | tuple[Tensor, ...] | None = None,
 ) -> Explanation:
     """As :func:`weft.tune` says, of a recurrent layer."""
     call = prepared("tune", layer, x, hx)
@@ -60,7 +60,7 @@ def _in_training(layer: torch.nn.Module, wanted: bool) -> Iterator[None]:
         layer.training = before
 
 
-def _stopwatch(layer: RNN | GRU | LSTM, name: str, call: Call) -> Callable[[], float]:
+def _stopwatch(layer: RNN | GRU | LSTM | SLSTM, name: str, call: Call) -> Callable[[], float]:
     """What runs an algorithm once, with the backward pass where anything asks for a gradient, and returns the
     microseconds."""
     # Leaves of their own, so that no gradient goes further than the layer.

@@ -78,7 +78,7 @@ def _entry(value: Any) -> Entry | None:
     if not isinstance(value, dict) or not isinstance(value.get("microseconds"), dict):
         return None
     times = value["microseconds"]
-    known = {"persistent", "scan", "torch", "reference"}
+    known = {"persistent", "scan", "newton", "torch", "reference"}
     if not times.keys() <= known or value.get("algorithm") not in times:
         return None
     if not all(isinstance(t, float) and math.isfinite(t) and t >= 0 for t in times.values()):
@@ -107,6 +107,8 @@ def _key(case: Case) -> str:
         "cells": int(case.keeps_cells),
         "trains": int(case.trains),
     }
+    if case.heads > 1:
+        parts["heads"] = case.heads
     return " ".join(f"{name}={value}" for name, value in parts.items())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from ..._base.elementwise import BOOLEAN, ELEMENTWISE, NUMBERS, Unsupported
 from ..._base.instructions import ROUNDINGS
@@ -50,7 +51,25 @@ def compile_traces(
     """
     if math.prod(state) == 0 and any(t.scatters for t in traces):
         raise Unsupported("a state without numbers")
-    shared = Shared(math.prod(state), dtype, lazy, max(len(t.outputs) for t in traces))
+    try:
+        return _compile(traces, requires_grad, state, dtype, lazy, fuse, early=len(traces) > 1)
+    except Unsupported:
+        if len(traces) == 1:
+            raise
+    # Torch may know what the frontiers do not.
+    return _compile(traces, requires_grad, state, dtype, lazy, fuse, early=False)
+
+
+def _compile(
+    traces: Sequence[Trace],
+    requires_grad: Callable[[str, str], bool],
+    state: Sequence[int],
+    dtype: str,
+    lazy: bool,
+    fuse: bool,
+    early: bool,
+) -> Plan:
+    shared = Shared(math.prod(state), dtype, lazy, early, max(len(t.outputs) for t in traces))
     compilers = [_Compiler(shared, i, t, requires_grad) for i, t in enumerate(traces)]
     parts, functions = zip(*(c.part() for c in compilers), strict=True)
 
@@ -63,9 +82,7 @@ def compile_traces(
 
     outputs = sorted({number for p in parts for _, number in p.outputs})
     varying = _varying(compilers, parts)
-    functions = [
-        Function(f.scattered, [(outputs.index(number), node) for number, node in f.outputs]) for f in functions
-    ]
+    functions = [replace(f, outputs=[(outputs.index(number), node) for number, node in f.outputs]) for f in functions]
     slots = sorted({slot for t in traces for slot in t.slots_gathered})
     frontiers = compile_frontiers(
         shared.graph,
@@ -131,6 +148,8 @@ class _Compiler:
         self._inside: set[int] = set()
         self._requires_grad = requires_grad
         self.differentiable = self.with_gradients(())
+        self._gathers = trace.slots_gathered, trace.takes_all_children
+        self._inside_early = not shared.lazy or (shared.early and not any(self._gathers))
 
     def with_gradients(self, leaves: Collection[str]) -> set[int]:
         """Symbols that may have a gradient, where the results of the methods `leaves` have one."""
@@ -185,7 +204,8 @@ class _Compiler:
                 stack.extend(o.reads())
 
         for number, s in enumerate(pushes):
-            if not self._lazy and self._producer.get(s) is not None and self.program.symbols[s].dtype in self._dtypes:
+            produced = self._producer.get(s) is not None and self.program.symbols[s].dtype in self._dtypes
+            if self._inside_early and produced:
                 try:
                     leave(s, number)
                     continue
@@ -204,7 +224,7 @@ class _Compiler:
             tuple(sorted(self._inside)),
             scatter,
         )
-        return part, Function(scattered, nodes)
+        return part, Function(scattered, nodes, *self._gathers)
 
     def _runs_after(self, o: Operation) -> bool:
         kinds = {self.program.symbols[s].kind for s in (*o.reads(), *o.results)}
@@ -249,17 +269,18 @@ class _Compiler:
         return self.converted[symbol]
 
     def _convertible(self, o: Operation) -> bool:
-        """Whether an operation that could run before the frontiers is compiled into them: a view, or all without lazy
-        batching."""
+        """Whether an operation that could run before the frontiers is compiled into them: a view, all without lazy
+        batching, and all but products of a function beside others that gathers nothing. What is such a function's runs
+        once anyway, and as kernels of the frontiers on its own rows."""
         if o.op in VIEWS:
             symbol = self.program.symbols[o.reads()[0]]
             if symbol.kind == "row" and symbol.dtype in self._dtypes and self._keeps_rows(o):
                 return True
         if o.op in FILLS:
             return self.program.symbols[o.results[0]].dtype in (*self._dtypes, "bool")
-        if self._lazy:
+        if not self._inside_early or not self._knows(o):
             return False
-        if not self._knows(o):
+        if self._lazy and o.op in _PRODUCTS:
             return False
         return all(self.program.symbols[s].dtype in (*self._dtypes, "bool") for s in (*o.reads(), *o.results))
 
@@ -303,7 +324,32 @@ class _Compiler:
         shape = self.program.symbols[symbol].shape
         if any(isinstance(s, str) for s in shape):
             raise Unsupported("a tensor of as many rows as there are vertices")
-        return self._graph.node("vector", (), math.prod(shape), "S", self._index(self.shared.vectors, symbol))
+        symbol, first = self._whole(symbol)
+        width = math.prod(self.program.symbols[symbol].shape)
+        vector = self._graph.node("vector", (), width, "S", self._index(self.shared.vectors, symbol))
+        return self._graph.slice(vector, first, first + math.prod(shape))
+
+    def _whole(self, symbol: int) -> tuple[int, int]:
+        """What a piece of a vector is cut from, as the chunks of a bias are, and its first column there: the gradient
+        of the whole is then one sum."""
+        symbols, i = self.program.symbols, self._producer.get(symbol)
+        o = None if i is None else self._operations[i]
+        if o is None or o.op not in _CUTS or o.keywords:
+            return symbol, 0
+        source, *arguments = o.arguments
+        if not isinstance(source, Ref) or len(symbols[source.symbol].shape) != 1:
+            return symbol, 0
+        if o.op == "aten.slice.Tensor":
+            numbers = [a.text for a in arguments[1:]]
+            if len(numbers) not in (1, 2) or not numbers[0].isdigit():
+                return symbol, 0
+            start = int(numbers[0])
+        else:
+            widths = (symbols[r].shape[0] for r in o.results[: o.results.index(symbol)])
+            start = sum(widths)
+        self._inside.add(i)
+        whole, first = self._whole(source.symbol)
+        return whole, first + start
 
     # Operations. -----------------------------------------------------------------------------------------------------
 
@@ -455,4 +501,5 @@ def _number(text: str) -> object:
 
 _METHODS = frozenset(("pull", "gather", "children", "repeat", "sum"))
 _CAST = "aten._to_copy.default"
+_CUTS = frozenset(("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.slice.Tensor"))
 _PRODUCTS = frozenset(("aten.mm.default", "aten.addmm.default"))

@@ -24,6 +24,10 @@ class Function:
     """(N, state), or None."""
     outputs: Sequence[tuple[int, Node]]
     """What leaves the frontiers, each with the number of the tensor that it goes to."""
+    slots: Sequence[int]
+    """That it gathers."""
+    sums: bool
+    """Whether it sums over its children."""
 
 
 def compile_frontiers(
@@ -47,16 +51,21 @@ def compile_frontiers(
         dtypes: of what is read and written.
     """
     found = Compiled(functions=len(functions), fused=fuse)
+    for number, f in enumerate(functions):
+        for column in (*(columns[slot] for slot in f.slots), *([-1] if f.sums else [])):
+            found.gathered_by[column].add(number)
     lowerings = [Lowering(found, graph, columns, fuse, i, dtypes) for i in range(len(functions))]
     if any(f.scattered is not None for f in functions):
         found.state = lowerings[0].buffer("rows", state, dtypes.state)
     widths = dict(sorted((number, output.width) for f in functions for number, output in f.outputs))
     places = {n: lowerings[0].buffer("output", width, dtypes.outputs[n], n) for n, width in widths.items()}
     for lower, f in zip(lowerings, functions, strict=True):
+        # What others scatter or push is zero where this function does not.
+        written = {places[number]: output for number, output in f.outputs}
         if f.scattered is not None:
-            lower.want(f.scattered, found.state)
-        for number, output in f.outputs:
-            lower.want(output, places[number])
+            written[found.state] = f.scattered
+        for buffer in (*([] if found.state < 0 else [found.state]), *places.values()):
+            lower.want(written.get(buffer) or graph.constant(0, found.buffers[buffer].width), buffer)
         lower.finish()
         found.forward += lower.schedule()
     if needed is not None:
@@ -89,25 +98,29 @@ def _compile_backward(
             break
         cuts |= finer
     spans = list(pairwise(sorted(cuts)))
-    # What a state is used for adds up over the functions: a row that a function did not write is zero in its buffers.
+    # What a state is used for adds up over the functions.
     tables: dict[tuple[int, int], list[Use]] = {span: [] for span in spans}
-    for lower, derivatives in zip(lowerings, found.derivatives, strict=True):
+    for lower in lowerings:
         lower.begin_backward(tables)
+    for lower, derivatives in zip(lowerings, found.derivatives, strict=True):
         for node, gradient in derivatives.products:
             if needed(node):
                 matrix, _, skips = node.attribute
                 dtype = dtypes.matrices[matrix]
                 source, target = lower.use(lower.home(node.args[0], dtype)), lower.home(gradient, dtype)
-                found.matrix_gradients.append(MatrixGradient(matrix, source, target, node.domain == "E", skips))
+                edges = node.domain == "E"
+                found.matrix_gradients.append(MatrixGradient(lower.function, matrix, source, target, edges, skips))
         for leaf, gradient in derivatives.leaves.items():
             if leaf.op == "input":
                 number = leaf.attribute
-                lower.want(gradient, lower.buffer("input_grad", leaf.width, dtypes.inputs[number], number))
+                buffer = lower.buffer("input_grad", leaf.width, dtypes.inputs[number], number)
+                for each in lowerings:
+                    each.want(gradient if each is lower else graph.constant(0, leaf.width), buffer)
             elif leaf.op == "vector":
                 for first, part in segments(gradient):
                     if not _is_zero(part):
                         buffer, column = lower.place(part)
-                        total = VectorGradient(leaf.attribute, first, buffer, column, part.width)
+                        total = VectorGradient(lower.function, leaf.attribute, first, buffer, column, part.width)
                         found.vector_gradients.append(total)
             else:
                 slot = columns[leaf.attribute] if leaf.op == "gather" else -1
@@ -117,6 +130,8 @@ def _compile_backward(
                         by_parent = term.op == "repeat"
                         buffer, column = lower.place(term.args[0] if by_parent else term)
                         tables[first, end].append(Use(slot, buffer, column, by_parent))
+                        # A row may be of another function that gathers so.
+                        found.buffers[buffer].zeros |= len(found.gathered_by[slot]) > 1
     for lower in lowerings:
         lower.finish()
         found.backward += lower.schedule()

@@ -6,6 +6,8 @@ Tree-LSTM has two a frontier each way, a product and a kernel; a child-sum Tree-
 
 from __future__ import annotations
 
+import itertools
+
 from .instructions import STORES, Instruction
 from .steps import Compiled, Kernel, Product
 
@@ -16,9 +18,6 @@ def fold_gathers(compiled: Compiled) -> None:
     """Copies of gathered columns, made for a product to read, become stores of the kernel that makes the columns: each
     vertex writes its state where its parents' product looks for it, which is gather turned round (Cavs, section 3.5).
     """
-    if compiled.functions > 1:
-        # A vertex does not know which function its parent runs.
-        return
     made = _state_stores(compiled)
     for kernel in [s for s in compiled.forward if isinstance(s, Kernel)]:
         kept = []
@@ -28,11 +27,13 @@ def fold_gathers(compiled: Compiled) -> None:
             depth += {"begin": 1, "end": -1}.get(i.op, 0)
             ours = i.op == "store" and depth == 0 and compiled.buffers[i.buffer].space in ("rows", "edges")
             source = loads.get(i.operands[0]) if ours else None
-            parts = None if source is None else _covering(made, source.column, kernel.width)
-            if parts is None:
+            # A vertex does not know which function its parent runs, but where just one gathers so.
+            alone = source is not None and len(compiled.gathered_by[source.gather]) == 1
+            parts = [_covering(m, source.column, kernel.width) for m in made] if alone else [None]
+            if None in parts:
                 kept.append(i)
             else:
-                for maker, register, first in parts:
+                for maker, register, first in itertools.chain(*parts):
                     column = i.column + first - source.column
                     place = dict(buffer=i.buffer, column=column, gather=source.gather)
                     maker.code.append(Instruction("scatter", operands=(register,), **place))
@@ -48,15 +49,15 @@ def fold_gathers(compiled: Compiled) -> None:
     compiled.forward = [s for s in compiled.forward if isinstance(s, Product) or s.code]
 
 
-def _state_stores(compiled: Compiled) -> list[tuple[int, int, Kernel, int]]:
-    """Columns of the state: first, width, the kernel that stores them and from which register."""
-    found = []
+def _state_stores(compiled: Compiled) -> list[list[tuple[int, int, Kernel, int]]]:
+    """Columns of the state, of each function: first, width, the kernel that stores them and from which register."""
+    found = [[] for _ in range(compiled.functions)]
     for kernel in compiled.forward:
         if isinstance(kernel, Kernel) and kernel.domain == "N" and not kernel.reduces:
             for i in kernel.code:
                 if i.op == "store" and i.buffer == compiled.state:
-                    found.append((i.column, kernel.width, kernel, i.operands[0]))
-    return sorted(found, key=lambda store: store[0])
+                    found[kernel.function].append((i.column, kernel.width, kernel, i.operands[0]))
+    return [sorted(stores, key=lambda store: store[0]) for stores in found]
 
 
 def _covering(made, first: int, width: int) -> list[tuple[Kernel, int, int]] | None:
@@ -112,5 +113,6 @@ def leave_out_leaves(compiled: Compiled) -> None:
 def postpone(compiled: Compiled) -> None:
     """Backward kernels that only write gradients of inputs run once, after the last frontier."""
     for step in compiled.backward:
-        if isinstance(step, Kernel) and step.domain == "N":
-            step.late = all(compiled.buffers[b].space == "input_grad" for b in step.stores())
+        here = isinstance(step, Kernel) and step.domain == "N"
+        if here and all(compiled.buffers[b].space == "input_grad" for b in step.stores()):
+            step.when = "after"

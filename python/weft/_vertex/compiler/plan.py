@@ -43,6 +43,8 @@ class Given:
     vectors: tuple[tuple[int, int], ...]
     matrix_of: tuple[tuple[int, bool], ...]
     """For each matrix of the plan which one is given, and whether it is the transpose of that."""
+    vector_of: tuple[int, ...]
+    """For each vector of the plan which one is given."""
     layers: Mapping[int, tuple[int, int | None]]
     """Inputs of the plan that linear layers make of what is given for them: numbers of the matrix and of the bias."""
 
@@ -85,6 +87,8 @@ class Shared:
     state: int
     dtype: str
     lazy: bool
+    early: bool
+    """Whether functions that gather nothing run in the frontiers, but for their products."""
     pushes: int
     graph: Graph = field(default_factory=Graph)
     inputs: list[tuple[int, int]] = field(default_factory=list)

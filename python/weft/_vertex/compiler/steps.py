@@ -9,6 +9,7 @@ csrc/vertex/program/program.h says the same of what the operators are given.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
@@ -54,6 +55,8 @@ class Buffer:
     """Whether the forward pass makes it and the backward pass reads it."""
     scattered: bool = False
     """Whether children write it into their parents' rows."""
+    zeros: bool = False
+    """Whether rows of functions that do not write it are read."""
 
 
 def _plain(rows: Iterable[tuple]) -> list[tuple]:
@@ -72,8 +75,12 @@ class Kernel:
     """Whether it stores sums over its columns, or their greatest, and nothing else."""
     code: list[Instruction] = field(default_factory=list)
     registers: int = 0
-    late: bool = False
-    """Whether it runs once for all rows, after the last task."""
+    when: str = "frontiers"
+    """Else once for all rows of the function, ``before`` the tasks or ``after`` them."""
+
+    @property
+    def edges(self) -> bool:
+        return self.domain == "E"
 
     def buffers(self, tables: Sequence[Sequence[Use]]) -> set[int]:
         """Buffers that it reads or writes."""
@@ -86,9 +93,8 @@ class Kernel:
 
     def fields(self) -> tuple:
         """As torch.classes.weft.VertexProgram takes it."""
-        edges, when = self.domain == "E", "after" if self.late else "frontiers"
         code = _plain(self.code)
-        return (when, self.function, edges, self.width, self.registers, self.reduces, code), None, None, None
+        return (self.when, self.function, self.edges, self.width, self.registers, self.reduces, code), None, None, None
 
 
 @dataclass
@@ -107,13 +113,15 @@ class Product:
     """Else once for all vertices: ``before`` them a linear layer of an input, ``after`` them its gradient."""
     bias: int = -1
     """The buffer of a vector that is added."""
-    late = False
+
+    @property
+    def edges(self) -> bool:
+        return self.domain == "E"
 
     def fields(self) -> tuple:
         """As torch.classes.weft.VertexProgram takes it."""
-        edges = self.domain == "E"
         where = self.source, self.matrix, self.transposed, self.target
-        return None, (self.when, self.function, edges, *where, self.skips_leaves, self.bias), None, None
+        return None, (self.when, self.function, self.edges, *where, self.skips_leaves, self.bias), None, None
 
 
 class Use(NamedTuple):
@@ -129,28 +137,28 @@ class Use(NamedTuple):
 
 
 class MatrixGradient(NamedTuple):
-    """rows of `source`.T @ rows of `gradient`."""
+    """rows of `source`.T @ rows of `gradient`, of the vertices of a function."""
 
+    function: int
     matrix: int
     source: int
     gradient: int
     """Buffer of the gradient of the product."""
     edges: bool
     skips_leaves: bool
-    transposed: bool = False
-    """Whether the gradient of the matrix is the transpose of that."""
     when: str = "frontiers"
     """As of a product."""
 
     def fields(self) -> tuple:
         """As torch.classes.weft.VertexProgram takes it."""
-        where = self.source, self.matrix, self.transposed, self.gradient
-        return None, None, (self.when, 0, self.edges, *where, self.skips_leaves), None
+        where = self.source, self.matrix, self.gradient
+        return None, None, (self.when, self.function, self.edges, *where, self.skips_leaves), None
 
 
 class VectorGradient(NamedTuple):
-    """Columns of a vector: the sum of the rows of columns of a buffer."""
+    """Columns of a vector: the sum of the rows of columns of a buffer, of the vertices of a function."""
 
+    function: int
     vector: int
     first: int
     buffer: int
@@ -175,14 +183,16 @@ class Compiled:
     """Of ``uses`` instructions."""
     forward: list[Kernel | Product] = field(default_factory=list)
     backward: list[Kernel | Product] = field(default_factory=list)
-    layers: list[Product] = field(default_factory=list)
+    layers: list[Kernel | Product] = field(default_factory=list)
     """Before the frontiers."""
-    layer_gradients: list[Product] = field(default_factory=list)
+    layer_gradients: list[Kernel | Product] = field(default_factory=list)
     """After them, in the backward pass."""
     matrix_gradients: list[MatrixGradient] = field(default_factory=list)
     vector_gradients: list[VectorGradient] = field(default_factory=list)
     state: int = -1
     """The buffer of the states, -1 without."""
+    gathered_by: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """Functions that gather by a column of the schedule, or for -1 sum over children."""
     derivatives: list[Derivatives] = field(default_factory=list)
     """Of each function, where there is a backward pass."""
 
@@ -196,9 +206,14 @@ class Compiled:
         """The program as the operators take it, checked."""
         return torch.classes.weft.VertexProgram(*self.fields())
 
+    def passes(self) -> tuple[tuple, tuple]:
+        """The steps of the forward and the backward pass; those of one `when` in their order."""
+        gradients = *self.matrix_gradients, *self.vector_gradients, *self.layer_gradients
+        return (*self.forward, *self.layers), (*self.backward, *gradients)
+
     def fields(self) -> tuple:
         """What a program is made from: numbers, texts, lists and tuples."""
-        backward = (*self.backward, *self.matrix_gradients, *self.vector_gradients, *self.layer_gradients)
+        forward, backward = self.passes()
         return (
             self.functions,
             self.fused,
@@ -206,6 +221,6 @@ class Compiled:
             [astuple(b) for b in self.buffers],
             [_plain(table) for table in self.tables],
             self.constants,
-            [s.fields() for s in (*self.forward, *self.layers)],
+            [s.fields() for s in forward],
             [s.fields() for s in backward],
         )

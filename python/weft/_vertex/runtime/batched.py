@@ -35,6 +35,9 @@ class Batched:
     """As the operators take it."""
     frontiers: _C.Frontiers
     """The operators with the program; csrc/vertex/bindings/frontiers.cpp."""
+    direct: tuple[tuple[tuple[bool, str], ...], tuple[int, ...]] | None
+    """Where torch has nothing to do before or after the frontiers: the names of what is given, each with whether it is
+    pulled, and which of the operator's outputs are pushed."""
 
     @staticmethod
     def of(functions: Sequence[reference.Function], plan: Plan) -> Batched:
@@ -51,18 +54,18 @@ class Batched:
         )
         # Not the functions themselves: what is compiled is kept with the trace, and would keep the module alive.
         kept = tuple(replace(f, vertex=None) for f in functions)
-        return Batched(kept, plan, before, program, frontiers)
+        return Batched(kept, plan, before, program, frontiers, _direct(functions, plan, before))
 
     def operands(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The inputs, matrices and vectors of the plan."""
-        known, plan = self.plan.given, self.plan
-        inputs, matrices = given[: len(known.inputs)], given[len(known.inputs) :][: len(known.matrices)]
-        vectors = given[len(known.inputs) + len(known.matrices) :]
+        operands = self.plan.given
+        inputs, matrices = given[: len(operands.inputs)], given[len(operands.inputs) :][: len(operands.matrices)]
+        vectors = given[len(operands.inputs) + len(operands.matrices) :]
         found = list(inputs)
-        for i, (matrix, bias) in known.layers.items():
+        for i, (matrix, bias) in operands.layers.items():
             found[i] = torch.nn.functional.linear(inputs[i], matrices[matrix], None if bias is None else vectors[bias])
-        turned = (matrices[number].t() if turn else matrices[number] for number, turn in known.matrix_of)
-        return [*found, *turned, *vectors[: len(plan.vectors)]]
+        turned = (matrices[number].t() if turn else matrices[number] for number, turn in operands.matrix_of)
+        return [*found, *turned, *(vectors[number] for number in operands.vector_of)]
 
     @property
     def type(self) -> VertexType:
@@ -73,7 +76,7 @@ def run(
     compiled: Batched,
     schedule: Schedule,
     levels: Callable[[], reference.Plan],
-    vertices: Sequence[Tensor] | None,
+    vertices: Callable[[], Sequence[Tensor]] | None,
     inputs: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
 ) -> list[Tensor]:
@@ -83,13 +86,20 @@ def run(
         compiled: the functions.
         schedule: of the graphs.
         levels: makes the plan of the reference, for second derivatives.
-        vertices: those of each function, None where there is one function.
+        vertices: gives those of each function, None where there is one function.
         inputs: what is pulled.
         tensors: of the module, by name.
     """
     plan, device, dtype = compiled.plan, compiled.type.device, compiled.type.state.dtype
     rows = schedule.core.num_vertices
-    columns = [None] * len(plan.parts) if vertices is None else vertices
+    differentiable = functools.partial(_differentiable, compiled, levels)
+    shared = schedule.block(device), schedule.block(), schedule.sizes, current().stream, differentiable
+    if compiled.direct is not None and not torch.is_autocast_enabled(device.type):
+        names, order = compiled.direct
+        given = [(inputs if pulled else tensors)[name] for pulled, name in names]
+        found = compiled.frontiers(*shared, given)
+        return [found[i] for i in order]
+    columns = [None] * len(plan.parts) if vertices is None else vertices()
     with torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext():
         parts = [
             _Part(part, f, where, rows, inputs, tensors)
@@ -97,14 +107,12 @@ def run(
         ]
         for part, before in zip(parts, compiled.before, strict=True):
             part.replay(before)
-        known = plan.given
+        operands = plan.given
         given = [
-            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in known.inputs),
-            *(_number(parts[p].values[s], dtype) for p, s in (*known.matrices, *known.vectors)),
+            *(_number(_matrix(parts[p].input(s), rows), dtype) for p, s in operands.inputs),
+            *(_number(parts[p].values[s], dtype) for p, s in (*operands.matrices, *operands.vectors)),
         ]
-        differentiable = functools.partial(_differentiable, compiled, levels)
-        block, stream = schedule.block(device), current().stream
-        found = compiled.frontiers(block, schedule.block(), schedule.sizes, stream, differentiable, given)
+        found = compiled.frontiers(*shared, given)
         results = dict(zip(plan.outputs, found, strict=True))
         for part in parts:
             for symbol, number in part.plan.outputs:
@@ -120,6 +128,36 @@ def run(
         return outputs  # the operator's own, each once
     constants = [c for f in compiled.functions for c in f.trace.constants]
     return _own(outputs, [*inputs.values(), *tensors.values(), *constants])
+
+
+def _direct(
+    functions: Sequence[reference.Function], plan: Plan, before: Sequence[Sequence[int]]
+) -> tuple[tuple[tuple[bool, str], ...], tuple[int, ...]] | None:
+    """As Batched has it."""
+    names: list[tuple[bool, str]] = []
+    pulled: list[dict[int, str]] = []
+    for f, operations in zip(functions, before, strict=True):
+        program, calls = f.trace.program, f.trace.calls
+        if any(program.operations[i].op != "pull" for i in operations):
+            return None
+        pulled.append({program.operations[i].results[0]: calls[i].args[0] for i in operations})
+    for number, symbol in plan.given.all:
+        info = functions[number].trace.program.symbols[symbol]
+        name = pulled[number].get(symbol)
+        if info.dtype == "bool" or (name is None and info.kind != "parameter"):
+            return None
+        if name is not None and len(info.shape) != 2:
+            return None
+        names.append((False, info.name) if name is None else (True, name))
+    pushes = max(len(part.pushes) for part in plan.parts)
+    for part, f in zip(plan.parts, functions, strict=True):
+        symbols = f.trace.program.symbols
+        simple = all(len(symbols[s].shape) == 2 and symbols[s].dtype != "bool" for s, _ in part.outputs)
+        if part.after or not simple or not all(map(part.direct, range(len(part.pushes)))):
+            return None
+    if any(number not in plan.outputs for number in range(pushes)):
+        return None
+    return tuple(names), tuple(plan.outputs.index(number) for number in range(pushes))
 
 
 def _needed(program: Program, part: Part, given: Sequence[int]) -> tuple[int, ...]:

@@ -46,6 +46,8 @@ class Ready(NamedTuple):
     schedule: Callable[[], Schedule]
     """Of the graphs, for the compiled functions."""
     run: Callable[[], list[Tensor]]
+    script: object = None
+    """What drives persistent kernels, None where it runs otherwise."""
 
     @property
     def trains(self) -> bool:

@@ -1,28 +1,209 @@
-"""The persistent executor: all frontiers of a call, forward or backward, in one kernel that a script drives."""
+"""The persistent executor: all frontiers of a call, forward or backward, in one kernel that a script drives.
+
+The scripts follow the schedule in its block, which tells the operators of the batched executor to run them; a whole
+training step is a kernel of its own. csrc/vertex/exec/script.h.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ..._C import vertex as _C
+from . import batched
 from .call_cache import Ready
+from .schedule import Schedule, Scripted
 from .training import Launched, Request
 
-__all__ = ["obstacle", "train", "training_obstacle"]
+__all__ = ["Script", "Shape", "obstacle", "scripted", "shape", "train", "training_obstacle"]
+
+FORWARD, BACKWARD, TRAINING = range(3)
+"""As csrc/vertex/program/partition.h."""
+_UPDATES = {"sgd": 1, "adam": 2}
 
 
-def obstacle(device: torch.device) -> str | None:
-    """Why a compiled call on `device` does not run in one kernel."""
+@dataclass(frozen=True)
+class Script:
+    """What drove a call."""
+
+    program: torch.ScriptObject
+    schedule: Callable[[], Scripted]
+
+    def __str__(self) -> str:
+        return _C.script_text(self.program, self.schedule().block())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The kernels of a call as they are launched."""
+
+    blocks: int
+    partitions: tuple[tuple[str, str, int], ...]
+    registers: int
+    shared_bytes: int
+    instructions: int
+    waits: int
+    launches: int
+
+
+def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
+    """Why a compiled call on `device` does not run in persistent kernels."""
     if device.type != "cuda":
         return f"the persistent executor needs a CUDA device, not {device.type}"
-    return "this build has no persistent kernel"
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major < 8:
+        return f"persistent kernels need compute capability 8.0, the device has {properties.major}.{properties.minor}"
+    matrices = len(compiled.plan.given.matrices)
+    limit = properties.shared_memory_per_block_optin
+    why = _C.persistent_obstacle(compiled.program, properties.multi_processor_count, limit, matrices)
+    if why:
+        return why
+    with torch.cuda.device(device):
+        for which in (FORWARD, BACKWARD):
+            if not _C.persistent_shape(compiled.program, which, properties.multi_processor_count, matrices)[3]:
+                return "the blocks of a persistent kernel are not all resident"
+    return None
+
+
+def scripted(compiled: batched.Batched, schedule: Schedule, device: torch.device) -> Scripted:
+    """The schedule with the scripts of both passes."""
+    return schedule.scripted(compiled.program, _processors(device))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def shape(call: Ready) -> Shape:
+    """Of a call that runs so."""
+    compiled, device = call.compiled, call.device
+    most, matrices = _processors(device), len(compiled.plan.given.matrices)
+    passes = (FORWARD, BACKWARD) if compiled.plan.backward and call.trains else (FORWARD,)
+    with torch.cuda.device(device):
+        shapes = [_C.persistent_shape(compiled.program, which, most, matrices) for which in passes]
+    partitions = []
+    for which in passes:
+        blocks, kept = _C.partition(compiled.program, which, most)
+        for number, size in kept:
+            function, symbol = compiled.plan.given.matrices[number]
+            name = compiled.functions[function].trace.program.symbols[symbol].name
+            partitions.append((name, "shared", size * blocks))
+    instructions, waits = _C.script_counts(compiled.program, scripted(compiled, call.schedule(), device).block())
+    return Shape(
+        blocks=max(s[0] for s in shapes),
+        partitions=tuple(partitions),
+        registers=max(s[1] for s in shapes),
+        shared_bytes=max(s[2] for s in shapes),
+        instructions=instructions,
+        waits=waits,
+        launches=len(passes),
+    )
 
 
 def training_obstacle(call: Ready, head: nn.Linear | None, loss: str) -> str | None:
     """Why a whole training step of a cell that was compiled does not run in one kernel."""
-    return obstacle(call.device)
+    compiled = call.compiled
+    if call.device.type != "cuda":
+        return f"the persistent executor needs a CUDA device, not {call.device.type}"
+    classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
+    key = call.device, call.trains, loss == "cross_entropy", head is not None, classes
+    known = _training_obstacles.get(compiled.program)
+    if known is None or known[0] != key:
+        known = key, _training_obstacle(call, *key[2:])
+        _training_obstacles[compiled.program] = known
+    return known[1]
+
+
+def _training_obstacle(call: Ready, cross_entropy: bool, head: bool, classes: int) -> str | None:
+    compiled, given = call.compiled, call.compiled.plan.given
+    for f, part, before in zip(compiled.functions, compiled.plan.parts, compiled.before, strict=True):
+        operations = f.trace.program.operations
+        other = next((operations[i].op for i in (*before, *part.after) if operations[i].op != "pull"), None)
+        if other is not None:
+            return f"{other} is outside of the frontiers"
+    if len(call.outputs[0].shape) != 1:
+        return f"a row of what is pushed has the shape {(*call.outputs[0].shape,)}"
+    if not compiled.plan.backward:
+        return "nothing asks for a gradient"
+    names = [_name(compiled, *m) for m in (*given.matrices, *given.vectors)]
+    if not call.tensors.keys() >= {*names}:
+        return "not all it reads are parameters"
+    sizes = [call.tensors[_name(compiled, *v)].numel() for v in given.vectors]
+    properties = torch.cuda.get_device_properties(call.device)
+    most, limit = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    form = cross_entropy, head, classes
+    why = _C.training_obstacle(compiled.program, most, limit, len(given.matrices), sizes, *form)
+    if why:
+        return why
+    with torch.cuda.device(call.device):
+        shape = _C.persistent_shape(compiled.program, TRAINING, most, len(given.matrices), len(sizes), *form)
+    return None if shape[3] else "the blocks of a persistent kernel are not all resident"
+
+
+def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
+    return compiled.functions[function].trace.program.symbols[symbol].name
+
+
+class _ByIdentity:
+    """Of the latest few programs."""
+
+    MOST = 16
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[object, object]] = {}
+
+    def get(self, program: object) -> object:
+        found = self._kept.get(id(program))
+        return None if found is None else found[1]
+
+    def __setitem__(self, program: object, value: object) -> None:
+        self._kept.pop(id(program), None)
+        self._kept[id(program)] = program, value
+        for oldest in [*self._kept][: -self.MOST]:
+            self._kept.pop(oldest, None)
+
+
+_training_obstacles = _ByIdentity()
 
 
 def train(call: Ready, request: Request) -> Launched:
     """Launch forward, loss, backward and updates on the current stream; nothing waits."""
-    raise NotImplementedError
+    compiled = call.compiled
+    plan, rows = compiled.plan, call.rows
+    inputs = []
+    for function, symbol in plan.given.inputs:
+        program = compiled.functions[function].trace.program
+        pulls = (i for i, o in enumerate(program.operations) if o.op == "pull" and symbol in o.results)
+        x = rows[compiled.functions[function].trace.calls[next(pulls)].args[0]]
+        inputs.append(x.detach() if x.dim() == 2 else x.detach().reshape(len(x), -1))
+    matrices = [call.tensors[_name(compiled, *m)] for m in plan.given.matrices]
+    vectors = [call.tensors[_name(compiled, *v)] for v in plan.given.vectors]
+    first_vector = max(1, len(matrices))
+    numbers = {id(t): i for i, t in enumerate(matrices)} | {id(t): first_vector + i for i, t in enumerate(vectors)}
+    last = first_vector + len(vectors)
+    numbers |= {id(t): last + i for i, t in enumerate((request.weight, request.bias)) if t is not None}
+    updates = [
+        (numbers[id(u.parameter)], _UPDATES[u.kind], u.parameter, u.first, u.second, list(u.numbers))
+        for u in request.updates
+        if id(u.parameter) in numbers
+    ]
+    classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
+    schedule = call.schedule().scripted(compiled.program, _processors(call.device), training=True)
+    with torch.no_grad(), torch.cuda.device(call.device):
+        launched, result = _C.train(
+            compiled.program, inputs, matrices, vectors, schedule.block(call.device), schedule.block(), request.weight,
+            request.bias, request.loss == "cross_entropy", classes, request.roots, request.targets,
+            request.ignore_index, updates, request.refused,
+        )  # fmt: skip
+        if not launched:
+            raise RuntimeError("Trainer: the blocks of the kernel are no longer all resident")
+        found = torch.empty(2, pin_memory=True)
+        found.copy_(result, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return Launched(found, event)

@@ -58,6 +58,15 @@ class Schedule:
             self._host = torch.frombuffer(core, dtype=torch.int32)
         self._resident = Resident(device)
         self._tasks: list[Task] | None = None
+        self._scripted: tuple[object, tuple[int, bool], Scripted] | None = None
+
+    def scripted(self, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> Scripted:
+        """With scripts of a program in its block, for persistent kernels of at most so many blocks; kept."""
+        known = self._scripted
+        if known is None or known[0] is not program or known[1] != (most_blocks, training):
+            made = Scripted(self, program, most_blocks, training)
+            known = self._scripted = program, (most_blocks, training), made
+        return known[2]
 
     @property
     def tasks(self) -> list[Task]:
@@ -96,6 +105,25 @@ class Schedule:
         """The vertices of each of several functions, ascending, int64 on `device`."""
         sizes = self.array("kind_starts").diff().tolist()
         return [*self.array("kind_vertices", self.block(device)).long().split(sizes)]
+
+
+class Scripted(Schedule):
+    """A schedule with scripts of a program behind it in its block; csrc/vertex/exec/script.h.
+
+    Args:
+        plain: the schedule.
+        program: as the operators take it.
+        most_blocks: of a kernel.
+        training: of a training step, else of both passes.
+    """
+
+    def __init__(self, plain: Schedule, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> None:
+        super().__init__(plain.core, plain.device)
+        with trainable():
+            self._host = _C.scripted(plain.core, program, most_blocks, training, torch.cuda.is_available())
+
+    def _pinned(self) -> Tensor:
+        return self._host
 
 
 def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> Schedule:

@@ -96,7 +96,7 @@ class Trace:
 def trace(
     vertex: Callable[[Vertex], object],
     type: VertexType,
-    known: Mapping[int, str],
+    own_tensors: Mapping[int, str],
     sizes: Sequence[int],
     requires_grad: Callable[[str | None], bool],
 ) -> Trace:
@@ -105,7 +105,7 @@ def trace(
     Args:
         vertex: the function.
         type: names, shapes and dtypes.
-        known: the names of the module's own tensors, by ``id``.
+        own_tensors: the names of the module's own tensors, by ``id``.
         sizes: sizes that the number of vertices shall not be confused with.
         requires_grad: of the input of a name, or of the state for None.
 
@@ -116,7 +116,7 @@ def trace(
         return _probe(vertex, type, "torch.func runs")
     rows = _row_counts(sizes)
     try:
-        first, second = (_fake(vertex, type, known, requires_grad, n, e) for n, e in (rows[:2], rows[2:]))
+        first, second = (_fake(vertex, type, own_tensors, requires_grad, n, e) for n, e in (rows[:2], rows[2:]))
     except _Refused as refused:
         raise refused.error from None
     except _Failed as failed:
@@ -224,9 +224,11 @@ _OWN = frozenset(("aten.unsafe_split.Tensor", "aten.unsafe_split_with_sizes.defa
 class _Recorder(TorchDispatchMode):
     """Writes the program down: every operation below autograd on rows and on the module's tensors."""
 
-    def __init__(self, type: VertexType, known: Mapping[int, str], rows: int, children: int, complete: bool = True):
+    def __init__(
+        self, type: VertexType, own_tensors: Mapping[int, str], rows: int, children: int, complete: bool = True
+    ):
         super().__init__()
-        self.type, self.known, self.rows, self.children = type, known, rows, children
+        self.type, self.own_tensors, self.rows, self.children = type, own_tensors, rows, children
         self.complete = complete
         """Whether it sees torch's operations, and not only the methods of v."""
         self.symbols: list[Symbol] = []
@@ -285,7 +287,7 @@ class _Recorder(TorchDispatchMode):
         foreign = [
             t
             for t in tree_leaves((args, kwargs))
-            if isinstance(t, Tensor) and id(t) not in self._numbers and id(t) not in self.known
+            if isinstance(t, Tensor) and id(t) not in self._numbers and id(t) not in self.own_tensors
         ]
         if any(t.requires_grad for t in foreign) and func is not torch.ops.aten.detach.default:
             self.refusal = RuntimeError(
@@ -375,7 +377,7 @@ class _Recorder(TorchDispatchMode):
     def _argument(self, a: object):
         if isinstance(a, Tensor):
             if id(a) not in self._numbers:
-                name = self.known.get(id(a))
+                name = self.own_tensors.get(id(a))
                 self._alive.append(a)
                 if not self.complete:
                     self._define(a, "", shared=False)
@@ -498,9 +500,9 @@ class _Traced(Vertex):
         )
 
 
-def _fake(vertex, type: VertexType, known, requires_grad, rows: int, children: int) -> Trace:
+def _fake(vertex, type: VertexType, own_tensors, requires_grad, rows: int, children: int) -> Trace:
     fake = fake_tensors()
-    recorder = _Recorder(type, known, rows, children)
+    recorder = _Recorder(type, own_tensors, rows, children)
     with ExitStack() as stack:
         stack.enter_context(_aside())
         stack.enter_context(without_modes())

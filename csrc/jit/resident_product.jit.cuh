@@ -1,0 +1,251 @@
+// Products of a persistent kernel with a matrix of which each block keeps some columns: rows @ matrix, by all threads
+// of a block.
+//
+// The block's columns are the rows of tensor-core tiles, and up to 8 rows of the left factor their columns, so few rows
+// cost as much as 8. The reduction is cut among the warps in chunks of 16, whose order inside may be any, if it is the
+// same for both factors: so a lane takes four neighbours of a row at once, straight from L2, every element once per
+// block, and weights lie in the order of fragments, without bank conflicts. The warps' partial sums are added up in
+// shared memory in a fixed order. fp32 is three products of TF32, of fp32 accuracy.
+//
+// Cost, of 8 rows: 6 mma of 2 clocks for each 16 x 16 weights, and as much again for the splits.
+#pragma once
+
+#include "common/cuda/group_signal.jit.cuh"
+#include "common/cuda/ptx.jit.cuh"
+
+namespace weft {
+
+// Pairs (first, width): of each such range of columns the r-th of kBlocks blocks has those from first + r * units on.
+template <int kBlocks, int... kNumbers>
+struct DealtColumns {
+  static constexpr int kRanges = sizeof...(kNumbers) / 2;
+  static constexpr int units(int width) { return (width + kBlocks - 1) / kBlocks; }
+  static constexpr int count() {
+    const int numbers[] = {kNumbers...};
+    int sum = 0;
+    for (int i = 0; i < kRanges; ++i) sum += units(numbers[2 * i + 1]);
+    return sum;
+  }
+  // The column of the matrix that is the block's `local`-th; -1 where it is none.
+  static __device__ __forceinline__ int of(int local, int rank) {
+    const int numbers[] = {kNumbers...};
+    int found = -1;
+#pragma unroll
+    for (int i = 0; i < kRanges; ++i) {
+      const int width = numbers[2 * i + 1], mine = units(width), in_range = rank * mine + local;
+      if (local >= 0 && local < mine && in_range < width) found = numbers[2 * i] + in_range;
+      local -= mine;
+    }
+    return found;
+  }
+};
+
+// How products are made: fp32 accuracy; as the tensor cores take floats; of half types, whose products are exact.
+enum class Multiply { kFloat, kTf32, kHalf };
+
+template <typename E>
+struct alignas(4 * sizeof(E)) FourOf {
+  E x[4];
+};
+
+// kPublished: rows of the left factor are waited for (common/cuda/group_signal.jit.cuh); kInner is a multiple of four.
+template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false>
+struct ResidentProduct {
+  static constexpr int kWarps = kThreads / 32, kColumns = Columns::count(), kTiles = (kColumns + 15) / 16;
+  static constexpr int kChunks = (kInner + 15) / 16, kOfWarp = (kChunks + kWarps - 1) / kWarps;
+  static constexpr int kActive = kChunks < kWarps ? kChunks : kWarps;  // warps that have chunks
+  static constexpr int kMostGroups = kTiles < 4 ? 4 / kTiles : 1;      // of 8 rows, at a time
+  static constexpr int kPitch = kTiles * 16 + 4;                       // of partial sums, in other banks each
+  static constexpr int kWeightBytes = kChunks * kTiles * 256 * int(sizeof(E));
+  static constexpr int kPartialBytes = kActive * kMostGroups * 8 * kPitch * 4;
+
+  // matrix[k][column] is at k * inner_stride + column * column_stride. Weights are seen after the block's next barrier.
+  static __device__ __noinline__ void load(const E* matrix, long long inner_stride, long long column_stride, int rank,
+                                           FourOf<E>* weights) {
+    const bool fours = kInner % 4 == 0 && inner_stride == 1 && column_stride % 4 == 0 &&
+                       reinterpret_cast<u64>(matrix) % (4 * sizeof(E)) == 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kChunks * kTiles * 64; i += kThreads) {
+      const int lane = i % 32, local = i / 64 % kTiles * 16 + i / 32 % 2 * 8 + lane / 4;
+      const int k = i / (64 * kTiles) * 16 + 4 * (lane % 4), column = local < kColumns ? Columns::of(local, rank) : -1;
+      FourOf<E> four;
+      const E* from = matrix + k * inner_stride + column * column_stride;
+      if (column >= 0 && fours && k < kInner) {
+        four = *reinterpret_cast<const FourOf<E>*>(from);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          four.x[e] = column >= 0 && k + e < kInner ? from[e * inner_stride] : E(0.0f);
+        }
+      }
+      if constexpr (kMultiply == Multiply::kTf32) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) four.x[e] = __uint_as_float(round_tf32(__float_as_uint(four.x[e])));
+      }
+      weights[i] = four;
+    }
+  }
+
+  // Rows i = 0 to count - 1: source(i), 0 beyond, points to row i of the left factor, of kInner neighbouring elements
+  // aligned to four where kInner is a multiple of four; store(i, local, column, sum) takes the sum of the block's
+  // `local`-th column. Ends with a barrier of the block.
+  template <typename Source, typename Store>
+  static __device__ __forceinline__ void run(int count, int rank, const FourOf<E>* weights, float* partials,
+                                             const Source& source, const Store& store) {
+    int first = 0;
+    if constexpr (kMostGroups > 1) {
+      for (; count - first > 8; first += kMostGroups * 8) {
+        some<kMostGroups>(first, count, rank, weights, partials, source, store);
+      }
+    }
+    for (; first < count; first += 8) some<1>(first, count, rank, weights, partials, source, store);
+  }
+  // The same of at most 8.
+  template <typename Source, typename Store>
+  static __device__ __forceinline__ void run_few(int count, int rank, const FourOf<E>* weights, float* partials,
+                                                 const Source& source, const Store& store) {
+    some<1>(0, count, rank, weights, partials, source, store);
+  }
+
+ private:
+  static __device__ __forceinline__ bool ask(const E* from, FourOf<E>& to) {
+    if constexpr (sizeof(E) == 2) {
+      return load_published(reinterpret_cast<const unsigned short*>(from),
+                            reinterpret_cast<unsigned short(&)[4]>(to.x));
+    } else {
+      return load_published(from, to.x);
+    }
+  }
+
+  static __device__ __forceinline__ void split(float x, u32& high, u32& low) {
+    if constexpr (kMultiply == Multiply::kFloat) {
+      high = cut_tf32(__float_as_uint(x)), low = cut_off_tf32(__float_as_uint(x));
+    } else {
+      high = __float_as_uint(x), low = 0;
+    }
+  }
+
+  // 8 * kGroups rows from `first` on.
+  template <int kGroups, typename Source, typename Store>
+  static __device__ __forceinline__ void some(int first, int count, int rank, const FourOf<E>* weights, float* partials,
+                                              const Source& source, const Store& store) {
+    // Independent sums, or each product would wait for the one before.
+    constexpr int kTerms = kMultiply == Multiply::kFloat ? 3 : 1, kSums = kTiles * kGroups == 1 ? 2 * kTerms : 1;
+    constexpr int kBatch = kOfWarp < 8 / kGroups ? kOfWarp : 8 / kGroups;  // chunks that are loaded together
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rows = min(count - first, 8 * kGroups);
+    float d[kTiles][kGroups][kSums][4] = {};
+    const E* from[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int row = g * 8 + lane / 4;
+      from[g] = row < rows ? source(first + row) : nullptr;
+    }
+    for (int batch = 0; batch < kOfWarp; batch += kBatch) {
+      FourOf<E> b[kBatch][kGroups];
+      bool missing[kBatch][kGroups] = {};
+#pragma unroll
+      for (int c = 0; c < kBatch; ++c) {
+        const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (kInner % 4 == 0 && from[g] != nullptr && k < kInner) {
+            if constexpr (kPublished) {
+              missing[c][g] = ask(from[g] + k, b[c][g]);
+            } else {
+              b[c][g] = *reinterpret_cast<const FourOf<E>*>(from[g] + k);
+            }
+          } else {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              b[c][g].x[e] = kInner % 4 != 0 && from[g] != nullptr && k + e < kInner ? from[g][k + e] : E(0.0f);
+            }
+          }
+        }
+      }
+      if constexpr (kPublished) {
+        const auto any = [&] {
+          bool found = false;
+#pragma unroll
+          for (int c = 0; c < kBatch; ++c) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) found |= missing[c][g];
+          }
+          return found;
+        };
+        // All that are missing at once: one after the other costs a round trip each.
+        while (__any_sync(~0u, any())) {
+#pragma unroll
+          for (int c = 0; c < kBatch; ++c) {
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              const int k = (warp + (batch + c) * kWarps) * 16 + lane % 4 * 4;
+              if (missing[c][g]) missing[c][g] = ask(from[g] + k, b[c][g]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < kBatch; ++c) {
+        const int chunk = warp + (batch + c) * kWarps;
+        if (chunk >= kChunks) break;
+        u32 b_high[kGroups][4], b_low[kGroups][4];
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) split(float(b[c][g].x[e]), b_high[g][e], b_low[g][e]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const FourOf<E> upper = weights[(chunk * kTiles + tile) * 64 + lane];
+          const FourOf<E> lower = weights[(chunk * kTiles + tile) * 64 + 32 + lane];
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            u32 high[4], low[4];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              split(float(upper.x[2 * half + e]), high[2 * e], low[2 * e]);
+              split(float(lower.x[2 * half + e]), high[2 * e + 1], low[2 * e + 1]);
+            }
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+              float(&sums)[kSums][4] = d[tile][g];
+              if constexpr (kTerms == 3) {
+                mma_tf32(sums[(half * 3 + 1) % kSums], low, b_high[g] + 2 * half);
+                mma_tf32(sums[(half * 3 + 2) % kSums], high, b_low[g] + 2 * half);
+              }
+              mma_tf32(sums[half * kTerms % kSums], high, b_high[g] + 2 * half);
+            }
+          }
+        }
+      }
+    }
+    if (warp < kActive) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int s = kSums; s > 0; --s) sum += d[tile][g][s - 1][i];
+            const int row = g * 8 + lane % 4 * 2 + i % 2, column = tile * 16 + i / 2 * 8 + lane / 4;
+            partials[(warp * kMostGroups * 8 + row) * kPitch + column] = sum;
+          }
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < rows * kColumns; i += kThreads) {
+      const int row = i / kColumns, local = i % kColumns, column = Columns::of(local, rank);
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kActive; ++w) sum += partials[(w * kMostGroups * 8 + row) * kPitch + local];
+      if (column >= 0) store(first + row, local, column, sum);
+    }
+    __syncthreads();
+  }
+};
+
+}  // namespace weft

@@ -1,0 +1,70 @@
+// Chunks of time of algorithm "newton", for hosts and kernels: how many, where a walk meets what is stored, and when
+// rounds of walks end. Torch-free.
+//
+// Round 1 walks all chunks at once, chunk 0 from the initial state, the others from zeros, and stores their states. In
+// round r + 1 a chunk whose left neighbour's end changed in round r is walked again from that end, until it meets what
+// is stored: from there on all is right. Where it does not meet it, its own end has changed. Rounds end when no end
+// that another chunk begins with changes, after at most as many as there are chunks: round r makes the r-th chunk
+// final. Where few meet or come closer, they end earlier, and the chunks that are left are walked one after the other.
+#pragma once
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "common/integers.h"
+
+namespace weft::rnn {
+
+// All have as many steps but the last, which may have fewer.
+struct TimeChunks {
+  int64_t count, length;
+};
+
+WEFT_HOST_DEVICE constexpr int64_t least(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+
+// Of `steps` steps, at least 1: `count`, less those that rounding up their length leaves without steps.
+constexpr TimeChunks cut_time(int64_t steps, int64_t count) {
+  const int64_t length = ceil_div(steps, least(count < 1 ? 1 : count, steps));
+  return {ceil_div(steps, length), length};
+}
+
+// As many as give each of so many walkers one of a sequence's, of at least `shortest` steps.
+constexpr TimeChunks choose_chunks(int64_t steps, int64_t sequences, int64_t walkers, int64_t shortest) {
+  return cut_time(steps, least(walkers / (sequences < 1 ? 1 : sequences), steps / (shortest < 1 ? 1 : shortest)));
+}
+
+// A walk on a GPU looks whether it meets what is stored every so many steps, and at the chunk's last: asking all units
+// takes a tenth of a step.
+constexpr int kLookEvery = 4;
+WEFT_HOST_DEVICE constexpr bool looks_at(int64_t step, int64_t length) {
+  return step % kLookEvery == kLookEvery - 1 || step == length - 1;
+}
+
+// Whether rounds end after this one, the number `round`, in which so many chunks changed their ends, the last one not
+// counted, and `closer` of them by at most half as much as in the round before. Where most of those that are not final
+// change, and few come closer, the net does not forget, as far as its chunks tell; and the front moves by a chunk in a
+// round, as it does alone.
+WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer) {
+  return round >= 3 && 2 * changed > chunks - round && 2 * closer < changed;
+}
+
+// How far a unit's state may be from what is stored, over max(1, |h|).
+template <typename scalar>
+constexpr scalar kMeets = sizeof(scalar) == 4 ? scalar(0x1p-22) : scalar(0x1p-51);
+
+// How far apart two states are, over max(1, |stored|); 0 where they are the same, as NaN and NaN.
+template <typename scalar>
+WEFT_HOST_DEVICE inline scalar mismatch(scalar found, scalar stored) {
+  if (found == stored || (found != found && stored != stored)) return scalar(0);
+  const scalar apart = found > stored ? found - stored : stored - found, size = stored < 0 ? -stored : stored;
+  return size > scalar(1) ? apart / size : apart;
+}
+
+// Not of NaN and a number, nor of infinity and another.
+template <typename scalar>
+WEFT_HOST_DEVICE inline bool meets(scalar apart) {
+  return apart <= kMeets<scalar>;
+}
+
+}  // namespace weft::rnn

@@ -1,0 +1,191 @@
+// Scripts and partitions of persistent kernels, as Python asks for them.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/jit/python/pybind.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "common/tensor.h"
+#include "vertex/exec/persistent_source.h"
+#include "vertex/exec/script.h"
+#include "vertex/graph/schedule.h"
+#include "vertex/program/object.h"
+#include "vertex/program/partition.h"
+
+namespace py = pybind11;
+
+namespace weft::vertex {
+namespace {
+
+ProgramPointer program_of(const torch::jit::Object& object) {
+  return c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
+}
+
+std::span<const int32_t> numbers_of(const at::Tensor& block) {
+  TORCH_CHECK_VALUE(block.is_cpu() && block.is_contiguous() && block.scalar_type() == at::kInt,
+                    "scripts: the block must be a contiguous int32 tensor on the CPU");
+  return {pointer<int32_t>(block), static_cast<size_t>(block.numel())};
+}
+
+// The block of a schedule with the scripts of a program behind it.
+at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program, int32_t most_blocks, bool training,
+                    bool pin) {
+  const auto block = schedule.block();
+  const std::vector<Pass> passes =
+      training ? std::vector<Pass>{Pass::kTraining} : std::vector<Pass>{Pass::kForward, Pass::kBackward};
+  const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, block, most_blocks, passes);
+  const size_t begin = (block.size() + 3) / 4 * 4;
+  at::Tensor tensor = at::empty({static_cast<int64_t>(begin + scripts.size())},
+                                at::TensorOptions().dtype(at::kInt).device(at::kCPU).pinned_memory(pin));
+  auto* to = static_cast<int32_t*>(tensor.mutable_data_ptr());
+  std::memcpy(to, block.data(), block.size_bytes());
+  std::fill(to + block.size(), to + begin, 0);
+  std::memcpy(to + begin, scripts.data(), scripts.size() * sizeof(int32_t));
+  return tensor;
+}
+
+std::string script_text_of(const torch::jit::Object& program, const at::Tensor& block) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  const ProgramPointer p = program_of(program);
+  std::string found;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const Script script = scripts.of[pass];
+    if (!script.empty())
+      found += script_text(partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks), script);
+  }
+  return found;
+}
+
+std::string script_fault_of(const torch::jit::Object& program, const at::Tensor& block) {
+  const auto numbers = numbers_of(block);
+  const Scripts scripts = scripts_in(numbers);
+  if (scripts.most_blocks == 0) return "there is no script";
+  const ProgramPointer p = program_of(program);
+  for (int pass = 0; pass < kPasses; ++pass) {
+    if (scripts.of[pass].empty()) continue;
+    const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
+    std::string why =
+        script_fault(p->program, part, Schedule::tasks(numbers), scripts.of[pass], scripts.published[pass]);
+    if (!why.empty()) return why;
+  }
+  return {};
+}
+
+// Instructions, and those that wait for other blocks: for a signal, or for the values that a product reads.
+std::tuple<int64_t, int64_t> script_counts(const torch::jit::Object& program, const at::Tensor& block) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  const ProgramPointer p = program_of(program);
+  int64_t instructions = 0, waits = 0;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    if (scripts.of[pass].empty()) continue;
+    const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
+    for (const ScriptInstruction& i : scripts.of[pass]) {
+      ++instructions;
+      const bool product = (i.op == ScriptInstruction::kRun || i.op == ScriptInstruction::kPair) &&
+                           part.steps[i.step]->kind == Step::Kind::kProduct;
+      waits += i.op == ScriptInstruction::kWait ||
+               (product && scripts.published[pass] && part.published[part.steps[i.step]->source]);
+    }
+  }
+  return {instructions, waits};
+}
+
+// Where the instructions of a pass are in the block.
+int64_t script_offset(const at::Tensor& block, int64_t pass) {
+  const auto numbers = numbers_of(block);
+  const Scripts scripts = scripts_in(numbers);
+  return reinterpret_cast<const int32_t*>(scripts.of.at(pass).data()) - numbers.data();
+}
+
+// Buffers whose values products wait for: each is missing when the kernel begins.
+std::vector<int32_t> script_published(const torch::jit::Object& program, const at::Tensor& block, int64_t pass) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  const ProgramPointer p = program_of(program);
+  std::vector<int32_t> found;
+  if (!scripts.published.at(pass)) return found;
+  const auto& published = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks).published;
+  for (size_t b = 0; b < published.size(); ++b) {
+    if (published[b]) found.push_back(static_cast<int32_t>(b));
+  }
+  return found;
+}
+
+// Blocks of a pass, and the number and bytes of what each keeps of a matrix.
+std::tuple<int32_t, std::vector<std::tuple<int32_t, int64_t>>> partition_shown(const torch::jit::Object& program,
+                                                                               int64_t pass, int32_t most_blocks) {
+  const ProgramPointer p = program_of(program);
+  const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
+  std::vector<std::tuple<int32_t, int64_t>> found;
+  for (const Kept& k : kept_by_a_block(p->program, part)) found.emplace_back(k.matrix, k.bytes);
+  return {part.blocks, found};
+}
+
+LossForm loss_form(bool cross_entropy, bool head, int32_t classes) {
+  return {cross_entropy, head, classes};
+}
+
+std::tuple<std::vector<std::string>, int64_t, int32_t> persistent_source_of(const torch::jit::Object& program,
+                                                                            int64_t pass, int32_t most_blocks,
+                                                                            bool tf32, int32_t matrices,
+                                                                            int32_t vectors, bool cross_entropy,
+                                                                            bool head, int32_t classes) {
+  const ProgramPointer p = program_of(program);
+  const Partition& part = partition_of(p->program, static_cast<Pass>(pass), most_blocks);
+  PersistentSource source =
+      persistent_source(p->program, part, tf32, matrices, vectors, loss_form(cross_entropy, head, classes));
+  return {std::move(source.defines), source.shared_bytes, part.blocks};
+}
+
+}  // namespace
+
+void bind_persistent(py::module_& vertex) {
+  vertex.def(
+      "scripted", torch::wrap_pybind_function(&scripted), py::arg("schedule"), py::arg("program"),
+      py::arg("most_blocks"), py::arg("training"), py::arg("pin"),
+      "The block of a schedule with the scripts of a program behind it, for groups of at most so many blocks: of "
+      "both passes, or of a training step.");
+  vertex.def("script_text", torch::wrap_pybind_function(&script_text_of), py::arg("program"), py::arg("block"),
+             "The instructions of the scripts, one line each.");
+  vertex.def("script_fault", torch::wrap_pybind_function(&script_fault_of), py::arg("program"), py::arg("block"),
+             "What is wrong with a script; nothing where nothing is.");
+  vertex.def("script_counts", torch::wrap_pybind_function(&script_counts), py::arg("program"), py::arg("block"),
+             "Instructions and waits.");
+  vertex.def("script_offset", torch::wrap_pybind_function(&script_offset), py::arg("block"), py::arg("pass_"),
+             "Where the instructions of a pass are.");
+  vertex.def("script_published", torch::wrap_pybind_function(&script_published), py::arg("program"), py::arg("block"),
+             py::arg("pass_"), "Buffers whose values products wait for, filled with ones bits beforehand.");
+  vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),
+             py::arg("most_blocks"), "Blocks of a pass; of what each keeps of a matrix its number and bytes.");
+  vertex.def("persistent_source", torch::wrap_pybind_function(&persistent_source_of), py::arg("program"),
+             py::arg("pass_"), py::arg("most_blocks"), py::arg("tf32"), py::arg("matrices"), py::arg("vectors") = 0,
+             py::arg("cross_entropy") = true, py::arg("head") = false, py::arg("classes") = 0,
+             "What the persistent kernel of a pass is compiled with, its shared memory and its blocks.");
+  vertex.def("persistent_obstacle",
+             torch::wrap_pybind_function(
+                 [](const torch::jit::Object& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices) {
+                   return persistent_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices);
+                 }),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
+             "Why the program does not run in persistent kernels; nothing where it does.");
+  vertex.def("training_obstacle",
+             torch::wrap_pybind_function([](const torch::jit::Object& program, int32_t most_blocks,
+                                            int64_t shared_limit, int32_t matrices, const std::vector<int64_t>& vectors,
+                                            bool cross_entropy, bool head, int32_t classes) {
+               return training_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices, vectors,
+                                        loss_form(cross_entropy, head, classes));
+             }),
+             py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
+             py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),
+             "The same of a training step; `vectors` are their sizes.");
+}
+
+}  // namespace weft::vertex

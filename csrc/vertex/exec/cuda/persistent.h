@@ -1,0 +1,38 @@
+// The persistent kernel of one pass of a program on the current device: compile, launch. No torch header.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "vertex/exec/cuda/persistent.jit.cuh"
+#include "vertex/exec/executor.h"
+#include "vertex/exec/persistent_source.h"
+
+namespace weft::jit {
+class Kernel;
+}
+
+namespace weft::vertex {
+
+struct PersistentKernel {
+  jit::Kernel* kernel;
+  int blocks;
+  unsigned shared_bytes;
+  bool resident;  // all blocks at once
+};
+
+// Compiled at first use; lives as long as the program. `tf32`: as torch multiplies float32. Of a program that has no
+// obstacle (persistent_obstacle) on this device.
+const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int32_t most_blocks, bool tf32,
+                                          int32_t matrices, int32_t vectors = 0, const LossForm& form = {});
+
+// Runs all of the pass, of a training step with these, as many updates as it was compiled for; `arrived` is 0. False
+// where the blocks are not resident after all.
+bool launch_persistent(const PersistentKernel& kernel, const Memory& memory, Pass pass, unsigned* arrived,
+                       cudaStream_t stream, const TrainingArguments* training = nullptr,
+                       const UpdateArgument* updates = nullptr);
+
+// The arrays of a schedule as kernels take them.
+FrontierArguments arguments_of(const Arrays& arrays);
+
+}  // namespace weft::vertex

@@ -1,0 +1,158 @@
+// A pass of a vertex program over all frontiers in one kernel that a script drives. Source: VPPS (MICRO 2018), sections
+// III and IV.
+//   WEFT_VERTEX_TYPE      float, of registers; buffers may be narrower
+//   WEFT_VERTEX_BUFFERS   how many the program has
+//   WEFT_VERTEX_MATRICES  the same, or 1 where it has none
+//   WEFT_VERTEX_BLOCKS    of the group
+//   WEFT_VERTEX_PRODUCTS  types of the products; csrc/vertex/exec/persistent_source.h
+//   WEFT_VERTEX_WEIGHTS   loads what the block keeps of each matrix
+//   WEFT_VERTEX_SUMS      bytes for what a pair's product hands to its kernel
+//   WEFT_VERTEX_STEPS     the instructions that are steps
+//   WEFT_VERTEX_TURN      loads what the backward part of a training step keeps where there is no room for both
+//
+// Decomposition: one block on each multiprocessor, all resident. A block owns the same columns of every kernel and the
+// columns of each matrix that these read (csrc/vertex/program/partition.h). What it keeps of the matrices lies in
+// shared memory from the first frontier to the last; buffers lie in L2. Blocks meet only where a step reads what others
+// wrote: of a Tree-LSTM once a frontier, forward before the product that reads h, backward before the one that reads
+// the gradients of the gates.
+#include "common/cuda/group_signal.jit.cuh"
+#include "jit/resident_product.jit.cuh"
+#include "vertex/exec/cuda/body.jit.cuh"
+#include "vertex/exec/cuda/persistent.jit.cuh"
+
+#ifdef WEFT_VERTEX_UPDATES
+#include "vertex/exec/cuda/training.jit.cuh"
+#endif
+
+namespace {
+
+using weft::DealtColumns;
+using weft::FourOf;
+using weft::Multiply;
+using weft::ResidentProduct;
+using weft::vertex::kPersistentThreads;
+using weft::vertex::kScriptWindow;
+using weft::vertex::MatrixArgument;
+using weft::vertex::PersistentArguments;
+using weft::vertex::ScriptInstruction;
+
+constexpr int kBlocks = WEFT_VERTEX_BLOCKS, kWarps = kPersistentThreads / 32;
+
+WEFT_VERTEX_PRODUCTS
+
+// What other blocks wait for.
+__device__ __forceinline__ void publish(float& to, float x) {
+  weft::store_published(&to, x);
+}
+template <typename Half>
+__device__ __forceinline__ void publish(Half& to, float x) {
+  weft::store_published(&to.bits, Half(x).bits);
+}
+
+// Rows of `target`, the block's columns, = rows of `source` @ matrix [+ bias].
+template <typename Product, typename E>
+__device__ __noinline__ void product(const BufferArgument& source, const BufferArgument& target, int first, int count,
+                                     int rank, const unsigned char* weights, unsigned char* partials, const E* bias) {
+  const E* const from = static_cast<const E*>(source.data) + first * source.stride;
+  E* const to = static_cast<E*>(target.data) + first * target.stride;
+  const long long from_stride = source.stride, to_stride = target.stride;
+  Product::run(
+      count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
+      [=](int i) { return from + i * from_stride; },
+      [=](int i, int, int column, float sum) {
+        if (bias != nullptr) sum += float(bias[column]);
+        to[i * to_stride + column] = E(sum);
+      });
+}
+
+// The same of at most 8 rows, whose sums stay in `sums`, too.
+template <typename Product, typename E>
+__device__ __forceinline__ void few(const BufferArgument& source, const BufferArgument& target, int first, int count,
+                                    int rank, const unsigned char* weights, unsigned char* partials, float* sums) {
+  const E* const from = static_cast<const E*>(source.data) + first * source.stride;
+  E* const to = static_cast<E*>(target.data) + first * target.stride;
+  const long long from_stride = source.stride, to_stride = target.stride;
+  Product::run_few(
+      count, rank, reinterpret_cast<const FourOf<E>*>(weights), reinterpret_cast<float*>(partials),
+      [=](int i) { return from + i * from_stride; },
+      [=](int i, int local, int column, float sum) {
+        to[i * to_stride + column] = E(sum);
+        sums[i * Product::kColumns + local] = float(E(sum));
+      });
+}
+
+template <typename Columns, typename E>
+__device__ __noinline__ void zero(const BufferArgument& target, int first, int count, int rank) {
+  E* const to = static_cast<E*>(target.data) + first * target.stride;
+  for (int i = threadIdx.x; i < count * Columns::count(); i += kPersistentThreads) {
+    const int column = Columns::of(i % Columns::count(), rank);
+    if (column >= 0) to[i / Columns::count() * target.stride + column] = E(0.0f);
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
+    vertex_persistent(const __grid_constant__ PersistentArguments a,
+                      const __grid_constant__ Many<BufferArgument, WEFT_VERTEX_BUFFERS> buffers,
+                      const __grid_constant__ Many<MatrixArgument, WEFT_VERTEX_MATRICES> matrices
+#ifdef WEFT_VERTEX_UPDATES
+                      ,
+                      const __grid_constant__ TrainingArguments training,
+                      const __grid_constant__ Many<UpdateArgument, WEFT_VERTEX_UPDATES> updates
+#endif
+    ) {
+  unsigned char* const shared = weft::dynamic_shared_memory();
+  ScriptInstruction* const window = reinterpret_cast<ScriptInstruction*>(shared);
+  float* const sums = reinterpret_cast<float*>(shared + kScriptWindow * sizeof(ScriptInstruction));
+  unsigned char* const partials = reinterpret_cast<unsigned char*>(sums) + WEFT_VERTEX_SUMS;
+  const FrontierArguments& p = a.frontier;
+  const int *vertices = p.vertices, *gather = p.gather, *first_edge = p.first_edge, *edge_children = p.edge_children,
+            *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
+            *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
+  const long long num_vertices = p.num_vertices;
+  const int rank = blockIdx.x;
+#ifdef WEFT_VERTEX_UPDATES
+  float counted = 0.0f;
+  bool refused = false;
+#endif
+  WEFT_VERTEX_WEIGHTS
+  for (int at = 0;; ++at) {
+    __syncthreads();  // what the block did is seen by its next instruction
+    if (at % kScriptWindow == 0) {
+      if (threadIdx.x < kScriptWindow) window[threadIdx.x] = a.script[at + threadIdx.x];
+      __syncthreads();
+    }
+    const ScriptInstruction instruction = window[at % kScriptWindow];
+    const int first = instruction.first, count = instruction.count;
+    if (instruction.op == ScriptInstruction::kEnd) return;
+    if (instruction.op == ScriptInstruction::kSignal) {
+      weft::group_signal(a.arrived);
+      continue;
+    }
+    if (instruction.op == ScriptInstruction::kWait) {
+      weft::group_wait(a.arrived, unsigned(first) * kBlocks);
+      continue;
+    }
+#ifdef WEFT_VERTEX_UPDATES
+    const auto &outputs = buffers.of[WEFT_VERTEX_OUTPUT], &output_grads = buffers.of[WEFT_VERTEX_OUTPUT_GRAD];
+    if (instruction.op == ScriptInstruction::kLoss) {
+      look_at_targets(training, reinterpret_cast<float*>(partials), counted, refused);
+      loss(training, outputs, output_grads, rank, kBlocks, counted, refused, reinterpret_cast<float*>(partials));
+      continue;
+    }
+    if (instruction.op == ScriptInstruction::kLossOfHead) {
+      loss_of_head(training, output_grads, rank, kBlocks);
+      WEFT_VERTEX_TURN
+      continue;
+    }
+    if (instruction.op == ScriptInstruction::kUpdateHead) {
+      update_head(training, outputs, rank, kBlocks, counted, refused, updates.of[kUpdates - 2],
+                  updates.of[kUpdates - 1]);
+      continue;
+    }
+#endif
+    // Which step, and how.
+    switch (instruction.step * 8 + instruction.op) { WEFT_VERTEX_STEPS }
+  }
+}

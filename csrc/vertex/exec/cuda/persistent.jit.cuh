@@ -1,0 +1,36 @@
+// What vertex/exec/cuda/persistent.jit.cu is launched with. For hosts and kernels.
+#pragma once
+#include "vertex/exec/cuda/frontier.jit.cuh"
+#include "vertex/exec/script.jit.cuh"
+
+namespace weft::vertex {
+
+constexpr int kPersistentThreads = 512;
+
+struct PersistentArguments {
+  FrontierArguments frontier;
+  const ScriptInstruction* script;
+  unsigned* arrived;  // 0; the signals of the group
+};
+
+// What becomes of a parameter by its gradient; of one that has none, or gets none, nothing.
+struct UpdateArgument {
+  enum Kind : int { kNone, kSgd, kAdam };
+  float *parameter, *first, *second;  // its moments are laid out as itself; null where there is none
+  // kSgd: lr, momentum, dampening, weight_decay, nesterov. kAdam: lr, beta1, beta2, eps, weight_decay, 1 - beta1^t,
+  // sqrt(1 - beta2^t), decoupled.
+  float numbers[8];
+  int kind;
+};
+
+struct TrainingArguments {
+  const void* targets;     // int64 classes of the rows, or floats as what the loss is of
+  const long long* roots;  // the rows of the outputs that the loss is of; null: all
+  int rows;
+  long long ignore_index;
+  const float *weight, *bias;  // (classes, outputs), (classes), of the head
+  float *losses, *gradients;   // of each row, and by what the head makes of it
+  float *refused, *result;     // 1: nothing changes; the loss and that
+};
+
+}  // namespace weft::vertex

@@ -1,0 +1,338 @@
+#include "vertex/exec/persistent_source.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+#include <set>
+#include <utility>
+
+#include "vertex/exec/cuda/persistent.jit.cuh"
+#include "vertex/exec/script.h"
+#include "vertex/program/source.h"
+
+namespace weft::vertex {
+namespace {
+
+constexpr const char* kTypes[] = {"Float16", "BFloat16", "float", "double"};
+constexpr int kWarps = kPersistentThreads / 32;
+
+bool is_product(const Partition& partition, size_t i) {
+  return partition.shares[i].runs && partition.steps[i]->kind == Step::Kind::kProduct;
+}
+
+std::string columns_of(const Share& share, int32_t blocks) {
+  std::string text = "DealtColumns<" + std::to_string(blocks);
+  for (const Segment& g : share.segments) text += ", " + std::to_string(g.first) + ", " + std::to_string(g.width);
+  return text + ">";
+}
+
+// As ResidentProduct in csrc/jit/resident_product.jit.cuh.
+struct Sizes {
+  int64_t weights, partials;
+  Sizes(const Program& program, const Step& s, const Share& share) {
+    const Buffer& source = program.buffers[s.source];
+    const int64_t tiles = (share.columns + 15) / 16, chunks = (source.width + 15) / 16;
+    const int64_t groups = tiles < 4 ? 4 / tiles : 1;
+    weights = chunks * tiles * 256 * (source.dtype < Dtype::kFloat32 ? 2 : 4);
+    partials = std::min<int64_t>(chunks, kWarps) * groups * 8 * (tiles * 16 + 4) * 4;
+  }
+};
+
+// Of a pass, in shared memory. Where a training step's weights are many, those of the backward pass take the place of
+// the others when it turns.
+struct Room {
+  int64_t sums = 0, partials = 0, weights = 0, weights_forward = 0;
+  bool turns = false;
+  Room(const Program& program, const Partition& partition, int32_t classes) {
+    partials = int64_t{kWarps} * (classes + 2) * 4;
+    for (size_t i = 0; i < partition.steps.size(); ++i) {
+      if (!is_product(partition, i)) continue;
+      const Share& share = partition.shares[i];
+      const Sizes sizes(program, *partition.steps[i], share);
+      sums = std::max<int64_t>(sums, int64_t{kMostPairRows} * share.columns * 4);
+      partials = std::max(partials, sizes.partials);
+      (i < partition.forward_steps ? weights_forward : weights) += sizes.weights;
+    }
+    constexpr int64_t kForBoth = 160 << 10;
+    turns = weights > 0 && weights_forward + weights > kForBoth;
+    weights = turns ? std::max(weights_forward, weights) : weights_forward + weights;
+    sums = (sums + 15) / 16 * 16;
+    partials = (partials + 15) / 16 * 16;
+  }
+  int64_t before_weights() const {
+    return kScriptWindow * static_cast<int64_t>(sizeof(ScriptInstruction)) + sums + partials;
+  }
+};
+
+std::string label(size_t step, ScriptInstruction::Op op) {
+  static_assert(ScriptInstruction::kOps <= 8);
+  return " case " + std::to_string(step * 8 + op) + ": ";
+}
+
+class SourceWriter {
+ public:
+  SourceWriter(const Program& program, const Partition& partition, bool tf32)
+      : program_(program), partition_(partition), tf32_(tf32), all_(program.buffers.size()) {
+    std::iota(all_.begin(), all_.end(), 0);
+  }
+
+  // `weights`: where in shared memory they begin.
+  void write(int64_t weights, bool turn) {
+    const int64_t begin = weights;
+    for (size_t i = 0; i < partition_.steps.size(); ++i) {
+      if (i == partition_.forward_steps && turn) weights = begin;
+      if (!partition_.shares[i].runs) continue;
+      switch (partition_.steps[i]->kind) {
+        case Step::Kind::kKernel:
+          kernel(i);
+          break;
+        case Step::Kind::kProduct:
+          product(i, weights, turn && i >= partition_.forward_steps ? turns : loads);
+          weights += Sizes(program_, *partition_.steps[i], partition_.shares[i]).weights;
+          break;
+        case Step::Kind::kOuter:
+          outer(i);
+          break;
+        case Step::Kind::kTotal:
+          total(i);
+          break;
+      }
+    }
+  }
+
+  std::string types, loads, turns, cases;  // turns: loads when the forward pass is over
+
+ private:
+  static std::string buffer(int32_t b) { return "buffers.of[" + std::to_string(b) + "]"; }
+  Step of_all(size_t i) const {
+    Step kernel = *partition_.steps[i];
+    kernel.buffers = all_;
+    return kernel;
+  }
+
+  void kernel(size_t i) {
+    const Step step = of_all(i);
+    for (const bool leaves : {false, true}) {
+      if (leaves && (step.edges || step.leaf_code.empty())) continue;
+      const Parts body = kernel_parts(program_, step, leaves, {&partition_.published, -1, {}});
+      cases += label(i, leaves ? ScriptInstruction::kRunLeaves : ScriptInstruction::kRun) +
+               "{ constexpr int columns = " + std::to_string(step.width) + ";";
+      if (step.reduces) {
+        cases +=
+            " constexpr int lanes = 32; const int lane = threadIdx.x % 32; for (int i = rank * kWarps + "
+            "threadIdx.x / 32; i < count; i += kBlocks * kWarps) { const long long index = first + i; ";
+      } else {
+        const std::string units = std::to_string(std::max(1, partition_.shares[i].columns));
+        cases += " for (int i = threadIdx.x; i < count * " + units +
+                 "; i += kPersistentThreads) { const int j = rank * " + units + " + i % " + units +
+                 "; if (j >= columns) continue; const long long index = first + i / " + units + "; ";
+      }
+      cases += body.early + body.late + " } } break;";
+    }
+  }
+
+  void product(size_t i, int64_t weights, std::string& load) {
+    const Step& s = *partition_.steps[i];
+    const Share& share = partition_.shares[i];
+    const Buffer& source = program_.buffers[s.source];
+    const std::string type = kTypes[static_cast<int>(source.dtype)], n = std::to_string(i), from = buffer(s.source),
+                      to = buffer(s.target), matrix = "matrices.of[" + std::to_string(s.matrix) + "]",
+                      at = std::to_string(weights);
+    const char* how = source.dtype < Dtype::kFloat32 ? "kHalf" : tf32_ ? "kTf32" : "kFloat";
+    types += "using Product" + n + " = ResidentProduct<" + type + ", Multiply::" + how + ", kPersistentThreads, " +
+             std::to_string(source.width) + ", " + columns_of(share, partition_.blocks) +
+             (partition_.published[s.source] ? ", true>; " : ">; ");
+    load += " Product" + n + "::load(static_cast<const " + type + "*>(" + matrix + ".data), " + matrix +
+             (s.transposed ? ".column, " : ".row, ") + matrix + (s.transposed ? ".row" : ".column") +
+             ", rank, reinterpret_cast<FourOf<" + type + ">*>(shared + " + at + "));";
+    const std::string bias = s.bias < 0 ? "nullptr" : "static_cast<const " + type + "*>(" + buffer(s.bias) + ".data)";
+    cases += label(i, ScriptInstruction::kRun) + "product<Product" + n + ", " + type + ">(" + from + ", " + to +
+             ", first, count, rank, shared + " + at + ", partials, " + bias + "); break;";
+    pair(i, "few<Product" + n + ", " + type + ">(" + from + ", " + to + ", first, count, rank, shared + " + at +
+                ", partials, sums);");
+    if (s.zeroes_leaves) {
+      cases += label(i, ScriptInstruction::kZero) + "zero<" + columns_of(share, partition_.blocks) + ", " + type +
+               ">(" + to + ", first, count, rank); break;";
+    }
+  }
+
+  // The kernel that may follow product `number` in one instruction, as statements that have its own in the middle.
+  void pair(size_t number, const std::string& product) {
+    for (size_t k = 0; k < partition_.steps.size(); ++k) {
+      const Share& share = partition_.shares[k];
+      if (!share.runs || share.segments.empty() || partition_.steps[k]->width == 0) continue;
+      if (!pairs(partition_, static_cast<int32_t>(number), static_cast<int32_t>(k))) continue;
+      if (share.columns > kMostPairElements) return;
+      Placed placed{&partition_.published, partition_.steps[number]->target, {}};
+      const Step kernel = of_all(k);
+      if (k > number) {  // on the same rows
+        int32_t local = 0;
+        for (const Segment& g : partition_.shares[number].segments) {
+          if (g.width == kernel.width) {
+            placed.sums.emplace_back(g.first, "sums[pair * Product" + std::to_string(number) + "::kColumns + " +
+                                                  std::to_string(local) + " + local]");
+          }
+          local += g.units(partition_.blocks);
+        }
+      }
+      const Parts body = kernel_parts(program_, kernel, /*leaves=*/false, placed);
+      const std::string units = std::to_string(share.columns);
+      cases += label(number, ScriptInstruction::kPair) + "{ constexpr int columns = " + std::to_string(kernel.width) +
+               "; const int local = threadIdx.x % " + units + ", own = rank * " + units +
+               " + local; const bool mine = int(threadIdx.x) < instruction.next_count * " + units +
+               " && own < columns; const int pair = mine ? threadIdx.x / " + units +
+               " : 0, j = mine ? own : 0; const long long index = instruction.next_first + pair; " + body.early + " " +
+               product + " if (mine) { " + body.late + " } } break;";
+      return;
+    }
+  }
+
+  void outer(size_t i) {
+    const Step& s = *partition_.steps[i];
+    const Share& share = partition_.shares[i];
+    const int32_t own = share.of_source ? s.source : s.target, other = share.of_source ? s.target : s.source;
+    const std::string matrix = "matrices.of[" + std::to_string(s.matrix) + "]";
+    // Where element (column of own, column of other) is.
+    const bool by_row = share.of_source != s.transposed;
+    cases += label(i, ScriptInstruction::kRun) + "outer<" + columns_of(share, partition_.blocks) + ", " +
+             std::to_string(program_.buffers[other].width) + ">(" + buffer(own) + ", " + buffer(other) +
+             ", first, count, rank, " + matrix + (by_row ? ".row, " : ".column, ") + matrix +
+             (by_row ? ".column" : ".row") + ", updates.of[" + std::to_string(s.matrix) + "], refused); break;";
+  }
+
+  void total(size_t i) {
+    const Step& s = *partition_.steps[i];
+    cases += label(i, ScriptInstruction::kRun) + "total<" + columns_of(partition_.shares[i], partition_.blocks) + ">(" +
+             buffer(s.source) + ", first, count, rank, " + std::to_string(s.column) + ", " + std::to_string(s.width) +
+             ", " + std::to_string(s.first) + ", updates.of[kMatrices + " + std::to_string(s.vector) +
+             "], refused); break;";
+  }
+
+  const Program& program_;
+  const Partition& partition_;
+  bool tf32_;
+  std::vector<int32_t> all_;
+};
+
+int32_t find_buffer(const Program& program, Space space) {
+  for (size_t b = 0; b < program.buffers.size(); ++b) {
+    if (program.buffers[b].space == space) return static_cast<int32_t>(b);
+  }
+  return -1;
+}
+
+std::string room_obstacle(const Program& program, const Partition& part, int64_t shared_limit, int32_t classes,
+                          const char* name) {
+  const Room room(program, part, classes);
+  const int64_t free = shared_limit - room.before_weights();
+  if (room.weights <= free) return {};
+  return std::string("the weights of the ") + name + " take " + std::to_string(room.weights * part.blocks) +
+         " bytes, " + std::to_string(part.blocks) + " blocks keep " +
+         std::to_string(std::max<int64_t>(0, free) * part.blocks);
+}
+
+std::string parameters_obstacle(const Program& program, size_t others) {
+  const size_t bytes = sizeof(PersistentArguments) + program.buffers.size() * sizeof(BufferArgument) + others;
+  if (bytes <= size_t{kMaxParameterBytes}) return {};
+  return std::to_string(program.buffers.size()) + " buffers are more than a kernel takes";
+}
+
+}  // namespace
+
+PersistentSource persistent_source(const Program& program, const Partition& partition, bool tf32, int32_t matrices,
+                                   int32_t vectors, const LossForm& form) {
+  const bool training = partition.pass == Pass::kTraining;
+  const Room room(program, partition, training ? form.classes : 0);
+  SourceWriter writer(program, partition, tf32);
+  writer.write(room.before_weights(), room.turns);
+  PersistentSource found;
+  const auto define = [&](const char* name, const std::string& text) {
+    found.defines.push_back("WEFT_VERTEX_" + std::string(name) + "=" + text);
+  };
+  define("TYPE", "float");
+  define("BUFFERS", std::to_string(std::max<size_t>(1, program.buffers.size())));
+  define("MATRICES", std::to_string(std::max(1, matrices)));
+  define("BLOCKS", std::to_string(partition.blocks));
+  define("PRODUCTS", writer.types);
+  define("WEIGHTS", writer.loads);
+  define("SUMS", std::to_string(room.sums));
+  define("STEPS", writer.cases);
+  if (training) {
+    define("TURN", writer.turns);
+    const int32_t output = find_buffer(program, Space::kOutput);
+    define("UPDATES", std::to_string(std::max(1, matrices) + vectors + 2));
+    define("VECTORS", std::to_string(vectors));
+    define("OUTPUT", std::to_string(output));
+    define("OUTPUT_GRAD", std::to_string(find_buffer(program, Space::kOutputGrad)));
+    define("OUTPUTS", std::to_string(program.buffers[output].width));
+    define("CROSS_ENTROPY", form.cross_entropy ? "1" : "0");
+    define("HEAD", form.head ? "1" : "0");
+    define("CLASSES", std::to_string(form.classes));
+  }
+  found.shared_bytes = room.before_weights() + room.weights;
+  return found;
+}
+
+std::vector<Kept> kept_by_a_block(const Program& program, const Partition& partition) {
+  std::vector<Kept> found;
+  for (size_t i = 0; i < partition.steps.size(); ++i) {
+    if (!is_product(partition, i)) continue;
+    const Step& s = *partition.steps[i];
+    found.push_back({s.matrix, Sizes(program, s, partition.shares[i]).weights});
+  }
+  return found;
+}
+
+std::string persistent_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices) {
+  if (std::string why = script_obstacle(program); !why.empty()) return why;
+  const auto others = static_cast<size_t>(std::max(1, matrices)) * sizeof(MatrixArgument);
+  if (std::string why = parameters_obstacle(program, others); !why.empty()) return why;
+  for (const Pass pass : {Pass::kForward, Pass::kBackward}) {
+    const char* name = pass == Pass::kForward ? "forward pass" : "backward pass";
+    std::string why = room_obstacle(program, partition_of(program, pass, most_blocks), shared_limit, 0, name);
+    if (!why.empty()) return why;
+  }
+  return {};
+}
+
+std::string training_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices,
+                              const std::vector<int64_t>& vectors, const LossForm& form) {
+  if (std::string why = script_obstacle(program); !why.empty()) return why;
+  const size_t updates = static_cast<size_t>(std::max(1, matrices)) + vectors.size() + 2;
+  const size_t others = sizeof(TrainingArguments) + updates * sizeof(UpdateArgument) +
+                        static_cast<size_t>(std::max(1, matrices)) * sizeof(MatrixArgument);
+  if (std::string why = parameters_obstacle(program, others); !why.empty()) return why;
+  int outputs = 0, output_grads = 0;
+  for (const Buffer& b : program.buffers) {
+    if (b.dtype != Dtype::kFloat32) return "it is not float32 alone";
+    outputs += b.space == Space::kOutput;
+    output_grads += b.space == Space::kOutputGrad;
+  }
+  if (outputs != 1 || output_grads != 1) return "what is pushed is not one output of the frontiers";
+  if (form.classes < 1 || form.classes > 1024) return std::to_string(form.classes) + " classes";
+  const auto fours = [](const Step& s, const Program& p) { return p.buffers[s.source].width % 4 == 0; };
+  for (const Step& s : program.forward) {
+    if (s.when == Step::When::kBefore && !fours(s, program)) return "an input's width is no multiple of 4";
+  }
+  std::set<int32_t> seen;
+  std::map<int32_t, std::vector<std::pair<int32_t, int32_t>>> ranges;
+  for (const Step& s : program.backward) {
+    if (s.kind == Step::Kind::kOuter && !seen.insert(s.matrix).second) {
+      return "matrix " + std::to_string(s.matrix) + " is in several products";
+    }
+    if (s.kind == Step::Kind::kTotal) ranges[s.vector].emplace_back(s.first, s.width);
+  }
+  for (auto& [vector, of] : ranges) {
+    std::sort(of.begin(), of.end());
+    int64_t next = 0;
+    for (const auto& [first, width] : of) {
+      if (first != next) return "the gradient of vector " + std::to_string(vector) + " is a sum of several";
+      next += width;
+    }
+    if (next != vectors.at(vector)) return "a part of vector " + std::to_string(vector) + " has no gradient";
+  }
+  return room_obstacle(program, partition_of(program, Pass::kTraining, most_blocks), shared_limit, form.classes,
+                       "training step");
+}
+
+}  // namespace weft::vertex

@@ -1,0 +1,372 @@
+#include "vertex/exec/script.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace weft::vertex {
+namespace {
+
+constexpr int32_t kScriptMagic = 0x57530101;
+constexpr size_t kHeader = 12, kEach = sizeof(ScriptInstruction) / sizeof(int32_t);
+
+// What the blocks of a group have written and not signalled yet: by steps of this task in its rows, by tasks of this
+// frontier, which none of them reads, and before.
+class Unseen {
+ public:
+  explicit Unseen(size_t buffers) : written_(buffers, kNothing) {}
+
+  void next_task(bool next_frontier) {
+    for (uint8_t& w : written_) {
+      if (w & kOwn) w = (w & ~kOwn) | kFrontier;
+      if (next_frontier && (w & kFrontier)) w = kBefore;
+    }
+  }
+  bool concerns(const Share& share, bool published) const {
+    return std::any_of(share.reads.begin(), share.reads.end(), [&](const CrossRead& r) {
+      if (r.published && published) return false;
+      return (written_[r.buffer] & (r.own ? kBefore | kOwn : kBefore)) != 0;
+    });
+  }
+  void write(const Share& share) {
+    for (const int32_t b : share.stores) written_[b] |= kOwn;
+    for (const int32_t b : share.scatters) written_[b] |= kFrontier;
+  }
+  void clear() { std::fill(written_.begin(), written_.end(), kNothing); }
+
+ private:
+  enum : uint8_t { kNothing = 0, kOwn = 1, kFrontier = 2, kBefore = 4 };
+  std::vector<uint8_t> written_;  // by buffer
+};
+
+struct Visit {
+  int step;
+  ScriptInstruction::Op op;
+  int first, count;
+};
+
+// The order of a pass.
+class Walk {
+ public:
+  Walk(const Partition& partition, std::span<const Task> tasks, int32_t functions)
+      : partition_(partition), tasks_(tasks), functions_(functions) {
+    for (const Task& task : tasks) {
+      leaves_ += task.level == 0 ? task.count : 0;
+      vertices_ += task.count;
+      edges_ += task.num_edges;
+    }
+  }
+
+  // Calls next_task(next_frontier) for every task, visit for each of its steps, meet where all blocks meet, whatever is
+  // written, and other for what is no step.
+  template <typename NextTask, typename Meet, typename OnStep, typename Other>
+  void pass(const NextTask& next_task, const Meet& meet, const OnStep& visit, const Other& other) const {
+    switch (partition_.pass) {
+      case Pass::kForward:
+        return frontiers(0, partition_.steps.size(), false, next_task, visit);
+      case Pass::kBackward:
+        return frontiers(0, partition_.steps.size(), true, next_task, visit);
+      case Pass::kTraining:
+        break;
+    }
+    const size_t forward = partition_.forward_steps, all = partition_.steps.size();
+    next_task(true);
+    once(0, forward, Step::When::kBefore, visit);
+    frontiers(0, forward, false, next_task, visit);
+    next_task(true);
+    once(0, forward, Step::When::kAfter, visit);
+    meet();
+    other(ScriptInstruction::kLoss);
+    meet();
+    other(ScriptInstruction::kLossOfHead);
+    meet();
+    frontiers(forward, all, true, next_task, visit);
+    next_task(true);
+    once(forward, all, Step::When::kAfter, visit);
+    meet();
+    for (size_t i = forward; i < all; ++i) {
+      if (step(i).kind == Step::Kind::kOuter || step(i).kind == Step::Kind::kTotal) whole(i, visit);
+    }
+    other(ScriptInstruction::kUpdateHead);
+  }
+
+ private:
+  const Step& step(size_t i) const { return *partition_.steps[i]; }
+
+  // Kernels and products that run once.
+  template <typename OnStep>
+  void once(size_t begin, size_t end, Step::When when, const OnStep& visit) const {
+    for (size_t i = begin; i < end; ++i) {
+      if (!partition_.shares[i].runs || step(i).when != when) continue;
+      if (step(i).kind == Step::Kind::kKernel) late(i, visit);
+      if (step(i).kind == Step::Kind::kProduct) whole(i, visit);
+    }
+  }
+
+  template <typename NextTask, typename OnStep>
+  void frontiers(size_t begin, size_t end, bool backward, const NextTask& next_task, const OnStep& visit) const {
+    int32_t level = -1;
+    for (size_t k = 0; k < tasks_.size(); ++k) {
+      const Task& task = tasks_[backward ? tasks_.size() - 1 - k : k];
+      next_task(task.level != level);
+      level = task.level;
+      for (size_t i = begin; i < end; ++i) {
+        const Step& s = step(i);
+        const bool product = s.kind == Step::Kind::kProduct;
+        if (!partition_.shares[i].runs || s.when != Step::When::kFrontiers) continue;
+        if (!product && s.kind != Step::Kind::kKernel) continue;
+        const int count = s.edges ? task.num_edges : task.count;
+        if (s.function != task.kind || count == 0) continue;
+        const bool leaves = task.level == 0, skipped = product && leaves && s.skips_leaves;
+        if (skipped && !s.zeroes_leaves) continue;
+        if (!product && leaves && s.leaf_code.empty()) continue;
+        const auto op = skipped              ? ScriptInstruction::kZero
+                        : leaves && !product ? ScriptInstruction::kRunLeaves
+                                             : ScriptInstruction::kRun;
+        visit(Visit{static_cast<int>(i), op, s.edges ? task.first_edge : task.first, count});
+      }
+    }
+  }
+
+  // On all rows that the step has.
+  template <typename OnStep>
+  void whole(size_t i, const OnStep& visit) const {
+    const Step& s = step(i);
+    const bool inner = s.skips_leaves || partition_.inner_only[i];
+    const int first = s.edges || !inner ? 0 : leaves_, end = s.edges || partition_.of_edges[i] ? edges_ : vertices_;
+    visit(Visit{static_cast<int>(i), ScriptInstruction::kRun, first, std::max(0, end - first)});
+  }
+
+  // A kernel that runs once, on the rows of its function; those without children run other code.
+  template <typename OnStep>
+  void late(size_t i, const OnStep& visit) const {
+    const auto add = [&](int first, int count, bool leaves) {
+      if (count == 0 || (leaves && step(i).leaf_code.empty())) return;
+      visit(Visit{static_cast<int>(i), leaves ? ScriptInstruction::kRunLeaves : ScriptInstruction::kRun, first, count});
+    };
+    if (functions_ > 1) {
+      for (const Task& task : tasks_) {
+        if (step(i).function == task.kind) add(task.first, task.count, task.level == 0);
+      }
+      return;
+    }
+    add(0, leaves_, true);
+    add(leaves_, vertices_ - leaves_, false);
+  }
+
+  const Partition& partition_;
+  std::span<const Task> tasks_;
+  int32_t functions_;
+  int leaves_ = 0, vertices_ = 0, edges_ = 0;
+};
+
+}  // namespace
+
+std::vector<ScriptInstruction> script_of(const Program& program, const Partition& partition,
+                                         std::span<const Task> tasks, bool published) {
+  std::vector<ScriptInstruction> script;
+  Unseen unseen(program.buffers.size());
+  int signals = 0;
+  const auto meet = [&] {
+    ++signals;
+    script.push_back({ScriptInstruction::kSignal, 0, signals, 0});
+    script.push_back({ScriptInstruction::kWait, 0, signals, 0});
+    unseen.clear();
+  };
+  Walk(partition, tasks, program.functions)
+      .pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, meet,
+            [&](const Visit& v) {
+              const Share& share = partition.shares[v.step];
+              if (unseen.concerns(share, published)) meet();
+              unseen.write(share);
+              ScriptInstruction* const last = script.empty() ? nullptr : &script.back();
+              if (last != nullptr && last->op == ScriptInstruction::kRun && v.op == ScriptInstruction::kRun &&
+                  last->count <= kMostPairRows && v.count * share.columns <= kMostPairElements &&
+                  pairs(partition, last->step, v.step)) {
+                last->op = ScriptInstruction::kPair;
+                last->next = v.step;
+                last->next_first = v.first;
+                last->next_count = v.count;
+              } else {
+                script.push_back({v.op, v.step, v.first, v.count});
+              }
+            },
+            [&](ScriptInstruction::Op op) {
+              script.push_back({op, 0, 0, 0});
+            });
+  script.push_back({ScriptInstruction::kEnd, 0, 0, 0});
+  return script;
+}
+
+bool waits_for_values(const Partition& partition, std::span<const int32_t> block) {
+  if (!partition.published_by_slots) return true;
+  int64_t inner = 0;
+  for (const Task& task : Schedule::tasks(block)) inner += task.level > 0 ? task.count : 0;
+  return int64_t{block[Schedule::kUses]} == block[Schedule::kColumns] * inner;
+}
+
+bool pairs(const Partition& partition, int32_t product, int32_t kernel) {
+  const auto& steps = partition.steps;
+  const Step &p = *steps[product], &k = *steps[kernel];
+  if (p.kind != Step::Kind::kProduct || k.kind != Step::Kind::kKernel || k.reduces || p.edges || k.edges) return false;
+  if (p.when != Step::When::kFrontiers || k.when != Step::When::kFrontiers || p.function != k.function) return false;
+  // The next of the function's steps in the frontiers of the pass, or the first after the last.
+  const bool backward = static_cast<size_t>(product) >= partition.forward_steps;
+  const size_t begin = backward ? partition.forward_steps : 0, end = backward ? steps.size() : partition.forward_steps;
+  const auto next = [&](size_t i) { return i + 1 == end ? begin : i + 1; };
+  for (size_t i = next(static_cast<size_t>(product)); i != static_cast<size_t>(kernel); i = next(i)) {
+    const bool here = steps[i]->kind == Step::Kind::kProduct || steps[i]->kind == Step::Kind::kKernel;
+    if (i == static_cast<size_t>(product)) return false;
+    if (here && steps[i]->when == Step::When::kFrontiers && steps[i]->function == p.function) return false;
+  }
+  return true;
+}
+
+std::string script_fault(const Program& program, const Partition& partition, std::span<const Task> tasks, Script script,
+                         bool published) {
+  size_t at = 0;
+  bool second = false;  // of the pair at `at`
+  int signals = 0, waited = 0;
+  Unseen unseen(program.buffers.size());
+  std::string fault;
+  const auto blame = [&](const std::string& what) {
+    if (fault.empty()) fault = "instruction " + std::to_string(at) + ": " + what;
+  };
+  // Signals and waits up to the next other instruction.
+  const auto meet = [&] {
+    for (; at < script.size() && fault.empty(); ++at) {
+      const ScriptInstruction& i = script[at];
+      if (i.op == ScriptInstruction::kSignal) {
+        if (i.first != ++signals) blame("signals are not counted one by one");
+      } else if (i.op == ScriptInstruction::kWait) {
+        if (i.first <= waited || i.first > signals) blame("a wait without a signal before it");
+        waited = i.first;
+        if (waited == signals) unseen.clear();
+      } else {
+        return;
+      }
+    }
+  };
+  const auto must_meet = [&] {
+    const int before = waited;
+    meet();
+    if (waited == before || waited != signals) blame("blocks do not meet");
+  };
+  Walk(partition, tasks, program.functions)
+      .pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, must_meet,
+            [&](const Visit& v) {
+              if (!second) meet();
+              if (!fault.empty()) return;
+              if (at == script.size()) return blame("the script ends too early");
+              const ScriptInstruction& i = script[at];
+              const bool pair = i.op == ScriptInstruction::kPair;
+              const ScriptInstruction mine =
+                  second ? ScriptInstruction{ScriptInstruction::kRun, i.next, i.next_first, i.next_count} : i;
+              if ((pair ? ScriptInstruction::kRun : i.op) != v.op || mine.step != v.step || mine.first != v.first ||
+                  mine.count != v.count) {
+                return blame("another step");
+              }
+              if (second && !pairs(partition, i.step, i.next)) return blame("no pair");
+              if (unseen.concerns(partition.shares[v.step], published)) blame("reads what nobody waited for");
+              unseen.write(partition.shares[v.step]);
+              second = pair && !second;
+              at += !second;
+            },
+            [&](ScriptInstruction::Op op) {
+              meet();
+              if (fault.empty() && (at == script.size() || script[at].op != op)) blame("another instruction");
+              ++at;
+            });
+  meet();
+  if (fault.empty() && (at + 1 != script.size() || script[at].op != ScriptInstruction::kEnd)) blame("no end");
+  return fault;
+}
+
+std::vector<int32_t> scripts_block(const Program& program, std::span<const int32_t> schedule, int32_t most_blocks,
+                                   std::span<const Pass> passes) {
+  std::vector<int32_t> block = {kScriptMagic, most_blocks};
+  block.resize(kHeader);
+  for (const Pass pass : passes) {
+    const Partition& part = partition_of(program, pass, most_blocks);
+    const bool published = waits_for_values(part, schedule);
+    const auto script = script_of(program, part, Schedule::tasks(schedule), published);
+    int32_t* const entry = block.data() + 2 + 3 * static_cast<int>(pass);
+    entry[0] = static_cast<int32_t>(block.size());
+    entry[1] = static_cast<int32_t>(script.size());
+    entry[2] = published;
+    const size_t first = block.size();
+    // Kernels read whole windows.
+    block.resize(first + (script.size() + kScriptWindow) * kEach);
+    std::memcpy(block.data() + first, script.data(), script.size() * sizeof(ScriptInstruction));
+  }
+  return block;
+}
+
+Scripts scripts_in(std::span<const int32_t> block) {
+  const auto begin = static_cast<size_t>((block[size_t{Schedule::kHeader} + Schedule::kNumArrays] + 3) / 4 * 4);
+  if (block.size() < begin + kHeader || block[begin] != kScriptMagic) return {};
+  Scripts found;
+  found.most_blocks = block[begin + 1];
+  for (size_t pass = 0; pass < kPasses; ++pass) {
+    const int32_t* const entry = block.data() + begin + 2 + 3 * pass;
+    const size_t first = begin + static_cast<size_t>(entry[0]), count = static_cast<size_t>(entry[1]);
+    if (entry[1] == 0 || block.size() < first + (count + kScriptWindow) * kEach) continue;
+    found.of[pass] = {reinterpret_cast<const ScriptInstruction*>(block.data() + first), count};
+    found.published[pass] = entry[2] != 0;
+  }
+  return found;
+}
+
+std::string script_text(const Partition& partition, Script script) {
+  std::string text;
+  for (const ScriptInstruction& i : script) {
+    switch (i.op) {
+      case ScriptInstruction::kEnd:
+        text += "end\n";
+        continue;
+      case ScriptInstruction::kSignal:
+        text += "signal " + std::to_string(i.first) + "\n";
+        continue;
+      case ScriptInstruction::kWait:
+        text += "wait " + std::to_string(i.first) + "\n";
+        continue;
+      case ScriptInstruction::kLoss:
+        text += "loss\n";
+        continue;
+      case ScriptInstruction::kLossOfHead:
+        text += "gradient of the outputs\n";
+        continue;
+      case ScriptInstruction::kUpdateHead:
+        text += "update of the head\n";
+        continue;
+      default:
+        break;
+    }
+    const auto rows = [&](int32_t step, int first, int count) {
+      return std::string(partition.steps[step]->edges ? ", edges " : ", rows ") + std::to_string(first) + " to " +
+             std::to_string(first + count - 1);
+    };
+    const Step& s = *partition.steps[i.step];
+    if (i.op == ScriptInstruction::kZero) {
+      text += "zero #" + std::to_string(s.target);
+    } else if (s.kind == Step::Kind::kProduct) {
+      text += "product #" + std::to_string(s.target) + " = #" + std::to_string(s.source) + " @ matrix " +
+              std::to_string(s.matrix) + (s.transposed ? ".T" : "");
+    } else if (s.kind == Step::Kind::kOuter) {
+      text += "update of matrix " + std::to_string(s.matrix) + " by #" + std::to_string(s.source) + ".T @ #" +
+              std::to_string(s.target);
+    } else if (s.kind == Step::Kind::kTotal) {
+      text += "update of vector " + std::to_string(s.vector) + " by the sum of #" + std::to_string(s.source);
+    } else {
+      text += (s.reduces ? "reduction " : "kernel ") + std::to_string(i.step) +
+              (i.op == ScriptInstruction::kRunLeaves ? " of leaves" : "");
+    }
+    text += rows(i.step, i.first, i.count);
+    if (i.op == ScriptInstruction::kPair) {
+      text += "; kernel " + std::to_string(i.next) + rows(i.next, i.next_first, i.next_count);
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+}  // namespace weft::vertex

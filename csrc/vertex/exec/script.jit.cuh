@@ -1,0 +1,32 @@
+// The instructions of a script (csrc/vertex/exec/script.h), for the host that writes them and the kernel that runs
+// them.
+#pragma once
+
+namespace weft::vertex {
+
+constexpr int kScriptWindow = 64;  // instructions that a kernel reads at a time
+
+// A step of the pass on rows, or edges, [first, first + count).
+struct ScriptInstruction {
+  enum Op : int {
+    kEnd,     // of the pass
+    kSignal,  // all that this block has done may be seen by its group, for the `first`-th time
+    kWait,    // for the whole group's `first`-th signal
+    kZero,    // the product would be zero there
+    kRun,
+    kRunLeaves,  // the rows are of vertices without children
+    kPair,       // the product on these rows, and the kernel `next` on its own, whose operands are asked for before
+    kOps,
+    // Of a training step, once each.
+    kLoss,        // of the outputs, and its gradient by what the head makes, where there is one
+    kLossOfHead,  // the gradient of the outputs by that of the head
+    kUpdateHead,
+  };
+  int op, step, first, count;
+  int next, next_first, next_count, unused;
+};
+
+// Rows of the product of a pair, and elements of a kernel that a block has in one.
+constexpr int kMostPairRows = 8, kMostPairElements = 512;
+
+}  // namespace weft::vertex

@@ -1,0 +1,303 @@
+"""Scripts, and the persistent kernels that they drive: on a processor, in the worst order of blocks, and on CUDA."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+import torch
+import weft
+from torch import nn
+from weft import _C
+from weft._vertex.function import prepare
+from weft._vertex.runtime.schedule import Kind, schedule
+from weft.vertex import models
+
+from tests.common import relative_error
+from tests.vertex.naive import random_dag, random_tree
+from tests.vertex.test_source import MODELS, check_written_kernels
+
+_C = _C.vertex
+FORWARD, BACKWARD, TRAINING = range(3)
+
+
+def compiled_of(cell, graphs, x):
+    call = prepare(cell, graphs, x, "batched")
+    kinds = tuple(Kind(f.trace.slots_gathered, f.trace.takes_all_children) for f in call.functions)
+    types = cell._functions()[1] if len(kinds) > 1 else None
+    return call.compiled, schedule("test", graphs, kinds, types).core
+
+
+def script_of(cell, graphs, x, blocks: int, training: bool = False):
+    compiled, core = compiled_of(cell, graphs, x)
+    return compiled.program, _C.scripted(core, compiled.program, blocks, training, False)
+
+
+def trees(rng: random.Random, count: int) -> weft.Graphs:
+    """In which every vertex has two children or none."""
+
+    def tree(leaves: int) -> list:
+        children: list[list[int]] = [[] for _ in range(leaves)]
+        free = list(range(leaves))
+        while len(free) > 1:
+            i = rng.randrange(len(free) - 1)
+            children.append([free[i], free[i + 1]])
+            free[i : i + 2] = [len(children) - 1]
+        return children
+
+    return weft.Graphs.from_children([tree(rng.randint(1, 9)) for _ in range(count)])
+
+
+class TestScripts:
+    def test_a_frontier_of_a_tree_is_one_product_with_its_kernel_each_way(self):
+        graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
+        x = torch.randn(3, 8, requires_grad=True)
+        program, block = script_of(models.TreeLSTM(8, 16), graphs, x, 4)
+        assert _C.script_fault(program, block) == ""
+        lines = _C.script_text(program, block).splitlines()
+        assert lines[0].startswith("kernel") and lines[0].endswith("of leaves, rows 0 to 1")
+        assert lines[1].startswith("product") and "; kernel" in lines[1]
+        assert lines.count("end") == 2
+        assert not any(line.startswith(("signal", "wait")) for line in lines)
+        instructions, waits = _C.script_counts(program, block)
+        assert instructions == len(lines)
+        assert waits == 2  # for h, and for the gradients of the gates
+
+    def test_slots_without_a_child_are_waited_for_by_a_signal(self):
+        graphs = weft.Graphs.from_children([[[], [0], [1]]])
+        program, block = script_of(models.TreeLSTM(8, 16), graphs, torch.randn(3, 8), 4)
+        text = _C.script_text(program, block)
+        assert "signal 1\nwait 1\nproduct" in text
+        assert _C.script_fault(program, block) == ""
+
+    @pytest.mark.parametrize("training", [False, True])
+    @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+    def test_random_graphs_have_scripts_without_a_fault(self, make, training):
+        rng = random.Random(3)
+        cell = make().float()
+        for _ in range(8):
+            children = [random_tree(rng, rng.randint(1, 9)), random_dag(rng, rng.randint(1, 9), 2)]
+            graphs = weft.Graphs.from_children(children)
+            if isinstance(cell, weft.VertexFunctions):
+                graphs = graphs.with_types(["inner" if c else "leaf" for g in children for c in g])
+            x = torch.randn(graphs.num_vertices, 3, requires_grad=True)
+            program, block = script_of(cell, graphs, x, rng.randint(1, 5), training)
+            assert _C.script_fault(program, block) == ""
+
+    def test_faults_are_found(self):
+        graphs = weft.Graphs.from_children([[[], [0], [1]]])
+        program, block = script_of(models.TreeLSTM(8, 16), graphs, torch.randn(3, 8), 4)
+        first = _C.script_offset(block, FORWARD)
+        instructions = block[first : first + 8 * 6].view(6, 8)
+        kernel, signal, wait = (instructions[i].clone() for i in range(3))
+        for change, fault in [
+            ({0: signal}, "instruction 1"),
+            ({1: wait, 2: signal}, "a wait without a signal before it"),
+            ({1: kernel}, "instruction 1: another step"),
+        ]:
+            damaged = block.clone()
+            for i, x in change.items():
+                damaged[first + 8 * i : first + 8 * i + 8] = x
+            assert fault in _C.script_fault(program, damaged)
+        missed = block.clone()
+        missed[first + 8 : first + 8 * 4] = block[first + 8 * 3 : first + 8 * 6]  # no signal, no wait
+        assert "reads what nobody waited for" in _C.script_fault(program, missed)
+        longer = block.clone()
+        longer[first + 8 * 3 + 3] += 1  # rows
+        assert "another step" in _C.script_fault(program, longer)
+
+    def test_weights_too_large_are_said_in_bytes(self):
+        graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
+        compiled, _ = compiled_of(models.TreeLSTM(8, 64), graphs, torch.randn(3, 8, requires_grad=True))
+        assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == ""
+        why = _C.persistent_obstacle(compiled.program, 4, 1 << 15, 2)
+        assert "the weights of the forward pass take" in why and why.count("bytes") == 1
+
+    def test_float64_has_none(self):
+        graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
+        cell, x = models.TreeLSTM(8, 16).double(), torch.randn(3, 8, dtype=torch.float64)
+        compiled, _ = compiled_of(cell, graphs, x)
+        assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == "float64"
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    ("name", "dtype", "full", "blocks"),
+    [
+        ("treelstm", "float32", True, 3),
+        ("treelstm", "float32", False, 2),
+        ("treelstm", "bfloat16", True, 4),
+        ("childsum", "float32", False, 3),
+        ("treegru", "float32", False, 2),
+        ("treefc", "float32", False, 3),
+        ("rvnn", "float32", True, 2),
+        ("norms", "float32", False, 3),
+    ],
+)
+def test_a_script_runs_on_a_processor(name, dtype, full, blocks, tmp_path):
+    check_written_kernels(MODELS[name], True, dtype, tmp_path, blocks=blocks, full=full)
+
+
+def test_on_the_cpu_it_is_batched():
+    graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
+    cell, x = models.TreeLSTM(4, 8), torch.randn(3, 4)
+    found = weft.explain(cell, graphs, x, executor="persistent")
+    assert found.executor == "batched" and "CUDA" in found.reason
+    torch.testing.assert_close(cell(graphs, x, executor="persistent"), cell(graphs, x, executor="reference"))
+    with pytest.raises(RuntimeError, match="did not run on the persistent executor"):
+        _ = cell.script
+    assert found.blocks is None
+
+
+CELLS = {
+    "treelstm": lambda: (models.TreeLSTM(20, 64), 20, True),
+    "treelstm_odd": lambda: (models.TreeLSTM(5, 37), 5, True),
+    "treelstm_256": lambda: (models.TreeLSTM(64, 256), 64, True),
+    "childsum": lambda: (models.ChildSumTreeLSTM(12, 48), 12, False),
+    "treegru": lambda: (models.TreeGRU(12, 36), 12, False),
+    "treefc": lambda: (models.TreeFC(64), 64, True),
+    "rvnn": lambda: (models.RvNN(12, 32), 12, True),
+}
+
+
+def results(cell, graphs, x, executor, grad):
+    y = cell(graphs, x, executor=executor)
+    return [y.detach(), *torch.autograd.grad(y, [x, *cell.parameters()], grad)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("make", CELLS.values(), ids=CELLS)
+def test_it_is_the_reference(make):
+    torch.manual_seed(0)
+    rng = random.Random(5)
+    cell, width, binary = make()
+    cell = cell.cuda()
+    for count in (1, 3, 40):
+        if binary:
+            graphs = trees(rng, count)
+        else:
+            graphs = weft.Graphs.from_children([random_dag(rng, rng.randint(1, 12), 3) for _ in range(count)])
+        if isinstance(cell, weft.VertexFunctions):
+            graphs = graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])
+        graphs = graphs.to("cuda")
+        x = torch.randn(graphs.num_vertices, width, device="cuda", requires_grad=True)
+        assert weft.explain(cell, graphs, x, executor="persistent").executor == "persistent"
+        grad = torch.randn_like(cell(graphs, x))
+        want = results(cell.double(), graphs, x.double(), "reference", grad.double())
+        cell = cell.float()
+        found = results(cell, graphs, x, "persistent", grad)
+        again = results(cell, graphs, x, "persistent", grad)
+        for a, b, c in zip(found, want, again, strict=True):
+            assert relative_error(a, b) < 1e-5
+            assert torch.equal(a, c)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types(dtype):
+    torch.manual_seed(0)
+    graphs = trees(random.Random(2), 9).to("cuda")
+    cell = models.TreeLSTM(16, 64).cuda().to(dtype)
+    x = torch.randn(graphs.num_vertices, 16, device="cuda", dtype=dtype, requires_grad=True)
+    assert weft.explain(cell, graphs, x, executor="persistent").executor == "persistent"
+    grad = torch.randn_like(cell(graphs, x))
+    want = results(cell.float(), graphs, x.float(), "reference", grad.float())
+    found = results(cell.to(dtype), graphs, x, "persistent", grad)
+    for a, b in zip(found, want, strict=True):
+        assert relative_error(a.float(), b) < (2e-2 if dtype == torch.bfloat16 else 3e-3)
+
+
+@pytest.mark.cuda
+def test_values_of_any_bits_do_not_block():
+    cell = models.TreeFC(8).cuda()
+    graphs = trees(random.Random(2), 5).to("cuda")
+    ones = torch.full((graphs.num_vertices, 8), -1, dtype=torch.int32, device="cuda").view(torch.float32)
+    y = cell(graphs, ones, executor="persistent")
+    y.sum().backward()
+    assert y.isnan().all()
+
+
+class Own(weft.VertexFunction):
+    """A GRU-like cell of the user's own."""
+
+    def __init__(self, x, h):
+        super().__init__(state_size=h)
+        self.W, self.U, self.V = nn.Linear(x, 2 * h), nn.Linear(h, h), nn.Linear(h, h, bias=False)
+
+    def vertex(self, v):
+        s = v.gather(0)
+        a, b = self.W(v.pull()).chunk(2, 1)
+        z = torch.sigmoid(a + self.U(s))
+        h = (1 - z) * torch.tanh(b + self.V(z * s)) + z * s
+        v.scatter(h)
+        v.push(h)
+
+
+@pytest.mark.cuda
+def test_a_cell_of_the_users_own_over_chains():
+    torch.manual_seed(0)
+    cell = Own(6, 40).cuda()
+    graphs = weft.Graphs.chain([17, 5, 1]).to("cuda")
+    x = torch.randn(23, 6, device="cuda", requires_grad=True)
+    found = weft.explain(cell, graphs, x, executor="persistent")
+    assert found.executor == "persistent"
+    grad = torch.randn(23, 40, device="cuda")
+    want = results(cell.double(), graphs, x.double(), "reference", grad.double())
+    for a, b in zip(results(cell.float(), graphs, x, "persistent", grad), want, strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+@pytest.mark.cuda
+def test_what_explain_and_script_say():
+    cell, graphs = models.TreeLSTM(8, 32).cuda(), weft.Graphs.from_children([[[], [], [0, 1]]]).to("cuda")
+    x = torch.randn(3, 8, device="cuda")
+    found = weft.explain(cell, graphs, x, executor="persistent")
+    assert found.blocks == found.group == 32
+    assert found.registers > 0 and found.shared_bytes > 0
+    assert found.launches == 2
+    assert {name for name, _, _ in found.partitions} == {"U.weight"}
+    assert all(where == "shared" and size > 0 for _, where, size in found.partitions)
+    assert found.waits == 2
+    cell(graphs, x, executor="persistent")
+    assert len(cell.script.splitlines()) == found.instructions
+    cell(graphs, x, executor="batched")
+    with pytest.raises(RuntimeError):
+        _ = cell.script
+
+
+@pytest.mark.cuda
+def test_captured():
+    torch.manual_seed(0)
+    cell, graphs = models.TreeLSTM(8, 32).cuda(), trees(random.Random(1), 4).to("cuda")
+    x = torch.randn(graphs.num_vertices, 8, device="cuda")
+    grad = torch.randn(graphs.num_vertices, 32, device="cuda")
+
+    def run():
+        return torch.autograd.grad(cell(graphs, x, executor="persistent"), [*cell.parameters()], grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    for a, b in zip(found, run(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.cuda
+def test_thousands_of_random_graphs_end():
+    rng = random.Random(11)
+    cells = [models.TreeLSTM(4, 12).cuda(), models.ChildSumTreeLSTM(4, 8).cuda()]
+    for i in range(300):
+        graphs = weft.Graphs.from_children([random_dag(rng, rng.randint(1, 14), 2) for _ in range(rng.randint(1, 6))])
+        x = torch.randn(graphs.num_vertices, 4, device="cuda")
+        cell = cells[i % 2]
+        y = cell(graphs, x, executor="persistent")
+        y.sum().backward()
+    torch.cuda.synchronize()
