@@ -286,7 +286,7 @@ def expanded(index: torch.dtype, dtype: torch.dtype, batch: tuple, seed: int) ->
         return (torch.rand(shape) < density).to(dtype)
 
     weights = ((torch.rand(s) < 0.5).to(dtype) for s in ((8, 1, 3, 3), (8, 8, 3, 3)))
-    first, second = (conv2d_jacobian(w, (w.shape[1], 7, 7), padding=1, prune=True) for w in weights)
+    first, second = (conv2d_jacobian(w, (w.shape[1], 6, 6), padding=1, prune=True) for w in weights)
     long = sparse(0.3, 2, 40), torch.cat([sparse(0.5, 40, 400), torch.zeros(40, 1)], 1)
     many = torch.cat([torch.ones(1, 300), sparse(0.2, 1, 300)]), sparse(0.4, 300, 5)
     short = sparse(0.1, 60, 30), sparse(0.3, 30, 12)
