@@ -13,17 +13,42 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..._base import costs as gpu_costs
 from ..._C import vertex as _C
+from ..compiler.steps import Product
+from ..graphs import Graphs
 from . import batched
 from .call_cache import Ready
 from .schedule import Schedule, Scripted
 from .training import Launched, Request
 
-__all__ = ["Script", "Shape", "obstacle", "scripted", "shape", "train", "training_obstacle"]
+__all__ = ["Script", "Shape", "is_faster", "obstacle", "scripted", "shape", "train", "training_obstacle"]
 
 FORWARD, BACKWARD, TRAINING = range(3)
 """As csrc/vertex/program/partition.h."""
 _UPDATES = {"sgd": 1, "adam": 2}
+
+
+class _ByIdentity:
+    """Of the latest few programs."""
+
+    MOST = 16
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[object, object]] = {}
+
+    def get(self, program: object) -> object:
+        found = self._kept.get(id(program))
+        return None if found is None else found[1]
+
+    def __setitem__(self, program: object, value: object) -> None:
+        self._kept.pop(id(program), None)
+        self._kept[id(program)] = program, value
+        for oldest in [*self._kept][: -self.MOST]:
+            self._kept.pop(oldest, None)
+
+
+_training_obstacles, _row_costs = _ByIdentity(), _ByIdentity()
 
 
 @dataclass(frozen=True)
@@ -67,6 +92,25 @@ def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
             if not _C.persistent_shape(compiled.program, which, properties.multi_processor_count, matrices)[3]:
                 return "the blocks of a persistent kernel are not all resident"
     return None
+
+
+def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -> bool:
+    """Whether persistent kernels are expected to take less time than the batched executor, where they run."""
+    if device.type != "cuda" or compiled.type.state.dtype != torch.float32:
+        return False
+    most = gpu_costs.of(device.index).tables.get("vertex.choice", {}).get("persistent_multiply_adds", [0.0])[0]
+    return graphs.num_vertices * _multiply_adds(compiled) <= most
+
+
+def _multiply_adds(compiled: batched.Batched) -> int:
+    """Of the products in the frontiers, for a row."""
+    found = _row_costs.get(compiled.program)
+    if found is None:
+        frontiers = compiled.plan.frontiers
+        products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
+        found = sum(frontiers.buffers[s.source].width * frontiers.buffers[s.target].width for s in products)
+        _row_costs[compiled.program] = found
+    return found
 
 
 def scripted(compiled: batched.Batched, schedule: Schedule, device: torch.device) -> Scripted:
@@ -147,28 +191,6 @@ def _training_obstacle(call: Ready, cross_entropy: bool, head: bool, classes: in
 
 def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
     return compiled.functions[function].trace.program.symbols[symbol].name
-
-
-class _ByIdentity:
-    """Of the latest few programs."""
-
-    MOST = 16
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[object, object]] = {}
-
-    def get(self, program: object) -> object:
-        found = self._kept.get(id(program))
-        return None if found is None else found[1]
-
-    def __setitem__(self, program: object, value: object) -> None:
-        self._kept.pop(id(program), None)
-        self._kept[id(program)] = program, value
-        for oldest in [*self._kept][: -self.MOST]:
-            self._kept.pop(oldest, None)
-
-
-_training_obstacles = _ByIdentity()
 
 
 def train(call: Ready, request: Request) -> Launched:
