@@ -5,9 +5,6 @@
 inline emulator::Brought brought(uint32_t x) {
   return emulator::gather(&x, 1);
 }
-inline void __syncwarp() {
-  brought(0);
-}
 inline bool __all_sync(unsigned, bool x) {
   const emulator::Brought all = brought(x);
   return std::all_of(all, all + 32, [](const auto& lane) { return lane[0] != 0; });
