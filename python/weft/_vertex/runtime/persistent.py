@@ -98,8 +98,18 @@ def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -
     """Whether persistent kernels are expected to take less time than the batched executor, where they run."""
     if device.type != "cuda" or compiled.type.state.dtype != torch.float32:
         return False
-    most = gpu_costs.of(device.index).tables.get("vertex.choice", {}).get("persistent_multiply_adds", [0.0])[0]
-    return graphs.num_vertices * _multiply_adds(compiled) <= most
+    return graphs.num_vertices * _multiply_adds(compiled) < _most(device, "persistent_multiply_adds")
+
+
+def _trains_faster(call: Ready) -> bool:
+    rows = call.schedule().sizes[0]
+    return rows * _multiply_adds(call.compiled) < _most(call.device, "training_multiply_adds")
+
+
+@functools.cache
+def _most(device: torch.device, name: str) -> float:
+    """Up to how many multiply-adds, of all vertices in the frontiers forward, persistent kernels were the faster."""
+    return gpu_costs.of(device.index).tables.get("vertex.choice", {}).get(name, [0.0])[0]
 
 
 def _multiply_adds(compiled: batched.Batched) -> int:
@@ -149,9 +159,12 @@ def shape(call: Ready) -> Shape:
     )
 
 
-def training_obstacle(call: Ready, head: nn.Linear | None, loss: str) -> str | None:
-    """Why a whole training step of a cell that was compiled does not run in one kernel."""
+def training_obstacle(call: Ready, head: nn.Linear | None, loss: str, chosen: bool = True) -> str | None:
+    """Why a whole training step of a cell that was compiled does not run in one kernel. Not `chosen` by the user: that
+    the loop is expected to be faster is a reason, too."""
     compiled = call.compiled
+    if call.device.type == "cuda" and not chosen and not _trains_faster(call):
+        return "the loop is expected to take less time"
     if call.device.type != "cuda":
         return f"the persistent executor needs a CUDA device, not {call.device.type}"
     classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
