@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.common import relative_error
 from tests.emulated import MARKS, build, ends_well, with_flaw
 from tests.rnn import chunked
-from tests.rnn.samples import BLOCKS, CELLS
+from tests.rnn.samples import CELLS, TRAITS
 
 pytestmark = MARKS
 
@@ -60,7 +60,7 @@ class Problem:
 
     def __init__(self, case: Case, size: int) -> None:
         self.case, dtype = case, TYPES[size]
-        T, B, H, G, lstm = case.T, case.B, case.H, BLOCKS[case.cell], case.cell == "lstm"
+        T, B, H, G, lstm = case.T, case.B, case.H, TRAITS[case.cell].gates, case.cell == "lstm"
         torch.manual_seed(T + B + H)
         make = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
         self.projected, self.h0, self.c0 = make(T, B, G * H), make(B, H), make(B, H) if lstm else None
