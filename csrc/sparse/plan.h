@@ -260,19 +260,20 @@ struct Expansion {
 };
 
 // Which rows a GPU expands, beside what choose_kinds has chosen: all but those that have too many products an element
-// for a list, and sums of whole rows, where these are most of the product. None where nothing would have to be found
-// again: lists that are read once are as fast, and their plan is there.
+// for a list, and sums of whole rows, where these are most of the product. None where that spares no row from being
+// found again: lists that are read once are as fast, and their plan is there.
 inline std::vector<RowKind> choose_expanded(const std::vector<RowCount>& rows, std::vector<RowKind> kinds) {
   int64_t all = 0, axpy = 0;
-  bool found_again = false;
+  bool spares = false;
+  const auto listable = [&](size_t i) { return rows[i].products <= kLongestList * rows[i].elements; };
   for (size_t i = 0; i < rows.size(); ++i) {
     all += rows[i].products, axpy += kinds[i] == RowKind::kAxpy ? rows[i].products : 0;
-    found_again = found_again || kinds[i] == RowKind::kAccumulate;
+    spares = spares || (kinds[i] == RowKind::kAccumulate && listable(i));
   }
-  if (!found_again) return kinds;
+  if (!spares) return kinds;
   for (size_t i = 0; i < rows.size(); ++i) {
     const bool taken = kinds[i] == RowKind::kAxpy ? 2 * axpy < all : kinds[i] != RowKind::kEmpty;
-    if (taken && rows[i].products <= kLongestList * rows[i].elements) kinds[i] = RowKind::kExpand;
+    if (taken && listable(i)) kinds[i] = RowKind::kExpand;
   }
   return kinds;
 }

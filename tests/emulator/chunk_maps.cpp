@@ -2,10 +2,6 @@
 // compares. FEW: not every size is compiled.
 #include "emulator.h"
 
-inline void __syncwarp() {
-  const uint32_t nothing = 0;
-  emulator::gather(&nothing, 1);
-}
 inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   const emulator::Brought all = emulator::gather(&x, 1);
   unsigned largest = 0;

@@ -5,9 +5,6 @@
 inline emulator::Brought brought(uint32_t x) {
   return emulator::gather(&x, 1);
 }
-inline void __syncwarp() {
-  brought(0);
-}
 inline unsigned __ballot_sync(unsigned, bool x) {
   const emulator::Brought all = brought(x);
   unsigned bits = 0;

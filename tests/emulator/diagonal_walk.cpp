@@ -2,10 +2,6 @@
 // compares.
 #include "emulator.h"
 
-inline void __syncwarp() {
-  const uint32_t nothing = 0;
-  emulator::gather(&nothing, 1);
-}
 
 #include "scan/linear/cuda/diagonal_walk.cuh"
 

@@ -5,9 +5,6 @@
 inline emulator::Brought brought(uint32_t x) {
   return emulator::gather(&x, 1);
 }
-inline void __syncwarp() {
-  brought(0);
-}
 inline bool __all_sync(unsigned, bool x) {
   const emulator::Brought all = brought(x);
   return std::all_of(all, all + 32, [](const auto& lane) { return lane[0] != 0; });
@@ -86,10 +83,12 @@ extern "C" int64_t run(const ScanShape* given, const WarpForward<scalar>* pointe
   weft::when.seed(seed);
   weft::copies.clear();
   with_cell(shape.cell, [&]<Cell cell>() {
-    messages.assign(shape.B * Messages<cell, HP, scalar>::count(chunks.count), 0);
-    warps.messages = messages.data();
-    emulator::launch(kernel<cell>, int(chunks.count * shape.B), 32, 1,
-                     sizeof(typename ChunkWalk<cell, HP, scalar>::Shared), seed);
+    if constexpr (scan_max_hidden(cell) > 0) {
+      messages.assign(shape.B * Messages<cell, HP, scalar>::count(chunks.count), 0);
+      warps.messages = messages.data();
+      emulator::launch(kernel<cell>, int(chunks.count * shape.B), 32, 1,
+                       sizeof(typename ChunkWalk<cell, HP, scalar>::Shared), seed);
+    }
   });
   return chunks.count;
 }

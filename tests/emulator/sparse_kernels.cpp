@@ -19,9 +19,6 @@ T __shfl_sync(unsigned, T x, int lane) {
 inline double __shfl_xor_sync(unsigned, double x, int lanes) {
   return shuffled(x, emulator::current->lane ^ lanes);
 }
-inline void __syncwarp() {
-  shuffled(0, 0);
-}
 template <typename T>
 T __ldcg(const T* p) {
   return *p;

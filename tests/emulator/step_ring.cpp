@@ -4,10 +4,6 @@
 
 #include "emulator.h"
 
-inline void __syncwarp() {
-  const unsigned nothing = 0;
-  emulator::gather(&nothing, 1);
-}
 
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
   return uint32_t((uint64_t(high) << 32 | low) >> (bits & 31));

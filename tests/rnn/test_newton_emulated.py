@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.common import relative_error
 from tests.emulated import MARKS, build, ends_well, with_flaw
 from tests.rnn import chunked
-from tests.rnn.samples import BLOCKS, CELLS
+from tests.rnn.samples import CELLS, TRAITS
 
 pytestmark = MARKS
 
@@ -60,7 +60,7 @@ class Problem:
 
     def __init__(self, case: Case, size: int) -> None:
         self.case, dtype = case, TYPES[size]
-        T, B, H, G, lstm = case.T, case.B, case.H, BLOCKS[case.cell], case.cell == "lstm"
+        T, B, H, G, lstm = case.T, case.B, case.H, TRAITS[case.cell].gates, case.cell == "lstm"
         torch.manual_seed(T + B + H)
         make = lambda *shape: torch.randn(shape, dtype=dtype)  # noqa: E731
         self.projected, self.h0, self.c0 = make(T, B, G * H), make(B, H), make(B, H) if lstm else None
@@ -214,13 +214,15 @@ def test_flaws_are_found(tmp_path, flaw: str) -> None:
     folder = with_flaw("rnn/newton/cuda/newton_warp.cuh", right, wrong, tmp_path)
     library = build("newton_warp", folder, PADDED=8, SIZE=8)
 
+    problems = [(Problem(case, 8), seed) for case in (CASES[-4], CASES[-3], CASES[-2]) for seed in (1, 2)]
+    for problem, _ in problems:
+        assert problem.walked.rounds.numel()  # here, where there are threads to compute with
+
     def run() -> None:
-        signal.setitimer(signal.ITIMER_PROF, 10)  # for a walker that waits for ever, in seconds of computing
-        for case in (CASES[-4], CASES[-3], CASES[-2]):
-            for seed in (1, 2):
-                problem = Problem(case, 8)
-                problem.run(library, seed == 2, seed)
-                problem.check(BOUNDS[8])
+        signal.setitimer(signal.ITIMER_REAL, 60)  # for a walker that waits for ever
+        for problem, seed in problems:
+            problem.run(library, seed == 2, seed)
+            problem.check(BOUNDS[8])
 
     assert not ends_well(run)
 

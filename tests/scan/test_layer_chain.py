@@ -20,6 +20,12 @@ from tests.scan.test_scan_sequential import check, gradients, lenet
 device = pytest.mark.parametrize("device", DEVICES)
 
 
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the scan never uses."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def refuse(*_: object) -> None:
     raise AssertionError("a Jacobian was written")
 

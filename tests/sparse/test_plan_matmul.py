@@ -31,7 +31,6 @@ device = pytest.mark.parametrize("device", DEVICES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 sizes = st.integers(0, 6)
 AXPY, GATHER, ACCUMULATE, MIXED = "axpy", "gather", "accumulate", "mixed"
-EXPAND = "expand"
 
 
 def dense(J: BatchedCSR) -> Tensor:
@@ -74,11 +73,7 @@ def test_products(batch: tuple, kind: str, dtype: torch.dtype, device: str) -> N
     a, b = pair(kind, batch, dtype, device)
     plan = plan_matmul(a, b)
     used = {name for name, flops in plan.kinds._asdict().items() if flops}
-    if device == "cpu":
-        assert used == ({AXPY, GATHER, ACCUMULATE} if kind == MIXED else {kind})
-    else:  # what it would have to find again, and what goes with it, a GPU expands
-        assert used == ({EXPAND} if kind in (ACCUMULATE, MIXED) else {kind})
-    assert sum(plan.kinds) == plan.flops
+    assert used == ({AXPY, GATHER, ACCUMULATE} if kind == MIXED else {kind}) and sum(plan.kinds) == plan.flops
     with poisoned():
         got = plan(a, b)
     assert got.crow is plan.crow and got.col is plan.col and got.dtype == dtype
@@ -376,6 +371,68 @@ def test_what_a_plan_for_a_gpu_shares(kind: str) -> None:
     assert (starts.numel() == 0) == (kind == "gather")
     patterns = [*plan._patterns[:4], *rows]
     assert torch.equal(torch.ops.weft.csr_matmul(patterns, a.values, b.values), plan(a, b).values)
+
+
+def convolutions(device: str, batch: tuple) -> tuple:
+    """Two pruned convolutions, whose product a GPU expands."""
+    torch.manual_seed(0)
+    weights = (torch.randn(s) * (torch.rand(s) < 0.4) for s in ((8, 2, 3, 3), (6, 8, 3, 3)))
+    made = [conv2d_jacobian(w.to(device), (w.shape[1], 8, 8), padding=1, prune=True) for w in weights]
+    sizes = ((J.nnz,) if n is None else (n, J.nnz) for J, n in zip(made, batch, strict=True))
+    return tuple(J.with_values(torch.randn(s, device=device)) for J, s in zip(made, sizes, strict=True))
+
+
+@pytest.mark.parametrize("batch", [(None, None), (3, None), (None, 2)], ids=str)
+def test_what_a_plan_for_a_gpu_expands(batch: tuple) -> None:
+    """Its lists lead to the same numbers, are shared, and take no more memory than a plan may; the CPU takes them."""
+    a, b = convolutions("cpu", batch)
+    plan = plan_matmul(a, b)
+    *rows, info = torch.ops.weft.csr_matmul_plan(a._pattern.tensors, b._pattern.tensors, gpu=True)
+    products, axpy, gather, expand = info.tolist()
+    assert expand == products and not (axpy or gather) and plan.kinds.expand == 0
+    patterns = [*plan._patterns[:4], *rows]
+    assert_close(torch.ops.weft.csr_matmul(patterns, a.values, b.values), plan(a, b).values, 1e-6)
+    pieces, segments, lists = (t.long() for t in rows[10:13])
+    held = sum(t.nbytes for t in rows)
+    assert held <= 3 * sum(J.crow.nbytes + J.col.nbytes + 4 * J.nnz for J in (a, b)) + 3 * 12 * plan.nnz
+    left, right = segments.view(2, -1)
+    if batch != (None, None):
+        return
+    found, where = torch.zeros(plan.nnz), pieces.view(-1, 3)
+    assert len(where[:, 2].unique()) < len(where)
+    for element, segment, place in where.tolist():
+        n, elements = lists[place], lists[place + 1]
+        begins, starts = lists[place + 2 :][: n + 1], lists[place + n + 3 :][: elements + 1]
+        places = lists[place + n + elements + 4 :][: begins[-1]]
+        number = torch.arange(len(places)) + torch.repeat_interleave(right[segment : segment + n], begins.diff())
+        factor = torch.repeat_interleave(a.values[left[segment : segment + n]], begins.diff())
+        sums = torch.zeros(len(places))
+        sums[places] = factor * b.values[number]
+        owner = torch.repeat_interleave(torch.arange(int(elements)), starts.diff())
+        found[element : element + elements] = torch.zeros(int(elements)).index_add(0, owner, sums)
+    assert_close(found, plan(a, b).values, 1e-6)
+
+
+@pytest.mark.cuda
+@dtypes
+@pytest.mark.parametrize("batch", [(None, None), (3, None), (None, 9), (5, 5)], ids=str)
+def test_a_gpu_expands(batch: tuple, dtype: torch.dtype) -> None:
+    a, b = (J.to(dtype) for J in convolutions("cuda", batch))
+    plan = plan_matmul(a, b)
+    assert plan.kinds.expand == plan.flops
+    with poisoned():
+        got = plan(a, b)
+    assert_close(got.to_dense(), dense(a) @ dense(b))
+    assert torch.equal(got.values, plan(a, b).values)
+    if got.batch_size is not None:
+        x, y = (v[-1] if v.dim() == 2 else v for v in (a.values, b.values))
+        assert torch.equal(got.values[-1], plan(a.with_values(x), b.with_values(y)).values)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = plan(a, b).values
+    a.values.normal_()
+    graph.replay()
+    assert torch.equal(captured, plan(a, b).values)
 
 
 @pytest.mark.cuda

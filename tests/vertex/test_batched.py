@@ -173,6 +173,37 @@ def test_what_cuda_traces_otherwise(f):
     assert plan.parts[0].replayed and plan.backward
 
 
+class Many(weft.VertexFunction):
+    """Reads 90 inputs and 20 matrices in one frontier."""
+
+    def __init__(self):
+        super().__init__(state_size=4)
+        self.U = nn.ModuleList(nn.Linear(4, 4) for _ in range(20))
+
+    def vertex(self, v):
+        below = v.gather_sum()
+        h = sum(v.pull(f"x{i}") * below for i in range(90)) + v.pull("x0")
+        h = torch.tanh(h + sum(torch.tanh(U(below)) for U in self.U))
+        v.scatter(h)
+        v.push(h)
+
+
+@devices
+def test_more_buffers_and_matrices_than_a_kernel_once_took(device):
+    m = Many().double().to(device)
+    graphs = weft.Graphs.from_children([[[], [], [0, 1], [2], [3], [4]]] * 3).to(device)
+    inputs = {
+        f"x{i}": torch.randn(graphs.num_vertices, 4, dtype=torch.float64, device=device, requires_grad=True)
+        for i in range(90)
+    }
+    assert weft.explain(m, graphs, inputs).executor == "batched"
+    wrt = [*inputs.values(), *m.parameters()]
+    outs = [m(graphs, inputs, executor=executor) for executor in ("batched", "reference")]
+    found, want = (torch.autograd.grad(out.square().sum(), wrt) for out in outs)
+    for a, b in zip((outs[0], *found), (outs[1], *want), strict=True):
+        assert relative_error(a, b) < 1e-12
+
+
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["TreeLSTM", "ChildSumTreeLSTM", "TreeGRU"])

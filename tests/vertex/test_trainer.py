@@ -685,6 +685,19 @@ def test_in_compiled_code():
     assert compiled(*data[0]) is None and compiled(*data[1]) > 0
 
 
+ONE_KERNEL = ["sgd", "momentum", "dampened", "nesterov", "adam", "adamw", "fused", "groups"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_tree_lstm_is_one_kernel(name):
+    """Under the optimizers that it knows; what it computes is compared with the loop above."""
+    cell, head = models.TreeLSTM(X, H).cuda(), nn.Linear(H, C).cuda()
+    optimizer = OPTIMIZERS[name]([*cell.parameters(), *head.parameters()])
+    found = weft.explain(Trainer(cell, optimizer, head=head), BINARY, rows(BINARY, X).cuda())
+    assert found.one_kernel == (name in ONE_KERNEL), found.why
+
+
 # The kernel's side of a step, which here is torch: what the Trainer hands over, and what it does with what comes back.
 
 
@@ -768,9 +781,6 @@ def emulated(monkeypatch):
 
     monkeypatch.setattr(Trainer, "_lasting_obstacle", obstacle)
     return launches
-
-
-ONE_KERNEL = ["sgd", "momentum", "dampened", "nesterov", "adam", "adamw", "fused", "groups"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -531,10 +531,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rnn_cpu(const Tensor& input, 
       heads};
   const RnnSizes sizes = check_rnn(op, args);
   if (!has_work(sizes)) return rnn_reference(args, sizes, keep_cells, save).tuple();
-  const int64_t chunks = args.backward == Backward::kNewton ? newton_chunks_cpu(sizes) : 1;
+  // Of cells with a scan, which the backward pass is.
+  const bool newton = args.backward == Backward::kNewton && heads == 1 && scan_max_hidden(args.cell) > 0;
+  const int64_t chunks = newton ? newton_chunks_cpu(sizes) : 1;
   const RnnResults r = chunks > 1 ? newton_forward_cpu(args, sizes, chunks, keep_cells, save, in_order)
                                   : in_order(args, sizes, keep_cells, save);
-  if (args.backward == Backward::kNewton && chunks == 1 && !sizes.packed) newton_statistics(args, sizes, 1);
+  if (newton && chunks == 1 && !sizes.packed) newton_statistics(args, sizes, 1);
   const auto type = input.scalar_type(), saved = args.saved_type();
   return {r.output.to(type), r.h_n.to(type), r.c_n.to(type), r.cells.to(saved), r.gates.to(saved)};
 }

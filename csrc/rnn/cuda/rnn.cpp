@@ -477,16 +477,23 @@ RnnResults newton_rows(const RnnArgs& args, const RnnSizes& s, const TimeChunks&
 RnnResults forward_for_scan(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
   const bool cudnn = at::Context::hasCuDNN() && at::globalContext().userEnabledCuDNN();
   const bool by_cudnn = has_c(args.cell) && s.D == 1 && cudnn;
-  const bool in_rows = args.backward == Backward::kNewton && !warp_holds(s) && s.D == 1 && !s.packed;
+  const bool in_rows = args.backward == Backward::kNewton && !warp_holds(s) && s.D == 1 && !s.packed &&
+                       s.heads == 1 && scan_max_hidden(args.cell) > 0;
   if (scan_has_kernels(args, s) && (warp_holds(s) || (by_cudnn && !in_rows)))
     return scan_forward(args, s, keep_cells, save);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto type = args.input.scalar_type();
   const Widened wide(args, accumulate_type(type));
   const Way way = way_of(wide.args, s, /*backward=*/false);
-  if (args.backward == Backward::kNewton && way.recurrence && !warp_holds(s)) {
-    const RecurrenceProblem problem{
-        args.cell, way.type, /*backward=*/false, s.packed, static_cast<int>(s.H), s.D, static_cast<int>(s.B)};
+  if (in_rows && way.recurrence) {
+    const RecurrenceProblem problem{args.cell,
+                                    way.type,
+                                    /*backward=*/false,
+                                    /*packed=*/false,
+                                    static_cast<int>(s.H),
+                                    /*heads=*/1,
+                                    s.D,
+                                    static_cast<int>(s.B)};
     const TimeChunks chunks = row_chunks_cached(problem, s.T);
     RecurrenceProblem rows = problem;
     rows.batch = static_cast<int>(s.B * chunks.count);

@@ -330,11 +330,16 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
     def measured(graphs: Graphs) -> tuned.Entry | None:
         return tuned.look_up(compiled.functions, trains, graphs)
 
-    reason, chosen = "compiled", "batched"
+    def fastest(graphs: Graphs) -> str:
+        return "persistent" if persistent.is_faster(compiled, graphs, device) else "batched"
+
+    reason, chosen, why = "compiled", "batched", None
     if executor == "auto" and (entry := measured(graphs)) is not None:
         reason, chosen = str(entry), entry.executor
         if chosen == "reference":
             return Call(called, "reference", executor, reason, by_reference)
+    elif executor == "auto":
+        chosen = fastest(graphs)
     elif executor == "persistent":
         chosen = executor
     if chosen == "persistent" and (why := persistent.obstacle(compiled, device)) is not None:
@@ -368,7 +373,8 @@ def prepare(module: _Module, graphs: object, inputs: object, executor: object) -
         def again(graphs: Graphs, asked: str) -> bool:
             if asked == "auto":
                 entry = measured(graphs)
-                if (entry.executor if entry is not None else "batched") != chosen:
+                wanted = fastest(graphs) if entry is None else entry.executor
+                if wanted != chosen and not (wanted == "persistent" and why is not None):
                     return False
             return fits(graphs, kinds, types)
 

@@ -373,7 +373,7 @@ class Trainer:
             return "it is not float32"
         if not {*map(id, cells)}.isdisjoint(map(id, parts.heads)):
             return "the cell and the head share a parameter"
-        return persistent.training_obstacle(call, self.head, self.loss)
+        return persistent.training_obstacle(call, self.head, self.loss, chosen=self.executor == "persistent")
 
     def _request(self, graphs: Graphs, targets: Tensor, changes: list[training.Update]) -> training.Request:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)

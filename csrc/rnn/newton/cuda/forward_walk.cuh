@@ -142,7 +142,7 @@ struct ForwardWalk {
       scalar pre[G], kept[Tr::kSaved + 1];
 #pragma unroll
       for (int g = 0; g < G; ++g) pre[g] = g == Tr::kApart ? u[g] : in[g] + u[g];
-      h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, c, kept);
+      h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, &c, kept);
       if constexpr (kMeets) {
         if (looks_at(walked, length)) {
           const scalar in_h = own ? mismatch(h, stored[0]) : scalar(0);

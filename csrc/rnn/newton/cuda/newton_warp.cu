@@ -20,21 +20,23 @@ __global__ void __launch_bounds__(kWarp) newton_kernel(ScanShape shape, WarpForw
 
 constexpr const char* kName = "rnn_newton_warps";
 
-// f.template operator()<cell, HP>() of a shape.
+// f.template operator()<cell, HP>() of a shape whose cell has a scan.
 template <typename F>
 void with_sizes(const ScanShape& shape, const F& f) {
   with_cell(shape.cell, [&]<Cell cell>() {
-    switch (scan::padded_hidden(shape.H)) {
-      case 8:
-        return f.template operator()<cell, 8>();
-      case 16:
-        return f.template operator()<cell, 16>();
-      case 20:
-        return f.template operator()<cell, 20>();
-      case 24:
-        return f.template operator()<cell, 24>();
-      default:
-        return f.template operator()<cell, 32>();
+    if constexpr (scan_max_hidden(cell) > 0) {
+      switch (scan::padded_hidden(shape.H)) {
+        case 8:
+          return f.template operator()<cell, 8>();
+        case 16:
+          return f.template operator()<cell, 16>();
+        case 20:
+          return f.template operator()<cell, 20>();
+        case 24:
+          return f.template operator()<cell, 24>();
+        default:
+          return f.template operator()<cell, 32>();
+      }
     }
   });
 }

@@ -300,8 +300,8 @@ bool warp_holds(const RnnSizes& s) {
 
 bool scan_has_kernels(const RnnArgs& args, const RnnSizes& s) {
   const bool wide = s.H <= scan_max_hidden(args.cell) && args.input.scalar_type() != at::kDouble;
-  return s.heads == 1 && scan_max_hidden(args.cell) > 0 && !s.packed && s.R > 0 && s.I > 0 && s.T < std::numeric_limits<int>::max() &&
-         (warp_holds(s) || (s.H > 0 && wide));
+  return s.heads == 1 && scan_max_hidden(args.cell) > 0 && !s.packed && s.R > 0 && s.I > 0 &&
+         s.T < std::numeric_limits<int>::max() && (warp_holds(s) || (s.H > 0 && wide));
 }
 
 RnnResults scan_forward(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {

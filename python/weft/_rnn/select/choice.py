@@ -189,6 +189,10 @@ def why_not_newton(case: Case) -> str | None:
         return "it does not return the cells of every step"
     if case.projected:
         return "it has no projection (proj_size)"
+    if case.heads > 1:
+        return "it has no heads (num_heads)"
+    if case.cell not in CUDA_MAX_HIDDEN:
+        return f"it has no {case.cell.split('_')[0].upper()}"
     obstacle = _why_not_ours(case)
     if obstacle is not None or case.device != "cuda" or case.hidden_size <= CUDA_MAX_HIDDEN_FP64:
         return obstacle

@@ -13,17 +13,42 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..._base import costs as gpu_costs
 from ..._C import vertex as _C
+from ..compiler.steps import Product
+from ..graphs import Graphs
 from . import batched
 from .call_cache import Ready
 from .schedule import Schedule, Scripted
 from .training import Launched, Request
 
-__all__ = ["Script", "Shape", "obstacle", "scripted", "shape", "train", "training_obstacle"]
+__all__ = ["Script", "Shape", "is_faster", "obstacle", "scripted", "shape", "train", "training_obstacle"]
 
 FORWARD, BACKWARD, TRAINING = range(3)
 """As csrc/vertex/program/partition.h."""
 _UPDATES = {"sgd": 1, "adam": 2}
+
+
+class _ByIdentity:
+    """Of the latest few programs."""
+
+    MOST = 16
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[object, object]] = {}
+
+    def get(self, program: object) -> object:
+        found = self._kept.get(id(program))
+        return None if found is None else found[1]
+
+    def __setitem__(self, program: object, value: object) -> None:
+        self._kept.pop(id(program), None)
+        self._kept[id(program)] = program, value
+        for oldest in [*self._kept][: -self.MOST]:
+            self._kept.pop(oldest, None)
+
+
+_training_obstacles, _row_costs = _ByIdentity(), _ByIdentity()
 
 
 @dataclass(frozen=True)
@@ -69,6 +94,35 @@ def obstacle(compiled: batched.Batched, device: torch.device) -> str | None:
     return None
 
 
+def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -> bool:
+    """Whether persistent kernels are expected to take less time than the batched executor, where they run."""
+    if device.type != "cuda" or compiled.type.state.dtype != torch.float32:
+        return False
+    return graphs.num_vertices * _multiply_adds(compiled) < _most(device, "persistent_multiply_adds")
+
+
+def _trains_faster(call: Ready) -> bool:
+    rows = call.schedule().sizes[0]
+    return rows * _multiply_adds(call.compiled) < _most(call.device, "training_multiply_adds")
+
+
+@functools.cache
+def _most(device: torch.device, name: str) -> float:
+    """Up to how many multiply-adds, of all vertices in the frontiers forward, persistent kernels were the faster."""
+    return gpu_costs.of(device.index).tables.get("vertex.choice", {}).get(name, [0.0])[0]
+
+
+def _multiply_adds(compiled: batched.Batched) -> int:
+    """Of the products in the frontiers, for a row."""
+    found = _row_costs.get(compiled.program)
+    if found is None:
+        frontiers = compiled.plan.frontiers
+        products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
+        found = sum(frontiers.buffers[s.source].width * frontiers.buffers[s.target].width for s in products)
+        _row_costs[compiled.program] = found
+    return found
+
+
 def scripted(compiled: batched.Batched, schedule: Schedule, device: torch.device) -> Scripted:
     """The schedule with the scripts of both passes."""
     return schedule.scripted(compiled.program, _processors(device))
@@ -105,9 +159,12 @@ def shape(call: Ready) -> Shape:
     )
 
 
-def training_obstacle(call: Ready, head: nn.Linear | None, loss: str) -> str | None:
-    """Why a whole training step of a cell that was compiled does not run in one kernel."""
+def training_obstacle(call: Ready, head: nn.Linear | None, loss: str, chosen: bool = True) -> str | None:
+    """Why a whole training step of a cell that was compiled does not run in one kernel. Not `chosen` by the user: that
+    the loop is expected to be faster is a reason, too."""
     compiled = call.compiled
+    if call.device.type == "cuda" and not chosen and not _trains_faster(call):
+        return "the loop is expected to take less time"
     if call.device.type != "cuda":
         return f"the persistent executor needs a CUDA device, not {call.device.type}"
     classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
@@ -147,28 +204,6 @@ def _training_obstacle(call: Ready, cross_entropy: bool, head: bool, classes: in
 
 def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
     return compiled.functions[function].trace.program.symbols[symbol].name
-
-
-class _ByIdentity:
-    """Of the latest few programs."""
-
-    MOST = 16
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[object, object]] = {}
-
-    def get(self, program: object) -> object:
-        found = self._kept.get(id(program))
-        return None if found is None else found[1]
-
-    def __setitem__(self, program: object, value: object) -> None:
-        self._kept.pop(id(program), None)
-        self._kept[id(program)] = program, value
-        for oldest in [*self._kept][: -self.MOST]:
-            self._kept.pop(oldest, None)
-
-
-_training_obstacles = _ByIdentity()
 
 
 def train(call: Ready, request: Request) -> Launched:
