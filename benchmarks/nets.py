@@ -213,7 +213,7 @@ class Training:
         return lambda: trainer.step(*self.batch())
 
     def make_trainer(self) -> Trainer:
-        return Trainer(self.cell, self.optimizer, head=self.head, at=self.at)
+        return Trainer(self.cell, self.optimizer, head=self.head, at=self.at, executor="persistent")
 
     def runs_as(self, executor: str) -> str:
         """The executor that runs where this one is asked for; of the Trainer ``"trainer"`` where it is one kernel."""

@@ -20,6 +20,7 @@ EXAMPLES = {
     "greedy_decoder.py": "--algorithm",
     "long_context.py": "--length",
     "mingru.py": "--hidden",
+    "own_cell.py": "--hidden",
     "slstm_lm.py": "--heads",
     "six_nets.py": "--net",
     "treelstm_ast.py": "--executor",
@@ -54,6 +55,7 @@ def test_help(name):
         ("lenet_scan.py", ["--steps", "0"]),
         ("lenet_scan.py", ["--batch", "0"]),
         ("mingru.py", ["--hidden", "0"]),
+        ("own_cell.py", ["--show", "0"]),
         ("mingru.py", ["--steps", "0"]),
         ("slstm_lm.py", ["--heads", "0"]),
         ("slstm_lm.py", ["--heads", "3"]),
@@ -122,6 +124,14 @@ def test_mingru(capsys):
     assert 0 < example("mingru.py")["main"](["--quick", "--device", "cpu"]) < 4
     difference = capsys.readouterr().out.split("states differ by ")[1]
     assert float(difference) < 1e-4
+
+
+def test_own_cell(capsys):
+    assert 0 <= example("own_cell.py")["main"](["--quick", "--device", "cpu"]) <= 1
+    printed = capsys.readouterr().out
+    difference = next(line for line in printed.splitlines() if "largest relative gradient difference" in line)
+    assert float(difference.split("│")[2]) < 1e-4
+    assert "pointwise_scan" in printed.split("one sequence of digits:")[1]
 
 
 def test_slstm_lm(tmp_path, capsys):

@@ -48,6 +48,7 @@ LONG = by_newton(
 LONG += by_newton(Sample(cell, 1000, 3, 2, 20, dtype=dtype) for cell in CELLS for dtype in HALF_TYPES)
 LONG += by_newton(Sample(cell, 1500, 2, 2, 20, dtype=torch.float64) for cell in CELLS)
 ON_CPU = by_newton(Sample(cell, 600, 2, 2, 13, bidirectional=True) for cell in CELLS)
+ON_CPU += by_newton(Sample(cell, 200, 2, 2, 9, state=False) for cell in ("gru", "lstm"))
 ON_CPU += by_newton(Sample("gru", 300, 1, 2, 40, dtype=dtype) for dtype in (torch.float64, *HALF_TYPES))
 
 
@@ -59,7 +60,7 @@ def test_torchs_results(sample: Sample, device: str, scale: float, chunks):
     which = sample.differentiable
     exact, grads = args.map(lambda t: t.detach().double().requires_grad_()), gradients(sample, args)
     if args.h0 is None:
-        zeros = args.input.new_zeros(sample.directions, sample.B, sample.H, dtype=torch.float64)
+        zeros = args.input.new_zeros(sample.directions, sample.B, sample.H, dtype=torch.float64, requires_grad=True)
         exact = exact.replaced([exact.input, zeros, zeros if sample.cell == "lstm" else None, *exact.weights])
     expected = torchs(sample, exact)
     with poisoned():
@@ -208,7 +209,7 @@ def test_where_it_has_no_kernel(cell: str, device: str, chunks):
 @pytest.mark.parametrize("both", (False, True))
 def test_a_gradient_of_cells(both: bool, device: str, chunks):
     chunks(4)
-    (sample,) = by_newton([Sample("lstm", 90, 4, 3, 20, bidirectional=both)])
+    (sample,) = by_newton([Sample("lstm", 24, 4, 3, 20, bidirectional=both)])
     args = arguments(sample, device, requires_grad=True)
     exact = test_rnn.exact_arguments(args)
     output, _, _, cells, _ = rnn(*args, **sample.keywords, keep_cells=True)
@@ -217,7 +218,7 @@ def test_a_gradient_of_cells(both: bool, device: str, chunks):
     grads = [torch.randn_like(output), torch.randn_like(cells)]
     found = torch.autograd.grad([output, cells], args.tensors, grads)
     wanted = torch.autograd.grad([expected[0], expected[3]], exact.tensors, [g.double() for g in grads])
-    check_close(names(args), found, wanted, BOUNDS[torch.float32])
+    check_close(names(args), found, wanted, 4 * BOUNDS[torch.float32])
 
 
 @pytest.mark.parametrize("device", DEVICES)

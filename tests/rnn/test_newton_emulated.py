@@ -214,13 +214,15 @@ def test_flaws_are_found(tmp_path, flaw: str) -> None:
     folder = with_flaw("rnn/newton/cuda/newton_warp.cuh", right, wrong, tmp_path)
     library = build("newton_warp", folder, PADDED=8, SIZE=8)
 
+    problems = [(Problem(case, 8), seed) for case in (CASES[-4], CASES[-3], CASES[-2]) for seed in (1, 2)]
+    for problem, _ in problems:
+        assert problem.walked.rounds.numel()  # here, where there are threads to compute with
+
     def run() -> None:
-        signal.setitimer(signal.ITIMER_PROF, 10)  # for a walker that waits for ever, in seconds of computing
-        for case in (CASES[-4], CASES[-3], CASES[-2]):
-            for seed in (1, 2):
-                problem = Problem(case, 8)
-                problem.run(library, seed == 2, seed)
-                problem.check(BOUNDS[8])
+        signal.setitimer(signal.ITIMER_REAL, 60)  # for a walker that waits for ever
+        for problem, seed in problems:
+            problem.run(library, seed == 2, seed)
+            problem.check(BOUNDS[8])
 
     assert not ends_well(run)
 

@@ -65,9 +65,11 @@ def check(layer, x, state, dtype=torch.float64, run=lambda layer, x, hx: layer(x
         own.algorithm = "reference" if wide else layer.algorithm
         inputs = [t.detach().to(own.weight_ih_l0.dtype).requires_grad_() for t in (x, *(state or ()))]
         result = flat(run(own, inputs[0], tuple(inputs[1:]) or None))
-        outgoing = outgoing or [torch.randn_like(r) for r in result]
+        # What is asked of m goes one way or the other, which in half precision a rounding decides.
+        asked = result[:2] if dtype in (torch.float16, torch.bfloat16) else result
+        outgoing = outgoing or [torch.randn_like(r) for r in asked]
         grads = torch.autograd.grad(
-            result, [*inputs, *own.parameters()], [g.to(r.dtype) for g, r in zip(outgoing, result, strict=True)]
+            asked, [*inputs, *own.parameters()], [g.to(r.dtype) for g, r in zip(outgoing, asked, strict=True)]
         )
         found.append([*result, *grads])
     errors = [relative_error(a, b) for a, b in zip(*found, strict=True)]

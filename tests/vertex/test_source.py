@@ -353,7 +353,8 @@ def check_written_kernels(
             getattr(kernels, name)(ctypes.byref(arguments), buffers, first, count)
         elif not step.skips_leaves or task.level > 0:
             matrix = matrices[step.matrix].T if step.transposed else matrices[step.matrix]
-            product = rows_of(step.source, rows) @ matrix
+            wide = torch.float64 if type == torch.float64 else torch.float32  # what is stored is rounded once
+            product = rows_of(step.source, rows).to(wide) @ matrix.to(wide)
             rows_of(step.target, rows)[:] = product if step.bias < 0 else product + tensors[step.bias]
         elif not backward and compiled.buffers[step.target].space == "rows":  # products read it
             tensors[step.target][rows] = 0

@@ -650,7 +650,8 @@ def test_explain_says_what_makes_a_loop():
     sgd = torch.optim.SGD(both, 0.1)
     x = rows(BINARY, X).cuda()
 
-    def why(optimizer=sgd, head=head, x=x, **options):
+    def why(optimizer=sgd, head=head, x=x, executor="persistent"):
+        options = {"executor": executor}
         return weft.explain(Trainer(cell, optimizer, head=head, **options), BINARY, x).why
 
     assert "RMSprop, not SGD" in why(torch.optim.RMSprop(both))
@@ -683,6 +684,20 @@ def test_in_compiled_code():
     data = batches(tree_lstm, 2)
     compiled = torch.compile(lambda graphs, x, targets: trainer.step(graphs, x + 1, targets), backend="eager")
     assert compiled(*data[0]) is None and compiled(*data[1]) > 0
+
+
+ONE_KERNEL = ["sgd", "momentum", "dampened", "nesterov", "adam", "adamw", "fused", "groups"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_tree_lstm_is_one_kernel(name):
+    """Under the optimizers that it knows; what it computes is compared with the loop above."""
+    cell, head = models.TreeLSTM(X, H).cuda(), nn.Linear(H, C).cuda()
+    optimizer = OPTIMIZERS[name]([*cell.parameters(), *head.parameters()])
+    trainer = Trainer(cell, optimizer, head=head, executor="persistent")
+    found = weft.explain(trainer, BINARY, rows(BINARY, X).cuda())
+    assert found.one_kernel == (name in ONE_KERNEL), found.why
 
 
 # The kernel's side of a step, which here is torch: what the Trainer hands over, and what it does with what comes back.
@@ -761,6 +776,7 @@ def emulated(monkeypatch):
 
     monkeypatch.setattr(persistent, "train", train)
     monkeypatch.setattr(persistent, "training_obstacle", lambda call, head, loss: None)
+    monkeypatch.setattr(persistent, "trains_faster", lambda call: call.rows["input"].shape[0] < 10**6)
     inner = Trainer._lasting_obstacle
 
     def obstacle(trainer, call, parts):
@@ -770,13 +786,26 @@ def emulated(monkeypatch):
     return launches
 
 
-ONE_KERNEL = ["sgd", "momentum", "dampened", "nesterov", "adam", "adamw", "fused", "groups"]
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_the_optimizers(name, emulated):
     trainer = check_against_loop(models.TreeLSTM(X, H), nn.Linear(H, C), OPTIMIZERS[name], batches(tree_lstm, 5), "cpu")
     assert weft.explain(trainer, BINARY, rows(BINARY, X)).one_kernel == (name in ONE_KERNEL)
+
+
+def test_each_batch_is_a_kernel_or_a_loop_by_its_size(emulated, monkeypatch):
+    """By itself; where the persistent executor is asked for, all are kernels."""
+    monkeypatch.setattr(persistent, "trains_faster", lambda call: call.rows["input"].shape[0] < 10)
+    for executor in ("auto", "persistent"):
+        cell = models.TreeLSTM(X, C)
+        trainer = Trainer(cell, torch.optim.SGD(cell.parameters(), 0.1), executor=executor)
+        kernels = []
+        for graphs in (BINARY, weft.Graphs.batch([BINARY] * 4), BINARY):
+            x = rows(graphs, X)
+            kernels.append(weft.explain(trainer, graphs, x).one_kernel)
+            trainer.step(graphs, x, torch.randint(C, (graphs.num_vertices,)))
+            assert len(emulated) == kernels[-1]
+            trainer.sync()
+        assert kernels == [True, executor == "persistent", True]
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "mse"])

@@ -33,7 +33,8 @@ class Trainer:
     The loss is ``F.cross_entropy(y, targets, ignore_index=ignore_index)`` or ``F.mse_loss(y, targets)`` with
     ``y = head(cell(graphs, inputs))``, of ``at="roots"`` its rows ``graphs.roots``. In float32 on CUDA one kernel does
     all of a step where `head` is None or an ``nn.Linear`` and `optimizer` an SGD, Adam or AdamW without ``amsgrad`` and
-    ``maximize``; everything else runs as that loop in torch. ``weft.explain(trainer, graphs, inputs)`` says which.
+    ``maximize``, by itself where that is expected to be faster, under ``executor="persistent"`` wherever it can; everything
+    else runs as that loop in torch. ``weft.explain(trainer, graphs, inputs)`` says which.
 
     >>> trainer = weft.vertex.Trainer(cell, torch.optim.SGD(parameters, 0.1, momentum=0.9), head=scores)
     >>> for graphs, x, labels in batches:
@@ -187,9 +188,9 @@ class Trainer:
         """What takes part in a step; looked at once as long as the tensors stay the same."""
         trained, heads = self._trained(), self._head_parameters()
         found, key = self._parts, [id(x) for x in (call.tensors, call.compiled, *trained, *heads)]
-        if found is None or found.key != key or found.loss != self.loss:
+        if found is None or found.key != key or found.asked != (self.loss, self.executor):
             self._check_trained(trained, self.cell.parameters())
-            self._parts = found = _Parts(key, self.loss, call.tensors, call.compiled, trained, heads)
+            self._parts = found = _Parts(key, (self.loss, self.executor), call.tensors, call.compiled, trained, heads)
             found.obstacle = self._lasting_obstacle(call, found)
         return found
 
@@ -358,7 +359,10 @@ class Trainer:
             return "it is not float32"
         if any(map(has_hooks, parts.trained)):
             return "a parameter has hooks"
-        return training.obstacle(self.optimizer)
+        obstacle = training.obstacle(self.optimizer)
+        if obstacle is None and self.executor == "auto" and not persistent.trains_faster(call):
+            return "the loop is expected to take less time"
+        return obstacle
 
     def _lasting_obstacle(self, call: Ready, parts: _Parts) -> str | None:
         """That part of it that holds as long as the tensors stay the same."""
@@ -373,7 +377,7 @@ class Trainer:
             return "it is not float32"
         if not {*map(id, cells)}.isdisjoint(map(id, parts.heads)):
             return "the cell and the head share a parameter"
-        return persistent.training_obstacle(call, self.head, self.loss, chosen=self.executor == "persistent")
+        return persistent.training_obstacle(call, self.head, self.loss)
 
     def _request(self, graphs: Graphs, targets: Tensor, changes: list[training.Update]) -> training.Request:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
@@ -436,7 +440,8 @@ class _Parts:
 
     key: list[int]
     """Identities of what follows, which is held so that nothing else can have them."""
-    loss: str
+    asked: tuple[str, str]
+    """Loss and executor."""
     tensors: Mapping[str, Tensor]
     compiled: object
     trained: list[nn.Parameter]

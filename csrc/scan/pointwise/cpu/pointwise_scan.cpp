@@ -25,8 +25,8 @@ using cpu::PointwiseBlock;
 using cpu::PointwiseJob;
 using cpu::PointwiseWalk;
 
-// Columns that fill the processor: two blocks.
-constexpr int64_t kBusy = 2 * kPointwiseBlock;
+// Columns that are worth an instruction's dispatch; more only cost their derivatives.
+constexpr int64_t kBusy = 64;
 
 int type_of(at::ScalarType type) {
   return type == at::kHalf ? 0 : type == at::kBFloat16 ? 1 : type == at::kFloat ? 2 : 3;

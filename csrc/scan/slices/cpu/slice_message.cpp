@@ -82,11 +82,13 @@ void mend_slice(const SliceMend& m) {
     T* grad_A = static_cast<T*>(m.grad_A) + row * m.grad_A_b + h;
     const T* const first = m.first ? static_cast<const T*>(m.first) + row * m.H + h : nullptr;
     for (int64_t t = 0; t < m.T; ++t, A += m.A_t, x += m.x_t, before += m.before_t, grad_A += m.grad_A_t) {
-      bool matters = false;
+      bool matters = false, shows[kSliceLine];
       for (int64_t i = 0; i < count; ++i) {
-        if (!gradients) v[i] *= double(A[i]);
+        if (!gradients && v[i] != 0) v[i] *= double(A[i]);
         const T mended = T(double(x[i]) + v[i]);
-        matters |= !(mended == x[i] || x[i] != x[i]);
+        // A channel ends by itself, whatever its neighbours do: no row of the batch shows in another.
+        shows[i] = !(mended == x[i] || x[i] != x[i]);
+        matters |= shows[i];
         x[i] = mended;
       }
       if (m.grad_A != nullptr && (t < m.T - 1 || first != nullptr)) {
@@ -94,8 +96,9 @@ void mend_slice(const SliceMend& m) {
         for (int64_t i = 0; i < count; ++i) grad_A[i] = T(double(grad_A[i]) + v[i] * double(of[i]));
       }
       if (gradients && t < m.T - 1) {
-        for (int64_t i = 0; i < count; ++i) v[i] *= double(A[i]);
+        for (int64_t i = 0; i < count; ++i) v[i] *= v[i] != 0 ? double(A[i]) : 1.0;
       }
+      for (int64_t i = 0; i < count; ++i) v[i] = shows[i] ? v[i] : 0;
       if (!matters) return;
     }
   });

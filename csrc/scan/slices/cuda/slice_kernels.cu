@@ -108,7 +108,7 @@ template <typename T, bool kGradients, int kWarps>
 __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_constant__ SliceMend m) {
   __shared__ double products[kWarps][kLanes];
   __shared__ bool zeros[kWarps][kLanes];
-  __shared__ bool goes_on[2];
+  __shared__ bool shows[2][kLanes];  // whether a channel's state still does, at the end of a tile
   if (m.came != nullptr && *m.came == 0) return;
   constexpr int kPiece = kSteps<T, kWarps>, kTile = kWarps * kPiece;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
@@ -125,6 +125,7 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
   const int64_t factors = kGradients ? m.T - 1 : m.T;
   double carry = owned ? double(static_cast<const T*>(m.state)[row * m.H + h]) : 0.0;
 
+  bool live = owned;  // whether the state still shows
   int turn = 0;
   for (int64_t tile = 0; tile < m.T; tile += kTile, turn ^= 1) {
     const int64_t begin = tile + warp * kPiece;
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
     }
     products[warp][lane] = trusted ? double(product) : nan("");
     zeros[warp][lane] = zero;
-    if (threadIdx.x == 0) goes_on[turn] = false;
+    if (warp == 0) shows[turn][lane] = false;
     __syncthreads();
     // The state at the begin of this warp's piece, and of the next tile.
     double v = carry, next = carry;
@@ -187,8 +188,8 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
       if constexpr (!kGradients) added *= a[i];
       const T mended = value[i] + added;
       // Of the tile's last step, or the slice's.
-      if (t == tile + kTile - 1) matters = owned && !(mended == value[i] || value[i] != value[i]);
-      if (owned && t < m.T) {
+      if (t == tile + kTile - 1) matters = live && !(mended == value[i] || value[i] != value[i]);
+      if (live && t < m.T) {
         x[t * m.x_t] = mended;
         // Without a state before the first step its A has no gradient, also where lambda is not finite.
         if (of_A && (t < m.T - 1 || m.first != nullptr)) {
@@ -197,9 +198,11 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
       }
       if constexpr (kGradients) added *= a[i];
     }
-    if (matters) goes_on[turn] = true;
+    if (matters) shows[turn][lane] = true;
     __syncthreads();
-    if (!goes_on[turn]) return;
+    // A channel ends by itself, whatever its neighbours do: no row of the batch shows in another.
+    live = shows[turn][lane];
+    if (!__any_sync(~0u, shows[turn][lane])) return;
   }
 }
 

@@ -22,7 +22,17 @@ from .call_cache import Ready
 from .schedule import Schedule, Scripted
 from .training import Launched, Request
 
-__all__ = ["Script", "Shape", "is_faster", "obstacle", "scripted", "shape", "train", "training_obstacle"]
+__all__ = [
+    "Script",
+    "Shape",
+    "is_faster",
+    "obstacle",
+    "scripted",
+    "shape",
+    "train",
+    "training_obstacle",
+    "trains_faster",
+]
 
 FORWARD, BACKWARD, TRAINING = range(3)
 """As csrc/vertex/program/partition.h."""
@@ -101,7 +111,8 @@ def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -
     return graphs.num_vertices * _multiply_adds(compiled) < _most(device, "persistent_multiply_adds")
 
 
-def _trains_faster(call: Ready) -> bool:
+def trains_faster(call: Ready) -> bool:
+    """Whether one kernel is expected to take less time than the loop for these graphs."""
     rows = call.schedule().sizes[0]
     return rows * _multiply_adds(call.compiled) < _most(call.device, "training_multiply_adds")
 
@@ -159,12 +170,9 @@ def shape(call: Ready) -> Shape:
     )
 
 
-def training_obstacle(call: Ready, head: nn.Linear | None, loss: str, chosen: bool = True) -> str | None:
-    """Why a whole training step of a cell that was compiled does not run in one kernel. Not `chosen` by the user: that
-    the loop is expected to be faster is a reason, too."""
+def training_obstacle(call: Ready, head: nn.Linear | None, loss: str) -> str | None:
+    """Why a whole training step of a cell that was compiled does not run in one kernel, whatever the graphs."""
     compiled = call.compiled
-    if call.device.type == "cuda" and not chosen and not _trains_faster(call):
-        return "the loop is expected to take less time"
     if call.device.type != "cuda":
         return f"the persistent executor needs a CUDA device, not {call.device.type}"
     classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
