@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/eq.h>
+#include <ATen/ops/index.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/threshold_backward.h>
@@ -90,7 +91,9 @@ std::vector<at::Tensor> written_values(const at::Tensor& grad, at::TensorList cr
       written.push_back(at::eq(picked, row.remainder(reads[k])).to(grad.scalar_type()));
     } else {
       const bool read = sources[k].sym_size(0) != 0;
-      written.push_back(read ? values[k].reshape({-1}).index_select(0, sources[k]) : values[k]);
+      // Indexing, because the gradient of index_select adds up in no order on CUDA.
+      const c10::List<std::optional<at::Tensor>> places{std::optional(sources[k].to(at::kLong))};
+      written.push_back(read ? at::index(values[k].reshape({-1}), places) : values[k]);
     }
   }
   return written;

@@ -645,10 +645,10 @@ def test_explain():
 
 @pytest.mark.cuda
 def test_explain_says_what_makes_a_loop():
-    cell, head = models.TreeLSTM(X, H).cuda(), nn.Linear(H, C).cuda()
+    cell, head = models.TreeLSTM(8, H).cuda(), nn.Linear(H, C).cuda()
     both = [*cell.parameters(), *head.parameters()]
     sgd = torch.optim.SGD(both, 0.1)
-    x = rows(BINARY, X).cuda()
+    x = rows(BINARY, 8).cuda()
 
     def why(optimizer=sgd, head=head, x=x, executor="persistent"):
         options = {"executor": executor}
@@ -693,10 +693,10 @@ ONE_KERNEL = ["sgd", "momentum", "dampened", "nesterov", "adam", "adamw", "fused
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_tree_lstm_is_one_kernel(name):
     """Under the optimizers that it knows; what it computes is compared with the loop above."""
-    cell, head = models.TreeLSTM(X, H).cuda(), nn.Linear(H, C).cuda()
+    cell, head = models.TreeLSTM(8, H).cuda(), nn.Linear(H, C).cuda()
     optimizer = OPTIMIZERS[name]([*cell.parameters(), *head.parameters()])
     trainer = Trainer(cell, optimizer, head=head, executor="persistent")
-    found = weft.explain(trainer, BINARY, rows(BINARY, X).cuda())
+    found = weft.explain(trainer, BINARY, rows(BINARY, 8).cuda())
     assert found.one_kernel == (name in ONE_KERNEL), found.why
 
 

@@ -143,8 +143,8 @@ class SourceWriter {
              std::to_string(source.width) + ", " + columns_of(share, partition_.blocks) +
              (partition_.published[s.source] ? ", true>; " : ">; ");
     load += " Product" + n + "::load(static_cast<const " + type + "*>(" + matrix + ".data), " + matrix +
-             (s.transposed ? ".column, " : ".row, ") + matrix + (s.transposed ? ".row" : ".column") +
-             ", rank, reinterpret_cast<FourOf<" + type + ">*>(shared + " + at + "));";
+            (s.transposed ? ".column, " : ".row, ") + matrix + (s.transposed ? ".row" : ".column") +
+            ", rank, reinterpret_cast<FourOf<" + type + ">*>(shared + " + at + "));";
     const std::string bias = s.bias < 0 ? "nullptr" : "static_cast<const " + type + "*>(" + buffer(s.bias) + ".data)";
     cases += label(i, ScriptInstruction::kRun) + "product<Product" + n + ", " + type + ">(" + from + ", " + to +
              ", first, count, rank, shared + " + at + ", partials, " + bias + "); break;";
