@@ -26,7 +26,7 @@ from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import trange
+from tqdm import tqdm
 
 State = tuple[Tensor, Tensor]
 
@@ -83,7 +83,7 @@ def digits(show: int, device: str) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
 def train(model: Spiking, rows: Tensor, classes: Tensor, options: argparse.Namespace) -> list[Point]:
     optimizer = torch.optim.Adam(model.parameters(), lr=options.learning_rate)
     curve: list[Point] = []
-    with trange(options.epochs, unit="epoch", dynamic_ncols=True) as bar:
+    with tqdm(range(options.epochs), unit="epoch", dynamic_ncols=True) as bar:
         for epoch in bar:
             total = torch.zeros((), device=rows.device)
             order = torch.randperm(len(classes), device=rows.device).split(options.batch)

@@ -17,6 +17,7 @@ EXAMPLES = {
     "accelerate_lm.py": "--algorithm",
     "bitstream.py": "--algorithm",
     "char_lm.py": "--algorithm",
+    "digits.py": "--cells",
     "greedy_decoder.py": "--algorithm",
     "long_context.py": "--length",
     "mingru.py": "--hidden",

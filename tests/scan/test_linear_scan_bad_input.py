@@ -20,7 +20,7 @@ def f32(*shape: int) -> Tensor:
 BAD = {
     "b is no tensor": ((f32(4, 2, 3), [1.0]), TypeError, "b must be a Tensor, got list"),
     "A is integer": ((f32(4, 2, 3).int(), f32(4, 2, 3)), TypeError, "A must be float16.*got Int"),
-    "A is complex": ((f32(4, 2, 3).cfloat(), f32(4, 2, 3)), TypeError, "A must be float16.*got ComplexFloat"),
+    "A alone is complex": ((f32(4, 2, 3).cfloat(), f32(4, 2, 3)), TypeError, "b must have the dtype of A.*got Float"),
     "b is integer": ((f32(4, 2, 3), f32(4, 2, 3).long()), TypeError, "b must have the dtype of A.*got Long"),
     "mixed dtypes": ((f32(4, 2, 3), f32(4, 2, 3).double()), TypeError, "b must have the dtype of A.*got Double"),
     "mixed x0": ((f32(4, 2, 3), f32(4, 2, 3), f32(2, 3).half()), TypeError, "x0 must have the dtype of A.*got Half"),

@@ -33,7 +33,7 @@ class Trainer:
     The loss is ``F.cross_entropy(y, targets, ignore_index=ignore_index)`` or ``F.mse_loss(y, targets)`` with
     ``y = head(cell(graphs, inputs))``, of ``at="roots"`` its rows ``graphs.roots``. In float32 on CUDA one kernel does
     all of a step where `head` is None or an ``nn.Linear`` and `optimizer` an SGD, Adam or AdamW without ``amsgrad`` and
-    ``maximize``, by itself where that is expected to be faster, under ``executor="persistent"`` wherever it can; everything
+    ``maximize``: by itself where it is expected to be faster, under ``executor="persistent"`` wherever it can. All
     else runs as that loop in torch. ``weft.explain(trainer, graphs, inputs)`` says which.
 
     >>> trainer = weft.vertex.Trainer(cell, torch.optim.SGD(parameters, 0.1, momentum=0.9), head=scores)
@@ -349,16 +349,16 @@ class Trainer:
         """Why a step does not run as one kernel."""
         if self.executor not in ("auto", "persistent"):
             return f"executor={self.executor!r} is asked for"
-        if parts.obstacle is not None:
-            return parts.obstacle
         if any(x.requires_grad for x in call.rows.values()):
             return "an input requires grad"
         if self.head is not None and not self._plain_linear():
             return f"the head is {type(self.head).__name__}, not a Linear without hooks"
-        if torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled(call.device.type):
             return "it is not float32"
         if any(map(has_hooks, parts.trained)):
             return "a parameter has hooks"
+        if parts.obstacle is not None:
+            return parts.obstacle
         obstacle = training.obstacle(self.optimizer)
         if obstacle is None and self.executor == "auto" and not persistent.trains_faster(call):
             return "the loop is expected to take less time"

@@ -6,10 +6,7 @@ namespace weft {
 
 inline void group_signal(unsigned* arrived) {
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (const auto& message : emulator::messages) message();
-  emulator::messages.clear();
-  ++*arrived;
+  if (threadIdx.x == 0) ++*arrived;
 }
 
 inline void group_wait(unsigned* arrived, unsigned expected) {
@@ -19,10 +16,12 @@ inline void group_wait(unsigned* arrived, unsigned expected) {
   __syncthreads();
 }
 
+// Here at once, because the block itself reads it after its next barrier; other blocks find it missing for as long as
+// this one is slow.
 template <typename Bits>
 inline void store_bits(void* to, Bits bits) {
   if (bits == Bits(~Bits(0))) bits = Bits(~Bits(0)) >> 1;
-  emulator::messages.push_back([=] { std::memcpy(to, &bits, sizeof(bits)); });
+  std::memcpy(to, &bits, sizeof(bits));
 }
 inline void store_published(float* to, float x) {
   store_bits<unsigned>(to, __float_as_uint(x));
