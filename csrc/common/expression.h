@@ -1,5 +1,5 @@
-// Expressions of element-wise instructions as CUDA source. Their numbers are of a type T; common/elementwise.jit.cuh has
-// what they call.
+// Expressions of element-wise instructions as CUDA source. Their numbers are of a type T; common/elementwise.jit.cuh
+// has what they call.
 #pragma once
 #include <array>
 #include <string>

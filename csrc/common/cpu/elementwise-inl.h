@@ -14,29 +14,29 @@ struct Elements {
   using S = Simd<T>;
   using Vec = typename S::Vec;
 
-  // to[0, n) = op of a, b and c, of which it reads as many as it has operands; `to` has room for whole vectors. Op is an
-  // enumeration made from elementwise.def; nothing happens for one of its other members.
+  // to[0, n) = op of a, b and c, of which it reads as many as it has operands; `to` has room for whole vectors. Op is
+  // an enumeration made from elementwise.def; nothing happens for one of its other members.
   template <typename Op>
   static WEFT_INLINE void apply(Op op, T* to, const T* a, const T* b, const T* c, int64_t n) {
     const Vec one = S::broadcast(1), zero = Vec{};
     switch (op) {
-#define WEFT_UNARY(name, Name, cpu, ...)              \
-  case Op::k##Name:                                   \
-    unary(to, a, n, [=](Vec a) { return cpu; });      \
+#define WEFT_UNARY(name, Name, cpu, ...)         \
+  case Op::k##Name:                              \
+    unary(to, a, n, [=](Vec a) { return cpu; }); \
     break;
-#define WEFT_SCALAR(name, Name, cpu, ...)                                                                   \
-  case Op::k##Name:                                                                                         \
-    for (int64_t j = 0; j < n; ++j) {                                                                       \
+#define WEFT_SCALAR(name, Name, cpu, ...)                                                                  \
+  case Op::k##Name:                                                                                        \
+    for (int64_t j = 0; j < n; ++j) {                                                                      \
       to[j] = sizeof(T) == 4 ? T(__builtin_##cpu##f(static_cast<float>(a[j]))) : T(__builtin_##cpu(a[j])); \
-    }                                                                                                       \
+    }                                                                                                      \
     break;
-#define WEFT_BINARY(name, Name, cpu, ...)                    \
-  case Op::k##Name:                                          \
-    binary(to, a, b, n, [=](Vec a, Vec b) { return cpu; });  \
+#define WEFT_BINARY(name, Name, cpu, ...)                   \
+  case Op::k##Name:                                         \
+    binary(to, a, b, n, [=](Vec a, Vec b) { return cpu; }); \
     break;
-#define WEFT_TERNARY(name, Name, cpu, ...)                              \
-  case Op::k##Name:                                                     \
-    ternary(to, a, b, c, n, [=](Vec a, Vec b, Vec c) { return cpu; });  \
+#define WEFT_TERNARY(name, Name, cpu, ...)                             \
+  case Op::k##Name:                                                    \
+    ternary(to, a, b, c, n, [=](Vec a, Vec b, Vec c) { return cpu; }); \
     break;
 #include "common/elementwise.def"
       default:

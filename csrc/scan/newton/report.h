@@ -1,4 +1,5 @@
-// What a weft.scan.newton_report collects: runs of nonlinear recurrences as chunks of time, as the engines tell of them.
+// What a weft.scan.newton_report collects: runs of nonlinear recurrences as chunks of time, as the engines tell of
+// them.
 #pragma once
 #include <ATen/core/Tensor.h>
 

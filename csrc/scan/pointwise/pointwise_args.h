@@ -21,17 +21,17 @@ struct PointwiseArgs {
   void* states[kMaxPointwiseStates];  // (T, N) each, contiguous; written forward, read backward
   long long T, N, chunk;              // steps of a chunk, a multiple of the kernel's batch
   int chunks, reverse;
-  // Workspaces of chunks in acc_t, of which there are two that take turns: where each chunk started, where it ended, and
-  // the derivative of the end by the start. (2, chunks, states, N), the same, and (2, chunks, states^2, N); the backward
-  // pass has one of each and needs no starts.
+  // Workspaces of chunks in acc_t, of which there are two that take turns: where each chunk started, where it ended,
+  // and the derivative of the end by the start. (2, chunks, states, N), the same, and (2, chunks, states^2, N); the
+  // backward pass has one of each and needs no starts.
   void *starts, *ends, *derivatives;
-  void* marks;  // half types: states in acc_t at the end of each batch, (batches, states, N)
+  void* marks;         // half types: states in acc_t at the end of each batch, (batches, states, N)
   unsigned* counters;  // zeros: the barrier, then a flag for each round
   int* fallen;         // backward: zeros (N)
   int* statistics;     // scan/newton/report.h, zeros (N, 4), or null
 };
 
-constexpr int kPointwiseRounds = 8;                           // after which the rest is walked
+constexpr int kPointwiseRounds = 8;  // after which the rest is walked
 constexpr int kPointwiseCounters = kPointwiseRounds + 4;
 
 }  // namespace weft::scan

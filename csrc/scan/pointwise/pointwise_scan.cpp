@@ -86,10 +86,9 @@ Pointwise check_pointwise(const char* op, at::TensorList init, at::TensorList in
   for (size_t i = 0; i < inputs.size(); ++i) {
     like("inputs", i, inputs[i]);
     if (stacked) {
-      TORCH_CHECK_VALUE(inputs[i].dim() == 4 && inputs[i].size(2) == p.step->inputs &&
-                            inputs[i].size(1) * inputs[i].size(3) == p.N,
-                        op, ": inputs[0] must be (T, O, ", p.step->inputs, ", W) with O * W = ", p.N, ", got ",
-                        inputs[i].sizes());
+      TORCH_CHECK_VALUE(
+          inputs[i].dim() == 4 && inputs[i].size(2) == p.step->inputs && inputs[i].size(1) * inputs[i].size(3) == p.N,
+          op, ": inputs[0] must be (T, O, ", p.step->inputs, ", W) with O * W = ", p.N, ", got ", inputs[i].sizes());
     } else {
       TORCH_CHECK_VALUE(
           inputs[i].dim() == init[0].dim() + 1 && inputs[i].size(0) == p.T && inputs[i].sizes().slice(1) == shape, op,
@@ -175,8 +174,8 @@ PointwiseGradients::PointwiseGradients(const Pointwise& p, const OptionalTensors
   const StepProgram& step = *p.step;
   const std::vector<int64_t> shape = p.states_shape();
   const auto list = [&](const char* name, size_t size) {
-    TORCH_CHECK_VALUE(size == static_cast<size_t>(step.states), op, ": ", name, " must be ", step.states, " tensors, got ",
-                      size);
+    TORCH_CHECK_VALUE(size == static_cast<size_t>(step.states), op, ": ", name, " must be ", step.states,
+                      " tensors, got ", size);
   };
   list("grads", grads.size());
   list("states", states.size());
@@ -209,8 +208,8 @@ PointwiseGradients::PointwiseGradients(const Pointwise& p, const OptionalTensors
     made_.push_back(output_mask[argument] ? at::empty(p.inputs[k].sizes(), options) : at::empty({0}, options));
     if (!output_mask[argument] || p.empty()) continue;
     const at::Tensor& made = made_.back();
-    for (int64_t i = p.stacked ? 0 : static_cast<int64_t>(k); i < (p.stacked ? step.inputs : static_cast<int64_t>(k) + 1);
-         ++i) {
+    for (int64_t i = p.stacked ? 0 : static_cast<int64_t>(k);
+         i < (p.stacked ? step.inputs : static_cast<int64_t>(k) + 1); ++i) {
       wanted_ |= uint64_t{1} << (step.states + i);
       args.results[step.states + i] =
           p.stacked ? stacked_operand(made, i) : PointwiseOperand{made.mutable_data_ptr(), p.N, 0, p.N};

@@ -20,13 +20,14 @@
 // (2^-48 in float64). Errors: TypeError for dtypes, ValueError for shapes, RuntimeError for devices; each names the
 // argument.
 //
-// pointwise_scan_backward(grads, init, inputs, parameters, states, program, *, stacked, reverse, algorithm, output_mask)
+// pointwise_scan_backward(grads, init, inputs, parameters, states, program, *, stacked, reverse, algorithm,
+// output_mask)
 // -> the gradients of init, inputs and parameters, one after the other, (0) where masked out. grads: of the states,
 // none for zero. Under create_graph its derivatives are those of a loop of torch's operations.
 //
 // Source: Newton's method for recurrences, Lim et al., "Parallelizing non-linear sequential models over the sequence
-// length" (ICLR 2024); for steps that are channels of their own Danieli et al., "ParaRNN" (2025). Here it mends the seams
-// of chunks that are walked.
+// length" (ICLR 2024); for steps that are channels of their own Danieli et al., "ParaRNN" (2025). Here it mends the
+// seams of chunks that are walked.
 #pragma once
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>

@@ -11,7 +11,7 @@ namespace weft::scan {
 namespace {
 
 [[noreturn]] void refuse(const std::string& line) {
-  throw std::invalid_argument("pointwise_scan: program has an impossible line '" + line.substr(0, 80) + "'");
+  throw std::invalid_argument("pointwise_scan: program has an impossible part '" + line.substr(0, 80) + "'");
 }
 
 std::vector<int32_t> registers_in(std::istream& words, const StepProgram& p, const std::string& line) {
@@ -58,14 +58,14 @@ StepProgram parsed(const std::string& text) {
   StepProgram p;
   std::istringstream lines(text);
   std::string line;
-  std::getline(lines, line);
+  std::getline(lines, line, ';');
   std::istringstream sizes(line);
   const auto few = [](int32_t n, int32_t least) { return n >= least && n <= kMaxStepTensors; };
   if (!(sizes >> p.states >> p.inputs >> p.parameters) || p.states < 1 || p.states > kMaxStates || !few(p.inputs, 1) ||
       !few(p.parameters, 0)) {
     refuse(line);
   }
-  while (std::getline(lines, line)) {
+  while (std::getline(lines, line, ';')) {
     std::istringstream words(line);
     std::string name;
     words >> name;

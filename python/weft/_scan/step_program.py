@@ -1,12 +1,12 @@
 """A step of a recurrence as instructions, with its derivatives: what the operator ``pointwise_scan`` runs.
 
-The text that the operator takes has
+The text that the operator takes has, separated by semicolons,
 
-- a line of three numbers: states, inputs and parameters. The first registers are these, in this order, and then the
-  gradients of the states after the step;
-- a line for each register after those: an instruction of csrc/common/elementwise.def and the registers that it reads;
+- three numbers: states, inputs and parameters. The first registers are these, in this order, and then the gradients of
+  the states after the step;
+- for each register after those an instruction of csrc/common/elementwise.def and the registers that it reads;
   ``constant`` and a number; or ``stop`` and a register, which it copies and no gradient goes through;
-- three lines of registers: ``next``, the states after the step; ``jacobian``, the derivative of each of them by each
+- three lists of registers: ``next``, the states after the step; ``jacobian``, the derivative of each of them by each
   state before it; ``vjp``, the gradients of the states before it, the inputs and the parameters.
 """
 
@@ -108,7 +108,7 @@ class Graph:
             lines.append(" ".join([node.op, *reads]))
         for name, nodes in (("next", after), ("jacobian", jacobian), ("vjp", vjp)):
             lines.append(" ".join([name, *(str(numbers[n]) for n in nodes)]))
-        return "\n".join(lines)
+        return "; ".join(lines)  # no new lines: torch.compile writes the text into comments of its code
 
     def _needed(self, roots: Iterable[Node]) -> list[Node]:
         """All that the roots depend on, arguments first: a node's number is above those of its arguments."""

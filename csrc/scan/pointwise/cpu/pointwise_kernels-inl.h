@@ -1,4 +1,5 @@
-// The kernels of scan/pointwise/cpu/pointwise_kernels.h for one instruction set; included as common/cpu/simd-inl.h says.
+// The kernels of scan/pointwise/cpu/pointwise_kernels.h for one instruction set; included as common/cpu/simd-inl.h
+// says.
 #include "common/cpu/elementwise-inl.h"
 #include "scan/pointwise/cpu/pointwise_kernels.h"
 
@@ -20,7 +21,11 @@ class Walk {
 
  public:
   Walk(const PointwiseJob& job, const PointwiseBlock& block, void* memory)
-      : job_(job), a_(*job.args), b_(block), columns_(block.channels * block.chunks), S_(job.states),
+      : job_(job),
+        a_(*job.args),
+        b_(block),
+        columns_(block.channels * block.chunks),
+        S_(job.states),
         scratch_(static_cast<T*>(memory)) {
     first_ = 2 * job.states + job.inputs + job.parameters;
     int64_t registers = first_;
@@ -58,7 +63,8 @@ class Walk {
     for (int64_t k = 0; k < steps; ++k) {
       const int64_t running = chunks_at(k);
       for (int64_t i = 0; i < job_.inputs; ++i) {
-        for (int64_t c = 0; c < running; ++c) load(a_.operands[S_ + i], memory_step(c, k), c, scratch_ + (S_ + i) * kStride);
+        for (int64_t c = 0; c < running; ++c)
+          load(a_.operands[S_ + i], memory_step(c, k), c, scratch_ + (S_ + i) * kStride);
       }
       run();
       const bool tested = again && ends_batch(k);
@@ -120,7 +126,8 @@ class Walk {
       run();
       for (int64_t i = 0; i < job_.inputs; ++i) {
         if (!(job_.wanted >> (S_ + i) & 1)) continue;
-        for (int64_t c = 0; c < running; ++c) put_channels(a_.results[S_ + i], memory_step(c, k), c, at_[job_.results[S_ + i]]);
+        for (int64_t c = 0; c < running; ++c)
+          put_channels(a_.results[S_ + i], memory_step(c, k), c, at_[job_.results[S_ + i]]);
       }
       if (!again) add_sums(sums, running);
       for (int64_t i = 0; i < S_; ++i) copy(extra(4 * S_ + i), at_[job_.results[i]], columns_);
@@ -193,7 +200,8 @@ class Walk {
       if (count == 1) {
         to[0] = one(from);
       } else {
-        for (int64_t j = 0; j < count; j += L::kLanes) L::store(to + j, Element<E>::load(from + j, count - j), count - j);
+        for (int64_t j = 0; j < count; j += L::kLanes)
+          L::store(to + j, Element<E>::load(from + j, count - j), count - j);
       }
       to += count, n += count, left -= count;
     }
@@ -330,7 +338,8 @@ class Walk {
     int bits;
     __builtin_memcpy(&bits, &apart, 4);
     int seen = __atomic_load_n(row + 2, __ATOMIC_RELAXED);
-    while (seen < bits && !__atomic_compare_exchange_n(row + 2, &seen, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    while (seen < bits &&
+           !__atomic_compare_exchange_n(row + 2, &seen, bits, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
   }
 

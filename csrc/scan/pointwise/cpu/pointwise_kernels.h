@@ -2,9 +2,9 @@
 // instruction set. No torch header.
 //
 // Decomposition: a column is a channel of a chunk of time; a block of them walks its steps at once, so that an
-// instruction's dispatch is paid for all of them and the registers stay in L1. Where channels are few, chunks of them lie
-// side by side in a block: what forward.jit.cu does with warps, Newton's correction included, pointwise_scan.cpp does
-// with columns.
+// instruction's dispatch is paid for all of them and the registers stay in L1. Where channels are few, chunks of them
+// lie side by side in a block: what forward.jit.cu does with warps, Newton's correction included, pointwise_scan.cpp
+// does with columns.
 #pragma once
 #include <cstdint>
 

@@ -1,18 +1,19 @@
-// Gradients of h[t] = step(h[t-1], x[t], p): carry[t] = (grad[t+1] + carry[t+1]) J[t+1] from the last step to the first,
-// and on the way the gradients of inputs and parameters, with the derivatives of the step computed again.
+// Gradients of h[t] = step(h[t-1], x[t], p): carry[t] = (grad[t+1] + carry[t+1]) J[t+1] from the last step to the
+// first, and on the way the gradients of inputs and parameters, with the derivatives of the step computed again.
 //   WEFT_CHUNKED       whether there are chunks of time
 //   WEFT_GRADS         bits: the states that have a gradient
 //   WEFT_WANTED        bits: the operands whose gradient is asked for, as in PointwiseArgs::results
-//   WEFT_VJP           statements: g[S + I + P], the gradients of h[S], x[I] and p[P], where d[S] are those of the states
+//   WEFT_VJP           statements: g[S + I + P], the gradients of h[S], x[I] and p[P], where d[S] are those of the
+//   states
 //                      after the step
 //   WEFT_VJP_JACOBIAN  statements: the same, and jacobian[S * S]
 // and those of pointwise.jit.cuh.
 //
-// Decomposition: as forward.jit.cu's, from the end. The steps of a batch do not wait for each other but for one product,
-// so that fewer warps reach the bus. The recurrence is linear in the carry: chunks are walked from a carry of zero, with
-// the derivative of what they hand on by what they are given; after one barrier a scan over the later chunks tells
-// exactly what each was given, and it is walked again with that beside the difference to zero, until the difference is
-// lost in the rounding of the carry. Where a product overflows, the channel is walked in one piece.
+// Decomposition: as forward.jit.cu's, from the end. The steps of a batch do not wait for each other but for one
+// product, so that fewer warps reach the bus. The recurrence is linear in the carry: chunks are walked from a carry of
+// zero, with the derivative of what they hand on by what they are given; after one barrier a scan over the later chunks
+// tells exactly what each was given, and it is walked again with that beside the difference to zero, until the
+// difference is lost in the rounding of the carry. Where a product overflows, the channel is walked in one piece.
 #include "scan/pointwise/cuda/pointwise.jit.cuh"
 
 namespace {
@@ -65,8 +66,7 @@ __device__ __forceinline__ void load_batch(const PointwiseArgs& a, const Places&
       const long long t = in_memory(a, first + u), before = in_memory(a, first + u - 1);
 #pragma unroll
       for (int i = 0; i < S; ++i) {
-        to.h[u][i] =
-            first + u == 0 ? *places.initial[i] : static_cast<const E*>(a.states[i])[before * a.N + n];
+        to.h[u][i] = first + u == 0 ? *places.initial[i] : static_cast<const E*>(a.states[i])[before * a.N + n];
         if (has_grad(i)) to.grad[u][i] = places.grad[i][t * a.grads[i].step];
       }
 #pragma unroll
@@ -275,7 +275,8 @@ __device__ __forceinline__ void second_round(const PointwiseArgs& a, long long w
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 3 : 1) pointwise_backward(const __grid_constant__ PointwiseArgs a) {
+extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 3 : 1)
+    pointwise_backward(const __grid_constant__ PointwiseArgs a) {
   const long long groups = (a.N + 31) / 32;
   const long long warp = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const long long warps = (long long)gridDim.x * (blockDim.x / 32);

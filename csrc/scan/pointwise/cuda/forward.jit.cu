@@ -11,10 +11,10 @@
 // Chunks: all are walked at once, from the initial state, and carry the derivative of their end by their start. Then,
 // in rounds between barriers of the grid, every lane computes by a scan over its channel's chunks where its own should
 // have started, if each end moves with its start as the derivative says (Newton's method), and where that is elsewhere,
-// walks again, until it meets what is stored: from there all is right. No chunk moves in the last round. The first chunk
-// that moves always starts right, so each round makes one more final; what moves after the last round is walked in
-// order. All is decided by a channel alone, so none depends on its neighbours, and in a fixed order: the same bits in
-// every run.
+// walks again, until it meets what is stored: from there all is right. No chunk moves in the last round. The first
+// chunk that moves always starts right, so each round makes one more final; what moves after the last round is walked
+// in order. All is decided by a channel alone, so none depends on its neighbours, and in a fixed order: the same bits
+// in every run.
 #include "scan/pointwise/cuda/pointwise.jit.cuh"
 
 namespace {
@@ -284,7 +284,11 @@ __device__ __forceinline__ void rounds(const PointwiseArgs& a, long long warp, l
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 4 : 1) pointwise_forward(const __grid_constant__ PointwiseArgs a) {
+// A plain walk of the most channels that are not cut, 23 warps a multiprocessor, is all on the device at once.
+extern "C" __global__ void __launch_bounds__(128, S > 2          ? 1
+                                                  : WEFT_CHUNKED ? 4
+                                                                 : 6)
+    pointwise_forward(const __grid_constant__ PointwiseArgs a) {
   const long long groups = (a.N + 31) / 32;
   const long long warp = (long long)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
   const long long warps = (long long)gridDim.x * (blockDim.x / 32);
