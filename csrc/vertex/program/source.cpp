@@ -44,7 +44,7 @@ class Writer {
     std::string& declared = kernel_.reduces ? text_ : early_;
     for (int r = 0; r < kernel_.registers; ++r) declared += " T r" + std::to_string(r) + many + ";";
     std::set<int32_t> touched, stored;  // registers and buffers, by what is not early
-    bool loop = false;  // over children, of which what is in it may be
+    bool loop = false;                  // over children, of which what is in it may be
     for (const Instruction& i : code_) {
       if (i.op == Op::kBegin) loop = true;
       if (i.op == Op::kEnd) loop = false;
