@@ -23,7 +23,7 @@ def kernels(tmp_path_factory):
 
 class Forward(ctypes.Structure):
     _fields_ = [
-        ("cell", ctypes.c_int), *((n, ctypes.c_int64) for n in "BIH"),
+        ("cell", ctypes.c_int), *((n, ctypes.c_int64) for n in "BIHP"),
         *((n, ctypes.c_void_p) for n in (
             "input", "h", "c", "w_ih", "w_hh", "b_ih", "b_hh", "in_", "rec", "h_next", "c_next", "gates")),
     ]  # fmt: skip
@@ -65,7 +65,7 @@ def test_like_the_cpu(kernels, cell: str, B: int, I: int, H: int) -> None:
         sum_ih, sum_hh = (nan(rows), nan(rows)) if sums else (None, None)
         index = CELLS.index(cell)
         forward = Forward(
-            index, B, I, H, *map(pointer, (x, h, c, w_ih, w_hh, b_ih, b_hh, in_, rec, h_next, c_next, gates))
+            index, B, I, H, H, *map(pointer, (x, h, c, w_ih, w_hh, b_ih, b_hh, in_, rec, h_next, c_next, gates))
         )
         backward = Backward(
             index, B, H, *map(pointer, (grad_h, grad_c, h, c, h_next, c_next, gates, d_in, d_rec, past_h, past_c,
