@@ -215,7 +215,7 @@ def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     scans = [stages.Timed("rnn.scan_warp.gru", 206.0, 6.0, (0.0, 0.0, 100.0))] * 50
     monkeypatch.setattr(stages, "measured", lambda minutes: scans)
     chains = dict.fromkeys(
-        ("link", "axpy", "dense", "gather", "accumulate", "vector", "product", "call", "layer"), 3.25
+        ("link", "axpy", "dense", "gather", "accumulate", "expand", "vector", "product", "call", "layer"), 3.25
     )
     monkeypatch.setattr(sparse, "fit", lambda device: chains)
     monkeypatch.setattr(fit, "measure_layers", lambda minutes: ["one: too odd"])
