@@ -80,7 +80,8 @@ def test_compiles(cell: int, group: int):
             exchange = int(group == 16 and kind % 2)
             constants = {
                 "CELL": cell, "TYPE": kind, "BACKWARD": backward, "HEADS": 1, "HIDDEN": 61, "GROUP": group,
-                "COLUMNS": columns, "UNITS": math.ceil(math.ceil(61 / group) / 8) * 8, "WARPS": 8, "SPLIT": 8 if exchange else 4,
+                "COLUMNS": columns,
+                "UNITS": math.ceil(math.ceil(61 / group) / 8) * 8, "WARPS": 8, "SPLIT": 8 if exchange else 4,
                 "RESIDENT": resident, "EXCHANGE": exchange, "PACKED": (kind + backward) % 2, "FMA": 0,
                 "CLUSTER": 1 + 3 * exchange,
             }  # fmt: skip

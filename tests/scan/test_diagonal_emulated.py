@@ -235,7 +235,10 @@ def test_the_walk_on_a_processor(dtype: torch.dtype, many: bool, tmp_path) -> No
 
 FLAWS = {
     "does not wait for its rows": ("      copy_wait<1>();\n", ""),
-    "takes a state that is not there": ("Acc(wait_for_word(state_word(known, c), state))", "Acc(to_word(state))"),
+    "takes a state that is not there": (
+        "from_word<Acc>(wait_for_word(state_word(known, c), state))",
+        "from_word<Acc>(state)",
+    ),
     "takes a near state that is not there": ("if (!__any_sync(~0u, first == 0)) {", "if (true) {"),
     "believes the nearest total": (
         "if (!total.follow(roundings(), x)) x = wait_for_state(chunk - 1, c);",
