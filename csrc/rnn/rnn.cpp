@@ -13,9 +13,8 @@
 namespace weft::rnn {
 namespace {
 
-constexpr std::pair<const char*, Backward> kBackwards[] = {{"persistent", Backward::kPersistent},
-                                                           {"scan", Backward::kScan},
-                                                           {"newton", Backward::kNewton}};
+constexpr std::pair<const char*, Backward> kBackwards[] = {
+    {"persistent", Backward::kPersistent}, {"scan", Backward::kScan}, {"newton", Backward::kNewton}};
 
 template <typename Value, size_t count>
 Value parse(const char* op, const char* argument, const std::pair<const char*, Value> (&table)[count],

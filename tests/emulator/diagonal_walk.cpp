@@ -2,7 +2,6 @@
 // compares.
 #include "emulator.h"
 
-
 #include "scan/linear/cuda/diagonal_walk.cuh"
 
 namespace {

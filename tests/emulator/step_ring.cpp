@@ -4,7 +4,6 @@
 
 #include "emulator.h"
 
-
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t bits) {
   return uint32_t((uint64_t(high) << 32 | low) >> (bits & 31));
 }

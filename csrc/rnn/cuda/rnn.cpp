@@ -477,8 +477,8 @@ RnnResults newton_rows(const RnnArgs& args, const RnnSizes& s, const TimeChunks&
 RnnResults forward_for_scan(const RnnArgs& args, const RnnSizes& s, bool keep_cells, bool save) {
   const bool cudnn = at::Context::hasCuDNN() && at::globalContext().userEnabledCuDNN();
   const bool by_cudnn = has_c(args.cell) && s.D == 1 && cudnn;
-  const bool in_rows = args.backward == Backward::kNewton && !warp_holds(s) && s.D == 1 && !s.packed &&
-                       s.heads == 1 && scan_max_hidden(args.cell) > 0;
+  const bool in_rows = args.backward == Backward::kNewton && !warp_holds(s) && s.D == 1 && !s.packed && s.heads == 1 &&
+                       scan_max_hidden(args.cell) > 0;
   if (scan_has_kernels(args, s) && (warp_holds(s) || (by_cudnn && !in_rows)))
     return scan_forward(args, s, keep_cells, save);
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

@@ -57,7 +57,8 @@ void check_rnn_cell(const char* op, const RnnCellArgs& a) {
   };
   check("h", a.h, {B, H}, "(B, H)");
   TORCH_CHECK_VALUE(a.c.has_value() == with_c, op, ": c must be ", with_c ? others : "None except", " for ",
-                    with_c ? std::string(kCells[int(a.cell)].name) : cells_with_c(), with_c ? ", got None" : ", got a tensor");
+                    with_c ? std::string(kCells[int(a.cell)].name) : cells_with_c(),
+                    with_c ? ", got None" : ", got a tensor");
   if (with_c) check("c", *a.c, {B, S * H}, others);
   check("w_ih", a.w_ih, {rows, I}, "(G*H, I)");
   check("w_hh", a.w_hh, {rows, P}, recurrent);

@@ -209,8 +209,8 @@ struct Total<Complex<float>> {
   Complex<double> product{1, 0}, value{0, 0};
   double size = 1, magnitude = 0;  // size: a bound of abs(product) that needs no root
 
-  // At least |a|, and not much more: an excess grows with every step. In float, whose range the square may leave: above,
-  // nothing is taken from this total; below, the bound is far too small to matter.
+  // At least |a|, and not much more: an excess grows with every step. In float, whose range the square may leave:
+  // above, nothing is taken from this total; below, the bound is far too small to matter.
   __device__ static double size_of(Complex<float> a) {
     const float square = fmaxf(fmaf(a.re, a.re, a.im * a.im), 0x1p-124f);
     const bool zero = a.re == 0 && a.im == 0;
