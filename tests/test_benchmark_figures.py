@@ -137,6 +137,7 @@ def test_the_rnn_engines_tables_and_figure(tmp_path):
     assert ', ""' in page_of(few) and "5 cases" in plot.readme_block({"rnn": few + rows[:1]})
     rest = [r for r in rows if r["case"] not in grid]
     assert "rnn_speedup" not in page_of(rest)
+    assert "image" not in page_of([r for r in rest if "memory=" not in r["case"]])
     assert "Speed-up" not in plot.readme_block({"rnn": rest})
 
 
