@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/eq.h>
 #include <ATen/ops/index.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/repeat_interleave.h>
 #include <ATen/ops/threshold_backward.h>
@@ -75,6 +76,14 @@ std::vector<at::Tensor> csr_chain_forward(RunChain run, const at::Tensor& grad, 
   return out;
 }
 
+// Elements of a weight, by a function whose gradient adds up in one order: that of indexing does where it sorts, on
+// CUDA, that of index_select on a CPU.
+at::Tensor read_at(const at::Tensor& weight, const at::Tensor& places) {
+  const at::Tensor flat = weight.reshape({-1});
+  if (!weight.is_cuda()) return flat.index_select(0, places);
+  return at::index(flat, c10::List<std::optional<at::Tensor>>{std::optional(places)});
+}
+
 std::vector<at::Tensor> written_values(const at::Tensor& grad, at::TensorList crows, at::TensorList cols,
                                        at::TensorList values, at::TensorList sources, at::IntArrayRef reads) {
   TORCH_CHECK_VALUE(sources.size() == values.size() && reads.size() == values.size() && cols.size() == values.size() &&
@@ -90,10 +99,7 @@ std::vector<at::Tensor> written_values(const at::Tensor& grad, at::TensorList cr
       const at::Tensor picked = values[k].index_select(1, cols[k]);
       written.push_back(at::eq(picked, row.remainder(reads[k])).to(grad.scalar_type()));
     } else {
-      const bool read = sources[k].sym_size(0) != 0;
-      // Indexing, because the gradient of index_select adds up in no order on CUDA.
-      const c10::List<std::optional<at::Tensor>> places{std::optional(sources[k].to(at::kLong))};
-      written.push_back(read ? at::index(values[k].reshape({-1}), places) : values[k]);
+      written.push_back(sources[k].sym_size(0) != 0 ? read_at(values[k], sources[k].to(at::kLong)) : values[k]);
     }
   }
   return written;
