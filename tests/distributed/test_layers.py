@@ -296,12 +296,34 @@ def _refused(rank: int) -> None:
     layer = wd.shard_time(weft.nn.MinGRU(2, 3, bidirectional=True))
     with pytest.raises(ValueError, match=r"^MinGRU: a bidirectional layer over ranks takes no hx"):
         layer(torch.zeros(4, 1, 2), torch.zeros(2, 1, 3))
-    with pytest.raises(ValueError, match=r"^shard_time: the layer '0' is a LRU, whose complex states"):
+    with pytest.raises(ValueError, match=r"^shard_time: the layer '0' \(LRU\) takes no slices: .* complex states"):
         wd.shard_time(nn.Sequential(weft.nn.LRU(2, 3)))
+    for layer, why in (
+        (weft.nn.SLSTM(2, 4), "it is an sLSTM"),
+        (weft.nn.GRU(2, 4, num_heads=2), "it has 2 heads"),
+        (weft.nn.ParaGRU(2, 3), "ranks do not walk its steps"),
+    ):
+        with pytest.raises(ValueError, match=rf"^shard_time: the layer \(\w+\) takes no slices: {why}"):
+            wd.shard_time(layer)
     with pytest.raises(TypeError, match=r"^linear_scan: complex numbers are not exchanged between ranks"):
         wd.linear_scan(torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 1, 3, dtype=torch.complex64))
     with pytest.raises(ValueError, match="projections"):
         wd.shard_time(weft.nn.LSTM(2, 3, proj_size=2))
+
+
+def _explained(rank: int) -> None:
+    x = torch.zeros(4, 1, 2)
+    found = weft.explain(wd.shard_time(weft.nn.GRU(2, 3)), x)
+    assert found.note is not None and found.note.startswith(f"over {dist.get_world_size()} ranks: ")
+    for found in (
+        weft.explain(wd.shard_time(weft.nn.MinGRU(2, 3)), x),
+        weft.explain(weft.distributed.linear_scan, x, x),
+    ):
+        assert found.algorithm == "diagonal scan" and f"each of {dist.get_world_size()} ranks scans" in found.reason
+
+
+def test_explained(team: Team) -> None:
+    team.run(_explained)
 
 
 def test_refused(team: Team) -> None:

@@ -14,6 +14,11 @@ class TakesSlices:
 
     _over_ranks: Any = None
 
+    @property
+    def why_no_slices(self) -> str | None:
+        """Why this one takes no slices all the same; None where it does."""
+        return None
+
     def __getstate__(self) -> dict[str, Any]:
         inherited = getattr(super(), "__getstate__", None)  # object has one from Python 3.11 on
         state = self.__dict__ if inherited is None else inherited()

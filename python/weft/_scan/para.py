@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._base.arguments import NotScriptable, constructor
 from .._base.torch_private import any_autocast, constant_when_compiled, differentiated_by_transform, in_transform
 from .chain import check_tensor
+from .layer_input import check_padded
 from .pointwise import ALGORITHMS
 from .step_trace import traced
 
@@ -49,13 +51,15 @@ def _traced(name: str) -> str:
     return found.program
 
 
-class _Para(nn.Module):
+class _Para(NotScriptable, nn.Module):
     """What both layers share: the projection, layouts and the state."""
 
+    why_no_slices = "ranks do not walk its steps"
     _name: str
     _parts: tuple[str, ...]
     """What the states are called."""
 
+    @constructor
     def __init__(
         self,
         input_size: int,
@@ -125,17 +129,16 @@ class _Para(nn.Module):
         parameters = self.recurrent.unbind()
         return (*parameters, *self.peephole.unbind()) if len(self._parts) == 2 else parameters
 
+    def _check_input(self, input: Tensor) -> bool:
+        """Refuse what the layer does not take; whether it has a batch."""
+        pad = "pad its sequences: input.to_padded_tensor(0.0)"
+        return check_padded(type(self).__name__, input, self.input_size, self.batch_first, self.weight, pad)
+
     def _run(self, input: Tensor, initial: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """The output, and the states after the last step, laid out as the user sees them."""
         name = type(self).__name__
-        check_tensor(name, "input", input)
-        batched, batch = input.dim() == 3, 0 if self.batch_first else 1
+        batched, batch = self._check_input(input), 0 if self.batch_first else 1
         layout = "B, T" if self.batch_first else "T, B"
-        if not (batched or input.dim() == 2) or input.size(-1) != self.input_size:
-            raise ValueError(
-                f"{name}: input must be ({layout}, {self.input_size}) or (T, {self.input_size}), got "
-                f"{tuple(input.shape)}; batch_first is {self.batch_first}"
-            )
         x = input if batched else input.unsqueeze(batch)
         gates = self._gates(x.transpose(0, 1) if self.batch_first else x)
         T, B = gates.shape[:2]
@@ -294,6 +297,7 @@ class ParaLSTM(_Para):
             RuntimeError: devices differ.
         """
         if hx is not None and (not isinstance(hx, (tuple, list)) or len(hx) != 2):
-            raise TypeError(f"ParaLSTM: hx must be a tuple (h_0, c_0), got {type(hx).__name__}")
+            got = f"{len(hx)} of them" if isinstance(hx, (tuple, list)) else type(hx).__name__
+            raise TypeError(f"ParaLSTM: hx must be a tuple (h_0, c_0) of Tensors, got {got}")
         output, (h_n, c_n) = self._run(input, (None, None) if hx is None else hx)
         return output, (h_n, c_n)

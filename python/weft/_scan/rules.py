@@ -311,7 +311,7 @@ def _pointwise_scan_autocast(init, inputs, parameters, program, stacked=False, r
 
 def _check_readout(A: Tensor, b: Tensor, c: Tensor, x0: Tensor | None, batch_first: bool) -> None:
     """The checks of csrc/scan/readout/linear_scan_readout.cpp, on sizes that may be symbols."""
-    op = "linear_scan_readout"
+    op = "linear_scan"  # of which c makes a read-out
     torch._check_type(
         A.dtype in _DTYPES,
         lambda: f"{op}: A must be float16, bfloat16, float32, float64, complex64 or complex128, got {A.dtype}",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _C
+from .._base.arguments import NotScriptable, check_dense
 from .._base.elementwise import Unsupported
 from .._base.torch_private import GLOBAL_HOOKS, fake_tensors, in_forward_mode, in_transform
 from . import tuned
@@ -36,10 +37,11 @@ MAX_BUFFERS = 2000
 """Of a kernel on CUDA, as csrc/vertex/exec/cuda/frontier.jit.cuh has it."""
 
 
-class _Module(nn.Module):
+class _Module(NotScriptable, nn.Module):
     """What a function and several of them have in common."""
 
     state_size: tuple[int, ...]
+    _instead = "a vertex function compiles itself"
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
@@ -77,7 +79,16 @@ class _Module(nn.Module):
         raise NotImplementedError
 
     def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
-        outputs = ready(self, graphs, inputs, executor).run()
+        try:
+            outputs = ready(self, graphs, inputs, executor).run()
+        except RuntimeError as error:
+            if "same dtype" not in str(error):
+                raise
+            # torch's, of a product of an input and a parameter: fake tensors do not mind.
+            given = {"input": inputs} if isinstance(inputs, Tensor) else inputs or {}
+            dtypes = ", ".join(f"input {key!r} is {x.dtype}" for key, x in given.items())
+            own = ", ".join(sorted({str(p.dtype) for p in self.parameters()}))
+            raise RuntimeError(f"{type(self).__name__}: {dtypes}, the parameters are {own}: {error}") from error
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -105,7 +116,7 @@ class VertexFunction(_Module):
 
     def __init__(self, state_size: int | Sequence[int]):
         super().__init__()
-        self.state_size = _state_size(state_size)
+        self.state_size = _state_size(type(self).__name__, state_size)
 
     def vertex(self, v: Vertex) -> None:
         """The cell, on N vertices together: who they are is not defined, so rows must not be mixed.
@@ -197,7 +208,7 @@ class VertexFunctions(_Module, nn.ModuleDict):
         return functions, {name: numbers[id(f)] for name, f in self.items()}
 
 
-def _state_size(size: object) -> tuple[int, ...]:
+def _state_size(name: str, size: object) -> tuple[int, ...]:
     def whole(s: object) -> int:
         if isinstance(s, bool):
             raise TypeError
@@ -208,9 +219,9 @@ def _state_size(size: object) -> tuple[int, ...]:
             raise TypeError
         found = tuple(map(whole, size)) if isinstance(size, Sequence) else (whole(size),)
     except TypeError:
-        raise TypeError(f"VertexFunction: state_size must be an int or a sequence of ints, got {size!r}") from None
+        raise TypeError(f"{name}: state_size must be an int or a sequence of ints, got {size!r}") from None
     if any(s < 0 for s in found):
-        raise ValueError(f"VertexFunction: state_size must not be negative, got {size!r}")
+        raise ValueError(f"{name}: state_size must not be negative, got {size!r}")
     return found
 
 
@@ -440,6 +451,7 @@ def _inputs(name: str, graphs: Graphs, inputs: object) -> dict[str, Tensor]:
         what = f"input {key!r}" if isinstance(inputs, Mapping) else "inputs"
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {what} must be a tensor, got {type(x).__name__}")
+        check_dense(name, f"input {key!r}", x, "give its rows as one tensor, (num_vertices, ...)")
         # Which inputs have a row per edge, the trace will say.
         if x.dim() == 0 or x.shape[0] not in (graphs.num_vertices, graphs.num_edges):
             raise _other_rows(name, key, x, "vertex", graphs.num_vertices)
