@@ -20,8 +20,8 @@ from tests.common import assert_close
 from tests.distributed.team import Team
 
 UNEVEN = [5, 1, 0, 7]
-LONG = [300, 200, 0, 400]
-FULL = [300, 200, 150, 400]
+LONG = [1100, 200, 0, 400]
+FULL = [1300, 1100, 1050, 1200]
 
 
 def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
@@ -168,7 +168,7 @@ def test_a_gradient_goes_back_as_far_as_it_reaches(team: Team) -> None:
         assert exchanges == 2 and steps == [128, size - 128, 128]
     found = team.run(_walked_back, False)
     assert {exchanges for exchanges, _ in found} == {4}
-    assert found[0][1] == [128, 172] * 4, "the first rank hears of every other one's gradient"
+    assert found[0][1] == [128, 1172] * 4, "the first rank hears of every other one's gradient"
 
 
 def _rounds(rank: int, forgets: bool) -> int:

@@ -33,8 +33,9 @@ _UNITS = {torch.float32: 4, torch.float64: 4, torch.float16: 0, torch.bfloat16: 
 more than that."""
 
 
-_LAST_PIECE, _LONGER = 128, 16
-"""Steps of a slice's last piece in the backward pass, and how many times as long each piece before it is."""
+_LAST_PIECE, _LONGER, _WORTH = 128, 16, 8
+"""Steps of a slice's last piece in the backward pass, how many times as long each piece before it is, and how many
+times as long what it is cut from has to be: a call more costs what some hundred steps do."""
 
 
 class Direction(NamedTuple):
@@ -167,7 +168,7 @@ def _pieces(steps: int, dtype: torch.dtype) -> list[tuple[int, int]]:
     """Begins and ends of a slice's pieces, from the last to the first. Half precision has one: where pieces meet, the
     gradient of the state would be rounded."""
     found, end, length = [], steps, _LAST_PIECE if dtype.itemsize > 2 else steps
-    while end > length > 0:
+    while end >= _WORTH * length > 0:
         found.append((end - length, end))
         end, length = end - length, _LONGER * length
     return [*found, (0, end)]
