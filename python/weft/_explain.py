@@ -271,7 +271,7 @@ def _walked(x: Tensor, channels: int, inputs: int, algorithm: str) -> tuple[str,
     chunks = 1
     if algorithm != "walk":
         with torch.cuda.device(x.device) if cuda else nullcontext():
-            chunks = _C.pointwise_chunks(cuda, steps, channels, inputs, algorithm == "newton")
+            chunks = _C.scan.pointwise_chunks(cuda, steps, channels, inputs, algorithm == "newton")
     if chunks > 1:
         return "newton", f"{channels} channels leave the device idle: {chunks} chunks of time are walked at once"
     if algorithm == "walk":

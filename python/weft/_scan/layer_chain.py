@@ -45,7 +45,11 @@ def is_direct(module: nn.Module, input: Tensor) -> bool:
         return True
     if kind is nn.MaxPool2d:
         return input.dim() == 4 and not own["return_indices"]
-    weight = own["_parameters"].get("weight")
+    parameters = own["_parameters"]
+    weight = parameters.get("weight")
+    # The plain memory of a parameter of another type is not its numbers.
+    if any(type(p) is not nn.Parameter for p in parameters.values() if p is not None):
+        return False
     if weight is None or weight.dtype is not input.dtype or input.dim() != (2 if kind is nn.Linear else weight.dim()):
         return False
     return kind is nn.Linear or (own["padding_mode"] == "zeros" and type(own["padding"]) is tuple)
@@ -77,8 +81,8 @@ def weight_and_bias(module: nn.Module) -> list[Tensor]:
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(stride: tuple, padding: tuple, dilation: tuple, groups: int) -> _C.ConvSettings:
-    return _C.ConvSettings(list(stride), list(padding), list(dilation), groups)
+def _settings(stride: tuple, padding: tuple, dilation: tuple, groups: int) -> _C.scan.ConvSettings:
+    return _C.scan.ConvSettings(list(stride), list(padding), list(dilation), groups)
 
 
 def parameter_gradients(
@@ -95,7 +99,7 @@ def parameter_gradients(
         bias = len(wants) > 1 and wants[1]
         given.append((conv, layer.input, grad, layer.output.shape, layer.kept[0], wants[0], bias))
     pairs = []
-    for (layer, _, _), found in zip(layers, _C.layer_gradients(given, branches), strict=True):
+    for (layer, _, _), found in zip(layers, _C.scan.layer_gradients(given, branches), strict=True):
         pairs += [(p, g) for p, g in zip(layer.kept, found, strict=False) if g is not None]
     return pairs
 
@@ -114,7 +118,7 @@ class Zeros:
         changed = torch.ops.weft.zeros_changed(weights, stored)
         self._changed = changed.to("cpu", non_blocking=True)  # which torch puts into pinned memory
         self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._arrived.record(torch.cuda.current_stream(changed.device))  # not of the current device
 
     @staticmethod
     def ask(modules: Sequence[nn.Module]) -> Zeros | None:
@@ -154,7 +158,7 @@ class Links:
         self.patterns = patterns
         self.levels: dict[tuple, int] = {}
         if self.dtype is not None:
-            self.run = _C.LayerChain(
+            self.run = _C.scan.LayerChain(
                 [none if p.diagonal else p.crow for p in patterns],
                 [none if p.diagonal else p.col for p in patterns],
                 [none if s is None else s for s in sources],
