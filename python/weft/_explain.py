@@ -245,7 +245,7 @@ def _explain_linear_scan(
     from ._distributed.group import ranks_of  # which asks torch.distributed: that takes a while to import
 
     ranks = ranks_of("explain", group).size
-    reason += f"; each of {ranks} ranks scans its slice, and one exchange each way joins them"
+    reason += f"; a slice of {ranks} ranks, with one exchange each way"
     return ScanExplanation("linear_scan over ranks", sizes, algorithm, reason)
 
 
@@ -285,21 +285,23 @@ def _explain_scan_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Te
     x = input.data if packed else input
     subject, sizes = f"{type(layer).__name__}({layer.extra_repr()})", ("packed " if packed else "") + _sizes(x)
     steps = len(input.batch_sizes) if packed else x.shape[1 if x.dim() == 3 and layer.batch_first else 0]
+    ranks = layer._over_ranks
     if isinstance(layer, (weft_nn.ParaGRU, weft_nn.ParaLSTM)):
+        if ranks is not None:
+            return ScanExplanation(subject, sizes, "walk", ranks.said(in_rounds=True))
         if layer.algorithm == "reference":
             return ScanExplanation(subject, sizes, "reference", 'algorithm="reference"')
         x = input.transpose(0, 1) if layer.batch_first and input.dim() == 3 else input
         channels = layer.hidden_size * (x.shape[1] if x.dim() == 3 else 1)
         return ScanExplanation(subject, sizes, *_walked(x, channels, 3, layer.algorithm))
-    if steps == 1 and not packed and layer._over_ranks is None:
+    if steps == 1 and not packed and ranks is None:
         return ScanExplanation(subject, sizes, "step", "one time step is one operator for each layer and direction")
     linear = isinstance(layer, (weft_nn.LRU, weft_nn.S5))
     algorithm, reason = _diagonal("A", constant=linear)
     alone = "it is linear in its state" if linear else "its gates depend on the input alone"
     reason = f"{alone}, so that all steps are one linear layer and one scan; {reason}"
-    if layer._over_ranks is not None:
-        ranks = layer._over_ranks.ranks.size
-        reason += f"; each of {ranks} ranks scans its slice, and one exchange each way joins them"
+    if ranks is not None:
+        reason = f"{reason}; {ranks.said(in_rounds=False)}"
     return ScanExplanation(subject, sizes, algorithm, reason)
 
 

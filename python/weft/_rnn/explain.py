@@ -112,11 +112,9 @@ def explain(
         return _explain_cell(layer, x, hx)
     case = prepared("explain", layer, x, hx).case
     algorithm, reason = choice.choose(layer.algorithm, case)
-    candidates = _candidates(layer.algorithm, case)
-    note = None
     if layer._over_ranks is not None:
-        ranks = layer._over_ranks.ranks.size
-        note = f"over {ranks} ranks: each walks its slice of time step after step, in rounds, whatever this names"
+        reason = f"{reason}; {layer._over_ranks.said(in_rounds=True)}"
+    candidates = _candidates(layer.algorithm, case)
     return Explanation(
         repr(layer),
         _describe(case),
@@ -125,7 +123,6 @@ def explain(
         reason,
         candidates,
         _extrapolated_from(case, candidates),
-        note,
     )
 
 
