@@ -40,8 +40,8 @@ def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None, batch_first: boo
     torch._check_value(
         x0 is None or any(_may_be_equal(x0.shape, shape) for shape in ((B, H), (H,))),
         lambda: (
-            f"linear_scan: x0 must be (B, H), or (H) shared by the batch, = {(B, H)}, got {tuple(x0.shape)}; b is {order}, "
-            f"{first} first"
+            f"linear_scan: x0 must be (B, H), or (H) shared by the batch, = {(B, H)}, got {tuple(x0.shape)}; b is "
+            f"{order}, {first} first"
         ),
     )
     diagonal = ((T, B, H), (H,), (1, B, H), (1, 1, H))
