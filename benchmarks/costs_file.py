@@ -21,7 +21,7 @@ def before(gpu: Mapping[str, Any]) -> Tables:
     files = {facts["name"]: tables for facts, tables in map(gpu_costs.read, sorted(gpu_costs.FOLDER.glob("*.json")))}
     if gpu["name"] in files:
         return files[gpu["name"]]
-    measured_on, _, scaled = weft._C.costs_of(**gpu)
+    measured_on, _, scaled = weft._C.common.costs_of(**gpu)
 
     def numbers(table: str, name: str) -> Any:
         found = [rounded(number) for number in scaled[table][name]]

@@ -402,10 +402,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if gpu is None:
             raise SystemExit(f"there is no file for {options.results}: what the driver tells of it is not known here")
         tables = before(gpu)
-    elif not hasattr(weft._C, "gpu_facts") or not torch.cuda.is_available():
+    elif not hasattr(weft._C.common, "gpu_facts") or not torch.cuda.is_available():
         raise SystemExit("there is no GPU to measure; --results fits to the rows of benchmarks/results")
     else:
-        gpu = weft._C.gpu_facts(torch.cuda.current_device())
+        gpu = weft._C.common.gpu_facts(torch.cuda.current_device())
         tables = before(gpu)
         deadline = time.monotonic() + 60 * options.minutes
         parts = {

@@ -78,7 +78,7 @@ def geometries(problem: Problem) -> list[Geometry]:
     """All that fit on the current device, the fastest expected first."""
     dtype = str(torch_dtype(problem)).removeprefix("torch.")
     with precision(problem):
-        found = weft._C.rnn_geometries(
+        found = weft._C.rnn.geometries(
             device=torch.cuda.current_device(), cell=problem.cell, dtype=dtype, hidden=problem.H, batch=problem.B,
             directions=1, packed=False, backward=problem.backward,
         )  # fmt: skip
@@ -108,7 +108,7 @@ def runs(problem: Problem, geometry: Geometry) -> bool:
     os.environ[VARIABLE] = geometry.text
     try:
         with precision(problem):
-            plan = weft._C.rnn_report(
+            plan = weft._C.rnn.report(
                 device=torch.cuda.current_device(), cell=problem.cell, input_size=8, hidden_size=problem.H, layers=1,
                 dtype=str(torch_dtype(problem)).removeprefix("torch."), directions=1, steps=1, batch=problem.B,
                 packed=False, trains=problem.backward,
@@ -161,7 +161,7 @@ def measure(of: Iterable[Problem], count: int, seconds: float, steps: int = 1024
     architecture = 10 * torch.cuda.get_device_capability()[0] + torch.cuda.get_device_capability()[1]
     for problem in of:
         chosen = [geometry for geometry in worth_timing(geometries(problem), count) if runs(problem, geometry)]
-        weft._C.jit_compile_many([(SOURCE, geometry.defines, architecture) for geometry in chosen])
+        weft._C.jit.compile_many([(SOURCE, geometry.defines, architecture) for geometry in chosen])
         for geometry in chosen:
             if time.perf_counter() > deadline:
                 return

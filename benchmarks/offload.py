@@ -629,7 +629,7 @@ def table(device: str) -> Iterator[Entry]:
             yield beside_entry("fp32", density)
         for moved in (False, True):
             yield host_entry(device, moved)
-        if _C.offload_has_managed(torch.cuda.current_device()):
+        if _C.offload.has_managed(torch.cuda.current_device()):
             yield managed_entry()
         for model in MODELS:
             yield model_entry(model, device)

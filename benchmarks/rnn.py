@@ -262,7 +262,7 @@ def plan(case: LayerCase, trains: bool) -> dict[str, Any]:
 
     Compiles the kernels where they are not yet, without holding Python's lock.
     """
-    return weft._C.rnn_report(
+    return weft._C.rnn.report(
         device=torch.cuda.current_device(),
         cell=case.cell,
         dtype=str(DTYPES[case.dtype]).removeprefix("torch."),

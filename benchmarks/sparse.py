@@ -674,7 +674,7 @@ def costs_table(found: dict[str, float]) -> dict[str, Any]:
 
 def write_costs(path: Path, found: dict[str, float]) -> None:
     """This GPU's costs with that table in place of the one that is known."""
-    gpu = weft._C.gpu_facts(torch.cuda.current_device())
+    gpu = weft._C.common.gpu_facts(torch.cuda.current_device())
     path.write_text(costs_file.text_of(gpu, {**costs_file.before(gpu), COSTS: costs_table(found)}), encoding="utf-8")
 
 

@@ -87,12 +87,12 @@ def chains(place: str = "cuda") -> Iterator[Timed]:
                 )  # fmt: skip
 
             sizes = {"device": index_of(place), "cell": cell, "hidden": H, "steps": STEPS, "batch": B}
-            best, _ = weft._C.rnn_scan_expected(**sizes)
+            best, _ = weft._C.rnn.scan_expected(**sizes)
             table = f"rnn.scan_warp.{cell.removesuffix('_tanh')}" if H <= 32 else "rnn.scan_block"
             try:
                 for chunks in sorted({max(1, best // 3), best, min(3 * best, STEPS // 8)}):
                     os.environ[VARIABLE] = str(chunks)
-                    _, (launches, *stages) = weft._C.rnn_scan_expected(**sizes)
+                    _, (launches, *stages) = weft._C.rnn.scan_expected(**sizes)
                     yield Timed(table, timed_us(run, place), launches, tuple(stages))
             finally:
                 os.environ.pop(VARIABLE, None)
@@ -107,7 +107,7 @@ def linear_scans(place: str = "cuda") -> Iterator[Timed]:
         dtype = torch.float16 if half else torch.float32
         A = torch.randn(T, B, H, H, device=place, dtype=dtype).mul_(0.5 / H**0.5)
         b, x0 = (torch.randn(*shape, device=place, dtype=dtype) for shape in ((T, B, H), (B, H)))
-        expected = weft._C.linear_scan_expected(device=index_of(place), half=half, steps=T, batch=B, hidden=H)
+        expected = weft._C.scan.linear_scan_expected(device=index_of(place), half=half, steps=T, batch=B, hidden=H)
         _, (launches, *stages) = expected
         table = f"scan.linear_warp.{'half' if half else 'single'}" if H <= 32 else "scan.linear_block"
         us = timed_us(lambda A=A, b=b, x0=x0: weft.scan.linear_scan(A, b, x0), place)

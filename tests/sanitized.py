@@ -64,7 +64,7 @@ def recurrence(
     inputs, gates = 3, GATES[cell]
     os.environ["WEFT_RNN_GEOMETRY"] = geometry
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
-        plan = weft._C.rnn_report(
+        plan = weft._C.rnn.report(
             device=0, cell=cell, input_size=inputs, hidden_size=H, layers=1, dtype=str(dtype).removeprefix("torch."),
             directions=directions, steps=T, batch=B, packed=packed, trains=True,
         )  # fmt: skip

@@ -31,7 +31,7 @@ def test_auto_takes_what_the_rows_say_is_faster(costed_rows, monkeypatch):
     assert len(some) > 108
     for r in some:
         facts = {"why_not": None, "forward": None, "backward": None, "microseconds": r.weft}
-        monkeypatch.setattr(choice._C, "rnn_report", lambda facts=facts, **_: facts, raising=False)
+        monkeypatch.setattr(choice._C.rnn, "report", lambda facts=facts, **_: facts, raising=False)
         assert choice.choose("auto", r.case)[0] == "persistent", r
 
 
@@ -94,8 +94,8 @@ def test_a_line_in_a_table_says_what_it_goes_with():
     assert table == {
         "from": "5 rows, rms 0.0%, worst 0%", "clock": {"step": 2.0, "unit": 0.5}, "chip": {"sequence": 3.0}
     }  # fmt: skip
-    weft._C.add_costs({"line": gpu_costs._by_kind(table)}, name="line", **FACTS)
-    found = gpu_costs.Costs(*weft._C.costs_of(name="line", **FACTS))
+    weft._C.common.add_costs({"line": gpu_costs._by_kind(table)}, name="line", **FACTS)
+    found = gpu_costs.Costs(*weft._C.common.costs_of(name="line", **FACTS))
     assert costs.line(found, "line") == LINE
 
 
@@ -195,8 +195,8 @@ def test_scans_are_timed(monkeypatch):
         chosen.append(forced)
         return forced, (6.0, 1.0, 2.0, 3.0)
 
-    monkeypatch.setattr(stages.weft._C, "rnn_scan_expected", expected, raising=False)
-    monkeypatch.setattr(stages.weft._C, "linear_scan_expected", expected, raising=False)
+    monkeypatch.setattr(stages.weft._C.rnn, "scan_expected", expected, raising=False)
+    monkeypatch.setattr(stages.weft._C.scan, "linear_scan_expected", expected, raising=False)
     timed = [*stages.chains("cpu"), *stages.linear_scans("cpu")]
     assert {1, 5} <= set(chosen) and stages.VARIABLE not in os.environ
     assert {t.table for t in timed} == stages.NUMBERS.keys()
@@ -206,7 +206,7 @@ def test_scans_are_timed(monkeypatch):
 def test_the_fit_of_a_gpu_writes_its_file(tmp_path, monkeypatch):
     """With what is measured of it invented."""
     gpu = {"name": "NVIDIA Half", "capability": 90, "multiprocessors": 66, "clock_mhz": 990.0, "bandwidth_gbs": 4917.0}
-    monkeypatch.setattr(fit.weft._C, "gpu_facts", lambda index: gpu, raising=False)
+    monkeypatch.setattr(fit.weft._C.common, "gpu_facts", lambda index: gpu, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     products = {"from": "test", "chip": dict.fromkeys(("half_teraflop", "tf32_teraflop", "float_teraflop"), 1.0),

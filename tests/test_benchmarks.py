@@ -15,7 +15,7 @@ import torch
 from weft._rnn.select import choice
 from weft._rnn.select.case import Case
 
-from benchmarks import common, layers, packages, rnn, scan
+from benchmarks import common, diagonal, layers, packages, rnn, scan
 from tests.benchmark_rows import rnn_rows, row
 
 
@@ -141,7 +141,7 @@ def test_auto_was_measured_not_to_lose(monkeypatch):
     """Every point of the grid is there, and where "auto" takes the scan it keeps the bound that it promises. Elsewhere
     both sides run torch's kernel, and a difference is the host's."""
     monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.delattr(choice._C, "rnn_report", raising=False)  # which asks for a device
+    monkeypatch.delattr(choice._C.rnn, "report", raising=False)  # which asks for a device
     rows = common.read_rows(common.RESULTS / "scan_auto.csv")
     options = argparse.Namespace(
         devices=["cuda"], cells=scan.GRID_CELLS, T=scan.GRID_T, B=scan.GRID_B, H=scan.GRID_H, algorithm="auto"
@@ -169,9 +169,9 @@ def test_residual_finds_a_wrong_step(contraction):
         x = (A[t] * x if contraction == "diagonal" else (A[t] @ x[..., None])[..., 0]) + b[t]
         steps.append(x)
     x = torch.stack(steps)
-    assert scan._residual(A, b, x0, x) < 1e-6
+    assert diagonal.residual(A, b, x0, x) < 1e-6
     x[3, 1, 2] += 0.1
-    assert scan._residual(A, b, x0, x) > 1e-3
+    assert diagonal.residual(A, b, x0, x) > 1e-3
 
 
 def test_residual_finds_a_wrong_gradient():
@@ -179,22 +179,22 @@ def test_residual_finds_a_wrong_gradient():
     gradient = weight.clone()
     for t in range(5, -1, -1):
         gradient[t] += A[t + 1] * gradient[t + 1]
-    assert scan._residual_of_gradient(A, weight, gradient) < 1e-6
+    assert diagonal.residual_of_gradient(A, weight, gradient) < 1e-6
     gradient[3, 1, 2] += 0.1
-    assert scan._residual_of_gradient(A, weight, gradient) > 1e-3
+    assert diagonal.residual_of_gradient(A, weight, gradient) > 1e-3
 
 
 def test_diagonal_scans_are_measured_against_their_streams(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_COMMIT", "abc")
     results = common.Results(tmp_path / "results.csv")
-    rows = scan._diagonal_entry(16, 2, 40, "bf16", device="cpu").run(results)
+    rows = diagonal.diagonal_entry(16, 2, 40, "bf16", device="cpu").run(results)
     assert [(r["metric"], r["peer"]) for r in rows] == [("forward", "floor"), ("forward_backward", "floor")]
     assert all(float(r["weft"]) > 0 and float(r["peer_value"]) > 0 for r in rows)
 
 
 def test_host_time_of_small_scans(tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_COMMIT", "abc")
-    rows = scan._host_entry("cpu").run(common.Results(tmp_path / "scan.csv"))
+    rows = diagonal.host_entry("cpu").run(common.Results(tmp_path / "scan.csv"))
     assert [(r["metric"], r["unit"], r["peer"]) for r in rows] == [
         ("host_forward", "us", "empty_like"),
         ("host_backward", "us", "empty_like"),

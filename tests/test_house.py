@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import weft  # noqa: F401  registers torch.ops.weft
+import weft  # registers torch.ops.weft
 
 CSRC = Path(__file__).parents[1] / "csrc"
 
@@ -105,6 +105,11 @@ def test_a_room_stands_on_lower_floors(path: Path):
         spaces = set(re.findall(r"^namespace weft(?:::(\w+))?", text, re.MULTILINE))
         allowed = below | {"cpu"}  # the vector layer's, in common/cpu
         assert spaces <= allowed, f"namespaces weft::{spaces - allowed}"
+
+
+def test_the_library_has_a_submodule_per_room():
+    built = FLOORS.keys() if weft._C.with_cuda else FLOORS.keys() - {"jit"}
+    assert {name for name in dir(weft._C) if not name.startswith("__")} == {*built, "_testing", "with_cuda"}
 
 
 PACKAGE = CSRC.parent / "python" / "weft"

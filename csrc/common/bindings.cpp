@@ -10,8 +10,11 @@
 
 namespace py = pybind11;
 
-namespace weft::costs {
+namespace weft::common {
 namespace {
+
+using costs::Costs;
+using costs::Gpu;
 
 Gpu gpu_of(const std::string& name, int capability, int multiprocessors, double clock_mhz, double bandwidth_gbs) {
   return {name, capability, multiprocessors, clock_mhz, bandwidth_gbs};
@@ -26,7 +29,7 @@ py::tuple in_python(const Costs& costs) {
 
 }  // namespace
 
-void bind(py::module_& m) {
+void bind(py::module_& m, py::module_&) {
   py::list elementwise;
   for (const ElementwiseInfo& op : kElementwise) {
     elementwise.append(py::make_tuple(op.name, op.operands, op.derivatives));
@@ -34,15 +37,17 @@ void bind(py::module_& m) {
   m.attr("ELEMENTWISE") = elementwise;
   m.def(
       "add_costs",
-      [](const Measured& tables, const std::string& name, int capability, int multiprocessors, double clock_mhz,
-         double bandwidth_gbs) { add(gpu_of(name, capability, multiprocessors, clock_mhz, bandwidth_gbs), tables); },
+      [](const costs::Measured& tables, const std::string& name, int capability, int multiprocessors, double clock_mhz,
+         double bandwidth_gbs) {
+        costs::add(gpu_of(name, capability, multiprocessors, clock_mhz, bandwidth_gbs), tables);
+      },
       "Adds what was measured on a GPU: {table: {what its numbers go with: {name: numbers}}}.", py::arg("tables"),
       py::kw_only(), py::arg("name"), py::arg("capability"), py::arg("multiprocessors"), py::arg("clock_mhz"),
       py::arg("bandwidth_gbs"));
   m.def(
       "costs_of",
       [](const std::string& name, int capability, int multiprocessors, double clock_mhz, double bandwidth_gbs) {
-        return in_python(of(gpu_of(name, capability, multiprocessors, clock_mhz, bandwidth_gbs)));
+        return in_python(costs::of(gpu_of(name, capability, multiprocessors, clock_mhz, bandwidth_gbs)));
       },
       "Costs of a GPU, those of the nearest scaled; without a name the first added: (GPU they were measured on, "
       "whether that is another, {table: {name: numbers}}).",
@@ -65,4 +70,4 @@ void bind(py::module_& m) {
 #endif
 }
 
-}  // namespace weft::costs
+}  // namespace weft::common

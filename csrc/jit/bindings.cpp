@@ -18,8 +18,7 @@ dim3 to_dim3(Size s) {
 
 }  // namespace
 
-void bind(py::module_& m) {
-  auto testing = m.def_submodule("_testing");
+void bind(py::module_& m, py::module_& testing) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   testing.def(
       "jit_compile",
@@ -36,17 +35,17 @@ void bind(py::module_& m) {
       "(cubin, where it came from: 'memory', 'disk' or 'compiled') of an embedded source.", py::arg("source"),
       py::arg("defines"), py::arg("arch"));
   m.def(
-      "jit_compile_many",
+      "compile_many",
       [](const std::vector<std::tuple<std::string, Defines, int>>& requests) {
         std::vector<Request> list;
         for (const auto& [source, defines, arch] : requests) list.push_back({source, defines, arch});
         cubins(list);
       },
       NoGil(), "Compiles all (source, defines, arch), several at a time.", py::arg("requests"));
-  m.def("jit_why_unavailable", &why_unavailable, NoGil(), "Why nothing can be compiled here, or None.",
+  m.def("why_unavailable", &why_unavailable, NoGil(), "Why nothing can be compiled here, or None.",
         py::arg("arch") = 0);
-  m.def("jit_version", &nvrtc_version, NoGil(), "NVRTC's version; only where jit_why_unavailable() is None.");
-  m.def("jit_cache_dir", &cache_dir, "Folder of the compiled kernels, '' where there is no place for one.");
+  m.def("version", &nvrtc_version, NoGil(), "NVRTC's version; only where why_unavailable() is None.");
+  m.def("cache_dir", &cache_dir, "Folder of the compiled kernels, '' where there is no place for one.");
   testing.def(
       "jit_sources",
       [] {

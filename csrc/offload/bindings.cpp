@@ -8,7 +8,7 @@ namespace py = pybind11;
 
 namespace weft::offload {
 
-void bind_engine(py::module_& m);
+void bind_engine(py::module_& m, py::module_& testing);
 
 namespace {
 
@@ -31,7 +31,7 @@ Timeline timeline(std::vector<double> seconds, bool known, int64_t forward, cons
 void bind_policy(py::module_& m) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   m.def(
-      "offload_simulate",
+      "simulate",
       [](std::vector<double> seconds, bool known, int64_t forward, const std::vector<SavedTuple>& tensors,
          const std::vector<MoveTuple>& moves, Budget budget, Rates rates) {
         std::vector<Move> list;
@@ -47,7 +47,7 @@ void bind_policy(py::module_& m) {
       py::arg("seconds"), py::arg("known"), py::arg("forward"), py::arg("tensors"), py::arg("moves"), py::arg("budget"),
       py::arg("rates"));
   m.def(
-      "offload_plan",
+      "plan",
       [](std::vector<double> seconds, bool known, int64_t forward, const std::vector<SavedTuple>& tensors,
          Budget budget, Rates rates, bool compress, const std::vector<bool>& movable, double slowdown, double effort) {
         std::vector<MoveTuple> list;
@@ -63,9 +63,9 @@ void bind_policy(py::module_& m) {
 
 }  // namespace
 
-void bind(py::module_& m) {
+void bind(py::module_& m, py::module_& testing) {
   bind_policy(m);
-  bind_engine(m);
+  bind_engine(m, testing);
 }
 
 }  // namespace weft::offload

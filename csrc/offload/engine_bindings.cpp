@@ -172,7 +172,7 @@ std::shared_ptr<Mover> mover(const std::string& backend, int64_t pool_limit, Cod
 }
 
 // The round trip keeps its tensors alive: nothing else knows that the copies use them.
-void bind_testing(py::module_ testing) {
+void bind_testing(py::module_& testing) {
   testing.def(
       "offload_refuse",
       [](int64_t host, int64_t device) {
@@ -265,15 +265,15 @@ py::tuple hooks(std::shared_ptr<Use> use) {
 
 }  // namespace
 
-void bind_engine(py::module_& m) {
+void bind_engine(py::module_& m, py::module_& testing) {
 #ifdef WEFT_WITH_CUDA
-  m.def("offload_has_managed", &has_managed, "Whether host and device may use managed memory at the same time.",
+  m.def("has_managed", &has_managed, "Whether host and device may use managed memory at the same time.",
         py::arg("device"));
 #else
   m.def(
-      "offload_has_managed", [](int) { return false; }, py::arg("device"));
+      "has_managed", [](int) { return false; }, py::arg("device"));
 #endif
-  py::class_<TransferPlan, std::shared_ptr<TransferPlan>>(m, "OffloadTransferPlan")
+  py::class_<TransferPlan, std::shared_ptr<TransferPlan>>(m, "TransferPlan")
       .def(py::init([](const std::vector<std::tuple<int64_t, int64_t, bool, double, double>>& tensors,
                        std::vector<std::pair<int64_t, int64_t>> back, int64_t room) {
              auto plan = std::make_shared<TransferPlan>();
@@ -284,7 +284,7 @@ void bind_engine(py::module_& m) {
              return plan;
            }),
            py::arg("tensors"), py::arg("back"), py::arg("room"));
-  py::class_<Use, std::shared_ptr<Use>>(m, "OffloadUse")
+  py::class_<Use, std::shared_ptr<Use>>(m, "Use")
       .def_property_readonly("hooks", &hooks)
       .def("exit", &Use::exit)
       .def_property_readonly("finished", &Use::finished)
@@ -322,7 +322,7 @@ void bind_engine(py::module_& m) {
       .def("planned", [](const Use& use) {
         return std::ranges::all_of(use.trackers, [](const auto& tracker) { return tracker->planned(); });
       });
-  py::class_<Engine, std::shared_ptr<Engine>>(m, "OffloadEngine")
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](const std::string& backend, std::optional<int64_t> budget,
                        const std::optional<std::string>& compress, int64_t min_bytes, int64_t keep_last,
                        int64_t pool_limit) {
@@ -360,7 +360,7 @@ void bind_engine(py::module_& m) {
                          double density) { return engine.mover->staging(bytes, itemsize, density); })
       .def("release", [](Engine& engine) { return engine.mover->release(); })
       .def("close", [](Engine& engine) { engine.mover->close(); });
-  bind_testing(m.def_submodule("_testing"));
+  bind_testing(testing);
 }
 
 }  // namespace weft::offload

@@ -33,9 +33,9 @@ py::object layout(const std::optional<RnnPass>& pass) {
   return facts;
 }
 
-void bind_cuda(py::module_& m) {
+void bind_cuda(py::module_& m, py::module_& testing) {
   m.def(
-      "rnn_report",
+      "report",
       [](int device, const std::string& cell, const std::string& dtype, int64_t input_size, int64_t hidden_size,
          int layers, int directions, int64_t steps, int64_t batch, bool packed, bool trains, int heads) {
         RnnReport report;
@@ -59,17 +59,16 @@ void bind_cuda(py::module_& m) {
       py::arg("layers"), py::arg("directions"), py::arg("steps"), py::arg("batch"), py::arg("packed"),
       py::arg("trains"), py::arg("heads") = 1);
   m.def(
-      "rnn_row_chunks",
+      "row_chunks",
       [](int device, const std::string& cell, int64_t hidden, int64_t steps, int64_t batch) {
         py::gil_scoped_release release;
         return rnn_row_chunks(device, {cell, "float32", steps, batch, 1, hidden, 1, 1, false, false}).count;
       },
       "Chunks that algorithm=\"newton\" makes rows of a batch of, where a warp does not hold a layer of one direction; "
-      "1 "
-      "where that is not expected to be faster.",
+      "1 where that is not expected to be faster.",
       py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
   m.def(
-      "rnn_geometries",
+      "geometries",
       [](int device, const std::string& cell, const std::string& dtype, int64_t hidden, int64_t batch, int directions,
          bool packed, bool backward, int heads) {
         py::list list;
@@ -86,7 +85,7 @@ void bind_cuda(py::module_& m) {
       py::arg("device"), py::arg("cell"), py::arg("dtype"), py::arg("hidden"), py::arg("batch"), py::arg("directions"),
       py::arg("packed"), py::arg("backward"), py::arg("heads") = 1);
   m.def(
-      "rnn_scan_expected",
+      "scan_expected",
       [](int device, const std::string& cell, int hidden, int64_t steps, int64_t batch) {
         const scan::Expected expected = rnn_scan_expected(device, cell, hidden, steps, batch);
         const scan::Stages& s = expected.stages;
@@ -95,13 +94,13 @@ void bind_cuda(py::module_& m) {
       "Chunks of the chain of backward=\"scan\" on a GPU, and the microseconds that its launches, products, boundaries "
       "and replay are expected to take.",
       py::arg("device"), py::arg("cell"), py::arg("hidden"), py::arg("steps"), py::arg("batch"));
-  m.def_submodule("_testing").def("captured", &captured_count, "Tensors that CUDA graphs keep, of all rooms.");
+  testing.def("captured", &captured_count, "Tensors that CUDA graphs keep, of all rooms.");
 }
 
 }  // namespace
 #endif
 
-void bind(py::module_& m) {
+void bind(py::module_& m, py::module_& testing) {
   py::dict most;
   py::dict cells;
   for (int i = 0; i < kCellCount; ++i) {
@@ -115,11 +114,11 @@ void bind(py::module_& m) {
     traits["kept"] = kept_states(cell);
     cells[kCells[i].name] = traits;
   }
-  m.attr("rnn_cells") = cells;
-  m.attr("rnn_scan_max_hidden") = most;
-  m.attr("rnn_scan_max_hidden_fp64") = kWarpHidden;
+  m.attr("cells") = cells;
+  m.attr("scan_max_hidden") = most;
+  m.attr("scan_max_hidden_fp64") = kWarpHidden;
   m.def(
-      "rnn_time_chunks",
+      "time_chunks",
       [](int64_t steps, int64_t sequences, int64_t walkers, int64_t shortest) {
         const TimeChunks chunks = choose_chunks(steps, sequences, walkers, shortest);
         return std::make_tuple(chunks.count, chunks.length);
@@ -127,7 +126,7 @@ void bind(py::module_& m) {
       "Chunks of time that algorithm=\"newton\" cuts sequences into, and the steps of one.", py::arg("steps"),
       py::arg("sequences"), py::arg("walkers"), py::arg("shortest"));
 #ifdef WEFT_WITH_CUDA
-  bind_cuda(m);
+  bind_cuda(m, testing);
 #endif
 }
 

@@ -88,7 +88,7 @@ std::vector<std::pair<py::object, py::object>> gradients_of(std::vector<GivenLay
 
 }  // namespace
 
-void bind(py::module_& m) {
+void bind(py::module_& m, py::module_& testing) {
   py::class_<CsrTree>(m, "CsrTree")
       .def(py::init<CsrTree::OfLevels, CsrTree::OfLevels>(), py::arg("patterns"), py::arg("plans"))
       .def("backward",
@@ -118,17 +118,15 @@ void bind(py::module_& m) {
         "Gradients of the weight and the bias of each layer, given as (ConvSettings or None, input, flat gradient of "
         "the output, its shape, weight, whether the weight's is wanted, and the bias's).",
         py::arg("layers"), py::arg("branches"));
-  m.def_submodule("_testing")
-      .def(
-          "pointwise_bodies",
-          [](const std::string& program) {
-            const StepProgram& step = step_program(program);
-            return std::array{step_body(step, {{"next", step.next}}),
-                              step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
-                              step_body(step, {{"g", step.vjp}}),
-                              step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
-          },
-          "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
+  testing.def(
+      "pointwise_bodies",
+      [](const std::string& program) {
+        const StepProgram& step = step_program(program);
+        return std::array{
+            step_body(step, {{"next", step.next}}), step_body(step, {{"next", step.next}, {"jacobian", step.jacobian}}),
+            step_body(step, {{"g", step.vjp}}), step_body(step, {{"g", step.vjp}, {"jacobian", step.jacobian}})};
+      },
+      "CUDA statements of a step: next, with its Jacobian, gradients, with the Jacobian.", py::arg("program"));
   m.def(
       "pointwise_chunks",
       [](bool cuda, int64_t steps, int64_t channels, int64_t inputs, bool wanted) {

@@ -38,8 +38,8 @@ class Product {
 
 }  // namespace
 
-void bind(py::module_& m) {
-  py::class_<Product>(m, "SparseProduct")
+void bind(py::module_& m, py::module_&) {
+  py::class_<Product>(m, "Product")
       .def(py::init<std::vector<at::Tensor>>(), py::arg("patterns"))
       .def("__call__", torch::wrap_pybind_function(
                            [](const Product& product, py::handle x, py::handle y) { return product(x, y); }));

@@ -1,4 +1,4 @@
-// The room's submodule of the library: graphs and schedules, programs, the operators' calls, the call cache.
+// vertex, as Python sees it: graphs and schedules, programs, the operators' calls, the call cache.
 #include <pybind11/pybind11.h>
 
 namespace py = pybind11;
@@ -13,8 +13,7 @@ void bind_persistent(py::module_& vertex);
 void bind_training(py::module_& vertex);
 #endif
 
-void bind(py::module_& m) {
-  auto vertex = m.def_submodule("vertex", "Graphs, schedules and programs as integers.");
+void bind(py::module_& vertex, py::module_&) {
   bind_graphs(vertex);
   bind_frontiers(vertex);
   bind_call_cache(vertex);

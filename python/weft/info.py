@@ -72,11 +72,11 @@ def _compiler() -> dict[str, str | None]:
     """What compiles kernels at run time: NVRTC's version or why there is none, and where the results are kept."""
     if not _ops.WITH_CUDA:
         return {"nvrtc": None, "obstacle": "CUDA is not built", "cubins": None}
-    obstacle = _C.jit_why_unavailable()
+    obstacle = _C.jit.why_unavailable()
     return {
-        "nvrtc": _C.jit_version() if obstacle is None else None,
+        "nvrtc": _C.jit.version() if obstacle is None else None,
         "obstacle": obstacle,
-        "cubins": _C.jit_cache_dir() or None,
+        "cubins": _C.jit.cache_dir() or None,
     }
 
 

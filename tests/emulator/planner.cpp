@@ -1,5 +1,5 @@
 // How the rnn engine would lay a recurrence out on a device that a test names, and what it expects of it: what
-// weft._C.rnn_report says, without CUDA. The first geometry is taken for resident.
+// weft._C.rnn.report says, without CUDA. The first geometry is taken for resident.
 #include "common/costs.cpp"
 #include "common/cuda/device_costs.h"
 #include "rnn/persistent/cuda/products_us.h"

@@ -23,7 +23,7 @@ PROBE = "jit/probe.jit.cu"
 ARCH = 90
 
 pytestmark = pytest.mark.skipif(not _ops.WITH_CUDA, reason="built for the CPU alone")
-OBSTACLE = _C.jit_why_unavailable() if _ops.WITH_CUDA else None
+OBSTACLE = _C.jit.why_unavailable() if _ops.WITH_CUDA else None
 needs_nvrtc = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 
 # What a process has compiled once it keeps: every test takes constants of its own.
@@ -82,7 +82,7 @@ def test_a_second_process_reads_what_the_first_compiled(cache, defines):
     assert origin == "compiled" and code.startswith(b"\x7fELF")
     assert _C._testing.jit_compile(PROBE, defines, ARCH) == (code, "memory")
     (entry,) = files(cache)
-    assert entry.parent == cache / weft.__version__ / "sm_90a" == Path(_C.jit_cache_dir()) / "sm_90a"
+    assert entry.parent == cache / weft.__version__ / "sm_90a" == Path(_C.jit.cache_dir()) / "sm_90a"
     assert entry.read_bytes().startswith(code)
     assert compile_elsewhere(defines) == ["disk"]
 
@@ -160,7 +160,7 @@ def test_a_failed_compilation_shows_the_log_and_leaves_nothing(cache):
 def test_what_is_not_there_is_named():
     with pytest.raises(RuntimeError, match=r"no embedded source jit/absent\.jit\.cu"):
         _C._testing.jit_compile("jit/absent.jit.cu", [], ARCH)
-    assert "does not compile for sm_35" in _C.jit_why_unavailable(35)
+    assert "does not compile for sm_35" in _C.jit.why_unavailable(35)
     with pytest.raises(RuntimeError, match=r"probe\.jit\.cu cannot be compiled: NVRTC .* does not compile for sm_35"):
         _C._testing.jit_compile(PROBE, [], 35)
 
@@ -190,12 +190,12 @@ def test_processes_may_write_one_entry_at_once(cache, defines):
 @needs_nvrtc
 def test_many_at_once(cache):
     requests = [(PROBE, [f"PROBE_FACTOR={next(_factors)}ll"], arch) for arch in (80, 90) for _ in range(4)]
-    _C.jit_compile_many([*requests, requests[0]])
+    _C.jit.compile_many([*requests, requests[0]])
     assert len(files(cache)) == len(requests)
     assert [_C._testing.jit_compile(*request)[1] for request in requests] == ["memory"] * len(requests)
     good = (PROBE, [f"PROBE_FACTOR={next(_factors)}ll"], ARCH)
     with pytest.raises(RuntimeError, match="expected an expression"):
-        _C.jit_compile_many([(PROBE, ["PROBE_FACTOR=("], ARCH), good])
+        _C.jit.compile_many([(PROBE, ["PROBE_FACTOR=("], ARCH), good])
     assert _C._testing.jit_compile(*good)[1] == "memory"
 
 
@@ -205,7 +205,7 @@ def test_without_nvrtc_everything_else_works(library):
         "import json, torch, weft; from weft import _C, info\n"
         "y = weft.scan.linear_scan(torch.rand(3, 2, 4), torch.rand(3, 2, 4), torch.rand(2, 4))\n"
         f"try: _C._testing.jit_compile({PROBE!r}, [], {ARCH})\n"
-        "except RuntimeError as error: print(json.dumps([_C.jit_why_unavailable(), str(error), info.collect()]))"
+        "except RuntimeError as error: print(json.dumps([_C.jit.why_unavailable(), str(error), info.collect()]))"
     )
     done = python(code, WEFT_NVRTC=library)
     assert done.returncode == 0, done.stderr
@@ -218,7 +218,7 @@ def test_without_nvrtc_everything_else_works(library):
 @needs_nvrtc
 def test_nvrtc_is_found_where_it_is_said_to_be():
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libnvrtc.so" in line}
-    done = python("from weft import _C; print(_C.jit_why_unavailable())", WEFT_NVRTC=loaded.pop())
+    done = python("from weft import _C; print(_C.jit.why_unavailable())", WEFT_NVRTC=loaded.pop())
     assert done.stdout.strip() == "None", done.stderr
 
 
@@ -227,7 +227,7 @@ def test_importing_opens_neither_nvrtc_nor_the_driver():
     code = (
         "import os, torch\n"
         "os.write(2, b'<1>'); import weft, weft.info; from weft import _C\n"
-        "os.write(2, b'<2>'); _C.jit_why_unavailable(); os.write(2, b'<3>')"
+        "os.write(2, b'<2>'); _C.jit.why_unavailable(); os.write(2, b'<3>')"
     )
     done = python(code, LD_DEBUG="files")
     assert done.returncode == 0, done.stderr

@@ -223,7 +223,7 @@ def test_what_is_compressed_without_a_budget(codec: float, compress: str | None,
     size = int(1.03 * 0.01 * 0.97 * 50e9) // 4 * 4
     timeline = Timeline((0.0, 0.01, 0.02, 0.0), 2, (Saved(size, 0, 3, None, 0.5),))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_C, "OffloadTransferPlan", lambda t, back, room: tensors.extend(t))
+        patch.setattr(_C.offload, "TransferPlan", lambda t, back, room: tensors.extend(t))
         plan = off._planned(timeline, [(size, 4, True)], (), None, link).plan
     assert plan.forward_stall == plan.backward_stall == 0 and bool(plan.moves) == (share > 0)
     ((bytes, itemsize, moves, coded, density),) = tensors

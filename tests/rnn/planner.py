@@ -1,4 +1,4 @@
-"""What weft._C.rnn_report says on a GPU that is not there: csrc's own planning, compiled for a processor."""
+"""What weft._C.rnn.report says on a GPU that is not there: csrc's own planning, compiled for a processor."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_a_file_is_whole(path):
 
 
 def costs_of(**gpu) -> gpu_costs.Costs:
-    return gpu_costs.Costs(*weft._C.costs_of(**{**H200, **gpu}))
+    return gpu_costs.Costs(*weft._C.common.costs_of(**{**H200, **gpu}))
 
 
 def test_a_gpu_with_a_file_has_its_costs():
@@ -73,7 +73,7 @@ def test_what_the_driver_does_not_tell_scales_nothing():
 def test_the_nearest_is_that_of_the_nearest_capability():
     def add(name: str, capability: int, multiprocessors: int) -> None:
         table = {"products": {"fixed": {"launch": [float(capability)]}}}
-        weft._C.add_costs(table, **{**H200, "name": name, "capability": capability, "multiprocessors": multiprocessors})
+        weft._C.common.add_costs(table, **{**H200, "name": name, "capability": capability, "multiprocessors": multiprocessors})
 
     # In a process of its own, whose costs no other test sees.
     def check() -> None:
@@ -92,7 +92,7 @@ def test_the_nearest_is_that_of_the_nearest_capability():
 
 def test_costs_that_go_with_nothing_known_are_refused():
     with pytest.raises(ValueError, match="clock, chip, memory or are fixed, got 'weather'"):
-        weft._C.add_costs({"products": {"weather": {"launch": [1.0]}}}, **{**H200, "name": "other"})
+        weft._C.common.add_costs({"products": {"weather": {"launch": [1.0]}}}, **{**H200, "name": "other"})
     assert costs_of(name="other").extrapolated
 
 
@@ -123,7 +123,7 @@ def on_an_h200(planner, monkeypatch, tmp_path) -> Iterator[None]:
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuned.MEASURED, "entries", None)
     monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(choice._C, "rnn_report", planner, raising=False)
+    monkeypatch.setattr(choice._C.rnn, "report", planner, raising=False)
     choice.forget_choices()
     yield
     choice.forget_choices()
@@ -220,7 +220,7 @@ def test_no_plan_is_cheaper_than_the_bound(planner):
 
 @pytest.mark.cuda
 def test_what_the_driver_tells():
-    facts, properties = weft._C.gpu_facts(0), torch.cuda.get_device_properties(0)
+    facts, properties = weft._C.common.gpu_facts(0), torch.cuda.get_device_properties(0)
     assert facts["name"] == properties.name and facts["multiprocessors"] == properties.multi_processor_count
     assert facts["capability"] == 10 * properties.major + properties.minor
     assert facts["clock_mhz"] >= 0 and facts["bandwidth_gbs"] >= 0
@@ -234,18 +234,18 @@ def test_stages_that_are_expected(monkeypatch):
     """One chunk is a replay alone."""
     for hidden in (20, 64):
         sizes = {"device": 0, "cell": "gru", "hidden": hidden, "steps": 10_000, "batch": 2}
-        chunks, expected = weft._C.rnn_scan_expected(**sizes)
+        chunks, expected = weft._C.rnn.scan_expected(**sizes)
         assert chunks > 1 and min(expected) > 0
         monkeypatch.setenv("WEFT_RNN_SCAN_CHUNKS", "1")
-        assert weft._C.rnn_scan_expected(**sizes)[0] == 1 and weft._C.rnn_scan_expected(**sizes)[1][:3] == [0, 0, 0]
+        assert weft._C.rnn.scan_expected(**sizes)[0] == 1 and weft._C.rnn.scan_expected(**sizes)[1][:3] == [0, 0, 0]
         monkeypatch.delenv("WEFT_RNN_SCAN_CHUNKS")
         for half in (False, True):
             sizes = {"device": 0, "half": half, "hidden": hidden, "batch": 1}
-            chunks, expected = weft._C.linear_scan_expected(**sizes, steps=10_000)
+            chunks, expected = weft._C.scan.linear_scan_expected(**sizes, steps=10_000)
             assert chunks > 1 and min(expected) > 0
-            assert weft._C.linear_scan_expected(**sizes, steps=3)[0] == 1
+            assert weft._C.scan.linear_scan_expected(**sizes, steps=3)[0] == 1
     with pytest.raises(ValueError, match="hidden must be 1 to 128"):
-        weft._C.linear_scan_expected(device=0, half=False, steps=1, batch=1, hidden=129)
+        weft._C.scan.linear_scan_expected(device=0, half=False, steps=1, batch=1, hidden=129)
 
 
 @pytest.mark.cuda

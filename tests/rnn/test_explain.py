@@ -44,7 +44,7 @@ def _nothing_measured(monkeypatch, tmp_path):
 def both_devices(monkeypatch):
     """The choice as in a build with CUDA but for the rnn engine, whatever this build and this machine are."""
     monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.delattr(choice._C, "rnn_report", raising=False)
+    monkeypatch.delattr(choice._C.rnn, "report", raising=False)
 
 
 TABLES = [("scan", *key, 0, table) for key, table in AUTO_SCAN.items()]
@@ -174,7 +174,7 @@ def plan(monkeypatch):
             }
 
     plan = Plan()
-    monkeypatch.setattr(choice._C, "rnn_report", plan, raising=False)
+    monkeypatch.setattr(choice._C.rnn, "report", plan, raising=False)
     monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
     return plan
 

@@ -65,7 +65,7 @@ PRODUCTS = [(tier, dtype, False) for tier in TIERS for dtype in DTYPES]
 PRODUCTS += [(tier, torch.float32, True) for tier in TIERS] + [(tier, torch.float32, False) for tier in FMA_TIERS]
 """Tier, dtype, and whether in TF32."""
 
-OBSTACLE = _C.jit_why_unavailable() if _ops.WITH_CUDA else "built for the CPU alone"
+OBSTACLE = _C.jit.why_unavailable() if _ops.WITH_CUDA else "built for the CPU alone"
 
 
 @pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
@@ -88,12 +88,12 @@ def test_compiles(cell: int, group: int):
             requests.append((SOURCE, [f"{k}={v}" for k, v in constants.items()], 90))
     for _, defines, _ in requests[-2:]:
         requests.append((SOURCE, [{"FMA=0": "FMA=1"}.get(d, d) for d in defines], 90))
-    _C.jit_compile_many(requests)
+    _C.jit.compile_many(requests)
     if group == 1:  # below 9.0 there are no clusters
         alone = [defines for _, defines, _ in requests[:8]]
         grids = [[{"GROUP=1": "GROUP=16", "UNITS=64": "UNITS=8", "EXCHANGE=0": "EXCHANGE=1"}.get(d, d) for d in each]
                  for each in alone[2:5]]  # fmt: skip
-        _C.jit_compile_many([(SOURCE, defines, 80) for defines in (*alone[:2], *grids)])
+        _C.jit.compile_many([(SOURCE, defines, 80) for defines in (*alone[:2], *grids)])
 
 
 def tier_samples(cell: str, tier: str) -> list[Sample]:
@@ -117,7 +117,7 @@ def assert_geometry(sample: Sample) -> None:
     for backward in (False, True):
         sizes = {"cell": sample.cell, "dtype": str(sample.dtype)[6:], "hidden": sample.H, "batch": sample.B}
         sizes |= {"directions": sample.directions, "packed": sample.lengths is not None, "backward": backward}
-        assert _C.rnn_geometries(device=0, **sizes), "the tier does not hold this sample"
+        assert _C.rnn.geometries(device=0, **sizes), "the tier does not hold this sample"
 
 
 @pytest.mark.cuda
@@ -252,7 +252,7 @@ def test_every_size_has_a_kernel(cell: str, dtype: torch.dtype, directions: int)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=tf32):
             for hidden in (*range(1, 1024, 41), 520, 600, 720, 808, 1000, 1024):
                 for backward in (False, True):
-                    assert _C.rnn_geometries(device=0, hidden=hidden, backward=backward, **sizes), hidden
+                    assert _C.rnn.geometries(device=0, hidden=hidden, backward=backward, **sizes), hidden
 
 
 @pytest.mark.cuda
@@ -315,7 +315,7 @@ def test_directions_that_do_not_fit_together():
     """They run one after the other, packed too."""
     sample = Sample("lstm", 4, 3, 3, 2048, bidirectional=True, lengths=(4, 3, 1), dtype=torch.bfloat16)
     sizes = {"cell": "lstm", "dtype": "bfloat16", "input_size": 3, "hidden_size": 2048, "layers": 1, "directions": 2}
-    plan = _C.rnn_report(device=0, **sizes, steps=4, batch=3, packed=True, trains=True)
+    plan = _C.rnn.report(device=0, **sizes, steps=4, batch=3, packed=True, trains=True)
     assert plan["forward"]["directions"] == plan["backward"]["directions"] == 1
     args = arguments(sample, "cuda", requires_grad=True)
     exact, grads, which = exact_arguments(args), gradients(sample, args), sample.differentiable
@@ -336,7 +336,7 @@ def test_falls_back_where_nothing_fits(monkeypatch):
     found = torch.ops.weft.rnn(x, None, None, list(layer.parameters()), cell="gru")[0]  # step by step
     assert torch.allclose(found, expected, atol=2e-3)
     huge = {"device": 0, "cell": "lstm", "dtype": "float32", "input_size": 8, "hidden_size": 8192, "layers": 1}
-    plan = _C.rnn_report(**huge, directions=1, steps=10, batch=4, packed=False, trains=True)
+    plan = _C.rnn.report(**huge, directions=1, steps=10, batch=4, packed=False, trains=True)
     assert "do not fit" in plan["why_not"] and plan["microseconds"] is None
 
 

@@ -9,7 +9,7 @@ import torch
 import weft
 from weft import Graphs
 
-from benchmarks import nets, vertex
+from benchmarks import level_loops, nets, persistent, tree_training, vertex
 from benchmarks.common import Results, parse_case, relative_error
 
 
@@ -28,16 +28,16 @@ def graphs_of(trees: list[weft.data.Tree]) -> Graphs:
 
 
 def test_the_level_loops_are_the_models(trees):
-    shared = Graphs.from_children([vertex.shared_subtrees(tree) for tree in weft.data.listops(10)])
+    shared = Graphs.from_children([level_loops.shared_subtrees(tree) for tree in weft.data.listops(10)])
     for name, graphs in (
         ("treelstm", graphs_of(trees)),
         ("childsum", graphs_of(trees)),
         ("childsum", shared),
-        ("treefc", vertex.complete_trees(16, 3)),
+        ("treefc", level_loops.complete_trees(16, 3)),
         ("treefc", graphs_of(trees)),
     ):
-        step = vertex.Step(name, graphs, 8, "cpu", executor="reference")
-        loop = vertex.LevelLoop(step.model, graphs, "cpu")
+        step = level_loops.Step(name, graphs, 8, "cpu", executor="reference")
+        loop = level_loops.LevelLoop(step.model, graphs, "cpu")
         step.check(name, step.peer(loop))
         step.model.U.weight.data.mul_(1.01)
         before = step.peer(loop)
@@ -48,17 +48,18 @@ def test_the_level_loops_are_the_models(trees):
 
 def test_shared_subtrees():
     tree = weft.data.Tree([[], [], [0, 1], [], [2, 3]], ["a", "a", "f", "b", "g"], [0] * 5)
-    assert vertex.shared_subtrees(tree) == [[], [0, 0], [], [1, 2]]
+    assert level_loops.shared_subtrees(tree) == [[], [0, 0], [], [1, 2]]
 
 
 def test_complete_trees():
-    graphs = vertex.complete_trees(8, 2)
+    graphs = level_loops.complete_trees(8, 2)
     assert (graphs.num_vertices, graphs.num_levels) == (30, 4)
     assert torch.bincount(graphs.levels).tolist() == [16, 8, 4, 2]
 
 
 def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
-    monkeypatch.setattr(vertex, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
+    for module in (level_loops, tree_training, vertex):
+        monkeypatch.setattr(module, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
     monkeypatch.setattr(vertex, "host_time", lambda run, prepare, device: run(prepare()) is None or 1.0)
 
     def once(candidate) -> float:
@@ -69,14 +70,17 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
         return graphs_of(trees)
 
     entries = [
-        vertex._loop_entry("treelstm", small, 8, 40, "cpu", peers=("eager", "captured", "floor")),
-        vertex._loop_entry("treelstm", small, 8, 40, "cpu", autocast=True),
-        vertex._loop_entry("childsum", small, 8, 40, "cpu", data="listops", peers=("eager", "floor")),
+        level_loops.loop_entry("treelstm", small, 8, 40, "cpu", peers=("eager", "captured", "floor")),
+        level_loops.loop_entry("treelstm", small, 8, 40, "cpu", autocast=True),
+        level_loops.loop_entry("childsum", small, 8, 40, "cpu", data="listops", peers=("eager", "floor")),
         vertex._chain_entry("packed", lambda: [3, 7, 1], 8, 3, "cpu"),
         vertex._chain_entry("dense", lambda: [4] * 3, 8, 3, "cpu", T=4),
         vertex._schedule_entry(trees, 8, 10, "cpu"),
         *vertex._ablation_entries(small, 8, 40, "cpu"),
-        *(vertex._training_entry(name, trees, 8, 10, "cpu") for name in ("treelstm", "typed", "childsum", "treefc")),
+        *(
+            tree_training.training_entry(name, trees, 8, 10, "cpu")
+            for name in ("treelstm", "typed", "childsum", "treefc")
+        ),
     ]
     results = Results(tmp_path / "vertex.csv")
     rows = [row for entry in entries for row in entry.run(results)]
@@ -96,7 +100,7 @@ def test_every_kind_of_entry_runs(tmp_path, trees, monkeypatch):
 
 def test_training_steps_learn_and_are_the_loops(trees):
     for name in ("treelstm", "typed"):
-        step = vertex.Training(name, trees, 8, 20, "cpu")
+        step = tree_training.Training(name, trees, 8, 20, "cpu")
         step.check(name)
         step.RATE = 0.5
         losses = [float(step.weft()) for _ in range(40)]
@@ -146,21 +150,23 @@ def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypa
     """As on CUDA, with what takes its place here; where it does not run, no row is written."""
     results = Results(tmp_path / "vertex.csv")
     entries = [
-        vertex._loop_entry("treelstm", lambda: graphs_of(trees), 8, 40, "cpu", executor="persistent"),
-        vertex._level_entry(8, "cpu"),
-        vertex._net_entry("rvnn", lambda: nets.data_of("rvnn", trees, sentences), 3, "cpu", H=8),
-        vertex._recurrent_entry("own", 8, torch.float32, "cpu", 2, 3),
+        level_loops.loop_entry("treelstm", lambda: graphs_of(trees), 8, 40, "cpu", executor="persistent"),
+        persistent.level_entry(8, "cpu"),
+        persistent.net_entry("rvnn", lambda: nets.data_of("rvnn", trees, sentences), 3, "cpu", H=8),
+        persistent.recurrent_entry("own", 8, torch.float32, "cpu", 2, 3),
     ]
-    monkeypatch.setattr(vertex, "captured", lambda run: run)
+    for module in (level_loops, persistent):
+        monkeypatch.setattr(module, "captured", lambda run: run)
     assert [entry.run(results) for entry in entries] == [[], [], [], []] and not results.rows
 
     def once(candidate) -> float:
         candidate.run(candidate.prepare())
         return 2.0
 
-    monkeypatch.setattr(vertex, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
-    monkeypatch.setattr(vertex, "device_busy", lambda run: 1.0)
-    monkeypatch.setattr(vertex.Step, "runs", lambda self: True)
+    for module in (level_loops, persistent):
+        monkeypatch.setattr(module, "measure", lambda candidates, device: {n: once(c) for n, c in candidates.items()})
+    monkeypatch.setattr(persistent, "device_busy", lambda run: 1.0)
+    monkeypatch.setattr(level_loops.Step, "runs", lambda self: True)
     monkeypatch.setattr(nets.Training, "runs_as", lambda self, executor: executor)
     explain = weft.explain
 
@@ -169,8 +175,8 @@ def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypa
 
     monkeypatch.setattr(weft, "explain", explained)
     data = nets.data_of("treelstm", trees, sentences)
-    entries.append(vertex._net_entry("treelstm", lambda: data, 3, "cpu", loops=True, H=8))
-    entries.append(vertex._recurrent_entry("chainlstm", 8, torch.float32, "cpu", 2, 3))
+    entries.append(persistent.net_entry("treelstm", lambda: data, 3, "cpu", loops=True, H=8))
+    entries.append(persistent.recurrent_entry("chainlstm", 8, torch.float32, "cpu", 2, 3))
     rows = [row for entry in entries for row in entry.run(results)]
     found = {(parse_case(row["case"])["executor"], row["metric"], row["peer"]) for row in rows}
     steps = {("trainer", "step", p) for p in ("persistent", "batched", "reference", "eager", "captured", "device_busy")}
@@ -179,10 +185,10 @@ def test_entries_of_the_persistent_executor(tmp_path, trees, sentences, monkeypa
 
 
 def test_the_persistent_table(trees, sentences):
-    entries = [*vertex.persistent_table(trees, sentences)]
+    entries = [*persistent.persistent_table(trees, sentences)]
     nets_of = [entry for entry in entries if entry.metrics == ("forward_backward", "step")]
     assert len(nets_of) == 6 * 8 - 2 + 4 and len({entry.name for entry in entries}) == len(entries)
-    few = [*vertex.persistent_table(None, None)]
+    few = [*persistent.persistent_table(None, None)]
     assert {parse_case(entry.name)["model"] for entry in few} == {"treelstm", "chainlstm", "own"}
 
 

@@ -375,8 +375,8 @@ def check_written_kernels(
 @pytest.mark.parametrize("dtype", ["float", "double"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_written_kernels_compile_for_cuda(make, dtype, tmp_path, monkeypatch):
-    if _C.jit_why_unavailable() is not None:
-        pytest.skip(_C.jit_why_unavailable())
+    if _C.jit.why_unavailable() is not None:
+        pytest.skip(_C.jit.why_unavailable())
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     cell = make()
     graphs = weft.Graphs.from_children([[[], [], [0, 1]]]).with_types(["leaf", "leaf", "inner"])

@@ -50,7 +50,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def add(path: Path) -> None:
     """Let the library know a file."""
     gpu, tables = read(path)
-    _C.add_costs({name: _by_kind(table) for name, table in tables.items()}, **gpu)
+    _C.common.add_costs({name: _by_kind(table) for name, table in tables.items()}, **gpu)
 
 
 def _by_kind(table: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
@@ -63,20 +63,20 @@ def _by_kind(table: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
 
 def of(index: int | None) -> Costs:
     """The costs of a GPU, None for the current one. Without GPUs those that were measured, as they are."""
-    if not torch.cuda.is_available() or not hasattr(_C, "gpu_facts"):
+    if not torch.cuda.is_available() or not hasattr(_C.common, "gpu_facts"):
         return reference()
     return _of(torch.cuda.current_device() if index is None else index)
 
 
 @functools.cache
 def _of(index: int) -> Costs:
-    return Costs(*_C.costs_of(**_C.gpu_facts(index)))
+    return Costs(*_C.common.costs_of(**_C.common.gpu_facts(index)))
 
 
 @functools.cache
 def reference() -> Costs:
     """The costs of the first file's GPU."""
-    return Costs(*_C.costs_of())
+    return Costs(*_C.common.costs_of())
 
 
 for _path in sorted(FOLDER.glob("*.json")):

@@ -192,7 +192,7 @@ class offload:
         # Whether the step's time decides how much moves, and whether anything does.
         self._yields = self._budget is None and backend != "reference"
         self._pool_limit = host_memory() // 2 if pool_limit is None else parse_bytes("pool_limit", pool_limit)
-        self._engine = _C.OffloadEngine(
+        self._engine = _C.offload.Engine(
             backend,
             None if self._budget is None else min(self._budget, _MOST),
             compress,
@@ -530,7 +530,7 @@ class offload:
             for i, (bytes, itemsize, _) in enumerate(first)
         ]
         back = [(m.tensor, m.prefetch) for m in made.moves]
-        transfer_plan = _C.OffloadTransferPlan(tensors, back, min(room, _MOST))
+        transfer_plan = _C.offload.TransferPlan(tensors, back, min(room, _MOST))
         return _Planned(timeline, signature, seconds, link, made, transfer_plan, share=share, effort=effort)
 
     def _made(
@@ -670,7 +670,7 @@ def _prepare(backend: str) -> None:
     global _warned_without_cuda
     if backend == "managed" and torch.cuda.is_available():
         device = torch.cuda.current_device()
-        if not _C.offload_has_managed(device):
+        if not _C.offload.has_managed(device):
             name = torch.cuda.get_device_name(device)
             raise RuntimeError(
                 f'offload: backend "managed" needs concurrent managed access, which {name} does not have'

@@ -172,7 +172,7 @@ def plan_movable(
     """:func:`plan` where the caller says of each tensor whether it may move; nothing is checked. `effort`: share of the
     usual work of the search."""
     limit = _budget(limit)
-    moves = _C.offload_plan(
+    moves = _C.offload.plan(
         *_packed(timeline), limit, astuple(link), compress == "auto", list(movable), slowdown, effort
     )
     return _predict(timeline, [Move(*move) for move in moves], limit, link)
@@ -230,7 +230,7 @@ def simulate(
 
 
 def _predict(timeline: Timeline, moves: list[Move], limit: int | None, link: Link) -> Plan:
-    peak, seconds, forward_stall, backward_stall, moved, sent, codec = _C.offload_simulate(
+    peak, seconds, forward_stall, backward_stall, moved, sent, codec = _C.offload.simulate(
         *_packed(timeline), [astuple(m) for m in moves], limit, astuple(link)
     )
     times = (seconds, forward_stall, backward_stall) if _known(timeline) else (None, None, None)

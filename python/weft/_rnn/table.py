@@ -31,12 +31,12 @@ class Cell(NamedTuple):
 
 def _fitted(costs: str) -> str:
     """The cell that was measured for all of a table of costs: the first that has it."""
-    return next(name for name, traits in _C.rnn_cells.items() if traits["costs"] == costs)
+    return next(name for name, traits in _C.rnn.cells.items() if traits["costs"] == costs)
 
 
 CELLS: dict[str, Cell] = {
     name: Cell(_fitted(traits["costs"]), traits["gates"], traits["saved"], traits["states"], traits["kept"])
-    for name, traits in _C.rnn_cells.items()
+    for name, traits in _C.rnn.cells.items()
 }
 """Name -> traits."""
 

@@ -90,7 +90,7 @@ class Tree:
         self.plans: list[list[MatmulPlan]] = []  # of each up-sweep level
         nodes: list[Pattern | None] = list(patterns)
         self.nodes = [nodes]  # patterns of every level; the last one above the leaves is never formed
-        self._core: _C.CsrTree | None = None  # made when it first runs
+        self._core: _C.scan.CsrTree | None = None  # made when it first runs
         while len(self.plans) < levels and len(nodes) > 1:
             # Products may be empty where two nodes are left: the level then only moves the last one.
             plans = [planned(nodes[i + 1], nodes[i]) for i in range(0, len(nodes) - 2, 2)]
@@ -152,7 +152,7 @@ class Tree:
         if not torch.compiler.is_compiling():
             if self._core is None:
                 patterns = [[[] if p.diagonal else p.tensors for p in level if p is not None] for level in self.nodes]
-                self._core = _C.CsrTree(patterns, [[plan._patterns for plan in plans] for plans in self.plans])
+                self._core = _C.scan.CsrTree(patterns, [[plan._patterns for plan in plans] for plans in self.plans])
             graph = torch.is_grad_enabled() and (grad.requires_grad or any(v.requires_grad for v in values))
             found = self._core.backward(grad, values, self._transposed() if graph else [])
         if found is None:  # in graphs and transforms of torch one product after the other, with the same numbers

@@ -96,7 +96,7 @@ def time_chunks(kind: tuned.Kind, inputs: int, wanted: bool) -> int:
     """Into how many chunks of time a pointwise scan is cut."""
     cuda = kind.device.type == "cuda"
     with torch.cuda.device(kind.device) if cuda else nullcontext():
-        return _C.pointwise_chunks(cuda, kind.steps, kind.channels, inputs, wanted)
+        return _C.scan.pointwise_chunks(cuda, kind.steps, kind.channels, inputs, wanted)
 
 
 def _walked(kind: tuned.Kind, inputs: int, algorithm: str) -> tuple[str, str]:

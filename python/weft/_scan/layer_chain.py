@@ -77,8 +77,8 @@ def weight_and_bias(module: nn.Module) -> list[Tensor]:
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(stride: tuple, padding: tuple, dilation: tuple, groups: int) -> _C.ConvSettings:
-    return _C.ConvSettings(list(stride), list(padding), list(dilation), groups)
+def _settings(stride: tuple, padding: tuple, dilation: tuple, groups: int) -> _C.scan.ConvSettings:
+    return _C.scan.ConvSettings(list(stride), list(padding), list(dilation), groups)
 
 
 def parameter_gradients(
@@ -95,7 +95,7 @@ def parameter_gradients(
         bias = len(wants) > 1 and wants[1]
         given.append((conv, layer.input, grad, layer.output.shape, layer.kept[0], wants[0], bias))
     pairs = []
-    for (layer, _, _), found in zip(layers, _C.layer_gradients(given, branches), strict=True):
+    for (layer, _, _), found in zip(layers, _C.scan.layer_gradients(given, branches), strict=True):
         pairs += [(p, g) for p, g in zip(layer.kept, found, strict=False) if g is not None]
     return pairs
 
@@ -154,7 +154,7 @@ class Links:
         self.patterns = patterns
         self.levels: dict[tuple, int] = {}
         if self.dtype is not None:
-            self.run = _C.LayerChain(
+            self.run = _C.scan.LayerChain(
                 [none if p.diagonal else p.crow for p in patterns],
                 [none if p.diagonal else p.col for p in patterns],
                 [none if s is None else s for s in sources],

@@ -46,7 +46,7 @@ class newton_report:
     """
 
     def __init__(self) -> None:
-        self._found = _C.NewtonReport()
+        self._found = _C.scan.NewtonReport()
         self._read: list[NewtonRun] = []
 
     def __enter__(self) -> newton_report:

@@ -76,7 +76,7 @@ class MatmulPlan:
         self._pattern = (a if crow is a.crow else b) if same else Pattern(crow, col, (a.shape[0], b.shape[1]), diagonal)
         self._a, self._b = a, b
         self._patterns = [*operands, crow, col, *rows]
-        self._product = _C.SparseProduct(self._patterns)
+        self._product = _C.sparse.Product(self._patterns)
         self._own = [t for t in self._patterns if id(t) not in given]
         products, axpy, gather, expand = info.tolist()
         self._flops = 2 * products

@@ -396,7 +396,7 @@ def _obstacle(functions: Sequence[reference.Function]) -> str | None:
     if device not in ("cpu", "cuda"):
         return f"there are no kernels for {device}"
     if device == "cuda":
-        unavailable = _C.jit_why_unavailable() if _C.with_cuda else "Weft was built without CUDA"
+        unavailable = _C.jit.why_unavailable() if _C.with_cuda else "Weft was built without CUDA"
         if unavailable is not None:
             return unavailable
     dtype = functions[0].type.state.dtype

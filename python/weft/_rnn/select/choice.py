@@ -57,7 +57,7 @@ class Table(NamedTuple):
     """Largest hidden size of a bucket -> its limits, ascending; above the last, the algorithm is not taken."""
 
 
-CUDA_MAX_HIDDEN: dict[str, int] = {cell: largest for cell, largest in _C.rnn_scan_max_hidden.items() if largest > 0}
+CUDA_MAX_HIDDEN: dict[str, int] = {cell: largest for cell, largest in _C.rnn.scan_max_hidden.items() if largest > 0}
 """By cell, H that the CUDA kernels of the scan hold. The others have no scan."""
 
 _DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -120,7 +120,7 @@ AUTO_PROJECTED: dict[tuple[str, str], Table] = {
     ),
 }
 
-CUDA_MAX_HIDDEN_FP64: int = _C.rnn_scan_max_hidden_fp64
+CUDA_MAX_HIDDEN_FP64: int = _C.rnn.scan_max_hidden_fp64
 """The same in float64, of every cell."""
 
 _DEVICES = ("cpu", "cuda") if _C.with_cuda else ("cpu",)
@@ -206,10 +206,10 @@ def row_chunks(case: Case) -> int:
     """Chunks of time that are rows of the persistent kernel's batch above what a warp holds; 1 where those would not
     be faster."""
     known = isinstance(case.steps, int) and isinstance(case.batch, int)  # and no symbols
-    if not (known and hasattr(_C, "rnn_row_chunks") and torch.cuda.is_available()):
+    if not (known and hasattr(_C.rnn, "row_chunks") and torch.cuda.is_available()):
         return 1
     index = torch.cuda.current_device() if case.index is None else case.index
-    return _C.rnn_row_chunks(index, case.cell, case.hidden_size, case.steps, case.batch)
+    return _C.rnn.row_chunks(index, case.cell, case.hidden_size, case.steps, case.batch)
 
 
 def why_not_persistent(case: Case) -> str | None:
@@ -217,7 +217,7 @@ def why_not_persistent(case: Case) -> str | None:
     obstacle = _why_not_ours(case)
     if obstacle is not None or case.device != "cuda":
         return obstacle
-    if not hasattr(_C, "rnn_report"):
+    if not hasattr(_C.rnn, "report"):
         return "its CUDA kernels are not built"
     return persistent_plan(case).why_not
 
@@ -267,7 +267,7 @@ def _plan(
     index: int | None, cell: str, dtype: torch.dtype, input_size: int, hidden_size: int, layers: int, directions: int,
     steps: int, batch: int, packed: bool, trains: bool, heads: int,
 ) -> Plan:  # fmt: skip
-    facts = _C.rnn_report(
+    facts = _C.rnn.report(
         device=torch.cuda.current_device() if index is None else index,
         cell=cell,
         dtype=str(dtype).removeprefix("torch."),

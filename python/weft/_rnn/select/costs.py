@@ -55,7 +55,7 @@ def line(costs: gpu_costs.Costs, table: str) -> Line:
     return Line(**{name: numbers[0] for name, numbers in costs.tables[table].items()})
 
 
-SCAN_LARGEST = {name: _C.rnn_scan_max_hidden[name] for name in {cell.costs for cell in CELLS.values()}}
+SCAN_LARGEST = {name: _C.rnn.scan_max_hidden[name] for name in {cell.costs for cell in CELLS.values()}}
 """H up to which a cell's scan was measured."""
 GATES = {name: cell.gates for name, cell in CELLS.items()}
 
@@ -174,11 +174,11 @@ def newton_chunks(case: Case) -> tuple[int, int]:
     costs = gpu_costs.of(case.index)
     walkers = int(costs.number("rnn.newton", "walkers")) * _multiprocessors(case.index)
     shortest = int(costs.number(_newton_table(case), "shortest"))
-    return _C.rnn_time_chunks(case.steps or 1, case.batch or 1, walkers, shortest)
+    return _C.rnn.time_chunks(case.steps or 1, case.batch or 1, walkers, shortest)
 
 
 def _newton_table(case: Case) -> str:
-    return f"rnn.newton.{_C.rnn_cells[case.cell]['costs']}"
+    return f"rnn.newton.{_C.rnn.cells[case.cell]['costs']}"
 
 
 @functools.cache

@@ -1,0 +1,208 @@
+"""The persistent executor and the Trainer: Tree-LSTMs, six nets, a level of one vertex, recurrent cells."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import weft
+from torch import Tensor
+from weft import Graphs
+from weft.vertex import models
+
+from benchmarks import nets
+from benchmarks.common import Candidate, Entry, Results, captured, check_agreement, measure, relative_error
+from benchmarks.level_loops import STEPS, LevelLoop, Step, case_of, loop_entry, sample
+from benchmarks.tree_training import device_busy
+
+
+def net_entry(
+    name: str,
+    data: Callable[[], nets.Data],
+    B: int,
+    device: str,
+    *,
+    loops: bool = False,
+    H: int | None = None,
+) -> Entry:
+    """A net's steps in a row by the persistent executor and by the Trainer, beside the same net batched.
+
+    With `loops`, of the binary Tree-LSTM, level loops with the same optimizer stand beside the Trainer, too.
+    """
+    cases = {
+        executor: case_of(name, device, H or nets.hidden_of(name), B, "fp32", executor)
+        for executor in ("persistent", "trainer", "auto")
+    }
+
+    def in_a_row(step: Callable[[], Any]) -> Candidate:
+        return Candidate(lambda _: [step() for _ in range(STEPS)][-1])
+
+    def run(results: Results) -> list[dict[str, str]]:
+        training = functools.partial(nets.Training, name, data(), B, device, H)
+        first = training()
+        runs = {executor: first.runs_as(executor) == executor for executor in ("persistent", "trainer")}
+        if not any(runs.values()):
+            print(f"neither the persistent executor nor the Trainer's kernel runs {name} here", flush=True)
+            return []
+        rows: list[dict[str, str]] = []
+        want = first.losses(first.by("batched"))
+        steps: dict[str, Callable[[], Any]] = {}
+        for executor, there in runs.items():
+            if there:
+                one = training()
+                step = one.trainer() if executor == "trainer" else one.by(executor)
+                errors = {"losses": relative_error(one.losses(step), want)}
+                check_agreement(cases[executor], errors, 1e-4)
+                steps[executor] = training().trainer() if executor == "trainer" else training().by(executor)
+        if runs["persistent"]:
+            gradients = {e: training().gradients_by(e) for e in ("persistent", "batched", "auto")}
+            times = measure({e: in_a_row(g) for e, g in gradients.items()}, device)
+            own, other, auto = (times[e] / STEPS for e in ("persistent", "batched", "auto"))
+            rows.append(results.put(cases["persistent"], "forward_backward", "ms", own, "batched", other))
+            rows.append(results.put(cases["auto"], "forward_backward", "ms", auto, "best", min(own, other)))
+        if runs["trainer"]:
+            steps["batched"] = training().by("batched")
+            if loops:
+                steps["reference"] = training().by("reference")
+                eager, repeated = training(), training()
+                steps["eager"] = lambda: eager.step(lambda graphs: LevelLoop(eager.cell, graphs.to("cpu"), device))
+                batch = repeated.batch()
+                loop = LevelLoop(repeated.cell, batch[0].to("cpu"), device)
+                steps["captured"] = captured(lambda: repeated.captured_step(loop, *batch))
+            times = measure({who: in_a_row(step) for who, step in steps.items()}, device)
+            times = {who: time / STEPS for who, time in times.items()}
+            times["device_busy"] = device_busy(lambda: [steps["trainer"]() for _ in range(STEPS)]) / STEPS
+            rows += [
+                results.put(cases["trainer"], "step", "ms", times["trainer"], peer, time)
+                for peer, time in times.items()
+                if peer != "trainer"
+            ]
+        return rows
+
+    return Entry(f"{cases['trainer']} {cases['persistent']}", ("forward_backward", "step"), run)
+
+
+def level_entry(H: int, device: str) -> Entry:
+    """Microseconds of a level of one vertex, from chains of 16 and of 64, in CUDA graphs; beside "batched"."""
+    case = case_of("treelstm", device, H, 1, "fp32", "persistent", data="chains")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        times: dict[tuple[str, bool, int], float] = {}
+        for executor in ("persistent", "batched"):
+            for length in (16, 64):
+                step = Step("treelstm", Graphs.chain([length]), H, device, executor)
+                if not step.runs():
+                    return []
+                for back in (False, True):
+                    once = Step("treelstm", Graphs.chain([length]), H, device, executor)
+                    replay = captured(once.weft if back else once.forward)
+                    candidate = Candidate(lambda _, replay=replay: replay())
+                    times[executor, back, length] = measure({"weft": candidate}, device)["weft"]
+        rows = []
+        for metric, back in (("level_forward", False), ("level_backward", True)):
+
+            def level(executor: str, back: bool = back) -> float:
+                forward, both = ((times[executor, b, 64] - times[executor, b, 16]) / 48 for b in (False, True))
+                return 1e3 * (both - forward if back else forward)
+
+            rows.append(results.put(case, metric, "us", level("persistent"), "batched", level("batched")))
+        return rows
+
+    return Entry(case, ("level_forward", "level_backward"), run)
+
+
+def recurrent_entry(name: str, H: int, dtype: torch.dtype, device: str, B: int = 16, T: int = 1024) -> Entry:
+    """A recurrent cell over chains: LSTM beside weft.nn.LSTM, a cell of the user's own beside its captured loop."""
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+    case = case_of(name, device, H, B, short, "persistent", T=T)
+    peer = "weft.nn" if name == "chainlstm" else "captured"
+
+    def run(results: Results) -> list[dict[str, str]]:
+        torch.manual_seed(0)
+        cell = (models.ChainLSTM if name == "chainlstm" else nets.OwnCell)(H, H).to(device, dtype)
+        graphs = Graphs.chain([T] * B).to(device)
+        x = torch.randn(B * T, H, device=device, dtype=dtype).requires_grad_()
+        found = weft.explain(cell, graphs, x, executor="persistent")
+        if found.executor != "persistent":
+            print(f"persistent does not run here: {found.reason}", flush=True)
+            return []
+        grad = torch.randn(B * T, H, device=device, dtype=dtype)
+        leaves = [x, *cell.parameters()]
+
+        def mine() -> tuple[Tensor, ...]:
+            y = cell(graphs, x, executor="persistent")
+            return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+        if name == "chainlstm":
+            layer = weft.nn.LSTM(H, H, batch_first=True, device=device, dtype=dtype)
+            with torch.no_grad():
+                layer.weight_ih_l0.copy_(cell.W.weight)
+                layer.weight_hh_l0.copy_(cell.U.weight)
+                layer.bias_ih_l0.copy_(cell.W.bias)
+                layer.bias_hh_l0.zero_()
+            z = x.detach().view(B, T, H).requires_grad_()
+            weights = [z, layer.weight_ih_l0, layer.bias_ih_l0, layer.weight_hh_l0]
+
+            def theirs() -> tuple[Tensor, ...]:
+                y, _ = layer(z)
+                return y.detach().reshape(B * T, H), *torch.autograd.grad(y, weights, grad.view(B, T, H))
+
+        else:
+            own = nets.OwnCell(H, H).to(device, dtype)
+            own.load_state_dict(cell.state_dict())
+            z = x.detach().clone().requires_grad_()
+            weights = [z, *own.parameters()]
+
+            def loop() -> tuple[Tensor, ...]:
+                wx = own.W(z).view(B, T, -1).transpose(0, 1)
+                h, states = z.new_zeros(B, H), []
+                for t in range(T):
+                    h = own.step(wx[t], h)
+                    states.append(h)
+                y = torch.stack(states, 1).view(B * T, H)
+                return y.detach(), *torch.autograd.grad(y, weights, grad)
+
+            theirs = captured(loop)
+        bound = 1e-3 if dtype == torch.float32 else 0.1
+        pairs = zip(("output", "grad_input"), mine(), theirs(), strict=False)
+        check_agreement(case, {what: relative_error(a, b.reshape(a.shape)) for what, a, b in pairs}, bound)
+        times = measure({"weft": Candidate(lambda _: mine()), peer: Candidate(lambda _: theirs())}, device)
+        return [results.put(case, "forward_backward", "ms", times["weft"], peer, times[peer])]
+
+    return Entry(case, ("forward_backward",), run)
+
+
+def persistent_table(
+    trees: Sequence[weft.data.Tree] | None, sentences: Sequence[weft.data.Sentence] | None, device: str = "cuda"
+) -> Iterator[Entry]:
+    """Entries of the persistent executor and of the Trainer. Those that do not run here write no row."""
+    if trees:
+
+        def graphs(B: int) -> Callable[[], Graphs]:
+            return lambda: Graphs.from_children([tree.children for tree in sample(trees, B)])
+
+        for B in (1, 25, 64, 256):
+            yield loop_entry("treelstm", graphs(B), 256, B, device, executor="persistent")
+        yield loop_entry("treelstm", graphs(256), 256, 256, device, executor="persistent", autocast=True)
+        for H in (512, 1024):
+            yield loop_entry("treelstm", graphs(64), H, 64, device, executor="persistent")
+
+    @functools.cache
+    def data(name: str) -> nets.Data:
+        return nets.data_of(name, trees or [], sentences or [])
+
+    yield level_entry(256, device)
+    if trees:
+        for B in (1, 25, 64, 256):
+            yield net_entry("treelstm", functools.partial(data, "treelstm"), B, device, loops=True)
+    for name in nets.NETS:
+        if trees if not name.startswith("bilstm") else sentences:
+            for B in (1, 2, 4, 8, 16, 32, 64, 128):
+                if (name, B) != ("treelstm", 1) and (name, B) != ("treelstm", 64):  # which stand above
+                    yield net_entry(name, functools.partial(data, name), B, device)
+    for name in ("chainlstm", "own"):
+        for H in (256, 512):
+            for dtype in (torch.float32, torch.bfloat16):
+                yield recurrent_entry(name, H, dtype, device)

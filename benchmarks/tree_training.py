@@ -1,0 +1,179 @@
+"""A user's training steps on graphs that were never seen, beside those of a level loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import weft
+from torch import Tensor, nn
+from weft import Graphs
+from weft.vertex import models
+
+from benchmarks.common import Candidate, Entry, Results, captured, check_agreement, measure, relative_error
+from benchmarks.level_loops import MODELS, STEPS, LevelLoop, case_of
+
+
+class _Leaf(weft.VertexFunction):
+    """A leaf of a binary Tree-LSTM: no child, so no product with U."""
+
+    def __init__(self, model: models.TreeLSTM) -> None:
+        super().__init__(model.state_size)
+        self.W = model.W
+
+    def vertex(self, v: weft.vertex.Vertex) -> None:
+        i, _, u, o = self.W(v.pull()).chunk(4, 1)
+        c = torch.sigmoid(i) * torch.tanh(u)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        v.scatter(torch.cat((h, c), 1))
+        v.push(h)
+
+
+class _Inner(weft.VertexFunction):
+    """Its other vertices, which have no word: of W x the bias remains."""
+
+    def __init__(self, model: models.TreeLSTM) -> None:
+        super().__init__(model.state_size)
+        self.bias, self.U = model.W.bias, model.U
+
+    def vertex(self, v: weft.vertex.Vertex) -> None:
+        (h0, c0), (h1, c1) = (v.gather(k).chunk(2, 1) for k in range(2))
+        bi, bf, bu, bo = self.bias.chunk(4)
+        i, f0, f1, u, o = self.U(torch.cat((h0, h1), 1)).chunk(5, 1)
+        c = torch.sigmoid(i + bi) * torch.tanh(u + bu) + torch.sigmoid(f0 + bf) * c0 + torch.sigmoid(f1 + bf) * c1
+        h = torch.sigmoid(o + bo) * torch.tanh(c)
+        v.scatter(torch.cat((h, c), 1))
+        v.push(h)
+
+
+class Training:
+    """A user's step: embedding, cell, head, cross-entropy at every vertex, gradients, SGD; graphs are new each time.
+
+    Vertices without a word have the embedding's padding. ``typed`` is the binary Tree-LSTM as two functions, one for
+    leaves and one for inner vertices, which embeds and multiplies by W the leaves alone.
+
+    Args:
+        name: of the model in the case.
+        trees: what batches are drawn from.
+        H: hidden size, and the embedding's.
+        B: trees in a batch.
+        device: ``"cuda"`` or ``"cpu"``.
+    """
+
+    RATE = 0.01
+
+    def __init__(self, name: str, trees: Sequence[weft.data.Tree], H: int, B: int, device: str) -> None:
+        torch.manual_seed(0)
+        self.B, self.device, self.typed = B, device, name == "typed"
+        number: dict[str | None, int] = {None: 0}
+        # One at a time, as a data set holds them.
+        self.trees = []
+        for tree in trees:
+            graph = Graphs.from_children([tree.children])
+            if self.typed:
+                graph = graph.with_types(["inner" if children else "leaf" for children in tree.children])
+            words = torch.tensor([number.setdefault(symbol, len(number)) for symbol in tree.symbols])
+            self.trees.append((graph, words, torch.tensor(tree.labels)))
+        self.embedding = nn.Embedding(len(number), H, padding_idx=0).to(device)
+        self.model = MODELS["treelstm" if self.typed else name](H).to(device)
+        self.cell = (
+            weft.VertexFunctions({"leaf": _Leaf(self.model), "inner": _Inner(self.model)}) if self.typed else self.model
+        )
+        self.head = nn.Linear(H, 1 + max(max(tree.labels) for tree in trees)).to(device)
+        self.parameters = [p for m in (self.embedding, self.model, self.head) for p in m.parameters()]
+        self._next = 0
+
+    def batch(self) -> tuple[Graphs, Tensor, Tensor]:
+        """The next trees, put together and sent to the device."""
+        chosen = [self.trees[(self._next + i) % len(self.trees)] for i in range(self.B)]
+        self._next += self.B
+        graphs, words, labels = zip(*chosen, strict=True)
+        found = torch.cat(words), torch.cat(labels)
+        if self.device == "cuda":
+            found = tuple(t.pin_memory().to(self.device, non_blocking=True) for t in found)
+        return Graphs.batch(graphs).to(self.device), *found
+
+    def loss(self, run: Callable[[Tensor], Tensor], words: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(run(self.embedding(words))), labels)
+
+    def update(self, loss: Tensor) -> Tensor:
+        grads = torch.autograd.grad(loss, self.parameters)
+        with torch.no_grad():
+            for p, grad in zip(self.parameters, grads, strict=True):
+                p.add_(grad, alpha=-self.RATE)
+        return loss.detach()
+
+    def weft(self) -> Tensor:
+        graphs, words, labels = self.batch()
+        return self.update(self.loss(functools.partial(self.cell, graphs), words, labels))
+
+    def eager(self) -> Tensor:
+        graphs, words, labels = self.batch()
+        return self.update(self.loss(LevelLoop(self.model, graphs.to("cpu"), self.device), words, labels))
+
+    def captured(self) -> Callable[[], Any]:
+        """The level loop in a CUDA graph, which can only run one batch."""
+        graphs, words, labels = self.batch()
+        loop = LevelLoop(self.model, graphs.to("cpu"), self.device)
+
+        def step() -> Tensor:
+            return self.update(self.loss(loop, words, labels))
+
+        replay = captured(step)
+        replay.reads = step  # the graph reads what the step holds, and does not hold it itself
+        return replay
+
+    def check(self, case: str) -> None:
+        """The losses of Weft's steps are those of the loop's, which starts from the same parameters."""
+        kept = [p.detach().clone() for p in self.parameters]
+        losses = []
+        for step in (self.weft, self.eager):
+            self._next = 0
+            with torch.no_grad():
+                for p, before in zip(self.parameters, kept, strict=True):
+                    p.copy_(before)
+            losses.append(torch.stack([step() for _ in range(3)]))
+        check_agreement(case, {"losses": relative_error(*losses)}, 1e-4)
+
+
+def device_busy(run: Callable[[], Any]) -> float:
+    """Milliseconds in which the device has something to do while `run` runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    spans = [e.time_range for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy, end = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.start):
+        busy += max(0.0, span.end - max(span.start, end))
+        end = max(end, span.end)
+    return busy * 1e-3
+
+
+def training_entry(name: str, trees: Sequence[weft.data.Tree], H: int, B: int, device: str) -> Entry:
+    """Training steps in a row, each on graphs that were never seen, beside the same with the level loop."""
+    case = case_of(name, device, H, B, task="train")
+
+    def run(results: Results) -> list[dict[str, str]]:
+        step = Training(name, trees, H, B, device)
+        step.check(case)
+
+        def in_a_row(once: Callable[[], Any]) -> Candidate:
+            return Candidate(lambda _: [once() for _ in range(STEPS)][-1])
+
+        candidates = {"weft": in_a_row(step.weft), "eager": in_a_row(step.eager)}
+        if step.typed:
+            candidates["untyped"] = in_a_row(Training("treelstm", trees, H, B, device).weft)
+        if device == "cuda":
+            candidates["captured"] = in_a_row(Training(name, trees, H, B, device).captured())
+        times = {who: time / STEPS for who, time in measure(candidates, device).items()}
+        if device == "cuda":
+            times["device_busy"] = device_busy(lambda: [step.weft() for _ in range(STEPS)]) / STEPS
+        return [
+            results.put(case, "step", "ms", times["weft"], peer, times[peer])
+            for peer in ("eager", "captured", "untyped", "device_busy")
+            if peer in times
+        ]
+
+    return Entry(case, ("step",), run)
