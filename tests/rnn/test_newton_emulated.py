@@ -95,6 +95,11 @@ class Problem:
         )  # fmt: skip
         assert found == chunked.cut(case.T, case.chunks)[0]
 
+    def run_whole(self, library: ctypes.CDLL, seed: int) -> None:
+        """By the walker of all steps of a sequence, in latest messages."""
+        self.case = self.case._replace(chunks=0)
+        self.run(library, True, seed)
+
     @property
     def rounds(self) -> Tensor:
         return self.statistics[:, 0]
@@ -169,6 +174,21 @@ def test_the_cases_are_what_they_say() -> None:
     rounds = [int(w.rounds.max()) for w in walked]
     assert rounds[0] <= 3 and 3 < rounds[1] < 15 and 3 < rounds[2] < 22
     assert [bool(w.alone.all()) for w in walked] == [False, False, False, True, True]
+
+
+@pytest.mark.parametrize("size", TYPES)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_whole_sequence(kernels, cell: str, size: int) -> None:
+    """Of the forward pass of "scan", which takes the same steps: its bits are those of one chunk."""
+    for save in (True, False):
+        case = Case(cell, 45, 3, 7, 1, reverse=cell == "lstm", bias=cell != "gru", save=save)
+        whole, chunk = Problem(case, size), Problem(case, size)
+        whole.run_whole(kernels(8, size), 7)
+        chunk.run(kernels(8, size), False, 1)
+        chunk.check(BOUNDS[size])
+        for name in ("output", "h_n", "c_n", *(("gates", "cells") if save else ())):
+            a, b = getattr(whole, name), getattr(chunk, name)
+            assert a is b is None or torch.equal(a, b)
 
 
 def test_the_bits_do_not_depend_on_the_order(kernels) -> None:

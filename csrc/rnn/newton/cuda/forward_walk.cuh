@@ -159,7 +159,7 @@ struct ForwardWalk {
         for (int g = 0; g < Tr::kSaved; ++g) gates[g * H] = kept[g];
       }
       if constexpr (has_c(cell)) {
-        if (own && cells) cells[0] = c;
+        if (own && (kMeeting ? cells : gates)) cells[0] = c;  // one condition saves registers
         cells += step * H;
       }
       if (own) {
@@ -174,6 +174,21 @@ struct ForwardWalk {
     return {length, false};
   }
 };
+
+// All steps of the block's sequence.
+template <Cell cell, int HP, typename scalar>
+__device__ __forceinline__ void walk_sequence(const ScanShape& shape, const WarpForward<scalar>& a,
+                                              typename ForwardWalk<cell, HP, scalar, false>::Shared& shared) {
+  ForwardWalk<cell, HP, scalar, false> walk(shape, a, shared);
+  const int64_t b = blockIdx.x, at = b * shape.H + walk.unit;
+  scalar h = a.h0[at], c = has_c(cell) ? a.c0[at] : scalar(0), apart = scalar(0);
+  walk.template begin<false>(shape, a, b, 0, shape.T);
+  walk.template walk<false>(h, c, apart);
+  copy_wait<0>();
+  if (!walk.own) return;
+  a.h_n[at] = h;
+  if constexpr (has_c(cell)) a.c_n[at] = c;
+}
 
 }  // namespace
 }  // namespace weft::rnn
