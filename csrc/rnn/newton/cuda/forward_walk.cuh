@@ -145,9 +145,10 @@ struct ForwardWalk {
       h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, &c, kept);
       if constexpr (kMeets) {
         if (looks_at(walked, length)) {
-          const scalar in_h = own ? mismatch(h, stored[0]) : scalar(0);
-          const scalar in_c = has_c(cell) && own ? mismatch(c, stored[kStates - 1]) : scalar(0);
-          if (__all_sync(~0u, meets(in_h) && meets(in_c))) {
+          const bool near = meets(h, stored[0]) && (!has_c(cell) || meets(c, stored[kStates - 1]));
+          if (__all_sync(~0u, !own || near)) {
+            const scalar in_h = own ? mismatch(h, stored[0]) : scalar(0);
+            const scalar in_c = has_c(cell) && own ? mismatch(c, stored[kStates - 1]) : scalar(0);
             apart = in_h > apart ? in_h : apart;
             apart = in_c > apart ? in_c : apart;
             return {walked + 1, true};
