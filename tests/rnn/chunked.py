@@ -77,10 +77,10 @@ def walk(
         for t in range(first, last + 1):
             state = step(state, t, torch.tensor([b]))
             redone[b] += 1
-            if (t - first) % every == every - 1 or t == last:
-                if bool(meets(state[0], states[t, b]).all()):
-                    residual[b] = torch.maximum(residual[b], mismatch(state[0], states[t, b]).max())
-                    return False
+            looks = (t - first) % every == every - 1 or t == last
+            if looks and meets(state[0], states[t, b]).all():
+                residual[b] = torch.maximum(residual[b], mismatch(state[0], states[t, b]).max())
+                return False
             states[t, b] = state[0]
         return True
 

@@ -42,9 +42,9 @@ def kernels(tmp_path_factory):
 
 
 class Case(NamedTuple):
-    """`scale`: of the recurrent weights, which says how long the net remembers. `exact`: a ReLU net of few binary digits,
-    each of whose sums is rounded once, in whatever order it is summed up; or an LSTM that keeps all. Of both what is
-    counted does not depend on how a processor rounds."""
+    """`scale`: of the recurrent weights, which says how long the net remembers. `exact`: a ReLU net of few binary
+    digits, each of whose sums is rounded once, in whatever order it is summed up; or an LSTM that keeps all. Of both
+    what is counted does not depend on how a processor rounds."""
 
     cell: str
     T: int
