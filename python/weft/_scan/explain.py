@@ -126,8 +126,8 @@ def explain_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Any = No
         else "its gates depend on the input alone"
     )
     reason = f"{reason}, so that all steps are one linear layer and one scan; {_DIAGONAL}"
-    if getattr(layer, "_over_ranks", None) is not None:
-        reason = f"its slices of time are scanned by all ranks; {reason}"
+    if layer._over_ranks is not None:
+        reason = f"{reason}; {layer._over_ranks.said(in_rounds=False)}"
     elif packed:
         reason = f"{reason}; past its end a sequence keeps its state"
     elif x.shape[1 if layer.batch_first and x.dim() == 3 else 0] == 1:
@@ -136,6 +136,8 @@ def explain_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Any = No
 
 
 def _explain_para(layer: ParaGRU | ParaLSTM, x: Tensor, hx: Any) -> ScanExplanation:
+    if layer._over_ranks is not None:
+        return ScanExplanation(repr(layer), _sizes(x), "walk", layer._over_ranks.said(in_rounds=True))
     if layer.algorithm == "reference":
         return ScanExplanation(repr(layer), _sizes(x), "reference", 'algorithm="reference"')
     if in_transform() or differentiated_by_transform(x, *layer.parameters()):

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
 
+from .._base.over_ranks import TakesSlices
 from .._base.torch_private import any_autocast, constant_when_compiled, differentiated_by_transform, in_transform
 from . import tuned
 from .chain import check_tensor
@@ -62,7 +64,7 @@ class Operands(NamedTuple):
     """Each (H)."""
 
 
-class _Para(nn.Module):
+class _Para(TakesSlices, nn.Module):
     """What both layers share: the projection, layouts and the state."""
 
     _name: str
@@ -182,10 +184,24 @@ class _Para(nn.Module):
 
     def _run(self, input: Tensor, initial: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """The output, and the states after the last step, laid out as the user sees them."""
+        name, ranks = type(self).__name__, self._over_ranks
+        if ranks is not None:
+            if isinstance(input, PackedSequence):
+                raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
+            if not any(ranks.reads(state) for state in initial):
+                initial = [None] * len(initial)
         operands = self._operands(input, initial)
-        states = self._scan(operands, self.algorithm)
-        # Not views of the last: they would hold all states.
-        last = [s[-1].clone() for s in states] if len(operands.gates) else [t.clone() for t in operands.h]
+        if ranks is None:
+            states = self._scan(operands, self.algorithm)
+            # Not views of the last: they would hold all states.
+            last = [s[-1].clone() for s in states] if len(operands.gates) else [t.clone() for t in operands.h]
+        else:
+            algorithm = "walk" if self.algorithm == "reference" else self.algorithm
+            gates, h, parameters = operands
+            all_states, end = ranks.walk_pointwise(
+                _program(self._name), algorithm, name, self._stacked(gates), list(h), list(parameters)
+            )
+            states, last = all_states.unbind(1), end.unbind()
         output = states[0]
         if self.batch_first:
             output = output.transpose(0, 1)
@@ -195,18 +211,16 @@ class _Para(nn.Module):
 
     def _scan(self, operands: Operands, algorithm: str) -> Sequence[Tensor]:
         gates, h, parameters = operands
-        T, B = gates.shape[:2]
         if algorithm == "reference" or (
             not torch.compiler.is_compiling()
             and (in_transform() or differentiated_by_transform(gates, *h, *parameters))
         ):
             return self._loop(gates, h, parameters)
-        stacked = gates.reshape(T, B * self.blocks, 3, self.hidden_size // self.blocks)
         program = _program(self._name)
         if algorithm == "auto" and not torch.compiler.is_compiling():
             algorithm = tuned.chosen(lambda: self._kind_of(operands))
         return torch.ops.weft.pointwise_scan(
-            list(h), [stacked], list(parameters), program, True, False, algorithm, self._name
+            list(h), [self._stacked(gates)], list(parameters), program, True, False, algorithm, self._name
         )
 
     def _kind_of(self, operands: Operands) -> tuned.Kind:
@@ -226,6 +240,11 @@ class _Para(nn.Module):
         states = () if hx is None else (hx,) if isinstance(hx, Tensor) else hx
         trains = tuned.trains((input, *states, *self.parameters()))
         return tuned.Kind(_traced(self._name), T, B * self.hidden_size, input.device, dtype, trains)
+
+    def _stacked(self, gates: Tensor) -> Tensor:
+        """As weft::pointwise_scan takes them."""
+        T, B, blocks, three, width = gates.shape
+        return gates.reshape(T, B * blocks, three, width)
 
     def _loop(self, gates: Tensor, h: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The reference."""

@@ -46,10 +46,10 @@ def tune_pointwise_scan(
 
 
 def tune_layer(layer: nn.Module, input: Any, hx: Any = None) -> ScanExplanation:
-    """As :func:`weft.tune` says, of a layer that is made of scans. One that is linear in its states has one algorithm,
-    and nothing to choose."""
+    """As :func:`weft.tune` says, of a layer that is made of scans. One that is linear in its states, or whose slices
+    ranks walk, has one algorithm, and nothing to choose."""
     found = explain_layer(layer, input, hx)
-    if not isinstance(layer, (ParaGRU, ParaLSTM)):
+    if not isinstance(layer, (ParaGRU, ParaLSTM)) or layer._over_ranks is not None:
         return found
     _check(input)
     if layer.algorithm != "reference":
