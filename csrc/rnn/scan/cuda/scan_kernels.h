@@ -31,7 +31,7 @@ struct WarpForward {
   scalar* h_n;              // (B, H)
   scalar* c_n;              // (B, H), lstm only
   scalar* gates;            // (T, B, 4 H), or null to save nothing
-  scalar* cells;            // (T, B, H), lstm only, or null; where time is not cut, written beside gates alone
+  scalar* cells;            // (T, B, H), lstm only, or null
 };
 
 template <typename scalar>
