@@ -80,6 +80,62 @@ def test_no_jacobian_of_torchs_own_layers_is_written(prune: bool, device: str, m
 
 
 @device
+def test_weights_of_zeros_alone(device: str) -> None:
+    """Their Jacobians have no element, and nothing arrives before them."""
+    for zeroed in (0, 3, 5):
+        plain = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(18, 4), nn.ReLU(), nn.Linear(4, 2))
+        plain = plain.to(device)
+        nn.init.zeros_(plain[zeroed].weight)
+        scan = ScanSequential(*copy.deepcopy(plain), schedule="linear", prune=True)
+        for _ in range(2):
+            check(plain, scan, torch.randn(3, 1, 5, 5, device=device, requires_grad=True))
+    grad, weight = torch.randn(2, 3, device=device), torch.zeros(3, 4, device=device, requires_grad=True)
+    crow, none = torch.zeros(5, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    for given in (weight, weight.detach()):
+        (found,) = torch.ops.weft.layer_chain(grad, [crow], [none], [given], [none], [0])
+        assert torch.equal(found, torch.zeros(2, 4, device=device))
+    found = torch.ops.weft.layer_chain(grad, [crow], [none], [weight], [none], [0])[0].sum()
+    assert torch.equal(torch.autograd.grad(found, weight)[0], torch.zeros_like(weight))
+
+
+class Own(nn.Parameter):
+    """Of which nobody knows what its memory stands for."""
+
+
+def test_parameters_of_another_type_are_not_read() -> None:
+    layer, x = nn.Linear(3, 2), torch.randn(2, 3)
+    assert layer_chain.is_direct(layer, x)
+    layer.weight = Own(layer.weight.data)
+    assert not layer_chain.is_direct(layer, x)
+    check(nn.Sequential(layer), ScanSequential(copy.deepcopy(layer)), x.requires_grad_())
+
+
+@device
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_], ids=["parameters", "tensors"])
+def test_lent_parameters_are_those_of_the_forward_pass(kind, prune: bool, device: str) -> None:
+    """torch.func.functional_call takes them back before the backward pass."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3, padding="same"), nn.BatchNorm2d(2).eval(), nn.Flatten(),
+              nn.Linear(18, 4)]  # fmt: skip
+    plain = nn.Sequential(*layers).to(device)
+    scan = ScanSequential(*copy.deepcopy(plain), schedule="linear", prune=prune)
+    x = torch.randn(3, 1, 5, 5, device=device, requires_grad=True)
+    check(plain, scan, x)
+    lent = {n: kind(2 * t.detach() * (torch.rand_like(t) < 0.5)) for n, t in plain.named_parameters()}
+    lent["3.running_var"] = torch.full((2,), 3.0, device=device)
+    given = [x, *(t for t in lent.values() if t.requires_grad)]
+    want, found = (
+        torch.autograd.grad(torch.func.functional_call(net, lent, x).square().sum(), given) for net in (plain, scan)
+    )
+    for f, w in zip(found, want, strict=True):
+        assert_close(f, w)
+    own = dict(scan.named_parameters())
+    assert all(torch.equal(own[n], t) for n, t in plain.named_parameters())
+    check(plain, scan, x)
+
+
+@device
 def test_layers_that_are_alike_are_computed_together(device: str) -> None:
     torch.manual_seed(0)
     blocks = [nn.Conv2d(4, 4, 3, padding=(1, 2), stride=(1, 2), dilation=(1, 2), bias=i < 6) for i in range(2)]
@@ -117,7 +173,10 @@ def test_gradients_of_layers_together_are_each_ones_own(kind, device: str) -> No
                 settings = _C.scan.ConvSettings(*map(list, (module.stride, module.padding, module.dilation)), 1)
             given.append((settings, x, g.flatten(1), list(y.shape), module.weight.detach(), True, bias))
         for found, alone, own in zip(
-            _C.scan.layer_gradients(given, False), (_C.scan.layer_gradients([g], False)[0] for g in given), want, strict=True
+            _C.scan.layer_gradients(given, False),
+            (_C.scan.layer_gradients([g], False)[0] for g in given),
+            want,
+            strict=True,
         ):
             assert (found[1] is None) == (not bias)
             for f, a, w in zip(found, alone, own, strict=False):
