@@ -13,11 +13,8 @@ class TakesSlices:
     It belongs to the groups of this process, so that copies and pickles go without."""
 
     _over_ranks: Any = None
-
-    @property
-    def why_no_slices(self) -> str | None:
-        """Why this one takes no slices all the same; None where it does."""
-        return None
+    takes_slices: bool = True
+    """Whether its states can go from slice to slice."""
 
     def __getstate__(self) -> dict[str, Any]:
         inherited = getattr(super(), "__getstate__", None)  # object has one from Python 3.11 on

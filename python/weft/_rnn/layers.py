@@ -121,14 +121,6 @@ class _Layer(NotScriptable, TakesSlices, torch.nn.RNNBase):
         return _new, arguments, *state
 
     @property
-    def why_no_slices(self) -> str | None:
-        if len(self._state_names) > 2:
-            return "it is an sLSTM"
-        if self.num_heads > 1:
-            return f"it has {self.num_heads} heads"
-        return "it has projections" if self.proj_size else None
-
-    @property
     def algorithm(self) -> str:
         """The algorithm asked for; may be set at any time."""
         return self._algorithm
@@ -522,6 +514,8 @@ class SLSTM(_Tuple):
         >>> output.shape, h_n.shape
         (torch.Size([1000, 16, 32]), torch.Size([1, 16, 32]))
     """
+
+    takes_slices = False
 
     _torch_class = torch.nn.RNNBase  # torch has none
     _state_names = ("h0", "c0", "n0", "m0")

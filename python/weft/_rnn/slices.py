@@ -19,8 +19,8 @@ __all__ = ["run_slice"]
 def run_slice(layer: Any, over: Any, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
     """``output, final`` or, with return_cells, ``output, final, cells``."""
     name = type(layer).__name__
-    if layer.why_no_slices is not None:
-        raise ValueError(f"{name}: it takes no slices of time: {layer.why_no_slices}")
+    if layer.num_heads > 1 or len(layer._state_names) > 2:
+        raise ValueError(f"{name}: over ranks run layers of one head, and no sLSTM")
     if isinstance(input, PackedSequence):
         raise ValueError(f"{name}: a layer over ranks takes no PackedSequence: its sequences end in other slices")
     if state is not None and not any(over.reads(s) for s in state):

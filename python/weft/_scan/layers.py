@@ -485,7 +485,7 @@ class _Complex(_ScanLayer):
     """LRU and S5: h[t] = lambda * h[t-1] + B x[t] in complex numbers, y[t] = Re(C h[t]) + D x[t]. Complex parameters
     are pairs of numbers: B is (N, 2, X), C is (H, N, 2)."""
 
-    why_no_slices = "ranks do not exchange its complex states"
+    takes_slices = False
 
     def _make(self, N: int, device: Device, dtype: torch.dtype | None) -> None:
         made = {"device": device, "dtype": dtype}
