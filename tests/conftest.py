@@ -26,7 +26,7 @@ hypothesis.settings.register_profile("weft", derandomize=True, deadline=None, ma
 hypothesis.settings.load_profile("weft")
 
 # What takes most of the time, as measured on one case of each test: files whose tests compile C++ for the emulator,
-# train, or trace by torch's compilers, and all tests of torch.compile.
+# train, or trace by torch's compilers, all tests of torch.compile, and those of other instruction sets.
 SLOW_FILES = (
     "*_emulated.py",
     "test_emulated_*.py",
@@ -40,7 +40,7 @@ SLOW_FILES = (
     "test_source.py",
     "test_torch_module_inputs.py",
 )
-SLOW_NAME = "compile"
+SLOW_NAMES = ("compile", "lower_instruction_sets")
 
 _skipped: list[str] = []
 _WITHOUT_DEVICES = pytest.StashKey[int]()
@@ -58,7 +58,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if SLOW_NAME in item.name.split("[")[0] or any(fnmatch(item.path.name, pattern) for pattern in SLOW_FILES):
+        name, file = item.name.split("[")[0], item.path.name
+        if any(part in name for part in SLOW_NAMES) or any(fnmatch(file, pattern) for pattern in SLOW_FILES):
             item.add_marker(pytest.mark.slow)
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
