@@ -93,7 +93,7 @@ struct Run {
     matrices[s.matrix] = std::move(m);
   }
 
-  static Matrix place(const at::Tensor& m, Dtype dtype) {
+  static Matrix place(const at::Tensor& m, DType dtype) {
     void* data = m.numel() > 0 ? const_cast<void*>(m.const_data_ptr()) : nullptr;
     return {data, m.size(0), m.size(1), m.stride(0), m.stride(1), dtype};
   }
@@ -140,7 +140,7 @@ struct Run {
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
 
-  at::TensorOptions options(Dtype dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
+  at::TensorOptions options(DType dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
 
   // A buffer that the executor makes. Slots without a child are read as zeros, and so may be rows that only other
   // functions write.
@@ -298,7 +298,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       if (found.defined()) continue;
       TORCH_CHECK_VALUE(s.vector < static_cast<int64_t>(operands.vectors.size()), kOp,
                         "_backward: the program has vector ", s.vector, ", got ", operands.vectors.size());
-      const Dtype registers = p.doubles ? Dtype::kFloat64 : Dtype::kFloat32;
+      const DType registers = p.doubles ? DType::f64 : DType::f32;
       const std::array<int64_t, 2> shape = {1, operands.vectors[s.vector].numel()};
       found = at::empty(shape, r.options(registers));
       r.vector_gradients[s.vector] = Run::place(found, registers);
