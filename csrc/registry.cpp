@@ -58,6 +58,7 @@ TORCH_LIBRARY(weft, m) {
       "bool batch_first, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
       tags);
   m.def("scan_cell(Tensor input, Tensor? h, Tensor?[] weights, *, str cell) -> (Tensor output, Tensor h_next)", tags);
+  m.def("slice_product(Tensor A, bool reverse, bool transpose) -> Tensor", tags);
   m.def("slice_message(Tensor A, Tensor value, bool leaves) -> Tensor", tags);
   m.def(
       "slice_states(Tensor messages, Tensor value, int order, bool reverse) "
@@ -103,8 +104,8 @@ TORCH_LIBRARY(weft, m) {
 
   // distributed: python/weft/_distributed/scan.py, of the ops above and of torch's collectives; `group` is its name
   m.def(
-      "slice_scan(Tensor A, Tensor b, Tensor? x0, Tensor? extra, str group, bool reverse, bool transpose) "
-      "-> (Tensor x, Tensor entered, Tensor end, Tensor products)",
+      "slice_scan(Tensor A, Tensor b, Tensor? x0, Tensor? extra, str group, bool reverse, bool transpose, "
+      "bool ends) -> (Tensor x, Tensor entered, Tensor end, Tensor products)",
       tags);
   m.def(
       "slice_scan_backward(Tensor grad, Tensor grad_entered, Tensor? grad_end, Tensor A, Tensor x, Tensor entered, "

@@ -119,32 +119,37 @@ def main(arguments: list[str] | None = None) -> list[float]:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if device.type == "cuda":
             peak = torch.cuda.max_memory_allocated()
-        memory: list[int] = [0] * ranks
-        dist.all_gather_object(memory, peak)
+        of_ranks: list[tuple[float, int]] = [(0.0, 0)] * ranks
+        dist.all_gather_object(of_ranks, (seconds, peak))
         if rank == 0:
-            report(options, ranks, losses, seconds, memory)
+            report(options, losses, of_ranks)
     finally:
         dist.destroy_process_group()
     return losses
 
 
-def report(options: argparse.Namespace, ranks: int, losses: list[float], seconds: float, memory: list[int]) -> None:
-    """Prints this run beside those before it, which are kept beside the figure."""
+def report(options: argparse.Namespace, losses: list[float], of_ranks: list[tuple[float, int]]) -> None:
+    """Prints this run, of whose ranks these are the seconds of a step and the bytes at most, beside those before it,
+    which are kept beside the figure."""
+    ranks, seconds = len(of_ranks), max(took for took, _ in of_ranks)
     kept = options.output.with_suffix(".json")
     runs = json.loads(kept.read_text()) if kept.exists() else {}
     same = [options.length, options.width, options.layers]
     runs = {name: run for name, run in runs.items() if run["of"] == same}
     runs[str(ranks)] = {"of": same, "losses": losses, "seconds": seconds}
     kept.write_text(json.dumps(runs))
-    print(f"{ranks} ranks: {seconds:.3f} s a step, at most {max(memory) / 1e6:.0f} MB a rank, loss {losses[-1]:.4f}")
+    for rank, (took, peak) in enumerate(of_ranks):
+        print(f"rank {rank} of {ranks}: {took:.3f} s a step, at most {peak / 1e6:.0f} MB")
+    print(f"loss {losses[-1]:.4f}")
     if "1" in runs and ranks > 1:
-        # Each layer exchanges a product and a state forward, and two gradients of states backward.
-        sent = 8 * options.width
-        predicted = wd.predict(runs["1"]["seconds"], ranks, 2 * options.layers * sent, link=wd.Link(1e-4, 1e9))
+        # Each layer exchanges a product and a state forward, and the gradient of a state and of the end backward.
+        sent, link = 8 * options.width, wd.Link(latency=1e-4, bandwidth=1e9)
+        others = (2 * options.layers - 1) * wd.exchange(ranks, sent, link).seconds
+        predicted = wd.predict(runs["1"]["seconds"], ranks, sent, fixup=others, link=link)
         print(f"predicted from one rank, were each on cores of its own: {predicted.seconds:.3f} s a step")
         difference = max(abs(a - b) for a, b in zip(losses, runs["1"]["losses"], strict=False))
         print(f"losses differ from those of one rank by {difference:.2e}")
-    curves = {f"{name} ranks": list(enumerate(run["losses"])) for name, run in sorted(runs.items())}
+    curves = {f"ranks: {name}": list(enumerate(run["losses"])) for name, run in sorted(runs.items())}
     draw(options.output, f"minGRUs on {options.length:,} characters", curves)
 
 

@@ -33,8 +33,15 @@ OTHERWISE = {
     "torch_rnn": "torch's own kernels: beside torch's layers in tests/rnn",
     "slice_scan": "it takes a group of ranks: tests/distributed",
     **dict.fromkeys(
-        ("slice_message", "slice_states", "slice_left", "slice_mend_", "slice_mend_gradients_"),
-        "parts of slice_scan, which work in place: tests/scan/test_slice_message.py",
+        (
+            "slice_product",
+            "slice_message",
+            "slice_states",
+            "slice_left",
+            "slice_mend_",
+            "slice_mend_gradients_",
+        ),
+        "parts of slice_scan, some of which work in place: tests/scan/test_slice_*.py",
     ),
     "csr_transpose": _INTEGERS,
     "zeros_changed": _INTEGERS,

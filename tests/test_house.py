@@ -42,6 +42,7 @@ WITHOUT = {
     "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
     "slice_message": {FILES[2]: "below autograd: a part of slice_scan"},
+    "slice_product": {FILES[2]: "below autograd: a part of slice_scan"},
     "zeros_changed": {FILES[2]: "its result is a flag, which has no gradient"},
 }
 """Files that an op does not have, and why."""

@@ -20,7 +20,8 @@ from tests.common import assert_close
 from tests.distributed.team import Team
 
 UNEVEN = [5, 1, 0, 7]
-LONG = [300, 200, 0, 400]
+LONG = [1100, 200, 0, 400]
+FULL = [1300, 1100, 1050, 1200]
 
 
 def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
@@ -129,6 +130,45 @@ def test_slices_that_forget(team: Team, kind: str) -> None:
     options = {"bidirectional": True} | ({"return_cells": True} if kind == "LSTM" else {"nonlinearity": "relu"})
     team.run(_beside_one_process, kind, options, LONG, True, torch.float32, 1e-5)
     team.run(_beside_one_process, kind, options, LONG, True, torch.float64, 1e-12)
+
+
+def _walked_back(rank: int, forgets: bool) -> tuple[int, list[int]]:
+    """Collectives of a backward pass, and the steps of each call of it on this rank."""
+    from weft._distributed import recurrent
+
+    from tests.distributed.test_linear_scan import Counting
+
+    layer = make("RNN", nonlinearity="relu", bias=False)
+    with torch.no_grad():
+        layer.weight_ih_l0.abs_()  # no unit is ever off
+        layer.weight_hh_l0.copy_(torch.eye(6) * (0.5 if forgets else 1.0))
+    x = torch.rand(sum(FULL), 2, 4, dtype=torch.float64)
+    weight = torch.rand(sum(FULL), 2, 6, dtype=torch.float64)
+    want = torch.autograd.grad((layer(x)[0] * weight).sum(), list(layer.parameters()))
+    wd.shard_time(layer)
+    output = layer(x.split(FULL)[rank])[0]
+    steps: list[int] = []
+    original = recurrent._rnn_backward
+
+    def counted(grad_output: Tensor, *arguments: Any, **keywords: Any) -> list[Tensor]:
+        steps.append(len(grad_output))
+        return original(grad_output, *arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch, Counting() as sent:
+        patch.setattr(recurrent, "_rnn_backward", counted)
+        got = torch.autograd.grad((output * weight.split(FULL)[rank]).sum(), list(layer.parameters()))
+    for g, w in zip(got, want, strict=True):
+        dist.all_reduce(g)
+        assert_close(g, w, 1e-12)
+    return len(sent), steps
+
+
+def test_a_gradient_goes_back_as_far_as_it_reaches(team: Team) -> None:
+    for size, (exchanges, steps) in zip(FULL, team.run(_walked_back, True), strict=True):
+        assert exchanges == 2 and steps == [128, size - 128, 128]
+    found = team.run(_walked_back, False)
+    assert {exchanges for exchanges, _ in found} == {4}
+    assert found[0][1] == [128, 1172] * 4, "the first rank hears of every other one's gradient"
 
 
 def _rounds(rank: int, forgets: bool) -> int:

@@ -198,8 +198,66 @@ def test_autocast(team: Team) -> None:
     team.run(_autocast)
 
 
+class _Free:
+    """A link on which doubling is cheaper than one gather, for more than two ranks."""
+
+    def __enter__(self) -> None:
+        from weft._distributed import rounds
+
+        self.rounds, self.link = rounds, rounds.link
+        rounds.link = wd.Link(latency=0.0, bandwidth=1.0)
+
+    def __exit__(self, *_: object) -> None:
+        self.rounds.link = self.link
+
+
+def _in_rounds(rank: int, layout: str, dtype: torch.dtype) -> None:
+    with _Free():
+        for sizes in SIZES:
+            number = SIZES.index(sizes)
+            for x0 in (True, False):
+                sample = LinearScan(13, 2, 3, layout, x0, reverse=number % 2 == 1, transpose=number % 3 == 1)
+                _beside_one_process(rank, sample, sizes, dtype)
+        _second(rank, LinearScan(13, 2, 3, layout), UNEVEN)
+    if layout in ("dense", "diagonal"):
+        with _Free():
+            for kind in ("up", "down", "both", "zeros", "resets"):
+                _chaos(rank, kind, layout, False, 600)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_exchange_in_rounds(team: Team, layout: str, dtype: torch.dtype) -> None:
+    team.run(_in_rounds, layout, dtype)
+
+
+def _rounds_of(rank: int, size: int) -> list[int]:
+    """Of a group that is no power of two, too, in which some rank hears of fewer than others."""
+    from weft._distributed import scan
+
+    group = dist.new_group(list(range(size)))
+    if rank >= size:
+        return []
+    A, b = LinearScan(4 * size, 2, 3, "dense", x0=False).inputs(torch.float64)[:2]
+    sizes = [4] * size
+    want = linear_scan(A, b)
+    A, b = (cut(t, sizes, rank).requires_grad_() for t in (A, b))
+    with pytest.MonkeyPatch.context() as patch, Counting() as sent:
+        patch.setattr(scan, "in_rounds", lambda *_: True)
+        x = wd.linear_scan(A, b, group=group)
+        x.sum().backward()
+    assert_close(x, cut(want, sizes, rank))
+    return sent
+
+
+@pytest.mark.parametrize(("size", "rounds"), [(2, 1), (3, 2), (4, 2)])
+def test_rounds_are_as_many_as_the_ranks_have_digits(team: Team, size: int, rounds: int) -> None:
+    for sent in team.run(_rounds_of, size)[:size]:
+        assert len(sent) == 2 * rounds, "so many each way"
+
+
 class Counting:
-    """Counts the bytes that a rank sends to all."""
+    """Counts the bytes that a rank sends in each collective."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -207,19 +265,22 @@ class Counting:
     def __enter__(self) -> list[int]:
         from weft._distributed.group import GroupRanks
 
-        self.original = GroupRanks.gather
+        self.originals = GroupRanks.gather, GroupRanks.shift
 
-        def gather(ranks, x):
-            self.sent.append(x.numel() * x.element_size())
-            return self.original(ranks, x)
+        def counted(original):
+            def call(ranks, x, *others):
+                self.sent.append(x.numel() * x.element_size())
+                return original(ranks, x, *others)
 
-        GroupRanks.gather = gather
+            return call
+
+        GroupRanks.gather, GroupRanks.shift = (counted(original) for original in self.originals)
         return self.sent
 
     def __exit__(self, *_: object) -> None:
         from weft._distributed.group import GroupRanks
 
-        GroupRanks.gather = self.original
+        GroupRanks.gather, GroupRanks.shift = self.originals
 
 
 def _bytes(rank: int, layout: str, T: int) -> list[int]:

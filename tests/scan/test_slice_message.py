@@ -283,6 +283,30 @@ class TestEmulated:
             library(1, dtype == torch.float64, 2 * few, [T, 2, 37, 74, 37], [A, x0, None, found, None, None, None])
             assert_close(found, want.double(), 2 * BOUNDS[dtype])
 
+    def test_a_bad_channel_stays_alone(self, library: _Library, dtype: torch.dtype) -> None:
+        """Bit by bit in its neighbours, also in those of its block; its own steps before it are right."""
+        for T, few in ((150, True), (400, False), (700, True)):
+            for bad in ("A", "x", "state"):
+                A, b, x0 = self.problem("tame", T, 2, 5, dtype)
+                x = linear_scan(A, b)
+                results = []
+                for spoilt in (False, True):
+                    given = {"A": A.clone(), "x": x.clone(), "state": x0.clone()}
+                    begin = 0 if bad == "state" else 70
+                    if spoilt:
+                        given[bad][(1, 2) if bad == "state" else (slice(70, 71 if bad == "A" else None), 1, 2)] = (
+                            torch.nan
+                        )
+                    pointers = [given["A"], given["state"], None, given["x"], None, None, None]
+                    library(1, dtype == torch.float64, 2 * few, [T, 2, 5, 10, 5], pointers)
+                    results.append(given["x"])
+                clean, found = results
+                assert_close(found[:begin, 1, 2], clean[:begin, 1, 2].double(), 2 * BOUNDS[dtype])
+                # Of x, a NaN that the scan has spread; of A, one that it would have.
+                assert bad == "A" or found[begin:, 1, 2].isnan().all()
+                found[:, 1, 2] = clean[:, 1, 2]
+                assert torch.equal(found, clean)
+
     @kinds("tame", "remembers")
     def test_mend_gradients(self, library: _Library, kind: str, dtype: torch.dtype) -> None:
         for T in (1, 129, 400):

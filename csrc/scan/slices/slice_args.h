@@ -16,6 +16,14 @@ struct SliceProduct {
   bool wide;  // double, else float
 };
 
+// The product of all steps of a dense A, in the order of processing; element (i, k) of a step is A_row and A_col away.
+struct DenseProduct {
+  const void* A;
+  int64_t A_t, A_b, A_row, A_col;
+  int64_t T, B, H;
+  bool wide;  // double, else float
+};
+
 // The message of one rank: packed products (B, H), values (B, H), and whether anything leaves the slice. Numbers of
 // int32, of int64 for doubles.
 constexpr int64_t slice_message_numbers(int64_t channels) {

@@ -1,4 +1,4 @@
-"""The group of a call: who this process is in it, and the one collective that everything here is made of."""
+"""The group of a call: who this process is in it, and the collectives that everything here is made of."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _collectives = functional_collectives()
 
 
 class Ranks:
-    """This process among `size` others. What ranks tell each other goes through :meth:`gather` alone."""
+    """This process among `size` others. What ranks tell each other goes through :meth:`gather`, and where
+    that is cheaper, :meth:`shift`."""
 
     name: str
     """By which an op finds it again."""
@@ -38,6 +39,10 @@ class Ranks:
 
     def scatter(self, x: Tensor, sizes: list[int]) -> Tensor:
         """``(size, own rows, ...)``: of x of every rank, sizes[r] rows for each rank r, those for this one."""
+        raise NotImplementedError
+
+    def shift(self, x: Tensor, by: int) -> Tensor | None:
+        """x of the rank `by` places before this one, None where there is none. All have the same shape."""
         raise NotImplementedError
 
     def gather_objects(self, x: Any) -> list[Any]:
@@ -78,6 +83,15 @@ class GroupRanks(Ranks):
         own = sizes[self.rank]
         rows = _collectives.all_to_all_single(x.contiguous(), [own] * self.size, sizes, self.name)
         return _collectives.wait_tensor(rows).view(self.size, own, *x.shape[1:])
+
+    def shift(self, x: Tensor, by: int) -> Tensor | None:
+        # Also from and to ranks that are not there, so that all take part.
+        sent, received = (
+            [x.numel() if r == other else 0 for r in range(self.size)] for other in (self.rank + by, self.rank - by)
+        )
+        rows = x.contiguous().view(-1)[: sum(sent)]
+        came = _collectives.wait_tensor(_collectives.all_to_all_single(rows, received, sent, self.name))
+        return came.view(x.shape) if 0 <= self.rank - by < self.size else None
 
     def gather_objects(self, x: Any) -> list[Any]:
         found: list[Any] = [None] * self.size

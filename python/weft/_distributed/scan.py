@@ -2,7 +2,7 @@
 
 A rank's slice does to the state that comes in what one map does, x -> product x + value. Ranks gather these maps, in
 one collective, and each follows them from the first rank to itself. Backward, gradients of the state run through the
-same products, transposed, so that only values are gathered.
+same products, transposed, so that only values are gathered. (Or in rounds: rounds.py.)
 
 Let P, v be a rank's product and value, s the state that enters it, g the gradient of its x, and M the gradient of the
 state that leaves it, which comes from the rank after it:
@@ -14,6 +14,7 @@ state that leaves it, which comes from the rank after it:
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .group import Ranks, check_alike, check_tensor, ranks_named, ranks_of
+from .rounds import SliceMap, carried, in_rounds
 from .totals import between_ranks, pack, product_of_steps, unpack
 
 __all__ = ["Scanned", "linear_scan", "scan_slice"]
@@ -30,6 +32,8 @@ _gradients = torch.ops.weft.linear_scan_backward.default
 
 _FIRST_BLOCK = 64
 """Steps that are scanned again before states are compared; each next block is twice as long."""
+_KERNEL_HIDDEN = 32
+"""H up to which CUDA has a kernel of the product of a slice's steps, in float32."""
 
 
 class Scanned(NamedTuple):
@@ -84,10 +88,11 @@ def linear_scan(
     Returns:
         This rank's slice of x, ``(T, B, H)``.
 
-    One collective forward, one backward; what is exchanged, a product and a state, does not grow with T, and the host
-    waits for nothing. Gradients of any order are scans over ranks themselves. Products that overflow or underflow where
-    the states do not do no harm. But a slice is summed up in one map, in the digits of float64 and with a value of the
-    state's own dtype: where what the map makes of a state cancels against what it adds, digits are lost, which
+    One collective forward, one backward, or ceil(log2 ranks) rounds of send and receive where :func:`exchange` finds
+    them cheaper. What is exchanged, a product and a state, does not grow with T, and the host waits for nothing.
+    Gradients of any order are scans over ranks themselves. Products that overflow or underflow where the states do not
+    do no harm. But a slice is summed up in one map, in the digits of float64 and with a value of the state's own dtype:
+    where what the map makes of a state cancels against what it adds, digits are lost, which
     :func:`weft.scan.linear_scan` would save step by step.
 
     Raises:
@@ -173,15 +178,28 @@ def _canonical(A: Tensor, b: Tensor) -> tuple[Tensor, bool]:
     return A, A.dim() != 4
 
 
-def _product(A: Tensor, b: Tensor, part: _Slice) -> Tensor:
-    """The packed product of a slice's steps: (B, H), or (B, H, H) with B or 1."""
-    T, B, H = b.shape
+def _product_shape(A: Tensor, b: Tensor) -> tuple[int, ...]:
+    """(B, H), or (B, H, H) with B or 1."""
+    _, B, H = b.shape
     matrices, diagonal = _canonical(A, b)
+    return (B, H) if diagonal else (matrices.size(1), H, H)
+
+
+def _product(A: Tensor, b: Tensor, part: _Slice) -> Tensor:
+    """The packed product of a slice's steps. Nothing comes to the first rank, whose product nobody asks for."""
+    T, H = b.size(0), b.size(2)
+    matrices, diagonal = _canonical(A, b)
+    if part.order == 0:
+        return torch.zeros(
+            _product_shape(A, b), dtype=torch.int64 if b.dtype == torch.float64 else torch.int32, device=b.device
+        )
+    if not diagonal and (b.device.type == "cpu" or (b.dtype == torch.float32 and H <= _KERNEL_HIDDEN)):
+        return torch.ops.weft.slice_product(matrices, part.reverse, part.transpose)
     if T > 0 and b.numel() > 0:
         m, e = product_of_steps(matrices, T, diagonal, part.transpose, part.reverse)
-        m, e = (t.expand(B, H) if diagonal else t for t in (m, e))
+        m, e = (t.expand(b.shape[1:]) if diagonal else t for t in (m, e))
     elif diagonal:
-        m, e = b.new_full((B, H), 0.5, dtype=torch.float64), b.new_ones(B, H, dtype=torch.int64)
+        m, e = b.new_full(b.shape[1:], 0.5, dtype=torch.float64), b.new_ones(b.shape[1:], dtype=torch.int64)
     else:
         m = 0.5 * torch.eye(H, dtype=torch.float64, device=b.device).expand(matrices.size(1), H, H)
         e = torch.ones_like(m, dtype=torch.int64)
@@ -210,11 +228,47 @@ def _mend(states: Tensor, A: Tensor, b: Tensor, state: Tensor, reverse: bool, tr
         begin, block = end, 2 * block
 
 
+def _mend_gradients(
+    grad: Tensor, A: Tensor, states: Tensor, start: Tensor | None, left: Tensor, reverse: bool, transpose: bool,
+    grad_A: Tensor | None, grad_b: Tensor,
+) -> Tensor | None:  # fmt: skip
+    """Goes back again with the gradient of the state that leaves, into the gradients without, until the two are the
+    same. The gradient of `start`, where it gets there."""
+    T, done, block = grad.size(0), 0, _FIRST_BLOCK
+    while done < T:
+        end = min(done + block, T)
+        steps = slice(done, end) if reverse else slice(T - end, T - done)
+        before = start if end == T else states[end] if reverse else states[T - end - 1]
+        part = grad[steps].clone()
+        part[_end(part, reverse)] += left
+        part_A, part_b, left = _gradients(
+            part, A[steps], states[steps], before, reverse, transpose,
+            [grad_A is not None, True, before is not None],
+        )  # fmt: skip
+        first = _end(part, not reverse)
+        met = torch.equal(part_b[first], grad_b[steps][first])
+        grad_b[steps] = part_b
+        if grad_A is not None:
+            grad_A[steps] = part_A
+        if met:
+            return None
+        done, block = end, 2 * block
+    return left
+
+
 @torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
 def _slice_scan(
-    A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, group: str, reverse: bool, transpose: bool
+    A: Tensor,
+    b: Tensor,
+    x0: Tensor | None,
+    extra: Tensor | None,
+    group: str,
+    reverse: bool,
+    transpose: bool,
+    ends: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of Scanned, and the products of all ranks as :func:`between_ranks` takes them."""
+    """The fields of Scanned, the end right with `ends` alone, and the products of all ranks as :func:`between_ranks`
+    takes them; after an exchange in rounds this rank's."""
     part = _Slice(ranks_named(group), reverse, transpose)
     order, ranks = part.order, part.ranks
     first = order == 0
@@ -228,35 +282,43 @@ def _slice_scan(
     if extra is not None:
         value = value + extra
     leaves = T > 0 or start is not None or extra is not None
-    if _is_sliced_diagonal(A, b):
-        gathered = ranks.gather(torch.ops.weft.slice_message(A, value, leaves))
-        entered, end, products, came = torch.ops.weft.slice_states(gathered, value, order, reverse)
-        if not first:
-            torch.ops.weft.slice_mend_(states, A, entered, came, reverse)
-        elif start is not None:
-            entered = start.expand(B, H).clone()
-        return states, entered, end, products
-    product = _product(A, b, part)
-    has = product.new_full((1,), leaves)
-    message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
-    gathered = part.ordered(ranks.gather(message))
-    count = product.numel()
-    products = unpack(gathered[:, :count], b.dtype).view(ranks.size, *product.shape)
-    values = gathered[:, count:-1].contiguous().view(b.dtype).view(ranks.size, B, H)
-    # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
-    arrived = gathered[:, -1].cumsum(0) - gathered[:, -1] > 0
-    products = torch.where(arrived.view(-1, *(1,) * product.dim()), products, 0.0)
-    entering, end = between_ranks(products, values, None, False)
-    if first:
-        entered = b.new_zeros(B, H) if start is None else start.expand(B, H).clone()
+    sliced = _is_sliced_diagonal(A, b)
+    if sliced:  # no one asks for the first rank's product
+        message = torch.ops.weft.slice_message(A[:0] if first else A, value, leaves)
     else:
-        entered = entering[order].to(b.dtype)
-        if b.device.type == "cpu":
-            if arrived[order]:
-                _mend(states, A, b, entered, reverse, transpose)
-        else:  # how far is known to the device alone
-            states = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
-    return states, entered, end.to(b.dtype), products
+        product = _product(A, b, part)
+        has = product.new_full((1,), leaves)
+        message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
+    shape = _product_shape(A, b)
+    if not ends and in_rounds(ranks, message.numel() * message.element_size()):
+        count = message.numel() - 1 - value.numel()
+        own = SliceMap(unpack(message[:count], b.dtype).view(shape), value.double(), message[-1] > 0)
+        before = carried(ranks, own, b.dtype, reverse)
+        products = torch.where(before.leaves, own.product, 0.0).unsqueeze(0)
+        entered, came = before.value.to(b.dtype), before.leaves.to(torch.int32).view(1)
+        end = value.clone()  # which nobody has asked for
+    elif sliced:
+        entered, end, products, came = torch.ops.weft.slice_states(ranks.gather(message), value, order, reverse)
+    else:
+        gathered = part.ordered(ranks.gather(message))
+        count = product.numel()
+        products = unpack(gathered[:, :count], b.dtype).view(ranks.size, *shape)
+        values = gathered[:, count:-1].contiguous().view(b.dtype).view(ranks.size, B, H)
+        # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
+        arrived = gathered[:, -1].cumsum(0) - gathered[:, -1] > 0
+        products = torch.where(arrived.view(-1, *(1,) * product.dim()), products, 0.0)
+        entering, end = between_ranks(products, values, None, False)
+        entered, end, came = entering[order].to(b.dtype), end.to(b.dtype), arrived[order : order + 1]
+    if first:
+        entered = torch.zeros_like(value) if start is None else start.expand(B, H).clone()
+    elif sliced:
+        torch.ops.weft.slice_mend_(states, A, entered, came, reverse)
+    elif b.device.type == "cpu":
+        if came:
+            _mend(states, A, b, entered, reverse, transpose)
+    else:  # how far is known to the device alone
+        states = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
+    return states, entered, end, products
 
 
 @torch.library.impl("weft::slice_scan_backward", "CompositeExplicitAutograd")
@@ -269,27 +331,35 @@ def _slice_scan_backward(
     order, ranks = part.order, part.ranks
     first, T = order == 0, grad.size(0)
     sliced = T > 0 and _is_sliced_diagonal(A, grad)
+    # Gradients of every step from no gradient of the state that leaves, mended once that is there; on CUDA how far is
+    # known to the device alone, and there is a kernel of diagonals.
+    mends = sliced or (T > 0 and grad.device.type == "cpu" and _is_varying(A, grad))
     start = entered if has_x0 or not first else None
     value = grad_entered
-    if sliced:  # one pass, mended once the gradient of the state that leaves is there
+    if mends:
         grad_A, grad_b, grad_start = _gradients(
-            grad, A, states, start, reverse, transpose, [output_mask[0], True, not first]
+            grad, A, states, start, reverse, transpose, [output_mask[0], True, start is not None]
         )
     elif T > 0 and not first:
         grad_start = _gradients(grad, A, None, entered, reverse, transpose, [False, False, True])[2]
     if T > 0 and not first:
         value = value + grad_start
-    message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
-    gathered = ranks.gather(message)
-    if products.dim() == 3:
-        left = torch.ops.weft.slice_left(
-            gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
-        )
+    if products.size(0) < ranks.size:  # in rounds, from the last rank to the first
+        product = products[0] if products.dim() == 3 else products[0].mT
+        own = SliceMap(product, value.double(), torch.ones((), dtype=torch.bool, device=grad.device))
+        left = carried(ranks, own, grad.dtype, not reverse).value.to(grad.dtype)
     else:
-        gathered = part.ordered(gathered)
-        end = None if grad_end is None else gathered[:, 1].double().sum(0)
-        entering, _ = between_ranks(products, gathered[:, 0], end, True)
-        left = entering[order].to(grad.dtype)
+        message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
+        gathered = ranks.gather(message)
+        if products.dim() == 3:
+            left = torch.ops.weft.slice_left(
+                gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
+            )
+        else:
+            gathered = part.ordered(gathered)
+            end = None if grad_end is None else gathered[:, 1].double().sum(0)
+            entering, _ = between_ranks(products, gathered[:, 0], end, True)
+            left = entering[order].to(grad.dtype)
     nothing = grad.new_empty(0)
     if T == 0:
         grad_A = torch.zeros_like(A) if output_mask[0] else nothing
@@ -301,6 +371,12 @@ def _slice_scan_backward(
         step = -1 if reverse else 0
         grad_start = A[step] * grad_b[step] + grad_entered if first and has_x0 else torch.zeros_like(left)
         return grad_A if output_mask[0] else nothing, grad_b if output_mask[1] else nothing, grad_start, left
+    if mends:
+        mended_A = grad_A if output_mask[0] else None
+        found = _mend_gradients(grad, A, states, start, left, reverse, transpose, mended_A, grad_b)
+        grad_start = grad_start if found is None else found
+        grad_start = grad_start + grad_entered if first and has_x0 else torch.zeros_like(left)
+        return grad_A if output_mask[0] else nothing, grad_b if output_mask[1] else nothing, grad_start, left
     grad = grad.clone()
     grad[_end(grad, reverse)] += left
     mask = [*output_mask, first and has_x0]
@@ -310,13 +386,12 @@ def _slice_scan_backward(
 
 
 @torch.library.register_fake("weft::slice_scan")
-def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose):
-    _, B, H = b.shape
-    _, diagonal = _canonical(A, b)
-    product = (B, H) if diagonal else (1 if A.dim() == 3 else A.size(1), H, H)
-    row = b.new_empty(B, H)
+def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose, ends):
+    ranks, row, product = ranks_named(group), b.new_empty(b.shape[1:]), _product_shape(A, b)
     states = torch.empty_like(b, memory_format=torch.contiguous_format)
-    products = b.new_empty(ranks_named(group).size, *product, dtype=torch.float64)
+    numbers = math.prod(product) + row.numel() + 1
+    rounds = not ends and in_rounds(ranks, numbers * (8 if b.dtype == torch.float64 else 4))
+    products = b.new_empty(1 if rounds else ranks.size, *product, dtype=torch.float64)
     return states, row, torch.empty_like(row), products
 
 
@@ -342,7 +417,9 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        *scanned, products = torch.ops.weft.slice_scan(A, b, x0, extra, part.ranks.name, part.reverse, part.transpose)
+        *scanned, products = torch.ops.weft.slice_scan(
+            A, b, x0, extra, part.ranks.name, part.reverse, part.transpose, ends
+        )
         states, entered, end = scanned
         ctx.part, ctx.ends = part, ends
         ctx.save_for_backward(A, states, entered, products, x0)

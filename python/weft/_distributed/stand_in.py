@@ -43,6 +43,9 @@ class StandIn(Ranks):
         begin = sum(sizes[: self.rank])
         return x[begin : begin + sizes[self.rank]].expand(self.size, sizes[self.rank], *x.shape[1:])
 
+    def shift(self, x: Tensor, by: int) -> Tensor | None:
+        return x if 0 <= self.rank - by < self.size else None
+
     def gather_objects(self, x: Any) -> list[Any]:
         return [x] * self.size
 

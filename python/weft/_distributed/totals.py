@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["apply_scaled", "between_ranks", "columns_of", "pack", "product_of_steps", "unpack"]
+__all__ = ["apply_scaled", "between_ranks", "columns_of", "pack", "product_of_steps", "scaled", "unpack"]
 
 _NEVER = -(1 << 40)
 """The exponent of a zero: below every other."""
@@ -24,7 +24,8 @@ _MANTISSAS = 512
 """Factors in [0.5, 1), likewise."""
 
 
-def _frexp(t: Tensor) -> tuple[Tensor, Tensor]:
+def scaled(t: Tensor) -> tuple[Tensor, Tensor]:
+    """m and e of t = m 2^e, m 0, in [0.5, 1) or not finite."""
     m, e = torch.frexp(t)
     return m, torch.where(m != 0, e.to(torch.int64), _NEVER)
 
@@ -104,7 +105,7 @@ def _power(A: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 
 def columns_of(t: Tensor) -> tuple[Tensor, Tensor]:
     """t (..., H, H) with the largest entry of every column in [0.5, 1), and the columns' exponents (..., 1, H)."""
-    e = _frexp(t)[1].amax(-2, keepdim=True).clamp_min(-5000)
+    e = scaled(t)[1].amax(-2, keepdim=True).clamp_min(-5000)
     return _ldexp(t, -e), e
 
 
@@ -121,17 +122,17 @@ def _dense_product(A: Tensor) -> tuple[Tensor, Tensor]:
         even = t.size(0) // 2 * 2
         earlier, later = t[0:even:2], t[1:even:2]
         earlier_e, rows = e[0:even:2], e[1:even:2].mT
-        largest = (_frexp(earlier)[1] + rows).amax(-2, keepdim=True).clamp_min(-(1 << 39))
+        largest = (scaled(earlier)[1] + rows).amax(-2, keepdim=True).clamp_min(-(1 << 39))
         products, more = columns_of(later @ _ldexp(earlier, rows - largest))
         t, e = torch.cat((products, t[even:])), torch.cat((earlier_e + largest + more, e[even:]))
-    m, own = _frexp(t.squeeze(0))
+    m, own = scaled(t.squeeze(0))
     return m, own + e.squeeze(0)
 
 
 def apply_scaled(matrix: Tensor, e: Tensor, vector: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(matrix 2^e) (vector 2^scale) as a vector (B, rows, 1), and its exponent (B, 1, 1), for matrices (B, rows,
     columns) whose columns have exponents e (B, 1, columns)."""
-    largest = (_frexp(vector)[1] + e.mT).amax(-2, keepdim=True).clamp_min(-(1 << 39))
+    largest = (scaled(vector)[1] + e.mT).amax(-2, keepdim=True).clamp_min(-(1 << 39))
     return matrix @ _ldexp(vector, e.mT - largest), scale + largest
 
 

@@ -79,6 +79,11 @@ def _linear_scan_fake(
     return b.new_empty(b.shape)
 
 
+@torch.library.register_fake("weft::slice_product")
+def _slice_product_fake(A: Tensor, reverse: bool, transpose: bool) -> Tensor:
+    return A.new_empty(A.shape[1:], dtype=torch.int64 if A.dtype == torch.float64 else torch.int32)
+
+
 @torch.library.register_fake("weft::slice_message")
 def _slice_message_fake(A: Tensor, value: Tensor, leaves: bool) -> Tensor:
     dtype = torch.int64 if A.dtype == torch.float64 else torch.int32
