@@ -73,7 +73,9 @@ def test_what_the_driver_does_not_tell_scales_nothing():
 def test_the_nearest_is_that_of_the_nearest_capability():
     def add(name: str, capability: int, multiprocessors: int) -> None:
         table = {"products": {"fixed": {"launch": [float(capability)]}}}
-        weft._C.common.add_costs(table, **{**H200, "name": name, "capability": capability, "multiprocessors": multiprocessors})
+        weft._C.common.add_costs(
+            table, **{**H200, "name": name, "capability": capability, "multiprocessors": multiprocessors}
+        )
 
     # In a process of its own, whose costs no other test sees.
     def check() -> None:

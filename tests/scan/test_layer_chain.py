@@ -117,7 +117,10 @@ def test_gradients_of_layers_together_are_each_ones_own(kind, device: str) -> No
                 settings = _C.scan.ConvSettings(*map(list, (module.stride, module.padding, module.dilation)), 1)
             given.append((settings, x, g.flatten(1), list(y.shape), module.weight.detach(), True, bias))
         for found, alone, own in zip(
-            _C.scan.layer_gradients(given, False), (_C.scan.layer_gradients([g], False)[0] for g in given), want, strict=True
+            _C.scan.layer_gradients(given, False),
+            (_C.scan.layer_gradients([g], False)[0] for g in given),
+            want,
+            strict=True,
         ):
             assert (found[1] is None) == (not bias)
             for f, a, w in zip(found, alone, own, strict=False):
