@@ -48,6 +48,7 @@ def main() -> weft.offloading.OffloadReport:
         callbacks=[callback],
         accumulate_grad_batches=2,
         logger=False,
+        enable_checkpointing=False,
     )
     data = torch.utils.data.TensorDataset(torch.randn(4096, 256))
     trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=1024))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which(os.environ.get("CXX", "c++").split()[-1])
@@ -68,6 +69,7 @@ def ends_well(function: Callable[[], None]) -> bool:
     if child == 0:
         try:
             faulthandler.disable()  # that a flawed kernel ends the process is what a test asks for
+            torch.set_num_threads(1)  # OpenMP would wait for the parent's threads
             function()
             os._exit(0)
         finally:

@@ -53,7 +53,7 @@ std::vector<at::Tensor> csr_chain_forward(RunChain run, const at::Tensor& grad, 
                         kOp, ": ", name, " must be int64 (", batch, ", ", x.size(1), "), got ", values[k].scalar_type(),
                         " ", values[k].sizes());
       link.values_batch = x.size(1);
-    } else {
+    } else if (!layers || diagonal || nnz > 0) {
       TORCH_CHECK_VALUE((values[k].dim() == 1 || (values[k].dim() == 2 && values[k].size(0) == batch)) &&
                             values[k].size(-1) == nnz && (diagonal ? cols[k].numel() == 0 : read == 0),
                         kOp, ": ", name, " must be (", nnz, ",) or (", batch, ", ", nnz, "), got ", values[k].sizes());
@@ -98,8 +98,11 @@ std::vector<at::Tensor> written_values(const at::Tensor& grad, at::TensorList cr
           at::repeat_interleave_symint(crows[k].diff().to(at::kLong), std::optional(cols[k].sym_size(0)));
       const at::Tensor picked = values[k].index_select(1, cols[k]);
       written.push_back(at::eq(picked, row.remainder(reads[k])).to(grad.scalar_type()));
+    } else if (sources[k].sym_size(0) != 0) {
+      written.push_back(read_at(values[k], sources[k].to(at::kLong)));
     } else {
-      written.push_back(sources[k].sym_size(0) != 0 ? read_at(values[k], sources[k].to(at::kLong)) : values[k]);
+      const bool nothing = crows[k].sym_size(0) != 0 && cols[k].sym_size(0) == 0;
+      written.push_back(nothing ? values[k].reshape({-1}).narrow(0, 0, 0) : values[k]);
     }
   }
   return written;

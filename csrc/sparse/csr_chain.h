@@ -11,8 +11,8 @@
 //
 // values[k] and sources[k] by reads[k]:
 //   0   numbers of the matrix: without a source as above, else element e is values[k].flatten()[source[e]], shared by
-//   the
-//       batch: a convolution's weight. source (nnz,), of the indices' dtype; empty: none.
+//       the batch: a convolution's weight. source (nnz,), of the indices' dtype; empty: none. Of a matrix without
+//       elements values[k] may have any shape: a weight of zeros alone.
 //   -1  of a diagonal, (B, n): what a ReLU gave. The matrix has 0 where it is not above 0, and 1 elsewhere, so at NaN.
 //   p   > 0, of a max-pooling over planes of p elements, (B, columns) int64: which element of its plane each output is.
 //       An element has 1 where that is its row, else 0.

@@ -225,7 +225,10 @@ def _explain_scan_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Te
         input = input.data
     if not isinstance(input, Tensor):
         raise TypeError(f"explain: x must be a Tensor, got {type(input).__name__}")
+    ranks = layer._over_ranks
     if isinstance(layer, (weft_nn.ParaGRU, weft_nn.ParaLSTM)):
+        if ranks is not None:
+            return ScanExplanation(repr(layer), _sizes(input), "walk", ranks.said(in_rounds=True))
         if layer.algorithm == "reference":
             return ScanExplanation(repr(layer), _sizes(input), "reference", 'algorithm="reference"')
         x = input.transpose(0, 1) if layer.batch_first and input.dim() == 3 else input
@@ -238,6 +241,8 @@ def _explain_scan_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Te
         else "its gates depend on the input alone"
     )
     reason = f"{alone}, so that all steps are one linear layer and one scan; {reason}"
+    if ranks is not None:
+        reason = f"{reason}; {ranks.said(in_rounds=False)}"
     return ScanExplanation(repr(layer), _sizes(input), algorithm, reason)
 
 

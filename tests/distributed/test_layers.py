@@ -32,6 +32,9 @@ def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Mo
 
 
 def states_of(layer: nn.Module, B: int, dtype: torch.dtype) -> Any:
+    if isinstance(layer, (weft.nn.ParaGRU, weft.nn.ParaLSTM)):
+        states = tuple(torch.randn(B, 6, dtype=dtype) for _ in range(1 + isinstance(layer, weft.nn.ParaLSTM)))
+        return states if len(states) == 2 else states[0]
     if not isinstance(layer, nn.RNNBase):
         return torch.randn(layer.num_layers, B, 6, dtype=dtype)
     rows = layer.num_layers * (2 if layer.bidirectional else 1)
@@ -125,6 +128,15 @@ def test_recurrent_layers(team: Team, kind: str, options: dict, given: bool) -> 
         team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("kind", ["ParaGRU", "ParaLSTM"])
+def test_layers_of_channels_by_themselves(team: Team, kind: str, given: bool) -> None:
+    for options in ({}, {"batch_first": True, "blocks": 2, "bias": False}, {"algorithm": "reference"}):
+        for sizes in (UNEVEN, [0, 0, 4, 0]):
+            team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
+    team.run(_beside_one_process, kind, {}, LONG, given, torch.float32, 1e-5)
+
+
 @pytest.mark.parametrize("kind", ["RNN", "LSTM"])
 def test_slices_that_forget(team: Team, kind: str) -> None:
     options = {"bidirectional": True} | ({"return_cells": True} if kind == "LSTM" else {"nonlinearity": "relu"})
@@ -191,7 +203,7 @@ def test_rounds(team: Team) -> None:
 
 
 def _unbatched(rank: int) -> None:
-    for kind in ("MinGRU", "GRU", "LSTM"):
+    for kind in ("MinGRU", "GRU", "LSTM", "ParaLSTM"):
         layer = make(kind)
         x = torch.randn(13, 4, dtype=torch.float64)
         want = layer(x)
@@ -207,7 +219,7 @@ def test_unbatched(team: Team) -> None:
 
 
 def _half(rank: int) -> None:
-    for kind in ("MinGRU", "RGLRU", "GRU"):
+    for kind in ("MinGRU", "RGLRU", "GRU", "ParaGRU"):
         layer = make(kind, torch.float32)
         x = torch.randn(40, 2, 6 if kind == "RGLRU" else 4)
         sizes = [10, 12, 8, 10]
@@ -333,6 +345,9 @@ def _refused(rank: int) -> None:
     layer = wd.shard_time(weft.nn.GRU(2, 3))
     with pytest.raises(ValueError, match=r"^GRU: a layer over ranks takes no PackedSequence"):
         layer(pack_sequence([torch.zeros(3, 2)]))
+    layer = wd.shard_time(weft.nn.ParaGRU(2, 3))
+    with pytest.raises(ValueError, match=r"^ParaGRU: a layer over ranks takes no PackedSequence"):
+        layer(pack_sequence([torch.zeros(3, 2)]))
     layer = wd.shard_time(weft.nn.MinGRU(2, 3, bidirectional=True))
     with pytest.raises(ValueError, match=r"^MinGRU: a bidirectional layer over ranks takes no hx"):
         layer(torch.zeros(4, 1, 2), torch.zeros(2, 1, 3))
@@ -358,3 +373,17 @@ def _twice_differentiated(rank: int) -> None:
 
 def test_second_derivatives_are_refused_everywhere(team: Team) -> None:
     team.run(_twice_differentiated)
+
+
+def _explained(rank: int) -> list[str]:
+    x, found = torch.zeros(3, 1, 2), []
+    for kind in ("GRU", "MinGRU", "ParaLSTM"):
+        layer = wd.shard_time(getattr(weft.nn, kind)(2, 3))
+        found.append(weft.explain(layer, x).reason)
+    return found
+
+
+def test_explain_says_what_ranks_do(team: Team) -> None:
+    gru, mingru, paralstm = team.run(_explained)[0]
+    assert "a slice of 4 ranks, in rounds" in gru and "a slice of 4 ranks, in rounds" in paralstm
+    assert "a slice of 4 ranks, with one exchange" in mingru

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import runpy
 import subprocess
 import sys
@@ -123,6 +124,15 @@ def test_sharded_parameters(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHARDED, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_sharded_example() -> None:
+    pytest.importorskip("torch.distributed.fsdp")
+    command = [sys.executable, str(EXAMPLES / "offload_fsdp.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.search(r"use 4\nbudget +4 MB +\(met\)\nsaved .*\nmoved +[1-9][\d.]* MB", done.stdout)
+    assert found is not None, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,37 @@ def test_no_jacobian_of_torchs_own_layers_is_written(prune: bool, device: str, m
 
 
 @device
+def test_weights_of_zeros_alone(device: str) -> None:
+    """Their Jacobians have no element, and nothing arrives before them."""
+    for zeroed in (0, 3, 5):
+        plain = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(18, 4), nn.ReLU(), nn.Linear(4, 2))
+        plain = plain.to(device)
+        nn.init.zeros_(plain[zeroed].weight)
+        scan = ScanSequential(*copy.deepcopy(plain), schedule="linear", prune=True)
+        for _ in range(2):
+            check(plain, scan, torch.randn(3, 1, 5, 5, device=device, requires_grad=True))
+    grad, weight = torch.randn(2, 3, device=device), torch.zeros(3, 4, device=device, requires_grad=True)
+    crow, none = torch.zeros(5, dtype=torch.int32, device=device), torch.empty(0, dtype=torch.int32, device=device)
+    for given in (weight, weight.detach()):
+        (found,) = torch.ops.weft.layer_chain(grad, [crow], [none], [given], [none], [0])
+        assert torch.equal(found, torch.zeros(2, 4, device=device))
+    found = torch.ops.weft.layer_chain(grad, [crow], [none], [weight], [none], [0])[0].sum()
+    assert torch.equal(torch.autograd.grad(found, weight)[0], torch.zeros_like(weight))
+
+
+class Own(nn.Parameter):
+    """Of which nobody knows what its memory stands for."""
+
+
+def test_parameters_of_another_type_are_not_read() -> None:
+    layer, x = nn.Linear(3, 2), torch.randn(2, 3)
+    assert layer_chain.is_direct(layer, x)
+    layer.weight = Own(layer.weight.data)
+    assert not layer_chain.is_direct(layer, x)
+    check(nn.Sequential(layer), ScanSequential(copy.deepcopy(layer)), x.requires_grad_())
+
+
+@device
 def test_layers_that_are_alike_are_computed_together(device: str) -> None:
     torch.manual_seed(0)
     blocks = [nn.Conv2d(4, 4, 3, padding=(1, 2), stride=(1, 2), dilation=(1, 2), bias=i < 6) for i in range(2)]

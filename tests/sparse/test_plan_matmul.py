@@ -484,7 +484,7 @@ def test_few_rows_and_uneven_ones_share_no_lists(device: str) -> None:
         b = diagonal_jacobian(torch.randn(2, a.shape[1], device=device))
         plan = plan_matmul(a, b)
         assert bool(plan._patterns[12].numel()) == (shares and device == "cpu")
-        assert_close(plan(a, b).to_dense(), dense(a) @ dense(b))
+        assert_close(plan(a, b).to_dense(), dense(a) * b.values.double().unsqueeze(1))
 
 
 @device

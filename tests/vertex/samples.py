@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import weft
 from torch import Tensor, nn
-from weft._vertex.function import prepare
+from weft._vertex.calls import prepare
 from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
 

@@ -23,14 +23,6 @@ devices = pytest.mark.parametrize("device", DEVICES)
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-@pytest.fixture(autouse=True)
-def _exact_fp32():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 class Cell(weft.VertexFunction):
     """h = tanh(f(self, x, s, c_0, c_1)); s is the sum of the children's states, c_k the one in slot k."""
 

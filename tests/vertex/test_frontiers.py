@@ -9,8 +9,8 @@ import pytest
 import torch
 import weft
 from torch import nn
+from weft._vertex.calls import prepare
 from weft._vertex.compiler.steps import Product
-from weft._vertex.function import prepare
 from weft.vertex import models
 
 from tests.common import DEVICES, relative_error

@@ -15,7 +15,7 @@ import torch.nn.utils.prune
 import weft
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from weft._vertex import function
+from weft._vertex import calls
 from weft._vertex.runtime import schedule
 from weft.vertex import models
 
@@ -197,8 +197,8 @@ def test_a_call_like_the_one_before_is_known(change, monkeypatch):
     change, noticed = CHANGES[change]
     change(m)
     asked = []
-    prepare = function.prepare
-    monkeypatch.setattr(function, "prepare", lambda *a: asked.append(a) or prepare(*a))
+    prepare = calls.prepare
+    monkeypatch.setattr(calls, "prepare", lambda *a: asked.append(a) or prepare(*a))
     x = x.to(m.W.weight.dtype)
     out = m(GRAPHS, x)
     assert bool(asked) == noticed
@@ -208,7 +208,7 @@ def test_a_call_like_the_one_before_is_known(change, monkeypatch):
     with torch.no_grad():
         m(GRAPHS, x)
     m(weft.Graphs.from_children(CHILDREN), x)  # like the call before these, unless such calls are not kept
-    assert len(asked) == (3 if function.Snapshot.of(m) is None else 2)
+    assert len(asked) == (3 if calls.Snapshot.of(m) is None else 2)
 
 
 def test_hooks_of_all_modules_run_as_long_as_they_are_there():
@@ -227,8 +227,8 @@ def test_hooks_of_all_modules_run_as_long_as_they_are_there():
 
 
 def counted(monkeypatch) -> list:
-    asked, prepare = [], function.prepare
-    monkeypatch.setattr(function, "prepare", lambda *a: asked.append(a) or prepare(*a))
+    asked, prepare = [], calls.prepare
+    monkeypatch.setattr(calls, "prepare", lambda *a: asked.append(a) or prepare(*a))
     return asked
 
 

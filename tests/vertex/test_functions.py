@@ -10,7 +10,7 @@ import torch
 import torch.nn.utils.prune
 import weft
 from torch import nn
-from weft._vertex.function import prepare
+from weft._vertex.calls import prepare
 from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 

@@ -40,14 +40,6 @@ MODELS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _exact_fp32():
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
 def graphs_of(children: list, name: str, device: str) -> weft.Graphs:
     graphs = weft.Graphs.from_children(children)
     if name == "rvnn":

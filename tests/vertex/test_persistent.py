@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import random
 import shutil
 
@@ -11,33 +10,28 @@ import pytest
 import torch
 import weft
 from torch import nn
-from torch.nn import functional as F
 from weft import _C
-from weft._vertex.function import prepare
+from weft._vertex.calls import prepare
 from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
 
-from tests import emulated
 from tests.common import relative_error
 from tests.vertex.naive import random_dag, random_tree
-from tests.vertex.test_source import (
-    ARRAYS,
-    MODELS,
-    BufferArgument,
-    MatrixArgument,
-    PersistentArguments,
-    check_written_kernels,
-)
+from tests.vertex.test_source import MODELS, check_written_kernels
 
 _C = _C.vertex
 FORWARD, BACKWARD, TRAINING = range(3)
 
 
+def core_of(cell, compiled, graphs):
+    """The schedule of graphs for what was compiled."""
+    kinds = tuple(Kind(f.trace.slots_gathered, f.trace.takes_all_children) for f in compiled.functions)
+    return schedule("test", graphs, kinds, cell._functions()[1] if len(kinds) > 1 else None).core
+
+
 def compiled_of(cell, graphs, x):
-    call = prepare(cell, graphs, x, "batched")
-    kinds = tuple(Kind(f.trace.slots_gathered, f.trace.takes_all_children) for f in call.functions)
-    types = cell._functions()[1] if len(kinds) > 1 else None
-    return call.compiled, schedule("test", graphs, kinds, types).core
+    compiled = prepare(cell, graphs, x, "batched").compiled
+    return compiled, core_of(cell, compiled, graphs)
 
 
 def script_of(cell, graphs, x, blocks: int, training: bool = False):
@@ -312,161 +306,6 @@ def test_thousands_of_random_graphs_end():
         y = cell(graphs, x, executor="persistent")
         y.sum().backward()
     torch.cuda.synchronize()
-
-
-class UpdateArgument(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("parameter", "first", "second")),
-        ("numbers", ctypes.c_float * 8),
-        ("kind", ctypes.c_int),
-    ]
-
-
-class TrainingArguments(ctypes.Structure):
-    _fields_ = [
-        ("targets", ctypes.c_void_p),
-        ("roots", ctypes.c_void_p),
-        ("rows", ctypes.c_int),
-        ("ignore_index", ctypes.c_longlong),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias", "losses", "gradients", "refused", "result")),
-    ]
-
-
-def missing(*shape: int) -> torch.Tensor:
-    return torch.full(shape, -1, dtype=torch.int32).view(torch.float32)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-@pytest.mark.parametrize(
-    ("name", "optimizer", "loss", "head", "at", "refuse"),
-    [
-        ("treelstm", "sgd", "cross_entropy", True, "vertices", False),
-        ("treelstm", "adamw", "cross_entropy", True, "roots", False),
-        ("childsum", "adam", "mse", False, "vertices", False),
-        ("treelstm", "sgd", "cross_entropy", True, "vertices", True),
-    ],
-)
-def test_a_training_step_on_a_processor(name, optimizer, loss, head, at, refuse, tmp_path):
-    """Two steps of one kernel beside torch's loop."""
-    torch.manual_seed(1)
-    blocks, width = 3, 4
-    cells = {
-        "treelstm": lambda: models.TreeLSTM(width, 8),
-        "childsum": lambda: models.ChildSumTreeLSTM(width, 8),
-    }
-    cell, scores = cells[name](), nn.Linear(8, 5) if head else None
-    graphs = trees(random.Random(4), 3)
-    n = graphs.num_vertices
-    x = torch.randn(n, width)
-    roots = graphs.roots if at == "roots" else None
-    rows = n if roots is None else len(roots)
-    classes = 5 if head else 8
-    if loss == "cross_entropy":
-        targets = torch.randint(0, classes, (rows,))
-        targets[0] = -100
-        if refuse:
-            targets[1] = classes
-    else:
-        targets = torch.randn(rows, classes)
-    compiled, core = compiled_of(cell, graphs, x)
-    program, given = compiled.program, compiled.plan.given
-    assert all(
-        f.trace.program.operations[i].op == "pull"
-        for f, before in zip(compiled.functions, compiled.before, strict=True)
-        for i in before
-    )
-    named = dict(cell.named_parameters())
-
-    def parameter(function: int, symbol: int) -> nn.Parameter:
-        return named[compiled.functions[function].trace.program.symbols[symbol].name]
-
-    trained = [*cell.parameters(), *(scores.parameters() if head else ())]
-    mine = {id(p): p.detach().clone() for p in trained}
-    moments = {id(p): (torch.zeros_like(p), torch.zeros_like(p)) for p in trained}
-    sizes = [parameter(*v).numel() for v in given.vectors]
-    form = loss == "cross_entropy", head, classes
-    assert _C.training_obstacle(program, blocks, 1 << 18, len(given.matrices), sizes, *form) == ""
-    block = _C.scripted(core, program, blocks, True, False)
-    assert _C.script_fault(program, block) == ""
-    found, shared_bytes, count = _C.persistent_source(
-        program, TRAINING, blocks, False, len(given.matrices), len(sizes), *form
-    )
-    (tmp_path / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in found))
-    kernel = emulated.build("vertex_persistent", tmp_path)
-    torch_step = {
-        "sgd": lambda: torch.optim.SGD(trained, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
-        "adam": lambda: torch.optim.Adam(trained, 0.01, weight_decay=0.1),
-        "adamw": lambda: torch.optim.AdamW(trained, 0.01),
-    }[optimizer]()
-    buffers, leaves = compiled.plan.frontiers.buffers, n - core.num_inner
-    counts = {"inner": core.num_inner, "edges": core.num_edges, "vector": 1}
-    published = _C.script_published(program, block, TRAINING)
-    arrays = core.layout()
-    schedule_block = block
-    for step in (1, 2):
-        if not refuse:
-            y = cell(graphs, x, executor="reference")
-            y = y if roots is None else y[roots]
-            y = scores(y) if head else y
-            want = F.cross_entropy(y, targets) if loss == "cross_entropy" else F.mse_loss(y, targets)
-            torch_step.zero_grad()
-            want.backward()
-            torch_step.step()
-        tensors = []
-        for i, b in enumerate(buffers):
-            shape = (counts.get(b.space, n), b.width)
-            if b.space == "input":
-                tensors.append(x)
-            elif b.space == "vector":
-                tensors.append(mine[id(parameter(*given.vectors[b.index]))].view(1, -1))
-            else:
-                tensors.append(missing(*shape) if i in published else torch.zeros(shape))
-        data = (BufferArgument * len(tensors))()
-        for i, (b, t) in enumerate(zip(buffers, tensors, strict=True)):
-            before = leaves * b.width * 4 if b.space == "inner" else 0
-            data[i] = BufferArgument(t.data_ptr() - before, 0 if b.space == "vector" else b.width)
-        matrices = (MatrixArgument * max(1, len(given.matrices)))()
-        for i, m in enumerate(given.matrices):
-            own = mine[id(parameter(*m))]
-            matrices[i] = MatrixArgument(own.data_ptr(), *own.stride())
-        numbers = {
-            "sgd": (0.1, 0.9, 0.0, 0.01, 1.0),
-            "adam": (0.01, 0.9, 0.999, 1e-8, 0.1, 1 - 0.9**step, (1 - 0.999**step) ** 0.5, 0.0),
-            "adamw": (0.01, 0.9, 0.999, 1e-8, 0.01, 1 - 0.9**step, (1 - 0.999**step) ** 0.5, 1.0),
-        }[optimizer]
-        order = [parameter(*m) for m in given.matrices] or [None]
-        order += [parameter(*v) for v in given.vectors] + ([*scores.parameters()] if head else [None, None])
-        updates = (UpdateArgument * len(order))()
-        for i, p in enumerate(order):
-            if p is not None:
-                held = mine[id(p)], *moments[id(p)]
-                kind = 1 if optimizer == "sgd" else 2
-                updates[i] = UpdateArgument(*(t.data_ptr() for t in held), (ctypes.c_float * 8)(*numbers), kind)
-        losses, gradients, refused, result = missing(rows), missing(rows, classes), torch.zeros(1), missing(2)
-        training = TrainingArguments(
-            targets.data_ptr(), None if roots is None else roots.data_ptr(), rows, -100,
-            mine[id(scores.weight)].data_ptr() if head else None, mine[id(scores.bias)].data_ptr() if head else None,
-            losses.data_ptr(), gradients.data_ptr(), refused.data_ptr(), result.data_ptr(),
-        )  # fmt: skip
-        arguments, arrived = PersistentArguments(), ctypes.c_uint(0)
-        for key in ARRAYS:
-            setattr(arguments.frontier, key, schedule_block.data_ptr() + 4 * arrays[key][0])
-        arguments.frontier.num_vertices = n
-        arguments.script = block.data_ptr() + 4 * _C.script_offset(block, TRAINING)
-        arguments.arrived = ctypes.addressof(arrived)
-        before = {key: p.clone() for key, p in mine.items()}
-        kernel.run(
-            ctypes.byref(arguments), data, matrices, ctypes.byref(training), updates, count,
-            ctypes.c_long(shared_bytes), step,
-        )  # fmt: skip
-        if refuse:
-            assert refused.item() == result[1].item() == 1
-            assert all(torch.equal(p, before[key]) for key, p in mine.items())
-            continue
-        assert refused.item() == result[1].item() == 0
-        torch.testing.assert_close(result[0], want.detach(), rtol=1e-5, atol=1e-6)
-        for p in trained:
-            assert relative_error(mine[id(p)], p.detach()) < 1e-5
 
 
 @pytest.mark.cuda

@@ -14,7 +14,7 @@ import torch
 import torch.nn.utils.prune
 import weft
 from torch.utils._python_dispatch import TorchDispatchMode
-from weft._vertex.function import prepare
+from weft._vertex.calls import prepare
 from weft.vertex import models
 
 from tests.common import relative_error

@@ -18,8 +18,8 @@ import weft
 from torch import nn
 from torch.nn import functional as F
 from weft import _C, _ops
+from weft._vertex.calls import prepare
 from weft._vertex.compiler.steps import Kernel, Product
-from weft._vertex.function import prepare
 from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
 

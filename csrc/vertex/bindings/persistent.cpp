@@ -178,14 +178,14 @@ void bind_persistent(py::module_& vertex) {
              "Why the program does not run in persistent kernels; nothing where it does.");
   vertex.def("training_obstacle",
              torch::wrap_pybind_function([](const torch::jit::Object& program, int32_t most_blocks,
-                                            int64_t shared_limit, int32_t matrices, const std::vector<int64_t>& vectors,
-                                            bool cross_entropy, bool head, int32_t classes) {
+                                            int64_t shared_limit, int32_t matrices, int32_t vectors, bool cross_entropy,
+                                            bool head, int32_t classes) {
                return training_obstacle(program_of(program)->program, most_blocks, shared_limit, matrices, vectors,
                                         loss_form(cross_entropy, head, classes));
              }),
              py::arg("program"), py::arg("most_blocks"), py::arg("shared_limit"), py::arg("matrices"),
              py::arg("vectors"), py::arg("cross_entropy"), py::arg("head"), py::arg("classes"),
-             "The same of a training step; `vectors` are their sizes.");
+             "The same of a training step.");
 }
 
 }  // namespace weft::vertex

@@ -1,7 +1,6 @@
 #include "vertex/exec/persistent_source.h"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -187,6 +186,21 @@ class SourceWriter {
     }
   }
 
+  // Whether a gradient is the first and the last of the terms of its matrix or vector, as template arguments.
+  std::string terms(size_t i) const {
+    const Step& s = *partition_.steps[i];
+    const auto same = [&](size_t k) {
+      const Step& t = *partition_.steps[k];
+      return partition_.shares[k].runs && is_same_gradient(s, t);
+    };
+    bool first = true, last = true;
+    for (size_t k = 0; k < partition_.steps.size(); ++k) {
+      first &= k >= i || !same(k);
+      last &= k <= i || !same(k);
+    }
+    return std::string(first ? ", true" : ", false") + (last ? ", true" : ", false");
+  }
+
   void outer(size_t i) {
     const Step& s = *partition_.steps[i];
     const Share& share = partition_.shares[i];
@@ -195,17 +209,17 @@ class SourceWriter {
     // Where element (column of own, column of other) is.
     const bool by_row = share.of_source != s.transposed;
     cases += label(i, ScriptInstruction::kRun) + "outer<" + columns_of(share, partition_.blocks) + ", " +
-             std::to_string(program_.buffers[other].width) + ">(" + buffer(own) + ", " + buffer(other) +
+             std::to_string(program_.buffers[other].width) + terms(i) + ">(" + buffer(own) + ", " + buffer(other) +
              ", first, count, rank, " + matrix + (by_row ? ".row, " : ".column, ") + matrix +
              (by_row ? ".column" : ".row") + ", updates.of[" + std::to_string(s.matrix) + "], refused); break;";
   }
 
   void total(size_t i) {
     const Step& s = *partition_.steps[i];
-    cases += label(i, ScriptInstruction::kRun) + "total<" + columns_of(partition_.shares[i], partition_.blocks) + ">(" +
-             buffer(s.source) + ", first, count, rank, " + std::to_string(s.column) + ", " + std::to_string(s.width) +
-             ", " + std::to_string(s.first) + ", updates.of[kMatrices + " + std::to_string(s.vector) +
-             "], refused); break;";
+    cases += label(i, ScriptInstruction::kRun) + "total<" + columns_of(partition_.shares[i], partition_.blocks) +
+             terms(i) + ">(" + buffer(s.source) + ", first, count, rank, " + std::to_string(s.column) + ", " +
+             std::to_string(s.width) + ", " + std::to_string(s.first) + ", updates.of[kMatrices + " +
+             std::to_string(s.vector) + "], refused); break;";
   }
 
   const Program& program_;
@@ -214,6 +228,7 @@ class SourceWriter {
   std::vector<int32_t> all_;
 };
 
+// The first of a space.
 int32_t find_buffer(const Program& program, Space space) {
   for (size_t b = 0; b < program.buffers.size(); ++b) {
     if (program.buffers[b].space == space) return static_cast<int32_t>(b);
@@ -296,41 +311,26 @@ std::string persistent_obstacle(const Program& program, int32_t most_blocks, int
 }
 
 std::string training_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices,
-                              const std::vector<int64_t>& vectors, const LossForm& form) {
+                              int32_t vectors, const LossForm& form) {
   if (std::string why = script_obstacle(program); !why.empty()) return why;
-  const size_t updates = static_cast<size_t>(std::max(1, matrices)) + vectors.size() + 2;
+  const size_t updates = static_cast<size_t>(std::max(1, matrices)) + static_cast<size_t>(vectors) + 2;
   const size_t others = sizeof(TrainingArguments) + updates * sizeof(UpdateArgument) +
                         static_cast<size_t>(std::max(1, matrices)) * sizeof(MatrixArgument);
   if (std::string why = parameters_obstacle(program, others); !why.empty()) return why;
-  int outputs = 0, output_grads = 0;
+  std::set<int32_t> outputs, output_grads;  // several functions may push the same, each by a gradient of its own
   for (const Buffer& b : program.buffers) {
+<<<<<<< HEAD
     if (b.dtype != DType::f32) return "it is not float32 alone";
     outputs += b.space == Space::kOutput;
     output_grads += b.space == Space::kOutputGrad;
+=======
+    if (b.dtype != Dtype::kFloat32) return "it is not float32 alone";
+    if (b.space == Space::kOutput) outputs.insert(b.index);
+    if (b.space == Space::kOutputGrad) output_grads.insert(b.index);
+>>>>>>> main
   }
-  if (outputs != 1 || output_grads != 1) return "what is pushed is not one output of the frontiers";
+  if (outputs.size() != 1 || outputs != output_grads) return "what is pushed is not one output of the frontiers";
   if (form.classes < 1 || form.classes > 1024) return std::to_string(form.classes) + " classes";
-  const auto fours = [](const Step& s, const Program& p) { return p.buffers[s.source].width % 4 == 0; };
-  for (const Step& s : program.forward) {
-    if (s.when == Step::When::kBefore && !fours(s, program)) return "an input's width is no multiple of 4";
-  }
-  std::set<int32_t> seen;
-  std::map<int32_t, std::vector<std::pair<int32_t, int32_t>>> ranges;
-  for (const Step& s : program.backward) {
-    if (s.kind == Step::Kind::kOuter && !seen.insert(s.matrix).second) {
-      return "matrix " + std::to_string(s.matrix) + " is in several products";
-    }
-    if (s.kind == Step::Kind::kTotal) ranges[s.vector].emplace_back(s.first, s.width);
-  }
-  for (auto& [vector, of] : ranges) {
-    std::sort(of.begin(), of.end());
-    int64_t next = 0;
-    for (const auto& [first, width] : of) {
-      if (first != next) return "the gradient of vector " + std::to_string(vector) + " is a sum of several";
-      next += width;
-    }
-    if (next != vectors.at(vector)) return "a part of vector " + std::to_string(vector) + " has no gradient";
-  }
   return room_obstacle(program, partition_of(program, Pass::kTraining, most_blocks), shared_limit, form.classes,
                        "training step");
 }

@@ -29,7 +29,7 @@ PersistentSource persistent_source(const Program& program, const Partition& part
 std::string persistent_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices);
 // The same of a training step.
 std::string training_obstacle(const Program& program, int32_t most_blocks, int64_t shared_limit, int32_t matrices,
-                              const std::vector<int64_t>& vectors, const LossForm& form);
+                              int32_t vectors, const LossForm& form);
 
 // What a block keeps of each matrix: its number, bytes.
 struct Kept {

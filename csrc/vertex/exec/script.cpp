@@ -69,19 +69,16 @@ class Walk {
         break;
     }
     const size_t forward = partition_.forward_steps, all = partition_.steps.size();
-    next_task(true);
-    once(0, forward, Step::When::kBefore, visit);
+    once(0, forward, Step::When::kBefore, next_task, visit);
     frontiers(0, forward, false, next_task, visit);
-    next_task(true);
-    once(0, forward, Step::When::kAfter, visit);
+    once(0, forward, Step::When::kAfter, next_task, visit);
     meet();
     other(ScriptInstruction::kLoss);
     meet();
     other(ScriptInstruction::kLossOfHead);
     meet();
     frontiers(forward, all, true, next_task, visit);
-    next_task(true);
-    once(forward, all, Step::When::kAfter, visit);
+    once(forward, all, Step::When::kAfter, next_task, visit);
     meet();
     for (size_t i = forward; i < all; ++i) {
       if (step(i).kind == Step::Kind::kOuter || step(i).kind == Step::Kind::kTotal) whole(i, visit);
@@ -92,11 +89,12 @@ class Walk {
  private:
   const Step& step(size_t i) const { return *partition_.steps[i]; }
 
-  // Kernels and products that run once.
-  template <typename OnStep>
-  void once(size_t begin, size_t end, Step::When when, const OnStep& visit) const {
+  // Kernels and products that run once, on all rows: each may read in any what those before it wrote.
+  template <typename NextTask, typename OnStep>
+  void once(size_t begin, size_t end, Step::When when, const NextTask& next_task, const OnStep& visit) const {
     for (size_t i = begin; i < end; ++i) {
       if (!partition_.shares[i].runs || step(i).when != when) continue;
+      next_task(true);
       if (step(i).kind == Step::Kind::kKernel) late(i, visit);
       if (step(i).kind == Step::Kind::kProduct) whole(i, visit);
     }

@@ -118,15 +118,17 @@ struct Run {
     }
   }
   void put(size_t i, at::Tensor tensor) {
+    const int64_t stride = program.buffers[i].space == Space::kVector ? 0 : tensor.stride(0);
+    put(i, tensor.numel() > 0 ? tensor.data_ptr() : nullptr, stride);
+    tensors[i] = std::move(tensor);
+  }
+  void put(size_t i, void* data, int64_t stride) {
     const Buffer& b = program.buffers[i];
     const bool callers = b.space >= Space::kInput && b.space != Space::kVector;
-    const int64_t stride = b.space == Space::kVector ? 0 : tensor.stride(0);
     // Kernels count rows from the first vertex.
-    const int64_t before =
-        (b.space == Space::kInner ? extent.leaves : 0) * stride * static_cast<int64_t>(tensor.element_size());
-    void* data = tensor.numel() > 0 ? static_cast<char*>(tensor.data_ptr()) - before : nullptr;
+    const int64_t before = b.space == Space::kInner ? extent.leaves * stride : 0;
+    if (data != nullptr) data = static_cast<char*>(data) - before * int64_t(c10::elementSize(scalar_type(b.dtype)));
     places[i] = {data, stride, callers ? arrays.vertices : nullptr, b.space == Space::kEdges};
-    tensors[i] = std::move(tensor);
   }
 
   // A caller's tensor: rows of `width` neighbouring columns.
@@ -142,18 +144,29 @@ struct Run {
 
   at::TensorOptions options(DType dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
 
-  // A buffer that the executor makes. Slots without a child are read as zeros, and so may be rows that only other
-  // functions write.
+  // What is in a buffer that the executor makes before anything is written to it. Slots without a child are read as
+  // zeros, and so may be rows that only other functions write.
+  enum Filled { kZero, kMissing, kAnything };
+  Filled filled(size_t buffer) const {
+    const Buffer& b = program.buffers[buffer];
+    if (published != nullptr && (*published)[buffer]) return kMissing;
+    const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (extent.num_vertices - extent.leaves);
+    const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
+    return b.zeros || !together || (b.scattered && !full) ? kZero : kAnything;
+  }
   at::Tensor make(size_t buffer) const {
     const Buffer& b = program.buffers[buffer];
     at::Tensor made = at::empty({rows(b), b.width}, options(b.dtype));
-    if (published != nullptr && (*published)[buffer]) {
-      made.view(c10::elementSize(made.scalar_type()) == 2 ? at::kShort : at::kInt).fill_(-1);
-      return made;
+    switch (filled(buffer)) {
+      case kZero:
+        return made.zero_();
+      case kMissing:
+        made.view(c10::elementSize(made.scalar_type()) == 2 ? at::kShort : at::kInt).fill_(-1);
+        return made;
+      case kAnything:
+        return made;
     }
-    const int64_t slots = int64_t{numbers[Schedule::kColumns]} * (extent.num_vertices - extent.leaves);
-    const bool full = b.space == Space::kEdges || (b.space == Space::kInner && numbers[Schedule::kUses] == slots);
-    return b.zeros || !together || (b.scattered && !full) ? made.zero_() : made;
+    return made;
   }
 
   Memory memory() const {
@@ -321,29 +334,63 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
   return results;
 }
 
-void run_training(const Operands& operands, bool zeroes_grads, const std::function<void(const Memory&)>& launch) {
+void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
+                  const std::function<void(const Memory&, float*)>& launch) {
   Run r(operands, Pass::kTraining);
   TORCH_CHECK_VALUE(!r.scripts.of[static_cast<size_t>(Pass::kTraining)].empty(), kOp,
                     "_training: the schedule has no script of a training step");
   const auto& buffers = r.program.buffers;
+  // All that a step makes is one allocation: what is filled in the same way is filled together.
+  std::array<int64_t, 3> floats{};
+  struct Made {
+    size_t buffer;
+    Run::Filled filled;
+    int64_t first, width;
+  };
+  std::vector<Made> made;
+  std::map<std::pair<Space, int32_t>, size_t> callers;  // functions that push the same, or read its gradient, share it
   for (size_t i = 0; i < buffers.size(); ++i) {
     const Buffer& b = buffers[i];
-    const std::array<int64_t, 2> shape = {r.rows(b), b.width};
     if (b.space == Space::kInput) {
       at::Tensor x = r.given(operands.inputs, b, "input");
+      // As products read rows of fours.
       const bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && x.stride(0) % 4 == 0;
-      r.put(i, aligned || x.numel() == 0 ? std::move(x) : x.clone(at::MemoryFormat::Contiguous));
-    } else if (b.space == Space::kVector) {
-      r.put(i, r.given(operands.vectors, b, "vector"));
-    } else if (b.space == Space::kOutputGrad) {
-      r.put(i, zeroes_grads ? at::zeros(shape, r.options(b.dtype)) : at::empty(shape, r.options(b.dtype)));
-    } else if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
-      r.put(i, b.written ? at::empty(shape, r.options(b.dtype)) : at::zeros(shape, r.options(b.dtype)));
-    } else {
-      r.put(i, r.make(i));
+      const bool fits = aligned || b.width % 4 != 0 || x.numel() == 0;
+      r.put(i, fits ? std::move(x) : x.clone(at::MemoryFormat::Contiguous));
+      continue;
     }
+    if (b.space == Space::kVector) {
+      r.put(i, r.given(operands.vectors, b, "vector"));
+      continue;
+    }
+    TORCH_CHECK_TYPE(b.dtype == Dtype::kFloat32, kOp, "_training: it is not float32 alone");
+    Run::Filled filled = r.filled(i);
+    if (b.space == Space::kOutputGrad) filled = zeroes_grads ? Run::kZero : Run::kAnything;
+    if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
+      filled = b.written ? Run::kAnything : Run::kZero;
+    }
+    if (b.space == Space::kOutput || b.space == Space::kOutputGrad) {
+      const auto [known, first] = callers.try_emplace({b.space, b.index}, made.size());
+      if (!first) {
+        made.push_back({i, made[known->second].filled, made[known->second].first, b.width});
+        continue;
+      }
+    }
+    made.push_back({i, filled, floats[filled], b.width});
+    floats[filled] += (r.rows(b) * b.width + 31) / 32 * 32;
   }
-  launch(r.memory());
+  const std::array<int64_t, 3> begin = {0, floats[Run::kZero], floats[Run::kZero] + floats[Run::kMissing]};
+  const int64_t own = begin[Run::kAnything] + floats[Run::kAnything];
+  const at::Tensor all = at::empty({own + others}, r.options(Dtype::kFloat32));
+  const auto part = [&](Run::Filled filled) { return all.narrow(0, begin[filled], floats[filled]); };
+  if (floats[Run::kZero] > 0) part(Run::kZero).zero_();
+  if (floats[Run::kMissing] > 0) part(Run::kMissing).view(at::kInt).fill_(-1);
+  auto* const data = static_cast<float*>(all.data_ptr());
+  for (const Made& m : made) {
+    const bool empty = r.rows(buffers[m.buffer]) * m.width == 0;
+    r.put(m.buffer, empty ? nullptr : data + begin[m.filled] + m.first, m.width);
+  }
+  launch(r.memory(), data + own);
 }
 
 }  // namespace weft::vertex

@@ -51,9 +51,11 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
                                      at::IntArrayRef of_inputs, at::IntArrayRef of_matrices, at::IntArrayRef of_vectors,
                                      bool overlap, Executor& executor);
 
-// A whole training step: `launch` gets the memory of both passes, which lives until it returns. The rows of outputs
-// that the loss is not of have gradients of zero where `zeroes_grads`. The schedule has the script of one.
-void run_training(const Operands& operands, bool zeroes_grads, const std::function<void(const Memory&)>& launch);
+// A whole training step of a program that is float32 alone: `launch` gets the memory of both passes, and `others`
+// floats for itself; all lives until it returns. The rows of outputs that the loss is not of have gradients of zero
+// where `zeroes_grads`. The schedule has the script of one.
+void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
+                  const std::function<void(const Memory& memory, float* others)>& launch);
 
 inline const OpHandle<std::vector<at::Tensor>(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,
                                               const at::Tensor&, const ProgramPointer&, c10::SymInt, c10::SymInt,

@@ -45,7 +45,7 @@ class Partitioner {
         if (runs(i)) work(i, step(i));
       }
     };
-    each([&](size_t i, const Step& s) { deal(s, found_.shares[i]); });
+    each([&](size_t i, const Step& s) { deal(i, s, found_.shares[i]); });
     each([&](size_t i, const Step&) { find_writes(i); });
     found_.published.resize(program_.buffers.size());
     each([&](size_t, const Step& s) {
@@ -83,7 +83,7 @@ class Partitioner {
     }
   }
 
-  void deal(const Step& s, Share& share) const {
+  void deal(size_t i, const Step& s, Share& share) const {
     share.by_rows = s.kind == Step::Kind::kKernel && s.reduces;
     if (share.by_rows) return;
     switch (s.kind) {
@@ -93,14 +93,25 @@ class Partitioner {
       case Step::Kind::kProduct:
         share.segments = segments_of(s.target, /*written=*/false);
         break;
-      case Step::Kind::kOuter:
-        // The wider side is dealt: the other one all blocks read.
+      case Step::Kind::kOuter: {
+        // As the first term of the same gradient, or the wider side: the other one all blocks read.
+        size_t first = found_.forward_steps;
+        while (first < i && !(runs(first) && is_same_gradient(step(first), s))) ++first;
+        if (first < i) {
+          share.of_source = found_.shares[first].of_source;
+          share.segments = found_.shares[first].segments;
+          break;
+        }
         share.of_source = program_.buffers[s.source].width > program_.buffers[s.target].width;
         share.segments = segments_of(share.of_source ? s.source : s.target, /*written=*/true);
         break;
-      case Step::Kind::kTotal:
-        share.segments = segments_of(s.source, /*written=*/true);
+      }
+      case Step::Kind::kTotal: {
+        const auto is_vector = [&](const Buffer& b) { return b.space == Space::kVector && b.index == s.vector; };
+        const auto found = std::find_if(program_.buffers.begin(), program_.buffers.end(), is_vector);
+        share.segments = {{0, found == program_.buffers.end() ? s.first + s.width : found->width}};
         break;
+      }
     }
     for (const Segment& g : share.segments) share.columns += g.units(found_.blocks);
   }
@@ -277,6 +288,12 @@ const Partition& partition_of(const Program& program, Pass pass, int32_t most) {
   std::unique_ptr<const Partition>& found = program.partitions->of[{static_cast<int64_t>(pass), most}];
   if (found == nullptr) found = std::make_unique<const Partition>(Partitioner(program, pass, most).make());
   return *found;
+}
+
+bool is_same_gradient(const Step& a, const Step& b) {
+  if (a.kind != b.kind) return false;
+  if (a.kind == Step::Kind::kOuter) return a.matrix == b.matrix;
+  return a.kind == Step::Kind::kTotal && a.vector == b.vector;
 }
 
 int64_t resident_elements(const Program& program, const Step& product, const Share& share) {

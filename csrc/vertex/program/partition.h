@@ -36,7 +36,8 @@ constexpr int kPasses = 3;
 struct Share {
   bool runs = false;
   bool by_rows = false;    // its rows go round the blocks, each of which takes all columns
-  bool of_source = false;  // of the gradient of a matrix: the segments are the source's columns, else the target's
+  bool of_source = false;  // of the gradient of a matrix: the segments are the source's columns, else the target's;
+                           // of a vector: its elements. The same of all its terms
   std::vector<Segment> segments;          // else: the columns of a kernel, of a product's target, of a gradient
   int32_t columns = 0;                    // of a block: of all segments
   std::vector<CrossRead> reads;           // what makes it wait
@@ -66,6 +67,9 @@ struct Partitions {
   std::map<std::array<int64_t, 2>, std::unique_ptr<const Partition>> of;  // by pass and the most blocks
   std::map<std::array<int64_t, 4>, std::shared_ptr<void>> kernels;
 };
+
+// Whether both are gradients of the same matrix or vector: that is then the sum of both.
+bool is_same_gradient(const Step& a, const Step& b);
 
 // Elements of the matrix that a block keeps for a product: columns and reduction rounded up to what its kernel
 // multiplies at a time.

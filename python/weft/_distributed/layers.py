@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._base.over_ranks import TakesSlices
 from .group import Ranks, check_alike, ranks_of
+from .pointwise import PointwiseWalk, walk_pointwise
 from .recurrent import Direction, walk_slices
 from .scan import scan_slice
 
@@ -21,13 +22,14 @@ def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
     """Makes the recurrent layers inside a module take slices of time, in place.
 
     Every :class:`weft.nn.MinGRU`, :class:`~weft.nn.MinLSTM`, :class:`~weft.nn.RGLRU`, :class:`~weft.nn.RNN`,
-    :class:`~weft.nn.GRU` and :class:`~weft.nn.LSTM` inside then takes and returns this rank's slice, in the order of
-    ranks. Slices may differ in length and be empty. `h_0` is the start of the whole, read on the first rank; `h_n` is
-    the end of the whole, on every rank. Dropout between layers draws for each slice.
+    :class:`~weft.nn.GRU`, :class:`~weft.nn.LSTM`, :class:`~weft.nn.ParaGRU` and :class:`~weft.nn.ParaLSTM` inside then
+    takes and returns this rank's slice, in the order of ranks. Slices may differ in length and be empty. `h_0` is the
+    start of the whole, read on the first rank; `h_n` is the end of the whole, on every rank. Dropout between layers
+    draws for each slice.
 
     Gradients are those of the sum of all ranks' losses, of parameters each rank's share: their sum over the group is
-    the gradient. MinGRU, MinLSTM and RGLRU exchange once each way. RNN, GRU and LSTM walk in rounds: nets that forget
-    within a slice take two, others one for each rank, in which case ranks save memory, not time.
+    the gradient. MinGRU, MinLSTM and RGLRU exchange once each way. The others walk in rounds: nets that forget within a
+    slice take two, others one for each rank, in which case ranks save memory, not time.
 
     Args:
         module: any module; other layers inside, which do not look across time, stay as they are.
@@ -101,3 +103,21 @@ class OverRanks:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """What :func:`walk_slices` returns."""
         return walk_slices(Direction(self.ranks, cell, backward, reverse, saves, keeps_cells), input, state, weights)
+
+    def walk_pointwise(
+        self, program: str, algorithm: str, name: str, gates: Tensor, states: list[Tensor], parameters: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """What :func:`walk_pointwise` returns, for layers of one direction."""
+        with torch.autocast(gates.device.type, enabled=False):
+            self.check(name, states[0].size(0), states[0].size(1), gates)
+            walk = PointwiseWalk(self.ranks, program, algorithm, name)
+            return walk_pointwise(walk, gates, torch.stack(states), parameters)
+
+    def said(self, in_rounds: bool) -> str:
+        """For explain."""
+        if not in_rounds:
+            return f"a slice of {self.ranks.size} ranks, with one exchange each way"
+        return (
+            f"a slice of {self.ranks.size} ranks, in rounds: two where the net forgets within a slice, else one for "
+            "each rank, which saves memory and no time"
+        )

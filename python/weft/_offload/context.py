@@ -49,7 +49,7 @@ _PACED = 2
 """Without a budget: following uses in which only forward and backward are timed as a whole. Events around every
 operation of a deep net can make the step host-bound, where nothing hides."""
 _WAIT = 0.005
-"""Without a budget: seconds of a use that may wait for its plan; a thread goes on planning."""
+"""Without a budget: seconds of a use that planning may take of it, waiting for a plan included; a thread goes on."""
 _FIRST_WAIT, _FIRST_EFFORT = 0.02, 0.05
 """The same for a first plan, and the share of the usual work that it takes: a full one follows."""
 _PATIENCE = 4
@@ -282,8 +282,11 @@ class offload:
                 self._thread.entered, self._thread.latest = contextlib.ExitStack(), None
                 self._uses += 1
                 return self
-            # So does counting zeros: without a budget only in the first use, whose times are not used.
+            # So does counting zeros: without a budget only in the first use, whose times are not used; and so does
+            # measuring the bus, which a plan would wait for later.
             counts = self._budget is not None or (may_move and not memory.entered and self._backend == "copy")
+            if self._yields and may_move and not memory.entered:
+                self._engine.rates(torch.cuda.current_device())
             use = self._engine.use({device: planned.transfer_plan for device, planned in plans.items()}, timed, counts)
             managed = on_cuda and self._backend == "managed" and not capturing
             pool = managed_pool() if managed else contextlib.nullcontext()
@@ -426,6 +429,7 @@ class offload:
 
     def _plan_from(self, memory: _Memory, use: Any) -> None:
         """Plans again for each device on which this use differs from the one planned with."""
+        began = time.perf_counter()
         # Without a budget the plan models the codec's time itself; it is not the bus's.
         copied = use.copied(self._budget is not None)
         for device, budgeted, raw in use.timelines():
@@ -473,7 +477,8 @@ class offload:
                     memory.waiting[device] = (_in_background(make), more)
                 else:
                     memory.planned[device] = replace(make(), **more)
-        self._take_plans(memory, _WAIT if memory.planned else _FIRST_WAIT)
+        if memory.waiting:
+            self._take_plans(memory, (_WAIT if memory.planned else _FIRST_WAIT) - (time.perf_counter() - began))
 
     def _link(self, device: int, out_seconds: float, out_bytes: int, in_seconds: float, in_bytes: int) -> Link:
         """The rates that copies of a use reached; measured before there were any."""

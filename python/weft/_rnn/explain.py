@@ -112,6 +112,8 @@ def explain(
         return _explain_cell(layer, x)
     case = prepared("explain", layer, x, hx).case
     algorithm, reason = choice.choose(layer.algorithm, case)
+    if layer._over_ranks is not None:
+        reason = f"{reason}; {layer._over_ranks.said(in_rounds=True)}"
     candidates = _candidates(layer.algorithm, case)
     return Explanation(
         repr(layer),

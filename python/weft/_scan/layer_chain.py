@@ -45,7 +45,11 @@ def is_direct(module: nn.Module, input: Tensor) -> bool:
         return True
     if kind is nn.MaxPool2d:
         return input.dim() == 4 and not own["return_indices"]
-    weight = own["_parameters"].get("weight")
+    parameters = own["_parameters"]
+    weight = parameters.get("weight")
+    # The plain memory of a parameter of another type is not its numbers.
+    if any(type(p) is not nn.Parameter for p in parameters.values() if p is not None):
+        return False
     if weight is None or weight.dtype is not input.dtype or input.dim() != (2 if kind is nn.Linear else weight.dim()):
         return False
     return kind is nn.Linear or (own["padding_mode"] == "zeros" and type(own["padding"]) is tuple)
@@ -114,7 +118,7 @@ class Zeros:
         changed = torch.ops.weft.zeros_changed(weights, stored)
         self._changed = changed.to("cpu", non_blocking=True)  # which torch puts into pinned memory
         self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._arrived.record(torch.cuda.current_stream(changed.device))  # not of the current device
 
     @staticmethod
     def ask(modules: Sequence[nn.Module]) -> Zeros | None:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
 
+from .._base.over_ranks import TakesSlices
 from .._base.torch_private import any_autocast, constant_when_compiled, differentiated_by_transform, in_transform
 from .chain import check_tensor
 from .pointwise import ALGORITHMS
@@ -49,7 +51,7 @@ def _traced(name: str) -> str:
     return found.program
 
 
-class _Para(nn.Module):
+class _Para(TakesSlices, nn.Module):
     """What both layers share: the projection, layouts and the state."""
 
     _name: str
@@ -127,7 +129,12 @@ class _Para(nn.Module):
 
     def _run(self, input: Tensor, initial: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """The output, and the states after the last step, laid out as the user sees them."""
-        name = type(self).__name__
+        name, ranks = type(self).__name__, self._over_ranks
+        if ranks is not None:
+            if isinstance(input, PackedSequence):
+                raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
+            if not any(ranks.reads(state) for state in initial):
+                initial = [None] * len(initial)
         check_tensor(name, "input", input)
         batched, batch = input.dim() == 3, 0 if self.batch_first else 1
         layout = "B, T" if self.batch_first else "T, B"
@@ -161,8 +168,16 @@ class _Para(nn.Module):
             if state.dtype != gates.dtype:
                 raise TypeError(f"{name}: {part} must be {gates.dtype}, as the states are, got {state.dtype}")
             h.append(state.expand(shape))
-        states = self._scan(gates, h, parameters)
-        last = [s[-1].clone() for s in states] if T else [t.clone() for t in h]  # not views: they would hold all states
+        if ranks is None:
+            states = self._scan(gates, h, parameters)
+            # Not views: they would hold all states.
+            last = [s[-1].clone() for s in states] if T else [t.clone() for t in h]
+        else:
+            algorithm = "walk" if self.algorithm == "reference" else self.algorithm
+            all_states, end = ranks.walk_pointwise(
+                _program(self._name), algorithm, name, self._stacked(gates), h, list(parameters)
+            )
+            states, last = all_states.unbind(1), end.unbind()
         output = states[0]
         if self.batch_first:
             output = output.transpose(0, 1)
@@ -171,16 +186,20 @@ class _Para(nn.Module):
         return output.squeeze(batch), [t.squeeze(0) for t in last]
 
     def _scan(self, gates: Tensor, h: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        T, B = gates.shape[:2]
         if self.algorithm == "reference" or (
             not torch.compiler.is_compiling()
             and (in_transform() or differentiated_by_transform(gates, *h, *parameters))
         ):
             return self._loop(gates, h, parameters)
-        stacked = gates.reshape(T, B * self.blocks, 3, self.hidden_size // self.blocks)
+        inputs = [self._stacked(gates)]
         return torch.ops.weft.pointwise_scan(
-            list(h), [stacked], list(parameters), _program(self._name), True, False, self.algorithm, self._name
+            list(h), inputs, list(parameters), _program(self._name), True, False, self.algorithm, self._name
         )
+
+    def _stacked(self, gates: Tensor) -> Tensor:
+        """As weft::pointwise_scan takes them."""
+        T, B, blocks, three, width = gates.shape
+        return gates.reshape(T, B * blocks, three, width)
 
     def _loop(self, gates: Tensor, h: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The reference."""

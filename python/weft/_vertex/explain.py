@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .function import Call, VertexFunction, VertexFunctions, prepare
+from .calls import Call, prepare
+from .function import VertexFunction, VertexFunctions
 from .graphs import Graphs
 from .runtime import persistent
 

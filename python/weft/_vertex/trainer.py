@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from .._base.torch_private import has_hooks
+from .calls import EXECUTORS, prepare, ready
 from .explain import Explanation, explanation
-from .function import EXECUTORS, VertexFunction, VertexFunctions, prepare, ready
+from .function import VertexFunction, VertexFunctions
 from .graphs import Graphs
 from .runtime import persistent, training
 from .runtime.call_cache import HOOKS, Ready
@@ -94,7 +95,7 @@ class Trainer:
         self._latest: float | None = None
         self._pending: _Pending | None = None
         self._refused: Tensor | None = None
-        """On the device, 1 from a step that the kernel refused until the host knows."""
+        """On the device, 1 from a step that it refused until the host knows."""
         self._parts: _Parts | None = None
         """Of the latest step."""
         self._check_trained(self._trained(), cell.parameters())
@@ -159,9 +160,7 @@ class Trainer:
             raise RuntimeError("Trainer: a step waits for the one before it, which cannot be captured in a CUDA graph")
         if self._pending is not None and self._pending.loss.there():
             self._settle()  # what is known to be refused need not be launched again
-        if self._obstacle(call, parts) is None:
-            self._train(call, graphs, targets, parts)
-        else:
+        if self._obstacle(call, parts) is not None or not self._train(call, graphs, targets, parts):
             self._loop(call, graphs, targets, parts)
         return self._latest
 
@@ -290,6 +289,8 @@ class Trainer:
             )
             if kept is not None:
                 kept.put_back_where(bad)
+                refused = self._flag(bad.device)  # a kernel that is launched before the host knows does nothing either
+                torch.maximum(refused, bad, out=refused)
             self._pending = _Pending(sent, known, classes, _nothing if kept is None else kept.undo)
 
     def _scores(self, call: Ready, graphs: Graphs) -> Tensor:
@@ -355,6 +356,8 @@ class Trainer:
             return f"the head is {type(self.head).__name__}, not a Linear without hooks"
         if torch.is_autocast_enabled(call.device.type):
             return "it is not float32"
+        if any(p.dtype != torch.float32 or not p.is_contiguous() for p in parts.heads):
+            return "the head is not float32 and contiguous"
         if any(map(has_hooks, parts.trained)):
             return "a parameter has hooks"
         if parts.obstacle is not None:
@@ -381,19 +384,25 @@ class Trainer:
 
     def _request(self, graphs: Graphs, targets: Tensor, changes: list[training.Update]) -> training.Request:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
-        if self._refused is None or self._refused.device != targets.device:
-            self._refused = torch.zeros(1, device=targets.device)
-        roots = _roots(graphs, targets.device) if self.at == "roots" else None
-        return training.Request(weight, bias, self.loss, roots, targets, self.ignore_index, changes, self._refused)
+        roots, refused = _roots(graphs, targets.device) if self.at == "roots" else None, self._flag(targets.device)
+        return training.Request(weight, bias, self.loss, roots, targets, self.ignore_index, changes, refused)
 
-    def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> None:
-        """All of a step in one launch; what the device refuses is undone on the host when that is known."""
-        changes, begun = self._updates.begin([*call.tensors.values(), *parts.heads])
+    def _flag(self, device: torch.device) -> Tensor:
+        if self._refused is None or self._refused.device != device:
+            self._refused = torch.zeros(1, device=device)
+        return self._refused
+
+    def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> bool:
+        """All of a step in one launch, or False: what the device refuses is undone on the host when that is known."""
+        changes, begun = self._updates.begin([*persistent.trained(call), *parts.heads])
         try:
             launched = persistent.train(call, self._request(graphs, targets, changes))
         except BaseException:
             self._updates.undo(begun)
             raise
+        if launched is None:
+            self._updates.undo(begun)
+            return False
         self._updates.finish(changes, self._refused)
         self.optimizer._opt_called = True  # for the schedulers, which warn where they come first
         classes = call.outputs[0].shape[-1] if self.head is None else self.head.out_features
@@ -408,6 +417,7 @@ class Trainer:
             classes,
             undo,
         )
+        return True
 
     def _explain(self, graphs: Graphs, inputs: object) -> TrainerExplanation:
         with torch.enable_grad():

@@ -11,8 +11,9 @@ from torch import Tensor
 from .._base.stopwatch import by_turns, microseconds, steady
 from .._base.torch_private import in_forward_mode, in_transform
 from . import tuned
+from .calls import EXECUTORS, Call, prepare
 from .explain import Explanation, explain
-from .function import EXECUTORS, Call, VertexFunction, VertexFunctions, prepare
+from .function import VertexFunction, VertexFunctions
 from .graphs import Graphs
 from .runtime.resident import captures
 

@@ -4,7 +4,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/jit/python/pybind.h>
@@ -15,10 +14,12 @@
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/tensor.h"
 #include "jit/jit.h"
+#include "vertex/exec/cuda/counters.h"
 #include "vertex/exec/cuda/persistent.h"
 #include "vertex/exec/vertex_frontiers.h"
 #include "vertex/program/object.h"
@@ -59,6 +60,11 @@ std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const 
   const auto count = static_cast<int32_t>(matrices.size()), of_vectors = static_cast<int32_t>(vectors.size());
   const size_t first_vector = std::max<size_t>(1, matrices.size());
   std::vector<UpdateArgument> all(first_vector + vectors.size() + 2);
+  // Of the loss of each row, its gradient by what the head makes, and the parameters whose gradients have several
+  // terms.
+  const int64_t of_gradients = weight ? rows * classes : 0;
+  int64_t others = rows + of_gradients;
+  std::vector<std::pair<UpdateArgument*, int64_t>> partial;
   for (const auto& [number, kind, parameter, first, second, numbers] : updates) {
     TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int64_t>(all.size()) && numbers.size() <= 8,
                       "train: an impossible update");
@@ -66,13 +72,21 @@ std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const 
     u = {static_cast<float*>(parameter.mutable_data_ptr()),
          floats_of(first),
          floats_of(second),
+         nullptr,
          {},
          static_cast<int>(kind)};
     std::copy(numbers.begin(), numbers.end(), u.numbers);
+    const auto is_term = [&, n = number](const Step& s) {
+      return s.kind == Step::Kind::kOuter ? s.matrix == n
+                                          : s.kind == Step::Kind::kTotal && int64_t(first_vector) + s.vector == n;
+    };
+    const auto& steps = program->program.backward;
+    if (std::count_if(steps.begin(), steps.end(), is_term) < 2) continue;
+    partial.emplace_back(&u, others);
+    others += parameter.numel();
   }
-  const at::Tensor result = at::empty({2}, options), losses = at::empty({rows}, options),
-                   gradients = at::empty({weight ? rows : 0, classes}, options),
-                   arrived = at::zeros({1}, options.dtype(at::kInt));
+  const at::Tensor result = at::empty({2}, options);
+  const Counters arrived = zeroed_counters(1);
   TrainingArguments t{};
   t.targets = wanted.const_data_ptr();
   t.roots = roots ? reinterpret_cast<const long long*>(roots->const_data_ptr<int64_t>()) : nullptr;
@@ -80,19 +94,20 @@ std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const 
   t.ignore_index = ignore_index;
   t.weight = floats_of(weight);
   t.bias = floats_of(bias);
-  t.losses = static_cast<float*>(losses.mutable_data_ptr());
-  t.gradients = static_cast<float*>(gradients.mutable_data_ptr());
   t.refused = static_cast<float*>(refused.mutable_data_ptr());
   t.result = static_cast<float*>(result.mutable_data_ptr());
   bool launched = false;
-  run_training({inputs, matrices, vectors, schedule, host_schedule, program->program}, roots.has_value(),
-               [&](const Memory& memory) {
+  run_training({inputs, matrices, vectors, schedule, host_schedule, program->program}, roots.has_value(), others,
+               [&](const Memory& memory, float* own) {
+                 t.losses = own;
+                 t.gradients = own + rows;
+                 for (const auto& [update, first] : partial) update->partial = own + first;
                  const PersistentKernel& kernel =
                      persistent_kernel(program->program, Pass::kTraining, memory.most_blocks, multiplies_in_tf32(),
                                        count, of_vectors, form);
-                 launched = kernel.resident && launch_persistent(kernel, memory, Pass::kTraining,
-                                                                 static_cast<unsigned*>(arrived.mutable_data_ptr()),
-                                                                 stream, &t, all.data());
+                 launched = kernel.resident &&
+                            launch_persistent(kernel, memory, Pass::kTraining,
+                                              reinterpret_cast<unsigned*>(arrived.first), stream, &t, all.data());
                });
   return {launched, result};
 }

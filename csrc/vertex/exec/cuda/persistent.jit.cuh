@@ -17,8 +17,8 @@ struct PersistentArguments {
 struct UpdateArgument {
   enum Kind : int { kNone, kSgd, kAdam };
   float *parameter, *first, *second;  // its moments are laid out as itself; null where there is none
-  // kSgd: lr, momentum, dampening, weight_decay, nesterov. kAdam: lr, beta1, beta2, eps, weight_decay, 1 - beta1^t,
-  // sqrt(1 - beta2^t), decoupled.
+  float* partial;                     // so is this: of a gradient of several terms the sum of the first ones
+  // As Update in python/weft/_vertex/runtime/training.py says.
   float numbers[8];
   int kind;
 };

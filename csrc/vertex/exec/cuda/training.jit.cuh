@@ -39,19 +39,28 @@ __device__ __forceinline__ void apply(const UpdateArgument& u, long long at, flo
     }
     p -= lr * g;
   } else {
-    const float lr = u.numbers[0], beta1 = u.numbers[1], beta2 = u.numbers[2], eps = u.numbers[3], decay = u.numbers[4];
-    if (u.numbers[7] != 0.0f) {
-      p *= 1.0f - lr * decay;
-    } else if (decay != 0.0f) {
-      g += decay * p;
-    }
-    const float before = u.first[at], m = before + (1.0f - beta1) * (g - before);
-    const float v = beta2 * u.second[at] + (1.0f - beta2) * g * g;
+    const float size = u.numbers[0], of_first = u.numbers[1], beta2 = u.numbers[2], of_second = u.numbers[3];
+    p *= u.numbers[6];
+    if (u.numbers[7] != 0.0f) g += u.numbers[7] * p;
+    const float before = u.first[at], m = before + of_first * (g - before);
+    const float v = beta2 * u.second[at] + of_second * g * g;
     u.first[at] = m;
     u.second[at] = v;
-    p -= lr / u.numbers[5] * m / (sqrtf(v) / u.numbers[6] + eps);
+    p -= size * m / (sqrtf(v) / u.numbers[5] + u.numbers[4]);
   }
   u.parameter[at] = p;
+}
+
+// The first or last of the terms of a gradient, each of which is summed by an instruction of its own. One thread has an
+// element in all of them.
+template <bool kFirst, bool kLast>
+__device__ __forceinline__ void add_term(const UpdateArgument& u, long long at, float g) {
+  if constexpr (!kFirst) g += u.partial[at];
+  if constexpr (kLast) {
+    apply(u, at, g);
+  } else {
+    u.partial[at] = g;
+  }
 }
 
 __device__ __forceinline__ float sum_of_warp(float x) {
@@ -68,7 +77,7 @@ __device__ __forceinline__ float max_of_warp(float x) {
 
 // The gradient of a matrix: the block's columns of `own`, transposed, @ `other`, over rows [first, first + count).
 // Element (column of own, column of other) is own_stride and other_stride apart in the parameter.
-template <typename Columns, int kOther>
+template <typename Columns, int kOther, bool kFirst, bool kLast>
 __device__ __noinline__ void outer(const BufferArgument& own, const BufferArgument& other, int first, int count,
                                    int rank, long long own_stride, long long other_stride, const UpdateArgument& update,
                                    bool refused) {
@@ -129,28 +138,31 @@ __device__ __noinline__ void outer(const BufferArgument& own, const BufferArgume
       for (int i = 0; i < 4; ++i) {
         const int column = (tiles + n) * 8 + in_group * 2 + i % 2;
         if (columns[i / 2] >= 0 && column < kOther) {
-          apply(update, columns[i / 2] * own_stride + column * other_stride, d[n][i]);
+          add_term<kFirst, kLast>(update, columns[i / 2] * own_stride + column * other_stride, d[n][i]);
         }
       }
     }
   }
 }
 
-// The gradient of columns of a vector, from `to` on: sums of those of `source`, `width` from `from` on.
-template <typename Columns>
+// A term of the gradient of a vector, of which the block has `Columns`: `width` elements from `to` on are the sums of
+// as many columns of `source` from `from` on, the others 0.
+template <typename Columns, bool kFirst, bool kLast>
 __device__ __noinline__ void total(const BufferArgument& source, int first, int count, int rank, int from, int width,
                                    int to, const UpdateArgument& update, bool refused) {
-  if (refused) return;
+  if (refused || update.kind == UpdateArgument::kNone) return;
   const float* const rows = static_cast<const float*>(source.data) + first * source.stride;
   const int lane = threadIdx.x % 32;
   for (int local = threadIdx.x / 32; local < Columns::count(); local += kPersistentThreads / 32) {
-    const int column = Columns::of(local, rank);
-    if (column < from || column >= from + width) continue;
+    const int element = Columns::of(local, rank);
+    if (element < 0) continue;
     float sum = 0.0f;
+    if (element >= to && element < to + width) {
 #pragma unroll 4
-    for (int i = lane; i < count; i += 32) sum += rows[i * source.stride + column];
-    sum = sum_of_warp(sum);
-    if (lane == 0) apply(update, column - from + to, sum);
+      for (int i = lane; i < count; i += 32) sum += rows[i * source.stride + element - to + from];
+      sum = sum_of_warp(sum);
+    }
+    if (lane == 0) add_term<kFirst, kLast>(update, element, sum);
   }
 }
 

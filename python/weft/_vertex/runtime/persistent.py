@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..._base import costs as gpu_costs
 from ..._C import vertex as _C
@@ -30,6 +30,7 @@ __all__ = [
     "scripted",
     "shape",
     "train",
+    "trained",
     "training_obstacle",
     "trains_faster",
 ]
@@ -195,18 +196,21 @@ def _training_obstacle(call: Ready, cross_entropy: bool, head: bool, classes: in
         return f"a row of what is pushed has the shape {(*call.outputs[0].shape,)}"
     if not compiled.plan.backward:
         return "nothing asks for a gradient"
+    if any(part.pushes and not part.direct(0) for part in compiled.plan.parts):
+        return "what is pushed does not come from the frontiers"
     names = [_name(compiled, *m) for m in (*given.matrices, *given.vectors)]
     if not call.tensors.keys() >= {*names}:
         return "not all it reads are parameters"
-    sizes = [call.tensors[_name(compiled, *v)].numel() for v in given.vectors]
+    if any(call.tensors[name].dtype != torch.float32 for name in names):
+        return "it is not float32"
     properties = torch.cuda.get_device_properties(call.device)
     most, limit = properties.multi_processor_count, properties.shared_memory_per_block_optin
-    form = cross_entropy, head, classes
-    why = _C.training_obstacle(compiled.program, most, limit, len(given.matrices), sizes, *form)
+    form = len(given.matrices), len(given.vectors), cross_entropy, head, classes
+    why = _C.training_obstacle(compiled.program, most, limit, *form)
     if why:
         return why
     with torch.cuda.device(call.device):
-        shape = _C.persistent_shape(compiled.program, TRAINING, most, len(given.matrices), len(sizes), *form)
+        shape = _C.persistent_shape(compiled.program, TRAINING, most, *form)
     return None if shape[3] else "the blocks of a persistent kernel are not all resident"
 
 
@@ -214,8 +218,20 @@ def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
     return compiled.functions[function].trace.program.symbols[symbol].name
 
 
-def train(call: Ready, request: Request) -> Launched:
-    """Launch forward, loss, backward and updates on the current stream; nothing waits."""
+def trained(call: Ready) -> list[Tensor]:
+    """Parameters of the cell that a training step finds gradients of."""
+    compiled = call.compiled
+    given, (_, matrices, vectors) = compiled.plan.given, compiled.program.gradients()
+    return [
+        call.tensors[_name(compiled, *operands[i])]
+        for operands, numbers in ((given.matrices, matrices), (given.vectors, vectors))
+        for i in numbers
+    ]
+
+
+def train(call: Ready, request: Request) -> Launched | None:
+    """Launch forward, loss, backward and updates on the current stream; nothing waits. None where the blocks are no
+    longer all resident, as where processes share a device: then nothing was done."""
     compiled = call.compiled
     plan, rows = compiled.plan, call.rows
     inputs = []
@@ -223,6 +239,7 @@ def train(call: Ready, request: Request) -> Launched:
         program = compiled.functions[function].trace.program
         pulls = (i for i, o in enumerate(program.operations) if o.op == "pull" and symbol in o.results)
         x = rows[compiled.functions[function].trace.calls[next(pulls)].args[0]]
+        x = x.float() if x.dtype == torch.bool else x  # 0 and 1 in the frontiers
         inputs.append(x.detach() if x.dim() == 2 else x.detach().reshape(len(x), -1))
     matrices = [call.tensors[_name(compiled, *m)] for m in plan.given.matrices]
     vectors = [call.tensors[_name(compiled, *v)] for v in plan.given.vectors]
@@ -244,7 +261,7 @@ def train(call: Ready, request: Request) -> Launched:
             request.ignore_index, updates, request.refused,
         )  # fmt: skip
         if not launched:
-            raise RuntimeError("Trainer: the blocks of the kernel are no longer all resident")
+            return None
         found = torch.empty(2, pin_memory=True)
         found.copy_(result, non_blocking=True)
         event = torch.cuda.Event()

@@ -25,9 +25,10 @@ class Update(NamedTuple):
     b = momentum b + (1 - dampening) g; g = g + momentum b if nesterov, else b; p -= lr g. Here b is `first`; without
     momentum that is None, and b = g.
 
-    ``adam``: numbers lr, beta1, beta2, eps, weight_decay, 1 - beta1^t, sqrt(1 - beta2^t), decoupled. Decoupled:
-    p *= 1 - lr weight_decay, else g += weight_decay p; then m += (1 - beta1)(g - m); v = beta2 v + (1 - beta2) g^2;
-    p -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps), where m is `first` and v `second`.
+    ``adam``: numbers lr / (1 - beta1^t), 1 - beta1, beta2, 1 - beta2, eps, sqrt(1 - beta2^t), kept, decay; differences
+    from 1 are taken here, because in float32 they would lose digits. p *= kept; g += decay p; m += (1 - beta1)(g - m);
+    v = beta2 v + (1 - beta2) g^2; p -= lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps), where m is `first`
+    and v `second`. Decoupled, kept is 1 - lr weight_decay and decay 0, else they are 1 and weight_decay.
     """
 
     parameter: Tensor
@@ -185,10 +186,10 @@ class Updates:
         if state["step"].device.type == "cpu":
             state["step"] += 1
             begun.counters.append(state["step"])
-        beta1, beta2 = map(float, group["betas"])
+        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
         numbers = (
-            *(float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])),
-            *(1 - beta1**count, (1 - beta2**count) ** 0.5, float(group["decoupled_weight_decay"])),
+            *(lr / (1 - beta1**count), 1 - beta1, beta2, 1 - beta2, float(group["eps"]), (1 - beta2**count) ** 0.5),
+            *((1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)),
         )
         return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], numbers)
 

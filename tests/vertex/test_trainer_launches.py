@@ -1,0 +1,233 @@
+"""What the Trainer hands to the kernel of a step, which here is torch, and what it does with what comes back."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import weft
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler
+from weft._vertex.runtime import persistent, training
+from weft.vertex import Trainer, models
+
+from tests.vertex.cells import BINARY, rows
+from tests.vertex.training import (
+    BOUND,
+    ONE_KERNEL,
+    OPTIMIZERS,
+    C,
+    H,
+    X,
+    batches,
+    check_against_loop,
+    check_states,
+    check_unchanged,
+    everything,
+    loop_step,
+    tree_lstm,
+)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """persistent.train in plain torch on the CPU, from the request alone, late as a device is."""
+    launches = []
+
+    class Event:
+        """A step that runs when somebody waits for it, or when asked whether it is there for the second time."""
+
+        def __init__(self, run):
+            self.run, self.asked = run, 0
+
+        def query(self):
+            self.asked += 1
+            if self.asked > 1:
+                self.synchronize()
+            return self.run is None
+
+        def synchronize(self):
+            for event in [*launches]:
+                launches.remove(event)
+                event.run = event.run()
+                if event is self:
+                    break
+
+    def train(call, request):
+        numbers = torch.full((2,), math.nan)
+        event = Event(lambda: step(call, request, numbers))
+        launches.append(event)
+        return training.Launched(numbers, event)
+
+    def step(call, request, numbers):
+        parameters = [u.parameter for u in request.updates]
+        grads = [p.grad for p in parameters]
+        with torch.enable_grad():
+            (y,) = call.run()
+            y = y if request.roots is None else y[request.roots]
+            y = y if request.weight is None else F.linear(y, request.weight, request.bias)
+            targets = request.targets
+            if request.loss == "cross_entropy":
+                wrong = (targets != request.ignore_index) & ((targets < 0) | (targets >= y.shape[1]))
+                request.refused[0] = max(request.refused[0], wrong.any())
+                loss = F.cross_entropy(
+                    y, targets.masked_fill(wrong, request.ignore_index), ignore_index=request.ignore_index
+                )
+            else:
+                loss = F.mse_loss(y, targets)
+            found = torch.autograd.grad(loss, parameters, materialize_grads=True)
+        assert [p.grad for p in parameters] == grads
+        numbers.copy_(torch.stack((loss.detach(), request.refused[0])))
+        if request.refused[0]:
+            return
+        for (p, kind, first, second, numbers_of), g in zip(request.updates, found, strict=True):
+            p = p.data
+            assert all(type(x) is float for x in numbers_of)
+            if kind == "sgd":
+                lr, momentum, dampening, decay, nesterov = numbers_of
+                g = g + decay * p
+                if momentum:
+                    first.mul_(momentum).add_(g, alpha=1 - dampening)
+                    g = g + momentum * first if nesterov else first
+                p.sub_(lr * g)
+            else:
+                size, of_first, beta2, of_second, eps, correction, kept, decay = numbers_of
+                p.mul_(kept)
+                g = g + decay * p
+                first.add_((g - first) * of_first)
+                second.mul_(beta2).add_(g * g, alpha=of_second)
+                p.sub_(size * first / (second.sqrt() / correction + eps))
+
+    monkeypatch.setattr(persistent, "train", train)
+    monkeypatch.setattr(persistent, "training_obstacle", lambda call, head, loss: None)
+    monkeypatch.setattr(persistent, "trains_faster", lambda call: call.rows["input"].shape[0] < 10**6)
+    inner = Trainer._lasting_obstacle
+
+    def obstacle(trainer, call, parts):
+        return inner(trainer, call._replace(device=torch.device("cuda")), parts)
+
+    monkeypatch.setattr(Trainer, "_lasting_obstacle", obstacle)
+    return launches
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_the_optimizers(name, emulated):
+    trainer = check_against_loop(models.TreeLSTM(X, H), nn.Linear(H, C), OPTIMIZERS[name], batches(tree_lstm, 5), "cpu")
+    assert weft.explain(trainer, BINARY, rows(BINARY, X)).one_kernel == (name in ONE_KERNEL)
+
+
+def test_each_batch_is_a_kernel_or_a_loop_by_its_size(emulated, monkeypatch):
+    """By itself; where the persistent executor is asked for, all are kernels."""
+    monkeypatch.setattr(persistent, "trains_faster", lambda call: call.rows["input"].shape[0] < 10)
+    for executor in ("auto", "persistent"):
+        cell = models.TreeLSTM(X, C)
+        trainer = Trainer(cell, torch.optim.SGD(cell.parameters(), 0.1), executor=executor)
+        kernels = []
+        for graphs in (BINARY, weft.Graphs.batch([BINARY] * 4), BINARY):
+            x = rows(graphs, X)
+            kernels.append(weft.explain(trainer, graphs, x).one_kernel)
+            trainer.step(graphs, x, torch.randint(C, (graphs.num_vertices,)))
+            assert len(emulated) == kernels[-1]
+            trainer.sync()
+        assert kernels == [True, executor == "persistent", True]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("at", ["vertices", "roots"])
+@pytest.mark.parametrize("head", [True, False])
+def test_requests(head, at, loss, emulated):
+    data = batches(tree_lstm, 4, loss=loss, at=at)
+    linear = nn.Linear(H, C) if head else None
+    cell = models.TreeLSTM(X, H if head else C)
+    check_against_loop(cell, linear, OPTIMIZERS["adam"], data, "cpu", loss=loss, at=at)
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "fused"])
+@pytest.mark.parametrize("started", [False, True])
+def test_refused_steps_are_undone(started, name, emulated):
+    """Also the one that was launched before the host knew."""
+    cell = models.TreeLSTM(X, C)
+    optimizer = OPTIMIZERS[name]([*cell.parameters()])
+    trainer = Trainer(cell, optimizer)
+    (graphs, x, targets), other = batches(tree_lstm, 2)
+    if started:
+        trainer.step(*other)
+    last = trainer.sync()
+    before = everything(cell, optimizer)
+    bad = targets.clone()
+    bad[0] = C
+    for also in (lambda: trainer.step(*other), trainer.sync):
+        assert trainer.step(graphs, x, bad) == last
+        with pytest.raises(IndexError, match="of the step before is not in"):
+            also()
+        check_unchanged(before, cell, optimizer)
+        assert trainer.sync() == last
+    twin, twin_optimizer = copy.deepcopy((cell, optimizer))
+    trainer.step(graphs, x, targets)
+    assert math.isclose(trainer.sync(), loop_step(twin, twin_optimizer, graphs, x, targets), rel_tol=1e-5)
+    check_states(optimizer, twin_optimizer, 10 * BOUND)
+
+
+def test_a_launch_that_fails_changes_nothing(emulated, monkeypatch):
+    cell = models.TreeLSTM(X, C)
+    optimizer = torch.optim.Adam(cell.parameters(), 0.01)
+    trainer = Trainer(cell, optimizer)
+    before = everything(cell, optimizer)
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(persistent, "train", fail)
+    ((graphs, x, targets),) = batches(tree_lstm, 1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        trainer.step(graphs, x, targets)
+    check_unchanged(before, cell, optimizer)
+
+
+def test_schedulers_know_of_the_kernels_steps(emulated, recwarn):
+    cell = models.TreeLSTM(X, C)
+    optimizer = torch.optim.SGD(cell.parameters(), 0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    trainer = Trainer(cell, optimizer)
+    for batch in batches(tree_lstm, 2):
+        assert weft.explain(trainer, *batch[:2]).one_kernel
+        trainer.step(*batch)
+        scheduler.step()
+    assert not recwarn.list and optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+class Unread(weft.VertexFunction):
+    """With parameters that no loss depends on."""
+
+    def __init__(self):
+        super().__init__(C)
+        self.W, self.U, self.spare = nn.Linear(X, C), nn.Linear(C, C), nn.Linear(2, 2)
+
+    def vertex(self, v):
+        h = torch.tanh(self.W(v.pull()) + self.U(v.gather_sum()).detach())
+        v.scatter(h)
+        v.push(h)
+
+
+def test_what_no_gradient_reaches_has_no_state(emulated):
+    check_against_loop(Unread(), None, OPTIMIZERS["adam"], batches(tree_lstm, 3), "cpu")
+
+
+def test_a_head_of_other_memory_is_a_loop(emulated):
+    cell, head = models.TreeLSTM(X, H), nn.Linear(H, C)
+    head.weight = nn.Parameter(torch.randn(H, C).t(), requires_grad=False)
+    trainer = Trainer(cell, torch.optim.SGD(cell.parameters(), 0.1), head=head)
+    assert "contiguous" in weft.explain(trainer, BINARY, rows(BINARY, X)).why
+    head.weight = nn.Parameter(torch.randn(C, H), requires_grad=False)
+    assert weft.explain(trainer, BINARY, rows(BINARY, X)).one_kernel
+    head.double()
+    assert "float32" in weft.explain(trainer, BINARY, rows(BINARY, X)).why
+
+
+def test_where_the_blocks_are_no_longer_resident_it_is_the_loop(emulated, monkeypatch):
+    """As where another process takes a part of the device."""
+    monkeypatch.setattr(persistent, "train", lambda call, request: None)
+    check_against_loop(models.TreeLSTM(X, H), nn.Linear(H, C), OPTIMIZERS["adam"], batches(tree_lstm, 4), "cpu")

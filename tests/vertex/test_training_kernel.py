@@ -1,0 +1,305 @@
+"""The kernel of whole training steps on a processor, in the worst order of blocks, beside torch's loop."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import weft
+from torch import nn
+from torch.nn import functional as F
+from weft import _C
+from weft._vertex.calls import prepare
+from weft._vertex.runtime import training
+from weft.vertex import models
+
+from tests import emulated
+from tests.common import relative_error
+from tests.vertex.naive import random_dag
+from tests.vertex.test_persistent import TRAINING, core_of, trees
+from tests.vertex.test_source import ARRAYS, BufferArgument, MatrixArgument, PersistentArguments
+
+_C = _C.vertex
+
+pytestmark = emulated.MARKS
+
+BLOCKS = 3
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.01, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
+}
+
+
+class UpdateArgument(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("parameter", "first", "second", "partial")),
+        ("numbers", ctypes.c_float * 8),
+        ("kind", ctypes.c_int),
+    ]
+
+
+class TrainingArguments(ctypes.Structure):
+    _fields_ = [
+        ("targets", ctypes.c_void_p),
+        ("roots", ctypes.c_void_p),
+        ("rows", ctypes.c_int),
+        ("ignore_index", ctypes.c_longlong),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias", "losses", "gradients", "refused", "result")),
+    ]
+
+
+def missing(*shape: int) -> torch.Tensor:
+    return torch.full(shape, -1, dtype=torch.int32).view(torch.float32)
+
+
+class Steps:
+    """Training steps of a cell, and of a head where there is one, by the kernel; those of its optimizer go beside."""
+
+    def __init__(self, cell, head, optimizer, loss: str, graphs: weft.Graphs, x: torch.Tensor, folder: Path):
+        self.cell, self.head, self.loss = cell, head, loss
+        self.optimizer = optimizer
+        call = prepare(cell, graphs, x, "batched")
+        self.compiled = call.compiled
+        self.program, self.given = self.compiled.program, self.compiled.plan.given
+        self.classes = call.ready.outputs[0].shape[0] if head is None else head.out_features
+        operations = [f.trace.program.operations for f in self.compiled.functions]
+        outside = zip(operations, self.compiled.before, self.compiled.plan.parts, strict=True)
+        assert all(o[i].op == "pull" for o, before, part in outside for i in (*before, *part.after))
+        self.matrices = [self._parameter(*m) for m in self.given.matrices]
+        self.vectors = [self._parameter(*v) for v in self.given.vectors]
+        self.form = len(self.matrices), len(self.vectors), loss == "cross_entropy", head is not None, self.classes
+        assert _C.training_obstacle(self.program, BLOCKS, 1 << 18, *self.form) == ""
+        made = _C.persistent_source(self.program, TRAINING, BLOCKS, False, *self.form)
+        defines, self.shared_bytes, self.blocks = made
+        (folder / "steps.h").write_text("".join(f"#define {d.replace('=', ' ', 1)}\n" for d in defines))
+        self.kernel = emulated.build("vertex_persistent", folder)
+
+    def _parameter(self, function: int, symbol: int) -> nn.Parameter:
+        name = self.compiled.functions[function].trace.program.symbols[symbol].name
+        return dict(self.cell.named_parameters(remove_duplicate=False))[name]
+
+    def step(self, graphs: weft.Graphs, x: torch.Tensor, targets: torch.Tensor, at: str, seed: int) -> torch.Tensor:
+        """The loss and whether the step was refused."""
+        core = core_of(self.cell, self.compiled, graphs)
+        block = _C.scripted(core, self.program, BLOCKS, True, False)
+        assert _C.script_fault(self.program, block) == ""
+        published = _C.script_published(self.program, block, TRAINING)
+        n, leaves = graphs.num_vertices, graphs.num_vertices - core.num_inner
+        counts = {"inner": core.num_inner, "edges": core.num_edges, "vector": 1}
+        buffers, shared = self.compiled.plan.frontiers.buffers, {}
+        arguments = (BufferArgument * len(buffers))()
+        held = []
+        for i, b in enumerate(buffers):
+            shape = counts.get(b.space, n), b.width
+            if b.space == "input":
+                t = x
+            elif b.space == "vector":
+                t = self.vectors[b.index].detach().view(1, -1)
+            elif b.space in ("output", "output_grad"):
+                t = shared.setdefault((b.space, b.index), torch.zeros(shape))
+            else:
+                t = missing(*shape) if i in published else torch.zeros(shape)
+            held.append(t)
+            before = leaves * b.width * 4 if b.space == "inner" else 0
+            arguments[i] = BufferArgument(t.data_ptr() - before, 0 if b.space == "vector" else b.width)
+        matrices = (MatrixArgument * max(1, len(self.matrices)))()
+        for i, m in enumerate(self.matrices):
+            matrices[i] = MatrixArgument(m.data_ptr(), *m.stride())
+        heads = [] if self.head is None else [self.head.weight, self.head.bias]
+        order = [*(self.matrices or [None]), *self.vectors, *(heads or [None, None])]
+        changes, begun = training.Updates(self.optimizer).begin(p for p in order if p is not None)
+        updates = (UpdateArgument * len(order))()
+        for u in changes:
+            # What is not asked for is nobody's.
+            pointers = [None if t is None else t.data_ptr() for t in (u.parameter, u.first, u.second)]
+            held.append(missing(u.parameter.numel()))
+            number = next(i for i, p in enumerate(order) if p is u.parameter)
+            numbers = (ctypes.c_float * 8)(*u.numbers)
+            updates[number] = UpdateArgument(*pointers, held[-1].data_ptr(), numbers, 1 if u.kind == "sgd" else 2)
+        roots = graphs.roots if at == "roots" else None
+        rows = n if roots is None else len(roots)
+        losses, gradients, refused, result = missing(rows), missing(rows, self.classes), torch.zeros(1), missing(2)
+        of_training = TrainingArguments(
+            targets.data_ptr(), None if roots is None else roots.data_ptr(), rows, -100,
+            *(p.data_ptr() for p in heads or [torch.empty(0)] * 2), losses.data_ptr(), gradients.data_ptr(),
+            refused.data_ptr(), result.data_ptr(),
+        )  # fmt: skip
+        of_kernel, arrived = PersistentArguments(), ctypes.c_uint(0)
+        layout = core.layout()
+        for key in ARRAYS:
+            setattr(of_kernel.frontier, key, block.data_ptr() + 4 * layout[key][0])
+        of_kernel.frontier.num_vertices = n
+        of_kernel.script = block.data_ptr() + 4 * _C.script_offset(block, TRAINING)
+        of_kernel.arrived = ctypes.addressof(arrived)
+        self.kernel.run(
+            ctypes.byref(of_kernel), arguments, matrices, ctypes.byref(of_training), updates, self.blocks,
+            ctypes.c_long(self.shared_bytes), seed,
+        )  # fmt: skip
+        assert refused.item() == result[1].item()
+        if refused:
+            training.Updates(self.optimizer).undo(begun)
+        return result
+
+
+class Twice(weft.VertexFunction):
+    """One linear layer on both children."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.U = nn.Linear(x, h), nn.Linear(h, h)
+
+    def vertex(self, v):
+        h = torch.tanh(self.W(v.pull()) + self.U(v.gather(0)) + self.U(v.gather(1)))
+        v.scatter(h)
+        v.push(h)
+
+
+class Messages(weft.VertexFunction):
+    """Several sums of messages, which share a matrix with each other and with the vertex itself."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.A, self.B = nn.Linear(x, h), nn.Linear(h, h), nn.Linear(h, h, bias=False)
+
+    def vertex(self, v):
+        x = self.W(v.pull())
+        a = v.gather_sum(lambda s: torch.tanh(self.A(s)))
+        b = v.gather_sum(lambda s, y: torch.sigmoid(y + self.A(s)) * self.B(s), x)
+        h = torch.tanh(x + a + self.B(b) + v.gather_sum())
+        v.scatter(h)
+        v.push(h)
+
+
+class Whole(weft.VertexFunction):
+    """Three gates, one of which has no gradient, of a state of odd width."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.U = nn.Linear(x, 3 * h), nn.Linear(h, 3 * h, bias=False)
+
+    def vertex(self, v):
+        s = v.gather_sum()
+        a, b, c = (self.W(v.pull()) + self.U(s)).chunk(3, 1)
+        h = torch.tanh(a + torch.sigmoid(b) * s + c.detach())
+        v.scatter(h)
+        v.push(h)
+
+
+def shared_leaves(x, h):
+    """Two functions with a layer in common."""
+
+    class Function(weft.VertexFunction):
+        def __init__(self, layer, inner):
+            super().__init__(h)
+            self.layer, self.inner = layer, inner
+            self.own = nn.Linear(h, h)
+
+        def vertex(self, v):
+            y = self.own(v.gather_sum()) if self.inner else v.pull()
+            state = torch.tanh(self.layer(y))
+            v.scatter(state)
+            v.push(state)
+
+    layer = nn.Linear(h, h)
+    return weft.VertexFunctions({"leaf": Function(layer, False), "inner": Function(layer, True)})
+
+
+def binary(rng: random.Random, cell) -> weft.Graphs:
+    graphs = trees(rng, rng.randint(1, 4))
+    if isinstance(cell, weft.VertexFunctions):
+        return graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])
+    return graphs
+
+
+def any_graphs(rng: random.Random, cell) -> weft.Graphs:
+    """With missing children, and children of several parents."""
+    graphs = weft.Graphs.from_children([random_dag(rng, rng.randint(1, 9), 2) for _ in range(rng.randint(1, 3))])
+    if isinstance(cell, weft.VertexFunctions):
+        return graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])
+    return graphs
+
+
+def check(cell, make, optimizer, loss, classes, at, folder, steps=2, x_width=None):
+    """Steps of the kernel on graphs that differ beside those of the loop."""
+    torch.manual_seed(1)
+    rng = random.Random(4)
+    head = None if classes is None else nn.Linear(8, classes)
+    cell, twin, twin_head = cell, copy.deepcopy(cell), copy.deepcopy(head)
+    both = [[*c.parameters(), *(h.parameters() if h else ())] for c, h in ((cell, head), (twin, twin_head))]
+    mine, theirs = OPTIMIZERS[optimizer](both[0]), OPTIMIZERS[optimizer](both[1])
+    kernel = None
+    for step in range(steps):
+        graphs = make(rng, cell)
+        x = torch.randn(graphs.num_vertices, x_width or 4)
+        y = twin(graphs, x, executor="batched")  # which gives zeros, not None, where a batch has no edges
+        y = y if twin_head is None else twin_head(y)
+        y = y[graphs.roots] if at == "roots" else y
+        if loss == "mse":
+            targets = torch.randn_like(y)
+            want = F.mse_loss(y, targets)
+        else:
+            targets = torch.randint(0, y.shape[1], (len(y),))
+            if len(y) > 1:
+                targets[0] = -100
+            want = F.cross_entropy(y, targets)
+        theirs.zero_grad()
+        want.backward()
+        theirs.step()
+        if kernel is None:
+            kernel = Steps(cell, head, mine, loss, graphs, x, folder)
+        found = kernel.step(graphs, x, targets, at, step)
+        assert found[1] == 0
+        torch.testing.assert_close(found[0], want.detach(), rtol=1e-5, atol=1e-6)
+        for p, q in zip(*both, strict=True):
+            assert relative_error(p.detach(), q.detach()) < 1e-5
+            assert mine.state.get(p, {}).keys() == theirs.state.get(q, {}).keys()
+            for key, held in theirs.state.get(q, {}).items():
+                # Gradients of a step and of its twin differ as sums in another order do.
+                assert held is None or relative_error(mine.state[p][key], held) < 1e-5, key
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "loss", "classes", "at"),
+    [
+        ("treelstm", "sgd", "cross_entropy", 5, "vertices"),
+        ("treelstm", "adamw", "cross_entropy", 5, "roots"),
+        ("childsum", "adam", "mse", None, "vertices"),
+        ("rvnn", "sgd", "cross_entropy", 5, "vertices"),
+        ("twice", "adamw", "mse", None, "roots"),
+        ("messages", "sgd", "cross_entropy", 3, "vertices"),
+        ("shared", "adam", "cross_entropy", None, "vertices"),
+        ("odd", "adamw", "mse", None, "vertices"),
+    ],
+)
+def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, tmp_path):
+    torch.manual_seed(7)
+    cell, make, width = {
+        "treelstm": lambda: (models.TreeLSTM(4, 8), binary, 4),
+        "childsum": lambda: (models.ChildSumTreeLSTM(4, 8), any_graphs, 4),
+        "rvnn": lambda: (models.RvNN(4, 8), binary, 4),
+        "twice": lambda: (Twice(4, 8), any_graphs, 4),
+        "messages": lambda: (Messages(6, 8), any_graphs, 6),
+        "shared": lambda: (shared_leaves(8, 8), any_graphs, 8),
+        "odd": lambda: (Whole(3, 7), any_graphs, 3),
+    }[name]()
+    check(cell, make, optimizer, loss, classes, at, tmp_path, x_width=width)
+
+
+def test_a_refused_step_changes_nothing(tmp_path):
+    torch.manual_seed(1)
+    cell, head = models.TreeLSTM(4, 8), nn.Linear(8, 5)
+    parameters = [*cell.parameters(), *head.parameters()]
+    graphs = trees(random.Random(4), 3)
+    x, targets = torch.randn(graphs.num_vertices, 4), torch.randint(0, 5, (graphs.num_vertices,))
+    targets[1] = 5
+    optimizer = OPTIMIZERS["adam"](parameters)
+    kernel = Steps(cell, head, optimizer, "cross_entropy", graphs, x, tmp_path)
+    before = [p.detach().clone() for p in parameters]
+    assert kernel.step(graphs, x, targets, "vertices", 1)[1] == 1
+    assert all(map(torch.equal, parameters, before))
+    assert not optimizer.state
