@@ -319,15 +319,9 @@ std::string training_obstacle(const Program& program, int32_t most_blocks, int64
   if (std::string why = parameters_obstacle(program, others); !why.empty()) return why;
   std::set<int32_t> outputs, output_grads;  // several functions may push the same, each by a gradient of its own
   for (const Buffer& b : program.buffers) {
-<<<<<<< HEAD
     if (b.dtype != DType::f32) return "it is not float32 alone";
-    outputs += b.space == Space::kOutput;
-    output_grads += b.space == Space::kOutputGrad;
-=======
-    if (b.dtype != Dtype::kFloat32) return "it is not float32 alone";
     if (b.space == Space::kOutput) outputs.insert(b.index);
     if (b.space == Space::kOutputGrad) output_grads.insert(b.index);
->>>>>>> main
   }
   if (outputs.size() != 1 || outputs != output_grads) return "what is pushed is not one output of the frontiers";
   if (form.classes < 1 || form.classes > 1024) return std::to_string(form.classes) + " classes";

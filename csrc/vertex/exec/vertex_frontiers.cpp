@@ -363,7 +363,7 @@ void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
       r.put(i, r.given(operands.vectors, b, "vector"));
       continue;
     }
-    TORCH_CHECK_TYPE(b.dtype == Dtype::kFloat32, kOp, "_training: it is not float32 alone");
+    TORCH_CHECK_TYPE(b.dtype == DType::f32, kOp, "_training: it is not float32 alone");
     Run::Filled filled = r.filled(i);
     if (b.space == Space::kOutputGrad) filled = zeroes_grads ? Run::kZero : Run::kAnything;
     if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
@@ -381,7 +381,7 @@ void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
   }
   const std::array<int64_t, 3> begin = {0, floats[Run::kZero], floats[Run::kZero] + floats[Run::kMissing]};
   const int64_t own = begin[Run::kAnything] + floats[Run::kAnything];
-  const at::Tensor all = at::empty({own + others}, r.options(Dtype::kFloat32));
+  const at::Tensor all = at::empty({own + others}, r.options(DType::f32));
   const auto part = [&](Run::Filled filled) { return all.narrow(0, begin[filled], floats[filled]); };
   if (floats[Run::kZero] > 0) part(Run::kZero).zero_();
   if (floats[Run::kMissing] > 0) part(Run::kMissing).view(at::kInt).fill_(-1);
