@@ -613,6 +613,29 @@ def check_steps_aside(runtime: Runtime) -> None:
             assert [runtime.calls(name) for name in names] == before
 
 
+def check_the_bus_is_measured_in_a_first_use(runtime: Runtime) -> None:
+    """Without a budget, and not when its first plan is made, which a step would wait for."""
+
+    class Asked:
+        def __init__(self, engine) -> None:
+            self.engine, self.devices = engine, []
+
+        def __getattr__(self, name: str):
+            return getattr(self.engine, name)
+
+        def rates(self, device: int) -> tuple[float, float]:
+            self.devices.append(device)
+            return self.engine.rates(device)
+
+    for budget, uses in ((None, [1, 1, 2, 2]), (0, [0, 1, 1, 1])):
+        off = offload(budget, min_bytes=0, keep_last=0, compress=None)
+        off._engine = Asked(off._engine)
+        for asked in uses:
+            Step(off, numbers(4)).backward()
+            torch.cuda.synchronize()
+            assert off._engine.devices == [0] * asked, (budget, off._engine.devices)
+
+
 def check_calls_of_a_moved_tensor(runtime: Runtime) -> None:
     """Events, waits and copies of a tensor on its way out and back, in a use that is like the one before."""
     names = ("EventRecord", "EventQuery", "StreamWaitEvent", "MemcpyAsync", "ThreadExchangeStreamCaptureMode")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 import warnings
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -317,6 +318,39 @@ def test_with_a_budget_times_are_those_of_uses_whose_every_operation_is_timed(
     assert all(
         seconds == pytest.approx(10) for use, (_, seconds) in enumerate(found) if use in {*range(8, 20), *range(28, 45)}
     )
+
+
+def test_a_use_waits_for_a_plan_as_long_as_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a budget, where looking at the use takes 3 ms by this clock, and planning for ever."""
+    clock, waited = [0.0], []
+
+    def looked(_: bool) -> dict:
+        clock[0] += 0.003
+        return {}
+
+    def wait(futures: list, seconds: float) -> types.SimpleNamespace:
+        waited.append(seconds)
+        clock[0] += seconds
+        return types.SimpleNamespace(done=set())
+
+    monkeypatch.setattr(context, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(context, "wait", wait)
+    monkeypatch.setattr(context, "_in_background", lambda make: Future())
+    off = offload(compress=None)
+    monkeypatch.setattr(off, "_link", lambda *_: Link())
+    raw = 4, [1.0] * 4, 2, [(8, 0, 3, 3, 1.0, 4)], [(8, 4, True, False)]
+    use = types.SimpleNamespace(copied=looked, timelines=lambda: [(0, True, raw)], timed=True)
+    memory = context._Memory()
+    off._plan_from(memory, use)
+    assert set(memory.waiting) == {0} and waited == [pytest.approx(0.017)]
+    # Where another device has a plan, the use does without this one's.
+    memory.planned = {1: object()}
+    off._plan_from(memory, use)
+    assert waited[1:] == [pytest.approx(0.002)]
+    memory.waiting.clear()
+    use.timelines = lambda: []
+    off._plan_from(memory, use)
+    assert len(waited) == 2
 
 
 def test_rates_of_the_bus_are_those_of_the_latest_copies() -> None:

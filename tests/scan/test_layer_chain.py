@@ -111,6 +111,31 @@ def test_parameters_of_another_type_are_not_read() -> None:
 
 
 @device
+@pytest.mark.parametrize("prune", [False, True])
+@pytest.mark.parametrize("kind", [nn.Parameter, Tensor.requires_grad_], ids=["parameters", "tensors"])
+def test_lent_parameters_are_those_of_the_forward_pass(kind, prune: bool, device: str) -> None:
+    """torch.func.functional_call takes them back before the backward pass."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 3, padding="same"), nn.BatchNorm2d(2).eval(), nn.Flatten(),
+              nn.Linear(18, 4)]  # fmt: skip
+    plain = nn.Sequential(*layers).to(device)
+    scan = ScanSequential(*copy.deepcopy(plain), schedule="linear", prune=prune)
+    x = torch.randn(3, 1, 5, 5, device=device, requires_grad=True)
+    check(plain, scan, x)
+    lent = {n: kind(2 * t.detach() * (torch.rand_like(t) < 0.5)) for n, t in plain.named_parameters()}
+    lent["3.running_var"] = torch.full((2,), 3.0, device=device)
+    given = [x, *(t for t in lent.values() if t.requires_grad)]
+    want, found = (
+        torch.autograd.grad(torch.func.functional_call(net, lent, x).square().sum(), given) for net in (plain, scan)
+    )
+    for f, w in zip(found, want, strict=True):
+        assert_close(f, w)
+    own = dict(scan.named_parameters())
+    assert all(torch.equal(own[n], t) for n, t in plain.named_parameters())
+    check(plain, scan, x)
+
+
+@device
 def test_layers_that_are_alike_are_computed_together(device: str) -> None:
     torch.manual_seed(0)
     blocks = [nn.Conv2d(4, 4, 3, padding=(1, 2), stride=(1, 2), dilation=(1, 2), bias=i < 6) for i in range(2)]

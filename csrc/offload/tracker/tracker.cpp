@@ -231,7 +231,7 @@ std::shared_ptr<Block> Tracker::save(const at::Tensor& x, Range range, const Ver
     totals.kept[kSmall] -= record.bytes, totals.kept[kBudget] += record.bytes;
     record.reason = kBudget;
     b.eligible = true;
-    evictable_.push_back(block);
+    if (engine.settings.budget) evictable_.push_back(block);
   }
   if (created) admit(block, record.first_bytes);
   evict();
@@ -269,7 +269,7 @@ void Tracker::admit(const std::shared_ptr<Block>& block, int64_t bytes) {
   }
   if (expected != nullptr) planned_blocks_[size_t(record.number)] = block;
   if (moves) move(b, expected->share, expected->density);
-  if (b.eligible) evictable_.push_back(block);
+  if (b.eligible && engine.settings.budget) evictable_.push_back(block);
   const int64_t previous = std::exchange(previous_bytes_, bytes);
   if (residency.outs.empty() || capturing_) return;
   if (plan_ != nullptr && forward == 0) {

@@ -19,6 +19,7 @@ from .schedule import levels_of
 _CONVS = (nn.Conv1d, nn.Conv2d)
 _DIRECT = frozenset((*_CONVS, nn.Linear, nn.ReLU, nn.MaxPool2d))
 _DTYPES = (torch.float32, torch.float64)
+_PLAIN = (nn.Parameter, Tensor)
 
 
 class Layer(Protocol):
@@ -48,7 +49,7 @@ def is_direct(module: nn.Module, input: Tensor) -> bool:
     parameters = own["_parameters"]
     weight = parameters.get("weight")
     # The plain memory of a parameter of another type is not its numbers.
-    if any(type(p) is not nn.Parameter for p in parameters.values() if p is not None):
+    if any(type(p) not in _PLAIN for p in parameters.values() if p is not None):
         return False
     if weight is None or weight.dtype is not input.dtype or input.dim() != (2 if kind is nn.Linear else weight.dim()):
         return False

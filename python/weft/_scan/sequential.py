@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -50,6 +51,7 @@ class Record(NamedTuple):
     kept: list[Tensor] | None = None  # of torch's own layer whose gradients need no graph: its parameters
     indices: Tensor | None = None  # that a max-pooling has picked
     entered: Tensor | None = None  # what went into a layer that is left to torch, as the leaf of its graph
+    members: list[tuple[dict, str, Tensor]] | None = None  # of a module whose tensors are not kept: where each was
 
     @property
     def is_identity(self) -> bool:
@@ -62,6 +64,14 @@ class Record(NamedTuple):
         if self.mask is not None:
             return dropout_jacobian(self.mask, self.module.p, dtype=self.input.dtype)
         return transposed_jacobian(self.module, self.input, self.output.detach(), prune=prune)
+
+    @property
+    def tensors(self) -> list[tuple[dict, str, Tensor]]:
+        """The module's tensors in the forward pass, each with the dictionary that it was in and its name there."""
+        if self.members is not None:
+            return self.members
+        parameters = self.module._parameters
+        return [(parameters, name, t) for name, t in zip(("weight", "bias"), self.kept or (), strict=False)]
 
     def refuse(self, tensor: Tensor, version: int) -> None:
         raise RuntimeError(
@@ -93,6 +103,36 @@ def _state(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
         [p for p in parameters.values() if p is not None] if parameters else [],
         [b for b in buffers.values() if b is not None] if buffers else [],
     )
+
+
+def _members(module: nn.Module) -> list[tuple[dict, str, Tensor]]:
+    found = []
+    for part in module.modules() if module._modules else (module,):
+        for members in (part._parameters, part._buffers):
+            found += [(members, name, t) for name, t in members.items() if t is not None]
+    return found
+
+
+_NONE = object()  # stands for no tensor
+
+
+@contextlib.contextmanager
+def _as_in_forward(records: list[Record]) -> Iterator[None]:
+    """Gives modules the tensors that they had in the forward pass, for which torch.func.functional_call lends them."""
+    lent: list[tuple[dict, str, Any]] = []
+    try:
+        for record in records:
+            for members, name, tensor in record.tensors:
+                if (now := members.get(name, _NONE)) is not tensor:
+                    lent.append((members, name, now))
+                    members[name] = tensor
+        yield
+    finally:
+        for members, name, now in reversed(lent):
+            if now is _NONE:
+                del members[name]
+            else:
+                members[name] = now
 
 
 def layers_of(net: nn.Module) -> list[nn.Module]:
@@ -149,7 +189,8 @@ def run(
         if not isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Linear)):
             tensors.append(x)
         versions = [(t, t._version) for t in tensors]
-        records.append(Record(position, module, x, output, parameters, mask, versions, entered=entered))
+        own = _members(module)
+        records.append(Record(position, module, x, output, parameters, mask, versions, entered=entered, members=own))
         wanted = wanted or bool(parameters)
         x = output.detach() if output.requires_grad else output
     return records
@@ -249,7 +290,8 @@ class _Scan(torch.autograd.Function):
         B = grad.shape[0]
         flat = grad.reshape(B, grad.shape[1:].numel())
         wanted: dict[Tensor, Tensor | None] = {}
-        gradients = iter(_Scan.along(ctx, moving, flat, wanted, keep))
+        with _as_in_forward(moving):
+            gradients = iter(_Scan.along(ctx, moving, flat, wanted, keep))
         # What reaches each layer's output, and behind the first one the input.
         reaching, g = {}, next(gradients)
         for record in through:
