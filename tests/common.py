@@ -44,6 +44,15 @@ def treebank() -> Path:
     pytest.skip("the Stanford Sentiment Treebank is not here: WEFT_SST may name its folder")
 
 
+def every_measured() -> list[Any]:
+    """What weft.tune remembers, of every engine."""
+    from weft._rnn.select import tuned
+    from weft._scan import tuned as tuned_scan
+    from weft._vertex import tuned as tuned_vertex
+
+    return [engine.MEASURED for engine in (tuned, tuned_scan, tuned_vertex)]
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Norm of the difference over the norm, in fp64 on the CPU: 0 for two empty tensors, NaN where there is one."""
     assert got.shape == want.shape, f"shape {tuple(got.shape)}, want {tuple(want.shape)}"

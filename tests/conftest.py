@@ -107,11 +107,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_tuned() -> None:
     """What weft.tune has measured for the user of this machine is nothing that a test should depend on."""
-    from weft._rnn.select import tuned
-    from weft._vertex import tuned as tuned_vertex
+    from tests.common import every_measured
 
-    tuned._entries = {}
-    tuned_vertex._entries = {}
+    for measured in every_measured():
+        measured.entries = {}
 
 
 @pytest.fixture(autouse=True)

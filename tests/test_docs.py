@@ -9,8 +9,8 @@ from pathlib import Path
 
 import matplotlib
 import pytest
-from weft._rnn.select import tuned
-from weft._vertex import tuned as tuned_vertex
+
+from tests.common import every_measured
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.rst"))]
@@ -52,8 +52,8 @@ def test_every_block_is_of_a_language(page):
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))  # where weft.tune writes
-    for measured in (tuned, tuned_vertex):
-        monkeypatch.setattr(measured, "_entries", {})
+    for measured in every_measured():
+        monkeypatch.setattr(measured, "entries", {})
     monkeypatch.chdir(tmp_path)
     matplotlib.use("agg")
     names = types.ModuleType(page.stem).__dict__

@@ -177,8 +177,8 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "_base": {"_version"},
     "_sparse": {"_base"},
     "_scan": {"_base", "_sparse"},
-    "_rnn": {"_base", "_version"},
-    "_vertex": {"_base", "_version"},
+    "_rnn": {"_base"},
+    "_vertex": {"_base"},
     "_offload": set(),
     "_distributed": {"_base", "_scan"},
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from . import _C, offloading, scan, vertex
 from . import nn as weft_nn
+from . import offloading, scan, vertex
 from ._rnn.explain import Explanation
 from ._rnn.explain import explain as explain_layer
-from ._scan.pointwise import checked
-from ._scan.sequential import unrolled
-from ._sparse import find_jacobian
+from ._scan.explain import SCAN_LAYERS, ScanExplanation, explain_chain, explain_linear_scan, explain_pointwise_scan
+from ._scan.explain import explain_layer as explain_scan_layer
 from ._vertex.explain import Explanation as VertexExplanation
 from ._vertex.explain import explain as explain_vertex_function
 from ._vertex.trainer import explain_trainer
@@ -25,32 +23,7 @@ from ._vertex.trainer import explain_trainer
 __all__ = ["ModelExplanation", "PartExplanation", "ScanExplanation", "explain"]
 
 State = Tensor | tuple[Tensor, Tensor] | None
-_SCAN_LAYERS = (
-    weft_nn.MinGRU,
-    weft_nn.MinLSTM,
-    weft_nn.RGLRU,
-    weft_nn.ParaGRU,
-    weft_nn.ParaLSTM,
-    weft_nn.LRU,
-    weft_nn.S5,
-)
 _TORCHS = (nn.RNNBase, nn.RNNCellBase)
-
-
-@dataclass(frozen=True)
-class ScanExplanation:
-    """What runs a recurrence or a chain of layers; ``print`` it."""
-
-    subject: str
-    input: str
-    algorithm: str
-    reason: str
-    layers: tuple[str, ...] = ()
-    """Of a ScanSequential, a line for every layer."""
-
-    def __str__(self) -> str:
-        lines = [f"{self.subject} on {self.input}", f"runs as {self.algorithm!r} ({self.reason})"]
-        return "\n".join([*lines, *(f"  {line}" for line in self.layers)])
 
 
 @dataclass(frozen=True)
@@ -103,7 +76,13 @@ def explain(
 def explain(subject: offloading.offload) -> offloading.OffloadReport: ...
 @overload
 def explain(
-    subject: weft_nn.MinGRU | weft_nn.MinLSTM | weft_nn.RGLRU, input: Tensor, h_0: Tensor | None = None
+    subject: weft_nn.MinGRU | weft_nn.MinLSTM | weft_nn.RGLRU | weft_nn.LRU | weft_nn.S5,
+    input: Tensor | PackedSequence,
+    hx: Tensor | None = None,
+) -> ScanExplanation: ...
+@overload
+def explain(
+    subject: weft_nn.ParaGRU | weft_nn.ParaLSTM, input: Tensor, hx: Tensor | tuple[Tensor, Tensor] | None = None
 ) -> ScanExplanation: ...
 @overload
 def explain(subject: scan.ScanSequential, input: Tensor) -> ScanExplanation: ...
@@ -112,7 +91,7 @@ def explain(subject: nn.Module, *inputs: object, **keywords: object) -> ModelExp
 @overload
 def explain(
     subject: Callable[..., Tensor], A: Tensor, b: Tensor, x0: Tensor | None = None, *, reverse: bool = False,
-    transpose: bool = False, batch_first: bool = False,
+    transpose: bool = False, batch_first: bool = False, c: Tensor | None = None,
 ) -> ScanExplanation: ...  # fmt: skip
 
 
@@ -125,9 +104,9 @@ def explain(*args, **kwargs):
     - ``explain(model, *inputs)``: any other module: a table of the recurrent and scan layers inside, with the inputs
       that they get. The model runs once for that, in evaluation mode and without gradients.
     - ``explain(layer, x)`` of a :class:`~weft.nn.MinGRU`, :class:`~weft.nn.MinLSTM`, :class:`~weft.nn.RGLRU`,
-      :class:`~weft.nn.ParaGRU`, :class:`~weft.nn.ParaLSTM` or :class:`~weft.scan.ScanSequential`, and
-      ``explain(weft.scan.linear_scan, A, b, x0=None)`` or ``explain(weft.scan.pointwise_scan, step, init, inputs)``:
-      which scan runs.
+      :class:`~weft.nn.LRU`, :class:`~weft.nn.S5`, :class:`~weft.nn.ParaGRU`, :class:`~weft.nn.ParaLSTM` or
+      :class:`~weft.scan.ScanSequential`, and ``explain(weft.scan.linear_scan, A, b, x0=None)`` or
+      ``explain(weft.scan.pointwise_scan, step, init, inputs)``: which scan runs.
     - ``explain(cell, graphs, inputs=None, *, executor="auto")``: a vertex function: which ``executor`` runs, and the
       ``reason``.
     - ``explain(trainer, graphs, inputs=None)``: a :class:`weft.vertex.Trainer`: whether a step is one kernel.
@@ -152,15 +131,15 @@ def explain(*args, **kwargs):
     if isinstance(subject, offloading.offload):
         return subject.report()
     if subject is scan.linear_scan:
-        return _explain_linear_scan(*rest, **kwargs)
+        return explain_linear_scan(*rest, **kwargs)
     if subject is scan.pointwise_scan:
-        return _explain_pointwise_scan(*rest, **kwargs)
+        return explain_pointwise_scan(*rest, **kwargs)
     if isinstance(subject, nn.Module) and not isinstance(subject, _TORCHS) and not rest and not kwargs:
         raise TypeError(f"explain: the input of {type(subject).__name__} is missing: weft.explain(model, x)")
-    if isinstance(subject, _SCAN_LAYERS):
-        return _explain_scan_layer(subject, *rest, **kwargs)
+    if isinstance(subject, SCAN_LAYERS):
+        return explain_scan_layer(subject, *rest, **kwargs)
     if isinstance(subject, scan.ScanSequential):
-        return _explain_chain(subject, *rest, **kwargs)
+        return explain_chain(subject, *rest, **kwargs)
     if isinstance(subject, nn.Module) and not isinstance(subject, _TORCHS):
         return _explain_model(subject, *rest, **kwargs)
     if isinstance(subject, nn.Module) and not rest and "x" not in kwargs:
@@ -168,104 +147,12 @@ def explain(*args, **kwargs):
     return explain_layer(subject, *rest, **kwargs)
 
 
-def _sizes(t: Tensor) -> str:
-    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device.type}"
-
-
-def _kind_of_scan(dims: int) -> tuple[str, str]:
-    if dims == 3:
-        return "diagonal scan", "A (T, B, H) is diagonal: a multiply-add for every state and step"
-    return "dense scan", "A (T, B, H, H) is dense: H x H multiply-adds for every sequence and step"
-
-
-def _explain_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None = None, **flags: bool) -> ScanExplanation:
-    for name, tensor in (("A", A), ("b", b)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"explain: {name} must be a Tensor, got {type(tensor).__name__}")
-    with torch.no_grad():
-        # What is wrong with the arguments is said by the operator, on tensors without data.
-        meta = [None if t is None else torch.empty_like(t, device="meta") for t in (A, b, x0)]
-        scan.linear_scan(*meta, **flags)
-    if A.dim() == 4 and A.is_complex():
-        return ScanExplanation(
-            "linear_scan", f"A {tuple(A.shape)}, b {_sizes(b)}", "reference", "A is complex and dense"
-        )
-    algorithm, reason = _kind_of_scan(A.dim())
-    return ScanExplanation("linear_scan", f"A {tuple(A.shape)}, b {_sizes(b)}", algorithm, reason)
-
-
-def _explain_pointwise_scan(
-    step: Callable[..., Any], init: Any, inputs: Any, parameters: Any = (), *, reverse: bool = False,
-    algorithm: str = "auto",
-) -> ScanExplanation:  # fmt: skip
-    call = checked("explain", step, init, inputs, parameters, algorithm)
-    x = call.inputs[0]
-    sizes = f"{len(call.init)} states, {len(call.inputs)} inputs {_sizes(x)}"
-    if call.program is None:
-        return ScanExplanation("pointwise_scan", sizes, "reference", call.obstacle or "")
-    return ScanExplanation("pointwise_scan", sizes, *_walked(x, call.init[0].numel(), len(call.inputs), algorithm))
-
-
-def _walked(x: Tensor, channels: int, inputs: int, algorithm: str) -> tuple[str, str]:
-    """What runs a pointwise step, and why."""
-    steps, cuda = x.shape[0], x.device.type == "cuda"
-    chunks = 1
-    if algorithm != "walk":
-        with torch.cuda.device(x.device) if cuda else nullcontext():
-            chunks = _C.scan.pointwise_chunks(cuda, steps, channels, inputs, algorithm == "newton")
-    if chunks > 1:
-        return "newton", f"{channels} channels leave the device idle: {chunks} chunks of time are walked at once"
-    if algorithm == "walk":
-        return "walk", 'algorithm="walk"'
-    return "walk", f"{channels} channels over {steps} steps are walked as fast in one piece"
-
-
-def _explain_scan_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Tensor | None = None) -> ScanExplanation:
-    if isinstance(input, PackedSequence):
-        input = input.data
-    if not isinstance(input, Tensor):
-        raise TypeError(f"explain: x must be a Tensor, got {type(input).__name__}")
-    ranks = layer._over_ranks
-    if isinstance(layer, (weft_nn.ParaGRU, weft_nn.ParaLSTM)):
-        if ranks is not None:
-            return ScanExplanation(repr(layer), _sizes(input), "walk", ranks.said(in_rounds=True))
-        if layer.algorithm == "reference":
-            return ScanExplanation(repr(layer), _sizes(input), "reference", 'algorithm="reference"')
-        x = input.transpose(0, 1) if layer.batch_first and input.dim() == 3 else input
-        channels = layer.hidden_size * (x.shape[1] if x.dim() == 3 else 1)
-        return ScanExplanation(repr(layer), _sizes(input), *_walked(x, channels, 3, layer.algorithm))
-    algorithm, reason = _kind_of_scan(3)
-    alone = (
-        "it is linear in its state"
-        if isinstance(layer, (weft_nn.LRU, weft_nn.S5))
-        else "its gates depend on the input alone"
-    )
-    reason = f"{alone}, so that all steps are one linear layer and one scan; {reason}"
-    if ranks is not None:
-        reason = f"{reason}; {ranks.said(in_rounds=False)}"
-    return ScanExplanation(repr(layer), _sizes(input), algorithm, reason)
-
-
-def _explain_chain(net: scan.ScanSequential, input: Tensor) -> ScanExplanation:
-    lines, missing = [], []
-    for name, module in unrolled(net):
-        known = find_jacobian(module) is not None or isinstance(module, (nn.Identity, nn.Flatten, nn.Dropout))
-        lines.append(f"{name:<12} {type(module).__name__:<16} {'Jacobian' if known else 'no Jacobian is registered'}")
-        if not known:
-            missing.append(f"{name} ({type(module).__name__})")
-    if missing:
-        reason = f"refused: {', '.join(missing)} has no Jacobian, see weft.sparse.register_jacobian"
-        return ScanExplanation(type(net).__name__, _sizes(input), "none", reason, tuple(lines))
-    reason = f"backward is a scan over the transposed Jacobians of {len(lines)} layers"
-    return ScanExplanation(type(net).__name__, _sizes(input), "chain_backward", reason, tuple(lines))
-
-
 def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExplanation:
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     wanted = {
         module: name
         for name, module in model.named_modules()
-        if isinstance(module, (*_TORCHS, *_SCAN_LAYERS, scan.ScanSequential))
+        if isinstance(module, (*_TORCHS, *SCAN_LAYERS, scan.ScanSequential))
     }
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import overload
+from collections.abc import Callable, Mapping
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from . import nn, vertex
+from . import nn, scan, vertex
 from ._rnn.explain import Explanation
 from ._rnn.select.tune import tune as tune_layer
+from ._scan.explain import SCAN_LAYERS, ScanExplanation
+from ._scan.tune import tune_layer as tune_scan_layer
+from ._scan.tune import tune_pointwise_scan
 from ._vertex.tune import tune as tune_cell
 
 __all__ = ["tune"]
@@ -27,6 +30,17 @@ def tune(
     graphs: vertex.Graphs,
     inputs: Tensor | Mapping[str, Tensor] | None = None,
 ) -> vertex.Explanation: ...
+@overload
+def tune(
+    layer: nn.ParaGRU | nn.ParaLSTM | nn.MinGRU | nn.MinLSTM | nn.RGLRU | nn.LRU | nn.S5,
+    input: Tensor | PackedSequence,
+    hx: Tensor | tuple[Tensor, Tensor] | None = None,
+) -> ScanExplanation: ...
+@overload
+def tune(
+    scan: Callable[..., Any], step: Callable[..., Any], init: Any, inputs: Any, parameters: Any = (), *,
+    reverse: bool = False,
+) -> ScanExplanation: ...  # fmt: skip
 
 
 def tune(*args, **kwargs):
@@ -39,6 +53,11 @@ def tune(*args, **kwargs):
       :class:`weft.VertexFunctions`. The result holds for cells with the same program on this device, for numbers of
       graphs, vertices, edges and levels in the same intervals, with or without TF32 and gradients, under the same
       :func:`weft.vertex.options`. It is kept in ``tune_vertex.json``.
+    - ``tune(layer, input, hx=None)`` of a :class:`~weft.nn.ParaGRU` or :class:`~weft.nn.ParaLSTM`, and
+      ``tune(weft.scan.pointwise_scan, step, init, inputs, parameters=())``: one piece of time or many. The result holds
+      for calls with the same step on this device, for lengths and numbers of channels in the same intervals, in the
+      same dtype, with or without gradients. It is kept in ``tune_scan.json``. The other layers that are made of scans
+      have one algorithm: of these nothing is measured.
 
     The files are in ``$WEFT_CACHE_DIR/<version>`` or ``~/.cache/weft/<version>``; other processes read them when they
     start.
@@ -51,7 +70,7 @@ def tune(*args, **kwargs):
     are; a layer's hooks do not run. It takes some seconds and waits for the device.
 
     Args:
-        layer: one of Weft's recurrent layers.
+        layer: one of Weft's layers.
         x: an input, as the layer takes it.
         hx: an initial state, as the layer takes it.
         cell: a vertex function.
@@ -71,7 +90,11 @@ def tune(*args, **kwargs):
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("tune: a compiled graph cannot measure; call weft.tune before torch.compile")
-    subject = args[0] if args else kwargs.get("cell")
+    subject = args[0] if args else kwargs.get("cell", kwargs.get("layer"))
     if isinstance(subject, (vertex.VertexFunction, vertex.VertexFunctions)):
         return tune_cell(*args, **kwargs)
+    if isinstance(subject, SCAN_LAYERS):
+        return tune_scan_layer(*args, **kwargs)
+    if subject is scan.pointwise_scan:
+        return tune_pointwise_scan(*args[1:], **kwargs)
     return tune_layer(*args, **kwargs)

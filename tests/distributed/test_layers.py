@@ -131,10 +131,12 @@ def test_recurrent_layers(team: Team, kind: str, options: dict, given: bool) -> 
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("kind", ["ParaGRU", "ParaLSTM"])
 def test_layers_of_channels_by_themselves(team: Team, kind: str, given: bool) -> None:
-    for options in ({}, {"batch_first": True, "blocks": 2, "bias": False}, {"algorithm": "reference"}):
-        for sizes in (UNEVEN, [0, 0, 4, 0]):
-            team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
-    team.run(_beside_one_process, kind, {}, LONG, given, torch.float32, 1e-5)
+    for options, sizes in (({}, UNEVEN), ({"batch_first": True, "blocks": 2, "bias": False}, [0, 0, 4, 0])):
+        team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
+    if given:
+        team.run(_beside_one_process, kind, {"algorithm": "reference"}, [3, 3, 3, 3], given, torch.float64, 1e-12)
+    else:
+        team.run(_beside_one_process, kind, {}, LONG, given, torch.float32, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["RNN", "LSTM"])
@@ -351,8 +353,10 @@ def _refused(rank: int) -> None:
     layer = wd.shard_time(weft.nn.MinGRU(2, 3, bidirectional=True))
     with pytest.raises(ValueError, match=r"^MinGRU: a bidirectional layer over ranks takes no hx"):
         layer(torch.zeros(4, 1, 2), torch.zeros(2, 1, 3))
-    with pytest.raises(ValueError, match=r"^shard_time: the layer '0' is a LRU, whose complex states"):
+    with pytest.raises(ValueError, match=r"^shard_time: the layer '0' is a LRU, whose states ranks do not exchange"):
         wd.shard_time(nn.Sequential(weft.nn.LRU(2, 3)))
+    with pytest.raises(ValueError, match=r"^shard_time: the layer is a SLSTM, whose states ranks do not exchange"):
+        wd.shard_time(weft.nn.SLSTM(2, 4))
     with pytest.raises(TypeError, match=r"^linear_scan: complex numbers are not exchanged between ranks"):
         wd.linear_scan(torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 1, 3, dtype=torch.complex64))
     with pytest.raises(ValueError, match="projections"):

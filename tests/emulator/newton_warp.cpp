@@ -1,4 +1,5 @@
-// The walkers of csrc/rnn/newton/cuda/newton_warp.cuh: the chunks of all sequences of a cell at once, at any speed.
+// The walkers of csrc/rnn/newton/cuda/newton_warp.cuh: the chunks of all sequences of a cell at once, at any speed; and
+// the one walker of a sequence of forward_walk.cuh, where the number of chunks is 0.
 // PADDED: the padded hidden size; SIZE: bytes of a number.
 #include "emulator.h"
 
@@ -72,6 +73,12 @@ void kernel() {
   walk_chunk<cell, HP, scalar>(shape, args, warps, shared);
 }
 
+template <Cell cell>
+void whole() {
+  walk_sequence<cell, HP>(
+      shape, args, *reinterpret_cast<ForwardWalk<cell, HP, scalar, false>::Shared*>(emulator::current->block->shared));
+}
+
 }  // namespace
 
 extern "C" int64_t run(const ScanShape* given, const WarpForward<scalar>* pointers, int64_t count, int* statistics,
@@ -84,6 +91,10 @@ extern "C" int64_t run(const ScanShape* given, const WarpForward<scalar>* pointe
   weft::copies.clear();
   with_cell(shape.cell, [&]<Cell cell>() {
     if constexpr (scan_max_hidden(cell) > 0) {
+      if (count == 0) {
+        return emulator::launch(whole<cell>, int(shape.B), 32, 1,
+                                sizeof(typename ForwardWalk<cell, HP, scalar, false>::Shared), seed);
+      }
       messages.assign(shape.B * Messages<cell, HP, scalar>::count(chunks.count), 0);
       warps.messages = messages.data();
       emulator::launch(kernel<cell>, int(chunks.count * shape.B), 32, 1,

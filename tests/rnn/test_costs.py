@@ -123,7 +123,7 @@ def planner(tmp_path_factory) -> Planner:
 def on_an_h200(planner, monkeypatch, tmp_path) -> Iterator[None]:
     """The choice as on an H200 where weft.tune has not run."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuned, "_entries", None)
+    monkeypatch.setattr(tuned.MEASURED, "entries", None)
     monkeypatch.setattr(choice, "_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(choice._C.rnn, "report", planner, raising=False)
     choice.forget_choices()

@@ -34,7 +34,7 @@ CASE = Case(cell="gru", device="cpu", dtype=torch.float32, hidden_size=16, batch
 def _nothing_measured(monkeypatch, tmp_path):
     """The choice as on a machine where weft.tune has not run."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuned, "_entries", None)
+    monkeypatch.setattr(tuned.MEASURED, "entries", None)
     choice.forget_choices()
     yield
     choice.forget_choices()

@@ -26,16 +26,16 @@ def cache(monkeypatch, tmp_path):
     """A directory of the test's own, and a process that has read nothing."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(weft._rnn.select.tune, "_SPREAD", math.inf)  # whatever else this machine does
-    before = tuned._entries
+    before = tuned.MEASURED.entries
     _forget()
     yield tmp_path
     _forget()
-    tuned._entries = before
+    tuned.MEASURED.entries = before
 
 
 def _forget() -> None:
     """As if the process had just started."""
-    tuned._entries = None
+    tuned.MEASURED.entries = None
     choice.forget_choices()
 
 
@@ -166,9 +166,9 @@ def test_what_holds_in_tf32_does_not_hold_without_it(clock):
 
 def test_the_key_of_what_is_remembered():
     case = Case(cell="gru", device="cpu", dtype=torch.float32, hidden_size=8, batch=5, steps=20)
-    assert tuned._key(case) == tuned._key(case._replace(steps=32, batch=8))
+    assert tuned.key(case) == tuned.key(case._replace(steps=32, batch=8))
     for change in ({"tf32": True}, {"dtype": torch.float64}, {"packed": True}, {"keeps_cells": True}, {"mapped": True}):
-        assert tuned._key(case) != tuned._key(case._replace(**change))
+        assert tuned.key(case) != tuned.key(case._replace(**change))
 
 
 def test_what_cannot_run_is_not_measured_and_not_taken(clock, cache, monkeypatch):
@@ -265,7 +265,7 @@ def test_other_processes_read_it(clock, cache):
 def test_the_file_is_read_once(clock, cache, monkeypatch):
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
     weft.explain(layer, x)
-    monkeypatch.setattr(tuned, "_read", lambda: pytest.fail("the file was read again"))
+    monkeypatch.setattr(tuned.MEASURED, "read", lambda: pytest.fail("the file was read again"))
     weft.explain(layer, x), layer(x)
 
 
@@ -273,7 +273,7 @@ def test_entries_of_others_are_kept(clock, cache):
     x = torch.randn(20, 5, 3)
     weft.tune(weft.nn.GRU(3, 8), x)
     first = written(cache)
-    tuned._entries = {}  # another process, which read before the first one wrote
+    tuned.MEASURED.entries = {}  # another process, which read before the first one wrote
     weft.tune(weft.nn.GRU(3, 9), x)
     assert len(written(cache)) == 2 and first.items() <= written(cache).items()
 
@@ -295,8 +295,8 @@ def test_entries_of_others_are_kept(clock, cache):
     ],
 )
 def test_a_corrupt_file_is_ignored(clock, cache, text):
-    tuned.path().parent.mkdir(parents=True, exist_ok=True)
-    tuned.path().write_text(text, encoding="latin-1")
+    tuned.MEASURED.path().parent.mkdir(parents=True, exist_ok=True)
+    tuned.MEASURED.path().write_text(text, encoding="latin-1")
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
     assert weft.explain(layer, x).algorithm == "persistent"
     assert weft.tune(layer, x).algorithm == "torch"
@@ -307,8 +307,8 @@ def test_a_wrong_entry_for_this_very_key_is_ignored(clock, cache):
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 5, 3)
     weft.tune(layer, x)
     (key,) = written(cache)
-    tuned.path().parent.mkdir(parents=True, exist_ok=True)
-    tuned.path().write_text(json.dumps({key: {"algorithm": "torch", "microseconds": []}}))
+    tuned.MEASURED.path().parent.mkdir(parents=True, exist_ok=True)
+    tuned.MEASURED.path().write_text(json.dumps({key: {"algorithm": "torch", "microseconds": []}}))
     _forget()
     assert weft.explain(layer, x).algorithm == "persistent"
 
@@ -325,7 +325,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(clock, cache, monkeypat
 def test_the_default_place(monkeypatch, cache):
     monkeypatch.delenv("WEFT_CACHE_DIR")
     monkeypatch.setenv("HOME", str(cache))
-    assert tuned.path() == cache / ".cache" / "weft" / weft.__version__ / "tune.json"
+    assert tuned.MEASURED.path() == cache / ".cache" / "weft" / weft.__version__ / "tune.json"
 
 
 @devices

@@ -167,13 +167,10 @@ def test_a_bad_channel_stays_alone(device: str) -> None:
         bad[0 if t is A else 1][200, 1, 2] = torch.nan
         x = torch.cat(scanned(list(zip(bad[0].split(sizes), bad[1].split(sizes), strict=True)), x0, False)[0])
         assert x[200:, 1, 2].isnan().all()
-        x[200:, 1, 2] = clean[200:, 1, 2]
-        # Rows of the batch are independent; on CUDA channels of one row share the chunks that they are summed up in.
-        assert torch.equal(x[:, 0], clean[:, 0])
-        if device == "cpu":
-            assert torch.equal(x, clean)
-        else:
-            assert_close(x, clean.double(), 2 * BOUNDS[torch.float32])
+        # Before the bad step the channel is right, but rounded otherwise: on CUDA what is no product is walked.
+        assert_close(x[:200, 1, 2], clean[:200, 1, 2].double(), 2 * BOUNDS[torch.float32])
+        x[:, 1, 2] = clean[:, 1, 2]
+        assert torch.equal(x, clean)
 
 
 @device

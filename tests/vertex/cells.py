@@ -69,3 +69,73 @@ NETS = {
     "treegru": lambda: models.TreeGRU(3, 2),
 }
 nets = pytest.mark.parametrize("net", NETS)
+
+
+class Twice(weft.VertexFunction):
+    """One linear layer on both children."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.U = nn.Linear(x, h), nn.Linear(h, h)
+
+    def vertex(self, v):
+        h = torch.tanh(self.W(v.pull()) + self.U(v.gather(0)) + self.U(v.gather(1)))
+        v.scatter(h)
+        v.push(h)
+
+
+class Messages(weft.VertexFunction):
+    """Several sums of messages, which share a matrix with each other and with the vertex itself."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.A, self.B = nn.Linear(x, h), nn.Linear(h, h), nn.Linear(h, h, bias=False)
+
+    def vertex(self, v):
+        x = self.W(v.pull())
+        a = v.gather_sum(lambda s: torch.tanh(self.A(s)))
+        b = v.gather_sum(lambda s, y: torch.sigmoid(y + self.A(s)) * self.B(s), x)
+        h = torch.tanh(x + a + self.B(b) + v.gather_sum())
+        v.scatter(h)
+        v.push(h)
+
+
+class Gates(weft.VertexFunction):
+    """Three gates, one of which has no gradient, of a state of odd width."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.U = nn.Linear(x, 3 * h), nn.Linear(h, 3 * h, bias=False)
+
+    def vertex(self, v):
+        s = v.gather_sum()
+        a, b, c = (self.W(v.pull()) + self.U(s)).chunk(3, 1)
+        h = torch.tanh(a + torch.sigmoid(b) * s + c.detach())
+        v.scatter(h)
+        v.push(h)
+
+
+def shared_layer(x, h):
+    """Two functions with a layer in common."""
+
+    class Function(weft.VertexFunction):
+        def __init__(self, layer, inner):
+            super().__init__(h)
+            self.layer, self.inner = layer, inner
+            self.own = nn.Linear(h, h)
+
+        def vertex(self, v):
+            y = self.own(v.gather_sum()) if self.inner else v.pull()
+            state = torch.tanh(self.layer(y))
+            v.scatter(state)
+            v.push(state)
+
+    layer = nn.Linear(h, h)
+    return weft.VertexFunctions({"leaf": Function(layer, False), "inner": Function(layer, True)})
+
+
+def typed(graphs: weft.Graphs, cell) -> weft.Graphs:
+    """With the types that the cell has functions for."""
+    if not isinstance(cell, weft.VertexFunctions):
+        return graphs
+    return graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])

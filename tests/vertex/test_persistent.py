@@ -16,6 +16,7 @@ from weft._vertex.runtime.schedule import Kind, schedule
 from weft.vertex import models
 
 from tests.common import relative_error
+from tests.vertex.cells import Messages, Twice, typed
 from tests.vertex.naive import random_dag, random_tree
 from tests.vertex.test_source import MODELS, check_written_kernels
 
@@ -54,6 +55,13 @@ def trees(rng: random.Random, count: int) -> weft.Graphs:
     return weft.Graphs.from_children([tree(rng.randint(1, 9)) for _ in range(count)])
 
 
+SCRIPTED = {
+    **MODELS,
+    "twice": lambda: Twice(3, 4),
+    "messages": lambda: Messages(3, 4),
+}
+
+
 class TestScripts:
     def test_a_frontier_of_a_tree_is_one_product_with_its_kernel_each_way(self):
         graphs = weft.Graphs.from_children([[[], [], [0, 1]]])
@@ -76,19 +84,26 @@ class TestScripts:
         assert "signal 1\nwait 1\nproduct" in text
         assert _C.script_fault(program, block) == ""
 
-    @pytest.mark.parametrize("training", [False, True])
-    @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-    def test_random_graphs_have_scripts_without_a_fault(self, make, training):
+    @pytest.mark.parametrize("name", SCRIPTED)
+    def test_random_graphs_have_scripts_without_a_fault(self, name):
+        """10,000 graphs of all cells together, in both passes and as training steps: no wait is without a signal."""
         rng = random.Random(3)
-        cell = make().float()
-        for _ in range(8):
-            children = [random_tree(rng, rng.randint(1, 9)), random_dag(rng, rng.randint(1, 9), 2)]
-            graphs = weft.Graphs.from_children(children)
-            if isinstance(cell, weft.VertexFunctions):
-                graphs = graphs.with_types(["inner" if c else "leaf" for g in children for c in g])
-            x = torch.randn(graphs.num_vertices, 3, requires_grad=True)
-            program, block = script_of(cell, graphs, x, rng.randint(1, 5), training)
-            assert _C.script_fault(program, block) == ""
+        cell = SCRIPTED[name]().float()
+        compiled, count = None, 1_250
+        while count > 0:
+            graphs = [
+                random_tree(rng, rng.randint(1, 9)) if rng.random() < 0.5 else random_dag(rng, rng.randint(1, 12), 2)
+                for _ in range(rng.randint(1, 6))
+            ]
+            count -= len(graphs)
+            graphs = typed(weft.Graphs.from_children(graphs), cell)
+            if compiled is None:
+                x = torch.randn(graphs.num_vertices, 3, requires_grad=True)
+                compiled = prepare(cell, graphs, x, "batched").compiled
+            core, blocks = core_of(cell, compiled, graphs), rng.choice([1, 2, 3, 5, 132])
+            for training in (False, True):
+                block = _C.scripted(core, compiled.program, blocks, training, False)
+                assert _C.script_fault(compiled.program, block) == ""
 
     def test_faults_are_found(self):
         graphs = weft.Graphs.from_children([[[], [0], [1]]])
@@ -183,9 +198,7 @@ def test_it_is_the_reference(make):
             graphs = trees(rng, count)
         else:
             graphs = weft.Graphs.from_children([random_dag(rng, rng.randint(1, 12), 3) for _ in range(count)])
-        if isinstance(cell, weft.VertexFunctions):
-            graphs = graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])
-        graphs = graphs.to("cuda")
+        graphs = typed(graphs, cell).to("cuda")
         x = torch.randn(graphs.num_vertices, width, device="cuda", requires_grad=True)
         assert weft.explain(cell, graphs, x, executor="persistent").executor == "persistent"
         grad = torch.randn_like(cell(graphs, x))

@@ -387,6 +387,18 @@ def test_in_compiled_code():
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("name", ["treelstm", "childsum", "treefc", "rvnn"])
+def test_cells_that_are_one_kernel(name):
+    """Of odd widths, too; test_cells compares what they compute."""
+    make, make_graphs, width = CELLS[name]
+    cell, head = make().cuda(), nn.Linear(width, C).cuda()
+    optimizer = torch.optim.SGD([*cell.parameters(), *head.parameters()], 0.1)
+    ((graphs, x, _),) = batches(make_graphs, 1, "cuda")
+    found = weft.explain(Trainer(cell, optimizer, head=head, executor="persistent"), graphs, x)
+    assert found.one_kernel, found.why
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_tree_lstm_is_one_kernel(name):
     """Under the optimizers that it knows; what it computes is compared with the loop above."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import weft
 from torch import nn
+from weft._vertex.runtime import persistent
 from weft.vertex import Trainer, models
 
 from tests.vertex.cells import BINARY, devices, rows
@@ -192,3 +193,28 @@ def test_a_class_out_of_range_is_an_index_error(wrong, head, name, device):
         check_unchanged(before, cell, optimizer, head)
         trainer.step(graphs, x, targets)
         assert trainer.sync() > 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernels", [(False, True), (True, False), (True, True)])
+def test_a_refused_step_holds_up_the_next_whatever_runs_it(kernels, monkeypatch):
+    """A kernel after a loop, and the other way round, before the host can know."""
+    cell = models.TreeLSTM(X, C).cuda()
+    optimizer = OPTIMIZERS["adam"]([*cell.parameters()])
+    trainer = Trainer(cell, optimizer)
+    data = [b for b in batches(tree_lstm, 4, "cuda") if len(b[2]) > 1]
+    turns = [True, *kernels, True]
+    monkeypatch.setattr(persistent, "trains_faster", lambda call: turns.pop(0))
+    trainer.step(*data[0])
+    last = trainer.sync()
+    before = everything(cell, optimizer)
+    bad = data[0][2].clone()
+    bad[-1] = C
+    torch.cuda._sleep(20_000_000)
+    trainer.step(*data[0][:2], bad)
+    with pytest.raises(IndexError):
+        trainer.step(*data[1])
+    check_unchanged(before, cell, optimizer)
+    assert trainer.sync() == last
+    trainer.step(*data[1])
+    assert trainer.sync() > 0

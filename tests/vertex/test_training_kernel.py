@@ -19,6 +19,7 @@ from weft.vertex import models
 
 from tests import emulated
 from tests.common import relative_error
+from tests.vertex.cells import Gates, Messages, Twice, shared_layer, typed
 from tests.vertex.naive import random_dag
 from tests.vertex.test_persistent import TRAINING, core_of, trees
 from tests.vertex.test_source import ARRAYS, BufferArgument, MatrixArgument, PersistentArguments
@@ -146,96 +147,28 @@ class Steps:
         return result
 
 
-class Twice(weft.VertexFunction):
-    """One linear layer on both children."""
-
-    def __init__(self, x, h):
-        super().__init__(h)
-        self.W, self.U = nn.Linear(x, h), nn.Linear(h, h)
-
-    def vertex(self, v):
-        h = torch.tanh(self.W(v.pull()) + self.U(v.gather(0)) + self.U(v.gather(1)))
-        v.scatter(h)
-        v.push(h)
-
-
-class Messages(weft.VertexFunction):
-    """Several sums of messages, which share a matrix with each other and with the vertex itself."""
-
-    def __init__(self, x, h):
-        super().__init__(h)
-        self.W, self.A, self.B = nn.Linear(x, h), nn.Linear(h, h), nn.Linear(h, h, bias=False)
-
-    def vertex(self, v):
-        x = self.W(v.pull())
-        a = v.gather_sum(lambda s: torch.tanh(self.A(s)))
-        b = v.gather_sum(lambda s, y: torch.sigmoid(y + self.A(s)) * self.B(s), x)
-        h = torch.tanh(x + a + self.B(b) + v.gather_sum())
-        v.scatter(h)
-        v.push(h)
-
-
-class Whole(weft.VertexFunction):
-    """Three gates, one of which has no gradient, of a state of odd width."""
-
-    def __init__(self, x, h):
-        super().__init__(h)
-        self.W, self.U = nn.Linear(x, 3 * h), nn.Linear(h, 3 * h, bias=False)
-
-    def vertex(self, v):
-        s = v.gather_sum()
-        a, b, c = (self.W(v.pull()) + self.U(s)).chunk(3, 1)
-        h = torch.tanh(a + torch.sigmoid(b) * s + c.detach())
-        v.scatter(h)
-        v.push(h)
-
-
-def shared_leaves(x, h):
-    """Two functions with a layer in common."""
-
-    class Function(weft.VertexFunction):
-        def __init__(self, layer, inner):
-            super().__init__(h)
-            self.layer, self.inner = layer, inner
-            self.own = nn.Linear(h, h)
-
-        def vertex(self, v):
-            y = self.own(v.gather_sum()) if self.inner else v.pull()
-            state = torch.tanh(self.layer(y))
-            v.scatter(state)
-            v.push(state)
-
-    layer = nn.Linear(h, h)
-    return weft.VertexFunctions({"leaf": Function(layer, False), "inner": Function(layer, True)})
-
-
 def binary(rng: random.Random, cell) -> weft.Graphs:
-    graphs = trees(rng, rng.randint(1, 4))
-    if isinstance(cell, weft.VertexFunctions):
-        return graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])
-    return graphs
+    return typed(trees(rng, rng.randint(1, 4)), cell)
 
 
 def any_graphs(rng: random.Random, cell) -> weft.Graphs:
     """With missing children, and children of several parents."""
-    graphs = weft.Graphs.from_children([random_dag(rng, rng.randint(1, 9), 2) for _ in range(rng.randint(1, 3))])
-    if isinstance(cell, weft.VertexFunctions):
-        return graphs.with_types(["inner" if level else "leaf" for level in graphs.levels.tolist()])
-    return graphs
+    graphs = [random_dag(rng, rng.randint(1, 9), 2) for _ in range(rng.randint(1, 3))]
+    return typed(weft.Graphs.from_children(graphs), cell)
 
 
-def check(cell, make, optimizer, loss, classes, at, folder, steps=2, x_width=None):
+def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width):
     """Steps of the kernel on graphs that differ beside those of the loop."""
     torch.manual_seed(1)
     rng = random.Random(4)
     head = None if classes is None else nn.Linear(8, classes)
-    cell, twin, twin_head = cell, copy.deepcopy(cell), copy.deepcopy(head)
+    twin, twin_head = copy.deepcopy(cell), copy.deepcopy(head)
     both = [[*c.parameters(), *(h.parameters() if h else ())] for c, h in ((cell, head), (twin, twin_head))]
     mine, theirs = OPTIMIZERS[optimizer](both[0]), OPTIMIZERS[optimizer](both[1])
     kernel = None
     for step in range(steps):
         graphs = make(rng, cell)
-        x = torch.randn(graphs.num_vertices, x_width or 4)
+        x = torch.randn(graphs.num_vertices, x_width)
         y = twin(graphs, x, executor="batched")  # which gives zeros, not None, where a batch has no edges
         y = y if twin_head is None else twin_head(y)
         y = y[graphs.roots] if at == "roots" else y
@@ -284,10 +217,10 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, tmp_pat
         "rvnn": lambda: (models.RvNN(4, 8), binary, 4),
         "twice": lambda: (Twice(4, 8), any_graphs, 4),
         "messages": lambda: (Messages(6, 8), any_graphs, 6),
-        "shared": lambda: (shared_leaves(8, 8), any_graphs, 8),
-        "odd": lambda: (Whole(3, 7), any_graphs, 3),
+        "shared": lambda: (shared_layer(8, 8), any_graphs, 8),
+        "odd": lambda: (Gates(3, 7), any_graphs, 3),
     }[name]()
-    check(cell, make, optimizer, loss, classes, at, tmp_path, x_width=width)
+    check(cell, make, optimizer, loss, classes, at, tmp_path, steps=3, x_width=width)
 
 
 def test_a_refused_step_changes_nothing(tmp_path):
@@ -303,3 +236,16 @@ def test_a_refused_step_changes_nothing(tmp_path):
     assert kernel.step(graphs, x, targets, "vertices", 1)[1] == 1
     assert all(map(torch.equal, parameters, before))
     assert not optimizer.state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["treelstm", "messages", "rvnn"])
+def test_many_graphs(name, tmp_path):
+    """As many of one kernel as time allows, each in an order of blocks of its own."""
+    torch.manual_seed(7)
+    cell, width = {
+        "treelstm": lambda: (models.TreeLSTM(4, 8), 4),
+        "messages": lambda: (Messages(6, 8), 6),
+        "rvnn": lambda: (models.RvNN(4, 8), 4),
+    }[name]()
+    check(cell, any_graphs, "sgd", "cross_entropy", 3, "vertices", tmp_path, steps=20, x_width=width)

@@ -22,9 +22,9 @@ def cache(monkeypatch, tmp_path):
     """A directory of the test's own, and a process that has read nothing."""
     monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_SPREAD", math.inf)  # whatever else this machine does
-    before, tuned._entries = tuned._entries, None
+    before, tuned.MEASURED.entries = tuned.MEASURED.entries, None
     yield tmp_path
-    tuned._entries = before
+    tuned.MEASURED.entries = before
 
 
 @pytest.fixture
@@ -152,8 +152,8 @@ def test_other_processes_read_it(clock, cache):
     ["", "[]", "{", '{"a": 3}', '{"a": {"executor": "batched", "microseconds": {"fast": 1.0}}}', "\xff"],
 )
 def test_a_bad_file_is_none(text, clock, cache):
-    tuned.path().parent.mkdir(parents=True, exist_ok=True)
-    tuned.path().write_text(text, encoding="latin-1")
+    tuned.MEASURED.path().parent.mkdir(parents=True, exist_ok=True)
+    tuned.MEASURED.path().write_text(text, encoding="latin-1")
     m, x = cell(), rows()
     assert weft.explain(m, GRAPHS, x).reason == "compiled"
     weft.tune(m, GRAPHS, x)
@@ -181,7 +181,7 @@ def test_a_busy_machine_stores_nothing(monkeypatch, cache):
     with pytest.warns(UserWarning, match="stored nothing.*machine is busy") as found:
         assert weft.tune(m, GRAPHS, x) == before
     assert found[0].filename == __file__
-    assert not tuned.path().exists()
+    assert not tuned.MEASURED.path().exists()
 
 
 def test_what_is_refused():
@@ -195,7 +195,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError):
         weft.tune()
     empty = weft.Graphs.from_children([])
-    assert weft.tune(m, empty, x[:0]).executor == "batched" and not tuned.path().exists()
+    assert weft.tune(m, empty, x[:0]).executor == "batched" and not tuned.MEASURED.path().exists()
     assert weft.tune(cell=m, graphs=empty, inputs=x[:0]).executor == "batched"
 
 

@@ -61,10 +61,14 @@ WEFT_HOST_DEVICE inline scalar mismatch(scalar found, scalar stored) {
   return size > scalar(1) ? apart / size : apart;
 }
 
-// Not of NaN and a number, nor of infinity and another.
+// Whether they are no farther apart than kMeets; not NaN and a number, nor infinity and another. Without mismatch's
+// division, which a walk would wait for at each look.
 template <typename scalar>
-WEFT_HOST_DEVICE inline bool meets(scalar apart) {
-  return apart <= kMeets<scalar>;
+WEFT_HOST_DEVICE inline bool meets(scalar found, scalar stored) {
+  if (found == stored || (found != found && stored != stored)) return true;
+  const scalar apart = found > stored ? found - stored : stored - found, size = stored < 0 ? -stored : stored;
+  const scalar most = size > scalar(1) ? kMeets<scalar> * size : kMeets<scalar>;
+  return apart <= most && most - most == scalar(0);
 }
 
 }  // namespace weft::rnn

@@ -41,7 +41,9 @@ def evaluate(expression: ast.expr, values: Mapping[str, object], apply: Callable
     return values[expression.id]
 
 
-INSTRUCTIONS = {name: Info(operands, True, parsed(text)) for name, operands, text in _C.common.ELEMENTWISE}
+INSTRUCTIONS = {
+    name: Info(operands, True, parsed(derivatives)) for name, operands, derivatives in _C.common.ELEMENTWISE
+}
 ROUNDINGS = ("float16", "bfloat16")
 UNARY = tuple(n for n, i in INSTRUCTIONS.items() if i.operands == 1 and n not in ROUNDINGS)
 BINARY = tuple(n for n, i in INSTRUCTIONS.items() if i.operands == 2)

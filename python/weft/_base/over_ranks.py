@@ -13,6 +13,8 @@ class TakesSlices:
     It belongs to the groups of this process, so that copies and pickles go without."""
 
     _over_ranks: Any = None
+    takes_slices: bool = True
+    """Whether its states can go from slice to slice."""
 
     def __getstate__(self) -> dict[str, Any]:
         inherited = getattr(super(), "__getstate__", None)  # object has one from Python 3.11 on

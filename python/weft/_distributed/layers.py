@@ -41,8 +41,8 @@ def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
     Raises:
         TypeError: module is no module, or group is none.
         ValueError: a mesh has several dimensions; inside is a torch.nn.RNN, GRU or LSTM, which
-            :func:`weft.accelerate` would replace, an LSTM with projections, or an LRU or S5. A layer raises it for a
-            PackedSequence.
+            :func:`weft.accelerate` would replace, a layer with projections or of several heads, an LRU, S5 or SLSTM. A
+            layer raises it for a PackedSequence.
         RuntimeError: torch.distributed is not initialised, or this process is not in the group.
     """
     if not isinstance(module, torch.nn.Module):
@@ -54,21 +54,28 @@ def shard_time(module: torch.nn.Module, group: Any = None) -> torch.nn.Module:
     over = OverRanks(ranks_of("shard_time", group))
     for name, inside in module.named_modules():
         where = f" {name!r}" if name else ""
-        if not getattr(inside, "takes_slices", True):
-            raise ValueError(
-                f"shard_time: the layer{where} is a {type(inside).__name__}, whose complex states ranks do not exchange"
-            )
+        if isinstance(inside, TakesSlices) and (why := _obstacle(inside)):
+            raise ValueError(f"shard_time: the layer{where} is a {type(inside).__name__}{why}")
         if issubclass(type(inside), torch.nn.RNNBase) and not isinstance(inside, TakesSlices):
             kind = type(inside).__name__
             raise ValueError(
                 f"shard_time: the layer{where} is torch.nn.{kind}, which takes no slices; weft.accelerate(module) "
                 f"makes it a weft.nn.{kind}"
             )
-        if isinstance(inside, TakesSlices) and getattr(inside, "proj_size", 0):
-            raise ValueError(f"shard_time: the layer{where} is an LSTM with projections, which takes no slices")
     for _, layer in _layers(module):
         layer._over_ranks = over
     return module
+
+
+def _obstacle(layer: TakesSlices) -> str | None:
+    """Why a layer takes no slices."""
+    if not layer.takes_slices:
+        return ", whose states ranks do not exchange"
+    if getattr(layer, "proj_size", 0):
+        return " with projections, which takes no slices"
+    if getattr(layer, "num_heads", 1) > 1:
+        return " of several heads, which takes no slices"
+    return None
 
 
 def _layers(module: torch.nn.Module) -> Iterator[tuple[str, TakesSlices]]:

@@ -511,6 +511,8 @@ class SLSTM(_Tuple):
         (torch.Size([1000, 16, 32]), torch.Size([1, 16, 32]))
     """
 
+    takes_slices = False
+
     _torch_class = torch.nn.RNNBase  # torch has none
     _state_names = ("h0", "c0", "n0", "m0")
     _arguments = (*_Layer._arguments, "forget_gate")

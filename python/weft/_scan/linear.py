@@ -75,14 +75,14 @@ def linear_scan(
         if differentiated_by_transform(A, b, c, x0):
             return linear_scan_reference(A, b, x0, reverse=reverse, batch_first=batch_first, c=c)
         return _linear_scan_readout(A, b, c, x0, reverse=reverse, batch_first=batch_first)[0]
-    if differentiated_by_transform(A, b, x0) or (A.is_complex() and _is_dense(A, b, batch_first)):
+    if differentiated_by_transform(A, b, x0) or (A.is_complex() and is_dense(A, b, batch_first)):
         return linear_scan_reference(A, b, x0, reverse=reverse, transpose=transpose, batch_first=batch_first)
     if not (reverse or transpose or batch_first):  # a keyword takes the dispatcher close to a microsecond
         return _linear_scan(A, b, x0)
     return _linear_scan(A, b, x0, reverse=reverse, transpose=transpose, batch_first=batch_first)
 
 
-def _is_dense(A: Tensor, b: Tensor, batch_first: bool) -> bool:
+def is_dense(A: Tensor, b: Tensor, batch_first: bool) -> bool:
     """Whether A holds matrices; one that fits no layout is left to the op, which says so."""
     if b.dim() != 3:
         return False

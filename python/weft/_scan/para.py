@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._base.over_ranks import TakesSlices
 from .._base.torch_private import any_autocast, constant_when_compiled, differentiated_by_transform, in_transform
+from . import tuned
 from .chain import check_tensor
 from .pointwise import ALGORITHMS
 from .step_trace import traced
@@ -49,6 +51,17 @@ def _traced(name: str) -> str:
     found = traced(name, step, states, 3, (states == 1, False, False), torch.float32, shape, [shape] * parameters)
     assert found.program is not None, found.obstacle
     return found.program
+
+
+class Operands(NamedTuple):
+    """What the scan of a layer takes."""
+
+    gates: Tensor
+    """(T, B, blocks, 3, H / blocks)"""
+    h: Sequence[Tensor]
+    """The states before the first step, each (B, H)."""
+    parameters: Sequence[Tensor]
+    """Each (H)."""
 
 
 class _Para(TakesSlices, nn.Module):
@@ -127,14 +140,13 @@ class _Para(TakesSlices, nn.Module):
         parameters = self.recurrent.unbind()
         return (*parameters, *self.peephole.unbind()) if len(self._parts) == 2 else parameters
 
-    def _run(self, input: Tensor, initial: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-        """The output, and the states after the last step, laid out as the user sees them."""
-        name, ranks = type(self).__name__, self._over_ranks
-        if ranks is not None:
-            if isinstance(input, PackedSequence):
-                raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
-            if not any(ranks.reads(state) for state in initial):
-                initial = [None] * len(initial)
+    def _initial(self, hx: Any) -> Sequence[Tensor | None]:
+        """The states that `hx` names, None for zeros."""
+        raise NotImplementedError
+
+    def _operands(self, input: Tensor, initial: Sequence[Tensor | None]) -> Operands:
+        """What the scan takes, of arguments that fit."""
+        name = type(self).__name__
         check_tensor(name, "input", input)
         batched, batch = input.dim() == 3, 0 if self.batch_first else 1
         layout = "B, T" if self.batch_first else "T, B"
@@ -145,7 +157,7 @@ class _Para(TakesSlices, nn.Module):
             )
         x = input if batched else input.unsqueeze(batch)
         gates = self._gates(x.transpose(0, 1) if self.batch_first else x)
-        T, B = gates.shape[:2]
+        B = gates.shape[1]
         parameters = self._recurrent()
         if any_autocast() and torch.is_autocast_enabled(gates.device.type):
             # Computed in float32 whatever the gates are, so that nothing is lost in them.
@@ -168,33 +180,66 @@ class _Para(TakesSlices, nn.Module):
             if state.dtype != gates.dtype:
                 raise TypeError(f"{name}: {part} must be {gates.dtype}, as the states are, got {state.dtype}")
             h.append(state.expand(shape))
+        return Operands(gates, h, parameters)
+
+    def _run(self, input: Tensor, initial: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
+        """The output, and the states after the last step, laid out as the user sees them."""
+        name, ranks = type(self).__name__, self._over_ranks
+        if ranks is not None:
+            if isinstance(input, PackedSequence):
+                raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
+            if not any(ranks.reads(state) for state in initial):
+                initial = [None] * len(initial)
+        operands = self._operands(input, initial)
         if ranks is None:
-            states = self._scan(gates, h, parameters)
-            # Not views: they would hold all states.
-            last = [s[-1].clone() for s in states] if T else [t.clone() for t in h]
+            states = self._scan(operands, self.algorithm)
+            # Not views of the last: they would hold all states.
+            last = [s[-1].clone() for s in states] if len(operands.gates) else [t.clone() for t in operands.h]
         else:
             algorithm = "walk" if self.algorithm == "reference" else self.algorithm
+            gates, h, parameters = operands
             all_states, end = ranks.walk_pointwise(
-                _program(self._name), algorithm, name, self._stacked(gates), h, list(parameters)
+                _program(self._name), algorithm, name, self._stacked(gates), list(h), list(parameters)
             )
             states, last = all_states.unbind(1), end.unbind()
         output = states[0]
         if self.batch_first:
             output = output.transpose(0, 1)
-        if batched:
+        if input.dim() == 3:
             return output, last
-        return output.squeeze(batch), [t.squeeze(0) for t in last]
+        return output.squeeze(0 if self.batch_first else 1), [t.squeeze(0) for t in last]
 
-    def _scan(self, gates: Tensor, h: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        if self.algorithm == "reference" or (
+    def _scan(self, operands: Operands, algorithm: str) -> Sequence[Tensor]:
+        gates, h, parameters = operands
+        if algorithm == "reference" or (
             not torch.compiler.is_compiling()
             and (in_transform() or differentiated_by_transform(gates, *h, *parameters))
         ):
             return self._loop(gates, h, parameters)
-        inputs = [self._stacked(gates)]
+        program = _program(self._name)
+        if algorithm == "auto" and not torch.compiler.is_compiling():
+            algorithm = tuned.chosen(lambda: self._kind_of(operands))
         return torch.ops.weft.pointwise_scan(
-            list(h), inputs, list(parameters), _program(self._name), True, False, self.algorithm, self._name
+            list(h), [self._stacked(gates)], list(parameters), program, True, False, algorithm, self._name
         )
+
+    def _kind_of(self, operands: Operands) -> tuned.Kind:
+        """What decides between algorithms."""
+        gates, h, parameters = operands
+        T, B = gates.shape[:2]
+        trains = tuned.trains((gates, *h, *parameters))
+        return tuned.Kind(_traced(self._name), T, B * self.hidden_size, gates.device, gates.dtype, trains)
+
+    def _kind(self, input: Tensor, hx: Tensor | Sequence[Tensor] | None) -> tuned.Kind:
+        """The same of a call whose arguments fit; nothing is computed."""
+        across = self.batch_first and input.dim() == 3
+        T, B = input.shape[1 if across else 0], input.shape[0 if across else 1] if input.dim() == 3 else 1
+        dtype = input.dtype
+        if torch.is_autocast_enabled(input.device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(input.device.type)
+        states = () if hx is None else (hx,) if isinstance(hx, Tensor) else hx
+        trains = tuned.trains((input, *states, *self.parameters()))
+        return tuned.Kind(_traced(self._name), T, B * self.hidden_size, input.device, dtype, trains)
 
     def _stacked(self, gates: Tensor) -> Tensor:
         """As weft::pointwise_scan takes them."""
@@ -263,8 +308,11 @@ class ParaGRU(_Para):
             ValueError: a rank or a size does not fit.
             RuntimeError: devices differ.
         """
-        output, (h_n,) = self._run(input, (h_0,))
+        output, (h_n,) = self._run(input, self._initial(h_0))
         return output, h_n
+
+    def _initial(self, hx: Any) -> Sequence[Tensor | None]:
+        return (hx,)
 
 
 class ParaLSTM(_Para):
@@ -312,7 +360,10 @@ class ParaLSTM(_Para):
             ValueError: a rank or a size does not fit.
             RuntimeError: devices differ.
         """
+        output, (h_n, c_n) = self._run(input, self._initial(hx))
+        return output, (h_n, c_n)
+
+    def _initial(self, hx: Any) -> Sequence[Tensor | None]:
         if hx is not None and (not isinstance(hx, (tuple, list)) or len(hx) != 2):
             raise TypeError(f"ParaLSTM: hx must be a tuple (h_0, c_0), got {type(hx).__name__}")
-        output, (h_n, c_n) = self._run(input, (None, None) if hx is None else hx)
-        return output, (h_n, c_n)
+        return (None, None) if hx is None else hx

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._base.rules import widest
 from .._base.torch_private import any_autocast, differentiated_by_transform, in_transform
+from . import tuned
 from .step_trace import check_returned, traced
 
 __all__ = ["ALGORITHMS", "Call", "checked", "pointwise_scan", "pointwise_scan_reference"]
@@ -85,11 +86,7 @@ def _run(step: Step, init: Tensors, inputs: Tensors, parameters: Tensors, revers
     call = checked("pointwise_scan", step, init, inputs, parameters, algorithm)
     if call.program is None:
         return call.loop(bool(reverse))
-    if reverse is False and algorithm == "auto":  # an argument takes the dispatcher close to a microsecond
-        states = _pointwise_scan(call.init, call.inputs, call.operands, call.program)
-    else:
-        states = _pointwise_scan(call.init, call.inputs, call.operands, call.program, False, bool(reverse), algorithm)
-    return call.returned(states)
+    return call.run(tuned.chosen(call.kind) if algorithm == "auto" else algorithm, bool(reverse))
 
 
 def pointwise_scan_reference(
@@ -128,6 +125,25 @@ class Call:
     @property
     def acc(self) -> torch.dtype:
         return torch.float64 if self.init[0].dtype == torch.float64 else torch.float32
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.init, *self.inputs, *self.operands]
+
+    def kind(self) -> tuned.Kind:
+        """What decides between algorithms, of a call that has a program."""
+        first = self.init[0]
+        steps, channels, trains = self.inputs[0].shape[0], first.numel(), tuned.trains(self.tensors)
+        assert self.program is not None
+        return tuned.Kind(self.program, steps, channels, first.device, first.dtype, trains)
+
+    def run(self, algorithm: str, reverse: bool) -> Tensors:
+        """By the operator, of a call that has a program."""
+        assert self.program is not None
+        if not reverse and algorithm == "auto":  # an argument takes the dispatcher close to a microsecond
+            return self.returned(_pointwise_scan(self.init, self.inputs, self.operands, self.program))
+        states = _pointwise_scan(self.init, self.inputs, self.operands, self.program, False, reverse, algorithm)
+        return self.returned(states)
 
     def returned(self, states: Sequence[Tensor]) -> Tensors:
         return states[0] if self.single[0] else tuple(states)

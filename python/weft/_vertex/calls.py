@@ -150,7 +150,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
 
     reason, chosen, why = "compiled", "batched", None
     if executor == "auto" and (entry := measured(graphs)) is not None:
-        reason, chosen = str(entry), entry.executor
+        reason, chosen = str(entry), entry.fastest
         if chosen == "reference":
             return Call(called, "reference", executor, reason, by_reference)
     elif executor == "auto":
@@ -188,7 +188,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
         def again(graphs: Graphs, asked: str) -> bool:
             if asked == "auto":
                 entry = measured(graphs)
-                wanted = fastest(graphs) if entry is None else entry.executor
+                wanted = fastest(graphs) if entry is None else entry.fastest
                 if wanted != chosen and not (wanted == "persistent" and why is not None):
                     return False
             return fits(graphs, kinds, types)

@@ -191,6 +191,8 @@ class Trainer:
             self._check_trained(trained, self.cell.parameters())
             self._parts = found = _Parts(key, (self.loss, self.executor), call.tensors, call.compiled, trained, heads)
             found.obstacle = self._lasting_obstacle(call, found)
+            if found.obstacle is None:
+                found.operands = persistent.operands(call)
         return found
 
     def _check_call(self, call: Ready, graphs: Graphs) -> None:
@@ -382,10 +384,14 @@ class Trainer:
             return "the cell and the head share a parameter"
         return persistent.training_obstacle(call, self.head, self.loss)
 
-    def _request(self, graphs: Graphs, targets: Tensor, changes: list[training.Update]) -> training.Request:
+    def _request(
+        self, graphs: Graphs, targets: Tensor, changes: list[training.Update], parts: _Parts
+    ) -> training.Request:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
         roots, refused = _roots(graphs, targets.device) if self.at == "roots" else None, self._flag(targets.device)
-        return training.Request(weight, bias, self.loss, roots, targets, self.ignore_index, changes, refused)
+        return training.Request(
+            parts.operands, weight, bias, self.loss, roots, targets, self.ignore_index, changes, refused
+        )
 
     def _flag(self, device: torch.device) -> Tensor:
         if self._refused is None or self._refused.device != device:
@@ -394,9 +400,9 @@ class Trainer:
 
     def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> bool:
         """All of a step in one launch, or False: what the device refuses is undone on the host when that is known."""
-        changes, begun = self._updates.begin([*persistent.trained(call), *parts.heads])
+        changes, begun = self._updates.begin([*parts.operands.reached, *parts.heads])
         try:
-            launched = persistent.train(call, self._request(graphs, targets, changes))
+            launched = persistent.train(call, self._request(graphs, targets, changes, parts))
         except BaseException:
             self._updates.undo(begun)
             raise
@@ -458,6 +464,8 @@ class _Parts:
     heads: list[nn.Parameter]
     obstacle: str | None = None
     """Why a step with these is not one kernel."""
+    operands: training.Operands | None = None
+    """Where it is."""
 
 
 class _Sent:

@@ -158,18 +158,22 @@ class Direction {
   // Row i of n at step t of a piece, to where it belongs; or nothing, where it meets what is stored there.
   bool store(const RnnResults& r, int64_t t, int64_t n, int64_t i, int64_t step, int64_t b, T& apart) {
     const int64_t row = t * n + i, H = s_.H;
+    const auto near = [&](const Tensor& found, const Tensor& stored) {
+      const T *x = found.const_data_ptr<T>() + row * H, *y = row_of(stored, step, b);
+      for (int64_t j = 0; j < H; ++j) {
+        if (!meets(x[j], y[j])) return false;
+      }
+      return true;
+    };
     const auto furthest = [&](const Tensor& found, const Tensor& stored) {
       T most = 0;
       const T *x = found.const_data_ptr<T>() + row * H, *y = row_of(stored, step, b);
-      for (int64_t j = 0; j < H; ++j) {
-        const T each = mismatch(x[j], y[j]);
-        if (!(each <= most)) most = each;  // NaN stays
-      }
+      for (int64_t j = 0; j < H; ++j) most = std::max(most, mismatch(x[j], y[j]));
       return most;
     };
-    const T in_h = furthest(r.output, walked_.output), in_c = has_c(cell_) ? furthest(r.cells, walked_.cells) : T(0);
-    if (meets(in_h) && meets(in_c)) {
-      apart = std::max({apart, in_h, in_c});
+    if (near(r.output, walked_.output) && (!has_c(cell_) || near(r.cells, walked_.cells))) {
+      apart = std::max(apart, furthest(r.output, walked_.output));
+      if (has_c(cell_)) apart = std::max(apart, furthest(r.cells, walked_.cells));
       return true;
     }
     const auto put = [&](const Tensor& from, const Tensor& to) {

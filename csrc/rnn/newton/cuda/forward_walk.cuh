@@ -145,9 +145,10 @@ struct ForwardWalk {
       h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, &c, kept);
       if constexpr (kMeets) {
         if (looks_at(walked, length)) {
-          const scalar in_h = own ? mismatch(h, stored[0]) : scalar(0);
-          const scalar in_c = has_c(cell) && own ? mismatch(c, stored[kStates - 1]) : scalar(0);
-          if (__all_sync(~0u, meets(in_h) && meets(in_c))) {
+          const bool near = meets(h, stored[0]) && (!has_c(cell) || meets(c, stored[kStates - 1]));
+          if (__all_sync(~0u, !own || near)) {
+            const scalar in_h = own ? mismatch(h, stored[0]) : scalar(0);
+            const scalar in_c = has_c(cell) && own ? mismatch(c, stored[kStates - 1]) : scalar(0);
             apart = in_h > apart ? in_h : apart;
             apart = in_c > apart ? in_c : apart;
             return {walked + 1, true};
@@ -159,7 +160,7 @@ struct ForwardWalk {
         for (int g = 0; g < Tr::kSaved; ++g) gates[g * H] = kept[g];
       }
       if constexpr (has_c(cell)) {
-        if (own && cells) cells[0] = c;
+        if (own && (kMeeting ? cells : gates)) cells[0] = c;  // one condition saves registers
         cells += step * H;
       }
       if (own) {
@@ -174,6 +175,21 @@ struct ForwardWalk {
     return {length, false};
   }
 };
+
+// All steps of the block's sequence.
+template <Cell cell, int HP, typename scalar>
+__device__ __forceinline__ void walk_sequence(const ScanShape& shape, const WarpForward<scalar>& a,
+                                              typename ForwardWalk<cell, HP, scalar, false>::Shared& shared) {
+  ForwardWalk<cell, HP, scalar, false> walk(shape, a, shared);
+  const int64_t b = blockIdx.x, at = b * shape.H + walk.unit;
+  scalar h = a.h0[at], c = has_c(cell) ? a.c0[at] : scalar(0), apart = scalar(0);
+  walk.template begin<false>(shape, a, b, 0, shape.T);
+  walk.template walk<false>(h, c, apart);
+  copy_wait<0>();
+  if (!walk.own) return;
+  a.h_n[at] = h;
+  if constexpr (has_c(cell)) a.c_n[at] = c;
+}
 
 }  // namespace
 }  // namespace weft::rnn

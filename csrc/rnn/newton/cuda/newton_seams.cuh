@@ -19,7 +19,8 @@ __device__ __forceinline__ void mend_seam(const NewtonSeams<scalar>& a, int64_t 
   for (int i = lane; i < a.H; i += 32) {
     const scalar in_h = mismatch(a.end_h[end + i], a.start_h[start + i]);
     const scalar in_c = a.end_c == nullptr ? scalar(0) : mismatch(a.end_c[end + i], a.start_c[start + i]);
-    far = far || !meets(in_h) || !meets(in_c);
+    far = far || !meets(a.end_h[end + i], a.start_h[start + i]) ||
+          (a.end_c != nullptr && !meets(a.end_c[end + i], a.start_c[start + i]));
     apart = in_h > apart ? in_h : apart;
     apart = in_c > apart ? in_c : apart;
   }

@@ -26,6 +26,7 @@
 
 #include "common/launch.cuh"
 #include "common/math.jit.cuh"
+#include "rnn/newton/cuda/forward_walk.cuh"
 #include "rnn/scan/cuda/scan_kernels.h"
 #include "rnn/scan/cuda/scan_step.cuh"
 #include "scan/linear/cuda/warp_chunks.cuh"
@@ -36,106 +37,11 @@ namespace {
 using namespace scan::warp;
 
 // ------------------------------------------------------------------------------------------------------- forward
-// One warp per sequence, lane i owns unit i and its rows of W_hh; h is exchanged through shared memory. The input of
-// kAhead steps is in flight: a step takes about 0.1 us, a load from memory 0.7. A step is one dependent chain: the
-// exchange (60 cycles), the products (25), the nonlinearity (100).
+// One warp per sequence, which walks all steps.
 template <Cell cell, int HP, typename scalar>
 __global__ void __launch_bounds__(kWarp) forward_kernel(ScanShape shape, WarpForward<scalar> a) {
-  constexpr int G = gate_blocks(cell);
-  constexpr int kAhead = 16;
-  constexpr int kChains = G == 1 ? 4 : 2;  // independent sums per gate, to hide the latency of the FMA
-  const int lane = threadIdx.x;
-  const int64_t b = blockIdx.x;
-  const int H = shape.H;
-  // A spare lane computes with the last unit's numbers, but loads and writes nothing: stores of several lanes to one
-  // address take turns.
-  const bool own = lane < H;
-  const int unit = own ? lane : H - 1;
-
-  __shared__ alignas(32) scalar exchange[2][HP];
-  __shared__ scalar ring[kAhead][G][kWarp];
-  scalar w[G][HP], bias[G];
-#pragma unroll
-  for (int g = 0; g < G; ++g) {
-    bias[g] = a.b_hh ? a.b_hh[g * H + unit] : scalar(0);
-#pragma unroll
-    for (int k = 0; k < HP; ++k) w[g][k] = k < H ? a.w_hh[(g * H + unit) * H + k] : scalar(0);
-  }
-  scalar h = a.h0[b * H + unit];
-  scalar c = has_c(cell) ? a.c0[b * H + unit] : scalar(0);
-  if (lane < HP) exchange[0][lane] = exchange[1][lane] = scalar(0);  // the padding stays zero
-  __syncwarp();
-  if (own) exchange[0][unit] = h;
-
-  const int64_t step = shape.reverse ? -shape.B : shape.B;  // rows from one step to the next
-  const int64_t row = (shape.reverse ? shape.T - 1 : 0) * shape.B + b;
-  const scalar* ahead = a.projected + row * G * H + unit;
-  scalar* output = a.output + row * H + unit;
-  scalar* gates = a.gates ? a.gates + row * 4 * H + unit : nullptr;
-  scalar* cells = a.gates ? a.cells + row * H + unit : nullptr;
-  int64_t fetched = 0;
-  auto fetch = [&]() {
-    if (own && fetched < shape.T) {
-#pragma unroll
-      for (int g = 0; g < G; ++g) copy_async<sizeof(scalar)>(&ring[unsigned(fetched) % kAhead][g][lane], ahead + g * H);
-    }
-    copy_commit();
-    ++fetched;
-    ahead += step * G * H;
-  };
-  for (int d = 0; d < kAhead - 1; ++d) fetch();
-  __syncwarp();
-
-#pragma unroll 1
-  for (int64_t s = 0; s < shape.T; ++s) {
-    copy_wait<kAhead - 2>();
-    scalar in[G];
-#pragma unroll
-    for (int g = 0; g < G; ++g) in[g] = ring[unsigned(s) % kAhead][g][lane];
-    fetch();
-    scalar sum[G][kChains];
-#pragma unroll
-    for (int g = 0; g < G; ++g)
-#pragma unroll
-      for (int j = 0; j < kChains; ++j) sum[g][j] = j == 0 ? bias[g] : scalar(0);
-#pragma unroll
-    for (int k = 0; k < HP; k += 4) {
-      scalar v[4];
-      load4(&exchange[s & 1][k], v);
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-#pragma unroll
-        for (int g = 0; g < G; ++g) sum[g][j % kChains] += w[g][k + j] * v[j];
-    }
-    scalar u[G];
-#pragma unroll
-    for (int g = 0; g < G; ++g)
-      u[g] = kChains == 4 ? (sum[g][0] + sum[g][1]) + (sum[g][2] + sum[g][kChains - 1]) : sum[g][0] + sum[g][1];
-
-    using Tr = Traits<cell>;
-    scalar pre[G], kept[Tr::kSaved + 1];
-#pragma unroll
-    for (int g = 0; g < G; ++g) pre[g] = g == Tr::kApart ? u[g] : in[g] + u[g];
-    h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, &c, kept);
-    if (own && gates) {
-#pragma unroll
-      for (int g = 0; g < Tr::kSaved; ++g) gates[g * H] = kept[g];
-      if constexpr (has_c(cell)) cells[0] = c;
-    }
-    if constexpr (has_c(cell)) cells += step * H;
-    if (own) {
-      exchange[(s + 1) & 1][unit] = h;
-      output[0] = h;
-    }
-    output += step * H;
-    if constexpr (has_gates(cell))
-      if (gates) gates += step * 4 * H;
-    __syncwarp();
-  }
-  copy_wait<0>();
-  if (!own) return;
-  a.h_n[b * H + unit] = h;
-  if constexpr (has_c(cell)) a.c_n[b * H + unit] = c;
+  __shared__ typename ForwardWalk<cell, HP, scalar, false>::Shared shared;
+  walk_sequence<cell, HP>(shape, a, shared);
 }
 
 // ------------------------------------------------------------------------------------------------------ 3. replay

@@ -106,6 +106,8 @@ def _weights(cell: nn.Module, like: Tensor) -> list[Tensor]:
 
 def _forward(cell: nn.Module, input: Tensor, state: Tensor | None = None, lengths: Any = None) -> tuple[Tensor, Tensor]:
     """What the package's forward returns: output as the configuration has it, and the last states ``(4, B, H)``."""
+    if lengths is not None:  # what that means is the package's to say
+        return type(cell)._weft_of.forward(cell, input, state, lengths)
     cell._check_input(input)
     steps = input.transpose(0, 1) if _LEADING[cell.config.input_shape] else input
     given = None if state is None else cell._get_state(steps, state).to(steps.dtype)

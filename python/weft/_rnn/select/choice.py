@@ -526,8 +526,8 @@ def choose(algorithm: str, case: Case) -> tuple[str, str]:
             return algorithm, "asked for by name"
         return _fallback(case, algorithm), f"{algorithm}: {reason}"
     entry = measured(case)
-    if entry is not None and obstacle(entry.algorithm, case) is None:
-        return entry.algorithm, "the fastest that weft.tune measured"
+    if entry is not None and obstacle(entry.fastest, case) is None:
+        return entry.fastest, "the fastest that weft.tune measured"
     # On the CPU what is in AUTO_PERSISTENT was measured to be faster than the scan.
     # Where a warp does not hold a layer, whether chunks would be faster depends on how long the net remembers.
     few = case.hidden_size <= CUDA_MAX_HIDDEN_FP64

@@ -44,7 +44,7 @@ def tune(
             runs_of = by_turns(makers)
         times = steady(runs_of, _SPREAD, stacklevel=4)
         if times is not None:
-            tuned.remember(case, tuned.Entry(min(times, key=times.__getitem__), times))
+            tuned.MEASURED.remember(tuned.key(case), tuned.Entry(min(times, key=times.__getitem__), times))
             choice.forget_choices()
     return explain(layer, x, hx)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..._base import costs as gpu_costs
 from ..._C import vertex as _C
@@ -20,17 +20,17 @@ from ..graphs import Graphs
 from . import batched
 from .call_cache import Ready
 from .schedule import Schedule, Scripted
-from .training import Launched, Request
+from .training import Launched, Operands, Request
 
 __all__ = [
     "Script",
     "Shape",
     "is_faster",
     "obstacle",
+    "operands",
     "scripted",
     "shape",
     "train",
-    "trained",
     "training_obstacle",
     "trains_faster",
 ]
@@ -218,39 +218,36 @@ def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
     return compiled.functions[function].trace.program.symbols[symbol].name
 
 
-def trained(call: Ready) -> list[Tensor]:
-    """Parameters of the cell that a training step finds gradients of."""
+def operands(call: Ready) -> Operands:
+    """What a training step of a cell that was compiled takes of it."""
     compiled = call.compiled
-    given, (_, matrices, vectors) = compiled.plan.given, compiled.program.gradients()
-    return [
-        call.tensors[_name(compiled, *operands[i])]
-        for operands, numbers in ((given.matrices, matrices), (given.vectors, vectors))
-        for i in numbers
-    ]
+    given, (_, of_matrices, of_vectors) = compiled.plan.given, compiled.program.gradients()
+    inputs = []
+    for function, symbol in given.inputs:
+        trace = compiled.functions[function].trace
+        pull = next(i for i, o in enumerate(trace.program.operations) if o.op == "pull" and symbol in o.results)
+        inputs.append(trace.calls[pull].args[0])
+    matrices = [call.tensors[_name(compiled, *m)] for m in given.matrices]
+    vectors = [call.tensors[_name(compiled, *v)] for v in given.vectors]
+    return Operands(inputs, matrices, vectors, [*(matrices[i] for i in of_matrices), *(vectors[i] for i in of_vectors)])
 
 
 def train(call: Ready, request: Request) -> Launched | None:
     """Launch forward, loss, backward and updates on the current stream; nothing waits. None where the blocks are no
     longer all resident, as where processes share a device: then nothing was done."""
-    compiled = call.compiled
-    plan, rows = compiled.plan, call.rows
+    compiled, (names, matrices, vectors, _) = call.compiled, request.operands
     inputs = []
-    for function, symbol in plan.given.inputs:
-        program = compiled.functions[function].trace.program
-        pulls = (i for i, o in enumerate(program.operations) if o.op == "pull" and symbol in o.results)
-        x = rows[compiled.functions[function].trace.calls[next(pulls)].args[0]]
+    for name in names:
+        x = call.rows[name].detach()
         x = x.float() if x.dtype == torch.bool else x  # 0 and 1 in the frontiers
-        inputs.append(x.detach() if x.dim() == 2 else x.detach().reshape(len(x), -1))
-    matrices = [call.tensors[_name(compiled, *m)] for m in plan.given.matrices]
-    vectors = [call.tensors[_name(compiled, *v)] for v in plan.given.vectors]
-    first_vector = max(1, len(matrices))
-    numbers = {id(t): i for i, t in enumerate(matrices)} | {id(t): first_vector + i for i, t in enumerate(vectors)}
-    last = first_vector + len(vectors)
-    numbers |= {id(t): last + i for i, t in enumerate((request.weight, request.bias)) if t is not None}
+        inputs.append(x if x.dim() == 2 else x.reshape(len(x), -1))
+    heads = request.weight, request.bias
+    # The head's come last; without matrices there is one that is none.
+    order = [*matrices, *[None] * (not matrices), *vectors, *heads]
+    numbers = {id(t): i for i, t in enumerate(order) if t is not None}
     updates = [
         (numbers[id(u.parameter)], _UPDATES[u.kind], u.parameter, u.first, u.second, list(u.numbers))
         for u in request.updates
-        if id(u.parameter) in numbers
     ]
     classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
     schedule = call.schedule().scripted(compiled.program, _processors(call.device), training=True)

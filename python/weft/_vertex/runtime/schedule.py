@@ -120,7 +120,7 @@ class Scripted(Schedule):
     def __init__(self, plain: Schedule, program: torch.ScriptObject, most_blocks: int, training: bool = False) -> None:
         super().__init__(plain.core, plain.device)
         with trainable():
-            self._host = _C.scripted(plain.core, program, most_blocks, training, torch.cuda.is_available())
+            self._host = _C.scripted(plain.core, program, most_blocks, training, torch.cuda.is_initialized())
 
     def _pinned(self) -> Tensor:
         return self._host

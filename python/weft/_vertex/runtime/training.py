@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
 
-__all__ = ["Begun", "Launched", "Request", "Update", "Updates", "obstacle"]
+__all__ = ["Begun", "Launched", "Operands", "Request", "Update", "Updates", "obstacle"]
 
 
 class Update(NamedTuple):
@@ -38,9 +38,20 @@ class Update(NamedTuple):
     numbers: tuple[float, ...]
 
 
+class Operands(NamedTuple):
+    """What a kernel of a step takes of a cell, the same as long as its tensors are."""
+
+    inputs: list[str]
+    matrices: list[Tensor]
+    vectors: list[Tensor]
+    reached: list[Tensor]
+    """Those that it finds gradients of."""
+
+
 class Request(NamedTuple):
     """All of a step that is not the cell's call."""
 
+    operands: Operands
     weight: Tensor | None
     """(C, P) of the head, None without one."""
     bias: Tensor | None
@@ -121,9 +132,13 @@ class Updates:
         updates: list[Update] = []
         begun = Begun([], [])
         for group in self._optimizer.param_groups:
+            make = self._sgd if "momentum" in group else self._adam
+            numbers: dict[float, tuple[float, ...]] = {}
             for p in group["params"]:
                 if id(p) in wanted and p.requires_grad:
-                    updates.append((self._sgd if "momentum" in group else self._adam)(p, group, begun))
+                    updates.append(make(p, group, begun, numbers))
+        if begun.counters:
+            foreach_add_(begun.counters, 1)
         return updates, begun
 
     def finish(self, updates: Iterable[Update], refused: Tensor) -> None:
@@ -160,7 +175,7 @@ class Updates:
         state.update(missing)
         return state
 
-    def _sgd(self, p: Tensor, group: Mapping, begun: Begun) -> Update:
+    def _sgd(self, p: Tensor, group: Mapping, begun: Begun, _: dict) -> Update:
         momentum, dampening, buffer = float(group["momentum"]), float(group["dampening"]), None
         if momentum != 0:
             buffer = self._optimizer.state.get(p, {}).get("momentum_buffer")
@@ -171,7 +186,8 @@ class Updates:
         numbers = (float(group["lr"]), momentum, dampening, float(group["weight_decay"]), float(group["nesterov"]))
         return Update(p, "sgd", buffer, None, numbers)
 
-    def _adam(self, p: Tensor, group: Mapping, begun: Begun) -> Update:
+    def _adam(self, p: Tensor, group: Mapping, begun: Begun, numbers: dict[float, tuple[float, ...]]) -> Update:
+        """`numbers`: the group's, by its parameters' counts of steps."""
         state = self._optimizer.state.get(p)
         if not state:
             on_device = group["capturable"] or group["fused"]
@@ -184,14 +200,14 @@ class Updates:
             state = self._state(p, begun, fresh)
         count = self._count(state["step"]) + 1
         if state["step"].device.type == "cpu":
-            state["step"] += 1
             begun.counters.append(state["step"])
-        lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
-        numbers = (
-            *(lr / (1 - beta1**count), 1 - beta1, beta2, 1 - beta2, float(group["eps"]), (1 - beta2**count) ** 0.5),
-            *((1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)),
-        )
-        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], numbers)
+        if count not in numbers:
+            lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
+            numbers[count] = (
+                *(lr / (1 - beta1**count), 1 - beta1, beta2, 1 - beta2, float(group["eps"]), (1 - beta2**count) ** 0.5),
+                *((1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)),
+            )
+        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], numbers[count])
 
     def _count(self, counter: Tensor) -> float:
         if counter.device.type == "cpu":
