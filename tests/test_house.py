@@ -179,7 +179,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "_scan": {"_base", "_sparse"},
     "_rnn": {"_base"},
     "_vertex": {"_base"},
-    "_offload": set(),
+    "_offload": {"_base"},
     "_distributed": {"_base", "_scan"},
 }
 """The rooms that a room of Python imports, just these: of _base its modules, of another room what its package names."""

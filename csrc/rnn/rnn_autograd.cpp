@@ -11,9 +11,9 @@
 
 #include "common/autograd.h"
 #include "common/legacy_vmap.h"
+#include "common/saved_variables.h"
 #include "rnn/rnn.h"
 #include "rnn/rnn_reference.h"
-#include "rnn/saved_variables.h"
 
 namespace weft::rnn {
 namespace {
@@ -57,7 +57,8 @@ class Rnn : public torch::autograd::Function<Rnn> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto saved = saved_variables(ctx, layer_of(parse_cell("weft::rnn", ctx->saved_data["cell"].toStringRef())));
+    const auto saved =
+        saved_variables<Rnn>(ctx, layer_of(parse_cell("weft::rnn", ctx->saved_data["cell"].toStringRef())));
     const size_t operands = saved.size() - 4;  // input, h0, c0 and the weights
     // One gradient per argument of forward; those after the weights have none.
     variable_list result(operands + 5);

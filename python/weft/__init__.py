@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from typing import Any
+
 from . import _ops, data, nn, offloading, reference, scan, sparse, vertex
 from ._explain import ModelExplanation, PartExplanation, ScanExplanation, explain
 from ._rnn.dropin.accelerate import accelerate, restore
@@ -35,3 +39,16 @@ __all__ = [
     "vertex",
 ]
 _ = _ops  # loads the library, which everything above calls
+
+_LATER = ("distributed", "info")
+"""Modules that take a while to import, or are programs: imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

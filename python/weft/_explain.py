@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -22,8 +24,9 @@ from ._vertex.trainer import explain_trainer
 
 __all__ = ["ModelExplanation", "PartExplanation", "ScanExplanation", "explain"]
 
-State = Tensor | tuple[Tensor, Tensor] | None
+State = Tensor | tuple[Tensor, ...] | None
 _TORCHS = (nn.RNNBase, nn.RNNCellBase)
+_VERTEX = (vertex.VertexFunction, vertex.VertexFunctions)
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class ModelExplanation:
 
     def __str__(self) -> str:
         if not self.parts:
-            return f"{self.model}: no recurrent layer, scan layer or ScanSequential inside"
+            return f"{self.model}: no recurrent layer, scan layer, ScanSequential or vertex function inside"
         rows = [("layer", "class", "input", "runs as", "why")]
         rows += [(p.name, p.kind, p.input, p.algorithm, p.reason) for p in self.parts]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -56,7 +59,7 @@ class ModelExplanation:
 
 @overload
 def explain(
-    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM, x: Tensor | PackedSequence, hx: State = None
+    subject: weft_nn.RNN | weft_nn.GRU | weft_nn.LSTM | weft_nn.SLSTM, x: Tensor | PackedSequence, hx: State = None
 ) -> Explanation: ...
 @overload
 def explain(subject: nn.RNNBase | nn.RNNCellBase, x: Tensor | PackedSequence, hx: State = None) -> Explanation: ...
@@ -101,12 +104,12 @@ def explain(*args, **kwargs):
     - ``explain(layer, x, hx=None)``: one of Weft's recurrent layers or cells, or one of torch's, for which the answer
       is what would run after :func:`weft.accelerate`: an :class:`weft.Explanation` with ``algorithm``, ``reason``
       and ``candidates``.
-    - ``explain(model, *inputs)``: any other module: a table of the recurrent and scan layers inside, with the inputs
-      that they get. The model runs once for that, in evaluation mode and without gradients.
+    - ``explain(model, *inputs)``: any other module: a table of the recurrent layers, scan layers and vertex functions
+      inside, with the inputs that they get. The model runs once for that, in evaluation mode and without gradients.
     - ``explain(layer, x)`` of a :class:`~weft.nn.MinGRU`, :class:`~weft.nn.MinLSTM`, :class:`~weft.nn.RGLRU`,
       :class:`~weft.nn.LRU`, :class:`~weft.nn.S5`, :class:`~weft.nn.ParaGRU`, :class:`~weft.nn.ParaLSTM` or
-      :class:`~weft.scan.ScanSequential`, and ``explain(weft.scan.linear_scan, A, b, x0=None)`` or
-      ``explain(weft.scan.pointwise_scan, step, init, inputs)``: which scan runs.
+      :class:`~weft.scan.ScanSequential`, and ``explain(weft.scan.linear_scan, A, b, x0=None)``, that of
+      :mod:`weft.distributed` too, or ``explain(weft.scan.pointwise_scan, step, init, inputs)``: which scan runs.
     - ``explain(cell, graphs, inputs=None, *, executor="auto")``: a vertex function: which ``executor`` runs, and the
       ``reason``.
     - ``explain(trainer, graphs, inputs=None)``: a :class:`weft.vertex.Trainer`: whether a step is one kernel.
@@ -124,27 +127,57 @@ def explain(*args, **kwargs):
             raise TypeError("explain: what to explain is missing: a layer, a model, a vertex function or an offload")
         args = (kwargs.pop(name),)
     subject, *rest = args
-    if isinstance(subject, (vertex.VertexFunction, vertex.VertexFunctions)):
-        return explain_vertex_function(subject, *rest, **kwargs)
+    if isinstance(subject, _VERTEX):
+        return _asked(explain_vertex_function, "cell, graphs, inputs", *args, **kwargs)
     if isinstance(subject, vertex.Trainer):
-        return explain_trainer(subject, *rest, **kwargs)
+        return _asked(explain_trainer, "trainer, graphs, inputs", *args, **kwargs)
     if isinstance(subject, offloading.offload):
         return subject.report()
     if subject is scan.linear_scan:
-        return explain_linear_scan(*rest, **kwargs)
+        return _asked(explain_linear_scan, "weft.scan.linear_scan, A, b", *rest, **kwargs)
     if subject is scan.pointwise_scan:
-        return explain_pointwise_scan(*rest, **kwargs)
-    if isinstance(subject, nn.Module) and not isinstance(subject, _TORCHS) and not rest and not kwargs:
-        raise TypeError(f"explain: the input of {type(subject).__name__} is missing: weft.explain(model, x)")
+        return _asked(explain_pointwise_scan, "weft.scan.pointwise_scan, step, init, inputs", *rest, **kwargs)
+    if (over_ranks := sys.modules.get("weft.distributed")) is not None and subject is over_ranks.linear_scan:
+        return _asked(_explain_over_ranks, "weft.distributed.linear_scan, A, b", *rest, **kwargs)
+    if not isinstance(subject, nn.Module):
+        kind = f"the class {subject.__name__}" if isinstance(subject, type) else type(subject).__name__
+        raise TypeError(
+            "explain: what to explain comes first, and must be a layer, a model, a vertex function, a Trainer, a "
+            f"weft.offload, weft.scan.linear_scan or weft.scan.pointwise_scan; got {kind}"
+        )
+    if not rest and not kwargs:
+        what = "layer" if isinstance(subject, (*_TORCHS, *SCAN_LAYERS)) else "model"
+        raise TypeError(f"explain: the input of {type(subject).__name__} is missing: weft.explain({what}, x)")
+    if isinstance(subject, _TORCHS):
+        return _asked(explain_layer, "layer, x", *args, **_renamed(kwargs, "input", "x"))
     if isinstance(subject, SCAN_LAYERS):
-        return explain_scan_layer(subject, *rest, **kwargs)
+        return _asked(explain_scan_layer, "layer, x", *args, **_renamed(kwargs, "x", "input"))
     if isinstance(subject, scan.ScanSequential):
-        return explain_chain(subject, *rest, **kwargs)
-    if isinstance(subject, nn.Module) and not isinstance(subject, _TORCHS):
-        return _explain_model(subject, *rest, **kwargs)
-    if isinstance(subject, nn.Module) and not rest and "x" not in kwargs:
-        raise TypeError(f"explain: the input of {type(subject).__name__} is missing: weft.explain(layer, x)")
-    return explain_layer(subject, *rest, **kwargs)
+        return _asked(explain_chain, "net, x", *args, **_renamed(kwargs, "x", "input"))
+    return _explain_model(*args, **kwargs)
+
+
+def _asked(function: Callable[..., Any], usage: str, *args: Any, **kwargs: Any) -> Any:
+    """The answer of a function below; what is wrong with the arguments is said of weft.explain."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain: {error}; call weft.explain({usage})") from None
+    return function(*args, **kwargs)
+
+
+def _renamed(kwargs: dict[str, Any], name: str, to: str) -> dict[str, Any]:
+    return {to if key == name else key: value for key, value in kwargs.items()}
+
+
+def _explain_over_ranks(
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, group: Any = None, **flags: bool
+) -> ScanExplanation:
+    from ._distributed.group import ranks_of  # which asks torch.distributed: that takes a while to import
+
+    found = explain_linear_scan(A, b, x0, **flags)
+    reason = f"{found.reason}; a slice of {ranks_of('explain', group).size} ranks, with one exchange each way"
+    return replace(found, subject="linear_scan over ranks", reason=reason)
 
 
 def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExplanation:
@@ -152,7 +185,7 @@ def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExpl
     wanted = {
         module: name
         for name, module in model.named_modules()
-        if isinstance(module, (*_TORCHS, *SCAN_LAYERS, scan.ScanSequential))
+        if isinstance(module, (*_TORCHS, *SCAN_LAYERS, *_VERTEX, scan.ScanSequential))
     }
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -175,13 +208,11 @@ def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExpl
         if module not in calls:
             parts.append(PartExplanation(name, kind, "", "", "not called for this input"))
             continue
-        found = _of_part(module, *calls[module])
+        args, kwargs = calls[module]
+        found = explain(module, *args, **kwargs)
+        if isinstance(found, VertexExplanation):
+            parts.append(PartExplanation(name, kind, found.graphs, found.executor, found.reason))
+            continue
         reason = found.reason if getattr(found, "note", None) is None else f"after weft.accelerate: {found.reason}"
         parts.append(PartExplanation(name, kind, found.input, found.algorithm, reason))
     return ModelExplanation(type(model).__name__, tuple(parts))
-
-
-def _of_part(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation | ScanExplanation:
-    if isinstance(module, _TORCHS):
-        kwargs = {"x" if name == "input" else name: value for name, value in kwargs.items()}
-    return explain(module, *args, **kwargs)

@@ -32,12 +32,11 @@ With ``num_heads`` the recurrent matrix of a layer or cell is block-diagonal: ea
 weights of its own and reads its own part of the state. torch has no such layers, nor an sLSTM: there "torch" and "scan"
 run as "persistent". On a GPU heads run beside each other, and larger H fit on the chip.
 
-:class:`MinGRU`, :class:`MinLSTM` and :class:`RGLRU` are recurrences whose gates depend on the input alone, so that all
-time steps run in parallel, by :func:`weft.scan.linear_scan`. :class:`ParaGRU` and :class:`ParaLSTM` have gates that
-look at the state, each at its own channel's: :func:`weft.scan.pointwise_scan` walks them.
 :class:`MinGRU`, :class:`MinLSTM` and :class:`RGLRU` are recurrences whose gates depend on the input alone, :class:`LRU`
 and :class:`S5` linear ones over complex states, so that all time steps run in parallel, by
 :func:`weft.scan.linear_scan`. They stand in a GRU's place: its arguments, layouts, states and packed sequences.
+:class:`ParaGRU` and :class:`ParaLSTM` have gates that look at the state, each at its own channel's:
+:func:`weft.scan.pointwise_scan` walks them.
 """
 
 from __future__ import annotations

@@ -363,6 +363,17 @@ def _refused(rank: int) -> None:
         wd.shard_time(weft.nn.LSTM(2, 3, proj_size=2))
 
 
+def _explained_scan(rank: int) -> None:
+    x = torch.zeros(4, 1, 2)
+    found = weft.explain(wd.linear_scan, x, x)
+    assert found.subject == "linear_scan over ranks" and found.algorithm == "diagonal scan"
+    assert found.reason.endswith(f"; a slice of {dist.get_world_size()} ranks, with one exchange each way")
+
+
+def test_a_scan_explained(team: Team) -> None:
+    team.run(_explained_scan)
+
+
 def test_refused(team: Team) -> None:
     team.run(_refused)
 

@@ -607,8 +607,8 @@ def test_arguments_are_checked_as_in_forward(layer):
 
 
 def test_what_nobody_can_explain():
-    for other in (None, "GRU"):
-        with pytest.raises(TypeError, match=r"explain: layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got"):
+    for other, kind in ((None, "NoneType"), ("GRU", "str"), (weft.nn.GRU, "the class GRU")):
+        with pytest.raises(TypeError, match=rf"explain: what to explain .* must be a layer, a model.*; got {kind}"):
             weft.explain(other, torch.randn(5, 2, 3))
     with pytest.raises(TypeError, match="what to explain is missing"):
         weft.explain()
@@ -665,13 +665,64 @@ def test_scans_and_offload():
     assert weft.explain(weft.scan.linear_scan, torch.rand(10, 2, 4, 4), b).algorithm == "dense scan"
     with pytest.raises(ValueError):
         weft.explain(weft.scan.linear_scan, A, b[:, :1])
-    for kind in (weft.nn.MinGRU, weft.nn.MinLSTM):
-        assert "one scan" in str(weft.explain(kind(3, 4), torch.randn(10, 2, 3)))
+    for kind in (weft.nn.MinGRU, weft.nn.MinLSTM, weft.nn.RGLRU, weft.nn.LRU, weft.nn.S5):
+        x = torch.randn(10, 2, 3)
+        answer = weft.explain(kind(3, 4), x)
+        assert answer.algorithm == "diagonal scan" and "one scan" in answer.reason
+        assert ("constant in time" in answer.reason) == (kind in (weft.nn.LRU, weft.nn.S5))
+        assert str(answer).startswith(f"{kind.__name__}(3, 4) on (10, 2, 3) float32 on cpu\n")
+        assert weft.explain(kind(3, 4), x=x) == answer == weft.explain(layer=kind(3, 4), input=x)
+        assert weft.explain(kind(3, 4), x[:1]).algorithm == "step"
+        packed = torch.nn.utils.rnn.pack_sequence([x[:, 0], x[:4, 1]])
+        assert weft.explain(kind(3, 4), packed).input.startswith("packed (14, 3)")
     net = weft.scan.ScanSequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     answer = weft.explain(net, torch.randn(3, 4))
     assert answer.algorithm == "chain_backward" and len(answer.layers) == 3
     offload = weft.offload("1GB")
     assert str(weft.explain(offload)) == str(offload.report())
+
+
+@pytest.mark.parametrize(
+    ("A", "algorithm", "reason"),
+    [
+        ((10, 2, 4), "diagonal scan", "A is diagonal: "),
+        ((4,), "diagonal scan", "constant in time"),
+        ((1, 2, 4), "diagonal scan", "constant in time"),
+        ((1, 1, 4), "diagonal scan", "constant in time"),
+        ((10, 2, 4, 4), "dense scan", "A is dense: "),
+        ((10, 4, 4), "dense scan", "shared by the batch"),
+        ((10, 1, 4, 4), "dense scan", "shared by the batch"),
+    ],
+)
+def test_kinds_of_linear_scans(A, algorithm, reason):
+    b = torch.randn(10, 2, 4)
+    found = weft.explain(weft.scan.linear_scan, torch.rand(A), b)
+    assert found.algorithm == algorithm and reason in found.reason
+    found = weft.explain(weft.scan.linear_scan, torch.rand(A).cfloat(), b.cfloat())
+    assert found.algorithm == ("reference" if algorithm == "dense scan" else algorithm)
+    if len(A) > 1 and len(A) != 3:
+        turned = weft.explain(weft.scan.linear_scan, torch.rand(A).transpose(0, 1), b.transpose(0, 1), batch_first=True)
+        assert turned.algorithm == algorithm and reason in turned.reason
+
+
+def test_a_scan_that_reads_out():
+    decay, c, b = torch.rand(4, 3), torch.randn(4, 3), torch.randn(10, 2, 4, 1)
+    found = weft.explain(weft.scan.linear_scan, decay, b, c=c)
+    assert found.algorithm == "diagonal scan" and "read out by c" in found.reason
+
+
+def test_a_model_with_a_vertex_function():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = weft.vertex.models.TreeFC(4), torch.nn.Linear(4, 2)
+
+        def forward(self, graphs, x):
+            return self.head(self.cell(graphs, x))
+
+    graphs = weft.Graphs.chain([3])
+    (part,) = weft.explain(Net(), graphs, torch.randn(3, 4)).parts
+    assert part.name == "cell" and part.algorithm == "batched" and part.input == repr(graphs)
 
 
 @pytest.mark.parametrize("function", [weft.explain, weft.tune])

@@ -304,7 +304,7 @@ def test_a_cells_steps_are_the_layers(gate):
     assert [s.shape for s in cell(x[0, 0])] == [(6,)] * 4
     with pytest.raises(ValueError, match="hx must be"):
         cell(x[0], state[:2])
-    with pytest.raises(RuntimeError, match="states must be"):
+    with pytest.raises(RuntimeError, match=r"h must be \(2, 6\)"):
         cell(x[0], [s[:, :3] for s in state])
     with pytest.raises(RuntimeError, match="3 features"):
         cell(torch.randn(2, 4))

@@ -365,7 +365,9 @@ def test_under_autocast(cache):
 
 def test_refusals(cache):
     layer, x = weft.nn.GRU(3, 8), torch.randn(20, 4, 3)
-    with pytest.raises(TypeError, match=r"layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got GRU"):
+    with pytest.raises(
+        TypeError, match=r"layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got torch.nn.GRU; weft.accelerate"
+    ):
         weft.tune(torch.nn.GRU(3, 8), x)
     with pytest.raises(RuntimeError, match=r"Expected 3, got 4"):
         weft.tune(layer, torch.randn(20, 4, 4))

@@ -84,7 +84,7 @@ def test_a_shape_error_names_the_layout(device):
     for wrong, message in (
         ((b[0], b[0], None), r"b must be \(T, B, H\), got .4, 3.; time is first$"),
         ((b.transpose(0, 1), b, None), r"A must be .* got .4, 5, 3.; b is \(T, B, H\), time first$"),
-        ((b, b, b[:, 0]), r"x0 must be \(B, H\).* got .5, 3.$"),
+        ((b, b, b[:, 0]), r"x0 must be \(B, H\).* got .5, 3.; b is \(T, B, H\), time first$"),
     ):
         with pytest.raises(ValueError, match=message):
             linear_scan(*wrong)

@@ -10,8 +10,8 @@
 
 #include "common/autograd.h"
 #include "common/legacy_vmap.h"
+#include "common/saved_variables.h"
 #include "rnn/rnn.h"
-#include "rnn/saved_variables.h"
 #include "rnn/step/rnn_cell.h"
 #include "rnn/step/rnn_cell_reference.h"
 
@@ -48,8 +48,8 @@ class RnnCell : public torch::autograd::Function<RnnCell> {
     constexpr size_t kOperands = std::tuple_size_v<RnnCellMask>;
     variable_list result(kOperands + 2);  // the cell's name and the heads have none
     if (std::none_of(grads.begin(), grads.end(), [](const Tensor& g) { return g.defined(); })) return result;
-    const auto saved =
-        saved_variables(ctx, layer_of(parse_cell("weft::rnn_cell", ctx->saved_data["cell"].toStringRef())) + "Cell");
+    const auto saved = saved_variables<RnnCell>(
+        ctx, layer_of(parse_cell("weft::rnn_cell", ctx->saved_data["cell"].toStringRef())) + "Cell");
     RnnCellMask mask;
     // needs_input_grad counts the tensors that were there.
     for (size_t i = 0, edge = 0; i < kOperands; ++i) mask[i] = saved[i].defined() && ctx->needs_input_grad(edge++);

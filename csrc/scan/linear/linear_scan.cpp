@@ -24,7 +24,9 @@ Layout check_sizes(const at::Tensor& A, const at::Tensor& b, const at::Tensor& x
                     "; ", batch_first ? "batch" : "time", " is first");
   const int64_t T = b.size(batch_first), B = b.size(!batch_first), H = b.size(2);
   if (x0.defined() && x0.sizes() != at::IntArrayRef({H})) {
-    check_shape(kOp, "x0", x0, {B, H}, "(B, H), or (H) shared by the batch,");
+    TORCH_CHECK_VALUE(x0.sizes() == at::IntArrayRef({B, H}), kOp,
+                      ": x0 must be (B, H), or (H) shared by the batch, = ", at::IntArrayRef({B, H}), ", got ",
+                      x0.sizes(), "; b is ", batch_first ? "(B, T, H), batch first" : "(T, B, H), time first");
   }
   if (A.dim() == 3 && A.sizes() == b.sizes()) return Layout::diagonal;
   const int64_t steps = A.dim() >= 3 ? A.size(batch_first) : 0, rows = A.dim() >= 3 ? A.size(!batch_first) : 0;

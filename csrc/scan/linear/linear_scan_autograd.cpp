@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/saved_variables.h"
 #include "scan/linear/linear_scan.h"
 
 namespace weft::scan {
@@ -92,7 +93,7 @@ struct LinearScanFunction : torch::autograd::Function<LinearScanFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    const auto saved = ctx->get_saved_variables();
+    const auto saved = saved_variables<LinearScanFunction>(ctx, "weft.scan.linear_scan");
     const std::array<bool, 3> mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                       saved[2].defined() && ctx->needs_input_grad(2)};
     auto [grad_A, grad_b, grad_x0] = linear_scan_backward_op(

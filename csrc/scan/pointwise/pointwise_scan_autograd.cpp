@@ -8,6 +8,7 @@
 
 #include "common/autograd.h"
 #include "common/legacy_vmap.h"
+#include "common/saved_variables.h"
 #include "scan/pointwise/pointwise_scan.h"
 
 namespace weft::scan {
@@ -20,6 +21,11 @@ using torch::autograd::variable_list;
 // A tensor as save_for_backward takes it: of one that torch.inference_mode made, which it refuses, a copy.
 Tensor savable(const Tensor& t) {
   return t.is_inference() ? t.clone() : t;
+}
+
+// What the user called, by the name that reports have.
+std::string user_of(const std::string& name) {
+  return name == "paragru" ? "weft.nn.ParaGRU" : name == "paralstm" ? "weft.nn.ParaLSTM" : "weft.scan.pointwise_scan";
 }
 
 class PointwiseScan : public torch::autograd::Function<PointwiseScan> {
@@ -41,12 +47,13 @@ class PointwiseScan : public torch::autograd::Function<PointwiseScan> {
     ctx->saved_data["stacked"] = stacked;
     ctx->saved_data["reverse"] = reverse;
     ctx->saved_data["algorithm"] = algorithm;
+    ctx->saved_data["name"] = name;
     ctx->set_materialize_grads(false);
     return states;
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    const variable_list saved = saved_variables<PointwiseScan>(ctx, user_of(ctx->saved_data["name"].toStringRef()));
     const auto count = [&](const char* list) { return static_cast<size_t>(ctx->saved_data[list].toInt()); };
     const size_t states = count("states"), inputs = count("inputs"), parameters = count("parameters");
     const size_t arguments = states + inputs + parameters;

@@ -16,7 +16,7 @@
 namespace weft::scan::read_out {
 namespace {
 
-constexpr const char* kOp = "linear_scan_readout";
+constexpr const char* kOp = "linear_scan";  // of which c makes a read-out
 
 bool is_constant(const at::Tensor& t, bool batch_first) {  // in time
   return t.dim() == 2 || t.sym_size(batch_first) == 1;

@@ -5,6 +5,7 @@
 #include <torch/library.h>
 
 #include "common/autograd.h"
+#include "common/saved_variables.h"
 #include "scan/readout/linear_scan_readout.h"
 
 namespace weft::scan::read_out {
@@ -25,7 +26,7 @@ struct ReadOutFunction : torch::autograd::Function<ReadOutFunction> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  torch::autograd::variable_list grads) {
-    const auto saved = ctx->get_saved_variables();
+    const auto saved = saved_variables<ReadOutFunction>(ctx, "weft.scan.linear_scan");
     const std::array<bool, 4> mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
                                       saved[3].defined() && ctx->needs_input_grad(3)};
     auto [grad_A, grad_b, grad_c, grad_x0] = linear_scan_readout_backward_op(

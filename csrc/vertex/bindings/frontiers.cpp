@@ -29,6 +29,7 @@
 #ifdef WEFT_WITH_CUDA
 #include "common/cuda/captured.h"
 #include "common/device.h"
+#include "common/saved_variables.h"
 #endif
 #include "vertex/exec/vertex_frontiers.h"
 #include "vertex/graph/schedule.h"
@@ -162,7 +163,7 @@ class Node : public torch::autograd::Function<Node> {
 
   static Tensors backward(torch::autograd::AutogradContext* ctx, const Tensors& grads) {
     const auto call = c10::static_intrusive_pointer_cast<Call>(ctx->saved_data["call"].toCapsule());
-    Tensors saved = ctx->get_saved_variables();
+    Tensors saved = saved_variables<Node>(ctx, "weft.VertexFunction");
     const size_t count = call->compiled->num_given();
     for (const auto& x : call->unread) saved[x.number] = at::GradMode::is_enabled() ? x.saved.unpack() : x.like;
     // As torch does with what is saved: an input that holds this node would keep both alive.

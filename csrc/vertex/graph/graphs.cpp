@@ -252,8 +252,9 @@ void GraphsBuilder::out_of_range(int64_t vertex, const char* kind, int64_t value
 int64_t GraphsBuilder::begin(int64_t num_vertices) {
   vertices_ = num_vertices;
   if (num_vertices <= 0) {
-    fail(-1, num_vertices == 0 ? "a graph needs at least one vertex"
-                               : "the number of vertices is negative, " + std::to_string(num_vertices));
+    fail(-1, num_vertices == 0
+                 ? "a graph needs at least one vertex; there is one entry per graph, also where there is one graph"
+                 : "the number of vertices is negative, " + std::to_string(num_vertices));
   }
   const int64_t first = ptr_.back();
   if (num_vertices > kLimit - first) fail(-1, "more than 2147483647 vertices in one batch");

@@ -56,8 +56,15 @@ class Prediction:
     """The seconds of one rank over those of all ranks together."""
 
 
+def whole(name: str, argument: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}: {argument} must be an int, got {type(value).__name__}") from None
+
+
 def _check_ranks(name: str, ranks: int) -> int:
-    ranks = operator.index(ranks)
+    ranks = whole(name, "ranks", ranks)
     if ranks < 1:
         raise ValueError(f"{name}: ranks must be at least 1, got {ranks}")
     return ranks
@@ -74,7 +81,7 @@ def slice_sizes(steps: int, ranks: int) -> list[int]:
         >>> wd.slice_sizes(10, 4)
         [3, 3, 2, 2]
     """
-    steps, ranks = operator.index(steps), _check_ranks("slice_sizes", ranks)
+    steps, ranks = whole("slice_sizes", "steps", steps), _check_ranks("slice_sizes", ranks)
     if steps < 0:
         raise ValueError(f"slice_sizes: steps must be at least 0, got {steps}")
     size, longer = divmod(steps, ranks)
@@ -100,6 +107,8 @@ def exchange(ranks: int, bytes: float, link: Link = Link()) -> Exchange:
         'gather'
     """
     ranks = _check_ranks("exchange", ranks)
+    if not isinstance(link, Link):
+        raise TypeError(f"exchange: link must be a Link, got {type(link).__name__}")
     if not bytes >= 0:
         raise ValueError(f"exchange: bytes must be at least 0, got {bytes}")
     if ranks == 1:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .costs import slice_sizes
+from .costs import slice_sizes, whole
 from .group import Ranks, check_alike, check_tensor, ranks_of
 
 __all__ = ["shard", "unshard"]
 
 
 def _dimension(op: str, x: Tensor, dim: int) -> int:
-    dim = operator.index(dim)
+    dim = whole(op, "dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{op}: dim must be a dimension of x, which has {x.dim()}, got {dim}")
     return dim % x.dim()

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .. import _C
+from .._base.arguments import constructor
 from .managed import managed_pool
 from .memory import host_memory
 from .pace import SHARES, DeviceMoment, Pace
@@ -161,6 +162,7 @@ class offload:
     Sources: vDNN (Rhu et al., MICRO 2016); AutoVM (Chen, 2020); cDMA (Rhu et al., HPCA 2018).
     """
 
+    @constructor
     def __init__(
         self,
         budget: float | str | None = None,
@@ -179,19 +181,23 @@ class offload:
             keep_last=keep_last,
             pool_limit=pool_limit,
         )
-        self._budget = None if budget is None else parse_bytes("budget", budget)
+        if callable(budget):
+            raise TypeError(
+                f"offload: budget comes first, got {budget!r}; as a decorator with parentheses: @weft.offload()"
+            )
+        self._budget = None if budget is None else parse_bytes("offload: budget", budget)
         _check_choice("compress", compress, _COMPRESS)
         _check_choice("backend", backend, _BACKENDS)
         self._compress, self._backend = compress, backend
-        self._min_bytes = parse_bytes("min_bytes", min_bytes)
+        self._min_bytes = parse_bytes("offload: min_bytes", min_bytes)
         if isinstance(keep_last, bool) or not isinstance(keep_last, int):
-            raise TypeError(f"keep_last must be an int, got {keep_last!r}")
+            raise TypeError(f"offload: keep_last must be an int, got {keep_last!r}")
         if keep_last < 0:
-            raise ValueError(f"keep_last must not be negative, got {keep_last}")
+            raise ValueError(f"offload: keep_last must not be negative, got {keep_last}")
         self._keep_last = keep_last
         # Whether the step's time decides how much moves, and whether anything does.
         self._yields = self._budget is None and backend != "reference"
-        self._pool_limit = host_memory() // 2 if pool_limit is None else parse_bytes("pool_limit", pool_limit)
+        self._pool_limit = host_memory() // 2 if pool_limit is None else parse_bytes("offload: pool_limit", pool_limit)
         self._engine = _C.offload.Engine(
             backend,
             None if self._budget is None else min(self._budget, _MOST),
@@ -219,8 +225,8 @@ class offload:
             TypeError: not a function, or one whose body runs after the call, as of a coroutine or a generator.
         """
         delayed = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-        if not callable(function) or any(check(function) for check in delayed):
-            raise TypeError(f"offload decorates functions whose body runs when they are called, got {function!r}")
+        if not callable(function) or isinstance(function, type) or any(check(function) for check in delayed):
+            raise TypeError(f"offload: decorates functions whose body runs when they are called, got {function!r}")
 
         @functools.wraps(function)
         def inside(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -665,9 +671,9 @@ def _close(old: Link, new: Link) -> bool:
 
 def _check_choice(name: str, value: Any, choices: tuple) -> None:
     if not isinstance(value, str) and not (value is None and None in choices):
-        raise TypeError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise TypeError(f"offload: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        raise ValueError(f"offload: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
 
 
 def _prepare(backend: str) -> None:

@@ -1,36 +1,22 @@
-"""What the constructors and calls of layers refuse, in words that name the class which the user called. The exceptions
+"""What calls of layers refuse, in words that name the class which the user called. The exceptions
 are of the types that torch's layers raise: AttributeError for what is no tensor at all."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["check_constructor", "check_input", "check_state"]
+from .._base.arguments import PACK, check_dense
 
-
-def check_constructor(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """TypeError for a keyword that the class `name` does not have."""
-    known = list(known)
-    for argument in given:
-        if argument not in known:
-            near = difflib.get_close_matches(argument, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it takes {', '.join(known)}"
-            raise TypeError(f"{name}: unexpected argument {argument!r}{hint}")
+__all__ = ["check_input", "check_state"]
 
 
 def check_input(name: str, input: Any) -> None:
-    """Refuse an input that is no tensor, or a nested one, and no PackedSequence."""
+    """Refuse an input that is no PackedSequence and no tensor, or a nested or sparse one."""
     if isinstance(input, Tensor):
-        if input.is_nested:
-            raise TypeError(
-                f"{name}: input is a NestedTensor, which recurrent layers do not take; give it as a PackedSequence: "
-                "torch.nn.utils.rnn.pack_sequence(input.unbind(), enforce_sorted=False)"
-            )
+        check_dense(name, "input", input, PACK)
     elif not isinstance(input, PackedSequence):
         raise AttributeError(f"{name}: input must be a Tensor or a PackedSequence, got {type(input).__name__}")
 

@@ -121,10 +121,12 @@ def _check_input(layer: RNNBase, input: Tensor, weight: Tensor, dim: int) -> Non
     if input.dtype != weight.dtype and not any_autocast():
         # torch.nn.LSTM leaves packed input to its kernel. The words are torch's, whose tests look for them.
         error = RuntimeError if dim == 2 and layer.mode == "LSTM" else ValueError
-        raise error(
+        model = f", or convert model: model.to({input.dtype})" if input.is_floating_point() else ""
+        _fail(
+            layer, error,
             f"RNN input dtype ({input.dtype}) does not match weight dtype ({weight.dtype}). "
-            f"Convert input: input.to({weight.dtype}), or convert model: model.to({input.dtype})"
-        )
+            f"Convert input: input.to({weight.dtype}){model}",
+        )  # fmt: skip
     if input.dim() != dim:
         _fail(layer, RuntimeError, f"packed input must have {dim} dimensions, got {input.dim()}")
     if input.size(-1) != layer.input_size:

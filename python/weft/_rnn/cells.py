@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from .._base.torch_private import in_forward_mode, in_transform, maps_alone
+from .._base.arguments import NotScriptable, constructor
+from .._base.torch_private import any_autocast, in_forward_mode, in_transform, maps_alone
 from . import reference
 from .layers import check_heads, forget_bias, leaf, leaves_weft
 from .runs import operands, states
@@ -35,7 +36,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-class _Cell:
+class _Cell(NotScriptable):
     """What the cells share: the step by Weft's op. Below it stands torch's cell, whose forward runs everything else and
     has the words for what is wrong; but for several heads and an sLSTM, which torch has not."""
 
@@ -44,6 +45,7 @@ class _Cell:
     num_heads: int = 1
     _accelerated = False
     """Whether weft.accelerate has put it in a torch cell's place."""
+    _state_names: tuple[str, ...] = ("hx",)
     _parameters: dict[str, Tensor | None]
     input_size: int
     hidden_size: int
@@ -88,27 +90,66 @@ class _Cell:
         except KeyError:  # a parametrization, or weight_norm, computes it
             return [getattr(self, name) for name in _WEIGHTS]
 
-    def _check(self, input: Tensor, state: tuple[Tensor, ...]) -> None:
-        """Refuse what does not fit, where torch's cell cannot."""
-        name = type(self).__name__
+    def _wrong(self, input: Any, hx: Any) -> tuple[type[Exception], str] | None:
+        """What of the arguments does not fit, and the error that it is where torch has no such cell."""
+        names = self._state_names
+        if isinstance(input, Tensor) and input.layout is not torch.strided and not self._is_torchs:
+            return TypeError, f"input is sparse ({input.layout}), which it does not take; give input.to_dense()"
+        if not isinstance(input, Tensor):
+            return AttributeError, f"input must be a Tensor, got {type(input).__name__}"
         if input.dim() not in (1, 2):
-            raise ValueError(f"{name}: input must be (B, I) or (I), got {input.dim()} dimensions: {tuple(input.shape)}")
+            sizes = f"(B, {self.input_size}) or ({self.input_size})"
+            return ValueError, f"input must be {sizes}, 1D or 2D, got {tuple(input.shape)}"
         if input.size(-1) != self.input_size:
-            raise RuntimeError(f"{name}: input must have {self.input_size} features, got {tuple(input.shape)}")
+            return RuntimeError, f"input must have {self.input_size} features, input_size, got {tuple(input.shape)}"
+        weight = self._weights()[0]
+        if input.device != weight.device:
+            return RuntimeError, f"input must be on the weights' device, {weight.device}, got {input.device}"
+        if input.dtype != weight.dtype and not any_autocast():
+            return RuntimeError, f"input must be {weight.dtype}, as the weights are, got {input.dtype}"
+        if hx is None:
+            return None
+        if len(names) > 1:
+            wanted = f"({', '.join(names)}), a tuple of Tensors"
+            if not isinstance(hx, (tuple, list)):
+                got = f"a Tensor {tuple(hx.shape)}" if isinstance(hx, Tensor) else type(hx).__name__
+                return ValueError, f"hx must be {wanted}, got {got}"
+            if len(hx) != len(names):
+                return ValueError, f"hx must be {wanted}, got {len(hx)} of them"
         expected = (*input.shape[:-1], self.hidden_size)
-        for s in state:
-            if s.dim() != input.dim():
-                raise ValueError(f"{name}: states must be {expected} as the input is, got {tuple(s.shape)}")
+        for name, s in zip(names, hx if len(names) > 1 else (hx,), strict=True):
+            if not isinstance(s, Tensor):
+                return AttributeError, f"{name} must be a Tensor, got {type(s).__name__}"
             if s.shape != expected:
-                raise RuntimeError(f"{name}: states must be {expected}, got {tuple(s.shape)}")
+                error = ValueError if s.dim() != input.dim() else RuntimeError
+                return error, f"{name} must be {expected}, to go with input {tuple(input.shape)}, got {tuple(s.shape)}"
+            if s.device != input.device:
+                return RuntimeError, f"{name} must be on the input's device, {input.device}, got {s.device}"
+            if s.dtype != input.dtype and not any_autocast():
+                return RuntimeError, f"{name} must have the input's dtype, {input.dtype}, got {s.dtype}"
+        return None
+
+    def _refuse_wrong(self, input: Any, hx: Any) -> None:
+        wrong = self._wrong(input, hx)
+        if wrong is not None:
+            error, what = wrong
+            raise error(f"{type(self).__name__}: {what}")
+
+    def _by_torch(self, input: Any, hx: Any) -> Any:
+        """By torch's cell, whose exceptions say what is wrong, but not of what."""
+        try:
+            return super().forward(input, hx)  # type: ignore[misc]
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            wrong = self._wrong(input, hx)
+            if wrong is None:
+                raise
+            raise type(error)(f"{type(self).__name__}: {wrong[1]}") from None
 
     def _step(self, cell: str, input: Tensor, *state: Tensor) -> tuple[Tensor, ...] | None:
         """The states after the step; None where torch's cell is to run."""
         in_torch = choose(self, input).algorithm == "torch"
         if in_torch and self._is_torchs:
             return None
-        if not self._is_torchs:
-            self._check(input, state)
         batched = input.dim() == 2
         if not batched:
             input, state = input.unsqueeze(0), tuple(s.unsqueeze(0) for s in state)
@@ -123,11 +164,21 @@ class _Cell:
                 if not self._is_torchs:
                     raise
                 return None
+            except RuntimeError:
+                if input.device == self._weights()[0].device:
+                    raise
+                return None  # torch's cell refuses it, too
             found = states(cell, h, c)
         return found if batched else tuple(s.squeeze(0) for s in found)
 
 
 _WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
+def _check_sizes(cell: _Cell, input_size: Any, hidden_size: Any) -> None:
+    for argument, size in (("input_size", input_size), ("hidden_size", hidden_size)):
+        if not isinstance(size, int):
+            raise TypeError(f"{type(cell).__name__}: {argument} must be an int, got {type(size).__name__}")
 
 
 def choose(module: _Cell, input: Tensor) -> Choice:
@@ -157,9 +208,25 @@ class _OneState(_Cell):
     def _forward(self, cell: str, input: Tensor, hx: Tensor | None) -> Tensor:
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        fits = hx is None or hx.dim() == input.dim() or not self._is_torchs
+        check_tensors(self, input, hx)
+        fits = hx is None or hx.dim() == input.dim()
+        if not self._is_torchs:
+            self._refuse_wrong(input, hx)
         step = self._step(cell, input, *_states(hx)) if fits else None
-        return super().forward(input, hx) if step is None else step[0]  # type: ignore[misc]
+        return self._by_torch(input, hx) if step is None else step[0]
+
+
+def check_tensors(cell: _Cell, input: Any, hx: Any = None) -> None:
+    """Refuse what is no tensor at all, as torch does, and what is no dense one."""
+    name = type(cell).__name__
+    for argument, value in (("input", input), ("hx", hx)):
+        if isinstance(value, Tensor):
+            if value.is_nested:
+                raise TypeError(
+                    f"{name}: {argument} is a NestedTensor, which cells do not take; a step is (B, features)"
+                )
+        elif value is not None or argument == "input":
+            raise AttributeError(f"{name}: {argument} must be a Tensor, got {type(value).__name__}")
 
 
 def _states(hx: Tensor | None) -> tuple[Tensor, ...]:
@@ -192,10 +259,12 @@ class RNNCell(_OneState, torch.nn.RNNCell):
         torch.Size([3, 20])
     """
 
+    @constructor
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh",
         device: Device = None, dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
+        _check_sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, nonlinearity, device, dtype)
         self.algorithm = algorithm
         self._split_heads(num_heads)
@@ -248,10 +317,12 @@ class GRUCell(_OneState, torch.nn.GRUCell):
 
     _cell = "gru"
 
+    @constructor
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
+        _check_sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.algorithm = algorithm
         self._split_heads(num_heads)
@@ -286,12 +357,14 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
         (torch.Size([3, 20]), torch.Size([3, 20]))
     """
 
-    _cell = "lstm"
+    _cell, _state_names = "lstm", ("h", "c")
 
+    @constructor
     def __init__(
         self, input_size: int, hidden_size: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
+        _check_sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.algorithm = algorithm
         self._split_heads(num_heads)
@@ -312,12 +385,16 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        given = () if hx is None else tuple(hx)
-        if not self._is_torchs and hx is not None and len(given) != 2:
-            raise ValueError(f"{type(self).__name__}: hx must be (h, c), got {len(given)} tensors")
-        fits = hx is None or (len(given) == 2 and all(s.dim() == input.dim() for s in given)) or not self._is_torchs
-        step = self._step("lstm", input, *given) if fits else None
-        return super().forward(input, hx) if step is None else step
+        check_tensors(self, input)
+        if not self._is_torchs:
+            self._refuse_wrong(input, hx)
+        given = () if hx is None else hx
+        fits = isinstance(given, (tuple, list)) and len(given) in (0, 2)
+        if fits and all(isinstance(s, Tensor) and s.dim() == input.dim() for s in given):
+            step = self._step("lstm", input, *given)
+            if step is not None:
+                return step
+        return self._by_torch(input, hx)
 
 
 class SLSTMCell(_Cell, torch.nn.RNNCellBase):
@@ -346,13 +423,16 @@ class SLSTMCell(_Cell, torch.nn.RNNCellBase):
     """
 
     forget_gate: str
+    _state_names = ("h", "c", "n", "m")
 
+    @constructor
     def __init__(
         self, input_size: int, hidden_size: int, num_heads: int = 4, forget_gate: Literal["sigmoid", "exp"] = "sigmoid",
         bias: bool = True, device: Device = None, dtype: torch.dtype | None = None, *, algorithm: str = "auto",
     ) -> None:  # fmt: skip
         if forget_gate not in ("sigmoid", "exp"):
             raise ValueError(f"SLSTMCell: forget_gate must be 'sigmoid' or 'exp', got {forget_gate!r}")
+        _check_sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, 4, device, dtype)
         self.forget_gate = forget_gate
         self.algorithm = algorithm
@@ -395,10 +475,9 @@ class SLSTMCell(_Cell, torch.nn.RNNCellBase):
         """
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
-        given = () if hx is None else tuple(hx)
-        if hx is not None and len(given) != 4:
-            raise ValueError(f"{type(self).__name__}: hx must be (h, c, n, m), got {len(given)} tensors")
-        return self._step(self._cell, input, *given)
+        check_tensors(self, input)
+        self._refuse_wrong(input, hx)
+        return self._step(self._cell, input, *(() if hx is None else hx))
 
 
 for _kind in (RNNCell, GRUCell, LSTMCell, SLSTMCell):

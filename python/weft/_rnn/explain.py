@@ -109,7 +109,7 @@ def explain(
         note = f"weft.accelerate the model first: this {type(layer).__name__} is torch's own, which runs until then"
         return replace(found, layer=repr(layer), note=note)
     if isinstance(layer, (RNNCell, GRUCell, LSTMCell, SLSTMCell)):
-        return _explain_cell(layer, x)
+        return _explain_cell(layer, x, hx)
     case = prepared("explain", layer, x, hx).case
     algorithm, reason = choice.choose(layer.algorithm, case)
     if layer._over_ranks is not None:
@@ -133,9 +133,12 @@ def _extrapolated_from(case: Case, candidates: tuple[Candidate, ...]) -> str | N
     return costs.measured_on if costs.extrapolated else None
 
 
-def _explain_cell(cell: RNNCell | GRUCell | LSTMCell | SLSTMCell, x: Tensor) -> Explanation:
+def _explain_cell(
+    cell: RNNCell | GRUCell | LSTMCell | SLSTMCell, x: Tensor, hx: Tensor | tuple[Tensor, ...] | None
+) -> Explanation:
     if not isinstance(x, Tensor):
         raise TypeError(f"explain: x must be a Tensor, got {type(x).__name__}")
+    cell._refuse_wrong(x, hx)
     algorithm, reason = choose_step(cell, x)
     other = "torch" if algorithm == "fused" else "fused"
     candidates = (
@@ -152,7 +155,10 @@ def _explain_cell(cell: RNNCell | GRUCell | LSTMCell | SLSTMCell, x: Tensor) -> 
 def prepared(function: str, layer: Any, x: Any, hx: Any) -> Call:
     """The call ``layer(x, hx)``, its arguments checked for `function`."""
     if not isinstance(layer, (RNN, GRU, LSTM, SLSTM)):
-        raise TypeError(f"{function}: layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got {type(layer).__name__}")
+        kind = type(layer).__name__
+        if isinstance(layer, torch.nn.Module) and swapped(layer) is not None:
+            kind = f"torch.nn.{kind}; weft.accelerate(model) puts Weft's in its place"
+        raise TypeError(f"{function}: layer must be a weft.nn.RNN, GRU, LSTM or SLSTM, got {kind}")
     if not isinstance(x, (Tensor, PackedSequence)):
         raise TypeError(f"{function}: x must be a Tensor or a PackedSequence, got {type(x).__name__}")
     names = layer._state_names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, overload
+from typing import Any, ClassVar, Literal, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch.fx import Proxy
 from torch.fx.proxy import TraceError
 from torch.nn.utils.rnn import PackedSequence
 
+from .._base.arguments import NotScriptable, check_keywords, constructor, name_after
 from .._base.over_ranks import TakesSlices
 from .._base.torch_private import in_torchscript_trace, in_transform, onnx_exporting
 from . import calls, runs
-from .arguments import check_constructor, check_input, check_state
+from .arguments import check_input, check_state
 from .dropin.shown_class import own_class, shown_class
 from .select import choice
 from .slices import run_slice
@@ -22,6 +23,9 @@ from .slices import run_slice
 __all__ = ["GRU", "LSTM", "RNN", "SLSTM", "check_heads", "forget_bias"]
 
 Device: TypeAlias = torch.device | str | int | None
+
+_POSITIONAL = 9
+"""Arguments of torch.nn.RNNBase without the mode."""
 
 
 def leaf(module: torch.nn.Module, input: Proxy, hx: Any) -> Proxy:
@@ -32,7 +36,7 @@ def leaf(module: torch.nn.Module, input: Proxy, hx: Any) -> Proxy:
     return input.tracer.create_proxy("call_module", path, (input,) if hx is None else (input, hx), {})
 
 
-class _Layer(TakesSlices, torch.nn.RNNBase):
+class _Layer(NotScriptable, TakesSlices, torch.nn.RNNBase):
     """What the three layers share."""
 
     __jit_unused_properties__: ClassVar[list[str]] = [
@@ -57,7 +61,10 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
 
     def __init__(self, mode: str, *args: Any, algorithm: str, num_heads: int = 1, **kwargs: Any) -> None:
         name = type(self).__name__
-        check_constructor(name, kwargs, self._arguments)
+        check_keywords(name, kwargs, self._arguments)
+        if len(args) > _POSITIONAL:
+            most = _POSITIONAL + ("nonlinearity" in self._arguments)
+            raise TypeError(f"{name}: takes {most} arguments without their names at most")
         for argument in ("input_size", "hidden_size")[len(args) :]:
             if argument not in kwargs:
                 raise TypeError(f"{name}: {argument} is missing")
@@ -68,7 +75,10 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
                 raise ValueError(
                     f"{name}: a state that is projected (proj_size) has one head, got num_heads={num_heads}"
                 )
-        super().__init__(mode, *args, **kwargs)
+        try:
+            super().__init__(mode, *args, **kwargs)
+        except (TypeError, ValueError) as error:  # torch's, which say what is wrong, but not of what
+            raise type(error)(f"{name}: {error}") from None
         if num_heads != 1:
             self._split_heads(num_heads)
 
@@ -117,7 +127,7 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
 
     @algorithm.setter
     def algorithm(self, name: str) -> None:
-        self._algorithm = choice.check_algorithm(name)
+        self._algorithm = choice.check_algorithm(type(self).__name__, name)
 
     def extra_repr(self) -> str:
         text = super().extra_repr()
@@ -159,12 +169,6 @@ class _Layer(TakesSlices, torch.nn.RNNBase):
         call = calls.prepare(self, input, state)
         result = runs.run(self, "reference", call)
         return self._as_given(input, result.output, result.final, None)
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        raise NotImplementedError(
-            f"{type(self).__name__}: torch.jit.script cannot compile Weft's layers; torch.jit.trace, torch.export and "
-            "torch.compile take them"
-        )
 
     def _forward(self, input: Tensor | PackedSequence, state: tuple[Tensor, ...] | None) -> Any:
         """``output, final`` or, with return_cells, ``output, final, cells``."""
@@ -283,7 +287,7 @@ class RNN(_OneState):
     def __init__(self, *args: Any, algorithm: str = "auto", num_heads: int = 1, **kwargs: Any) -> None: ...
 
     def __init__(self, *args, algorithm="auto", num_heads=1, **kwargs):
-        _refuse_projection(kwargs)
+        _refuse_projection(type(self).__name__, kwargs)
         if len(args) > 3:
             self.nonlinearity = args[3]
             args = args[:3] + args[4:]
@@ -347,7 +351,7 @@ class GRU(_OneState):
     def __init__(self, *args: Any, algorithm: str = "auto", num_heads: int = 1, **kwargs: Any) -> None: ...
 
     def __init__(self, *args, algorithm="auto", num_heads=1, **kwargs):
-        _refuse_projection(kwargs)
+        _refuse_projection(type(self).__name__, kwargs)
         super().__init__("GRU", *args, algorithm=algorithm, num_heads=num_heads, **kwargs)
 
 
@@ -518,6 +522,7 @@ class SLSTM(_Tuple):
     _arguments = (*_Layer._arguments, "forget_gate")
     forget_gate: str
 
+    @constructor
     def __init__(
         self,
         input_size: int,
@@ -625,10 +630,12 @@ def _new(kind: type[_Layer]) -> _Layer:
     return kind.__new__(kind)
 
 
-def _refuse_projection(kwargs: dict[str, Any]) -> None:
+def _refuse_projection(name: str, kwargs: dict[str, Any]) -> None:
     if "proj_size" in kwargs:
-        raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
+        raise ValueError(f"{name}: proj_size argument is only supported for LSTM, not RNN or GRU")
 
 
 for _layer in (RNN, GRU, LSTM, SLSTM):
     _layer.__module__ = "weft.nn"  # where users, pickles and documents find them
+for _layer in (RNN, GRU):
+    name_after(_layer, "forward")

@@ -51,8 +51,10 @@ def _sizes(t: Tensor) -> str:
     return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device.type}"
 
 
-_DIAGONAL = "A (T, B, H) is diagonal: a multiply-add for every state and step"
-_DENSE = "A (T, B, H, H) is dense: H x H multiply-adds for every sequence and step"
+_DIAGONAL = "A is diagonal: a multiply-add for every state and step"
+_CONSTANT = "A is diagonal and constant in time, not expanded in memory: a multiply-add for every state and step"
+_DENSE = "A is dense: H x H multiply-adds for every sequence and step"
+_SHARED = "A is dense and shared by the batch: H x H multiply-adds for every sequence and step"
 _BY_TRANSFORM = "torch.func or forward-mode AD, under which the reference runs"
 
 
@@ -75,10 +77,12 @@ def explain_linear_scan(
             reason = f"more than {_MOST_READ_OUT} states of a channel are written, and then read out by c"
         return ScanExplanation("linear_scan", f"{sizes}, c {tuple(c.shape)}", "diagonal scan", reason)
     if not is_dense(A, b, flags.get("batch_first", False)):
-        return ScanExplanation("linear_scan", sizes, "diagonal scan", _DIAGONAL)
+        return ScanExplanation("linear_scan", sizes, "diagonal scan", _DIAGONAL if A.shape == b.shape else _CONSTANT)
     if A.is_complex():
         return ScanExplanation("linear_scan", sizes, "reference", "A is complex and dense")
-    return ScanExplanation("linear_scan", sizes, "dense scan", _DENSE)
+    batch = 0 if flags.get("batch_first", False) else 1
+    shared = A.dim() == 3 or A.shape[batch] != b.shape[batch]
+    return ScanExplanation("linear_scan", sizes, "dense scan", _SHARED if shared else _DENSE)
 
 
 def explain_pointwise_scan(
@@ -114,10 +118,10 @@ def _walked(kind: tuned.Kind, inputs: int, algorithm: str) -> tuple[str, str]:
 
 
 def explain_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Any = None) -> ScanExplanation:
+    layer._check_input(input)
     packed = isinstance(input, PackedSequence)
     x = input.data if packed else input
-    if not isinstance(x, Tensor):
-        raise TypeError(f"explain: x must be a Tensor, got {type(x).__name__}")
+    subject, sizes = _named(layer), ("packed " if packed else "") + _sizes(x)
     if isinstance(layer, (ParaGRU, ParaLSTM)):
         return _explain_para(layer, x, hx)
     reason = (
@@ -125,27 +129,35 @@ def explain_layer(layer: nn.Module, input: Tensor | PackedSequence, hx: Any = No
         if isinstance(layer, (LRU, S5))
         else "its gates depend on the input alone"
     )
-    reason = f"{reason}, so that all steps are one linear layer and one scan; {_DIAGONAL}"
+    kind = _CONSTANT if isinstance(layer, (LRU, S5)) else _DIAGONAL
+    reason = f"{reason}, so that all steps are one linear layer and one scan; {kind}"
     if layer._over_ranks is not None:
         reason = f"{reason}; {layer._over_ranks.said(in_rounds=False)}"
     elif packed:
         reason = f"{reason}; past its end a sequence keeps its state"
     elif x.shape[1 if layer.batch_first and x.dim() == 3 else 0] == 1:
-        return ScanExplanation(repr(layer), _sizes(x), "step", "one step is one operator for each layer and direction")
-    return ScanExplanation(repr(layer), _sizes(x), "diagonal scan", reason)
+        return ScanExplanation(subject, sizes, "step", "one step is one operator for each layer and direction")
+    return ScanExplanation(subject, sizes, "diagonal scan", reason)
+
+
+def _named(layer: nn.Module) -> str:
+    """In a line, without the modules inside."""
+    return f"{type(layer).__name__}({layer.extra_repr()})"
 
 
 def _explain_para(layer: ParaGRU | ParaLSTM, x: Tensor, hx: Any) -> ScanExplanation:
     if layer._over_ranks is not None:
-        return ScanExplanation(repr(layer), _sizes(x), "walk", layer._over_ranks.said(in_rounds=True))
+        return ScanExplanation(_named(layer), _sizes(x), "walk", layer._over_ranks.said(in_rounds=True))
     if layer.algorithm == "reference":
-        return ScanExplanation(repr(layer), _sizes(x), "reference", 'algorithm="reference"')
+        return ScanExplanation(_named(layer), _sizes(x), "reference", 'algorithm="reference"')
     if in_transform() or differentiated_by_transform(x, *layer.parameters()):
-        return ScanExplanation(repr(layer), _sizes(x), "reference", _BY_TRANSFORM)
-    return ScanExplanation(repr(layer), _sizes(x), *_walked(layer._kind(x, hx), 3, layer.algorithm))
+        return ScanExplanation(_named(layer), _sizes(x), "reference", _BY_TRANSFORM)
+    return ScanExplanation(_named(layer), _sizes(x), *_walked(layer._kind(x, hx), 3, layer.algorithm))
 
 
 def explain_chain(net: ScanSequential, input: Tensor) -> ScanExplanation:
+    if not isinstance(input, Tensor):
+        raise TypeError(f"explain: x must be a Tensor, got {type(input).__name__}")
     lines, missing = [], []
     for name, module in unrolled(net):
         known = find_jacobian(module) is not None or isinstance(module, (nn.Identity, nn.Flatten, nn.Dropout))

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from .._base.arguments import NotScriptable, constructor, name_after
 from .._base.over_ranks import TakesSlices
 from .chain import check_tensor
+from .layer_input import check_like, check_padded
 from .linear import linear_scan
 
 __all__ = ["LRU", "RGLRU", "S5", "MinGRU", "MinLSTM"]
@@ -61,7 +63,7 @@ class _Packed:
         return t.flatten(0, 1).index_select(0, self.rows)
 
 
-class _ScanLayer(TakesSlices, nn.Module):
+class _ScanLayer(NotScriptable, TakesSlices, nn.Module):
     """nn.GRU's arguments, layouts and states over recurrences h[t] = A[t] * h[t-1] + b[t].
 
     The parameters of the first layer's first direction have plain names, those of the others names that end in
@@ -119,6 +121,11 @@ class _ScanLayer(TakesSlices, nn.Module):
     def _state_size(self) -> int:
         return self.hidden_size
 
+    @property
+    def _parameter(self) -> Tensor:
+        """One that has the dtype and device of the input."""
+        raise NotImplementedError
+
     def _terms(self, x: Tensor, suffix: str) -> tuple[Tensor, Tensor, torch.dtype]:
         """A and b of h[t] = A[t] * h[t-1] + b[t], A like b or (H), and the dtype of the output, from x (..., X)."""
         raise NotImplementedError
@@ -170,18 +177,11 @@ class _ScanLayer(TakesSlices, nn.Module):
         if isinstance(input, PackedSequence):
             if ranks is not None:
                 raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
-            packed, x, batched = _Packed(input), input.data, True
-            if x.dim() != 2 or x.size(-1) != self.input_size:
-                raise ValueError(f"{name}: data of input must be (N, {self.input_size}), got {tuple(x.shape)}")
+            batched = self._check_input(input)
+            packed, x = _Packed(input), input.data
             B = packed.B
         else:
-            check_tensor(name, "input", input)
-            batched, batch = input.dim() == 3, 0 if self.batch_first else 1
-            if not (batched or input.dim() == 2) or input.size(-1) != self.input_size:
-                raise ValueError(
-                    f"{name}: input must be ({self._layout}, {self.input_size}) or (T, {self.input_size}), got "
-                    f"{tuple(input.shape)}; batch_first is {self.batch_first}"
-                )
+            batched, batch = self._check_input(input), 0 if self.batch_first else 1
             x = input if batched else input.unsqueeze(batch)
             B = x.size(batch)
         starts, flat = self._starts(hx, B, batched)
@@ -218,6 +218,17 @@ class _ScanLayer(TakesSlices, nn.Module):
                 h_n = h_n.index_select(h_n.dim() - 2, input.unsorted_indices)
             return PackedSequence(output, input.batch_sizes, input.sorted_indices, input.unsorted_indices), h_n
         return (output, h_n) if batched else (output.squeeze(batch), h_n.squeeze(-2))
+
+    def _check_input(self, input: Tensor | PackedSequence) -> bool:
+        """Refuse what the layer does not take; whether it has a batch."""
+        name, parameter = type(self).__name__, self._parameter
+        if not isinstance(input, PackedSequence):
+            return check_padded(name, input, self.input_size, self.batch_first, parameter)
+        x = input.data
+        if x.dim() != 2 or x.size(-1) != self.input_size:
+            raise ValueError(f"{name}: data of input must be (N, {self.input_size}), got {tuple(x.shape)}")
+        check_like(name, "data of input", x, parameter)
+        return True
 
     @property
     def _layout(self) -> str:
@@ -272,6 +283,7 @@ class _Min(_ScanLayer):
 
     _gates: int
 
+    @constructor
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
         dropout: float = 0.0, bidirectional: bool = False, device: Device = None, dtype: torch.dtype | None = None, *,
@@ -288,6 +300,10 @@ class _Min(_ScanLayer):
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return text if self.activation == "identity" else f"{text}, activation={self.activation!r}"
+
+    @property
+    def _parameter(self) -> Tensor:
+        return self.linear.weight
 
     @property
     def _cell(self) -> str:
@@ -395,6 +411,7 @@ class RGLRU(_ScanLayer):
         >>> output, h_n = layer(torch.randn(500, 3, 256))
     """
 
+    @constructor
     def __init__(
         self, input_size: int | None = None, hidden_size: int | None = None, num_layers: int = 1, bias: bool = True,
         batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, device: Device = None,
@@ -434,6 +451,10 @@ class RGLRU(_ScanLayer):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", blocks={self.blocks}" if self.blocks > 1 else "")
+
+    @property
+    def _parameter(self) -> Tensor:
+        return self.weight
 
     _cell = "rg_lru"
 
@@ -484,6 +505,10 @@ class _Complex(_ScanLayer):
     def _state_size(self) -> int:
         return self._states
 
+    @property
+    def _parameter(self) -> Tensor:
+        return self.B
+
     def _draw_D(self, suffix: str) -> None:
         D = self._get("D", suffix)
         if D is not None:
@@ -499,15 +524,6 @@ class _Complex(_ScanLayer):
         pairs = F.linear(x, B.flatten(0, 1).to(x.dtype))
         b = torch.view_as_complex(pairs.to(state).unflatten(-1, (-1, 2)))
         return A, b, pairs.dtype
-
-    @property
-    def _cell(self) -> str:
-        """What weft::scan_cell calls it."""
-        raise NotImplementedError
-
-    def _weights(self, suffix: str) -> list[Tensor | None]:
-        """What weft::scan_cell takes for it."""
-        raise NotImplementedError
 
     _vectors: tuple[str, ...]
 
@@ -563,6 +579,7 @@ class LRU(_Complex):
 
     _cell, _vectors = "lru", ("nu_log", "theta_log", "gamma_log")
 
+    @constructor
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
         dropout: float = 0.0, bidirectional: bool = False, device: Device = None, dtype: torch.dtype | None = None, *,
@@ -631,6 +648,7 @@ class S5(_Complex):
     _cell, _vectors = "s5", ("Lambda_re", "Lambda_im", "log_step")
     _parts = 2.0
 
+    @constructor
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True, batch_first: bool = False,
         dropout: float = 0.0, bidirectional: bool = False, device: Device = None, dtype: torch.dtype | None = None, *,
@@ -689,3 +707,7 @@ def _hippo(N: int) -> tuple[Tensor, Tensor]:
     values, vectors = torch.linalg.eigh(-1j * skew.to(torch.complex128))
     half = values.numel() // 2
     return torch.complex(torch.full((half,), -0.5, dtype=torch.float64), values[half:]), vectors[:, half:]
+
+
+for _kind in (MinGRU, MinLSTM, RGLRU, LRU, S5):
+    name_after(_kind, "forward")

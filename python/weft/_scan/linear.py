@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._base.arguments import check_dense
 from .._base.torch_private import differentiated_by_transform
 from .chain import check_tensor
 
@@ -77,9 +78,16 @@ def linear_scan(
         return _linear_scan_readout(A, b, c, x0, reverse=reverse, batch_first=batch_first)[0]
     if differentiated_by_transform(A, b, x0) or (A.is_complex() and is_dense(A, b, batch_first)):
         return linear_scan_reference(A, b, x0, reverse=reverse, transpose=transpose, batch_first=batch_first)
-    if not (reverse or transpose or batch_first):  # a keyword takes the dispatcher close to a microsecond
-        return _linear_scan(A, b, x0)
-    return _linear_scan(A, b, x0, reverse=reverse, transpose=transpose, batch_first=batch_first)
+    try:
+        if not (reverse or transpose or batch_first):  # a keyword takes the dispatcher close to a microsecond
+            return _linear_scan(A, b, x0)
+        return _linear_scan(A, b, x0, reverse=reverse, transpose=transpose, batch_first=batch_first)
+    except NotImplementedError:  # the dispatcher's: asking first would cost every call
+        for name, t in (("A", A), ("b", b)):
+            check_dense(
+                "linear_scan", name, t, "give sequences of one length, or padded ones, whose A is one and b zero"
+            )
+        raise
 
 
 def is_dense(A: Tensor, b: Tensor, batch_first: bool) -> bool:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from .._base.arguments import NotScriptable, constructor
 from .._base.over_ranks import TakesSlices
 from .._base.torch_private import any_autocast, constant_when_compiled, differentiated_by_transform, in_transform
 from . import tuned
 from .chain import check_tensor
+from .layer_input import check_padded
 from .pointwise import ALGORITHMS
 from .step_trace import traced
 
@@ -64,13 +66,14 @@ class Operands(NamedTuple):
     """Each (H)."""
 
 
-class _Para(TakesSlices, nn.Module):
+class _Para(NotScriptable, TakesSlices, nn.Module):
     """What both layers share: the projection, layouts and the state."""
 
     _name: str
     _parts: tuple[str, ...]
     """What the states are called."""
 
+    @constructor
     def __init__(
         self,
         input_size: int,
@@ -140,21 +143,20 @@ class _Para(TakesSlices, nn.Module):
         parameters = self.recurrent.unbind()
         return (*parameters, *self.peephole.unbind()) if len(self._parts) == 2 else parameters
 
+    def _check_input(self, input: Tensor) -> bool:
+        """Refuse what the layer does not take; whether it has a batch."""
+        pad = "pad its sequences: input.to_padded_tensor(0.0)"
+        return check_padded(type(self).__name__, input, self.input_size, self.batch_first, self.weight, pad)
+
     def _initial(self, hx: Any) -> Sequence[Tensor | None]:
         """The states that `hx` names, None for zeros."""
         raise NotImplementedError
 
     def _operands(self, input: Tensor, initial: Sequence[Tensor | None]) -> Operands:
         """What the scan takes, of arguments that fit."""
-        name = type(self).__name__
-        check_tensor(name, "input", input)
-        batched, batch = input.dim() == 3, 0 if self.batch_first else 1
+        name, batch = type(self).__name__, 0 if self.batch_first else 1
+        batched = self._check_input(input)
         layout = "B, T" if self.batch_first else "T, B"
-        if not (batched or input.dim() == 2) or input.size(-1) != self.input_size:
-            raise ValueError(
-                f"{name}: input must be ({layout}, {self.input_size}) or (T, {self.input_size}), got "
-                f"{tuple(input.shape)}; batch_first is {self.batch_first}"
-            )
         x = input if batched else input.unsqueeze(batch)
         gates = self._gates(x.transpose(0, 1) if self.batch_first else x)
         B = gates.shape[1]
@@ -365,5 +367,6 @@ class ParaLSTM(_Para):
 
     def _initial(self, hx: Any) -> Sequence[Tensor | None]:
         if hx is not None and (not isinstance(hx, (tuple, list)) or len(hx) != 2):
-            raise TypeError(f"ParaLSTM: hx must be a tuple (h_0, c_0), got {type(hx).__name__}")
+            got = f"{len(hx)} of them" if isinstance(hx, (tuple, list)) else type(hx).__name__
+            raise TypeError(f"ParaLSTM: hx must be a tuple (h_0, c_0) of Tensors, got {got}")
         return (None, None) if hx is None else hx

@@ -39,7 +39,10 @@ def _check_linear_scan(A: Tensor, b: Tensor, x0: Tensor | None, batch_first: boo
     T, B, H = (b.shape[1], b.shape[0], b.shape[2]) if batch_first else b.shape
     torch._check_value(
         x0 is None or any(_may_be_equal(x0.shape, shape) for shape in ((B, H), (H,))),
-        lambda: f"linear_scan: x0 must be (B, H) = {(B, H)}, or (H) shared by the batch, got {tuple(x0.shape)}",
+        lambda: (
+            f"linear_scan: x0 must be (B, H), or (H) shared by the batch, = {(B, H)}, got {tuple(x0.shape)}; b is "
+            f"{order}, {first} first"
+        ),
     )
     diagonal = ((T, B, H), (H,), (1, B, H), (1, 1, H))
     dense = ((T, B, H, H), (T, 1, H, H), (T, H, H))
@@ -316,7 +319,7 @@ def _pointwise_scan_autocast(init, inputs, parameters, program, stacked=False, r
 
 def _check_readout(A: Tensor, b: Tensor, c: Tensor, x0: Tensor | None, batch_first: bool) -> None:
     """The checks of csrc/scan/readout/linear_scan_readout.cpp, on sizes that may be symbols."""
-    op = "linear_scan_readout"
+    op = "linear_scan"  # of which c makes a read-out
     torch._check_type(
         A.dtype in _DTYPES,
         lambda: f"{op}: A must be float16, bfloat16, float32, float64, complex64 or complex128, got {A.dtype}",

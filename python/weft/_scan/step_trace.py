@@ -34,6 +34,8 @@ _FILLS = {
 """By torch's name: what they fill a tensor with, None for what they are given."""
 _FILL_ARGUMENT = {"aten.full_like": 1, "aten.new_full": 2}
 _READS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.item.default", "aten.equal.default")
+_READING = ("cannot be converted to Scalar", "is ambiguous", ".numpy() is not supported")
+"""In torch's errors before it comes to one of these."""
 
 
 @dataclass(frozen=True)
@@ -247,9 +249,13 @@ def _trace(
     try:
         with torch.enable_grad():
             returned = step(*given)
-    except Exception:
+    except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from None
+        if type(error) is RuntimeError and any(words in str(error) for words in _READING):
+            raise RuntimeError(
+                f"{op}: step reads a value, which differs from channel to channel; use torch.where ({error})"
+            ) from None
         raise
     if recorder.refusal is not None:  # which the step has caught
         raise recorder.refusal
@@ -276,7 +282,11 @@ def check_returned(
         want = "a tensor" if single else f"a tuple of {states} tensors"
         got = type(returned).__name__
         if isinstance(returned, (tuple, list)):
-            got += f" of {', '.join(type(t).__name__ for t in returned)}" if returned else " of nothing"
+            got += (
+                f" of {', '.join('Tensor' if isinstance(t, Tensor) else type(t).__name__ for t in returned)}"
+                if returned
+                else " of nothing"
+            )
         raise ValueError(f"{op}: step must return {want}, as init is, got {got}")
     for i, t in enumerate(results):
         what = "step's result" if single else f"step's result[{i}]"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from .._base.arguments import check_dense
 from .graphs import Graphs
 from .runtime import reference
 from .trace.trace import Trace
@@ -24,6 +25,7 @@ def inputs_by_name(name: str, graphs: Graphs, inputs: object) -> dict[str, Tenso
         what = f"input {key!r}" if isinstance(inputs, Mapping) else "inputs"
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: {what} must be a tensor, got {type(x).__name__}")
+        check_dense(name, f"input {key!r}", x, "give its rows as one tensor, (num_vertices, ...)")
         # Which inputs have a row per edge, the trace will say.
         if x.dim() == 0 or x.shape[0] not in (graphs.num_vertices, graphs.num_edges):
             raise _other_rows(name, key, x, "vertex", graphs.num_vertices)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from .._base.arguments import NotScriptable
 from .calls import compiled_of, ready
 from .graphs import Graphs
 from .program import Program, Programs
@@ -16,10 +17,11 @@ from .vertex import Vertex
 __all__ = ["VertexFunction", "VertexFunctions"]
 
 
-class _Module(nn.Module):
+class _Module(NotScriptable, nn.Module):
     """What a function and several of them have in common."""
 
     state_size: tuple[int, ...]
+    _instead = "a vertex function compiles itself"
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
@@ -57,7 +59,16 @@ class _Module(nn.Module):
         raise NotImplementedError
 
     def _run(self, graphs: Graphs, inputs: object, executor: str) -> Tensor | tuple[Tensor, ...]:
-        outputs = ready(self, graphs, inputs, executor).run()
+        try:
+            outputs = ready(self, graphs, inputs, executor).run()
+        except RuntimeError as error:
+            if "same dtype" not in str(error):
+                raise
+            # torch's, of a product of an input and a parameter: fake tensors do not mind.
+            given = {"input": inputs} if isinstance(inputs, Tensor) else inputs or {}
+            dtypes = ", ".join(f"input {key!r} is {x.dtype}" for key, x in given.items())
+            own = ", ".join(sorted({str(p.dtype) for p in self.parameters()}))
+            raise RuntimeError(f"{type(self).__name__}: {dtypes}, the parameters are {own}: {error}") from error
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
@@ -85,7 +96,7 @@ class VertexFunction(_Module):
 
     def __init__(self, state_size: int | Sequence[int]):
         super().__init__()
-        self.state_size = _state_size(state_size)
+        self.state_size = _state_size(type(self).__name__, state_size)
 
     def vertex(self, v: Vertex) -> None:
         """The cell, on N vertices together: who they are is not defined, so rows must not be mixed.
@@ -180,7 +191,7 @@ class VertexFunctions(_Module, nn.ModuleDict):
         return functions, {name: numbers[id(f)] for name, f in self.items()}
 
 
-def _state_size(size: object) -> tuple[int, ...]:
+def _state_size(name: str, size: object) -> tuple[int, ...]:
     def whole(s: object) -> int:
         if isinstance(s, bool):
             raise TypeError
@@ -191,9 +202,9 @@ def _state_size(size: object) -> tuple[int, ...]:
             raise TypeError
         found = tuple(map(whole, size)) if isinstance(size, Sequence) else (whole(size),)
     except TypeError:
-        raise TypeError(f"VertexFunction: state_size must be an int or a sequence of ints, got {size!r}") from None
+        raise TypeError(f"{name}: state_size must be an int or a sequence of ints, got {size!r}") from None
     if any(s < 0 for s in found):
-        raise ValueError(f"VertexFunction: state_size must not be negative, got {size!r}")
+        raise ValueError(f"{name}: state_size must not be negative, got {size!r}")
     return found
 
 

@@ -97,6 +97,7 @@ class Graphs:
         of its parent that no earlier row took. An array of 2 rows is read so, too, with a UserWarning: it may be meant
         for :meth:`from_edge_index`.
         """
+        _check_one_per_graph("from_edges", "edges", edges)
         return _new(_C.from_edges(edges, num_vertices, "Graphs.from_edges"))
 
     @staticmethod
@@ -106,6 +107,7 @@ class Graphs:
         Each edge takes the lowest slot of its parent that no earlier one took, so that features of the edges, (E, ...),
         are in the order of ``edges`` by ``features[torch.argsort(edge_index[g][1], stable=True)]``.
         """
+        _check_one_per_graph("from_edge_index", "edge_index", edge_index)
         return _new(_C.from_edge_index(edge_index, num_vertices, "Graphs.from_edge_index"))
 
     @staticmethod
@@ -385,6 +387,16 @@ class Graphs:
     def _like(self, other: Graphs) -> Graphs:
         """Where `other` is."""
         return self if other._device == _CPU else self._moved(other._device)
+
+
+def _check_one_per_graph(method: str, name: str, value: object) -> None:
+    """TypeError for the array of one graph, whose rows would be taken for graphs."""
+    shape = getattr(value, "shape", ())
+    if len(shape) == 2 and 0 not in shape:
+        raise TypeError(
+            f"Graphs.{method}: {name} must be a sequence with an entry per graph, got one of shape {tuple(shape)}; of "
+            f"a single graph call Graphs.{method}([{name}], [num_vertices])"
+        )
 
 
 def _new(

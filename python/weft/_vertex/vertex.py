@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -42,6 +43,9 @@ class VertexType:
     state: Spec
     inputs: Mapping[str, Spec]
     device: torch.device
+
+
+_METHODS = ("pull", "pull_edges", "gather", "gather_sum", "scatter", "push")
 
 
 class Vertex:
@@ -121,7 +125,8 @@ class Vertex:
         """States of the children in slot `k`, ``(N, *state_size)``, zeros where there is none."""
         self._enter("gather")
         if isinstance(k, bool) or not isinstance(k, int):
-            self._refuse(TypeError, f"gather: the slot must be an int, got {type(k).__name__}")
+            kind = "Tensor" if isinstance(k, Tensor) else type(k).__name__
+            self._refuse(TypeError, f"gather: the slot must be an int, got {kind}")
         if k < 0:
             self._refuse(ValueError, f"gather: the slot must not be negative, got {k}")
         return self._gather(k)
@@ -183,6 +188,9 @@ class Vertex:
         self._enter("push")
         self._check_rows("what vertex pushes", output)
         self.outputs.append(self._push(output))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{self.__dict__['_type'].name}: v has no {name!r}; it has {', '.join(_METHODS)}")
 
     def _once(
         self,

@@ -81,7 +81,7 @@ def accelerate(model: M, *, algorithm: str = "auto", subclasses: bool = False, v
     """
     if not isinstance(model, Module):
         raise TypeError(f"accelerate: model must be a torch.nn.Module, got {type(model).__name__}")
-    choice.check_algorithm(algorithm)
+    choice.check_algorithm("accelerate", algorithm)
     left = []
     for name, module in model.named_modules():
         obstacle = _obstacle(module, subclasses) or xlstm_cells.obstacle(module)

@@ -126,10 +126,10 @@ CUDA_MAX_HIDDEN_FP64: int = _C.rnn.scan_max_hidden_fp64
 _DEVICES = ("cpu", "cuda") if _C.with_cuda else ("cpu",)
 
 
-def check_algorithm(name: str) -> str:
-    """Return the name; ValueError for an unknown one."""
+def check_algorithm(owner: str, name: str) -> str:
+    """Return the name; ValueError for an unknown one, of what the user called."""
     if name not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {name!r}; known are {', '.join(map(repr, ALGORITHMS))}")
+        raise ValueError(f"{owner}: unknown algorithm {name!r}; known are {', '.join(map(repr, ALGORITHMS))}")
     return name
 
 

@@ -543,7 +543,10 @@ def _probe(vertex, type: VertexType, obstacle: str, inputs: Sequence[str] = ()) 
             # torch's, of shapes that do not go together: of which input they are says nobody else.
             if not inputs or error is v.refusal or error.__class__ is not RuntimeError:
                 raise
-            shapes = ", ".join(f"input {name!r} has rows of shape {type.inputs[name].shape}" for name in inputs)
+            shapes = ", ".join(
+                f"input {name!r} has rows of shape {type.inputs[name].shape}, {type.inputs[name].dtype}"
+                for name in inputs
+            )
             raise RuntimeError(f"{type.name}: {shapes}, and vertex computes with them: {error}") from error
     return v.result(obstacle)
 
