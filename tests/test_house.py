@@ -12,6 +12,7 @@ import torch
 import weft  # registers torch.ops.weft
 
 CSRC = Path(__file__).parents[1] / "csrc"
+PACKAGE = CSRC.parent / "python" / "weft"
 
 FILES = ("{op}.h", "{op}.cpp", "{op}_autograd.cpp", "cpu/{op}.cpp", "cuda/{op}.cpp")
 """Of every op, in its room or in one folder of it."""
@@ -108,12 +109,46 @@ def test_a_room_stands_on_lower_floors(path: Path):
         assert spaces <= allowed, f"namespaces weft::{spaces - allowed}"
 
 
+ALONE = {
+    r"\basm\b": {"common/cuda/ptx.jit.cuh", "common/cuda/words.jit.cuh"},
+    r"<<<|cudaLaunchKernel|cuLaunchKernel|LaunchAttributeClusterDimension": {"common/launch.cuh", "jit/kernel.cpp"},
+    r"__(half|bfloat16)2float|__float2(half|bfloat16)": {"common/element.cuh"},
+    r"enum class \w*DType": {"common/dtype.h"},
+    r"int64_t take_tile\(": {"common/cuda/tile_status.cuh"},
+}
+"""Files that alone have: PTX, launches, conversions of half types, the element types, turns of tiles."""
+
+
+@pytest.mark.parametrize("pattern", ALONE)
+def test_common_things_are_in_common(pattern: str):
+    found = {p.relative_to(CSRC).as_posix() for p in sources() if re.search(pattern, p.read_text(encoding="utf-8"))}
+    assert found == ALONE[pattern]
+
+
+DIALECT = re.compile(
+    r"\b(parcels?|lanes? of copies|witness(es)?|books|sync_some|arrivals_(init|expect|wait)\w*|listed_wide"
+    r"|side_by_side|windowed)\b",
+    re.IGNORECASE,
+)
+"""Words that have another in the field: transfer, copy stream, version check, statistics, mbarrier, acc_t, ..."""
+
+
+def test_the_readme_is_short():
+    assert len((CSRC.parent / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_one_word_stands_for_one_thing():
+    root = CSRC.parent
+    pages = [root / "README.md", *(root / "docs").rglob("*.rst"), *PACKAGE.rglob("*.py"), *CSRC.rglob("*.*")]
+    found = {str(p.relative_to(root)): DIALECT.findall(p.read_text(encoding="utf-8")) for p in pages if p.is_file()}
+    assert not {page: words for page, words in found.items() if words}
+
+
 def test_the_library_has_a_submodule_per_room():
     built = FLOORS.keys() if weft._C.with_cuda else FLOORS.keys() - {"jit"}
     assert {name for name in dir(weft._C) if not name.startswith("__")} == {*built, "_testing", "with_cuda"}
 
 
-PACKAGE = CSRC.parent / "python" / "weft"
 MODULES = {
     ".".join(("weft", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")

@@ -15,18 +15,14 @@ __device__ __forceinline__ float not_a_number() {
 struct Float16 {
   unsigned short bits;
   Float16() = default;
-  __device__ __forceinline__ Float16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
-  __device__ __forceinline__ operator float() const {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x;
-  }
+  __device__ __forceinline__ Float16(float x) : bits(float_to_half(x)) {}
+  __device__ __forceinline__ operator float() const { return half_to_float(bits); }
 };
 struct BFloat16 {
   unsigned short bits;
   BFloat16() = default;
-  __device__ __forceinline__ BFloat16(float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
-  __device__ __forceinline__ operator float() const { return __uint_as_float(unsigned(bits) << 16); }
+  __device__ __forceinline__ BFloat16(float x) : bits(float_to_bfloat16(x)) {}
+  __device__ __forceinline__ operator float() const { return bfloat16_to_float(bits); }
 };
 
 }  // namespace weft

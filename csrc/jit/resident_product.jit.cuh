@@ -10,7 +10,7 @@
 // Cost, of 8 rows: 6 mma of 2 clocks for each 16 x 16 weights, and as much again for the splits.
 #pragma once
 
-#include "common/cuda/group_signal.jit.cuh"
+#include "common/cuda/grid_barrier.jit.cuh"
 #include "common/cuda/ptx.jit.cuh"
 
 namespace weft {
@@ -48,7 +48,7 @@ struct alignas(4 * sizeof(E)) FourOf {
   E x[4];
 };
 
-// kPublished: rows of the left factor are waited for (common/cuda/group_signal.jit.cuh); kInner is a multiple of four.
+// kPublished: rows of the left factor are waited for (common/cuda/words.jit.cuh); kInner is a multiple of four.
 template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Columns, bool kPublished = false>
 struct ResidentProduct {
   static constexpr int kWarps = kThreads / 32, kColumns = Columns::count(), kTiles = (kColumns + 15) / 16;

@@ -5,22 +5,10 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/tensor.h"
 #include "sparse/types.h"
 
 namespace weft::sparse {
-
-inline DType dtype_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf:
-      return DType::f16;
-    case at::kBFloat16:
-      return DType::bf16;
-    case at::kFloat:
-      return DType::f32;
-    default:
-      return DType::f64;
-  }
-}
 
 inline bool is_wide(const at::Tensor& indices) {
   return indices.scalar_type() == at::kLong;

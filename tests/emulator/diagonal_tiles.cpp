@@ -67,7 +67,9 @@ extern "C" void run(const DiagonalGradients* problem, bool gradients, int steps,
   using S = TileShape<T>;
   weft::when.seed(seed);
   weft::copies.clear();
-  favoured = favour;
+  // 0: words come as they come; 1: totals are seen long before states; 2: states alone are ever seen first.
+  weft::turns_of_a_look = favour == 1 ? 20 : 1;
+  weft::lost = [=](const void*, uint64_t word, size_t bytes) { return favour == 2 && bytes == 4 && word == kTotal; };
   tiles = {};
   tiles.problem = *problem;
   const LinearScan& scan = problem->scan;

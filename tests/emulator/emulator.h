@@ -235,6 +235,13 @@ inline float __uint_as_float(unsigned x) {
   std::memcpy(&y, &x, 4);
   return y;
 }
+inline void __nanosleep(unsigned) {
+  emulator::yield();
+}
+inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
+  emulator::yield();
+  return (*to += x) - x;
+}
 inline void __syncthreads() {
   emulator::meet(emulator::current->block->meeting);
 }

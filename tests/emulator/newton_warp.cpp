@@ -86,7 +86,7 @@ extern "C" int64_t run(const ScanShape* given, const WarpForward<scalar>* pointe
   shape = *given, args = *pointers;
   warps = {cut_time(shape.T, count), nullptr, statistics};
   const TimeChunks& chunks = warps.chunks;
-  latest = late;
+  weft::latest = late;
   weft::when.seed(seed);
   weft::copies.clear();
   with_cell(shape.cell, [&]<Cell cell>() {

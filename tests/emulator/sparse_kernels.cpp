@@ -1,5 +1,6 @@
 // The kernels of csrc/sparse/cuda, one file of them a library: SOURCE 0 csr_matmul, 1 csr_mm, 2 csr_chain, 3
 // conv_values, 4 max_pool_values.
+#include "common/launch.cuh"
 #include "emulator.h"
 
 // Anything of up to 32 bytes between the lanes of a warp.
@@ -51,7 +52,7 @@ using namespace weft::sparse;
 // pointers: as in CsrMatmul.
 extern "C" void run(int which, int f64, int wide, int shared, const int64_t* sizes, void* const* pointers) {
   CsrMatmul m{};
-  m.dtype = f64 ? DType::f64 : DType::f32, m.wide = wide, m.shared = shared;
+  m.dtype = f64 ? weft::DType::f64 : weft::DType::f32, m.wide = wide, m.shared = shared;
   int64_t* const into[] = {&m.batch,        &m.rows,      &m.inner,           &m.a_nnz,           &m.b_nnz,
                            &m.c_nnz,        &m.axpy_rows, &m.accumulate_rows, &m.gather_elements, &m.gather_products,
                            &m.x_batch,      &m.y_batch,   &m.g_batch,         &m.gather_rows,     &m.piece_count,
@@ -69,7 +70,7 @@ extern "C" void run(int which, int f64, int wide, int shared, const int64_t* siz
 #elif SOURCE == 1
 // which: 0 J x, 1 the sampled product. sizes: batch, rows, columns, k, nnz, batch strides of both operands.
 extern "C" void run(int which, int f64, int wide, int shared, const int64_t* s, void* const* p) {
-  const DType dtype = f64 ? DType::f64 : DType::f32;
+  const weft::DType dtype = f64 ? weft::DType::f64 : weft::DType::f32;
   if (which == 0) {
     csr_mm_cuda({dtype, wide != 0, s[0], s[1], s[2], s[3], s[4], p[0], p[1], p[2], p[3], s[5], p[4], s[6], p[5]},
                 nullptr);
@@ -95,7 +96,7 @@ extern "C" void run(int which, int f64, int wide, int clusters, const int64_t* s
     std::memset(held.back().get(), zero ? 0 : 0xff, bytes);  // NaN
     return held.back().get();
   };
-  csr_chain_cuda(links.data(), which, f64 ? DType::f64 : DType::f32, wide, s[0], scratch, nullptr);
+  csr_chain_cuda(links.data(), which, f64 ? weft::DType::f64 : weft::DType::f32, wide, s[0], scratch, nullptr);
 }
 #elif SOURCE == 3
 namespace weft::sparse {
@@ -108,7 +109,7 @@ unsigned char memory[kStaged];
 // out_channels, output_positions, joins. pointers: the seven tables, in, out, out_crow.
 extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* const* p) {
   Conv c{};
-  c.dtype = f64 ? DType::f64 : DType::f32, c.wide = wide;
+  c.dtype = f64 ? weft::DType::f64 : weft::DType::f32, c.wide = wide;
   const int32_t** const tables[] = {&c.crow, &c.row, &c.col, &c.tap_crow, &c.taps, &c.tap_crow_t, &c.taps_t};
   for (int i = 0; i < 7; ++i) *tables[i] = static_cast<const int32_t*>(p[i]);
   c.positions = s[0], c.elements = s[1], c.kernel = s[2];
@@ -122,7 +123,7 @@ extern "C" void run(int which, int f64, int wide, int, const int64_t* s, void* c
 // in, out.
 extern "C" void run(int, int f64, int, int, const int64_t* s, void* const* p) {
   MaxPool m{};
-  m.dtype = f64 ? DType::f64 : DType::f32;
+  m.dtype = f64 ? weft::DType::f64 : weft::DType::f32;
   m.planes = s[0], m.elements = s[1], m.height = int(s[2]), m.width = int(s[3]);
   m.output_height = int(s[4]), m.output_width = int(s[5]);
   int* const settings[] = {m.kernel, m.stride, m.padding, m.dilation};

@@ -96,9 +96,7 @@ void run_one(int H, unsigned seed) {
   };
   problem = {};
   problem.T = kSteps, problem.B = 2, problem.H = H;
-  problem.dtype = sizeof(T) == 2   ? weft::scan::DType::f16
-                  : sizeof(T) == 4 ? weft::scan::DType::f32
-                                   : weft::scan::DType::f64;
+  problem.dtype = sizeof(T) == 2 ? weft::DType::f16 : sizeof(T) == 4 ? weft::DType::f32 : weft::DType::f64;
   const int64_t line = any_of(0, 2) ? H : stride(kLine, -3 * H, 3 * H);
   const bool rows = any_of(0, 1);
   problem.A_row = rows ? line : 1, problem.A_col = rows ? 1 : line;

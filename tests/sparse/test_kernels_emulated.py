@@ -27,8 +27,19 @@ from tests import emulated
 from tests.sparse.test_batched_csr import random_csr
 
 pytestmark = emulated.MARKS
-MATMUL, MM, CHAIN, CONV, POOL, CLUSTER, LINKS = range(7)  # the last two are headers of csr_chain
+MATMUL, MM, CHAIN, CONV, POOL = range(5)
 SOURCES = ["csr_matmul", "csr_mm", "csr_chain", "conv_values", "max_pool_values"]
+GATHER, ROWS, EXPAND, LAUNCHES, CHAINED, CLUSTER, LINKS, CONVOLVED = (
+    ("csr_matmul_gather.cuh", MATMUL),
+    ("csr_matmul_rows.cuh", MATMUL),
+    ("csr_matmul_expand.cuh", MATMUL),
+    ("csr_matmul_kernels.cu", MATMUL),
+    ("csr_chain_kernels.cu", CHAIN),
+    ("csr_chain_cluster.cuh", CHAIN),
+    ("link_values.cuh", CHAIN),
+    ("conv_values_kernels.cu", CONV),
+)
+"""Files, and what is built of them."""
 Call = Callable[[ctypes.CDLL], bool]
 
 
@@ -332,49 +343,50 @@ def test_kernels_on_a_processor(file: int, tmp_path: Path) -> None:
 
 
 FLAWS = {
-    "forgets the last columns of a row": (MATMUL, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
-    "adds rows of a window at once": (MATMUL, "          __syncwarp();\n          f = g", "          f = g"),
-    "takes a window too far": (MATMUL, "high = low + kWidth;", "high = low + kWidth + 1;"),
-    "reads a number of another sample": (MATMUL, "tile[i % kWide]", "tile[(i + 1) % kWide]"),
-    "writes over y while it is read": (MATMUL, "0 && at + 4 <= limit", "0 && at + 4 <= m.batch * m.c_nnz"),
-    "forgets the numbers in the place of y": (MATMUL, "done = limit % m.c_nnz", "done = m.c_nnz"),
-    "takes the list of the row before": (MATMUL, "[m.gather_rows + r]", "[m.gather_rows + (r > 0 ? r - 1 : 0)]"),
-    "takes rows that share lists for all": (MATMUL, "m.gather ? int64_t(ints<I>(m.gather)[r]) : r", "r"),
-    "writes over y in rows that share lists": (MATMUL, "own + 4 <= row.n && at + 4 <= limit", "own + 4 <= row.n"),
-    "forgets the last numbers in order": (MATMUL, "p < 4 && own + p < m.c_nnz", "p < 3 && own + p < m.c_nnz"),
-    "puts products at the places of the ones before": (MATMUL, "places[q + kLanes] : 0", "places[q] : 0"),
+    "forgets the last columns of a row": (ROWS, "if (32 * c < left) out", "if (32 * c + 32 < left) out"),
+    "adds rows of a window at once": (ROWS, "          __syncwarp();\n          f = g", "          f = g"),
+    "takes a window too far": (ROWS, "high = low + kWidth;", "high = low + kWidth + 1;"),
+    "reads a number of another sample": (GATHER, "tile[i % kWide]", "tile[(i + 1) % kWide]"),
+    "writes over y while it is read": (GATHER, "0 && at + 4 <= limit", "0 && at + 4 <= m.batch * m.c_nnz"),
+    "forgets the numbers in the place of y": (LAUNCHES, "done = limit % m.c_nnz", "done = m.c_nnz"),
+    "takes the list of the row before": (GATHER, "[m.gather_rows + r]", "[m.gather_rows + (r > 0 ? r - 1 : 0)]"),
+    "takes rows that share lists for all": (GATHER, "m.gather ? int64_t(ints<I>(m.gather)[r]) : r", "r"),
+    "writes over y in rows that share lists": (GATHER, "own + 4 <= row.n && at + 4 <= limit", "own + 4 <= row.n"),
+    "forgets the last numbers in order": (GATHER, "p < 4 && own + p < m.c_nnz", "p < 3 && own + p < m.c_nnz"),
+    "puts products at the places of the ones before": (EXPAND, "places[q + kLanes] : 0", "places[q] : 0"),
     "sums before all products are there": (
-        MATMUL,
+        EXPAND,
         "read_begins(threadIdx.x);\n    __syncthreads();",
         "read_begins(threadIdx.x);",
     ),
-    "forgets an element's last product": (MATMUL, "q < to[p]; ++q", "q + 1 < to[p]; ++q"),
-    "takes another segment's number": (MATMUL, "x[t * m.x_batch + l]", "x[t * m.x_batch]"),
-    "takes gathered elements for all": (MATMUL, "m.gather ? int64_t(ints<I>(m.gather)[e]) : e", "e"),
+    "forgets an element's last product": (EXPAND, "q < to[p]; ++q", "q + 1 < to[p]; ++q"),
+    "takes another segment's number": (EXPAND, "x[t * m.x_batch + l]", "x[t * m.x_batch]"),
+    "takes gathered elements for all": (GATHER, "m.gather ? int64_t(ints<I>(m.gather)[e]) : e", "e"),
     "leaves a barrier out": (
-        CHAIN,
-        "next);\n      barrier.wait();",
-        "next);\n      if (next % 3) barrier.wait();",
+        CHAINED,
+        "next);\n      group_wait(chain.counter, arrived += gridDim.x);",
+        "next);\n      arrived += gridDim.x;\n      if (next % 3) group_wait(chain.counter, arrived);",
     ),
-    "reads the next rows of the last product": (CHAIN, "read_ahead(ahead, chain, next)", "read_ahead(ahead, chain, k)"),
-    "multiplies the diagonal before": (CHAIN, "diagonal_value<T>(diagonal, first + s, row)", "ahead.scale[s]"),
-    "writes the vector that is read": (CHAIN, "    to = x, x = written", "    x = written"),
+    "reads the next rows of the last product": (
+        CHAINED,
+        "read_ahead(ahead, chain, next)",
+        "read_ahead(ahead, chain, k)",
+    ),
+    "multiplies the diagonal before": (CHAINED, "diagonal_value<T>(diagonal, first + s, row)", "ahead.scale[s]"),
+    "writes the vector that is read": (CHAINED, "    to = x, x = written", "    x = written"),
     "sends into the vector that is read": (CLUSTER, "((p + 1) & 1) * chain.room + row", "(p & 1) * chain.room + row"),
     "takes a ReLU's output for its derivative": (LINKS, "reads == 0 ? number", "reads < 1 ? number"),
     "reads a weight in order": (CLUSTER, "[first + part.from[u]]", "[first + part.col[u] % 9]"),
     "takes an output for another": (CLUSTER, "link.values, first + part.col[u]", "link.values, first"),
     "reads the rows of the product before": (CLUSTER, "ends = run.first_ends(later)", "ends = run.first_ends(after)"),
     "scales by the diagonal before": (CLUSTER, "chain.links[k + 1], row)", "chain.links[k + 1], 0)"),
-    "takes the taps of another row": (CONV, "window_of(c, p + gridDim.x * kWarps)", "window_of(c, p)"),
-    "does not wait for the weights": (CONV, "      }\n      __syncthreads();", "      }"),
+    "takes the taps of another row": (CONVOLVED, "window_of(c, p + gridDim.x * kWarps)", "window_of(c, p)"),
+    "does not wait for the weights": (CONVOLVED, "      }\n      __syncthreads();", "      }"),
 }
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_the_emulator_notices(flaw: str, tmp_path: Path) -> None:
-    file, right, wrong = FLAWS[flaw]
-    headers = {CLUSTER: "csr_chain_cluster.cuh", LINKS: "link_values.cuh"}
-    source = headers[file] if file in headers else f"{SOURCES[file]}_kernels.cu"
-    file = CHAIN if file in headers else file
+    (source, file), right, wrong = FLAWS[flaw]
     folder = emulated.with_flaw(f"sparse/cuda/{source}", right, wrong, tmp_path)
     assert not passes(emulated.build("sparse_kernels", folder, SOURCE=file), file)

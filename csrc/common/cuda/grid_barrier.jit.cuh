@@ -1,29 +1,38 @@
-// A barrier of all blocks of a cooperative launch; 0.95 us on an H200.
+// Where blocks meet that are all resident: at a counter in global memory, 0 at the launch. The barriers of the block
+// carry what its other threads wrote to the release, and what the acquire saw to them; a fence of its own before or
+// after would wait once more. Signal and wait directly after each other, by a block on each of 132 multiprocessors,
+// take 0.94 us on an H200.
 #pragma once
+
+#include "common/cuda/words.jit.cuh"
 
 namespace weft {
 
-// All blocks of a cooperative launch are here, and see what all have written. `expected` is what the counter, 0 at the
-// launch, has then; before a thread's first barrier it is 0. The barriers of the block carry what its other threads
-// wrote to the release and what the acquire saw to them; a fence of its own before or after would wait once more.
-__device__ __forceinline__ void meet(unsigned* arrived, unsigned& expected) {
-  expected += gridDim.x;
+// For all threads of the block: what they have done so far is seen by who waits for the signals of all blocks.
+__device__ __forceinline__ void group_signal(unsigned* arrived) {
   __syncthreads();
+  if (threadIdx.x == 0) release_one(arrived);
+}
+
+// Until `expected` signals are there.
+__device__ __forceinline__ void group_wait(const unsigned* arrived, unsigned expected) {
   if (threadIdx.x == 0) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
-    unsigned seen;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-    } while (int(seen - expected) < 0);
+    while (int(acquire(arrived) - expected) < 0) {
+    }
   }
   __syncthreads();
 }
 
+// All blocks of a cooperative launch are here, and see what all have written. `expected` is what the counter has then;
+// before a thread's first barrier it is 0.
+__device__ __forceinline__ void meet(unsigned* arrived, unsigned& expected) {
+  group_signal(arrived);
+  group_wait(arrived, expected += gridDim.x);
+}
+
 // What a flag is that threads set before a barrier.
 __device__ __forceinline__ unsigned seen(const unsigned* flag) {
-  unsigned value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-  return value;
+  return load_word(flag);
 }
 
 }  // namespace weft

@@ -162,7 +162,7 @@ __device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, i
     for (int i = 0; i < kLoads; ++i) {
       const int64_t pair = nearest - i * kWarp - lane;
       even[i] = odd[i] = kSumCount;  // of the tiles before the first: none
-      if (pair >= 0) load_statuses(statuses + 2 * pair, even[i], odd[i]);
+      if (pair >= 0) load_words(statuses + 2 * pair, even[i], odd[i]);
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -175,8 +175,8 @@ __device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, i
         const unsigned silent = __ballot_sync(kAll, !knows && (odd[i] == 0 || even[i] == 0));
         const int first = sums != 0 ? __ffs(int(sums)) - 1 : kWarp;  // the nearest that knows
         if (silent != 0 && __ffs(int(silent)) - 1 < first) {
-          pause();  // constant polling delays the word that it polls
-          if (pair >= 0 && (odd[i] == 0 || even[i] == 0)) load_statuses(statuses + 2 * pair, even[i], odd[i]);
+          rest<100>();
+          if (pair >= 0 && (odd[i] == 0 || even[i] == 0)) load_words(statuses + 2 * pair, even[i], odd[i]);
           continue;
         }
         before += __reduce_add_sync(kAll, lane < first ? unsigned(odd[i]) + unsigned(even[i]) : 0u);
@@ -185,7 +185,7 @@ __device__ __forceinline__ int64_t look_back(uint64_t* statuses, int64_t tile, i
         const uint64_t low = __shfl_sync(kAll, uint32_t(known), first),
                        high = __shfl_sync(kAll, uint32_t(known >> 32), first);
         before += int64_t(high << 32 | low);
-        if (lane == 0) store_status(statuses + tile, uint64_t(before + count) | kSumCount);
+        if (lane == 0) store_word(statuses + tile, uint64_t(before + count) | kSumCount);
         return before;
       }
     }
@@ -337,7 +337,7 @@ __device__ void compress_tiles(const ZvcCompress& args, uint64_t* workspace, Com
       int64_t taken = 0;
       if (lane == 0) taken = take_tile(workspace);
       if (lane == 0 && tile < tiles)
-        store_status(statuses + tile, uint64_t(sums.all) | (tile == 0 ? kSumCount : kOwnCount));
+        store_word(statuses + tile, uint64_t(sums.all) | (tile == 0 ? kSumCount : kOwnCount));
       if (last < tiles) {
         const int64_t start = look_back(statuses, last, last_count, lane);
         if (lane == 0) shared.starts[stage ^ 1] = start;

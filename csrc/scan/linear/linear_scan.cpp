@@ -101,23 +101,6 @@ at::ScalarType state_type(const at::Tensor& t) {
   return type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
 }
 
-DType dtype_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf:
-      return DType::f16;
-    case at::kBFloat16:
-      return DType::bf16;
-    case at::kFloat:
-      return DType::f32;
-    case at::kDouble:
-      return DType::f64;
-    case at::kComplexFloat:
-      return DType::c64;
-    default:
-      return DType::c128;
-  }
-}
-
 Described describe(Problem p, const at::Tensor& out) {
   const int64_t T = p.b.size(0), B = p.b.size(1), H = p.b.size(2);
   // A 1 x 1 matrix is a diagonal, and the diagonal kernel reads it once.

@@ -40,13 +40,13 @@
 #include <tuple>
 
 #include "common/op_handle.h"
+#include "common/tensor.h"
 #include "scan/linear/linear_scan_args.h"
 
 namespace weft::scan {
 
-// What a state of such elements is carried in, and the elements' name in the kernels.
+// What a state of such elements is carried in.
 at::ScalarType state_type(const at::Tensor& t);
-DType dtype_of(const at::Tensor& t);
 
 // One checked problem of which no size is 0. A is (T, B, H, H) or (T, 1, H, H) or, with `diagonal`, (T, B, H).
 struct Problem {

@@ -10,17 +10,11 @@
 // have unit stride in h. Nothing is known about alignment beyond one element: a kernel that loads wider looks at
 // pointers and strides first. out overlaps no input.
 #pragma once
-#include <cstddef>
 #include <cstdint>
 
+#include "common/dtype.h"
+
 namespace weft::scan {
-
-enum class DType : int32_t { f16, bf16, f32, f64, c64, c128 };  // c: pairs of f32, of f64
-
-inline size_t element_size(DType dtype) {
-  constexpr size_t kSizes[] = {2, 2, 4, 8, 8, 16};
-  return kSizes[int(dtype)];
-}
 
 struct LinearScan {
   const void* A;

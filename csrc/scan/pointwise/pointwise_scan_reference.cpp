@@ -1,23 +1,8 @@
 // pointwise_scan as a loop of torch's operations, for gradients of gradients.
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/abs.h>
-#include <ATen/ops/cos.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/erf.h>
-#include <ATen/ops/exp.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/log.h>
-#include <ATen/ops/log1p.h>
-#include <ATen/ops/maximum.h>
-#include <ATen/ops/minimum.h>
-#include <ATen/ops/neg.h>
-#include <ATen/ops/relu.h>
-#include <ATen/ops/sigmoid.h>
-#include <ATen/ops/sign.h>
-#include <ATen/ops/sin.h>
-#include <ATen/ops/sqrt.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/tanh.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -31,61 +16,32 @@ namespace {
 
 using at::Tensor;
 
+// torch's method of the instruction's name, but for roundings, which it has none for, and a choice.
 Tensor applied(Elementwise op, const Tensor& a, const Tensor& b, const Tensor& c) {
   const auto type = a.scalar_type();
-  switch (op) {
-    case Elementwise::kNeg:
-      return at::neg(a);
-    case Elementwise::kSigmoid:
-      return at::sigmoid(a);
-    case Elementwise::kTanh:
-      return at::tanh(a);
-    case Elementwise::kRelu:
-      return at::relu(a);
-    case Elementwise::kExp:
-      return at::exp(a);
-    case Elementwise::kLog:
-      return at::log(a);
-    case Elementwise::kSqrt:
-      return at::sqrt(a);
-    case Elementwise::kAbs:
-      return at::abs(a);
-    case Elementwise::kLog1p:
-      return at::log1p(a);
-    case Elementwise::kSign:
-      return at::sign(a);
-    case Elementwise::kErf:
-      return at::erf(a);
-    case Elementwise::kSin:
-      return at::sin(a);
-    case Elementwise::kCos:
-      return at::cos(a);
-    case Elementwise::kFloat16:
-      return a.to(at::kHalf).to(type);
-    case Elementwise::kBFloat16:
-      return a.to(at::kBFloat16).to(type);
-    case Elementwise::kAdd:
-      return a + b;
-    case Elementwise::kSub:
-      return a - b;
-    case Elementwise::kMul:
-      return a * b;
-    case Elementwise::kDiv:
-      return a / b;
-    case Elementwise::kMax:
-      return at::maximum(a, b);
-    case Elementwise::kMin:
-      return at::minimum(a, b);
-    case Elementwise::kGreater:
-      return (a > b).to(type);
-    case Elementwise::kGreaterEqual:
-      return (a >= b).to(type);
-    case Elementwise::kEqual:
-      return (a == b).to(type);
-    case Elementwise::kSelect:
-      return at::where(a != 0, b, c);
-  }
-  TORCH_CHECK(false, "pointwise_scan: unknown instruction");
+  if (op == Elementwise::kFloat16) return a.to(at::kHalf).to(type);
+  if (op == Elementwise::kBFloat16) return a.to(at::kBFloat16).to(type);
+  if (op == Elementwise::kSelect) return at::where(a != 0, b, c);
+  const auto by_method = [&](const auto& t) -> Tensor {
+    switch (op) {
+#define WEFT_UNARY(name, Name, ...)         \
+  case Elementwise::k##Name:                \
+    if constexpr (requires { t.name(); }) { \
+      return t.name();                      \
+    }                                       \
+    break;
+#define WEFT_SCALAR WEFT_UNARY
+#define WEFT_BINARY(name, Name, ...) \
+  case Elementwise::k##Name:         \
+    return t.name(b).to(type);  // a comparison is of booleans
+#define WEFT_TERNARY(name, Name, ...) \
+  case Elementwise::k##Name:          \
+    break;
+#include "common/elementwise.def"
+    }
+    TORCH_CHECK(false, "pointwise_scan: torch has no ", info(op).name);
+  };
+  return by_method(a);
 }
 
 // The states after a step, from the first registers: states, inputs and parameters.

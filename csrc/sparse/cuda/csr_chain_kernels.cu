@@ -12,13 +12,13 @@
 #include <limits>
 #include <memory>
 
+#include "common/cuda/grid_barrier.jit.cuh"
 #include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "sparse/cuda/csr_chain_cluster.cuh"
 #include "sparse/cuda/csr_chain_kernels.h"
 #include "sparse/cuda/dispatch.cuh"
-#include "sparse/cuda/grid_barrier.cuh"
 #include "sparse/cuda/link_values.cuh"
 
 namespace weft::sparse {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void begin(const Chain& chain, int first, Beside<T, k
 template <typename I, typename T, int kSamples>
 __global__ void __launch_bounds__(kThreads, kSamples == 1 || sizeof(T) == 8 ? 1 : 2)
     csr_chain_kernel(const __grid_constant__ Chain chain) {
-  GridBarrier barrier{chain.counter};
+  unsigned arrived = 0;  // of all blocks, at the barriers so far
   Ahead<I, T, kSamples> ahead;
   const auto product_from = [&](int k) {
     while (k < chain.count && !chain.links[k].crow) ++k;
@@ -227,8 +227,7 @@ __global__ void __launch_bounds__(kThreads, kSamples == 1 || sizeof(T) == 8 ? 1 
     from = static_cast<const Beside<T, kSamples>*>(chain.links[0].x);  // as it is
   } else {
     begin<T, kSamples>(chain, k, x);
-    barrier.arrive();
-    barrier.wait();
+    meet(chain.counter, arrived);
   }
   while (k < chain.count) {
     switch (chain.lanes[k]) {
@@ -243,9 +242,9 @@ __global__ void __launch_bounds__(kThreads, kSamples == 1 || sizeof(T) == 8 ? 1 
     }
     const int next = product_from(k + 1);
     if (next < chain.count) {
-      barrier.arrive();
+      group_signal(chain.counter);
       read_ahead(ahead, chain, next);
-      barrier.wait();
+      group_wait(chain.counter, arrived += gridDim.x);
     }
     auto* const written = to;
     to = x, x = written, from = written, k = next;

@@ -9,20 +9,15 @@
 
 namespace weft::vertex {
 
-at::ScalarType scalar_type(Dtype dtype) {
-  constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
-  return kTypes[static_cast<int>(dtype)];
-}
-
-at::Tensor AtenExecutor::view(void* data, at::IntArrayRef sizes, at::IntArrayRef strides, Dtype dtype) const {
+at::Tensor AtenExecutor::view(void* data, at::IntArrayRef sizes, at::IntArrayRef strides, DType dtype) const {
   const auto options = at::TensorOptions().dtype(scalar_type(dtype)).device(device_);
   return at::for_blob(data, sizes).strides(strides).options(options).target_device(device_).make_tensor();
 }
 
 at::Tensor AtenExecutor::rows(int32_t buffer, int64_t first, int64_t count, int64_t column, int64_t width) const {
   const Place& place = memory_->buffers[buffer];
-  const Dtype dtype = memory_->program.buffers[buffer].dtype;
-  const int64_t before = (first * place.stride + column) * static_cast<int64_t>(c10::elementSize(scalar_type(dtype)));
+  const DType dtype = memory_->program.buffers[buffer].dtype;
+  const int64_t before = (first * place.stride + column) * static_cast<int64_t>(element_size(dtype));
   void* data = place.data == nullptr ? nullptr : static_cast<char*>(place.data) + before;
   return view(data, std::array{count, width}, std::array{place.stride, int64_t{1}}, dtype);
 }
@@ -58,7 +53,7 @@ void AtenExecutor::totals(std::span<const Entry> entries) {
     const Matrix& m = memory_->vector_gradients[step.vector];
     const bool fresh = step.whole && !e.more;
     if (!e.more && !fresh) view(m).zero_();
-    const auto bytes = static_cast<int64_t>(c10::elementSize(scalar_type(m.dtype)));
+    const auto bytes = static_cast<int64_t>(element_size(m.dtype));
     at::Tensor found = view(static_cast<char*>(m.data) + step.first * bytes, std::array{int64_t{step.width}},
                             std::array{int64_t{1}}, m.dtype);
     const at::Tensor source = rows(step.source, e.first, e.count, step.column, step.width);

@@ -21,7 +21,7 @@ class AtenExecutor : public Executor {
   at::Device device() const { return device_; }
 
  private:
-  at::Tensor view(void* data, at::IntArrayRef sizes, at::IntArrayRef strides, Dtype dtype) const;
+  at::Tensor view(void* data, at::IntArrayRef sizes, at::IntArrayRef strides, DType dtype) const;
   // Columns of those rows of a buffer.
   at::Tensor rows(int32_t buffer, int64_t first, int64_t count, int64_t column, int64_t width) const;
   at::Tensor rows(int32_t buffer, int64_t first, int64_t count) const;
@@ -30,7 +30,5 @@ class AtenExecutor : public Executor {
   at::Device device_;
   const Memory* memory_ = nullptr;
 };
-
-at::ScalarType scalar_type(Dtype dtype);
 
 }  // namespace weft::vertex

@@ -31,7 +31,7 @@ struct Matrix {
   void* data = nullptr;
   int64_t rows = 0, columns = 0;
   int64_t row_stride = 0, column_stride = 0;  // in elements
-  Dtype dtype = Dtype::kFloat32;
+  DType dtype = DType::f32;
 };
 
 // What the steps of a pass read and write.

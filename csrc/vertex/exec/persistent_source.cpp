@@ -32,7 +32,7 @@ struct Sizes {
     const Buffer& source = program.buffers[s.source];
     const int64_t tiles = (share.columns + 15) / 16, chunks = (source.width + 15) / 16;
     const int64_t groups = tiles < 4 ? 4 / tiles : 1;
-    weights = chunks * tiles * 256 * (source.dtype < Dtype::kFloat32 ? 2 : 4);
+    weights = chunks * tiles * 256 * (is_half(source.dtype) ? 2 : 4);
     partials = std::min<int64_t>(chunks, kWarps) * groups * 8 * (tiles * 16 + 4) * 4;
   }
 };
@@ -137,7 +137,7 @@ class SourceWriter {
     const std::string type = kTypes[static_cast<int>(source.dtype)], n = std::to_string(i), from = buffer(s.source),
                       to = buffer(s.target), matrix = "matrices.of[" + std::to_string(s.matrix) + "]",
                       at = std::to_string(weights);
-    const char* how = source.dtype < Dtype::kFloat32 ? "kHalf" : tf32_ ? "kTf32" : "kFloat";
+    const char* how = is_half(source.dtype) ? "kHalf" : tf32_ ? "kTf32" : "kFloat";
     types += "using Product" + n + " = ResidentProduct<" + type + ", Multiply::" + how + ", kPersistentThreads, " +
              std::to_string(source.width) + ", " + columns_of(share, partition_.blocks) +
              (partition_.published[s.source] ? ", true>; " : ">; ");
@@ -319,7 +319,7 @@ std::string training_obstacle(const Program& program, int32_t most_blocks, int64
   if (std::string why = parameters_obstacle(program, others); !why.empty()) return why;
   std::set<int32_t> outputs, output_grads;  // several functions may push the same, each by a gradient of its own
   for (const Buffer& b : program.buffers) {
-    if (b.dtype != Dtype::kFloat32) return "it is not float32 alone";
+    if (b.dtype != DType::f32) return "it is not float32 alone";
     if (b.space == Space::kOutput) outputs.insert(b.index);
     if (b.space == Space::kOutputGrad) output_grads.insert(b.index);
   }

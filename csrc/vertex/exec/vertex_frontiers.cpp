@@ -93,7 +93,7 @@ struct Run {
     matrices[s.matrix] = std::move(m);
   }
 
-  static Matrix place(const at::Tensor& m, Dtype dtype) {
+  static Matrix place(const at::Tensor& m, DType dtype) {
     void* data = m.numel() > 0 ? const_cast<void*>(m.const_data_ptr()) : nullptr;
     return {data, m.size(0), m.size(1), m.stride(0), m.stride(1), dtype};
   }
@@ -142,7 +142,7 @@ struct Run {
     return t.stride(1) == 1 || b.width == 1 || t.numel() == 0 ? t : t.contiguous();
   }
 
-  at::TensorOptions options(Dtype dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
+  at::TensorOptions options(DType dtype) const { return at::TensorOptions().dtype(scalar_type(dtype)).device(device); }
 
   // What is in a buffer that the executor makes before anything is written to it. Slots without a child are read as
   // zeros, and so may be rows that only other functions write.
@@ -311,7 +311,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
       if (found.defined()) continue;
       TORCH_CHECK_VALUE(s.vector < static_cast<int64_t>(operands.vectors.size()), kOp,
                         "_backward: the program has vector ", s.vector, ", got ", operands.vectors.size());
-      const Dtype registers = p.doubles ? Dtype::kFloat64 : Dtype::kFloat32;
+      const DType registers = p.doubles ? DType::f64 : DType::f32;
       const std::array<int64_t, 2> shape = {1, operands.vectors[s.vector].numel()};
       found = at::empty(shape, r.options(registers));
       r.vector_gradients[s.vector] = Run::place(found, registers);
@@ -363,7 +363,7 @@ void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
       r.put(i, r.given(operands.vectors, b, "vector"));
       continue;
     }
-    TORCH_CHECK_TYPE(b.dtype == Dtype::kFloat32, kOp, "_training: it is not float32 alone");
+    TORCH_CHECK_TYPE(b.dtype == DType::f32, kOp, "_training: it is not float32 alone");
     Run::Filled filled = r.filled(i);
     if (b.space == Space::kOutputGrad) filled = zeroes_grads ? Run::kZero : Run::kAnything;
     if (b.space == Space::kInputGrad || b.space == Space::kLayerGrad) {
@@ -381,7 +381,7 @@ void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
   }
   const std::array<int64_t, 3> begin = {0, floats[Run::kZero], floats[Run::kZero] + floats[Run::kMissing]};
   const int64_t own = begin[Run::kAnything] + floats[Run::kAnything];
-  const at::Tensor all = at::empty({own + others}, r.options(Dtype::kFloat32));
+  const at::Tensor all = at::empty({own + others}, r.options(DType::f32));
   const auto part = [&](Run::Filled filled) { return all.narrow(0, begin[filled], floats[filled]); };
   if (floats[Run::kZero] > 0) part(Run::kZero).zero_();
   if (floats[Run::kMissing] > 0) part(Run::kMissing).view(at::kInt).fill_(-1);

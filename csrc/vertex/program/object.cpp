@@ -16,7 +16,7 @@ namespace {
 constexpr std::array<std::string_view, 10> kSpaces = {"rows",   "inner",       "edges",      "input",      "layer",
                                                       "output", "output_grad", "input_grad", "layer_grad", "vector"};
 constexpr std::array<std::string_view, 3> kTimes = {"before", "frontiers", "after"};
-constexpr std::array<std::string_view, 4> kDtypes = {"float16", "bfloat16", "float32", "float64"};
+constexpr std::array<std::string_view, 4> kDTypes = {"float16", "bfloat16", "float32", "float64"};
 constexpr std::array<std::string_view, 4> kAccesses = {"row", "parent", "gather", "child"};
 
 template <typename Enum, size_t N>
@@ -41,7 +41,7 @@ Buffer buffer_of(const BufferFields& fields) {
   const auto& [space, width, dtype, index, backward, saved, scattered, zeros] = fields;
   return {enum_named<Space>(kSpaces, space),
           as_int32(width),
-          enum_named<Dtype>(kDtypes, dtype),
+          enum_named<DType>(kDTypes, dtype),
           scattered,
           as_int32(index),
           backward,
@@ -147,7 +147,7 @@ std::vector<std::tuple<std::string, int64_t, std::string>> results_of(const Prog
   std::vector<std::tuple<std::string, int64_t, std::string>> found;
   for (const int32_t i : self->program.results()) {
     const Buffer& b = self->program.buffers[i];
-    found.emplace_back(kSpaces[static_cast<size_t>(b.space)], b.width, kDtypes[static_cast<size_t>(b.dtype)]);
+    found.emplace_back(kSpaces[static_cast<size_t>(b.space)], b.width, kDTypes[static_cast<size_t>(b.dtype)]);
   }
   return found;
 }

@@ -56,7 +56,7 @@ class Partitioner {
     each([&](size_t i, const Step& s) {
       find_reads(i);
       if (s.kind != Step::Kind::kProduct) return;
-      const bool half = program_.buffers[s.source].dtype < Dtype::kFloat32;
+      const bool half = is_half(program_.buffers[s.source].dtype);
       found_.weight_bytes += resident_elements(program_, s, found_.shares[i]) * (half ? 2 : 4);
     });
     return std::move(found_);

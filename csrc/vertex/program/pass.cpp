@@ -148,8 +148,8 @@ class MatrixGradients {
       if (s.kind != Step::Kind::kOuter || s.when != When::kFrontiers) continue;
       if (!std::binary_search(wanted.matrices.begin(), wanted.matrices.end(), s.matrix)) continue;
       pieces_.push_back({&s, {0, 0}});
-      const Dtype dtype = program.buffers[s.source].dtype;
-      cut_ = cut_ && (dtype == Dtype::kFloat32 || dtype == Dtype::kFloat64);
+      const DType dtype = program.buffers[s.source].dtype;
+      cut_ = cut_ && (dtype == DType::f32 || dtype == DType::f64);
     }
     cut_ = cut_ && rows.together();
   }

@@ -144,7 +144,7 @@ std::vector<int32_t> buffers_of(const Program& p, const Step& step) {
 
 void Program::finish() {
   partitions = std::make_shared<Partitions>();
-  const auto is_double = [](const Buffer& b) { return b.dtype == Dtype::kFloat64; };
+  const auto is_double = [](const Buffer& b) { return b.dtype == DType::f64; };
   doubles = std::any_of(buffers.begin(), buffers.end(), is_double);
   const Step none{};
   const Checks checks(*this, none, "the program");

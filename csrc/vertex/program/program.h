@@ -13,6 +13,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/dtype.h"
 #include "vertex/program/ops.h"
 
 namespace weft::vertex {
@@ -33,12 +34,11 @@ enum class Space : int32_t {
 };
 
 // Of a buffer's elements. Registers are float, double where there are doubles, which mix with nothing else.
-enum class Dtype : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
 struct Buffer {
   Space space;
   int32_t width;
-  Dtype dtype;
+  DType dtype;
   bool scattered;        // kScatter writes it; rows that nobody writes, of slots without a child, are zero
   int32_t index;         // which of the caller's tensors
   bool backward;         // made by the backward pass

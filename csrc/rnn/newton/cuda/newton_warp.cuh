@@ -64,7 +64,7 @@ struct Messages {
     if (!own) return;
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      put_tagged(to + i * HP, tagged(2 * number + changed, half_of(states[i / kHalves], i % kHalves)));
+      store_word(to + i * HP, tagged(2 * number + changed, half_of(states[i / kHalves], i % kHalves)));
   }
 
   // Waits for it; whether the end has changed.
@@ -74,12 +74,12 @@ struct Messages {
     uint32_t halves[kWords];
     if (own) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) seen[i] = look_at_tagged(from + i * HP);
+      for (int i = 0; i < kWords; ++i) seen[i] = load_word(from + i * HP);
 #pragma unroll
       for (int i = 0; i < kWords; ++i) {
         while (seen[i] >> 33 != number) {
           rest<40>();
-          seen[i] = look_at_tagged(from + i * HP);
+          seen[i] = load_word(from + i * HP);
         }
         halves[i] = uint32_t(seen[i]);
       }
@@ -96,9 +96,8 @@ struct Messages {
     const uint64_t wanted = uint64_t(round / 2 * chunks);
     uint64_t seen = 0;
     if (threadIdx.x % kWarp == 0) {
-      add_to_counter(counter, uint64_t(1) << 2 * kCountBits | uint64_t(closer) << kCountBits | uint64_t(changed));
-      for (seen = look_at_tagged(counter); seen >> 2 * kCountBits != wanted; seen = look_at_tagged(counter))
-        rest<100>();
+      add_to_word(counter, uint64_t(1) << 2 * kCountBits | uint64_t(closer) << kCountBits | uint64_t(changed));
+      for (seen = load_word(counter); seen >> 2 * kCountBits != wanted; seen = load_word(counter)) rest<100>();
     }
     seen = __shfl_sync(~0u, seen, 0);
     const uint64_t now = seen - before;

@@ -8,19 +8,8 @@ namespace {
 template <bool kGradients>
 void run_any(const DiagonalGradients& g, const Workspace& workspace, cudaStream_t stream) {
   if (g.scan.T == 0 || g.scan.B == 0 || g.scan.H == 0) return;
-  switch (g.scan.dtype) {
-    case DType::f16:
-      return run<__half, kGradients>(g, workspace, stream);
-    case DType::bf16:
-      return run<__nv_bfloat16, kGradients>(g, workspace, stream);
-    case DType::f32:
-      return run<float, kGradients>(g, workspace, stream);
-    case DType::f64:
-      return run<double, kGradients>(g, workspace, stream);
-    case DType::c64:
-    case DType::c128:
-      return linear_scan_diagonal_complex(g, kGradients, workspace, stream);
-  }
+  if (is_complex(g.scan.dtype)) return linear_scan_diagonal_complex(g, kGradients, workspace, stream);
+  with_element<__half, __nv_bfloat16>(g.scan.dtype, [&]<typename T>(T*) { run<T, kGradients>(g, workspace, stream); });
 }
 
 }  // namespace

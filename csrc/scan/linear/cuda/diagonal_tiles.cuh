@@ -502,7 +502,7 @@ class Tile {
   }
   // A hint that saves others from asking for words: those say by themselves whether they are there.
   __device__ void put_status(uint32_t value) const {
-    if (threadIdx.x % 32 == 0) publish_status(status(place_.chunk), value);
+    if (threadIdx.x % 32 == 0) store_word(status(place_.chunk), value);
   }
   __device__ uint64_t* words(int64_t chunk, int c) const {
     return tiles_.words + ((chunk * tiles_.slabs + place_.slab) * kChannels + c) * S::kWords * kLanes + lane_;
@@ -541,14 +541,14 @@ class Tile {
     int nearest;
     for (bool found = false; !found;) {
       const int64_t looked_at = chunk - 1 - int(threadIdx.x) % 32;
-      const uint32_t seen = looked_at >= 0 ? look_at_status(status(looked_at)) : 0;
+      const uint32_t seen = looked_at >= 0 ? load_word(status(looked_at)) : 0;
       if (near_state(chunk, c, x)) return;
       const unsigned states = __ballot_sync(~0u, seen == kState), any = __ballot_sync(~0u, seen != 0);
       nearest = __ffs(int(states)) - 1;
       found = states != 0 && (((1u << nearest) - 1) & ~any) == 0;
     }
     const int64_t known = chunk - 1 - nearest;
-    const uint64_t state = look_at_word(state_word(known, c));
+    const uint64_t state = load_word(state_word(known, c));
     // Totals in batches, so that one trip to L2 serves many, the first of them with the state.
     constexpr int kBatch = sizeof(T) == 8 ? 2 : 4;
     for (int64_t first = known + 1;; first += kBatch) {
@@ -557,7 +557,7 @@ class Tile {
       for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
         for (int j = 0; j < S::kTotalWords; ++j) {
-          seen[i][j] = first + i < chunk ? look_at_word(words(first + i, c) + kLanes * j) : 1;
+          seen[i][j] = first + i < chunk ? load_word(words(first + i, c) + kLanes * j) : 1;
         }
       }
       if (first == known + 1) x = from_word<Acc>(wait_for_word(state_word(known, c), state));
@@ -575,12 +575,12 @@ class Tile {
 
   // The state before the tile, where the words that say it for all lanes are there.
   __device__ bool near_state(int64_t chunk, int c, Acc& x) const {
-    const uint64_t first = look_at_word(state_word(chunk - 1, c));
-    const uint64_t second = chunk > 1 ? look_at_word(state_word(chunk - 2, c)) : 0;
+    const uint64_t first = load_word(state_word(chunk - 1, c));
+    const uint64_t second = chunk > 1 ? load_word(state_word(chunk - 2, c)) : 0;
     uint64_t seen[S::kTotalWords];
     bool second_known = second != 0;
 #pragma unroll
-    for (int j = 0; j < S::kTotalWords; ++j) seen[j] = look_at_word(words(chunk - 1, c) + kLanes * j);
+    for (int j = 0; j < S::kTotalWords; ++j) seen[j] = load_word(words(chunk - 1, c) + kLanes * j);
 #pragma unroll
     for (int j = 0; j < S::kTotalWords; ++j) second_known &= seen[j] != 0;
     if (!__any_sync(~0u, first == 0)) {
@@ -598,7 +598,7 @@ class Tile {
     return words(chunk, c) + kLanes * S::kTotalWords;
   }
   __device__ Acc wait_for_state(int64_t chunk, int c) const {
-    return from_word<Acc>(wait_for_word(state_word(chunk, c), look_at_word(state_word(chunk, c))));
+    return from_word<Acc>(wait_for_word(state_word(chunk, c), load_word(state_word(chunk, c))));
   }
   __device__ void publish_state(const Acc (&x)[kChannels]) const {
     if (strand_ == 0) {

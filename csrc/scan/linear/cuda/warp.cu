@@ -141,16 +141,8 @@ void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaSt
   const int64_t H = padded_hidden(scan.H);
   const int64_t floats = (plan.chunks - 1) * scan.B * map_floats(H) + plan.chunks * scan.B * H;
   void* const memory = plan.chunks > 1 ? workspace(size_t(floats) * sizeof(float)) : nullptr;
-  switch (scan.dtype) {
-    case DType::f16:
-      return run_linear_scan_warp<__half>(scan, plan, memory, stream);
-    case DType::bf16:
-      return run_linear_scan_warp<__nv_bfloat16>(scan, plan, memory, stream);
-    case DType::f32:
-      return run_linear_scan_warp<float>(scan, plan, memory, stream);
-    case DType::f64:
-      return run_linear_scan_warp<double>(scan, plan, memory, stream);
-  }
+  with_element<__half, __nv_bfloat16>(scan.dtype,
+                                      [&]<typename T>(T*) { run_linear_scan_warp<T>(scan, plan, memory, stream); });
 }
 
 }  // namespace weft::scan

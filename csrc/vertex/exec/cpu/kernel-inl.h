@@ -7,7 +7,6 @@ namespace weft::cpu::WEFT_ISA {
 namespace {
 
 using vertex::Access;
-using vertex::Dtype;
 using vertex::Instruction;
 using vertex::Op;
 using vertex::Use;
@@ -56,11 +55,11 @@ struct Interpreter {
   // n elements as registers have them: in the buffer where that is their type, else in `room`.
   WEFT_INLINE const T* read(const VertexBuffer& b, int64_t at, T* room, int64_t n) const {
     if constexpr (sizeof(T) == 4) {
-      if (b.dtype == Dtype::kFloat16) {
+      if (b.dtype == DType::f16) {
         widen<Half>(b, at, room, n);
         return room;
       }
-      if (b.dtype == Dtype::kBFloat16) {
+      if (b.dtype == DType::bf16) {
         widen<BFloat16>(b, at, room, n);
         return room;
       }
@@ -69,8 +68,8 @@ struct Interpreter {
   }
   WEFT_INLINE void write(const VertexBuffer& b, int64_t at, const T* from, int64_t n) const {
     if constexpr (sizeof(T) == 4) {
-      if (b.dtype == Dtype::kFloat16) return narrow<Half>(b, at, from, n);
-      if (b.dtype == Dtype::kBFloat16) return narrow<BFloat16>(b, at, from, n);
+      if (b.dtype == DType::f16) return narrow<Half>(b, at, from, n);
+      if (b.dtype == DType::bf16) return narrow<BFloat16>(b, at, from, n);
     }
     T* to = static_cast<T*>(b.data) + at;
     for (int64_t j = 0; j < n; j += S::kLanes) S::store(to + j, S::load(from + j, n - j), n - j);

@@ -22,7 +22,7 @@ struct VertexBuffer {
   int64_t stride;       // in elements
   const int32_t* rows;  // the caller's row of each row, for his tensors
   bool edges;
-  vertex::Dtype dtype;
+  DType dtype;
 };
 
 struct VertexKernel {

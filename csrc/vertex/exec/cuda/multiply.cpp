@@ -27,24 +27,24 @@ struct Operand {
 
 }  // namespace
 
-void multiply(Dtype dtype, int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
+void multiply(DType dtype, int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
               void* result, int64_t stride, bool more) {
   // torch's own wrappers are not exported.
   const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
   const Operand a(right, columns), b(left, inner);
   const int m = size(columns), n = size(rows), k = size(inner), ldc = size(stride);
   const float one = 1, beta = more ? 1 : 0;
-  if (dtype == Dtype::kFloat64) {
+  if (dtype == DType::f64) {
     const double wide_one = 1, wide_beta = beta;
     TORCH_CUDABLAS_CHECK(cublasDgemm(
         handle, a.operation, b.operation, m, n, k, &wide_one, static_cast<const double*>(right.data), a.leading,
         static_cast<const double*>(left.data), b.leading, &wide_beta, static_cast<double*>(result), ldc));
-  } else if (dtype == Dtype::kFloat32) {
+  } else if (dtype == DType::f32) {
     TORCH_CUDABLAS_CHECK(
         cublasSgemm(handle, a.operation, b.operation, m, n, k, &one, static_cast<const float*>(right.data), a.leading,
                     static_cast<const float*>(left.data), b.leading, &beta, static_cast<float*>(result), ldc));
   } else {
-    const cudaDataType type = dtype == Dtype::kFloat16 ? CUDA_R_16F : CUDA_R_16BF;
+    const cudaDataType type = dtype == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
     TORCH_CUDABLAS_CHECK(cublasGemmEx(handle, a.operation, b.operation, m, n, k, &one, right.data, type, a.leading,
                                       left.data, type, b.leading, &beta, result, type, ldc, CUBLAS_COMPUTE_32F,
                                       CUBLAS_GEMM_DEFAULT));

@@ -14,7 +14,7 @@ struct Factor {
 
 // result (rows, columns), by rows `stride` apart, = left (rows, inner) @ right (inner, columns), added to it where
 // `more`. On the current stream, with torch's handle, workspace and setting of TF32.
-void multiply(Dtype dtype, int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
+void multiply(DType dtype, int64_t rows, int64_t columns, int64_t inner, const Factor& left, const Factor& right,
               void* result, int64_t stride, bool more);
 
 }  // namespace weft::vertex

@@ -15,7 +15,7 @@
 // shared memory from the first frontier to the last; buffers lie in L2. Blocks meet only where a step reads what others
 // wrote: of a Tree-LSTM once a frontier, forward before the product that reads h, backward before the one that reads
 // the gradients of the gates.
-#include "common/cuda/group_signal.jit.cuh"
+#include "common/cuda/grid_barrier.jit.cuh"
 #include "jit/resident_product.jit.cuh"
 #include "vertex/exec/cuda/body.jit.cuh"
 #include "vertex/exec/cuda/persistent.jit.cuh"

@@ -1,11 +1,9 @@
 // Decomposition: a block of 8 warps has 32 neighbouring columns and a piece of the rows; a lane has a column, a warp
 // every 8th row. Where there are several pieces, the last block of a group of columns adds up what all have written, in
 // their order, so that the bits are the same in every run. Cost: what it reads, once; one launch for all vectors.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
+#include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "vertex/exec/cuda/totals.h"
@@ -16,15 +14,15 @@ namespace {
 constexpr int kWarps = 8, kColumns = 32, kRowsAtLeast = 64;
 
 template <typename T>
-__device__ T element(const void* data, Dtype dtype, int64_t i) {
+__device__ T element(const void* data, DType dtype, int64_t i) {
   if constexpr (sizeof(T) == 8) {
     return static_cast<const double*>(data)[i];
   } else {
     switch (dtype) {
-      case Dtype::kFloat16:
-        return __half2float(static_cast<const __half*>(data)[i]);
-      case Dtype::kBFloat16:
-        return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[i]);
+      case DType::f16:
+        return to_acc(static_cast<const __half*>(data)[i]);
+      case DType::bf16:
+        return to_acc(static_cast<const __nv_bfloat16*>(data)[i]);
       default:
         return static_cast<const float*>(data)[i];
     }

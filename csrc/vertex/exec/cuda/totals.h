@@ -15,7 +15,7 @@ struct Total {
   int64_t stride;  // between rows, in elements
   int64_t rows;
   int32_t width, to;
-  Dtype dtype;
+  DType dtype;
 };
 
 constexpr int kMaxTotals = 48, kMaxTotalVectors = 24;  // of a launch

@@ -213,9 +213,7 @@ class CudaExecutor final : public AtenExecutor {
   }
 
   int64_t width(int32_t buffer) const { return program_->buffers[buffer].width; }
-  int64_t bytes(int32_t buffer) const {
-    return static_cast<int64_t>(c10::elementSize(scalar_type(program_->buffers[buffer].dtype)));
-  }
+  int64_t bytes(int32_t buffer) const { return static_cast<int64_t>(element_size(program_->buffers[buffer].dtype)); }
   int64_t stride(int32_t buffer) const { return memory().buffers[buffer].stride; }
   void* row(int32_t buffer, int64_t first) const {
     return static_cast<char*>(memory().buffers[buffer].data) + first * stride(buffer) * bytes(buffer);
