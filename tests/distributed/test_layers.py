@@ -359,6 +359,12 @@ def _refused(rank: int) -> None:
         wd.shard_time(weft.nn.SLSTM(2, 4))
     with pytest.raises(TypeError, match=r"^linear_scan: complex numbers are not exchanged between ranks"):
         wd.linear_scan(torch.zeros(3, dtype=torch.complex64), torch.zeros(2, 1, 3, dtype=torch.complex64))
+    # What the first rank alone reads, all refuse: who raises alone leaves the others waiting.
+    for cls in (weft.nn.GRU, weft.nn.LSTM, weft.nn.MinGRU, weft.nn.ParaGRU, weft.nn.ParaLSTM):
+        layer, shape = wd.shard_time(cls(2, 3)), (1, 1, 4)
+        state = torch.zeros(shape[1:] if cls.__name__.startswith("Para") else shape)
+        with pytest.raises((ValueError, RuntimeError), match=rf"^{cls.__name__}: "):
+            layer(torch.zeros(4, 1, 2), (state, state) if cls.__name__.endswith("LSTM") else state)
     with pytest.raises(ValueError, match="projections"):
         wd.shard_time(weft.nn.LSTM(2, 3, proj_size=2))
 

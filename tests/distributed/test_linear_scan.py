@@ -233,24 +233,28 @@ def _rounds_of(rank: int, size: int) -> list[int]:
     """Of a group that is no power of two, too, in which some rank hears of fewer than others."""
     from weft._distributed import scan
 
-    group = dist.new_group(list(range(size)))
-    if rank >= size:
+    others = dist.get_world_size() - size
+    group = dist.new_group(list(range(others, others + size)))
+    rank -= others
+    if rank < 0:
         return []
-    A, b = LinearScan(4 * size, 2, 3, "dense", x0=False).inputs(torch.float64)[:2]
+    whole = [t.requires_grad_() for t in LinearScan(4 * size, 2, 3, "dense", x0=False).inputs(torch.float64)[:2]]
     sizes = [4] * size
-    want = linear_scan(A, b)
-    A, b = (cut(t, sizes, rank).requires_grad_() for t in (A, b))
+    want = linear_scan(*whole)
+    gradients = torch.autograd.grad(want.sum(), whole)
+    A, b = (cut(t, sizes, rank).requires_grad_() for t in map(Tensor.detach, whole))
     with pytest.MonkeyPatch.context() as patch, Counting() as sent:
         patch.setattr(scan, "in_rounds", lambda *_: True)
         x = wd.linear_scan(A, b, group=group)
         x.sum().backward()
-    assert_close(x, cut(want, sizes, rank))
+    for found, expected in zip((x, A.grad, b.grad), (want, *gradients), strict=True):
+        assert_close(found, cut(expected, sizes, rank))
     return sent
 
 
 @pytest.mark.parametrize(("size", "rounds"), [(2, 1), (3, 2), (4, 2)])
 def test_rounds_are_as_many_as_the_ranks_have_digits(team: Team, size: int, rounds: int) -> None:
-    for sent in team.run(_rounds_of, size)[:size]:
+    for sent in team.run(_rounds_of, size)[-size:]:
         assert len(sent) == 2 * rounds, "so many each way"
 
 
@@ -324,6 +328,13 @@ def _refused(rank: int) -> None:
         wd.linear_scan(A[:4], b)
     with pytest.raises(TypeError, match=r"linear_scan: group must be"):
         wd.linear_scan(A, b, group=3)
+    # What the first rank alone reads, all refuse: who raises alone leaves the others waiting.
+    for x0, error in ((torch.zeros(2, 4), ValueError), (torch.zeros(2, 3).double(), TypeError)):
+        for gradient in (False, True):
+            with pytest.raises(error, match=r"linear_scan: x0 must"):
+                wd.linear_scan(A, b, x0.requires_grad_(gradient))
+    with pytest.raises(TypeError, match=r"linear_scan: x0 must have the dtype of"):
+        wd.linear_scan(A.half(), b.half(), torch.zeros(2, 3))
 
 
 def test_bad_input_is_refused_before_anything_is_exchanged(team: Team) -> None:

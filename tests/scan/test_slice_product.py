@@ -75,6 +75,30 @@ def test_sizes_of_each_component(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@dtypes
+def test_a_component_that_grows_and_is_zeroed_hides_no_other(dtype: torch.dtype, device: str) -> None:
+    same(dtype, device)
+    grows = torch.diag_embed(torch.tensor([2.0**20, 1.0], dtype=dtype))
+    zeroes = torch.diag_embed(torch.tensor([0.0, 1.0], dtype=dtype))
+    mixes = torch.tensor([[1.0, -1.0], [1.0, 1.0]], dtype=dtype)
+    steps = [mixes, *[torch.eye(2, dtype=dtype)] * 959, *[grows] * 63, zeroes]  # the last 64 are in one piece
+    A = torch.stack(steps).unsqueeze(1).to(device)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)  # pieces of time
+    try:
+        found = unpack(product(A, False, False), dtype)
+    finally:
+        torch.set_num_threads(threads)
+    assert found.tolist() == [[[0.0, 0.0], [1.0, 1.0]]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_nan_of_one_step_stays(device: str) -> None:
+    A = torch.tensor([[torch.nan, 0.0], [0.0, 0.0]]).view(1, 1, 2, 2).to(device)
+    assert unpack(product(A, False, False), torch.float32)[0, :, 0].isnan().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_bad_row_stays_alone(device: str) -> None:
     A = matrices(50, 3, 6, torch.float32).to(device)
     clean = product(A, False, False)

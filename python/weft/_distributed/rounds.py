@@ -21,6 +21,9 @@ link = Link()
 """Between ranks, by which the way of an exchange is chosen."""
 
 
+_SMALL = 2.0**-520
+
+
 class SliceMap(NamedTuple):
     """x -> product x + value of some ranks that follow each other."""
 
@@ -37,7 +40,11 @@ class SliceMap(NamedTuple):
         if self.product.dim() == 2:
             product, moved = self.product * product, self.product * x
         else:
-            product, moved = self.product @ product, (self.product @ x.unsqueeze(-1)).squeeze(-1)
+            moved = (self.product @ x.unsqueeze(-1)).squeeze(-1)
+            # The difference of two that are beyond the range is none of numbers, unless they are made small before.
+            small = (self.product * _SMALL) @ (product * _SMALL)
+            product = self.product @ product
+            product = torch.where(product.isnan(), small / _SMALL / _SMALL, product)
         # Finite numbers stay so: beyond the range only a state of zero does, and that it does.
         largest = torch.finfo(product.dtype).max
         # A product that nothing comes to may be one of numbers that nobody may look at.

@@ -135,8 +135,10 @@ def scan_slice(
     check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
     part = _Slice(ranks, reverse, transpose)
-    if part.order > 0 and x0 is not None and not x0.requires_grad:
-        x0 = None
+    if part.order > 0 and x0 is not None and b.dim() == 3:
+        # The first rank alone reads it; all check it, because one that raises alone leaves the others waiting.
+        _linear_scan(A[:0] if _is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
+        x0 = x0 if x0.requires_grad else None
     # Half precision carries a state in float32, from slice to slice, too.
     if dtype in (torch.float16, torch.bfloat16):
         for name, t in (("A", A), ("x0", x0)):
@@ -316,8 +318,9 @@ def _slice_scan(
     elif b.device.type == "cpu":
         if came:
             _mend(states, A, b, entered, reverse, transpose)
-    else:  # how far is known to the device alone
-        states = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
+    else:  # how far is known to the device alone; where nothing comes in, nobody may look at the first A
+        again = _linear_scan(A, b, entered, reverse=reverse, transpose=transpose)
+        states = torch.where(came.bool().view(1, 1, 1), again, states)
     return states, entered, end, products
 
 

@@ -23,9 +23,10 @@ def run_slice(layer: Any, over: Any, input: Tensor | PackedSequence, state: tupl
         raise ValueError(f"{name}: over ranks run layers of one head, and no sLSTM")
     if isinstance(input, PackedSequence):
         raise ValueError(f"{name}: a layer over ranks takes no PackedSequence: its sequences end in other slices")
-    if state is not None and not any(over.reads(s) for s in state):
-        state = None
+    # Checked on every rank, because one that raises alone leaves the others waiting.
     call = _prepare(layer, input, state)
+    if state is not None and not any(over.reads(s) for s in state):
+        call = call._replace(state=None)
     if layer.batch_first:
         call = call._replace(input=call.input.transpose(0, 1))
     with torch.autocast(call.input.device.type, enabled=False):

@@ -136,7 +136,7 @@ class _Para(NotScriptable, TakesSlices, nn.Module):
         else:
             gates = torch.einsum("tbki,koi->tbko", x.unflatten(-1, (self.blocks, -1)), self.weight)
             if self.bias is not None:
-                gates = gates + self.bias
+                gates = gates + self.bias.to(gates.dtype)
         return gates.unflatten(-1, (3, self.hidden_size // self.blocks))
 
     def _recurrent(self) -> tuple[Tensor, ...]:
@@ -187,12 +187,12 @@ class _Para(NotScriptable, TakesSlices, nn.Module):
     def _run(self, input: Tensor, initial: Sequence[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """The output, and the states after the last step, laid out as the user sees them."""
         name, ranks = type(self).__name__, self._over_ranks
-        if ranks is not None:
-            if isinstance(input, PackedSequence):
-                raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
-            if not any(ranks.reads(state) for state in initial):
-                initial = [None] * len(initial)
+        if ranks is not None and isinstance(input, PackedSequence):
+            raise ValueError(f"{name}: a layer over ranks takes no PackedSequence")
+        # Checked on every rank, because one that raises alone leaves the others waiting.
         operands = self._operands(input, initial)
+        if ranks is not None and not any(ranks.reads(state) for state in initial):
+            operands = operands._replace(h=[torch.zeros_like(h) for h in operands.h])
         if ranks is None:
             states = self._scan(operands, self.algorithm)
             # Not views of the last: they would hold all states.

@@ -9,7 +9,8 @@ namespace {
 using scan::DenseProduct;
 using scan::DoubleBits;
 
-constexpr int64_t kOfZero = -(1ll << 40);  // the exponent of a zero: below every other
+constexpr int64_t kOfZero = -(1ll << 40);       // the exponent of a zero: below every other
+constexpr int64_t kOfZeroColumn = kOfZero / 2;  // that of a column of zeros, which may meet other exponents
 
 // Of x as a number of [1, 2), that of what is not finite being 0.
 WEFT_INLINE int64_t exponent_of(double x) {
@@ -75,7 +76,8 @@ WEFT_INLINE bool rescale(double* matrix, int64_t* exponents, int64_t H, double* 
   for (int64_t i = 0; i < H; ++i) {
     for (int64_t j = 0; j < size; ++j) {
       const double number = __builtin_fabs(matrix[i * size + j]);
-      scratch[j] = number <= scratch[j] ? scratch[j] : number;  // a NaN too
+      const bool stays = number <= scratch[j] || scratch[j] != scratch[j];  // a NaN does, and one that comes is taken
+      scratch[j] = stays ? scratch[j] : number;
     }
   }
   bool zero = true;
@@ -83,7 +85,7 @@ WEFT_INLINE bool rescale(double* matrix, int64_t* exponents, int64_t H, double* 
     const int64_t e = exponent_of(scratch[j]);
     zero = zero && scan::is_finite_bits(scratch[j]) && exponents[j] + e < scan::kProductIsZero<E>;
     const bool takes = e > -1000 && e < 1000;
-    exponents[j] += takes ? e : 0;
+    exponents[j] = scratch[j] == 0 ? kOfZeroColumn : exponents[j] + (takes ? e : 0);
     scratch[j] = takes ? power_of_two(-e) : 1;
   }
   for (int64_t i = 0; i < H; ++i) {
@@ -93,7 +95,7 @@ WEFT_INLINE bool rescale(double* matrix, int64_t* exponents, int64_t H, double* 
 }
 
 // Column k of an earlier product times row k of what follows: an exponent of column k of the later one. What is
-// multiplied then is at most 1. (Zero columns lose theirs.)
+// multiplied then is at most 1.
 WEFT_INLINE void take_exponents(const int64_t* later, double* matrix, int64_t* exponents, int64_t H) {
   const int64_t size = scan::product_row(H);
   for (int64_t j = 0; j < H; ++j) {
@@ -136,7 +138,7 @@ void steps(const DenseProduct& p, int64_t row, int64_t first, int64_t last, doub
           const int64_t e = exponent_of(step[i * size + k]);
           largest = e > largest ? e : largest;
         }
-        of_columns[k] = largest == kOfZero ? 0 : largest;
+        of_columns[k] = largest == kOfZero ? kOfZeroColumn : largest;
         for (int64_t i = 0; i < H; ++i) step[i * size + k] = scaled(step[i * size + k], -of_columns[k]);
       }
       take_exponents(of_columns, now, exponents, H);

@@ -35,7 +35,8 @@ __device__ inline double raised(double x, int64_t e) {
   return scalbn(x, int(e < -4000 ? -4000 : e));
 }
 
-constexpr int64_t kOfZero = -(1ll << 40);  // the exponent of a zero: below every other
+constexpr int64_t kOfZero = -(1ll << 40);       // the exponent of a zero: below every other
+constexpr int64_t kOfZeroColumn = kOfZero / 2;  // that of a column of zeros, which may meet other exponents
 
 // Where a thread is: `groups` threads share a column, each of which has every groups-th row.
 struct Owner {
@@ -134,6 +135,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int r = 0; r < kRows; ++r) next[r] = scalbn(next[r], int(-e));
         exponent += e;
+      } else {
+        exponent = kOfZeroColumn;  // nothing of it may hide other columns of the piece
       }
     }
     put(now ^ 1, next);
