@@ -173,7 +173,7 @@ def test_what_is_refused():
         torch.func.vmap(lambda x: (weft.tune(layer, x), x)[1])(x[None])
     with pytest.raises(ValueError, match="ParaGRU: input must be"):
         weft.tune(layer, torch.randn(20, 2, 5))
-    with pytest.raises(TypeError, match="x must be a Tensor"):
+    with pytest.raises(TypeError, match="ParaGRU: input must be a Tensor"):
         weft.tune(layer, None)
     with pytest.raises(TypeError, match="step must be callable"):
         weft.tune(pointwise_scan, "tanh", x[0], x)
