@@ -1,22 +1,31 @@
 """Shards a model's parameters over ranks with FSDP2, and moves each rank's activations to host memory.
 
-torchrun --nproc-per-node 2 examples/offload_fsdp.py
+    torchrun --nproc-per-node 2 examples/offload_fsdp.py
 
-Without torchrun it is one rank. On a machine without a GPU "moving" is a copy to a second place in host memory.
+Without torchrun it is one rank. On a machine without a GPU "moving" is a copy to a second place in host memory. Writes
+a plot of the first rank's last step.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+from pathlib import Path
 
 import torch
 import weft
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
+from tqdm import tqdm
 from weft.offloading import OffloadReport
 
 
-def main() -> OffloadReport:
+def main(arguments: list[str] | None = None) -> OffloadReport:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--budget", default="4MB", help="for a rank's activations")
+    parser.add_argument("--output", type=Path, default=Path("offload_fsdp.png"), help="plot of the last step")
+    parser.add_argument("--quick", action="store_true", help="four steps instead of forty")
+    options = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     device, backend = ("cuda", "nccl") if on_gpu else ("cpu", "gloo")
     if "RANK" in os.environ:  # by torchrun
@@ -34,16 +43,19 @@ def main() -> OffloadReport:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     # Of this rank's activations; parameters, which FSDP2 frees and gathers, do not count.
-    offload = weft.offload("4MB", backend="copy" if on_gpu else "reference")
-    for _ in range(4):
+    offload = weft.offload(options.budget, backend="copy" if on_gpu else "reference")
+    rank = distributed.get_rank()
+    for _ in tqdm(range(4 if options.quick else 40), desc="train", unit="step", disable=rank != 0):
         x = torch.randn(1024, 256, device=device)
         with offload:
             loss = (model(x) - x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    if distributed.get_rank() == 0:
+    if rank == 0:
         print(offload.report())
+        offload.plot(options.output)
+        print(f"wrote {options.output}")
     distributed.destroy_process_group()
     return offload.report()
 

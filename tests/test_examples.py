@@ -98,10 +98,10 @@ def test_every_example_shows_progress_and_draws():
         "offload_lightning.py",
         "offload_trainer.py",
     }
-    assert {*EXAMPLES, "lenet_scan.py", "offload_vgg.py", "vgg11_pruned.py"} == names
+    assert {*EXAMPLES, "lenet_scan.py", "offload_fsdp.py", "offload_vgg.py", "vgg11_pruned.py"} == names
     for name in names:
         text = (ROOT / "examples" / name).read_text()
-        assert "tqdm(" in text and re.search(r"\b(?:draw|off\.plot)\(options\.output", text), name
+        assert "tqdm(" in text and re.search(r"\b(?:draw|off\.plot|offload\.plot)\(options\.output", text), name
 
 
 def test_curves(tmp_path, capsys):

@@ -126,13 +126,14 @@ def test_sharded_parameters(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_sharded_example() -> None:
+def test_sharded_example(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed.fsdp")
-    command = [sys.executable, str(EXAMPLES / "offload_fsdp.py")]
+    figure = tmp_path / "step.png"
+    command = [sys.executable, str(EXAMPLES / "offload_fsdp.py"), "--quick", "--output", str(figure)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = re.search(r"use 4\nbudget +4 MB +\(met\)\nsaved .*\nmoved +[1-9][\d.]* MB", done.stdout)
-    assert found is not None, done.stdout
+    assert found is not None and figure.stat().st_size > 1000, done.stdout
 
 
 @pytest.mark.parametrize(
