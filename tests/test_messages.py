@@ -71,7 +71,29 @@ def test_a_size_of_zero(name):
 def test_too_many_arguments(name):
     kind = BOTH[name]
     arguments = (4, 8, 1, "tanh") if name == "RNN" else (4, 8, 1)
-    refused(lambda: kind(*arguments, *[True] * 9), rf"^{name}: takes \d+ arguments without their names at most")
+    refused(
+        lambda: kind(*arguments, *[True] * 9), rf"^{name}: takes \d+ arguments without their names at most, got 1[1-3]$"
+    )
+
+
+@pytest.mark.parametrize("name", ["RNN", "GRU", "LSTM", *CELLS])
+def test_every_argument_by_position(name):
+    """As torch's class takes them."""
+    options = {"RNN": (1, "relu", True, False, 0.0, False, 0), "RNNCell": (True, "relu")}
+    options.update(dict.fromkeys(("GRU", "LSTM"), (1, True, False, 0.0, False, 0)), SLSTMCell=(2, "exp", True))
+    arguments = (4, 8, *options.get(name, (True,)), None, torch.float64)
+    layer = BOTH[name](*arguments)
+    assert layer.weight_ih.dtype == torch.float64 if name in CELLS else layer.weight_ih_l0.dtype == torch.float64
+    if name != "SLSTMCell":
+        same = getattr(nn, name)(*arguments)
+        layer.load_state_dict(same.state_dict())
+        assert repr(layer) == repr(same)
+        torch.testing.assert_close(layer(x(2, 4).double()), same(x(2, 4).double()))
+        with pytest.raises(TypeError):
+            getattr(nn, name)(*arguments, None)
+    refused(
+        lambda: BOTH[name](*arguments, None), f"^{name}: takes {len(arguments)} arguments .* got {len(arguments) + 1}$"
+    )
 
 
 @every
@@ -104,7 +126,9 @@ def test_input_that_is_no_tensor(name, wrong):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_input_of_another_dtype(name, dtype):
     shape = (2, 4) if name in CELLS else (5, 2, 4)
-    refused(lambda: BOTH[name](4, 8)(x(*shape).to(dtype)), rf"^{name}: .*torch\.(float32|{dtype}).*torch\.float32|64")
+    refused(
+        lambda: BOTH[name](4, 8)(x(*shape).to(dtype)), rf"^{name}: .*({dtype}.*torch\.float32|torch\.float32.*{dtype})"
+    )
 
 
 @every
@@ -143,6 +167,76 @@ def test_a_state_of_the_other_kind(name):
         refused(lambda: layer(x(5, 2, 4), x(1, 2, 8)), rf"^{name}: hx must be a tuple \(h.*got")
     else:
         refused(lambda: layer(x(5, 2, 4), (x(1, 2, 8),) * 2), rf"^{name}: (hx|h_0) must be a Tensor.*got tuple")
+
+
+STATES = {"LSTM": 2, "SLSTM": 4, "ParaLSTM": 2, "LSTMCell": 2, "SLSTMCell": 4}
+
+
+def with_state(name: str, change: Callable[[torch.Tensor], torch.Tensor], steps: int = 5, **options: object) -> object:
+    """A call whose states are changed ones of zeros."""
+    shape = (2, 8) if name in CELLS or name.startswith("Para") else (1, 2, 4 if name == "S5" else 8)
+    state = change(x(*shape).to(torch.complex64 if name in ("LRU", "S5") else torch.float32))
+    count = STATES.get(name, 1)
+    given = x(2, 4) if name in CELLS else x(steps, 2, 4)
+    return BOTH[name](4, 8, **options)(given, state if count == 1 else (state,) * count)
+
+
+@every
+@pytest.mark.parametrize("steps", [5, 1])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_state_that_is_not_like_the_input(name, steps):
+    """On another device, of another dtype, nested or sparse."""
+    states = r"(hx|h|h0|h_0|hidden)(\[0\])?"
+    refused(lambda: with_state(name, lambda s: s.to("meta"), steps), rf"^{name}: {states} must be on .* cpu, got meta")
+    refused(
+        lambda: with_state(name, lambda s: s.to(torch.float64), steps), rf"^{name}: {states} must .*got torch.float64"
+    )
+    refused(
+        lambda: with_state(name, lambda s: torch.nested.nested_tensor(list(s)), steps),
+        rf"^{name}: {states} is a Nested",
+    )
+    if name != "RNNCell":  # torch's takes it
+        refused(lambda: with_state(name, torch.Tensor.to_sparse, steps), rf"^{name}: {states} is sparse \(sparse_coo\)")
+    if name in CELLS:
+        for algorithm in ("auto", "torch"):
+            options = {"num_heads": 2, "algorithm": algorithm}
+            for change, message in (
+                (lambda s: s.to("meta"), "must be on the input's device, cpu, got meta"),
+                (lambda s: s.double(), "must have the input's dtype, torch.float32, got torch.float64"),
+                (lambda s: s[:1], r"must be \(2, 8\), to go with input \(2, 4\), got \(1, 8\)"),
+                (torch.Tensor.to_sparse, "is sparse"),
+            ):
+                refused(lambda: with_state(name, change, **options), rf"^{name}: {states} {message}")  # noqa: B023
+
+
+def test_a_layout_of_its_own():
+    refused(lambda: GRU(4, 8)(x(5, 2, 4).to_mkldnn()), r"^GRU: input has the layout _mkldnn, .*input.to_dense\(\)")
+
+
+@pytest.mark.parametrize("name", ["LSTMCell", "SLSTMCell"])
+@pytest.mark.parametrize("empty", [(), []])
+def test_no_states_at_all(name, empty):
+    refused(
+        lambda: CELLS[name](4, 8)(x(2, 4), empty), rf"^{name}: hx must be \(h, c.*, a tuple of Tensors, got 0 of them"
+    )
+
+
+@cells
+def test_sizes_of_a_cell_may_be_anothers_ints(name):
+    class Size:
+        def __index__(self):
+            return 8
+
+    cell = CELLS[name](4, Size())
+    assert cell.hidden_size == 8 and type(cell.hidden_size) is int
+    cell(x(2, 4))
+
+
+@pytest.mark.parametrize("name", ["MinGRU", "MinLSTM", "RGLRU", "LRU", "S5"])
+def test_a_warning_points_at_the_call(name):
+    with pytest.warns(UserWarning, match=f"^{name}: dropout acts between layers") as caught:
+        LAYERS[name](4, 8, dropout=0.5)
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(("name", "states"), [("LSTM", 1), ("SLSTM", 2), ("ParaLSTM", 1), ("SLSTMCell", 2)])
@@ -578,7 +672,10 @@ class WithoutSize(weft.VertexFunction):
             lambda: Cell(lambda v: v.pull() if v.pull().sum() > 0 else v.gather_sum())(GRAPHS, x(3, 4)),
             "^Cell: control flow or a Python number depends on a value.*torch.where",
         ),
-        (lambda: Cell(lambda v: v.gather(0))(GRAPHS, x(3, 4)), "^Cell: .*graph 0, vertex 2|^Cell: input"),
+        (
+            lambda: Cell(lambda v: v.gather(0))(GRAPHS),
+            "^Cell: graph 0, vertex 2: there is a child in slot 1, vertex ga",
+        ),
         (lambda: weft.vertex.models.RvNN(4, 8)(GRAPHS, x(3, 4)), "^RvNN: graphs have no types.*Graphs.with_types"),
         (lambda: weft.VertexFunctions([Cell()]), "^VertexFunctions: functions must be a mapping, got list"),
         (lambda: Cell().program, "^Cell: there is no program before the first call"),
@@ -695,6 +792,15 @@ def test_modules_that_are_imported_later():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[2, 1]"
     assert weft.info.collect() and {"distributed", "info"} <= {*dir(weft)}
+    script = (
+        "import torch, weft; torch.distributed.is_available = lambda: False\n"
+        "print('distributed' in dir(weft), 'info' in dir(weft))\n"
+        "try: weft.distributed\n"
+        "except AttributeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    there, error = done.stdout.splitlines()
+    assert there == "False True" and error.endswith("'distributed': this torch is built without torch.distributed")
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'GRU'"):
         weft.GRU  # noqa: B018
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -171,12 +171,19 @@ def _renamed(kwargs: dict[str, Any], name: str, to: str) -> dict[str, Any]:
 
 
 def _explain_over_ranks(
-    A: Tensor, b: Tensor, x0: Tensor | None = None, *, group: Any = None, **flags: bool
-) -> ScanExplanation:
-    from ._distributed.group import ranks_of  # which asks torch.distributed: that takes a while to import
+    A: Tensor, b: Tensor, x0: Tensor | None = None, *, group: Any = None, reverse: bool = False,
+    transpose: bool = False,
+) -> ScanExplanation:  # fmt: skip
+    # They ask torch.distributed, which takes a while to import.
+    from ._distributed.costs import exchange
+    from ._distributed.group import ranks_of
+    from ._distributed.rounds import link
+    from ._distributed.scan import sent_bytes
 
-    found = explain_linear_scan(A, b, x0, **flags)
-    reason = f"{found.reason}; a slice of {ranks_of('explain', group).size} ranks, with one exchange each way"
+    found, size = explain_linear_scan(A, b, x0, reverse=reverse, transpose=transpose), ranks_of("explain", group).size
+    way = exchange(size, sent_bytes(A, b), link)
+    how = f"{way.rounds} rounds of exchange" if way.method == "doubling" else "one exchange"
+    reason = f"{found.reason}; a slice of {size} ranks, with {how} each way"
     return replace(found, subject="linear_scan over ranks", reason=reason)
 
 
@@ -184,7 +191,7 @@ def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExpl
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     wanted = {
         module: name
-        for name, module in model.named_modules()
+        for name, module in _modules(model)
         if isinstance(module, (*_TORCHS, *SCAN_LAYERS, *_VERTEX, scan.ScanSequential))
     }
 
@@ -204,7 +211,7 @@ def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExpl
             module.training = training
     parts = []
     for module, name in wanted.items():
-        kind = f"{'weft' if type(module).__module__.startswith('weft') else 'torch'}.{type(module).__name__}"
+        kind = _kind(type(module))
         if module not in calls:
             parts.append(PartExplanation(name, kind, "", "", "not called for this input"))
             continue
@@ -216,3 +223,23 @@ def _explain_model(model: nn.Module, *inputs: Any, **keywords: Any) -> ModelExpl
         reason = found.reason if getattr(found, "note", None) is None else f"after weft.accelerate: {found.reason}"
         parts.append(PartExplanation(name, kind, found.input, found.algorithm, reason))
     return ModelExplanation(type(model).__name__, tuple(parts))
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a model and their names, but for what is inside a vertex function: that is traced, not called."""
+    seen, left = set(), [("", model)]
+    while left:
+        name, module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield name, module
+        if not isinstance(module, _VERTEX):
+            inside = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+            left += reversed(inside)
+
+
+def _kind(kind: type) -> str:
+    """A class as the table shows it: of a user's the name alone."""
+    package = kind.__module__.partition(".")[0]
+    return f"{package}.{kind.__name__}" if package in ("torch", "weft") else kind.__name__

@@ -374,6 +374,13 @@ def _explained_scan(rank: int) -> None:
     found = weft.explain(wd.linear_scan, x, x)
     assert found.subject == "linear_scan over ranks" and found.algorithm == "diagonal scan"
     assert found.reason.endswith(f"; a slice of {dist.get_world_size()} ranks, with one exchange each way")
+    # What is cheaper in rounds: of a dense matrix each rank would hear a lot.
+    A, b = torch.zeros(2, 64, 256, 256, device="meta"), torch.zeros(2, 64, 256, device="meta")
+    for options in ({}, {"reverse": True, "transpose": True}):
+        found = weft.explain(wd.linear_scan, A, b, **options)
+        assert found.reason.endswith("; a slice of 4 ranks, with 2 rounds of exchange each way")
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'batch_first'; call weft.explain\(weft.distrib"):
+        weft.explain(wd.linear_scan, x, x, batch_first=True)
 
 
 def test_a_scan_explained(team: Team) -> None:

@@ -725,6 +725,44 @@ def test_a_model_with_a_vertex_function():
     assert part.name == "cell" and part.algorithm == "batched" and part.input == repr(graphs)
 
 
+class _Cell(weft.VertexFunction):
+    """With a layer inside, which its trace calls."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.step = torch.nn.GRUCell(4, 4)
+
+    def vertex(self, v):
+        h = self.step(v.pull(), v.gather_sum())
+        v.scatter(h)
+        v.push(h)
+
+
+class _Mine(weft.nn.GRU):
+    pass
+
+
+def test_rows_of_a_model_are_of_what_is_called():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells, self.mine = weft.VertexFunctions({"a": _Cell(), "b": _Cell()}), _Mine(4, 4)
+            self.cell, self.fc, self.old = _Cell(), weft.vertex.models.TreeFC(4), torch.nn.GRU(4, 4)
+            self.again = self.old
+
+        def forward(self, graphs, x):
+            h = self.fc(graphs, self.cell(graphs, self.cells(graphs, x)))
+            return self.old(self.mine(h)[0])
+
+    graphs = weft.Graphs.chain([3]).with_types(["a", "b", "a"])
+    parts = weft.explain(Net(), graphs, torch.randn(3, 4)).parts
+    kinds = {part.name: part.kind for part in parts}
+    assert kinds == {
+        "cells": "weft.VertexFunctions", "mine": "_Mine", "cell": "_Cell", "fc": "weft.TreeFC", "old": "torch.GRU",
+    }  # fmt: skip
+    assert all(part.algorithm and "Proxy" not in part.input for part in parts)
+
+
 @pytest.mark.parametrize("function", [weft.explain, weft.tune])
 def test_what_is_no_tensor_is_named(function):
     name, x = function.__name__, torch.randn(5, 2, 3)

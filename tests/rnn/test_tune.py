@@ -287,6 +287,7 @@ def test_entries_of_others_are_kept(clock, cache):
         "3",
         '{"a": 1}',
         '{"a": {"algorithm": "torch"}}',
+        '{"a": {"algorithm": [], "microseconds": {"torch": 1.0}}}',
         '{"a": {"algorithm": "torch", "microseconds": {"scan": 1.0}}}',
         '{"a": {"algorithm": "torch", "microseconds": {"torch": NaN}}}',
         '{"a": {"algorithm": "torch", "microseconds": {"torch": "1"}}}',

@@ -76,6 +76,19 @@ def test_layers_follow(cls, fastest, device, clock, cache):
         assert ran(lambda: layer(x)) == asked
 
 
+def test_a_key_is_made_once(cache, monkeypatch):
+    """For a kind of call and a machine: layers ask at every call."""
+    kind = tuned.Kind("a program", 700, 12, torch.device("cpu"), torch.float32, True)
+    key = kind.key()
+    made = []
+    monkeypatch.setattr(tuned, "key_of", lambda machine, parts: made.append(machine) or f"{machine} {parts['T']}")
+    assert kind._replace().key() == key and not made
+    monkeypatch.setattr(tuned, "machine_name", lambda device: "another")
+    assert kind.key() == kind._replace().key() == "another 1024" and made == ["another"]
+    assert kind._replace(steps=3).key() == "another 4"
+    tuned._key.cache_clear()
+
+
 @devices
 def test_a_step_of_ones_own_follows(device, clock, cache):
     _, measured = clock

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["PACK", "NotScriptable", "check_dense", "check_keywords", "constructor", "name_after"]
+__all__ = ["PACK", "NotScriptable", "check_dense", "check_keywords", "constructor", "name_after", "not_dense"]
 
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -66,10 +66,16 @@ def check_dense(name: str, argument: str, value: Tensor, instead: str) -> None:
     """TypeError for a nested or a sparse tensor; `instead` is what to give for the former."""
     if value.layout is torch.strided and not value.is_nested:
         return
+    raise TypeError(f"{name}: {not_dense(argument, value, instead)}")
+
+
+def not_dense(argument: str, value: Tensor, instead: str) -> str:
+    """What is wrong with a nested or a sparse tensor, or one of a layout of its own."""
     if value.is_nested:
-        raise TypeError(f"{name}: {argument} is a NestedTensor, which it does not take; {instead}")
+        return f"{argument} is a NestedTensor, which it does not take; {instead}"
     layout = str(value.layout).removeprefix("torch.")
-    raise TypeError(f"{name}: {argument} is sparse ({layout}), which it does not take; give {argument}.to_dense()")
+    has = f"is sparse ({layout})" if layout.startswith("sparse") else f"has the layout {layout}"
+    return f"{argument} {has}, which it does not take; give {argument}.to_dense()"
 
 
 class NotScriptable:

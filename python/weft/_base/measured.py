@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 
 from .._version import __version__
-from .machine import machine_name
 from .paths import replace_file, versioned_cache_dir
 
 __all__ = ["Entry", "Measured", "bucket", "key_of"]
@@ -30,9 +29,9 @@ class Entry(NamedTuple):
         return f"weft.tune measured {', '.join(f'{name} {us:.3g} us' for name, us in times)}"
 
 
-def key_of(device: torch.device, parts: Mapping[str, object]) -> str:
-    """What a measurement holds for: `parts`, on this machine, with these versions."""
-    everything = {"weft": __version__, "torch": torch.__version__, "device": machine_name(device), **parts}
+def key_of(machine: str, parts: Mapping[str, object]) -> str:
+    """What a measurement holds for: `parts`, on a machine of this name, with these versions."""
+    everything = {"weft": __version__, "torch": torch.__version__, "device": machine, **parts}
     return " ".join(f"{name}={value}" for name, value in everything.items())
 
 
@@ -88,8 +87,9 @@ class Measured:
         if not isinstance(value, dict) or not isinstance(value.get("microseconds"), dict):
             return None
         times = value["microseconds"]
-        if not times.keys() <= self.candidates or value.get(self.field) not in times:
+        fastest = value.get(self.field)
+        if not times.keys() <= self.candidates or not isinstance(fastest, str) or fastest not in times:
             return None
         if not all(isinstance(t, float) and math.isfinite(t) and t >= 0 for t in times.values()):
             return None
-        return Entry(value[self.field], times)
+        return Entry(fastest, times)

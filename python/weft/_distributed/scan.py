@@ -25,7 +25,7 @@ from .group import Ranks, check_alike, check_tensor, ranks_named, ranks_of
 from .rounds import SliceMap, carried, in_rounds
 from .totals import between_ranks, pack, product_of_steps, unpack
 
-__all__ = ["Scanned", "linear_scan", "scan_slice"]
+__all__ = ["Scanned", "linear_scan", "scan_slice", "sent_bytes"]
 
 _linear_scan = torch.ops.weft.linear_scan.default
 _gradients = torch.ops.weft.linear_scan_backward.default
@@ -147,6 +147,12 @@ def scan_slice(
         A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
     states, entered, end = _Scan.apply(A, b, x0, None, part, ends)
     return Scanned(states.to(dtype), entered, end)
+
+
+def sent_bytes(A: Tensor, b: Tensor) -> int:
+    """What a rank tells of its slice: a product, a value, and whether a state leaves it."""
+    numbers = math.prod(_product_shape(A, b)) + b.shape[1:].numel() + 1
+    return numbers * (8 if b.dtype == torch.float64 else 4)
 
 
 def _is_varying(A: Tensor, b: Tensor) -> bool:
@@ -392,8 +398,7 @@ def _slice_scan_backward(
 def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose, ends):
     ranks, row, product = ranks_named(group), b.new_empty(b.shape[1:]), _product_shape(A, b)
     states = torch.empty_like(b, memory_format=torch.contiguous_format)
-    numbers = math.prod(product) + row.numel() + 1
-    rounds = not ends and in_rounds(ranks, numbers * (8 if b.dtype == torch.float64 else 4))
+    rounds = not ends and in_rounds(ranks, sent_bytes(A, b))
     products = b.new_empty(1 if rounds else ranks.size, *product, dtype=torch.float64)
     return states, row, torch.empty_like(row), products
 

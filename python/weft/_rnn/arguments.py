@@ -12,6 +12,8 @@ from .._base.arguments import PACK, check_dense
 
 __all__ = ["check_input", "check_state"]
 
+_STATE = "a state is (layers * directions, B, features)"
+
 
 def check_input(name: str, input: Any) -> None:
     """Refuse an input that is no PackedSequence and no tensor, or a nested or sparse one."""
@@ -22,8 +24,12 @@ def check_input(name: str, input: Any) -> None:
 
 
 def check_state(name: str, hx: Any, states: tuple[str, ...] = ()) -> None:
-    """Refuse an initial state that is not None, one Tensor or, with the names of `states`, a Tensor for each."""
-    if hx is None or (isinstance(hx, Tensor) and not states):
+    """Refuse an initial state that is not None, one Tensor or, with the names of `states`, a Tensor for each;
+    all of them dense."""
+    if hx is None:
+        return
+    if isinstance(hx, Tensor) and not states:
+        check_dense(name, "hx", hx, _STATE)
         return
     if not states:
         raise AttributeError(f"{name}: hx must be a Tensor or None, got {type(hx).__name__}")
@@ -34,3 +40,4 @@ def check_state(name: str, hx: Any, states: tuple[str, ...] = ()) -> None:
     for which, state in zip(states, hx, strict=False):
         if not isinstance(state, Tensor):
             raise AttributeError(f"{name}: {which} must be a Tensor, got {type(state).__name__}")
+        check_dense(name, which, state, _STATE)

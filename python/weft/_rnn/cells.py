@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.fx import Proxy
 
-from .._base.arguments import NotScriptable, constructor
+from .._base.arguments import NotScriptable, constructor, not_dense
 from .._base.torch_private import any_autocast, in_forward_mode, in_transform, maps_alone
 from . import reference
 from .layers import check_heads, forget_bias, leaf, leaves_weft
@@ -25,6 +26,9 @@ CPU_SEQUENCES, CPU_HIDDEN = 4, 256
 """On a CPU "auto" leaves steps to torch that have more of both: they are torch's products, beside which the rest is
 nothing, and neither was faster in all cases. Of up to so many sequences the op makes the products itself. A compiled
 graph, which does not look at the batch, always has the op."""
+
+_STEP = "a step is (B, features)"
+"""Instead of what is nested."""
 
 _rnn_cell = torch.ops.weft.rnn_cell.default
 
@@ -94,7 +98,7 @@ class _Cell(NotScriptable):
         """What of the arguments does not fit, and the error that it is where torch has no such cell."""
         names = self._state_names
         if isinstance(input, Tensor) and input.layout is not torch.strided and not self._is_torchs:
-            return TypeError, f"input is sparse ({input.layout}), which it does not take; give input.to_dense()"
+            return TypeError, not_dense("input", input, _STEP)
         if not isinstance(input, Tensor):
             return AttributeError, f"input must be a Tensor, got {type(input).__name__}"
         if input.dim() not in (1, 2):
@@ -120,6 +124,8 @@ class _Cell(NotScriptable):
         for name, s in zip(names, hx if len(names) > 1 else (hx,), strict=True):
             if not isinstance(s, Tensor):
                 return AttributeError, f"{name} must be a Tensor, got {type(s).__name__}"
+            if s.is_nested:
+                return TypeError, not_dense(name, s, _STEP)
             if s.shape != expected:
                 error = ValueError if s.dim() != input.dim() else RuntimeError
                 return error, f"{name} must be {expected}, to go with input {tuple(input.shape)}, got {tuple(s.shape)}"
@@ -127,13 +133,32 @@ class _Cell(NotScriptable):
                 return RuntimeError, f"{name} must be on the input's device, {input.device}, got {s.device}"
             if s.dtype != input.dtype and not any_autocast():
                 return RuntimeError, f"{name} must have the input's dtype, {input.dtype}, got {s.dtype}"
+            if s.layout is not torch.strided:
+                return TypeError, not_dense(name, s, _STEP)
         return None
+
+    def _fits(self, input: Tensor, hx: Any) -> bool:
+        """Whether sizes do: what else may be wrong the op refuses."""
+        if input.dim() not in (1, 2) or input.shape[-1] != self.input_size:
+            return False
+        if hx is None:
+            return True
+        count, expected = len(self._state_names), (*input.shape[:-1], self.hidden_size)
+        if count == 1:
+            return hx.shape == expected
+        if not isinstance(hx, (tuple, list)) or len(hx) != count:
+            return False
+        return all(isinstance(s, Tensor) and not s.is_nested and s.shape == expected for s in hx)
 
     def _refuse_wrong(self, input: Any, hx: Any) -> None:
         wrong = self._wrong(input, hx)
         if wrong is not None:
             error, what = wrong
             raise error(f"{type(self).__name__}: {what}")
+
+    def _refuse_wrong_step(self, input: Tensor, state: tuple[Tensor, ...]) -> None:
+        alone = len(self._state_names) == 1
+        self._refuse_wrong(input, None if not state else state[0] if alone else state)
 
     def _by_torch(self, input: Any, hx: Any) -> Any:
         """By torch's cell, whose exceptions say what is wrong, but not of what."""
@@ -150,22 +175,25 @@ class _Cell(NotScriptable):
         in_torch = choose(self, input).algorithm == "torch"
         if in_torch and self._is_torchs:
             return None
-        batched = input.dim() == 2
+        given, given_state, batched = input, state, input.dim() == 2
         if not batched:
             input, state = input.unsqueeze(0), tuple(s.unsqueeze(0) for s in state)
         if not state:
             state = (input.new_zeros(input.shape[0], self.hidden_size),) * traits(cell).states
         if in_torch:
+            self._refuse_wrong_step(given, given_state)  # the reference would promote dtypes
             found = reference.step(cell, input, state, *self._weights())
         else:
             try:
                 h, c, _ = _rnn_cell(input, *operands(state), *self._weights(), cell=cell, num_heads=self.num_heads)
             except (NotImplementedError, TypeError, ValueError):
                 if not self._is_torchs:
+                    self._refuse_wrong_step(given, given_state)
                     raise
                 return None
             except RuntimeError:
-                if input.device == self._weights()[0].device:
+                if input.device == self._weights()[0].device or not self._is_torchs:
+                    self._refuse_wrong_step(given, given_state)
                     raise
                 return None  # torch's cell refuses it, too
             found = states(cell, h, c)
@@ -175,10 +203,16 @@ class _Cell(NotScriptable):
 _WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
-def _check_sizes(cell: _Cell, input_size: Any, hidden_size: Any) -> None:
+def _sizes(cell: _Cell, input_size: Any, hidden_size: Any) -> tuple[int, int]:
+    """Both as ints: numpy's are some, too."""
+    found = []
     for argument, size in (("input_size", input_size), ("hidden_size", hidden_size)):
-        if not isinstance(size, int):
-            raise TypeError(f"{type(cell).__name__}: {argument} must be an int, got {type(size).__name__}")
+        try:
+            found.append(operator.index(size))
+        except TypeError:
+            got = type(size).__name__
+            raise TypeError(f"{type(cell).__name__}: {argument} must be an int, got {got}") from None
+    return found[0], found[1]
 
 
 def choose(module: _Cell, input: Tensor) -> Choice:
@@ -210,7 +244,7 @@ class _OneState(_Cell):
             return leaf(self, input, hx)
         check_tensors(self, input, hx)
         fits = hx is None or hx.dim() == input.dim()
-        if not self._is_torchs:
+        if not self._is_torchs and not self._fits(input, hx):
             self._refuse_wrong(input, hx)
         step = self._step(cell, input, *_states(hx)) if fits else None
         return self._by_torch(input, hx) if step is None else step[0]
@@ -222,9 +256,7 @@ def check_tensors(cell: _Cell, input: Any, hx: Any = None) -> None:
     for argument, value in (("input", input), ("hx", hx)):
         if isinstance(value, Tensor):
             if value.is_nested:
-                raise TypeError(
-                    f"{name}: {argument} is a NestedTensor, which cells do not take; a step is (B, features)"
-                )
+                raise TypeError(f"{name}: {not_dense(argument, value, _STEP)}")
         elif value is not None or argument == "input":
             raise AttributeError(f"{name}: {argument} must be a Tensor, got {type(value).__name__}")
 
@@ -264,7 +296,7 @@ class RNNCell(_OneState, torch.nn.RNNCell):
         self, input_size: int, hidden_size: int, bias: bool = True, nonlinearity: str = "tanh",
         device: Device = None, dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
-        _check_sizes(self, input_size, hidden_size)
+        input_size, hidden_size = _sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, nonlinearity, device, dtype)
         self.algorithm = algorithm
         self._split_heads(num_heads)
@@ -322,7 +354,7 @@ class GRUCell(_OneState, torch.nn.GRUCell):
         self, input_size: int, hidden_size: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
-        _check_sizes(self, input_size, hidden_size)
+        input_size, hidden_size = _sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.algorithm = algorithm
         self._split_heads(num_heads)
@@ -364,7 +396,7 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
         self, input_size: int, hidden_size: int, bias: bool = True, device: Device = None,
         dtype: torch.dtype | None = None, *, algorithm: str = "auto", num_heads: int = 1,
     ) -> None:  # fmt: skip
-        _check_sizes(self, input_size, hidden_size)
+        input_size, hidden_size = _sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.algorithm = algorithm
         self._split_heads(num_heads)
@@ -386,10 +418,10 @@ class LSTMCell(_Cell, torch.nn.LSTMCell):
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
         check_tensors(self, input)
-        if not self._is_torchs:
+        if not self._is_torchs and not self._fits(input, hx):
             self._refuse_wrong(input, hx)
         given = () if hx is None else hx
-        fits = isinstance(given, (tuple, list)) and len(given) in (0, 2)
+        fits = hx is None or (isinstance(hx, (tuple, list)) and len(hx) == 2)
         if fits and all(isinstance(s, Tensor) and s.dim() == input.dim() for s in given):
             step = self._step("lstm", input, *given)
             if step is not None:
@@ -432,7 +464,7 @@ class SLSTMCell(_Cell, torch.nn.RNNCellBase):
     ) -> None:  # fmt: skip
         if forget_gate not in ("sigmoid", "exp"):
             raise ValueError(f"SLSTMCell: forget_gate must be 'sigmoid' or 'exp', got {forget_gate!r}")
-        _check_sizes(self, input_size, hidden_size)
+        input_size, hidden_size = _sizes(self, input_size, hidden_size)
         super().__init__(input_size, hidden_size, bias, 4, device, dtype)
         self.forget_gate = forget_gate
         self.algorithm = algorithm
@@ -476,7 +508,8 @@ class SLSTMCell(_Cell, torch.nn.RNNCellBase):
         if isinstance(input, Proxy):
             return leaf(self, input, hx)
         check_tensors(self, input)
-        self._refuse_wrong(input, hx)
+        if not self._fits(input, hx):
+            self._refuse_wrong(input, hx)
         return self._step(self._cell, input, *(() if hx is None else hx))
 
 

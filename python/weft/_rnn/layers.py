@@ -24,7 +24,7 @@ __all__ = ["GRU", "LSTM", "RNN", "SLSTM", "check_heads", "forget_bias"]
 
 Device: TypeAlias = torch.device | str | int | None
 
-_POSITIONAL = 9
+_POSITIONAL = 10
 """Arguments of torch.nn.RNNBase without the mode."""
 
 
@@ -63,8 +63,9 @@ class _Layer(NotScriptable, TakesSlices, torch.nn.RNNBase):
         name = type(self).__name__
         check_keywords(name, kwargs, self._arguments)
         if len(args) > _POSITIONAL:
-            most = _POSITIONAL + ("nonlinearity" in self._arguments)
-            raise TypeError(f"{name}: takes {most} arguments without their names at most")
+            more = "nonlinearity" in self._arguments  # which RNN has taken out
+            most, got = _POSITIONAL + more, len(args) + more
+            raise TypeError(f"{name}: takes {most} arguments without their names at most, got {got}")
         for argument in ("input_size", "hidden_size")[len(args) :]:
             if argument not in kwargs:
                 raise TypeError(f"{name}: {argument} is missing")

@@ -11,7 +11,7 @@ from .._base.arguments import PACK, check_dense
 from .._base.torch_private import any_autocast
 from .chain import check_tensor
 
-__all__ = ["check_like", "check_padded"]
+__all__ = ["check_like", "check_padded", "check_start"]
 
 
 def check_padded(
@@ -51,3 +51,11 @@ def check_like(name: str, argument: str, input: Tensor, parameter: Tensor) -> No
             f"{name}: {argument} is {input.dtype}, the parameters are {parameter.dtype}; convert {argument}: "
             f"{argument}.to({parameter.dtype}){model}"
         )
+
+
+def check_start(name: str, argument: str, state: Any, device: torch.device) -> None:
+    """Refuse an initial state that is no dense tensor, or on another device than the input."""
+    check_tensor(name, argument, state)
+    check_dense(name, argument, state, "a state has one size")
+    if state.device != device:
+        raise RuntimeError(f"{name}: {argument} must be on the input's device, {device}, got {state.device}")

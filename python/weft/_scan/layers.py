@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._base.arguments import NotScriptable, constructor, name_after
 from .._base.over_ranks import TakesSlices
-from .chain import check_tensor
-from .layer_input import check_like, check_padded
+from .layer_input import check_like, check_padded, check_start
 from .linear import linear_scan
 
 __all__ = ["LRU", "RGLRU", "S5", "MinGRU", "MinLSTM"]
@@ -87,7 +86,7 @@ class _ScanLayer(NotScriptable, TakesSlices, nn.Module):
         if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
             raise ValueError(f"{name}: dropout must be a number from 0 to 1, got {dropout!r}")
         if dropout and num_layers == 1:
-            warnings.warn(f"{name}: dropout acts between layers, and there is one", stacklevel=3)
+            warnings.warn(f"{name}: dropout acts between layers, and there is one", stacklevel=4)
         self.input_size, self.hidden_size, self.num_layers, self.bias = input_size, hidden_size, num_layers, bias
         self.batch_first, self.dropout, self.bidirectional = batch_first, dropout, bidirectional
 
@@ -202,7 +201,12 @@ class _ScanLayer(NotScriptable, TakesSlices, nn.Module):
                 directions = []
             start = None if starts is None else starts[layer * self._directions + direction]
             if one:
-                output, h = _scan_cell(x.select(time, 0), start, self._weights(suffix), cell=self._cell)
+                try:
+                    output, h = _scan_cell(x.select(time, 0), start, self._weights(suffix), cell=self._cell)
+                except TypeError:
+                    if start is not None:  # of whose dtype many steps have the words
+                        self._start(start, self._terms(x, suffix)[1])
+                    raise
                 output = output.unsqueeze(time)
             else:
                 A, b, dtype = self._terms(x, suffix)
@@ -239,7 +243,7 @@ class _ScanLayer(NotScriptable, TakesSlices, nn.Module):
         if hx is None:
             return None, False
         name, rows, H = type(self).__name__, self.num_layers * self._directions, self._state_size
-        check_tensor(name, "hx", hx)
+        check_start(name, "hx", hx, self._parameter.device)
         whole, one = ((rows, B, H), (B, H)) if batched else ((rows, H), (H,))
         if hx.shape == whole:
             return hx if batched else hx.unsqueeze(1), False

@@ -15,8 +15,7 @@ from .._base.arguments import NotScriptable, constructor
 from .._base.over_ranks import TakesSlices
 from .._base.torch_private import any_autocast, constant_when_compiled, differentiated_by_transform, in_transform
 from . import tuned
-from .chain import check_tensor
-from .layer_input import check_padded
+from .layer_input import check_padded, check_start
 from .pointwise import ALGORITHMS
 from .step_trace import traced
 
@@ -170,7 +169,7 @@ class _Para(NotScriptable, TakesSlices, nn.Module):
             if state is None:
                 h.append(gates.new_zeros(shape))
                 continue
-            check_tensor(name, part, state)
+            check_start(name, part, state, gates.device)
             want = shape if batched else shape[1:]
             if state.shape != want:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._base.machine import machine_name
 from .._base.measured import Entry, Measured, bucket, key_of
 
 __all__ = ["MEASURED", "Entry", "Kind", "chosen", "look_up", "trains"]
@@ -27,15 +29,21 @@ class Kind(NamedTuple):
     trains: bool
 
     def key(self) -> str:
-        """Sizes are rounded up to powers of two."""
-        parts = {
-            "program": hashlib.sha256(self.program.encode()).hexdigest()[:16],
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "T": bucket(self.steps),
-            "N": bucket(self.channels),
-            "trains": int(self.trains),
-        }
-        return key_of(self.device, parts)
+        """What it is called in the file."""
+        return _key(self, machine_name(self.device))
+
+
+@functools.lru_cache(256)
+def _key(kind: Kind, machine: str) -> str:
+    """Sizes are rounded up to powers of two."""
+    parts = {
+        "program": hashlib.sha256(kind.program.encode()).hexdigest()[:16],
+        "dtype": str(kind.dtype).removeprefix("torch."),
+        "T": bucket(kind.steps),
+        "N": bucket(kind.channels),
+        "trains": int(kind.trains),
+    }
+    return key_of(machine, parts)
 
 
 def look_up(kind: Kind) -> Entry | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .._base.machine import machine_name
 from .._base.measured import Entry, Measured, bucket, key_of
 from .._base.torch_private import fp32_precision
 from .graphs import Graphs
@@ -30,7 +31,7 @@ def key(functions: Sequence[Function], trains: bool, graphs: Graphs) -> str:
         "E": bucket(graphs.num_edges),
         "L": bucket(graphs.num_levels),
     }
-    return key_of(types.device, parts)
+    return key_of(machine_name(types.device), parts)
 
 
 def look_up(functions: Sequence[Function], trains: bool, graphs: Graphs) -> Entry | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..._base.machine import machine_name
 from ..._base.measured import Entry, Measured, bucket, key_of
 from .case import Case
 from .costs import products_flops
@@ -47,4 +48,4 @@ def key(case: Case) -> str:
     }
     if case.heads > 1:
         parts["heads"] = case.heads
-    return key_of(torch.device(case.device, case.index), parts)
+    return key_of(machine_name(torch.device(case.device, case.index)), parts)
