@@ -553,11 +553,11 @@ E = torch.tensor([[0, 1, 1], [2, 2, 3]])
         (lambda: Graphs.from_edges([E[:, [0, 0, 1, 2]]], [4]), r"^Graphs.from_edges: .*got \(2, 4\).*from_edge_index"),
         (
             lambda: Graphs.from_edges(E.T, [4]),
-            r"^Graphs.from_edges: edges must be a sequence .* \(3, 2\).*\(\[edges\], \[",
+            r"^Graphs.from_edges: graph 0: edges must be a sequence .* \(3, 2\).*\(\[edges\], \[",
         ),
         (
             lambda: Graphs.from_edge_index(E, [4]),
-            r"^Graphs.from_edge_index: .* \(2, 3\); .*from_edge_index\(\[edge_index\]",
+            r"^Graphs.from_edge_index: graph 0: .* \(2, 3\); .*from_edge_index\(\[edge_index\]",
         ),
         (
             lambda: Graphs.from_edge_index([E], 4),
@@ -612,6 +612,13 @@ E = torch.tensor([[0, 1, 1], [2, 2, 3]])
 )
 def test_graphs(call, message):
     refused(call, message)
+
+
+@pytest.mark.parametrize("make", [Graphs.from_edges, Graphs.from_edge_index])
+@pytest.mark.parametrize("array", [lambda x: x, lambda x: x.numpy()])
+def test_the_array_of_one_graph_is_a_value_error(array, make):
+    with pytest.raises(ValueError, match=rf"^Graphs\.{make.__name__}: graph 0: .*of a single graph call"):
+        make(array(torch.tensor([[0, 1], [1, 2]])), [3, 3])
 
 
 def test_two_rows_may_be_an_edge_index():

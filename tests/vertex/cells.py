@@ -7,6 +7,7 @@ import torch
 import torch.nn.utils.prune
 import weft
 from torch import nn
+from torch.nn import functional
 from weft.vertex import models
 
 from tests.common import DEVICES
@@ -80,6 +81,20 @@ class Twice(weft.VertexFunction):
 
     def vertex(self, v):
         h = torch.tanh(self.W(v.pull()) + self.U(v.gather(0)) + self.U(v.gather(1)))
+        v.scatter(h)
+        v.push(h)
+
+
+class MatrixAndVector(weft.VertexFunction):
+    """One parameter is the matrix of a product and scales rows, too."""
+
+    def __init__(self, x, h):
+        super().__init__(h)
+        self.W, self.a = nn.Linear(x, h), nn.Linear(h, 1, bias=False)
+
+    def vertex(self, v):
+        t = torch.tanh(self.W(v.pull()) + v.gather_sum())
+        h = torch.tanh(functional.linear(t, self.a.weight) + t * self.a.weight)
         v.scatter(h)
         v.push(h)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -115,6 +117,15 @@ def test_several_pushes_of_any_dtype_in_any_order(executor):
     assert torch.equal(a, (inputs["x"] > 0).long()) and a.dtype == torch.int64
     assert torch.equal(b, inputs["k"] + 1) and b.dtype == torch.int32
     assert c.shape == (GRAPHS.num_vertices,) and c[0] == 0 and c[2] == inputs["x"][0, 0]
+
+
+@executors
+def test_a_copy_of_v(executor):
+    x = rows(BINARY)
+    m = Cell(lambda self, v: both(v, copy.copy(v).pull() + v.gather(0) + v.gather(1)))
+    assert torch.equal(m(BINARY, x, executor=executor)[2], x[2] + x[0] + x[1])
+    with pytest.raises(AttributeError, match="_nothing"):
+        Cell(lambda self, v: copy.copy(v)._nothing)(BINARY, x, executor=executor)
 
 
 @executors

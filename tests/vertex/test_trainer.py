@@ -12,10 +12,12 @@ import torch
 import weft
 from torch import nn
 from torch.optim import lr_scheduler
+from weft._vertex.calls import prepare
+from weft._vertex.runtime import persistent
 from weft.vertex import Trainer, models
 
 from tests.common import relative_error
-from tests.vertex.cells import BINARY, devices, rows
+from tests.vertex.cells import BINARY, MatrixAndVector, devices, rows
 from tests.vertex.training import (
     BOUND,
     CELLS,
@@ -143,6 +145,25 @@ def test_inputs_by_name_and_none(device):
 
     data = [(g, None, t) for g, _, t in batches(tree_lstm, 3, device)]
     check_against_loop(Nothing(), None, OPTIMIZERS["sgd"], data, device)
+
+
+@devices
+@pytest.mark.parametrize("executor", ["auto", "persistent"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_parameter_that_is_a_matrix_and_a_vector(optimizer, executor, device):
+    """Its gradient is the sum of both, which a kernel of steps does not take."""
+    data = batches(tree_lstm, device=device)
+    trainer = check_against_loop(MatrixAndVector(X, C), None, OPTIMIZERS[optimizer], data, device, executor=executor)
+    explained = weft.explain(trainer, *data[0][:2])
+    assert not explained.one_kernel
+    assert "both a matrix and a vector" in explained.why or device == "cpu"
+
+
+@pytest.mark.parametrize("head", [None, nn.Linear(C, C)])
+def test_its_obstacle(head):
+    found = prepare(MatrixAndVector(X, C), BINARY, rows(BINARY, X, requires_grad=True), "batched").ready
+    on_device = found._replace(device=torch.device("cuda"))
+    assert persistent.training_obstacle(on_device, head, "mse") == "a parameter is both a matrix and a vector"
 
 
 @devices

@@ -92,6 +92,9 @@ class Steps:
         published = _C.script_published(self.program, block, TRAINING)
         n, leaves = graphs.num_vertices, graphs.num_vertices - core.num_inner
         counts = {"inner": core.num_inner, "edges": core.num_edges, "vector": 1}
+        # Some slot of a vertex with children has none.
+        gaps = core.num_uses < core.layout()["slots"][1] * core.num_inner
+        one = len(self.compiled.functions) == 1
         buffers, shared = self.compiled.plan.frontiers.buffers, {}
         arguments = (BufferArgument * len(buffers))()
         held = []
@@ -101,10 +104,15 @@ class Steps:
                 t = x
             elif b.space == "vector":
                 t = self.vectors[b.index].detach().view(1, -1)
-            elif b.space in ("output", "output_grad"):
-                t = shared.setdefault((b.space, b.index), torch.zeros(shape))
             else:
-                t = missing(*shape) if i in published else torch.zeros(shape)
+                zeros = b.zeros or not one or (b.scattered and b.space != "edges" and (b.space != "inner" or gaps))
+                if b.space == "output_grad":
+                    zeros = at == "roots"
+                elif i in published:
+                    zeros = False
+                t = torch.zeros(shape) if zeros else missing(*shape)
+                if b.space in ("output", "output_grad"):  # functions share them
+                    t = shared.setdefault((b.space, b.index), t)
             held.append(t)
             before = leaves * b.width * 4 if b.space == "inner" else 0
             arguments[i] = BufferArgument(t.data_ptr() - before, 0 if b.space == "vector" else b.width)
@@ -241,7 +249,7 @@ def test_a_refused_step_changes_nothing(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["treelstm", "messages", "rvnn"])
 def test_many_graphs(name, tmp_path):
-    """As many of one kernel as time allows, each in an order of blocks of its own."""
+    """Twenty steps of one kernel, each in an order of blocks of its own."""
     torch.manual_seed(7)
     cell, width = {
         "treelstm": lambda: (models.TreeLSTM(4, 8), 4),

@@ -33,12 +33,10 @@ enum class Space : int32_t {
   kVector
 };
 
-// Of a buffer's elements. Registers are float, double where there are doubles, which mix with nothing else.
-
 struct Buffer {
   Space space;
   int32_t width;
-  DType dtype;
+  DType dtype;           // registers are float, double where there are doubles, which mix with nothing else
   bool scattered;        // kScatter writes it; rows that nobody writes, of slots without a child, are zero
   int32_t index;         // which of the caller's tensors
   bool backward;         // made by the backward pass

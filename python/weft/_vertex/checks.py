@@ -37,9 +37,6 @@ def _other_rows(name: str, key: str, x: Tensor, row: str, rows: int) -> ValueErr
     return ValueError(f"{name}: input {key!r} must have one row per {row}, {rows} rows, got {count}")
 
 
-# Of a module's __dict__, what is not an attribute of its own.
-
-
 def device_of(name: str, graphs: Graphs, rows: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> torch.device:
     """The one device of all tensors; that of the graphs where there are none."""
     found: dict[torch.device, str] = {}

@@ -390,12 +390,12 @@ class Graphs:
 
 
 def _check_one_per_graph(method: str, name: str, value: object) -> None:
-    """TypeError for the array of one graph, whose rows would be taken for graphs."""
+    """ValueError for the array of one graph, whose rows would be taken for graphs."""
     shape = getattr(value, "shape", ())
     if len(shape) == 2 and 0 not in shape:
-        raise TypeError(
-            f"Graphs.{method}: {name} must be a sequence with an entry per graph, got one of shape {tuple(shape)}; of "
-            f"a single graph call Graphs.{method}([{name}], [num_vertices])"
+        raise ValueError(
+            f"Graphs.{method}: graph 0: {name} must be a sequence with an entry per graph, got one of shape "
+            f"{tuple(shape)}; of a single graph call Graphs.{method}([{name}], [num_vertices])"
         )
 
 

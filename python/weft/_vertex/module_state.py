@@ -8,6 +8,7 @@ from .runtime.call_cache import HOOKS
 
 __all__ = ["ModuleState"]
 
+# Of a module's __dict__, what is not an attribute of its own.
 _INTERNALS = frozenset({*nn.Module().__dict__, "_compiled"}) - {"training"}
 
 

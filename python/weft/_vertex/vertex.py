@@ -190,6 +190,8 @@ class Vertex:
         self.outputs.append(self._push(output))
 
     def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # copies are asked before they have a type
+            raise AttributeError(name)
         raise AttributeError(f"{self.__dict__['_type'].name}: v has no {name!r}; it has {', '.join(_METHODS)}")
 
     def _once(

@@ -201,8 +201,12 @@ def _training_obstacle(call: Ready, cross_entropy: bool, head: bool, classes: in
     names = [_name(compiled, *m) for m in (*given.matrices, *given.vectors)]
     if not call.tensors.keys() >= {*names}:
         return "not all it reads are parameters"
-    if any(call.tensors[name].dtype != torch.float32 for name in names):
+    tensors = [call.tensors[name] for name in names]
+    if any(t.dtype != torch.float32 for t in tensors):
         return "it is not float32"
+    # A kernel finds the gradients of the two apart, and an update takes one.
+    if len({*map(id, tensors)}) < len(tensors):
+        return "a parameter is both a matrix and a vector"
     properties = torch.cuda.get_device_properties(call.device)
     most, limit = properties.multi_processor_count, properties.shared_memory_per_block_optin
     form = len(given.matrices), len(given.vectors), cross_entropy, head, classes
