@@ -62,18 +62,20 @@ def test_bad_constructions():
     Trainer(cell, torch.optim.SGD([*cell.parameters(), *head.parameters()], 0.1), "mse", head=head)
 
 
+HEADS = {
+    "none": lambda device: None,
+    "linear": lambda device: nn.Linear(C, C).to(device),
+    "normalised": lambda device: nn.Sequential(nn.BatchNorm1d(C), nn.Linear(C, C)).to(device),
+}
+
+
 @devices
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "rmsprop"])
-@pytest.mark.parametrize("head", ["none", "linear", "normalised"])
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("started", [False, True])
 def test_bad_steps_change_nothing(started, head, optimizer, device):
     cell = models.TreeLSTM(X, C).to(device)
-    head = {
-        "none": None,
-        "linear": nn.Linear(C, C),
-        "normalised": nn.Sequential(nn.BatchNorm1d(C), nn.Linear(C, C)),
-    }[head]
-    head = head if head is None else head.to(device)
+    head = HEADS[head](device)
     optimizer = OPTIMIZERS[optimizer]([*cell.parameters(), *([] if head is None else head.parameters())])
     graphs, x, targets = BINARY.to(device), rows(BINARY, X).to(device), torch.tensor([0, 1, 4]).to(device)
     options = {"head": head}
@@ -162,17 +164,12 @@ def test_other_refusals(device):
 
 @devices
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "fused", "rmsprop"])
-@pytest.mark.parametrize("head", ["none", "linear", "normalised"])
+@pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("wrong", [-1, C, -101, 2**40])
 def test_a_class_out_of_range_is_an_index_error(wrong, head, name, device):
     """By the next step or sync at the latest; neither step changes anything, and training goes on."""
     cell = models.TreeLSTM(X, C).to(device)
-    head = {
-        "none": None,
-        "linear": nn.Linear(C, C),
-        "normalised": nn.Sequential(nn.BatchNorm1d(C), nn.Linear(C, C)),
-    }[head]
-    head = head if head is None else head.to(device)
+    head = HEADS[head](device)
     optimizer = OPTIMIZERS[name]([*cell.parameters(), *([] if head is None else head.parameters())])
     trainer = Trainer(cell, optimizer, head=head)
     data = [b for b in batches(tree_lstm, 8, device) if len(b[2]) > 1]
