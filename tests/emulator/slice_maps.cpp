@@ -1,5 +1,5 @@
-// The two halves of a slice's scan, csrc/scan/linear/cuda/warp_slice.cuh, blocks one after the other: products, what the
-// slice tells, boundaries and replay. The caller compares. H 8 and 20 alone are compiled.
+// The two halves of a slice's scan, csrc/scan/linear/cuda/warp_slice.cuh, blocks one after the other: products, what
+// the slice tells, boundaries and replay. The caller compares. H 8 and 20 alone are compiled.
 #include "warp_operations.h"
 
 inline int atomicAdd(int* to, int x) {

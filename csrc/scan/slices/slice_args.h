@@ -24,8 +24,8 @@ struct DenseProduct {
   bool wide;  // double, else float
 };
 
-// The message of one rank: packed products, values (B, H), and whether anything leaves the slice. Products are (B, H) of
-// a diagonal A, else (B, H, H) or, shared by the batch, (1, H, H). Numbers of int32, of int64 for doubles.
+// The message of one rank: packed products, values (B, H), and whether anything leaves the slice. Products are (B, H)
+// of a diagonal A, else (B, H, H) or, shared by the batch, (1, H, H). Numbers of int32, of int64 for doubles.
 constexpr int64_t slice_message_numbers(int64_t products, int64_t channels) {
   return products + channels + 1;
 }

@@ -13,9 +13,9 @@ Problem checked_slice(const char* op, const at::Tensor& A, const at::Tensor& b, 
   TORCH_CHECK_VALUE(b.dim() == 3, op, ": b must be (T, B, H), got ", b.sizes());
   check_like(op, "A", A, "b", b);
   const int64_t T = b.size(0), B = b.size(1), H = b.size(2);
-  TORCH_CHECK_VALUE(A.dim() == 4 && A.size(0) == T && (A.size(1) == B || A.size(1) == 1) && A.size(2) == H &&
-                        A.size(3) == H,
-                    op, ": A must be (T, B, H, H) or (T, 1, H, H) to go with b ", b.sizes(), ", got ", A.sizes());
+  TORCH_CHECK_VALUE(
+      A.dim() == 4 && A.size(0) == T && (A.size(1) == B || A.size(1) == 1) && A.size(2) == H && A.size(3) == H, op,
+      ": A must be (T, B, H, H) or (T, 1, H, H) to go with b ", b.sizes(), ", got ", A.sizes());
   if (x0) {
     check_like(op, x0_name, *x0, "b", b);
     check_shape(op, x0_name, *x0, b.sizes().slice(1), "(B, H)");

@@ -8,7 +8,8 @@
 //            not read for the value
 //   chunks   of time, 1 to T: slice_chunks says how many are fastest
 //   value    (B, H), what leaves the slice from x0
-//   message  with `told` what the rank tells the others, as slice_message: the packed product of all A, (B, H, H) or (1,
+//   message  with `told` what the rank tells the others, as slice_message: the packed product of all A, (B, H, H) or
+//   (1,
 //            H, H), the bits of value, and 1; else (0)
 //   maps     what slice_replay_ goes by: on CUDA (chunks, B, slice_map_floats(H)), on the CPU (chunks, B, 0)
 // slice_replay_(x, A, b, maps, state, came, chunks, reverse, transpose)
@@ -16,10 +17,10 @@
 //            (1), int32, is 0, from nothing, without the first A
 //   maps     of slice_maps with the same other arguments; they are used up
 //
-// The product is that of the chunks' maps: float32's digits in each column, and double's range and more. What becomes of
-// a state that comes in is what the steps make of it from the seam on: where maps say less than steps would, steps are
-// taken. Deterministic; batch rows are independent. No autograd of their own: weft::slice_scan, which calls them, has
-// it. Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3, cut by devices.
+// The product is that of the chunks' maps: float32's digits in each column, and double's range and more. What becomes
+// of a state that comes in is what the steps make of it from the seam on: where maps say less than steps would, steps
+// are taken. Deterministic; batch rows are independent. No autograd of their own: weft::slice_scan, which calls them,
+// has it. Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3, cut by devices.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -52,7 +52,8 @@ at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const
   check_row(op, "value", value, "A", A);
   const bool wide = A.scalar_type() == at::kDouble;
   const int64_t B = A.size(1), H = A.size(2);
-  const at::Tensor message = at::empty({slice_message_numbers(B * H, B * H)}, A.options().dtype(wide ? at::kLong : at::kInt));
+  const at::Tensor message =
+      at::empty({slice_message_numbers(B * H, B * H)}, A.options().dtype(wide ? at::kLong : at::kInt));
   const at::Tensor rows = in_rows(A);
   const Steps steps = A.numel() == 0 ? Steps{} : steps_of(rows, false);
   kernels.message({steps.data, steps.t, steps.b, B * H == 0 ? 0 : A.size(0), B, H, wide}, value.contiguous(), leaves,
@@ -80,7 +81,8 @@ States slice_states(const SliceKernels& kernels, const at::Tensor& messages, con
   TORCH_CHECK_VALUE(0 <= order && order < ranks, op, ": order must be at least 0 and below ", ranks, ", got ", order);
   const at::Tensor entered = at::empty(value.sizes(), value.options()), end = at::empty(value.sizes(), value.options());
   const auto doubles = value.options().dtype(at::kDouble);
-  const at::Tensor products = matrices > 0 ? at::empty({ranks, matrices, H, H}, doubles) : at::empty({ranks, B, H}, doubles);
+  const at::Tensor products =
+      matrices > 0 ? at::empty({ranks, matrices, H, H}, doubles) : at::empty({ranks, B, H}, doubles);
   const at::Tensor came = at::zeros({1}, value.options().dtype(at::kInt));
   const at::Tensor rows = messages.contiguous();
   if (value.numel() > 0) {
@@ -113,7 +115,8 @@ at::Tensor slice_left(const SliceKernels& kernels, const at::Tensor& messages, c
   const at::Tensor rows = messages.contiguous(), of_ranks = products.contiguous();
   if (left.numel() > 0) {
     kernels.gradients({rows.const_data_ptr(), of_ranks.const_data_ptr<double>(), ranks, B, H,
-                       dense ? products.size(1) : 0, order, reverse, shares, messages.scalar_type() == at::kDouble, left.data_ptr()});
+                       dense ? products.size(1) : 0, order, reverse, shares, messages.scalar_type() == at::kDouble,
+                       left.data_ptr()});
   }
   return left;
 }

@@ -1,9 +1,11 @@
-// What all chunks of a slice do to a state, of the maps that chunk_maps.cuh has of each: their product, as ranks send it.
+// What all chunks of a slice do to a state, of the maps that chunk_maps.cuh has of each: their product, as ranks send
+// it.
 //
 // Decomposition: a tree of two levels. A block multiplies the maps of some chunks of a batch row, one after the other;
 //   the last of a row's blocks to be through multiplies what these came to. A thread owns some rows of the product in
 //   one column, and keeps that column's exponent.
-// Shared memory: the product and the map that it is multiplied by, while the next map comes into registers: 16 S^2 bytes
+// Shared memory: the product and the map that it is multiplied by, while the next map comes into registers: 16 S^2
+// bytes
 //   for S states.
 // Numbers: a map's are float's, within 2 of each other's columns; products are double's, and row k of one takes the
 //   exponent of column k of the next.
@@ -16,8 +18,8 @@
 namespace weft::scan::warp {
 namespace {
 
-constexpr int64_t kExponentOfZero = -(1ll << 40);           // below every other
-constexpr int64_t kExponentOfZeros = kExponentOfZero / 2;   // of a column of zeros, which may meet other exponents
+constexpr int64_t kExponentOfZero = -(1ll << 40);          // below every other
+constexpr int64_t kExponentOfZeros = kExponentOfZero / 2;  // of a column of zeros, which may meet other exponents
 
 // Of the maps of `chunks` chunks, (chunks, rows, Map::kStride).
 struct MapProducts {
@@ -63,9 +65,7 @@ struct ProductOfMaps {
   }
   __device__ int row(int r) const { return group + r * groups; }
   // Where a state lies in a map.
-  __device__ int padded(int state) const {
-    return Map::kParts == 2 && state >= p.H ? Map::HP + state - p.H : state;
-  }
+  __device__ int padded(int state) const { return Map::kParts == 2 && state >= p.H ? Map::HP + state - p.H : state; }
   static __device__ int64_t exponent_of(double x) {
     int64_t exponent = 0;
     if (is_finite_bits(x)) mantissa_of(x, exponent);

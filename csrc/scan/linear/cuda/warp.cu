@@ -144,8 +144,8 @@ void check_sizes(const LinearScan& scan, const WarpPlan& plan) {
 WarpPlan slice_plan(const LinearScan& scan, int64_t chunks) {
   const int64_t length = (scan.T + chunks - 1) / chunks;
   WarpPlan plan{(scan.T + length - 1) / length, length, false, true};
-  plan.columns = columns_take(scan) && stages_of(scan, plan.chunks, true, true).us() <
-                                           stages_of(scan, plan.chunks, false, true).us();
+  plan.columns = columns_take(scan) &&
+                 stages_of(scan, plan.chunks, true, true).us() < stages_of(scan, plan.chunks, false, true).us();
   check_sizes(scan, plan);
   return plan;
 }

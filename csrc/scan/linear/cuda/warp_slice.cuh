@@ -1,5 +1,5 @@
-// The scan of a slice of a sequence whose whole lies on many ranks, H <= 32, in float: that of warp.cuh, cut where ranks
-// exchange, so that no pass over the steps is added.
+// The scan of a slice of a sequence whose whole lies on many ranks, H <= 32, in float: that of warp.cuh, cut where
+// ranks exchange, so that no pass over the steps is added.
 //
 //   1. products: as there, of all chunks; the maps stay.
 //   2. summary: one warp per batch row takes x through the maps, from what the caller gives, to the end; beside it the
@@ -22,14 +22,13 @@ __device__ __forceinline__ float through_slice(const LinearScan& scan, const War
   using Map = MapLayout<1, HP>;
   const int H = int(scan.H), unit = min(int(threadIdx.x), H - 1);
   float x = has_x0 ? static_cast<const float*>(scan.x0)[batch * scan.x0_b + unit] : 0.0f, none = 0.0f;
-  carry_through_chunks<Map, false, kWay>(
-      int(count), maps + batch * Map::kStride, scan.B * Map::kStride, starts + batch * HP, scan.B * HP, H, x, none,
-      shared, [&](int done) {
-        const int64_t first = done * plan.length;
-        x = redo_chunk<float, HP, kTransposed, kAligned>(scan, batch, first, int(min(plan.length, scan.T - first)),
-                                                         has_x0, x,
-                                                         reinterpret_cast<char*>(shared + kBoundaryElements<Map>));
-      });
+  carry_through_chunks<Map, false, kWay>(int(count), maps + batch * Map::kStride, scan.B * Map::kStride,
+                                         starts + batch * HP, scan.B * HP, H, x, none, shared, [&](int done) {
+                                           const int64_t first = done * plan.length;
+                                           x = redo_chunk<float, HP, kTransposed, kAligned>(
+                                               scan, batch, first, int(min(plan.length, scan.T - first)), has_x0, x,
+                                               reinterpret_cast<char*>(shared + kBoundaryElements<Map>));
+                                         });
   return x;
 }
 
@@ -38,13 +37,15 @@ template <int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(ProductOfMaps<MapLayout<1, HP>>::kThreads)
     summary_kernel(LinearScan scan, WarpPlan plan, SliceMaps told, float* starts, MapProducts products) {
   if (int64_t(blockIdx.x) >= scan.B) {
-    ProductOfMaps<MapLayout<1, HP>>(products, reinterpret_cast<double*>(dynamic_shared_memory())).run(int64_t(blockIdx.x) - scan.B);
+    ProductOfMaps<MapLayout<1, HP>>(products, reinterpret_cast<double*>(dynamic_shared_memory()))
+        .run(int64_t(blockIdx.x) - scan.B);
     return;
   }
   if (threadIdx.x >= kWarp) return;
   const int64_t batch = blockIdx.x;
   const float x = through_slice<HP, kTransposed, kAligned, Way::whole>(
-      scan, plan, told.maps, starts, batch, scan.x0 != nullptr, plan.chunks, reinterpret_cast<float*>(dynamic_shared_memory()));
+      scan, plan, told.maps, starts, batch, scan.x0 != nullptr, plan.chunks,
+      reinterpret_cast<float*>(dynamic_shared_memory()));
   if (int(threadIdx.x) < scan.H) {
     told.value[batch * scan.H + threadIdx.x] = x;
     if (told.message) told.values()[batch * scan.H + threadIdx.x] = __float_as_int(x);
@@ -57,7 +58,8 @@ template <int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(kWarp)
     arrival_kernel(LinearScan scan, WarpPlan plan, const float* maps, float* starts, const int32_t* came) {
   through_slice<HP, kTransposed, kAligned, Way::again>(scan, plan, maps, starts, blockIdx.x, !came || *came != 0,
-                                                       plan.chunks - 1, reinterpret_cast<float*>(dynamic_shared_memory()));
+                                                       plan.chunks - 1,
+                                                       reinterpret_cast<float*>(dynamic_shared_memory()));
 }
 
 template <int HP, bool kAligned>

@@ -1,5 +1,5 @@
-// The halves of a slice's scan on the CPU, where a scan is sequential in time: the first scans for the value, the second
-// for the states.
+// The halves of a slice's scan on the CPU, where a scan is sequential in time: the first scans for the value, the
+// second for the states.
 #include "scan/slices/slice_maps.h"
 
 #include <ATen/ops/empty.h>
@@ -33,10 +33,9 @@ constexpr SliceHalves kHalves{[](int64_t) { return int64_t(0); }, maps_on_cpu, r
 }  // namespace
 
 TORCH_LIBRARY_IMPL(weft, CPU, m) {
-  m.impl("slice_maps", [](const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, int64_t chunks,
-                          bool reverse, bool transpose, bool told) {
-    return slice_maps(kHalves, A, b, x0, chunks, reverse, transpose, told);
-  });
+  m.impl("slice_maps",
+         [](const at::Tensor& A, const at::Tensor& b, const std::optional<at::Tensor>& x0, int64_t chunks, bool reverse,
+            bool transpose, bool told) { return slice_maps(kHalves, A, b, x0, chunks, reverse, transpose, told); });
   m.impl("slice_replay_",
          [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& b, const at::Tensor& maps,
             const at::Tensor& state, const std::optional<at::Tensor>& came, int64_t chunks, bool reverse,

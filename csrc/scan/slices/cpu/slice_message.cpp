@@ -175,10 +175,10 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
   m.impl("slice_message", [](const at::Tensor& A, const at::Tensor& value, bool leaves) {
     return slice_message(kKernels, A, value, leaves);
   });
-  m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse,
-                            int64_t matrices) {
-    return slice_states(kKernels, messages, value, order, reverse, matrices);
-  });
+  m.impl("slice_states",
+         [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse, int64_t matrices) {
+           return slice_states(kKernels, messages, value, order, reverse, matrices);
+         });
   m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
     return slice_left(kKernels, messages, products, order, reverse);
   });

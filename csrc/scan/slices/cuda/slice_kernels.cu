@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(128) gradients_kernel(const __grid_constant__ 
 // A batch row of a dense scan, by a block. A warp takes a row of a rank's product; the first batch row writes a product
 // that all share.
 template <typename T>
-__global__ void __launch_bounds__(kRowThreads) row_states_kernel(const __grid_constant__ SliceStates s, double* states) {
+__global__ void __launch_bounds__(kRowThreads)
+    row_states_kernel(const __grid_constant__ SliceStates s, double* states) {
   using Number = typename Packed<T>::Number;
   const int64_t row = blockIdx.x, H = s.H, numbers = s.product_numbers(), of_row = s.matrices > 1 ? row * H * H : 0;
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;

@@ -48,14 +48,13 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
     check_width("slice_maps", b);
     return slice_maps(kHalves, A, b, x0, chunks, reverse, transpose, told);
   });
-  m.impl("slice_replay_",
-         [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& b, const at::Tensor& maps,
-            const at::Tensor& state, const std::optional<at::Tensor>& came, int64_t chunks, bool reverse,
-            bool transpose) {
-           const c10::cuda::OptionalCUDAGuard guard(x.device());
-           check_width("slice_replay_", b);
-           slice_replay(kHalves, x, A, b, maps, state, came, chunks, reverse, transpose);
-         });
+  m.impl("slice_replay_", [](const at::Tensor& x, const at::Tensor& A, const at::Tensor& b, const at::Tensor& maps,
+                             const at::Tensor& state, const std::optional<at::Tensor>& came, int64_t chunks,
+                             bool reverse, bool transpose) {
+    const c10::cuda::OptionalCUDAGuard guard(x.device());
+    check_width("slice_replay_", b);
+    slice_replay(kHalves, x, A, b, maps, state, came, chunks, reverse, transpose);
+  });
 }
 
 }  // namespace weft::scan
