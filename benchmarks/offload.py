@@ -5,7 +5,8 @@ they read and write at the rate of a device-to-device copy, and beside a matrix 
 ResNet-152, EfficientNet, a GPT-like and a Llama-shaped decoder with budgets of 75, 50, 25 and 0 percent of what they
 save, and with none, the last one also against checkpointing of every block, and all against torchtune's offloading
 where it is installed; the plans for these steps against moving everything on demand; the host's part of a saved tensor;
-managed memory beside pinned copies; the share of non-zeros behind every ReLU of the networks of cDMA, before and after a short training. FILTER is a substring of the case or the metric.
+managed memory beside pinned copies; the share of non-zeros behind every ReLU of the networks of cDMA, before
+and after a short training. FILTER is a substring of the case or the metric.
 
 The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
 the rates of pinned copies, all measured in the same run. Where the policy's model predicts that this step has to wait
