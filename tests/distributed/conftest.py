@@ -1,4 +1,4 @@
-"""Ranks, which all tests of a process share: four of gloo, and one for each of two GPUs."""
+"""Ranks, which all tests of a process share: four of gloo, one for each of two GPUs, or those of torchrun."""
 
 from __future__ import annotations
 
@@ -13,23 +13,31 @@ ON_GPUS = (pytest.mark.cuda(devices=2), pytest.mark.xdist_group("nccl"))
 """Few processes should start NCCL: `--dist loadgroup` keeps its tests together, and so does their order."""
 
 
-def _ranks(size: int, backend: str) -> Iterator[Team | Launched]:
-    ranks = Launched(backend) if "RANK" in os.environ else Team(size, backend)
+@pytest.fixture(scope="session")
+def cpu_team() -> Iterator[Team]:
+    """Four, whatever torchrun has started."""
+    four = Team(4)
+    yield four
+    four.stop()
+
+
+@pytest.fixture(scope="session")
+def gpu_team() -> Iterator[Team | Launched]:
+    ranks = Launched("nccl") if "RANK" in os.environ else Team(2, "nccl")
     yield ranks
     ranks.stop()
 
 
 @pytest.fixture(scope="session")
-def cpu_team() -> Iterator[Team | Launched]:
-    yield from _ranks(4, "gloo")
-
-
-@pytest.fixture(scope="session")
-def gpu_team() -> Iterator[Team | Launched]:
-    yield from _ranks(2, "nccl")
+def _launched() -> Iterator[Launched]:
+    ranks = Launched("gloo")
+    yield ranks
+    ranks.stop()
 
 
 @pytest.fixture(scope="session", params=["gloo", pytest.param("nccl", marks=ON_GPUS)])
 def team(request: pytest.FixtureRequest) -> Team | Launched:
     """Each of both: what runs on them asks team.py for its device and sizes."""
-    return request.getfixturevalue("cpu_team" if request.param == "gloo" else "gpu_team")
+    if request.param == "nccl":
+        return request.getfixturevalue("gpu_team")
+    return request.getfixturevalue("_launched" if "RANK" in os.environ else "cpu_team")
