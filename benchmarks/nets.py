@@ -101,6 +101,11 @@ class Data:
     classes: int
 
 
+def samples(sentences: Sequence[weft.data.Sentence], numbers: dict[str, int]) -> list:
+    """As :func:`data_of` makes them for the tagger that reads characters, with numbers of the words that it knows."""
+    return _examples().char_samples(sentences, numbers, {}, {})
+
+
 def data_of(name: str, trees: Sequence[weft.data.Tree], sentences: Sequence[weft.data.Sentence]) -> Data:
     made = _examples()
     if name in ("bilstm", "bilstm-char"):

@@ -112,10 +112,10 @@ def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -
     return graphs.num_vertices * _multiply_adds(compiled) < _most(device, "persistent_multiply_adds")
 
 
-def trains_faster(call: Ready) -> bool:
+def trains_faster(compiled: batched.Batched, call: Ready) -> bool:
     """Whether one kernel is expected to take less time than the loop for these graphs."""
     rows = call.schedule().sizes[0]
-    return rows * _multiply_adds(call.compiled) < _most(call.device, "training_multiply_adds")
+    return rows * _multiply_adds(compiled) < _most(call.device, "training_multiply_adds")
 
 
 @functools.cache
@@ -171,27 +171,37 @@ def shape(call: Ready) -> Shape:
     )
 
 
-def training_obstacle(call: Ready, head: nn.Linear | None, loss: str) -> str | None:
-    """Why a whole training step of a cell that was compiled does not run in one kernel, whatever the graphs."""
-    compiled = call.compiled
+def training_obstacle(compiled: batched.Batched, call: Ready, head: nn.Linear | None, loss: str) -> str | None:
+    """Why a whole training step of a call does not run in one kernel, whatever the graphs.
+
+    Args:
+        compiled: the call's functions, with nothing left to torch after the frontiers.
+        call: that.
+        head: what makes scores of what is pushed.
+        loss: ``cross_entropy`` or ``mse``.
+    """
     if call.device.type != "cuda":
         return f"the persistent executor needs a CUDA device, not {call.device.type}"
     classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
     key = call.device, call.trains, loss == "cross_entropy", head is not None, classes
     known = _training_obstacles.get(compiled.program)
     if known is None or known[0] != key:
-        known = key, _training_obstacle(call, *key[2:])
+        known = key, _training_obstacle(compiled, call, *key[2:])
         _training_obstacles[compiled.program] = known
     return known[1]
 
 
-def _training_obstacle(call: Ready, cross_entropy: bool, head: bool, classes: int) -> str | None:
-    compiled, given = call.compiled, call.compiled.plan.given
+def _training_obstacle(
+    compiled: batched.Batched, call: Ready, cross_entropy: bool, head: bool, classes: int
+) -> str | None:
+    given = compiled.plan.given
     for f, part, before in zip(compiled.functions, compiled.plan.parts, compiled.before, strict=True):
-        operations = f.trace.program.operations
-        other = next((operations[i].op for i in (*before, *part.after) if operations[i].op != "pull"), None)
-        if other is not None:
-            return f"{other} is outside of the frontiers"
+        program = f.trace.program
+        for operation in (program.operations[i] for i in before):  # what reads the results of one comes after it
+            if any(program.symbols[s].kind == "parameter" for s in operation.reads()):
+                return f"{operation.op} of a parameter is before the frontiers"
+        if part.after:
+            return f"{program.operations[part.after[0]].op} is after the frontiers"
     if len(call.outputs[0].shape) != 1:
         return f"a row of what is pushed has the shape {(*call.outputs[0].shape,)}"
     if not compiled.plan.backward:
@@ -222,27 +232,32 @@ def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
     return compiled.functions[function].trace.program.symbols[symbol].name
 
 
-def operands(call: Ready) -> Operands:
-    """What a training step of a cell that was compiled takes of it."""
-    compiled = call.compiled
+def operands(compiled: batched.Batched, call: Ready) -> Operands:
+    """What a training step takes of a call."""
     given, (_, of_matrices, of_vectors) = compiled.plan.given, compiled.program.gradients()
     inputs = []
     for function, symbol in given.inputs:
         trace = compiled.functions[function].trace
-        pull = next(i for i, o in enumerate(trace.program.operations) if o.op == "pull" and symbol in o.results)
-        inputs.append(trace.calls[pull].args[0])
+        pulls = (i for i, o in enumerate(trace.program.operations) if o.op == "pull" and symbol in o.results)
+        pull = next(pulls, None)
+        inputs.append(None if pull is None else trace.calls[pull].args[0])
     matrices = [call.tensors[_name(compiled, *m)] for m in given.matrices]
     vectors = [call.tensors[_name(compiled, *v)] for v in given.vectors]
-    return Operands(inputs, matrices, vectors, [*(matrices[i] for i in of_matrices), *(vectors[i] for i in of_vectors)])
+    reached = [*(matrices[i] for i in of_matrices), *(vectors[i] for i in of_vectors)]
+    return Operands(compiled, inputs, matrices, vectors, reached)
 
 
 def train(call: Ready, request: Request) -> Launched | None:
     """Launch forward, loss, backward and updates on the current stream; nothing waits. None where the blocks are no
     longer all resident, as where processes share a device: then nothing was done."""
-    compiled, (names, matrices, vectors, _) = call.compiled, request.operands
+    compiled, names, matrices, vectors, _ = request.operands
+    schedule = call.schedule().scripted(compiled.program, _processors(call.device), training=True)
+    given = [None if name is None else call.rows[name].detach() for name in names]
+    if None in names:
+        with torch.no_grad():
+            given = batched.made_before(compiled, schedule.core.num_vertices, call.rows)
     inputs = []
-    for name in names:
-        x = call.rows[name].detach()
+    for x in given:
         x = x.float() if x.dtype == torch.bool else x  # 0 and 1 in the frontiers
         inputs.append(x if x.dim() == 2 else x.reshape(len(x), -1))
     heads = request.weight, request.bias
@@ -254,7 +269,6 @@ def train(call: Ready, request: Request) -> Launched | None:
         for u in request.updates
     ]
     classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
-    schedule = call.schedule().scripted(compiled.program, _processors(call.device), training=True)
     with torch.no_grad(), torch.cuda.device(call.device):
         launched, result = _C.train(
             compiled.program, inputs, matrices, vectors, schedule.block(call.device), schedule.block(), request.weight,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
+from .batched import Batched
 
 __all__ = ["Begun", "Launched", "Operands", "Request", "Update", "Updates", "obstacle"]
 
@@ -41,7 +42,10 @@ class Update(NamedTuple):
 class Operands(NamedTuple):
     """What a kernel of a step takes of a cell, the same as long as its tensors are."""
 
-    inputs: list[str]
+    compiled: Batched
+    """What it runs."""
+    inputs: list[str | None]
+    """Names of what is pulled; None of what torch makes of it first."""
     matrices: list[Tensor]
     vectors: list[Tensor]
     reached: list[Tensor]
