@@ -142,8 +142,8 @@ def scan_slice(
         # The first rank alone reads it; all check it, because one that raises alone leaves the others waiting.
         _linear_scan(A[:0] if _is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
         x0 = x0 if x0.requires_grad else None
-    # Half precision carries a state in float32, from slice to slice, too. A slice of bfloat16, whose range is float32's,
-    # is scanned and mended as it is.
+    # Half precision carries a state in float32, from slice to slice, too. A slice of bfloat16, which has the range of
+    # float32, is scanned and mended as it is.
     if dtype in (torch.float16, torch.bfloat16):
         for name, t in (("A", A), ("x0", x0)):
             if t is not None and t.dtype != dtype:
