@@ -122,7 +122,7 @@ class Steps:
             matrices[i] = MatrixArgument(m.data_ptr(), *m.stride())
         heads = [] if self.head is None else [self.head.weight, self.head.bias]
         order = [*(self.matrices or [None]), *self.vectors, *(heads or [None, None])]
-        changes, begun = training.Updates(self.optimizer).begin(p for p in order if p is not None)
+        changes, begun = training.Updates(self.optimizer).begin({id(p) for p in order})
         updates = (UpdateArgument * len(order))()
         for u in changes:
             # What is not asked for is nobody's.

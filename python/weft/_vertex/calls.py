@@ -24,7 +24,7 @@ from .options import current
 from .program import Program, Programs
 from .runtime import batched, persistent, reference
 from .runtime.call_cache import CallCache, Ready, RecentCall, Snapshot, modes
-from .runtime.schedule import Kind, Schedule, check, fits, planned, used
+from .runtime.schedule import Kind, Schedule, check, fits, planned, send_alone, used
 from .trace.trace import Trace, trace
 from .vertex import Spec, VertexType
 
@@ -164,10 +164,12 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
 
     def used_schedule(graphs: Graphs) -> Schedule:
         plain = schedule(graphs)
-        return persistent.scripted(compiled, plain, device) if chosen == "persistent" else plain
+        if chosen == "persistent":
+            return persistent.scripted(compiled, plain, device)
+        used(plain, send_alone)
+        return plain
 
     def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
-        used(kinds, kind_of)
         vertices = None if kind_of is None else functools.partial(_vertices, graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
         return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)

@@ -383,7 +383,7 @@ class Trainer:
         compiled, why = whole(call)
         why = why or persistent.training_obstacle(compiled, call, self.head, self.loss)
         if why is None:
-            parts.operands = persistent.operands(compiled, call)
+            parts.operands = persistent.operands(compiled, call, self.head)
         return why
 
     def _request(
@@ -402,7 +402,7 @@ class Trainer:
 
     def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> bool:
         """All of a step in one launch, or False: what the device refuses is undone on the host when that is known."""
-        changes, begun = self._updates.begin([*parts.operands.reached, *parts.heads])
+        changes, begun = self._updates.begin(parts.operands.reached)
         try:
             launched = persistent.train(call, self._request(graphs, targets, changes, parts))
         except BaseException:
