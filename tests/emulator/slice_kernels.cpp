@@ -18,6 +18,7 @@ using namespace weft::scan;
 // 3 gradients between them: messages, products and `left`, flag 1 with shares. sizes: ranks, B, H, matrices, order and
 // whether in reverse.
 extern "C" void run(int which, int wide, int flag, const int64_t* s, void* const* p) {
+  const auto dtype = wide ? weft::DType::f64 : weft::DType::f32;
   std::vector<char> memory;
   const auto allocate = [&](size_t bytes) {
     memory.resize(bytes);
@@ -32,13 +33,13 @@ extern "C" void run(int which, int wide, int flag, const int64_t* s, void* const
         {p[0], static_cast<const double*>(p[1]), s[0], s[1], s[2], s[3], s[4], s[5] != 0, flag == 1, wide != 0, p[2]},
         allocate, nullptr);
   } else if (which == 0) {
-    slice_message_cuda({p[0], s[3], s[4], s[0], s[1], s[2], wide != 0}, p[1], flag, p[2], allocate, nullptr);
+    slice_message_cuda({p[0], s[3], s[4], s[0], s[1], s[2], dtype}, p[1], flag, p[2], allocate, nullptr);
   } else {
     weft::processors = flag == 2 ? 132 : 1;
     slice_mend_cuda({p[0], s[3], s[4], p[1],      static_cast<int32_t*>(p[2]),
                      p[3], s[3], s[4], p[4],      s[3],
                      s[4], p[5], p[6], s[3],      s[4],
-                     s[0], s[1], s[2], flag == 1, wide != 0},
+                     s[0], s[1], s[2], flag == 1, dtype},
                     nullptr);
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/dtype.h"
 #include "common/host_device.h"
 
 namespace weft::scan {
@@ -13,7 +14,7 @@ struct SliceProduct {
   const void* A;
   int64_t A_t, A_b;
   int64_t T, B, H;
-  bool wide;  // double, else float
+  DType dtype;  // f64, f32, or bf16, whose values are floats
 };
 
 // The product of all steps of a dense A, in the order of processing; element (i, k) of a step is A_row and A_col away.
@@ -90,7 +91,8 @@ struct SliceMend {
   void* grad_A;
   int64_t grad_A_t, grad_A_b;
   int64_t T, B, H;
-  bool gradients, wide;
+  bool gradients;
+  DType dtype;  // of steps: f64, f32, or bf16, whose rows (B, H) are floats
 };
 
 // Below this power of two a product makes zero of every state, or has made it on the way.

@@ -15,12 +15,26 @@ void check_type(const char* op, const char* name, const at::Tensor& t) {
 }
 
 void check_steps(const char* op, const char* name, const at::Tensor& t) {
-  check_type(op, name, t);
+  const auto type = t.scalar_type();
+  TORCH_CHECK_TYPE(type == at::kFloat || type == at::kDouble || type == at::kBFloat16, op, ": ", name,
+                   " must be float32, float64 or bfloat16, got ", type);
   TORCH_CHECK_VALUE(t.dim() == 3, op, ": ", name, " must be (T, B, H), got ", t.sizes());
 }
 
+DType dtype_of(const at::Tensor& steps) {
+  const auto type = steps.scalar_type();
+  return type == at::kDouble ? DType::f64 : type == at::kBFloat16 ? DType::bf16 : DType::f32;
+}
+
 void check_row(const char* op, const char* name, const at::Tensor& t, const char* like_name, const at::Tensor& like) {
-  check_like(op, name, t, like_name, like);
+  if (like.scalar_type() == at::kBFloat16) {
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, op, ": ", name, " must be float32 beside ", like_name,
+                     " in bfloat16, got ", t.scalar_type());
+    TORCH_CHECK(t.device() == like.device(), op, ": ", name, " must be on the device of ", like_name, ", ",
+                like.device(), ", got ", t.device());
+  } else {
+    check_like(op, name, t, like_name, like);
+  }
   check_shape(op, name, t, like.sizes().slice(1), "(B, H)");
 }
 
@@ -56,8 +70,8 @@ at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const
       at::empty({slice_message_numbers(B * H, B * H)}, A.options().dtype(wide ? at::kLong : at::kInt));
   const at::Tensor rows = in_rows(A);
   const Steps steps = A.numel() == 0 ? Steps{} : steps_of(rows, false);
-  kernels.message({steps.data, steps.t, steps.b, B * H == 0 ? 0 : A.size(0), B, H, wide}, value.contiguous(), leaves,
-                  message);
+  kernels.message({steps.data, steps.t, steps.b, B * H == 0 ? 0 : A.size(0), B, H, dtype_of(A)}, value.contiguous(),
+                  leaves, message);
   return message;
 }
 
@@ -137,7 +151,7 @@ void slice_mend(const SliceKernels& kernels, const at::Tensor& x, const at::Tens
   mend.state = start.const_data_ptr();
   mend.came = came ? came->const_data_ptr<int32_t>() : nullptr;
   mend.x = const_cast<void*>(of_x.data), mend.x_t = of_x.t, mend.x_b = of_x.b;
-  mend.T = x.size(0), mend.B = x.size(1), mend.H = x.size(2), mend.wide = x.scalar_type() == at::kDouble;
+  mend.T = x.size(0), mend.B = x.size(1), mend.H = x.size(2), mend.dtype = dtype_of(x);
   kernels.mend(mend);
 }
 
@@ -161,7 +175,7 @@ void slice_mend_gradients(const SliceKernels& kernels, const at::Tensor& grad_b,
   mend.state = start.const_data_ptr();
   mend.x = const_cast<void*>(of_b.data), mend.x_t = of_b.t, mend.x_b = of_b.b;
   mend.T = grad_b.size(0), mend.B = grad_b.size(1), mend.H = grad_b.size(2);
-  mend.gradients = true, mend.wide = grad_b.scalar_type() == at::kDouble;
+  mend.gradients = true, mend.dtype = dtype_of(grad_b);
   at::Tensor states, before_all;
   if (grad_A) {
     check_like(op, "grad_A", *grad_A, "grad_b", grad_b);

@@ -3,7 +3,7 @@
 // still shows. Of a net that forgets, that is a few hundred steps, however long the slice is.
 //
 // slice_message(A, value, leaves) -> message
-//   A        (T, B, H), float32 or float64, any strides
+//   A        (T, B, H), float32, float64 or bfloat16, any strides
 //   value    (B, H), what leaves the slice where nothing comes in
 //   leaves   whether anything does: not from an empty slice without a state
 //   message  (2 B H + 1), int32, int64 of float64: the packed product of A over all steps, the bits of value, `leaves`
@@ -24,10 +24,11 @@
 //   grad_A may be none. x are the scan's states, `first` the one before them, none for zeros, where A of the first step
 //   is not read. `reverse` is the scan's.
 //
-// One dtype, float32 or float64, but that of integers. What is changed in place overlaps nothing else. Products are
-// carried in double, a state that has ceased to change the slice is dropped: to the slice's rounding that is the scan
-// from that state. Deterministic; channels are independent. No autograd of their own: weft::slice_scan, which calls
-// them, has it. Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3, cut by devices.
+// One dtype, float32 or float64, but that of integers; with steps (T, B, H) in bfloat16 rows (B, H) are float32. What
+// is changed in place overlaps nothing else. Products are carried in double, a state that has ceased to change the
+// slice is dropped, to the rounding of a float also in bfloat16: to the slice's rounding that is the scan from that
+// state. Deterministic; channels are independent. No autograd of their own: weft::slice_scan, which calls them, has it.
+// Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3, cut by devices.
 #pragma once
 #include <ATen/core/Tensor.h>
 

@@ -33,6 +33,9 @@ _gradients = torch.ops.weft.linear_scan_backward.default
 
 _FIRST_BLOCK = 64
 """Steps that are scanned again before states are compared; each next block is twice as long."""
+_EDGE = 64
+"""Steps at a slice's edge that are taken again in float32 where the others are in bfloat16: what they begin with is
+rounded, which is forgotten, or stays the one rounding that it is."""
 _KERNEL_HIDDEN = 32
 """H up to which CUDA has kernels of chunk maps, and of the product of a slice's steps, in float32."""
 _halved = {"cuda"}
@@ -139,12 +142,14 @@ def scan_slice(
         # The first rank alone reads it; all check it, because one that raises alone leaves the others waiting.
         _linear_scan(A[:0] if _is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
         x0 = x0 if x0.requires_grad else None
-    # Half precision carries a state in float32, from slice to slice, too.
+    # Half precision carries a state in float32, from slice to slice, too. A slice of bfloat16, which has the range of
+    # float32, is scanned and mended as it is.
     if dtype in (torch.float16, torch.bfloat16):
         for name, t in (("A", A), ("x0", x0)):
             if t is not None and t.dtype != dtype:
                 raise TypeError(f"{op}: {name} must have the dtype of b, {dtype}, got {t.dtype}")
-        A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
+        if dtype == torch.float16 or not _is_sliced_diagonal(A, b):
+            A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
     states, entered, end = _Scan.apply(A, b, x0, None, part, ends)
     return Scanned(states.to(dtype), entered, end)
 
@@ -230,6 +235,28 @@ def _in_halves(A: Tensor, b: Tensor) -> bool:
 def _end(t: Tensor, reverse: bool) -> int:
     """The last step of t in the order of a scan."""
     return 0 if reverse else t.size(0) - 1
+
+
+def _end_in_float(A: Tensor, b: Tensor, states: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
+    """The last state of a diagonal scan in bfloat16, by its last steps in float32."""
+    T = b.size(0)
+    count = min(T, _EDGE)
+    steps = slice(0, count) if reverse else slice(T - count, T)
+    before = start if count == T else states[count if reverse else T - count - 1]
+    before = None if before is None else before.float()
+    return _linear_scan(A[steps].float(), b[steps].float(), before, reverse=reverse)[0 if reverse else -1]
+
+
+def _start_gradient_in_float(grad: Tensor, A: Tensor, grad_b: Tensor, entered: Tensor, reverse: bool) -> Tensor:
+    """The gradient of the state before a diagonal scan in bfloat16, likewise by its first steps."""
+    T = grad.size(0)
+    count = min(T, _EDGE)
+    steps = slice(T - count, T) if reverse else slice(0, count)
+    part = grad[steps].to(torch.float32, copy=True)
+    if count < T:
+        after = T - count - 1 if reverse else count
+        part[_end(part, reverse)] += A[after].float() * grad_b[after].float()
+    return _gradients(part, A[steps].float(), None, entered, reverse, False, [False, False, True])[2]
 
 
 def _mend(states: Tensor, A: Tensor, b: Tensor, state: Tensor, reverse: bool, transpose: bool) -> None:
@@ -356,6 +383,8 @@ def _slice_scan(
             value = states[_end(states, reverse)]
         else:
             value = b.new_zeros(B, H) if start is None else start.expand(B, H)
+        if b.dtype == torch.bfloat16:
+            value = _end_in_float(A, b, states, start, reverse) if T > 0 else value.float()
         if extra is not None:
             value = value + extra
         leaves = T > 0 or start is not None or extra is not None
@@ -367,10 +396,10 @@ def _slice_scan(
             message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
     if not ends and in_rounds(ranks, message.numel() * message.element_size()):
         count = message.numel() - 1 - value.numel()
-        own = SliceMap(unpack(message[:count], b.dtype).view(shape), value.double(), message[-1] > 0)
-        before = carried(ranks, own, b.dtype, reverse)
+        own = SliceMap(unpack(message[:count], value.dtype).view(shape), value.double(), message[-1] > 0)
+        before = carried(ranks, own, value.dtype, reverse)
         products = torch.where(before.leaves, own.product, 0.0).unsqueeze(0)
-        entered, came = before.value.to(b.dtype), before.leaves.to(torch.int32).view(1)
+        entered, came = before.value.to(value.dtype), before.leaves.to(torch.int32).view(1)
         end = value.clone()  # which nobody has asked for
     else:
         # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
@@ -378,7 +407,7 @@ def _slice_scan(
             ranks.gather(message), value, order, reverse, shape[0] if len(shape) == 3 else 0
         )
     if first:
-        entered = torch.zeros_like(value) if start is None else start.expand(B, H).clone()
+        entered = torch.zeros_like(value) if start is None else start.expand(B, H).to(value.dtype, copy=True)
     elif sliced:
         torch.ops.weft.slice_mend_(states, A, entered, came, reverse)
     elif halves:
@@ -411,9 +440,12 @@ def _slice_scan_backward(
     if halves is not None:
         grad_start = halves.grad_start()
     elif mends:
+        before = None if start is None else start.to(grad.dtype)
         grad_A, grad_b, grad_start = _gradients(
-            grad, A, states, start, reverse, transpose, [output_mask[0], True, start is not None]
+            grad, A, states, before, reverse, transpose, [output_mask[0], True, start is not None]
         )
+        if grad.dtype == torch.bfloat16 and not first:
+            grad_start = _start_gradient_in_float(grad, A, grad_b, entered, reverse)
     elif T > 0 and not first:
         grad_start = _gradients(grad, A, None, entered, reverse, transpose, [False, False, True])[2]
     if T > 0 and not first:
@@ -421,7 +453,7 @@ def _slice_scan_backward(
     if products.size(0) < ranks.size:  # in rounds, from the last rank to the first
         product = products[0] if products.dim() == 3 else products[0].mT
         own = SliceMap(product, value.double(), torch.ones((), dtype=torch.bool, device=grad.device))
-        left = carried(ranks, own, grad.dtype, not reverse).value.to(grad.dtype)
+        left = carried(ranks, own, value.dtype, not reverse).value.to(value.dtype)
     else:
         message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
         gathered = ranks.gather(message)
@@ -440,7 +472,10 @@ def _slice_scan_backward(
         mended_A = grad_A if output_mask[0] else None
         torch.ops.weft.slice_mend_gradients_(grad_b, mended_A, A, states, start, left, reverse)
         step = -1 if reverse else 0
-        grad_start = A[step] * grad_b[step] + grad_entered if first and has_x0 else torch.zeros_like(left)
+        if first and has_x0:
+            grad_start = A[step].to(left.dtype) * grad_b[step].to(left.dtype) + grad_entered
+        else:
+            grad_start = torch.zeros_like(left)
         return grad_A if output_mask[0] else nothing, grad_b if output_mask[1] else nothing, grad_start, left
     if mends:
         mended_A = grad_A if output_mask[0] else None
@@ -458,7 +493,8 @@ def _slice_scan_backward(
 
 @torch.library.register_fake("weft::slice_scan")
 def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose, ends):
-    ranks, row, product = ranks_named(group), b.new_empty(b.shape[1:]), _product_shape(A, b)
+    ranks, product = ranks_named(group), _product_shape(A, b)
+    row = b.new_empty(b.shape[1:], dtype=torch.float32 if b.dtype == torch.bfloat16 else None)
     states = torch.empty_like(b, memory_format=torch.contiguous_format)
     rounds = not ends and in_rounds(ranks, sent_bytes(A, b))
     products = b.new_empty(1 if rounds else ranks.size, *product, dtype=torch.float64)
@@ -523,6 +559,8 @@ def _differentiable_gradients(
     """The same as slice_scan_backward's by a scan over ranks that runs the other way, of
     m[t] = A[t]^T (g[t] + m[t+1]), so that it has gradients itself."""
     T, reverse = grad.size(0), part.reverse
+    if grad.dtype == torch.bfloat16:
+        grad, A, states = grad.float(), A.float(), states.float()
     matrices, diagonal = _canonical(A, grad)
     if diagonal:
         matrices = matrices.expand(grad.shape)

@@ -11,9 +11,12 @@
 // Numbers: a piece's product and steps in the dtype, what pieces hand on in double. A product that leaves the middle of
 // its range is not trusted: the lane walks from the
 //   tile's begin, step by step, as the scan itself would.
+#include <cuda_bf16.h>
+
 #include <algorithm>
 #include <type_traits>
 
+#include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "scan/slices/cuda/slice_kernels.h"
@@ -28,9 +31,10 @@ constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
 // Of a warp between two looks whether the product is zero.
 constexpr int kProductSteps = 32;
 
-template <typename T>
+template <typename S>
 __global__ void __launch_bounds__(kLanes* kFewWarps)
     product_kernel(const __grid_constant__ SliceProduct p, int64_t steps, Scaled* parts) {
+  using T = acc_t<S>;
   __shared__ double mantissas[kFewWarps][kLanes];
   __shared__ int64_t exponents[kFewWarps][kLanes], looks[2][kFewWarps][kLanes];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
@@ -38,7 +42,7 @@ __global__ void __launch_bounds__(kLanes* kFewWarps)
   const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
   const bool owned = h < p.H;
   const int64_t begin = blockIdx.y * steps, end = min(begin + steps, p.T);
-  const T* const A = static_cast<const T*>(p.A) + row * p.A_b + (owned ? h : 0);
+  const S* const A = static_cast<const S*>(p.A) + row * p.A_b + (owned ? h : 0);
   Scaled product;
   // Warps take turns, and look together whether the rest still matters.
   int turn = 0;
@@ -48,7 +52,7 @@ __global__ void __launch_bounds__(kLanes* kFewWarps)
     for (int64_t from = first; from < min(first + kProductSteps, end); from += kSteps<T>) {
       T a[kSteps<T>];
 #pragma unroll
-      for (int i = 0; i < kSteps<T>; ++i) a[i] = from + i < end ? A[(from + i) * p.A_t] : T(1);
+      for (int i = 0; i < kSteps<T>; ++i) a[i] = from + i < end ? T(to_acc(A[(from + i) * p.A_t])) : T(1);
 #pragma unroll
       for (int i = 0; i < kSteps<T>; ++i) {
         product.multiply(a[i]);
@@ -180,8 +184,9 @@ __device__ inline bool is_trusted(T product, bool zero) {
   return (size > 1 / far && size < far) || (zero && product == 0);
 }
 
-template <typename T, bool kGradients, int kWarps>
+template <typename S, bool kGradients, int kWarps>
 __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_constant__ SliceMend m) {
+  using T = acc_t<S>;
   __shared__ double products[kWarps][kLanes];
   __shared__ bool zeros[kWarps][kLanes];
   __shared__ bool shows[2][kLanes];  // whether a channel's state still does, at the end of a tile
@@ -192,10 +197,10 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
   const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
   const bool owned = h < m.H;
   const int64_t at = owned ? h : 0;
-  const T* const A = static_cast<const T*>(m.A) + row * m.A_b + at;
-  T* const x = static_cast<T*>(m.x) + row * m.x_b + at;
-  const T* const before = static_cast<const T*>(m.before) + row * m.before_b + at;
-  T* const grad_A = static_cast<T*>(m.grad_A) + row * m.grad_A_b + at;
+  const S* const A = static_cast<const S*>(m.A) + row * m.A_b + at;
+  S* const x = static_cast<S*>(m.x) + row * m.x_b + at;
+  const S* const before = static_cast<const S*>(m.before) + row * m.before_b + at;
+  S* const grad_A = static_cast<S*>(m.grad_A) + row * m.grad_A_b + at;
   const bool of_A = kGradients && m.grad_A != nullptr;
   // What the step's factor is: in a scan A of the step, before it; in its gradients after it, but not of the last.
   const int64_t factors = kGradients ? m.T - 1 : m.T;
@@ -209,14 +214,14 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       const int64_t t = begin + i;
-      a[i] = t < factors ? A[t * m.A_t] : T(1);
-      value[i] = t < m.T ? x[t * m.x_t] : T(0);
+      a[i] = t < factors ? T(to_acc(A[t * m.A_t])) : T(1);
+      value[i] = t < m.T ? T(to_acc(x[t * m.x_t])) : T(0);
       if constexpr (kGradients) {
         other[i] = T(0), gradient[i] = T(0);
         if (of_A && t < m.T) {
-          gradient[i] = grad_A[t * m.grad_A_t];
+          gradient[i] = to_acc(grad_A[t * m.grad_A_t]);
           if (t < m.T - 1) {
-            other[i] = before[t * m.before_t];
+            other[i] = to_acc(before[t * m.before_t]);
           } else if (m.first != nullptr) {
             other[i] = static_cast<const T*>(m.first)[row * m.H + at];
           }
@@ -250,7 +255,7 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
       next = carry;
       for (int64_t t = tile; t < min(tile + kTile, m.T); ++t) {
         if (t == begin) v = next;
-        if (t < factors) next *= double(A[t * m.A_t]);
+        if (t < factors) next *= double(to_acc(A[t * m.A_t]));
       }
     }
     // A float's scan would long have made zero of it.
@@ -266,10 +271,10 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
       // Of the tile's last step, or the slice's.
       if (t == tile + kTile - 1) matters = live && !(mended == value[i] || value[i] != value[i]);
       if (live && t < m.T) {
-        x[t * m.x_t] = mended;
+        x[t * m.x_t] = from_acc<S>(mended);
         // Without a state before the first step its A has no gradient, also where lambda is not finite.
         if (of_A && (t < m.T - 1 || m.first != nullptr)) {
-          grad_A[t * m.grad_A_t] = gradient[i] + added * other[i];
+          grad_A[t * m.grad_A_t] = from_acc<S>(gradient[i] + added * other[i]);
         }
       }
       if constexpr (kGradients) added *= a[i];
@@ -286,6 +291,11 @@ template <typename Run>
 void with_type(bool wide, const Run& run) {
   wide ? run(double()) : run(float());
 }
+template <typename Run>
+void with_steps(DType dtype, const Run& run) {
+  if (dtype == DType::bf16) return run(static_cast<__nv_bfloat16*>(nullptr));
+  dtype == DType::f64 ? run(static_cast<double*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
 
 }  // namespace
 
@@ -298,10 +308,10 @@ void slice_message_cuda(const SliceProduct& p, const void* value, bool leaves, v
   const int64_t steps = chunks == 0 ? 0 : ceil_div(ceil_div(p.T, chunks), least) * least;
   const int64_t parts = chunks == 0 ? 0 : ceil_div(p.T, steps);
   Scaled* const to = static_cast<Scaled*>(workspace(size_t(std::max<int64_t>(1, parts * channels)) * sizeof(Scaled)));
-  with_type(p.wide, [&](auto zero) {
-    using T = decltype(zero);
+  with_steps(p.dtype, [&]<typename S>(S*) {
+    using T = acc_t<S>;
     using Number = typename Packed<T>::Number;
-    launch("slice_product", product_kernel<T>, Grid(slabs, parts), kLanes * kFewWarps, 0, stream, p, steps, to);
+    launch("slice_product", product_kernel<S>, Grid(slabs, parts), kLanes * kFewWarps, 0, stream, p, steps, to);
     launch("slice_message", message_kernel<T>, Grid(std::max<int64_t>(1, ceil_div(channels, int64_t(128)))), 128, 0,
            stream, static_cast<const Scaled*>(to), parts, channels, static_cast<const T*>(value), leaves,
            static_cast<Number*>(message));
@@ -335,15 +345,14 @@ void slice_mend_cuda(const SliceMend& m, cudaStream_t stream) {
   auto run = [&](const char* name, auto kernel, int warps) {
     launch(name, kernel, Grid(slabs), kLanes * warps, 0, stream, m);
   };
-  with_type(m.wide, [&](auto zero) {
-    using T = decltype(zero);
-    if (m.gradients) return run("slice_mend_gradients", mend_kernel<T, true, kFewWarps>, kFewWarps);
-    if constexpr (sizeof(T) == 4) {
+  with_steps(m.dtype, [&]<typename S>(S*) {
+    if (m.gradients) return run("slice_mend_gradients", mend_kernel<S, true, kFewWarps>, kFewWarps);
+    if constexpr (sizeof(S) <= 4) {
       // A block of doubles would not have the registers.
       const bool alone = slabs < 2 * int64_t(device_limits().sm_count);
-      if (alone) return run("slice_mend", mend_kernel<T, false, kManyWarps>, kManyWarps);
+      if (alone) return run("slice_mend", mend_kernel<S, false, kManyWarps>, kManyWarps);
     }
-    run("slice_mend", mend_kernel<T, false, kFewWarps>, kFewWarps);
+    run("slice_mend", mend_kernel<S, false, kFewWarps>, kFewWarps);
   });
 }
 
