@@ -69,7 +69,7 @@ TORCH_LIBRARY(weft, m) {
       tags);
   m.def("slice_message(Tensor A, Tensor value, bool leaves) -> Tensor", tags);
   m.def(
-      "slice_states(Tensor messages, Tensor value, int order, bool reverse, int matrices=0) "
+      "slice_states(Tensor messages, Tensor value, int order, bool reverse, int matrices=0, bool shares=False) "
       "-> (Tensor entered, Tensor end, Tensor products, Tensor came)",
       tags);
   m.def("slice_left(Tensor messages, Tensor products, int order, bool reverse) -> Tensor", tags);
@@ -99,6 +99,15 @@ TORCH_LIBRARY(weft, m) {
       "rnn_backward(Tensor? grad_output, Tensor? grad_h_n, Tensor? grad_c_n, Tensor? grad_cells, Tensor input, "
       "Tensor? h0, Tensor? c0, Tensor[] weights, Tensor? batch_sizes, Tensor output, Tensor cells, Tensor gates, *, "
       "str cell, bool bidirectional, bool[] output_mask, str backward='persistent', int num_heads=1) -> Tensor[]",
+      tags);
+  m.def(
+      "rnn_slice_maps(Tensor? grad_output, Tensor input, Tensor h0, Tensor? c0, Tensor[] weights, Tensor output, "
+      "Tensor cells, Tensor gates, int chunks, *, str cell) -> (Tensor maps, Tensor value, Tensor message)",
+      tags);
+  m.def(
+      "rnn_slice_backward(Tensor(a!) maps, Tensor? grad_output, Tensor grad_h_n, Tensor? grad_c_n, Tensor input, "
+      "Tensor h0, Tensor? c0, Tensor[] weights, Tensor output, Tensor cells, Tensor gates, int chunks, *, str cell, "
+      "bool[] output_mask) -> Tensor[]",
       tags);
   m.def(
       "rnn_cell(Tensor input, Tensor h, Tensor? c, Tensor w_ih, Tensor w_hh, Tensor? b_ih=None, Tensor? b_hh=None, *, "

@@ -45,6 +45,9 @@ OTHERWISE = {
         ),
         "parts of slice_scan, some of which work in place: tests/scan/test_slice_*.py",
     ),
+    **dict.fromkeys(
+        ("rnn_slice_maps", "rnn_slice_backward"), "parts of a layer over ranks: tests/rnn/test_rnn_slice_maps.py"
+    ),
     "csr_transpose": _INTEGERS,
     "zeros_changed": _INTEGERS,
     "csr_matmul_plan": _INTEGERS,

@@ -30,6 +30,7 @@ SHARED = {
     "slice_mend_": "slice_message",
     "slice_mend_gradients_": "slice_message",
     "slice_replay_": "slice_maps",
+    "rnn_slice_backward": "rnn_slice_maps",
     "layer_chain": "csr_chain",
 }
 """Ops that are in another's files: its inverse, its plan, its gradients under another name, what follows it."""
@@ -43,6 +44,7 @@ WITHOUT = {
     "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
     "slice_message": {FILES[2]: "below autograd: a part of slice_scan"},
+    "rnn_slice_maps": {FILES[2]: "below autograd: a part of a layer over ranks, which has it"},
     "slice_maps": {FILES[2]: "below autograd: a part of slice_scan"},
     "slice_product": {FILES[2]: "below autograd: a part of slice_scan"},
     "zeros_changed": {FILES[2]: "its result is a flag, which has no gradient"},

@@ -15,6 +15,7 @@ import weft.distributed as wd
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
 from torch.nn.utils.rnn import pack_sequence
+from weft._distributed.halves import halved
 
 from tests.common import assert_close
 from tests.distributed.team import Team, dealt, device
@@ -128,6 +129,24 @@ OPTIONS = [
 def test_recurrent_layers(team: Team, kind: str, options: dict, given: bool) -> None:
     for sizes in (UNEVEN, [3, 3, 3, 3]):
         team.run(_beside_one_process, kind, options, sizes, given, torch.float64, 1e-12)
+
+
+def _in_halves(rank: int, *arguments: Any) -> None:
+    there = "cpu" in halved
+    halved.add("cpu")
+    try:
+        _beside_one_process(rank, *arguments)
+    finally:
+        if not there:
+            halved.discard("cpu")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o) or "plain")
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_halves_of_a_backward_pass(team: Team, kind: str, options: dict) -> None:
+    """As CUDA runs it, by what the CPU has in the place of CUDA's kernels."""
+    for sizes, given in ((UNEVEN, True), ([0, 0, 4, 0], False), ([30, 3, 20, 9], True)):
+        team.run(_in_halves, kind, options, sizes, given, torch.float32, 2e-5)
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import weft.distributed as wd
 from torch import Tensor
-from weft._distributed import scan
+from weft._distributed.halves import halved
 from weft.scan import linear_scan, linear_scan_reference
 
 from benchmarks.common import captured
@@ -85,11 +85,11 @@ def test_dtypes(team: Team, layout: str, reverse: bool, dtype: torch.dtype) -> N
 
 
 def _in_halves(rank: int, sample: LinearScan, sizes: list[int]) -> None:
-    scan._halved.add("cpu")
+    halved.add("cpu")
     try:
         _beside_one_process(rank, sample, sizes, torch.float32)
     finally:
-        scan._halved.discard("cpu")
+        halved.discard("cpu")
 
 
 @pytest.mark.parametrize("layout", ["dense", "shared", "shared_4d"])

@@ -25,8 +25,8 @@ extern "C" void run(int which, int wide, int flag, const int64_t* s, void* const
     return static_cast<void*>(memory.data());
   };
   if (which == 2) {
-    slice_states_cuda({p[0], s[0], s[1], s[2], s[3], s[4], s[5] != 0, wide != 0, p[1], p[2], static_cast<double*>(p[3]),
-                       static_cast<int32_t*>(p[4])},
+    slice_states_cuda({p[0], s[0], s[1], s[2], s[3], s[4], s[5] != 0, flag == 1, wide != 0, p[1], p[2],
+                       static_cast<double*>(p[3]), static_cast<int32_t*>(p[4])},
                       allocate, nullptr);
   } else if (which == 3) {
     slice_gradients_cuda(

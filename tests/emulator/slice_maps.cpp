@@ -1,20 +1,6 @@
 // The two halves of a slice's scan, csrc/scan/linear/cuda/warp_slice.cuh, blocks one after the other: products, what
 // the slice tells, boundaries and replay. The caller compares. H 8 and 20 alone are compiled.
-#include "warp_operations.h"
-
-inline int atomicAdd(int* to, int x) {
-  emulator::yield();
-  return (*to += x) - x;
-}
-inline void __threadfence() {}
-inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
-  return unsigned((uint64_t(high) << 32 | low) >> (bits % 32));
-}
-struct dim3 {
-  int x;
-  explicit dim3(int x_) : x(x_) {}
-  operator int() const { return x; }
-};
+#include "map_products.h"
 #define __shared__ static
 
 #include "scan/linear/cuda/warp_slice.cuh"

@@ -45,16 +45,16 @@ struct SliceMaps {
 struct SliceStates {
   const void* messages;
   int64_t ranks, B, H, matrices, order;  // `matrices`: 0 diagonal, else 1 or B; `order`: this rank's in the scan
-  bool reverse, wide;
-  void *entered, *end;  // (B, H): the state that enters this slice, and the one that leaves the last
-  double* products;     // (ranks, ...), in the order of the scan; zero where nothing comes in
-  int32_t* came;        // whether anything comes in
+  bool reverse, shares, wide;            // `shares`: behind a message lies its share of what enters the first
+  void *entered, *end;                   // (B, H): the state that enters this slice, and the one that leaves the last
+  double* products;                      // (ranks, ...), in the order of the scan; zero where nothing comes in
+  int32_t* came;                         // whether anything comes in
   WEFT_HOST_DEVICE int64_t product_numbers() const { return matrices > 0 ? matrices * H * H : B * H; }
   // Of the i-th rank in the order of the scan.
   template <typename Number>
   WEFT_HOST_DEVICE const Number* message(int64_t i) const {
     return static_cast<const Number*>(messages) +
-           (reverse ? ranks - 1 - i : i) * slice_message_numbers(product_numbers(), B * H);
+           (reverse ? ranks - 1 - i : i) * (slice_message_numbers(product_numbers(), B * H) + shares * B * H);
   }
 };
 

@@ -76,7 +76,7 @@ at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const
 }
 
 States slice_states(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& value, int64_t order,
-                    bool reverse, int64_t matrices) {
+                    bool reverse, int64_t matrices, bool shares) {
   const char* const op = "slice_states";
   check_type(op, "value", value);
   TORCH_CHECK_VALUE(value.dim() == 2, op, ": value must be (B, H), got ", value.sizes());
@@ -88,7 +88,8 @@ States slice_states(const SliceKernels& kernels, const at::Tensor& messages, con
   const int64_t B = value.size(0), H = value.size(1);
   TORCH_CHECK_VALUE(matrices == 0 || matrices == 1 || matrices == B, op, ": matrices must be 0, 1 or ", B, ", got ",
                     matrices);
-  const int64_t numbers = slice_message_numbers(matrices > 0 ? matrices * H * H : B * H, B * H);
+  TORCH_CHECK_VALUE(!shares || matrices > 0, op, ": shares are of messages with matrices");
+  const int64_t numbers = slice_message_numbers(matrices > 0 ? matrices * H * H : B * H, B * H) + shares * B * H;
   TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(1) == numbers, op, ": messages must be (ranks, ", numbers,
                     "), got ", messages.sizes());
   const int64_t ranks = messages.size(0);
@@ -97,10 +98,12 @@ States slice_states(const SliceKernels& kernels, const at::Tensor& messages, con
   const auto doubles = value.options().dtype(at::kDouble);
   const at::Tensor products =
       matrices > 0 ? at::empty({ranks, matrices, H, H}, doubles) : at::empty({ranks, B, H}, doubles);
-  const at::Tensor came = at::zeros({1}, value.options().dtype(at::kInt));
+  // Written by the kernel: zeros would be a launch more.
+  const auto integers = value.options().dtype(at::kInt);
+  const at::Tensor came = value.numel() > 0 ? at::empty({1}, integers) : at::zeros({1}, integers);
   const at::Tensor rows = messages.contiguous();
   if (value.numel() > 0) {
-    kernels.states({rows.const_data_ptr(), ranks, B, H, matrices, order, reverse, wide, entered.data_ptr(),
+    kernels.states({rows.const_data_ptr(), ranks, B, H, matrices, order, reverse, shares, wide, entered.data_ptr(),
                     end.data_ptr(), products.data_ptr<double>(), came.data_ptr<int32_t>()});
   }
   return {entered, end, products, came};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from .._base.torch_private import functional_collectives, group_named
 
-__all__ = ["Ranks", "check_alike", "check_tensor", "known", "ranks_named", "ranks_of"]
+__all__ = ["Ranks", "check_alike", "check_tensor", "checks_ranks", "known", "ranks_named", "ranks_of"]
 
 _collectives = functional_collectives()
 
@@ -53,6 +54,12 @@ class Ranks:
         """RuntimeError where the group has no way to send x."""
 
 
+@functools.lru_cache(maxsize=16)
+def _devices_of(config: str) -> list[str]:
+    """Of "cpu:gloo,cuda:nccl"."""
+    return [part.partition(":")[0] for part in config.split(",")]
+
+
 @dataclass(frozen=True)
 class GroupRanks(Ranks):
     """The ranks of a ProcessGroup."""
@@ -63,8 +70,7 @@ class GroupRanks(Ranks):
 
     @property
     def _devices(self) -> list[str]:
-        # "cpu:gloo,cuda:nccl"
-        return [part.partition(":")[0] for part in str(dist.get_backend_config(group_named(self.name))).split(",")]
+        return _devices_of(str(dist.get_backend_config(group_named(self.name))))
 
     @property
     def device(self) -> torch.device:
@@ -157,9 +163,14 @@ def check_tensor(op: str, name: str, value: Any) -> None:
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
 
 
+def checks_ranks() -> bool:
+    """Whether calls compare what ranks bring."""
+    return os.environ.get("WEFT_CHECK_RANKS") == "1" and not torch.compiler.is_compiling()
+
+
 def check_alike(ranks: Ranks, op: str, values: Mapping[str, Any]) -> None:
     """With WEFT_CHECK_RANKS=1: ValueError on every rank where one brings something else than rank 0."""
-    if os.environ.get("WEFT_CHECK_RANKS") != "1" or torch.compiler.is_compiling():
+    if not checks_ranks():
         return
     first, *others = ranks.gather_objects({"op": op, **values})
     for rank, other in enumerate(others, 1):

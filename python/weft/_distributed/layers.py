@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .._base.over_ranks import TakesSlices
+from .._rnn import takes_halves
 from .group import Ranks, check_alike, ranks_of
+from .halves import halved
 from .pointwise import PointwiseWalk, walk_pointwise
 from .recurrent import Direction, walk_slices
 from .scan import scan_slice
@@ -104,12 +106,21 @@ class OverRanks:
         check_alike(self.ranks, name, {"B": B, "H": H, "dtype": input.dtype})
         self.ranks.check_device(name, input)
 
+    def halves(self, cell: str, input: Tensor, hidden: int) -> bool:
+        """Whether the backward pass of an RNN, GRU or LSTM is one scan, cut where ranks exchange."""
+        return input.device.type in halved and takes_halves(cell, input.dtype, hidden)
+
     def walk(
-        self, cell: str, backward: str, reverse: bool, saves: bool, keeps_cells: bool, input: Tensor, state: Tensor,
-        weights: list[Tensor],
+        self, cell: str, backward: str, halves: bool, reverse: bool, saves: bool, keeps_cells: bool, input: Tensor,
+        state: Tensor, weights: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """What :func:`walk_slices` returns."""
-        return walk_slices(Direction(self.ranks, cell, backward, reverse, saves, keeps_cells), input, state, weights)
+        return walk_slices(
+            Direction(self.ranks, cell, backward, halves and not keeps_cells, reverse, saves, keeps_cells),
+            input,
+            state,
+            weights,
+        )
 
     def walk_pointwise(
         self, program: str, algorithm: str, name: str, gates: Tensor, states: list[Tensor], parameters: list[Tensor]

@@ -1,4 +1,5 @@
-"""RNN, GRU and LSTM over slices, in rounds (walks.py)."""
+"""RNN, GRU and LSTM over slices: forward in rounds (walks.py), and backward, too, where there are no kernels of chunk
+maps. Where there are, the backward pass is what it is on one rank, a scan over Jacobians, and one exchange."""
 
 from __future__ import annotations
 
@@ -8,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from .._rnn import slice_chunks
 from .group import Ranks
+from .totals import pack
 from .walks import WayBack, blocks_of, have_met, settle, settle_back
 
 __all__ = ["Direction", "walk_slices"]
 
 _rnn = torch.ops.weft.rnn.default
 _rnn_backward = torch.ops.weft.rnn_backward.default
+_slice_maps = torch.ops.weft.rnn_slice_maps.default
+_slice_backward = torch.ops.weft.rnn_slice_backward.default
 
 
 class Direction(NamedTuple):
@@ -24,6 +29,8 @@ class Direction(NamedTuple):
     cell: str
     backward: str
     """How weft::rnn goes back: "persistent" or "scan"."""
+    halves: bool
+    """Whether that is by a scan that is cut where ranks exchange, in the place of rounds."""
     reverse: bool
     saves: bool
     """What the backward pass needs."""
@@ -101,6 +108,17 @@ class _Slice(torch.autograd.Function):
         if direction.reverse:
             grad_output, grad_cells = grad_output.flip(0), grad_cells.flip(0)
         needed = ctx.needs_input_grad
+        if direction.halves:
+            found = _back_in_halves(
+                direction, grad_output, grad_end, input, start, output, cells, gates, weights, [needed[1], *needed[3:]]
+            )
+            grad_input, grad_state, *grad_weights = found
+            if direction.reverse:
+                grad_input = grad_input.flip(0)
+            return (
+                None,
+                *(g if n else None for g, n in zip((grad_input, grad_state, *grad_weights), needed[1:], strict=True)),
+            )
         wanted, batch, lstm = [needed[1], *needed[3:]], input.size(1), start.size(0) == 2
 
         def back(begin: int, end: int, leaving: Tensor, everything: bool) -> tuple[Tensor, list[Tensor]]:
@@ -127,6 +145,39 @@ class _Slice(torch.autograd.Function):
         if direction.reverse and grad_input is not None:
             grad_input = grad_input.flip(0)
         return None, grad_input, grad_state if needed[2] else None, *grad_weights
+
+
+def _back_in_halves(
+    direction: Direction, grad_output: Tensor, grad_end: Tensor, input: Tensor, start: Tensor, output: Tensor,
+    cells: Tensor, gates: Tensor, weights: list[Tensor], wanted: list[bool],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of the input, of the state before the whole, zeros but on rank 0, and of the weights."""
+    ranks, (T, B, _), (states, _, H) = direction.ranks, input.shape, start.shape
+    h, *c = start.unsqueeze(1).unbind()
+    known = (input, h, c[0] if c else None, weights, output, cells, gates)
+    if T > 0:
+        chunks = slice_chunks(input.device, direction.cell, T, B, H)
+        maps, value, message = _slice_maps(grad_output, *known, chunks, cell=direction.cell)
+    else:  # what leaves is what enters
+        value = input.new_zeros(B, states * H)
+        half = torch.eye(states * H, device=input.device, dtype=torch.float64).expand(B, -1, -1) / 2
+        product = pack(half, torch.ones_like(half, dtype=torch.int64), torch.float32)
+        message = torch.cat((product.flatten(), product.new_zeros(value.numel()), product.new_ones(1)))
+    share = grad_end.transpose(0, 1).contiguous().view(torch.int32).flatten()
+    gathered = ranks.gather(torch.cat((message, share)))
+    # From the last step of the whole to the first.
+    order = ranks.rank if direction.reverse else ranks.size - 1 - ranks.rank
+    entered, end, _, _ = torch.ops.weft.slice_states(gathered, value, order, not direction.reverse, B, True)
+    left, first = (t.view(B, states, H).transpose(0, 1).contiguous() for t in (entered, end))
+    grad_start = first if ranks.rank == 0 else torch.zeros_like(first)
+    if T == 0:
+        return torch.zeros_like(input), grad_start, *(torch.zeros_like(w) for w in weights)
+    grad_h, *grad_c = left.unsqueeze(1).unbind()
+    grads = _slice_backward(
+        maps, grad_output, grad_h, grad_c[0] if c else None, *known, chunks, cell=direction.cell,
+        output_mask=[wanted[0], False, False, *wanted[1:]],
+    )  # fmt: skip
+    return grads[0], grad_start, *grads[3:]
 
 
 def walk_slices(

@@ -6,6 +6,7 @@ A rank ends with the map of all ranks before it, not with those of others: who n
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,14 @@ class SliceMap(NamedTuple):
 
 def in_rounds(ranks: Ranks, bytes: int) -> bool:
     """Whether rounds are cheaper than one gather for so many bytes from each rank."""
-    return exchange(ranks.size, bytes, link).method == "doubling"
+    # Sizes may be symbols of a graph, which are compared anew.
+    find = _method if type(bytes) is int else _method.__wrapped__
+    return find(ranks.size, bytes, link) == "doubling"
+
+
+@functools.lru_cache(maxsize=1024)
+def _method(size: int, bytes: int, link: Link) -> str:
+    return exchange(size, bytes, link).method
 
 
 def carried(ranks: Ranks, own: SliceMap, dtype: torch.dtype, backwards: bool) -> SliceMap:

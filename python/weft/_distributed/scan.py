@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from .._scan import slice_chunks
-from .group import Ranks, check_alike, check_tensor, ranks_named, ranks_of
+from .group import Ranks, check_alike, check_tensor, checks_ranks, ranks_named, ranks_of
+from .halves import halved
 from .rounds import SliceMap, carried, in_rounds
 from .totals import pack, product_of_steps, unpack
 
@@ -38,8 +39,6 @@ _EDGE = 64
 rounded, which is forgotten, or stays the one rounding that it is."""
 _KERNEL_HIDDEN = 32
 """H up to which CUDA has kernels of chunk maps, and of the product of a slice's steps, in float32."""
-_halved = {"cuda"}
-"""Devices whose dense scans are cut where ranks exchange: what follows is not a second scan."""
 
 
 class Scanned(NamedTuple):
@@ -94,9 +93,9 @@ def linear_scan(
     One collective forward, one backward, or ceil(log2 ranks) rounds of send and receive where :func:`exchange` finds
     them cheaper. What is exchanged, a product and a state, does not grow with T, and the host waits for nothing.
     Gradients of any order are scans over ranks themselves. Products that overflow or underflow where the states do not
-    do no harm. But a slice is summed up in one map, in the digits of float64 and with a value of the state's own dtype:
-    where what the map makes of a state cancels against what it adds, digits are lost, which
-    :func:`weft.scan.linear_scan` would save step by step.
+    do no harm. But a slice is summed up in one map, in the digits of float64 (those of float32 where CUDA has chunk maps)
+    and with a value of the state's own dtype: where what the map makes of a state cancels against what it adds, digits
+    are lost, which :func:`weft.scan.linear_scan` would save step by step.
 
     Raises:
         TypeError: an argument is no tensor, has another dtype, or dtypes differ; the group is none.
@@ -116,8 +115,9 @@ def linear_scan(
         for t in given:
             dtype = torch.promote_types(dtype, t.dtype)
         A, b, x0 = A.to(dtype), b.to(dtype), None if x0 is None else x0.to(dtype)
-    with torch.autocast(b.device.type, enabled=False):
-        return scan_slice(op, A, b, x0, ranks, reverse, transpose).states
+        with torch.autocast(b.device.type, enabled=False):
+            return scan_slice(op, A, b, x0, ranks, reverse, transpose).states
+    return scan_slice(op, A, b, x0, ranks, reverse, transpose).states
 
 
 def scan_slice(
@@ -135,7 +135,8 @@ def scan_slice(
     dtype = b.dtype
     if A.is_complex() or b.is_complex():
         raise TypeError(f"{op}: complex numbers are not exchanged between ranks, got A {A.dtype} and b {b.dtype}")
-    check_alike(ranks, op, _what_ranks_share(A, b))
+    if checks_ranks():
+        check_alike(ranks, op, _what_ranks_share(A, b))
     ranks.check_device(op, b)
     part = _Slice(ranks, reverse, transpose)
     if part.order > 0 and x0 is not None and b.dim() == 3:
@@ -207,7 +208,7 @@ def _product(A: Tensor, b: Tensor, part: _Slice) -> Tensor:
             _product_shape(A, b), dtype=torch.int64 if b.dtype == torch.float64 else torch.int32, device=b.device
         )
     if not diagonal and (b.device.type == "cpu" or (b.dtype == torch.float32 and H <= _KERNEL_HIDDEN)):
-        return torch.ops.weft.slice_product(matrices, part.reverse, part.transpose)
+        return torch.ops.weft.slice_product.default(matrices, part.reverse, part.transpose)
     if T > 0 and b.numel() > 0:
         m, e = product_of_steps(matrices, T, diagonal, part.transpose, part.reverse)
         m, e = (t.expand(b.shape[1:]) if diagonal else t for t in (m, e))
@@ -223,7 +224,7 @@ def _in_halves(A: Tensor, b: Tensor) -> bool:
     """Whether a dense scan can be cut where ranks exchange."""
     T, B, H = b.shape
     return (
-        b.device.type in _halved
+        b.device.type in halved
         and b.dtype == torch.float32
         and not _canonical(A, b)[1]
         and 2 <= H <= _KERNEL_HIDDEN
@@ -316,7 +317,7 @@ class _BackwardHalves:
         self.chunks = slice_chunks(grad.device, T - 1, B, H)
         self.scan = (self.matrices.narrow(0, self.late, T - 1), self.grad.narrow(0, early, T - 1))
         self.flags = (not reverse, not transpose)
-        self.maps, self.value, _ = torch.ops.weft.slice_maps(
+        self.maps, self.value, _ = torch.ops.weft.slice_maps.default(
             *self.scan, self.grad[self.last], self.chunks, *self.flags, False
         )
 
@@ -333,7 +334,7 @@ class _BackwardHalves:
         """Of A and of b, where the state that leaves has the gradient `left`."""
         lambdas, count = torch.empty_like(self.grad), self.grad.size(0) - 1
         start = torch.add(self.grad[self.last], left, out=lambdas[self.last])
-        torch.ops.weft.slice_replay_(
+        torch.ops.weft.slice_replay_.default(
             lambdas.narrow(0, self.early, count), *self.scan, self.maps, start, None, self.chunks, *self.flags
         )
         if not of_A:
@@ -375,7 +376,7 @@ def _slice_scan(
     shape = _product_shape(A, b)
     if halves:
         matrices, chunks = _canonical(A, b)[0], slice_chunks(b.device, T, B, H)
-        maps, value, message = torch.ops.weft.slice_maps(matrices, b, None, chunks, reverse, transpose, True)
+        maps, value, message = torch.ops.weft.slice_maps.default(matrices, b, None, chunks, reverse, transpose, True)
         states = torch.empty_like(b, memory_format=torch.contiguous_format)
     else:
         states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
@@ -389,7 +390,7 @@ def _slice_scan(
             value = value + extra
         leaves = T > 0 or start is not None or extra is not None
         if sliced:  # no one asks for the first rank's product
-            message = torch.ops.weft.slice_message(A[:0] if first else A, value, leaves)
+            message = torch.ops.weft.slice_message.default(A[:0] if first else A, value, leaves)
         else:
             product = _product(A, b, part)
             has = product.new_full((1,), leaves)
@@ -403,15 +404,15 @@ def _slice_scan(
         end = value.clone()  # which nobody has asked for
     else:
         # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
-        entered, end, products, came = torch.ops.weft.slice_states(
+        entered, end, products, came = torch.ops.weft.slice_states.default(
             ranks.gather(message), value, order, reverse, shape[0] if len(shape) == 3 else 0
         )
     if first:
         entered = torch.zeros_like(value) if start is None else start.expand(B, H).to(value.dtype, copy=True)
     elif sliced:
-        torch.ops.weft.slice_mend_(states, A, entered, came, reverse)
+        torch.ops.weft.slice_mend_.default(states, A, entered, came, reverse)
     elif halves:
-        torch.ops.weft.slice_replay_(states, matrices, b, maps, entered, came, chunks, reverse, transpose)
+        torch.ops.weft.slice_replay_.default(states, matrices, b, maps, entered, came, chunks, reverse, transpose)
     elif b.device.type == "cpu":
         if came:
             _mend(states, A, b, entered, reverse, transpose)
@@ -457,7 +458,7 @@ def _slice_scan_backward(
     else:
         message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
         gathered = ranks.gather(message)
-        left = torch.ops.weft.slice_left(
+        left = torch.ops.weft.slice_left.default(
             gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
         )
     nothing = grad.new_empty(0)
@@ -470,7 +471,7 @@ def _slice_scan_backward(
         return grad_A, grad_b if output_mask[1] else nothing, torch.zeros_like(left), left
     if sliced:
         mended_A = grad_A if output_mask[0] else None
-        torch.ops.weft.slice_mend_gradients_(grad_b, mended_A, A, states, start, left, reverse)
+        torch.ops.weft.slice_mend_gradients_.default(grad_b, mended_A, A, states, start, left, reverse)
         step = -1 if reverse else 0
         if first and has_x0:
             grad_start = A[step].to(left.dtype) * grad_b[step].to(left.dtype) + grad_entered
@@ -523,7 +524,7 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, A: Tensor, b: Tensor, x0: Tensor | None, extra: Tensor | None, part: _Slice, ends: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        *scanned, products = torch.ops.weft.slice_scan(
+        *scanned, products = torch.ops.weft.slice_scan.default(
             A, b, x0, extra, part.ranks.name, part.reverse, part.transpose, ends
         )
         states, entered, end = scanned
@@ -540,7 +541,7 @@ class _Scan(torch.autograd.Function):
         if torch.is_grad_enabled():
             found = _differentiable_gradients(grad, grad_entered, grad_end, A, states, entered, x0 is not None, part)
         else:
-            found = torch.ops.weft.slice_scan_backward(
+            found = torch.ops.weft.slice_scan_backward.default(
                 grad, grad_entered, grad_end, A, states, entered, products, x0 is not None, part.ranks.name,
                 part.reverse, part.transpose, wanted[:2],
             )  # fmt: skip

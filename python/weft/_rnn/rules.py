@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._base.rules import LIBRARY, check_devices, one_by_one
 from .._base.torch_private import below_autocast
+from .halves import slice_map_floats
 from .table import traits
 
 
@@ -44,6 +45,29 @@ def _rnn_backward_fake(
     grad_output, grad_h_n, grad_c_n, grad_cells, input, h0, c0, weights, batch_sizes, output, cells, gates, *, cell,
     bidirectional, output_mask, backward="persistent", num_heads=1,
 ):  # fmt: skip
+    return [
+        torch.empty_like(argument, memory_format=torch.contiguous_format)
+        if wanted and argument is not None
+        else input.new_empty((0,))
+        for argument, wanted in zip((input, h0, c0, *weights), output_mask, strict=True)
+    ]
+
+
+@torch.library.register_fake("weft::rnn_slice_maps")
+def _rnn_slice_maps_fake(grad_output, input, h0, c0, weights, output, cells, gates, chunks, *, cell):
+    _, B, H = output.shape
+    states = H * traits(cell).states
+    return (
+        input.new_empty(chunks, B, slice_map_floats(input.device, cell, H)),
+        input.new_empty(B, states),
+        input.new_empty(B * states * (states + 1) + 1, dtype=torch.int32),
+    )
+
+
+@torch.library.register_fake("weft::rnn_slice_backward")
+def _rnn_slice_backward_fake(
+    maps, grad_output, grad_h_n, grad_c_n, input, h0, c0, weights, output, cells, gates, chunks, *, cell, output_mask
+):
     return [
         torch.empty_like(argument, memory_format=torch.contiguous_format)
         if wanted and argument is not None

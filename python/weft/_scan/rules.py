@@ -114,7 +114,7 @@ def _slice_replay_fake(
 
 @torch.library.register_fake("weft::slice_states")
 def _slice_states_fake(
-    messages: Tensor, value: Tensor, order: int, reverse: bool, matrices: int = 0
+    messages: Tensor, value: Tensor, order: int, reverse: bool, matrices: int = 0, shares: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, H = value.shape
     shape = (matrices, H, H) if matrices else (B, H)

@@ -21,6 +21,7 @@
 #include <array>
 #include <limits>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "common/autograd.h"
@@ -217,7 +218,7 @@ template <typename scalar>
 void chain_kernel(const ScanShape& shape, const Tensor& grad_output, const Tensor& grad_h_n, const Tensor& grad_c_n,
                   const Tensor& w_hh, const Tensor& h0, const Tensor& c0, const Tensor& output, const Tensor& gates,
                   const Tensor& cells, const Tensor& dgates, const Tensor& grad_h0, const Tensor& grad_c0, int chunks,
-                  const Tensor& workspace) {
+                  const Tensor& workspace, bool of_slice) {
   const ScanChain<scalar> args{pointer<scalar>(grad_output),
                                pointer<scalar>(grad_h_n),
                                pointer<scalar>(grad_c_n),
@@ -231,7 +232,11 @@ void chain_kernel(const ScanShape& shape, const Tensor& grad_output, const Tenso
                                mutable_pointer<scalar>(grad_h0),
                                mutable_pointer<scalar>(grad_c0),
                                workspace.data_ptr()};
-  scan_chain(shape, args, chunks, c10::cuda::getCurrentCUDAStream());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  if constexpr (std::is_same_v<scalar, float>) {
+    if (of_slice) return scan_slice_replay(shape, args, chunks, stream);
+  }
+  scan_chain(shape, args, chunks, stream);
 }
 
 // out (M,N) = left (R,M)^T right (R,N)
@@ -377,6 +382,45 @@ void scan_recover_gates(const RnnArgs& args, const RnnSizes& s, const RnnResults
 
 std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, const RnnSizes& s, const Tensor& output,
                                   const Tensor& cells, const Tensor& gates, const c10::List<bool>& output_mask) {
+  return scan_slice_backward(given, args, s, output, cells, gates, output_mask, Tensor(), 0);
+}
+
+void make_scan_slice_maps(const RnnGrads& given, const RnnArgs& args, const RnnSizes& s, const Tensor& output,
+                          const Tensor& cells, const Tensor& gates, int chunks, const Tensor& maps, const Tensor& value,
+                          const Tensor& message) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const auto [h0, c0] = initial_state(args, s, at::kFloat);
+  const Tensor w_hh = rnn_weights(args, s, 0).w_hh.contiguous(), saved_output = output.contiguous(),
+               saved_gates = gates.contiguous(), saved_cells = cells.contiguous(),
+               arriving = contiguous_in(or_undefined(given.output), at::kFloat);
+  const ScanChain<float> chain{pointer<float>(arriving),
+                               nullptr,
+                               nullptr,
+                               pointer<float>(w_hh),
+                               pointer<float>(h0),
+                               pointer<float>(c0),
+                               pointer<float>(saved_output),
+                               pointer<float>(saved_gates),
+                               pointer<float>(saved_cells),
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr};
+  const int64_t states = value.size(1);
+  const scan::SliceMaps told{mutable_pointer<float>(maps), mutable_pointer<float>(value),
+                             message.mutable_data_ptr<int32_t>(), s.B, s.B * states * states};
+  Tensor workspace;
+  const auto allocate = [&](size_t bytes) {
+    workspace = at::empty({int64_t(bytes)}, value.options().dtype(at::kByte));
+    return workspace.data_ptr();
+  };
+  scan_slice_maps(shape_of(args, s, 0), chain, chunks, told, allocate, c10::cuda::getCurrentCUDAStream());
+}
+
+std::vector<Tensor> scan_slice_backward(const RnnGrads& given, const RnnArgs& args, const RnnSizes& s,
+                                        const Tensor& output, const Tensor& cells, const Tensor& gates,
+                                        const c10::List<bool>& output_mask, const Tensor& maps, int slice_chunks) {
+  const bool of_slice = maps.defined();
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   // The kernels keep fp32's digits, and so do the matrix products around them.
   const at::NoTF32Guard no_tf32;
@@ -412,10 +456,10 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
     if (w_ih_here) by_gemm[3] = false;
     if (small) by_gemm[4] = by_gemm[5] = by_gemm[6] = false;
     // One workspace: the gradients of the parameters start when the chain is through.
-    const int chunks = compute == at::kFloat ? scan_chunks(shape) : 1;
+    const int chunks = of_slice ? slice_chunks : compute == at::kFloat ? scan_chunks(shape) : 1;
     const int inputs = static_cast<int>(narrow ? s.I : 0);
     const Tensor workspace =
-        at::empty({std::max(scan_chain_workspace(shape, chunks),
+        at::empty({std::max(of_slice ? 0 : scan_chain_workspace(shape, chunks),
                             parameters_here ? scan_gradients_workspace(shape, w_ih_here ? inputs : 0) : 0)},
                   options.dtype(at::kByte));
     const Tensor dgates = at::empty({s.T, s.B, chain_blocks(args.cell) * s.H}, options);
@@ -424,7 +468,7 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
                                                    direction_of(arriving_c, s, d), w, state, direction_of(c0, s, d),
                                                    saved_output, direction_of(saved_gates, s, d), saved_cells, dgates,
                                                    direction_of(grad_h0, s, d), direction_of(grad_c0, s, d), chunks,
-                                                   workspace);
+                                                   of_slice ? maps : workspace, of_slice);
 
     const Tensor given_state =
         !by_gemm[4] || args.h0 ? direction_of(or_undefined(args.h0), s, d) : contiguous_in(state, type);
@@ -469,6 +513,10 @@ std::vector<Tensor> scan_backward(const RnnGrads& given, const RnnArgs& args, co
     if (!t.defined()) t = at::empty({0}, args.input.options());
   }
   return result;
+}
+
+int64_t rnn_slice_floats(const std::string& cell, int64_t hidden) {
+  return scan_slice_floats(parse_cell("weft::rnn", c10::string_view(cell.data(), cell.size())), hidden);
 }
 
 scan::Expected rnn_scan_expected(int device, const std::string& cell, int hidden, int64_t steps, int64_t batch) {

@@ -25,4 +25,12 @@ std::vector<at::Tensor> scan_backward(const RnnGrads& grads, const RnnArgs& args
                                       const at::Tensor& output, const at::Tensor& cells, const at::Tensor& gates,
                                       const c10::List<bool>& output_mask);
 
+// The same of a slice, by the maps of its `chunks` chunks (rnn/slice/rnn_slice_maps.h), which are made first.
+std::vector<at::Tensor> scan_slice_backward(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& sizes,
+                                            const at::Tensor& output, const at::Tensor& cells, const at::Tensor& gates,
+                                            const c10::List<bool>& output_mask, const at::Tensor& maps, int chunks);
+void make_scan_slice_maps(const RnnGrads& grads, const RnnArgs& args, const RnnSizes& sizes, const at::Tensor& output,
+                          const at::Tensor& cells, const at::Tensor& gates, int chunks, const at::Tensor& maps,
+                          const at::Tensor& value, const at::Tensor& message);
+
 }  // namespace weft::rnn

@@ -20,6 +20,11 @@ template <Cell cell, typename scalar>
 void cell_forward(const ScanShape& shape, const WarpForward<scalar>& args, cudaStream_t stream);
 template <Cell cell, typename scalar>
 void cell_chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunks, cudaStream_t stream);
+template <Cell cell>
+void cell_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int chunks, const scan::SliceMaps& told,
+                     const scan::Workspace& workspace, cudaStream_t stream);
+template <Cell cell>
+void cell_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream);
 
 namespace {
 
@@ -124,10 +129,26 @@ int scan_chunks(const ScanShape& shape) {
 int64_t scan_chain_workspace(const ScanShape& shape, int chunks) {
   if (shape.H > kWarpHidden) return block_workspace(shape, chunks);
   if (chunks <= 1) return 0;
-  // Per chunk and batch a map and the gradient entering it.
-  const int64_t S = states_of(shape.cell) * scan::padded_hidden(shape.H);
-  const int64_t floats = scan::map_floats(S) + S;
-  return int64_t(chunks) * shape.B * floats * int64_t(sizeof(float));
+  return int64_t(chunks) * shape.B * scan_slice_floats(shape.cell, shape.H) * int64_t(sizeof(float));
+}
+
+// A map and the gradient entering it.
+int64_t scan_slice_floats(Cell cell, int64_t H) {
+  const int64_t S = states_of(cell) * scan::padded_hidden(H);
+  return scan::map_floats(S) + S;
+}
+
+void scan_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int chunks, const scan::SliceMaps& told,
+                     const scan::Workspace& workspace, cudaStream_t stream) {
+  with_cell(shape.cell, [&]<Cell cell>() {
+    if constexpr (scan_max_hidden(cell) > 0) cell_slice_maps<cell>(shape, args, chunks, told, workspace, stream);
+  });
+}
+
+void scan_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream) {
+  with_cell(shape.cell, [&]<Cell cell>() {
+    if constexpr (scan_max_hidden(cell) > 0) cell_slice_replay<cell>(shape, args, chunks, stream);
+  });
 }
 
 void warp_forward(const ScanShape& shape, const WarpForward<float>& args, cudaStream_t stream) {

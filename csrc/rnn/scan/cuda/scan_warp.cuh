@@ -29,12 +29,14 @@
 #include "rnn/newton/cuda/forward_walk.cuh"
 #include "rnn/scan/cuda/scan_kernels.h"
 #include "rnn/scan/cuda/scan_step.cuh"
+#include "scan/linear/cuda/map_products.cuh"
 #include "scan/linear/cuda/warp_chunks.cuh"
 
 namespace weft::rnn {
 namespace {
 
 using namespace scan::warp;
+using scan::SliceMaps;
 
 // ------------------------------------------------------------------------------------------------------- forward
 // One warp per sequence, which walks all steps.
@@ -139,10 +141,12 @@ __device__ __forceinline__ void replay_steps(const ScanShape& shape, const ScanC
   if constexpr (kTwoStates<cell>) gc = __shfl_sync(~0u, gc, unit);
 }
 
-// Chunks are cut from the end, so that all but chunk 0, whose map is not needed, have the same length.
+// Chunks are cut from the end, so that all but chunk 0 have the same length. Its map is needed of a slice alone, whose
+// whole lies on many ranks.
 struct Chunks {
   int count;
   int64_t length;
+  bool whole = false;
   __device__ int64_t low(int64_t chunk, int64_t T) const { return max(T - (count - chunk) * length, int64_t(0)); }
   __device__ int64_t high(int64_t chunk, int64_t T) const { return T - (count - 1 - chunk) * length; }
 };
@@ -158,7 +162,6 @@ struct Workspace {
 template <Cell cell, int HP, typename scalar>
 __global__ void __launch_bounds__(128)
     replay_kernel(ScanShape shape, ScanChain<scalar> a, Chunks chunks, Workspace workspace) {
-  extern __shared__ float4 dynamic4[];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
   if (id >= chunks.count * shape.B) return;
@@ -174,8 +177,9 @@ __global__ void __launch_bounds__(128)
     gh = start[0];
     gc = kTwoStates<cell> ? start[HP] : 0.0f;
   }
-  replay_steps<cell, HP, true>(shape, a, b, chunks.low(chunk, shape.T), chunks.high(chunk, shape.T), gh, gc,
-                               reinterpret_cast<scalar*>(dynamic4) + warp * ReplayLayout<cell, HP>::kElements);
+  replay_steps<cell, HP, true>(
+      shape, a, b, chunks.low(chunk, shape.T), chunks.high(chunk, shape.T), gh, gc,
+      reinterpret_cast<scalar*>(dynamic_shared_memory()) + warp * ReplayLayout<cell, HP>::kElements);
   if (chunk == 0) {
     a.grad_h0[b * H + unit] = gh;
     if (kTwoStates<cell>) a.grad_c0[b * H + unit] = gc;
@@ -190,25 +194,57 @@ __device__ __noinline__ float2 redo_chunk(const ScanShape& shape, const ScanChai
   return make_float2(gh, gc);
 }
 
-template <Cell cell, int HP>
-__global__ void __launch_bounds__(kWarp)
-    boundary_kernel(ScanShape shape, ScanChain<float> a, Chunks chunks, Workspace workspace) {
+// The gradient of the state that leaves the last chunk, taken to the start of the first, or of the second.
+template <Cell cell, int HP, Way kWay>
+__device__ __forceinline__ float2 through_chunks(const ScanShape& shape, const ScanChain<float>& a,
+                                                 const Chunks& chunks, const Workspace& workspace, float* shared) {
   using M = Map<cell, HP>;
   const int64_t b = blockIdx.x;
   const int unit = min(int(threadIdx.x), shape.H - 1);
-  extern __shared__ float4 dynamic4[];
-  float* const shared = reinterpret_cast<float*>(dynamic4);
   float gh = a.grad_h_n ? a.grad_h_n[b * shape.H + unit] : 0.0f;
   float gc = M::kParts == 2 && a.grad_c_n ? a.grad_c_n[b * shape.H + unit] : 0.0f;
   const int64_t last = (chunks.count - 1) * shape.B + b;
-  carry_through_chunks<M, Traits<cell>::kSelects>(
-      chunks.count - 1, workspace.maps + last * M::kStride, -shape.B * M::kStride, workspace.starts + last * M::kStates,
-      -shape.B * M::kStates, shape.H, gh, gc, shared, [&](int done) {
-        const int64_t high = shape.T - done * chunks.length;
-        const float2 g =
-            redo_chunk<cell, HP>(shape, a, b, high - chunks.length, high, gh, gc, shared + kBoundaryElements<M>);
+  carry_through_chunks<M, Traits<cell>::kSelects, kWay>(
+      kWay == Way::whole ? chunks.count : chunks.count - 1, workspace.maps + last * M::kStride, -shape.B * M::kStride,
+      workspace.starts + last * M::kStates, -shape.B * M::kStates, shape.H, gh, gc, shared, [&](int done) {
+        const int64_t high = shape.T - done * chunks.length, low = max(high - chunks.length, int64_t(0));
+        const float2 g = redo_chunk<cell, HP>(shape, a, b, low, high, gh, gc, shared + kBoundaryElements<M>);
         gh = g.x, gc = g.y;
       });
+  return make_float2(gh, gc);
+}
+
+template <Cell cell, int HP, Way kWay>
+__global__ void __launch_bounds__(kWarp)
+    boundary_kernel(ScanShape shape, ScanChain<float> a, Chunks chunks, Workspace workspace) {
+  through_chunks<cell, HP, kWay>(shape, a, chunks, workspace, reinterpret_cast<float*>(dynamic_shared_memory()));
+}
+
+// Of a slice: its first blocks take a batch row each, of one warp, and the others multiply maps. Both are what the rank
+// tells the others, between this and the boundaries, which begin again with the gradient that has come.
+template <Cell cell, int HP>
+__global__ void __launch_bounds__(ProductOfMaps<Map<cell, HP>>::kThreads)
+    summary_kernel(ScanShape shape, ScanChain<float> a, Chunks chunks, Workspace workspace, SliceMaps told,
+                   MapProducts products) {
+  if (int64_t(blockIdx.x) >= shape.B) {
+    ProductOfMaps<Map<cell, HP>>(products, reinterpret_cast<double*>(dynamic_shared_memory()))
+        .run(int64_t(blockIdx.x) - shape.B);
+    return;
+  }
+  if (threadIdx.x >= kWarp) return;
+  const float2 g = through_chunks<cell, HP, Way::whole>(shape, a, chunks, workspace,
+                                                        reinterpret_cast<float*>(dynamic_shared_memory()));
+  const int H = shape.H, unit = int(threadIdx.x);
+  auto put = [&](int part, float value) {
+    const int64_t at = (blockIdx.x * int64_t(states_of(cell)) + part) * H + unit;
+    told.value[at] = value;
+    told.values()[at] = __float_as_int(value);
+  };
+  if (unit < H) {
+    put(0, g.x);
+    if constexpr (kTwoStates<cell>) put(1, g.y);
+  }
+  if (blockIdx.x == 0 && unit == 0) told.values()[shape.B * states_of(cell) * H] = 1;
 }
 
 // ----------------------------------------------------------------------------------------------- 1. chunk_products
@@ -254,8 +290,8 @@ __global__ void __launch_bounds__(kWarp)
   constexpr int kPadded = Layout::kPadded, kStride = Layout::kWeightStride, kTiles = Layout::kTiles;
   constexpr int kUnits = (Layout::kPairs * HP + kWarp - 1) / kWarp;  // a lane prepares per step
   // Units by position (see Blocks). Weights are (G, k, i), row k: what unit k sends to all i.
-  __shared__ alignas(16) float weights[Layout::kWeightWords];
-  __shared__ alignas(16) float coefficients[2][Layout::kPairs][NC][kPadded];
+  alignas(16) __shared__ float weights[Layout::kWeightWords];
+  alignas(16) __shared__ float coefficients[2][Layout::kPairs][NC][kPadded];
   const int H = shape.H, lane = threadIdx.x, quad = lane / 4, j = lane % 4;
 #pragma unroll 8
   for (int at = lane; at < Layout::kWeightWords; at += kWarp) {
@@ -294,9 +330,13 @@ __global__ void __launch_bounds__(kWarp)
     }
   };
 
-  // Pairs are numbered chunk by chunk, from chunk 1: the map of chunk 0 is not needed.
-  const int64_t count = int64_t(chunks.count - 1) * shape.B;
-  const int64_t first_pair = int64_t(blockIdx.x) / Layout::kSplits * Layout::kPairs;
+  // Pairs are numbered chunk by chunk, from chunk 1. Those of a slice's chunk 0, which may be shorter, have warps of
+  // their own behind the others.
+  const int64_t later = int64_t(chunks.count - 1) * shape.B, turn = int64_t(blockIdx.x) / Layout::kSplits;
+  const int64_t turns = (later + Layout::kPairs - 1) / Layout::kPairs;
+  const bool is_first = turn >= turns;
+  const int64_t count = is_first ? shape.B : later;
+  const int64_t first_pair = (is_first ? turn - turns : turn) * Layout::kPairs;
   const int first_tile = int(blockIdx.x % Layout::kSplits) * kTiles;
 
   // Tile rows: row 16 t + 8 u + quad is column `column` of pair `pair`; the last column of a pair is v.
@@ -316,13 +356,13 @@ __global__ void __launch_bounds__(kWarp)
     }
 
   // What this lane prepares of every step: some units of the warp's pairs. Lanes without one repeat the last.
-  const int length = int(chunks.length);
+  const int length = int(is_first ? chunks.high(0, shape.T) : chunks.length);
   Cursor<cell, float> cursor[kUnits];
   float saved[kUnits][kSaved<cell>], arriving[kUnits];
 #pragma unroll
   for (int r = 0; r < kUnits; ++r) {
     const int at = min(lane + r * kWarp, Layout::kPairs * HP - 1);
-    const int64_t pair = min(first_pair + at / HP, count - 1), chunk = 1 + pair / shape.B;
+    const int64_t pair = min(first_pair + at / HP, count - 1), chunk = is_first ? 0 : 1 + pair / shape.B;
     cursor[r] = {shape, a, chunks.high(chunk, shape.T) - 1, pair % shape.B, min(at % HP, H - 1)};
   }
   int fetched = 0;
@@ -332,7 +372,7 @@ __global__ void __launch_bounds__(kWarp)
 #pragma unroll
     for (int r = 0; r < kUnits; ++r) {
       const float* from[kSaved<cell>];
-      cursor[r].sources(false, from);  // step 0 is in chunk 0
+      cursor[r].sources(is_first && fetched == length, from);
 #pragma unroll
       for (int n = 0; n < kSaved<cell>; ++n) saved[r][n] = *from[n];
       arriving[r] = cursor[r].gradient ? *cursor[r].gradient : 0.0f;
@@ -459,7 +499,7 @@ __global__ void __launch_bounds__(kWarp)
     for (int u = 0; u < 2; ++u) {
       const int64_t pair = first_pair + pair_of(t, u);
       if (pair_of(t, u) < Layout::kPairs && pair < count)
-        tiles.store(t, u, column_of(t, u), workspace.maps + (shape.B + pair) * Map<cell, HP>::kStride);
+        tiles.store(t, u, column_of(t, u), workspace.maps + ((is_first ? 0 : shape.B) + pair) * Map<cell, HP>::kStride);
     }
 }
 
@@ -491,33 +531,92 @@ struct ForCell {
   };
 
   template <int HP>
+  static void products(const ScanShape& shape, const ScanChain<float>& a, const Chunks& chunks,
+                       const Workspace& workspace, cudaStream_t stream) {
+    using Layout = ProductLayout<cell, HP>;
+    const auto warps = [](int64_t pairs) { return (pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits; };
+    launch("rnn_scan_products", product_kernel<cell, HP>,
+           warps(int64_t(chunks.count - 1) * shape.B) + (chunks.whole ? warps(shape.B) : 0), dim3(kWarp), 0, stream,
+           shape, a, chunks, workspace);
+  }
+
+  template <int HP>
+  static constexpr size_t kBoundaryBytes = sizeof(float) *
+                                           (kBoundaryElements<Map<cell, HP>> + ReplayLayout<cell, HP>::kElements);
+
+  template <int HP, Way kWay>
+  static void boundaries(const ScanShape& shape, const ScanChain<float>& a, const Chunks& chunks,
+                         const Workspace& workspace, cudaStream_t stream) {
+    launch("rnn_scan_boundaries", boundary_kernel<cell, HP, kWay>, shape.B, dim3(kWarp), kBoundaryBytes<HP>, stream,
+           shape, a, chunks, workspace);
+  }
+
+  template <int HP, typename scalar>
+  static void replay(const ScanShape& shape, const ScanChain<scalar>& a, const Chunks& chunks,
+                     const Workspace& workspace, cudaStream_t stream) {
+    // One warp per block spreads few warps over all multiprocessors.
+    const int64_t warps = chunks.count * shape.B;
+    const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
+    launch("rnn_scan_replay", replay_kernel<cell, HP, scalar>, (warps + per_block - 1) / per_block,
+           dim3(per_block * kWarp), per_block * ReplayLayout<cell, HP>::kElements * sizeof(scalar), stream, shape, a,
+           chunks, workspace);
+  }
+
+  static Chunks cut(const ScanShape& shape, int count, bool whole) {
+    const int64_t length = std::max<int64_t>(1, (shape.T + count - 1) / count);
+    return {int(std::max<int64_t>(1, (shape.T + length - 1) / length)), length, whole};  // none is empty
+  }
+
+  template <int HP>
+  static Workspace workspace_at(const ScanShape& shape, const Chunks& chunks, float* memory) {
+    return {memory, memory + chunks.count * shape.B * Map<cell, HP>::kStride};
+  }
+
+  template <int HP>
   struct Chain {
     template <typename scalar>
     static void run(const ScanShape& shape, const ScanChain<scalar>& a, int count, cudaStream_t stream) {
-      const int64_t length = std::max<int64_t>(1, (shape.T + count - 1) / count);
-      count = int(std::max<int64_t>(1, (shape.T + length - 1) / length));  // none is empty
-      const Chunks chunks{count, length};
+      const Chunks chunks = cut(shape, count, false);
       Workspace workspace{};
       if constexpr (sizeof(scalar) == sizeof(float)) {
-        if (count > 1) {
-          using Layout = ProductLayout<cell, HP>;
-          workspace.maps = static_cast<float*>(a.workspace);
-          workspace.starts = workspace.maps + count * shape.B * Map<cell, HP>::kStride;
-          const int64_t pairs = (count - 1) * shape.B;
-          launch("rnn_scan_products", product_kernel<cell, HP>,
-                 (pairs + Layout::kPairs - 1) / Layout::kPairs * Layout::kSplits, dim3(kWarp), 0, stream, shape, a,
-                 chunks, workspace);
-          launch("rnn_scan_boundaries", boundary_kernel<cell, HP>, shape.B, dim3(kWarp),
-                 sizeof(float) * (kBoundaryElements<Map<cell, HP>> + ReplayLayout<cell, HP>::kElements), stream, shape,
-                 a, chunks, workspace);
+        if (chunks.count > 1) {
+          workspace = workspace_at<HP>(shape, chunks, static_cast<float*>(a.workspace));
+          products<HP>(shape, a, chunks, workspace, stream);
+          boundaries<HP, Way::alone>(shape, a, chunks, workspace, stream);
         }
       }
-      // One warp per block spreads few warps over all multiprocessors.
-      const int64_t warps = count * shape.B;
-      const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
-      launch("rnn_scan_replay", replay_kernel<cell, HP, scalar>, (warps + per_block - 1) / per_block,
-             dim3(per_block * kWarp), per_block * ReplayLayout<cell, HP>::kElements * sizeof(scalar), stream, shape, a,
-             chunks, workspace);
+      replay<HP>(shape, a, chunks, workspace, stream);
+    }
+  };
+
+  template <int HP>
+  struct ToldOfSlice {
+    static void run(const ScanShape& shape, const ScanChain<float>& a, int count, const SliceMaps& told,
+                    const scan::Workspace& memory, cudaStream_t stream) {
+      using M = Map<cell, HP>;
+      using Product = ProductOfMaps<M>;
+      const Chunks chunks = cut(shape, count, true);
+      const Workspace workspace = workspace_at<HP>(shape, chunks, told.maps);
+      MapProducts p{told.maps + (chunks.count - 1) * shape.B * M::kStride,
+                    -shape.B * M::kStride,
+                    M::kStride,
+                    chunks.count,
+                    shape.B,
+                    shape.H};
+      scan::warp::prepare(p, states_of(cell) * shape.H, told.message, memory, stream);
+      products<HP>(shape, a, chunks, workspace, stream);
+      launch("rnn_slice_summary", summary_kernel<cell, HP>, shape.B + p.rows * p.groups, dim3(Product::kThreads),
+             std::max(kBoundaryBytes<HP>, size_t(Product::kBytes)), stream, shape, a, chunks, workspace, told, p);
+    }
+  };
+
+  template <int HP>
+  struct ReplayOfSlice {
+    static void run(const ScanShape& shape, const ScanChain<float>& a, int count, cudaStream_t stream) {
+      const Chunks chunks = cut(shape, count, true);
+      const Workspace workspace = workspace_at<HP>(shape, chunks, static_cast<float*>(a.workspace));
+      if (chunks.count > 1) boundaries<HP, Way::again>(shape, a, chunks, workspace, stream);
+      replay<HP>(shape, a, chunks, workspace, stream);
     }
   };
 };
@@ -534,13 +633,27 @@ void cell_chain(const ScanShape& shape, const ScanChain<scalar>& args, int chunk
   dispatch_hidden<ForCell<cell>::template Chain>(shape.H, shape, args, chunks, stream);
 }
 
+template <Cell cell>
+void cell_slice_maps(const ScanShape& shape, const ScanChain<float>& args, int chunks, const scan::SliceMaps& told,
+                     const scan::Workspace& workspace, cudaStream_t stream) {
+  dispatch_hidden<ForCell<cell>::template ToldOfSlice>(shape.H, shape, args, chunks, told, workspace, stream);
+}
+
+template <Cell cell>
+void cell_slice_replay(const ScanShape& shape, const ScanChain<float>& args, int chunks, cudaStream_t stream) {
+  dispatch_hidden<ForCell<cell>::template ReplayOfSlice>(shape.H, shape, args, chunks, stream);
+}
+
 }  // namespace weft::rnn
 
 // All launchers of a cell.
-#define WEFT_SCAN_WARP(NAME)                                                                           \
-  namespace weft::rnn {                                                                                \
-  template void cell_forward<Cell::NAME>(const ScanShape&, const WarpForward<float>&, cudaStream_t);   \
-  template void cell_forward<Cell::NAME>(const ScanShape&, const WarpForward<double>&, cudaStream_t);  \
-  template void cell_chain<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, cudaStream_t);  \
-  template void cell_chain<Cell::NAME>(const ScanShape&, const ScanChain<double>&, int, cudaStream_t); \
+#define WEFT_SCAN_WARP(NAME)                                                                                        \
+  namespace weft::rnn {                                                                                             \
+  template void cell_forward<Cell::NAME>(const ScanShape&, const WarpForward<float>&, cudaStream_t);                \
+  template void cell_forward<Cell::NAME>(const ScanShape&, const WarpForward<double>&, cudaStream_t);               \
+  template void cell_chain<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, cudaStream_t);               \
+  template void cell_chain<Cell::NAME>(const ScanShape&, const ScanChain<double>&, int, cudaStream_t);              \
+  template void cell_slice_maps<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, const scan::SliceMaps&, \
+                                            const scan::Workspace&, cudaStream_t);                                  \
+  template void cell_slice_replay<Cell::NAME>(const ScanShape&, const ScanChain<float>&, int, cudaStream_t);        \
   }

@@ -12,7 +12,9 @@
 #pragma once
 #include <cstdint>
 
+#include "common/launch.cuh"
 #include "scan/linear/cuda/chunk_maps.cuh"
+#include "scan/linear/cuda/linear_scan.h"
 #include "scan/slices/slice_args.h"
 
 namespace weft::scan::warp {
@@ -39,6 +41,17 @@ inline void cut_into_groups(MapProducts& p) {
   p.group = 1;
   while (p.group * p.group < p.chunks) ++p.group;
   p.groups = (p.chunks + p.group - 1) / p.group;
+}
+
+// Where a tree works and writes, of matrices of n.
+inline void prepare(MapProducts& p, int64_t n, int32_t* out, const Workspace& workspace, cudaStream_t stream) {
+  cut_into_groups(p);
+  const int64_t blocks = p.rows * p.groups;
+  p.parts = static_cast<double*>(workspace(size_t(8 * (blocks * (n * n + n) + p.rows))));
+  p.exponents = reinterpret_cast<int64_t*>(p.parts + blocks * n * n);
+  p.through = reinterpret_cast<int*>(p.exponents + blocks * n);
+  p.out = out;
+  cuda_check(cudaMemsetAsync(p.through, 0, p.rows * sizeof(int), stream), "map products");
 }
 
 template <typename Map>

@@ -80,15 +80,8 @@ void make_slice_maps(const LinearScan& scan, const WarpPlan& plan, const SliceMa
   MapProducts products{told.maps, scan.B * Map::kStride, Map::kStride, plan.chunks, told.rows, int(scan.H)};
   int64_t blocks = 0;
   if (told.message) {
-    cut_into_groups(products);
+    prepare(products, scan.H, told.message, workspace, stream);
     blocks = products.rows * products.groups;
-    const int64_t n = scan.H;
-    char* const memory = static_cast<char*>(workspace(size_t(8 * (blocks * (n * n + n) + products.rows))));
-    products.parts = reinterpret_cast<double*>(memory);
-    products.exponents = reinterpret_cast<int64_t*>(products.parts + blocks * n * n);
-    products.through = reinterpret_cast<int*>(products.exponents + blocks * n);
-    products.out = told.message;
-    cuda_check(cudaMemsetAsync(products.through, 0, products.rows * sizeof(int), stream), "slice_maps");
   }
   run_products<float, HP, kTransposed, kAligned>(scan, plan, told.maps, stream);
   const size_t bytes = std::max(kSliceBytes<HP, kAligned>, told.message ? size_t(Product::kBytes) : 0);

@@ -72,7 +72,14 @@ void carry_row(const SliceStates& s, int64_t row) {
   using Number = typename Packed<T>::Number;
   const int64_t H = s.H, numbers = s.product_numbers(), of_row = s.matrices > 1 ? row * H * H : 0;
   std::vector<double> state(H, 0.0), next(H);
-  bool came = false;
+  bool came = s.shares;
+  for (int64_t i = 0; s.shares && i < s.ranks; ++i) {
+    for (int64_t h = 0; h < H; ++h) {
+      T share;
+      std::memcpy(&share, s.message<Number>(i) + numbers + (s.B + row) * H + 1 + h, sizeof(T));
+      state[h] += double(share);
+    }
+  }
   for (int64_t i = 0; i < s.ranks; ++i) {
     const Number* const message = s.message<Number>(i);
     if (i == s.order) {
@@ -187,9 +194,8 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
     return slice_message(kKernels, A, value, leaves);
   });
   m.impl("slice_states",
-         [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse, int64_t matrices) {
-           return slice_states(kKernels, messages, value, order, reverse, matrices);
-         });
+         [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse, int64_t matrices,
+            bool shares) { return slice_states(kKernels, messages, value, order, reverse, matrices, shares); });
   m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
     return slice_left(kKernels, messages, products, order, reverse);
   });

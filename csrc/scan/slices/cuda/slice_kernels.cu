@@ -110,9 +110,17 @@ __global__ void __launch_bounds__(kRowThreads)
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
   const bool writes = s.matrices > 1 || row == 0;
   double *state = states + row * 2 * H, *next = state + H;
-  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) state[h] = 0;
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) {
+    double sum = 0;
+    for (int64_t i = 0; s.shares && i < s.ranks; ++i) {
+      T share;
+      memcpy(&share, s.message<Number>(i) + numbers + (s.B + row) * H + 1 + h, sizeof(T));
+      sum += double(share);
+    }
+    state[h] = sum;
+  }
   __syncthreads();
-  bool came = false;
+  bool came = s.shares;
   for (int64_t i = 0; i < s.ranks; ++i) {
     const Number* const message = s.message<Number>(i);
     if (i == s.order) {

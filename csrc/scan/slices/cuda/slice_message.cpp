@@ -54,11 +54,11 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
     const c10::cuda::OptionalCUDAGuard guard(A.device());
     return slice_message(kKernels, A, value, leaves);
   });
-  m.impl("slice_states",
-         [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse, int64_t matrices) {
-           const c10::cuda::OptionalCUDAGuard guard(value.device());
-           return slice_states(kKernels, messages, value, order, reverse, matrices);
-         });
+  m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse,
+                            int64_t matrices, bool shares) {
+    const c10::cuda::OptionalCUDAGuard guard(value.device());
+    return slice_states(kKernels, messages, value, order, reverse, matrices, shares);
+  });
   m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
     const c10::cuda::OptionalCUDAGuard guard(messages.device());
     return slice_left(kKernels, messages, products, order, reverse);

@@ -1,0 +1,31 @@
+// What the kernels of slices' halves use of CUDA beyond warp_operations.h.
+#pragma once
+#include "warp_operations.h"
+
+inline int atomicAdd(int* to, int x) {
+  emulator::yield();
+  return (*to += x) - x;
+}
+inline void __threadfence() {}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+  return unsigned((uint64_t(high) << 32 | low) >> (bits % 32));
+}
+struct dim3 {
+  int x;
+  explicit dim3(int x_) : x(x_) {}
+  operator int() const { return x; }
+};
+template <typename T>
+inline T __shfl_sync(unsigned, T x, int lane) {
+  uint32_t words[2] = {};
+  std::memcpy(words, &x, sizeof(T));
+  const emulator::Brought all = emulator::gather(words, 2);
+  std::memcpy(&x, all[lane], sizeof(T));
+  return x;
+}
+struct float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) {
+  return {x, y};
+}
