@@ -222,6 +222,16 @@ def library_of(cell: str, folder: Path) -> ctypes.CDLL:
     return emulated.build("rnn_slice_maps", folder, CELL=list(weft._C.rnn.cells).index(cell))
 
 
+FLAWS = {
+    "reads before the first step": ("is_first && fetched == length", "false"),
+    "leaves out the first chunk": ("chunks.whole ? warps(shape.B) : 0", "0"),
+    "does not begin again": (
+        "if (chunks.count > 1) boundaries<HP, Way::again>(",
+        "if (false) boundaries<HP, Way::again>(",
+    ),
+}
+
+
 class TestEmulated:
     pytestmark = emulated.MARKS
 
@@ -237,3 +247,13 @@ class TestEmulated:
                     assert torch.equal(one, other)
 
         assert emulated.ends_well(run)
+
+    @pytest.mark.parametrize("flaw", FLAWS)
+    def test_the_emulator_notices(self, flaw: str, tmp_path: Path) -> None:
+        library = library_of("gru", emulated.with_flaw("rnn/scan/cuda/scan_warp.cuh", *FLAWS[flaw], tmp_path))
+
+        def run() -> None:
+            for case in CASES[1:4]:
+                run_emulated(library, "gru", case, 1)
+
+        assert not emulated.ends_well(run)

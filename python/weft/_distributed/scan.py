@@ -93,8 +93,8 @@ def linear_scan(
     One collective forward, one backward, or ceil(log2 ranks) rounds of send and receive where :func:`exchange` finds
     them cheaper. What is exchanged, a product and a state, does not grow with T, and the host waits for nothing.
     Gradients of any order are scans over ranks themselves. Products that overflow or underflow where the states do not
-    do no harm. But a slice is summed up in one map, in the digits of float64 (those of float32 where CUDA has chunk maps)
-    and with a value of the state's own dtype: where what the map makes of a state cancels against what it adds, digits
+    do no harm. But a slice is summed up in one map, in the digits of float64 (float32's where CUDA has chunk maps) and
+    with a value of the state's own dtype: where what the map makes of a state cancels against what it adds, digits
     are lost, which :func:`weft.scan.linear_scan` would save step by step.
 
     Raises:
