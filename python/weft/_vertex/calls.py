@@ -128,10 +128,11 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
             return _nothing(called, [*rows.values(), *state.tensors])
         return reference.run(called, _levels(graphs, kinds, kind_of, device), rows)
 
-    def schedule(graphs: Graphs) -> Schedule:
-        return planned(graphs, kinds, kind_of)
+    def schedule(graphs: Graphs, groups: int = 1) -> Schedule:
+        return planned(graphs, kinds, kind_of, groups)
 
-    by_reference = Ready(device, outputs, rows, state.by_name, None, functools.partial(schedule, graphs), run)
+    plan = functools.partial(schedule, graphs)
+    by_reference = Ready(device, outputs, rows, state.by_name, None, graphs, plan, run)
     if executor == "reference":
         return Call(called, "reference", executor, "asked for", by_reference)
     obstacle = next((t.obstacle for t in traces if t.obstacle), None) or _obstacle(called)
@@ -163,11 +164,13 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
         return Call(called, chosen, executor, reason, by_reference)
 
     def used_schedule(graphs: Graphs) -> Schedule:
-        plain = schedule(graphs)
-        return persistent.scripted(compiled, plain, device) if chosen == "persistent" else plain
+        if chosen != "persistent":
+            return schedule(graphs)
+        return persistent.scripted(compiled, graphs, functools.partial(schedule, graphs), device)
 
     def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
-        used(kinds, kind_of)
+        if chosen != "persistent":  # whose schedules may have several groups
+            used(kinds, kind_of)
         vertices = None if kind_of is None else functools.partial(_vertices, graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
         return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)
@@ -177,7 +180,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
         script = None
         if chosen == "persistent":
             script = persistent.Script(compiled.program, functools.partial(used_schedule, graphs))
-        return Ready(device, outputs, rows, tensors, compiled, plain, run, script)
+        return Ready(device, outputs, rows, tensors, compiled, graphs, plain, run, script)
 
     def recent(program: Program | Programs) -> RecentCall | None:
         if before is None or in_transform():

@@ -86,7 +86,6 @@ std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const 
     others += parameter.numel();
   }
   const at::Tensor result = at::empty({2}, options);
-  const Counters arrived = zeroed_counters(1);
   TrainingArguments t{};
   t.targets = wanted.const_data_ptr();
   t.roots = roots ? reinterpret_cast<const long long*>(roots->const_data_ptr<int64_t>()) : nullptr;
@@ -105,7 +104,8 @@ std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const 
                  const PersistentKernel& kernel =
                      persistent_kernel(program->program, Pass::kTraining, memory.most_blocks, multiplies_in_tf32(),
                                        count, of_vectors, form);
-                 launched = kernel.resident &&
+                 const Counters arrived = zeroed_counters(counters_of(memory));
+                 launched = kernel.most_groups >= memory.groups &&
                             launch_persistent(kernel, memory, Pass::kTraining,
                                               reinterpret_cast<unsigned*>(arrived.first), stream, &t, all.data());
                });
@@ -120,7 +120,7 @@ std::tuple<int, int, int64_t, bool> kernel_shape(const torch::jit::Object& objec
   const PersistentKernel& kernel =
       persistent_kernel(program->program, static_cast<Pass>(pass), most_blocks, multiplies_in_tf32(), matrices, vectors,
                         {cross_entropy, head, classes});
-  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.resident};
+  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.most_groups > 0};
 }
 
 }  // namespace

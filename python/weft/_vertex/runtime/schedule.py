@@ -141,15 +141,17 @@ def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping
     return planned(graphs, kinds, kind_of)
 
 
-def planned(graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> Schedule:
-    """As :func:`schedule`, of what was checked."""
-    key = _key(kinds, kind_of)
+def planned(
+    graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None, groups: int = 1
+) -> Schedule:
+    """As :func:`schedule`, of what was checked, for at most so many groups that have graphs of their own."""
+    key = _key(kinds, kind_of) if groups == 1 else (*_key(kinds, kind_of), groups)
     found = graphs._kept.get(key)
     if found is None:
         core = graphs._plans.get(key)
         if core is None:
             types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
-            core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types)
+            core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types, groups)
         found = graphs._kept[key] = Schedule(core, graphs.device)
     return found
 
