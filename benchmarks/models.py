@@ -59,6 +59,49 @@ def resnet152(classes: int = 1000, width: int = 64, blocks: tuple[int, ...] = (3
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
+class _Inverted(nn.Module):
+    """EfficientNet's block: wide in the middle, where each channel has a kernel of its own and a weight that all
+    positions decide."""
+
+    def __init__(self, channels: int, out: int, wider: int, kernel: int, stride: int) -> None:
+        super().__init__()
+        wide = channels * wider
+        expand = [nn.Conv2d(channels, wide, 1, bias=False), nn.BatchNorm2d(wide), nn.SiLU(inplace=True)]
+        self.spread = nn.Sequential(
+            *(expand if wider > 1 else ()),
+            nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False),
+            nn.BatchNorm2d(wide), nn.SiLU(inplace=True),
+        )  # fmt: skip
+        squeezed = max(1, channels // 4)
+        self.weight = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(wide, squeezed, 1), nn.SiLU(inplace=True), nn.Conv2d(squeezed, wide, 1),
+            nn.Sigmoid(),
+        )  # fmt: skip
+        self.gather = nn.Sequential(nn.Conv2d(wide, out, 1, bias=False), nn.BatchNorm2d(out))
+        self.adds = stride == 1 and channels == out
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.spread(x)
+        y = self.gather(y * self.weight(y))
+        return x + y if self.adds else y
+
+
+def efficientnet(classes: int = 1000, width: int = 8) -> nn.Module:
+    """EfficientNet-B0 (Tan and Le, 2019) without the dropout of whole blocks. Input (B, 3, 224, 224)."""
+    stages = ((1, 2, 1, 3, 1), (6, 3, 2, 3, 2), (6, 5, 2, 5, 2), (6, 10, 3, 3, 2), (6, 14, 3, 5, 1), (6, 24, 4, 5, 2),
+              (6, 40, 1, 3, 1))  # wider, channels in eights, blocks, kernel, stride  # fmt: skip
+    channels = 4 * width
+    layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, 2, 1, bias=False), nn.BatchNorm2d(channels), nn.SiLU(True)]
+    for wider, eights, blocks, kernel, stride in stages:
+        for block in range(blocks):
+            layers.append(_Inverted(channels, eights * width, wider, kernel, stride if block == 0 else 1))
+            channels = eights * width
+    layers += [nn.Conv2d(channels, 160 * width, 1, bias=False), nn.BatchNorm2d(160 * width), nn.SiLU(True)]
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(160 * width, classes)
+    )
+
+
 class _Block(nn.Module):
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()

@@ -101,6 +101,11 @@ class Data:
     classes: int
 
 
+def samples(sentences: Sequence[weft.data.Sentence], numbers: dict[str, int]) -> list:
+    """As :func:`data_of` makes them for the tagger that reads characters, with numbers of the words that it knows."""
+    return _examples().char_samples(sentences, numbers, {}, {})
+
+
 def data_of(name: str, trees: Sequence[weft.data.Tree], sentences: Sequence[weft.data.Sentence]) -> Data:
     made = _examples()
     if name in ("bilstm", "bilstm-char"):
@@ -167,8 +172,9 @@ class Training:
         targets = torch.cat([self.data.targets[i] for i in chosen])
         # Words do not matter: the vertices' numbers stand for them.
         words = torch.arange(graphs.num_vertices) % len(self.vectors)
-        if self.device == "cuda":
-            words, targets = (t.pin_memory().to(self.device, non_blocking=True) for t in (words, targets))
+        if self.device == "cuda":  # in one copy
+            both = torch.cat((words, targets)).pin_memory().to(self.device, non_blocking=True)
+            words, targets = both.split((len(words), len(targets)))
         return graphs.to(self.device), self.vectors.index_select(0, words), targets
 
     def loss(self, run: Callable[[Tensor], Tensor], graphs: Graphs, x: Tensor, targets: Tensor) -> Tensor:

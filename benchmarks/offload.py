@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.offload [FILTER]`` measures the table into results/offload.csv: the codecs against the bytes that
 they read and write at the rate of a device-to-device copy, and beside a matrix product; training steps of VGG-19,
-ResNet-152, a GPT-like and a Llama-shaped decoder with budgets of 75, 50, 25 and 0 percent of what they save, and with
-none, the last one also against checkpointing of every block, and all against torchtune's offloading where it is
-installed; the plans for these steps against moving everything on
-demand; the host's part of a saved tensor; managed memory beside pinned copies; the share of non-zeros behind every ReLU
-of the networks of cDMA, before and after a short training. FILTER is a substring of the case or the metric.
+ResNet-152, EfficientNet, a GPT-like and a Llama-shaped decoder with budgets of 75, 50, 25 and 0 percent of what they
+save, and with none, the last one also against checkpointing of every block, and all against torchtune's offloading
+where it is installed; the plans for these steps against moving everything on demand; the host's part of a saved tensor;
+managed memory beside pinned copies; the share of non-zeros behind every ReLU of the networks of cDMA, before
+and after a short training. FILTER is a substring of the case or the metric.
 
 The floor of a step is max(F, out) + max(B, back): the plain forward and backward, and the bytes that crossed the bus at
 the rates of pinned copies, all measured in the same run. Where the policy's model predicts that this step has to wait
@@ -251,6 +251,7 @@ class Model:
 MODELS = (
     Model("vgg19", "fp32", 64, models.vgg19, 1000, image=224),
     Model("resnet152", "fp32", 64, models.resnet152, 1000, image=224),
+    Model("efficientnet", "fp32", 64, models.efficientnet, 1000, image=224),
     Model("gpt", "bf16", 4, models.gpt, 16384, length=2048),
     Model("llama", "bf16", 4, models.llama, 16384, length=2048),
 )
@@ -360,7 +361,10 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
             limit = None if share is None else int(share * saved)
             off = weft.offload(limit, **options)
             with_offload = step.inside(off)
-            with_offload()  # records
+            if limit is None:
+                rows.append(results.put(case, "first_uses", "ms", *first_uses(step, with_offload, device)))
+            else:
+                with_offload()  # records
             step.check(case, with_offload)
             # torch's deterministic algorithms take their own time, which was planned with.
             for _ in range(SETTLES_WITHOUT if limit is None else SETTLES):
@@ -399,8 +403,25 @@ def model_entry(model: Model, device: str, **options: Any) -> Entry:
                 torch.cuda.empty_cache()
         return rows
 
-    metrics = ("step", "moved", "sent", "saved_peak", "peak_memory", "predicted_step")
+    metrics = ("step", "first_uses", "moved", "sent", "saved_peak", "peak_memory", "predicted_step")
     return Entry(" ".join(cases.values()), metrics, run)
+
+
+def first_uses(step: Step, with_offload: Callable[[], None], device: str) -> tuple[float, str, float]:
+    """Milliseconds of the longest of an offload object's first ten uses, beside the plain step, each step alone."""
+
+    def alone(run: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    alone(step.plain)
+    plain = statistics.median(alone(step.plain) for _ in range(5))
+    times = [alone(with_offload) for _ in range(10)]
+    print(f"{step.model.name}: plain {plain:.1f} ms, first uses {', '.join(f'{t:.1f}' for t in times)}", flush=True)
+    return max(times), "plain", plain
 
 
 def torchtunes() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Scans over ranks: what a link between processes costs, and what one rank's part costs beside the same slice alone.
 
     python -m benchmarks.ranks                              both, here: 2 and 4 processes with gloo
-    torchrun --nproc-per-node 8 -m benchmarks.ranks         the link between these, NCCL where there are GPUs
+    torchrun --nproc-per-node 8 -m benchmarks.ranks         these ranks together (together.py), with NCCL on GPUs
 
 ``link`` gathers 1 KB to 10 MB, fits the latency and bandwidth of :class:`weft.distributed.Link` to what it took, and
 puts beside each measurement what the model says that was fitted to the others. ``slice`` times a rank in the middle of
@@ -14,7 +14,6 @@ import copy
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,43 +37,10 @@ from benchmarks.common import (
     run_entries,
     table_parser,
 )  # fmt: skip
+from benchmarks.links import put_link, time_gathers
+from benchmarks.together import run_together
 
-BYTES = [1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000]
-ROUNDS = 15
 RANKS = 8
-
-
-def time_gathers(device: torch.device) -> dict[int, float]:
-    """Seconds of an all-gather of so many bytes from each rank: the best round of the slowest rank, because what else a
-    machine does is no part of its link."""
-    found = {}
-    for size in BYTES:
-        sent = torch.zeros(size // 4, device=device)
-        received = torch.empty(dist.get_world_size() * sent.numel(), device=device)
-        times = []
-        for _ in range(ROUNDS + 3):
-            dist.barrier()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            dist.all_gather_into_tensor(received, sent)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        slowest = torch.tensor(min(times[3:]), dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        found[size] = slowest.item()
-    return found
-
-
-def fit_link(times: dict[int, float], ranks: int) -> wd.Link:
-    """The latency and bandwidth that say each time best, in parts of itself."""
-    # t = latency + s * (ranks - 1) bytes, each row divided by its t.
-    rows = torch.tensor([[1 / t, (ranks - 1) * size / t] for size, t in times.items()], dtype=torch.float64)
-    latency, slope = (
-        torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten().tolist()
-    )
-    return wd.Link(max(latency, 0.0), 1 / slope)
 
 
 def _gloo_member(rank: int, ranks: int, store: str, answers: Any) -> None:
@@ -101,18 +67,6 @@ def time_gloo(ranks: int) -> dict[int, float]:
         for member in members:
             member.join()
     return found
-
-
-def put_link(results: Results, device: str, backend: str, ranks: int, times: dict[int, float]) -> list[dict[str, str]]:
-    link = fit_link(times, ranks)
-    print(f"{backend}, {ranks} ranks: Link(latency={link.latency:.3g}, bandwidth={link.bandwidth:.3g})")
-    rows = []
-    for size, took in times.items():
-        others = fit_link({s: t for s, t in times.items() if s != size}, ranks)
-        said = others.latency + (ranks - 1) * size / others.bandwidth
-        case = case_name(op="all_gather", device=device, ranks=ranks, backend=backend, bytes=size)
-        rows.append(results.put(case, "exchange", "ms", 1e3 * took, "predicted", 1e3 * said))
-    return rows
 
 
 def link_entries() -> list[Entry]:
@@ -236,19 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
     devices = begin_table(options)
     results = Results(options.output or RESULTS / "ranks.csv")
     if "RANK" in os.environ:
-        device = (
-            torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-        )
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend)
-        times = time_gathers(device)
-        if dist.get_rank() == 0:
-            put_link(results, device.type, backend, dist.get_world_size(), times)
-            results.save()
-        dist.destroy_process_group()
-        return
+        return exit_with(run_together(results, options.filter, options.seconds, options.minutes))
     slices = [entry for device in devices for entry in slice_entries(device)]
     parts = {"link": link_entries(), "slice": slices}
     chosen = parts.get(options.filter) or [

@@ -118,10 +118,14 @@ class NewtonCase(RnnCase):
                 layer.weight_hh_l0.mul_(factor)
 
 
+NEVER_FORGETS = (NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, algorithm="newton", weights=3),)
 NEWTON = (
-    *(NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, memory=m) for m in (50, 100, 200, 500, 1000, 3000)),
-    NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, weights=3),
-    *(NewtonCase(cell, 20, 16, 10000, inputs=1) for cell in ("gru", "lstm")),
+    *(
+        NewtonCase("rnn_tanh", 20, 16, 30000, inputs=1, algorithm="newton", memory=m)
+        for m in (50, 100, 200, 500, 1000, 3000)
+    ),
+    *NEVER_FORGETS,
+    *(NewtonCase(cell, 20, 16, 10000, inputs=1, algorithm="newton") for cell in ("gru", "lstm")),
     NewtonCase("gru", 128, 16, 10000, algorithm="newton"),
 )
 AUTO_NEWTON = tuple(
@@ -572,6 +576,15 @@ TARGETS = (
     Target(INFERENCE, "inference", 8.0),
     *(Target(case, "decode", {"fp32": 1.3, "bf16": 4.0}[case.dtype]) for case in DECODE),
     *(Target(case, "forward_backward", least) for case, least in zip(CPU, (4.0, 1.1, 1.2), strict=True)),
+    *(Target(case, "forward_backward", 8.0, peer="captured") for case in HEADS if case.dtype == "bf16"),
+    # FlashRNN's fused kernels have no GRU.
+    *(
+        Target(case, "forward_backward", 2.0, peer="flashrnn")
+        for case in HEADS
+        if case.dtype == "bf16" and case.cell != "gru"
+    ),
+    *(Target(case, "forward_backward", 8.0, peer="eager") for case in HEADS_CPU),
+    *(Target(case, "forward", 1 / 1.1, peer="scan") for case in (*NEVER_FORGETS, *AUTO_NEWTON)),
 )
 GRID_MEAN, GRID_WORST = 5.0, 1.0
 
@@ -610,9 +623,10 @@ def verdicts(rows: Sequence[Mapping[str, str]]) -> list[Verdict]:
         Verdict(f"geometric mean of the grid, at least {GRID_MEAN:g}x", mean, mean and mean >= GRID_MEAN),
         Verdict(f"worst case of the grid, at least {GRID_WORST:g}x", worst, worst and worst >= GRID_WORST),
     ]
-    present = {(row["case"], row["metric"], row["peer"]): row for row in of_one_gpu(rows)}
+    # What the grid's GPU has not measured may be from another.
+    present = {(row["case"], row["metric"], row["peer"]): row for row in [*rows, *of_one_gpu(rows)]}
     for target in TARGETS:
-        words = f"{target.case.name} {target.metric}"
+        words = f"{target.case.name} {target.metric}" + (f" of {target.peer}" if target.peer != "torch.nn" else "")
         row = present.get((target.case.name, target.metric, target.peer))
         if target.per_step:
             value = 1e3 * float(row["weft"]) / target.case.T if row else None

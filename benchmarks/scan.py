@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import weft
+from weft._base.torch_private import RNN_KERNELS
 from weft._rnn.dropin.torch_limits import why_not_cudnn
 from weft._rnn.select.costs import GATES
 from weft.data import Vocabulary, python_docs, split
@@ -214,11 +215,11 @@ def table(device: str, algorithm: str = "auto") -> Iterator[Entry]:
     yield host_entry()
     yield _dense_entry(20, 16, 30000)
     yield _language_model_entry()
-    for cell in GATES:
+    for cell in RNN_KERNELS:
         yield _memory_entry(LayerCase(cell, 20, 16, 30000, algorithm=algorithm))
         yield _memory_entry(LayerCase(cell, 64, 16, 30000, algorithm="scan"))
     for dtype in ("fp32", "fp16", "bf16"):
-        for cell in GATES:
+        for cell in RNN_KERNELS:
             yield _error_entry(LayerCase(cell, 20, 16, 1000, dtype=dtype, algorithm=algorithm))
 
 
@@ -307,7 +308,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--algorithm", default="auto", help='of Weft\'s layers (default "auto")')
     grid = parser.add_argument_group("grid")
     grid.add_argument("--minutes", type=float, default=8.0, help="budget of wall clock (default 8)")
-    grid.add_argument("--cells", nargs="+", choices=tuple(GATES), default=GRID_CELLS)
+    grid.add_argument("--cells", nargs="+", choices=tuple(RNN_KERNELS), default=GRID_CELLS)
     grid.add_argument("--T", nargs="+", type=int, default=GRID_T)
     grid.add_argument("--B", nargs="+", type=int, default=GRID_B)
     grid.add_argument("--H", nargs="+", type=int, default=GRID_H)

@@ -90,9 +90,10 @@ class Training:
         chosen = [self.trees[(self._next + i) % len(self.trees)] for i in range(self.B)]
         self._next += self.B
         graphs, words, labels = zip(*chosen, strict=True)
-        found = torch.cat(words), torch.cat(labels)
+        both = torch.cat((*words, *labels))
         if self.device == "cuda":
-            found = tuple(t.pin_memory().to(self.device, non_blocking=True) for t in found)
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        found = both.view(2, -1)
         return Graphs.batch(graphs).to(self.device), *found
 
     def loss(self, run: Callable[[Tensor], Tensor], words: Tensor, labels: Tensor) -> Tensor:

@@ -73,13 +73,15 @@ def connect() -> torch.device:
     return device
 
 
-def train(options: argparse.Namespace, device: torch.device) -> tuple[list[float], float]:
-    """Losses and the seconds of a step."""
+def train(
+    options: argparse.Namespace, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[list[float], float]:
+    """Losses and the seconds of a step, of the ranks of a group, by default of all."""
     torch.manual_seed(0)  # the same model on every rank
     model = Stack(options.width, options.layers).to(device)
-    wd.shard_time(model)
+    wd.shard_time(model, group)
     text = read_text(options.length + 1).unsqueeze(1)
-    read, wanted = (wd.shard(t).to(device) for t in (text[:-1], text[1:]))
+    read, wanted = (wd.shard(t, group).to(device) for t in (text[:-1], text[1:]))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses, took = [], []
     for _ in tqdm(range(options.steps), unit="step", disable=dist.get_rank() > 0):
@@ -88,10 +90,10 @@ def train(options: argparse.Namespace, device: torch.device) -> tuple[list[float
         loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum") / options.length
         optimizer.zero_grad()
         loss.backward()
-        if dist.get_world_size() > 1:
+        if dist.get_world_size(group) > 1:
             for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)  # every rank has its share
-            dist.all_reduce(loss.detach())
+                dist.all_reduce(parameter.grad, group=group)  # every rank has its share
+            dist.all_reduce(loss.detach(), group=group)
         optimizer.step()
         losses.append(loss.item())
         took.append(time.perf_counter() - began)

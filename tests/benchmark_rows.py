@@ -28,4 +28,7 @@ def rnn_rows(ratio: float = 8.0) -> list[dict]:
                 floor = metric == "step_forward"
                 peer = {"peer": "exchange_floor", "unit": "us"} if floor else {}
                 rows.append(row(entry.name, metric, 1.0, 0.5 if floor else ratio, **peer))
+    for target in rnn.TARGETS:
+        if target.peer != "torch.nn":
+            rows.append(row(target.case.name, target.metric, 1.0, ratio, peer=target.peer))
     return rows

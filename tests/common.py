@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def every_measured() -> list[Any]:
     from weft._vertex import tuned as tuned_vertex
 
     return [engine.MEASURED for engine in (tuned, tuned_scan, tuned_vertex)]
+
+
+def tune_afresh(monkeypatch: pytest.MonkeyPatch, folder: Path, tuning: Any) -> Path:
+    """A process that has read nothing, whose `tuning` keeps in `folder` whatever it measures on a machine that does
+    other things, too; until the test ends."""
+    monkeypatch.setenv("WEFT_CACHE_DIR", str(folder))
+    monkeypatch.setattr(tuning, "_SPREAD", math.inf)
+    for measured in every_measured():
+        monkeypatch.setattr(measured, "entries", None)
+    return folder
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -38,6 +38,7 @@ SLOW_FILES = (
     "test_sanitized.py",
     "test_scan_examples.py",
     "test_source.py",
+    "test_together.py",
     "test_torch_module_inputs.py",
 )
 SLOW_NAMES = ("compile", "lower_instruction_sets")

@@ -154,3 +154,24 @@ def test_what_ranks_are_predicted_to_give(tmp_path):
     text = figures.page({"ranks": rows}, tmp_path)
     assert text[0] == f".. image:: ../{tmp_path.name}/ranks_scaling.svg" and "one rank: 6.4 ms" in text[1]
     assert "Predicted" in (tmp_path / "ranks_scaling.svg").read_text() and figures.page({}, tmp_path) == []
+
+
+def test_what_ranks_gave_is_drawn_over_it(tmp_path):
+    from benchmarks.figures import ranks as figures
+
+    part = row(
+        "op=linear_scan device=cuda dtype=fp32 layout=diagonal H=1536 B=8 T=131072 ranks=8 A=0.8", "forward", 6.5, 6.4
+    )
+    case = "op=linear_scan device=cuda dtype={} layout=diagonal H=1536 B=8 T={} gpus={}"
+    rows = [part | {"gpu": "another"}, part]
+    for gpus, steps, took in ((2, 65536, 1.8), (2, 524288, 13.0), (4, 524288, 6.7)):
+        for peer, other in (("one_rank", 25.0 * steps / 524288), ("slice", 12.9), ("predicted", 13.1)):
+            rows.append(row(case.format("fp32", steps, gpus), "forward", took, other, peer=peer))
+            rows.append(row(case.format("bf16", steps, gpus), "forward", 1, 1, peer=peer))
+    assert figures.measured_part(rows) is part
+    found = figures.measured(rows, part["gpu"])
+    assert found == [(2, 524288, 13.0, 25.0, 12.9), (4, 524288, 6.7, 25.0, 12.9)]
+    assert figures.measured(rows, "another") == []
+    figures.page({"ranks": rows}, tmp_path)
+    text = (tmp_path / "ranks_scaling.svg").read_text()
+    assert text.count("measured") >= 3 and "524 288 steps" in text

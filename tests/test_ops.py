@@ -275,6 +275,7 @@ def test_second_device(op: Op, sample: Any) -> None:
     """Runs where its arguments are, whatever the current device."""
     operands, found = Call(op, sample, "cpu", torch.float32).operands, []
     for where in ("cuda:0", "cuda:1"):
+        torch.manual_seed(20)  # complex arguments are no operands: each call draws its own
         call = Call(op, sample, where, torch.float32)
         with torch.cuda.device(0):
             found.append(call.run(*(t.to(where) for t in operands)))

@@ -24,8 +24,10 @@ NAMES |= {"jacobian": "Jacobian", "vgg11": "VGG-11", "vgg11_pruned": "pruned VGG
 NAMES |= {"treelstm": "Tree-LSTM", "childsum": "child-sum Tree-LSTM", "treefc": "Tree-FC", "chainlstm": "LSTM chain"}
 NAMES |= {"rvnn": "RvNN", "td-rnn": "TD-RNN", "td-lstm": "TD-LSTM", "own": "a cell of one's own"}
 NAMES |= {"bilstm": "LSTM tagger", "bilstm-char": "LSTM tagger with characters"}
-NAMES |= {"vgg19": "VGG-19", "resnet152": "ResNet-152", "gpt": "GPT", "llama": "Llama-shaped decoder"}
+NAMES |= {"vgg19": "VGG-19", "resnet152": "ResNet-152", "efficientnet": "EfficientNet-B0"}
+NAMES |= {"gpt": "GPT", "llama": "Llama-shaped decoder"}
 NAMES |= {"alexnet": "AlexNet", "squeezenet": "SqueezeNet", "googlenet": "GoogLeNet"}
+NAMES |= {"mingru_stack": "stack of minGRUs", "long_context": "examples/long_context.py", "fsdp2": "stack with FSDP2"}
 NAMES |= {f"blocks{n}": f"{n} blocks" for n in (8, 16, 32, 64, 128, 256)}
 METRICS = {
     "forward": "forward",
@@ -41,6 +43,7 @@ METRICS = {
     "decode": "one step per call",
     "step_forward": "a step of the forward pass",
     "step": "training step",
+    "first_uses": "the longest of the first ten training steps",
     "moved": "saved bytes that moved",
     "sent": "bytes sent over the bus",
     "saved_peak": "peak of the saved bytes",
@@ -66,6 +69,15 @@ METRICS = {
     "level_backward": "one more level, backward",
     "schedule": "scheduling of a new batch",
     "exchange": "an exchange between ranks",
+    "forward_exchange": "the exchange in forward",
+    "backward_exchange": "the exchanges in backward",
+    "forward_backward_exchange": "the exchanges in forward + backward",
+    "step_exchange": "the exchanges in a training step",
+    "sent_to_ranks": "what a rank sends in forward",
+    "forward_of_all_over_one": "time of all ranks over that of one, forward",
+    "forward_backward_of_all_over_one": "time of all ranks over that of one, forward + backward",
+    "gigabyte_d2h": "a gigabyte to the host",
+    "gigabyte_h2d": "a gigabyte from the host",
     "steps_in_a_row": "a step of many, each on a new batch",
     "throughput": "throughput",
     "memory": "steps that it remembers for",
@@ -90,6 +102,9 @@ PEERS = {
     "python_hooks": "empty hooks in Python",
     "alone": "alone",
     "one_rank": "one rank",
+    "slice": "its slice alone",
+    "all_to_all": "all-to-all between time and channels",
+    "flash-linear-attention": "flash-linear-attention's gated delta rule",
     "predicted": "predicted",
     "checkpoint": "checkpointing",
     "torchtune": "torchtune's OffloadActivations",

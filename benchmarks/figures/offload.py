@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -36,22 +36,24 @@ WAYS = {
     "save_on_cpu": "torch's save_on_cpu",
     "torchtune": "torchtune's OffloadActivations",
 }
+_OF_WAYS = {"step", "peak_memory"}
 
 
 def page(results: Results, folder: Path) -> list[str]:
     rows, parts = results["offload"], []
-    for rows_of, draw, name in (
-        (budget_rows, draw_budgets, "offload_budgets"),
-        (density_rows, draw_densities, "offload_densities"),
-    ):
-        shown = rows_of(rows)
-        if shown:
-            draw(shown, folder / f"{name}.svg")
-            parts.append(image(folder / f"{name}.svg"))
-            if draw is draw_densities:
-                parts.append(density_table(shown))
-            else:
-                parts += ways_tables(rows)
+
+    def draw(name: str, draw_rows: Callable[[Rows, Path], None], shown: Rows) -> None:
+        draw_rows(shown, folder / f"{name}.svg")
+        parts.append(image(folder / f"{name}.svg"))
+
+    if shown := budget_rows(rows):
+        draw("offload_budgets", draw_budgets, shown)
+        if ways_of(rows):
+            draw("offload_ways", draw_ways, [row for row in rows if row["metric"] in _OF_WAYS])
+        parts += ways_tables(rows)
+    if shown := density_rows(rows):
+        draw("offload_densities", draw_densities, shown)
+        parts.append(density_table(shown))
     tables = [row for row in rows if row["metric"] != "density"]
     if tables:
         parts.append(rst_tables(tables))
@@ -91,36 +93,62 @@ def density_table(rows: Rows) -> str:
     return rst_table(f"Share of non-zeros behind every ReLU: mean (least to largest), {gpus}", cells)
 
 
-def ways_tables(rows: Rows) -> list[str]:
-    """For each model what a step takes and how much memory, by every way to make it fit."""
+def ways_of(rows: Rows) -> dict[str, dict[str, dict[str, float]]]:
+    """For each model the step and the peak memory of every way to make it fit: budgets and WAYS; of models of which
+    both are known without any."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    gpus: dict[str, set[str]] = {}
     for row in rows:
         keys = parse_case(row["case"])
         on_gpu = keys["device"] == "cuda" and keys.get("budget") in BUDGETS
-        if not on_gpu or row["metric"] not in ("step", "peak_memory"):
+        if not on_gpu or row["metric"] not in _OF_WAYS:
             continue
-        name = f"{NAMES.get(keys['model'], keys['model'])}, {keys['dtype']}, B {keys['B']}"
-        ways = found.setdefault(name, {})
-        gpus.setdefault(name, set()).add(row["gpu"])
+        ways = found.setdefault(f"{NAMES.get(keys['model'], keys['model'])}, {keys['dtype']}, B {keys['B']}", {})
         ways.setdefault(keys["budget"], {})[row["metric"]] = float(row["weft"])
         if row["peer"] in WAYS:
             ways.setdefault(row["peer"], {})[row["metric"]] = float(row["peer_value"])
-    tables = []
-    for name, ways in found.items():
-        plain = ways.get("plain", {})
-        if {"step", "peak_memory"} - plain.keys():
-            continue
+    both = {name: {way: n for way, n in ways.items() if n.keys() == _OF_WAYS} for name, ways in found.items()}
+    return {name: ways for name, ways in both.items() if "plain" in ways}
+
+
+def ways_tables(rows: Rows) -> list[str]:
+    """For each model what a step takes and how much memory, by every way to make it fit."""
+    tables, gpus = [], ", ".join(sorted({row["gpu"] for row in rows if row["metric"] in _OF_WAYS}))
+    for name, ways in ways_of(rows).items():
+        plain = ways["plain"]
         cells = [["way", "training step", "time lost", "peak memory", "memory saved"]]
         budgets = {budget: f"weft.offload, budget {budget}" for budget in BUDGETS}
         for way, label in (WAYS | budgets).items():
-            numbers = ways.get(way, {})
-            if not {"step", "peak_memory"} - numbers.keys():
+            if numbers := ways.get(way):
                 lost, saved = numbers["step"] / plain["step"] - 1, 1 - numbers["peak_memory"] / plain["peak_memory"]
                 step, peak = f"{numbers['step']:.4g} ms", quantity(str(numbers["peak_memory"]), "bytes")
                 cells.append([label, step, f"{lost:.0%}", peak, f"{saved:.0%}"])
-        tables.append(rst_table(f"Ways to make {name} fit, {', '.join(sorted(gpus[name]))}", cells))
+        tables.append(rst_table(f"Ways to make {name} fit, {gpus}", cells))
     return tables
+
+
+def draw_ways(rows: Rows, path: Path) -> None:
+    """A training step over the memory that it takes, by every way to make it fit: a panel per model."""
+    found = ways_of(rows)
+    figure, panels = plt.subplots(1, len(found), figsize=(3.6 * len(found), 3.4), squeeze=False, layout="constrained")
+    markers = dict(zip(WAYS, "osD^", strict=True))
+    for axes, (name, ways) in zip(panels[0], found.items(), strict=True):
+        for way, marker in markers.items():
+            if way in ways:
+                axes.plot(ways[way]["peak_memory"] / 1e9, ways[way]["step"], marker, color=PEER_COLOR, label=WAYS[way])
+        budgets = [budget for budget in BUDGETS if budget in ways]
+        points = [(ways[budget]["peak_memory"] / 1e9, ways[budget]["step"]) for budget in budgets]
+        axes.plot(*zip(*points, strict=True), "o-", color=WEFT_COLOR, label="weft.offload")
+        for budget, point in zip(budgets, points, strict=True):
+            axes.annotate(budget, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_title(name, fontsize=9)
+        axes.grid(True, alpha=0.3)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    panels[0][0].set_ylabel("training step, ms")
+    figure.supxlabel("peak memory, GB")
+    _title(figure, rows)
+    save(figure, path)
 
 
 def draw_budgets(rows: Rows, path: Path) -> None:

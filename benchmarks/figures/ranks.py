@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import weft.distributed as wd
@@ -19,44 +20,83 @@ def page(results: Results, folder: Path) -> list[str]:
     rows = results.get("ranks", ())
     parts = []
     if part := measured_part(rows):
-        draw_scaling(part, folder / "ranks_scaling.svg")
+        draw_scaling(part, measured(rows, part["gpu"]), folder / "ranks_scaling.svg")
         parts.append(image(folder / "ranks_scaling.svg"))
     return [*parts, rst_tables(rows)] if rows else []
 
 
+def _scans(rows: Rows, count: str) -> list[tuple[dict[str, str], Row]]:
+    """Of a diagonal scan that forgets, forward, in float32 on GPUs, those whose case says `count` of ranks."""
+    found = [(parse_case(row["case"]), row) for row in rows if row["metric"] == "forward"]
+    wanted = {"device": "cuda", "dtype": "fp32", "layout": "diagonal", "A": "0.8"}
+    return [(keys, row) for keys, row in found if count in keys and wanted.items() <= ({"A": "0.8"} | keys).items()]
+
+
 def measured_part(rows: Rows) -> Row | None:
-    """The longest slice of a diagonal scan that forgets, forward, on a GPU."""
-    found = [
-        (int(keys["T"]), row)
-        for row in rows
-        for keys in [parse_case(row["case"])]
-        if (keys["device"], keys.get("layout"), keys.get("A"), row["metric"]) == ("cuda", "diagonal", "0.8", "forward")
+    """One rank's part: the longest slice, of a GPU that was measured together with others if there is one."""
+    together = {row["gpu"] for _, row in _scans(rows, "gpus")}
+    found = [(row["gpu"] in together, int(keys["T"]), row) for keys, row in _scans(rows, "ranks")]
+    return max(found, key=lambda entry: entry[:2])[2] if found else None
+
+
+class Measured(NamedTuple):
+    """One sequence over several GPUs: how many, its steps, the time of all of them, of one, and of a slice alone."""
+
+    gpus: int
+    steps: int
+    milliseconds: float
+    one: float
+    slice: float
+
+
+def measured(rows: Rows, gpu: str) -> list[Measured]:
+    """Of the longest sequence of each number of GPUs."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for keys, row in _scans(rows, "gpus"):
+        if row["gpu"] == gpu:
+            times = found.setdefault((int(keys["gpus"]), int(keys["T"])), {"ranks": float(row["weft"])})
+            times[row["peer"]] = float(row["peer_value"])
+    longest = {gpus: steps for gpus, steps in sorted(found)}
+    return [
+        Measured(gpus, steps, times["ranks"], times["one_rank"], times["slice"])
+        for (gpus, steps), times in sorted(found.items())
+        if steps == longest[gpus] and {"one_rank", "slice"} <= times.keys()
     ]
-    return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def predictions(part: Row) -> tuple[list[wd.Prediction], list[float]]:
-    """One sequence of STEPS steps over RANKS ranks, and the efficiency where each rank has a slice as measured."""
+def predictions(part: Row, steps: int = STEPS) -> tuple[list[wd.Prediction], list[float]]:
+    """One sequence of so many steps over RANKS ranks, and the efficiency where each rank has a slice as measured."""
     keys = parse_case(part["case"])
     alone, ranks = float(part["peer_value"]) / 1e3, float(part["weft"]) / 1e3
     fixup, sent = max(ranks - alone, 0.0), 8 * int(keys["B"]) * int(keys["H"])
-    strong = [wd.predict(alone * STEPS / int(keys["T"]), n, sent, fixup=fixup) for n in RANKS]
+    strong = [wd.predict(alone * steps / int(keys["T"]), n, sent, fixup=fixup) for n in RANKS]
     weak = [wd.predict(alone * n, n, sent, fixup=fixup).efficiency for n in RANKS]
     return strong, weak
 
 
-def draw_scaling(part: Row, path: Path) -> None:
-    strong, weak = predictions(part)
+def draw_scaling(part: Row, found: list[Measured], path: Path) -> None:
+    steps = found[0].steps if found else STEPS
+    strong, weak = predictions(part, steps)
     keys = parse_case(part["case"])
     figure, (times, efficiency) = plt.subplots(1, 2, figsize=(8.4, 3.4))
-    times.plot(RANKS, [1e3 * p.seconds for p in strong], color=WEFT_COLOR, marker="o", label="predicted")
+    times.plot(RANKS, [1e3 * p.seconds for p in strong], color=WEFT_COLOR, label="predicted")
     times.plot(RANKS, [1e3 * strong[0].seconds / n for n in RANKS], color=PEER_COLOR, label="the work alone")
-    times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms", title=f"{STEPS:,} steps".replace(",", " "))
-    efficiency.plot(RANKS, [p.efficiency for p in strong], color=WEFT_COLOR, marker="o", label="one sequence, cut")
-    efficiency.plot(RANKS, weak, color="#2563eb", marker="s", label=f"{keys['T']} steps on every rank")
-    efficiency.set(xscale="log", xlabel="ranks", ylabel="efficiency, predicted", ylim=(0, 1.05))
+    times.set(xscale="log", yscale="log", xlabel="ranks", ylabel="ms", title=f"{steps:,} steps".replace(",", " "))
+    efficiency.plot(RANKS, [p.efficiency for p in strong], color=WEFT_COLOR, label="one sequence, cut")
+    efficiency.plot(RANKS, weak, color="#2563eb", label=f"{keys['T']} steps on every rank")
+    efficiency.set(xscale="log", xlabel="ranks", ylabel="efficiency", ylim=(0, 1.05))
+    if found:
+        gpus = [m.gpus for m in found]
+        points = {"linestyle": "none", "marker": "o", "markeredgecolor": "black"}
+        alike = [m for m in found if m.steps == steps]
+        at = [1, *(m.gpus for m in alike)], [alike[0].one, *(m.milliseconds for m in alike)]
+        times.plot(*at, color=WEFT_COLOR, label="measured", **points)
+        shares = [m.one / (m.gpus * m.milliseconds) for m in found]
+        efficiency.plot(gpus, shares, color=WEFT_COLOR, label="measured", **points)
+        efficiency.plot(gpus, [m.slice / m.milliseconds for m in found], color="#2563eb", label="measured", **points)
     for axes in (times, efficiency):
         axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Predicted: diagonal scan, fp32, B {keys['B']}, H {keys['H']}")
+    title = "Predicted, and points measured on GPUs of one host" if found else "Predicted"
+    figure.suptitle(f"{title}: diagonal scan, fp32, B {keys['B']}, H {keys['H']}")
     save(figure, path)

@@ -1,4 +1,4 @@
-"""chain_backward of Jacobians that lie on four ranks, beside the same on one."""
+"""chain_backward of Jacobians that lie on several ranks, beside the same on one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 import weft.distributed as wd
 from weft.scan import chain_backward
 
 from tests.common import BOUNDS, assert_close
-from tests.distributed.team import Team
+from tests.distributed.team import Team, dealt, device
 
 WIDTHS = [4, 5, 3, 3, 6, 2, 4, 4]
 COUNTS = [[2, 1, 3, 1], [0, 4, 0, 3], [7, 0, 0, 0], [0, 0, 0, 7]]
@@ -19,9 +20,10 @@ COUNTS = [[2, 1, 3, 1], [0, 4, 0, 3], [7, 0, 0, 0], [0, 0, 0, 7]]
 
 def _beside_one_process(rank: int, counts: list[int], schedule: str, batched: bool, dtype: torch.dtype) -> None:
     B = 3
-    grad = torch.randn(*([B] if batched else []), WIDTHS[0], dtype=torch.float64).to(dtype)
+    counts = dealt(counts)
+    grad = torch.randn(*([B] if batched else []), WIDTHS[0], dtype=torch.float64).to(device(), dtype)
     jacobians = [
-        (torch.randn(*([B] if batched and k % 2 else []), m, n, dtype=torch.float64) / n**0.5).to(dtype)
+        (torch.randn(*([B] if batched and k % 2 else []), m, n, dtype=torch.float64) / n**0.5).to(device(), dtype)
         for k, (n, m) in enumerate(itertools.pairwise(WIDTHS))
     ]
     leaves = [t.double().requires_grad_() for t in (grad, *jacobians)]
@@ -63,11 +65,11 @@ def test_gradients_and_their_derivatives(team: Team, counts: list[int], schedule
 
 def _far(rank: int, schedule: str) -> None:
     """Each rank's product is far beyond float64, the next one's brings the gradient back."""
-    Q = torch.linalg.qr(torch.randn(40, 1, 5, 5, dtype=torch.float64)).Q
-    scales = torch.full((40,), 1e40, dtype=torch.float64)
-    scales[10:20] = scales[30:] = 1e-40
-    grad = torch.full((1, 5), 1e-200, dtype=torch.float64)
-    jacobians = list(Q * scales.view(-1, 1, 1, 1))
+    Q = torch.linalg.qr(torch.randn(dist.get_world_size(), 10, 1, 5, 5, dtype=torch.float64)).Q
+    Q[::2] *= 1e40
+    Q[1::2] *= 1e-40
+    grad = torch.full((1, 5), 1e-200, dtype=torch.float64, device=device())
+    jacobians = list(Q.flatten(0, 1).to(device()))
     want = chain_backward(grad, jacobians, "linear")
     got = wd.chain_backward(grad if rank == 0 else None, jacobians[10 * rank : 10 * rank + 10], schedule=schedule)
     for g, w in zip(got, want[10 * rank : 10 * rank + 11], strict=True):
@@ -97,26 +99,27 @@ def _refused(rank: int) -> None:
         wd.chain_backward(torch.zeros(2, 3), [torch.zeros(4, 3, 3) if rank == 1 else J])
 
 
-def test_bad_input_is_refused_on_every_rank(team: Team) -> None:
-    team.run(_refused)
+def test_bad_input_is_refused_on_every_rank(cpu_team: Team) -> None:
+    cpu_team.run(_refused)
 
 
 def _only_later_ranks_train(rank: int) -> None:
-    grad, J = torch.randn(2, 3), torch.randn(2, 4, 3)
-    own = J.clone().requires_grad_()
+    grad, J = torch.randn(2, 3).to(device()), torch.randn(2, 4, 3).to(device())
+    own, size = J.clone().requires_grad_(), dist.get_world_size()
+    owner = size // 2
     for check in ("0", "1"):
         os.environ["WEFT_CHECK_RANKS"] = check
         try:
-            got = wd.chain_backward(grad if rank == 0 else None, [own] if rank == 2 else [])
+            got = wd.chain_backward(grad if rank == 0 else None, [own] if rank == owner else [])
         finally:
             os.environ.pop("WEFT_CHECK_RANKS")
-        want = grad if rank < 2 else (J @ grad.unsqueeze(-1)).squeeze(-1)
+        want = grad if rank < owner else (J @ grad.unsqueeze(-1)).squeeze(-1)
         assert_close(got[-1], want, BOUNDS[torch.float32])
         own.grad = None
         got[-1].sum().backward()
-        if rank == 2:
-            # The last rank's result is this one's.
-            assert_close(own.grad, 2 * grad.unsqueeze(1).expand(2, 4, 3), BOUNDS[torch.float32])
+        if rank == owner:
+            # The results of the ranks after it are this one's.
+            assert_close(own.grad, (size - owner) * grad.unsqueeze(1).expand(2, 4, 3), BOUNDS[torch.float32])
 
 
 def test_only_later_ranks_have_jacobians(team: Team) -> None:

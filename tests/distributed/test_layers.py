@@ -1,4 +1,4 @@
-"""Layers over slices of four ranks, beside the same on one process."""
+"""Layers over slices, beside the same on one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import init_device_mesh
 from torch.nn.utils.rnn import pack_sequence
 
 from tests.common import assert_close
-from tests.distributed.team import Team
+from tests.distributed.team import Team, dealt, device
 
 UNEVEN = [5, 1, 0, 7]
 LONG = [1100, 200, 0, 400]
@@ -28,17 +28,18 @@ def make(kind: str, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Mo
     torch.manual_seed(3)
     inputs = 6 if kind == "RGLRU" else 4
     sizes = (6,) if kind == "RGLRU" else (inputs, 6)
-    return getattr(weft.nn, kind)(*sizes, dtype=dtype, **options)
+    return getattr(weft.nn, kind)(*sizes, dtype=dtype, **options).to(device())
 
 
 def states_of(layer: nn.Module, B: int, dtype: torch.dtype) -> Any:
     if isinstance(layer, (weft.nn.ParaGRU, weft.nn.ParaLSTM)):
-        states = tuple(torch.randn(B, 6, dtype=dtype) for _ in range(1 + isinstance(layer, weft.nn.ParaLSTM)))
+        count = 1 + isinstance(layer, weft.nn.ParaLSTM)
+        states = tuple(torch.randn(B, 6, dtype=dtype).to(device()) for _ in range(count))
         return states if len(states) == 2 else states[0]
     if not isinstance(layer, nn.RNNBase):
-        return torch.randn(layer.num_layers, B, 6, dtype=dtype)
+        return torch.randn(layer.num_layers, B, 6, dtype=dtype).to(device())
     rows = layer.num_layers * (2 if layer.bidirectional else 1)
-    states = [torch.randn(rows, B, 6, dtype=dtype) for _ in range(2)]
+    states = [torch.randn(rows, B, 6, dtype=dtype).to(device()) for _ in range(2)]
     return tuple(states) if layer.mode == "LSTM" else states[0]
 
 
@@ -63,8 +64,9 @@ def _beside_one_process(
 ) -> None:
     layer = make(kind, dtype, **options)
     time, B = (1 if options.get("batch_first") else 0), 2
+    sizes = dealt(sizes)
     steps, features = sum(sizes), 6 if kind == "RGLRU" else 4
-    x = torch.randn((B, steps, features) if time else (steps, B, features), dtype=dtype)
+    x = torch.randn((B, steps, features) if time else (steps, B, features), dtype=dtype).to(device())
     state = states_of(layer, B, dtype) if given else None
 
     def run(layer: nn.Module, x: Tensor, state: Any, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -84,7 +86,7 @@ def _beside_one_process(
 
     # The end's loss counts once, in parts on all ranks.
     finals = len(final_of(whole))
-    shares = [0.1, 0.2, 0.3, 0.4]
+    shares = [2 * (r + 1) / (len(sizes) * (len(sizes) + 1)) for r in range(len(sizes))]
     own_weights = [w * shares[rank] if 0 < i <= finals else w.split(sizes, time)[rank] for i, w in enumerate(weights)]
     own = x.detach().split(sizes, time)[rank].clone().requires_grad_()
     start = copied(state)
@@ -156,11 +158,12 @@ def _walked_back(rank: int, forgets: bool) -> tuple[int, list[int]]:
     with torch.no_grad():
         layer.weight_ih_l0.abs_()  # no unit is ever off
         layer.weight_hh_l0.copy_(torch.eye(6) * (0.5 if forgets else 1.0))
-    x = torch.rand(sum(FULL), 2, 4, dtype=torch.float64)
-    weight = torch.rand(sum(FULL), 2, 6, dtype=torch.float64)
+    full = FULL[: dist.get_world_size()]
+    x = torch.rand(sum(full), 2, 4, dtype=torch.float64).to(device())
+    weight = torch.rand(sum(full), 2, 6, dtype=torch.float64).to(device())
     want = torch.autograd.grad((layer(x)[0] * weight).sum(), list(layer.parameters()))
     wd.shard_time(layer)
-    output = layer(x.split(FULL)[rank])[0]
+    output = layer(x.split(full)[rank])[0]
     steps: list[int] = []
     original = recurrent._rnn_backward
 
@@ -170,7 +173,7 @@ def _walked_back(rank: int, forgets: bool) -> tuple[int, list[int]]:
 
     with pytest.MonkeyPatch.context() as patch, Counting() as sent:
         patch.setattr(recurrent, "_rnn_backward", counted)
-        got = torch.autograd.grad((output * weight.split(FULL)[rank]).sum(), list(layer.parameters()))
+        got = torch.autograd.grad((output * weight.split(full)[rank]).sum(), list(layer.parameters()))
     for g, w in zip(got, want, strict=True):
         dist.all_reduce(g)
         assert_close(g, w, 1e-12)
@@ -178,11 +181,11 @@ def _walked_back(rank: int, forgets: bool) -> tuple[int, list[int]]:
 
 
 def test_a_gradient_goes_back_as_far_as_it_reaches(team: Team) -> None:
-    for size, (exchanges, steps) in zip(FULL, team.run(_walked_back, True), strict=True):
+    for size, (exchanges, steps) in zip(FULL, team.run(_walked_back, True), strict=False):
         assert exchanges == 2 and steps == [128, size - 128, 128]
     found = team.run(_walked_back, False)
-    assert {exchanges for exchanges, _ in found} == {4}
-    assert found[0][1] == [128, 1172] * 4, "the first rank hears of every other one's gradient"
+    assert {exchanges for exchanges, _ in found} == {team.size}
+    assert found[0][1] == [128, 1172] * team.size, "the first rank hears of every other one's gradient"
 
 
 def _rounds(rank: int, forgets: bool) -> int:
@@ -195,23 +198,23 @@ def _rounds(rank: int, forgets: bool) -> int:
             layer.nonlinearity, layer.mode = "relu", "RNN_RELU"
     wd.shard_time(layer)
     with Counting() as sent, torch.no_grad():
-        layer(torch.rand(80, 2, 4))
+        layer(torch.rand(80, 2, 4).to(device()))
     return len(sent)
 
 
 def test_rounds(team: Team) -> None:
     assert set(team.run(_rounds, True)) == {2}, "a net that forgets walks, tells, looks again and is done"
-    assert set(team.run(_rounds, False)) == {4}, "else one round for each rank"
+    assert set(team.run(_rounds, False)) == {team.size}, "else one round for each rank"
 
 
 def _unbatched(rank: int) -> None:
     for kind in ("MinGRU", "GRU", "LSTM", "ParaLSTM"):
         layer = make(kind)
-        x = torch.randn(13, 4, dtype=torch.float64)
+        x, sizes = torch.randn(13, 4, dtype=torch.float64).to(device()), dealt(UNEVEN)
         want = layer(x)
         wd.shard_time(layer)
-        got = layer(x.split(UNEVEN)[rank])
-        assert_close(got[0], want[0].split(UNEVEN)[rank], 1e-13)
+        got = layer(x.split(sizes)[rank])
+        assert_close(got[0], want[0].split(sizes)[rank], 1e-13)
         for g, w in zip(final_of(got), final_of(want), strict=True):
             assert_close(g, w, 1e-13)
 
@@ -223,12 +226,12 @@ def test_unbatched(team: Team) -> None:
 def _half(rank: int) -> None:
     for kind in ("MinGRU", "RGLRU", "GRU", "ParaGRU"):
         layer = make(kind, torch.float32)
-        x = torch.randn(40, 2, 6 if kind == "RGLRU" else 4)
-        sizes = [10, 12, 8, 10]
+        x = torch.randn(40, 2, 6 if kind == "RGLRU" else 4).to(device())
+        sizes = dealt([10, 12, 8, 10])
         for autocast in (True, False):
             if not autocast:
                 layer, x = wd.shard_time(layer, False).bfloat16(), x.bfloat16()
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast(device().type, torch.bfloat16, enabled=autocast):
                 want = layer(x)
                 got = wd.shard_time(layer)(x.split(sizes)[rank])
                 wd.shard_time(layer, False)
@@ -252,14 +255,15 @@ class Model(nn.Module):
         return self.head(self.second(self.first(x)[0])[0])
 
 
-def _trained(rank: int) -> None:
-    """Two data-parallel pairs, each with its own sequences, cut in time within the pair."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+def _trained(rank: int, parallel: int) -> None:
+    """So many data-parallel groups, each with its own sequences, cut in time within the group."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh(device().type, (parallel, size // parallel), mesh_dim_names=("dp", "cp"))
     torch.manual_seed(5)
-    alone = Model().double()
+    alone = Model().to(device(), torch.float64)
     model = copy.deepcopy(alone)
-    x = torch.randn(24, 4, 4, dtype=torch.float64)
-    y = torch.randint(3, (24, 4))
+    x = torch.randn(24, 4, 4, dtype=torch.float64).to(device())
+    y = torch.randint(3, (24, 4)).to(device())
     optimiser = torch.optim.SGD(alone.parameters(), 0.5)
     losses = []
     for _ in range(4):
@@ -272,48 +276,50 @@ def _trained(rank: int) -> None:
     wd.shard_time(model, mesh["cp"])
     wrapped = nn.parallel.DistributedDataParallel(model)  # over both dimensions
     optimiser = torch.optim.SGD(model.parameters(), 0.5)
-    columns = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-    own_x, own_y = (wd.shard(t[:, columns], mesh["cp"]) for t in (x, y))
+    own_x, own_y = (wd.shard(t.chunk(parallel, 1)[mesh.get_local_rank("dp")], mesh["cp"]) for t in (x, y))
     for want in losses:
-        # DDP's mean over all ranks of four parts of a mean over all elements.
+        # DDP's mean over all ranks of as many parts of a mean over all elements.
         out = wrapped(own_x)
-        loss = nn.functional.cross_entropy(out.flatten(0, 1), own_y.flatten(), reduction="sum") / y.numel() * 4
+        loss = nn.functional.cross_entropy(out.flatten(0, 1), own_y.flatten(), reduction="sum") / y.numel() * size
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        total = loss.detach() / 4
+        total = loss.detach() / size
         dist.all_reduce(total)
         assert abs(total.item() - want) < 1e-10
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
         assert_close(got, want, 1e-10)
 
 
-def test_training_equals_one_process(team: Team) -> None:
-    team.run(_trained)
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_training_equals_one_process(team: Team, parallel: int) -> None:
+    team.run(_trained, parallel)
 
 
-def _fully_sharded(rank: int) -> None:
+def _fully_sharded(rank: int, parallel: int) -> None:
     """FSDP2 over the other dimension of the mesh."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    alone = Model().double()
+    shape = parallel, dist.get_world_size() // parallel
+    mesh = init_device_mesh(device().type, shape, mesh_dim_names=("dp", "cp"))
+    alone = Model().to(device(), torch.float64)
     model = copy.deepcopy(alone)
-    x = torch.randn(24, 4, 4, dtype=torch.float64)
+    x = torch.randn(24, 4, 4, dtype=torch.float64).to(device())
     alone(x).square().sum().backward()
     wd.shard_time(model, mesh["cp"])
     fully_shard(model.second, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    columns = slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-    model(wd.shard(x[:, columns], mesh["cp"])).square().sum().backward()
+    own = x.chunk(parallel, 1)[mesh.get_local_rank("dp")]
+    model(wd.shard(own, mesh["cp"])).square().sum().backward()
     for got, want in zip(model.parameters(), alone.parameters(), strict=True):
-        grad = 2 * got.grad.full_tensor()  # FSDP's mean over dp
+        grad = parallel * got.grad.full_tensor()  # FSDP's mean over dp
         dist.all_reduce(grad, group=mesh["cp"].get_group())
         assert_close(grad, want.grad, 1e-12)
 
 
-def test_fully_sharded_over_the_other_dimension(team: Team) -> None:
-    team.run(_fully_sharded)
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_fully_sharded_over_the_other_dimension(team: Team, parallel: int) -> None:
+    team.run(_fully_sharded, parallel)
 
 
 def _forgotten(rank: int) -> None:
@@ -333,8 +339,8 @@ def _forgotten(rank: int) -> None:
         model(x)
 
 
-def test_copies_and_pickles_forget_the_group(team: Team) -> None:
-    team.run(_forgotten)
+def test_copies_and_pickles_forget_the_group(cpu_team: Team) -> None:
+    cpu_team.run(_forgotten)
 
 
 def _refused(rank: int) -> None:
@@ -383,12 +389,12 @@ def _explained_scan(rank: int) -> None:
         weft.explain(wd.linear_scan, x, x, batch_first=True)
 
 
-def test_a_scan_explained(team: Team) -> None:
-    team.run(_explained_scan)
+def test_a_scan_explained(cpu_team: Team) -> None:
+    cpu_team.run(_explained_scan)
 
 
-def test_refused(team: Team) -> None:
-    team.run(_refused)
+def test_refused(cpu_team: Team) -> None:
+    cpu_team.run(_refused)
 
 
 def _twice_differentiated(rank: int) -> None:
@@ -399,8 +405,8 @@ def _twice_differentiated(rank: int) -> None:
         grad.sum().backward()
 
 
-def test_second_derivatives_are_refused_everywhere(team: Team) -> None:
-    team.run(_twice_differentiated)
+def test_second_derivatives_are_refused_everywhere(cpu_team: Team) -> None:
+    cpu_team.run(_twice_differentiated)
 
 
 def _explained(rank: int) -> list[str]:
@@ -411,7 +417,7 @@ def _explained(rank: int) -> list[str]:
     return found
 
 
-def test_explain_says_what_ranks_do(team: Team) -> None:
-    gru, mingru, paralstm = team.run(_explained)[0]
+def test_explain_says_what_ranks_do(cpu_team: Team) -> None:
+    gru, mingru, paralstm = cpu_team.run(_explained)[0]
     assert "a slice of 4 ranks, in rounds" in gru and "a slice of 4 ranks, in rounds" in paralstm
     assert "a slice of 4 ranks, with one exchange" in mingru

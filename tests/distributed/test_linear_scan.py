@@ -1,4 +1,4 @@
-"""linear_scan over the slices of four ranks, beside the same on one."""
+"""linear_scan over the slices of ranks, beside the same on one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import weft.distributed as wd
 from torch import Tensor
 from weft.scan import linear_scan, linear_scan_reference
 
+from benchmarks.common import captured
 from tests.common import BOUNDS, assert_close
-from tests.distributed.team import Team
+from tests.distributed.conftest import ON_GPUS
+from tests.distributed.team import Team, dealt, device
 from tests.scan.linear_scans import chaotic, chaotic_bound, chaotic_error, wide
 from tests.scan.samples import CONSTANT, LAYOUTS, LinearScan
 
@@ -19,14 +21,14 @@ SIZES = [UNEVEN, [0, 6, 0, 7], [6, 0, 7, 0], [0, 0, 13, 0], [4, 4, 4, 1]]
 
 
 def cut(t: Tensor, sizes: list[int], rank: int) -> Tensor:
-    return t.split(sizes)[rank].clone()
+    return t.split(dealt(sizes))[rank].clone()
 
 
 def slices(sample: LinearScan, inputs: tuple, sizes: list[int], rank: int) -> tuple:
     """This rank's A, b and x0; x0 is on the rank that has it alone, poisoned elsewhere."""
     A, b, x0 = inputs
     A = A if sample.layout in CONSTANT else cut(A, sizes, rank)
-    first = 3 if sample.reverse else 0
+    first = dist.get_world_size() - 1 if sample.reverse else 0
     if x0 is not None and rank != first:
         x0 = torch.full_like(x0, torch.nan)
     return A, cut(b, sizes, rank), x0
@@ -39,10 +41,10 @@ def summed(t: Tensor) -> Tensor:
 
 
 def _beside_one_process(rank: int, sample: LinearScan, sizes: list[int], dtype: torch.dtype) -> None:
-    inputs = sample.inputs(dtype)
+    inputs = sample.inputs(dtype, device())
     if sample.layout in CONSTANT:
         inputs = (inputs[0].nan_to_num(), *inputs[1:])
-    weight = torch.randn(sample.T, sample.B, sample.H, dtype=torch.float64)
+    weight = torch.randn(sample.T, sample.B, sample.H, dtype=torch.float64).to(device())
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in inputs]
     present = [t for t in leaves if t is not None]
     want = linear_scan(*leaves, **sample.flags)
@@ -61,7 +63,7 @@ def _beside_one_process(rank: int, sample: LinearScan, sizes: list[int], dtype: 
         assert_close(got[0], cut(want_A, sizes, rank), 4 * bound)
     assert_close(got[1], cut(want_b, sizes, rank), 2 * bound)
     if want_x0:
-        first = rank == (3 if sample.reverse else 0)
+        first = rank == (dist.get_world_size() - 1 if sample.reverse else 0)
         assert_close(got[2], want_x0[0] if first else torch.zeros_like(want_x0[0]), 2 * bound)
 
 
@@ -99,7 +101,7 @@ def test_sizes_of_nothing_and_of_the_same(team: Team, layout: str, B: int, H: in
 
 
 def _chaos(rank: int, kind: str, layout: str, reverse: bool, T: int) -> None:
-    A, b, x0 = (t.float() for t in chaotic(kind, T, 2, 4, layout))
+    A, b, x0 = (t.float().to(device()) for t in chaotic(kind, T, 2, 4, layout))
     if reverse:
         A, b = A.flip(0), b.flip(0)
     want = linear_scan_reference(*wide(A, b, x0), reverse=reverse)
@@ -117,12 +119,12 @@ def test_products_that_overflow_or_underflow(team: Team, kind: str, layout: str,
 
 def _bad_row(rank: int, layout: str, where: str) -> None:
     sizes = [5, 5, 5, 5]
-    A, b, x0 = LinearScan(20, 3, 4, layout).inputs(torch.float32)
+    A, b, x0 = LinearScan(20, 3, 4, layout).inputs(torch.float32, device())
     clean = wd.linear_scan(cut(A, sizes, rank), cut(b, sizes, rank), x0)
     {"A": A[7], "b": b[7], "x0": x0}[where][1] = torch.nan
     x = wd.linear_scan(cut(A, sizes, rank), cut(b, sizes, rank), x0)
     assert torch.equal(x[:, [0, 2]], clean[:, [0, 2]])
-    begin = (0 if where == "x0" else 7) - 5 * rank
+    begin = (0 if where == "x0" else 7) - sum(dealt(sizes)[:rank])
     assert x[max(begin, 0) :, 1].isnan().all() and x[: max(begin, 0), 1].isfinite().all()
 
 
@@ -134,13 +136,13 @@ def test_a_bad_row_stays_alone(team: Team, layout: str) -> None:
 
 def _only_one_loss(rank: int) -> None:
     sample = LinearScan(13, 2, 3, "diagonal")
-    inputs = sample.inputs()
+    inputs = sample.inputs(device=device())
     leaves = [t.clone().requires_grad_() for t in inputs]
-    whole = linear_scan(*leaves)
-    want = torch.autograd.grad(whole[6:10].square().sum(), leaves)  # rank 2 alone has a loss
+    whole, lonely = linear_scan(*leaves), dist.get_world_size() // 2
+    want = torch.autograd.grad(cut(whole, UNEVEN, lonely).square().sum(), leaves)
     A, b, x0 = (t.requires_grad_() for t in slices(sample, inputs, UNEVEN, rank))
     x = wd.linear_scan(A, b, x0)
-    loss = x.square().sum() if rank == 2 else x.sum() * 0
+    loss = x.square().sum() if rank == lonely else x.sum() * 0
     got = torch.autograd.grad(loss, [A, b, x0])
     assert_close(got[0], cut(want[0], UNEVEN, rank))
     assert_close(got[1], cut(want[1], UNEVEN, rank))
@@ -152,8 +154,8 @@ def test_a_loss_on_one_rank(team: Team) -> None:
 
 
 def _second(rank: int, sample: LinearScan, sizes: list[int]) -> None:
-    inputs = tuple(None if t is None else t.nan_to_num() for t in sample.inputs())
-    weights = torch.randn(2, sample.T, sample.B, sample.H, dtype=torch.float64)
+    inputs = tuple(None if t is None else t.nan_to_num() for t in sample.inputs(device=device()))
+    weights = torch.randn(2, sample.T, sample.B, sample.H, dtype=torch.float64).to(device())
 
     def second(op, leaves, weight, other):
         present = [t for t in leaves if t is not None]
@@ -172,7 +174,8 @@ def _second(rank: int, sample: LinearScan, sizes: list[int]) -> None:
         assert_close(got_A, cut(want_A, sizes, rank), 1e-12)
     assert_close(got_b, cut(want_b, sizes, rank), 1e-12)
     if want_x0:
-        assert_close(got_x0[0], want_x0[0] * (rank == (3 if sample.reverse else 0)), 1e-12)
+        first = dist.get_world_size() - 1 if sample.reverse else 0
+        assert_close(got_x0[0], want_x0[0] * (rank == first), 1e-12)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -186,8 +189,8 @@ def test_gradients_of_gradients(team: Team, layout: str) -> None:
 
 
 def _autocast(rank: int) -> None:
-    A, b, x0 = LinearScan(13, 2, 3, "diagonal").inputs(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    A, b, x0 = LinearScan(13, 2, 3, "diagonal").inputs(torch.float32, device())
+    with torch.autocast(device().type, torch.bfloat16):
         x = wd.linear_scan(cut(A, UNEVEN, rank).bfloat16(), cut(b, UNEVEN, rank), x0)
     want = linear_scan(A.bfloat16().double(), b.double(), x0.double())
     assert x.dtype == torch.float32
@@ -238,24 +241,25 @@ def _rounds_of(rank: int, size: int) -> list[int]:
     rank -= others
     if rank < 0:
         return []
-    whole = [t.requires_grad_() for t in LinearScan(4 * size, 2, 3, "dense", x0=False).inputs(torch.float64)[:2]]
-    sizes = [4] * size
+    sample = LinearScan(4 * size, 2, 3, "dense", x0=False)
+    whole = [t.requires_grad_() for t in sample.inputs(torch.float64, device())[:2]]
     want = linear_scan(*whole)
     gradients = torch.autograd.grad(want.sum(), whole)
-    A, b = (cut(t, sizes, rank).requires_grad_() for t in map(Tensor.detach, whole))
+    own = slice(4 * rank, 4 * rank + 4)
+    A, b = (t.detach()[own].clone().requires_grad_() for t in whole)
     with pytest.MonkeyPatch.context() as patch, Counting() as sent:
         patch.setattr(scan, "in_rounds", lambda *_: True)
         x = wd.linear_scan(A, b, group=group)
         x.sum().backward()
     for found, expected in zip((x, A.grad, b.grad), (want, *gradients), strict=True):
-        assert_close(found, cut(expected, sizes, rank))
+        assert_close(found, expected[own])
     return sent
 
 
-@pytest.mark.parametrize(("size", "rounds"), [(2, 1), (3, 2), (4, 2)])
-def test_rounds_are_as_many_as_the_ranks_have_digits(team: Team, size: int, rounds: int) -> None:
-    for sent in team.run(_rounds_of, size)[-size:]:
-        assert len(sent) == 2 * rounds, "so many each way"
+def test_rounds_are_as_many_as_the_ranks_have_digits(team: Team) -> None:
+    for size in range(2, team.size + 1):
+        for sent in team.run(_rounds_of, size)[-size:]:
+            assert len(sent) == 2 * (size - 1).bit_length(), "so many each way"
 
 
 class Counting:
@@ -287,7 +291,7 @@ class Counting:
 
 def _bytes(rank: int, layout: str, T: int) -> list[int]:
     B, H = 3, 8
-    A, b, x0 = (t.requires_grad_() for t in LinearScan(T, B, H, layout).inputs(torch.float32))
+    A, b, x0 = (t.requires_grad_() for t in LinearScan(T, B, H, layout).inputs(torch.float32, device()))
     with Counting() as sent:
         wd.linear_scan(A, b, x0).sum().backward()
     return sent
@@ -301,8 +305,8 @@ def test_one_exchange_each_way_of_bytes_that_do_not_grow(team: Team, layout: str
     assert few[0] <= limit + 4 and few[1] <= 4 * 3 * 8
 
 
-def _twice(rank: int) -> None:
-    A, b, x0 = (t.requires_grad_() for t in LinearScan(100, 2, 8, "diagonal").inputs(torch.float32))
+def _twice(rank: int, layout: str) -> None:
+    A, b, x0 = (t.requires_grad_() for t in LinearScan(100, 2, 8, layout).inputs(torch.float32, device()))
 
     def run():
         x = wd.linear_scan(A, b, x0)
@@ -313,7 +317,8 @@ def _twice(rank: int) -> None:
 
 
 def test_two_runs_give_the_same_bits(team: Team) -> None:
-    team.run(_twice)
+    for layout in ("dense", "diagonal"):
+        team.run(_twice, layout)
 
 
 def _refused(rank: int) -> None:
@@ -337,23 +342,24 @@ def _refused(rank: int) -> None:
         wd.linear_scan(A.half(), b.half(), torch.zeros(2, 3))
 
 
-def test_bad_input_is_refused_before_anything_is_exchanged(team: Team) -> None:
-    team.run(_refused)
+def test_bad_input_is_refused_before_anything_is_exchanged(cpu_team: Team) -> None:
+    cpu_team.run(_refused)
 
 
 def _differing(rank: int, what: str) -> str:
-    A, b, _ = LinearScan(5, 2, 3, "diagonal").inputs(torch.float32)
-    if rank >= 2:
+    A, b, _ = LinearScan(5, 2, 3, "diagonal").inputs(torch.float32, device())
+    other = rank >= dist.get_world_size() // 2
+    if other:
         if what == "H":
             A, b = A[..., :2], b[..., :2]
         elif what == "layout":
-            A = torch.zeros(5, 3, 3)
+            A = A.new_zeros(5, 3, 3)
         elif what == "dtype":
             A, b = A.double(), b.double()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WEFT_CHECK_RANKS", "1")
         with pytest.raises(ValueError) as caught:
-            wd.unshard(b) if what == "op" and rank >= 2 else wd.linear_scan(A, b)
+            wd.unshard(b) if what == "op" and other else wd.linear_scan(A, b)
     return str(caught.value)
 
 
@@ -362,7 +368,7 @@ def test_ranks_that_differ_are_named_everywhere(team: Team, what: str) -> None:
     messages = team.run(_differing, what)
     if what == "op":
         messages = [m.partition(": ")[2] for m in messages]
-    assert len(set(messages)) == 1 and f"rank 2 differs from rank 0: {what} is" in messages[0]
+    assert len(set(messages)) == 1 and f"rank {team.size // 2} differs from rank 0: {what} is" in messages[0]
 
 
 def _checked(rank: int) -> None:
@@ -377,23 +383,57 @@ def test_checked_ranks_agree(team: Team) -> None:
     team.run(_checked)
 
 
-def _compiled(rank: int) -> None:
+def _compiled(rank: int, layout: str, backend: str) -> None:
     group = dist.new_group([0, 1])
     if rank > 1:  # each has to import the compiler
         return
-    A, b, x0 = LinearScan(13, 2, 3, "diagonal").inputs()
-    own = [t.requires_grad_() for t in (cut(A, [6, 7], rank), cut(b, [6, 7], rank), x0)]
+    A, b, x0 = LinearScan(13, 2, 3, layout).inputs(device=device())
+    own = [t.requires_grad_() for t in (A.split([6, 7])[rank].clone(), b.split([6, 7])[rank].clone(), x0)]
 
     def run(*inputs: Tensor) -> Tensor:
         return wd.linear_scan(*inputs, group=group).sin()
 
     results = []
-    for call in (torch.compile(run, fullgraph=True, backend="aot_eager"), run):
+    for call in (torch.compile(run, fullgraph=True, backend=backend), run):
         x = call(*own)
         results.append([x, *torch.autograd.grad(x.sum(), own)])
     for compiled, eager in zip(*results, strict=True):
-        assert torch.equal(compiled, eager)
+        assert_close(compiled, eager, 0.0 if backend == "aot_eager" else None)
 
 
 def test_compiled(team: Team) -> None:
-    team.run(_compiled)
+    team.run(_compiled, "diagonal", "aot_eager")
+    if team.backend == "nccl":
+        team.run(_compiled, "dense", "inductor")
+
+
+def _captured(rank: int, layout: str, dtype: torch.dtype, H: int) -> None:
+    """A CUDA graph of a step, replayed on other numbers."""
+    sample = LinearScan(130, 2, H, layout)
+    inputs = [t.requires_grad_() for t in slices(sample, sample.inputs(dtype, device()), [30, 60, 0, 40], rank)]
+
+    def step() -> list[Tensor]:
+        A, b, x0 = (t.clone() for t in inputs)
+        x = wd.linear_scan(A, b, x0)
+        return [x, *torch.autograd.grad(x.square().sum(), [A, b, x0])]
+
+    replay = captured(step)
+    for _ in range(2):
+        with torch.no_grad():
+            for t in inputs:
+                t.mul_(0.9)
+        found = [t.clone() for t in replay()]
+        for one, other in zip(found, step(), strict=True):
+            assert torch.equal(one, other)
+
+
+@ON_GPUS[0]
+@ON_GPUS[1]
+@pytest.mark.parametrize(
+    ("layout", "dtype", "H"),
+    [("diagonal", torch.float32, 8), ("diagonal", torch.bfloat16, 8), ("dense", torch.float32, 20),
+     ("shared", torch.float64, 3), ("constant", torch.float32, 8)],
+    ids=str,
+)  # fmt: skip
+def test_a_captured_step_is_an_eager_one(gpu_team: Team, layout: str, dtype: torch.dtype, H: int) -> None:
+    gpu_team.run(_captured, layout, dtype, H)

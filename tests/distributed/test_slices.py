@@ -10,12 +10,12 @@ import torch.distributed as dist
 import weft.distributed as wd
 from torch.distributed import init_device_mesh
 
-from tests.distributed.team import Team
+from tests.distributed.team import Team, dealt, device
 
 
 def _sharded(rank: int, steps: int, dim: int) -> None:
-    whole = torch.randn(3, 2, steps, dtype=torch.float64).movedim(2, dim).requires_grad_()
-    sizes = wd.slice_sizes(steps, 4)
+    whole = torch.randn(3, 2, steps, dtype=torch.float64).movedim(2, dim).to(device()).requires_grad_()
+    sizes = wd.slice_sizes(steps, dist.get_world_size())
     own = wd.shard(whole, dim=dim)
     assert own.shape[dim] == sizes[rank]
     assert torch.equal(own, whole.split(sizes, dim)[rank])
@@ -31,10 +31,11 @@ def test_slices_make_up_the_whole(team: Team, steps: int, dim: int) -> None:
 
 
 def _gradients_of_uneven_slices(rank: int, sizes: list[int]) -> None:
-    own = torch.full((sizes[rank], 2), float(rank), dtype=torch.float64, requires_grad=True)
+    sizes = dealt(sizes)
+    own = torch.full((sizes[rank], 2), float(rank), dtype=torch.float64, device=device(), requires_grad=True)
     whole = wd.unshard(own)
-    assert whole[:, 0].tolist() == [float(r) for r in range(4) for _ in range(sizes[r])]
-    weights = torch.randn(4, *whole.shape, dtype=torch.float64)  # the same on every rank
+    assert whole[:, 0].tolist() == [float(r) for r in range(len(sizes)) for _ in range(sizes[r])]
+    weights = torch.randn(len(sizes), *whole.shape, dtype=torch.float64).to(device())  # the same on every rank
     (grad,) = torch.autograd.grad((whole**3 * weights[rank]).sum(), own, create_graph=True)
     begin = sum(sizes[:rank])
     total = weights.sum(0)[begin : begin + sizes[rank]]
@@ -50,8 +51,8 @@ def test_a_slices_gradient_is_the_sum_of_all_ranks(team: Team, sizes: list[int])
 
 def _dtypes(rank: int) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool):
-        whole = torch.arange(10).remainder(3).to(dtype)
-        own = whole.split([1, 2, 3, 4])[rank]
+        whole = torch.arange(10).remainder(3).to(device(), dtype)
+        own = whole.split(dealt([1, 2, 3, 4]))[rank]
         assert torch.equal(wd.unshard(own), whole)
 
 
@@ -84,8 +85,8 @@ def _groups(rank: int) -> None:
         wd.unshard(whole.to("meta"))
 
 
-def test_groups(team: Team) -> None:
-    team.run(_groups)
+def test_groups(cpu_team: Team) -> None:
+    cpu_team.run(_groups)
 
 
 def _differing(rank: int) -> str:
@@ -97,11 +98,13 @@ def _differing(rank: int) -> str:
     return str(caught.value)
 
 
-def test_what_differs_is_named_on_every_rank(team: Team) -> None:
-    messages = team.run(_differing)
+def test_what_differs_is_named_on_every_rank(cpu_team: Team) -> None:
+    messages = cpu_team.run(_differing)
     assert len(set(messages)) == 1 and "other dimensions is (4,) there and (5,) on rank 0" in messages[0]
 
 
 def test_without_a_group() -> None:
+    if dist.is_initialized():
+        pytest.skip("torchrun's group")
     with pytest.raises(RuntimeError, match=r"^shard: torch\.distributed is not initialised"):
         wd.shard(torch.zeros(3))

@@ -9,7 +9,7 @@ import weft.distributed as wd
 from weft._distributed.stand_in import StandIn
 from weft.scan import linear_scan
 
-from benchmarks.ranks import BYTES, fit_link
+from benchmarks.links import BYTES, fit_link
 from tests.common import assert_close
 
 

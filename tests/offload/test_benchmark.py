@@ -41,6 +41,7 @@ def test_model_rows(name: str, tmp_path, monkeypatch) -> None:
         assert ((budget, "step", "checkpoint") in rows) == (name == "llama")
         moved, saved = (float(rows[budget, "moved", "saved"][key]) for key in ("weft", "peer_value"))
         assert 0 <= moved <= saved and (moved > 0) == (share is not None)
+        assert ((budget, "first_uses", "plain") in rows) == (share is None)
         if share == 0:
             assert float(rows[budget, "saved_peak", "saved"]["weft"]) < saved
         if share:
@@ -78,7 +79,7 @@ def test_figures(tmp_path) -> None:
         '"weft.offload, budget 0", "2 ms", "100%", "1000 MB", "88%"',
     ]
     assert '   "VGG-19", "3", "0.50 (0.50 to 0.50)", "0.50 (0.50 to 0.50)"' in parts
-    for name in ("offload_budgets.svg", "offload_densities.svg"):
+    for name in ("offload_budgets.svg", "offload_ways.svg", "offload_densities.svg"):
         assert name in parts and (tmp_path / name).read_bytes().startswith(b"<?xml")
 
 
@@ -93,11 +94,12 @@ def test_density_rows(tmp_path) -> None:
 
 def test_models_have_the_published_sizes() -> None:
     with torch.device("meta"):
-        nets = [models.vgg19(), models.resnet152(), models.gpt(), models.llama()]
+        nets = [models.vgg19(), models.resnet152(), models.gpt(), models.llama(), models.efficientnet()]
         sizes = [sum(p.numel() for p in net.parameters()) for net in nets]
         assert nets[0](torch.empty(2, 3, 224, 224)).shape == nets[1](torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+        assert nets[4](torch.empty(2, 3, 224, 224)).shape == (2, 1000)
         assert nets[2](torch.empty(2, 64, dtype=torch.long)).shape == (128, 16384)
         assert nets[3](torch.empty(2, 64, dtype=torch.long)).shape == (128, 16384)
-    assert sizes[:2] == [143_667_240, 60_192_808]
+    assert [*sizes[:2], sizes[4]] == [143_667_240, 60_192_808, 5_288_548]
     assert sizes[3] == 8 * (4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) + 2 * 4096) + (2 * 16384 + 1) * 4096
     assert sizes[2] == 12 * (12 * 2048**2 + 13 * 2048) + (2 * 16384 + 2048 + 2) * 2048

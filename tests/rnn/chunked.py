@@ -30,7 +30,7 @@ def cut(steps: int, count: int) -> tuple[int, int]:
 
 
 def few_meet(round_: int, chunks: int, changed: int, closer: int) -> bool:
-    return round_ >= 3 and 2 * changed > chunks - round_ and 2 * closer < changed
+    return 2 * changed > chunks - round_ and 2 * closer < changed
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -51,7 +51,7 @@ def meets(found: Tensor, stored: Tensor) -> Tensor:
 
 def walk(
     cell: str, projected: Tensor, w_hh: Tensor, b_hh: Tensor | None, h0: Tensor, c0: Tensor | None, count: int,
-    every: int = 4,
+    every: int = 8,
 ) -> Walked:  # fmt: skip
     """The scheme for one direction.
 
@@ -72,7 +72,7 @@ def walk(
     residual = torch.zeros(batch, dtype=states.dtype)
 
     def again(chunk: int, b: int, state: Tensor) -> bool:
-        """Walks a chunk of a sequence again; whether its end has changed."""
+        """Walks a chunk of a sequence again, until it meets what is stored; whether its end has changed."""
         first, last = chunk * length, min(steps, (chunk + 1) * length) - 1
         for t in range(first, last + 1):
             state = step(state, t, torch.tensor([b]))
@@ -91,24 +91,26 @@ def walk(
             states[t] = state = step(state, t, everyone)
     for b in range(batch):
         changed = [True] * (chunks - 1) + [False]  # of the last chunk nobody asks
-        moved = [0.0] * chunks
+        begun = [torch.zeros_like(start[b])] * chunks  # with what each was walked last
         while rounds[b] < chunks:
             rounds[b] += 1
             ends = [states[(k + 1) * length - 1, b].clone() for k in range(chunks - 1)]
-            changed = [k > 0 and changed[k - 1] and again(k, b, ends[k - 1][None]) for k in range(chunks)]
+            told = changed
+            changed = [k > 0 and told[k - 1] and again(k, b, ends[k - 1][None]) for k in range(chunks)]
             changed[-1] = False
             if not any(changed):
                 break
             closer = 0
-            for k in range(chunks - 1):
-                if changed[k]:
-                    by = float(mismatch(states[(k + 1) * length - 1, b], ends[k]).max())
-                    closer += 2 * by <= moved[k]
-                    moved[k] = by
+            for k in range(1, chunks):
+                if told[k - 1]:
+                    if changed[k]:
+                        by = mismatch(states[(k + 1) * length - 1, b], ends[k]).max()
+                        closer += int(2 * by <= mismatch(ends[k - 1], begun[k]).max())
+                    begun[k] = ends[k - 1]
             if few_meet(int(rounds[b]), chunks, sum(changed), closer):
                 alone[b] = True
-                for k in range(int(rounds[b]), chunks):
-                    if changed[k - 1]:
-                        changed[k] = again(k, b, states[k * length - 1, b][None]) or changed[k]
+                for t in range(int(rounds[b]) * length, steps):
+                    states[t, b] = step(states[t - 1, b][None], t, torch.tensor([b]))[0]
+                    redone[b] += 1
                 break
     return Walked(states, rounds, redone, residual, alone)

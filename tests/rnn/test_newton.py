@@ -127,7 +127,7 @@ def test_what_a_report_counts(cell: str, scale: float, device: str, chunks):
     w_ih, w_hh, b_ih, b_hh = (w.cpu() for w in args.weights)
     walked = chunked.walk(
         cell, (args.input.cpu() @ w_ih.t()) + b_ih, w_hh, b_hh, args.h0[0].cpu(),
-        None if args.c0 is None else args.c0[0].cpu(), 10, 1 if device == "cpu" else 4,
+        None if args.c0 is None else args.c0[0].cpu(), 10, 1 if device == "cpu" else 8,
     )  # fmt: skip
     assert (run.op, run.steps, run.chunks) == (cell, 300, 10)
     assert run.rounds == int(walked.rounds.max()) > 1

@@ -131,7 +131,7 @@ class Problem:
         assert ((residual >= 0) & (residual <= chunked.tolerance(self.output.dtype))).all()
         # Of other nets, how the last digits are rounded decides when a walk meets.
         chunks, alone = chunked.cut(case.T, case.chunks)[0], self.statistics[:, 3].bool()
-        assert ((self.rounds >= 1) & (self.rounds <= chunks)).all() and not alone[self.rounds < 3].any()
+        assert ((self.rounds >= 1) & (self.rounds <= chunks)).all() and not alone[self.rounds < 2].any()
         assert ((self.redone >= 0) & (self.redone <= case.T * self.rounds)).all()
         if case.exact:
             assert torch.equal(self.rounds.long(), self.walked.rounds) and torch.equal(alone, self.walked.alone)
@@ -241,16 +241,18 @@ def test_each_step_follows_from_the_one_before(kernels) -> None:
 
 FLAWS = {
     "rounds that end too early": ("if (all.changed == 0) break;", "if (round == 2) break;"),
-    "a message of another round": ("follow(int(round - 1) % 2, uint32_t(round - 1))",
-                                   "follow(int(round) % 2, uint32_t(round))"),
-    "an end that is not handed on": ("put(kLast, 1, changed || changes)", "put(kLast, 1, changes)"),
+    "a message of another round": ("messages.wait(int(round - 1) % 2, chunk - 1, uint32_t(round - 1)",
+                                   "messages.wait(int(round) % 2, chunk - 1, uint32_t(round)"),
+    "a front that is another chunk's": ("alone ? round - 1 : last", "alone ? round : last"),
+    "what was met is stored": ("!kMeets || i < count - 1", "true"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("flaw", FLAWS)
 def test_flaws_are_found(tmp_path, flaw: str) -> None:
     right, wrong = FLAWS[flaw]
-    folder = with_flaw("rnn/newton/cuda/newton_warp.cuh", right, wrong, tmp_path)
+    file = "forward_walk" if "count" in right else "newton_warp"
+    folder = with_flaw(f"rnn/newton/cuda/{file}.cuh", right, wrong, tmp_path)
     library = build("newton_warp", folder, PADDED=8, SIZE=8)
 
     problems = [(Problem(case, 8), seed) for case in EXACT[1:] for seed in (1, 2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 
@@ -16,21 +15,16 @@ from weft._rnn.calls import choose_at_once
 from weft._rnn.select import choice, tuned
 from weft._rnn.select.case import Case
 
-from tests.common import DEVICES
+from tests.common import DEVICES, tune_afresh
 
 devices = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    """A directory of the test's own, and a process that has read nothing."""
-    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(weft._rnn.select.tune, "_SPREAD", math.inf)  # whatever else this machine does
-    before = tuned.MEASURED.entries
-    _forget()
-    yield tmp_path
-    _forget()
-    tuned.MEASURED.entries = before
+    choice.forget_choices()
+    yield tune_afresh(monkeypatch, tmp_path, weft._rnn.select.tune)
+    choice.forget_choices()
 
 
 def _forget() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from weft._scan import tune as tuning
 from weft._scan import tuned
 from weft.scan import newton_report, pointwise_scan
 
-from tests.common import DEVICES, relative_error
+from tests.common import DEVICES, relative_error, tune_afresh
 from tests.scan.pointwise_steps import STEPS, arguments
 
 devices = pytest.mark.parametrize("device", DEVICES)
@@ -20,12 +19,7 @@ devices = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    """A directory of the test's own, and a process that has read nothing."""
-    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning, "_SPREAD", math.inf)  # whatever else this machine does
-    before, tuned.MEASURED.entries = tuned.MEASURED.entries, None
-    yield tmp_path
-    tuned.MEASURED.entries = before
+    return tune_afresh(monkeypatch, tmp_path, tuning)
 
 
 @pytest.fixture

@@ -328,7 +328,12 @@ CASES = [
 ]
 
 
-def passes(library: ctypes.CDLL, file: int, cases: list = CASES) -> bool:
+LARGE = [(torch.int32, torch.float32, (None, 21), 4), (torch.int64, torch.float64, (10, None), 5)]
+"""Of whose samples a chain's lanes share elements."""
+
+
+def passes(library: ctypes.CDLL, file: int) -> bool:
+    cases = [*CASES, *LARGE] if CHECKS[file] is chains else CASES
     checks = [check for case in cases for check in CHECKS[file](*case)]
 
     def run() -> None:
@@ -369,9 +374,11 @@ FLAWS = {
     ),
     "reads the next rows of the last product": (
         CHAINED,
-        "read_ahead(ahead, chain, next)",
-        "read_ahead(ahead, chain, k)",
+        "(ahead, chain, next)",
+        "(ahead, chain, k)",
     ),
+    "takes another lane's samples": (CHAINED, "kLanesOver + part_of_tile;", "kLanesOver;"),
+    "writes another lane's samples": (CHAINED, "kLanesOver + part_of_tile].v[s]", "kLanesOver].v[s]"),
     "multiplies the diagonal before": (CHAINED, "diagonal_value<T>(diagonal, first + s, row)", "ahead.scale[s]"),
     "writes the vector that is read": (CHAINED, "    to = x, x = written", "    x = written"),
     "sends into the vector that is read": (CLUSTER, "((p + 1) & 1) * chain.room + row", "(p & 1) * chain.room + row"),

@@ -665,7 +665,7 @@ LAYERS = {
     "two of one weight": (2, lambda m, x, s: m.W(x) * m.U(s) + m.W(x)),
     "beside its input": (1, lambda m, x, s: m.W(x) * m.U(s) + x),
     "frozen": (1, lambda m, x, s: m.frozen(x) + m.U(s)),
-    "of something computed": (0, lambda m, x, s: m.W(2 * x) + m.U(s)),
+    "of something computed": (1, lambda m, x, s: m.W(2 * x) + m.U(s)),
     "of a computed weight": (0, lambda m, x, s: F.linear(x, 2 * m.W.weight) + m.U(s)),
     "read before the frontiers, too": (0, lambda m, x, s: (y := m.W(x)) * m.U(s) + torch.softmax(y, 1)),
 }

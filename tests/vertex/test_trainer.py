@@ -163,7 +163,10 @@ def test_a_parameter_that_is_a_matrix_and_a_vector(optimizer, executor, device):
 def test_its_obstacle(head):
     found = prepare(MatrixAndVector(X, C), BINARY, rows(BINARY, X, requires_grad=True), "batched").ready
     on_device = found._replace(device=torch.device("cuda"))
-    assert persistent.training_obstacle(on_device, head, "mse") == "a parameter is both a matrix and a vector"
+    assert (
+        persistent.training_obstacle(found.compiled, on_device, head, "mse")
+        == "a parameter is both a matrix and a vector"
+    )
 
 
 @devices

@@ -102,8 +102,8 @@ def emulated(monkeypatch):
                 p.sub_(size * first / (second.sqrt() / correction + eps))
 
     monkeypatch.setattr(persistent, "train", train)
-    monkeypatch.setattr(persistent, "training_obstacle", lambda call, head, loss: None)
-    monkeypatch.setattr(persistent, "trains_faster", lambda call: call.rows["input"].shape[0] < 10**6)
+    monkeypatch.setattr(persistent, "training_obstacle", lambda compiled, call, head, loss: None)
+    monkeypatch.setattr(persistent, "trains_faster", lambda _, call: call.rows["input"].shape[0] < 10**6)
     inner = Trainer._lasting_obstacle
 
     def obstacle(trainer, call, parts):
@@ -121,7 +121,7 @@ def test_updates_are_the_optimizers(name, emulated):
 
 def test_each_batch_is_a_kernel_or_a_loop_by_its_size(emulated, monkeypatch):
     """By itself; where the persistent executor is asked for, all are kernels."""
-    monkeypatch.setattr(persistent, "trains_faster", lambda call: call.rows["input"].shape[0] < 10)
+    monkeypatch.setattr(persistent, "trains_faster", lambda _, call: call.rows["input"].shape[0] < 10)
     for executor in ("auto", "persistent"):
         cell = models.TreeLSTM(X, C)
         trainer = Trainer(cell, torch.optim.SGD(cell.parameters(), 0.1), executor=executor)

@@ -202,7 +202,7 @@ def test_a_refused_step_holds_up_the_next_whatever_runs_it(kernels, monkeypatch)
     trainer = Trainer(cell, optimizer)
     data = [b for b in batches(tree_lstm, 4, "cuda") if len(b[2]) > 1]
     turns = [True, False, *kernels, True]
-    monkeypatch.setattr(persistent, "trains_faster", lambda call: turns.pop(0))
+    monkeypatch.setattr(persistent, "trains_faster", lambda _, call: turns.pop(0))
     monkeypatch.setattr(of_trainer._Sent, "there", lambda sent: False)  # however fast the device is
     trainer.step(*data[0])
     trainer.step(*data[0])

@@ -13,10 +13,12 @@ import weft
 from torch import nn
 from torch.nn import functional as F
 from weft import _C
-from weft._vertex.calls import prepare
+from weft._vertex.calls import prepare, whole
 from weft._vertex.runtime import training
+from weft._vertex.runtime.batched import made_before
 from weft.vertex import models
 
+from benchmarks import nets
 from tests import emulated
 from tests.common import relative_error
 from tests.vertex.cells import Gates, Messages, Twice, shared_layer, typed
@@ -67,12 +69,10 @@ class Steps:
         self.cell, self.head, self.loss, self.groups = cell, head, loss, groups
         self.optimizer = optimizer
         call = prepare(cell, graphs, x, "batched")
-        self.compiled = call.compiled
+        self.compiled, _ = whole(call.ready)
         self.program, self.given = self.compiled.program, self.compiled.plan.given
         self.classes = call.ready.outputs[0].shape[0] if head is None else head.out_features
-        operations = [f.trace.program.operations for f in self.compiled.functions]
-        outside = zip(operations, self.compiled.before, self.compiled.plan.parts, strict=True)
-        assert all(o[i].op == "pull" for o, before, part in outside for i in (*before, *part.after))
+        assert not any(part.after for part in self.compiled.plan.parts)
         self.matrices = [self._parameter(*m) for m in self.given.matrices]
         self.vectors = [self._parameter(*v) for v in self.given.vectors]
         self.form = len(self.matrices), len(self.vectors), loss == "cross_entropy", head is not None, self.classes
@@ -98,12 +98,13 @@ class Steps:
         gaps = core.num_uses < core.layout()["slots"][1] * core.num_inner
         one = len(self.compiled.functions) == 1
         buffers, shared = self.compiled.plan.frontiers.buffers, {}
+        inputs = made_before(self.compiled, n, {"input": x})
         arguments = (BufferArgument * len(buffers))()
         held = []
         for i, b in enumerate(buffers):
             shape = counts.get(b.space, n), b.width
             if b.space == "input":
-                t = x
+                t = inputs[b.index]
             elif b.space == "vector":
                 t = self.vectors[b.index].detach().view(1, -1)
             else:
@@ -117,13 +118,13 @@ class Steps:
                     t = shared.setdefault((b.space, b.index), t)
             held.append(t)
             before = leaves * b.width * 4 if b.space == "inner" else 0
-            arguments[i] = BufferArgument(t.data_ptr() - before, 0 if b.space == "vector" else b.width)
+            arguments[i] = BufferArgument(t.data_ptr() - before, 0 if b.space == "vector" else t.stride(0))
         matrices = (MatrixArgument * max(1, len(self.matrices)))()
         for i, m in enumerate(self.matrices):
             matrices[i] = MatrixArgument(m.data_ptr(), *m.stride())
         heads = [] if self.head is None else [self.head.weight, self.head.bias]
         order = [*(self.matrices or [None]), *self.vectors, *(heads or [None, None])]
-        changes, begun = training.Updates(self.optimizer).begin(p for p in order if p is not None)
+        changes, begun = training.Updates(self.optimizer).begin({id(p) for p in order})
         updates = (UpdateArgument * len(order))()
         for u in changes:
             # What is not asked for is nobody's.
@@ -165,6 +166,22 @@ def any_graphs(rng: random.Random, cell) -> weft.Graphs:
     """With missing children, and children of several parents."""
     graphs = [random_dag(rng, rng.randint(1, 9), 2) for _ in range(rng.randint(1, 3))]
     return typed(weft.Graphs.from_children(graphs), cell)
+
+
+def tagger_of_characters() -> weft.VertexFunctions:
+    """Rare words come of two chains of characters, which read the first half of a row."""
+    net = models.BiLSTMTagger(8, 8, 5, 6)
+    rare = {f"rare {end}": nets.RareWord(net[end], 4) for end in ("fw", "bw")}
+    characters = {f"characters {end}": nets.Characters(4, 16) for end in ("fw", "bw")}
+    return weft.VertexFunctions({**net, **rare, **characters})
+
+
+def sentences(rng: random.Random, cell) -> weft.Graphs:
+    """Of words that are known if they begin with an a."""
+    lengths = 1, 3, rng.randint(2, 5)
+    found = [weft.data.Sentence(rng.choices(["a", "aa", "bcd", "cd"], k=n), ["X"] * n) for n in lengths]
+    numbers = {word: 2 for s in found for word in s.words if "rare fw" not in cell or word.startswith("a")}
+    return weft.Graphs.batch([s.graph for s in nets.samples(found, numbers)])
 
 
 def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1):
@@ -217,6 +234,8 @@ def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, grou
         ("messages", "sgd", "cross_entropy", 3, "vertices", 2),
         ("shared", "adam", "cross_entropy", None, "vertices", 2),
         ("odd", "adamw", "mse", None, "vertices", 1),
+        ("tagger", "sgd", "cross_entropy", None, "vertices", 2),
+        ("characters", "adam", "cross_entropy", None, "vertices", 1),
     ],
 )
 def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups, tmp_path):
@@ -229,6 +248,8 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups,
         "messages": lambda: (Messages(6, 8), any_graphs, 6),
         "shared": lambda: (shared_layer(8, 8), any_graphs, 8),
         "odd": lambda: (Gates(3, 7), any_graphs, 3),
+        "tagger": lambda: (models.BiLSTMTagger(4, 8, 5, 6), sentences, 4),
+        "characters": lambda: (tagger_of_characters(), sentences, 8),
     }[name]()
     check(cell, make, optimizer, loss, classes, at, tmp_path, steps=3, x_width=width, groups=groups)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 
@@ -14,17 +13,13 @@ from weft._vertex import tune as tuning
 from weft._vertex import tuned
 from weft.vertex import models
 
+from tests.common import tune_afresh
 from tests.vertex.cells import BINARY, GRAPHS, cell, devices, rows
 
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
-    """A directory of the test's own, and a process that has read nothing."""
-    monkeypatch.setenv("WEFT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning, "_SPREAD", math.inf)  # whatever else this machine does
-    before, tuned.MEASURED.entries = tuned.MEASURED.entries, None
-    yield tmp_path
-    tuned.MEASURED.entries = before
+    return tune_afresh(monkeypatch, tmp_path, tuning)
 
 
 @pytest.fixture

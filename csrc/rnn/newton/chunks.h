@@ -5,7 +5,8 @@
 // round r + 1 a chunk whose left neighbour's end changed in round r is walked again from that end, until it meets what
 // is stored: from there on all is right. Where it does not meet it, its own end has changed. Rounds end when no end
 // that another chunk begins with changes, after at most as many as there are chunks: round r makes the r-th chunk
-// final. Where few meet or come closer, they end earlier, and the chunks that are left are walked one after the other.
+// final. Where few meet or come closer, they end earlier, and one walk from the end of the last chunk that is final
+// does the rest, without a look at what is stored: as long as the chain.
 #pragma once
 #include <cstdint>
 
@@ -34,19 +35,15 @@ constexpr TimeChunks choose_chunks(int64_t steps, int64_t sequences, int64_t wal
   return cut_time(steps, least(walkers / (sequences < 1 ? 1 : sequences), steps / (shortest < 1 ? 1 : shortest)));
 }
 
-// A walk on a GPU looks whether it meets what is stored every so many steps, and at the chunk's last: asking all units
-// takes a tenth of a step.
-constexpr int kLookEvery = 4;
-WEFT_HOST_DEVICE constexpr bool looks_at(int64_t step, int64_t length) {
-  return step % kLookEvery == kLookEvery - 1 || step == length - 1;
-}
+// A walk on a GPU looks whether it meets what is stored every so many steps, and at the chunk's last.
+constexpr int kLookEvery = 8;
 
 // Whether rounds end after this one, the number `round`, in which so many chunks changed their ends, the last one not
-// counted, and `closer` of them by at most half as much as in the round before. Where most of those that are not final
+// counted, and `closer` of them by at most half as much as their starts had. Where most of those that are not final
 // change, and few come closer, the net does not forget, as far as its chunks tell; and the front moves by a chunk in a
 // round, as it does alone.
 WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer) {
-  return round >= 3 && 2 * changed > chunks - round && 2 * closer < changed;
+  return 2 * changed > chunks - round && 2 * closer < changed;
 }
 
 // How far a unit's state may be from what is stored, over max(1, |h|).

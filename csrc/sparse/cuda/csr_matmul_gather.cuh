@@ -169,6 +169,18 @@ __device__ __forceinline__ void add_products(const T* x, const I (&from)[4], con
   }
 }
 
+// Where the products of four elements begin and end, of `n` elements from `own` on, by start(element). The most of one.
+template <typename I, typename Place, typename Start>
+__device__ __forceinline__ I bounds_of_four(I (&bound)[5], Place own, Place n, Start&& start) {
+  I most = 0;
+#pragma unroll
+  for (int p = 0; p < 5; ++p) {
+    bound[p] = start(own + p < n ? Place(own + p) : n);
+    if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
+  }
+  return most;
+}
+
 // Numbers of the result below `limit`, for a left operand that the batch shares; y as interleave_kernel writes it.
 // Four lanes share four elements that follow each other, for kWide samples, four of each lane: they read a product's
 // numbers in one place, instead of a line for each sample, and eight such groups write whole lines.
@@ -182,13 +194,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   const I *starts = ints<I>(m.starts), *left = ints<I>(m.left), *right = ints<I>(m.right);
   const T* x = static_cast<const T*>(m.x);
   const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + blockIdx.y * m.b_nnz * kWide) + quarter;
-  I bound[5], most = 0;
-#pragma unroll
-  for (int p = 0; p < 5; ++p) {
-    const int64_t e = own + p < m.gather_elements ? own + p : m.gather_elements;
-    bound[p] = starts ? starts[e] : I(e);
-    if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
-  }
+  I bound[5];
+  const I most = bounds_of_four(bound, own, m.gather_elements, [&](int64_t e) { return starts ? starts[e] : I(e); });
   acc_t<T> sum[4][4] = {};  // samples, elements
   for (I step = 0; step < most; ++step) {
     // Loads of one kind together, so that none waits for another's.
@@ -321,13 +328,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || sizeof(I) == 8 ? 2
   const Four<T>* numbers = reinterpret_cast<const Four<T>*>(y + blockIdx.z * m.b_nnz * kWide) + quarter;
   T* out = static_cast<T*>(m.out);
   for (I own = I(blockIdx.y) * 32 + lane / kLanes * 4; own < row.n; own += I(gridDim.y) * 32) {
-    I bound[5], most = 0;
-#pragma unroll
-    for (int p = 0; p < 5; ++p) {
-      const I e = own + p < row.n ? own + p : row.n;
-      bound[p] = starts[row.where + e];
-      if (p > 0 && bound[p] - bound[p - 1] > most) most = bound[p] - bound[p - 1];
-    }
+    I bound[5];
+    const I most = bounds_of_four(bound, own, row.n, [&](I e) { return starts[row.where + e]; });
     acc_t<T> sum[4][4] = {};  // samples, elements
     for (I step = 0; step < most; ++step) {
       bool real[4];

@@ -43,7 +43,7 @@ at::Tensor scripted(const Schedule& schedule, const torch::jit::Object& program,
   const std::vector<Pass> passes =
       training ? std::vector<Pass>{Pass::kTraining} : std::vector<Pass>{Pass::kForward, Pass::kBackward};
   const std::vector<int32_t> scripts = scripts_block(program_of(program)->program, block, most_blocks, passes);
-  const size_t begin = (block.size() + 3) / 4 * 4;
+  const size_t begin = scripts_begin(block);
   at::Tensor tensor = at::empty({static_cast<int64_t>(begin + scripts.size())},
                                 at::TensorOptions().dtype(at::kInt).device(at::kCPU).pinned_memory(pin));
   auto* to = static_cast<int32_t*>(tensor.mutable_data_ptr());

@@ -386,8 +386,12 @@ Script Scripts::of_group(size_t pass, int32_t group) const {
   return all.first(length);
 }
 
+size_t scripts_begin(std::span<const int32_t> schedule) {
+  return static_cast<size_t>((schedule[size_t{Schedule::kHeader} + Schedule::kNumArrays] + 3) / 4 * 4);
+}
+
 Scripts scripts_in(std::span<const int32_t> block) {
-  const auto begin = static_cast<size_t>((block[size_t{Schedule::kHeader} + Schedule::kNumArrays] + 3) / 4 * 4);
+  const size_t begin = scripts_begin(block);
   if (block.size() < begin + kHeader || block[begin] != kScriptMagic) return {};
   Scripts found;
   found.most_blocks = block[begin + 1];

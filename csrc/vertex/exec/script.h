@@ -44,6 +44,9 @@ std::string script_fault(const Program& program, const Partition& partition, std
 std::vector<int32_t> scripts_block(const Program& program, std::span<const int32_t> schedule, int32_t most_blocks,
                                    std::span<const Pass> passes);
 
+// Where they are in it.
+size_t scripts_begin(std::span<const int32_t> schedule);
+
 // Those of a block that begins with a schedule; empty of passes that it has none for.
 struct Scripts {
   int32_t most_blocks = 0;  // 0: there are none

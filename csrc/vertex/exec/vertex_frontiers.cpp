@@ -349,6 +349,7 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
 }
 
 void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
+                  const std::function<void(void*, int, size_t)>& fill,
                   const std::function<void(const Memory&, float*)>& launch) {
   Run r(operands, Pass::kTraining);
   TORCH_CHECK_VALUE(!r.scripts.of[static_cast<size_t>(Pass::kTraining)].empty(), kOp,
@@ -396,10 +397,10 @@ void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
   const std::array<int64_t, 3> begin = {0, floats[Run::kZero], floats[Run::kZero] + floats[Run::kMissing]};
   const int64_t own = begin[Run::kAnything] + floats[Run::kAnything];
   const at::Tensor all = at::empty({own + others}, r.options(DType::f32));
-  const auto part = [&](Run::Filled filled) { return all.narrow(0, begin[filled], floats[filled]); };
-  if (floats[Run::kZero] > 0) part(Run::kZero).zero_();
-  if (floats[Run::kMissing] > 0) part(Run::kMissing).view(at::kInt).fill_(-1);
   auto* const data = static_cast<float*>(all.data_ptr());
+  for (const auto& [filled, byte] : {std::pair(Run::kZero, 0), std::pair(Run::kMissing, 0xff)}) {
+    if (floats[filled] > 0) fill(data + begin[filled], byte, static_cast<size_t>(floats[filled]) * sizeof(float));
+  }
   for (const Made& m : made) {
     const bool empty = r.rows(buffers[m.buffer]) * m.width == 0;
     r.put(m.buffer, empty ? nullptr : data + begin[m.filled] + m.first, m.width);

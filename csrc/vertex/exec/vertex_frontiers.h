@@ -52,9 +52,10 @@ std::vector<at::Tensor> run_backward(at::TensorList grads, const Operands& opera
                                      bool overlap, Executor& executor);
 
 // A whole training step of a program that is float32 alone: `launch` gets the memory of both passes, and `others`
-// floats for itself; all lives until it returns. The rows of outputs that the loss is not of have gradients of zero
-// where `zeroes_grads`. The schedule has the script of one.
+// floats for itself; all lives until it returns. Before it `fill` sets bytes of that memory. The rows of outputs that
+// the loss is not of have gradients of zero where `zeroes_grads`. The schedule has the script of one.
 void run_training(const Operands& operands, bool zeroes_grads, int64_t others,
+                  const std::function<void(void* first, int byte, size_t count)>& fill,
                   const std::function<void(const Memory& memory, float* others)>& launch);
 
 inline const OpHandle<std::vector<at::Tensor>(at::TensorList, at::TensorList, at::TensorList, const at::Tensor&,

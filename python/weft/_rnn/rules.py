@@ -123,9 +123,10 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _recurrent_dtype(device: str, cell: str, state: Tensor) -> torch.dtype:
-    """The autocast dtype, with two exceptions, torch's own: on CUDA its rule is float16 whatever the region's dtype,
-    and on the CPU torch.nn.GRU mixes the autocast dtype with the state's and returns the wider one."""
-    dtype = torch.float16 if device == "cuda" else torch.get_autocast_dtype(device)
+    """The autocast dtype, with two exceptions, torch's own: on CUDA the rule of its cells is float16 whatever the
+    region's dtype, and on the CPU torch.nn.GRU mixes the autocast dtype with the state's and returns the wider one."""
+    torchs = traits(cell).others <= 1
+    dtype = torch.float16 if device == "cuda" and torchs else torch.get_autocast_dtype(device)
     return torch.promote_types(dtype, state.dtype) if device == "cpu" and cell == "gru" else dtype
 
 

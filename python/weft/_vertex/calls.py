@@ -24,11 +24,11 @@ from .options import current
 from .program import Program, Programs
 from .runtime import batched, persistent, reference
 from .runtime.call_cache import CallCache, Ready, RecentCall, Snapshot, modes
-from .runtime.schedule import Kind, Schedule, check, fits, planned, used
+from .runtime.schedule import Kind, Schedule, check, fits, planned, send_alone, used
 from .trace.trace import Trace, trace
 from .vertex import Spec, VertexType
 
-__all__ = ["EXECUTORS", "Call", "compiled_of", "prepare", "ready"]
+__all__ = ["EXECUTORS", "Call", "compiled_of", "prepare", "ready", "whole"]
 
 EXECUTORS = ("auto", "batched", "reference", "persistent")
 TRACES = 16
@@ -138,7 +138,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
     obstacle = next((t.obstacle for t in traces if t.obstacle), None) or _obstacle(called)
     compiled = None
     if obstacle is None:
-        compiled, obstacle = _compiled_functions(called, rows, state)
+        compiled, obstacle = _compiled_functions(called, rows, state.by_name)
     if obstacle is not None:
         return Call(called, "reference", executor, obstacle, by_reference)
     trains = by_reference.trains
@@ -164,13 +164,14 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
         return Call(called, chosen, executor, reason, by_reference)
 
     def used_schedule(graphs: Graphs) -> Schedule:
-        if chosen != "persistent":
-            return schedule(graphs)
-        return persistent.scripted(compiled, graphs, functools.partial(schedule, graphs), device)
+        plan = functools.partial(schedule, graphs)
+        if chosen == "persistent":
+            return persistent.scripted(compiled, graphs, plan, device)
+        plain = plan()
+        used(plain, send_alone)
+        return plain
 
     def run_batched(graphs: Graphs, rows: Mapping[str, Tensor]) -> list[Tensor]:
-        if chosen != "persistent":  # whose schedules may have several groups
-            used(kinds, kind_of)
         vertices = None if kind_of is None else functools.partial(_vertices, graphs, kinds, kind_of, device)
         levels = functools.partial(_levels, graphs, kinds, kind_of, device)
         return batched.run(compiled, used_schedule(graphs), levels, vertices, rows, tensors)
@@ -224,23 +225,26 @@ def _obstacle(functions: Sequence[reference.Function]) -> str | None:
 
 
 def _compiled_functions(
-    functions: Sequence[reference.Function], rows: Mapping[str, Tensor], state: ModuleState
+    functions: Sequence[reference.Function],
+    rows: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    late: bool = True,
 ) -> tuple[batched.Batched | None, str | None]:
     """The functions of a graph compiled, or why not; once per traces, which are made together, and options."""
     options, type = current(), functions[0].type
-    key = (options.lazy, options.fuse)
+    key = (options.lazy, options.fuse, late)
     kept = functions[0].trace.compiled
     found = kept.get(key)
     if found is None:
 
         def requires_grad(kind: str, name: str) -> bool:
-            x = rows[name] if kind == "input" else state.by_name.get(name)
+            x = rows[name] if kind == "input" else tensors.get(name)
             return torch.is_grad_enabled() and x is not None and x.requires_grad
 
         dtype = str(type.state.dtype).removeprefix("torch.")
         traces = [f.trace for f in functions]
         try:
-            plan = compile_traces(traces, requires_grad, type.state.shape, dtype, options.lazy, options.fuse)
+            plan = compile_traces(traces, requires_grad, type.state.shape, dtype, options.lazy, options.fuse, late)
             found = (batched.Batched.of(functions, plan), None)
             if type.device.type == "cuda" and plan.frontiers.most_buffers > MAX_BUFFERS:
                 found = (None, f"a kernel of {plan.frontiers.most_buffers} buffers, at most {MAX_BUFFERS} are possible")
@@ -248,6 +252,13 @@ def _compiled_functions(
             found = (None, f"the compiler does not know {error}")
         kept[key] = found
     return found
+
+
+def whole(call: Ready) -> tuple[batched.Batched | None, str | None]:
+    """A compiled call's functions with nothing left to torch after the frontiers, or why that cannot be."""
+    if not any(part.after for part in call.compiled.plan.parts):
+        return call.compiled, None
+    return _compiled_functions(call.compiled.functions, call.rows, call.tensors, late=False)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from .._base.torch_private import has_hooks
-from .calls import EXECUTORS, prepare, ready
+from .calls import EXECUTORS, prepare, ready, whole
 from .explain import Explanation, explanation
 from .function import VertexFunction, VertexFunctions
 from .graphs import Graphs
@@ -191,8 +191,6 @@ class Trainer:
             self._check_trained(trained, self.cell.parameters())
             self._parts = found = _Parts(key, (self.loss, self.executor), call.tensors, call.compiled, trained, heads)
             found.obstacle = self._lasting_obstacle(call, found)
-            if found.obstacle is None:
-                found.operands = persistent.operands(call)
         return found
 
     def _check_call(self, call: Ready, graphs: Graphs) -> None:
@@ -365,7 +363,7 @@ class Trainer:
         if parts.obstacle is not None:
             return parts.obstacle
         obstacle = training.obstacle(self.optimizer)
-        if obstacle is None and self.executor == "auto" and not persistent.trains_faster(call):
+        if obstacle is None and self.executor == "auto" and not persistent.trains_faster(parts.operands.compiled, call):
             return "the loop is expected to take less time"
         return obstacle
 
@@ -382,7 +380,11 @@ class Trainer:
             return "it is not float32"
         if not {*map(id, cells)}.isdisjoint(map(id, parts.heads)):
             return "the cell and the head share a parameter"
-        return persistent.training_obstacle(call, self.head, self.loss)
+        compiled, why = whole(call)
+        why = why or persistent.training_obstacle(compiled, call, self.head, self.loss)
+        if why is None:
+            parts.operands = persistent.operands(compiled, call, self.head)
+        return why
 
     def _request(
         self, graphs: Graphs, targets: Tensor, changes: list[training.Update], parts: _Parts
@@ -400,7 +402,7 @@ class Trainer:
 
     def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> bool:
         """All of a step in one launch, or False: what the device refuses is undone on the host when that is known."""
-        changes, begun = self._updates.begin([*parts.operands.reached, *parts.heads])
+        changes, begun = self._updates.begin(parts.operands.reached)
         try:
             launched = persistent.train(call, self._request(graphs, targets, changes, parts))
         except BaseException:

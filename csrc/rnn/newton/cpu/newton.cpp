@@ -108,9 +108,10 @@ class Direction {
     return most;
   }
 
-  // Chunks of sequence b that are walked again, each from a state; whether their ends have changed.
-  std::vector<char> again(int64_t b, std::vector<int64_t> chunks, const std::vector<State>& from, int64_t& redone,
-                          T& apart) {
+  // Chunks of sequence b that are walked again, each from a state, until they meet what is stored where they look for
+  // it; whether their ends have changed.
+  std::vector<char> again(int64_t b, std::vector<int64_t> chunks, const std::vector<State>& from, bool looks,
+                          int64_t& redone, T& apart) {
     const int64_t H = s_.H;
     std::vector<char> changed(chunks.size(), 1);
     std::vector<size_t> index(chunks.size());  // of those that still walk
@@ -137,7 +138,7 @@ class Direction {
         const int64_t chunk = chunks[index[i]], count = std::min(steps, steps_of(chunk) - first);
         int64_t t = 0;
         bool met = false;
-        for (; t < count && !met; ++t) met = store(r, t, n, i, chunk * chunks_.length + first + t, b, apart);
+        for (; t < count && !met; ++t) met = store(r, t, n, i, chunk * chunks_.length + first + t, b, looks, apart);
         redone += t;
         if (met) {
           changed[index[i]] = 0;
@@ -155,8 +156,8 @@ class Direction {
     return changed;
   }
 
-  // Row i of n at step t of a piece, to where it belongs; or nothing, where it meets what is stored there.
-  bool store(const RnnResults& r, int64_t t, int64_t n, int64_t i, int64_t step, int64_t b, T& apart) {
+  // Row i of n at step t of a piece, to where it belongs; or nothing, where it looks and meets what is stored there.
+  bool store(const RnnResults& r, int64_t t, int64_t n, int64_t i, int64_t step, int64_t b, bool looks, T& apart) {
     const int64_t row = t * n + i, H = s_.H;
     const auto near = [&](const Tensor& found, const Tensor& stored) {
       const T *x = found.const_data_ptr<T>() + row * H, *y = row_of(stored, step, b);
@@ -171,7 +172,7 @@ class Direction {
       for (int64_t j = 0; j < H; ++j) most = std::max(most, mismatch(x[j], y[j]));
       return most;
     };
-    if (near(r.output, walked_.output) && (!has_c(cell_) || near(r.cells, walked_.cells))) {
+    if (looks && near(r.output, walked_.output) && (!has_c(cell_) || near(r.cells, walked_.cells))) {
       apart = std::max(apart, furthest(r.output, walked_.output));
       if (has_c(cell_)) apart = std::max(apart, furthest(r.cells, walked_.cells));
       return true;
@@ -194,7 +195,8 @@ class Direction {
     T apart = 0;
     bool alone = false;
     std::vector<char> changed(K, 1);
-    std::vector<T> moved(K, 0);  // by how much the last walk that did not meet has moved each end
+    const std::vector<T> zeros(s_.H);
+    std::vector<State> begun(K, {zeros, has_c(cell_) ? zeros : std::vector<T>()});  // with what each was walked last
     while (round < K) {
       ++round;
       std::vector<int64_t> chunks;
@@ -202,24 +204,22 @@ class Direction {
       for (int64_t k = 1; k < K; ++k) {
         if (changed[k - 1]) chunks.push_back(k), from.push_back(end_of(k - 1, b)), ends.push_back(end_of(k, b));
       }
-      const std::vector<char> found = again(b, chunks, from, redone, apart);
+      const std::vector<char> found = again(b, chunks, from, /*looks=*/true, redone, apart);
       std::fill(changed.begin(), changed.end(), 0);
       int64_t all = 0, closer = 0;  // of the last chunk nobody asks
       for (size_t i = 0; i < chunks.size(); ++i) {
         const int64_t k = chunks[i];
-        if (found[i] == 0 || k == K - 1) continue;
-        const T by = apart_from(end_of(k, b), ends[i]);
-        changed[k] = 1;
-        ++all;
-        closer += 2 * by <= moved[k];
-        moved[k] = by;
+        if (found[i] != 0 && k < K - 1) {
+          changed[k] = 1;
+          ++all;
+          closer += 2 * apart_from(end_of(k, b), ends[i]) <= apart_from(from[i], begun[k]);
+        }
+        begun[k] = from[i];
       }
       if (all == 0) break;
       if (few_meet(round, K, all, closer)) {
         alone = true;
-        for (int64_t k = round; k < K; ++k) {
-          if (changed[k - 1] && again(b, {k}, {end_of(k - 1, b)}, redone, apart)[0]) changed[k] = 1;
-        }
+        for (int64_t k = round; k < K; ++k) again(b, {k}, {end_of(k - 1, b)}, /*looks=*/false, redone, apart);
         break;
       }
     }

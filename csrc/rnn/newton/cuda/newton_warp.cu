@@ -12,8 +12,9 @@
 namespace weft::rnn {
 namespace {
 
+// One block suffices the compiler, which else saves registers by loading the state in pieces that wait for each other.
 template <Cell cell, int HP, typename scalar>
-__global__ void __launch_bounds__(kWarp) newton_kernel(ScanShape shape, WarpForward<scalar> a, NewtonWarps warps) {
+__global__ void __launch_bounds__(kWarp, 1) newton_kernel(ScanShape shape, WarpForward<scalar> a, NewtonWarps warps) {
   __shared__ typename ChunkWalk<cell, HP, scalar>::Shared shared;
   walk_chunk<cell, HP, scalar>(shape, a, warps, shared);
 }

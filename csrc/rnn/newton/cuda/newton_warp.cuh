@@ -6,10 +6,8 @@
 // from who was first, so that all runs give the same bits. After each round from the second on all warps of a sequence
 // meet at a counter, which tells whether another one follows. Sequences never wait for each other.
 //
-// Cost: chunk length and memory of the net in steps, 0.16 us each for a tanh RNN with two warps on a scheduler (alone
-// 0.117), and about 2 us for each round. A net that never forgets costs its chain, as the front moves by a chunk in a
-// round, by steps that look whether they meet: on an H100 0.19 us each beside warps that wait, 0.24 beside others that
-// walk, a GRU's 0.28, an LSTM's 0.32.
+// Cost: chunk length and memory of the net in steps, and about 2 us for each round. A net that never forgets costs its
+// chain, of which the steps of the first two chunks are walked beside others that walk, too.
 #pragma once
 #include "rnn/newton/cuda/forward_walk.cuh"
 #include "rnn/newton/cuda/neighbours.cuh"
@@ -18,12 +16,12 @@
 namespace weft::rnn {
 namespace {
 
-// Messages of a sequence. Slots 0 and 1: of the rounds in turn; 2: the last ones, of chunks walked one after the other.
-// Words of a chunk's end, one for each state and half of a double, HP lanes wide.
+// Messages of a sequence, in two slots, of the rounds in turn. Words of a chunk's end, one for each state and half of a
+// double, HP lanes wide.
 template <Cell cell, int HP, typename scalar>
 struct Messages {
   static constexpr int kHalves = sizeof(scalar) / 4, kWords = states_of(cell) * kHalves;
-  static constexpr int kSlots = 3, kLast = 2;
+  static constexpr int kSlots = 2, kCounters = 3;
 
   // What the counters sum up over all rounds of a turn, and how many have arrived.
   static constexpr int kCountBits = 20;
@@ -32,14 +30,14 @@ struct Messages {
     int64_t changed, closer;
   };
 
-  uint64_t* counters;  // (2): of the rounds in turn
+  uint64_t* counters;  // of the rounds in turn, and of who has left what it stored to the front
   uint64_t* words;     // (kSlots, chunks, kWords, HP)
   int64_t chunks;
 
-  static constexpr int64_t count(int64_t chunks) { return 2 + kSlots * chunks * kWords * HP; }
+  static constexpr int64_t count(int64_t chunks) { return kCounters + kSlots * chunks * kWords * HP; }
 
   __device__ __forceinline__ Messages(uint64_t* all, int64_t b, int64_t chunks_)
-      : counters(all + b * count(chunks_)), words(counters + 2), chunks(chunks_) {}
+      : counters(all + b * count(chunks_)), words(counters + kCounters), chunks(chunks_) {}
 
   __device__ __forceinline__ uint64_t* of(int slot, int64_t chunk) const {
     return words + (slot * chunks + chunk) * (kWords * HP) + int(threadIdx.x) % kWarp;
@@ -105,6 +103,21 @@ struct Messages {
     constexpr uint64_t kMask = (uint64_t(1) << kCountBits) - 1;
     return {int64_t(now & kMask), int64_t(now >> kCountBits & kMask)};
   }
+
+  // What a warp has stored is there before what the front stores in its place, who waits for so many of them.
+  __device__ __forceinline__ unsigned* left() const {
+    return reinterpret_cast<unsigned*>(counters + 2);
+  }
+  __device__ __forceinline__ void leave() const {
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) release_one(left());
+  }
+  __device__ __forceinline__ void wait_for(int64_t others) const {
+    if (threadIdx.x % kWarp == 0) {
+      while (acquire(left()) != unsigned(others)) rest<100>();
+    }
+    __syncwarp();
+  }
 };
 
 // NaN stays.
@@ -136,65 +149,74 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
 
   scalar h = chunk == 0 ? a.h0[b * shape.H + unit] : scalar(0);
   scalar c = has_c(cell) && chunk == 0 ? a.c0[b * shape.H + unit] : scalar(0);
-  scalar apart = scalar(0);
+  scalar apart = scalar(0), start_h = h, start_c = c;
   walk.template begin<false>(shape, a, b, first, length);
   walk.template walk<false>(h, c, apart);
   scalar end_h = h, end_c = c;
   // The last chunk has nobody to tell.
-  const auto put = [&](int slot, int64_t number, bool changed) {
-    if (chunk < last) messages.put(slot, chunk, uint32_t(number), changed, end_h, end_c, own);
+  const auto put = [&](int64_t round, bool changed) {
+    if (chunk < last) messages.put(int(round % 2), chunk, uint32_t(round), changed, end_h, end_c, own);
   };
-  put(1, 1, true);
+  put(1, true);
 
-  int64_t redone = 0;
+  int64_t redone = 0, round = 1;
   bool ready = false;  // what a walk reads is on its way
-  scalar moved = 0;    // by how much the last walk that did not meet has moved the end
   bool closer = false;
-  // Walks again from the end of the left neighbour, where that has changed; whether the own end then has.
-  const auto follow = [&](int slot, uint32_t number) {
+  // How far the lane's states are from those of before.
+  const auto moved = [&](scalar from_h, scalar from_c) {
+    const scalar by_h = own ? mismatch(h, from_h) : scalar(0),
+                 by_c = has_c(cell) && own ? mismatch(c, from_c) : scalar(0);
+    return by_c <= by_h ? by_h : by_c;
+  };
+  // Walks again from the end of the left neighbour, where that changed in the round before; whether the own end then
+  // has.
+  const auto follow = [&] {
     if (chunk == 0) return false;
     if (!ready) walk.template begin<true>(shape, a, b, first, length);
     ready = true;
-    if (!messages.wait(slot, chunk - 1, number, h, c, own)) return false;
+    if (!messages.wait(int(round - 1) % 2, chunk - 1, uint32_t(round - 1), h, c, own)) return false;
     // Spare lanes go with the last unit.
     h = __shfl_sync(~0u, h, unit);
     if constexpr (has_c(cell)) c = __shfl_sync(~0u, c, unit);
+    const scalar start_by = moved(start_h, start_c);
+    start_h = h, start_c = c;
     const typename Walk::End end = walk.template walk<true>(h, c, apart);
     ready = false;
     redone += end.walked;
     if (end.met) return false;
-    const scalar by_h = own ? mismatch(h, end_h) : scalar(0),
-                 by_c = has_c(cell) && own ? mismatch(c, end_c) : scalar(0);
-    const scalar by = largest_of_warp(by_c <= by_h ? by_h : by_c);
-    closer = 2 * by <= moved;
-    moved = by;
+    closer = 2 * largest_of_warp(moved(end_h, end_c)) <= largest_of_warp(start_by);
     end_h = h, end_c = c;
     return true;
   };
 
-  int64_t round = 1;
   bool alone = false;
   uint64_t before[2] = {};
 #pragma unroll 1
   while (round < chunks.count) {
     ++round;
-    const bool changed = follow(int(round - 1) % 2, uint32_t(round - 1));
-    put(int(round % 2), round, changed);
+    const bool changed = follow();
+    put(round, changed);
     const bool counts = changed && chunk < last;
     const auto all = round % 2 == 0 ? messages.meet(round, counts, counts && closer, before[0])
                                     : messages.meet(round, counts, counts && closer, before[1]);
     if (all.changed == 0) break;
     if (few_meet(round, chunks.count, all.changed, all.closer)) {
       alone = true;
-      constexpr int kLast = Messages<cell, HP, scalar>::kLast;
-      const bool changes = chunk >= round && follow(kLast, 1);
-      if (chunk >= round - 1) put(kLast, 1, changed || changes);
       break;
     }
   }
+  const int64_t front = alone ? round - 1 : last;
+  if (alone && chunk > front) messages.leave();
+  if (alone && chunk == front) {
+    const int64_t from = round * chunks.length, rest_of_steps = shape.T - from;
+    messages.wait_for(last - front);
+    walk.template begin<false>(shape, a, b, from, rest_of_steps);
+    walk.template walk<false>(end_h, end_c, apart);
+    redone += rest_of_steps;
+  }
   copy_wait<0>();
 
-  if (chunk == last && own) {
+  if (chunk == front && own) {
     a.h_n[b * shape.H + unit] = end_h;
     if constexpr (has_c(cell)) a.c_n[b * shape.H + unit] = end_c;
   }
@@ -204,7 +226,7 @@ __device__ __forceinline__ void walk_chunk(const ScanShape& shape, const WarpFor
   int* const statistics = warps.statistics + 4 * b;
   atomicAdd(statistics + 1, int(least(redone, 0x7fffffff / chunks.count)));
   atomicMax(statistics + 2, __float_as_int(float(apart)));
-  if (chunk == last) {
+  if (chunk == front) {
     statistics[0] = int(round);
     statistics[3] = alone;
   }

@@ -3,7 +3,9 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/jit/python/pybind.h>
@@ -12,16 +14,22 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
+#include <memory>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "common/device.h"
 #include "common/tensor.h"
 #include "jit/jit.h"
 #include "vertex/exec/cuda/counters.h"
 #include "vertex/exec/cuda/persistent.h"
+#include "vertex/exec/script.h"
 #include "vertex/exec/vertex_frontiers.h"
+#include "vertex/graph/schedule.h"
 #include "vertex/program/object.h"
 
 namespace py = pybind11;
@@ -42,17 +50,91 @@ float* floats_of(const std::optional<at::Tensor>& t) {
   return t && t->defined() ? static_cast<float*>(t->mutable_data_ptr()) : nullptr;
 }
 
-// The loss and whether the step was refused, on the device; false where the blocks are not resident after all.
-std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const std::vector<at::Tensor>& inputs,
-                                        const std::vector<at::Tensor>& matrices, const std::vector<at::Tensor>& vectors,
-                                        const at::Tensor& schedule, const at::Tensor& host_schedule,
-                                        const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-                                        bool cross_entropy, int32_t classes, const std::optional<at::Tensor>& roots,
-                                        const at::Tensor& targets, int64_t ignore_index,
-                                        const std::vector<GivenUpdate>& updates, const at::Tensor& refused) {
+// The end of a step on the device.
+class Launched {
+ public:
+  explicit Launched(std::shared_ptr<at::cuda::CUDAEvent> event, at::Tensor numbers)
+      : event_(std::move(event)), numbers_(std::move(numbers)) {}
+  bool query() const { return event_->query(); }
+  void synchronize() const { event_->synchronize(); }
+  const at::Tensor& numbers() const { return numbers_; }
+
+ private:
+  std::shared_ptr<at::cuda::CUDAEvent> event_;
+  at::Tensor numbers_;
+};
+
+// Pinned memory that steps take in turns: a schedule with its script, which one copy takes to the device, and the loss
+// and whether the step was refused, which the kernel writes there. So the host allocates nothing that waits for events,
+// and copies nothing back.
+class Turns {
+ public:
+  Turns() = default;
+  Turns(const Turns&) = delete;
+  Turns& operator=(const Turns&) = delete;
+  ~Turns() {
+    for (const Turn& turn : turns_) {
+      // At the end of the process there may be no device any more.
+      if (turn.event->isCreated()) cudaEventSynchronize(turn.event->event());
+    }
+  }
+
+  struct Turn {
+    at::Tensor script, numbers;
+    std::shared_ptr<at::cuda::CUDAEvent> event = std::make_shared<at::cuda::CUDAEvent>();
+  };
+  // Whose last step is over; room for `size` numbers of a script.
+  Turn& next(size_t size) {
+    Turn& turn = turns_[next_++ % turns_.size()];
+    turn.event->synchronize();
+    if (!turn.numbers.defined()) turn.numbers = pinned(2, at::kFloat);
+    if (!turn.script.defined() || turn.script.numel() < static_cast<int64_t>(size)) {
+      turn.script = pinned(static_cast<int64_t>(size + size / 2), at::kInt);
+    }
+    return turn;
+  }
+
+ private:
+  static at::Tensor pinned(int64_t size, at::ScalarType type) {
+    return at::empty({size}, at::TensorOptions().dtype(type).device(at::kCPU).pinned_memory(true));
+  }
+  std::array<Turn, 3> turns_;
+  size_t next_ = 0;
+};
+
+// The script of a step behind the schedule's block, and its copy on the device.
+std::pair<at::Tensor, at::Tensor> sent(Turns::Turn& turn, std::span<const int32_t> block,
+                                       const std::vector<int32_t>& scripts, at::Device device, cudaStream_t stream) {
+  const size_t begin = scripts_begin(block), size = begin + scripts.size();
+  auto* const to = static_cast<int32_t*>(turn.script.mutable_data_ptr());
+  std::memcpy(to, block.data(), block.size_bytes());
+  std::fill(to + block.size(), to + begin, 0);
+  std::memcpy(to + begin, scripts.data(), scripts.size() * sizeof(int32_t));
+  const at::Tensor host = turn.script.narrow(0, 0, static_cast<int64_t>(size));
+  at::Tensor copy = at::empty({static_cast<int64_t>(size)}, at::TensorOptions().dtype(at::kInt).device(device));
+  cuda_check(cudaMemcpyAsync(copy.mutable_data_ptr(), to, size * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
+             "cudaMemcpyAsync");
+  return {std::move(copy), host};
+}
+
+// Nothing where the blocks are not resident after all.
+std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& object, const Schedule& plan,
+                                   int32_t most_blocks, const std::vector<at::Tensor>& inputs,
+                                   const std::vector<at::Tensor>& matrices, const std::vector<at::Tensor>& vectors,
+                                   const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
+                                   bool cross_entropy, int32_t classes, const std::optional<at::Tensor>& roots,
+                                   const at::Tensor& targets, int64_t ignore_index,
+                                   const std::vector<GivenUpdate>& updates, const at::Tensor& refused) {
   const ProgramPointer program = c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
-  const c10::cuda::CUDAGuard guard(schedule.device());
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  const c10::cuda::CUDAGuard guard(refused.device());
+  const at::NoGradGuard no_grad;
+  const auto current = at::cuda::getCurrentCUDAStream();
+  const cudaStream_t stream = current;
+  static constexpr std::array kTraining = {Pass::kTraining};
+  const auto block = plan.block();
+  const std::vector<int32_t> scripts = scripts_block(program->program, block, most_blocks, kTraining);
+  Turns::Turn& turn = turns.next(scripts_begin(block) + scripts.size());
+  const auto [schedule, host_schedule] = sent(turn, block, scripts, refused.device(), stream);
   const at::Tensor wanted = targets.contiguous();
   const int64_t rows = cross_entropy ? wanted.numel() : wanted.numel() / std::max<int64_t>(1, classes);
   const auto options = at::TensorOptions().dtype(at::kFloat).device(schedule.device());
@@ -85,7 +167,6 @@ std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const 
     partial.emplace_back(&u, others);
     others += parameter.numel();
   }
-  const at::Tensor result = at::empty({2}, options);
   TrainingArguments t{};
   t.targets = wanted.const_data_ptr();
   t.roots = roots ? reinterpret_cast<const long long*>(roots->const_data_ptr<int64_t>()) : nullptr;
@@ -94,22 +175,32 @@ std::tuple<bool, at::Tensor> train_step(const torch::jit::Object& object, const 
   t.weight = floats_of(weight);
   t.bias = floats_of(bias);
   t.refused = static_cast<float*>(refused.mutable_data_ptr());
-  t.result = static_cast<float*>(result.mutable_data_ptr());
+  t.result = static_cast<float*>(turn.numbers.mutable_data_ptr());
   bool launched = false;
-  run_training({inputs, matrices, vectors, schedule, host_schedule, program->program}, roots.has_value(), others,
-               [&](const Memory& memory, float* own) {
-                 t.losses = own;
-                 t.gradients = own + rows;
-                 for (const auto& [update, first] : partial) update->partial = own + first;
-                 const PersistentKernel& kernel =
-                     persistent_kernel(program->program, Pass::kTraining, memory.most_blocks, multiplies_in_tf32(),
-                                       count, of_vectors, form);
-                 const Counters arrived = zeroed_counters(counters_of(memory));
-                 launched = kernel.most_groups >= memory.groups &&
-                            launch_persistent(kernel, memory, Pass::kTraining,
-                                              reinterpret_cast<unsigned*>(arrived.first), stream, &t, all.data());
-               });
-  return {launched, result};
+  const auto fill = [&](void* first, int byte, size_t bytes) {
+    cuda_check(cudaMemsetAsync(first, byte, bytes, stream), "cudaMemsetAsync");
+  };
+  try {
+    run_training({inputs, matrices, vectors, schedule, host_schedule, program->program}, roots.has_value(), others,
+                 fill, [&](const Memory& memory, float* own) {
+                   t.losses = own;
+                   t.gradients = own + rows;
+                   for (const auto& [update, first] : partial) update->partial = own + first;
+                   const PersistentKernel& kernel =
+                       persistent_kernel(program->program, Pass::kTraining, memory.most_blocks, multiplies_in_tf32(),
+                                         count, of_vectors, form);
+                   const Counters arrived = zeroed_counters(counters_of(memory));
+                   launched = kernel.most_groups >= memory.groups &&
+                              launch_persistent(kernel, memory, Pass::kTraining,
+                                                reinterpret_cast<unsigned*>(arrived.first), stream, &t, all.data());
+                 });
+  } catch (...) {
+    turn.event->record(current);  // the copy of the script is under way
+    throw;
+  }
+  turn.event->record(current);
+  if (!launched) return std::nullopt;
+  return Launched(turn.event, turn.numbers);
 }
 
 // Of a compiled kernel: blocks, registers of a thread, bytes of shared memory, whether all blocks are resident.
@@ -126,11 +217,17 @@ std::tuple<int, int, int64_t, bool> kernel_shape(const torch::jit::Object& objec
 }  // namespace
 
 void bind_training(py::module_& vertex) {
-  vertex.def("train", torch::wrap_pybind_function(&train_step), py::arg("program"), py::arg("inputs"),
-             py::arg("matrices"), py::arg("vectors"), py::arg("schedule"), py::arg("host_schedule"), py::arg("weight"),
-             py::arg("bias"), py::arg("cross_entropy"), py::arg("classes"), py::arg("roots"), py::arg("targets"),
-             py::arg("ignore_index"), py::arg("updates"), py::arg("refused"),
-             "Launches a training step; whether it did, and the loss and `refused` on the device.");
+  py::class_<Turns>(vertex, "Turns", "Pinned memory that training steps take in turns.").def(py::init<>());
+  py::class_<Launched>(vertex, "Launched", "The end of a training step on the device.")
+      .def("query", torch::wrap_pybind_function(&Launched::query))
+      .def("synchronize", torch::wrap_pybind_function_no_gil(&Launched::synchronize))
+      .def_property_readonly("numbers", torch::wrap_pybind_function(&Launched::numbers),
+                             "The loss and `refused`, in pinned memory: until the third step after this one begins.");
+  vertex.def("train", torch::wrap_pybind_function(&train_step), py::arg("turns"), py::arg("program"),
+             py::arg("schedule"), py::arg("most_blocks"), py::arg("inputs"), py::arg("matrices"), py::arg("vectors"),
+             py::arg("weight"), py::arg("bias"), py::arg("cross_entropy"), py::arg("classes"), py::arg("roots"),
+             py::arg("targets"), py::arg("ignore_index"), py::arg("updates"), py::arg("refused"),
+             "Launches a training step; nothing where its blocks are not resident.");
   vertex.def("persistent_shape", torch::wrap_pybind_function(&kernel_shape), py::arg("program"), py::arg("pass_"),
              py::arg("most_blocks"), py::arg("matrices"), py::arg("vectors") = 0, py::arg("cross_entropy") = true,
              py::arg("head") = false, py::arg("classes") = 0,

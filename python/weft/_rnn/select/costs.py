@@ -189,15 +189,15 @@ def _multiprocessors(index: int | None) -> int:
 
 
 def newton_us(case: Case) -> float | None:
-    """Of "newton" on a GPU where the net never forgets: the scan's chain, one chunk that is walked beside all others,
-    and what a step takes more that looks whether it meets. None where nothing like it was measured."""
+    """Of "newton" on a GPU where the net never forgets: the scan's chain, and what two walks of a chunk take more
+    beside all others, the second with looks whether it meets. None where nothing like it was measured."""
     us = scan_us(case)
     if us is None or case.hidden_size > 32 or not isinstance(case.steps, int):
         return None
     costs = gpu_costs.of(case.index)
     chunks, length = newton_chunks(case)
-    step, again = (costs.number(_newton_table(case), name) for name in ("step", "again"))
-    return us + case.layers * case.directions * (length * step + case.steps * again) if chunks > 1 else us
+    beside, rounds = (costs.number(_newton_table(case), name) for name in ("beside", "rounds"))
+    return us + case.layers * case.directions * (length * beside + rounds) if chunks > 1 else us
 
 
 def _steps(case: Case) -> int:

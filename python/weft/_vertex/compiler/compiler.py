@@ -35,6 +35,7 @@ def compile_traces(
     dtype: str,
     lazy: bool,
     fuse: bool,
+    late: bool = True,
 ) -> Plan:
     """Compile the vertex functions that run in one graph.
 
@@ -45,6 +46,7 @@ def compile_traces(
         dtype: of the state.
         lazy: whether what can runs before and after the frontiers.
         fuse: whether element-wise operations share a kernel.
+        late: whether what no scatter depends on is left to torch, after the frontiers.
 
     Raises:
         Unsupported: the compiler does not know an operation, which is named.
@@ -52,12 +54,12 @@ def compile_traces(
     if math.prod(state) == 0 and any(t.scatters for t in traces):
         raise Unsupported("a state without numbers")
     try:
-        return _compile(traces, requires_grad, state, dtype, lazy, fuse, early=len(traces) > 1)
+        return _compile(traces, requires_grad, state, dtype, lazy, fuse, len(traces) > 1, late)
     except Unsupported:
         if len(traces) == 1:
             raise
     # Torch may know what the frontiers do not.
-    return _compile(traces, requires_grad, state, dtype, lazy, fuse, early=False)
+    return _compile(traces, requires_grad, state, dtype, lazy, fuse, False, late)
 
 
 def _compile(
@@ -68,8 +70,9 @@ def _compile(
     lazy: bool,
     fuse: bool,
     early: bool,
+    late: bool,
 ) -> Plan:
-    shared = Shared(math.prod(state), dtype, lazy, early, max(len(t.outputs) for t in traces))
+    shared = Shared(math.prod(state), dtype, lazy, early, late, max(len(t.outputs) for t in traces))
     compilers = [_Compiler(shared, i, t, requires_grad) for i, t in enumerate(traces)]
     parts, functions = zip(*(c.part() for c in compilers), strict=True)
 
@@ -205,7 +208,7 @@ class _Compiler:
 
         for number, s in enumerate(pushes):
             produced = self._producer.get(s) is not None and self.program.symbols[s].dtype in self._dtypes
-            if self._inside_early and produced:
+            if produced and (self._inside_early or not self.shared.late):
                 try:
                     leave(s, number)
                     continue

@@ -226,12 +226,14 @@ class _Reader:
         """Transposes of parameters."""
 
     def layer(self, symbol: int) -> tuple[int, ...] | None:
-        """What is pulled, weight and bias if any, of a linear layer that makes this symbol for nobody else."""
+        """What is pulled, or made of it before the frontiers, weight and bias if any, of a linear layer that makes this
+        symbol for nobody else."""
         o = self._producers.get(symbol)
         if o is None or o.op not in ("aten.addmm.default", "aten.mm.default") or o.keywords or symbol in self._read:
             return None
         *bias, x, matrix = o.reads()
-        if x not in self._producers or self._producers[x].op != "pull" or matrix not in self.transposed:
+        made = self._producers.get(x)
+        if made is None or made.when != "before" or self._symbols[x].kind != "row" or matrix not in self.transposed:
             return None
         layer = (x, self.transposed[matrix], *bias)
         shapes = [len(self._symbols[s].shape) for s in layer]

@@ -89,6 +89,8 @@ class Shared:
     lazy: bool
     early: bool
     """Whether functions that gather nothing run in the frontiers, but for their products."""
+    late: bool
+    """Whether what no scatter depends on is torch's, after the frontiers, else it runs in them."""
     pushes: int
     graph: Graph = field(default_factory=Graph)
     inputs: list[tuple[int, int]] = field(default_factory=list)

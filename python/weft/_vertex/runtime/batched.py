@@ -20,7 +20,7 @@ from ..vertex import Spec, Vertex, VertexType
 from . import reference
 from .schedule import Schedule
 
-__all__ = ["Batched", "run"]
+__all__ = ["Batched", "made_before", "run"]
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,17 @@ def run(
         return outputs  # the operator's own, each once
     constants = [c for f in compiled.functions for c in f.trace.constants]
     return _own(outputs, [*inputs.values(), *tensors.values(), *constants])
+
+
+def made_before(compiled: Batched, rows: int, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """What the frontiers read of each vertex, (rows, ...), where it depends on no parameter. Rows of vertices that run
+    another function are what comes of what is there."""
+    parts = [
+        _Part(part, f, None, rows, inputs, {}) for part, f in zip(compiled.plan.parts, compiled.functions, strict=True)
+    ]
+    for part, before in zip(parts, compiled.before, strict=True):
+        part.replay(before)
+    return [parts[p].input(s) for p, s in compiled.plan.given.inputs]
 
 
 def _direct(

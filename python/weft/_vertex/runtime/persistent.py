@@ -7,6 +7,7 @@ training step is a kernel of its own. csrc/vertex/exec/script.h.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from ..compiler.steps import Product
 from ..graphs import Graphs
 from . import batched
 from .call_cache import Ready
-from .schedule import Schedule, Scripted
+from .schedule import Schedule, Scripted, used
 from .training import Launched, Operands, Request
 
 __all__ = [
@@ -114,10 +115,10 @@ def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -
     return graphs.num_vertices * _multiply_adds(compiled) < _most(device, "persistent_multiply_adds")
 
 
-def trains_faster(call: Ready) -> bool:
+def trains_faster(compiled: batched.Batched, call: Ready) -> bool:
     """Whether one kernel is expected to take less time than the loop for these graphs."""
     rows = call.graphs.num_vertices
-    return rows * _multiply_adds(call.compiled) < _most(call.device, "training_multiply_adds")
+    return rows * _multiply_adds(compiled) < _most(call.device, "training_multiply_adds")
 
 
 @functools.cache
@@ -214,9 +215,20 @@ def cheapest(compiled: batched.Batched, graphs: Graphs, device: torch.device, fo
 def scripted(
     compiled: batched.Batched, graphs: Graphs, schedule: Callable[[int], Schedule], device: torch.device
 ) -> Scripted:
-    """The schedule of so many groups, with the scripts of both passes."""
+    """The schedule of so many groups with the scripts of both passes, as the next graphs' goes to the device, too."""
     chosen = geometry(compiled, graphs, device)
-    return schedule(chosen.groups).scripted(compiled.program, chosen.most_blocks)
+    found = schedule(chosen.groups)
+    used(found, functools.partial(_send, weakref.ref(compiled), device))
+    return found.scripted(compiled.program, chosen.most_blocks)
+
+
+def _send(
+    compiled: weakref.ref[batched.Batched], device: torch.device, graphs: Graphs, plan: Callable[..., Schedule]
+) -> None:
+    found = compiled()
+    if found is not None and graphs.device == device:
+        chosen = geometry(found, graphs, device)
+        plan(chosen.groups).scripted(found.program, chosen.most_blocks).block(device)
 
 
 @functools.cache
@@ -253,27 +265,37 @@ def shape(call: Ready) -> Shape:
     )
 
 
-def training_obstacle(call: Ready, head: nn.Linear | None, loss: str) -> str | None:
-    """Why a whole training step of a cell that was compiled does not run in one kernel, whatever the graphs."""
-    compiled = call.compiled
+def training_obstacle(compiled: batched.Batched, call: Ready, head: nn.Linear | None, loss: str) -> str | None:
+    """Why a whole training step of a call does not run in one kernel, whatever the graphs.
+
+    Args:
+        compiled: the call's functions, with nothing left to torch after the frontiers.
+        call: that.
+        head: what makes scores of what is pushed.
+        loss: ``cross_entropy`` or ``mse``.
+    """
     if call.device.type != "cuda":
         return f"the persistent executor needs a CUDA device, not {call.device.type}"
     classes = (*call.outputs[0].shape, 0)[0] if head is None else head.out_features
     key = call.device, call.trains, loss == "cross_entropy", head is not None, classes
     known = _training_obstacles.get(compiled.program)
     if known is None or known[0] != key:
-        known = key, _training_obstacle(call, *key[2:])
+        known = key, _training_obstacle(compiled, call, *key[2:])
         _training_obstacles[compiled.program] = known
     return known[1]
 
 
-def _training_obstacle(call: Ready, cross_entropy: bool, head: bool, classes: int) -> str | None:
-    compiled, given = call.compiled, call.compiled.plan.given
+def _training_obstacle(
+    compiled: batched.Batched, call: Ready, cross_entropy: bool, head: bool, classes: int
+) -> str | None:
+    given = compiled.plan.given
     for f, part, before in zip(compiled.functions, compiled.plan.parts, compiled.before, strict=True):
-        operations = f.trace.program.operations
-        other = next((operations[i].op for i in (*before, *part.after) if operations[i].op != "pull"), None)
-        if other is not None:
-            return f"{other} is outside of the frontiers"
+        program = f.trace.program
+        for operation in (program.operations[i] for i in before):  # what reads the results of one comes after it
+            if any(program.symbols[s].kind == "parameter" for s in operation.reads()):
+                return f"{operation.op} of a parameter is before the frontiers"
+        if part.after:
+            return f"{program.operations[part.after[0]].op} is after the frontiers"
     if len(call.outputs[0].shape) != 1:
         return f"a row of what is pushed has the shape {(*call.outputs[0].shape,)}"
     if not compiled.plan.backward:
@@ -304,51 +326,63 @@ def _name(compiled: batched.Batched, function: int, symbol: int) -> str:
     return compiled.functions[function].trace.program.symbols[symbol].name
 
 
-def operands(call: Ready) -> Operands:
-    """What a training step of a cell that was compiled takes of it."""
-    compiled = call.compiled
+def operands(compiled: batched.Batched, call: Ready, head: nn.Linear | None) -> Operands:
+    """What a training step takes of a call and its head."""
     given, (_, of_matrices, of_vectors) = compiled.plan.given, compiled.program.gradients()
     inputs = []
     for function, symbol in given.inputs:
         trace = compiled.functions[function].trace
-        pull = next(i for i, o in enumerate(trace.program.operations) if o.op == "pull" and symbol in o.results)
-        inputs.append(trace.calls[pull].args[0])
+        pulls = (i for i, o in enumerate(trace.program.operations) if o.op == "pull" and symbol in o.results)
+        pull = next(pulls, None)
+        inputs.append(None if pull is None else trace.calls[pull].args[0])
     matrices = [call.tensors[_name(compiled, *m)] for m in given.matrices]
     vectors = [call.tensors[_name(compiled, *v)] for v in given.vectors]
-    return Operands(inputs, matrices, vectors, [*(matrices[i] for i in of_matrices), *(vectors[i] for i in of_vectors)])
+    heads = (None, None) if head is None else (head.weight, head.bias)
+    # The head's come last; without matrices there is one that is none.
+    numbers = {id(t): i for i, t in enumerate((*(matrices or [None]), *vectors, *heads)) if t is not None}
+    found = (*(matrices[i] for i in of_matrices), *(vectors[i] for i in of_vectors), *heads)
+    reached = frozenset(id(t) for t in found if t is not None)
+    turns = _C.Turns() if hasattr(_C, "Turns") else None
+    return Operands(compiled, turns, inputs, matrices, vectors, numbers, reached)
+
+
+def _plan(
+    compiled: weakref.ref[batched.Batched],
+    device: torch.device,
+    form: tuple,
+    graphs: Graphs,
+    plan: Callable[..., Schedule],
+) -> None:
+    """What is planned of the next graphs goes to the device with its script."""
+    found = compiled()
+    if found is not None:
+        plan(geometry(found, graphs, device, form).groups)
 
 
 def train(call: Ready, request: Request) -> Launched | None:
     """Launch forward, loss, backward and updates on the current stream; nothing waits. None where the blocks are no
     longer all resident, as where processes share a device: then nothing was done."""
-    compiled, (names, matrices, vectors, _) = call.compiled, request.operands
+    compiled, turns, names, matrices, vectors, numbers, _ = request.operands
+    classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
+    form = len(matrices), len(vectors), request.loss == "cross_entropy", request.weight is not None, classes
+    chosen = geometry(compiled, call.graphs, call.device, form)
+    schedule = call.schedule(chosen.groups)
+    used(schedule, functools.partial(_plan, weakref.ref(compiled), call.device, form))
+    given = [None if name is None else call.rows[name].detach() for name in names]
+    if None in names:
+        with torch.no_grad():
+            given = batched.made_before(compiled, schedule.sizes[0], call.rows)
     inputs = []
-    for name in names:
-        x = call.rows[name].detach()
+    for x in given:
         x = x.float() if x.dtype == torch.bool else x  # 0 and 1 in the frontiers
         inputs.append(x if x.dim() == 2 else x.reshape(len(x), -1))
-    heads = request.weight, request.bias
-    # The head's come last; without matrices there is one that is none.
-    order = [*matrices, *[None] * (not matrices), *vectors, *heads]
-    numbers = {id(t): i for i, t in enumerate(order) if t is not None}
     updates = [
         (numbers[id(u.parameter)], _UPDATES[u.kind], u.parameter, u.first, u.second, list(u.numbers))
         for u in request.updates
     ]
-    classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
-    form = len(matrices), len(vectors), request.loss == "cross_entropy", request.weight is not None, classes
-    chosen = geometry(compiled, call.graphs, call.device, form)
-    schedule = call.schedule(chosen.groups).scripted(compiled.program, chosen.most_blocks, training=True)
-    with torch.no_grad(), torch.cuda.device(call.device):
-        launched, result = _C.train(
-            compiled.program, inputs, matrices, vectors, schedule.block(call.device), schedule.block(), request.weight,
-            request.bias, request.loss == "cross_entropy", classes, request.roots, request.targets,
-            request.ignore_index, updates, request.refused,
-        )  # fmt: skip
-        if not launched:
-            return None
-        found = torch.empty(2, pin_memory=True)
-        found.copy_(result, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-    return Launched(found, event)
+    launched = _C.train(
+        turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors, request.weight,
+        request.bias, request.loss == "cross_entropy", classes, request.roots, request.targets, request.ignore_index,
+        updates, request.refused,
+    )  # fmt: skip
+    return None if launched is None else Launched(launched.numbers, launched)

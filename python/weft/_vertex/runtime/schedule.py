@@ -6,7 +6,8 @@ Graphs and function shape, kept, and taken to the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..._C import vertex as _C
 from ..graphs import Graphs, on_move
 from .resident import Resident, captures, trainable
 
-__all__ = ["Kind", "Schedule", "Task", "check", "fits", "planned", "schedule", "used"]
+__all__ = ["Kind", "Schedule", "Task", "check", "fits", "planned", "schedule", "send_alone", "used"]
 
 _NO_LIMIT = 2**62
 
@@ -52,6 +53,8 @@ class Schedule:
     def __init__(self, core: _C.Schedule, device: torch.device) -> None:
         self.core = core
         self.device = device
+        self.kinds: tuple[tuple[Kind, ...], Mapping[str, int] | None] = ((), None)
+        """What it was planned for."""
         self.sizes = (core.num_vertices, core.num_inner, core.num_edges)
         """Vertices, those with children, edges that are summed over."""
         with trainable():
@@ -141,6 +144,12 @@ def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping
     return planned(graphs, kinds, kind_of)
 
 
+def send_alone(graphs: Graphs, plan: Callable[..., Schedule]) -> None:
+    """A schedule to its device, as :func:`used` takes it."""
+    schedule = plan()
+    schedule.block(schedule.device)
+
+
 def planned(
     graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None, groups: int = 1
 ) -> Schedule:
@@ -153,6 +162,7 @@ def planned(
             types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
             core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types, groups)
         found = graphs._kept[key] = Schedule(core, graphs.device)
+        found.kinds = kinds, kind_of
     return found
 
 
@@ -172,15 +182,17 @@ def _key(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> tuple:
 
 
 _recent: dict[tuple, list] = {}
-"""What the functions last used gather, the latest last; with how often graphs were prepared for it since its use."""
+"""What the functions last used gather, the latest last; with what sends a schedule, and how often graphs were prepared
+for it since its use."""
 _MOST_RECENT, _UNUSED = 2, 32
 
 
-def used(kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None) -> None:
-    """Graphs that go to a device are going to be prepared for functions that gather so."""
-    key = _key(kinds, kind_of)
+def used(schedule: Schedule, send: Callable[[Graphs, Callable[..., Schedule]], None]) -> None:
+    """Graphs that go to a device are going to be prepared for the functions of this schedule, by `send`, which gets
+    what plans them for so many groups, too."""
+    key = _key(*schedule.kinds)
     _recent.pop(key, None)
-    _recent[key] = [kinds, kind_of, 0]
+    _recent[key] = [*schedule.kinds, send, 0]
     for oldest in [*_recent][:-_MOST_RECENT]:
         _recent.pop(oldest, None)
 
@@ -193,12 +205,12 @@ def _prepare(graphs: Graphs) -> None:
     if graphs.num_vertices == 0 or (graphs.device.type == "cuda" and captures(graphs.device)):
         return
     for key, entry in [*_recent.items()]:
-        kinds, kind_of, unused = entry
-        entry[2] = unused + 1
+        kinds, kind_of, send, unused = entry
+        entry[3] = unused + 1
         if unused > _UNUSED:
             _recent.pop(key, None)
         elif fits(graphs, kinds, kind_of):
-            planned(graphs, kinds, kind_of).block(graphs.device)
+            send(graphs, functools.partial(planned, graphs, kinds, kind_of))
 
 
 on_move.append(_prepare)

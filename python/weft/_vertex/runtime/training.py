@@ -6,7 +6,7 @@ may follow each other, and state dicts of either load into the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
+from .batched import Batched
 
 __all__ = ["Begun", "Launched", "Operands", "Request", "Update", "Updates", "obstacle"]
 
@@ -41,11 +42,18 @@ class Update(NamedTuple):
 class Operands(NamedTuple):
     """What a kernel of a step takes of a cell, the same as long as its tensors are."""
 
-    inputs: list[str]
+    compiled: Batched
+    """What it runs."""
+    turns: object
+    """Pinned memory of the latest steps; None of a build for the CPU alone."""
+    inputs: list[str | None]
+    """Names of what is pulled; None of what torch makes of it first."""
     matrices: list[Tensor]
     vectors: list[Tensor]
-    reached: list[Tensor]
-    """Those that it finds gradients of."""
+    numbers: dict[int, int]
+    """Those of matrices, vectors, and the head's weight and bias among the kernel's updates, by identity."""
+    reached: frozenset[int]
+    """Identities of those that it finds gradients of."""
 
 
 class Request(NamedTuple):
@@ -75,8 +83,9 @@ class Launched(NamedTuple):
 
     numbers: Tensor
     """float32 (2,) in pinned memory: the loss, and `refused` after the step."""
-    event: torch.cuda.Event
-    """After their copy."""
+    event: object
+    """When they are there, with ``query`` and ``synchronize`` as a ``torch.cuda.Event`` has them. Once it is there they
+    are to be read before the third step after this one."""
 
 
 class Begun(NamedTuple):
@@ -96,18 +105,20 @@ def obstacle(optimizer: Optimizer) -> str | None:
     step = optimizer.__dict__.get("step")  # schedulers of the learning rate count its calls
     if has_step_hooks(optimizer) or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
         return f"{name}.step has hooks"
+    states = optimizer.state
     for group in optimizer.param_groups:
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 return f"{name} has {option}=True"
-        values = (*group.values(), *group.get("betas", ()))
-        if any(isinstance(v, Tensor) and (v.device.type != "cpu" or v.requires_grad) for v in values):
-            return f"a hyperparameter of {name} is a tensor on a device"
+        for v in (*group.values(), *group.get("betas", ())):
+            if isinstance(v, Tensor) and (v.device.type != "cpu" or v.requires_grad):
+                return f"a hyperparameter of {name} is a tensor on a device"
         for p in group["params"]:
-            state = optimizer.state.get(p, {})
-            moments = [x for key, x in state.items() if key != "step" and x is not None]
-            if any(x.dtype != torch.float32 or not x.is_contiguous() or x.device != p.device for x in (p, *moments)):
-                return f"a parameter or its state in {name} is not float32 and contiguous"
+            device, state = p.device, states.get(p)
+            moments = state.items() if state else ()
+            for x in (p, *(x for key, x in moments if key != "step" and x is not None)):
+                if x.dtype is not torch.float32 or x.device != device or not x.is_contiguous():
+                    return f"a parameter or its state in {name} is not float32 and contiguous"
     return None
 
 
@@ -123,19 +134,18 @@ class Updates:
         # Counters that a device holds are read once, and again where somebody else has written to them.
         self._counts: dict[int, tuple[Tensor, int, float]] = {}
 
-    def begin(self, reached: Iterable[Tensor]) -> tuple[list[Update], Begun]:
-        """The updates of those parameters that have gradients, and what :meth:`undo` takes.
+    def begin(self, reached: Collection[int]) -> tuple[list[Update], Begun]:
+        """The updates of those parameters that have gradients, by identity, and what :meth:`undo` takes.
 
         Counters of steps on the host are one up then; those on the device are for :meth:`finish`.
         """
-        wanted = {id(p) for p in reached}
         updates: list[Update] = []
         begun = Begun([], [])
         for group in self._optimizer.param_groups:
             make = self._sgd if "momentum" in group else self._adam
             numbers: dict[float, tuple[float, ...]] = {}
             for p in group["params"]:
-                if id(p) in wanted and p.requires_grad:
+                if id(p) in reached and p.requires_grad:
                     updates.append(make(p, group, begun, numbers))
         if begun.counters:
             foreach_add_(begun.counters, 1)
@@ -146,9 +156,10 @@ class Updates:
         changed, counters = [], []
         for update in updates:
             changed += [x for x in (update.parameter, update.first, update.second) if x is not None]
-            counter = self._optimizer.state.get(update.parameter, {}).get("step")
-            if counter is not None and counter.device.type != "cpu":
-                counters.append(counter)
+            if update.kind == "adam":
+                counter = self._optimizer.state[update.parameter]["step"]
+                if counter.device.type != "cpu":
+                    counters.append(counter)
         torch.autograd.graph.increment_version(changed)
         if counters:
             foreach_add_(counters, 1)
@@ -175,16 +186,20 @@ class Updates:
         state.update(missing)
         return state
 
-    def _sgd(self, p: Tensor, group: Mapping, begun: Begun, _: dict) -> Update:
-        momentum, dampening, buffer = float(group["momentum"]), float(group["dampening"]), None
-        if momentum != 0:
-            buffer = self._optimizer.state.get(p, {}).get("momentum_buffer")
+    def _sgd(self, p: Tensor, group: Mapping, begun: Begun, numbers: dict[float, tuple[float, ...]]) -> Update:
+        """`numbers`: the group's, by its dampening, which is none at first."""
+        dampening, buffer = float(group["dampening"]), None
+        if group["momentum"] != 0:
+            state = self._optimizer.state.get(p)
+            buffer = state.get("momentum_buffer") if state else None
             if buffer is None:  # which becomes the gradient, dampened or not
                 dampening = 0.0
                 buffer = torch.zeros_like(p, requires_grad=False)
                 self._state(p, begun, {"momentum_buffer": buffer})
-        numbers = (float(group["lr"]), momentum, dampening, float(group["weight_decay"]), float(group["nesterov"]))
-        return Update(p, "sgd", buffer, None, numbers)
+        if dampening not in numbers:
+            given = group["lr"], group["momentum"], dampening, group["weight_decay"], group["nesterov"]
+            numbers[dampening] = tuple(map(float, given))
+        return Update(p, "sgd", buffer, None, numbers[dampening])
 
     def _adam(self, p: Tensor, group: Mapping, begun: Begun, numbers: dict[float, tuple[float, ...]]) -> Update:
         """`numbers`: the group's, by its parameters' counts of steps."""
