@@ -9,33 +9,49 @@ namespace {
 constexpr int32_t kScriptMagic = 0x57530101;
 constexpr size_t kHeader = 12, kEach = sizeof(ScriptInstruction) / sizeof(int32_t);
 
-// What the blocks of a group have written and not signalled yet: by steps of this task in its rows, by tasks of this
-// frontier, which none of them reads, and before.
+// What the blocks of a group have written and not signalled yet: by steps of a task in its rows, by tasks of this
+// frontier in rows that none of them reads, and before.
 class Unseen {
  public:
-  explicit Unseen(size_t buffers) : written_(buffers, kNothing) {}
+  explicit Unseen(size_t buffers) : own_(1, Marks(buffers, 0)), frontier_(buffers, 0), before_(buffers, 0) {}
 
-  void next_task(bool next_frontier) {
-    for (uint8_t& w : written_) {
-      if (w & kOwn) w = (w & ~kOwn) | kFrontier;
-      if (next_frontier && (w & kFrontier)) w = kBefore;
+  // What follows is of task number `task` of this frontier, or of the next.
+  void enter(size_t task, bool next_frontier) {
+    if (next_frontier && !clear_) {
+      for (Marks& own : own_) move(own, before_);
+      move(frontier_, before_);
     }
+    task_ = task;
+    while (own_.size() <= task) own_.emplace_back(before_.size(), 0);
   }
   bool concerns(const Share& share, bool published) const {
     return std::any_of(share.reads.begin(), share.reads.end(), [&](const CrossRead& r) {
       if (r.published && published) return false;
-      return (written_[r.buffer] & (r.own ? kBefore | kOwn : kBefore)) != 0;
+      return before_[r.buffer] || (r.own && own_[task_][r.buffer]);
     });
   }
   void write(const Share& share) {
-    for (const int32_t b : share.stores) written_[b] |= kOwn;
-    for (const int32_t b : share.scatters) written_[b] |= kFrontier;
+    clear_ &= share.stores.empty() && share.scatters.empty();
+    for (const int32_t b : share.stores) own_[task_][b] = 1;
+    for (const int32_t b : share.scatters) frontier_[b] = 1;
   }
-  void clear() { std::fill(written_.begin(), written_.end(), kNothing); }
+  void clear() {
+    if (clear_) return;
+    for (Marks& own : own_) std::fill(own.begin(), own.end(), 0);
+    std::fill(frontier_.begin(), frontier_.end(), 0);
+    std::fill(before_.begin(), before_.end(), 0);
+    clear_ = true;
+  }
 
  private:
-  enum : uint8_t { kNothing = 0, kOwn = 1, kFrontier = 2, kBefore = 4 };
-  std::vector<uint8_t> written_;  // by buffer
+  using Marks = std::vector<uint8_t>;  // by buffer
+  static void move(Marks& from, Marks& to) {
+    for (size_t b = 0; b < from.size(); ++b) to[b] |= from[b], from[b] = 0;
+  }
+  std::vector<Marks> own_;  // by task of the frontier
+  Marks frontier_, before_;
+  size_t task_ = 0;
+  bool clear_ = true;
 };
 
 struct Visit {
@@ -56,29 +72,30 @@ class Walk {
     }
   }
 
-  // Calls next_task(next_frontier) for every task, visit for each of its steps, meet where all blocks meet, whatever is
-  // written, and other for what is no step.
-  template <typename NextTask, typename Meet, typename OnStep, typename Other>
-  void pass(const NextTask& next_task, const Meet& meet, const OnStep& visit, const Other& other) const {
+  // Calls enter(task, next_frontier) before steps of a task, visit for each of them, meet where all blocks meet,
+  // whatever is written, and other for what is no step. Tasks of one frontier take turns: each goes on up to the step
+  // that waits for other blocks, so that one wait serves all of them.
+  template <typename Enter, typename Waits, typename Meet, typename OnStep, typename Other>
+  void pass(const Enter& enter, const Waits& waits, const Meet& meet, const OnStep& visit, const Other& other) const {
     switch (partition_.pass) {
       case Pass::kForward:
-        return frontiers(0, partition_.steps.size(), false, next_task, visit);
+        return frontiers(0, partition_.steps.size(), false, enter, waits, visit);
       case Pass::kBackward:
-        return frontiers(0, partition_.steps.size(), true, next_task, visit);
+        return frontiers(0, partition_.steps.size(), true, enter, waits, visit);
       case Pass::kTraining:
         break;
     }
     const size_t forward = partition_.forward_steps, all = partition_.steps.size();
-    once(0, forward, Step::When::kBefore, next_task, visit);
-    frontiers(0, forward, false, next_task, visit);
-    once(0, forward, Step::When::kAfter, next_task, visit);
+    once(0, forward, Step::When::kBefore, enter, visit);
+    frontiers(0, forward, false, enter, waits, visit);
+    once(0, forward, Step::When::kAfter, enter, visit);
     meet();
     other(ScriptInstruction::kLoss);
     meet();
     other(ScriptInstruction::kLossOfHead);
     meet();
-    frontiers(forward, all, true, next_task, visit);
-    once(forward, all, Step::When::kAfter, next_task, visit);
+    frontiers(forward, all, true, enter, waits, visit);
+    once(forward, all, Step::When::kAfter, enter, visit);
     meet();
     for (size_t i = forward; i < all; ++i) {
       if (step(i).kind == Step::Kind::kOuter || step(i).kind == Step::Kind::kTotal) whole(i, visit);
@@ -90,38 +107,70 @@ class Walk {
   const Step& step(size_t i) const { return *partition_.steps[i]; }
 
   // Kernels and products that run once, on all rows: each may read in any what those before it wrote.
-  template <typename NextTask, typename OnStep>
-  void once(size_t begin, size_t end, Step::When when, const NextTask& next_task, const OnStep& visit) const {
+  template <typename Enter, typename OnStep>
+  void once(size_t begin, size_t end, Step::When when, const Enter& enter, const OnStep& visit) const {
     for (size_t i = begin; i < end; ++i) {
       if (!partition_.shares[i].runs || step(i).when != when) continue;
-      next_task(true);
+      enter(0, true);
       if (step(i).kind == Step::Kind::kKernel) late(i, visit);
       if (step(i).kind == Step::Kind::kProduct) whole(i, visit);
     }
   }
 
-  template <typename NextTask, typename OnStep>
-  void frontiers(size_t begin, size_t end, bool backward, const NextTask& next_task, const OnStep& visit) const {
-    int32_t level = -1;
-    for (size_t k = 0; k < tasks_.size(); ++k) {
-      const Task& task = tasks_[backward ? tasks_.size() - 1 - k : k];
-      next_task(task.level != level);
-      level = task.level;
-      for (size_t i = begin; i < end; ++i) {
-        const Step& s = step(i);
-        const bool product = s.kind == Step::Kind::kProduct;
-        if (!partition_.shares[i].runs || s.when != Step::When::kFrontiers) continue;
-        if (!product && s.kind != Step::Kind::kKernel) continue;
-        const int count = s.edges ? task.num_edges : task.count;
-        if (s.function != task.kind || count == 0) continue;
-        const bool leaves = task.level == 0, skipped = product && leaves && s.skips_leaves;
-        if (skipped && !s.zeroes_leaves) continue;
-        if (!product && leaves && s.leaf_code.empty()) continue;
-        const auto op = skipped              ? ScriptInstruction::kZero
-                        : leaves && !product ? ScriptInstruction::kRunLeaves
-                                             : ScriptInstruction::kRun;
-        visit(Visit{static_cast<int>(i), op, s.edges ? task.first_edge : task.first, count});
+  template <typename Enter, typename Waits, typename OnStep>
+  void frontiers(size_t begin, size_t end, bool backward, const Enter& enter, const Waits& waits,
+                 const OnStep& visit) const {
+    const auto task = [&](size_t k) -> const Task& { return tasks_[backward ? tasks_.size() - 1 - k : k]; };
+    std::vector<std::vector<Visit>> steps;  // of each task of a frontier
+    std::vector<size_t> done;
+    for (size_t first = 0, last = 0; first < tasks_.size(); first = last) {
+      while (last < tasks_.size() && task(last).level == task(first).level) ++last;
+      enter(0, true);
+      if (last == first + 1) {
+        steps_of(task(first), begin, end, visit);
+        continue;
       }
+      const size_t count = last - first;
+      if (steps.size() < count) steps.resize(count);
+      done.assign(count, 0);
+      for (size_t k = 0; k < count; ++k) {
+        steps[k].clear();
+        steps_of(task(first + k), begin, end, [&](const Visit& v) { steps[k].push_back(v); });
+      }
+      bool must = false;  // all that are left wait
+      for (bool left = true; left;) {
+        bool moved = left = false;
+        for (size_t k = 0; k < count; ++k) {
+          enter(k, false);
+          for (; done[k] < steps[k].size() && (must || !waits(steps[k][done[k]])); ++done[k]) {
+            visit(steps[k][done[k]]);
+            moved = true;
+            must = false;
+          }
+          left |= done[k] < steps[k].size();
+        }
+        must = !moved;
+      }
+    }
+  }
+
+  // The steps of a task in the frontiers.
+  template <typename OnStep>
+  void steps_of(const Task& task, size_t begin, size_t end, const OnStep& visit) const {
+    for (size_t i = begin; i < end; ++i) {
+      const Step& s = step(i);
+      const bool product = s.kind == Step::Kind::kProduct;
+      if (!partition_.shares[i].runs || s.when != Step::When::kFrontiers) continue;
+      if (!product && s.kind != Step::Kind::kKernel) continue;
+      const int count = s.edges ? task.num_edges : task.count;
+      if (s.function != task.kind || count == 0) continue;
+      const bool leaves = task.level == 0, skipped = product && leaves && s.skips_leaves;
+      if (skipped && !s.zeroes_leaves) continue;
+      if (!product && leaves && s.leaf_code.empty()) continue;
+      const auto op = skipped              ? ScriptInstruction::kZero
+                      : leaves && !product ? ScriptInstruction::kRunLeaves
+                                           : ScriptInstruction::kRun;
+      visit(Visit{static_cast<int>(i), op, s.edges ? task.first_edge : task.first, count});
     }
   }
 
@@ -171,7 +220,8 @@ std::vector<ScriptInstruction> script_of(const Program& program, const Partition
     unseen.clear();
   };
   Walk(partition, tasks, program.functions)
-      .pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, meet,
+      .pass([&](size_t task, bool next_frontier) { unseen.enter(task, next_frontier); },
+            [&](const Visit& v) { return unseen.concerns(partition.shares[v.step], published); }, meet,
             [&](const Visit& v) {
               const Share& share = partition.shares[v.step];
               if (unseen.concerns(share, published)) meet();
@@ -250,7 +300,8 @@ std::string script_fault(const Program& program, const Partition& partition, std
     if (waited == before || waited != signals) blame("blocks do not meet");
   };
   Walk(partition, tasks, program.functions)
-      .pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, must_meet,
+      .pass([&](size_t task, bool next_frontier) { unseen.enter(task, next_frontier); },
+            [&](const Visit& v) { return unseen.concerns(partition.shares[v.step], published); }, must_meet,
             [&](const Visit& v) {
               if (!second) meet();
               if (!fault.empty()) return;

@@ -137,7 +137,6 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
   const auto [schedule, host_schedule] = sent(turn, block, scripts, refused.device(), stream);
   const at::Tensor wanted = targets.contiguous();
   const int64_t rows = cross_entropy ? wanted.numel() : wanted.numel() / std::max<int64_t>(1, classes);
-  const auto options = at::TensorOptions().dtype(at::kFloat).device(schedule.device());
   const LossForm form{cross_entropy, weight.has_value(), classes};
   const auto count = static_cast<int32_t>(matrices.size()), of_vectors = static_cast<int32_t>(vectors.size());
   const size_t first_vector = std::max<size_t>(1, matrices.size());
@@ -150,6 +149,9 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
   for (const auto& [number, kind, parameter, first, second, numbers] : updates) {
     TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int64_t>(all.size()) && numbers.size() <= 8,
                       "train: an impossible update");
+    for (const at::Tensor& t : {parameter, first.value_or(parameter), second.value_or(parameter)}) {
+      TORCH_CHECK(t.is_contiguous(), "train: a parameter or its state is not contiguous any more");
+    }
     UpdateArgument& u = all[number];
     u = {static_cast<float*>(parameter.mutable_data_ptr()),
          floats_of(first),
