@@ -119,6 +119,28 @@ def test_gradients(T: int, reverse: bool, dtype: torch.dtype, device: str) -> No
 
 
 @device
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("forgets", [0.0, 0.2])
+def test_steps_in_bfloat16(forgets: float, reverse: bool, device: str) -> None:
+    """As in float32, rounded where they are stored."""
+    A, b, _ = problem(300, 2, 37, forgets, torch.bfloat16, device)
+    state, first = torch.randn(2, 2, 37, device=device)
+    assert torch.equal(ops.slice_message(A, state, True), ops.slice_message(A.float(), state, True))
+    x, grad_b, grad_A = linear_scan(A, b, reverse=reverse), torch.randn_like(b), torch.randn_like(b)
+
+    def mended(dtype: torch.dtype) -> list[Tensor]:
+        wide_A, wide_x, *found = (t.to(dtype, copy=True) for t in (A, x, x, grad_b, grad_A))
+        ops.slice_mend_(found[0], wide_A, state, None, reverse)
+        ops.slice_mend_gradients_(found[1], found[2], wide_A, wide_x, first, state, reverse)
+        return [t.bfloat16() for t in found]
+
+    for got, want, before in zip(mended(torch.bfloat16), mended(torch.float32), (x, grad_b, grad_A), strict=True):
+        assert torch.equal(got, want) and not torch.equal(got, before)
+    with pytest.raises(TypeError, match=r"^slice_mend_: state must be float32 beside x in bfloat16, got BFloat16"):
+        ops.slice_mend_(x, A, state.bfloat16(), None, reverse)
+
+
+@device
 @dtypes
 def test_a_message_says_the_product(dtype: torch.dtype, device: str) -> None:
     for T in (0, 1, 63, 1000, 5000):
@@ -208,13 +230,13 @@ def test_opcheck() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda A, x0: ops.slice_message(A.half(), x0, True), TypeError, "A must be float32 or float64"),
+        (lambda A, x0: ops.slice_message(A.half(), x0, True), TypeError, "A must be float32, float64 or bfloat16"),
         (lambda A, x0: ops.slice_message(A, x0[:1], True), ValueError, r"value must be \(B, H\)"),
         (lambda A, x0: ops.slice_states(A.int(), x0, 0, True), ValueError, r"messages must be \(ranks, 13\)"),
         (lambda A, x0: ops.slice_states(A, x0, 0, True), TypeError, "messages must be int32"),
         (lambda A, x0: ops.slice_states(A.new_zeros(2, 13).int(), x0, 2, True), ValueError, "order must be"),
         (lambda A, x0: ops.slice_left(A, A, 0, True), TypeError, "products must be float64"),
-        (lambda A, x0: ops.slice_left(A, A[:2].double(), 0, True), ValueError, r"messages must be \(ranks, B, H\)"),
+        (lambda A, x0: ops.slice_left(A, A[:2].double(), 0, True), ValueError, r"products must be \(ranks, 2, 3\)"),
         (lambda A, x0: ops.slice_mend_(A[::2], A[::2], x0, None, True), ValueError, "x must be contiguous"),
         (lambda A, x0: ops.slice_mend_(A, A[:1], x0, None, True), ValueError, r"A must be \(T, B, H\)"),
         (lambda A, x0: ops.slice_mend_(A, A, x0.double(), None, True), TypeError, "state must have the dtype"),

@@ -3,16 +3,16 @@
 // still shows. Of a net that forgets, that is a few hundred steps, however long the slice is.
 //
 // slice_message(A, value, leaves) -> message
-//   A        (T, B, H), float32 or float64, any strides
+//   A        (T, B, H), float32, float64 or bfloat16, any strides
 //   value    (B, H), what leaves the slice where nothing comes in
 //   leaves   whether anything does: not from an empty slice without a state
 //   message  (2 B H + 1), int32, int64 of float64: the packed product of A over all steps, the bits of value, `leaves`
-// slice_states(messages, value, order, reverse) -> (entered, end, products, came)
+// slice_states(messages, value, order, reverse, matrices=0) -> (entered, end, products, came)
 //   messages of all ranks (R, 2 B H + 1), in order of rank; `order`, this one's place in the scan, which with `reverse`
-//   begins at the last rank
+//   begins at the last rank. matrices: of a dense scan, 1 or B; messages are (R, matrices H H + B H + 1) then
 //   entered  (B, H), what comes into this slice, zeros for nothing; end (B, H), what leaves the last
-//   products (R, B, H), float64, in the order of the scan, zero where nothing comes in; came (1), int32: whether it
-//   does
+//   products (R, B, H) or (R, matrices, H, H), float64, in the order of the scan, zero where nothing comes in; came
+//   (1), int32: whether it does
 // slice_left(messages, products, order, reverse) -> left
 //   messages (R, B, H), in order of rank: the gradient that each rank's slice gives to the state before it, where
 //   nothing enters its end; or (R, 2, B, H), with each rank's share of the gradient of what leaves the last left (B,
@@ -24,10 +24,11 @@
 //   grad_A may be none. x are the scan's states, `first` the one before them, none for zeros, where A of the first step
 //   is not read. `reverse` is the scan's.
 //
-// One dtype, float32 or float64, but that of integers. What is changed in place overlaps nothing else. Products are
-// carried in double, a state that has ceased to change the slice is dropped: to the slice's rounding that is the scan
-// from that state. Deterministic; channels are independent. No autograd of their own: weft::slice_scan, which calls
-// them, has it. Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3, cut by devices.
+// One dtype, float32 or float64, but that of integers; with steps (T, B, H) in bfloat16 rows (B, H) are float32. What
+// is changed in place overlaps nothing else. Products are carried in double, a state that has ceased to change the
+// slice is dropped, to the rounding of a float also in bfloat16: to the slice's rounding that is the scan from that
+// state. Deterministic; channels are independent. No autograd of their own: weft::slice_scan, which calls them, has it.
+// Source: BPPSA (Wang, Bai, Pekhimenko, MLSys 2020), section 3, cut by devices.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -52,7 +53,7 @@ struct SliceKernels {
 // The operators on any device.
 at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const at::Tensor& value, bool leaves);
 States slice_states(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& value, int64_t order,
-                    bool reverse);
+                    bool reverse, int64_t matrices);
 at::Tensor slice_left(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& products,
                       int64_t order, bool reverse);
 void slice_mend(const SliceKernels& kernels, const at::Tensor& x, const at::Tensor& A, const at::Tensor& state,

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from .._scan import slice_chunks
 from .group import Ranks, check_alike, check_tensor, ranks_named, ranks_of
 from .rounds import SliceMap, carried, in_rounds
-from .totals import between_ranks, pack, product_of_steps, unpack
+from .totals import pack, product_of_steps, unpack
 
 __all__ = ["Scanned", "linear_scan", "scan_slice", "sent_bytes"]
 
@@ -32,8 +33,13 @@ _gradients = torch.ops.weft.linear_scan_backward.default
 
 _FIRST_BLOCK = 64
 """Steps that are scanned again before states are compared; each next block is twice as long."""
+_EDGE = 64
+"""Steps at a slice's edge that are taken again in float32 where the others are in bfloat16: what they begin with is
+rounded, which is forgotten, or stays the one rounding that it is."""
 _KERNEL_HIDDEN = 32
-"""H up to which CUDA has a kernel of the product of a slice's steps, in float32."""
+"""H up to which CUDA has kernels of chunk maps, and of the product of a slice's steps, in float32."""
+_halved = {"cuda"}
+"""Devices whose dense scans are cut where ranks exchange: what follows is not a second scan."""
 
 
 class Scanned(NamedTuple):
@@ -56,9 +62,6 @@ class _Slice(NamedTuple):
     def order(self) -> int:
         """This rank's place in the order of the scan."""
         return self.ranks.size - 1 - self.ranks.rank if self.reverse else self.ranks.rank
-
-    def ordered(self, gathered: Tensor) -> Tensor:
-        return gathered.flip(0) if self.reverse else gathered
 
     def turned(self) -> _Slice:
         return self._replace(reverse=not self.reverse, transpose=not self.transpose)
@@ -139,12 +142,14 @@ def scan_slice(
         # The first rank alone reads it; all check it, because one that raises alone leaves the others waiting.
         _linear_scan(A[:0] if _is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
         x0 = x0 if x0.requires_grad else None
-    # Half precision carries a state in float32, from slice to slice, too.
+    # Half precision carries a state in float32, from slice to slice, too. A slice of bfloat16, which has the range of
+    # float32, is scanned and mended as it is.
     if dtype in (torch.float16, torch.bfloat16):
         for name, t in (("A", A), ("x0", x0)):
             if t is not None and t.dtype != dtype:
                 raise TypeError(f"{op}: {name} must have the dtype of b, {dtype}, got {t.dtype}")
-        A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
+        if dtype == torch.float16 or not _is_sliced_diagonal(A, b):
+            A, b, x0 = A.float(), b.float(), None if x0 is None else x0.float()
     states, entered, end = _Scan.apply(A, b, x0, None, part, ends)
     return Scanned(states.to(dtype), entered, end)
 
@@ -214,9 +219,44 @@ def _product(A: Tensor, b: Tensor, part: _Slice) -> Tensor:
     return pack(m, e, b.dtype)
 
 
+def _in_halves(A: Tensor, b: Tensor) -> bool:
+    """Whether a dense scan can be cut where ranks exchange."""
+    T, B, H = b.shape
+    return (
+        b.device.type in _halved
+        and b.dtype == torch.float32
+        and not _canonical(A, b)[1]
+        and 2 <= H <= _KERNEL_HIDDEN
+        and T > 0
+        and B > 0
+    )
+
+
 def _end(t: Tensor, reverse: bool) -> int:
     """The last step of t in the order of a scan."""
     return 0 if reverse else t.size(0) - 1
+
+
+def _end_in_float(A: Tensor, b: Tensor, states: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
+    """The last state of a diagonal scan in bfloat16, by its last steps in float32."""
+    T = b.size(0)
+    count = min(T, _EDGE)
+    steps = slice(0, count) if reverse else slice(T - count, T)
+    before = start if count == T else states[count if reverse else T - count - 1]
+    before = None if before is None else before.float()
+    return _linear_scan(A[steps].float(), b[steps].float(), before, reverse=reverse)[0 if reverse else -1]
+
+
+def _start_gradient_in_float(grad: Tensor, A: Tensor, grad_b: Tensor, entered: Tensor, reverse: bool) -> Tensor:
+    """The gradient of the state before a diagonal scan in bfloat16, likewise by its first steps."""
+    T = grad.size(0)
+    count = min(T, _EDGE)
+    steps = slice(T - count, T) if reverse else slice(0, count)
+    part = grad[steps].to(torch.float32, copy=True)
+    if count < T:
+        after = T - count - 1 if reverse else count
+        part[_end(part, reverse)] += A[after].float() * grad_b[after].float()
+    return _gradients(part, A[steps].float(), None, entered, reverse, False, [False, False, True])[2]
 
 
 def _mend(states: Tensor, A: Tensor, b: Tensor, state: Tensor, reverse: bool, transpose: bool) -> None:
@@ -264,6 +304,54 @@ def _mend_gradients(
     return left
 
 
+class _BackwardHalves:
+    """The gradients of a dense slice, not the first: lambda is a scan from the slice's last step to its first."""
+
+    def __init__(self, grad: Tensor, A: Tensor, reverse: bool, transpose: bool) -> None:
+        T, B, H = grad.shape
+        early, self.late = (1, 0) if reverse else (0, 1)
+        self.A, self.grad, self.transpose, self.early = A, grad.contiguous(), transpose, early
+        self.first, self.last = _end(grad, not reverse), _end(grad, reverse)
+        self.matrices = _canonical(A, grad)[0]
+        self.chunks = slice_chunks(grad.device, T - 1, B, H)
+        self.scan = (self.matrices.narrow(0, self.late, T - 1), self.grad.narrow(0, early, T - 1))
+        self.flags = (not reverse, not transpose)
+        self.maps, self.value, _ = torch.ops.weft.slice_maps(
+            *self.scan, self.grad[self.last], self.chunks, *self.flags, False
+        )
+
+    @staticmethod
+    def fit(A: Tensor, grad: Tensor) -> bool:
+        return _in_halves(A, grad) and grad.size(0) > 1 and _canonical(A, grad)[0].size(1) == grad.size(1)
+
+    def grad_start(self) -> Tensor:
+        """Of the state that enters, where the one that leaves has no gradient."""
+        step = self.matrices[self.first]
+        return _applied(step if self.transpose else step.mT, self.value)
+
+    def gradients(self, left: Tensor, states: Tensor, entered: Tensor, of_A: bool) -> tuple[Tensor, Tensor]:
+        """Of A and of b, where the state that leaves has the gradient `left`."""
+        lambdas, count = torch.empty_like(self.grad), self.grad.size(0) - 1
+        start = torch.add(self.grad[self.last], left, out=lambdas[self.last])
+        torch.ops.weft.slice_replay_(
+            lambdas.narrow(0, self.early, count), *self.scan, self.maps, start, None, self.chunks, *self.flags
+        )
+        if not of_A:
+            return lambdas.new_empty(0), lambdas
+        grad_A = torch.empty_like(self.matrices, memory_format=torch.contiguous_format)
+        for into, of, before in (
+            (
+                grad_A.narrow(0, self.late, count),
+                lambdas.narrow(0, self.late, count),
+                states.narrow(0, self.early, count),
+            ),
+            (grad_A[self.first], lambdas[self.first], entered),
+        ):
+            rows, columns = (before, of) if self.transpose else (of, before)
+            torch.mul(rows.unsqueeze(-1), columns.unsqueeze(-2), out=into)
+        return grad_A.view(self.A.shape), lambdas
+
+
 @torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
 def _slice_scan(
     A: Tensor,
@@ -275,52 +363,55 @@ def _slice_scan(
     transpose: bool,
     ends: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of Scanned, the end right with `ends` alone, and the products of all ranks as :func:`between_ranks`
-    takes them; after an exchange in rounds this rank's."""
+    """The fields of Scanned, the end right with `ends` alone, and the products of all ranks in the order of the
+    scan; after an exchange in rounds this rank's."""
     part = _Slice(ranks_named(group), reverse, transpose)
     order, ranks = part.order, part.ranks
     first = order == 0
     start = x0 if first else None
-    states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
     T, B, H = b.shape
-    if T > 0:
-        value = states[_end(states, reverse)]
-    else:
-        value = b.new_zeros(B, H) if start is None else start.expand(B, H)
-    if extra is not None:
-        value = value + extra
-    leaves = T > 0 or start is not None or extra is not None
     sliced = _is_sliced_diagonal(A, b)
-    if sliced:  # no one asks for the first rank's product
-        message = torch.ops.weft.slice_message(A[:0] if first else A, value, leaves)
-    else:
-        product = _product(A, b, part)
-        has = product.new_full((1,), leaves)
-        message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
+    halves = not first and extra is None and _in_halves(A, b)
     shape = _product_shape(A, b)
+    if halves:
+        matrices, chunks = _canonical(A, b)[0], slice_chunks(b.device, T, B, H)
+        maps, value, message = torch.ops.weft.slice_maps(matrices, b, None, chunks, reverse, transpose, True)
+        states = torch.empty_like(b, memory_format=torch.contiguous_format)
+    else:
+        states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
+        if T > 0:
+            value = states[_end(states, reverse)]
+        else:
+            value = b.new_zeros(B, H) if start is None else start.expand(B, H)
+        if b.dtype == torch.bfloat16:
+            value = _end_in_float(A, b, states, start, reverse) if T > 0 else value.float()
+        if extra is not None:
+            value = value + extra
+        leaves = T > 0 or start is not None or extra is not None
+        if sliced:  # no one asks for the first rank's product
+            message = torch.ops.weft.slice_message(A[:0] if first else A, value, leaves)
+        else:
+            product = _product(A, b, part)
+            has = product.new_full((1,), leaves)
+            message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
     if not ends and in_rounds(ranks, message.numel() * message.element_size()):
         count = message.numel() - 1 - value.numel()
-        own = SliceMap(unpack(message[:count], b.dtype).view(shape), value.double(), message[-1] > 0)
-        before = carried(ranks, own, b.dtype, reverse)
+        own = SliceMap(unpack(message[:count], value.dtype).view(shape), value.double(), message[-1] > 0)
+        before = carried(ranks, own, value.dtype, reverse)
         products = torch.where(before.leaves, own.product, 0.0).unsqueeze(0)
-        entered, came = before.value.to(b.dtype), before.leaves.to(torch.int32).view(1)
+        entered, came = before.value.to(value.dtype), before.leaves.to(torch.int32).view(1)
         end = value.clone()  # which nobody has asked for
-    elif sliced:
-        entered, end, products, came = torch.ops.weft.slice_states(ranks.gather(message), value, order, reverse)
     else:
-        gathered = part.ordered(ranks.gather(message))
-        count = product.numel()
-        products = unpack(gathered[:, :count], b.dtype).view(ranks.size, *shape)
-        values = gathered[:, count:-1].contiguous().view(b.dtype).view(ranks.size, B, H)
         # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
-        arrived = gathered[:, -1].cumsum(0) - gathered[:, -1] > 0
-        products = torch.where(arrived.view(-1, *(1,) * product.dim()), products, 0.0)
-        entering, end = between_ranks(products, values, None, False)
-        entered, end, came = entering[order].to(b.dtype), end.to(b.dtype), arrived[order : order + 1]
+        entered, end, products, came = torch.ops.weft.slice_states(
+            ranks.gather(message), value, order, reverse, shape[0] if len(shape) == 3 else 0
+        )
     if first:
-        entered = torch.zeros_like(value) if start is None else start.expand(B, H).clone()
+        entered = torch.zeros_like(value) if start is None else start.expand(B, H).to(value.dtype, copy=True)
     elif sliced:
         torch.ops.weft.slice_mend_(states, A, entered, came, reverse)
+    elif halves:
+        torch.ops.weft.slice_replay_(states, matrices, b, maps, entered, came, chunks, reverse, transpose)
     elif b.device.type == "cpu":
         if came:
             _mend(states, A, b, entered, reverse, transpose)
@@ -342,13 +433,19 @@ def _slice_scan_backward(
     sliced = T > 0 and _is_sliced_diagonal(A, grad)
     # Gradients of every step from no gradient of the state that leaves, mended once that is there; on CUDA how far is
     # known to the device alone, and there is a kernel of diagonals.
+    halves = _BackwardHalves(grad, A, reverse, transpose) if not first and _BackwardHalves.fit(A, grad) else None
     mends = sliced or (T > 0 and grad.device.type == "cpu" and _is_varying(A, grad))
     start = entered if has_x0 or not first else None
     value = grad_entered
-    if mends:
+    if halves is not None:
+        grad_start = halves.grad_start()
+    elif mends:
+        before = None if start is None else start.to(grad.dtype)
         grad_A, grad_b, grad_start = _gradients(
-            grad, A, states, start, reverse, transpose, [output_mask[0], True, start is not None]
+            grad, A, states, before, reverse, transpose, [output_mask[0], True, start is not None]
         )
+        if grad.dtype == torch.bfloat16 and not first:
+            grad_start = _start_gradient_in_float(grad, A, grad_b, entered, reverse)
     elif T > 0 and not first:
         grad_start = _gradients(grad, A, None, entered, reverse, transpose, [False, False, True])[2]
     if T > 0 and not first:
@@ -356,29 +453,29 @@ def _slice_scan_backward(
     if products.size(0) < ranks.size:  # in rounds, from the last rank to the first
         product = products[0] if products.dim() == 3 else products[0].mT
         own = SliceMap(product, value.double(), torch.ones((), dtype=torch.bool, device=grad.device))
-        left = carried(ranks, own, grad.dtype, not reverse).value.to(grad.dtype)
+        left = carried(ranks, own, value.dtype, not reverse).value.to(value.dtype)
     else:
         message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
         gathered = ranks.gather(message)
-        if products.dim() == 3:
-            left = torch.ops.weft.slice_left(
-                gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
-            )
-        else:
-            gathered = part.ordered(gathered)
-            end = None if grad_end is None else gathered[:, 1].double().sum(0)
-            entering, _ = between_ranks(products, gathered[:, 0], end, True)
-            left = entering[order].to(grad.dtype)
+        left = torch.ops.weft.slice_left(
+            gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
+        )
     nothing = grad.new_empty(0)
     if T == 0:
         grad_A = torch.zeros_like(A) if output_mask[0] else nothing
         grad_b = torch.zeros_like(grad) if output_mask[1] else nothing
         return grad_A, grad_b, left + grad_entered, left
+    if halves is not None:
+        grad_A, grad_b = halves.gradients(left, states, entered, output_mask[0])
+        return grad_A, grad_b if output_mask[1] else nothing, torch.zeros_like(left), left
     if sliced:
         mended_A = grad_A if output_mask[0] else None
         torch.ops.weft.slice_mend_gradients_(grad_b, mended_A, A, states, start, left, reverse)
         step = -1 if reverse else 0
-        grad_start = A[step] * grad_b[step] + grad_entered if first and has_x0 else torch.zeros_like(left)
+        if first and has_x0:
+            grad_start = A[step].to(left.dtype) * grad_b[step].to(left.dtype) + grad_entered
+        else:
+            grad_start = torch.zeros_like(left)
         return grad_A if output_mask[0] else nothing, grad_b if output_mask[1] else nothing, grad_start, left
     if mends:
         mended_A = grad_A if output_mask[0] else None
@@ -396,7 +493,8 @@ def _slice_scan_backward(
 
 @torch.library.register_fake("weft::slice_scan")
 def _slice_scan_fake(A, b, x0, extra, group, reverse, transpose, ends):
-    ranks, row, product = ranks_named(group), b.new_empty(b.shape[1:]), _product_shape(A, b)
+    ranks, product = ranks_named(group), _product_shape(A, b)
+    row = b.new_empty(b.shape[1:], dtype=torch.float32 if b.dtype == torch.bfloat16 else None)
     states = torch.empty_like(b, memory_format=torch.contiguous_format)
     rounds = not ends and in_rounds(ranks, sent_bytes(A, b))
     products = b.new_empty(1 if rounds else ranks.size, *product, dtype=torch.float64)
@@ -461,6 +559,8 @@ def _differentiable_gradients(
     """The same as slice_scan_backward's by a scan over ranks that runs the other way, of
     m[t] = A[t]^T (g[t] + m[t+1]), so that it has gradients itself."""
     T, reverse = grad.size(0), part.reverse
+    if grad.dtype == torch.bfloat16:
+        grad, A, states = grad.float(), A.float(), states.float()
     matrices, diagonal = _canonical(A, grad)
     if diagonal:
         matrices = matrices.expand(grad.shape)

@@ -37,64 +37,77 @@ struct Batch {
   E h[U][S], x[U][I], grad[U][S];
 };
 
-// Where the lane's channel is at step 0 of memory.
+// Where the lane's channel is, and where it goes: from the last step of a span down. Of the states, those before a
+// step.
 struct Places {
-  const E *initial[S], *x[I], *grad[S];
+  const E *initial[S], *h[S], *grad[S], *x[I];
   E* to[I];
+  // From a step to the one before.
+  long long h_back, grad_back[S], x_back[I], to_back[I];
 };
 
-__device__ __forceinline__ Places places_of(const PointwiseArgs& a, long long n) {
+__device__ __forceinline__ Places places_of(const PointwiseArgs& a, long long n, long long last) {
   Places found;
+  const long long back = a.reverse ? 1 : -1, t = in_memory(a, last);
+  found.h_back = back * a.N;
 #pragma unroll
   for (int i = 0; i < S; ++i) {
     found.initial[i] = at<const E>(a.operands[i], n, 0);
-    if (has_grad(i)) found.grad[i] = at<const E>(a.grads[i], n, 0);
+    found.h[i] = static_cast<const E*>(a.states[i]) + (t + back) * a.N + n;
+    if (has_grad(i)) {
+      found.grad[i] = at<const E>(a.grads[i], n, t);
+      found.grad_back[i] = back * a.grads[i].step;
+    }
   }
 #pragma unroll
   for (int i = 0; i < I; ++i) {
-    found.x[i] = at<const E>(a.operands[kInputs + i], n, 0);
-    if (wanted(kInputs + i)) found.to[i] = at<E>(a.results[kInputs + i], n, 0);
+    found.x[i] = at<const E>(a.operands[kInputs + i], n, t);
+    found.x_back[i] = back * a.operands[kInputs + i].step;
+    if (wanted(kInputs + i)) {
+      found.to[i] = at<E>(a.results[kInputs + i], n, t);
+      found.to_back[i] = back * a.results[kInputs + i].step;
+    }
   }
   return found;
 }
 
-__device__ __forceinline__ void load_batch(const PointwiseArgs& a, const Places& places, long long n, long long first,
-                                           int count, Batch& to) {
+// The next `count` steps, of which the first is step 0 or not.
+__device__ __forceinline__ void load_batch(Places& places, bool begins, int count, Batch& to) {
+  each_step<true>(count, [&](int u) {
 #pragma unroll
-  for (int u = 0; u < U; ++u) {
-    if (u < count) {
-      const long long t = in_memory(a, first + u), before = in_memory(a, first + u - 1);
-#pragma unroll
-      for (int i = 0; i < S; ++i) {
-        to.h[u][i] = first + u == 0 ? *places.initial[i] : static_cast<const E*>(a.states[i])[before * a.N + n];
-        if (has_grad(i)) to.grad[u][i] = places.grad[i][t * a.grads[i].step];
+    for (int i = 0; i < S; ++i) {
+      to.h[u][i] = *(u == 0 && begins ? places.initial[i] : places.h[i]);
+      places.h[i] += places.h_back;
+      if (has_grad(i)) {
+        to.grad[u][i] = *places.grad[i];
+        places.grad[i] += places.grad_back[i];
       }
-#pragma unroll
-      for (int i = 0; i < I; ++i) to.x[u][i] = places.x[i][t * a.operands[kInputs + i].step];
     }
-  }
+#pragma unroll
+    for (int i = 0; i < I; ++i) {
+      to.x[u][i] = *places.x[i];
+      places.x[i] += places.x_back[i];
+    }
+  });
 }
 
-// Steps [first, end), the last first. `first` is a multiple of U. True where the difference was lost on the way.
+// Steps of a span, the last first; it begins at a multiple of U. True where the difference was lost on the way.
 template <Mode mode>
-__device__ __forceinline__ bool walk(const PointwiseArgs& a, long long n, bool active, long long first, long long end,
-                                     T (&carry)[S], T (&apart)[S], T (&derivative)[S * S], T (&sums)[P + 1]) {
+__device__ __forceinline__ bool walk(const PointwiseArgs& a, long long n, bool active, const Span& span, T (&carry)[S],
+                                     T (&apart)[S], T (&derivative)[S * S], T (&sums)[P + 1]) {
+  const long long first = span.first, end = span.end;
   T p[P + 1];
   load_parameters(a, n, p);
-  if (mode == Mode::kChunk) {
-#pragma unroll
-    for (int i = 0; i < S * S; ++i) derivative[i] = T(i % (S + 1) == 0);
-  }
-#pragma unroll
-  for (int i = 0; i < P; ++i) sums[i] = T(0);
+  if (mode == Mode::kChunk) set_identity(derivative);
+  clear(sums);
   bool lost = false;
-  const Places places = places_of(a, n);
+  Places places = places_of(a, n, end - 1);
   long long t = first + (end - first - 1) / U * U;
   Batch ahead;
-  load_batch(a, places, n, t, int(end - t), ahead);
+  load_batch(places, t == 0, int(end - t), ahead);
   for (int count = int(end - t); t >= first; t -= U, count = U) {
     const Batch now = ahead;
-    if (t > first) load_batch(a, places, n, t - U, U, ahead);
+    if (t > first) load_batch(places, t == U, U, ahead);
     const auto one = [&](int u) {
       T h[S], x[I], d[S], g[S + I + P];
 #pragma unroll
@@ -106,27 +119,17 @@ __device__ __forceinline__ bool walk(const PointwiseArgs& a, long long n, bool a
 #pragma unroll
       for (int i = 0; i < I; ++i) x[i] = T(now.x[u][i]);
       if constexpr (mode == Mode::kChunk) {
-        T jacobian[S * S], product[S * S];
+        T jacobian[S * S];
         WEFT_VJP_JACOBIAN
-#pragma unroll
-        for (int i = 0; i < S; ++i) {
-#pragma unroll
-          for (int j = 0; j < S; ++j) {
-            T sum = T(0);
-#pragma unroll
-            for (int k = 0; k < S; ++k) sum += jacobian[k * S + i] * derivative[k * S + j];
-            product[i * S + j] = sum;
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < S * S; ++i) derivative[i] = product[i];
+        set_product<true>(derivative, jacobian, derivative);
       } else {
         WEFT_VJP
       }
-      const long long to = in_memory(a, t + u);
 #pragma unroll
       for (int i = 0; i < I; ++i) {
-        if (wanted(kInputs + i) && active) places.to[i][to * a.results[kInputs + i].step] = E(g[kInputs + i]);
+        if (!wanted(kInputs + i)) continue;
+        if (active) *places.to[i] = E(g[kInputs + i]);
+        places.to[i] += places.to_back[i];
       }
 #pragma unroll
       for (int i = 0; i < S; ++i) carry[i] = g[i];
@@ -144,15 +147,7 @@ __device__ __forceinline__ bool walk(const PointwiseArgs& a, long long n, bool a
         if (wanted(kParameters + i) && active) sums[i] += g[kParameters + i];
       }
     };
-    if (count == U) {
-#pragma unroll
-      for (int u = U - 1; u >= 0; --u) one(u);
-    } else {
-#pragma unroll
-      for (int u = U - 1; u >= 0; --u) {
-        if (u < count) one(u);
-      }
-    }
+    each_step<true>(count, one);
     if constexpr (mode == Mode::kAgain) {
       if (active) {
         lost = true;
@@ -184,17 +179,14 @@ __device__ __forceinline__ void put_initial(const PointwiseArgs& a, long long n,
 __device__ __forceinline__ bool given(const PointwiseArgs& a, int chunk, long long n, T (&carry)[S]) {
   constexpr int kAtOnce = S == 1 ? 8 : S == 2 ? 3 : 1;
   bool all_finite = true;
-#pragma unroll
-  for (int i = 0; i < S; ++i) carry[i] = T(0);
+  clear(carry);
   for (int last = a.chunks - 1; last > chunk; last -= kAtOnce) {
     T end[kAtOnce][S], derivative[kAtOnce][S * S];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       if (last - k > chunk) {
-#pragma unroll
-        for (int i = 0; i < S; ++i) end[k][i] = element(a, a.ends, 0, last - k, S, i, n);
-#pragma unroll
-        for (int i = 0; i < S * S; ++i) derivative[k][i] = element(a, a.derivatives, 0, last - k, S * S, i, n);
+        get(a, a.ends, 0, last - k, n, end[k]);
+        get(a, a.derivatives, 0, last - k, n, derivative[k]);
       }
     }
 #pragma unroll
@@ -211,8 +203,7 @@ __device__ __forceinline__ bool given(const PointwiseArgs& a, int chunk, long lo
           }
           all_finite = all_finite && finite(next[i]);
         }
-#pragma unroll
-        for (int i = 0; i < S; ++i) carry[i] = next[i];
+        set(carry, next);
       }
     }
   }
@@ -241,8 +232,7 @@ __device__ __forceinline__ void second_round(const PointwiseArgs& a, long long w
     }
     active = active && known && task.valid;
     if (!__any_sync(~0u, active)) continue;
-    const long long first = task.chunk * a.chunk, end = first + a.chunk < a.T ? first + a.chunk : a.T;
-    const bool lost = walk<Mode::kAgain>(a, n, active, first, end, carry, apart, unused, sums);
+    const bool lost = walk<Mode::kAgain>(a, n, active, span_of(a, task.chunk), carry, apart, unused, sums);
     if (!active) continue;
     if (task.chunk == 0 && !lost) put_initial(a, n, carry);
 #pragma unroll
@@ -257,11 +247,9 @@ __device__ __forceinline__ void second_round(const PointwiseArgs& a, long long w
     const bool active = task.valid && a.fallen[task.n];
     if (!__any_sync(~0u, active)) continue;
     T carry[S], unused[S], derivative[S * S], sums[P + 1];
-#pragma unroll
-    for (int i = 0; i < S; ++i) carry[i] = T(0);
+    clear(carry);
     for (int chunk = a.chunks - 1; chunk >= 0; --chunk) {
-      const long long first = chunk * a.chunk, end = first + a.chunk < a.T ? first + a.chunk : a.T;
-      walk<Mode::kWhole>(a, task.n, active, first, end, carry, unused, derivative, sums);
+      walk<Mode::kWhole>(a, task.n, active, span_of(a, chunk), carry, unused, derivative, sums);
 #pragma unroll
       for (int i = 0; i < P; ++i) {
         if (wanted(kParameters + i) && active) sum_of(a, i, chunk, task.n) = sums[i];
@@ -282,11 +270,11 @@ extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 3 : 1)
   const long long warps = (long long)gridDim.x * (blockDim.x / 32);
   for (long long index = warp; index < groups * a.chunks; index += warps) {
     const Task task = task_of(a, index, groups);
-    const long long n = task.n, first = task.chunk * a.chunk, end = first + a.chunk < a.T ? first + a.chunk : a.T;
+    const long long n = task.n;
     T carry[S], unused[S], derivative[S * S], sums[P + 1];
-#pragma unroll
-    for (int i = 0; i < S; ++i) carry[i] = T(0);
-    walk<WEFT_CHUNKED ? Mode::kChunk : Mode::kWhole>(a, n, task.valid, first, end, carry, unused, derivative, sums);
+    clear(carry);
+    walk<WEFT_CHUNKED ? Mode::kChunk : Mode::kWhole>(a, n, task.valid, span_of(a, task.chunk), carry, unused,
+                                                     derivative, sums);
     if (!task.valid) continue;
     if (task.chunk == 0) put_initial(a, n, carry);
 #pragma unroll
@@ -294,10 +282,8 @@ extern "C" __global__ void __launch_bounds__(128, S <= 2 ? 3 : 1)
       if (wanted(kParameters + i)) sum_of(a, i, task.chunk, n) = sums[i];
     }
 #if WEFT_CHUNKED
-#pragma unroll
-    for (int i = 0; i < S; ++i) element(a, a.ends, 0, task.chunk, S, i, n) = carry[i];
-#pragma unroll
-    for (int i = 0; i < S * S; ++i) element(a, a.derivatives, 0, task.chunk, S * S, i, n) = derivative[i];
+    put(a, a.ends, 0, task.chunk, n, carry);
+    put(a, a.derivatives, 0, task.chunk, n, derivative);
 #endif
   }
 #if WEFT_CHUNKED

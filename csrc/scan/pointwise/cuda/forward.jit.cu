@@ -43,22 +43,20 @@ struct Walk {
 };
 
 __device__ __forceinline__ void load_batch(E (&to)[U][I], const E* (&from)[I], const long long (&step)[I], int count) {
+  each_step<false>(count, [&](int u) {
 #pragma unroll
-  for (int u = 0; u < U; ++u) {
-    if (u < count) {
-#pragma unroll
-      for (int i = 0; i < I; ++i) {
-        to[u][i] = *from[i];
-        from[i] += step[i];
-      }
+    for (int i = 0; i < I; ++i) {
+      to[u][i] = *from[i];
+      from[i] += step[i];
     }
-  }
+  });
 }
 
-// Steps [first, end) from h on. kAgain: lanes that are `active` write, each until it meets what is stored.
+// Steps of a span from h on. kAgain: lanes that are `active` write, each until it meets what is stored.
 template <bool kDerivative, bool kAgain>
-__device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool active, long long first, long long end,
-                                     T (&h)[S], T (&derivative)[S * S]) {
+__device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool active, const Span& span, T (&h)[S],
+                                     T (&derivative)[S * S]) {
+  const long long first = span.first, end = span.end;
   T p[P + 1];
   load_parameters(a, n, p);
   const long long direction = a.reverse ? -1 : 1;
@@ -72,10 +70,7 @@ __device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool a
   long long to = in_memory(a, first) * a.N + n;
   const long long onward = direction * a.N;
   Walk found{false, 0, T(0)};
-  if (kDerivative) {
-#pragma unroll
-    for (int i = 0; i < S * S; ++i) derivative[i] = T(i % (S + 1) == 0);
-  }
+  if (kDerivative) set_identity(derivative);
   E ahead[U][I];
   load_batch(ahead, from, step, int(end - first < U ? end - first : U));
   for (long long t = first; t < end; t += U) {
@@ -104,20 +99,9 @@ __device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool a
 #pragma unroll
       for (int i = 0; i < I; ++i) x[i] = T(now[u][i]);
       if constexpr (kDerivative) {
-        T jacobian[S * S], product[S * S];
+        T jacobian[S * S];
         WEFT_NEXT_JACOBIAN
-#pragma unroll
-        for (int i = 0; i < S; ++i) {
-#pragma unroll
-          for (int j = 0; j < S; ++j) {
-            T sum = T(0);
-#pragma unroll
-            for (int k = 0; k < S; ++k) sum += jacobian[i * S + k] * derivative[k * S + j];
-            product[i * S + j] = sum;
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < S * S; ++i) derivative[i] = product[i];
+        set_product<false>(derivative, jacobian, derivative);
       } else {
         WEFT_NEXT
       }
@@ -128,15 +112,7 @@ __device__ __forceinline__ Walk walk(const PointwiseArgs& a, long long n, bool a
       }
       to += onward;
     };
-    if (count == U) {
-#pragma unroll
-      for (int u = 0; u < U; ++u) one(u);
-    } else {
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        if (u < count) one(u);
-      }
-    }
+    each_step<false>(count, one);
     if (kHalf && WEFT_CHUNKED && active) {
 #pragma unroll
       for (int i = 0; i < S; ++i) static_cast<T*>(a.marks)[mark + i * a.N] = h[i];
@@ -172,22 +148,15 @@ __device__ __forceinline__ void accepted(const PointwiseArgs& a, long long n, T 
 __device__ __forceinline__ bool moved(const PointwiseArgs& a, int turn, int chunk, long long n, T (&start)[S],
                                       T& apart) {
   constexpr int kAtOnce = S == 1 ? 8 : S == 2 ? 3 : 1;
-#pragma unroll
-  for (int i = 0; i < S; ++i) start[i] = element(a, a.ends, turn, 0, S, i, n);
+  get(a, a.ends, turn, 0, n, start);
   for (int first = 1; first < chunk; first += kAtOnce) {
     T began[kAtOnce][S], end[kAtOnce][S], derivative[kAtOnce][S * S];
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       if (first + k < chunk) {
-#pragma unroll
-        for (int i = 0; i < S; ++i) {
-          began[k][i] = element(a, a.starts, turn, first + k, S, i, n);
-          end[k][i] = element(a, a.ends, turn, first + k, S, i, n);
-        }
-#pragma unroll
-        for (int i = 0; i < S * S; ++i) {
-          derivative[k][i] = element(a, a.derivatives, turn, first + k, S * S, i, n);
-        }
+        get(a, a.starts, turn, first + k, n, began[k]);
+        get(a, a.ends, turn, first + k, n, end[k]);
+        get(a, a.derivatives, turn, first + k, n, derivative[k]);
       }
     }
 #pragma unroll
@@ -209,8 +178,7 @@ __device__ __forceinline__ bool moved(const PointwiseArgs& a, int turn, int chun
     }
   }
   T began[S];
-#pragma unroll
-  for (int i = 0; i < S; ++i) began[i] = element(a, a.starts, turn, chunk, S, i, n);
+  get(a, a.starts, turn, chunk, n, began);
   return !meets(start, began, apart);
 }
 
@@ -227,21 +195,15 @@ __device__ __forceinline__ void rounds(const PointwiseArgs& a, long long warp, l
         const Task task = task_of(a, group, groups);
         for (int chunk = 1; chunk < a.chunks; ++chunk) {
           T start[S], began[S], unused[S * S];
-#pragma unroll
-          for (int i = 0; i < S; ++i) {
-            start[i] = element(a, a.ends, before, chunk - 1, S, i, task.n);
-            began[i] = element(a, a.starts, before, chunk, S, i, task.n);
-          }
+          get(a, a.ends, before, chunk - 1, task.n, start);
+          get(a, a.starts, before, chunk, task.n, began);
           T apart = T(0);
           const bool active = !meets(start, began, apart) && task.valid;
           if (!__any_sync(~0u, active)) continue;
-          const long long first = chunk * a.chunk, end = first + a.chunk < a.T ? first + a.chunk : a.T;
-          const Walk found = walk<false, true>(a, task.n, active, first, end, start, unused);
+          const Walk found = walk<false, true>(a, task.n, active, span_of(a, chunk), start, unused);
           if (!active) continue;
           note(a, task.n, round, found, true);
-          if (found.met) continue;
-#pragma unroll
-          for (int i = 0; i < S; ++i) element(a, a.ends, before, chunk, S, i, task.n) = start[i];
+          if (!found.met) put(a, a.ends, before, chunk, task.n, start);
         }
       }
       return;
@@ -258,23 +220,17 @@ __device__ __forceinline__ void rounds(const PointwiseArgs& a, long long warp, l
       for (int i = 0; i < S; ++i) end[i] = active ? start[i] : T(0);
       if (__any_sync(~0u, active)) {
         if (threadIdx.x % 32 == 0) walked[round] = 1;
-        const long long first = task.chunk * a.chunk, last = first + a.chunk < a.T ? first + a.chunk : a.T;
-        found = walk<true, true>(a, n, active, first, last, end, derivative);
+        found = walk<true, true>(a, n, active, span_of(a, task.chunk), end, derivative);
       }
       if (!task.valid) continue;
-      const bool kept = !active || found.met;
-#pragma unroll
-      for (int i = 0; i < S; ++i) {
-        element(a, a.starts, after, task.chunk, S, i, n) =
-            active ? start[i] : element(a, a.starts, before, task.chunk, S, i, n);
-        element(a, a.ends, after, task.chunk, S, i, n) =
-            kept ? element(a, a.ends, before, task.chunk, S, i, n) : end[i];
+      if (!active) get(a, a.starts, before, task.chunk, n, start);
+      if (!active || found.met) {
+        get(a, a.ends, before, task.chunk, n, end);
+        get(a, a.derivatives, before, task.chunk, n, derivative);
       }
-#pragma unroll
-      for (int i = 0; i < S * S; ++i) {
-        element(a, a.derivatives, after, task.chunk, S * S, i, n) =
-            kept ? element(a, a.derivatives, before, task.chunk, S * S, i, n) : derivative[i];
-      }
+      put(a, a.starts, after, task.chunk, n, start);
+      put(a, a.ends, after, task.chunk, n, end);
+      put(a, a.derivatives, after, task.chunk, n, derivative);
       if (active) note(a, n, round, found, false);
     }
   }
@@ -294,19 +250,14 @@ extern "C" __global__ void __launch_bounds__(128, S > 2          ? 1
   const long long warps = (long long)gridDim.x * (blockDim.x / 32);
   for (long long index = warp; index < groups * a.chunks; index += warps) {
     const Task task = task_of(a, index, groups);
-    const long long first = task.chunk * a.chunk, end = first + a.chunk < a.T ? first + a.chunk : a.T;
     T h[S], derivative[S * S];
 #pragma unroll
-    for (int i = 0; i < S; ++i) {
-      h[i] = T(*at<const E>(a.operands[i], task.n, 0));
-      if (WEFT_CHUNKED && task.valid) element(a, a.starts, 0, task.chunk, S, i, task.n) = h[i];
-    }
-    walk<WEFT_CHUNKED, false>(a, task.n, task.valid, first, end, h, derivative);
+    for (int i = 0; i < S; ++i) h[i] = T(*at<const E>(a.operands[i], task.n, 0));
+    if (WEFT_CHUNKED && task.valid) put(a, a.starts, 0, task.chunk, task.n, h);
+    walk<WEFT_CHUNKED, false>(a, task.n, task.valid, span_of(a, task.chunk), h, derivative);
     if (WEFT_CHUNKED && task.valid) {
-#pragma unroll
-      for (int i = 0; i < S; ++i) element(a, a.ends, 0, task.chunk, S, i, task.n) = h[i];
-#pragma unroll
-      for (int i = 0; i < S * S; ++i) element(a, a.derivatives, 0, task.chunk, S * S, i, task.n) = derivative[i];
+      put(a, a.ends, 0, task.chunk, task.n, h);
+      put(a, a.derivatives, 0, task.chunk, task.n, derivative);
     }
   }
 #if WEFT_CHUNKED

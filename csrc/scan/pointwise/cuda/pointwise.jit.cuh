@@ -39,10 +39,80 @@ __device__ __forceinline__ long long in_memory(const PointwiseArgs& a, long long
   return a.reverse ? a.T - 1 - t : t;
 }
 
-// A number of one of `count` for each channel of a chunk.
-__device__ __forceinline__ T& element(const PointwiseArgs& a, void* data, int turn, int chunk, int count, int i,
-                                      long long n) {
-  return static_cast<T*>(data)[((((long long)turn * a.chunks + chunk) * count) + i) * a.N + n];
+// The numbers of a channel of a chunk.
+template <int count>
+__device__ __forceinline__ T* elements(const PointwiseArgs& a, void* data, int turn, int chunk, long long n) {
+  return static_cast<T*>(data) + ((long long)turn * a.chunks + chunk) * count * a.N + n;
+}
+template <int count>
+__device__ __forceinline__ void get(const PointwiseArgs& a, void* data, int turn, int chunk, long long n,
+                                    T (&to)[count]) {
+  const T* const from = elements<count>(a, data, turn, chunk, n);
+#pragma unroll
+  for (int i = 0; i < count; ++i) to[i] = from[i * a.N];
+}
+template <int count>
+__device__ __forceinline__ void put(const PointwiseArgs& a, void* data, int turn, int chunk, long long n,
+                                    const T (&from)[count]) {
+  T* const to = elements<count>(a, data, turn, chunk, n);
+#pragma unroll
+  for (int i = 0; i < count; ++i) to[i * a.N] = from[i];
+}
+
+template <int count>
+__device__ __forceinline__ void set(T (&to)[count], const T (&from)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) to[i] = from[i];
+}
+template <int count>
+__device__ __forceinline__ void clear(T (&to)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) to[i] = T(0);
+}
+__device__ __forceinline__ void set_identity(T (&to)[S * S]) {
+#pragma unroll
+  for (int i = 0; i < S * S; ++i) to[i] = T(i % (S + 1) == 0);
+}
+// left * right; where `transposed`, left^T * right.
+template <bool transposed>
+__device__ __forceinline__ void set_product(T (&to)[S * S], const T (&left)[S * S], const T (&right)[S * S]) {
+  T product[S * S];
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+#pragma unroll
+    for (int j = 0; j < S; ++j) {
+      T sum = T(0);
+#pragma unroll
+      for (int k = 0; k < S; ++k) sum += left[transposed ? k * S + i : i * S + k] * right[k * S + j];
+      product[i * S + j] = sum;
+    }
+  }
+  set(to, product);
+}
+
+// f of the steps of a batch, in their order or from the last. A batch of U steps has no branches: its loads and
+// arithmetic overlap.
+template <bool from_last, typename F>
+__device__ __forceinline__ void each_step(int count, const F& f) {
+  if (count == U) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) f(from_last ? U - 1 - u : u);
+  } else {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int step = from_last ? U - 1 - u : u;
+      if (step < count) f(step);
+    }
+  }
+}
+
+// The steps of a chunk.
+struct Span {
+  long long first, end;
+};
+__device__ __forceinline__ Span span_of(const PointwiseArgs& a, int chunk) {
+  const long long first = chunk * a.chunk, end = first + a.chunk;
+  return {first, end < a.T ? end : a.T};
 }
 
 // A warp's work: 32 channels of a chunk.

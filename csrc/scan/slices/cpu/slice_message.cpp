@@ -2,10 +2,13 @@
 #include "scan/slices/slice_message.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/BFloat16.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
+#include <vector>
 
 #include "common/integers.h"
 
@@ -27,14 +30,18 @@ void for_lines(int64_t B, int64_t H, const Run& run) {
   });
 }
 
-template <typename T>
+// Of steps of type S, what rows and sums are.
+template <typename S>
+using Acc = std::conditional_t<std::is_same_v<S, double>, double, float>;
+
+template <typename S, typename T = Acc<S>>
 void write_message(const SliceProduct& p, const T* value, bool leaves, typename Packed<T>::Number* message) {
   const int64_t channels = p.B * p.H;
   for_lines(p.B, p.H, [&](int64_t row, int64_t h, int64_t count) {
     Scaled products[kSliceLine];
-    const T* A = static_cast<const T*>(p.A) + row * p.A_b + h;
+    const S* A = static_cast<const S*>(p.A) + row * p.A_b + h;
     for (int64_t t = 0; t < p.T; ++t, A += p.A_t) {
-      for (int64_t i = 0; i < count; ++i) products[i].multiply(A[i]);
+      for (int64_t i = 0; i < count; ++i) products[i].multiply(T(A[i]));
       if ((t + 1) % kFactors == 0) {
         for (int64_t i = 0; i < count; ++i) products[i].rescale();
         if ((t + 1) % kSliceLooks == 0 &&
@@ -50,25 +57,85 @@ void write_message(const SliceProduct& p, const T* value, bool leaves, typename 
 }
 
 void message(const SliceProduct& product, const at::Tensor& value, bool leaves, const at::Tensor& message) {
-  if (product.wide) {
-    write_message(product, value.const_data_ptr<double>(), leaves, message.data_ptr<int64_t>());
+  if (product.dtype == DType::f64) {
+    write_message<double>(product, value.const_data_ptr<double>(), leaves, message.data_ptr<int64_t>());
+  } else if (product.dtype == DType::bf16) {
+    write_message<c10::BFloat16>(product, value.const_data_ptr<float>(), leaves, message.data_ptr<int32_t>());
   } else {
-    write_message(product, value.const_data_ptr<float>(), leaves, message.data_ptr<int32_t>());
+    write_message<float>(product, value.const_data_ptr<float>(), leaves, message.data_ptr<int32_t>());
   }
 }
 
+// A batch row of a dense scan, as carry_between_slices has a channel.
+template <typename T>
+void carry_row(const SliceStates& s, int64_t row) {
+  using Number = typename Packed<T>::Number;
+  const int64_t H = s.H, numbers = s.product_numbers(), of_row = s.matrices > 1 ? row * H * H : 0;
+  std::vector<double> state(H, 0.0), next(H);
+  bool came = false;
+  for (int64_t i = 0; i < s.ranks; ++i) {
+    const Number* const message = s.message<Number>(i);
+    if (i == s.order) {
+      std::copy(state.begin(), state.end(), static_cast<T*>(s.entered) + row * H);
+      if (row == 0) *s.came = came;
+    }
+    double* const products = s.products + i * numbers + of_row;
+    for (int64_t r = 0; r < H; ++r) {
+      double sum = 0;
+      for (int64_t c = 0; c < H; ++c) {
+        const double product = came ? unpack_product<T>(message[of_row + r * H + c]) : 0.0;
+        products[r * H + c] = product;
+        sum += product * state[c];
+      }
+      T value;
+      std::memcpy(&value, message + numbers + row * H + r, sizeof(T));
+      next[r] = (came ? sum : 0.0) + double(value);
+    }
+    state.swap(next);
+    came = came || message[numbers + s.B * H] != 0;
+  }
+  std::copy(state.begin(), state.end(), static_cast<T*>(s.end) + row * H);
+}
+
+template <typename T>
+void carry_row_back(const SliceGradients& s, int64_t row) {
+  const int64_t H = s.H, of_row = s.matrices > 1 ? row * H * H : 0;
+  std::vector<double> state(H, 0.0), next(H);
+  for (int64_t i = 0; s.shares && i < s.ranks; ++i) {
+    for (int64_t h = 0; h < H; ++h) state[h] += double(s.message<T>(i)[(s.B + row) * H + h]);
+  }
+  for (int64_t i = s.ranks - 1; i > s.order; --i) {
+    const double* const products = s.products + i * s.matrices * H * H + of_row;
+    for (int64_t c = 0; c < H; ++c) next[c] = 0;
+    for (int64_t r = 0; s.enters(i) && r < H; ++r) {
+      for (int64_t c = 0; c < H; ++c) next[c] += products[r * H + c] * state[r];
+    }
+    for (int64_t c = 0; c < H; ++c) next[c] += double(s.message<T>(i)[row * H + c]);
+    state.swap(next);
+  }
+  std::copy(state.begin(), state.end(), static_cast<T*>(s.left) + row * H);
+}
+
 void states(const SliceStates& s) {
-  for (int64_t i = 0; i < s.channels; ++i)
+  if (s.matrices > 0) {
+    for (int64_t row = 0; row < s.B; ++row) s.wide ? carry_row<double>(s, row) : carry_row<float>(s, row);
+    return;
+  }
+  for (int64_t i = 0; i < s.B * s.H; ++i)
     s.wide ? carry_between_slices<double>(s, i) : carry_between_slices<float>(s, i);
 }
 
 void gradients(const SliceGradients& s) {
-  for (int64_t i = 0; i < s.channels; ++i) {
+  if (s.matrices > 0) {
+    for (int64_t row = 0; row < s.B; ++row) s.wide ? carry_row_back<double>(s, row) : carry_row_back<float>(s, row);
+    return;
+  }
+  for (int64_t i = 0; i < s.B * s.H; ++i) {
     s.wide ? carry_back_between_slices<double>(s, i) : carry_back_between_slices<float>(s, i);
   }
 }
 
-template <typename T>
+template <typename S, typename T = Acc<S>>
 void mend_slice(const SliceMend& m) {
   if (m.came != nullptr && *m.came == 0) return;
   const bool gradients = m.gradients;
@@ -76,27 +143,29 @@ void mend_slice(const SliceMend& m) {
     double v[kSliceLine];
     const T* const state = static_cast<const T*>(m.state) + row * m.H + h;
     std::copy_n(state, count, v);
-    const T* A = static_cast<const T*>(m.A) + row * m.A_b + h;
-    T* x = static_cast<T*>(m.x) + row * m.x_b + h;
-    const T* before = static_cast<const T*>(m.before) + row * m.before_b + h;
-    T* grad_A = static_cast<T*>(m.grad_A) + row * m.grad_A_b + h;
+    const S* A = static_cast<const S*>(m.A) + row * m.A_b + h;
+    S* x = static_cast<S*>(m.x) + row * m.x_b + h;
+    const S* before = static_cast<const S*>(m.before) + row * m.before_b + h;
+    S* grad_A = static_cast<S*>(m.grad_A) + row * m.grad_A_b + h;
     const T* const first = m.first ? static_cast<const T*>(m.first) + row * m.H + h : nullptr;
     for (int64_t t = 0; t < m.T; ++t, A += m.A_t, x += m.x_t, before += m.before_t, grad_A += m.grad_A_t) {
       bool matters = false, shows[kSliceLine];
       for (int64_t i = 0; i < count; ++i) {
-        if (!gradients && v[i] != 0) v[i] *= double(A[i]);
-        const T mended = T(double(x[i]) + v[i]);
+        if (!gradients && v[i] != 0) v[i] *= double(T(A[i]));
+        const T there = T(x[i]), mended = T(double(there) + v[i]);
         // A channel ends by itself, whatever its neighbours do: no row of the batch shows in another.
-        shows[i] = !(mended == x[i] || x[i] != x[i]);
+        shows[i] = !(mended == there || there != there);
         matters |= shows[i];
-        x[i] = mended;
+        x[i] = S(mended);
       }
       if (m.grad_A != nullptr && (t < m.T - 1 || first != nullptr)) {
-        const T* const of = t < m.T - 1 ? before : first;
-        for (int64_t i = 0; i < count; ++i) grad_A[i] = T(double(grad_A[i]) + v[i] * double(of[i]));
+        for (int64_t i = 0; i < count; ++i) {
+          const double of = t < m.T - 1 ? double(T(before[i])) : double(first[i]);
+          grad_A[i] = S(T(double(T(grad_A[i])) + v[i] * of));
+        }
       }
       if (gradients && t < m.T - 1) {
-        for (int64_t i = 0; i < count; ++i) v[i] *= v[i] != 0 ? double(A[i]) : 1.0;
+        for (int64_t i = 0; i < count; ++i) v[i] *= v[i] != 0 ? double(T(A[i])) : 1.0;
       }
       for (int64_t i = 0; i < count; ++i) v[i] = shows[i] ? v[i] : 0;
       if (!matters) return;
@@ -105,7 +174,8 @@ void mend_slice(const SliceMend& m) {
 }
 
 void mend(const SliceMend& m) {
-  m.wide ? mend_slice<double>(m) : mend_slice<float>(m);
+  if (m.dtype == DType::f64) return mend_slice<double>(m);
+  m.dtype == DType::bf16 ? mend_slice<c10::BFloat16>(m) : mend_slice<float>(m);
 }
 
 constexpr SliceKernels kKernels{message, states, gradients, mend};
@@ -116,9 +186,10 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
   m.impl("slice_message", [](const at::Tensor& A, const at::Tensor& value, bool leaves) {
     return slice_message(kKernels, A, value, leaves);
   });
-  m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse) {
-    return slice_states(kKernels, messages, value, order, reverse);
-  });
+  m.impl("slice_states",
+         [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse, int64_t matrices) {
+           return slice_states(kKernels, messages, value, order, reverse, matrices);
+         });
   m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
     return slice_left(kKernels, messages, products, order, reverse);
   });

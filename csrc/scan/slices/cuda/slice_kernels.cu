@@ -11,9 +11,12 @@
 // Numbers: a piece's product and steps in the dtype, what pieces hand on in double. A product that leaves the middle of
 // its range is not trusted: the lane walks from the
 //   tile's begin, step by step, as the scan itself would.
+#include <cuda_bf16.h>
+
 #include <algorithm>
 #include <type_traits>
 
+#include "common/element.cuh"
 #include "common/integers.h"
 #include "common/launch.cuh"
 #include "scan/slices/cuda/slice_kernels.h"
@@ -21,16 +24,17 @@
 namespace weft::scan {
 namespace {
 
-constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8;
+constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8, kRowThreads = 256;
 // Of a warp between two meetings, as many as there are registers for.
 template <typename T, int kWarps = kFewWarps>
 constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
 // Of a warp between two looks whether the product is zero.
 constexpr int kProductSteps = 32;
 
-template <typename T>
+template <typename S>
 __global__ void __launch_bounds__(kLanes* kFewWarps)
     product_kernel(const __grid_constant__ SliceProduct p, int64_t steps, Scaled* parts) {
+  using T = acc_t<S>;
   __shared__ double mantissas[kFewWarps][kLanes];
   __shared__ int64_t exponents[kFewWarps][kLanes], looks[2][kFewWarps][kLanes];
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
@@ -38,7 +42,7 @@ __global__ void __launch_bounds__(kLanes* kFewWarps)
   const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
   const bool owned = h < p.H;
   const int64_t begin = blockIdx.y * steps, end = min(begin + steps, p.T);
-  const T* const A = static_cast<const T*>(p.A) + row * p.A_b + (owned ? h : 0);
+  const S* const A = static_cast<const S*>(p.A) + row * p.A_b + (owned ? h : 0);
   Scaled product;
   // Warps take turns, and look together whether the rest still matters.
   int turn = 0;
@@ -48,7 +52,7 @@ __global__ void __launch_bounds__(kLanes* kFewWarps)
     for (int64_t from = first; from < min(first + kProductSteps, end); from += kSteps<T>) {
       T a[kSteps<T>];
 #pragma unroll
-      for (int i = 0; i < kSteps<T>; ++i) a[i] = from + i < end ? A[(from + i) * p.A_t] : T(1);
+      for (int i = 0; i < kSteps<T>; ++i) a[i] = from + i < end ? T(to_acc(A[(from + i) * p.A_t])) : T(1);
 #pragma unroll
       for (int i = 0; i < kSteps<T>; ++i) {
         product.multiply(a[i]);
@@ -87,13 +91,89 @@ __global__ void __launch_bounds__(128) message_kernel(const Scaled* parts, int64
 template <typename T>
 __global__ void __launch_bounds__(128) states_kernel(const __grid_constant__ SliceStates s) {
   const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
-  if (channel < s.channels) carry_between_slices<T>(s, channel);
+  if (channel < s.B * s.H) carry_between_slices<T>(s, channel);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(128) gradients_kernel(const __grid_constant__ SliceGradients s) {
   const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
-  if (channel < s.channels) carry_back_between_slices<T>(s, channel);
+  if (channel < s.B * s.H) carry_back_between_slices<T>(s, channel);
+}
+
+// A batch row of a dense scan, by a block. A warp takes a row of a rank's product; the first batch row writes a product
+// that all share.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    row_states_kernel(const __grid_constant__ SliceStates s, double* states) {
+  using Number = typename Packed<T>::Number;
+  const int64_t row = blockIdx.x, H = s.H, numbers = s.product_numbers(), of_row = s.matrices > 1 ? row * H * H : 0;
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const bool writes = s.matrices > 1 || row == 0;
+  double *state = states + row * 2 * H, *next = state + H;
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) state[h] = 0;
+  __syncthreads();
+  bool came = false;
+  for (int64_t i = 0; i < s.ranks; ++i) {
+    const Number* const message = s.message<Number>(i);
+    if (i == s.order) {
+      for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.entered)[row * H + h] = T(state[h]);
+      if (row == 0 && threadIdx.x == 0) *s.came = came;
+    }
+    for (int64_t r = warp; r < H; r += kRowThreads / kLanes) {
+      double sum = 0;
+      for (int64_t c = lane; c < H; c += kLanes) {
+        const double product = came ? unpack_product<T>(message[of_row + r * H + c]) : 0.0;
+        if (writes) s.products[i * numbers + of_row + r * H + c] = product;
+        if (came) sum += product * state[c];
+      }
+      for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+      T value;
+      memcpy(&value, message + numbers + row * H + r, sizeof(T));
+      if (lane == 0) next[r] = sum + double(value);
+    }
+    __syncthreads();
+    double* const other = state;
+    state = next, next = other;
+    came = came || message[numbers + s.B * H] != 0;
+  }
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.end)[row * H + h] = T(state[h]);
+}
+
+// The way back. Threads share a column where there are fewer of these.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    row_gradients_kernel(const __grid_constant__ SliceGradients s, double* states) {
+  __shared__ double sums[kRowThreads];
+  const int64_t row = blockIdx.x, H = s.H, of_row = s.matrices > 1 ? row * H * H : 0;
+  const int64_t columns = H < kRowThreads ? H : kRowThreads, groups = kRowThreads / columns;
+  const int64_t first = threadIdx.x % columns, group = threadIdx.x / columns;
+  double *state = states + row * 2 * H, *next = state + H;
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) {
+    double share = 0;
+    for (int64_t i = 0; s.shares && i < s.ranks; ++i) share += double(s.message<T>(i)[(s.B + row) * H + h]);
+    state[h] = share;
+  }
+  __syncthreads();
+  for (int64_t i = s.ranks - 1; i > s.order; --i) {
+    const double* const products = s.products + i * s.matrices * H * H + of_row;
+    for (int64_t begin = 0; begin < H; begin += columns) {
+      const int64_t c = begin + first;
+      double sum = 0;
+      if (c < H && group < groups && s.enters(i)) {
+        for (int64_t r = group; r < H; r += groups) sum += products[r * H + c] * state[r];
+      }
+      sums[threadIdx.x] = sum;
+      __syncthreads();
+      if (group == 0 && c < H) {
+        for (int64_t g = 1; g < groups; ++g) sum += sums[g * columns + first];
+        next[c] = sum + double(s.message<T>(i)[row * H + c]);
+      }
+      __syncthreads();
+    }
+    double* const other = state;
+    state = next, next = other;
+  }
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.left)[row * H + h] = T(state[h]);
 }
 
 // Whether a product, of one factor in the middle of the range, is as good as the steps.
@@ -104,8 +184,9 @@ __device__ inline bool is_trusted(T product, bool zero) {
   return (size > 1 / far && size < far) || (zero && product == 0);
 }
 
-template <typename T, bool kGradients, int kWarps>
+template <typename S, bool kGradients, int kWarps>
 __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_constant__ SliceMend m) {
+  using T = acc_t<S>;
   __shared__ double products[kWarps][kLanes];
   __shared__ bool zeros[kWarps][kLanes];
   __shared__ bool shows[2][kLanes];  // whether a channel's state still does, at the end of a tile
@@ -116,10 +197,10 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
   const int64_t row = blockIdx.x / slabs, h = blockIdx.x % slabs * kLanes + lane;
   const bool owned = h < m.H;
   const int64_t at = owned ? h : 0;
-  const T* const A = static_cast<const T*>(m.A) + row * m.A_b + at;
-  T* const x = static_cast<T*>(m.x) + row * m.x_b + at;
-  const T* const before = static_cast<const T*>(m.before) + row * m.before_b + at;
-  T* const grad_A = static_cast<T*>(m.grad_A) + row * m.grad_A_b + at;
+  const S* const A = static_cast<const S*>(m.A) + row * m.A_b + at;
+  S* const x = static_cast<S*>(m.x) + row * m.x_b + at;
+  const S* const before = static_cast<const S*>(m.before) + row * m.before_b + at;
+  S* const grad_A = static_cast<S*>(m.grad_A) + row * m.grad_A_b + at;
   const bool of_A = kGradients && m.grad_A != nullptr;
   // What the step's factor is: in a scan A of the step, before it; in its gradients after it, but not of the last.
   const int64_t factors = kGradients ? m.T - 1 : m.T;
@@ -133,14 +214,14 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) {
       const int64_t t = begin + i;
-      a[i] = t < factors ? A[t * m.A_t] : T(1);
-      value[i] = t < m.T ? x[t * m.x_t] : T(0);
+      a[i] = t < factors ? T(to_acc(A[t * m.A_t])) : T(1);
+      value[i] = t < m.T ? T(to_acc(x[t * m.x_t])) : T(0);
       if constexpr (kGradients) {
         other[i] = T(0), gradient[i] = T(0);
         if (of_A && t < m.T) {
-          gradient[i] = grad_A[t * m.grad_A_t];
+          gradient[i] = to_acc(grad_A[t * m.grad_A_t]);
           if (t < m.T - 1) {
-            other[i] = before[t * m.before_t];
+            other[i] = to_acc(before[t * m.before_t]);
           } else if (m.first != nullptr) {
             other[i] = static_cast<const T*>(m.first)[row * m.H + at];
           }
@@ -174,7 +255,7 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
       next = carry;
       for (int64_t t = tile; t < min(tile + kTile, m.T); ++t) {
         if (t == begin) v = next;
-        if (t < factors) next *= double(A[t * m.A_t]);
+        if (t < factors) next *= double(to_acc(A[t * m.A_t]));
       }
     }
     // A float's scan would long have made zero of it.
@@ -190,10 +271,10 @@ __global__ void __launch_bounds__(kLanes* kWarps) mend_kernel(const __grid_const
       // Of the tile's last step, or the slice's.
       if (t == tile + kTile - 1) matters = live && !(mended == value[i] || value[i] != value[i]);
       if (live && t < m.T) {
-        x[t * m.x_t] = mended;
+        x[t * m.x_t] = from_acc<S>(mended);
         // Without a state before the first step its A has no gradient, also where lambda is not finite.
         if (of_A && (t < m.T - 1 || m.first != nullptr)) {
-          grad_A[t * m.grad_A_t] = gradient[i] + added * other[i];
+          grad_A[t * m.grad_A_t] = from_acc<S>(gradient[i] + added * other[i]);
         }
       }
       if constexpr (kGradients) added *= a[i];
@@ -210,6 +291,11 @@ template <typename Run>
 void with_type(bool wide, const Run& run) {
   wide ? run(double()) : run(float());
 }
+template <typename Run>
+void with_steps(DType dtype, const Run& run) {
+  if (dtype == DType::bf16) return run(static_cast<__nv_bfloat16*>(nullptr));
+  dtype == DType::f64 ? run(static_cast<double*>(nullptr)) : run(static_cast<float*>(nullptr));
+}
 
 }  // namespace
 
@@ -222,27 +308,35 @@ void slice_message_cuda(const SliceProduct& p, const void* value, bool leaves, v
   const int64_t steps = chunks == 0 ? 0 : ceil_div(ceil_div(p.T, chunks), least) * least;
   const int64_t parts = chunks == 0 ? 0 : ceil_div(p.T, steps);
   Scaled* const to = static_cast<Scaled*>(workspace(size_t(std::max<int64_t>(1, parts * channels)) * sizeof(Scaled)));
-  with_type(p.wide, [&](auto zero) {
-    using T = decltype(zero);
+  with_steps(p.dtype, [&]<typename S>(S*) {
+    using T = acc_t<S>;
     using Number = typename Packed<T>::Number;
-    launch("slice_product", product_kernel<T>, Grid(slabs, parts), kLanes * kFewWarps, 0, stream, p, steps, to);
+    launch("slice_product", product_kernel<S>, Grid(slabs, parts), kLanes * kFewWarps, 0, stream, p, steps, to);
     launch("slice_message", message_kernel<T>, Grid(std::max<int64_t>(1, ceil_div(channels, int64_t(128)))), 128, 0,
            stream, static_cast<const Scaled*>(to), parts, channels, static_cast<const T*>(value), leaves,
            static_cast<Number*>(message));
   });
 }
 
-void slice_states_cuda(const SliceStates& s, cudaStream_t stream) {
+void slice_states_cuda(const SliceStates& s, const Workspace& workspace, cudaStream_t stream) {
   with_type(s.wide, [&](auto zero) {
     using T = decltype(zero);
-    launch("slice_states", states_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
+    if (s.matrices > 0) {
+      double* const states = static_cast<double*>(workspace(size_t(2 * s.B * s.H) * sizeof(double)));
+      return launch("slice_states", row_states_kernel<T>, Grid(s.B), kRowThreads, 0, stream, s, states);
+    }
+    launch("slice_states", states_kernel<T>, Grid(ceil_div(s.B * s.H, int64_t(128))), 128, 0, stream, s);
   });
 }
 
-void slice_gradients_cuda(const SliceGradients& s, cudaStream_t stream) {
+void slice_gradients_cuda(const SliceGradients& s, const Workspace& workspace, cudaStream_t stream) {
   with_type(s.wide, [&](auto zero) {
     using T = decltype(zero);
-    launch("slice_left", gradients_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
+    if (s.matrices > 0) {
+      double* const states = static_cast<double*>(workspace(size_t(2 * s.B * s.H) * sizeof(double)));
+      return launch("slice_left", row_gradients_kernel<T>, Grid(s.B), kRowThreads, 0, stream, s, states);
+    }
+    launch("slice_left", gradients_kernel<T>, Grid(ceil_div(s.B * s.H, int64_t(128))), 128, 0, stream, s);
   });
 }
 
@@ -251,15 +345,14 @@ void slice_mend_cuda(const SliceMend& m, cudaStream_t stream) {
   auto run = [&](const char* name, auto kernel, int warps) {
     launch(name, kernel, Grid(slabs), kLanes * warps, 0, stream, m);
   };
-  with_type(m.wide, [&](auto zero) {
-    using T = decltype(zero);
-    if (m.gradients) return run("slice_mend_gradients", mend_kernel<T, true, kFewWarps>, kFewWarps);
-    if constexpr (sizeof(T) == 4) {
+  with_steps(m.dtype, [&]<typename S>(S*) {
+    if (m.gradients) return run("slice_mend_gradients", mend_kernel<S, true, kFewWarps>, kFewWarps);
+    if constexpr (sizeof(S) <= 4) {
       // A block of doubles would not have the registers.
       const bool alone = slabs < 2 * int64_t(device_limits().sm_count);
-      if (alone) return run("slice_mend", mend_kernel<T, false, kManyWarps>, kManyWarps);
+      if (alone) return run("slice_mend", mend_kernel<S, false, kManyWarps>, kManyWarps);
     }
-    run("slice_mend", mend_kernel<T, false, kFewWarps>, kFewWarps);
+    run("slice_mend", mend_kernel<S, false, kFewWarps>, kFewWarps);
   });
 }
 
