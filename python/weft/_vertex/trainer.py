@@ -395,7 +395,7 @@ class Trainer:
         self, graphs: Graphs, targets: Tensor, changes: list[training.Update], parts: _Parts
     ) -> training.Request:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
-        roots, refused = _roots(graphs, targets.device) if self.at == "roots" else None, self._flag(targets.device)
+        roots, refused = graphs if self.at == "roots" else None, self._flag(targets.device)
         return training.Request(
             parts.operands, weight, bias, self.loss, roots, targets, self.ignore_index, changes, refused
         )

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
 from ..._C import vertex as _C
+from ..graphs import Graphs
 from .batched import Batched
 
 __all__ = ["Begun", "Launched", "Operands", "Request", "Update", "Updates"]
@@ -67,8 +68,8 @@ class Request(NamedTuple):
     """(C,)"""
     loss: str
     """``cross_entropy`` or ``mse``, means as torch's."""
-    roots: Tensor | None
-    """int64: the rows in whose order `targets` are, on their device; None where these are all vertices."""
+    roots: Graphs | None
+    """In the order of whose roots `targets` are; None where they are of all vertices."""
     targets: Tensor
     """int64 (rows,), or float32 as y."""
     ignore_index: int
@@ -139,6 +140,8 @@ class _Known(NamedTuple):
     reached: Collection[int]
     members: list[list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]]
     """Of each group the parameters that are updated, their moments, and their counter of steps if they have one."""
+    counters: list[Tensor]
+    """Those of them that are on the CPU."""
 
     def holds(self, optimizer: Optimizer) -> bool:
         return self.snapshot.holds(optimizer) and self.groups == _groups(optimizer)
@@ -150,12 +153,15 @@ class _Known(NamedTuple):
         for group in groups:
             found = [(updated[id(p)], states.get(p, {})) for p in group["params"] if id(p) in updated]
             members.append([(u.parameter, u.first, u.second, state.get("step")) for u, state in found])
+        counters = [m[3] for group in members for m in group if m[3] is not None and m[3].device.type == "cpu"]
         tables = [t for t in (states, *states.values()) if t]
         tensors = [p for group in groups for p in group["params"]]
         tensors += [x for state in states.values() for x in state.values() if isinstance(x, Tensor)]
         empty = [t for t in (states, *states.values()) if not t]
         held = optimizer, empty, tensors, [(t, [*t], [*t.values()]) for t in tables]
-        return _Known(_C.Snapshot([optimizer], tables, empty, tensors), held, _groups(optimizer), reached, members)
+        return _Known(
+            _C.Snapshot([optimizer], tables, empty, tensors), held, _groups(optimizer), reached, members, counters
+        )
 
 
 def _groups(optimizer: Optimizer) -> list[tuple[int, bool]]:
@@ -172,6 +178,8 @@ class Updates:
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
         self._known: _Known | None = None
+        self._holds = False
+        """Whether it was seen to hold and nothing was done since."""
         # Counters that a device holds are read once, and again where somebody else has written to them.
         self._counts: dict[int, tuple[Tensor, int, float]] = {}
 
@@ -183,8 +191,11 @@ class Updates:
         updates: list[Update] = []
         begun = Begun([], [])
         known, groups = self._known, self._optimizer.param_groups
-        if known is not None and known.reached is reached and known.holds(self._optimizer):
+        holds, self._holds = self._holds, False
+        if known is not None and known.reached is reached and (holds or known.holds(self._optimizer)):
             # No state is new: a first step has made them all.
+            begun.counters.extend(known.counters)
+            counts = iter(_C.count_up(known.counters))
             for group, members in zip(groups, known.members, strict=True):
                 numbers: dict[float, tuple[float, ...]] = {}
                 for p, first, second, counter in members:
@@ -192,8 +203,8 @@ class Updates:
                         given = self._sgd_numbers(group, float(group["dampening"]), numbers)
                         updates.append(Update(p, "sgd", first, None, given))
                     else:
-                        given = self._adam_numbers(group, counter, begun, numbers)
-                        updates.append(Update(p, "adam", first, second, given))
+                        count = next(counts) if counter.device.type == "cpu" else self._count(counter) + 1
+                        updates.append(Update(p, "adam", first, second, self._adam_numbers(group, count, numbers)))
         else:
             for group in groups:
                 make = self._sgd if "momentum" in group else self._adam
@@ -202,8 +213,7 @@ class Updates:
                     if id(p) in reached and p.requires_grad:
                         updates.append(make(p, group, begun, numbers))
             self._known = _Known.of(self._optimizer, reached, updates)
-        if begun.counters:
-            foreach_add_(begun.counters, 1)
+            _C.count_up(begun.counters)
         return updates, begun
 
     def finish(self, updates: Iterable[Update], refused: Tensor) -> None:
@@ -225,9 +235,11 @@ class Updates:
     def obstacle(self) -> str | None:
         """Why it does not know what the optimizer does."""
         found = _options_obstacle(self._optimizer)
-        if found is None and (self._known is None or not self._known.holds(self._optimizer)):
-            self._known = None
-            found = _state_obstacle(self._optimizer)
+        if found is None:
+            self._holds = self._known is not None and self._known.holds(self._optimizer)
+            if not self._holds:
+                self._known = None
+                found = _state_obstacle(self._optimizer)
         return found
 
     def undo(self, begun: Begun) -> None:
@@ -278,14 +290,14 @@ class Updates:
             if on_device:
                 self._counts[id(fresh["step"])] = fresh["step"], fresh["step"]._version, 0.0
             state = self._state(p, begun, fresh)
-        given = self._adam_numbers(group, state["step"], begun, numbers)
-        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], given)
-
-    def _adam_numbers(self, group: Mapping, counter: Tensor, begun: Begun, numbers: dict[float, tuple[float, ...]]):
-        """`numbers`: the group's, by its parameters' counts of steps."""
-        count = self._count(counter) + 1
+        counter = state["step"]
         if counter.device.type == "cpu":
             begun.counters.append(counter)
+        given = self._adam_numbers(group, self._count(counter) + 1, numbers)
+        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], given)
+
+    def _adam_numbers(self, group: Mapping, count: float, numbers: dict[float, tuple[float, ...]]):
+        """`numbers`: the group's, by its parameters' counts of steps."""
         if count not in numbers:
             lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
             numbers[count] = (
