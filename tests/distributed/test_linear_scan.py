@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import weft.distributed as wd
 from torch import Tensor
+from weft._distributed import scan
 from weft.scan import linear_scan, linear_scan_reference
 
 from benchmarks.common import captured
@@ -81,6 +82,23 @@ def test_values_and_gradients(team: Team, layout: str, x0: bool, sizes: list[int
 @pytest.mark.parametrize("reverse", [False, True])
 def test_dtypes(team: Team, layout: str, reverse: bool, dtype: torch.dtype) -> None:
     team.run(_beside_one_process, LinearScan(60, 2, 4, layout, True, reverse), [20, 1, 30, 9], dtype)
+
+
+def _in_halves(rank: int, sample: LinearScan, sizes: list[int]) -> None:
+    scan._halved.add("cpu")
+    try:
+        _beside_one_process(rank, sample, sizes, torch.float32)
+    finally:
+        scan._halved.discard("cpu")
+
+
+@pytest.mark.parametrize("layout", ["dense", "shared", "shared_4d"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("x0", [False, True])
+def test_halves_of_a_dense_scan(team: Team, layout: str, x0: bool, sizes: list[int]) -> None:
+    """As CUDA runs it, by what the CPU has in the place of CUDA's kernels."""
+    for reverse, transpose in ((False, True), (True, False)):
+        team.run(_in_halves, LinearScan(13, 2, 3, layout, x0, reverse, transpose), sizes)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

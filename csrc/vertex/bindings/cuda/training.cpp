@@ -167,7 +167,6 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
     partial.emplace_back(&u, others);
     others += parameter.numel();
   }
-  const Counters arrived = zeroed_counters(1);
   TrainingArguments t{};
   t.targets = wanted.const_data_ptr();
   t.roots = roots ? reinterpret_cast<const long long*>(roots->const_data_ptr<int64_t>()) : nullptr;
@@ -190,7 +189,8 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
                    const PersistentKernel& kernel =
                        persistent_kernel(program->program, Pass::kTraining, memory.most_blocks, multiplies_in_tf32(),
                                          count, of_vectors, form);
-                   launched = kernel.resident &&
+                   const Counters arrived = zeroed_counters(counters_of(memory));
+                   launched = kernel.most_groups >= memory.groups &&
                               launch_persistent(kernel, memory, Pass::kTraining,
                                                 reinterpret_cast<unsigned*>(arrived.first), stream, &t, all.data());
                  });
@@ -211,7 +211,7 @@ std::tuple<int, int, int64_t, bool> kernel_shape(const torch::jit::Object& objec
   const PersistentKernel& kernel =
       persistent_kernel(program->program, static_cast<Pass>(pass), most_blocks, multiplies_in_tf32(), matrices, vectors,
                         {cross_entropy, head, classes});
-  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.resident};
+  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.most_groups > 0};
 }
 
 }  // namespace
