@@ -9,36 +9,53 @@ namespace {
 constexpr int32_t kScriptMagic = 0x57530101;
 constexpr size_t kHeader = 12, kGroups = 11, kEach = sizeof(ScriptInstruction) / sizeof(int32_t);
 
-// What the blocks of a group have written and not signalled yet: by steps of this task in its rows, by tasks of this
-// frontier, which none of them reads, and before.
+// What the blocks of a group have written and not signalled yet: by steps of a task in its rows, by tasks of this
+// frontier in rows that none of them reads, and before.
 class Unseen {
  public:
-  explicit Unseen(size_t buffers) : written_(buffers, kNothing) {}
+  explicit Unseen(size_t buffers) : own_(1, Marks(buffers, 0)), frontier_(buffers, 0), before_(buffers, 0) {}
 
-  void next_task(bool next_frontier) {
-    for (uint8_t& w : written_) {
-      if (w & kOwn) w = (w & ~kOwn) | kFrontier;
-      if (next_frontier && (w & kFrontier)) w = kBefore;
+  // What follows is of task number `task` of this frontier, or of the next.
+  void enter(size_t task, bool next_frontier) {
+    if (next_frontier && !clear_) {
+      for (Marks& own : own_) move(own, before_);
+      move(frontier_, before_);
     }
+    task_ = task;
+    while (own_.size() <= task) own_.emplace_back(before_.size(), 0);
   }
   bool concerns(const Share& share, bool published) const {
     return std::any_of(share.reads.begin(), share.reads.end(), [&](const CrossRead& r) {
       if (r.published && published) return false;
-      return (written_[r.buffer] & (r.own ? kBefore | kOwn : kBefore)) != 0;
+      return before_[r.buffer] || (r.own && own_[task_][r.buffer]);
     });
   }
   void write(const Share& share) {
-    for (const int32_t b : share.stores) written_[b] |= kOwn;
-    for (const int32_t b : share.scatters) written_[b] |= kFrontier;
+    clear_ &= share.stores.empty() && share.scatters.empty();
+    for (const int32_t b : share.stores) own_[task_][b] = 1;
+    for (const int32_t b : share.scatters) frontier_[b] = 1;
   }
   void blank(const Share& share) {
-    for (const int32_t b : share.scatters) written_[b] |= kFrontier;
+    clear_ &= share.scatters.empty();
+    for (const int32_t b : share.scatters) frontier_[b] = 1;
   }
-  void clear() { std::fill(written_.begin(), written_.end(), kNothing); }
+  void clear() {
+    if (clear_) return;
+    for (Marks& own : own_) std::fill(own.begin(), own.end(), 0);
+    std::fill(frontier_.begin(), frontier_.end(), 0);
+    std::fill(before_.begin(), before_.end(), 0);
+    clear_ = true;
+  }
 
  private:
-  enum : uint8_t { kNothing = 0, kOwn = 1, kFrontier = 2, kBefore = 4 };
-  std::vector<uint8_t> written_;  // by buffer
+  using Marks = std::vector<uint8_t>;  // by buffer
+  static void move(Marks& from, Marks& to) {
+    for (size_t b = 0; b < from.size(); ++b) to[b] |= from[b], from[b] = 0;
+  }
+  std::vector<Marks> own_;  // by task of the frontier
+  Marks frontier_, before_;
+  size_t task_ = 0;
+  bool clear_ = true;
 };
 
 struct Visit {
@@ -66,31 +83,32 @@ class Walk {
 
   int32_t groups() const { return groups_; }
 
-  // Calls next_task(next_frontier) for every task, visit for each of its steps, meet where all blocks of all groups
-  // meet, whatever is written, and other for what is no step.
-  template <typename NextTask, typename Meet, typename OnStep, typename Other>
-  void pass(const NextTask& next_task, const Meet& meet, const OnStep& visit, const Other& other) const {
+  // Calls enter(task, next_frontier) before steps of a task, visit for each of them, meet where all blocks of all
+  // groups meet, whatever is written, and other for what is no step. Tasks of one frontier take turns: each goes on up
+  // to the step that waits for other blocks, so that one wait serves all of them.
+  template <typename Enter, typename Waits, typename Meet, typename OnStep, typename Other>
+  void pass(const Enter& enter, const Waits& waits, const Meet& meet, const OnStep& visit, const Other& other) const {
     switch (partition_.pass) {
       case Pass::kForward:
         blanks(visit);
-        return frontiers(0, partition_.steps.size(), false, next_task, visit);
+        return frontiers(0, partition_.steps.size(), false, enter, waits, visit);
       case Pass::kBackward:
-        return frontiers(0, partition_.steps.size(), true, next_task, visit);
+        return frontiers(0, partition_.steps.size(), true, enter, waits, visit);
       case Pass::kTraining:
         break;
     }
     const size_t forward = partition_.forward_steps, all = partition_.steps.size();
-    if (once(0, forward, Step::When::kBefore, next_task, meet, visit) && groups_ > 1) meet();
+    if (once(0, forward, Step::When::kBefore, enter, meet, visit) && groups_ > 1) meet();
     blanks(visit);
-    frontiers(0, forward, false, next_task, visit);
-    once(0, forward, Step::When::kAfter, next_task, meet, visit);
+    frontiers(0, forward, false, enter, waits, visit);
+    once(0, forward, Step::When::kAfter, enter, meet, visit);
     meet();
     other(ScriptInstruction::kLoss);
     meet();
     other(ScriptInstruction::kLossOfHead);
     meet();
-    frontiers(forward, all, true, next_task, visit);
-    once(forward, all, Step::When::kAfter, next_task, meet, visit);
+    frontiers(forward, all, true, enter, waits, visit);
+    once(forward, all, Step::When::kAfter, enter, meet, visit);
     meet();
     for (size_t i = forward; i < all; ++i) {
       if (step(i).kind == Step::Kind::kOuter || step(i).kind == Step::Kind::kTotal) whole(i, visit);
@@ -103,8 +121,8 @@ class Walk {
 
   // Kernels and products that run once, on all rows: each may read in any what those before it wrote. Whether there are
   // any.
-  template <typename NextTask, typename Meet, typename OnStep>
-  bool once(size_t begin, size_t end, Step::When when, const NextTask& next_task, const Meet& meet,
+  template <typename Enter, typename Meet, typename OnStep>
+  bool once(size_t begin, size_t end, Step::When when, const Enter& enter, const Meet& meet,
             const OnStep& visit) const {
     bool any = false;
     for (size_t i = begin; i < end; ++i) {
@@ -113,35 +131,71 @@ class Walk {
       if (!product && step(i).kind != Step::Kind::kKernel) continue;
       if (groups_ > 1 && (any || when != Step::When::kBefore)) meet();  // others wrote other rows
       any = true;
-      next_task(true);
+      enter(0, true);
       product ? whole(i, visit, /*own=*/true) : late(i, visit);
     }
     return any;
   }
 
-  template <typename NextTask, typename OnStep>
-  void frontiers(size_t begin, size_t end, bool backward, const NextTask& next_task, const OnStep& visit) const {
-    int32_t level = -1;
-    for (size_t k = 0; k < tasks_.size(); ++k) {
-      const Task& task = tasks_[backward ? tasks_.size() - 1 - k : k];
-      if (task.group != group_) continue;
-      next_task(task.level != level);
-      level = task.level;
-      for (size_t i = begin; i < end; ++i) {
-        const Step& s = step(i);
-        const bool product = s.kind == Step::Kind::kProduct;
-        if (!partition_.shares[i].runs || s.when != Step::When::kFrontiers) continue;
-        if (!product && s.kind != Step::Kind::kKernel) continue;
-        const int count = s.edges ? task.num_edges : task.count;
-        if (s.function != task.kind || count == 0) continue;
-        const bool leaves = task.level == 0, skipped = product && leaves && s.skips_leaves;
-        if (skipped && !s.zeroes_leaves) continue;
-        if (!product && leaves && s.leaf_code.empty()) continue;
-        const auto op = skipped              ? ScriptInstruction::kZero
-                        : leaves && !product ? ScriptInstruction::kRunLeaves
-                                             : ScriptInstruction::kRun;
-        visit(Visit{static_cast<int>(i), op, s.edges ? task.first_edge : task.first, count});
+  template <typename Enter, typename Waits, typename OnStep>
+  void frontiers(size_t begin, size_t end, bool backward, const Enter& enter, const Waits& waits,
+                 const OnStep& visit) const {
+    std::vector<const Task*> own;           // of a frontier
+    std::vector<std::vector<Visit>> steps;  // of each of them
+    std::vector<size_t> done;
+    for (size_t next = 0; next < tasks_.size();) {
+      own.clear();
+      const auto task = [&] { return &tasks_[backward ? tasks_.size() - 1 - next : next]; };
+      for (const int32_t level = task()->level; next < tasks_.size() && task()->level == level; ++next) {
+        if (task()->group == group_) own.push_back(task());
       }
+      if (own.empty()) continue;
+      enter(0, true);
+      if (own.size() == 1) {
+        steps_of(*own.front(), begin, end, visit);
+        continue;
+      }
+      const size_t count = own.size();
+      if (steps.size() < count) steps.resize(count);
+      done.assign(count, 0);
+      for (size_t k = 0; k < count; ++k) {
+        steps[k].clear();
+        steps_of(*own[k], begin, end, [&](const Visit& v) { steps[k].push_back(v); });
+      }
+      bool must = false;  // all that are left wait
+      for (bool left = true; left;) {
+        bool moved = left = false;
+        for (size_t k = 0; k < count; ++k) {
+          enter(k, false);
+          for (; done[k] < steps[k].size() && (must || !waits(steps[k][done[k]])); ++done[k]) {
+            visit(steps[k][done[k]]);
+            moved = true;
+            must = false;
+          }
+          left |= done[k] < steps[k].size();
+        }
+        must = !moved;
+      }
+    }
+  }
+
+  // The steps of a task in the frontiers.
+  template <typename OnStep>
+  void steps_of(const Task& task, size_t begin, size_t end, const OnStep& visit) const {
+    for (size_t i = begin; i < end; ++i) {
+      const Step& s = step(i);
+      const bool product = s.kind == Step::Kind::kProduct;
+      if (!partition_.shares[i].runs || s.when != Step::When::kFrontiers) continue;
+      if (!product && s.kind != Step::Kind::kKernel) continue;
+      const int count = s.edges ? task.num_edges : task.count;
+      if (s.function != task.kind || count == 0) continue;
+      const bool leaves = task.level == 0, skipped = product && leaves && s.skips_leaves;
+      if (skipped && !s.zeroes_leaves) continue;
+      if (!product && leaves && s.leaf_code.empty()) continue;
+      const auto op = skipped              ? ScriptInstruction::kZero
+                      : leaves && !product ? ScriptInstruction::kRunLeaves
+                                           : ScriptInstruction::kRun;
+      visit(Visit{static_cast<int>(i), op, s.edges ? task.first_edge : task.first, count});
     }
   }
 
@@ -222,7 +276,9 @@ std::vector<ScriptInstruction> script_of(const Program& program, const Partition
     unseen.clear();
   };
   const Walk walk(partition, tasks, program.functions, group, published && gaps);
-  walk.pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, [&] { meet(walk.groups() > 1); },
+  walk.pass([&](size_t task, bool next_frontier) { unseen.enter(task, next_frontier); },
+            [&](const Visit& v) { return unseen.concerns(partition.shares[v.step], published); },
+            [&] { meet(walk.groups() > 1); },
             [&](const Visit& v) {
               const Share& share = partition.shares[v.step];
               if (v.op == ScriptInstruction::kBlank) {
@@ -315,7 +371,8 @@ std::string script_fault(const Program& program, const Partition& partition, std
     meet(all);
     if (waited[all] == before || waited[all] != signals[all]) blame("blocks do not meet");
   };
-  walk.pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, must_meet,
+  walk.pass([&](size_t task, bool next_frontier) { unseen.enter(task, next_frontier); },
+            [&](const Visit& v) { return unseen.concerns(partition.shares[v.step], published); }, must_meet,
             [&](const Visit& v) {
               if (!second) meet();
               if (!fault.empty()) return;

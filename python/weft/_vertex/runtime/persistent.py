@@ -380,9 +380,10 @@ def train(call: Ready, request: Request) -> Launched | None:
         (numbers[id(u.parameter)], _UPDATES[u.kind], u.parameter, u.first, u.second, list(u.numbers))
         for u in request.updates
     ]
+    roots = None if request.roots is None else request.roots._core
     launched = _C.train(
         turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors, request.weight,
-        request.bias, request.loss == "cross_entropy", classes, request.roots, request.targets, request.ignore_index,
+        request.bias, request.loss == "cross_entropy", classes, roots, request.targets, request.ignore_index,
         updates, request.refused,
     )  # fmt: skip
     return None if launched is None else Launched(launched.numbers, launched)
