@@ -105,7 +105,7 @@ TORCH_LIBRARY(weft, m) {
       "Tensor cells, Tensor gates, int chunks, *, str cell) -> (Tensor maps, Tensor value, Tensor message)",
       tags);
   m.def(
-      "rnn_slice_backward(Tensor(a!) maps, Tensor? grad_output, Tensor grad_h_n, Tensor? grad_c_n, Tensor input, "
+      "rnn_slice_backward(Tensor maps, Tensor? grad_output, Tensor grad_h_n, Tensor? grad_c_n, Tensor input, "
       "Tensor h0, Tensor? c0, Tensor[] weights, Tensor output, Tensor cells, Tensor gates, int chunks, *, str cell, "
       "bool[] output_mask) -> Tensor[]",
       tags);

@@ -11,8 +11,7 @@
 //            the state that leaves to the one that enters, the bits of value, and 1
 //   maps     what rnn_slice_backward goes by: on CUDA (chunks, B, slice_map_floats(cell, H)), on the CPU (chunks, B, 0)
 // rnn_slice_backward(maps, grad_output, grad_h_n, grad_c_n, the others, chunks, *, cell, output_mask) -> Tensor[]
-//   what rnn_backward returns, where the state that leaves has the gradient grad_h_n (1, B, H) and grad_c_n; the maps
-//   are used up
+//   what rnn_backward returns, where the state that leaves has the gradient grad_h_n (1, B, H) and grad_c_n
 //
 // Deterministic; batch rows are independent, but in the gradients of the weights. No autograd of their own: what calls
 // them, python/weft/_distributed/recurrent.py, has it.

@@ -462,13 +462,16 @@ std::vector<Tensor> scan_slice_backward(const RnnGrads& given, const RnnArgs& ar
         at::empty({std::max(of_slice ? 0 : scan_chain_workspace(shape, chunks),
                             parameters_here ? scan_gradients_workspace(shape, w_ih_here ? inputs : 0) : 0)},
                   options.dtype(at::kByte));
+    // The states at the chunks' starts, which lie behind the maps, are written again; an op's argument stays what it
+    // is.
+    const Tensor of_chain = of_slice ? maps.clone() : workspace;
     const Tensor dgates = at::empty({s.T, s.B, chain_blocks(args.cell) * s.H}, options);
     (compute == at::kFloat ? chain_kernel<float>
                            : chain_kernel<double>)(shape, arriving, direction_of(arriving_h, s, d),
                                                    direction_of(arriving_c, s, d), w, state, direction_of(c0, s, d),
                                                    saved_output, direction_of(saved_gates, s, d), saved_cells, dgates,
                                                    direction_of(grad_h0, s, d), direction_of(grad_c0, s, d), chunks,
-                                                   of_slice ? maps : workspace, of_slice);
+                                                   of_chain, of_slice);
 
     const Tensor given_state =
         !by_gemm[4] || args.h0 ? direction_of(or_undefined(args.h0), s, d) : contiguous_in(state, type);
