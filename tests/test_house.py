@@ -184,7 +184,7 @@ PYTHON_FLOORS: dict[str, set[str]] = {
     "_rnn": {"_base"},
     "_vertex": {"_base"},
     "_offload": {"_base"},
-    "_distributed": {"_base", "_scan"},
+    "_distributed": {"_base", "_rnn", "_scan"},
 }
 """The rooms that a room of Python imports, just these: of _base its modules, of another room what its package names."""
 
