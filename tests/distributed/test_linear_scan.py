@@ -206,6 +206,29 @@ def test_gradients_of_gradients(team: Team, layout: str) -> None:
         team.run(_second, LinearScan(13, 2, 3, layout, x0, reverse, transpose), sizes)
 
 
+def _second_in_bfloat16(rank: int) -> None:
+    sample, sizes = LinearScan(200, 2, 3, "diagonal"), [60, 0, 90, 50]
+    inputs = sample.inputs(torch.bfloat16, device())
+    weight = torch.randn(sample.T, sample.B, sample.H).to(device())
+
+    def second(op, leaves, weight):
+        x = op(*leaves)
+        first = torch.autograd.grad((x.square() * weight).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(first[1].square().sum(), leaves)
+
+    want = second(linear_scan, [t.double().requires_grad_() for t in inputs], weight.double())
+    own = [t.clone().requires_grad_() for t in slices(sample, inputs, sizes, rank)]
+    got = second(wd.linear_scan, own, cut(weight, sizes, rank))
+    for g, w, leaf in zip(got[:2], want, own, strict=False):
+        assert g.dtype == leaf.dtype
+        assert_close(g, cut(w, sizes, rank), 5e-2)
+    assert_close(got[2], want[2] * (rank == 0), 5e-2)
+
+
+def test_gradients_of_gradients_in_bfloat16(team: Team) -> None:
+    team.run(_second_in_bfloat16)
+
+
 def _autocast(rank: int) -> None:
     A, b, x0 = LinearScan(13, 2, 3, "diagonal").inputs(torch.float32, device())
     with torch.autocast(device().type, torch.bfloat16):
