@@ -284,6 +284,8 @@ class offload:
             # Timing every operation costs time: done at first, and now and then.
             looks = 1 if self._yields else _LOOKS
             timed = not plans or memory.looked <= looks or memory.looked % _EVERY < looks
+            if self._yields and may_move and not memory.entered:
+                timed = False  # nothing is planned from a first use, which has enough to do
             if self._yields and not self._hooks(memory, may_move, timed):
                 self._thread.entered, self._thread.latest = contextlib.ExitStack(), None
                 self._uses += 1
