@@ -186,17 +186,21 @@ class SourceWriter {
       if (!share.runs || share.segments.empty() || partition_.steps[k]->width == 0) continue;
       if (!pairs(partition_, static_cast<int32_t>(number), static_cast<int32_t>(k))) continue;
       if (share.columns > kMostPairElements) return;
-      Placed placed{&partition_.published, partition_.steps[number]->target, {}};
       const Step kernel = of_all(k);
-      if (k > number) {  // on the same rows
-        int32_t local = 0;
-        for (const Segment& g : partition_.shares[number].segments) {
-          if (g.width == kernel.width) {
-            placed.sums.emplace_back(g.first, "sums[pair * Product" + std::to_string(number) + "::kColumns + " +
-                                                  std::to_string(local) + " + local]");
-          }
-          local += g.units(partition_.blocks);
+      Placed placed{
+          &partition_.published, partition_.steps[number]->target, {}, {}, "(q >= first && q < first + count)"};
+      int32_t local = 0;
+      for (const Segment& g : partition_.shares[number].segments) {
+        const auto sum = [&](const std::string& row) {
+          return "sums[" + row + " * Product" + std::to_string(number) + "::kColumns + " + std::to_string(local) +
+                 " + local]";
+        };
+        if (g.width == kernel.width) {
+          // On the same rows, or on those that the product's rows read.
+          if (k > number) placed.sums.emplace_back(g.first, sum("pair"));
+          placed.used_sums.emplace_back(g.first, sum("(q - first)"));
         }
+        local += g.units(partition_.blocks);
       }
       const Parts body = kernel_parts(program_, kernel, /*leaves=*/false, placed);
       const std::string units = std::to_string(share.columns);
