@@ -119,7 +119,7 @@ def test_the_tables_are_the_issue(trees):
         for B in (1, 25, 256):
             assert (
                 f"model={model} device=cuda dtype=fp32 H=256 B={B} executor=batched task=train",
-                ("step", "host"),
+                ("step", "host_of_cell"),
             ) in cuda
     assert len(cuda) >= 30
     # Without the treebank what remains needs none.
