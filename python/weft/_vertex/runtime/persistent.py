@@ -127,13 +127,14 @@ def _most(device: torch.device, name: str) -> float:
     return gpu_costs.of(device.index).tables.get("vertex.choice", {}).get(name, [0.0])[0]
 
 
-def _multiply_adds(compiled: batched.Batched) -> int:
-    """Of the products in the frontiers, for a row."""
+def _multiply_adds(compiled: batched.Batched) -> float:
+    """Of the products in the frontiers, for a row, of several functions' on average."""
     found = _row_costs.get(compiled.program)
     if found is None:
         frontiers = compiled.plan.frontiers
         products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
-        found = sum(frontiers.buffers[s.source].width * frontiers.buffers[s.target].width for s in products)
+        total = sum(frontiers.buffers[s.source].width * frontiers.buffers[s.target].width for s in products)
+        found = total / frontiers.functions
         _row_costs[compiled.program] = found
     return found
 
