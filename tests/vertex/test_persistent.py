@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import types
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import weft
 from torch import nn
 from weft import _C
 from weft._vertex.calls import prepare
+from weft._vertex.runtime import persistent
 from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 
@@ -153,6 +155,23 @@ class TestScripts:
         cell, x = models.TreeLSTM(8, 16).double(), torch.randn(3, 8, dtype=torch.float64)
         compiled, _ = compiled_of(cell, graphs, x)
         assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == "float64"
+
+
+def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
+    monkeypatch.setattr(persistent, "_processors", lambda device: 132)
+    limit = types.SimpleNamespace(shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: limit)
+    cell, x = models.TreeLSTM(256, 256), torch.randn(3, 256, requires_grad=True)
+    tree = [[], [], [0, 1], [], [2, 3], [], [4, 5]]
+    compiled, _ = compiled_of(cell, weft.Graphs.from_children([tree[:3]]), x)
+    device = torch.device("cuda", 0)
+    known = persistent.geometries(compiled, device)
+    assert [g.groups for g in known] == [1, 2, 4, 8]
+    assert persistent.geometries(compiled, device, (2, 1, True, True, 5))[-1].groups == 4
+    for count, groups in ((1, 1), (2, 1), (512, 8)):
+        assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * count), device).groups == groups
+    monkeypatch.setattr(persistent, "_GAIN", float("inf"))
+    assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * 512), device) == known[0]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
