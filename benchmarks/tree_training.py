@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,6 +154,31 @@ def device_busy(run: Callable[[], Any]) -> float:
     return busy * 1e-3
 
 
+def host_of_cell(step: Training, rounds: int = 40) -> float:
+    """Median milliseconds of the host for the cell's call and its backward pass on graphs that were never seen, with an
+    idle device before each."""
+    times = []
+    for _ in range(rounds):
+        graphs, words, _ = step.batch()
+        x = step.embedding(words).detach().requires_grad_()
+        wanted = [x, *step.cell.parameters()]
+        _synchronize(step.device)
+        start = time.perf_counter()
+        y = step.cell(graphs, x)
+        called = time.perf_counter() - start
+        grad = torch.ones_like(y)
+        _synchronize(step.device)
+        start = time.perf_counter()
+        torch.autograd.grad(y, wanted, grad)
+        times.append((called + time.perf_counter() - start) * 1e3)
+    return statistics.median(times)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def training_entry(name: str, trees: Sequence[weft.data.Tree], H: int, B: int, device: str) -> Entry:
     """Training steps in a row, each on graphs that were never seen, beside the same with the level loop."""
     case = case_of(name, device, H, B, task="train")
@@ -171,10 +198,13 @@ def training_entry(name: str, trees: Sequence[weft.data.Tree], H: int, B: int, d
         times = {who: time / STEPS for who, time in measure(candidates, device).items()}
         if device == "cuda":
             times["device_busy"] = device_busy(lambda: [step.weft() for _ in range(STEPS)]) / STEPS
-        return [
+        rows = [
             results.put(case, "step", "ms", times["weft"], peer, times[peer])
             for peer in ("eager", "captured", "untyped", "device_busy")
             if peer in times
         ]
+        if device == "cuda":
+            rows.append(results.put(case, "host_of_cell", "ms", host_of_cell(step), "step", times["weft"]))
+        return rows
 
-    return Entry(case, ("step",), run)
+    return Entry(case, ("step", "host_of_cell") if device == "cuda" else ("step",), run)

@@ -15,8 +15,9 @@ Weft runs graphs that it has seen before, as the loops do; what a new batch cost
 other, each on a new batch, whose peer takes batches that it has ``seen``. Rows of the metric ``step`` are a user's
 training steps in a row, each on graphs that were never seen: embedding, cell, head, cross-entropy, gradients and SGD.
 Their ``eager`` builds the loop's indices for each batch, ``captured`` repeats one batch, ``untyped`` is the same net as
-one function for all vertices, and ``device_busy`` is the time in which the device has work. ``python -m
-benchmarks.vertex task=train`` measures these alone.
+one function for all vertices, and ``device_busy`` is the time in which the device has work. Rows of the metric
+``host_of_cell`` have the host's time for the cell's call and its backward pass. All these alone: ``python -m
+benchmarks.vertex task=train``.
 
 Rows of ``executor=persistent`` are steps on graphs that were never seen, those of ``executor=trainer`` whole steps of
 weft.vertex.Trainer, with SGD and momentum in the peers, too. Of six nets (benchmarks/nets.py) they stand beside the

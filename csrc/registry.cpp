@@ -59,9 +59,17 @@ TORCH_LIBRARY(weft, m) {
       tags);
   m.def("scan_cell(Tensor input, Tensor? h, Tensor?[] weights, *, str cell) -> (Tensor output, Tensor h_next)", tags);
   m.def("slice_product(Tensor A, bool reverse, bool transpose) -> Tensor", tags);
+  m.def(
+      "slice_maps(Tensor A, Tensor b, Tensor? x0, int chunks, bool reverse, bool transpose, bool told) "
+      "-> (Tensor maps, Tensor value, Tensor message)",
+      tags);
+  m.def(
+      "slice_replay_(Tensor(a!) x, Tensor A, Tensor b, Tensor(b!) maps, Tensor state, Tensor? came, int chunks, bool "
+      "reverse, bool transpose) -> ()",
+      tags);
   m.def("slice_message(Tensor A, Tensor value, bool leaves) -> Tensor", tags);
   m.def(
-      "slice_states(Tensor messages, Tensor value, int order, bool reverse) "
+      "slice_states(Tensor messages, Tensor value, int order, bool reverse, int matrices=0) "
       "-> (Tensor entered, Tensor end, Tensor products, Tensor came)",
       tags);
   m.def("slice_left(Tensor messages, Tensor products, int order, bool reverse) -> Tensor", tags);

@@ -36,6 +36,8 @@ OTHERWISE = {
         (
             "slice_product",
             "slice_message",
+            "slice_maps",
+            "slice_replay_",
             "slice_states",
             "slice_left",
             "slice_mend_",

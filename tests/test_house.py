@@ -29,6 +29,7 @@ SHARED = {
     "slice_left": "slice_message",
     "slice_mend_": "slice_message",
     "slice_mend_gradients_": "slice_message",
+    "slice_replay_": "slice_maps",
     "layer_chain": "csr_chain",
 }
 """Ops that are in another's files: its inverse, its plan, its gradients under another name, what follows it."""
@@ -42,6 +43,7 @@ WITHOUT = {
     "slice_scan": dict.fromkeys(FILES, "other ops and torch's collectives, in python/weft/_distributed/scan.py"),
     "csr_transpose": dict.fromkeys(FILES[2:], _OF_ATEN),
     "slice_message": {FILES[2]: "below autograd: a part of slice_scan"},
+    "slice_maps": {FILES[2]: "below autograd: a part of slice_scan"},
     "slice_product": {FILES[2]: "below autograd: a part of slice_scan"},
     "zeros_changed": {FILES[2]: "its result is a flag, which has no gradient"},
 }

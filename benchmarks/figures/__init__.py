@@ -67,6 +67,7 @@ METRICS = {
     "level_elements": "Jacobians of a level",
     "level_forward": "one more level, forward",
     "level_backward": "one more level, backward",
+    "host_of_cell": "the host's part: call and backward of the cell",
     "schedule": "scheduling of a new batch",
     "exchange": "an exchange between ranks",
     "forward_exchange": "the exchange in forward",

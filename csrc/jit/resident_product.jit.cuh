@@ -53,11 +53,18 @@ template <typename E, Multiply kMultiply, int kThreads, int kInner, typename Col
 struct ResidentProduct {
   static constexpr int kWarps = kThreads / 32, kColumns = Columns::count(), kTiles = (kColumns + 15) / 16;
   static constexpr int kChunks = (kInner + 15) / 16, kOfWarp = (kChunks + kWarps - 1) / kWarps;
-  static constexpr int kActive = kChunks < kWarps ? kChunks : kWarps;  // warps that have chunks
-  static constexpr int kMostGroups = kTiles < 4 ? 4 / kTiles : 1;      // of 8 rows, at a time
-  static constexpr int kPitch = kTiles * 16 + 4;                       // of partial sums, in other banks each
+  static constexpr int kActive = kChunks < kWarps ? kChunks : kWarps;       // warps that have chunks
+  static constexpr int kMostGroups = kTiles == 1 ? 4 : kTiles < 8 ? 2 : 1;  // of 8 rows, at a time
   static constexpr int kWeightBytes = kChunks * kTiles * 256 * int(sizeof(E));
-  static constexpr int kPartialBytes = kActive * kMostGroups * 8 * kPitch * 4;
+  // Partial sums are added up some tiles at a time; rows are in other banks each.
+  static constexpr int kMostPartialBytes = 44 << 10;
+  static constexpr int tiles_at_once(int groups) {
+    const int found = (kMostPartialBytes / (kActive * groups * 32) - 4) / 16;
+    return found < 1 ? 1 : found < kTiles ? found : kTiles;
+  }
+  static constexpr int partial_bytes(int groups) { return kActive * groups * 8 * (tiles_at_once(groups) * 16 + 4) * 4; }
+  static constexpr int kPartialBytes = partial_bytes(1) > partial_bytes(kMostGroups) ? partial_bytes(1)
+                                                                                     : partial_bytes(kMostGroups);
 
   // matrix[k][column] is at k * inner_stride + column * column_stride. Weights are seen after the block's next barrier.
   static __device__ __noinline__ void load(const E* matrix, long long inner_stride, long long column_stride, int rank,
@@ -220,31 +227,36 @@ struct ResidentProduct {
         }
       }
     }
-    if (warp < kActive) {
+    constexpr int kAtOnce = tiles_at_once(kGroups), kPitch = kAtOnce * 16 + 4;
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
+    for (int begin = 0; begin < kTiles; begin += kAtOnce) {
+      if (warp < kActive) {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
+        for (int tile = begin; tile < begin + kAtOnce && tile < kTiles; ++tile) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float sum = 0.0f;
+          for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-            for (int s = kSums; s > 0; --s) sum += d[tile][g][s - 1][i];
-            const int row = g * 8 + lane % 4 * 2 + i % 2, column = tile * 16 + i / 2 * 8 + lane / 4;
-            partials[(warp * kMostGroups * 8 + row) * kPitch + column] = sum;
+            for (int i = 0; i < 4; ++i) {
+              float sum = 0.0f;
+#pragma unroll
+              for (int s = kSums; s > 0; --s) sum += d[tile][g][s - 1][i];
+              const int row = g * 8 + lane % 4 * 2 + i % 2, column = (tile - begin) * 16 + i / 2 * 8 + lane / 4;
+              partials[(warp * kGroups * 8 + row) * kPitch + column] = sum;
+            }
           }
         }
       }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows * kColumns; i += kThreads) {
-      const int row = i / kColumns, local = i % kColumns, column = Columns::of(local, rank);
-      float sum = 0.0f;
+      __syncthreads();
+      const int columns = min(kAtOnce * 16, kColumns - begin * 16);
+      for (int i = threadIdx.x; i < rows * columns; i += kThreads) {
+        const int row = i / columns, local = begin * 16 + i % columns, column = Columns::of(local, rank);
+        float sum = 0.0f;
 #pragma unroll
-      for (int w = 0; w < kActive; ++w) sum += partials[(w * kMostGroups * 8 + row) * kPitch + local];
-      if (column >= 0) store(first + row, local, column, sum);
+        for (int w = 0; w < kActive; ++w) sum += partials[(w * kGroups * 8 + row) * kPitch + i % columns];
+        if (column >= 0) store(first + row, local, column, sum);
+      }
+      __syncthreads();
     }
-    __syncthreads();
   }
 };
 

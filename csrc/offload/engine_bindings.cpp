@@ -354,6 +354,21 @@ void bind_engine(py::module_& m, py::module_& testing) {
              for (auto& residency : engine.residencies) residency->poll();
            })
       .def("rates", [](Engine& engine, int device) { return engine.mover->rates(c10::DeviceIndex(device)); })
+      .def(
+          "reserve",
+          [](Engine& engine, int device, const std::vector<std::pair<int64_t, int64_t>>& tensors) {
+            const auto mover = engine.mover;
+            for (const int64_t bytes : mover->missing_host(tensors)) {
+              void* data = nullptr;
+              {
+                py::gil_scoped_release released;
+                data = mover->allocate_host(c10::DeviceIndex(device), bytes);
+              }
+              if (data == nullptr) return;
+              mover->keep_host(data, bytes);
+            }
+          },
+          py::arg("device"), py::arg("tensors"))
       .def("codec_rate", [](Engine& engine, int device) { return engine.mover->codec_rate(c10::DeviceIndex(device)); })
       .def("streams", [](Engine& engine, int device) { return engine.mover->streams(c10::DeviceIndex(device)); })
       .def("staging", [](Engine& engine, int64_t bytes, int64_t itemsize,

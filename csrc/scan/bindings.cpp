@@ -150,6 +150,10 @@ void bind(py::module_& m, py::module_& testing) {
       "Chunks of a dense linear_scan in float16 or float32 on a GPU, and the microseconds that its launches, products, "
       "boundaries and replay are expected to take.",
       py::arg("device"), py::arg("half"), py::arg("steps"), py::arg("batch"), py::arg("hidden"));
+  m.def("slice_chunks", slice_chunks_expected, "Chunks of time for slice_maps on a GPU, of contiguous tensors.",
+        py::arg("device"), py::arg("steps"), py::arg("batch"), py::arg("hidden"));
+  m.def("slice_map_floats", slice_map_floats, "Floats that slice_maps keeps of a chunk and row on a GPU.",
+        py::arg("hidden"));
 #endif
 }
 

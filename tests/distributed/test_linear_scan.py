@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import weft.distributed as wd
 from torch import Tensor
+from weft._distributed import scan
 from weft.scan import linear_scan, linear_scan_reference
 
 from benchmarks.common import captured
@@ -83,6 +84,23 @@ def test_dtypes(team: Team, layout: str, reverse: bool, dtype: torch.dtype) -> N
     team.run(_beside_one_process, LinearScan(60, 2, 4, layout, True, reverse), [20, 1, 30, 9], dtype)
 
 
+def _in_halves(rank: int, sample: LinearScan, sizes: list[int]) -> None:
+    scan._halved.add("cpu")
+    try:
+        _beside_one_process(rank, sample, sizes, torch.float32)
+    finally:
+        scan._halved.discard("cpu")
+
+
+@pytest.mark.parametrize("layout", ["dense", "shared", "shared_4d"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("x0", [False, True])
+def test_halves_of_a_dense_scan(team: Team, layout: str, x0: bool, sizes: list[int]) -> None:
+    """As CUDA runs it, by what the CPU has in the place of CUDA's kernels."""
+    for reverse, transpose in ((False, True), (True, False)):
+        team.run(_in_halves, LinearScan(13, 2, 3, layout, x0, reverse, transpose), sizes)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transpose", [False, True])
 def test_flags(team: Team, layout: str, transpose: bool) -> None:
@@ -107,7 +125,7 @@ def _chaos(rank: int, kind: str, layout: str, reverse: bool, T: int) -> None:
     want = linear_scan_reference(*wide(A, b, x0), reverse=reverse)
     sizes = [T // 4 + 7, T // 4 - 50, T // 4 + 30, T - T // 4 * 3 + 13]
     x = wd.linear_scan(cut(A, sizes, rank), cut(b, sizes, rank), x0, reverse=reverse)
-    assert chaotic_error(x, cut(want, sizes, rank)) < chaotic_bound(T)
+    assert chaotic_error(x.cpu(), cut(want, sizes, rank)) < chaotic_bound(T)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -186,6 +204,29 @@ def test_gradients_of_gradients(team: Team, layout: str) -> None:
         (False, False, False, UNEVEN),
     ):
         team.run(_second, LinearScan(13, 2, 3, layout, x0, reverse, transpose), sizes)
+
+
+def _second_in_bfloat16(rank: int) -> None:
+    sample, sizes = LinearScan(200, 2, 3, "diagonal"), [60, 0, 90, 50]
+    inputs = sample.inputs(torch.bfloat16, device())
+    weight = torch.randn(sample.T, sample.B, sample.H).to(device())
+
+    def second(op, leaves, weight):
+        x = op(*leaves)
+        first = torch.autograd.grad((x.square() * weight).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(first[1].square().sum(), leaves)
+
+    want = second(linear_scan, [t.double().requires_grad_() for t in inputs], weight.double())
+    own = [t.clone().requires_grad_() for t in slices(sample, inputs, sizes, rank)]
+    got = second(wd.linear_scan, own, cut(weight, sizes, rank))
+    for g, w, leaf in zip(got[:2], want, own, strict=False):
+        assert g.dtype == leaf.dtype
+        assert_close(g, cut(w, sizes, rank), 5e-2)
+    assert_close(got[2], want[2] * (rank == 0), 5e-2)
+
+
+def test_gradients_of_gradients_in_bfloat16(team: Team) -> None:
+    team.run(_second_in_bfloat16)
 
 
 def _autocast(rank: int) -> None:

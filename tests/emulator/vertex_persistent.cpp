@@ -23,6 +23,7 @@ static const Updates* updates;
 
 extern "C" void run(const PersistentArguments* a, const Buffers* b, const Matrices* m, const void* t, const void* u,
                     int blocks, long shared_bytes, unsigned seed) {
+  gridDim.x = blocks;
   arguments = a;
   buffers = b;
   matrices = m;

@@ -586,6 +586,27 @@ class Long(Step):
             x.copy_(one, non_blocking=True)
 
 
+def check_host_memory_is_there_before_a_plan(runtime: Runtime) -> None:
+    """Without a budget no step waits for the system; the limit of the pool holds."""
+    for compress, size in ((None, 4 * SIZE), ("auto", 4 * SIZE + SIZE // 8)):
+        for limit in (None, 3 * size):
+            off = offload(min_bytes=0, keep_last=0, compress=compress, pool_limit=limit)
+            slow, moved = [], []
+            for _ in range(8):
+                step = Step(off, numbers(12, density=1.0))
+                slow.append(off._latest.use.slow)
+                step.backward()
+                torch.cuda.synchronize()
+                moved.append(off.report().to_dict()["moved_tensors"])
+            report = off.report().to_dict()
+            assert not any(slow) and max(moved) >= 3, (slow, moved)
+            if limit is not None:
+                assert report["host_peak_bytes"] <= limit
+            elif compress is None:
+                assert report["host_bytes"] >= max(moved) * size
+            off.close()
+
+
 def check_steps_aside(runtime: Runtime) -> None:
     """Without a budget, where hooks make the step longer; by the device's time, which is the number of operations."""
     names = ("EventRecord", "EventQuery", "StreamWaitEvent", "ThreadExchangeStreamCaptureMode")

@@ -236,7 +236,7 @@ def test_opcheck() -> None:
         (lambda A, x0: ops.slice_states(A, x0, 0, True), TypeError, "messages must be int32"),
         (lambda A, x0: ops.slice_states(A.new_zeros(2, 13).int(), x0, 2, True), ValueError, "order must be"),
         (lambda A, x0: ops.slice_left(A, A, 0, True), TypeError, "products must be float64"),
-        (lambda A, x0: ops.slice_left(A, A[:2].double(), 0, True), ValueError, r"messages must be \(ranks, B, H\)"),
+        (lambda A, x0: ops.slice_left(A, A[:2].double(), 0, True), ValueError, r"products must be \(ranks, 2, 3\)"),
         (lambda A, x0: ops.slice_mend_(A[::2], A[::2], x0, None, True), ValueError, "x must be contiguous"),
         (lambda A, x0: ops.slice_mend_(A, A[:1], x0, None, True), ValueError, r"A must be \(T, B, H\)"),
         (lambda A, x0: ops.slice_mend_(A, A, x0.double(), None, True), TypeError, "state must have the dtype"),

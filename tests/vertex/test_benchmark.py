@@ -105,6 +105,7 @@ def test_training_steps_learn_and_are_the_loops(trees):
         step.RATE = 0.5
         losses = [float(step.weft()) for _ in range(40)]
         assert losses[-1] < 0.9 * losses[0]
+    assert 0 < tree_training.host_of_cell(step, rounds=1) < 1e4
     graphs, words, _ = step.batch()
     assert weft.explain(step.cell, graphs, step.embedding(words)).executor == "batched"
 
@@ -116,7 +117,10 @@ def test_the_tables_are_the_issue(trees):
         assert f"model=treelstm device=cuda dtype=fp32 H=256 B={B} executor=batched" in names
     for model in ("treelstm", "typed", "childsum", "treefc"):
         for B in (1, 25, 256):
-            assert (f"model={model} device=cuda dtype=fp32 H=256 B={B} executor=batched task=train", ("step",)) in cuda
+            assert (
+                f"model={model} device=cuda dtype=fp32 H=256 B={B} executor=batched task=train",
+                ("step", "host_of_cell"),
+            ) in cuda
     assert len(cuda) >= 30
     # Without the treebank what remains needs none.
     assert {parse_case(entry.name)["model"] for entry in vertex.table("cuda", None)} == {

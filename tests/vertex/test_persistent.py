@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import shutil
+import types
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ import weft
 from torch import nn
 from weft import _C
 from weft._vertex.calls import prepare
-from weft._vertex.runtime.schedule import Kind, schedule
+from weft._vertex.runtime import persistent
+from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 
 from tests.common import relative_error
@@ -24,10 +26,10 @@ _C = _C.vertex
 FORWARD, BACKWARD, TRAINING = range(3)
 
 
-def core_of(cell, compiled, graphs):
+def core_of(cell, compiled, graphs, groups: int = 1):
     """The schedule of graphs for what was compiled."""
     kinds = tuple(Kind(f.trace.slots_gathered, f.trace.takes_all_children) for f in compiled.functions)
-    return schedule("test", graphs, kinds, cell._functions()[1] if len(kinds) > 1 else None).core
+    return planned(graphs, kinds, cell._functions()[1] if len(kinds) > 1 else None, groups).core
 
 
 def compiled_of(cell, graphs, x):
@@ -77,12 +79,25 @@ class TestScripts:
         assert instructions == len(lines)
         assert waits == 2  # for h, and for the gradients of the gates
 
-    def test_slots_without_a_child_are_waited_for_by_a_signal(self):
+    def test_slots_without_a_child_are_zero_before_anything_waits_for_them(self):
         graphs = weft.Graphs.from_children([[[], [0], [1]]])
         program, block = script_of(models.TreeLSTM(8, 16), graphs, torch.randn(3, 8), 4)
-        text = _C.script_text(program, block)
-        assert "signal 1\nwait 1\nproduct" in text
+        lines = _C.script_text(program, block).splitlines()
+        assert lines[0].startswith("blank of kernel") and lines[0].endswith("rows 1 to 2")
+        assert not any(line.startswith(("signal", "wait")) for line in lines)
         assert _C.script_fault(program, block) == ""
+
+    def test_groups_have_scripts_of_their_own(self):
+        graphs = weft.Graphs.from_children([[[], [], [0, 1]], [[]], [[], [], [0, 1], [], [2, 3]]])
+        cell, x = models.TreeLSTM(8, 16), torch.randn(9, 8, requires_grad=True)
+        compiled, _ = compiled_of(cell, graphs, x)
+        core = core_of(cell, compiled, graphs, groups=2)
+        for training in (False, True):
+            block = _C.scripted(core, compiled.program, 4, training, False)
+            assert _C.script_fault(compiled.program, block) == ""
+            text = _C.script_text(compiled.program, block)
+            assert text.count("group 0\n") == text.count("group 1\n") == (1 if training else 2)
+            assert ("wait for all" in text) is training
 
     @pytest.mark.parametrize("name", SCRIPTED)
     def test_random_graphs_have_scripts_without_a_fault(self, name):
@@ -100,14 +115,15 @@ class TestScripts:
             if compiled is None:
                 x = torch.randn(graphs.num_vertices, 3, requires_grad=True)
                 compiled = prepare(cell, graphs, x, "batched").compiled
-            core, blocks = core_of(cell, compiled, graphs), rng.choice([1, 2, 3, 5, 132])
+            core, blocks = core_of(cell, compiled, graphs, rng.choice([1, 1, 2, 4])), rng.choice([1, 2, 3, 5, 132])
             for training in (False, True):
                 block = _C.scripted(core, compiled.program, blocks, training, False)
                 assert _C.script_fault(compiled.program, block) == ""
 
     def test_faults_are_found(self):
         graphs = weft.Graphs.from_children([[[], [0], [1]]])
-        program, block = script_of(models.TreeLSTM(8, 16), graphs, torch.randn(3, 8), 4)
+        # Of a width that nobody waits for by values.
+        program, block = script_of(models.TreeLSTM(8, 5), graphs, torch.randn(3, 8), 4)
         first = _C.script_offset(block, FORWARD)
         instructions = block[first : first + 8 * 6].view(6, 8)
         kernel, signal, wait = (instructions[i].clone() for i in range(3))
@@ -141,22 +157,40 @@ class TestScripts:
         assert _C.persistent_obstacle(compiled.program, 4, 232448, 2) == "float64"
 
 
+def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
+    monkeypatch.setattr(persistent, "_processors", lambda device: 132)
+    limit = types.SimpleNamespace(shared_memory_per_block_optin=232448)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: limit)
+    cell, x = models.TreeLSTM(256, 256), torch.randn(3, 256, requires_grad=True)
+    tree = [[], [], [0, 1], [], [2, 3], [], [4, 5]]
+    compiled, _ = compiled_of(cell, weft.Graphs.from_children([tree[:3]]), x)
+    device = torch.device("cuda", 0)
+    known = persistent.geometries(compiled, device)
+    assert [g.groups for g in known] == [1, 2, 4, 8]
+    assert persistent.geometries(compiled, device, (2, 1, True, True, 5))[-1].groups == 4
+    for count, groups in ((1, 1), (2, 1), (512, 8)):
+        assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * count), device).groups == groups
+    monkeypatch.setattr(persistent, "_GAIN", float("inf"))
+    assert persistent.geometry(compiled, weft.Graphs.from_children([tree] * 512), device) == known[0]
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.mark.parametrize(
-    ("name", "dtype", "full", "blocks"),
+    ("name", "dtype", "full", "blocks", "groups"),
     [
-        ("treelstm", "float32", True, 3),
-        ("treelstm", "float32", False, 2),
-        ("treelstm", "bfloat16", True, 4),
-        ("childsum", "float32", False, 3),
-        ("treegru", "float32", False, 2),
-        ("treefc", "float32", False, 3),
-        ("rvnn", "float32", True, 2),
-        ("norms", "float32", False, 3),
+        ("treelstm", "float32", True, 3, 1),
+        ("treelstm", "float32", True, 3, 2),
+        ("treelstm", "float32", False, 2, 3),
+        ("treelstm", "bfloat16", True, 4, 1),
+        ("childsum", "float32", False, 3, 2),
+        ("treegru", "float32", False, 2, 1),
+        ("treefc", "float32", False, 3, 1),
+        ("rvnn", "float32", True, 2, 2),
+        ("norms", "float32", False, 3, 1),
     ],
 )
-def test_a_script_runs_on_a_processor(name, dtype, full, blocks, tmp_path):
-    check_written_kernels(MODELS[name], True, dtype, tmp_path, blocks=blocks, full=full)
+def test_scripts_run_on_a_processor(name, dtype, full, blocks, groups, tmp_path):
+    check_written_kernels(MODELS[name], True, dtype, tmp_path, blocks=blocks, full=full, groups=groups)
 
 
 def test_on_the_cpu_it_is_batched():

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from weft import Graphs
-from weft._vertex.runtime.schedule import Kind, schedule
+from weft._vertex.runtime.schedule import Kind, planned, schedule
 from weft.data import listops
 
 BOTH = (Kind((0, 1)),)
@@ -39,7 +39,7 @@ def rows_of(plan) -> list[int]:
     return torch.argsort(plan.array("vertices")).tolist()
 
 
-def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], plan) -> None:
+def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], plan, most_groups: int = 1) -> None:
     """Every array says what csrc/vertex/graph/schedule.h promises of it."""
     V = graphs.num_vertices
     edges = graphs.edges.tolist()
@@ -48,13 +48,18 @@ def check(graphs: Graphs, kinds: tuple[Kind, ...], kind_of_vertex: list[int], pl
     assert sorted(vertices) == list(range(V))
     rows = rows_of(plan)
 
-    # Tasks cut the rows into pieces of one level and kind, in order.
-    tasks = plan.tasks
-    assert [(t.level, t.kind) for t in tasks] == sorted({(levels[v], kind_of_vertex[v]) for v in range(V)})
+    # Tasks cut the rows into pieces of one level, kind and group, in order; the graphs are dealt to the groups.
+    tasks, groups = plan.tasks, plan.array("tasks").view(-1, 8)[:, 7].tolist()
     assert [t.first for t in tasks] == [sum(t.count for t in tasks[:i]) for i in range(len(tasks))]
-    for task in tasks:
+    group_of = {}
+    for task, group in zip(tasks, groups, strict=True):
         for row in range(task.first, task.first + task.count):
             assert (levels[vertices[row]], kind_of_vertex[vertices[row]]) == (task.level, task.kind)
+            assert group_of.setdefault(graphs.graph_index[vertices[row]].item(), group) == group
+    graph_of = graphs.graph_index.tolist()
+    pieces = {(levels[v], kind_of_vertex[v], group_of[graph_of[v]]) for v in range(V)}
+    assert [(t.level, t.kind, g) for t, g in zip(tasks, groups, strict=True)] == sorted(pieces)
+    assert {*groups} == {*range(min(most_groups, graphs.num_graphs))}
     frontiers = plan.array("frontiers").tolist()
     assert len(frontiers) == graphs.num_levels + 1
     for level in range(graphs.num_levels):
@@ -124,6 +129,15 @@ def test_every_array_of_random_graphs(children, slots, sums):
     check(graphs, kinds, [0] * graphs.num_vertices, schedule("f", graphs, kinds))
 
 
+@given(dags(), st.sets(st.integers(0, 3)), st.booleans(), st.integers(2, 5))
+def test_every_array_of_graphs_in_groups(children, slots, sums, groups):
+    graphs = Graphs.from_children(children)
+    kinds = (Kind(tuple(sorted(slots)), True), Kind((0, 1, 2, 3, 4), sums))
+    kind_of_vertex = [v % 2 for v in range(graphs.num_vertices)]
+    typed = graphs.with_types(["ab"[kind] for kind in kind_of_vertex])
+    check(typed, kinds, kind_of_vertex, planned(typed, kinds, {"a": 0, "b": 1}, groups), groups)
+
+
 @st.composite
 def forests(draw, max_slots=4):
     """children[g][v][k] of graphs whose vertices have one parent at most: any numbering, empty slots, several roots."""
@@ -141,15 +155,15 @@ def forests(draw, max_slots=4):
     return batch
 
 
-@given(forests(), st.integers(0, 2))
-def test_trees_are_planned_as_all_graphs_are(children, more):
+@given(forests(), st.integers(0, 2), st.integers(1, 3))
+def test_trees_are_planned_as_all_graphs_are(children, more, groups):
     """In fewer passes, with the same numbers; those of a function that also sums are planned in the other way."""
     graphs = Graphs.from_children(children)
     slots = tuple(range(max(graphs.num_slots, 1) + more))
     kinds = (Kind(slots),)
-    plan = schedule("f", graphs, kinds)
-    check(graphs, kinds, [0] * graphs.num_vertices, plan)
-    other = schedule("f", graphs, (Kind(slots, True),))
+    plan = planned(graphs, kinds, None, groups)
+    check(graphs, kinds, [0] * graphs.num_vertices, plan, groups)
+    other = planned(graphs, (Kind(slots, True),), None, groups)
     for name in ("frontiers", "slots", "vertices", "gather", "runs", "first_use", "users"):
         assert torch.equal(plan.array(name), other.array(name)), name
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from weft import _C, _ops
 from weft._vertex.calls import prepare
 from weft._vertex.compiler.steps import Kernel, Product
-from weft._vertex.runtime.schedule import Kind, schedule
+from weft._vertex.runtime.schedule import Kind, planned
 from weft.vertex import models
 
 from tests import emulated
@@ -111,7 +111,20 @@ class TailArguments(ctypes.Structure):
 
 
 class PersistentArguments(ctypes.Structure):
-    _fields_ = [("frontier", Arguments), ("script", ctypes.c_void_p), ("arrived", ctypes.c_void_p)]
+    _fields_ = [
+        ("frontier", Arguments),
+        ("script", ctypes.c_void_p),
+        ("arrived", ctypes.c_void_p),
+        ("apart", ctypes.c_int),
+    ]
+
+    def drive(self, block: torch.Tensor, pass_: int) -> tuple[int, object]:
+        """By the scripts in the block of a schedule. Groups, and what is to be held while the kernel runs."""
+        groups, self.apart = _C.vertex.script_groups(block, pass_)
+        self.script = block.data_ptr() + 4 * _C.vertex.script_offset(block, pass_)
+        arrived = (ctypes.c_uint * (8 * (1 + groups)))()
+        self.arrived = ctypes.addressof(arrived)
+        return groups, arrived
 
 
 def tail_library(compiled, matrices: int, backward: bool, folder: Path) -> ctypes.CDLL:
@@ -199,11 +212,19 @@ def test_the_last_frontiers_in_one_kernel(name, dtype, tmp_path):
 
 
 def check_written_kernels(
-    make, fuse: bool, dtype: str, tmp_path: Path, tail: bool = False, blocks: int = 0, full: bool = False, seed: int = 7
+    make,
+    fuse: bool,
+    dtype: str,
+    tmp_path: Path,
+    tail: bool = False,
+    blocks: int = 0,
+    full: bool = False,
+    seed: int = 7,
+    groups: int = 1,
 ) -> None:
     """Kernels of every step, and with `tail` all steps of the second frontier and those after it in one, with `blocks`
-    those of all frontiers in one that a script drives, on a processor beside the operator. `full`: no vertex with
-    children lacks one."""
+    those of all frontiers in one that scripts of so many groups drive, on a processor beside the operator. `full`: no
+    vertex with children lacks one."""
     rng = random.Random(4)
     type = getattr(torch, dtype)
     cell = make().to(type)
@@ -220,7 +241,7 @@ def check_written_kernels(
     batched, traces = call.compiled, [f.trace for f in call.functions]
     plan, compiled = batched.plan, batched.plan.frontiers
     kernels, used = library(compiled, tmp_path)
-    places = schedule("test", graphs, tuple(Kind(t.slots_gathered, t.takes_all_children) for t in traces), types)
+    places = planned(graphs, tuple(Kind(t.slots_gathered, t.takes_all_children) for t in traces), types, groups)
     n, m = graphs.num_vertices, places.core.num_edges
 
     leaves = sum(task.count for task in places.tasks if task.level == 0)
@@ -311,15 +332,15 @@ def check_written_kernels(
         for name in ARRAYS:
             setattr(arguments.frontier, name, places.array(name).data_ptr())
         arguments.frontier.num_vertices = n
-        arguments.script = block.data_ptr() + 4 * _C.vertex.script_offset(block, int(backward))
-        arrived = ctypes.c_uint(0)
-        arguments.arrived = ctypes.addressof(arrived)
+        groups, arrived = arguments.drive(block, int(backward))
         given = (MatrixArgument * max(1, len(matrices)))()
         held = [m.t().contiguous().t() if i % 2 == 0 else m.contiguous() for i, m in enumerate(matrices)]
         for i, m in enumerate(held):
             given[i] = MatrixArgument(m.data_ptr(), *m.stride())
         buffers = (BufferArgument * len(tensors))(*map(buffer_argument, range(len(tensors))))
-        kernel.run(ctypes.byref(arguments), buffers, given, None, None, count, ctypes.c_long(shared_bytes), seed)
+        size = ctypes.c_long(shared_bytes)
+        kernel.run(ctypes.byref(arguments), buffers, given, None, None, count * groups, size, seed)
+        del arrived
 
     def run(backward: bool) -> None:
         steps = compiled.passes()[backward]

@@ -63,8 +63,10 @@ def missing(*shape: int) -> torch.Tensor:
 class Steps:
     """Training steps of a cell, and of a head where there is one, by the kernel; those of its optimizer go beside."""
 
-    def __init__(self, cell, head, optimizer, loss: str, graphs: weft.Graphs, x: torch.Tensor, folder: Path):
-        self.cell, self.head, self.loss = cell, head, loss
+    def __init__(
+        self, cell, head, optimizer, loss: str, graphs: weft.Graphs, x: torch.Tensor, folder: Path, groups: int = 1
+    ):
+        self.cell, self.head, self.loss, self.groups = cell, head, loss, groups
         self.optimizer = optimizer
         call = prepare(cell, graphs, x, "batched")
         self.compiled, _ = whole(call.ready)
@@ -86,7 +88,7 @@ class Steps:
 
     def step(self, graphs: weft.Graphs, x: torch.Tensor, targets: torch.Tensor, at: str, seed: int) -> torch.Tensor:
         """The loss and whether the step was refused."""
-        core = core_of(self.cell, self.compiled, graphs)
+        core = core_of(self.cell, self.compiled, graphs, self.groups)
         block = _C.scripted(core, self.program, BLOCKS, True, False)
         assert _C.script_fault(self.program, block) == ""
         published = _C.script_published(self.program, block, TRAINING)
@@ -139,15 +141,15 @@ class Steps:
             *(p.data_ptr() for p in heads or [torch.empty(0)] * 2), losses.data_ptr(), gradients.data_ptr(),
             refused.data_ptr(), result.data_ptr(),
         )  # fmt: skip
-        of_kernel, arrived = PersistentArguments(), ctypes.c_uint(0)
+        of_kernel = PersistentArguments()
         layout = core.layout()
         for key in ARRAYS:
             setattr(of_kernel.frontier, key, block.data_ptr() + 4 * layout[key][0])
         of_kernel.frontier.num_vertices = n
-        of_kernel.script = block.data_ptr() + 4 * _C.script_offset(block, TRAINING)
-        of_kernel.arrived = ctypes.addressof(arrived)
+        groups, arrived = of_kernel.drive(block, TRAINING)
+        held.append(arrived)
         self.kernel.run(
-            ctypes.byref(of_kernel), arguments, matrices, ctypes.byref(of_training), updates, self.blocks,
+            ctypes.byref(of_kernel), arguments, matrices, ctypes.byref(of_training), updates, self.blocks * groups,
             ctypes.c_long(self.shared_bytes), seed,
         )  # fmt: skip
         assert refused.item() == result[1].item()
@@ -182,7 +184,7 @@ def sentences(rng: random.Random, cell) -> weft.Graphs:
     return weft.Graphs.batch([s.graph for s in nets.samples(found, numbers)])
 
 
-def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width):
+def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width, groups=1):
     """Steps of the kernel on graphs that differ beside those of the loop."""
     torch.manual_seed(1)
     rng = random.Random(4)
@@ -209,7 +211,7 @@ def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width):
         want.backward()
         theirs.step()
         if kernel is None:
-            kernel = Steps(cell, head, mine, loss, graphs, x, folder)
+            kernel = Steps(cell, head, mine, loss, graphs, x, folder, groups)
         found = kernel.step(graphs, x, targets, at, step)
         assert found[1] == 0
         torch.testing.assert_close(found[0], want.detach(), rtol=1e-5, atol=1e-6)
@@ -222,21 +224,21 @@ def check(cell, make, optimizer, loss, classes, at, folder, steps, x_width):
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer", "loss", "classes", "at"),
+    ("name", "optimizer", "loss", "classes", "at", "groups"),
     [
-        ("treelstm", "sgd", "cross_entropy", 5, "vertices"),
-        ("treelstm", "adamw", "cross_entropy", 5, "roots"),
-        ("childsum", "adam", "mse", None, "vertices"),
-        ("rvnn", "sgd", "cross_entropy", 5, "vertices"),
-        ("twice", "adamw", "mse", None, "roots"),
-        ("messages", "sgd", "cross_entropy", 3, "vertices"),
-        ("shared", "adam", "cross_entropy", None, "vertices"),
-        ("odd", "adamw", "mse", None, "vertices"),
-        ("tagger", "sgd", "cross_entropy", None, "vertices"),
-        ("characters", "adam", "cross_entropy", None, "vertices"),
+        ("treelstm", "sgd", "cross_entropy", 5, "vertices", 2),
+        ("treelstm", "adamw", "cross_entropy", 5, "roots", 1),
+        ("childsum", "adam", "mse", None, "vertices", 3),
+        ("rvnn", "sgd", "cross_entropy", 5, "vertices", 1),
+        ("twice", "adamw", "mse", None, "roots", 1),
+        ("messages", "sgd", "cross_entropy", 3, "vertices", 2),
+        ("shared", "adam", "cross_entropy", None, "vertices", 2),
+        ("odd", "adamw", "mse", None, "vertices", 1),
+        ("tagger", "sgd", "cross_entropy", None, "vertices", 2),
+        ("characters", "adam", "cross_entropy", None, "vertices", 1),
     ],
 )
-def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, tmp_path):
+def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, groups, tmp_path):
     torch.manual_seed(7)
     cell, make, width = {
         "treelstm": lambda: (models.TreeLSTM(4, 8), binary, 4),
@@ -249,7 +251,7 @@ def test_steps_are_those_of_the_loop(name, optimizer, loss, classes, at, tmp_pat
         "tagger": lambda: (models.BiLSTMTagger(4, 8, 5, 6), sentences, 4),
         "characters": lambda: (tagger_of_characters(), sentences, 8),
     }[name]()
-    check(cell, make, optimizer, loss, classes, at, tmp_path, steps=3, x_width=width)
+    check(cell, make, optimizer, loss, classes, at, tmp_path, steps=3, x_width=width, groups=groups)
 
 
 def test_a_refused_step_changes_nothing(tmp_path):

@@ -63,16 +63,36 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
     }
     if (data == nullptr) return nullptr;
     ++allocations_;
-    held_ += bytes;
-    peak_ = std::max(peak_, held_);
+    hold(bytes);
     return std::make_unique<Buffer>(shared_from_this(), data, bytes);
+  }
+
+  // Those of `sizes` that the pool has no buffers for, in use or free, as far as the limit allows.
+  std::vector<int64_t> missing(const std::vector<int64_t>& sizes) const {
+    auto there = count_;
+    std::vector<int64_t> found;
+    int64_t held = held_;
+    for (const int64_t bytes : sizes) {
+      if (there[bytes]-- > 0) continue;
+      if (bytes > limit_ - held) break;
+      found.push_back(bytes), held += bytes;
+    }
+    return found;
+  }
+
+  // Takes in memory that somebody else has allocated for it, as its own allocator would.
+  void add(void* data, int64_t bytes) {
+    if (closed_ || bytes > limit_ - held_) return memory_.free(data, nullptr);
+    hold(bytes);
+    free_[bytes].push_back({data, nullptr});
+    free_bytes_ += bytes;
   }
 
   // Returns the free buffers to the system, and their total bytes to the caller.
   int64_t release() {
     const int64_t bytes = free_bytes_;
     for (auto& [size, stack] : free_)
-      for (auto& entry : stack) memory_.free(entry.data, entry.busy);
+      for (auto& entry : stack) memory_.free(entry.data, entry.busy), --count_[size];
     free_.clear();
     held_ -= bytes;
     free_bytes_ = 0;
@@ -91,10 +111,14 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   int64_t allocations() const { return allocations_; }
 
  private:
+  void hold(int64_t bytes) {
+    held_ += bytes, ++count_[bytes];
+    peak_ = std::max(peak_, held_);
+  }
   void put(Buffer& buffer) {
     if (closed_ || !buffer.reusable) {
       memory_.free(buffer.data_, buffer.busy);
-      held_ -= buffer.bytes_;
+      held_ -= buffer.bytes_, --count_[buffer.bytes_];
       return;
     }
     free_[buffer.bytes_].push_back({buffer.data_, std::move(buffer.busy)});
@@ -108,6 +132,7 @@ class HostPool : public std::enable_shared_from_this<HostPool> {
   HostMemory memory_;
   int64_t limit_, held_ = 0, free_bytes_ = 0, peak_ = 0, allocations_ = 0;
   std::unordered_map<int64_t, std::vector<Free>> free_;
+  std::unordered_map<int64_t, int64_t> count_;  // buffers of each size, in use or free
   bool closed_ = false;
 };
 

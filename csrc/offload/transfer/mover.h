@@ -118,6 +118,13 @@ class Mover {
   virtual int64_t staging(int64_t bytes, int64_t itemsize, double density) const { return 0; }
   // Memory from torch's allocator, for the current stream.
   virtual c10::Storage allocate(c10::Device device, int64_t bytes) = 0;
+  // For tensors that are going to move, (bytes, itemsize) each: the sizes of host memory that is still missing. What
+  // allocate_host allocates, on any thread and without Python's lock, keep_host takes in.
+  virtual std::vector<int64_t> missing_host(const std::vector<std::pair<int64_t, int64_t>>& tensors) const {
+    return {};
+  }
+  virtual void* allocate_host(c10::DeviceIndex device, int64_t bytes) const { return nullptr; }
+  virtual void keep_host(void* data, int64_t bytes) {}
   // Host bytes held now, and most ever held; release gives free ones back to the system.
   virtual int64_t host_bytes() const = 0;
   virtual int64_t host_peak_bytes() const = 0;

@@ -25,20 +25,37 @@ struct DenseProduct {
   bool wide;  // double, else float
 };
 
-// The message of one rank: packed products (B, H), values (B, H), and whether anything leaves the slice. Numbers of
-// int32, of int64 for doubles.
-constexpr int64_t slice_message_numbers(int64_t channels) {
-  return 2 * channels + 1;
+// The message of one rank: packed products, values (B, H), and whether anything leaves the slice. Products are (B, H)
+// of a diagonal A, else (B, H, H) or, shared by the batch, (1, H, H). Numbers of int32, of int64 for doubles.
+constexpr int64_t slice_message_numbers(int64_t products, int64_t channels) {
+  return products + channels + 1;
 }
+
+// What a rank tells of its slice, float, where chunk maps are what its scan goes by.
+struct SliceMaps {
+  float* maps;       // of all chunks, and behind them the states at their starts
+  float* value;      // (B, H)
+  int32_t* message;  // null: nobody asks
+  int64_t rows;      // 1, or B: of products
+  int64_t products;  // numbers of them
+  WEFT_HOST_DEVICE int32_t* values() const { return message + products; }
+};
 
 // States between slices, of the messages of all ranks in order of rank.
 struct SliceStates {
   const void* messages;
-  int64_t ranks, channels, order;  // `order`: of this rank, in the order of the scan
+  int64_t ranks, B, H, matrices, order;  // `matrices`: 0 diagonal, else 1 or B; `order`: this rank's in the scan
   bool reverse, wide;
   void *entered, *end;  // (B, H): the state that enters this slice, and the one that leaves the last
-  double* products;     // (ranks, B, H), in the order of the scan; zero where nothing comes in
+  double* products;     // (ranks, ...), in the order of the scan; zero where nothing comes in
   int32_t* came;        // whether anything comes in
+  WEFT_HOST_DEVICE int64_t product_numbers() const { return matrices > 0 ? matrices * H * H : B * H; }
+  // Of the i-th rank in the order of the scan.
+  template <typename Number>
+  WEFT_HOST_DEVICE const Number* message(int64_t i) const {
+    return static_cast<const Number*>(messages) +
+           (reverse ? ranks - 1 - i : i) * slice_message_numbers(product_numbers(), B * H);
+  }
 };
 
 // Gradients of the states between slices, in the order of the scan: `messages` (ranks, B, H), in order of rank, what
@@ -47,9 +64,16 @@ struct SliceStates {
 struct SliceGradients {
   const void* messages;
   const double* products;
-  int64_t ranks, channels, order;
+  int64_t ranks, B, H, matrices, order;  // as of SliceStates
   bool reverse, shares, wide;
   void* left;  // (B, H), of the state that leaves this slice
+  // Numbers of the i-th rank in the order of the scan, and where `shares`, its share behind them.
+  template <typename T>
+  WEFT_HOST_DEVICE const T* message(int64_t i) const {
+    return static_cast<const T*>(messages) + (reverse ? ranks - 1 - i : i) * (shares ? 2 : 1) * B * H;
+  }
+  // Nothing has entered the last one's end, whose product then is nobody's.
+  WEFT_HOST_DEVICE bool enters(int64_t i) const { return shares || i < ranks - 1; }
 };
 
 // x[k] += v[k], where v[k] = A[k] v[k-1] and v[-1] is the state. With gradients, x is the gradient of b, grad_A gets
@@ -207,21 +231,21 @@ WEFT_HOST_DEVICE double unpack_product(typename Packed<T>::Number number) {
 template <typename T>
 WEFT_HOST_DEVICE void carry_between_slices(const SliceStates& s, int64_t channel) {
   using Number = typename Packed<T>::Number;
-  const int64_t numbers = slice_message_numbers(s.channels);
+  const int64_t channels = s.B * s.H;
   double state = 0;
   bool came = false;
   for (int64_t i = 0; i < s.ranks; ++i) {
-    const Number* const message = static_cast<const Number*>(s.messages) + (s.reverse ? s.ranks - 1 - i : i) * numbers;
+    const Number* const message = s.message<Number>(i);
     if (i == s.order) {
       static_cast<T*>(s.entered)[channel] = T(state);
       if (channel == 0) *s.came = came;
     }
     const double product = came ? unpack_product<T>(message[channel]) : 0.0;
-    s.products[i * s.channels + channel] = product;
+    s.products[i * channels + channel] = product;
     T value;
-    __builtin_memcpy(&value, message + s.channels + channel, sizeof(T));
+    __builtin_memcpy(&value, message + channels + channel, sizeof(T));
     state = came ? product * state + double(value) : double(value);
-    came = came || message[2 * s.channels] != 0;
+    came = came || message[2 * channels] != 0;
   }
   static_cast<T*>(s.end)[channel] = T(state);
 }
@@ -229,17 +253,12 @@ WEFT_HOST_DEVICE void carry_between_slices(const SliceStates& s, int64_t channel
 // The gradient that enters this slice's end, of one channel: products transposed, from the last rank to the first.
 template <typename T>
 WEFT_HOST_DEVICE void carry_back_between_slices(const SliceGradients& s, int64_t channel) {
-  const int64_t numbers = (s.shares ? 2 : 1) * s.channels;
-  const T* const messages = static_cast<const T*>(s.messages) + channel;
+  const int64_t channels = s.B * s.H;
   double state = 0;
-  for (int64_t i = 0; s.shares && i < s.ranks; ++i) {
-    state += double(messages[(s.reverse ? s.ranks - 1 - i : i) * numbers + s.channels]);
-  }
+  for (int64_t i = 0; s.shares && i < s.ranks; ++i) state += double(s.message<T>(i)[channels + channel]);
   for (int64_t i = s.ranks - 1; i > s.order; --i) {
-    const double value = double(messages[(s.reverse ? s.ranks - 1 - i : i) * numbers]);
-    // Nothing has entered the last one's end, whose product then is nobody's.
-    const bool entered = s.shares || i < s.ranks - 1;
-    state = entered ? s.products[i * s.channels + channel] * state + value : value;
+    const double value = double(s.message<T>(i)[channel]);
+    state = s.enters(i) ? s.products[i * channels + channel] * state + value : value;
   }
   static_cast<T*>(s.left)[channel] = T(state);
 }

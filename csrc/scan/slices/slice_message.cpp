@@ -66,7 +66,8 @@ at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const
   check_row(op, "value", value, "A", A);
   const bool wide = A.scalar_type() == at::kDouble;
   const int64_t B = A.size(1), H = A.size(2);
-  const at::Tensor message = at::empty({slice_message_numbers(B * H)}, A.options().dtype(wide ? at::kLong : at::kInt));
+  const at::Tensor message =
+      at::empty({slice_message_numbers(B * H, B * H)}, A.options().dtype(wide ? at::kLong : at::kInt));
   const at::Tensor rows = in_rows(A);
   const Steps steps = A.numel() == 0 ? Steps{} : steps_of(rows, false);
   kernels.message({steps.data, steps.t, steps.b, B * H == 0 ? 0 : A.size(0), B, H, dtype_of(A)}, value.contiguous(),
@@ -75,7 +76,7 @@ at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const
 }
 
 States slice_states(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& value, int64_t order,
-                    bool reverse) {
+                    bool reverse, int64_t matrices) {
   const char* const op = "slice_states";
   check_type(op, "value", value);
   TORCH_CHECK_VALUE(value.dim() == 2, op, ": value must be (B, H), got ", value.sizes());
@@ -84,17 +85,22 @@ States slice_states(const SliceKernels& kernels, const at::Tensor& messages, con
                    wide ? "int64" : "int32", ", got ", messages.scalar_type());
   TORCH_CHECK(messages.device() == value.device(), op, ": messages must be on the device of value, ", value.device(),
               ", got ", messages.device());
-  const int64_t numbers = slice_message_numbers(value.numel());
+  const int64_t B = value.size(0), H = value.size(1);
+  TORCH_CHECK_VALUE(matrices == 0 || matrices == 1 || matrices == B, op, ": matrices must be 0, 1 or ", B, ", got ",
+                    matrices);
+  const int64_t numbers = slice_message_numbers(matrices > 0 ? matrices * H * H : B * H, B * H);
   TORCH_CHECK_VALUE(messages.dim() == 2 && messages.size(1) == numbers, op, ": messages must be (ranks, ", numbers,
                     "), got ", messages.sizes());
   const int64_t ranks = messages.size(0);
   TORCH_CHECK_VALUE(0 <= order && order < ranks, op, ": order must be at least 0 and below ", ranks, ", got ", order);
   const at::Tensor entered = at::empty(value.sizes(), value.options()), end = at::empty(value.sizes(), value.options());
-  const at::Tensor products = at::empty({ranks, value.size(0), value.size(1)}, value.options().dtype(at::kDouble));
+  const auto doubles = value.options().dtype(at::kDouble);
+  const at::Tensor products =
+      matrices > 0 ? at::empty({ranks, matrices, H, H}, doubles) : at::empty({ranks, B, H}, doubles);
   const at::Tensor came = at::zeros({1}, value.options().dtype(at::kInt));
   const at::Tensor rows = messages.contiguous();
   if (value.numel() > 0) {
-    kernels.states({rows.const_data_ptr(), ranks, value.numel(), order, reverse, wide, entered.data_ptr(),
+    kernels.states({rows.const_data_ptr(), ranks, B, H, matrices, order, reverse, wide, entered.data_ptr(),
                     end.data_ptr(), products.data_ptr<double>(), came.data_ptr<int32_t>()});
   }
   return {entered, end, products, came};
@@ -109,18 +115,22 @@ at::Tensor slice_left(const SliceKernels& kernels, const at::Tensor& messages, c
   TORCH_CHECK(products.device() == messages.device(), op, ": products must be on the device of messages, ",
               messages.device(), ", got ", products.device());
   const bool shares = messages.dim() == 4;
-  TORCH_CHECK_VALUE((messages.dim() == 3 || (shares && messages.size(1) == 2)) && products.dim() == 3 &&
-                        products.size(0) == messages.size(0) &&
-                        products.sizes().slice(1) == messages.sizes().slice(shares ? 2 : 1),
-                    op, ": messages must be (ranks, B, H) or (ranks, 2, B, H) and products (ranks, B, H), got ",
-                    messages.sizes(), " and ", products.sizes());
+  TORCH_CHECK_VALUE(messages.dim() == 3 || (shares && messages.size(1) == 2), op,
+                    ": messages must be (ranks, B, H) or (ranks, 2, B, H), got ", messages.sizes());
+  const int64_t B = messages.size(-2), H = messages.size(-1);
+  const bool diagonal = products.dim() == 3 && products.size(1) == B && products.size(2) == H;
+  const bool dense = products.dim() == 4 && (products.size(1) == 1 || products.size(1) == B) && products.size(2) == H &&
+                     products.size(3) == H;
+  TORCH_CHECK_VALUE(products.size(0) == messages.size(0) && (diagonal || dense), op, ": products must be (ranks, ", B,
+                    ", ", H, "), or (ranks, 1 or ", B, ", ", H, ", ", H, ") of matrices, got ", products.sizes());
   const int64_t ranks = messages.size(0);
   TORCH_CHECK_VALUE(0 <= order && order < ranks, op, ": order must be at least 0 and below ", ranks, ", got ", order);
-  const at::Tensor left = at::empty(products.sizes().slice(1), messages.options());
+  const at::Tensor left = at::empty({B, H}, messages.options());
   const at::Tensor rows = messages.contiguous(), of_ranks = products.contiguous();
   if (left.numel() > 0) {
-    kernels.gradients({rows.const_data_ptr(), of_ranks.const_data_ptr<double>(), ranks, left.numel(), order, reverse,
-                       shares, messages.scalar_type() == at::kDouble, left.data_ptr()});
+    kernels.gradients({rows.const_data_ptr(), of_ranks.const_data_ptr<double>(), ranks, B, H,
+                       dense ? products.size(1) : 0, order, reverse, shares, messages.scalar_type() == at::kDouble,
+                       left.data_ptr()});
   }
   return left;
 }

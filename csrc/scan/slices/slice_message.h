@@ -7,12 +7,12 @@
 //   value    (B, H), what leaves the slice where nothing comes in
 //   leaves   whether anything does: not from an empty slice without a state
 //   message  (2 B H + 1), int32, int64 of float64: the packed product of A over all steps, the bits of value, `leaves`
-// slice_states(messages, value, order, reverse) -> (entered, end, products, came)
+// slice_states(messages, value, order, reverse, matrices=0) -> (entered, end, products, came)
 //   messages of all ranks (R, 2 B H + 1), in order of rank; `order`, this one's place in the scan, which with `reverse`
-//   begins at the last rank
+//   begins at the last rank. matrices: of a dense scan, 1 or B; messages are (R, matrices H H + B H + 1) then
 //   entered  (B, H), what comes into this slice, zeros for nothing; end (B, H), what leaves the last
-//   products (R, B, H), float64, in the order of the scan, zero where nothing comes in; came (1), int32: whether it
-//   does
+//   products (R, B, H) or (R, matrices, H, H), float64, in the order of the scan, zero where nothing comes in; came
+//   (1), int32: whether it does
 // slice_left(messages, products, order, reverse) -> left
 //   messages (R, B, H), in order of rank: the gradient that each rank's slice gives to the state before it, where
 //   nothing enters its end; or (R, 2, B, H), with each rank's share of the gradient of what leaves the last left (B,
@@ -53,7 +53,7 @@ struct SliceKernels {
 // The operators on any device.
 at::Tensor slice_message(const SliceKernels& kernels, const at::Tensor& A, const at::Tensor& value, bool leaves);
 States slice_states(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& value, int64_t order,
-                    bool reverse);
+                    bool reverse, int64_t matrices);
 at::Tensor slice_left(const SliceKernels& kernels, const at::Tensor& messages, const at::Tensor& products,
                       int64_t order, bool reverse);
 void slice_mend(const SliceKernels& kernels, const at::Tensor& x, const at::Tensor& A, const at::Tensor& state,

@@ -136,6 +136,23 @@ class Inputs {
   std::vector<std::pair<py::object, Facts>> inputs_;
 };
 
+// Counters of steps on the CPU one up, each a number of float32 or float64; what they are then.
+std::vector<double> count_up(const std::vector<at::Tensor>& counters) {
+  std::vector<double> found;
+  for (const at::Tensor& t : counters) {
+    TORCH_CHECK(t.is_cpu() && t.numel() == 1, "count_up: a counter must be one number on the CPU");
+    void* const data = t.mutable_data_ptr();
+    if (t.scalar_type() == at::kDouble) {
+      found.push_back(++*static_cast<double*>(data));
+    } else {
+      TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, "count_up: a counter must be float32 or float64");
+      found.push_back(++*static_cast<float*>(data));
+    }
+    t.unsafeGetTensorImpl()->bump_version();
+  }
+  return found;
+}
+
 // What a trace depends on besides the module and its inputs, as one number.
 int64_t modes(at::Device device) {
   const at::DeviceType type = device.type();
@@ -160,6 +177,7 @@ void bind_call_cache(py::module_& vertex) {
   py::class_<Inputs>(vertex, "Inputs", "What is pulled, but for its values and the number of its rows.")
       .def(py::init<const py::dict&>())
       .def("hold", &Inputs::hold);
+  vertex.def("count_up", torch::wrap_pybind_function(&count_up), "Counters on the CPU one up; what they are then.");
   vertex.def("modes", &modes, "What a trace depends on besides the module and its inputs.");
 }
 

@@ -251,10 +251,10 @@ Graphs from_bytes(const py::bytes& bytes, int64_t num_types) {
 
 // `kinds` as (slots in ascending order, whether all children are summed).
 Schedule schedule(const Graphs& graphs, const std::vector<std::pair<std::vector<int32_t>, bool>>& kinds,
-                  const std::vector<int32_t>& kind_of_type) {
+                  const std::vector<int32_t>& kind_of_type, int32_t groups) {
   std::vector<Kind> converted;
   for (const auto& [slots, sum] : kinds) converted.push_back({slots, sum});
-  return Schedule(graphs, converted, kind_of_type);
+  return Schedule(graphs, converted, kind_of_type, groups);
 }
 
 // (first, length) in the block of every array, by name.
@@ -333,7 +333,8 @@ void bind_graphs(py::module_& vertex) {
       .def_property_readonly("max_count", number(Schedule::kMaxCount))
       .def_property_readonly("max_edges", number(Schedule::kMaxEdges))
       .def_property_readonly("single_use", [](const Schedule& s) { return s.number(Schedule::kSingleUse) != 0; });
-  vertex.def("schedule", &schedule, py::call_guard<py::gil_scoped_release>());
+  vertex.def("schedule", &schedule, py::arg("graphs"), py::arg("kinds"), py::arg("kind_of_type"), py::arg("groups") = 1,
+             py::call_guard<py::gil_scoped_release>());
   vertex.def("first_beyond",
              [](const Graphs& graphs, const std::vector<int64_t>& limits) { return first_beyond(graphs, limits); });
   vertex.def("first_typed", [](const Graphs& graphs, const std::vector<bool>& wanted) -> int64_t {

@@ -58,9 +58,12 @@ std::string script_text_of(const torch::jit::Object& program, const at::Tensor& 
   const ProgramPointer p = program_of(program);
   std::string found;
   for (int pass = 0; pass < kPasses; ++pass) {
-    const Script script = scripts.of[pass];
-    if (!script.empty())
-      found += script_text(partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks), script);
+    if (scripts.of[pass].empty()) continue;
+    const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
+    for (int32_t group = 0; group < scripts.groups; ++group) {
+      if (scripts.groups > 1) found += "group " + std::to_string(group) + "\n";
+      found += script_text(part, scripts.of_group(pass, group));
+    }
   }
   return found;
 }
@@ -73,9 +76,11 @@ std::string script_fault_of(const torch::jit::Object& program, const at::Tensor&
   for (int pass = 0; pass < kPasses; ++pass) {
     if (scripts.of[pass].empty()) continue;
     const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
-    std::string why =
-        script_fault(p->program, part, Schedule::tasks(numbers), scripts.of[pass], scripts.published[pass]);
-    if (!why.empty()) return why;
+    for (int32_t group = 0; group < scripts.groups; ++group) {
+      std::string why = script_fault(p->program, part, Schedule::tasks(numbers), group, scripts.of_group(pass, group),
+                                     scripts.published[pass], has_gaps(numbers));
+      if (!why.empty()) return why;
+    }
   }
   return {};
 }
@@ -88,12 +93,14 @@ std::tuple<int64_t, int64_t> script_counts(const torch::jit::Object& program, co
   for (int pass = 0; pass < kPasses; ++pass) {
     if (scripts.of[pass].empty()) continue;
     const Partition& part = partition_of(p->program, static_cast<Pass>(pass), scripts.most_blocks);
-    for (const ScriptInstruction& i : scripts.of[pass]) {
-      ++instructions;
-      const bool product = (i.op == ScriptInstruction::kRun || i.op == ScriptInstruction::kPair) &&
-                           part.steps[i.step]->kind == Step::Kind::kProduct;
-      waits += i.op == ScriptInstruction::kWait ||
-               (product && scripts.published[pass] && part.published[part.steps[i.step]->source]);
+    for (int32_t group = 0; group < scripts.groups; ++group) {
+      for (const ScriptInstruction& i : scripts.of_group(pass, group)) {
+        ++instructions;
+        const bool product = (i.op == ScriptInstruction::kRun || i.op == ScriptInstruction::kPair) &&
+                             part.steps[i.step]->kind == Step::Kind::kProduct;
+        waits += i.op == ScriptInstruction::kWait ||
+                 (product && scripts.published[pass] && part.published[part.steps[i.step]->source]);
+      }
     }
   }
   return {instructions, waits};
@@ -104,6 +111,12 @@ int64_t script_offset(const at::Tensor& block, int64_t pass) {
   const auto numbers = numbers_of(block);
   const Scripts scripts = scripts_in(numbers);
   return reinterpret_cast<const int32_t*>(scripts.of.at(pass).data()) - numbers.data();
+}
+
+// Groups, and how many instructions apart theirs are.
+std::tuple<int32_t, int32_t> script_groups(const at::Tensor& block, int64_t pass) {
+  const Scripts scripts = scripts_in(numbers_of(block));
+  return {scripts.groups, scripts.apart(static_cast<size_t>(pass))};
 }
 
 // Buffers whose values products wait for: each is missing when the kernel begins.
@@ -156,11 +169,13 @@ void bind_persistent(py::module_& vertex) {
   vertex.def("script_text", torch::wrap_pybind_function(&script_text_of), py::arg("program"), py::arg("block"),
              "The instructions of the scripts, one line each.");
   vertex.def("script_fault", torch::wrap_pybind_function(&script_fault_of), py::arg("program"), py::arg("block"),
-             "What is wrong with a script; nothing where nothing is.");
+             "What is wrong with the scripts; nothing where nothing is.");
   vertex.def("script_counts", torch::wrap_pybind_function(&script_counts), py::arg("program"), py::arg("block"),
              "Instructions and waits.");
   vertex.def("script_offset", torch::wrap_pybind_function(&script_offset), py::arg("block"), py::arg("pass_"),
              "Where the instructions of a pass are.");
+  vertex.def("script_groups", torch::wrap_pybind_function(&script_groups), py::arg("block"), py::arg("pass_"),
+             "Groups of a pass, and how many instructions apart theirs are.");
   vertex.def("script_published", torch::wrap_pybind_function(&script_published), py::arg("program"), py::arg("block"),
              py::arg("pass_"), "Buffers whose values products wait for, filled with ones bits beforehand.");
   vertex.def("partition", torch::wrap_pybind_function(&partition_shown), py::arg("program"), py::arg("pass_"),

@@ -2,6 +2,7 @@
 #pragma once
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -42,9 +43,12 @@ struct Memory {
   std::span<const Matrix> matrices;
   std::span<const Matrix> matrix_gradients,
       vector_gradients;  // by the number of the matrix or vector; of those asked for
-  // For a group of at most so many blocks the instructions of each Pass, on the device; null where there are none.
-  int32_t most_blocks = 0;
+  // For groups of at most so many blocks the instructions of each Pass, on the device, those of a group `apart` from
+  // the next one's; null where there are none.
+  int32_t most_blocks = 0, groups = 1;
+  std::array<int32_t, kPasses> apart{};
   std::array<const ScriptInstruction*, kPasses> scripts{};
+  std::function<void()> unpublish;  // to be called where no script runs after all, before anything is written
 };
 
 class Executor {

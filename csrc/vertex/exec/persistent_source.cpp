@@ -31,9 +31,14 @@ struct Sizes {
   Sizes(const Program& program, const Step& s, const Share& share) {
     const Buffer& source = program.buffers[s.source];
     const int64_t tiles = (share.columns + 15) / 16, chunks = (source.width + 15) / 16;
-    const int64_t groups = tiles < 4 ? 4 / tiles : 1;
+    const int64_t active = std::min<int64_t>(chunks, kWarps);
     weights = chunks * tiles * 256 * (is_half(source.dtype) ? 2 : 4);
-    partials = std::min<int64_t>(chunks, kWarps) * groups * 8 * (tiles * 16 + 4) * 4;
+    partials = 0;
+    for (const int64_t groups : {1, tiles == 1 ? 4 : tiles < 8 ? 2 : 1}) {
+      constexpr int64_t kMostPartialBytes = 44 << 10;
+      const int64_t at_once = std::clamp<int64_t>((kMostPartialBytes / (active * groups * 32) - 4) / 16, 1, tiles);
+      partials = std::max(partials, active * groups * 8 * (at_once * 16 + 4) * 4);
+    }
   }
 };
 
@@ -128,6 +133,25 @@ class SourceWriter {
       }
       cases += body.early + body.late + " } } break;";
     }
+    if (std::find(partition_.blanks.begin(), partition_.blanks.end(), static_cast<int32_t>(i)) !=
+        partition_.blanks.end())
+      blank(i);
+  }
+
+  // Of each column of the schedule in which a row has no child.
+  void blank(size_t i) {
+    const std::string units = std::to_string(std::max(1, partition_.shares[i].columns));
+    const Step& s = *partition_.steps[i];
+    cases += label(i, ScriptInstruction::kBlank) + "for (int i = threadIdx.x; i < count * " + units +
+             "; i += kPersistentThreads) { const int j = rank * " + units + " + i % " + units +
+             "; if (j >= " + std::to_string(s.width) + ") continue; const long long row = first + i / " + units + ";";
+    for (const Instruction& x : s.code) {
+      if (!gives_published(partition_, x)) continue;
+      const std::string b = std::to_string(x.buffer), type = kTypes[static_cast<int>(program_.buffers[x.buffer].dtype)];
+      cases += " if (gather[" + std::to_string(x.gather) + " * num_vertices + row] < 0) publish(data(" + type + ", " +
+               b + ")[row * stride(" + b + ") + " + std::to_string(x.column) + " + j], 0.0f);";
+    }
+    cases += " } break;";
   }
 
   void product(size_t i, int64_t weights, std::string& load) {
@@ -162,17 +186,21 @@ class SourceWriter {
       if (!share.runs || share.segments.empty() || partition_.steps[k]->width == 0) continue;
       if (!pairs(partition_, static_cast<int32_t>(number), static_cast<int32_t>(k))) continue;
       if (share.columns > kMostPairElements) return;
-      Placed placed{&partition_.published, partition_.steps[number]->target, {}};
       const Step kernel = of_all(k);
-      if (k > number) {  // on the same rows
-        int32_t local = 0;
-        for (const Segment& g : partition_.shares[number].segments) {
-          if (g.width == kernel.width) {
-            placed.sums.emplace_back(g.first, "sums[pair * Product" + std::to_string(number) + "::kColumns + " +
-                                                  std::to_string(local) + " + local]");
-          }
-          local += g.units(partition_.blocks);
+      Placed placed{
+          &partition_.published, partition_.steps[number]->target, {}, {}, "(q >= first && q < first + count)"};
+      int32_t local = 0;
+      for (const Segment& g : partition_.shares[number].segments) {
+        const auto sum = [&](const std::string& row) {
+          return "sums[" + row + " * Product" + std::to_string(number) + "::kColumns + " + std::to_string(local) +
+                 " + local]";
+        };
+        if (g.width == kernel.width) {
+          // On the same rows, or on those that the product's rows read.
+          if (k > number) placed.sums.emplace_back(g.first, sum("pair"));
+          placed.used_sums.emplace_back(g.first, sum("(q - first)"));
         }
+        local += g.units(partition_.blocks);
       }
       const Parts body = kernel_parts(program_, kernel, /*leaves=*/false, placed);
       const std::string units = std::to_string(share.columns);
@@ -210,15 +238,15 @@ class SourceWriter {
     const bool by_row = share.of_source != s.transposed;
     cases += label(i, ScriptInstruction::kRun) + "outer<" + columns_of(share, partition_.blocks) + ", " +
              std::to_string(program_.buffers[other].width) + terms(i) + ">(" + buffer(own) + ", " + buffer(other) +
-             ", first, count, rank, " + matrix + (by_row ? ".row, " : ".column, ") + matrix +
+             ", first, count, rank, group, groups, " + matrix + (by_row ? ".row, " : ".column, ") + matrix +
              (by_row ? ".column" : ".row") + ", updates.of[" + std::to_string(s.matrix) + "], refused); break;";
   }
 
   void total(size_t i) {
     const Step& s = *partition_.steps[i];
     cases += label(i, ScriptInstruction::kRun) + "total<" + columns_of(partition_.shares[i], partition_.blocks) +
-             terms(i) + ">(" + buffer(s.source) + ", first, count, rank, " + std::to_string(s.column) + ", " +
-             std::to_string(s.width) + ", " + std::to_string(s.first) + ", updates.of[kMatrices + " +
+             terms(i) + ">(" + buffer(s.source) + ", first, count, rank, group, groups, " + std::to_string(s.column) +
+             ", " + std::to_string(s.width) + ", " + std::to_string(s.first) + ", updates.of[kMatrices + " +
              std::to_string(s.vector) + "], refused); break;";
   }
 

@@ -7,35 +7,55 @@ namespace weft::vertex {
 namespace {
 
 constexpr int32_t kScriptMagic = 0x57530101;
-constexpr size_t kHeader = 12, kEach = sizeof(ScriptInstruction) / sizeof(int32_t);
+constexpr size_t kHeader = 12, kGroups = 11, kEach = sizeof(ScriptInstruction) / sizeof(int32_t);
 
-// What the blocks of a group have written and not signalled yet: by steps of this task in its rows, by tasks of this
-// frontier, which none of them reads, and before.
+// What the blocks of a group have written and not signalled yet: by steps of a task in its rows, by tasks of this
+// frontier in rows that none of them reads, and before.
 class Unseen {
  public:
-  explicit Unseen(size_t buffers) : written_(buffers, kNothing) {}
+  explicit Unseen(size_t buffers) : own_(1, Marks(buffers, 0)), frontier_(buffers, 0), before_(buffers, 0) {}
 
-  void next_task(bool next_frontier) {
-    for (uint8_t& w : written_) {
-      if (w & kOwn) w = (w & ~kOwn) | kFrontier;
-      if (next_frontier && (w & kFrontier)) w = kBefore;
+  // What follows is of task number `task` of this frontier, or of the next.
+  void enter(size_t task, bool next_frontier) {
+    if (next_frontier && !clear_) {
+      for (Marks& own : own_) move(own, before_);
+      move(frontier_, before_);
     }
+    task_ = task;
+    while (own_.size() <= task) own_.emplace_back(before_.size(), 0);
   }
   bool concerns(const Share& share, bool published) const {
     return std::any_of(share.reads.begin(), share.reads.end(), [&](const CrossRead& r) {
       if (r.published && published) return false;
-      return (written_[r.buffer] & (r.own ? kBefore | kOwn : kBefore)) != 0;
+      return before_[r.buffer] || (r.own && own_[task_][r.buffer]);
     });
   }
   void write(const Share& share) {
-    for (const int32_t b : share.stores) written_[b] |= kOwn;
-    for (const int32_t b : share.scatters) written_[b] |= kFrontier;
+    clear_ &= share.stores.empty() && share.scatters.empty();
+    for (const int32_t b : share.stores) own_[task_][b] = 1;
+    for (const int32_t b : share.scatters) frontier_[b] = 1;
   }
-  void clear() { std::fill(written_.begin(), written_.end(), kNothing); }
+  void blank(const Share& share) {
+    clear_ &= share.scatters.empty();
+    for (const int32_t b : share.scatters) frontier_[b] = 1;
+  }
+  void clear() {
+    if (clear_) return;
+    for (Marks& own : own_) std::fill(own.begin(), own.end(), 0);
+    std::fill(frontier_.begin(), frontier_.end(), 0);
+    std::fill(before_.begin(), before_.end(), 0);
+    clear_ = true;
+  }
 
  private:
-  enum : uint8_t { kNothing = 0, kOwn = 1, kFrontier = 2, kBefore = 4 };
-  std::vector<uint8_t> written_;  // by buffer
+  using Marks = std::vector<uint8_t>;  // by buffer
+  static void move(Marks& from, Marks& to) {
+    for (size_t b = 0; b < from.size(); ++b) to[b] |= from[b], from[b] = 0;
+  }
+  std::vector<Marks> own_;  // by task of the frontier
+  Marks frontier_, before_;
+  size_t task_ = 0;
+  bool clear_ = true;
 };
 
 struct Visit {
@@ -47,8 +67,13 @@ struct Visit {
 // The order of a pass.
 class Walk {
  public:
-  Walk(const Partition& partition, std::span<const Task> tasks, int32_t functions)
-      : partition_(partition), tasks_(tasks), functions_(functions) {
+  Walk(const Partition& partition, std::span<const Task> tasks, int32_t functions, int32_t group, bool blanks)
+      : partition_(partition),
+        tasks_(tasks),
+        functions_(functions),
+        group_(group),
+        blanks_(blanks),
+        groups_(Schedule::num_groups(tasks)) {
     for (const Task& task : tasks) {
       leaves_ += task.level == 0 ? task.count : 0;
       vertices_ += task.count;
@@ -56,29 +81,34 @@ class Walk {
     }
   }
 
-  // Calls next_task(next_frontier) for every task, visit for each of its steps, meet where all blocks meet, whatever is
-  // written, and other for what is no step.
-  template <typename NextTask, typename Meet, typename OnStep, typename Other>
-  void pass(const NextTask& next_task, const Meet& meet, const OnStep& visit, const Other& other) const {
+  int32_t groups() const { return groups_; }
+
+  // Calls enter(task, next_frontier) before steps of a task, visit for each of them, meet where all blocks of all
+  // groups meet, whatever is written, and other for what is no step. Tasks of one frontier take turns: each goes on up
+  // to the step that waits for other blocks, so that one wait serves all of them.
+  template <typename Enter, typename Waits, typename Meet, typename OnStep, typename Other>
+  void pass(const Enter& enter, const Waits& waits, const Meet& meet, const OnStep& visit, const Other& other) const {
     switch (partition_.pass) {
       case Pass::kForward:
-        return frontiers(0, partition_.steps.size(), false, next_task, visit);
+        blanks(visit);
+        return frontiers(0, partition_.steps.size(), false, enter, waits, visit);
       case Pass::kBackward:
-        return frontiers(0, partition_.steps.size(), true, next_task, visit);
+        return frontiers(0, partition_.steps.size(), true, enter, waits, visit);
       case Pass::kTraining:
         break;
     }
     const size_t forward = partition_.forward_steps, all = partition_.steps.size();
-    once(0, forward, Step::When::kBefore, next_task, visit);
-    frontiers(0, forward, false, next_task, visit);
-    once(0, forward, Step::When::kAfter, next_task, visit);
+    if (once(0, forward, Step::When::kBefore, enter, meet, visit) && groups_ > 1) meet();
+    blanks(visit);
+    frontiers(0, forward, false, enter, waits, visit);
+    once(0, forward, Step::When::kAfter, enter, meet, visit);
     meet();
     other(ScriptInstruction::kLoss);
     meet();
     other(ScriptInstruction::kLossOfHead);
     meet();
-    frontiers(forward, all, true, next_task, visit);
-    once(forward, all, Step::When::kAfter, next_task, visit);
+    frontiers(forward, all, true, enter, waits, visit);
+    once(forward, all, Step::When::kAfter, enter, meet, visit);
     meet();
     for (size_t i = forward; i < all; ++i) {
       if (step(i).kind == Step::Kind::kOuter || step(i).kind == Step::Kind::kTotal) whole(i, visit);
@@ -89,49 +119,120 @@ class Walk {
  private:
   const Step& step(size_t i) const { return *partition_.steps[i]; }
 
-  // Kernels and products that run once, on all rows: each may read in any what those before it wrote.
-  template <typename NextTask, typename OnStep>
-  void once(size_t begin, size_t end, Step::When when, const NextTask& next_task, const OnStep& visit) const {
+  // Kernels and products that run once, on all rows: each may read in any what those before it wrote. Whether there are
+  // any.
+  template <typename Enter, typename Meet, typename OnStep>
+  bool once(size_t begin, size_t end, Step::When when, const Enter& enter, const Meet& meet,
+            const OnStep& visit) const {
+    bool any = false;
     for (size_t i = begin; i < end; ++i) {
+      const bool product = step(i).kind == Step::Kind::kProduct;
       if (!partition_.shares[i].runs || step(i).when != when) continue;
-      next_task(true);
-      if (step(i).kind == Step::Kind::kKernel) late(i, visit);
-      if (step(i).kind == Step::Kind::kProduct) whole(i, visit);
+      if (!product && step(i).kind != Step::Kind::kKernel) continue;
+      if (groups_ > 1 && (any || when != Step::When::kBefore)) meet();  // others wrote other rows
+      any = true;
+      enter(0, true);
+      product ? whole(i, visit, /*own=*/true) : late(i, visit);
     }
+    return any;
   }
 
-  template <typename NextTask, typename OnStep>
-  void frontiers(size_t begin, size_t end, bool backward, const NextTask& next_task, const OnStep& visit) const {
-    int32_t level = -1;
-    for (size_t k = 0; k < tasks_.size(); ++k) {
-      const Task& task = tasks_[backward ? tasks_.size() - 1 - k : k];
-      next_task(task.level != level);
-      level = task.level;
-      for (size_t i = begin; i < end; ++i) {
-        const Step& s = step(i);
-        const bool product = s.kind == Step::Kind::kProduct;
-        if (!partition_.shares[i].runs || s.when != Step::When::kFrontiers) continue;
-        if (!product && s.kind != Step::Kind::kKernel) continue;
-        const int count = s.edges ? task.num_edges : task.count;
-        if (s.function != task.kind || count == 0) continue;
-        const bool leaves = task.level == 0, skipped = product && leaves && s.skips_leaves;
-        if (skipped && !s.zeroes_leaves) continue;
-        if (!product && leaves && s.leaf_code.empty()) continue;
-        const auto op = skipped              ? ScriptInstruction::kZero
-                        : leaves && !product ? ScriptInstruction::kRunLeaves
-                                             : ScriptInstruction::kRun;
-        visit(Visit{static_cast<int>(i), op, s.edges ? task.first_edge : task.first, count});
+  template <typename Enter, typename Waits, typename OnStep>
+  void frontiers(size_t begin, size_t end, bool backward, const Enter& enter, const Waits& waits,
+                 const OnStep& visit) const {
+    std::vector<const Task*> own;           // of a frontier
+    std::vector<std::vector<Visit>> steps;  // of each of them
+    std::vector<size_t> done;
+    for (size_t next = 0; next < tasks_.size();) {
+      own.clear();
+      const auto task = [&] { return &tasks_[backward ? tasks_.size() - 1 - next : next]; };
+      for (const int32_t level = task()->level; next < tasks_.size() && task()->level == level; ++next) {
+        if (task()->group == group_) own.push_back(task());
+      }
+      if (own.empty()) continue;
+      enter(0, true);
+      if (own.size() == 1) {
+        steps_of(*own.front(), begin, end, visit);
+        continue;
+      }
+      const size_t count = own.size();
+      if (steps.size() < count) steps.resize(count);
+      done.assign(count, 0);
+      for (size_t k = 0; k < count; ++k) {
+        steps[k].clear();
+        steps_of(*own[k], begin, end, [&](const Visit& v) { steps[k].push_back(v); });
+      }
+      bool must = false;  // all that are left wait
+      for (bool left = true; left;) {
+        bool moved = left = false;
+        for (size_t k = 0; k < count; ++k) {
+          enter(k, false);
+          for (; done[k] < steps[k].size() && (must || !waits(steps[k][done[k]])); ++done[k]) {
+            visit(steps[k][done[k]]);
+            moved = true;
+            must = false;
+          }
+          left |= done[k] < steps[k].size();
+        }
+        must = !moved;
       }
     }
   }
 
-  // On all rows that the step has.
+  // The steps of a task in the frontiers.
   template <typename OnStep>
-  void whole(size_t i, const OnStep& visit) const {
+  void steps_of(const Task& task, size_t begin, size_t end, const OnStep& visit) const {
+    for (size_t i = begin; i < end; ++i) {
+      const Step& s = step(i);
+      const bool product = s.kind == Step::Kind::kProduct;
+      if (!partition_.shares[i].runs || s.when != Step::When::kFrontiers) continue;
+      if (!product && s.kind != Step::Kind::kKernel) continue;
+      const int count = s.edges ? task.num_edges : task.count;
+      if (s.function != task.kind || count == 0) continue;
+      const bool leaves = task.level == 0, skipped = product && leaves && s.skips_leaves;
+      if (skipped && !s.zeroes_leaves) continue;
+      if (!product && leaves && s.leaf_code.empty()) continue;
+      const auto op = skipped              ? ScriptInstruction::kZero
+                      : leaves && !product ? ScriptInstruction::kRunLeaves
+                                           : ScriptInstruction::kRun;
+      visit(Visit{static_cast<int>(i), op, s.edges ? task.first_edge : task.first, count});
+    }
+  }
+
+  // On all rows that the step has, or this group's part of them.
+  template <typename OnStep>
+  void whole(size_t i, const OnStep& visit, bool own = false) const {
     const Step& s = step(i);
     const bool inner = s.skips_leaves || partition_.inner_only[i];
     const int first = s.edges || !inner ? 0 : leaves_, end = s.edges || partition_.of_edges[i] ? edges_ : vertices_;
-    visit(Visit{static_cast<int>(i), ScriptInstruction::kRun, first, std::max(0, end - first)});
+    const auto [from, count] = own ? part(first, end - first) : std::pair(first, end - first);
+    visit(Visit{static_cast<int>(i), ScriptInstruction::kRun, from, std::max(0, count)});
+  }
+
+  // What no child gives in the rows of this group's vertices with children.
+  template <typename OnStep>
+  void blanks(const OnStep& visit) const {
+    if (!blanks_) return;
+    for (const int32_t i : partition_.blanks) {
+      int first = 0, end = 0;
+      const auto add = [&] {
+        if (end > first) visit(Visit{i, ScriptInstruction::kBlank, first, end - first});
+      };
+      for (const Task& task : tasks_) {
+        if (task.group != group_ || task.level == 0) continue;
+        if (task.first != end) {
+          add();
+          first = task.first;
+        }
+        end = task.first + task.count;
+      }
+      add();
+    }
+  }
+
+  std::pair<int, int> part(int first, int count) const {
+    const auto begin = [&](int64_t group) { return first + static_cast<int>(count * group / groups_); };
+    return {begin(group_), begin(group_ + 1) - begin(group_)};
   }
 
   // A kernel that runs once, on the rows of its function; those without children run other code.
@@ -143,39 +244,49 @@ class Walk {
     };
     if (functions_ > 1) {
       for (const Task& task : tasks_) {
-        if (step(i).function == task.kind) add(task.first, task.count, task.level == 0);
+        if (step(i).function == task.kind && task.group == group_) add(task.first, task.count, task.level == 0);
       }
       return;
     }
-    add(0, leaves_, true);
-    add(leaves_, vertices_ - leaves_, false);
+    for (const bool leaves : {true, false}) {
+      const auto [first, count] = leaves ? part(0, leaves_) : part(leaves_, vertices_ - leaves_);
+      add(first, count, leaves);
+    }
   }
 
   const Partition& partition_;
   std::span<const Task> tasks_;
-  int32_t functions_;
+  int32_t functions_, group_;
+  bool blanks_;
+  int32_t groups_;
   int leaves_ = 0, vertices_ = 0, edges_ = 0;
 };
 
 }  // namespace
 
 std::vector<ScriptInstruction> script_of(const Program& program, const Partition& partition,
-                                         std::span<const Task> tasks, bool published) {
+                                         std::span<const Task> tasks, int32_t group, bool published, bool gaps) {
   std::vector<ScriptInstruction> script;
   Unseen unseen(program.buffers.size());
-  int signals = 0;
-  const auto meet = [&] {
-    ++signals;
-    script.push_back({ScriptInstruction::kSignal, 0, signals, 0});
-    script.push_back({ScriptInstruction::kWait, 0, signals, 0});
+  std::array<int, 2> signals{};  // in the group, between all
+  const auto meet = [&](bool all) {
+    const int number = ++signals[all];
+    script.push_back({ScriptInstruction::kSignal, 0, number, all});
+    script.push_back({ScriptInstruction::kWait, 0, number, all});
     unseen.clear();
   };
-  Walk(partition, tasks, program.functions)
-      .pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, meet,
+  const Walk walk(partition, tasks, program.functions, group, published && gaps);
+  walk.pass([&](size_t task, bool next_frontier) { unseen.enter(task, next_frontier); },
+            [&](const Visit& v) { return unseen.concerns(partition.shares[v.step], published); },
+            [&] { meet(walk.groups() > 1); },
             [&](const Visit& v) {
               const Share& share = partition.shares[v.step];
-              if (unseen.concerns(share, published)) meet();
-              unseen.write(share);
+              if (v.op == ScriptInstruction::kBlank) {
+                unseen.blank(share);
+              } else {
+                if (unseen.concerns(share, published)) meet(false);
+                unseen.write(share);
+              }
               ScriptInstruction* const last = script.empty() ? nullptr : &script.back();
               if (last != nullptr && last->op == ScriptInstruction::kRun && v.op == ScriptInstruction::kRun &&
                   last->count <= kMostPairRows && v.count * share.columns <= kMostPairElements &&
@@ -195,11 +306,14 @@ std::vector<ScriptInstruction> script_of(const Program& program, const Partition
   return script;
 }
 
-bool waits_for_values(const Partition& partition, std::span<const int32_t> block) {
-  if (!partition.published_by_slots) return true;
+bool has_gaps(std::span<const int32_t> block) {
   int64_t inner = 0;
   for (const Task& task : Schedule::tasks(block)) inner += task.level > 0 ? task.count : 0;
-  return int64_t{block[Schedule::kUses]} == block[Schedule::kColumns] * inner;
+  return int64_t{block[Schedule::kUses]} != block[Schedule::kColumns] * inner;
+}
+
+bool waits_for_values(const Partition& partition, std::span<const int32_t> block) {
+  return !partition.published_by_slots || !partition.blanks.empty() || !has_gaps(block);
 }
 
 bool pairs(const Partition& partition, int32_t product, int32_t kernel) {
@@ -219,38 +333,46 @@ bool pairs(const Partition& partition, int32_t product, int32_t kernel) {
   return true;
 }
 
-std::string script_fault(const Program& program, const Partition& partition, std::span<const Task> tasks, Script script,
-                         bool published) {
+std::string script_fault(const Program& program, const Partition& partition, std::span<const Task> tasks, int32_t group,
+                         Script script, bool published, bool gaps) {
   size_t at = 0;
-  bool second = false;  // of the pair at `at`
-  int signals = 0, waited = 0;
+  bool second = false;                     // of the pair at `at`
+  std::array<int, 2> signals{}, waited{};  // in the group, between all
   Unseen unseen(program.buffers.size());
   std::string fault;
   const auto blame = [&](const std::string& what) {
     if (fault.empty()) fault = "instruction " + std::to_string(at) + ": " + what;
   };
-  // Signals and waits up to the next other instruction.
-  const auto meet = [&] {
+  // Signals and waits up to the next other instruction, or up to the first meeting of this kind.
+  const auto meet = [&](int until = -1) {
     for (; at < script.size() && fault.empty(); ++at) {
       const ScriptInstruction& i = script[at];
       if (i.op == ScriptInstruction::kSignal) {
-        if (i.first != ++signals) blame("signals are not counted one by one");
+        if (i.count != 0 && i.count != 1) return blame("nobody is signalled");
+        if (i.first != ++signals[i.count]) blame("signals are not counted one by one");
       } else if (i.op == ScriptInstruction::kWait) {
-        if (i.first <= waited || i.first > signals) blame("a wait without a signal before it");
-        waited = i.first;
-        if (waited == signals) unseen.clear();
+        if (i.count != 0 && i.count != 1) return blame("nobody is waited for");
+        if (i.first <= waited[i.count] || i.first > signals[i.count]) blame("a wait without a signal before it");
+        waited[i.count] = i.first;
+        if (waited[i.count] == signals[i.count]) unseen.clear();
+        if (i.count == until) {
+          ++at;
+          return;
+        }
       } else {
         return;
       }
     }
   };
+  const Walk walk(partition, tasks, program.functions, group, published && gaps);
   const auto must_meet = [&] {
-    const int before = waited;
-    meet();
-    if (waited == before || waited != signals) blame("blocks do not meet");
+    const bool all = walk.groups() > 1;
+    const int before = waited[all];
+    meet(all);
+    if (waited[all] == before || waited[all] != signals[all]) blame("blocks do not meet");
   };
-  Walk(partition, tasks, program.functions)
-      .pass([&](bool next_frontier) { unseen.next_task(next_frontier); }, must_meet,
+  walk.pass([&](size_t task, bool next_frontier) { unseen.enter(task, next_frontier); },
+            [&](const Visit& v) { return unseen.concerns(partition.shares[v.step], published); }, must_meet,
             [&](const Visit& v) {
               if (!second) meet();
               if (!fault.empty()) return;
@@ -264,8 +386,12 @@ std::string script_fault(const Program& program, const Partition& partition, std
                 return blame("another step");
               }
               if (second && !pairs(partition, i.step, i.next)) return blame("no pair");
-              if (unseen.concerns(partition.shares[v.step], published)) blame("reads what nobody waited for");
-              unseen.write(partition.shares[v.step]);
+              if (v.op == ScriptInstruction::kBlank) {
+                unseen.blank(partition.shares[v.step]);
+              } else {
+                if (unseen.concerns(partition.shares[v.step], published)) blame("reads what nobody waited for");
+                unseen.write(partition.shares[v.step]);
+              }
               second = pair && !second;
               at += !second;
             },
@@ -283,20 +409,38 @@ std::vector<int32_t> scripts_block(const Program& program, std::span<const int32
                                    std::span<const Pass> passes) {
   std::vector<int32_t> block = {kScriptMagic, most_blocks};
   block.resize(kHeader);
+  block[kGroups] = Schedule::num_groups(Schedule::tasks(schedule));
   for (const Pass pass : passes) {
     const Partition& part = partition_of(program, pass, most_blocks);
-    const bool published = waits_for_values(part, schedule);
-    const auto script = script_of(program, part, Schedule::tasks(schedule), published);
-    int32_t* const entry = block.data() + 2 + 3 * static_cast<int>(pass);
-    entry[0] = static_cast<int32_t>(block.size());
-    entry[1] = static_cast<int32_t>(script.size());
-    entry[2] = published;
+    const bool published = waits_for_values(part, schedule), gaps = has_gaps(schedule);
+    std::vector<std::vector<ScriptInstruction>> scripts;
+    size_t longest = 0;
+    for (int32_t group = 0; group < block[kGroups]; ++group) {
+      scripts.push_back(script_of(program, part, Schedule::tasks(schedule), group, published, gaps));
+      longest = std::max(longest, scripts.back().size());
+    }
     const size_t first = block.size();
+    int32_t* const entry = block.data() + 2 + 3 * static_cast<int>(pass);
+    entry[0] = static_cast<int32_t>(first);
+    entry[1] = static_cast<int32_t>(longest * scripts.size());
+    entry[2] = published;
     // Kernels read whole windows.
-    block.resize(first + (script.size() + kScriptWindow) * kEach);
-    std::memcpy(block.data() + first, script.data(), script.size() * sizeof(ScriptInstruction));
+    block.resize(first + (longest * scripts.size() + kScriptWindow) * kEach);
+    for (size_t group = 0; group < scripts.size(); ++group) {
+      const std::vector<ScriptInstruction>& script = scripts[group];
+      std::memcpy(block.data() + first + longest * group * kEach, script.data(),
+                  script.size() * sizeof(ScriptInstruction));
+    }
   }
   return block;
+}
+
+Script Scripts::of_group(size_t pass, int32_t group) const {
+  const Script all = of[pass].subspan(static_cast<size_t>(apart(pass)) * group, apart(pass));
+  size_t length = 0;
+  while (length < all.size() && all[length++].op != ScriptInstruction::kEnd) {
+  }
+  return all.first(length);
 }
 
 size_t scripts_begin(std::span<const int32_t> schedule) {
@@ -308,6 +452,7 @@ Scripts scripts_in(std::span<const int32_t> block) {
   if (block.size() < begin + kHeader || block[begin] != kScriptMagic) return {};
   Scripts found;
   found.most_blocks = block[begin + 1];
+  found.groups = block[begin + kGroups];
   for (size_t pass = 0; pass < kPasses; ++pass) {
     const int32_t* const entry = block.data() + begin + 2 + 3 * pass;
     const size_t first = begin + static_cast<size_t>(entry[0]), count = static_cast<size_t>(entry[1]);
@@ -326,10 +471,10 @@ std::string script_text(const Partition& partition, Script script) {
         text += "end\n";
         continue;
       case ScriptInstruction::kSignal:
-        text += "signal " + std::to_string(i.first) + "\n";
+        text += "signal " + std::string(i.count ? "all " : "") + std::to_string(i.first) + "\n";
         continue;
       case ScriptInstruction::kWait:
-        text += "wait " + std::to_string(i.first) + "\n";
+        text += "wait " + std::string(i.count ? "for all " : "") + std::to_string(i.first) + "\n";
         continue;
       case ScriptInstruction::kLoss:
         text += "loss\n";
@@ -348,7 +493,9 @@ std::string script_text(const Partition& partition, Script script) {
              std::to_string(first + count - 1);
     };
     const Step& s = *partition.steps[i.step];
-    if (i.op == ScriptInstruction::kZero) {
+    if (i.op == ScriptInstruction::kBlank) {
+      text += "blank of kernel " + std::to_string(i.step);
+    } else if (i.op == ScriptInstruction::kZero) {
       text += "zero #" + std::to_string(s.target);
     } else if (s.kind == Step::Kind::kProduct) {
       text += "product #" + std::to_string(s.target) + " = #" + std::to_string(s.source) + " @ matrix " +

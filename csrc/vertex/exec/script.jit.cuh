@@ -10,12 +10,14 @@ constexpr int kScriptWindow = 64;  // instructions that a kernel reads at a time
 struct ScriptInstruction {
   enum Op : int {
     kEnd,     // of the pass
-    kSignal,  // all that this block has done may be seen by its group, for the `first`-th time
-    kWait,    // for the whole group's `first`-th signal
+    kSignal,  // all that this block has done may be seen by its group, or where `count` by all groups, for the
+              // `first`-th time
+    kWait,    // for the `first`-th signal of the whole group, or of all
     kZero,    // the product would be zero there
     kRun,
     kRunLeaves,  // the rows are of vertices without children
     kPair,       // the product on these rows, and the kernel `next` on its own, whose operands are asked for before
+    kBlank,      // of a kernel that gives its rows to parents: what no child gives in these rows is zero
     kOps,
     // Of a training step, once each.
     kLoss,        // of the outputs, and its gradient by what the head makes, where there is one

@@ -169,13 +169,24 @@ struct Run {
     return made;
   }
 
+  // What products would have waited for are zeros again.
+  void unpublish() const {
+    if (published == nullptr) return;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if ((*published)[i] && tensors[i].defined()) tensors[i].zero_();
+    }
+  }
+
   Memory memory() const {
     Memory m{program, arrays, places, matrix_places, matrix_gradients, vector_gradients};
     m.most_blocks = scripts.most_blocks;
+    m.groups = scripts.groups;
+    m.unpublish = [this] { unpublish(); };
     for (size_t pass = 0; pass < kPasses; ++pass) {
       if (scripts.of[pass].empty()) continue;
       const auto at = reinterpret_cast<const int32_t*>(scripts.of[pass].data()) - numbers.data();
       m.scripts[pass] = reinterpret_cast<const ScriptInstruction*>(pointer<int32_t>(schedule) + at);
+      m.apart[pass] = scripts.apart(pass);
     }
     return m;
   }
@@ -203,7 +214,10 @@ struct Run {
 
   // Where one kernel takes over; a script has all tasks.
   size_t first_of_tail(const std::vector<Step>& steps, const Memory& memory, Executor& executor, bool backward) const {
-    if (memory.most_blocks > 0 && executor.has_script(backward)) return 0;
+    if (memory.most_blocks > 0) {
+      if (executor.has_script(backward)) return 0;
+      memory.unpublish();
+    }
     const size_t first = tail(steps);
     return first < extent.tasks.size() && executor.has_tail(backward) ? first : extent.tasks.size();
   }

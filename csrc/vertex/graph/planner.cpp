@@ -15,8 +15,11 @@ int32_t run_of(std::span<const int32_t> rows) {
   return first;
 }
 
-Problem::Problem(const Graphs& g, std::span<const Kind> k, std::span<const int32_t> of_type)
-    : graphs(g), kinds(k), kind_of_type(of_type) {
+Problem::Problem(const Graphs& g, std::span<const Kind> k, std::span<const int32_t> of_type, int32_t most_groups)
+    : graphs(g),
+      kinds(k),
+      kind_of_type(of_type),
+      groups(static_cast<int32_t>(std::clamp<int64_t>(g.num_graphs(), 1, std::max(1, most_groups)))) {
   for (const Kind& kind : kinds) slots.insert(slots.end(), kind.slots.begin(), kind.slots.end());
   std::sort(slots.begin(), slots.end());
   slots.erase(std::unique(slots.begin(), slots.end()), slots.end());
@@ -25,6 +28,22 @@ Problem::Problem(const Graphs& g, std::span<const Kind> k, std::span<const int32
   gathers_.resize(kinds.size() * slots.size());
   for (size_t kind = 0; kind < kinds.size(); ++kind) {
     for (const int32_t slot : kinds[kind].slots) gathers_[kind * slots.size() + position(slot)] = 1;
+  }
+  if (groups > 1) deal();
+}
+
+// The largest first, each to the group that has the fewest vertices.
+void Problem::deal() {
+  const auto ptr = graphs.ptr();
+  std::vector<std::pair<int32_t, int32_t>> by_size(graphs.num_graphs());
+  for (size_t i = 0; i < by_size.size(); ++i) by_size[i] = {ptr[i] - ptr[i + 1], static_cast<int32_t>(i)};
+  std::sort(by_size.begin(), by_size.end());
+  group_of_graph.resize(by_size.size());
+  std::vector<int64_t> load(groups);
+  for (const auto& [size, graph] : by_size) {
+    const auto least = std::min_element(load.begin(), load.end());
+    *least -= size;
+    group_of_graph[graph] = static_cast<int32_t>(least - load.begin());
   }
 }
 
@@ -36,21 +55,26 @@ int64_t Problem::position(int32_t slot) const {
 TaskTable::TaskTable(const Problem& problem) {
   const Graphs& graphs = problem.graphs;
   const int64_t V = graphs.num_vertices(), F = graphs.num_levels(), K = static_cast<int64_t>(problem.kinds.size());
-  if (F * K > std::numeric_limits<int32_t>::max()) {
+  const int64_t G = problem.groups;
+  if (F * K * G > std::numeric_limits<int32_t>::max()) {
     throw std::length_error("weft.vertex: more than 2147483647 pairs of a level and a vertex function");
   }
   const auto levels = graphs.levels();
-  // Counts of the pairs, then the numbers of their tasks.
+  // Counts of the triples, then the numbers of their tasks.
   std::vector<int32_t> numbers;
-  if (K == 1) {
+  if (K == 1 && G == 1) {
     numbers.assign(graphs.level_sizes().begin(), graphs.level_sizes().end());
     task_of = levels;
   } else {
-    numbers.resize(F * K);
+    numbers.resize(F * K * G);
     own_.resize(V);
-    for (int64_t v = 0; v < V; ++v) {
-      own_[v] = static_cast<int32_t>(levels[v] * K + problem.kind_of(v));
-      ++numbers[own_[v]];
+    const auto ptr = graphs.ptr();
+    for (int64_t g = 0; g < graphs.num_graphs(); ++g) {
+      const int64_t group = G == 1 ? 0 : problem.group_of_graph[g];
+      for (int64_t v = ptr[g]; v < ptr[g + 1]; ++v) {
+        own_[v] = static_cast<int32_t>((levels[v] * K + problem.kind_of(v)) * G + group);
+        ++numbers[own_[v]];
+      }
     }
     task_of = own_;
   }
@@ -59,17 +83,18 @@ TaskTable::TaskTable(const Problem& problem) {
   int32_t row = 0;
   for (int64_t level = 0; level < F; ++level) {
     frontiers[level] = static_cast<int32_t>(tasks.size());
-    for (int64_t kind = 0; kind < K; ++kind) {
-      const int32_t count = numbers[level * K + kind];
-      numbers[level * K + kind] = static_cast<int32_t>(tasks.size());
+    for (int64_t i = level * K * G; i < (level + 1) * K * G; ++i) {
+      const int32_t count = numbers[i];
+      numbers[i] = static_cast<int32_t>(tasks.size());
       if (count == 0) continue;
-      tasks.push_back({static_cast<int32_t>(kind), static_cast<int32_t>(level), row, count, 0, 0, kNone, 0});
+      const auto kind = static_cast<int32_t>(i / G % K), group = static_cast<int32_t>(i % G);
+      tasks.push_back({kind, static_cast<int32_t>(level), row, count, 0, 0, kNone, group});
       row += count;
       max_count = std::max(max_count, count);
     }
   }
   frontiers[F] = static_cast<int32_t>(tasks.size());
-  for (int32_t& pair : own_) pair = numbers[pair];
+  for (int32_t& triple : own_) triple = numbers[triple];
 }
 
 void TaskTable::write(const Problem& problem, int32_t (&header)[Schedule::kHeader]) const {

@@ -24,8 +24,10 @@ struct Problem {
   std::vector<int32_t> slots;
   bool dense;  // the slots are 0, 1, ...
   bool sums;   // a function sums over all children
+  int32_t groups;
+  std::vector<int32_t> group_of_graph;  // empty where there is one
 
-  Problem(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type);
+  Problem(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type, int32_t groups);
   bool one_kind() const { return kinds.size() == 1; }
   int64_t columns() const { return static_cast<int64_t>(slots.size()); }
   int32_t kind_of(int64_t vertex) const {
@@ -41,11 +43,12 @@ struct Problem {
 
  private:
   int64_t position(int32_t slot) const;
+  void deal();
 
   std::vector<char> gathers_;  // (kinds, columns)
 };
 
-// The non-empty pairs of level and function, in order.
+// The non-empty triples of level, function and group, in order.
 struct TaskTable {
   std::vector<Task> tasks;
   std::vector<int32_t> frontiers;    // (levels + 1): as Schedule::kFrontierTask

@@ -79,8 +79,9 @@ void Schedule::make_block(const int32_t (&header)[kHeader]) {
   length_ = static_cast<size_t>(end);
 }
 
-Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type) {
-  const Problem problem{graphs, kinds, kind_of_type};
+Schedule::Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type,
+                   int32_t groups) {
+  const Problem problem{graphs, kinds, kind_of_type, groups};
   if (TreePlanner::can(problem)) {
     TreePlanner(*this, problem).plan();
   } else {

@@ -24,6 +24,9 @@
 // Where several functions run, kind_vertices lists the vertices of each, ascending: those of kind k from kind_starts[k]
 // on.
 //
+// Graphs may be dealt to groups, which run at the same time: then a task has the vertices of one group, groups of the
+// same frontier and function follow each other, and no task reads what another group's wrote.
+//
 // Everything lies in one block of 32-bit integers, header first: one copy takes it to a device, and the block is the
 // serialised form. Arrays begin at multiples of 4 integers.
 #pragma once
@@ -50,7 +53,7 @@ struct Task {
   int32_t first_edge;  // of the edges that are summed over
   int32_t num_edges;
   int32_t edge_run;  // as `runs`, for edge_children
-  int32_t reserved;
+  int32_t group;
 };
 
 class Schedule {
@@ -91,8 +94,9 @@ class Schedule {
   };
 
   // `kind_of_type` has for each type of the graphs the function it runs; empty: all vertices run kind 0. Children in
-  // slots that their parent's function does not gather are passed over.
-  Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type);
+  // slots that their parent's function does not gather are passed over. Of as many groups as there are graphs, at most.
+  Schedule(const Graphs& graphs, std::span<const Kind> kinds, std::span<const int32_t> kind_of_type,
+           int32_t groups = 1);
 
   int32_t number(Header what) const { return block_[what]; }
   std::span<const int32_t> array(Array which) const {
@@ -107,6 +111,11 @@ class Schedule {
   }
   std::span<const int32_t> gather(int column) const {
     return array(kGather).subspan(static_cast<size_t>(column) * number(kVertices), number(kVertices));
+  }
+  static int32_t num_groups(std::span<const Task> tasks) {
+    int32_t most = 0;
+    for (const Task& task : tasks) most = task.group > most ? task.group : most;
+    return most + 1;
   }
   // Vertices with children: the last rows.
   int32_t num_inner() const {

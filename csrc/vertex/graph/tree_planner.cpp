@@ -21,7 +21,8 @@ bool TreePlanner::can(const Problem& problem) {
   const Graphs& graphs = problem.graphs;
   if (graphs.num_vertices() == 0 || problem.sums || problem.columns() == 0 || !problem.dense || !graphs.forest() ||
       graphs.num_slots() > std::min<int64_t>(problem.columns(), kMostTreeSlots) ||
-      graphs.num_levels() * static_cast<int64_t>(problem.kinds.size()) >= std::numeric_limits<int32_t>::max() / 4) {
+      graphs.num_levels() * static_cast<int64_t>(problem.kinds.size()) * problem.groups >=
+          std::numeric_limits<int32_t>::max() / 4) {
     return false;
   }
   if (problem.one_kind()) return true;

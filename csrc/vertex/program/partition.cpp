@@ -54,6 +54,11 @@ class Partitioner {
       found_.published_by_slots |= found_.published[s.source] && by_slots(s.source);
     });
     each([&](size_t i, const Step& s) {
+      const bool gives =
+          std::any_of(s.code.begin(), s.code.end(), [&](const Instruction& x) { return gives_published(found_, x); });
+      if (in_frontiers(s) && gives && program_.functions == 1) found_.blanks.push_back(static_cast<int32_t>(i));
+    });
+    each([&](size_t i, const Step& s) {
       find_reads(i);
       if (s.kind != Step::Kind::kProduct) return;
       const bool half = is_half(program_.buffers[s.source].dtype);
@@ -288,6 +293,10 @@ const Partition& partition_of(const Program& program, Pass pass, int32_t most) {
   std::unique_ptr<const Partition>& found = program.partitions->of[{static_cast<int64_t>(pass), most}];
   if (found == nullptr) found = std::make_unique<const Partition>(Partitioner(program, pass, most).make());
   return *found;
+}
+
+bool gives_published(const Partition& partition, const Instruction& i) {
+  return i.op == Op::kScatter && i.gather >= 0 && partition.published[i.buffer];
 }
 
 bool is_same_gradient(const Step& a, const Step& b) {

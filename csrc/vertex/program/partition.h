@@ -53,9 +53,10 @@ struct Partition {
   std::vector<Share> shares;               // by step
   int64_t weight_bytes = 0;                // that a block keeps
   // By buffer: products wait for its values instead of a signal, where every one of them is written. Those of slots
-  // are so where no vertex with children lacks one.
+  // are so where no vertex with children lacks one, or where the kernels of `blanks` write zeros in their place.
   std::vector<char> published;
   bool published_by_slots = false;  // one of them is
+  std::vector<int32_t> blanks;      // steps
 };
 
 // The widest kernel decides how many of at most `most` blocks have columns. Made once, and lives with the program.
@@ -67,6 +68,9 @@ struct Partitions {
   std::map<std::array<int64_t, 2>, std::unique_ptr<const Partition>> of;  // by pass and the most blocks
   std::map<std::array<int64_t, 4>, std::shared_ptr<void>> kernels;
 };
+
+// Whether the step's instruction gives what later products wait for in the rows of parents.
+bool gives_published(const Partition& partition, const Instruction& i);
 
 // Whether both are gradients of the same matrix or vector: that is then the sum of both.
 bool is_same_gradient(const Step& a, const Step& b);

@@ -48,18 +48,41 @@ class Writer {
     for (const Instruction& i : code_) {
       if (i.op == Op::kBegin) loop = true;
       if (i.op == Op::kEnd) loop = false;
-      const bool early = !kernel_.reduces && !loop && i.op == Op::kLoad && i.access != Access::kChild &&
-                         i.buffer != placed_.awaited && !touched.contains(i.result) && !stored.contains(i.buffer);
-      if (early) std::swap(text_, early_);
-      instruction(i);
-      if (early) {
-        std::swap(text_, early_);
+      if (!kernel_.reduces && !loop && are_early_uses(i, stored)) {
+        first_use(i);
+        touched.insert(i.result);
         continue;
       }
+      // Where its register is in use before, what a product is made beside has one of its own.
+      const bool early = !kernel_.reduces && !loop && is_early_load(i, stored), known = touched.contains(i.result);
+      if (early && (!known || placed_.awaited >= 0)) {
+        std::swap(text_, early_);
+        if (known) {
+          result_ = "e" + std::to_string(&i - code_.data());
+          text_ += " T " + result_ + ";";
+        }
+        instruction(i);
+        std::swap(text_, early_);
+        if (known) text_ += " r" + std::to_string(i.result) + " = " + result_ + ";";
+        result_.clear();
+        continue;
+      }
+      instruction(i);
       touched.insert(i.operands.begin(), i.operands.begin() + info(i.op).operands);
       if (info(i.op).stores) stored.insert(i.buffer);
       if (!info(i.op).stores) touched.insert(i.result);
     }
+  }
+
+  bool is_early_load(const Instruction& i, const std::set<int32_t>& stored) const {
+    return i.op == Op::kLoad && i.access != Access::kChild && i.buffer != placed_.awaited && !stored.contains(i.buffer);
+  }
+  // Those of a row, beside a product that does not make them.
+  bool are_early_uses(const Instruction& i, const std::set<int32_t>& stored) const {
+    if (i.op != Op::kUses || placed_.awaited < 0 || program_.tables[i.table].empty()) return false;
+    const auto& table = program_.tables[i.table];
+    return std::none_of(table.begin(), table.end(),
+                        [&](const Use& use) { return use.buffer == placed_.awaited || stored.contains(use.buffer); });
   }
 
   // What says where the operands of a row are, ahead of all that waits for operands: these are loads one after the
@@ -80,9 +103,10 @@ class Writer {
   }
 
   // A loop over the row's uses begins: q is the row that uses it.
-  std::string each_use() {
+  std::string each_use(const std::string& from = "uses") {
     reads_uses_ = true;
-    return " for (int u = uses; u < uses_end; ++u) { const long long q = u == uses ? first_user : users[2 * u];"
+    return " for (int u = " + from +
+           "; u < uses_end; ++u) { const long long q = u == uses ? first_user : users[2 * u];"
            " const int column = u == uses ? first_column : users[2 * u + 1];";
   }
 
@@ -146,24 +170,47 @@ class Writer {
     return nullptr;
   }
 
+  // What a use of the row by row q adds to its gradient.
+  std::string used(const Use& use, int32_t column) {
+    const std::string there = read(use.buffer, "q", "0", use.first + column, false);
+    if (use.buffer != placed_.awaited) return there;
+    for (const auto& [first, sum] : placed_.used_sums) {
+      if (first == use.first + column) return "(" + placed_.is_there + " ? T(" + sum + ") : " + there + ")";
+    }
+    return there;
+  }
+
+  // The terms of a use by row q of what `column` says, a statement for each column that is gathered.
+  std::string each_column(const Instruction& i, const std::string& column, const std::string& r) {
+    const auto& table = program_.tables[i.table];
+    std::set<int32_t> columns;
+    for (const Use& use : table) columns.insert(use.column);
+    std::string text = " switch (" + column + ") {";
+    for (const int32_t c : columns) {
+      if (c < 0) continue;
+      text += " case " + std::to_string(c) + ":";
+      for (const Use& use : table) {
+        if (use.column == c) text += loop_ + " " + r + " += " + used(use, i.column) + ";";
+      }
+      text += " break;";
+    }
+    return text + " }";
+  }
+
+  // Beside a product: that of the first use is asked for before it, and waited for after it.
+  void first_use(const Instruction& i) {
+    const std::string e = "e" + std::to_string(&i - code_.data()), r = "r" + std::to_string(i.result);
+    early_ += " T " + e + " = T(0); if (uses < uses_end) { const long long q = first_user;" +
+              each_column(i, "first_column", e) + " }";
+    text_ += " " + r + " = " + e + ";" + each_use("uses + 1") + each_column(i, "column", r) + " }";
+  }
+
   void uses(const Instruction& i, const std::string& r) {
     const auto& table = program_.tables[i.table];
     std::set<int32_t> columns;
     for (const Use& use : table) columns.insert(use.column);
     text_ += loop_ + " " + r + " = T(0);";
-    if (!columns.empty() && *columns.rbegin() >= 0) {
-      text_ += each_use() + " switch (column) {";
-      for (const int32_t column : columns) {
-        if (column < 0) continue;
-        text_ += " case " + std::to_string(column) + ":";
-        for (const Use& use : table) {
-          if (use.column == column)
-            text_ += loop_ + " " + r + " += " + read(use.buffer, "q", "0", use.first + i.column, false) + ";";
-        }
-        text_ += " break;";
-      }
-      text_ += " } }";
-    }
+    if (!columns.empty() && *columns.rbegin() >= 0) text_ += each_use() + each_column(i, "column", r) + " }";
     if (columns.contains(-1)) {
       text_ +=
           " for (int u = first_sum_use[row]; u < first_sum_use[row + 1]; ++u) { const long long used = "
@@ -178,7 +225,8 @@ class Writer {
   }
 
   void instruction(const Instruction& i) {
-    const std::string one = each_ > 1 ? "[c]" : "", r = "r" + std::to_string(i.result) + one,
+    const std::string one = each_ > 1 ? "[c]" : "",
+                      r = result_.empty() ? "r" + std::to_string(i.result) + one : result_,
                       a = "r" + std::to_string(i.a()) + one, b = "r" + std::to_string(i.b()) + one,
                       c = "r" + std::to_string(i.c()) + one;
     const auto set = [&](const std::string& value) { text_ += loop_ + " " + r + " = " + value + ";"; };
@@ -256,6 +304,7 @@ class Writer {
   std::string early_, text_;
   std::set<int32_t> gathered_;  // columns
   bool reads_vertex_ = false, reads_uses_ = false;
+  std::string result_;  // instead of an instruction's register
 };
 
 }  // namespace

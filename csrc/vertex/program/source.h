@@ -24,6 +24,9 @@ struct Placed {
   // the kernel's, is found elsewhere, as an expression.
   int32_t awaited = -1;
   std::vector<std::pair<int32_t, std::string>> sums;
+  // The same in row q of the target, which uses the kernel's row, where `is_there`.
+  std::vector<std::pair<int32_t, std::string>> used_sums;
+  std::string is_there;
 };
 
 // The statements of a kernel body that may run before the product, and the others, which see what those declare.

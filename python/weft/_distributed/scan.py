@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from .._scan import slice_chunks
 from .group import Ranks, check_alike, check_tensor, ranks_named, ranks_of
 from .rounds import SliceMap, carried, in_rounds
-from .totals import between_ranks, pack, product_of_steps, unpack
+from .totals import pack, product_of_steps, unpack
 
 __all__ = ["Scanned", "linear_scan", "scan_slice", "sent_bytes"]
 
@@ -35,8 +36,13 @@ _FIRST_BLOCK = 64
 _EDGE = 64
 """Steps at a slice's edge that are taken again in float32 where the others are in bfloat16: what they begin with is
 rounded, which is forgotten, or stays the one rounding that it is."""
+_FIRST_IN_HALVES = True
+"""Whether the first rank's dense scans are cut, too: it then tells the others its value, and comes to what they tell
+it, half a scan earlier."""
 _KERNEL_HIDDEN = 32
-"""H up to which CUDA has a kernel of the product of a slice's steps, in float32."""
+"""H up to which CUDA has kernels of chunk maps, and of the product of a slice's steps, in float32."""
+_halved = {"cuda"}
+"""Devices whose dense scans are cut where ranks exchange: what follows is not a second scan."""
 
 
 class Scanned(NamedTuple):
@@ -59,9 +65,6 @@ class _Slice(NamedTuple):
     def order(self) -> int:
         """This rank's place in the order of the scan."""
         return self.ranks.size - 1 - self.ranks.rank if self.reverse else self.ranks.rank
-
-    def ordered(self, gathered: Tensor) -> Tensor:
-        return gathered.flip(0) if self.reverse else gathered
 
     def turned(self) -> _Slice:
         return self._replace(reverse=not self.reverse, transpose=not self.transpose)
@@ -219,6 +222,19 @@ def _product(A: Tensor, b: Tensor, part: _Slice) -> Tensor:
     return pack(m, e, b.dtype)
 
 
+def _in_halves(A: Tensor, b: Tensor) -> bool:
+    """Whether a dense scan can be cut where ranks exchange."""
+    T, B, H = b.shape
+    return (
+        b.device.type in _halved
+        and b.dtype == torch.float32
+        and not _canonical(A, b)[1]
+        and 2 <= H <= _KERNEL_HIDDEN
+        and T > 0
+        and B > 0
+    )
+
+
 def _end(t: Tensor, reverse: bool) -> int:
     """The last step of t in the order of a scan."""
     return 0 if reverse else t.size(0) - 1
@@ -291,6 +307,63 @@ def _mend_gradients(
     return left
 
 
+class _BackwardHalves:
+    """The gradients of a dense slice: lambda is a scan from the slice's last step to its first."""
+
+    def __init__(self, grad: Tensor, A: Tensor, reverse: bool, transpose: bool) -> None:
+        T, B, H = grad.shape
+        early, self.late = (1, 0) if reverse else (0, 1)
+        self.A, self.grad, self.transpose, self.early = A, grad.contiguous(), transpose, early
+        self.first, self.last = _end(grad, not reverse), _end(grad, reverse)
+        self.matrices = _canonical(A, grad)[0]
+        self.chunks = slice_chunks(grad.device, T - 1, B, H)
+        self.scan = (self.matrices.narrow(0, self.late, T - 1), self.grad.narrow(0, early, T - 1))
+        self.flags = (not reverse, not transpose)
+        self.maps, self.value, _ = torch.ops.weft.slice_maps(
+            *self.scan, self.grad[self.last], self.chunks, *self.flags, False
+        )
+
+    @staticmethod
+    def fit(A: Tensor, grad: Tensor) -> bool:
+        return _in_halves(A, grad) and grad.size(0) > 1 and _canonical(A, grad)[0].size(1) == grad.size(1)
+
+    def grad_start(self) -> Tensor:
+        """Of the state that enters, where the one that leaves has no gradient."""
+        return self._before(self.value)
+
+    def of_start(self, lambdas: Tensor) -> Tensor:
+        """Of the same state, from the gradients of b."""
+        return self._before(lambdas[self.first])
+
+    def _before(self, lambda_first: Tensor) -> Tensor:
+        step = self.matrices[self.first]
+        return _applied(step if self.transpose else step.mT, lambda_first)
+
+    def gradients(self, left: Tensor, states: Tensor, start: Tensor | None, of_A: bool) -> tuple[Tensor, Tensor]:
+        """Of A and of b, where the state that leaves has the gradient `left`. Without a state before the slice, the
+        first A is not looked at."""
+        lambdas, count = torch.empty_like(self.grad), self.grad.size(0) - 1
+        last = torch.add(self.grad[self.last], left, out=lambdas[self.last])
+        torch.ops.weft.slice_replay_(
+            lambdas.narrow(0, self.early, count), *self.scan, self.maps, last, None, self.chunks, *self.flags
+        )
+        if not of_A:
+            return lambdas.new_empty(0), lambdas
+        grad_A = torch.empty_like(self.matrices, memory_format=torch.contiguous_format)
+
+        def multiply(of: Tensor, before: Tensor, into: Tensor) -> None:
+            rows, columns = (before, of) if self.transpose else (of, before)
+            torch.mul(rows.unsqueeze(-1), columns.unsqueeze(-2), out=into)
+
+        of, into = (t.narrow(0, self.late, count) for t in (lambdas, grad_A))
+        multiply(of, states.narrow(0, self.early, count), into)
+        if start is None:
+            grad_A[self.first].zero_()
+        else:
+            multiply(lambdas[self.first], start, grad_A[self.first])
+        return grad_A.view(self.A.shape), lambdas
+
+
 @torch.library.impl("weft::slice_scan", "CompositeExplicitAutograd")
 def _slice_scan(
     A: Tensor,
@@ -302,31 +375,41 @@ def _slice_scan(
     transpose: bool,
     ends: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The fields of Scanned, the end right with `ends` alone, and the products of all ranks as :func:`between_ranks`
-    takes them; after an exchange in rounds this rank's."""
+    """The fields of Scanned, the end right with `ends` alone, and the products of all ranks in the order of the
+    scan; after an exchange in rounds this rank's."""
     part = _Slice(ranks_named(group), reverse, transpose)
     order, ranks = part.order, part.ranks
     first = order == 0
     start = x0 if first else None
-    states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
     T, B, H = b.shape
-    if T > 0:
-        value = states[_end(states, reverse)]
-    else:
-        value = b.new_zeros(B, H) if start is None else start.expand(B, H)
-    if b.dtype == torch.bfloat16:
-        value = _end_in_float(A, b, states, start, reverse) if T > 0 else value.float()
-    if extra is not None:
-        value = value + extra
-    leaves = T > 0 or start is not None or extra is not None
     sliced = _is_sliced_diagonal(A, b)
-    if sliced:  # no one asks for the first rank's product
-        message = torch.ops.weft.slice_message(A[:0] if first else A, value, leaves)
-    else:
-        product = _product(A, b, part)
-        has = product.new_full((1,), leaves)
-        message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
+    halves = (_FIRST_IN_HALVES or not first) and extra is None and _in_halves(A, b)
     shape = _product_shape(A, b)
+    if halves:
+        matrices, chunks = _canonical(A, b)[0], slice_chunks(b.device, T, B, H)
+        row = None if start is None else start.expand(B, H).contiguous()
+        maps, value, message = torch.ops.weft.slice_maps(matrices, b, row, chunks, reverse, transpose, not first)
+        if first:
+            product = _product(A, b, part)
+            message = torch.cat((product.flatten(), value.view(product.dtype).flatten(), product.new_ones(1)))
+        states = torch.empty_like(b, memory_format=torch.contiguous_format)
+    else:
+        states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
+        if T > 0:
+            value = states[_end(states, reverse)]
+        else:
+            value = b.new_zeros(B, H) if start is None else start.expand(B, H)
+        if b.dtype == torch.bfloat16:
+            value = _end_in_float(A, b, states, start, reverse) if T > 0 else value.float()
+        if extra is not None:
+            value = value + extra
+        leaves = T > 0 or start is not None or extra is not None
+        if sliced:  # no one asks for the first rank's product
+            message = torch.ops.weft.slice_message(A[:0] if first else A, value, leaves)
+        else:
+            product = _product(A, b, part)
+            has = product.new_full((1,), leaves)
+            message = torch.cat((product.flatten(), value.contiguous().view(product.dtype).flatten(), has))
     if not ends and in_rounds(ranks, message.numel() * message.element_size()):
         count = message.numel() - 1 - value.numel()
         own = SliceMap(unpack(message[:count], value.dtype).view(shape), value.double(), message[-1] > 0)
@@ -334,20 +417,18 @@ def _slice_scan(
         products = torch.where(before.leaves, own.product, 0.0).unsqueeze(0)
         entered, came = before.value.to(value.dtype), before.leaves.to(torch.int32).view(1)
         end = value.clone()  # which nobody has asked for
-    elif sliced:
-        entered, end, products, came = torch.ops.weft.slice_states(ranks.gather(message), value, order, reverse)
     else:
-        gathered = part.ordered(ranks.gather(message))
-        count = product.numel()
-        products = unpack(gathered[:, :count], b.dtype).view(ranks.size, *shape)
-        values = gathered[:, count:-1].contiguous().view(b.dtype).view(ranks.size, B, H)
         # The product of a rank to which nothing comes may be one of numbers that nobody may look at.
-        arrived = gathered[:, -1].cumsum(0) - gathered[:, -1] > 0
-        products = torch.where(arrived.view(-1, *(1,) * product.dim()), products, 0.0)
-        entering, end = between_ranks(products, values, None, False)
-        entered, end, came = entering[order].to(b.dtype), end.to(b.dtype), arrived[order : order + 1]
+        entered, end, products, came = torch.ops.weft.slice_states(
+            ranks.gather(message), value, order, reverse, shape[0] if len(shape) == 3 else 0
+        )
     if first:
         entered = torch.zeros_like(value) if start is None else start.expand(B, H).to(value.dtype, copy=True)
+        came = came if start is None else None
+    if halves:
+        torch.ops.weft.slice_replay_(states, matrices, b, maps, entered, came, chunks, reverse, transpose)
+    elif first:
+        pass  # it is done
     elif sliced:
         torch.ops.weft.slice_mend_(states, A, entered, came, reverse)
     elif b.device.type == "cpu":
@@ -371,10 +452,14 @@ def _slice_scan_backward(
     sliced = T > 0 and _is_sliced_diagonal(A, grad)
     # Gradients of every step from no gradient of the state that leaves, mended once that is there; on CUDA how far is
     # known to the device alone, and there is a kernel of diagonals.
+    cut = (_FIRST_IN_HALVES or not first) and _BackwardHalves.fit(A, grad)
+    halves = _BackwardHalves(grad, A, reverse, transpose) if cut else None
     mends = sliced or (T > 0 and grad.device.type == "cpu" and _is_varying(A, grad))
     start = entered if has_x0 or not first else None
     value = grad_entered
-    if mends:
+    if halves is not None:
+        grad_start = None if first else halves.grad_start()
+    elif mends:
         before = None if start is None else start.to(grad.dtype)
         grad_A, grad_b, grad_start = _gradients(
             grad, A, states, before, reverse, transpose, [output_mask[0], True, start is not None]
@@ -392,20 +477,18 @@ def _slice_scan_backward(
     else:
         message = value.unsqueeze(0) if grad_end is None else torch.stack((value, grad_end))
         gathered = ranks.gather(message)
-        if products.dim() == 3:
-            left = torch.ops.weft.slice_left(
-                gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
-            )
-        else:
-            gathered = part.ordered(gathered)
-            end = None if grad_end is None else gathered[:, 1].double().sum(0)
-            entering, _ = between_ranks(products, gathered[:, 0], end, True)
-            left = entering[order].to(grad.dtype)
+        left = torch.ops.weft.slice_left(
+            gathered.squeeze(1) if grad_end is None else gathered, products, order, reverse
+        )
     nothing = grad.new_empty(0)
     if T == 0:
         grad_A = torch.zeros_like(A) if output_mask[0] else nothing
         grad_b = torch.zeros_like(grad) if output_mask[1] else nothing
         return grad_A, grad_b, left + grad_entered, left
+    if halves is not None:
+        grad_A, grad_b = halves.gradients(left, states, start, output_mask[0])
+        grad_start = halves.of_start(grad_b) + grad_entered if first and has_x0 else torch.zeros_like(left)
+        return grad_A, grad_b if output_mask[1] else nothing, grad_start, left
     if sliced:
         mended_A = grad_A if output_mask[0] else None
         torch.ops.weft.slice_mend_gradients_(grad_b, mended_A, A, states, start, left, reverse)

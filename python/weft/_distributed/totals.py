@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["apply_scaled", "between_ranks", "columns_of", "pack", "product_of_steps", "scaled", "unpack"]
+__all__ = ["apply_scaled", "columns_of", "pack", "product_of_steps", "scaled", "unpack"]
 
 _NEVER = -(1 << 40)
 """The exponent of a zero: below every other."""
@@ -169,23 +169,3 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Tensor:
     special = torch.where(mantissa == 0, math.inf, math.nan)
     value = torch.where(field == most, special, torch.where(field == 0, 0.0, finite))
     return torch.where(bits < 0, -value, value)
-
-
-def between_ranks(products: Tensor, values: Tensor, end: Tensor | None, backward: bool) -> tuple[Tensor, Tensor]:
-    """States between slices, in the order of the scan.
-
-    Args:
-        products: of every rank, float64, ``(R, B, H)`` diagonal or ``(R, B, H, H)``, B or 1.
-        values: ``(R, B, H)``, what a rank gives on where nothing comes in.
-        end: what enters the last rank of a scan that runs backward, ``(B, H)``; None for zeros.
-        backward: from the last rank to the first, by the transposed products.
-
-    Returns:
-        ``(R, B, H)``, the state that enters each rank, and the one that leaves the last, ``(B, H)``; in float64.
-    """
-    start = None if end is None else end.double()
-    leaving = torch.ops.weft.linear_scan(products, values.double(), start, reverse=backward, transpose=backward)
-    first = (torch.zeros_like(leaving[0]) if start is None else start).unsqueeze(0)
-    if backward:
-        return torch.cat((leaving[1:], first)), leaving[0]
-    return torch.cat((first, leaving[:-1])), leaving[-1]

@@ -284,6 +284,8 @@ class offload:
             # Timing every operation costs time: done at first, and now and then.
             looks = 1 if self._yields else _LOOKS
             timed = not plans or memory.looked <= looks or memory.looked % _EVERY < looks
+            if self._yields and may_move and not memory.entered:
+                timed = False  # nothing is planned from a first use, which has enough to do
             if self._yields and not self._hooks(memory, may_move, timed):
                 self._thread.entered, self._thread.latest = contextlib.ExitStack(), None
                 self._uses += 1
@@ -480,7 +482,7 @@ class offload:
                 make = functools.partial(self._planned, timeline, first, signature, seconds, link, share, effort)
                 more = dict(known=known, detailed=detailed, paced=paced)
                 if self._yields:
-                    memory.waiting[device] = (_in_background(make), more)
+                    memory.waiting[device] = (_in_background(functools.partial(self._reserved, device, make)), more)
                 else:
                     memory.planned[device] = replace(make(), **more)
         if memory.waiting:
@@ -543,6 +545,13 @@ class offload:
         back = [(m.tensor, m.prefetch) for m in made.moves]
         transfer_plan = _C.offload.TransferPlan(tensors, back, min(room, _MOST))
         return _Planned(timeline, signature, seconds, link, made, transfer_plan, share=share, effort=effort)
+
+    def _reserved(self, device: int, make: Callable[[], _Planned]) -> _Planned:
+        """A plan whose host memory is there: a step that waited for the system would be several times as long."""
+        planned = make()
+        first = planned.signature[1]
+        self._engine.reserve(device, [first[move.tensor][:2] for move in planned.plan.moves])
+        return planned
 
     def _made(
         self, timeline: Timeline, movable: Sequence[bool], link: Link, codec: str | None, share: float, effort: float

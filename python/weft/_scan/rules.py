@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._base.rules import LIBRARY, check_devices, one_by_one, widest
 from .._base.torch_private import below_autocast
+from .halves import slice_map_floats
 
 
 def _may_be_equal(shape: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -93,17 +94,37 @@ def _slice_message_fake(A: Tensor, value: Tensor, leaves: bool) -> Tensor:
     return A.new_empty(2 * value.numel() + 1, dtype=dtype)
 
 
+@torch.library.register_fake("weft::slice_maps")
+def _slice_maps_fake(
+    A: Tensor, b: Tensor, x0: Tensor | None, chunks: int, reverse: bool, transpose: bool, told: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, B, H = b.shape
+    floats = slice_map_floats(b.device, H)
+    message = A.size(1) * H * H + B * H + 1 if told else 0
+    return b.new_empty(chunks, B, floats), b.new_empty(B, H), b.new_empty(message, dtype=torch.int32)
+
+
+@torch.library.register_fake("weft::slice_replay_")
+def _slice_replay_fake(
+    x: Tensor, A: Tensor, b: Tensor, maps: Tensor, state: Tensor, came: Tensor | None, chunks: int, reverse: bool,
+    transpose: bool,
+) -> None:  # fmt: skip
+    return None
+
+
 @torch.library.register_fake("weft::slice_states")
 def _slice_states_fake(
-    messages: Tensor, value: Tensor, order: int, reverse: bool
+    messages: Tensor, value: Tensor, order: int, reverse: bool, matrices: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    products = value.new_empty(messages.size(0), *value.shape, dtype=torch.float64)
+    B, H = value.shape
+    shape = (matrices, H, H) if matrices else (B, H)
+    products = value.new_empty(messages.size(0), *shape, dtype=torch.float64)
     return value.new_empty(value.shape), value.new_empty(value.shape), products, value.new_empty(1, dtype=torch.int32)
 
 
 @torch.library.register_fake("weft::slice_left")
 def _slice_left_fake(messages: Tensor, products: Tensor, order: int, reverse: bool) -> Tensor:
-    return messages.new_empty(products.shape[1:])
+    return messages.new_empty(messages.shape[-2:])
 
 
 @torch.library.register_fake("weft::slice_mend_")

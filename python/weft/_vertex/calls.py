@@ -128,10 +128,11 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
             return _nothing(called, [*rows.values(), *state.tensors])
         return reference.run(called, _levels(graphs, kinds, kind_of, device), rows)
 
-    def schedule(graphs: Graphs) -> Schedule:
-        return planned(graphs, kinds, kind_of)
+    def schedule(graphs: Graphs, groups: int = 1) -> Schedule:
+        return planned(graphs, kinds, kind_of, groups)
 
-    by_reference = Ready(device, outputs, rows, state.by_name, None, functools.partial(schedule, graphs), run)
+    plan = functools.partial(schedule, graphs)
+    by_reference = Ready(device, outputs, rows, state.by_name, None, graphs, plan, run)
     if executor == "reference":
         return Call(called, "reference", executor, "asked for", by_reference)
     obstacle = next((t.obstacle for t in traces if t.obstacle), None) or _obstacle(called)
@@ -163,9 +164,10 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
         return Call(called, chosen, executor, reason, by_reference)
 
     def used_schedule(graphs: Graphs) -> Schedule:
-        plain = schedule(graphs)
+        plan = functools.partial(schedule, graphs)
         if chosen == "persistent":
-            return persistent.scripted(compiled, plain, device)
+            return persistent.scripted(compiled, graphs, plan, device)
+        plain = plan()
         used(plain, send_alone)
         return plain
 
@@ -179,7 +181,7 @@ def prepare(module: nn.Module, graphs: object, inputs: object, executor: object)
         script = None
         if chosen == "persistent":
             script = persistent.Script(compiled.program, functools.partial(used_schedule, graphs))
-        return Ready(device, outputs, rows, tensors, compiled, plain, run, script)
+        return Ready(device, outputs, rows, tensors, compiled, graphs, plain, run, script)
 
     def recent(program: Program | Programs) -> RecentCall | None:
         if before is None or in_transform():

@@ -73,4 +73,4 @@ def explanation(cell: VertexFunction | VertexFunctions, graphs: Graphs, call: Ca
     if call.executor != "persistent" or graphs.num_vertices == 0:
         return found
     shape = persistent.shape(call.ready)
-    return replace(found, group=shape.blocks, **vars(shape))
+    return replace(found, **vars(shape))

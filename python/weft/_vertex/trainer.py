@@ -246,7 +246,9 @@ class Trainer:
     def _plain_linear(self) -> bool:
         """Whether the head is a Linear that does nothing else."""
         head = self.head
-        return type(head) is nn.Linear and not any(getattr(head, name) for name in HOOKS)
+        if type(head) is not nn.Linear:
+            return False
+        return not any(map(head.__dict__.__getitem__, HOOKS))
 
     # The loop.
 
@@ -350,19 +352,22 @@ class Trainer:
         """Why a step does not run as one kernel."""
         if self.executor not in ("auto", "persistent"):
             return f"executor={self.executor!r} is asked for"
-        if any(x.requires_grad for x in call.rows.values()):
-            return "an input requires grad"
+        for x in call.rows.values():
+            if x.requires_grad:
+                return "an input requires grad"
         if self.head is not None and not self._plain_linear():
             return f"the head is {type(self.head).__name__}, not a Linear without hooks"
         if torch.is_autocast_enabled(call.device.type):
             return "it is not float32"
-        if any(p.dtype != torch.float32 or not p.is_contiguous() for p in parts.heads):
-            return "the head is not float32 and contiguous"
-        if any(map(has_hooks, parts.trained)):
-            return "a parameter has hooks"
+        for p in parts.heads:
+            if p.dtype is not torch.float32 or not p.is_contiguous():
+                return "the head is not float32 and contiguous"
+        for p in parts.trained:
+            if has_hooks(p):
+                return "a parameter has hooks"
         if parts.obstacle is not None:
             return parts.obstacle
-        obstacle = training.obstacle(self.optimizer)
+        obstacle = self._updates.obstacle()
         if obstacle is None and self.executor == "auto" and not persistent.trains_faster(parts.operands.compiled, call):
             return "the loop is expected to take less time"
         return obstacle
@@ -390,7 +395,7 @@ class Trainer:
         self, graphs: Graphs, targets: Tensor, changes: list[training.Update], parts: _Parts
     ) -> training.Request:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
-        roots, refused = _roots(graphs, targets.device) if self.at == "roots" else None, self._flag(targets.device)
+        roots, refused = graphs if self.at == "roots" else None, self._flag(targets.device)
         return training.Request(
             parts.operands, weight, bias, self.loss, roots, targets, self.ignore_index, changes, refused
         )

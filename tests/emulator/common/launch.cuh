@@ -46,13 +46,14 @@ void run_kernel(void (*kernel)(Params...), int64_t blocks, int threads, int clus
 }
 
 template <typename... Params, typename... Args>
-void launch(const char*, void (*kernel)(Params...), Grid grid, int threads, size_t, cudaStream_t, const Args&... args) {
+void launch(const char*, void (*kernel)(Params...), Grid grid, int threads, size_t shared_bytes, cudaStream_t,
+            const Args&... args) {
   cooperative = false, grid_size = {unsigned(grid.x), unsigned(grid.y), unsigned(grid.z)};
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {
         block_position = {x, y, z};
-        run_kernel(kernel, 1, threads, 1, 0, args...);
+        run_kernel(kernel, 1, threads, 1, shared_bytes, args...);
       }
     }
   }

@@ -34,7 +34,7 @@ void free_buffer(void* data, const std::shared_ptr<void>& busy) {
 
 // Bytes per second out and back, measured with a buffer outside of the pool.
 std::pair<double, double> measure(const CopyStreams& streams, c10::DeviceIndex device) {
-  constexpr int64_t kBytes = 32 << 20;
+  constexpr int64_t kBytes = 16 << 20;  // more takes longer to allocate than a first step has
   const c10::cuda::CUDAGuard guard(device);
   const std::unique_ptr<void, void (*)(void*)> host(allocate_pinned(kBytes), free_pinned);
   if (host == nullptr) return {0, 0};
@@ -72,22 +72,23 @@ class CopyMover : public CudaMover {
   std::shared_ptr<Transfer> out(const Bytes& from, Codec codec, const EventPtr& ready, double density,
                                 double share) override {
     const c10::cuda::CUDAGuard guard(from.storage.device().index());
-    const auto start = [&]<typename P>(int64_t bytes, P*) -> std::shared_ptr<Transfer> {
-      auto buffer = pool_->take(bytes);
+    const int64_t itemsize = int64_t(c10::elementSize(from.dtype)), n = from.size() / itemsize;
+    // The next use may compress what this one does not: with one size for both the pool has a buffer then.
+    const bool may_code = compressible(from);
+    const int64_t room =
+        may_code ? room_for(from.size(), itemsize, codec == Codec::none ? codec_ : codec) : from.size();
+    const auto start = [&]<typename P>(P*) -> std::shared_ptr<Transfer> {
+      auto buffer = pool_->take(room);
       if (buffer == nullptr) return nullptr;
       auto transfer =
           std::make_shared<P>(streams_[from.storage.device().index()], std::move(buffer), from, density, share);
       transfer->start_out(from, ready);
       return transfer;
     };
-    auto* const raw = static_cast<RawTransfer*>(nullptr);
-    if (!compressible(from)) return start(from.size(), raw);
-    const int64_t itemsize = int64_t(c10::elementSize(from.dtype)), n = from.size() / itemsize;
-    // The next use may compress what this one does not: with one size for both the pool has a buffer then.
-    if (codec == Codec::none || (codec == Codec::zvc && compressed_elements(n, share) == 0))
-      return start(codec_ == Codec::automatic ? ZvcTransfer::host_bytes(n, itemsize) : from.size(), raw);
-    if (codec == Codec::rle) return start(RleTransfer::host_bytes(n, itemsize), static_cast<RleTransfer*>(nullptr));
-    return start(ZvcTransfer::host_bytes(n, itemsize), static_cast<ZvcTransfer*>(nullptr));
+    if (!may_code || codec == Codec::none || (codec == Codec::zvc && compressed_elements(n, share) == 0))
+      return start(static_cast<RawTransfer*>(nullptr));
+    if (codec == Codec::rle) return start(static_cast<RleTransfer*>(nullptr));
+    return start(static_cast<ZvcTransfer*>(nullptr));
   }
   Count count(const Bytes& bytes) override {
     const c10::cuda::CUDAGuard guard(bytes.storage.device().index());
@@ -113,6 +114,17 @@ class CopyMover : public CudaMover {
     return codec_ == Codec::rle ? RleTransfer::staging(bytes / itemsize, itemsize)
                                 : ZvcTransfer::staging(bytes / itemsize, itemsize, density, segment_);
   }
+  std::vector<int64_t> missing_host(const std::vector<std::pair<int64_t, int64_t>>& tensors) const override {
+    std::vector<int64_t> sizes;
+    // Of the tensors' types the size alone is known: whole numbers of these sizes are seldom saved.
+    for (const auto& [bytes, itemsize] : tensors) sizes.push_back(room_for(bytes, itemsize, codec_));
+    return pool_->missing(sizes);
+  }
+  void* allocate_host(c10::DeviceIndex device, int64_t bytes) const override {
+    const c10::cuda::CUDAGuard guard(device);
+    return allocate_pinned(bytes);
+  }
+  void keep_host(void* data, int64_t bytes) override { pool_->add(data, bytes); }
   int64_t host_bytes() const override { return pool_->held(); }
   int64_t host_peak_bytes() const override { return pool_->peak(); }
   int64_t host_allocations() const override { return pool_->allocations(); }
@@ -151,6 +163,13 @@ class CopyMover : public CudaMover {
   }
 
  private:
+  // Host memory for so many bytes, if that codec may compress them.
+  static int64_t room_for(int64_t bytes, int64_t itemsize, Codec codec) {
+    if (codec == Codec::none || (itemsize != 2 && itemsize != 4)) return bytes;
+    const int64_t n = bytes / itemsize;
+    return codec == Codec::rle ? RleTransfer::host_bytes(n, itemsize) : ZvcTransfer::host_bytes(n, itemsize);
+  }
+
   std::shared_ptr<HostPool> pool_;
   const int64_t segment_;
   StreamsOfDevices streams_;

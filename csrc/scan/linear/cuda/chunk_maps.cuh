@@ -79,11 +79,18 @@ struct Power {
   __device__ __forceinline__ float operator*(float x) const { return x * third * third * rest; }
 };
 
-// One warp takes a vector through `count` maps, x <- P x + v, and stores it before each and after the last. Lane i
-// holds element i (xh), and element HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps
-// arrive four ahead of their use by asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk
-// make of them. kSelects: the steps may drop what is not finite, where P multiplies it by zero.
-template <typename Map, bool kSelects, typename Redo>
+// What is stored of a vector's way through the maps.
+enum class Way {
+  alone,  // it before each map and after the last
+  whole,  // it before each map, of all chunks of a slice: what leaves the last is the caller's
+  again   // as alone, from elsewhere, until it meets what is stored: from there on all is as it was
+};
+
+// One warp takes a vector through `count` maps, x <- P x + v, and stores it. Lane i holds element i (xh), and element
+// HP + i (xc) where there are two parts; lanes from H on repeat lane H - 1. Maps arrive four ahead of their use by
+// asynchronous copies. redo(n) replaces (xh, xc) by what the steps of the n-th chunk make of them. kSelects: the steps
+// may drop what is not finite, where P multiplies it by zero.
+template <typename Map, bool kSelects, Way kWay = Way::alone, typename Redo>
 __device__ __forceinline__ void carry_through_chunks(int count, const float* from, int64_t map_step, float* start,
                                                      int64_t start_step, int H, float& xh, float& xc, float* shared,
                                                      const Redo& redo) {
@@ -116,8 +123,13 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     return Power(n < count ? stages[n % kStages * Map::kStride + Map::kExponents + p * HP + unit] : 0.0f);
   };
   Power power_h = power_of(0, 0), power_c = power_of(0, kParts - 1);
+  [[maybe_unused]] float before_h = NAN, before_c = NAN;  // what is stored, read a map ahead
 #pragma unroll 1
   for (int done = 0; done < count; ++done, start += start_step) {
+    if constexpr (kWay == Way::again) {
+      if (__all_sync(~0u, xh == before_h && (kParts == 1 || xc == before_c))) break;
+      if (done + 1 < count) before_h = start[start_step], before_c = kParts == 2 ? start[start_step + HP] : 0.0f;
+    }
     if (own) {
       start[0] = xh;
       if constexpr (kParts == 2) start[HP] = xc;
@@ -189,7 +201,7 @@ __device__ __forceinline__ void carry_through_chunks(int count, const float* fro
     exchange = shared + kStages * Map::kStride + (done & 1 ? 0 : S);
   }
   copy_wait<0>();
-  if (!own) return;
+  if (kWay == Way::whole || !own) return;
   start[0] = xh;
   if constexpr (kParts == 2) start[HP] = xc;
 }

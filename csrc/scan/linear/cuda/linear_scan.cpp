@@ -69,12 +69,26 @@ void linear_scan_cuda(const Problem& problem, const at::Tensor& out) {
   }
 }
 
-Expected linear_scan_expected(int device, DType dtype, int64_t T, int64_t B, int64_t H) {
-  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+namespace {
+
+LinearScan of_contiguous(DType dtype, int64_t T, int64_t B, int64_t H) {
   LinearScan s{};
   s.A_t = B * H * H, s.A_b = H * H, s.A_row = H, s.A_col = 1;
   s.b_t = s.out_t = B * H, s.b_b = s.x0_b = s.out_b = H;
   s.T = T, s.B = B, s.H = H, s.dtype = dtype;
+  return s;
+}
+
+}  // namespace
+
+int64_t slice_chunks_expected(int device, int64_t T, int64_t B, int64_t H) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  return slice_chunks(of_contiguous(DType::f32, T, B, H));
+}
+
+Expected linear_scan_expected(int device, DType dtype, int64_t T, int64_t B, int64_t H) {
+  const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(device));
+  const LinearScan s = of_contiguous(dtype, T, B, H);
   return H <= kWarpMaxH ? expected_warp(s) : expected_block(s);
 }
 

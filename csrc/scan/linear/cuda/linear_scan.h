@@ -17,6 +17,7 @@
 
 #include "scan/linear/linear_scan_args.h"
 #include "scan/linear/stages.h"
+#include "scan/slices/slice_args.h"
 
 namespace weft::scan {
 
@@ -32,6 +33,15 @@ constexpr int64_t kWarpMaxH = 32;
 void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
 Expected expected_warp(const LinearScan& scan);
 
+// A scan of a slice in float, H <= kWarpMaxH, in two halves (warp_slice.cuh), which agree on `chunks`, 1 to T, and on
+// T >= 1: first the maps, (chunks, B, slice_map_floats(H)), and what the rank tells of them; then, from scan.x0, which
+// is there, or where `came` is there and 0 from nothing, the states.
+int64_t slice_chunks(const LinearScan& scan);
+int64_t slice_map_floats(int64_t H);
+void slice_maps_warp(const LinearScan& scan, int64_t chunks, const SliceMaps& told, const Workspace& workspace,
+                     cudaStream_t stream);
+void slice_replay_warp(const LinearScan& scan, int64_t chunks, float* maps, const int32_t* came, cudaStream_t stream);
+
 // Dense A, kWarpMaxH < H <= kBlockMaxH: tensor cores, an fp32 number being the sum of three bf16 numbers.
 constexpr int64_t kBlockMaxH = 128;
 void linear_scan_block(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream);
@@ -39,5 +49,7 @@ Expected expected_block(const LinearScan& scan);
 
 // What is expected of a dense scan of contiguous tensors, H <= kBlockMaxH.
 Expected linear_scan_expected(int device, DType dtype, int64_t T, int64_t B, int64_t H);
+// Chunks of such a slice, H <= kWarpMaxH.
+int64_t slice_chunks_expected(int device, int64_t T, int64_t B, int64_t H);
 
 }  // namespace weft::scan

@@ -77,16 +77,16 @@ bool columns_take(const LinearScan& scan) {
          ColumnShape::kBytes <= device_limits().max_shared_per_block;
 }
 
-Stages stages_of(const LinearScan& scan, int64_t chunks, bool columns) {
+Stages stages_of(const LinearScan& scan, int64_t chunks, bool columns, bool whole) {
   const auto& costs = costs_here<WarpCosts>();
   const StageCosts& cost = costs.of(scan, columns);
   const int resident = columns ? kColumnsAtOnce : products_at_once(padded_hidden(scan.H));
   const double all = schedulers(), length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
   Stages stages;
   stages.replay = length * replay_step(pairs / all, costs.uneven, cost);
-  if (chunks == 1) return stages;
+  if (chunks == 1 && !whole) return stages;
   stages.launches = costs.launches;
-  const double warps = (pairs - scan.B) / (columns ? kColumnsPairs : 1);
+  const double warps = (pairs - (whole ? 0 : scan.B)) / (columns ? kColumnsPairs : 1);
   stages.products = length * product_step(warps / all, resident, cost);
   stages.boundaries = double(chunks) * cost.boundary;
   return stages;
@@ -99,24 +99,24 @@ struct Choice {
   bool columns;
 };
 
-Choice cheapest(const LinearScan& scan, bool columns) {
-  const auto time = [&](int64_t chunks) { return stages_of(scan, chunks, columns).us(); };
+Choice cheapest(const LinearScan& scan, bool columns, bool whole) {
+  const auto time = [&](int64_t chunks) { return stages_of(scan, chunks, columns, whole).us(); };
   const double pairs_per_warp = columns ? kColumnsPairs : 1;
   const int64_t chunks =
       cheapest_chunks(std::min<int64_t>(scan.T / 4, 8192), scan.B, schedulers(), 1 / pairs_per_warp, time);
-  return {chunks, stages_of(scan, chunks, columns), columns};
+  return {chunks, stages_of(scan, chunks, columns, whole), columns};
 }
 
-Choice choose(const LinearScan& scan) {
-  const Choice tensor_cores = cheapest(scan, false);
+Choice choose(const LinearScan& scan, bool whole) {
+  const Choice tensor_cores = cheapest(scan, false, whole);
   if (!columns_take(scan)) return tensor_cores;
-  const Choice columns = cheapest(scan, true);
+  const Choice columns = cheapest(scan, true, whole);
   return columns.stages.us() < tensor_cores.stages.us() ? columns : tensor_cores;
 }
 
 WarpPlan plan_of(const LinearScan& scan) {
   if (scan.dtype == DType::f64) return {1, scan.T, false};  // no fp64 product kernel: the recurrence itself
-  const Choice best = choose(scan);
+  const Choice best = choose(scan, false);
   const int64_t length = (scan.T + best.chunks - 1) / best.chunks;
   return {(scan.T + length - 1) / length, length, best.columns};
 }
@@ -125,12 +125,12 @@ WarpPlan plan_of(const LinearScan& scan) {
 
 Expected expected_warp(const LinearScan& scan) {
   const WarpPlan plan = plan_of(scan);
-  return {plan.chunks, stages_of(scan, plan.chunks, plan.columns)};
+  return {plan.chunks, stages_of(scan, plan.chunks, plan.columns, false)};
 }
 
-void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
-  if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
-  const WarpPlan plan = plan_of(scan);
+namespace {
+
+void check_sizes(const LinearScan& scan, const WarpPlan& plan) {
   const int64_t line = (scan.A_col == 1 ? scan.A_row : scan.A_col) * int64_t(element_size(scan.dtype));
   if (std::abs(line) * scan.H > std::numeric_limits<int>::max()) {
     throw std::runtime_error("weft: linear_scan: the rows of one A[t] lie more than 2 GiB apart");
@@ -138,6 +138,44 @@ void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaSt
   if (plan.length >= std::numeric_limits<int>::max()) {
     throw std::runtime_error("weft: linear_scan: more than 2^31 - 2 steps in one chunk");
   }
+}
+
+// Of so many chunks or fewer, none of which is empty.
+WarpPlan slice_plan(const LinearScan& scan, int64_t chunks) {
+  const int64_t length = (scan.T + chunks - 1) / chunks;
+  WarpPlan plan{(scan.T + length - 1) / length, length, false, true};
+  plan.columns = columns_take(scan) &&
+                 stages_of(scan, plan.chunks, true, true).us() < stages_of(scan, plan.chunks, false, true).us();
+  check_sizes(scan, plan);
+  return plan;
+}
+
+}  // namespace
+
+int64_t slice_chunks(const LinearScan& scan) {
+  const int64_t chunks = std::max<int64_t>(1, choose(scan, true).chunks);
+  const int64_t length = (scan.T + chunks - 1) / chunks;
+  return (scan.T + length - 1) / length;
+}
+
+int64_t slice_map_floats(int64_t H) {
+  const int64_t padded = padded_hidden(H);
+  return map_floats(padded) + padded;
+}
+
+void slice_maps_warp(const LinearScan& scan, int64_t chunks, const SliceMaps& told, const Workspace& workspace,
+                     cudaStream_t stream) {
+  run_slice_maps(scan, slice_plan(scan, chunks), told, workspace, stream);
+}
+
+void slice_replay_warp(const LinearScan& scan, int64_t chunks, float* maps, const int32_t* came, cudaStream_t stream) {
+  run_slice_replay(scan, slice_plan(scan, chunks), maps, came, stream);
+}
+
+void linear_scan_warp(const LinearScan& scan, const Workspace& workspace, cudaStream_t stream) {
+  if (scan.T == 0 || scan.B == 0 || scan.H == 0) return;
+  const WarpPlan plan = plan_of(scan);
+  check_sizes(scan, plan);
   const int64_t H = padded_hidden(scan.H);
   const int64_t floats = (plan.chunks - 1) * scan.B * map_floats(H) + plan.chunks * scan.B * H;
   void* const memory = plan.chunks > 1 ? workspace(size_t(floats) * sizeof(float)) : nullptr;

@@ -47,7 +47,7 @@ using ReplayRing = FourSteps<T, HP, (HP * int(sizeof(T)) / 16 | 1) * 16 / int(si
 
 template <typename T, int HP, bool kTransposed, bool kAligned, bool kWrite>
 __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t batch, int64_t first, int steps,
-                                             acc_t<T>& x, char* shared) {
+                                             bool has_x0, acc_t<T>& x, char* shared) {
   using Ring = ReplayRing<T, HP, kAligned>;
   const int lane = threadIdx.x % kWarp, unit = min(lane, int(scan.H) - 1);
   const bool own = lane == unit;  // a spare lane repeats the last unit, but stores nothing
@@ -57,7 +57,7 @@ __device__ __forceinline__ void replay_steps(const LinearScan& scan, int64_t bat
   ring.start();
   T* out = static_cast<T*>(const_cast<void*>(static_cast<const void*>(scan.out))) + first * scan.out_t +
            batch * scan.out_b + unit;
-  const bool from_nothing = first == 0 && !scan.x0;
+  const bool from_nothing = first == 0 && !has_x0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if (own) exchange[unit] = x;
@@ -94,30 +94,32 @@ template <typename T, int HP, bool kAligned>
 constexpr int kReplayBytes = ReplayRing<T, HP, kAligned>::kBytes + 2 * HP* int(sizeof(acc_t<T>));
 
 template <typename T, int HP, bool kTransposed, bool kAligned>
-__global__ void __launch_bounds__(128) replay_kernel(LinearScan scan, WarpPlan plan, const float* starts) {
-  extern __shared__ float4 dynamic4[];
+__global__ void __launch_bounds__(128)
+    replay_kernel(LinearScan scan, WarpPlan plan, const float* starts, const int32_t* came) {
   const int warp = threadIdx.x / kWarp;
   const int64_t id = int64_t(blockIdx.x) * (blockDim.x / kWarp) + warp;
   if (id >= plan.chunks * scan.B) return;
   const int64_t chunk = id / scan.B, batch = id % scan.B;
   const int unit = min(int(threadIdx.x) % kWarp, int(scan.H) - 1);
+  // Of a slice, whether there is an x0 may be known to the device alone.
+  const bool has_x0 = scan.x0 && (!came || *came != 0);
   acc_t<T> x = acc_t<T>(0);
   if (chunk > 0) {
     x = starts[id * HP + unit];
-  } else if (scan.x0) {
+  } else if (has_x0) {
     x = to_acc(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]);
   }
   const int64_t first = chunk * plan.length;
   replay_steps<T, HP, kTransposed, kAligned, true>(
-      scan, batch, first, int(min(plan.length, scan.T - first)), x,
-      reinterpret_cast<char*>(dynamic4) + warp * kReplayBytes<T, HP, kAligned>);
+      scan, batch, first, int(min(plan.length, scan.T - first)), has_x0, x,
+      reinterpret_cast<char*>(dynamic_shared_memory()) + warp * kReplayBytes<T, HP, kAligned>);
 }
 
 // -------------------------------------------------------------------------------------------------- 2. boundaries
 template <typename T, int HP, bool kTransposed, bool kAligned>
-__device__ __noinline__ float redo_chunk(const LinearScan& scan, int64_t batch, int64_t first, int steps, float x,
-                                         char* shared) {
-  replay_steps<T, HP, kTransposed, kAligned, false>(scan, batch, first, steps, x, shared);
+__device__ __noinline__ float redo_chunk(const LinearScan& scan, int64_t batch, int64_t first, int steps, bool has_x0,
+                                         float x, char* shared) {
+  replay_steps<T, HP, kTransposed, kAligned, false>(scan, batch, first, steps, has_x0, x, shared);
   return x;
 }
 
@@ -125,15 +127,14 @@ template <typename T, int HP, bool kTransposed, bool kAligned>
 __global__ void __launch_bounds__(kWarp)
     boundary_kernel(LinearScan scan, WarpPlan plan, const float* maps, float* starts) {
   using Map = MapLayout<1, HP>;
-  extern __shared__ float4 dynamic4[];
-  float* const shared = reinterpret_cast<float*>(dynamic4);
+  float* const shared = reinterpret_cast<float*>(dynamic_shared_memory());
   const int64_t batch = blockIdx.x;
   const int H = int(scan.H), unit = min(int(threadIdx.x), H - 1);
   float x = scan.x0 ? to_acc(static_cast<const T*>(scan.x0)[batch * scan.x0_b + unit]) : 0.0f, none = 0.0f;
   carry_through_chunks<Map, false>(int(plan.chunks - 1), maps + batch * Map::kStride, scan.B * Map::kStride,
                                    starts + batch * HP, scan.B * HP, H, x, none, shared, [&](int done) {
                                      x = redo_chunk<T, HP, kTransposed, kAligned>(
-                                         scan, batch, done * plan.length, int(plan.length), x,
+                                         scan, batch, done * plan.length, int(plan.length), scan.x0 != nullptr, x,
                                          reinterpret_cast<char*>(shared + kBoundaryElements<Map>));
                                    });
 }
@@ -156,11 +157,11 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
   constexpr int NB = B::kCount, kTiles = HP / 16 + 1;  // HP + 1 columns in tiles of 16
   static_assert(kSurelyInside<HP> == 8 * (NB - 1));
   constexpr bool kExact = sizeof(T) == 2;  // the half types have no more than TF32's 11 significant bits
-  __shared__ alignas(16) T shared[Ring::kBytes / sizeof(T)];
+  alignas(16) __shared__ T shared[Ring::kBytes / sizeof(T)];
   const int lane = threadIdx.x, quad = lane / 4, j = lane % 4;
   const int64_t chunk = int64_t(blockIdx.x) / scan.B, batch = int64_t(blockIdx.x) % scan.B;
   const int64_t first = chunk * plan.length;
-  const int steps = int(plan.length);
+  const int steps = int(min(plan.length, scan.T - first));
   Ring ring(scan, shared, batch, first, steps);
   ring.start();
 
@@ -173,16 +174,23 @@ __global__ void __launch_bounds__(kWarp, 4 * products_at_once(HP))
   auto& p = tiles.part[0];
   int start = 0;
   if (first == 0 && !scan.x0) {
-    // The first step without x0 does not look at A: P and v forget what they were.
-    const T* b = ring.wait(0).b;
+    // The first step without x0 does not look at A: P and v forget what they were. Of a slice, P is A.
+    const auto read = ring.wait(0);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
       for (int nb = 0; nb < NB; ++nb)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (i % 2 < B::halves(nb))
-            p[t][nb][i] = tiles.is_offset(t, i / 2) ? to_acc(b[B::unit(nb * 8 + 2 * j + i % 2)]) : 0.0f;
+        for (int i = 0; i < 4; ++i) {
+          if (i % 2 >= B::halves(nb)) continue;
+          const int n = B::unit(nb * 8 + 2 * j + i % 2), column = column_of(t, i / 2);
+          if (tiles.is_offset(t, i / 2)) {
+            p[t][nb][i] = to_acc(read.b[n]);
+          } else {
+            const bool takes = plan.whole && n < HP && column < HP && read.inside(n, column);
+            p[t][nb][i] = takes ? to_acc(*(kTransposed ? read.at(column, n) : read.at(n, column))) : 0.0f;
+          }
+        }
     ring.fetch();
     if (steps == 1) tiles.rescale(true);
     start = 1;
@@ -248,16 +256,15 @@ template <bool kTransposed>
 __global__ void __launch_bounds__(ColumnShape::kWarps* kWarp, kColumnsAtOnce)
     column_kernel(LinearScan scan, WarpPlan plan, float* maps) {
   using S = ColumnShape;
-  extern __shared__ float4 dynamic4[];
   const int warp = threadIdx.x / kWarp;
   multiply_chunks<kTransposed>(scan, plan, maps, int64_t(blockIdx.x) * S::kWarps + warp,
-                               reinterpret_cast<float*>(dynamic4) + warp * S::kElements);
+                               reinterpret_cast<float*>(dynamic_shared_memory()) + warp * S::kElements);
 }
 
 // ------------------------------------------------------------------------------------------------------- launchers
 template <typename T, int HP, bool kTransposed, bool kAligned>
 void run_products(const LinearScan& scan, const WarpPlan& plan, float* maps, cudaStream_t stream) {
-  const int64_t pairs = (plan.chunks - 1) * scan.B;
+  const int64_t pairs = (plan.chunks - !plan.whole) * scan.B;
   if constexpr (std::is_same_v<T, float> && HP == kColumnsHidden && kAligned) {
     if (plan.columns) {
       constexpr int64_t kPairs = int64_t(ColumnShape::kWarps) * kColumnsPairs;
@@ -267,6 +274,15 @@ void run_products(const LinearScan& scan, const WarpPlan& plan, float* maps, cud
   }
   launch("linear_scan_products", product_kernel<T, HP, kTransposed, kAligned>, pairs, dim3(kWarp), 0, stream, scan,
          plan, maps);
+}
+
+template <typename T, int HP, bool kTransposed, bool kAligned>
+void run_replay(const LinearScan& scan, const WarpPlan& plan, const float* starts, const int32_t* came,
+                cudaStream_t stream) {
+  const int64_t warps = plan.chunks * scan.B;
+  const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
+  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed, kAligned>, (warps + per_block - 1) / per_block,
+         dim3(per_block * kWarp), per_block * kReplayBytes<T, HP, kAligned>, stream, scan, plan, starts, came);
 }
 
 template <typename T, int HP, bool kTransposed, bool kAligned>
@@ -281,43 +297,46 @@ void run(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStre
              sizeof(float) * kBoundaryElements<Map> + kReplayBytes<T, HP, kAligned>, stream, scan, plan, maps, starts);
     }
   }
-  const int64_t warps = plan.chunks * scan.B;
-  const int per_block = warps <= 4 * device_limits().sm_count ? 1 : 4;
-  launch("linear_scan_replay", replay_kernel<T, HP, kTransposed, kAligned>, (warps + per_block - 1) / per_block,
-         dim3(per_block * kWarp), per_block * kReplayBytes<T, HP, kAligned>, stream, scan, plan, starts);
+  run_replay<T, HP, kTransposed, kAligned>(scan, plan, starts, nullptr, stream);
 }
 
-template <typename T, int HP>
-void run(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStream_t stream) {
-  auto run_lines = [&]<bool kAligned>() {
-    if (scan.A_col == 1) {
-      run<T, HP, false, kAligned>(scan, plan, workspace, stream);
-    } else {
-      run<T, HP, true, kAligned>(scan, plan, workspace, stream);
+// Calls what has the template arguments of the scan's kernels: padded H, and how its lines lie.
+template <typename T, typename Run>
+void with_warp_kernels(const LinearScan& scan, const Run& run) {
+  const auto with_hidden = [&]<int HP>() {
+    const auto with_lines = [&]<bool kAligned>() {
+      if (scan.A_col == 1) {
+        run.template operator()<HP, false, kAligned>();
+      } else {
+        run.template operator()<HP, true, kAligned>();
+      }
+    };
+    if constexpr (HP * sizeof(T) % 16 == 0) {  // else no H that is padded to it has aligned lines
+      if (lines_are_aligned(scan)) return with_lines.template operator()<true>();
     }
+    with_lines.template operator()<false>();
   };
-  if constexpr (HP * sizeof(T) % 16 == 0) {  // else no H that is padded to it has aligned lines
-    if (lines_are_aligned(scan)) return run_lines.template operator()<true>();
+  switch (padded_hidden(scan.H)) {
+    case 8:
+      return with_hidden.template operator()<8>();
+    case 16:
+      return with_hidden.template operator()<16>();
+    case 20:
+      return with_hidden.template operator()<20>();
+    case 24:
+      return with_hidden.template operator()<24>();
+    default:
+      return with_hidden.template operator()<32>();
   }
-  run_lines.template operator()<false>();
 }
 
 }  // namespace
 
 template <typename T>
 void run_linear_scan_warp(const LinearScan& scan, const WarpPlan& plan, void* workspace, cudaStream_t stream) {
-  switch (padded_hidden(scan.H)) {
-    case 8:
-      return run<T, 8>(scan, plan, workspace, stream);
-    case 16:
-      return run<T, 16>(scan, plan, workspace, stream);
-    case 20:
-      return run<T, 20>(scan, plan, workspace, stream);
-    case 24:
-      return run<T, 24>(scan, plan, workspace, stream);
-    default:
-      return run<T, 32>(scan, plan, workspace, stream);
-  }
+  with_warp_kernels<T>(scan, [&]<int HP, bool kTransposed, bool kAligned>() {
+    run<T, HP, kTransposed, kAligned>(scan, plan, workspace, stream);
+  });
 }
 
 }  // namespace weft::scan

@@ -69,11 +69,11 @@ __device__ __forceinline__ void multiply_chunks(const LinearScan& scan, const Wa
   constexpr int H = S::kHidden, C = S::kColumns;
   using Map = MapLayout<1, H>;
   const int lane = threadIdx.x % kWarp, group = lane / S::kLanes, l = lane % S::kLanes, column = l * C;
-  const int64_t maps_wanted = (plan.chunks - 1) * scan.B, own = warp * S::kChunks + group;
+  const int64_t maps_wanted = (plan.chunks - !plan.whole) * scan.B, own = warp * S::kChunks + group;
   if (warp * S::kChunks >= maps_wanted) return;
   const int64_t id = min(own, maps_wanted - 1), chunk = id / scan.B, batch = id % scan.B;  // the last may be repeated
   const int64_t first = chunk * plan.length;
-  const int steps = int(plan.length);
+  const int length = int(plan.length), steps = int(min(plan.length, scan.T - first));  // fewer of a slice's last chunk
 
   float* const zeros = shared + S::kStages * S::kStage;
   if (lane < H) zeros[lane] = 0.0f;
@@ -109,7 +109,7 @@ __device__ __forceinline__ void multiply_chunks(const LinearScan& scan, const Wa
   {
     // The first step makes P = A and v = b. Without x0 it does not look at A.
     const float* A0 = wait();
-    const bool from_nothing = first == 0 && !scan.x0;
+    const bool from_nothing = first == 0 && !scan.x0 && !plan.whole;
 #pragma unroll
     for (int c = 0; c < C; ++c)
 #pragma unroll
@@ -139,25 +139,27 @@ __device__ __forceinline__ void multiply_chunks(const LinearScan& scan, const Wa
   };
 
 #pragma unroll 1
-  for (int step = 1; step < steps; ++step) {
+  for (int step = 1; step < length; ++step) {
     const float* At = wait();
-    float next[H][C] = {};
-    // v is column H: the lane that holds it reads b, the others zeros.
-    constexpr int kOffset = H % C;
-    const float* offset = column + kOffset == H ? At + H * H : zeros;
+    if (step < steps) {
+      float next[H][C] = {};
+      // v is column H: the lane that holds it reads b, the others zeros.
+      constexpr int kOffset = H % C;
+      const float* offset = column + kOffset == H ? At + H * H : zeros;
 #pragma unroll
-    for (int i = 0; i < H; i += 4) {
-      float v[4];
-      load4(offset + i, v);
+      for (int i = 0; i < H; i += 4) {
+        float v[4];
+        load4(offset + i, v);
 #pragma unroll
-      for (int k = 0; k < 4; ++k) next[i + k][kOffset] = v[k];
+        for (int k = 0; k < 4; ++k) next[i + k][kOffset] = v[k];
+      }
+      multiply_columns<kTransposed>(At, p, next);
+#pragma unroll
+      for (int i = 0; i < H; ++i)
+#pragma unroll
+        for (int c = 0; c < C; ++c) p[i][c] = next[i][c];
     }
-    multiply_columns<kTransposed>(At, p, next);
     fetch();  // into the stage of the step before
-#pragma unroll
-    for (int i = 0; i < H; ++i)
-#pragma unroll
-      for (int c = 0; c < C; ++c) p[i][c] = next[i][c];
     if (step % kRescaleSteps == kRescaleSteps - 1) rescale(false);
   }
   copy_wait<0>();

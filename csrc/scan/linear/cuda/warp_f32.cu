@@ -1,5 +1,6 @@
-// The dense linear_scan for H <= 32 in one dtype; a file each, so that they compile side by side.
-#include "scan/linear/cuda/warp.cuh"
+// The dense linear_scan for H <= 32 in one dtype; a file each, so that they compile side by side. Slices are of this
+// one.
+#include "scan/linear/cuda/warp_slice.cuh"
 
 namespace weft::scan {
 

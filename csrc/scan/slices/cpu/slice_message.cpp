@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include "common/integers.h"
 
@@ -65,13 +66,71 @@ void message(const SliceProduct& product, const at::Tensor& value, bool leaves, 
   }
 }
 
+// A batch row of a dense scan, as carry_between_slices has a channel.
+template <typename T>
+void carry_row(const SliceStates& s, int64_t row) {
+  using Number = typename Packed<T>::Number;
+  const int64_t H = s.H, numbers = s.product_numbers(), of_row = s.matrices > 1 ? row * H * H : 0;
+  std::vector<double> state(H, 0.0), next(H);
+  bool came = false;
+  for (int64_t i = 0; i < s.ranks; ++i) {
+    const Number* const message = s.message<Number>(i);
+    if (i == s.order) {
+      std::copy(state.begin(), state.end(), static_cast<T*>(s.entered) + row * H);
+      if (row == 0) *s.came = came;
+    }
+    double* const products = s.products + i * numbers + of_row;
+    for (int64_t r = 0; r < H; ++r) {
+      double sum = 0;
+      for (int64_t c = 0; c < H; ++c) {
+        const double product = came ? unpack_product<T>(message[of_row + r * H + c]) : 0.0;
+        products[r * H + c] = product;
+        sum += product * state[c];
+      }
+      T value;
+      std::memcpy(&value, message + numbers + row * H + r, sizeof(T));
+      next[r] = (came ? sum : 0.0) + double(value);
+    }
+    state.swap(next);
+    came = came || message[numbers + s.B * H] != 0;
+  }
+  std::copy(state.begin(), state.end(), static_cast<T*>(s.end) + row * H);
+}
+
+template <typename T>
+void carry_row_back(const SliceGradients& s, int64_t row) {
+  const int64_t H = s.H, of_row = s.matrices > 1 ? row * H * H : 0;
+  std::vector<double> state(H, 0.0), next(H);
+  for (int64_t i = 0; s.shares && i < s.ranks; ++i) {
+    for (int64_t h = 0; h < H; ++h) state[h] += double(s.message<T>(i)[(s.B + row) * H + h]);
+  }
+  for (int64_t i = s.ranks - 1; i > s.order; --i) {
+    const double* const products = s.products + i * s.matrices * H * H + of_row;
+    for (int64_t c = 0; c < H; ++c) next[c] = 0;
+    for (int64_t r = 0; s.enters(i) && r < H; ++r) {
+      for (int64_t c = 0; c < H; ++c) next[c] += products[r * H + c] * state[r];
+    }
+    for (int64_t c = 0; c < H; ++c) next[c] += double(s.message<T>(i)[row * H + c]);
+    state.swap(next);
+  }
+  std::copy(state.begin(), state.end(), static_cast<T*>(s.left) + row * H);
+}
+
 void states(const SliceStates& s) {
-  for (int64_t i = 0; i < s.channels; ++i)
+  if (s.matrices > 0) {
+    for (int64_t row = 0; row < s.B; ++row) s.wide ? carry_row<double>(s, row) : carry_row<float>(s, row);
+    return;
+  }
+  for (int64_t i = 0; i < s.B * s.H; ++i)
     s.wide ? carry_between_slices<double>(s, i) : carry_between_slices<float>(s, i);
 }
 
 void gradients(const SliceGradients& s) {
-  for (int64_t i = 0; i < s.channels; ++i) {
+  if (s.matrices > 0) {
+    for (int64_t row = 0; row < s.B; ++row) s.wide ? carry_row_back<double>(s, row) : carry_row_back<float>(s, row);
+    return;
+  }
+  for (int64_t i = 0; i < s.B * s.H; ++i) {
     s.wide ? carry_back_between_slices<double>(s, i) : carry_back_between_slices<float>(s, i);
   }
 }
@@ -127,9 +186,10 @@ TORCH_LIBRARY_IMPL(weft, CPU, m) {
   m.impl("slice_message", [](const at::Tensor& A, const at::Tensor& value, bool leaves) {
     return slice_message(kKernels, A, value, leaves);
   });
-  m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse) {
-    return slice_states(kKernels, messages, value, order, reverse);
-  });
+  m.impl("slice_states",
+         [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse, int64_t matrices) {
+           return slice_states(kKernels, messages, value, order, reverse, matrices);
+         });
   m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
     return slice_left(kKernels, messages, products, order, reverse);
   });

@@ -24,7 +24,7 @@
 namespace weft::scan {
 namespace {
 
-constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8;
+constexpr int kLanes = 32, kManyWarps = 32, kFewWarps = 8, kRowThreads = 256;
 // Of a warp between two meetings, as many as there are registers for.
 template <typename T, int kWarps = kFewWarps>
 constexpr int kSteps = sizeof(T) == 8 || kWarps == kManyWarps ? 8 : 16;
@@ -91,13 +91,89 @@ __global__ void __launch_bounds__(128) message_kernel(const Scaled* parts, int64
 template <typename T>
 __global__ void __launch_bounds__(128) states_kernel(const __grid_constant__ SliceStates s) {
   const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
-  if (channel < s.channels) carry_between_slices<T>(s, channel);
+  if (channel < s.B * s.H) carry_between_slices<T>(s, channel);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(128) gradients_kernel(const __grid_constant__ SliceGradients s) {
   const int64_t channel = blockIdx.x * 128ll + threadIdx.x;
-  if (channel < s.channels) carry_back_between_slices<T>(s, channel);
+  if (channel < s.B * s.H) carry_back_between_slices<T>(s, channel);
+}
+
+// A batch row of a dense scan, by a block. A warp takes a row of a rank's product; the first batch row writes a product
+// that all share.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    row_states_kernel(const __grid_constant__ SliceStates s, double* states) {
+  using Number = typename Packed<T>::Number;
+  const int64_t row = blockIdx.x, H = s.H, numbers = s.product_numbers(), of_row = s.matrices > 1 ? row * H * H : 0;
+  const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
+  const bool writes = s.matrices > 1 || row == 0;
+  double *state = states + row * 2 * H, *next = state + H;
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) state[h] = 0;
+  __syncthreads();
+  bool came = false;
+  for (int64_t i = 0; i < s.ranks; ++i) {
+    const Number* const message = s.message<Number>(i);
+    if (i == s.order) {
+      for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.entered)[row * H + h] = T(state[h]);
+      if (row == 0 && threadIdx.x == 0) *s.came = came;
+    }
+    for (int64_t r = warp; r < H; r += kRowThreads / kLanes) {
+      double sum = 0;
+      for (int64_t c = lane; c < H; c += kLanes) {
+        const double product = came ? unpack_product<T>(message[of_row + r * H + c]) : 0.0;
+        if (writes) s.products[i * numbers + of_row + r * H + c] = product;
+        if (came) sum += product * state[c];
+      }
+      for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+      T value;
+      memcpy(&value, message + numbers + row * H + r, sizeof(T));
+      if (lane == 0) next[r] = sum + double(value);
+    }
+    __syncthreads();
+    double* const other = state;
+    state = next, next = other;
+    came = came || message[numbers + s.B * H] != 0;
+  }
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.end)[row * H + h] = T(state[h]);
+}
+
+// The way back. Threads share a column where there are fewer of these.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads)
+    row_gradients_kernel(const __grid_constant__ SliceGradients s, double* states) {
+  __shared__ double sums[kRowThreads];
+  const int64_t row = blockIdx.x, H = s.H, of_row = s.matrices > 1 ? row * H * H : 0;
+  const int64_t columns = H < kRowThreads ? H : kRowThreads, groups = kRowThreads / columns;
+  const int64_t first = threadIdx.x % columns, group = threadIdx.x / columns;
+  double *state = states + row * 2 * H, *next = state + H;
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) {
+    double share = 0;
+    for (int64_t i = 0; s.shares && i < s.ranks; ++i) share += double(s.message<T>(i)[(s.B + row) * H + h]);
+    state[h] = share;
+  }
+  __syncthreads();
+  for (int64_t i = s.ranks - 1; i > s.order; --i) {
+    const double* const products = s.products + i * s.matrices * H * H + of_row;
+    for (int64_t begin = 0; begin < H; begin += columns) {
+      const int64_t c = begin + first;
+      double sum = 0;
+      if (c < H && group < groups && s.enters(i)) {
+        for (int64_t r = group; r < H; r += groups) sum += products[r * H + c] * state[r];
+      }
+      sums[threadIdx.x] = sum;
+      __syncthreads();
+      if (group == 0 && c < H) {
+        for (int64_t g = 1; g < groups; ++g) sum += sums[g * columns + first];
+        next[c] = sum + double(s.message<T>(i)[row * H + c]);
+      }
+      __syncthreads();
+    }
+    double* const other = state;
+    state = next, next = other;
+  }
+  for (int64_t h = threadIdx.x; h < H; h += kRowThreads) static_cast<T*>(s.left)[row * H + h] = T(state[h]);
 }
 
 // Whether a product, of one factor in the middle of the range, is as good as the steps.
@@ -242,17 +318,25 @@ void slice_message_cuda(const SliceProduct& p, const void* value, bool leaves, v
   });
 }
 
-void slice_states_cuda(const SliceStates& s, cudaStream_t stream) {
+void slice_states_cuda(const SliceStates& s, const Workspace& workspace, cudaStream_t stream) {
   with_type(s.wide, [&](auto zero) {
     using T = decltype(zero);
-    launch("slice_states", states_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
+    if (s.matrices > 0) {
+      double* const states = static_cast<double*>(workspace(size_t(2 * s.B * s.H) * sizeof(double)));
+      return launch("slice_states", row_states_kernel<T>, Grid(s.B), kRowThreads, 0, stream, s, states);
+    }
+    launch("slice_states", states_kernel<T>, Grid(ceil_div(s.B * s.H, int64_t(128))), 128, 0, stream, s);
   });
 }
 
-void slice_gradients_cuda(const SliceGradients& s, cudaStream_t stream) {
+void slice_gradients_cuda(const SliceGradients& s, const Workspace& workspace, cudaStream_t stream) {
   with_type(s.wide, [&](auto zero) {
     using T = decltype(zero);
-    launch("slice_left", gradients_kernel<T>, Grid(ceil_div(s.channels, int64_t(128))), 128, 0, stream, s);
+    if (s.matrices > 0) {
+      double* const states = static_cast<double*>(workspace(size_t(2 * s.B * s.H) * sizeof(double)));
+      return launch("slice_left", row_gradients_kernel<T>, Grid(s.B), kRowThreads, 0, stream, s, states);
+    }
+    launch("slice_left", gradients_kernel<T>, Grid(ceil_div(s.B * s.H, int64_t(128))), 128, 0, stream, s);
   });
 }
 

@@ -9,8 +9,8 @@ namespace weft::scan {
 
 void slice_message_cuda(const SliceProduct& product, const void* value, bool leaves, void* message,
                         const Workspace& workspace, cudaStream_t stream);
-void slice_states_cuda(const SliceStates& states, cudaStream_t stream);
-void slice_gradients_cuda(const SliceGradients& gradients, cudaStream_t stream);
+void slice_states_cuda(const SliceStates& states, const Workspace& workspace, cudaStream_t stream);
+void slice_gradients_cuda(const SliceGradients& gradients, const Workspace& workspace, cudaStream_t stream);
 void slice_mend_cuda(const SliceMend& mend, cudaStream_t stream);
 
 }  // namespace weft::scan

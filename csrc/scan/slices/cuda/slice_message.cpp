@@ -11,22 +11,34 @@
 namespace weft::scan {
 namespace {
 
+// Of the current device, for as long as the object lives: the stream's later work comes after what used it.
+class SliceMemory {
+ public:
+  Workspace workspace() {
+    return [this](size_t bytes) {
+      memory_ = at::empty({int64_t(bytes)}, at::TensorOptions(at::kCUDA).dtype(at::kByte));
+      return memory_.data_ptr();
+    };
+  }
+
+ private:
+  at::Tensor memory_;
+};
+
 void message(const SliceProduct& product, const at::Tensor& value, bool leaves, const at::Tensor& message) {
-  at::Tensor workspace;
-  const auto allocate = [&](size_t bytes) {
-    workspace = at::empty({int64_t(bytes)}, value.options().dtype(at::kByte));
-    return workspace.data_ptr();
-  };
-  slice_message_cuda(product, value.const_data_ptr(), leaves, message.data_ptr(), allocate,
+  SliceMemory memory;
+  slice_message_cuda(product, value.const_data_ptr(), leaves, message.data_ptr(), memory.workspace(),
                      at::cuda::getCurrentCUDAStream());
 }
 
 void states(const SliceStates& s) {
-  slice_states_cuda(s, at::cuda::getCurrentCUDAStream());
+  SliceMemory memory;
+  slice_states_cuda(s, memory.workspace(), at::cuda::getCurrentCUDAStream());
 }
 
 void gradients(const SliceGradients& s) {
-  slice_gradients_cuda(s, at::cuda::getCurrentCUDAStream());
+  SliceMemory memory;
+  slice_gradients_cuda(s, memory.workspace(), at::cuda::getCurrentCUDAStream());
 }
 
 void mend(const SliceMend& m) {
@@ -42,10 +54,11 @@ TORCH_LIBRARY_IMPL(weft, CUDA, m) {
     const c10::cuda::OptionalCUDAGuard guard(A.device());
     return slice_message(kKernels, A, value, leaves);
   });
-  m.impl("slice_states", [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse) {
-    const c10::cuda::OptionalCUDAGuard guard(value.device());
-    return slice_states(kKernels, messages, value, order, reverse);
-  });
+  m.impl("slice_states",
+         [](const at::Tensor& messages, const at::Tensor& value, int64_t order, bool reverse, int64_t matrices) {
+           const c10::cuda::OptionalCUDAGuard guard(value.device());
+           return slice_states(kKernels, messages, value, order, reverse, matrices);
+         });
   m.impl("slice_left", [](const at::Tensor& messages, const at::Tensor& products, int64_t order, bool reverse) {
     const c10::cuda::OptionalCUDAGuard guard(messages.device());
     return slice_left(kKernels, messages, products, order, reverse);

@@ -29,6 +29,7 @@
 #include "vertex/exec/cuda/persistent.h"
 #include "vertex/exec/script.h"
 #include "vertex/exec/vertex_frontiers.h"
+#include "vertex/graph/graphs.h"
 #include "vertex/graph/schedule.h"
 #include "vertex/program/object.h"
 
@@ -102,17 +103,27 @@ class Turns {
   size_t next_ = 0;
 };
 
-// The script of a step behind the schedule's block, and its copy on the device.
+// Where the roots of graphs are behind so many numbers.
+size_t roots_begin(size_t size) {
+  return (size + 1) / 2 * 2;
+}
+size_t with_roots(size_t size, const Graphs* graphs) {
+  return graphs == nullptr ? size : roots_begin(size) + 2 * static_cast<size_t>(graphs->num_graphs());
+}
+
+// The script of a step behind the schedule's block, and its copy on the device, there with the roots of graphs.
 std::pair<at::Tensor, at::Tensor> sent(Turns::Turn& turn, std::span<const int32_t> block,
-                                       const std::vector<int32_t>& scripts, at::Device device, cudaStream_t stream) {
-  const size_t begin = scripts_begin(block), size = begin + scripts.size();
+                                       const std::vector<int32_t>& scripts, const Graphs* roots, at::Device device,
+                                       cudaStream_t stream) {
+  const size_t begin = scripts_begin(block), size = begin + scripts.size(), all = with_roots(size, roots);
   auto* const to = static_cast<int32_t*>(turn.script.mutable_data_ptr());
   std::memcpy(to, block.data(), block.size_bytes());
   std::fill(to + block.size(), to + begin, 0);
   std::memcpy(to + begin, scripts.data(), scripts.size() * sizeof(int32_t));
   const at::Tensor host = turn.script.narrow(0, 0, static_cast<int64_t>(size));
-  at::Tensor copy = at::empty({static_cast<int64_t>(size)}, at::TensorOptions().dtype(at::kInt).device(device));
-  cuda_check(cudaMemcpyAsync(copy.mutable_data_ptr(), to, size * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
+  if (roots != nullptr) roots->write_roots(reinterpret_cast<int64_t*>(to + roots_begin(size)));
+  at::Tensor copy = at::empty({static_cast<int64_t>(all)}, at::TensorOptions().dtype(at::kInt).device(device));
+  cuda_check(cudaMemcpyAsync(copy.mutable_data_ptr(), to, all * sizeof(int32_t), cudaMemcpyHostToDevice, stream),
              "cudaMemcpyAsync");
   return {std::move(copy), host};
 }
@@ -122,9 +133,9 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
                                    int32_t most_blocks, const std::vector<at::Tensor>& inputs,
                                    const std::vector<at::Tensor>& matrices, const std::vector<at::Tensor>& vectors,
                                    const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias,
-                                   bool cross_entropy, int32_t classes, const std::optional<at::Tensor>& roots,
-                                   const at::Tensor& targets, int64_t ignore_index,
-                                   const std::vector<GivenUpdate>& updates, const at::Tensor& refused) {
+                                   bool cross_entropy, int32_t classes, const Graphs* roots, const at::Tensor& targets,
+                                   int64_t ignore_index, const std::vector<GivenUpdate>& updates,
+                                   const at::Tensor& refused) {
   const ProgramPointer program = c10::IValue(object._ivalue()).toCustomClass<ProgramObject>();
   const c10::cuda::CUDAGuard guard(refused.device());
   const at::NoGradGuard no_grad;
@@ -133,11 +144,12 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
   static constexpr std::array kTraining = {Pass::kTraining};
   const auto block = plan.block();
   const std::vector<int32_t> scripts = scripts_block(program->program, block, most_blocks, kTraining);
-  Turns::Turn& turn = turns.next(scripts_begin(block) + scripts.size());
-  const auto [schedule, host_schedule] = sent(turn, block, scripts, refused.device(), stream);
+  const size_t size = scripts_begin(block) + scripts.size();
+  Turns::Turn& turn = turns.next(with_roots(size, roots));
+  const auto [copy, host_schedule] = sent(turn, block, scripts, roots, refused.device(), stream);
+  const at::Tensor schedule = copy.narrow(0, 0, static_cast<int64_t>(size));
   const at::Tensor wanted = targets.contiguous();
   const int64_t rows = cross_entropy ? wanted.numel() : wanted.numel() / std::max<int64_t>(1, classes);
-  const auto options = at::TensorOptions().dtype(at::kFloat).device(schedule.device());
   const LossForm form{cross_entropy, weight.has_value(), classes};
   const auto count = static_cast<int32_t>(matrices.size()), of_vectors = static_cast<int32_t>(vectors.size());
   const size_t first_vector = std::max<size_t>(1, matrices.size());
@@ -150,6 +162,9 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
   for (const auto& [number, kind, parameter, first, second, numbers] : updates) {
     TORCH_CHECK_VALUE(number >= 0 && number < static_cast<int64_t>(all.size()) && numbers.size() <= 8,
                       "train: an impossible update");
+    for (const at::Tensor& t : {parameter, first.value_or(parameter), second.value_or(parameter)}) {
+      TORCH_CHECK(t.is_contiguous(), "train: a parameter or its state is not contiguous any more");
+    }
     UpdateArgument& u = all[number];
     u = {static_cast<float*>(parameter.mutable_data_ptr()),
          floats_of(first),
@@ -167,10 +182,10 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
     partial.emplace_back(&u, others);
     others += parameter.numel();
   }
-  const Counters arrived = zeroed_counters(1);
   TrainingArguments t{};
   t.targets = wanted.const_data_ptr();
-  t.roots = roots ? reinterpret_cast<const long long*>(roots->const_data_ptr<int64_t>()) : nullptr;
+  t.roots = roots == nullptr ? nullptr
+                             : reinterpret_cast<const long long*>(copy.const_data_ptr<int32_t>() + roots_begin(size));
   t.rows = static_cast<int>(rows);
   t.ignore_index = ignore_index;
   t.weight = floats_of(weight);
@@ -182,15 +197,16 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
     cuda_check(cudaMemsetAsync(first, byte, bytes, stream), "cudaMemsetAsync");
   };
   try {
-    run_training({inputs, matrices, vectors, schedule, host_schedule, program->program}, roots.has_value(), others,
-                 fill, [&](const Memory& memory, float* own) {
+    run_training({inputs, matrices, vectors, schedule, host_schedule, program->program}, roots != nullptr, others, fill,
+                 [&](const Memory& memory, float* own) {
                    t.losses = own;
                    t.gradients = own + rows;
                    for (const auto& [update, first] : partial) update->partial = own + first;
                    const PersistentKernel& kernel =
                        persistent_kernel(program->program, Pass::kTraining, memory.most_blocks, multiplies_in_tf32(),
                                          count, of_vectors, form);
-                   launched = kernel.resident &&
+                   const Counters arrived = zeroed_counters(counters_of(memory));
+                   launched = kernel.most_groups >= memory.groups &&
                               launch_persistent(kernel, memory, Pass::kTraining,
                                                 reinterpret_cast<unsigned*>(arrived.first), stream, &t, all.data());
                  });
@@ -211,7 +227,7 @@ std::tuple<int, int, int64_t, bool> kernel_shape(const torch::jit::Object& objec
   const PersistentKernel& kernel =
       persistent_kernel(program->program, static_cast<Pass>(pass), most_blocks, multiplies_in_tf32(), matrices, vectors,
                         {cross_entropy, head, classes});
-  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.resident};
+  return {kernel.blocks, kernel.kernel->registers(), kernel.shared_bytes, kernel.most_groups > 0};
 }
 
 }  // namespace

@@ -32,8 +32,8 @@ const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int
     jit::Kernel& made = jit::kernel(kSource, source.defines, "vertex_persistent");
     const auto shared = static_cast<unsigned>(source.shared_bytes);
     const int at_once = made.max_active_blocks_per_sm(dim3(kPersistentThreads), shared) * made.sm_count();
-    const bool resident = device_limits().cooperative_launch && at_once >= part.blocks;
-    known = std::make_shared<PersistentKernel>(PersistentKernel{&made, part.blocks, shared, resident});
+    const int groups = device_limits().cooperative_launch ? at_once / part.blocks : 0;
+    known = std::make_shared<PersistentKernel>(PersistentKernel{&made, part.blocks, shared, groups});
   }
   return *static_cast<PersistentKernel*>(known.get());
 }
@@ -55,7 +55,8 @@ FrontierArguments arguments_of(const Arrays& a) {
 
 bool launch_persistent(const PersistentKernel& kernel, const Memory& memory, Pass pass, unsigned* arrived,
                        cudaStream_t stream, const TrainingArguments* training, const UpdateArgument* updates) {
-  PersistentArguments a{arguments_of(memory.arrays), memory.scripts[static_cast<size_t>(pass)], arrived};
+  PersistentArguments a{arguments_of(memory.arrays), memory.scripts[static_cast<size_t>(pass)], arrived,
+                        memory.apart[static_cast<size_t>(pass)]};
   std::vector<BufferArgument> buffers;
   for (const Place& place : memory.buffers) buffers.push_back({place.data, place.stride});
   std::vector<MatrixArgument> matrices;
@@ -65,7 +66,8 @@ bool launch_persistent(const PersistentKernel& kernel, const Memory& memory, Pas
   void* arguments[] = {&a, buffers.data(), matrices.data(), const_cast<TrainingArguments*>(training),
                        const_cast<UpdateArgument*>(updates)};
   try {
-    kernel.kernel->launch(dim3(static_cast<unsigned>(kernel.blocks)), dim3(kPersistentThreads), kernel.shared_bytes, 0,
+    kernel.kernel->launch(dim3(static_cast<unsigned>(kernel.blocks * memory.groups)), dim3(kPersistentThreads),
+                          kernel.shared_bytes, 0,
                           /*cooperative=*/true, stream, arguments);
   } catch (const jit::TooManyBlocks&) {  // as where processes share a device
     return false;

@@ -16,9 +16,9 @@ namespace weft::vertex {
 
 struct PersistentKernel {
   jit::Kernel* kernel;
-  int blocks;
+  int blocks;  // of a group
   unsigned shared_bytes;
-  bool resident;  // all blocks at once
+  int most_groups;  // that are resident at once
 };
 
 // Compiled at first use; lives as long as the program. `tf32`: as torch multiplies float32. Of a program that has no
@@ -26,8 +26,13 @@ struct PersistentKernel {
 const PersistentKernel& persistent_kernel(const Program& program, Pass pass, int32_t most_blocks, bool tf32,
                                           int32_t matrices, int32_t vectors = 0, const LossForm& form = {});
 
-// Runs all of the pass, of a training step with these, as many updates as it was compiled for; `arrived` is 0. False
-// where the blocks are not resident after all.
+// Counters that a launch finds at 0.
+inline int counters_of(const Memory& memory) {
+  return (1 + memory.groups) * kCounterApart;
+}
+
+// Runs all of the pass, of a training step with these, as many updates as it was compiled for. False where the blocks
+// are not resident after all.
 bool launch_persistent(const PersistentKernel& kernel, const Memory& memory, Pass pass, unsigned* arrived,
                        cudaStream_t stream, const TrainingArguments* training = nullptr,
                        const UpdateArgument* updates = nullptr);

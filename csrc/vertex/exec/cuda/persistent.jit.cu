@@ -3,18 +3,20 @@
 //   WEFT_VERTEX_TYPE      float, of registers; buffers may be narrower
 //   WEFT_VERTEX_BUFFERS   how many the program has
 //   WEFT_VERTEX_MATRICES  the same, or 1 where it has none
-//   WEFT_VERTEX_BLOCKS    of the group
+//   WEFT_VERTEX_BLOCKS    of a group
 //   WEFT_VERTEX_PRODUCTS  types of the products; csrc/vertex/exec/persistent_source.h
 //   WEFT_VERTEX_WEIGHTS   loads what the block keeps of each matrix
 //   WEFT_VERTEX_SUMS      bytes for what a pair's product hands to its kernel
 //   WEFT_VERTEX_STEPS     the instructions that are steps
 //   WEFT_VERTEX_TURN      loads what the backward part of a training step keeps where there is no room for both
 //
-// Decomposition: one block on each multiprocessor, all resident. A block owns the same columns of every kernel and the
-// columns of each matrix that these read (csrc/vertex/program/partition.h). What it keeps of the matrices lies in
-// shared memory from the first frontier to the last; buffers lie in L2. Blocks meet only where a step reads what others
-// wrote: of a Tree-LSTM once a frontier, forward before the product that reads h, backward before the one that reads
-// the gradients of the gates.
+// Decomposition: one block on each multiprocessor, all resident. Neighbouring blocks are a group, which shares one copy
+// of the weights and has graphs of its own: every block of a group reads all rows of a product, so what the groups read
+// of L2 for a row goes with their blocks, and few rows take the shortest where all blocks are one. A block owns the
+// same columns of every kernel and the columns of each matrix that these read (csrc/vertex/program/partition.h). What
+// it keeps of the matrices lies in shared memory from the first frontier to the last; buffers lie in L2. Blocks meet
+// only where a step reads what others wrote: of a Tree-LSTM once a frontier, forward before the product that reads h,
+// backward before the one that reads the gradients of the gates.
 #include "common/cuda/grid_barrier.jit.cuh"
 #include "jit/resident_product.jit.cuh"
 #include "vertex/exec/cuda/body.jit.cuh"
@@ -30,6 +32,7 @@ using weft::DealtColumns;
 using weft::FourOf;
 using weft::Multiply;
 using weft::ResidentProduct;
+using weft::vertex::kCounterApart;
 using weft::vertex::kPersistentThreads;
 using weft::vertex::kScriptWindow;
 using weft::vertex::MatrixArgument;
@@ -111,7 +114,9 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
             *edge_parents = p.edge_parents, *first_use = p.first_use, *users = p.users,
             *first_sum_use = p.first_sum_use, *sum_use_edges = p.sum_use_edges;
   const long long num_vertices = p.num_vertices;
-  const int rank = blockIdx.x;
+  const int group = blockIdx.x / kBlocks, groups = gridDim.x / kBlocks, rank = blockIdx.x % kBlocks;
+  unsigned* const arrived = a.arrived + (1 + group) * kCounterApart;
+  const ScriptInstruction* const script = a.script + group * a.apart;
 #ifdef WEFT_VERTEX_UPDATES
   float counted = 0.0f;
   bool refused = false;
@@ -120,34 +125,35 @@ extern "C" __global__ void __launch_bounds__(kPersistentThreads, 1)
   for (int at = 0;; ++at) {
     __syncthreads();  // what the block did is seen by its next instruction
     if (at % kScriptWindow == 0) {
-      if (threadIdx.x < kScriptWindow) window[threadIdx.x] = a.script[at + threadIdx.x];
+      if (threadIdx.x < kScriptWindow) window[threadIdx.x] = script[at + threadIdx.x];
       __syncthreads();
     }
     const ScriptInstruction instruction = window[at % kScriptWindow];
     const int first = instruction.first, count = instruction.count;
     if (instruction.op == ScriptInstruction::kEnd) return;
     if (instruction.op == ScriptInstruction::kSignal) {
-      weft::group_signal(a.arrived);
+      weft::group_signal(count ? a.arrived : arrived);
       continue;
     }
     if (instruction.op == ScriptInstruction::kWait) {
-      weft::group_wait(a.arrived, unsigned(first) * kBlocks);
+      weft::group_wait(count ? a.arrived : arrived, unsigned(first) * (count ? gridDim.x : kBlocks));
       continue;
     }
 #ifdef WEFT_VERTEX_UPDATES
     const auto &outputs = buffers.of[WEFT_VERTEX_OUTPUT], &output_grads = buffers.of[WEFT_VERTEX_OUTPUT_GRAD];
     if (instruction.op == ScriptInstruction::kLoss) {
       look_at_targets(training, reinterpret_cast<float*>(partials), counted, refused);
-      loss(training, outputs, output_grads, rank, kBlocks, counted, refused, reinterpret_cast<float*>(partials));
+      loss(training, outputs, output_grads, blockIdx.x, gridDim.x, counted, refused,
+           reinterpret_cast<float*>(partials));
       continue;
     }
     if (instruction.op == ScriptInstruction::kLossOfHead) {
-      loss_of_head(training, output_grads, rank, kBlocks);
+      loss_of_head(training, output_grads, rank, kBlocks, group, groups);
       WEFT_VERTEX_TURN
       continue;
     }
     if (instruction.op == ScriptInstruction::kUpdateHead) {
-      update_head(training, outputs, rank, kBlocks, counted, refused, updates.of[kUpdates - 2],
+      update_head(training, outputs, blockIdx.x, gridDim.x, counted, refused, updates.of[kUpdates - 2],
                   updates.of[kUpdates - 1]);
       continue;
     }

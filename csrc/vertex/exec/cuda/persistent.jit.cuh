@@ -6,11 +6,13 @@
 namespace weft::vertex {
 
 constexpr int kPersistentThreads = 512;
+constexpr int kCounterApart = 8;  // so that each has a sector of its own
 
 struct PersistentArguments {
   FrontierArguments frontier;
-  const ScriptInstruction* script;
-  unsigned* arrived;  // 0; the signals of the group
+  const ScriptInstruction* script;  // of the first group; that of the next is `apart` instructions further
+  unsigned* arrived;                // 0; the signals of all blocks, then of each group, kCounterApart apart
+  int apart;
 };
 
 // What becomes of a parameter by its gradient; of one that has none, or gets none, nothing.

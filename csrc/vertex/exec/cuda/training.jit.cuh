@@ -75,24 +75,26 @@ __device__ __forceinline__ float max_of_warp(float x) {
   return x;
 }
 
-// The gradient of a matrix: the block's columns of `own`, transposed, @ `other`, over rows [first, first + count).
-// Element (column of own, column of other) is own_stride and other_stride apart in the parameter.
+// The gradient of a matrix: the block's columns of `own`, transposed, @ `other`, over rows [first, first + count). Each
+// group takes some columns of `other`. Element (column of own, column of other) is own_stride and other_stride apart in
+// the parameter.
 template <typename Columns, int kOther, bool kFirst, bool kLast>
 __device__ __noinline__ void outer(const BufferArgument& own, const BufferArgument& other, int first, int count,
-                                   int rank, long long own_stride, long long other_stride, const UpdateArgument& update,
-                                   bool refused) {
+                                   int rank, int group, int groups, long long own_stride, long long other_stride,
+                                   const UpdateArgument& update, bool refused) {
   if (refused || update.kind == UpdateArgument::kNone) return;
   constexpr int kWarps = kPersistentThreads / 32, kAtOnce = 4, kTiles = (Columns::count() + 15) / 16;
   constexpr int kOtherTiles = (kOther + 7) / 8;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = lane / 4, in_group = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, fourth = lane / 4, in_fourth = lane % 4;
   const float* const left = static_cast<const float*>(own.data) + first * own.stride;
   const float* const right = static_cast<const float*>(other.data) + first * other.stride;
-  for (int unit = warp; unit < kTiles * ((kOtherTiles + kAtOnce - 1) / kAtOnce); unit += kWarps) {
+  constexpr int kUnits = kTiles * ((kOtherTiles + kAtOnce - 1) / kAtOnce);
+  for (int unit = warp * groups + group; unit < kUnits; unit += kWarps * groups) {
     const int tile = unit % kTiles, tiles = unit / kTiles * kAtOnce;
     int columns[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int local = tile * 16 + half * 8 + group;
+      const int local = tile * 16 + half * 8 + fourth;
       columns[half] = local < Columns::count() ? Columns::of(local, rank) : -1;
     }
     float d[kAtOnce][4] = {};
@@ -101,15 +103,15 @@ __device__ __noinline__ void outer(const BufferArgument& own, const BufferArgume
       float a[4], b[kAtOnce][2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int r = row + in_group + i / 2 * 4, column = columns[i % 2];
+        const int r = row + in_fourth + i / 2 * 4, column = columns[i % 2];
         a[i] = r < count && column >= 0 ? left[r * own.stride + column] : 0.0f;
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        const int column = (tiles + n) * 8 + group;
+        const int column = (tiles + n) * 8 + fourth;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const int r = row + in_group + i * 4;
+          const int r = row + in_fourth + i * 4;
           b[n][i] = r < count && column < kOther ? right[r * other.stride + column] : 0.0f;
         }
       }
@@ -136,7 +138,7 @@ __device__ __noinline__ void outer(const BufferArgument& own, const BufferArgume
     for (int n = 0; n < kAtOnce; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int column = (tiles + n) * 8 + in_group * 2 + i % 2;
+        const int column = (tiles + n) * 8 + in_fourth * 2 + i % 2;
         if (columns[i / 2] >= 0 && column < kOther) {
           add_term<kFirst, kLast>(update, columns[i / 2] * own_stride + column * other_stride, d[n][i]);
         }
@@ -148,12 +150,13 @@ __device__ __noinline__ void outer(const BufferArgument& own, const BufferArgume
 // A term of the gradient of a vector, of which the block has `Columns`: `width` elements from `to` on are the sums of
 // as many columns of `source` from `from` on, the others 0.
 template <typename Columns, bool kFirst, bool kLast>
-__device__ __noinline__ void total(const BufferArgument& source, int first, int count, int rank, int from, int width,
-                                   int to, const UpdateArgument& update, bool refused) {
+__device__ __noinline__ void total(const BufferArgument& source, int first, int count, int rank, int group, int groups,
+                                   int from, int width, int to, const UpdateArgument& update, bool refused) {
   if (refused || update.kind == UpdateArgument::kNone) return;
   const float* const rows = static_cast<const float*>(source.data) + first * source.stride;
   const int lane = threadIdx.x % 32;
-  for (int local = threadIdx.x / 32; local < Columns::count(); local += kPersistentThreads / 32) {
+  for (int local = threadIdx.x / 32 * groups + group; local < Columns::count();
+       local += kPersistentThreads / 32 * groups) {
     const int element = Columns::of(local, rank);
     if (element < 0) continue;
     float sum = 0.0f;
@@ -244,14 +247,14 @@ __device__ __noinline__ void loss(const TrainingArguments& t, const BufferArgume
   }
 }
 
-// The gradient of the outputs, the block's columns.
+// The gradient of the outputs, the block's columns of its group's part of the rows.
 __device__ __noinline__ void loss_of_head(const TrainingArguments& t, const BufferArgument& output_grads, int rank,
-                                          int blocks) {
+                                          int blocks, int group, int groups) {
   if constexpr (kHead) {
     const int units = (kOutputs + blocks - 1) / blocks;
     float* const to = static_cast<float*>(output_grads.data);
-    for (int i = threadIdx.x; i < t.rows * units; i += kPersistentThreads) {
-      const int j = rank * units + i % units, r = i / units;
+    for (int i = threadIdx.x; i < (t.rows - group + groups - 1) / groups * units; i += kPersistentThreads) {
+      const int j = rank * units + i % units, r = i / units * groups + group;
       if (j >= kOutputs) continue;
       float sum = 0.0f;
       for (int c = 0; c < kClasses; ++c) sum += t.gradients[(long long)r * kClasses + c] * t.weight[c * kOutputs + j];

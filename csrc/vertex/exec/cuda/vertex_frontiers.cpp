@@ -72,7 +72,7 @@ class CudaExecutor final : public AtenExecutor {
   }
 
   bool has_script(bool backward) override {
-    return memory().scripts[backward ? 1 : 0] != nullptr && persistent(backward).resident;
+    return memory().scripts[backward ? 1 : 0] != nullptr && persistent(backward).most_groups >= memory().groups;
   }
 
   ~CudaExecutor() override {
@@ -151,11 +151,15 @@ class CudaExecutor final : public AtenExecutor {
   }
 
   bool tail(std::span<const Task> tasks, size_t first, bool backward) override {
-    const Counters arrived = zeroed_counters(1);
     if (first == 0 && memory().scripts[backward ? 1 : 0] != nullptr) {
-      return launch_persistent(persistent(backward), memory(), backward ? Pass::kBackward : Pass::kForward,
-                               reinterpret_cast<unsigned*>(arrived.first), stream_);
+      const Counters arrived = zeroed_counters(counters_of(memory()));
+      const bool launched =
+          launch_persistent(persistent(backward), memory(), backward ? Pass::kBackward : Pass::kForward,
+                            reinterpret_cast<unsigned*>(arrived.first), stream_);
+      if (!launched) memory().unpublish();
+      return launched;
     }
+    const Counters arrived = zeroed_counters(1);
     const Tail& kernel = compiled_tail(backward);
     TailArguments a{arguments_};
     buffers_.clear();

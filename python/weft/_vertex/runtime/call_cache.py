@@ -43,8 +43,9 @@ class Ready(NamedTuple):
     """Of the module, by name."""
     compiled: Batched | None
     """None where it runs as the reference."""
-    schedule: Callable[[], Schedule]
-    """Of the graphs, for the compiled functions."""
+    graphs: Graphs
+    schedule: Callable[..., Schedule]
+    """Of the graphs, for the compiled functions and so many groups."""
     run: Callable[[], list[Tensor]]
     script: object = None
     """What drives persistent kernels, None where it runs otherwise."""

@@ -10,6 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -60,7 +61,7 @@ class _ByIdentity:
             self._kept.pop(oldest, None)
 
 
-_training_obstacles, _row_costs = _ByIdentity(), _ByIdentity()
+_training_obstacles, _row_costs, _geometries = _ByIdentity(), _ByIdentity(), _ByIdentity()
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class Shape:
     """The kernels of a call as they are launched."""
 
     blocks: int
+    group: int
     partitions: tuple[tuple[str, str, int], ...]
     registers: int
     shared_bytes: int
@@ -115,7 +117,7 @@ def is_faster(compiled: batched.Batched, graphs: Graphs, device: torch.device) -
 
 def trains_faster(compiled: batched.Batched, call: Ready) -> bool:
     """Whether one kernel is expected to take less time than the loop for these graphs."""
-    rows = call.schedule().sizes[0]
+    rows = call.graphs.num_vertices
     return rows * _multiply_adds(compiled) < _most(call.device, "training_multiply_adds")
 
 
@@ -125,27 +127,114 @@ def _most(device: torch.device, name: str) -> float:
     return gpu_costs.of(device.index).tables.get("vertex.choice", {}).get(name, [0.0])[0]
 
 
-def _multiply_adds(compiled: batched.Batched) -> int:
-    """Of the products in the frontiers, for a row."""
+def _multiply_adds(compiled: batched.Batched) -> float:
+    """Of the products in the frontiers, for a row, of several functions' on average."""
     found = _row_costs.get(compiled.program)
     if found is None:
         frontiers = compiled.plan.frontiers
         products = (s for s in frontiers.forward if isinstance(s, Product) and s.when == "frontiers")
-        found = sum(frontiers.buffers[s.source].width * frontiers.buffers[s.target].width for s in products)
+        total = sum(frontiers.buffers[s.source].width * frontiers.buffers[s.target].width for s in products)
+        found = total / frontiers.functions
         _row_costs[compiled.program] = found
     return found
 
 
-def scripted(compiled: batched.Batched, schedule: Schedule, device: torch.device) -> Scripted:
-    """The schedule with the scripts of both passes, as the next graphs' goes to the device, too."""
-    used(schedule, functools.partial(_send, weakref.ref(compiled), device))
-    return schedule.scripted(compiled.program, _processors(device))
+class Geometry(NamedTuple):
+    """How blocks are grouped: each group has one copy of the weights, and graphs of its own."""
+
+    most_blocks: int
+    """Of a group; how many have columns follows from the widths."""
+    groups: int
+    row: float
+    """Microseconds of a group for up to 8 rows of a frontier, in all passes."""
 
 
-def _send(compiled: weakref.ref[batched.Batched], device: torch.device, schedule: Schedule) -> None:
+# Of an H200, where one group's training steps of a Tree-LSTM on 1 to 256 sentiment trees take so long within 5%.
+_LEVEL_US = 1.5
+"""A frontier, each way, without its products."""
+_FIXED_US = 0.3
+"""A product of 8 rows: its partial sums."""
+_MMA_US = 1.8 / 1755
+"""A 16 x 8 x 8 multiplication of a multiprocessor's tensor cores."""
+_BYTES_PER_US = 2.0e4
+"""What a block reads of rows in L2."""
+_GAIN = 1.2
+"""How many times as fast several groups are to be; infinity: there is always one."""
+
+
+def geometries(compiled: batched.Batched, device: torch.device, form: tuple | None = None) -> list[Geometry]:
+    """Those that fit on the device, of all blocks first; of a training step with what the kernel is made for."""
+    known = _geometries.get(compiled.program)
+    if known is None or known[0] != (device, form):
+        known = (device, form), _all_geometries(compiled, device, form)
+        _geometries[compiled.program] = known
+    return known[1]
+
+
+def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple | None) -> list[Geometry]:
+    processors, limit = _processors(device), torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    passes = (TRAINING,) if form else (FORWARD, BACKWARD)
+    found = []
+    for parts in (1, 2, 4, 8, 16):
+        most = processors // parts
+        blocks = max(_C.partition(compiled.program, which, most)[0] for which in passes)
+        groups = processors // blocks
+        if found and groups <= found[-1].groups:
+            continue
+        if form:
+            why = _C.training_obstacle(compiled.program, most, limit, *form)
+        else:
+            why = _C.persistent_obstacle(compiled.program, most, limit, len(compiled.plan.given.matrices))
+        if found and why:
+            break
+        found.append(Geometry(most, groups if found else 1, _row_us(compiled, blocks)))
+    return found
+
+
+def _row_us(compiled: batched.Batched, blocks: int) -> float:
+    """Of products with 8 rows: multiplications of tensor cores, rows from L2, and what it takes to begin."""
+    frontiers, total = compiled.plan.frontiers, 0.0
+    for step in (*frontiers.forward, *frontiers.backward):
+        if not isinstance(step, Product) or step.when != "frontiers":
+            continue
+        source, columns = frontiers.buffers[step.source], frontiers.buffers[step.target].width
+        size, terms = (4, 3) if source.dtype == "float32" else (2, 1)
+        multiplications = -(-source.width // 16) * -(-columns // (16 * blocks)) * 2 * terms
+        total += _FIXED_US + multiplications * _MMA_US + 8 * source.width * size / _BYTES_PER_US
+    return total
+
+
+def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, form: tuple | None = None) -> Geometry:
+    """What a call on these graphs takes, by sizes alone: several groups where they are expected to gain enough."""
+    known = geometries(compiled, device, form)
+    inner, levels = graphs.num_edges / max(1, graphs.num_slots), graphs.num_levels
+
+    def cost(g: Geometry) -> float:
+        # A few graphs do not fill the groups evenly.
+        most = g.groups if graphs.num_graphs >= 4 * g.groups else 0.4 + 0.6 * min(g.groups, graphs.num_graphs)
+        return levels * (2 * _LEVEL_US + g.row) + inner / (8 * most) * g.row
+
+    best = min(known, key=cost)
+    return best if cost(best) * _GAIN < cost(known[0]) else known[0]
+
+
+def scripted(
+    compiled: batched.Batched, graphs: Graphs, schedule: Callable[[int], Schedule], device: torch.device
+) -> Scripted:
+    """The schedule of so many groups with the scripts of both passes, as the next graphs' goes to the device, too."""
+    chosen = geometry(compiled, graphs, device)
+    found = schedule(chosen.groups)
+    used(found, functools.partial(_send, weakref.ref(compiled), device))
+    return found.scripted(compiled.program, chosen.most_blocks)
+
+
+def _send(
+    compiled: weakref.ref[batched.Batched], device: torch.device, graphs: Graphs, plan: Callable[..., Schedule]
+) -> None:
     found = compiled()
-    if found is not None and schedule.device == device:
-        schedule.scripted(found.program, _processors(device)).block(device)
+    if found is not None and graphs.device == device:
+        chosen = geometry(found, graphs, device)
+        plan(chosen.groups).scripted(found.program, chosen.most_blocks).block(device)
 
 
 @functools.cache
@@ -156,7 +245,8 @@ def _processors(device: torch.device) -> int:
 def shape(call: Ready) -> Shape:
     """Of a call that runs so."""
     compiled, device = call.compiled, call.device
-    most, matrices = _processors(device), len(compiled.plan.given.matrices)
+    chosen, matrices = geometry(compiled, call.graphs, device), len(compiled.plan.given.matrices)
+    most, groups = chosen.most_blocks, min(chosen.groups, call.graphs.num_graphs)
     passes = (FORWARD, BACKWARD) if compiled.plan.backward and call.trains else (FORWARD,)
     with torch.cuda.device(device):
         shapes = [_C.persistent_shape(compiled.program, which, most, matrices) for which in passes]
@@ -167,9 +257,11 @@ def shape(call: Ready) -> Shape:
             function, symbol = compiled.plan.given.matrices[number]
             name = compiled.functions[function].trace.program.symbols[symbol].name
             partitions.append((name, "shared", size * blocks))
-    instructions, waits = _C.script_counts(compiled.program, scripted(compiled, call.schedule(), device).block())
+    block = scripted(compiled, call.graphs, call.schedule, device).block()
+    instructions, waits = _C.script_counts(compiled.program, block)
     return Shape(
-        blocks=max(s[0] for s in shapes),
+        blocks=max(s[0] for s in shapes) * groups,
+        group=max(s[0] for s in shapes),
         partitions=tuple(partitions),
         registers=max(s[1] for s in shapes),
         shared_bytes=max(s[2] for s in shapes),
@@ -260,12 +352,28 @@ def operands(compiled: batched.Batched, call: Ready, head: nn.Linear | None) -> 
     return Operands(compiled, turns, inputs, matrices, vectors, numbers, reached)
 
 
+def _plan(
+    compiled: weakref.ref[batched.Batched],
+    device: torch.device,
+    form: tuple,
+    graphs: Graphs,
+    plan: Callable[..., Schedule],
+) -> None:
+    """What is planned of the next graphs goes to the device with its script."""
+    found = compiled()
+    if found is not None:
+        plan(geometry(found, graphs, device, form).groups)
+
+
 def train(call: Ready, request: Request) -> Launched | None:
     """Launch forward, loss, backward and updates on the current stream; nothing waits. None where the blocks are no
     longer all resident, as where processes share a device: then nothing was done."""
     compiled, turns, names, matrices, vectors, numbers, _ = request.operands
-    schedule = call.schedule()
-    used(schedule, None)  # it goes to the device with its script
+    classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
+    form = len(matrices), len(vectors), request.loss == "cross_entropy", request.weight is not None, classes
+    chosen = geometry(compiled, call.graphs, call.device, form)
+    schedule = call.schedule(chosen.groups)
+    used(schedule, functools.partial(_plan, weakref.ref(compiled), call.device, form))
     given = [None if name is None else call.rows[name].detach() for name in names]
     if None in names:
         with torch.no_grad():
@@ -278,10 +386,10 @@ def train(call: Ready, request: Request) -> Launched | None:
         (numbers[id(u.parameter)], _UPDATES[u.kind], u.parameter, u.first, u.second, list(u.numbers))
         for u in request.updates
     ]
-    classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
+    roots = None if request.roots is None else request.roots._core
     launched = _C.train(
-        turns, compiled.program, schedule.core, _processors(call.device), inputs, matrices, vectors, request.weight,
-        request.bias, request.loss == "cross_entropy", classes, request.roots, request.targets, request.ignore_index,
+        turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors, request.weight,
+        request.bias, request.loss == "cross_entropy", classes, roots, request.targets, request.ignore_index,
         updates, request.refused,
     )  # fmt: skip
     return None if launched is None else Launched(launched.numbers, launched)

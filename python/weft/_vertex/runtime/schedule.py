@@ -6,6 +6,7 @@ Graphs and function shape, kept, and taken to the device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -143,20 +144,23 @@ def schedule(who: str, graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping
     return planned(graphs, kinds, kind_of)
 
 
-def send_alone(schedule: Schedule) -> None:
+def send_alone(graphs: Graphs, plan: Callable[..., Schedule]) -> None:
     """A schedule to its device, as :func:`used` takes it."""
+    schedule = plan()
     schedule.block(schedule.device)
 
 
-def planned(graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None) -> Schedule:
-    """As :func:`schedule`, of what was checked."""
-    key = _key(kinds, kind_of)
+def planned(
+    graphs: Graphs, kinds: tuple[Kind, ...], kind_of: Mapping[str, int] | None = None, groups: int = 1
+) -> Schedule:
+    """As :func:`schedule`, of what was checked, for at most so many groups that have graphs of their own."""
+    key = _key(kinds, kind_of) if groups == 1 else (*_key(kinds, kind_of), groups)
     found = graphs._kept.get(key)
     if found is None:
         core = graphs._plans.get(key)
         if core is None:
             types = [] if kind_of is None else [kind_of.get(name, 0) for name in graphs._names or ()]
-            core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types)
+            core = graphs._plans[key] = _C.schedule(graphs._core, kinds, types, groups)
         found = graphs._kept[key] = Schedule(core, graphs.device)
         found.kinds = kinds, kind_of
     return found
@@ -183,8 +187,9 @@ for it since its use."""
 _MOST_RECENT, _UNUSED = 2, 32
 
 
-def used(schedule: Schedule, send: Callable[[Schedule], None] | None) -> None:
-    """Graphs that go to a device are going to be prepared for the functions of this schedule, by `send`."""
+def used(schedule: Schedule, send: Callable[[Graphs, Callable[..., Schedule]], None]) -> None:
+    """Graphs that go to a device are going to be prepared for the functions of this schedule, by `send`, which gets
+    what plans them for so many groups, too."""
     key = _key(*schedule.kinds)
     _recent.pop(key, None)
     _recent[key] = [*schedule.kinds, send, 0]
@@ -205,9 +210,7 @@ def _prepare(graphs: Graphs) -> None:
         if unused > _UNUSED:
             _recent.pop(key, None)
         elif fits(graphs, kinds, kind_of):
-            schedule = planned(graphs, kinds, kind_of)
-            if send is not None:
-                send(schedule)
+            send(graphs, functools.partial(planned, graphs, kinds, kind_of))
 
 
 on_move.append(_prepare)

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..._base.torch_private import foreach_add_, foreach_sub_, has_step_hooks
+from ..._C import vertex as _C
+from ..graphs import Graphs
 from .batched import Batched
 
-__all__ = ["Begun", "Launched", "Operands", "Request", "Update", "Updates", "obstacle"]
+__all__ = ["Begun", "Launched", "Operands", "Request", "Update", "Updates"]
 
 
 class Update(NamedTuple):
@@ -66,8 +68,8 @@ class Request(NamedTuple):
     """(C,)"""
     loss: str
     """``cross_entropy`` or ``mse``, means as torch's."""
-    roots: Tensor | None
-    """int64: the rows in whose order `targets` are, on their device; None where these are all vertices."""
+    roots: Graphs | None
+    """In the order of whose roots `targets` are; None where they are of all vertices."""
     targets: Tensor
     """int64 (rows,), or float32 as y."""
     ignore_index: int
@@ -97,15 +99,14 @@ class Begun(NamedTuple):
     """Counters of steps on the host, each one up."""
 
 
-def obstacle(optimizer: Optimizer) -> str | None:
-    """Why :class:`Updates` does not know what the optimizer does."""
+def _options_obstacle(optimizer: Optimizer) -> str | None:
+    """Why :class:`Updates` does not know what the optimizer does, its tensors aside."""
     name = type(optimizer).__name__
     if type(optimizer) not in (SGD, Adam, AdamW):
         return f"the optimizer is {name}, not SGD, Adam or AdamW"
     step = optimizer.__dict__.get("step")  # schedulers of the learning rate count its calls
     if has_step_hooks(optimizer) or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
         return f"{name}.step has hooks"
-    states = optimizer.state
     for group in optimizer.param_groups:
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
@@ -113,24 +114,72 @@ def obstacle(optimizer: Optimizer) -> str | None:
         for v in (*group.values(), *group.get("betas", ())):
             if isinstance(v, Tensor) and (v.device.type != "cpu" or v.requires_grad):
                 return f"a hyperparameter of {name} is a tensor on a device"
+    return None
+
+
+def _state_obstacle(optimizer: Optimizer) -> str | None:
+    """That part of it which is about the tensors."""
+    for group in optimizer.param_groups:
         for p in group["params"]:
-            device, state = p.device, states.get(p)
+            state = optimizer.state.get(p)
             moments = state.items() if state else ()
             for x in (p, *(x for key, x in moments if key != "step" and x is not None)):
-                if x.dtype is not torch.float32 or x.device != device or not x.is_contiguous():
-                    return f"a parameter or its state in {name} is not float32 and contiguous"
+                if x.dtype is not torch.float32 or x.device != p.device or not x.is_contiguous():
+                    return f"a parameter or its state in {type(optimizer).__name__} is not float32 and contiguous"
     return None
+
+
+class _Known(NamedTuple):
+    """An optimizer that no step would do anything new to: its parameters, their states and what is in these."""
+
+    snapshot: _C.Snapshot
+    held: tuple
+    """What the snapshot knows by identity."""
+    groups: list[tuple[int, bool]]
+    """Of each group how many parameters it has, and whether it has momentum."""
+    reached: Collection[int]
+    members: list[list[tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]]]
+    """Of each group the parameters that are updated, their moments, and their counter of steps if they have one."""
+    counters: list[Tensor]
+    """Those of them that are on the CPU."""
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        return self.snapshot.holds(optimizer) and self.groups == _groups(optimizer)
+
+    @staticmethod
+    def of(optimizer: Optimizer, reached: Collection[int], updates: Iterable[Update]) -> _Known:
+        states, groups, updated = optimizer.state, optimizer.param_groups, {id(u.parameter): u for u in updates}
+        members = []
+        for group in groups:
+            found = [(updated[id(p)], states.get(p, {})) for p in group["params"] if id(p) in updated]
+            members.append([(u.parameter, u.first, u.second, state.get("step")) for u, state in found])
+        counters = [m[3] for group in members for m in group if m[3] is not None and m[3].device.type == "cpu"]
+        tables = [t for t in (states, *states.values()) if t]
+        tensors = [p for group in groups for p in group["params"]]
+        tensors += [x for state in states.values() for x in state.values() if isinstance(x, Tensor)]
+        empty = [t for t in (states, *states.values()) if not t]
+        held = optimizer, empty, tensors, [(t, [*t], [*t.values()]) for t in tables]
+        return _Known(
+            _C.Snapshot([optimizer], tables, empty, tensors), held, _groups(optimizer), reached, members, counters
+        )
+
+
+def _groups(optimizer: Optimizer) -> list[tuple[int, bool]]:
+    return [(len(group["params"]), group.get("momentum", 0) != 0) for group in optimizer.param_groups]
 
 
 class Updates:
     """The next steps of an optimizer.
 
     Args:
-        optimizer: one that has no `obstacle`.
+        optimizer: what is asked for its :meth:`obstacle` before each step.
     """
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = optimizer
+        self._known: _Known | None = None
+        self._holds = False
+        """Whether it was seen to hold and nothing was done since."""
         # Counters that a device holds are read once, and again where somebody else has written to them.
         self._counts: dict[int, tuple[Tensor, int, float]] = {}
 
@@ -141,14 +190,30 @@ class Updates:
         """
         updates: list[Update] = []
         begun = Begun([], [])
-        for group in self._optimizer.param_groups:
-            make = self._sgd if "momentum" in group else self._adam
-            numbers: dict[float, tuple[float, ...]] = {}
-            for p in group["params"]:
-                if id(p) in reached and p.requires_grad:
-                    updates.append(make(p, group, begun, numbers))
-        if begun.counters:
-            foreach_add_(begun.counters, 1)
+        known, groups = self._known, self._optimizer.param_groups
+        holds, self._holds = self._holds, False
+        if known is not None and known.reached is reached and (holds or known.holds(self._optimizer)):
+            # No state is new: a first step has made them all.
+            begun.counters.extend(known.counters)
+            counts = iter(_C.count_up(known.counters))
+            for group, members in zip(groups, known.members, strict=True):
+                numbers: dict[float, tuple[float, ...]] = {}
+                for p, first, second, counter in members:
+                    if counter is None:
+                        given = self._sgd_numbers(group, float(group["dampening"]), numbers)
+                        updates.append(Update(p, "sgd", first, None, given))
+                    else:
+                        count = next(counts) if counter.device.type == "cpu" else self._count(counter) + 1
+                        updates.append(Update(p, "adam", first, second, self._adam_numbers(group, count, numbers)))
+        else:
+            for group in groups:
+                make = self._sgd if "momentum" in group else self._adam
+                numbers = {}
+                for p in group["params"]:
+                    if id(p) in reached and p.requires_grad:
+                        updates.append(make(p, group, begun, numbers))
+            self._known = _Known.of(self._optimizer, reached, updates)
+            _C.count_up(begun.counters)
         return updates, begun
 
     def finish(self, updates: Iterable[Update], refused: Tensor) -> None:
@@ -166,6 +231,16 @@ class Updates:
             foreach_sub_(counters, [refused.view(())] * len(counters))
             for counter in counters:
                 self._counts[id(counter)] = counter, counter._version, self._counts[id(counter)][2] + 1
+
+    def obstacle(self) -> str | None:
+        """Why it does not know what the optimizer does."""
+        found = _options_obstacle(self._optimizer)
+        if found is None:
+            self._holds = self._known is not None and self._known.holds(self._optimizer)
+            if not self._holds:
+                self._known = None
+                found = _state_obstacle(self._optimizer)
+        return found
 
     def undo(self, begun: Begun) -> None:
         """The host's part of a step that the device refused."""
@@ -187,7 +262,6 @@ class Updates:
         return state
 
     def _sgd(self, p: Tensor, group: Mapping, begun: Begun, numbers: dict[float, tuple[float, ...]]) -> Update:
-        """`numbers`: the group's, by its dampening, which is none at first."""
         dampening, buffer = float(group["dampening"]), None
         if group["momentum"] != 0:
             state = self._optimizer.state.get(p)
@@ -196,13 +270,16 @@ class Updates:
                 dampening = 0.0
                 buffer = torch.zeros_like(p, requires_grad=False)
                 self._state(p, begun, {"momentum_buffer": buffer})
+        return Update(p, "sgd", buffer, None, self._sgd_numbers(group, dampening, numbers))
+
+    def _sgd_numbers(self, group: Mapping, dampening: float, numbers: dict[float, tuple[float, ...]]):
+        """`numbers`: the group's, by its dampening, which is none at first."""
         if dampening not in numbers:
             given = group["lr"], group["momentum"], dampening, group["weight_decay"], group["nesterov"]
             numbers[dampening] = tuple(map(float, given))
-        return Update(p, "sgd", buffer, None, numbers[dampening])
+        return numbers[dampening]
 
     def _adam(self, p: Tensor, group: Mapping, begun: Begun, numbers: dict[float, tuple[float, ...]]) -> Update:
-        """`numbers`: the group's, by its parameters' counts of steps."""
         state = self._optimizer.state.get(p)
         if not state:
             on_device = group["capturable"] or group["fused"]
@@ -213,16 +290,21 @@ class Updates:
             if on_device:
                 self._counts[id(fresh["step"])] = fresh["step"], fresh["step"]._version, 0.0
             state = self._state(p, begun, fresh)
-        count = self._count(state["step"]) + 1
-        if state["step"].device.type == "cpu":
-            begun.counters.append(state["step"])
+        counter = state["step"]
+        if counter.device.type == "cpu":
+            begun.counters.append(counter)
+        given = self._adam_numbers(group, self._count(counter) + 1, numbers)
+        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], given)
+
+    def _adam_numbers(self, group: Mapping, count: float, numbers: dict[float, tuple[float, ...]]):
+        """`numbers`: the group's, by its parameters' counts of steps."""
         if count not in numbers:
             lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
             numbers[count] = (
                 *(lr / (1 - beta1**count), 1 - beta1, beta2, 1 - beta2, float(group["eps"]), (1 - beta2**count) ** 0.5),
                 *((1 - lr * decay, 0.0) if group["decoupled_weight_decay"] else (1.0, decay)),
             )
-        return Update(p, "adam", state["exp_avg"], state["exp_avg_sq"], numbers[count])
+        return numbers[count]
 
     def _count(self, counter: Tensor) -> float:
         if counter.device.type == "cpu":

@@ -198,6 +198,14 @@ inline void mma_bf16(float (&d)[4], const u32* a, const u32* b) {
 inline void mma_tf32(float (&d)[4], const u32* a, const u32* b) {
   mma(d, a, b, [](u32 x, u32 y) { return __uint_as_float(x & 0xffffe000u) * __uint_as_float(y & 0xffffe000u); });
 }
+inline void mma_half_tf32(float (&d)[4], const u32* a, const u32* b) {
+  const u32 left[4] = {a[0], a[1], 0, 0}, right[2] = {b[0], 0};
+  mma_tf32(d, left, right);
+}
+inline void split_tf32(float x, u32& high, u32& low) {
+  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  low = __float_as_uint(x - __uint_as_float(high));
+}
 
 inline u32 round_tf32(u32 x) {
   return (x + 0x1000) & 0xffffe000u;
