@@ -144,8 +144,8 @@ class Together:
 
 
 class Watched:
-    """Of the collectives of a block: what this rank sends to each other one, and how long they take on its stream, of
-    the rank that waits the least for others."""
+    """Of the collectives of a block: what this rank sends to each other one, and how long they take on its stream, each
+    on the rank that comes last and waits for no other."""
 
     def __init__(self, over: Together) -> None:
         self.over = over
@@ -181,7 +181,9 @@ class Watched:
         finally:
             GroupRanks.gather, GroupRanks.shift = originals
             self.over.wait()
-            self.milliseconds = -self.over.largest(-sum(took() for took in self._took))
+            of_each = torch.tensor([took() for took in self._took], dtype=torch.float64, device=self.over.device)
+            dist.all_reduce(of_each, dist.ReduceOp.MIN)
+            self.milliseconds = of_each.sum().item()
 
 
 class _Exchanged(torch.autograd.Function):
@@ -551,6 +553,7 @@ def offload_entry(over: Together, width: int, B: int, layers: int, budget: int) 
         check_agreement(name, {"gradients": over.largest(error())}, 0.0)
         times = over.measure(steps)
         steps["ranks"]()
+        over.wait()  # for the copies, whose rates are then known
         numbers = report()
         told: list[Any] = [None] * over.size
         dist.all_gather_object(told, numbers)
@@ -562,6 +565,7 @@ def offload_entry(over: Together, width: int, B: int, layers: int, budget: int) 
             steps, report, _ = tried(model_of(False))
             for _ in range(8):
                 steps["ranks"]()
+            over.wait()
             return report()
 
         alone = over.first(by_itself)

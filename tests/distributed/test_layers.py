@@ -99,7 +99,7 @@ def _beside_one_process(
         assert_close(g, w if 0 < i <= finals else w.split(sizes, time)[rank], bound)
     assert_close(got_grads[0], want_grads[0].split(sizes, time)[rank], bound)
     for g, w in zip(got_grads[1:], want_grads[1:], strict=True):
-        dist.all_reduce(g)
+        dist.all_reduce(g := g.contiguous())  # as NCCL wants it
         assert_close(g, w, bound)
     wd.shard_time(layer, False)
     assert torch.equal(layer(x, state)[0], whole[0])
@@ -175,7 +175,7 @@ def _walked_back(rank: int, forgets: bool) -> tuple[int, list[int]]:
         patch.setattr(recurrent, "_rnn_backward", counted)
         got = torch.autograd.grad((output * weight.split(full)[rank]).sum(), list(layer.parameters()))
     for g, w in zip(got, want, strict=True):
-        dist.all_reduce(g)
+        dist.all_reduce(g := g.contiguous())  # as NCCL wants it
         assert_close(g, w, 1e-12)
     return len(sent), steps
 

@@ -125,7 +125,7 @@ def _chaos(rank: int, kind: str, layout: str, reverse: bool, T: int) -> None:
     want = linear_scan_reference(*wide(A, b, x0), reverse=reverse)
     sizes = [T // 4 + 7, T // 4 - 50, T // 4 + 30, T - T // 4 * 3 + 13]
     x = wd.linear_scan(cut(A, sizes, rank), cut(b, sizes, rank), x0, reverse=reverse)
-    assert chaotic_error(x, cut(want, sizes, rank)) < chaotic_bound(T)
+    assert chaotic_error(x.cpu(), cut(want, sizes, rank)) < chaotic_bound(T)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -204,6 +204,29 @@ def test_gradients_of_gradients(team: Team, layout: str) -> None:
         (False, False, False, UNEVEN),
     ):
         team.run(_second, LinearScan(13, 2, 3, layout, x0, reverse, transpose), sizes)
+
+
+def _second_in_bfloat16(rank: int) -> None:
+    sample, sizes = LinearScan(200, 2, 3, "diagonal"), [60, 0, 90, 50]
+    inputs = sample.inputs(torch.bfloat16, device())
+    weight = torch.randn(sample.T, sample.B, sample.H).to(device())
+
+    def second(op, leaves, weight):
+        x = op(*leaves)
+        first = torch.autograd.grad((x.square() * weight).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(first[1].square().sum(), leaves)
+
+    want = second(linear_scan, [t.double().requires_grad_() for t in inputs], weight.double())
+    own = [t.clone().requires_grad_() for t in slices(sample, inputs, sizes, rank)]
+    got = second(wd.linear_scan, own, cut(weight, sizes, rank))
+    for g, w, leaf in zip(got[:2], want, own, strict=False):
+        assert g.dtype == leaf.dtype
+        assert_close(g, cut(w, sizes, rank), 5e-2)
+    assert_close(got[2], want[2] * (rank == 0), 5e-2)
+
+
+def test_gradients_of_gradients_in_bfloat16(team: Team) -> None:
+    team.run(_second_in_bfloat16)
 
 
 def _autocast(rank: int) -> None:
