@@ -37,6 +37,9 @@ _FIRST_BLOCK = 64
 _EDGE = 64
 """Steps at a slice's edge that are taken again in float32 where the others are in bfloat16: what they begin with is
 rounded, which is forgotten, or stays the one rounding that it is."""
+_FIRST_IN_HALVES = True
+"""Whether the first rank's dense scans are cut, too: it then tells the others its value, and comes to what they tell
+it, half a scan earlier."""
 _KERNEL_HIDDEN = 32
 """H up to which CUDA has kernels of chunk maps, and of the product of a slice's steps, in float32."""
 
@@ -306,7 +309,7 @@ def _mend_gradients(
 
 
 class _BackwardHalves:
-    """The gradients of a dense slice, not the first: lambda is a scan from the slice's last step to its first."""
+    """The gradients of a dense slice: lambda is a scan from the slice's last step to its first."""
 
     def __init__(self, grad: Tensor, A: Tensor, reverse: bool, transpose: bool) -> None:
         T, B, H = grad.shape
@@ -327,29 +330,38 @@ class _BackwardHalves:
 
     def grad_start(self) -> Tensor:
         """Of the state that enters, where the one that leaves has no gradient."""
-        step = self.matrices[self.first]
-        return _applied(step if self.transpose else step.mT, self.value)
+        return self._before(self.value)
 
-    def gradients(self, left: Tensor, states: Tensor, entered: Tensor, of_A: bool) -> tuple[Tensor, Tensor]:
-        """Of A and of b, where the state that leaves has the gradient `left`."""
+    def of_start(self, lambdas: Tensor) -> Tensor:
+        """Of the same state, from the gradients of b."""
+        return self._before(lambdas[self.first])
+
+    def _before(self, lambda_first: Tensor) -> Tensor:
+        step = self.matrices[self.first]
+        return _applied(step if self.transpose else step.mT, lambda_first)
+
+    def gradients(self, left: Tensor, states: Tensor, start: Tensor | None, of_A: bool) -> tuple[Tensor, Tensor]:
+        """Of A and of b, where the state that leaves has the gradient `left`. Without a state before the slice, the
+        first A is not looked at."""
         lambdas, count = torch.empty_like(self.grad), self.grad.size(0) - 1
-        start = torch.add(self.grad[self.last], left, out=lambdas[self.last])
+        last = torch.add(self.grad[self.last], left, out=lambdas[self.last])
         torch.ops.weft.slice_replay_.default(
-            lambdas.narrow(0, self.early, count), *self.scan, self.maps, start, None, self.chunks, *self.flags
+            lambdas.narrow(0, self.early, count), *self.scan, self.maps, last, None, self.chunks, *self.flags
         )
         if not of_A:
             return lambdas.new_empty(0), lambdas
         grad_A = torch.empty_like(self.matrices, memory_format=torch.contiguous_format)
-        for into, of, before in (
-            (
-                grad_A.narrow(0, self.late, count),
-                lambdas.narrow(0, self.late, count),
-                states.narrow(0, self.early, count),
-            ),
-            (grad_A[self.first], lambdas[self.first], entered),
-        ):
+
+        def multiply(of: Tensor, before: Tensor, into: Tensor) -> None:
             rows, columns = (before, of) if self.transpose else (of, before)
             torch.mul(rows.unsqueeze(-1), columns.unsqueeze(-2), out=into)
+
+        of, into = (t.narrow(0, self.late, count) for t in (lambdas, grad_A))
+        multiply(of, states.narrow(0, self.early, count), into)
+        if start is None:
+            grad_A[self.first].zero_()
+        else:
+            multiply(lambdas[self.first], start, grad_A[self.first])
         return grad_A.view(self.A.shape), lambdas
 
 
@@ -372,11 +384,17 @@ def _slice_scan(
     start = x0 if first else None
     T, B, H = b.shape
     sliced = _is_sliced_diagonal(A, b)
-    halves = not first and extra is None and _in_halves(A, b)
+    halves = (_FIRST_IN_HALVES or not first) and extra is None and _in_halves(A, b)
     shape = _product_shape(A, b)
     if halves:
         matrices, chunks = _canonical(A, b)[0], slice_chunks(b.device, T, B, H)
-        maps, value, message = torch.ops.weft.slice_maps.default(matrices, b, None, chunks, reverse, transpose, True)
+        row = None if start is None else start.expand(B, H).contiguous()
+        maps, value, message = torch.ops.weft.slice_maps.default(
+            matrices, b, row, chunks, reverse, transpose, not first
+        )
+        if first:
+            product = _product(A, b, part)
+            message = torch.cat((product.flatten(), value.view(product.dtype).flatten(), product.new_ones(1)))
         states = torch.empty_like(b, memory_format=torch.contiguous_format)
     else:
         states = _linear_scan(A, b, start, reverse=reverse, transpose=transpose)
@@ -409,10 +427,13 @@ def _slice_scan(
         )
     if first:
         entered = torch.zeros_like(value) if start is None else start.expand(B, H).to(value.dtype, copy=True)
+        came = came if start is None else None
+    if halves:
+        torch.ops.weft.slice_replay_.default(states, matrices, b, maps, entered, came, chunks, reverse, transpose)
+    elif first:
+        pass  # it is done
     elif sliced:
         torch.ops.weft.slice_mend_.default(states, A, entered, came, reverse)
-    elif halves:
-        torch.ops.weft.slice_replay_.default(states, matrices, b, maps, entered, came, chunks, reverse, transpose)
     elif b.device.type == "cpu":
         if came:
             _mend(states, A, b, entered, reverse, transpose)
@@ -434,12 +455,13 @@ def _slice_scan_backward(
     sliced = T > 0 and _is_sliced_diagonal(A, grad)
     # Gradients of every step from no gradient of the state that leaves, mended once that is there; on CUDA how far is
     # known to the device alone, and there is a kernel of diagonals.
-    halves = _BackwardHalves(grad, A, reverse, transpose) if not first and _BackwardHalves.fit(A, grad) else None
+    cut = (_FIRST_IN_HALVES or not first) and _BackwardHalves.fit(A, grad)
+    halves = _BackwardHalves(grad, A, reverse, transpose) if cut else None
     mends = sliced or (T > 0 and grad.device.type == "cpu" and _is_varying(A, grad))
     start = entered if has_x0 or not first else None
     value = grad_entered
     if halves is not None:
-        grad_start = halves.grad_start()
+        grad_start = None if first else halves.grad_start()
     elif mends:
         before = None if start is None else start.to(grad.dtype)
         grad_A, grad_b, grad_start = _gradients(
@@ -467,8 +489,9 @@ def _slice_scan_backward(
         grad_b = torch.zeros_like(grad) if output_mask[1] else nothing
         return grad_A, grad_b, left + grad_entered, left
     if halves is not None:
-        grad_A, grad_b = halves.gradients(left, states, entered, output_mask[0])
-        return grad_A, grad_b if output_mask[1] else nothing, torch.zeros_like(left), left
+        grad_A, grad_b = halves.gradients(left, states, start, output_mask[0])
+        grad_start = halves.of_start(grad_b) + grad_entered if first and has_x0 else torch.zeros_like(left)
+        return grad_A, grad_b if output_mask[1] else nothing, grad_start, left
     if sliced:
         mended_A = grad_A if output_mask[0] else None
         torch.ops.weft.slice_mend_gradients_.default(grad_b, mended_A, A, states, start, left, reverse)
