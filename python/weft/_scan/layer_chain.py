@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import _C
+from .._base import costs as gpu_costs
 from .._sparse import Pattern, known_zeros, unwritten
 from .chain import costs_on, sparse_of, tree_of
 from .schedule import levels_of
@@ -215,15 +216,28 @@ def along_layers(
 
 _RECOUNT = 64
 """Steps after which the weights of a pruned layer that is left to torch are counted again."""
-_LINK, _LAYER, _SIMPLE = 2.0, 8.0, 4.0
-"""Microseconds of a GPU for one more product of matrix and vector, for the gradient of a small convolution's input in
-torch, and for that of a layer without weights."""
 _SMALLEST_ON_CPU = 1e6
 """FLOPs of a layer that are worth a thought on a CPU."""
-_SEGMENT = 10.0
-"""Microseconds for going from the chain to torch and back."""
-_WORTH = 0.8
-"""Of torch's time: a chain that is expected to save less is left to torch altogether."""
+
+
+class _Times(NamedTuple):
+    """Microseconds beside what products take."""
+
+    link: float
+    """One more product of matrix and vector."""
+    layer: float
+    """The gradient of a small convolution's input in torch."""
+    simple: float
+    """The same of a layer without weights."""
+    segment: float
+    """From the chain to torch and back."""
+    worth: float
+    """Of torch's time: a chain that is expected to save less is left to torch altogether."""
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Times:
+        table = gpu_costs.of(device.index).tables["scan.layer_chain"]
+        return cls(*(table[name][0] for name in cls._fields))
 
 
 class LeftToTorch:
@@ -259,12 +273,13 @@ class LeftToTorch:
             times = self._times.get((position, input.shape))
             taken = self._layers.get((position, input.shape), False)
             some = some or taken
-            mine, own = times if times is not None else (_LINK, _SIMPLE)
+            costs = _Times.on(input.device)
+            mine, own = times if times is not None else (costs.link, costs.simple)
             ours += own if taken else mine
-            ours += _SEGMENT * (taken != before)
+            ours += costs.segment * (taken != before)
             theirs += own
             before = taken
-        self.whole[case] = some and ours > _WORTH * theirs
+        self.whole[case] = some and ours > costs.worth * theirs
 
 
 def _expected(module: nn.Module, input: Tensor, prune: bool) -> tuple[float, float]:
@@ -282,7 +297,8 @@ def _expected(module: nn.Module, input: Tensor, prune: bool) -> tuple[float, flo
         stored *= int(weight.detach().count_nonzero()) / weight.numel()
     costs = costs_on(weight.device)
     if weight.is_cuda:
-        return _LINK + costs.vector * stored, _LAYER + costs.dense * dense
+        times = _Times.on(weight.device)
+        return times.link + costs.vector * stored, times.layer + costs.dense * dense
     if 1e9 * dense < _SMALLEST_ON_CPU:
         return 0.0, 1.0
     return costs.link + costs.vector * stored, costs.layer + costs.dense * dense

@@ -154,7 +154,6 @@ struct ForwardWalk {
         for (int k = 0; k < HP / 4; ++k) load4(&from_units[4 * k], v[k]);
 #pragma unroll
         for (int g = 0; g < G; ++g) in[g] = shared.ring[group][i][g][lane];
-        load(shared.ring[coming][i]);
         scalar sum[G][kChains];
 #pragma unroll
         for (int g = 0; g < G; ++g)
@@ -174,6 +173,7 @@ struct ForwardWalk {
         for (int g = 0; g < G; ++g) pre[g] = g == Tr::kApart ? u[g] : in[g] + u[g];
         h = Tr::template forward<DeviceMath<scalar>>(pre, in[G - 1], h, &c, kept);
         if (own) to_units[unit] = h;
+        load(shared.ring[coming][i]);  // while that arrives
         scalar* const units = from_units;
         from_units = to_units, to_units = units;
         // What the last of a group may have met stays.

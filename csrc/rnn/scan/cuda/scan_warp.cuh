@@ -39,7 +39,7 @@ using namespace scan::warp;
 // ------------------------------------------------------------------------------------------------------- forward
 // One warp per sequence, which walks all steps.
 template <Cell cell, int HP, typename scalar>
-__global__ void __launch_bounds__(kWarp) forward_kernel(ScanShape shape, WarpForward<scalar> a) {
+__global__ void __launch_bounds__(kWarp, 1) forward_kernel(ScanShape shape, WarpForward<scalar> a) {
   __shared__ typename ForwardWalk<cell, HP, scalar, false>::Shared shared;
   walk_sequence<cell, HP>(shape, a, shared);
 }

@@ -22,6 +22,8 @@ struct BlockCosts {
   double wide_product_megafma;              // bf16 multiply-adds of one SM, as above
   double boundary_step, boundary_megabyte;  // one chunk in (2) beside what the bytes of P cost
   double launches;                          // two more kernels, and the start of a chunk in each
+  double transposed_replay;                 // against the matrix as it lies in memory
+  double replay_share;                      // of a step that blocks on one SM do not overlap
 
   explicit BlockCosts(const costs::Costs& all) {
     const costs::Table& of = all.table("scan.linear_block");
@@ -32,10 +34,9 @@ struct BlockCosts {
     wide_product_megafma = of("wide_product_megafma");
     boundary_step = of("boundary_step"), boundary_megabyte = of("boundary_megabyte");
     launches = of("launches");
+    transposed_replay = of("transposed_replay"), replay_share = of("replay_share");
   }
 };
-constexpr double kTransposedReplay = 1.25;  // against the matrix as it lies in memory
-constexpr double kReplayShare = 0.45;       // of a step that blocks on one SM do not overlap
 constexpr int64_t kShortestChunk = 4;
 
 constexpr int64_t kReserved = 1024;  // shared memory that the device keeps per block
@@ -52,10 +53,10 @@ double replay_time(const Shape& s, int64_t chunks) {
   const double bytes = double(s.H) * s.H * element_size(s.dtype);
   const double all = 1e-6 * s.batch * s.steps * bytes * costs.megabyte;
   double step = costs.replay_step + 1e-6 * s.H * s.H * costs.replay_megaelement;
-  if (s.transposed) step *= kTransposedReplay;
+  if (s.transposed) step *= costs.transposed_replay;
   if (s.piece < 16) step += costs.piece * bytes / (s.piece * kReplayThreads);
   const double blocks = double(ceil_div(s.batch * chunks, s.sm_count));
-  return std::max(all, step * (1 + kReplayShare * (blocks - 1)) * ceil_div(s.steps, chunks));
+  return std::max(all, step * (1 + costs.replay_share * (blocks - 1)) * ceil_div(s.steps, chunks));
 }
 
 double products_time(const Shape& s, int64_t chunks, int splits) {

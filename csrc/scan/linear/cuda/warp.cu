@@ -28,10 +28,12 @@ struct StageCosts {
 
 struct WarpCosts {
   double launches;
+  double uneven;  // what counts of the fullest scheduler in the replay, which is bound by memory for the most part
   StageCosts single[kHiddenSizes], half[kHiddenSizes];  // by padded H
   StageCosts columns;
 
-  explicit WarpCosts(const costs::Costs& all) : launches(all.table("scan.warp")("launches")) {
+  explicit WarpCosts(const costs::Costs& all)
+      : launches(all.table("scan.warp")("launches")), uneven(all.table("scan.warp")("uneven")) {
     const auto read = [&](const char* name, StageCosts* into) {
       const costs::Table& table = all.table(name);
       for (int i = 0; i < kHiddenSizes; ++i) {
@@ -64,10 +66,8 @@ double product_step(double warps, int resident, const StageCosts& cost) {
   return std::ceil(n / resident) * rounded_max(cost.product, std::min<double>(n, resident) * cost.product_each);
 }
 
-// The replay is bound by memory for the most part, so that the fullest scheduler counts for a part only.
-double replay_step(double warps, const StageCosts& cost) {
-  constexpr double kUneven = 0.3;
-  return rounded_max(cost.replay, (warps + kUneven * (std::ceil(warps) - warps)) * cost.replay_each);
+double replay_step(double warps, double uneven, const StageCosts& cost) {
+  return rounded_max(cost.replay, (warps + uneven * (std::ceil(warps) - warps)) * cost.replay_each);
 }
 
 // Whether the products can be made by warp_columns.cuh.
@@ -83,7 +83,7 @@ Stages stages_of(const LinearScan& scan, int64_t chunks, bool columns, bool whol
   const int resident = columns ? kColumnsAtOnce : products_at_once(padded_hidden(scan.H));
   const double all = schedulers(), length = double((scan.T + chunks - 1) / chunks), pairs = double(chunks) * scan.B;
   Stages stages;
-  stages.replay = length * replay_step(pairs / all, cost);
+  stages.replay = length * replay_step(pairs / all, costs.uneven, cost);
   if (chunks == 1 && !whole) return stages;
   stages.launches = costs.launches;
   const double warps = (pairs - (whole ? 0 : scan.B)) / (columns ? kColumnsPairs : 1);

@@ -6,14 +6,15 @@
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "common/device.h"
 #include "common/integers.h"
@@ -81,13 +82,24 @@ Compiled compiled(const Pointwise& p, bool backward, bool chunked, int64_t batch
   return known.emplace(key, made).first->second;
 }
 
-at::Tensor room(const Pointwise& p, at::IntArrayRef sizes) {
-  return at::empty(sizes, p.init[0].options().dtype(p.acc));
+// Room for these many numbers one after the other, as launches and allocations are what a short call's time is.
+at::Tensor room(const Pointwise& p, std::initializer_list<std::pair<void**, int64_t>> wanted) {
+  int64_t all = 0;
+  for (const auto& [to, count] : wanted) all += count;
+  const at::Tensor memory = at::empty({all}, p.init[0].options().dtype(p.acc));
+  char* next = static_cast<char*>(memory.data_ptr());
+  for (const auto& [to, count] : wanted) {
+    *to = next;
+    next += count * memory.element_size();
+  }
+  return memory;
 }
 
 // What is counted and met by: zeros.
 at::Tensor counters(const Pointwise& p, int64_t count) {
-  return at::zeros({count}, p.init[0].options().dtype(at::kInt));
+  const at::Tensor zeros = at::empty({count}, p.init[0].options().dtype(at::kInt));
+  C10_CUDA_CHECK(cudaMemsetAsync(zeros.data_ptr(), 0, zeros.nbytes(), at::cuda::getCurrentCUDAStream()));
+  return zeros;
 }
 
 void launch(const Compiled& c, const Pointwise& p, PointwiseArgs& a, bool cooperative) {
@@ -124,17 +136,15 @@ std::vector<at::Tensor> pointwise_forward_cuda(at::TensorList init, at::TensorLi
       launch(c, p, a, /*cooperative=*/false);
       return states;
     }
-    const at::Tensor starts = room(p, {2, plan.chunks, S, p.N}), ends = room(p, {2, plan.chunks, S, p.N}),
-                     derivatives = room(p, {2, plan.chunks, S * S, p.N}), flags = counters(p, kPointwiseCounters);
-    at::Tensor marks, statistics;
-    a.starts = starts.mutable_data_ptr();
-    a.ends = ends.mutable_data_ptr();
-    a.derivatives = derivatives.mutable_data_ptr();
+    const int64_t states_of_chunks = 2 * plan.chunks * S * p.N;
+    const bool half = init[0].element_size() == 2;
+    const at::Tensor memory = room(p, {{&a.starts, states_of_chunks},
+                                       {&a.ends, states_of_chunks},
+                                       {&a.derivatives, states_of_chunks * S},
+                                       {&a.marks, half ? ceil_div(p.T, batch) * S * p.N : 0}}),
+                     flags = counters(p, kPointwiseCounters);
+    at::Tensor statistics;
     a.counters = reinterpret_cast<unsigned*>(flags.mutable_data_ptr<int>());
-    if (init[0].element_size() == 2) {
-      marks = room(p, {ceil_div(p.T, batch), S, p.N});
-      a.marks = marks.mutable_data_ptr();
-    }
     NewtonReport* report = newton_report();
     if (report != nullptr) {
       statistics = counters(p, 4 * p.N).view({p.N, 4});
@@ -173,10 +183,9 @@ std::vector<at::Tensor> pointwise_backward_cuda(const OptionalTensors& grads, at
       launch(c, p, a, /*cooperative=*/false);
       return gradients.results();
     }
-    const at::Tensor ends = room(p, {plan.chunks, S, p.N}), derivatives = room(p, {plan.chunks, S * S, p.N}),
+    const int64_t states_of_chunks = plan.chunks * S * p.N;
+    const at::Tensor memory = room(p, {{&a.ends, states_of_chunks}, {&a.derivatives, states_of_chunks * S}}),
                      flags = counters(p, kPointwiseCounters + p.N);
-    a.ends = ends.mutable_data_ptr();
-    a.derivatives = derivatives.mutable_data_ptr();
     a.counters = reinterpret_cast<unsigned*>(flags.mutable_data_ptr<int>());
     a.fallen = flags.mutable_data_ptr<int>() + kPointwiseCounters;
     try {

@@ -165,10 +165,11 @@ _GAIN = 1.2
 def geometries(compiled: batched.Batched, device: torch.device, form: tuple | None = None) -> list[Geometry]:
     """Those that fit on the device, of all blocks first; of a training step with what the kernel is made for."""
     known = _geometries.get(compiled.program)
-    if known is None or known[0] != (device, form):
-        known = (device, form), _all_geometries(compiled, device, form)
-        _geometries[compiled.program] = known
-    return known[1]
+    if known is None:
+        known = _geometries[compiled.program] = {}
+    if (device, form) not in known:
+        known[device, form] = _all_geometries(compiled, device, form)
+    return known[device, form]
 
 
 def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple | None) -> list[Geometry]:
