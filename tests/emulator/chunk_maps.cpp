@@ -1,7 +1,8 @@
 // The maps of chunks of csrc/scan/linear/cuda: made by warp_columns.cuh, and a vector's way through them. The caller
 // compares. FEW: not every size is compiled.
-#include "scan/linear/cuda/warp_columns.cuh"
 #include "warp_operations.h"
+
+#include "scan/linear/cuda/warp_columns.cuh"
 
 namespace {
 
