@@ -252,8 +252,8 @@ def scan_entry(over: Together, layout: str, dtype: str, H: int, B: int, T: int) 
     name = over.name(op="linear_scan", dtype=dtype, layout=layout, H=H, B=B, T=T)
     diagonal = layout == "diagonal"
     matrix = 1 if diagonal else H
-    # Bytes of a call: A, b and x, with gradients those of all three; half precision is carried in float32.
-    number = 4 if dtype == "fp32" else 6
+    # Bytes of a call: A, b and x, with gradients those of all three.
+    number = DTYPES[dtype].itemsize
     needed = {gradients: number * B * H * (matrix + 2.2) * (1 + gradients) for gradients in (False, True)}
 
     def inputs_of(steps: int, seed: int) -> list[Tensor]:
@@ -657,9 +657,8 @@ def entries(over: Together) -> list[Entry]:
         ]
     lengths = [1 << k for k in (20, 19, 18, 17, 16)]
     longest = {
-        # Half precision takes a half more memory.
-        dtype: next(T for T in lengths if 3.2 * wide * T / over.size * 8 * 1536 <= over.room)
-        for dtype, wide in (("fp32", 4), ("bf16", 6))
+        dtype: next(T for T in lengths if 3.2 * DTYPES[dtype].itemsize * T / over.size * 8 * 1536 <= over.room)
+        for dtype in ("fp32", "bf16")
     }
     return [
         *(scan_entry(over, "diagonal", "fp32", 1536, 8, T) for T in lengths if T <= longest["fp32"]),

@@ -177,7 +177,7 @@ def _walked_back(rank: int, forgets: bool) -> tuple[int, list[int]]:
     with torch.no_grad():
         layer.weight_ih_l0.abs_()  # no unit is ever off
         layer.weight_hh_l0.copy_(torch.eye(6) * (0.5 if forgets else 1.0))
-    full = FULL[: dist.get_world_size()]
+    full = [FULL[r % len(FULL)] for r in range(dist.get_world_size())]
     x = torch.rand(sum(full), 2, 4, dtype=torch.float64).to(device())
     weight = torch.rand(sum(full), 2, 6, dtype=torch.float64).to(device())
     want = torch.autograd.grad((layer(x)[0] * weight).sum(), list(layer.parameters()))
@@ -200,7 +200,8 @@ def _walked_back(rank: int, forgets: bool) -> tuple[int, list[int]]:
 
 
 def test_a_gradient_goes_back_as_far_as_it_reaches(team: Team) -> None:
-    for size, (exchanges, steps) in zip(FULL, team.run(_walked_back, True), strict=False):
+    for rank, (exchanges, steps) in enumerate(team.run(_walked_back, True)):
+        size = FULL[rank % len(FULL)]
         assert exchanges == 2 and steps == [128, size - 128, 128]
     found = team.run(_walked_back, False)
     assert {exchanges for exchanges, _ in found} == {team.size}

@@ -187,6 +187,7 @@ def test_many_graphs_run_by_groups_and_one_by_all_blocks(monkeypatch):
         ("treefc", "float32", False, 3, 1),
         ("rvnn", "float32", True, 2, 2),
         ("norms", "float32", False, 3, 1),
+        ("pairs", "float32", False, 3, 1),
     ],
 )
 def test_scripts_run_on_a_processor(name, dtype, full, blocks, groups, tmp_path):

@@ -179,7 +179,24 @@ class Norms(weft.VertexFunction):
         v.push(h)
 
 
+class SummedPairs(weft.VertexFunction):
+    """Children's h and c are summed; a product follows of h alone."""
+
+    def __init__(self):
+        super().__init__(state_size=8)
+        self.w, self.u = nn.Linear(3, 4, bias=False), nn.Linear(4, 8, bias=False)
+
+    def vertex(self, v):
+        x, s = self.w(v.pull()), v.gather_sum()
+        i, o = (self.u(s[..., :4]) + torch.cat([x, x], -1)).sigmoid().split(4, -1)
+        c = i * s[..., 4:] + x
+        h = o * c.tanh()
+        v.scatter(torch.cat([h, c], -1))
+        v.push(h)
+
+
 MODELS = {
+    "pairs": SummedPairs,
     "treelstm": lambda: models.TreeLSTM(3, 4),
     "childsum": lambda: models.ChildSumTreeLSTM(3, 4),
     "treegru": lambda: models.TreeGRU(3, 4),

@@ -280,3 +280,33 @@ def test_many_graphs(name, tmp_path):
         "rvnn": lambda: (models.RvNN(4, 8), 4),
     }[name]()
     check(cell, any_graphs, "sgd", "cross_entropy", 3, "vertices", tmp_path, steps=20, x_width=width)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda ps: torch.optim.Adam(ps, 0.1), lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9)]
+)
+def test_a_loaded_state_is_what_the_next_step_updates(make):
+    parameters = [torch.randn(3, requires_grad=True)]
+    optimizer, reached = make(parameters), frozenset(map(id, parameters))
+    updates = training.Updates(optimizer)
+    for _ in range(2):
+        updates.begin(reached)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        for x in entry.values():
+            x.add_(4)
+    optimizer.load_state_dict(saved)
+    (update,), _ = updates.begin(reached)
+    state = optimizer.state[parameters[0]]
+    assert update.first is state["exp_avg" if "exp_avg" in state else "momentum_buffer"]
+    if "step" in state:
+        assert state["step"] == 7
+
+
+def test_counters_of_other_kinds_are_the_loops():
+    parameters = [torch.randn(3, requires_grad=True)]
+    optimizer = torch.optim.Adam(parameters)
+    optimizer.state[parameters[0]] = {
+        "step": torch.tensor(1), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)
+    }  # fmt: skip
+    assert "counter of steps" in training.Updates(optimizer).obstacle()

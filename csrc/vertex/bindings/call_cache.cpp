@@ -23,17 +23,21 @@ namespace {
 // What a trace depends on of a tensor, its first dimension aside where that counts vertices.
 class Facts {
  public:
-  Facts(const at::Tensor& t, bool rows) : rows_(rows), grad_(t.requires_grad()), options_(t.options()) {
+  Facts(const at::Tensor& t, bool rows)
+      : rows_(rows), grad_(t.requires_grad()), contiguous_(dense(t)), options_(t.options()) {
     const auto sizes = t.sym_sizes().slice(rows);
     sizes_.assign(sizes.begin(), sizes.end());
   }
   bool hold(const at::Tensor& t) const {
     return t.requires_grad() == grad_ && t.scalar_type() == options_.dtype().toScalarType() &&
-           t.device() == options_.device() && t.dim() >= rows_ && t.sym_sizes().slice(rows_) == sizes_;
+           t.device() == options_.device() && t.dim() >= rows_ && t.sym_sizes().slice(rows_) == sizes_ &&
+           dense(t) == contiguous_;
   }
 
  private:
-  bool rows_, grad_;
+  // Of inputs nobody asks: they may lie as they like.
+  bool dense(const at::Tensor& t) const { return rows_ || (t.layout() == at::kStrided && t.is_contiguous()); }
+  bool rows_, grad_, contiguous_;
   at::TensorOptions options_;
   std::vector<c10::SymInt> sizes_;
 };
@@ -139,13 +143,16 @@ class Inputs {
 // Counters of steps on the CPU one up, each a number of float32 or float64; what they are then.
 std::vector<double> count_up(const std::vector<at::Tensor>& counters) {
   std::vector<double> found;
-  for (const at::Tensor& t : counters) {
+  for (const at::Tensor& t : counters) {  // all, before one is changed
     TORCH_CHECK(t.is_cpu() && t.numel() == 1, "count_up: a counter must be one number on the CPU");
+    TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat || t.scalar_type() == at::kDouble,
+                     "count_up: a counter must be float32 or float64");
+  }
+  for (const at::Tensor& t : counters) {
     void* const data = t.mutable_data_ptr();
     if (t.scalar_type() == at::kDouble) {
       found.push_back(++*static_cast<double*>(data));
     } else {
-      TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, "count_up: a counter must be float32 or float64");
       found.push_back(++*static_cast<float*>(data));
     }
     t.unsafeGetTensorImpl()->bump_version();

@@ -81,8 +81,10 @@ class Writer {
   bool are_early_uses(const Instruction& i, const std::set<int32_t>& stored) const {
     if (i.op != Op::kUses || placed_.awaited < 0 || program_.tables[i.table].empty()) return false;
     const auto& table = program_.tables[i.table];
-    return std::none_of(table.begin(), table.end(),
-                        [&](const Use& use) { return use.buffer == placed_.awaited || stored.contains(use.buffer); });
+    // What all children are summed to has no column: first_use looks up columns alone.
+    return std::none_of(table.begin(), table.end(), [&](const Use& use) {
+      return use.column < 0 || use.buffer == placed_.awaited || stored.contains(use.buffer);
+    });
   }
 
   // What says where the operands of a row are, ahead of all that waits for operands: these are loads one after the

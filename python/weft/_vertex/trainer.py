@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from .._base.torch_private import has_hooks
+from .._C import vertex as _C
 from .calls import EXECUTORS, prepare, ready, whole
 from .explain import Explanation, explanation
 from .function import VertexFunction, VertexFunctions
@@ -95,6 +96,7 @@ class Trainer:
         self._latest: float | None = None
         self._pending: _Pending | None = None
         self._refused: Tensor | None = None
+        self._turns: object = None
         """On the device, 1 from a step that it refused until the host knows."""
         self._parts: _Parts | None = None
         """Of the latest step."""
@@ -146,7 +148,7 @@ class Trainer:
 
     def __getstate__(self) -> dict:
         self.sync()
-        own = {"_refused": None, "_parts": None, "_updates": training.Updates(self.optimizer)}
+        own = {"_refused": None, "_turns": None, "_parts": None, "_updates": training.Updates(self.optimizer)}
         return {**self.__dict__, **own}
 
     def _step(self, graphs: Graphs, inputs: object, targets: object) -> float | None:
@@ -397,12 +399,21 @@ class Trainer:
         weight, bias = (None, None) if self.head is None else (self.head.weight, self.head.bias)
         roots, refused = graphs if self.at == "roots" else None, self._flag(targets.device)
         return training.Request(
-            parts.operands, weight, bias, self.loss, roots, targets, self.ignore_index, changes, refused
+            parts.operands,
+            weight,
+            bias,
+            self.loss,
+            roots,
+            targets,
+            self.ignore_index,
+            changes,
+            refused,
+            self._turns,
         )
 
     def _flag(self, device: torch.device) -> Tensor:
         if self._refused is None or self._refused.device != device:
-            self._refused = torch.zeros(1, device=device)
+            self._refused, self._turns = torch.zeros(1, device=device), _C.Turns()
         return self._refused
 
     def _train(self, call: Ready, graphs: Graphs, targets: Tensor, parts: _Parts) -> bool:

@@ -84,9 +84,9 @@ class Turns {
     at::Tensor script, numbers;
     std::shared_ptr<at::cuda::CUDAEvent> event = std::make_shared<at::cuda::CUDAEvent>();
   };
-  // Whose last step is over; room for `size` numbers of a script.
+  // Whose last step is over; room for `size` numbers of a script. The same until it is taken.
   Turn& next(size_t size) {
-    Turn& turn = turns_[next_++ % turns_.size()];
+    Turn& turn = turns_[next_ % turns_.size()];
     turn.event->synchronize();
     if (!turn.numbers.defined()) turn.numbers = pinned(2, at::kFloat);
     if (!turn.script.defined() || turn.script.numel() < static_cast<int64_t>(size)) {
@@ -94,6 +94,8 @@ class Turns {
     }
     return turn;
   }
+  // By a step that was launched, whose numbers somebody waits for.
+  void take() { ++next_; }
 
  private:
   static at::Tensor pinned(int64_t size, at::ScalarType type) {
@@ -216,6 +218,7 @@ std::optional<Launched> train_step(Turns& turns, const torch::jit::Object& objec
   }
   turn.event->record(current);
   if (!launched) return std::nullopt;
+  turns.take();
   return Launched(turn.event, turn.numbers);
 }
 

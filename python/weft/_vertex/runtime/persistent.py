@@ -149,17 +149,8 @@ class Geometry(NamedTuple):
     """Microseconds of a group for up to 8 rows of a frontier, in all passes."""
 
 
-# Of an H200, where one group's training steps of a Tree-LSTM on 1 to 256 sentiment trees take so long within 5%.
-_LEVEL_US = 1.5
-"""A frontier, each way, without its products."""
-_FIXED_US = 0.3
-"""A product of 8 rows: its partial sums."""
-_MMA_US = 1.8 / 1755
-"""A 16 x 8 x 8 multiplication of a multiprocessor's tensor cores."""
-_BYTES_PER_US = 2.0e4
-"""What a block reads of rows in L2."""
 _GAIN = 1.2
-"""How many times as fast several groups are to be; infinity: there is always one."""
+"""How many times as fast several groups are to be."""
 
 
 def geometries(compiled: batched.Batched, device: torch.device, form: tuple | None = None) -> list[Geometry]:
@@ -188,12 +179,20 @@ def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple
             why = _C.persistent_obstacle(compiled.program, most, limit, len(compiled.plan.given.matrices))
         if found and why:
             break
-        found.append(Geometry(most, groups if found else 1, _row_us(compiled, blocks)))
+        found.append(Geometry(most, groups if found else 1, _row_us(compiled, blocks, device)))
     return found
 
 
-def _row_us(compiled: batched.Batched, blocks: int) -> float:
+def _number(device: torch.device, name: str) -> float:
+    """Of the costs: microseconds of a frontier each way without its products (`level`), of the partial sums of a
+    product of 8 rows (`product`), of a 16 x 8 x 8 multiplication of a multiprocessor's tensor cores
+    (`multiplication`), and of 1000 bytes of rows that a block reads in L2 (`kilobyte`)."""
+    return gpu_costs.of(device.index).number("vertex.persistent", name)
+
+
+def _row_us(compiled: batched.Batched, blocks: int, device: torch.device) -> float:
     """Of products with 8 rows: multiplications of tensor cores, rows from L2, and what it takes to begin."""
+    number = functools.partial(_number, device)
     frontiers, total = compiled.plan.frontiers, 0.0
     for step in (*frontiers.forward, *frontiers.backward):
         if not isinstance(step, Product) or step.when != "frontiers":
@@ -201,7 +200,8 @@ def _row_us(compiled: batched.Batched, blocks: int) -> float:
         source, columns = frontiers.buffers[step.source], frontiers.buffers[step.target].width
         size, terms = (4, 3) if source.dtype == "float32" else (2, 1)
         multiplications = -(-source.width // 16) * -(-columns // (16 * blocks)) * 2 * terms
-        total += _FIXED_US + multiplications * _MMA_US + 8 * source.width * size / _BYTES_PER_US
+        total += number("product") + multiplications * number("multiplication")
+        total += 8e-3 * source.width * size * number("kilobyte")
     return total
 
 
@@ -209,11 +209,12 @@ def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, fo
     """What a call on these graphs takes, by sizes alone: several groups where they are expected to gain enough."""
     known = geometries(compiled, device, form)
     inner, levels = graphs.num_edges / max(1, graphs.num_slots), graphs.num_levels
+    level = _number(device, "level")
 
     def cost(g: Geometry) -> float:
         # A few graphs do not fill the groups evenly.
         most = g.groups if graphs.num_graphs >= 4 * g.groups else 0.4 + 0.6 * min(g.groups, graphs.num_graphs)
-        return levels * (2 * _LEVEL_US + g.row) + inner / (8 * most) * g.row
+        return levels * (2 * level + g.row) + inner / (8 * most) * g.row
 
     best = min(known, key=cost)
     return best if cost(best) * _GAIN < cost(known[0]) else known[0]
@@ -233,9 +234,12 @@ def _send(
     compiled: weakref.ref[batched.Batched], device: torch.device, graphs: Graphs, plan: Callable[..., Schedule]
 ) -> None:
     found = compiled()
-    if found is not None and graphs.device == device:
-        chosen = geometry(found, graphs, device)
-        plan(chosen.groups).scripted(found.program, chosen.most_blocks).block(device)
+    if found is None:
+        return
+    chosen = geometry(found, graphs, device)
+    planned = plan(chosen.groups)
+    if graphs.device == device:
+        planned.scripted(found.program, chosen.most_blocks).block(device)
 
 
 @functools.cache
@@ -349,8 +353,7 @@ def operands(compiled: batched.Batched, call: Ready, head: nn.Linear | None) -> 
     numbers = {id(t): i for i, t in enumerate((*(matrices or [None]), *vectors, *heads)) if t is not None}
     found = (*(matrices[i] for i in of_matrices), *(vectors[i] for i in of_vectors), *heads)
     reached = frozenset(id(t) for t in found if t is not None)
-    turns = _C.Turns() if hasattr(_C, "Turns") else None
-    return Operands(compiled, turns, inputs, matrices, vectors, numbers, reached)
+    return Operands(compiled, inputs, matrices, vectors, numbers, reached)
 
 
 def _plan(
@@ -369,7 +372,7 @@ def _plan(
 def train(call: Ready, request: Request) -> Launched | None:
     """Launch forward, loss, backward and updates on the current stream; nothing waits. None where the blocks are no
     longer all resident, as where processes share a device: then nothing was done."""
-    compiled, turns, names, matrices, vectors, numbers, _ = request.operands
+    compiled, names, matrices, vectors, numbers, _ = request.operands
     classes = call.outputs[0].shape[0] if request.weight is None else request.weight.shape[0]
     form = len(matrices), len(vectors), request.loss == "cross_entropy", request.weight is not None, classes
     chosen = geometry(compiled, call.graphs, call.device, form)
@@ -389,7 +392,7 @@ def train(call: Ready, request: Request) -> Launched | None:
     ]
     roots = None if request.roots is None else request.roots._core
     launched = _C.train(
-        turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors, request.weight,
+        request.turns, compiled.program, schedule.core, chosen.most_blocks, inputs, matrices, vectors, request.weight,
         request.bias, request.loss == "cross_entropy", classes, roots, request.targets, request.ignore_index,
         updates, request.refused,
     )  # fmt: skip

@@ -46,8 +46,6 @@ class Operands(NamedTuple):
 
     compiled: Batched
     """What it runs."""
-    turns: object
-    """Pinned memory of the latest steps; None of a build for the CPU alone."""
     inputs: list[str | None]
     """Names of what is pulled; None of what torch makes of it first."""
     matrices: list[Tensor]
@@ -78,6 +76,8 @@ class Request(NamedTuple):
     """float32 (1,) on the device. A kernel reads it before it writes anything. Where it is not 0, or a class is neither
     in [0, C) nor `ignore_index`, nothing changes and it is 1 afterwards: the steps that were launched before the host
     knows do nothing either."""
+    turns: object
+    """Pinned memory of the Trainer's latest steps on the device."""
 
 
 class Launched(NamedTuple):
@@ -126,6 +126,9 @@ def _state_obstacle(optimizer: Optimizer) -> str | None:
             for x in (p, *(x for key, x in moments if key != "step" and x is not None)):
                 if x.dtype is not torch.float32 or x.device != p.device or not x.is_contiguous():
                     return f"a parameter or its state in {type(optimizer).__name__} is not float32 and contiguous"
+            step = state.get("step") if state else None
+            if isinstance(step, Tensor) and (step.numel() != 1 or step.dtype not in (torch.float32, torch.float64)):
+                return f"a counter of steps in {type(optimizer).__name__} is not one number of float32"
     return None
 
 
@@ -135,6 +138,8 @@ class _Known(NamedTuple):
     snapshot: _C.Snapshot
     held: tuple
     """What the snapshot knows by identity."""
+    states: dict
+    """The optimizer's: another after load_state_dict."""
     groups: list[tuple[int, bool]]
     """Of each group how many parameters it has, and whether it has momentum."""
     reached: Collection[int]
@@ -144,7 +149,8 @@ class _Known(NamedTuple):
     """Those of them that are on the CPU."""
 
     def holds(self, optimizer: Optimizer) -> bool:
-        return self.snapshot.holds(optimizer) and self.groups == _groups(optimizer)
+        same = optimizer.state is self.states and self.snapshot.holds(optimizer)
+        return same and self.groups == _groups(optimizer)
 
     @staticmethod
     def of(optimizer: Optimizer, reached: Collection[int], updates: Iterable[Update]) -> _Known:
@@ -160,7 +166,13 @@ class _Known(NamedTuple):
         empty = [t for t in (states, *states.values()) if not t]
         held = optimizer, empty, tensors, [(t, [*t], [*t.values()]) for t in tables]
         return _Known(
-            _C.Snapshot([optimizer], tables, empty, tensors), held, _groups(optimizer), reached, members, counters
+            _C.Snapshot([optimizer], tables, empty, tensors),
+            held,
+            states,
+            _groups(optimizer),
+            reached,
+            members,
+            counters,
         )
 
 
