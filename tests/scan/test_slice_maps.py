@@ -89,7 +89,8 @@ def check_told(case: Case, A: Tensor, b: Tensor, x0: Tensor | None, value: Tenso
     product = unpack(message[:products].cpu(), torch.float32).view(A.shape[1:])
     want = unpack(pack(*product_of_steps(A, case.T, False, case.transpose, case.reverse), torch.float32), torch.float32)
     largest = want.abs().amax(-2, keepdim=True)
-    assert ((product - want).abs() <= BOUND * largest).all()
+    least = torch.finfo(torch.float32).tiny  # a chunk's product is one of float32
+    assert ((product - want).abs() <= BOUND * largest + least).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,7 +101,7 @@ def test_halves(case: Case, device: str) -> None:
     found = []
     for _ in range(2):
         maps, value, message = slice_maps(*there, case.chunks, *case.flags.values(), True)
-        check_told(case, A, b, x0, value, message.cpu())
+        check_told(case, A, b, x0, value.cpu(), message.cpu())
         assert torch.equal(value, slice_maps(*there, case.chunks, *case.flags.values(), False)[1])
         x = torch.full_like(there[1], torch.nan)
         came = torch.tensor([case.came], dtype=torch.int32, device=device)

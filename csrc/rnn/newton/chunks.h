@@ -38,12 +38,17 @@ constexpr TimeChunks choose_chunks(int64_t steps, int64_t sequences, int64_t wal
 // A walk on a GPU looks whether it meets what is stored every so many steps, and at the chunk's last.
 constexpr int kLookEvery = 8;
 
+// So many rounds there are where anything is to meet.
+constexpr int64_t kFewRounds = 8;
+
 // Whether rounds end after this one, the number `round`, in which so many chunks changed their ends, the last one not
 // counted, and `closer` of them by at most half as much as their starts had. Where most of those that are not final
 // change, and few come closer, the net does not forget, as far as its chunks tell; and the front moves by a chunk in a
-// round, as it does alone.
+// round, as it does alone. Where the rest has not met after an eighth of the rounds that there could be, it is walked
+// alone, too: a step that looks takes up to twice as long.
 WEFT_HOST_DEVICE constexpr bool few_meet(int64_t round, int64_t chunks, int64_t changed, int64_t closer) {
-  return 2 * changed > chunks - round && 2 * closer < changed;
+  return (2 * changed > chunks - round && 2 * closer < changed) ||
+         (changed > 0 && round >= kFewRounds && 8 * round >= chunks);
 }
 
 // How far a unit's state may be from what is stored, over max(1, |h|).
