@@ -97,8 +97,8 @@ def linear_scan(
     them cheaper. What is exchanged, a product and a state, does not grow with T, and the host waits for nothing.
     Gradients of any order are scans over ranks themselves. Products that overflow or underflow where the states do not
     do no harm. But a slice is summed up in one map, in the digits of float64 (float32's where CUDA has chunk maps) and
-    with a value of the state's own dtype: where what the map makes of a state cancels against what it adds, digits
-    are lost, which :func:`weft.scan.linear_scan` would save step by step.
+    with a value of the state's own dtype, of bfloat16 in float32: where what the map makes of a state cancels against
+    what it adds, digits are lost, which :func:`weft.scan.linear_scan` would save step by step.
 
     Raises:
         TypeError: an argument is no tensor, has another dtype, or dtypes differ; the group is none.
@@ -147,7 +147,7 @@ def scan_slice(
         _linear_scan(A[:0] if _is_varying(A, b) else A, b[:0], x0.detach(), reverse=reverse, transpose=transpose)
         x0 = x0 if x0.requires_grad else None
     # Half precision carries a state in float32, from slice to slice, too. A slice of bfloat16, which has the range of
-    # float32, is scanned and mended as it is.
+    # float32, is scanned and mended as it is: where nothing is forgotten, the state is rounded once for each rank.
     if dtype in (torch.float16, torch.bfloat16):
         for name, t in (("A", A), ("x0", x0)):
             if t is not None and t.dtype != dtype:
@@ -541,7 +541,7 @@ for _op in ("slice_scan", "slice_scan_backward"):
 
 
 class _Scan(torch.autograd.Function):
-    """A, b, x0 and what is added to the state that leaves the slice -> the fields of Scanned. float32 or float64."""
+    """A, b, x0 and what is added to the state that leaves the slice -> the fields of Scanned."""
 
     @staticmethod
     def forward(
