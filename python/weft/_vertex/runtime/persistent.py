@@ -167,7 +167,9 @@ def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple
     processors, limit = _processors(device), torch.cuda.get_device_properties(device).shared_memory_per_block_optin
     passes = (TRAINING,) if form else (FORWARD, BACKWARD)
     found = []
-    for parts in (1, 2, 4, 8, 16):
+    # Where costs do not say what groups gain, there is one.
+    costs = gpu_costs.of(device.index).tables.get("vertex.persistent")
+    for parts in (1, 2, 4, 8, 16) if costs else (1,):
         most = processors // parts
         blocks = max(_C.partition(compiled.program, which, most)[0] for which in passes)
         groups = processors // blocks
@@ -179,7 +181,7 @@ def _all_geometries(compiled: batched.Batched, device: torch.device, form: tuple
             why = _C.persistent_obstacle(compiled.program, most, limit, len(compiled.plan.given.matrices))
         if found and why:
             break
-        found.append(Geometry(most, groups if found else 1, _row_us(compiled, blocks, device)))
+        found.append(Geometry(most, groups if found else 1, _row_us(compiled, blocks, device) if costs else 0.0))
     return found
 
 
@@ -208,6 +210,8 @@ def _row_us(compiled: batched.Batched, blocks: int, device: torch.device) -> flo
 def geometry(compiled: batched.Batched, graphs: Graphs, device: torch.device, form: tuple | None = None) -> Geometry:
     """What a call on these graphs takes, by sizes alone: several groups where they are expected to gain enough."""
     known = geometries(compiled, device, form)
+    if len(known) == 1:
+        return known[0]
     inner, levels = graphs.num_edges / max(1, graphs.num_slots), graphs.num_levels
     level = _number(device, "level")
 
