@@ -16,6 +16,7 @@ NOT_COUNTED = {
     "zvc_compress", "zvc_decompress", "rle_compress", "rle_decompress",
     "pointwise_scan", "pointwise_scan_backward",
     "slice_left", "slice_mend_", "slice_mend_gradients_", "slice_message", "slice_product", "slice_states",
+    "slice_maps", "slice_replay_", "rnn_slice_maps",
 }  # fmt: skip
 # Made of ops that are counted.
 COMPOSED = {"chain_backward", "scan_cell"}

@@ -51,6 +51,15 @@ def _rnn_backward_flops(
     )  # fmt: skip
 
 
+@register_flop_formula(torch.ops.weft.rnn_slice_backward)
+def _rnn_slice_backward_flops(
+    maps, grad_output, grad_h_n, grad_c_n, input, h0, c0, weights, *_: Any, output_mask, **__: Any
+) -> int:  # fmt: skip
+    """Those of rnn_backward: what ranks need beside it does not count, as chunks of time do not."""
+    of_weights = output_mask[3 : 3 + len(weights)]
+    return _gradients(math.prod(input[:-1]), h0[1], weights, output_mask[0], output_mask[1], of_weights)
+
+
 @register_flop_formula(torch.ops.weft.rnn_cell)
 def _rnn_cell_flops(input, h, c, w_ih, w_hh, *_: Any, **__: Any) -> int:
     return _forward(input[0], [w_ih, w_hh])
