@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 
@@ -126,12 +127,26 @@ def ways_tables(rows: Rows) -> list[str]:
     return tables
 
 
+def _finish_steps(figure: Any, panels: dict[str, Any], across: str, rows: Rows, path: Path) -> None:
+    """Titles, axes and the legend of panels by name, which have times of training steps upwards."""
+    for name, axes in panels.items():
+        axes.set_ylim(bottom=0)
+        axes.set_title(name, fontsize=9)
+        axes.grid(True, alpha=0.3)
+    first = next(iter(panels.values()))
+    first.legend(frameon=False, fontsize=8)
+    first.set_ylabel("training step, ms")
+    figure.supxlabel(across)
+    _title(figure, rows)
+    save(figure, path)
+
+
 def draw_ways(rows: Rows, path: Path) -> None:
     """A training step over the memory that it takes, by every way to make it fit: a panel per model."""
     found = ways_of(rows)
     figure, panels = plt.subplots(1, len(found), figsize=(3.6 * len(found), 3.4), squeeze=False, layout="constrained")
     markers = dict(zip(WAYS, "osD^", strict=True))
-    for axes, (name, ways) in zip(panels[0], found.items(), strict=True):
+    for axes, ways in zip(panels[0], found.values(), strict=True):
         for way, marker in markers.items():
             if way in ways:
                 axes.plot(ways[way]["peak_memory"] / 1e9, ways[way]["step"], marker, color=PEER_COLOR, label=WAYS[way])
@@ -141,14 +156,7 @@ def draw_ways(rows: Rows, path: Path) -> None:
         for budget, point in zip(budgets, points, strict=True):
             axes.annotate(budget, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
         axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        axes.set_title(name, fontsize=9)
-        axes.grid(True, alpha=0.3)
-    panels[0][0].legend(frameon=False, fontsize=8)
-    panels[0][0].set_ylabel("training step, ms")
-    figure.supxlabel("peak memory, GB")
-    _title(figure, rows)
-    save(figure, path)
+    _finish_steps(figure, dict(zip(found, panels[0], strict=True)), "peak memory, GB", rows, path)
 
 
 def draw_budgets(rows: Rows, path: Path) -> None:
@@ -162,7 +170,7 @@ def draw_budgets(rows: Rows, path: Path) -> None:
         lines.setdefault(row["peer"], {})[keys["budget"]] = float(row["peer_value"])
     figure, panels = plt.subplots(1, len(times), figsize=(3.4 * len(times), 3.4), squeeze=False, layout="constrained")
     places = range(len(BUDGETS))
-    for axes, (name, lines) in zip(panels[0], times.items(), strict=True):
+    for axes, lines in zip(panels[0], times.values(), strict=True):
         for peer, (label, style, color) in LINES.items():
             if peer not in lines:
                 continue
@@ -170,15 +178,8 @@ def draw_budgets(rows: Rows, path: Path) -> None:
             axes.plot(places, values, linestyle=style, color=color, label=label)
         values = [lines["weft"].get(budget, float("nan")) for budget in BUDGETS]
         axes.plot(places, values, "o-", color=WEFT_COLOR, label="Weft")
-        axes.set_ylim(bottom=0)
         axes.set_xticks(places, BUDGETS)
-        axes.set_title(name, fontsize=9)
-        axes.grid(True, alpha=0.3)
-    panels[0][0].legend(frameon=False, fontsize=8)
-    panels[0][0].set_ylabel("training step, ms")
-    figure.supxlabel("budget, as a share of the saved bytes")
-    _title(figure, rows)
-    save(figure, path)
+    _finish_steps(figure, dict(zip(times, panels[0], strict=True)), "budget, as a share of the saved bytes", rows, path)
 
 
 def draw_densities(rows: Rows, path: Path) -> None:

@@ -1,5 +1,6 @@
 // What the kernels of slices' halves use of CUDA beyond warp_operations.h.
 #pragma once
+#include "shuffle.h"
 #include "warp_operations.h"
 
 inline int atomicAdd(int* to, int x) {
@@ -15,14 +16,6 @@ struct dim3 {
   explicit dim3(int x_) : x(x_) {}
   operator int() const { return x; }
 };
-template <typename T>
-inline T __shfl_sync(unsigned, T x, int lane) {
-  uint32_t words[2] = {};
-  std::memcpy(words, &x, sizeof(T));
-  const emulator::Brought all = emulator::gather(words, 2);
-  std::memcpy(&x, all[lane], sizeof(T));
-  return x;
-}
 struct float2 {
   float x, y;
 };

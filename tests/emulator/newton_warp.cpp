@@ -2,6 +2,7 @@
 // the one walker of a sequence of forward_walk.cuh, where the number of chunks is 0.
 // PADDED: the padded hidden size; SIZE: bytes of a number.
 #include "emulator.h"
+#include "shuffle.h"
 
 inline emulator::Brought brought(uint32_t x) {
   return emulator::gather(&x, 1);
@@ -21,14 +22,6 @@ inline void atomicAdd(int* to, int x) {
 }
 inline void atomicMax(int* to, int x) {
   *to = std::max(*to, x);
-}
-template <typename T>
-inline T __shfl_sync(unsigned, T x, int lane) {
-  uint32_t words[2] = {};
-  std::memcpy(words, &x, sizeof(T));
-  const emulator::Brought all = emulator::gather(words, 2);
-  std::memcpy(&x, all[lane], sizeof(T));
-  return x;
 }
 inline double __shfl_xor_sync(unsigned mask, double x, int lanes) {
   return __shfl_sync(mask, x, emulator::current->lane ^ lanes);

@@ -23,6 +23,7 @@ link = Link()
 
 
 _SMALL = 2.0**-520
+"""Of both factors: then no sum of products of two doubles is beyond the range."""
 
 
 class SliceMap(NamedTuple):
