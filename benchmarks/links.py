@@ -12,6 +12,8 @@ from benchmarks.common import Results, case_name
 
 BYTES = [1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000, 3_000_000, 10_000_000]
 ROUNDS = 15
+_BUSY = 2_000_000
+"""Cycles of a GPU, about a millisecond, in which the host comes to the gather."""
 
 
 def time_gathers(device: torch.device) -> dict[int, float]:
@@ -28,7 +30,7 @@ def time_gathers(device: torch.device) -> dict[int, float]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(500_000)
+                torch.cuda._sleep(_BUSY)
                 begin.record()
                 dist.all_gather_into_tensor(received, sent)
                 end.record()

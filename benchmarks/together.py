@@ -297,10 +297,12 @@ def scan_entry(over: Together, layout: str, dtype: str, H: int, B: int, T: int) 
 
         check_agreement(name, over.first(errors), BOUNDS[dtype])
 
+    def pieces_on_one(gradients: bool) -> int:
+        """In how many one GPU takes the whole, one after the other."""
+        return next(n for n in range(1, T + 1) if fits(-(-T // n), gradients))
+
     def on_one(gradients: bool) -> float:
-        pieces = next(n for n in range(1, T + 1) if fits(-(-T // n), gradients))
-        if pieces > 1:
-            print(f"{name}: one GPU takes it in {pieces} pieces", flush=True)
+        pieces = pieces_on_one(gradients)
         inputs = [t.requires_grad_(gradients) for t in inputs_of(-(-T // pieces), 0)]
         return pieces * over.alone(_step(linear_scan, inputs, gradients))
 
@@ -329,7 +331,9 @@ def scan_entry(over: Together, layout: str, dtype: str, H: int, B: int, T: int) 
             times, watched = of_ranks(gradients)
             over.free()
             times["one_rank"] = over.first(lambda g=gradients: on_one(g))
-            rows += _compare(over, results, name, "forward_backward" if gradients else "forward", times, watched)
+            pieces = pieces_on_one(gradients)
+            case = name if pieces == 1 else f"{name} pieces_on_one={pieces}"
+            rows += _compare(over, results, case, "forward_backward" if gradients else "forward", times, watched)
             if not gradients:
                 sent = sum(watched.sent) * (over.size - 1)
                 others = {"floor": 4 * B * H * (matrix + 1) * (over.size - 1)}
@@ -656,22 +660,30 @@ def entries(over: Together) -> list[Entry]:
             offload_entry(over, 64, 256, 4, 100_000),
         ]
     lengths = [1 << k for k in (20, 19, 18, 17, 16)]
-    longest = {
-        dtype: next(T for T in lengths if 3.2 * DTYPES[dtype].itemsize * T / over.size * 8 * 1536 <= over.room)
+    fitting = {
+        dtype: [T for T in lengths if 3.2 * DTYPES[dtype].itemsize * T / over.size * 8 * 1536 <= over.room]
         for dtype in ("fp32", "bf16")
     }
+
+    def diagonal(dtype: str, T: int) -> Entry:
+        return scan_entry(over, "diagonal", dtype, 1536, 8, T)
+
+    longest = fitting["fp32"][0]
     return [
-        *(scan_entry(over, "diagonal", "fp32", 1536, 8, T) for T in lengths if T <= longest["fp32"]),
-        *(scan_entry(over, "dense", "fp32", 20, 16, T) for T in (30_000, 1_000_000)),
+        diagonal("fp32", longest),
+        scan_entry(over, "dense", "fp32", 20, 16, 1_000_000),
+        *(layer_entry(over, cell, 20, 16, 30_000) for cell in ("RNN", "GRU", "LSTM")),
+        scan_entry(over, "dense", "fp32", 20, 16, 30_000),
         example_entry(over, 1_000_000, 32),
         stack_entry(over, 512, 4, 8, 1 << 16),
-        *(layer_entry(over, cell, 20, 16, 30_000) for cell in ("RNN", "GRU", "LSTM")),
-        *(scan_entry(over, "diagonal", "bf16", 1536, 8, T) for T in (longest["bf16"], 1 << 16)),
+        *(diagonal("fp32", T) for T in (1 << 18, 1 << 16) if T < longest),
+        *(diagonal("bf16", T) for T in (fitting["bf16"][0], 1 << 16)),
+        *_packages(over),
         offload_entry(over, 2048, 1 << 15, 8, 1_000_000_000),
+        *(diagonal("fp32", T) for T in fitting["fp32"] if T not in (longest, 1 << 18, 1 << 16)),
+        *(layer_entry(over, cell, 20, 16, 240_000) for cell in ("RNN", "GRU", "LSTM")),
         scan_entry(over, "dense", "fp32", 20, 16, 240_000),
         example_entry(over, 1_000_000, 256),
-        *(layer_entry(over, cell, 20, 16, 240_000) for cell in ("RNN", "GRU", "LSTM")),
-        *_packages(over),
     ]
 
 

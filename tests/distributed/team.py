@@ -1,12 +1,13 @@
 """Processes that stand for ranks: started once, they run one function after the other.
 
-Under torchrun (``torchrun --nproc-per-node 2 -m pytest tests/distributed -n 0 -m cuda``) its processes are the ranks:
-each collects the same tests and runs its own part of them.
+Under torchrun (``torchrun --nproc-per-node 2 -m pytest tests/distributed -n 0``, those of NCCL alone with ``-m cuda``)
+its processes are the ranks: each collects the same tests and runs its own part of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -89,24 +90,46 @@ class Team:
 
 
 class Launched:
-    """The ranks that torchrun has started, of which this process is one; otherwise a Team."""
+    """The ranks that torchrun has started, of which this process is one; otherwise a Team.
+
+    A process has one default group: one of another backend takes its place when it runs something.
+    """
+
+    _joined: Launched | None = None
+    _numbers = itertools.count()
+    """Every group that is joined has a part of torchrun's store of its own."""
 
     def __init__(self, backend: str = "gloo") -> None:
-        self.backend = backend
-        _set_up(backend, int(os.environ["LOCAL_RANK"]))
-        store, rank, size = next(dist.rendezvous("env://"))
-        _join(backend, rank, size, store=dist.PrefixStore(f"tests of {backend}", store))
-        self.size = size
+        self.backend, self.size = backend, int(os.environ["WORLD_SIZE"])
+
+    def join(self) -> None:
+        if Launched._joined is not None:
+            Launched._joined.stop()
+        _set_up(self.backend, int(os.environ["LOCAL_RANK"]))
+        store, rank = _torchruns_store()
+        _join(self.backend, rank, self.size, store=dist.PrefixStore(f"tests {next(self._numbers)}", store))
         self._told = dist.new_group(backend="gloo")
+        Launched._joined = self
 
     def stop(self) -> None:
-        dist.destroy_process_group()
+        if Launched._joined is self:
+            dist.destroy_process_group()
+            Launched._joined = None
 
     def run(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> list[Any]:
+        if Launched._joined is not self:
+            self.join()
         answers: list[Any] = [None] * self.size
         mine = _call(function, dist.get_rank(), arguments, keywords)
         dist.all_gather_object(answers, mine, self._told)
         return _results(function, answers)
+
+
+@functools.cache
+def _torchruns_store() -> tuple[dist.Store, int]:
+    """And this process's rank."""
+    store, rank, _ = next(dist.rendezvous("env://"))
+    return store, rank
 
 
 def _results(function: Callable[..., Any], answers: list[tuple[bool, Any]]) -> list[Any]:
