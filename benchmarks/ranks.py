@@ -1,7 +1,7 @@
 """Scans over ranks: what a link between processes costs, and what one rank's part costs beside the same slice alone.
 
     python -m benchmarks.ranks                              both, here: 2 and 4 processes with gloo
-    torchrun --nproc-per-node 8 -m benchmarks.ranks         these ranks together (together.py), with NCCL on GPUs
+    torchrun --nproc-per-node 8 -m benchmarks.ranks         these together (benchmarks.together), NCCL on GPUs
 
 ``link`` gathers 1 KB to 10 MB, fits the latency and bandwidth of :class:`weft.distributed.Link` to what it took, and
 puts beside each measurement what the model says that was fitted to the others. ``slice`` times a rank in the middle of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import weft.distributed as wd
 
 from benchmarks.common import parse_case, read_rows
-from benchmarks.together import scan_by_all_to_all
+from benchmarks.together.scans import scan_by_all_to_all
 from tests.common import assert_close
 from tests.distributed.team import Team, device
 

@@ -1,0 +1,92 @@
+"""What several GPUs of one host give, each a rank: ``torchrun --nproc-per-node 2 -m benchmarks.ranks``.
+
+Beside each case over all ranks stand, in the same run, the same sequence on one GPU (in pieces where it does not fit),
+a rank's slice alone (weak scaling is its time over that of all), trading time for channels by all-to-all, and what
+:func:`weft.distributed.predict` said with the link that was fitted to these ranks. A time is the slowest rank's; what
+ranks tell each other is counted, and timed within the step by events. With gloo on the CPU the shapes are small.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from benchmarks.common import DTYPES, Entry, Results, run_entries, show
+from benchmarks.links import fit_link, put_link, time_gathers
+from benchmarks.together.common import Together
+from benchmarks.together.layers import layer_entry
+from benchmarks.together.offload import offload_entry
+from benchmarks.together.packages import package_entries
+from benchmarks.together.scans import scan_entry
+from benchmarks.together.training import example_entry, stack_entry
+
+
+def entries(over: Together) -> list[Entry]:
+    """The most important ones first."""
+    if over.device.type == "cpu":
+        return [
+            scan_entry(over, "diagonal", "fp32", 64, 2, 4096),
+            scan_entry(over, "diagonal", "bf16", 64, 2, 1024),
+            scan_entry(over, "dense", "fp32", 8, 2, 2048),
+            *(layer_entry(over, cell, 8, 2, 600) for cell in ("RNN", "GRU", "LSTM")),
+            stack_entry(over, 32, 2, 2, 1024),
+            example_entry(over, 4000, 8),
+            offload_entry(over, 64, 256, 4, 100_000),
+        ]
+    lengths = [1 << k for k in (20, 19, 18, 17, 16)]
+    fitting = {
+        dtype: [T for T in lengths if 3.2 * DTYPES[dtype].itemsize * T / over.size * 8 * 1536 <= over.room]
+        for dtype in ("fp32", "bf16")
+    }
+
+    def diagonal(dtype: str, T: int) -> Entry:
+        return scan_entry(over, "diagonal", dtype, 1536, 8, T)
+
+    longest = fitting["fp32"][0]
+    return [
+        diagonal("fp32", longest),
+        scan_entry(over, "dense", "fp32", 20, 16, 1_000_000),
+        *(layer_entry(over, cell, 20, 16, 30_000) for cell in ("RNN", "GRU", "LSTM")),
+        scan_entry(over, "dense", "fp32", 20, 16, 30_000),
+        example_entry(over, 1_000_000, 32),
+        stack_entry(over, 512, 4, 8, 1 << 16),
+        *(diagonal("fp32", T) for T in (1 << 18, 1 << 16) if T < longest),
+        *(diagonal("bf16", T) for T in (fitting["bf16"][0], 1 << 16)),
+        *package_entries(over),
+        offload_entry(over, 2048, 1 << 15, 8, 1_000_000_000),
+        *(diagonal("fp32", T) for T in fitting["fp32"] if T not in (longest, 1 << 18, 1 << 16)),
+        *(layer_entry(over, cell, 20, 16, 240_000) for cell in ("RNN", "GRU", "LSTM")),
+        scan_entry(over, "dense", "fp32", 20, 16, 240_000),
+        example_entry(over, 1_000_000, 256),
+    ]
+
+
+def run_together(results: Results, text: str, seconds: float, minutes: float) -> list[str]:
+    """The link, which is fitted first, and all entries with `text` in their name or metrics, into the first rank's
+    results. What failed."""
+    over = Together(seconds)
+    deadline, failures = time.monotonic() + 60 * minutes, []
+    if over.rank > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  until the process ends
+        results.save = lambda: None
+    try:
+        times = time_gathers(over.device)
+        over.link = fit_link(times, over.size)
+        show(put_link(results, over.device.type, over.backend, over.size, times))
+        results.save()
+        for entry in entries(over):
+            if not entry.matches(text):
+                continue
+            if over.largest(time.monotonic() > deadline):
+                print("out of time: the others are left out", flush=True)
+                break
+            began = time.monotonic()
+            failures += run_entries([entry], results)
+            over.free()
+            print(f"{time.monotonic() - began:.1f} s: {entry.name}", flush=True)
+        return failures
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,209 @@
+"""What all parts share: this process among the others, what is timed and watched, and the rows of a comparison."""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import weft.distributed as wd
+from torch import Tensor
+from weft._distributed.group import GroupRanks
+
+from benchmarks.common import Results, case_name
+
+Rows = list[dict[str, str]]
+Run = Callable[[], Any]
+BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
+ROOM = 0.85
+"""Of a GPU's memory, what a case may take."""
+
+
+class Together:
+    """This process among the ranks that torchrun has started."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = min(seconds, 1.0)
+        on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+        self.backend = "nccl" if on_gpu else "gloo"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(1)
+        dist.init_process_group(self.backend, timeout=timedelta(seconds=100))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.link = wd.Link()
+        memory = torch.cuda.get_device_properties(self.device).total_memory if on_gpu else 1 << 30
+        self.room = ROOM * memory
+
+    def name(self, **keys: Any) -> str:
+        kind = "gpus" if self.device.type == "cuda" else "processes"
+        return case_name(device=self.device.type, **keys, **{kind: self.size})
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def first(self, job: Callable[[], Any]) -> Any:
+        """What a job gives on the first rank, on every rank, while the others wait; its error is every rank's."""
+        told: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                told[0] = job()
+            except Exception as error:
+                told[1] = f"on one rank alone: {error}"
+        self.free()
+        dist.broadcast_object_list(told, 0)
+        if told[1] is not None:
+            raise RuntimeError(told[1])
+        return told[0]
+
+    def largest(self, value: float) -> float:
+        told = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return told.item()
+
+    def once(self, run: Run, alone: bool = False) -> float:
+        """Milliseconds on this rank; all begin together."""
+        if not alone:
+            dist.barrier()
+        self.wait()
+        if self.device.type == "cpu":
+            began = time.perf_counter()
+            result = run()
+            took = 1e3 * (time.perf_counter() - began)
+            del result
+            return took
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = run()
+        end.record()
+        end.synchronize()
+        del result
+        return begin.elapsed_time(end)
+
+    def measure(self, candidates: Mapping[str, Run]) -> dict[str, float]:
+        """Median milliseconds of each, of the slowest rank, in two blocks, in turns."""
+        times: dict[str, list[float]] = {name: [] for name in candidates}
+        for _ in range(2):
+            for name, run in candidates.items():
+                self.once(run)
+                rounds = self._rounds(self.largest(self.once(run)))  # as many on every rank
+                took = torch.tensor([self.once(run) for _ in range(rounds)], dtype=torch.float64, device=self.device)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                times[name] += took.tolist()
+        return {name: statistics.median(found) for name, found in times.items()}
+
+    def alone(self, run: Run) -> float:
+        """Median milliseconds of what the first rank does while the others wait."""
+        self.once(run, alone=True)
+        rounds = self._rounds(self.once(run, alone=True))
+        return statistics.median(self.once(run, alone=True) for _ in range(2 * rounds))
+
+    def _rounds(self, milliseconds: float) -> int:
+        return min(max(int(500 * self.seconds / milliseconds), 3), 25)
+
+    def free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class Watched:
+    """Of the collectives of a block: what this rank sends to each other one, and how long they take on its stream, each
+    on the rank that comes last and waits for no other."""
+
+    def __init__(self, over: Together) -> None:
+        self.over = over
+        self.sent: list[int] = []
+        self.milliseconds = 0.0
+        self._took: list[Callable[[], float]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        originals = GroupRanks.gather, GroupRanks.shift
+
+        def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+            def call(ranks: GroupRanks, x: Tensor, *others: Any) -> Any:
+                self.sent.append(x.numel() * x.element_size())
+                if x.device.type == "cpu":
+                    began = time.perf_counter()
+                    result = original(ranks, x, *others)
+                    took = 1e3 * (time.perf_counter() - began)
+                    self._took.append(lambda: took)
+                    return result
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                result = original(ranks, x, *others)
+                end.record()
+                self._took.append(lambda: begin.elapsed_time(end))
+                return result
+
+            return call
+
+        GroupRanks.gather, GroupRanks.shift = (watched(original) for original in originals)
+        try:
+            yield
+        finally:
+            GroupRanks.gather, GroupRanks.shift = originals
+            self.over.wait()
+            of_each = torch.tensor([took() for took in self._took], dtype=torch.float64, device=self.over.device)
+            dist.all_reduce(of_each, dist.ReduceOp.MIN)
+            self.milliseconds = of_each.sum().item()
+
+
+def watch(over: Together, run: Run) -> Watched:
+    """The median of a few."""
+    found = []
+    for _ in range(5):
+        dist.barrier()
+        over.wait()
+        watched = Watched(over)
+        with watched.watching():
+            run()
+        found.append(watched)
+    return sorted(found, key=lambda watched: watched.milliseconds)[len(found) // 2]
+
+
+def step_of(run: Callable[..., Tensor], inputs: list[Tensor], gradients: bool) -> Run:
+    @torch.no_grad()
+    def forward() -> Tensor:
+        return run(*inputs)
+
+    def both() -> None:
+        for t in inputs:
+            t.grad = None
+        out = run(*inputs)
+        out.backward(out.detach())
+
+    return both if gradients else forward
+
+
+def compare(
+    over: Together, results: Results, name: str, metric: str, times: dict[str, float], watched: Watched
+) -> Rows:
+    """Rows of one metric. `times`: of "ranks", "one_rank", a rank's "slice" alone, its "part" beside a stand-in, and
+    what other peers took."""
+    rows = []
+    sent = watched.sent
+    between = sum(wd.exchange(over.size, size, over.link).seconds for size in sent)
+    if sent:
+        fixup = max(times["part"] - times["slice"], 0.0) / 1e3
+        first = wd.exchange(over.size, sent[0], over.link).seconds
+        said = wd.predict(times["one_rank"] / 1e3, over.size, sent[0], fixup=fixup + between - first, link=over.link)
+        times["predicted"] = 1e3 * said.seconds
+    for peer, took in times.items():
+        if peer not in ("ranks", "part"):
+            rows.append(results.put(name, metric, "ms", times["ranks"], peer, took))
+    if sent:
+        what = f"{metric}_exchange"
+        rows.append(results.put(name, what, "ms", watched.milliseconds, "predicted", 1e3 * between))
+    return rows

@@ -1,0 +1,83 @@
+"""Packages that have scans over ranks, too."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.common import Entry, Results, check_agreement, parse_case, relative_error
+from benchmarks.together.common import BOUNDS, Rows, Together, step_of
+
+
+def package_entry(over: Together, T: int, heads: int, width: int, beside: str) -> Entry:
+    """flash-linear-attention's context parallelism, of the gated delta rule, whose state is a matrix: what ranks cost,
+    as the time of all of them together over that of one, beside the same of the scan `beside`."""
+    name = over.name(package="flash-linear-attention", dtype="bf16", H=width, B=1, T=T, heads=heads)
+
+    def run(results: Results) -> Rows:
+        from fla.ops.cp import build_cp_context
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        def inputs_of(rank: int) -> list[Tensor]:
+            source = torch.Generator(over.device).manual_seed(rank)
+            make = {"generator": source, "device": over.device}
+            q, k, v = (
+                torch.randn(1, T // over.size, heads, width, dtype=torch.bfloat16, **make).requires_grad_()
+                for _ in range(3)
+            )
+            g, beta = (torch.rand(1, T // over.size, heads, **make) for _ in range(2))
+            return [q, k, v, -0.2 * g, beta.bfloat16()]
+
+        def attend(*inputs: Tensor, **how: Any) -> Tensor:
+            return chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True, **how)[0]
+
+        context = build_cp_context(torch.tensor([0, T], device=over.device), dist.group.WORLD)
+        mine = inputs_of(over.rank)
+        steps = {
+            gradients: step_of(lambda *t: attend(*t, cp_context=context), mine, gradients)
+            for gradients in (False, True)
+        }
+        with torch.no_grad():
+            ends = torch.empty(over.size, heads, width, device=over.device, dtype=torch.bfloat16)
+            dist.all_gather_into_tensor(ends, attend(*mine, cp_context=context)[:, -1])
+        times = {gradients: over.measure({"ranks": step})["ranks"] for gradients, step in steps.items()}
+
+        def alone() -> tuple[float, dict[bool, float]]:
+            parts = zip(*(inputs_of(rank) for rank in range(over.size)), strict=True)
+            whole = [torch.cat([t.detach() for t in part], 1) for part in parts]
+            for t in whole[:3]:
+                t.requires_grad_()
+            with torch.no_grad():
+                last = attend(*whole)[0].unflatten(0, (over.size, -1))[:, -1]
+            took = {gradients: over.alone(step_of(attend, whole, gradients)) for gradients in steps}
+            return relative_error(ends, last), took
+
+        error, took = over.first(alone)
+        check_agreement(name, {"output": error}, BOUNDS["bf16"])
+        rows: Rows = []
+        for gradients, metric in ((False, "forward"), (True, "forward_backward")):
+            theirs = over.size * times[gradients] / took[gradients]
+            print(f"{name} {metric}: {times[gradients]:.4g} ms over ranks, {took[gradients]:.4g} ms on one", flush=True)
+            for row in [*results.rows.values()]:
+                keys = parse_case(row["case"])
+                keys.pop("pieces_on_one", None)
+                if (keys, row["metric"], row["peer"]) == (parse_case(beside), metric, "one_rank"):
+                    ours = over.size * float(row["weft"]) / float(row["peer_value"])
+                    peer = "flash-linear-attention"
+                    rows.append(results.put(beside, f"{metric}_of_all_over_one", "relative", ours, peer, theirs))
+        return rows
+
+    return Entry(name, ("of_all_over_one",), run)
+
+
+def package_entries(over: Together) -> list[Entry]:
+    if importlib.util.find_spec("fla") is None:
+        if over.rank == 0:
+            print("flash-linear-attention is not here: not run", flush=True)
+        return []
+    beside = over.name(op="linear_scan", dtype="fp32", layout="diagonal", H=1536, B=8, T=1 << 18)
+    return [package_entry(over, 1 << 18, 16, 128, beside)]
